@@ -1,0 +1,383 @@
+"""What a person chooses: the model, the training run, the mesh of ranks, the hardware. Frozen, validated, and free of torch."""
+
+import csv
+import functools
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labutils import units
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+AXES = ("pp", "dp", "cp", "tp", "ep")
+
+
+def _one_of(value: object, name: str, allowed: tuple) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer, down to its last parameter.
+
+    `bias` puts a bias on every linear layer (True), on none (False), or on the query, key and value projections alone ("qkv", as Qwen2 does).
+    With `num_experts` > 1 every feed-forward layer is a mixture of experts with a router of h·E weights.
+
+    >>> ModelConfig.named("gpt2-xl").num_params
+    1557611200
+    """
+
+    num_layers: int
+    d_model: int
+    num_heads: int
+    d_ff: int
+    vocab_size: int
+    seq_len: int
+    num_kv_heads: int | None = None
+    d_head: int | None = None
+    ffn: str = "gelu"
+    norm: str = "layernorm"
+    positions: str = "learned"
+    bias: bool | str = True
+    tied: bool = True
+    dropout: float = 0.0
+    num_experts: int = 1
+    top_k: int = 1
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "seq_len", "num_experts", "top_k"):
+            units.whole(getattr(self, field), field, 1)
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        units.whole(self.num_kv_heads, "num_kv_heads", 1)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}: each group shares one key–value head")
+        if self.d_head is None:
+            if self.d_model % self.num_heads:
+                raise ValueError(f"num_heads={self.num_heads} does not divide d_model={self.d_model}: change one of them or give d_head")
+            object.__setattr__(self, "d_head", self.d_model // self.num_heads)
+        units.whole(self.d_head, "d_head", 1)
+        _one_of(self.ffn, "ffn", ("gelu", "swiglu"))
+        _one_of(self.norm, "norm", ("layernorm", "rmsnorm"))
+        _one_of(self.positions, "positions", ("learned", "rope"))
+        _one_of(self.bias, "bias", (True, False, "qkv"))
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be a probability in [0, 1), got {self.dropout!r}")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k={self.top_k} is more than num_experts={self.num_experts}: a token cannot visit an expert twice")
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Parameters of each part of the model, all layers together.
+
+        Source: counted from the shapes; equal to the published counts of every model in data/models.csv.
+        """
+        h, f, L, a, g, d = self.d_model, self.d_ff, self.num_layers, self.num_heads, self.num_kv_heads, self.d_head
+        linear_bias, qkv_bias = self.bias is True, bool(self.bias)
+        attention = h * (a + 2 * g) * d + a * d * h + qkv_bias * (a + 2 * g) * d + linear_bias * h
+        expert = (3 if self.ffn == "swiglu" else 2) * h * f + linear_bias * ((2 if self.ffn == "swiglu" else 1) * f + h)
+        router = h * self.num_experts if self.num_experts > 1 else 0
+        norm = (2 if self.norm == "layernorm" else 1) * h
+        return {
+            "token embedding": self.vocab_size * h,
+            "position embedding": self.seq_len * h if self.positions == "learned" else 0,
+            "attention": L * attention,
+            "feed-forward": L * self.num_experts * expert,
+            "router": L * router,
+            "norms": (2 * L + 1) * norm,
+            "head": 0 if self.tied else self.vocab_size * h,
+        }
+
+    @property
+    def num_params(self) -> int:
+        """Ψ: all parameters, exact; a tied head counts once."""
+        return sum(self.parameters.values())
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that one token meets: all of them, less the experts that it does not visit."""
+        idle = self.parameters["feed-forward"] * (self.num_experts - self.top_k) // self.num_experts
+        return self.num_params - idle
+
+    def flops_per_token(self, training: bool = True) -> int:
+        """FLOPs of all matrix products for one token (a multiply and an add are two): forward, or forward and backward (three times that).
+
+        Attention is counted in full, s keys for every query, causal or not, as Korthikanti et al. do (2205.05198, appendix A).
+        """
+        h, a, g, d, s = self.d_model, self.num_heads, self.num_kv_heads, self.d_head, self.seq_len
+        projections = h * (a + 2 * g) * d + a * d * h
+        scores = 2 * s * a * d
+        feed_forward = self.top_k * (3 if self.ffn == "swiglu" else 2) * h * self.d_ff + (h * self.num_experts if self.num_experts > 1 else 0)
+        forward = 2 * (self.num_layers * (projections + scores + feed_forward) + h * self.vocab_size)
+        return 3 * forward if training else forward
+
+    def letters(self, wanted: str) -> tuple[int, ...]:
+        """The sizes behind letters of the notation, in the order asked for.
+
+        >>> s, h, a, L = ModelConfig.named("gpt2").letters("s h a L")
+        >>> s, h, a, L
+        (1024, 768, 12, 12)
+        """
+        known = dict(s=self.seq_len, h=self.d_model, a=self.num_heads, g=self.num_kv_heads, d=self.d_head, f=self.d_ff, L=self.num_layers)
+        known |= dict(v=self.vocab_size, E=self.num_experts, k=self.top_k, Ψ=self.num_params)
+        unknown = [letter for letter in wanted.split() if letter not in known]
+        if unknown:
+            raise ValueError(f"a model has no letter {', '.join(unknown)}: it has {' '.join(known)}")
+        return tuple(known[letter] for letter in wanted.split())
+
+    @classmethod
+    def named(cls, name: str) -> "ModelConfig":
+        """The model of that name in data/models.csv."""
+        return cls(name=name, **_row(_models(), name, "model"))
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names that `named` knows."""
+        return tuple(_models())
+
+    @classmethod
+    def from_hf(cls, source: str | Path | Mapping[str, Any]) -> "ModelConfig":
+        """The model that a Hugging Face config.json describes: a path to the file or its folder, or the parsed dictionary.
+
+        Reads the GPT-2, Llama, Mistral, Qwen2 and Mixtral families. What it cannot express (multi-head latent attention, shared experts,
+        sliding windows that change no parameter aside) is an error that says so, never a guess.
+        """
+        config, origin = (source, "this dictionary") if isinstance(source, Mapping) else _read_json(Path(source))
+        family = config.get("model_type")
+        if family not in _HF_FAMILIES:
+            raise ValueError(f"{origin}: model_type is {family!r}; from_hf reads {', '.join(_HF_FAMILIES)}. Build a ModelConfig by hand instead")
+        try:
+            return _HF_FAMILIES[family](cls, config)
+        except KeyError as missing:
+            raise ValueError(f"{origin}: a {family} config needs the key {missing}, which is not there") from None
+
+
+def _read_json(path: Path) -> tuple[dict, str]:
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise ValueError(f"there is no file {path.name!r} at that path: give the path of a config.json or of the folder that holds it")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path.name} is not valid JSON ({error}): download it again") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path.name} holds a {type(config).__name__}, not an object with keys: is it the model's config.json?")
+    return config, path.name
+
+
+def _from_gpt2(cls: type[ModelConfig], config: Mapping[str, Any]) -> ModelConfig:
+    h = config["n_embd"]
+    return cls(
+        num_layers=config["n_layer"], d_model=h, num_heads=config["n_head"], d_ff=config.get("n_inner") or 4 * h, vocab_size=config["vocab_size"],
+        seq_len=config["n_positions"], dropout=config.get("resid_pdrop", 0.1), tied=config.get("tie_word_embeddings", True),
+    )  # fmt: skip
+
+
+def _from_llama(cls: type[ModelConfig], config: Mapping[str, Any]) -> ModelConfig:
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act is {config['hidden_act']!r}: from_hf reads SwiGLU models, whose hidden_act is 'silu'")
+    if config.get("mlp_bias"):
+        raise ValueError("mlp_bias is true: this course has no bias on a SwiGLU layer alone; build a ModelConfig by hand with bias=True or False")
+    if config["model_type"] == "llama" and config.get("attention_bias"):
+        raise ValueError("attention_bias is true: it puts a bias on all four projections, which ModelConfig cannot express; use bias='qkv' or True")
+    return cls(
+        num_layers=config["num_hidden_layers"], d_model=config["hidden_size"], num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads"), d_head=config.get("head_dim"), d_ff=config["intermediate_size"],
+        vocab_size=config["vocab_size"], seq_len=config["max_position_embeddings"], ffn="swiglu", norm="rmsnorm", positions="rope",
+        bias="qkv" if config["model_type"] == "qwen2" else False, tied=config.get("tie_word_embeddings", False),
+        dropout=config.get("attention_dropout", 0.0), num_experts=config.get("num_local_experts", 1), top_k=config.get("num_experts_per_tok", 1),
+    )  # fmt: skip
+
+
+_HF_FAMILIES = {"gpt2": _from_gpt2, "llama": _from_llama, "mistral": _from_llama, "qwen2": _from_llama, "mixtral": _from_llama}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a model is trained: batch sizes in sequences, number formats, optimizer, checkpointing and ZeRO level.
+
+    `precision` is "fp32", "bf16" or "fp16"; the half formats keep an fp32 master copy. `fp32_gradients` accumulates gradients in fp32 beside it.
+    """
+
+    micro_batch: int
+    global_batch: int
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    fp32_gradients: bool = False
+    checkpointing: str = "none"
+    zero: int = 0
+
+    def __post_init__(self) -> None:
+        units.whole(self.micro_batch, "micro_batch", 1)
+        units.whole(self.global_batch, "global_batch", 1)
+        if self.global_batch % self.micro_batch:
+            raise ValueError(f"micro_batch={self.micro_batch} does not divide global_batch={self.global_batch}: the last micro-batch would be short")
+        _one_of(self.precision, "precision", ("fp32", "bf16", "fp16"))
+        _one_of(self.optimizer, "optimizer", ("sgd", "momentum", "adam", "adamw"))
+        _one_of(self.checkpointing, "checkpointing", ("none", "selective", "full"))
+        _one_of(self.zero, "zero", (0, 1, 2, 3))
+
+    def accumulation(self, dp: int) -> int:
+        """Micro-batches that each of `dp` ranks accumulates before an optimizer step.
+
+        >>> TrainConfig(micro_batch=2, global_batch=1024).accumulation(dp=128)
+        4
+        """
+        units.whole(dp, "dp", 1)
+        if self.global_batch % (self.micro_batch * dp):
+            raise ValueError(f"global_batch={self.global_batch} is not a multiple of micro_batch · dp = {self.micro_batch} · {dp}")
+        return self.global_batch // (self.micro_batch * dp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Ranks laid out on the axes of parallelism, outermost first: pp, dp, cp, tp. Neighbours on `tp` are neighbours in number.
+
+    `ep` does not add ranks: experts are spread over the data- and context-parallel ranks, `ep` of them at a time.
+
+    >>> mesh = Mesh(dp=2, tp=4)
+    >>> mesh.size, mesh.coords(5), mesh.group(5, "tp"), mesh.group(5, "dp")
+    (8, {'pp': 0, 'dp': 1, 'cp': 0, 'tp': 1, 'ep': 0}, (4, 5, 6, 7), (1, 5))
+    """
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            units.whole(getattr(self, axis), axis, 1)
+        if (self.dp * self.cp) % self.ep:
+            raise ValueError(f"ep={self.ep} does not divide dp · cp = {self.dp * self.cp}: experts are spread over those ranks")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks: pp · dp · cp · tp."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes with more than one rank and their degrees, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) > 1}
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on each axis."""
+        self._check_rank(rank)
+        where, rest = {}, rank
+        for axis in ("tp", "cp", "dp", "pp"):
+            rest, where[axis] = divmod(rest, getattr(self, axis))
+        ordered = {axis: where[axis] for axis in ("pp", "dp", "cp", "tp")}
+        return ordered | {"ep": (where["dp"] * self.cp + where["cp"]) % self.ep}
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that `rank` shares the `axis` with, itself included, in order."""
+        if axis not in AXES:
+            raise ValueError(f"a mesh has no axis {axis!r}: it has {', '.join(AXES)}")
+        here = self.coords(rank)
+        if axis == "ep":
+            block = (here["dp"] * self.cp + here["cp"]) // self.ep
+            spread = itertools.product([here["pp"]], range(self.dp), range(self.cp), [here["tp"]])
+            return tuple(self._rank(*at) for at in spread if (at[1] * self.cp + at[2]) // self.ep == block)
+        return tuple(self._rank(**({key: here[key] for key in ("pp", "dp", "cp", "tp")} | {axis: i})) for i in range(getattr(self, axis)))
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of `axis`: they are disjoint and cover every rank."""
+        return tuple(dict.fromkeys(self.group(rank, axis) for rank in range(self.size)))
+
+    def _rank(self, pp: int, dp: int, cp: int, tp: int) -> int:
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def _check_rank(self, rank: int) -> None:
+        units.whole(rank, "rank")
+        if rank >= self.size:
+            raise ValueError(f"rank {rank} is not on this mesh of {self.size} ranks: use 0 … {self.size - 1}")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection between two ranks: λ seconds before the first byte arrives, then `bandwidth` bytes per second in each direction."""
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.latency, (int, float)) or not math.isfinite(self.latency) or self.latency < 0:
+            raise ValueError(f"latency must be a finite number of seconds, 0 or more, got {self.latency!r}")
+        units.positive(self.bandwidth, "bandwidth")
+
+    def time(self, nbytes: float) -> float:
+        """Seconds for one message of `nbytes`: λ + bytes / bandwidth."""
+        return self.latency + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A device as its data sheet describes it; rates are dense peaks. Source: data/hardware.csv, a citation a row."""
+
+    name: str
+    memory: int
+    memory_bandwidth: float
+    flops: Mapping[str, float]
+    link_bandwidth: float
+    source: str
+
+    @classmethod
+    def named(cls, name: str) -> "Hardware":
+        """The device of that name in data/hardware.csv.
+
+        >>> units.text(Hardware.named("H100").memory)
+        '80.0 GB'
+        """
+        return cls(name=name, **_row(_devices(), name, "device"))
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names that `named` knows."""
+        return tuple(_devices())
+
+    def link(self, latency: float) -> Link:
+        """The device's own interconnect, one direction, with a `latency` in seconds that you measured: no data sheet states one."""
+        return Link(latency, self.link_bandwidth)
+
+
+def _row(table: dict[str, dict], name: str, kind: str) -> dict:
+    if name not in table:
+        raise ValueError(f"no {kind} called {name!r}: there are {', '.join(table)}")
+    return table[name]
+
+
+def _read_csv(name: str) -> list[dict[str, str]]:
+    with open(DATA / name, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@functools.cache
+def _models() -> dict[str, dict]:
+    text = {"ffn", "norm", "positions"}
+    flags = {"True": True, "False": False, "qkv": "qkv"}
+
+    def value(field: str, cell: str) -> object:
+        return cell if field in text else flags[cell] if cell in flags else float(cell) if field == "dropout" else int(cell)
+
+    skip = {"name", "published_params", "source"}
+    return {row["name"]: {field: value(field, cell) for field, cell in row.items() if cell and field not in skip} for row in _read_csv("models.csv")}
+
+
+@functools.cache
+def _devices() -> dict[str, dict]:
+    def device(row: dict[str, str]) -> dict:
+        flops = {column.removeprefix("tflops_"): float(cell) * 1e12 for column, cell in row.items() if column.startswith("tflops_") and cell}
+        return dict(
+            memory=int(row["memory_GB"]) * units.GB, memory_bandwidth=float(row["memory_bandwidth_GBps"]) * 1e9, flops=flops,
+            link_bandwidth=float(row["link_GBps_per_direction"]) * 1e9, source=row["source"],
+        )  # fmt: skip
+
+    return {row["name"]: device(row) for row in _read_csv("hardware.csv")}

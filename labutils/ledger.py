@@ -1,0 +1,388 @@
+"""What it costs, in bytes: predicted and measured amounts in one type, so that the central act of a lab is `predicted.diff(measured)`.
+
+`Ledger` holds amounts; `Trace` holds the messages that ranks exchanged and gives ledgers of bytes sent and received; `History` holds
+ledgers of bytes resident over the course of a step.
+"""
+
+import html
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import Protocol
+
+from labutils import units
+
+_KEYS = ("component", "name", "axis", "rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One amount of bytes and what it is: `count` tensors or messages called `name`, of a `component`, on a mesh `axis`, at a `rank`."""
+
+    name: str
+    amount: int
+    component: str = ""
+    axis: str = ""
+    rank: int | None = None
+    count: int = 1
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.amount, bool) or not isinstance(self.amount, int):
+            raise TypeError(f"{self.name!r}: bytes come in whole numbers, got {self.amount!r}; round it where you know why")
+        units.whole(self.count, f"{self.name!r}: count")
+
+    @property
+    def key(self) -> tuple[str, str, str, int | None]:
+        """What `Ledger.diff` pairs lines by: component, name, axis and rank."""
+        return self.component, self.name, self.axis, self.rank
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """A list of lines; its totals are computed, never stored.
+
+    >>> held = Ledger([Line("weights", 20, rank=0), Line("gradients", 20, rank=0), Line("weights", 20, rank=1)])
+    >>> held.total, held.by("rank"), held.only(rank=0).by("name")
+    (60, {0: 40, 1: 20}, {'weights': 20, 'gradients': 20})
+    """
+
+    lines: tuple[Line, ...] = ()
+
+    def __init__(self, lines: Iterable[Line] = ()) -> None:
+        lines = tuple(lines)
+        for line in lines:
+            if not isinstance(line, Line):
+                raise TypeError(f"a Ledger is made of Lines, got {line!r}; write Line(name, amount)")
+        object.__setattr__(self, "lines", lines)
+
+    def __iter__(self) -> Iterator[Line]:
+        return iter(self.lines)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __add__(self, other: "Ledger") -> "Ledger":
+        return Ledger(self.lines + other.lines) if isinstance(other, Ledger) else NotImplemented
+
+    @property
+    def total(self) -> int:
+        """Bytes in all lines together."""
+        return sum(line.amount for line in self.lines)
+
+    @property
+    def count(self) -> int:
+        """Tensors or messages behind all lines together."""
+        return sum(line.count for line in self.lines)
+
+    def by(self, key: str) -> dict:
+        """Bytes for each value of `key` ("component", "name", "axis" or "rank"), in order of first appearance."""
+        _check_keys([key])
+        totals: dict = {}
+        for line in self.lines:
+            value = getattr(line, key)
+            totals[value] = totals.get(value, 0) + line.amount
+        return totals
+
+    def only(self, **wanted: object) -> "Ledger":
+        """The lines whose `name`, `component`, `axis` or `rank` is the wanted one."""
+        _check_keys(wanted)
+        return Ledger(line for line in self.lines if all(getattr(line, key) == value for key, value in wanted.items()))
+
+    def merged(self) -> "Ledger":
+        """The same amounts with lines of one key added into one."""
+        sums: dict[tuple, Line] = {}
+        for line in self.lines:
+            known = sums.get(line.key)
+            sums[line.key] = line if known is None else replace(known, amount=known.amount + line.amount, count=known.count + line.count)
+        return Ledger(sums.values())
+
+    def scaled(self, factor: int) -> "Ledger":
+        """`factor` times every line: the ledger of `factor` layers, steps or micro-batches."""
+        units.whole(factor, "factor")
+        return Ledger(replace(line, amount=line.amount * factor, count=line.count * factor) for line in self.lines)
+
+    def shard(self, n: int) -> "Ledger":
+        """One n-th of every line; an amount that `n` does not divide is an error, because bytes do not come in fractions."""
+        units.whole(n, "n", 1)
+        for line in self.lines:
+            if line.amount % n:
+                raise ValueError(f"{line.name!r}: {n} ranks do not divide {line.amount} bytes; pad it to {-(-line.amount // n) * n} first")
+        return Ledger(replace(line, amount=line.amount // n) for line in self.lines)
+
+    def diff(self, other: "Ledger", by: str | None = None) -> "Diff":
+        """This ledger as the prediction against `other` as the measurement, paired by component, name, axis and rank, or `by` one of them.
+
+        >>> print(Ledger([Line("weights", 400)]).diff(Ledger([Line("weights", 400), Line("mask", 100)])))
+                     predicted  measured  unexplained
+        weights          400 B     400 B            0
+        mask               0 B     100 B        100 B
+        unexplained                             100 B
+        """
+        if not isinstance(other, Ledger):
+            raise TypeError(f"a Ledger is compared with a Ledger, got {type(other).__name__}")
+        if by is not None:
+            _check_keys([by])
+        sides = []
+        for ledger in (self, other):
+            sums: dict[tuple, int] = {}
+            for line in ledger:
+                key = line.key if by is None else (getattr(line, by),)
+                sums[key] = sums.get(key, 0) + line.amount
+            sides.append(sums)
+        predicted, measured = sides
+        keys = dict.fromkeys([*predicted, *measured])
+        return Diff(tuple(DiffRow(_label(key, by), predicted.get(key, 0), measured.get(key, 0)) for key in keys))
+
+    def __str__(self) -> str:
+        rows = [(_label(line.key), *_amounts(line.amount), line.note) for line in self.lines]
+        return _plain(("", "bytes", "", "note"), [*rows, ("total", *_amounts(self.total), "")])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [(_label(line.key), *_amounts(line.amount), line.note) for line in self.lines]
+        return _table(("", "bytes", "", "note"), [*rows, ("total", *_amounts(self.total), "")])
+
+
+@dataclass(frozen=True, slots=True)
+class DiffRow:
+    """One pair of amounts that carry the same name, in bytes."""
+
+    name: str
+    predicted: int
+    measured: int
+
+    @property
+    def unexplained(self) -> int:
+        """Measured minus predicted bytes."""
+        return self.measured - self.predicted
+
+
+@dataclass(frozen=True)
+class Diff:
+    """A prediction beside a measurement, whose last line says how many bytes are left unexplained."""
+
+    rows: tuple[DiffRow, ...]
+
+    @property
+    def unexplained(self) -> int:
+        """Sum of |measured − predicted| over all rows, in bytes: errors of opposite sign do not cancel."""
+        return sum(abs(row.unexplained) for row in self.rows)
+
+    def _cells(self) -> list[tuple[str, str, str, str]]:
+        # Differences of a few bytes must stay visible beside megabytes, so an unequal pair is written out in full.
+        def pair(row: DiffRow) -> tuple[str, str, str]:
+            if row.unexplained:
+                return f"{row.predicted:,} B", f"{row.measured:,} B", f"{row.unexplained:,} B"
+            return units.text(row.predicted), units.text(row.measured), "0"
+
+        total = f"{self.unexplained:,} B" if self.unexplained else "0"
+        return [*((row.name, *pair(row)) for row in self.rows), ("unexplained", "", "", total)]
+
+    def __str__(self) -> str:
+        return _plain(("", "predicted", "measured", "unexplained"), self._cells())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return _table(("", "predicted", "measured", "unexplained"), self._cells())
+
+
+class Link(Protocol):
+    """Anything with a latency in seconds and a bandwidth in bytes per second, such as `config.Link`."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one rank did at one moment: send `sent` bytes `to` a rank, receive `received` bytes from `source`, or both at once."""
+
+    op: str
+    axis: str = ""
+    to: int | None = None
+    sent: int = 0
+    source: int | None = None
+    received: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`nbytes` that travel from rank `source` to rank `to` between `start` and `end`, in steps or in seconds."""
+
+    op: str
+    axis: str
+    source: int
+    to: int
+    nbytes: int
+    start: float = 0
+    end: float = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What every rank sent and received, in its own program order: the books of one run.
+
+    >>> ring = Trace([[Event("ring", "dp", to=1 - i, sent=8, source=1 - i, received=8)] * 2 for i in (0, 1)])
+    >>> ring.sent.by("rank"), ring.steps
+    ({0: 16, 1: 16}, 2)
+    """
+
+    ranks: tuple[tuple[Event, ...], ...] = ()
+
+    def __init__(self, ranks: Iterable[Iterable[Event]] = ()) -> None:
+        object.__setattr__(self, "ranks", tuple(tuple(events) for events in ranks))
+
+    def _ledger(self, amount: str, peer: str) -> Ledger:
+        sums: dict[tuple, int] = {}
+        counts: Counter = Counter()
+        for rank, events in enumerate(self.ranks):
+            for event in events:
+                if getattr(event, peer) is not None:
+                    key = event.op, event.axis, rank
+                    sums[key] = sums.get(key, 0) + getattr(event, amount)
+                    counts[key] += 1
+        return Ledger(Line(op, nbytes, axis=axis, rank=rank, count=counts[op, axis, rank]) for (op, axis, rank), nbytes in sums.items())
+
+    @cached_property
+    def sent(self) -> Ledger:
+        """Bytes that each rank sent, a line for each operation; `count` is the number of messages."""
+        return self._ledger("sent", "to")
+
+    @cached_property
+    def received(self) -> Ledger:
+        """Bytes that each rank received, a line for each operation."""
+        return self._ledger("received", "source")
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """Every message with the step in which it starts and ends, when each message takes one step."""
+        return self._replay(lambda nbytes: 1)
+
+    @property
+    def steps(self) -> int:
+        """The longest chain of messages that had to wait for each other; a rank sends and receives at once in one step."""
+        return max((int(message.end) for message in self.messages), default=0)
+
+    def makespan(self, link: Link) -> float:
+        """Seconds until the last message arrives, when each takes λ + bytes/bw and a rank sends one and receives one at a time."""
+        latency, bandwidth = Fraction(link.latency), Fraction(link.bandwidth)
+        return float(max((message.end for message in self._replay(lambda nbytes: latency + nbytes / bandwidth)), default=0))
+
+    def _replay(self, cost: Callable[[int], float]) -> tuple[Message, ...]:
+        """All messages with start and end: the k-th send of a channel meets its k-th receive, and a sender does not wait for the receiver."""
+        clock = [0.0 * cost(0)] * len(self.ranks)
+        queues = [deque(events) for events in self.ranks]
+        announced = [False] * len(queues)
+        under_way: dict[tuple, deque[int]] = defaultdict(deque)
+        done: list[Message] = []
+        moved = True
+        while moved:
+            moved = False
+            for rank, queue in enumerate(queues):
+                while queue:
+                    event = queue[0]
+                    if event.to is not None and not announced[rank]:
+                        announced[rank] = True
+                        start = clock[rank]
+                        under_way[rank, event.to, event.axis].append(len(done))
+                        done.append(Message(event.op, event.axis, rank, event.to, event.sent, start, start + cost(event.sent)))
+                        moved = True
+                    finish = clock[rank] + cost(event.sent) if event.to is not None else clock[rank]
+                    if event.source is not None:
+                        channel = under_way[event.source, rank, event.axis]
+                        if not channel:
+                            break
+                        index = channel.popleft()
+                        end = max(clock[rank], done[index].start) + cost(event.received)
+                        done[index] = replace(done[index], end=max(end, done[index].end))
+                        finish = max(finish, end)
+                    clock[rank] = finish
+                    announced[rank] = False
+                    queue.popleft()
+                    moved = True
+        waiting = [rank for rank, queue in enumerate(queues) if queue]
+        if waiting:
+            raise ValueError(f"ranks {waiting} wait for messages that nobody sent: this trace is not of a finished run")
+        return tuple(done)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The bytes that are alive right after an `event` of a `phase` ("forward", "backward", "optimizer", …)."""
+
+    phase: str
+    event: str
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class History:
+    """Bytes resident over the course of a step: one ledger a moment."""
+
+    moments: tuple[Moment, ...]
+
+    def __init__(self, moments: Iterable[Moment]) -> None:
+        object.__setattr__(self, "moments", tuple(moments))
+        if not self.moments:
+            raise ValueError("a History needs at least one Moment: nothing was recorded")
+
+    @property
+    def peak(self) -> Moment:
+        """The first moment at which most bytes are alive."""
+        return max(self.moments, key=lambda moment: moment.ledger.total)
+
+    @property
+    def phases(self) -> dict[str, Moment]:
+        """The peak of each phase, in order of appearance."""
+        peaks: dict[str, Moment] = {}
+        for moment in self.moments:
+            if moment.phase not in peaks or moment.ledger.total > peaks[moment.phase].ledger.total:
+                peaks[moment.phase] = moment
+        return peaks
+
+
+def _check_keys(keys: Iterable[str]) -> None:
+    for key in keys:
+        if key not in _KEYS:
+            raise ValueError(f"lines have no {key!r}: use one of {', '.join(_KEYS)}")
+
+
+def _label(key: tuple, by: str | None = None) -> str:
+    if by is not None:
+        return f"rank {key[0]}" if by == "rank" else str(key[0])
+    component, name, axis, rank = key
+    parts = [component] * (component not in ("", name)) + [name] + [axis] * bool(axis) + [f"rank {rank}"] * (rank is not None)
+    return " · ".join(parts)
+
+
+def _amounts(amount: int) -> tuple[str, str]:
+    return f"{amount:,}", units.text(amount) if abs(amount) >= 1000 else ""
+
+
+def _plain(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    used = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    table = [[line[i] for i in used] for line in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    aligned = [[cell.ljust(width) if j == 0 else cell.rjust(width) for j, (cell, width) in enumerate(zip(line, widths, strict=True))] for line in table]
+    return "\n".join("  ".join(line).rstrip() for line in aligned)
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    used = [i for i in range(len(header)) if any(row[i] for row in rows)]
+
+    def cells(row: tuple[str, ...], tag: str) -> str:
+        return "".join(
+            f'<{tag} style="text-align:{"left" if j == 0 else "right"};padding:2px 12px">{html.escape(row[i])}</{tag}>' for j, i in enumerate(used)
+        )
+
+    *body, last = rows
+    lines = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in body)
+    return (
+        f'<table class="ledger"><thead><tr>{cells(header, "th")}</tr></thead><tbody>{lines}</tbody>'
+        f'<tfoot><tr style="border-top:1px solid;font-weight:bold">{cells(last, "td")}</tr></tfoot></table>'
+    )

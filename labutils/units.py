@@ -1,0 +1,90 @@
+"""Bytes, FLOPs and seconds to text and back. GB is 10⁹ bytes, GiB is 2³⁰, and nothing here guesses between them."""
+
+import math
+import re
+from fractions import Fraction
+
+KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+
+_DECIMAL = {"": 0, "k": 3, "K": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18, "Z": 21}
+_BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
+_SMALL = {"m": -3, "µ": -6, "u": -6, "n": -9}
+_BASES = ("B", "FLOP", "B/s", "FLOP/s", "s")
+_QUANTITY = re.compile(r"\s*([-+]?[0-9][0-9_ ]*(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?)\s*([A-Za-zµ]*(?:/s)?)\s*", re.IGNORECASE)
+
+
+def text(amount: float, unit: str = "B", *, digits: int = 3, binary: bool = False) -> str:
+    """`amount` of `unit` as text with a prefix and `digits` significant digits (whole bytes below 1000 stay exact).
+
+    >>> text(96e6), text(96e6, binary=True), text(312e12, "FLOP/s"), text(2.5e-5, "s")
+    ('96.0 MB', '91.6 MiB', '312 TFLOP/s', '25.0 µs')
+    >>> text(-1536), text(0), text(7)
+    ('-1.54 kB', '0 B', '7 B')
+    """
+    if unit not in _BASES:
+        raise ValueError(f"unknown unit {unit!r}: use one of {', '.join(_BASES)}")
+    if not math.isfinite(amount):
+        return f"{amount} {unit}"
+    size = abs(amount)
+    if binary:
+        steps = [("", 1.0)] + [(prefix, 2.0**power) for prefix, power in _BINARY.items()]
+    else:
+        steps = [(p, 10.0**power) for p, power in _DECIMAL.items() if p != "K"]
+        if unit == "s":
+            steps = [("n", 1e-9), ("µ", 1e-6), ("m", 1e-3), ("", 1.0)]
+    if size == 0 or (size < (1024 if binary else 1000) and float(amount).is_integer()):
+        return f"{int(amount)} {unit}"
+    for prefix, factor in reversed(steps):
+        if float(f"{size / factor:.{digits - 1}e}") >= 1:
+            break
+    value = size / factor
+    whole = len(str(int(float(f"{value:.{digits - 1}e}"))))
+    return f"{'-' if amount < 0 else ''}{value:.{max(digits - whole, 0)}f} {prefix}{unit}"
+
+
+def parse(quantity: str) -> int | float:
+    """The amount that a text such as "64 MB", "2 GiB", "25 us" or "312 TFLOP/s" names, in base units; whole amounts are exact integers.
+
+    >>> parse("64 MB"), parse("2GiB"), parse("1_000 B"), parse("312 TFLOP/s")
+    (64000000, 2147483648, 1000, 312000000000000)
+    """
+    match = _QUANTITY.fullmatch(quantity)
+    remedy = f"cannot read {quantity!r} as a quantity: write a number and a unit, such as '64 MB', '2 GiB' or '25 us'"
+    if not match:
+        raise ValueError(remedy)
+    number, unit = match.groups()
+    prefix = next((unit[: -len(base)] for base in sorted(_BASES, key=len, reverse=True) if unit.endswith(base)), None)
+    if prefix is None and unit:
+        raise ValueError(remedy)
+    prefix = prefix or ""
+    if prefix in _BINARY:
+        factor = Fraction(2) ** _BINARY[prefix]
+    elif prefix in (_SMALL if unit.endswith("s") and not unit.endswith("/s") else _DECIMAL) or not prefix:
+        factor = Fraction(10) ** {**_DECIMAL, **_SMALL}[prefix]
+    else:
+        raise ValueError(remedy)
+    amount = Fraction(number.replace("_", "").replace(" ", "")) * factor
+    return int(amount) if amount.denominator == 1 else float(amount)
+
+
+def whole(value: object, name: str, minimum: int = 0) -> int:
+    """`value` as an int, after checking that it is a whole number ≥ `minimum`; the error names `name`, the value and the remedy.
+
+    >>> whole(4, "num_layers", 1)
+    4
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    return value
+
+
+def positive(value: object, name: str) -> float:
+    """`value` as a float, after checking that it is a finite number above zero; the error names `name`, the value and the remedy."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be a finite number above 0, got {value}")
+    return float(value)
