@@ -1,0 +1,27 @@
+# Each target sets up what it needs; the environment is remade only when the pins change.
+PYTHON ?= python3
+BIN    := .venv/bin
+READY  := .venv/ready
+
+.PHONY: lab test notebooks book bench
+
+lab: $(READY)  # reached over loopback only, with Jupyter's token: that is why root may start it too
+	JUPYTER_CONFIG_PATH="$(CURDIR)" $(BIN)/python -m jupyterlab --ip=127.0.0.1 --allow-root notebooks/00_start_here.ipynb
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+notebooks: $(READY)
+	$(BIN)/python tools/notebooks.py
+
+book: $(READY)
+	$(BIN)/python $(BIN)/jupyter-book build . --config book/_config.yml --toc book/_toc.yml --path-output book -W --keep-going
+
+bench: $(READY)
+	for benchmark in benchmarks/*.py; do $(BIN)/python "$$benchmark" || exit 1; done
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"The course needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev]"
+	@touch $@

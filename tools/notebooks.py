@@ -1,0 +1,143 @@
+"""Notebooks from their text twins: build, execute, normalize; or check that the twins say the same.
+
+    python tools/notebooks.py                     every lab, as `make notebooks` does
+    python tools/notebooks.py 07_collectives      one lab
+    python tools/notebooks.py --check             nothing is run or written: exit status 1 if a pair differs
+
+The text twin (notebooks/text/NN_topic.py) is the source of truth: the notebook's cells come from it, its outputs from
+a fresh kernel of this very Python. Normalizing drops what differs between two runs or two machines, so that a rebuilt
+notebook shows only real changes.
+"""
+
+import argparse
+import hashlib
+import os
+import pathlib
+import sys
+import time
+
+import jupytext
+import nbclient
+import nbformat
+
+NOTEBOOKS = pathlib.Path(__file__).resolve().parents[1] / "notebooks"
+CELL_TIMEOUT = 120  # seconds
+KEPT_METADATA = ("tags", "mystnb")
+LIVE_WIDGET = "application/vnd.jupyter.widget-view+json"  # refers to a kernel's model; the HTML beside it needs none
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+}
+
+
+def twins(names=()):
+    """The (notebook, text twin) paths of the labs called `names`, or of every lab, in order."""
+    known = sorted({path.stem for path in [*NOTEBOOKS.glob("*.ipynb"), *(NOTEBOOKS / "text").glob("*.py")]})
+    wanted = [pathlib.Path(name).stem for name in names] or known
+    if unknown := sorted(set(wanted) - set(known)):
+        raise ValueError(f"no lab is called {', '.join(unknown)}; there are: {', '.join(known)}")
+    return [(NOTEBOOKS / f"{name}.ipynb", NOTEBOOKS / "text" / f"{name}.py") for name in wanted]
+
+
+def cells(notebook):
+    """What both twins must agree on: (type, source, kept metadata) of every cell."""
+    return [(cell.cell_type, cell.source, kept(cell)) for cell in notebook.cells]
+
+
+def kept(cell):
+    return {key: cell.metadata[key] for key in KEPT_METADATA if cell.metadata.get(key)}
+
+
+def differences(notebook_path, text_path):
+    """Sentences that say where the twins differ; empty when they don't."""
+    for path, twin in [(notebook_path, text_path), (text_path, notebook_path)]:
+        if not path.exists():
+            return [f"{twin.name} has no twin {path.relative_to(NOTEBOOKS)}"]
+    built, written = cells(jupytext.read(notebook_path)), cells(jupytext.read(text_path, fmt="py:percent"))
+    found = [f"{len(built)} cells in the notebook, {len(written)} in the text"] if len(built) != len(written) else []
+    for index, (mine, theirs) in enumerate(zip(built, written, strict=False)):
+        if mine != theirs:
+            found.append(f"cell {index}: {mine!r:.200} in the notebook, {theirs!r:.200} in the text")
+            break  # what follows is mostly the same difference, shifted
+    return found
+
+
+def build(text_path):
+    """The notebook of a text twin, without outputs. Ids follow the content: inserting a cell renames no other."""
+    notebook = jupytext.read(text_path, fmt="py:percent")
+    seen = {}
+    for cell in notebook.cells:
+        digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:10]
+        seen[digest] = seen.get(digest, 0) + 1
+        cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+    return notebook
+
+
+def execute(notebook, directory):
+    """Run all cells in a fresh kernel of this interpreter, whatever kernels are installed; an error stops it."""
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # a "python3" kernel that the user installed elsewhere doesn't count
+    where = {"metadata": {"path": str(directory)}}
+    client = nbclient.NotebookClient(
+        notebook, kernel_name="python3", timeout=CELL_TIMEOUT, record_timing=False, resources=where
+    )
+    client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})  # as in the tests: sums must not depend on the cores
+    return notebook
+
+
+def normalize(notebook):
+    """Drop what another run or machine would store differently."""
+    notebook.metadata = nbformat.from_dict(METADATA)
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    for cell in notebook.cells:
+        cell.metadata = nbformat.from_dict(kept(cell))
+        if cell.cell_type == "code":
+            cell.outputs = merged(cell.outputs)
+            for output in cell.outputs:
+                if "data" in output:
+                    output.data.pop(LIVE_WIDGET, None)
+                    output.metadata = nbformat.from_dict({})
+    return notebook
+
+
+def merged(outputs):
+    """The outputs with neighboring pieces of one stream joined: where the pieces break is chance."""
+    whole = []
+    for output in outputs:
+        if output.output_type == "stream" and whole and whole[-1].get("name") == output.name:
+            whole[-1].text += output.text
+        else:
+            whole.append(output)
+    return whole
+
+
+def complaints(notebook):
+    """Sentences about outputs that no stored notebook may have."""
+    for index, cell in enumerate(notebook.cells):
+        for output in cell.get("outputs", []):
+            if output.get("name") == "stderr":
+                yield f"cell {index} wrote to stderr: {output.text.strip()[:300]}"
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NN_topic", help="labs; all of them when none is named")
+    parser.add_argument("--check", action="store_true", help="compare the twins; run and write nothing")
+    options = parser.parse_args(arguments)
+    failed = False
+    for notebook_path, text_path in twins(options.names):
+        if options.check:
+            problems = differences(notebook_path, text_path)
+        else:
+            started = time.perf_counter()
+            notebook = normalize(execute(build(text_path), notebook_path.parent))
+            if not (problems := list(complaints(notebook))):
+                nbformat.write(notebook, notebook_path)
+            print(f"{notebook_path.name}: {len(notebook.cells)} cells in {time.perf_counter() - started:.1f} s")
+        failed |= bool(problems)
+        for problem in problems:
+            print(f"{notebook_path.name}: {problem}", file=sys.stderr)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
