@@ -1,0 +1,106 @@
+"""predict, reveal, check, hint and show, as a learner meets them."""
+
+import pytest
+
+from labutils import check, exercises, units
+
+
+@pytest.fixture
+def doubling(monkeypatch):
+    """An exercise of two properties, in place of the course's own."""
+
+    def small(attempt):
+        if attempt(2) != 4:
+            raise exercises.Failed(f"n = 2: got {attempt(2)}, it is 4", "is it n times n?")
+        return "1 case"
+
+    def large(attempt):
+        if attempt(100) != 200:
+            raise exercises.Failed(f"n = 100: got {attempt(100)}, it is 200", "n · n equals 2n at 2 alone")
+
+    exercise = exercises.Exercise(
+        id="demo/double", title="Double it", minutes=2, difficulty=1, proves="doubling", reference=lambda n: 2 * n, hints=("Add.", "n + n"),
+        properties=(exercises.Property("small", small), exercises.Property("large", large)), wrong=(),
+    )  # fmt: skip
+    monkeypatch.setattr(exercises, "find", lambda name: exercise)
+    return exercise
+
+
+def test_a_right_answer_passes(doubling):
+    report = check.check("demo/double", doubling.reference)
+    assert report.passed and str(report).splitlines() == ["solved · Double it", "✓ small · 1 case", "✓ large"]
+
+
+def test_a_wrong_answer_is_diagnosed_first(doubling):
+    report = check.check("demo/double", lambda n: n * n)
+    assert not report.passed
+    assert str(report).splitlines() == ["not yet · Double it", "✗ large · n = 100: got 10000, it is 200", "  n · n equals 2n at 2 alone", "✓ small · 1 case"]
+    assert "✗ large" in report._repr_html_() and 'role="status"' in report._repr_html_()
+
+
+def test_what_comes_after_a_failure_is_not_reached(doubling):
+    assert str(check.check("demo/double", lambda n: 0)).splitlines()[-1] == "– large"
+
+
+def stub(n):
+    raise NotImplementedError
+
+
+def wrapped(n):
+    try:
+        stub(n)
+    except NotImplementedError as error:
+        raise RuntimeError("rank 1 failed") from error
+
+
+@pytest.mark.parametrize("attempt", [stub, wrapped, ..., None])
+def test_an_untouched_stub_is_not_attempted(doubling, attempt):
+    report = check.check("demo/double", attempt)
+    assert not report.attempted and str(report) == "not attempted · Double it (2 min, ●○○)"
+
+
+def test_an_exception_is_part_of_the_report_and_shows_the_learners_line(doubling):
+    report = check.check("demo/double", lambda n: n / 0)
+    assert "ZeroDivisionError" in str(report) and "n / 0" in str(report)
+
+
+def test_hints_are_graded(doubling):
+    assert str(check.hint("demo/double")) == "Hint 1 of 2: Add."
+    with pytest.raises(ValueError, match="has 2 hints, asked for number 3"):
+        check.hint("demo/double", 3)
+
+
+@pytest.fixture(autouse=True)
+def no_guesses_left_over(monkeypatch):
+    monkeypatch.setattr(check, "predictions", {})
+
+
+@pytest.mark.parametrize("guess, kept", [(dict(MB=64), 64_000_000), (dict(GiB=1.5), 3 * 2**29), (dict(steps=6), 6), (dict(answer="inf"), "inf"), (dict(MB=0.5), 500_000)])
+def test_a_guess_is_kept_in_base_units(guess, kept):
+    check.predict("q", **guess)
+    assert check.predictions == {"q": kept}
+
+
+@pytest.mark.parametrize("guess, error", [({}, ValueError), (dict(MB=1, GB=1), ValueError), (dict(MB=float("nan")), ValueError), (dict(MB=[1]), TypeError), (dict(MB=True), TypeError)])
+def test_a_guess_that_is_none_is_refused(guess, error):
+    with pytest.raises(error, match="guess"):
+        check.predict("q", **guess)
+
+
+def test_reveal_says_how_far_off():
+    assert "made no guess" in str(check.reveal("q", MB=96))
+    check.predict("q", MB=96)
+    assert str(check.reveal("q", MB=96)) == "You guessed 96.0 MB, it is 96.0 MB: right."
+    assert "factor of 2" in str(check.reveal("q", MB=48))
+    check.predict("q", answer="nan")
+    assert str(check.reveal("q", answer="inf")) == "You guessed nan, it is inf: worth a second look."
+    check.predict("q", steps=0)
+    assert str(check.reveal("q", steps=6)) == "You guessed 0 steps, it is 6 steps."
+
+
+def test_show_is_the_library_itself():
+    source = check.show(units.whole)
+    assert repr(source).startswith("# units.whole\ndef whole(") and "<details" in source._repr_html_()
+    assert check.show(units).title == "units"
+    with pytest.raises(TypeError, match="needs a function, a class or a module"):
+        check.show(3)

@@ -1,0 +1,156 @@
+"""What a person chooses: exact parameter counts, legal meshes, clear refusals."""
+
+import csv
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labutils import config
+from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
+
+TINY = dict(num_layers=2, d_model=8, num_heads=4, d_ff=32, vocab_size=16, seq_len=8)
+PUBLISHED = {row["name"]: int(row["published_params"]) for row in csv.DictReader((config.DATA / "models.csv").read_text(encoding="utf-8").splitlines())}
+
+
+@pytest.mark.parametrize("name", ModelConfig.names())
+def test_parameter_counts_are_the_published_ones(name):
+    assert ModelConfig.named(name).num_params == PUBLISHED[name]
+
+
+def test_gpt2_small_by_the_playbook_formula():
+    # Ultra-Scale Playbook: N = h·v + L(12h² + 13h) + 2h leaves out the positions (paper row PC-07).
+    model = ModelConfig.named("gpt2")
+    h, v, L, s = model.letters("h v L s")
+    assert h * v + L * (12 * h * h + 13 * h) + 2 * h == 123_653_376 == model.num_params - s * h
+
+
+def test_a_token_of_mixtral_meets_two_experts():
+    assert ModelConfig.named("mixtral-8x7b").num_active_params == 12_879_925_248
+
+
+def test_training_flops_are_six_per_parameter_and_attention():
+    model = ModelConfig.named("gpt3-175b")
+    matrices = model.num_params - model.parameters["position embedding"] - model.parameters["norms"]
+    s, a, d, L = model.letters("s a d L")
+    linear_biases = L * (3 * model.d_model + model.d_model + model.d_ff + model.d_model)
+    assert model.flops_per_token() == 6 * (matrices - linear_biases) + 12 * L * s * a * d
+    assert model.flops_per_token() == 3 * model.flops_per_token(training=False)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(num_layers=0), "num_layers must be at least 1"), (dict(d_model=-8), "d_model must be at least 1, got -8"), (dict(vocab_size=3.5), "vocab_size must be a whole"),
+        (dict(num_heads=3), "num_heads=3 does not divide d_model=8"), (dict(num_kv_heads=3), "num_kv_heads=3 does not divide"), (dict(ffn="relu"), "ffn must be one of 'gelu'"),
+        (dict(norm="batch"), "norm must be"), (dict(positions="alibi"), "positions must be"), (dict(bias="all"), "bias must be"), (dict(dropout=float("nan")), "dropout must be"),
+        (dict(dropout=1.0), "dropout must be"), (dict(top_k=2), "top_k=2 is more than num_experts=1"), (dict(num_experts=0), "num_experts must be"),
+    ],
+)  # fmt: skip
+def test_model_config_refuses(change, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        ModelConfig(**(TINY | change))
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(ValueError, match="no model called 'gpt5'.*gpt2-xl"):
+        ModelConfig.named("gpt5")
+    with pytest.raises(ValueError, match="no device called 'B9000'.*H100"):
+        Hardware.named("B9000")
+    with pytest.raises(ValueError, match="no letter q"):
+        ModelConfig(**TINY).letters("s q")
+
+
+HF = {
+    "gpt2": dict(model_type="gpt2", n_embd=768, n_layer=12, n_head=12, vocab_size=50257, n_positions=1024),
+    "llama-3.1-8b": dict(model_type="llama", num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072, hidden_act="silu", tie_word_embeddings=False, attention_bias=False),
+    "mistral-7b": dict(model_type="mistral", num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=32000, max_position_embeddings=32768),
+    "qwen2-0.5b": dict(model_type="qwen2", num_hidden_layers=24, hidden_size=896, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864, vocab_size=151936, max_position_embeddings=131072, tie_word_embeddings=True),
+    "mixtral-8x7b": dict(model_type="mixtral", num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=32000, max_position_embeddings=32768, num_local_experts=8, num_experts_per_tok=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HF)
+def test_from_hf_reads_every_family(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HF[name]), encoding="utf-8")
+    for source in (HF[name], tmp_path, tmp_path / "config.json", str(tmp_path)):
+        assert ModelConfig.from_hf(source).num_params == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    "broken, message",
+    [
+        ({}, "model_type is None"), (dict(model_type="deepseek_v3"), "model_type is 'deepseek_v3'; from_hf reads gpt2"), (dict(model_type="gpt2"), "needs the key 'n_embd'"),
+        (HF["llama-3.1-8b"] | dict(hidden_act="gelu"), "hidden_act is 'gelu'"), (HF["llama-3.1-8b"] | dict(attention_bias=True), "attention_bias is true"),
+        (HF["llama-3.1-8b"] | dict(mlp_bias=True), "mlp_bias is true"), (HF["llama-3.1-8b"] | dict(hidden_size=None), "d_model must be a whole number, got None"),
+    ],
+)  # fmt: skip
+def test_from_hf_says_what_it_cannot_read(broken, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        ModelConfig.from_hf(broken)
+
+
+@pytest.mark.parametrize("content, message", [(None, "no file 'config.json'"), ("{", "not valid JSON"), ("[]", "holds a list")])
+def test_from_hf_on_missing_and_broken_files(content, message, tmp_path):
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf(path)
+
+
+def test_accumulation_recipe():
+    # Rows S1-036 of the claims: 1024/(128·2) = 4 and 1024/(512·2) = 1.
+    train = TrainConfig(micro_batch=2, global_batch=1024)
+    assert (train.accumulation(128), train.accumulation(512)) == (4, 1)
+    with pytest.raises(ValueError, match="not a multiple of micro_batch · dp = 2 · 3"):
+        train.accumulation(3)
+
+
+@pytest.mark.parametrize("change", [dict(micro_batch=0), dict(micro_batch=3), dict(precision="int4"), dict(optimizer="lion"), dict(zero=4), dict(checkpointing="some")])
+def test_train_config_refuses(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        TrainConfig(**(dict(micro_batch=2, global_batch=8) | change))
+
+
+degrees = st.integers(1, 3)
+
+
+@given(pp=degrees, dp=degrees, cp=degrees, tp=degrees, data=st.data())
+def test_groups_partition_the_mesh_on_every_axis(pp, dp, cp, tp, data):
+    ep = data.draw(st.sampled_from([n for n in range(1, dp * cp + 1) if dp * cp % n == 0]))
+    mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+    for axis in config.AXES:
+        groups = mesh.groups(axis)
+        assert sorted(itertools.chain(*groups)) == list(range(mesh.size))
+        assert {len(group) for group in groups} == {getattr(mesh, axis)}
+        for rank in range(mesh.size):
+            assert mesh.group(rank, axis)[mesh.coords(rank)[axis]] == rank
+
+
+def test_tensor_parallel_ranks_are_neighbors():
+    assert Mesh(pp=2, dp=2, tp=2).group(5, "tp") == (4, 5)
+    assert Mesh(pp=2, dp=2, tp=2).group(5, "pp") == (1, 5)
+    assert Mesh(dp=2, tp=2).axes == {"dp": 2, "tp": 2}
+
+
+@pytest.mark.parametrize("call, message", [(lambda: Mesh(dp=0), "dp must be at least 1"), (lambda: Mesh(dp=2, ep=4), "ep=4 does not divide"), (lambda: Mesh(dp=2).coords(2), "rank 2 is not on this mesh of 2"), (lambda: Mesh(dp=2).group(0, "xp"), "no axis 'xp'")])
+def test_mesh_refuses(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_hardware_is_what_the_data_sheets_say():
+    h100 = Hardware.named("H100")
+    assert (h100.memory, h100.flops["bf16"], h100.memory_bandwidth) == (80 * 10**9, 989.4e12, 3.35e12)
+    assert Hardware.named("A100").flops["bf16"] / Hardware.named("A100").flops["fp32"] == 16
+    assert all(Hardware.named(name).source for name in Hardware.names())
+
+
+def test_link_is_latency_and_bandwidth():
+    assert Link(1e-6, 1e9).time(1000) == pytest.approx(2e-6)
+    for latency, bandwidth in [(-1, 1), (float("nan"), 1), (0, 0), (0, float("inf"))]:
+        with pytest.raises(ValueError, match="must be"):
+            Link(latency, bandwidth)
