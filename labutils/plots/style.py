@@ -1,0 +1,208 @@
+"""The figure grammar, once: hue says what, hatch says which axis shards it, row says who, x says when."""
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
+
+from labutils import units
+
+INK, FAINT, PAPER = "#1B1B1B", "#6B6B6B", "#FFFFFF"
+
+# Chosen for the largest worst-case distance under color-blind vision.
+COMPONENTS = {
+    "weights": "#2F74D0",
+    "gradients": "#FFB04D",
+    "optimizer": "#0B5345",
+    "activations": "#C4481A",
+    "buffers": "#D7C4E1",
+}
+AXES = {
+    "dp": ("#1E3095", "//"),
+    "tp": ("#2C8E86", "\\\\"),
+    "pp": ("#7E273B", "--"),
+    "cp": ("#C3D73C", "||"),
+    "ep": ("#F2A8F0", "xx"),
+}
+PASSES = {"forward": "#4DB2F5", "backward": "#F1C752", "weight": "#3B5A2E", "idle": PAPER}
+FIELDS = {"sign": "#C4481A", "exponent": "#FFB04D", "mantissa": "#2F74D0"}
+
+# For lines and bars that stand for an algorithm, a format or a run: no meaning is bound to these, so any series may take them in turn.
+SERIES = ("#2F74D0", "#C4481A", "#0B5345", "#7E273B", "#2C8E86", "#6B4FA0", "#B07A00", "#444444")
+NEUTRAL = ("#B9BEC4", "#8A9199", "#5C636B", "#DDE0E3")
+
+WIDE, NARROW, SIZE = 7.2, 3.5, 9
+
+RC = {
+    "font.family": "sans-serif",
+    # DejaVu comes with matplotlib, so text is as wide everywhere as when the figure was looked at; the others stand in for it in an SVG.
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
+    "font.size": SIZE,
+    "axes.titlesize": SIZE,
+    "axes.labelsize": SIZE,
+    "xtick.labelsize": SIZE,
+    "ytick.labelsize": SIZE,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "hatch.linewidth": 0.6,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "labutils",
+}
+
+drawn = matplotlib.rc_context(RC)  # decorates every function that draws
+
+EDGE = {"edgecolor": INK, "linewidth": 0.7}
+GUESS = {"marker": "D", "markersize": 8, "markerfacecolor": "none", "markeredgecolor": INK, "markeredgewidth": 1.4, "linestyle": "none"}
+
+
+def component_color(component: str, others: Sequence[str] = ()) -> str:
+    """The hue of a component of memory; a component without its own takes a gray, by its place among the `others` that have none."""
+    unnamed = [other for other in others if other not in COMPONENTS]
+    return COMPONENTS.get(component) or NEUTRAL[unnamed.index(component) % len(NEUTRAL) if component in unnamed else 0]
+
+
+def on(fill: str) -> str:
+    """The ink, dark or white, that reads better on `fill`."""
+    red, green, blue = (((c / 255 + 0.055) / 1.055) ** 2.4 for c in bytes.fromhex(fill.lstrip("#")))
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return INK if (luminance + 0.05) / 0.06 > 1.05 / (luminance + 0.05) else PAPER
+
+
+def width_of(text: str, size: float = SIZE, weight: str = "normal") -> float:
+    """The width of a line of text in inches."""
+    if not text:
+        return 0.0
+    font = FontProperties(family="DejaVu Sans", size=size, weight=weight)
+    return text_to_path.get_text_width_height_descent(text, font, ismath=False)[0] / 72
+
+
+def wrapped(text: str, width: float, size: float = SIZE, weight: str = "normal") -> list[str]:
+    """`text` broken into lines no wider than `width` inches."""
+    characters = max(8, int(len(text) * width / max(width_of(text, size, weight), 1e-9)))
+    while any(width_of(line, size, weight) > width for line in textwrap.wrap(text, characters)) and characters > 8:
+        characters -= 1
+    return textwrap.wrap(text, characters)
+
+
+def canvas(
+    title: str,
+    *,
+    width: float = WIDE,
+    height: float = 2.4,
+    left: float = 0.7,
+    right: float = 0.15,
+    bottom: float = 0.5,
+    top: float = 0.1,
+    xlabel: str = "",
+    ylabel: str = "",
+) -> tuple[Figure, Axes]:
+    """A figure with one axes of `height` inches, its finding as a title on top; margins in inches, so that what fits once fits always."""
+    lines = wrapped(title, width - 0.2, SIZE + 1, "bold")
+    head = 0.08 + 0.18 * len(lines) + 0.08 if lines else 0.05
+    total = head + top + height + bottom
+    figure = Figure(figsize=(width, total))
+    axes = figure.add_axes((left / width, bottom / total, (width - left - right) / width, height / total))
+    figure.text(
+        0.1 / width, 1 - 0.08 / total, "\n".join(lines), size=SIZE + 1, weight="bold", va="top", ha="left", linespacing=1.25
+    )
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    return figure, axes
+
+
+def inches(axes: Axes) -> tuple[float, float]:
+    """Width and height of the axes in inches."""
+    box, (width, height) = axes.get_position(), axes.figure.get_size_inches()
+    return box.width * width, box.height * height
+
+
+def key(axes: Axes, entries: Sequence[tuple[str, str, str]], *, above: float = 0.06) -> None:
+    """One row of (label, color, hatch) swatches just above the axes, for what is too thin to carry its own label."""
+    width, height = inches(axes)
+    x, y = 0.0, 1 + above / height
+    for label, color, hatch in entries:
+        axes.add_patch(
+            matplotlib.patches.Rectangle(
+                (x / width, y), 0.13 / width, 0.13 / height, transform=axes.transAxes, facecolor=color, hatch=hatch * 2, clip_on=False, **EDGE
+            )
+        )
+        axes.text((x + 0.19) / width, y + 0.065 / height, label, transform=axes.transAxes, va="center_baseline")
+        x += 0.19 + width_of(label) + 0.22
+
+
+def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """`places` moved apart as little as needed so that neighbors stand at least `gap` apart, within `low` and `high` where there is room."""
+    order = np.argsort(places, kind="stable")
+    placed = [float(places[i]) for i in order]
+    gap = min(gap, (high - low) / max(len(placed) - 1, 1))
+    blocks: list[list[float]] = []  # [sum of wanted first positions, members]: touching neighbors move as one block
+    for place in placed:
+        blocks.append([place, 1])
+        while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] + gap * blocks[-2][1] > blocks[-1][0] / blocks[-1][1]:
+            total, members = blocks.pop()
+            blocks[-1][0] += total - members * gap * blocks[-1][1]
+            blocks[-1][1] += members
+    result = [0.0] * len(placed)
+    position = iter(order)
+    for total, members in blocks:
+        first = min(max(total / members, low), high - gap * (members - 1))
+        for k in range(int(members)):
+            result[next(position)] = first + k * gap
+    return result
+
+
+def scale(largest: float, unit: str) -> tuple[float, str]:
+    """The factor and the prefixed unit in which amounts up to `largest` read well on an axis.
+
+    >>> scale(96e6, "B"), scale(0.004, "s")
+    ((1000000, 'MB'), (0.001, 'ms'))
+    """
+    steps = [(10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"), (1, "")]
+    if unit == "s":
+        steps = [(1, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n")]
+    return next(((factor, prefix + unit) for factor, prefix in steps if abs(largest) >= factor), (steps[-1][0], steps[-1][1] + unit))
+
+
+def in_units(axis: matplotlib.axis.Axis, unit: str) -> None:
+    """Ticks of a logarithmic axis written as amounts of `unit`: 1 kB, 1 MB; 10 µs, 1 ms."""
+    axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: units.text(value, unit, digits=1)))
+    axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+
+
+def times(ratio: float) -> str:
+    """A ratio as words for a title: "2×", "1.5×", "half of", never more digits than the eye can check.
+
+    >>> times(2.0), times(1.52), times(31.7), times(0.5)
+    ('2×', '1.5×', '32×', '0.5×')
+    """
+    if not math.isfinite(ratio):
+        return "∞×"
+    return f"{ratio:.2g}×" if ratio < 10 else f"{ratio:,.0f}×"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names joined as prose joins them.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else list(names))
