@@ -145,8 +145,8 @@ class ModelConfig:
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> "ModelConfig":
         """The model that a Hugging Face config.json describes: a path to the file or its folder, or the parsed dictionary.
 
-        Reads the GPT-2, Llama, Mistral, Qwen2 and Mixtral families. What it cannot express (multi-head latent attention, shared experts,
-        sliding windows that change no parameter aside) is an error that says so, never a guess.
+        Reads the GPT-2, Llama, Mistral, Qwen2 and Mixtral families. What a ModelConfig cannot express, such as DeepSeek's multi-head latent
+        attention, is an error that says so, never a guess. A sliding window changes no parameter and is not kept.
         """
         config, origin = (source, "this dictionary") if isinstance(source, Mapping) else _read_json(Path(source))
         family = config.get("model_type")
