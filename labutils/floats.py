@@ -1,0 +1,463 @@
+"""Number formats, bit by bit: what a code means, and which code a number gets.
+
+Everything here is exact integer arithmetic, so it is the reference that the fast `precision.round_to` is tested
+against. One `FloatFormat` describes them all, from FP64 down to the four bits of E2M1 and formats of your own.
+
+Sources: IEEE 754-2019 (fp64, fp32, fp16); OCP OFP8 r1.0 and arXiv:2209.05433 (e4m3, e5m2); OCP MX v1.0 (e3m2, e2m3,
+e2m1, e8m0, blocks of 32); CUDA Math API `__nv_tf32` (tf32).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
+from numbers import Real
+from random import Random
+from typing import NamedTuple
+
+from labutils import units
+
+MODES = ("nearest", "zero", "stochastic")
+OVERFLOWS = ("ieee", "saturate")
+NANS = ("ieee", "all_ones", "negative_zero", "none")
+
+
+class Fields(NamedTuple):
+    """The three fields of a code, as integers, and what kind of value they make."""
+
+    sign: int
+    exponent: int
+    mantissa: int
+    kind: str  # "zero", "subnormal", "normal", "inf" or "nan"
+
+
+class Counts(NamedTuple):
+    """How many codes of a format are finite (both zeros included), infinite and NaN."""
+
+    finite: int
+    inf: int
+    nan: int
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating-point format: sign, `exponent_bits`, `mantissa_bits`, and what the corner codes mean.
+
+    `nan` says where the NaNs live: "ieee" (top exponent, mantissa not 0; comes with `inf`), "all_ones" (one code per
+    sign, as in e4m3), "negative_zero" (the code of −0, as in the fnuz formats) or "none". `zero=False` makes exponent
+    field 0 an ordinary power of two (e8m0). `storage_bits` is what a value takes in memory where that is more.
+
+    >>> mine = FloatFormat("1-3-4", 3, 4)
+    >>> mine.bits, mine.max, mine.eps
+    (8, 15.5, 0.0625)
+    >>> mine.decode(mine.encode(0.3))
+    0.296875
+
+    Invariant: every value of every format is a Python float, exactly.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    _: KW_ONLY
+    bias: int | None = None
+    inf: bool = True
+    nan: str = "ieee"
+    signed: bool = True
+    zero: bool = True
+    storage_bits: int | None = None
+
+    def __post_init__(self):
+        _check_int("exponent_bits", self.exponent_bits, 1, 11)
+        _check_int("mantissa_bits", self.mantissa_bits, 0, 52)
+        _check_choice("nan", self.nan, NANS)
+        if self.inf != (self.nan == "ieee"):
+            raise ValueError(
+                f"inf={self.inf} does not go with nan={self.nan!r}: IEEE formats have both (inf=True, nan='ieee'), "
+                f"the others neither (inf=False and nan='all_ones', 'negative_zero' or 'none')"
+            )
+        if self.nan == "negative_zero" and not (self.signed and self.zero):
+            raise ValueError("nan='negative_zero' needs a format with a sign and a zero: choose nan='all_ones'")
+        if self.bias is None:
+            object.__setattr__(self, "bias", (1 << self.exponent_bits - 1) - 1)
+        if self.storage_bits is None:
+            object.__setattr__(self, "storage_bits", self.bits)
+        _check_int("bias", self.bias, -(1 << 11), 1 << 11)
+        _check_int("storage_bits", self.storage_bits, self.bits)
+        if self._max_code >> self.mantissa_bits < self._first_exponent:
+            raise ValueError(
+                f"{self.exponent_bits} exponent bit(s) with inf={self.inf}, nan={self.nan!r} leave no normal number: "
+                f"take one exponent bit more, or inf=False, nan='none'"
+            )
+        if self.min_exponent < -1022 or self.max_exponent > 1023:
+            raise ValueError(
+                f"bias={self.bias} puts exponents at {self.min_exponent}…{self.max_exponent}, outside fp64's "
+                f"-1022…1023: choose a bias nearer to {(1 << self.exponent_bits - 1) - 1}"
+            )
+
+    # What the format is
+
+    @property
+    def bits(self) -> int:
+        """Width of a code, in bits."""
+        return self.signed + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def max(self) -> float:
+        """The largest finite value."""
+        return self.decode(self._max_code)
+
+    @property
+    def min_normal(self) -> float:
+        """The smallest positive value with full precision."""
+        return math.ldexp(1.0, self.min_exponent)
+
+    @property
+    def min_subnormal(self) -> float:
+        """The smallest positive value at all; `min_normal` where there are no subnormals."""
+        return math.ldexp(1.0, self.min_exponent - self.mantissa_bits) if self.zero else self.min_normal
+
+    @property
+    def eps(self) -> float:
+        """The gap between 1 and the next larger value."""
+        return math.ldexp(1.0, -self.mantissa_bits)
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of `min_normal`."""
+        return self._first_exponent - self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of `max`."""
+        return (self._max_code >> self.mantissa_bits) - self.bias
+
+    @property
+    def counts(self) -> Counts:
+        """How many codes are finite, infinite, NaN.
+
+        >>> FP16.counts
+        Counts(finite=63488, inf=2, nan=2046)
+        """
+        signs = 1 + self.signed
+        finite = signs * (self._max_code + 1) - (self.nan == "negative_zero")
+        infinite = signs * self.inf
+        return Counts(finite, infinite, (1 << self.bits) - finite - infinite)
+
+    def representable(self) -> list[float]:
+        """All finite values, in ascending order (−0 and +0 are one value).
+
+        >>> E2M1.representable()[7:]
+        [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+        """
+        if self.bits > 20:
+            raise ValueError(f"{self.name} has 2**{self.bits} codes, too many to list: use a format of up to 20 bits")
+        magnitudes = [self.decode(code) for code in range(self._max_code + 1)]
+        negative = [-v for v in reversed(magnitudes) if v] if self.signed else []
+        return negative + magnitudes
+
+    def spacing(self, x: Real) -> float:
+        """The gap between neighboring values at |x| (the ulp of x); NaN beyond `max`, where there are no neighbors.
+
+        >>> FP16.spacing(2048), BF16.spacing(256), E4M3.spacing(0)
+        (2.0, 2.0, 0.001953125)
+        """
+        if not abs(x) <= self.max:
+            return math.nan
+        numerator, denominator = abs(x).as_integer_ratio()
+        return math.ldexp(1.0, max(_exponent(numerator, denominator), self.min_exponent) - self.mantissa_bits)
+
+    # Code → value
+
+    def fields(self, code: int) -> Fields:
+        """Sign, exponent field, mantissa field and kind of a code.
+
+        >>> E4M3.fields(0b1_0111_100)
+        Fields(sign=1, exponent=7, mantissa=4, kind='normal')
+        """
+        _check_int(f"code of {self.name}", code, 0, (1 << self.bits) - 1)
+        magnitude_bits = self.exponent_bits + self.mantissa_bits
+        sign, magnitude = code >> magnitude_bits, code & ((1 << magnitude_bits) - 1)
+        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
+        if magnitude > self._max_code:
+            kind = "inf" if self.inf and mantissa == 0 else "nan"
+        elif sign and magnitude == 0 and self.nan == "negative_zero":
+            kind = "nan"
+        elif exponent < self._first_exponent:
+            kind = "subnormal" if mantissa else "zero"
+        else:
+            kind = "normal"
+        return Fields(sign, exponent, mantissa, kind)
+
+    def decode(self, code: int) -> float:
+        """The value of a code, exactly.
+
+        >>> E4M3.decode(0b0_1111_110), E5M2.decode(0b1_11111_00)
+        (448.0, -inf)
+        """
+        sign, exponent, mantissa, kind = self.fields(code)
+        if kind == "nan":
+            return math.nan
+        if kind == "inf":
+            magnitude = math.inf
+        elif kind == "normal":
+            magnitude = math.ldexp((1 << self.mantissa_bits) + mantissa, exponent - self.bias - self.mantissa_bits)
+        else:
+            magnitude = math.ldexp(mantissa, self.min_exponent - self.mantissa_bits)
+        return -magnitude if sign else magnitude
+
+    def bit_string(self, code: int) -> str:
+        """The code's bits, its fields apart.
+
+        >>> E4M3.bit_string(E4M3.encode(-1.5))
+        '1 0111 100'
+        """
+        sign, exponent, mantissa, _ = self.fields(code)
+        fields = ((sign, int(self.signed)), (exponent, self.exponent_bits), (mantissa, self.mantissa_bits))
+        return " ".join(f"{value:0{width}b}" for value, width in fields if width)
+
+    # Value → code
+
+    def encode(self, x: Real, *, mode: str = "nearest", overflow: str = "ieee", random: Random | None = None) -> int:
+        """The code of x: an int, float, Fraction, … taken as the exact number it is, and rounded once.
+
+        `mode`: "nearest" (ties to the even significand), "zero" (never away from zero) or "stochastic" (up with the
+        probability of x's place in the gap; draws from `random`).
+        `overflow`: "ieee" goes to inf where the format has one, else to NaN where it has one (ml_dtypes does this for
+        e4m3), else to ±max; rounding toward zero stops at ±max, as in IEEE 754. "saturate" always stops at ±max, and
+        there infinity does too (what torch's CPU cast does for e4m3).
+
+        >>> [E4M3.decode(E4M3.encode(x)) for x in (17, 19, 0.3, 464, 465)]
+        [16.0, 20.0, 0.3125, 448.0, nan]
+        >>> E4M3.decode(E4M3.encode(465, overflow="saturate"))
+        448.0
+
+        A format without zero rounds 0 to its smallest value; one without a sign gives NaN for negative numbers.
+        """
+        _check_choice("mode", mode, MODES)
+        _check_choice("overflow", overflow, OVERFLOWS)
+        if mode == "stochastic" and not isinstance(random, Random):
+            raise TypeError(f"mode='stochastic' needs random=random.Random(seed), got {random!r}")
+        if not hasattr(x, "as_integer_ratio"):
+            raise TypeError(f"cannot encode {x!r} ({type(x).__name__}): pass an int, float or Fraction")
+        negative = math.copysign(1, x) < 0
+        if math.isnan(x) or (x < 0 and not self.signed):
+            return self._nan_code(negative)
+        if math.isinf(x):
+            return self._overflow_code(negative, overflow)
+        numerator, denominator = abs(x).as_integer_ratio()
+
+        # Count x in units of the gap between its neighbors. Consecutive values have consecutive codes, so a significand
+        # that rounds up to the next power of two carries into the exponent field by itself.
+        exponent = max(_exponent(numerator, denominator), self.min_exponent)
+        shift = self.mantissa_bits - exponent
+        significand = _round_ratio(numerator << max(shift, 0), denominator << max(-shift, 0), mode, random)
+        if not self.zero:
+            significand = max(significand, 1 << self.mantissa_bits)
+        code = (exponent - self.min_exponent << self.mantissa_bits) + significand
+        if not self.zero:
+            code -= 1 << self.mantissa_bits
+        if code > self._max_code:
+            return self._overflow_code(negative, "saturate" if mode == "zero" else overflow)
+        if code == 0 and self.nan == "negative_zero":
+            return 0
+        return self._signed(code, negative)
+
+    def round(self, x: Real, *, mode: str = "nearest", overflow: str = "ieee", random: Random | None = None) -> float:
+        """The value that x becomes in this format: `decode(encode(x))`.
+
+        >>> FP16.round(0.1), BF16.round(0.1)
+        (0.0999755859375, 0.10009765625)
+        """
+        return self.decode(self.encode(x, mode=mode, overflow=overflow, random=random))
+
+    # Details
+
+    @property
+    def _first_exponent(self) -> int:
+        """The lowest exponent field of a normal number."""
+        return 1 if self.zero else 0
+
+    @property
+    def _max_code(self) -> int:
+        """The code of `max`; every larger magnitude is a special."""
+        all_codes = 1 << self.exponent_bits + self.mantissa_bits
+        reserved = {"ieee": 1 << self.mantissa_bits, "all_ones": 1, "negative_zero": 0, "none": 0}
+        return all_codes - reserved[self.nan] - 1
+
+    def _signed(self, code: int, negative: bool) -> int:
+        return code | (negative and self.signed) << self.exponent_bits + self.mantissa_bits
+
+    def _nan_code(self, negative: bool) -> int:
+        if self.nan == "none":
+            raise ValueError(f"{self.name} has no NaN: replace NaN and out-of-domain values before encoding")
+        if self.nan == "negative_zero":
+            return self._signed(0, True)
+        quiet = (1 << self.mantissa_bits >> 1) if self.nan == "ieee" else 0
+        return self._signed(self._max_code + 1 + quiet, negative)
+
+    def _overflow_code(self, negative: bool, overflow: str) -> int:
+        if overflow == "saturate" or self.nan == "none":
+            return self._signed(self._max_code, negative)
+        return self._signed(self._max_code + 1, negative) if self.inf else self._nan_code(negative)
+
+
+@dataclass(frozen=True)
+class IntFormat:
+    """Two's-complement integers, the formats without an exponent: one spacing, 1, everywhere (a scale is kept apart).
+
+    >>> INT8.min, INT8.max, INT8.encode(-1), INT8.round(2.5), INT8.round(1e9)
+    (-128, 127, 255, 2, 127)
+    """
+
+    name: str
+    bits: int
+
+    def __post_init__(self):
+        _check_int("bits", self.bits, 1)
+
+    @property
+    def min(self) -> int:
+        """The most negative value."""
+        return -(1 << self.bits - 1)
+
+    @property
+    def max(self) -> int:
+        """The largest value."""
+        return (1 << self.bits - 1) - 1
+
+    def encode(self, x: Real) -> int:
+        """The code of x, rounded to the nearest integer (ties to even) and saturated at both ends."""
+        if math.isnan(x):
+            raise ValueError(f"{self.name} has no NaN: replace NaN before encoding")
+        value = min(max(x, self.min), self.max)
+        return round(value) & ((1 << self.bits) - 1)
+
+    def decode(self, code: int) -> int:
+        """The value of a code."""
+        _check_int(f"code of {self.name}", code, 0, (1 << self.bits) - 1)
+        return code - (code >> self.bits - 1 << self.bits)
+
+    def round(self, x: Real) -> int:
+        """The value that x becomes."""
+        return self.decode(self.encode(x))
+
+    def representable(self) -> list[int]:
+        """All values, in ascending order."""
+        return list(range(self.min, self.max + 1))
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Small floats in blocks that share one scale, as in OCP MX: `block_size` elements and a power of two.
+
+    >>> MXFP4.bits_per_value
+    4.25
+    >>> scale, codes = MXFP4.encode([100, -7, 0.5, 0])
+    >>> MXFP4.decode(scale, codes)
+    [96.0, -8.0, 0.0, 0.0]
+
+    Source: OCP MX v1.0, section 6.3: the scale is 2^(⌊log₂ max|v|⌋ − max_exponent), elements saturate.
+    """
+
+    name: str
+    element: FloatFormat
+    block_size: int = 32
+
+    def __post_init__(self):
+        _check_int("block_size", self.block_size, 1)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits a value takes, its part of the shared scale included."""
+        return self.element.bits + E8M0.bits / self.block_size
+
+    def encode(self, values: Sequence[Real]) -> tuple[int, list[int]]:
+        """The scale's code and the elements' codes for one block (a last, short block is fine)."""
+        if not 0 < len(values) <= self.block_size:
+            raise ValueError(f"{self.name} encodes 1 to {self.block_size} values at a time, got {len(values)}")
+        if not all(math.isfinite(v) for v in values):
+            return E8M0.encode(math.nan), [0] * len(values)
+        largest = max(abs(v) for v in values)
+        exponent = _exponent(*largest.as_integer_ratio()) - self.element.max_exponent if largest else E8M0.min_exponent
+        scale = E8M0.encode(Fraction(2) ** exponent, overflow="saturate")
+        unit = Fraction(E8M0.decode(scale))
+        return scale, [self.element.encode(Fraction(v) / unit, overflow="saturate") for v in values]
+
+    def decode(self, scale: int, codes: Sequence[int]) -> list[float]:
+        """The block's values."""
+        unit = E8M0.decode(scale)
+        return [unit * self.element.decode(code) for code in codes]
+
+
+def _check_int(what: str, value: object, low: int, high: float = math.inf) -> None:
+    if units.whole(value, what, low) > high:
+        raise ValueError(f"{what} must be at most {high}, got {value}")
+
+
+def _check_choice(what: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{what}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
+
+
+def _exponent(numerator: int, denominator: int) -> int:
+    """⌊log₂(numerator / denominator)⌋; some very negative number for 0."""
+    if numerator == 0:
+        return -(1 << 20)
+    guess = numerator.bit_length() - denominator.bit_length()
+    return guess if numerator << max(-guess, 0) >= denominator << max(guess, 0) else guess - 1
+
+
+def _round_ratio(numerator: int, denominator: int, mode: str, random: Random | None) -> int:
+    """numerator / denominator, rounded to an integer."""
+    whole, rest = divmod(numerator, denominator)
+    if mode == "nearest":
+        return whole + (2 * rest > denominator or (2 * rest == denominator and whole % 2 == 1))
+    if mode == "stochastic":
+        return whole + (random.randrange(denominator) < rest)
+    return whole
+
+
+FP64 = FloatFormat("fp64", 11, 52)
+FP32 = FloatFormat("fp32", 8, 23)
+TF32 = FloatFormat("tf32", 8, 10, storage_bits=32)
+FP16 = FloatFormat("fp16", 5, 10)
+BF16 = FloatFormat("bf16", 8, 7)
+E4M3 = FloatFormat("e4m3", 4, 3, inf=False, nan="all_ones")
+E5M2 = FloatFormat("e5m2", 5, 2)
+E4M3FNUZ = FloatFormat("e4m3fnuz", 4, 3, bias=8, inf=False, nan="negative_zero")
+E5M2FNUZ = FloatFormat("e5m2fnuz", 5, 2, bias=16, inf=False, nan="negative_zero")
+E3M2 = FloatFormat("e3m2", 3, 2, inf=False, nan="none")
+E2M3 = FloatFormat("e2m3", 2, 3, inf=False, nan="none")
+E2M1 = FloatFormat("e2m1", 2, 1, inf=False, nan="none")
+E8M0 = FloatFormat("e8m0", 8, 0, inf=False, nan="all_ones", signed=False, zero=False)
+INT8 = IntFormat("int8", 8)
+MXFP8 = BlockFormat("mxfp8", E4M3)
+MXFP6 = BlockFormat("mxfp6", E2M3)
+MXFP4 = BlockFormat("mxfp4", E2M1)
+
+FORMATS = {f.name: f for f in (FP64, FP32, TF32, FP16, BF16, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E3M2, E2M3, E2M1, E8M0)}
+ALIASES = {
+    "float64": "fp64", "float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16",
+    "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz", "float8_e5m2fnuz": "e5m2fnuz",
+    "float6_e3m2fn": "e3m2", "float6_e2m3fn": "e2m3", "float4_e2m1fn": "e2m1", "float8_e8m0fnu": "e8m0",
+}  # fmt: skip
+
+
+def named(name: str | FloatFormat) -> FloatFormat:
+    """The format of that name, ours ("e4m3") or torch's and ml_dtypes' ("float8_e4m3fn"); a FloatFormat is passed on.
+
+    >>> named("bfloat16").name
+    'bf16'
+    """
+    if isinstance(name, FloatFormat):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"a format is given by name or as a FloatFormat, got {name!r} ({type(name).__name__})")
+    key = ALIASES.get(name.lower(), name.lower())
+    if key not in FORMATS:
+        raise ValueError(
+            f"unknown format {name!r}: choose one of {', '.join(FORMATS)}, "
+            f"or describe your own with FloatFormat(name, exponent_bits, mantissa_bits)"
+        )
+    return FORMATS[key]

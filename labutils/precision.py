@@ -1,0 +1,182 @@
+"""Rounding whole tensors to any `FloatFormat`, and sums whose every partial result is rounded.
+
+A tensor keeps its dtype and only its *values* move to the format's grid, so training in fp8, fp4 or a format of your
+own can be tried on any machine. `floats` is the exact, slow reference; this file is the fast road to the same numbers.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from labutils import floats
+from labutils.floats import FloatFormat
+
+ELEMENTS_PER_THREAD = 1 << 16
+"""One chunk's two scratch buffers (512 KiB a thread) stay in a core's cache for all of the passes over them."""
+
+
+NATIVE = {floats.FP16: torch.float16, floats.BF16: torch.bfloat16, floats.E5M2: torch.float8_e5m2}
+"""Casts of torch that round as we do, from float32. Not from float64: torch goes through float32 and rounds twice."""
+
+
+def round_to(
+    x: Float[Tensor, "*shape"],
+    fmt: FloatFormat | str,
+    *,
+    mode: str = "nearest",
+    overflow: str = "ieee",
+    generator: torch.Generator | None = None,
+) -> Float[Tensor, "*shape"]:
+    """x with every value rounded once to fmt's grid, in x's own dtype and shape; NaN stays NaN, −0 stays −0.
+
+    >>> round_to(torch.tensor([17.0, 464.0, 465.0]), "e4m3")
+    tensor([ 16., 448.,  nan])
+    >>> round_to(torch.tensor([17.0, 464.0, 465.0]), "e4m3", overflow="saturate")
+    tensor([ 16., 448., 448.])
+
+    `mode` and `overflow` mean what they mean in `FloatFormat.encode`: for e4m3, "ieee" is what ml_dtypes does (NaN
+    above 464) and "saturate" what torch's CPU cast does (448, even for inf). "stochastic" needs a `generator`; the
+    chance of rounding up is right to 2⁻²⁴ (2⁻⁵³ for float64).
+    A result that x's dtype cannot hold (bf16's 65536 in a float16 tensor) becomes inf there. fp6 and fp4 have no code
+    for NaN, but round_to passes it through: a simulation should not hide one.
+    Gradient: straight through, everywhere, as if this were the identity.
+
+    Cost: about ten passes over cached memory. Invariant: equals `fmt.round` of every element (nearest, zero).
+    """
+    fmt = floats.named(fmt)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"round_to takes a tensor, got {type(x).__name__}: for one number use {fmt.name}'s .round(x)")
+    if x.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"round_to takes float64, float32, float16 or bfloat16, got {x.dtype}: convert with x.float()")
+    if mode not in floats.MODES:
+        raise ValueError(f"mode={mode!r} is unknown: choose one of {', '.join(map(repr, floats.MODES))}")
+    if overflow not in floats.OVERFLOWS:
+        raise ValueError(f"overflow={overflow!r} is unknown: choose one of {', '.join(map(repr, floats.OVERFLOWS))}")
+    if mode == "stochastic" and generator is None:
+        raise ValueError("mode='stochastic' needs its random source: pass generator=torch.Generator().manual_seed(0)")
+    return _RoundTo.apply(x, fmt, mode, overflow, generator)
+
+
+def running_sum(
+    x: Float[Tensor, "*rows n"],
+    fmt: FloatFormat | str,
+    *,
+    mode: str = "nearest",
+    generator: torch.Generator | None = None,
+) -> Float[Tensor, "*rows n"]:
+    """All partial sums of each row, from left to right, every one rounded to fmt: the last is the sum it gives.
+
+    >>> running_sum(torch.ones(4096), "fp16")[-1].item()
+    2048.0
+
+    Invariant: each addition is rounded once. It is formed in float64, which for two numbers of up to 25 significant
+    bits makes the second rounding harmless (Figueroa 1995).
+    """
+    fmt = _accumulator(fmt)
+    total = torch.zeros(x.shape[:-1], dtype=torch.float64, device=x.device)
+    partial = torch.empty(x.shape, dtype=torch.float64, device=x.device)
+    for i, term in enumerate(x.double().unbind(-1)):
+        total = round_to(total + term, fmt, mode=mode, generator=generator)
+        partial[..., i] = total
+    return partial.to(x.dtype)
+
+
+def pairwise_sum(x: Float[Tensor, "*rows n"], fmt: FloatFormat | str) -> Float[Tensor, "*rows"]:
+    """The sum of each row, taken as a tree: neighbors first, then their sums, every one rounded to fmt.
+
+    >>> pairwise_sum(torch.ones(4096), "fp16").item()
+    4096.0
+
+    Cost: n − 1 additions, like the running sum, but each term passes through only ⌈log₂ n⌉ of them.
+    """
+    fmt = _accumulator(fmt)
+    level = x.double()
+    while level.shape[-1] > 1:
+        even = level.shape[-1] // 2 * 2
+        pairs = round_to(level[..., 0:even:2] + level[..., 1:even:2], fmt)
+        level = torch.cat([pairs, level[..., even:]], dim=-1)
+    return level.sum(-1).to(x.dtype)
+
+
+def _accumulator(fmt: FloatFormat | str) -> FloatFormat:
+    fmt = floats.named(fmt)
+    if 24 < fmt.mantissa_bits < 52:
+        raise ValueError(f"{fmt.name} has {fmt.mantissa_bits} mantissa bits: sums are exact for up to 24, and for fp64")
+    return fmt
+
+
+class _RoundTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fmt, mode, overflow, generator):
+        return _rounded(x, fmt, mode, overflow, generator)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None, None, None
+
+
+def _rounded(x: Tensor, fmt: FloatFormat, mode: str, overflow: str, generator: torch.Generator | None) -> Tensor:
+    """Chunk by chunk: write |x| in units of the gap between its neighbors, round that to an integer, multiply back."""
+    if x.dtype != torch.float64 and fmt in NATIVE and mode == "nearest" and overflow == "ieee":
+        return x.detach().to(NATIVE[fmt]).to(x.dtype)
+
+    in_double = x.dtype == torch.float64 or fmt.min_exponent < -126 or fmt.mantissa_bits > 23
+    real, integer = (torch.float64, torch.int64) if in_double else (torch.float32, torch.int32)
+    exponent_mask, top = (0x7FF << 52, 1023) if in_double else (0xFF << 23, 127)
+
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    chunk = ELEMENTS_PER_THREAD * torch.get_num_threads() if x.device.type == "cpu" else max(x.numel(), 1)
+    scratch = torch.empty(2, min(chunk, x.numel()), dtype=real, device=x.device)
+    for source, target in zip(x.detach().reshape(-1).split(chunk), out.view(-1).split(chunk), strict=True):
+        work, gap = scratch[:, : source.numel()]
+        a = target if target.dtype == real else work
+        torch.abs(source.to(real), out=a)
+
+        # The gap is 2^(exponent − mantissa_bits), the exponent that of x, but no lower than the format's lowest.
+        torch.clamp(a, 2.0**fmt.min_exponent, 2.0 ** min(fmt.max_exponent + 1, top), out=gap)
+        gap.view(integer).bitwise_and_(exponent_mask)
+        gap.mul_(2.0**-fmt.mantissa_bits)
+        a.div_(gap)
+        if mode == "nearest":
+            a.round_()
+        elif mode == "zero":
+            a.trunc_()
+        else:
+            _round_stochastically_(a, 2.0 ** (fmt.mantissa_bits + 2), generator)
+        a.mul_(gap)
+
+        _overflow_(a, source, fmt, mode, overflow)
+        if not fmt.zero:
+            a.clamp_(min=fmt.min_normal)
+        if fmt.signed:
+            a.copysign_(source)
+        else:
+            a.masked_fill_(source < 0, math.nan)
+        if fmt.nan == "negative_zero":
+            a.add_(0.0)  # −0 + 0 = +0
+        if a is not target:
+            target.copy_(a)
+    return out
+
+
+def _round_stochastically_(a: Tensor, cap: float, generator: torch.Generator) -> None:
+    """Round a ≥ 0 in place to ⌊a⌋ or ⌈a⌉, up with probability a − ⌊a⌋."""
+    a.clamp_(max=cap)  # far above every significand: keeps inf − inf from making a NaN
+    floor = a.floor()
+    a.sub_(floor).sub_(torch.rand(a.shape, dtype=a.dtype, device=a.device, generator=generator)).ceil_().add_(floor)
+
+
+def _overflow_(a: Tensor, source: Tensor, fmt: FloatFormat, mode: str, overflow: str) -> None:
+    """Send magnitudes above fmt.max, in place, where they belong."""
+    special = math.inf if fmt.inf else math.nan
+    if overflow == "saturate" or fmt.nan == "none":
+        a.clamp_(max=fmt.max)
+    elif mode == "zero":
+        a.clamp_(max=fmt.max).masked_fill_(source.isinf(), special)
+    else:
+        # threshold_ replaces what is ≤ its threshold, keeps NaN, and is ten times as fast as masked_fill_.
+        beyond = fmt.max + fmt.spacing(fmt.max)
+        beyond = beyond if beyond <= torch.finfo(a.dtype).max else math.inf
+        torch.nn.functional.threshold_(a.neg_(), -beyond, special).abs_()
