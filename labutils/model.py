@@ -1,0 +1,208 @@
+"""The one GPT of the course, built from a `ModelConfig`: every lab trains, shards, measures or quantizes this model."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from labutils.config import ModelConfig
+
+ROPE_BASE = 10_000.0
+INIT_STD = 0.02
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
+def attend_plain(q: Float[Tensor, "b a s d"], k: Float[Tensor, "b g s d"], v: Float[Tensor, "b g s d"], dropout: float = 0.0) -> Float[Tensor, "b a s d"]:
+    """Causal softmax(q·kᵀ/√d)·v with every s×s matrix written out; the a/g query heads of a group share one key–value head.
+
+    Source: Vaswani et al. 1706.03762, eq. 1; groups as in Ainslie et al. 2305.13245.
+    """
+    b, a, s, d = q.shape
+    stacked = (b, k.shape[1], -1, d)  # a group's queries stacked into one tall matrix: k and v are never repeated
+    scores = (q.reshape(stacked) @ k.mT).view(b, a, s, s) / math.sqrt(d)
+    # Added, not filled in: an addition keeps nothing for the backward pass.
+    future = torch.full((s, s), -math.inf, dtype=scores.dtype, device=scores.device).triu(1)
+    weights = F.dropout((scores + future).softmax(-1), dropout)
+    return (weights.view(b, k.shape[1], -1, s) @ v).view(b, a, s, d)
+
+
+def attend_sdpa(q: Float[Tensor, "b a s d"], k: Float[Tensor, "b g s d"], v: Float[Tensor, "b g s d"], dropout: float = 0.0) -> Float[Tensor, "b a s d"]:
+    """The same through PyTorch's fused kernels, which keep no s×s matrix where they can."""
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+ATTENTION: dict[str, Attend] = {"plain": attend_plain, "sdpa": attend_sdpa}
+
+
+class Rotary(nn.Module):
+    """RoPE: turns the pair (j, j + d/2) of a head by position · base^(−2j/d), so that q·k depends on the distance of the two alone.
+
+    Source: Su et al. 2104.09864, section 3.2.2, with the halves paired as in the released Llama weights.
+    """
+
+    def __init__(self, seq_len: int, d_head: int, base: float = ROPE_BASE) -> None:
+        super().__init__()
+        if d_head % 2:
+            raise ValueError(f"d_head={d_head} is odd: RoPE turns pairs of numbers, so give the heads an even width")
+        angle = torch.outer(torch.arange(seq_len), base ** (-torch.arange(0, d_head, 2) / d_head))
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: Float[Tensor, "b heads s d"]) -> Float[Tensor, "b heads s d"]:
+        cos, sin = (table[: x.shape[2]].to(x.dtype) for table in (self.cos, self.sin))
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with a query heads and g key–value heads."""
+
+    def __init__(self, config: ModelConfig, rotary: Rotary | None, attend: Attend) -> None:
+        super().__init__()
+        h, a, g, d = config.letters("h a g d")
+        self.d_head, self.rotary, self.attend, self.dropout = d, rotary, attend, config.dropout
+        self.query = nn.Linear(h, a * d, bias=bool(config.bias))
+        self.key = nn.Linear(h, g * d, bias=bool(config.bias))
+        self.value = nn.Linear(h, g * d, bias=bool(config.bias))
+        self.output = nn.Linear(a * d, h, bias=config.bias is True)
+
+    def forward(self, x: Float[Tensor, "b s h"]) -> Float[Tensor, "b s h"]:
+        # −1 heads: a tensor-parallel rank holds only some of them.
+        q, k, v = (part(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        heads = self.attend(q, k, v, self.dropout if self.training else 0.0)
+        return self.output(heads.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """down(gelu(up·x)), or SwiGLU's down(silu(gate·x) · up·x).
+
+    Source: GPT-2's tanh GELU (Hendrycks & Gimpel 1606.08415); SwiGLU: Shazeer 2002.05202, eq. 6.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        h, f = config.letters("h f")
+        self.gate = nn.Linear(h, f, bias=config.bias is True) if config.ffn == "swiglu" else None
+        self.up = nn.Linear(h, f, bias=config.bias is True)
+        self.down = nn.Linear(f, h, bias=config.bias is True)
+
+    def forward(self, x: Float[Tensor, "... h"]) -> Float[Tensor, "... h"]:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class MixtureOfExperts(nn.Module):
+    """E feed-forward layers, of which each token visits the k that its router scores highest, weighted by a softmax over those k.
+
+    Source: Mixtral 2401.04088, section 2.1.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.router = nn.Linear(config.d_model, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(config) for _ in range(config.num_experts))
+
+    def forward(self, x: Float[Tensor, "b s h"]) -> Float[Tensor, "b s h"]:
+        tokens = x.flatten(0, 1)
+        scores, chosen = self.router(tokens).topk(self.top_k)
+        weights = scores.softmax(-1)
+        out = torch.zeros_like(tokens)
+        for i, expert in enumerate(self.experts):
+            token, slot = (chosen == i).nonzero(as_tuple=True)
+            out = out.index_add(0, token, expert(tokens[token]) * weights[token, slot, None])
+        return out.view_as(x)
+
+
+class Block(nn.Module):
+    """One layer: each half reads the normalized residual stream and adds to it (pre-norm)."""
+
+    def __init__(self, config: ModelConfig, rotary: Rotary | None, attend: Attend) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config, rotary, attend)
+        self.feed_forward_norm = _norm(config)
+        self.feed_forward = MixtureOfExperts(config) if config.num_experts > 1 else FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Float[Tensor, "b s h"]) -> Float[Tensor, "b s h"]:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer: tokens in, one score for each word of the vocabulary at every position out.
+
+    `attention` is "plain", "sdpa", or any function of (q, k, v, dropout) such as a ring attention of your own.
+
+    >>> config = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=128, vocab_size=65, seq_len=16)
+    >>> model = GPT(config)
+    >>> model(torch.zeros(3, 16, dtype=torch.long)).shape
+    torch.Size([3, 16, 65])
+    >>> sum(p.numel() for p in model.parameters()) == config.num_params
+    True
+
+    Invariant: the parameters number exactly config.num_params; inside `with torch.device("meta")` that costs no memory at any size.
+    """
+
+    def __init__(self, config: ModelConfig, *, attention: str | Attend = "plain", generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        if not callable(attention) and attention not in ATTENTION:
+            raise ValueError(f"unknown attention {attention!r}: use {', '.join(map(repr, ATTENTION))} or a function of (q, k, v, dropout)")
+        attend = attention if callable(attention) else ATTENTION[attention]
+        h, L, s, v = config.letters("h L s v")
+        self.config = config
+        self.tokens = nn.Embedding(v, h)
+        self.positions = nn.Embedding(s, h) if config.positions == "learned" else None
+        rotary = Rotary(s, config.d_head) if config.positions == "rope" else None  # one table, shared by all layers
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, rotary, attend) for _ in range(L))
+        self.norm = _norm(config)
+        self.head = nn.Linear(h, v, bias=False)
+        if config.tied:
+            self.head.weight = self.tokens.weight
+        self.initialize(generator)
+
+    @torch.no_grad()
+    def initialize(self, generator: torch.Generator | None = None) -> None:
+        """Draws the weights as GPT-2 does: N(0, 0.02²), biases zero, and what adds to the residual stream smaller by √(2L).
+
+        Source: Radford et al. 2019, section 2.3 (L layers add to the stream twice each).
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                adds_to_stream = name.endswith(("output.weight", "down.weight"))
+                std = INIT_STD / math.sqrt(2 * self.config.num_layers) if adds_to_stream else INIT_STD
+                parameter.normal_(0, std, generator=generator)
+            else:
+                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+
+    def embed(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s h"]:
+        """The residual stream as it enters the first layer."""
+        if tokens.shape[1] > self.config.seq_len:
+            raise ValueError(f"{tokens.shape[1]} tokens do not fit seq_len={self.config.seq_len}: cut the sequence or build a longer model")
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[: tokens.shape[1]]
+        return self.dropout(x)
+
+    def forward(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s v"]:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, tokens: Int[Tensor, "b s"], targets: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
+        """Mean cross-entropy in nats per token; a target of −100 counts for nothing."""
+        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    return nn.LayerNorm(config.d_model) if config.norm == "layernorm" else nn.RMSNorm(config.d_model, eps=1e-5)

@@ -1,0 +1,224 @@
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
+
+from labutils import measure
+from labutils.config import ModelConfig
+from labutils.model import GPT
+
+TINY = dict(num_layers=2, d_model=32, num_heads=4, d_ff=128, vocab_size=64, seq_len=16)
+LLAMA = dict(ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False, num_kv_heads=2)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def training(optimizer=torch.optim.AdamW, b=4, attention="plain", **options):
+    gpt = GPT(ModelConfig(**TINY, **options), attention=attention)
+    stepper = optimizer(gpt.parameters())
+    x, y = torch.randint(64, (2, b, 16))
+
+    def step():
+        gpt.loss(x, y).backward()
+        stepper.step()
+        stepper.zero_grad()
+
+    return gpt, stepper, step, (x, y)
+
+
+@pytest.mark.parametrize(
+    "optimizer, state",
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), {}),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {"momentum_buffer": 4}),
+        (torch.optim.Adam, {"exp_avg": 4, "exp_avg_sq": 4}),
+        (torch.optim.AdamW, {"exp_avg": 4, "exp_avg_sq": 4}),
+    ],
+)
+def test_model_states_are_exact(optimizer, state):
+    gpt, stepper, _, (x, y) = training(optimizer)
+    psi = gpt.config.num_params
+    assert measure.model_states(gpt, stepper).by("name") == {"weights": 4 * psi}
+    gpt.loss(x, y).backward()
+    assert measure.model_states(gpt, stepper).by("name") == {"weights": 4 * psi, "gradients": 4 * psi}
+    stepper.step()
+    expected = {"weights": 4 * psi, "gradients": 4 * psi} | {name: size * psi for name, size in state.items()}
+    if "exp_avg" in state:
+        expected["step"] = 4 * len(list(gpt.parameters()))
+    measured = measure.model_states(gpt, stepper)
+    assert measured.by("name") == expected
+    assert measured.only(name="weights").count == len(list(gpt.parameters()))
+
+
+def test_a_storage_counts_once():
+    flat = torch.zeros(10)
+    module = nn.Module()
+    module.first, module.second = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
+    assert measure.model_states(module).by("component") == {"weights": 40}
+    module.register_buffer("view", flat[2:5])
+    assert measure.model_states(module).total == 40
+
+
+def test_master_weights_and_their_gradients_are_found():
+    layer = nn.Linear(4, 3, dtype=torch.bfloat16)
+    masters = [nn.Parameter(p.detach().float()) for p in layer.parameters()]
+    optimizer = torch.optim.Adam(masters)
+
+    def step():
+        layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        for master, p in zip(masters, layer.parameters(), strict=True):
+            master.grad = p.grad.float()
+        optimizer.step()
+
+    moments = measure.history(step, layer, optimizer).moments
+    held = measure.model_states(layer, optimizer)
+    assert held.by("name") == {"weights": 30, "gradients": 90, "master weights": 60, "exp_avg": 60, "exp_avg_sq": 60, "step": 8}
+    assert moments[0].ledger.by("component")["optimizer"] == 60
+    assert moments[-1].ledger.by("component") | {"activations": 0, "buffers": 0} == held.by("component") | {"activations": 0, "buffers": 0}
+
+
+def test_saved_activations_of_a_small_network_by_hand():
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = torch.ones(2, 4)
+    saved = measure.saved_activations(lambda: layers(x).pow(2).mean(), layers)
+    assert saved.by("name") == {"0": 32, "1": 64, "outside": 8}  # x; tanh's output, which the next layer keeps too; the squared value
+
+
+def test_a_gpt2_block_keeps_what_its_formulas_say():
+    b, s, h, f, a = 4, 16, 32, 128, 4
+    gpt, _, _, (x, y) = training()
+    by_name = measure.saved_activations(lambda: gpt.loss(x, y), gpt).by("name")
+    block = {name.removeprefix("blocks.1."): size for name, size in by_name.items() if name.startswith("blocks.1.")}
+    assert block == {
+        "attention_norm": 4 * b * s * h + 2 * 4 * b * s,  # x, and a mean and a reciprocal deviation a token
+        "attention.query": 4 * b * s * h,
+        "attention": 3 * 4 * b * s * h + 4 * a * b * s * s,  # q, k, v, the softmax
+        "attention.output": 4 * b * s * h,
+        "feed_forward_norm": 4 * b * s * h + 2 * 4 * b * s,
+        "feed_forward.up": 4 * b * s * h,
+        "feed_forward": 4 * b * s * f,
+        "feed_forward.down": 4 * b * s * f,
+    }
+
+
+def test_saved_activations_leave_no_hook_behind():
+    layers = nn.Sequential(nn.Linear(2, 2))
+
+    def fails():
+        layers(torch.ones(1, 2))
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        measure.saved_activations(fails, layers)
+    assert not layers[0]._forward_hooks and not layers[0]._forward_pre_hooks
+
+
+def test_checkpointing_keeps_only_the_inputs():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+    x = torch.ones(4, 8, requires_grad=True)
+    plain = measure.saved_activations(lambda: layers(x), layers)
+    saved = measure.saved_activations(lambda: checkpoint(layers, x, use_reentrant=False), layers)
+    assert plain.total == 3 * 128 and saved.total == 128
+
+
+@pytest.mark.parametrize("attention", ["plain", "sdpa"])
+@pytest.mark.parametrize("options", [{}, LLAMA, dict(dropout=0.1), dict(num_experts=3, top_k=2)])
+def test_peaks_of_two_steps_equal_those_of_torchs_tracker(options, attention):
+    ours, theirs = [], []
+    for peaks in (ours, theirs):
+        torch.manual_seed(1)
+        gpt, optimizer, step, batch = training(attention=attention, **options)
+        for _ in range(2):
+            if peaks is ours:
+                peaks.append(measure.peak(step, gpt, optimizer).total)
+            else:
+                tracker = MemTracker()
+                tracker.track_external(gpt, optimizer, *batch)
+                with tracker:
+                    step()
+                peaks.append(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+    assert ours == theirs
+    assert ours[1] > ours[0]  # the second step carries the optimizer state through its backward pass
+
+
+def test_history_is_the_same_every_time_and_closes_its_books():
+    gpt, optimizer, step, (x, _) = training()
+    first, second, third = (measure.history(step, gpt, optimizer) for _ in range(3))
+    assert first != second == third
+    assert list(second.phases) == ["start", "forward", "backward", "optimizer", "end"]
+    states = measure.model_states(gpt, optimizer)
+    end = third.moments[-1].ledger.by("component")
+    batch = x.untyped_storage().nbytes()
+    assert end == states.by("component") | {"gradients": 0, "activations": batch, "buffers": 0}
+
+
+def test_the_forward_pass_ends_with_the_saved_activations():
+    gpt, optimizer, step, (x, y) = training()
+    forward = [moment for moment in measure.history(step, gpt, optimizer).moments if moment.phase == "forward"]
+    saved = measure.saved_activations(lambda: gpt.loss(x, y), gpt)
+    assert forward[-1].ledger.by("component")["activations"] == saved.total
+
+
+def test_gradients_that_are_kept_are_alive_in_the_next_step():
+    gpt, optimizer, _, (x, y) = training()
+    gpt.loss(x, y).backward()
+    start = measure.history(lambda: gpt.loss(x, y).backward(), gpt, optimizer).moments[0]
+    assert start.ledger.by("component")["gradients"] == 4 * gpt.config.num_params
+
+
+def test_a_checkpointed_region_computes_its_activations_again():
+    layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)], nn.Tanh())
+    x = torch.ones(4, 8, requires_grad=True)
+    moments = measure.history(lambda: checkpoint(layers, x, use_reentrant=False).sum().backward(), layers).moments
+
+    def most(phase):
+        return max(moment.ledger.by("component")["activations"] for moment in moments if moment.phase == phase)
+
+    assert (most("forward"), most("backward")) == (128, 5 * 128)
+
+
+def test_capacity_stops_the_second_step_and_not_the_first():
+    gpt, optimizer, step, _ = training(b=32)
+    first, second = (measure.peak(step, gpt, optimizer).total for _ in range(2))
+    gpt, optimizer, step, _ = training(b=32)
+    limit = (first + second) // 2
+    measure.history(step, gpt, optimizer, capacity=limit)
+    with pytest.raises(measure.OutOfMemory, match=r"would be alive, the capacity is .* bytes too many"):
+        measure.history(step, gpt, optimizer, capacity=limit)
+    optimizer.zero_grad()
+    measure.history(step, gpt, optimizer, capacity=second)  # the model is usable, and exactly enough is enough
+    with pytest.raises(ValueError, match="capacity must be at least 1"):
+        measure.history(step, gpt, optimizer, capacity=0)
+
+
+def test_history_runs_models_that_do_not_fit():
+    with FakeTensorMode():
+        cfg = ModelConfig.named("gpt3-175b")
+        block = GPT(ModelConfig(num_layers=1, d_model=12288, num_heads=96, d_ff=49152, vocab_size=100, seq_len=2048)).blocks[0]
+        x = torch.zeros(1, 2048, 12288)
+        history = measure.history(lambda: block(x).sum().backward(), block)
+    layer = cfg.parameters["attention"] // 96 + cfg.parameters["feed-forward"] // 96 + 2 * 2 * 12288
+    assert history.peak.ledger.by("component")["weights"] == 4 * layer
+
+
+def test_the_garbage_collector_is_left_as_it_was():
+    def fails():
+        raise RuntimeError("stop")
+
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="stop"):
+        measure.history(fails, nn.Linear(1, 1))
+    assert gc.isenabled()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what to do without a GPU")
+def test_the_allocators_peak_needs_a_gpu():
+    with pytest.raises(ValueError, match="no cuda device here"):
+        measure.peak_allocated(lambda: None)
