@@ -1,0 +1,88 @@
+"""The book's own Sphinx extension: tables made from the course's data, and MathJax served from the book's own site."""
+
+import csv
+import importlib.resources
+import pathlib
+import re
+import shutil
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.util.docutils import SphinxDirective
+
+from labutils import notation
+
+CLAIMS = pathlib.Path(__file__).resolve().parents[1] / "data" / "claims.csv"
+MATHJAX = ["tex-chtml.js", "input/tex/extensions", "output/chtml/fonts/woff-v2"]  # 2 of the package's 24 MB
+
+
+class Written(SphinxDirective):
+    """A directive that stands for the Markdown that `markdown` writes from what is in `source`."""
+
+    def run(self):
+        node = nodes.Element()
+        node.document = self.state.document
+        self.env.note_dependency(str(self.source))  # the page is stale when its data changes
+        self.state.nested_parse(StringList(self.markdown().splitlines()), self.content_offset, node, match_titles=True)
+        return node.children
+
+
+class Notation(Written):
+    """```{notation} shapes```: one group of the notation table."""
+
+    source = notation.__file__
+    required_arguments = 1
+
+    def markdown(self):
+        return notation.markdown(self.arguments[0])
+
+
+class Errata(Written):
+    """```{errata}```: the claims that recomputation refutes or qualifies, by topic."""
+
+    source = CLAIMS
+
+    def markdown(self):
+        rows = csv.DictReader(CLAIMS.read_text(encoding="utf-8").splitlines())
+        topics = {}
+        for row in rows:
+            if row["verdict"] in ("wrong", "imprecise"):
+                topics.setdefault(row["topic"], []).append(erratum(row))
+        return "\n".join(f"\n## {topic[:1].upper()}{topic[1:]}\n\n" + "\n".join(found) for topic, found in topics.items())
+
+
+def erratum(row):
+    """One claim as a definition: what is said, and what comes out."""
+    said, found, unit = (plain(row[key]) for key in ("stated_value", "recomputed", "unit"))
+    sentences = [
+        said and f"Said: {said} {unit}",
+        found and f"Recomputed: **{found}** {unit}",
+        plain(re.sub(r"^L[\d, –L-]+\.\s*", "", row["note"])),  # line numbers, in texts that the reader doesn't have
+        row["source"].strip("—") and f"Checked against {plain(row['source'])}",
+    ]
+    body = " ".join(f"{s[0].upper()}{s[1:]}".rstrip(" .") + "." for s in sentences if s)
+    return f"{row['source_text'].split()[0]}, *{row['verdict']}*: {plain(row['claim'])}\n: {body}\n"
+
+
+def plain(text):
+    """`text` with the characters that Markdown would read as markup escaped."""
+    return re.sub(r"([\\`*_{}\[\]<>$#|~])", r"\\\1", " ".join(text.split()))
+
+
+def copy_mathjax(app, exception):
+    if exception is None and app.builder.format == "html":
+        source = importlib.resources.files("sphinx-mathjax-offline") / "static" / "mathjax"
+        target = pathlib.Path(app.outdir, "_static", "mathjax")
+        for part in MATHJAX:
+            (target / part).parent.mkdir(parents=True, exist_ok=True)
+            if (source / part).is_dir():
+                shutil.copytree(source / part, target / part, dirs_exist_ok=True)
+            else:
+                shutil.copy(source / part, target / part)
+
+
+def setup(app):
+    app.add_directive("notation", Notation)
+    app.add_directive("errata", Errata)
+    app.connect("build-finished", copy_mathjax)
+    return {"parallel_read_safe": True}
