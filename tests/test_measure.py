@@ -154,9 +154,10 @@ def test_history_is_the_same_every_time_and_closes_its_books():
     assert first != second == third
     assert list(second.phases) == ["start", "forward", "backward", "optimizer", "end"]
     states = measure.model_states(gpt, optimizer)
-    end = third.moments[-1].ledger.by("component")
+    start, end = (third.moments[i].ledger.by("component") for i in (0, -1))
     batch = x.untyped_storage().nbytes()
     assert end == states.by("component") | {"gradients": 0, "activations": batch, "buffers": 0}
+    assert start == end  # the batch, made before, counts from the start
 
 
 def test_the_forward_pass_ends_with_the_saved_activations():
@@ -212,7 +213,9 @@ def test_the_garbage_collector_is_left_as_it_was():
     def fails():
         raise RuntimeError("stop")
 
-    assert gc.isenabled()
+    during = []
+    measure.history(lambda: during.append(gc.isenabled()), nn.Linear(1, 1))
+    assert during == [False] and gc.isenabled()  # a cycle that dies some time would make histories differ
     with pytest.raises(RuntimeError, match="stop"):
         measure.history(fails, nn.Linear(1, 1))
     assert gc.isenabled()
