@@ -53,10 +53,10 @@ class Errata(Written):
 
 def erratum(row):
     """One claim as a definition: what is said, and what comes out."""
-    said, found, unit = (plain(row[key]) for key in ("stated_value", "recomputed", "unit"))
+    said, found = (f"{row[key]} {row['unit'] * row[key].replace('.', '').isdigit()}" for key in ("stated_value", "recomputed"))
     sentences = [
-        said and f"Said: {said} {unit}",
-        found and f"Recomputed: **{found}** {unit}",
+        said.strip() and f"Said: {plain(said)}",
+        found.strip() and f"Recomputed: **{plain(found)}**",
         plain(re.sub(r"^L[\d, –L-]+\.\s*", "", row["note"])),  # line numbers, in texts that the reader doesn't have
         row["source"].strip("—") and f"Checked against {plain(row['source'])}",
     ]
