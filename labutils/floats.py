@@ -457,7 +457,6 @@ def named(name: str | FloatFormat) -> FloatFormat:
     key = ALIASES.get(name.lower(), name.lower())
     if key not in FORMATS:
         raise ValueError(
-            f"unknown format {name!r}: choose one of {', '.join(FORMATS)}, "
-            f"or describe your own with FloatFormat(name, exponent_bits, mantissa_bits)"
+            f"unknown format {name!r}: choose one of {', '.join(FORMATS)}, or describe your own with FloatFormat(name, exponent_bits, mantissa_bits)"
         )
     return FORMATS[key]

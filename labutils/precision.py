@@ -107,6 +107,12 @@ def _accumulator(fmt: FloatFormat | str) -> FloatFormat:
     return fmt
 
 
+def _fits_fp32(fmt: FloatFormat) -> bool:
+    """Whether every value of fmt is one of fp32's."""
+    exponents = fmt.min_exponent >= floats.FP32.min_exponent and fmt.max_exponent <= floats.FP32.max_exponent
+    return exponents and fmt.mantissa_bits <= floats.FP32.mantissa_bits
+
+
 class _RoundTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, fmt, mode, overflow, generator):
@@ -122,9 +128,10 @@ def _rounded(x: Tensor, fmt: FloatFormat, mode: str, overflow: str, generator: t
     if x.dtype != torch.float64 and fmt in NATIVE and mode == "nearest" and overflow == "ieee":
         return x.detach().to(NATIVE[fmt]).to(x.dtype)
 
-    in_double = x.dtype == torch.float64 or fmt.min_exponent < -126 or fmt.mantissa_bits > 23
-    real, integer = (torch.float64, torch.int64) if in_double else (torch.float32, torch.int32)
-    exponent_mask, top = (0x7FF << 52, 1023) if in_double else (0xFF << 23, 127)
+    if x.dtype == torch.float64 or not _fits_fp32(fmt):
+        real, integer, exponent_mask = torch.float64, torch.int64, 0x7FF << 52
+    else:
+        real, integer, exponent_mask = torch.float32, torch.int32, 0xFF << 23
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     chunk = ELEMENTS_PER_THREAD * torch.get_num_threads() if x.device.type == "cpu" else max(x.numel(), 1)
@@ -134,8 +141,8 @@ def _rounded(x: Tensor, fmt: FloatFormat, mode: str, overflow: str, generator: t
         a = target if target.dtype == real else work
         torch.abs(source.to(real), out=a)
 
-        # The gap is 2^(exponent − mantissa_bits), the exponent that of x, but no lower than the format's lowest.
-        torch.clamp(a, 2.0**fmt.min_exponent, 2.0 ** min(fmt.max_exponent + 1, top), out=gap)
+        # The gap is 2^(exponent − mantissa_bits), the exponent that of x, but within the format's.
+        torch.clamp(a, 2.0**fmt.min_exponent, 2.0**fmt.max_exponent, out=gap)
         gap.view(integer).bitwise_and_(exponent_mask)
         gap.mul_(2.0**-fmt.mantissa_bits)
         a.div_(gap)

@@ -127,7 +127,7 @@ def test_a_fraction_no_float_can_hold_is_rounded_once():
 
 
 formats = st.sampled_from([fmt for fmt, _ in SMALL if fmt.signed])
-reals = st.floats(allow_nan=False, allow_infinity=False, width=32)
+reals = st.floats(allow_nan=False, allow_infinity=False, width=32) | st.fractions(-9, 9)
 
 
 @given(formats, reals, st.sampled_from(["nearest", "zero"]))

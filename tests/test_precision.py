@@ -150,10 +150,13 @@ def test_float64_is_rounded_once_where_torch_rounds_twice():
         assert_same(precision.round_to(hard, fmt), torch.tensor(exact, dtype=torch.float64))
 
 
-def test_an_exponent_wider_than_float32_s_is_computed_in_float64():
-    wide = FloatFormat("1-10-3", 10, 3)
-    x = torch.tensor([1.0625 * 2.0**-140, 1.1 * 2.0**-130, 3.4e38])
-    assert_same(precision.round_to(x, wide), torch.tensor([wide.round(v) for v in x.tolist()]))
+@pytest.mark.parametrize("fmt", [FloatFormat("wide", 10, 3), FloatFormat("long", 8, 30), FloatFormat("high", 8, 3, bias=0)], ids=lambda f: f.name)
+@pytest.mark.parametrize("overflow", ["ieee", "saturate"])
+def test_a_format_that_fp32_cannot_hold_still_rounds_float32(fmt, overflow):
+    x = torch.tensor([1.0625 * 2.0**-140, 1.1 * 2.0**-130, 1.1, 3.0, 3.4e38, math.inf])
+    exact = torch.tensor([fmt.round(v, overflow=overflow) for v in x.tolist()], dtype=torch.float64)
+    assert_same(precision.round_to(x.double(), fmt, overflow=overflow), exact)
+    assert_same(precision.round_to(x, fmt, overflow=overflow), exact.float())
 
 
 class TestStochastic:
