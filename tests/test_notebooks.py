@@ -1,0 +1,223 @@
+"""Every lab keeps its word: the stored notebook is the text twin run from top to bottom, has the anatomy of a lab, and reads well."""
+
+import ast
+import html.parser
+import itertools
+import re
+import statistics
+
+import jupytext
+import nbformat
+import pytest
+
+import notebooks as tool  # tools/notebooks.py
+
+PAIRS = tool.twins()
+LABS = [pytest.param(nbformat.read(path, as_version=4), path.stem, id=path.stem) for path, _ in PAIRS if path.exists()]
+each_lab = pytest.mark.parametrize("lab, name", LABS)
+
+SETUP, IGNORED = "Setup", "nbval-ignore-output"
+SECTIONS = ["Goals", SETUP, "In practice", "Errata", "Summary", "References"]
+ALLOWED_TAGS = {IGNORED, "hide-input", "hide-output", "hide-cell"}
+FOREIGN_PATH = re.compile(r"(?:/home/|/Users/|/root/|/tmp/|/private/|/var/folders/|site-packages|[A-Z]:\\)\S*")
+# What a cell may show that another machine would not: a time, a rate, or what the machine has.
+MACHINE = re.compile(r"\d\s?(?:[nµm]?s|[kMGT]?i?B(?:/s)?|[kMGT]?FLOP/s|cores?|×|threads?)\b|\b(?:Linux|macOS|Darwin|Windows|CPU|GPU)\b")
+FORBIDDEN = {
+    r"(?m)^\s*[!%]": "shell and magic commands: what a lab needs is installed by `make lab`",
+    r"\bsys\.path\b|\bPYTHONPATH\b": "import paths: labutils is installed",
+    r"\bos\.chdir\b": "the working directory is the notebook's folder",
+    r"\bwarnings\.(filterwarnings|simplefilter|catch_warnings)\b": "silenced warnings: remove the cause",
+}
+HEDGES = re.compile(r"\b(simply|just|obviously|trivially|of course)\b", re.IGNORECASE)
+
+
+def code(lab):
+    return [cell for cell in lab.cells if cell.cell_type == "code"]
+
+
+def prose(lab):
+    """The Markdown of a lab without code, comments and formulas."""
+    text = "\n\n".join(cell.source for cell in lab.cells if cell.cell_type == "markdown")
+    return re.sub(r"```.*?```|<!--.*?-->|`[^`]*`", "", text, flags=re.DOTALL)
+
+
+def headings(lab):
+    return [(len(marks), title) for marks, title in re.findall(r"^(#+) (.+)$", prose(lab), re.MULTILINE)]
+
+
+def texts(cell):
+    """Everything textual that a cell shows, pictures' data left out."""
+    for output in cell.outputs:
+        yield output.get("text", "")
+        for mime, data in output.get("data", {}).items():
+            if mime.startswith("text/"):
+                yield re.sub(r"data:image/[^\"]*", "", data)
+
+
+def functions(lab):
+    """The names of the functions that cells call, with their first argument where it is text."""
+    for cell in code(lab):
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                first = node.args[0] if node.args else None
+                yield node.func.id, first.value if isinstance(first, ast.Constant) else None
+
+
+class Images(html.parser.HTMLParser):
+    """The alternative texts of the images in some HTML; None where one is missing."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.alternatives = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "img":
+            self.alternatives.append(dict(attributes).get("alt"))
+
+
+@pytest.mark.parametrize("notebook, text", PAIRS, ids=[path.stem for path, _ in PAIRS])
+def test_the_twins_say_the_same(notebook, text):
+    assert tool.differences(notebook, text) == []
+
+
+@each_lab
+def test_it_was_run_from_top_to_bottom(lab, name):
+    assert [cell.execution_count for cell in code(lab)] == list(range(1, len(code(lab)) + 1))
+
+
+@each_lab
+def test_it_is_normalized(lab, name):
+    again = tool.normalize(nbformat.reads(nbformat.writes(lab), as_version=4))
+    assert nbformat.writes(again) == nbformat.writes(lab), f"run: python tools/notebooks.py {name}"
+    fresh = tool.build(tool.NOTEBOOKS / "text" / f"{name}.py")
+    assert [cell.id for cell in fresh.cells] == [cell.id for cell in lab.cells]
+
+
+@each_lab
+def test_no_output_is_an_error_or_a_warning(lab, name):
+    outputs = [output for cell in code(lab) for output in cell.outputs]
+    assert not [output.ename for output in outputs if output.output_type == "error"]
+    assert not [output.text for output in outputs if output.get("name") == "stderr"]
+
+
+@each_lab
+def test_nothing_names_a_path_of_one_machine(lab, name):
+    written = [*(cell.source for cell in lab.cells), *(text for cell in code(lab) for text in texts(cell))]
+    assert not [found for text in written for found in FOREIGN_PATH.findall(text)]
+
+
+@each_lab
+def test_it_has_pictures_and_each_says_what_it_shows(lab, name):
+    shown = [Images(output.data.get("text/html", "")).alternatives for cell in code(lab) for output in cell.outputs if "data" in output]
+    alternatives = [alternative for group in shown for alternative in group]
+    assert alternatives and all(alternatives)
+    raw = {mime for cell in code(lab) for output in cell.outputs for mime in output.get("data", {}) if mime.startswith("image/")}
+    assert not raw, "a picture without alternative text: return a plots.Picture"
+
+
+@each_lab
+def test_all_imports_stand_in_the_setup_cell(lab, name):
+    parsed = [ast.walk(ast.parse(cell.source)) for cell in code(lab)]
+    importing = [index for index, nodes in enumerate(parsed) if any(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes)]
+    assert importing == [0]
+
+
+@each_lab
+def test_no_cell_does_what_the_installation_should(lab, name):
+    for cell in code(lab):
+        for pattern, instead in FORBIDDEN.items():
+            assert not re.search(pattern, cell.source), f"{instead}\n\n{cell.source}"
+
+
+@each_lab
+def test_only_what_belongs_to_this_machine_is_left_uncompared(lab, name):
+    tags = [set(cell.metadata.get("tags", [])) for cell in code(lab)]
+    assert set().union(*tags) <= ALLOWED_TAGS
+    ignored = [cell for cell in code(lab) if IGNORED in cell.metadata.get("tags", [])]
+    for cell in ignored:
+        assert any(MACHINE.search(text) for text in texts(cell)), f"nothing here differs between machines:\n\n{cell.source}"
+    assert len(ignored) <= len(tags) / 5, "most of a lab can be compared: print ratios, counts and bytes rather than times"
+
+
+@each_lab
+def test_cells_are_small(lab, name):
+    lines = [len(cell.source.splitlines()) for cell in code(lab)]
+    assert statistics.median(lines) <= 5
+    assert max(lines) <= 25, "a cell this long belongs in labutils, with a test"
+
+
+@each_lab
+def test_it_has_the_anatomy_of_a_lab(lab, name):
+    number = name.partition("_")[0]
+    levels = [level for level, _ in headings(lab)]
+    titles = [title for level, title in headings(lab) if level == 1]
+    assert len(titles) == 1 and titles[0].startswith(f"{number} · ") and levels[0] == 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels)), "a heading skips a level"
+    sections = [title for level, title in headings(lab) if level == 2]
+    assert [title for title in sections if title in SECTIONS] == SECTIONS, f"{SECTIONS} in this order, in {sections}"
+    questions = [title for title in sections if title.endswith("?")]
+    assert 3 <= len(questions) <= 8 and re.search(r"\d+\s?min", lab.cells[0].source), "a lab asks questions and says how long it takes"
+
+
+@each_lab
+def test_it_predicts_checks_and_explores(lab, name):
+    called = list(functions(lab))
+    names = [function for function, _ in called]
+    assert "predict" in names and "explore" in names
+    checked = {argument for function, argument in called if function == "check"}
+    assert len(checked) >= 2
+
+
+@each_lab
+def test_each_goal_names_an_exercise_that_proves_it(lab, name):
+    goals = re.search(r"^## Goals$(.*?)^## ", prose(lab), re.MULTILINE | re.DOTALL)[1]
+    number = int(name.partition("_")[0])
+    exercises = set(re.findall(rf"^### Exercise ({number}\.\d+)\b", prose(lab), re.MULTILINE))
+    items = re.findall(r"^(?:[-*]|\d+\.) .*(?:\n(?!\n|[-*] |\d+\. ).*)*", goals, re.MULTILINE)
+    assert items and exercises
+    proving = [set(re.findall(rf"\b{number}\.\d+\b", item)) for item in items]
+    assert all(proving) and set().union(*proving) == exercises, "each goal names its exercise, and each exercise has its goal"
+
+
+@each_lab
+def test_the_prose_is_plain(lab, name):
+    found = [prose(lab)[max(match.start() - 40, 0) : match.end() + 20] for match in HEDGES.finditer(prose(lab))]
+    assert not found, "what is simple needs no saying, what is not is not made so by a word"
+
+
+def test_a_changed_source_and_a_changed_tag_are_seen(tmp_path):
+    (tmp_path / "a.py").write_text('# %% [markdown]\n# # Hi\n\n# %% tags=["hide-input"]\n1 + 1\n', encoding="utf-8")
+    built = tool.build(tmp_path / "a.py")
+    for change in (lambda cell: cell.update(source="1 + 2"), lambda cell: cell.metadata.update(tags=[]), lambda cell: None):
+        notebook = nbformat.reads(nbformat.writes(built), as_version=4)
+        change(notebook.cells[1])
+        nbformat.write(notebook, tmp_path / "a.ipynb")
+        assert len(tool.differences(tmp_path / "a.ipynb", tmp_path / "a.py")) == (notebook.cells != built.cells)
+
+
+def test_a_rebuilt_notebook_differs_only_where_the_source_does(tmp_path):
+    (tmp_path / "a.py").write_text("# %%\n1\n\n# %%\n2\n\n# %%\n2\n", encoding="utf-8")
+    before = [cell.id for cell in tool.build(tmp_path / "a.py").cells]
+    (tmp_path / "a.py").write_text("# %%\n1\n\n# %%\n3\n\n# %%\n2\n\n# %%\n2\n", encoding="utf-8")
+    after = [cell.id for cell in tool.build(tmp_path / "a.py").cells]
+    assert len(set(after)) == 4 and [*after[:1], *after[2:]] == before
+
+
+def test_normalizing_drops_what_belongs_to_one_run():
+    stream = [nbformat.v4.new_output("stream", name="stdout", text=text) for text in ("a", "b\n")]
+    live = nbformat.v4.new_output("display_data", {tool.LIVE_WIDGET: {"model_id": "1"}, "text/html": "<p>panel</p>"})
+    cell = nbformat.v4.new_code_cell("f()", outputs=[*stream, live], metadata={"execution": {"iopub.status.busy": "now"}, "tags": ["hide-input"]})
+    notebook = tool.normalize(nbformat.v4.new_notebook(cells=[cell], metadata={"widgets": {}, "language_info": {"name": "python", "version": "3.11.7"}}))
+    assert [output.get("text") or output.data for output in cell.outputs] == ["ab\n", {"text/html": "<p>panel</p>"}]
+    assert cell.metadata == {"tags": ["hide-input"]} and notebook.metadata == tool.METADATA
+
+
+def test_an_unknown_lab_is_named(capsys):
+    with pytest.raises(ValueError, match=r"no lab is called 99_none; there are: "):
+        tool.main(["--check", "99_none"])
+
+
+def test_jupytext_pairs_the_same_folders():
+    config = jupytext.config.load_jupytext_configuration_file(str(tool.NOTEBOOKS.parent / "jupytext.toml"))
+    assert config.default_formats(str(tool.NOTEBOOKS / "01_x.ipynb")) == "notebooks///ipynb,notebooks/text///py:percent"
