@@ -202,7 +202,9 @@ _HF_FAMILIES = {"gpt2": _from_gpt2, "llama": _from_llama, "mistral": _from_llama
 class TrainConfig:
     """How a model is trained: batch sizes in sequences, number formats, optimizer, checkpointing and ZeRO level.
 
-    `precision` is "fp32", "bf16" or "fp16"; the half formats keep an fp32 master copy. `fp32_gradients` accumulates gradients in fp32 beside it.
+    With a half `precision` ("bf16", "fp16") weights and gradients are half and an fp32 master copy goes with the optimizer;
+    `fp32_gradients` accumulates the gradients in fp32 beside it. With `autocast` weights and gradients stay fp32 and only the matrix
+    products are half. `attention` is how attention is computed: "plain" writes the s×s scores out, "sdpa" is PyTorch's fused kernel.
     """
 
     micro_batch: int
@@ -210,6 +212,8 @@ class TrainConfig:
     precision: str = "bf16"
     optimizer: str = "adamw"
     fp32_gradients: bool = False
+    autocast: bool = False
+    attention: str = "plain"
     checkpointing: str = "none"
     zero: int = 0
 
@@ -219,6 +223,9 @@ class TrainConfig:
         if self.global_batch % self.micro_batch:
             raise ValueError(f"micro_batch={self.micro_batch} does not divide global_batch={self.global_batch}: the last micro-batch would be short")
         _one_of(self.precision, "precision", ("fp32", "bf16", "fp16"))
+        _one_of(self.attention, "attention", ("plain", "sdpa"))
+        if self.autocast and self.precision == "fp32":
+            raise ValueError("autocast=True computes in a half format: give precision='bf16' or 'fp16'")
         _one_of(self.optimizer, "optimizer", ("sgd", "momentum", "adam", "adamw"))
         _one_of(self.checkpointing, "checkpointing", ("none", "selective", "full"))
         _one_of(self.zero, "zero", (0, 1, 2, 3))

@@ -117,7 +117,8 @@ class MixtureOfExperts(nn.Module):
         out = torch.zeros_like(tokens)
         for i, expert in enumerate(self.experts):
             token, slot = (chosen == i).nonzero(as_tuple=True)
-            out = out.index_add(0, token, expert(tokens[token]) * weights[token, slot, None])
+            weighted = expert(tokens[token]) * weights[token, slot, None]
+            out = out.index_add(0, token, weighted.to(out.dtype))  # autocast computes in half, the stream is fp32
         return out.view_as(x)
 
 
