@@ -1,0 +1,78 @@
+"""Ranks: one program, run as threads of this process, as processes of their own, or under torchrun.
+
+>>> with World(4) as world:
+...     world.run(lambda rank: rank.comm().all_reduce(torch.full((4,), rank.index)).sum().item())
+[24, 24, 24, 24]
+>>> world.ledger.by("rank")
+{0: 48, 1: 48, 2: 48, 3: 48}
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from labutils import units
+from labutils.config import Mesh
+from labutils.ledger import Ledger, Trace
+from labutils.world.comm import Comm, Rank, Work
+from labutils.world.errors import DeadlockError, MismatchError, RankError, TimeoutError, WorldError
+from labutils.world.threads import Threads
+
+__all__ = ["Comm", "DeadlockError", "MismatchError", "Rank", "RankError", "TimeoutError", "Work", "World", "WorldError"]
+
+ENGINES = ("threads", "processes", "torchrun")
+
+
+class World:
+    """A number of ranks, or a mesh of them, that run ordinary functions: `world.run(fn, …)` returns `fn(rank, …)` of every rank, in order.
+
+    `timeout` is how long a rank may wait for the others, in seconds. On threads the arguments are shared by all ranks, on processes each
+    rank has its own copy: don't write into them.
+    """
+
+    def __init__(self, mesh: int | Mesh, engine: str | None = None, *, timeout: float = 30.0) -> None:
+        if not isinstance(mesh, Mesh):
+            if isinstance(mesh, bool) or not isinstance(mesh, int):
+                raise TypeError(f"a world is made of a number of ranks or a Mesh, got {mesh!r}: use World(4) or World(Mesh(dp=2, tp=2))")
+            if mesh < 1:
+                raise ValueError(f"a world has at least one rank, got {mesh}: use World(1) or more")
+            mesh = Mesh(dp=mesh)
+        engine = engine or ("torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "threads")
+        if engine not in ENGINES:
+            raise ValueError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
+        self.mesh, self.engine, self.timeout = mesh, engine, units.positive(timeout, "timeout")
+        self.trace = Trace()
+        self._engine = Threads(mesh, self.timeout)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.mesh.size
+
+    @property
+    def ledger(self) -> Ledger:
+        """Bytes that each rank sent in the last run, a line for each operation, as they were counted on their way."""
+        return self.trace.sent
+
+    def run(self, fn: Callable, *args: Any, **kwargs: Any) -> list[Any]:
+        """What `fn(rank, *args, **kwargs)` returned on each rank, in rank order; the error of a rank is raised here."""
+        if not callable(fn):
+            raise TypeError(f"run takes a function of a rank, got {fn!r}: write world.run(fn, …), without calling fn")
+        self.trace = Trace()
+        results, self.trace = self._engine.run(fn, args, kwargs)
+        return results
+
+    def close(self) -> None:
+        """End all ranks; the world cannot run again."""
+        self._engine.close()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"World({self.mesh.size}, engine={self.engine!r})"

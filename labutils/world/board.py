@@ -1,0 +1,64 @@
+"""The blackboard: each rank writes down the collective it enters and reads what the others wrote, so that a wrong call is found without a message.
+
+It is a piece of memory that all ranks can see: ordinary memory between threads, a mapped file between processes.
+"""
+
+import struct
+import zlib
+from collections.abc import MutableSequence, Sequence
+
+from labutils.world.errors import MismatchError, Site, named, place
+
+_ENTRY = struct.Struct("<QQH")  # group, number of the call, bytes of text
+_SLOTS, _WIDTH = 32, 512
+_STATE = struct.Struct("<BQQH")  # blocked or not, idle looks, messages moved, bytes of text
+_REGION = _WIDTH * (1 + _SLOTS)
+RUNNING, BLOCKED, FINISHED = range(3)
+
+
+class Board:
+    """Who called what: one region of memory a rank, written by that rank and read by all."""
+
+    def __init__(self, memory: MutableSequence[int], size: int) -> None:
+        self.memory, self.size = memory, size
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Bytes of memory that a board for `size` ranks needs."""
+        return 1 + size * _REGION
+
+    def clear(self) -> None:
+        """Wipe the board before a run."""
+        self.memory[:] = bytes(self.nbytes(self.size))
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def enter(self, rank: int, group: str, ranks: Sequence[int], number: int, call: str, where: Site) -> None:
+        """Write that `rank` makes `call` as call `number` of a group; raise MismatchError if another rank made a different one."""
+        key = zlib.crc32(f"{group}{ranks}".encode())
+        at = 1 + rank * _REGION + (1 + (number + key) % _SLOTS) * _WIDTH
+        text = f"{call}\t{where[0]}\t{where[1]}\t{where[2]}".encode()[: _WIDTH - _ENTRY.size]
+        self.memory[at + _ENTRY.size : at + _ENTRY.size + len(text)] = text
+        _ENTRY.pack_into(self.memory, at, key, number, len(text))
+        for other in ranks:
+            theirs = self._read(other, key, number)
+            if theirs is not None and theirs[0] != call:
+                error = MismatchError(self.mismatch(group, ranks, number))
+                error.calls = (group, tuple(ranks), number)
+                raise error
+
+    def _read(self, rank: int, key: int, number: int) -> tuple[str, Site] | None:
+        at = 1 + rank * _REGION + (1 + (number + key) % _SLOTS) * _WIDTH
+        head = _ENTRY.unpack_from(self.memory, at)
+        if head[:2] != (key, number):
+            return None
+        call, file, line, function = bytes(self.memory[at + _ENTRY.size : at + _ENTRY.size + head[2]]).decode(errors="replace").split("\t")
+        return call, (file, int(line), function)
+
+    def mismatch(self, group: str, ranks: Sequence[int], number: int) -> str:
+        """Who called what, from which line, as call `number` of a group."""
+        key = zlib.crc32(f"{group}{ranks}".encode())
+        calls = {rank: self._read(rank, key, number) for rank in ranks}
+        lines = [f"  rank {rank}: {entry[0]} at {place(entry[1])}" if entry else f"  rank {rank}: has not called it" for rank, entry in calls.items()]
+        head = f"{named(tuple(ranks))} must make the same calls on axis {group!r} in the same order, but call {number} differs:"
+        return "\n".join([head, *lines])

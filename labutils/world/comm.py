@@ -1,0 +1,363 @@
+"""The only door between ranks: what leaves a rank leaves through its `Comm`, which counts it as it passes."""
+
+import contextlib
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from labutils import collectives
+from labutils.config import AXES, Mesh
+from labutils.ledger import Event
+from labutils.world.board import Board
+from labutils.world.errors import MismatchError, Site, place, site
+
+WORLD = "world"
+_CHANNELS = {axis: 2 * i for i, axis in enumerate((WORLD, *AXES))}
+
+# What a receiver may do with bytes that arrive, instead of keeping them; the result is left in the receiver's own tensor.
+REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": Tensor.add_,
+    "product": Tensor.mul_,
+    "min": lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
+    "max": lambda mine, theirs: torch.maximum(mine, theirs, out=mine),
+}
+
+
+class Call:
+    """A call that a rank's program made: the operation, its arguments, its axis, and the line it stands in."""
+
+    __slots__ = ("axis", "detail", "op", "where")
+
+    def __init__(self, op: str, detail: str, axis: str, where: Site) -> None:
+        self.op, self.detail, self.axis, self.where = op, detail, axis, where
+
+    def __str__(self) -> str:
+        return f"{self.op}({self.detail}) on axis {self.axis!r} at {place(self.where)}"
+
+
+class Op:
+    """One message from one side: a tensor on its way to or from a peer, or (with no tensor) work of the rank's own."""
+
+    __slots__ = ("call", "channel", "done", "error", "gate", "peer", "reduce", "result", "sending", "state", "tensor")
+
+    def __init__(self, sending: bool, channel: int, peer: int, tensor: Tensor | None, call: Call, reduce: str | None = None) -> None:
+        self.sending, self.channel, self.peer, self.tensor, self.call, self.reduce = sending, channel, peer, tensor, call, reduce
+        self.done, self.gate, self.error, self.result, self.state = False, None, None, None, None
+
+    def __str__(self) -> str:
+        if self.call.detail or self.tensor is None:
+            return str(self.call)
+        verb = f"send({describe(self.tensor)}) to" if self.sending else f"recv({describe(self.tensor)}) from"
+        inside = f" inside {self.call.op}" if self.call.op not in ("send", "recv", "send_recv") else ""
+        return f"{verb} rank {self.peer}{inside} at {place(self.call.where)}"
+
+
+def describe(x: Tensor) -> str:
+    """A tensor's dtype and shape, as in 'float32[4, 2]'."""
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def check_pair(send: "Op | str", receive: "Op | str", sent: tuple[str, int], expected: tuple[str, int]) -> None:
+    """Raise MismatchError unless what is sent, (dtype, elements), is what the receiver expects."""
+    if sent != expected:
+        raise MismatchError(f"a message does not fit where it is received:\n  {send}\n  {receive}")
+
+
+class Endpoint(Protocol):
+    """How one rank reaches the others: what an engine provides."""
+
+    def post(self, op: Op) -> Op: ...
+    def wait(self, op: Op) -> None: ...
+    def finish(self, op: Op) -> None: ...
+    def add_actor(self, step: int) -> None: ...
+
+
+class Work:
+    """Something under way: `wait()` returns its result, `done()` tells whether that would return at once."""
+
+    def __init__(self, endpoint: Endpoint, op: Op) -> None:
+        self._endpoint, self._op = endpoint, op
+
+    def wait(self) -> Any:
+        """The result: the received tensor, the collective's value, or None for a send."""
+        self._endpoint.wait(self._op)
+        if self._op.error is not None:
+            raise self._op.error
+        return self._op.result
+
+    def done(self) -> bool:
+        """Whether the result is there."""
+        return self._op.done
+
+
+class Comm:
+    """The ranks of one mesh axis, seen from one of them; `send`, `recv` and the rest count ranks inside this group.
+
+    Sends are rendezvous: they return when the receiver has the bytes. Collectives are `torch.distributed`'s, but functional: they return
+    their result, write into `out=` if given, and with `async_op=True` return a `Work` at once.
+    """
+
+    def __init__(self, owner: "Rank", axis: str, ranks: tuple[int, ...], lane: int = 0) -> None:
+        self.axis, self.ranks, self.rank, self.size = axis, ranks, ranks.index(owner.index), len(ranks)
+        self._owner, self._endpoint, self._board, self._events = owner, owner._endpoint, owner._board, owner._events
+        self._channel, self._group = _CHANNELS[axis] + lane, axis + " (async)" * lane
+        self._name: str | None = None
+        self._call: Call | None = None
+        self._calls = 1
+        self._helper: Helper | None = None
+
+    def __repr__(self) -> str:
+        return f"Comm(axis={self.axis!r}, rank={self.rank}, size={self.size})"
+
+    @property
+    def group(self) -> Any:
+        """The real `torch.distributed.ProcessGroup` of these ranks, whose bytes nobody counts (processes and torchrun only)."""
+        return self._owner._group(self.ranks)
+
+    @contextlib.contextmanager
+    def record(self, name: str) -> Iterator[None]:
+        """Messages sent inside are booked under `name`; of nested names the outermost wins."""
+        before, self._name = self._name, self._name or name
+        try:
+            yield
+        finally:
+            self._name = before
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def send(self, x: Tensor, dst: int) -> None:
+        """Nothing; returns when rank `dst` has received `x`."""
+        self._endpoint.wait(self._send(x, dst, "send"))
+
+    def recv(self, out: Tensor, src: int, *, reduce: str | None = None) -> Tensor:
+        """`out`, filled with what rank `src` sends, or reduced with it ("sum", "product", "min", "max")."""
+        self._endpoint.wait(self._recv(out, src, "recv", reduce))
+        return out
+
+    def send_recv(self, x: Tensor, dst: int, out: Tensor, src: int, *, reduce: str | None = None) -> Tensor:
+        """`out`, filled or reduced with what rank `src` sends while `x` goes to rank `dst`, both at once.
+
+        With `reduce` the arithmetic is done on each segment as it arrives, while the next one is on its way.
+        """
+        x, out_, to, source = self._tensor(x, "send_recv"), self._tensor(out, "send_recv"), self._peer(dst), self._peer(src)
+        call = self._call or Call(self._name or "send_recv", "", self.axis, site(sys._getframe(1)))
+        receive = self._endpoint.post(Op(False, self._channel, source, out_, call, self._reduce(reduce)))
+        send = self._endpoint.post(Op(True, self._channel, to, x, call))
+        self._events.append(Event(self._name or "send_recv", self.axis, to, x.nbytes, source, out_.nbytes))
+        self._endpoint.wait(send)
+        self._endpoint.wait(receive)
+        return out
+
+    def isend(self, x: Tensor, dst: int) -> Work:
+        """A `Work` that is done when rank `dst` has received `x`; don't write into `x` before."""
+        return self._later(self._send(x, dst, "send"))
+
+    def irecv(self, out: Tensor, src: int, *, reduce: str | None = None) -> Work:
+        """A `Work` whose result is `out`, filled or reduced with what rank `src` sends; don't touch `out` before."""
+        op = self._recv(out, src, "recv", reduce)
+        op.result = out
+        return self._later(op)
+
+    def _send(self, x: Tensor, dst: int, verb: str) -> Op:
+        x, to = self._tensor(x, verb), self._peer(dst)
+        call = self._call or Call(self._name or verb, "", self.axis, site(sys._getframe(2)))
+        op = self._endpoint.post(Op(True, self._channel, to, x, call))
+        self._events.append(Event(self._name or verb, self.axis, to, x.nbytes))
+        return op
+
+    def _recv(self, out: Tensor, src: int, verb: str, reduce: str | None) -> Op:
+        out, source = self._tensor(out, verb), self._peer(src)
+        call = self._call or Call(self._name or verb, "", self.axis, site(sys._getframe(2)))
+        op = self._endpoint.post(Op(False, self._channel, source, out, call, self._reduce(reduce)))
+        self._events.append(Event(self._name or verb, self.axis, source=source, received=out.nbytes))
+        return op
+
+    def _later(self, op: Op) -> Work:
+        self._owner._pending.append(op)
+        return Work(self._endpoint, op)
+
+    def _tensor(self, x: Tensor, verb: str) -> Tensor:
+        self._dense(x, verb)
+        if not x.is_contiguous():
+            raise ValueError(f"{verb} takes a contiguous tensor, got {describe(x)} with strides {x.stride()}: pass x.contiguous()")
+        return x.detach()  # what travels is a value: no autograd graph spans two ranks
+
+    def _dense(self, x: Tensor, verb: str) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{verb} takes a tensor, got {x!r} ({type(x).__name__}): wrap it with torch.tensor(...)")
+        if x.layout is not torch.strided or x.is_quantized or x.device.type != self._owner.device.type:
+            raise TypeError(f"{verb} takes a dense tensor on {self._owner.device.type}, got one with {x.layout} on {x.device}: convert it first")
+
+    def _peer(self, rank: int) -> int:
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"a peer is a rank's number, got {rank!r} ({type(rank).__name__})")
+        if not 0 <= rank < self.size:
+            raise ValueError(f"there is no rank {rank} on axis {self.axis!r} of {self.size} ranks: use 0 … {self.size - 1}, as in (rank + 1) % size")
+        if rank == self.rank:
+            raise ValueError(f"rank {rank} on axis {self.axis!r} sends to itself: nothing needs to travel, use x.clone()")
+        return self.ranks[rank]
+
+    def _reduce(self, reduce: str | None) -> str | None:
+        if reduce is not None and reduce not in REDUCE:
+            raise ValueError(f"cannot reduce by {reduce!r}: use one of {', '.join(REDUCE)}, or None to keep what arrives")
+        return reduce
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Tensor, op: str = "sum", *, algorithm: str = "ring", out: Tensor | None = None, async_op: bool = False) -> Any:
+        """The sum (or `op`) of x over all ranks, on every rank; `algorithm` is "ring", "naive", "tree" or "halving_doubling"."""
+        run = getattr(collectives, f"all_reduce_{algorithm}", None)
+        if run is None:
+            raise ValueError(f"no all-reduce called {algorithm!r}: use {', '.join(map(repr, collectives.ALL_REDUCES))} without the 'all_reduce_'")
+        return self._collective("all_reduce", x, f"op={op}", lambda comm: run(x, comm, op=op, out=out), None, async_op)
+
+    def reduce_scatter(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None, async_op: bool = False) -> Any:
+        """This rank's share of the rows of the sum (or `op`) of x over all ranks."""
+        return self._collective("reduce_scatter", x, f"op={op}", lambda comm: collectives.reduce_scatter_ring(x, comm, op=op), out, async_op)
+
+    def all_gather(self, x: Tensor, *, sizes: Sequence[int] | None = None, out: Tensor | None = None, async_op: bool = False) -> Any:
+        """The rows of all ranks, in rank order, on every rank; `sizes` are the rows that each rank brings, if they differ."""
+        return self._collective("all_gather", x, _sizes(sizes), lambda comm: collectives.all_gather_ring(x, comm, sizes=sizes), out, async_op)
+
+    def broadcast(self, x: Tensor, src: int = 0, *, out: Tensor | None = None, async_op: bool = False) -> Any:
+        """Rank `src`'s x, on every rank; elsewhere only the shape and dtype of x matter."""
+        return self._collective("broadcast", x, f"src={src}", lambda comm: collectives.broadcast_tree(x, comm, root=src), out, async_op)
+
+    def scatter(self, x: Tensor, src: int = 0, *, out: Tensor | None = None, async_op: bool = False) -> Any:
+        """This rank's share of the rows of rank `src`'s x; elsewhere only the shape and dtype of x matter."""
+        return self._collective("scatter", x, f"src={src}", lambda comm: collectives.scatter_star(x, comm, root=src), out, async_op)
+
+    def gather(self, x: Tensor, dst: int = 0, *, sizes: Sequence[int] | None = None, async_op: bool = False) -> Any:
+        """At rank `dst` the rows of all ranks, in rank order, and None elsewhere; `sizes` are the rows that each rank brings, if they differ."""
+        detail = ", ".join(filter(None, (f"dst={dst}", _sizes(sizes))))
+        return self._collective("gather", x, detail, lambda comm: collectives.gather_star(x, comm, root=dst, sizes=sizes), None, async_op)
+
+    def reduce(self, x: Tensor, dst: int = 0, op: str = "sum", *, async_op: bool = False) -> Any:
+        """At rank `dst` the sum (or `op`) of x over all ranks, and None elsewhere."""
+        return self._collective("reduce", x, f"dst={dst}, op={op}", lambda comm: collectives.reduce_tree(x, comm, root=dst, op=op), None, async_op)
+
+    def all_to_all(
+        self, x: Tensor, send_sizes: Sequence[int] | None = None, recv_sizes: Sequence[int] | None = None, *, out: Tensor | None = None, async_op: bool = False
+    ) -> Any:
+        """The rows that every rank has for this one, in rank order; without sizes, each rank has an equal share for each."""
+
+        def run(comm: "Comm") -> Tensor:
+            return collectives.all_to_all_pairwise(x, comm, send_sizes=send_sizes, recv_sizes=recv_sizes)
+
+        return self._collective("all_to_all", x, "" if send_sizes is None else "sizes given", run, out, async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Any:
+        """None, once every rank has come here: in step k each rank hears from the rank 2ᵏ before it, so that after ⌈log₂ N⌉ it has heard of all."""
+        nothing = torch.empty(0, device=self._owner.device)
+
+        def run(comm: "Comm") -> None:
+            distance = 1
+            while distance < comm.size:
+                comm.send_recv(nothing, (comm.rank + distance) % comm.size, nothing, (comm.rank - distance) % comm.size)
+                distance *= 2
+
+        return self._collective("barrier", nothing, "", run, None, async_op)
+
+    def _collective(self, op: str, x: Tensor, detail: str, run: Callable[["Comm"], Any], out: Tensor | None, async_op: bool) -> Any:
+        self._dense(x, op)
+        what = f"dtype={str(x.dtype).removeprefix('torch.')}" if "sizes" in detail else describe(x) if op != "barrier" else ""
+        call = Call(op, ", ".join(filter(None, (what, detail))), self.axis, site(sys._getframe(2)))
+        if async_op:
+            self._helper = self._helper or Helper(Comm(self._owner, self.axis, self.ranks, lane=1))
+            return self._later(self._helper.start(call, run, out))
+        return self._enter(call, run, out)
+
+    def _enter(self, call: Call, run: Callable[["Comm"], Any], out: Tensor | None) -> Any:
+        outer, self._call = self._call, self._call or call
+        try:
+            if outer is None and self.size > 1:
+                self._board.enter(self._owner.index, self._group, self.ranks, self._calls, f"{call.op}({call.detail})", call.where)
+                self._calls += 1
+            with self.record(call.op):
+                result = run(self)
+        finally:
+            self._call = outer
+        return result if out is None else out.detach().copy_(result) and out
+
+
+def _sizes(sizes: Sequence[int] | None) -> str:
+    return "" if sizes is None else f"sizes={list(sizes)}"
+
+
+class Helper:
+    """A thread that runs the asynchronous collectives of one axis, in the order in which they were started, while the rank computes."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm, self.jobs = comm, queue.SimpleQueue()
+        threading.Thread(target=self._work, name=f"{comm.axis}-async", daemon=True).start()
+
+    def start(self, call: Call, run: Callable[[Comm], Any], out: Tensor | None) -> Op:
+        """The pending result; its messages are booked at this point of the rank's program."""
+        op, events = Op(False, self.comm._channel, self.comm._owner.index, None, call), []
+        self.comm._owner._events.append(events)
+        self.comm._endpoint.add_actor(+1)
+        self.jobs.put((op, events, run, out))
+        return op
+
+    def close(self) -> None:
+        self.jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            op, self.comm._events, run, out = job
+            try:
+                with torch.no_grad():
+                    op.result = self.comm._enter(op.call, run, out)
+            except BaseException as error:
+                op.error = error
+            self.comm._endpoint.finish(op)
+            self.comm._endpoint.add_actor(-1)
+
+
+class Rank:
+    """What a rank's program is given: its number, its place on the mesh, its device, its own random numbers, its doors to the others."""
+
+    def __init__(self, index: int, mesh: Mesh, endpoint: Endpoint, board: Board, device: torch.device) -> None:
+        self.index, self.mesh, self.size, self.coords, self.device = index, mesh, mesh.size, mesh.coords(index), device
+        self.generator = torch.Generator(device=device).manual_seed(index)
+        self._endpoint, self._board = endpoint, board
+        self._events: list[Event | list[Event]] = []
+        self._pending: list[Op] = []
+        self._printed: list[str] = []
+        self._comms: dict[str, Comm] = {}
+
+    def __repr__(self) -> str:
+        return f"Rank({self.index} of {self.size})"
+
+    def comm(self, axis: str = WORLD) -> Comm:
+        """The door to the ranks that share `axis` ("dp", "tp", …) with this one; without a name, to all ranks."""
+        if axis not in self._comms:
+            ranks = tuple(range(self.size)) if axis == WORLD else self.mesh.group(self.index, axis)
+            self._comms[axis] = Comm(self, axis, ranks)
+        return self._comms[axis]
+
+    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+        """Like `print`; the notebook shows the output of all ranks in rank order, each line marked with its rank."""
+        self._printed.append(sep.join(map(str, values)) + end)
+
+    def _group(self, ranks: Sequence[int]) -> Any:
+        raise RuntimeError('threads have no torch.distributed.ProcessGroup: use World(..., engine="processes")')
+
+    def _finish(self) -> tuple[Event, ...]:
+        """The rank's events in program order, after everything that it started has come to its end."""
+        for op in self._pending:
+            Work(self._endpoint, op).wait()
+        flat: list[Event] = []
+        for event in self._events:
+            flat.extend(event if isinstance(event, list) else (event,))
+        return tuple(flat)
+
+    def _close(self) -> None:
+        for comm in self._comms.values():
+            if comm._helper is not None:
+                comm._helper.close()

@@ -1,0 +1,135 @@
+"""What a reader sees when a rank fails: its own lines, named as the notebook names them, and nothing of the machinery in between."""
+
+import builtins
+import functools
+import linecache
+import os
+import re
+import sys
+import traceback
+import types
+from dataclasses import dataclass
+
+_OURS = os.path.dirname(__file__) + os.sep
+_INTERNAL = (_OURS, os.path.join(os.path.dirname(_OURS[:-1]), "collectives"), "<@beartype")
+_CELL = re.compile(r"ipykernel_\d+")
+
+
+class WorldError(RuntimeError):
+    """Anything that stops a run of ranks."""
+
+
+class RankError(WorldError):
+    """An exception on one rank, or the end of its process: `rank` says which, `traceback` is that rank's own."""
+
+    def __init__(self, message: str, rank: int, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.traceback = rank, traceback
+
+
+class DeadlockError(WorldError):
+    """Every rank waits for another one."""
+
+
+class TimeoutError(WorldError, builtins.TimeoutError):
+    """A rank waited longer than the world's time-out."""
+
+
+class MismatchError(WorldError):
+    """Ranks that should make the same call made different ones."""
+
+
+class Stopped(BaseException):
+    """Raised in ranks that wait when another one has failed; not an Exception, so that `except Exception` on a rank does not swallow it."""
+
+
+@functools.cache
+def internal(filename: str) -> bool:
+    """Whether a file belongs to the machinery below a rank's program: this package, the collectives, and run-time type checkers."""
+    return filename.startswith(_INTERNAL) or f"{os.sep}jaxtyping{os.sep}" in filename
+
+
+Site = tuple[str, int, str]
+
+
+def site(frame: types.FrameType | None) -> Site:
+    """File, line and function of the innermost frame of the rank's own program."""
+    while frame is not None and internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else ("<unknown>", 0, "")
+
+
+def place(where: Site) -> str:
+    """A place in the program as a person names it; names of temporary files and folders of this machine are left out."""
+    filename, line, function = where
+    if _CELL.search(filename):
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        known = shell.compile.format_code_name(filename) if shell else None
+        file = " ".join(known) if known else "Cell"
+    else:
+        file = "/".join(filename.split(os.sep)[-2:])
+    return f"{file}, line {line}" + (f", in {function}" if not function.startswith("<") else "")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of a rank as plain data, so that it can leave its process; source lines are looked up where the cells were written."""
+
+    kind: str
+    links: tuple[tuple[str, tuple[tuple[Site, str], ...], str], ...]
+    error: WorldError | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """`error` with its causes, each as (how it led to the next one, frames, last line)."""
+        links, joint = [], ""
+        step: BaseException | None = error
+        while step is not None and len(links) < 8:
+            frames = traceback.extract_tb(step.__traceback__)
+            own = tuple(((f.filename, f.lineno or 0, f.name), f.line or "") for f in frames if not internal(f.filename))
+            links.append((joint, own, "".join(traceback.format_exception_only(step)).rstrip()))
+            cause = step.__cause__
+            joint = "which caused" if cause else "and while that was handled"
+            step = cause or (None if step.__suppress_context__ else step.__context__)
+        return cls(type(error).__name__, tuple(reversed(links)), error if isinstance(error, WorldError) else None)
+
+    def __str__(self) -> str:
+        text = []
+        for joint, frames, last in self.links:
+            for where, line in frames:
+                source = line or linecache.getline(where[0], where[1]).strip()
+                text.append(f"  {place(where)}" + f"\n    {source}" * bool(source))
+            text.append(last + f"\n\n{joint}:\n" * bool(joint))
+        return "\n".join(text)
+
+    @property
+    def summary(self) -> str:
+        """The exception's kind and message, in its first line."""
+        return self.links[-1][2].splitlines()[0] if self.links[-1][2] else self.kind
+
+
+def rank_error(failures: dict[int, Failure], size: int) -> WorldError:
+    """The one exception that tells what went wrong on the ranks that failed, first causes before consequences."""
+
+    def order(rank: int) -> tuple[int, int]:
+        kinds = (MismatchError, DeadlockError, TimeoutError)
+        known = failures[rank].error
+        return (kinds.index(type(known)) + 1 if type(known) in kinds else 0), rank
+
+    first, *others = sorted(failures, key=order)
+    failure = failures[first]
+    if failure.error is not None:
+        return failure.error
+    also = [rank for rank in others if failures[rank].error is None]
+    same = [rank for rank in also if failures[rank].summary == failure.summary]
+    if size > 1 and len(same) == size - 1:
+        head, also = f"all {size} ranks raised {failure.summary}; this is rank {first}", []
+    else:
+        head = f"rank {first} of {size} raised {failure.summary}"
+    tail = "".join(f"\nrank {rank} failed as well: {failures[rank].summary}" for rank in also)
+    return RankError(f"{head}\n\n{failure}{tail}", first, str(failure))
+
+
+def named(ranks: list[int] | tuple[int, ...]) -> str:
+    """Ranks as a phrase: 'rank 2' or 'ranks 0, 1, 3'."""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
