@@ -1,0 +1,63 @@
+"""Rounding float32 to a small format and back: `precision.round_to` beside the casts of ml_dtypes (numpy's for fp16).
+
+Both are run in turn, so that whatever else the machine does slows both alike; the ratio is theirs over ours, above 1
+where ours is faster. numpy casts on one thread whatever it is given; ours is shown on one and on all of them.
+"""
+
+import statistics
+import time
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from labutils import precision
+
+PEERS = {
+    "bf16": ml_dtypes.bfloat16,
+    "fp16": np.float16,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
+ELEMENTS, ROUNDS = 1 << 22, 9
+
+
+def interleaved(*calls):
+    """The times of each call in ns an element, one after the other in every round; the first round warms up."""
+    times = [[] for _ in calls]
+    for _ in range(ROUNDS + 1):
+        for call, found in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            found.append((time.perf_counter() - start) / ELEMENTS * 1e9)
+    return [found[1:] for found in times]
+
+
+def main():
+    x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
+    print(f"rounding {ELEMENTS:,} float32 numbers, {ROUNDS} rounds interleaved, ns an element, median (minimum)")
+    print("threads  format        ours        peer   peer/ours, medians (minima)")
+    all_threads = torch.get_num_threads()
+    for threads in sorted({1, all_threads}):
+        torch.set_num_threads(threads)
+        for name, peer in PEERS.items():
+
+            def ours(name=name):
+                return precision.round_to(x, name)
+
+            def theirs(peer=peer):
+                return x.numpy().astype(peer).astype(np.float32)
+
+            if not np.array_equal(ours().numpy(), theirs()):
+                raise SystemExit(f"{name}: the two disagree, their times mean nothing")
+            mine, peers = interleaved(ours, theirs)
+            median, least = statistics.median(peers) / statistics.median(mine), min(peers) / min(mine)
+            cells = (f"{statistics.median(found):5.2f} ({min(found):5.2f})" for found in (mine, peers))
+            print(f"{threads:7}  {name:6} {'  '.join(cells)}  {median:6.1f} ({least:.1f})")
+
+
+if __name__ == "__main__":
+    main()
