@@ -1,0 +1,45 @@
+"""Activation checkpointing: keep less, compute again. `checkpoint` a function, `plan` a chain for a budget, `run` the plan, `apply` a policy."""
+
+from labutils.checkpointing.execute import POLICIES, apply, costs, run, stages
+from labutils.checkpointing.plans import (
+    Costs,
+    Plan,
+    Run,
+    Stage,
+    State,
+    Step,
+    binomial,
+    binomial_evaluations,
+    frontier,
+    keep_nothing,
+    plan,
+    segments,
+    simulate,
+    smallest_budget,
+    unroll,
+)
+from labutils.checkpointing.recompute import checkpoint
+
+__all__ = [
+    "POLICIES",
+    "Costs",
+    "Plan",
+    "Run",
+    "Stage",
+    "State",
+    "Step",
+    "apply",
+    "binomial",
+    "binomial_evaluations",
+    "checkpoint",
+    "costs",
+    "frontier",
+    "keep_nothing",
+    "plan",
+    "run",
+    "segments",
+    "simulate",
+    "smallest_budget",
+    "stages",
+    "unroll",
+]

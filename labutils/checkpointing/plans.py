@@ -1,0 +1,437 @@
+"""What to keep and what to compute again, as data: plans for a chain of stages, simulated, and made optimal for a budget of bytes.
+
+A chain takes x₀ to xₙ; stage i makes xᵢ₊₁ from xᵢ and, if asked, records what its own backward pass will need. A plan is a list of steps:
+
+    forward i     xᵢ₊₁ from xᵢ, recording nothing
+    record i      the same, and stage i's interior stays
+    backward i    the gradient of xᵢ from that of xᵢ₊₁; the interior, xᵢ₊₁ and its gradient go
+    drop i        xᵢ goes
+
+Both ways through a stage are one forward evaluation. Bytes are those held after each step; x₀ and the weights belong to the caller.
+"""
+
+import functools
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from labutils import units
+from labutils.ledger import History, Ledger, Line, Moment
+
+OPERATIONS = ("forward", "record", "backward", "drop")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One link of a chain: the cost of its forward pass in any unit, the bytes of its output, of its interior (what it records beside input
+    and output) and of its output's gradient (as many as the output, unless said otherwise)."""
+
+    forward: int | float = 1
+    output: int = 1
+    interior: int = 0
+    gradient: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.forward, bool) or not isinstance(self.forward, (int, float)) or not 0 <= self.forward < math.inf:
+            raise ValueError(f"a stage's forward cost is a finite number, 0 or more, got {self.forward!r}")
+        if self.gradient is None:
+            object.__setattr__(self, "gradient", self.output)
+        for field in ("output", "interior", "gradient"):
+            units.whole(getattr(self, field), field)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a chain costs: its stages, the bytes of its input and of the input's gradient (0 where nobody asks for it, as for tokens)."""
+
+    stages: tuple[Stage, ...]
+    input: int = 0
+    input_gradient: int = 0
+
+    def __init__(self, stages: Iterable[Stage], input: int = 0, input_gradient: int = 0) -> None:
+        object.__setattr__(self, "stages", tuple(stages))
+        for stage in self.stages:
+            if not isinstance(stage, Stage):
+                raise TypeError(f"Costs are made of Stages, got {stage!r}; write Stage(forward, output, interior)")
+        if not self.stages:
+            raise ValueError("a chain needs at least one stage")
+        object.__setattr__(self, "input", units.whole(input, "input"))
+        object.__setattr__(self, "input_gradient", units.whole(input_gradient, "input_gradient"))
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    @classmethod
+    def uniform(cls, n: int, *, forward: int | float = 1, output: int = 1, interior: int = 0, gradient: int = 0) -> "Costs":
+        """n equal stages whose input is as large as their outputs. Gradients are left out unless given: they are the same in every plan."""
+        units.whole(n, "n", 1)
+        return cls([Stage(forward, output, interior, gradient)] * n, input=output, input_gradient=gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One move of a plan: an operation on a stage, or `drop` of a value."""
+
+    op: str
+    at: int
+
+    def __post_init__(self) -> None:
+        if self.op not in OPERATIONS:
+            raise ValueError(f"unknown operation {self.op!r}: a step is one of {', '.join(OPERATIONS)}")
+        units.whole(self.at, self.op)
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.at}"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is held between two steps: the values (by index), the stages with a recorded interior, and whose gradient has been reached."""
+
+    values: frozenset[int]
+    recorded: frozenset[int]
+    gradient: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A legal list of steps that takes a chain of `n` stages forward and all the way back.
+
+    >>> print(keep_nothing(2))
+    forward 0 · record 1 · backward 1 · drop 1 · record 0 · backward 0
+    """
+
+    n: int
+    steps: tuple[Step, ...]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        units.whole(self.n, "n", 1)
+        object.__setattr__(self, "steps", tuple(self.steps))
+        *_, end = self.states
+        if end.gradient or len(end.values) > 1:
+            left = f"the gradient of x{end.gradient} is as far as it gets" if end.gradient else f"values {sorted(end.values - {0})} are left over"
+            raise ValueError(f"the plan ends too early: {left}; it must end with backward 0 and nothing held but x0")
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """What is held at the start and after every step; the first illegal step raises ValueError with its number and the reason."""
+        states = [State(frozenset([0]), frozenset(), self.n)]
+        for number, step in enumerate(self.steps):
+            try:
+                states.append(_after(states[-1], step, self.n))
+            except ValueError as error:
+                raise ValueError(f"step {number}, {step}: {error}") from None
+        return tuple(states)
+
+    @property
+    def evaluations(self) -> tuple[int, ...]:
+        """How often each stage's forward pass is computed."""
+        counted = Counter(step.at for step in self.steps if step.op in ("forward", "record"))
+        return tuple(counted[stage] for stage in range(self.n))
+
+    def __str__(self) -> str:
+        return " · ".join(map(str, self.steps))
+
+
+def _after(state: State, step: Step, n: int) -> State:
+    op, i = step.op, step.at
+    if i > n - (op != "drop"):
+        raise ValueError(f"the chain has stages 0 … {n - 1}")
+    if op in ("forward", "record"):
+        if i not in state.values:
+            raise ValueError(f"its input x{i} is not held: compute it again from an earlier value")
+        if i + 1 in state.values:
+            raise ValueError(f"x{i + 1} is held already: drop it first, or use it")
+        return replace(state, values=state.values | {i + 1}, recorded=state.recorded | ({i} if op == "record" else frozenset()))
+    if op == "backward":
+        if i not in state.recorded:
+            raise ValueError(f"stage {i} has not been recorded: a b node needs its f node")
+        if state.gradient != i + 1:
+            raise ValueError(f"the gradient has reached x{state.gradient}: stage {state.gradient - 1} is next")
+        return State(state.values - {i + 1}, state.recorded - {i}, i)
+    if i not in state.values:
+        raise ValueError(f"x{i} is not held")
+    if i == 0:
+        raise ValueError("x0 belongs to the caller")
+    if user := {i - 1, i} & state.recorded:
+        raise ValueError(f"stage {min(user)} was recorded and needs x{i} for its backward pass")
+    return replace(state, values=state.values - {i})
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a plan did, simulated or executed: forward evaluations of each stage, their cost, the bytes held after every step.
+
+    An execution also has the chain's `output` and the gradient of its input.
+    """
+
+    evaluations: tuple[int, ...]
+    cost: int | float
+    history: History
+    output: Any = None
+    input_gradient: Any = None
+
+    @property
+    def peak(self) -> int:
+        """Most bytes held after any step, x₀ included."""
+        return self.history.peak.ledger.total
+
+
+def simulate(plan: Plan, costs: Costs) -> Run:
+    """The run that `plan` would be on a chain of those costs.
+
+    >>> sweep = simulate(segments(16, 4), Costs.uniform(16))
+    >>> sum(sweep.evaluations), sweep.peak
+    (28, 8)
+    """
+    if plan.n != len(costs):
+        raise ValueError(f"the plan is for {plan.n} stages, the chain has {len(costs)}")
+    sizes = [costs.input, *(stage.output for stage in costs.stages)]
+    gradients = [costs.input_gradient, *(stage.gradient for stage in costs.stages[:-1]), 0]
+    moments = []
+    for before, step in zip(["start", *map(str, plan.steps)], plan.states, strict=True):
+        lines = [
+            Line("values", sum(sizes[i] for i in step.values), component="activations", count=len(step.values)),
+            Line("interiors", sum(costs.stages[i].interior for i in step.recorded), component="activations", count=len(step.recorded)),
+            Line("gradient", gradients[step.gradient], component="gradients"),
+        ]
+        moments.append(Moment(phase_of(moments, before), before, Ledger(lines)))
+    cost = sum(stage.forward * times for stage, times in zip(costs.stages, plan.evaluations, strict=True))
+    return Run(plan.evaluations, cost, History(moments))
+
+
+def phase_of(moments: list[Moment], event: str) -> str:
+    """The phase of the next moment: everything after the first backward step belongs to the backward pass."""
+    return "backward" if event.startswith("backward") or (moments and moments[-1].phase == "backward") else "forward"
+
+
+# Every plan below is one rule, asked about ever smaller pieces of the chain. For stages s … t, with x_s held, it either splits at a stage j
+# (compute up to x_j, keep x_j, reverse j … t, drop x_j, reverse s … j−1) or answers None (record s, reverse the rest, reverse s).
+Rule = Callable[[int, int, Any], tuple[int | None, Any, Any]]
+
+
+def unroll(n: int, rule: Rule, state: Any = None, name: str = "") -> Plan:
+    """The plan that a rule makes: asked about stages s … t, it returns (split or None, state for the right part, state for the left part).
+
+    >>> print(unroll(2, lambda s, t, _: (None, None, None)))
+    record 0 · record 1 · backward 1 · backward 0
+    """
+    units.whole(n, "n", 1)
+    steps: list[Step] = []
+    todo: list[Any] = [(0, n - 1, state)]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Step):
+            steps.append(item)
+            continue
+        s, t, state = item
+        split, right, left = rule(s, t, state)
+        if split is None:
+            steps.append(Step("record", s))
+            todo.append(Step("backward", s))
+            todo += [(s + 1, t, right)] if s < t else []
+        else:
+            for i in range(s, split):
+                steps += [Step("forward", i), *([Step("drop", i)] if i > s else [])]
+            todo += [(s, split - 1, left), Step("drop", split), (split, t, right)]
+    return Plan(n, tuple(steps), name)
+
+
+def segments(n: int, k: int) -> Plan:
+    """The plan that keeps the inputs of `k` segments of n stages, as equal as they come, and records one segment at a time.
+
+    k = 1 keeps everything, k = n keeps every stage's input, k = √n the fewest values. The last segment is recorded on the way, because its
+    backward pass comes next: libraries that wrap every layer compute it twice.
+
+    >>> [sum(segments(n, k).evaluations) for n, k in [(16, 1), (16, 4), (16, 16)]]
+    [16, 28, 31]
+
+    Cost: n + (n − last segment) forward evaluations; about k + n/k values held.
+    Source: Chen et al. 1604.06174, algorithm 1 and eq. (1).
+    """
+    units.whole(n, "n", 1)
+    if units.whole(k, "k", 1) > n:
+        raise ValueError(f"{n} stages cannot be cut into {k} segments: use 1 … {n}")
+    starts = tuple(part * (n // k) + min(part, n % k) for part in range(1, k))
+    name = "keep everything" if k == 1 else "every stage" if k == n else f"{k} segments"
+    return unroll(n, lambda s, t, rest: (rest[0], rest[1:], ()) if rest else (None, (), ()), starts, name)
+
+
+def keep_nothing(n: int) -> Plan:
+    """The plan that starts from x₀ again for every single stage.
+
+    Cost: n(n + 1)/2 forward evaluations, beside x₀ no more than one value and one recorded stage.
+    """
+    return unroll(n, lambda s, t, _: (None if s == t else t, None, None), None, "keep nothing")
+
+
+def binomial_evaluations(n: int, snapshots: int) -> int:
+    """The fewest forward evaluations that reverse n equal stages with at most `snapshots` values kept, x₀ among them, one stage recorded at a time.
+
+    >>> [binomial_evaluations(*case) for case in [(10, 3), (100, 10), (1000, 10)]]
+    [25, 322, 4636]
+
+    Source: Griewank & Walther, Revolve (ACM TOMS 26, 2000): r·n − C(c + r, c + 1) steps that advance, for the least r with C(c + r, c) ≥ n;
+    plus the n that record, which the paper counts with the reverse sweep.
+    """
+    units.whole(n, "n", 1)
+    units.whole(snapshots, "snapshots", 1)
+    r = 0
+    while math.comb(snapshots + r, snapshots) < n:
+        r += 1
+    return n + r * n - math.comb(snapshots + r, snapshots + 1)
+
+
+def binomial(n: int, snapshots: int) -> Plan:
+    """The plan that reaches `binomial_evaluations`: the optimum for equal stages."""
+    fewest = functools.cache(binomial_evaluations)
+    fewest(n, snapshots)
+
+    @functools.cache
+    def ahead(length: int, free: int) -> int:
+        return min(range(1, length), key=lambda m: m + fewest(length - m, free - 1) + fewest(m, free))
+
+    def rule(s: int, t: int, free: int) -> tuple:
+        if s == t:
+            return None, 0, 0
+        return (t if free == 1 else s + ahead(t - s + 1, free)), free - 1, free
+
+    return unroll(n, rule, snapshots, f"{snapshots} snapshots")
+
+
+@dataclass(frozen=True, slots=True)
+class _Front:
+    """The best trades of a piece of the chain: with `bytes[k]` of room the forward passes cost `costs[k]`. Bytes rise, costs fall."""
+
+    bytes: np.ndarray
+    costs: np.ndarray
+
+    def cost(self, room: int) -> Any:
+        place = bisect_right(self.bytes, room) - 1
+        return self.costs[place] if place >= 0 else math.inf
+
+    @classmethod
+    def of(cls, needs: list[np.ndarray], costs: list[np.ndarray], limit: int | float) -> "_Front":
+        need, cost = np.concatenate(needs), np.concatenate(costs)
+        possible = need <= limit
+        need, cost = need[possible], cost[possible]
+        order = np.lexsort((cost, need))
+        need, cost = need[order], cost[order]
+        better = np.ones(len(cost), bool)
+        better[1:] = cost[1:] < np.minimum.accumulate(cost)[:-1]
+        return cls(need[better], cost[better])
+
+
+class _Optimum:
+    """Dynamic programming over the pieces s … t of a chain. `need` is what a piece holds at its fullest moment on top of its input x_s.
+
+    C(s, t) = best of  record s, then C(s+1, t)  and, for every split j,  forward s … j−1, C(j, t), C(s, j−1).
+    A piece's answer is a whole front of (need, cost), exact to the byte, so that one pass serves every budget. Equal pieces share one front.
+    """
+
+    def __init__(self, costs: Costs, limit: int | float = math.inf) -> None:
+        self.costs, self.limit = costs, limit - costs.input
+        self.n = len(costs)
+        # gradient[i] is held while stage i−1 waits for its backward pass; the gradient of the chain's output belongs to the caller.
+        self.gradient = [costs.input_gradient, *(stage.gradient for stage in costs.stages[:-1]), 0]
+        kinds: dict[tuple, int] = {}
+        self.kinds = [kinds.setdefault((stage, self.gradient[i], self.gradient[i + 1]), len(kinds)) for i, stage in enumerate(costs.stages)]
+        self.known: dict[tuple[int, ...], _Front] = {}
+        for length in range(1, self.n + 1):
+            for s in range(self.n - length + 1):
+                key = tuple(self.kinds[s : s + length])
+                if key not in self.known:
+                    self.known[key] = self.solve(s, s + length - 1)
+
+    def front(self, s: int, t: int) -> _Front:
+        return self.known[tuple(self.kinds[s : t + 1])]
+
+    def first(self, s: int, t: int) -> tuple[int, int]:
+        """Bytes held once s is recorded, and the least that any way of reversing s … t needs."""
+        stage = self.costs.stages[s]
+        held = stage.interior + stage.output
+        return held, max(held + self.gradient[t + 1], self.gradient[s])
+
+    def sweeps(self, s: int, t: int) -> Iterator[tuple[int, int, int, int | float]]:
+        """For every split j: j, the bytes of x_j, the fullest moment of the way there, and its cost."""
+        stages, fullest, cost, previous = self.costs.stages, 0, 0, 0
+        for j in range(s + 1, t + 1):
+            size = stages[j - 1].output
+            fullest, cost, previous = max(fullest, previous + size + self.gradient[t + 1]), cost + stages[j - 1].forward, size
+            yield j, size, max(fullest, self.gradient[s]), cost
+
+    def solve(self, s: int, t: int) -> _Front:
+        held, least = self.first(s, t)
+        cost = self.costs.stages[s].forward
+        if s == t:
+            return _Front.of([np.array([least])], [np.array([cost])], self.limit)
+        rest = self.front(s + 1, t)
+        needs, costs = [np.maximum(rest.bytes + held, least)], [rest.costs + cost]
+        for j, size, least, cost in self.sweeps(s, t):
+            right, left = self.front(j, t), self.front(s, j - 1)
+            if not len(right.bytes) or not len(left.bytes):
+                continue
+            rooms = np.concatenate([right.bytes + size, left.bytes])
+            rooms = np.unique(np.maximum(rooms, max(least, right.bytes[0] + size, left.bytes[0])))
+            needs.append(rooms)
+            costs.append(
+                cost
+                + right.costs[np.searchsorted(right.bytes, rooms - size, "right") - 1]
+                + left.costs[np.searchsorted(left.bytes, rooms, "right") - 1]
+            )
+        return _Front.of(needs, costs, self.limit)
+
+    def rule(self, s: int, t: int, room: int) -> tuple[int | None, int, int]:
+        held, least = self.first(s, t)
+        if s == t:
+            return None, 0, 0
+        best = self.front(s + 1, t).cost(room - held) + self.costs.stages[s].forward if least <= room else math.inf
+        choice: tuple[int | None, int, int] = (None, room - held, 0)
+        for j, size, least, cost in self.sweeps(s, t):
+            total = cost + self.front(j, t).cost(room - size) + self.front(s, j - 1).cost(room) if least <= room else math.inf
+            if total < best:
+                best, choice = total, (j, room - size, room)
+        return choice
+
+
+def frontier(costs: Costs) -> tuple[tuple[int, int | float], ...]:
+    """Every trade worth making on a chain: pairs of (peak bytes, cost of the forward passes), bytes rising and costs falling.
+
+    >>> frontier(Costs.uniform(3))
+    ((3, 5), (4, 3))
+    """
+    front = _Optimum(costs).front(0, len(costs) - 1)
+    return tuple((int(need) + costs.input, cost) for need, cost in zip(front.bytes, front.costs.tolist(), strict=True))
+
+
+def smallest_budget(costs: Costs) -> int:
+    """The fewest bytes that any plan of `plan` can peak at, x₀ included."""
+    free = Costs([replace(stage, forward=0) for stage in costs.stages], costs.input, costs.input_gradient)
+    return frontier(free)[0][0]
+
+
+def plan(costs: Costs, budget: int) -> Plan:
+    """The cheapest plan whose peak is at most `budget` bytes, x₀ included; among equally cheap ones, one of the lowest peak.
+
+    >>> chain = Costs([Stage(5, 10, 60), Stage(1, 40, 5), Stage(5, 10, 60)], input=10)
+    >>> cheapest = plan(chain, 160)
+    >>> simulate(cheapest, chain).peak, cheapest.evaluations
+    (135, (2, 1, 1))
+
+    Cost: O(n³) merges of trade-off curves for n stages that all differ (n = 40: a third of a second), O(n²) for equal ones.
+    Invariant: optimal among plans that keep a value, once kept, until its own backward pass; its simulated cost and peak are those promised.
+    Source: Beaumont et al. 1911.13214 (forward, record and drop on heterogeneous chains); here the recurrence is solved for all budgets at once.
+    """
+    units.whole(budget, "budget")
+    optimum = _Optimum(costs, budget)
+    front = optimum.front(0, len(costs) - 1)
+    if not len(front.bytes):
+        least = smallest_budget(costs)
+        raise ValueError(f"no plan fits a budget of {budget:,} bytes ({units.text(budget)}): the smallest possible one is {least:,} ({units.text(least)})")
+    return unroll(len(costs), optimum.rule, int(front.bytes[-1]), f"optimal for {units.text(budget)}")

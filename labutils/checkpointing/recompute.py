@@ -1,0 +1,161 @@
+"""`checkpoint`: a function whose saved tensors are thrown away after the forward pass and computed again when the backward pass asks for them."""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def checkpoint(fn: Callable[..., Any], *args: Any, generators: Iterable[torch.Generator] = (), **kwargs: Any) -> Any:
+    """What `fn(*args, **kwargs)` returns; of the tensors that autograd saves inside `fn` only the arguments stay in memory.
+
+    The second evaluation sees the random state and the autocast setting of the first, so dropout draws the same mask. Give `generators`
+    that `fn` draws from beside the global ones.
+
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> checkpoint(lambda x: x.exp().sin(), x).sum().backward()
+    >>> bool((x.grad == torch.ones(3).exp().cos() * torch.ones(3).exp()).all())
+    True
+
+    Cost: one more evaluation of `fn` for each backward pass, which ends where the last tensor that is still needed has been saved.
+    Invariant: gradients are equal to the bit to those of a plain call, if `fn` computes the same both times. What `fn` does to the outside
+    (batch-norm statistics, counters) happens twice.
+    Source: the same contract as torch.utils.checkpoint(use_reentrant=False); Chen et al. 1604.06174, section 3.
+    """
+    if not callable(fn):
+        raise TypeError(f"checkpoint needs a function and its arguments, got {type(fn).__name__}: write checkpoint(block, x), not checkpoint(block(x))")
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    region = _Region(fn, args, kwargs, generators)
+    with saved_tensors_hooks(region.pack, region.unpack):
+        return fn(*args, **kwargs)
+
+
+class Ambient:
+    """What a function's result depends on beside its arguments: the state of random generators and the autocast setting, to be replayed later."""
+
+    def __init__(self, tensors: Iterable[Tensor], generators: Iterable[torch.Generator] = ()) -> None:
+        devices = {tensor.device for tensor in tensors}
+        cuda = [torch.cuda.default_generators[device.index] for device in devices if device.type == "cuda"]
+        self.generators = [torch.default_generator, *cuda, *generators]
+        self.states = [generator.get_state() for generator in self.generators]
+        kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
+        self.autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+        self.cached = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, generators and autocast are as they were; afterwards they are as if nothing had happened."""
+        now = [generator.get_state() for generator in self.generators]
+        with ExitStack() as settings:
+            for kind, dtype, enabled in self.autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    settings.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cached))
+            try:
+                for generator, state in zip(self.generators, self.states, strict=True):
+                    generator.set_state(state)
+                yield
+            finally:
+                for generator, state in zip(self.generators, now, strict=True):
+                    generator.set_state(state)
+
+
+class _Slot:
+    """Stands in the graph where a saved tensor would: empty until the region is computed again."""
+
+    __slots__ = ("__weakref__", "kind", "tensor")
+
+    def __init__(self, kind: tuple) -> None:
+        self.kind = kind
+        self.tensor: Tensor | None = None
+
+
+class _Enough(BaseException):
+    """Ends a second evaluation early. Not an Exception, so that no `except Exception` inside the user's function swallows it."""
+
+    def __init__(self, region: "_Region") -> None:
+        self.region = region
+
+
+class _Keep(torch.autograd.Function):
+    """A node that is never run: it keeps the arguments, in sight of the saved-tensor hooks of whoever called us, so that regions can nest."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+class _Region:
+    """One call of a checkpointed function. The graph owns it, through its slots, and the region never owns the graph: nothing leaks."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict, generators: Iterable[torch.Generator]) -> None:
+        leaves, self.shape = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.fn = fn
+        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.kept = _Keep.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
+        self.ambient = Ambient(tensors, generators)
+        self.slots: list[weakref.ref[_Slot]] = []
+
+    def pack(self, tensor: Tensor) -> _Slot:
+        slot = _Slot(_kind(tensor))
+        self.slots.append(weakref.ref(slot))
+        return slot
+
+    def unpack(self, slot: _Slot) -> Tensor:
+        if slot.tensor is None:
+            self.recompute()
+        tensor, slot.tensor = slot.tensor, None
+        return tensor
+
+    def recompute(self) -> None:
+        """Evaluates the function again and fills the slots that the graph still holds."""
+        slots = [slot() for slot in self.slots]
+        last = max(place for place, slot in enumerate(slots) if slot is not None)
+        places = itertools.count()
+
+        def capture(tensor: Tensor) -> Tensor:
+            place = next(places)
+            tensor = tensor.detach()
+            slot = slots[place]
+            if slot is not None:
+                if slot.kind != _kind(tensor):
+                    raise RuntimeError(self.complaint(f"saved {_spoken(slot.kind)} as tensor {place} the first time and {_spoken(_kind(tensor))} now"))
+                slot.tensor = tensor
+            if place == last:
+                raise _Enough(self)
+            return tensor
+
+        leaves = list(self.constants)
+        for place, tensor in zip(self.places, self.kept.saved_tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.shape)
+        try:
+            with self.ambient.replayed(), torch.enable_grad(), saved_tensors_hooks(capture, lambda tensor: tensor):
+                self.fn(*args, **kwargs)
+        except _Enough as enough:
+            if enough.region is not self:
+                raise
+        else:
+            raise RuntimeError(self.complaint(f"saved {len(slots)} tensors the first time and {next(places)} now"))
+
+    def complaint(self, what: str) -> str:
+        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
+        return f"checkpoint: {name}, computed again, {what}. It must do the same both times: does it depend on a counter, a cache or the clock?"
+
+
+def _kind(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _spoken(kind: tuple) -> str:
+    shape, dtype, device = kind
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" + (f" on {device}" if device.type != "cpu" else "")
