@@ -100,6 +100,15 @@ class ModelConfig:
         return sum(self.parameters.values())
 
     @property
+    def num_tensors(self) -> int:
+        """Tensors that the parameters come in: an optimizer keeps a little for each of them, whatever its size."""
+        expert = (3 if self.ffn == "swiglu" else 2) * (2 if self.bias is True else 1)
+        attention = 4 + (4 if self.bias is True else 3 if self.bias else 0)
+        norm = 2 if self.norm == "layernorm" else 1
+        block = 2 * norm + attention + self.num_experts * expert + (self.num_experts > 1)
+        return 1 + (self.positions == "learned") + self.num_layers * block + norm + (not self.tied)
+
+    @property
     def num_active_params(self) -> int:
         """Parameters that one token meets: all of them, less the experts that it does not visit."""
         idle = self.parameters["feed-forward"] * (self.num_experts - self.top_k) // self.num_experts

@@ -13,6 +13,32 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 INDEX = 8  # an int64
 
 
+def model_states(model: ModelConfig, train: TrainConfig) -> Ledger:
+    """Bytes of weights, gradients and optimizer state after an optimizer step, under the names of `measure.model_states`.
+
+    Adam keeps two moments in fp32; with half weights an fp32 master copy goes along, and fp32 gradients if asked for.
+
+    >>> model_states(ModelConfig.named("gpt2-xl"), TrainConfig(micro_batch=1, global_batch=1)).only(component="weights").total
+    3115222400
+
+    Source: ZeRO 1910.02054, section 3.1: 2Ψ + 2Ψ + 12Ψ.
+    """
+    half = train.precision != "fp32" and not train.autocast
+    parameters, size = model.num_params, 2 if half else 4
+    moments = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq")}[train.optimizer]
+    lines = [Line("weights", parameters * size, component="weights"), Line("gradients", parameters * size, component="gradients")]
+    if half and train.fp32_gradients:
+        lines.append(Line("fp32 gradients", parameters * 4, component="gradients"))
+    if half:
+        lines.append(Line("master weights", parameters * 4, component="optimizer"))
+    lines += [Line(name, parameters * 4, component="optimizer") for name in moments]
+    if len(moments) == 2:
+        lines.append(Line("step", model.num_tensors * 4, component="optimizer"))  # Adam counts its steps once for each tensor
+    if model.positions == "rope":
+        lines.append(Line("buffers", 2 * model.seq_len * (model.d_head // 2) * size, component="buffers"))  # tables of cos and sin
+    return Ledger(lines)
+
+
 def activations(model: ModelConfig, train: TrainConfig) -> Ledger:
     """Bytes that autograd keeps for the backward pass of one micro-batch: a line for each saved tensor, under the module that saves it.
 
@@ -58,6 +84,9 @@ class _Saved:
 
     def block(self, at: str) -> Iterator[tuple[str, int, str]]:
         n, h = self.tokens, self.model.d_model
+        if self.train.checkpointing == "full":
+            yield at, n * h * self.stream, "input of the checkpointed block, sbh"
+            return
         yield from self.norm(f"{at}.attention_norm")
         yield from self.attention(f"{at}.attention")
         yield f"{at}.dropout", self.masks(n * h, self.compute), "dropout mask, sbh"
@@ -94,22 +123,24 @@ class _Saved:
         if rope and self.train.autocast:
             # One table serves all layers, and goes by its name in the first.
             yield "blocks.0.attention.rotary", 4 * s * (d // 2) * e, "half copies of cos and sin, for q and for k"
-        if fused and self.model.dropout:
+        fallback, selective = fused and bool(self.model.dropout), self.train.checkpointing == "selective"
+        if fallback and not selective:
             # PyTorch's fused CPU kernel has no dropout: it falls back on plain attention in fp32, keys and values repeated for every head.
             g, e = a, 4
         yield at, n * a * d * e, "queries"
         yield at, n * g * d * e, "keys"
         yield at, n * g * d * e, "values"
-        if fused and not self.model.dropout:
+        keeps_output = fused and not fallback and not selective
+        if keeps_output:
             yield at, n * a * d * e, "output, sbh"
             yield at, n * a * 4, "log-sum-exp of each row of scores, asb"
-        else:
+        elif not selective:
             yield at, b * a * s * s * e, "softmax of the scores, as²b"
             yield at, self.masks(b * a * s * s, e), "dropout mask, as²b"
             yield at, self.masks(b * a * s * s, e), "softmax after dropout, as²b"
         # The fused kernel lays its output out like its queries: as one row a token, ready for the next product, unless RoPE made them
         # anew, heads outermost; with one head or one token the two layouts are the same.
-        yield from self.linear(f"{at}.output", n, a * d, h, shared=fused and not self.model.dropout and (not rope or 1 in (s, a)))
+        yield from self.linear(f"{at}.output", n, a * d, h, shared=keeps_output and (not rope or 1 in (s, a)))
 
     def projections(self, at: str, widths: dict[str, int]) -> Iterator[tuple[str, int, str]]:
         """Linear layers that read one input: they share it, except under autocast, where each casts a half copy of its own."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils import measure, memory
+from labutils import checkpointing, measure, memory
 from labutils.config import ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
@@ -32,6 +32,7 @@ def saved(config: ModelConfig, train: TrainConfig) -> Ledger:
     """What autograd really keeps; the experts of a layer under one name, since a router decides which of them keeps what."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[train.precision]
     model = GPT(config, attention=train.attention).to(torch.float32 if train.autocast else dtype)
+    checkpointing.apply(model, train.checkpointing)
     tokens = torch.randint(config.vocab_size, (train.micro_batch, config.seq_len))
     targets = tokens.clone()
 
@@ -42,9 +43,30 @@ def saved(config: ModelConfig, train: TrainConfig) -> Ledger:
     return Ledger(replace(line, name=re.sub(r"experts\.\d+", "experts", line.name)) for line in measure.saved_activations(forward, model))
 
 
-@settings(max_examples=60, deadline=None)
-@given(models(), st.integers(1, 3), st.sampled_from(["plain", "sdpa"]), st.sampled_from(PRECISIONS))
-def test_every_saved_tensor_is_predicted(config, micro_batch, attention, precision):
-    train = TrainConfig(micro_batch=micro_batch, global_batch=micro_batch, attention=attention, **precision)
+@settings(max_examples=80, deadline=None)
+@given(models(), st.integers(1, 3), st.sampled_from(["plain", "sdpa"]), st.sampled_from(PRECISIONS), st.sampled_from(checkpointing.POLICIES))
+def test_every_saved_tensor_is_predicted(config, micro_batch, attention, precision, policy):
+    train = TrainConfig(micro_batch=micro_batch, global_batch=micro_batch, attention=attention, checkpointing=policy, **precision)
     diff = memory.activations(config, train).diff(saved(config, train))
+    assert diff.unexplained == 0, str(diff)
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+@settings(max_examples=30, deadline=None)
+@given(models(), st.sampled_from(sorted(OPTIMIZERS)))
+def test_model_states_are_predicted(config, name):
+    train = TrainConfig(micro_batch=2, global_batch=2, precision="fp32", optimizer=name)
+    model = GPT(config)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for parameter in model.parameters():  # every expert gets a gradient, whatever the router chooses
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    diff = memory.model_states(config, train).diff(measure.model_states(model, optimizer))
     assert diff.unexplained == 0, str(diff)
