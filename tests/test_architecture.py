@@ -1,0 +1,134 @@
+"""The plan of the house, checked on the source: who may import whom, what stays light, one name for one concept, no code twice."""
+
+import ast
+import collections
+import functools
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "labutils"
+
+# Lower layers know nothing of higher ones. A module that is not named here is a topic: it may use layers 0 to 2.
+LAYERS = {
+    0: {"units", "notation"},
+    1: {"floats", "config", "ledger", "schedule"},
+    2: {"collectives", "world", "model"},
+    4: {"plots"},
+    5: {"widgets"},
+    6: {"exercises", "check"},
+}
+TOPIC = 3
+REACH = {0: set(), 1: {0}, 2: {0, 1}, TOPIC: {0, 1, 2}, 4: {0, 1}, 5: {0, 1, 4}, 6: {0, 1, 2, TOPIC, 4, 5}}
+# The few steps sideways.
+SIDEWAYS = {
+    ("world", "collectives"),  # a Comm's collectives are those of lab 07, so that every byte they send is counted
+    ("check", "exercises"),
+}
+STANDARD_ONLY = {0, 1}  # layers without numpy and torch: they load in milliseconds and run in a browser
+NO_TORCH = {"memory", "planner", "scaling", "plots", "widgets"}
+
+
+def module(path):
+    """The module of labutils that a file belongs to; a folder is one module."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+MODULES = sorted({module(path) for path in SOURCES})
+each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+
+
+@functools.cache
+def tree(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def layer(name):
+    return next((number for number, names in LAYERS.items() if name in names), TOPIC)
+
+
+def imports(path):
+    """The dotted names that a file imports anywhere: at the top, inside functions, for the type checker."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}:{node.lineno}: write the absolute import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@each_source
+def test_imports_go_down(path):
+    mine = module(path)
+    for name in imports(path):
+        first, _, rest = name.partition(".")
+        assert first not in {"notebooks", "tests", "tools", "book", "benchmarks"}, f"{mine} imports {name}"
+        theirs = rest.partition(".")[0]
+        if first == "labutils" and theirs in MODULES and theirs != mine:
+            allowed = layer(theirs) in REACH[layer(mine)] or (mine, theirs) in SIDEWAYS
+            assert allowed, f"{mine} (layer {layer(mine)}) imports {theirs} (layer {layer(theirs)})"
+        if layer(mine) in STANDARD_ONLY:
+            assert first in {*sys.stdlib_module_names, "labutils"}, f"{mine} imports {name}"
+        if mine in NO_TORCH:
+            assert first != "torch", f"{mine} imports {name}"
+
+
+def test_light_modules_load_without_torch():
+    light = [name for name in MODULES if layer(name) in STANDARD_ONLY]
+    lighter_than_torch = [name for name in MODULES if name in NO_TORCH]
+    program = f"""
+import importlib, sys
+for name in {light}: importlib.import_module("labutils." + name)
+assert not {{"numpy", "torch"}} & set(sys.modules), "numpy or torch"
+for name in {lighter_than_torch}: importlib.import_module("labutils." + name)
+assert "torch" not in sys.modules, "torch"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_has_its_tests(name):
+    assert (ROOT / "tests" / f"test_{name}.py").exists()
+
+
+@each_source
+def test_what_is_public_says_what_it_is(path):
+    assert ast.get_docstring(tree(path)), "a module begins with its purpose"
+    for node in tree(path).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            first = (ast.get_docstring(node) or "").partition("\n\n")[0]
+            assert first.endswith((".", ":", "?")), f"{node.name}: a docstring begins with a sentence, got {first!r}"
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))])
+def test_one_concept_has_one_name(name):
+    number, _, topic = name.partition("_")
+    assert number.isdigit() and (topic in MODULES or number == "00"), f"the lab {name} has no module labutils.{topic}"
+
+
+def functions(path):
+    """(shape, place) of every function of some size: its code without docstring and without its own name."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            if sum(1 for statement in body for _ in ast.walk(statement)) > 60:
+                yield "".join(map(ast.dump, body)), f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+
+
+def test_no_code_lives_twice():
+    found = collections.defaultdict(list)
+    for folder in ("labutils", "tools", "book", "benchmarks", "notebooks/text", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "_build" not in path.parts:
+                for shape, place in functions(path):
+                    found[shape].append(place)
+    assert not [places for places in found.values() if len(places) > 1]
+
+
+def test_the_linter_is_content():
+    finished = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "."], cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
