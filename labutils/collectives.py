@@ -293,6 +293,49 @@ def all_to_all_pairwise(
     return out
 
 
+# ── neighbors, and trust ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@_collective
+def shift(x: Shaped[Tensor, "*shape"], comm: Comm) -> Shaped[Tensor, "*shape"]:
+    """The x of the rank before this one, when all pass theirs to the next at once, with nothing but blocking sends and receives.
+
+    Even ranks send first and odd ranks receive first: two steps for an even number of ranks, three for an odd one, and no circle of waiting ranks.
+    """
+    if comm.size == 1:
+        return _copy(x)
+    received, right, left = _room(x), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if comm.rank % 2 == 0:
+        comm.send(x.contiguous(), right)
+        comm.recv(received, left)
+    else:
+        comm.recv(received, left)
+        comm.send(x.contiguous(), right)
+    return received
+
+
+def faults(all_reduce: Callable, world, numel: int = 1001) -> list[str]:
+    """What is wrong with an all-reduce, a sentence for each fault; empty if you can train with it.
+
+    It runs on every rank of `world`, on another random tensor each, and must leave the same bits everywhere, its input alone, and no rank overworked.
+    """
+    inputs = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+
+    def program(rank):
+        x = inputs[rank.index].clone()
+        result = all_reduce(x, rank.comm("dp")).clone()
+        return result, torch.equal(x, inputs[rank.index])
+
+    results, untouched = zip(*world.run(program), strict=True)
+    total = torch.stack(inputs).sum(0)
+    sent = world.ledger.by("rank")
+    ring = max(predict_all_reduce("ring", nbytes=total.nbytes, n=world.size).by("rank").values(), default=0)
+    found = [f"rank {rank} does not hold the sum" for rank, x in enumerate(results) if x.shape != total.shape or not torch.allclose(x, total, atol=1e-5)]
+    found += ["the ranks hold different bits"] * (not all(torch.equal(x, results[0]) for x in results))
+    found += [f"rank {rank} lost its input" for rank, same in enumerate(untouched) if not same]
+    return found + [f"rank {rank} sent {nbytes} B, in a ring no rank sends more than {ring} B" for rank, nbytes in sent.items() if nbytes > ring]
+
+
 # ── small helpers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -89,7 +89,7 @@ def test_values_bytes_messages_and_steps(algorithm, n):
 @pytest.mark.parametrize("op", collectives.REDUCTIONS)
 def test_every_reduction(algorithm, op):
     for result, right in zip(run(algorithm, 5, 13, torch.int64, op=op), expected(algorithm, 5, 13, torch.int64, 0, op), strict=True):
-        assert right is None and result is None or torch.equal(result, right)
+        assert (right is None and result is None) or torch.equal(result, right)
 
 
 @pytest.mark.parametrize("algorithm", collectives.ALL_REDUCES)
