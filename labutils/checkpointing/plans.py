@@ -381,9 +381,7 @@ class _Optimum:
             rooms = np.unique(np.maximum(rooms, max(least, right.bytes[0] + size, left.bytes[0])))
             needs.append(rooms)
             costs.append(
-                cost
-                + right.costs[np.searchsorted(right.bytes, rooms - size, "right") - 1]
-                + left.costs[np.searchsorted(left.bytes, rooms, "right") - 1]
+                cost + right.costs[np.searchsorted(right.bytes, rooms - size, "right") - 1] + left.costs[np.searchsorted(left.bytes, rooms, "right") - 1]
             )
         return _Front.of(needs, costs, self.limit)
 
