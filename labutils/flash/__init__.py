@@ -1,0 +1,27 @@
+"""FlashAttention, and what a fused kernel is: the same arithmetic, fewer trips to slow memory."""
+
+from labutils.flash.algorithms import OnlineSoftmax, SlowMemory, Tiling, attention, backward, flops, forward, merge, plain
+from labutils.flash.counting import block_sizes, counted, traffic
+from labutils.flash.fused import Roof, layernorm, moved, one_pass, passes, softmax, swiglu
+
+__all__ = [
+    "OnlineSoftmax",
+    "Roof",
+    "SlowMemory",
+    "Tiling",
+    "attention",
+    "backward",
+    "block_sizes",
+    "counted",
+    "flops",
+    "forward",
+    "layernorm",
+    "merge",
+    "moved",
+    "one_pass",
+    "passes",
+    "plain",
+    "softmax",
+    "swiglu",
+    "traffic",
+]

@@ -1,0 +1,382 @@
+"""Exact attention whose scores never exist all at once: a ladder from the plain algorithm to tiles with a backward of their own.
+
+    plain            every score at once: s_q · s_k of them for each head
+    OnlineSoftmax    rows whose scores arrive block by block, each block read once
+    forward          tiles of scores, one OnlineSoftmax for a block of queries
+    backward         the same tiles once more, recomputed from the log-sum-exp
+    attention        both as one autograd function that keeps q, k, v, out and lse
+    merge            two results over disjoint keys into one
+
+Query i sees key j where j ≤ i + offset if attention is causal. The default offset, s_k − s_q, lets the last query see the last key, as
+FlashAttention has done since version 2.1; torch's `is_causal` is offset 0. A row that sees no key gives out = 0 and lse = −inf.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from labutils import units
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def plain(
+    q: Float[Tensor, "b a s_q d"],
+    k: Float[Tensor, "b g s_k d"],
+    v: Float[Tensor, "b g s_k d"],
+    *,
+    causal: bool = False,
+    offset: int | None = None,
+    lengths: Int[Tensor, "b"] | None = None,
+    scale: float | None = None,
+) -> tuple[Float[Tensor, "b a s_q d"], Float[Tensor, "b a s_q"]]:
+    """Attention and the log-sum-exp of each row of scores, by the textbook: all scores, all weights, then the output.
+
+    Cost: 4·s_q·s_k·d FLOPs a head forward, and s_q·s_k weights a head kept for the backward.
+    """
+    problem = _checked(q, k, v, causal, offset, lengths, scale)
+    scores = q @ _repeat_heads(k, q).mT * problem.scale
+    hidden = _hidden(slice(0, q.shape[2]), slice(0, k.shape[2]), problem.offset, q.device)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
+    if problem.lengths is not None:
+        beyond = torch.arange(k.shape[2], device=q.device) >= problem.lengths[:, None, None, None]
+        scores = scores.masked_fill(beyond, -math.inf)
+    lse = scores.to(problem.dtype).logsumexp(-1)
+    blind = (lse == -math.inf)[..., None]  # rows without a key, which softmax would make 0/0
+    if blind.any():
+        scores = scores.masked_fill(blind, 0)
+    return (scores.softmax(-1) @ _repeat_heads(v, q)).masked_fill(blind, 0), lse
+
+
+class OnlineSoftmax:
+    """Σ softmax(scores)·values of many rows whose scores arrive block by block: a maximum, a sum and an output a row, and nothing else.
+
+    >>> state = OnlineSoftmax(1, 1, 1, dtype=torch.float64)
+    >>> for score, value in [(0.0, 1.0), (1000.0, 2.0), (1000.0, 4.0)]:
+    ...     state.add(torch.full((1, 1, 1), score, dtype=torch.float64), torch.full((1, 1, 1), value, dtype=torch.float64))
+    >>> out, lse = state.finish()
+    >>> out.item(), round(lse.item() - 1000, 4)
+    (3.0, 0.6931)
+
+    Invariant: after every block, `total` is Σ exp(score − top) and `out` is Σ exp(score − top)·value over all blocks so far.
+    Source: FlashAttention-2 (2307.08691), algorithm 1; its line 10 prints an inverse, diag(e^(m_old − m_new))⁻¹, that must not be there.
+    """
+
+    def __init__(self, heads: int, rows: int, width: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self.out = torch.zeros(heads, rows, width, dtype=dtype, device=device)
+        self.total = torch.zeros(heads, rows, 1, dtype=dtype, device=device)
+        # The lowest finite number, not −inf: a row that has seen nothing must not compute −inf − (−inf).
+        self.top = torch.full_like(self.total, torch.finfo(dtype).min)
+
+    def add(self, scores: Float[Tensor, "heads rows block"], values: Float[Tensor, "heads block width"]) -> None:
+        """Takes one more block into account. Overwrites `scores`."""
+        top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
+        rescale = (self.top - top).exp_()  # what was summed under the old maximum, in terms of the new one
+        weights = scores.sub_(top).exp_()
+        self.total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
+        self.out.mul_(rescale).baddbmm_(weights, values)
+        self.top = top
+
+    def finish(self) -> tuple[Float[Tensor, "heads rows width"], Float[Tensor, "heads rows 1"]]:
+        """The normalized output and the log-sum-exp; a row without any score gives 0 and −inf."""
+        return self.out / self.total.masked_fill(self.total == 0, 1), self.top + self.total.log()
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How s_q × s_k scores are cut into tiles, and which of them a causal mask leaves out (`offset` None: none)."""
+
+    s_q: int
+    s_k: int
+    block_q: int
+    block_k: int
+    offset: int | None = None
+
+    @property
+    def query_blocks(self) -> list[slice]:
+        """Blocks of queries; the last may be short."""
+        return _blocks(self.s_q, self.block_q)
+
+    @property
+    def key_blocks(self) -> list[slice]:
+        """Blocks of keys; the last may be short."""
+        return _blocks(self.s_k, self.block_k)
+
+    def visible(self, rows: slice, columns: slice) -> bool:
+        """Whether any query of `rows` sees any key of `columns`: a tile where none does is never computed."""
+        return self.offset is None or columns.start <= rows.stop - 1 + self.offset
+
+    def keys_of(self, rows: slice) -> Iterator[slice]:
+        """The key blocks that queries `rows` see."""
+        return (columns for columns in self.key_blocks if self.visible(rows, columns))
+
+    def queries_of(self, columns: slice) -> Iterator[slice]:
+        """The query blocks that see keys `columns`."""
+        return (rows for rows in self.query_blocks if self.visible(rows, columns))
+
+
+class SlowMemory:
+    """Named tensors in slow memory. A tile reaches the arithmetic through `load` and comes back through `store`; both keep the books.
+
+    Tensors come as (b, heads, s, width) and are held as (b, g, r, s, width), r query heads to a key–value head. A tile is handed out as
+    (b·g, r·rows, width): the heads that share keys become rows of one matrix, so that grouped queries need no copy of a key.
+    """
+
+    def __init__(self, kv_heads: int, **tensors: Tensor) -> None:
+        self.tensors = {name: tensor.unflatten(1, (kv_heads, -1)) for name, tensor in tensors.items()}
+        self.moved: dict[tuple[str, str], int] = {}  # bytes by (direction, name)
+
+    def _tile(self, direction: str, name: str, at: slice) -> Tensor:
+        tile = self.tensors[name][..., at, :]
+        self.moved[direction, name] = self.moved.get((direction, name), 0) + tile.numel() * tile.element_size()
+        return tile
+
+    def load(self, name: str, at: slice, dtype: torch.dtype) -> Float[Tensor, "heads rows width"]:
+        """Rows `at` of a tensor, in the dtype of the arithmetic. To be read only: it may be a view."""
+        tile = self._tile("load", name, at)
+        b, g, r, rows, width = tile.shape
+        return tile.reshape(b * g, r * rows, width).to(dtype)
+
+    def store(self, name: str, at: slice, tile: Float[Tensor, "heads rows width"]) -> None:
+        """Writes rows `at` of a tensor, in the tensor's own dtype."""
+        place = self._tile("store", name, at)
+        place.copy_(tile.view(place.shape))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What one call of attention has to compute, besides its tensors."""
+
+    tiling: Tiling
+    scale: float
+    lengths: Int[Tensor, "b"] | None
+    kv_heads: int
+    dtype: torch.dtype  # of the arithmetic: at least float32
+
+    @property
+    def offset(self) -> int | None:
+        """How far a causal mask is shifted; None where nothing is causal."""
+        return self.tiling.offset
+
+    def scores(self, q: Float[Tensor, "heads q d"], k: Float[Tensor, "heads k d"], rows: slice, columns: slice) -> Float[Tensor, "heads q k"]:
+        """One tile of scores, −inf where a query must not look."""
+        scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.mT, beta=0, alpha=self.scale)
+        hidden = _hidden(rows, columns, self.offset, q.device)
+        if hidden is not None:
+            scores.unflatten(1, (-1, rows.stop - rows.start)).masked_fill_(hidden, -math.inf)
+        if self.lengths is not None:
+            ends = self.lengths.repeat_interleave(self.kv_heads)[:, None, None]
+            scores.masked_fill_(torch.arange(columns.start, columns.stop, device=q.device) >= ends, -math.inf)
+        return scores
+
+
+def forward(memory: SlowMemory, problem: Problem) -> None:
+    """Fills O and lse: each block of queries meets the key blocks that it sees, one after the other.
+
+    Source: FlashAttention-2 (2307.08691), algorithm 1.
+    """
+    dtype = problem.dtype
+    for rows in problem.tiling.query_blocks:
+        q = memory.load("Q", rows, dtype)
+        state = OnlineSoftmax(*q.shape, dtype=dtype, device=q.device)
+        for columns in problem.tiling.keys_of(rows):
+            k, v = memory.load("K", columns, dtype), memory.load("V", columns, dtype)
+            state.add(problem.scores(q, k, rows, columns), v)
+        out, lse = state.finish()
+        memory.store("O", rows, out)
+        memory.store("lse", rows, lse)
+
+
+def backward(memory: SlowMemory, problem: Problem) -> None:
+    """Fills dK and dV and adds to dQ; `D` holds what the gradient of lse contributes, negated, and receives rowsum(dO ∘ O).
+
+    The weights come back from the scores and lse alone: exp(score − lse). With dP = dO·Vᵀ, softmax passes on dS = P ∘ (dP − D), where
+    D = rowsum(P ∘ dP) = rowsum(dO ∘ O) needs no score; a gradient of lse adds P ∘ dlse, which is why it is D − dlse.
+
+    Source: FlashAttention-2 (2307.08691), algorithm 2.
+    """
+    dtype = problem.dtype
+    for rows in problem.tiling.query_blocks:
+        products = memory.load("dO", rows, dtype) * memory.load("O", rows, dtype)
+        memory.store("D", rows, memory.load("D", rows, dtype) + products.sum(-1, keepdim=True))
+    for columns in problem.tiling.key_blocks:
+        k, v = memory.load("K", columns, dtype), memory.load("V", columns, dtype)
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        for rows in problem.tiling.queries_of(columns):
+            _backward_tile(memory, problem, rows, columns, k, v, dk, dv)
+        memory.store("dK", columns, dk)
+        memory.store("dV", columns, dv)
+
+
+def _backward_tile(memory: SlowMemory, problem: Problem, rows: slice, columns: slice, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+    dtype = problem.dtype
+    q, d_out = memory.load("Q", rows, dtype), memory.load("dO", rows, dtype)
+    lse, delta = memory.load("lse", rows, dtype), memory.load("D", rows, dtype)
+    weights = problem.scores(q, k, rows, columns).sub_(lse.masked_fill(lse == -math.inf, 0)).exp_()
+    dv.baddbmm_(weights.mT, d_out)
+    d_scores = weights.mul_(torch.bmm(d_out, v.mT).sub_(delta))  # in place: at most two tiles are alive
+    dk.baddbmm_(d_scores.mT, q, alpha=problem.scale)
+    memory.store("dQ", rows, torch.baddbmm(memory.load("dQ", rows, dtype), d_scores, k, alpha=problem.scale))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(*q.shape[:3], 1, dtype=problem.dtype)
+        with torch.autocast(q.device.type, enabled=False):  # the dtypes are the algorithm's own business
+            forward(SlowMemory(problem.kv_heads, Q=q, K=k, V=v, O=out, lse=lse), problem)
+        lse = lse.squeeze(-1)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.problem = problem
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dq = torch.zeros(q.shape, dtype=ctx.problem.dtype, device=q.device)  # summed over key blocks, so not in 16 bits
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        tensors = dict(Q=q, K=k, V=v, O=out, lse=lse[..., None], dO=d_out, D=-d_lse[..., None], dQ=dq, dK=dk, dV=dv)
+        with torch.autocast(q.device.type, enabled=False):
+            backward(SlowMemory(ctx.problem.kv_heads, **tensors), ctx.problem)
+        return dq.to(q.dtype), dk, dv, None
+
+
+def attention(
+    q: Float[Tensor, "b a s_q d"],
+    k: Float[Tensor, "b g s_k d"],
+    v: Float[Tensor, "b g s_k d"],
+    *,
+    causal: bool = False,
+    offset: int | None = None,
+    lengths: Int[Tensor, "b"] | None = None,
+    scale: float | None = None,
+    block_q: int | None = None,
+    block_k: int | None = None,
+) -> tuple[Float[Tensor, "b a s_q d"], Float[Tensor, "b a s_q"]]:
+    """The exact output of attention and the log-sum-exp (natural, in at least fp32) of each row of scores; gradients flow through both.
+
+    `g` key–value heads serve `a` query heads, a/g neighbors each. `lengths` says how many keys of each sequence are real; the others are padding.
+    Blocks default to what keeps a tile of all heads in cache.
+
+    Cost: 4·s_q·s_k·d FLOPs a head forward and 10·s_q·s_k·d backward, half when causal; saves q, k, v, out and lse; nothing is s_q × s_k.
+    Source: FlashAttention-2 (2307.08691), algorithms 1 and 2.
+    """
+    return _Attention.apply(q, k, v, _checked(q, k, v, causal, offset, lengths, scale, block_q, block_k))
+
+
+def merge(
+    o1: Float[Tensor, "*rows d"], lse1: Float[Tensor, "*rows"], o2: Float[Tensor, "*rows d"], lse2: Float[Tensor, "*rows"]
+) -> tuple[Float[Tensor, "*rows d"], Float[Tensor, "*rows"]]:
+    """The output and log-sum-exp over two disjoint sets of keys, from those over each: what lets keys live on different ranks.
+
+    Comes in lse's dtype, so that many merges round once; differentiable.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    >>> halves = [attention(q, k[:, :, half], v[:, :, half]) for half in (slice(0, 3), slice(3, 6))]
+    >>> torch.allclose(merge(*halves[0], *halves[1])[0], attention(q, k, v)[0])
+    True
+    """
+    if not o1.shape == o2.shape == (*lse1.shape, o1.shape[-1]) or lse1.shape != lse2.shape:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (o1, lse1, o2, lse2))
+        raise ValueError(f"merge needs two outputs (…, d) of one shape and two lse (…), got {shapes}: were both over the same queries?")
+    # No gradient is needed through the maximum: it cancels. Where both are −inf, any finite number will do.
+    top = torch.maximum(lse1, lse2).detach().clamp_min(torch.finfo(lse1.dtype).min)
+    w1, w2 = (lse1 - top).exp(), (lse2 - top).exp()
+    total = w1 + w2
+    empty = total == 0
+    some = total.masked_fill(empty, 1)
+    out = (o1 * w1[..., None] + o2 * w2[..., None]) / some[..., None]
+    return out, (top + some.log()).masked_fill(empty, -math.inf)
+
+
+def flops(s: int, d: int, heads: int = 1, *, s_k: int | None = None, causal: bool = False, backward: bool = False) -> int:
+    """FLOPs of the matrix products of attention, forward or backward, by the convention of the papers: causal is half.
+
+    >>> flops(1024, 64, heads=16), flops(1024, 64, heads=16, backward=True) / flops(1024, 64, heads=16)
+    (4294967296, 2.5)
+
+    Source: FlashAttention-2 (2307.08691), section 4.1. Two products of s × s_k × d forward, five backward.
+    """
+    sizes = dict(s=s, d=d, heads=heads, s_k=s if s_k is None else s_k)
+    product = 2 * math.prod(units.whole(size, name, 1) for name, size in sizes.items())
+    return product * (5 if backward else 2) // (2 if causal else 1)
+
+
+def _blocks(n: int, block: int) -> list[slice]:
+    return [slice(start, min(start + block, n)) for start in range(0, n, block)]
+
+
+def _hidden(rows: slice, columns: slice, offset: int | None, device: torch.device) -> Tensor | None:
+    """True where a query of `rows` must not see a key of `columns`; None where each sees all."""
+    if offset is None or columns.stop - 1 <= rows.start + offset:
+        return None
+    i, j = (torch.arange(block.start, block.stop, device=device) for block in (rows, columns))
+    return j > i[:, None] + offset
+
+
+def _repeat_heads(kv: Tensor, q: Tensor) -> Tensor:
+    return kv.repeat_interleave(q.shape[1] // kv.shape[1], 1)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int | None, lengths: Tensor | None, scale: float | None,
+    block_q: int | None = None, block_k: int | None = None,
+) -> Problem:  # fmt: skip
+    """The problem that these arguments state, or an error that says which of them cannot be."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"attention takes q (b, a, s_q, d) and k, v (b, g, s_k, d), got {shapes}: add the missing dims with unsqueeze")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q, k and v must agree in batch and head width, k and v also in heads and length, got {shapes}")
+    (_, a, s_q, d), (b, g, s_k, _) = q.shape, k.shape
+    if 0 in (b, a, g, s_k, s_q, d):
+        raise ValueError(f"attention needs at least one of everything, got {shapes}: a dim is 0")
+    if a % g:
+        raise ValueError(f"{g} key–value heads do not divide {a} query heads: each must serve the same number of them")
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(f"q, k and v must share one dtype of {known}, got {q.dtype}, {k.dtype}, {v.dtype}: cast with .to(…)")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if scale is None:
+        scale = d**-0.5
+    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale must be a number, got {scale!r} ({type(scale).__name__})")
+    elif not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}; the default is d**-0.5 = {d**-0.5:.4g}")
+    if offset is not None and not causal:
+        raise ValueError(f"offset={offset} shifts a causal mask: give causal=True with it")
+    if offset is not None and (isinstance(offset, bool) or not isinstance(offset, int)):
+        raise TypeError(f"offset must be a whole number of keys, got {offset!r} ({type(offset).__name__})")
+    if lengths is not None:
+        if lengths.shape != (b,) or lengths.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"lengths must hold {b} integers, one a sequence, got {lengths.dtype} of shape {tuple(lengths.shape)}")
+        if lengths.min() < 0 or lengths.max() > s_k:
+            raise ValueError(f"lengths must lie between 0 and the {s_k} keys there are, got {lengths.tolist()}")
+        lengths = lengths.to(q.device)
+    defaults = default_blocks(b * a)
+    block_q = units.whole(defaults[0] if block_q is None else block_q, "block_q", 1)
+    block_k = units.whole(defaults[1] if block_k is None else block_k, "block_k", 1)
+    tiling = Tiling(s_q, s_k, block_q, block_k, (s_k - s_q if offset is None else offset) if causal else None)
+    return Problem(tiling, float(scale), lengths, g, _accumulator(q.dtype))
+
+
+def default_blocks(heads: int) -> tuple[int, int]:
+    """Block sizes whose tile, over all heads, has about a quarter of a million scores: 1 MB in fp32, what a core keeps in its cache.
+
+    >>> default_blocks(1), default_blocks(8)
+    ((512, 512), (128, 256))
+    """
+    sizes = ((512, 512), (256, 512), (256, 256), (128, 256))
+    return next((size for size in sizes if heads * math.prod(size) <= 2**18), sizes[-1])

@@ -1,0 +1,195 @@
+"""Bytes that attention moves between slow and fast memory: by formula, and counted on a run in which every tile passes the gate.
+
+    plain      the textbook: scores and weights are written to slow memory and read back
+    flash-1    FlashAttention, algorithm 1: keys outside, queries inside, the output revisited for every key block
+    flash-2    FlashAttention-2, algorithms 1 and 2: queries outside, the output written once; what `flash.attention` runs
+"""
+
+import torch
+from torch import Tensor
+
+from labutils import units
+from labutils.flash import algorithms
+from labutils.flash.algorithms import Problem, SlowMemory, Tiling
+from labutils.ledger import Ledger, Line
+
+ALGORITHMS = ("plain", "flash-1", "flash-2")
+
+
+def block_sizes(fast: int, d: int) -> tuple[int, int]:
+    """(block_q, block_k) for a fast memory of `fast` elements: four blocks of width d fit, and a tile of scores is no larger than one of them.
+
+    >>> block_sizes(25600, 64), block_sizes(25600, 128)
+    ((64, 100), (50, 50))
+
+    Source: FlashAttention (2205.14135), algorithm 1, line 1.
+    """
+    block_k = -(-units.whole(fast, "fast", 1) // (4 * units.whole(d, "d", 1)))
+    return min(block_k, d), block_k
+
+
+def traffic(
+    algorithm: str,
+    *,
+    s: int,
+    d: int,
+    block_q: int = 128,
+    block_k: int = 128,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    s_k: int | None = None,
+    causal: bool = False,
+    backward: bool = False,
+    itemsize: int = 2,
+    stat_itemsize: int = 4,
+    whole_blocks: bool = False,
+) -> Ledger:
+    """Bytes loaded from and stored to slow memory by one pass of attention: `itemsize` bytes a number, `stat_itemsize` for statistics of rows.
+
+    With `whole_blocks` a short last block is moved as a full one, as a kernel that pads does. With `backward` it is the backward pass alone,
+    whose sum dQ is kept in fp32 (`stat_itemsize`).
+
+    >>> traffic("plain", s=1024, d=64, itemsize=1).total
+    4456448
+    >>> block_q, block_k = block_sizes(25600, 64)
+    >>> traffic("flash-1", s=1024, d=64, block_q=block_q, block_k=block_k, itemsize=1, stat_itemsize=1, whole_blocks=True).total
+    2348544
+
+    Source: FlashAttention (2205.14135), algorithms 0, 1 and 3; FlashAttention-2 (2307.08691), algorithms 1 and 2.
+    """
+    sizes = dict(s=s, d=d, block_q=block_q, block_k=block_k, heads=heads, itemsize=itemsize, stat_itemsize=stat_itemsize)
+    sizes |= dict(kv_heads=heads if kv_heads is None else kv_heads, s_k=s if s_k is None else s_k)
+    for name, size in sizes.items():
+        units.whole(size, name, 1)
+    kv_heads, s_k = sizes["kv_heads"], sizes["s_k"]
+    if heads % kv_heads:
+        raise ValueError(f"{kv_heads} key–value heads do not divide {heads} query heads: each must serve the same number of them")
+    _known(algorithm, backward)
+    if whole_blocks and algorithm != "plain":
+        s, s_k = -(-s // block_q) * block_q, -(-s_k // block_k) * block_k
+    tiling = Tiling(s, s_k, block_q, block_k, sizes["s_k"] - sizes["s"] if causal else None)
+    q, kv, square, stat = heads * s * d * itemsize, kv_heads * s_k * d * itemsize, heads * s * s_k * itemsize, heads * s * stat_itemsize
+    # In tiles, a row is met once for every key block it sees, a key once for every query block that sees it.
+    rows = sum(_length(r) for c in tiling.key_blocks for r in tiling.queries_of(c))
+    keys = sum(_length(c) for r in tiling.query_blocks for c in tiling.keys_of(r))
+    q_again, stat_again, kv_again = q * rows // s, stat * rows // s, kv * keys // s_k
+    match algorithm, backward:
+        case "plain", False:
+            load, store = dict(Q=q, K=kv, S=square, P=square, V=kv), dict(S=square, P=square, O=q)
+        case "plain", True:
+            load = dict(P=2 * square, dO=2 * q, V=kv, dP=square, dS=2 * square, K=kv, Q=q)
+            store = dict(dV=kv, dP=square, dS=square, dQ=q, dK=kv)
+        case "flash-1", False:
+            load = dict(K=kv, V=kv, Q=q_again, O=q_again, l=stat_again, m=stat_again)
+            store = dict(O=q_again, l=stat_again, m=stat_again)
+        case "flash-2", False:
+            load, store = dict(Q=q, K=kv_again, V=kv_again), dict(O=q, lse=stat)
+        case "flash-2", True:
+            dq = q_again // itemsize * stat_itemsize
+            load = dict(dO=q + q_again, O=q, D=stat + stat_again, K=kv, V=kv, Q=q_again, lse=stat_again, dQ=dq)
+            store = dict(D=stat, dQ=dq, dK=kv, dV=kv)
+    return _ledger({("load", name): amount for name, amount in load.items()} | {("store", name): amount for name, amount in store.items()})
+
+
+def counted(
+    algorithm: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    block_q: int = 128,
+    block_k: int = 128,
+    d_out: Tensor | None = None,
+) -> tuple[tuple[Tensor, ...], Ledger]:
+    """Results and bytes moved of a real run: (out,) of the forward pass, or (dq, dk, dv) of the backward pass alone where `d_out` is given."""
+    _known(algorithm, d_out is not None)
+    problem = algorithms._checked(q, k, v, causal, None, None, None, block_q, block_k)
+    stat = q.new_empty(*q.shape[:3], 1, dtype=problem.dtype)
+    memory = SlowMemory(problem.kv_heads, Q=q, K=k, V=v, O=torch.empty_like(q), **_scratch(algorithm, stat, k))
+    run = {"plain": _plain, "flash-1": _flash_1, "flash-2": algorithms.forward}[algorithm]
+    run(memory, problem)
+    results = ("O",)
+    if d_out is not None:
+        if d_out.shape != q.shape:
+            raise ValueError(f"d_out must have the shape of q, {tuple(q.shape)}, got {tuple(d_out.shape)}")
+        results = ("dQ", "dK", "dV")
+        gradients = dict(dO=d_out, dQ=torch.zeros_like(q, dtype=problem.dtype), dK=torch.empty_like(k), dV=torch.empty_like(v))
+        if algorithm == "plain":
+            gradients["dQ"] = torch.empty_like(q)
+        memory.tensors |= SlowMemory(problem.kv_heads, **gradients).tensors
+        memory.moved.clear()
+        {"plain": _plain_backward, "flash-2": algorithms.backward}[algorithm](memory, problem)
+    return tuple(memory.tensors[name].flatten(1, 2).to(q.dtype) for name in results), _ledger(memory.moved)
+
+
+def _scratch(algorithm: str, stat: Tensor, k: Tensor) -> dict[str, Tensor]:
+    if algorithm == "plain":
+        square = (*stat.shape[:3], k.shape[2])
+        return {name: k.new_empty(square) for name in ("S", "P", "dP", "dS")}
+    if algorithm == "flash-1":
+        return dict(l=torch.zeros_like(stat), m=torch.full_like(stat, torch.finfo(stat.dtype).min))
+    return dict(lse=stat, D=torch.zeros_like(stat))
+
+
+def _plain(memory: SlowMemory, problem: Problem) -> None:
+    """FlashAttention (2205.14135), algorithm 0: three steps, each from slow memory to slow memory."""
+    rows, columns = _everything(problem)
+
+    def load(name: str, at: slice) -> Tensor:
+        return memory.load(name, at, problem.dtype)
+
+    memory.store("S", rows, problem.scores(load("Q", rows), load("K", columns), rows, columns))
+    memory.store("P", rows, load("S", rows).softmax(-1))
+    memory.store("O", rows, torch.bmm(load("P", rows), load("V", columns)))
+
+
+def _plain_backward(memory: SlowMemory, problem: Problem) -> None:
+    """FlashAttention (2205.14135), algorithm 3."""
+    rows, columns = _everything(problem)
+
+    def load(name: str, at: slice) -> Tensor:
+        return memory.load(name, at, problem.dtype)
+
+    memory.store("dV", columns, torch.bmm(load("P", rows).mT, load("dO", rows)))
+    memory.store("dP", rows, torch.bmm(load("dO", rows), load("V", columns).mT))
+    weights, d_weights = load("P", rows), load("dP", rows)
+    memory.store("dS", rows, weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)))
+    memory.store("dQ", rows, torch.bmm(load("dS", rows), load("K", columns)) * problem.scale)
+    memory.store("dK", columns, torch.bmm(load("dS", rows).mT, load("Q", rows)) * problem.scale)
+
+
+def _flash_1(memory: SlowMemory, problem: Problem) -> None:
+    """FlashAttention (2205.14135), algorithm 1: the output in slow memory is the right answer for the keys seen so far."""
+    dtype = problem.dtype
+    memory.tensors["O"].zero_()
+    for columns in problem.tiling.key_blocks:
+        k, v = memory.load("K", columns, dtype), memory.load("V", columns, dtype)
+        for rows in problem.tiling.queries_of(columns):
+            q, out, total, top = (memory.load(name, rows, dtype) for name in ("Q", "O", "l", "m"))
+            scores = problem.scores(q, k, rows, columns)
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+            weights, kept = (scores - new_top).exp(), total * (top - new_top).exp()
+            new_total = kept + weights.sum(-1, keepdim=True)
+            memory.store("O", rows, torch.baddbmm(out * kept, weights, v) / new_total.masked_fill(new_total == 0, 1))
+            memory.store("l", rows, new_total)
+            memory.store("m", rows, new_top)
+
+
+def _everything(problem: Problem) -> tuple[slice, slice]:
+    return slice(0, problem.tiling.s_q), slice(0, problem.tiling.s_k)
+
+
+def _length(block: slice) -> int:
+    return block.stop - block.start
+
+
+def _known(algorithm: str, backward: bool) -> None:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"unknown algorithm {algorithm!r}: use one of {', '.join(ALGORITHMS)}")
+    if backward and algorithm == "flash-1":
+        raise ValueError("the backward pass is counted for 'plain' and 'flash-2'; FlashAttention-1's differs from the latter in loop order only")
+
+
+def _ledger(moved: dict[tuple[str, str], int]) -> Ledger:
+    return Ledger(Line(name, amount, component=direction) for (direction, name), amount in moved.items())
