@@ -118,7 +118,7 @@ class Plan:
             left = f"the gradient of x{end.gradient} is as far as it gets" if end.gradient else f"values {sorted(end.values - {0})} are left over"
             raise ValueError(f"the plan ends too early: {left}; it must end with backward 0 and nothing held but x0")
 
-    @property
+    @functools.cached_property
     def states(self) -> tuple[State, ...]:
         """What is held at the start and after every step; the first illegal step raises ValueError with its number and the reason."""
         states = [State(frozenset([0]), frozenset(), self.n)]
