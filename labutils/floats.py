@@ -216,6 +216,23 @@ class FloatFormat:
         fields = ((sign, int(self.signed)), (exponent, self.exponent_bits), (mantissa, self.mantissa_bits))
         return " ".join(f"{value:0{width}b}" for value, width in fields if width)
 
+    def explain(self, code: int) -> str:
+        """How the fields of a code make its value, as a line of text.
+
+        >>> E4M3.explain(0b1_1000_100), E4M3.explain(0b0_0000_011), E4M3.explain(0b0_1111_111)
+        ('−2^(8−7) · (1 + 4/8) = −3', '2^(1−7) · (0 + 3/8) = 0.00585938, subnormal', 'NaN')
+        """
+        sign, exponent, mantissa, kind = self.fields(code)
+        minus = "−" if sign else ""
+        if kind == "nan":
+            return "NaN"
+        if kind in ("zero", "inf"):
+            return minus + {"zero": "0", "inf": "∞"}[kind]
+        power = exponent if kind == "normal" else self._first_exponent
+        fraction = f" · ({int(kind == 'normal')} + {mantissa}/{1 << self.mantissa_bits})" if self.mantissa_bits else ""
+        value = f"{abs(self.decode(code)):g}".replace("-", "−")
+        return f"{minus}2^({power}−{self.bias}){fraction} = {minus}{value}{', subnormal' * (kind == 'subnormal')}"
+
     # Value → code
 
     def encode(self, x: Real, *, mode: str = "nearest", overflow: str = "ieee", random: Random | None = None) -> int:
