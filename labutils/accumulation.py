@@ -135,6 +135,8 @@ class GradientBuffer(AbstractContextManager):
         self.hooks: list[Any] = []
 
     def __enter__(self) -> "GradientBuffer":
+        if any(parameter.grad is not None for parameter in self.parameters):
+            raise ValueError("a parameter already holds a gradient, which would be added to the sum: call zero_grad() first")
         self.hooks = [parameter.register_post_accumulate_grad_hook(self._take) for parameter in self.parameters]
         return self
 
