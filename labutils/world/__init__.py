@@ -18,6 +18,7 @@ from labutils.config import Mesh
 from labutils.ledger import Ledger, Trace
 from labutils.world.comm import Comm, Rank, Work
 from labutils.world.errors import DeadlockError, MismatchError, RankError, TimeoutError, WorldError
+from labutils.world.processes import Processes
 from labutils.world.threads import Threads
 
 __all__ = ["Comm", "DeadlockError", "MismatchError", "Rank", "RankError", "TimeoutError", "Work", "World", "WorldError"]
@@ -44,7 +45,7 @@ class World:
             raise ValueError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
         self.mesh, self.engine, self.timeout = mesh, engine, units.positive(timeout, "timeout")
         self.trace = Trace()
-        self._engine = Threads(mesh, self.timeout)
+        self._engine = {"threads": Threads, "processes": Processes}[engine](mesh, self.timeout)
 
     @property
     def size(self) -> int:

@@ -3,23 +3,24 @@
 It is a piece of memory that all ranks can see: ordinary memory between threads, a mapped file between processes.
 """
 
+import mmap
 import struct
 import zlib
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Sequence
 
-from labutils.world.errors import MismatchError, Site, named, place
+from labutils.world.errors import ABSENT, OVER, WAITS, MismatchError, Site, State, named, place
 
 _ENTRY = struct.Struct("<QQH")  # group, number of the call, bytes of text
 _SLOTS, _WIDTH = 32, 512
-_STATE = struct.Struct("<BQQH")  # blocked or not, idle looks, messages moved, bytes of text
+_STATE = struct.Struct("<BQQH")  # running, blocked, finished or failed; looks in vain; pieces moved; bytes of text
 _REGION = _WIDTH * (1 + _SLOTS)
-RUNNING, BLOCKED, FINISHED = range(3)
+RUNNING, BLOCKED, FINISHED, FAILED = range(4)
 
 
 class Board:
     """Who called what: one region of memory a rank, written by that rank and read by all."""
 
-    def __init__(self, memory: MutableSequence[int], size: int) -> None:
+    def __init__(self, memory: bytearray | mmap.mmap, size: int) -> None:
         self.memory, self.size = memory, size
 
     @staticmethod
@@ -29,7 +30,36 @@ class Board:
 
     def clear(self) -> None:
         """Wipe the board before a run."""
-        self.memory[:] = bytes(self.nbytes(self.size))
+        self.memory[:] = bytes(len(self.memory))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run is to end at once."""
+        return bool(self.memory[0])
+
+    def stop(self) -> None:
+        """Tell every rank that waits to give up."""
+        self.memory[0] = 1
+
+    # -- who waits where -----------------------------------------------------------------------------------------------
+
+    def publish(self, rank: int, state: int, looks: int, moved: int, where: str) -> None:
+        """Write what `rank` is doing."""
+        at, text = 1 + rank * _REGION, where.encode()[: _WIDTH - _STATE.size]
+        self.memory[at + _STATE.size : at + _STATE.size + len(text)] = text
+        _STATE.pack_into(self.memory, at, state, looks, moved, len(text))
+
+    def state(self, rank: int) -> tuple[int, int, int, str]:
+        """What `rank` wrote last: state, looks, pieces moved, where."""
+        at = 1 + rank * _REGION
+        *numbers, length = _STATE.unpack_from(self.memory, at)
+        return (*numbers, bytes(self.memory[at + _STATE.size : at + _STATE.size + length]).decode(errors="replace"))
+
+    def states(self) -> list[State]:
+        """What every rank does, and where."""
+        known = [self.state(rank) for rank in range(self.size)]
+        what = {RUNNING: (ABSENT, ""), FINISHED: (OVER, "finished"), FAILED: (OVER, "failed")}
+        return [(WAITS, where) if state == BLOCKED else what[state] for state, _, _, where in known]
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 

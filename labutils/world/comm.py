@@ -62,19 +62,35 @@ def describe(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
-def check_pair(send: "Op | str", receive: "Op | str", sent: tuple[str, int], expected: tuple[str, int]) -> None:
-    """Raise MismatchError unless what is sent, (dtype, elements), is what the receiver expects."""
-    if sent != expected:
-        raise MismatchError(f"a message does not fit where it is received:\n  {send}\n  {receive}")
+def misfit(sender: int, send: object, receiver: int, receive: object) -> MismatchError:
+    """The error for a message that is not what its receiver expects."""
+    return MismatchError(f"a message does not fit where it is received:\n  rank {sender}: {send}\n  rank {receiver}: {receive}")
+
+
+def show(printed: Sequence[Sequence[str]]) -> None:
+    """Write what ranks printed, in rank order, each line marked with its rank."""
+    for rank, texts in enumerate(printed):
+        for line in "".join(texts).splitlines():
+            sys.stdout.write(f"[rank {rank}] {line}\n")
 
 
 class Endpoint(Protocol):
     """How one rank reaches the others: what an engine provides."""
 
-    def post(self, op: Op) -> Op: ...
-    def wait(self, op: Op) -> None: ...
-    def finish(self, op: Op) -> None: ...
-    def add_actor(self, step: int) -> None: ...
+    def post(self, *ops: Op) -> None:
+        """Start messages; several at once go both ways at the same time."""
+
+    def wait(self, op: Op) -> None:
+        """Return when `op` is done; raise Stopped if another rank has failed."""
+
+    def watch(self, op: Op) -> None:
+        """See that `op` moves on while the rank computes."""
+
+    def finish(self, op: Op) -> None:
+        """Mark `op` as done and wake who waits for it."""
+
+    def add_actor(self, step: int) -> None:
+        """Count one more (or one fewer) thread that works for this rank beside its program."""
 
 
 class Work:
@@ -117,7 +133,9 @@ class Comm:
     @property
     def group(self) -> Any:
         """The real `torch.distributed.ProcessGroup` of these ranks, whose bytes nobody counts (processes and torchrun only)."""
-        return self._owner._group(self.ranks)
+        if self._owner._groups is None:
+            raise RuntimeError('threads have no torch.distributed.ProcessGroup: use World(..., engine="processes")')
+        return self._owner._groups(self.ranks)
 
     @contextlib.contextmanager
     def record(self, name: str) -> Iterator[None]:
@@ -146,8 +164,9 @@ class Comm:
         """
         x, out_, to, source = self._tensor(x, "send_recv"), self._tensor(out, "send_recv"), self._peer(dst), self._peer(src)
         call = self._call or Call(self._name or "send_recv", "", self.axis, site(sys._getframe(1)))
-        receive = self._endpoint.post(Op(False, self._channel, source, out_, call, self._reduce(reduce)))
-        send = self._endpoint.post(Op(True, self._channel, to, x, call))
+        receive = Op(False, self._channel, source, out_, call, self._reduce(reduce))
+        send = Op(True, self._channel, to, x, call)
+        self._endpoint.post(receive, send)
         self._events.append(Event(self._name or "send_recv", self.axis, to, x.nbytes, source, out_.nbytes))
         self._endpoint.wait(send)
         self._endpoint.wait(receive)
@@ -155,27 +174,33 @@ class Comm:
 
     def isend(self, x: Tensor, dst: int) -> Work:
         """A `Work` that is done when rank `dst` has received `x`; don't write into `x` before."""
-        return self._later(self._send(x, dst, "send"))
+        return self._watched(self._send(x, dst, "send"))
 
     def irecv(self, out: Tensor, src: int, *, reduce: str | None = None) -> Work:
         """A `Work` whose result is `out`, filled or reduced with what rank `src` sends; don't touch `out` before."""
         op = self._recv(out, src, "recv", reduce)
         op.result = out
-        return self._later(op)
+        return self._watched(op)
 
     def _send(self, x: Tensor, dst: int, verb: str) -> Op:
         x, to = self._tensor(x, verb), self._peer(dst)
         call = self._call or Call(self._name or verb, "", self.axis, site(sys._getframe(2)))
-        op = self._endpoint.post(Op(True, self._channel, to, x, call))
+        op = Op(True, self._channel, to, x, call)
+        self._endpoint.post(op)
         self._events.append(Event(self._name or verb, self.axis, to, x.nbytes))
         return op
 
     def _recv(self, out: Tensor, src: int, verb: str, reduce: str | None) -> Op:
         out, source = self._tensor(out, verb), self._peer(src)
         call = self._call or Call(self._name or verb, "", self.axis, site(sys._getframe(2)))
-        op = self._endpoint.post(Op(False, self._channel, source, out, call, self._reduce(reduce)))
+        op = Op(False, self._channel, source, out, call, self._reduce(reduce))
+        self._endpoint.post(op)
         self._events.append(Event(self._name or verb, self.axis, source=source, received=out.nbytes))
         return op
+
+    def _watched(self, op: Op) -> Work:
+        self._endpoint.watch(op)
+        return self._later(op)
 
     def _later(self, op: Op) -> Work:
         self._owner._pending.append(op)
@@ -322,10 +347,12 @@ class Helper:
 class Rank:
     """What a rank's program is given: its number, its place on the mesh, its device, its own random numbers, its doors to the others."""
 
-    def __init__(self, index: int, mesh: Mesh, endpoint: Endpoint, board: Board, device: torch.device) -> None:
+    def __init__(
+        self, index: int, mesh: Mesh, endpoint: Endpoint, board: Board, device: torch.device, groups: Callable[[tuple[int, ...]], Any] | None = None
+    ) -> None:
         self.index, self.mesh, self.size, self.coords, self.device = index, mesh, mesh.size, mesh.coords(index), device
         self.generator = torch.Generator(device=device).manual_seed(index)
-        self._endpoint, self._board = endpoint, board
+        self._endpoint, self._board, self._groups = endpoint, board, groups
         self._events: list[Event | list[Event]] = []
         self._pending: list[Op] = []
         self._printed: list[str] = []
@@ -344,9 +371,6 @@ class Rank:
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """Like `print`; the notebook shows the output of all ranks in rank order, each line marked with its rank."""
         self._printed.append(sep.join(map(str, values)) + end)
-
-    def _group(self, ranks: Sequence[int]) -> Any:
-        raise RuntimeError('threads have no torch.distributed.ProcessGroup: use World(..., engine="processes")')
 
     def _finish(self) -> tuple[Event, ...]:
         """The rank's events in program order, after everything that it started has come to its end."""

@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _OURS = os.path.dirname(__file__) + os.sep
@@ -130,6 +131,26 @@ def rank_error(failures: dict[int, Failure], size: int) -> WorldError:
     return RankError(f"{head}\n\n{failure}{tail}", first, str(failure))
 
 
-def named(ranks: list[int] | tuple[int, ...]) -> str:
+WAITS, ABSENT, OVER = "waits in", "has not arrived", "has"
+State = tuple[str, str]  # what a rank does, one of the three, and where
+
+
+def late(op: str, timeout: float, states: Sequence[State]) -> str:
+    """The text of a time-out, from the state of every rank."""
+    ranks = {kind: [rank for rank, (what, _) in enumerate(states) if what == kind] for kind in (WAITS, ABSENT, OVER)}
+    missing = ranks[ABSENT] or ranks[OVER]
+    return f"{named(ranks[WAITS])} waited {timeout:g} s in {op}" + f" for {named(missing)}" * bool(missing) + f":\n{_whereabouts(states)}"
+
+
+def stuck(states: Sequence[State]) -> str:
+    """The text of a deadlock, from the state of every rank."""
+    return f"every rank waits for another one, and none can go on:\n{_whereabouts(states)}"
+
+
+def _whereabouts(states: Sequence[State]) -> str:
+    return "\n".join(f"  rank {rank} {what} {where}".rstrip() for rank, (what, where) in enumerate(states))
+
+
+def named(ranks: Sequence[int]) -> str:
     """Ranks as a phrase: 'rank 2' or 'ranks 0, 1, 3'."""
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"

@@ -13,8 +13,8 @@ import torch
 from labutils.config import Mesh
 from labutils.ledger import Trace
 from labutils.world.board import Board
-from labutils.world.comm import REDUCE, Op, Rank, check_pair
-from labutils.world.errors import DeadlockError, Failure, MismatchError, Stopped, TimeoutError, named, place, rank_error, site
+from labutils.world.comm import REDUCE, Op, Rank, misfit, show
+from labutils.world.errors import ABSENT, OVER, WAITS, DeadlockError, Failure, MismatchError, State, Stopped, TimeoutError, late, place, rank_error, site, stuck
 
 GRACE = 0.2  # seconds that the other ranks get to come to their own end after one has failed
 
@@ -36,18 +36,17 @@ class Hub:
 
     # -- what ranks call -----------------------------------------------------------------------------------------------
 
-    def post(self, rank: int, op: Op) -> Op:
+    def post(self, rank: int, op: Op) -> None:
         key = (op.channel, rank, op.peer) if op.sending else (op.channel, op.peer, rank)
         with self.changed:
             queue = self.queues[key]
             if not queue or queue[0].sending == op.sending:
                 queue.append(op)
-                return op
+                return
             partner = queue.popleft()
         send, receive = (op, partner) if op.sending else (partner, op)
-        sent, expected = (send.tensor.dtype, send.tensor.numel()), (receive.tensor.dtype, receive.tensor.numel())
-        if sent != expected:
-            check_pair(f"rank {key[1]}: {send}", f"rank {key[2]}: {receive}", sent, expected)
+        if send.tensor.dtype != receive.tensor.dtype or send.tensor.numel() != receive.tensor.numel():
+            raise misfit(key[1], send, key[2], receive)
         with torch.no_grad():
             if receive.reduce:
                 REDUCE[receive.reduce](receive.tensor.view(-1), send.tensor.view(-1))
@@ -55,7 +54,6 @@ class Hub:
                 receive.tensor.view(-1).copy_(send.tensor.view(-1))
         self.finish(send)
         self.finish(receive)
-        return op
 
     def finish(self, op: Op) -> None:
         with self.changed:
@@ -75,8 +73,7 @@ class Hub:
             self._settle()
         if not op.gate.acquire(timeout=self.timeout):
             with self.changed:
-                report = self._report(op)
-                self.waiting.pop(op, None)
+                report = late(op.call.op, self.timeout, self._states())
             raise TimeoutError(report)
         if not op.done:
             raise Stopped
@@ -109,32 +106,27 @@ class Hub:
     @property
     def settled(self) -> bool:
         """Whether no rank can move any more."""
-        return len(self.waiting) == self.actors
+        return sum(rank not in self.finished for rank in self.waiting.values()) == self.actors
 
     def _settle(self) -> None:
         if self.settled:
             if self.waiting and not self.failures and not self.stopped:
-                self.deadlock = "every rank waits for another one, and none can go on:\n" + self._whereabouts()
+                self.deadlock = stuck(self._states())
             self.changed.notify_all()
 
-    def _report(self, op: Op) -> str:
-        waiting = sorted(set(self.waiting.values()))
-        missing = [rank for rank in range(self.size) if rank not in waiting]
-        return f"{named(waiting)} waited {self.timeout:g} s in {op.call.op} for {named(missing)}:\n{self._whereabouts()}"
-
-    def _whereabouts(self) -> str:
-        """Where every rank is, a line each."""
-        lines = []
+    def _states(self) -> list[State]:
+        """What every rank does, and where."""
+        waits = {rank: str(op) for op, rank in self.waiting.items()}
         frames = sys._current_frames()
-        for rank in range(self.size):
-            ops = [op for op, owner in self.waiting.items() if owner == rank]
-            if ops:
-                lines += [f"  rank {rank} waits in {op}" for op in ops]
-            elif rank in self.finished:
-                lines.append(f"  rank {rank} " + ("has failed" if rank in self.failures else "has finished"))
-            else:
-                lines.append(f"  rank {rank} has not arrived: it is at {place(site(frames.get(self.threads[rank].ident)))}")
-        return "\n".join(lines)
+
+        def state(rank: int) -> State:
+            if rank in waits:
+                return WAITS, waits[rank]
+            if rank in self.finished:
+                return OVER, "failed" if rank in self.failures else "finished"
+            return ABSENT, f"and is at {place(site(frames.get(self.threads[rank].ident)))}"
+
+        return [state(rank) for rank in range(self.size)]
 
 
 class ThreadEndpoint:
@@ -144,8 +136,12 @@ class ThreadEndpoint:
         self.hub, self.rank = hub, rank
         self.finish, self.add_actor = hub.finish, hub.add_actor
 
-    def post(self, op: Op) -> Op:
-        return self.hub.post(self.rank, op)
+    def post(self, *ops: Op) -> None:
+        for op in ops:
+            self.hub.post(self.rank, op)
+
+    def watch(self, op: Op) -> None:
+        """Nothing: a message moves as soon as its second side is there."""
 
     def wait(self, op: Op) -> None:
         if not op.done:
@@ -204,8 +200,7 @@ class Threads:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped))
         for rank in ranks:
             rank._close()
-            for text in rank._printed:
-                sys.stdout.write("".join(f"[rank {rank.index}] {line}" for line in text.splitlines(keepends=True)))
+        show([rank._printed for rank in ranks])
 
     def close(self) -> None:
         """Nothing stays open between runs."""
