@@ -330,10 +330,10 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _checked(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int | None, lengths: Tensor | None, scale: float | None,
-    block_q: int | None = None, block_k: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, causal: object, offset: object, lengths: Tensor | None, scale: object,
+    block_q: object = None, block_k: object = None,
 ) -> Problem:  # fmt: skip
-    """The problem that these arguments state, or an error that says which of them cannot be."""
+    """The problem that these arguments state, or an error that says which of them cannot be: any object may have been given."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"attention takes q (b, a, s_q, d) and k, v (b, g, s_k, d), got {shapes}: add the missing dims with unsqueeze")

@@ -85,10 +85,11 @@ class _Books(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            for direction, tree in (("load", (args, kwargs)), ("store", out)):
-                nbytes = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-                self.moved[direction, func.overloadpacket.__name__] += nbytes
+        taken, made = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), out))
+        alias = {x.untyped_storage()._cdata for x in taken} & {x.untyped_storage()._cdata for x in made}
+        if func._schema.is_mutable or not alias:
+            for direction, tensors in (("load", taken), ("store", made)):
+                self.moved[direction, func.overloadpacket.__name__] += sum(x.numel() * x.element_size() for x in tensors)
         return out
 
 
@@ -105,7 +106,7 @@ def one_pass(fn: Callable[..., Tensor], *inputs: Float[Tensor, "rows width"], bl
     memory = SlowMemory(1, **{name: tensor[None, None] for name, tensor in tensors.items()})
     for start in range(0, rows, block):
         at = slice(start, min(start + block, rows))
-        memory.store("out", at, fn(*(memory.load(f"x{i}", at, x.dtype) for i, x in enumerate(inputs))))
+        memory.store("out", at, fn(*(memory.load(f"x{i}", at, x.dtype)[0] for i, x in enumerate(inputs)))[None])
     return tensors["out"], _ledger(memory.moved)
 
 
