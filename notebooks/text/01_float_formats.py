@@ -1,0 +1,605 @@
+# %% [markdown]
+# # 01 · Choose a number format
+#
+# **What do you lose when a weight, a gradient or a sum gets 16, 8 or 4 bits instead of 32, and when does training notice?**
+#
+# About 70 minutes. Before this: [lab 00](00_start_here.ipynb). No GPU is needed: every format of this lab is computed bit by bit, and the results are
+# those of the hardware.
+#
+# After this lab you can
+#
+# - read any pattern of bits in any format, down to four bits (exercise 1.1);
+# - say which value a number becomes, and write the cast that does it (exercise 1.2);
+# - find the input that a cast gets wrong although a thousand random tests pass (exercise 1.3, a bug hunt);
+# - predict where a sum stops growing, and keep it growing (exercise 1.4);
+# - choose a format from two numbers, its range and its gap, and say what a flag such as `--fp8-format hybrid` chooses for you.
+
+# %%
+import math
+
+import ml_dtypes
+import torch
+
+from labutils import floats, plots, precision
+from labutils.check import check, hint, predict, predictions, reveal, show
+from labutils.floats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16, FP32, TF32, FloatFormat
+from labutils.widgets import bits, explore, slider
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# A floating-point number is a sign, a power of two, and a place between that power and the next.
+# Exponent bits buy *range*: how large and how small a number can be. Mantissa bits buy *precision*: how many places there are between two powers.
+# Every bit goes to one or the other, and all the formats of training are different answers to the question of how to split them.
+
+# %%
+plots.dynamic_range([FP32, TF32, BF16, FP16, E5M2, E4M3, E3M2, E2M3, E2M1], title="bf16 reaches as far as fp32 with half the bits; fp16 does not")
+
+# %% [markdown]
+# Two things to see before any formula. bf16 is as wide as fp32 with half the bits; fp16 is not, and that one difference is why loss scaling exists.
+# And the formats below 8 bits span so little that they are of no use alone: a *scale* has to travel with them. You meet it in the last block.
+
+# %% [markdown]
+# ## What does a pattern of bits mean?
+#
+# fp8 e4m3 has 1 sign bit, 4 exponent bits and 3 mantissa bits: 256 patterns in all. Which is the largest number among them? Write down a guess before
+# you go on.
+
+# %%
+predict("e4m3/largest-value", in_e4m3=240)  # your guess: change it
+
+# %% [markdown]
+# Write $e$ for the exponent field and $m$ for the mantissa field, both read as integers, and $M$ for the number of mantissa bits.
+#
+# $$ \text{value} = (-1)^{\text{sign}} \cdot 2^{\,e - \text{bias}} \cdot \Bigl(1 + \frac{m}{2^M}\Bigr), \quad \text{bias} = 2^{\text{exponent bits} - 1} - 1 $$
+#
+# The 1 in front is not stored: between two powers of two the leading bit is always 1, so storing it would waste a bit.
+# The bias puts the exponent field, which counts from 0, around 1.0.
+
+# %%
+code = 0b0_1000_100
+plots.bits(E4M3, code)
+
+# %%
+E4M3.bias, E4M3.fields(code), E4M3.decode(code)
+
+# %% [markdown]
+# Two exponent fields are special, and they are where formats differ.
+#
+# **Field 0: no leading 1.** With one, nothing would lie between 0 and the smallest power of two, and $a - b$ could be 0 for $a \ne b$.
+# So the last binade is filled evenly down to zero, with *subnormal* numbers: $\pm\, 2^{1-\text{bias}} \cdot m / 2^M$. The exponent is $1-\text{bias}$,
+# the one of the smallest normal number, so that no gap stays open.
+
+# %%
+[E4M3.decode(c) for c in range(11)]  # 0, seven subnormals, and the first normal numbers
+
+# %% [markdown]
+# **The top field: infinity and NaN.** IEEE formats give up the whole top exponent: mantissa 0 is infinity, everything else NaN.
+# That is 2046 of fp16's 65 536 codes, which is affordable; of e4m3's 256 codes it would be 16, with half of the range.
+# e4m3 therefore keeps one code for NaN in each sign, has no infinity at all, and counts on to the top.
+
+# %%
+[E4M3.decode(0b0_1111_000 + m) for m in range(8)]  # what IEEE rules would have thrown away
+
+# %%
+reveal("e4m3/largest-value", in_e4m3=E4M3.max)
+
+# %% [markdown]
+# All formats follow from a handful of numbers, so one class describes them all, also one that you make up.
+
+# %%
+mine = FloatFormat("1-3-4", exponent_bits=3, mantissa_bits=4)  # 3 exponent bits, 4 mantissa bits, the rest as in IEEE 754
+mine.max, mine.min_normal, mine.min_subnormal, mine.eps, mine.counts
+
+# %%
+for fmt in (FP32, TF32, BF16, FP16, E5M2, E4M3, E3M2, E2M3, E2M1):
+    limits = f"max {fmt.max:<9.4g} normal from {fmt.min_normal:<8.2g} subnormal from {fmt.min_subnormal:<8.2g} eps {fmt.eps:.2g}"
+    print(f"{fmt.name:5} {fmt.bit_string(0):37} {limits}")
+
+# %% [markdown]
+# `eps` is the gap between 1 and the next number, $2^{-M}$. Three of these lines are worth keeping in mind: fp16 ends at 65 504, bf16 tells 1 from 1.0078
+# and no finer, e4m3 ends at 448.
+# tf32 has 19 bits and takes 32 in memory: it exists only inside matrix multiplications, as what is left of an fp32 operand.
+#
+# Is all of this the real thing? Decode every 16-bit pattern and compare with torch.
+
+# %%
+patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
+for fmt, dtype in [(FP16, torch.float16), (BF16, torch.bfloat16)]:
+    ours = torch.tensor([fmt.decode(c % 2**16) for c in patterns.tolist()], dtype=torch.float64)
+    theirs = patterns.view(dtype).double()
+    print(f"{fmt.name}: {((ours != theirs) & ~(ours.isnan() & theirs.isnan())).sum()} of {len(patterns):,} patterns differ")
+
+# %% [markdown]
+# Flip the bits yourself. Look for the largest number, the smallest, the NaN; find two neighbors and watch the gap between them double when the exponent
+# goes up by one.
+
+
+# %%
+def what_it_means(code):
+    gap = E4M3.spacing(E4M3.decode(code))
+    return f"<p style='font-size:1.4em'>{E4M3.explain(code)}</p><p>gap to the next value: {gap:g}</p>"
+
+
+explore(what_it_means, states=256, code=bits(E4M3, start=0b0_0111_000))
+
+# %% [markdown]
+# ### Exercise 1.1 · Read a code (10 min, ●○○)
+#
+# You get a format and a code. Return its value, a Python float: normal, subnormal, ±0, ±inf and NaN, for any format with a sign and a zero.
+# `fmt.fields(code)` cuts the code into its fields for you.
+
+
+# %%
+def decode(fmt: FloatFormat, code: int) -> float:
+    raise NotImplementedError  # sign, exponent, mantissa, kind = fmt.fields(code) is a good first line
+
+
+# %%
+check("floats/decode", decode)
+
+# %%
+hint("floats/decode", 1)
+
+# %% [markdown]
+# When your check has passed, or you have had enough, open the library's own.
+
+# %%
+show(FloatFormat.decode)
+
+# %% [markdown]
+# ## Which value does a number get?
+#
+# 0.3 is not in e4m3. By how many percent is it off once it has become one? Guess first.
+
+# %%
+predict("e4m3/error-of-0.3", percent=1)
+
+# %% [markdown]
+# Around $x$ the values of a format lie evenly, one *gap* apart. The gap depends on the power of two below $x$ and on nothing else:
+#
+# $$ \text{gap}(x) = 2^{\lfloor \log_2 |x| \rfloor - M}, \qquad \text{and below the smallest normal number as there.} $$
+#
+# So rounding is counting: measure $x$ in gaps, round that to an integer, multiply back. Half a gap is the most you can be off, and since the gap is at
+# most $2^{-M}$ of $x$,
+# the relative error is at most $2^{-M-1}$, the same for 0.001 and for 1000. That is what the exponent is for.
+
+# %%
+gap = E4M3.spacing(0.3)
+0.3 / gap, round(0.3 / gap) * gap, E4M3.round(0.3)
+
+# %%
+reveal("e4m3/error-of-0.3", percent=round(abs(E4M3.round(0.3) / 0.3 - 1) * 100, 2))
+
+# %%
+plots.relative_error([FP16, BF16, E4M3, E5M2], title="The relative error is one number for all normal values, and climbs only at the ends")
+
+# %% [markdown]
+# The flat part of each line is $2^{-M-1}$, and it ends on the right with overflow. On the left it climbs: subnormal numbers keep their gap while $x$
+# shrinks, until half the smallest is reached and everything below becomes zero.
+#
+# **Ties.** Exactly between two values, the one with the even significand wins (last bit 0). Always rounding up would push every sum of many roundings
+# upward; this rule sends half of the ties each way.
+
+# %%
+[E4M3.round(x) for x in (17, 19, 21, 23)]  # the gap is 2 here: all four are ties
+
+# %% [markdown]
+# **Other ways to round.** Toward zero cuts the rest off. *Stochastic* rounding goes up with the probability of $x$'s place in the gap, so it is wrong
+# every time and right on average:
+
+# %%
+g = torch.Generator().manual_seed(0)
+x = torch.full((10_000,), 17.2)
+for mode in ("nearest", "zero", "stochastic"):
+    print(f"{mode:10} mean {precision.round_to(x, E4M3, mode=mode, generator=g).mean():.2f}")
+
+# %% [markdown]
+# **Overflow has two conventions, and libraries differ.** Above 464, half a gap beyond 448, e4m3 has no value left. ml_dtypes (and JAX) then say NaN;
+# torch's cast on a CPU saturates, and takes even infinity to 448.
+# In this course `overflow="ieee"` is the first, `overflow="saturate"` the second. A training code has to know which one it has: the first hides nothing,
+# the second never stops.
+
+# %%
+beyond = torch.tensor([464.0, 465.0, math.inf])
+beyond.to(torch.float8_e4m3fn).float().tolist(), beyond.numpy().astype(ml_dtypes.float8_e4m3fn).astype("float32").tolist()
+
+# %%
+[precision.round_to(beyond, E4M3, overflow=how).tolist() for how in ("saturate", "ieee")]
+
+# %% [markdown]
+# Drag a number and watch it land in five formats. From 1 on, e4m3 and e2m3 land on the same values, and so do e5m2 and e3m2: what did their other bits buy?
+
+
+# %%
+def where_it_lands(x):
+    return plots.number_line([E5M2, E4M3, E3M2, E2M3, E2M1], low=0, high=8, mark=x, title=f"Where {x:g} lands")
+
+
+explore(where_it_lands, states=34, x=slider(0.0, 7.59, 0.23, start=2.53))
+
+# %% [markdown]
+# ### Exercise 1.2 · Write the cast (20 min, ●●○)
+#
+# You get a format and a finite float. Return the *code* it becomes: to nearest, ties to even, subnormals and overflow included.
+# Consecutive values have consecutive codes, so a significand that rounds up to the next power of two needs no special case: the carry runs into the
+# exponent field by itself.
+
+
+# %%
+def encode(fmt: FloatFormat, x: float) -> int:
+    raise NotImplementedError
+
+
+# %%
+check("floats/encode", encode)
+
+# %%
+hint("floats/encode", 1)
+
+# %%
+show(FloatFormat.encode)
+
+# %% [markdown]
+# ### Exercise 1.3 · Bug hunt: the cast that rounds twice (10 min, ●●●)
+#
+# This cast takes a float64 to fp16 by way of float32. (torch's own `.half()` on a float64 tensor takes the same way on a CPU.) It gets every fp16 value
+# right, every midpoint between two of them, and a thousand random numbers.
+
+
+# %%
+def to_fp16(x):
+    return torch.as_tensor(x, dtype=torch.float64).float().half().double()
+
+
+def wrong(x):
+    return (to_fp16(x) != precision.round_to(x, FP16)).sum().item()
+
+
+values = torch.tensor([v for v in FP16.representable() if 0 < v < 1000], dtype=torch.float64)
+wrong(values), wrong((values[1:] + values[:-1]) / 2), wrong(torch.rand(1000, dtype=torch.float64, generator=g))
+
+# %% [markdown]
+# Find one finite number that it gets wrong.
+
+# %%
+counterexample = ...  # such as 0.1
+
+# %%
+check("floats/rounds-twice", counterexample)
+
+# %%
+hint("floats/rounds-twice", 1)
+
+# %% [markdown]
+# How rare is it? Of $2^{13}$ float32 numbers between two fp16 values one is the midpoint, and half of what float32 rounds to it should have gone the
+# other way: one random number in $2^{14} = 16\,384$.
+# A thousand tests see none most of the time; a million see about 61. Test the ties and their *nearest neighbors in the wider format*, and you see all of
+# them.
+
+# %%
+wrong(torch.rand(1_000_000, dtype=torch.float64, generator=g))
+
+# %% [markdown]
+# ## Is 10 000 × 10 000 NaN in fp16?
+#
+# One widely read text says so. What do you say: a number, `inf` or `nan`?
+
+# %%
+predict("fp16/ten-thousand-squared", result="nan")
+
+# %% [markdown]
+# $10^8$ lies beyond 65 504. Rounding decides as if the exponent had no end, and only then asks whether the result exists: up to 65 519.99 it is still 65
+# 504, from 65 520 on it is infinity.
+
+# %%
+a = torch.tensor(10_000.0, dtype=torch.float16)
+reveal("fp16/ten-thousand-squared", result=str((a * a).item()))
+
+# %%
+FP16.round(65519.99), FP16.round(65520)
+
+# %% [markdown]
+# Infinity is a value: it compares, it adds, and it tells you what happened. NaN comes one step later, when two infinities meet: $\infty - \infty$,
+# $\infty / \infty$, $\infty \cdot 0$.
+# In training the second step is never far. Here it is in a softmax of two harmless logits:
+
+# %%
+logits = torch.tensor([12.0, 11.0], dtype=torch.float16)
+logits.exp(), logits.exp() / logits.exp().sum()
+
+# %% [markdown]
+# $e^{12} = 162\,755$ is too large for fp16. Subtract the largest logit first, as every library does, and no exponential exceeds 1. bf16 would not need
+# it here, and pays with three bits of precision:
+
+# %%
+stable = (logits - logits.max()).exp()
+(stable / stable.sum()).tolist(), (logits.bfloat16().exp() / logits.bfloat16().exp().sum()).tolist()
+
+# %% [markdown]
+# **The other end is quieter.** What is smaller than half of fp16's smallest subnormal, $2^{-25} \approx 3 \cdot 10^{-8}$, becomes zero, and nothing
+# tells you. Take gradients of the size $10^{-7}$:
+
+# %%
+gradients = torch.randn(100_000, generator=g) * 1e-7
+for scale in (1, 1024):
+    zeros = [(precision.round_to(gradients * scale, fmt) == 0).float().mean().item() for fmt in (FP16, BF16)]
+    print(f"× {scale:4}: {zeros[0]:5.1%} become 0 in fp16, {zeros[1]:.1%} in bf16")
+
+# %% [markdown]
+# Multiplying the loss by 1024 multiplies every gradient by 1024 and moves them all back into range: that is *loss scaling*, and it is a cure for
+# underflow in fp16. bf16 has no such illness: its exponent is fp32's. Lab 02 trains with and without.
+
+# %% [markdown]
+# ## Where does a sum of 4096 ones stop?
+#
+# Start at zero and add 1.0, 4096 times, in fp16. Where do you end? (bf16 runs along; guess that too.)
+
+# %%
+predict("sum-of-ones/fp16", ones=4096)
+
+# %%
+predict("sum-of-ones/bf16", ones=2048)
+
+# %% [markdown]
+# The gap of fp16 at 2048 is $2^{11-10} = 2$. So $2048 + 1$ lies exactly between 2048 and 2050, a tie; the even significand is 2048's. You are where you
+# were, and every further 1 meets the same fate: it is *swamped*.
+# In general a sum of ones stops where the gap becomes 2, at $2^{M+1}$.
+
+# %%
+FP16.spacing(2048), FP16.round(2048 + 1), 2 ** (FP16.mantissa_bits + 1), 2 ** (BF16.mantissa_bits + 1)
+
+# %%
+ones = torch.ones(4096)
+sums = {fmt.name: precision.running_sum(ones, fmt).tolist() for fmt in (FP16, BF16)}
+plots.running_sums(ones.cumsum(0).tolist(), **sums, guesses={name: predictions[f"sum-of-ones/{name}"] for name in sums})
+
+# %% [markdown]
+# This is no curiosity of ones. It is a gradient accumulated over 4096 micro-steps, a mean over a sequence, a weight of 1 that gets updates of 0.001:
+# 0.001 is less than half of bf16's gap at 1, which is 0.0078.
+
+# %%
+weight = torch.tensor(1.0, dtype=torch.bfloat16)
+for _ in range(1000):
+    weight = weight + 0.001
+weight.item()
+
+# %% [markdown]
+# Three cures, all in daily use.
+#
+# **A wider accumulator.** Keep terms in 16 bits and the sum in fp32, whose gap reaches 2 only at 16.8 million. Tensor cores do this within a product,
+# and Megatron-LM does it for gradients.
+
+# %%
+precision.running_sum(ones, FP32)[-1].item(), 2 ** (FP32.mantissa_bits + 1)
+
+# %% [markdown]
+# **A tree.** Add neighbors, then their sums, and so on: the two numbers of every addition are of one size, and a term passes through 12 roundings
+# instead of 4095. The bound on the relative error of $n$ positive terms falls from $n$ to $\log_2 n$ half-gaps (Higham 1993).
+
+# %%
+precision.pairwise_sum(ones, BF16).item()
+
+# %% [markdown]
+# **Stochastic rounding.** At 256 the gap is 2, and 1 goes up every second time. The sum wanders, but its *expected* value is right. That is how some
+# systems keep weights in bf16 with no fp32 copy.
+
+# %%
+wandering = precision.running_sum(torch.ones(3, 4096), BF16, mode="stochastic", generator=g)
+plots.running_sums(
+    ones.cumsum(0).tolist(),
+    **{f"run_{i}": row.tolist() for i, row in enumerate(wandering, 1)},
+    title="Rounded stochastically, a bf16 sum of ones wanders, and never stalls",
+)
+
+# %% [markdown]
+# ### Exercise 1.4 · A sum that does not stall (10 min, ●●○)
+#
+# You get terms and a format, and `precision.round_to(x, fmt)`. Return their sum, every partial result rounded to the format, with an error that grows
+# with $\log n$ and not with $n$.
+
+
+# %%
+def pairwise_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    raise NotImplementedError
+
+
+# %%
+check("floats/pairwise-sum", pairwise_sum)
+
+# %%
+hint("floats/pairwise-sum", 1)
+
+# %%
+show(precision.pairwise_sum)
+
+# %% [markdown]
+# ## Does the order of a sum matter?
+#
+# Addition of real numbers commutes and associates. Take the first 2000 terms of $1 + \tfrac12 + \tfrac13 + \dots$, from the front and from the back.
+
+# %%
+harmonic = 1 / torch.arange(1, 2001, dtype=torch.float64)
+for fmt in (BF16, FP16, FP32):
+    terms = precision.round_to(harmonic, fmt)
+    forward, backward = precision.running_sum(torch.stack([terms, terms.flip(0)]), fmt)[:, -1].tolist()
+    pairwise = precision.pairwise_sum(terms, fmt).item()
+    print(f"{fmt.name}: large first {forward:.4f}, small first {backward:.4f}, pairwise {pairwise:.4f}, exact {harmonic.sum().item():.4f}")
+
+# %% [markdown]
+# Large terms first, the small ones drown; small ones first, they gather weight before they meet a large sum. A tree does not care much.
+#
+# Now the same thousand fp32 numbers in a hundred orders:
+
+# %%
+terms = torch.rand(1000, generator=g) - 0.5
+shuffled = torch.stack([terms[torch.randperm(1000, generator=g)] for _ in range(100)])
+results = precision.running_sum(shuffled, FP32)[:, -1]
+len(set(results.tolist())) > 10, f"{(results.max() - results.min()).item():.0e}"
+
+# %% [markdown]
+# More than ten different answers, up to 0.000 02 apart. Keep this for lab 07: an all-reduce over other ranks, another algorithm or another number of
+# ranks adds in another order, and then two *correct* runs differ in their last bits. Equal to the last bit is a promise about order, not about quality.
+#
+# **tf32 is the same story in one multiplication.** 1.0001 needs 14 bits of fraction; tf32 keeps 10. A thousand of them add up to a thousand:
+
+# %%
+operand, column = torch.full((1024,), 1.0001), torch.ones(1024)
+TF32.round(1.0001), (precision.round_to(operand, TF32) @ column).item(), round((operand @ column).item(), 3)
+
+# %% [markdown]
+# The sum itself ran in fp32; the loss happened before it, when the operand was rounded. In torch `torch.set_float32_matmul_precision("high")` allows
+# this on a GPU.
+
+# %% [markdown]
+# ## What do 8, 6 and 4 bits buy?
+#
+# MXFP4 stores each value in 4 bits, and 32 values share one scale of 8 bits. How many bits does a value take?
+
+# %%
+predict("mxfp4/bits-per-value", bits=4)
+
+# %%
+reveal("mxfp4/bits-per-value", bits=floats.MXFP4.bits_per_value)
+
+# %% [markdown]
+# $4 + 8/32 = 4.25$, and 6.25 and 8.25 for the larger ones. Why pay for the scale at all? Because of one number in the picture at the top: e2m1 has the
+# magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and nothing else. Every tensor has to be brought into that window first.
+
+# %%
+scale, codes = floats.MXFP4.encode([0.011, -0.002, 0.0051, 0.0007])
+floats.E8M0.decode(scale), [E2M1.bit_string(c) for c in codes], floats.MXFP4.decode(scale, codes)
+
+# %% [markdown]
+# The scale is a power of two, a whole number of exponent bits with no mantissa (e8m0), so applying it rounds nothing. Here is what formats do to a
+# weight matrix: first with one scale for all of it, chosen so that the largest entry becomes the format's largest.
+
+
+# %%
+def scaled(w, fmt):
+    unit = w.abs().max() / fmt.max
+    rounded = (w / unit).round() if fmt is floats.INT8 else precision.round_to(w / unit, fmt, overflow="saturate")
+    return rounded * unit
+
+
+def error(w, rounded):
+    return f"{(rounded - w).norm() / w.norm():.1%}"
+
+
+w = torch.randn(8192, generator=g)
+{fmt.name: error(w, scaled(w, fmt)) for fmt in (BF16, E4M3, E5M2, floats.INT8, E2M3, E2M1)}
+
+# %% [markdown]
+# int8 *beats* e4m3 here. Its 255 values lie evenly, and for numbers of one size that is the better use of 8 bits. Real weights and activations have
+# outliers. Plant one, a thousand times as large as the rest, and look at what happens to the other 8191:
+
+# %%
+spiked = torch.cat([torch.tensor([1000.0]), w[1:]])
+{fmt.name: error(w[1:], scaled(spiked, fmt)[1:]) for fmt in (BF16, E4M3, E5M2, floats.INT8, E2M3, E2M1)}
+
+# %% [markdown]
+# The gap of an integer is the same everywhere: with the outlier in range it is 7.9, and everything else becomes zero. An e4m3 number has its own
+# exponent and does not notice.
+# Below 8 bits there are too few exponents left. So give 32 numbers at a time a scale of their own, and one outlier ruins one block instead of a tensor:
+
+
+# %%
+def in_blocks(w, mx):
+    return torch.tensor([v for block in w.split(mx.block_size) for v in mx.decode(*mx.encode(block.tolist()))])
+
+
+{mx.name: (f"{mx.bits_per_value} bits", error(w[32:], in_blocks(spiked, mx)[32:])) for mx in (floats.MXFP8, floats.MXFP6, floats.MXFP4)}
+
+# %% [markdown]
+# A quarter of a bit a value, and 4-bit numbers survive an outlier that costs int8 everything. That trade, one scale for a tensor, a row, a tile or a
+# block, is what lab 15 is about.
+
+# %% [markdown]
+# ## In practice
+#
+# - **PyTorch.** `torch.autocast("cuda", dtype=torch.bfloat16)` for 16 bits; `torch.set_float32_matmul_precision("high")` lets fp32 products use tf32.
+#   `torch.float8_e4m3fn` and `torch.float8_e5m2` are for storage and scaled products, there is no arithmetic on them.
+#   `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` is True by default: parts of an fp16 product may then be added in fp16.
+# - **FSDP2.** `fully_shard(…, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))`.
+#   Left out, `reduce_dtype` is `param_dtype`: gradients are then added in 16 bits.
+# - **torchtitan.** `training.mixed_precision_param` (bfloat16 by default) and `training.mixed_precision_reduce` (float32 by default);
+#   fp8 through the converters `float8` (tensorwise or rowwise scales) and `mx` (`mxfp8`).
+# - **Megatron-LM.** `--bf16` or `--fp16`; `--fp8-format e4m3` or `hybrid`, with `--fp8-recipe delayed`, `tensorwise`, `blockwise` or `mxfp8`.
+#   `--accumulate-allreduce-grads-in-fp32` is turned on by `--bf16` unless gradients are asked for in bf16.
+# - **DeepSpeed.** `"bf16": {"enabled": true}`, or `"fp16"` with `"loss_scale": 0` (dynamic) and `"initial_scale_power"`;
+#   `"data_types": {"grad_accum_dtype": "fp32"}` for the sum of gradients.
+# - **Transformer Engine.** Recipes: `DelayedScaling` with `Format.HYBRID` (e4m3 forward, e5m2 backward), `MXFP8BlockScaling` (e4m3 both ways),
+#   `NVFP4BlockScaling` (e2m1).
+#
+# Each of them asks you two questions. *How fine and how far* for weights and activations: that is the format; gradients get e5m2 because they need range
+# more than precision.
+# *Where are sums kept*: that is this lab's fourth block, and the answer is fp32 nearly everywhere.
+
+# %% [markdown]
+# ## Errata
+#
+# Statements of published texts on this topic, each recomputed.
+#
+# **"The largest fp16 number is 64k."** It is 65 504, 32 less than 64 · 1024, and what is below 65 520 still rounds down to it.
+
+# %%
+64 * 1024 - FP16.max
+
+# %% [markdown]
+# **"10k · 10k becomes NaN."** It becomes infinity; NaN takes a second step.
+
+# %%
+FP16.round(10_000 * 10_000), math.inf - math.inf
+
+# %% [markdown]
+# **"Absolutely no problem with huge numbers in bf16."** No overflow, but $10^8$ becomes a number that is 139 008 larger: 0.14 % off, and the next one up
+# is half a million away.
+
+# %%
+BF16.round(1e8) - 1e8, BF16.spacing(1e8)
+
+# %% [markdown]
+# **"fp32 is two times slower than fp16."** True of memory traffic, 4 bytes against 2. In matrix products an A100 does 312 TFLOP/s in 16 bits, 156 in
+# tf32 and 19.5 in fp32 outside the tensor cores: a factor of 2 or of 16, depending on which fp32 is meant.
+
+# %%
+312 / 156, 312 / 19.5
+
+# %% [markdown]
+# **"bf16 needs loss scaling, too."** Loss scaling moves gradients up into fp16's range. bf16's smallest normal number is fp32's.
+
+# %%
+BF16.min_normal == FP32.min_normal, FP16.min_normal / FP32.min_normal
+
+# %% [markdown]
+# ## Summary
+#
+# - A format is two prices: exponent bits for range, mantissa bits for precision. The relative error of rounding is at most $2^{-M-1}$: 0.05 % in fp16,
+#   0.4 % in bf16, 6.25 % in e4m3.
+#   <!-- claim: [fmt.eps / 2 for fmt in (floats.FP16, floats.BF16, floats.E4M3)] == [2**-11, 2**-8, 0.0625] -->
+# - fp16 ends at 65 504 and loses what is below $2^{-25}$; bf16 reaches as far as fp32 with 3 bits less precision than fp16.
+#   <!-- claim: (floats.FP16.max, floats.FP16.round(2**-25), floats.FP16.mantissa_bits - floats.BF16.mantissa_bits) == (65504, 0, 3) -->
+# - e4m3 ends at 448 and has no infinity. What happens beyond is a convention: 448 in torch on a CPU, NaN in ml_dtypes. Ask.
+#   <!-- claim: (floats.E4M3.max, floats.E4M3.round(1e6, overflow="saturate"), math.isnan(floats.E4M3.round(1e6))) == (448, 448, True) -->
+# - 10 000 × 10 000 is infinity in fp16. NaN is what the next operation makes of it.
+#   <!-- claim: floats.FP16.round(10_000 * 10_000) == math.inf -->
+# - A running sum of ones stops at $2^{M+1}$: 2048 in fp16, 256 in bf16. Keep sums in fp32, add in a tree, or round stochastically.
+#   <!-- claim: [precision.running_sum(torch.ones(4096), name)[-1].item() for name in ("fp16", "bf16", "fp32")] == [2048, 256, 4096] -->
+# - Round once. Two roundings in a row are wrong for one random number in 16 384, and right in every test that does not look for it.
+#   <!-- claim: (floats.FP16.round(1 + 2**-11 + 2**-40), floats.FP16.round(floats.FP32.round(1 + 2**-11 + 2**-40))) == (1 + 2**-10, 1) -->
+# - Below 8 bits a scale travels with every 32 values: 8.25, 6.25 and 4.25 bits a value.
+#   <!-- claim: [mx.bits_per_value for mx in (floats.MXFP8, floats.MXFP6, floats.MXFP4)] == [8.25, 6.25, 4.25] -->
+#
+# Next: [lab 02](../README.md) trains with these formats, and takes away one safeguard at a time.
+
+# %% [markdown]
+# ## References
+#
+# - D. Goldberg, *What every computer scientist should know about floating-point arithmetic*, ACM Computing Surveys 23 (1991).
+# - N. J. Higham, *The accuracy of floating point summation*, SIAM Journal on Scientific Computing 14 (1993): running against pairwise sums.
+# - IEEE 754-2019: fp16, fp32, fp64, rounding, overflow after rounding.
+# - P. Micikevicius et al., *Mixed precision training*, arXiv:1710.03740 (2018); *FP8 formats for deep learning*, arXiv:2209.05433 (2022).
+# - Open Compute Project, *OFP8*, revision 1.0 (2023), and *Microscaling formats (MX)*, version 1.0 (2023); B. D. Rouhani et al., arXiv:2310.10537.
+# - DeepSeek-AI, *DeepSeek-V3 technical report*, arXiv:2412.19437 (2024), section 3.3: fp8 in a large run, and where it accumulates.
+# - NVIDIA, Transformer Engine user guide (recipes); PyTorch documentation of `MixedPrecisionPolicy` and `set_float32_matmul_precision`; argument lists
+#   of Megatron-LM, torchtitan and DeepSpeed, as of 2025.
