@@ -191,10 +191,8 @@ class _Recorder(TorchDispatchMode):
                 life.component = "activations"
         if self.capacity is not None and self.alive > self.capacity:
             phase, event = self.events[-1]
-            raise OutOfMemory(
-                f"{phase}, {event}: {units.text(self.alive)} would be alive, the capacity is {units.text(self.capacity)} "
-                f"({self.alive - self.capacity:,} bytes too many)"
-            )
+            excess = self.alive - self.capacity
+            raise OutOfMemory(f"{phase}, {event}: {excess:,} bytes more than the capacity of {units.text(self.capacity)} would be alive")
         return out
 
     @contextmanager

@@ -217,11 +217,8 @@ def _before(attempt) -> str:
 def _tied(attempt) -> str:
     gpt, optimizer = _adam(tied=True)
     embedding = gpt.tokens.weight.numel()
-    why = (
-        "The difference is the embedding, with its gradient and its state: the head is the very same tensor, and a walk over the modules meets it twice. "
-        "Which call hands out every parameter once?"
-    )
-    return _counted(attempt, gpt, optimizer, "a GPT whose head is its embedding", {16 * embedding + 4: why, 16 * embedding: why, 4 * embedding: why})
+    why = "Which tensor takes exactly that much, with its gradient and its state? And how often does your count meet it?"
+    return _counted(attempt, gpt, optimizer, "a GPT as GPT-2 has it", {16 * embedding + 4: why, 16 * embedding: why, 4 * embedding: why})
 
 
 def _bf16(attempt) -> str:
@@ -327,11 +324,11 @@ EXERCISES = (
         properties=(
             Property("after one step", _untied),
             Property("before the first step", _before),
-            Property("tied weights", _tied),
-            Property("bf16 weights", _bf16),
+            Property("another model", _tied),
+            Property("the same in bf16", _bf16),
         ),
         wrong=(
-            Wrong("walks over modules", tied_twice, "tied weights", "the very same tensor"),
+            Wrong("walks over modules", tied_twice, "another model", "how often does your count meet it"),
             Wrong("sixteen bytes a parameter", _stepwise(lambda p, state: 16 * p.numel()), "after one step", "step counter"),
             Wrong(
                 "no gradients",
@@ -343,12 +340,12 @@ EXERCISES = (
             Wrong(
                 "four bytes for everything",
                 _stepwise(lambda p, state: 4 * (p.numel() + (p.numel() if p.grad is not None else 0) + sum(t.numel() for t in state.values()))),
-                "bf16 weights",
+                "the same in bf16",
                 "2 bytes, not 4",
             ),
         ),
         hints=(
-            "Run it on a model with tied=False, then on one with tied=True, and compare each with measure.model_states.",
+            "GPT-2 has one thing that the first model of the check has not: `ModelConfig` calls it tied. What does it mean for the tensors?",
             "Print `[name for name, p in model.named_parameters(remove_duplicate=False) if p is model.tokens.weight]`: how many modules hold the embedding?",
             "model.parameters() hands out every parameter once, however many modules hold it.",
         ),

@@ -1,0 +1,632 @@
+# %% [markdown]
+# # 00 · Follow every byte of one training step
+#
+# **A model trains its first step and runs out of memory in its second. Same model, same batch, same GPU. What changed?**
+#
+# *45 min · before this: Python, and a training loop in PyTorch that you have seen once · needs a laptop, no GPU and no network*
+
+# %% [markdown]
+# ## Goals
+#
+# - Turn a batch in samples into a batch in tokens (exercise 0.1).
+# - Say what is alive at every moment of a training step, and which step fails first (exercise 0.2).
+# - Count what a model holds from its live tensors, not from a formula (exercise 0.3).
+# - Tell when a larger batch still helps.
+
+# %% [markdown]
+# ## Setup
+
+# %%
+import os
+import platform
+
+import torch
+from IPython.display import Markdown
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, grad, vmap
+
+from labutils import measure, notation, plots, units
+from labutils.check import check, hint, predict, reveal, show
+from labutils.config import Hardware, ModelConfig, TrainConfig
+from labutils.exercises import start
+from labutils.ledger import History, Ledger, Line
+from labutils.model import GPT
+from labutils.widgets import explore
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# Here is a small GPT, an optimizer, and one training step: forward, backward, `optimizer.step()`.
+
+# %%
+config = ModelConfig(num_layers=4, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=64)
+model = GPT(config, generator=torch.Generator().manual_seed(0))
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+tokens, targets = torch.randint(128, (2, 8, 64), generator=torch.Generator().manual_seed(1))
+
+
+# %%
+def step():
+    model.loss(tokens, targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# %% [markdown]
+# `measure.history` runs it and writes down, after every operation, how many bytes are alive and what they are for.
+
+# %%
+first = measure.history(step, model, optimizer)
+plots.memory_timeline(first, title="One training step: activations come and go, the optimizer comes to stay")
+
+# %% [markdown]
+# Read it from left to right.
+#
+# - **Forward.** Each layer keeps what its backward pass will need, its *activations*. They pile up.
+# - **Backward.** Layer by layer, from the last to the first, activations are used and freed, and *gradients* take their place.
+# - **Optimizer.** Adam wants two numbers for every parameter. They did not exist until now, and they will never leave.
+#
+# The lilac fringe on top, *buffers*, is what single operations need for a moment. The rest of this lab turns the picture into numbers,
+# and one of them answers the question at the top.
+
+# %% [markdown]
+# ## How does a lab work?
+#
+# Every quantity in this course is met three times: you **predict** it from a formula, you **compute** it with code that does it, you **measure** it on a run.
+# The three must agree. Prediction and measurement have the same type, a `Ledger`, so the comparison is one line, `predicted.diff(measured)`,
+# and the last line of its table, *unexplained*, has to be zero.
+#
+# Before each answer comes a guess. Change the number below to yours and run the cell. A wrong guess is worth more than none: it shows you what you believed.
+#
+# > An fp32 weight takes 4 bytes. How many bytes does each parameter take **while Adam trains it**, activations aside?
+
+# %%
+predict("start/bytes-per-parameter", bytes=4)
+
+# %% [markdown]
+# - `check("topic/exercise", your_function)` tests your answer and says which property failed, on which input, and what that usually means.
+# - `hint("topic/exercise", 1)` says a little, level 2 a little more. `show(...)` unfolds the course's own solution.
+# - Panels with sliders work in this notebook and, with fewer stops, on the web page too.
+#
+# Exercises that you leave untouched report "not attempted" and never break *Run all*.
+
+# %% [markdown]
+# ## What is on this machine, and how large is a gigabyte?
+
+# %% tags=["nbval-ignore-output"]
+print(platform.platform(), "· Python", platform.python_version(), "· torch", torch.__version__)
+print(os.cpu_count(), "cores ·", torch.get_num_threads(), "threads for torch")
+if hasattr(os, "sysconf"):
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    print(units.text(memory), "of memory, which some tools write as", units.text(memory, binary=True))
+for i in range(torch.cuda.device_count()):
+    print(torch.cuda.get_device_name(i), units.text(torch.cuda.get_device_properties(i).total_memory))
+
+# %% [markdown]
+# A laptop is enough: every cell of this lab runs on two cores in seconds.
+#
+# Two units share one name. A **GB** is 10⁹ bytes, a **GiB** is 2³⁰, 7 % more. This course writes GB, and GiB only where a tool reports it.
+#
+# > `nvidia-smi` reports 81 559 MiB on an H100 that is sold as "80 GB". How many GB are that?
+
+# %%
+predict("start/h100", GB=80)
+
+# %%
+reported = units.parse("81559 MiB")
+units.text(reported), units.text(reported, binary=True)
+
+# %%
+reveal("start/h100", GB=reported / units.GB)
+
+# %% [markdown]
+# The number on this box is closer to GiB than to GB; on other cards it is the other way round. The course plans with the number on the box, in GB.
+
+# %% [markdown]
+# ## What do the letters mean?
+#
+# Papers disagree about letters. Here is one table, and every lab keeps to it.
+
+# %%
+Markdown(notation.markdown("shapes"))
+
+# %% [markdown]
+# A configuration unpacks into these letters, so that a line of code looks like the line of a paper. GPT-2 XL:
+
+# %%
+xl = ModelConfig.named("gpt2-xl")
+s, h, L, v, Ψ = xl.letters("s h L v Ψ")
+s, h, L, v, Ψ
+
+# %% [markdown]
+# **Where the parameters are.** One layer has four h×h matrices in its attention, and two of h×4h in its feed-forward part: 4h² + 8h² = 12h².
+
+# %%
+f"{12 * L * h**2:,} of {Ψ:,} parameters: {12 * L * h**2 / Ψ:.1%}"
+
+# %% [markdown]
+# The embedding is most of what is left. The course's `GPT` counts exactly, for any configuration, because it is built from it. On the *meta* device
+# tensors have a shape and no memory, so this laptop can build Llama 3.1 405B:
+
+# %%
+with torch.device("meta"):
+    giant = GPT(ModelConfig.named("llama-3.1-405b"))
+f"{sum(p.numel() for p in giant.parameters()):,}"
+
+# %% [markdown]
+# ## How many tokens does one step learn from?
+#
+# A *micro-batch* is what one rank takes through the model at once: b sequences of s tokens. A rank may run several before the optimizer steps
+# (*gradient accumulation*, lab 05), and many ranks work side by side (*data parallelism*, lab 08). People quote the product in samples or in tokens,
+# and the factor between the two is s. Papers with different sequence lengths can be compared in tokens alone.
+#
+# A recipe for choosing: tokens per step first, then the sequence length, then the largest micro-batch that fits, then the ranks you have; accumulation is what is left.
+
+# %%
+train = TrainConfig(micro_batch=2, global_batch=1024)
+train.accumulation(dp=128), train.accumulation(dp=512)
+
+# %% [markdown]
+# ### Exercise 0.1 · Tokens in one step (4 min, ●○○)
+#
+# Proves that you can turn a batch in samples into a batch in tokens. Replace the last line, run both cells, and read the report.
+
+
+# %%
+def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) -> int:
+    """Tokens that one optimizer step learns from."""
+    raise NotImplementedError
+
+
+# %%
+check("start/tokens-per-step", tokens_per_step)
+
+# %%
+show(start.tokens_per_step)
+
+# %% [markdown]
+# ## What does a parameter cost while it trains?
+#
+# In fp32 everything takes 4 bytes: the weight, its gradient, and Adam's two moments, the running mean of the gradient and of its square.
+#
+# $$ \underbrace{4\Psi}_{\text{weights}} + \underbrace{4\Psi}_{\text{gradients}} + \underbrace{4\Psi + 4\Psi}_{\text{Adam}} = 16\,\Psi\ \text{bytes} $$
+#
+# The prediction as a ledger, with one line that textbooks leave out: PyTorch keeps a step counter of 4 bytes with every tensor.
+
+# %%
+parameters, tensors = config.num_params, len(list(model.parameters()))
+parameters, tensors
+
+# %%
+predicted = Ledger([
+    Line("weights", 4 * parameters, component="weights"),
+    Line("gradients", 4 * parameters, component="gradients"),
+    Line("step", 4 * tensors, component="optimizer"),
+    Line("exp_avg", 4 * parameters, component="optimizer"),
+    Line("exp_avg_sq", 4 * parameters, component="optimizer"),
+])  # fmt: skip
+
+# %% [markdown]
+# And the measurement. `measure.model_states` adds up the storages that are alive; it knows nothing of the formula.
+
+# %%
+model.loss(tokens, targets).backward()
+predicted.diff(measure.model_states(model, optimizer))
+
+# %%
+reveal("start/bytes-per-parameter", bytes=16)
+
+# %% [markdown]
+# Zero bytes are unexplained. GPT-2 XL would hold 16Ψ = 24.9 GB in this way, before the first activation.
+# (Labs 02 and 03 meet other conventions, 12 to 20 bytes, and reconcile them.)
+
+# %%
+optimizer.zero_grad()
+units.text(16 * xl.num_params)
+
+# %% [markdown]
+# ## Why can the second step fail where the first succeeded?
+#
+# > In which phase does memory peak: "forward", "backward" or "optimizer"?
+
+# %%
+predict("start/peak", phase="optimizer")
+
+# %%
+reveal("start/peak", phase=first.peak.phase)
+
+# %% [markdown]
+# The peak is the very beginning of the backward pass: all activations are there, the logits' gradients join them, nothing has been freed. So the optimizer's
+# own memory does not matter for the peak. Or does it? Run the same step once more.
+
+# %%
+second = measure.history(step, model, optimizer)
+plots.memory_timeline(History([*first.moments, *second.moments]), title="The second hill is as high as the first, and stands on a higher floor")
+
+# %% [markdown]
+# **The two peaks, derived.** Gradients take as much as the weights. Call *state* what the optimizer keeps, *working* what forward and backward hold besides at their
+# fullest, and *temporary* what `optimizer.step()` needs for a moment. A step is fullest at one of two moments, while it computes or while it updates:
+#
+# $$ \begin{aligned}
+# \text{step 1:}&\quad \max(\,\text{weights} + \text{working},\;\; 2\,\text{weights} + \text{state} + \text{temporary}\,) \\
+# \text{step 2:}&\quad \max(\,\text{weights} + \text{state} + \text{working},\;\; 2\,\text{weights} + \text{state} + \text{temporary}\,)
+# \end{aligned} $$
+#
+# Under the first hill there is no state yet. Under the second there is.
+
+# %%
+held = measure.model_states(model, optimizer).by("component")
+weights, state = held["weights"], held["optimizer"]
+working = first.phases["backward"].ledger.total - weights
+temporary = first.phases["optimizer"].ledger.total - (2 * weights + state)
+[units.text(amount) for amount in (weights, state, working, temporary)]
+
+# %%
+updating = 2 * weights + state + temporary
+peaks = Ledger([Line("step 1", max(weights + working, updating)), Line("step 2", max(weights + state + working, updating))])
+peaks.diff(Ledger([Line("step 1", first.peak.ledger.total), Line("step 2", second.peak.ledger.total)]))
+
+# %% [markdown]
+# So a device between the two peaks lets the first step pass and stops the second. Give the step such a budget, a fresh optimizer, and watch:
+
+# %%
+capacity = (first.peak.ledger.total + second.peak.ledger.total) // 2
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+for number in (1, 2):
+    try:
+        measure.history(step, model, optimizer, capacity=capacity)
+        print(f"step {number} fits in {units.text(capacity)}")
+    except measure.OutOfMemory as error:
+        print(f"step {number} fails in the {error}")
+
+# %% [markdown]
+# **At full size.** Under `FakeTensorMode` tensors have shapes, types and lifetimes, but no memory: the same measurement runs for GPT-2 large, with 774 million
+# parameters and four sequences of 1024 tokens, on any laptop.
+
+
+# %%
+def two_steps(name: str, batch: int) -> History:
+    with FakeTensorMode():
+        model = GPT(ModelConfig.named(name))
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        tokens, targets = torch.zeros(2, batch, model.config.seq_len, dtype=torch.long)
+
+        def step():
+            model.loss(tokens, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return History(moment for _ in range(2) for moment in measure.history(step, model, optimizer).moments)
+
+
+# %%
+large = two_steps("gpt2-large", batch=4)
+plots.memory_timeline(large, capacity=Hardware.named("V100"), title="GPT-2 large in fp32 on a V100: step 1 fits, step 2 does not")
+
+# %% [markdown]
+# Nothing leaked. The optimizer's state was allocated at the first `step()`, after the first hill, and the second hill stands on top of it.
+#
+# This happens only if the hill is what counts. With a small batch the hill is low, the update is the fullest moment of *both* steps, and whoever survives the
+# first step survives them all. By the formulas, step 2 peaks higher exactly when working > weights + temporary:
+
+# %%
+f"{units.text(working)} > {units.text(weights + temporary)}: {working > weights + temporary}"
+
+# %% [markdown]
+# ### Exercise 0.2 · Which step runs out of memory? (10 min, ●●○)
+#
+# Proves that you know what is alive when. The check ends with twelve capacities around the peaks of a real run.
+
+
+# %%
+def first_failing_step(weights: int, state: int, working: int, temporary: int, capacity: int) -> int | None:
+    """1 or 2, the first step whose peak is more than `capacity`, or None. Gradients take as much as the weights."""
+    raise NotImplementedError
+
+
+# %%
+check("start/first-failing-step", first_failing_step)
+
+# %%
+hint("start/first-failing-step", 1)
+
+# %%
+show(start.first_failing_step)
+
+# %% [markdown]
+# ### Exercise 0.3 · Bug hunt: a counter that counts too much (8 min, ●●○)
+#
+# This counter walks over all modules and adds up each parameter, its gradient and its optimizer state. It is right for many models. Find the one kind for which it is
+# wrong, and repair it. (Proves that you count memory by what is alive, not by a formula.)
+
+
+# %%
+def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of weights, gradients and optimizer state."""
+    total = 0
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            tensors = [p, p.grad, *optimizer.state.get(p, {}).values()]
+            total += sum(t.nbytes for t in tensors if t is not None)
+    return total
+
+
+# %%
+check("start/bug-hunt-state-bytes", state_bytes)
+
+# %%
+show(measure.model_states)
+
+# %% [markdown]
+# ## Is a larger batch a better batch?
+#
+# Memory pushes the batch down. What pushes it up?
+#
+# A batch's gradient is an average over its sequences, so it is an estimate of the gradient over all data, and averages get better with size. If Σ is the covariance
+# of the gradients of single sequences, then for B sequences drawn independently
+#
+# $$ \mathbb{E}\,\lVert g_B - g \rVert^2 = \frac{\operatorname{tr}\Sigma}{B}. $$
+#
+# > How many times smaller is the noise (this squared length) if the batch grows from 4 to 64 sequences?
+
+# %%
+predict("start/noise", times=4)
+
+# %% [markdown]
+# To try it you need data with something to learn: sequences that count upward, each from its own start in its own stride.
+
+
+# %%
+def sequences(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    first, stride = torch.randint(32, (n, 1), generator=generator), torch.randint(1, 9, (n, 1), generator=generator)
+    counted = (first + stride * torch.arange(17)) % 32
+    return counted[:, :-1], counted[:, 1:]
+
+
+# %%
+small = ModelConfig(num_layers=2, d_model=32, num_heads=2, d_ff=128, vocab_size=32, seq_len=16)
+
+
+def trained(batch: int, total: int, lr: float) -> tuple[GPT, list[float]]:
+    """A small GPT that has seen `total` sequences in batches of `batch`, and its loss at every step."""
+    generator = torch.Generator().manual_seed(0)
+    learner = GPT(small, generator=generator)
+    adam, losses = torch.optim.AdamW(learner.parameters(), lr=lr), []
+    for _ in range(total // batch):
+        loss = learner.loss(*sequences(batch, generator))
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+        losses.append(loss.item())
+    return learner, losses
+
+
+# %% [markdown]
+# **The formula needs Σ.** Take a model that has trained a little, and 512 sequences as "all data". `vmap(grad(...))` gives the gradient of every single sequence.
+
+# %%
+learner, _ = trained(batch=16, total=1024, lr=2e-3)
+x, y = sequences(512, torch.Generator().manual_seed(1))
+
+
+def loss_of_one(parameters, x, y):
+    return torch.nn.functional.cross_entropy(functional_call(learner, parameters, x[None])[0], y)
+
+
+# %%
+learned = {name: p.detach() for name, p in learner.named_parameters()}
+gradients = vmap(grad(loss_of_one), in_dims=(None, 0, 0))(learned, x, y)
+G = torch.cat([g.flatten(1) for g in gradients.values()], dim=1)  # a row for each sequence
+g = G.mean(0)
+noise, signal = (G - g).square().sum(1).mean().item(), g.square().sum().item()
+G.shape
+
+# %% [markdown]
+# **The measurement** draws real batches and runs real backward passes, 64 for each batch size.
+
+
+# %%
+def squared_error(B: int, generator: torch.Generator) -> float:
+    pick = torch.randint(len(x), (B,), generator=generator)
+    learner.zero_grad()
+    learner.loss(x[pick], y[pick]).backward()
+    return (torch.cat([p.grad.flatten() for p in learner.parameters()]) - g).square().sum().item()
+
+
+generator = torch.Generator().manual_seed(2)
+measured = {B: [squared_error(B, generator) for _ in range(64)] for B in (1, 4, 16, 64, 256)}
+plots.gradient_noise(measured, noise=noise, signal=signal)
+
+# %%
+reveal("start/noise", times=16)
+
+# %% [markdown]
+# Where the two lines cross, a batch's gradient is as much noise as signal. Far to the left of that point, twice the batch is nearly twice the information a step.
+# Far to the right the direction is already right, and more sequences confirm what you know: the tokens are spent, and the step is hardly better.
+# That crossing, tr Σ / ‖g‖², is the *simple noise scale* of McCandlish et al.; it grows as training goes on. Lab 16 measures it along a run.
+#
+# **The same on a loss curve.** Four runs see the same 4096 sequences; the larger the batch, the fewer the steps. (The learning rate grows as √B, as lab 16 explains.)
+
+
+# %%
+def curve(batch: int, total: int = 4096) -> tuple[list[int], list[float]]:
+    """Tokens seen and loss, averaged over 256 sequences at a time."""
+    _, losses = trained(batch, total, lr=1e-3 * (batch / 4) ** 0.5)
+    window = max(1, 256 // batch)
+    ends = range(window, len(losses) + 1, window)
+    return [end * batch * small.seq_len for end in ends], [sum(losses[end - window : end]) / window for end in ends]
+
+
+curves = {f"batch {B}, {4096 // B:,} steps": curve(B) for B in (4, 16, 64, 256)}
+plots.loss_curves(curves, xlabel="tokens seen", title="For the same tokens, small batches learn more; large batches need fewer steps")
+
+# %% [markdown]
+# Read it both ways. If tokens are what you pay for, the small batch wins. If time is, the large one may: its steps are few, and each can be spread over many ranks.
+# The second half of this course is about making such steps fast.
+
+# %% [markdown]
+# ## Play: which step fails on which device?
+#
+# The panel knows one thing that you have not derived yet, the working memory of this GPT in fp32. Lab 03 takes the formula apart, term by term.
+# Here it is enough that it explains your measurement to the last byte.
+
+
+# %%
+def working_memory(model: ModelConfig, b: int) -> int:
+    s, h, f, a, L, v = model.letters("s h f a L v")
+    return b * s * (4 * L * (8 * h + 2 * f + a * s + 4) + 8 * h + 12 * v + 24) + 8
+
+
+Ledger([Line("working", working_memory(config, b=8))]).diff(Ledger([Line("working", working)]))
+
+
+# %%
+def steps(model="gpt2-large", device="V100", optimizer="AdamW", batch=4):
+    hardware, model = Hardware.named(device), ModelConfig.named(model)
+    weights = Ledger([Line("weights", 4 * model.num_params, component="weights")])
+    state = Ledger([Line("state", 2 * weights.total * (optimizer == "AdamW"), component="optimizer")])
+    working = Ledger([Line("working", working_memory(model, batch), component="activations")])
+    gradients = Ledger([Line("gradients", weights.total, component="gradients")])
+    temporary = Ledger([Line("temporary", weights.total * (optimizer == "AdamW"), component="buffers")])
+    failing = start.first_failing_step(weights.total, state.total, working.total, temporary.total, hardware.memory)
+    return plots.memory_bars(
+        step_1_computes=weights + working,
+        step_1_updates=weights + gradients + state + temporary,
+        step_2_computes=weights + state + working,
+        capacity=hardware,
+        title=f"{model.name}, {batch} × {model.seq_len} tokens, {optimizer}: " + (f"step {failing} fails" if failing else "training fits"),
+    )
+
+
+explore(
+    steps,
+    model=["gpt2-medium", "gpt2-large"],
+    device=["V100", "A100-40GB"],
+    optimizer=["SGD", "AdamW"],
+    batch=(1, 8),
+)
+
+# %% [markdown]
+# Look for three kinds of setting: one where step 2 fails and step 1 does not; one where changing only the optimizer repairs that; one where even SGD cannot help.
+
+# %% [markdown]
+# ## When a cell fails
+#
+# - **NameError**: a cell above has not run. *Run → Restart Kernel and Run All Cells* puts everything in order; nothing you typed is lost.
+# - **Your function raises inside a check**: the report names the error and your line. The notebook stays as it was.
+# - **An error of the course's own code** names the value that was wrong and what would be right. Try one:
+
+# %%
+try:
+    ModelConfig(num_layers=2, d_model=64, num_heads=5, d_ff=256, vocab_size=128, seq_len=64)
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# - **The kernel dies**: usually the machine ran out of memory. Restart it and close other notebooks; every lab stays under 2 GB.
+# - **A number differs from the stored one** in a cell that prints no times: that is a bug, and a report of it is welcome.
+
+# %% [markdown]
+# ## In practice
+#
+# | | sequences that a rank runs at once | sequences in a step | accumulation | tokens in a sequence |
+# |---|---|---|---|---|
+# | Megatron-LM | `--micro-batch-size` | `--global-batch-size` | follows from the two | `--seq-length` |
+# | DeepSpeed | `train_micro_batch_size_per_gpu` | `train_batch_size` | `gradient_accumulation_steps` | up to your data loader |
+# | torchtitan | `training.local_batch_size` | `training.global_batch_size` | follows from the two | `training.seq_len` |
+# | this course | `micro_batch` | `global_batch` | `TrainConfig.accumulation` | `seq_len` |
+#
+# DeepSpeed takes any two of its three numbers and infers the third; Megatron-LM's global batch is one rank's micro-batch times the data-parallel degree if you leave it out.
+#
+# **The same timeline on a GPU.** PyTorch's allocator can record every allocation with the line of Python that asked for it:
+#
+# ```python
+# torch.cuda.memory._record_memory_history()
+# step(); step()
+# torch.cuda.memory._dump_snapshot("two_steps.pickle")     # drop the file on pytorch.org/memory_viz
+# ```
+#
+# Megatron-LM has `--record-memory-history` and `--memory-snapshot-path` for it, torchtitan `profiling.enable_memory_snapshot`. You will recognize the two hills.
+# What the tool shows on top of this lab's picture: the allocator rounds every tensor up to 512 bytes and keeps freed memory for itself, and libraries such as NCCL
+# allocate beside it. `measure.peak_allocated` reads its peak.
+#
+# **Let the second step fail early.** A job that dies in step 2 after an hour of loading is a waste. Run two steps on random tokens before you load the data, or create the
+# optimizer's state at once with one step on zero gradients and a learning rate of zero.
+#
+# **`temporary` is a choice.** `foreach=True`, PyTorch's default on GPUs, updates all tensors together and needs a copy of the parameters for a moment; `foreach=False` goes
+# tensor by tensor and needs about two copies of the largest; `fused=True` needs none. Measured here:
+
+
+# %%
+def temporary_of(**options) -> str:
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    update = measure.history(step_with(optimizer), model, optimizer).phases["optimizer"].ledger
+    return units.text(update.by("component")["buffers"])
+
+
+def step_with(optimizer):
+    def step():
+        model.loss(tokens, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+model.zero_grad()
+{str(options): temporary_of(**options) for options in ({"foreach": True}, {"foreach": False}, {"fused": True})}
+
+# %% [markdown]
+# ## Errata: what published texts get wrong here
+#
+# - **"The first step may succeed and later ones run out of memory, because optimizer states appear."** True under a condition that is left out: with one short sequence
+#   instead of eight, the same model peaks in the optimizer, in every step alike.
+
+# %%
+model.zero_grad()
+optimizer, tokens, targets = torch.optim.AdamW(model.parameters(), foreach=True), tokens[:1, :16].clone(), targets[:1, :16].clone()
+peaks = [measure.history(step, model, optimizer).peak for _ in range(2)]
+[(peak.phase, units.text(peak.ledger.total)) for peak in peaks]
+
+# %% [markdown]
+# - **"A100 and H100 have at most 80 GB."** The H100 NVL has 94 GB, and 80 was never the end: the course's table of devices, from the data sheets, in GB.
+
+# %%
+{name: Hardware.named(name).memory // units.GB for name in Hardware.names()}
+
+# %% [markdown]
+# - **"16 bytes per parameter."** For fp32 Adam it is 16Ψ and 4 bytes for each tensor, and only while gradients are alive; between `zero_grad()` and the next backward pass it is 12Ψ.
+#   A small matter here. It stops being small when the parts that a text lists sum to 16 and its total says 20 (lab 02).
+# - **"80 GB."** 80 GB, 80 GiB or 81 559 MiB? A plan that mixes them is off by 7 %, more than the margin many runs have.
+
+# %% [markdown]
+# ## Summary
+#
+# > **Everything is met three times**: predicted, computed, measured. `predicted.diff(measured)` ends with *unexplained 0*, or you have not understood it yet.
+# > <!-- claim: ledger.Ledger([ledger.Line("weights", 4)]).diff(ledger.Ledger([ledger.Line("weights", 4)])).unexplained == 0 -->
+#
+# > **A GiB is 7 % more than a GB.** 81 559 MiB are 85.5 GB.
+# > <!-- claim: units.text(units.parse("81559 MiB")) == "85.5 GB" -->
+#
+# > **Tokens per step = micro-batch × accumulation × ranks × sequence length.** With 2, 4, 128 and 4096, four million.
+# > <!-- claim: config.TrainConfig(micro_batch=2, global_batch=1024).accumulation(dp=128) * 2 * 128 * 4096 == 4_194_304 -->
+#
+# > **fp32 Adam holds 16 bytes per parameter**: 24.9 GB for GPT-2 XL before any activation.
+# > <!-- claim: units.text(16 * config.ModelConfig.named("gpt2-xl").num_params) == "24.9 GB" -->
+#
+# > **The optimizer's state appears at the end of the first step.** From then on the activations' hill stands on it; the second step can fail where the first did not,
+# > if working memory is more than the weights and what the update needs for a moment.
+#
+# > **A batch's gradient is off by tr Σ / B.** Sixteen times the batch, a sixteenth of the noise; beyond the noise scale more of it buys little.
+
+# %% [markdown]
+# ## References
+#
+# - S. McCandlish, J. Kaplan, D. Amodei, OpenAI Dota Team, *An Empirical Model of Large-Batch Training*, [arXiv:1812.06162](https://arxiv.org/abs/1812.06162): the noise scale.
+# - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face 2025: memory over the course of a step, batch sizes in tokens, choosing a configuration.
+# - A. Radford et al., *Language Models are Unsupervised Multitask Learners*, 2019: GPT-2 and its initialization.
+# - S. Rajbhandari et al., *ZeRO*, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), section 3: model states and residual states.
+# - PyTorch, [Understanding CUDA memory usage](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html), and the documentation of `torch.optim.AdamW` on `foreach` and `fused`.
+# - What `nvidia-smi` reports on cards sold as 80 GB and others: J. Belotti, [Why does an NVIDIA H100 80GB card offer 85.52 GB?](https://thundergolfer.com/blog/nvidia-gpu-memory-capacity)
+# - [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) `megatron/training/config`, [DeepSpeed configuration](https://www.deepspeed.ai/docs/config-json/),
+#   [torchtitan](https://github.com/pytorch/torchtitan) `torchtitan/config/job_config.py`: the flags.
