@@ -1,0 +1,189 @@
+"""The book: it builds without a warning, asks nobody else for anything, and works in a browser, on a phone, with a keyboard and in the dark."""
+
+import functools
+import http.server
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import expect
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LABS = [f"notebooks/{path.stem}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+PAGES = [*(f"book/{path.stem}" for path in sorted((ROOT / "book").glob("*.md"))), *LABS]
+DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+# A bibliography is a list (role=list) of entries (role=doc-biblioentry) in docutils, which axe does not know as list items.
+AXE = {"rules": {"aria-required-children": {"enabled": False}}}
+each_page = pytest.mark.parametrize("name", PAGES)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built book. The command is that of `make book`, but for where it writes."""
+    target = tmp_path_factory.mktemp("book")
+    command = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "jupyter-book" in line)
+    jupyter_book = pathlib.Path(sys.executable).with_name("jupyter-book")
+    arguments = command.partition("jupyter-book ")[2].replace("--path-output book", f"--path-output {target}").split()
+    finished = subprocess.run([sys.executable, jupyter_book, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return target / "_build" / "html"
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@dataclass
+class Reader:
+    """A browser tab at the book, and what went wrong in it."""
+
+    page: object
+    address: str
+    trouble: list = field(default_factory=list)
+
+    def open(self, name):
+        self.page.goto(f"{self.address}/{name}.html")
+        self.page.evaluate("window.MathJax?.startup?.promise")  # pages without a formula come without MathJax
+        return self.page
+
+
+@pytest.fixture
+def reader(browser, address) -> Iterator[Reader]:
+    context = browser.new_context(viewport=DESK, color_scheme="light")
+    reader = Reader(context.new_page(), address)
+
+    def only_here(route):
+        if route.request.url.startswith((address, "data:", "blob:")):
+            route.continue_()
+        else:
+            reader.trouble.append(f"asked {route.request.url}")
+            route.abort()
+
+    context.route("**/*", only_here)
+    reader.page.on("console", lambda message: message.type in ("error", "warning") and reader.trouble.append(message.text))
+    reader.page.on("pageerror", lambda error: reader.trouble.append(str(error)))
+    reader.page.on("response", lambda response: response.status >= 400 and reader.trouble.append(f"{response.status} {response.url}"))
+    yield reader
+    context.close()
+
+
+def test_every_lab_has_a_page_and_no_page_names_another_site_to_load_from(site):
+    assert all((site / f"{name}.html").exists() for name in PAGES)
+    loads = re.compile(r"""(?:<(?:script|img|iframe|source)[^>]*\ssrc|<link[^>]*rel="(?:stylesheet|preload|icon)"[^>]*\shref)=["']?(?:https?:)?//[^"'>\s]+""")
+    for path in site.rglob("*.html"):
+        assert not loads.findall(path.read_text(encoding="utf-8")), path.name
+
+
+@each_page
+def test_a_page_is_whole(reader, name):
+    page = reader.open(name)
+    images = page.locator("article img").evaluate_all("all => all.map(image => [image.alt.trim() !== '', image.complete && image.naturalWidth > 0])")
+    assert all(alternative and drawn for alternative, drawn in images)
+    assert page.locator("article .math").evaluate_all("all => all.filter(math => !math.querySelector('mjx-container')).map(math => math.textContent)") == []
+    assert page.locator("mjx-merror, [data-mjx-error]").count() == 0
+    assert page.locator("article").inner_text().count("$$") == 0
+    assert reader.trouble == []
+
+
+@each_page
+def test_a_page_fits_a_phone(reader, name):
+    reader.page.set_viewport_size(PHONE)
+    page = reader.open(name)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    sticking_out = """all => all.filter(element => {
+        for (let box = element.parentElement; box; box = box.parentElement)
+            if (getComputedStyle(box).overflowX !== 'visible') return false;  // it scrolls within its own box
+        return element.getBoundingClientRect().right > innerWidth + 1;
+    }).map(element => element.outerHTML.slice(0, 120))"""
+    assert page.locator("article *:visible").evaluate_all(sticking_out) == []
+
+
+@each_page
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_page_can_be_read_by_everybody(reader, name, theme):
+    reader.page.emulate_media(color_scheme=theme)
+    page = reader.open(name)
+    expect(page.locator("html")).to_have_attribute("data-theme", theme)
+    found = Axe().run(page, context="article", options=AXE).response["violations"]
+    grave = [f"{v['id']}: {v['help']} {v['nodes'][0]['html'][:200]}" for v in found if v["impact"] in ("serious", "critical")]
+    assert grave == []
+
+
+def test_math_is_typeset(reader):
+    assert reader.open("book/notation").locator("article mjx-container").count() > 20
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_panels_answer_to_mouse_and_keyboard(reader, name):
+    page = reader.open(name)
+    panels = page.locator(".lu-explore")
+    assert panels.count() > 0
+    for panel in panels.all():
+        view, control = panel.locator(".lu-view"), panel.locator(".lu-inputs input[type=range], .lu-inputs select, .lu-inputs button:enabled").first
+        before = view.inner_html()
+        control.scroll_into_view_if_needed()
+        if control.get_attribute("type") == "range":
+            box = control.bounding_box()
+            page.mouse.click(box["x"] + 2, box["y"] + box["height"] / 2)  # the left end of the slider
+            page.wait_for_function("([view, before]) => view.innerHTML !== before", arg=[view.element_handle(), before])
+            clicked = view.inner_html()
+            page.keyboard.press("End")
+            page.wait_for_function("([view, before]) => view.innerHTML !== before", arg=[view.element_handle(), clicked])
+        else:
+            control.focus()
+            page.keyboard.press("ArrowDown" if control.evaluate("element => element.tagName") == "SELECT" else "Space")
+            page.wait_for_function("([view, before]) => view.innerHTML !== before", arg=[view.element_handle(), before])
+    assert reader.trouble == []
+
+
+def test_animations_play_without_a_kernel(reader):
+    for name in LABS:
+        page = reader.open(name)
+        for player in page.locator(".lu-player").all():
+            shown = player.locator(".lu-frame:not([hidden])")
+            before = shown.inner_html()
+            player.locator("button").first.click()
+            page.wait_for_function(
+                "([player, before]) => player.querySelector('.lu-frame:not([hidden])').innerHTML !== before", arg=[player.element_handle(), before]
+            )
+    assert reader.trouble == []
+
+
+def test_search_finds_a_word(reader):
+    page = reader.open("book/intro")
+    page.keyboard.press("Control+k")
+    page.keyboard.type("underflow")
+    page.keyboard.press("Enter")
+    expect(page.locator("#search-results")).to_contain_text("Glossary")
+    assert reader.trouble == []
+
+
+def test_the_dark_can_be_switched_on_and_pictures_stay_on_white(reader):
+    page = reader.open(LABS[0] if LABS else "book/intro")
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    switch = page.locator("button.theme-switch-button").first
+    for _ in range(2):  # auto, light, dark: two steps at most
+        if page.locator("html").get_attribute("data-theme") == "light":
+            switch.click()
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    assert page.evaluate(background) != light
+    for figure in page.locator("article figure:has(img[src^='data:'])").all():
+        expect(figure).to_have_css("background-color", "rgb(255, 255, 255)")
+    page.goto(f"{reader.address}/book/notation.html")
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")  # the choice is kept
+    assert reader.trouble == []
