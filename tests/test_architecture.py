@@ -106,8 +106,9 @@ def test_what_is_public_says_what_it_is(path):
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))])
 def test_one_concept_has_one_name(name):
-    number, _, topic = name.partition("_")
-    assert number.isdigit() and (topic in MODULES or number == "00"), f"the lab {name} has no module labutils.{topic}"
+    number, *words = name.split("_")
+    concepts = {word.removesuffix("s") for word in words} & {known.removesuffix("s") for known in MODULES}
+    assert number.isdigit() and (concepts or number == "00"), f"no module of labutils is called after the lab {name}"
 
 
 def functions(path):
@@ -126,7 +127,10 @@ def test_no_code_lives_twice():
             if "_build" not in path.parts:
                 for shape, place in functions(path):
                     found[shape].append(place)
-    assert not [places for places in found.values() if len(places) > 1]
+    # A bug hunt stands in its lab, to be repaired, and among the wrong answers of its exercise, to be rejected.
+    hunted = {("labutils/exercises", "notebooks/text")}
+    twice = [places for places in found.values() if len(places) > 1]
+    assert not [places for places in twice if tuple(str(pathlib.Path(place).parent) for place in places) not in hunted]
 
 
 def test_the_linter_is_content():
