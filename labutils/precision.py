@@ -18,7 +18,7 @@ ELEMENTS_PER_THREAD = 1 << 16
 
 
 NATIVE = {floats.FP16: torch.float16, floats.BF16: torch.bfloat16, floats.E5M2: torch.float8_e5m2}
-"""Casts of torch that round as we do, from float32. Not from float64: torch goes through float32 and rounds twice."""
+"""Casts of torch that round as we do on a CPU, from float32. Not from float64: torch goes through float32 and rounds twice."""
 
 
 def round_to(
@@ -125,7 +125,7 @@ class _RoundTo(torch.autograd.Function):
 
 def _rounded(x: Tensor, fmt: FloatFormat, mode: str, overflow: str, generator: torch.Generator | None) -> Tensor:
     """Chunk by chunk: write |x| in units of the gap between its neighbors, round that to an integer, multiply back."""
-    if x.dtype != torch.float64 and fmt in NATIVE and mode == "nearest" and overflow == "ieee":
+    if fmt in NATIVE and mode == "nearest" and overflow == "ieee" and x.dtype != torch.float64 and x.device.type == "cpu":
         return x.detach().to(NATIVE[fmt]).to(x.dtype)
 
     if x.dtype == torch.float64 or not _fits_fp32(fmt):

@@ -41,7 +41,7 @@ def bits(fmt: FloatFormat, code: int, *, title: str | None = None) -> Picture:
     axes.text(0, 0.24, said, ha="left", va="center", size=10)
     axes.set(xlim=(0, width), ylim=(0, height))
     axes.axis("off")
-    return Picture(figure, f"{fmt.name}, code {fmt.bit_string(code)}: {said}.")
+    return Picture(figure, f"{fmt.name}, code {fmt.bit_string(code)}: {fmt.explain(code)}.")
 
 
 @style.drawn
