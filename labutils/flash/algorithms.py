@@ -1,7 +1,8 @@
 """Exact attention whose scores never exist all at once: a ladder from the plain algorithm to tiles with a backward of their own.
 
     plain            every score at once: s_q · s_k of them for each head
-    OnlineSoftmax    rows whose scores arrive block by block, each block read once
+    online           one row of scores that arrives block by block, each block seen once
+    OnlineSoftmax    what it keeps: a maximum, a sum and an output a row
     forward          tiles of scores, one OnlineSoftmax for a block of queries
     backward         the same tiles once more, recomputed from the log-sum-exp
     attention        both as one autograd function that keeps q, k, v, out and lse
@@ -12,7 +13,7 @@ FlashAttention has done since version 2.1; torch's `is_causal` is offset 0. A ro
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,23 @@ class OnlineSoftmax:
     def finish(self) -> tuple[Float[Tensor, "heads rows width"], Float[Tensor, "heads rows 1"]]:
         """The normalized output and the log-sum-exp; a row without any score gives 0 and −inf."""
         return self.out / self.total.masked_fill(self.total == 0, 1), self.top + self.total.log()
+
+
+def online(blocks: Iterable[tuple[Float[Tensor, "block"], Float[Tensor, "block width"]]]) -> tuple[Float[Tensor, "width"], Float[Tensor, ""]]:
+    """Output and log-sum-exp of one query whose (scores, values) arrive in blocks, each seen once and then forgotten.
+
+    >>> online([(torch.tensor([0.0, 2.0]), torch.eye(3)[:2]), (torch.tensor([2.0]), torch.eye(3)[2:])])[0]
+    tensor([0.0634, 0.4683, 0.4683])
+    """
+    state = None
+    for scores, values in blocks:
+        if state is None:
+            state = OnlineSoftmax(1, 1, values.shape[1], dtype=_accumulator(values.dtype), device=values.device)
+        state.add(scores[None, None].to(state.out.dtype, copy=True), values[None].to(state.out.dtype))
+    if state is None:
+        raise ValueError("online needs at least one block of (scores, values): without one the width of the output is unknown")
+    out, lse = state.finish()
+    return out[0, 0], lse[0, 0, 0]
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class Roof:
         """
         if dtype not in hardware.flops:
             raise ValueError(f"{hardware.name} has no {dtype} rate in its data sheet: it has {', '.join(hardware.flops)}")
-        return cls(f"{hardware.name}, {dtype}", hardware.flops[dtype], hardware.memory_bandwidth)
+        return cls(f"{hardware.name} {dtype}", hardware.flops[dtype], hardware.memory_bandwidth)
 
     @classmethod
     def measured(cls, *, size: int = 1024, nbytes: int = 2**26, repeats: int = 5) -> "Roof":
@@ -140,7 +140,7 @@ class Roof:
         out = torch.empty_like(x)
         product = _best(lambda: a @ a, repeats)
         sweep = _best(lambda: torch.add(x, 1, out=out), repeats)
-        return cls("this machine, fp32", 2 * size**3 / product, 2 * x.nbytes / sweep)
+        return cls("this machine fp32", 2 * size**3 / product, 2 * x.nbytes / sweep)
 
     @property
     def ridge(self) -> float:
