@@ -66,17 +66,18 @@ plots.memory_timeline(first, title="One training step: activations come and go, 
 # - **Backward.** Layer by layer, from the last to the first, activations are used and freed, and *gradients* take their place.
 # - **Optimizer.** Adam wants two numbers for every parameter. They did not exist until now, and they will never leave.
 #
-# The lilac fringe on top, *buffers*, is what single operations need for a moment. The rest of this lab turns the picture into numbers,
-# and one of them answers the question at the top.
+# The lilac fringe on top, *buffers*, is what single operations need for a moment. The rest of this lab turns the picture into numbers, and one of
+# them answers the question at the top.
 
 # %% [markdown]
 # ## How does a lab work?
 #
-# Every quantity in this course is met three times: you **predict** it from a formula, you **compute** it with code that does it, you **measure** it on a run.
-# The three must agree. Prediction and measurement have the same type, a `Ledger`, so the comparison is one line, `predicted.diff(measured)`,
-# and the last line of its table, *unexplained*, has to be zero.
+# Every quantity in this course is met three times: you **predict** it from a formula, you **compute** it with code that does it, you **measure** it
+# on a run. The three must agree. Prediction and measurement have the same type, a `Ledger`, so the comparison is one line,
+# `predicted.diff(measured)`, and the last line of its table, *unexplained*, has to be zero.
 #
-# Before each answer comes a guess. Change the number below to yours and run the cell. A wrong guess is worth more than none: it shows you what you believed.
+# Before each answer comes a guess. Change the number below to yours and run the cell. A wrong guess is worth more than none: it shows you what you
+# believed.
 #
 # > An fp32 weight takes 4 bytes. How many bytes does each parameter take **while Adam trains it**, activations aside?
 
@@ -160,7 +161,8 @@ f"{sum(p.numel() for p in giant.parameters()):,}"
 # (*gradient accumulation*, lab 05), and many ranks work side by side (*data parallelism*, lab 08). People quote the product in samples or in tokens,
 # and the factor between the two is s. Papers with different sequence lengths can be compared in tokens alone.
 #
-# A recipe for choosing: tokens per step first, then the sequence length, then the largest micro-batch that fits, then the ranks you have; accumulation is what is left.
+# A recipe for choosing: tokens per step first, then the sequence length, then the largest micro-batch that fits, then the ranks you have;
+# accumulation is what is left.
 
 # %%
 train = TrainConfig(micro_batch=2, global_batch=1024)
@@ -189,7 +191,8 @@ show(start.tokens_per_step)
 #
 # In fp32 everything takes 4 bytes: the weight, its gradient, and Adam's two moments, the running mean of the gradient and of its square.
 #
-# $$ \underbrace{4\Psi}_{\text{weights}} + \underbrace{4\Psi}_{\text{gradients}} + \underbrace{4\Psi + 4\Psi}_{\text{Adam}} = 16\,\Psi\ \text{bytes} $$
+# $$ \underbrace{4\Psi}_{\text{weights}} + \underbrace{4\Psi}_{\text{gradients}} + \underbrace{4\Psi + 4\Psi}_{\text{Adam}} = 16\,\Psi\ \text{bytes}
+# $$
 #
 # The prediction as a ledger, with one line that textbooks leave out: PyTorch keeps a step counter of 4 bytes with every tensor.
 
@@ -217,8 +220,8 @@ predicted.diff(measure.model_states(model, optimizer))
 reveal("start/bytes-per-parameter", bytes=16)
 
 # %% [markdown]
-# Zero bytes are unexplained. GPT-2 XL would hold 16Ψ = 24.9 GB in this way, before the first activation.
-# (Labs 02 and 03 meet other conventions, 12 to 20 bytes, and reconcile them.)
+# Zero bytes are unexplained. GPT-2 XL would hold 16Ψ = 24.9 GB in this way, before the first activation. (Labs 02 and 03 meet other conventions, 12
+# to 20 bytes, and reconcile them.)
 
 # %%
 optimizer.zero_grad()
@@ -236,16 +239,18 @@ predict("start/peak", phase="optimizer")
 reveal("start/peak", phase=first.peak.phase)
 
 # %% [markdown]
-# The peak is the very beginning of the backward pass: all activations are there, the logits' gradients join them, nothing has been freed. So the optimizer's
-# own memory does not matter for the peak. Or does it? Run the same step once more.
+# The peak is the very beginning of the backward pass: all activations are there, the logits' gradients join them, nothing has been freed. So the
+# optimizer's own memory does not matter for the peak. Or does it? Run the same step once more.
 
 # %%
 second = measure.history(step, model, optimizer)
-plots.memory_timeline(History([*first.moments, *second.moments]), title="The second hill is as high as the first, and stands on a higher floor")
+both = History([*first.moments, *second.moments])
+plots.memory_timeline(both, title="The second hill is as high as the first, and stands on a higher floor")
 
 # %% [markdown]
-# **The two peaks, derived.** Gradients take as much as the weights. Call *state* what the optimizer keeps, *working* what forward and backward hold besides at their
-# fullest, and *temporary* what `optimizer.step()` needs for a moment. A step is fullest at one of two moments, while it computes or while it updates:
+# **The two peaks, derived.** Gradients take as much as the weights. Call *state* what the optimizer keeps, *working* what forward and backward hold
+# besides at their fullest, and *temporary* what `optimizer.step()` needs for a moment. A step is fullest at one of two moments, while it computes or
+# while it updates:
 #
 # $$ \begin{aligned}
 # \text{step 1:}&\quad \max(\,\text{weights} + \text{working},\;\; 2\,\text{weights} + \text{state} + \text{temporary}\,) \\
@@ -263,8 +268,9 @@ temporary = first.phases["optimizer"].ledger.total - (2 * weights + state)
 
 # %%
 updating = 2 * weights + state + temporary
-peaks = Ledger([Line("step 1", max(weights + working, updating)), Line("step 2", max(weights + state + working, updating))])
-peaks.diff(Ledger([Line("step 1", first.peak.ledger.total), Line("step 2", second.peak.ledger.total)]))
+step_1, step_2 = max(weights + working, updating), max(weights + state + working, updating)
+measured = Ledger([Line("step 1", first.peak.ledger.total), Line("step 2", second.peak.ledger.total)])
+Ledger([Line("step 1", step_1), Line("step 2", step_2)]).diff(measured)
 
 # %% [markdown]
 # So a device between the two peaks lets the first step pass and stops the second. Give the step such a budget, a fresh optimizer, and watch:
@@ -280,8 +286,8 @@ for number in (1, 2):
         print(f"step {number} fails in the {error}")
 
 # %% [markdown]
-# **At full size.** Under `FakeTensorMode` tensors have shapes, types and lifetimes, but no memory: the same measurement runs for GPT-2 large, with 774 million
-# parameters and four sequences of 1024 tokens, on any laptop.
+# **At full size.** Under `FakeTensorMode` tensors have shapes, types and lifetimes, but no memory: the same measurement runs for GPT-2 large, with
+# 774 million parameters and four sequences of 1024 tokens, on any laptop.
 
 
 # %%
@@ -296,18 +302,21 @@ def two_steps(name: str, batch: int) -> History:
             optimizer.step()
             optimizer.zero_grad()
 
-        return History(moment for _ in range(2) for moment in measure.history(step, model, optimizer).moments)
+        first, second = (measure.history(step, model, optimizer) for _ in range(2))
+        return History([*first.moments, *second.moments])
 
 
 # %%
 large = two_steps("gpt2-large", batch=4)
-plots.memory_timeline(large, capacity=Hardware.named("V100"), title="GPT-2 large in fp32 on a V100: step 1 fits, step 2 does not")
+title = "GPT-2 large in fp32 on a V100: step 1 fits, step 2 does not"
+plots.memory_timeline(large, capacity=Hardware.named("V100"), title=title)
 
 # %% [markdown]
 # Nothing leaked. The optimizer's state was allocated at the first `step()`, after the first hill, and the second hill stands on top of it.
 #
-# This happens only if the hill is what counts. With a small batch the hill is low, the update is the fullest moment of *both* steps, and whoever survives the
-# first step survives them all. By the formulas, step 2 peaks higher exactly when working > weights + temporary:
+# This happens only if the hill is what counts. With a small batch the hill is low, the update is the fullest moment of *both* steps, and whoever
+# survives the first step survives them all. By the formulas, an optimizer that keeps state
+# makes step 2 peak higher exactly when working > weights + temporary:
 
 # %%
 f"{units.text(working)} > {units.text(weights + temporary)}: {working > weights + temporary}"
@@ -320,7 +329,7 @@ f"{units.text(working)} > {units.text(weights + temporary)}: {working > weights 
 
 # %%
 def first_failing_step(weights: int, state: int, working: int, temporary: int, capacity: int) -> int | None:
-    """1 or 2, the first step whose peak is more than `capacity`, or None. Gradients take as much as the weights."""
+    """1 or 2, the first step whose peak is more than `capacity` bytes, or None."""
     raise NotImplementedError
 
 
@@ -336,8 +345,8 @@ show(start.first_failing_step)
 # %% [markdown]
 # ### Exercise 0.3 · Bug hunt: a counter that counts too much (8 min, ●●○)
 #
-# This counter walks over all modules and adds up each parameter, its gradient and its optimizer state. It is right for many models. Find the one kind for which it is
-# wrong, and repair it. (Proves that you count memory by what is alive, not by a formula.)
+# This counter walks over all modules and adds up each parameter, its gradient and its optimizer state. It is right for many models. Find the one kind
+# for which it is wrong, and repair it. (Proves that you count memory by what is alive, not by a formula.)
 
 
 # %%
@@ -362,8 +371,8 @@ show(measure.model_states)
 #
 # Memory pushes the batch down. What pushes it up?
 #
-# A batch's gradient is an average over its sequences, so it is an estimate of the gradient over all data, and averages get better with size. If Σ is the covariance
-# of the gradients of single sequences, then for B sequences drawn independently
+# A batch's gradient is an average over its sequences, so it is an estimate of the gradient over all data, and averages get better with size. If Σ is
+# the covariance of the gradients of single sequences, then for B sequences drawn independently
 #
 # $$ \mathbb{E}\,\lVert g_B - g \rVert^2 = \frac{\operatorname{tr}\Sigma}{B}. $$
 #
@@ -378,7 +387,8 @@ predict("start/noise", times=4)
 
 # %%
 def sequences(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    first, stride = torch.randint(32, (n, 1), generator=generator), torch.randint(1, 9, (n, 1), generator=generator)
+    first = torch.randint(32, (n, 1), generator=generator)
+    stride = torch.randint(1, 9, (n, 1), generator=generator)
     counted = (first + stride * torch.arange(17)) % 32
     return counted[:, :-1], counted[:, 1:]
 
@@ -402,7 +412,8 @@ def trained(batch: int, total: int, lr: float) -> tuple[GPT, list[float]]:
 
 
 # %% [markdown]
-# **The formula needs Σ.** Take a model that has trained a little, and 512 sequences as "all data". `vmap(grad(...))` gives the gradient of every single sequence.
+# **The formula needs Σ.** Take a model that has trained a little, and 512 sequences as "all data". `vmap(grad(...))` gives the gradient of every
+# single sequence.
 
 # %%
 learner, _ = trained(batch=16, total=1024, lr=2e-3)
@@ -441,34 +452,36 @@ plots.gradient_noise(measured, noise=noise, signal=signal)
 reveal("start/noise", times=16)
 
 # %% [markdown]
-# Where the two lines cross, a batch's gradient is as much noise as signal. Far to the left of that point, twice the batch is nearly twice the information a step.
-# Far to the right the direction is already right, and more sequences confirm what you know: the tokens are spent, and the step is hardly better.
-# That crossing, tr Σ / ‖g‖², is the *simple noise scale* of McCandlish et al.; it grows as training goes on. Lab 16 measures it along a run.
+# Where the two lines cross, a batch's gradient is as much noise as signal. Far to the left of that point, twice the batch is nearly twice the
+# information a step. Far to the right the direction is already right, and more sequences confirm what you know: the tokens are spent, and the step is
+# hardly better. That crossing, tr Σ / ‖g‖², is the *simple noise scale* of McCandlish et al.; it grows as training goes on. Lab 16 measures it along
+# a run.
 #
-# **The same on a loss curve.** Four runs see the same 4096 sequences; the larger the batch, the fewer the steps. (The learning rate grows as √B, as lab 16 explains.)
+# **The same on a loss curve.** Four runs see 4096 sequences each; the larger the batch, the fewer the steps. (The learning rate grows as √B, as
+# lab 16 explains.)
 
 
 # %%
 def curve(batch: int, total: int = 4096) -> tuple[list[int], list[float]]:
-    """Tokens seen and loss, averaged over 256 sequences at a time."""
+    """Tokens seen, and the loss averaged over 256 sequences at a time."""
     _, losses = trained(batch, total, lr=1e-3 * (batch / 4) ** 0.5)
-    window = max(1, 256 // batch)
-    ends = range(window, len(losses) + 1, window)
-    return [end * batch * small.seq_len for end in ends], [sum(losses[end - window : end]) / window for end in ends]
+    averaged = torch.tensor(losses).view(-1, max(1, 256 // batch)).mean(1).tolist()
+    return [256 * small.seq_len * (i + 1) for i in range(len(averaged))], averaged
 
 
 curves = {f"batch {B}, {4096 // B:,} steps": curve(B) for B in (4, 16, 64, 256)}
-plots.loss_curves(curves, xlabel="tokens seen", title="For the same tokens, small batches learn more; large batches need fewer steps")
+title = "For the same tokens, small batches learn more; large batches need fewer steps"
+plots.loss_curves(curves, xlabel="tokens seen", title=title)
 
 # %% [markdown]
-# Read it both ways. If tokens are what you pay for, the small batch wins. If time is, the large one may: its steps are few, and each can be spread over many ranks.
-# The second half of this course is about making such steps fast.
+# Read it both ways. If tokens are what you pay for, the small batch wins. If time is, the large one may: its steps are few, and each can be spread
+# over many ranks. The second half of this course is about making such steps fast.
 
 # %% [markdown]
 # ## Play: which step fails on which device?
 #
-# The panel knows one thing that you have not derived yet, the working memory of this GPT in fp32. Lab 03 takes the formula apart, term by term.
-# Here it is enough that it explains your measurement to the last byte.
+# The panel knows one thing that you have not derived yet, the working memory of this GPT in fp32. Lab 03 takes the formula apart, term by term. Here
+# it is enough that it explains your measurement to the last byte.
 
 
 # %%
@@ -488,13 +501,15 @@ def steps(model="gpt2-large", device="V100", optimizer="AdamW", batch=4):
     working = Ledger([Line("working", working_memory(model, batch), component="activations")])
     gradients = Ledger([Line("gradients", weights.total, component="gradients")])
     temporary = Ledger([Line("temporary", weights.total * (optimizer == "AdamW"), component="buffers")])
-    failing = start.first_failing_step(weights.total, state.total, working.total, temporary.total, hardware.memory)
+    sizes = [part.total for part in (weights, state, working, temporary)]
+    failing = start.first_failing_step(*sizes, hardware.memory)
+    verdict = f"step {failing} fails" if failing else "training fits"
     return plots.memory_bars(
         step_1_computes=weights + working,
         step_1_updates=weights + gradients + state + temporary,
         step_2_computes=weights + state + working,
         capacity=hardware,
-        title=f"{model.name}, {batch} × {model.seq_len} tokens, {optimizer}: " + (f"step {failing} fails" if failing else "training fits"),
+        title=f"{model.name}, {batch} × {model.seq_len} tokens, {optimizer}: {verdict}",
     )
 
 
@@ -507,7 +522,8 @@ explore(
 )
 
 # %% [markdown]
-# Look for three kinds of setting: one where step 2 fails and step 1 does not; one where changing only the optimizer repairs that; one where even SGD cannot help.
+# Look for three kinds of setting: one where step 2 fails and step 1 does not; one where changing only the optimizer repairs that; one where even SGD
+# cannot help.
 
 # %% [markdown]
 # ## When a cell fails
@@ -536,7 +552,8 @@ except ValueError as error:
 # | torchtitan | `training.local_batch_size` | `training.global_batch_size` | follows from the two | `training.seq_len` |
 # | this course | `micro_batch` | `global_batch` | `TrainConfig.accumulation` | `seq_len` |
 #
-# DeepSpeed takes any two of its three numbers and infers the third; Megatron-LM's global batch is one rank's micro-batch times the data-parallel degree if you leave it out.
+# DeepSpeed takes any two of its three numbers and infers the third; Megatron-LM's global batch is one rank's micro-batch times the data-parallel
+# degree if you leave it out.
 #
 # **The same timeline on a GPU.** PyTorch's allocator can record every allocation with the line of Python that asked for it:
 #
@@ -546,15 +563,15 @@ except ValueError as error:
 # torch.cuda.memory._dump_snapshot("two_steps.pickle")     # drop the file on pytorch.org/memory_viz
 # ```
 #
-# Megatron-LM has `--record-memory-history` and `--memory-snapshot-path` for it, torchtitan `profiling.enable_memory_snapshot`. You will recognize the two hills.
-# What the tool shows on top of this lab's picture: the allocator rounds every tensor up to 512 bytes and keeps freed memory for itself, and libraries such as NCCL
-# allocate beside it. `measure.peak_allocated` reads its peak.
+# Megatron-LM has `--record-memory-history` and `--memory-snapshot-path` for it, torchtitan `profiling.enable_memory_snapshot`. You will recognize the
+# two hills. What the tool shows on top of this lab's picture: the allocator rounds every tensor up to 512 bytes and keeps freed memory for itself,
+# and libraries such as NCCL allocate beside it. `measure.peak_allocated` reads its peak.
 #
-# **Let the second step fail early.** A job that dies in step 2 after an hour of loading is a waste. Run two steps on random tokens before you load the data, or create the
-# optimizer's state at once with one step on zero gradients and a learning rate of zero.
+# **Let the second step fail early.** A job that dies in step 2 after an hour of loading is a waste. Run two steps on random tokens before you load
+# the data, or create the optimizer's state at once with one step on zero gradients and a learning rate of zero.
 #
-# **`temporary` is a choice.** `foreach=True`, PyTorch's default on GPUs, updates all tensors together and needs a copy of the parameters for a moment; `foreach=False` goes
-# tensor by tensor and needs about two copies of the largest; `fused=True` needs none. Measured here:
+# **`temporary` is a choice.** `foreach=True`, PyTorch's default on GPUs, updates all tensors together and needs a copy of the parameters for a
+# moment; `foreach=False` goes tensor by tensor and needs about two copies of the largest; `fused=True` needs none. Measured here:
 
 
 # %%
@@ -574,36 +591,39 @@ def step_with(optimizer):
 
 
 model.zero_grad()
-{str(options): temporary_of(**options) for options in ({"foreach": True}, {"foreach": False}, {"fused": True})}
+temporary_of(foreach=True), temporary_of(foreach=False), temporary_of(fused=True)
 
 # %% [markdown]
 # ## Errata: what published texts get wrong here
 #
-# - **"The first step may succeed and later ones run out of memory, because optimizer states appear."** True under a condition that is left out: with one short sequence
-#   instead of eight, the same model peaks in the optimizer, in every step alike.
+# - **"The first step may succeed and later ones run out of memory, because optimizer states appear."** True under a condition that is left out: with
+#   one short sequence instead of eight, the same model peaks in the optimizer, in every step alike.
 
 # %%
 model.zero_grad()
-optimizer, tokens, targets = torch.optim.AdamW(model.parameters(), foreach=True), tokens[:1, :16].clone(), targets[:1, :16].clone()
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+tokens, targets = tokens[:1, :16].clone(), targets[:1, :16].clone()
 peaks = [measure.history(step, model, optimizer).peak for _ in range(2)]
 [(peak.phase, units.text(peak.ledger.total)) for peak in peaks]
 
 # %% [markdown]
-# - **"A100 and H100 have at most 80 GB."** The H100 NVL has 94 GB, and 80 was never the end: the course's table of devices, from the data sheets, in GB.
+# - **"A100 and H100 have at most 80 GB."** The H100 NVL has 94 GB, and 80 was never the end: the course's table of devices, from the data sheets, in
+#   GB.
 
 # %%
 {name: Hardware.named(name).memory // units.GB for name in Hardware.names()}
 
 # %% [markdown]
-# - **"16 bytes per parameter."** For fp32 Adam it is 16Ψ and 4 bytes for each tensor, and only while gradients are alive; between `zero_grad()` and the next backward pass it is 12Ψ.
-#   A small matter here. It stops being small when the parts that a text lists sum to 16 and its total says 20 (lab 02).
+# - **"16 bytes per parameter."** For fp32 Adam it is 16Ψ and 4 bytes for each tensor, and only while gradients are alive; between `zero_grad()` and
+#   the next backward pass it is 12Ψ. A small matter here. It stops being small when the parts that a text lists sum to 16 and its total says 20 (lab
+#   02).
 # - **"80 GB."** 80 GB, 80 GiB or 81 559 MiB? A plan that mixes them is off by 7 %, more than the margin many runs have.
 
 # %% [markdown]
 # ## Summary
 #
-# > **Everything is met three times**: predicted, computed, measured. `predicted.diff(measured)` ends with *unexplained 0*, or you have not understood it yet.
-# > <!-- claim: ledger.Ledger([ledger.Line("weights", 4)]).diff(ledger.Ledger([ledger.Line("weights", 4)])).unexplained == 0 -->
+# > **Everything is met three times**: predicted, computed, measured. `predicted.diff(measured)` ends with *unexplained 0*, or something is not
+# > understood yet.
 #
 # > **A GiB is 7 % more than a GB.** 81 559 MiB are 85.5 GB.
 # > <!-- claim: units.text(units.parse("81559 MiB")) == "85.5 GB" -->
@@ -614,19 +634,23 @@ peaks = [measure.history(step, model, optimizer).peak for _ in range(2)]
 # > **fp32 Adam holds 16 bytes per parameter**: 24.9 GB for GPT-2 XL before any activation.
 # > <!-- claim: units.text(16 * config.ModelConfig.named("gpt2-xl").num_params) == "24.9 GB" -->
 #
-# > **The optimizer's state appears at the end of the first step.** From then on the activations' hill stands on it; the second step can fail where the first did not,
-# > if working memory is more than the weights and what the update needs for a moment.
+# > **The optimizer's state appears at the end of the first step.** From then on the activations' hill stands on it; the second step can fail where
+# > the first did not, if working memory is more than the weights and what the update needs for a moment.
 #
 # > **A batch's gradient is off by tr Σ / B.** Sixteen times the batch, a sixteenth of the noise; beyond the noise scale more of it buys little.
 
 # %% [markdown]
 # ## References
 #
-# - S. McCandlish, J. Kaplan, D. Amodei, OpenAI Dota Team, *An Empirical Model of Large-Batch Training*, [arXiv:1812.06162](https://arxiv.org/abs/1812.06162): the noise scale.
+# - S. McCandlish, J. Kaplan, D. Amodei, OpenAI Dota Team, *An Empirical Model of Large-Batch Training*,
+#   [arXiv:1812.06162](https://arxiv.org/abs/1812.06162): the noise scale.
 # - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face 2025: memory over the course of a step, batch sizes in tokens, choosing a configuration.
 # - A. Radford et al., *Language Models are Unsupervised Multitask Learners*, 2019: GPT-2 and its initialization.
 # - S. Rajbhandari et al., *ZeRO*, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), section 3: model states and residual states.
-# - PyTorch, [Understanding CUDA memory usage](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html), and the documentation of `torch.optim.AdamW` on `foreach` and `fused`.
-# - What `nvidia-smi` reports on cards sold as 80 GB and others: J. Belotti, [Why does an NVIDIA H100 80GB card offer 85.52 GB?](https://thundergolfer.com/blog/nvidia-gpu-memory-capacity)
-# - [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) `megatron/training/config`, [DeepSpeed configuration](https://www.deepspeed.ai/docs/config-json/),
-#   [torchtitan](https://github.com/pytorch/torchtitan) `torchtitan/config/job_config.py`: the flags.
+# - PyTorch, [Understanding CUDA memory usage](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html), and the documentation of
+#   `torch.optim.AdamW` on `foreach` and `fused`.
+# - What `nvidia-smi` reports on cards sold as 80 GB and others: [Why does an NVIDIA H100 80GB card offer 85.52
+#   GB?](https://thundergolfer.com/blog/nvidia-gpu-memory-capacity)
+# - [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) `megatron/training/config`, [DeepSpeed
+#   configuration](https://www.deepspeed.ai/docs/config-json/), [torchtitan](https://github.com/pytorch/torchtitan) `torchtitan/config/job_config.py`:
+#   the flags.
