@@ -95,7 +95,7 @@ predict("start/bytes-per-parameter", bytes=4)
 # ## What is on this machine, and how large is a gigabyte?
 
 # %% tags=["nbval-ignore-output"]
-print(platform.platform(), "· Python", platform.python_version(), "· torch", torch.__version__)
+print(platform.system(), "on", platform.machine(), "· Python", platform.python_version(), "· torch", torch.__version__)
 print(os.cpu_count(), "cores ·", torch.get_num_threads(), "threads for torch")
 if hasattr(os, "sysconf"):
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
