@@ -1,7 +1,7 @@
 """Rounding float32 to a small format and back: `precision.round_to` beside the casts of ml_dtypes (numpy's for fp16).
 
 Both are run in turn, so that whatever else the machine does slows both alike; the ratio is theirs over ours, above 1
-where ours is faster. numpy casts on one thread whatever it is given; ours is shown on one and on all of them.
+where ours is faster. Both work on one thread, however many torch has.
 """
 
 import statistics
@@ -39,24 +39,21 @@ def interleaved(*calls):
 def main():
     x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
     print(f"rounding {ELEMENTS:,} float32 numbers, {ROUNDS} rounds interleaved, ns an element, median (minimum)")
-    print("threads  format        ours        peer   peer/ours, medians (minima)")
-    all_threads = torch.get_num_threads()
-    for threads in sorted({1, all_threads}):
-        torch.set_num_threads(threads)
-        for name, peer in PEERS.items():
+    print("format        ours           peer    peer/ours, medians (minima)")
+    for name, peer in PEERS.items():
 
-            def ours(name=name):
-                return precision.round_to(x, name)
+        def ours(name=name):
+            return precision.round_to(x, name)
 
-            def theirs(peer=peer):
-                return x.numpy().astype(peer).astype(np.float32)
+        def theirs(peer=peer):
+            return x.numpy().astype(peer).astype(np.float32)
 
-            if not np.array_equal(ours().numpy(), theirs()):
-                raise SystemExit(f"{name}: the two disagree, their times mean nothing")
-            mine, peers = interleaved(ours, theirs)
-            median, least = statistics.median(peers) / statistics.median(mine), min(peers) / min(mine)
-            cells = (f"{statistics.median(found):5.2f} ({min(found):5.2f})" for found in (mine, peers))
-            print(f"{threads:7}  {name:6} {'  '.join(cells)}  {median:6.1f} ({least:.1f})")
+        if not np.array_equal(ours().numpy(), theirs()):
+            raise SystemExit(f"{name}: the two disagree, their times mean nothing")
+        mine, peers = interleaved(ours, theirs)
+        median, least = statistics.median(peers) / statistics.median(mine), min(peers) / min(mine)
+        cells = (f"{statistics.median(found):5.2f} ({min(found):5.2f})" for found in (mine, peers))
+        print(f"{name:6} {'  '.join(cells)}  {median:6.1f} ({least:.1f})")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from torch import Tensor
 from labutils import floats
 from labutils.floats import FloatFormat
 
-ELEMENTS_PER_THREAD = 1 << 16
-"""One chunk's two scratch buffers (512 KiB a thread) stay in a core's cache for all of the passes over them."""
+CHUNK = 1 << 15
+"""Elements worked on at a time: they stay in cache for all passes, and torch uses one thread for so few.
+On an idle machine more threads would be faster; on a busy one they wait for one another after each of ten short passes."""
 
 
 NATIVE = {floats.FP16: torch.float16, floats.BF16: torch.bfloat16, floats.E5M2: torch.float8_e5m2}
@@ -125,18 +126,20 @@ class _RoundTo(torch.autograd.Function):
 
 def _rounded(x: Tensor, fmt: FloatFormat, mode: str, overflow: str, generator: torch.Generator | None) -> Tensor:
     """Chunk by chunk: write |x| in units of the gap between its neighbors, round that to an integer, multiply back."""
-    if fmt in NATIVE and mode == "nearest" and overflow == "ieee" and x.dtype != torch.float64 and x.device.type == "cpu":
-        return x.detach().to(NATIVE[fmt]).to(x.dtype)
-
     if x.dtype == torch.float64 or not _fits_fp32(fmt):
         real, integer, exponent_mask = torch.float64, torch.int64, 0x7FF << 52
     else:
         real, integer, exponent_mask = torch.float32, torch.int32, 0xFF << 23
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    chunk = ELEMENTS_PER_THREAD * torch.get_num_threads() if x.device.type == "cpu" else max(x.numel(), 1)
+    on_cpu = x.device.type == "cpu"
+    native = NATIVE.get(fmt) if on_cpu and x.dtype != torch.float64 and mode == "nearest" and overflow == "ieee" else None
+    chunk = CHUNK if on_cpu else max(x.numel(), 1)
     scratch = torch.empty(2, min(chunk, x.numel()), dtype=real, device=x.device)
     for source, target in zip(x.detach().reshape(-1).split(chunk), out.view(-1).split(chunk), strict=True):
+        if native is not None:
+            target.copy_(source.to(native))
+            continue
         work, gap = scratch[:, : source.numel()]
         a = target if target.dtype == real else work
         torch.abs(source.to(real), out=a)
@@ -147,7 +150,7 @@ def _rounded(x: Tensor, fmt: FloatFormat, mode: str, overflow: str, generator: t
         gap.mul_(2.0**-fmt.mantissa_bits)
         a.div_(gap)
         if mode == "nearest":
-            a.round_()
+            _round_to_even_(a, fmt.mantissa_bits)
         elif mode == "zero":
             a.trunc_()
         else:
@@ -166,6 +169,15 @@ def _rounded(x: Tensor, fmt: FloatFormat, mode: str, overflow: str, generator: t
         if a is not target:
             target.copy_(a)
     return out
+
+
+def _round_to_even_(a: Tensor, mantissa_bits: int) -> None:
+    """Round a ≥ 0 in place to the nearest integer, ties to even."""
+    no_fractions = 1 / torch.finfo(a.dtype).eps  # from here up to its double the gap is 1, so the addition itself rounds
+    if 2.0 ** (mantissa_bits + 1) <= no_fractions:
+        a.add_(no_fractions).sub_(no_fractions)
+    else:
+        a.round_()  # the same, but it wakes every thread of torch, however small the tensor
 
 
 def _round_stochastically_(a: Tensor, cap: float, generator: torch.Generator) -> None:
