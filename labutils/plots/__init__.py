@@ -1,5 +1,36 @@
-"""One function per picture, one palette. Every function returns a `Picture` (or an `Animation`) whose title states the finding."""
+"""One function per picture, one palette. Each returns a `Picture` or an `Animation` whose title states the finding."""
 
+from labutils.plots.attention import growth, roofline, tile_walk, traffic_bars
+from labutils.plots.communication import comm_bars, cost_curves, messages, ring_animation
+from labutils.plots.formats import bits, dynamic_range, number_line, relative_error
+from labutils.plots.memory import memory_bars, memory_timeline
 from labutils.plots.picture import Animation, Picture
+from labutils.plots.recomputation import plan_animation, plan_maps, token_weights, trade_off
+from labutils.plots.sums import running_sums
+from labutils.plots.training import gradient_noise, loss_curves
 
-__all__ = ["Animation", "Picture"]
+__all__ = [
+    "Animation",
+    "Picture",
+    "bits",
+    "comm_bars",
+    "cost_curves",
+    "dynamic_range",
+    "gradient_noise",
+    "growth",
+    "loss_curves",
+    "memory_bars",
+    "memory_timeline",
+    "messages",
+    "number_line",
+    "plan_animation",
+    "plan_maps",
+    "relative_error",
+    "ring_animation",
+    "roofline",
+    "running_sums",
+    "tile_walk",
+    "token_weights",
+    "trade_off",
+    "traffic_bars",
+]
