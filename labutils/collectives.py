@@ -496,6 +496,7 @@ FORMULAS: dict[str, Formula] = {
 """S is always the whole tensor: what is broadcast, what a scatter divides, what a gather puts together, what each rank brings to the rest."""
 
 ALL_REDUCES = tuple(name for name in FORMULAS if name.startswith("all_reduce"))
+OPERATIONS = ("broadcast", "scatter", "gather", "reduce_scatter", "reduce", "all_gather", "all_reduce", "all_to_all")
 
 
 def _formula(algorithm: str) -> Formula:
@@ -512,14 +513,42 @@ def sent(algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4, root
     >>> sent("all_reduce_ring", nbytes=64e6, n=4).by("rank")
     {0: 96000000, 1: 96000000, 2: 96000000, 3: 96000000}
     """
-    formula, S = _formula(algorithm), _whole_bytes(nbytes)
+    seats, formula = _seats(algorithm, nbytes, n, itemsize, root), _formula(algorithm)
+    return Ledger(Line(algorithm, formula.sent(at), axis=axis, rank=at.rank, count=formula.messages(at)) for at in seats if formula.messages(at))
+
+
+def _seats(algorithm: str, nbytes: int | float, n: int, itemsize: int, root: int) -> list[Seat]:
+    _formula(algorithm)
+    S = int(nbytes) if isinstance(nbytes, float) and nbytes.is_integer() else nbytes
+    units.whole(S, "nbytes")
     units.whole(n, "n", 1)
     if S % units.whole(itemsize, "itemsize", 1):
         raise ValueError(f"{S} bytes are not a whole number of elements of {itemsize} bytes: give the tensor's itemsize")
     if not 0 <= root < n:
         raise ValueError(f"root={root} is not one of {n} ranks: use 0 … {n - 1}")
-    seats = (Seat(n, rank, root, S, itemsize) for rank in range(n))
-    return Ledger(Line(algorithm, formula.sent(at), axis=axis, rank=at.rank, count=formula.messages(at)) for at in seats if formula.messages(at))
+    return [Seat(n, rank, root, S, itemsize) for rank in range(n)]
+
+
+def held(algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4, root: int = 0) -> Ledger:
+    """Bytes of the result on each of `n` ranks: the whole tensor, a share of it, or nothing where only the root gets it.
+
+    >>> held("reduce_scatter_ring", nbytes=40, n=4).by("rank")
+    {0: 12, 1: 12, 2: 8, 3: 8}
+    """
+
+    def result(at: Seat) -> int:
+        match op:
+            case "scatter" | "reduce_scatter":
+                return at.piece()
+            case "gather" | "reduce":
+                return 0 if at.leaf else at.S
+            case "all_to_all":
+                return at.n * at.piece()
+            case _:
+                return at.S
+
+    op = next(op for op in OPERATIONS if algorithm.startswith(f"{op}_"))
+    return Ledger(Line("result", result(at), rank=at.rank) for at in _seats(algorithm, nbytes, n, itemsize, root))
 
 
 def _predictor(op: str) -> Callable[..., Ledger]:
@@ -701,9 +730,3 @@ def _parameters_held(model: ModelConfig, mesh: Mesh, first: bool, last: bool) ->
     held = L // mesh.pp * (split // mesh.tp + unsplit + 2 * norm)
     held += first * (parts["token embedding"] // mesh.tp + parts["position embedding"])
     return held + last * (norm + parts["head"] // mesh.tp)
-
-
-def _whole_bytes(nbytes: int | float) -> int:
-    if isinstance(nbytes, float) and nbytes.is_integer():
-        nbytes = int(nbytes)
-    return units.whole(nbytes, "nbytes")

@@ -81,6 +81,8 @@ def test_values_bytes_messages_and_steps(algorithm, n):
         predicted = collectives.sent(algorithm, nbytes=length * dtype.itemsize, n=n, itemsize=dtype.itemsize, root=root)
         assert predicted.diff(ranks(n).ledger).unexplained == 0, (length, dtype)
         assert predicted == ranks(n).ledger  # the number of messages too
+        kept = collectives.held(algorithm, nbytes=length * dtype.itemsize, n=n, itemsize=dtype.itemsize, root=root)
+        assert [0 if result is None else result.nbytes for result in results] == [line.amount for line in kept]
         assert ranks(n).trace.steps == collectives.steps(algorithm, n)
         assert ranks(n).trace.sent.total == ranks(n).trace.received.total
 

@@ -1,0 +1,88 @@
+"""Our ring all-reduce beside gloo's, on four processes of this machine: ratios of bandwidth, measured in turn, in one run.
+
+    python benchmarks/all_reduce.py
+
+Both work in place. A ratio above 1 means that the ring of lab 07 is faster. The last line runs it as a torchrun job, whose bytes pass over TCP,
+and holds the counted bytes against those that the operating system saw (anything else that uses the loopback interface meanwhile is in its count).
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+from labutils import collectives, units
+from labutils.world import World
+
+RANKS = 4
+WIRE = 64 * units.MIB
+SIZES = [4 * units.KIB, 64 * units.KIB, units.MIB, 4 * units.MIB, 16 * units.MIB, 64 * units.MIB]
+
+
+def race(rank, nbytes: int, rounds: int) -> list[tuple[float, float]]:
+    """Seconds of each round for (ours, gloo's), one after the other so that both meet the same machine."""
+    import torch.distributed as dist
+
+    comm, x = rank.comm("dp"), torch.zeros(nbytes // 4)
+    contestants = (lambda: collectives.all_reduce_ring(x, comm, out=x)), (lambda: dist.all_reduce(x, group=comm.group))
+    times = []
+    for number in range(rounds + 2):
+        pair = [0.0, 0.0]
+        for turn in (0, 1) if number % 2 else (1, 0):
+            dist.barrier(group=comm.group)
+            start = time.perf_counter()
+            contestants[turn]()
+            pair[turn] = time.perf_counter() - start
+        times.append(tuple(pair))
+    return times[2:]  # the first ones pay for pages that nobody has touched yet
+
+
+def on_the_wire(rank) -> int:
+    """Bytes that the loopback interface carried during one all-reduce."""
+    comm, x = rank.comm("dp"), torch.zeros(WIRE // 4)
+    collectives.all_reduce_ring(x, comm, out=x)
+    comm.barrier()
+    before = loopback()
+    collectives.all_reduce_ring(x, comm, out=x)
+    comm.barrier()
+    return loopback() - before
+
+
+def loopback() -> int:
+    with open("/proc/net/dev", encoding="ascii") as file:
+        return int(next(line for line in file if line.strip().startswith("lo:")).split(":")[1].split()[0])
+
+
+def wire() -> None:
+    """The ranks of a torchrun job, which talk over gloo's sockets: what they count beside what the interface carries."""
+    with World(RANKS) as world:
+        carried = world.run(on_the_wire)[0]
+        if int(os.environ["RANK"]) == 0:
+            counted = collectives.predict_all_reduce("ring", nbytes=WIRE, n=RANKS).total
+            print(f"under torchrun, one all-reduce of {units.text(WIRE, binary=True)} on {RANKS} ranks: counted {counted:,} B,")
+            print(f"the loopback interface carried {carried:,} B ({carried / counted - 1:+.2%})")
+
+
+def main() -> None:
+    """Print the table."""
+    print(f"all-reduce of fp32 on {RANKS} processes: ratio of bandwidths, ours / gloo (by medians, by minima)")
+    with World(RANKS, engine="processes") as world:
+        for nbytes in SIZES:
+            rounds = max(9, min(201, 400 * units.MIB // max(nbytes, units.MIB)))
+            slowest = [tuple(map(max, zip(*turn, strict=True))) for turn in zip(*world.run(race, nbytes, rounds), strict=True)]
+            ours, gloo = zip(*slowest, strict=True)
+            middle, least = (statistics.median(gloo), statistics.median(ours)), (min(gloo), min(ours))
+            rate = collectives.busbw("all_reduce", nbytes, middle[1], RANKS)
+            print(
+                f"{units.text(nbytes, binary=True):>9}  median {middle[0] / middle[1]:5.2f}  minimum {least[0] / least[1]:5.2f}   "
+                f"ours {units.text(middle[1], 's'):>8}, {units.text(rate, 'B/s')} bus; gloo {units.text(middle[0], 's'):>8}"
+            )
+    if sys.platform == "linux":
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", __file__, "wire"], check=True)
+
+
+if __name__ == "__main__":
+    wire() if "wire" in sys.argv else main()

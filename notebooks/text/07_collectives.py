@@ -1,0 +1,791 @@
+# %% [markdown]
+# # 07 · Add up what many ranks hold
+#
+# **How does every rank get the sum of what all ranks hold, when no rank can hold or send everything?**
+#
+# *80 min · before this: lab 00 · needs a laptop, no GPU and no network*
+#
+# A training run on many devices is a few arithmetic kernels and a few sentences that ranks say to each other: *here is my gradient*, *give me your part of
+# the weights*.
+# These sentences are called collectives. In this lab you build all eight of them from `send` and `recv`, count every byte they send, and find out which
+# way of summing wins, and when.
+
+# %% [markdown]
+# ## Goals
+#
+# After this lab you
+#
+# - order blocking sends so that nobody waits in a circle (exercise 7.1),
+# - reach a thousand ranks in ten steps (exercise 7.2),
+# - write a ring all-reduce in which no rank works more than another (exercise 7.3),
+# - know what an all-reduce must be tested for besides its values (exercise 7.4).
+
+# %% [markdown]
+# ## Setup
+
+# %%
+import dataclasses
+import time
+
+import torch
+
+from labutils import collectives, plots, units
+from labutils.check import check, hint, predict, predictions, reveal, show
+from labutils.config import Link, Mesh, ModelConfig, TrainConfig
+from labutils.ledger import Ledger, Line
+from labutils.widgets import explore, log
+from labutils.world import DeadlockError, MismatchError, World
+
+# %% [markdown]
+# A `World` runs an ordinary function on every rank and returns the results in rank order. Here the ranks are threads of this notebook; later in the lab
+# the same functions run on processes.
+
+# %%
+world = World(4)
+world.run(lambda rank: f"I am rank {rank.index} of {rank.size}")
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# Four ranks stand in a circle. Each holds a tensor cut into four pieces, a color for each rank. In every step each rank passes *one piece* to its
+# neighbor. Play it, and watch where a piece is complete for the first time.
+
+# %%
+world.run(lambda rank: collectives.all_reduce_ring(torch.ones(4_000_000), rank.comm("dp")))
+plots.ring_animation(world.trace)
+
+# %% [markdown]
+# The animation is drawn from the messages of a real run. After three steps each rank owns one finished piece; after three more, everybody owns all four.
+# No rank ever sent a whole tensor at once, and no rank did more than another.
+#
+# The rest of the lab takes this picture apart: why passing to a neighbor can hang, what the pieces save, and when another pattern is faster.
+
+# %% [markdown]
+# ## What can two ranks say to each other?
+#
+# Two things: `comm.send(x, dst)` and `comm.recv(out, src)`. A send returns when the other side has received, so the two must meet.
+
+
+# %%
+def tell(rank):
+    comm, x = rank.comm("dp"), torch.full((3,), float(rank.index))
+    if rank.index == 0:
+        comm.send(x, 1)
+    if rank.index == 1:
+        comm.recv(x, 0)
+    return x.tolist()
+
+
+world.run(tell)
+
+# %% [markdown]
+# Rank 1 now holds what rank 0 had. Next, everybody passes a tensor to the right: send first, then receive.
+
+
+# %%
+def everybody_sends_first(rank):
+    comm, x = rank.comm("dp"), torch.full((3,), float(rank.index))
+    comm.send(x, (comm.rank + 1) % comm.size)
+    return comm.recv(torch.empty_like(x), (comm.rank - 1) % comm.size)
+
+
+# %% [markdown]
+# How many of the four ranks get past their `send`? Change the number to your guess before you run the cells.
+
+# %%
+predict("sends-first/ranks-that-get-past", ranks=4)
+
+# %%
+try:
+    world.run(everybody_sends_first)
+except DeadlockError as error:
+    print(error)
+
+# %%
+reveal("sends-first/ranks-that-get-past", ranks=0)
+
+# %% [markdown]
+# Each rank waits for its right neighbor to receive, and the right neighbor waits for its own. The circle is closed, and nobody is left to open it.
+#
+# This world says so at once, with the line in which each rank waits. A cluster is less kind: the job stands still until a time-out (torch waits 10 minutes
+# with NCCL, 30 with gloo). Worse, MPI libraries buffer *small* sends, so that this program passes its test with three numbers and hangs with three
+# million.
+#
+# ### Exercise 7.1 · Break the circle (8 min, ●○○)
+#
+# Pass x to the next rank and return what the rank before you had, with blocking `comm.send` and `comm.recv` alone.
+
+
+# %%
+def pass_right(x: torch.Tensor, comm) -> torch.Tensor:
+    """What the rank before this one holds: everybody passes x to rank + 1, the last rank to rank 0."""
+    raise NotImplementedError
+
+
+# %%
+check("collectives/ordered-sends", pass_right)
+
+# %%
+hint("collectives/ordered-sends", 1)
+
+# %%
+show(collectives.shift)
+
+# %% [markdown]
+# Where both directions are always needed, `comm.send_recv(x, dst, out, src)` does them at once and leaves nothing to order. The ring below is made of it.
+#
+# A second way to get stuck: ranks that disagree about *what* they are doing. Rank 2 takes another branch here.
+
+
+# %%
+def mismatched(rank):
+    comm, x = rank.comm("dp"), torch.ones(8)
+    if rank.index == 2:
+        return comm.all_gather(x)
+    return comm.all_reduce(x)
+
+
+try:
+    world.run(mismatched)
+except MismatchError as error:
+    print(error)
+
+# %% [markdown]
+# Every collective is a contract: all ranks of a group make the same calls, in the same order, with the same shapes. An `if rank == 0:` around a collective
+# is the most common way to break it.
+
+# %% [markdown]
+# ## How does one rank tell all the others?
+#
+# Rank 0 has the initial weights, seven others need them. The plain way is a star: rank 0 sends to each in turn.
+
+
+# %%
+def run(algorithm, numel=1_000_000, ranks=8):
+    """What every rank returned, and the trace of messages, when rank r starts with `numel` fp32 numbers r + 1."""
+
+    def program(rank):
+        x, sizes = torch.full((numel,), rank.index + 1.0), collectives.shares(numel, ranks)
+        extra = {"sizes": sizes} if "gather" in algorithm else {}
+        return getattr(collectives, algorithm)(x[: sizes[rank.index]] if extra else x, rank.comm("dp"), **extra)
+
+    with World(ranks) as several:
+        return several.run(program), several.trace
+
+
+# %%
+_, star = run("broadcast_star")
+plots.messages(star)
+
+# %% [markdown]
+# Seven steps, and in each of them six ranks have nothing to do. But from the first step on, *two* ranks have the tensor. Let both pass it on, then all
+# four that have it, and so on.
+#
+# How many steps does that take for 1000 ranks?
+
+# %%
+predict("broadcast/steps-for-1000-ranks", steps=999)
+
+# %%
+_, tree = run("broadcast_tree")
+plots.messages(tree)
+
+# %%
+reveal("broadcast/steps-for-1000-ranks", steps=collectives.steps("broadcast_tree", 1000))
+
+# %% [markdown]
+# The number of ranks that have the tensor doubles in each step, so N ranks need ⌈log₂ N⌉ steps. The bytes did not become fewer: each of the N − 1 others
+# has to receive S once, whoever sends it.
+
+# %%
+{"star": star.sent.by("rank"), "tree": tree.sent.by("rank")}
+
+# %% [markdown]
+# Both total 7 · 4 MB. What changed is the load of rank 0 and the number of steps that wait for each other.
+#
+# ### Exercise 7.2 · Tell a thousand ranks in ten steps (10 min, ●●○)
+#
+# Any number of ranks, from rank 0.
+
+
+# %%
+def broadcast(x: torch.Tensor, comm) -> torch.Tensor:
+    """Rank 0's x, on every rank, in ⌈log₂ N⌉ steps. Elsewhere only the shape of x matters."""
+    raise NotImplementedError
+
+
+# %%
+check("collectives/broadcast-tree", broadcast)
+
+# %%
+hint("collectives/broadcast-tree", 1)
+
+# %%
+show(collectives.broadcast_tree)
+
+# %% [markdown]
+# A tree can be climbed as well: run the broadcast backwards, adding where two branches meet, and you have `reduce`: the sum of all tensors at one rank.
+# `scatter` hands each rank its piece, `gather` collects the pieces again.
+
+# %% [markdown]
+# ## Which collectives are there?
+#
+# Eight, in pairs that undo or complete each other. Three ranks, and three pieces on each: with i = (r + 1)·(1, 2), rank r holds i, i² and i³.
+
+
+# %%
+def example(rank):
+    i = (rank.index + 1) * torch.tensor([1, 2])
+    return torch.cat([i, i**2, i**3])
+
+
+three = World(3)
+three.run(lambda rank: example(rank).tolist())
+
+# %% [markdown]
+# Scatter: rank 0's pieces, one for each rank. (Gather is the way back.)
+
+# %%
+three.run(lambda rank: collectives.scatter_star(example(rank), rank.comm("dp")).tolist())
+
+# %% [markdown]
+# Reduce: the sum of all, at rank 0 alone. (Broadcast is the way back.)
+
+# %%
+three.run(lambda rank: collectives.reduce_tree(example(rank), rank.comm("dp")))
+
+# %% [markdown]
+# Reduce-scatter: the same sum, and each rank has its piece of it.
+
+# %%
+three.run(lambda rank: collectives.reduce_scatter_ring(example(rank), rank.comm("dp")).tolist())
+
+# %% [markdown]
+# All-gather gives every piece to everybody. After a reduce-scatter, the two together are an all-reduce:
+
+
+# %%
+def two_halves(rank):
+    mine = collectives.reduce_scatter_ring(example(rank), rank.comm("dp"))
+    return collectives.all_gather_ring(mine, rank.comm("dp")).tolist()
+
+
+three.run(two_halves)
+
+# %%
+three.run(lambda rank: collectives.all_reduce_ring(example(rank), rank.comm("dp")).tolist())
+
+# %% [markdown]
+# All-to-all adds nothing: it transposes. Piece j of rank i goes to rank j, where it becomes piece i. Experts will need it (lab 12).
+
+# %%
+three.run(lambda rank: collectives.all_to_all_pairwise(example(rank), rank.comm("dp")).tolist())
+
+# %%
+show(collectives.all_to_all_pairwise)
+
+# %% [markdown]
+# Who sends to whom, in which step? Choose one, and a number of ranks.
+
+
+# %%
+def who_sends(collective="scatter_star", ranks=4):
+    """The messages of one collective, as it really ran."""
+    return plots.messages(run(collective, 120, ranks)[1])
+
+
+explore(who_sends, collective=list(collectives.FORMULAS), ranks=[2, 4, 6, 8])
+
+# %% [markdown]
+# Look for three shapes: *stars*, in which one rank meets all others; *trees*, in which the number of busy ranks doubles; and patterns in which every rank
+# does the same in every step. The last ones waste nobody's time.
+#
+# What does each cost? Let S be the whole tensor, here 24 MB on 4 ranks. For each collective: what all ranks send together, what the *busiest* rank sends
+# and receives, the steps, and what each rank holds at the end.
+
+
+# %%
+def row(algorithm):
+    results, trace = run(algorithm, numel=6_000_000, ranks=4)
+    held = Ledger(Line("result", 0 if y is None else y.nbytes, rank=rank) for rank, y in enumerate(results))
+    amounts = trace.sent.total, max(trace.sent.by("rank").values()), max(trace.received.by("rank").values()), *held.by("rank").values()
+    sent_, held_ = (formula(algorithm, nbytes=24e6, n=4) for formula in (collectives.sent, collectives.held))
+    unexplained = sent_.diff(trace.sent).unexplained + held_.diff(held).unexplained
+    return f"{algorithm:28}" + "".join(f"{units.text(amount):>10}" for amount in amounts) + f"{trace.steps:7}{unexplained:13}"
+
+
+print(f"{'':28}{'in all':>10}{'sends':>10}{'receives':>10}{'held by rank 0, 1, 2, 3':>40}{'steps':>7}{'unexplained':>13}")
+for algorithm in collectives.FORMULAS:
+    print(row(algorithm))
+
+# %% [markdown]
+# The last column compares every rank's bytes, sent and held, with their formulas: nothing is left over. Read the first two columns together. The four
+# all-reduces move the *same* total; what the busiest rank sends differs by a factor of two, and the factor grows with N. That is the next
+# question.
+
+# %% [markdown]
+# ## How many bytes does each rank send in an all-reduce?
+#
+# Four ranks hold a gradient of 64 MB each. Every rank needs the sum of all four. Before you run anything, write down a guess: how many megabytes leave
+# *your* rank?
+
+# %%
+predict("all-reduce/bytes-per-rank", MB=64)
+
+# %% [markdown]
+# **Two ways to do it.** Send everything to rank 0, add there, send the sum back: rank 0 receives 3 · 64 MB and sends 3 · 64 MB, the others send 64 MB
+# once. Or cut the tensor into N pieces and pass them round a ring:
+# after N − 1 hops each rank owns one finished piece, after N − 1 more everybody owns all of them. Every hop carries 1/N of the tensor, so each rank sends
+#
+# $$ 2\,\frac{N-1}{N}\,S \;=\; 2\cdot\tfrac{3}{4}\cdot 64\ \text{MB} \;=\; 96\ \text{MB}, $$
+#
+# whatever its number, and hardly more on a thousand ranks than on four.
+
+# %%
+sent = {way: run(f"all_reduce_{way}", 16_000_000, ranks=4)[1].sent for way in ("naive", "ring")}
+plots.comm_bars(**sent, guess=predictions["all-reduce/bytes-per-rank"])
+
+# %%
+collectives.predict_all_reduce("ring", nbytes=64e6, n=4).diff(sent["ring"])
+
+# %%
+reveal("all-reduce/bytes-per-rank", MB=96)
+
+# %% [markdown]
+# The *total* over all links is the same for both, 2(N − 1)S.
+
+# %%
+{way: units.text(ledger.total) for way, ledger in sent.items()}
+
+# %% [markdown]
+# A table that prints totals hides the whole point. A step is over when its *busiest* rank is done, and in the ring there is no busiest rank.
+#
+# Nothing can do better: to learn a sum of N tensors, the ranks together must take in N − 1 foreign contributions for each element and hand out N − 1
+# copies of each result. That is 2(N − 1)S, and the ring shares it equally.
+#
+# **Equal, bytes sent, bytes held**: the three results that a distributed program owes you. Every all-reduce against the plain sum 1 + 2 + 3 + 4, against
+# the formula of what is sent, and of what is held; the second and third number are the bytes that stay unexplained.
+
+
+# %%
+def three_results(algorithm):
+    results, trace = run(algorithm, 1_000_003, ranks=4)
+    sizes = dict(nbytes=4 * 1_000_003, n=4)
+    held = Ledger(Line("result", y.nbytes, rank=rank) for rank, y in enumerate(results))
+    equal = all(bool((y == 1 + 2 + 3 + 4).all()) for y in results)
+    return equal, collectives.sent(algorithm, **sizes).diff(trace.sent).unexplained, collectives.held(algorithm, **sizes).diff(held).unexplained
+
+
+{algorithm: three_results(algorithm) for algorithm in collectives.ALL_REDUCES}
+
+# %% [markdown]
+# When N does not divide the tensor, as here, some pieces are one element longer. Then ranks differ by a few bytes, and the formula knows which.
+
+# %%
+_, uneven = run("all_reduce_ring", 10, ranks=4)
+collectives.predict_all_reduce("ring", nbytes=40, n=4).diff(uneven.sent)
+
+# %% [markdown]
+# ### Exercise 7.3 · Write the ring (15 min, ●●○)
+#
+# You get `send_recv` and your neighbors. Return the sum; send no more than a ring has to. `collectives.shares(n, N)` says how to cut, and `reduce="sum"`
+# in `send_recv` adds what arrives to `out`.
+
+
+# %%
+def ring_all_reduce(x: torch.Tensor, comm) -> torch.Tensor:
+    """Sum of x over all ranks. Any length, also shorter than the number of ranks."""
+    raise NotImplementedError
+
+
+# %%
+check("collectives/ring-all-reduce", ring_all_reduce)
+
+# %%
+hint("collectives/ring-all-reduce", 1)
+
+# %% [markdown]
+# The library's ring is two rounds of the same four lines; only the first adds.
+
+# %%
+show(collectives._ring_reduce)
+
+# %%
+show(collectives.all_reduce_ring)
+
+# %% [markdown]
+# ### Exercise 7.4 · Bug hunt: the ring that passed its test (12 min, ●●○)
+#
+# A published course teaches the ring all-reduce with code of this kind, and with a test that it passes.
+
+
+# %%
+def published_ring(x, comm):
+    total, travelling = x.clone(), x.clone()
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for _ in range(comm.size - 1):
+        travelling = comm.send_recv(travelling, right, torch.empty_like(x), left)
+        total += travelling
+    for _ in range(comm.size - 1):
+        total = comm.send_recv(total, right, torch.empty_like(x), left)
+    return total
+
+
+def published_test(all_reduce, world):
+    results = world.run(lambda rank: all_reduce(torch.arange(8.0) + rank.index, rank.comm("dp")))
+    expected = sum(torch.arange(8.0) + rank for rank in range(world.size))
+    return [] if all(torch.equal(y, expected) for y in results) else ["some rank does not hold the sum"]
+
+
+published_test(published_ring, World(8))
+
+# %% [markdown]
+# No complaints: every rank holds the right sum. Yet two things are wrong with it, and each would cost you days. Write the test that finds them: it returns
+# a list of complaints about any all-reduce, and an empty list for one that you would train with. After `world.run(…)`, `world.ledger` knows who sent what.
+
+
+# %%
+def complaints(all_reduce, world) -> list[str]:
+    """What is wrong with `all_reduce(x, comm)`, found by running it on every rank of `world`."""
+    raise NotImplementedError
+
+
+# %%
+check("collectives/missing-test", complaints)
+
+# %%
+hint("collectives/missing-test", 1)
+
+# %% [markdown]
+# What the course's own test says about the published ring, on 8 ranks:
+
+# %%
+collectives.faults(published_ring, World(8), numel=1024)[:2]
+
+# %% [markdown]
+# It passes whole tensors, 8 times the bytes of a ring on 8 ranks. And every rank adds in an order of its own, so with real numbers the replicas of your
+# model end with *different bits*, and drift apart a little in every step. In a ring of pieces, each piece is summed once, in one order, and then only
+# copied.
+
+# %%
+show(collectives.faults)
+
+# %% [markdown]
+# ## Fewer bytes or fewer steps?
+#
+# The ring sends as few bytes as can be, but in 2(N − 1) steps that wait for each other. On a thousand ranks that is 1998 times the latency of the network,
+# also for a tensor of 4 bytes. Two other patterns need about 2 log₂ N steps.
+#
+# The *tree* climbs to rank 0 and comes down again, with whole tensors. *Halving–doubling* swaps half the tensor with a partner far away, then a quarter
+# with a nearer one, and so on; each rank ends with one finished piece, and the way back doubles it.
+
+# %%
+_, halving = run("all_reduce_halving_doubling")
+plots.messages(halving)
+
+# %%
+show(collectives.all_reduce_halving_doubling)
+
+# %% [markdown]
+# How long does each take? The simplest model that is of use gives every message a latency λ and every rank a link of bandwidth bw of its own:
+#
+# $$ t \;=\; \text{steps}\cdot\lambda \;+\; \frac{\text{bytes that travel one after the other}}{\mathrm{bw}} $$
+#
+# | all-reduce | steps | bytes one after the other |
+# |---|---|---|
+# | naive | $2(N-1)$ | $2(N-1)\,S$ |
+# | ring | $2(N-1)$ | $2\frac{N-1}{N}\,S$ |
+# | tree | $2\lceil\log_2 N\rceil$ | $2\lceil\log_2 N\rceil\,S$ |
+# | halving–doubling, N a power of two | $2\log_2 N$ | $2\frac{N-1}{N}\,S$ |
+#
+# A formula, and a replay of the messages that the ranks really sent, one by one, over such links: the two must agree.
+
+# %%
+link = Link(latency=10e-6, bandwidth=10e9)
+for algorithm in collectives.ALL_REDUCES:
+    _, trace = run(algorithm)
+    formula, replay = collectives.cost(algorithm, 4e6, 8, link), trace.makespan(link)
+    print(f"{algorithm:28} formula {units.text(formula, 's'):>8}   replay {units.text(replay, 's'):>8}")
+
+# %% [markdown]
+# Six ranks, and links of 10 µs and 10 GB/s. From which message size on is the ring the fastest? Guess before you look.
+
+# %%
+predict("all-reduce/ring-wins-from", kB=64)
+
+
+# %%
+def curves(ranks, link, sizes):
+    return {name.removeprefix("all_reduce_"): [collectives.cost(name, size, ranks, link) for size in sizes] for name in collectives.ALL_REDUCES}
+
+
+sizes = [10 ** (k / 10) for k in range(18, 91)]
+plots.cost_curves(sizes, **curves(6, link, sizes))
+
+# %%
+where = collectives.crossover("all_reduce_ring", "all_reduce_halving_doubling", 6, link)
+reveal("all-reduce/ring-wins-from", kB=round(where / 1000, 1))
+
+# %% [markdown]
+# Setting the two costs equal gives the place: the steps that the ring has too many, times λ · bw, over the bytes that it has too few. The product λ · bw
+# is what a link could have sent while the first byte was on its way, here 100 kB. Far below it only steps count, far above it only bytes.
+#
+# And on eight ranks?
+
+# %%
+plots.cost_curves(sizes, **curves(8, link, sizes))
+
+# %% [markdown]
+# With a power of two, halving–doubling has the ring's bytes *and* the tree's steps: in this model it never loses. Then why does anyone use a ring?
+#
+# Because the model gives every pair of ranks a link of its own. Count how far the bytes travel if the machine itself is wired as a ring, where a message
+# to a rank three places away occupies three links:
+
+
+# %%
+def bytes_on_links(trace):
+    n = len(trace.ranks)
+    return sum(m.nbytes * min((m.to - m.source) % n, (m.source - m.to) % n) for m in trace.messages)
+
+
+{name: units.text(bytes_on_links(run(f"all_reduce_{name}")[1])) for name in ("ring", "halving_doubling")}
+
+# %% [markdown]
+# Three times as much, and the factor grows with N. A ring talks to neighbors alone, so it fits any network that has a cycle in it; it needs no power of
+# two, and it keeps all links busy all the time.
+
+# %% [markdown]
+# ## Does the model hold on this machine?
+#
+# So far the ranks were threads. Now they are processes that talk through the operating system. The functions are the same ones, and so are the books:
+
+# %%
+processes = World(4, engine="processes")
+on_threads = run("all_reduce_ring", 10, ranks=4)[1].sent
+processes.run(lambda rank: collectives.all_reduce_ring(torch.ones(10), rank.comm("dp")))
+on_threads.diff(processes.ledger)
+
+# %% [markdown]
+# To predict times we need λ and bw of *this* machine. Everybody passes a tensor to the right at once, once with one number and once with four million:
+
+
+# %%
+def seconds(program, nbytes, repeats=5):
+    """Median over repeats of the time that the slowest rank needs for program(x, comm)."""
+
+    def timed(rank):
+        comm, x, times = rank.comm("dp"), torch.ones(nbytes // 4), []
+        for _ in range(repeats):
+            comm.barrier()
+            start = time.perf_counter()
+            program(x, comm)
+            times.append(time.perf_counter() - start)
+        return times
+
+    return sorted(map(max, zip(*processes.run(timed), strict=True)))[repeats // 2]
+
+
+def pass_on(x, comm):
+    comm.send_recv(x, (comm.rank + 1) % comm.size, torch.empty_like(x), (comm.rank - 1) % comm.size)
+
+
+# %% tags=["nbval-ignore-output"]
+latency = seconds(pass_on, 4)
+here = Link(latency, 16e6 / max(seconds(pass_on, 16_000_000) - latency, 1e-9))
+print(f"latency {units.text(here.latency, 's')}, bandwidth {units.text(here.bandwidth, 'B/s')} for each rank, all at once")
+
+# %% [markdown]
+# With these two numbers the model predicts every algorithm at every size. Lines are predictions, dots are measurements on four processes.
+
+# %% tags=["nbval-ignore-output"]
+sizes = [4**k for k in range(2, 13)]
+measured = {
+    name.removeprefix("all_reduce_"): (sizes[::2], [seconds(getattr(collectives, name), size) for size in sizes[::2]]) for name in collectives.ALL_REDUCES
+}
+plots.cost_curves(sizes, measured=measured, **curves(4, here, sizes), title="The model of one link a rank, and four processes that share a laptop")
+
+# %% [markdown]
+# Where the dots leave their lines, ask what the ranks share. In the model every rank has a link of its own; these processes share a few cores and one memory.
+# Small messages: λ was measured while all four talked at once, but in a naive or tree step only some ranks are awake, and wait for nobody.
+# Large messages: the naive way does not fall as far behind as its line, since its *total* is the ring's, and what all ranks share is paid by the total.
+# Give each rank a device and a link, and the lines are what you get.
+#
+# A benchmark on one machine therefore says little about the algorithm on a cluster; a count of bytes says the same on both.
+
+# %%
+processes.close()
+
+# %% [markdown]
+# ## What does a training step send?
+#
+# With exact formulas for single collectives, a whole step is a sum. GPT-2 on four data-parallel ranks, in bf16, at the four levels of ZeRO that lab 09
+# will build:
+
+
+# %%
+def step(level):
+    train = TrainConfig(micro_batch=1, global_batch=4, precision="bf16", zero=level)
+    return collectives.predict(ModelConfig.named("gpt2"), train, Mesh(dp=4))
+
+
+plots.comm_bars(**{f"level {level}": step(level) for level in range(4)})
+
+# %% [markdown]
+# Level 0 is one all-reduce of the gradients; levels 1 and 2 split it into its halves, so sharding the optimizer and the gradients is free; level 3 gathers
+# the weights once more, half as much again.
+#
+# On a mesh each axis has its own traffic. Llama-3.1-8B with 4096 tokens a sequence, on 8 tensor-parallel × 4 data-parallel ranks:
+
+# %%
+llama = dataclasses.replace(ModelConfig.named("llama-3.1-8b"), seq_len=4096)
+train = TrainConfig(micro_batch=1, global_batch=32, precision="bf16")
+books = collectives.predict(llama, train, Mesh(dp=4, tp=8)).only(rank=0)
+{axis: units.text(amount) for axis, amount in books.by("axis").items()}
+
+# %% [markdown]
+# The tensor-parallel axis sends about twenty times as much as the data-parallel one, and a layer cannot go on before it has arrived. That is why `tp` is
+# the innermost axis of a mesh, inside one machine, and why `dp` may cross the slow network.
+#
+# ## Turn the knobs
+#
+# Number of ranks, message size, latency, bandwidth: which all-reduce wins, and by how much? Try six ranks against eight, then a thousand. Is there any
+# setting in which the plain tree is faster than all others?
+
+
+# %%
+def contest(ranks=6, size=2**20, latency=10, bandwidth=10):
+    """The four all-reduces on links of `latency` µs and `bandwidth` GB/s, with dots at the chosen size."""
+    link, sizes = Link(latency * 1e-6, bandwidth * 1e9), [4**k for k in range(3, 16)]
+    dots = {name.removeprefix("all_reduce_"): ([size], [collectives.cost(name, size, ranks, link)]) for name in collectives.ALL_REDUCES}
+    winner = collectives.fastest(size, ranks, link).removeprefix("all_reduce_")
+    times = units.text(dots[winner][1][0], "s")
+    title = f"{units.text(size)} on {ranks} ranks: {winner.replace('_', '-')} wins with {times}"
+    return plots.cost_curves(sizes, measured=dots, title=title, **curves(ranks, link, sizes))
+
+
+explore(contest, states=36, ranks=[6, 8, 1000], size=log(2**10, 2**30, 2, unit="B"), latency=[1, 10], bandwidth=[10, 100])
+
+# %% [markdown]
+# ## In practice
+#
+# **You call, the library chooses.** `torch.distributed.all_reduce` hands the tensor to NCCL on GPUs and to gloo on CPUs. NCCL picks an algorithm and a
+# protocol for every call from a model like ours. Its source (`src/graph/tuning.cc`) computes
+# time = latency + bytes / bandwidth, with 2(N − 1) hops for a ring, log₂ of the number of nodes for a tree, and N / (2(N − 1)) to get from bus to
+# algorithm bandwidth.
+#
+# The plain tree never won above: halving–doubling takes as many steps and carries less. NCCL's trees are *pipelined*: chunks follow each other up and
+# down, so such a tree carries about 2S instead of 2⌈log₂ N⌉ S. With that term, the place where the ring takes over moves out as N grows:
+
+# %%
+for ranks in (8, 64, 512):
+    steps_saved = collectives.steps("all_reduce_ring", ranks) - collectives.steps("all_reduce_tree", ranks)
+    bytes_added = 2 - collectives.FORMULAS["all_reduce_ring"].share(ranks)
+    print(f"{ranks:4} ranks: the ring beats a pipelined tree from {units.text(steps_saved * link.latency * link.bandwidth / bytes_added)} on")
+
+# %% [markdown]
+# **NVLink and the switch.** Inside a machine with NVLink switches that can add (NVLS, "NVLink SHARP"), and between machines with switches that can
+# (CollNet, "SHARP"), a rank sends its tensor once and the network returns the sum. The bus factor becomes (n − 1)/(n + 1) in nccl-tests.
+#
+# **Reading nccl-tests.** `algbw` is S / t. `busbw` multiplies by the bytes that a link must carry at least, and is comparable with a data sheet for any
+# number of ranks. Eight ranks, links of 10 GB/s without latency (for broadcast and reduce the factor is 1):
+
+# %%
+for op, algorithm in {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring", "all_to_all": "pairwise"}.items():
+    seconds_ = collectives.cost(f"{op}_{algorithm}", 1e9, 8, Link(0, 10e9))
+    rates = collectives.algbw(1e9, seconds_), collectives.busbw(op, 1e9, seconds_, 8)
+    print(f"{op:15} algbw {units.text(rates[0], 'B/s'):>9} × {collectives.bus_factor(op, 8)!s:>3} = busbw {units.text(rates[1], 'B/s')}")
+
+# %% [markdown]
+# | you want | you set |
+# |---|---|
+# | to see what NCCL chose | `NCCL_DEBUG=INFO`, `NCCL_DEBUG_SUBSYS=INIT,TUNING` |
+# | to force it, for an experiment | `NCCL_ALGO=Ring` or `Tree` (by version also `CollnetChain`, `NVLS`, …), `NCCL_PROTO=Simple`, `LL`, `LL128` |
+# | the right network card | `NCCL_SOCKET_IFNAME`, `NCCL_IB_HCA`; `GLOO_SOCKET_IFNAME` for gloo |
+# | to know who hangs | `TORCH_NCCL_TRACE_BUFFER_SIZE` with `TORCH_NCCL_DUMP_ON_TIMEOUT` (the flight recorder), `TORCH_NCCL_DESYNC_DEBUG` |
+# | to catch mismatched collectives | `TORCH_DISTRIBUTED_DEBUG=DETAIL`; `dist.monitored_barrier()` on gloo |
+# | in-place, asynchronous, a mean | torch's calls write into their input; `async_op=True` returns a `Work`; `ReduceOp.AVG` exists for NCCL only |
+#
+# **Frameworks** make messages large before they send them, because below λ · bw only steps count: DDP packs gradients into buckets (`bucket_cap_mb`, 25 by
+# default), DeepSpeed has `reduce_bucket_size` and `allgather_bucket_size`, FSDP2 gathers a whole transformer block at a time (torchtitan calls
+# `fully_shard` on each), Megatron-LM keeps gradients in one contiguous buffer (`--overlap-grad-reduce`, and `--use-distributed-optimizer` to split the
+# all-reduce into its halves).
+#
+# **Gloo** has a ring in chunks, halving–doubling and bcube. Its older `allreduce_ring` passes whole tensors, and its documentation says so: P · S bytes on
+# the wire for it, 2 · S for the chunked one.
+#
+# **On a cluster** the functions of this lab run unchanged. Put this into `ring.py`; inside a `torchrun` job a `World` takes the ranks that are there:
+#
+# ```python
+# import torch
+# from labutils.config import Mesh
+# from labutils.world import World
+#
+# with World(Mesh(dp=16)) as world:
+#     world.run(lambda rank: rank.comm("dp").all_reduce(torch.ones(1_000_000, device=rank.device)))
+#     print(world.ledger)
+# ```
+#
+# ```
+# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 ring.py
+# ```
+
+# %% [markdown]
+# ## Errata
+#
+# **Totals that look like loads.** A widely read chapter (S0) lists the volume of each collective in a column headed "Storage Size". It is no storage: it
+# is the sum over all links. For N = 4 and Φ = 240 elements of 1 byte, totals beside what the busiest rank sends or receives:
+
+# %%
+table = {
+    "broadcast_star": "(N − 1)·Φ", "scatter_star": "(N − 1)/N·Φ", "reduce_star": "(N − 1)·Φ", "gather_star": "(N − 1)/N·Φ",
+    "all_gather_ring": "(N − 1)·Φ", "reduce_scatter_ring": "(N − 1)·Φ", "all_reduce_naive": "2(N − 1)·Φ", "all_reduce_ring": "2(N − 1)·Φ",
+}  # fmt: skip
+for algorithm, published in table.items():
+    _, trace = run(algorithm, 60, ranks=4)
+    busiest = max([*trace.sent.by("rank").values(), *trace.received.by("rank").values()])
+    print(f"{algorithm:20} published {published:12} counted in all {trace.sent.total:5}   busiest rank {busiest:4}")
+
+# %% [markdown]
+# Every published entry is right as a *total*, and the last two rows are equal: the table shows no reason to use a ring. The busiest rank is the reason.
+#
+# **"Each device broadcasts its part to one device"** (S0, on gather): a message to one rank is a send. A broadcast by each of N ranks would be an
+# all-gather, in which every rank sends N − 1 times as much:
+
+# %%
+[max(run(way, 60, ranks=4)[1].sent.by("rank").values()) for way in ("gather_star", "all_gather_ring")]
+
+# %% [markdown]
+# **"Gradients are synchronized by all-reduce"** (S1) leaves out a division. All-reduce *sums*; the mean that you would get from one large batch is that
+# sum over N. Whoever forgets it trains SGD with N times the learning rate.
+#
+# **A ring of whole tensors** (a published course, exercise 7.4): 2(N − 1)S a rank instead of 2(N − 1)S/N, N times too much, and a value test cannot see it.
+
+# %%
+with World(8) as eight:
+    eight.run(lambda rank: published_ring(torch.ones(1024), rank.comm("dp")))
+eight.ledger.by("rank")[0] / collectives.predict_all_reduce("ring", nbytes=4096, n=8).by("rank")[0]
+
+# %% [markdown]
+# ## Summary
+#
+# > - Blocking sends must be ordered: if all send first, all wait. Every rank makes the same collective calls in the same order.
+# > - A tree reaches N ranks in ⌈log₂ N⌉ steps: 1000 ranks in 10. <!-- claim: collectives.steps("broadcast_tree", 1000) == 10 -->
+# > - All-reduce = reduce-scatter + all-gather. In a ring each rank sends 2(N − 1)/N · S: 96 MB for 64 MB on 4 ranks.
+# >   <!-- claim: set(collectives.predict_all_reduce("ring", nbytes=64e6, n=4).by("rank").values()) == {96_000_000} -->
+# > - Naive and ring send the same total; the busiest rank sends 192 MB against 96 MB.
+# >   <!-- claim: max(collectives.predict_all_reduce("naive", nbytes=64e6, n=4).by("rank").values()) == 192_000_000 -->
+# >   <!-- claim: len({collectives.predict_all_reduce(way, nbytes=64e6, n=4).total for way in ("naive", "ring")}) == 1 -->
+# > - Few bytes or few steps: below about λ · bw the steps decide, above it the bytes. On 8 ranks the ring takes 14 steps, halving–doubling 6.
+# >   <!-- claim: (collectives.steps("all_reduce_ring", 8), collectives.steps("all_reduce_halving_doubling", 8)) == (14, 6) -->
+# > - Test an all-reduce for its values, the same bits on all ranks, an untouched input, and the bytes of the busiest rank.
+
+# %% [markdown]
+# ## References
+#
+# - P. Patarasuk, X. Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, J. Parallel Distrib. Comput. 69, 2009: the ring, and
+#   that it is optimal.
+# - R. Thakur, R. Rabenseifner, W. Gropp, *Optimization of collective communication operations in MPICH*, IJHPCA 19, 2005: halving–doubling, and the cost model.
+# - P. Goyal et al., *Accurate, large minibatch SGD*, arXiv:1706.02677, section 4: both in training practice.
+# - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054, section 7: what a step of each level sends.
+# - NVIDIA, nccl-tests, `doc/PERFORMANCE.md`: algorithm and bus bandwidth; NCCL, `src/graph/tuning.cc`: the model by which it chooses.
+# - Gloo, `docs/algorithms.md`: steps and bytes of its algorithms.
