@@ -1,5 +1,6 @@
 """Ranks: one program, run as threads of this process, as processes of their own, or under torchrun.
 
+>>> import torch
 >>> with World(4) as world:
 ...     world.run(lambda rank: rank.comm().all_reduce(torch.full((4,), rank.index)).sum().item())
 [24, 24, 24, 24]
@@ -11,8 +12,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from labutils import units
 from labutils.config import Mesh
 from labutils.ledger import Ledger, Trace
@@ -20,10 +19,11 @@ from labutils.world.comm import Comm, Rank, Work
 from labutils.world.errors import DeadlockError, MismatchError, RankError, TimeoutError, WorldError
 from labutils.world.processes import Processes
 from labutils.world.threads import Threads
+from labutils.world.torchrun import Torchrun
 
 __all__ = ["Comm", "DeadlockError", "MismatchError", "Rank", "RankError", "TimeoutError", "Work", "World", "WorldError"]
 
-ENGINES = ("threads", "processes", "torchrun")
+ENGINES = {"threads": Threads, "processes": Processes, "torchrun": Torchrun}
 
 
 class World:
@@ -45,7 +45,7 @@ class World:
             raise ValueError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
         self.mesh, self.engine, self.timeout = mesh, engine, units.positive(timeout, "timeout")
         self.trace = Trace()
-        self._engine = {"threads": Threads, "processes": Processes}[engine](mesh, self.timeout)
+        self._engine = ENGINES[engine](mesh, self.timeout)
 
     @property
     def size(self) -> int:
@@ -66,7 +66,7 @@ class World:
         return results
 
     def close(self) -> None:
-        """End all ranks; the world cannot run again."""
+        """End all ranks; a later run would start new ones."""
         self._engine.close()
 
     def __enter__(self) -> "World":

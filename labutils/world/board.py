@@ -74,7 +74,7 @@ class Board:
             theirs = self._read(other, key, number)
             if theirs is not None and theirs[0] != call:
                 error = MismatchError(self.mismatch(group, ranks, number))
-                error.calls = (group, tuple(ranks), number)
+                error.call = group, tuple(ranks), number
                 raise error
 
     def _read(self, rank: int, key: int, number: int) -> tuple[str, Site] | None:

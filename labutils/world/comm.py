@@ -19,8 +19,9 @@ from labutils.world.errors import MismatchError, Site, place, site
 WORLD = "world"
 _CHANNELS = {axis: 2 * i for i, axis in enumerate((WORLD, *AXES))}
 
-# What a receiver may do with bytes that arrive, instead of keeping them; the result is left in the receiver's own tensor.
+# What a receiver may do with what arrives; the result is left in the receiver's own tensor.
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "copy": Tensor.copy_,
     "sum": Tensor.add_,
     "product": Tensor.mul_,
     "min": lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
@@ -307,7 +308,12 @@ class Comm:
                 result = run(self)
         finally:
             self._call = outer
-        return result if out is None else out.detach().copy_(result) and out
+        if out is None or result is None:
+            return result
+        if out.shape != result.shape or out.dtype != result.dtype:
+            raise ValueError(f"the result of {call.op} is {describe(result)} and out is {describe(out)}: give an out like it")
+        out.detach().copy_(result)
+        return out
 
 
 def _sizes(sizes: Sequence[int] | None) -> str:

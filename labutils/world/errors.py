@@ -1,5 +1,7 @@
 """What a reader sees when a rank fails: its own lines, named as the notebook names them, and nothing of the machinery in between."""
 
+from __future__ import annotations
+
 import builtins
 import functools
 import linecache
@@ -10,6 +12,10 @@ import traceback
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from labutils.world.board import Board
 
 _OURS = os.path.dirname(__file__) + os.sep
 _INTERNAL = (_OURS, os.path.join(os.path.dirname(_OURS[:-1]), "collectives"), "<@beartype")
@@ -37,7 +43,9 @@ class TimeoutError(WorldError, builtins.TimeoutError):
 
 
 class MismatchError(WorldError):
-    """Ranks that should make the same call made different ones."""
+    """Ranks that should make the same call made different ones; for a collective, `call` is its place on the board."""
+
+    call: tuple[str, tuple[int, ...], int] | None = None
 
 
 class Stopped(BaseException):
@@ -81,7 +89,7 @@ class Failure:
     error: WorldError | None = None
 
     @classmethod
-    def of(cls, error: BaseException) -> "Failure":
+    def of(cls, error: BaseException) -> Failure:
         """`error` with its causes, each as (how it led to the next one, frames, last line)."""
         links, joint = [], ""
         step: BaseException | None = error
@@ -109,16 +117,17 @@ class Failure:
         return self.links[-1][2].splitlines()[0] if self.links[-1][2] else self.kind
 
 
-def rank_error(failures: dict[int, Failure], size: int) -> WorldError:
+def rank_error(failures: dict[int, Failure], size: int, board: Board) -> WorldError:
     """The one exception that tells what went wrong on the ranks that failed, first causes before consequences."""
 
     def order(rank: int) -> tuple[int, int]:
-        kinds = (MismatchError, DeadlockError, TimeoutError)
-        known = failures[rank].error
-        return (kinds.index(type(known)) + 1 if type(known) in kinds else 0), rank
+        kinds = (RankError, type(None), MismatchError, DeadlockError, TimeoutError)  # a RankError: the rank is dead
+        return kinds.index(type(failures[rank].error)), rank
 
     first, *others = sorted(failures, key=order)
     failure = failures[first]
+    if isinstance(failure.error, MismatchError) and failure.error.call:
+        return MismatchError(board.mismatch(*failure.error.call))  # by now the others have made their calls too
     if failure.error is not None:
         return failure.error
     also = [rank for rank in others if failures[rank].error is None]

@@ -7,12 +7,15 @@ import itertools
 import mmap
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing import connection
@@ -24,7 +27,7 @@ from labutils.config import Mesh
 from labutils.ledger import Trace
 from labutils.world.board import BLOCKED, Board
 from labutils.world.comm import show
-from labutils.world.errors import ABSENT, Failure, MismatchError, RankError, TimeoutError, place, rank_error
+from labutils.world.errors import ABSENT, Failure, RankError, TimeoutError, place, rank_error
 from labutils.world.threads import GRACE
 from labutils.world.worker import MAX_FDS, Outcome, Spec
 
@@ -40,7 +43,7 @@ class Nursery:
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
-        self.log = tempfile.TemporaryFile()
+        self.log, self.lock = tempfile.TemporaryFile(), threading.Lock()
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
         environment.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
         command = [sys.executable, "-m", "labutils.world.worker", str(theirs.fileno())]
@@ -64,17 +67,22 @@ class Nursery:
         if isinstance(request, int) and not _FORK:
             return self.process.wait()
         try:
-            socket.send_fds(self.socket, [pickle.dumps(request)], fds)
-            return int(self.socket.recv(64))
-        except (OSError, ValueError):
-            raise RuntimeError(f"the ranks' Python did not start:\n{_tail(self.log)}") from None
+            with self.lock:
+                socket.send_fds(self.socket, [pickle.dumps(request)], fds)
+                return int(self.socket.recv(64))
+        except BaseException as error:
+            tail = _tail(self.log)
+            self.close()  # also when interrupted: an answer that comes later must not be taken for another one
+            if isinstance(error, (OSError, ValueError)):
+                raise RuntimeError(f"the ranks' Python did not start:\n{tail}") from None
+            raise
 
     def close(self) -> None:
-        """End it; ranks that live watch the kernel for themselves."""
+        """End it, and the ranks that it has forked with it."""
         atexit.unregister(self.close)
         self.socket.close()
-        self.process.kill()
         self.process.wait()
+        self.log.close()
 
 
 @dataclass
@@ -86,6 +94,8 @@ class RankProcess:
     commands: connection.Connection
     control: connection.Connection
     log: BinaryIO
+    folder: str
+    code: int | None = None
 
     def where(self) -> str:
         """The line at which its program is, or why that is not known."""
@@ -97,13 +107,16 @@ class RankProcess:
 
     def end(self) -> int:
         """Its exit code, after making sure that it is over, with all that it started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        for end in (self.commands, self.control):
-            end.close()
-        with contextlib.suppress(RuntimeError):
-            return self.nursery.ask(self.pid, [])
-        return 0
+        if self.code is None:
+            for kill in (os.kill, os.killpg):  # it may not have become the leader of its group yet
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(self.pid, signal.SIGKILL)
+            self.code = 0
+            with contextlib.suppress(RuntimeError):
+                self.code = self.nursery.ask(self.pid, [])
+            for end in (self.commands, self.control):
+                end.close()
+        return self.code
 
 
 class Processes:
@@ -115,6 +128,7 @@ class Processes:
         self.mesh, self.timeout = mesh, timeout
         self.ranks: list[RankProcess] = []
         self.runs = itertools.count(1)
+        weakref.finalize(self, _end, self.ranks)
         if _FORK:
             Nursery.get()  # it loads torch while the kernel goes on
 
@@ -128,7 +142,8 @@ class Processes:
         try:
             program = cloudpickle.dumps((fn, args, kwargs))
         except Exception as error:
-            raise TypeError(f"the function or its arguments cannot be sent to the ranks ({type(error).__name__}: {error}): build such things inside it") from None
+            reason = f"{type(error).__name__}: {error}"
+            raise TypeError(f"the function or its arguments cannot be sent to the ranks ({reason}): build such things inside it") from None
         try:
             if not self.ranks:
                 self._start()
@@ -140,12 +155,12 @@ class Processes:
         show([outcome.printed for outcome in outcomes])
         failures = {rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure}
         if failures:
-            raise self._error(failures, outcomes)
+            raise rank_error(failures, self.mesh.size, self.board)
         return [outcome.value for outcome in outcomes], Trace(outcome.events for outcome in outcomes)
 
     def _start(self) -> None:
         size = self.mesh.size
-        self.folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+        folder = tempfile.mkdtemp(prefix="ranks-")
         with tempfile.TemporaryFile() as file:
             file.truncate(Board.nbytes(size))
             self.board = Board(mmap.mmap(file.fileno(), 0), size)
@@ -154,7 +169,7 @@ class Processes:
                 wires[i][j], wires[j][i] = socket.socketpair()
             for index, peers in enumerate(wires):
                 log, (ours, commands), (watch, control) = tempfile.TemporaryFile(), socket.socketpair(), socket.socketpair()
-                spec = Spec(index, self.mesh, self.timeout, self.folder.name, os.getcwd(), sys.path, _FORK)
+                spec = Spec(index, self.mesh, self.timeout, folder, os.getcwd(), sys.path, _FORK)
                 theirs = [commands, control, file, log, *filter(None, peers)]
                 nursery = Nursery.get()
                 try:
@@ -163,7 +178,7 @@ class Processes:
                     for end in (commands, control, *filter(None, peers)):
                         end.close()
                 ends = (connection.Connection(end.detach()) for end in (ours, watch))
-                self.ranks.append(RankProcess(pid, nursery, *ends, log))
+                self.ranks.append(RankProcess(pid, nursery, *ends, log, folder))
         for index, rank in enumerate(self.ranks):
             try:
                 rank.commands.recv_bytes()
@@ -192,7 +207,8 @@ class Processes:
         deadline = time.monotonic() + GRACE
         while running and time.monotonic() < deadline and not all(self._blocked(index) for index in running.values()):
             collect(_LOOK)
-        places = {index: self.ranks[index].where() for index in running.values() if not self._blocked(index)}
+        late = any(outcome.failure and isinstance(outcome.failure.error, TimeoutError) for outcome in outcomes.values())
+        places = {index: self.ranks[index].where() for index in running.values() if late and not self._blocked(index)}
         self.board.stop()
         deadline = time.monotonic() + _PATIENCE
         while running and time.monotonic() < deadline:
@@ -201,7 +217,8 @@ class Processes:
             outcomes[index] = Outcome(stopped=True)
         for index in dead:
             outcomes[index].failure = self._death(index)
-        if running or dead or any(o.failure for o in outcomes.values()) and any(o.touched_group for o in outcomes.values()):
+        failed, touched = (any(getattr(outcome, name) for outcome in outcomes.values()) for name in ("failure", "touched_group"))
+        if running or dead or (failed and touched):
             self.close()  # a process group that has lost a rank, or the thread of its conversation, is of no more use
         for outcome in outcomes.values():
             if outcome.failure and isinstance(outcome.failure.error, TimeoutError):
@@ -223,17 +240,17 @@ class Processes:
         text = f"rank {index} of {self.mesh.size} died: its process {how}" + f"; it last wrote:\n{tail}" * bool(tail)
         return Failure("death", (("", (), text),), RankError(text, index))
 
-    def _error(self, failures: dict[int, Failure], outcomes: list[Outcome]) -> Exception:
-        error = rank_error(failures, self.mesh.size)
-        if isinstance(error, MismatchError) and hasattr(error, "calls"):
-            error = MismatchError(self.board.mismatch(*error.calls))
-        return error
-
     def close(self) -> None:
         """End all ranks; the next run starts new ones."""
-        for rank in self.ranks:
-            rank.end()
-        self.ranks = []
+        _end(self.ranks)
+
+
+def _end(ranks: list[RankProcess]) -> None:
+    for rank in ranks:
+        rank.end()
+        rank.log.close()
+        shutil.rmtree(rank.folder, ignore_errors=True)
+    ranks.clear()
 
 
 def _by_value(fn: Callable) -> None:

@@ -1,7 +1,7 @@
 """Messages between processes of one machine, over a socket for each pair of ranks.
 
-A receiver says READY when it has room; only then does the sender send the DATA. So a send is a rendezvous, a message never waits in
-a stream in front of another one, and the two sides compare dtype and length before a byte moves.
+A receiver says READY when it has room; only then does the sender send the DATA. So a send is a rendezvous, no message waits in a stream
+in front of another one, and the sender knows that dtype and length fit. A small message leaves at once, and is done when READY comes.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from labutils.world.errors import DeadlockError, Site, Stopped, TimeoutError, la
 
 _FRAME = struct.Struct("<BBBxIQH")  # kind, channel, dtype, run, elements (READY) or bytes (DATA), bytes of call site that follow
 _READY, _DATA = 0, 1
-_SEGMENT = 1 << 18  # bytes moved before looking at the other direction: small enough to stay in cache between arriving and being added
+_SEGMENT = 1 << 20  # bytes moved before looking at the other direction
+_EAGER = 1 << 13  # a message of so few bytes does not wait for READY to leave, only to be done
 _LOOK = 0.02  # seconds without news after which a waiting rank looks at the board
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -53,16 +54,20 @@ class Arrival:
         return self.memory[self.got - self.base : min(_SEGMENT, self.nbytes - self.base)]
 
     def took(self, count: int) -> None:
-        """`count` bytes have come; a full segment is reduced into the receiver's tensor while the next one is on its way."""
+        """`count` bytes have come: reduce the whole elements among them while they are in cache and the next ones are on their way."""
         self.got += count
-        if self.view is None and (self.got - self.base == _SEGMENT or self.got == self.nbytes):
-            if self.op is not None and self.got > self.base:
-                dtype = self.op.tensor.dtype
-                first, last = self.base // dtype.itemsize, self.got // dtype.itemsize
-                theirs = self.scratch[: self.got - self.base].view(dtype)
+        if self.op is None:
+            self.base = self.got
+        elif self.view is None:
+            dtype = self.op.tensor.dtype
+            first, last = self.base // dtype.itemsize, self.got // dtype.itemsize
+            left = self.got - last * dtype.itemsize
+            if last > first:
+                theirs = self.scratch[: (last - first) * dtype.itemsize].view(dtype)
                 with torch.no_grad():
                     REDUCE[self.op.reduce](self.op.tensor.view(-1)[first:last], theirs)
-            self.base = self.got
+                self.memory[:left] = bytes(self.memory[self.got - self.base - left : self.got - self.base])
+                self.base = self.got - left
 
 
 class Link:
@@ -72,7 +77,7 @@ class Link:
         self.peer, self.sock = peer, sock
         sock.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, 4 * _SEGMENT)
+            sock.setsockopt(socket.SOL_SOCKET, option, _SEGMENT)
         self.outbox: deque[list] = deque()  # [bytes, the op that is done when they are out, a frame begins here and is untouched]
         self.inbox = bytearray(1 << 14)
         self.filled = 0
@@ -85,6 +90,17 @@ class Link:
         self.outbox.append([memoryview(frame), op if not payload else None, True])
         if payload:
             self.outbox.append([payload, op, False])
+
+
+def _first(outbox: Iterable[list]) -> list[memoryview]:
+    """What to write next, about a segment: some small pieces, or the beginning of a large one."""
+    buffers, total = [], 0
+    for view, _, _ in itertools.islice(outbox, 8):
+        buffers.append(view[: _SEGMENT - total])
+        total += len(buffers[-1])
+        if total == _SEGMENT:
+            break
+    return buffers
 
 
 def raw(x: Tensor) -> memoryview:
@@ -118,6 +134,7 @@ class SocketEndpoint:
         self.sends: dict[tuple, deque[Op]] = defaultdict(deque)
         self.recvs: dict[tuple, deque[Op]] = defaultdict(deque)
         self.ready: dict[tuple, deque[tuple]] = defaultdict(deque)
+        self.early: dict[tuple, deque[bytes]] = defaultdict(deque)
         self.snapshot: tuple = ()
         for link in self.links.values():
             begun = link.outbox.popleft() if link.outbox and link.outbox[0][2] is not True else None
@@ -139,13 +156,20 @@ class SocketEndpoint:
             for op in ops:
                 link, key = self.links[op.peer], (op.peer, op.channel)
                 if not op.sending:
-                    self.recvs[key].append(op)
                     where = b"" if op.call.detail else "\t".join(map(str, op.call.where)).encode()[:1000]
                     link.put(_FRAME.pack(_READY, op.channel, _CODES[op.tensor.dtype], self.run, op.tensor.numel(), len(where)) + where)
+                    if self.early[key]:
+                        self._keep(op, self.early[key].popleft())
+                    else:
+                        self.recvs[key].append(op)
                 elif self.ready[key]:
-                    self._dispatch(link, op, *self.ready[key].popleft())
+                    self._ready(link, op, *self.ready[key].popleft())
                 else:
-                    self.sends[key].append(op)
+                    pending = self.sends[key]
+                    if op.tensor.nbytes <= _EAGER and (not pending or pending[-1].state):
+                        op.state = "sent"
+                        self._data(link, op)
+                    pending.append(op)
                 self._flush(link)
             if self.driving.locked():
                 with contextlib.suppress(BlockingIOError):
@@ -279,23 +303,38 @@ class SocketEndpoint:
         if op.gate is not None:
             op.gate.set()
 
-    def _dispatch(self, link: Link, op: Op, code: int, numel: int, where: Site) -> None:
-        """Send `op`, for which the receiver is ready, if it is what the receiver expects."""
-        x = op.tensor
-        if _CODES[x.dtype] != code or x.numel() != numel:
+    def _ready(self, link: Link, op: Op, code: int, numel: int, where: Site | None) -> None:
+        """The receiver is ready for `op`: send it, or if it has left already, let it be done."""
+        if _CODES[op.tensor.dtype] != code or op.tensor.numel() != numel:
             kind = str(_DTYPES[code]).removeprefix("torch.")
             at = f" at {place(where)}" if where else f" inside {op.call.op}"
             self._done(op, misfit(self.rank, op, link.peer, f"recv({kind}[{numel} elements]) from rank {self.rank}{at}"))
+        elif op.state:
+            self._done(op)
         else:
-            link.put(_FRAME.pack(_DATA, op.channel, code, self.run, x.nbytes, 0), raw(x), op)
+            self._data(link, op)
+
+    def _data(self, link: Link, op: Op) -> None:
+        frame, payload = _FRAME.pack(_DATA, op.channel, 0, self.run, op.tensor.nbytes, 0), raw(op.tensor)
+        if op.state:
+            link.put(frame + payload)
+        else:
+            link.put(frame, payload, op)
+
+    def _keep(self, op: Op, data: bytes) -> None:
+        """Hand over a message that was there before its receiver; one that does not fit is left to its sender to complain about."""
+        if len(data) == op.tensor.nbytes:
+            theirs = torch.frombuffer(bytearray(data), dtype=op.tensor.dtype) if data else op.tensor.view(-1)
+            with torch.no_grad():
+                REDUCE[op.reduce or "copy"](op.tensor.view(-1), theirs)
+            self._done(op)
 
     def _flush(self, link: Link) -> None:
         """Write some of what waits for a peer, and be told when there is room for more."""
         outbox = link.outbox
         if outbox and not link.lost:
-            buffers = [entry[0][:_SEGMENT] for entry, _ in zip(outbox, range(4), strict=False)]
             try:
-                count = link.sock.sendmsg(buffers)
+                count = link.sock.sendmsg(_first(outbox))
             except BlockingIOError:
                 count = -1
             except OSError:
@@ -344,8 +383,17 @@ class SocketEndpoint:
             at += extra
             key = (link.peer, channel)
             if kind == _DATA:
-                op = self.recvs[key].popleft() if run == self.run else None
-                link.arrival = Arrival(op, count, link.scratch, link.memory)
+                wanted = self.recvs[key] if run == self.run else ()
+                if not wanted and run == self.run and count <= link.filled - at:
+                    self.early[key].append(bytes(inbox[at : at + count]))
+                    at += count
+                    continue
+                if not wanted and run == self.run:
+                    at -= _FRAME.size  # an early message is kept in one piece: wait for the rest of it
+                    break
+                op = wanted.popleft() if wanted else None
+                fits = op is not None and op.tensor.nbytes == count
+                link.arrival = Arrival(op if fits else None, count, link.scratch, link.memory)
                 while link.arrival.got < count and at < link.filled:
                     room = link.arrival.room()
                     part = min(len(room), link.filled - at)
@@ -359,7 +407,7 @@ class SocketEndpoint:
                 file, line, function = where.split("\t") if where else ("", "0", "")
                 message = code, count, (file, int(line), function) if where else None
                 if self.sends[key]:
-                    self._dispatch(link, self.sends[key].popleft(), *message)
+                    self._ready(link, self.sends[key].popleft(), *message)
                     self._flush(link)
                 else:
                     self.ready[key].append(message)

@@ -14,7 +14,7 @@ from labutils.config import Mesh
 from labutils.ledger import Trace
 from labutils.world.board import Board
 from labutils.world.comm import REDUCE, Op, Rank, misfit, show
-from labutils.world.errors import ABSENT, OVER, WAITS, DeadlockError, Failure, MismatchError, State, Stopped, TimeoutError, late, place, rank_error, site, stuck
+from labutils.world.errors import ABSENT, OVER, WAITS, DeadlockError, Failure, State, Stopped, TimeoutError, late, place, rank_error, site, stuck
 
 GRACE = 0.2  # seconds that the other ranks get to come to their own end after one has failed
 
@@ -162,6 +162,8 @@ class Threads:
 
         def program(rank: Rank) -> None:
             try:
+                if hub.stopped:
+                    raise Stopped
                 value = fn(rank, *args, **kwargs)
                 traces[rank.index] = rank._finish()
                 hub.end(rank.index, value)
@@ -181,10 +183,7 @@ class Threads:
             self._end(hub, ranks)
         if hub.failures:
             failures = {rank: Failure.of(error) for rank, error in hub.failures.items()}
-            error = rank_error(failures, size)
-            if isinstance(error, MismatchError) and hasattr(error, "calls"):
-                error = MismatchError(board.mismatch(*error.calls))
-            raise error
+            raise rank_error(failures, size, board)
         if hub.deadlock:
             raise DeadlockError(hub.deadlock)
         return [hub.finished[i] for i in range(size)], Trace(traces)
@@ -193,14 +192,21 @@ class Threads:
         """Let no thread of this run go on: waiting ones are woken, computing ones interrupted at their next line of Python."""
         if len(hub.finished) < hub.size:
             hub.stop()
-            deadline = time.monotonic() + GRACE
+            _join(hub.threads)
             for thread in hub.threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped))
+            _join(hub.threads)
         for rank in ranks:
             rank._close()
         show([rank._printed for rank in ranks])
 
     def close(self) -> None:
         """Nothing stays open between runs."""
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    deadline = time.monotonic() + GRACE
+    for thread in threads:
+        if thread.is_alive():  # an interrupt may have come before it was started
+            thread.join(max(0.0, deadline - time.monotonic()))

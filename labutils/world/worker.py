@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -176,18 +177,20 @@ def _listen(control: Connection, main: int, folder: str) -> None:
 
 
 def nursery(kernel: socket.socket) -> None:
-    """Fork a rank for each Spec that comes, and tell how the ones that are over have ended."""
-    ended: dict[int, int] = {}
+    """Fork a rank for each Spec that comes, and tell how the ones that are over have ended; without a kernel, end them all."""
+    living: dict[int, str] = {}
+    codes: dict[int, int] = {}
     gc.freeze()
     while True:
         message, fds, _, _ = socket.recv_fds(kernel, 1 << 18, MAX_FDS)
         if not message:
-            os._exit(0)
+            break
         request = pickle.loads(message)
         if isinstance(request, int):
-            if request not in ended:
-                ended[request] = os.waitpid(request, 0)[1]
-            kernel.sendall(b"%d" % os.waitstatus_to_exitcode(ended.pop(request)))
+            if request not in codes:
+                codes[request] = os.waitstatus_to_exitcode(os.waitpid(request, 0)[1])
+                living.pop(request)
+            kernel.sendall(b"%d" % codes.pop(request))
             continue
         child = os.fork() if request.fork else 0
         if child == 0:
@@ -196,9 +199,19 @@ def nursery(kernel: socket.socket) -> None:
             kernel.close()
             os.setsid()
             be_rank(request, fds)
+        living[child] = request.folder
         for fd in fds:
             os.close(fd)
         kernel.sendall(b"%d" % child)
+        for pid in list(living):  # of worlds that nobody has closed
+            if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(ended[1])
+                living.pop(pid)
+    for pid, folder in living.items():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,683 @@
+"""One program on every engine: right values, every byte counted, and every kind of failure told at once and survived."""
+
+import linecache
+import os
+import re
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labutils import collectives, world
+from labutils.config import Mesh
+from labutils.world import DeadlockError, MismatchError, RankError, World
+from labutils.world.distributed import DistributedEndpoint
+
+ROOT = Path(__file__).parent.parent
+PROMPT = 2.0  # seconds; an error takes a tenth of one, and a second where a rank has to be killed, on a machine that does nothing else
+
+
+@pytest.fixture(scope="module", params=["threads", "processes"])
+def engine(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def four(engine):
+    with World(4, engine=engine) as four:
+        yield four
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with World(4, engine="processes") as four:
+        yield four
+
+
+def fails(four, fn, kind, *args):
+    """The error of a run that fails promptly, after which the next run works."""
+    start = time.monotonic()
+    with pytest.raises(kind) as caught:
+        four.run(fn, *args)
+    assert time.monotonic() - start < four.timeout + PROMPT if kind is world.TimeoutError else PROMPT
+    assert four.run(lambda rank: rank.comm().all_reduce(torch.ones(3)).tolist()) == [[float(four.size)] * 3] * four.size
+    return caught.value
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pids):
+    """Whether all processes end before the test loses patience."""
+    deadline = time.monotonic() + 10
+    for pid in pids:
+        if hasattr(os, "pidfd_open") and alive(pid):
+            select.select([os.pidfd_open(pid)], [], [], deadline - time.monotonic())
+    return not any(map(alive, pids))
+
+
+def line_of(text):
+    """The number of the line of this file that holds `text`, as it stands in an error."""
+    (number,) = [i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line and "line_of" not in line]
+    return f"tests/test_world.py, line {number}"
+
+
+# ── programs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_results_come_in_rank_order(engine, size):
+    with World(size, engine=engine) as small:
+        assert small.run(lambda rank, k, *, shift: (rank.index * k + shift, rank.size), 10, shift=1) == [(10 * i + 1, size) for i in range(size)]
+        assert small.run(lambda rank: rank.comm().all_reduce(torch.tensor(2.0)).item()) == [2.0 * size] * size
+
+
+def test_a_rank_knows_its_place_on_the_mesh(engine):
+    mesh = Mesh(pp=2, tp=2)
+    with World(mesh, engine=engine) as grid:
+        seen = grid.run(lambda rank: (rank.coords, rank.comm("tp").ranks, rank.comm("pp").ranks, rank.comm("pp").rank, rank.comm().size, rank.mesh))
+        sums = grid.run(lambda rank: [rank.comm(axis).all_reduce(torch.tensor([rank.index])).item() for axis in ("tp", "pp", "dp", "world")])
+    assert seen == [(mesh.coords(i), mesh.group(i, "tp"), mesh.group(i, "pp"), mesh.coords(i)["pp"], 4, mesh) for i in range(4)]
+    assert sums == [[1, 2, 0, 6], [1, 4, 1, 6], [5, 2, 2, 6], [5, 4, 3, 6]]
+
+
+def test_random_numbers_differ_between_ranks_and_repeat_between_runs(four):
+    first, second = (four.run(lambda rank: torch.rand(2, generator=rank.generator).tolist()) for _ in range(2))
+    assert first == second and len({tuple(numbers) for numbers in first}) == 4
+    assert first[1] == torch.rand(2, generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def cell(source):
+    """A function `program` as a notebook kernel would have compiled it: known to linecache under a name with the kernel's number in it."""
+    source = textwrap.dedent(source)
+    name = f"/tmp/ipykernel_{os.getpid()}/123.py"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    namespace = {"__name__": "__main__", "torch": torch}
+    exec(compile(source, name, "exec"), namespace)
+    return namespace["program"]
+
+
+def test_functions_from_a_cell_run_and_fail_with_their_own_lines(four):
+    program = cell("""
+        def helper(x):
+            if x == 2:
+                raise ValueError(f"cannot do {x}")
+            return x
+        def program(rank):
+            return helper(rank.index)
+    """)
+    error = fails(four, program, RankError)
+    assert error.rank == 2
+    assert str(error).splitlines() == [
+        "rank 2 of 4 raised ValueError: cannot do 2",
+        "",
+        "  Cell, line 7, in program",
+        "    return helper(rank.index)",
+        "  Cell, line 4, in helper",
+        '    raise ValueError(f"cannot do {x}")',
+        "ValueError: cannot do 2",
+    ]
+
+
+def test_output_is_shown_in_rank_order(four, capsys):
+    def program(rank):
+        comm = rank.comm()
+        for turn in reversed(range(4)):
+            if rank.index == turn:
+                rank.print("turn", turn, sep="=")
+            comm.barrier()
+
+    four.run(program)
+    assert capsys.readouterr().out == "".join(f"[rank {i}] turn={i}\n" for i in range(4))
+
+
+def test_plain_print_and_warnings_of_processes_are_shown_too(processes, capsys):
+    processes.run(lambda rank: print("plain", rank.index))
+    assert capsys.readouterr().out == "".join(f"[rank {i}] plain {i}\n" for i in range(4))
+
+
+# ── messages ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shift(rank, n=5):
+    comm = rank.comm("dp")
+    x, out = torch.full((n,), float(comm.rank)), torch.empty(n)
+    return comm.send_recv(x, (comm.rank + 1) % comm.size, out, (comm.rank - 1) % comm.size)
+
+
+def test_every_byte_is_counted_under_the_outermost_name(four):
+    def program(rank):
+        comm = rank.comm("dp")
+        with comm.record("outer"), comm.record("inner"):
+            shift(rank)
+        shift(rank, 3)
+        if comm.rank == 0:
+            comm.send(torch.zeros(2, dtype=torch.float64), 3)
+        if comm.rank == 3:
+            comm.recv(torch.zeros(2, dtype=torch.float64), 0)
+        comm.all_reduce(torch.zeros(8))
+
+    four.run(program)
+    sent = {(line.name, line.axis, line.rank): (line.amount, line.count) for line in four.ledger}
+    expected = {(name, "dp", i): value for i in range(4) for name, value in [("outer", (20, 1)), ("send_recv", (12, 1)), ("all_reduce", (48, 6))]}
+    assert sent == expected | {("send", "dp", 0): (16, 1)}
+    assert four.trace.received.total == four.ledger.total
+    four.run(shift)
+    assert four.trace.steps == 1 and four.ledger.total == 80
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16])
+@pytest.mark.parametrize("n", [0, 1, 1000, 700_001])
+def test_what_arrives_is_what_was_sent(four, dtype, n):
+    def program(rank):
+        comm, generator = rank.comm(), torch.Generator()
+        x = torch.randint(0, 2, (n,), generator=generator.manual_seed(rank.index)).to(dtype)
+        left = torch.randint(0, 2, (n,), generator=generator.manual_seed((rank.index - 1) % 4)).to(dtype)
+        out = comm.send_recv(x, (rank.index + 1) % 4, torch.empty_like(x), (rank.index - 1) % 4)
+        return torch.equal(out.view(torch.uint8), left.view(torch.uint8)) if n else out.shape == (0,)
+
+    assert all(four.run(program))
+
+
+@pytest.mark.parametrize(("op", "expected"), [("sum", 3.0), ("product", 2.0), ("min", 1.0), ("max", 2.0)])
+@pytest.mark.parametrize("n", [3, 400_003])
+def test_what_arrives_can_be_reduced(four, op, expected, n):
+    def program(rank):
+        comm = rank.comm()
+        if rank.index == 0:
+            comm.send(torch.full((n,), 2.0, dtype=torch.float64), 1)
+        if rank.index == 1:
+            return comm.recv(torch.ones(n, dtype=torch.float64), 0, reduce=op).unique().tolist()
+
+    assert four.run(program)[1] == [expected]
+
+
+def test_messages_of_one_channel_stay_in_order(four):
+    sizes = [3, 500_000, 1, 5000, 0, 300_000, 2]
+
+    def program(rank):
+        comm = rank.comm()
+        if rank.index == 0:
+            works = [comm.isend(torch.full((n,), float(i)), 1) for i, n in enumerate(sizes)]
+            comm.send(torch.tensor([-1.0]), 1)
+            return [work.wait() for work in works]
+        if rank.index == 1:
+            works = [comm.irecv(torch.empty(n), 0) for n in sizes]
+            last = comm.recv(torch.empty(1), 0).item()
+            return [work.wait().unique().tolist() for work in works], last
+
+    assert four.run(program)[1] == ([[float(i)] if n else [] for i, n in enumerate(sizes)], -1.0)
+
+
+def until(condition):
+    """Compute, without a word to the other ranks, until the condition holds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "nothing moved while this rank computed"
+        torch.ones(64, 64) @ torch.ones(64, 64)
+    return True
+
+
+def test_messages_and_collectives_move_while_ranks_compute(four):
+    def program(rank):
+        comm = rank.comm()
+        x, out = torch.full((300_000,), float(rank.index)), torch.empty(300_000)
+        works = [comm.irecv(out, (rank.index - 1) % 4), comm.isend(x, (rank.index + 1) % 4), comm.all_reduce(x, async_op=True)]
+        until(lambda: all(work.done() for work in works))
+        return works[0].wait() is out, out[0].item(), works[2].wait()[0].item()
+
+    assert four.run(program) == [(True, float((i - 1) % 4), 6.0) for i in range(4)]
+
+
+def test_asynchronous_work_is_booked_where_it_was_started(four):
+    def program(rank):
+        comm = rank.comm("dp")
+        work = comm.all_reduce(torch.ones(400_000), async_op=True)
+        shift(rank)
+        comm.isend(torch.ones(1), (rank.index + 1) % 4)
+        comm.irecv(torch.ones(1), (rank.index - 1) % 4)
+        assert work.wait()[0] == 4
+
+    four.run(program)
+    assert [event.op for event in four.trace.ranks[2]] == ["all_reduce"] * 6 + ["send_recv", "send", "recv"]
+
+
+def test_collectives_behave_like_those_of_torch(processes):
+    def program(rank):
+        comm, group = rank.comm(), rank.comm().group
+        x = torch.arange(8.0) * (rank.index + 1)
+        theirs = [x.clone(), torch.empty(2), torch.empty(32), x.clone()]
+        dist.all_reduce(theirs[0], group=group)
+        dist.reduce_scatter_tensor(theirs[1], x.clone(), group=group)
+        dist.all_gather_into_tensor(theirs[2], x, group=group)
+        dist.broadcast(theirs[3], src=2, group=group)
+        ours = [comm.all_reduce(x), comm.reduce_scatter(x), comm.all_gather(x), comm.broadcast(x, 2)]
+        exchanged = torch.empty(8)
+        dist.all_to_all_single(exchanged, x, group=group)
+        theirs.append(exchanged)
+        ours.append(comm.all_to_all(x))
+        return [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
+
+    assert processes.run(program) == [[True] * 5] * 4
+
+
+def test_the_other_collectives_and_out(four):
+    def program(rank):
+        comm, x = rank.comm(), torch.arange(4.0) + rank.index
+        out = torch.empty(4)
+        assert comm.all_reduce(x, out=out) is out and comm.broadcast(x, 3, out=x) is x
+        scattered = comm.scatter(torch.arange(4.0) * rank.index, src=2).item()
+        gathered, reduced = comm.gather(torch.tensor([rank.index]), dst=1), comm.reduce(torch.ones(2), dst=1)
+        uneven = comm.all_gather(torch.ones(rank.index), sizes=[0, 1, 2, 3])
+        comm.barrier()
+        return out.tolist(), x.tolist(), scattered, gathered is not None and gathered.tolist(), reduced is not None and reduced.tolist(), len(uneven)
+
+    ends = [([6.0, 10.0, 14.0, 18.0], [3.0, 4.0, 5.0, 6.0], 2.0 * i, i == 1 and [0, 1, 2, 3], i == 1 and [4.0, 4.0], 6) for i in range(4)]
+    assert four.run(program) == ends
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "naive", "tree", "halving_doubling"])
+def test_all_reduce_sends_what_its_formula_says(four, algorithm):
+    four.run(lambda rank: rank.comm("dp").all_reduce(torch.ones(10), algorithm=algorithm))
+    predicted = collectives.sent(f"all_reduce_{algorithm}", nbytes=40, n=4)
+    assert predicted.diff(four.ledger, by="rank").unexplained == 0
+    four.run(lambda rank: getattr(collectives, f"all_reduce_{algorithm}")(torch.ones(10), rank.comm("dp")))
+    assert predicted.diff(four.ledger).unexplained == 0
+
+
+def test_no_graph_spans_ranks_but_backward_may_communicate(four):
+    class SumOfGradients(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, comm):
+            ctx.comm = comm
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return ctx.comm.all_reduce(gradient), None
+
+    def program(rank):
+        x = torch.ones(3, requires_grad=True)
+        assert not rank.comm().all_reduce(x * 2).requires_grad
+        (SumOfGradients.apply(x, rank.comm()) * (rank.index + 1)).sum().backward()
+        return x.grad.tolist()
+
+    assert four.run(program) == [[10.0] * 3] * 4
+
+
+def test_process_groups_are_real_on_processes_and_absent_on_threads():
+    def program(rank):
+        x = torch.tensor([float(rank.index)])
+        dist.all_reduce(x, group=rank.comm("tp").group)
+        return x.item()
+
+    with World(Mesh(dp=2, tp=2), engine="processes") as grid:
+        assert grid.run(program) == [1.0, 1.0, 5.0, 5.0]
+        assert grid.ledger.total == 0
+    with pytest.raises(RankError, match=r'use World\(..., engine="processes"\)'):
+        World(2).run(program)
+
+
+def test_messages_over_torch_distributed_for_gpus_and_clusters(processes):
+    def program(rank):
+        rank._endpoint = DistributedEndpoint(rank.index, rank.device, 10)
+        rank._comms.clear()
+        comm = rank.comm()
+        work = comm.all_reduce(torch.full((1000,), 2.0), async_op=True)
+        received = comm.send_recv(torch.ones(3) * rank.index, (rank.index + 1) % 4, torch.ones(3), (rank.index - 1) % 4, reduce="sum")
+        return comm.all_reduce(torch.ones(1000)).unique().tolist(), work.wait().unique().tolist(), received[0].item()
+
+    assert processes.run(program) == [([4.0], [8.0], 1.0 + (i - 1) % 4) for i in range(4)]
+
+
+# ── failures ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_exception_on_one_rank_is_raised_here(four):
+    def program(rank):
+        if rank.index == 1:
+            try:
+                {}["weights"]
+            except KeyError as error:
+                raise ValueError("no weights") from error  # one rank fails
+        rank.comm().all_reduce(torch.ones(10**6))
+
+    error = fails(four, program, RankError)
+    assert error.rank == 1 and str(error).startswith("rank 1 of 4 raised ValueError: no weights\n")
+    assert line_of("# one rank fails") in str(error) and "KeyError: 'weights'" in str(error) and "raise ValueError" in str(error)
+    assert "world/" not in str(error) and "failed as well" not in str(error)
+
+
+def test_an_exception_on_all_ranks_is_told_once(four):
+    def program(rank):
+        rank.comm().barrier()
+        raise ValueError("no data")
+
+    error = fails(four, program, RankError)
+    assert str(error).startswith("all 4 ranks raised ValueError: no data; this is rank 0\n") and str(error).count("Traceback") == 0
+
+
+def test_different_exceptions_are_all_told(four):
+    def program(rank):
+        raise ValueError(f"shard {rank.index}")
+
+    error = fails(four, program, RankError)
+    assert str(error).startswith("rank 0 of 4 raised ValueError: shard 0\n") and "rank 3 failed as well: ValueError: shard 3" in str(error)
+
+
+def test_except_does_not_swallow_the_end_of_a_run(four):
+    def program(rank):
+        if rank.index == 0:
+            raise ValueError("first")
+        while True:
+            try:
+                rank.comm().recv(torch.empty(1), 0)
+            except Exception:
+                pass
+
+    assert fails(four, program, RankError).rank == 0
+
+
+def test_an_error_does_not_wait_for_ranks_that_compute(four):
+    def program(rank):
+        if rank.index == 0:
+            raise ValueError("first")
+        while True:
+            torch.ones(8) + 1
+
+    assert fails(four, program, RankError).rank == 0
+
+
+def test_ranks_stay_warm_after_an_error_in_the_middle_of_a_message(processes):
+    def program(rank):
+        comm, x = rank.comm(), torch.ones(1_000_000)
+        work = comm.isend(x, (rank.index + 1) % 4)
+        if rank.index == 2:
+            raise ValueError("with half a message out")
+        comm.recv(x, (rank.index - 1) % 4)
+        work.wait()
+        comm.barrier()
+
+    processes.run(shift)
+    pids = processes._engine.pids
+    for _ in range(5):
+        fails(processes, program, RankError)
+        assert [x[0].item() for x in processes.run(shift, 100_000)] == [3.0, 0.0, 1.0, 2.0]
+    assert processes._engine.pids == pids or any(not alive(pid) for pid in pids)  # a world that used its process group starts anew
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_rank_is_reported_and_not_waited_for(processes, number):
+    def program(rank):
+        comm = rank.comm()
+        comm.all_reduce(torch.ones(100))
+        if rank.index == 2:
+            os.kill(os.getpid(), number)
+        comm.all_reduce(torch.ones(10**6))
+
+    processes.run(shift)
+    pids = processes._engine.pids
+    error = fails(processes, program, RankError)
+    assert error.rank == 2 and str(error).startswith(f"rank 2 of 4 died: its process was killed by {number.name}")
+    assert gone(pids)
+
+
+def test_a_rank_that_exits_is_reported(processes):
+    error = fails(processes, lambda rank: os._exit(7) if rank.index == 1 else rank.comm().barrier(), RankError)
+    assert "rank 1 of 4 died: its process ended with exit code 7" in str(error)
+
+
+def test_a_rank_that_never_arrives_ends_in_a_time_out(engine):
+    def program(rank):
+        while rank.index == 2:
+            torch.ones(8) + 1  # rank 2 is here
+        rank.comm("dp").all_reduce(torch.ones(8))  # the others wait
+
+    with World(4, engine=engine, timeout=0.4) as impatient:
+        error = fails(impatient, program, world.TimeoutError)
+    text = str(error)
+    assert text.startswith("ranks 0, 1, 3 waited 0.4 s in all_reduce for rank 2:\n")
+    for i in (0, 1, 3):
+        assert f"  rank {i} waits in all_reduce(float32[8], op=sum) on axis 'dp' at {line_of('# the others wait')}" in text
+    where = re.search(r"rank 2 has not arrived and is at tests/test_world.py, line (\d+), in program", text)
+    assert int(where[1]) in (int(line_of("# rank 2 is here").split()[-1]) - 1, int(line_of("# rank 2 is here").split()[-1]))
+    assert isinstance(error, TimeoutError)
+
+
+def test_a_ring_in_which_all_send_first_is_a_deadlock(four):
+    def program(rank):
+        x = torch.ones(4)
+        rank.comm().send(x, (rank.index + 1) % 4)  # all send
+        rank.comm().recv(x, (rank.index - 1) % 4)
+
+    error = fails(four, program, DeadlockError)
+    for i in range(4):
+        assert f"  rank {i} waits in send(float32[4]) to rank {(i + 1) % 4} at {line_of('# all send')}, in program" in str(error)
+
+
+def test_waiting_for_a_rank_that_has_finished_is_a_deadlock(four):
+    def program(rank):
+        if rank.index:
+            with rank.comm().record("handshake"):
+                rank.comm().recv(torch.empty(3), 0)
+
+    error = fails(four, program, DeadlockError)
+    assert "rank 0 has finished" in str(error) and "rank 3 waits in recv(float32[3]) from rank 0 inside handshake" in str(error)
+
+
+def test_waiting_for_work_that_nobody_joins_is_a_deadlock(four):
+    def program(rank):
+        if rank.index != 3:
+            rank.comm().all_reduce(torch.ones(4), async_op=True).wait()
+
+    assert "all_reduce(float32[4], op=sum)" in str(fails(four, program, DeadlockError))
+
+
+def test_slow_ranks_are_no_deadlock(four):
+    def program(rank):
+        if rank.index == 3:
+            end = time.monotonic() + 0.3
+            until(lambda: time.monotonic() > end)
+        return rank.comm().all_reduce(torch.ones(1)).item()
+
+    assert four.run(program) == [4.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("all_reduce(float32[4], op=sum)", "broadcast(float32[4], src=0)"),
+        ("all_reduce(float32[4], op=sum)", "all_reduce(float32[2, 2], op=sum)"),
+        ("all_reduce(float32[4], op=sum)", "all_reduce(float64[4], op=sum)"),
+        ("all_reduce(float32[4], op=sum)", "all_reduce(float32[4], op=max)"),
+        ("all_reduce(float32[4], op=sum)", "barrier()"),
+        ("broadcast(float32[4], src=0)", "broadcast(float32[4], src=1)"),
+    ],
+)
+def test_different_calls_are_a_mismatch_that_says_who_called_what(four, ours, theirs):
+    def call(comm, text):
+        op, dtype, shape, argument = re.fullmatch(r"(\w+)\((?:(\w+)\[([\d, ]+)\], \w+=(\w+))?\)", text).groups()
+        if op == "barrier":
+            return comm.barrier()
+        x = torch.ones([int(n) for n in shape.split(",")], dtype=getattr(torch, dtype))
+        return comm.broadcast(x, int(argument)) if op == "broadcast" else comm.all_reduce(x, argument)
+
+    def program(rank):
+        rank.comm("dp").barrier()
+        if rank.index == 1:
+            call(rank.comm("dp"), theirs)
+        else:
+            call(rank.comm("dp"), ours)
+
+    text = str(fails(four, program, MismatchError))
+    assert "ranks 0, 1, 2, 3 must make the same calls on axis 'dp' in the same order, but call 2 differs:" in text
+    assert f"  rank 0: {ours} at tests/test_world.py, line" in text and f"  rank 1: {theirs} at tests/test_world.py, line" in text
+
+
+@pytest.mark.parametrize("received", [torch.float64, 7])
+@pytest.mark.parametrize("n", [5, 10_000])
+def test_a_message_that_does_not_fit_is_a_mismatch(four, received, n):
+    def program(rank):
+        if rank.index == 0:
+            rank.comm().send(torch.ones(n), 1)  # sends float32
+        if rank.index == 1:
+            out = torch.empty(received) if isinstance(received, int) else torch.empty(n, dtype=received)
+            rank.comm().recv(out, 0)  # wants another thing
+
+    text = str(fails(four, program, MismatchError))
+    assert f"rank 0: send(float32[{n}]) to rank 1 at {line_of('# sends float32')}" in text
+    assert re.search(rf"rank 1: recv\(float(32\[7|64\[{n}).* from rank 0 at {line_of('# wants another thing')}", text)
+
+
+def test_what_cannot_travel_says_so(processes):
+    error = fails(processes, lambda rank: threading.Lock() if rank.index == 1 else 0, RankError)
+    assert "rank 1 returned a lock that cannot be sent to the notebook" in str(error) and "return numbers, text or tensors" in str(error)
+    lock = threading.Lock()
+    assert "cannot be sent to the ranks" in str(fails(processes, lambda rank: lock, TypeError))
+
+
+def test_an_interrupt_ends_all_ranks_and_the_next_run_works(four, tmp_path):
+    os.mkfifo(fifo := tmp_path / "there")
+
+    def program(rank):
+        if rank.index == 0:
+            with open(fifo, "w"):
+                pass
+        while rank.index == 1:
+            torch.ones(8) + 1
+        rank.comm().barrier()
+
+    def interrupt():
+        with open(fifo) as there:
+            there.read()  # returns when rank 0 has been there
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    pids = getattr(four._engine, "pids", [])
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        four.run(program)
+    thread.join()
+    assert gone(pids)
+    assert four.run(lambda rank: rank.index) == [0, 1, 2, 3]
+    assert not [thread for thread in threading.enumerate() if thread.name == "rank 1"]
+
+
+def test_ranks_die_with_their_kernel():
+    kernel = """
+        import sys, time
+        from labutils.world import World
+        four = World(2, engine="processes")
+        four.run(lambda rank: None)
+        print(*four._engine.pids, four._engine.ranks[0].nursery.process.pid, four._engine.ranks[0].folder, flush=True)
+        def program(rank):
+            while True:
+                pass
+        four.run(program)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(kernel)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    *pids, folder = process.stdout.readline().split()
+    assert all(alive(int(pid)) for pid in pids)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert gone([int(pid) for pid in pids]) and not Path(folder).exists()
+
+
+def test_closing_leaves_no_process_and_no_thread():
+    with World(3, engine="processes") as three:
+        three.run(lambda rank: rank.comm().all_reduce(torch.ones(1), async_op=True).wait())
+        pids = three._engine.pids
+        assert len(pids) == 3 and all(map(alive, pids))
+    assert gone(pids)
+    before = set(threading.enumerate())
+    World(3).run(lambda rank: rank.comm().all_reduce(torch.ones(1), async_op=True).wait())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+    assert set(threading.enumerate()) <= before
+
+
+def test_nothing_but_the_loopback_is_opened(processes):
+    def listening(rank):
+        own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+        rows = [line.split() for table in ("tcp", "tcp6", "udp", "udp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+        return [row[1] for row in rows if f"socket:[{row[9]}]" in own]
+
+    if not os.path.exists("/proc/net/tcp"):
+        pytest.skip("reads /proc/net, which only Linux has")
+    addresses = [address for rank in processes.run(listening) for address in rank]
+    assert addresses and all(address.startswith("0100007F:") for address in addresses)
+
+
+# ── bad input ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: World(0), ValueError, r"at least one rank, got 0: use World\(1\)"),
+        (lambda: World(2, engine="mpi"), ValueError, "unknown engine 'mpi': use one of threads, processes, torchrun"),
+        (lambda: World(2, timeout=0), ValueError, "timeout must be a finite number above 0, got 0"),
+        (lambda: World(2, engine="torchrun"), RuntimeError, "start the script with torchrun --standalone --nproc-per-node"),
+        (lambda: World(9999, engine="processes"), ValueError, "9999 ranks are too many processes for one machine"),
+        (lambda: World(2).run(3), TypeError, "run takes a function of a rank, got 3|Argument fn|type-check"),
+    ],
+)
+def test_worlds_that_cannot_be(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (lambda comm: comm._owner.comm("xp"), "a mesh has no axis 'xp'"),
+        (lambda comm: comm.send(torch.ones(2), 9), "there is no rank 9 on axis 'world' of 4 ranks: use 0 … 3"),
+        (lambda comm: comm.send(torch.ones(2), -1), "there is no rank -1 on axis 'world' of 4 ranks"),
+        (lambda comm: comm.send(torch.ones(2), comm.rank), r"sends to itself: nothing needs to travel, use x.clone\(\)"),
+        (lambda comm: comm.send(torch.ones(2, 3).t(), (comm.rank + 1) % 4), r"float32\[3, 2\] with strides \(1, 3\): pass x.contiguous\(\)"),
+        (lambda comm: comm.recv(torch.ones(4)[::2], (comm.rank + 1) % 4), r"pass x.contiguous\(\)"),
+        (lambda comm: comm.recv(torch.ones(4), (comm.rank + 1) % 4, reduce="mean"), "cannot reduce by 'mean': use one of"),
+        (lambda comm: comm.all_reduce(torch.ones(4), algorithm="magic"), "no all-reduce called 'magic': use"),
+        (lambda comm: comm.all_reduce(torch.ones(4).to_sparse()), "all_reduce takes a dense tensor on cpu, got one with torch.sparse_coo"),
+        (lambda comm: comm.all_reduce(torch.ones(4, device="meta")), "on meta: convert it first"),
+        (lambda comm: comm.broadcast(torch.ones(4), 4), "root=4"),
+    ],
+)
+def test_bad_calls_name_the_value_and_the_remedy(four, program, text):
+    with pytest.raises(RankError, match=text):
+        four.run(lambda rank: program(rank.comm()))
+
+
+def test_a_tensor_is_asked_for():
+    with pytest.raises(RankError, match="TypeError|TypeCheckError"):
+        World(2).run(lambda rank: rank.comm().send([1, 2], 1 - rank.index))
+
+
+# ── torchrun ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_same_script_runs_under_torchrun(tmp_path, capsys):
+    script = str(ROOT / "tests" / "world_torchrun.py")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", script]
+    job = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert job.returncode == 0, job.stderr
+    runpy.run_path(script, run_name="__main__")
+    torchrun, threads = job.stdout.splitlines(), capsys.readouterr().out.splitlines()
+    assert torchrun[0] == "torchrun" and threads[0] == "threads"
+    assert torchrun[1:] == threads[1:] and torchrun[4].startswith("[rank 3] is at") and torchrun[-1] == "DeadlockError"
