@@ -6,12 +6,14 @@ import heapq
 import itertools
 import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from labutils import checkpointing, measure
 from labutils.checkpointing import Costs, Plan, Stage, Step, checkpoint
@@ -577,6 +579,33 @@ def test_what_each_policy_keeps():
     }
     assert a_block["full"] == 4 * b * s * h
     assert a_block["none"] - a_block["selective"] == 4 * b * a * s * s
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", checkpointing.POLICIES)
+def test_the_overhead_is_what_a_flop_counter_sees(name, policy, dropout):
+    config = replace(MODELS[name], dropout=dropout, seq_len=16, num_experts=1, top_k=1)
+    tokens = torch.randint(config.vocab_size, (2, 16))
+    flops = []
+    for chosen in ("none", policy):
+        model = checkpointing.apply(GPT(config), chosen)
+        with FlopCounterMode(display=False) as counter:
+            model.loss(tokens, tokens).backward()
+        flops.append(counter.get_total_flops())
+    assert flops[0] == tokens.numel() * config.flops_per_token()
+    assert flops[1] / flops[0] - 1 == pytest.approx(checkpointing.overhead(config, policy), abs=1e-12)
+
+
+def test_overheads_of_the_papers():
+    """CK-06 and ACT-40, S1-025: one more forward pass of the layers is a third; the paper's eq. (8) adds three forward passes of the scores, not one."""
+    layers = ModelConfig(num_layers=96, d_model=12288, num_heads=96, d_ff=49152, vocab_size=1, seq_len=2048)
+    assert checkpointing.overhead(layers, "full", early_stop=False) == pytest.approx(1 / 3, abs=1e-7)
+    for h, L, published in ((6144, 48, 5.192), (12288, 96, 2.693), (25600, 128, 1.314)):
+        config = ModelConfig(num_layers=L, d_model=h, num_heads=64, d_ff=4 * h, vocab_size=51200, seq_len=2048)
+        assert 3 * 100 * checkpointing.overhead(config, "selective", early_stop=False) == pytest.approx(published, abs=2e-3)
+    with pytest.raises(ValueError, match="unknown policy 'half'"):
+        checkpointing.overhead(layers, "half")
 
 
 def test_a_policy_needs_a_gpt_and_a_known_name():

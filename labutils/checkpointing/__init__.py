@@ -1,6 +1,6 @@
 """Activation checkpointing: keep less, compute again. `checkpoint` a function, `plan` a chain for a budget, `run` the plan, `apply` a policy."""
 
-from labutils.checkpointing.execute import POLICIES, apply, costs, run, stages
+from labutils.checkpointing.execute import POLICIES, apply, costs, overhead, run, stages
 from labutils.checkpointing.plans import (
     Costs,
     Plan,
@@ -35,6 +35,7 @@ __all__ = [
     "costs",
     "frontier",
     "keep_nothing",
+    "overhead",
     "plan",
     "run",
     "segments",
