@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
 from labutils import units
@@ -161,7 +160,7 @@ def growth(
     axes.yaxis.set_major_locator(LogLocator(base=10, numticks=9))
     style.in_units(axes.yaxis, unit)
     axes.set_xlim(every[0] / 1.05, every[-1] * 1.05)
-    _name_ends(axes, {name: (xs[-1], ys[-1]) for name, (xs, ys) in shown.items()}, colors)
+    style.name_ends(axes, {name: (xs[-1], ys[-1]) for name, (xs, ys) in shown.items()}, colors)
     told = "; ".join(f"{name}: {units.text(ys[0], unit)} at {xs[0]}, {units.text(ys[-1], unit)} at {xs[-1]}" for name, (xs, ys) in shown.items())
     return Picture(figure, f"Amounts against {xlabel}, both axes logarithmic. {told}.")
 
@@ -201,19 +200,7 @@ def roofline(roofs: Mapping[str, tuple[float, float]], points: Mapping[str, tupl
         axes.plot(x, y, "o", color=colors[first], markeredgecolor=style.INK, markeredgewidth=0.7, zorder=3)
         below_roof = (5, -9 - 11 * (k % 2)) if x < ridge else (0, -12 - 11 * (k % 2))
         axes.annotate(name, (x, y), below_roof, textcoords="offset points", ha="left" if x < ridge else "center", va="center")
-    _name_ends(axes, {name: (high, peak) for name, (peak, _) in roofs.items()}, colors)
+    style.name_ends(axes, {name: (high, peak) for name, (peak, _) in roofs.items()}, colors)
     told = "; ".join(f"{name}: {x:.3g} FLOPs per byte, at most {units.text(min(flops, x * bandwidth), 'FLOP/s')}" for name, x in intensity.items())
     said = "; ".join(f"{name} up to {units.text(peak, 'FLOP/s')} and {units.text(bw, 'B/s')}, ridge at {peak / bw:.3g}" for name, (peak, bw) in roofs.items())
     return Picture(figure, f"Roofline, both axes logarithmic. {said}. On {first}: {told}.")
-
-
-def _name_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str]) -> None:
-    """Each line's name at its right end, moved apart where they would touch."""
-    width, height = style.inches(axes)
-    low, high = axes.get_ylim()
-    place = {name: math.log(y / low) / math.log(high / low) * height for name, (_, y) in ends.items()}
-    for name, y in zip(place, style.spread(list(place.values()), [0.17] * len(place), 0, height), strict=True):
-        axes.annotate(
-            name, (1, place[name] / height), (1 + 0.14 / width, y / height), "axes fraction", va="center", color=colors[name], weight="bold",
-            arrowprops={"arrowstyle": "-", "color": colors[name], "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0},
-        )  # fmt: skip

@@ -31,12 +31,12 @@ def bits(fmt: FloatFormat, code: int, *, title: str | None = None) -> Picture:
         for _ in range(length):
             digit = next(digits)
             color = style.FIELDS[field] if digit == "1" else style.PAPER
-            axes.add_patch(Rectangle((x, 0.5), cell, 0.4, facecolor=color, **style.EDGE))
+            axes.add_patch(Rectangle((x, 0.5), cell, 0.4, facecolor=color, clip_on=False, **style.EDGE))
             axes.text(x + cell / 2, 0.7, digit, ha="center", va="center", color=style.on(color), size=11 if cell > 0.2 else 8)
             x += cell
         axes.plot([start, x], [0.96, 0.96], color=style.FIELDS[field], linewidth=3, solid_capstyle="butt")
-        label = f"{field}" if style.width_of(field) < max(length * cell + gap, 0.36) else field[0]
-        axes.text((start + x) / 2, 1.02, label, ha="center", va="bottom")
+        middle = max((start + x) / 2, start + style.width_of(field) / 2 - gap / 2)  # a long name may stand out to the right
+        axes.text(middle, 1.02, field, ha="center", va="bottom")
         x += gap
     axes.text(0, 0.24, said, ha="left", va="center", size=10)
     axes.set(xlim=(0, width), ylim=(0, height))
@@ -71,7 +71,7 @@ def number_line(
         color = style.SERIES[row % len(style.SERIES)]
         dense = counts[fmt] > width * 40
         axes.hlines(row, low, high, color=style.NEUTRAL[0], linewidth=1, zorder=0)
-        axes.vlines(values[fmt], row - 0.3, row + 0.3, color=color, linewidth=0.35 if dense else 1.0)
+        axes.vlines(values[fmt], row - 0.3, row + 0.3, color=color, linewidth=0.35 if dense else 1.0, clip_on=False)
         if mark is not None:
             landed = fmt.round(mark)
             if low <= landed <= high:

@@ -64,7 +64,7 @@ class Picture:
 
     def html(self, *, vector: bool = False) -> str:
         """The figure on a white card, as a PNG for the stored page or as an SVG, which many states of one panel share better."""
-        data = "svg+xml," + quote(self.svg, safe=" ;:=/'(),.-\n") if vector else "png;base64," + base64.b64encode(self.png).decode()
+        data = "svg+xml," + quote(self.svg, safe=" ;:=/'(),.-") if vector else "png;base64," + base64.b64encode(self.png).decode()
         width = round(self.figure.get_size_inches()[0] * 96)
         return (
             f'<figure style="{CARD}"><img alt="{html.escape(self.alt)}" width="{width}" '

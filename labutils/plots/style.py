@@ -2,13 +2,13 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
+from matplotlib.patches import Rectangle
 from matplotlib.textpath import text_to_path
 
 from labutils import units
@@ -135,39 +135,57 @@ def inches(axes: Axes) -> tuple[float, float]:
     return box.width * width, box.height * height
 
 
-def key(axes: Axes, entries: Sequence[tuple[str, str, str]], *, above: float = 0.06) -> None:
-    """One row of (label, color, hatch) swatches just above the axes, for what is too thin to carry its own label."""
-    width, height = inches(axes)
-    x, y = 0.0, 1 + above / height
-    for label, color, hatch in entries:
-        axes.add_patch(
-            matplotlib.patches.Rectangle(
-                (x / width, y), 0.13 / width, 0.13 / height, transform=axes.transAxes, facecolor=color, hatch=hatch * 2, clip_on=False, **EDGE
+def key_rows(entries: Sequence[tuple[str, str, str]], width: float = WIDE) -> list[list[tuple[str, str, str]]]:
+    """The (label, color, hatch) swatches of a key, in as many rows as a figure of that width needs."""
+    rows, used = [], width
+    for entry in entries:
+        size = 0.41 + width_of(entry[0])
+        if used + size > width - 0.1:
+            rows.append([])
+            used = 0.1
+        rows[-1].append(entry)
+        used += size
+    return rows
+
+
+def key(axes: Axes, entries: Sequence[tuple[str, str, str]], *, above: float = 0.08) -> None:
+    """Rows of swatches over the axes, `above` inches higher, for what is too thin to carry its own label; each row takes 0.2 inches."""
+    box, (width, height) = axes.get_position(), axes.figure.get_size_inches()
+    for row, swatches in enumerate(reversed(key_rows(entries, width))):
+        x, y = 0.1, box.y1 * height + above + 0.2 * row
+        for label, color, hatch in swatches:
+            axes.figure.add_artist(
+                Rectangle((x / width, y / height), 0.13 / width, 0.13 / height, facecolor=color, hatch=hatch * 2, **EDGE)
             )
-        )
-        axes.text((x + 0.19) / width, y + 0.065 / height, label, transform=axes.transAxes, va="center_baseline")
-        x += 0.19 + width_of(label) + 0.22
+            axes.figure.text((x + 0.19) / width, (y + 0.065) / height, label, va="center_baseline")
+            x += 0.41 + width_of(label)
 
 
-def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """`places` moved apart as little as needed so that neighbors stand at least `gap` apart, within `low` and `high` where there is room."""
-    order = np.argsort(places, kind="stable")
-    placed = [float(places[i]) for i in order]
-    gap = min(gap, (high - low) / max(len(placed) - 1, 1))
-    blocks: list[list[float]] = []  # [sum of wanted first positions, members]: touching neighbors move as one block
-    for place in placed:
-        blocks.append([place, 1])
-        while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] + gap * blocks[-2][1] > blocks[-1][0] / blocks[-1][1]:
-            total, members = blocks.pop()
-            blocks[-1][0] += total - members * gap * blocks[-1][1]
-            blocks[-1][1] += members
-    result = [0.0] * len(placed)
-    position = iter(order)
-    for total, members in blocks:
-        first = min(max(total / members, low), high - gap * (members - 1))
-        for k in range(int(members)):
-            result[next(position)] = first + k * gap
-    return result
+def spread(places: Sequence[float], sizes: Sequence[float], low: float, high: float) -> list[float]:
+    """`places` of labels that are `sizes` long, moved apart as little as needed, within `low` and `high` where there is room.
+
+    >>> spread([1, 1, 5], [1, 1, 1], 0, 10)
+    [0.5, 1.5, 5.0]
+    """
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    offsets, offset = [], 0.0
+    for previous, i in zip([None, *order], order, strict=False):
+        offset += 0 if previous is None else (sizes[previous] + sizes[i]) / 2
+        offsets.append(offset)
+    # Without their offsets, labels that touch are equal: what is left is to make the places ascend (pooling the neighbors that do not).
+    pools: list[tuple[float, int]] = []
+    for i, offset in zip(order, offsets, strict=True):
+        total, members = places[i] - offset, 1
+        while pools and pools[-1][0] / pools[-1][1] > total / members:
+            total, members = total + pools[-1][0], members + pools[-1][1]
+            pools.pop()
+        pools.append((total, members))
+    ascending = [total / members for total, members in pools for _ in range(members)]
+    least, most = (low + sizes[order[0]] / 2, high - sizes[order[-1]] / 2 - offsets[-1]) if order else (low, high)
+    placed = [0.0] * len(places)
+    for i, offset, place in zip(order, offsets, ascending, strict=True):
+        placed[i] = max(least, min(place, most)) + offset
+    return placed
 
 
 def scale(largest: float, unit: str) -> tuple[float, str]:
@@ -206,3 +224,31 @@ def listed(names: Sequence[str]) -> str:
     'a, b and c'
     """
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else list(names))
+
+
+def limit(axes: Axes, place: float, label: str) -> None:
+    """A dashed vertical line at `place` with its name on top; off the scale, an arrow says how far away it is."""
+    width, height = inches(axes)
+    low, high = axes.get_xlim()
+    y = 1 + 0.05 / height
+    if place > high:
+        label = f"{label}, {times(place / high)} the length of this axis →"
+        axes.text(1, y, label, transform=axes.transAxes, ha="right", va="bottom")
+        return
+    axes.axvline(place, color=INK, linestyle="--", linewidth=1.2)
+    share = (place - low) / (high - low)
+    half = width_of(label) / 2 / width
+    axes.text(min(max(share, half), 1.05 - half), y, label, transform=axes.transAxes, ha="center", va="bottom")
+
+
+def name_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str]) -> None:
+    """The name of every line beside the axes, tied to the point where the line ends; names that would touch are moved apart."""
+    axes.autoscale_view()
+    width, height = inches(axes)
+    places = axes.transAxes.inverted().transform(axes.transData.transform(list(ends.values())))
+    places = [(min(x, 1.0), min(max(y, 0.0), 1.0) if math.isfinite(y) else 1.0) for x, y in places.tolist()]
+    heights = spread([y * height for _, y in places], [0.17] * len(places), 0, height)
+    for (name, end), y in zip(zip(ends, places, strict=True), heights, strict=True):
+        tie = {"arrowstyle": "-", "color": colors[name], "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
+        place = 1 + 0.14 / width, y / height
+        axes.annotate(name, end, place, "axes fraction", "axes fraction", tie, va="center", color=colors[name], weight="bold")
