@@ -3,7 +3,6 @@
 from labutils.plots.attention import growth, roofline, tile_walk, traffic_bars
 from labutils.plots.communication import comm_bars, cost_curves, messages, ring_animation
 from labutils.plots.curves import curves
-from labutils.plots.curves import curves
 from labutils.plots.formats import bits, dynamic_range, number_line, relative_error
 from labutils.plots.memory import memory_bars, memory_timeline
 from labutils.plots.picture import Animation, Picture
@@ -17,7 +16,6 @@ __all__ = [
     "bits",
     "comm_bars",
     "cost_curves",
-    "curves",
     "curves",
     "dynamic_range",
     "gradient_noise",
