@@ -34,7 +34,7 @@ def test_a_map_tells_evaluations_and_values_of_every_plan():
 
 def test_a_trade_off_tells_both_ends():
     marks = {plan.name: (run.peak, run.cost) for plan in PLANS for run in [checkpointing.simulate(plan, CHAIN)]}
-    picture = plots.trade_off(checkpointing.frontier(CHAIN), marks=marks, once=18, guess=500)
+    picture = plots.trade_off(checkpointing.frontier(CHAIN), marks=marks, once=18, guess=(500, 40))
     assert "keep everything: " in picture.alt and re.search(r"from \d.* to .* at 1\.00", picture.alt)
     assert len(picture.png) > 1000
 

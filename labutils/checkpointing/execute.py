@@ -89,7 +89,8 @@ def costs(chain: Sequence[nn.Module], x: Tensor) -> Costs:
             size = given.untyped_storage().nbytes()
             measured.append(Stage(flops.total, size, books.alive("interiors"), size if given.is_floating_point() else 0))
             del tape
-    return Costs(measured, x.untyped_storage().nbytes(), x.untyped_storage().nbytes() if x.requires_grad else 0)
+    given = _Books(chain, x).alive("values")  # 0 where the input shares its storage with something that the chain owns
+    return Costs(measured, given, x.untyped_storage().nbytes() if x.requires_grad else 0)
 
 
 def _evaluated(module: nn.Module, x: Tensor, ambient: Ambient | None) -> Tensor:

@@ -94,8 +94,11 @@ def _graph(plan: Plan, at: int, step: Any) -> str:
 
 
 @style.drawn
-def plan_maps(*plans: Plan, title: str | None = None) -> Picture:
-    """Plans on one clock, a row each: a cell for every computation (stage upwards, time to the right) and a line for every value while it is held."""
+def plan_maps(*plans: Plan, until: int | None = None, title: str | None = None) -> Picture:
+    """Plans on one clock, a row each: a cell for every computation (stage upwards, time to the right) and a line for every value while it is held.
+
+    The clock runs `until` that many computations, or to the end of the longest plan.
+    """
     if not plans:
         raise ValueError("plan_maps needs at least one plan: plan_maps(checkpointing.segments(16, 4))")
     if len({plan.n for plan in plans}) > 1:
@@ -107,7 +110,7 @@ def plan_maps(*plans: Plan, title: str | None = None) -> Picture:
     names = [plan.name or "plan" for plan in plans]
     left = max(style.width_of(line) for name in names for line in style.wrapped(name, 1.2)) + 0.3
     right = max(style.width_of(line) for note in notes for line in note.split("\n")) + 0.2
-    row, gap = max(0.55, 0.055 * n), 0.22
+    row, gap = max(0.55, (0.055 if len(plans) > 1 else 0.14) * n), 0.22
     finding = title or f"{n} stages: {style.listed([f'{evaluations} evaluations with {values} values' for evaluations, values in counts])}"
     figure, axes = style.canvas(
         finding, height=len(plans) * (row + gap) - gap, left=left, right=right, top=0.3, xlabel="computations, in order (a backward pass counts as one)"
@@ -127,7 +130,7 @@ def plan_maps(*plans: Plan, title: str | None = None) -> Picture:
         segments = [[(start, floor + i + 0.5), (end, floor + i + 0.5)] for start, end, i in lives if end > start]
         axes.add_collection(LineCollection(segments, colors=HELD, linewidths=1.3, zorder=2))
         axes.text(clock, floor + (n + 1) / 2, "  " + notes[k].replace("\n", "\n  "), va="center", ha="left", clip_on=False)
-    width = max(clocks.values())
+    width = max(*clocks.values(), until or 0)
     axes.set(xlim=(-0.3, width + 0.3), ylim=(0, len(plans) * (n + 1 + high) - high))
     middles = [(len(plans) - 1 - k) * (n + 1 + high) + (n + 1) / 2 for k in range(len(plans))]
     axes.set_yticks(middles, ["\n".join(style.wrapped(name, 1.2)) for name in names])
@@ -144,12 +147,12 @@ def trade_off(
     *,
     marks: Mapping[str, tuple[float, float]] | None = None,
     once: float,
-    guess: float | None = None,
+    guess: tuple[float, float] | None = None,
     title: str | None = None,
 ) -> Picture:
     """Peak bytes against work: the best trades as a staircase, other plans as filled markers, both as (bytes, cost of the forward passes).
 
-    `once` is the cost of one forward pass, the unit of the vertical axis; `guess` in bytes is a hollow diamond on the floor.
+    `once` is the cost of one forward pass, the unit of the vertical axis; `guess`, also (bytes, cost), is a hollow diamond.
     """
     if not trades or once <= 0:
         raise ValueError("trade_off needs at least one trade (bytes, cost) and the cost of one forward pass, above 0")
@@ -175,9 +178,10 @@ def trade_off(
         side = -1 if x > 0.72 * right else 1
         axes.annotate(name, (x, y), (7 * side, 9 + 12 * crowded), textcoords="offset points", ha="left" if side > 0 else "right", color=color, weight="bold")
         placed.append((x, y))
-    if isinstance(guess, (int, float)) and 0 < guess / factor:
-        axes.plot(min(guess / factor, right), axes.get_ylim()[0], clip_on=False, zorder=5, **style.GUESS)
-        axes.annotate("your guess", (min(guess / factor, right), axes.get_ylim()[0]), (8, 6), textcoords="offset points")
+    if guess is not None:
+        place = min(guess[0] / factor, right), min(guess[1] / once, axes.get_ylim()[1])
+        axes.plot(*place, clip_on=False, zorder=5, **style.GUESS)
+        axes.annotate("your guess", place, (8, 6), textcoords="offset points")
     told = "; ".join(f"{name}: {units.text(nbytes)}, {cost / once:.2f} forward passes" for name, (nbytes, cost) in marks.items())
     ends = f"from {units.text(least[0])} at {least[1] / once:.2f} forward passes to {units.text(most[0])} at {most[1] / once:.2f}"
     return Picture(figure, f"Staircase of the best trades of memory for work, {ends}. {told}.")

@@ -1,0 +1,651 @@
+# %% [markdown]
+# # 04 · Compute it again
+#
+# **The activations of a 1.5B-parameter model take 60 GB, and each is used once. What if you throw them away and compute them again?**
+#
+# *90 min · before this: lab 03 · needs a laptop, no GPU and no network*
+
+# %% [markdown]
+# ## Goals
+#
+# After this lab you
+#
+# - know at every moment of a training step which values must be held, and write the plan that keeps k of them (exercise 4.1),
+# - count the cheapest plan for the memory you have (exercise 4.2),
+# - write `checkpoint`, dropout included (exercise 4.3),
+# - write the test that a broken one cannot pass (exercise 4.4, a bug hunt).
+
+# %% [markdown]
+# ## Setup
+
+# %%
+import math
+import statistics
+import time
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from labutils import checkpointing, measure, memory, plots, units
+from labutils.check import check, hint, predict, predictions, reveal, show
+from labutils.checkpointing import Costs
+from labutils.config import ModelConfig, TrainConfig
+from labutils.model import GPT
+from labutils.widgets import explore
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# Sixteen layers in a row, one training step, four ways to do it. Time runs to the right. A blue cell computes a layer, a yellow one takes it backward, and
+# each red line is a tensor that waits in memory.
+
+# %%
+everything, segments, binomial = checkpointing.segments(16, 1), checkpointing.segments(16, 4), checkpointing.binomial(16, 4)
+nothing = checkpointing.keep_nothing(16)
+plots.plan_maps(everything, segments, binomial, nothing, title="Red lines cost memory, blue cells cost time: every plan chooses between them")
+
+# %% [markdown]
+# The first is what PyTorch does unless told otherwise: nothing is computed twice, and at the summit everything is in memory at once. The last holds next
+# to nothing and is late. The two in between are why this lab exists: **twice the blue cells buy a small fraction of the red lines.**
+
+# %% [markdown]
+# ## What must be held, and when?
+#
+# Call the layers $f_0, f_1, \dots$ and their backward passes $b_0, b_1, \dots$ A node $b_i$ needs two things: the gradient from $b_{i+1}$, and what $f_i$
+# has recorded. So the b nodes run from right to left, and the f nodes have to be there when their turn comes. Press play.
+
+# %%
+plots.plan_animation(checkpointing.segments(5, 1))
+
+# %% [markdown]
+# Now the other extreme: keep only the input, and for every b node compute its f node again, from the start.
+
+# %%
+plots.plan_animation(checkpointing.keep_nothing(5))
+
+# %% [markdown]
+# > With 10 layers, how many times is some $f_i$ computed in all?
+
+# %%
+predict("checkpointing/nothing-kept", evaluations=20)
+
+# %% [markdown]
+# $b_9$ needs ten evaluations, $b_8$ nine, and so on to $b_0$ with one:
+#
+# $$ n + (n-1) + \dots + 1 = \frac{n(n+1)}{2}. $$
+#
+# A plan is a list of steps, so the answer can be counted as well. And the steps can be carried out, on real layers:
+
+# %%
+plan = checkpointing.keep_nothing(10)
+reveal("checkpointing/nothing-kept", evaluations=sum(plan.evaluations))
+
+# %%
+torch.manual_seed(0)
+layers = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Tanh()) for _ in range(10)]
+x = torch.randn(32, 64)
+executed = checkpointing.run(layers, plan, x, torch.ones(32, 64))
+executed.evaluations, plan.evaluations == executed.evaluations
+
+# %% [markdown]
+# The first layer is computed ten times, the last one once: $(n+1)/2$ times on average, not $n$. How much was held? `costs` measures each layer once (FLOPs,
+# bytes of its output, bytes of its *interior*: what it records beside input and output), `simulate` follows the plan on paper, and `run` counted the
+# storages that were really alive after every step.
+
+# %%
+costs = checkpointing.costs(layers, x)
+predicted = checkpointing.simulate(plan, costs)
+predicted.history.peak.ledger.diff(executed.history.peak.ledger)
+
+# %%
+sum(a.ledger.diff(b.ledger).unexplained for a, b in zip(predicted.history.moments, executed.history.moments, strict=True)), len(plan.steps)
+
+# %% [markdown]
+# Zero bytes unexplained, not at the peak alone but after each of the plan's steps.
+
+# %% [markdown]
+# ## How little memory does one more forward pass buy?
+#
+# Cut n layers into k segments and keep each segment's input. When the backward pass reaches a segment, compute that segment once more, this time keeping
+# all of it.
+#
+# > 144 layers. Instead of 145 values (the input is one), how many do you hold at least?
+
+# %%
+predict("checkpointing/segments", values=72)
+
+# %% [markdown]
+# The k inputs stay, and one segment of $n/k$ values is open at a time:
+#
+# $$ \text{held}(k) = k + \frac{n}{k}, \qquad \text{least where } 1 = \frac{n}{k^2}, \text{ so } k = \sqrt n \text{ and held} = 2\sqrt n. $$
+#
+# Every layer is computed twice, except those of the last segment: its backward pass comes next, so it is kept the first time. That is $2n - n/k$
+# evaluations, never more than one extra forward pass.
+
+
+# %%
+def held(n, k):
+    return checkpointing.simulate(checkpointing.segments(n, k), Costs.uniform(n)).peak
+
+
+{k: held(144, k) for k in (2, 4, 6, 9, 12, 16, 24, 36, 72)}
+
+# %%
+reveal("checkpointing/segments", values=held(144, 12))
+
+# %%
+plots.plan_animation(checkpointing.segments(9, 3))
+
+# %% [markdown]
+# Papers count in different ways, so check before you compare. `Costs.uniform(n)` counts the input and every value of one unit, interiors and gradients of
+# none. Chen et al. leave the input out of "stored": 28 evaluations and 7 values for 16 layers in 4 segments.
+
+# %%
+for n, k in [(16, 4), (64, 8), (100, 10)]:
+    print(f"n = {n:3}, k = {k:2}: {sum(checkpointing.segments(n, k).evaluations)} evaluations, {held(n, k) - 1} values beside the input")
+
+# %% [markdown]
+# **And a 1.5B model?** GPT-2 XL has 48 layers; with 32 sequences of 1024 tokens, each layer's output takes 105 MB in fp16, and ZeRO counts about 12
+# such tensors a layer. One of the twelve is the output, the others are interior.
+
+# %%
+s, h, L = ModelConfig.named("gpt2-xl").letters("s h L")
+output = 2 * 32 * s * h
+gpt2 = Costs.uniform(L, output=output, interior=11 * output)
+{k: units.text(checkpointing.simulate(checkpointing.segments(L, k), gpt2).peak) for k in (1, 4, 6, 8, 12, 16, 24, 48)}
+
+# %% [markdown]
+# 60 GB become 8.39 GB with 8 segments, which is the paper's "about 8 GB". But look to the right: with an interior of eleven outputs, $\sqrt n$ is no
+# longer the best choice. An open layer costs 12 units and a kept input 1, so the sum to minimize is $c + 12\,n/c$, and its best is
+# $c = \sqrt{12 \cdot 48} = 24$. Transformers checkpoint *every layer* for a reason: their layers are heavy inside.
+
+# %% [markdown]
+# ### Exercise 4.1 · Write a plan (20 min, ●●○)
+#
+# n layers, k segments, k divides n. Return the steps as a list of pairs: `("forward", i)`, `("record", i)`, `("backward", i)`, `("drop", i)`.
+# `forward` and `record` make $x_{i+1}$ from $x_i$, and `record` also keeps what `backward` needs. `backward i` frees the interior and $x_{i+1}$; `drop i`
+# frees $x_i$. Start with $x_0$, end with nothing else.
+
+
+# %%
+def write_segments(n: int, k: int) -> list[tuple[str, int]]:
+    raise NotImplementedError
+
+
+# %%
+check("checkpointing/segments", write_segments)
+
+# %%
+hint("checkpointing/segments", 1)
+
+# %%
+show(checkpointing.segments)
+
+# %% [markdown]
+# ## What is the best plan for the memory you have?
+#
+# Segments recompute once. If memory is shorter than $2\sqrt n$, segments can be cut into segments again, and a layer is computed three times, four times.
+# What is the optimum?
+#
+# > 100 equal layers, and room for 10 kept values (the input is one of them). How many forward evaluations does the best plan need?
+
+# %%
+predict("checkpointing/best-plan", evaluations=1000)
+
+# %% [markdown]
+# Think of the *first* value to keep, $x_m$. Reaching it costs m evaluations. Then the right part, $n - m$ layers, is reversed with one snapshot less,
+# because $x_m$ occupies one. Then $x_m$ goes, and the left part has all snapshots again:
+#
+# $$ e(n, s) = \min_{m}\; \bigl[\, m + e(n-m,\, s-1) + e(m,\, s) \,\bigr], \qquad e(1, s) = 1. $$
+#
+# Griewank and Walther solved this in closed form: with $\binom{s+r}{s}$ layers, no layer is advanced over more than r times. So the reach of s snapshots
+# grows like a binomial coefficient, and 10 snapshots with $r = 4$ reach 1001 layers.
+
+# %%
+for n, snapshots in [(10, 3), (100, 10), (1000, 10)]:
+    plan = checkpointing.binomial(n, snapshots)
+    print(f"{n:4} layers, {snapshots:2} snapshots: {checkpointing.binomial_evaluations(n, snapshots)} by formula, {sum(plan.evaluations)} in the plan")
+
+# %%
+reveal("checkpointing/best-plan", evaluations=checkpointing.binomial_evaluations(100, 10))
+
+# %% [markdown]
+# Counted here is every evaluation, the one that records a layer right before its backward pass included. Revolve's paper counts those with the reverse sweep
+# and prints 15, 222 and 3636.
+
+# %% [markdown]
+# ### Exercise 4.2 · Count the best plan (20 min, ●●○)
+#
+# Write the recurrence, with memory of what it has computed. `snapshots` counts $x_0$.
+
+
+# %%
+def fewest_evaluations(n: int, snapshots: int) -> int:
+    raise NotImplementedError
+
+
+# %%
+check("checkpointing/fewest-evaluations", fewest_evaluations)
+
+# %%
+hint("checkpointing/fewest-evaluations", 2)
+
+# %% [markdown]
+# **Real chains are not uniform.** An embedding costs no FLOPs, a head makes scores as wide as the vocabulary, blocks are heavy inside. Take a GPT apart into
+# a chain and measure every stage:
+
+# %%
+config = ModelConfig(num_layers=8, d_model=64, num_heads=4, d_ff=256, vocab_size=512, seq_len=64, dropout=0.1)
+model = GPT(config, generator=torch.Generator().manual_seed(0))
+draw = torch.Generator().manual_seed(1)
+tokens, targets = (torch.randint(512, (8, 64), generator=draw) for _ in range(2))
+chain = checkpointing.stages(model, targets)
+costs = checkpointing.costs(chain, tokens)
+[(units.text(stage.forward, "FLOP"), units.text(stage.output), units.text(stage.interior)) for stage in (costs.stages[i] for i in (0, 1, -1))]
+
+# %% [markdown]
+# The same recurrence works with bytes in place of snapshots, and one more choice: a stage may be *recorded* in the first sweep, where its interior is small
+# or memory is plenty. `frontier` solves it for every budget at once and returns all trades worth making.
+#
+# > The full step holds 33 MB of activations. With half of that, how many *extra* forward passes do you pay?
+
+# %%
+predict("checkpointing/half-the-memory", extra_forward_passes=1.0)
+
+# %%
+trades = checkpointing.frontier(costs)
+once = sum(stage.forward for stage in costs.stages)
+n = len(chain)
+fixed = {"everything": checkpointing.segments(n, 1), "3 segments": checkpointing.segments(n, 3), "every stage": checkpointing.segments(n, n)}
+runs = {name: checkpointing.simulate(plan, costs) for name, plan in fixed.items()}
+guess = trades[-1][0] / 2, once * (1 + predictions["checkpointing/half-the-memory"])
+plots.trade_off(trades, once=once, marks={name: (run.peak, run.cost) for name, run in runs.items()}, guess=guess)
+
+# %%
+half = checkpointing.plan(costs, trades[-1][0] // 2)
+reveal("checkpointing/half-the-memory", extra_forward_passes=round(checkpointing.simulate(half, costs).cost / once - 1, 2))
+
+# %% [markdown]
+# Half the memory costs half a forward pass, because only half of the layers have to be computed again. Nothing forces you to checkpoint *all* layers, which
+# is what most configurations do. Below the knee on the left the price explodes: there, what is open at one time no longer fits.
+#
+# The plan is data. Carry it out, and compare loss, gradients, FLOPs, bytes:
+
+# %%
+torch.manual_seed(2)
+model.loss(tokens, targets).backward()
+plain = [parameter.grad.clone() for parameter in model.parameters()]
+model.zero_grad()
+
+# %%
+torch.manual_seed(2)
+executed, predicted = checkpointing.run(chain, half, tokens), checkpointing.simulate(half, costs)
+equal = all(torch.equal(a, parameter.grad) for a, parameter in zip(plain, model.parameters(), strict=True))
+equal, executed.evaluations, executed.cost == predicted.cost, executed.peak == predicted.peak
+
+# %%
+plots.memory_timeline(executed.history, title="Half the memory: one mountain of activations becomes three smaller ones")
+
+# %%
+predicted.history.peak.ledger.diff(executed.history.peak.ledger)
+
+# %% [markdown]
+# Every gradient is equal to the bit, dropout included. What is counted is what is *held between steps* of the plan; inside a step, an operation needs
+# temporary memory on top (lab 03).
+#
+# Ask for too little, and you are told the least:
+
+# %%
+least = checkpointing.smallest_budget(costs)
+try:
+    checkpointing.plan(costs, least - 1)
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# Drag the budget and watch the plan change: the first sweep drops more and more, then the second sweep starts to leave gaps, too.
+
+
+# %%
+def plan_for(percent=50):
+    budget = least + (trades[-1][0] - least) * percent // 100
+    found = checkpointing.plan(costs, budget)
+    extra = checkpointing.simulate(found, costs).cost / once - 1
+    return plots.plan_maps(found, until=60, title=f"{units.text(budget)} of {units.text(trades[-1][0])}: {extra:.2f} extra forward passes")
+
+
+explore(plan_for, percent=[0, 1, 2, 3, 5, 8, 12, 20, 30, 40, 50, 60, 70, 80, 90, 100])
+
+# %% [markdown]
+# ## How do you checkpoint without changing one bit?
+#
+# Plans move whole modules around. In a training loop you want less: *this function, please, without keeping its insides*. That is `checkpoint(fn, *args)`.
+#
+# > A block of a transformer holds 1 MB of activations; its input is 64 kB. `y = checkpoint(block, x)`. How many kB wait for the backward pass?
+
+# %%
+predict("checkpointing/kept", kB=64)
+
+# %% [markdown]
+# Autograd asks for a place to put every tensor it saves. `checkpoint` hands out an empty slot instead and remembers the arguments. When the backward pass
+# opens the first slot, the function runs again, and this time the slots are filled.
+
+# %%
+block = model.blocks[0]
+x = torch.randn(4, 64, 64, requires_grad=True)
+for call in (lambda: block(x), lambda: checkpointing.checkpoint(block, x)):
+    print(units.text(measure.saved_activations(call, block).total))
+
+# %%
+reveal("checkpointing/kept", kB=measure.saved_activations(lambda: checkpointing.checkpoint(block, x), block).total / 1000)
+
+# %% [markdown]
+# **The trap is dropout.** The second run must drop the *same* elements, or the gradient belongs to a function that was never evaluated. Here is a step with
+# the trap open: the block runs again on whatever random numbers come next.
+
+
+# %%
+class Careless(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, slope):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(block(x), slope)
+        return x.grad
+
+
+# %%
+def gradient(call):
+    torch.manual_seed(3)
+    block.zero_grad()
+    call(x).square().sum().backward()
+    return block.feed_forward.up.weight.grad.clone()
+
+
+right = gradient(block)
+ways = {"careless": Careless.apply, "ours": lambda x: checkpointing.checkpoint(block, x)}
+ways["torch"] = lambda x: torch_checkpoint(block, x, use_reentrant=False)
+{name: f"{(gradient(way) - right).norm() / right.norm():.1%}" for name, way in ways.items()}
+
+# %% [markdown]
+# The careless one is wrong by more than a fifth, and nothing complains: training would go on, only worse. So `checkpoint` keeps the state of the random
+# generators (5 kB on a CPU), sets it before the second run, and puts the newer state back afterwards. It does the same with autocast.
+#
+# Two more things that a second run can get wrong. A `BatchNorm` inside a checkpointed region updates its running statistics twice. And a function that does not
+# do the same both times is caught only if it saves different shapes:
+
+# %%
+calls = iter([3, 2])
+try:
+    checkpointing.checkpoint(lambda x: x[: next(calls)].sin().sum(), torch.ones(4, requires_grad=True)).backward()
+except RuntimeError as error:
+    print(error)
+
+# %% [markdown]
+# ### Exercise 4.3 · Write checkpoint (30 min, ●●●)
+#
+# `checkpoint(fn, x)` for a function of one tensor. The check looks at gradients (also those of weights inside `fn`), at the bytes that are kept, at the number
+# of evaluations, and at dropout.
+
+
+# %%
+def my_checkpoint(fn, x):
+    raise NotImplementedError
+
+
+# %%
+check("checkpointing/checkpoint", my_checkpoint)
+
+# %%
+hint("checkpointing/checkpoint", 1)
+
+# %%
+show(checkpointing.checkpoint)
+
+# %% [markdown]
+# ### Exercise 4.4 · Bug hunt: the checkpoint that passes every test (15 min, ●●○)
+#
+# Three broken checkpoints are out there. One gives weights no gradient, one draws a new dropout mask, and one restores the generator for the second run and
+# leaves it in the past, so that the next layers draw old numbers again. Each passes an ordinary test. Write `is_broken(checkpoint)` that catches all three
+# and lets right ones pass. `checkpoint` is called as `checkpoint(fn, x)`.
+
+
+# %%
+def is_broken(checkpoint) -> bool:
+    raise NotImplementedError
+
+
+# %%
+check("checkpointing/bug-hunt", is_broken)
+
+# %%
+hint("checkpointing/bug-hunt", 1)
+
+# %% [markdown]
+# ## What does it cost: 33 %, 30 or 40?
+#
+# "Full recomputation costs 33 %" stands in many places, and so does "30 to 40 %".
+#
+# > A backward pass takes twice the FLOPs of a forward pass. By how many percent do the FLOPs of a step grow if every layer is computed once more?
+
+# %%
+predict("checkpointing/overhead", percent=50)
+
+# %% [markdown]
+# $$ \frac{\text{one more forward}}{\text{forward} + \text{backward}} = \frac{1}{1 + 2} = 33\,\%. $$
+#
+# The measurement disagrees at first. PyTorch's FLOP counter, on the GPT above without dropout:
+
+# %%
+still = ModelConfig(num_layers=8, d_model=64, num_heads=4, d_ff=256, vocab_size=512, seq_len=64)
+
+
+def flops(policy):
+    net = checkpointing.apply(GPT(still), policy)
+    with FlopCounterMode(display=False) as counter:
+        net.loss(tokens, targets).backward()
+    return counter.get_total_flops()
+
+
+{policy: f"{flops(policy) / flops('none') - 1:.1%}" for policy in checkpointing.POLICIES}
+
+# %%
+reveal("checkpointing/overhead", percent=round(100 * (flops("full") / flops("none") - 1), 1))
+
+# %% [markdown]
+# Not 33. Two things are missing. The *head* is not checkpointed, and in a small model it has its share of the forward pass. And the second run *stops early*: # when the last saved tensor is there, the rest is not computed. The last thing a block saves is the input of its last product, `down`, so that product, a
+# third of the layer's weights, is never computed again. `overhead` knows both:
+
+# %%
+for early_stop in (False, True):
+    print({policy: f"{checkpointing.overhead(still, policy, early_stop=early_stop):.1%}" for policy in checkpointing.POLICIES})
+
+# %% [markdown]
+# With dropout after `down` the mask has to be drawn again, and the saving is gone. A large model has next to no head:
+
+# %%
+gpt3 = ModelConfig.named("gpt3-175b")
+[f"{checkpointing.overhead(gpt3, 'full', early_stop=early):.1%}" for early in (False, True)]
+
+# %% [markdown]
+# **Time is not FLOPs.** Korthikanti et al. (table 4) timed one layer of a 22B model: 7.7 ms forward, 11.9 ms backward. The backward pass is 1.55 times as long,
+# not 2 times, so one more forward pass weighs more:
+#
+# $$ \text{overhead} = \frac{1}{1 + r}, \quad r = \frac{\text{backward}}{\text{forward}}. $$
+
+# %%
+forward, backward = 7.7, 11.9  # ms, table 4
+timed = {"full": 27.2, "selective": 20.9}  # ms, forward and backward together
+f"predicted {forward / (forward + backward):.1%}", {policy: f"{ms / (forward + backward) - 1:.1%}" for policy, ms in timed.items()}
+
+# %% [markdown]
+# 39 % where 33 % was the formula, and the whole difference is r. "30 to 40 %" says that r lies between 2.3 and 1.5:
+
+# %%
+{r: f"{1 / (1 + r):.0%}" for r in (1.5, 2, 2.33)}
+
+# %% [markdown]
+# And on your machine? Three ways, one step after the other in turn:
+
+# %% tags=["nbval-ignore-output"]
+copies = {policy: checkpointing.apply(GPT(config), policy) for policy in checkpointing.POLICIES}
+seconds = {policy: [] for policy in copies}
+for _ in range(7):
+    for policy, net in copies.items():
+        start = time.perf_counter()
+        net.loss(tokens, targets).backward()
+        seconds[policy].append(time.perf_counter() - start)
+{policy: units.text(statistics.median(found), "s") for policy, found in seconds.items()}
+
+# %% [markdown]
+# ## Which part is cheapest to compute again?
+#
+# One layer holds, by Korthikanti's count, $34\,sbh$ bytes plus $5\,a s^2 b$ for the scores and what softmax and dropout make of them. Compare what they weigh
+# and what they cost to compute: the scores are large and cheap.
+#
+# > GPT-3: a = 96, s = 2048, h = 12 288. If only the attention core is computed again, what part of the activations goes away?
+
+# %%
+predict("checkpointing/selective", percent=30)
+
+# %%
+s, h, a = gpt3.letters("s h a")
+core = 5 * a * s / h  # 5as²b in units of sbh
+reveal("checkpointing/selective", percent=round(100 * core / (34 + core), 2))
+
+# %% [markdown]
+# 70 % of the memory. In FLOPs the core is the small s/6h beside the weights:
+
+# %%
+[f"{checkpointing.overhead(gpt3, 'selective', early_stop=early):.2%}" for early in (False, True)]
+
+# %% [markdown]
+# *Selective* recomputation was the default for large models until FlashAttention did the same inside its kernel (lab 06). On our GPT it is a policy like the
+# others, and lab 03's formula predicts each:
+
+
+# %%
+def saved(policy):
+    net = checkpointing.apply(GPT(config), policy)
+    return measure.saved_activations(lambda: net.loss(tokens, targets), net)
+
+
+def formula(policy):
+    return memory.activations(config, TrainConfig(micro_batch=8, global_batch=8, precision="fp32", checkpointing=policy))
+
+
+{policy: formula(policy).diff(saved(policy)).unexplained for policy in checkpointing.POLICIES}
+
+# %%
+kept = {policy: saved(policy) for policy in checkpointing.POLICIES}
+freed = 1 - kept["selective"].total / kept["none"].total
+plots.memory_bars(**kept, title=f"Even in a small GPT with short sequences the attention core is {freed:.0%} of the activations")
+
+# %% [markdown]
+# These are the bytes that wait at the *end of the forward pass*. With "full", one layer's interior comes on top during the backward pass.
+
+# %% [markdown]
+# ## In practice
+#
+# - **PyTorch.** `torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False)`, early stop included; `checkpoint_sequential` cuts a chain into k
+#   segments and leaves out the last, as here. `create_selective_checkpoint_contexts` takes a policy *per operation*: keep products, recompute the rest.
+#   With `torch.compile`, `torch._functorch.config.activation_memory_budget` (0 … 1) lets a solver choose.
+# - **FSDP2.** Wrap blocks with `apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=…)` first, call `fully_shard` after.
+#   Weights are gathered a second time for the second run.
+# - **torchtitan.** `activation_checkpoint.mode` is `none`, `full`, `selective` or `memory_budget`. `selective` is per operation, or every k-th layer;
+#   `memory_budget` needs the compiler. `early_stop` and `preserve_rng_state` are settings of their own.
+# - **Megatron-LM.** `--recompute-granularity full` with `--recompute-method uniform` (segments of `--recompute-num-layers`) or `block` (only the first
+#   layers of each stage, the rest kept: what you saw at half the memory); `--recompute-granularity selective` with `--recompute-modules core_attn …`.
+# - **DeepSpeed.** `"activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true, …}`: kept values are sharded over tensor-parallel
+#   ranks, or moved to the host.
+# - **Hugging Face Transformers.** `gradient_checkpointing=True`: every layer, the last one too.
+#
+# Libraries wrap every layer, so the last one is computed twice although its backward pass comes next. On 8 layers that is an eighth of the extra work for
+# nothing; a plan does not pay it.
+#
+# **On a real cluster** start with nothing, then selective, then every k-th layer, and full last. With fused attention the 5as²b are gone already, and the next
+# best thing to recompute is what is cheap per byte: norms, activation functions, dropout.
+
+# %% [markdown]
+# ## Errata
+#
+# **"Checkpointing reduces activation memory by about 50 %."** The same text goes from 60 to 8 GB.
+
+# %%
+f"{1 - 8 / 60:.0%}"
+
+# %% [markdown]
+# **"8 GB with checkpointing", without saying how.** The figure depends on what is counted. With one checkpoint a layer it is inputs alone, or inputs and the
+# layer that is open; with 8 segments it is the paper's; "the square root" is a rule of thumb that lands nearby.
+
+# %%
+total = 12 * output * L
+ways = {"inputs alone": L * output, "and one open layer": (L + 12) * output, "8 segments": (8 + 6 * 12) * output, "total / √48": total / math.sqrt(L)}
+{name: units.text(amount) for name, amount in ways.items()}
+
+# %% [markdown]
+# **"Around 33 GB of checkpoints" for a 100B model** (ZeRO, section 6.1; section 3.2 has 60). One fp16 input a layer, 125 layers of width 8192, 32
+# sequences of 1024:
+
+# %%
+units.text(2 * 32 * 1024 * 8192 * 125)
+
+# %% [markdown]
+# **"Each node is recomputed on the order of n times" with nothing kept.** The first one is. The average is $(n+1)/2$.
+
+# %%
+sum(checkpointing.keep_nothing(100).evaluations) / 100
+
+# %% [markdown]
+# **"Missing activations are recomputed from the previous node."** From the closest *kept* one before it: the previous node is, as a rule, missing too.
+#
+# **"Selective recomputation costs 2.7 % of FLOPs"** (Korthikanti, equations 7 and 8, for GPT-3). One more forward pass of the two attention products is
+# $4bs^2h$ a layer. Equation (8) adds $12bs^2h$, as if their backward pass were repeated as well. The measured 7 % of the 22B layer are neither:
+# softmax and dropout move bytes, and a FLOP count does not see them.
+
+# %%
+one_more = checkpointing.overhead(gpt3, "selective", early_stop=False)
+f"{one_more:.2%}, and three times that: {3 * one_more:.2%}"
+
+# %% [markdown]
+# **"33 % overhead"** holds for layers whose backward pass takes twice the forward, computed again to the end. With early stop and no dropout it is 22 %.
+
+# %% [markdown]
+# ## Summary
+#
+# - With nothing kept, n layers take $n(n+1)/2$ evaluations: 55 for 10, 5050 for 100.
+#   <!-- claim: [sum(checkpointing.keep_nothing(n).evaluations) for n in (4, 10, 100)] == [10, 55, 5050] -->
+# - $\sqrt n$ segments hold $2\sqrt n$ values for less than one extra forward pass: 24 instead of 145 for 144 layers.
+#   <!-- claim: checkpointing.simulate(checkpointing.segments(144, 12), checkpointing.Costs.uniform(144)).peak == 24 -->
+# - The best plan for equal layers is binomial: 25 evaluations for 10 layers with 3 snapshots, 322 for 100 with 10, 4636 for 1000 with 10.
+#   <!-- claim: [checkpointing.binomial_evaluations(*case) for case in ((10, 3), (100, 10), (1000, 10))] == [25, 322, 4636] -->
+# - For unequal layers and a budget in bytes, dynamic programming finds the plan. Half the memory costs about half a forward pass.
+#   <!-- claim: min(cost for room, cost in checkpointing.frontier(checkpointing.Costs.uniform(20, interior=30)) if room <= 621 / 2) == 1.55 * 20 -->
+# - `checkpoint` keeps the arguments alone and changes no bit, if the second run sees the random state of the first.
+#   <!-- claim: measure.saved_activations(lambda: checkpointing.checkpoint(torch.exp, torch.ones(8, requires_grad=True)), torch.nn.Module()).total == 32 -->
+# - Full recomputation adds a third of the FLOPs, 22 % with early stop, and about 39 % of the time where the backward pass is 1.55 times the forward.
+#   <!-- claim: [round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "full", early_stop=e), 3) for e in (False, True)] == [0.332, 0.224] -->
+# - For GPT-3 the attention core is 70 % of a layer's activations and 0.9 % of its FLOPs.
+#   <!-- claim: (round(80 / 114, 2), round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "selective", early_stop=False), 3)) == (0.70, 0.009) -->
+#
+# Next: lab 05 leaves the layers alone and cuts the batch instead.
+
+# %% [markdown]
+# ## References
+#
+# - T. Chen, B. Xu, C. Zhang, C. Guestrin, *Training deep nets with sublinear memory cost*, arXiv:1604.06174 (2016): segments, √n, recursion.
+# - A. Griewank, A. Walther, *Algorithm 799: revolve*, ACM Transactions on Mathematical Software 26 (2000): the binomial optimum.
+# - O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, *Optimal checkpointing for heterogeneous chains: how to train deep neural networks with
+#   limited memory*, arXiv:1911.13214 (2019).
+# - V. Korthikanti et al., *Reducing activation recomputation in large transformer models*, arXiv:2205.05198 (2022): selective recomputation, table 4.
+# - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054 (2020), sections 3.2 and 6.1. D. Narayanan et al., *Megatron-LM on GPU clusters*, arXiv:2104.04473
+#   (2021), section 3.5: how many checkpoints.
+# - PyTorch documentation of `torch.utils.checkpoint`; `torchtitan/distributed/activation_checkpoint.py`; arguments of Megatron-LM and DeepSpeed, as of 2025.
