@@ -220,8 +220,8 @@ def backward(memory: SlowMemory, problem: Problem) -> None:
     """
     dtype = problem.dtype
     for rows in problem.tiling.query_blocks:
-        products = memory.load("dO", rows, dtype) * memory.load("O", rows, dtype)
-        memory.store("D", rows, memory.load("D", rows, dtype) + products.sum(-1, keepdim=True))
+        product = (memory.load("dO", rows, dtype) * memory.load("O", rows, dtype)).sum(-1, keepdim=True)
+        memory.store("D", rows, memory.load("D", rows, dtype) + product)
     for columns in problem.tiling.key_blocks:
         k, v = memory.load("K", columns, dtype), memory.load("V", columns, dtype)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)

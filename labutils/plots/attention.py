@@ -192,14 +192,19 @@ def roofline(roofs: Mapping[str, tuple[float, float]], points: Mapping[str, tupl
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     style.in_units(axes.yaxis, "FLOP/s")
+    axes.set_ylim(axes.get_ylim()[0] / 3, axes.get_ylim()[1] * 1.6)
+    width, height = style.inches(axes)
     bottom, top = axes.get_ylim()
-    axes.set_ylim(bottom / 3, top * 1.6)
-    for k, (name, x) in enumerate(sorted(intensity.items(), key=lambda item: item[1])):
+    free_x, free_y = math.inf, math.inf  # labels hang to the lower right of their points, from right to left; one that would reach the last goes under it
+    for name, x in sorted(intensity.items(), key=lambda item: -item[1]):
         y = min(flops, x * bandwidth)
-        axes.plot([x, x], [bottom / 3, y], color=style.FAINT, linewidth=0.8, linestyle=":", zorder=0)
+        axes.plot([x, x], [bottom, y], color=style.FAINT, linewidth=0.8, linestyle=":", zorder=0)
         axes.plot(x, y, "o", color=colors[first], markeredgecolor=style.INK, markeredgewidth=0.7, zorder=3)
-        below_roof = (5, -9 - 11 * (k % 2)) if x < ridge else (0, -12 - 11 * (k % 2))
-        axes.annotate(name, (x, y), below_roof, textcoords="offset points", ha="left" if x < ridge else "center", va="center")
+        at_x = math.log(x / low) / math.log(high / low) * width + 0.07
+        at_y = math.log(y / bottom) / math.log(top / bottom) * height - 0.13
+        at_y = min(at_y, free_y - 0.16) if at_x + style.width_of(name) > free_x else at_y
+        axes.text(at_x / width, at_y / height, name, transform=axes.transAxes, va="center")
+        free_x, free_y = at_x, at_y
     style.name_ends(axes, {name: (high, peak) for name, (peak, _) in roofs.items()}, colors)
     told = "; ".join(f"{name}: {x:.3g} FLOPs per byte, at most {units.text(min(flops, x * bandwidth), 'FLOP/s')}" for name, x in intensity.items())
     said = "; ".join(f"{name} up to {units.text(peak, 'FLOP/s')} and {units.text(bw, 'B/s')}, ridge at {peak / bw:.3g}" for name, (peak, bw) in roofs.items())

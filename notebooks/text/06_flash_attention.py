@@ -1,0 +1,627 @@
+# %% [markdown]
+# # 06 · Compute attention without its scores
+#
+# **A head that reads 8192 tokens computes 67 million scores to produce half a million numbers. The result must be exact. Can the scores never exist?**
+#
+# *75 min · before this: lab 03 (what a layer keeps), softmax and its derivative · needs a laptop, no GPU and no network*
+
+# %% [markdown]
+# ## Goals
+#
+# - Normalize a row of scores that you never see as a whole (exercise 6.1).
+# - Say what the backward pass has to keep, and why one number a row is enough.
+# - Predict the bytes that attention moves, to the byte, and say when tiling does *not* pay.
+# - Put attention over all keys together from attention over parts of them (exercise 6.2).
+# - Find the causal mask that is right on every square and wrong in every chat (exercise 6.3).
+# - Tell from two numbers of a device whether a kernel waits for arithmetic or for memory.
+
+# %% [markdown]
+# ## Setup
+
+# %%
+import math
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from labutils import flash, measure, plots, units
+from labutils.check import check, hint, predict, predictions, reveal, show
+from labutils.config import Hardware
+from labutils.exercises.flash import buggy_attention
+from labutils.flash import triton_kernel
+from labutils.ledger import Ledger, Line
+from labutils.widgets import explore
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# Here are the scores of 48 queries (down) and 48 keys (across), causal, cut into tiles. Press play.
+
+# %%
+tiling = flash.Tiling(s_q=48, s_k=48, block_q=8, block_k=8, offset=0)
+walk = [(rows, columns) for rows in tiling.query_blocks for columns in tiling.keys_of(rows)]
+plots.tile_walk(walk, s_q=48, s_k=48)
+
+# %% [markdown]
+# - A block of queries stays. Blocks of keys and values come by. One tile of scores is computed, used, and overwritten by the next.
+# - At the end of a row of tiles the block of output is finished, and is written once.
+# - The crossed tiles are never touched: no query in them may look at any key. That is half of the work of a causal model, saved.
+#
+# Two things in this picture should bother you. A softmax divides by the sum of its *whole* row, and no tile ever sees a row.
+# And the backward pass wants the weights, which are gone. The first two questions of this lab answer the first and the second worry; the next two ask what it was all for.
+
+# %% [markdown]
+# ## How much memory do the scores take?
+#
+# Two tensors of this course will fight: the scores, s × s a head, and everything else, s × d a head. Heads are d = 64 wide.
+#
+# > 4 heads, 2048 tokens, fp32: how many MB does the *textbook* keep from its forward to its backward pass?
+
+# %%
+predict("flash/kept", MB=20)
+
+
+# %%
+def textbook(q, k, v):
+    return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
+
+
+def tensors(s, a=4, d=64, dtype=torch.float32):
+    return [x.requires_grad_() for x in torch.randn(3, 1, a, s, d, generator=torch.Generator().manual_seed(0), dtype=dtype).unbind()]
+
+
+q, k, v = tensors(2048)
+
+# %% [markdown]
+# **Derived.** Products keep their factors: Q, K, V and the weights. The softmax keeps its result, the weights again. So
+#
+# $$ \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s^2}_{\text{weights}} \quad\text{against}\quad \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s\,d}_{\text{output}} + \underbrace{a\,s}_{\text{lse}} $$
+#
+# for an attention that keeps its output and one number a row (*lse*, soon) instead of the weights. Times 4 bytes:
+
+# %%
+a, s, d = 4, 2048, 64
+inputs = Line("inputs", 4 * 3 * a * s * d, component="activations")
+kept = {
+    "textbook": Ledger([inputs, Line("weights", 4 * a * s * s, component="activations")]),
+    "tiled": Ledger([inputs, Line("output", 4 * a * s * d, component="activations"), Line("lse", 4 * a * s, component="activations")]),
+}
+reveal("flash/kept", MB=kept["textbook"].total / 1e6)
+
+# %% [markdown]
+# Measured, from what autograd holds on to:
+
+# %%
+kept["textbook"].diff(measure.saved_activations(lambda: textbook(q, k, v), nn.Module()), by="component")
+
+# %%
+kept["tiled"].diff(measure.saved_activations(lambda: flash.attention(q, k, v)[0], nn.Module()), by="component")
+
+# %% [markdown]
+# Nothing is unexplained. PyTorch's own fused attention keeps exactly the same four tensors:
+
+# %%
+kept["tiled"].diff(measure.saved_activations(lambda: F.scaled_dot_product_attention(q, k, v), nn.Module()), by="component")
+
+
+# %% [markdown]
+# What is kept is not the peak: during the backward pass the gradients of the weights and of the scores stand beside the weights. Measure the fullest moment of a
+# whole forward and backward pass, beyond the inputs:
+
+
+# %%
+def extra_peak(attend, s):
+    qkv = tensors(s)
+    d_out = torch.ones_like(qkv[0])
+    step = lambda: torch.autograd.grad(attend(*qkv), qkv, d_out)  # noqa: E731
+    return measure.peak(step, nn.Module()).total - 4 * d_out.nbytes
+
+
+lengths = [256, 512, 1024, 2048]
+peaks = {
+    "textbook": [extra_peak(textbook, s) for s in lengths],
+    "tiled": [extra_peak(lambda *t: flash.attention(*t, block_q=128, block_k=128)[0], s) for s in lengths],
+}
+{name: [units.text(p) for p in found] for name, found in peaks.items()}
+
+# %%
+long, block = [256, 512, 1024, 2048, 4096, 8192], 128
+formula = {
+    "textbook": [4 * a * (3 * s * s + 2 * s * d) for s in long],
+    "tiled": [4 * a * (4 * s * d + 3 * s + 2 * block * block + 2 * block * d + block) for s in long],
+}
+plots.growth(
+    long, title="Three s × s tensors at once, against four s × d and two tiles", measured={n: (lengths, p) for n, p in peaks.items()}, **formula
+)
+
+# %% [markdown]
+# The markers lie *on* the lines. The textbook's peak is the softmax's backward pass: weights and two gradients of s × s, the output and $dV$. The tiled peak is the second product of a tile
+# of the backward pass: output and three gradients; lse, its gradient and one more number a row (D, soon); two tiles; a block of $dK$ and $dV$; a block of lse.
+
+# %%
+{name: [line - marker for line, marker in zip(formula[name], peaks[name], strict=False)] for name in peaks}
+
+# %% [markdown]
+# Zero bytes off, at every length. And the ratio grows with $s/d$: a *factor* of memory saved that a paper quotes belongs to one length.
+
+# %%
+[round(plain / tiled, 1) for plain, tiled in zip(*peaks.values(), strict=True)]
+
+# %% [markdown]
+# ## How can a softmax be finished before its row is?
+#
+# Take one query. Its scores arrive in blocks, and each block is forgotten. A numerically safe softmax subtracts the maximum of the row, which you know at the very end.
+#
+# **The trick is a change of units.** Let $m$ be the largest score so far, and keep two sums in units of $e^m$: $\;\ell = \sum e^{x_j - m}$ and $o = \sum e^{x_j - m}\,v_j$.
+# When a block brings a larger maximum $m'$, every term has to become $e^{x_j - m'} = e^{x_j - m}\cdot e^{m - m'}$. All terms have the *same* factor, so the sums can be converted without the terms:
+#
+# $$ \ell \leftarrow e^{m-m'}\,\ell + \sum_{\text{block}} e^{x_j-m'} \qquad o \leftarrow e^{m-m'}\,o + \sum_{\text{block}} e^{x_j-m'}\,v_j \qquad m \leftarrow m' $$
+#
+# In the end the output is $o/\ell$, and $\text{lse} = m + \log \ell = \log \sum e^{x_j}$. Three numbers a row (and d) travel from block to block.
+#
+# Follow two blocks, one number a block: score 0 with value 1, then score 5 with value 3.
+
+# %%
+factor = math.exp(0 - 5)
+total, out = factor * 1 + 1, factor * 1 + 1 * 3
+out / total
+
+# %%
+scores, values = torch.tensor([0.0, 5.0]), torch.tensor([[1.0], [3.0]])
+flash.online(zip(scores.split(1), values.split(1), strict=True))[0], scores.softmax(0) @ values
+
+# %% [markdown]
+# > Algorithm 1 of the FlashAttention-2 paper prints the factor for $o$ as $\mathrm{diag}(e^{m-m'})^{-1}$. What would the output of these two blocks be?
+
+# %%
+predict("flash/inverse", output="3")
+
+# %%
+reveal("flash/inverse", output=f"{(1 / factor * 1 + 1 * 3) / total:.1f}")
+
+# %% [markdown]
+# An average of 1 and 3 cannot be 150. The inverse is a misprint, and the paper's own code does not have it. You will meet it again as one of the wrong answers of the
+# exercise. A second trap hides at the start: a masked block has the maximum −∞, and −∞ − (−∞) is not a number. `OnlineSoftmax` therefore starts from the lowest finite one.
+
+# %% [markdown]
+# ### Exercise 6.1 · A softmax that is never complete (15 min, ●●○)
+#
+# Proves that you can normalize a row of scores that you never see as a whole. `blocks` yields pairs: scores `(n,)` and values `(n, width)`.
+
+
+# %%
+def online_softmax(blocks):
+    """(output, log-sum-exp) of one row; each block is seen once."""
+    raise NotImplementedError
+
+
+# %%
+check("flash/online-softmax", online_softmax)
+
+# %%
+hint("flash/online-softmax")
+
+# %%
+show(flash.OnlineSoftmax)
+
+# %% [markdown]
+# With many rows in place of one, this *is* the tiled forward pass. Nine lines:
+
+# %%
+show(flash.forward)
+
+# %% [markdown]
+# ## What does the backward pass need?
+#
+# The weights were thrown away tile by tile. Keep $\text{lse}$, and any tile of them comes back with one product and one exponential:
+#
+# $$ P_{ij} = e^{\,s_{ij} - \text{lse}_i}. $$
+#
+# No maximum, no sum, no second pass. The rest is the derivative of softmax, $\;dS = P \circ (dP - D)$ with $dP = dO\,V^\top$ and $D_i = \sum_j P_{ij}\,dP_{ij}$.
+# That sum runs over a whole row again! Substitute $dP$ and pull $dO$ out:
+#
+# $$ D_i = \sum_j P_{ij} \sum_c dO_{ic} V_{jc} = \sum_c dO_{ic} \sum_j P_{ij} V_{jc} = \sum_c dO_{ic}\, O_{ic}. $$
+#
+# The sum over all keys is a sum over one row of the *output*. That is why the output is kept. In numbers:
+
+# %%
+q, k, v = tensors(32, a=1, d=8, dtype=torch.float64)
+weights = (q @ k.mT / math.sqrt(8)).softmax(-1)
+out, d_out = weights @ v, torch.randn(1, 1, 32, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+over_keys, over_channels = (weights * (d_out @ v.mT)).sum(-1), (d_out * out).sum(-1)
+f"{(over_keys - over_channels).abs().max():.0e}"
+
+
+# %% [markdown]
+# > Forward, each tile takes two matrix products ($QK^\top$, $PV$). How many does the backward pass take for each tile?
+
+# %%
+predict("flash/products", products=4)
+
+# %%
+reveal("flash/products", products=5)
+
+# %% [markdown]
+# $dV = P^\top dO$, $dP = dO\,V^\top$, $dQ = dS\,K$, $dK = dS^\top Q$, and once more $QK^\top$, because it was not kept. Five against two: 2.5 times the forward pass,
+# where the textbook's backward pass takes 4 and is twice the forward. **FlashAttention does more arithmetic, not less.**
+
+# %%
+forward, backward = (flash.flops(2048, 64, heads=4, backward=b) for b in (False, True))
+units.text(forward, "FLOP"), units.text(backward, "FLOP"), backward / forward
+
+# %% [markdown]
+# Here is the loop. Keys are outside now: $dK$ and $dV$ of a block collect from all queries, $dQ$ is added to in slow memory.
+
+# %%
+show(flash.backward)
+
+
+# %% [markdown]
+# Is it right? In float64, against the textbook, causal, with fewer key–value heads than query heads and lengths that no block divides:
+
+
+# %%
+def gradients(attend, **options):
+    q, k, v = (x.detach().requires_grad_() for x in (*tensors(75, a=6, d=16, dtype=torch.float64)[:1], *tensors(90, a=2, d=16, dtype=torch.float64)[1:]))
+    out, lse = attend(q, k, v, causal=True, **options)
+    return out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))
+
+
+both = zip(gradients(flash.plain), gradients(flash.attention, block_q=16, block_k=32), strict=True)
+all((exact - ours).abs().max() < 1e-12 for exact, ours in both)
+
+# %% [markdown]
+# The gradient through lse is in there, too: $\partial\,\text{lse}_i / \partial s_{ij} = P_{ij}$, so it joins as $dS = P \circ (dP - D + d\text{lse})$. Lab 11 will need it.
+#
+# ## How many bytes move?
+#
+# Memory that is not taken is one gain. The other is time, and it does not come from arithmetic. A GPU has a large slow memory and a small fast one:
+# 40 GB at 1.6 TB/s against 192 kB for each of 108 processors, together about 19 TB/s, on an A100 (FlashAttention paper, section 2.1).
+# Scores that never leave the small one cost no trip to the large one.
+#
+# Count the numbers that cross the border. The textbook takes three steps, each from slow memory to slow memory: read Q, K, write S; read S, write P; read P, V, write O.
+#
+# $$ \text{plain} = 4 s^2 + 4 s d \qquad\qquad \text{tiled} = \underbrace{2 s d}_{Q,\,O} + \underbrace{2 s d \cdot \lceil s / B_q \rceil}_{K,\,V\text{ once for each block of queries}} + \underbrace{s}_{\text{lse}} $$
+#
+# > 4096 tokens, d = 64, 16-bit numbers, one head. The textbook moves 136 MB. With blocks of 128 queries, how much does the tiled one move?
+
+# %%
+predict("flash/moved", MB=20)
+
+# %%
+sizes = dict(s=4096, d=64, block_q=128, block_k=128)
+plots.traffic_bars(
+    guess=predictions["flash/moved"],
+    **{name: flash.traffic(algorithm, **sizes) for name, algorithm in (("textbook", "plain"), ("flash-1", "flash-1"), ("flash-2", "flash-2"))},
+)
+
+# %% [markdown]
+# **flash-1** and **flash-2** are the two papers' loops. The first has keys outside: the unfinished output of every query is read and written again for each block of keys.
+# The second has queries outside, as in the picture at the top, and writes each output once. Same tiles, same FLOPs, two thirds of the bytes.
+#
+# The formula is worth nothing until a run agrees. Here the algorithms run with every tile passing a gate that counts (`SlowMemory.load` and `.store`; the very code
+# that `flash.attention` runs):
+
+# %%
+q, k, v = (x.detach() for x in tensors(1000, a=2))
+run = dict(causal=True, block_q=96, block_k=64)
+results, books = flash.counted("flash-2", q, k, v, **run)
+flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, **run).diff(books)
+
+# %%
+d_out = torch.ones_like(q)
+_, books = flash.counted("flash-2", q, k, v, d_out=d_out, **run)
+flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, backward=True, **run).diff(books)
+
+# %% [markdown]
+# **The law.** A fast memory of M numbers holds a block of queries, keys, values and output, M/4 numbers each: $B = M/4d$ rows. Put that into the formula: the dominant term is
+#
+# $$ 2 s d \cdot \frac{s}{B} = \frac{8\, s^2 d^2}{M}, $$
+#
+# the $\Theta(s^2 d^2 / M)$ of the paper. It predicts: twice the tokens, 4 times the bytes; twice the fast memory, half; twice the head, 4 times. The paper's algorithm 1, counted:
+
+
+# %%
+def moved(algorithm, s, d, fast):
+    block_q, block_k = flash.block_sizes(fast, d)
+    return flash.traffic(algorithm, s=s, d=d, block_q=block_q, block_k=block_k, itemsize=1, stat_itemsize=1, whole_blocks=True).total
+
+
+once = moved("flash-1", 4096, 64, 25600)
+twice = {"s": moved("flash-1", 8192, 64, 25600), "M": moved("flash-1", 4096, 64, 51200), "d": moved("flash-1", 4096, 128, 25600)}
+{f"{letter} × 2": round(many / once, 2) for letter, many in twice.items()}
+
+# %% [markdown]
+# The law has a price tag in it that is easily overlooked. **The gain is $M/d^2$, not a constant.** With M = 25 600 numbers and heads of 128:
+
+# %%
+[f"d = {d}: plain {moved('plain', 4096, d, 25600):,}, flash-1 {moved('flash-1', 4096, d, 25600):,}" for d in (64, 128)]
+
+# %% [markdown]
+# Twice the head, and the clever algorithm moves *more* than the textbook, 131 million numbers against 69. FlashAttention pays where fast memory is large against d².
+# It also shows what a good block is. The paper's $B_q = \min(M/4d,\, d)$ suits its own loop. In the other loop K and V are read once for each block of *queries*,
+# so with that choice a larger fast memory buys nothing:
+
+# %%
+round(moved("flash-2", 4096, 64, 51200) / moved("flash-2", 4096, 64, 25600), 2)
+
+# %% [markdown]
+# The outer block is the one to enlarge. Change the loop order and the best tile changes its shape.
+
+# %% [markdown]
+# ## Can the keys live in two places?
+#
+# Cut the keys into two halves and attend to each, as if the other did not exist. Each half gives an output, normalized over its own keys, and its lse. Is that enough for the whole?
+#
+# It is: $e^{\text{lse}}$ is the denominator that a half was divided by. Undo both divisions, add, divide once:
+#
+# $$ O = \frac{e^{\text{lse}_1} O_1 + e^{\text{lse}_2} O_2}{e^{\text{lse}_1} + e^{\text{lse}_2}}, \qquad \text{lse} = \log\left(e^{\text{lse}_1} + e^{\text{lse}_2}\right). $$
+
+# %%
+whole, _ = flash.attention(q, k, v)
+halves = [flash.attention(q, k[:, :, half], v[:, :, half]) for half in (slice(0, 500), slice(500, 1000))]
+merged, _ = flash.merge(*halves[0], *halves[1])
+bool((whole - merged).abs().max() < 1e-6)
+
+# %% [markdown]
+# Keys on two GPUs, keys in two thread blocks that share one long row (Flash-Decoding), keys that arrive over a ring of ranks (lab 11): one function, six lines.
+#
+# ### Exercise 6.2 · Two halves of the keys (15 min, ●●○)
+#
+# Proves that you can put attention over all keys together from attention over parts of them. A part may be masked throughout; scores may be large.
+
+
+# %%
+def merge(o1, lse1, o2, lse2):
+    """(output, lse) over both sets of keys. Outputs are (…, d), lse are (…)."""
+    raise NotImplementedError
+
+
+# %%
+check("flash/merge", merge)
+
+# %%
+show(flash.merge)
+
+# %% [markdown]
+# ### Exercise 6.3 · Bug hunt: right on every square (15 min, ●●○)
+#
+# Proves that you know where a causal mask sits when there are more keys than queries. The code below passed every test its author wrote. In a chat, a new token is one query against
+# the keys of the whole conversation. Open the code, copy it into the next cell, find what is wrong, and mend it.
+
+# %%
+show(buggy_attention)
+
+# %%
+my_attention = buggy_attention  # replace this line by your corrected copy
+
+# %%
+check("flash/causal-hunt", my_attention)
+
+# %% [markdown]
+# ## What is a fused kernel, in general?
+#
+# Attention is the famous case of something ordinary. An operation reads its inputs from slow memory and writes its result there; the next one reads it back.
+# Take a softmax written an operation a line, on 4096 rows of 4096 numbers in fp32:
+
+# %%
+show(flash.softmax)
+
+# %% [markdown]
+# > It reads 67 MB and returns 67 MB. How many MB move in total?
+
+# %%
+predict("flash/softmax", MB=300)
+
+# %%
+predicted = flash.passes(flash.softmax, 4096, 4096)
+reveal("flash/softmax", MB=predicted.total / 1e6)
+
+# %% [markdown]
+# Maximum: read. Subtract: read, write. Exponential: read, write. Sum: read. Divide: read, write. Eight sweeps where two would do. Counted, at the dispatcher, as PyTorch runs it:
+
+# %%
+x, gate, up = torch.randn(3, 4096, 4096, generator=torch.Generator().manual_seed(0)).unbind()
+predicted.diff(flash.moved(lambda: flash.softmax(x)))
+
+# %% [markdown]
+# *Fusing* means: take a few rows into fast memory, do everything there, write the result. No arithmetic changes. `one_pass` does that to any row-wise function, 16 rows at a time:
+
+# %%
+fused, books = flash.one_pass(flash.softmax, x)
+flash.passes(flash.softmax, 4096, 4096, fused=True).diff(books)
+
+# %%
+work = {"softmax": (flash.softmax, [x]), "LayerNorm": (flash.layernorm, [x]), "SwiGLU": (flash.swiglu, [gate, up])}
+{name: round(flash.passes(fn, 4096, 4096).total / flash.passes(fn, 4096, 4096, fused=True).total, 2) for name, (fn, _) in work.items()}
+
+
+# %% [markdown]
+# Four times fewer bytes, four and a half, and two and two thirds. Do fewer bytes take less time? On your machine the fast memory is the cache:
+
+
+# %% tags=["nbval-ignore-output"]
+def seconds(fn, repeats=3):
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        fn()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+for name, (fn, inputs) in work.items():
+    many, one = seconds(lambda: fn(*inputs)), seconds(lambda: flash.one_pass(fn, *inputs))  # noqa: B023
+    print(f"{name:10} many passes {units.text(many, 's'):>8}, one pass {units.text(one, 's'):>8}: {many / one:.1f} times faster")
+
+# %% [markdown]
+# ### Where is the roof?
+#
+# A device does at most so many FLOPs a second, and moves at most so many bytes. With *intensity* = FLOPs per byte of slow memory,
+#
+# $$ \text{FLOP/s} \;\le\; \min\left(\text{peak},\; \text{intensity} \times \text{bandwidth}\right). $$
+#
+# Left of the ridge, where the two meet, arithmetic waits for memory. A softmax does about 5 FLOPs for each number it reads and writes. Attention, on an A100's data sheet:
+
+# %%
+roofs = [flash.Roof.of(Hardware.named(name)) for name in ("A100", "H100")]
+flops, blocks = flash.flops(4096, 64), dict(block_q=128, block_k=128)
+points = {name: (flops, flash.traffic(alg, s=4096, d=64, **blocks).total) for name, alg in (("textbook", "plain"), ("flash-1", "flash-1"), ("flash-2", "flash-2"))}
+points["softmax"] = 5 * 4096**2, flash.passes(flash.softmax, 4096, 4096, itemsize=2).total
+plots.roofline({roof.name: (roof.flops, roof.bandwidth) for roof in roofs}, points)
+
+# %% [markdown]
+# The textbook's attention reaches a fifth of an A100. The tiled one, with blocks of 128, stands close to the ridge; blocks of 256 queries carry it over.
+# An H100 gained more FLOPs than bandwidth, its ridge lies further right, and the same kernel waits for memory again.
+
+# %%
+{roof.name: (round(roof.ridge), [roof.bound(flops, flash.traffic("flash-2", s=4096, d=64, block_q=n, block_k=128).total) for n in (128, 256, 512)]) for roof in roofs}
+
+# %% [markdown]
+# And the machine you are sitting at, measured: the best of a few matrix products, and of a few sweeps over memory.
+
+# %% tags=["nbval-ignore-output"]
+here = flash.Roof.measured()
+f"{units.text(here.flops, 'FLOP/s')}, {units.text(here.bandwidth, 'B/s')}, ridge at {here.ridge:.0f} FLOPs per byte"
+
+# %% [markdown]
+# ### Is it faster here?
+#
+# Forward and backward, 4 heads, 2048 tokens, on this CPU. (`benchmarks/flash.py` does it properly, interleaved, up to 8192 tokens.)
+
+# %% tags=["nbval-ignore-output"]
+q, k, v = tensors(2048)
+ways = {"textbook": textbook, "tiled": lambda *t: flash.attention(*t)[0], "PyTorch's SDPA": F.scaled_dot_product_attention}
+for name, attend in ways.items():
+    print(f"{name:15} {units.text(seconds(lambda: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v))), 's')}")  # noqa: B023
+
+# %% [markdown]
+# Ours is a Python loop around matrix products; PyTorch's is compiled C++ with the same tiles. Both beat the textbook for the same reason.
+#
+# **On a GPU** the loop must live inside one kernel, or each tile goes back to slow memory after all. `labutils/flash/triton_kernel.py` is that kernel: the same
+# loop, one program for each block of queries of each head. It needs the optional package `triton`; without a GPU, Triton's interpreter (`TRITON_INTERPRET=1`)
+# runs it for correctness, not for speed.
+
+# %%
+show(triton_kernel)
+
+# %% tags=["nbval-ignore-output"]
+if torch.cuda.is_available() and triton_kernel.triton:
+    q, k, v = (x.detach().to("cuda", torch.bfloat16) for x in tensors(4096, a=16))
+    out, _ = triton_kernel.attention(q, k, v, causal=True, block_q=128)
+    print("largest difference from SDPA:", (out - F.scaled_dot_product_attention(q, k, v, is_causal=True)).abs().max().item())
+else:
+    print("No GPU, or no Triton, on this machine: nothing to run here.")
+
+# %% [markdown]
+# *Recorded GPU runs: none yet.* No GPU was at hand when this lab was written, so its place in `data/gpu_runs/` is empty. The kernel's values were checked in the interpreter,
+# and that it compiles for compute capability 8.0 and 9.0; how fast it is, nobody has measured. What others measured stands in the errata, with its source.
+
+# %% [markdown]
+# ## Try it: which side of the roof?
+#
+# Choose a length, a head, a fast memory and a device. Blocks are what fits; the outer block gets M/4d rows.
+
+
+# %%
+def side(s=4096, d=64, fast_kB=200, device="A100"):
+    outer, inner = flash.block_sizes(fast_kB * 500, d)[::-1]  # 2 bytes a number
+    roof = flash.Roof.of(Hardware.named(device))
+    sizes, flops = dict(s=s, d=d), flash.flops(s, d)
+    ledgers = {
+        "textbook": flash.traffic("plain", **sizes),
+        "flash-1": flash.traffic("flash-1", block_q=inner, block_k=outer, **sizes),
+        "flash-2": flash.traffic("flash-2", block_q=outer, block_k=inner, **sizes),
+    }
+    bounds = [f"{name} {units.text(roof.time(flops, moved.total), 's')} ({roof.bound(flops, moved.total)})" for name, moved in ledgers.items()]
+    return plots.traffic_bars(title=f"At best on one {device}, a head: " + ", ".join(bounds), **ledgers)
+
+
+explore(side, s=[1024, 4096, 16384], d=[64, 128, 256], fast_kB=[50, 100, 200], device=["A100", "H100"])
+
+# %% [markdown]
+# Look for the setting where tiling loses, then for the smallest fast memory with which it wins at d = 256. (One processor of an A100 has 192 kB, one of an H100 228 kB.)
+
+# %% [markdown]
+# ## In practice
+#
+# - **PyTorch.** `F.scaled_dot_product_attention` chooses among `SDPBackend.FLASH_ATTENTION`, `EFFICIENT_ATTENTION`, `CUDNN_ATTENTION` and `MATH`; the last is the textbook and keeps
+#   s × s. `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):` turns a silent fall-back into an error. `is_causal` is the *upper left* triangle of a rectangle; `torch.nn.attention.bias`
+#   has both. Any other mask or score change: `flex_attention`, compiled.
+# - **The flash-attn package.** fp16 and bf16 only. Since version 2.1 `causal=True` means the *lower right* corner, as here; before, and in PyTorch, the upper left: exercise 6.3 happened to
+#   real code. Sequences of different lengths are packed (`flash_attn_varlen_func` with cumulative lengths) instead of padded.
+# - **Versions.** FA-1 (2022): tiles and recomputation. FA-2 (2023): queries outside, parallel over the sequence, fewer divisions, because outside the tensor cores a FLOP costs 16 times as much on an A100.
+#   FA-3 (2024): Hopper's asynchronous copies and products, softmax of one tile under the products of the next, fp8.
+# - **Hugging Face transformers.** `from_pretrained(…, attn_implementation="flash_attention_2")`; also `"flash_attention_3"`, `"sdpa"`, `"flex_attention"` and `"eager"`, the textbook.
+# - **Megatron-LM.** `--attention-backend flash`, `fused`, `unfused`, `local` or `auto` (default). Fused passes are on and have switches to turn them off: `--no-masked-softmax-fusion`,
+#   `--no-bias-gelu-fusion`, `--no-bias-swiglu-fusion`, `--no-rope-fusion`, `--no-bias-dropout-fusion`.
+# - **torchtitan.** `attn_backend` of a model: `"flex"`, `"flex_flash"` (Hopper and later) or `"varlen"`; older versions also `"sdpa"`.
+# - **DeepSpeed, FSDP2.** Attention is the model's own business there: choose it in the model.
+#
+# Dropout inside a fused attention stores no mask: the backward pass draws the same numbers again from the same seed. The library's `flash.attention` has no dropout; most large models train without.
+
+# %% [markdown]
+# ## Errata
+#
+# Statements of published texts on this topic, each recomputed.
+#
+# **"FlashAttention reduces computation from O(n²) to O(n)."** Twice the tokens, four times the FLOPs, as ever, and four times the bytes moved. What becomes linear is the memory that is *kept*.
+
+# %%
+flash.flops(8192, 64) / flash.flops(4096, 64), round(moved("flash-1", 8192, 64, 25600) / moved("flash-1", 4096, 64, 25600), 2)
+
+# %% [markdown]
+# **"S = QKᵀ is computed entirely in SRAM."** Tile by tile. All scores of one head of 8192 tokens would take 134 MB in 16 bits; all fast memories of an A100 together have 20.7 MB.
+
+# %%
+units.text(2 * 8192**2), units.text(108 * 192_000)
+
+# %% [markdown]
+# **FlashAttention-2, algorithm 1, line 10** prints $\mathrm{diag}(e^{m_{old}-m_{new}})^{-1}$. You saw 150 where 2.99 was right. Without the inverse it is.
+#
+# **"66.6 and 75.2 GFLOPs"** (FlashAttention, figure 2: GPT-2 medium, s = 1024, d = 64, 16 heads, batch 64, forward and backward). The forward pass alone has 275 by the formula of the
+# second paper, forward and backward 962. Whatever was counted, only the ratio, 1.13 times more FLOPs with FlashAttention, can be used; the table's point stands: 40.3 GB against 4.4 GB moved, 41.7 ms against 7.3 ms.
+
+# %%
+forward, backward = (flash.flops(1024, 64, heads=16 * 64, backward=b) / 1e9 for b in (False, True))
+round(forward), round(forward + backward), round(75.2 / 66.6, 2)
+
+# %% [markdown]
+# **"10–20 times less memory", "2–4 times faster".** Both are of the attention alone, against a textbook, at some length. The first grows with s/d without limit (here: 2 at 256 tokens, 22 at 2048),
+# the second was measured on GPUs of 2022.
+#
+# **"Activation memory is quadratic in the sequence length."** While the s × s tensors are stored. In Korthikanti's $sbh\,(34 + 5as/h)$ the second term is what a fused attention removes; what is left is linear.
+
+# %% [markdown]
+# ## Summary
+#
+# - Attention keeps a·s² weights in the textbook, and one number a row more than its output in tiles: 67 MB against 2 MB at 4 heads of 2048 tokens.
+#   <!-- claim: (4*4*2048**2, 4*4*2048*(64+1)) == (67108864, 2129920) -->
+# - A softmax can be finished late: when the maximum grows from m to m', every sum so far is multiplied by e^(m − m'). Exact, not approximate.
+#   <!-- claim: abs(flash.online([(torch.tensor([0.0]), torch.tensor([[1.0]])), (torch.tensor([5.0]), torch.tensor([[3.0]]))])[0].item() - (math.exp(-5) + 3) / (math.exp(-5) + 1)) < 1e-6 -->
+# - The backward pass recomputes the weights from lse, and D = rowsum(dO ∘ O) spares it the sum over keys. It takes 5 products where the forward takes 2.
+#   <!-- claim: flash.flops(4096, 64, backward=True) / flash.flops(4096, 64) == 2.5 -->
+# - Bytes moved fall from 4s² to 8s²d²/M: a factor of M/2d² that depends on the head. FlashAttention-1 moves 2.35 against 4.46 million numbers at s = 1024, d = 64, M = 25 600, and 131 against 69 million at s = 4096, d = 128.
+#   <!-- claim: [flash.traffic(n, s=s, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1, whole_blocks=True).total for s, d, q, k in ((1024, 64, 64, 100), (4096, 128, 50, 50)) for n in ("flash-1", "plain")] == [2348544, 4456448, 131495200, 69206016] -->
+# - Output and lse of two sets of keys give those of their union. Ring attention and split decoding are this one line.
+#   <!-- claim: torch.allclose(flash.merge(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2), torch.zeros(1))[0], torch.full((1, 2), 0.5)) -->
+# - A fused kernel does the same arithmetic in fewer sweeps: softmax 2 instead of 8, LayerNorm 2 instead of 9, SwiGLU 3 instead of 8.
+#   <!-- claim: [round(flash.passes(f, 4096, 4096).total / (4 * 4096**2)) for f in (flash.softmax, flash.layernorm, flash.swiglu)] == [8, 9, 8] -->
+# - FLOPs per byte against the ridge of the roof says what a kernel waits for: 153 on an A100, 295 on an H100, in bf16.
+#   <!-- claim: [round(flash.Roof.of(config.Hardware.named(n)).ridge) for n in ("A100", "H100")] == [153, 295] -->
+#
+# Next: [lab 07](../README.md) leaves the single device. Its first question is what it costs to add numbers that live in different places.
+
+# %% [markdown]
+# ## References
+#
+# - T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Ré, *FlashAttention: fast and memory-efficient exact attention with IO-awareness*, arXiv:2205.14135 (2022): algorithms 0, 1 and 3, theorems 1 and 2, figure 2.
+# - T. Dao, *FlashAttention-2: faster attention with better parallelism and work partitioning*, arXiv:2307.08691 (2023): algorithms 1 and 2, sections 3.1 and 4.1.
+# - J. Shah et al., *FlashAttention-3: fast and accurate attention with asynchrony and low-precision*, arXiv:2407.08608 (2024).
+# - M. Milakov, N. Gimelshein, *Online normalizer calculation for softmax*, arXiv:1805.02867 (2018): the change of units (reported).
+# - M. N. Rabe, C. Staats, *Self-attention does not need O(n²) memory*, arXiv:2112.05682 (2021) (reported).
+# - S. Williams, A. Waterman, D. Patterson, *Roofline: an insightful visual performance model*, Communications of the ACM 52 (2009) (reported).
+# - V. Korthikanti et al., *Reducing activation recomputation in large transformer models*, arXiv:2205.05198 (2022): equation 1.
+# - PyTorch documentation of `scaled_dot_product_attention`, `torch.nn.attention`; Hugging Face documentation of attention backends; argument lists of Megatron-LM and torchtitan, as of 2025.
