@@ -169,15 +169,12 @@ def trade_off(
     right = max(nbytes for nbytes, _ in points) / factor * 1.06
     axes.step([*xs, right], [*ys, ys[-1]], where="post", color=style.INK)
     top = max(cost for _, cost in points) / once
-    axes.set(xlim=(0, right), ylim=(min(0.8, min(ys)), top + 0.12 * (top - min(ys)) + 0.1))
-    placed: list[tuple[float, float]] = []
+    axes.set(xlim=(0, right), ylim=(min(ys) - 0.12 * (top - min(ys)) - 0.1, top + 0.12 * (top - min(ys)) + 0.1))
     for (name, (nbytes, cost)), color in zip(marks.items(), style.SERIES, strict=False):
         x, y = nbytes / factor, cost / once
         axes.plot(x, y, "o", color=color, markeredgecolor=style.INK, markeredgewidth=0.7, zorder=4, clip_on=False)
-        crowded = sum(abs(x - other) < 0.2 * right and abs(y - level) < 0.1 * top for other, level in placed)
-        side = -1 if x > 0.72 * right else 1
-        axes.annotate(name, (x, y), (7 * side, 9 + 12 * crowded), textcoords="offset points", ha="left" if side > 0 else "right", color=color, weight="bold")
-        placed.append((x, y))
+        # No plan lies below the staircase, so there is room for names.
+        axes.annotate(name, (x, y), (0, -15), textcoords="offset points", ha="right" if x > 0.85 * right else "center", color=color, weight="bold")
     if guess is not None:
         place = min(guess[0] / factor, right), min(guess[1] / once, axes.get_ylim()[1])
         axes.plot(*place, clip_on=False, zorder=5, **style.GUESS)
