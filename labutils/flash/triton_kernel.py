@@ -70,7 +70,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) as `flash.attention` returns them, forward only; blocks are powers of two from 16 on, and fp64 is not supported."""
     if triton is None:
-        raise ImportError("this kernel needs the package triton: pip install 'labutils[triton]'; flash.attention runs without it")
+        raise ImportError("this kernel needs the package triton: pip install triton (PyTorch's CUDA builds bring it along); flash.attention runs without it")
     problem = algorithms._checked(q, k, v, causal, offset, None, scale, block_q, block_k)
     if q.dtype == torch.float64:
         raise TypeError("the Triton kernel accumulates in fp32: give it fp32, bf16 or fp16, or use flash.attention for fp64")

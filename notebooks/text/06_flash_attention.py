@@ -207,7 +207,7 @@ hint("flash/online-softmax")
 show(flash.OnlineSoftmax)
 
 # %% [markdown]
-# With many rows in place of one, this *is* the tiled forward pass. Nine lines:
+# With many rows in place of one, this *is* the tiled forward pass. Ten lines:
 
 # %%
 show(flash.forward)
@@ -278,7 +278,7 @@ all((exact - ours).abs().max() < 1e-12 for exact, ours in both)
 # ## How many bytes move?
 #
 # Memory that is not taken is one gain. The other is time, and it does not come from arithmetic. A GPU has a large slow memory and a small fast one:
-# 40 GB at 1.6 TB/s against 192 kB for each of 108 processors, together about 19 TB/s, on an A100 (FlashAttention paper, section 2.1).
+# 40 to 80 GB at 1.5 to 2.0 TB/s against 192 kB for each of 108 processors, together about 19 TB/s, on an A100 (FlashAttention paper, section 2.1).
 # Scores that never leave the small one cost no trip to the large one.
 #
 # Count the numbers that cross the border. The textbook takes three steps, each from slow memory to slow memory: read Q, K, write S; read S, write P; read P, V, write O.
@@ -366,7 +366,7 @@ merged, _ = flash.merge(*halves[0], *halves[1])
 bool((whole - merged).abs().max() < 1e-6)
 
 # %% [markdown]
-# Keys on two GPUs, keys in two thread blocks that share one long row (Flash-Decoding), keys that arrive over a ring of ranks (lab 11): one function, six lines.
+# Keys on two GPUs, keys in two thread blocks that share one long row (Flash-Decoding), keys that arrive over a ring of ranks (lab 11): all of them are this one function.
 #
 # ### Exercise 6.2 · Two halves of the keys (15 min, ●●○)
 #
@@ -501,7 +501,7 @@ for name, attend in ways.items():
 # Ours is a Python loop around matrix products; PyTorch's is compiled C++ with the same tiles. Both beat the textbook for the same reason.
 #
 # **On a GPU** the loop must live inside one kernel, or each tile goes back to slow memory after all. `labutils/flash/triton_kernel.py` is that kernel: the same
-# loop, one program for each block of queries of each head. It needs the optional package `triton`; without a GPU, Triton's interpreter (`TRITON_INTERPRET=1`)
+# loop, one program for each block of queries of each head. It needs the package `triton`, which PyTorch's CUDA builds bring along; without a GPU, Triton's interpreter (`TRITON_INTERPRET=1`)
 # runs it for correctness, not for speed.
 
 # %%
@@ -550,8 +550,8 @@ explore(side, s=[1024, 4096, 16384], d=[64, 128, 256], fast_kB=[50, 100, 200], d
 # - **PyTorch.** `F.scaled_dot_product_attention` chooses among `SDPBackend.FLASH_ATTENTION`, `EFFICIENT_ATTENTION`, `CUDNN_ATTENTION` and `MATH`; the last is the textbook and keeps
 #   s × s. `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):` turns a silent fall-back into an error. `is_causal` is the *upper left* triangle of a rectangle; `torch.nn.attention.bias`
 #   has both. Any other mask or score change: `flex_attention`, compiled.
-# - **The flash-attn package.** fp16 and bf16 only. Since version 2.1 `causal=True` means the *lower right* corner, as here; before, and in PyTorch, the upper left: exercise 6.3 happened to
-#   real code. Sequences of different lengths are packed (`flash_attn_varlen_func` with cumulative lengths) instead of padded.
+# - **The flash-attn package.** fp16 and bf16 only. Since version 2.1 `causal=True` means the *lower right* corner, as here; before, and in PyTorch, the upper left. Exercise 6.3 happened to
+#   real code: PyTorch withdrew rectangles from its FlashAttention-2 backend over it (pull request 111007). Sequences of different lengths are packed (`flash_attn_varlen_func` with cumulative lengths) instead of padded.
 # - **Versions.** FA-1 (2022): tiles and recomputation. FA-2 (2023): queries outside, parallel over the sequence, fewer divisions, because outside the tensor cores a FLOP costs 16 times as much on an A100.
 #   FA-3 (2024): Hopper's asynchronous copies and products, softmax of one tile under the products of the next, fp8.
 # - **Hugging Face transformers.** `from_pretrained(…, attn_implementation="flash_attention_2")`; also `"flash_attention_3"`, `"sdpa"`, `"flex_attention"` and `"eager"`, the textbook.
