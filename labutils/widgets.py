@@ -129,7 +129,7 @@ def bits(layout: int | Mapping[str, int] | Any, *, start: int = 0) -> Control:
     return Control("bits", range(2**count), _Patterns(count), start, fields)
 
 
-def explore(view: Callable[..., Any], *, states: int = 64, **controls: Any) -> "Panel":
+def explore(view: Callable[..., Any], /, *, states: int = 64, **controls: Any) -> "Panel":
     """A control panel around `view`, which is called with one keyword argument for each control.
 
     A control is `(low, high)` or `(low, high, step)` or a range: a slider; a list or a dict of label → value: a choice; True or False: a checkbox; or what
@@ -367,8 +367,8 @@ def _html(made: Any) -> str:
             raise TypeError("an Animation has controls of its own: show it outside the panel, or return one Picture for each setting")
         case str():
             return made
-    if callable(getattr(made, "_repr_html_", None)):
-        return made._repr_html_()
+    if callable(getattr(made, "_repr_html_", None)) and (shown := made._repr_html_()) is not None:
+        return shown
     raise TypeError(f"a view returns a Picture, HTML text or an object with _repr_html_, this one returned {type(made).__name__}")
 
 

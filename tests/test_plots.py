@@ -79,6 +79,7 @@ GALLERY = {
     "comm bars of 8 ranks": lambda: plots.comm_bars(
         naive=sent(448, *[64] * 7), tree=sent(192, 64, 128, 64, 64, 64, 64, 64), halving_doubling=sent(*[112] * 8), ring=sent(*[112] * 8), guess=1000
     ),
+    "comm bars and a wild guess": lambda: plots.comm_bars(ring=sent(96, 96, 96, 96), guess=123_456_789_000),
     "comm bars of 16 ranks": lambda: plots.comm_bars(ring=sent(*[112_000] * 16)),
     "messages of a ring": lambda: plots.messages(ring(8, 14)),
     "messages of a star": lambda: plots.messages(star(4)),

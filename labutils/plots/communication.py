@@ -26,7 +26,9 @@ def comm_bars(*, guess: float | None = None, title: str | None = None, **ledgers
         raise ValueError(f"guess must be a number of bytes, 0 or more, got {guess!r}")
     sent = {name.replace("_", " "): ledger.by("rank") for name, ledger in ledgers.items()}
     size = 1 + max((rank for amounts in sent.values() for rank in amounts), default=0)
-    largest = max([amount for amounts in sent.values() for amount in amounts.values()] + [guess or 0, 1])
+    largest = max([amount for amounts in sent.values() for amount in amounts.values()] + [1])
+    far = guess is not None and guess > 3 * largest  # a guess off the scale must not flatten the bars
+    largest = max(largest, guess or 0) if not far else 1.5 * largest
     factor, unit = style.scale(largest, "B")
 
     # Along x everything is laid out in inches, so that labels find the room they were given.
@@ -50,8 +52,9 @@ def comm_bars(*, guess: float | None = None, title: str | None = None, **ledgers
         ticks += places
         labels += [str(rank) if style.width_of(str(size)) < bar or rank % 4 == 0 else "" for rank in range(size)]
     if guess is not None:
-        axes.plot(width - aside / 2, guess / factor, clip_on=False, **style.GUESS)
-        axes.annotate("your guess", (width - aside / 2, guess / factor), (0, 8), textcoords="offset points", ha="center", va="bottom")
+        place = width - aside / 2, min(guess, largest) / factor
+        axes.plot(*place, clip_on=False, **style.GUESS)
+        axes.annotate(f"{units.text(guess)} ↑" if far else "your guess", place, (0, 8), textcoords="offset points", ha="center", va="bottom")
     axes.set(xlim=(0, width), ylim=(0, largest / factor * 1.02))
     axes.set_xticks(ticks, labels)
     axes.tick_params(axis="x", length=0)
