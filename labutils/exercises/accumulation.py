@@ -285,6 +285,19 @@ def _same(attempt: Callable, count: int, k: int, max_norm: float, hint: str, epo
     return f"{count} micro-batches, {k} to a step"
 
 
+def _full(attempt: Callable) -> str:
+    start = torch.cat([parameter.detach().flatten() for parameter in _Words().parameters()])
+    (_, found), (_, expected) = (_trained(how, 4, 4, 1e9) for how in (attempt, epoch))
+    if torch.allclose(found - start, 4 * (expected - start), rtol=1e-6):
+        raise Failed(
+            "4 micro-batches, 4 to a step: the step is exactly 4 times too long",
+            "Each loss is a mean, and backward() adds: divide by the number of micro-batches in the step.",
+        )
+    return _same(
+        attempt, 8, 4, 1e9, "Steps that follow each other must not share gradients: clear them after every optimizer step, not before every micro-batch."
+    )
+
+
 def _all_used(attempt: Callable) -> str:
     for count, k in ((5, 4), (7, 3), (2, 4)):
         taken, _ = _trained(attempt, count, k, 1e9)
@@ -298,7 +311,7 @@ def _all_used(attempt: Callable) -> str:
     return "3 epochs with a short last step"
 
 
-def _loop(*, clip_inside: bool = False, tail: str = "right", clear: bool = True) -> Callable:
+def _loop(*, clip_inside: bool = False, tail: str = "right", clear: bool = True, mean: bool = True) -> Callable:
     """The loop of many tutorials, with its slips switched on one at a time."""
 
     def attempt(optimizer: torch.optim.Optimizer, loss: Callable, batches: Iterable[Any], k: int, max_norm: float) -> int:
@@ -306,7 +319,7 @@ def _loop(*, clip_inside: bool = False, tail: str = "right", clear: bool = True)
         weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for i, batch in enumerate(batches):
             here = min(k, len(batches) - i // k * k) if tail == "right" else k
-            (loss(batch) / here).backward()
+            (loss(batch) / (here if mean else 1)).backward()
             if clip_inside:
                 nn.utils.clip_grad_norm_(weights, max_norm)
             if (i + 1) % k == 0 or (tail != "dropped" and i + 1 == len(batches)):
@@ -329,16 +342,7 @@ REPAIR = Exercise(
     proves="you see the batches that a loop loses, and the clipping that it does too often",
     reference=epoch,
     properties=(
-        Property(
-            "full steps",
-            lambda attempt: _same(
-                attempt,
-                8,
-                4,
-                1e9,
-                "Steps that follow each other must not share gradients: clear them after every optimizer step, not before every micro-batch.",
-            ),
-        ),
+        Property("full steps", _full),
         Property("every micro-batch counts", _all_used),
         Property(
             "clipping",
@@ -350,7 +354,8 @@ REPAIR = Exercise(
         ),
     ),
     wrong=(
-        Wrong("the published loop", _loop(clip_inside=True, tail="dropped"), "every micro-batch counts", "never reach an optimizer step"),
+        Wrong("the published loop", _loop(clip_inside=True, tail="dropped", mean=False), "full steps", "backward() adds"),
+        Wrong("the tail dropped", _loop(tail="dropped"), "every micro-batch counts", "never reach an optimizer step"),
         Wrong("a short step divided by k", _loop(tail="short"), "every micro-batch counts", "another denominator"),
         Wrong("clipped at every micro-batch", _loop(clip_inside=True), "clipping", "Clip once"),
         Wrong("gradients never cleared", _loop(clear=False), "full steps", "clear them after every optimizer step"),

@@ -1,0 +1,513 @@
+# %% [markdown]
+# # 05 · Take the batch in pieces
+#
+# **You want four million tokens in a batch, and two sequences fit on the GPU. Can you have the gradient of the whole batch anyway, exactly?**
+#
+# *60 min · before this: lab 04 · needs a laptop, no GPU and no network*
+
+# %% [markdown]
+# ## Goals
+#
+# After this lab you
+#
+# - get the gradient of a large batch in the memory of a small one, also where micro-batches differ in length (exercise 5.1),
+# - go from tokens in a batch to micro-batch, GPUs and accumulation steps, with reasons (exercise 5.2),
+# - see what published loops lose, and repair one (exercise 5.3, a bug hunt).
+
+# %% [markdown]
+# ## Setup
+
+# %%
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from labutils import accumulation, measure, memory, plots, units
+from labutils.accumulation import micro_batches
+from labutils.check import check, hint, predict, reveal, show
+from labutils.config import Hardware, ModelConfig, TrainConfig
+from labutils.exercises import accumulation as exercises
+from labutils.model import GPT
+from labutils.widgets import explore
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# A small GPT and a batch of 16 sequences. First all at once: activations pile up, and go.
+
+# %%
+config = ModelConfig(num_layers=3, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=32)
+model = GPT(config, generator=torch.Generator().manual_seed(0))
+draw = torch.Generator().manual_seed(1)
+batch = tuple(torch.randint(128, (16, 32), generator=draw) for _ in range(2))
+
+
+def loss(part):
+    return model.loss(*part)
+
+
+# %%
+at_once = measure.history(lambda: loss(batch).backward(), model)
+plots.memory_timeline(at_once, title="All 16 sequences at once: one mountain")
+
+# %% [markdown]
+# Then the same batch four sequences at a time. The optimizer waits until the last; gradients add up in `.grad` meanwhile.
+
+# %%
+model.zero_grad()
+in_fours = measure.history(lambda: accumulation.accumulate(loss, micro_batches(batch, 4)), model)
+plots.memory_timeline(in_fours, title="Four at a time: four hills, and the gradients stay in between")
+
+# %% [markdown]
+# The hills are a quarter as high, the picture is as long. That is the whole trade: **activations are paid for one micro-batch, time for all.** What is left
+# to ask is whether the gradient at the end is the same one. It is, if you get one fraction right.
+
+# %% [markdown]
+# ## Is it the gradient of the whole batch?
+#
+# Here is the loop of many tutorials:
+#
+# ```python
+# for i, batch in enumerate(loader):
+#     loss = criterion(model(batch))
+#     loss.backward()
+#     if (i + 1) % accumulation_steps == 0:
+#         optimizer.step()
+#         optimizer.zero_grad()
+# ```
+#
+# > With 8 accumulation steps, how large is its gradient, compared with that of the batch of all eight?
+
+# %%
+predict("accumulation/factor", times=1)
+
+# %% [markdown]
+# The loss of a batch is a *mean* over its tokens, and so is the loss of each piece. `backward()` adds:
+#
+# $$ \underbrace{\nabla \ell_1 + \dots + \nabla \ell_k}_{\text{the loop}} \;=\; k \cdot \underbrace{\tfrac1k\,(\nabla \ell_1 + \dots + \nabla \ell_k)}_{\text{the batch}} $$
+
+
+# %%
+def gradient(call):
+    model.zero_grad()
+    call()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def loop(k):
+    for part in micro_batches(batch, 16 // k):
+        loss(part).backward()
+
+
+whole = gradient(lambda: loss(batch).backward())
+{k: round((gradient(lambda k=k: loop(k)).norm() / whole.norm()).item(), 3) for k in (2, 4, 8)}
+
+# %%
+reveal("accumulation/factor", times=round((gradient(lambda: loop(8)).norm() / whole.norm()).item(), 3))
+
+# %% [markdown]
+# **Why does nobody notice?** With SGD the step is k times too long, as if the learning rate were. Adam divides by the size of the gradient, so its step does not
+# change at all, and neither does the loss curve. What does change is everything that looks at the gradient's size: clipping, the logged norm, loss scaling.
+
+
+# %%
+def update(make, k):
+    net = GPT(config, generator=torch.Generator().manual_seed(0)).double()
+    before = net.head.weight.detach().clone()
+    optimizer = make(net.parameters(), lr=1e-3)
+    for part in micro_batches(batch, 16 // k):
+        net.loss(*part).backward()
+    optimizer.step()
+    return (net.head.weight - before).norm().item()
+
+
+{make.__name__: [round(update(make, k) / update(make, 1), 3) for k in (2, 4, 8)] for make in (torch.optim.SGD, torch.optim.Adam)}
+
+# %% [markdown]
+# The cure is `(loss / k).backward()`, as long as all micro-batches are equal. `accumulate` does it, and the difference that remains is rounding:
+
+# %%
+for size in (8, 4, 2, 1):
+    found = gradient(lambda size=size: accumulation.accumulate(loss, micro_batches(batch, size)))
+    print(f"{16 // size:2} micro-batches: off by less than 1e-5: {((found - whole).norm() / whole.norm()).item() < 1e-5}")
+
+# %% [markdown]
+# Not to the bit: a sum of 16 numbers and a sum of four sums of four are rounded differently (lab 01).
+
+# %% [markdown]
+# ## What if the pieces are not equal?
+#
+# Language-model batches have padding. Say four micro-batches have 30, 30, 2 and 18 tokens that count; the other targets are −100, and the loss leaves them
+# out.
+#
+# > Each micro-batch's loss is divided by k = 4. How many times as much does a token of the short one count, compared with one of the longest?
+
+# %%
+predict("accumulation/short", times=1)
+
+# %% [markdown]
+# A token has weight $1/n_i$ inside its micro-batch of $n_i$ tokens, and the mean of means gives every micro-batch $1/k$. It should have been $1/\sum n_i$:
+#
+# $$ \frac{1}{k\,n_i} \quad\text{instead of}\quad \frac{1}{\sum_j n_j}. $$
+
+# %%
+lengths = [30, 30, 2, 18]
+plots.token_weights(lengths)
+
+# %%
+reveal("accumulation/short", times=max(lengths) / min(lengths))
+
+# %% [markdown]
+# Nothing crashes, and the loss goes down. It took until October 2024 for somebody to file it: fine-tuning with 32 accumulation steps came out worse than with a
+# batch of 32, and the most used trainers had to be repaired. Here is how far off the gradient is:
+
+# %%
+targets = batch[1][:4].masked_fill(torch.arange(32) >= torch.tensor(lengths)[:, None], accumulation.IGNORED)
+ragged = micro_batches((batch[0][:4], targets), 1)
+right = gradient(lambda: loss((batch[0][:4], targets)).backward())
+ways = {"mean of means": None, "by tokens": accumulation.tokens}
+found = {name: gradient(lambda weigh=weigh: accumulation.accumulate(loss, ragged, weigh=weigh)) for name, weigh in ways.items()}
+{name: f"{(vector - right).norm() / right.norm():.0%}" for name, vector in found.items()}
+
+# %% [markdown]
+# The cure: count the tokens of the whole batch *before* the first backward pass, and give each loss its share $n_i / \sum n_j$. On several GPUs the count has
+# to be that of all of them together; `accumulate` takes it as `total`.
+#
+# A micro-batch with *no* token that counts is the worst case: its mean is 0/0.
+
+# %%
+empty = (batch[0][:1], torch.full((1, 32), accumulation.IGNORED))
+loss(empty), accumulation.accumulate(loss, [*ragged, empty], weigh=accumulation.tokens).isfinite()
+
+# %% [markdown]
+# ### Exercise 5.1 · Accumulate (15 min, ●●○)
+#
+# `loss(batch)` is the mean over `weigh(batch)` tokens. Leave the gradient of the whole batch in `.grad` and return its loss. Some micro-batches may have no
+# token at all. The check also looks at memory.
+
+
+# %%
+def accumulate(loss, batches, weigh):
+    raise NotImplementedError
+
+
+# %%
+check("accumulation/accumulate", accumulate)
+
+# %%
+hint("accumulation/accumulate", 1)
+
+# %%
+show(accumulation.accumulate)
+
+# %% [markdown]
+# ## Does memory really stay flat?
+#
+# "Effectively infinite batch sizes without more memory", it says in several places.
+#
+# > From a batch of 4 to a batch of 16, in micro-batches of 4: by how many percent do the activations grow? And what does *not* go away between micro-batches?
+
+# %%
+predict("accumulation/growth", percent=0)
+
+
+# %%
+def held(rows, size):
+    model.zero_grad()
+    data = tuple(side[:rows] for side in batch)
+    history = measure.history(lambda: accumulation.accumulate(loss, micro_batches(data, size)), model)
+    return max(moment.ledger.only(component="activations").total for moment in history.moments)
+
+
+{rows: (units.text(held(rows, rows)), units.text(held(rows, 4))) for rows in (4, 8, 16)}
+
+# %%
+reveal("accumulation/growth", percent=100 * (held(16, 4) / held(4, 4) - 1))
+
+# %% [markdown]
+# At once (left) they grow with the batch, in fours (right) they don't, not by a byte. What stays is the **gradient**: without accumulation it lives from the
+# backward pass to the step, with it from the first micro-batch on, all through every later forward pass. So at the top of a hill there is one gradient more:
+
+# %%
+model.zero_grad()
+first, later = (measure.peak(lambda k=k: accumulation.accumulate(loss, micro_batches(batch, 4)[:k]), model) for k in (1, 2))
+plots.memory_bars(one_micro_batch=first, two_or_more=later, title="From the second micro-batch on, the peak carries the gradients as well")
+
+# %% [markdown]
+# And in mixed precision there may be a second one. Add 64 small gradients to a large one in bf16:
+
+# %%
+w = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+slopes = [256.0] + [1.0] * 64
+for slope in slopes:
+    (slope * w).sum().backward()
+w.grad.item(), sum(slopes)
+
+# %% [markdown]
+# The sum never moves: beyond 256 a bf16 number's gap is 2, so adding 1 is rounded away (lab 01 again). The more micro-batches, the more is lost. So training codes
+# keep the sum in fp32, beside the bf16 gradients, for $4\Psi$ bytes:
+
+# %%
+w.grad = None
+with accumulation.GradientBuffer([w]) as buffer:
+    for slope in slopes:
+        (slope * w).sum().backward()
+buffer[w].item()
+
+# %% [markdown]
+# This is the difference between the 16 and the 20 bytes a parameter of lab 03:
+
+# %%
+gpt2 = ModelConfig.named("gpt2-xl")
+states = {fp32: memory.model_states(gpt2, TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=fp32)).total for fp32 in (False, True)}
+{fp32: (units.text(amount), round(amount / gpt2.num_params, 2)) for fp32, amount in states.items()}
+
+# %% [markdown]
+# ## What else changes when the batch comes in pieces?
+#
+# The gradient of a mean is the mean of gradients, so everything *linear* goes through. Three things in a training step are not.
+#
+# **Statistics of the batch.** `BatchNorm` subtracts the mean of the rows it sees. In pieces it sees fewer. `LayerNorm` looks at each row alone.
+
+
+# %%
+def in_pieces(norm):
+    rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
+    net = nn.Sequential(norm, nn.Linear(8, 1))
+    gradients = []
+    for size in (16, 4):
+        net.zero_grad()
+        accumulation.accumulate(lambda part: net(part).square().mean(), micro_batches(rows, size))
+        gradients.append(net[0].weight.grad.clone())
+    return torch.allclose(*gradients, atol=1e-6)
+
+
+{type(norm).__name__: in_pieces(norm) for norm in (nn.LayerNorm(8), nn.RMSNorm(8), nn.BatchNorm1d(8))}
+
+# %% [markdown]
+# **Clipping.** The norm of a sum is not the sum of norms. Clip once, after the last micro-batch:
+
+
+# %%
+def clipped(inside):
+    for part in micro_batches(batch, 4):
+        (loss(part) / 4).backward()
+        if inside:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+once, often = (gradient(lambda inside=inside: clipped(inside)) for inside in (False, True))
+angle = torch.rad2deg(torch.nn.functional.cosine_similarity(once, often, dim=0).clamp(max=1).acos())
+f"same length: {torch.allclose(once.norm(), often.norm(), rtol=1e-4)}, turned by {angle:.0f} degrees"
+
+# %% [markdown]
+# Clipping inside the loop shrinks the early micro-batches again and again; the last one counts most.
+#
+# **Dropout.** Masks are drawn in another order, so the gradient differs. Is it wrong? Compare with what a new seed changes:
+
+# %%
+shaky = GPT(ModelConfig(num_layers=3, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=32, dropout=0.1), generator=torch.Generator().manual_seed(0))
+
+
+def with_dropout(seed, size):
+    torch.manual_seed(seed)
+    shaky.zero_grad()
+    accumulation.accumulate(lambda part: shaky.loss(*part), micro_batches(batch, size))
+    return torch.cat([parameter.grad.flatten() for parameter in shaky.parameters()])
+
+
+base = with_dropout(0, 16)
+{name: f"{(with_dropout(*how) - base).norm() / base.norm():.0%}" for name, how in {"in fours": (0, 4), "another seed": (1, 16)}.items()}
+
+# %% [markdown]
+# As much as another seed changes, and no more: another draw, the same distribution.
+
+# %% [markdown]
+# ### Exercise 5.3 · Bug hunt: the loop that everybody copies (15 min, ●●○)
+#
+# Repair it. It gets an iterator of micro-batches of equal weight, `k` to a step, and shall return the number of optimizer steps. Three things are wrong.
+
+
+# %%
+def epoch(optimizer, loss, batches, k, max_norm):
+    steps = 0
+    for i, batch in enumerate(batches):
+        loss(batch).backward()
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], max_norm)
+        if (i + 1) % k == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    return steps
+
+
+# %%
+check("accumulation/bug-hunt", epoch)
+
+# %%
+hint("accumulation/bug-hunt", 1)
+
+# %%
+show(exercises.epoch)
+
+# %% [markdown]
+# ## How do you fill a batch of four million tokens?
+#
+# $$ \text{gbs} = \text{mbs} \cdot \text{ga} \cdot N_d $$
+#
+# Global batch = micro-batch · accumulation steps · copies of the model. The left side is a decision about *learning* (lab 16), the right side about machines,
+# so you go from left to right:
+#
+# 1. **Tokens in a batch.** What the run needs: as many as still help (labs 00 and 16).
+# 2. **Sequence length.** What the model shall read: 2k to 8k in pre-training. Tokens / length = sequences.
+# 3. **Micro-batch.** The largest that fits. It decides how busy the GPU is.
+# 4. **GPUs.** As many as you have or want to wait for. Each copy takes its share.
+# 5. **Accumulation.** What is left over.
+#
+# > 4 194 304 tokens, sequences of 4096, two fit at a time, 128 GPUs with a copy each. How many accumulation steps?
+
+# %%
+predict("accumulation/steps", steps=8)
+
+# %%
+recipe = accumulation.configure(target=4_194_304, seq_len=4096, gpus=128, fits=lambda b: b <= 2)
+recipe
+
+# %%
+reveal("accumulation/steps", steps=recipe.train.accumulation(recipe.mesh.dp))
+
+# %% [markdown]
+# With 512 GPUs nothing is left to accumulate. Data parallelism and accumulation do the same work, one in space and one in time, and GPUs that you have come
+# first: they shorten the step.
+#
+# `fits` is a question about memory, and lab 03 answers it. GPT-2 XL on H100s, half a million tokens in a batch:
+
+# %%
+h100 = Hardware.named("H100")
+
+
+def fits(policy, attention):
+    def fits(b):
+        train = TrainConfig(micro_batch=b, global_batch=b, checkpointing=policy, attention=attention)
+        return (memory.model_states(gpt2, train) + memory.activations(gpt2, train)).total <= 0.9 * h100.memory  # a tenth for what is not counted
+
+    return fits
+
+
+accumulation.configure(target=2**19, seq_len=1024, gpus=16, fits=fits("none", "plain"))
+
+# %% [markdown]
+# Change the number of GPUs, checkpoint, fuse attention. Where does accumulation disappear, and which setting would you not pay for?
+
+
+# %%
+def setting(gpus=16, checkpointing="none", attention="plain"):
+    return accumulation.configure(target=2**19, seq_len=1024, gpus=gpus, fits=fits(checkpointing, attention))
+
+
+explore(setting, gpus=[4, 8, 16, 32, 64], checkpointing=["none", "selective", "full"], attention=["plain", "sdpa"])
+
+# %% [markdown]
+# Full checkpointing makes the micro-batch larger and costs a third more FLOPs; accumulation costs none. As long as the micro-batch keeps the GPU busy,
+# accumulate rather than recompute.
+
+# %% [markdown]
+# ### Exercise 5.2 · Fill a batch (10 min, ●○○)
+#
+# Tokens in the batch, sequence length, GPUs (a copy of the model on each) and `fits(b)`. Return (micro-batch, accumulation steps) with exactly that many
+# tokens in as few steps as possible.
+
+
+# %%
+def fill(target: int, seq_len: int, gpus: int, fits) -> tuple[int, int]:
+    raise NotImplementedError
+
+
+# %%
+check("accumulation/configure", fill)
+
+# %%
+hint("accumulation/configure", 1)
+
+# %% [markdown]
+# ## In practice
+#
+# - **PyTorch DDP.** Every `backward()` all-reduces gradients, which accumulation needs only once: wrap all but the last micro-batch in `with model.no_sync():`,
+#   forward pass included (lab 08).
+# - **FSDP2.** `model.set_requires_gradient_sync(False)` for all but the last. Gradients are then kept *unsharded* between micro-batches, which costs the memory
+#   that sharding saved; leaving it on reduces every time and keeps them small (lab 09). `set_is_last_backward` tells it when to wait.
+# - **torchtitan.** `training.local_batch_size` and `training.global_batch_size`: the second turns accumulation on; loss is divided by the number of steps.
+# - **Megatron-LM.** `--micro-batch-size`, `--global-batch-size`; accumulation steps follow from the data-parallel degree.
+#   `--accumulate-allreduce-grads-in-fp32` is the fp32 buffer, `--calculate-per-token-loss` the mean over tokens of the whole batch.
+# - **DeepSpeed.** `train_batch_size` = `train_micro_batch_size_per_gpu` · `gradient_accumulation_steps` · number of ranks; give two of the three.
+#   `"data_types": {"grad_accum_dtype": "fp32"}` for the sum.
+# - **Hugging Face Transformers.** `gradient_accumulation_steps`; since the repair of October 2024 (pull request 34191) the loss gets `num_items_in_batch`. A
+#   model with a loss function of its own has to accept it.
+#
+# In a pipeline (lab 13) micro-batches come anyway: they are what fills the stages, and accumulation is free.
+
+# %% [markdown]
+# ## Errata
+#
+# **Loops without the fraction.** The gradient is k times too large for a mean loss (2, 4, 8 above), SGD takes a step k times as long, Adam hides it.
+#
+# **Loops that drop the tail.** `if (i + 1) % k == 0` with 10 batches and k = 4: two steps, and two batches whose gradients leak into the next epoch.
+
+# %%
+10 // 4, 10 % 4
+
+# %% [markdown]
+# **"Larger batches without increasing memory."** Without increasing *activations*. The gradient stays between micro-batches, and an fp32 sum adds 4 bytes a
+# parameter: for GPT-2 XL
+
+# %%
+units.text(4 * gpt2.num_params)
+
+# %% [markdown]
+# **"Accumulation increases the computation of an optimizer step."** k times, for k times as many samples. For the same 16 sequences the FLOPs are the same:
+
+
+# %%
+def flops(size):
+    with FlopCounterMode(display=False) as counter:
+        accumulation.accumulate(loss, micro_batches(batch, size))
+    return counter.get_total_flops()
+
+
+[units.text(flops(size), "FLOP") for size in (16, 4, 1)]
+
+# %% [markdown]
+# **"Micro-batches are independent, so they can run in parallel."** With LayerNorm and RMSNorm. With BatchNorm the result depends on the cut (Goyal et al.,
+# section 2.3, keep it per worker on purpose).
+#
+# **"Splits a mini-batch into mini-batches."** The pieces are micro-batches; a mini-batch is what the optimizer sees.
+
+# %% [markdown]
+# ## Summary
+#
+# - A micro-batch's loss enters with its share of the tokens. Without the fraction the gradient is k times too large; with 1/k short micro-batches count too
+#   much: a token among 2 counts 15 times one among 30.
+#   <!-- claim: max([30, 30, 2, 18]) / min([30, 30, 2, 18]) == 15 -->
+# - Activations are those of one micro-batch, whatever the batch. Gradients stay, and an fp32 sum of them costs 4Ψ more: 20 bytes a parameter instead of 16.
+#   <!-- claim: [round(memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=f)).total / 1557611200) for f in (False, True)] == [16, 20] -->
+# - A bf16 sum stops growing at 256 times the addend. Accumulate in fp32.
+#   <!-- claim: (floats.BF16.round(256 + 1), floats.FP32.round(256 + 1)) == (256, 257) -->
+# - What is not linear does not come in pieces: batch statistics, clipping. Clip once, after the last micro-batch, and do not drop the tail: 10 batches, four
+#   to a step, are three steps.
+#   <!-- claim: len(accumulation.micro_batches(torch.zeros(10, 1), 4)) == 3 -->
+# - gbs = mbs · ga · N_d. 4 million tokens of 4096 on 128 GPUs, two at a time: 4 steps; on 512 GPUs: one.
+#   <!-- claim: [config.TrainConfig(micro_batch=2, global_batch=1024).accumulation(dp) for dp in (128, 512)] == [4, 1] -->
+#
+# Next: lab 06 makes attention itself forget the large matrix.
+
+# %% [markdown]
+# ## References
+#
+# - P. Goyal et al., *Accurate, large minibatch SGD*, arXiv:1706.02677 (2017): sections 2.3 (batch statistics) and 3 (remarks 2 and 3: normalize the loss by
+#   the whole batch).
+# - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): gradient accumulation, order of decisions.
+# - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054 (2020), section 3.1: bytes a parameter.
+# - Hugging Face, *Fixing gradient accumulation* (blog, October 2024) and transformers pull request 34191; the issue that started it: trl 2175.
+# - PyTorch documentation of `DistributedDataParallel.no_sync` and `FSDPModule.set_requires_gradient_sync`; torchtitan pull request 1238; arguments of
+#   Megatron-LM and DeepSpeed, as of 2025.
