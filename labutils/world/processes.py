@@ -33,7 +33,7 @@ from labutils.world.worker import MAX_FDS, Outcome, Spec
 
 _FORK = sys.platform == "linux"  # elsewhere the system's own libraries don't survive a fork, and each rank loads torch for itself
 _LOOK = 0.02  # seconds between looks at ranks that are to end
-_PATIENCE = 0.5  # seconds that ranks get to end once they are told to
+_PATIENCE = 0.3  # seconds that ranks get to end once they are told to
 
 
 class Nursery:

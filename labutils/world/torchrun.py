@@ -41,10 +41,11 @@ class Torchrun:
             torch.cuda.set_device(self.device)
         elif local == started:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
-        if not dist.is_initialized():
+        self.ours = not dist.is_initialized()
+        if self.ours:
             dist.init_process_group("nccl" if gpus else "gloo", timeout=datetime.timedelta(seconds=timeout))
-            atexit.register(_leave)
         self.groups = Groups(mesh.size)
+        atexit.register(self._leave)
         if gpus or local != started:
             self.board = Board(bytearray(Board.nbytes(mesh.size)), mesh.size)  # nobody else's: calls are not compared across machines
             self.endpoint = DistributedEndpoint(self.index, self.device, timeout)
@@ -111,14 +112,14 @@ class Torchrun:
             time.sleep(0.005)
         self.board.stop()
 
+    def _leave(self) -> None:
+        """End the process groups, whose own threads do not survive the end of Python."""
+        self.groups.known.clear()
+        if self.ours and dist.is_initialized():
+            dist.destroy_process_group()
+
     def close(self) -> None:
         """Nothing: the processes are torchrun's."""
-
-
-def _leave() -> None:
-    """End the process group's own threads, which do not survive the end of Python."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _tell(text: str) -> str:
