@@ -207,7 +207,7 @@ class Panel:
         result = ipywidgets.HTML(layout={"width": "100%"})
 
         def update(_change: Any = None) -> None:
-            result.value = f'<div role="region" aria-label="Result" aria-live="polite">{self._shown(tuple(read() for _, _, read in inputs))}</div>'
+            result.value = f'<div role="group" aria-label="Result" aria-live="polite">{self._shown(tuple(read() for _, _, read in inputs))}</div>'
 
         for _, moved, _ in inputs:
             for widget in moved:
@@ -232,7 +232,7 @@ class Panel:
         settings = ", ".join(f"{_titled(name)} = {control.labels[control.start]}" for name, control in self._controls.items())
         return (
             '<div class="lu-explore">\n<div class="lu-inputs" role="group" aria-label="Controls" data-lm-suppress-shortcuts="true"></div>\n'
-            f'<div class="lu-view" role="region" aria-label="Result" aria-live="polite">{self._shown(self._start)}</div>\n'
+            f'<div class="lu-view" role="group" aria-label="Result" aria-live="polite">{self._shown(self._start)}</div>\n'
             f'<p class="lu-note">Shown: {html.escape(settings)}. Run the cell to move the controls.</p>\n'
             f"<style>{_STYLE}</style>\n"
             f'<script type="application/json">{stored}</script>\n'

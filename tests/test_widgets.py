@@ -211,7 +211,7 @@ def test_a_panel_of_64_pictures_stays_small():
 
 def test_a_panel_is_the_same_in_every_process():
     code = "from test_widgets import *; panels = [explore(bars, n=(1, 2), m=(1, 2), kind=['a']).html for _ in 'ab']; print(panels[0] == panels[1], panels[0])"
-    here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path + [str(pathlib.Path(__file__).parent)])}
+    here = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(pathlib.Path(__file__).parent)])}
     one, other = (subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=here | {"PYTHONHASHSEED": seed}) for seed in "12")
     assert one.stdout == other.stdout and one.stdout.startswith("True <div")
 
