@@ -105,12 +105,23 @@ def test_all_ranks_end_with_the_same_bits_every_time(algorithm, dtype):
     assert len({bits(x) for x in first + again}) == 1
 
 
+def floats(n: int) -> list[torch.Tensor]:
+    return [torch.randn(64, generator=torch.Generator().manual_seed(i)) for i in range(n)]
+
+
 def test_the_ring_sums_piece_j_in_the_order_of_the_ring_after_rank_j():
-    n, tensors = 4, [torch.randn(8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    n, tensors = 4, floats(4)
     result = ranks(n).run(lambda rank: collectives.all_reduce_ring(tensors[rank.index], rank.comm("dp")))[0]
-    for j, piece in enumerate(result.split(2)):
-        order = [tensors[(j + 1 + k) % n].split(2)[j] for k in range(n)]
+    for j, piece in enumerate(result.split(16)):
+        order = [tensors[(j + 1 + k) % n].split(16)[j] for k in range(n)]
         assert torch.equal(piece, functools.reduce(torch.add, order))
+
+
+@pytest.mark.parametrize("algorithm", ["all_reduce_naive", "reduce_star"])
+def test_rank_0_adds_in_rank_order(algorithm):
+    tensors = floats(6)
+    result = ranks(6).run(lambda rank: getattr(collectives, algorithm)(tensors[rank.index], rank.comm("dp")))[0]
+    assert torch.equal(result, functools.reduce(torch.add, tensors))
 
 
 @pytest.mark.parametrize("algorithm", collectives.ALL_REDUCES)

@@ -655,7 +655,7 @@ books = collectives.predict(llama, train, Mesh(dp=4, tp=8)).only(rank=0)
 # %%
 def contest(ranks=6, size=2**20, latency=10, bandwidth=10):
     """The four all-reduces on links of `latency` µs and `bandwidth` GB/s, with dots at the chosen size."""
-    link, sizes = Link(latency * 1e-6, bandwidth * 1e9), [4**k for k in range(3, 16)]
+    link, sizes = Link(latency * 1e-6, bandwidth * 1e9), [10 ** (k / 10) for k in range(18, 91)]
     dots = {name.removeprefix("all_reduce_"): ([size], [collectives.cost(name, size, ranks, link)]) for name in collectives.ALL_REDUCES}
     winner = collectives.fastest(size, ranks, link).removeprefix("all_reduce_")
     times = units.text(dots[winner][1][0], "s")
