@@ -16,7 +16,7 @@ from labutils import units
 from labutils.config import Mesh
 from labutils.ledger import Ledger, Trace
 from labutils.world.comm import Comm, Rank, Work
-from labutils.world.errors import DeadlockError, MismatchError, RankError, TimeoutError, WorldError
+from labutils.world.errors import DeadlockError, MismatchError, RankError, TimeoutError, WorldError, with_cells
 from labutils.world.processes import Processes
 from labutils.world.threads import Threads
 from labutils.world.torchrun import Torchrun
@@ -62,7 +62,11 @@ class World:
         if not callable(fn):
             raise TypeError(f"run takes a function of a rank, got {fn!r}: write world.run(fn, …), without calling fn")
         self.trace = Trace()
-        results, self.trace = self._engine.run(fn, args, kwargs)
+        try:
+            results, self.trace = self._engine.run(fn, args, kwargs)
+        except WorldError as error:
+            error.args = (with_cells(str(error)),)
+            raise error.with_traceback(None) from None
         return results
 
     def close(self) -> None:

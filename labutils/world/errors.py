@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _OURS = os.path.dirname(__file__) + os.sep
 _INTERNAL = (_OURS, os.path.join(os.path.dirname(_OURS[:-1]), "collectives"), "<@beartype")
-_CELL = re.compile(r"ipykernel_\d+")
+_CELL = re.compile(r"\S*ipykernel_\d+[/\\]\d+\.py")
 
 
 class WorldError(RuntimeError):
@@ -29,9 +29,9 @@ class WorldError(RuntimeError):
 class RankError(WorldError):
     """An exception on one rank, or the end of its process: `rank` says which, `traceback` is that rank's own."""
 
-    def __init__(self, message: str, rank: int, traceback: str = "") -> None:
+    def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
         super().__init__(message)
-        self.rank, self.traceback = rank, traceback
+        self.rank, self.traceback = rank, with_cells(traceback)
 
 
 class DeadlockError(WorldError):
@@ -69,15 +69,21 @@ def site(frame: types.FrameType | None) -> Site:
 
 
 def place(where: Site) -> str:
-    """A place in the program as a person names it; names of temporary files and folders of this machine are left out."""
+    """A place in the program as a person names it; of a file's path only the end is kept, which does not differ between machines."""
     filename, line, function = where
-    if _CELL.search(filename):
-        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-        known = shell.compile.format_code_name(filename) if shell else None
-        file = " ".join(known) if known else "Cell"
-    else:
-        file = "/".join(filename.split(os.sep)[-2:])
+    file = filename if _CELL.search(filename) else "/".join(filename.split(os.sep)[-2:])
     return f"{file}, line {line}" + (f", in {function}" if not function.startswith("<") else "")
+
+
+def with_cells(text: str) -> str:
+    """`text` with the files of notebook cells, whose names hold the kernel's process id, called as the notebook calls them."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+    def name(match: re.Match) -> str:
+        known = shell.compile.format_code_name(match[0]) if shell else None
+        return " ".join(known) if known else "Cell"
+
+    return _CELL.sub(name, text)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ class Nursery:
         """The process id of a new rank, for a Spec; the exit code of one that is over, for a process id."""
         if isinstance(request, int) and not _FORK:
             return self.process.wait()
+        if self.log.closed:
+            raise RuntimeError("the ranks' Python has been closed: make a new World")
         try:
             with self.lock:
                 socket.send_fds(self.socket, [pickle.dumps(request)], fds)
