@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from labutils.world.errors import ABSENT, OVER, WAITS, MismatchError, Site, State, named, place
 
-_ENTRY = struct.Struct("<QQH")  # group, number of the call, bytes of text
+_ENTRY = struct.Struct("<QQHI")  # group, number of the call, bytes of text, their check sum
 _SLOTS, _WIDTH = 32, 512
 _STATE = struct.Struct("<BQQH")  # running, blocked, finished or failed; looks in vain; pieces moved; bytes of text
 _REGION = _WIDTH * (1 + _SLOTS)
@@ -69,7 +69,7 @@ class Board:
         at = 1 + rank * _REGION + (1 + (number + key) % _SLOTS) * _WIDTH
         text = f"{call}\t{where[0]}\t{where[1]}\t{where[2]}".encode()[: _WIDTH - _ENTRY.size]
         self.memory[at + _ENTRY.size : at + _ENTRY.size + len(text)] = text
-        _ENTRY.pack_into(self.memory, at, key, number, len(text))
+        _ENTRY.pack_into(self.memory, at, key, number, len(text), zlib.crc32(text, 1))
         for other in ranks:
             theirs = self._read(other, key, number)
             if theirs is not None and theirs[0] != call:
@@ -79,10 +79,12 @@ class Board:
 
     def _read(self, rank: int, key: int, number: int) -> tuple[str, Site] | None:
         at = 1 + rank * _REGION + (1 + (number + key) % _SLOTS) * _WIDTH
-        head = _ENTRY.unpack_from(self.memory, at)
-        if head[:2] != (key, number):
+        *head, length, checksum = _ENTRY.unpack_from(self.memory, at)
+        text = bytes(self.memory[at + _ENTRY.size : at + _ENTRY.size + length])
+        # An entry may be seen half written. Then it counts as not there yet: its writer looks at ours after it has finished.
+        if head != [key, number] or zlib.crc32(text, 1) != checksum:
             return None
-        call, file, line, function = bytes(self.memory[at + _ENTRY.size : at + _ENTRY.size + head[2]]).decode(errors="replace").split("\t")
+        call, file, line, function = text.decode(errors="replace").split("\t")
         return call, (file, int(line), function)
 
     def mismatch(self, group: str, ranks: Sequence[int], number: int) -> str:
