@@ -70,6 +70,7 @@ GALLERY = {
         fp32=ledger(("weights", 4 * PARAMETERS, ""), ("gradients", 4 * PARAMETERS, ""), ("optimizer", 8 * PARAMETERS, ""), ("activations", 60 * 10**9, "")),
         mixed_precision=ledger(("weights", 2 * PARAMETERS, ""), ("gradients", 2 * PARAMETERS, ""), ("optimizer", 12 * PARAMETERS, "")),
         zero_1=ledger(("weights", 2 * PARAMETERS, ""), ("optimizer", 3 * PARAMETERS, "dp"), ("temporary buckets", 6 * 10**8, "")),
+        zero_1_and_slices=ledger(("weights", PARAMETERS // 2, "tp"), ("embedding on every rank", 5 * 10**9, ""), ("optimizer", PARAMETERS, "dp")),
         capacity=H100,
     ),
     "memory bar far below capacity": lambda: plots.memory_bars(measured=ledger(("weights", 40_000, ""), ("optimizer", 80_004, "")), capacity=H100),
