@@ -30,7 +30,7 @@ class Board:
 
     def clear(self) -> None:
         """Wipe the board before a run."""
-        self.memory[:] = bytes(len(self.memory))
+        self.memory[: self.nbytes(self.size)] = bytes(self.nbytes(self.size))
 
     @property
     def stopped(self) -> bool:

@@ -25,6 +25,7 @@ import cloudpickle
 
 from labutils.config import Mesh
 from labutils.ledger import Trace
+from labutils.world import local
 from labutils.world.board import BLOCKED, Board
 from labutils.world.comm import show
 from labutils.world.errors import ABSENT, Failure, RankError, TimeoutError, place, rank_error
@@ -45,8 +46,8 @@ class Nursery:
         self.socket, theirs = socket.socketpair()
         self.log, self.lock = tempfile.TemporaryFile(), threading.Lock()
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-        environment.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
-        command = [sys.executable, "-m", "labutils.world.worker", str(theirs.fileno())]
+        environment.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
+        command = [sys.executable, "-P", "-m", "labutils.world.worker", str(theirs.fileno())]
         with theirs:
             self.process = subprocess.Popen(
                 command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log
@@ -163,8 +164,8 @@ class Processes:
     def _start(self) -> None:
         size = self.mesh.size
         folder = tempfile.mkdtemp(prefix="ranks-")
-        with tempfile.TemporaryFile() as file:
-            file.truncate(Board.nbytes(size))
+        with _memory() as file:
+            file.truncate(local.nbytes(size))
             self.board = Board(mmap.mmap(file.fileno(), 0), size)
             wires: list[list[socket.socket | None]] = [[None] * size for _ in range(size)]
             for i, j in itertools.combinations(range(size), 2):
@@ -245,6 +246,11 @@ class Processes:
     def close(self) -> None:
         """End all ranks; the next run starts new ones."""
         _end(self.ranks)
+
+
+def _memory() -> BinaryIO:
+    """A file that no folder lists and, where the system can, no disk holds."""
+    return os.fdopen(os.memfd_create("ranks"), "r+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
 def _end(ranks: list[RankProcess]) -> None:

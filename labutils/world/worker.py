@@ -31,7 +31,7 @@ from labutils.world.board import FAILED, FINISHED, Board
 from labutils.world.comm import Rank
 from labutils.world.distributed import DistributedEndpoint
 from labutils.world.errors import Failure, Stopped, site
-from labutils.world.sockets import SocketEndpoint
+from labutils.world.local import LocalEndpoint
 
 MAX_FDS = 250  # a Unix socket carries at most 253 descriptors in one message
 
@@ -150,7 +150,7 @@ def be_rank(spec: Spec, fds: list[int]) -> None:
     else:
         sockets = [socket.socket(fileno=fd) for fd in peers]
         others = [rank for rank in range(size) if rank != index]
-        endpoint = SocketEndpoint(index, dict(zip(others, sockets, strict=True)), board, spec.timeout)
+        endpoint = LocalEndpoint(index, dict(zip(others, sockets, strict=True)), board, spec.timeout)
     kernel.send_bytes(b"ready")
     while True:
         try:
