@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,6 +20,7 @@ from labutils.checkpointing import Costs, Plan, Stage, Step, checkpoint
 from labutils.checkpointing import plans as planning
 from labutils.config import ModelConfig
 from labutils.model import GPT
+from labutils.world import World
 
 # ── checkpoint ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -187,6 +188,19 @@ def test_nested_regions_keep_the_arguments_of_the_outer_one_alone():
     assert measure.saved_activations(lambda: checkpoint(inner, x), model).total == x.untyped_storage().nbytes()
 
 
+def test_inside_an_outer_region_the_arguments_of_an_inner_one_are_freed():
+    watches = []
+
+    def outer(x):
+        hidden = LAYER(x)
+        watches.append(weakref.ref(hidden.untyped_storage()))
+        return checkpoint(LAYER, hidden)
+
+    y = checkpoint(outer, x_of(4, 8))
+    assert watches[0]() is None
+    y.sum().backward()
+
+
 def test_everything_is_freed_by_reference_count_alone():
     gc.collect()
     gc.disable()
@@ -242,6 +256,21 @@ def test_an_exception_in_the_function_comes_through_and_the_random_state_is_put_
     with pytest.raises(KeyError, match="second time"):
         y.sum().backward()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_it_works_on_rank_threads():
+    def program(rank):
+        x = x_of(4, 8, seed=rank.index)
+        weight = x_of(8, 8)
+        checkpoint(lambda x: (x @ weight).tanh() @ weight, x).square().sum().backward()
+        return weight.grad
+
+    def plain(seed):
+        x, weight = x_of(4, 8, seed=seed), x_of(8, 8)
+        ((x @ weight).tanh() @ weight).square().sum().backward()
+        return weight.grad
+
+    assert same(World(2).run(program), [plain(0), plain(1)])
 
 
 def test_a_result_in_place_of_a_function():
@@ -319,6 +348,7 @@ def chain_of(stages, *ends):  # built in the test: beartype looks at random elem
 
 
 @given(st.lists(STAGES, min_size=1, max_size=7), st.integers(0, 5), st.integers(0, 3))
+@example([(2, 8, 0, 0), (3, 3, 0, 3), (3, 5, 2, 5), (2, 9, 1, 0)], 0, 0)  # where the fullest moment is on the way, with a gradient waiting
 @settings(max_examples=60, deadline=None)
 def test_a_plan_keeps_its_promise(stages, given_bytes, input_gradient):
     chain = chain_of(stages, given_bytes, input_gradient)
