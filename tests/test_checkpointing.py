@@ -349,7 +349,7 @@ def chain_of(stages, *ends):  # built in the test: beartype looks at random elem
 
 @given(st.lists(STAGES, min_size=1, max_size=7), st.integers(0, 5), st.integers(0, 3))
 @example([(2, 8, 0, 0), (3, 3, 0, 3), (3, 5, 2, 5), (2, 9, 1, 0)], 0, 0)  # where the fullest moment is on the way, with a gradient waiting
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_plan_keeps_its_promise(stages, given_bytes, input_gradient):
     chain = chain_of(stages, given_bytes, input_gradient)
     trades = checkpointing.frontier(chain)

@@ -48,7 +48,7 @@ plots.plan_maps(everything, segments, binomial, nothing, title="Red lines cost m
 
 # %% [markdown]
 # The first is what PyTorch does unless told otherwise: nothing is computed twice, and at the summit everything is in memory at once. The last holds next
-# to nothing and is late. The two in between are why this lab exists: **twice the blue cells buy a small fraction of the red lines.**
+# to nothing and is late. The two in between are why this lab exists: **fewer than twice the blue cells take away half of the red lines, and more.**
 
 # %% [markdown]
 # ## What must be held, and when?
@@ -212,8 +212,8 @@ for n, snapshots in [(10, 3), (100, 10), (1000, 10)]:
 reveal("checkpointing/best-plan", evaluations=checkpointing.binomial_evaluations(100, 10))
 
 # %% [markdown]
-# Counted here is every evaluation, the one that records a layer right before its backward pass included. Revolve's paper counts those with the reverse sweep
-# and prints 15, 222 and 3636.
+# Counted here is every evaluation, the one that records a layer right before its backward pass included. Revolve leaves those n to the reverse sweep and
+# counts the steps that only advance: 15, 222 and 3636.
 
 # %% [markdown]
 # ### Exercise 4.2 · Count the best plan (20 min, ●●○)
@@ -528,8 +528,8 @@ reveal("checkpointing/selective", percent=round(100 * core / (34 + core), 2))
 [f"{checkpointing.overhead(gpt3, 'selective', early_stop=early):.2%}" for early in (False, True)]
 
 # %% [markdown]
-# *Selective* recomputation was the default for large models until FlashAttention did the same inside its kernel (lab 06). On our GPT it is a policy like the
-# others, and lab 03's formula predicts each:
+# That is *selective* recomputation, the paper's proposal for large models. FlashAttention has since moved it into the kernel (lab 06). On our GPT it is a policy
+# like the others, and lab 03's formula predicts each:
 
 
 # %%
@@ -559,7 +559,6 @@ plots.memory_bars(**kept, title=f"Even in a small GPT with short sequences the a
 #   segments and leaves out the last, as here. `create_selective_checkpoint_contexts` takes a policy *per operation*: keep products, recompute the rest.
 #   With `torch.compile`, `torch._functorch.config.activation_memory_budget` (0 … 1) lets a solver choose.
 # - **FSDP2.** Wrap blocks with `apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=…)` first, call `fully_shard` after.
-#   Weights are gathered a second time for the second run.
 # - **torchtitan.** `activation_checkpoint.mode` is `none`, `full`, `selective` or `memory_budget`. `selective` is per operation, or every k-th layer;
 #   `memory_budget` needs the compiler. `early_stop` and `preserve_rng_state` are settings of their own.
 # - **Megatron-LM.** `--recompute-granularity full` with `--recompute-method uniform` (segments of `--recompute-num-layers`) or `block` (only the first
