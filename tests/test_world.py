@@ -210,11 +210,17 @@ def test_messages_of_one_channel_stay_in_order(four):
 
     def program(rank):
         comm = rank.comm()
+        token = torch.empty(0)
         if rank.index == 0:
             works = [comm.isend(torch.full((n,), float(i)), 1) for i, n in enumerate(sizes)]
+            comm.send(token, 2)  # the receiver begins when all has been sent
             comm.send(torch.tensor([-1.0]), 1)
             return [work.wait() for work in works]
+        if rank.index == 2:
+            comm.recv(token, 0)
+            comm.send(token, 1)
         if rank.index == 1:
+            comm.recv(token, 2)
             works = [comm.irecv(torch.empty(n), 0) for n in sizes]
             last = comm.recv(torch.empty(1), 0).item()
             return [work.wait().unique().tolist() for work in works], last
