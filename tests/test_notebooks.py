@@ -19,7 +19,7 @@ each_lab = pytest.mark.parametrize("lab, name", LABS)
 SETUP, IGNORED = "Setup", "nbval-ignore-output"
 SECTIONS = ["Goals", SETUP, "In practice", "Errata", "Summary", "References"]
 ALLOWED_TAGS = {IGNORED, "hide-input", "hide-output", "hide-cell"}
-FOREIGN_PATH = re.compile(r"(?:/home/|/Users/|/root/|/tmp/|/private/|/var/folders/|site-packages|[A-Z]:\\)\S*")
+FOREIGN_PATH = re.compile(r"(?:/(?:home|Users|root|tmp|private|var/folders)/|site-packages|[A-Z]:\\)\S*")
 # What a cell may show that another machine would not: a time, a rate, or what the machine has.
 MACHINE = re.compile(r"\d\s?(?:[nµm]?s|[kMGT]?i?B(?:/s)?|[kMGT]?FLOP/s|cores?|×|threads?)\b|\b(?:Linux|macOS|Darwin|Windows|CPU|GPU)\b")
 FORBIDDEN = {
