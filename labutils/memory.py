@@ -160,7 +160,7 @@ class _Saved:
 
     def experts(self, at: str, n: int) -> Iterator[tuple[str, int, str]]:
         """Every token visits k experts: whatever the router chooses, the experts together see k·n tokens."""
-        (h, f, E, k), e = self.model.letters("h f E k"), self.compute
+        (h, E, k), e = self.model.letters("h E k"), self.compute
         visits = k * n
         yield from self.linear(f"{at}.router", n, h, E)
         yield at, visits * INDEX, "chosen experts"

@@ -11,7 +11,8 @@
 # - Turn a batch in samples into a batch in tokens (exercise 0.1).
 # - Say what is alive at every moment of a training step, and which step fails first (exercise 0.2).
 # - Count what a model holds from its live tensors, not from a formula (exercise 0.3).
-# - Tell when a larger batch still helps.
+#
+# The last question of the lab asks when a larger batch still helps, and answers it with a measurement.
 
 # %% [markdown]
 # ## Setup
@@ -513,6 +514,7 @@ def steps(model="gpt2-large", device="V100", optimizer="AdamW", batch=4):
     )
 
 
+# %%
 explore(
     steps,
     model=["gpt2-medium", "gpt2-large"],

@@ -9,11 +9,11 @@
 # ## Goals
 #
 # - Normalize a row of scores that you never see as a whole (exercise 6.1).
-# - Say what the backward pass has to keep, and why one number a row is enough.
-# - Predict the bytes that attention moves, to the byte, and say when tiling does *not* pay.
 # - Put attention over all keys together from attention over parts of them (exercise 6.2).
 # - Find the causal mask that is right on every square and wrong in every chat (exercise 6.3).
-# - Tell from two numbers of a device whether a kernel waits for arithmetic or for memory.
+#
+# On the way you see why one number a row is all that the backward pass has to keep, predict to the byte what attention moves, meet a case in which
+# tiling does *not* pay, and tell from two numbers of a device whether a kernel waits for arithmetic or for memory.
 
 # %% [markdown]
 # ## Setup
@@ -613,7 +613,7 @@ round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 # - FLOPs per byte against the ridge of the roof says what a kernel waits for: 153 on an A100, 295 on an H100, in bf16.
 #   <!-- claim: [round(flash.Roof.of(config.Hardware.named(n)).ridge) for n in ("A100", "H100")] == [153, 295] -->
 #
-# Next: [lab 07](../README.md) leaves the single device. Its first question is what it costs to add numbers that live in different places.
+# Next: [lab 07](07_collectives.ipynb) leaves the single device. Its first question is what it costs to add numbers that live in different places.
 
 # %% [markdown]
 # ## References
