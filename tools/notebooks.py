@@ -10,9 +10,11 @@ notebook shows only real changes.
 """
 
 import argparse
+import base64
 import hashlib
 import os
 import pathlib
+import re
 import sys
 import time
 
@@ -21,6 +23,7 @@ import nbclient
 import nbformat
 
 NOTEBOOKS = pathlib.Path(__file__).resolve().parents[1] / "notebooks"
+FIRST, COVER = "00_start_here", NOTEBOOKS.parent / "book" / "static" / "cover.png"
 CELL_TIMEOUT = 120  # seconds
 KEPT_METADATA = ("tags", "mystnb")
 LIVE_WIDGET = "application/vnd.jupyter.widget-view+json"  # refers to a kernel's model; the HTML beside it needs none
@@ -110,6 +113,12 @@ def merged(outputs):
     return whole
 
 
+def cover(notebook):
+    """The first picture of a lab, as PNG: that of lab 00 stands on the README."""
+    stored = re.search(r'src="data:image/png;base64,([^"]+)"', nbformat.writes(notebook).replace('\\"', '"'))
+    return base64.b64decode(stored[1])
+
+
 def complaints(notebook):
     """Sentences about outputs that no stored notebook may have."""
     for index, cell in enumerate(notebook.cells):
@@ -132,6 +141,8 @@ def main(arguments=None):
             notebook = normalize(execute(build(text_path), notebook_path.parent))
             if not (problems := list(complaints(notebook))):
                 nbformat.write(notebook, notebook_path)
+                if notebook_path.stem == FIRST:
+                    COVER.write_bytes(cover(notebook))
             print(f"{notebook_path.name}: {len(notebook.cells)} cells in {time.perf_counter() - started:.1f} s")
         failed |= bool(problems)
         for problem in problems:
