@@ -51,6 +51,9 @@ class Errata(Written):
         return "\n".join(f"\n## {topic[:1].upper()}{topic[1:]}\n\n" + "\n".join(found) for topic, found in topics.items())
 
 
+WHOLE = re.compile(r" \[(?:full text read[^\]]*|read)\]")  # worth saying is only that a source was read in part, or not seen
+
+
 def erratum(row):
     """One claim as a definition: what is said, and what comes out."""
     said, found = (f"{row[key]} {row['unit'] * row[key].replace('.', '').isdigit()}" for key in ("stated_value", "recomputed"))
@@ -58,7 +61,7 @@ def erratum(row):
         said.strip() and f"Said: {plain(said)}",
         found.strip() and f"Recomputed: **{plain(found)}**",
         plain(re.sub(r"^L[\d, –L-]+\.\s*", "", row["note"])),  # line numbers, in texts that the reader doesn't have
-        row["source"].strip("—") and f"Checked against {plain(row['source'])}",
+        row["source"].strip("—") and f"Checked against {plain(WHOLE.sub('', row['source']))}",
     ]
     body = " ".join(f"{s[0].upper()}{s[1:]}".rstrip(" .") + "." for s in sentences if s)
     return f"{row['source_text'].split()[0]}, *{row['verdict']}*: {plain(row['claim'])}\n: {body}\n"
