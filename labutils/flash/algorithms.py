@@ -88,7 +88,7 @@ class OnlineSoftmax:
         return self.out / self.total.masked_fill(self.total == 0, 1), self.top + self.total.log()
 
 
-def online(blocks: Iterable[tuple[Float[Tensor, "block"], Float[Tensor, "block width"]]]) -> tuple[Float[Tensor, "width"], Float[Tensor, ""]]:
+def online(blocks: Iterable[tuple[Float[Tensor, "_"], Float[Tensor, "_ width"]]]) -> tuple[Float[Tensor, "width"], Float[Tensor, ""]]:
     """Output and log-sum-exp of one query whose (scores, values) arrive in blocks, each seen once and then forgotten.
 
     >>> online([(torch.tensor([0.0, 2.0]), torch.eye(3)[:2]), (torch.tensor([2.0]), torch.eye(3)[2:])])[0]
