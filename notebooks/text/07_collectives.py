@@ -301,20 +301,22 @@ explore(who_sends, collective=list(collectives.FORMULAS), ranks=[2, 4, 6, 8])
 # does the same in every step. The last ones waste nobody's time.
 #
 # What does each cost? Let S be the whole tensor, here 24 MB on 4 ranks. For each collective: what all ranks send together, what the *busiest* rank sends
-# and receives, the steps, and what each rank holds at the end.
+# and receives, what ranks 0 to 3 hold at the end, and the steps.
 
 
 # %%
 def row(algorithm):
     results, trace = run(algorithm, numel=6_000_000, ranks=4)
     held = Ledger(Line("result", 0 if y is None else y.nbytes, rank=rank) for rank, y in enumerate(results))
-    amounts = trace.sent.total, max(trace.sent.by("rank").values()), max(trace.received.by("rank").values()), *held.by("rank").values()
+    amounts = trace.sent.total, max(trace.sent.by("rank").values()), max(trace.received.by("rank").values())
+    held_MB = " ".join(f"{nbytes / 1e6:g}" for nbytes in held.by("rank").values())
     sent_, held_ = (formula(algorithm, nbytes=24e6, n=4) for formula in (collectives.sent, collectives.held))
     unexplained = sent_.diff(trace.sent).unexplained + held_.diff(held).unexplained
-    return f"{algorithm:28}" + "".join(f"{units.text(amount):>10}" for amount in amounts) + f"{trace.steps:7}{unexplained:13}"
+    columns = "".join(f"{units.text(amount):>9}" for amount in amounts)
+    return f"{algorithm:28}{columns}{held_MB:>14}{trace.steps:6}{unexplained:13}"
 
 
-print(f"{'':28}{'in all':>10}{'sends':>10}{'receives':>10}{'held by rank 0, 1, 2, 3':>40}{'steps':>7}{'unexplained':>13}")
+print(f"{'':28}{'in all':>9}{'sends':>9}{'receives':>9}{'held in MB':>14}{'steps':>6}{'unexplained':>13}")
 for algorithm in collectives.FORMULAS:
     print(row(algorithm))
 
