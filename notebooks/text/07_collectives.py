@@ -7,8 +7,8 @@
 #
 # A training run on many devices is a few arithmetic kernels and a few sentences that ranks say to each other: *here is my gradient*, *give me your part of
 # the weights*.
-# These sentences are called collectives. In this lab you build all eight of them from `send` and `recv`, count every byte they send, and find out which
-# way of summing wins, and when.
+# These sentences are called collectives. In this lab you see all eight of them built from `send` and `recv`, write two yourself, count every byte they send,
+# and find out which way of summing wins, and when.
 
 # %% [markdown]
 # ## Goals
@@ -161,7 +161,7 @@ except MismatchError as error:
 
 
 # %%
-def run(algorithm, numel=1_000_000, ranks=8):
+def run(algorithm, numel=1_000_000, ranks=8, engine="threads"):
     """What every rank returned, and the trace of messages, when rank r starts with `numel` fp32 numbers r + 1."""
 
     def program(rank):
@@ -169,7 +169,7 @@ def run(algorithm, numel=1_000_000, ranks=8):
         extra = {"sizes": sizes} if "gather" in algorithm else {}
         return getattr(collectives, algorithm)(x[: sizes[rank.index]] if extra else x, rank.comm("dp"), **extra)
 
-    with World(ranks) as several:
+    with World(ranks, engine) as several:
         return several.run(program), several.trace
 
 
@@ -324,6 +324,11 @@ for algorithm in collectives.FORMULAS:
 # The last column compares every rank's bytes, sent and held, with their formulas: nothing is left over. Read the first two columns together. The four
 # all-reduces move the *same* total; what the busiest rank sends differs by a factor of two, and the factor grows with N. That is the next
 # question.
+#
+# The code of all thirteen, a few lines each, and their formulas below:
+
+# %%
+show(collectives)
 
 # %% [markdown]
 # ## How many bytes does each rank send in an all-reduce?
@@ -362,7 +367,7 @@ reveal("all-reduce/bytes-per-rank", MB=96)
 # %% [markdown]
 # A table that prints totals hides the whole point. A step is over when its *busiest* rank is done, and in the ring there is no busiest rank.
 #
-# Nothing can do better: to learn a sum of N tensors, the ranks together must take in N − 1 foreign contributions for each element and hand out N − 1
+# As long as only ranks can add, nothing can do better: to learn a sum of N tensors, the ranks together must take in N − 1 foreign contributions for each element and hand out N − 1
 # copies of each result. That is 2(N − 1)S, and the ring shares it equally.
 #
 # **Equal, bytes sent, bytes held**: the three results that a distributed program owes you. Every all-reduce against the plain sum 1 + 2 + 3 + 4, against
@@ -559,13 +564,26 @@ def bytes_on_links(trace):
 # %% [markdown]
 # ## Does the model hold on this machine?
 #
-# So far the ranks were threads. Now they are processes that talk through the operating system. The functions are the same ones, and so are the books:
+# So far the ranks were threads. Now they are processes that talk through the operating system. The functions are the same ones, and so must be what every
+# rank holds at the end, to the bit, and the books, to the byte:
+
+
+# %%
+def same_on_both(algorithm):
+    (results, trace), (on_processes, counted) = (run(algorithm, 10, 4, engine) for engine in ("threads", "processes"))
+    held = all(x is y is None or torch.equal(x, y) for x, y in zip(results, on_processes, strict=True))
+    return held, trace.sent.diff(counted.sent).unexplained
+
+
+{algorithm: same_on_both(algorithm) for algorithm in collectives.FORMULAS}
+
+# %% [markdown]
+# All thirteen agree. One of them in full:
 
 # %%
 processes = World(4, engine="processes")
-on_threads = run("all_reduce_ring", 10, ranks=4)[1].sent
 processes.run(lambda rank: collectives.all_reduce_ring(torch.ones(10), rank.comm("dp")))
-on_threads.diff(processes.ledger)
+collectives.predict_all_reduce("ring", nbytes=40, n=4).diff(processes.ledger)
 
 # %% [markdown]
 # To predict times we need λ and bw of *this* machine. Everybody passes a tensor to the right at once, once with one number and once with four million:
