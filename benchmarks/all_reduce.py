@@ -9,12 +9,11 @@ interface (whatever else uses the interface meanwhile is in its count).
 
 import os
 import socket
-import statistics
 import subprocess
 import sys
-import time
 
 import torch
+from _side_by_side import Times, interleave, slowest
 
 from labutils import collectives, units
 from labutils.world import World
@@ -24,22 +23,15 @@ WIRE = 64 * units.MIB
 SIZES = [4 * units.KIB, 64 * units.KIB, units.MIB, 4 * units.MIB, 16 * units.MIB, 64 * units.MIB]
 
 
-def race(rank, nbytes: int, rounds: int) -> list[tuple[float, float]]:
-    """Seconds of each round for (ours, gloo's), one after the other so that both meet the same machine."""
+def race(rank, nbytes: int, rounds: int) -> dict[str, Times]:
+    """Times of our ring and of gloo's, on this rank."""
     import torch.distributed as dist
 
     comm, x = rank.comm("dp"), torch.zeros(nbytes // 4)
-    contestants = (lambda: collectives.all_reduce_ring(x, comm, out=x)), (lambda: dist.all_reduce(x, group=comm.group))
-    times = []
-    for number in range(rounds + 2):
-        pair = [0.0, 0.0]
-        for turn in (0, 1) if number % 2 else (1, 0):
-            dist.barrier(group=comm.group)
-            start = time.perf_counter()
-            contestants[turn]()
-            pair[turn] = time.perf_counter() - start
-        times.append(tuple(pair))
-    return times[2:]  # the first ones pay for pages that nobody has touched yet
+    calls = {"ours": lambda: collectives.all_reduce_ring(x, comm, out=x), "gloo": lambda: dist.all_reduce(x, group=comm.group)}
+    for call in (*calls.values(), *calls.values()):
+        call()  # the first ones pay for pages that nobody has touched yet
+    return interleave(calls, rounds, before=lambda: dist.barrier(group=comm.group))
 
 
 def on_the_wire(rank) -> int:
@@ -89,17 +81,16 @@ def wire() -> None:
 
 def main() -> None:
     """Print the table."""
-    print(f"all-reduce of fp32 on {RANKS} processes: ratio of bandwidths, ours / gloo (by medians, by minima)")
+    print(f"all-reduce of fp32 on {RANKS} processes: ratio of bandwidths, ours / gloo, by medians (by minima)")
     with World(RANKS, engine="processes") as world:
         for nbytes in SIZES:
             rounds = max(9, min(201, 400 * units.MIB // max(nbytes, units.MIB)))
-            slowest = [tuple(map(max, zip(*turn, strict=True))) for turn in zip(*world.run(race, nbytes, rounds), strict=True)]
-            ours, gloo = zip(*slowest, strict=True)
-            middle, least = (statistics.median(gloo), statistics.median(ours)), (min(gloo), min(ours))
-            rate = collectives.busbw("all_reduce", nbytes, middle[1], RANKS)
+            times = slowest(world.run(race, nbytes, rounds))
+            ours, gloo = times["ours"], times["gloo"]
+            rate = collectives.busbw("all_reduce", nbytes, ours.median / 1e3, RANKS)
             print(
-                f"{units.text(nbytes, binary=True):>9}  median {middle[0] / middle[1]:5.2f}  minimum {least[0] / least[1]:5.2f}   "
-                f"ours {units.text(middle[1], 's'):>8}, {units.text(rate, 'B/s')} bus; gloo {units.text(middle[0], 's'):>8}"
+                f"{units.text(nbytes, binary=True):>9}  {gloo.ratio(ours)}   "
+                f"ours {units.text(ours.median / 1e3, 's'):>8}, {units.text(rate, 'B/s')} bus; gloo {units.text(gloo.median / 1e3, 's'):>8}"
             )
     if sys.platform == "linux":
         two_machines()

@@ -4,10 +4,8 @@ Both run in turn on the same weights and tokens, so that whatever else the machi
 over theirs, below 1 where ours is faster; the aim is 1.05 at most. "extra" is what checkpointing costs over a plain step.
 """
 
-import statistics
-import time
-
 import torch
+from _side_by_side import interleave
 from torch.utils.checkpoint import checkpoint as theirs
 
 from labutils import checkpointing
@@ -24,9 +22,7 @@ WAYS = {
 
 def steps(width, length, rows):
     """A training step in each of the ways, and the gradients that each leaves, all from the same random state."""
-    config = ModelConfig(
-        num_layers=6, d_model=width, num_heads=4, d_ff=4 * width, vocab_size=256, seq_len=length, dropout=0.1
-    )
+    config = ModelConfig(num_layers=6, d_model=width, num_heads=4, d_ff=4 * width, vocab_size=256, seq_len=length, dropout=0.1)
     model = GPT(config, generator=torch.Generator().manual_seed(0))
     tokens = torch.randint(256, (rows, length), generator=torch.Generator().manual_seed(1))
 
@@ -44,24 +40,17 @@ def steps(width, length, rows):
 
 def main():
     print("a step of a 6-layer GPT, every block checkpointed, interleaved; ms, median (minimum)")
-    print("size     plain              ours               theirs             ours/theirs    extra over plain")
+    print("size    plain                ours                 theirs               ours/theirs    extra over plain")
     for name, (width, length, rows, rounds) in SIZES.items():
         calls = steps(width, length, rows)
         results = [call() for call in calls.values()]
         if not all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True)):
             raise SystemExit(f"{name}: the gradients differ, the times mean nothing")
-        times = {way: [] for way in calls}
-        for turn in range(rounds):
-            for way in sorted(calls, reverse=turn % 2 == 1):
-                start = time.perf_counter()
-                calls[way]()
-                times[way].append(1e3 * (time.perf_counter() - start))
-        median = {way: statistics.median(found) for way, found in times.items()}
-        least = {way: min(found) for way, found in times.items()}
-        cells = "  ".join(f"{median[way]:7.1f} ({least[way]:6.1f})" for way in calls)
-        ratio = f"{median['ours'] / median['theirs']:.3f} ({least['ours'] / least['theirs']:.3f})"
+        times = interleave(calls, rounds)
+        cells = "  ".join(str(times[way]) for way in calls)
+        median, least = ({way: getattr(found, how) for way, found in times.items()} for how in ("median", "minimum"))
         extra = f"{median['ours'] / median['plain'] - 1:+.0%} ({least['ours'] / least['plain'] - 1:+.0%})"
-        print(f"{name:7}  {cells}  {ratio}  {extra}")
+        print(f"{name:7} {cells}  {times['ours'].ratio(times['theirs'])}    {extra}")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,9 @@ comes in, counted from live storages; what SDPA's kernel takes and gives back wi
 out where its scores would not fit. Aims: from s = 2048 on faster than the textbook in 1/20 of its memory; within 4 × SDPA.
 """
 
-import statistics
-import time
-
 import torch
 import torch.nn.functional as F
+from _side_by_side import interleave
 from torch import nn
 
 from labutils import flash, measure, units
@@ -51,7 +49,9 @@ def extra_peak(step, s):
 
 def main():
     print(f"forward + backward, {HEADS} heads of width {WIDTH}, fp32, {torch.get_num_threads()} threads, interleaved; ms, median (minimum)")
-    print("   s  causal  textbook           ours               sdpa             | ours/textbook  ours/sdpa     | memory: textbook  ours  sdpa   textbook/ours")
+    print(
+        "   s  causal  textbook             ours                 sdpa              | ours/textbook  ours/sdpa     | memory: textbook  ours  sdpa   textbook/ours"
+    )
     for causal in (False, True):
         for s, rounds in ROUNDS.items():
             calls = steps(s, causal)
@@ -59,27 +59,14 @@ def main():
             if not all(torch.allclose(a, b, atol=1e-4) for other in results[1:] for a, b in zip(results[0], other, strict=True)):
                 raise SystemExit(f"s = {s}: the results differ, the times mean nothing")
             del results
-            times = {way: [] for way in calls}
-            for turn in range(rounds):
-                for way in sorted(calls, reverse=turn % 2 == 1):
-                    start = time.perf_counter()
-                    calls[way]()
-                    times[way].append(1e3 * (time.perf_counter() - start))
+            times = interleave(calls, rounds)
             held = {way: extra_peak(call, s) for way, call in calls.items()}
-
-            def cell(way, times=times):
-                return f"{statistics.median(times[way]):7.1f} ({min(times[way]):7.1f})" if way in times else " " * 16 + "–"
-
-            def ratio(peer, times=times):
-                if peer not in times:
-                    return "–"
-                medians, minima = (how(times["ours"]) / how(times[peer]) for how in (statistics.median, min))
-                return f"{medians:.2f} ({minima:.2f})"
-
+            cells = "  ".join(str(times.get(way, f"{'–':>19}")) for way in WAYS)
+            textbook, sdpa = (times["ours"].ratio(times[peer]) if peer in times else "–" for peer in ("textbook", "sdpa"))
             memory = "  ".join(f"{units.text(held[way]) if way in held else '–':>8}" for way in WAYS)
             saved = f"{held['textbook'] / held['ours']:.1f}" if "textbook" in held else "–"
             print(
-                f"{s:5} {'yes' if causal else 'no':>6}  {'  '.join(map(cell, WAYS))} | {ratio('textbook'):13}  {ratio('sdpa'):12} | {memory}  {saved:>6}",
+                f"{s:5} {'yes' if causal else 'no':>6} {cells} | {textbook:13}  {sdpa:12} | {memory}  {saved:>6}",
                 flush=True,
             )
 

@@ -4,12 +4,10 @@ Both are run in turn, so that whatever else the machine does slows both alike; t
 where ours is faster. Both work on one thread, however many torch has.
 """
 
-import statistics
-import time
-
 import ml_dtypes
 import numpy as np
 import torch
+from _side_by_side import interleave
 
 from labutils import precision
 
@@ -25,21 +23,10 @@ PEERS = {
 ELEMENTS, ROUNDS = 1 << 22, 9
 
 
-def interleaved(*calls):
-    """The times of each call in ns an element, one after the other in every round; the first round warms up."""
-    times = [[] for _ in calls]
-    for _ in range(ROUNDS + 1):
-        for call, found in zip(calls, times, strict=True):
-            start = time.perf_counter()
-            call()
-            found.append((time.perf_counter() - start) / ELEMENTS * 1e9)
-    return [found[1:] for found in times]
-
-
 def main():
     x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
-    print(f"rounding {ELEMENTS:,} float32 numbers, {ROUNDS} rounds interleaved, ns an element, median (minimum)")
-    print("format        ours           peer    peer/ours, medians (minima)")
+    print(f"rounding {ELEMENTS:,} float32 numbers, {ROUNDS} rounds interleaved, ms, median (minimum)")
+    print("format ours                 peer                 peer/ours")
     for name, peer in PEERS.items():
 
         def ours(name=name):
@@ -50,10 +37,8 @@ def main():
 
         if not np.array_equal(ours().numpy(), theirs()):
             raise SystemExit(f"{name}: the two disagree, their times mean nothing")
-        mine, peers = interleaved(ours, theirs)
-        median, least = statistics.median(peers) / statistics.median(mine), min(peers) / min(mine)
-        cells = (f"{statistics.median(found):5.2f} ({min(found):5.2f})" for found in (mine, peers))
-        print(f"{name:6} {'  '.join(cells)}  {median:6.1f} ({least:.1f})")
+        times = interleave({"ours": ours, "peer": theirs}, ROUNDS)  # the comparison was everybody's warm-up
+        print(f"{name:6} {times['ours']}  {times['peer']}  {times['peer'].ratio(times['ours'])}")
 
 
 if __name__ == "__main__":
