@@ -50,7 +50,7 @@ def extra_peak(step, s):
 def main():
     print(f"forward + backward, {HEADS} heads of width {WIDTH}, fp32, {torch.get_num_threads()} threads, interleaved; ms, median (minimum)")
     print(
-        "   s  causal  textbook             ours                 sdpa              | ours/textbook  ours/sdpa     | memory: textbook  ours  sdpa   textbook/ours"
+        "   s  causal  textbook             ours                 sdpa              | ours/textbook  ours/sdpa    | memory: textbook  ours  sdpa   textbook/ours"
     )
     for causal in (False, True):
         for s, rounds in ROUNDS.items():
