@@ -15,7 +15,7 @@ notebooks: $(READY)
 	$(BIN)/python tools/notebooks.py
 
 book: $(READY)
-	$(BIN)/python $(BIN)/jupyter-book build . --config book/_config.yml --toc book/_toc.yml --path-output book -W --keep-going
+	$(BIN)/python $(BIN)/jupyter-book build . --config book/_config.yml --toc book/_toc.yml --path-output book -W --keep-going --all
 
 bench: $(READY)
 	for benchmark in benchmarks/[!_]*.py; do $(BIN)/python "$$benchmark" || exit 1; done
