@@ -222,3 +222,10 @@ def test_an_unknown_lab_is_named(capsys):
 def test_jupytext_pairs_the_same_folders():
     config = jupytext.config.load_jupytext_configuration_file(str(tool.NOTEBOOKS.parent / "jupytext.toml"))
     assert config.default_formats(str(tool.NOTEBOOKS / "01_x.ipynb")) == "notebooks///ipynb,notebooks/text///py:percent"
+
+
+@each_lab
+def test_every_paper_is_in_the_bibliography(lab, name):
+    bibliography = (tool.ROOT / "book/references.bib").read_text(encoding="utf-8")
+    cited = set(re.findall(r"\b\d{4}\.\d{5}\b", prose(lab)))
+    assert [paper for paper in sorted(cited) if paper not in bibliography] == []
