@@ -95,14 +95,15 @@ def _expect(attempt, expected: int | None, why: str, **case: int) -> None:
     got = attempt(**case)
     if got != expected:
         told = ", ".join(f"{name} {units.text(amount)}" for name, amount in case.items())
-        said = {None: "no step fails"}
-        raise Failed(f"{told}: you say {said.get(got, f'step {got} fails')}, but {said.get(expected, f'step {expected} fails')}", why)
+        said = {"None": "no step fails", "1": "step 1 fails", "2": "step 2 fails"}
+        raise Failed(f"{told}: you say {said.get(repr(got), repr(got))}, but {said[repr(expected)]}", why)
 
 
 def _roomy(attempt) -> str:
     case = dict(weights=1 * _MB, state=2 * _MB, working=20 * _MB, temporary=1 * _MB)
     why = "Peaks do not add up: activations are gone when the optimizer steps, and when they are fullest there is hardly a gradient yet."
-    _expect(attempt, None, why, **case, capacity=23 * _MB)
+    _expect(attempt, None, why, **case, capacity=23 * _MB + _MB // 2)
+    _expect(attempt, None, "A peak of exactly the capacity still fits: a step fails when it needs *more*.", **case, capacity=23 * _MB)
     return "exactly enough is enough"
 
 
@@ -282,6 +283,12 @@ EXERCISES = (
                 ),
                 "enough memory",
                 "Peaks do not add up",
+            ),
+            Wrong(
+                "fails when it is full",
+                lambda weights, state, working, temporary, capacity: first_failing_step(weights, state, working, temporary, capacity - 1),
+                "enough memory",
+                "exactly the capacity",
             ),
             Wrong(
                 "state from the start",

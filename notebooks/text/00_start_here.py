@@ -122,7 +122,7 @@ units.text(reported), units.text(reported, binary=True)
 reveal("start/h100", GB=reported / units.GB)
 
 # %% [markdown]
-# The number on this box is closer to GiB than to GB; on other cards it is the other way round. The course plans with the number on the box, in GB.
+# The number on this box counts GiB, nearly; on an L4 or a T4 it counts GB. The course plans with the number on the box, in GB.
 
 # %% [markdown]
 # ## What do the letters mean?
@@ -221,8 +221,8 @@ predicted.diff(measure.model_states(model, optimizer))
 reveal("start/bytes-per-parameter", bytes=16)
 
 # %% [markdown]
-# Zero bytes are unexplained. GPT-2 XL would hold 16Ψ = 24.9 GB in this way, before the first activation. (Labs 02 and 03 meet other conventions, 12
-# to 20 bytes, and reconcile them.)
+# Zero bytes are unexplained. (Labs 02 and 03 meet other conventions, 12 to 20 bytes, and reconcile them.) What GPT-2 XL would hold in this way,
+# before its first activation:
 
 # %%
 optimizer.zero_grad()
@@ -250,8 +250,8 @@ plots.memory_timeline(both, title="The second hill is as high as the first, and 
 
 # %% [markdown]
 # **The two peaks, derived.** Gradients take as much as the weights. Call *state* what the optimizer keeps, *working* what forward and backward hold
-# besides at their fullest, and *temporary* what `optimizer.step()` needs for a moment. A step is fullest at one of two moments, while it computes or
-# while it updates:
+# at their fullest besides weights and state, and *temporary* what `optimizer.step()` needs for a moment. A step is fullest at one of two moments,
+# while it computes or while it updates:
 #
 # $$ \begin{aligned}
 # \text{step 1:}&\quad \max(\,\text{weights} + \text{working},\;\; 2\,\text{weights} + \text{state} + \text{temporary}\,) \\
@@ -325,7 +325,7 @@ f"{units.text(working)} > {units.text(weights + temporary)}: {working > weights 
 # %% [markdown]
 # ### Exercise 0.2 · Which step runs out of memory? (10 min, ●●○)
 #
-# Proves that you know what is alive when. The check ends with twelve capacities around the peaks of a real run.
+# Proves that you know what is alive when. The check ends with twelve capacities around peaks that were measured.
 
 
 # %%
@@ -475,8 +475,9 @@ title = "For the same tokens, small batches learn more; large batches need fewer
 plots.loss_curves(curves, xlabel="tokens seen", title=title)
 
 # %% [markdown]
-# Read it both ways. If tokens are what you pay for, the small batch wins. If time is, the large one may: its steps are few, and each can be spread
-# over many ranks. The second half of this course is about making such steps fast.
+# The widest gap opens between 16 and 64 sequences, on the two sides of the crossing. Read the curves both ways. If tokens are what you pay for, the
+# small batch wins. If time is, the large one may: its steps are few, and each can be spread over many ranks. The second half of this course is about
+# making such steps fast.
 
 # %% [markdown]
 # ## Play: which step fails on which device?
@@ -551,11 +552,12 @@ except ValueError as error:
 # |---|---|---|---|---|
 # | Megatron-LM | `--micro-batch-size` | `--global-batch-size` | follows from the two | `--seq-length` |
 # | DeepSpeed | `train_micro_batch_size_per_gpu` | `train_batch_size` | `gradient_accumulation_steps` | up to your data loader |
-# | torchtitan | `training.local_batch_size` | `training.global_batch_size` | follows from the two | `training.seq_len` |
+# | torchtitan, to mid-2026 | `training.local_batch_size` | `training.global_batch_size` | follows from the two | `training.seq_len` |
 # | this course | `micro_batch` | `global_batch` | `TrainConfig.accumulation` | `seq_len` |
 #
 # DeepSpeed takes any two of its three numbers and infers the third; Megatron-LM's global batch is one rank's micro-batch times the data-parallel
-# degree if you leave it out.
+# degree if you leave it out. Newer versions of torchtitan count tokens, not sequences: `training.num_tokens_per_microbatch_per_dp_rank` and
+# `training.num_tokens_per_train_step`.
 #
 # **The same timeline on a GPU.** PyTorch's allocator can record every allocation with the line of Python that asked for it:
 #
@@ -566,11 +568,11 @@ except ValueError as error:
 # ```
 #
 # Megatron-LM has `--record-memory-history` and `--memory-snapshot-path` for it, torchtitan `profiling.enable_memory_snapshot`. You will recognize the
-# two hills. What the tool shows on top of this lab's picture: the allocator rounds every tensor up to 512 bytes and keeps freed memory for itself,
-# and libraries such as NCCL allocate beside it. `measure.peak_allocated` reads its peak.
+# two hills. The allocator rounds every tensor up to 512 bytes and keeps freed memory for itself; what libraries such as NCCL allocate beside it the
+# tool does not show. `measure.peak_allocated` reads its peak.
 #
-# **Let the second step fail early.** A job that dies in step 2 after an hour of loading is a waste. Run two steps on random tokens before you load
-# the data, or create the optimizer's state at once with one step on zero gradients and a learning rate of zero.
+# **Let the second step fail early.** A job that dies in step 2 after an hour of loading is a waste. Run two steps on random tokens first, and load
+# weights and data after them.
 #
 # **`temporary` is a choice.** `foreach=True`, PyTorch's default on GPUs, updates all tensors together and needs a copy of the parameters for a
 # moment; `foreach=False` goes tensor by tensor and needs about two copies of the largest; `fused=True` needs none. Measured here:
@@ -579,17 +581,14 @@ except ValueError as error:
 # %%
 def temporary_of(**options) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), **options)
-    update = measure.history(step_with(optimizer), model, optimizer).phases["optimizer"].ledger
-    return units.text(update.by("component")["buffers"])
 
-
-def step_with(optimizer):
     def step():
         model.loss(tokens, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    update = measure.history(step, model, optimizer).phases["optimizer"].ledger
+    return units.text(update.by("component")["buffers"])
 
 
 model.zero_grad()
@@ -602,15 +601,21 @@ temporary_of(foreach=True), temporary_of(foreach=False), temporary_of(fused=True
 #   one short sequence instead of eight, the same model peaks in the optimizer, in every step alike.
 
 # %%
-model.zero_grad()
 optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-tokens, targets = tokens[:1, :16].clone(), targets[:1, :16].clone()
-peaks = [measure.history(step, model, optimizer).peak for _ in range(2)]
+
+
+def short_step():
+    model.loss(tokens[:1, :16].clone(), targets[:1, :16].clone()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+peaks = [measure.history(short_step, model, optimizer).peak for _ in range(2)]
 [(peak.phase, units.text(peak.ledger.total)) for peak in peaks]
 
 # %% [markdown]
-# - **"A100 and H100 have at most 80 GB."** The H100 NVL has 94 GB, and 80 was never the end: the course's table of devices, from the data sheets, in
-#   GB.
+# - **"A100 and H100 have at most 80 GB."** The H100 NVL has 94 GB, and the next device of the same generation, the H200, 141. The course's table of
+#   devices, from the data sheets, in GB:
 
 # %%
 {name: Hardware.named(name).memory // units.GB for name in Hardware.names()}
@@ -619,7 +624,7 @@ peaks = [measure.history(step, model, optimizer).peak for _ in range(2)]
 # - **"16 bytes per parameter."** For fp32 Adam it is 16Ψ and 4 bytes for each tensor, and only while gradients are alive; between `zero_grad()` and
 #   the next backward pass it is 12Ψ. A small matter here. It stops being small when the parts that a text lists sum to 16 and its total says 20 (lab
 #   02).
-# - **"80 GB."** 80 GB, 80 GiB or 81 559 MiB? A plan that mixes them is off by 7 %, more than the margin many runs have.
+# - **"80 GB."** 80 GB, 80 GiB or 81 559 MiB? A plan that mixes them is off by 7 %.
 
 # %% [markdown]
 # ## Summary
@@ -654,5 +659,5 @@ peaks = [measure.history(step, model, optimizer).peak for _ in range(2)]
 # - What `nvidia-smi` reports on cards sold as 80 GB and others: [Why does an NVIDIA H100 80GB card offer 85.52
 #   GB?](https://thundergolfer.com/blog/nvidia-gpu-memory-capacity)
 # - [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) `megatron/training/config`, [DeepSpeed
-#   configuration](https://www.deepspeed.ai/docs/config-json/), [torchtitan](https://github.com/pytorch/torchtitan) `torchtitan/config/job_config.py`:
-#   the flags.
+#   configuration](https://www.deepspeed.ai/docs/config-json/), [torchtitan](https://github.com/pytorch/torchtitan) `torchtitan/config`
+#   ([#4121](https://github.com/pytorch/torchtitan/pull/4121): from sequences to tokens): the flags.
