@@ -226,6 +226,6 @@ def test_jupytext_pairs_the_same_folders():
 
 @each_lab
 def test_every_paper_is_in_the_bibliography(lab, name):
-    bibliography = (tool.ROOT / "book/references.bib").read_text(encoding="utf-8")
+    bibliography = (tool.NOTEBOOKS.parent / "book/references.bib").read_text(encoding="utf-8")
     cited = set(re.findall(r"\b\d{4}\.\d{5}\b", prose(lab)))
     assert [paper for paper in sorted(cited) if paper not in bibliography] == []
