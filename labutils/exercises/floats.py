@@ -21,7 +21,7 @@ def _decodes(attempt: Decode, fmt: FloatFormat, codes: Sequence[int], hint: Call
     for code in codes:
         got, exact = attempt(fmt, code), fmt.decode(code)
         if not isinstance(got, int | float):
-            raise Failed(f"decode({fmt.name}, {code}) returned {got!r}", "It should return a number.")
+            raise Failed(f"decode({fmt.name}, {code}) returned {got!r}", "Return a Python number; .item() makes one of a tensor.")
         same = got == exact and math.copysign(1, got) == math.copysign(1, exact)
         if not same and not (math.isnan(got) and math.isnan(exact)):
             raise Failed(f"{fmt.name} {fmt.bit_string(code)}: you say {got}, it is {exact}", hint(fmt, code, got))
@@ -44,7 +44,9 @@ def _normals(attempt: Decode) -> str:
 
 def _signs(attempt: Decode) -> str:
     def hint(fmt, code, got):
-        return "Zero has two codes, +0 and −0; the sign of a zero must survive." if got == 0 else "The first bit is the sign."
+        if got == 0:
+            return "Zero has two codes, +0 and −0; the sign of a zero must survive."
+        return "The first bit is the sign." if fmt.decode(code) else "All bits are 0: exponent field 0 has no leading 1."
 
     cases = [(MINE, [0, 0x80, *range(0x90, 0xF0)]), (FP16, [0x8000, 0xBC00])]
     return f"{sum(_decodes(attempt, fmt, codes, hint) for fmt, codes in cases)} codes"
@@ -66,6 +68,8 @@ def _subnormals(attempt: Decode) -> str:
 
 def _ieee_specials(attempt: Decode) -> str:
     def hint(fmt, code, got):
+        if abs(got) == abs(fmt.decode(code)):
+            return "Infinity has a sign, too."
         return "In an IEEE format the top exponent is special: mantissa 0 is infinity, everything else NaN."
 
     cases = [(FP16, [0x7C00, 0xFC00, 0x7C01, 0x7E00]), (E5M2, [*range(124, 128), 252]), (MINE, [112, 113])]
@@ -117,6 +121,8 @@ DECODE = Exercise(
         Wrong("no leading one", _decode_with(leading_one=False), "normal numbers", "1 in front that no bit stores"),
         Wrong("no bias", _decode_with(bias=False), "normal numbers", "stored with a bias"),
         Wrong("subnormals at 0 − bias", _decode_with(subnormal_shift=0), "subnormal numbers", "1 − bias and not 0 − bias"),
+        Wrong("an infinity without sign", lambda fmt, code: math.inf if fmt.fields(code).kind == "inf" else fmt.decode(code), "inf and NaN", "has a sign, too"),
+        Wrong("a leading one everywhere", lambda fmt, code: fmt.decode(code) or 2.0 ** (1 - fmt.bias), "signs and zeros", "no leading 1"),
         Wrong("subnormals are zero", _decode_with(flush=True), "subnormal numbers", "fill the gap"),
         Wrong("every format is IEEE", _decode_with(all_ieee=True), "e4m3's own corners", "no infinity"),
     ),
@@ -138,6 +144,10 @@ def _encodes(attempt: Encode, fmt: FloatFormat, numbers: Sequence[float], hint: 
             raise Failed(f"encode({fmt.name}, {x}) returned {got!r}", f"A code of {fmt.name} is an int from 0 to {2**fmt.bits - 1}.")
         if got != exact and not fmt.fields(got).kind == fmt.fields(exact).kind == "nan":
             yours, right = (f"{fmt.bit_string(code)} ({fmt.decode(code)})" for code in (got, exact))
+            if got ^ exact == 1 << fmt.exponent_bits + fmt.mantissa_bits:
+                hint = "All but the sign is right: its bit stands above those of exponent and mantissa."
+            if x == 0:
+                hint = "Zero lies in no binade, and math.frexp(0) says exponent 0 all the same: all its bits are 0, but for the sign."
             raise Failed(f"{fmt.name}, x = {x}: you gave {yours}, it is {right}", hint)
     return len(numbers)
 
@@ -233,6 +243,8 @@ ENCODE = Exercise(
     wrong=(
         Wrong("cuts off", _encode_with(math.floor), "the nearer neighbor", "cut the rest off"),
         Wrong("rounds half up", _encode_with(lambda s: math.floor(s + 0.5)), "ties to even", "even significand"),
+        Wrong("forgets the sign", lambda fmt, x: fmt.encode(abs(x)), "values of the format", "All but the sign"),
+        Wrong("zero has an exponent", lambda fmt, x: fmt.encode(x) or fmt.encode(0.25), "subnormal numbers", "no binade"),
         Wrong("drops the carry", _encode_with(carry=False), "carry into the exponent", "exponent goes up by one"),
         Wrong("flushes subnormals", _encode_with(flush=True), "subnormal numbers", "the gap stays what it is"),
         Wrong("compares with max before rounding", _encode_with(eager=True), "overflow", "decided after rounding"),
@@ -277,7 +289,7 @@ def _rounded_each(attempt: Callable) -> str:
     if (got := _sum_of(attempt, [256.0, 1.0, 1.0, 1.0], BF16)) != 258:
         raise Failed(
             f"256 + 1 + 1 + 1 in bf16: you got {got:g}, a tree gives 258",
-            "260 is what fp32 additions give, rounded once at the end. That is a good plan for hardware, but here every partial sum has to be a bf16.",
+            "259 is the exact sum, and 260 what it rounds to at the end. That is a good plan for hardware, but here every partial sum has to be a bf16.",
         )
     return "256 + 1 + 1 + 1"
 
@@ -346,8 +358,8 @@ def _rounded_wrongly(attempt: float) -> str:
     if exact != suspect:
         return f"it is {exact}, the cast says {suspect}"
     seen, middle = f"{attempt!r}: both say {exact}", FP32.round(attempt)
-    if abs(attempt) > 65520:
-        raise Failed(seen, "Far above the largest value everything goes to inf, whatever the way. Look between two values.")
+    if abs(attempt) >= 65520:
+        raise Failed(seen, "From 65520 on everything goes to inf, whatever the way. Look between two values.")
     if not _is_tie(middle):
         raise Failed(
             seen, "In float32 this number is not halfway between two fp16 values, so the second rounding sees what the first one saw. Move closer to a tie."

@@ -5,7 +5,7 @@
 #
 # *70 min · before this: lab 00 · needs a laptop, no GPU and no network*
 #
-# Every format of this lab is computed bit by bit, down to those that your machine has no arithmetic for, and the results are those of the hardware that has.
+# Every format of this lab is computed bit by bit, down to those that your machine has no arithmetic for.
 
 # %% [markdown]
 # ## Goals
@@ -39,7 +39,8 @@ from labutils.widgets import bits, explore, slider
 # Every bit goes to one or the other, and all the formats of training are different answers to the question of how to split them.
 
 # %%
-plots.dynamic_range([FP32, TF32, BF16, FP16, E5M2, E4M3, E3M2, E2M3, E2M1], title="bf16 reaches as far as fp32 with half the bits; fp16 does not")
+formats = [FP32, TF32, BF16, FP16, E5M2, E4M3, E3M2, E2M3, E2M1]
+plots.dynamic_range(formats, title="bf16 reaches as far as fp32 with half the bits; fp16 does not")
 
 # %% [markdown]
 # Two things to see before any formula. bf16 is as wide as fp32 with half the bits; fp16 is not, and that one difference is why loss scaling exists.
@@ -81,7 +82,7 @@ E4M3.bias, E4M3.fields(code), E4M3.decode(code)
 
 # %% [markdown]
 # **The top field: infinity and NaN.** IEEE formats give up the whole top exponent: mantissa 0 is infinity, everything else NaN.
-# That is 2046 of fp16's 65 536 codes, which is affordable; of e4m3's 256 codes it would be 16, and the largest value would be 240.
+# That is 2048 of fp16's 65 536 codes, which is affordable; of e4m3's 256 codes it would be 16, and the largest value would be 240.
 # e4m3 therefore keeps one code for NaN in each sign, has no infinity at all, and counts on to the top.
 
 # %%
@@ -94,12 +95,13 @@ reveal("e4m3/largest-value", in_e4m3=E4M3.max)
 # All formats follow from a handful of numbers, so one class describes them all, also one that you make up.
 
 # %%
-mine = FloatFormat("1-3-4", exponent_bits=3, mantissa_bits=4)  # 3 exponent bits, 4 mantissa bits, the rest as in IEEE 754
+mine = FloatFormat("1-3-4", exponent_bits=3, mantissa_bits=4)  # the rest is as in IEEE 754
 mine.max, mine.min_normal, mine.min_subnormal, mine.eps, mine.counts
 
 # %%
-for fmt in (FP32, TF32, BF16, FP16, E5M2, E4M3, E3M2, E2M3, E2M1):
-    limits = f"max {fmt.max:<9.4g} normal from {fmt.min_normal:<8.2g} subnormal from {fmt.min_subnormal:<8.2g} eps {fmt.eps:.2g}"
+for fmt in formats:
+    top, least = f"max {fmt.max:<9.4g}", f"subnormal from {fmt.min_subnormal:<8.2g}"
+    limits = f"{top} normal from {fmt.min_normal:<8.2g} {least} eps {fmt.eps:.2g}"
     print(f"{fmt.name:5} {fmt.bit_string(0):37} {limits}")
 
 # %% [markdown]
@@ -114,7 +116,8 @@ patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
 for fmt, dtype in [(FP16, torch.float16), (BF16, torch.bfloat16)]:
     ours = torch.tensor([fmt.decode(c % 2**16) for c in patterns.tolist()], dtype=torch.float64)
     theirs = patterns.view(dtype).double()
-    print(f"{fmt.name}: {((ours != theirs) & ~(ours.isnan() & theirs.isnan())).sum()} of {len(patterns):,} patterns differ")
+    differ = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
+    print(f"{fmt.name}: {differ.sum()} of {len(patterns):,} patterns differ")
 
 # %% [markdown]
 # Flip the bits yourself. Look for the largest number, the smallest, the NaN; find two neighbors and watch the gap between them double when the exponent
@@ -124,7 +127,8 @@ for fmt, dtype in [(FP16, torch.float16), (BF16, torch.bfloat16)]:
 # %%
 def what_it_means(code):
     gap = E4M3.spacing(E4M3.decode(code))
-    return f"<p style='font-size:1.4em'>{E4M3.explain(code)}</p><p>gap to the next value: {gap:g}</p>"
+    value = f"<p style='font-size:1.4em'>{E4M3.explain(code)}</p>"
+    return value + f"<p>gap to the next value: {gap:g}</p>"
 
 
 explore(what_it_means, states=256, code=bits(E4M3, start=0b0_0111_000))
@@ -138,7 +142,8 @@ explore(what_it_means, states=256, code=bits(E4M3, start=0b0_0111_000))
 
 # %%
 def decode(fmt: FloatFormat, code: int) -> float:
-    raise NotImplementedError  # sign, exponent, mantissa, kind = fmt.fields(code) is a good first line
+    # A good first line: sign, exponent, mantissa, kind = fmt.fields(code)
+    raise NotImplementedError
 
 
 # %%
@@ -164,7 +169,7 @@ predict("e4m3/error-of-0.3", percent=1)
 # %% [markdown]
 # Around $x$ the values of a format lie evenly, one *gap* apart. The gap depends on the power of two below $x$ and on nothing else:
 #
-# $$ \text{gap}(x) = 2^{\lfloor \log_2 |x| \rfloor - M}, \qquad \text{and below the smallest normal number as there.} $$
+# $$ \text{gap}(x) = 2^{\lfloor \log_2 |x| \rfloor - M}, \qquad \text{and below the smallest normal number the gap that it has there.} $$
 #
 # So rounding is counting: measure $x$ in gaps, round that to an integer, multiply back. Half a gap is the most you can be off, and since the gap is at
 # most $2^{-M}$ of $x$,
@@ -178,7 +183,8 @@ gap = E4M3.spacing(0.3)
 reveal("e4m3/error-of-0.3", percent=round(abs(E4M3.round(0.3) / 0.3 - 1) * 100, 2))
 
 # %%
-plots.relative_error([FP16, BF16, E4M3, E5M2], title="The relative error is one number for all normal values, and climbs only at the ends")
+title = "The relative error has one bound for all normal values, and climbs only at the ends"
+plots.relative_error([FP16, BF16, E4M3, E5M2], title=title)
 
 # %% [markdown]
 # The flat part of each line is $2^{-M-1}$, and it ends on the right with overflow. On the left it climbs: subnormal numbers keep their gap while $x$
@@ -208,7 +214,8 @@ for mode in ("nearest", "zero", "stochastic"):
 
 # %%
 beyond = torch.tensor([464.0, 465.0, math.inf])
-beyond.to(torch.float8_e4m3fn).float().tolist(), beyond.numpy().astype(ml_dtypes.float8_e4m3fn).astype("float32").tolist()
+by_torch, by_ml_dtypes = beyond.to(torch.float8_e4m3fn), beyond.numpy().astype(ml_dtypes.float8_e4m3fn)
+by_torch.float().tolist(), by_ml_dtypes.astype("float32").tolist()
 
 # %%
 [precision.round_to(beyond, E4M3, overflow=how).tolist() for how in ("saturate", "ieee")]
@@ -219,7 +226,8 @@ beyond.to(torch.float8_e4m3fn).float().tolist(), beyond.numpy().astype(ml_dtypes
 
 # %%
 def where_it_lands(x):
-    return plots.number_line([E5M2, E4M3, E3M2, E2M3, E2M1], low=0, high=8, mark=x, title=f"Where {x:g} lands")
+    small = [E5M2, E4M3, E3M2, E2M3, E2M1]
+    return plots.number_line(small, low=0, high=8, mark=x, title=f"Where {x:g} lands")
 
 
 explore(where_it_lands, states=34, x=slider(0.0, 7.59, 0.23, start=2.53))
@@ -263,7 +271,8 @@ def wrong(x):
 
 
 values = torch.tensor(FP16.representable(), dtype=torch.float64)
-wrong(values), wrong((values[1:] + values[:-1]) / 2), wrong(torch.rand(1000, dtype=torch.float64, generator=g))
+midpoints, some = (values[1:] + values[:-1]) / 2, torch.rand(1000, dtype=torch.float64, generator=g)
+wrong(values), wrong(midpoints), wrong(some)
 
 # %% [markdown]
 # Find one finite number that it gets wrong.
@@ -280,8 +289,8 @@ hint("floats/rounds-twice", 1)
 # %% [markdown]
 # How rare is it? Of $2^{13}$ float32 numbers between two fp16 values one is the midpoint, and half of what float32 rounds to it should have gone the
 # other way: one random number in $2^{14} = 16\,384$.
-# A thousand tests see none most of the time; a million see about 61. Test the ties and their *nearest neighbors in the wider format*, and you see all of
-# them.
+# A thousand tests see none most of the time; a million see about 61. Test the ties and their *nearest neighbors in the wider format*, and you see one at
+# once.
 
 # %%
 wrong(torch.rand(1_000_000, dtype=torch.float64, generator=g))
@@ -329,7 +338,8 @@ stable = (logits - logits.max()).exp()
 # %%
 gradients = torch.randn(100_000, generator=g) * 1e-7
 for scale in (1, 1024):
-    zeros = [(precision.round_to(gradients * scale, fmt) == 0).float().mean().item() for fmt in (FP16, BF16)]
+    rounded = [precision.round_to(gradients * scale, fmt) for fmt in (FP16, BF16)]
+    zeros = [(x == 0).float().mean().item() for x in rounded]
     print(f"× {scale:4}: {zeros[0]:5.1%} become 0 in fp16, {zeros[1]:.1%} in bf16")
 
 # %% [markdown]
@@ -353,12 +363,13 @@ predict("sum-of-ones/bf16", ones=2048)
 # In general a sum of ones stops where the gap becomes 2, at $2^{M+1}$.
 
 # %%
-FP16.spacing(2048), FP16.round(2048 + 1), 2 ** (FP16.mantissa_bits + 1), 2 ** (BF16.mantissa_bits + 1)
+FP16.spacing(2048), FP16.round(2048 + 1), [2 ** (fmt.mantissa_bits + 1) for fmt in (FP16, BF16)]
 
 # %%
 ones = torch.ones(4096)
 sums = {fmt.name: precision.running_sum(ones, fmt).tolist() for fmt in (FP16, BF16)}
-plots.running_sums(ones.cumsum(0).tolist(), **sums, guesses={name: predictions[f"sum-of-ones/{name}"] for name in sums})
+guesses = {name: predictions[f"sum-of-ones/{name}"] for name in sums}
+plots.running_sums(ones.cumsum(0).tolist(), **sums, guesses=guesses)
 
 # %% [markdown]
 # This is no curiosity of ones. It is a gradient accumulated over 4096 micro-steps, a mean over a sequence, a weight of 1 that gets updates of 0.001:
@@ -402,7 +413,7 @@ plots.running_sums(
 # ### Exercise 1.4 · A sum that does not stall (10 min, ●●○)
 #
 # You get terms and a format, and `precision.round_to(x, fmt)`. Return their sum, every partial result rounded to the format, with an error that grows
-# with $\log n$ and not with $n$.
+# with $\log n$ and not with $n$: build the tree.
 
 
 # %%
@@ -428,9 +439,11 @@ show(precision.pairwise_sum)
 harmonic = 1 / torch.arange(1, 2001, dtype=torch.float64)
 for fmt in (BF16, FP16, FP32):
     terms = precision.round_to(harmonic, fmt)
-    forward, backward = precision.running_sum(torch.stack([terms, terms.flip(0)]), fmt)[:, -1].tolist()
+    both_ways = torch.stack([terms, terms.flip(0)])
+    forward, backward = precision.running_sum(both_ways, fmt)[:, -1].tolist()
     pairwise = precision.pairwise_sum(terms, fmt).item()
-    print(f"{fmt.name}: large first {forward:.4f}, small first {backward:.4f}, pairwise {pairwise:.4f}, exact {harmonic.sum().item():.4f}")
+    print(f"{fmt.name}: large first {forward:.4f}, small first {backward:.4f}, pairwise {pairwise:.4f}")
+print(f"exact: {harmonic.sum().item():.4f}")
 
 # %% [markdown]
 # Large terms first, the small ones drown; small ones first, they gather weight before they meet a large sum. A tree does not care much.
@@ -451,7 +464,8 @@ len(set(results.tolist())) > 10, f"{(results.max() - results.min()).item():.0e}"
 
 # %%
 operand, column = torch.full((1024,), 1.0001), torch.ones(1024)
-TF32.round(1.0001), (precision.round_to(operand, TF32) @ column).item(), round((operand @ column).item(), 3)
+by_tf32, by_fp32 = precision.round_to(operand, TF32) @ column, operand @ column
+TF32.round(1.0001), by_tf32.item(), round(by_fp32.item(), 3)
 
 # %% [markdown]
 # The sum itself ran in fp32; the loss happened before it, when the operand was rounded. In torch `torch.set_float32_matmul_precision("high")` allows
@@ -469,7 +483,7 @@ predict("mxfp4/bits-per-value", bits=4)
 reveal("mxfp4/bits-per-value", bits=floats.MXFP4.bits_per_value)
 
 # %% [markdown]
-# $4 + 8/32 = 4.25$, and 6.25 and 8.25 for the larger ones. Why pay for the scale at all? Because of one number in the picture at the top: e2m1 has the
+# $4 + 8/32 = 4.25$, and 6.25 and 8.25 for the larger ones. Why pay for the scale at all? Because of the last line of the picture at the top: e2m1 has the
 # magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and nothing else. Every tensor has to be brought into that window first.
 
 # %%
@@ -484,16 +498,17 @@ floats.E8M0.decode(scale), [E2M1.bit_string(c) for c in codes], floats.MXFP4.dec
 # %%
 def scaled(w, fmt):
     unit = w.abs().max() / fmt.max
-    rounded = (w / unit).round() if fmt is floats.INT8 else precision.round_to(w / unit, fmt, overflow="saturate")
-    return rounded * unit
+    if fmt is floats.INT8:
+        return (w / unit).round() * unit
+    return precision.round_to(w / unit, fmt, overflow="saturate") * unit
 
 
 def error(w, rounded):
     return f"{(rounded - w).norm() / w.norm():.1%}"
 
 
-w = torch.randn(8192, generator=g)
-{fmt.name: error(w, scaled(w, fmt)) for fmt in (BF16, E4M3, E5M2, floats.INT8, E2M3, E2M1)}
+w, candidates = torch.randn(8192, generator=g), (BF16, E4M3, E5M2, floats.INT8, E2M3, E2M1)
+{fmt.name: error(w, scaled(w, fmt)) for fmt in candidates}
 
 # %% [markdown]
 # int8 *beats* e4m3 here. Its 255 values lie evenly, and for numbers of one size that is the better use of 8 bits. Real weights and activations have
@@ -501,7 +516,7 @@ w = torch.randn(8192, generator=g)
 
 # %%
 spiked = torch.cat([torch.tensor([1000.0]), w[1:]])
-{fmt.name: error(w[1:], scaled(spiked, fmt)[1:]) for fmt in (BF16, E4M3, E5M2, floats.INT8, E2M3, E2M1)}
+{fmt.name: error(w[1:], scaled(spiked, fmt)[1:]) for fmt in candidates}
 
 # %% [markdown]
 # The gap of an integer is the same everywhere: with the outlier in range it is 7.9, and everything else becomes zero. An e4m3 number has its own
@@ -511,10 +526,12 @@ spiked = torch.cat([torch.tensor([1000.0]), w[1:]])
 
 # %%
 def in_blocks(w, mx):
-    return torch.tensor([v for block in w.split(mx.block_size) for v in mx.decode(*mx.encode(block.tolist()))])
+    blocks = [mx.decode(*mx.encode(block.tolist())) for block in w.split(mx.block_size)]
+    return torch.tensor([value for block in blocks for value in block])
 
 
-{mx.name: (f"{mx.bits_per_value} bits", error(w[32:], in_blocks(spiked, mx)[32:])) for mx in (floats.MXFP8, floats.MXFP6, floats.MXFP4)}
+for mx in (floats.MXFP8, floats.MXFP6, floats.MXFP4):
+    print(mx.name, f"{mx.bits_per_value} bits", error(w[32:], in_blocks(spiked, mx)[32:]))
 
 # %% [markdown]
 # A quarter of a bit a value, and 4-bit numbers survive an outlier that costs int8 everything. (MXFP8 comes out a little behind plain e4m3: its scale is a power
@@ -530,7 +547,7 @@ def in_blocks(w, mx):
 # - **FSDP2.** `fully_shard(…, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))`.
 #   Left out, `reduce_dtype` is `param_dtype`: gradients are then added in 16 bits.
 # - **torchtitan.** `training.mixed_precision_param` (bfloat16 by default) and `training.mixed_precision_reduce` (float32 by default);
-#   fp8 through the converters `float8` (tensorwise or rowwise scales) and `mx` (`mxfp8`).
+#   fp8 is a conversion of the model's linear layers, with tensorwise, rowwise or MXFP8 scales.
 # - **Megatron-LM.** `--bf16` or `--fp16`; `--fp8-format e4m3` or `hybrid`, with `--fp8-recipe delayed`, `tensorwise`, `blockwise` or `mxfp8`.
 #   `--accumulate-allreduce-grads-in-fp32` is turned on by `--bf16` unless gradients are asked for in bf16.
 # - **DeepSpeed.** `"bf16": {"enabled": true}`, or `"fp16"` with `"loss_scale": 0` (dynamic) and `"initial_scale_power"`;
@@ -538,8 +555,8 @@ def in_blocks(w, mx):
 # - **Transformer Engine.** Recipes: `DelayedScaling` with `Format.HYBRID` (e4m3 forward, e5m2 backward), `MXFP8BlockScaling` (e4m3 both ways),
 #   `NVFP4BlockScaling` (e2m1).
 #
-# Each of them asks you two questions. *How fine and how far* for weights and activations: that is the format; gradients get e5m2 because they need range
-# more than precision.
+# Each of them asks you two questions. *How fine and how far* for weights and activations: that is the format; gradients get e5m2 where
+# they need range more than precision.
 # *Where are sums kept*: that is this lab's fourth block, and the answer is fp32 nearly everywhere.
 # Ask it of the hardware, too: DeepSeek-V3 (section 3.3.2) found that fp8 products on Hopper kept about 14 bits while adding, and moves the partial sums to
 # fp32 registers every 128 terms.
