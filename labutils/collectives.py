@@ -139,20 +139,29 @@ def reduce_tree(x: Shaped[Tensor, "*shape"], comm: Comm, *, root: int = 0, op: s
 
 
 @_collective
-def reduce_scatter_ring(x: Shaped[Tensor, "rows *rest"], comm: Comm, *, op: str = "sum") -> Shaped[Tensor, "share *rest"]:
+def reduce_scatter_ring(
+    x: Shaped[Tensor, "rows *rest"], comm: Comm, *, op: str = "sum", out: Shaped[Tensor, "share *rest"] | None = None
+) -> Shaped[Tensor, "share *rest"]:
     """This rank's share of the rows of the sum (or `op`) over all ranks.
 
+    With an `out` that is this rank's own piece of x, all of x is scratch and nothing is allocated, as in an in-place call of NCCL.
     Invariant: piece j is summed in the order of the ring, starting at rank j + 1 and ending at rank j, whatever the timing.
     """
-    pieces = _cut(_copy(x), shares(len(x), comm.size))
+    in_place = out is not None and out.untyped_storage()._cdata == x.untyped_storage()._cdata
+    pieces = _cut(x if in_place else _copy(x), shares(len(x), comm.size))
+    mine = pieces[comm.rank]
+    if in_place and (out.data_ptr(), out.shape) != (mine.data_ptr(), mine.shape):
+        raise ValueError(f"rank {comm.rank}: out lies in x, but is not its piece {comm.rank} of {comm.size}: give that piece, or memory of its own")
     _ring_reduce(pieces, comm, op)
-    return pieces[comm.rank].clone()
+    return out if in_place else _into(out, mine)
 
 
 @_collective
-def all_gather_ring(x: Shaped[Tensor, "share *rest"], comm: Comm, *, sizes: Sequence[int] | None = None) -> Shaped[Tensor, "rows *rest"]:
-    """The rows of all ranks, in rank order, on every rank. `sizes` are the rows that each rank brings, if they differ."""
-    whole, pieces = _gathered(x, comm, sizes)
+def all_gather_ring(
+    x: Shaped[Tensor, "share *rest"], comm: Comm, *, sizes: Sequence[int] | None = None, out: Shaped[Tensor, "rows *rest"] | None = None
+) -> Shaped[Tensor, "rows *rest"]:
+    """The rows of all ranks, in rank order, on every rank. `sizes` are the rows that each rank brings, if they differ; x may be a piece of `out`."""
+    whole, pieces = _gathered(x, comm, sizes, out)
     _ring_gather(pieces, comm)
     return whole
 
@@ -354,11 +363,11 @@ def _widths(n: int) -> list[int]:
 
 
 def _room(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _fitting(None, tuple(x.shape), x)
 
 
 def _copy(x: Tensor) -> Tensor:
-    return _room(x).copy_(x.detach())
+    return _into(None, x)
 
 
 def _cut(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -371,26 +380,39 @@ def _row_counts(sizes: Sequence[int], n: int, name: str) -> tuple[int, ...]:
     return tuple(units.whole(int(size), name) for size in sizes)
 
 
-def _gathered(x: Tensor, comm: Comm, sizes: Sequence[int] | None) -> tuple[Tensor, list[Tensor]]:
+def _gathered(x: Tensor, comm: Comm, sizes: Sequence[int] | None, out: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
     """Room for the rows of all ranks, as a whole and cut by rank, with this rank's own already in place."""
     sizes = (len(x),) * comm.size if sizes is None else _row_counts(sizes, comm.size, "sizes")
     if sizes[comm.rank] != len(x):
         raise ValueError(f"rank {comm.rank} brings {len(x)} rows, but sizes={sizes} promise {sizes[comm.rank]}: give the rows of every rank")
-    whole = x.new_empty(sum(sizes), *x.shape[1:])
+    whole = _fitting(out, (sum(sizes), *x.shape[1:]), x)
     pieces = _cut(whole, sizes)
-    pieces[comm.rank].copy_(x.detach())
+    if pieces[comm.rank].data_ptr() != x.data_ptr():
+        pieces[comm.rank].copy_(x.detach())
     return whole, pieces
 
 
 def _result(x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
     """A copy of x to work in (or `out`, filled with x), and a flat view of it."""
-    if out is None:
-        out = _copy(x)
-    elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous, {tuple(x.shape)} of {x.dtype} like x, got {tuple(out.shape)} of {out.dtype}")
-    elif out is not x:
-        out.detach().copy_(x)
+    out = _into(out, x)
     return out, out.detach().view(-1)
+
+
+def _into(out: Tensor | None, x: Tensor) -> Tensor:
+    """`out`, or a new tensor, with the values of x."""
+    out = _fitting(out, tuple(x.shape), x)
+    if out is not x:
+        out.detach().copy_(x.detach())
+    return out
+
+
+def _fitting(out: Tensor | None, shape: tuple[int, ...], x: Tensor) -> Tensor:
+    """`out`, which must be contiguous and of that shape and x's dtype, or room for it."""
+    if out is None:
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
+    if tuple(out.shape) != shape or out.dtype != x.dtype or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, {shape} of {x.dtype} like the result, got {tuple(out.shape)} of {out.dtype}")
+    return out
 
 
 # ── what each algorithm costs ──────────────────────────────────────────────────────────────────────────────────────

@@ -147,6 +147,24 @@ def test_shapes_views_out_and_autograd(algorithm):
         assert scalar.shape == () and scalar == 3 and not summed.requires_grad
 
 
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_reduce_scatter_and_all_gather_work_in_place(n):
+    def program(rank):
+        comm, i = rank.comm("dp"), rank.index
+        x = own(i, 10)
+        apart = comm.reduce_scatter(x, out=torch.empty(collectives.shares(10, n)[i], dtype=x.dtype))
+        assert torch.equal(x, own(i, 10))
+        mine = x.split(collectives.shares(10, n))[i]
+        assert comm.reduce_scatter(x, out=mine) is mine and torch.equal(mine, apart)
+        whole, address = torch.empty(10, dtype=x.dtype), x.data_ptr()
+        assert comm.all_gather(mine, sizes=collectives.shares(10, n), out=whole) is whole
+        assert comm.all_gather(mine, sizes=collectives.shares(10, n), out=x, async_op=True).wait() is x
+        assert torch.equal(x, whole) and x.data_ptr() == address
+        return whole
+
+    assert all(torch.equal(whole, sum(own(i, 10) for i in range(n))) for whole in ranks(n).run(program))
+
+
 @settings(max_examples=40)
 @given(st.data(), st.integers(1, 7), st.sampled_from(DTYPES))
 def test_rows_of_any_number_and_width(data, n, dtype):
@@ -306,6 +324,8 @@ def on_two(fn):
         (lambda: on_two(lambda comm: collectives.all_reduce_ring([1.0], comm)), "torch.as_tensor"),
         (lambda: on_two(lambda comm: collectives.all_reduce_ring(torch.ones(3), comm, out=torch.ones(4))), "out"),
         (lambda: on_two(lambda comm: collectives.reduce_scatter_ring(torch.tensor(1.0), comm)), "rows"),
+        (lambda: on_two(lambda comm: collectives.reduce_scatter_ring(x := torch.ones(4), comm, out=x[1:3])), "is not its piece 0 of 2"),
+        (lambda: on_two(lambda comm: collectives.all_gather_ring(torch.ones(3), comm, out=torch.ones(3))), "must be contiguous, (6,)"),
         (lambda: on_two(lambda comm: collectives.all_gather_ring(torch.ones(3), comm, sizes=(3,))), "names 1 ranks"),
         (lambda: on_two(lambda comm: collectives.all_gather_ring(torch.ones(3), comm, sizes=(2, 2))), "brings 3 rows"),
         (lambda: on_two(lambda comm: collectives.all_to_all_pairwise(torch.ones(3), comm, send_sizes=(1, 1))), "the 3 rows"),

@@ -244,11 +244,11 @@ class Comm:
 
     def reduce_scatter(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None, async_op: bool = False) -> Any:
         """This rank's share of the rows of the sum (or `op`) of x over all ranks."""
-        return self._collective("reduce_scatter", x, f"op={op}", lambda comm: collectives.reduce_scatter_ring(x, comm, op=op), out, async_op)
+        return self._collective("reduce_scatter", x, f"op={op}", lambda comm: collectives.reduce_scatter_ring(x, comm, op=op, out=out), None, async_op)
 
     def all_gather(self, x: Tensor, *, sizes: Sequence[int] | None = None, out: Tensor | None = None, async_op: bool = False) -> Any:
         """The rows of all ranks, in rank order, on every rank; `sizes` are the rows that each rank brings, if they differ."""
-        return self._collective("all_gather", x, _sizes(sizes), lambda comm: collectives.all_gather_ring(x, comm, sizes=sizes), out, async_op)
+        return self._collective("all_gather", x, _sizes(sizes), lambda comm: collectives.all_gather_ring(x, comm, sizes=sizes, out=out), None, async_op)
 
     def broadcast(self, x: Tensor, src: int = 0, *, out: Tensor | None = None, async_op: bool = False) -> Any:
         """Rank `src`'s x, on every rank; elsewhere only the shape and dtype of x matter."""
