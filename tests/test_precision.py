@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from labutils import floats, precision
 from labutils.floats import FloatFormat
+from labutils.precision import rounding
 
 PEERS = {
     floats.FP16: np.float16,
@@ -195,7 +196,7 @@ class TestStochastic:
         x = torch.randn(1000, generator=torch.Generator().manual_seed(2))
         draw = lambda: precision.round_to(x, "e4m3", mode="stochastic", generator=torch.Generator().manual_seed(3))  # noqa: E731
         whole = draw()
-        monkeypatch.setattr(precision, "CHUNK", 16)
+        monkeypatch.setattr(rounding, "CHUNK", 16)
         assert torch.equal(draw(), whole)
 
 
@@ -209,7 +210,7 @@ def test_any_shape_keeps_shape_and_dtype(shape):
 
 
 def test_views_chunks_and_the_input_stays_as_it_was(monkeypatch):
-    monkeypatch.setattr(precision, "CHUNK", 7)
+    monkeypatch.setattr(rounding, "CHUNK", 7)
     x = torch.linspace(-500, 500, 60).view(6, 10)
     before = x.clone()
     expected = torch.tensor([[floats.E4M3.round(v) for v in row] for row in x.tolist()])
