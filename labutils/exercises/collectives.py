@@ -89,6 +89,11 @@ def _diagnose(n: int, length: int, results: list[Tensor]) -> None:
             f"{case}: on every rank its own values are in the sum twice",
             "Did you begin with your own tensor and add it again, as the last thing to arrive? A piece is complete after N − 1 hops, not N.",
         )
+    if all(sum(count) == 1 for rows in counts for count in rows):
+        raise Failed(
+            f"{case}: no element is a sum, each holds one rank's own values",
+            "Does the first round add (reduce='sum')? And does the second begin with the piece that is complete, or does it overwrite that one?",
+        )
     finished = [sum(count == [1] * n for count in rows) for rows in counts]
     if max(finished) <= math.ceil(length / n) and all(finished):
         raise Failed(
@@ -225,6 +230,14 @@ def _off_by_one(x, comm):
     return _ring(x, comm, slip=1)
 
 
+def _never_adds(x, comm):
+    n, i, x = comm.size, comm.rank, x.clone()
+    pieces = _pieces(x, n)
+    for hop in range(2 * (n - 1)):
+        comm.send_recv(pieces[(i - hop) % n], (i + 1) % n, pieces[(i - 1 - hop) % n], (i - 1) % n)
+    return x
+
+
 def _only_reduce_scatter(x, comm):
     return _ring(x, comm, gather=False)
 
@@ -299,6 +312,7 @@ RING = Exercise(
         Wrong("through rank 0", collectives.all_reduce_naive, "bytes sent", "through one rank"),
         Wrong("own values twice", _own_twice, "values", "twice"),
         Wrong("off by one piece", _off_by_one, "values", "off-by-one"),
+        Wrong("never adds", _never_adds, "values", "Does the first round add"),
         Wrong("first half only", _only_reduce_scatter, "values", "reduce-scatter"),
         Wrong("mean", _mean, "values", "All-reduce sums"),
         Wrong("only rank 0", _only_rank_0, "values", "only rank 0"),

@@ -118,7 +118,7 @@ reveal("sends-first/ranks-that-get-past", ranks=0)
 
 # %%
 def pass_right(x: torch.Tensor, comm) -> torch.Tensor:
-    """What the rank before this one holds: everybody passes x to rank + 1, the last rank to rank 0."""
+    """What the rank before this one holds: all pass x to rank + 1, and the last to rank 0."""
     raise NotImplementedError
 
 
@@ -162,12 +162,17 @@ except MismatchError as error:
 
 # %%
 def run(algorithm, numel=1_000_000, ranks=8, engine="threads"):
-    """What every rank returned, and the trace of messages, when rank r starts with `numel` fp32 numbers r + 1."""
+    """What every rank returned, and the trace of messages, when rank r holds the number r + 1.
+
+    It holds it `numel` times, in fp32; in a gather only as often as its share says.
+    """
 
     def program(rank):
+        collective, comm = getattr(collectives, algorithm), rank.comm("dp")
         x, sizes = torch.full((numel,), rank.index + 1.0), collectives.shares(numel, ranks)
-        extra = {"sizes": sizes} if "gather" in algorithm else {}
-        return getattr(collectives, algorithm)(x[: sizes[rank.index]] if extra else x, rank.comm("dp"), **extra)
+        if "gather" in algorithm:
+            return collective(x[: sizes[rank.index]], comm, sizes=sizes)
+        return collective(x, comm)
 
     with World(ranks, engine) as several:
         return several.run(program), several.trace
@@ -178,7 +183,7 @@ _, star = run("broadcast_star")
 plots.messages(star)
 
 # %% [markdown]
-# Seven steps, and in each of them six ranks have nothing to do. But from the first step on, *two* ranks have the tensor. Let both pass it on, then all
+# Seven steps, and in each of them six ranks have nothing to do. But after the first step *two* ranks have the tensor. Let both pass it on, then all
 # four that have it, and so on.
 #
 # How many steps does that take for 1000 ranks?
@@ -307,16 +312,25 @@ explore(who_sends, collective=list(collectives.FORMULAS), ranks=[2, 4, 6, 8])
 # %%
 def row(algorithm):
     results, trace = run(algorithm, numel=6_000_000, ranks=4)
-    held = Ledger(Line("result", 0 if y is None else y.nbytes, rank=rank) for rank, y in enumerate(results))
-    amounts = trace.sent.total, max(trace.sent.by("rank").values()), max(trace.received.by("rank").values())
+    held = held_by(results)
+    busiest = [max(way.by("rank").values()) for way in (trace.sent, trace.received)]
     held_MB = " ".join(f"{nbytes / 1e6:g}" for nbytes in held.by("rank").values())
-    sent_, held_ = (formula(algorithm, nbytes=24e6, n=4) for formula in (collectives.sent, collectives.held))
-    unexplained = sent_.diff(trace.sent).unexplained + held_.diff(held).unexplained
-    columns = "".join(f"{units.text(amount):>9}" for amount in amounts)
+    unexplained = sum(bytes_unexplained(algorithm, trace, held, nbytes=24e6, n=4))
+    columns = "".join(f"{units.text(amount):>9}" for amount in (trace.sent.total, *busiest))
     return f"{algorithm:28}{columns}{held_MB:>14}{trace.steps:6}{unexplained:13}"
 
 
-print(f"{'':28}{'in all':>9}{'sends':>9}{'receives':>9}{'held in MB':>14}{'steps':>6}{'unexplained':>13}")
+def held_by(results):
+    amounts = [0 if y is None else y.nbytes for y in results]
+    return Ledger(Line("result", nbytes, rank=rank) for rank, nbytes in enumerate(amounts))
+
+
+def bytes_unexplained(algorithm, trace, held, **sizes):
+    sent = collectives.sent(algorithm, **sizes).diff(trace.sent)
+    return sent.unexplained, collectives.held(algorithm, **sizes).diff(held).unexplained
+
+
+print(f"{'in all':>37}{'sends':>9}{'receives':>9}{'held in MB':>14}{'steps':>6}{'unexplained':>13}")
 for algorithm in collectives.FORMULAS:
     print(row(algorithm))
 
@@ -346,7 +360,7 @@ predict("all-reduce/bytes-per-rank", MB=64)
 #
 # $$ 2\,\frac{N-1}{N}\,S \;=\; 2\cdot\tfrac{3}{4}\cdot 64\ \text{MB} \;=\; 96\ \text{MB}, $$
 #
-# whatever its number, and hardly more on a thousand ranks than on four.
+# whatever its number. On a thousand ranks it would be 128 MB, twice the tensor, and never more.
 
 # %%
 sent = {way: run(f"all_reduce_{way}", 16_000_000, ranks=4)[1].sent for way in ("naive", "ring")}
@@ -377,10 +391,8 @@ reveal("all-reduce/bytes-per-rank", MB=96)
 # %%
 def three_results(algorithm):
     results, trace = run(algorithm, 1_000_003, ranks=4)
-    sizes = dict(nbytes=4 * 1_000_003, n=4)
-    held = Ledger(Line("result", y.nbytes, rank=rank) for rank, y in enumerate(results))
     equal = all(bool((y == 1 + 2 + 3 + 4).all()) for y in results)
-    return equal, collectives.sent(algorithm, **sizes).diff(trace.sent).unexplained, collectives.held(algorithm, **sizes).diff(held).unexplained
+    return equal, *bytes_unexplained(algorithm, trace, held_by(results), nbytes=4 * 1_000_003, n=4)
 
 
 {algorithm: three_results(algorithm) for algorithm in collectives.ALL_REDUCES}
@@ -441,7 +453,8 @@ def published_ring(x, comm):
 def published_test(all_reduce, world):
     results = world.run(lambda rank: all_reduce(torch.arange(8.0) + rank.index, rank.comm("dp")))
     expected = sum(torch.arange(8.0) + rank for rank in range(world.size))
-    return [] if all(torch.equal(y, expected) for y in results) else ["some rank does not hold the sum"]
+    right = all(torch.equal(y, expected) for y in results)
+    return [] if right else ["some rank does not hold the sum"]
 
 
 published_test(published_ring, World(8))
@@ -512,7 +525,8 @@ link = Link(latency=10e-6, bandwidth=10e9)
 for algorithm in collectives.ALL_REDUCES:
     _, trace = run(algorithm)
     formula, replay = collectives.cost(algorithm, 4e6, 8, link), trace.makespan(link)
-    print(f"{algorithm:28} formula {units.text(formula, 's'):>8}   replay {units.text(replay, 's'):>8}")
+    both = f"formula {units.text(formula, 's'):>8}   replay {units.text(replay, 's'):>8}"
+    print(f"{algorithm:28} {both}")
 
 # %% [markdown]
 # Six ranks, and links of 10 µs and 10 GB/s. From which message size on is the ring the fastest? Guess before you look.
@@ -523,7 +537,12 @@ predict("all-reduce/ring-wins-from", kB=64)
 
 # %%
 def curves(ranks, link, sizes):
-    return {name.removeprefix("all_reduce_"): [collectives.cost(name, size, ranks, link) for size in sizes] for name in collectives.ALL_REDUCES}
+    """Seconds that each all-reduce needs, by its short name."""
+    times = {}
+    for name in collectives.ALL_REDUCES:
+        short = name.removeprefix("all_reduce_")
+        times[short] = [collectives.cost(name, size, ranks, link) for size in sizes]
+    return times
 
 
 sizes = [10 ** (k / 10) for k in range(18, 91)]
@@ -534,8 +553,9 @@ where = collectives.crossover("all_reduce_ring", "all_reduce_halving_doubling", 
 reveal("all-reduce/ring-wins-from", kB=round(where / 1000, 1))
 
 # %% [markdown]
-# Setting the two costs equal gives the place: the steps that the ring has too many, times λ · bw, over the bytes that it has too few. The product λ · bw
-# is what a link could have sent while the first byte was on its way, here 100 kB. Far below it only steps count, far above it only bytes.
+# Setting the two costs equal gives the place. On six ranks the ring takes 10 steps and 5/3 S one after the other; halving–doubling, which first folds
+# six ranks into four, takes 6 and 7/2 S: they meet at S = (10 − 6) · λ · bw / (7/2 − 5/3). The product λ · bw is what a link could have sent while the first byte was on its
+# way, here 100 kB. Far below it only steps count, far above it only bytes.
 #
 # And on eight ranks?
 
@@ -555,7 +575,8 @@ def bytes_on_links(trace):
     return sum(m.nbytes * min((m.to - m.source) % n, (m.source - m.to) % n) for m in trace.messages)
 
 
-{name: units.text(bytes_on_links(run(f"all_reduce_{name}")[1])) for name in ("ring", "halving_doubling")}
+for name in ("ring", "halving_doubling"):
+    print(name, units.text(bytes_on_links(run(f"all_reduce_{name}")[1])))
 
 # %% [markdown]
 # Three times as much, and the factor grows with N. A ring talks to neighbors alone, so it fits any network that has a cycle in it; it needs no power of
@@ -570,9 +591,11 @@ def bytes_on_links(trace):
 
 # %%
 def same_on_both(algorithm):
-    (results, trace), (on_processes, counted) = (run(algorithm, 10, 4, engine) for engine in ("threads", "processes"))
-    held = all(x is y is None or torch.equal(x, y) for x, y in zip(results, on_processes, strict=True))
-    return held, trace.sent.diff(counted.sent).unexplained
+    on_threads, trace = run(algorithm, 10, 4, "threads")
+    on_processes, counted = run(algorithm, 10, 4, "processes")
+    pairs = zip(on_threads, on_processes, strict=True)
+    equal = all(x is y is None or torch.equal(x, y) for x, y in pairs)
+    return equal, trace.sent.diff(counted.sent).unexplained
 
 
 {algorithm: same_on_both(algorithm) for algorithm in collectives.FORMULAS}
@@ -590,7 +613,7 @@ collectives.predict_all_reduce("ring", nbytes=40, n=4).diff(processes.ledger)
 
 
 # %%
-def seconds(program, nbytes, repeats=5):
+def seconds(program, nbytes, repeats=15):
     """Median over repeats of the time that the slowest rank needs for program(x, comm)."""
 
     def timed(rank):
@@ -606,28 +629,33 @@ def seconds(program, nbytes, repeats=5):
 
 
 def pass_on(x, comm):
-    comm.send_recv(x, (comm.rank + 1) % comm.size, torch.empty_like(x), (comm.rank - 1) % comm.size)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    comm.send_recv(x, right, torch.empty_like(x), left)
 
 
 # %% tags=["nbval-ignore-output"]
 latency = seconds(pass_on, 4)
 here = Link(latency, 16e6 / max(seconds(pass_on, 16_000_000) - latency, 1e-9))
-print(f"latency {units.text(here.latency, 's')}, bandwidth {units.text(here.bandwidth, 'B/s')} for each rank, all at once")
+print("latency", units.text(here.latency, "s"))
+print("bandwidth", units.text(here.bandwidth, "B/s"), "for each rank, all at once")
 
 # %% [markdown]
 # With these two numbers the model predicts every algorithm at every size. Lines are predictions, dots are measurements on four processes.
 
 # %% tags=["nbval-ignore-output"]
-sizes = [4**k for k in range(2, 13)]
-measured = {
-    name.removeprefix("all_reduce_"): (sizes[::2], [seconds(getattr(collectives, name), size) for size in sizes[::2]]) for name in collectives.ALL_REDUCES
-}
-plots.cost_curves(sizes, measured=measured, **curves(4, here, sizes), title="The model of one link a rank, and four processes that share a laptop")
+sizes, measured = [4**k for k in range(2, 13)], {}
+for name in collectives.ALL_REDUCES:
+    times = [seconds(getattr(collectives, name), size) for size in sizes[::2]]
+    measured[name.removeprefix("all_reduce_")] = sizes[::2], times
+
+title = "Lines: a link for every rank. Dots: four processes that share a laptop"
+plots.cost_curves(sizes, measured=measured, **curves(4, here, sizes), title=title)
 
 # %% [markdown]
 # Where the dots leave their lines, ask what the ranks share. In the model every rank has a link of its own; these processes share a few cores and one memory.
 # Small messages: λ was measured while all four talked at once, but in a naive or tree step only some ranks are awake, and wait for nobody.
-# Large messages: the naive way does not fall as far behind as its line, since its *total* is the ring's, and what all ranks share is paid by the total.
+# Large messages: the naive way and the tree do not fall as far behind as their lines, since their *totals* are the ring's, and what all ranks share is
+# paid by the total.
 # Give each rank a device and a link, and the lines are what you get.
 #
 # A benchmark on one machine therefore says little about the algorithm on a cluster; a count of bytes says the same on both.
@@ -651,10 +679,11 @@ def step(level):
 plots.comm_bars(**{f"level {level}": step(level) for level in range(4)})
 
 # %% [markdown]
-# Level 0 is one all-reduce of the gradients; levels 1 and 2 split it into its halves, so sharding the optimizer and the gradients is free; level 3 gathers
-# the weights once more, half as much again.
+# Level 0 is one all-reduce of the gradients; levels 1 and 2 split it into its halves, so sharding the optimizer and the gradients costs no byte;
+# level 3 gathers the weights once more, half as much again.
 #
-# On a mesh each axis has its own traffic. Llama-3.1-8B with 4096 tokens a sequence, on 8 tensor-parallel × 4 data-parallel ranks:
+# On a mesh each axis has its own traffic. Llama-3.1-8B on 8 tensor-parallel × 4 data-parallel ranks, eight micro-batches of one sequence of 4096
+# tokens:
 
 # %%
 llama = dataclasses.replace(ModelConfig.named("llama-3.1-8b"), seq_len=4096)
@@ -674,16 +703,17 @@ books = collectives.predict(llama, train, Mesh(dp=4, tp=8)).only(rank=0)
 
 # %%
 def contest(ranks=6, size=2**20, latency=10, bandwidth=10):
-    """The four all-reduces on links of `latency` µs and `bandwidth` GB/s, with dots at the chosen size."""
+    """The four all-reduces on links of `latency` µs and `bandwidth` GB/s, dots at the chosen size."""
     link, sizes = Link(latency * 1e-6, bandwidth * 1e9), [10 ** (k / 10) for k in range(18, 91)]
-    dots = {name.removeprefix("all_reduce_"): ([size], [collectives.cost(name, size, ranks, link)]) for name in collectives.ALL_REDUCES}
+    dots = {name: ([size], times) for name, times in curves(ranks, link, [size]).items()}
     winner = collectives.fastest(size, ranks, link).removeprefix("all_reduce_")
     times = units.text(dots[winner][1][0], "s")
     title = f"{units.text(size)} on {ranks} ranks: {winner.replace('_', '-')} wins with {times}"
     return plots.cost_curves(sizes, measured=dots, title=title, **curves(ranks, link, sizes))
 
 
-explore(contest, states=36, ranks=[6, 8, 1000], size=log(2**10, 2**30, 2, unit="B"), latency=[1, 10], bandwidth=[10, 100])
+size = log(2**10, 2**30, 2, unit="B")
+explore(contest, states=36, ranks=[6, 8, 1000], size=size, latency=[1, 10], bandwidth=[10, 100])
 
 # %% [markdown]
 # ## In practice
@@ -694,26 +724,29 @@ explore(contest, states=36, ranks=[6, 8, 1000], size=log(2**10, 2**30, 2, unit="
 # algorithm bandwidth.
 #
 # The plain tree never won above: halving–doubling takes as many steps and carries less. NCCL's trees are *pipelined*: chunks follow each other up and
-# down, so such a tree carries about 2S instead of 2⌈log₂ N⌉ S. With that term, the place where the ring takes over moves out as N grows:
+# down, so such a tree carries about 2S at best, instead of 2⌈log₂ N⌉ S. With that term, the place where the ring takes over moves out as N grows:
 
 # %%
 for ranks in (8, 64, 512):
-    steps_saved = collectives.steps("all_reduce_ring", ranks) - collectives.steps("all_reduce_tree", ranks)
+    ring, tree = (collectives.steps(f"all_reduce_{name}", ranks) for name in ("ring", "tree"))
     bytes_added = 2 - collectives.FORMULAS["all_reduce_ring"].share(ranks)
-    print(f"{ranks:4} ranks: the ring beats a pipelined tree from {units.text(steps_saved * link.latency * link.bandwidth / bytes_added)} on")
+    place = units.text((ring - tree) * link.latency * link.bandwidth / bytes_added)
+    print(f"{ranks:4} ranks: the ring beats a pipelined tree from {place} on")
 
 # %% [markdown]
 # **NVLink and the switch.** Inside a machine with NVLink switches that can add (NVLS, "NVLink SHARP"), and between machines with switches that can
-# (CollNet, "SHARP"), a rank sends its tensor once and the network returns the sum. The bus factor becomes (n − 1)/(n + 1) in nccl-tests.
+# (CollNet, "SHARP"), a rank sends its tensor once and the network returns the sum. For such an all-reduce nccl-tests gives the factor (n − 1)/(n + 1).
 #
 # **Reading nccl-tests.** `algbw` is S / t. `busbw` multiplies by the bytes that a link must carry at least, and is comparable with a data sheet for any
 # number of ranks. Eight ranks, links of 10 GB/s without latency (for broadcast and reduce the factor is 1):
 
 # %%
-for op, algorithm in {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring", "all_to_all": "pairwise"}.items():
-    seconds_ = collectives.cost(f"{op}_{algorithm}", 1e9, 8, Link(0, 10e9))
-    rates = collectives.algbw(1e9, seconds_), collectives.busbw(op, 1e9, seconds_, 8)
-    print(f"{op:15} algbw {units.text(rates[0], 'B/s'):>9} × {collectives.bus_factor(op, 8)!s:>3} = busbw {units.text(rates[1], 'B/s')}")
+ways = ("all_reduce_ring", "reduce_scatter_ring", "all_gather_ring", "all_to_all_pairwise")
+for op, _, way in (name.rpartition("_") for name in ways):
+    t = collectives.cost(f"{op}_{way}", 1e9, 8, Link(0, 10e9))
+    algbw, busbw = collectives.algbw(1e9, t), collectives.busbw(op, 1e9, t, 8)
+    factor = f"{units.text(algbw, 'B/s'):>9} × {collectives.bus_factor(op, 8)!s:>3}"
+    print(f"{op:15} algbw {factor} = busbw {units.text(busbw, 'B/s')}")
 
 # %% [markdown]
 # | you want | you set |
@@ -721,7 +754,7 @@ for op, algorithm in {"all_reduce": "ring", "reduce_scatter": "ring", "all_gathe
 # | to see what NCCL chose | `NCCL_DEBUG=INFO`, `NCCL_DEBUG_SUBSYS=INIT,TUNING` |
 # | to force it, for an experiment | `NCCL_ALGO=Ring` or `Tree` (by version also `CollnetChain`, `NVLS`, …), `NCCL_PROTO=Simple`, `LL`, `LL128` |
 # | the right network card | `NCCL_SOCKET_IFNAME`, `NCCL_IB_HCA`; `GLOO_SOCKET_IFNAME` for gloo |
-# | to know who hangs | `TORCH_NCCL_TRACE_BUFFER_SIZE` with `TORCH_NCCL_DUMP_ON_TIMEOUT` (the flight recorder), `TORCH_NCCL_DESYNC_DEBUG` |
+# | to know who hangs | `TORCH_FR_BUFFER_SIZE` (before: `TORCH_NCCL_TRACE_BUFFER_SIZE`) with `TORCH_NCCL_DUMP_ON_TIMEOUT` (the flight recorder), `TORCH_NCCL_DESYNC_DEBUG` |
 # | to catch mismatched collectives | `TORCH_DISTRIBUTED_DEBUG=DETAIL`; `dist.monitored_barrier()` on gloo |
 # | in-place, asynchronous, a mean | torch's calls write into their input; `async_op=True` returns a `Work`; `ReduceOp.AVG` exists for NCCL only |
 #
@@ -752,30 +785,34 @@ for op, algorithm in {"all_reduce": "ring", "reduce_scatter": "ring", "all_gathe
 # %% [markdown]
 # ## Errata
 #
-# **Totals that look like loads.** A widely read chapter (S0) lists the volume of each collective in a column headed "Storage Size". It is no storage: it
+# **Totals that look like loads.** A widely read chapter lists the volume of each collective in a column headed "Storage Size". It is no storage: it
 # is the sum over all links. For N = 4 and Φ = 240 elements of 1 byte, totals beside what the busiest rank sends or receives:
 
 # %%
 table = {
-    "broadcast_star": "(N − 1)·Φ", "scatter_star": "(N − 1)/N·Φ", "reduce_star": "(N − 1)·Φ", "gather_star": "(N − 1)/N·Φ",
-    "all_gather_ring": "(N − 1)·Φ", "reduce_scatter_ring": "(N − 1)·Φ", "all_reduce_naive": "2(N − 1)·Φ", "all_reduce_ring": "2(N − 1)·Φ",
+    "broadcast_star": "(N − 1)·Φ", "scatter_star": "(N − 1)/N·Φ",
+    "reduce_star": "(N − 1)·Φ", "gather_star": "(N − 1)/N·Φ",
+    "all_gather_ring": "(N − 1)·Φ", "reduce_scatter_ring": "(N − 1)·Φ",
+    "all_reduce_naive": "2(N − 1)·Φ", "all_reduce_ring": "2(N − 1)·Φ",
 }  # fmt: skip
 for algorithm, published in table.items():
     _, trace = run(algorithm, 60, ranks=4)
-    busiest = max([*trace.sent.by("rank").values(), *trace.received.by("rank").values()])
-    print(f"{algorithm:20} published {published:12} counted in all {trace.sent.total:5}   busiest rank {busiest:4}")
+    busiest = max(max(way.by("rank").values()) for way in (trace.sent, trace.received))
+    counted = f"in all {trace.sent.total:5}   busiest rank {busiest:4}"
+    print(f"{algorithm:20} published {published:12} {counted}")
 
 # %% [markdown]
 # Every published entry is right as a *total*, and the last two rows are equal: the table shows no reason to use a ring. The busiest rank is the reason.
 #
-# **"Each device broadcasts its part to one device"** (S0, on gather): a message to one rank is a send. A broadcast by each of N ranks would be an
+# **"Each device broadcasts its part to one device"** (the same, on gather): a message to one rank is a send. A broadcast by each of N ranks would be an
 # all-gather, in which every rank sends N − 1 times as much:
 
 # %%
-[max(run(way, 60, ranks=4)[1].sent.by("rank").values()) for way in ("gather_star", "all_gather_ring")]
+ways = ("gather_star", "all_gather_ring")
+[max(run(way, 60, ranks=4)[1].sent.by("rank").values()) for way in ways]
 
 # %% [markdown]
-# **"Gradients are synchronized by all-reduce"** (S1) leaves out a division. All-reduce *sums*; the mean that you would get from one large batch is that
+# **"Gradients are synchronized by all-reduce"** leaves out a division. All-reduce *sums*; the mean that you would get from one large batch is that
 # sum over N. Whoever forgets it trains SGD with N times the learning rate.
 #
 # **A ring of whole tensors** (a published course, exercise 7.4): 2(N − 1)S a rank instead of 2(N − 1)S/N, N times too much, and a value test cannot see it.
