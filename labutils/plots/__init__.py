@@ -3,6 +3,7 @@
 from labutils.plots.attention import growth, roofline, tile_walk, traffic_bars
 from labutils.plots.communication import comm_bars, cost_curves, messages, ring_animation
 from labutils.plots.curves import curves
+from labutils.plots.data_parallel import bucket_animation, overlap
 from labutils.plots.formats import bits, dynamic_range, number_line, relative_error
 from labutils.plots.memory import memory_bars, memory_timeline
 from labutils.plots.picture import Animation, Picture
@@ -14,6 +15,7 @@ __all__ = [
     "Animation",
     "Picture",
     "bits",
+    "bucket_animation",
     "comm_bars",
     "cost_curves",
     "curves",
@@ -25,6 +27,7 @@ __all__ = [
     "memory_timeline",
     "messages",
     "number_line",
+    "overlap",
     "plan_animation",
     "plan_maps",
     "relative_error",
