@@ -22,9 +22,7 @@ def test_bars_name_the_ratio_and_the_guess():
     assert "guess" not in plots.traffic_bars(tiled=LOADS, guess="many").alt
 
 
-def test_growth_and_roofline_say_their_ends():
-    grown = plots.growth([1, 10], title="t", line=[5.0, 50.0], measured={"line": ([1], [5.0])})
-    assert "line: 5 B at 1, 50 B at 10" in grown.alt
+def test_a_roofline_says_its_ridge():
     roof = plots.roofline({"toy": (100.0, 10.0)}, {"lean": (10.0, 10.0), "rich": (1000.0, 10.0)})
     assert "ridge at 10" in roof.alt and roof.figure.texts[0].get_text() == "On toy, lean waits for memory"
 
@@ -36,9 +34,6 @@ def test_growth_and_roofline_say_their_ends():
         (lambda: plots.tile_walk([(slice(0, 1), slice(0, 1))], s_q=99, s_k=99), "too many"),
         (lambda: plots.traffic_bars(), "at least one ledger"),
         (lambda: plots.traffic_bars(x=Ledger([Line("a", 1, component="kept")])), "'load' or 'store'"),
-        (lambda: plots.growth([1], title="t"), "at least one row"),
-        (lambda: plots.growth([1, 2], title="t", line=[1.0]), "as many amounts"),
-        (lambda: plots.growth([0], title="t", line=[1.0]), "above 0"),
         (lambda: plots.roofline({}, {"x": (1.0, 1.0)}), "at least one roof"),
         (lambda: plots.roofline({"r": (1.0, 1.0)}, {"x": (0.0, 1.0)}), "above 0"),
     ],

@@ -282,6 +282,12 @@ def test_a_band_spans_the_runs():
     assert picture.figure.axes[0].lines[0].get_ydata().tolist() == [2, 4]
 
 
+def test_a_series_may_have_places_of_its_own_and_y_a_unit():
+    picture = plots.curves(title="t", measured={"line": ([1], [5.0])}, xlabel="x", ylabel="y", unit="B", log="xy", line=([1, 10], [5.0, 50_000.0]))
+    assert picture.alt == "t. y against x. line goes from 5 B at 1 to 50.0 kB at 10; line, measured: 5 B."
+    assert [line.get_xydata().tolist() for line in picture.figure.axes[0].lines] == [[[1, 5], [10, 50_000]], [[1, 5]]]
+
+
 BAD = {
     "no ledger": (lambda: plots.memory_bars(), "at least one ledger"),
     "not a ledger": (lambda: plots.memory_bars(a=3), "a: a bar is drawn from a Ledger, got int"),
@@ -299,6 +305,9 @@ BAD = {
     "measured without a line": (lambda: plots.cost_curves([1, 2], measured={"tree": ([1], [1])}, ring=[1.0, 2.0]), "measured tree"),
     "runs of two lengths": (lambda: plots.curves([0, 1], title="t", a=[[1, 2], [1]], **EASY), "a: a series is"),
     "a short series": (lambda: plots.curves([0, 1], title="t", a=[1], **EASY), "a: 2 places on x"),
+    "no series": (lambda: plots.curves([0, 1], title="t", **EASY), "at least one series"),
+    "no place": (lambda: plots.curves(title="t", a=[1, 2], **EASY), "a: 0 places on x"),
+    "0 on a logarithmic axis": (lambda: plots.curves([0, 1], title="t", log="x", a=[1, 2], **EASY), "above 0, got 0 on x"),
     "an unknown axis": (lambda: plots.curves([0, 1], title="t", log="z", a=[1, 2], **EASY), "'z'"),
     "a frame without label": (lambda: plots.Animation(["<svg></svg>"], [], "alt"), "1 frames and 0 labels"),
     "no frame": (lambda: plots.Animation([], [], "alt"), "at least one frame"),

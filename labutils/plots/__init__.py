@@ -1,6 +1,6 @@
 """One function per picture, one palette. Each returns a `Picture` or an `Animation` whose title states the finding."""
 
-from labutils.plots.attention import growth, roofline, tile_walk, traffic_bars
+from labutils.plots.attention import roofline, tile_walk, traffic_bars
 from labutils.plots.communication import comm_bars, cost_curves, messages, ring_animation
 from labutils.plots.curves import curves
 from labutils.plots.data_parallel import bucket_animation, overlap
@@ -9,7 +9,7 @@ from labutils.plots.memory import memory_bars, memory_timeline
 from labutils.plots.picture import Animation, Picture
 from labutils.plots.recomputation import plan_animation, plan_maps, token_weights, trade_off
 from labutils.plots.sums import running_sums
-from labutils.plots.training import gradient_noise, loss_curves
+from labutils.plots.training import gradient_noise
 
 __all__ = [
     "Animation",
@@ -21,8 +21,6 @@ __all__ = [
     "curves",
     "dynamic_range",
     "gradient_noise",
-    "growth",
-    "loss_curves",
     "memory_bars",
     "memory_timeline",
     "messages",

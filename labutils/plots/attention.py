@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import NullFormatter
 
 from labutils import units
 from labutils.ledger import Ledger
@@ -123,46 +123,6 @@ def traffic_bars(*, guess: float | None = None, title: str | None = None, **ledg
     told = "; ".join(f"{name}: {units.text(totals[name])}" for name in moved)
     aside = f" Your guess: {units.text(guess)}." if guessed else ""
     return Picture(figure, f"Bars of bytes moved between slow and fast memory. {told}.{aside}")
-
-
-@style.drawn
-def growth(
-    sizes: Sequence[int],
-    *,
-    measured: Mapping[str, tuple[Sequence[int], Sequence[float]]] | None = None,
-    xlabel: str = "sequence length s",
-    ylabel: str = "bytes",
-    unit: str = "B",
-    title: str,
-    **amounts: Sequence[float],
-) -> Picture:
-    """How amounts of `unit` grow with a size: a line for each formula, both axes logarithmic; `measured` holds (sizes, amounts) as filled markers."""
-    points = {name.replace("_", " "): pair for name, pair in (measured or {}).items()}
-    curves = {name.replace("_", " "): (list(sizes), list(values)) for name, values in amounts.items()}
-    shown = {**points, **curves}
-    if not shown:
-        raise ValueError("growth needs at least one row of amounts: growth(sizes, plain=[…], title=…)")
-    for name, (xs, ys) in {**shown, **points}.items():
-        if len(xs) != len(ys) or not len(xs) or min(*xs, *ys) <= 0:
-            raise ValueError(f"{name}: logarithmic axes need as many amounts as sizes, all above 0")
-    colors = dict(zip(shown, style.SERIES * len(shown), strict=False))
-    right = max(style.width_of(name, weight="bold") for name in shown) + 0.3
-    figure, axes = style.canvas(title, height=2.6, left=0.85, right=right, top=0.12, xlabel=xlabel, ylabel=ylabel)
-    for name, (xs, ys) in curves.items():
-        axes.plot(xs, ys, color=colors[name])
-    for name, (xs, ys) in points.items():
-        axes.plot(xs, ys, "o", color=colors[name], markeredgecolor=style.INK, markeredgewidth=0.7, clip_on=False, zorder=3)
-    axes.set(xscale="log", yscale="log")
-    every = sorted({x for xs, _ in shown.values() for x in xs})
-    axes.xaxis.set_major_locator(FixedLocator(every if len(every) <= 8 else every[:: -(-len(every) // 8)]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}".replace(",", " "))
-    axes.yaxis.set_major_locator(LogLocator(base=10, numticks=9))
-    style.in_units(axes.yaxis, unit)
-    axes.set_xlim(every[0] / 1.05, every[-1] * 1.05)
-    style.name_ends(axes, {name: (xs[-1], ys[-1]) for name, (xs, ys) in shown.items()}, colors)
-    told = "; ".join(f"{name}: {units.text(ys[0], unit)} at {xs[0]}, {units.text(ys[-1], unit)} at {xs[-1]}" for name, (xs, ys) in shown.items())
-    return Picture(figure, f"Amounts against {xlabel}, both axes logarithmic. {told}.")
 
 
 @style.drawn

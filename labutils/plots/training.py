@@ -47,30 +47,3 @@ def gradient_noise(measured: Mapping[int, Sequence[float]], *, noise: float, sig
         f"{repeats} batches of each size, on logarithmic axes. The means lie on a falling straight line, noise divided by batch size. It meets the squared "
         f"length of the gradient itself at a batch of about {even:.2g} sequences.",
     )
-
-
-@style.drawn
-def loss_curves(runs: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, xlabel: str, title: str, ylabel: str = "loss (nats per token)") -> Picture:
-    """A curve for each run, given as (places, losses) under its name, which stands at its end; `title` is the finding, because only you know it."""
-    if not runs:
-        raise ValueError('loss_curves needs at least one run: loss_curves({"batch 8": (tokens, losses)}, …)')
-    for name, (places, losses) in runs.items():
-        if len(places) != len(losses) or not len(places):
-            raise ValueError(f"{name}: each loss needs its place, got {len(places)} places and {len(losses)} losses")
-    right = 0.2 + max(style.width_of(name) for name in runs)
-    figure, axes = style.canvas(title, xlabel=xlabel, ylabel=ylabel, right=right)
-    low = min(min(losses) for _, losses in runs.values())
-    high = max(max(losses) for _, losses in runs.values())
-    axes.set_ylim(low - 0.05 * (high - low) if low > 0 else low, high * 1.03)
-    floor, ceiling = axes.get_ylim()
-    _, height = style.inches(axes)
-    ends = [(losses[-1] - floor) / (ceiling - floor) * height for _, losses in runs.values()]
-    spots = style.spread(ends, [0.17] * len(runs), 0, height)
-    for (name, (places, losses)), color, spot in zip(runs.items(), style.SERIES * len(runs), spots, strict=False):
-        axes.plot(places, losses, color=color)
-        last = max(places[-1] for places, _ in runs.values())
-        axes.text(last, floor + spot / height * (ceiling - floor), f" {name}", color=color, va="center")
-    axes.set_xlim(0, max(places[-1] for places, _ in runs.values()))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    order = "; ".join(name for name, _ in sorted(runs.items(), key=lambda run: run[1][1][-1]))
-    return Picture(figure, f"Curves of the {ylabel} against the {xlabel}. In the end, from the lowest to the highest: {order}.")

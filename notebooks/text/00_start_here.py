@@ -472,7 +472,7 @@ def curve(batch: int, total: int = 4096) -> tuple[list[int], list[float]]:
 
 curves = {f"batch {B}, {4096 // B:,} steps": curve(B) for B in (4, 16, 64, 256)}
 title = "For the same tokens, small batches learn more; large batches need fewer steps"
-plots.loss_curves(curves, xlabel="tokens seen", title=title)
+plots.curves(xlabel="tokens seen", ylabel="loss (nats per token)", title=title, **curves)
 
 # %% [markdown]
 # The widest gap opens between 16 and 64 sequences, on the two sides of the crossing. Read the curves both ways. If tokens are what you pay for, the

@@ -132,9 +132,9 @@ formula = {
     "textbook": [4 * a * (3 * s * s + 2 * s * d) for s in long],
     "tiled": [4 * a * (4 * s * d + 3 * s + 2 * block * block + 2 * block * d + block) for s in long],
 }
-plots.growth(
-    long, title="Three s × s tensors at once, against four s × d and two tiles", measured={n: (lengths, p) for n, p in peaks.items()}, **formula
-)
+title = "Three s × s tensors at once, against four s × d and two tiles"
+measured = {name: (lengths, found) for name, found in peaks.items()}
+plots.curves(long, xlabel="sequence length s", ylabel="peak", unit="B", log="xy", title=title, measured=measured, **formula)
 
 # %% [markdown]
 # The markers lie *on* the lines. The textbook's peak is the softmax's backward pass: weights and two gradients of s × s, the output and $dV$. The tiled peak is the second product of a tile
