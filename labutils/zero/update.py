@@ -1,0 +1,188 @@
+"""What all levels have in common: gradients come in from backward and end as shards, and an ordinary torch optimizer steps the shards."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from labutils import units
+from labutils.collectives import Comm
+from labutils.zero.flat import Flat
+from labutils.zero.partition import Unit
+
+HALF = (torch.float16, torch.bfloat16)
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's AdamW, in one pass over memory."""
+    return torch.optim.AdamW(params, fused=True)
+
+
+class Partitioned:
+    """Flat tensors in the order in which backward completes them, and a torch optimizer, `inner`, over this rank's shard of each.
+
+    That optimizer must treat every element alike (SGD, Adam, AdamW, …): it sees stretches of a flat tensor, not layers.
+    As in DDP with unused parameters, one that took no part in the loss has a gradient of zero.
+    """
+
+    level: int
+
+    def __init__(self, flats: Sequence[Flat], comm: Comm, make: Make, *, master: bool | None, offload: torch.device | str | None) -> None:
+        self.flats, self.comm, self.offload = list(flats), comm, offload
+        if offload is not None and master is False:
+            raise ValueError(f"offload={str(offload)!r} steps a copy of the weights there: leave master=None, or use True")
+        self.separate = (self.flats[0].whole.dtype in HALF or offload is not None) if master is None else master
+        self.owned = [nn.Parameter(_copy_to_step(flat.shard, offload) if self.separate else flat.shard) for flat in self.flats]
+        self.inner = make(self.owned)
+        if not isinstance(self.inner, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must make a torch optimizer of a list of parameters, it returned {self.inner!r}: try torch.optim.AdamW")
+        for flat in self.flats:
+            if self.level == 1:
+                flat.open()
+                flat.gradient = flat.buffer[flat.own]
+            else:
+                flat.gradient = torch.empty(flat.partition.share, dtype=flat.gradient.dtype, device=flat.whole.device)
+        self._flight: tuple[Flat, Any] | None = None
+        self._next, self._task = 0, -1
+
+    @property
+    def layout(self) -> tuple[Unit, ...]:
+        """The elements of every parameter, flat tensor by flat tensor, as `predict_sent` and `predict_held` take them."""
+        return tuple(Unit(flat.numels) for flat in self.flats)
+
+    # -- from backward to shards ---------------------------------------------------------------------------------------
+
+    def _collect(self, flat: Flat, i: int, parameter: nn.Parameter) -> None:
+        """A hook: a gradient is there. Move it to its flat tensor, and reduce what is complete, in the order that all ranks share."""
+        if self.level == 1:
+            if not flat.fresh:
+                raise RuntimeError("the gradients of the last step are still here: call zero_grad() between step() and backward()")
+            flat.take(i, parameter.grad)
+        else:
+            self._on_backward()
+            flat.take(i, parameter.grad)
+            while self._next < len(self.flats) and self.flats[self._next].complete:
+                self._launch()
+        parameter.grad = None
+
+    def _on_backward(self) -> None:
+        """Have `_end_backward` called when the backward pass that runs now is over."""
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _launch(self) -> None:
+        """Start to reduce the next flat tensor, when the one before it has landed: at most one is on its way while the next one fills."""
+        self._land()
+        flat = self.flats[self._next]
+        self._flight = flat, flat.reduce(async_op=True)
+        self._next += 1
+
+    def _land(self) -> None:
+        if self._flight is not None:
+            flat, work = self._flight
+            flat.land(work.wait())
+            self._flight = None
+
+    def _end_backward(self) -> None:
+        while self._next < len(self.flats):
+            self._launch()
+        self._land()
+        self._next = 0
+
+    def _reduced(self) -> None:
+        """See that every shard of the gradient is there, which at level 1 is the moment to reduce."""
+        if self.level == 1 and any(flat.arrived for flat in self.flats):
+            for flat in self.flats:
+                if flat.fresh:
+                    flat.reduce()
+                    flat.fresh = False
+        if any(flat.fresh for flat in self.flats):
+            raise RuntimeError("there are no gradients since zero_grad(): call backward() on a loss first")
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, Tensor]:
+        """The mean gradient over ranks of every trained parameter, whole, by name; all ranks must ask together."""
+        self._reduced()
+        found = {}
+        for flat in self.flats:
+            with self.comm.record("gradients"):
+                found |= zip(flat.names, flat.views(self.comm.all_gather(flat.gradient)), strict=True)
+        return found
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Float[Tensor, ""]:
+        """The norm of the whole gradient, the same on every rank, after scaling it down to at most `max_norm`.
+
+        Cost: one all-reduce of a single number, booked as "gradient norm". A norm that is not finite scales nothing: skip that step.
+        """
+        units.positive(max_norm, "max_norm")
+        self._reduced()
+        squares = [torch.linalg.vector_norm(flat.gradient, dtype=_wide(flat.gradient)) ** 2 for flat in self.flats]
+        with self.comm.record("gradient norm"):
+            norm = self.comm.all_reduce(torch.stack(squares).sum()).sqrt()
+        coefficient = max_norm / (norm + 1e-6)  # torch's own guard, so that results are torch's too
+        if norm.isfinite() and coefficient < 1:
+            for flat in self.flats:
+                flat.gradient.mul_(coefficient)
+        return norm
+
+    def zero_grad(self) -> None:
+        """Forget the gradients; their memory stays."""
+        for flat in self.flats:
+            flat.fresh = True
+            flat.arrived.clear()
+
+    # -- from shards to weights ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step this rank's shards, one flat tensor after the other, and hand each on as soon as it is done."""
+        self._reduced()
+        under_way = []
+        for flat, owned in zip(self.flats, self.owned, strict=True):
+            owned.grad = flat.gradient.to(owned.device, owned.dtype, copy=self.offload is not None)
+            self.inner.step()  # of this shard alone: the others have no gradient now
+            owned.grad = None
+            if self.separate:
+                flat.shard.copy_(owned)
+            under_way.append(self._publish(flat))
+        for work in under_way:
+            if work is not None:
+                work.wait()
+
+    def _publish(self, flat: Flat) -> Any:
+        """Give the others the new weights of a shard, now (a `Work`) or whenever they ask for them (None)."""
+        raise NotImplementedError
+
+
+def _copy_to_step(shard: Tensor, device: torch.device | str | None) -> Tensor:
+    return shard.detach().to(device or shard.device, _wide(shard), copy=True)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in HALF else x.dtype
+
+
+def named(params: Any) -> dict[str, nn.Parameter]:
+    """Parameters by name, or by number where no names are given, each once; they must be leaves of one dtype on one device."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for i, item in enumerate(params):
+        name, parameter = item if isinstance(item, tuple) else (str(i), item)
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"parameter {name} is {type(parameter).__name__}: give model.parameters() or model.named_parameters(), one optimizer a group")
+        if not parameter.is_leaf or not parameter.is_floating_point() or parameter.is_meta:
+            raise ValueError(f"parameter {name} must be a leaf of floating-point numbers in memory, got {parameter.dtype} on {parameter.device}")
+        if parameter.grad is not None:
+            raise ValueError(f"parameter {name} has a gradient already, which would be lost: call zero_grad() before")
+        found.setdefault(id(parameter), (name, parameter))
+    kinds = {(str(parameter.dtype).removeprefix("torch."), str(parameter.device)) for _, parameter in found.values()}
+    if not any(parameter.requires_grad for _, parameter in found.values()):
+        raise ValueError(f"of {len(found)} parameters none requires a gradient: there is nothing to train")
+    if len(kinds) > 1:
+        told = ", ".join(sorted(" on ".join(kind) for kind in kinds))
+        raise ValueError(f"one flat tensor has one dtype and one device, these parameters have {told}: convert the model, or use one optimizer for each")
+    return dict(found.values())
