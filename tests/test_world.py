@@ -1,5 +1,6 @@
 """One program on every engine: right values, every byte counted, and every kind of failure told at once and survived."""
 
+import gc
 import linecache
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,17 @@ def test_results_come_in_rank_order(engine, size):
     with World(size, engine=engine) as small:
         assert small.run(lambda rank, k, *, shift: (rank.index * k + shift, rank.size), 10, shift=1) == [(10 * i + 1, size) for i in range(size)]
         assert small.run(lambda rank: rank.comm().all_reduce(torch.tensor(2.0)).item()) == [2.0 * size] * size
+
+
+def test_what_ranks_returned_is_freed_with_the_list(four):
+    gc.disable()  # it would free them sooner or later; gigabytes can't wait for that
+    try:
+        results = four.run(lambda rank: rank.comm("dp").all_reduce(torch.ones(3)))
+        kept = [weakref.ref(x) for x in results]
+        del results
+        until(lambda: not any(x() is not None for x in kept))
+    finally:
+        gc.enable()
 
 
 def test_a_rank_knows_its_place_on_the_mesh(engine):

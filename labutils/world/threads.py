@@ -186,7 +186,8 @@ class Threads:
             raise rank_error(failures, size, board)
         if hub.deadlock:
             raise DeadlockError(hub.deadlock)
-        return [hub.finished[i] for i in range(size)], Trace(traces)
+        # Popped: the hub is part of a cycle, and would keep what the ranks returned until the garbage collector comes by.
+        return [hub.finished.pop(i) for i in range(size)], Trace(traces)
 
     def _end(self, hub: Hub, ranks: list[Rank]) -> None:
         """Let no thread of this run go on: waiting ones are woken, computing ones interrupted at their next line of Python."""
