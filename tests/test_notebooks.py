@@ -5,6 +5,8 @@ import html.parser
 import itertools
 import re
 import statistics
+import subprocess
+import sys
 
 import jupytext
 import nbformat
@@ -212,6 +214,21 @@ def test_normalizing_drops_what_belongs_to_one_run():
     notebook = tool.normalize(nbformat.v4.new_notebook(cells=[cell], metadata={"widgets": {}, "language_info": {"name": "python", "version": "3.11.7"}}))
     assert [output.get("text") or output.data for output in cell.outputs] == ["ab\n", {"text/html": "<p>panel</p>"}]
     assert cell.metadata == {"tags": ["hide-input"]} and notebook.metadata == tool.METADATA
+
+
+def test_memory_is_that_of_the_processes_a_lab_starts():
+    greedy = "import sys; x = bytearray(200_000_000); x[::4096] = bytes([1]) * len(x[::4096]); print(flush=True); sys.stdin.read()"
+    before = tool.held()
+    with subprocess.Popen([sys.executable, "-c", greedy], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert tool.held() - before > 200_000_000
+        process.stdin.close()
+
+
+def test_a_lab_that_needs_too_much_memory_is_not_written():
+    empty = nbformat.v4.new_notebook()
+    assert [*tool.complaints(empty, tool.LAB_BYTES)] == []
+    assert "needs 2.50 GB, and a lab may need 2" in next(tool.complaints(empty, 2_500_000_000))
 
 
 def test_an_unknown_lab_is_named(capsys):

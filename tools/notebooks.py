@@ -6,25 +6,29 @@
 
 The text twin (notebooks/text/NN_topic.py) is the source of truth: the notebook's cells come from it, its outputs from
 a fresh kernel of this very Python. Normalizing drops what differs between two runs or two machines, so that a rebuilt
-notebook shows only real changes.
+notebook shows only real changes. A lab that took more memory than a lab may is not written.
 """
 
 import argparse
 import base64
+import contextlib
 import hashlib
 import os
 import pathlib
 import re
 import sys
+import threading
 import time
 
 import jupytext
 import nbclient
 import nbformat
+import psutil
 
 NOTEBOOKS = pathlib.Path(__file__).resolve().parents[1] / "notebooks"
 FIRST, COVER = "00_start_here", NOTEBOOKS.parent / "book" / "static" / "cover.png"
 CELL_TIMEOUT = 120  # seconds
+LAB_SECONDS, LAB_BYTES = 60, 2_000_000_000  # on two cores that nothing else uses; the kernel and its ranks together
 KEPT_METADATA = ("tags", "mystnb")
 LIVE_WIDGET = "application/vnd.jupyter.widget-view+json"  # refers to a kernel's model; the HTML beside it needs none
 METADATA = {
@@ -80,11 +84,37 @@ def execute(notebook, directory):
     """Run all cells in a fresh kernel of this interpreter, whatever kernels are installed; an error stops it."""
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # a "python3" kernel that the user installed elsewhere doesn't count
     where = {"metadata": {"path": str(directory)}}
-    client = nbclient.NotebookClient(
-        notebook, kernel_name="python3", timeout=CELL_TIMEOUT, record_timing=False, resources=where
-    )
+    client = nbclient.NotebookClient(notebook, kernel_name="python3", timeout=CELL_TIMEOUT, record_timing=False, resources=where)
     client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})  # as in the tests: sums must not depend on the cores
     return notebook
+
+
+def held():
+    """Bytes that the processes started from here hold now: a kernel, and the ranks that it has started. What they share counts once."""
+    total = 0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended in between
+            memory = process.memory_full_info()
+            total += getattr(memory, "pss", memory.uss)
+    return total
+
+
+def watched(run):
+    """What `run()` returns, and the most that was `held` meanwhile, looked at ten times a second."""
+    peak, over = 0, threading.Event()
+
+    def look():
+        nonlocal peak
+        while not over.wait(0.1):
+            peak = max(peak, held())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        return run(), peak
+    finally:
+        over.set()
+        watcher.join()
 
 
 def normalize(notebook):
@@ -119,8 +149,10 @@ def cover(notebook):
     return base64.b64decode(stored[1])
 
 
-def complaints(notebook):
-    """Sentences about outputs that no stored notebook may have."""
+def complaints(notebook, peak=0):
+    """Sentences about outputs that no stored notebook may have, and about `peak` bytes where a lab may not need so many."""
+    if peak > LAB_BYTES:
+        yield f"needs {peak / 1e9:.2f} GB, and a lab may need {LAB_BYTES / 1e9:g}: smaller tensors, or fewer at a time"
     for index, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", []):
             if output.get("name") == "stderr":
@@ -138,12 +170,14 @@ def main(arguments=None):
             problems = differences(notebook_path, text_path)
         else:
             started = time.perf_counter()
-            notebook = normalize(execute(build(text_path), notebook_path.parent))
-            if not (problems := list(complaints(notebook))):
+            executed, peak = watched(lambda text_path=text_path: execute(build(text_path), NOTEBOOKS))
+            notebook = normalize(executed)
+            if not (problems := list(complaints(notebook, peak))):
                 nbformat.write(notebook, notebook_path)
                 if notebook_path.stem == FIRST:
                     COVER.write_bytes(cover(notebook))
-            print(f"{notebook_path.name}: {len(notebook.cells)} cells in {time.perf_counter() - started:.1f} s")
+            took = f"{time.perf_counter() - started:.1f} of {LAB_SECONDS} s, {peak / 1e9:.2f} of {LAB_BYTES / 1e9:g} GB"
+            print(f"{notebook_path.name}: {len(notebook.cells)} cells, {took}")
         failed |= bool(problems)
         for problem in problems:
             print(f"{notebook_path.name}: {problem}", file=sys.stderr)
