@@ -212,7 +212,7 @@ class TrainConfig:
     """How a model is trained: batch sizes in sequences, number formats, optimizer, checkpointing and ZeRO level.
 
     With a half `precision` ("bf16", "fp16") weights and gradients are half and an fp32 master copy goes with the optimizer;
-    `fp32_gradients` accumulates the gradients in fp32 beside it. With `autocast` weights and gradients stay fp32 and only the matrix
+    `fp32_gradients` accumulates the gradients in fp32 too: beside the half ones (True), or in their place ("only"). With `autocast` weights and gradients stay fp32 and only the matrix
     products are half. `attention` is how attention is computed: "plain" writes the s×s scores out, "sdpa" is PyTorch's fused kernel.
     """
 
@@ -220,7 +220,7 @@ class TrainConfig:
     global_batch: int
     precision: str = "bf16"
     optimizer: str = "adamw"
-    fp32_gradients: bool = False
+    fp32_gradients: bool | str = False
     autocast: bool = False
     attention: str = "plain"
     checkpointing: str = "none"
@@ -232,6 +232,7 @@ class TrainConfig:
         if self.global_batch % self.micro_batch:
             raise ValueError(f"micro_batch={self.micro_batch} does not divide global_batch={self.global_batch}: the last micro-batch would be short")
         _one_of(self.precision, "precision", ("fp32", "bf16", "fp16"))
+        _one_of(self.fp32_gradients, "fp32_gradients", (True, False, "only"))
         _one_of(self.attention, "attention", ("plain", "sdpa"))
         if self.autocast and self.precision == "fp32":
             raise ValueError("autocast=True computes in a half format: give precision='bf16' or 'fp16'")

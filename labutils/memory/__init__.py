@@ -1,0 +1,9 @@
+"""What a training step holds in memory, predicted from the configuration alone: model states, saved activations, the peak.
+
+Predictions have the type and the names of `measure`, so that `activations(...).diff(measure.saved_activations(...))` can end with 0.
+"""
+
+from labutils.memory.activations import activations
+from labutils.memory.states import model_states
+
+__all__ = ["activations", "model_states"]
