@@ -276,6 +276,20 @@ def test_asynchronous_work_is_booked_where_it_was_started(four):
     assert [event.op for event in four.trace.ranks[2]] == ["all_reduce"] * 6 + ["send_recv", "send", "recv"]
 
 
+def test_an_asynchronous_collective_tells_when_it_was_under_way(four):
+    def program(rank):
+        comm, before = rank.comm(), time.perf_counter()
+        work = comm.all_reduce(torch.ones(100), async_op=True)
+        work.wait()
+        start, end = work.span
+        with pytest.raises(RuntimeError, match="only an asynchronous collective has a span"):
+            comm.irecv(torch.ones(1), (rank.index - 1) % 4).span
+        comm.send(torch.ones(1), (rank.index + 1) % 4)
+        return before <= start < end <= time.perf_counter()
+
+    assert four.run(program) == [True] * 4
+
+
 def test_collectives_behave_like_those_of_torch(processes):
     def program(rank):
         comm, group = rank.comm(), rank.comm().group

@@ -4,6 +4,7 @@ import contextlib
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -44,11 +45,11 @@ class Call:
 class Op:
     """One message from one side: a tensor on its way to or from a peer, or (with no tensor) work of the rank's own."""
 
-    __slots__ = ("call", "channel", "done", "error", "gate", "peer", "reduce", "result", "sending", "state", "tensor")
+    __slots__ = ("call", "channel", "done", "error", "gate", "peer", "reduce", "result", "sending", "span", "state", "tensor")
 
     def __init__(self, sending: bool, channel: int, peer: int, tensor: Tensor | None, call: Call, reduce: str | None = None) -> None:
         self.sending, self.channel, self.peer, self.tensor, self.call, self.reduce = sending, channel, peer, tensor, call, reduce
-        self.done, self.gate, self.error, self.result, self.state = False, None, None, None, None
+        self.done, self.gate, self.error, self.result, self.state, self.span = False, None, None, None, None, None
 
     def __str__(self) -> str:
         if self.call.detail or self.tensor is None:
@@ -110,6 +111,13 @@ class Work:
     def done(self) -> bool:
         """Whether the result is there."""
         return self._op.done
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """When a collective that has ended was under way: from and to, in seconds on the clock of `time.perf_counter`."""
+        if self._op.span is None:
+            raise RuntimeError("only an asynchronous collective has a span, and only once it has ended: call wait() first")
+        return self._op.span
 
 
 class Comm:
@@ -341,11 +349,13 @@ class Helper:
     def _work(self) -> None:
         while (job := self.jobs.get()) is not None:
             op, self.comm._events, run, out = job
+            start = time.perf_counter()
             try:
                 with torch.no_grad():
                     op.result = self.comm._enter(op.call, run, out)
             except BaseException as error:
                 op.error = error
+            op.span = start, time.perf_counter()
             self.comm._endpoint.finish(op)
             self.comm._endpoint.add_actor(-1)
 
