@@ -10,6 +10,7 @@ from labutils.plots.picture import Animation, Picture
 from labutils.plots.recomputation import plan_animation, plan_maps, token_weights, trade_off
 from labutils.plots.sums import running_sums
 from labutils.plots.training import gradient_noise
+from labutils.plots.zero import who_holds
 
 __all__ = [
     "Animation",
@@ -36,4 +37,5 @@ __all__ = [
     "token_weights",
     "trade_off",
     "traffic_bars",
+    "who_holds",
 ]
