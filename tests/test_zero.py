@@ -12,6 +12,7 @@ from labutils.model import GPT
 TIED = ModelConfig(num_layers=3, d_model=16, num_heads=2, d_ff=24, vocab_size=13, seq_len=8)
 UNTIED = ModelConfig(num_layers=2, d_model=12, num_heads=2, d_ff=20, vocab_size=29, seq_len=6, ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False)
 LEVELS = (1, 2, 3)
+ROWS = 12  # sequences in a micro-batch of all ranks
 BUCKET = 9000  # bytes: several buckets, some parameters larger than one
 
 
@@ -41,10 +42,10 @@ def build(config, seed, dtype=torch.float64, frozen=()):
     return model
 
 
-def batches(config, n, steps, accumulation):
-    """For each step the micro-batches of all n ranks together."""
+def batches(config, steps, accumulation):
+    """For each step the micro-batches of all ranks together; they are the same for any number of ranks."""
     generator = torch.Generator().manual_seed(7)
-    return [[torch.randint(0, config.vocab_size, (2 * n, config.seq_len), generator=generator) for _ in range(accumulation)] for _ in range(steps)]
+    return [[torch.randint(0, config.vocab_size, (ROWS, config.seq_len), generator=generator) for _ in range(accumulation)] for _ in range(steps)]
 
 
 def own(model, comm, level, make, **options):
@@ -76,7 +77,7 @@ def train(rank, config, level, *, steps=3, accumulation=1, optimizer="adamw", cl
     def step(micro_batches):
         nonlocal gradients
         for x in micro_batches:
-            mine = x.view(rank.size, 2, -1)[rank.index]
+            mine = x.view(rank.size, ROWS // rank.size, -1)[rank.index]
             loss = model.loss(mine, mine) / accumulation
             loss.backward()
             losses.append(loss.item() * accumulation)
@@ -87,19 +88,19 @@ def train(rank, config, level, *, steps=3, accumulation=1, optimizer="adamw", cl
         owner.step()
         owner.zero_grad()
 
-    *before, last = batches(config, rank.size, steps, accumulation)
+    *before, last = batches(config, steps, accumulation)
     for micro_batches in before:
         step(micro_batches)
     peak = zero.history(lambda: step(last), owner).peak.ledger if look else step(last)
     return losses, gradients, weights(model, owner) if look else None, peak, owner.layout
 
 
-def train_alone(config, n, *, steps=3, accumulation=1, optimizer="adamw", clip=None, dtype=torch.float64, frozen=()):
+def train_alone(config, *, steps=3, accumulation=1, optimizer="adamw", clip=None, dtype=torch.float64, frozen=()):
     """The same on one process with the whole batch: losses, gradients of the first step, weights at the end."""
     model = build(config, 0, dtype, frozen)
     inner = OPTIMIZERS[optimizer]([parameter for parameter in model.parameters() if parameter.requires_grad])
     losses, gradients = [], None
-    for micro_batches in batches(config, n, steps, accumulation):
+    for micro_batches in batches(config, steps, accumulation):
         for x in micro_batches:
             loss = model.loss(x, x) / accumulation
             loss.backward()
@@ -116,8 +117,8 @@ def same(ours, theirs, tolerance=1e-10):
     return ours.keys() == theirs.keys() and all(torch.allclose(ours[name], theirs[name], rtol=tolerance, atol=tolerance) for name in theirs)
 
 
-def assert_equal(results, config, n, clip=None, tolerance=1e-10, **settings):
-    losses, gradients, final = train_alone(config, n, clip=clip, **settings)
+def assert_equal(results, config, clip=None, tolerance=1e-10, **settings):
+    losses, gradients, final = train_alone(config, clip=clip, **settings)
     for _, found, ended, _, _ in results:
         assert same(found, gradients, tolerance) and same(ended, final, tolerance)
     mean = torch.tensor([result[0] for result in results], dtype=torch.float64).mean(0)
@@ -139,7 +140,7 @@ CASES = [
 def test_equal_to_one_process_and_held_as_predicted(n, level, settings):
     for config in (TIED, UNTIED):
         results = ranks(n).run(train, config, level, look=True, **settings)
-        assert_equal(results, config, n, **settings)
+        assert_equal(results, config, **settings)
         whole = build(config, 0, frozen=settings.get("frozen", ()))
         resting = 0 if level == 3 else sum(parameter.numel() for parameter in whole.parameters() if not parameter.requires_grad)
         predicted = zero.predict_held(results[0][4], n, level, itemsize=8, optimizer=settings.get("optimizer", "adamw"), frozen=resting)
@@ -152,7 +153,64 @@ def test_equal_to_one_process_and_held_as_predicted(n, level, settings):
 def test_every_way_to_gather(options):
     for n, config in ((2, UNTIED), (3, TIED)):
         results = ranks(n).run(train, config, 3, look=True, **options)
-        assert_equal(results, config, n)
+        assert_equal(results, config)
         known = {name: value for name, value in options.items() if name != "units"}
         predicted = zero.predict_held(results[0][4], n, 3, itemsize=8, **known)
         assert predicted.diff(results[0][3]).unexplained == 0, predicted.diff(results[0][3])
+
+
+# ── snapshots ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def advance(model, owner, rank, config, steps):
+    for (x,) in steps:
+        mine = x.view(rank.size, ROWS // rank.size, -1)[rank.index]
+        model.loss(mine, mine).backward()
+        owner.step()
+        owner.zero_grad()
+
+
+def write(rank, config, level, path, *, frozen=(), dtype=torch.float64, make=OPTIMIZERS["adamw"], steps=2, **options):
+    model = build(config, rank.index, dtype, frozen)
+    owner = own(model, rank.comm("dp"), level, make, **options)
+    advance(model, owner, rank, config, batches(config, 4, 1)[:steps])
+    for group in owner.inner.param_groups:
+        group["lr"] = 3e-3  # as a schedule would have left it
+    owner.save(path)
+    return weights(model, owner)
+
+
+def read(rank, config, level, path, *, frozen=(), dtype=torch.float64, make=OPTIMIZERS["adamw"], steps=2, **options):
+    model = build(config, 10 + rank.index, dtype, frozen)
+    owner = own(model, rank.comm("dp"), level, make, **options)
+    owner.load(path)
+    loaded = weights(model, owner)
+    advance(model, owner, rank, config, batches(config, 4, 1)[4 - steps :])
+    return loaded, weights(model, owner), owner.inner.param_groups[0]["lr"]
+
+
+@functools.cache
+def uninterrupted(config, frozen=()):
+    model = build(config, 0, frozen=frozen)
+    inner = OPTIMIZERS["adamw"]([parameter for parameter in model.parameters() if parameter.requires_grad])
+    for i, (x,) in enumerate(batches(config, 4, 1)):
+        inner.param_groups[0]["lr"] = 1e-2 if i < 2 else 3e-3
+        model.loss(x, x).backward()
+        inner.step()
+        inner.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [((4, 1), (2, 1)), ((4, 2), (1, 3)), ((4, 3), (2, 3)), ((4, 3), (1, 1)), ((1, 1), (4, 3)), ((3, 2), (4, 2)), ((2, 3), (3, 2))],
+    ids=lambda place: "{} ranks, level {}".format(*place),
+)
+def test_a_run_goes_on_with_another_number_of_ranks(before, after, tmp_path):
+    path, frozen = tmp_path / "run", ("positions", "blocks.1.feed_forward.up")
+    (n, level), (m, other) = before, after
+    written = ranks(n).run(write, TIED, level, path, frozen=frozen)
+    for loaded, final, lr in ranks(m).run(read, TIED, other, path, frozen=frozen, **({} if other == 3 else {"bucket_bytes": 3000})):
+        assert all(torch.equal(loaded[name], written[0][name]) for name in loaded)
+        assert same(final, uninterrupted(TIED, frozen)) and lr == 3e-3
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

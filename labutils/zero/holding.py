@@ -70,15 +70,13 @@ class _Watch(TorchDispatchMode):
 
 
 def _tensors(owner: Optimizer | Sharded) -> Iterator[tuple[str, str, Tensor]]:
-    flats = owner.flats if owner.level < 3 else [flat for part in owner.parts for flat in part.flats]
-    for flat in flats:
+    for flat in (*owner.flats, *owner.resting):
         if owner.level == 3:
             yield "weights", "weight shards", flat.shard
         yield "weights", "gathered weights" if owner.level == 3 else "weights", flat.whole
+    yield from (("weights", "weights", weights) for weights in owner.constants.values())
     for parameter in owner.leaves:
-        if not parameter.requires_grad:
-            yield "weights", "weights", parameter
-        elif parameter.grad is not None:
+        if parameter.grad is not None:
             yield "gradients", "gradient on its way", parameter.grad
     for flat in owner.flats:
         yield "gradients", "gradients" if owner.level == 1 else "gradient shards", flat.gradient

@@ -37,9 +37,9 @@ class Optimizer(Partitioned):
         self.level = level
         known = named(params)
         trained = [(name, parameter) for name, parameter in known.items() if parameter.requires_grad]
-        for parameter in known.values():
-            if not parameter.requires_grad:
-                comm.broadcast(parameter.data, out=parameter.data)
+        self.constants = {name: parameter.data for name, parameter in known.items() if not parameter.requires_grad}
+        for weights in self.constants.values():
+            comm.broadcast(weights, out=weights)
         sizes = [parameter.numel() for _, parameter in trained]
         flats = []
         for bucket in buckets(sizes, trained[0][1].element_size(), bucket_bytes):
@@ -49,7 +49,7 @@ class Optimizer(Partitioned):
                 parameter.data = view
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._collect, flat, i))
             flats.append(flat)
-        self.leaves = list(known.values())
+        self.leaves = [parameter for _, parameter in trained]
         super().__init__(flats, comm, optimizer, master=master, offload=offload)
 
     def _publish(self, flat: Flat) -> Any:

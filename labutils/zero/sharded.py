@@ -112,6 +112,7 @@ class Sharded(Partitioned):
         homes = _homes(module, _default_units(module) if units is None else units)
         self.parts = [Part(home, places, comm, gradient_dtype) for home, places in homes.items()]  # the root first, then the units in their order
         self.leaves = [whole for part in self.parts for flat, wholes in zip(part.flats, part.wholes, strict=True) if flat.trained for whole in wholes]
+        self.resting = [flat for part in self.parts for flat in part.flats if not flat.trained]
         order = [*reversed(self.parts[1:]), self.parts[0]]
         super().__init__([flat for part in order for flat in part.flats if flat.trained], comm, optimizer, master=master, offload=offload)
         for i, part in enumerate(self.parts):

@@ -1,6 +1,7 @@
 """What all levels have in common: gradients come in from backward and end as shards, and an ordinary torch optimizer steps the shards."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from labutils import units
 from labutils.collectives import Comm
+from labutils.zero import snapshot
 from labutils.zero.flat import Flat
 from labutils.zero.partition import Unit
 
@@ -29,6 +31,8 @@ class Partitioned:
     """
 
     level: int
+    resting: Sequence[Flat] = ()  # flat tensors of frozen parameters
+    constants: Mapping[str, Tensor] = {}  # frozen parameters that every rank holds whole
 
     def __init__(self, flats: Sequence[Flat], comm: Comm, make: Make, *, master: bool | None, offload: torch.device | str | None) -> None:
         self.flats, self.comm, self.offload = list(flats), comm, offload
@@ -153,6 +157,26 @@ class Partitioned:
         for work in under_way:
             if work is not None:
                 work.wait()
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write weights and optimizer state to one file, all ranks together; any number of ranks at any level can `load` it.
+
+        The file is written aside and takes its name when it is complete. Cost: rank 0 holds one whole flat tensor at a time.
+        """
+        snapshot.save(self, path)
+
+    def load(self, path: str | os.PathLike) -> None:
+        """Go on from a file that `save` wrote, which every rank must be able to read; a file that does not fit raises `SnapshotError`."""
+        snapshot.load(self, path)
+        self.zero_grad()
+        for flat, owned in zip(self.flats, self.owned, strict=True):
+            with torch.no_grad():
+                if self.separate:
+                    flat.shard.copy_(owned)
+                if (work := self._publish(flat)) is not None:
+                    work.wait()
 
     def _publish(self, flat: Flat) -> Any:
         """Give the others the new weights of a shard, now (a `Work`) or whenever they ask for them (None)."""
