@@ -18,8 +18,12 @@ from labutils.exercises import Exercise, Failed, Property, Wrong
 
 def _plan(attempt: Callable, n: int, k: int) -> Plan:
     made = attempt(n, k)
+    if isinstance(made, Plan):
+        return made
+    if not isinstance(made, (list, tuple)) or not all(isinstance(step, (tuple, Step)) for step in made):
+        raise Failed(f"n = {n}, k = {k}: you returned {made!r:.60}", "Return a list of pairs, such as [('record', 0), ('backward', 0)].")
     try:
-        return made if isinstance(made, Plan) else Plan(n, tuple(step if isinstance(step, Step) else Step(*step) for step in made))
+        return Plan(n, tuple(step if isinstance(step, Step) else Step(*step) for step in made))
     except (TypeError, ValueError) as error:
         raise Failed(
             f"n = {n}, k = {k}: {error}",
@@ -107,6 +111,7 @@ SEGMENTS = Exercise(
         Property("values held", _values),
     ),
     wrong=(
+        Wrong("words instead of pairs", lambda n, k: ["record", "backward"], "legal", "list of pairs"),
         Wrong("the last segment twice", _two_n, "forward evaluations", "record it on the way"),
         Wrong("every segment from x0", _from_the_start, "forward evaluations", "Keep each segment's input"),
         Wrong("a first sweep that keeps everything", _keeps_all, "values held", "after the first sweep has passed it"),

@@ -19,6 +19,7 @@
 # ## Setup
 
 # %%
+import dataclasses
 import math
 import statistics
 import time
@@ -42,13 +43,14 @@ from labutils.widgets import explore
 # each red line is a tensor that waits in memory.
 
 # %%
-everything, segments, binomial = checkpointing.segments(16, 1), checkpointing.segments(16, 4), checkpointing.binomial(16, 4)
-nothing = checkpointing.keep_nothing(16)
-plots.plan_maps(everything, segments, binomial, nothing, title="Red lines cost memory, blue cells cost time: every plan chooses between them")
+everything, segments = checkpointing.segments(16, 1), checkpointing.segments(16, 4)
+binomial, nothing = checkpointing.binomial(16, 4), checkpointing.keep_nothing(16)
+title = "Red lines cost memory, blue cells cost time: every plan chooses between them"
+plots.plan_maps(everything, segments, binomial, nothing, title=title)
 
 # %% [markdown]
 # The first is what PyTorch does unless told otherwise: nothing is computed twice, and at the summit everything is in memory at once. The last holds next
-# to nothing and is late. The two in between are why this lab exists: **fewer than twice the blue cells take away half of the red lines, and more.**
+# to nothing and is late. The two in between are why this lab exists: **fewer than twice the blue cells take away more than half of the red lines.**
 
 # %% [markdown]
 # ## What must be held, and when?
@@ -100,7 +102,8 @@ predicted = checkpointing.simulate(plan, costs)
 predicted.history.peak.ledger.diff(executed.history.peak.ledger)
 
 # %%
-sum(a.ledger.diff(b.ledger).unexplained for a, b in zip(predicted.history.moments, executed.history.moments, strict=True)), len(plan.steps)
+pairs = zip(predicted.history.moments, executed.history.moments, strict=True)
+sum(a.ledger.diff(b.ledger).unexplained for a, b in pairs), len(plan.steps)
 
 # %% [markdown]
 # Zero bytes unexplained, not at the peak alone but after each of the plan's steps.
@@ -144,7 +147,8 @@ plots.plan_animation(checkpointing.segments(9, 3))
 
 # %%
 for n, k in [(16, 4), (64, 8), (100, 10)]:
-    print(f"n = {n:3}, k = {k:2}: {sum(checkpointing.segments(n, k).evaluations)} evaluations, {held(n, k) - 1} values beside the input")
+    evaluations = sum(checkpointing.segments(n, k).evaluations)
+    print(f"n = {n:3}, k = {k:2}: {evaluations} evaluations, {held(n, k) - 1} values beside the input")
 
 # %% [markdown]
 # **And a 1.5B model?** GPT-2 XL has 48 layers; with 32 sequences of 1024 tokens, each layer's output takes 105 MB in fp16, and ZeRO counts about 12
@@ -154,7 +158,8 @@ for n, k in [(16, 4), (64, 8), (100, 10)]:
 s, h, L = ModelConfig.named("gpt2-xl").letters("s h L")
 output = 2 * 32 * s * h
 gpt2 = Costs.uniform(L, output=output, interior=11 * output)
-{k: units.text(checkpointing.simulate(checkpointing.segments(L, k), gpt2).peak) for k in (1, 4, 6, 8, 12, 16, 24, 48)}
+plans = {k: checkpointing.segments(L, k) for k in (1, 4, 6, 8, 12, 16, 24, 48)}
+{k: units.text(checkpointing.simulate(plan, gpt2).peak) for k, plan in plans.items()}
 
 # %% [markdown]
 # 60 GB become 8.39 GB with 8 segments, which is the paper's "about 8 GB". But look to the right: with an interior of eleven outputs, $\sqrt n$ is no
@@ -205,8 +210,9 @@ predict("checkpointing/best-plan", evaluations=1000)
 
 # %%
 for n, snapshots in [(10, 3), (100, 10), (1000, 10)]:
-    plan = checkpointing.binomial(n, snapshots)
-    print(f"{n:4} layers, {snapshots:2} snapshots: {checkpointing.binomial_evaluations(n, snapshots)} by formula, {sum(plan.evaluations)} in the plan")
+    formula = checkpointing.binomial_evaluations(n, snapshots)
+    counted = sum(checkpointing.binomial(n, snapshots).evaluations)
+    print(f"{n:4} layers, {snapshots:2} snapshots: {formula} by formula, {counted} in the plan")
 
 # %%
 reveal("checkpointing/best-plan", evaluations=checkpointing.binomial_evaluations(100, 10))
@@ -237,13 +243,16 @@ hint("checkpointing/fewest-evaluations", 2)
 # a chain and measure every stage:
 
 # %%
-config = ModelConfig(num_layers=8, d_model=64, num_heads=4, d_ff=256, vocab_size=512, seq_len=64, dropout=0.1)
+still = ModelConfig(num_layers=8, d_model=64, num_heads=4, d_ff=256, vocab_size=512, seq_len=64)
+config = dataclasses.replace(still, dropout=0.1)
 model = GPT(config, generator=torch.Generator().manual_seed(0))
 draw = torch.Generator().manual_seed(1)
 tokens, targets = (torch.randint(512, (8, 64), generator=draw) for _ in range(2))
 chain = checkpointing.stages(model, targets)
 costs = checkpointing.costs(chain, tokens)
-[(units.text(stage.forward, "FLOP"), units.text(stage.output), units.text(stage.interior)) for stage in (costs.stages[i] for i in (0, 1, -1))]
+for which, stage in zip(("first", "second", "last"), (costs.stages[i] for i in (0, 1, -1)), strict=True):
+    amounts = f"output {units.text(stage.output)}, interior {units.text(stage.interior)}"
+    print(f"{which:6} stage: {units.text(stage.forward, 'FLOP')}, {amounts}")
 
 # %% [markdown]
 # The same recurrence works with bytes in place of snapshots, and one more choice: a stage may be *recorded* in the first sweep, where its interior is small
@@ -258,18 +267,23 @@ predict("checkpointing/half-the-memory", extra_forward_passes=1.0)
 trades = checkpointing.frontier(costs)
 once = sum(stage.forward for stage in costs.stages)
 n = len(chain)
-fixed = {"everything": checkpointing.segments(n, 1), "3 segments": checkpointing.segments(n, 3), "every stage": checkpointing.segments(n, n)}
-runs = {name: checkpointing.simulate(plan, costs) for name, plan in fixed.items()}
+marks = {}
+for name, k in {"everything": 1, "3 segments": 3, "every stage": n}.items():
+    fixed = checkpointing.simulate(checkpointing.segments(n, k), costs)
+    marks[name] = fixed.peak, fixed.cost
+
 guess = trades[-1][0] / 2, once * (1 + predictions["checkpointing/half-the-memory"])
-plots.trade_off(trades, once=once, marks={name: (run.peak, run.cost) for name, run in runs.items()}, guess=guess)
+plots.trade_off(trades, once=once, marks=marks, guess=guess)
 
 # %%
 half = checkpointing.plan(costs, trades[-1][0] // 2)
-reveal("checkpointing/half-the-memory", extra_forward_passes=round(checkpointing.simulate(half, costs).cost / once - 1, 2))
+extra = checkpointing.simulate(half, costs).cost / once - 1
+reveal("checkpointing/half-the-memory", extra_forward_passes=round(extra, 2))
 
 # %% [markdown]
-# Half the memory costs half a forward pass, because only half of the layers have to be computed again. Nothing forces you to checkpoint *all* layers, which
-# is what most configurations do. Below the knee on the left the price explodes: there, what is open at one time no longer fits.
+# Half the memory costs little more than half a forward pass, because little more than half of the layers have to be computed again. Nothing forces you to
+# checkpoint *all* layers, which is what most configurations do. Below the knee on the left the price explodes: there, what is open at one time no longer
+# fits.
 #
 # The plan is data. Carry it out, and compare loss, gradients, FLOPs, bytes:
 
@@ -282,11 +296,13 @@ model.zero_grad()
 # %%
 torch.manual_seed(2)
 executed, predicted = checkpointing.run(chain, half, tokens), checkpointing.simulate(half, costs)
-equal = all(torch.equal(a, parameter.grad) for a, parameter in zip(plain, model.parameters(), strict=True))
+gradients = [parameter.grad for parameter in model.parameters()]
+equal = all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
 equal, executed.evaluations, executed.cost == predicted.cost, executed.peak == predicted.peak
 
 # %%
-plots.memory_timeline(executed.history, title="Half the memory: one mountain of activations becomes three smaller ones")
+title = "Half the memory: one mountain of activations becomes three smaller ones"
+plots.memory_timeline(executed.history, title=title)
 
 # %%
 predicted.history.peak.ledger.diff(executed.history.peak.ledger)
@@ -313,7 +329,8 @@ def plan_for(percent=50):
     budget = least + (trades[-1][0] - least) * percent // 100
     found = checkpointing.plan(costs, budget)
     extra = checkpointing.simulate(found, costs).cost / once - 1
-    return plots.plan_maps(found, until=60, title=f"{units.text(budget)} of {units.text(trades[-1][0])}: {extra:.2f} extra forward passes")
+    title = f"{units.text(budget)} of {units.text(trades[-1][0])}: {extra:.2f} extra forward passes"
+    return plots.plan_maps(found, until=60, title=title)
 
 
 explore(plan_for, percent=[0, 1, 2, 3, 5, 8, 12, 20, 30, 40, 50, 60, 70, 80, 90, 100])
@@ -323,10 +340,10 @@ explore(plan_for, percent=[0, 1, 2, 3, 5, 8, 12, 20, 30, 40, 50, 60, 70, 80, 90,
 #
 # Plans move whole modules around. In a training loop you want less: *this function, please, without keeping its insides*. That is `checkpoint(fn, *args)`.
 #
-# > A block of a transformer holds 1 MB of activations; its input is 64 kB. `y = checkpoint(block, x)`. How many kB wait for the backward pass?
+# > A block of a transformer holds 2 MB of activations; its input is 65.5 kB. `y = checkpoint(block, x)`. How many kB wait for the backward pass?
 
 # %%
-predict("checkpointing/kept", kB=64)
+predict("checkpointing/kept", kB=1000)
 
 # %% [markdown]
 # Autograd asks for a place to put every tensor it saves. `checkpoint` hands out an empty slot instead and remembers the arguments. When the backward pass
@@ -339,7 +356,8 @@ for call in (lambda: block(x), lambda: checkpointing.checkpoint(block, x)):
     print(units.text(measure.saved_activations(call, block).total))
 
 # %%
-reveal("checkpointing/kept", kB=measure.saved_activations(lambda: checkpointing.checkpoint(block, x), block).total / 1000)
+kept = measure.saved_activations(lambda: checkpointing.checkpoint(block, x), block)
+reveal("checkpointing/kept", kB=kept.total / 1000)
 
 # %% [markdown]
 # **The trap is dropout.** The second run must drop the *same* elements, or the gradient belongs to a function that was never evaluated. Here is a step with
@@ -383,9 +401,9 @@ ways["torch"] = lambda x: torch_checkpoint(block, x, use_reentrant=False)
 # do the same both times is caught only if it saves different shapes:
 
 # %%
-calls = iter([3, 2])
+calls, ones = iter([3, 2]), torch.ones(4, requires_grad=True)
 try:
-    checkpointing.checkpoint(lambda x: x[: next(calls)].sin().sum(), torch.ones(4, requires_grad=True)).backward()
+    checkpointing.checkpoint(lambda x: x[: next(calls)].sin().sum(), ones).backward()
 except RuntimeError as error:
     print(error)
 
@@ -444,10 +462,8 @@ predict("checkpointing/overhead", percent=50)
 #
 # The measurement disagrees at first. PyTorch's FLOP counter, on the GPT above without dropout:
 
+
 # %%
-still = ModelConfig(num_layers=8, d_model=64, num_heads=4, d_ff=256, vocab_size=512, seq_len=64)
-
-
 def flops(policy):
     net = checkpointing.apply(GPT(still), policy)
     with FlopCounterMode(display=False) as counter:
@@ -461,12 +477,15 @@ def flops(policy):
 reveal("checkpointing/overhead", percent=round(100 * (flops("full") / flops("none") - 1), 1))
 
 # %% [markdown]
-# Not 33. Two things are missing. The *head* is not checkpointed, and in a small model it has its share of the forward pass. And the second run *stops early*: # when the last saved tensor is there, the rest is not computed. The last thing a block saves is the input of its last product, `down`, so that product, a
-# third of the layer's weights, is never computed again. `overhead` knows both:
+# Not 33. Two things are missing. The *head* is not checkpointed, and in a small model it has its share of the forward pass. And the second run *stops
+# early*: when the last saved tensor is there, the rest is not computed. The last thing a block saves is the input of its last product, `down`, so that
+# product, a third of the layer's weights, is never computed again. `overhead` knows both:
 
 # %%
-for early_stop in (False, True):
-    print({policy: f"{checkpointing.overhead(still, policy, early_stop=early_stop):.1%}" for policy in checkpointing.POLICIES})
+for early in (False, True):
+    for policy in checkpointing.POLICIES[1:]:
+        overhead = checkpointing.overhead(still, policy, early_stop=early)
+        print(f"{policy:10} {'stops early' if early else 'to the end':11} {overhead:.1%}")
 
 # %% [markdown]
 # With dropout after `down` the mask has to be drawn again, and the saving is gone. A large model has next to no head:
@@ -484,7 +503,8 @@ gpt3 = ModelConfig.named("gpt3-175b")
 # %%
 forward, backward = 7.7, 11.9  # ms, table 4
 timed = {"full": 27.2, "selective": 20.9}  # ms, forward and backward together
-f"predicted {forward / (forward + backward):.1%}", {policy: f"{ms / (forward + backward) - 1:.1%}" for policy, ms in timed.items()}
+predicted = forward / (forward + backward)
+f"predicted {predicted:.1%}", {how: f"{ms / (forward + backward) - 1:.1%}" for how, ms in timed.items()}
 
 # %% [markdown]
 # 39 % where 33 % was the formula, and the whole difference is r. "30 to 40 %" says that r lies between 2.3 and 1.5:
@@ -539,7 +559,8 @@ def saved(policy):
 
 
 def formula(policy):
-    return memory.activations(config, TrainConfig(micro_batch=8, global_batch=8, precision="fp32", checkpointing=policy))
+    train = TrainConfig(micro_batch=8, global_batch=8, precision="fp32", checkpointing=policy)
+    return memory.activations(config, train)
 
 
 {policy: formula(policy).diff(saved(policy)).unexplained for policy in checkpointing.POLICIES}
@@ -547,7 +568,8 @@ def formula(policy):
 # %%
 kept = {policy: saved(policy) for policy in checkpointing.POLICIES}
 freed = 1 - kept["selective"].total / kept["none"].total
-plots.memory_bars(**kept, title=f"Even in a small GPT with short sequences the attention core is {freed:.0%} of the activations")
+title = f"Even in a small GPT with short sequences the attention core is {freed:.0%} of the activations"
+plots.memory_bars(**kept, title=title)
 
 # %% [markdown]
 # These are the bytes that wait at the *end of the forward pass*. With "full", one layer's interior comes on top during the backward pass.
@@ -559,7 +581,7 @@ plots.memory_bars(**kept, title=f"Even in a small GPT with short sequences the a
 #   segments and leaves out the last, as here. `create_selective_checkpoint_contexts` takes a policy *per operation*: keep products, recompute the rest.
 #   With `torch.compile`, `torch._functorch.config.activation_memory_budget` (0 … 1) lets a solver choose.
 # - **FSDP2.** Wrap blocks with `apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=…)` first, call `fully_shard` after.
-# - **torchtitan.** `activation_checkpoint.mode` is `none`, `full`, `selective` or `memory_budget`. `selective` is per operation, or every k-th layer;
+# - **torchtitan.** `activation_checkpoint.mode` is `none`, `full`, `selective` or `memory_budget`. `selective` is per operation (in older versions also every k-th layer);
 #   `memory_budget` needs the compiler. `early_stop` and `preserve_rng_state` are settings of their own.
 # - **Megatron-LM.** `--recompute-granularity full` with `--recompute-method uniform` (segments of `--recompute-num-layers`) or `block` (only the first
 #   layers of each stage, the rest kept: what you saw at half the memory); `--recompute-granularity selective` with `--recompute-modules core_attn …`.
@@ -586,9 +608,10 @@ f"{1 - 8 / 60:.0%}"
 # layer that is open; with 8 segments it is the paper's; "the square root" is a rule of thumb that lands nearby.
 
 # %%
-total = 12 * output * L
-ways = {"inputs alone": L * output, "and one open layer": (L + 12) * output, "8 segments": (8 + 6 * 12) * output, "total / √48": total / math.sqrt(L)}
-{name: units.text(amount) for name, amount in ways.items()}
+print("inputs alone      ", units.text(L * output))
+print("and one open layer", units.text((L + 12) * output))
+print("8 segments        ", units.text((8 + 6 * 12) * output))
+print("total / √48       ", units.text(12 * L * output / math.sqrt(L)))
 
 # %% [markdown]
 # **"Around 33 GB of checkpoints" for a 100B model** (ZeRO, section 6.1; section 3.2 has 60). One fp16 input a layer, 125 layers of width 8192, 32
