@@ -205,6 +205,15 @@ def test_what_arrives_is_what_was_sent(four, dtype, n):
     assert all(four.run(program))
 
 
+def test_what_was_sent_and_received_can_still_be_resized(four):
+    def program(rank):
+        x, out = torch.ones(5), torch.empty(5)
+        rank.comm().send_recv(x, (rank.index + 1) % 4, out, (rank.index - 1) % 4)
+        return [tensor.untyped_storage().resize_(0).nbytes() for tensor in (x, out)]
+
+    assert four.run(program) == [[0, 0]] * 4
+
+
 @pytest.mark.parametrize(("op", "expected"), [("sum", 3.0), ("product", 2.0), ("min", 1.0), ("max", 2.0)])
 @pytest.mark.parametrize("n", [3, 400_003])
 def test_what_arrives_can_be_reduced(four, op, expected, n):
