@@ -12,9 +12,9 @@ MOMENTS = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp
 STEP = 4  # Adam counts its steps once for each flat tensor
 
 
-def _checked(level: int, itemsize: int, gradient_itemsize: int | None) -> int:
-    if level not in (1, 2, 3):
-        raise ValueError(f"level={level!r} is no level of ZeRO: use 1, 2 or 3")
+def _checked(level: int, itemsize: int = 4, gradient_itemsize: int | None = None) -> int:
+    if level not in (0, 1, 2, 3):
+        raise ValueError(f"level={level!r} is no level of ZeRO: use 0 (nothing is sharded), 1, 2 or 3")
     units.whole(itemsize, "itemsize", 1)
     return itemsize if gradient_itemsize is None else units.whole(gradient_itemsize, "gradient_itemsize", 1)
 
@@ -28,14 +28,15 @@ def predict_sent(
 ) -> Ledger:  # fmt: skip
     """Bytes that each of `n` ranks sends in `steps` steps, under the names of `World.ledger`: a line for each operation and rank.
 
+    - all_reduce: at level 0, which is plain data parallelism, all gradients once a step;
     - reduce_scatter: all gradients, once a step at level 1, once in each of `accumulation` backward passes at levels 2 and 3;
     - all_gather: all weights, once a step at levels 1 and 2; at level 3 once in each pass forward and, with `reshard`, once backward;
     - gradient norm: one number, with `clip`; broadcast: the weights of rank 0, with `start`, `frozen` ones of levels 1 and 2 too.
 
     With P = Ψ + padding that is 2·P·(n − 1)/n elements a rank and step, and 3·P·(n − 1)/n at level 3; the padding is in the notes.
 
-    >>> [predict_sent(1000, n=4, level=level).by("rank")[0] for level in (1, 2, 3)]
-    [6000, 6000, 9000]
+    >>> [predict_sent(1000, n=4, level=level).by("rank")[0] for level in (0, 1, 2, 3)]
+    [6000, 6000, 6000, 9000]
 
     Source: Rajbhandari et al. 1910.02054, section 7: 2Ψ, 2Ψ and 3Ψ.
     """
@@ -56,13 +57,17 @@ def predict_sent(
                 lines.append(dataclasses.replace(line, name=op, amount=line.amount * times, count=line.count * times, note=note))
 
     for part in trained:
-        book("reduce_scatter", "reduce_scatter_ring", part.padded, gradient_itemsize, steps * backward, part.padding)
+        if level == 0:
+            book("all_reduce", "all_reduce_ring", part.numel, gradient_itemsize, steps)
+        else:
+            book("reduce_scatter", "reduce_scatter_ring", part.padded, gradient_itemsize, steps * backward, part.padding)
     for part in gathered:
-        book("all_gather", "all_gather_ring", part.padded, itemsize, steps * forward, part.padding)
-        book("broadcast", "broadcast_tree", part.padded, itemsize, start, part.padding)
+        if level > 0:
+            book("all_gather", "all_gather_ring", part.padded, itemsize, steps * forward, part.padding)
+        book("broadcast", "broadcast_tree", part.padded if level else part.numel, itemsize, start, part.padding if level else 0)
     if frozen:
         book("broadcast", "broadcast_tree", frozen, itemsize, start)
-    book("gradient norm", "all_reduce_ring", 1, max(4, gradient_itemsize), steps * clip)
+    book("gradient norm", "all_reduce_ring", 1, max(4, gradient_itemsize), steps * clip * (level > 0))
     return Ledger(lines).merged()
 
 
@@ -80,7 +85,7 @@ def predict_held(
     root and of two units; one gradient on its way into its bucket; with a master copy the gradient of one shard in its precision.
     With `offload` the optimizer's lines are in the memory of the other device. `frozen` elements are whole at levels 1 and 2.
 
-    Activations are not in it: they are those of a model that is not sharded.
+    Level 0 is plain data parallelism with everything whole. Activations are not in it: they are those of a model that is not sharded.
 
     >>> predict_held(1000, n=4, level=1).by("component")
     {'weights': 4000, 'gradients': 8000, 'optimizer': 2004}
@@ -91,16 +96,14 @@ def predict_held(
     dealt = layout(sizes)
     trained = [part for unit in dealt for part in unit.dealt(n, frozen=False)]
     resting = trained + [part for unit in dealt for part in unit.dealt(n, frozen=True)]
-    share, wide = sum(part.share for part in trained), max(4, itemsize)
+    share, wide = sum(part.share if level else part.numel for part in trained), max(4, itemsize)
     stepped = wide if master or offload else itemsize
 
+    whole = sum(part.padded if level else part.numel for part in trained)
+    weights, gradients = ("weight shards" if level == 3 else "weights"), ("gradient shards" if level > 1 else "gradients")
     lines = [
-        Line("weight shards", sum(part.share for part in resting) * itemsize, component="weights")
-        if level == 3
-        else Line("weights", (sum(part.padded for part in trained) + frozen) * itemsize, component="weights"),
-        Line("gradients", sum(part.padded for part in trained) * gradient_itemsize, component="gradients")
-        if level == 1
-        else Line("gradient shards", share * gradient_itemsize, component="gradients"),
+        Line(weights, (sum(part.share for part in resting) if level == 3 else whole + frozen) * itemsize, component="weights"),
+        Line(gradients, (share if level > 1 else whole) * gradient_itemsize, component="gradients"),
     ]
     if master or offload:
         lines.append(Line("master weights", share * wide, component="optimizer"))
@@ -109,7 +112,7 @@ def predict_held(
         lines.append(Line("step", STEP * len(trained), component="optimizer"))
 
     moments = list(_Step(dealt, n, itemsize, gradient_itemsize, reshard, prefetch).moments(level))
-    if offload or stepped != gradient_itemsize:
+    if level and (offload or stepped != gradient_itemsize):
         moments += [{"gradient to step": part.share * stepped} for part in trained]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     lines += [Line(name, amount, component="weights" if "weights" in name else "gradients") for name, amount in fullest.items() if amount]
@@ -129,6 +132,8 @@ class _Step:
 
     def moments(self, level: int) -> Iterator[dict[str, int]]:
         match level:
+            case 0:
+                yield {}
             case 1:
                 yield {"gradient on its way": max(map(self.largest, self.dealt))}
             case 2:
@@ -177,18 +182,18 @@ class _Step:
 # ── the paper's tables ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def model_states(num_params: int | float, n: int, level: int, *, K: int = 12) -> float:
-    """Bytes of model states on each of n devices: half weights and gradients, and K bytes of optimizer state a parameter.
+def model_states(num_params: int | float, n: int, level: int, *, K: int = 12, gradient_bytes: int = 2) -> float:
+    """Bytes of model states on each of n devices: half weights, gradients (half unless given), K bytes of optimizer state a parameter.
 
     >>> [round(model_states(7.5e9, 64, level) / units.GB, 1) for level in (0, 1, 2, 3)]
     [120.0, 31.4, 16.6, 1.9]
 
     Source: Rajbhandari et al. 1910.02054, figure 1 and table 1.
     """
-    return float(num_params * _bytes_a_parameter(n, level, K))
+    return float(Fraction(num_params) * _bytes_a_parameter(n, level, K, gradient_bytes))
 
 
-def largest_model(memory: int | float, n: int, level: int, *, K: int = 12) -> float:
+def largest_model(memory: int | float, n: int, level: int, *, K: int = 12, gradient_bytes: int = 2) -> float:
     """Parameters of the largest model whose model states fill `memory` bytes on each of n devices; times the degree of model parallelism, if any.
 
     >>> [round(largest_model(32 * units.GB, 64, level) / 1e9, 1) for level in (0, 1, 2, 3)]
@@ -196,12 +201,11 @@ def largest_model(memory: int | float, n: int, level: int, *, K: int = 12) -> fl
 
     Source: Rajbhandari et al. 1910.02054, table 2.
     """
-    return float(Fraction(memory) / _bytes_a_parameter(n, level, K))
+    return float(Fraction(memory) / _bytes_a_parameter(n, level, K, gradient_bytes))
 
 
-def _bytes_a_parameter(n: int, level: int, K: int) -> Fraction:
-    if level not in (0, 1, 2, 3):
-        raise ValueError(f"level={level!r} is no level of ZeRO: use 0 (nothing is sharded), 1, 2 or 3")
-    n, K = units.whole(n, "n", 1), units.whole(K, "K")
-    weights, gradients, optimizer = Fraction(2), Fraction(2), Fraction(K)
-    return (weights / n if level > 2 else weights) + (gradients / n if level > 1 else gradients) + (optimizer / n if level > 0 else optimizer)
+def _bytes_a_parameter(n: int, level: int, K: int, gradient_bytes: int) -> Fraction:
+    """What is left of 2 + 2 + K bytes when the optimizer state, then the gradients, then the weights are divided by n."""
+    _checked(level)
+    sizes = units.whole(K, "K"), units.whole(gradient_bytes, "gradient_bytes"), 2
+    return sum(Fraction(size, units.whole(n, "n", 1) if level > i else 1) for i, size in enumerate(sizes))
