@@ -4,8 +4,6 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from matplotlib.patches import Rectangle
-
 from labutils import units
 from labutils.plots import style
 from labutils.plots.picture import Animation, Picture
@@ -56,16 +54,14 @@ def overlap(*, title: str | None = None, **timelines: Timeline) -> Picture:
         for rank in ranks[name]:
             ticks.append(y + _LANE)
             labels.append(f"rank {rank}")
-            for span in (span for span in timeline.spans if span.rank == rank):
-                lane = y + _LANE * (span.kind == "reduce") + 0.02
-                start, length = span.start / factor, (span.end - span.start) / factor
-                axes.add_patch(
-                    Rectangle((start, lane), length, _LANE, facecolor=COLORS[span.kind], hatch=_hatch(span.kind) * 2, edgecolor=style.INK, linewidth=0.5)
-                )
-                room = length / axes.get_xlim()[1] * width - 0.04
-                text = next((text for text in (span.name, span.name.rsplit(" ")[-1]) if style.width_of(text, 7) < room), "")
-                if span.kind != "reduce":
-                    axes.text(start + length / 2, lane + _LANE / 2, text, size=7, ha="center", va="center_baseline", color=style.on(COLORS[span.kind]))
+            for kind in shown:
+                lane = y + _LANE * (kind == "reduce") + 0.02
+                mine = [span for span in timeline.spans if (span.rank, span.kind) == (rank, kind)]
+                bars = [(span.start / factor, (span.end - span.start) / factor) for span in mine]
+                axes.broken_barh(bars, (lane, _LANE), facecolor=COLORS[kind], hatch=_hatch(kind) * 2, edgecolor=style.INK, linewidth=0.5)
+                for span, (start, length) in zip(mine, bars, strict=True):
+                    if text := _label(span, length / axes.get_xlim()[1] * width):
+                        axes.text(start + length / 2, lane + _LANE / 2, text, size=7, ha="center", va="center_baseline", color=style.on(COLORS[kind]))
             y += _ROW
         begin, end = (ends[name] - open_[name]) / factor, ends[name] / factor
         if open_[name] > 0:
@@ -80,6 +76,13 @@ def overlap(*, title: str | None = None, **timelines: Timeline) -> Picture:
 
 
 _KINDS = {"forward": "forward pass", "backward": "backward pass", "reduce": "all-reduce of a bucket"}
+
+
+def _label(span: Any, room: float) -> str:
+    """What is written into a span that is `room` inches long: its name, or the last word of it, or nothing; hatched spans are not written on."""
+    if span.kind == "reduce" or room < 0.1:
+        return ""
+    return next((text for text in (span.name, span.name.rsplit(" ")[-1]) if style.width_of(text, 7) < room - 0.04), "")
 
 
 def _hatch(kind: str) -> str:
