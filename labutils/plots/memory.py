@@ -26,8 +26,9 @@ def memory_bars(
     if capacity is not None and capacity.memory <= 3 * largest:
         room = max(room, capacity.memory * 1.02)
     names = list(ledgers)
-    components = list(dict.fromkeys(line.component or line.name for ledger in ledgers.values() for line in ledger))
     stacks = {name: _stack(ledger) for name, ledger in ledgers.items()}
+    together = _stack(Ledger(line for ledger in ledgers.values() for line in ledger))
+    components = list(dict.fromkeys(component for (component, _), amount in together.items() if amount))
 
     shards = list(dict.fromkeys(axis for stack in stacks.values() for _, axis in stack if axis in style.AXES))
     entries = [(component, style.component_color(component, components), "") for component in components]
