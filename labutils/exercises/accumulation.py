@@ -63,6 +63,10 @@ def _compare(attempt: Callable, lengths: Sequence[int], hint: str) -> None:
     raise Failed(f"{case}: the gradient's norm is {ratio:.3f} times the right one, and it points elsewhere", hint)
 
 
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
 def _equal(attempt: Callable) -> str:
     for k in (1, 2, 4):
         _compare(attempt, [8] * k, "With equal micro-batches the result is the mean of their gradients.")
@@ -80,9 +84,10 @@ def _empty(attempt: Callable) -> str:
     lengths = [5, 0, 3]
     _compare(attempt, lengths, "A micro-batch without targets carries no weight.")
     value, *_ = _taken(attempt, lengths)
-    if isinstance(value, (Tensor, float)) and not math.isfinite(float(value)):
+    value = _number(value)
+    if isinstance(value, float) and not math.isfinite(value):
         raise Failed(
-            f"3 micro-batches with 5, 0 and 3 tokens that count: the loss is {float(value)}",
+            f"3 micro-batches with 5, 0 and 3 tokens that count: the loss is {value}",
             "A micro-batch without a single target has the mean 0/0, and 0 times NaN is NaN. It carries no weight, so leave it out.",
         )
     return "5, 0 and 3 tokens"
@@ -106,7 +111,8 @@ def _flat(attempt: Callable) -> str:
 
 def _value(attempt: Callable) -> str:
     value, _, loss, _ = _taken(attempt, [8, 2, 5])
-    if not isinstance(value, (Tensor, float)) or abs(float(value) - float(loss)) > 1e-9:
+    value = _number(value)
+    if not isinstance(value, float) or abs(value - float(loss)) > 1e-9:
         raise Failed(f"returned {value!r}, the loss of the whole batch is {float(loss):.6f}", "Add up the weighted losses, detached, and return the sum.")
     return "the loss of the whole batch"
 
@@ -304,7 +310,7 @@ def _all_used(attempt: Callable) -> str:
         if taken != math.ceil(count / k):
             raise Failed(
                 f"{count} micro-batches, {k} to a step: {taken} steps instead of {math.ceil(count / k)}",
-                f"The last {count % k} never reach an optimizer step. Step once more for what is left.",
+                "What is left after the last full step never reaches the optimizer. Step once more for it.",
             )
         hint = f"The last step has {count % k} micro-batch{'es' * (count % k > 1)}, not {k}: their mean has another denominator."
         _same(attempt, count, k, 1e9, hint)
@@ -355,7 +361,7 @@ REPAIR = Exercise(
     ),
     wrong=(
         Wrong("the published loop", _loop(clip_inside=True, tail="dropped", mean=False), "full steps", "backward() adds"),
-        Wrong("the tail dropped", _loop(tail="dropped"), "every micro-batch counts", "never reach an optimizer step"),
+        Wrong("the tail dropped", _loop(tail="dropped"), "every micro-batch counts", "never reaches the optimizer"),
         Wrong("a short step divided by k", _loop(tail="short"), "every micro-batch counts", "another denominator"),
         Wrong("clipped at every micro-batch", _loop(clip_inside=True), "clipping", "Clip once"),
         Wrong("gradients never cleared", _loop(clear=False), "full steps", "clear them after every optimizer step"),

@@ -11,13 +11,15 @@
 # After this lab you
 #
 # - get the gradient of a large batch in the memory of a small one, also where micro-batches differ in length (exercise 5.1),
-# - go from tokens in a batch to micro-batch, GPUs and accumulation steps, with reasons (exercise 5.2),
-# - see what published loops lose, and repair one (exercise 5.3, a bug hunt).
+# - see what published loops lose, and repair one (exercise 5.2, a bug hunt),
+# - go from tokens in a batch to micro-batch, GPUs and accumulation steps, with reasons (exercise 5.3).
 
 # %% [markdown]
 # ## Setup
 
 # %%
+import dataclasses
+
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -56,7 +58,8 @@ plots.memory_timeline(at_once, title="All 16 sequences at once: one mountain")
 # %%
 model.zero_grad()
 in_fours = measure.history(lambda: accumulation.accumulate(loss, micro_batches(batch, 4)), model)
-plots.memory_timeline(in_fours, title="Four at a time: four hills, and the gradients stay in between")
+title = "Four at a time: four hills, and the gradients stay in between"
+plots.memory_timeline(in_fours, title=title)
 
 # %% [markdown]
 # The hills are a quarter as high, the picture is as long. That is the whole trade: **activations are paid for one micro-batch, time for all.** What is left
@@ -103,7 +106,8 @@ whole = gradient(lambda: loss(batch).backward())
 {k: round((gradient(lambda k=k: loop(k)).norm() / whole.norm()).item(), 3) for k in (2, 4, 8)}
 
 # %%
-reveal("accumulation/factor", times=round((gradient(lambda: loop(8)).norm() / whole.norm()).item(), 3))
+eight = gradient(lambda: loop(8)).norm() / whole.norm()
+reveal("accumulation/factor", times=round(eight.item(), 3))
 
 # %% [markdown]
 # **Why does nobody notice?** With SGD the step is k times too long, as if the learning rate were. Adam divides by the size of the gradient, so its step does not
@@ -121,7 +125,8 @@ def update(make, k):
     return (net.head.weight - before).norm().item()
 
 
-{make.__name__: [round(update(make, k) / update(make, 1), 3) for k in (2, 4, 8)] for make in (torch.optim.SGD, torch.optim.Adam)}
+for make in (torch.optim.SGD, torch.optim.Adam):
+    print(make.__name__, [round(update(make, k) / update(make, 1), 3) for k in (2, 4, 8)])
 
 # %% [markdown]
 # The cure is `(loss / k).backward()`, as long as all micro-batches are equal. `accumulate` does it, and the difference that remains is rounding:
@@ -129,7 +134,8 @@ def update(make, k):
 # %%
 for size in (8, 4, 2, 1):
     found = gradient(lambda size=size: accumulation.accumulate(loss, micro_batches(batch, size)))
-    print(f"{16 // size:2} micro-batches: off by less than 1e-5: {((found - whole).norm() / whole.norm()).item() < 1e-5}")
+    close = ((found - whole).norm() / whole.norm()).item() < 1e-5
+    print(f"{16 // size:2} micro-batches: off by less than 1e-5: {close}")
 
 # %% [markdown]
 # Not to the bit: a sum of 16 numbers and a sum of four sums of four are rounded differently (lab 01).
@@ -158,16 +164,17 @@ plots.token_weights(lengths)
 reveal("accumulation/short", times=max(lengths) / min(lengths))
 
 # %% [markdown]
-# Nothing crashes, and the loss goes down. It took until October 2024 for somebody to file it: fine-tuning with 32 accumulation steps came out worse than with a
-# batch of 32, and the most used trainers had to be repaired. Here is how far off the gradient is:
+# Nothing crashes, and the loss goes down. It took until October 2024 for an issue to be taken up: accumulation came out worse than the batch
+# that it stands for, and the most used trainers had to be repaired. Here is how far off the gradient is:
 
 # %%
-targets = batch[1][:4].masked_fill(torch.arange(32) >= torch.tensor(lengths)[:, None], accumulation.IGNORED)
+padding = torch.arange(32) >= torch.tensor(lengths)[:, None]
+targets = batch[1][:4].masked_fill(padding, accumulation.IGNORED)
 ragged = micro_batches((batch[0][:4], targets), 1)
 right = gradient(lambda: loss((batch[0][:4], targets)).backward())
-ways = {"mean of means": None, "by tokens": accumulation.tokens}
-found = {name: gradient(lambda weigh=weigh: accumulation.accumulate(loss, ragged, weigh=weigh)) for name, weigh in ways.items()}
-{name: f"{(vector - right).norm() / right.norm():.0%}" for name, vector in found.items()}
+for name, weigh in {"mean of means": None, "by tokens": accumulation.tokens}.items():
+    found = gradient(lambda weigh=weigh: accumulation.accumulate(loss, ragged, weigh=weigh))
+    print(f"{name}: off by {(found - right).norm() / right.norm():.0%}")
 
 # %% [markdown]
 # The cure: count the tokens of the whole batch *before* the first backward pass, and give each loss its share $n_i / \sum n_j$. On several GPUs the count has
@@ -215,7 +222,8 @@ predict("accumulation/growth", percent=0)
 def held(rows, size):
     model.zero_grad()
     data = tuple(side[:rows] for side in batch)
-    history = measure.history(lambda: accumulation.accumulate(loss, micro_batches(data, size)), model)
+    parts = micro_batches(data, size)
+    history = measure.history(lambda: accumulation.accumulate(loss, parts), model)
     return max(moment.ledger.only(component="activations").total for moment in history.moments)
 
 
@@ -230,8 +238,12 @@ reveal("accumulation/growth", percent=100 * (held(16, 4) / held(4, 4) - 1))
 
 # %%
 model.zero_grad()
-first, later = (measure.peak(lambda k=k: accumulation.accumulate(loss, micro_batches(batch, 4)[:k]), model) for k in (1, 2))
-plots.memory_bars(one_micro_batch=first, two_or_more=later, title="From the second micro-batch on, the peak carries the gradients as well")
+parts = micro_batches(batch, 4)
+first = measure.peak(lambda: accumulation.accumulate(loss, parts[:1]), model)
+model.zero_grad()
+later = measure.peak(lambda: accumulation.accumulate(loss, parts[:2]), model)
+title = "From the second micro-batch on, the peak carries the gradients as well"
+plots.memory_bars(one_micro_batch=first, two_or_more=later, title=title)
 
 # %% [markdown]
 # And in mixed precision there may be a second one. Add 64 small gradients to a large one in bf16:
@@ -259,8 +271,10 @@ buffer[w].item()
 
 # %%
 gpt2 = ModelConfig.named("gpt2-xl")
-states = {fp32: memory.model_states(gpt2, TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=fp32)).total for fp32 in (False, True)}
-{fp32: (units.text(amount), round(amount / gpt2.num_params, 2)) for fp32, amount in states.items()}
+for fp32 in (False, True):
+    train = TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=fp32)
+    amount = memory.model_states(gpt2, train).total
+    print(f"fp32 sum: {fp32!s:5} {units.text(amount)}, {amount / gpt2.num_params:.2f} bytes a parameter")
 
 # %% [markdown]
 # ## What else changes when the batch comes in pieces?
@@ -282,7 +296,8 @@ def in_pieces(norm):
     return torch.allclose(*gradients, atol=1e-6)
 
 
-{type(norm).__name__: in_pieces(norm) for norm in (nn.LayerNorm(8), nn.RMSNorm(8), nn.BatchNorm1d(8))}
+norms = nn.LayerNorm(8), nn.RMSNorm(8), nn.BatchNorm1d(8)
+{type(norm).__name__: in_pieces(norm) for norm in norms}
 
 # %% [markdown]
 # **Clipping.** The norm of a sum is not the sum of norms. Clip once, after the last micro-batch:
@@ -298,8 +313,9 @@ def clipped(inside):
 
 
 once, often = (gradient(lambda inside=inside: clipped(inside)) for inside in (False, True))
-angle = torch.rad2deg(torch.nn.functional.cosine_similarity(once, often, dim=0).clamp(max=1).acos())
-f"same length: {torch.allclose(once.norm(), often.norm(), rtol=1e-4)}, turned by {angle:.0f} degrees"
+same = torch.allclose(once.norm(), often.norm(), rtol=1e-4)
+angle = nn.functional.cosine_similarity(once, often, dim=0).clamp(max=1).acos().rad2deg()
+f"same length: {same}, turned by {angle:.0f} degrees"
 
 # %% [markdown]
 # Clipping inside the loop shrinks the early micro-batches again and again; the last one counts most.
@@ -307,7 +323,7 @@ f"same length: {torch.allclose(once.norm(), often.norm(), rtol=1e-4)}, turned by
 # **Dropout.** Masks are drawn in another order, so the gradient differs. Is it wrong? Compare with what a new seed changes:
 
 # %%
-shaky = GPT(ModelConfig(num_layers=3, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=32, dropout=0.1), generator=torch.Generator().manual_seed(0))
+shaky = GPT(dataclasses.replace(config, dropout=0.1), generator=torch.Generator().manual_seed(0))
 
 
 def with_dropout(seed, size):
@@ -318,23 +334,24 @@ def with_dropout(seed, size):
 
 
 base = with_dropout(0, 16)
-{name: f"{(with_dropout(*how) - base).norm() / base.norm():.0%}" for name, how in {"in fours": (0, 4), "another seed": (1, 16)}.items()}
+for name, how in {"in fours": (0, 4), "another seed": (1, 16)}.items():
+    print(f"{name}: {(with_dropout(*how) - base).norm() / base.norm():.0%}")
 
 # %% [markdown]
 # As much as another seed changes, and no more: another draw, the same distribution.
 
 # %% [markdown]
-# ### Exercise 5.3 · Bug hunt: the loop that everybody copies (15 min, ●●○)
+# ### Exercise 5.2 · Bug hunt: the loop that everybody copies (15 min, ●●○)
 #
 # Repair it. It gets an iterator of micro-batches of equal weight, `k` to a step, and shall return the number of optimizer steps. Three things are wrong.
 
 
 # %%
 def epoch(optimizer, loss, batches, k, max_norm):
-    steps = 0
+    steps, parameters = 0, [p for group in optimizer.param_groups for p in group["params"]]
     for i, batch in enumerate(batches):
         loss(batch).backward()
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], max_norm)
+        nn.utils.clip_grad_norm_(parameters, max_norm)
         if (i + 1) % k == 0:
             optimizer.step()
             optimizer.zero_grad()
@@ -390,7 +407,8 @@ h100 = Hardware.named("H100")
 def fits(policy, attention):
     def fits(b):
         train = TrainConfig(micro_batch=b, global_batch=b, checkpointing=policy, attention=attention)
-        return (memory.model_states(gpt2, train) + memory.activations(gpt2, train)).total <= 0.9 * h100.memory  # a tenth for what is not counted
+        needed = memory.model_states(gpt2, train) + memory.activations(gpt2, train)
+        return needed.total <= 0.9 * h100.memory  # a tenth for what is not counted
 
     return fits
 
@@ -403,17 +421,19 @@ accumulation.configure(target=2**19, seq_len=1024, gpus=16, fits=fits("none", "p
 
 # %%
 def setting(gpus=16, checkpointing="none", attention="plain"):
-    return accumulation.configure(target=2**19, seq_len=1024, gpus=gpus, fits=fits(checkpointing, attention))
+    fitting = fits(checkpointing, attention)
+    return accumulation.configure(target=2**19, seq_len=1024, gpus=gpus, fits=fitting)
 
 
-explore(setting, gpus=[4, 8, 16, 32, 64], checkpointing=["none", "selective", "full"], attention=["plain", "sdpa"])
+policies, kinds = ["none", "selective", "full"], ["plain", "sdpa"]
+explore(setting, gpus=[4, 8, 16, 32, 64], checkpointing=policies, attention=kinds)
 
 # %% [markdown]
 # Full checkpointing makes the micro-batch larger and costs a third more FLOPs; accumulation costs none. As long as the micro-batch keeps the GPU busy,
 # accumulate rather than recompute.
 
 # %% [markdown]
-# ### Exercise 5.2 · Fill a batch (10 min, ●○○)
+# ### Exercise 5.3 · Fill a batch (10 min, ●○○)
 #
 # Tokens in the batch, sequence length, GPUs (a copy of the model on each) and `fits(b)`. Return (micro-batch, accumulation steps) with exactly that many
 # tokens in as few steps as possible.
@@ -437,7 +457,8 @@ hint("accumulation/configure", 1)
 #   forward pass included (lab 08).
 # - **FSDP2.** `model.set_requires_gradient_sync(False)` for all but the last. Gradients are then kept *unsharded* between micro-batches, which costs the memory
 #   that sharding saved; leaving it on reduces every time and keeps them small (lab 09). `set_is_last_backward` tells it when to wait.
-# - **torchtitan.** `training.local_batch_size` and `training.global_batch_size`: the second turns accumulation on; loss is divided by the number of steps.
+# - **torchtitan.** `training.local_batch_size` and `training.global_batch_size`: the second turns accumulation on. Newer versions count tokens:
+#   `training.num_tokens_per_train_step`.
 # - **Megatron-LM.** `--micro-batch-size`, `--global-batch-size`; accumulation steps follow from the data-parallel degree.
 #   `--accumulate-allreduce-grads-in-fp32` is the fp32 buffer, `--calculate-per-token-loss` the mean over tokens of the whole batch.
 # - **DeepSpeed.** `train_batch_size` = `train_micro_batch_size_per_gpu` · `gradient_accumulation_steps` · number of ranks; give two of the three.
