@@ -48,7 +48,7 @@ def _online(attempt: Online, cases: dict[str, tuple[Tensor, int]], hint: Callabl
         exact = (scores.softmax(0) @ _noise(len(scores), 3, seed=1), scores.logsumexp(0))[part]
         if _far(found, exact) > 1e-9:
             raise Failed(f"{name}: you return {found.tolist()}, it is {exact.tolist()}", hint(found))
-    return f"{len(cases)} cases"
+    return f"{len(cases)} case{'s' * (len(cases) > 1)}"
 
 
 def _first_highest(attempt: Online) -> str:
@@ -81,7 +81,8 @@ def _huge(attempt: Online) -> str:
 
 def _blind_start(attempt: Online) -> str:
     scores = torch.cat([torch.full((2,), -math.inf, dtype=torch.float64), _noise(4)])
-    hint = "A block that is masked throughout has the maximum −inf, and −inf − (−inf) is NaN: start from the lowest finite number instead."
+    hint = "A block that is masked throughout has the maximum −inf, and −inf − (−inf) is NaN: start from the lowest finite number of the scores' dtype instead."
+    hint += " (torch.tensor(x) makes a float32: there the lowest float64 is −inf again.)"
     return _online(attempt, {"the first block is masked": (scores, 2)}, lambda _: hint)
 
 
@@ -179,7 +180,7 @@ ONLINE = Exercise(
     hints=(
         "Three things are enough to remember: the largest score so far, the sum of exp(score − largest), and the sum of exp(score − largest)·value.",
         "When the largest score changes from m to m', each exp(score − m) you have summed becomes exp(score − m') by one factor: exp(m − m').",
-        "Start with m = torch.finfo(dtype).min, sum 0, output 0. In the end return output / sum and m + log(sum).",
+        "Start with m = torch.finfo(dtype).min in that dtype, sum 0, output 0. In the end return output / sum and m + log(sum).",
     ),
 )
 

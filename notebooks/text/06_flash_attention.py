@@ -69,7 +69,9 @@ def textbook(q, k, v):
 
 
 def tensors(s, a=4, d=64, dtype=torch.float32):
-    return [x.requires_grad_() for x in torch.randn(3, 1, a, s, d, generator=torch.Generator().manual_seed(0), dtype=dtype).unbind()]
+    draw = torch.Generator().manual_seed(0)
+    qkv = torch.randn(3, 1, a, s, d, generator=draw, dtype=dtype)
+    return [x.requires_grad_() for x in qkv.unbind()]
 
 
 q, k, v = tensors(2048)
@@ -83,27 +85,33 @@ q, k, v = tensors(2048)
 
 # %%
 a, s, d = 4, 2048, 64
-inputs = Line("inputs", 4 * 3 * a * s * d, component="activations")
+amounts = dict(inputs=4 * 3 * a * s * d, weights=4 * a * s * s, output=4 * a * s * d, lse=4 * a * s)
+line = {name: Line(name, nbytes, component="activations") for name, nbytes in amounts.items()}
 kept = {
-    "textbook": Ledger([inputs, Line("weights", 4 * a * s * s, component="activations")]),
-    "tiled": Ledger([inputs, Line("output", 4 * a * s * d, component="activations"), Line("lse", 4 * a * s, component="activations")]),
+    "textbook": Ledger([line["inputs"], line["weights"]]),
+    "tiled": Ledger([line["inputs"], line["output"], line["lse"]]),
 }
 reveal("flash/kept", MB=kept["textbook"].total / 1e6)
 
 # %% [markdown]
 # Measured, from what autograd holds on to:
 
-# %%
-kept["textbook"].diff(measure.saved_activations(lambda: textbook(q, k, v), nn.Module()), by="component")
 
 # %%
-kept["tiled"].diff(measure.saved_activations(lambda: flash.attention(q, k, v)[0], nn.Module()), by="component")
+def saved(attend):
+    return measure.saved_activations(lambda: attend(q, k, v), nn.Module())
+
+
+kept["textbook"].diff(saved(textbook), by="component")
+
+# %%
+kept["tiled"].diff(saved(lambda *qkv: flash.attention(*qkv)[0]), by="component")
 
 # %% [markdown]
 # Nothing is unexplained. PyTorch's own fused attention keeps exactly the same four tensors:
 
 # %%
-kept["tiled"].diff(measure.saved_activations(lambda: F.scaled_dot_product_attention(q, k, v), nn.Module()), by="component")
+kept["tiled"].diff(saved(F.scaled_dot_product_attention), by="component")
 
 
 # %% [markdown]
@@ -119,29 +127,31 @@ def extra_peak(attend, s):
     return measure.peak(step, nn.Module()).total - 4 * d_out.nbytes
 
 
-lengths = [256, 512, 1024, 2048]
-peaks = {
-    "textbook": [extra_peak(textbook, s) for s in lengths],
-    "tiled": [extra_peak(lambda *t: flash.attention(*t, block_q=128, block_k=128)[0], s) for s in lengths],
-}
+def tiled(*qkv):
+    return flash.attention(*qkv, block_q=128, block_k=128)[0]
+
+
+lengths, ways = [256, 512, 1024, 2048], {"textbook": textbook, "tiled": tiled}
+peaks = {name: [extra_peak(attend, s) for s in lengths] for name, attend in ways.items()}
 {name: [units.text(p) for p in found] for name, found in peaks.items()}
 
 # %%
 long, block = [256, 512, 1024, 2048, 4096, 8192], 128
 formula = {
     "textbook": [4 * a * (3 * s * s + 2 * s * d) for s in long],
-    "tiled": [4 * a * (4 * s * d + 3 * s + 2 * block * block + 2 * block * d + block) for s in long],
+    "tiled": [4 * a * (4 * s * d + 3 * s + block * (2 * block + 2 * d + 1)) for s in long],
 }
 title = "Three s × s tensors at once, against four s × d and two tiles"
 measured = {name: (lengths, found) for name, found in peaks.items()}
-plots.curves(long, xlabel="sequence length s", ylabel="peak", unit="B", log="xy", title=title, measured=measured, **formula)
+axes = dict(xlabel="sequence length s", ylabel="peak", unit="B", log="xy")
+plots.curves(long, title=title, measured=measured, **axes, **formula)
 
 # %% [markdown]
 # The markers lie *on* the lines. The textbook's peak is the softmax's backward pass: weights and two gradients of s × s, the output and $dV$. The tiled peak is the second product of a tile
 # of the backward pass: output and three gradients; lse, its gradient and one more number a row (D, soon); two tiles; a block of $dK$ and $dV$; a block of lse.
 
 # %%
-{name: [line - marker for line, marker in zip(formula[name], peaks[name], strict=False)] for name in peaks}
+{name: [formula[name][i] - peak for i, peak in enumerate(found)] for name, found in peaks.items()}
 
 # %% [markdown]
 # Zero bytes off, at every length. And the ratio grows with $s/d$: a *factor* of memory saved that a paper quotes belongs to one length.
@@ -229,9 +239,10 @@ show(flash.forward)
 # %%
 q, k, v = tensors(32, a=1, d=8, dtype=torch.float64)
 weights = (q @ k.mT / math.sqrt(8)).softmax(-1)
-out, d_out = weights @ v, torch.randn(1, 1, 32, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+out = weights @ v
+d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
 over_keys, over_channels = (weights * (d_out @ v.mT)).sum(-1), (d_out * out).sum(-1)
-f"{(over_keys - over_channels).abs().max():.0e}"
+bool((over_keys - over_channels).abs().max() < 1e-14)
 
 
 # %% [markdown]
@@ -264,7 +275,8 @@ show(flash.backward)
 
 # %%
 def gradients(attend, **options):
-    q, k, v = (x.detach().requires_grad_() for x in (*tensors(75, a=6, d=16, dtype=torch.float64)[:1], *tensors(90, a=2, d=16, dtype=torch.float64)[1:]))
+    q, *_ = tensors(75, a=6, d=16, dtype=torch.float64)
+    _, k, v = tensors(90, a=2, d=16, dtype=torch.float64)
     out, lse = attend(q, k, v, causal=True, **options)
     return out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))
 
@@ -291,11 +303,10 @@ all((exact - ours).abs().max() < 1e-12 for exact, ours in both)
 predict("flash/moved", MB=20)
 
 # %%
+loops = {"textbook": "plain", "flash-1": "flash-1", "flash-2": "flash-2"}
 sizes = dict(s=4096, d=64, block_q=128, block_k=128)
-plots.traffic_bars(
-    guess=predictions["flash/moved"],
-    **{name: flash.traffic(algorithm, **sizes) for name, algorithm in (("textbook", "plain"), ("flash-1", "flash-1"), ("flash-2", "flash-2"))},
-)
+traffic = {name: flash.traffic(loop, **sizes) for name, loop in loops.items()}
+plots.traffic_bars(guess=predictions["flash/moved"], **traffic)
 
 # %% [markdown]
 # **flash-1** and **flash-2** are the two papers' loops. The first has keys outside: the unfinished output of every query is read and written again for each block of keys.
@@ -325,19 +336,23 @@ flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, backward=True, **run
 
 # %%
 def moved(algorithm, s, d, fast):
+    """Numbers, not bytes, that cross the border; blocks fill a fast memory of `fast` numbers."""
     block_q, block_k = flash.block_sizes(fast, d)
-    return flash.traffic(algorithm, s=s, d=d, block_q=block_q, block_k=block_k, itemsize=1, stat_itemsize=1, whole_blocks=True).total
+    numbers = dict(itemsize=1, stat_itemsize=1, whole_blocks=True)
+    return flash.traffic(algorithm, s=s, d=d, block_q=block_q, block_k=block_k, **numbers).total
 
 
 once = moved("flash-1", 4096, 64, 25600)
-twice = {"s": moved("flash-1", 8192, 64, 25600), "M": moved("flash-1", 4096, 64, 51200), "d": moved("flash-1", 4096, 128, 25600)}
-{f"{letter} × 2": round(many / once, 2) for letter, many in twice.items()}
+twice = {"s": (8192, 64, 25600), "M": (4096, 64, 51200), "d": (4096, 128, 25600)}
+{f"{letter} × 2": round(moved("flash-1", *sizes) / once, 2) for letter, sizes in twice.items()}
 
 # %% [markdown]
 # The law has a price tag in it that is easily overlooked. **The gain is $M/d^2$, not a constant.** With M = 25 600 numbers and heads of 128:
 
 # %%
-[f"d = {d}: plain {moved('plain', 4096, d, 25600):,}, flash-1 {moved('flash-1', 4096, d, 25600):,}" for d in (64, 128)]
+for head in (64, 128):
+    plain, tiles = (moved(algorithm, 4096, head, 25600) for algorithm in ("plain", "flash-1"))
+    print(f"d = {head:3}: plain {plain:>11,}, flash-1 {tiles:>11,}")
 
 # %% [markdown]
 # Twice the head, and the clever algorithm moves *more* than the textbook, 131 million numbers against 69. FlashAttention pays where fast memory is large against d².
@@ -361,7 +376,7 @@ round(moved("flash-2", 4096, 64, 51200) / moved("flash-2", 4096, 64, 25600), 2)
 
 # %%
 whole, _ = flash.attention(q, k, v)
-halves = [flash.attention(q, k[:, :, half], v[:, :, half]) for half in (slice(0, 500), slice(500, 1000))]
+halves = [flash.attention(q, k[:, :, at], v[:, :, at]) for at in (slice(0, 500), slice(500, 1000))]
 merged, _ = flash.merge(*halves[0], *halves[1])
 bool((whole - merged).abs().max() < 1e-6)
 
@@ -434,8 +449,10 @@ fused, books = flash.one_pass(flash.softmax, x)
 flash.passes(flash.softmax, 4096, 4096, fused=True).diff(books)
 
 # %%
-work = {"softmax": (flash.softmax, [x]), "LayerNorm": (flash.layernorm, [x]), "SwiGLU": (flash.swiglu, [gate, up])}
-{name: round(flash.passes(fn, 4096, 4096).total / flash.passes(fn, 4096, 4096, fused=True).total, 2) for name, (fn, _) in work.items()}
+work = {flash.softmax: [x], flash.layernorm: [x], flash.swiglu: [gate, up]}
+for fn in work:
+    apart, at_once = (flash.passes(fn, 4096, 4096, fused=fused).total for fused in (False, True))
+    print(f"{fn.__name__:10} {apart / at_once:.2f} times fewer bytes")
 
 
 # %% [markdown]
@@ -452,9 +469,11 @@ def seconds(fn, repeats=3):
     return min(times)
 
 
-for name, (fn, inputs) in work.items():
-    many, one = seconds(lambda: fn(*inputs)), seconds(lambda: flash.one_pass(fn, *inputs))  # noqa: B023
-    print(f"{name:10} many passes {units.text(many, 's'):>8}, one pass {units.text(one, 's'):>8}: {many / one:.1f} times faster")
+for fn, inputs in work.items():
+    many = seconds(lambda: fn(*inputs))  # noqa: B023
+    one = seconds(lambda: flash.one_pass(fn, *inputs))  # noqa: B023
+    both = f"many passes {units.text(many, 's'):>8}, one pass {units.text(one, 's'):>8}"
+    print(f"{fn.__name__:10} {both}: {many / one:.1f} times faster")
 
 # %% [markdown]
 # ### Where is the roof?
@@ -467,8 +486,8 @@ for name, (fn, inputs) in work.items():
 
 # %%
 roofs = [flash.Roof.of(Hardware.named(name)) for name in ("A100", "H100")]
-flops, blocks = flash.flops(4096, 64), dict(block_q=128, block_k=128)
-points = {name: (flops, flash.traffic(alg, s=4096, d=64, **blocks).total) for name, alg in (("textbook", "plain"), ("flash-1", "flash-1"), ("flash-2", "flash-2"))}
+flops = flash.flops(4096, 64)
+points = {name: (flops, books.total) for name, books in traffic.items()}
 points["softmax"] = 5 * 4096**2, flash.passes(flash.softmax, 4096, 4096, itemsize=2).total
 plots.roofline({roof.name: (roof.flops, roof.bandwidth) for roof in roofs}, points)
 
@@ -477,14 +496,19 @@ plots.roofline({roof.name: (roof.flops, roof.bandwidth) for roof in roofs}, poin
 # An H100 gained more FLOPs than bandwidth, its ridge lies further right, and the same kernel waits for memory again.
 
 # %%
-{roof.name: (round(roof.ridge), [roof.bound(flops, flash.traffic("flash-2", s=4096, d=64, block_q=n, block_k=128).total) for n in (128, 256, 512)]) for roof in roofs}
+for roof in roofs:
+    print(f"{roof.name}: ridge at {roof.ridge:.0f}")
+    for rows in (128, 256, 512):
+        nbytes = flash.traffic("flash-2", s=4096, d=64, block_q=rows, block_k=128).total
+        print(f"  {rows} queries a block: waits for {roof.bound(flops, nbytes)}")
 
 # %% [markdown]
 # And the machine you are sitting at, measured: the best of a few matrix products, and of a few sweeps over memory.
 
 # %% tags=["nbval-ignore-output"]
 here = flash.Roof.measured()
-f"{units.text(here.flops, 'FLOP/s')}, {units.text(here.bandwidth, 'B/s')}, ridge at {here.ridge:.0f} FLOPs per byte"
+print(units.text(here.flops, "FLOP/s"), "and", units.text(here.bandwidth, "B/s"))
+print(f"ridge at {here.ridge:.0f} FLOPs per byte")
 
 # %% [markdown]
 # ### Is it faster here?
@@ -493,9 +517,10 @@ f"{units.text(here.flops, 'FLOP/s')}, {units.text(here.bandwidth, 'B/s')}, ridge
 
 # %% tags=["nbval-ignore-output"]
 q, k, v = tensors(2048)
-ways = {"textbook": textbook, "tiled": lambda *t: flash.attention(*t)[0], "PyTorch's SDPA": F.scaled_dot_product_attention}
+ways["PyTorch's SDPA"] = F.scaled_dot_product_attention
 for name, attend in ways.items():
-    print(f"{name:15} {units.text(seconds(lambda: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v))), 's')}")  # noqa: B023
+    took = seconds(lambda: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v)))  # noqa: B023
+    print(f"{name:15} {units.text(took, 's')}")
 
 # %% [markdown]
 # Ours is a Python loop around matrix products; PyTorch's is compiled C++ with the same tiles. Both beat the textbook for the same reason.
@@ -511,7 +536,8 @@ show(triton_kernel)
 if torch.cuda.is_available() and triton_kernel.triton:
     q, k, v = (x.detach().to("cuda", torch.bfloat16) for x in tensors(4096, a=16))
     out, _ = triton_kernel.attention(q, k, v, causal=True, block_q=128)
-    print("largest difference from SDPA:", (out - F.scaled_dot_product_attention(q, k, v, is_causal=True)).abs().max().item())
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    print("largest difference from SDPA:", (out - theirs).abs().max().item())
 else:
     print("No GPU, or no Triton, on this machine: nothing to run here.")
 
@@ -535,11 +561,16 @@ def side(s=4096, d=64, fast_kB=200, device="A100"):
         "flash-1": flash.traffic("flash-1", block_q=inner, block_k=outer, **sizes),
         "flash-2": flash.traffic("flash-2", block_q=outer, block_k=inner, **sizes),
     }
-    bounds = [f"{name} {units.text(roof.time(flops, moved.total), 's')} ({roof.bound(flops, moved.total)})" for name, moved in ledgers.items()]
-    return plots.traffic_bars(title=f"At best on one {device}, a head: " + ", ".join(bounds), **ledgers)
+    bounds = []
+    for name, books in ledgers.items():
+        took = units.text(roof.time(flops, books.total), "s")
+        bounds.append(f"{name} {took} ({roof.bound(flops, books.total)})")
+    title = f"At best on one {device}, a head: " + ", ".join(bounds)
+    return plots.traffic_bars(title=title, **ledgers)
 
 
-explore(side, s=[1024, 4096, 16384], d=[64, 128, 256], fast_kB=[50, 100, 200], device=["A100", "H100"])
+widths, devices = [64, 128, 256], ["A100", "H100"]
+explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=devices)
 
 # %% [markdown]
 # Look for the settings where tiling moves *more*. How much fast memory would make it win at d = 256? By the law, 2d² = 131 072 numbers, 262 kB in 16 bits, and one processor of an
@@ -571,7 +602,8 @@ explore(side, s=[1024, 4096, 16384], d=[64, 128, 256], fast_kB=[50, 100, 200], d
 # **"FlashAttention reduces computation from O(n²) to O(n)."** Twice the tokens, four times the FLOPs, as ever, and four times the bytes moved. What becomes linear is the memory that is *kept*.
 
 # %%
-flash.flops(8192, 64) / flash.flops(4096, 64), round(moved("flash-1", 8192, 64, 25600) / moved("flash-1", 4096, 64, 25600), 2)
+once, twice = (moved("flash-1", s, 64, 25600) for s in (4096, 8192))
+flash.flops(8192, 64) / flash.flops(4096, 64), round(twice / once, 2)
 
 # %% [markdown]
 # **"S = QKᵀ is computed entirely in SRAM."** Tile by tile. All scores of one head of 8192 tokens would take 134 MB in 16 bits; all fast memories of an A100 together have 20.7 MB.
