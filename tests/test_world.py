@@ -205,6 +205,17 @@ def test_what_arrives_is_what_was_sent(four, dtype, n):
     assert all(four.run(program))
 
 
+def test_nothing_of_an_asynchronous_collective_stays_alive(four):
+    def program(rank):
+        comm, x = rank.comm(), torch.ones(5)
+        works = [comm.all_reduce(x, async_op=True), comm.all_gather(x, out=torch.empty(20), async_op=True)]
+        alive = [weakref.ref(tensor) for tensor in (x, *(work.wait() for work in works))]
+        del works, x
+        return [tensor() for tensor in alive]
+
+    assert four.run(program) == [[None] * 3] * 4
+
+
 def test_what_was_sent_and_received_can_still_be_resized(four):
     def program(rank):
         x, out = torch.ones(5), torch.empty(5)

@@ -98,12 +98,13 @@ class Endpoint(Protocol):
 class Work:
     """Something under way: `wait()` returns its result, `done()` tells whether that would return at once."""
 
-    def __init__(self, endpoint: Endpoint, op: Op) -> None:
-        self._endpoint, self._op = endpoint, op
+    def __init__(self, endpoint: Endpoint, op: Op, pending: dict[Op, None]) -> None:
+        self._endpoint, self._op, self._pending = endpoint, op, pending
 
     def wait(self) -> Any:
         """The result: the received tensor, the collective's value, or None for a send."""
         self._endpoint.wait(self._op)
+        self._pending.pop(self._op, None)  # the result is the caller's alone from now on
         if self._op.error is not None:
             raise self._op.error
         return self._op.result
@@ -212,8 +213,8 @@ class Comm:
         return self._later(op)
 
     def _later(self, op: Op) -> Work:
-        self._owner._pending.append(op)
-        return Work(self._endpoint, op)
+        self._owner._pending[op] = None
+        return Work(self._endpoint, op, self._owner._pending)
 
     def _tensor(self, x: Tensor, verb: str) -> Tensor:
         self._dense(x, verb)
@@ -348,16 +349,22 @@ class Helper:
 
     def _work(self) -> None:
         while (job := self.jobs.get()) is not None:
-            op, self.comm._events, run, out = job
-            start = time.perf_counter()
-            try:
-                with torch.no_grad():
-                    op.result = self.comm._enter(op.call, run, out)
-            except BaseException as error:
-                op.error = error
-            op.span = start, time.perf_counter()
+            op = self._run(*job)
+            del job  # what it worked on is the rank's alone when the rank learns that it is done
             self.comm._endpoint.finish(op)
             self.comm._endpoint.add_actor(-1)
+            del op
+
+    def _run(self, op: Op, events: list[Event], run: Callable[[Comm], Any], out: Tensor | None) -> Op:
+        self.comm._events = events
+        start = time.perf_counter()
+        try:
+            with torch.no_grad():
+                op.result = self.comm._enter(op.call, run, out)
+        except BaseException as error:
+            op.error = error
+        op.span = start, time.perf_counter()
+        return op
 
 
 class Rank:
@@ -370,7 +377,7 @@ class Rank:
         self.generator = torch.Generator(device=device).manual_seed(index)
         self._endpoint, self._board, self._groups = endpoint, board, groups
         self._events: list[Event | list[Event]] = []
-        self._pending: list[Op] = []
+        self._pending: dict[Op, None] = {}
         self._printed: list[str] = []
         self._comms: dict[str, Comm] = {}
 
@@ -390,8 +397,8 @@ class Rank:
 
     def _finish(self) -> tuple[Event, ...]:
         """The rank's events in program order, after everything that it started has come to its end."""
-        for op in self._pending:
-            Work(self._endpoint, op).wait()
+        for op in list(self._pending):
+            Work(self._endpoint, op, self._pending).wait()
         flat: list[Event] = []
         for event in self._events:
             flat.extend(event if isinstance(event, list) else (event,))
