@@ -23,7 +23,7 @@ class Timeline(Protocol):
 def overlap(*, title: str | None = None, **timelines: Timeline) -> Picture:
     """Steps on one clock, a group of rows each: for every rank a lane of computation and a lane of communication under it.
 
-    What a rank still sends after its last computation is *exposed*: only that makes the step longer.
+    What is still sent after the last computation on any rank is *exposed*: only that makes the step longer.
     """
     if not timelines:
         raise ValueError("overlap needs at least one timeline: overlap(overlapped=timeline)")
@@ -90,13 +90,9 @@ def _hatch(kind: str) -> str:
 
 
 def _exposed(timeline: Timeline) -> float:
-    """Seconds from the end of the last computation to the end of the last reduction, on the slowest rank."""
-    longest = 0.0
-    for rank in {span.rank for span in timeline.spans}:
-        spans = [span for span in timeline.spans if span.rank == rank]
-        computed = max((span.end for span in spans if span.kind != "reduce"), default=0.0)
-        longest = max(longest, max((span.end for span in spans if span.kind == "reduce"), default=computed) - computed)
-    return longest
+    """Seconds from the end of the last computation on any rank to the end of the step."""
+    end = max(span.end for span in timeline.spans)
+    return end - max((span.end for span in timeline.spans if span.kind != "reduce"), default=0.0)
 
 
 def _step(end: float, open_: float) -> tuple[str, str]:
