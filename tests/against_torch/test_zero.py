@@ -1,0 +1,109 @@
+"""Levels 1, 2 and 3 beside DistributedDataParallel with ZeroRedundancyOptimizer and beside FSDP2, on the same ranks and the same batches."""
+
+import pytest
+import torch
+from torch import nn
+
+from labutils import world, zero
+from labutils.config import ModelConfig
+from labutils.model import GPT
+
+N = 4
+CONFIG = ModelConfig(num_layers=2, d_model=16, num_heads=2, d_ff=24, vocab_size=13, seq_len=8)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with world.World(N, engine="processes") as ranks:
+        yield ranks
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def ours(rank, level, **options):
+    """A model of ours: it, its optimizer, how it clips, and its weights, whole."""
+    model = GPT(CONFIG, generator=torch.Generator().manual_seed(0)).double()
+    comm = rank.comm("dp")
+    if level < 3:
+        owner = zero.Optimizer(model.parameters(), comm, adamw, level=level, **options)
+        return model, owner, owner.clip_grad_norm, lambda: [parameter.detach() for parameter in model.parameters()]
+    owner = zero.shard(model, comm, adamw, **options)
+
+    def weights():
+        with owner.gathered():
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    return model, owner, owner.clip_grad_norm, weights
+
+
+def replicated(rank):
+    """The same of torch's: everybody holds weights and gradients, the optimizer's state is shared out, parameter by parameter."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    group = rank.comm("dp").group
+    model = DistributedDataParallel(GPT(CONFIG, generator=torch.Generator().manual_seed(0)).double(), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-2)
+    return model, optimizer, lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm), lambda: [parameter.detach() for parameter in model.parameters()]
+
+
+def fully_sharded(rank, reshard):
+    """The same of torch's: every parameter is cut along its first dimension."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(rank.comm("dp").group, "cpu")
+    model = GPT(CONFIG, generator=torch.Generator().manual_seed(0)).double()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+    def clip(norm):
+        return nn.utils.clip_grad_norm_(model.parameters(), norm).full_tensor()
+
+    return model, adamw(model.parameters()), clip, lambda: [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def train(rank, made):
+    """Losses, gradient norms and final weights of three steps, each of two micro-batches."""
+    model, optimizer, clip, weights = made
+    generator, told = torch.Generator().manual_seed(rank.index), []
+    for _ in range(3):
+        for _ in range(2):
+            x = torch.randint(0, CONFIG.vocab_size, (2, CONFIG.seq_len), generator=generator)
+            loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()) / 2
+            loss.backward()
+            told.append(loss.item())
+        told.append(clip(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.tensor(told, dtype=torch.float64), weights()
+
+
+@pytest.mark.parametrize("theirs", ["ZeroRedundancyOptimizer", "fully_shard", "fully_shard, resharding"])
+def test_equal_to_torch(processes, theirs):
+    def program(rank):
+        peer = replicated(rank) if theirs.startswith("Zero") else fully_sharded(rank, theirs.endswith("resharding"))
+        told, weights = train(rank, peer)
+        mine = [train(rank, ours(rank, 1)), train(rank, ours(rank, 2, bucket_bytes=5000)), train(rank, ours(rank, 3))]
+        return [
+            torch.allclose(losses, told, rtol=1e-10) and all(torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in zip(final, weights, strict=True))
+            for losses, final in mine
+        ]
+
+    assert processes.run(program) == [[True] * 3] * N
+
+
+def test_a_rank_rests_with_as_much_as_under_fsdp2(processes):
+    """Here n divides every first dimension but the vocabulary's, whose rows FSDP2 deals out whole and we do not."""
+
+    def program(rank):
+        theirs, *_ = fully_sharded(rank, True)
+        _, owner, *_ = ours(rank, 3)
+        rows = sum(parameter.to_local().numel() for parameter in theirs.parameters())
+        return zero.held(owner).by("name")["weight shards"] // 8, rows
+
+    shares, rows = zip(*processes.run(program), strict=True)
+    assert set(shares) == {CONFIG.num_params // N} and sum(rows) == CONFIG.num_params and max(rows) > CONFIG.num_params // N
