@@ -56,7 +56,8 @@ def memory_bars(
                 box = {"facecolor": color, "edgecolor": "none", "pad": 1} if axis in style.AXES else None
                 axes.text(start + size / 2, row, label, ha="center", va="center", color=style.on(color), bbox=box)
             start += size
-        axes.text(start + 0.06 * per_inch, row, units.text(ledgers[name].total), va="center", weight="bold")
+        blank = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1}  # the line of the capacity stops at a total
+        axes.text(start + 0.06 * per_inch, row, units.text(ledgers[name].total), va="center", weight="bold", bbox=blank, zorder=4)
     axes.set(xlim=(0, room / factor), ylim=(len(names) - 0.5, -0.5))
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
