@@ -321,7 +321,7 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# Drag the budget and watch the plan change: the first sweep drops more and more, then the second sweep starts to leave gaps, too.
+# Lower the budget and watch the plan change: the first sweep drops more and more, then the second sweep starts to leave gaps, too.
 
 
 # %%

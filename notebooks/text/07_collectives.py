@@ -702,9 +702,10 @@ books = collectives.predict(llama, train, Mesh(dp=4, tp=8)).only(rank=0)
 
 
 # %%
-def contest(ranks=6, size=2**20, latency=10, bandwidth=10):
-    """The four all-reduces on links of `latency` µs and `bandwidth` GB/s, dots at the chosen size."""
-    link, sizes = Link(latency * 1e-6, bandwidth * 1e9), [10 ** (k / 10) for k in range(18, 91)]
+def contest(ranks=6, size=2**20, latency_µs=10, bandwidth_GBps=10):
+    """The four all-reduces on links with that latency and bandwidth, dots at the chosen size."""
+    link = Link(latency_µs * 1e-6, bandwidth_GBps * 1e9)
+    sizes = [10 ** (k / 10) for k in range(18, 91)]
     dots = {name: ([size], times) for name, times in curves(ranks, link, [size]).items()}
     winner = collectives.fastest(size, ranks, link).removeprefix("all_reduce_")
     times = units.text(dots[winner][1][0], "s")
@@ -712,8 +713,8 @@ def contest(ranks=6, size=2**20, latency=10, bandwidth=10):
     return plots.cost_curves(sizes, measured=dots, title=title, **curves(ranks, link, sizes))
 
 
-size = log(2**10, 2**30, 2, unit="B")
-explore(contest, states=36, ranks=[6, 8, 1000], size=size, latency=[1, 10], bandwidth=[10, 100])
+size, few, many = log(2**10, 2**30, 2, unit="B"), [1, 10], [10, 100]
+explore(contest, states=36, ranks=[6, 8, 1000], size=size, latency_µs=few, bandwidth_GBps=many)
 
 # %% [markdown]
 # ## In practice
