@@ -147,7 +147,7 @@ def _encodes(attempt: Encode, fmt: FloatFormat, numbers: Sequence[float], hint: 
             if got ^ exact == 1 << fmt.exponent_bits + fmt.mantissa_bits:
                 hint = "All but the sign is right: its bit stands above those of exponent and mantissa."
             if x == 0:
-                hint = "Zero lies in no binade, and math.frexp(0) says exponent 0 all the same: all its bits are 0, but for the sign."
+                hint = "Zero lies between no two powers of two, and math.frexp(0) says exponent 0 all the same: all its bits are 0, but for the sign."
             raise Failed(f"{fmt.name}, x = {x}: you gave {yours}, it is {right}", hint)
     return len(numbers)
 
@@ -244,13 +244,13 @@ ENCODE = Exercise(
         Wrong("cuts off", _encode_with(math.floor), "the nearer neighbor", "cut the rest off"),
         Wrong("rounds half up", _encode_with(lambda s: math.floor(s + 0.5)), "ties to even", "even significand"),
         Wrong("forgets the sign", lambda fmt, x: fmt.encode(abs(x)), "values of the format", "All but the sign"),
-        Wrong("zero has an exponent", lambda fmt, x: fmt.encode(x) or fmt.encode(0.25), "subnormal numbers", "no binade"),
+        Wrong("zero has an exponent", lambda fmt, x: fmt.encode(x) or fmt.encode(0.25), "subnormal numbers", "no two powers"),
         Wrong("drops the carry", _encode_with(carry=False), "carry into the exponent", "exponent goes up by one"),
         Wrong("flushes subnormals", _encode_with(flush=True), "subnormal numbers", "the gap stays what it is"),
         Wrong("compares with max before rounding", _encode_with(eager=True), "overflow", "decided after rounding"),
     ),
     hints=(
-        "Which binade is |x| in? math.frexp(|x|) gives m and e with |x| = m · 2**e and 0.5 ≤ m < 1, so its exponent is e − 1.",
+        "Between which powers of two is |x|? math.frexp(|x|) gives m and e with |x| = m · 2**e and 0.5 ≤ m < 1, so its exponent is e − 1.",
         "Count |x| in gaps: |x| / 2**(exponent − M), the exponent no lower than fmt.min_exponent. Python's round() is nearest-even.",
         "code = ((exponent − fmt.min_exponent) << M) + significand, the leading 1 left in: it adds the missing 1 to the field.",
         "Above fmt.encode(fmt.max) lie the specials: ask fmt.inf. The sign is the bit above exponent and mantissa.",

@@ -158,9 +158,9 @@ f"{sum(p.numel() for p in giant.parameters()):,}"
 # %% [markdown]
 # ## How many tokens does one step learn from?
 #
-# A *micro-batch* is what one rank takes through the model at once: b sequences of s tokens. A rank may run several before the optimizer steps
-# (*gradient accumulation*, lab 05), and many ranks work side by side (*data parallelism*, lab 08). People quote the product in samples or in tokens,
-# and the factor between the two is s. Papers with different sequence lengths can be compared in tokens alone.
+# A *rank* is one process, as a rule with a GPU of its own. A *micro-batch* is what it takes through the model at once: b sequences of s tokens.
+# A rank may run several before the optimizer steps (*gradient accumulation*, lab 05), and many ranks work side by side (*data parallelism*, lab 08).
+# People quote the product in samples or in tokens, and the factor between the two is s. Papers with different sequence lengths can be compared in tokens alone.
 #
 # A recipe for choosing: tokens per step first, then the sequence length, then the largest micro-batch that fits, then the ranks you have;
 # accumulation is what is left.

@@ -74,7 +74,7 @@ E4M3.bias, E4M3.fields(code), E4M3.decode(code)
 # Two exponent fields are special, and they are where formats differ.
 #
 # **Field 0: no leading 1.** With one, nothing would lie between 0 and the smallest power of two, and $a - b$ could be 0 for $a \ne b$.
-# So the last binade is filled evenly down to zero, with *subnormal* numbers: $\pm\, 2^{1-\text{bias}} \cdot m / 2^M$. The exponent is $1-\text{bias}$,
+# So the stretch below the smallest normal number is filled evenly down to zero, with *subnormal* numbers: $\pm\, 2^{1-\text{bias}} \cdot m / 2^M$. The exponent is $1-\text{bias}$,
 # the one of the smallest normal number, so that no gap stays open.
 
 # %%
@@ -190,8 +190,8 @@ plots.relative_error([FP16, BF16, E4M3, E5M2], title=title)
 # The flat part of each line is $2^{-M-1}$, and it ends on the right with overflow. On the left it climbs: subnormal numbers keep their gap while $x$
 # shrinks, until half the smallest is reached and everything below becomes zero.
 #
-# **Ties.** Exactly between two values, the one with the even significand wins (last bit 0). Always rounding up would push every sum of many roundings
-# upward; this rule sends half of the ties each way.
+# **Ties.** Exactly between two values, the one with the even *significand* (the mantissa with its leading bit) wins: its last bit is 0. Always rounding
+# up would push every sum of many roundings upward; this rule sends half of the ties each way.
 
 # %%
 [E4M3.round(x) for x in (17, 19, 21, 23)]  # the gap is 2 here: all four are ties

@@ -63,7 +63,8 @@ plots.ring_animation(world.trace)
 # %% [markdown]
 # ## What can two ranks say to each other?
 #
-# Two things: `comm.send(x, dst)` and `comm.recv(out, src)`. A send returns when the other side has received, so the two must meet.
+# Two things: `comm.send(x, dst)` and `comm.recv(out, src)`. A send returns when the other side has received, so the two must meet. (`rank.comm("dp")` is a
+# rank's door to the others; "dp", data parallelism, is the name of the axis on which a `World(4)` lines up its ranks. Labs to come have more axes.)
 
 
 # %%
