@@ -1,0 +1,369 @@
+"""Data parallelism: every way equals one device, sends what its formula says, holds what it must, and says what is wrong."""
+
+import contextlib
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from labutils import collectives, data_parallel, measure, memory
+from labutils.accumulation import micro_batches
+from labutils.config import Link, ModelConfig, TrainConfig
+from labutils.data_parallel import Span, Timeline
+from labutils.model import GPT
+from labutils.world import DeadlockError, RankError, World
+
+CONFIG = ModelConfig(num_layers=2, d_model=16, num_heads=2, d_ff=32, vocab_size=31, seq_len=8, tied=True)
+ROWS = tuple(torch.randint(31, (24, 8), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+
+
+def model(seed=0, dtype=torch.float64, frozen=True):
+    net = GPT(CONFIG, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    net.positions.weight.requires_grad_(not frozen)
+    return net
+
+
+def entropy(outputs, targets):
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def mine(rank):
+    return tuple(side[rank.index :: rank.size] for side in ROWS)
+
+
+def weights(net):
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+def trained(rank, steps=3, micro=1, quiet=True, dtype=torch.float64, **options):
+    """Weights, gradients and states after some steps of AdamW, every rank with weights of its own before."""
+    net = model(rank.index, dtype)
+    replica = data_parallel.replicate(net, rank.comm("dp"), **options)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for k, (inputs, targets) in enumerate(micro_batches(mine(rank), len(mine(rank)[0]) // micro)):
+            with replica.no_sync() if quiet and k + 1 < micro else contextlib.nullcontext():
+                (entropy(replica(inputs), targets) / micro).backward()
+        optimizer.step()
+    gradients = {name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None}
+    return weights(net), gradients, measure.model_states(net, optimizer), replica.buckets
+
+
+def alone(steps=3, dtype=torch.float64):
+    net = model(0, dtype)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        entropy(net(ROWS[0]), ROWS[1]).backward()
+        optimizer.step()
+    return weights(net), {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
+
+
+@pytest.fixture(scope="module", params=["threads", "processes"])
+def engine(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def four(engine):
+    with World(4, engine) as world:
+        yield world
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", [1, 5000, 10**6])
+def test_equal_to_one_device(size, bucket_bytes):
+    with World(size) as world:
+        _check_equal(world, bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_equal_to_one_device_on_both_engines(four, overlap):
+    _check_equal(four, bucket_bytes=5000, overlap=overlap)
+
+
+def _check_equal(world, **options):
+    expected, gradients = alone()
+    results = world.run(trained, **options)
+    for found, means, _, _ in results:
+        assert torch.allclose(found, expected, rtol=0, atol=1e-10)
+        assert means.keys() == gradients.keys() and "positions.weight" not in means
+        assert all(torch.allclose(means[name], gradients[name], rtol=0, atol=1e-10) for name in means)
+        assert torch.equal(found, results[0][0]), "replicas that differ in a bit drift apart"
+
+
+@pytest.mark.parametrize("dtype, eps", [(torch.float32, 2**-23), (torch.bfloat16, 2**-7)])
+def test_equal_up_to_rounding_in_lower_precision(dtype, eps):
+    """A sum of four in another order is off by at most a few units in the last place of the largest gradient."""
+    with World(4) as world:
+        found = world.run(trained, steps=1, dtype=dtype)
+    _, expected = alone(steps=1, dtype=dtype)
+    assert all(torch.equal(found[0][0], other[0]) for other in found)
+    for name, gradient in expected.items():
+        assert (found[0][1][name] - gradient).abs().max() <= 32 * eps * max(gradient.abs().max(), 1e-2), name
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("bucket_bytes", [1, 5000, 10**6])
+def test_bytes_sent_are_those_of_a_ring(size, bucket_bytes):
+    with World(size) as world:
+        buckets = world.run(trained, bucket_bytes=bucket_bytes)[0][3]
+        assert data_parallel.predict(buckets, size, itemsize=8, backwards=3).diff(world.ledger.only(name="all_reduce")).unexplained == 0
+        everything = sum(parameter.nbytes for parameter in model().parameters())
+        assert world.ledger.only(name="broadcast").total == (size - 1) * everything
+
+
+def test_bytes_held_are_those_of_the_formula(four):
+    def run(rank):
+        net = GPT(CONFIG, generator=torch.Generator().manual_seed(0))
+        replica, optimizer = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=3000), torch.optim.AdamW(net.parameters())
+        for _ in range(2):
+            entropy(replica(mine(rank)[0]), mine(rank)[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        buckets = {gradient.untyped_storage().data_ptr() for gradient in (parameter.grad for parameter in net.parameters())}
+        return measure.model_states(net, optimizer), len(buckets), len(replica.buckets)
+
+    expected = memory.model_states(CONFIG, TrainConfig(micro_batch=1, global_batch=4, precision="fp32"))
+    for held, storages, buckets in four.run(run):
+        assert expected.diff(held).unexplained == 0
+        assert storages == buckets  # the gradients are views of the buckets: nothing is held twice
+
+
+def test_accumulation_reduces_once_a_step(four):
+    expected, _ = alone()
+    sent = {}
+    for quiet in (True, False):
+        found = four.run(trained, micro=3, quiet=quiet)
+        assert all(torch.allclose(w, expected, rtol=0, atol=1e-10) for w, *_ in found)
+        sent[quiet] = four.ledger.only(name="all_reduce").total
+    assert sent[False] == 3 * sent[True] and sent[True] == data_parallel.predict(found[0][3], 4, itemsize=8, backwards=3).total
+
+
+def test_no_sync_ends_with_its_block_whatever_happens():
+    def run(rank):
+        replica = data_parallel.replicate(nn.Linear(2, 1), rank.comm("dp"))
+        with contextlib.suppress(KeyError), replica.no_sync():
+            raise KeyError
+        return replica.synchronize
+
+    assert World(1).run(run) == [True]
+
+
+def test_uneven_batches_are_weighed_by_their_share(four):
+    ten = tuple(side[:10] for side in ROWS)
+
+    def run(rank):
+        net = model(rank.index)
+        replica = data_parallel.replicate(net, rank.comm("dp"))
+        inputs, targets = (side.tensor_split(rank.size)[rank.index] for side in ten)
+        (entropy(replica(inputs), targets) * data_parallel.share(len(inputs), rank.comm("dp"))).backward()
+        return net.tokens.weight.grad.clone()
+
+    net = model()
+    entropy(net(ten[0]), ten[1]).backward()
+    assert all(torch.allclose(found, net.tokens.weight.grad, rtol=0, atol=1e-12) for found in four.run(run))
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.never = (nn.Linear(2, 1, bias=False) for _ in range(3))
+
+    def forward(self, x, both):
+        return self.left(x) + self.right(x) if both else self.left(x)
+
+
+def branching(rank, find_unused):
+    replica = data_parallel.replicate(Branches(), rank.comm("dp"), bucket_bytes=8, find_unused=find_unused)
+    for _ in range(2):
+        replica.zero_grad()
+        replica(torch.ones(1, 2), both=rank.index == 0).sum().backward()
+    return [None if parameter.grad is None else parameter.grad.flatten().tolist() for parameter in replica.parameters()]
+
+
+def test_a_gradient_that_does_not_come_is_named_or_counts_as_zero(four):
+    with pytest.raises(RankError, match=r"no gradient came for .*never.weight.*find_unused=True"):
+        four.run(branching, find_unused=False)
+    assert four.run(branching, find_unused=True) == [[[1.0, 1.0], [0.25, 0.25], None]] * 4
+
+
+def test_a_rank_that_runs_out_of_data_is_a_deadlock():
+    def run(rank):
+        replica = data_parallel.replicate(nn.Linear(2, 1), rank.comm("dp"))
+        for _ in range(2 + rank.index):
+            replica(torch.ones(1, 2)).sum().backward()
+
+    with pytest.raises(DeadlockError):
+        World(2).run(run)
+
+
+def test_buckets_hold_one_dtype():
+    def run(rank):
+        net = nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4, bias=False), nn.Linear(4, 2, dtype=torch.float64))
+        replica = data_parallel.replicate(net, rank.comm("dp"))
+        x = net[2](net[1](net[0](torch.ones(1, 4, dtype=torch.float64)).float()).double())
+        x.sum().backward()
+        return [bucket.names for bucket in replica.buckets], [parameter.grad.dtype for parameter in net.parameters()]
+
+    names, dtypes = World(2).run(run)[0]
+    assert names == [("2.bias", "2.weight", "0.bias", "0.weight"), ("1.weight",)]
+    assert dtypes == [torch.float64, torch.float64, torch.float32, torch.float64, torch.float64]
+
+
+def test_a_bucket_leaves_while_others_are_computed(four):
+    """Told by the books: what layer 1 sends stands before the mark that the backward pass of layer 0 makes."""
+
+    class Mark(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, comm):
+            ctx.comm = comm
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with ctx.comm.record("mark"):
+                ctx.comm.barrier()
+            return gradient, None
+
+    def run(rank, overlap):
+        net, comm = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), rank.comm("dp")
+        replica = data_parallel.replicate(net, comm, bucket_bytes=80, overlap=overlap)
+        replica.module = nn.Identity()
+        replica(net[1](Mark.apply(net[0](torch.ones(1, 4)), comm))).sum().backward()
+        return replica.timeline
+
+    for overlap in (True, False):
+        timelines = four.run(run, overlap)
+        ops = [event.op for event in four.trace.ranks[0] if event.op != "broadcast"]
+        assert (ops.index("all_reduce") < ops.index("mark")) == overlap
+        for rank, timeline in enumerate(timelines):
+            assert [span.name for span in timeline.spans] == ["forward", "1", "0", "bucket 0", "bucket 1"]
+            assert all(span.rank == rank and span.start <= span.end for span in timeline.spans)
+
+
+def test_a_replica_that_nobody_holds_is_freed_and_says_so():
+    def run(rank):
+        net = nn.Linear(2, 1)
+        gone = weakref.ref(data_parallel.replicate(net, rank.comm("dp")))
+        with pytest.raises(RuntimeError, match="keep what replicate"):
+            net(torch.ones(1, 2)).sum().backward()
+        return gone() is None
+
+    gc.disable()
+    try:
+        assert World(1).run(run) == [True]
+    finally:
+        gc.enable()
+
+
+def test_a_module_without_trainable_parameters():
+    with pytest.raises(RankError, match="nothing to reduce"):
+        World(1).run(lambda rank: data_parallel.replicate(nn.Identity(), rank.comm("dp")))
+
+
+# ── what came before ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def plain_step(rank, way, steps):
+    net, comm = model(rank.index, frozen=False), rank.comm("dp")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2) if rank.index == 0 else None
+    for _ in range(steps):
+        if way == "server":
+            loss = data_parallel.server_step(net, comm, optimizer, lambda part: entropy(net(part[0]), part[1]), mine(rank))
+        else:
+            loss = data_parallel.replicate_each_step(net, comm, optimizer, entropy, *ROWS)
+    return weights(net), loss, measure.model_states(net, optimizer).total
+
+
+@pytest.mark.parametrize("way", ["server", "each step"])
+def test_the_plain_versions_equal_one_device(four, way):
+    net = model(frozen=False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = entropy(net(ROWS[0]), ROWS[1])
+        loss.backward()
+        optimizer.step()
+    results = four.run(plain_step, way, 3)
+    assert torch.allclose(results[0][0], weights(net), rtol=0, atol=1e-10)
+    if way == "server":
+        assert torch.allclose(torch.stack([value for _, value, _ in results]).mean(), loss, rtol=0, atol=1e-10)
+    else:
+        assert torch.allclose(results[0][1], loss, rtol=0, atol=1e-10) and results[1][1] is None
+    S = weights(net).nbytes
+    assert 2 * S < results[1][2] + 8 < results[0][2] and results[0][2] - results[1][2] >= 2 * S  # the optimizer is on rank 0 alone
+    sent = four.ledger.only(rank=0, name="weights").total, four.ledger.only(rank=1, name="gradients").total
+    assert sent == (3 * 3 * S, 3 * S)
+
+
+def test_outputs_travel_with_the_batch():
+    with World(2) as two:
+        two.run(plain_step, "each step", 1)
+        outputs = 12 * 8 * 31 * 8
+        assert two.ledger.only(rank=1, name="outputs").total == two.ledger.only(rank=0, name="gradients of outputs").total == outputs
+
+
+# ── data, buckets, time ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 3))
+def test_everything_is_dealt_out_in_equal_shares(length, size, epoch):
+    parts = [data_parallel.sampler(length, rank, size, epoch=epoch) for rank in range(size)]
+    assert {len(part) for part in parts} == {-(-length // size)}
+    dealt = [i for part in parts for i in part]
+    assert set(dealt) == set(range(length)) and len(dealt) - length == -length % size * bool(length)
+
+
+def test_epochs_and_seeds_shuffle_anew():
+    deals = [data_parallel.sampler(100, 0, 1, epoch=epoch, seed=seed) for epoch, seed in ((0, 0), (0, 0), (1, 0), (0, 1))]
+    assert deals[0] == deals[1] and deals[0] != deals[2] != deals[3] != deals[0]
+
+
+@given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 80))
+def test_buckets_part_the_parameters_in_reverse(sizes, bucket_bytes):
+    named = {str(i): size for i, size in enumerate(sizes)}
+    grouped = data_parallel.buckets(named, bucket_bytes)
+    assert [name for bucket in grouped for name in bucket.names] == list(reversed(named))
+    assert all(bucket.nbytes <= bucket_bytes or len(bucket.names) == 1 for bucket in grouped)
+    assert all(bucket.nbytes + after.sizes[0] > bucket_bytes for bucket, after in itertools.pairwise(grouped))  # none could have taken one more
+
+
+def test_the_simulation_follows_the_formula():
+    link = Link(1e-3, 1e6)
+    cost = collectives.cost("all_reduce_ring", 4000, 4, link)
+    layers = [(4000, 0.1)] * 3
+    overlapped = data_parallel.simulate(layers, bucket_bytes=4000, n=4, link=link)
+    assert overlapped.makespan == pytest.approx(0.3 + cost) and overlapped.hidden == pytest.approx(2 / 3)
+    late = data_parallel.simulate(layers, bucket_bytes=4000, n=4, link=link, overlap=False)
+    assert late.exposed == pytest.approx(3 * cost) and late.hidden == 0
+    slow = data_parallel.simulate(layers, bucket_bytes=4000, n=4, link=Link(1.0, 1e6))  # the network never catches up
+    assert slow.makespan == pytest.approx(0.1 + 3 * collectives.cost("all_reduce_ring", 4000, 4, Link(1.0, 1e6)))
+
+
+def test_a_timeline_of_ranks_that_differ():
+    fast = Timeline((Span(0, "backward", "0", 0.0, 1.0), Span(0, "reduce", "bucket 0", 1.0, 2.0)))
+    slow = Timeline((Span(1, "backward", "0", 0.0, 1.5), Span(1, "reduce", "bucket 0", 1.0, 2.0)))
+    both = sum([fast, slow])
+    assert (both.makespan, both.exposed, both.hidden) == (2.0, 0.5, 0.25)
+    assert Timeline(()).makespan == 0 and Timeline(()).hidden == 1
+
+
+@pytest.mark.parametrize(
+    "call, why",
+    [
+        (lambda: data_parallel.sampler(4, 2, 2), "no rank 2 of 2"),
+        (lambda: data_parallel.buckets({"a": 1}, 0), "bucket_bytes"),
+        (lambda: data_parallel.simulate([(4, 0.0)], bucket_bytes=4, n=2, link=Link(0, 1)), "seconds of layer 0"),
+        (lambda: World(1).run(lambda rank: data_parallel.share(0, rank.comm())), "every target is left out"),
+    ],
+)
+def test_what_makes_no_sense(call, why):
+    with pytest.raises((ValueError, RankError), match=why):
+        call()
