@@ -92,7 +92,7 @@ def _diagnose(n: int, length: int, results: list[Tensor]) -> None:
     if all(sum(count) == 1 for rows in counts for count in rows):
         raise Failed(
             f"{case}: no element is a sum, each holds one rank's own values",
-            "Does the first round add (reduce='sum')? Does the second begin with the piece that is complete? If both do, check the piece numbers for an off-by-one.",
+            "Does the first round add (reduce='sum')? Does the second begin with the complete piece? If both do, check the piece numbers for an off-by-one.",
         )
     finished = [sum(count == [1] * n for count in rows) for rows in counts]
     if max(finished) <= math.ceil(length / n) and all(finished):
