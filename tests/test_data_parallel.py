@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DistributedSampler
 
 from labutils import collectives, data_parallel, measure, memory
 from labutils.accumulation import micro_batches
@@ -114,7 +115,7 @@ def test_equal_up_to_rounding_in_lower_precision(dtype, eps):
 def test_bytes_sent_are_those_of_a_ring(size, bucket_bytes):
     with World(size) as world:
         buckets = world.run(trained, bucket_bytes=bucket_bytes)[0][3]
-        assert data_parallel.predict(buckets, size, itemsize=8, backwards=3).diff(world.ledger.only(name="all_reduce")).unexplained == 0
+        assert data_parallel.predict(buckets, size, backwards=3).diff(world.ledger.only(name="all_reduce")).unexplained == 0
         everything = sum(parameter.nbytes for parameter in model().parameters())
         assert world.ledger.only(name="broadcast").total == (size - 1) * everything
 
@@ -143,7 +144,7 @@ def test_accumulation_reduces_once_a_step(four):
         found = four.run(trained, micro=3, quiet=quiet)
         assert all(torch.allclose(w, expected, rtol=0, atol=1e-10) for w, *_ in found)
         sent[quiet] = four.ledger.only(name="all_reduce").total
-    assert sent[False] == 3 * sent[True] and sent[True] == data_parallel.predict(found[0][3], 4, itemsize=8, backwards=3).total
+    assert sent[False] == 3 * sent[True] and sent[True] == data_parallel.predict(found[0][3], 4, backwards=3).total
 
 
 def test_no_sync_ends_with_its_block_whatever_happens():
@@ -322,8 +323,16 @@ def test_everything_is_dealt_out_in_equal_shares(length, size, epoch):
 
 
 def test_epochs_and_seeds_shuffle_anew():
-    deals = [data_parallel.sampler(100, 0, 1, epoch=epoch, seed=seed) for epoch, seed in ((0, 0), (0, 0), (1, 0), (0, 1))]
+    deals = [data_parallel.sampler(100, 0, 1, epoch=epoch, seed=seed) for epoch, seed in ((0, 0), (0, 0), (1, 0), (0, 2))]
     assert deals[0] == deals[1] and deals[0] != deals[2] != deals[3] != deals[0]
+
+
+@given(st.integers(1, 50), st.integers(1, 9), st.integers(0, 3), st.integers(0, 3), st.booleans(), st.booleans())
+def test_the_sampler_deals_like_torch(length, size, epoch, seed, shuffle, drop_last):
+    for rank in range(size):
+        theirs = DistributedSampler(range(length), size, rank, shuffle, seed, drop_last)
+        theirs.set_epoch(epoch)
+        assert data_parallel.sampler(length, rank, size, epoch=epoch, seed=seed, shuffle=shuffle, drop_last=drop_last) == list(theirs)
 
 
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 80))

@@ -1,0 +1,77 @@
+"""Which gradients travel together, and what their way costs: known before the first step."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from labutils import collectives, units
+from labutils.ledger import Ledger, Line
+
+BUCKET_BYTES = 25 * units.MIB  # PyTorch's bucket_cap_mb=25 counts MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are reduced together: names of parameters in the order in which their gradients come, the bytes of each, those of an element."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    itemsize: int = 4
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in this bucket."""
+        return sum(self.sizes)
+
+
+def buckets(sizes: Mapping[str, int], bucket_bytes: int = BUCKET_BYTES, *, itemsize: int = 4) -> tuple[Bucket, ...]:
+    """Buckets of at most `bucket_bytes`, in the order in which they are reduced, for parameters with `sizes` in bytes, in forward order.
+
+    >>> [bucket.names for bucket in buckets({"embed": 10, "hidden": 10, "head": 5}, 16)]
+    [('head', 'hidden'), ('embed',)]
+
+    Invariant: each parameter is in one bucket; one that is larger than a bucket has a bucket of its own.
+    """
+    units.whole(bucket_bytes, "bucket_bytes", 1)
+    grouped: list[list[str]] = []
+    held = 0
+    for name in reversed(sizes):
+        if not grouped or held + sizes[name] > bucket_bytes:
+            grouped.append([])
+            held = 0
+        grouped[-1].append(name)
+        held += sizes[name]
+    return tuple(Bucket(tuple(names), tuple(sizes[name] for name in names), itemsize) for names in grouped)
+
+
+def predict(grouped: Sequence[Bucket], n: int, *, itemsize: int | None = None, backwards: int = 1, find_unused: bool = False) -> Ledger:
+    """Bytes that each of `n` ranks sends to reduce these buckets in `backwards` backward passes, as a ring does it.
+
+    `itemsize` is that of a gradient on its way, if it travels in another dtype than it is kept in. Backward passes under `no_sync` send nothing.
+
+    >>> predict(buckets({"a": 400, "b": 400}, 400), 4).by("rank")
+    {0: 1200, 1: 1200, 2: 1200, 3: 1200}
+    """
+    units.whole(backwards, "backwards")
+    rings = [("all_reduce", bucket.nbytes // bucket.itemsize, itemsize or bucket.itemsize) for bucket in grouped]
+    if find_unused:
+        rings.append(("unused", sum(len(bucket.names) for bucket in grouped), 1))  # a byte a parameter: has it a gradient here?
+    sent = (_named(name, collectives.predict_all_reduce("ring", nbytes=numel * width, n=n, itemsize=width)) for name, numel, width in rings)
+    return Ledger(line for lines in sent for line in lines).scaled(backwards).merged()
+
+
+def predict_start(module: nn.Module, n: int) -> Ledger:
+    """Bytes that each of `n` ranks sends when replicas are made: rank 0's parameters and buffers, each down a tree.
+
+    >>> predict_start(nn.Linear(3, 1), 4).by("rank")
+    {0: 32, 1: 16}
+    """
+    tensors = (*module.parameters(), *module.buffers())
+    sent = (_named("broadcast", collectives.predict_broadcast("tree", nbytes=x.nbytes, n=n, itemsize=x.itemsize)) for x in tensors)
+    return Ledger(line for lines in sent for line in lines).merged()
+
+
+def _named(name: str, ledger: Ledger) -> Iterable[Line]:
+    """The lines under the name that they have in the books of a run."""
+    return (replace(line, name=name) for line in ledger)

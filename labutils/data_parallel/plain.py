@@ -1,0 +1,89 @@
+"""What came before: gradients averaged one by one, a parameter server, and nn.DataParallel's replicas that live for one step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labutils import collectives
+from labutils.world import Comm
+
+
+def average_gradients(module: nn.Module, comm: Comm) -> None:
+    """Nothing; every `.grad` becomes its mean over all ranks, one all-reduce after the other, once the backward pass is over.
+
+    The plainest data parallelism that is right, if all ranks began with the same weights. It pays a latency for each tensor, and hides nothing.
+    """
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            comm.all_reduce(parameter.grad, out=parameter.grad)
+            parameter.grad.div_(comm.size)
+
+
+def server_step(module: nn.Module, comm: Comm, optimizer: torch.optim.Optimizer | None, loss: Callable[[Any], Tensor], batch: Any) -> Tensor:
+    """This rank's loss; one step with a parameter server: rank 0 hands out the weights, adds up the gradients, and alone has an optimizer.
+
+    Cost: rank 0 sends (N−1) times the weights and receives (N−1) times the gradients; a worker sends its gradient once.
+    Source: M. Li et al., Scaling distributed machine learning with the parameter server, OSDI 2014, with one server that also works.
+    """
+    _hand_out(module, comm)
+    module.zero_grad()
+    value = loss(batch)
+    value.backward()
+    _add_up(module, comm, optimizer, comm.size)
+    return value.detach()
+
+
+def replicate_each_step(
+    module: nn.Module, comm: Comm, optimizer: torch.optim.Optimizer | None, loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor
+) -> Tensor | None:
+    """Rank 0's loss of the whole batch, None elsewhere; one step as nn.DataParallel does it, with replicas that live for one forward pass.
+
+    Rank 0 has the batch, the loss and the optimizer. Inputs and weights go out, outputs come back, their gradients go out, gradients come back.
+
+    Cost: what a parameter server costs, and the outputs twice: for a language model s·v numbers a sequence.
+    Source: PyTorch, documentation of torch.nn.DataParallel and nn.parallel (scatter, replicate, parallel_apply, gather).
+    """
+    with comm.record("inputs"):
+        mine = collectives.scatter_star(inputs, comm)
+    _hand_out(module, comm)
+    module.zero_grad()
+    outputs = module(mine)
+    with comm.record("outputs"):
+        gathered = collectives.gather_star(outputs.detach(), comm)
+    slope = torch.empty(len(inputs), *outputs.shape[1:], dtype=outputs.dtype, device=outputs.device)
+    value = None
+    if gathered is not None:
+        value = loss(gathered.requires_grad_(), targets)
+        (slope,) = torch.autograd.grad(value, gathered)
+    with comm.record("gradients of outputs"):
+        outputs.backward(collectives.scatter_star(slope, comm))
+    _add_up(module, comm, optimizer, 1)  # the loss is the mean over the whole batch already
+    return None if value is None else value.detach()
+
+
+def _hand_out(module: nn.Module, comm: Comm) -> None:
+    parameters = [parameter.detach() for parameter in module.parameters()]
+    with comm.record("weights"):
+        _scatter_into(parameters, collectives.broadcast_star(_joined(parameters), comm))
+
+
+def _add_up(module: nn.Module, comm: Comm, optimizer: torch.optim.Optimizer | None, divisor: int) -> None:
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    with comm.record("gradients"):
+        total = collectives.reduce_star(_joined(gradients), comm)
+    if total is not None:
+        if optimizer is None:
+            raise ValueError("rank 0 is the one that steps, and has no optimizer: pass it one, and None on the other ranks")
+        _scatter_into(gradients, total / divisor)
+        optimizer.step()
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _scatter_into(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
