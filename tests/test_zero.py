@@ -237,6 +237,38 @@ def test_every_way_to_gather(options):
         assert predicted.diff(results[0][3]).unexplained == 0, predicted.diff(results[0][3])
 
 
+@pytest.mark.parametrize("order", [(0, 2), (2, 0, 1)], ids=["one unit skipped", "another order"])
+def test_units_that_do_not_compute_in_their_order(order):
+    x = torch.ones(2, 4, dtype=torch.float64)
+
+    def made():
+        generator = torch.Generator().manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)))
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, generator=generator)
+        model.forward = lambda x: functools.reduce(lambda x, i: model[i](x).tanh(), order, x)
+        return model
+
+    def program(rank):
+        model = made()
+        owner = zero.shard(model, rank.comm("dp"), OPTIMIZERS["sgd"])
+        for _ in range(2):
+            model(x).sum().backward()
+            owner.step()
+            owner.zero_grad()
+        resting = zero.held(owner).by("name")
+        return weights(model, owner), resting.get("gathered weights", 0) + resting.get("gradient buckets", 0)
+
+    alone = made()
+    inner = OPTIMIZERS["sgd"](alone.parameters())
+    for _ in range(2):
+        alone(x).sum().backward()
+        inner.step()
+        inner.zero_grad()
+    for final, left in ranks(3).run(program):
+        assert same(final, {name: parameter.detach() for name, parameter in alone.named_parameters()}) and left == 0
+
+
 class Made(TorchDispatchMode):
     """Every storage that operations make, as long as it lives."""
 
@@ -287,6 +319,22 @@ def test_evaluation_leaves_nothing_behind():
 
     for reshard in (True, False):
         assert ranks(2).run(program, reshard) == [[True, True, 0, 0]] * 2
+
+
+def test_a_step_reaches_weights_that_a_forward_has_left_behind():
+    x = batches(TIED, 1, 1)[0][0]
+
+    def program(rank):
+        model = build(TIED, 0)
+        owner = zero.shard(model, rank.comm("dp"), OPTIMIZERS["sgd"], reshard=False)
+        model.loss(x, x).backward()
+        first = model(x)  # without a backward, which would free the weights
+        owner.step()
+        second = model(x)
+        with owner.gathered():
+            return torch.equal(first, second), torch.equal(second, model(x))
+
+    assert ranks(2).run(program) == [(False, True)] * 2
 
 
 @pytest.mark.parametrize("level", LEVELS)
