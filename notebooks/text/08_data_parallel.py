@@ -301,7 +301,7 @@ def python(rank):
 # %% tags=["nbval-ignore-output"]
 for name, n, engine in (("one thread", 1, "threads"), ("two threads", 2, "threads"), ("two processes", 2, "processes")):
     with World(n, engine) as few:
-        print(f"{name}: {units.text(min(max(few.run(python)) for _ in range(3)), 's')}")
+        print(f"{name}: {units.text(min(max(few.run(python)) for _ in range(10)), 's')}")
 
 # %% [markdown]
 # Two threads take turns, two processes run at once. A training step launches thousands of kernels from Python, so of eight threads seven wait for the interpreter. This is
@@ -310,7 +310,14 @@ for name, n, engine in (("one thread", 1, "threads"), ("two threads", 2, "thread
 # %% [markdown]
 # ## When may a gradient leave?
 #
-# As soon as it is complete. Autograd says when: `parameter.register_post_accumulate_grad_hook(hook)` calls `hook(parameter)` right after a gradient has been added to
+# The plainest way is a loop after the backward pass:
+
+# %%
+show(data_parallel.average_gradients)
+
+# %% [markdown]
+# It is right, and it wastes: the network has nothing to do while gradients are computed, and the ranks nothing while they travel. A gradient may leave as soon as it is
+# complete. Autograd says when: `parameter.register_post_accumulate_grad_hook(hook)` calls `hook(parameter)` right after a gradient has been added to
 # `.grad`.
 #
 # > The token embedding is the first layer of the forward pass; in this model its matrix also is the last one, *tied* to the output. When does its gradient come: first,
@@ -617,7 +624,28 @@ except DeadlockError as error:
     print(str(error).splitlines()[0])
 
 # %% [markdown]
-# That is what equal shares in exercise 8.1 are for.
+# That is what equal shares in exercise 8.1 are for. Where they cannot be had, a rank without an example must take part all the same, with nothing to add, and the
+# others count for more:
+
+
+# %%
+def sits_out(rank):
+    replica, comm = data_parallel.replicate(nn.Linear(2, 1), rank.comm("dp")), rank.comm("dp")
+    for step in range(3):
+        replica.zero_grad()
+        examples = int(step < 3 - rank.index)
+        weight = data_parallel.share(examples, comm)
+        if examples:
+            (replica(torch.ones(1, 2)).sum() * weight).backward()
+        else:
+            replica.sit_out()
+    return replica.module.weight.grad.tolist()
+
+
+two.run(sits_out)
+
+# %% [markdown]
+# PyTorch's `join` does the same for a whole loop.
 #
 # ### Exercise 8.3 · Bug hunt: the wrapper that passed its test (20 min, ●●●)
 #
@@ -722,11 +750,11 @@ for name, found in {"ours": ours, "theirs": theirs}.items():
     print(f"{name:7} equal to one device: {torch.allclose(found[0][0], alone, rtol=0, atol=1e-6)}, replicas the same bits: {alike}")
 
 # %% [markdown]
-# **Bytes sent**, three steps of ours, predicted by the ring's formula (what gloo sends, nobody counts):
+# **Bytes sent**: everything that left our ranks, a broadcast and three steps, predicted by formula (what gloo sends, nobody counts):
 
 # %%
 grouped = data_parallel.buckets({name: parameter.nbytes for name, parameter in GPT(medium).named_parameters()})
-data_parallel.predict(grouped, 4, backwards=3).diff(counted.only(name="all_reduce"))
+(data_parallel.predict_start(GPT(medium), 4) + data_parallel.predict(grouped, 4, backwards=3)).diff(counted)
 
 # %% [markdown]
 # **Bytes held** by each rank after the last step: weights, gradients, Adam. Gradients are views of the buckets, so the buckets add nothing; PyTorch does the same with
@@ -797,7 +825,7 @@ explore(knobs, states=45, bucket=log(1e5, 1e9, 10, unit="B"), ranks=[8, 32, 128]
 # | `init_sync=True` | rank 0's parameters and buffers to all at the start |
 # | `model.no_sync()` | around forward and backward of all micro-batches but the last |
 # | `model.join()` | ranks that run out of data shadow the collectives of the others |
-# | `register_comm_hook` | what is sent instead: `fp16_compress_hook`, `bf16_compress_hook`, PowerSGD |
+# | `register_comm_hook` | what is sent instead: `fp16_compress_hook`, `bf16_compress_hook` (ours: `reduce_dtype=torch.bfloat16`), PowerSGD |
 #
 # After the first step DDP rebuilds its buckets in the order in which gradients really came, unless it has to look for unused parameters.
 #
