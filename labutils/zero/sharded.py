@@ -29,7 +29,7 @@ def shard(
     Outside of a pass a parameter of the module is the flat piece of it that this rank owns, often empty; inside `gathered()` it is whole.
 
     Cost: bytes sent as in `predict_sent`, bytes held as in `predict_held`.
-    Source: Rajbhandari et al. 1910.02054, sections 5.3 and 7.2.2; the hooks are those of PyTorch FSDP, Zhao et al. 2304.11277, section 4.
+    Source: Rajbhandari et al. 1910.02054, sections 5.3 and 7.2.2; flat parameters, prefetch and resharding as in PyTorch FSDP, Zhao et al. 2304.11277.
     """
     return Sharded(module, comm, optimizer, units, reshard, prefetch, master, gradient_dtype, offload)
 
