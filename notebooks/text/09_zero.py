@@ -230,9 +230,9 @@ def whole(owner):
 
 
 # %%
-def three_results(level, ranks, **options):
-    with World(ranks) as several:
-        runs, sent = several.run(train, level, **options), several.ledger
+def three_results(level, several, **options):
+    """A row of the table below, from a run on all ranks of a world."""
+    ranks, runs, sent = several.size, several.run(train, level, **options), several.ledger
     _, layout, history = runs[0]
     equal = all(torch.allclose(w, e, rtol=0, atol=1e-10) for weights, *_ in runs for w, e in zip(weights, expected, strict=True))
     wire = {"itemsize": 8, "reshard": options.get("reshard", True)}
@@ -247,7 +247,8 @@ def three_results(level, ranks, **options):
 
 # %%
 head = "level  ranks  equal      sent  unexplained      held  unexplained"
-print(head, *(three_results(level, ranks) for level in (1, 2) for ranks in (1, 2, 3, 4)), sep="\n")
+few = [World(ranks) for ranks in (1, 2, 3)]
+print(head, *(three_results(level, several) for level in (1, 2) for several in (*few, world)), sep="\n")
 
 # %% [markdown]
 # "Sent" is one step of rank 0. Levels 1 and 2 send the same. What they hold differs in the gradients: level 1 keeps them whole until the step, level 2
@@ -260,7 +261,7 @@ zero.predict_held(layout, 4, 2, itemsize=8).diff(history.peak.ledger)
 # %% [markdown]
 # The buckets are the temporary part: one that fills and one that is on its way. The optimizer's lines are a quarter of the weights each, as promised.
 #
-# **What it buys with accumulation.** Level 1 keeps whole gradients, so it can add up micro-batches in silence and reduce once a step. Level 2 and 3 have
+# **What it buys with accumulation.** Level 1 keeps whole gradients, so it can add up micro-batches in silence and reduce once a step. Levels 2 and 3 have
 # nowhere to keep them, and reduce after every micro-batch. Eight micro-batches, Ψ = 1 million parameters in fp32, 4 ranks:
 
 # %%
@@ -324,10 +325,17 @@ reveal("zero/level-3-sends", times=step_of_3.total / collectives.sent("all_reduc
 # %%
 print(head)
 for reshard, prefetch in ((True, True), (True, False), (False, True)):
-    print(three_results(3, 4, reshard=reshard, prefetch=prefetch), f" reshard={reshard}, prefetch={prefetch}")
+    print(three_results(3, world, reshard=reshard, prefetch=prefetch), f" reshard={reshard}, prefetch={prefetch}")
 
 # %%
-print(head, *(three_results(3, ranks) for ranks in (1, 2, 3)), sep="\n")
+print(head, *(three_results(3, several) for several in few), sep="\n")
+
+# %% [markdown]
+# The same on four processes, which share no memory: the same weights, and the same bytes.
+
+# %%
+processes = World(4, "processes")
+print(head, *(three_results(level, processes) for level in (1, 2, 3)), sep="\n")
 
 # %% [markdown]
 # The same step of rank 0, over time:
@@ -340,9 +348,9 @@ plots.memory_timeline(history, title="A layer comes, computes and goes; what sta
 zero.predict_held(layout, 4, 3, itemsize=8).diff(history.peak.ledger)
 
 # %% [markdown]
-# The formula $16\Psi/N$ counts the lines that stay. The others, here the larger part of a small model, are the *transient* bytes: the unit that computes,
-# the next one, and what belongs to no layer (embeddings, head) and is whole through the entire pass. With 80 layers instead of 4 they are a small part,
-# and that is why you shard layer by layer, and never the whole model as one unit:
+# A quarter of everything is what stays. The last three lines, here the larger part of a small model, are *transient*: the unit that computes, the next one,
+# and what belongs to no layer (embeddings, head) and is whole through the entire pass. The more layers, the smaller that part. It is why you shard layer by
+# layer, and never the whole model as one unit:
 
 # %%
 one_unit = zero.predict_held(psi, 4, 3, itemsize=8).total
@@ -399,11 +407,11 @@ for level in (1, 2, 3):
 # and a rank has a quarter of it at every level.
 #
 # **Where the step runs is free to choose.** With `offload="cpu"` the master copy, the moments and the step itself live in host memory. A step moves the
-# gradient shard there and the weight shard back, over a link that only this rank uses, and sends to the other ranks what it sent before.
+# gradient shard there and the weight shard back, over a link that no other rank uses, and sends to the other ranks what it sent before.
 # On a laptop both devices are the same memory, so the books show what is there, not where:
 
 # %%
-print(head, three_results(2, 4, offload="cpu"), three_results(3, 4, offload="cpu"), sep="\n")
+print(head, *(three_results(level, world, offload="cpu") for level in (2, 3)), sep="\n")
 
 # %% [markdown]
 # More is held than without: the optimizer needs its own copy of weights to step. On a GPU, these are the lines that leave the device, for the model of 7.5B parameters on
@@ -472,7 +480,7 @@ show(zero.Optimizer.clip_grad_norm)
 # ## What if the next run has another number of ranks?
 #
 # A share is a share of N. A snapshot must not be: a machine fails, and three are left. `owner.save` writes parameter by parameter, without padding; `owner.load` cuts
-# anew, for any number of ranks and any level. Two steps on four ranks at level 2, the third elsewhere:
+# anew, for any number of ranks and any level. Two steps on four ranks at level 2, the third elsewhere; each rank says whether its weights are those of the plain model:
 
 # %%
 folder = tempfile.TemporaryDirectory()
@@ -494,16 +502,17 @@ def go_on(rank, level):
     return all(torch.allclose(w, e, rtol=0, atol=1e-10) for w, e in zip(weights, expected, strict=True))
 
 
+# %%
 world.run(begin)
 for ranks, level in ((3, 3), (2, 2), (2, 3), (1, 1)):
     with World(ranks) as fewer:
-        print(f"{ranks} ranks, level {level}: equal to the plain model is {fewer.run(go_on, level)}")
+        print(f"{ranks} rank{'s' * (ranks > 1)}, level {level}: {fewer.run(go_on, level)}")
 
 # %% [markdown]
-# The file is complete or it does not count. Half of one, as a full disk leaves it:
+# The file is complete or it does not count. Half of one, as an interrupted copy leaves it:
 
 # %%
-path.write_bytes(path.read_bytes()[:50_000])
+path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 try:
     world.run(go_on, 2)
 except WorldError as error:
@@ -560,8 +569,8 @@ def race(rank, names, rounds=5):
 
 # %%
 names = ["zero.Optimizer", "ZeroRedundancyOptimizer", "zero.shard", "fully_shard"]
-with World(4, "processes") as processes:
-    races = processes.run(race, names)
+races = processes.run(race, names)
+processes.close()
 first = torch.tensor([losses["zero.Optimizer"] for losses, _ in races])
 {name: torch.allclose(torch.tensor([losses[name] for losses, _ in races]), first, atol=1e-5) for name in names}
 
@@ -615,6 +624,7 @@ explore(memory_per_device, model=list(sizes), devices=[8, 64, 512], precision=li
 # the root's weights whole between forward and backward, and an integer for `reshard_after_forward` reshards to a smaller group, such as one machine. With `False` weights are
 # still sharded between *steps*, so it is less than the paper's level 2 holds and as much as that sends. torchtitan shards over `--parallelism.data_parallel_shard_degree` ranks and
 # replicates over `--parallelism.data_parallel_replicate_degree` of such groups (hybrid sharding): the gathers stay inside a group with a fast network.
+# `set_requires_gradient_sync(False)` keeps whole gradients through the micro-batches before the last: level 1's bargain, at level 3.
 #
 # **DeepSpeed** overlaps by `"overlap_comm"`, in pieces of `"reduce_bucket_size"` and `"allgather_bucket_size"`. At stage 3, `"stage3_prefetch_bucket_size"` says how far to
 # prefetch, `"stage3_max_live_parameters"` how much may be whole, and parameters below `"stage3_param_persistence_threshold"` are never sharded: small messages cost latency, not bytes.
@@ -687,7 +697,16 @@ units.text(on_paper), units.text(in_truth.total)
 in_truth
 
 # %% [markdown]
-# Most of it are the embeddings and the head, which belong to no layer: 128 256 words of 4096 numbers, twice. Give them units of their own where the vocabulary is large.
+# Most of it is the embeddings and the head, which belong to no layer: 128 256 words of 4096 numbers, twice. Where the vocabulary is large, give each a unit of
+# its own (`units=[model.tokens, *model.blocks, model.head]`):
+
+# %%
+embedding, norm, head = root
+units.text(zero.predict_held((norm, embedding, *blocks, head), 64, 3, itemsize=2, master=True).total)
+
+# %% [markdown]
+# The fullest moment is now the backward of the head: its weights and those of the layer before it, its gradient, and that gradient once more, on its way into
+# the flat tensor.
 #
 # **Small print of the paper's table 1**: it truncates. 257.75 GB stand there as 257, 4187.5 as 4187.
 
