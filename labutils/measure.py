@@ -31,7 +31,7 @@ def model_states(module: nn.Module, optimizer: torch.optim.Optimizer | None = No
     """Bytes of weights, gradients, optimizer state and buffers that are alive now; each storage counts once, so a tied weight does too.
 
     Optimizer state comes under the optimizer's own names (Adam: exp_avg, exp_avg_sq, step); parameters that the optimizer steps and the
-    module does not hold are its master weights.
+    module does not hold are its master weights, and beside half weights the gradients of those are the fp32 gradients.
 
     >>> layer = nn.Linear(3, 1)
     >>> print(model_states(layer, torch.optim.AdamW(layer.parameters())))
@@ -40,7 +40,9 @@ def model_states(module: nn.Module, optimizer: torch.optim.Optimizer | None = No
     total       16
     """
     named: list[tuple[str, str, Tensor]] = [("weights", "weights", p) for p in module.parameters()]
-    named += [("gradients", "gradients", gradient) for gradient in _gradients(module, optimizer)]
+    named += [("gradients", "gradients", gradient) for gradient in _gradients(module)]
+    beside_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
+    named += [("gradients", "fp32 gradients" if beside_half else "gradients", gradient) for gradient in _gradients(module, optimizer)]
     named += [("optimizer", key, value) for key, value in _optimizer_tensors(optimizer)]
     named += [("buffers", "buffers", buffer) for buffer in module.buffers()]
     seen: set[int] = set()
@@ -216,7 +218,7 @@ class _Recorder(TorchDispatchMode):
             with ExitStack() as hooks:
                 for parameter in self.module.parameters():
                     if parameter.requires_grad:
-                        hook = parameter.register_post_accumulate_grad_hook(lambda p: self.label([p.grad], "gradients"))
+                        hook = parameter.register_post_accumulate_grad_hook(lambda p: self.label([p.grad] if p.grad is not None else [], "gradients"))
                         hooks.callback(hook.remove)
                 if self.optimizer is not None:
                     hooks.callback(self.optimizer.register_step_pre_hook(entered).remove)
@@ -248,7 +250,7 @@ def _stepped(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
     return [] if optimizer is None else [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _gradients(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+def _gradients(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
     return [parameter.grad for parameter in (*module.parameters(), *_stepped(optimizer)) if parameter.grad is not None]
 
 

@@ -79,7 +79,7 @@ def test_master_weights_and_their_gradients_are_found():
 
     moments = measure.history(step, layer, optimizer).moments
     held = measure.model_states(layer, optimizer)
-    assert held.by("name") == {"weights": 30, "gradients": 90, "master weights": 60, "exp_avg": 60, "exp_avg_sq": 60, "step": 8}
+    assert held.by("name") == {"weights": 30, "gradients": 30, "fp32 gradients": 60, "master weights": 60, "exp_avg": 60, "exp_avg_sq": 60, "step": 8}
     assert moments[0].ledger.by("component")["optimizer"] == 60
     assert moments[-1].ledger.by("component") | {"activations": 0, "buffers": 0} == held.by("component") | {"activations": 0, "buffers": 0}
 
