@@ -169,7 +169,7 @@ def _state_bytes(attempt: Callable) -> str:
                 f"{n} ranks, {numel} weights, Adam: rank {rank} keeps {nbytes:,} B beside weights and gradients, its share's moments are {2 * share:,} B",
                 "Your weights are right, and nothing is sharded: every rank has moments for all weights. Give `make` this rank's share alone."
                 if whole
-                else "Something as long as all weights is kept from step to step: give views back, and keep nothing but the share and its state.",
+                else "Something as long as all weights stays alive from step to step. A view keeps all of what it is a piece of: clone this rank's share.",
             )
         if nbytes < 2 * share:
             raise Failed(
@@ -214,12 +214,12 @@ class _Reference:
 class _Sharded:
     """A right answer with its slips switched on one at a time."""
 
-    all_reduces = sums = averages_twice = keeps_to_itself = own_gradient = drops_rest = remakes = False
+    all_reduces = sums = averages_twice = keeps_to_itself = own_gradient = drops_rest = remakes = keeps_a_view = False
 
     def __init__(self, w: nn.Parameter, comm: world.Comm, make: Make) -> None:
         self.w, self.comm, self.make = w, comm, make
         self.share = w.numel() // comm.size if self.drops_rest else -(-w.numel() // comm.size)
-        self.mine = nn.Parameter(self.own(w.detach()).clone())
+        self.mine = nn.Parameter(self.own(w.detach()) if self.keeps_a_view else self.own(w.detach()).clone())
         self.inner = make([self.mine])
 
     def padded(self, x: Tensor) -> Tensor:
@@ -276,6 +276,7 @@ SHARD = Exercise(
     ),
     wrong=(
         Wrong("shards nothing", _ShardsNothing, "bytes held", "nothing is sharded"),
+        Wrong("keeps a view of the whole", _slip(_Sharded, "keeps_a_view"), "bytes held", "clone this rank's share"),
         Wrong("all-reduces", _slip(_Sharded, "all_reduces"), "bytes sent", "reduce_scatter, is enough"),
         Wrong("steps along the sum", _slip(_Sharded, "sums"), "weights", "Divide by comm.size"),
         Wrong("averages twice", _slip(_Sharded, "averages_twice"), "weights", "divided by N twice"),
@@ -436,9 +437,12 @@ def _schedule_prefetch(attempt: Callable) -> str:
             start = next((j for j in reversed(range(k)) if steps[j] == ("gather", i)), 0)
             between = any(verb in ("forward", "backward") for verb, _ in steps[start:k])
             if what in ("forward", "backward") and computed > 1 and not between:
+                last = what == "backward" and i == count - 1
                 raise Failed(
                     f"{count} units: gather {i} begins right before {what} {i}",
-                    "Nothing computes while it is on its way. Start it one unit earlier: two whole units are allowed, the one that computes and the next.",
+                    "The last unit goes backward right after its forward: don't free it in between."
+                    if last
+                    else "Nothing computes while it is on its way. Start it one unit earlier: two whole units are allowed, the one that computes and the next.",
                 )
     return "always one ahead"
 
@@ -460,6 +464,11 @@ def _plan(
         return steps + [step for i in range(count) for step in (("gather", i), ("free", i))] * thrice
 
     return attempt
+
+
+def _frees_the_last(count: int) -> list[Step]:
+    last = count - 1
+    return [part for step in schedule(count) for part in ([step, ("free", last), ("gather", last)] if step == ("forward", last) else [step])]
 
 
 def _gathers_all_first(count: int) -> list[Step]:
@@ -487,6 +496,7 @@ SCHEDULE = Exercise(
         Wrong("reduces at the end", _plan(late=True), "bytes held", "right after the unit's backward"),
         Wrong("gathers for the step too", _plan(thrice=True), "bytes sent", "with the reduce-scatter, 3Ψ"),
         Wrong("gathers everything first", _gathers_all_first, "bytes held", "whole at once"),
+        Wrong("frees the unit that it needs next", _frees_the_last, "prefetch", "don't free it in between"),
         Wrong("no prefetch", _plan(prefetch=False), "prefetch", "Start it one unit earlier"),
     ),
     hints=(
