@@ -1,12 +1,14 @@
 """Data parallelism: every way equals one device, sends what its formula says, holds what it must, and says what is wrong."""
 
 import contextlib
+import functools
 import gc
 import itertools
 import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -17,7 +19,7 @@ from labutils.accumulation import micro_batches
 from labutils.config import Link, ModelConfig, TrainConfig
 from labutils.data_parallel import Span, Timeline
 from labutils.model import GPT
-from labutils.world import DeadlockError, RankError, World
+from labutils.world import DeadlockError, MismatchError, RankError, World
 
 CONFIG = ModelConfig(num_layers=2, d_model=16, num_heads=2, d_ff=32, vocab_size=31, seq_len=8, tied=True)
 ROWS = tuple(torch.randint(31, (24, 8), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
@@ -42,18 +44,20 @@ def weights(net):
 
 
 def trained(rank, steps=3, micro=1, quiet=True, dtype=torch.float64, **options):
-    """Weights, gradients and states after some steps of AdamW, every rank with weights of its own before."""
+    """Weights, gradients, buckets and the last loss after some steps of AdamW, every rank with weights of its own before."""
     net = model(rank.index, dtype)
     replica = data_parallel.replicate(net, rank.comm("dp"), **options)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
+        losses = []
         for k, (inputs, targets) in enumerate(micro_batches(mine(rank), len(mine(rank)[0]) // micro)):
             with replica.no_sync() if quiet and k + 1 < micro else contextlib.nullcontext():
-                (entropy(replica(inputs), targets) / micro).backward()
+                losses.append(entropy(replica(inputs), targets) / micro)
+                losses[-1].backward()
         optimizer.step()
     gradients = {name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None}
-    return weights(net), gradients, measure.model_states(net, optimizer), replica.buckets
+    return weights(net), gradients, replica.buckets, sum(losses).item()
 
 
 def alone(steps=3, dtype=torch.float64):
@@ -61,9 +65,10 @@ def alone(steps=3, dtype=torch.float64):
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
-        entropy(net(ROWS[0]), ROWS[1]).backward()
+        loss = entropy(net(ROWS[0]), ROWS[1])
+        loss.backward()
         optimizer.step()
-    return weights(net), {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
+    return weights(net), {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}, loss.item()
 
 
 @pytest.fixture(scope="module", params=["threads", "processes"])
@@ -90,8 +95,9 @@ def test_equal_to_one_device_on_both_engines(four, overlap):
 
 
 def _check_equal(world, **options):
-    expected, gradients = alone()
+    expected, gradients, loss = alone()
     results = world.run(trained, **options)
+    assert sum(found for *_, found in results) / world.size == pytest.approx(loss, rel=0, abs=1e-10)
     for found, means, _, _ in results:
         assert torch.allclose(found, expected, rtol=0, atol=1e-10)
         assert means.keys() == gradients.keys() and "positions.weight" not in means
@@ -104,20 +110,56 @@ def test_equal_up_to_rounding_in_lower_precision(dtype, eps):
     """A sum of four in another order is off by at most a few units in the last place of the largest gradient."""
     with World(4) as world:
         found = world.run(trained, steps=1, dtype=dtype)
-    _, expected = alone(steps=1, dtype=dtype)
+    _, expected, _ = alone(steps=1, dtype=dtype)
     assert all(torch.equal(found[0][0], other[0]) for other in found)
     for name, gradient in expected.items():
         assert (found[0][1][name] - gradient).abs().max() <= 32 * eps * max(gradient.abs().max(), 1e-2), name
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("bucket_bytes", [1, 5000, 10**6])
 def test_bytes_sent_are_those_of_a_ring(size, bucket_bytes):
     with World(size) as world:
-        buckets = world.run(trained, bucket_bytes=bucket_bytes)[0][3]
-        assert data_parallel.predict(buckets, size, backwards=3).diff(world.ledger.only(name="all_reduce")).unexplained == 0
-        everything = sum(parameter.nbytes for parameter in model().parameters())
-        assert world.ledger.only(name="broadcast").total == (size - 1) * everything
+        _check_sent(world, bucket_bytes=bucket_bytes)
+
+
+def test_bytes_sent_on_both_engines(four):
+    _check_sent(four, bucket_bytes=5000, find_unused=True)
+
+
+def _check_sent(world, bucket_bytes, find_unused=False):
+    """Every message is accounted for: those of the start, of the steps, and of the question who has which gradient."""
+    buckets = world.run(trained, bucket_bytes=bucket_bytes, find_unused=find_unused)[0][2]
+    predicted = data_parallel.predict(buckets, world.size, backwards=3, find_unused=find_unused) + data_parallel.predict_start(model(), world.size)
+    assert predicted.diff(world.ledger).unexplained == 0 and predicted.count == world.ledger.count
+    assert world.ledger.only(name="broadcast").total == (world.size - 1) * sum(parameter.nbytes for parameter in model().parameters())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gradients_that_travel_in_bfloat16(size):
+    """Each is rounded once and added size − 1 times, all to 8 bits: off by at most size · 2⁻⁸ of the mean of their magnitudes."""
+
+    def run(rank, reduce_dtype):
+        net = model(rank.index, torch.float32)
+        replica = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=5000, reduce_dtype=reduce_dtype)
+        inputs, targets = mine(rank)
+        with replica.no_sync():
+            entropy(replica(inputs), targets).backward()
+        own = net.tokens.weight.grad.abs()
+        net.zero_grad()
+        entropy(replica(inputs), targets).backward()
+        return net.tokens.weight.grad.clone(), own, replica.buckets
+
+    with World(size) as world:
+        exact = world.run(run, None)
+        rounded = world.run(run, torch.bfloat16)
+        predicted = data_parallel.predict(rounded[0][2], size, itemsize=2)
+        assert predicted.diff(world.ledger.only(name="all_reduce")).unexplained == 0
+        assert predicted.total * 2 == data_parallel.predict(rounded[0][2], size).total
+    bound = size * 2**-8 * sum(own for _, own, _ in exact) / size
+    assert all(torch.equal(rounded[0][0], other) and other.dtype == torch.float32 for other, *_ in rounded)
+    off = (rounded[0][0] - exact[0][0]).abs()
+    assert off.max() > 0 and (off <= bound).all()
 
 
 def test_bytes_held_are_those_of_the_formula(four):
@@ -137,14 +179,39 @@ def test_bytes_held_are_those_of_the_formula(four):
         assert storages == buckets  # the gradients are views of the buckets: nothing is held twice
 
 
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_replicas_hold_their_buckets_and_nothing_else(engine, four, reduce_dtype):
+    """Every storage that is alive after a step, and was not before `replicate`: as many bytes as gradients, whether they are there or cleared."""
+
+    def alive():
+        return {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)}
+
+    def run(rank):
+        net, data = model(dtype=torch.float32), mine(rank)
+        gc.collect()
+        before = alive()
+        replica = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=3000, reduce_dtype=reduce_dtype)
+        sums = []
+        for _ in range(2):
+            entropy(replica(data[0]), data[1]).backward()
+            sums.append(sum(nbytes for storage, nbytes in alive().items() if storage not in before))
+            replica.zero_grad()
+            sums.append(sum(nbytes for storage, nbytes in alive().items() if storage not in before))
+        return sums
+
+    gradients = 4 * sum(parameter.numel() for parameter in model().parameters() if parameter.requires_grad)
+    world = four if engine == "processes" else World(1)  # threads see each other's tensors
+    assert world.run(run) == [[gradients] * 4] * world.size
+
+
 def test_accumulation_reduces_once_a_step(four):
-    expected, _ = alone()
+    expected, *_ = alone()
     sent = {}
     for quiet in (True, False):
         found = four.run(trained, micro=3, quiet=quiet)
         assert all(torch.allclose(w, expected, rtol=0, atol=1e-10) for w, *_ in found)
         sent[quiet] = four.ledger.only(name="all_reduce").total
-    assert sent[False] == 3 * sent[True] and sent[True] == data_parallel.predict(found[0][3], 4, backwards=3).total
+    assert sent[False] == 3 * sent[True] and sent[True] == data_parallel.predict(found[0][2], 4, backwards=3).total
 
 
 def test_no_sync_ends_with_its_block_whatever_happens():
@@ -172,6 +239,35 @@ def test_uneven_batches_are_weighed_by_their_share(four):
     assert all(torch.allclose(found, net.tokens.weight.grad, rtol=0, atol=1e-12) for found in four.run(run))
 
 
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_a_rank_without_examples_sits_out(four, find_unused):
+    """Three sequences, four ranks, micro-batches of one: the last rank has nothing in either of two steps."""
+
+    def run(rank):
+        net, comm = model(rank.index), rank.comm("dp")
+        replica = data_parallel.replicate(net, comm, bucket_bytes=5000, find_unused=find_unused)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for first in (0, 3):
+            optimizer.zero_grad()
+            rows = slice(first + rank.index, first + min(rank.index + 1, 3))
+            inputs, targets = ROWS[0][rows], ROWS[1][rows]
+            weight = data_parallel.share(len(inputs), comm)
+            if len(inputs):
+                (entropy(replica(inputs), targets) * weight).backward()
+            else:
+                replica.sit_out()
+            optimizer.step()
+        return weights(net)
+
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for first in (0, 3):
+        optimizer.zero_grad()
+        entropy(net(ROWS[0][first : first + 3]), ROWS[1][first : first + 3]).backward()
+        optimizer.step()
+    assert all(torch.allclose(found, weights(net), rtol=0, atol=1e-12) for found in four.run(run))
+
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
@@ -193,6 +289,123 @@ def test_a_gradient_that_does_not_come_is_named_or_counts_as_zero(four):
     with pytest.raises(RankError, match=r"no gradient came for .*never.weight.*find_unused=True"):
         four.run(branching, find_unused=False)
     assert four.run(branching, find_unused=True) == [[[1.0, 1.0], [0.25, 0.25], None]] * 4
+
+
+def test_a_rank_that_uses_nothing_still_takes_part():
+    """Its loss is that of its input alone; with find_unused it brings zeros, and a gradient that nobody has stays None."""
+
+    def run(rank):
+        layer, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2, requires_grad=True)
+
+        class Maybe(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.never = layer, nn.Linear(1, 1)
+
+            def forward(self, x):
+                return self.layer(x) if rank.index == 0 else 1 * x
+
+        replica = data_parallel.replicate(Maybe(), rank.comm("dp"), find_unused=True)
+        replica(x).sum().backward()
+        return layer.weight.grad.tolist(), replica.module.never.weight.grad
+
+    assert World(2).run(run) == [([[0.5, 0.5], [0.5, 0.5]], None)] * 2
+
+
+def test_gradients_of_inputs_are_nobody_elses_business():
+    """torch.autograd.grad goes backward without touching a parameter: nothing is reduced, and nothing is missed."""
+
+    def run(rank):
+        net, x = nn.Linear(2, 1), torch.ones(1, 2, requires_grad=True)
+        replica = data_parallel.replicate(net, rank.comm("dp"))
+        (slope,) = torch.autograd.grad(replica(x).sum(), x)
+        replica(x).sum().backward()
+        return torch.equal(slope, net.weight), net.weight.grad.tolist()
+
+    with World(2) as two:
+        assert two.run(run) == [(True, [[1.0, 1.0]])] * 2
+        assert two.ledger.only(name="all_reduce").total == 2 * 12
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_layers(reentrant):
+    """A reentrant checkpoint runs backward passes inside the backward pass, and the end of one of those is not the end."""
+
+    def run(rank):
+        net = model(rank.index, frozen=False)
+        for block in net.blocks:
+            block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=reentrant)
+        replica = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=5000)
+        entropy(replica(mine(rank)[0]), mine(rank)[1]).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
+
+    net = model(frozen=False)
+    entropy(net(ROWS[0]), ROWS[1]).backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
+    assert all(torch.allclose(found, expected, rtol=0, atol=1e-12) for found in World(2).run(run))
+
+
+def test_replicated_again_a_module_is_reduced_once():
+    def run(rank):
+        net = nn.Linear(4, 1, bias=False)
+        first = data_parallel.replicate(net, rank.comm("dp"))
+        second = data_parallel.replicate(net, rank.comm("dp"))
+        second(torch.full((1, 4), rank.index + 1.0)).sum().backward()
+        return net.weight.grad.tolist(), first.timeline.spans
+
+    with World(2) as two:
+        assert two.run(run) == [([[1.5] * 4], ())] * 2
+        assert two.ledger.only(name="all_reduce").total == 2 * 16
+
+
+def test_a_module_that_changed_is_refused():
+    def run(rank, change):
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        net[0].weight.requires_grad_(False)
+        replica = data_parallel.replicate(net, rank.comm("dp"))
+        net.get_parameter(change).requires_grad_(change == "0.weight")
+        replica(torch.ones(1, 2))
+
+    with pytest.raises(RankError, match=r"since replicate\(…\): 0.weight thawed; decide what is trained first"):
+        World(1).run(run, "0.weight")
+    with pytest.raises(RankError, match=r"1.bias frozen"):
+        World(1).run(run, "1.bias")
+
+
+def test_modules_that_differ_are_named(four):
+    def run(rank):
+        net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1 + rank.index // 3))
+        data_parallel.replicate(net, rank.comm("dp"))
+
+    with pytest.raises(MismatchError, match=r"'1.weight' is not alike on all ranks: build the same module") as error:
+        four.run(run)
+    assert "[1, 3]" in str(error.value) and "[2, 3]" in str(error.value)
+
+
+def test_after_an_error_in_a_backward_pass_replicas_are_made_again():
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ZeroDivisionError
+
+    def run(rank):
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        replica = data_parallel.replicate(net, rank.comm("dp"))
+        replica.module = nn.Identity()
+        with pytest.raises(ZeroDivisionError):
+            replica(net[1](Bad.apply(net[0](torch.ones(1, 2))))).sum().backward()
+        with pytest.raises(RuntimeError, match=r"ended with an error while gradients travelled: call replicate\(…\) again"):
+            replica(torch.ones(1, 2))
+        net.zero_grad()
+        again = data_parallel.replicate(net, rank.comm("dp"))
+        again(torch.ones(1, 2)).sum().backward()
+        return net[1].bias.grad.item()
+
+    assert World(2).run(run) == [1.0, 1.0]
 
 
 def test_a_rank_that_runs_out_of_data_is_a_deadlock():
@@ -272,14 +485,28 @@ def test_a_module_without_trainable_parameters():
 # ── what came before ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def plain_step(rank, way, steps):
+def test_gradients_averaged_one_by_one(four):
+    def run(rank):
+        net, (inputs, targets) = model(), mine(rank)
+        entropy(net(inputs), targets).backward()
+        data_parallel.average_gradients(net, rank.comm("dp"))
+        return {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
+
+    _, expected, _ = alone(steps=1)
+    for found in four.run(run):
+        assert found.keys() == expected.keys() and all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in found)
+    sizes = {name: gradient.nbytes for name, gradient in expected.items()}
+    assert data_parallel.predict(data_parallel.buckets(sizes, 1, itemsize=8), 4).diff(four.ledger).unexplained == 0
+
+
+def plain_step(rank, way, steps, rows=24):
     net, comm = model(rank.index, frozen=False), rank.comm("dp")
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2) if rank.index == 0 else None
     for _ in range(steps):
         if way == "server":
             loss = data_parallel.server_step(net, comm, optimizer, lambda part: entropy(net(part[0]), part[1]), mine(rank))
         else:
-            loss = data_parallel.replicate_each_step(net, comm, optimizer, entropy, *ROWS)
+            loss = data_parallel.replicate_each_step(net, comm, optimizer, entropy, *(side[:rows] for side in ROWS))
     return weights(net), loss, measure.model_states(net, optimizer).total
 
 
@@ -304,11 +531,27 @@ def test_the_plain_versions_equal_one_device(four, way):
     assert sent == (3 * 3 * S, 3 * S)
 
 
-def test_outputs_travel_with_the_batch():
-    with World(2) as two:
-        two.run(plain_step, "each step", 1)
-        outputs = 12 * 8 * 31 * 8
-        assert two.ledger.only(rank=1, name="outputs").total == two.ledger.only(rank=0, name="gradients of outputs").total == outputs
+@pytest.mark.parametrize("rows", [24, 10])
+def test_outputs_travel_with_the_batch(rows):
+    """The books of one step, line by line; also where ranks do not divide the batch."""
+    with World(4) as world:
+        world.run(plain_step, "each step", 1, rows)
+        outputs, S = dict(nbytes=rows * 8 * 31 * 8, n=4, itemsize=8 * 31 * 8), dict(nbytes=weights(model()).nbytes, n=4, itemsize=8)
+        expected = {
+            "inputs": collectives.predict_scatter("star", nbytes=rows * 8 * 8, n=4, itemsize=8 * 8),
+            "weights": collectives.predict_broadcast("star", **S),
+            "outputs": collectives.predict_gather("star", **outputs),
+            "gradients of outputs": collectives.predict_scatter("star", **outputs),
+            "gradients": collectives.predict_reduce("star", **S),
+        }
+        assert set(world.ledger.by("name")) == set(expected)
+        assert all(world.ledger.only(name=name).by("rank") == predicted.by("rank") for name, predicted in expected.items())
+
+
+def test_the_server_has_the_optimizer():
+    with pytest.raises(RankError, match="rank 0 is the one that steps, and has no optimizer"):
+        net = nn.Linear(1, 1)
+        World(1).run(lambda rank: data_parallel.server_step(net, rank.comm("dp"), None, lambda x: net(x).sum(), torch.ones(1, 1)))
 
 
 # ── data, buckets, time ────────────────────────────────────────────────────────────────────────────────────────────
@@ -368,6 +611,9 @@ def test_a_timeline_of_ranks_that_differ():
     "call, why",
     [
         (lambda: data_parallel.sampler(4, 2, 2), "no rank 2 of 2"),
+        (lambda: data_parallel.sampler(4, 0, 2, epoch=-1), "epoch"),
+        (lambda: World(1).run(lambda rank: data_parallel.replicate(nn.Linear(1, 1), rank.comm(), bucket_bytes=0)), "bucket_bytes"),
+        (lambda: World(1).run(lambda rank: data_parallel.replicate(nn.Linear(1, 1), rank.comm(), reduce_dtype=torch.int8)), "cannot be added up in torch.int8"),
         (lambda: data_parallel.buckets({"a": 1}, 0), "bucket_bytes"),
         (lambda: data_parallel.simulate([(4, 0.0)], bucket_bytes=4, n=2, link=Link(0, 1)), "seconds of layer 0"),
         (lambda: World(1).run(lambda rank: data_parallel.share(0, rank.comm())), "every target is left out"),

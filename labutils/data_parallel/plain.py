@@ -51,7 +51,7 @@ def replicate_each_step(
     module.zero_grad()
     outputs = module(mine)
     with comm.record("outputs"):
-        gathered = collectives.gather_star(outputs.detach(), comm)
+        gathered = collectives.gather_star(outputs.detach(), comm, sizes=collectives.shares(len(inputs), comm.size))
     slope = torch.empty(len(inputs), *outputs.shape[1:], dtype=outputs.dtype, device=outputs.device)
     value = None
     if gathered is not None:
