@@ -500,7 +500,7 @@ plots.overlap(after_the_backward_pass=measured["after"], during_the_backward_pas
 
 # %% [markdown]
 # A measurement: every rank's clock starts as it leaves a barrier. Each bucket leaves when its layer is done and travels while the next one is computed. Only the last
-# one, layer 0's, has nothing left to hide behind.
+# one, layer 0's, has nothing left to hide behind: five of six can hide, which is 83 %.
 
 # %% tags=["nbval-ignore-output"]
 print(f"hidden: {measured['after'].hidden:.0%} without overlap, {measured['during'].hidden:.0%} with it; "
@@ -645,11 +645,11 @@ def sits_out(rank):
 two.run(sits_out)
 
 # %% [markdown]
-# PyTorch's `join` does the same for a whole loop.
+# PyTorch's `join` lets a rank sit out for the rest of a loop. It goes on dividing by the number of all ranks, so the others count for less, unless you weigh them.
 #
 # ### Exercise 8.3 · Bug hunt: the wrapper that passed its test (20 min, ●●●)
 #
-# A data-parallel wrapper with buckets, and the test that it was written with. The gradients are right. Three things are wrong: repair them.
+# A data-parallel wrapper with buckets, and the test that it was written with: every rank gets the right gradient. Three things are wrong all the same. Repair them.
 
 
 # %%
@@ -851,14 +851,15 @@ explore(knobs, states=45, bucket=log(1e5, 1e9, 10, unit="B"), ranks=[8, 32, 128]
 # where they are. Outputs would grow with the batch, gradients do not. Bytes that each rank of GPT-2 sends, with one sequence a rank and with eight:
 
 # %%
-[collectives.predict(gpt2, TrainConfig(micro_batch=b, global_batch=4 * b, precision="fp32"), Mesh(dp=4)).by("rank")[0] for b in (1, 8)]
+steps = {b: TrainConfig(micro_batch=b, global_batch=4 * b, precision="fp32") for b in (1, 8)}
+{b: units.text(collectives.predict(gpt2, train, Mesh(dp=4)).by("rank")[0]) for b, train in steps.items()}
 
 # %% [markdown]
 # **"Gradients are synchronized by all-reduce"** (S1) leaves out the division. NCCL, gloo and MPI sum; without the division the gradient is N times too large, and Adam
 # hides it (lab 05).
 #
-# **A hook that reduces its argument** (a published exercise): the argument is the parameter. Bytes as they should be, values of the first step as well; see exercise
-# 8.2.
+# **A hook that reduces its argument** (a published exercise): the argument is the parameter. The bytes are as they should be, and so is the first loss; see
+# exercise 8.2.
 #
 # **"If the weights do not fit, use multi-GPU (DDP or FSDP)"** (S2). DDP holds *everything* on every rank, on two as on two thousand. GPT-2 XL in mixed precision with
 # Adam:
