@@ -127,10 +127,17 @@ def test_bytes_sent_on_both_engines(four):
     _check_sent(four, bucket_bytes=5000, find_unused=True)
 
 
-def _check_sent(world, bucket_bytes, find_unused=False):
+@pytest.mark.parametrize("size, algorithm", [(3, "halving_doubling"), (4, "halving_doubling"), (3, "naive"), (4, "tree")])
+def test_other_ways_to_reduce(size, algorithm):
+    with World(size) as world:
+        _check_sent(world, bucket_bytes=5000, algorithm=algorithm)
+        _check_equal(world, bucket_bytes=5000, algorithm=algorithm)
+
+
+def _check_sent(world, bucket_bytes, **options):
     """Every message is accounted for: those of the start, of the steps, and of the question who has which gradient."""
-    buckets = world.run(trained, bucket_bytes=bucket_bytes, find_unused=find_unused)[0][2]
-    predicted = data_parallel.predict(buckets, world.size, backwards=3, find_unused=find_unused) + data_parallel.predict_start(model(), world.size)
+    buckets = world.run(trained, bucket_bytes=bucket_bytes, **options)[0][2]
+    predicted = data_parallel.predict(buckets, world.size, backwards=3, **options) + data_parallel.predict_start(model(), world.size)
     assert predicted.diff(world.ledger).unexplained == 0 and predicted.count == world.ledger.count
     assert world.ledger.only(name="broadcast").total == (world.size - 1) * sum(parameter.nbytes for parameter in model().parameters())
 
@@ -614,6 +621,7 @@ def test_a_timeline_of_ranks_that_differ():
         (lambda: data_parallel.sampler(4, 0, 2, epoch=-1), "epoch"),
         (lambda: World(1).run(lambda rank: data_parallel.replicate(nn.Linear(1, 1), rank.comm(), bucket_bytes=0)), "bucket_bytes"),
         (lambda: World(1).run(lambda rank: data_parallel.replicate(nn.Linear(1, 1), rank.comm(), reduce_dtype=torch.int8)), "cannot be added up in torch.int8"),
+        (lambda: World(1).run(lambda rank: data_parallel.replicate(nn.Linear(1, 1), rank.comm(), algorithm="star")), "no all-reduce called 'star': use one of"),
         (lambda: data_parallel.buckets({"a": 1}, 0), "bucket_bytes"),
         (lambda: data_parallel.simulate([(4, 0.0)], bucket_bytes=4, n=2, link=Link(0, 1)), "seconds of layer 0"),
         (lambda: World(1).run(lambda rank: data_parallel.share(0, rank.comm())), "every target is left out"),

@@ -45,8 +45,10 @@ def buckets(sizes: Mapping[str, int], bucket_bytes: int = BUCKET_BYTES, *, items
     return tuple(Bucket(tuple(names), tuple(sizes[name] for name in names), itemsize) for names in grouped)
 
 
-def predict(grouped: Sequence[Bucket], n: int, *, itemsize: int | None = None, backwards: int = 1, find_unused: bool = False) -> Ledger:
-    """Bytes that each of `n` ranks sends to reduce these buckets in `backwards` backward passes, as a ring does it.
+def predict(
+    grouped: Sequence[Bucket], n: int, *, itemsize: int | None = None, backwards: int = 1, find_unused: bool = False, algorithm: str = "ring"
+) -> Ledger:
+    """Bytes that each of `n` ranks sends to reduce these buckets in `backwards` backward passes.
 
     `itemsize` is that of a gradient on its way, if it travels in another dtype than it is kept in. Backward passes under `no_sync` send nothing.
 
@@ -54,10 +56,10 @@ def predict(grouped: Sequence[Bucket], n: int, *, itemsize: int | None = None, b
     {0: 1200, 1: 1200, 2: 1200, 3: 1200}
     """
     units.whole(backwards, "backwards")
-    rings = [("all_reduce", bucket.nbytes // bucket.itemsize, itemsize or bucket.itemsize) for bucket in grouped]
+    calls = [("all_reduce", algorithm, bucket.nbytes // bucket.itemsize, itemsize or bucket.itemsize) for bucket in grouped]
     if find_unused:
-        rings.append(("unused", sum(len(bucket.names) for bucket in grouped), 1))  # a byte a parameter: has it a gradient here?
-    sent = (_named(name, collectives.predict_all_reduce("ring", nbytes=numel * width, n=n, itemsize=width)) for name, numel, width in rings)
+        calls.append(("unused", "ring", sum(len(bucket.names) for bucket in grouped), 1))  # a byte a parameter: has it a gradient here?
+    sent = (_named(name, collectives.predict_all_reduce(way, nbytes=numel * width, n=n, itemsize=width)) for name, way, numel, width in calls)
     return Ledger(line for lines in sent for line in lines).scaled(backwards).merged()
 
 

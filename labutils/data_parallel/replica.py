@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from labutils import collectives
 from labutils.data_parallel.buckets import BUCKET_BYTES, Bucket, buckets
 from labutils.data_parallel.timeline import Span, Timeline
 from labutils.world import Comm, MismatchError, Work
@@ -25,12 +26,12 @@ class Replica(nn.Module):
     Every bucket is one flat tensor, and the gradients are views of it: nothing is held twice, and nothing is copied after the reduction.
     """
 
-    def __init__(self, module: nn.Module, comm: Comm, *, bucket_bytes: int, overlap: bool, find_unused: bool, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, module: nn.Module, comm: Comm, *, bucket_bytes: int, overlap: bool, find_unused: bool, reduce_dtype: torch.dtype | None, algorithm: str
+    ) -> None:
         super().__init__()
         self.module, self.comm, self.overlap, self.find_unused, self.synchronize = module, comm, overlap, find_unused, True
-        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-            raise ValueError(f"gradients cannot be added up in {reduce_dtype}: use torch.bfloat16, torch.float32, or None for their own dtype")
-        self.reduce_dtype = reduce_dtype
+        self.reduce_dtype, self.algorithm = reduce_dtype, algorithm
         self._named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         if not self._named:
             raise ValueError("no parameter of this module needs a gradient: there is nothing to reduce")
@@ -161,7 +162,7 @@ class Replica(nn.Module):
         while len(self._works) < len(self.buckets) and may_go():
             flat = self._flat[len(self._works)]
             wire = flat if self.reduce_dtype is None else flat.to(self.reduce_dtype)
-            self._works.append(self.comm.all_reduce(wire, out=wire, async_op=True))
+            self._works.append(self.comm.all_reduce(wire, algorithm=self.algorithm, out=wire, async_op=True))
 
     def _finish(self) -> None:
         """The backward pass is over: every gradient must have come, or count as zero."""
@@ -206,12 +207,14 @@ def replicate(
     overlap: bool = True,
     find_unused: bool = False,
     reduce_dtype: torch.dtype | None = None,
+    algorithm: str = "ring",
 ) -> Replica:
     """The module as one of `comm.size` replicas: rank 0's weights on every rank now, and the mean gradient after every backward pass.
 
     Gradients travel in buckets of `bucket_bytes`; with `overlap` each leaves as soon as it is complete, without it after the backward pass. With
     `find_unused` a parameter may be without a gradient on some ranks, or on all. `reduce_dtype`, such as torch.bfloat16, is what gradients travel
-    and are added up in; they are kept in their own.
+    and are added up in; they are kept in their own. `algorithm` is one of `collectives.ALL_REDUCES`: "halving_doubling" sends as much as the ring in
+    fewer messages, where N is a power of two.
 
     Cost: each rank sends 2(N−1)/N of the gradients' bytes a step (`predict`), and at the start its part of a broadcast (`predict_start`). The
     buckets are the gradients' own memory; in another dtype what travels is held beside them, until it has arrived.
@@ -219,7 +222,13 @@ def replicate(
     all ranks, so replicas never drift apart. Buffers are equal at the start alone.
     Source: S. Li et al., PyTorch Distributed, 2006.15704, sections 3.2 and 4.
     """
-    return Replica(module, comm, bucket_bytes=bucket_bytes, overlap=overlap, find_unused=find_unused, reduce_dtype=reduce_dtype)
+    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+        raise ValueError(f"gradients cannot be added up in {reduce_dtype}: use torch.bfloat16, torch.float32, or None for their own dtype")
+    if f"all_reduce_{algorithm}" not in collectives.ALL_REDUCES:
+        names = ", ".join(name.removeprefix("all_reduce_") for name in collectives.ALL_REDUCES)
+        raise ValueError(f"no all-reduce called {algorithm!r}: use one of {names}")
+    options = dict(overlap=overlap, find_unused=find_unused, reduce_dtype=reduce_dtype, algorithm=algorithm)
+    return Replica(module, comm, bucket_bytes=bucket_bytes, **options)
 
 
 def _broadcast(module: nn.Module, comm: Comm) -> None:
