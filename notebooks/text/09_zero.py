@@ -18,6 +18,7 @@
 # ## Setup
 
 # %%
+import contextlib
 import pathlib
 import statistics
 import tempfile
@@ -50,9 +51,12 @@ world = World(4)
 
 # %%
 def held_over_a_step(rank, level):
-    model, comm = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)]), rank.comm("dp")
-    bucket = 4 * (16 * 16 + 16)  # bytes of a layer
-    owner = zero.shard(model, comm) if level == 3 else zero.Optimizer(model.parameters(), comm, level=level, bucket_bytes=bucket)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)])
+    comm, bucket_bytes = rank.comm("dp"), 4 * (16 * 16 + 16)  # a bucket is a layer
+    if level == 3:
+        owner = zero.shard(model, comm)
+    else:
+        owner = zero.Optimizer(model.parameters(), comm, level=level, bucket_bytes=bucket_bytes)
 
     def step():
         owner.zero_grad()
@@ -63,10 +67,11 @@ def held_over_a_step(rank, level):
     return zero.occupancy(step, owner)
 
 
-with World(1) as alone:
-    held = {"level_0": alone.run(held_over_a_step, 1) * 4}  # what one rank alone holds, every rank of plain data parallelism holds
+with World(1) as alone:  # every rank of plain data parallelism holds what one rank alone would hold
+    held = {"level_0": alone.run(held_over_a_step, 1) * 4}
 held |= {f"level_{level}": world.run(held_over_a_step, level) for level in (1, 2, 3)}
-plots.who_holds(**held, title="Painted is what a rank holds. At level 3 a layer is whole only while it computes")
+title = "Painted is what a rank holds. At level 3 a layer is whole only while it computes"
+plots.who_holds(**held, title=title)
 
 # %% [markdown]
 # Level 0 is plain data parallelism: four times the same. **Level 1** deals out the optimizer state, **level 2** the gradients too, **level 3** also the
@@ -108,18 +113,23 @@ reveal("zero/level-1-of-7.5B", GB=zero.model_states(7.5e9, 64, level=1) / 1e9)
 models = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
 print(" N_d " + "".join(f"{name:>28} " for name in models))
 for n in (1, 4, 16, 64, 256, 1024):
-    row = [f"{zero.model_states(params, n, level) / 1e9:9.2f}" for params in models.values() for level in (1, 2, 3)]
-    print(f"{n:4} ", *row)
+    cells = [zero.model_states(params, n, level) for params in models.values() for level in (1, 2, 3)]
+    print(f"{n:4} ", *(f"{nbytes / 1e9:9.2f}" for nbytes in cells))
 
 # %% [markdown]
 # The paper's dots on our lines:
 
 # %%
-paper = {"level 1": [120, 52.5, 35.6, 31.4, 30.4, 30.1], "level 2": [120, 41.3, 21.6, 16.6, 15.4, 15.1], "level 3": [120, 30, 7.5, 1.88, 0.47, 0.12]}
+paper = {
+    "level 1": [120, 52.5, 35.6, 31.4, 30.4, 30.1],
+    "level 2": [120, 41.3, 21.6, 16.6, 15.4, 15.1],
+    "level 3": [120, 30, 7.5, 1.88, 0.47, 0.12],
+}
 devices = [1, 4, 16, 64, 256, 1024]
-lines = {f"level {level}": [zero.model_states(7.5e9, n, level) / 1e9 for n in devices] for level in (1, 2, 3)}
-title = "Levels 1 and 2 stop at a floor of whole weights; level 3 fits any model on enough devices"
-plots.curves(devices, xlabel="devices", ylabel="GB on each, 7.5B parameters", title=title, log="xy", measured=paper, **lines)
+lines = {name: [zero.model_states(7.5e9, n, int(name[-1])) / 1e9 for n in devices] for name in paper}
+axes = {"xlabel": "devices", "ylabel": "GB on each, 7.5B parameters", "log": "xy"}
+title = "Levels 1 and 2 stop at a floor of whole weights, level 3 goes on"
+plots.curves(devices, title=title, measured=paper, **axes, **lines)
 
 # %% [markdown]
 # The floors are 4Ψ and 2Ψ, a quarter and an eighth of everything: no number of devices brings level 1 below a quarter. Level 3 has no floor, and 1024 devices of 32 GB
@@ -158,7 +168,8 @@ predict("zero/level-1-sends", times=2)
 # %%
 sharded = world.ledger
 world.run(lambda rank: rank.comm("dp").all_reduce(torch.zeros(12)))
-plots.comm_bars(all_reduce=world.ledger, level_1=sharded, title="Level 1 sends what plain data parallelism sends")
+title = "Level 1 sends what plain data parallelism sends"
+plots.comm_bars(all_reduce=world.ledger, level_1=sharded, title=title)
 
 # %%
 reveal("zero/level-1-sends", times=sharded.total / world.ledger.total)
@@ -170,7 +181,8 @@ reveal("zero/level-1-sends", times=sharded.total / world.ledger.total)
 # torch optimizer, and is used like one.
 
 # %%
-config = ModelConfig(num_layers=4, d_model=32, num_heads=4, d_ff=128, vocab_size=96, seq_len=16, dropout=0.0)
+sizes = {"num_layers": 4, "num_heads": 4, "vocab_size": 96, "seq_len": 16, "dropout": 0.0}
+config = ModelConfig(d_model=32, d_ff=128, **sizes)
 draw = torch.Generator().manual_seed(0)
 text = torch.randint(96, (3, 12, 17), generator=draw)  # three steps of twelve sequences
 
@@ -180,12 +192,13 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def build(rank, level, dtype=torch.float64, bucket_bytes=2**16, **options):
+def build(rank, level, dtype=torch.float64, **options):
     """A model of this rank's own random weights, and its owner."""
     model, comm = GPT(config, generator=rank.generator).to(dtype), rank.comm("dp")
     if level == 3:
         return model, zero.shard(model, comm, adamw, **options)
-    return model, zero.Optimizer(model.named_parameters(), comm, adamw, level=level, bucket_bytes=bucket_bytes, **options)
+    options |= {"level": level, "bucket_bytes": 2**16}
+    return model, zero.Optimizer(model.named_parameters(), comm, adamw, **options)
 
 
 def step(rank, model, owner, k):
@@ -214,41 +227,44 @@ expected = [parameter.detach() for parameter in model.parameters()]
 
 
 # %%
+def is_equal(model, owner, level):
+    """Whether this rank's weights are those of the plain model; at level 3 they are gathered for it."""
+    with owner.gathered() if level == 3 else contextlib.nullcontext():
+        pairs = zip(model.parameters(), expected, strict=True)
+        return all(torch.allclose(w, e, rtol=0, atol=1e-10) for w, e in pairs)
+
+
 def train(rank, level, **options):
-    """The weights after three steps, the layout of the flat tensors, and what the rank held over the third."""
+    """Three steps: is it equal, the layout of the flat tensors, and what was held over the third."""
     model, owner = build(rank, level, **options)
     step(rank, model, owner, 0)
     step(rank, model, owner, 1)
     history = zero.history(lambda: step(rank, model, owner, 2), owner)
-    weights = [parameter.detach().clone() for parameter in model.parameters()] if level < 3 else whole(owner)
-    return weights, owner.layout, history
-
-
-def whole(owner):
-    with owner.gathered() as model:
-        return [parameter.detach().clone() for parameter in model.parameters()]
+    return is_equal(model, owner, level), owner.layout, history
 
 
 # %%
 def three_results(level, several, **options):
     """A row of the table below, from a run on all ranks of a world."""
     ranks, runs, sent = several.size, several.run(train, level, **options), several.ledger
-    _, layout, history = runs[0]
-    equal = all(torch.allclose(w, e, rtol=0, atol=1e-10) for weights, *_ in runs for w, e in zip(weights, expected, strict=True))
-    wire = {"itemsize": 8, "reshard": options.get("reshard", True)}
-    predicted = zero.predict_sent(layout, ranks, level, steps=3, start=True, **wire)
-    if level == 3:  # reading the weights at the end is one more gather, as many bytes as level 1 gathers in a step
+    equal, (_, layout, history) = all(each[0] for each in runs), runs[0]
+    kind = {"itemsize": 8, "reshard": options.get("reshard", True)}
+    predicted = zero.predict_sent(layout, ranks, level, steps=3, start=True, **kind)
+    if level == 3:  # to compare the weights takes one more gather, as many bytes as a step of level 1
         predicted += zero.predict_sent(layout, ranks, 1, itemsize=8).only(name="all_gather")
-    step_sent = zero.predict_sent(layout, ranks, level, **wire).by("rank").get(0, 0)
-    held, peak = history.peak.ledger, zero.predict_held(layout, ranks, level, itemsize=8, **options)
-    row = f"{level:5} {ranks:6} {equal!s:>6} {units.text(step_sent):>9} {predicted.merged().diff(sent).unexplained:12}"
-    return f"{row} {units.text(held.total):>9} {peak.diff(held).unexplained:12}"
+    one_step = zero.predict_sent(layout, ranks, level, **kind).only(rank=0)
+    held = history.peak.ledger
+    peak = zero.predict_held(layout, ranks, level, itemsize=8, **options)
+    row = f"{level:5} {ranks:6} {equal!s:>6}"
+    row += f" {units.text(one_step.total):>9} {predicted.merged().diff(sent).unexplained:12}"
+    return row + f" {units.text(held.total):>9} {peak.diff(held).unexplained:12}"
 
 
 # %%
 head = "level  ranks  equal      sent  unexplained      held  unexplained"
 few = [World(ranks) for ranks in (1, 2, 3)]
-print(head, *(three_results(level, several) for level in (1, 2) for several in (*few, world)), sep="\n")
+rows = [three_results(level, several) for level in (1, 2) for several in (*few, world)]
+print(head, *rows, sep="\n")
 
 # %% [markdown]
 # "Sent" is one step of rank 0. Levels 1 and 2 send the same. What they hold differs in the gradients: level 1 keeps them whole until the step, level 2
@@ -265,7 +281,8 @@ zero.predict_held(layout, 4, 2, itemsize=8).diff(history.peak.ledger)
 # nowhere to keep them, and reduce after every micro-batch. Eight micro-batches, Ψ = 1 million parameters in fp32, 4 ranks:
 
 # %%
-{f"level {level}": units.text(zero.predict_sent(10**6, 4, level, accumulation=8).by("rank")[0]) for level in (1, 2, 3)}
+sent = {level: zero.predict_sent(10**6, 4, level, accumulation=8) for level in (1, 2, 3)}
+{f"level {level}": units.text(ledger.only(rank=0).total) for level, ledger in sent.items()}
 
 # %% [markdown]
 # With long accumulation and a model that fits, level 1 is the one to choose. Nothing is free at level 2 but its first micro-batch.
@@ -315,8 +332,8 @@ predict("zero/level-3-sends", times=2)
 
 # %%
 psi = sum(parameter.numel() for parameter in model.parameters())
-step_of_3 = zero.predict_sent(psi, 4, 3)
-reveal("zero/level-3-sends", times=step_of_3.total / collectives.sent("all_reduce_ring", nbytes=4 * psi, n=4).total)
+all_reduce = collectives.sent("all_reduce_ring", nbytes=4 * psi, n=4)
+reveal("zero/level-3-sends", times=zero.predict_sent(psi, 4, 3).total / all_reduce.total)
 
 # %% [markdown]
 # Three results, with the two switches of level 3. `reshard=False` keeps the layers after the forward and saves the second gather. `prefetch` starts to
@@ -324,8 +341,8 @@ reveal("zero/level-3-sends", times=step_of_3.total / collectives.sent("all_reduc
 
 # %%
 print(head)
-for reshard, prefetch in ((True, True), (True, False), (False, True)):
-    print(three_results(3, world, reshard=reshard, prefetch=prefetch), f" reshard={reshard}, prefetch={prefetch}")
+for switches in ({}, {"prefetch": False}, {"reshard": False}):
+    print(three_results(3, world, **switches), "", *(f"{name}={on}" for name, on in switches.items()))
 
 # %%
 print(head, *(three_results(3, several) for several in few), sep="\n")
@@ -342,7 +359,8 @@ print(head, *(three_results(level, processes) for level in (1, 2, 3)), sep="\n")
 
 # %%
 _, layout, history = world.run(train, 3)[0]
-plots.memory_timeline(history, title="A layer comes, computes and goes; what stays is a quarter of everything")
+title = "A layer comes, computes and goes; what stays is a quarter of everything"
+plots.memory_timeline(history, title=title)
 
 # %%
 zero.predict_held(layout, 4, 3, itemsize=8).diff(history.peak.ledger)
@@ -399,8 +417,8 @@ def at_rest(rank, level):
 
 
 for level in (1, 2, 3):
-    held = world.run(at_rest, level)[0].by("name")
-    print(f"level {level}", {name: round(nbytes / psi, 2) for name, nbytes in held.items() if name != "step"})
+    held = world.run(at_rest, level)[0].by("name").items()
+    print(level, {name: round(nbytes / psi, 2) for name, nbytes in held if name != "step"})
 
 # %% [markdown]
 # Whole, they are 2 and 2 bytes and K = 4 + 4 + 4; divided by four, half a byte and one byte each. K is measured here, not remembered: it is the master copy and two moments,
@@ -418,7 +436,8 @@ print(head, *(three_results(level, world, offload="cpu") for level in (2, 3)), s
 # 64 devices:
 
 # %%
-zero.predict_held(7_500_000_000, 64, 2, itemsize=2, master=True, offload=True).only(component="optimizer")
+held = zero.predict_held(7_500_000_000, 64, 2, itemsize=2, master=True, offload=True)
+held.only(component="optimizer")
 
 # %% [markdown]
 # ### Exercise 9.3 · Bug hunt: the optimizer that passed its test (15 min, ●●●)
@@ -436,7 +455,8 @@ class HalfOptimizer:
         self.inner = make([self.master])
 
     def own(self, x):
-        return nn.functional.pad(x, (0, self.dealt.padding)).split(self.dealt.share)[self.comm.rank]
+        padded = nn.functional.pad(x, (0, self.dealt.padding))
+        return padded.split(self.dealt.share)[self.comm.rank]
 
     def step(self, max_norm):
         """The norm of the gradient, which is scaled down to at most max_norm before the step."""
@@ -451,9 +471,13 @@ class HalfOptimizer:
 
 
 # %%
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.25)
+
+
 def its_test(rank):
     w = nn.Parameter(torch.ones(10, dtype=torch.bfloat16))
-    optimizer = HalfOptimizer(w, rank.comm("dp"), lambda parameters: torch.optim.SGD(parameters, lr=0.25))
+    optimizer = HalfOptimizer(w, rank.comm("dp"), sgd)
     w.grad = torch.full_like(w, 2.0 * rank.index)  # the mean of 0, 2, 4, 6 is 3
     optimizer.step(max_norm=100)
     return w.tolist()
@@ -498,8 +522,7 @@ def go_on(rank, level):
     model, owner = build(rank, level)
     owner.load(path)
     step(rank, model, owner, 2)
-    weights = whole(owner) if level == 3 else list(model.parameters())
-    return all(torch.allclose(w, e, rtol=0, atol=1e-10) for w, e in zip(weights, expected, strict=True))
+    return is_equal(model, owner, level)
 
 
 # %%
@@ -530,9 +553,9 @@ folder.cleanup()
 
 # %%
 def contestant(rank, name):
-    """A model of 0.8 million parameters made ready by a library: the module to call, and its optimizer."""
-    config = ModelConfig(num_layers=4, d_model=128, num_heads=4, d_ff=512, vocab_size=96, seq_len=16, dropout=0.0)
-    model, comm = GPT(config, generator=torch.Generator().manual_seed(0)), rank.comm("dp")
+    """A model of 0.8 million parameters, made ready by a library: the module to call, its optimizer."""
+    larger, comm = ModelConfig(d_model=128, d_ff=512, **sizes), rank.comm("dp")
+    model = GPT(larger, generator=torch.Generator().manual_seed(0))
     if name == "zero.shard":
         return model, zero.shard(model, comm, adamw)
     if name == "zero.Optimizer":
@@ -543,7 +566,8 @@ def contestant(rank, name):
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh), adamw(model.parameters())
     module = DistributedDataParallel(model, process_group=comm.group)
-    return module, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=comm.group, lr=1e-2)
+    options = {"optimizer_class": torch.optim.AdamW, "process_group": comm.group, "lr": 1e-2}
+    return module, ZeroRedundancyOptimizer(model.parameters(), **options)
 
 
 # %%
@@ -571,8 +595,8 @@ def race(rank, names, rounds=5):
 names = ["zero.Optimizer", "ZeroRedundancyOptimizer", "zero.shard", "fully_shard"]
 races = processes.run(race, names)
 processes.close()
-first = torch.tensor([losses["zero.Optimizer"] for losses, _ in races])
-{name: torch.allclose(torch.tensor([losses[name] for losses, _ in races]), first, atol=1e-5) for name in names}
+table = {name: torch.tensor([losses[name] for losses, _ in races]) for name in names}
+{name: torch.allclose(table[name], table["zero.Optimizer"], atol=1e-5) for name in names}
 
 # %% [markdown]
 # The same losses, on every rank and in every step. The times are of this machine:
@@ -591,34 +615,46 @@ first = torch.tensor([losses["zero.Optimizer"] for losses, _ in races])
 # 32 GB: which is the lowest level that fits? And which, if gradients are kept in fp32?
 
 # %%
-conventions = {"16Ψ, half gradients": (2, 2, 12), "18Ψ, fp32 gradients": (2, 4, 12), "20Ψ, both": (2, 6, 12)}
-sizes = {"7.5B": 7_500_000_000} | {name: ModelConfig.named(name).num_params for name in ("gpt2-xl", "llama-3.1-70b")}
+conventions = {"16Ψ: half gradients": (2, 2, 12), "18Ψ: fp32 gradients": (2, 4, 12), "20Ψ: both": (2, 6, 12)}
+known = {name: ModelConfig.named(name).num_params for name in ("gpt2-xl", "llama-3.1-70b")}
+known["7.5B"] = 7_500_000_000
 
 
-def memory_per_device(model="7.5B", devices=64, precision="16Ψ, half gradients", device="V100"):
+def states(level, params, devices, widths):
+    """Bytes on each device: weights are sharded from level 3 on, gradients from 2, the optimizer from 1."""
+    lines = []
+    for name, width, first in zip(("weights", "gradients", "optimizer"), widths, (3, 2, 1), strict=True):
+        shards, axis = (devices, "dp") if level >= first else (1, "")
+        lines.append(Line(name, round(width * params / shards), component=name, axis=axis))
+    return Ledger(lines)
+
+
+def memory_per_device(model="7.5B", devices=64, precision="16Ψ: half gradients", device="V100"):
     """The four levels as stacked bars; hatched is what the data-parallel axis shards."""
-    first_sharded = {"weights": 3, "gradients": 2, "optimizer": 1}
-
-    def ledger(level):
-        parts = zip(first_sharded.items(), conventions[precision], strict=True)
-        shards = [(name, width, devices if level >= first else 1) for (name, first), width in parts]
-        lines = [Line(name, round(width * sizes[model] / n), component=name, axis="dp" if n > 1 else "") for name, width, n in shards]
-        return Ledger(lines)
-
-    return plots.memory_bars(capacity=Hardware.named(device), **{f"level_{level}": ledger(level) for level in range(4)})
+    sized = known[model], devices, conventions[precision]
+    bars = {f"level_{level}": states(level, *sized) for level in range(4)}
+    return plots.memory_bars(capacity=Hardware.named(device), **bars)
 
 
-explore(memory_per_device, model=list(sizes), devices=[8, 64, 512], precision=list(conventions), device=["V100", "H100"])
+knobs = {"model": list(known), "devices": [8, 64, 512], "precision": list(conventions)}
+explore(memory_per_device, **knobs, device=["V100", "H100"])
 
 # %% [markdown]
 # ## In practice
 #
-# | | level 1 | level 2 | level 3 | fp32 master | CPU offload | clipping |
-# |---|---|---|---|---|---|---|
-# | PyTorch | `ZeroRedundancyOptimizer` | `fully_shard(…, reshard_after_forward=False)` | `fully_shard(…, reshard_after_forward=True)` | `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` over fp32 parameters | `offload_policy=CPUOffloadPolicy()` | `nn.utils.clip_grad_norm_` knows sharded tensors |
-# | torchtitan | | `--parallelism.fsdp_reshard_after_forward never` | `always`, or `default` | `--training.mixed_precision_param`, `--training.mixed_precision_reduce` | `--training.enable_cpu_offload` | `--training.max_norm` |
-# | DeepSpeed, `"zero_optimization"` | `"stage": 1` | `"stage": 2` | `"stage": 3` | with `"bf16"` or `"fp16"` enabled | `"offload_optimizer": {"device": "cpu"}` | `"gradient_clipping"` |
-# | Megatron-LM | `--use-distributed-optimizer` | | | built in | | `--clip-grad` |
+# | you set | you get |
+# |---|---|
+# | `ZeroRedundancyOptimizer(params, …)` beside DDP | PyTorch: level 1 |
+# | `fully_shard(block)` for each block, then `fully_shard(model)` | PyTorch FSDP2: level 3 |
+# | … with `reshard_after_forward=False` | no second gather: what level 2 sends |
+# | … with `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` | fp32 shards, gathered as bf16; gradients reduced in fp32 |
+# | … with `offload_policy=CPUOffloadPolicy()` | shards, gradients and the step on the host |
+# | `nn.utils.clip_grad_norm_(model.parameters(), 1.0)` after `fully_shard` | the global norm: it knows sharded tensors |
+# | `--parallelism.fsdp_reshard_after_forward always`, `never` or `default` | torchtitan: the same switch |
+# | `--training.mixed_precision_param`, `--training.mixed_precision_reduce`, `--training.enable_cpu_offload` | torchtitan: the two policies |
+# | `"zero_optimization": {"stage": 1}`, or 2, or 3 | DeepSpeed: the level |
+# | `"offload_optimizer": {"device": "cpu"}` in it, `"gradient_clipping": 1.0` beside it | DeepSpeed: offload; the global norm |
+# | `--use-distributed-optimizer`, `--clip-grad 1.0` | Megatron-LM: level 1; the global norm |
 #
 # **FSDP2** is called bottom-up, on each block and then on the root, and each call makes one group that is gathered at once: our units. Left to itself it reshards blocks and leaves
 # the root's weights whole between forward and backward, and an integer for `reshard_after_forward` reshards to a smaller group, such as one machine. With `False` weights are
@@ -657,7 +693,7 @@ def forward_only(rank):
 
 
 world.run(forward_only)
-{name: nbytes // world.size for name, nbytes in world.ledger.by("name").items()}, 4 * psi * 3 // 4
+{name: nbytes // 4 for name, nbytes in world.ledger.by("name").items()}, 4 * psi * 3 // 4
 
 # %% [markdown]
 # The broadcast is the start; the rest is one gather, $\Psi(N-1)/N$ of fp32 and a little padding. The same guide says that each GPU asks for "the necessary data" to rebuild "unsharded, local
@@ -667,8 +703,8 @@ world.run(forward_only)
 # misconception has a history: DeepSpeed's first stage 1 used an all-reduce, 3Ψ a step, and its release note of March 2020 counts 1.5 times less since:
 
 # %%
-all_reduce_first = collectives.sent("all_reduce_ring", nbytes=4 * psi, n=4) + collectives.sent("all_gather_ring", nbytes=4 * psi, n=4)
-all_reduce_first.total / zero.predict_sent(psi, 4, 1).total
+both = all_reduce + collectives.sent("all_gather_ring", nbytes=4 * psi, n=4)
+both.total / zero.predict_sent(psi, 4, 1).total
 
 # %% [markdown]
 # **"Optimizer states are momentum and variance"** (a book chapter), followed by K = 12. Two moments are K = 8; the other four bytes are the fp32 master copy. The lines above have all three.
@@ -677,9 +713,10 @@ all_reduce_first.total / zero.predict_sent(psi, 4, 1).total
 # the 25 % and 12.5 % of the table:
 
 # %%
-for gradient_bytes in (2, 4, 6):
-    everything, *floors = (zero.model_states(1, 10**9, level, gradient_bytes=gradient_bytes) for level in (0, 1, 2))
-    print(f"{everything:g}Ψ: level 1 stops at {floors[0] / everything:.1%}, level 2 at {floors[1] / everything:.1%}")
+for size in (2, 4, 6):
+    states_of = [zero.model_states(1, 10**9, level, gradient_bytes=size) for level in (0, 1, 2)]
+    floors = [f"{nbytes / states_of[0]:.1%}" for nbytes in states_of[1:]]
+    print(f"{states_of[0]:g}Ψ: level 1 stops at {floors[0]}, level 2 at {floors[1]}")
 
 # %% [markdown]
 # **"16Ψ/N at level 3"** leaves out what is whole for a moment. Llama-3.1-8B in bf16 on 64 devices, layer by layer, with and without it:
@@ -702,7 +739,8 @@ in_truth
 
 # %%
 embedding, norm, head = root
-units.text(zero.predict_held((norm, embedding, *blocks, head), 64, 3, itemsize=2, master=True).total)
+in_units = (norm, embedding, *blocks, head)
+units.text(zero.predict_held(in_units, 64, 3, itemsize=2, master=True).total)
 
 # %% [markdown]
 # The fullest moment is now the backward of the head: its weights and those of the layer before it, its gradient, and that gradient once more, on its way into
