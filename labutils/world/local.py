@@ -170,11 +170,16 @@ class LocalEndpoint:
                     self.board.publish(self.rank, RUNNING, 0, self.moved, "")
 
     def _until(self, op: Op) -> None:
-        """Drive the sockets, or sleep while another thread does, until `op` is done."""
+        """Drive the sockets, or sleep while another thread does, until `op` is done.
+
+        Who waits for an asynchronous collective leaves the driving to the thread that runs it, unless nothing is heard for a while: were the
+        two to take turns, each message would cost a change of threads.
+        """
+        patient = op.tensor is None
         while not op.done:
             if self.stopped:
                 raise Stopped
-            if self.driving.acquire(blocking=False):
+            if not patient and self.driving.acquire(blocking=False):
                 try:
                     while not op.done and not self.stopped:
                         self._drive()
@@ -186,15 +191,15 @@ class LocalEndpoint:
                     if op.done:
                         return
                     op.gate = op.gate or threading.Event()
-                    if not self.driving.locked():
+                    if not patient and not self.driving.locked():
                         continue
-                op.gate.wait(_LOOK)
+                patient = op.gate.wait(_LOOK) and patient
                 op.gate.clear()
 
     def _hand_over(self) -> None:
         """Wake another thread that waits, so that it drives."""
         with self.lock:
-            sleeper = next((op for op in (*self.waiting, *self.to_watch) if op.gate is not None and not op.done), None)
+            sleeper = next((op for op in (*self.waiting, *self.to_watch) if op.tensor is not None and op.gate is not None and not op.done), None)
         if sleeper is not None:
             sleeper.gate.set()
 
