@@ -1,5 +1,6 @@
-"""Timing things in turn, one call of each and then the next of each, so that whatever else the machine does slows all alike."""
+"""Timing things in turn, one call of each and then the next of each, so that whatever else the machine does slows all alike; and what they hold."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -47,3 +48,27 @@ def slowest(ranks: Iterable[Mapping[str, Times]]) -> dict[str, Times]:
     """What each rank measured, as one: a round took as long as on its slowest rank."""
     ranks = list(ranks)
     return {name: Times(tuple(map(max, zip(*(rank[name].taken for rank in ranks), strict=True)))) for name in ranks[0]}
+
+
+def fullest(prepare: Callable[[], Callable[[], object]], warm: int) -> int:
+    """Bytes alive at the fullest moment of the call of `prepare()` that follows `warm` others, of all that was allocated since before `prepare`.
+
+    PyTorch's own profiler counts, allocation by allocation: it sees activations and the buffers of C++ too.
+    """
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    gc.collect()  # what earlier runs left must not be freed while we count
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call = prepare()
+        for _ in range(warm):
+            call()
+        with record_function("measured"):
+            call()
+    events = profiler.profiler.kineto_results.events()
+    (measured,) = [event for event in events if event.name() == "measured"]
+    alive = peak = 0
+    for when, nbytes in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        alive += nbytes
+        if when >= measured.start_ns():
+            peak = max(peak, alive)
+    return peak

@@ -8,11 +8,10 @@ taken in turn; a ratio below 1 means that ours is faster, or holds less. What is
 allocation, from before the model is built: it sees activations and the buffers of C++ too.
 """
 
-import gc
 import statistics
 
 import torch
-from _side_by_side import Times, interleave, slowest
+from _side_by_side import Times, fullest, interleave, slowest
 
 from labutils import units, zero
 from labutils.config import ModelConfig
@@ -105,24 +104,7 @@ def race(rank) -> tuple[dict[str, Times], dict[str, float]]:
 
 def held(rank, name: str) -> int:
     """Bytes alive at the fullest moment of the last of a few steps."""
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    gc.collect()  # what earlier runs left must not be freed while we count
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        contestant = Contestant(name, rank)
-        for _ in range(STEPS):
-            contestant.step()
-        with record_function("measured"):
-            contestant.step()
-    events = profiler.profiler.kineto_results.events()
-    (measured,) = [event for event in events if event.name() == "measured"]
-    allocations = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    alive = peak = 0
-    for when, nbytes in allocations:
-        alive += nbytes
-        if when >= measured.start_ns():
-            peak = max(peak, alive)
-    return peak
+    return fullest(lambda: Contestant(name, rank).step, STEPS)
 
 
 def main() -> None:
