@@ -319,7 +319,7 @@ show(zero.Flat)
 # %% [markdown]
 # ## When does a layer have to be whole?
 #
-# While it computes, and at no other time. Level 3 gathers a layer right before its forward, frees it right after, gathers it once more for its backward,
+# While it computes. Level 3 gathers a layer right before its forward, frees it right after, gathers it once more for its backward,
 # and reduce-scatters the gradient of all its weights. Nothing is sent when a layer is freed: every owner still has its share.
 #
 # Plain data parallelism sends $2\Psi(N-1)/N$ elements a step. How many times as much does level 3 send?
@@ -341,8 +341,8 @@ reveal("zero/level-3-sends", times=zero.predict_sent(psi, 4, 3).total / all_redu
 
 # %%
 print(head)
-for switches in ({}, {"prefetch": False}, {"reshard": False}):
-    print(three_results(3, world, **switches), "", *(f"{name}={on}" for name, on in switches.items()))
+for switches in ({"prefetch": True, "reshard": True}, {"prefetch": False}, {"reshard": False}):
+    print(three_results(3, world, **switches), "", switches)
 
 # %%
 print(head, *(three_results(3, several) for several in few), sep="\n")
@@ -658,7 +658,7 @@ explore(memory_per_device, **knobs, device=["V100", "H100"])
 #
 # **FSDP2** is called bottom-up, on each block and then on the root, and each call makes one group that is gathered at once: our units. Left to itself it reshards blocks and leaves
 # the root's weights whole between forward and backward, and an integer for `reshard_after_forward` reshards to a smaller group, such as one machine. With `False` weights are
-# still sharded between *steps*, so it is less than the paper's level 2 holds and as much as that sends. torchtitan shards over `--parallelism.data_parallel_shard_degree` ranks and
+# still sharded between *steps*, so it holds less than the paper's level 2 and sends as much. torchtitan shards over `--parallelism.data_parallel_shard_degree` ranks and
 # replicates over `--parallelism.data_parallel_replicate_degree` of such groups (hybrid sharding): the gathers stay inside a group with a fast network.
 # `set_requires_gradient_sync(False)` keeps whole gradients through the micro-batches before the last: level 1's bargain, at level 3.
 #
@@ -672,7 +672,8 @@ explore(memory_per_device, **knobs, device=["V100", "H100"])
 # nodes of eight devices, type on both:
 #
 # ```
-# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 examples/train_zero.py --level 3
+# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 \
+#     examples/train_zero.py --level 3
 # ```
 #
 # A test of this course does the same with two agents of two ranks on one machine, and the losses are those of threads, digit by digit. `--save` and `--load` take a snapshot from one number of
