@@ -60,7 +60,7 @@ def test_two_nodes_learn_the_same_as_threads_and_processes(trained, tmp_path):
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     nodes = [subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes) for _ in range(2)]
     try:
-        told = [node.communicate(timeout=120) for node in nodes]
+        told = [node.communicate(timeout=300) for node in nodes]
     finally:
         for node in nodes:
             node.terminate()  # an agent ends its ranks, too
