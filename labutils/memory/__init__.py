@@ -4,6 +4,19 @@ Predictions have the type and the names of `measure`, so that `activations(...).
 """
 
 from labutils.memory.activations import activations
+from labutils.memory.allocator import Allocator, OutOfMemory, Request, replay, trace_of, trace_of_snapshot
+from labutils.memory.published import beyond_the_paper, korthikanti
 from labutils.memory.states import model_states
 
-__all__ = ["activations", "model_states"]
+__all__ = [
+    "Allocator",
+    "OutOfMemory",
+    "Request",
+    "activations",
+    "beyond_the_paper",
+    "korthikanti",
+    "model_states",
+    "replay",
+    "trace_of",
+    "trace_of_snapshot",
+]
