@@ -116,6 +116,15 @@ def peak(fn: Callable[[], object], module: nn.Module, optimizer: torch.optim.Opt
     return history(fn, module, optimizer).peak.ledger
 
 
+def storages(fn: Callable[[], object], module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> "tuple[Life, ...]":
+    """Every storage that is alive during `fn()`: its bytes, between which operations it lives, what it is for. A trace for `memory.replay`."""
+    recorder = _Recorder(module, optimizer, None)
+    with recorder.recording():
+        fn()
+        recorder.events.append(("end", ""))
+    return tuple(recorder.lives)
+
+
 def peak_allocated(fn: Callable[[], object], device: torch.device | str = "cuda") -> int:
     """Bytes that PyTorch's CUDA allocator had handed out at the fullest moment of `fn()`: each tensor rounded up to 512, workspaces included."""
     if not torch.cuda.is_available():
@@ -127,7 +136,7 @@ def peak_allocated(fn: Callable[[], object], device: torch.device | str = "cuda"
 
 
 @dataclass(slots=True)
-class _Life:
+class Life:
     """One storage: between which moments it is alive, and what it turned out to be for."""
 
     nbytes: int
@@ -142,8 +151,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, capacity: int | None) -> None:
         super().__init__()
         self.module, self.optimizer, self.capacity = module, optimizer, capacity
-        self.lives: list[_Life] = []
-        self.current: dict[int, _Life] = {}  # by address of the living storage
+        self.lives: list[Life] = []
+        self.current: dict[int, Life] = {}  # by address of the living storage
         self.watches: set[weakref.ref] = set()
         self.events: list[tuple[str, str]] = [("start", "")]
         self.alive = 0
@@ -153,11 +162,11 @@ class _Recorder(TorchDispatchMode):
         self.label((value for _, value in _optimizer_tensors(optimizer)), "optimizer")
         self.label(module.buffers(), "buffers")
 
-    def life(self, tensor: Tensor, birth: int) -> _Life:
+    def life(self, tensor: Tensor, birth: int) -> Life:
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self.current:
-            life = self.current[address] = _Life(storage.nbytes(), birth)
+            life = self.current[address] = Life(storage.nbytes(), birth)
             self.lives.append(life)
             self.alive += life.nbytes
             self.watches.add(weakref.ref(storage, functools.partial(self.die, address)))

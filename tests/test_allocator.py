@@ -4,12 +4,15 @@ import itertools
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils import units
+from labutils import measure, units
+from labutils.config import ModelConfig
 from labutils.memory import allocator
-from labutils.memory.allocator import Allocator, OutOfMemory, Request, replay, trace_of_snapshot
+from labutils.memory.allocator import Allocator, OutOfMemory, Request, replay, trace_of, trace_of_snapshot
+from labutils.model import GPT
 
 MIB, GIB = units.MIB, units.GIB
 
@@ -211,6 +214,26 @@ def test_a_trace_is_replayed():
         replay([Request(1, 5), Request(1, 5)], Allocator(GIB))
     with pytest.raises(OutOfMemory):
         replay([Request(1, 2 * GIB)], Allocator(GIB))
+
+
+def test_a_measured_step_is_replayed():
+    config = ModelConfig(num_layers=2, d_model=32, num_heads=2, d_ff=128, vocab_size=50, seq_len=16)
+    model, tokens = GPT(config), torch.zeros(4, 16, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model.loss(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    measured = measure.history(step, model, optimizer).peak.ledger.total
+    trace = trace_of(measure.storages(step, model, optimizer))
+    gpu = Allocator(GIB)
+    history = replay(trace, gpu)
+    assert max(moment.ledger.by("name")["allocated"] for moment in history.moments) == measured
+    assert gpu.peak_reserved % (2 * MIB) == 0 and gpu.peak_reserved >= gpu.peak_allocated >= measured
+    assert gpu.requested == measure.model_states(model, optimizer).total + tokens.nbytes
 
 
 def test_a_snapshot_is_read():

@@ -54,13 +54,12 @@ class Request(NamedTuple):
 
 
 class Life(Protocol):
-    """A storage with its size and the operations between which it is alive, such as `measure.Life`."""
+    """A storage with its size and the operations between which it is alive, as `measure.storages` returns them."""
 
     nbytes: int
     birth: int
     death: int | None
     component: str
-    phase: str
 
 
 class Allocator:
@@ -335,7 +334,7 @@ def trace_of(lives: Iterable[Life]) -> list[Request]:
     events = []
     for key, life in enumerate(lives):
         if life.nbytes:
-            events.append((life.birth, 1, Request(key, life.nbytes, life.component, life.phase)))
+            events.append((life.birth, 1, Request(key, life.nbytes, life.component)))
             if life.death is not None:
                 events.append((life.death, 0, Request(key, 0, life.component)))
     events.sort(key=lambda event: event[:2])

@@ -6,7 +6,9 @@ from labutils.plots.curves import curves
 from labutils.plots.data_parallel import bucket_animation, overlap
 from labutils.plots.formats import bits, dynamic_range, number_line, relative_error
 from labutils.plots.memory import memory_bars, memory_timeline
+from labutils.plots.memory_map import memory_map
 from labutils.plots.picture import Animation, Picture
+from labutils.plots.precision import exponent_histogram
 from labutils.plots.recomputation import plan_animation, plan_maps, token_weights, trade_off
 from labutils.plots.sums import running_sums
 from labutils.plots.training import gradient_noise
@@ -21,8 +23,10 @@ __all__ = [
     "cost_curves",
     "curves",
     "dynamic_range",
+    "exponent_histogram",
     "gradient_noise",
     "memory_bars",
+    "memory_map",
     "memory_timeline",
     "messages",
     "number_line",
