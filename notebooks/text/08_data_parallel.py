@@ -301,7 +301,7 @@ def python(rank):
 # %% tags=["nbval-ignore-output"]
 for name, n, engine in (("one thread", 1, "threads"), ("two threads", 2, "threads"), ("two processes", 2, "processes")):
     with World(n, engine) as few:
-        print(f"{name}: {units.text(min(max(few.run(python)) for _ in range(10)), 's')}")
+        print(f"{name}: {units.text(min(max(few.run(python)) for _ in range(30)), 's')}")
 
 # %% [markdown]
 # Two threads take turns, two processes run at once. A training step launches thousands of kernels from Python, so of eight threads seven wait for the interpreter. This is
