@@ -1,0 +1,389 @@
+"""Master weights, rounded weights, the loss scaler, autocast and exponents: what each promises, and what it says to bad input."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from labutils import floats, measure, memory, precision
+from labutils.config import ModelConfig, TrainConfig
+from labutils.model import GPT
+from labutils.precision import LossScaler, MasterWeights, RoundedWeights
+
+CONFIG = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=65, seq_len=12)
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def tokens(seed=1):
+    return torch.randint(65, (2, 3, 12), generator=torch.Generator().manual_seed(seed)).unbind()
+
+
+def gpt(dtype=BF16):
+    return GPT(CONFIG, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def line(value=1.0, n=1, dtype=BF16):
+    layer = nn.Linear(1, n, bias=False, dtype=dtype)
+    nn.init.constant_(layer.weight, value)
+    return layer
+
+
+def same(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class TestMasterWeights:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda p: torch.optim.AdamW(p, lr=1e-3),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            lambda p: torch.optim.Adafactor(p),
+            lambda p: torch.optim.RMSprop(p, lr=1e-3),
+            lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True, foreach=True),
+        ],
+    )
+    @pytest.mark.parametrize("dtype", [BF16, FP16])
+    def test_steps_as_the_optimizer_would_on_fp32_weights_with_these_gradients(self, make, dtype):
+        model = gpt(dtype)
+        plain = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+        masters, by_hand = MasterWeights(make(model.parameters())), make(plain)
+        for step in range(4):
+            masters.zero_grad()
+            model.loss(*tokens(step)).backward()
+            for weight, p in zip(plain, model.parameters(), strict=True):
+                weight.grad = p.grad.float()
+            masters.step()
+            by_hand.step()
+            assert same([masters[p] for p in model.parameters()], plain)
+            assert same(model.parameters(), [weight.to(dtype) for weight in plain])
+
+    def test_small_steps_add_up(self):
+        layer = line()
+        masters = MasterWeights(torch.optim.SGD(layer.parameters(), lr=1e-3))
+        layer.weight.grad = torch.ones_like(layer.weight)
+        for _ in range(100):
+            masters.step()
+        assert masters[layer.weight].item() == pytest.approx(0.9, abs=1e-5)
+        assert layer.weight.item() == floats.BF16.round(masters[layer.weight].item())
+
+    def test_groups_frozen_weights_tied_weights_and_fp32_weights(self):
+        model = GPT(ModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=16, vocab_size=9, seq_len=4, tied=True)).bfloat16()
+        model.norm.float()
+        model.blocks[0].attention.query.weight.requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1}, {"params": [p for p in trained if p.dim() == 1], "lr": 0.5}]
+        masters = MasterWeights(torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0))
+        assert [(group["lr"], group["weight_decay"]) for group in masters.param_groups] == [(0.01, 0.1), (0.5, 0.0)]
+        assert len(masters.masters) == len(trained) - 2 and any(p is model.norm.weight for p in masters.param_groups[1]["params"])
+        with pytest.raises(KeyError, match="no master copy of this tensor"):
+            masters[model.norm.weight]
+
+    def test_a_schedule_and_clipping_work_on_the_masters(self):
+        layer = line()
+        masters = MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0))
+        schedule = torch.optim.lr_scheduler.LambdaLR(masters.optimizer, lambda step: 0.5**step)
+        found = []
+        for _ in range(3):
+            layer.weight.grad = torch.full_like(layer.weight, 3.0)
+            masters.collect()
+            nn.utils.clip_grad_norm_(masters.param_groups[0]["params"], 1.0)
+            before = masters[layer.weight].item()
+            masters.step()
+            schedule.step()
+            found.append(round(before - masters[layer.weight].item(), 4))
+        assert found == [1.0, 0.5, 0.25]
+
+    @pytest.mark.parametrize("fp32_gradients", [True, "only"])
+    def test_gradients_are_summed_in_fp32(self, fp32_gradients):
+        layer = line()
+        masters = MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0), fp32_gradients=fp32_gradients)
+        for slope in (256.0, 1.0, 1.0, 1.0):
+            (layer.weight * slope).sum().backward()
+        assert masters[layer.weight].grad.item() == 259
+        assert layer.weight.grad is None if fp32_gradients == "only" else layer.weight.grad.item() == 0
+        masters.zero_grad()
+        assert masters[layer.weight].grad is None and layer.weight.grad is None
+        plain = line()
+        halves = MasterWeights(torch.optim.SGD(plain.parameters(), lr=1.0))
+        for slope in (256.0, 1.0, 1.0, 1.0):
+            (plain.weight * slope).sum().backward()
+        halves.collect()
+        assert halves[plain.weight].grad.item() == 256
+
+    @pytest.mark.parametrize(("fp32_gradients", "per_parameter"), [(False, 16), (True, 20), ("only", 18)])
+    @pytest.mark.parametrize("dtype", [BF16, FP16])
+    def test_what_is_held_after_a_step_is_what_the_formula_says(self, fp32_gradients, per_parameter, dtype):
+        model = gpt(dtype)
+        masters = MasterWeights(torch.optim.AdamW(model.parameters()), fp32_gradients=fp32_gradients)
+        model.loss(*tokens()).backward()
+        masters.step()
+        held = measure.model_states(model, masters.optimizer)
+        steps = 4 * CONFIG.num_tensors  # Adam counts its steps once a tensor
+        assert held.total == per_parameter * CONFIG.num_params + steps
+        assert held.by("name")["master weights"] == 4 * CONFIG.num_params
+        train = TrainConfig(micro_batch=3, global_batch=3, precision={BF16: "bf16", FP16: "fp16"}[dtype], fp32_gradients=fp32_gradients)
+        assert memory.model_states(CONFIG, train).diff(held).unexplained == 0
+
+    def test_a_run_goes_on_from_a_snapshot_to_the_bit(self):
+        def start():
+            model = gpt()
+            return model, MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-4))
+
+        def run(model, masters, steps):
+            for step in steps:
+                masters.zero_grad()
+                model.loss(*tokens(step)).backward()
+                masters.step()
+
+        whole, first, second = start(), start(), start()
+        run(*whole, range(6))
+        run(*first, range(3))
+        second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+        assert same(second[0].parameters(), first[0].parameters())
+        run(*second, range(3, 6))
+        assert same(second[0].parameters(), whole[0].parameters())
+        assert same(second[1].masters.values(), whole[1].masters.values())
+        lost = start()
+        lost[0].load_state_dict(first[0].state_dict())
+        lost[1].reload()
+        assert same([master.to(BF16) for master in lost[1].masters.values()], first[0].parameters())
+        assert not same(lost[1].masters.values(), first[1].masters.values())
+
+    def test_bad_input(self):
+        layer = line()
+        with pytest.raises(ValueError, match="fp32_gradients='both' is unknown: choose False, True or 'only'"):
+            MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0), fp32_gradients="both")
+        stepped = torch.optim.SGD(layer.parameters(), lr=1.0, momentum=0.9)
+        layer.weight.grad = torch.ones_like(layer.weight)
+        stepped.step()
+        with pytest.raises(ValueError, match="has stepped already"):
+            MasterWeights(stepped)
+        masters = MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0))
+        with pytest.raises(ValueError, match="this state holds param_groups, state: give what MasterWeights.state_dict"):
+            masters.load_state_dict(stepped.state_dict())
+        other = MasterWeights(torch.optim.SGD(line(n=2).parameters(), lr=1.0))
+        with pytest.raises(ValueError, match="was it another model"):
+            masters.load_state_dict(other.state_dict())
+
+
+class TestRoundedWeights:
+    def test_to_nearest_small_steps_are_lost_and_by_chance_they_add_up(self):
+        ends = {}
+        for mode in ("nearest", "stochastic"):
+            layer = line(n=4096)
+            rounded = RoundedWeights(torch.optim.SGD(layer.parameters(), lr=1e-4), mode=mode, generator=torch.Generator().manual_seed(0))
+            layer.weight.grad = torch.ones_like(layer.weight)
+            for _ in range(100):
+                rounded.step()
+            ends[mode] = layer.weight.float().mean().item()
+        # Below 1 bf16's gap is 2⁻⁸: 100 steps of variance at most (gap²/4), averaged over 4096 weights.
+        assert ends["nearest"] == 1 and abs(ends["stochastic"] - 0.99) < 5 * 2**-9 * math.sqrt(100 / 4096)
+
+    def test_between_steps_nothing_but_moments_is_held(self):
+        model = gpt()
+        rounded = RoundedWeights(torch.optim.AdamW(model.parameters()), generator=torch.Generator().manual_seed(0))
+        model.loss(*tokens()).backward()
+        rounded.step()
+        held = measure.model_states(model, rounded.optimizer)
+        assert held.total == 12 * CONFIG.num_params + 4 * CONFIG.num_tensors and held.by("name")["master weights"] == 0
+
+    def test_goes_on_from_a_snapshot_to_the_bit(self):
+        def start():
+            model = gpt()
+            return model, RoundedWeights(torch.optim.AdamW(model.parameters(), lr=1e-4), generator=torch.Generator().manual_seed(5))
+
+        def run(model, rounded, steps):
+            for step in steps:
+                rounded.zero_grad()
+                model.loss(*tokens(step)).backward()
+                rounded.step()
+
+        whole, first, second = start(), start(), start()
+        run(*whole, range(5))
+        run(*first, range(2))
+        second[0].load_state_dict(first[0].state_dict())
+        second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+        run(*second, range(2, 5))
+        assert same(second[0].parameters(), whole[0].parameters())
+
+    def test_a_skipped_step_leaves_everything_as_it_was(self):
+        layer, scaler = line(2.0, dtype=FP16), LossScaler(1024)
+        rounded = RoundedWeights(torch.optim.SGD(layer.parameters(), lr=0.5), mode="nearest")
+        for factor, expected in [(math.inf, 2.0), (1.0, 1.5)]:
+            rounded.zero_grad()
+            scaler.scale((layer.weight.float() * factor).sum()).backward()
+            scaler.step(rounded)
+            scaler.update()
+            assert layer.weight.item() == expected
+
+    def test_bad_input(self):
+        sgd = torch.optim.SGD(line().parameters(), lr=1.0)
+        with pytest.raises(ValueError, match="needs its random source"):
+            RoundedWeights(sgd)
+        with pytest.raises(ValueError, match="mode='up' is unknown"):
+            RoundedWeights(sgd, mode="up")
+        with pytest.raises(ValueError, match="give what RoundedWeights.state_dict"):
+            RoundedWeights(sgd, mode="nearest").load_state_dict({})
+
+
+class TestLossScaler:
+    def drive(self, scaler, slopes):
+        weight = nn.Parameter(torch.tensor(1.0))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        found = []
+        for slope in slopes:
+            optimizer.zero_grad()
+            scaler.scale(weight * slope).backward()
+            stepped = scaler.step(optimizer)
+            scaler.update()
+            found.append((stepped, scaler.value))
+        return found
+
+    def test_static_skips_and_stays(self):
+        found = self.drive(LossScaler(8, dynamic=False, growth_interval=1), [1.0, math.inf, math.nan, 1.0])
+        assert found == [(True, 8), (False, 8), (False, 8), (True, 8)]
+
+    def test_dynamic_backs_off_and_grows(self):
+        found = self.drive(LossScaler(8, growth_interval=2), [1.0, 1.0, 1.0, math.inf, 1.0, 1.0])
+        assert found == [(True, 8), (True, 16), (True, 16), (False, 8), (True, 8), (True, 16)]
+
+    def test_large_finite_gradients_whose_sum_overflows_are_no_overflow(self):
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        weight.grad = torch.full((4,), 2e38)
+        assert LossScaler(1.0).unscale_(optimizer)
+
+    def test_fp16_gradients_need_master_weights(self):
+        layer = line(dtype=FP16)
+        sgd = torch.optim.SGD(layer.parameters(), lr=1.0)
+        layer.weight.grad = torch.ones_like(layer.weight)
+        with pytest.raises(ValueError, match="wrap the optimizer in MasterWeights"):
+            LossScaler().step(sgd)
+        masters = MasterWeights(sgd)
+        assert LossScaler(4.0).step(masters) and layer.weight.item() == 0.75
+
+    def test_what_underflows_without_arrives_with(self):
+        for scale, expected in [(1.0, 0.0), (1024.0, 1e-8)]:
+            layer, scaler = line(dtype=FP16), LossScaler(scale, dynamic=False)
+            masters = MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0))
+            scaler.scale(layer.weight.sum().float() * 1e-8).backward()
+            scaler.unscale_(masters)
+            assert masters[layer.weight].grad.item() == pytest.approx(expected, rel=2**-8)  # subnormal in fp16: few digits are left
+
+    def test_the_scaled_loss_is_fp32(self):
+        loss = torch.tensor(3.0, dtype=FP16)
+        assert LossScaler().scale(loss).item() == 3 * 65536 and LossScaler().scale(loss.double()).dtype == torch.float64
+
+    def test_an_endless_overflow_ends(self):
+        with pytest.raises(FloatingPointError, match="the loss itself is inf or NaN"):
+            self.drive(LossScaler(1.0, backoff_factor=1e-30), [math.nan] * 3)
+
+    def test_calls_out_of_order(self):
+        weight = nn.Parameter(torch.ones(1))
+        sgd, scaler = torch.optim.SGD([weight], lr=1.0), LossScaler()
+        with pytest.raises(RuntimeError, match="no gradients were looked at"):
+            scaler.update()
+        scaler.scale(weight.sum()).backward()
+        scaler.unscale_(sgd)
+        with pytest.raises(RuntimeError, match="unscaled already"):
+            scaler.unscale_(sgd)
+        scaler.step(sgd)
+        with pytest.raises(RuntimeError, match="called twice"):
+            scaler.step(sgd)
+        with pytest.raises(RuntimeError, match="has stepped already"):
+            scaler.unscale_(sgd)
+        scaler.update(32.0)
+        assert scaler.value == 32
+
+    @pytest.mark.parametrize(
+        ("settings", "says"),
+        [
+            ({"init_scale": 0.0}, "init_scale must be a finite number above 0, got 0.0"),
+            ({"init_scale": -8.0}, "init_scale must be a finite number above 0, got -8.0"),
+            ({"init_scale": math.inf}, "init_scale must be a finite number above 0, got inf"),
+            ({"init_scale": math.nan}, "init_scale must be a finite number above 0, got nan"),
+            ({"init_scale": 1e39}, "init_scale=1e+39 is outside the range of fp32"),
+            ({"init_scale": 1e-50}, "init_scale=1e-50 is outside the range of fp32"),
+            ({"growth_factor": 1.0}, "growth_factor must be above 1, got 1.0: for a scale that stays, pass dynamic=False"),
+            ({"growth_factor": math.nan}, "growth_factor must be a finite number above 0"),
+            ({"backoff_factor": 1.0}, "backoff_factor must be below 1"),
+            ({"backoff_factor": 0.0}, "backoff_factor must be a finite number above 0"),
+            ({"growth_interval": 0}, "growth_interval must be at least 1, got 0"),
+        ],
+    )
+    def test_bad_settings(self, settings, says):
+        with pytest.raises(ValueError) as error:
+            LossScaler(**settings)
+        assert says in str(error.value)
+
+    def test_bad_states_and_scales(self):
+        scaler = LossScaler()
+        with pytest.raises(ValueError, match="new_scale must be a finite number above 0, got nan"):
+            scaler.update(math.nan)
+        with pytest.raises(ValueError, match="this state has no _growth_tracker, backoff_factor"):
+            scaler.load_state_dict({"scale": 2.0, "growth_factor": 2.0})
+        with pytest.raises(ValueError, match="init_scale must be a finite number above 0, got inf"):
+            scaler.load_state_dict({**scaler.state_dict(), "scale": math.inf})
+        table = nn.Embedding(3, 2, sparse=True)
+        table(torch.tensor([1])).sum().backward()
+        with pytest.raises(ValueError, match="gradients must be dense"):
+            scaler.unscale_(torch.optim.SGD(table.parameters(), lr=1.0))
+
+
+class TestAutocast:
+    def test_weights_are_cast_once(self):
+        layer = nn.Linear(4, 4, bias=False)
+        x = torch.ones(2, 4, requires_grad=True)
+        for cache, halves in [(True, 1), (False, 3)]:
+            with precision.autocast(BF16, cache=cache):
+                saved = measure.saved_activations(lambda: layer(layer(layer(x))), layer)
+            copies = [line for line in saved.lines if line.note == "bfloat16 [4, 4]"]
+            assert len(copies) == halves
+
+    def test_an_unknown_format_is_named(self):
+        with pytest.raises(ValueError, match="autocast computes in torch.bfloat16 or torch.float16, got torch.float32"):
+            precision.autocast(torch.float32)
+
+    def test_a_region_ends_with_an_error_too(self):
+        layer = nn.Linear(4, 4)
+        with pytest.raises(RuntimeError), precision.autocast(BF16):
+            layer(torch.ones(3))
+        assert layer(torch.ones(4)).dtype == torch.float32
+
+    def test_predicted_activations_are_those_of_the_region(self):
+        model = gpt(torch.float32)
+        train = TrainConfig(micro_batch=3, global_batch=3, precision="bf16", autocast=True)
+        x, y = (part.clone() for part in tokens())
+        with precision.autocast(BF16):
+            saved = measure.saved_activations(lambda: model.loss(x, y), model)
+        assert memory.activations(CONFIG, train).diff(saved).unexplained == 0
+
+
+class TestExponents:
+    def test_every_code_of_fp16(self):
+        """Each value of fp16 survives fp16; a scale moves it into and out of range as the cast does."""
+        values = torch.tensor([v for v in floats.FP16.representable() if v], dtype=torch.float64)
+        for scale in (2.0**-14, 1.0, 2.0**10):
+            fates = precision.fate(precision.exponents([values]), "fp16", scale)
+            cast = precision.round_to(values * scale, "fp16")
+            expected = {
+                "zero": (cast == 0) & ((values * scale).abs() < 2.0**-25),
+                "normal": (cast.abs() >= 2.0**-14) & cast.isfinite() & ((values * scale).abs() >= 2.0**-14),
+                "too large": cast.isinf(),
+            }
+            for name, mask in expected.items():
+                assert fates[name] == mask.double().mean().item(), (name, scale)
+            assert sum(fates.values()) == pytest.approx(1)
+
+    def test_what_is_no_number_is_left_out(self):
+        tensors = [torch.tensor([0.0, math.inf, math.nan, -5.0]), torch.tensor([0.25], dtype=BF16), torch.empty(0)]
+        assert precision.exponents(tensors) == {2: 1, -2: 1}
+        assert precision.fate({}, "bf16") == {"zero": 0.0, "subnormal": 0.0, "normal": 0.0, "too large": 0.0}
+
+    @pytest.mark.parametrize("scale", [3.0, 0.0, -1.0, math.inf, math.nan])
+    def test_a_scale_that_is_no_power_of_two(self, scale):
+        with pytest.raises(ValueError, match="is not a power of two"):
+            precision.fate({0: 1}, "fp16", scale)
