@@ -60,14 +60,12 @@ class autocast(TorchFunctionMode):
         self._copies.clear()
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if self.enabled and _regions()[-1] is self:
-            name = getattr(func, "__name__", "")
-            dtype = self.dtype if name in HALF_OPS else torch.float32 if name in FULL_OPS else None
-            if dtype is not None:
-                args = tuple(self._cast(value, dtype) for value in args)
-                kwargs = {key: self._cast(value, dtype) for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if (name in HALF_OPS or name in FULL_OPS) and self.enabled and _regions()[-1] is self:
+            dtype = self.dtype if name in HALF_OPS else torch.float32
+            args = [self._cast(value, dtype) for value in args]
+            kwargs = {key: self._cast(value, dtype) for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype in (dtype, torch.float64):
