@@ -352,6 +352,44 @@ def test_recomputed_layers(reentrant):
     assert all(torch.allclose(found, expected, rtol=0, atol=1e-12) for found in World(2).run(run))
 
 
+def test_a_gradient_that_comes_twice_in_a_backward_pass():
+    """Two reentrant checkpoints share a layer: its first gradient may be on its way when the second is added to it."""
+
+    def run(rank, reentrant):
+        class Twice(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(2, 2, bias=False)
+
+            def forward(self, x):
+                for _ in range(2):
+                    x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=reentrant)
+                return x
+
+        replica = data_parallel.replicate(Twice(), rank.comm("dp"))
+        replica(torch.ones(1, 2, requires_grad=True)).sum().backward()
+
+    with pytest.raises(RankError, match="the gradient of layer.weight comes twice in one backward pass"):
+        World(1).run(run, True)
+    World(1).run(run, False)
+
+
+def test_a_module_that_returns_a_leaf_is_left_as_it_is():
+    """A hook on a parameter or an input of the user's would stay there, one more in each step."""
+
+    class Weight(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), self.weight, x
+
+    def run(rank):
+        replica, x = data_parallel.replicate(Weight(2, 1), rank.comm("dp")), torch.ones(1, 2, requires_grad=True)
+        for _ in range(2):
+            sum(part.sum() for part in replica(x)).backward()
+        return replica.module.weight._backward_hooks, x._backward_hooks, replica.module.weight.grad.tolist()
+
+    assert World(2).run(run) == [(None, None, [[4.0, 4.0]])] * 2
+
+
 def test_replicated_again_a_module_is_reduced_once():
     def run(rank):
         net = nn.Linear(4, 1, bias=False)

@@ -53,7 +53,7 @@ class Replica(nn.Module):
         outputs = self.module(*args, **kwargs)
         self._stamps.append(("forward", "forward", time.perf_counter()))
         for output in tree_leaves(outputs):
-            if isinstance(output, Tensor) and output.requires_grad:
+            if isinstance(output, Tensor) and output.grad_fn is not None:
                 output.register_hook(self._start)
         return outputs
 
@@ -136,9 +136,11 @@ class Replica(nn.Module):
 
     def _ready(self, parameter: Tensor) -> None:
         """The gradient of `parameter` is complete: put it into its bucket, and let the bucket go if that was the last one."""
+        name, bucket, _ = self._home[parameter]
+        if parameter in self._came:
+            raise RuntimeError(f"the gradient of {name} comes twice in one backward pass, as from two reentrant checkpoints: give those use_reentrant=False")
         self._start()
         self._put(parameter)
-        name, bucket, _ = self._home[parameter]
         self._stamps.append(("backward", name.rpartition(".")[0] or name, time.perf_counter()))
         if self.synchronize:
             self._came.add(parameter)
