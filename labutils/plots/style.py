@@ -249,6 +249,6 @@ def name_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mappi
     places = [(min(x, 1.0), min(max(y, 0.0), 1.0) if math.isfinite(y) else 1.0) for x, y in places.tolist()]
     heights = spread([y * height for _, y in places], [0.17] * len(places), 0, height)
     for (name, end), y in zip(zip(ends, places, strict=True), heights, strict=True):
-        tie = {"arrowstyle": "-", "color": colors[name], "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
+        tie = {"arrowstyle": "-", "color": colors[name], "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
         place = 1 + 0.14 / width, y / height
         axes.annotate(name, end, place, "axes fraction", "axes fraction", tie, va="center", color=colors[name], weight="bold")

@@ -1,0 +1,678 @@
+# %% [markdown]
+# # 02 · Train in half the bits
+#
+# **Half precision makes matrix products faster and activations smaller. What has to stay in fp32, so that the model still learns?**
+#
+# *75 min · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
+
+# %% [markdown]
+# ## Goals
+#
+# After this lab you
+#
+# - keep half weights learning when steps are smaller than their digits (exercise 2.1),
+# - read a log of loss scales, and say what the next one will be (exercise 2.2),
+# - put scale, unscale, clip, step and update in their order, and know what every other order does (exercise 2.3, a bug hunt).
+#
+# You also switch the three techniques of mixed precision off, one at a time, and look at what breaks, and you count the bytes of
+# every convention: 12, 16, 18, 20 and 24 a parameter.
+
+# %% [markdown]
+# ## Setup
+
+# %%
+import copy
+import pathlib
+
+import torch
+from torch import _torch_docs, nn
+
+from labutils import floats, measure, memory, plots, precision, units
+from labutils.check import check, hint, predict, reveal, show
+from labutils.config import ModelConfig, TrainConfig
+from labutils.exercises import precision as exercises
+from labutils.model import GPT
+from labutils.precision import LossScaler, MasterWeights, RoundedWeights
+from labutils.widgets import explore
+
+# %% [markdown]
+# A small GPT and a real text to learn: the documentation of PyTorch's functions, which came with PyTorch. Letters are its tokens.
+
+# %%
+text = pathlib.Path(_torch_docs.__file__).read_text(encoding="utf-8")
+letters = sorted(set(text))
+codes = torch.tensor([letters.index(letter) for letter in text])
+len(text), len(letters)
+
+# %%
+config = ModelConfig(
+    num_layers=2, d_model=32, num_heads=4, d_ff=128, vocab_size=len(letters), seq_len=32
+)
+
+
+def batch(generator, rows=16):
+    at = torch.randint(len(codes) - 33, (rows, 1), generator=generator)
+    window = codes[at + torch.arange(33)]
+    return window[:, :-1], window[:, 1:]
+
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# One backward pass of this GPT, and how large its gradients are: a bar for each power of two. Under it, what four formats can hold; where a
+# range is hollow, numbers are *subnormal* and lose digits (lab 01).
+
+# %%
+model = GPT(config, generator=torch.Generator().manual_seed(0))
+model.loss(*batch(torch.Generator().manual_seed(1))).backward()
+gradients = precision.exponents(parameter.grad for parameter in model.parameters())
+formats = [floats.FP16, floats.BF16, floats.E5M2, floats.E4M3]
+plots.exponent_histogram(gradients, formats)
+
+# %% [markdown]
+# bf16 covers everything: it has the exponents of fp32. fp16 ends in the middle of the gradients, and the fp8 formats before most of them. So much
+# for *range*. The other half of the story is *digits*: a weight of 1 has bf16 neighbors $2^{-7}$ above and $2^{-8}$ below it, and a training step
+# is a thousand times smaller. Mixed precision is three repairs: **master weights** against lost digits, **loss scaling** against lost range, **fp32
+# sums** against both. Each has a section, in which it is missing.
+
+# %% [markdown]
+# ## What becomes of a small step?
+#
+# > A bf16 weight of 1 takes 1000 steps of −0.001. Where is it then?
+
+# %%
+predict("precision/thousand-steps", weight=0.5)
+
+# %%
+weight = torch.ones(1, dtype=torch.bfloat16)
+for _ in range(1000):
+    weight -= 0.001
+weight.item()
+
+# %%
+reveal("precision/thousand-steps", weight=weight.item())
+
+# %% [markdown]
+# Below 1 the gap is $2^{-8} \approx 0.0039$, and what is less than half a gap is rounded away, a thousand times. In general a bf16 weight $w$ stands still
+# while
+#
+# $$ |\Delta w| \;<\; \tfrac12\, 2^{-8}\, |w| \quad\text{or so, that is}\quad \frac{|\Delta w|}{|w|} < 0.2\,\%. $$
+#
+# Adam's step is about the learning rate, whatever the gradient. How many weights of our GPT could take one?
+
+
+# %%
+def share_that_moves(model, lr, fmt):
+    """The share of weights that a step of `lr` changes, once rounded to `fmt`."""
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    start = precision.round_to(weights, fmt)
+    return (precision.round_to(start - lr, fmt) != start).double().mean().item()
+
+
+for lr in (1e-2, 1e-3, 1e-4, 1e-5):
+    shares = [f"{name} {share_that_moves(model, lr, name):4.0%}" for name in ("bf16", "fp16")]
+    print(f"lr = {lr:g}: ", *shares)
+
+# %% [markdown]
+# fp16 has three bits more, and needs a rate eight times lower to get stuck. Learning rates *end* low: that is what a schedule is for.
+#
+# **On the GPT.** Train it in fp32, three seeds. Then go on with a low rate in four ways: fp32; bf16 weights that the optimizer steps as they are; bf16 weights
+# with an fp32 **master copy**, which is stepped and rounded into them; and bf16 weights rounded *stochastically*, up or down by chance.
+
+
+# %%
+def train(model, steps, make, *, lr, seed, scaler=None, share=1.0):
+    """The loss on a test batch before, during and after training `model` with the optimizer that `make` makes of torch's."""
+    generator, test = torch.Generator().manual_seed(100 + seed), batch(torch.Generator().manual_seed(99), 32)
+    optimizer = make(torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-15))
+    losses = [tested(model, test)]
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss = model.loss(*batch(generator)).float() * share
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        if step % 10 == 0:
+            losses.append(tested(model, test))
+    return losses
+
+
+@torch.no_grad()
+def tested(model, test):
+    return copy.deepcopy(model).float().loss(*test).item()
+
+
+# %% [markdown]
+# (`share` and `scaler` are for the next section.)
+
+# %%
+seeds = range(3)
+trained = [GPT(config, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+first = [train(gpt, 100, lambda adamw: adamw, lr=2e-3, seed=seed) for seed, gpt in enumerate(trained)]
+[(round(run[0], 1), round(run[-1], 1)) for run in first]
+
+# %%
+half, plain = torch.bfloat16, torch.float32
+chance = torch.Generator().manual_seed(0)
+ways = {
+    "fp32": (plain, lambda adamw: adamw),
+    "bf16 alone": (half, lambda adamw: adamw),
+    "with master weights": (half, MasterWeights),
+    "rounded by chance": (half, lambda adamw: RoundedWeights(adamw, generator=chance)),
+}
+runs = {
+    name: [train(copy.deepcopy(trained[seed]).to(dtype), 100, make, lr=1e-5, seed=seed) for seed in seeds]
+    for name, (dtype, make) in ways.items()
+}
+
+# %%
+gained = {name: [[loss - losses[0] for loss in losses] for losses in run] for name, run in runs.items()}
+title = "At a low learning rate, bf16 weights alone stand still"
+plots.curves(
+    range(0, 101, 10),
+    xlabel="steps at lr = 0.00001",
+    ylabel="change of the test loss",
+    title=title,
+    alt=title + ". With master weights, or rounded by chance, the loss falls as in fp32. Three seeds each.",
+    **gained,
+)
+
+# %%
+drop = {name: sum(change[-1] for change in changes) for name, changes in gained.items()}
+{name: round(fall / drop["fp32"], 1) for name, fall in drop.items()}
+
+# %% [markdown]
+# Alone, bf16 weights gain a small part of what fp32 gains, from weights so near to zero that even this step is half a gap. With a master copy nothing
+# is lost, and by chance hardly anything: a step of a tenth of a gap moves one weight in ten by a whole gap, and *on average* that is right.
+#
+# The master copy costs 4 bytes a parameter. It also makes the half weights redundant: they can be made from it at any time. That is why FSDP keeps only fp32
+# shards and casts when it gathers (lab 09).
+
+# %% [markdown]
+# ### Exercise 2.1 · Half weights that learn (10 min, ●○○)
+#
+# `weights` and the `gradients` are bf16. Take a step of SGD for each gradient, and return the bf16 weights at the end.
+
+
+# %%
+def half_sgd(weights, gradients, lr):
+    raise NotImplementedError
+
+
+# %%
+check("precision/master-weights", half_sgd)
+
+# %%
+hint("precision/master-weights", 1)
+
+# %%
+show(MasterWeights.step)
+
+# %% [markdown]
+# ## Which gradients does fp16 flush to zero?
+#
+# In the picture at the top fp16 lost next to nothing. But look at how a large batch comes about: a micro-batch's loss enters with its share of the batch (lab 05).
+# Ours has 512 tokens; of a batch of four million it is a share of $2^{-13}$, and every gradient is smaller by that.
+#
+# > How many percent of the gradients become zero in fp16 then?
+
+# %%
+predict("precision/flushed", percent=20)
+
+# %% [markdown]
+# A number below half the smallest subnormal, $2^{-25}$, is rounded to zero. Multiplying by $2^{-13}$ moves the histogram 13 bars to the left:
+
+# %%
+plots.exponent_histogram(gradients, formats, scale=2.0**-13)
+
+# %%
+reveal("precision/flushed", percent=round(100 * precision.fate(gradients, "fp16", 2.0**-13)["zero"]))
+
+# %% [markdown]
+# Counting bars is the prediction. The measurement is a backward pass of a real fp16 model, with the loss times $2^{-13}$:
+
+
+# %%
+def zeros(scale):
+    """The share of zeros among the gradients of the fp16 model, beyond those that fp32 has too."""
+    small = copy.deepcopy(model).half()
+    small.zero_grad()
+    (small.loss(*batch(torch.Generator().manual_seed(1))).float() * scale).backward()
+    lost = [(p.grad == 0) & (q.grad != 0) for p, q in zip(small.parameters(), model.parameters(), strict=True)]
+    return (sum(part.sum() for part in lost) / sum(gradients.values())).item()
+
+
+for scale in (1.0, 2.0**-7, 2.0**-13, 2.0**-16):
+    counted = precision.fate(gradients, "fp16", scale)["zero"]
+    print(f"loss times {scale:<9.2g} counted: {counted:4.0%} are zero   measured: {zeros(scale):4.0%}")
+
+# %% [markdown]
+# Far more than you counted. The backward pass begins with the gradients of the *logits*, and a weight's gradient is a sum over all of them. At the start of training each
+# of the 94 letters has a probability of about 1/94, and 512 tokens share the mean: $\frac{1}{94 \cdot 512} \approx 2^{-15.6}$ for every logit that is not the target's. Times
+# $2^{-13}$ that is below $2^{-25}$. They are flushed first, and what they would have added up to never comes about. The same count, for them:
+
+# %%
+arriving = []
+handle = model.head.register_full_backward_hook(lambda head, d_in, d_out: arriving.append(d_out[0]))
+model.loss(*batch(torch.Generator().manual_seed(1))).backward()
+handle.remove()
+of_logits = precision.exponents(arriving)
+for scale in (1.0, 2.0**-7, 2.0**-13, 2.0**-16):
+    print(f"loss times {scale:<9.2g} {precision.fate(of_logits, 'fp16', scale)['zero']:4.0%} of the logits' gradients are zero")
+
+# %% [markdown]
+# **Loss scaling** moves the histogram back. The backward pass is linear, so the loss times $S$ gives gradients times $S$; they are divided by $S$ *in fp32*, where
+# that is exact for a power of two. Training with the share of $2^{-16}$, as in a batch of 34 million tokens. Adam divides by the size of the gradient, so in
+# fp32 the share makes no difference:
+
+# %%
+tiny = 2.0**-16
+attempts = {
+    "fp32": (plain, lambda adamw: adamw, None),
+    "fp16 without a scale": (torch.float16, MasterWeights, None),
+    "fp16 with loss scaling": (torch.float16, MasterWeights, {"init_scale": 2.0**16, "growth_interval": 20}),
+}
+started = [GPT(config, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+curves = {}
+for name, (dtype, make, settings) in attempts.items():
+    curves[name] = [
+        train(copy.deepcopy(started[s]).to(dtype), 60, make, lr=2e-3, seed=s, share=tiny, scaler=settings and LossScaler(**settings))
+        for s in seeds
+    ]
+
+# %%
+title = "Without a loss scale fp16 learns nothing; with one it learns what fp32 learns"
+plots.curves(range(0, 61, 10), xlabel="steps", ylabel="test loss (nats per letter)", title=title, alt=title + ". Three seeds each.", **curves)
+
+# %%
+furthest = max(
+    abs(a - b) for plain_run, scaled in zip(curves["fp32"], curves["fp16 with loss scaling"], strict=True) for a, b in zip(plain_run, scaled, strict=True)
+)
+learned = [round(run[0] - run[-1], 2) for run in curves["fp16 without a scale"]]
+f"fp16 with a scale is never further than 0.05 from fp32: {furthest < 0.05}; without it the loss falls by {learned}"
+
+# %% [markdown]
+# ## Who chooses the scale?
+#
+# Too low loses small gradients. Too high makes large ones infinite, and one infinity in a weight is the end of the run. A *static* scale is a number that
+# somebody found by trying: the paper used 8 to 32 768. A *dynamic* one looks for itself: it grows until something overflows, drops that step, and comes down.
+
+
+# %%
+def scales_of(steps, interval, start=2.0**4):
+    """The dynamic scale over a short run in fp16, and which steps were skipped."""
+    learner, generator = copy.deepcopy(started[0]).half(), torch.Generator().manual_seed(7)
+    optimizer = MasterWeights(torch.optim.AdamW(learner.parameters(), lr=2e-3))
+    scaler, values, skipped = LossScaler(start, growth_interval=interval), [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(learner.loss(*batch(generator)).float()).backward()
+        values.append(scaler.value)
+        if not scaler.step(optimizer):
+            skipped.append(step)
+        scaler.update()
+    return values, skipped
+
+
+values, skipped = scales_of(60, interval=3)
+title = "The scale climbs until gradients overflow, and stays near that edge"
+plots.curves(range(60), xlabel="step", ylabel="loss scale", log="y", title=title, alt=title + ".", scale=values)
+
+# %%
+all(values[step + 1] == values[step] / 2 for step in skipped if step < 59), len(skipped) > 0
+
+# %% [markdown]
+# Every fall is a skipped step: the gradients of that batch are thrown away. With PyTorch's growth interval of 2000 that is one step in two thousand; here it is
+# 3, so that you see it. The rule is PyTorch's, and so are the numbers, step for step. Ours and `torch.amp.GradScaler`, on the same gradients, some of them infinite:
+
+
+# %%
+def driven(scaler, slopes):
+    """The scale after each step, and the weight at the end."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, found = torch.optim.SGD([weight], lr=0.1), []
+    for slope in slopes:
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * slope).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(scaler.state_dict()["scale"])
+    return found, weight.item()
+
+
+slopes = [1.0, 2.0, float("inf"), 0.5, 1.0, float("nan"), 1.0, 3.0, 1.0, 2.0]
+ours = driven(LossScaler(1024.0, growth_interval=2), slopes)
+theirs = driven(torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), slopes)
+ours == theirs, ours[0]
+
+# %% [markdown]
+# ### Exercise 2.2 · Move the scale (10 min, ●●○)
+#
+# `finite[k]` says whether the gradients of step k were finite. Return the scale of each step, and the one after the last: it doubles after `interval` good steps
+# in a row, and halves after a bad one.
+
+
+# %%
+def scales(finite, start, interval):
+    raise NotImplementedError
+
+
+# %%
+check("precision/dynamic-scale", scales)
+
+# %%
+hint("precision/dynamic-scale", 1)
+
+# %%
+show(LossScaler)
+
+# %% [markdown]
+# ### Exercise 2.3 · Bug hunt: a step that clips (15 min, ●●○)
+#
+# The loss goes down with this code, for a while. Three lines are wrong or in the wrong place.
+
+
+# %%
+def step(loss, optimizer, scaler, max_norm):
+    optimizer.zero_grad()
+    scaler.scale(loss()).backward()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    nn.utils.clip_grad_norm_(parameters, max_norm)
+    scaler.unscale_(optimizer)
+    optimizer.step()
+
+
+# %%
+check("precision/bug-hunt", step)
+
+# %%
+hint("precision/bug-hunt", 1)
+
+# %%
+show(exercises.step)
+
+# %% [markdown]
+# ## When does a sum stop growing?
+#
+# The simplest language model counts: how often does `e` follow `h`? Its counts are sums of ones.
+#
+# > The most frequent pair of letters comes tens of thousands of times. How far does a bf16 counter get?
+
+# %%
+pairs = torch.zeros(len(letters), len(letters)).index_put_((codes[:-1], codes[1:]), torch.ones(len(codes) - 1), accumulate=True)
+predict("precision/counter", count=1000)
+
+# %% [markdown]
+# A format with $m$ mantissa bits has gaps of 2 from $2^{m+1}$ on; there $n + 1$ lies halfway, and the tie goes to the even neighbor, which is $n$. So a counter
+# ends at $2^{m+1}$: 256 in bf16, 2048 in fp16. One after the other:
+
+# %%
+ones = torch.ones(4096)
+{name: precision.running_sum(ones, name)[-1].item() for name in ("bf16", "fp16", "fp32")}
+
+# %%
+reveal("precision/counter", count=precision.running_sum(ones, "bf16")[-1].item())
+
+
+# %%
+def nats(counts):
+    """The loss of the counting model on its own text."""
+    share = (counts + 0.01) / (counts + 0.01).sum(1, keepdim=True)
+    return -(pairs * share.log()).sum().item() / pairs.sum().item()
+
+
+{"fp32": round(nats(pairs), 2)} | {name: round(nats(pairs.clamp(max=2.0 ** (m + 1))), 2) for name, m in (("fp16", 10), ("bf16", 7))}
+
+# %% [markdown]
+# Nothing overflowed, nothing is NaN, and the model is worse: it takes all frequent pairs for equally frequent. A GPT is full of such sums. A matrix product adds
+# up $h$ terms forward and $sb$ terms backward, where the gradient of a weight is a sum over all tokens. Hardware therefore multiplies in half and **adds in
+# fp32**. What if it did not?
+
+
+# %%
+def weight_gradient(x, dy, fmt):
+    """The gradient of a linear layer's first weights, a running sum over tokens with every partial result rounded to `fmt`."""
+    return precision.running_sum((dy[:, :8, None] * x[:, None, :8]).permute(1, 2, 0), fmt)
+
+
+kept = {}
+layer = model.blocks[0].feed_forward.up
+layer.register_forward_hook(lambda layer, inputs, out: kept.update(x=inputs[0].detach()))
+layer.register_full_backward_hook(lambda layer, d_in, d_out: kept.update(dy=d_out[0].detach()))
+model.loss(*batch(torch.Generator().manual_seed(2), 64)).backward()
+x, dy = kept["x"].flatten(0, 1), kept["dy"].flatten(0, 1)
+exact = weight_gradient(x, dy, "fp32")
+
+# %%
+tokens = [8, 32, 128, 512, 2048]
+
+
+def off(fmt):
+    partial = weight_gradient(x, dy, fmt)
+    return [((partial[..., n - 1] - exact[..., n - 1]).norm() / exact[..., n - 1].norm()).item() for n in tokens]
+
+
+title = "The more terms, the less a half-precision sum is worth"
+plots.curves(
+    tokens, xlabel="tokens added up", ylabel="relative error of the gradient", log="xy", title=title, alt=title + ".", bf16=off("bf16"), fp16=off("fp16")
+)
+
+# %% [markdown]
+# Ours ends at 2048 tokens; a batch of four million goes on. Two other long sums need fp32: Adam's $v$, which moves by a thousandth of its difference in each step, and
+# gradients over micro-batches (lab 05).
+
+# %%
+v = torch.ones(1, dtype=torch.bfloat16)
+for _ in range(1000):
+    v += 0.001 * (0.0 - v)  # β₂ = 0.999, and gradients that have become zero
+v.item(), round(0.999**1000, 2)
+
+# %% [markdown]
+# In fp32 $v$ would have fallen to a third. In bf16 it never moves, and with it the step stays as short as it was.
+
+# %% [markdown]
+# ## What does autocast decide?
+#
+# Instead of half weights you can keep fp32 weights and choose the format *operation by operation*: matrix products in half, losses in fp32, everything else in the format of its
+# operands. That is `torch.autocast`, and this is ours, on the same batch:
+
+# %%
+x, y = batch(torch.Generator().manual_seed(3))
+
+
+def gradients_in(region):
+    model.zero_grad()
+    with region:
+        loss = model.loss(x, y)
+    loss.backward()
+    return loss, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+loss, mine = gradients_in(precision.autocast(torch.bfloat16))
+their_loss, torchs = gradients_in(torch.autocast("cpu", dtype=torch.bfloat16))
+loss.item() == their_loss.item(), all(map(torch.equal, mine, torchs))
+
+# %% [markdown]
+# Equal to the bit, loss and every gradient. Two lists are all the knowledge in it:
+
+# %%
+sorted(precision.FULL_OPS), len(precision.HALF_OPS)
+
+# %% [markdown]
+# > The GPT has $\Psi$ parameters. Inside the region, what happens to the memory of its weights: half, the same, or one and a half times as much?
+
+# %%
+predict("precision/autocast-weights", times=0.5)
+
+# %% [markdown]
+# The weights stay in fp32, and for the backward pass autograd keeps a half copy of every matrix beside them: 4 + 2 bytes. Predicted, and measured:
+
+# %%
+saved = {}
+for name, enabled in {"fp32": False, "autocast": True}.items():
+    with precision.autocast(torch.bfloat16, enabled=enabled):
+        saved[name] = measure.saved_activations(lambda: model.loss(x.clone(), y.clone()), model)
+setting = TrainConfig(micro_batch=16, global_batch=16, precision="bf16", autocast=True)
+predicted = memory.activations(config, setting)
+{name: units.text(ledger.total) for name, ledger in saved.items()}, predicted.diff(saved["autocast"]).unexplained
+
+# %%
+copies = sum(line.amount for line in predicted if line.note == "half copy of the weight")
+reveal("precision/autocast-weights", times=round(1 + copies / (4 * config.num_params), 1))
+
+# %% [markdown]
+# The difference between prediction and measurement is 0 bytes, half copies included. And it saves much less than half, because the residual stream, norms
+# and losses stay in fp32.
+
+# %% [markdown]
+# ## Do the three together match fp32?
+#
+# Half weights with a master copy, a dynamic loss scale, and products that PyTorch adds up in fp32: 100 steps, three seeds, against fp32.
+
+# %%
+recipes = {
+    "fp32": (plain, lambda adamw: adamw, None),
+    "bf16, master weights": (half, MasterWeights, None),
+    "fp16, all three": (torch.float16, MasterWeights, {"init_scale": 2.0**16, "growth_interval": 50}),
+}
+whole = {}
+for name, (dtype, make, settings) in recipes.items():
+    whole[name] = [
+        train(copy.deepcopy(started[s]).to(dtype), 100, make, lr=2e-3, seed=s, scaler=settings and LossScaler(**settings)) for s in seeds
+    ]
+title = "With all three, half precision learns what fp32 learns"
+plots.curves(range(0, 101, 10), xlabel="steps", ylabel="test loss (nats per letter)", title=title, alt=title + ". Three seeds each.", **whole)
+
+# %%
+ends = {name: [run[-1] for run in runs_] for name, runs_ in whole.items()}
+spread = max(ends["fp32"]) - min(ends["fp32"])
+{name: max(abs(a - b) for a, b in zip(end, ends["fp32"], strict=True)) < spread for name, end in ends.items()}
+
+# %% [markdown]
+# The formats differ by less than the seeds do. bf16 needs no loss scale: its exponents are those of fp32. That, and not its accuracy, is why it replaced fp16.
+
+# %% [markdown]
+# ## 12, 16, 18, 20 or 24 bytes a parameter?
+#
+# Every text has its number. They are all right, for what they include; here each is *measured*, after a step of AdamW, and compared with its formula.
+
+
+# %%
+def states(dtype, make):
+    learner = GPT(config, generator=torch.Generator().manual_seed(0)).to(dtype)
+    optimizer = make(torch.optim.AdamW(learner.parameters()))
+    learner.loss(x, y).backward()
+    optimizer.step()
+    return measure.model_states(learner, getattr(optimizer, "optimizer", optimizer))
+
+
+conventions = {
+    "bf16, by chance": states(half, lambda adamw: RoundedWeights(adamw, generator=chance)),
+    "fp32": states(plain, lambda adamw: adamw),
+    "bf16 + master": states(half, MasterWeights),
+    "... fp32 gradients": states(half, lambda adamw: MasterWeights(adamw, fp32_gradients="only")),
+    "... half and fp32": states(half, lambda adamw: MasterWeights(adamw, fp32_gradients=True)),
+}
+for name, held in conventions.items():
+    parts = {line.name: line.amount / config.num_params for line in held if line.name != "step" and line.amount}
+    print(f"{name:20}", " + ".join(f"{size:g} {part}" for part, size in parts.items()), f"= {sum(parts.values()):g}")
+
+# %%
+half_run = {"micro_batch": 16, "global_batch": 16, "precision": "bf16"}
+formulas = {
+    "fp32": TrainConfig(micro_batch=16, global_batch=16),
+    "bf16 + master": TrainConfig(**half_run),
+    "... fp32 gradients": TrainConfig(**half_run, fp32_gradients="only"),
+    "... half and fp32": TrainConfig(**half_run, fp32_gradients=True),
+}
+{name: memory.model_states(config, setting).diff(conventions[name]).unexplained for name, setting in formulas.items()}
+
+# %% [markdown]
+# Zero bytes are unexplained. So mixed precision saves *no* model states: 16 bytes before and 16 after. It saves activations, and it saves time.
+#
+# The "24 bytes" of a much-read book are 16 of these and 8 for "activations and temporary memory", which do not depend on parameters at all (lab 03).
+
+# %% [markdown]
+# ## Turn the knobs
+#
+# Slide the loss scale. Which scale loses least in fp16? Is there any for e4m3, and what would you need for it? (Lab 15: a scale for each tensor, or each tile.)
+
+
+# %%
+def histogram(log2_scale=0, share="1", fmt="fp16"):
+    chosen = [floats.named(fmt)] + [other for other in formats if other.name != fmt]
+    shares = {"1": 0, "2⁻¹³ (4 M tokens)": -13}
+    return plots.exponent_histogram(gradients, chosen, scale=2.0 ** (log2_scale + shares[share]))
+
+
+explore(histogram, log2_scale=(-8, 24, 4), share=["1", "2⁻¹³ (4 M tokens)"], fmt=["fp16", "e5m2", "e4m3"])
+
+# %% [markdown]
+# ## In practice
+#
+# | | half weights or autocast | master weights | gradients reduced in | loss scale |
+# |---|---|---|---|---|
+# | PyTorch | `torch.autocast(device, dtype)` | the fp32 weights themselves | their own format | `torch.amp.GradScaler` |
+# | FSDP2 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` | the fp32 shards | `reduce_dtype=torch.float32` | `ShardedGradScaler` for fp16 |
+# | DeepSpeed | `"bf16": {"enabled": true}` or `"fp16"` | kept by its optimizer | its `"communication_data_type"` | `"loss_scale": 0` is dynamic, `"initial_scale_power": 16`, `"loss_scale_window"`, `"hysteresis"` |
+# | Megatron-LM | `--bf16` or `--fp16` | kept by its optimizer | `--accumulate-allreduce-grads-in-fp32` | `--initial-loss-scale`, `--min-loss-scale`, `--loss-scale-window`, `--hysteresis` |
+#
+# - **FSDP2 casts modules, not operations**: weights are gathered in `param_dtype`, so that half as many bytes travel and activations are half all through; autocast would keep the
+#   residual stream in fp32. There is no second copy of the weights either: the fp32 shard *is* the master.
+# - **Hysteresis** is a number of overflows that are forgiven before the scale comes down.
+# - **Softmax and norms** are the operations that people put back into fp32 by hand: `--attention-softmax-in-fp32` in Megatron-LM.
+# - **With bf16 there is no scaler**, and a run that has one at all says which format it was written for.
+
+# %% [markdown]
+# ## Errata
+#
+# **"FP16/BF16 training requires FP32 master weights, loss scaling, and accumulation in FP32."** (notes on a scaling guide) Not bf16, as for loss scaling: its smallest normal number is that of fp32.
+
+# %%
+floats.BF16.min_normal == floats.FP32.min_normal, floats.FP16.min_subnormal
+
+# %% [markdown]
+# **"Loss scaling is used to overcome overflow."** (a book chapter) It is there against *underflow*. Overflow is what it causes when it goes too far, and then the step is skipped.
+#
+# **"Reduced memory footprint."** (the same) Model states stay at 16 bytes a parameter; weights alone grow from 4 to 6. The saving is in activations:
+
+# %%
+fp32_run = TrainConfig(micro_batch=1, global_batch=1)
+bf16_run = TrainConfig(micro_batch=1, global_batch=1, precision="bf16")
+gpt2 = ModelConfig.named("gpt2-xl")
+for name, count in {"model states": memory.model_states, "activations": memory.activations}.items():
+    print(f"{name}: {units.text(count(gpt2, fp32_run).total)} in fp32, {units.text(count(gpt2, bf16_run).total)} in bf16")
+
+# %% [markdown]
+# **"Update fp32 parameters with fp16 gradients."** (the same, in a list of steps) Between the two stands a division by the scale, in fp32; in fp16 the gradients would vanish again, which is why
+# `GradScaler` refuses fp16 gradients.
+#
+# **16, 18, 20, 24 bytes** stand in five texts for "mixed precision with Adam". See the table above: half gradients, fp32 gradients, both, and a guess for activations.
+
+# %% [markdown]
+# ## Summary
+#
+# > - A half weight stands still under steps below half its gap. A bf16 weight of 1 is where it was after any number of steps of −0.001. Step an fp32 copy, or round by chance.
+# >   <!-- claim: floats.BF16.round(1 - 0.001) == 1 -->
+# > - fp16 rounds to zero what is below 2⁻²⁵. A scale on the loss lifts all gradients; it is divided out in fp32, before clipping. bf16 needs none.
+# >   <!-- claim: (floats.FP16.round(2.0**-25), floats.FP16.round(1.01 * 2.0**-25) > 0, floats.BF16.min_normal == floats.FP32.min_normal) == (0, True, True) -->
+# > - A counter ends at 2^(m + 1): 256 in bf16, 2048 in fp16. Add in fp32.
+# >   <!-- claim: [precision.running_sum(torch.ones(3000), name)[-1].item() for name in ("bf16", "fp16", "fp32")] == [256, 2048, 3000] -->
+# > - Mixed precision with Adam holds 2 + 2 + 12 = 16 bytes a parameter, as fp32 does; 18 with fp32 gradients in place of half ones, 20 with both.
+# >   <!-- claim: [memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, precision="bf16", fp32_gradients=f)).total // 1557611200 for f in (False, "only", True)] == [16, 18, 20] -->
+#
+# Next: lab 03 counts the rest of the memory, byte by byte.
+
+# %% [markdown]
+# ## References
+#
+# - P. Micikevicius et al., *Mixed precision training*, arXiv:1710.03740: the three techniques, constant scales.
+# - S. Gupta et al., *Deep learning with limited numerical precision*, arXiv:1502.02551: stochastic rounding.
+# - P. Zamirai et al., *Revisiting BFloat16 training*, arXiv:2010.06192: bf16 weights without a master copy.
+# - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054, section 3.1: 2 + 2 + 12 bytes.
+# - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): fp32 gradient accumulation.
+# - PyTorch documentation of `torch.amp`, `torch.autocast` and `torch.distributed.fsdp.MixedPrecisionPolicy`; configuration of DeepSpeed and arguments of Megatron-LM.
