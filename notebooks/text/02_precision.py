@@ -584,7 +584,7 @@ for name, held in conventions.items():
 # %%
 half_run = {"micro_batch": 16, "global_batch": 16, "precision": "bf16"}
 formulas = {
-    "fp32": TrainConfig(micro_batch=16, global_batch=16),
+    "fp32": TrainConfig(micro_batch=16, global_batch=16, precision="fp32"),
     "bf16 + master": TrainConfig(**half_run),
     "... fp32 gradients": TrainConfig(**half_run, fp32_gradients="only"),
     "... half and fp32": TrainConfig(**half_run, fp32_gradients=True),
@@ -593,6 +593,19 @@ formulas = {
 
 # %% [markdown]
 # Zero bytes are unexplained. So mixed precision saves *no* model states: 16 bytes before and 16 after. It saves activations, and it saves time.
+#
+# **16 is what is held between steps.** An optimizer wants fp32 gradients, so while it steps, fp32 copies of the half ones are there as well:
+
+# %%
+learner = GPT(config, generator=torch.Generator().manual_seed(0)).to(half)
+masters = MasterWeights(torch.optim.AdamW(learner.parameters()))
+history = measure.history(lambda: (learner.loss(x, y).backward(), masters.step()), learner, masters.optimizer)
+most = max(moment.ledger.only(component="gradients").total for moment in history.moments)
+f"{most / config.num_params:g} bytes of gradients a parameter at the most, {history.moments[-1].ledger.only(component='gradients').total / config.num_params:g} in the end"
+
+# %% [markdown]
+# That is how Megatron-LM's guide comes to 20 bytes for fp16 weights and gradients: it counts those copies. It has 18 for half weights whose gradients are summed in
+# fp32, and 16 for fp32. The 18 of Hugging Face's guide are others: fp32 weights, gradients and moments, and the half copies that autocast makes, 4 + 4 + 8 + 2.
 #
 # The "24 bytes" of a much-read book are 16 of these and 8 for "activations and temporary memory", which do not depend on parameters at all (lab 03).
 
@@ -618,6 +631,7 @@ explore(histogram, log2_scale=(-8, 24, 4), share=["1", "2⁻¹³ (4 M tokens)"],
 # |---|---|---|---|---|
 # | PyTorch | `torch.autocast(device, dtype)` | the fp32 weights themselves | their own format | `torch.amp.GradScaler` |
 # | FSDP2 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` | the fp32 shards | `reduce_dtype=torch.float32` | `ShardedGradScaler` for fp16 |
+# | torchtitan | FSDP2's, by `training.mixed_precision_param` (bfloat16) | the fp32 shards | `training.mixed_precision_reduce` (float32) | none: it trains in bf16 |
 # | DeepSpeed | `"bf16": {"enabled": true}` or `"fp16"` | kept by its optimizer | its `"communication_data_type"` | `"loss_scale": 0` is dynamic, `"initial_scale_power": 16`, `"loss_scale_window"`, `"hysteresis"` |
 # | Megatron-LM | `--bf16` or `--fp16` | kept by its optimizer | `--accumulate-allreduce-grads-in-fp32` | `--initial-loss-scale`, `--min-loss-scale`, `--loss-scale-window`, `--hysteresis` |
 #
@@ -641,7 +655,7 @@ floats.BF16.min_normal == floats.FP32.min_normal, floats.FP16.min_subnormal
 # **"Reduced memory footprint."** (the same) Model states stay at 16 bytes a parameter; weights alone grow from 4 to 6. The saving is in activations:
 
 # %%
-fp32_run = TrainConfig(micro_batch=1, global_batch=1)
+fp32_run = TrainConfig(micro_batch=1, global_batch=1, precision="fp32")
 bf16_run = TrainConfig(micro_batch=1, global_batch=1, precision="bf16")
 gpt2 = ModelConfig.named("gpt2-xl")
 for name, count in {"model states": memory.model_states, "activations": memory.activations}.items():
@@ -675,4 +689,5 @@ for name, count in {"model states": memory.model_states, "activations": memory.a
 # - P. Zamirai et al., *Revisiting BFloat16 training*, arXiv:2010.06192: bf16 weights without a master copy.
 # - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054, section 3.1: 2 + 2 + 12 bytes.
 # - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): fp32 gradient accumulation.
+# - Megatron Core user guide, *Distributed optimizer*: 16, 18 and 20 bytes. Hugging Face Transformers documentation, *Model memory anatomy*: 18.
 # - PyTorch documentation of `torch.amp`, `torch.autocast` and `torch.distributed.fsdp.MixedPrecisionPolicy`; configuration of DeepSpeed and arguments of Megatron-LM.
