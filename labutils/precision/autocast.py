@@ -36,7 +36,7 @@ class autocast(TorchFunctionMode):
     (torch.bfloat16, torch.float32)
 
     Casts are operations like others: the backward pass goes through them, so that every weight gets its gradient in fp32. The half copy of a
-    weight is made once and kept to the end of the outermost region, so that a tied weight adds up its gradients in half, as torch's does.
+    weight is made once and kept to the end of its region, so that a tied weight adds up its gradients in half, as torch's does.
     Inner regions decide for themselves; `enabled=False` leaves every format as it is.
 
     Invariant: losses and gradients equal those of torch.autocast("cpu", dtype) to the bit, for operations called from Python.
