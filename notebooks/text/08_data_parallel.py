@@ -265,7 +265,7 @@ for way in (server, DataParallel, DDP):
     (w, held), (_, other), *_ = world.run(way, steps=3)
     holds[way.__name__], equal = (held.total, other.total), torch.allclose(w, weights(plain), rtol=0, atol=1e-12)
     sent = books[way.__name__].by("rank")
-    print(f"{way.__name__:14}{equal!s:>7}" + "".join(f"{units.text(x):>{k}}" for x, k in zip((sent[0], sent[1], held.total, other.total), (17, 12, 17, 12))))
+    print(f"{way.__name__:14}{equal!s:>7}" + "".join(f"{units.text(x):>{k}}" for x, k in zip((sent[0], sent[1], held.total, other.total), (17, 12, 17, 12), strict=True)))
 
 # %% [markdown]
 # The same from formulas, with S for the gradient: a server sends S to each worker and each worker S to it; in `DataParallel` a scatter of inputs, a gather of outputs and
@@ -666,7 +666,7 @@ class Buckets:
 
     def flush(self):
         flat = self.comm.all_reduce(torch.cat([p.grad.flatten() for p in self.waiting])) / self.comm.size
-        for p, mean in zip(self.waiting, flat.split([p.numel() for p in self.waiting])):
+        for p, mean in zip(self.waiting, flat.split([p.numel() for p in self.waiting]), strict=True):
             p.grad.copy_(mean.view_as(p))
         self.waiting.clear()
 
