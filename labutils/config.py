@@ -212,8 +212,10 @@ class TrainConfig:
     """How a model is trained: batch sizes in sequences, number formats, optimizer, checkpointing and ZeRO level.
 
     With a half `precision` ("bf16", "fp16") weights and gradients are half and an fp32 master copy goes with the optimizer;
-    `fp32_gradients` accumulates the gradients in fp32 too: beside the half ones (True), or in their place ("only"). With `autocast` weights and gradients stay fp32 and only the matrix
-    products are half. `attention` is how attention is computed: "plain" writes the s×s scores out, "sdpa" is PyTorch's fused kernel.
+    `fp32_gradients` accumulates the gradients in fp32 too: beside the half ones (True), or in their place ("only"). With `autocast` weights
+    and gradients stay fp32 and only the matrix products are half. `attention` is how attention is computed: "plain" writes the s×s scores
+    out, "sdpa" is PyTorch's fused kernel. `stepping` is how the optimizer goes through the weights: one after the other ("loop", PyTorch's
+    default on a CPU), all in each operation ("foreach", its default on a GPU), or all in one ("fused").
     """
 
     micro_batch: int
@@ -224,6 +226,7 @@ class TrainConfig:
     autocast: bool = False
     attention: str = "plain"
     checkpointing: str = "none"
+    stepping: str = "loop"
     zero: int = 0
 
     def __post_init__(self) -> None:
@@ -238,6 +241,7 @@ class TrainConfig:
             raise ValueError("autocast=True computes in a half format: give precision='bf16' or 'fp16'")
         _one_of(self.optimizer, "optimizer", ("sgd", "momentum", "adam", "adamw"))
         _one_of(self.checkpointing, "checkpointing", ("none", "selective", "full"))
+        _one_of(self.stepping, "stepping", ("loop", "foreach", "fused"))
         _one_of(self.zero, "zero", (0, 1, 2, 3))
 
     def accumulation(self, dp: int) -> int:

@@ -5,17 +5,23 @@ Predictions have the type and the names of `measure`, so that `activations(...).
 
 from labutils.memory.activations import activations
 from labutils.memory.allocator import Allocator, OutOfMemory, Request, replay, trace_of, trace_of_snapshot
+from labutils.memory.peak import Peak, formula, history, peak_bytes, predict
 from labutils.memory.published import beyond_the_paper, korthikanti
 from labutils.memory.states import model_states
 
 __all__ = [
     "Allocator",
     "OutOfMemory",
+    "Peak",
     "Request",
     "activations",
     "beyond_the_paper",
+    "formula",
+    "history",
     "korthikanti",
     "model_states",
+    "peak_bytes",
+    "predict",
     "replay",
     "trace_of",
     "trace_of_snapshot",

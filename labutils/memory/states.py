@@ -1,32 +1,77 @@
-"""Model states: weights, gradients and what the optimizer keeps."""
+"""Model states: weights, gradients and what the optimizer keeps, whole or as one rank's shard."""
 
-from labutils.config import ModelConfig, TrainConfig
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 
+FP32 = 4
+WIDTHS = {"fp32": FP32, "bf16": 2, "fp16": 2}
+MOMENTS = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq")}
+SHARDED_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}  # the ZeRO level from which a component is one rank's share
 
-def model_states(model: ModelConfig, train: TrainConfig) -> Ledger:
+
+class State(NamedTuple):
+    """So many numbers of so many bytes, which live from step to step."""
+
+    name: str
+    component: str
+    elements: Any
+    width: int
+    sharded: bool
+
+
+def states(*, half: bool, fp32_gradients: bool | str, optimizer: str, level: int, parameters: Any, tensors: Any, share: Any) -> Iterator[State]:
+    """Weights, gradients and optimizer state of `parameters` numbers in `tensors` tensors, or of the `share` that is left of them at a ZeRO level."""
+
+    def state(name: str, component: str, width: int) -> State:
+        sharded = level >= SHARDED_FROM[component]
+        return State(name, component, share if sharded else parameters, width, sharded)
+
+    width = 2 if half else FP32
+    yield state("weights", "weights", width)
+    if not (half and fp32_gradients == "only"):
+        yield state("gradients", "gradients", width)
+    if half and fp32_gradients:
+        yield state("fp32 gradients", "gradients", FP32)
+    if half:
+        yield state("master weights", "optimizer", FP32)
+    for name in MOMENTS[optimizer]:
+        yield state(name, "optimizer", FP32)
+    if len(MOMENTS[optimizer]) == 2:  # Adam counts its steps once for each tensor; a shard is one
+        yield State("step", "optimizer", 1 if level else tensors, FP32, False)
+
+
+def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> Ledger:  # noqa: B008 - frozen
     """Bytes of weights, gradients and optimizer state after an optimizer step, under the names of `measure.model_states`.
 
-    Adam keeps two moments in fp32; with half weights an fp32 master copy goes along, and fp32 gradients if asked for.
+    Adam keeps two moments in fp32; with half weights an fp32 master copy goes along, and fp32 gradients if asked for. On a `mesh` with
+    several data-parallel ranks, the ZeRO level of `train` decides what of it a rank holds its share of: ⌈Ψ/N_d⌉ numbers of one flat, padded
+    list.
 
     >>> model_states(ModelConfig.named("gpt2-xl"), TrainConfig(micro_batch=1, global_batch=1)).only(component="weights").total
     3115222400
 
     Source: ZeRO 1910.02054, section 3.1: 2Ψ + 2Ψ + 12Ψ.
     """
+    level = zero_level(train, mesh)
     half = train.precision != "fp32" and not train.autocast
-    parameters, size = model.num_params, 2 if half else 4
-    moments = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq")}[train.optimizer]
-    lines = [Line("weights", parameters * size, component="weights")]
-    if not (half and train.fp32_gradients == "only"):
-        lines.append(Line("gradients", parameters * size, component="gradients"))
-    if half and train.fp32_gradients:
-        lines.append(Line("fp32 gradients", parameters * 4, component="gradients"))
-    if half:
-        lines.append(Line("master weights", parameters * 4, component="optimizer"))
-    lines += [Line(name, parameters * 4, component="optimizer") for name in moments]
-    if len(moments) == 2:
-        lines.append(Line("step", model.num_tensors * 4, component="optimizer"))  # Adam counts its steps once for each tensor
+    found = states(
+        half=half, fp32_gradients=train.fp32_gradients, optimizer=train.optimizer, level=level, parameters=model.num_params,
+        tensors=model.num_tensors, share=-(-model.num_params // mesh.dp),
+    )  # fmt: skip
+    lines = [
+        Line(state.name, state.elements * state.width, component=state.component, axis="dp" if state.sharded else "") for state in found
+    ]
     if model.positions == "rope":
-        lines.append(Line("buffers", 2 * model.seq_len * (model.d_head // 2) * size, component="buffers"))  # tables of cos and sin
+        lines.append(Line("buffers", 2 * model.seq_len * (model.d_head // 2) * (2 if half else FP32), component="buffers"))  # tables of cos and sin
     return Ledger(lines)
+
+
+def zero_level(train: TrainConfig, mesh: Mesh) -> int:
+    """The ZeRO level at which states are really sharded on `mesh`: 0 where there is one data-parallel rank."""
+    for axis in ("tp", "pp", "cp", "ep"):
+        if getattr(mesh, axis) > 1:
+            raise ValueError(f"memory has no formula for {axis}={getattr(mesh, axis)} yet: leave {axis}=1 and use dp with TrainConfig(zero=1, 2 or 3)")
+    return train.zero if mesh.dp > 1 else 0

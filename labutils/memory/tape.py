@@ -86,9 +86,9 @@ class Tape:
     def happened(self, event: str) -> None:
         self.moments.append((self.phase, event))
 
-    def new(self, event: str, elements: Size, width: int, name: str) -> Tensor:
+    def new(self, event: str, elements: Size, width: int, name: str, component: str | None = None) -> Tensor:
         """The result of an operation that makes one tensor."""
-        tensor = self.allocate(elements, width, name)
+        tensor = self.allocate(elements, width, name, component)
         self.happened(event)
         return tensor
 
@@ -177,24 +177,21 @@ def _dependencies(root: Node) -> dict[Node, int]:
 
 
 class Parameter(Tensor):
-    """A weight, whose gradient stays when the backward pass is over."""
+    """A weight: its gradient, when complete, goes to the tape's `receive`."""
 
-    __slots__ = ("gradient", "tape")
+    __slots__ = ("gradient", "part", "wide")
 
-    def __init__(self, tape: Tape, elements: Size, width: int, held: Storage) -> None:
-        super().__init__(held, elements, width)
-        self.tape, self.gradient = tape, None
-        self.node = Node(float("inf"), (), [], self.accumulate, {}, 1)
+    def __init__(self, tape: Tape, elements: Size, width: int, part: str, receive: Callable[["Parameter", Tensor], None]) -> None:
+        super().__init__(Storage(Life("weights", 0, "weights", 0), tape.moments), elements, width)
+        self.part = part
+        self.gradient: Tensor | None = None
+        self.wide: Tensor | None = None  # its gradient in fp32
 
-    def accumulate(self, gradients: list[Tensor], saved: list) -> tuple:
-        if self.gradient is None:
-            self.gradient = gradients[0]
-            if self.gradient.storage.life.component == "buffers":
-                self.gradient.storage.life.component = "gradients"
-                self.gradient.storage.life.name = "gradients"
-        else:
-            self.tape.happened("add_")
-        return ()
+        def accumulate(gradients: list[Tensor], saved: list) -> tuple:
+            receive(self, gradients[0])
+            return ()
+
+        self.node = Node(float("inf"), (), [], accumulate, {}, 1)
 
 
 class Enough(BaseException):
@@ -269,6 +266,9 @@ class Polynomial:
     @classmethod
     def letter(cls, name: str) -> "Polynomial":
         return cls({name: 1})
+
+    def __bool__(self) -> bool:
+        return bool(self.terms)
 
     def __add__(self, other: "Polynomial | int") -> "Polynomial":
         terms = dict(self.terms)

@@ -4,41 +4,92 @@ The walk reads like the model: what is a local variable there is one here, so th
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import NamedTuple
 
 from labutils.memory.tape import Node, Parameter, Size, Tape, Tensor, checkpoint
 
 INDEX = 8  # bytes of an int64
 FP32 = 4
+CASTS = "half copies of weights"
 
 
-class Weights:
-    """The parameters of one layer or of what surrounds the layers, in the order in which the model holds them."""
+class Kind(NamedTuple):
+    """Everything that decides which operations run; sizes do not, except where a size of 1 makes a view of a copy."""
 
-    def __init__(self, tape: Tape, sizes: dict[str, Size], width: int, held: Any) -> None:
-        self.all = {name: Parameter(tape, size, width, held) for name, size in sizes.items()}
+    half: int  # bytes of a number in matrix products
+    autocast: bool
+    dropout: bool
+    norm: str
+    rope: bool
+    ffn: str
+    bias: bool | str
+    tied: bool
+    attention: str
+    checkpointing: str
+    tokens: bool  # more than one, and so on
+    batch: bool
+    heads: bool
+    groups: bool
+    grouped: bool  # fewer key–value heads than heads
+    layers: int
+    optimizer: str
+    stepping: str
+    fp32_gradients: bool | str
+    micro_batches: int
+    zero: int
 
-    def __getitem__(self, name: str) -> Parameter:
-        return self.all[name]
 
-    def get(self, name: str) -> Parameter | None:
-        return self.all.get(name)
+Shapes = dict[str, Size]
+Weights = dict[str, Parameter]
+
+
+def around(size: dict[str, Size], kind: Kind) -> Shapes:
+    """Numbers in each parameter outside of the layers, in the order in which the model holds them."""
+    found = {"tokens": size["v"] * size["h"]}
+    if not kind.rope:
+        found["positions"] = size["s"] * size["h"]
+    found |= _norm("norm", size, kind)
+    return found if kind.tied else found | {"head": size["v"] * size["h"]}
+
+
+def layer(size: dict[str, Size], kind: Kind) -> Shapes:
+    """Numbers in each parameter of a layer, in the order in which it holds them."""
+    h, f, a, g, d = (size[letter] for letter in "hfagd")
+    shapes = {"query": (h, a * d), "key": (h, g * d), "value": (h, g * d), "output": (a * d, h)}
+    found = _norm("attention_norm", size, kind)
+    for name, (wide, out) in shapes.items():
+        found[f"{name}.weight"] = wide * out
+        if kind.bias is True or (kind.bias and name != "output"):
+            found[f"{name}.bias"] = out
+    found |= _norm("feed_forward_norm", size, kind)
+    matrices = [("gate", h, f)] * (kind.ffn == "swiglu") + [("up", h, f), ("down", f, h)]
+    for name, wide, out in matrices:
+        found[f"{name}.weight"] = wide * out
+        if kind.bias is True:
+            found[f"{name}.bias"] = out
+    return found
+
+
+def _norm(at: str, size: dict[str, Size], kind: Kind) -> Shapes:
+    return {f"{at}.{name}": size["h"] for name in (("weight", "bias") if kind.norm == "layernorm" else ("weight",))}
 
 
 class Walk(Tape):
     """Walks a kind of model: `size` gives the letters, `kind` the choices that change which operations run."""
 
-    def __init__(self, size: dict[str, Size], kind: Any) -> None:
+    def __init__(self, size: dict[str, Size], kind: Kind) -> None:
         super().__init__()
         self.kind = kind
         self.b, self.s, self.h, self.f, self.a, self.g, self.d, self.v = (size[letter] for letter in "bshfagdv")
         self.n = self.b * self.s
-        self.half = kind.half  # bytes of a number in matrix products
+        self.half = kind.half
         self.width = FP32 if kind.autocast else kind.half  # bytes of a weight, and of a number in the residual stream
         self.casts: dict[Parameter, Tensor] = {}  # autocast keeps its half copies of the weights
         self.casting = kind.autocast
+        self.passed: defaultdict[int, list[int]] = defaultdict(list)  # the moments at which each layer was left, forward and backward
 
     # The operations
 
@@ -102,7 +153,7 @@ class Walk(Tape):
 
     def cached(self, weight: Parameter) -> Tensor:
         if weight not in self.casts:
-            self.casts[weight] = self.cast(weight, self.half, "half copies of weights")
+            self.casts[weight] = self.cast(weight, self.half, CASTS)
         return self.casts[weight]
 
     def norm(self, x: Tensor, weights: Weights, at: str) -> Tensor:
@@ -161,18 +212,19 @@ class Walk(Tape):
         del wide, normal
         return self.cast(out, x.width, "normalized")
 
-    def rotary(self, x: Tensor, heads: Size) -> Tensor:
+    def rotary(self, x: Tensor) -> Tensor:
         """Its two halves times cos and sin: tables that are kept, but need no gradient."""
-        half = self.b * self.s * heads * self.pairs
+        # A half is counted as all its numbers at half their bytes, so that sizes stay whole polynomials.
         whole, width = x.elements, x.width
-        tables = [self.new("_to_copy", self.s * self.pairs, self.half, "half copies of cos and sin") for _ in range(2)] if self.casting else []
+        half, thin = whole, width // 2
+        tables = [self.new("_to_copy", self.s * self.d, self.half // 2, "half copies of cos and sin") for _ in range(2)] if self.casting else []
         name = "rotated halves"
 
         def split(grads: list[Tensor | None], saved: list) -> list[Tensor]:
             return [self.new("cat", whole, width, "gradient of queries and keys")]
 
         halves = Node(next(self.sequence), (x,), [], split, {}, 2)
-        left, right = (Tensor(x.storage, half, width, halves, i) for i in range(2))
+        left, right = (Tensor(x.storage, half, thin, halves, i) for i in range(2))
 
         def turn(t: Tensor, table: int) -> Tensor:
             kept = self.save(tables[table]) if tables else []
@@ -187,7 +239,7 @@ class Walk(Tape):
         parts = [both(turn(left, 0), turn(right, 1), "sub"), both(turn(right, 0), turn(left, 1), "add")]
 
         def narrow(grads: list[Tensor], saved: list) -> list[Tensor]:
-            return [Tensor(grads[0].storage, half, width) for _ in range(2)]
+            return [Tensor(grads[0].storage, half, thin) for _ in range(2)]
 
         return self.attach(self.new("cat", whole, width, "queries and keys, rotated"), parts, narrow)
 
@@ -297,8 +349,9 @@ class Walk(Tape):
         weights = self.dropout(weights, "softmax")
         half = self.cast(weights, width, "softmax in half")  # returned beside the output, and thrown away
         out = self.product(weights, self.copied(every[1], apart and not kind.grouped, False), q.elements, "output of attention", "softmax")
-        out = self.copied(out, False, apart)
-        return self.cast(out, width, "output of attention")
+        out = self.cast(self.copied(out, False, apart), width, "output of attention")
+        del mask, half
+        return out
 
     def repeated(self, x: Tensor, name: str) -> Tensor:
         groups = x.elements
@@ -314,7 +367,7 @@ class Walk(Tape):
             for (part, size, name), copies in zip((("query", a, "queries"), ("key", g, "keys"), ("value", g, "values")), back, strict=True)
         )
         if kind.rope:
-            q, k = self.rotary(q, a), self.rotary(k, g)
+            q, k = self.rotary(q), self.rotary(k)
         attend = self.attend_plain if kind.attention == "plain" else self.attend_fused
         heads = checkpoint(self, self.replay, attend, q, k, v) if kind.checkpointing == "selective" else attend(q, k, v)
         copies = kind.tokens and kind.heads and (not self.fused or kind.rope)
@@ -331,7 +384,7 @@ class Walk(Tape):
     @property
     def keys_regroup(self) -> bool:
         kind = self.kind
-        if kind.rope:
+        if kind.rope or (kind.grouped and kind.attention == "sdpa" and kind.dropout):
             return kind.tokens and kind.groups
         return kind.tokens and kind.batch and not self.fused
 
@@ -376,17 +429,23 @@ class Walk(Tape):
             x = self.attach(self.like("add", x), (x, rows), lambda grads, saved: (grads[0], grads[0]), fits=fits)
         return self.dropout(x, "embedding")
 
-    def forward(self, around: Weights, layers: list[Weights]) -> Tensor:
-        x = self.embed(around)
+    def loss(self, outer: Weights, layers: list[Weights]) -> Tensor:
+        x = self.embed(outer)
         for number, weights in enumerate(layers):
             block = functools.partial(self.block, weights)
-            x = checkpoint(self, self.replay, block, x) if self.kind.checkpointing == "full" else block(x)
-            self.after_layer(number, len(layers))
-        head = around["tokens"] if self.kind.tied else around["head"]
-        return self.linear(self.norm(x, around, "norm"), head, None, self.v, "logits")
+            x = self.boundary(checkpoint(self, self.replay, block, x) if self.kind.checkpointing == "full" else block(x), number)
+        head = outer["tokens"] if self.kind.tied else outer["head"]
+        return self.cross_entropy(self.linear(self.norm(x, outer, "norm"), head, None, self.v, "logits"))
 
-    def loss(self, around: Weights, layers: list[Weights]) -> Tensor:
-        return self.cross_entropy(self.forward(around, layers))
+    def boundary(self, x: Tensor, layer: int) -> Tensor:
+        """x, as it leaves a layer, with a node that sees its gradient come back."""
+        self.passed[layer].append(len(self.moments) - 1)
+
+        def back(grads: list[Tensor], saved: list) -> list[Tensor]:
+            self.passed[layer].append(len(self.moments) - 1)
+            return [grads[0]]
+
+        return self.attach(x.detach(), (x,), back)
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
         # Autocast computes the loss in fp32.
@@ -416,16 +475,3 @@ class Walk(Tape):
             yield
         finally:
             self.casts, self.casting = casts, casting
-
-    def after_layer(self, number: int, layers: int) -> None:
-        """Called between layers, on the way forward."""
-
-    def step(self, around: Weights, layers: list[Weights]) -> None:
-        loss = self.loss(around, layers)
-        self.casts, self.casting = {}, False
-        seed = self.like("ones_like", loss)
-        self.phase = "backward"
-        self.backpropagate(loss, seed)
-
-
-Replay = Callable[[], Any]

@@ -1,0 +1,452 @@
+"""The fullest moment of a training step: which phase it is in, what is alive then, and whether a device has room for it.
+
+One walk through a *kind* of model, with letters for its sizes, gives every moment of every such model as a polynomial. What can never be
+the fullest moment is thrown away, and predicting a model is evaluating what is left.
+"""
+
+import functools
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
+from labutils.ledger import History, Ledger, Line, Moment
+from labutils.memory.states import FP32, WIDTHS, states, zero_level
+from labutils.memory.tape import Life, Parameter, Polynomial, Size, Tensor
+from labutils.memory.walk import CASTS, INDEX, Kind, Walk, Weights, around, layer
+
+PHASES = ("forward", "backward", "optimizer")
+COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
+WALKED = 4  # layers that stand for all: the first two, whose difference is one layer's, and the last two
+SUMMED = 3  # micro-batches that stand for all: from the third on, a step goes on as it was
+ALONE = Mesh()
+
+
+class Peak(Ledger):
+    """What is alive at the fullest moment of a step, and where in the step that is.
+
+    `phase` is "forward", "backward" or "optimizer", `event` the operation after which it happens, `phases` the peak of each phase in bytes.
+    """
+
+    phase: str
+    event: str
+    phases: dict[str, int]
+    hardware: Hardware | None
+
+    def __init__(self, lines: Any, phase: str, event: str, phases: dict[str, int], hardware: Hardware | None) -> None:
+        super().__init__(lines)
+        for name, value in {"phase": phase, "event": event, "phases": phases, "hardware": hardware}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def spare(self) -> int:
+        """Bytes of the hardware that are left at the peak; negative where it does not fit."""
+        return self._device.memory - self.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether the hardware holds the peak. Not counted: what the driver, the libraries and the allocator's rounding take."""
+        return self.spare >= 0
+
+    @property
+    def fails_in(self) -> str | None:
+        """The first phase that needs more than the hardware has, or None."""
+        return next((phase for phase, amount in self.phases.items() if amount > self._device.memory), None)
+
+    @property
+    def _device(self) -> Hardware:
+        if self.hardware is None:
+            raise ValueError('this prediction knows no device: memory.predict(model, train, hardware=Hardware.named("H100"))')
+        return self.hardware
+
+
+def predict(model: ModelConfig, train: TrainConfig, *, mesh: Mesh = ALONE, hardware: Hardware | None = None) -> Peak:
+    """Bytes alive at the fullest moment of a training step, temporaries included; the note of each line is its formula.
+
+    A step is `loss(x, y).backward()` for each micro-batch, `optimizer.step()` and `zero_grad()`, with the optimizer's state there from the
+    start. Exact for `model.GPT` on a CPU as `measure.history` sees it. With ZeRO, weights of level 3 are gathered and gradients of levels
+    2 and 3 reduced one layer at a time, the next layer's weights already on their way.
+
+    >>> peak = predict(ModelConfig.named("gpt2-xl"), TrainConfig(micro_batch=1, global_batch=1), hardware=Hardware.named("H100"))
+    >>> peak.phase, peak.fits
+    ('optimizer', True)
+
+    Cost: about 0.1 ms; the first model of its kind some tens of ms.
+    Source: the order of operations is PyTorch's own, read off its dispatcher; a test compares every one of them.
+    """
+    _check(model, train, mesh, hardware)
+    kind, values = _kind(model, train, mesh), _values(model, train, mesh)
+    plan = _plan(kind)
+    worth = [_worth(places, values) for places in plan.products]
+    phases, fullest = {}, {}
+    for phase, forms in plan.phases.items():
+        fullest[phase] = max(forms, key=lambda form: sum(map(operator.mul, form.total, worth)))
+        phases[phase] = sum(map(operator.mul, fullest[phase].total, worth))
+    top = fullest[max(phases, key=phases.__getitem__)]
+    lines = []
+    for name, component, factors in _lines(kind, top.moment):
+        amount = sum(factor * _worth(places, values) for places, factor in factors.items())
+        if amount:
+            lines.append(Line(name, amount, component=component, note=_text(factors)))
+    return Peak(lines, top.phase, top.event, phases, hardware)
+
+
+def peak_bytes(model: ModelConfig, train: TrainConfig, mesh: Mesh = ALONE) -> int:
+    """Bytes alive at the fullest moment of a training step: the total of `predict` alone, for sweeps over many configurations."""
+    _check(model, train, mesh)
+    values = _values(model, train, mesh)
+    plan = _plan(_kind(model, train, mesh))
+    worth = [_worth(places, values) for places in plan.products]
+    return max(sum(map(operator.mul, total, worth)) for total in plan.candidates)
+
+
+def formula(model: ModelConfig, train: TrainConfig, mesh: Mesh = ALONE) -> str:
+    """The peak of this model as a sum of products of letters, in bytes: m is the number of micro-batches, P that of numbers in a rank's share.
+
+    >>> formula(ModelConfig.named("gpt2"), TrainConfig(micro_batch=64, global_batch=64, precision="fp32", optimizer="sgd")).split(" + ")[:3]
+    ['4Lbas²', '8Lbasd', '8Lbsgd']
+    """
+    _check(model, train, mesh)
+    values = _values(model, train, mesh)
+    plan = _plan(_kind(model, train, mesh))
+    worth = [_worth(places, values) for places in plan.products]
+    total = max(plan.candidates, key=lambda total: sum(map(operator.mul, total, worth)))
+    return _text({places: factor for places, factor in sorted(zip(plan.products, total, strict=True), key=lambda pair: (-len(pair[0]), pair[0])) if factor})
+
+
+def history(model: ModelConfig, train: TrainConfig, mesh: Mesh = ALONE) -> History:
+    """Bytes alive after every operation of a training step, by component and by phase: what `measure.history` finds, predicted."""
+    _check(model, train, mesh)
+    letters = _letters(model, train, mesh)
+    step = _Step(_kind(model, train, mesh)._replace(layers=letters["L"], micro_batches=letters["m"]), letters, letters["m"])
+    held = dict.fromkeys(COMPONENTS, 0)
+    moments = []
+    for (phase, event), changes in zip(step.moments, step.changes(), strict=True):
+        for life, sign in changes:
+            held[life.component] += sign * life.nbytes
+        moments.append(Moment(phase, event, Ledger(Line(name, amount, component=name) for name, amount in held.items())))
+    return History(moments)
+
+
+def _check(model: ModelConfig, train: TrainConfig, mesh: Mesh, hardware: Hardware | None = None) -> None:
+    given = (model, ModelConfig), (train, TrainConfig), (mesh, Mesh), (hardware, Hardware | None)
+    for value, wanted in given:
+        if not isinstance(value, wanted):
+            name = getattr(wanted, "__name__", "Hardware")
+            raise TypeError(f"memory.predict takes a {name} here, got {value!r}: build one, or take {name}.named(…) where there is one")
+    zero_level(train, mesh)
+    if model.num_experts > 1:
+        raise ValueError(f"num_experts={model.num_experts}: what an expert holds depends on what the router chooses; memory.activations counts all of them together")
+    if model.positions == "rope" and model.d_head % 2:
+        raise ValueError(f"d_head={model.d_head} is odd: RoPE turns pairs of numbers, so give the heads an even width")
+    train.accumulation(mesh.dp)
+
+
+def _kind(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Kind:
+    """Everything that decides which operations run. A size of 1 may: with one head or one token a copy becomes a view."""
+    return Kind(
+        half=WIDTHS[train.precision], autocast=train.autocast, dropout=bool(model.dropout), norm=model.norm, rope=model.positions == "rope", ffn=model.ffn,
+        bias=model.bias, tied=model.tied, attention=train.attention, checkpointing=train.checkpointing, tokens=model.seq_len > 1,
+        batch=train.micro_batch > 1, heads=model.num_heads > 1, groups=model.num_kv_heads > 1, grouped=model.num_heads != model.num_kv_heads,
+        layers=min(model.num_layers, WALKED), optimizer=train.optimizer, stepping=train.stepping, fp32_gradients=train.fp32_gradients,
+        micro_batches=min(train.accumulation(mesh.dp), SUMMED), zero=zero_level(train, mesh),
+    )  # fmt: skip
+
+
+LETTERS = "LbashgdfvmP"
+
+
+def _letters(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> dict[str, int]:
+    sizes = dict(zip("Lashgdfv", model.letters("L a s h g d f v"), strict=True))
+    return sizes | {"b": train.micro_batch, "m": train.accumulation(mesh.dp), "P": -(-model.num_params // mesh.dp)}
+
+
+def _values(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> tuple[int, ...]:
+    letters = _letters(model, train, mesh)
+    return tuple(letters[letter] for letter in LETTERS)
+
+
+Places = tuple[int, ...]  # of the letters of a product, in LETTERS
+Terms = dict[str, int]  # letters of a product and its factor
+
+
+class Form(NamedTuple):
+    """A moment that may be the fullest, its total, and where in the walk it is."""
+
+    phase: str
+    event: str
+    total: tuple[int, ...]
+    moment: int
+
+
+class Plan(NamedTuple):
+    """What is left of a walk: moments that may be the fullest of their phase, each a row of factors over the same products of letters."""
+
+    products: tuple[Places, ...]
+    phases: dict[str, list[Form]]
+    candidates: list[tuple[int, ...]]  # totals of those that may be the fullest of all
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(kind: Kind) -> Plan:
+    step = _symbolic(kind)
+    totals = {i: {term: factor for (_, term), factor in held.items()} for i, held in step.held(lambda life: None)}
+    fronts: dict[str, list[int]] = {phase: [] for phase in PHASES}
+    overall: list[int] = []
+    for i, total in totals.items():
+        if step.moments[i][0] in fronts:
+            _enter(fronts[step.moments[i][0]], i, total, totals)
+    for phase in PHASES:
+        for i in fronts[phase]:
+            _enter(overall, i, totals[i], totals)
+    factors = {i: _factors(totals[i]) for front in fronts.values() for i in front}
+    products = tuple(dict.fromkeys(places for found in factors.values() for places in found))
+    rows = {i: tuple(found.get(places, 0) for places in products) for i, found in factors.items()}
+    phases = {phase: [Form(*step.moments[i], rows[i], i) for i in front] for phase, front in fronts.items()}
+    return Plan(products, phases, [rows[i] for i in overall])
+
+
+@functools.lru_cache(maxsize=4096)
+def _lines(kind: Kind, moment: int) -> list[tuple[str, str, dict[Places, int]]]:
+    """What is alive at a moment: name, component, factors of the products of letters."""
+    held = next(held for i, held in _symbolic(kind).held(lambda life: (life.name, life.component)) if i == moment)
+    lines: dict[tuple[str, str], Terms] = defaultdict(dict)
+    for (group, term), factor in held.items():
+        lines[group][term] = factor
+    ordered = sorted(lines.items(), key=lambda line: COMPONENTS.index(line[0][1]))
+    return [(name, component, factors) for (name, component), terms in ordered if (factors := _factors(terms))]
+
+
+def _symbolic(kind: Kind) -> "_Step":
+    letters: dict[str, Size] = {letter: Polynomial.letter(letter) for letter in LETTERS}
+    letters["L"] = Polynomial({"M": 1, "": WALKED}) if kind.layers == WALKED else kind.layers
+    return _Step(kind, letters, letters["m"] if kind.micro_batches > 1 else 1)
+
+
+def _enter(front: list[int], new: int, total: Terms, totals: dict[int, Terms]) -> None:
+    """Adds a moment to those that may be the fullest, unless another is never less full."""
+    if any(_covers(totals[old], total) for old in front):
+        return
+    front[:] = [old for old in front if not _covers(total, totals[old])]
+    front.append(new)
+
+
+def _covers(a: Terms, b: Terms) -> bool:
+    """Whether a is at least b for all letters ≥ 1 (and M ≥ 0): where b has more of a product, a must have more of one with further letters."""
+    spare = {}
+    lacking = []
+    for term in a.keys() | b.keys():
+        more = a.get(term, 0) - b.get(term, 0)
+        if more > 0:
+            spare[term] = more
+        elif more:
+            lacking.append((term, -more))
+    if lacking and not spare:
+        return False
+    for term, missing in lacking:
+        for larger in spare:
+            if missing and spare[larger] and all(larger.count(letter) >= term.count(letter) for letter in term) and larger.count("M") == term.count("M"):
+                taken = min(missing, spare[larger])
+                spare[larger] -= taken
+                missing -= taken
+        if missing:
+            return False
+    return True
+
+
+def _factors(terms: Terms) -> dict[Places, int]:
+    """Factors by the places of their letters, longest products first; M, the layers that are not walked, becomes L − 4."""
+    whole: dict[Places, int] = defaultdict(int)
+    for letters, factor in terms.items():
+        places = [LETTERS.index(letter) for letter in letters if letter != "M"]
+        if "M" in letters:
+            whole[tuple(sorted([LETTERS.index("L"), *places]))] += factor
+            factor *= -WALKED
+        whole[tuple(sorted(places))] += factor
+    return {places: whole[places] for places in sorted(whole, key=lambda places: (-len(places), places)) if whole[places]}
+
+
+def _worth(places: Places, values: tuple[int, ...]) -> int:
+    product = 1
+    for place in places:
+        product *= values[place]
+    return product
+
+
+def _text(factors: dict[Places, int]) -> str:
+    parts = []
+    for places, factor in factors.items():
+        letters = "".join(LETTERS[place] for place in places)
+        powers = "".join(letter + ("", "", "²", "³")[letters.count(letter)] for letter in dict.fromkeys(letters))
+        parts.append(f"{'−' if factor < 0 else '+'} {abs(factor)}{powers}")
+    return " ".join(parts).removeprefix("+ ")
+
+
+class _Step(Walk):
+    """A walk through a whole step, with what is there before it begins."""
+
+    def __init__(self, kind: Kind, letters: dict[str, Size], micro_batches: Size) -> None:
+        super().__init__(letters, kind)
+        self.masters = kind.half < FP32 and not kind.autocast
+        outer, inner = around(letters, kind), layer(letters, kind)
+        each, rest = sum(inner.values()), sum(outer.values())
+        self.more = letters["L"] - kind.layers  # layers that are not walked
+        self.unwalked = self.more * each
+        self.share = letters["P"]
+        found = states(
+            half=self.masters, fp32_gradients=kind.fp32_gradients, optimizer=kind.optimizer, level=kind.zero, parameters=each * letters["L"] + rest,
+            tensors=letters["L"] * len(inner) + len(outer), share=self.share,
+        )  # fmt: skip
+        for state in found:
+            if state.component != "gradients" or state.sharded:
+                self.hold(state.name, state.component, state.elements * state.width)
+        if kind.rope:
+            self.hold("tables of cos and sin", "buffers", letters["s"] * letters["d"] * self.width)
+        self.hold("tokens and targets", "activations", self.n * (2 * INDEX) * micro_batches)
+        if kind.zero == 3:  # the layer at work, the next one, and what surrounds the layers
+            self.hold("gathered weights", "weights", (rest + each * min(kind.layers, 2)) * self.width)
+        self.arriving: dict[str, list[Tensor]] = defaultdict(list)
+        self.tensors = {"around": len(outer)} | {f"layer {i}": len(inner) for i in range(kind.layers)}
+        self.step(self.weights("around", outer), [self.weights(f"layer {i}", inner) for i in range(kind.layers)])
+        self.moments.append(("end", ""))
+
+    def weights(self, part: str, shapes: dict[str, Size]) -> Weights:
+        return {name: Parameter(self, size, self.width, part, self.receive) for name, size in shapes.items()}
+
+    def hold(self, name: str, component: str, nbytes: Size) -> None:
+        """Memory that is there from beginning to end."""
+        self.lives.append(Life(name, nbytes, component, 0))
+
+    def step(self, outer: Weights, layers: list[Weights]) -> None:
+        loss = whole = None
+        for _ in range(self.kind.micro_batches):
+            self.casting = self.kind.autocast
+            loss = self.loss(outer, layers)
+            self.leave_autocast(layers)
+            if self.kind.micro_batches > 1:
+                loss = self.scale(loss, "mul", "loss")
+            self.phase = "forward"
+            seed = self.like("ones_like", loss)
+            self.phase = "backward"
+            self.backpropagate(loss, seed)
+            del seed
+            self.phase = "forward"
+            if self.kind.micro_batches > 1:
+                whole = loss.detach() if whole is None else self.like("add", whole)
+        if whole is not None:
+            loss = None
+        self.phase = "optimizer"
+        names = [name for name in outer if name in ("tokens", "positions")]
+        ordered = [outer[name] for name in names] + [weight for weights in layers for weight in weights.values()]
+        ordered += [weight for name, weight in outer.items() if name not in names]
+        self.optimize(ordered)
+        for weight in ordered:
+            weight.gradient = weight.wide = None
+
+    def leave_autocast(self, layers: list[Weights]) -> None:
+        """Frees the half copies of weights that nobody saved: those of biases, or all, and those of layers that are not walked."""
+        self.casts, self.casting = {}, False
+        if self.kind.autocast and self.unwalked:
+            every = self.kind.checkpointing == "full"
+            unsaved = sum(weight.elements for name, weight in layers[0].items() if (every or name.endswith(".bias")) and "norm" not in name)
+            if unsaved:
+                self.lives.append(Life(CASTS, self.more * unsaved * -self.half, "buffers", len(self.moments)))
+
+    def receive(self, weight: Parameter, gradient: Tensor) -> None:
+        """Keeps the gradient of a weight, as the precision and the ZeRO level want it kept."""
+        if gradient.storage.life.component == "buffers" and weight.gradient is None:
+            gradient.storage.life.component = "gradients"
+        if self.kind.zero >= 2:  # reduced as soon as those of the whole layer are there
+            gradient.storage.life.name = "gradients to reduce"
+            arrived = self.arriving[weight.part]
+            arrived.append(gradient)
+            if len(arrived) == self.tensors[weight.part]:
+                arrived.clear()
+            return
+        if weight.gradient is None:
+            gradient.storage.life.name = "gradients"
+            weight.gradient = gradient
+        else:
+            self.happened("add_")
+        if self.masters and self.kind.fp32_gradients:
+            if weight.wide is None:
+                weight.wide = self.new("_to_copy", weight.elements, FP32, "fp32 gradients", "gradients")
+            else:
+                self.happened("add_")
+            if self.kind.fp32_gradients == "only":
+                weight.gradient = None
+            else:
+                self.happened("zero_")
+
+    def optimize(self, weights: list[Parameter]) -> None:
+        sizes = [self.share] if self.kind.zero else [weight.elements for weight in weights]
+        wide = []
+        if self.masters and not self.kind.fp32_gradients:
+            if self.unwalked and not self.kind.zero:
+                wide.append(self.allocate(self.unwalked, FP32, "fp32 gradients", "gradients"))
+            wide += [self.new("_to_copy", size, FP32, "fp32 gradients", "gradients") for size in sizes]
+        adam, name = self.kind.optimizer in ("adam", "adamw"), "working memory of the optimizer"
+        if self.kind.stepping == "fused":
+            self.happened(f"_fused_{self.kind.optimizer if adam else 'sgd'}_")
+        elif self.kind.stepping == "foreach":
+            if adam:
+                one = self.new("lift_fresh", 1, FP32, name)
+                self.happened("_foreach_add_")
+                del one
+                roots = [self.allocate(size, FP32, name) for size in sizes]
+                if self.unwalked and not self.kind.zero:
+                    roots.append(self.allocate(self.unwalked, FP32, name))
+                self.happened("_foreach_sqrt")
+                self.happened("_foreach_div_")
+            self.happened("_foreach_add_")
+        else:
+            root = quotient = None
+            for size in sizes:
+                self.happened("add_")
+                if adam:
+                    root = self.new("sqrt", size, FP32, name)
+                    made = self.new("div", size, FP32, name)
+                    root = None
+                    self.happened("add_")
+                    quotient = made
+                    del made
+                    self.happened("addcdiv_")
+            del root, quotient
+        if self.masters:
+            self.happened("_foreach_copy_")
+
+    def leaps(self) -> list[tuple[int, int]]:
+        """Pairs of moments that lie a layer apart, where the layers that are not walked would follow: once on each way through the layers."""
+        if not self.unwalked:
+            return []
+        second, third = self.passed[1], self.passed[2]
+        first = self.passed[0]
+        return [pair for i in range(0, len(first), 2) for pair in ((first[i], second[i]), (third[i + 1], second[i + 1]))]
+
+    def changes(self) -> list[list[tuple[Life, int]]]:
+        """Births and deaths, moment by moment."""
+        changes: list[list[tuple[Life, int]]] = [[] for _ in self.moments]
+        for life in self.lives:
+            changes[life.birth].append((life, 1))
+            if life.death is not None and life.death < len(changes):
+                changes[life.death].append((life, -1))
+        return changes
+
+    def held(self, group: Callable[[Life], Any]) -> Iterator[tuple[int, dict[tuple, int]]]:
+        """(moment, factors of what is alive by group and term), for each moment at which something is born or a phase begins."""
+        running: dict[tuple, int] = defaultdict(int)
+        leaps = self.leaps()
+        before: dict[int, dict[tuple, int]] = {}
+        for i, changes in enumerate(self.changes()):
+            for life, sign in changes:
+                for term, factor in life.nbytes.terms.items() if isinstance(life.nbytes, Polynomial) else [("", life.nbytes)]:
+                    running[group(life), term] += sign * factor
+            for start, end in leaps:
+                if i == start:
+                    before[start] = dict(running)
+                elif i == end:
+                    for key, factor in list(running.items()):
+                        running[key[0], "M" + key[1]] += factor - before[start].get(key, 0)
+            if any(sign > 0 for _, sign in changes) or self.moments[i][0] != self.moments[i - 1][0]:
+                yield i, {key: factor for key, factor in running.items() if factor}
