@@ -54,6 +54,10 @@ FINISHED = {
     "mixed precision",
     "data parallel",
     "ZeRO",
+    "model-state memory",
+    "activation accounting",
+    "Qwen2 table",
+    "memory planning",
 }
 
 
