@@ -161,6 +161,7 @@ class _Recorder(TorchDispatchMode):
         self.label(_gradients(module, optimizer), "gradients")
         self.label((value for _, value in _optimizer_tensors(optimizer)), "optimizer")
         self.label(module.buffers(), "buffers")
+        self.own = {buffer.untyped_storage()._cdata for buffer in module.buffers()}  # saved or not, they are there anyway
 
     def life(self, tensor: Tensor, birth: int) -> Life:
         storage = tensor.untyped_storage()
@@ -209,7 +210,8 @@ class _Recorder(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         def keep(tensor: Tensor) -> Tensor:
-            self.label([tensor], "activations")
+            if tensor.untyped_storage()._cdata not in self.own:
+                self.label([tensor], "activations")
             return tensor
 
         def entered(*_: object) -> None:
