@@ -1,0 +1,543 @@
+# %% [markdown]
+# # 03 · Know what is in the memory
+#
+# **A model of 1.5 billion parameters is 3 GB in 16 bits. Why does training it not fit in 32 GB, and can you tell beforehand, to the byte?**
+#
+# *90 min · before this: labs 00 and 02 · needs a laptop, no GPU and no network*
+
+# %% [markdown]
+# ## Goals
+#
+# After this lab you
+#
+# - count the parameters of a model from its `config.json`, to the last one (exercise 3.1),
+# - say which tensors a layer keeps for the backward pass, and how large they are (exercise 3.2),
+# - look at a published memory table and see that it cannot be right (exercise 3.3, a bug hunt).
+#
+# You also predict the peak of a step with its phase, watch an allocator fail with memory to spare, and leave with a calculator.
+
+# %% [markdown]
+# ## Setup
+
+# %%
+import dataclasses
+
+import torch
+
+from labutils import checkpointing, measure, memory, plots, units
+from labutils.check import check, hint, predict, reveal, show
+from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
+from labutils.exercises import memory as exercises
+from labutils.model import GPT
+from labutils.widgets import explore
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# A training step of a small GPT. The first picture is measured: every storage, from the operation that made it to the one that freed it. The second comes from the
+# configuration alone, and no tensor is made for it.
+
+# %%
+config = ModelConfig(num_layers=3, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=32)
+train = TrainConfig(micro_batch=8, global_batch=8, precision="fp32")
+model = GPT(config, generator=torch.Generator().manual_seed(0))
+optimizer = torch.optim.AdamW(model.parameters())
+x, y = torch.randint(128, (2, 8, 32), generator=torch.Generator().manual_seed(1)).unbind()
+x, y = x.clone(), y.clone()
+
+
+def step():
+    loss = model.loss(x, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# %%
+step()  # the optimizer's state comes with the first step
+measured = measure.history(step, model, optimizer)
+plots.memory_timeline(measured, title="Measured: a hill of activations on a plateau of model states")
+
+# %%
+predicted = memory.history(config, train)
+plots.memory_timeline(predicted, title="Predicted from the configuration: the same, operation by operation")
+
+# %%
+def alive(history):
+    return [(m.event, m.ledger.total) for m in history.moments if m.phase in ("forward", "backward")]
+
+
+alive(predicted) == alive(measured), len(alive(measured)), predicted.peak.ledger.total == measured.peak.ledger.total
+
+# %% [markdown]
+# Equal after every operation of the forward and the backward pass, to the byte, and at the peak. The lab takes this apart, from what is there all the time to what is there for a moment: parameters, model states,
+# activations, temporaries, and at last what the allocator adds.
+
+# %% [markdown]
+# ## How many parameters has a model?
+#
+# A decoder has a table of words, L equal layers, a norm at the end and a head. GPT-2's layers have four attention matrices of $h \times h$, two of the feed-forward network of
+# $h \times 4h$, biases, and two norms: $12h^2 + 13h$.
+
+# %%
+gpt2 = ModelConfig.named("gpt2-xl")
+gpt2.parameters
+
+# %% [markdown]
+# > How many parameters has GPT-2 XL, the "1.5 billion" one, in billions?
+
+# %%
+predict("memory/gpt2-xl", billions=1.5)
+
+# %%
+h, v, s, L = gpt2.letters("h v s L")
+by_hand = v * h + s * h + L * (12 * h**2 + 13 * h) + 2 * h
+reveal("memory/gpt2-xl", billions=by_hand / 1e9)
+
+# %%
+by_hand == gpt2.num_params
+
+# %% [markdown]
+# Today's models differ in four places. SwiGLU has three matrices, not two. Grouped-query attention (GQA) has fewer key and value heads, $g$ of them. There are no biases, or three a
+# layer. And the head may be the table of words again, *tied*. All of it stands in the `config.json` that comes with the weights:
+
+# %%
+llama = ModelConfig.from_hf(exercises.LLAMA_3)
+llama.num_params, llama.letters("L h a g f v")
+
+# %%
+for name in ("gpt2", "gpt3-175b", "llama-2-7b", "llama-3.1-405b", "qwen2-0.5b", "qwen2-7b", "mixtral-8x7b"):
+    named = ModelConfig.named(name)
+    print(f"{name:15}{named.num_params:>17,}")
+
+# %% [markdown]
+# The numbers are those of the released weights, to the last parameter. "405B" has 405.9, "GPT-3 175B" 174.6 and "7B" anything from 6.7 to 7.6. Mixtral's "8x7B" are 46.7, because the
+# eight experts share one attention.
+#
+# ### Exercise 3.1 · Count the parameters of a config.json (15 min, ●●○)
+#
+# `config` is the parsed file, Llama's or Qwen2's. Qwen2 has biases at queries, keys and values. Return the number of parameters.
+
+
+# %%
+def count_parameters(config) -> int:
+    raise NotImplementedError
+
+
+# %%
+check("memory/count-parameters", count_parameters)
+
+# %%
+hint("memory/count-parameters", 1)
+
+# %%
+show(exercises.count_parameters)
+
+# %% [markdown]
+# ## What does the forward pass keep?
+#
+# Model states are parameters times 16, 18 or 20 bytes (lab 02), whatever the batch. Activations are the rest, and there the batch comes in. Autograd keeps a tensor when the backward pass of some
+# operation reads it:
+#
+# | operation | its backward pass reads |
+# |---|---|
+# | $y = xW$ | $x$ (and $W$, which is there anyway) |
+# | LayerNorm | its input, and mean and 1/σ of each token |
+# | softmax | its *output* |
+# | $QK^\top$, and weights times $V$ | both factors |
+# | GELU | its input |
+# | dropout | a mask |
+# | $x + y$ | nothing |
+#
+# > In bf16 with dropout: how many bytes does GPT-2 XL keep in one layer for a single sequence of 1024 tokens, in MB?
+
+# %%
+predict("memory/one-layer", MB=100)
+
+# %%
+run = TrainConfig(micro_batch=1, global_batch=1, precision="bf16")
+with_dropout = dataclasses.replace(gpt2, dropout=0.1)
+kept = memory.activations(with_dropout, run)
+layer = [line for line in kept if line.name.startswith("blocks.7.")]
+for line in layer:
+    print(f"{line.name.removeprefix('blocks.7.'):20}{units.text(line.amount):>9}  {line.note}")
+
+# %%
+reveal("memory/one-layer", MB=sum(line.amount for line in layer) / 1e6)
+
+# %% [markdown]
+# Nearly three quarters are the s × s matrices of attention: the softmax of 25 heads, what dropout leaves of it, and the mask. That was the prediction; the measurement hooks every tensor that autograd packs
+# away, for the small model of the first picture:
+
+# %%
+counted = memory.activations(config, train)
+counted.diff(measure.saved_activations(lambda: model.loss(x.clone(), y.clone()), model)).unexplained
+
+# %% [markdown]
+# Zero bytes. A test of this course does the same for random configurations: norms, feed-forward networks, GQA, RoPE, fused attention, autocast, dropout, checkpointing.
+#
+# ### Exercise 3.2 · Predict what attention keeps (15 min, ●●○)
+#
+# Plain causal attention with $a$ query and $g$ key-value heads, no dropout, no norm, the output projection included; `size` is the bytes of a number. Return the bytes that autograd keeps.
+
+
+# %%
+def saved_by_attention(b: int, s: int, h: int, a: int, g: int, size: int) -> int:
+    raise NotImplementedError
+
+
+# %%
+check("memory/saved-by-attention", saved_by_attention)
+
+# %%
+hint("memory/saved-by-attention", 1)
+
+# %%
+show(exercises.saved_by_attention)
+
+# %% [markdown]
+# ## Does the published formula say the same?
+#
+# The formula that everybody cites is that of Korthikanti et al.: a layer keeps
+#
+# $$ sbh\left(34 + 5\,\frac{as}{h}\right) \text{ bytes.} $$
+#
+# Here are its 34 and its 5:
+
+# %%
+paper = memory.korthikanti(b=1, s=1024, h=1600, a=25)
+paper
+
+# %%
+48 * paper.total - sum(line.amount for line in kept)
+
+# %% [markdown]
+# The formula counts less than PyTorch keeps. It is no rounding, and no "about": each byte of the difference has a name.
+
+# %%
+beyond = memory.beyond_the_paper(with_dropout, run)
+beyond
+
+# %%
+paper.scaled(48).total + beyond.total == kept.total
+
+# %% [markdown]
+# The paper assumes dropout masks of one byte; on a CPU PyTorch keeps them in the format of what they mask. It leaves out mean and 1/σ, the embedding, the head and the loss. With a vocabulary of
+# 50 257 words the log-probabilities alone are more than half of a layer.
+
+# %% [markdown]
+# ## What makes activations grow?
+#
+# > GPT-2 XL goes from 1024 to 4096 tokens. How many times as many bytes do its activations take, with plain attention?
+
+# %%
+predict("memory/four-times-longer", times=4)
+
+# %%
+lengths = [256, 512, 1024, 2048, 4096, 8192]
+
+
+def activations(tokens, **options):
+    longer = dataclasses.replace(gpt2, seq_len=tokens)
+    return memory.activations(longer, TrainConfig(micro_batch=1, global_batch=1, **options)).total
+
+
+reveal("memory/four-times-longer", times=activations(4096) / activations(1024))
+
+# %%
+plots.curves(
+    lengths,
+    xlabel="tokens in a sequence",
+    ylabel="activations, one sequence",
+    unit="B",
+    log="xy",
+    title="The scores grow with the square; what is left without them grows in proportion",
+    plain=[activations(s) for s in lengths],
+    fused_attention=[activations(s, attention="sdpa") for s in lengths],
+    checkpointed=[activations(s, checkpointing="full") for s in lengths],
+)
+
+# %% [markdown]
+# In the batch and in the layers they are linear, always. In the sequence they are $34sbh + 5as^2b$: linear *and* quadratic, equal where $s = 34h/5a$, at
+
+# %%
+34 * 64 / 5, 34 * 128 / 5
+
+# %% [markdown]
+# tokens for heads 64 and 128 wide. Fused attention (lab 06) removes the square, so today's activations are linear in $s$ too.
+#
+# **What do a modern model's parts change?** One layer of Llama-3.1-8B at 4096 tokens in bf16, each part put back to that of GPT-2:
+
+
+# %%
+def one_layer(**changes):
+    varied = dataclasses.replace(llama, num_layers=1, seq_len=4096, **changes)
+    saved = memory.activations(varied, TrainConfig(micro_batch=1, global_batch=1, attention="sdpa"))
+    return sum(line.amount for line in saved if line.name.startswith("blocks."))
+
+
+base = one_layer()
+parts = {
+    "32 key-value heads, not 8": {"num_kv_heads": 32},
+    "GELU, not SwiGLU": {"ffn": "gelu"},
+    "LayerNorm, not RMSNorm": {"norm": "layernorm"},
+}
+print(f"{'as it is':28}{units.text(base):>9}")
+for name, changes in parts.items():
+    print(f"{name:28}{units.text(one_layer(**changes)):>9}  {one_layer(**changes) / base - 1:+.0%}")
+
+# %% [markdown]
+# GQA saves on keys and values. SwiGLU keeps four tensors of $sbf$ where GELU keeps two. And RMSNorm, as PyTorch writes it, keeps its input in fp32 and the normalized one as well: simpler to compute, and
+# *larger* to remember, until somebody fuses it.
+
+# %% [markdown]
+# ## When is memory fullest?
+#
+# Activations are largest at the end of the forward pass. Is that the peak?
+#
+# > GPT-2 XL in bf16, one sequence, full checkpointing: in which phase is memory fullest? Write 1 for forward, 2 for backward, 3 for the optimizer.
+
+# %%
+predict("memory/phase", phase=2)
+
+# %%
+setting = TrainConfig(micro_batch=1, global_batch=1, checkpointing="full")
+peak = memory.predict(gpt2, setting, hardware=Hardware.named("V100"))
+{name: units.text(amount) for name, amount in peak.phases.items()}
+
+# %%
+reveal("memory/phase", phase=["forward", "backward", "optimizer"].index(peak.phase) + 1)
+
+# %%
+peak
+
+# %% [markdown]
+# Weights, gradients, moments, and an fp32 copy of the gradients that nobody budgets for. Each line's note is its formula in the letters of the course. With 32 sequences and without checkpointing it is another
+# moment: the loss has been taken, and over all saved activations stand the log-probabilities and *two* gradients of them.
+
+# %%
+large = memory.predict(gpt2, TrainConfig(micro_batch=32, global_batch=32))
+large.phase, large.event, units.text(large.total), {line.name: units.text(line.amount) for line in large if line.component == "buffers"}
+
+# %% [markdown]
+# Is it true? The same prediction for the small model, against its measured peak, at several settings:
+
+
+# %%
+def measured_peak(setting):
+    """The fullest moment of a second step, measured."""
+    learner = GPT(config, attention=setting.attention)
+    checkpointing.apply(learner, setting.checkpointing)
+    make = torch.optim.SGD if setting.optimizer == "sgd" else torch.optim.AdamW
+    stepper = make(learner.parameters(), lr=0.1)
+
+    def one_step():
+        loss = learner.loss(x, y)
+        loss.backward()
+        stepper.step()
+        stepper.zero_grad()
+
+    one_step()
+    return measure.history(one_step, learner, stepper).peak
+
+
+# %%
+tried = {"as above": {}, "fused attention": {"attention": "sdpa"}, "checkpointed": {"checkpointing": "full"}, "SGD": {"optimizer": "sgd"}}
+for name, options in tried.items():
+    setting = dataclasses.replace(train, **options)
+    guess, found = memory.predict(config, setting), measured_peak(setting)
+    print(f"{name:16}{guess.phase:>10}{guess.total:>10,} B, unexplained: {guess.total - found.ledger.total}")
+
+# %% [markdown]
+# Published estimators state an error of a few percent. There is no reason for one, as long as nothing is left out.
+
+# %% [markdown]
+# ## Why is there no room while bytes are free?
+#
+# What PyTorch asks of the driver is not what tensors ask of PyTorch. Asking is slow, so freed memory is kept in *segments* and handed out again in *blocks*: small tensors share segments of 2 MiB, larger
+# ones of 20 MiB, and from 10 MiB on a tensor has a segment to itself. `memory.Allocator` follows those rules, on a device of your choice.
+#
+# > A device of 40 MiB. Eight tensors of 5 MiB, and every second one is freed. How many MiB does the largest tensor have that finds room now?
+
+# %%
+predict("memory/largest-free", MiB=20)
+
+# %%
+gpu = memory.Allocator(40 * units.MIB)
+addresses = [gpu.alloc(5 * units.MIB, name=f"tensor {i % 2}") for i in range(8)]
+for address in addresses[::2]:
+    gpu.free(address)
+gpu
+
+# %%
+reveal("memory/largest-free", MiB=gpu.largest_free / units.MIB)
+
+# %%
+title = "Half of the memory is free, and a tensor of 10 MiB finds no room"
+plots.memory_map(title=title, asked=10 * units.MIB, after_freeing=gpu.segments)
+
+# %%
+try:
+    gpu.alloc(10 * units.MIB)
+except memory.OutOfMemory as error:
+    print(error)
+
+# %% [markdown]
+# That is fragmentation. Before it gives up the allocator hands back segments in which nothing is left; here every segment holds something.
+#
+# **On a real step.** The trace of the first picture, every storage with its birth and death, replayed on a device. The tensors are small, so they share segments; what is reserved beyond them is the price of
+# not asking the driver:
+
+# %%
+trace = memory.trace_of(measure.storages(step, model, optimizer))
+replayer = memory.Allocator(units.parse("1 GiB"))
+memory.replay(trace, replayer)
+peaks = {"tensors": measured.peak.ledger.total, "blocks": replayer.peak_allocated, "segments": replayer.peak_reserved}
+{name: units.text(amount) for name, amount in peaks.items()}
+
+# %% [markdown]
+# Blocks are multiples of 512 bytes, segments of 2 MiB. PyTorch's own trace, `torch.cuda.memory._snapshot()`, goes through `memory.trace_of_snapshot` in the same way. A recorded run on a GPU belongs here; this course does not have one yet.
+
+# %% [markdown]
+# ## Where do the 60 GB of GPT-2 come from?
+#
+# The ZeRO paper's example: GPT-2 with 1.5 billion parameters, 1024 tokens, batch 32. Weights 3 GB; model states 24 GB; activations "about 60 GB"; with checkpointing "about 8 GB". Each number again:
+
+# %%
+batch32 = {"micro_batch": 32, "global_batch": 32}
+states = memory.model_states(gpt2, TrainConfig(**batch32))
+{"weights": units.text(states.only(component="weights").total), "model states": units.text(states.total)}
+
+# %%
+ways = {
+    "12 numbers a token, layer and column": 12 * 32 * 1024 * 1600 * 48 * 2,
+    "Korthikanti, without as²b": 48 * memory.korthikanti(b=32, s=1024, h=1600, a=25, checkpointing="selective").total,
+    "Korthikanti": 48 * memory.korthikanti(b=32, s=1024, h=1600, a=25).total,
+    "PyTorch, no dropout": memory.activations(gpt2, TrainConfig(**batch32)).total,
+    "PyTorch, fused attention": memory.activations(gpt2, TrainConfig(**batch32, attention="sdpa")).total,
+    "PyTorch, full checkpointing": memory.activations(gpt2, TrainConfig(**batch32, checkpointing="full")).total,
+}
+for name, amount in ways.items():
+    print(f"{name:38}{units.text(amount):>9}")
+
+# %% [markdown]
+# The 60 GB are the paper's own count of 12 numbers for each token, layer and column, without the scores, which alone are
+# 165 − 84 = 81 GB. Its 8 GB with checkpointing come out at 8.5, log-probabilities included. So the model that is 3 GB takes 25 GB before the first token, and between 9 and 300 GB more after it,
+# by what you keep.
+
+# %% [markdown]
+# ### Exercise 3.3 · Bug hunt: a table that fits one layer (10 min, ●○○)
+#
+# This function made a published table of activations, by the paper's formula. It is right for one layer. Repair it.
+
+
+# %%
+def activation_bytes(b: int, s: int, h: int, a: int, L: int) -> int:
+    return L * 34 * s * b * h + 5 * a * s * s * b
+
+
+# %%
+check("memory/bug-hunt-table", activation_bytes)
+
+# %%
+hint("memory/bug-hunt-table", 1)
+
+# %%
+show(exercises.activation_bytes)
+
+# %% [markdown]
+# ## Turn the knobs
+#
+# The memory calculator. Every line is a tensor, or all tensors of one kind; the note is its formula. The last line is the peak; above the table stands where in the step it is, and whether it fits.
+
+
+# %%
+def calculator(model="gpt2-xl", micro_batch=1, attention="sdpa", checkpointing="none", devices="one"):
+    """The peak of a training step in bf16 with AdamW, line by line."""
+    ranks, level = {"one": (1, 0), "8, ZeRO 1": (8, 1), "8, ZeRO 3": (8, 3)}[devices]
+    named = ModelConfig.named(model)
+    short = dataclasses.replace(named, seq_len=min(named.seq_len, 4096))
+    setting = TrainConfig(
+        micro_batch=micro_batch, global_batch=micro_batch * ranks, attention=attention, checkpointing=checkpointing, zero=level
+    )
+    h100 = Hardware.named("H100")
+    peak = memory.predict(short, setting, mesh=Mesh(dp=ranks), hardware=h100)
+    verdict = f"fits, {units.text(peak.spare)} to spare" if peak.fits else f"does not fit: fails in the {peak.fails_in} pass"
+    head = f"<p><b>{units.text(peak.total)}</b> at the fullest moment, in the {peak.phase} pass, after <code>{peak.event}</code>. H100: {verdict}.</p>"
+    return head + peak._repr_html_()
+
+
+explore(
+    calculator, states=144, model=["gpt2-xl", "llama-2-7b", "llama-3.1-8b", "qwen2-7b"], micro_batch=(1, 9, 8), attention=["sdpa", "plain"],
+    checkpointing=["none", "selective", "full"], devices=["one", "8, ZeRO 1", "8, ZeRO 3"],
+)  # fmt: skip
+
+# %% [markdown]
+# Sequences have 4096 tokens, or as many as the model takes. Find the cheapest way to train Llama-3.1-8B on 8 H100s. Which line decides?
+
+# %% [markdown]
+# ## In practice
+#
+# - **`torch.cuda.max_memory_allocated()`** is the peak of what tensors take, rounded up to blocks; **`max_memory_reserved()`** is what the driver sees. `nvidia-smi` shows more than either: the CUDA context and NCCL's
+#   buffers are outside of PyTorch.
+# - **`torch.cuda.memory._record_memory_history()`**, then `_dump_snapshot("file")`: every allocation with its stack, to be opened at pytorch.org/memory_viz.
+# - **`PYTORCH_CUDA_ALLOC_CONF`** (`PYTORCH_ALLOC_CONF` in recent versions): `expandable_segments:True` maps memory page by page into one growing segment, the cure for most fragmentation; `max_split_size_mb` keeps large blocks whole.
+# - **Megatron-LM** prints a theoretical footprint at the start; **torchtitan** logs peak active and reserved memory, and has an estimator that runs the model on fake tensors.
+# - **`torch.distributed._tools.mem_tracker.MemTracker`** does the same in PyTorch: under `FakeTensorMode` it tracks a model that does not fit. The prediction above agrees with it; a test compares the two.
+# - **`accelerate estimate-memory`** counts weights, and a multiple of them for training with Adam; activations are left out.
+
+# %% [markdown]
+# ## Errata
+#
+# **The Qwen2 table of a book chapter** gives activations at $b = 1$, $s = 4096$ as a linear and a quadratic term. With its own formula:
+
+# %%
+stated = {"qwen2-0.5b": (2.9, 2), "qwen2-7b": (3.9, 4), "qwen2-72b": (71, 8)}
+for name, (linear, quadratic) in stated.items():
+    h, a, L = ModelConfig.named(name).letters("h a L")
+    right = L * 34 * 4096 * h / 1e9, L * 5 * a * 4096**2 / 1e9
+    print(f"{name:11} stated {linear:5} + {quadratic} GB   by the formula {right[0]:5.1f} + {right[1]:5.1f} GB")
+
+# %% [markdown]
+# The quadratic term has lost its factor L, and 72B has 80 layers, not 64 as the table says. And Qwen2 is not the model of the formula: GQA, SwiGLU, RMSNorm, no dropout, fused attention. What it keeps, counted:
+
+# %%
+for name in stated:
+    qwen = dataclasses.replace(ModelConfig.named(name), seq_len=4096)
+    amounts = [memory.activations(qwen, TrainConfig(micro_batch=1, global_batch=1, attention=kind)).total for kind in ("plain", "sdpa")]
+    print(f"{name:11} plain {units.text(amounts[0]):>8}   fused {units.text(amounts[1]):>8}")
+
+# %% [markdown]
+# **"34 + 5·a/h"** (notes on a scaling guide): a factor $s$ is lost. For GPT-3 at 2048 tokens that is 82 GB instead of 275.
+#
+# **"Activations scale linearly with sequence length"** (the same): linearly with the batch, and with the square of the sequence as long as scores are kept.
+#
+# **"Around 20 bytes per parameter for everything else"** (a handbook): 12 are states; the other 8 stand for activations and buffers, which do not depend on the number of parameters.
+#
+# **"The multiplier 2 is because both K and V are cached"** (the book chapter): that is a cache of *inference*. Training keeps queries, keys and values of the batch, once.
+#
+# **"2Ψ bytes for fp16 parameters and gradients"** (a summary of the ZeRO paper): 2Ψ each.
+
+# %% [markdown]
+# ## Summary
+#
+# > - Parameters are counted from the configuration, to the last one: GPT-2 XL has 1 557 611 200, Llama-3.1-8B 8 030 261 248.
+# >   <!-- claim: [config.ModelConfig.named(name).num_params for name in ("gpt2-xl", "llama-3.1-8b")] == [1557611200, 8030261248] -->
+# > - A layer keeps sbh(34 + 5as/h) bytes by the paper; what PyTorch keeps beyond it has a name, byte for byte.
+# >   <!-- claim: memory.korthikanti(b=1, s=2048, h=12288, a=96).total == 2048 * 12288 * (34 + 80) -->
+# > - Linear in batch and layers; in the sequence linear plus quadratic, until fused attention removes the square. They meet at 435 tokens for heads 64 wide, at 870 for 128.
+# >   <!-- claim: [34 * d / 5 for d in (64, 128)] == [435.2, 870.4] -->
+# > - The peak is where most things meet: after the loss where activations are large, in the optimizer where they are not.
+# >   <!-- claim: [memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, checkpointing=p)).phase for b, p in ((32, "none"), (1, "full"))] == ["backward", "optimizer"] -->
+# > - Free is not the same as available: half of 40 MiB free, in pieces of 5, and 10 MiB find no room.
+#
+# Next: lab 04 pays for less memory with time.
+
+# %% [markdown]
+# ## References
+#
+# - V. Korthikanti et al., *Reducing activation recomputation in large transformer models*, arXiv:2205.05198: section 4, the formula line by line; table 2.
+# - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054: section 3, model states, activations and fragmentation of GPT-2.
+# - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): memory of a training step.
+# - A. Yang et al., *Qwen2 technical report*, arXiv:2407.10671: table 1.
+# - PyTorch, notes on CUDA memory management, and the comments of `c10/cuda/CUDACachingAllocator.cpp`; documentation of `torch.cuda.memory`.
