@@ -60,7 +60,7 @@ plots.memory_timeline(measured, title="Measured: a hill of activations on a plat
 
 # %%
 predicted = memory.history(config, train)
-plots.memory_timeline(predicted, title="Predicted from the configuration: the same, operation by operation")
+plots.memory_timeline(predicted, title="Predicted from the configuration: the same hill, the same peak")
 
 # %%
 def alive(history):
@@ -95,7 +95,7 @@ by_hand = v * h + s * h + L * (12 * h**2 + 13 * h) + 2 * h
 reveal("memory/gpt2-xl", billions=by_hand / 1e9)
 
 # %%
-by_hand == gpt2.num_params
+by_hand, by_hand == gpt2.num_params
 
 # %% [markdown]
 # Today's models differ in four places. SwiGLU has three matrices, not two. Grouped-query attention (GQA) has fewer key and value heads, $g$ of them. There are no biases, or three a
@@ -219,7 +219,7 @@ beyond = memory.beyond_the_paper(with_dropout, run)
 beyond
 
 # %%
-paper.scaled(48).total + beyond.total == kept.total
+kept.total, paper.scaled(48).total + beyond.total == kept.total
 
 # %% [markdown]
 # The paper assumes dropout masks of one byte; on a CPU PyTorch keeps them in the format of what they mask. It leaves out mean and 1/σ, the embedding, the head and the loss. With a vocabulary of

@@ -304,7 +304,7 @@ for name, n, engine in (("one thread", 1, "threads"), ("two threads", 2, "thread
         print(f"{name}: {units.text(min(max(few.run(python)) for _ in range(30)), 's')}")
 
 # %% [markdown]
-# Two threads take turns, two processes run at once. A training step launches thousands of kernels from Python, so of eight threads seven wait for the interpreter. This is
+# Two threads take turns; two processes run at once, if two cores are free. A training step launches thousands of kernels from Python, so of eight threads seven wait for the interpreter. This is
 # why every framework starts one process a device.
 
 # %% [markdown]
@@ -621,7 +621,7 @@ def runs_out(rank):
 try:
     two.run(runs_out)
 except DeadlockError as error:
-    print(str(error).splitlines()[0])
+    print(str(error).splitlines()[0].rstrip(":"))
 
 # %% [markdown]
 # That is what equal shares in exercise 8.1 are for. Where they cannot be had, a rank without an example must take part all the same, with nothing to add, and the
@@ -847,7 +847,7 @@ explore(knobs, states=45, bucket=log(1e5, 1e9, 10, unit="B"), ranks=[8, 32, 128]
 # %% [markdown]
 # ## Errata
 #
-# **"A synchronization phase where the outputs from all GPUs are harmonized"** (S2, on DDP). That is `nn.DataParallel`. DDP averages *gradients*; outputs and losses stay
+# **"A synchronization phase where the outputs from all GPUs are harmonized"** (a memory guide, on DDP). That is `nn.DataParallel`. DDP averages *gradients*; outputs and losses stay
 # where they are. Outputs would grow with the batch, gradients do not. Bytes that each rank of GPT-2 sends, with one sequence a rank and with eight:
 
 # %%
@@ -855,13 +855,13 @@ steps = {b: TrainConfig(micro_batch=b, global_batch=4 * b, precision="fp32") for
 {b: units.text(collectives.predict(gpt2, train, Mesh(dp=4)).by("rank")[0]) for b, train in steps.items()}
 
 # %% [markdown]
-# **"Gradients are synchronized by all-reduce"** (S1) leaves out the division. NCCL, gloo and MPI sum; without the division the gradient is N times too large, and Adam
+# **"Gradients are synchronized by all-reduce"** (a scaling guide) leaves out the division. NCCL, gloo and MPI sum; without the division the gradient is N times too large, and Adam
 # hides it (lab 05).
 #
 # **A hook that reduces its argument** (a published exercise): the argument is the parameter. The bytes are as they should be, and so is the first loss; see
 # exercise 8.2.
 #
-# **"If the weights do not fit, use multi-GPU (DDP or FSDP)"** (S2). DDP holds *everything* on every rank, on two as on two thousand. GPT-2 XL in mixed precision with
+# **"If the weights do not fit, use multi-GPU (DDP or FSDP)"** (the memory guide). DDP holds *everything* on every rank, on two as on two thousand. GPT-2 XL in mixed precision with
 # Adam:
 
 # %%
@@ -870,13 +870,13 @@ states = memory.model_states(xl, TrainConfig(micro_batch=1, global_batch=2048))
 f"{units.text(states.total)} on each rank, {states.total / xl.num_params:.0f} bytes a parameter, whatever the number of ranks"
 
 # %% [markdown]
-# **"The default bucket is 25 MB"** (S1 and its source). `bucket_cap_mb=25` counts MiB. And one bucket, for the parameters that are defined first, is smaller:
+# **"The default bucket is 25 MB"** (the scaling guide and its source). `bucket_cap_mb=25` counts MiB. And one bucket, for the parameters that are defined first, is smaller:
 
 # %%
 nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB * nn.parallel.distributed._MB_TO_BYTES, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 
 # %% [markdown]
-# **"Each node computes gradients locally"** (S4). Each *process*, and there is one for each device: two nodes of eight GPUs are sixteen data-parallel ranks.
+# **"Each node computes gradients locally"** (lecture slides). Each *process*, and there is one for each device: two nodes of eight GPUs are sixteen data-parallel ranks.
 
 # %% [markdown]
 # ## Summary

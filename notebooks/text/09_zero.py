@@ -128,7 +128,7 @@ paper = {
 devices = [1, 4, 16, 64, 256, 1024]
 lines = {name: [zero.model_states(7.5e9, n, int(name[-1])) / 1e9 for n in devices] for name in paper}
 axes = {"xlabel": "devices", "ylabel": "GB on each, 7.5B parameters", "log": "xy"}
-title = "Levels 1 and 2 stop at a floor of whole weights, level 3 goes on"
+title = "Levels 1 and 2 stop at what stays whole, level 3 goes on"
 plots.curves(devices, title=title, measured=paper, **axes, **lines)
 
 # %% [markdown]
@@ -285,7 +285,7 @@ sent = {level: zero.predict_sent(10**6, 4, level, accumulation=8) for level in (
 {f"level {level}": units.text(ledger.only(rank=0).total) for level, ledger in sent.items()}
 
 # %% [markdown]
-# With long accumulation and a model that fits, level 1 is the one to choose. Nothing is free at level 2 but its first micro-batch.
+# With long accumulation and a model that fits, level 1 is the one to choose.
 #
 # ### Exercise 9.1 · Shard the optimizer (20 min, ●●○)
 #
@@ -697,7 +697,7 @@ world.run(forward_only)
 {name: nbytes // 4 for name, nbytes in world.ledger.by("name").items()}, 4 * psi * 3 // 4
 
 # %% [markdown]
-# The broadcast is the start; the rest is one gather, $\Psi(N-1)/N$ of fp32 and a little padding. The same guide says that each GPU asks for "the necessary data" to rebuild "unsharded, local
+# The broadcast is the start; the rest is one gather, $\Psi(N-1)/N$ of fp32. The same guide says that each GPU asks for "the necessary data" to rebuild "unsharded, local
 # data". What is gathered are parameters; each rank keeps its own training data, which is why it is data parallelism.
 #
 # **"ZeRO-2 enables reduce-scatter instead of all-reduce"** (a scaling guide). Level 1 can do so as well, and above it did. What level 2 adds is to *free* the gradients of others. The
