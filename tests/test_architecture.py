@@ -122,7 +122,7 @@ def functions(path):
 
 def test_no_code_lives_twice():
     found = collections.defaultdict(list)
-    for folder in ("labutils", "tools", "book", "benchmarks", "notebooks/text", "tests"):
+    for folder in ("labutils", "examples", "tools", "book", "benchmarks", "notebooks/text", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             if "_build" not in path.parts:
                 for shape, place in functions(path):
