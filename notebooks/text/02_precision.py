@@ -45,9 +45,7 @@ codes = torch.tensor([letters.index(letter) for letter in text])
 len(text), len(letters)
 
 # %%
-config = ModelConfig(
-    num_layers=2, d_model=32, num_heads=4, d_ff=128, vocab_size=len(letters), seq_len=32
-)
+config = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=128, vocab_size=len(letters), seq_len=32)
 
 
 def batch(generator, rows=16):
@@ -248,7 +246,9 @@ def zeros(scale):
 
 for scale in (1.0, 2.0**-7, 2.0**-13, 2.0**-16):
     counted = precision.fate(gradients, "fp16", scale)["zero"]
-    print(f"loss times {scale:<9.2g} counted: {counted:4.0%} are zero   measured: about {round(20 * zeros(scale)) / 20:4.0%}")
+    print(
+        f"loss times {scale:<9.2g} counted: {counted:4.0%} are zero   measured: about {round(20 * zeros(scale)) / 20:4.0%}"
+    )
 
 # %% [markdown]
 # Far more than you counted. The backward pass begins with the gradients of the *logits*, and a weight's gradient is a sum over all of them. At the start of training each
@@ -262,7 +262,9 @@ model.loss(*batch(torch.Generator().manual_seed(1))).backward()
 handle.remove()
 of_logits = precision.exponents(arriving)
 for scale in (1.0, 2.0**-7, 2.0**-13, 2.0**-16):
-    print(f"loss times {scale:<9.2g} {precision.fate(of_logits, 'fp16', scale)['zero']:4.0%} of the logits' gradients are zero")
+    print(
+        f"loss times {scale:<9.2g} {precision.fate(of_logits, 'fp16', scale)['zero']:4.0%} of the logits' gradients are zero"
+    )
 
 # %% [markdown]
 # **Loss scaling** moves the histogram back. The backward pass is linear, so the loss times $S$ gives gradients times $S$; they are divided by $S$ *in fp32*, where
@@ -280,17 +282,34 @@ started = [GPT(config, generator=torch.Generator().manual_seed(seed)) for seed i
 curves = {}
 for name, (dtype, make, settings) in attempts.items():
     curves[name] = [
-        train(copy.deepcopy(started[s]).to(dtype), 60, make, lr=2e-3, seed=s, share=tiny, scaler=settings and LossScaler(**settings))
+        train(
+            copy.deepcopy(started[s]).to(dtype),
+            60,
+            make,
+            lr=2e-3,
+            seed=s,
+            share=tiny,
+            scaler=settings and LossScaler(**settings),
+        )
         for s in seeds
     ]
 
 # %%
 title = "Without a loss scale fp16 learns nothing; with one it learns what fp32 learns"
-plots.curves(range(0, 61, 10), xlabel="steps", ylabel="test loss (nats per letter)", title=title, alt=title + ". Three seeds each.", **curves)
+plots.curves(
+    range(0, 61, 10),
+    xlabel="steps",
+    ylabel="test loss (nats per letter)",
+    title=title,
+    alt=title + ". Three seeds each.",
+    **curves,
+)
 
 # %%
 furthest = max(
-    abs(a - b) for plain_run, scaled in zip(curves["fp32"], curves["fp16 with loss scaling"], strict=True) for a, b in zip(plain_run, scaled, strict=True)
+    abs(a - b)
+    for plain_run, scaled in zip(curves["fp32"], curves["fp16 with loss scaling"], strict=True)
+    for a, b in zip(plain_run, scaled, strict=True)
 )
 learned = [abs(round(run[0] - run[-1], 2)) for run in curves["fp16 without a scale"]]
 f"fp16 with a scale is never further than 0.05 from fp32: {furthest < 0.05}; without it the loss falls by {learned}"
@@ -403,7 +422,9 @@ show(exercises.step)
 # > The most frequent pair of letters comes tens of thousands of times. How far does a bf16 counter get?
 
 # %%
-pairs = torch.zeros(len(letters), len(letters)).index_put_((codes[:-1], codes[1:]), torch.ones(len(codes) - 1), accumulate=True)
+pairs = torch.zeros(len(letters), len(letters)).index_put_(
+    (codes[:-1], codes[1:]), torch.ones(len(codes) - 1), accumulate=True
+)
 predict("precision/counter", count=1000)
 
 # %% [markdown]
@@ -425,7 +446,9 @@ def nats(counts):
     return -(pairs * share.log()).sum().item() / pairs.sum().item()
 
 
-{"fp32": round(nats(pairs), 2)} | {name: round(nats(pairs.clamp(max=2.0 ** (m + 1))), 2) for name, m in (("fp16", 10), ("bf16", 7))}
+{"fp32": round(nats(pairs), 2)} | {
+    name: round(nats(pairs.clamp(max=2.0 ** (m + 1))), 2) for name, m in (("fp16", 10), ("bf16", 7))
+}
 
 # %% [markdown]
 # Nothing overflowed, nothing is NaN, and the model is worse: it takes all frequent pairs for equally frequent. A GPT is full of such sums. A matrix product adds
@@ -458,7 +481,14 @@ def off(fmt):
 
 title = "The more terms, the less a half-precision sum is worth"
 plots.curves(
-    tokens, xlabel="tokens added up", ylabel="relative error of the gradient", log="xy", title=title, alt=title + ".", bf16=off("bf16"), fp16=off("fp16")
+    tokens,
+    xlabel="tokens added up",
+    ylabel="relative error of the gradient",
+    log="xy",
+    title=title,
+    alt=title + ".",
+    bf16=off("bf16"),
+    fp16=off("fp16"),
 )
 
 # %% [markdown]
@@ -542,10 +572,20 @@ recipes = {
 whole = {}
 for name, (dtype, make, settings) in recipes.items():
     whole[name] = [
-        train(copy.deepcopy(started[s]).to(dtype), 100, make, lr=2e-3, seed=s, scaler=settings and LossScaler(**settings)) for s in seeds
+        train(
+            copy.deepcopy(started[s]).to(dtype), 100, make, lr=2e-3, seed=s, scaler=settings and LossScaler(**settings)
+        )
+        for s in seeds
     ]
 title = "With all three, half precision learns what fp32 learns"
-plots.curves(range(0, 101, 10), xlabel="steps", ylabel="test loss (nats per letter)", title=title, alt=title + ". Three seeds each.", **whole)
+plots.curves(
+    range(0, 101, 10),
+    xlabel="steps",
+    ylabel="test loss (nats per letter)",
+    title=title,
+    alt=title + ". Three seeds each.",
+    **whole,
+)
 
 # %%
 ends = {name: [run[-1] for run in runs_] for name, runs_ in whole.items()}
@@ -659,7 +699,9 @@ fp32_run = TrainConfig(micro_batch=1, global_batch=1, precision="fp32")
 bf16_run = TrainConfig(micro_batch=1, global_batch=1, precision="bf16")
 gpt2 = ModelConfig.named("gpt2-xl")
 for name, count in {"model states": memory.model_states, "activations": memory.activations}.items():
-    print(f"{name}: {units.text(count(gpt2, fp32_run).total)} in fp32, {units.text(count(gpt2, bf16_run).total)} in bf16")
+    print(
+        f"{name}: {units.text(count(gpt2, fp32_run).total)} in fp32, {units.text(count(gpt2, bf16_run).total)} in bf16"
+    )
 
 # %% [markdown]
 # **"Update fp32 parameters with fp16 gradients."** (the same, in a list of steps) Between the two stands a division by the scale, in fp32; in fp16 the gradients would vanish again, which is why

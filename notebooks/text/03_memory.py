@@ -62,6 +62,7 @@ plots.memory_timeline(measured, title="Measured: a hill of activations on a plat
 predicted = memory.history(config, train)
 plots.memory_timeline(predicted, title="Predicted from the configuration: the same hill, the same peak")
 
+
 # %%
 def alive(history):
     return [(m.event, m.ledger.total) for m in history.moments if m.phase in ("forward", "backward")]
@@ -317,7 +318,12 @@ peak
 
 # %%
 large = memory.predict(gpt2, TrainConfig(micro_batch=32, global_batch=32))
-large.phase, large.event, units.text(large.total), {line.name: units.text(line.amount) for line in large if line.component == "buffers"}
+(
+    large.phase,
+    large.event,
+    units.text(large.total),
+    {line.name: units.text(line.amount) for line in large if line.component == "buffers"},
+)
 
 # %% [markdown]
 # Is it true? The same prediction for the small model, against its measured peak, at several settings:
@@ -342,7 +348,12 @@ def measured_peak(setting):
 
 
 # %%
-tried = {"as above": {}, "fused attention": {"attention": "sdpa"}, "checkpointed": {"checkpointing": "full"}, "SGD": {"optimizer": "sgd"}}
+tried = {
+    "as above": {},
+    "fused attention": {"attention": "sdpa"},
+    "checkpointed": {"checkpointing": "full"},
+    "SGD": {"optimizer": "sgd"},
+}
 for name, options in tried.items():
     setting = dataclasses.replace(train, **options)
     guess, found = memory.predict(config, setting), measured_peak(setting)
@@ -458,11 +469,17 @@ def calculator(model="gpt2-xl", micro_batch=1, attention="sdpa", checkpointing="
     named = ModelConfig.named(model)
     short = dataclasses.replace(named, seq_len=min(named.seq_len, 4096))
     setting = TrainConfig(
-        micro_batch=micro_batch, global_batch=micro_batch * ranks, attention=attention, checkpointing=checkpointing, zero=level
+        micro_batch=micro_batch,
+        global_batch=micro_batch * ranks,
+        attention=attention,
+        checkpointing=checkpointing,
+        zero=level,
     )
     h100 = Hardware.named("H100")
     peak = memory.predict(short, setting, mesh=Mesh(dp=ranks), hardware=h100)
-    verdict = f"fits, {units.text(peak.spare)} to spare" if peak.fits else f"does not fit: fails in the {peak.fails_in} pass"
+    verdict = (
+        f"fits, {units.text(peak.spare)} to spare" if peak.fits else f"does not fit: fails in the {peak.fails_in} pass"
+    )
     head = f"<p><b>{units.text(peak.total)}</b> at the fullest moment, in the {peak.phase} pass, after <code>{peak.event}</code>. H100: {verdict}.</p>"
     return head + peak._repr_html_()
 
@@ -504,7 +521,10 @@ for name, (linear, quadratic) in stated.items():
 # %%
 for name in stated:
     qwen = dataclasses.replace(ModelConfig.named(name), seq_len=4096)
-    amounts = [memory.activations(qwen, TrainConfig(micro_batch=1, global_batch=1, attention=kind)).total for kind in ("plain", "sdpa")]
+    amounts = [
+        memory.activations(qwen, TrainConfig(micro_batch=1, global_batch=1, attention=kind)).total
+        for kind in ("plain", "sdpa")
+    ]
     print(f"{name:11} plain {units.text(amounts[0]):>8}   fused {units.text(amounts[1]):>8}")
 
 # %% [markdown]
