@@ -480,12 +480,12 @@ def calculator(model="gpt2-xl", micro_batch=1, attention="sdpa", checkpointing="
     verdict = (
         f"fits, {units.text(peak.spare)} to spare" if peak.fits else f"does not fit: fails in the {peak.fails_in} pass"
     )
-    head = f"<p><b>{units.text(peak.total)}</b> at the fullest moment, in the {peak.phase} pass, after <code>{peak.event}</code>. H100: {verdict}.</p>"
+    head = f"<p><b>{units.text(peak.total)}</b> at the fullest moment, in the {peak.phase} pass, after the operation “{peak.event}”. H100: {verdict}.</p>"
     return head + peak._repr_html_()
 
 
 explore(
-    calculator, states=144, model=["gpt2-xl", "llama-2-7b", "llama-3.1-8b", "qwen2-7b"], micro_batch=(1, 9, 8), attention=["sdpa", "plain"],
+    calculator, states=144, model=["gpt2-xl", "llama-2-7b", "llama-3.1-8b", "qwen2-7b"], micro_batch=[1, 8], attention=["sdpa", "plain"],
     checkpointing=["none", "selective", "full"], devices=["one", "8, ZeRO 1", "8, ZeRO 3"],
 )  # fmt: skip
 
