@@ -7,7 +7,7 @@ the fullest moment is thrown away, and predicting a model is evaluating what is 
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
@@ -210,7 +210,7 @@ def _plan(kind: Kind) -> Plan:
 @functools.lru_cache(maxsize=4096)
 def _lines(kind: Kind, moment: int) -> list[tuple[str, str, dict[Places, int]]]:
     """What is alive at a moment: name, component, factors of the products of letters."""
-    held = next(held for i, held in _symbolic(kind).held(lambda life: (life.name, life.component)) if i == moment)
+    ((_, held),) = _symbolic(kind).held(lambda life: (life.name, life.component), {moment})
     lines: dict[tuple[str, str], Terms] = defaultdict(dict)
     for (group, term), factor in held.items():
         lines[group][term] = factor
@@ -433,8 +433,8 @@ class _Step(Walk):
                 changes[life.death].append((life, -1))
         return changes
 
-    def held(self, group: Callable[[Life], Any]) -> Iterator[tuple[int, dict[tuple, int]]]:
-        """(moment, factors of what is alive by group and term), for each moment at which something is born or a phase begins."""
+    def held(self, group: Callable[[Life], Any], at: Container[int] | None = None) -> Iterator[tuple[int, dict[tuple, int]]]:
+        """(moment, factors of what is alive by group and term), for the moments `at`, or each at which something is born or a phase begins."""
         running: dict[tuple, int] = defaultdict(int)
         leaps = self.leaps()
         before: dict[int, dict[tuple, int]] = {}
@@ -448,5 +448,5 @@ class _Step(Walk):
                 elif i == end:
                     for key, factor in list(running.items()):
                         running[key[0], "M" + key[1]] += factor - before[start].get(key, 0)
-            if any(sign > 0 for _, sign in changes) or self.moments[i][0] != self.moments[i - 1][0]:
+            if i in at if at is not None else any(sign > 0 for _, sign in changes) or self.moments[i][0] != self.moments[i - 1][0]:
                 yield i, {key: factor for key, factor in running.items() if factor}
