@@ -6,12 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 from labutils import floats, precision
 from labutils.floats import FloatFormat
-from labutils.precision import rounding
+from labutils.precision import rounding, sums
 
 PEERS = {
     floats.FP16: np.float16,
@@ -265,6 +266,19 @@ class TestSums:
         assert precision.pairwise_sum(x, "fp16") == x.sum()
         assert precision.running_sum(x, "fp16").tolist() == x.cumsum(0).tolist()
 
+    @pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32"])
+    def test_the_machine_and_the_rounding_agree(self, fmt, monkeypatch):
+        """Numbers that are fmt's already take the fast road: the slow one gives the same bits, specials and subnormals included."""
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(5, 300, generator=generator) * 2.0 ** torch.randint(-30, 15, (5, 300), generator=generator)
+        x[0, 7], x[1, 5], x[1, 9] = math.inf, floats.named(fmt).max, floats.named(fmt).max
+        x = precision.round_to(x, fmt)
+        before = x.clone()
+        fast = precision.running_sum(x, fmt)
+        assert torch.equal(x, before) and torch.equal(precision.running_sum(x[2], fmt), fast[2])
+        monkeypatch.setattr(sums, "MACHINE", {})
+        assert_same(fast, precision.running_sum(x, fmt))
+
     def test_stochastic_rounding_keeps_a_sum_growing(self):
         """Past 256 each step adds 2 with probability 1/2: 4096 draws, each of deviation at most spacing/2 = 8."""
         x = torch.ones(16, 4096)
@@ -272,9 +286,50 @@ class TestSums:
         assert abs(sums.mean() - 4096) < 5 * 8 * math.sqrt(4096 / 16)
 
 
+class TestCrossEntropy:
+    LOGITS = torch.randn(20, 600, generator=torch.Generator().manual_seed(0))
+    TARGETS = torch.arange(20)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_summed_in_fp32_it_is_torch_s(self, dtype):
+        found = []
+        for loss in (lambda z: precision.cross_entropy(z, self.TARGETS, "fp32"), lambda z: F.cross_entropy(z.float(), self.TARGETS)):
+            logits = self.LOGITS.to(dtype, copy=True).requires_grad_()
+            value = loss(logits)
+            (3 * value).backward()
+            found.append((value.detach(), logits.grad))
+        torch.testing.assert_close(*found)
+        assert found[0][1].dtype == dtype
+
+    @pytest.mark.parametrize("fmt", ["bf16", "e4m3"])
+    def test_a_stalled_sum_makes_the_loss_small_and_all_gradients_large(self, fmt):
+        """Equal logits: the sum ends at 2^(m + 1) whatever v is, so each of v words has the probability 1/2^(m + 1) and is pushed down by that."""
+        stall = 2 ** (floats.named(fmt).mantissa_bits + 1)
+        logits = torch.full((20, 600), 7.0, requires_grad=True)
+        loss = precision.cross_entropy(logits, self.TARGETS, fmt)
+        loss.backward()
+        assert loss.item() == pytest.approx(math.log(stall))
+        assert logits.grad.sum(-1).tolist() == pytest.approx([(600 / stall - 1) / 20] * 20)
+
+    def test_the_gradient_is_p_minus_y_with_the_sum_that_was_taken(self):
+        logits = self.LOGITS.clone().requires_grad_()
+        precision.cross_entropy(logits, self.TARGETS, "bf16").backward()
+        terms = (self.LOGITS - self.LOGITS.amax(-1, keepdim=True)).exp()
+        sums_ = torch.stack([sum(row, torch.zeros((), dtype=torch.bfloat16)) for row in terms.bfloat16()]).float()
+        expected = (terms / sums_[:, None] - F.one_hot(self.TARGETS, 600)) / 20
+        torch.testing.assert_close(logits.grad, expected)
+
+    def test_far_apart_logits_neither_overflow_nor_divide_by_zero(self):
+        logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
+        loss = precision.cross_entropy(logits, torch.tensor([0]), "fp16")
+        loss.backward()
+        assert loss.item() == 0 and logits.grad.tolist() == [[0.0, 0.0, 0.0]]
+
+
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
+        (lambda: precision.cross_entropy(torch.ones(2, 3), torch.zeros(2, dtype=torch.long), "fp12"), ValueError, "unknown format 'fp12'"),
         (lambda: precision.round_to(torch.ones(2), "fp12"), ValueError, "unknown format 'fp12'"),
         (lambda: precision.round_to(torch.ones(2).to(torch.float8_e5m2), "fp16"), TypeError, "got torch.float8"),
         (lambda: precision.round_to(torch.ones(2), "fp16", mode="up"), ValueError, "mode='up' is unknown"),

@@ -1,10 +1,11 @@
-"""Mixed precision: round tensors to any format, keep fp32 master weights, scale the loss, cast by operation, and count exponents."""
+"""Mixed precision: round tensors to any format, keep fp32 master weights, scale the loss, add with rounded partial sums, cast by operation, count exponents."""
 
 from labutils.precision.autocast import FULL_OPS, HALF_OPS, autocast
 from labutils.precision.exponents import exponents, fate
 from labutils.precision.master import MasterWeights, RoundedWeights
-from labutils.precision.rounding import pairwise_sum, round_to, running_sum
+from labutils.precision.rounding import round_to
 from labutils.precision.scaler import LossScaler
+from labutils.precision.sums import cross_entropy, pairwise_sum, running_sum
 
 __all__ = [
     "FULL_OPS",
@@ -13,6 +14,7 @@ __all__ = [
     "MasterWeights",
     "RoundedWeights",
     "autocast",
+    "cross_entropy",
     "exponents",
     "fate",
     "pairwise_sum",

@@ -1,4 +1,4 @@
-"""Rounding whole tensors to any `FloatFormat`, and sums whose every partial result is rounded.
+"""Rounding whole tensors to any `FloatFormat`.
 
 A tensor keeps its dtype and only its *values* move to the format's grid, so training in fp8, fp4 or a format of your
 own can be tried on any machine. `floats` is the exact, slow reference; this file is the fast road to the same numbers.
@@ -58,54 +58,6 @@ def round_to(
     if mode == "stochastic" and generator is None:
         raise ValueError("mode='stochastic' needs its random source: pass generator=torch.Generator().manual_seed(0)")
     return _RoundTo.apply(x, fmt, mode, overflow, generator)
-
-
-def running_sum(
-    x: Float[Tensor, "*rows n"],
-    fmt: FloatFormat | str,
-    *,
-    mode: str = "nearest",
-    generator: torch.Generator | None = None,
-) -> Float[Tensor, "*rows n"]:
-    """All partial sums of each row, from left to right, every one rounded to fmt: the last is the sum it gives.
-
-    >>> running_sum(torch.ones(4096), "fp16")[-1].item()
-    2048.0
-
-    Invariant: each addition is rounded once. It is formed in float64, which for two numbers of up to 25 significant
-    bits makes the second rounding harmless (Figueroa 1995).
-    """
-    fmt = _accumulator(fmt)
-    total = torch.zeros(x.shape[:-1], dtype=torch.float64, device=x.device)
-    partial = torch.empty(x.shape, dtype=torch.float64, device=x.device)
-    for i, term in enumerate(x.double().unbind(-1)):
-        total = round_to(total + term, fmt, mode=mode, generator=generator)
-        partial[..., i] = total
-    return partial.to(x.dtype)
-
-
-def pairwise_sum(x: Float[Tensor, "*rows n"], fmt: FloatFormat | str) -> Float[Tensor, "*rows"]:
-    """The sum of each row, taken as a tree: neighbors first, then their sums, every one rounded to fmt.
-
-    >>> pairwise_sum(torch.ones(4096), "fp16").item()
-    4096.0
-
-    Cost: n − 1 additions, like the running sum, but each term passes through only ⌈log₂ n⌉ of them.
-    """
-    fmt = _accumulator(fmt)
-    level = x.double()
-    while level.shape[-1] > 1:
-        even = level.shape[-1] // 2 * 2
-        pairs = round_to(level[..., 0:even:2] + level[..., 1:even:2], fmt)
-        level = torch.cat([pairs, level[..., even:]], dim=-1)
-    return level.sum(-1).to(x.dtype)
-
-
-def _accumulator(fmt: FloatFormat | str) -> FloatFormat:
-    fmt = floats.named(fmt)
-    if 24 < fmt.mantissa_bits < 52:
-        raise ValueError(f"{fmt.name} has {fmt.mantissa_bits} mantissa bits: sums are exact for up to 24, and for fp64")
-    return fmt
 
 
 def _fits_fp32(fmt: FloatFormat) -> bool:
