@@ -1,0 +1,201 @@
+// Wakes every memory calculator on the page that no earlier copy of this script has taken on. All amounts are BigInt: bytes are exact.
+for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")) {
+  root.dataset.ready = "";
+  const form = root.querySelector("form");
+  const field = (name) => form.elements.namedItem(name);
+  const wrong = root.querySelector(".lu-wrong");
+  const result = root.querySelector(".lu-result");
+  const packed = JSON.parse(root.querySelector('script[type="application/json"]').textContent);
+
+  const make = (tag, attributes, ...children) => {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    made.append(...children);
+    return made;
+  };
+  const grouped = (number) => number.toString().replace(/\B(?=(\d{3})+$)/g, ",");
+  // Three significant digits, as labutils.units.text writes them.
+  const text = (amount) => {
+    const size = Number(amount < 0n ? -amount : amount);
+    if (size < 1000) return `${amount} B`;
+    const [digits, power] = size.toExponential(2).split("e").map(Number);
+    const step = Math.min(Math.floor(power / 3), 7);
+    const value = (digits * 10 ** (power - 3 * step)).toFixed(Math.max(2 - (power - 3 * step), 0));
+    return `${amount < 0n ? "-" : ""}${value} ${["", "k", "M", "G", "T", "P", "E", "Z"][step]}B`;
+  };
+
+  // A formula such as "34Lbsh − 8bs²": [factor, [[letter, power], …]] for each product.
+  const parsed = new Map();
+  const parse = (formula) => {
+    if (!parsed.has(formula)) {
+      const terms = [...formula.matchAll(/(−?) ?(\d+)([^ ]*)/g)].map(([, sign, factor, product]) => [
+        BigInt(factor) * (sign ? -1n : 1n),
+        [...product.matchAll(/([A-Za-zΨ])([²³]?)/g)].map(([, letter, power]) => [letter, power]),
+      ]);
+      parsed.set(formula, terms);
+    }
+    return parsed.get(formula);
+  };
+  const powers = { "": 1n, "²": 2n, "³": 3n };
+  const value = (formula, letters) =>
+    parse(formula).reduce((sum, [factor, product]) => sum + product.reduce((all, [letter, power]) => all * letters[letter] ** powers[power], factor), 0n);
+  const putIn = (formula, letters) =>
+    parse(formula)
+      .map(([factor, product], i) => {
+        const sign = factor < 0n ? (i ? " − " : "−") : i ? " + " : "";
+        return sign + [grouped(factor < 0n ? -factor : factor), ...product.map(([letter, power]) => grouped(letters[letter]) + power)].join(" · ");
+      })
+      .join("");
+
+  // What the fields say, or an error for the reader.
+  const problem = (name, message) => Object.assign(new Error(message), { field: name });
+  const whole = (name, what, least) => {
+    const given = field(name).value.trim();
+    if (!/^\d[\d, _]*$/.test(given)) throw problem(name, `The ${what} must be a whole number, not “${given}”.`);
+    const number = BigInt(given.replace(/[, _]/g, ""));
+    if (number < BigInt(least)) throw problem(name, `The ${what} must be at least ${least}, not ${given}.`);
+    if (number > 10n ** 12n) throw problem(name, `The ${what} must be at most 1,000,000,000,000, not ${given}.`);
+    return number;
+  };
+  const read = (data) => {
+    const model = data.models[field("model").value];
+    const letters = {};
+    for (const [letter, what] of Object.entries(data.shape)) letters[letter] = whole(letter, what, 1);
+    letters.b = whole("b", "micro-batch", 1);
+    letters.s = whole("s", "sequence length", 2);
+    const devices = whole("devices", "number of devices", 1);
+    const given = field("room").value.trim();
+    const room = Number(given.replace(",", "."));
+    if (!(room > 0 && room < 1e9)) throw problem("room", `The memory of a device must be a number of GB above 0, not “${given}”.`);
+    const { L, a, g, d } = letters;
+    const { longest, layers, heads, groups, grouped: shared, rope } = model;
+    if (longest !== null && letters.s > BigInt(longest))
+      throw problem("s", `This model has learned ${grouped(longest)} positions and takes no longer sequence: ${grouped(letters.s)} tokens are too many.`);
+    if (layers === null ? L < 4n : L !== BigInt(layers)) throw problem("L", `The formulas of this model are for ${layers ?? "4 or more"} layers, not ${L}.`);
+    if (a % g) throw problem("g", `${g} key–value heads do not divide ${a} heads: choose a divisor of ${a}.`);
+    if (a > 1n !== heads || g > 1n !== groups || g < a !== shared) {
+      const kind = !heads ? "one head" : !shared ? "as many key–value heads as heads" : groups ? "fewer key–value heads than heads, but two or more" : "one key–value head";
+      throw problem("g", `The formulas of this model are for ${kind}, not for a = ${a} and g = ${g}: start from a model of that kind.`);
+    }
+    if (rope && d % 2n) throw problem("d", `A head of width ${d} is odd: RoPE turns pairs of numbers.`);
+    return { model, letters, devices, room: BigInt(Math.round(room * 1e9)), zero: devices > 1n ? +field("zero").value : 0 };
+  };
+
+  const predict = (data, { model, letters, devices, zero }) => {
+    const place = (...names) => names.reduce((all, name) => all * field(name).options.length + +field(name).value, model.kind);
+    letters["Ψ"] = value(data.parameters[model.kind], letters);
+    letters.P = (letters["Ψ"] + devices - 1n) / devices;
+    const [held, stepping] = data.states[place("precision", "optimizer") * field("zero").options.length + zero];
+    const passes = data.passes[4 * place("precision", "attention", "checkpointing") + 2 * (zero >= 2) + (letters.b > 1n)];
+    const amounts = new Map();
+    const amount = (number) => {
+      if (!amounts.has(number)) amounts.set(number, value(data.formulas[number][2], letters));
+      return amounts.get(number);
+    };
+    const phases = {};
+    for (const [phase, event, alive] of [...passes, ...stepping]) {
+      const lines = [...held, ...alive];
+      const total = lines.reduce((sum, number) => sum + amount(number), 0n);
+      if (!(phase in phases) || total > phases[phase].total) phases[phase] = { phase, event, lines, total };
+    }
+    for (const found of Object.values(phases)) {
+      found.lines = found.lines.map((number) => [...data.formulas[number], amount(number)]).filter(([, , , nbytes]) => nbytes);
+      found.by = data.components.map((component) => found.lines.reduce((sum, line) => (line[1] === component ? sum + line[3] : sum), 0n));
+    }
+    return phases;
+  };
+
+  // What the reader sees.
+  const chip = (component) => make("span", { class: `lu-chip lu-${component}` });
+  const share = (part, whole) => `${Number((part * 1000000n) / whole) / 10000}%`;
+  const derived = (data, component) => {
+    const title = data.sections[component];
+    const heading = [...document.querySelectorAll("h1, h2, h3")].find((found) => found.textContent.startsWith(title));
+    if (!heading) return component;
+    const link = make("a", { href: `#${(heading.closest("section[id]") ?? heading).id}`, title: `derived under “${title}”` }, component);
+    link.addEventListener("click", (click) => {
+      click.preventDefault();
+      heading.scrollIntoView();
+    });
+    return link;
+  };
+  const bars = (data, phases, room) => {
+    const most = Object.values(phases).reduce((most, { total }) => (total > most ? total : most), room);
+    const rows = Object.values(phases).map(({ phase, total, by }) => {
+      const told = data.components.flatMap((component, i) => (by[i] > 0n ? [`${component} ${text(by[i])}`] : [])).join(", ");
+      const parts = data.components.map((component, i) => make("span", { class: `lu-${component}`, style: `width:${share(by[i] > 0n ? by[i] : 0n, most)}` }));
+      const limit = make("i", { style: `left:${share(room, most)}` });
+      return make("div", { class: "lu-phase" }, phase, make("div", { class: "lu-bar", role: "img", "aria-label": `${phase}: ${told}` }, ...parts, limit), text(total));
+    });
+    return make("div", { class: "lu-phases" }, ...rows);
+  };
+  const table = (data, peak, letters) => {
+    const heads = ["what is alive", "bytes", "exactly", "formula, and with the numbers put in"].map((head) => make("th", { scope: "col" }, head));
+    const body = data.components.flatMap((component, i) => {
+      const lines = peak.lines.filter((line) => line[1] === component);
+      if (!lines.length) return [];
+      const head = make("th", { scope: "rowgroup" }, chip(component), derived(data, component));
+      const row = (name, nbytes, ...rest) => make("tr", { "data-bytes": nbytes }, name, make("td", {}, text(nbytes)), make("td", {}, grouped(nbytes)), ...rest);
+      return [
+        make("tbody", {}, row(head, peak.by[i], make("td", {})), ...lines.map(([name, , formula, nbytes]) =>
+          row(make("th", { scope: "row" }, name), nbytes, make("td", {}, make("code", {}, formula), make("small", {}, /[^\d]/.test(formula) ? putIn(formula, letters) : ""))))),
+      ];
+    });
+    const foot = ["peak", text(peak.total), grouped(peak.total), ""].map((cell, i) => make(i ? "td" : "th", i ? {} : { scope: "row" }, cell));
+    return make("div", { class: "lu-scroll", role: "region", "aria-label": "Lines of the ledger", tabindex: 0 },
+      make("table", {}, make("thead", {}, make("tr", {}, ...heads)), ...body, make("tfoot", {}, make("tr", { "data-bytes": peak.total }, ...foot))));
+  };
+  const where = { forward: "in the forward pass", backward: "in the backward pass", optimizer: "in the optimizer’s step" };
+  const show = (data, setting) => {
+    const phases = predict(data, setting);
+    const peak = Object.values(phases).reduce((most, phase) => (phase.total > most.total ? phase : most));
+    const { room, letters, devices } = setting;
+    const fails = Object.values(phases).find(({ total }) => total > room);
+    const device = field("room").value === field("device").value ? field("device").selectedOptions[0].textContent : "device";
+    const verdict = fails
+      ? `does not fit: ${text(peak.total - room)} too much, and fails first ${where[fails.phase]}.`
+      : `fits, with ${text(room - peak.total)} to spare.`;
+    const said = make("p", { class: "lu-verdict", "data-bytes": peak.total, "data-fits": !fails }, make("strong", {}, text(peak.total)),
+      ` at the fullest moment, ${where[peak.phase]}, after `, make("code", {}, peak.event), ". ",
+      make("strong", {}, `The ${device} has ${text(room)}: the step ${verdict}`));
+    const sizes = Object.entries(letters).filter(([letter]) => letter !== "P").map(([letter, size]) => `${letter} = ${grouped(size)}`);
+    if (devices > 1n) sizes.push(`P = ⌈Ψ / ${grouped(devices)}⌉ = ${grouped(letters.P)}`);
+    result.replaceChildren(said, bars(data, phases, room), table(data, peak, letters), make("p", { class: "lu-note" }, sizes.join(" · ")));
+  };
+
+  const start = async () => {
+    const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+    const data = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
+    const shape = () => {
+      for (const [letter, size] of Object.entries(data.models[field("model").value].sizes)) field(letter).value = size;
+    };
+    const update = () => {
+      for (const input of form.querySelectorAll("[aria-invalid]")) input.removeAttribute("aria-invalid");
+      try {
+        show(data, read(data));
+        wrong.textContent = "";
+      } catch (error) {
+        if (!error.field) throw error;
+        field(error.field).setAttribute("aria-invalid", "true");
+        field(error.field).closest("details")?.setAttribute("open", "");
+        wrong.textContent = error.message;
+      }
+      result.hidden = wrong.textContent !== "";
+    };
+    form.addEventListener("submit", (submit) => submit.preventDefault());
+    form.addEventListener("input", (input) => {
+      const { longest, grouped: shared } = data.models[field("model").value];
+      if (input.target.name === "model") {
+        shape();
+        if (longest !== null && +field("s").value > longest) field("s").value = longest;
+      }
+      if (input.target.name === "a" && !shared) field("g").value = field("a").value;
+      if (input.target.name === "device") field("room").value = field("device").value;
+      update();
+    });
+    shape();
+    form.hidden = false;
+    update();
+  };
+  start();
+}

@@ -1,0 +1,156 @@
+"""The memory calculator on a bare page: no kernel, no server, no network; its numbers are Python's, to the byte."""
+
+import random
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import expect
+
+from labutils import memory
+from labutils.config import Hardware
+from labutils.memory import calculator
+
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Memory</title>
+<style>@media (prefers-color-scheme: dark) {{ body {{ background: #121212; color: #ddd; }} }}</style><body><main><h1>Memory</h1>
+<h2 id="far">How many parameters has a model?</h2><div style="height:3000px"></div>{panel}</main>"""
+
+
+@pytest.fixture(scope="module")
+def panel():
+    return memory.Calculator("gpt2", "gpt3-175b")
+
+
+@pytest.fixture(scope="module")
+def page_file(panel, tmp_path_factory):
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    file.write_text(PAGE.format(panel=panel._repr_html_()), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def page(browser, page_file):
+    trouble = []
+    page = browser.new_page()
+    page.on("console", lambda message: trouble.append(message.text))
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on("request", lambda request: request.url.startswith("file:") or trouble.append(request.url))
+    page.goto(page_file.as_uri())
+    expect(page.locator("form")).to_be_visible()
+    yield page
+    page.close()
+    assert trouble == []
+
+
+def set_to(page, sizes, labels):
+    for name, label in labels.items():
+        page.locator(f"[name={name}]").select_option(label=label)
+    for name, size in sizes.items():
+        page.locator(f"[name={name}]").fill(str(size))
+
+
+def shown(page):
+    """Bytes of the peak, of each line and of each component, by what stands beside them."""
+    rows = "all => all.map(row => [row.querySelector('th').textContent, row.dataset.bytes])"
+    lines = page.locator("tr:has(th[scope=row])").evaluate_all(rows)
+    return {name: int(amount) for name, amount in lines}
+
+
+def test_its_numbers_are_those_of_python(page, panel):
+    pick, largest = random.Random(3), 0
+    for _ in range(12):
+        labels = {name: pick.choice(list(options)) for name, options in calculator.CHOICES.items()}
+        model, device = pick.choice(list(panel.models)), pick.choice(Hardware.names())
+        b, s, n = pick.choice([1, 2, 7, 10**7]), pick.randint(2, 1024), pick.choice([1, 3, 8, 1000])
+        set_to(page, {}, {"model": model, "device": device} | labels)
+        set_to(page, {"b": b, "s": s, "devices": n}, {})
+        peak = panel.evaluate(model=model, micro_batch=b, seq_len=s, devices=n, hardware=Hardware.named(device), **labels)
+        assert shown(page) == {line.name: line.amount for line in peak} | {"peak": peak.total}
+        verdict = page.locator(".lu-verdict")
+        assert (verdict.get_attribute("data-bytes"), verdict.get_attribute("data-fits")) == (str(peak.total), str(peak.fits).lower())
+        expect(verdict).to_contain_text(peak.event)
+        if not peak.fits:
+            expect(verdict).to_contain_text(f"fails first in the {peak.fails_in}")
+        largest = max(largest, peak.total)
+    assert largest > 2**53  # more than a double holds exactly
+
+
+def test_a_shape_of_ones_own_is_computed_as_well(page, panel):
+    page.locator("summary").click()
+    shape = dict(L=7, h=640, a=10, g=10, d=64, f=2000, v=32000)
+    set_to(page, {**shape, "s": "1,000"}, {})
+    assert shown(page)["peak"] == panel.evaluate(model="gpt2", seq_len=1000, **shape).total
+    expect(page.locator(".lu-note")).to_contain_text("L = 7 · h = 640 · a = 10 · g = 10 · d = 64 · f = 2,000 · v = 32,000 · b = 1 · s = 1,000")
+
+
+@pytest.mark.parametrize(
+    "name, given, message",
+    [
+        ("b", "0", "The micro-batch must be at least 1, not 0."),
+        ("b", "-3", "The micro-batch must be a whole number, not “-3”."),
+        ("b", "", "The micro-batch must be a whole number, not “”."),
+        ("s", "many", "The sequence length must be a whole number, not “many”."),
+        ("s", "1.5", "The sequence length must be a whole number, not “1.5”."),
+        ("s", "1", "The sequence length must be at least 2, not 1."),
+        ("s", "1025", "This model has learned 1,024 positions and takes no longer sequence: 1,025 tokens are too many."),
+        ("devices", "0", "The number of devices must be at least 1, not 0."),
+        ("devices", "9" * 30, "The number of devices must be at most 1,000,000,000,000"),
+        ("room", "much", "The memory of a device must be a number of GB above 0, not “much”."),
+        ("room", "0", "The memory of a device must be a number of GB above 0, not “0”."),
+        ("L", "3", "The formulas of this model are for 4 or more layers, not 3."),
+        ("g", "5", "5 key–value heads do not divide 12 heads: choose a divisor of 12."),
+        ("g", "6", "The formulas of this model are for as many key–value heads as heads, not for a = 12 and g = 6"),
+    ],
+)
+def test_what_cannot_be_is_said_and_nothing_breaks(page, name, given, message):
+    before, field = shown(page), page.locator(f"[name={name}]")
+    if name in calculator.SHAPE:
+        page.locator("summary").click()
+    good = field.input_value()
+    field.fill(given)
+    expect(page.get_by_role("alert")).to_contain_text(message)
+    expect(field).to_have_attribute("aria-invalid", "true")
+    expect(page.locator(".lu-result")).to_be_hidden()
+    field.fill(good)
+    expect(page.get_by_role("alert")).to_be_empty()
+    assert page.locator("[aria-invalid]").count() == 0 and shown(page) == before
+
+
+def test_a_longer_sequence_than_the_next_model_takes_is_shortened(page):
+    set_to(page, {}, {"model": "gpt3-175b"})
+    set_to(page, {"s": 2048}, {})
+    set_to(page, {}, {"model": "gpt2"})
+    expect(page.locator("[name=s]")).to_have_value("1024")
+    expect(page.get_by_role("alert")).to_be_empty()
+
+
+def test_the_keyboard_alone_will_do(page):
+    verdict = page.locator(".lu-verdict")
+    page.locator("[name=model]").focus()
+    before = verdict.get_attribute("data-bytes")
+    page.keyboard.press("ArrowDown")
+    expect(verdict).not_to_have_attribute("data-bytes", before)
+    page.keyboard.press("Tab")
+    expect(page.get_by_label("micro-batch b")).to_be_focused()
+    before = verdict.get_attribute("data-bytes")
+    page.keyboard.type("64")  # the field is selected, so that what is typed replaces it
+    expect(verdict).not_to_have_attribute("data-bytes", before)
+    expect(verdict).to_have_attribute("data-fits", "false")
+    page.locator(".lu-scroll").focus()
+    expect(page.locator(".lu-scroll")).to_be_focused()
+
+
+def test_a_component_leads_to_where_it_is_derived(page):
+    link = page.get_by_role("link", name="weights")
+    assert link.get_attribute("href") == "#far"
+    link.click()
+    expect(page.locator("h2")).to_be_in_viewport()
+    assert page.get_by_role("link").count() == 1  # the other headings are not on this page
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_everybody_can_read_it(page, theme):
+    page.emulate_media(color_scheme=theme)
+    for broken in (False, True):
+        page.locator("[name=b]").fill("0" if broken else "8")
+        found = Axe().run(page).response["violations"]
+        assert [f"{v['id']}: {v['nodes'][0]['html'][:150]}" for v in found] == []
