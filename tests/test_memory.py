@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from labutils import accumulation, checkpointing, measure, memory, precision
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
-from labutils.ledger import Ledger
+from labutils.ledger import History, Ledger
 from labutils.model import GPT
 
 PRECISIONS = [dict(precision="fp32"), dict(precision="bf16"), dict(precision="bf16", autocast=True)]
@@ -79,10 +79,10 @@ def test_model_states_are_predicted(config, name):
 
 @st.composite
 def trainings(draw):
-    formats = draw(st.sampled_from([dict(precision="fp32"), dict(precision="bf16"), dict(precision="bf16", fp32_gradients=True), *PRECISIONS[2:]]))
+    formats = draw(st.sampled_from([*PRECISIONS, *(dict(precision="bf16", fp32_gradients=kept) for kept in (True, "only"))]))
     micro_batch = draw(st.integers(1, 3))
     return TrainConfig(
-        micro_batch=micro_batch, global_batch=micro_batch * draw(st.sampled_from([1, 1, 2, 4])), attention=draw(st.sampled_from(["plain", "sdpa"])),
+        micro_batch=micro_batch, global_batch=micro_batch * draw(st.integers(1, 4)), attention=draw(st.sampled_from(["plain", "sdpa"])),
         checkpointing=draw(st.sampled_from(checkpointing.POLICIES)), optimizer=draw(st.sampled_from(sorted(OPTIMIZERS))),
         stepping=draw(st.sampled_from(sorted(STEPPING))), **formats,
     )  # fmt: skip
@@ -118,32 +118,30 @@ def step_of(config: ModelConfig, train: TrainConfig):
     return step, model, inner
 
 
-@settings(max_examples=10, deadline=None)
-@given(models(), trainings())
-def test_the_peak_is_predicted_to_the_byte(config, train):
-    config = replace(config, num_experts=1, top_k=1, num_layers=config.num_layers + train.micro_batch)
-    step, model, optimizer = step_of(config, train)
-    step()  # the second step has the optimizer's state from the start
-    measured, predicted = measure.history(step, model, optimizer).peak, memory.predict(config, train)
-    assert predicted.total == memory.peak_bytes(config, train) == measured.ledger.total
-    assert predicted.by("component") == {name: amount for name, amount in measured.ledger.by("component").items() if amount}
-    if train.precision == "fp32" or train.autocast:
-        assert (predicted.phase, predicted.event) == (measured.phase, measured.event)
+def timeline(history: History, masters: bool = False) -> list:
+    """Every operation and what is alive after it. What `MasterWeights` does around the optimizer's own step is in no phase of its own."""
+    return [("" if masters and m.phase != "backward" else m.phase, m.event, m.ledger.by("component")) for m in history.moments]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(models(), trainings())
 def test_every_moment_of_the_step_is_predicted(config, train):
     config = replace(config, num_experts=1, top_k=1)
-    # Where micro-batches add up, PyTorch frees a gradient that has been added a few operations later than predicted, away from the peak.
-    train = replace(train, global_batch=train.micro_batch, precision="fp32", autocast=False, fp32_gradients=False, optimizer="sgd")
     step, model, optimizer = step_of(config, train)
-    found, predicted = measure.history(step, model, optimizer), memory.history(config, train)
+    step()  # the second step has the optimizer's state from the start
+    masters = train.precision != "fp32" and not train.autocast
+    assert timeline(memory.history(config, train), masters) == timeline(measure.history(step, model, optimizer), masters)
 
-    def outline(history):
-        return [(m.phase, m.event, m.ledger.by("component")) for m in history.moments if m.phase not in ("optimizer", "end")]
 
-    assert outline(predicted) == outline(found)
+@settings(max_examples=20, deadline=None)
+@given(models(), trainings(), st.integers(0, 9))
+def test_the_peak_is_that_of_the_timeline(config, train, more):
+    """The timeline walks through every layer and micro-batch, the peak through those that stand for all."""
+    config = replace(config, num_experts=1, top_k=1, num_layers=config.num_layers + more)
+    peak, fullest = memory.predict(config, train), memory.history(config, train).peak
+    assert peak.total == memory.peak_bytes(config, train) == fullest.ledger.total
+    assert peak.by("component") == {name: amount for name, amount in fullest.ledger.by("component").items() if amount}
+    assert (peak.phase, peak.event) == (fullest.phase, fullest.event)
 
 
 def test_the_peak_of_one_kind_is_a_formula():

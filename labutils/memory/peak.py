@@ -5,6 +5,8 @@ the fullest moment is thrown away, and predicting a model is evaluating what is 
 """
 
 import functools
+import itertools
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
@@ -155,6 +157,8 @@ def _kind(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Kind:
 
 
 LETTERS = "LbashgdfvmP"
+# What covers another moment is no less full at any sizes, such as these: all ones, and one letter large at a time.
+SAMPLES = [{letter: 1 + 99 * (letter == large) for letter in f"M{LETTERS}"} for large in f" M{LETTERS}"]
 
 
 def _letters(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> dict[str, int]:
@@ -192,14 +196,8 @@ class Plan(NamedTuple):
 def _plan(kind: Kind) -> Plan:
     step = _symbolic(kind)
     totals = {i: {term: factor for (_, term), factor in held.items()} for i, held in step.held(lambda life: None)}
-    fronts: dict[str, list[int]] = {phase: [] for phase in PHASES}
-    overall: list[int] = []
-    for i, total in totals.items():
-        if step.moments[i][0] in fronts:
-            _enter(fronts[step.moments[i][0]], i, total, totals)
-    for phase in PHASES:
-        for i in fronts[phase]:
-            _enter(overall, i, totals[i], totals)
+    fronts = {phase: _front([i for i in totals if step.moments[i][0] == phase], totals) for phase in PHASES}
+    overall = _front(sorted(itertools.chain(*fronts.values())), totals)
     factors = {i: _factors(totals[i]) for front in fronts.values() for i in front}
     products = tuple(dict.fromkeys(places for found in factors.values() for places in found))
     rows = {i: tuple(found.get(places, 0) for places in products) for i, found in factors.items()}
@@ -224,12 +222,18 @@ def _symbolic(kind: Kind) -> "_Step":
     return _Step(kind, letters, letters["m"] if kind.micro_batches > 1 else 1)
 
 
-def _enter(front: list[int], new: int, total: Terms, totals: dict[int, Terms]) -> None:
-    """Adds a moment to those that may be the fullest, unless another is never less full."""
-    if any(_covers(totals[old], total) for old in front):
-        return
-    front[:] = [old for old in front if not _covers(total, totals[old])]
-    front.append(new)
+def _front(moments: list[int], totals: dict[int, Terms]) -> list[int]:
+    """The moments that may be the fullest, in order: of those that another covers none is left, of equal ones the first."""
+    worth = {term: [math.prod(map(sizes.__getitem__, term)) for sizes in SAMPLES] for term in set(itertools.chain(*map(totals.get, moments)))}
+    samples = {}
+    for i in moments:
+        weighed = [[factor * sample for sample in worth[term]] for term, factor in totals[i].items()]
+        samples[i] = [sum(column) for column in zip(*weighed, strict=True)]
+    front: list[int] = []
+    for new in sorted(moments, key=lambda i: sum(samples[i]), reverse=True):  # what is covered comes after what covers it
+        if not any(all(map(operator.ge, samples[old], samples[new])) and _covers(totals[old], totals[new]) for old in front):
+            front.append(new)
+    return sorted(front)
 
 
 def _covers(a: Terms, b: Terms) -> bool:
@@ -353,9 +357,10 @@ class _Step(Walk):
             if unsaved:
                 self.lives.append(Life(CASTS, self.more * unsaved * -self.half, "buffers", len(self.moments)))
 
-    def receive(self, weight: Parameter, gradient: Tensor) -> None:
+    def receive(self, weight: Parameter, gradients: list[Tensor]) -> None:
         """Keeps the gradient of a weight, as the precision and the ZeRO level want it kept."""
-        if gradient.storage.life.component == "buffers" and weight.gradient is None:
+        gradient, only = gradients.pop(), self.kind.fp32_gradients == "only" and self.masters
+        if gradient.storage.life.component == "buffers" and weight.gradient is None and not only:
             gradient.storage.life.component = "gradients"
         if self.kind.zero >= 2:  # reduced as soon as those of the whole layer are there
             gradient.storage.life.name = "gradients to reduce"
@@ -365,16 +370,18 @@ class _Step(Walk):
                 arrived.clear()
             return
         if weight.gradient is None:
-            gradient.storage.life.name = "gradients"
+            if not only:
+                gradient.storage.life.name = "gradients"
             weight.gradient = gradient
         else:
             self.happened("add_")
+        del gradient
         if self.masters and self.kind.fp32_gradients:
             if weight.wide is None:
                 weight.wide = self.new("_to_copy", weight.elements, FP32, "fp32 gradients", "gradients")
             else:
                 self.happened("add_")
-            if self.kind.fp32_gradients == "only":
+            if only:
                 weight.gradient = None
             else:
                 self.happened("zero_")
@@ -386,24 +393,35 @@ class _Step(Walk):
             if self.unwalked and not self.kind.zero:
                 wide.append(self.allocate(self.unwalked, FP32, "fp32 gradients", "gradients"))
             wide += [self.new("_to_copy", size, FP32, "fp32 gradients", "gradients") for size in sizes]
-        adam, name = self.kind.optimizer in ("adam", "adamw"), "working memory of the optimizer"
+        adam, decayed = self.kind.optimizer in ("adam", "adamw"), self.kind.optimizer == "adamw"
+        name = "working memory of the optimizer"
+        # What changes memory in place, in the optimizer's own order: decayed weights (AdamW), then the moments.
+        moments = ["mul_"] * decayed + ["lerp_", "mul_", "addcmul_"] if adam else ["mul_", "add_"] * (self.kind.optimizer == "momentum")
         if self.kind.stepping == "fused":
+            if adam:
+                self.happened("_foreach_add_")
             self.happened(f"_fused_{self.kind.optimizer if adam else 'sgd'}_")
         elif self.kind.stepping == "foreach":
             if adam:
                 one = self.new("lift_fresh", 1, FP32, name)
                 self.happened("_foreach_add_")
                 del one
+            for event in moments:
+                self.happened(f"_foreach_{event}")
+            if adam:
                 roots = [self.allocate(size, FP32, name) for size in sizes]
                 if self.unwalked and not self.kind.zero:
                     roots.append(self.allocate(self.unwalked, FP32, name))
-                self.happened("_foreach_sqrt")
-                self.happened("_foreach_div_")
-            self.happened("_foreach_add_")
+                for event in ("sqrt", "div_", "add_", "addcdiv_"):
+                    self.happened(f"_foreach_{event}")
+                del roots
+            else:
+                self.happened("_foreach_add_")
         else:
             root = quotient = None
             for size in sizes:
-                self.happened("add_")
+                for event in ["add_"] * adam + moments:
+                    self.happened(event)
                 if adam:
                     root = self.new("sqrt", size, FP32, name)
                     made = self.new("div", size, FP32, name)
@@ -412,6 +430,8 @@ class _Step(Walk):
                     quotient = made
                     del made
                     self.happened("addcdiv_")
+                else:
+                    self.happened("add_")
             del root, quotient
         if self.masters:
             self.happened("_foreach_copy_")

@@ -61,9 +61,7 @@ def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) ->
         half=half, fp32_gradients=train.fp32_gradients, optimizer=train.optimizer, level=level, parameters=model.num_params,
         tensors=model.num_tensors, share=-(-model.num_params // mesh.dp),
     )  # fmt: skip
-    lines = [
-        Line(state.name, state.elements * state.width, component=state.component, axis="dp" if state.sharded else "") for state in found
-    ]
+    lines = [Line(state.name, state.elements * state.width, component=state.component, axis="dp" if state.sharded else "") for state in found]
     if model.positions == "rope":
         lines.append(Line("buffers", 2 * model.seq_len * (model.d_head // 2) * (2 if half else FP32), component="buffers"))  # tables of cos and sin
     return Ledger(lines)

@@ -177,18 +177,18 @@ def _dependencies(root: Node) -> dict[Node, int]:
 
 
 class Parameter(Tensor):
-    """A weight: its gradient, when complete, goes to the tape's `receive`."""
+    """A weight: its gradient, when complete, goes to `receive` as the last hold on it."""
 
     __slots__ = ("gradient", "part", "wide")
 
-    def __init__(self, tape: Tape, elements: Size, width: int, part: str, receive: Callable[["Parameter", Tensor], None]) -> None:
+    def __init__(self, tape: Tape, elements: Size, width: int, part: str, receive: Callable[["Parameter", list[Tensor]], None]) -> None:
         super().__init__(Storage(Life("weights", 0, "weights", 0), tape.moments), elements, width)
         self.part = part
         self.gradient: Tensor | None = None
         self.wide: Tensor | None = None  # its gradient in fp32
 
         def accumulate(gradients: list[Tensor], saved: list) -> tuple:
-            receive(self, gradients[0])
+            receive(self, gradients)
             return ()
 
         self.node = Node(float("inf"), (), [], accumulate, {}, 1)

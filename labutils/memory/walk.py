@@ -105,6 +105,9 @@ class Walk(Tape):
         out = self.new("_to_copy", x.elements, width, name)
         return self.attach(out, (x,), lambda grads, saved: (self.new("_to_copy", grads[0].elements, back, grads[0].name),))
 
+    def view(self, x: Tensor) -> Tensor:
+        return self.attach(x.detach(), (x,), lambda grads, saved: (grads[0],))
+
     def scale(self, x: Tensor, event: str, name: str) -> Tensor:
         """x times or over a constant: nothing to keep."""
         return self.attach(self.like(event, x, name), (x,), lambda grads, saved: (self.like(event, grads[0]),))
@@ -136,6 +139,9 @@ class Walk(Tape):
             inputs = [self.cast(x, self.half, f"half copy of the input of {name}"), *inputs]
         else:
             inputs = [x, weight] if bias is None else [x, weight, bias]
+        # Tokens in one row each, weight transposed: views, whose order decides which gradient is passed on first.
+        for place in (1, 0) if bias is None else (0, 1):
+            inputs[place] = self.view(inputs[place])
         kept = self.save(*inputs[:2])
         into, over = x.elements, weight.elements
         what, of_weight = f"gradient of the input of {name}", f"gradient of the weight of {name}"
@@ -410,9 +416,7 @@ class Walk(Tape):
 
     def block(self, weights: Weights, x: Tensor) -> Tensor:
         x = self.add(x, self.dropout(self.attention(self.norm(x, weights, "attention_norm"), weights), "attention"), "residual stream")
-        return self.add(
-            x, self.dropout(self.feed_forward(self.norm(x, weights, "feed_forward_norm"), weights), "feed-forward"), "residual stream"
-        )
+        return self.add(x, self.dropout(self.feed_forward(self.norm(x, weights, "feed_forward_norm"), weights), "feed-forward"), "residual stream")
 
     def embed(self, weights: Weights) -> Tensor:
         v, h, s, width = self.v, self.h, self.s, self.width
@@ -429,13 +433,16 @@ class Walk(Tape):
             x = self.attach(self.like("add", x), (x, rows), lambda grads, saved: (grads[0], grads[0]), fits=fits)
         return self.dropout(x, "embedding")
 
-    def loss(self, outer: Weights, layers: list[Weights]) -> Tensor:
+    def logits(self, outer: Weights, layers: list[Weights]) -> Tensor:
         x = self.embed(outer)
         for number, weights in enumerate(layers):
             block = functools.partial(self.block, weights)
             x = self.boundary(checkpoint(self, self.replay, block, x) if self.kind.checkpointing == "full" else block(x), number)
         head = outer["tokens"] if self.kind.tied else outer["head"]
-        return self.cross_entropy(self.linear(self.norm(x, outer, "norm"), head, None, self.v, "logits"))
+        return self.linear(self.norm(x, outer, "norm"), head, None, self.v, "logits")
+
+    def loss(self, outer: Weights, layers: list[Weights]) -> Tensor:
+        return self.cross_entropy(self.logits(outer, layers))
 
     def boundary(self, x: Tensor, layer: int) -> Tensor:
         """x, as it leaves a layer, with a node that sees its gradient come back."""
