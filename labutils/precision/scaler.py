@@ -12,7 +12,7 @@ from labutils import floats, units
 
 @runtime_checkable
 class Steps(Protocol):
-    """What a scaler needs of an optimizer: torch's own, `MasterWeights`, `RoundedWeights`."""
+    """What a scaler needs of an optimizer: torch's own, `MasterWeights`, `RoundedWeights`, those of `zero`."""
 
     param_groups: list[dict[str, Any]]
 
@@ -83,6 +83,9 @@ class LossScaler:
             if turn.stepped:
                 raise RuntimeError("this optimizer has stepped already: call update() before the next backward pass, then unscale_()")
             raise RuntimeError("these gradients are unscaled already: unscale_() once between two calls of update(); step() does it where you don't")
+        if hasattr(optimizer, "unscale_"):  # its gradients are shards on many ranks, which must all skip a step or none
+            turn = self._turns[id(optimizer)] = _Turn(optimizer.unscale_(floats.FP32.round(1 / self.value)))
+            return turn.finite
         if hasattr(optimizer, "collect"):
             optimizer.collect()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
