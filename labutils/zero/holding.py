@@ -84,7 +84,8 @@ def _tensors(owner: Optimizer | Sharded) -> Iterator[tuple[str, str, Tensor]]:
             yield "gradients", "gradient buckets", flat.buffer
     for owned in owner.owned:
         yield "optimizer", "master weights", owned  # without a copy of its own it is a shard, and counted by now
-        if owned.grad is not None:
-            yield "gradients", "gradient to step", owned.grad
+    for piece in (piece for pieces in owner.pieces for piece in pieces.values()):
+        if piece.grad is not None:
+            yield "gradients", "gradient to step", piece.grad
     for state in owner.inner.state.values():
         yield from (("optimizer", name, value) for name, value in state.items() if isinstance(value, Tensor))

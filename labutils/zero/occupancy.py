@@ -50,7 +50,7 @@ def occupancy(fn: Callable[[], object], owner: Optimizer | Sharded) -> Occupancy
     finally:
         entering.remove()
     elements = sum(flat.partition.share for flat in owner.flats)
-    state = sum(value.nbytes for owned in owner.owned for value in owner.inner.state.get(owned, {}).values() if value.dim())
+    state = sum(value.nbytes for known in owner.inner.state.values() for value in known.values() if value.dim())
     state += sum(owned.nbytes for owned in owner.owned) if owner.separate else 0
     itemsizes = {"weights": flats[0].whole.itemsize, "gradients": owner.flats[0].gradient.itemsize, "optimizer": state // elements}
     numel = sum(flat.partition.padded for flat in flats)
@@ -77,13 +77,13 @@ class _Watch(TorchDispatchMode):
 
 def _stretches(owner: Optimizer | Sharded, flats: list[Flat]) -> Iterator[Stretch]:
     """What is there now: (component, start, stop)."""
-    place, stepped = 0, {id(flat): owned for flat, owned in zip(owner.flats, owner.owned, strict=True)}
+    place, stepped = 0, {id(flat): pieces.values() for flat, pieces in zip(owner.flats, owner.pieces, strict=True)}
     for flat in flats:
         whole, own = (place, place + flat.partition.padded), (place + flat.own.start, place + flat.own.stop)
         yield "weights", *(whole if flat.resident else own)
         if id(flat) in stepped:
             yield "gradients", *(whole if owner.level == 1 or flat.buffer is not None else own)
-            if owner.separate or owner.inner.state.get(stepped[id(flat)]):
+            if owner.separate or any(owner.inner.state.get(piece) for piece in stepped[id(flat)]):
                 yield "optimizer", *own
         place = whole[1]
 

@@ -74,14 +74,17 @@ def buckets(numels: Sequence[int], itemsize: int, bucket_bytes: int = BUCKET_BYT
 class Unit:
     """What is gathered, reduced or updated at once: the elements of each of its parameters.
 
-    Of a root, `after` are the trained parameters that compute after all other units, so that their gradients come first.
+    Of a root, `after` are the trained parameters that compute after all other units, so that their gradients come first. The trained ones
+    are of so many `groups` with settings of their own.
     """
 
     trained: tuple[int, ...] = ()
     frozen: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    groups: int = 1
 
     def __post_init__(self) -> None:
+        units.whole(self.groups, "groups", 1)
         for numel in (*self.trained, *self.frozen, *self.after):
             units.whole(numel, "elements of a parameter", 1)
 

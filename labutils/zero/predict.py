@@ -9,7 +9,7 @@ from labutils.ledger import Ledger, Line
 from labutils.zero.partition import Layout, Unit, layout
 
 MOMENTS = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq")}
-STEP = 4  # Adam counts its steps once for each flat tensor
+STEP = 4  # Adam counts its steps once for each flat tensor, and each group in it
 
 
 def _checked(level: int, itemsize: int = 4, gradient_itemsize: int | None = None) -> int:
@@ -24,14 +24,15 @@ def _checked(level: int, itemsize: int = 4, gradient_itemsize: int | None = None
 
 def predict_sent(
     sizes: Layout, n: int, level: int, *, itemsize: int = 4, gradient_itemsize: int | None = None, accumulation: int = 1, steps: int = 1,
-    reshard: bool = True, clip: bool = False, start: bool = False, frozen: int = 0, axis: str = "dp",
+    reshard: bool = True, clip: bool = False, scaled: bool = False, start: bool = False, frozen: int = 0, axis: str = "dp",
 ) -> Ledger:  # fmt: skip
     """Bytes that each of `n` ranks sends in `steps` steps, under the names of `World.ledger`: a line for each operation and rank.
 
     - all_reduce: at level 0, which is plain data parallelism, all gradients once a step;
     - reduce_scatter: all gradients, once a step at level 1, once in each of `accumulation` backward passes at levels 2 and 3;
     - all_gather: all weights, once a step at levels 1 and 2; at level 3 once in each pass forward and, with `reshard`, once backward;
-    - gradient norm: one number, with `clip`; broadcast: the weights of rank 0, with `start`, `frozen` ones of levels 1 and 2 too.
+    - gradient norm: one number, with `clip`; finite: one number, where the loss is `scaled`, with a `LossScaler`;
+    - broadcast: the weights of rank 0, with `start`, `frozen` ones of levels 1 and 2 too.
 
     With P = Ψ + padding that is 2·P·(n − 1)/n elements a rank and step, and 3·P·(n − 1)/n at level 3; the padding is in the notes.
 
@@ -67,6 +68,7 @@ def predict_sent(
         book("broadcast", "broadcast_tree", part.padded if level else part.numel, itemsize, start, part.padding if level else 0)
     if frozen:
         book("broadcast", "broadcast_tree", frozen, itemsize, start)
+    book("finite", "all_reduce_ring", 1, 4, steps * scaled * (level > 0))
     book("gradient norm", "all_reduce_ring", 1, max(4, gradient_itemsize), steps * clip * (level > 0))
     return Ledger(lines).merged()
 
@@ -109,7 +111,7 @@ def predict_held(
         lines.append(Line("master weights", share * wide, component="optimizer"))
     lines += [Line(name, share * stepped, component="optimizer") for name in MOMENTS[optimizer]]
     if len(MOMENTS[optimizer]) == 2:
-        lines.append(Line("step", STEP * len(trained), component="optimizer"))
+        lines.append(Line("step", STEP * sum(unit.groups for unit in dealt if unit.trained or unit.after), component="optimizer"))
 
     moments = list(_Step(dealt, n, itemsize, gradient_itemsize, reshard, prefetch).moments(level))
     if level and (offload or stepped != gradient_itemsize):

@@ -11,40 +11,43 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from labutils.collectives import Comm
 from labutils.zero.flat import Flat
+from labutils.zero.groups import Given, Groups, grouped, named
 from labutils.zero.partition import Unit
-from labutils.zero.update import Make, Partitioned, adamw, named
+from labutils.zero.update import Make, Partitioned, adamw
 
 
 def shard(
-    module: nn.Module, comm: Comm, optimizer: Make = adamw, *, units: Sequence[nn.Module] | None = None, reshard: bool = True, prefetch: bool = True,
-    master: bool | None = None, gradient_dtype: torch.dtype | None = None, offload: torch.device | str | None = None,
+    module: nn.Module, comm: Comm, optimizer: Make = adamw, *, units: Sequence[nn.Module] | None = None, groups: Given | None = None,
+    reshard: bool = True, prefetch: bool = True, master: bool | None = None, gradient_dtype: torch.dtype | None = None,
+    offload: torch.device | str | None = None,
 ) -> "Sharded":  # fmt: skip
     """The optimizer of a module that it changes in place: from here on every rank keeps 1/n of weights, gradients and optimizer state.
 
     `units` are the submodules whose weights are gathered, used and freed together, in the order in which they compute; unless given, the
     members of the ModuleLists (or of the Sequential) that the module consists of. What lies in none of them is gathered for the whole pass.
     With `reshard` the weights are freed after the forward and gathered again for the backward; without, they stay in between.
-    With `prefetch` the next unit is gathered while this one computes. The rest is as for `Optimizer`.
+    With `prefetch` the next unit is gathered while this one computes. `groups` are of the module's parameters. The rest is as for `Optimizer`.
 
     Outside of a pass a parameter of the module is the flat piece of it that this rank owns, often empty; inside `gathered()` it is whole.
 
     Cost: bytes sent as in `predict_sent`, bytes held as in `predict_held`.
     Source: Rajbhandari et al. 1910.02054, sections 5.3 and 7.2.2; flat parameters, prefetch and resharding as in PyTorch FSDP, Zhao et al. 2304.11277.
     """
-    return Sharded(module, comm, optimizer, units, reshard, prefetch, master, gradient_dtype, offload)
+    return Sharded(module, comm, optimizer, units, groups, reshard, prefetch, master, gradient_dtype, offload)
 
 
 class Part:
     """A module whose own weights are gathered and freed together: its trained ones in one flat tensor, its frozen ones in another."""
 
-    def __init__(self, module: nn.Module, places: list["Place"], comm: Comm, gradient_dtype: torch.dtype | None) -> None:
+    def __init__(self, module: nn.Module, places: list["Place"], comm: Comm, groups: Groups, gradient_dtype: torch.dtype | None) -> None:
         self.module, self.pinned = module, False
         self.under_way: list[Any] = []
         self.flats: list[Flat] = []
         self.wholes: list[list[nn.Parameter]] = []
         self.slots: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         for trained in (True, False):
-            members = {place.parameter: place.name for place in places if place.parameter.requires_grad is trained}
+            found = [place for place in places if place.parameter.requires_grad is trained]
+            members = {place.parameter: place.name for place in sorted(found, key=lambda place: groups.number.get(place.name, 0))}  # each group in one stretch
             if members:
                 flat = Flat([(name, parameter) for parameter, name in members.items()], comm, gradient_dtype)
                 wholes = [nn.Parameter(view, requires_grad=trained) for view in flat.views(flat.whole)]
@@ -102,19 +105,21 @@ class Sharded(Partitioned):
     level = 3
 
     def __init__(
-        self, module: nn.Module, comm: Comm, optimizer: Make, units: Sequence[nn.Module] | None, reshard: bool, prefetch: bool,
+        self, module: nn.Module, comm: Comm, optimizer: Make, units: Sequence[nn.Module] | None, groups: Given | None, reshard: bool, prefetch: bool,
         master: bool | None, gradient_dtype: torch.dtype | None, offload: torch.device | str | None,
     ) -> None:  # fmt: skip
         if not isinstance(module, nn.Module):
             raise TypeError(f"shard takes a module, got {type(module).__name__}: for parameters alone use zero.Optimizer, level 1 or 2")
-        self.order = {name: i for i, name in enumerate(named(module.named_parameters()))}
-        self.module, self.reshard, self.prefetch = module, reshard, prefetch
+        known = named(module.named_parameters())
+        settings = grouped(known, groups)
+        self.order = {name: i for i, name in enumerate(known)}
+        self.module, self.reshard, self.prefetch, self.learning = module, reshard, prefetch, False
         homes = _homes(module, _default_units(module) if units is None else units)
-        self.parts = [Part(home, places, comm, gradient_dtype) for home, places in homes.items()]  # the root first, then the units in their order
+        self.parts = [Part(home, places, comm, settings, gradient_dtype) for home, places in homes.items()]  # the root first, then the units in their order
         self.leaves = [whole for part in self.parts for flat, wholes in zip(part.flats, part.wholes, strict=True) if flat.trained for whole in wholes]
         self.resting = [flat for part in self.parts for flat in part.flats if not flat.trained]
         order = [*reversed(self.parts[1:]), self.parts[0]]
-        super().__init__([flat for part in order for flat in part.flats if flat.trained], comm, optimizer, master=master, offload=offload)
+        super().__init__([flat for part in order for flat in part.flats if flat.trained], comm, optimizer, settings, master=master, offload=offload)
         for i, part in enumerate(self.parts):
             part.module.register_forward_pre_hook(functools.partial(self._before_forward, i), with_kwargs=True)
             part.module.register_forward_hook(functools.partial(self._after_forward, i))
@@ -130,11 +135,12 @@ class Sharded(Partitioned):
 
         def unit(part: Part) -> Unit:
             sizes: dict[str, tuple[int, ...]] = {"trained": (), "frozen": (), "after": ()}
+            groups = {self.groups.number[name] for flat in part.flats if flat.trained for name in flat.names}
             for flat in part.flats:
                 for name, numel in zip(flat.names, flat.numels, strict=True):
                     after = part is root and units and self.order[name] > last
                     sizes["frozen" if not flat.trained else "after" if after else "trained"] += (numel,)
-            return Unit(**sizes)
+            return Unit(**sizes, groups=len(groups) or 1)
 
         return tuple(map(unit, self.parts))
 
@@ -155,8 +161,13 @@ class Sharded(Partitioned):
 
     def _before_forward(self, i: int, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         self.parts[i].wait()
-        if self.prefetch and not _in_backward() and i + 1 < len(self.parts):
-            self.parts[i + 1].start()
+        if _in_backward():  # a checkpointed part is computed again
+            self._before_backward(i)
+        else:
+            if i == 0:
+                self.learning = torch.is_grad_enabled()
+            if self.prefetch and i + 1 < len(self.parts):
+                self.parts[i + 1].start()
         if not torch.is_grad_enabled():
             return args, kwargs
         leaves, shape = tree_flatten((args, kwargs))
@@ -166,15 +177,18 @@ class Sharded(Partitioned):
         return tree_unflatten(leaves, shape)
 
     def _after_forward(self, i: int, module: nn.Module, args: tuple, output: Any) -> None:
-        if _in_backward():  # a checkpointed part that is computed again; its backward comes right now
+        if _in_backward():  # its backward comes right now
             return
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         for leaf in outputs:
             leaf.register_hook(functools.partial(self._before_backward, i))
-        if self.reshard or not outputs:
+        again = self.learning and not torch.is_grad_enabled()  # torch's reentrant checkpointing: there will be a backward after all
+        if self.reshard or not (outputs or again):
             self.parts[i].free()
+        if i == 0:
+            self.learning = False
 
-    def _before_backward(self, i: int, grad: Tensor) -> None:
+    def _before_backward(self, i: int, grad: Tensor | None = None) -> None:
         self._on_backward()
         self.parts[i].wait()
         if i == 0:

@@ -9,7 +9,7 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from labutils.zero.flat import Flat
     from labutils.zero.update import Partitioned
 
-HEAD, FOOT = b"labutils.zero snapshot 1\n", b"end of snapshot\n"
+HEAD, FOOT = b"labutils.zero snapshot 2\n", b"end of snapshot\n"
 FOOTER = struct.Struct(f"<QI{len(FOOT)}s")  # bytes of the index, their check sum, the end
 WEIGHT = "weight"
 
@@ -61,10 +61,12 @@ def _write(owner: "Partitioned", file: BinaryIO) -> None:
         dtype = str(value.dtype).removeprefix("torch.")
         entry["tensors"][key] = {"dtype": dtype, "start": file.tell(), "nbytes": len(data), "crc": zlib.crc32(data)}
         file.write(data)
-    for flat, owned in zip(owner.flats, owner.owned, strict=True):
+    for flat, pieces in zip(owner.flats, owner.pieces, strict=True):
         for name in flat.names:
-            state = owner.inner.state[owned]
-            parameters[name]["numbers"] = {key: float(value) for key, value in state.items() if value is not None and not _sharded(value, owned)}
+            group = owner.groups.number[name]
+            state = owner.inner.state[pieces[group]].items()
+            numbers = {key: float(value) for key, value in state if value is not None and not _sharded(value, pieces[group])}
+            parameters[name] |= {"group": group, "numbers": numbers}
     groups = [{key: value for key, value in group.items() if _plain(value)} for group in owner.inner.param_groups]
     index = json.dumps({"optimizer": type(owner.inner).__name__, "groups": groups, "parameters": parameters}).encode()
     file.write(index)
@@ -74,11 +76,11 @@ def _write(owner: "Partitioned", file: BinaryIO) -> None:
 
 def _tensors(owner: "Partitioned") -> Iterator[tuple[str, str, Tensor]]:
     """(parameter, key, whole tensor) of everything, on rank 0; the other ranks send their shards and get nothing."""
-    for flat, owned in zip(owner.flats, owner.owned, strict=True):
-        yield from _gathered(flat, WEIGHT, owned.detach())
-        for key, value in owner.inner.state[owned].items():
-            if value is not None and _sharded(value, owned):
-                yield from _gathered(flat, key, value)
+    for flat, owned, pieces in zip(owner.flats, owner.owned, owner.pieces, strict=True):
+        yield from _gathered(flat, WEIGHT, owned)
+        for key, known in _divided(owner, pieces).items():
+            shard = torch.cat([known[group] if group in known else torch.zeros_like(piece) for group, piece in pieces.items()])
+            yield from (each for each in _gathered(flat, key, shard) if owner.groups.number[each[0]] in known)
     for flat in owner.resting:
         yield from _gathered(flat, WEIGHT, flat.shard)
     for name, parameter in owner.constants.items():
@@ -90,6 +92,16 @@ def _gathered(flat: "Flat", key: str, shard: Tensor) -> Iterator[tuple[str, str,
         whole = flat.comm.gather(shard.to(flat.whole.device), 0)
     if whole is not None:
         yield from ((name, key, view) for name, view in zip(flat.names, flat.views(whole), strict=True))
+
+
+def _divided(owner: "Partitioned", pieces: Mapping[int, Tensor]) -> dict[str, dict[int, Tensor]]:
+    """The optimizer's states that are divided like the weights: what this rank has of each, group by group."""
+    found: dict[str, dict[int, Tensor]] = {}
+    for group, piece in pieces.items():
+        for key, value in owner.inner.state[piece].items():
+            if value is not None and _sharded(value, piece):
+                found.setdefault(key, {})[group] = value
+    return found
 
 
 def _sharded(value: Any, owned: Tensor) -> bool:
@@ -122,25 +134,29 @@ def load(owner: "Partitioned", path: str | os.PathLike) -> None:
         stored = _Stored(file, index["parameters"], Path(path).name)
         if index["optimizer"] != type(owner.inner).__name__:
             raise SnapshotError(f"{stored.name} was written by {index['optimizer']}, this optimizer is {type(owner.inner).__name__}: use the same")
-        if len(index["groups"]) != len(owner.inner.param_groups):
-            raise SnapshotError(f"{stored.name} has {len(index['groups'])} groups of parameters, this optimizer has {len(owner.inner.param_groups)}")
+        if len(index["groups"]) != len(owner.param_groups):
+            raise SnapshotError(f"{stored.name} has {len(index['groups'])} groups of parameters, this optimizer has {len(owner.param_groups)}: use the same")
         stored.check(owner)
 
         state = {}
-        for i, (flat, owned) in enumerate(zip(owner.flats, owner.owned, strict=True)):
-            stored.fill(flat, WEIGHT, owned)
-            first = index["parameters"][flat.names[0]]
-            state[i] = {key: stored.fill(flat, key, torch.zeros_like(owned)) for key in first["tensors"] if key != WEIGHT}
-            state[i] |= {key: torch.tensor(value) for key, value in first["numbers"].items()}
+        for flat, owned, pieces in zip(owner.flats, owner.owned, owner.pieces, strict=True):
+            stored.fill(flat, WEIGHT, owned, flat.names)
+            lengths = [len(piece) for piece in pieces.values()]
+            for i, (group, piece) in enumerate(pieces.items()):
+                names = [name for name in flat.names if owner.groups.number[name] == group]
+                first = stored.parameters[names[0]]
+                shards = {key: stored.fill(flat, key, torch.zeros_like(owned), names) for key in first["tensors"] if key != WEIGHT}
+                state[piece] = {key: shard.split(lengths)[i].clone() for key, shard in shards.items()}
+                state[piece] |= {key: torch.tensor(value) for key, value in first["numbers"].items()}
         for flat in owner.resting:
-            stored.fill(flat, WEIGHT, flat.shard)
+            stored.fill(flat, WEIGHT, flat.shard, flat.names)
         for name, parameter in owner.constants.items():
             if name in stored.parameters:
                 parameter.copy_(stored.read(name, WEIGHT).view_as(parameter))
     current = owner.inner.state_dict()["param_groups"]
     groups = [mine | _tuples(theirs) for mine, theirs in zip(current, index["groups"], strict=True)]
-    numbered = [number for group in current for number in group["params"]]
-    owner.inner.load_state_dict({"state": {numbered[i]: each for i, each in state.items() if each}, "param_groups": groups})
+    numbered = enumerate(piece for group in owner.param_groups for piece in group["params"])
+    owner.inner.load_state_dict({"state": {i: state[piece] for i, piece in numbered if state[piece]}, "param_groups": groups})
 
 
 def _tuples(group: dict) -> dict:
@@ -197,8 +213,12 @@ class _Stored:
                 self._fits(name, tuple(shape), kept)
         for name, parameter in owner.constants.items():
             self._fits(name, tuple(parameter.shape), parameter.dtype)
+        for name, here in owner.groups.number.items():
+            if name in trained and (there := self.parameters[name]["group"]) != here:
+                raise SnapshotError(f"{self.name} has {name} in group {there}, here it is in group {here}: group the parameters alike, in the same order")
         for flat in owner.flats:
-            if len({tuple(self.parameters[name]["numbers"].items()) for name in flat.names}) > 1:
+            steps = {(self.parameters[name]["group"], *self.parameters[name]["numbers"].items()) for name in flat.names}
+            if len(steps) > len({group for group, *_ in steps}):
                 raise SnapshotError(f"{self.name}: the parameters of one flat tensor, {', '.join(flat.names[:3])}, … have made different numbers of steps")
 
     def _fits(self, name: str, shape: tuple[int, ...], kept: torch.dtype) -> None:
@@ -212,11 +232,11 @@ class _Stored:
             told = f"{str(dtype).removeprefix('torch.')} there and {str(kept).removeprefix('torch.')} here"
             raise SnapshotError(f"{self.name} would lose digits: {name} is {told}; use weights as wide, or master=True")
 
-    def fill(self, flat: "Flat", key: str, shard: Tensor) -> Tensor:
-        """`shard`, filled with what this rank owns of the stored tensors; its padding is zero."""
+    def fill(self, flat: "Flat", key: str, shard: Tensor, names: Collection[str]) -> Tensor:
+        """`shard`, filled with what this rank owns of the stored tensors of these names; the rest is zero."""
         shard.zero_()
         for name, start, piece in zip(flat.names, flat.starts, flat.pieces(shard), strict=False):
-            if len(piece):
+            if len(piece) and name in names:
                 first = max(flat.own.start - start, 0)
                 piece.copy_(self.read(name, key, first, len(piece)))
         return shard

@@ -1,0 +1,178 @@
+"""Snapshots: written by any number of ranks at any level, read by any other, refused where they do not fit."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import nn
+from zero_training import GROUPS, OPTIMIZERS, TIED, UNTIED, advance, batches, build, grouped, own, ranks, same, weights
+
+from labutils import world, zero
+
+
+def lr(i):
+    """The learning rate of group i, as a schedule would have left it."""
+    return 3e-3 * (i + 1)
+
+
+def write(rank, level, path, *, frozen=(), optimizer="adamw", groups=None):
+    model = build(TIED, rank.index, frozen=frozen)
+    owner = own(model, rank.comm("dp"), level, OPTIMIZERS[optimizer], GROUPS.get(groups))
+    advance(model, owner, rank, batches(TIED, 4)[:2])
+    for i, group in enumerate(owner.param_groups):
+        group["lr"] = lr(i)
+    owner.save(path)
+    assert path.exists()  # for every rank, not for rank 0 alone
+    return weights(model, owner)
+
+
+def read(rank, level, path, *, frozen=(), optimizer="adamw", groups=None, **options):
+    model = build(TIED, 10 + rank.index, frozen=frozen)
+    owner = own(model, rank.comm("dp"), level, OPTIMIZERS[optimizer], GROUPS.get(groups), **options)
+    owner.load(path)
+    loaded = weights(model, owner)
+    advance(model, owner, rank, batches(TIED, 4)[2:])
+    return loaded, weights(model, owner), [group["lr"] for group in owner.param_groups]
+
+
+@functools.cache
+def uninterrupted(frozen=(), optimizer="adamw", groups=None):
+    model = build(TIED, 0, frozen=frozen)
+    inner = OPTIMIZERS[optimizer](grouped(model, GROUPS.get(groups)) or [parameter for parameter in model.parameters() if parameter.requires_grad])
+    for step, (x,) in enumerate(batches(TIED, 4)):
+        if step == 2:
+            for i, group in enumerate(inner.param_groups):
+                group["lr"] = lr(i)
+        model.loss(x, x).backward()
+        inner.step()
+        inner.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "before, after, settings",
+    [
+        ((4, 1), (2, 1), {}),
+        ((4, 2), (1, 3), {}),
+        ((4, 3), (2, 3), dict(groups="adamw")),
+        ((4, 3), (1, 1), dict(optimizer="momentum", groups="partly momentum")),
+        ((1, 1), (4, 3), dict(groups="adamw")),
+        ((3, 2), (4, 2), dict(groups="adamw")),
+        ((2, 3), (3, 2), dict(optimizer="momentum", groups="partly momentum")),
+        ((2, 1), (3, 1), dict(optimizer="momentum", groups="momentum")),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_with_another_number_of_ranks(before, after, settings, tmp_path):
+    path, settings = tmp_path / "run", settings | {"frozen": ("positions", "blocks.1.feed_forward.up")}
+    (n, level), (m, other) = before, after
+    written = ranks(n).run(write, level, path, **settings)
+    for loaded, final, rates in ranks(m).run(read, other, path, **settings, **({} if other == 3 else {"bucket_bytes": 3000})):
+        assert all(torch.equal(loaded[name], written[0][name]) for name in loaded)
+        assert same(final, uninterrupted(**settings)) and rates == [lr(i) for i in range(len(rates))]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_processes_write_and_threads_go_on(tmp_path):
+    with world.World(2, engine="processes") as two:
+        written = two.run(write, 3, tmp_path / "run")
+    for loaded, final, _ in ranks(3).run(read, 2, tmp_path / "run"):
+        assert all(torch.equal(loaded[name], written[0][name]) for name in loaded) and same(final, uninterrupted())
+
+
+def test_master_weights_survive(tmp_path):
+    """What a snapshot keeps of half weights is their fp32 copy, so that nothing is rounded on the way."""
+
+    def program(rank, path=None):
+        weight = nn.Parameter(torch.full((5,), 1.0 / rank.size, dtype=torch.bfloat16))
+        optimizer = zero.Optimizer([weight], rank.comm("dp"), lambda params: torch.optim.SGD(params, lr=1e-4, momentum=0.5), level=1)
+        if rank.size == 1:
+            optimizer.load(path)
+            assert weight.tolist() == [0.25] * 5  # 0.2499 as bfloat16
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.save(path)
+        return optimizer.owned[0].tolist()
+
+    first, *_ = ranks(4).run(program, tmp_path / "run")
+    (again,) = ranks(1).run(program, tmp_path / "run")
+    assert first == pytest.approx([0.25 - 1e-4] * 2, abs=2**-24) and again == pytest.approx([0.25 - 2.5e-4] * 5, abs=2**-24)
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory):
+    path = tmp_path_factory.mktemp("snapshots") / "run"
+    ranks(2).run(write, 2, path, groups="adamw")
+    return path.read_bytes()
+
+
+def refusal(data, tmp_path, config=TIED, **options):
+    """What is said about a file, which must leave everything as it was."""
+    (tmp_path / "run").write_bytes(data)
+
+    def program(rank):
+        model = build(config, 0, options.get("dtype", torch.float64))
+        owner = own(model, rank.comm("dp"), 3, options.get("make", OPTIMIZERS["adamw"]), options.get("groups", GROUPS["adamw"]))
+        before = weights(model, owner)
+        with pytest.raises(zero.SnapshotError) as error:
+            owner.load(tmp_path / "run")
+        assert all(torch.equal(weight, before[name]) for name, weight in weights(model, owner).items()) and not owner.inner.state
+        return str(error.value)
+
+    told = set(ranks(2).run(program))
+    assert len(told) == 1
+    return told.pop()
+
+
+@pytest.mark.parametrize("kept", [0, 10, 25, 40, 0.3, 0.99, -1])
+def test_a_torn_file_is_refused(kept, snapshot, tmp_path):
+    short = snapshot[: int(kept * len(snapshot)) if isinstance(kept, float) else kept]
+    assert "is torn" in refusal(short, tmp_path) or (kept in (0, 10) and "not a snapshot" in refusal(short, tmp_path))
+
+
+@pytest.mark.parametrize("at", [30, 5000, -2000, -60])
+def test_a_damaged_file_is_refused(at, snapshot, tmp_path):
+    damaged = bytearray(snapshot)
+    damaged[at] ^= 1
+    assert "is damaged" in refusal(bytes(damaged), tmp_path)
+
+
+def test_a_file_of_something_else_is_refused(snapshot, tmp_path):
+    torch.save({"model": torch.zeros(3)}, tmp_path / "other")
+    assert "not a snapshot of labutils.zero" in refusal((tmp_path / "other").read_bytes(), tmp_path)
+    assert "it lacks: blocks.1.feed_forward.gate.weight" in refusal(snapshot, tmp_path, UNTIED)
+    wider = dataclasses.replace(TIED, d_ff=28)
+    assert "blocks.2.feed_forward.up.weight has shape [24, 16] there and [28, 16] here" in refusal(snapshot, tmp_path, wider)
+    assert "was written by AdamW, this optimizer is SGD" in refusal(snapshot, tmp_path, make=OPTIMIZERS["sgd"], groups=None)
+    assert "has 2 groups of parameters, this optimizer has 1" in refusal(snapshot, tmp_path, groups=None)
+    assert "would lose digits" in refusal(snapshot, tmp_path, dtype=torch.float32)
+    with pytest.raises(world.RankError, match="FileNotFoundError"):
+        ranks(2).run(read, 1, tmp_path / "none")
+
+
+def test_parameters_in_other_groups_are_refused(tmp_path):
+    """The settings of a group come from the file: in another order they would be those of the others."""
+
+    def program(rank, order, call):
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
+        owner = zero.Optimizer(model.named_parameters(), rank.comm("dp"), level=1, groups=groups[::order])
+        getattr(owner, call)(tmp_path / "run")
+
+    ranks(2).run(program, 1, "save")
+    with pytest.raises(world.RankError, match="run has bias in group 1, here it is in group 0: group the parameters alike, in the same order"):
+        ranks(2).run(program, -1, "load")
+
+
+def test_a_write_that_fails_leaves_the_older_file(tmp_path):
+    (tmp_path / "run").write_bytes(b"older")
+
+    def program(rank):
+        optimizer = zero.Optimizer([nn.Parameter(torch.ones(8))], rank.comm("dp"), level=1)
+        optimizer.inner.state[optimizer.pieces[0][0]] = {"what": torch.ones(3)}
+        optimizer.save(tmp_path / "run")
+
+    with pytest.raises(world.RankError, match="neither a number nor like the weights"):
+        ranks(2).run(program)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("run", b"older")]
