@@ -5,6 +5,11 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; a sum's last digits depend on the number of threads
 os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # notebooks run in this environment, whatever kernels the user has
 
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, as parts of torch do: labutils.flash.triton_kernel wants its interpreter
+
 import base64
 import io
 import re

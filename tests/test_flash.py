@@ -3,7 +3,6 @@
 import inspect
 import itertools
 import math
-import os
 import weakref
 
 import pytest
@@ -17,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from labutils import flash, measure
 from labutils.config import Hardware
-from labutils.flash import triton_kernel
 from labutils.flash.algorithms import default_blocks
 
 
@@ -433,27 +431,3 @@ def test_merge_wants_matching_shapes():
 
 def test_default_blocks_fit_a_tile_in_cache():
     assert all(heads * math.prod(default_blocks(heads)) <= 2**18 for heads in range(1, 9))
-
-
-# The Triton kernel
-
-interpreted = pytest.mark.skipif(
-    triton_kernel.triton is None or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
-    reason="needs the package triton, and a GPU or TRITON_INTERPRET=1",
-)
-
-
-@interpreted
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("a, g, s_q, s_k, d", [(2, 2, 64, 64, 16), (4, 2, 50, 70, 24), (2, 1, 70, 50, 32)])
-def test_the_triton_kernel(causal, a, g, s_q, s_k, d):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    q, k, v = (tensor.to(device) for tensor in tensors(2, a, g, s_q, s_k, d, torch.float32))
-    ours = triton_kernel.attention(q, k, v, causal=causal, block_q=32, block_k=16)
-    assert_same(ours, flash.plain(q.double(), k.double(), v.double(), causal=causal), 2e-6)
-
-
-def test_the_triton_kernel_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(triton_kernel, "triton", None)
-    with pytest.raises(ImportError, match="pip install triton"):
-        triton_kernel.attention(X, X, X)

@@ -1,91 +1,238 @@
-"""The tiled forward pass as a Triton kernel: on an NVIDIA GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1), where it is only checked.
+"""The tiled forward and backward pass as Triton kernels: on a GPU, and where there is none in Triton's interpreter, for correctness alone.
 
-The kernel is `algorithms.forward` again: one program for each block of queries of each head, a loop over key blocks, an online softmax.
+`algorithms` again, one program for each block, the loop over the other side inside it:
+
+    _forward            algorithms.forward: a block of queries meets the keys it sees
+    _backward_queries   its backward for the same block: D and dQ
+    _backward_keys      a block of keys meets the queries that see it: dK and dV, from the D of the kernel before
+    attention           all three as one autograd function that keeps q, k, v, out and lse
+
+algorithms.backward has keys outside and adds to dQ in slow memory. Programs run at the same time and would add at the same time, so dQ has a
+kernel of its own, and the scores are computed twice: 7 products a tile instead of 5. FlashAttention-2 (2307.08691, section 3.2) adds atomically.
+
 Without the package `triton` the module still loads, and `attention` says what is missing.
 """
 
 from __future__ import annotations  # tl.constexpr below is read by Triton alone
 
 import math
+import os
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from labutils.flash import algorithms
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks once, when it is imported
+
 try:
     import triton
     import triton.language as tl
+
+    LOG2_E, LN_2 = tl.constexpr(1 / math.log(2)), tl.constexpr(math.log(2))  # the hardware has exp2: inside, scores count in units of log 2
 except ImportError:
     triton = None
 
-LOG2_E = 1 / math.log(2)
+jit = triton.jit if triton else lambda kernel: kernel
 
 
-@(triton.jit if triton else lambda kernel: kernel)
-def _kernel(
-    Q, K, V, OUT, LSE,
-    scale, offset, s_q, s_k, shared,
+@jit
+def _load(X, head, at, s, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows `at` of one head of X (heads, s, D). Rows from s on and channels from D on are padding: WIDTH is a power of two."""
+    channel = tl.arange(0, WIDTH)
+    real = (at < s)[:, None] & (channel < D)[None, :]
+    return tl.load(X + (head * s + at)[:, None] * D + channel[None, :], mask=real, other=0.0)
+
+
+@jit
+def _store(X, tile, head, at, s, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Writes rows `at` of one head of X, in X's own dtype."""
+    channel = tl.arange(0, WIDTH)
+    real = (at < s)[:, None] & (channel < D)[None, :]
+    tl.store(X + (head * s + at)[:, None] * D + channel[None, :], tile.to(X.dtype.element_ty), mask=real)
+
+
+@jit
+def _dot(x, y):
+    """The matrix product, summed in fp32; fp32 factors are not rounded to tf32."""
+    return tl.dot(x, y, input_precision="ieee")
+
+
+@jit
+def _scores(q, k, i, j, scale, offset, end, CAUSAL: tl.constexpr):
+    """One tile of scores, −inf where query i must not look at key j."""
+    seen = (j < end)[None, :]
+    if CAUSAL:
+        seen = seen & (j[None, :] <= i[:, None] + offset)
+    return tl.where(seen, _dot(q, tl.trans(k)) * scale, float("-inf"))
+
+
+@jit
+def _units_of_log_2(lse):
+    """lse as the kernels count; a row without keys gets 0, because −inf − (−inf) would be NaN, where −inf − 0 gives the weight 0."""
+    return tl.where(lse == float("-inf"), 0.0, lse * LOG2_E)
+
+
+@jit
+def _forward(
+    Q, K, V, LENGTHS, OUT, LSE,
+    scale, offset, s_q, s_k, a, shared,
     CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    channel = tl.arange(0, WIDTH)  # a power of two; channels from D on are padding
-    rows = (head * s_q + i)[:, None] * D + channel[None, :]
-    real = (i < s_q)[:, None] & (channel < D)[None, :]
-    q = tl.load(Q + rows, mask=real, other=0.0)
-
+    blocks = tl.cdiv(s_q, BLOCK_Q)
+    block, head = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    q = _load(Q, head, i, s_q, D, WIDTH)
     top = tl.full([BLOCK_Q], -1e30, tl.float32)  # finite, as in OnlineSoftmax
     total = tl.zeros([BLOCK_Q], tl.float32)
     out = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
-    end = s_k
-    if CAUSAL:  # key blocks that no query of this block sees are not visited
-        end = tl.minimum(s_k, tl.maximum(0, (tl.program_id(0) + 1) * BLOCK_Q + offset))
-    for start in range(0, end, BLOCK_K):
+    end = tl.load(LENGTHS + head // a)
+    stop = tl.minimum(end, (block + 1) * BLOCK_Q + offset) if CAUSAL else end  # no query of this block sees a later key
+    for start in range(0, stop, BLOCK_K):
         j = start + tl.arange(0, BLOCK_K)
-        columns = (head // shared * s_k + j)[:, None] * D + channel[None, :]
-        held = (j < s_k)[:, None] & (channel < D)[None, :]
-        k = tl.load(K + columns, mask=held, other=0.0)
-        v = tl.load(V + columns, mask=held, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # in units of log 2: exp2 is what the hardware has
-        seen = (j < s_k)[None, :]
-        if CAUSAL:
-            seen = seen & (j[None, :] <= i[:, None] + offset)
-        scores = tl.where(seen, scores, float("-inf"))
+        k, v = _load(K, head // shared, j, s_k, D, WIDTH), _load(V, head // shared, j, s_k, D, WIDTH)
+        scores = _scores(q, k, i, j, scale, offset, end, CAUSAL)
         new_top = tl.maximum(top, tl.max(scores, 1))
         rescale = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
         total = total * rescale + tl.sum(weights, 1)
-        out = out * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        out = out * rescale[:, None] + _dot(weights.to(v.dtype), v)
         top = new_top
     some = tl.where(total == 0.0, 1.0, total)
-    lse = tl.where(total == 0.0, float("-inf"), (top + tl.log2(some)) * 0.6931471805599453)
-    tl.store(OUT + rows, (out / some[:, None]).to(OUT.dtype.element_ty), mask=real)
+    lse = tl.where(total == 0.0, float("-inf"), (top + tl.log2(some)) * LN_2)
+    _store(OUT, out / some[:, None], head, i, s_q, D, WIDTH)
     tl.store(LSE + head * s_q + i, lse, mask=i < s_q)
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, offset: int | None = None, scale: float | None = None,
-    block_q: int = 64, block_k: int = 64,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) as `flash.attention` returns them, forward only; blocks are powers of two from 16 on, and fp64 is not supported."""
-    if triton is None:
-        raise ImportError("this kernel needs the package triton: pip install triton (PyTorch's CUDA builds bring it along); flash.attention runs without it")
-    problem = algorithms._checked(q, k, v, causal, offset, None, scale, block_q, block_k)
-    if q.dtype == torch.float64:
-        raise TypeError("the Triton kernel accumulates in fp32: give it fp32, bf16 or fp16, or use flash.attention for fp64")
-    for name, block in (("block_q", block_q), ("block_k", block_k)):
-        if block < 16 or block & (block - 1):
-            raise ValueError(f"{name} must be a power of two from 16 on, as the kernel's matrix products need, got {block}")
-    if any(tensor.requires_grad for tensor in (q, k, v)) and torch.is_grad_enabled():
-        raise ValueError("the Triton kernel has no backward pass: call it under torch.no_grad(), or use flash.attention")
-    q, k, v = (tensor.contiguous() for tensor in (q, k, v))
-    (b, a, s_q, d), s_k = q.shape, k.shape[2]
-    out, lse = torch.empty_like(q), q.new_empty(b, a, s_q, dtype=torch.float32)
-    grid = (triton.cdiv(s_q, block_q), b * a)
-    _kernel[grid](
-        q, k, v, out, lse,
-        problem.scale * LOG2_E, problem.offset or 0, s_q, s_k, a // k.shape[1],
-        CAUSAL=causal, D=d, WIDTH=max(16, triton.next_power_of_2(d)), BLOCK_Q=block_q, BLOCK_K=block_k,
+@jit
+def _backward_queries(
+    Q, K, V, LENGTHS, OUT, LSE, D_OUT, D_LSE, DELTA, DQ,
+    scale, offset, s_q, s_k, a, shared,
+    CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(s_q, BLOCK_Q)
+    block, head = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    q, d_out = _load(Q, head, i, s_q, D, WIDTH), _load(D_OUT, head, i, s_q, D, WIDTH)
+    product = d_out.to(tl.float32) * _load(OUT, head, i, s_q, D, WIDTH).to(tl.float32)
+    delta = tl.sum(product, 1) - tl.load(D_LSE + head * s_q + i, mask=i < s_q, other=0.0)
+    tl.store(DELTA + head * s_q + i, delta, mask=i < s_q)
+    lse = _units_of_log_2(tl.load(LSE + head * s_q + i, mask=i < s_q, other=0.0))
+    dq = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
+    end = tl.load(LENGTHS + head // a)
+    stop = tl.minimum(end, (block + 1) * BLOCK_Q + offset) if CAUSAL else end
+    for start in range(0, stop, BLOCK_K):
+        j = start + tl.arange(0, BLOCK_K)
+        k, v = _load(K, head // shared, j, s_k, D, WIDTH), _load(V, head // shared, j, s_k, D, WIDTH)
+        weights = tl.exp2(_scores(q, k, i, j, scale, offset, end, CAUSAL) - lse[:, None])
+        d_scores = weights * (_dot(d_out, tl.trans(v)) - delta[:, None])
+        dq += _dot(d_scores.to(k.dtype), k)
+    _store(DQ, dq * (scale * LN_2), head, i, s_q, D, WIDTH)
+
+
+@jit
+def _backward_keys(
+    Q, K, V, LENGTHS, LSE, D_OUT, DELTA, DK, DV,
+    scale, offset, s_q, s_k, g, shared,
+    CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(s_k, BLOCK_K)
+    block, kv_head = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    j = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    k, v = _load(K, kv_head, j, s_k, D, WIDTH), _load(V, kv_head, j, s_k, D, WIDTH)
+    dk, dv = tl.zeros([BLOCK_K, WIDTH], tl.float32), tl.zeros([BLOCK_K, WIDTH], tl.float32)
+    end = tl.load(LENGTHS + kv_head // g)
+    first = tl.maximum(0, block * BLOCK_K - offset) // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # no earlier query sees a key of this block
+    stop = tl.where(block * BLOCK_K < end, s_q, 0)  # and nobody sees padding
+    for head in range(kv_head * shared, (kv_head + 1) * shared):  # the query heads that share these keys
+        for start in range(first, stop, BLOCK_Q):
+            i = start + tl.arange(0, BLOCK_Q)
+            q, d_out = _load(Q, head, i, s_q, D, WIDTH), _load(D_OUT, head, i, s_q, D, WIDTH)
+            lse = _units_of_log_2(tl.load(LSE + head * s_q + i, mask=i < s_q, other=0.0))
+            delta = tl.load(DELTA + head * s_q + i, mask=i < s_q, other=0.0)
+            weights = tl.exp2(_scores(q, k, i, j, scale, offset, end, CAUSAL) - lse[:, None])
+            dv += _dot(tl.trans(weights.to(d_out.dtype)), d_out)
+            d_scores = weights * (_dot(d_out, tl.trans(v)) - delta[:, None])
+            dk += _dot(tl.trans(d_scores.to(q.dtype)), q)
+    _store(DK, dk * (scale * LN_2), kv_head, j, s_k, D, WIDTH)
+    _store(DV, dv, kv_head, j, s_k, D, WIDTH)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, problem: algorithms.Problem) -> tuple[Tensor, Tensor]:
+        q, k, v = (tensor.contiguous() for tensor in (q, k, v))
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        lengths = problem.lengths if problem.lengths is not None else torch.full(q.shape[:1], k.shape[2], device=q.device)
+        lengths = lengths.to(torch.int32)
+        _launch(_forward, problem, q, k, v, lengths, out, lse)
+        ctx.save_for_backward(q, k, v, lengths, out, lse)
+        ctx.problem = problem
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, lengths, out, lse = ctx.saved_tensors
+        d_out, delta = d_out.contiguous(), torch.empty_like(lse)
+        dq, dk, dv = (torch.empty_like(tensor) for tensor in (q, k, v))
+        _launch(_backward_queries, ctx.problem, q, k, v, lengths, out, lse, d_out, d_lse.contiguous(), delta, dq)
+        _launch(_backward_keys, ctx.problem, q, k, v, lengths, lse, d_out, delta, dk, dv)
+        return dq, dk, dv, None
+
+
+def _launch(kernel, problem: algorithms.Problem, q: Tensor, k: Tensor, *tensors: Tensor) -> None:
+    """One program for each block of each head: of keys for `_backward_keys`, of queries for the others."""
+    tiling, (b, a, _, d), g = problem.tiling, q.shape, k.shape[1]
+    blocks, heads = (tiling.key_blocks, g) if kernel is _backward_keys else (tiling.query_blocks, a)
+    kernel[(len(blocks) * b * heads,)](
+        q, k, *tensors,
+        problem.scale * LOG2_E.value, problem.offset or 0, tiling.s_q, tiling.s_k, heads, a // g,
+        CAUSAL=problem.offset is not None, D=d, WIDTH=_padded(d), BLOCK_Q=tiling.block_q, BLOCK_K=tiling.block_k, num_stages=2,
     )  # fmt: skip
-    return out, lse
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, offset: int | None = None, lengths: Tensor | None = None, scale: float | None = None,
+    block_q: int | None = None, block_k: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) and gradients as `flash.attention` gives them, from q, k and v in bf16, fp16 or fp32; products are summed in fp32.
+
+    Blocks are powers of two from 16 on; by default a block of a head takes at most 16 kB, so that what a program holds fits a GPU's shared memory.
+    Where there is no GPU, the interpreter runs program after program, in fp16 or fp32: to check values, not to save time.
+    """
+    if triton is None:
+        raise ImportError("these kernels need the package triton (for Linux): pip install triton; flash.attention runs without it")
+    problem = algorithms._checked(q, k, v, causal, offset, lengths, scale, block_q, block_k)
+    if q.dtype == torch.float64:
+        raise TypeError("the Triton kernels sum in fp32: give them fp32, bf16 or fp16, or use flash.attention for fp64")
+    default = default_block(q.shape[3], q.dtype)
+    blocks = dict(block_q=default if block_q is None else block_q, block_k=default if block_k is None else block_k)
+    for name, block in blocks.items():
+        if block < 16 or block & (block - 1):
+            raise ValueError(f"{name} must be a power of two from 16 on, as the kernels' matrix products need, got {block}")
+    problem = replace(problem, tiling=replace(problem.tiling, **blocks))
+    _check_mode(q)
+    return _Attention.apply(q, k, v, problem)
+
+
+def _check_mode(q: Tensor) -> None:
+    """An error where these tensors cannot be had in the way that Triton was imported: to compile for a GPU, or to interpret."""
+    interpreted = not isinstance(_forward, triton.JITFunction)
+    if interpreted == isinstance(tl.sum, triton.JITFunction):
+        raise RuntimeError("triton was imported before this module could choose its interpreter: restart with TRITON_INTERPRET=1 in the environment")
+    if interpreted and q.dtype == torch.bfloat16:
+        raise TypeError("Triton's interpreter has no bf16 (it would multiply the bit patterns): give it fp32 or fp16, or run on a GPU")
+    if not interpreted and q.device.type == "cpu":
+        raise ValueError("the Triton kernels are compiled for the GPU: move q, k and v there, or start with TRITON_INTERPRET=1 in the environment")
+
+
+def default_block(d: int, dtype: torch.dtype) -> int:
+    """Rows of a block that takes at most 16 kB: 64 of 16 bits or 32 of 32, fewer where a head is wider than 128, and never below 16."""
+    return max(16, min(128, 2**14 // _padded(d)) // dtype.itemsize)
+
+
+def _padded(d: int) -> int:
+    return max(16, triton.next_power_of_2(d))
