@@ -90,7 +90,7 @@ def test_it_fails_with_most_of_the_memory_free():
     gpu = Allocator(10 * GIB)
     gpu.free(gpu.alloc(6 * GIB))
     gpu.alloc(GIB)  # moves into the hole: the segment cannot go back any more
-    with pytest.raises(OutOfMemory, match=r"no room for 6.44 GB: 1.07 GB of 10.7 GB are allocated, 5.37 GB are reserved but unallocated"):
+    with pytest.raises(OutOfMemory, match=r"no room for 6.00 GiB: 1.00 GiB of 10.0 GiB are allocated, 5.00 GiB are reserved but unallocated"):
         gpu.alloc(6 * GIB)
     assert gpu.capacity - gpu.allocated == 9 * GIB
 
@@ -274,5 +274,5 @@ def test_bad_input_is_named(wrong, error, message):
 def test_it_says_what_it_holds():
     gpu = Allocator(GIB)
     gpu.alloc(5 * MIB, "weights")
-    assert repr(gpu) == "Allocator: 5.24 MB allocated, 21.0 MB reserved of 1.07 GB, largest free block 15.7 MB"
+    assert repr(gpu) == "Allocator: 5.00 MiB allocated, 20.0 MiB reserved of 1.00 GiB, largest free block 15.0 MiB"
     assert gpu.segments[0][0].name == "weights" and allocator.BLOCK == 512

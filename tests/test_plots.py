@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import matplotlib
 import pytest
@@ -26,6 +27,15 @@ TINY = dataclasses.replace(H100, name="a tiny device", memory=20_000_000)
 
 def ledger(*lines):
     return Ledger(Line(name, amount, component=name, axis=axis) for name, amount, axis in lines)
+
+
+def segment(*blocks):
+    """Blocks of so many MiB: used under a name, free without one."""
+    return [SimpleNamespace(size=size * 2**20, state="used" if name else "free", name=name) for size, name in blocks]
+
+
+HOLES = [segment((5, "batch"), (5, ""), (10, "weights")), segment((20, ""))]
+UNMAPPED = SimpleNamespace(size=2**40, state="unmapped", name="")
 
 
 def sent(*amounts):
@@ -76,6 +86,8 @@ GALLERY = {
     "memory bar far below capacity": lambda: plots.memory_bars(measured=ledger(("weights", 40_000, ""), ("optimizer", 80_004, "")), capacity=H100),
     "memory timeline": lambda: plots.memory_timeline(two_steps()),
     "memory timeline, capacity": lambda: plots.memory_timeline(two_steps(), capacity=TINY),
+    "memory map": lambda: plots.memory_map(title="Holes", asked=15 * 2**20, before=[segment((20, "weights"))], after=HOLES),
+    "memory map, capacity": lambda: plots.memory_map(title="A segment that grows", capacity=64 * 2**20, expandable_segments=[[*HOLES[0], UNMAPPED]]),
     "comm bars": lambda: plots.comm_bars(naive=sent(192, 64, 64, 64), ring=sent(96, 96, 96, 96), guess=64),
     "comm bars of 8 ranks": lambda: plots.comm_bars(
         naive=sent(448, *[64] * 7), tree=sent(192, 64, 128, 64, 64, 64, 64, 64), halving_doubling=sent(*[112] * 8), ring=sent(*[112] * 8), guess=1000
@@ -224,6 +236,18 @@ def test_the_timeline_marks_the_fullest_moment():
     assert {"weights", "activations", "optimizer", "forward", "backward"} <= {text.get_text() for text in picture.figure.axes[0].texts}
 
 
+def test_a_memory_map_draws_blocks_end_to_end_in_binary_units():
+    picture = plots.memory_map(title="t", asked=15 * 2**20, capacity=64 * 2**20, now=[[*HOLES[0], UNMAPPED], HOLES[1]])
+    axes = picture.figure.axes[0]
+    widths = [patch.get_width() for patch in axes.patches]
+    assert widths == pytest.approx([5, 5, 10, 20, 20, 20, 15])  # three blocks and their segment, one block and its segment, the request
+    assert [bool(patch.get_hatch()) for patch in axes.patches] == [False, True, False, False, True, False, False]
+    assert axes.patches[4].get_x() > axes.patches[2].get_x() + 10 and axes.get_xlabel().endswith("(MiB)")
+    assert next(line for line in axes.lines if line.get_linestyle() == "--").get_xdata()[0] == 64
+    assert "now: 2 segments, 15.0 MiB in use, 25.0 MiB free in 2 blocks, the largest 20.0 MiB. A request of 15.0 MiB" in picture.alt
+    assert "64.0 MiB of the device" in picture.alt and "nothing free" in plots.memory_map(title="t", now=[segment((1, "a"))]).alt
+
+
 def test_comm_bars_draw_every_rank_and_the_guess_as_a_hollow_diamond():
     picture = plots.comm_bars(naive=sent(192, 64, 64, 64), ring=sent(96, 96, 96, 96), guess=64)
     axes = picture.figure.axes[0]
@@ -293,6 +317,8 @@ BAD = {
     "not a ledger": (lambda: plots.memory_bars(a=3), "a: a bar is drawn from a Ledger, got int"),
     "an empty ledger": (lambda: plots.memory_bars(a=Ledger()), "a: this ledger is empty"),
     "negative bytes": (lambda: plots.memory_bars(a=ledger(("weights", 10, ""), ("gradients", -3, ""))), "negative"),
+    "a map of nothing": (lambda: plots.memory_map(title="t"), "at least one moment"),
+    "a map before the first request": (lambda: plots.memory_map(title="t", now=[[UNMAPPED]]), "nothing is reserved"),
     "no rank": (lambda: plots.comm_bars(a=ledger(("weights", 10, ""))), "a: a line without a rank"),
     "a guess in words": (lambda: plots.comm_bars(a=sent(1), guess="64 MB"), "guess must be a number of bytes"),
     "a guess of NaN": (lambda: plots.comm_bars(a=sent(1), guess=math.nan), "guess must be a number of bytes"),

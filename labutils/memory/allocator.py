@@ -78,7 +78,7 @@ class Allocator:
     (1, 6, 5)
     >>> gpu.alloc(6 * units.GIB)
     Traceback (most recent call last):
-    labutils.memory.allocator.OutOfMemory: no room for 6.44 GB: 1.07 GB of 10.7 GB are allocated, ...
+    labutils.memory.allocator.OutOfMemory: no room for 6.00 GiB: 1.00 GiB of 10.0 GiB are allocated, ...
 
     Cost: O(log n) comparisons a request, n free blocks.
     Invariant: blocks of a segment tile it without gaps; no two neighbors are both free; used and free bytes add up to `reserved`.
@@ -166,13 +166,13 @@ class Allocator:
         return tuple(tuple(_chain(first)) for first in self._segments)
 
     def __repr__(self) -> str:
-        amounts = f"{units.text(self.allocated)} allocated, {units.text(self.reserved)} reserved of {units.text(self.capacity)}"
-        return f"Allocator: {amounts}, largest free block {units.text(self.largest_free)}"
+        amounts = f"{_text(self.allocated)} allocated, {_text(self.reserved)} reserved of {_text(self.capacity)}"
+        return f"Allocator: {amounts}, largest free block {_text(self.largest_free)}"
 
     def _refusal(self, nbytes: int) -> str:
         return (
-            f"no room for {units.text(nbytes)}: {units.text(self.allocated)} of {units.text(self.capacity)} are allocated, {units.text(self.cached)} are "
-            f"reserved but unallocated, the largest free block of them has {units.text(self.largest_free)}, the device has {units.text(self.available)} left"
+            f"no room for {_text(nbytes)}: {_text(self.allocated)} of {_text(self.capacity)} are allocated, {_text(self.cached)} are reserved but "
+            f"unallocated, the largest free block of them has {_text(self.largest_free)}, the device has {_text(self.available)} left"
         )
 
     def _best_fit(self, pool: str, size: int) -> Block | None:
@@ -364,6 +364,10 @@ def trace_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> list[Requ
 def _moment(allocator: Allocator, phase: str, event: str) -> Moment:
     parts = {"allocated": allocator.requested, "rounding": allocator.allocated - allocator.requested, "cached": allocator.cached}
     return Moment(phase, event, Ledger(Line(name, amount) for name, amount in parts.items()))
+
+
+def _text(nbytes: int) -> str:
+    return units.text(nbytes, binary=True)  # as PyTorch says it
 
 
 def _up(nbytes: int, step: int) -> int:
