@@ -26,6 +26,7 @@ REACH = {0: set(), 1: {0}, 2: {0, 1}, TOPIC: {0, 1, 2}, 4: {0, 1}, 5: {0, 1, 4},
 # The few steps sideways.
 SIDEWAYS = {
     ("world", "collectives"),  # a Comm's collectives are those of lab 07, so that every byte they send is counted
+    ("checkpointing", "precision"),  # what is computed again sees the autocast region of the first time
     ("check", "exercises"),
 }
 STANDARD_ONLY = {0, 1}  # layers without numpy and torch: they load in milliseconds and run in a browser

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from labutils.precision import autocast
+
 
 def checkpoint(fn: Callable[..., Any], *args: Any, generators: Iterable[torch.Generator] = (), **kwargs: Any) -> Any:
     """What `fn(*args, **kwargs)` returns; of the tensors that autograd saves inside `fn` only the arguments stay in memory.
@@ -38,7 +40,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, generators: Iterable[torch.Ge
 
 
 class Ambient:
-    """What a function's result depends on beside its arguments: the state of random generators and the autocast setting, to be replayed later."""
+    """What a function's result depends on beside its arguments: the state of random generators and the autocast setting, torch's and ours, to be replayed."""
 
     def __init__(self, tensors: Iterable[Tensor], generators: Iterable[torch.Generator] = ()) -> None:
         devices = {tensor.device for tensor in tensors}
@@ -48,6 +50,7 @@ class Ambient:
         kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
         self.autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
         self.cached = torch.is_autocast_cache_enabled()
+        self.region = autocast.innermost()
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
@@ -57,6 +60,8 @@ class Ambient:
             for kind, dtype, enabled in self.autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     settings.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cached))
+            if self.region or autocast.innermost():
+                settings.enter_context(self.region or autocast(enabled=False))
             try:
                 for generator, state in zip(self.generators, self.states, strict=True):
                     generator.set_state(state)

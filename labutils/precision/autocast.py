@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ HALF_OPS = frozenset(
 FULL_OPS = frozenset("cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy prod trace cdist".split())
 """Operations that run in fp32: their results are sums or products of many terms, in the format of their input."""
 
-_inside = threading.local()
 
+class _Here(threading.local):
+    """What is so on this thread: the regions it is in, from outer to inner, and the half copies of weights they have made."""
 
-def _regions() -> list["autocast"]:
-    if not hasattr(_inside, "regions"):
-        _inside.regions = []
-    return _inside.regions
+    def __init__(self) -> None:
+        self.regions: list[autocast] = []
+        self.copies: dict[tuple, tuple[Tensor, Tensor]] = {}
 
 
 class autocast(TorchFunctionMode):
@@ -36,11 +37,13 @@ class autocast(TorchFunctionMode):
     (torch.bfloat16, torch.float32)
 
     Casts are operations like others: the backward pass goes through them, so that every weight gets its gradient in fp32. The half copy of a
-    weight is made once and kept to the end of its region, so that a tied weight adds up its gradients in half, as torch's does.
-    Inner regions decide for themselves; `enabled=False` leaves every format as it is.
+    weight is made once and kept to the end of the outermost region, so that a tied weight adds up its gradients in half, as torch's does.
+    Inner regions decide for themselves; `enabled=False` leaves every format as it is. A region can be entered again.
 
     Invariant: losses and gradients equal those of torch.autocast("cpu", dtype) to the bit, for operations called from Python.
-    Not seen: what a composed function such as `F.multi_head_attention_forward` calls inside, and a checkpointed region that runs again.
+    `checkpointing.checkpoint` computes again in the region of the first time. torch's checkpoint replays torch's regions only: write
+    `checkpoint(fn, x, use_reentrant=False, context_fn=region.contexts)`; its reentrant form has no place for this and computes again in fp32.
+    Not seen: what a composed function such as `F.multi_head_attention_forward` calls inside.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True, cache: bool = True) -> None:
@@ -48,33 +51,46 @@ class autocast(TorchFunctionMode):
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"autocast computes in torch.bfloat16 or torch.float16, got {dtype!r}")
         self.dtype, self.enabled, self.cache = dtype, enabled, cache
-        self._copies: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
+        self._formats = dict.fromkeys(HALF_OPS, dtype) | dict.fromkeys(FULL_OPS, torch.float32) if enabled else {}
+
+    @staticmethod
+    def innermost() -> "autocast | None":
+        """The region that decides here, or None outside of all."""
+        return _here.regions[-1] if _here.regions else None
+
+    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        """What torch.utils.checkpoint takes as `context_fn`: nothing around the first evaluation, which is in this region, and the region around the second."""
+        return nullcontext(), self
 
     def __enter__(self) -> "autocast":
-        _regions().append(self)
+        _here.regions.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _regions().pop()
-        self._copies.clear()
+        _here.regions.pop()
+        if not _here.regions:
+            _here.copies.clear()
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if (name in HALF_OPS or name in FULL_OPS) and self.enabled and _regions()[-1] is self:
-            dtype = self.dtype if name in HALF_OPS else torch.float32
-            args = [self._cast(value, dtype) for value in args]
-            kwargs = {key: self._cast(value, dtype) for key, value in (kwargs or {}).items()}
+        dtype = self._formats.get(getattr(func, "__name__", ""))
+        if dtype is not None and _here.regions[-1] is self:
+            args = [self._cast(value, dtype) if isinstance(value, Tensor) else value for value in args]
+            if kwargs:
+                kwargs = {key: self._cast(value, dtype) if isinstance(value, Tensor) else value for key, value in kwargs.items()}
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype in (dtype, torch.float64):
+    def _cast(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        if value.dtype in (dtype, torch.float64) or not value.is_floating_point():
             return value
-        is_weight = value.is_leaf and value.requires_grad and not value._is_view()
-        if not (self.cache and is_weight and dtype == self.dtype):
+        is_weight = value.requires_grad and value.is_leaf and not value._is_view()
+        if not (is_weight and self.cache and dtype == self.dtype):
             return value.to(dtype)
         # A weight that has been stepped since, and a copy made under no_grad, are other copies.
-        key = id(value), value._version, torch.is_grad_enabled()
-        if key not in self._copies:
-            self._copies[key] = value, value.to(dtype)  # beside its source, so that no other tensor gets the same id
-        return self._copies[key][1]
+        key = id(value), value._version, dtype, torch.is_grad_enabled()
+        if key not in _here.copies:
+            _here.copies[key] = value, value.to(dtype)  # beside its source, so that no other tensor gets the same id
+        return _here.copies[key][1]
+
+
+_here = _Here()

@@ -1,13 +1,15 @@
 """Loss scaler and autocast beside `torch.amp`: scale for scale, skip for skip, weight for weight, to the bit."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from labutils import precision
+from labutils import checkpointing, precision
 from labutils.config import ModelConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler, MasterWeights
@@ -214,6 +216,77 @@ def test_regions_nest_as_torch_s_do(dtype):
             again = layer(X)
         found.append([tensor.dtype for tensor in (outer, inner, innermost, again, layer(X))])
     assert found[0] == found[1] == [dtype, torch.float32, dtype, dtype, torch.float32]
+
+
+@HALVES
+def test_nested_regions_share_the_copies_of_weights(dtype):
+    """One half copy for both regions: the gradients of the three uses are added in half, as in torch, not in fp32."""
+    found = []
+    for region in REGIONS.values():
+        layer = nn.Linear(4, 4)
+        nn.init.constant_(layer.weight, 0.3)
+        with region(dtype):
+            y = layer(X)
+            with region(dtype):
+                y = y + 3 * layer(X)
+            y = y + 7 * layer(X)
+        (y * W[:3]).sum().backward()
+        found.append(layer.weight.grad)
+    assert same(*[[grad] for grad in found])
+
+
+CHECKPOINTERS = {
+    "none": lambda region, fn, x: fn(x),
+    "ours": lambda region, fn, x: checkpointing.checkpoint(fn, x),
+    "theirs": lambda region, fn, x: checkpoint(fn, x, use_reentrant=False, **({"context_fn": region.contexts} if hasattr(region, "contexts") else {})),
+}
+
+
+def checkpointed(region, checkpointer, config, inside):
+    """The loss and all gradients of a GPT whose blocks are checkpointed under autocast, with the backward pass inside or outside of the region."""
+    model = GPT(config, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(3)
+    with region:
+        x = model.embed(tokens()[0])
+        for block in model.blocks:
+            x = CHECKPOINTERS[checkpointer](region, block, x)
+        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), tokens()[1].flatten())
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@HALVES
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("name", ["tied", "dropout"])
+@pytest.mark.parametrize("checkpointer", CHECKPOINTERS)
+def test_a_checkpointed_region_is_computed_again_in_the_same_format(dtype, name, checkpointer, inside):
+    expected = checkpointed(torch.autocast("cpu", dtype), "theirs", MODELS[name], inside)
+    assert same(checkpointed(precision.autocast(dtype), checkpointer, MODELS[name], inside), expected)
+
+
+@pytest.mark.parametrize("now", [{"enabled": True}, {"enabled": False}, None], ids=["on", "off", "none"])
+@pytest.mark.parametrize("then", [{"enabled": True}, {"enabled": False}, None], ids=["on", "off", "none"])
+def test_the_second_evaluation_sees_the_region_of_the_first_and_not_that_of_the_backward_pass(then, now):
+    seen = []
+
+    def region(settings):
+        return contextlib.nullcontext() if settings is None else precision.autocast(**settings)
+
+    def fn(x):
+        y = x @ x.T
+        seen.append(y.dtype)
+        return y.exp().sin()
+
+    with region(then):
+        y = checkpointing.checkpoint(fn, X.clone().requires_grad_())
+    with region(now):
+        outside = precision.autocast.innermost()
+        y.sum().backward()
+        assert precision.autocast.innermost() is outside
+    assert seen == [torch.bfloat16 if then == {"enabled": True} else torch.float32] * 2
 
 
 def test_the_cache_knows_what_it_holds():
