@@ -107,11 +107,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line outside this package: the learner's own, where there is one."""
+    """The innermost line outside this package and those installed: the learner's own, where there is one."""
     package = exercises.__name__.partition(".")[0]
     for cause in list(_causes(error))[::-1]:
         for frame in reversed(traceback.extract_tb(cause.__traceback__)):
-            if f"/{package}/" not in frame.filename.replace("\\", "/") and frame.line:
+            path = frame.filename.replace("\\", "/")
+            if f"/{package}/" not in path and "/site-packages/" not in path and frame.line:
                 return f"It happened in {frame.name}, at this line: {frame.line}"
     return ""
 

@@ -1,6 +1,7 @@
 """predict, reveal, check, hint and show, as a learner meets them."""
 
 import pytest
+import torch
 
 from labutils import check, exercises, units
 
@@ -29,6 +30,13 @@ def doubling(monkeypatch):
 def test_a_right_answer_passes(doubling):
     report = check.check("demo/double", doubling.reference)
     assert report.passed and str(report).splitlines() == ["solved · Double it", "✓ small · 1 case", "✓ large"]
+
+
+def test_an_error_is_shown_at_the_learners_own_line(doubling):
+    def attempt(n):
+        return torch.nn.functional.dropout(torch.ones(n), p=n)  # raises in torch's Python code, further in
+
+    assert "in attempt, at this line: return torch.nn.functional.dropout(" in str(check.check("demo/double", attempt))
 
 
 def test_a_wrong_answer_is_diagnosed_first(doubling):
