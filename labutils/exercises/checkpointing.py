@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,10 +20,11 @@ def _plan(attempt: Callable, n: int, k: int) -> Plan:
     made = attempt(n, k)
     if isinstance(made, Plan):
         return made
-    if not isinstance(made, (list, tuple)) or not all(isinstance(step, (tuple, Step)) for step in made):
+    steps = list(made) if isinstance(made, Iterable) else [made]
+    if not steps or not all(isinstance(step, (tuple, list, Step)) and len(step) == 2 for step in steps):
         raise Failed(f"n = {n}, k = {k}: you returned {made!r:.60}", "Return a list of pairs, such as [('record', 0), ('backward', 0)].")
     try:
-        return Plan(n, tuple(step if isinstance(step, Step) else Step(*step) for step in made))
+        return Plan(n, tuple(step if isinstance(step, Step) else Step(*step) for step in steps))
     except (TypeError, ValueError) as error:
         raise Failed(
             f"n = {n}, k = {k}: {error}",
@@ -37,6 +38,11 @@ _CASES = [(4, 2), (6, 1), (6, 6), (9, 3), (16, 4)]
 def _evaluations(attempt: Callable) -> str:
     for n, k in _CASES:
         found, best = sum(_plan(attempt, n, k).evaluations), 2 * n - n // k
+        if found < best:
+            raise Failed(
+                f"n = {n}, k = {k}: {found} forward evaluations, {k} segments need {best}",
+                "What is recorded in the first sweep stays until its backward pass. Record the last segment alone then, and the others one at a time.",
+            )
         if found == 2 * n:
             raise Failed(
                 f"n = {n}, k = {k}: {found} forward evaluations, {best} are enough",
@@ -94,6 +100,10 @@ def _keeps_all(n: int, k: int) -> list[tuple[str, int]]:
     return steps
 
 
+def _records_at_once(n: int, k: int) -> list[tuple[str, int]]:
+    return [("record", i) for i in range(n)] + [("backward", i) for i in reversed(range(n))]
+
+
 def _drops_too_early(n: int, k: int) -> list[tuple[str, int]]:
     return [step for i in range(n) for step in (("record", i), *((("drop", i),) if i else ()))] + [("backward", i) for i in reversed(range(n))]
 
@@ -114,6 +124,7 @@ SEGMENTS = Exercise(
         Wrong("words instead of pairs", lambda n, k: ["record", "backward"], "legal", "list of pairs"),
         Wrong("the last segment twice", _two_n, "forward evaluations", "record it on the way"),
         Wrong("every segment from x0", _from_the_start, "forward evaluations", "Keep each segment's input"),
+        Wrong("everything recorded in the first sweep", _records_at_once, "forward evaluations", "one at a time"),
         Wrong("a first sweep that keeps everything", _keeps_all, "values held", "after the first sweep has passed it"),
         Wrong("drops what a recorded stage needs", _drops_too_early, "legal", "needs x1 for its backward pass"),
     ),
@@ -139,6 +150,10 @@ def _fewest(attempt: Callable) -> str:
             raise Failed(case, "You are short by exactly n: each stage is computed once more to record it, right before its backward pass.")
         if found == checkpointing.binomial_evaluations(n, snapshots + 1):
             raise Failed(case, f"That is right for {snapshots + 1}: x0 takes one of the snapshots, because every restart of the leftmost part needs it.")
+        if found == n and snapshots == 1:
+            raise Failed(case, "With x0 alone, every stage starts from x0 again. Only snapshots may be held, not a segment: split a segment again.")
+        if found == n:
+            raise Failed(case, "Reaching x_m is not free: its m evaluations belong to the sum.")
         if found == n + n - math.ceil(n / min(snapshots, n)):
             raise Failed(case, "You computed every segment twice, which needs its values all at once. Only snapshots may be held: split a segment again.")
         if isinstance(found, (int, float)) and found < best:
@@ -165,6 +180,14 @@ def _shares_the_snapshot(count: Callable, n: int, s: int) -> int:
     return 1 if n == 1 else min(m + count(n - m, s) + count(m, s) for m in range(1, n))
 
 
+def _x0_reverses_for_n(count: Callable, n: int, s: int) -> int:
+    return n if s == 1 else 1 if n == 1 else min(m + count(n - m, s - 1) + count(m, s) for m in range(1, n))
+
+
+def _reaches_for_free(count: Callable, n: int, s: int) -> int:
+    return 1 if n == 1 else n * (n + 1) // 2 if s == 1 else min(count(n - m, s - 1) + count(m, s) for m in range(1, n))
+
+
 def _without_recording(n: int, snapshots: int) -> int:
     return checkpointing.binomial_evaluations(n, snapshots) - n
 
@@ -181,6 +204,8 @@ BINOMIAL = Exercise(
         Wrong("recording for free", _without_recording, "fewest evaluations", "short by exactly n"),
         Wrong("x0 not counted", lambda n, s: checkpointing.binomial_evaluations(n, s + 1), "fewest evaluations", "x0 takes one of the snapshots"),
         Wrong("the right part keeps all snapshots", _remembered(_shares_the_snapshot), "fewest evaluations", "one snapshot less"),
+        Wrong("one snapshot, n evaluations", _remembered(_x0_reverses_for_n), "fewest evaluations", "every stage starts from x0"),
+        Wrong("x_m reached for free", _remembered(_reaches_for_free), "fewest evaluations", "its m evaluations belong to the sum"),
         Wrong("equal segments", lambda n, s: n + n - math.ceil(n / min(s, n)), "fewest evaluations", "split a segment again"),
     ),
     hints=(
@@ -220,7 +245,13 @@ def _step(call: Callable, dropout: float) -> tuple[Tensor, Tensor | None, list[T
             f"checkpoint(block, x) returned {got}", "The result must take part in the backward pass: return it from an autograd.Function, or from hooks."
         )
     torch.rand(1)  # a later layer's dropout: a generator that is set back to before the block, and left there, now shows
-    y.square().sum().backward()
+    try:
+        y.square().sum().backward()
+    except RuntimeError as error:
+        if "does not require grad" in str(error):
+            advice = "Inside backward, autograd records nothing: compute the function again under torch.enable_grad(), on x.detach().requires_grad_()."
+            raise Failed("your second evaluation recorded no graph", advice) from None
+        raise
     return y.detach(), x.grad, [parameter.grad for parameter in block.parameters()], torch.rand(1)
 
 
@@ -235,6 +266,11 @@ def _gradients(attempt: Callable) -> str:
             f"{missing} got no gradient",
             "Compute the function again with gradients enabled, on an input that requires them, and call torch.autograd.backward on the result: "
             "that reaches the weights too, which torch.autograd.grad(y, x) does not.",
+        )
+    if torch.allclose(slope, 2 * expected_slope):
+        raise Failed(
+            "the input's gradient is twice that of block(x)",
+            "Your second evaluation runs on the caller's x, so its backward pass reaches x once, and what you return reaches it again: use x.detach().",
         )
     if not torch.equal(slope, expected_slope) or not all(torch.equal(a, b) for a, b in zip(weights, expected_weights, strict=True)):
         raise Failed("the gradients differ from those of block(x)", "Pass the incoming gradient on to the backward pass of the second evaluation.")
@@ -252,7 +288,7 @@ def _memory(attempt: Callable) -> str:
         )
     if kept > least:
         raise Failed(f"{units.text(kept)} are kept, {units.text(least)} are enough", "Only the input has to stay: the output can be computed again as well.")
-    return units.text(kept)
+    return units.text(kept) if kept else "nothing that autograd sees; ctx.save_for_backward(x) also notices when x is overwritten"
 
 
 def _twice(attempt: Callable) -> str:
@@ -291,9 +327,9 @@ class _Simple(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple:
         (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
+        x = x if ctx.through == "the caller's x" else x.detach().requires_grad_()
         scope: AbstractContextManager = torch.random.fork_rng(devices=[]) if ctx.replay == "fork" else nullcontext()
-        with scope, torch.enable_grad():
+        with scope, torch.set_grad_enabled(ctx.through != "nothing"):
             if ctx.replay != "no":
                 torch.set_rng_state(ctx.state)
             y = ctx.fn(x)
@@ -328,6 +364,8 @@ CHECKPOINT = Exercise(
     wrong=(
         Wrong("keeps everything", _offloads_nothing, "bytes kept", "torch.no_grad()"),
         Wrong("no gradient for the weights", _variant("fork", "grad"), "gradients", "torch.autograd.backward"),
+        Wrong("no graph the second time", _variant("fork", "nothing"), "gradients", "torch.enable_grad()"),
+        Wrong("the caller's x", _variant("fork", "the caller's x"), "gradients", "use x.detach()"),
         Wrong("another dropout mask", _variant("no"), "dropout", "another dropout mask"),
         Wrong("the generator left behind", _variant("set"), "dropout", "left it there"),
     ),

@@ -29,9 +29,10 @@ def _far(mine: Tensor, exact: Tensor) -> float:
 
 
 def _pair(found: object, what: str) -> tuple[Tensor, Tensor]:
-    if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(part, Tensor) for part in found):
-        raise Failed(f"you returned {type(found).__name__}", f"Return two tensors: {what}.")
-    return found
+    if not isinstance(found, (tuple, list)) or len(found) != 2 or not all(isinstance(part, Tensor) for part in found):
+        got = ", ".join(type(part).__name__ for part in found) if isinstance(found, (tuple, list)) else type(found).__name__
+        raise Failed(f"you returned {got}", f"Return two tensors: {what}.")
+    return found[0], found[1]
 
 
 # Online softmax
@@ -44,7 +45,10 @@ def _cut(scores: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _online(attempt: Online, cases: dict[str, tuple[Tensor, int]], hint: Callable[[Tensor], str], part: int = 0) -> str:
     for name, (scores, size) in cases.items():
-        found = _pair(attempt((s.clone(), v.clone()) for s, v in _cut(scores, size)), "the output and the log-sum-exp")[part]
+        found = _pair(attempt((s.clone(), v.clone()) for s, v in _cut(scores, size)), "the output and the log-sum-exp")
+        if found[0].dim() < found[1].dim():
+            raise Failed(f"{name}: your first tensor is a single number", "The output, as wide as the values, comes first; the log-sum-exp second.")
+        found = found[part]
         exact = (scores.softmax(0) @ _noise(len(scores), 3, seed=1), scores.logsumexp(0))[part]
         if _far(found, exact) > 1e-9:
             raise Failed(f"{name}: you return {found.tolist()}, it is {exact.tolist()}", hint(found))
@@ -76,7 +80,10 @@ def _later_highest(attempt: Online) -> str:
 
 def _huge(attempt: Online) -> str:
     cases = {"scores near 1000": (1000 + _noise(6), 2), "scores near −1000": (-1000 + _noise(6), 2)}
-    return _online(attempt, cases, lambda _: "exp(1000) is infinite and exp(−1000) is zero: subtract the largest score so far before the exponential.")
+    _online(attempt, cases, lambda _: "exp(1000) is infinite and exp(−1000) is zero: subtract the largest score so far before the exponential.")
+    falling = {"scores 1000, 999, then 1, 0": (torch.tensor([1000.0, 999.0, 1.0, 0.0], dtype=torch.float64), 2)}
+    _online(attempt, falling, lambda _: "A block of smaller scores must not lower the maximum: subtract the largest so far, not the largest of the block.")
+    return "3 cases"
 
 
 def _blind_start(attempt: Online) -> str:
@@ -136,6 +143,18 @@ def _online_with(rescale_out: bool = True, sign: int = 1, shift: bool = True, st
     return attempt
 
 
+def _own_maximum(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    top, total, out = torch.tensor(-1e300, dtype=torch.float64), 0.0, 0.0
+    for scores, values in blocks:
+        rescale, weights, top = (top - scores.max()).exp(), (scores - scores.max()).exp(), scores.max()
+        total, out = total * rescale + weights.sum(), out * rescale + weights @ values
+    return out / total, top + total.log()
+
+
+def _swapped(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    return flash.online(blocks)[::-1]
+
+
 def _blockwise_mean(blocks: Blocks) -> tuple[Tensor, Tensor]:
     parts = [(scores.softmax(0) @ values, scores.logsumexp(0)) for scores, values in blocks]
     return torch.stack([out for out, _ in parts]).mean(0), torch.stack([lse for _, lse in parts]).logsumexp(0)
@@ -172,6 +191,8 @@ ONLINE = Exercise(
         Wrong("the output is not rescaled", _online_with(rescale_out=False), "a larger maximum comes later", "the output so far is not"),
         Wrong("the printed inverse", _online_with(sign=-1), "a larger maximum comes later", "prints its inverse"),
         Wrong("no maximum at all", _online_with(shift=False), "huge scores", "subtract the largest score"),
+        Wrong("the maximum of the block alone", _own_maximum, "huge scores", "must not lower the maximum"),
+        Wrong("lse first", _swapped, "the maximum comes first", "comes first"),
         Wrong("starts from −inf", _online_with(start=-math.inf), "a masked first block", "lowest finite number"),
         Wrong("log-sum-exp to base 2", _online_with(base=2), "the log-sum-exp", "base 2"),
         Wrong("log-sum-exp without the maximum", _without_top, "the log-sum-exp", "maximum + log(sum)"),
@@ -205,6 +226,8 @@ def _outputs(attempt: Merge) -> str:
         if _far(out, exact) > 1e-9:
             if _far(out, (o1 + o2) / 2) < 1e-9:
                 hint = "The two outputs do not weigh the same: a part whose scores are larger has the larger share of the softmax."
+            elif _far(out, flash.merge(o1, lse2, o2, lse1)[0]) < 1e-9:
+                hint = "The shares are swapped: the part with the larger lse has the larger one."
             elif _far(out, o1 + o2) < 1e-9:
                 hint = "Each output is normalized over its own keys, so each is a mean already; the sum of two means is twice too much."
             else:
@@ -226,7 +249,13 @@ def _large(attempt: Merge) -> str:
     out, lse = _merged(attempt, o1, lse1 + 1000, o2, lse2 + 1000)
     if max(_far(out, exact), _far(lse, whole + 1000)) > 1e-9:
         raise Failed("with both lse 1000 larger the output is no longer the same", "exp(1000) is infinite: subtract the larger of the two lse first.")
-    return "lse near 1000"
+    apart = 1000 * torch.arange(4.0, dtype=torch.float64)  # rows of different size, parts of the same
+    out, lse = _merged(attempt, o1, lse1 + apart, o2, lse2 + apart)
+    if max(_far(out, exact), _far(lse, whole + apart)) > 1e-9:
+        raise Failed(
+            "with rows whose lse lie 1000 apart the output is no longer the same", "Row by row: what is largest over all rows turns a smaller row into 0/0."
+        )
+    return "lse near 1000, and rows 1000 apart"
 
 
 def _nothing(attempt: Merge) -> str:
@@ -273,6 +302,16 @@ def _unshifted(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tens
     return (o1 * w1[..., None] + o2 * w2[..., None]) / (w1 + w2)[..., None], (w1 + w2).log()
 
 
+def _shares_swapped(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    return flash.merge(o1, lse2, o2, lse1)
+
+
+def _one_maximum(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    top = torch.maximum(lse1, lse2).max()
+    out, lse = _unshifted(o1, lse1 - top, o2, lse2 - top)
+    return out, lse + top
+
+
 def _sigmoid(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     share = torch.sigmoid(lse1 - lse2)[..., None]
     return share * o1 + (1 - share) * o2, torch.logaddexp(lse1, lse2)
@@ -300,6 +339,8 @@ MERGE = Exercise(
         Wrong("average", _average, "outputs", "do not weigh the same"),
         Wrong("sum", _sum, "outputs", "twice too much"),
         Wrong("adds the logarithms", _logs_added, "log-sum-exp", "not their logarithms"),
+        Wrong("each the other's share", _shares_swapped, "outputs", "swapped"),
+        Wrong("one maximum for all rows", _one_maximum, "large scores", "Row by row"),
         Wrong("exponentials without a shift", _unshifted, "large scores", "subtract the larger"),
         Wrong("sigmoid of the difference", _sigmoid, "parts without keys", "NaN"),
         Wrong("detached weights", _detached, "gradients", "lse needs its gradient"),
@@ -343,7 +384,10 @@ def _attends(attempt: Attend, shapes: dict[str, tuple[int, int]], hint: Callable
         exact, exact_lse = flash.plain(q, k, v, causal=True)
         if max(_far(out, exact), _far(lse, exact_lse)) > 1e-9:
             rows = [i for i in range(s_q) if _far(out[:, :, i], exact[:, :, i]) > 1e-9 or _far(lse[:, :, i], exact_lse[:, :, i]) > 1e-9]
-            raise Failed(f"{name}: {s_q} queries, {s_k} keys: wrong in queries {rows}", hint(lse, exact_lse, s_q, s_k))
+            raise Failed(
+                f"{name}: {s_q} quer{'y' if s_q == 1 else 'ies'}, {s_k} keys: wrong in {'query' if len(rows) == 1 else 'queries'} {', '.join(map(str, rows))}",
+                hint(lse, exact_lse, s_q, s_k),
+            )
     return ", ".join(shapes)
 
 
