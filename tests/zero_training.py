@@ -185,7 +185,7 @@ def assert_books(results, sent, config, level, *, accumulation=1, optimizer="ada
     assert counts[0] == counts[1]  # as many messages, too; frozen tensors start out one by one
     if look:
         known = {name: value for name, value in options.items() if name in ("reshard", "prefetch")}
-        kept = {"optimizer": optimizer, "frozen": resting, "master": dtype.itemsize < 4, "offload": "offload" in options}
+        kept = {"optimizer": optimizer, "frozen": resting, "master": dtype.itemsize < 4, "offload": "offload" in options, "accumulation": accumulation}
         held = zero.predict_held(layout, n, level, **kept, **widths, **known)
         for result in results:
             assert result.layout == layout and held.diff(result.peak).unexplained == 0, held.diff(result.peak)

@@ -81,7 +81,7 @@ def _tensors(owner: Optimizer | Sharded) -> Iterator[tuple[str, str, Tensor]]:
     for flat in owner.flats:
         yield "gradients", "gradients" if owner.level == 1 else "gradient shards", flat.gradient
         if flat.buffer is not None:
-            yield "gradients", "gradient buckets", flat.buffer
+            yield "gradients", "gradients" if owner.level == 1 else "gradient buckets", flat.buffer
     for owned in owner.owned:
         yield "optimizer", "master weights", owned  # without a copy of its own it is a shard, and counted by now
     for piece in (piece for pieces in owner.pieces for piece in pieces.values()):

@@ -82,7 +82,8 @@ def _stretches(owner: Optimizer | Sharded, flats: list[Flat]) -> Iterator[Stretc
         whole, own = (place, place + flat.partition.padded), (place + flat.own.start, place + flat.own.stop)
         yield "weights", *(whole if flat.resident else own)
         if id(flat) in stepped:
-            yield "gradients", *(whole if owner.level == 1 or flat.buffer is not None else own)
+            if owner.level > 1 or flat.buffer is not None:
+                yield "gradients", *(whole if flat.buffer is not None else own)
             if owner.separate or any(owner.inner.state.get(piece) for piece in stepped[id(flat)]):
                 yield "optimizer", *own
         place = whole[1]

@@ -17,7 +17,7 @@ from labutils.zero.update import Make, Partitioned, adamw
 class Optimizer(Partitioned):
     """An optimizer of which every rank keeps 1/n of the state, for a model that every rank holds whole.
 
-    Level 1 keeps the gradients of all micro-batches whole and reduce-scatters them once, in `step`. Level 2 reduce-scatters them bucket by
+    Level 1 keeps the gradients of all micro-batches whole, until `zero_grad`, and reduce-scatters them once, in `step`. Level 2 reduce-scatters them bucket by
     bucket during every backward and keeps its share alone. Both all-gather the new weights in `step`.
 
     `optimizer` makes a torch optimizer of a list of parameters. `params` come in the order of the model; `groups` of them with settings of their

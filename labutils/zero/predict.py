@@ -1,7 +1,7 @@
 """What ZeRO sends and holds, from the sizes alone, and the paper's two tables."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
 from labutils import collectives, units
@@ -78,11 +78,12 @@ def predict_sent(
 
 def predict_held(
     sizes: Layout, n: int, level: int, *, itemsize: int = 4, gradient_itemsize: int | None = None, optimizer: str = "adamw", master: bool = False,
-    reshard: bool = True, prefetch: bool = True, offload: bool = False, frozen: int = 0,
+    reshard: bool = True, prefetch: bool = True, offload: bool = False, frozen: int = 0, accumulation: int = 1,
 ) -> Ledger:  # fmt: skip
     """Bytes of weights, gradients and optimizer state on a rank at the fullest moment of a step, under the names of `held`.
 
-    What stays for the whole step is the paper's: whole or 1/n. What comes and goes is ours: at level 2 the bucket that fills and the one
+    What stays for the whole step is the paper's: whole or 1/n. What comes and goes is ours: at level 1 the gradients, which come bucket by
+    bucket in the first of `accumulation` backward passes and are all there at the end of it; at level 2 the bucket that fills and the one
     that is being reduced; at level 3 the weights of the root, of the unit that computes and of the next one, and gradient buckets of the
     root and of two units; one gradient on its way into its bucket; with a master copy the gradient of one shard in its precision.
     With `offload` the optimizer's lines are in the memory of the other device. `frozen` elements are whole at levels 1 and 2.
@@ -90,9 +91,10 @@ def predict_held(
     Level 0 is plain data parallelism with everything whole. Activations are not in it: they are those of a model that is not sharded.
 
     >>> predict_held(1000, n=4, level=1).by("component")
-    {'weights': 4000, 'gradients': 8000, 'optimizer': 2004}
+    {'weights': 4000, 'optimizer': 2004, 'gradients': 8000}
     """
     gradient_itemsize = _checked(level, itemsize, gradient_itemsize)
+    units.whole(accumulation, "accumulation", 1)
     if optimizer not in MOMENTS:
         raise ValueError(f"optimizer={optimizer!r} is unknown here: use one of {', '.join(MOMENTS)}")
     dealt = layout(sizes)
@@ -103,19 +105,18 @@ def predict_held(
 
     whole = sum(part.padded if level else part.numel for part in trained)
     weights, gradients = ("weight shards" if level == 3 else "weights"), ("gradient shards" if level > 1 else "gradients")
-    lines = [
-        Line(weights, (sum(part.share for part in resting) if level == 3 else whole + frozen) * itemsize, component="weights"),
-        Line(gradients, (share if level > 1 else whole) * gradient_itemsize, component="gradients"),
-    ]
+    lines = [Line(weights, (sum(part.share for part in resting) if level == 3 else whole + frozen) * itemsize, component="weights")]
+    if level != 1:
+        lines.append(Line(gradients, (share if level > 1 else whole) * gradient_itemsize, component="gradients"))
     if master or offload:
         lines.append(Line("master weights", share * wide, component="optimizer"))
     lines += [Line(name, share * stepped, component="optimizer") for name in MOMENTS[optimizer]]
     if len(MOMENTS[optimizer]) == 2:
         lines.append(Line("step", STEP * sum(unit.groups for unit in dealt if unit.trained or unit.after), component="optimizer"))
 
-    moments = list(_Step(dealt, n, itemsize, gradient_itemsize, reshard, prefetch).moments(level))
+    moments = list(_Step(dealt, n, itemsize, gradient_itemsize, reshard, prefetch, accumulation).moments(level))
     if level and (offload or stepped != gradient_itemsize):
-        moments += [{"gradient to step": part.share * stepped} for part in trained]
+        moments += [{"gradients": whole * gradient_itemsize * (level == 1), "gradient to step": part.share * stepped} for part in trained]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     lines += [Line(name, amount, component="weights" if "weights" in name else "gradients") for name, amount in fullest.items() if amount]
     return Ledger(lines)
@@ -131,13 +132,16 @@ class _Step:
     gradient_itemsize: int
     reshard: bool
     prefetch: bool
+    accumulation: int
 
     def moments(self, level: int) -> Iterator[dict[str, int]]:
         match level:
             case 0:
                 yield {}
             case 1:
-                yield {"gradient on its way": max(map(self.largest, self.dealt))}
+                for i, unit in enumerate(self.dealt):
+                    here = len(self.dealt) if self.accumulation > 1 else i + 1
+                    yield {"gradients": self.elements(range(here)) * self.gradient_itemsize, "gradient on its way": self.largest(unit)}
             case 2:
                 for i in range(len(self.dealt)):
                     yield self.moment(buckets={i - 1, i} - {-1}, coming=self.largest(self.dealt[i]))
@@ -170,13 +174,13 @@ class _Step:
     def largest(self, unit: Unit) -> int:
         return max(unit.trained + unit.after, default=0) * self.itemsize
 
-    def moment(self, gathered: set[int] = frozenset(), buckets: set[int] = frozenset(), coming: int = 0) -> dict[str, int]:
-        def elements(i: int, frozen: bool) -> int:
-            return sum(part.padded for part in self.dealt[i].dealt(self.n, frozen=frozen))
+    def elements(self, units: Iterable[int], frozen: bool = False) -> int:
+        return sum(part.padded for i in units for part in self.dealt[i].dealt(self.n, frozen=frozen))
 
+    def moment(self, gathered: set[int] = frozenset(), buckets: set[int] = frozenset(), coming: int = 0) -> dict[str, int]:
         return {
-            "gathered weights": sum(elements(i, False) + elements(i, True) for i in gathered) * self.itemsize,
-            "gradient buckets": sum(elements(i, False) for i in buckets) * self.gradient_itemsize,
+            "gathered weights": (self.elements(gathered) + self.elements(gathered, frozen=True)) * self.itemsize,
+            "gradient buckets": self.elements(buckets) * self.gradient_itemsize,
             "gradient on its way": coming,
         }
 

@@ -49,11 +49,8 @@ class Partitioned:
         self.inner = make(groups.filled(piece for pieces in self.pieces for piece in pieces.items()))
         if not isinstance(self.inner, torch.optim.Optimizer):
             raise TypeError(f"optimizer must make a torch optimizer of a list of parameters, it returned {self.inner!r}: try torch.optim.AdamW")
-        for flat in self.flats:
-            if self.level == 1:
-                flat.open()
-                flat.gradient = flat.buffer[flat.own]
-            else:
+        if self.level > 1:
+            for flat in self.flats:
                 flat.gradient = torch.empty(flat.partition.share, dtype=flat.gradient.dtype, device=flat.whole.device)
         self._flight: tuple[Flat, Any] | None = None
         self._next, self._queued, self._factor = 0, False, 1.0
@@ -132,8 +129,7 @@ class Partitioned:
         if self.level == 1 and any(flat.arrived for flat in self.flats):
             for flat in self.flats:
                 if flat.fresh:
-                    flat.reduce()
-                    flat.fresh = False
+                    flat.gradient, flat.fresh = flat.reduce(), False
         if any(flat.fresh for flat in self.flats):
             raise RuntimeError("there are no gradients since zero_grad(): call backward() on a loss first")
 
@@ -186,15 +182,16 @@ class Partitioned:
         return norm
 
     def zero_grad(self) -> None:
-        """Forget the gradients, also those of a backward pass that failed; their memory stays."""
+        """Forget the gradients, also those of a backward pass that failed, and free what is whole of them."""
         if self._flight is not None:
             self._flight[1].wait()
         self._flight, self._next, self._queued, self._factor = None, 0, False, 1.0
         for flat in self.flats:
             flat.fresh = True
             flat.arrived.clear()
-            if self.level > 1:
-                flat.buffer = None
+            flat.buffer = None
+            if self.level == 1:
+                flat.gradient = flat.gradient.new_empty(0)
 
     # -- from shards to weights ----------------------------------------------------------------------------------------
 
