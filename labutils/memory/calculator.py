@@ -87,8 +87,8 @@ class Calculator:
         """What the page keeps: the letters of the models, all formulas, and for each kind of step the moments that can be the fullest.
 
         A moment is its phase, its event, and the numbers of the formulas whose lines are alive then beside those that always are. `states` goes by
-        kind of model, precision, optimizer and ZeRO level; `passes` by kind, precision, attention, checkpointing, whether gradients are sharded,
-        and whether there is more than one sequence.
+        kind of model, precision, optimizer and ZeRO level; `passes` by kind, precision, attention, checkpointing, ZeRO level, and whether there
+        is more than one sequence.
         """
         kinds = list(dict.fromkeys(map(_kind, self.models.values())))
         formulas: dict[_Line, int] = {}
@@ -134,8 +134,8 @@ class Calculator:
         letters["Ψ"] = _value(tables["parameters"][model["kind"]], letters)
         letters["P"] = -(-letters["Ψ"] // chosen["devices"])
         held, stepping = tables["states"][_place(model["kind"], at, "precision", "optimizer", "zero")]
-        place = 4 * _place(model["kind"], at, "precision", "attention", "checkpointing")
-        moments = tables["passes"][place + 2 * (at["zero"] >= 2) + (letters["b"] > 1)] + stepping
+        place = 2 * len(ZERO) * _place(model["kind"], at, "precision", "attention", "checkpointing")
+        moments = tables["passes"][place + 2 * at["zero"] + (letters["b"] > 1)] + stepping
         amounts = {i: _value(tables["formulas"][i][2], letters) for i in {*held, *(i for _, _, alive in moments for i in alive)}}
         totals = [sum(amounts[i] for i in held + alive) for _, _, alive in moments]
         phases = {phase: max(total for total, moment in zip(totals, moments, strict=True) if moment[0] == phase) for phase in peak.PHASES}
@@ -205,11 +205,11 @@ def _states(kind: walk.Kind) -> list[tuple[tuple[_Line, ...], list[_Moment]]]:
 
 @cache
 def _passes(kind: walk.Kind) -> list[list[_Moment]]:
-    """The moments of the forward and the backward pass: by precision, attention, checkpointing, sharded gradients, more than one sequence."""
+    """The moments of the forward and the backward pass: by precision, attention, checkpointing, ZeRO level, more than one sequence."""
     return [
-        _moments(_step(kind, **precision, **attention, **checkpointing, zero=zero, batch=batch, optimizer="sgd"), ("forward", "backward"))
+        _moments(_step(kind, **precision, **attention, **checkpointing, **zero, batch=batch, optimizer="sgd"), ("forward", "backward"))
         for precision, attention, checkpointing in itertools.product(PRECISION.values(), ATTENTION.values(), CHECKPOINTING.values())
-        for zero, batch in itertools.product((0, 2), (False, True))
+        for zero, batch in itertools.product(ZERO.values(), (False, True))
     ]
 
 

@@ -29,7 +29,7 @@ from labutils.check import check, hint, predict, reveal, show
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.exercises import memory as exercises
 from labutils.model import GPT
-from labutils.widgets import explore
+from labutils.widgets import explore, log
 
 # %% [markdown]
 # ## The idea in one picture
@@ -135,10 +135,54 @@ hint("memory/count-parameters", 1)
 show(exercises.count_parameters)
 
 # %% [markdown]
+# ## What is there before the first token?
+#
+# Weights, their gradients, and what the optimizer remembers: the *model states*, Ψ numbers each, whatever the batch.
+#
+# > GPT-2 XL with AdamW in bf16, with an fp32 master copy of the weights: how many GB?
+
+# %%
+predict("memory/states", GB=3)
+
+# %%
+states = memory.model_states(gpt2, TrainConfig(micro_batch=1, global_batch=1))
+states
+
+# %%
+reveal("memory/states", GB=states.total / 1e9)
+
+# %% [markdown]
+# Two bytes for a weight, two for its gradient, and twelve for the optimizer: the master copy and Adam's two moments, in fp32. In bytes per parameter, by precision and by what ZeRO (lab 09) leaves on each of 8 devices:
+
+# %%
+precisions = {
+    "fp32": {"precision": "fp32"},
+    "bf16": {"precision": "bf16"},
+    "bf16, gradients in fp32 instead": {"precision": "bf16", "fp32_gradients": "only"},
+    "bf16, gradients in fp32 as well": {"precision": "bf16", "fp32_gradients": True},
+}
+for name, options in precisions.items():
+    shares = [
+        memory.model_states(gpt2, TrainConfig(micro_batch=1, global_batch=8, zero=level, **options), Mesh(dp=8)).total
+        for level in range(4)
+    ]
+    print(f"{name:32}", *(f"{share / gpt2.num_params:6.2f}" for share in shares))
+
+# %% [markdown]
+# So 16, 18 and 20 bytes per parameter are all right, for different recipes (lab 02 takes them apart). And the measured ones? The small model, between `backward` and `step`:
+
+# %%
+model.loss(x, y).backward()
+memory.model_states(config, train).diff(measure.model_states(model, optimizer))
+
+# %%
+optimizer.zero_grad()
+
+# %% [markdown]
 # ## What does the forward pass keep?
 #
-# Model states are parameters times 16, 18 or 20 bytes (lab 02), whatever the batch. Activations are the rest, and there the batch comes in. Autograd keeps a tensor when the backward pass of some
-# operation reads it:
+# Model states do not know the batch. Activations do: autograd keeps a tensor when the backward pass of some operation reads it.
+#
 #
 # | operation | its backward pass reads |
 # |---|---|
@@ -224,7 +268,7 @@ kept.total, paper.scaled(48).total + beyond.total == kept.total
 
 # %% [markdown]
 # The paper assumes dropout masks of one byte; on a CPU PyTorch keeps them in the format of what they mask. It leaves out mean and 1/σ, the embedding, the head and the loss. With a vocabulary of
-# 50 257 words the log-probabilities alone are more than half of a layer.
+# 50 257 words the log-probabilities alone are half as large as a layer.
 
 # %% [markdown]
 # ## What makes activations grow?
@@ -288,7 +332,7 @@ for name, changes in parts.items():
     print(f"{name:28}{units.text(one_layer(**changes)):>9}  {one_layer(**changes) / base - 1:+.0%}")
 
 # %% [markdown]
-# GQA saves on keys and values. SwiGLU keeps four tensors of $sbf$ where GELU keeps two. And RMSNorm, as PyTorch writes it, keeps its input in fp32 and the normalized one as well: simpler to compute, and
+# GQA saves on keys and values. SwiGLU keeps four tensors of $sbf$ where GELU keeps two. And RMSNorm, as PyTorch runs it on a CPU, keeps its input in fp32 and the normalized one as well: simpler to compute, and
 # *larger* to remember, until somebody fuses it.
 
 # %% [markdown]
@@ -296,10 +340,10 @@ for name, changes in parts.items():
 #
 # Activations are largest at the end of the forward pass. Is that the peak?
 #
-# > GPT-2 XL in bf16, one sequence, full checkpointing: in which phase is memory fullest? Write 1 for forward, 2 for backward, 3 for the optimizer.
+# > GPT-2 XL in bf16, one sequence, full checkpointing, 24.9 GB of model states: how many GB at the fullest moment? And is it in the forward pass, in the backward pass or in the optimizer's step?
 
 # %%
-predict("memory/phase", phase=2)
+predict("memory/peak", GB=26)
 
 # %%
 setting = TrainConfig(micro_batch=1, global_batch=1, checkpointing="full")
@@ -307,14 +351,16 @@ peak = memory.predict(gpt2, setting, hardware=Hardware.named("V100"))
 {name: units.text(amount) for name, amount in peak.phases.items()}
 
 # %%
-reveal("memory/phase", phase=["forward", "backward", "optimizer"].index(peak.phase) + 1)
+reveal("memory/peak", GB=peak.total / 1e9)
 
 # %%
 peak
 
 # %% [markdown]
-# Weights, gradients, moments, and an fp32 copy of the gradients that nobody budgets for. Each line's note is its formula in the letters of the course. With 32 sequences and without checkpointing it is another
-# moment: the loss has been taken, and over all saved activations stand the log-probabilities and *two* gradients of them.
+# Weights, gradients, moments, and an fp32 copy of the gradients that nobody budgets for: the optimizer steps the master weights, and those are fp32. Each line's note is its formula in the letters of the course.
+# That is the answer to the lab's question: of 32 GB two tenths of a gigabyte are left, for a batch of one, before the driver and the libraries have taken theirs.
+#
+# With 32 sequences and without checkpointing it is another moment: the loss has been taken, and over all saved activations stand the log-probabilities and *two* gradients of them.
 
 # %%
 large = memory.predict(gpt2, TrainConfig(micro_batch=32, global_batch=32))
@@ -326,6 +372,23 @@ large = memory.predict(gpt2, TrainConfig(micro_batch=32, global_batch=32))
 )
 
 # %% [markdown]
+# Move the batch: from how many sequences on is the peak no longer in the optimizer?
+
+
+# %%
+def fullest(micro_batch=1, checkpointing="none"):
+    """The peak of GPT-2 XL, 1024 tokens a sequence, fused attention."""
+    options = {"attention": "sdpa", "checkpointing": checkpointing}
+    peak = memory.predict(gpt2, TrainConfig(micro_batch=micro_batch, global_batch=micro_batch, **options))
+    title = f"Fullest in the {peak.phase} at {units.text(peak.total)}, after {peak.event}"
+    return plots.memory_bars(title=title, capacity=Hardware.named("H100"), peak=peak)
+
+
+explore(fullest, micro_batch=log(1, 32, start=1), checkpointing=["none", "selective", "full"])
+
+# %% [markdown]
+# From 4 sequences on; with full checkpointing from 32. Then the memory is a question of the batch, before it one of the parameters.
+#
 # Is it true? The same prediction for the small model, against its measured peak, at several settings:
 
 
@@ -397,6 +460,36 @@ except memory.OutOfMemory as error:
 # %% [markdown]
 # That is fragmentation. Before it gives up the allocator hands back segments in which nothing is left; here every segment holds something.
 #
+# **Two remedies.** It happens to large tensors too. A batch of 6 GiB comes and goes, the optimizer's state moves into the hole it left, and the next batch, as large as the first, finds 9 GiB free and no 6 in one piece:
+
+
+# %%
+def second_batch(**options):
+    """A device of 10 GiB after a batch, the state that came after it, and as much of the next batch as there was room for."""
+    gpu = memory.Allocator(10 * units.GIB, **options)
+    gpu.free(gpu.alloc(6 * units.GIB, name="batch"))
+    gpu.alloc(units.GIB, name="state")
+    try:
+        gpu.alloc(6 * units.GIB, name="batch")
+    except memory.OutOfMemory as error:
+        print(error)
+    return gpu
+
+
+devices = {
+    "default": second_batch(),
+    "max_split_size": second_batch(max_split_size=512 * units.MIB),
+    "expandable_segments": second_batch(expandable_segments=True),
+}
+
+# %%
+title = "Not cutting the large block helps, and so does a segment that can grow"
+plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **{name: gpu.segments for name, gpu in devices.items()})
+
+# %% [markdown]
+# `max_split_size` leaves blocks above that size whole: the state gets a segment of its own, and the hole waits for the next batch. `expandable_segments` reserves addresses instead of memory: the segment grows
+# by the 1 GiB that is missing. Neither helps the eight small tensors above, whose holes are smaller than a page of 20 MiB.
+#
 # **On a real step.** The trace of the first picture, every storage with its birth and death, replayed on a device. The tensors are small, so they share segments; what is reserved beyond them is the price of
 # not asking the driver:
 
@@ -434,7 +527,7 @@ for name, amount in ways.items():
 
 # %% [markdown]
 # The 60 GB are the paper's own count of 12 numbers for each token, layer and column, without the scores, which alone are
-# 165 − 84 = 81 GB. Its 8 GB with checkpointing come out at 8.5, log-probabilities included. So the model that is 3 GB takes 25 GB before the first token, and between 9 and 300 GB more after it,
+# 165 − 84 = 81 GB. Its 8 GB with checkpointing come out at 8.5, log-probabilities included. So the model that is 3 GB takes 25 GB before the first token, and between 9 and 287 GB more after it,
 # by what you keep.
 
 # %% [markdown]
@@ -458,40 +551,38 @@ hint("memory/bug-hunt-table", 1)
 show(exercises.activation_bytes)
 
 # %% [markdown]
-# ## Turn the knobs
+# ## The calculator
 #
-# The memory calculator. Every line is a tensor, or all tensors of one kind; the note is its formula. The last line is the peak; above the table stands where in the step it is, and whether it fits.
-
+# Everything above in one panel. For a given kind of step every line of the ledger is a polynomial in the letters $L, b, s, h, a, g, d, f, v$, at every moment; the page holds those of the moments
+# that can be the fullest, and puts your numbers into them. So each amount stands beside its formula, and the name of a component leads to where it is derived. It needs no kernel.
 
 # %%
-def calculator(model="gpt2-xl", micro_batch=1, attention="sdpa", checkpointing="none", devices="one"):
-    """The peak of a training step in bf16 with AdamW, line by line."""
-    ranks, level = {"one": (1, 0), "8, ZeRO 1": (8, 1), "8, ZeRO 3": (8, 3)}[devices]
-    named = ModelConfig.named(model)
-    short = dataclasses.replace(named, seq_len=min(named.seq_len, 4096))
-    setting = TrainConfig(
-        micro_batch=micro_batch,
-        global_batch=micro_batch * ranks,
-        attention=attention,
-        checkpointing=checkpointing,
-        zero=level,
-    )
-    h100 = Hardware.named("H100")
-    peak = memory.predict(short, setting, mesh=Mesh(dp=ranks), hardware=h100)
-    verdict = (
-        f"fits, {units.text(peak.spare)} to spare" if peak.fits else f"does not fit: fails in the {peak.fails_in} pass"
-    )
-    head = f"<p><b>{units.text(peak.total)}</b> at the fullest moment, in the {peak.phase} pass, after the operation “{peak.event}”. H100: {verdict}.</p>"
-    return head + peak._repr_html_()
-
-
-explore(
-    calculator, states=144, model=["gpt2-xl", "llama-2-7b", "llama-3.1-8b", "qwen2-7b"], micro_batch=[1, 8], attention=["sdpa", "plain"],
-    checkpointing=["none", "selective", "full"], devices=["one", "8, ZeRO 1", "8, ZeRO 3"],
+memory.Calculator(
+    "gpt2-xl", "gpt3-175b", "llama-2-7b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mistral-7b", "qwen2-0.5b", "qwen2-7b", "qwen2-72b",
 )  # fmt: skip
 
 # %% [markdown]
-# Sequences have 4096 tokens, or as many as the model takes. Find the cheapest way to train Llama-3.1-8B on 8 H100s. Which line decides?
+# A step is one micro-batch: with accumulation (lab 05) the gradients lie there during the next forward pass as well. *foreach* is how PyTorch's AdamW steps on a GPU unless told otherwise: fast, with a
+# working copy of all weights, and that is where the peak of a small batch comes from. Like all predictions of this lab it counts the operations of a CPU; a sequence shorter than GPT's learned positions
+# counts as a model with fewer of them.
+#
+# Find the cheapest way to train Llama-3.1-8B with 4096 tokens on 8 H100s. Which line decides? For a model of your own, `memory.Calculator(mine=ModelConfig.from_hf("config.json"))`; for a sweep
+# `memory.predict`, about 0.1 ms each once it has met the kind of step:
+
+# %%
+short = dataclasses.replace(llama, seq_len=4096)
+
+
+def largest_batch(**options):
+    """The most sequences of 4096 tokens in a micro-batch of Llama-3.1-8B that fit on each of 8 H100s."""
+    for batch in range(1, 100):
+        setting = TrainConfig(micro_batch=batch, global_batch=8 * batch, attention="sdpa", stepping="fused", **options)
+        if not memory.predict(short, setting, mesh=Mesh(dp=8), hardware=Hardware.named("H100")).fits:
+            return batch - 1
+
+
+for zero in range(4):
+    print(f"ZeRO {zero}:", {kind: largest_batch(zero=zero, checkpointing=kind) for kind in ("none", "full")})
 
 # %% [markdown]
 # ## In practice
@@ -499,10 +590,14 @@ explore(
 # - **`torch.cuda.max_memory_allocated()`** is the peak of what tensors take, rounded up to blocks; **`max_memory_reserved()`** is what the driver sees. `nvidia-smi` shows more than either: the CUDA context and NCCL's
 #   buffers are outside of PyTorch.
 # - **`torch.cuda.memory._record_memory_history()`**, then `_dump_snapshot("file")`: every allocation with its stack, to be opened at pytorch.org/memory_viz.
-# - **`PYTORCH_CUDA_ALLOC_CONF`** (`PYTORCH_ALLOC_CONF` in recent versions): `expandable_segments:True` maps memory page by page into one growing segment, the cure for most fragmentation; `max_split_size_mb` keeps large blocks whole.
-# - **Megatron-LM** prints a theoretical footprint at the start; **torchtitan** logs peak active and reserved memory, and has an estimator that runs the model on fake tensors.
+# - **`PYTORCH_ALLOC_CONF`** (before: `PYTORCH_CUDA_ALLOC_CONF`, still read) takes the two remedies: `expandable_segments:True` or `max_split_size_mb:512`. The first is what to try when the message of an error says that much
+#   is "reserved by PyTorch but unallocated".
+# - **Megatron-LM** prints its `report_theoretical_memory` beside the measured memory at the first log: formulas for sequence parallelism with selective recomputation. `--record-memory-history` writes PyTorch's snapshot
+#   to `--memory-snapshot-path`.
+# - **torchtitan** logs peak active and reserved memory; `scripts/estimate/estimation.py` runs the model on fake tensors (`--memory_estimation.enabled` in many versions, `.enable` in others).
 # - **`torch.distributed._tools.mem_tracker.MemTracker`** does the same in PyTorch: under `FakeTensorMode` it tracks a model that does not fit. The prediction above agrees with it; a test compares the two.
-# - **`accelerate estimate-memory`** counts weights, and a multiple of them for training with Adam; activations are left out.
+# - **`accelerate estimate-memory`** counts weights, and a multiple of them for training with Adam; **DeepSpeed**'s `estimate_zero2_model_states_mem_needs_all_live` and `estimate_zero3_…` count
+#   weights, gradients and optimizer states. Activations are in neither.
 
 # %% [markdown]
 # ## Errata
@@ -517,7 +612,7 @@ for name, (linear, quadratic) in stated.items():
     print(f"{name:11} stated {linear:5} + {quadratic} GB   by the formula {right[0]:5.1f} + {right[1]:5.1f} GB")
 
 # %% [markdown]
-# The quadratic term has lost its factor L, and 72B has 80 layers, not 64 as the table says. And Qwen2 is not the model of the formula: GQA, SwiGLU, RMSNorm, no dropout, fused attention. What it keeps, counted:
+# The quadratic term has lost its factor L, 3.9 looks like a 13.9 that lost a digit, and 72B has 80 layers, not 64 as the table says. And Qwen2 is not the model of the formula: GQA, SwiGLU, RMSNorm, no dropout, fused attention. What it keeps, counted:
 
 # %%
 for name in stated:
