@@ -35,10 +35,15 @@ def train(rank, level, steps, load, save):
     comm = rank.comm("dp")
     model = GPT(MODEL, generator=torch.Generator().manual_seed(rank.index)).to(rank.device)  # all go on with rank 0's weights
 
-    def adamw(shards):
-        return torch.optim.AdamW(shards, lr=3e-3)
+    def adamw(groups):
+        return torch.optim.AdamW(groups, lr=3e-3)
 
-    owner = zero.shard(model, comm, adamw) if level == 3 else zero.Optimizer(model.named_parameters(), comm, adamw, level=level, bucket_bytes=2**18)
+    matrices, vectors = ([weights for weights in model.parameters() if (weights.dim() > 1) is wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    if level == 3:
+        owner = zero.shard(model, comm, adamw, groups=groups)
+    else:
+        owner = zero.Optimizer(model.named_parameters(), comm, adamw, level=level, groups=groups, bucket_bytes=2**18)
     if load:
         owner.load(load)
     losses = []
