@@ -83,8 +83,9 @@ class LossScaler:
             if turn.stepped:
                 raise RuntimeError("this optimizer has stepped already: call update() before the next backward pass, then unscale_()")
             raise RuntimeError("these gradients are unscaled already: unscale_() once between two calls of update(); step() does it where you don't")
+        factor = floats.FP32.round(1 / self.value)
         if hasattr(optimizer, "unscale_"):  # its gradients are shards on many ranks, which must all skip a step or none
-            turn = self._turns[id(optimizer)] = _Turn(optimizer.unscale_(floats.FP32.round(1 / self.value)))
+            turn = self._turns[id(optimizer)] = _Turn(optimizer.unscale_(factor))
             return turn.finite
         if hasattr(optimizer, "collect"):
             optimizer.collect()
@@ -94,9 +95,7 @@ class LossScaler:
                 raise ValueError("fp16 gradients cannot be unscaled: they would underflow again. Keep fp32 weights, or wrap the optimizer in MasterWeights")
             if gradient.layout != torch.strided:
                 raise ValueError(f"gradients must be dense to be unscaled, got layout {gradient.layout}: build the embedding with sparse=False")
-        turn = self._turns[id(optimizer)] = _Turn(all(map(_finite, gradients)))
-        if gradients:
-            torch._foreach_mul_(gradients, floats.FP32.round(1 / self.value))
+        turn = self._turns[id(optimizer)] = _Turn(_multiply_(gradients, factor))
         return turn.finite
 
     def step(self, optimizer: Steps) -> bool:
@@ -160,6 +159,10 @@ def _scale(value: float | int, name: str) -> float:
     return rounded
 
 
-def _finite(gradient: Tensor) -> bool:
-    """Whether no element is inf or NaN. A finite sum has only finite terms; the other way round a sum of large ones may overflow."""
-    return math.isfinite(gradient.sum()) or bool(gradient.isfinite().all())
+def _multiply_(gradients: list[Tensor], factor: float) -> bool:
+    """Multiplies in place; whether all were finite before. One pass does both, and one look at each device sees all of its gradients."""
+    beyond = {gradient.device: torch.zeros(1, device=gradient.device) for gradient in gradients}
+    for device, found in beyond.items():
+        here = [gradient for gradient in gradients if gradient.device == device]
+        torch._amp_foreach_non_finite_check_and_unscale_(here, found, torch.full_like(found, factor))
+    return not any(beyond.values())
