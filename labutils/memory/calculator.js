@@ -86,7 +86,7 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     letters["Ψ"] = value(data.parameters[model.kind], letters);
     letters.P = (letters["Ψ"] + devices - 1n) / devices;
     const [held, stepping] = data.states[place("precision", "optimizer") * field("zero").options.length + zero];
-    const passes = data.passes[4 * place("precision", "attention", "checkpointing") + 2 * (zero >= 2) + (letters.b > 1n)];
+    const passes = data.passes[2 * field("zero").options.length * place("precision", "attention", "checkpointing") + 2 * zero + (letters.b > 1n)];
     const amounts = new Map();
     const amount = (number) => {
       if (!amounts.has(number)) amounts.set(number, value(data.formulas[number][2], letters));

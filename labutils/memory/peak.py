@@ -9,11 +9,12 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import History, Ledger, Line, Moment
+from labutils.memory.sharding import INPUT, ROOT, Units
 from labutils.memory.states import FP32, WIDTHS, states, zero_level
 from labutils.memory.tape import Life, Parameter, Polynomial, Size, Tensor
 from labutils.memory.walk import CASTS, INDEX, Kind, Walk, Weights, around, layer
@@ -22,6 +23,7 @@ PHASES = ("forward", "backward", "optimizer")
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
 WALKED = 4  # layers that stand for all: the first two, whose difference is one layer's, and the last two
 SUMMED = 3  # micro-batches that stand for all: from the third on, a step goes on as it was
+SURROUNDING_INPUT = {"tokens", "positions"}  # of the weights around the layers, those before the first
 ALONE = Mesh()
 
 
@@ -67,8 +69,12 @@ def predict(model: ModelConfig, train: TrainConfig, *, mesh: Mesh = ALONE, hardw
     """Bytes alive at the fullest moment of a training step, temporaries included; the note of each line is its formula.
 
     A step is `loss(x, y).backward()` for each micro-batch, `optimizer.step()` and `zero_grad()`, with the optimizer's state there from the
-    start. Exact for `model.GPT` on a CPU as `measure.history` sees it. With ZeRO, weights of level 3 are gathered and gradients of levels
-    2 and 3 reduced one layer at a time, the next layer's weights already on their way.
+    start. Exact for `model.GPT` on a CPU as `measure.history` sees it.
+
+    With ZeRO, as in `zero`: gradients have their place from step to step, whole at level 1, a rank's share from level 2. There a gradient goes
+    through the bucket of its unit (a layer, or what surrounds the layers), of which one fills while one is reduced. At level 3 the weights of
+    the root, of the unit that computes and of the next one are gathered. The optimizer steps the whole share at once. Padding is counted as in
+    `model_states`: once, not for each unit.
 
     >>> peak = predict(ModelConfig.named("gpt2-xl"), TrainConfig(micro_batch=1, global_batch=1), hardware=Hardware.named("H100"))
     >>> peak.phase, peak.fits
@@ -287,6 +293,16 @@ def _text(factors: dict[Places, int]) -> str:
     return " ".join(parts).removeprefix("+ ")
 
 
+def _units(parts: Iterable[Weights]) -> tuple[dict[int, int], dict[int, Size]]:
+    """Of each unit the number of its tensors and of their elements."""
+    tensors: dict[int, int] = defaultdict(int)
+    elements: dict[int, Size] = defaultdict(int)
+    for weight in itertools.chain(*(part.values() for part in parts)):
+        tensors[weight.part] += 1
+        elements[weight.part] += weight.elements
+    return dict(tensors), dict(elements)
+
+
 class _Step(Walk):
     """A walk through a whole step, with what is there before it begins."""
 
@@ -303,19 +319,24 @@ class _Step(Walk):
             tensors=letters["L"] * len(inner) + len(outer), share=self.share,
         )  # fmt: skip
         for state in found:
-            if state.component != "gradients" or state.sharded:
+            if state.component != "gradients" or kind.zero:  # under ZeRO gradients have their place, from step to step
                 self.hold(state.name, state.component, state.elements * state.width)
         if kind.rope:
             self.hold("tables of cos and sin", "buffers", letters["s"] * letters["d"] * self.width)
         self.hold("tokens and targets", "activations", self.n * (2 * INDEX) * micro_batches)
-        if kind.zero == 3:  # the layer at work, the next one, and what surrounds the layers
-            self.hold("gathered weights", "weights", (rest + each * min(kind.layers, 2)) * self.width)
-        self.arriving: dict[str, list[Tensor]] = defaultdict(list)
-        self.tensors = {"around": len(outer)} | {f"layer {i}": len(inner) for i in range(kind.layers)}
-        self.step(self.weights("around", outer), [self.weights(f"layer {i}", inner) for i in range(kind.layers)])
+        walked = [self.weights(i, inner) for i in range(kind.layers)]
+        surrounding = self.weights(ROOT, outer)
+        if kind.zero == 2:
+            for name in SURROUNDING_INPUT & outer.keys():
+                surrounding[name].part = INPUT
+        self.units = Units(
+            self, kind.zero, *_units([surrounding, *walked]), width=self.width,
+            bucket_width=FP32 if self.masters and kind.fp32_gradients == "only" else self.width,
+        )  # fmt: skip
+        self.step(surrounding, walked)
         self.moments.append(("end", ""))
 
-    def weights(self, part: str, shapes: dict[str, Size]) -> Weights:
+    def weights(self, part: int, shapes: dict[str, Size]) -> Weights:
         return {name: Parameter(self, size, self.width, part, self.receive) for name, size in shapes.items()}
 
     def hold(self, name: str, component: str, nbytes: Size) -> None:
@@ -335,13 +356,14 @@ class _Step(Walk):
             self.phase = "backward"
             self.backpropagate(loss, seed)
             del seed
+            self.units.end_backward()
             self.phase = "forward"
             if self.kind.micro_batches > 1:
                 whole = loss.detach() if whole is None else self.like("add", whole)
         if whole is not None:
             loss = None
         self.phase = "optimizer"
-        names = [name for name in outer if name in ("tokens", "positions")]
+        names = [name for name in outer if name in SURROUNDING_INPUT]
         ordered = [outer[name] for name in names] + [weight for weights in layers for weight in weights.values()]
         ordered += [weight for name, weight in outer.items() if name not in names]
         self.optimize(ordered)
@@ -360,14 +382,11 @@ class _Step(Walk):
     def receive(self, weight: Parameter, gradients: list[Tensor]) -> None:
         """Keeps the gradient of a weight, as the precision and the ZeRO level want it kept."""
         gradient, only = gradients.pop(), self.kind.fp32_gradients == "only" and self.masters
-        if gradient.storage.life.component == "buffers" and weight.gradient is None and not only:
+        if gradient.storage.life.component == "buffers" and weight.gradient is None and (self.kind.zero or not only):
             gradient.storage.life.component = "gradients"
-        if self.kind.zero >= 2:  # reduced as soon as those of the whole layer are there
-            gradient.storage.life.name = "gradients to reduce"
-            arrived = self.arriving[weight.part]
-            arrived.append(gradient)
-            if len(arrived) == self.tensors[weight.part]:
-                arrived.clear()
+        if self.kind.zero:
+            gradient.storage.life.name = "gradient on its way"
+            self.units.take(weight.part)
             return
         if weight.gradient is None:
             if not only:

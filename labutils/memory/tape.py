@@ -181,7 +181,7 @@ class Parameter(Tensor):
 
     __slots__ = ("gradient", "part", "wide")
 
-    def __init__(self, tape: Tape, elements: Size, width: int, part: str, receive: Callable[["Parameter", list[Tensor]], None]) -> None:
+    def __init__(self, tape: Tape, elements: Size, width: int, part: int, receive: Callable[["Parameter", list[Tensor]], None]) -> None:
         super().__init__(Storage(Life("weights", 0, "weights", 0), tape.moments), elements, width)
         self.part = part
         self.gradient: Tensor | None = None

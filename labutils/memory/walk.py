@@ -5,10 +5,11 @@ The walk reads like the model: what is a local variable there is one here, so th
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from labutils.memory.sharding import ROOT, Units
 from labutils.memory.tape import Node, Parameter, Size, Tape, Tensor, checkpoint
 
 INDEX = 8  # bytes of an int64
@@ -78,7 +79,9 @@ def _norm(at: str, size: dict[str, Size], kind: Kind) -> Shapes:
 
 
 class Walk(Tape):
-    """Walks a kind of model: `size` gives the letters, `kind` the choices that change which operations run."""
+    """Walks a kind of model: `size` gives the letters, `kind` the choices that change which operations run, `units` what ZeRO does meanwhile."""
+
+    units: Units
 
     def __init__(self, size: dict[str, Size], kind: Kind) -> None:
         super().__init__()
@@ -434,25 +437,44 @@ class Walk(Tape):
         return self.dropout(x, "embedding")
 
     def logits(self, outer: Weights, layers: list[Weights]) -> Tensor:
+        self.units.gather(ROOT, 0)
         x = self.embed(outer)
+        if self.kind.zero == 3:
+            x = self.seen(x, lambda: self.units.free(0))
         for number, weights in enumerate(layers):
+            self.units.gather(number, number + 1)
             block = functools.partial(self.block, weights)
             x = self.boundary(checkpoint(self, self.replay, block, x) if self.kind.checkpointing == "full" else block(x), number)
+            self.units.free(number)
         head = outer["tokens"] if self.kind.tied else outer["head"]
-        return self.linear(self.norm(x, outer, "norm"), head, None, self.v, "logits")
+        logits = self.linear(self.norm(x, outer, "norm"), head, None, self.v, "logits")
+        self.units.free(ROOT)
+        return self.seen(logits, self.units.begin_backward) if self.kind.zero else logits
 
     def loss(self, outer: Weights, layers: list[Weights]) -> Tensor:
         return self.cross_entropy(self.logits(outer, layers))
 
     def boundary(self, x: Tensor, layer: int) -> Tensor:
-        """x, as it leaves a layer, with a node that sees its gradient come back."""
-        self.passed[layer].append(len(self.moments) - 1)
+        """x, as it leaves a layer, both ways."""
 
-        def back(grads: list[Tensor], saved: list) -> list[Tensor]:
+        def passed() -> None:
             self.passed[layer].append(len(self.moments) - 1)
+
+        def back() -> None:
+            passed()
+            self.units.come_back(layer)
+
+        passed()
+        return self.seen(x, back)
+
+    def seen(self, x: Tensor, back: Callable[[], None]) -> Tensor:
+        """x, with a node that calls `back` when its gradient has come."""
+
+        def backward(grads: list[Tensor], saved: list) -> list[Tensor]:
+            back()
             return [grads[0]]
 
-        return self.attach(x.detach(), (x,), back)
+        return self.attach(x.detach(), (x,), backward)
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
         # Autocast computes the loss in fp32.
