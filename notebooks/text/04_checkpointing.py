@@ -50,7 +50,8 @@ plots.plan_maps(everything, segments, binomial, nothing, title=title)
 
 # %% [markdown]
 # The first is what PyTorch does unless told otherwise: nothing is computed twice, and at the summit everything is in memory at once. The last holds next
-# to nothing and is late. The two in between are why this lab exists: **fewer than twice the blue cells take away more than half of the red lines.**
+# to nothing and is late. The two in between are why this lab exists. In the second, **fewer than twice the blue cells take away more than half of the red
+# lines**; the third goes further down and pays more.
 
 # %% [markdown]
 # ## What must be held, and when?
@@ -658,7 +659,7 @@ f"{one_more:.2%}, and three times that: {3 * one_more:.2%}"
 # - For GPT-3 the attention core is 70 % of a layer's activations and 0.9 % of its FLOPs.
 #   <!-- claim: (round(80 / 114, 2), round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "selective", early_stop=False), 3)) == (0.70, 0.009) -->
 #
-# Next: lab 05 leaves the layers alone and cuts the batch instead.
+# Next: [lab 05](05_accumulation.ipynb) leaves the layers alone and cuts the batch instead.
 
 # %% [markdown]
 # ## References

@@ -169,7 +169,7 @@ plots.curves(long, title=title, measured=measured, **axes, **formula)
 #
 # $$ \ell \leftarrow e^{m-m'}\,\ell + \sum_{\text{block}} e^{x_j-m'} \qquad o \leftarrow e^{m-m'}\,o + \sum_{\text{block}} e^{x_j-m'}\,v_j \qquad m \leftarrow m' $$
 #
-# In the end the output is $o/\ell$, and $\text{lse} = m + \log \ell = \log \sum e^{x_j}$. Three numbers a row (and d) travel from block to block.
+# In the end the output is $o/\ell$, and $\text{lse} = m + \log \ell = \log \sum e^{x_j}$. A maximum, a sum and the d numbers of an output travel from block to block: for each row, and nothing more.
 #
 # Follow two blocks, one number a block: score 0 with value 1, then score 5 with value 3.
 
@@ -274,10 +274,10 @@ show(flash.backward)
 
 
 # %%
-def gradients(attend, **options):
+def gradients(attend, to=torch.float64, **options):
     q, *_ = tensors(75, a=6, d=16, dtype=torch.float64)
     _, k, v = tensors(90, a=2, d=16, dtype=torch.float64)
-    out, lse = attend(q, k, v, causal=True, **options)
+    out, lse = attend(q.to(to), k.to(to), v.to(to), causal=True, **options)
     return out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))
 
 
@@ -347,7 +347,7 @@ twice = {"s": (8192, 64, 25600), "M": (4096, 64, 51200), "d": (4096, 128, 25600)
 {f"{letter} × 2": round(moved("flash-1", *sizes) / once, 2) for letter, sizes in twice.items()}
 
 # %% [markdown]
-# The law has a price tag in it that is easily overlooked. **The gain is $M/d^2$, not a constant.** With M = 25 600 numbers and heads of 128:
+# The law has a price tag in it that is easily overlooked. **The gain is $M/2d^2$, not a constant.** With M = 25 600 numbers and heads of 128:
 
 # %%
 for head in (64, 128):
@@ -419,7 +419,7 @@ check("flash/causal-hunt", my_attention)
 # ## What is a fused kernel, in general?
 #
 # Attention is the famous case of something ordinary. An operation reads its inputs from slow memory and writes its result there; the next one reads it back.
-# Take a softmax written an operation a line, on 4096 rows of 4096 numbers in fp32:
+# Take a softmax in five operations, on 4096 rows of 4096 numbers in fp32:
 
 # %%
 show(flash.softmax)
@@ -456,7 +456,7 @@ for fn in work:
 
 
 # %% [markdown]
-# Four times fewer bytes, four and a half, and two and two thirds. Do fewer bytes take less time? On your machine the fast memory is the cache:
+# Eight sweeps each, and a fused SwiGLU has two inputs to read: four, four, and two and two thirds times fewer bytes. Do fewer bytes take less time? On your machine the fast memory is the cache:
 
 
 # %% tags=["nbval-ignore-output"]
@@ -482,7 +482,7 @@ for fn, inputs in work.items():
 #
 # $$ \text{FLOP/s} \;\le\; \min\left(\text{peak},\; \text{intensity} \times \text{bandwidth}\right). $$
 #
-# Left of the ridge, where the two meet, arithmetic waits for memory. A softmax does about 5 FLOPs for each number it reads and writes. Attention, on an A100's data sheet:
+# Left of the ridge, where the two meet, arithmetic waits for memory. The softmax above does about 5 FLOPs a number, in eight sweeps. It and attention, on an A100's data sheet:
 
 # %%
 roofs = [flash.Roof.of(Hardware.named(name)) for name in ("A100", "H100")]
@@ -513,37 +513,65 @@ print(f"ridge at {here.ridge:.0f} FLOPs per byte")
 # %% [markdown]
 # ### Is it faster here?
 #
-# Forward and backward, 4 heads, 2048 tokens, on this CPU. (`benchmarks/flash.py` does it properly, interleaved, up to 8192 tokens.)
+# Forward and backward, 4 heads, on this CPU. (`benchmarks/flash.py` does it properly, interleaved, up to 8192 tokens.)
 
 # %% tags=["nbval-ignore-output"]
-q, k, v = tensors(2048)
 ways["PyTorch's SDPA"] = F.scaled_dot_product_attention
-for name, attend in ways.items():
-    took = seconds(lambda: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v)))  # noqa: B023
-    print(f"{name:15} {units.text(took, 's')}")
+for s in (512, 1024, 2048):
+    q, k, v = tensors(s)
+    for name, attend in ways.items():
+        took = seconds(lambda: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v)))  # noqa: B023
+        print(f"{s:4} tokens  {name:15} {units.text(took, 's'):>8}")
 
 # %% [markdown]
-# Ours is a Python loop around matrix products; PyTorch's is compiled C++ with the same tiles. Both beat the textbook for the same reason.
+# Ours is a Python loop around matrix products; PyTorch's is compiled C++ with the same tiles. With 2048 tokens both beat the textbook for the same reason.
+# With 512 there is next to nothing to win: four heads of scores are 4 MB, which a cache can hold, and the loop has its price.
 #
-# **On a GPU** the loop must live inside one kernel, or each tile goes back to slow memory after all. `labutils/flash/triton_kernel.py` is that kernel: the same
-# loop, one program for each block of queries of each head. It needs the package `triton`, which PyTorch's CUDA builds bring along; without a GPU, Triton's interpreter (`TRITON_INTERPRET=1`)
-# runs it for correctness, not for speed.
+# ### How does it look on a GPU?
+#
+# There the loop must live inside *one* kernel, or each tile goes back to slow memory after all. A kernel is a program that runs many times at once, each
+# time for another block. In the forward pass that is a block of queries of one head, as in the picture at the top. The backward pass has a conflict:
+# $dK$ and $dV$ of a block collect from all queries, $dQ$ from all keys. `flash.backward` adds to $dQ$ in slow memory, one block of keys after the other;
+# programs that run at the same time would overwrite each other's sums. FlashAttention-2 adds atomically. The kernels below do without: one has queries
+# outside and makes $dQ$, one has keys outside and makes $dK$ and $dV$, and both compute the scores.
+#
+# > `flash.backward` takes 5 products a tile. How many do these two kernels take together?
+
+# %%
+predict("flash/triton-products", products=10)
+
+# %%
+reveal("flash/triton-products", products=3 + 4)
+
+# %% [markdown]
+# $QK^\top$, $dO\,V^\top$, $dS\,K$ in one; $QK^\top$, $dO\,V^\top$, $P^\top dO$, $dS^\top Q$ in the other. 40 % more arithmetic buys programs that
+# never wait for each other, and a result that is the same to the bit every time, which sums in changing order are not.
+# The language is *Triton*: Python syntax, compiled for the GPU. Lay it beside `flash.forward` and `flash.backward`:
 
 # %%
 show(triton_kernel)
 
+# %% [markdown]
+# Without a GPU, Triton's interpreter carries out the same programs on the CPU, one after the other: to see whether they are right, not how fast they are.
+# The test of above, with $q$, $k$ and $v$ in fp32:
+
 # %% tags=["nbval-ignore-output"]
-if torch.cuda.is_available() and triton_kernel.triton:
-    q, k, v = (x.detach().to("cuda", torch.bfloat16) for x in tensors(4096, a=16))
-    out, _ = triton_kernel.attention(q, k, v, causal=True, block_q=128)
-    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    print("largest difference from SDPA:", (out - theirs).abs().max().item())
+if triton_kernel.triton:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    fp32 = torch.empty(0, device=device)
+    start = time.perf_counter()
+    found = gradients(triton_kernel.attention, to=fp32)
+    took = units.text(time.perf_counter() - start, "s")
+    pairs = zip(gradients(flash.plain), found, strict=True)
+    worst = max((exact - ours.to(exact)).abs().max().item() for exact, ours in pairs)
+    print(f"{device}, {took}: output, lse and gradients within {worst:.0e} of the textbook in fp64")
 else:
-    print("No GPU, or no Triton, on this machine: nothing to run here.")
+    print("The package triton is made for Linux: nothing ran here.")
 
 # %% [markdown]
-# *Recorded GPU runs: none yet.* No GPU was at hand when this lab was written, so its place in `data/gpu_runs/` is empty. The kernel's values were checked in the interpreter,
-# and that it compiles for compute capability 8.0 and 9.0; how fast it is, nobody has measured. What others measured stands in the errata, with its source.
+# *Recorded GPU runs: none yet.* No GPU was at hand when this lab was written, so its place in `data/gpu_runs/` is empty. The kernels' values and gradients are
+# tested in the interpreter, and that they compile for an A100 and an H100, tensor cores included; how fast they are, nobody has measured. What others
+# measured stands in the errata, with its source.
 
 # %% [markdown]
 # ## Try it: which side of the roof?
@@ -640,8 +668,8 @@ round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 #   <!-- claim: [flash.traffic(n, s=s, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1, whole_blocks=True).total for s, d, q, k in ((1024, 64, 64, 100), (4096, 128, 50, 50)) for n in ("flash-1", "plain")] == [2348544, 4456448, 131495200, 69206016] -->
 # - Output and lse of two sets of keys give those of their union. Ring attention and split decoding are this one line.
 #   <!-- claim: torch.allclose(flash.merge(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2), torch.zeros(1))[0], torch.full((1, 2), 0.5)) -->
-# - A fused kernel does the same arithmetic in fewer sweeps: softmax 2 instead of 8, LayerNorm 2 instead of 9, SwiGLU 3 instead of 8.
-#   <!-- claim: [round(flash.passes(f, 4096, 4096).total / (4 * 4096**2)) for f in (flash.softmax, flash.layernorm, flash.swiglu)] == [8, 9, 8] -->
+# - A fused kernel does the same arithmetic in fewer sweeps: softmax 2 instead of 8, LayerNorm 2 instead of 8, SwiGLU 3 instead of 8.
+#   <!-- claim: [round(flash.passes(f, 4096, 4096).total / (4 * 4096**2)) for f in (flash.softmax, flash.layernorm, flash.swiglu)] == [8, 8, 8] -->
 # - FLOPs per byte against the ridge of the roof says what a kernel waits for: 153 on an A100, 295 on an H100, in bf16.
 #   <!-- claim: [round(flash.Roof.of(config.Hardware.named(n)).ridge) for n in ("A100", "H100")] == [153, 295] -->
 #
