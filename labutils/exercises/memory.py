@@ -1,6 +1,7 @@
 """Count a model's parameters from its config.json, predict what attention keeps, and repair a table that forgot how deep a model is."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,19 +64,26 @@ def _counted(attempt: Callable, config: Mapping[str, Any], name: str) -> str:
     got, right, parts = attempt(dict(config)), model.num_params, model.parameters
     if got == right:
         return name
-    h, f, a, g, d, L = model.letters("h f a g d L")
+    h, f, a, g, d, v, L = model.letters("h f a g d v L")
     reasons = {
         2 * h * (a - g) * d * L: "Every query head got a key and a value head of its own. How many does num_key_value_heads give?",
         parts["token embedding"]: "The head counts once more than it should: with tie_word_embeddings it is the embedding itself.",
-        -parts["head"]: "The head is missing: without tie_word_embeddings it is a matrix of its own, as large as the embedding.",
+        -v * h: "The head is missing, or the embedding: without tie_word_embeddings they are two matrices of the same size.",
         -h * f * L: "A SwiGLU layer has three matrices: gate, up and down.",
         -(a + 2 * g) * d * L: "Qwen2 has a bias on queries, keys and values, although config.json does not say so.",
+        -a * d * h * L: "Attention has four matrices: behind queries, keys and values there is the output projection.",
+        -2 * g * d * L: "Qwen2 has a bias on keys and values as well as on queries.",
+        a * d * L: "Qwen2 has no bias on the output projection: on queries, keys and values alone.",
         -(2 * L + 1) * h: "Norms have weights: two in every layer, one at the end.",
+        -2 * L * h: "Norms have weights: two in every layer, one at the end.",
+        (2 * L + 1) * h: "A norm here is RMSNorm: a weight and no bias.",
         -h: "A last norm stands before the head.",
         model.seq_len * h: "There is no table of positions: RoPE turns queries and keys and has no weights.",
     }
-    off = got - right if isinstance(got, int) else None
-    message = f"{name}: you count {got!r}, the model has {right:,} parameters" + (f", {abs(off):,} too {'many' if off > 0 else 'few'}" if off else "")
+    if not isinstance(got, int) and not (isinstance(got, float) and got.is_integer()):
+        raise Failed(f"{name}: you return {got!r}", "Return the number of parameters itself: a whole number, not millions or billions of them.")
+    off = int(got) - right
+    message = f"{name}: you count {int(got):,}, the model has {right:,} parameters, {abs(off):,} too {'many' if off > 0 else 'few'}"
     raise Failed(message, reasons.get(off, f"Its parts: {', '.join(f'{part} {amount:,}' for part, amount in parts.items() if amount)}."))
 
 
@@ -113,16 +121,27 @@ PARAMETERS = Exercise(
             "bias on queries, keys and values",
         ),
         Wrong("no last norm", _count(lambda m: -m.d_model), "Llama 2 7B", "A last norm"),
+        Wrong("a table of positions", _count(lambda m: m.seq_len * m.d_model), "Llama 2 7B", "RoPE turns queries and keys"),
+        Wrong("norms with a bias", _count(lambda m: (2 * m.num_layers + 1) * m.d_model), "Llama 2 7B", "a weight and no bias"),
+        Wrong("no output projection", _count(lambda m: -m.num_layers * m.d_model**2), "Llama 2 7B", "four matrices"),
+        Wrong(
+            "a bias on queries alone",
+            _count(lambda m: -2 * m.num_kv_heads * m.d_head * m.num_layers * (m.bias == "qkv")),
+            "Qwen2 0.5B, tied",
+            "keys and values",
+        ),
+        Wrong("in billions", lambda config: ModelConfig.from_hf(config).num_params / 1e9, "Llama 2 7B", "not millions or billions"),
     ),
     hints=(
-        "A layer: queries and output h·h, keys and values h·(g·d) each, three matrices of h·f, two norms of h. g is num_key_value_heads, d is h / a.",
+        "A layer: queries and output h·h, keys and values h·(g·d) each, three matrices of h·f, two norms of h. "
+        "g is num_key_value_heads, or a where the file has none; d is h / a.",
         "Outside: the embedding v·h, a last norm h, and a head v·h unless it is tied. Qwen2 adds a bias of (a + 2g)·d to every layer.",
     ),
 )
 
 # ── attention ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_SIZES = [dict(b=1, s=12, h=16, a=4, g=4), dict(b=3, s=10, h=16, a=4, g=4), dict(b=2, s=12, h=16, a=4, g=2), dict(b=1, s=32, h=24, a=6, g=1)]
+_SIZES = [dict(b=1, s=14, h=16, a=4, g=4), dict(b=3, s=10, h=16, a=4, g=4), dict(b=2, s=12, h=16, a=4, g=2), dict(b=1, s=32, h=24, a=6, g=1)]
 
 
 @functools.cache
@@ -141,6 +160,7 @@ def _agrees(attempt: Callable, sizes: dict[str, int], size: int) -> None:
     b, s, h, a, g = sizes.values()
     sbh, scores, narrow = size * s * b * h, size * a * s * s * b, size * s * b * (h // a) * g
     reasons = {
+        sbh: "One tensor of sbh too many: what the output projection makes is not kept, for nothing in attention reads it again.",
         scores: "The softmax needs its output, not its input: only one s×s matrix a head is kept.",
         2 * (sbh - narrow): "Keys and values have g heads, not a.",
         2 * sbh: "Queries, keys and values read the same tensor. It is kept once.",
@@ -148,6 +168,12 @@ def _agrees(attempt: Callable, sizes: dict[str, int], size: int) -> None:
         -2 * narrow: "The two matrix products need both factors: keys and values are kept as well as queries.",
         -scores: "The weights after softmax are kept: softmax needs them, and so does the product with the values.",
         right: "Twice as much: `size` is the bytes of a number. Do you count four where there are two?",
+        right // size - right: "You count numbers. How many bytes has each?",
+        -scores // 2: "The mask makes half of the scores 0, but an s×s matrix keeps its zeros as well.",
+        -scores * (a - 1) // a: "Every head has an s×s matrix of its own.",
+        -scores * (a - g) // a: "Every query head has an s×s matrix of its own, also those that share a key.",
+        size * (2 * h * h + 2 * h * (h // a) * g): "Weights are there anyway, whatever is computed: they are model states, not activations.",
+        s * b * h * 11 + 5 * a * s * s * b - right: "That is the paper's line for attention, 11sbh + 5as²b: it counts dropout, and two bytes a number.",
     }
     told = ", ".join(f"{name} = {value}" for name, value in sizes.items())
     off = got - right if isinstance(got, int) else None
@@ -191,6 +217,31 @@ SAVED = Exercise(
             "what the output projection reads",
         ),
         Wrong("a heads for keys and values", lambda b, s, h, a, g, size: saved_by_attention(b, s, h, a, a, size), "grouped heads", "have g heads, not a"),
+        Wrong(
+            "half of the scores, because of the mask",
+            lambda b, s, h, a, g, size: saved_by_attention(b, s, h, a, g, size) - size * a * s * s * b // 2,
+            "as many key–value heads as heads",
+            "keeps its zeros",
+        ),
+        Wrong(
+            "scores of key–value heads",
+            lambda b, s, h, a, g, size: saved_by_attention(b, s, h, a, g, size) - size * (a - g) * s * s * b,
+            "grouped heads",
+            "also those that share a key",
+        ),
+        Wrong(
+            "the weights as well",
+            lambda b, s, h, a, g, size: saved_by_attention(b, s, h, a, g, size) + size * (2 * h * h + 2 * h * (h // a) * g),
+            "as many key–value heads as heads",
+            "they are model states",
+        ),
+        Wrong(
+            "the paper's formula",
+            lambda b, s, h, a, g, size: 11 * s * b * h + 5 * a * s * s * b,
+            "as many key–value heads as heads",
+            "it counts dropout",
+        ),
+        Wrong("numbers, not bytes", lambda b, s, h, a, g, size: saved_by_attention(b, s, h, a, g, 1), "as many key–value heads as heads", "You count numbers"),
         Wrong("always four bytes", lambda b, s, h, a, g, size: saved_by_attention(b, s, h, a, g, 4), "bf16", "bytes of a number"),
     ),
     hints=(
@@ -208,11 +259,15 @@ def _table(attempt: Callable, sizes: dict[str, int], name: str) -> str:
     b, s, h, a, L = sizes.values()
     layer = memory.korthikanti(b=b, s=s, h=h, a=a)
     right, got = layer.scaled(L).total, attempt(**sizes)
-    if got == right:
+    if isinstance(got, (int, float)) and math.isclose(got, right, rel_tol=1e-9):
         return f"{name}: {units.text(right)}"
     linear, square = 34 * s * b * h, 5 * a * s * s * b
     reasons = {
         L * linear + square: "Which of the two terms knows how many layers there are?",
+        linear + L * square: "Which of the two terms knows how many layers there are?",
+        L * s * b * h * (34 + 5 * a * s // h): "5as/h is no whole number here, and // throws the rest away: multiply first.",
+        L * (linear + square // b): "Each sequence has scores of its own: they are as²b.",
+        L * (32 * s * b * h + square): "The two dropout masks of sbh count one byte each: 34, not 32.",
         L * s * b * (34 * h + 5 * a): "The scores are s×s: a factor s is lost. The printed formula has 5·a/h where 5·a·s/h belongs.",
         L * (36 * s * b * h + 6 * a * s * s * b): "The paper's dropout masks take one byte, not two.",
         L * linear: "The attention scores are missing: five bytes for each of a·s² scores.",
@@ -239,6 +294,9 @@ TABLE = Exercise(
         Wrong("the layers multiply one term", lambda b, s, h, a, L: L * 34 * s * b * h + 5 * a * s * s * b, "many layers", "knows how many layers"),
         Wrong("the lost s", lambda b, s, h, a, L: L * s * b * (34 * h + 5 * a), "one layer", "a factor s is lost"),
         Wrong("masks of two bytes", lambda b, s, h, a, L: L * (36 * s * b * h + 6 * a * s * s * b), "one layer", "one byte, not two"),
+        Wrong("the layers multiply the other term", lambda b, s, h, a, L: 34 * s * b * h + L * 5 * a * s * s * b, "many layers", "knows how many layers"),
+        Wrong("rounds before it multiplies", lambda b, s, h, a, L: L * s * b * h * (34 + 5 * a * s // h), "one layer", "multiply first"),
+        Wrong("one sequence's scores", lambda b, s, h, a, L: L * (34 * s * b * h + 5 * a * s * s), "one layer", "Each sequence has scores"),
         Wrong("FlashAttention by mistake", lambda b, s, h, a, L: L * 34 * s * b * h, "one layer", "scores are missing"),
     ),
     hints=(
