@@ -145,7 +145,10 @@ def _check(model: ModelConfig, train: TrainConfig, mesh: Mesh, hardware: Hardwar
             raise TypeError(f"memory.predict takes a {name} here, got {value!r}: build one, or take {name}.named(…) where there is one")
     zero_level(train, mesh)
     if model.num_experts > 1:
-        raise ValueError(f"num_experts={model.num_experts}: what an expert holds depends on what the router chooses; memory.activations counts all together")
+        raise ValueError(
+            f"num_experts={model.num_experts}: how much an expert holds at a moment depends on what the router chooses, so there is no formula for the peak; "
+            "memory.model_states and memory.activations are exact for any choice"
+        )
     if model.positions == "rope" and model.d_head % 2:
         raise ValueError(f"d_head={model.d_head} is odd: RoPE turns pairs of numbers, so give the heads an even width")
     train.accumulation(mesh.dp)
