@@ -51,8 +51,8 @@ def _short_steps(attempt: Callable) -> str:
             stuck = "it has not moved" if found == start else f"it is {found:g}"
             raise Failed(
                 f"{steps} steps of {lr:g} from {start:g}: {stuck}, and should be about {target:g}",
-                "A step below half a gap of bf16 is rounded away, each time anew. Keep *one* fp32 copy over all steps, add to that, and never read it back "
-                "from the half weights.",
+                "In 16 bits a step below half a gap is rounded away, each time anew, and a sum of gradients stands still too. Keep *one* fp32 copy over all "
+                "steps, add each step to that, and never read it back from the half weights.",
             )
     return f"{len(cases)} runs"
 
@@ -98,6 +98,17 @@ def _read_back(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tenso
     return weights
 
 
+def _gradients_first(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    return (weights.float() - lr * sum(gradients).float()).to(_BF16)
+
+
+def _fp16_master(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    master = weights.half()
+    for gradient in gradients:
+        master -= lr * gradient.half()
+    return master.to(_BF16)
+
+
 def _fp32_out(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
     master = weights.float()
     for gradient in gradients:
@@ -128,6 +139,8 @@ MASTER = Exercise(
     wrong=(
         Wrong("stepped in half", _in_half, "short steps add up", "rounded away"),
         Wrong("the master read back from the half weights", _read_back, "short steps add up", "never read it back"),
+        Wrong("the gradients added up in half", _gradients_first, "short steps add up", "a sum of gradients stands still"),
+        Wrong("an fp16 master", _fp16_master, "short steps add up", "fp32 copy"),
         Wrong("fp32 weights returned", _fp32_out, "half again", "keep the copy"),
         Wrong("the product in half", _half_product, "rounded once", "before"),
         Wrong("uphill", lambda w, gradients, lr: half_sgd(w, [-g for g in gradients], lr), "long steps", "−="),
@@ -157,6 +170,7 @@ def _moved(attempt: Callable, pattern: str, interval: int, hint: str, start: flo
     """Compares the scales of a pattern of steps, "." for a good one and "x" for one with an inf."""
     finite = [mark == "." for mark in pattern]
     found, expected = attempt(list(finite), start, interval), scales(finite, start, interval)
+    found = found.tolist() if isinstance(found, Tensor) else found
     if not isinstance(found, (list, tuple)) or len(found) != len(expected):
         raise Failed(f"steps {pattern}: returned {found!r}", f"{len(pattern)} steps have {len(expected)} scales: one before each, and one after the last.")
     for k, (mine, right) in enumerate(zip(found, expected, strict=True)):
@@ -260,7 +274,9 @@ def _plain_step(attempt: Callable) -> str:
         if not torch.allclose(bowl.weight, torch.zeros(2)):
             raise Failed(
                 f"scale {scale:g}: a step of length 1 along the gradient leads from (3, 4) to {[round(x, 3) for x in bowl.weight.tolist()]}, not to (0, 0)",
-                "Gradients carry the scale until unscale_(); what steps must not.",
+                "Gradients carry the scale until unscale_(); what steps must not."
+                if bowl.weight.abs().max() > 4
+                else "They were divided by the scale once too often. Scale the loss; unscale once; update() comes last, after it step() would unscale anew.",
             )
     return "2 scales"
 
@@ -273,7 +289,9 @@ def _clipped(attempt: Callable) -> str:
         if abs(moved - 2.5) > 1e-4:
             raise Failed(
                 f"scale {scale:g}: a gradient of length 5, clipped to 2.5, moves the weights by {moved:.4g}",
-                "Clipping has to see true gradients: unscale_() first. Clipped before, they are 2.5 / scale long afterwards.",
+                "Clipping has to see true gradients: unscale_() first. Clipped before, they are 2.5 / scale long afterwards."
+                if moved < 2.5
+                else "What steps is longer than max_norm: clip_grad_norm_, the norm of all gradients together, between unscale_() and step().",
             )
     return "2 scales"
 
@@ -314,25 +332,34 @@ def _fresh(attempt: Callable) -> str:
     return "nothing left over"
 
 
-def _bugged(*, zero: bool = True, unscale: str = "before", stepper: str = "scaler", update: bool = True) -> Callable:
+def _bugged(
+    *,
+    zero: bool = True,
+    scale: bool = True,
+    unscale: str = "before",
+    clip: Callable = nn.utils.clip_grad_norm_,
+    stepper: str = "scaler",
+    update: str = "last",
+) -> Callable:
+    """The step with its slips switched on one at a time."""
+
     def attempt(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, scaler: LossScaler, max_norm: float) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if zero:
             optimizer.zero_grad()
-        scaler.scale(loss()).backward()
+        (scaler.scale(loss()) if scale else loss()).backward()
         if unscale == "before":
             scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(parameters, max_norm)
+        clip(parameters, max_norm)
         if unscale == "after":
             scaler.unscale_(optimizer)
+        if update == "first":
+            scaler.update()
         if stepper == "scaler":
             scaler.step(optimizer)
         else:
             optimizer.step()
-        if update:
-            scaler.update()
-        else:
-            scaler.update(scaler.value)
+        scaler.update(None if update == "last" else scaler.value)
 
     return attempt
 
@@ -354,9 +381,12 @@ HUNT = Exercise(
     wrong=(
         Wrong("clipped before unscaling", _bugged(unscale="after"), "clipping sees true gradients", "unscale_() first"),
         Wrong("the optimizer steps by itself", _bugged(stepper="optimizer"), "an overflow changes nothing", "never forget a NaN"),
-        Wrong("the scale stays", _bugged(update=False), "the scale moves", "after every step"),
+        Wrong("the scale stays", _bugged(update="never"), "the scale moves", "after every step"),
         Wrong("gradients are not cleared", _bugged(zero=False), "gradients are fresh", "before backward"),
-        Wrong("never unscaled", _bugged(unscale="never", stepper="optimizer", update=False), "a plain step", "until unscale_()"),
+        Wrong("the loss is not scaled", _bugged(scale=False), "a plain step", "Scale the loss"),
+        Wrong("updated before the step", _bugged(update="first"), "a plain step", "update() comes last"),
+        Wrong("each gradient clipped on its own", _bugged(clip=nn.utils.clip_grad_value_), "clipping sees true gradients", "all gradients together"),
+        Wrong("never unscaled", _bugged(unscale="never", stepper="optimizer", update="never"), "a plain step", "until unscale_()"),
     ),
     hints=(
         "Follow one gradient: by how much is it multiplied when it is clipped, and when it is stepped?",
