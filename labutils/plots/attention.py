@@ -163,7 +163,7 @@ def roofline(roofs: Mapping[str, tuple[float, float]], points: Mapping[str, tupl
         at_x = math.log(x / low) / math.log(high / low) * width + 0.07
         at_y = math.log(y / bottom) / math.log(top / bottom) * height - 0.13
         at_y = min(at_y, free_y - 0.16) if at_x + style.width_of(name) > free_x else at_y
-        axes.text(at_x / width, at_y / height, name, transform=axes.transAxes, va="center")
+        axes.text(at_x / width, at_y / height, name, transform=axes.transAxes, va="center", bbox=dict(facecolor="white", edgecolor="none", pad=0.8))
         free_x, free_y = at_x, at_y
     style.name_ends(axes, {name: (high, peak) for name, (peak, _) in roofs.items()}, colors)
     told = "; ".join(f"{name}: {x:.3g} FLOPs per byte, at most {units.text(min(flops, x * bandwidth), 'FLOP/s')}" for name, x in intensity.items())
