@@ -376,7 +376,7 @@ large = memory.predict(gpt2, TrainConfig(micro_batch=32, global_batch=32))
 
 
 # %%
-def fullest(micro_batch=1, checkpointing="none"):
+def fullest(micro_batch=2, checkpointing="none"):
     """The peak of GPT-2 XL, 1024 tokens a sequence, fused attention."""
     options = {"attention": "sdpa", "checkpointing": checkpointing}
     peak = memory.predict(gpt2, TrainConfig(micro_batch=micro_batch, global_batch=micro_batch, **options))
@@ -384,7 +384,7 @@ def fullest(micro_batch=1, checkpointing="none"):
     return plots.memory_bars(title=title, capacity=Hardware.named("H100"), peak=peak)
 
 
-explore(fullest, micro_batch=log(1, 32, start=1), checkpointing=["none", "selective", "full"])
+explore(fullest, micro_batch=log(1, 32), checkpointing=["none", "selective", "full"])
 
 # %% [markdown]
 # From 4 sequences on; with full checkpointing from 32. Then the memory is a question of the batch, before it one of the parameters.
