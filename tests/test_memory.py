@@ -147,12 +147,14 @@ def test_every_moment_of_the_step_is_predicted(config, train):
 
 
 @settings(max_examples=20, deadline=None)
-@given(models(), trainings(), st.integers(0, 9))
-def test_the_peak_is_that_of_the_timeline(config, train, more):
+@given(models(), trainings(), st.integers(0, 9), st.sampled_from([0, 0, 1, 2, 3]))
+def test_the_peak_is_that_of_the_timeline(config, train, more, level):
     """The timeline walks through every layer and micro-batch, the peak through those that stand for all."""
+    mesh = Mesh(dp=3 if level else 1)
     config = replace(config, num_experts=1, top_k=1, num_layers=config.num_layers + more)
-    peak, fullest = memory.predict(config, train), memory.history(config, train).peak
-    assert peak.total == memory.peak_bytes(config, train) == fullest.ledger.total
+    train = replace(train, global_batch=train.global_batch * mesh.dp, zero=level)
+    peak, fullest = memory.predict(config, train, mesh=mesh), memory.history(config, train, mesh).peak
+    assert peak.total == memory.peak_bytes(config, train, mesh) == fullest.ledger.total
     assert peak.by("component") == {name: amount for name, amount in fullest.ledger.by("component").items() if amount}
     assert (peak.phase, peak.event) == (fullest.phase, fullest.event)
 

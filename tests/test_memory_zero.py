@@ -1,7 +1,5 @@
 """What memory.predict says of ZeRO is what ranks really hold of weights, gradients and optimizer state."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from labutils.world import World
 LLAMA = ModelConfig(
     num_layers=3, d_model=8, num_heads=2, d_ff=12, vocab_size=69, seq_len=4, ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False
 )  # fmt: skip
-GPT2 = ModelConfig(num_layers=6, d_model=8, num_heads=2, d_ff=32, vocab_size=40, seq_len=8)
+GPT2 = ModelConfig(num_layers=2, d_model=8, num_heads=2, d_ff=32, vocab_size=40, seq_len=8)
 STATES = ("weights", "gradients", "optimizer")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -49,9 +47,9 @@ def fullest(history, *phases: str) -> Ledger:
 
 
 @pytest.mark.parametrize("precision", [dict(precision="fp32"), dict(precision="bf16"), dict(precision="bf16", fp32_gradients="only")])
-@pytest.mark.parametrize("level, config", [(1, LLAMA), (1, GPT2), (2, LLAMA), (2, replace(LLAMA, num_layers=6)), (3, LLAMA), (3, GPT2)])
+@pytest.mark.parametrize("level, config", [(1, LLAMA), (2, LLAMA), (3, LLAMA), (3, GPT2)])
 def test_what_is_predicted_is_what_a_rank_holds(precision, level, config):
-    n, m, policy = (2, 1, "none") if level == 1 else (4, 2, "full")
+    n, m, policy = (4, 1, "none") if level == 1 else (2, 2, "full")
     train = TrainConfig(micro_batch=2, global_batch=2 * n * m, checkpointing=policy, zero=level, stepping="fused", **precision)
     width, half = DTYPES[train.precision].itemsize, train.precision == "bf16"
     predicted = memory.history(config, train, Mesh(dp=n))

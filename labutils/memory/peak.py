@@ -478,17 +478,24 @@ class _Step(Walk):
     def held(self, group: Callable[[Life], Any], at: Container[int] | None = None) -> Iterator[tuple[int, dict[tuple, int]]]:
         """(moment, factors of what is alive by group and term), for the moments `at`, or each at which something is born or a phase begins."""
         running: dict[tuple, int] = defaultdict(int)
-        leaps = self.leaps()
+        leaps, all_changes = self.leaps(), self.changes()
         before: dict[int, dict[tuple, int]] = {}
-        for i, changes in enumerate(self.changes()):
+
+        def apply(to: dict[tuple, int], changes: Iterable[tuple[Life, int]]) -> dict[tuple, int]:
             for life, sign in changes:
                 for term, factor in life.nbytes.terms.items() if isinstance(life.nbytes, Polynomial) else [("", life.nbytes)]:
-                    running[group(life), term] += sign * factor
+                    to[group(life), term] += sign * factor
+            return to
+
+        for i, changes in enumerate(all_changes):
+            apply(running, changes)
             for start, end in leaps:
+                if i in (start, end):  # without what is dying, which may belong to an earlier layer
+                    staying = apply(defaultdict(int, running), (change for change in all_changes[i + 1] if change[1] < 0))
                 if i == start:
-                    before[start] = dict(running)
+                    before[start] = staying
                 elif i == end:
-                    for key, factor in list(running.items()):
+                    for key, factor in staying.items():
                         running[key[0], "M" + key[1]] += factor - before[start].get(key, 0)
             if i in at if at is not None else any(sign > 0 for _, sign in changes) or self.moments[i][0] != self.moments[i - 1][0]:
                 yield i, {key: factor for key, factor in running.items() if factor}
