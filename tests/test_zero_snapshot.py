@@ -32,6 +32,8 @@ def read(rank, level, path, *, frozen=(), optimizer="adamw", groups=None, **opti
     owner = own(model, rank.comm("dp"), level, OPTIMIZERS[optimizer], GROUPS.get(groups), **options)
     owner.load(path)
     loaded = weights(model, owner)
+    for group in owner.param_groups:  # without momentum there is nothing to keep
+        assert all(bool(owner.inner.state[piece]) is (group.get("momentum", 1) > 0) for piece in group["params"])
     advance(model, owner, rank, batches(TIED, 4)[2:])
     return loaded, weights(model, owner), [group["lr"] for group in owner.param_groups]
 

@@ -80,7 +80,8 @@ def test_a_backward_pass_that_failed_is_forgotten(level):
     (x,) = batches(TIED, 1)[0]
 
     alone = build(TIED, 0)
-    alone.loss(x, x).backward()
+    for _ in range(2):
+        alone.loss(x, x).backward()
 
     def program(rank):
         model = build(TIED, 0)
@@ -93,7 +94,8 @@ def test_a_backward_pass_that_failed_is_forgotten(level):
         with pytest.raises(ZeroDivisionError):
             loss.backward()
         owner.zero_grad()
-        model.loss(x, x).backward()
+        for _ in range(2):
+            model.loss(x, x).backward()
         return owner.gradients()
 
     for found in ranks(2).run(program):

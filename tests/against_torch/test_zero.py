@@ -1,5 +1,7 @@
 """Levels 1, 2 and 3 beside DistributedDataParallel with ZeroRedundancyOptimizer and beside FSDP2, on the same ranks and the same batches."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from labutils import world, zero
 from labutils.config import ModelConfig
 from labutils.model import GPT
+from labutils.precision import LossScaler
 
 N = 4
 CONFIG = ModelConfig(num_layers=2, d_model=16, num_heads=2, d_ff=24, vocab_size=13, seq_len=8)
@@ -94,6 +97,45 @@ def test_equal_to_torch(processes, theirs):
         ]
 
     assert processes.run(program) == [[True] * 3] * N
+
+
+def test_one_overflow_is_skipped_as_with_fsdp2_and_gradscaler(processes):
+    """In the second of three steps one row of one rank's gradient is inf; whoever owns it, scales and weights stay the same on all ranks."""
+
+    def model():
+        linear = nn.Linear(8, N, bias=False, dtype=torch.float64)
+        nn.init.ones_(linear.weight)
+        return linear
+
+    def run(rank, model, optimizer, scaler):
+        scales = []
+        for step in range(3):
+            row = torch.ones(N, dtype=torch.float64)
+            row[-1] = torch.inf if step == rank.index == 1 else rank.index
+            scaler.scale((model(torch.ones(2, 8, dtype=torch.float64)) * row).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler.value)
+        return scales
+
+    def program(rank):
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        comm, theirs = rank.comm("dp"), model()
+        fully_shard(theirs, mesh=DeviceMesh.from_group(comm.group, "cpu"))
+        expected = run(rank, theirs, adamw(theirs.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1))
+        weight, equal = theirs.weight.full_tensor(), []
+        for level in (1, 2, 3):
+            mine = model()
+            owner = zero.shard(mine, comm, adamw) if level == 3 else zero.Optimizer(mine.parameters(), comm, adamw, level=level)
+            scales = run(rank, mine, owner, LossScaler(2.0**10, growth_interval=1))
+            with owner.gathered() if level == 3 else contextlib.nullcontext():
+                equal.append(scales == expected and torch.allclose(mine.weight, weight, rtol=1e-10))
+        return expected, equal
+
+    assert processes.run(program) == [([2.0**11, 2.0**10, 2.0**11], [True] * 3)] * N
 
 
 def test_a_rank_rests_with_as_much_as_under_fsdp2(processes):
