@@ -22,6 +22,7 @@
 
 # %%
 import copy
+import math
 import pathlib
 
 import torch
@@ -48,9 +49,9 @@ len(text), len(letters)
 config = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=128, vocab_size=len(letters), seq_len=32)
 
 
-def batch(generator, rows=16):
-    at = torch.randint(len(codes) - 33, (rows, 1), generator=generator)
-    window = codes[at + torch.arange(33)]
+def batch(generator, rows=16, tokens=codes):
+    at = torch.randint(len(tokens) - 33, (rows, 1), generator=generator)
+    window = tokens[at + torch.arange(33)]
     return window[:, :-1], window[:, 1:]
 
 
@@ -70,7 +71,7 @@ plots.exponent_histogram(gradients, formats)
 # %% [markdown]
 # bf16 covers everything: it has the exponents of fp32. fp16 ends in the middle of the gradients, and the fp8 formats before most of them. So much
 # for *range*. The other half of the story is *digits*: a weight of 1 has bf16 neighbors $2^{-7}$ above and $2^{-8}$ below it, and a training step
-# is a thousand times smaller. Mixed precision is three repairs: **master weights** against lost digits, **loss scaling** against lost range, **fp32
+# moves it by a thousandth or less. Mixed precision is three repairs: **master weights** against lost digits, **loss scaling** against lost range, **fp32
 # sums** against both. Each has a section, in which it is missing.
 
 # %% [markdown]
@@ -119,14 +120,14 @@ for lr in (1e-2, 1e-3, 1e-4, 1e-5):
 
 
 # %%
-def train(model, steps, make, *, lr, seed, scaler=None, share=1.0):
+def train(model, steps, make, *, lr, seed, scaler=None, share=1.0, criterion=GPT.loss, tokens=codes):
     """The loss on a test batch before, during and after training `model` with the optimizer that `make` makes of torch's."""
-    generator, test = torch.Generator().manual_seed(100 + seed), batch(torch.Generator().manual_seed(99), 32)
+    generator, test = torch.Generator().manual_seed(100 + seed), batch(torch.Generator().manual_seed(99), 32, tokens)
     optimizer = make(torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-15))
     losses = [tested(model, test)]
     for step in range(1, steps + 1):
         optimizer.zero_grad()
-        loss = model.loss(*batch(generator)).float() * share
+        loss = criterion(model, *batch(generator, tokens=tokens)).float() * share
         if scaler is None:
             loss.backward()
             optimizer.step()
@@ -145,7 +146,7 @@ def tested(model, test):
 
 
 # %% [markdown]
-# (`share` and `scaler` are for the next section.)
+# (The last four settings are for later sections.)
 
 # %%
 seeds = range(3)
@@ -392,7 +393,7 @@ show(LossScaler)
 # %% [markdown]
 # ### Exercise 2.3 · Bug hunt: a step that clips (15 min, ●●○)
 #
-# The loss goes down with this code, for a while. Three lines are wrong or in the wrong place.
+# The loss goes down with this code, for a while. Three things are wrong with it.
 
 
 # %%
@@ -417,14 +418,9 @@ show(exercises.step)
 # %% [markdown]
 # ## When does a sum stop growing?
 #
-# The simplest language model counts: how often does `e` follow `h`? Its counts are sums of ones.
-#
-# > The most frequent pair of letters comes tens of thousands of times. How far does a bf16 counter get?
+# > A bf16 counter adds 1, again and again. How far does it get?
 
 # %%
-pairs = torch.zeros(len(letters), len(letters)).index_put_(
-    (codes[:-1], codes[1:]), torch.ones(len(codes) - 1), accumulate=True
-)
 predict("precision/counter", count=1000)
 
 # %% [markdown]
@@ -438,22 +434,104 @@ ones = torch.ones(4096)
 # %%
 reveal("precision/counter", count=precision.running_sum(ones, "bf16")[-1].item())
 
+# %% [markdown]
+# A language model has such a counter in its last step. The softmax divides by a sum over the *vocabulary*, and before training all words are about equally likely: as
+# many terms as words, all about equal. Our 94 letters are too few to stall it. So let pairs of letters be the tokens, those that occur:
 
 # %%
-def nats(counts):
-    """The loss of the counting model on its own text."""
-    share = (counts + 0.01) / (counts + 0.01).sum(1, keepdim=True)
-    return -(pairs * share.log()).sum().item() / pairs.sum().item()
-
-
-{"fp32": round(nats(pairs), 2)} | {
-    name: round(nats(pairs.clamp(max=2.0 ** (m + 1))), 2) for name, m in (("fp16", 10), ("bf16", 7))
-}
+words, pairs = torch.unique(codes[:-1:2] * len(letters) + codes[1::2], return_inverse=True)
+wide = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=128, vocab_size=len(words), seq_len=32)
+len(words), round(math.log(len(words)), 2)
 
 # %% [markdown]
-# Nothing overflowed, nothing is NaN, and the model is worse: it takes all frequent pairs for equally frequent. A GPT is full of such sums. A matrix product adds
-# up $h$ terms forward and $sb$ terms backward, where the gradient of a weight is a sum over all tokens. Hardware therefore multiplies in half and **adds in
-# fp32**. What if it did not?
+# A model that knows nothing gives each of them one chance in 2144, and its loss is $\ln 2144 = 7.67$. Leave logits and weights in fp32, and only
+# round the terms of that sum, and the sum, to bf16:
+#
+# > What loss does the untrained model report?
+
+# %%
+predict("precision/half-sum", loss=7.7)
+
+# %%
+untrained = GPT(wide, generator=torch.Generator().manual_seed(0))
+x, y = batch(torch.Generator().manual_seed(1), tokens=pairs)
+logits = untrained(x).flatten(0, 1)
+reported = {fmt: precision.cross_entropy(logits, y.flatten(), fmt).item() for fmt in ("fp32", "fp16", "bf16")}
+{fmt: round(loss, 2) for fmt, loss in reported.items()}
+
+# %%
+reveal("precision/half-sum", loss=round(reported["bf16"], 2))
+
+# %% [markdown]
+# The sum stands still at 256, and $\ln 256 = 5.55$. The rest is the largest logit, from which all terms are measured, so that none is above 1. Each word
+# *looks* more probable than it is: all probabilities together are not 1, but much more. In fp16 they are a little less, because from 1024 on the gap is 1, and
+# a term between ½ and 1 is added as 1.
+
+# %%
+total = math.exp(reported["fp32"] - reported["bf16"])
+f"about {total:.1f} in bf16, {math.exp(reported['fp32'] - reported['fp16']):.2f} in fp16"
+
+# %% [markdown]
+# A lower loss, and a worse model: the gradient of a logit is $p_i - y_i$. If the $p_i$ add up to more than 1, the words are pushed down by more than the right one is
+# pushed up, in every step.
+#
+# **On the GPT.** fp32 throughout; bf16 weights with a master copy, and the softmax's sum in bf16; the same with that one sum in fp32.
+
+
+# %%
+def summed_in(fmt):
+    return lambda model, x, y: precision.cross_entropy(model(x).flatten(0, 1), y.flatten(), fmt)
+
+
+sums = {
+    "fp32": (plain, lambda adamw: adamw, GPT.loss),
+    "bf16, sum in bf16": (half, MasterWeights, summed_in("bf16")),
+    "bf16, sum in fp32": (half, MasterWeights, summed_in("fp32")),
+}
+fresh = [GPT(wide, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+trials = {name: [copy.deepcopy(gpt).to(dtype) for gpt in fresh] for name, (dtype, _, _) in sums.items()}
+stalled = {
+    name: [
+        train(gpt, 100, make, lr=2e-3, seed=s, criterion=criterion, tokens=pairs)
+        for s, gpt in zip(seeds, trials[name], strict=True)
+    ]
+    for name, (_, make, criterion) in sums.items()
+}
+
+# %%
+title = "A single sum in bf16, and the model gets stuck"
+plots.curves(
+    range(0, 101, 10),
+    xlabel="steps",
+    ylabel="test loss (nats per pair)",
+    title=title,
+    alt=title + ". With that sum in fp32 it learns what fp32 learns. Three seeds each.",
+    **stalled,
+)
+
+# %%
+finals = {name: [run[-1] for run in runs_] for name, runs_ in stalled.items()}
+off = {name: [round(abs(a - b), 1) for a, b in zip(end, finals["fp32"], strict=True)] for name, end in finals.items()}
+off
+
+# %% [markdown]
+# About half a nat a pair is lost, by every seed, and all else is as it should be: master weights, activations, range. Nothing overflowed and nothing is NaN. The log does not show it
+# either, because it is written with the same sum. On the test batch:
+
+# %%
+x, y = batch(torch.Generator().manual_seed(99), 32, tokens=pairs)
+with torch.no_grad():
+    logits = trials["bf16, sum in bf16"][0].float()(x).flatten(0, 1)
+in_the_log, true = (precision.cross_entropy(logits, y.flatten(), fmt).item() for fmt in ("bf16", "fp32"))
+f"the log says {true - in_the_log:.1f} nats too little; the probabilities add up to about {math.exp(true - in_the_log):.1f}"
+
+# %% [markdown]
+# By now a few words stand out, and a term that is less than half a gap of the sum so far is lost: single words of no account, and together the long tail. One after
+# another is the worst order, and a tree (lab 01) loses far less. Kernels do something between the two, and add in fp32 even where they read and write half.
+# fp16 gets as far as 2048, but vocabularies have 32 000 to 256 000 words.
+#
+# **In a matrix product** the terms have both signs, and a sum in half goes wrong more slowly. It has $h$ terms forward; backward, where the gradient of a weight is a sum over
+# all tokens, it has $sb$. Hardware multiplies in half and **adds in fp32**. What if it did not?
 
 
 # %%
@@ -471,34 +549,34 @@ x, dy = kept["x"].flatten(0, 1), kept["dy"].flatten(0, 1)
 exact = weight_gradient(x, dy, "fp32")
 
 # %%
-tokens = [8, 32, 128, 512, 2048]
+terms = [8, 32, 128, 512, 2048]
 
 
-def off(fmt):
+def error(fmt):
     partial = weight_gradient(x, dy, fmt)
-    return [((partial[..., n - 1] - exact[..., n - 1]).norm() / exact[..., n - 1].norm()).item() for n in tokens]
+    return [((partial[..., n - 1] - exact[..., n - 1]).norm() / exact[..., n - 1].norm()).item() for n in terms]
 
 
 title = "The more terms, the less a half-precision sum is worth"
 plots.curves(
-    tokens,
+    terms,
     xlabel="tokens added up",
     ylabel="relative error of the gradient",
     log="xy",
     title=title,
     alt=title + ".",
-    bf16=off("bf16"),
-    fp16=off("fp16"),
+    bf16=error("bf16"),
+    fp16=error("fp16"),
 )
 
 # %% [markdown]
-# Ours ends at 2048 tokens; a batch of four million goes on. Two other long sums need fp32: Adam's $v$, which moves by a thousandth of its difference in each step, and
-# gradients over micro-batches (lab 05).
+# Ours ends at 2048 tokens; a batch of four million goes on. Two other long sums are kept in fp32: gradients over micro-batches (lab 05), and Adam's $v$, which moves by a
+# thousandth of its difference in each step. Let the gradients become zero:
 
 # %%
 v = torch.ones(1, dtype=torch.bfloat16)
 for _ in range(1000):
-    v += 0.001 * (0.0 - v)  # β₂ = 0.999, and gradients that have become zero
+    v += 0.001 * (0.0 - v)  # β₂ = 0.999
 v.item(), round(0.999**1000, 2)
 
 # %% [markdown]
@@ -533,6 +611,8 @@ loss.item() == their_loss.item(), all(map(torch.equal, mine, torchs))
 sorted(precision.FULL_OPS), len(precision.HALF_OPS)
 
 # %% [markdown]
+# `cross_entropy` is on the first list, and you have seen why.
+#
 # > The GPT has $\Psi$ parameters. Inside the region, what happens to the memory of its weights: half, the same, or one and a half times as much?
 
 # %%
@@ -670,15 +750,17 @@ explore(histogram, log2_scale=(-8, 24, 4), share=["1", "2⁻¹³ (4 M tokens)"],
 # | | half weights or autocast | master weights | gradients reduced in | loss scale |
 # |---|---|---|---|---|
 # | PyTorch | `torch.autocast(device, dtype)` | the fp32 weights themselves | their own format | `torch.amp.GradScaler` |
-# | FSDP2 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` | the fp32 shards | `reduce_dtype=torch.float32` | `ShardedGradScaler` for fp16 |
+# | FSDP2 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` | the fp32 shards | `reduce_dtype=torch.float32` | `torch.amp.GradScaler` for fp16 (the first FSDP: `ShardedGradScaler`) |
 # | torchtitan | FSDP2's, by `training.mixed_precision_param` (bfloat16) | the fp32 shards | `training.mixed_precision_reduce` (float32) | none: it trains in bf16 |
 # | DeepSpeed | `"bf16": {"enabled": true}` or `"fp16"` | kept by its optimizer | its `"communication_data_type"` | `"loss_scale": 0` is dynamic, `"initial_scale_power": 16`, `"loss_scale_window"`, `"hysteresis"` |
-# | Megatron-LM | `--bf16` or `--fp16` | kept by its optimizer | `--accumulate-allreduce-grads-in-fp32` | `--initial-loss-scale`, `--min-loss-scale`, `--loss-scale-window`, `--hysteresis` |
+# | Megatron-LM | `--bf16` or `--fp16` | kept by its optimizer | `--accumulate-allreduce-grads-in-fp32`, which `--bf16` implies unless `--grad-reduce-in-bf16` | `--initial-loss-scale`, `--min-loss-scale`, `--loss-scale-window`, `--hysteresis` |
 #
 # - **FSDP2 casts modules, not operations**: weights are gathered in `param_dtype`, so that half as many bytes travel and activations are half all through; autocast would keep the
 #   residual stream in fp32. There is no second copy of the weights either: the fp32 shard *is* the master.
 # - **Hysteresis** is a number of overflows that are forgiven before the scale comes down.
-# - **Softmax and norms** are the operations that people put back into fp32 by hand: `--attention-softmax-in-fp32` in Megatron-LM.
+# - **Softmax and norms** are the operations that people put back into fp32 by hand: `--attention-softmax-in-fp32` in Megatron-LM. Its loss is computed in fp32 unless you
+#   say `--fp16-lm-cross-entropy`, a switch that you now know the price of.
+# - **Sums in fp16 inside matrix products** exist on GPUs, for speed, behind `torch.backends.cuda.matmul.allow_fp16_accumulation`: off unless you switch it on.
 # - **With bf16 there is no scaler**, and a run that has one at all says which format it was written for.
 
 # %% [markdown]
@@ -716,8 +798,8 @@ for name, count in {"model states": memory.model_states, "activations": memory.a
 # >   <!-- claim: floats.BF16.round(1 - 0.001) == 1 -->
 # > - fp16 rounds to zero what is below 2⁻²⁵. A scale on the loss lifts all gradients; it is divided out in fp32, before clipping. bf16 needs none.
 # >   <!-- claim: (floats.FP16.round(2.0**-25), floats.FP16.round(1.01 * 2.0**-25) > 0, floats.BF16.min_normal == floats.FP32.min_normal) == (0, True, True) -->
-# > - A counter ends at 2^(m + 1): 256 in bf16, 2048 in fp16. Add in fp32.
-# >   <!-- claim: [precision.running_sum(torch.ones(3000), name)[-1].item() for name in ("bf16", "fp16", "fp32")] == [256, 2048, 3000] -->
+# > - A sum of ones ends at 2^(m + 1): 256 in bf16, 2048 in fp16. A softmax summed like that takes 4096 equally likely words for 256. Add in fp32.
+# >   <!-- claim: [round(math.exp(precision.cross_entropy(torch.zeros(1, 4096), torch.zeros(1).long(), name))) for name in ("bf16", "fp16", "fp32")] == [256, 2048, 4096] -->
 # > - Mixed precision with Adam holds 2 + 2 + 12 = 16 bytes a parameter, as fp32 does; 18 with fp32 gradients in place of half ones, 20 with both.
 # >   <!-- claim: [memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, precision="bf16", fp32_gradients=f)).total // 1557611200 for f in (False, "only", True)] == [16, 18, 20] -->
 #
@@ -726,7 +808,7 @@ for name, count in {"model states": memory.model_states, "activations": memory.a
 # %% [markdown]
 # ## References
 #
-# - P. Micikevicius et al., *Mixed precision training*, arXiv:1710.03740: the three techniques, constant scales.
+# - P. Micikevicius et al., *Mixed precision training*, arXiv:1710.03740: the three techniques, constant scales; section 3.3 for sums and the softmax.
 # - S. Gupta et al., *Deep learning with limited numerical precision*, arXiv:1502.02551: stochastic rounding.
 # - P. Zamirai et al., *Revisiting BFloat16 training*, arXiv:2010.06192: bf16 weights without a master copy.
 # - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054, section 3.1: 2 + 2 + 12 bytes.
