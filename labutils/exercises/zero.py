@@ -38,6 +38,10 @@ def _run(n: int, case: str, program: Callable[[world.Rank], Any]) -> list[Any]:
         raise Failed(f"{case}: {str(error).splitlines()[0]}", f"It happened in {place.strip()}: {line.strip()}") from None
 
 
+def _told(n: int) -> str:
+    return f"{n} rank{'s' * (n > 1)}"
+
+
 def _kept(owner: object, *known: Tensor) -> int:
     """Bytes of all tensors that `owner` keeps beside the `known` ones, each storage once."""
     counted = {x.untyped_storage()._cdata for x in known}
@@ -102,9 +106,14 @@ def _stepped(attempt: Callable, n: int, numel: int, make: Make, steps: int = 3) 
             w.grad = None
             (w * _slope(numel, rank.index, step)).sum().backward()
             optimizer.step()
+            if w.shape != (numel,):
+                break
         return w.detach().clone(), _kept(optimizer, w, *([] if w.grad is None else [w.grad]))
 
-    results = _run(n, f"{n} rank{'s' * (n > 1)}, {numel} weights", program)
+    case = f"{_told(n)}, {numel} weights"
+    results = _run(n, case, program)
+    if any(w.shape != (numel,) for w, _ in results):
+        raise Failed(f"{case}: w has {results[0][0].numel()} elements after a step", "The gathered shares end with the padding: cut it off, [: w.numel()].")
     return [w for w, _ in results], [kept for _, kept in results]
 
 
@@ -115,14 +124,21 @@ def _right_weights(attempt: Callable, n: int, numel: int) -> None:
             results, _ = _stepped(attempt, n, numel, make, steps)
             for rank, w in enumerate(results):
                 if not torch.allclose(w, expected, rtol=1e-12, atol=1e-12):
-                    _diagnose(f"{n} ranks, {numel} weights, {name}", rank, w, n, numel, steps)
+                    _diagnose(f"{_told(n)}, {numel} weights, {name}", rank, w, n, numel, steps)
 
 
 def _diagnose(case: str, rank: int, w: Tensor, n: int, numel: int, steps: int) -> None:
     moved, wanted = w - _start(numel), _plain(n, numel, _sgd, steps) - _start(numel)
     still = (moved == 0).nonzero().flatten().tolist()
     own = set(range(*zero.partition(numel, n).bounds(rank)))
-    if steps == 1 and torch.allclose(moved, n * wanted):
+    if case.endswith("Adam"):  # SGD came before it
+        why = (
+            "With SGD your weights are right. Adam is not linear: a mean of weights, each moved along a rank's own gradient, "
+            "is not a step along the mean gradient. Average the gradients, then step."
+        )
+    elif len(still) == numel:
+        why = "No weight moves: `step` has to write the new ones into w itself, w.data.copy_(…)."
+    elif steps == 1 and torch.allclose(moved, n * wanted):
         why = "The update is N times too long: reduce-scatter sums, and the gradient of the whole batch is the mean. Divide by comm.size."
     elif steps == 1 and n > 1 and torch.allclose(n * moved, wanted):
         why = "The update is N times too short: is the gradient divided by N twice, before and after it is summed? (Adam alone would have hidden that.)"
@@ -252,6 +268,22 @@ def _slip(base: type, name: str) -> type:
     return type(name, (base,), {name: True})
 
 
+class _AveragesWeights:
+    def __init__(self, w: nn.Parameter, comm: world.Comm, make: Make) -> None:
+        self.w, self.comm, self.inner = w, comm, make([w])
+
+    def step(self) -> None:
+        self.inner.step()
+        self.w.data.copy_(self.comm.all_reduce(self.w.detach()) / self.comm.size)
+
+
+class _KeepsPadding(_Sharded):
+    def step(self) -> None:
+        self.mine.grad = self.comm.reduce_scatter(self.padded(self.w.grad)) / self.comm.size
+        self.inner.step()
+        self.w.data = self.comm.all_gather(self.mine.detach())
+
+
 class _ShardsNothing:
     def __init__(self, w: nn.Parameter, comm: world.Comm, make: Make) -> None:
         self.w, self.comm, self.inner = w, comm, make([w])
@@ -283,6 +315,8 @@ SHARD = Exercise(
         Wrong("keeps its share to itself", _slip(_Sharded, "keeps_to_itself"), "weights", "all-gather the shares"),
         Wrong("its own gradient", _slip(_Sharded, "own_gradient"), "weights", "along this rank's own gradient"),
         Wrong("loses the remainder", _slip(_Sharded, "drops_rest"), "lengths that N does not divide", "never move"),
+        Wrong("averages weights, not gradients", _AveragesWeights, "weights", "Adam is not linear"),
+        Wrong("keeps the padding", _KeepsPadding, "lengths that N does not divide", "cut it off"),
         Wrong("forgets its moments", _slip(_Sharded, "remakes"), "weights", "every step"),
     ),
     hints=(
@@ -315,8 +349,9 @@ def schedule(num_units: int) -> list[Step]:
 def _legal(attempt: Callable, count: int) -> list[Step]:
     """The attempt's steps, each of which can be carried out when its turn comes."""
     steps, case = attempt(count), f"{count} unit{'s' * (count > 1)}"
-    if not isinstance(steps, (list, tuple)) or not all(isinstance(step, tuple) and len(step) == 2 for step in steps):
+    if not isinstance(steps, (list, tuple)) or not all(isinstance(step, (list, tuple)) and len(step) == 2 for step in steps):
         raise Failed(f"{case}: got {str(steps)[:80]}, not a list of pairs", "Return pairs such as ('gather', 0).")
+    steps = [tuple(step) for step in steps]
     whole: set[int] = set()
     gradients: set[int] = set()
     done: list[Step] = []
@@ -351,7 +386,7 @@ def _legal(attempt: Callable, count: int) -> list[Step]:
     if gradients or whole:
         left = f"unreduced gradients of units {sorted(gradients)}" if gradients else f"units {sorted(whole)} whole"
         raise Failed(f"{case}: the end leaves {left}", "Reduce every gradient, and free every unit, before the step is over.")
-    return list(steps)
+    return steps
 
 
 @functools.cache
@@ -397,13 +432,15 @@ def _schedule_legal(attempt: Callable) -> str:
 
 def _schedule_held(attempt: Callable) -> str:
     for count in (3, 6):
-        run = _carried_out(tuple(_legal(attempt, count)), count)
+        steps = tuple(_legal(attempt, count))
+        run = _carried_out(steps, count)
         if run.whole > 2:
+            forward = [what for what, _ in steps[: steps.index(("forward", count - 1))]]
             why = (
                 "Nothing is resharded: at the end of the forward pass all weights are here, as in plain data parallelism. Free a unit after its forward, "
                 "and gather it again for its backward."
-                if run.whole == count
-                else "Free a unit as soon as it has computed, and gather no more than the next one ahead."
+                if "free" not in forward and run.whole == count
+                else "Free a unit as soon as it has computed, and gather no more than the next one ahead, in the backward pass too."
             )
             raise Failed(
                 f"{count} units of {units.text(run.nbytes)}: {run.whole} of them are whole at once, {units.text(run.whole * run.nbytes)}; 2 are enough", why
@@ -476,6 +513,12 @@ def _gathers_all_first(count: int) -> list[Step]:
     return [("gather", i) for i in range(count)] + [step for k, step in enumerate(steps) if step[0] != "gather" or ("forward", count - 1) in steps[:k]]
 
 
+def _gathers_all_again(count: int) -> list[Step]:
+    steps = schedule(count)
+    turn = steps.index(("forward", count - 1)) + 1
+    return [*steps[:turn], *(("gather", i) for i in reversed(range(count - 1))), *(step for step in steps[turn:] if step[0] != "gather")]
+
+
 SCHEDULE = Exercise(
     id="zero/schedule",
     title="Gather, use, free",
@@ -496,6 +539,7 @@ SCHEDULE = Exercise(
         Wrong("reduces at the end", _plan(late=True), "bytes held", "right after the unit's backward"),
         Wrong("gathers for the step too", _plan(thrice=True), "bytes sent", "with the reduce-scatter, 3Ψ"),
         Wrong("gathers everything first", _gathers_all_first, "bytes held", "whole at once"),
+        Wrong("gathers everything for the backward pass", _gathers_all_again, "bytes held", "in the backward pass too"),
         Wrong("frees the unit that it needs next", _frees_the_last, "prefetch", "don't free it in between"),
         Wrong("no prefetch", _plan(prefetch=False), "prefetch", "Start it one unit earlier"),
     ),
@@ -530,7 +574,7 @@ def _half(
             norm = optimizer.step(max_norm)
         return w.detach().clone(), float("nan") if norm is None else float(norm), _kept(optimizer, w, *([] if w.grad is None else [w.grad]))
 
-    results = _run(n, f"{n} ranks, {numel} weights", program)
+    results = _run(n, f"{_told(n)}, {numel} weights", program)
     return [w for w, _, _ in results], [norm for _, norm, _ in results], [kept for _, _, kept in results]
 
 
@@ -547,7 +591,8 @@ def _hunt_plain(attempt: Callable) -> str:
             if not torch.equal(w, expected):
                 raise Failed(
                     f"{n} ranks, {numel} weights, nothing to clip: rank {rank} holds other weights than one optimizer on one rank",
-                    "This much was right in the code that you got: the mean gradient of each share, one step, all shares gathered, the padding cut off.",
+                    "This much was right in the code that you got: the mean gradient of each share, one step, all shares gathered, the padding cut off. "
+                    "And a gradient that is shorter than max_norm stays as it is.",
                 )
     return "3 cases"
 
@@ -563,7 +608,15 @@ def _hunt_clipping(attempt: Callable) -> str:
             if math.isclose(norm, true, rel_tol=1e-3) and torch.allclose(w.float(), expected.float(), rtol=2**-7, atol=2**-7):
                 continue
             case = f"{n} ranks, max_norm = {true / 2:.4g}: rank {rank} clips by a norm of {norm:.4g}, the whole gradient has {true:.4g}"
-            if math.isclose(norm, shares[rank].item(), rel_tol=1e-3):
+            if math.isnan(norm):
+                case, why = f"{n} ranks: rank {rank} got no norm from step()", "Return the norm of the whole gradient, as it was before clipping."
+            elif math.isclose(norm, true**2, rel_tol=1e-3):
+                why = "That is the sum of the squares over all ranks: take the root of it."
+            elif math.isclose(norm, n * true, rel_tol=1e-3):
+                why = "That is the norm of the sum of all ranks' gradients, N times too much: divide by N before you measure."
+            elif math.isclose(norm, true / n**0.5, rel_tol=1e-3):
+                why = "That is the root of the *mean* of the squares. Each rank has another part of the gradient: add the squares, don't average them."
+            elif math.isclose(norm, shares[rank].item(), rel_tol=1e-3):
                 why = (
                     "That is the local norm, of this rank's share: every rank scales by its own factor, and the direction of the update changes. "
                     "Add the *squares* over all ranks (one all-reduce of one number), then take the root."
@@ -641,6 +694,7 @@ class _Half:
     """The answer to the bug hunt with its slips switched on one at a time; with both of the first two it is the code of the lab."""
 
     local_norm = rereads = adds_norms = largest_norm = clips_early = gathers = whole_master = False
+    no_root = means_squares = scales_up = tells_nothing = False
 
     def __init__(self, w: nn.Parameter, comm: world.Comm, make: Make) -> None:
         self.w, self.comm = w, comm
@@ -654,7 +708,7 @@ class _Half:
     def own(self, x: Tensor) -> Tensor:
         return self.padded(x).split(self.dealt.share)[self.comm.rank]
 
-    def step(self, max_norm: float) -> Tensor:
+    def step(self, max_norm: float) -> Tensor | None:
         gradient = self.w.grad
         if self.clips_early:
             gradient = gradient * min(1.0, max_norm / (gradient.float().norm().item() + 1e-6))
@@ -666,16 +720,18 @@ class _Half:
             norm = self.comm.all_reduce(norm)
         elif self.largest_norm:
             norm = self.comm.all_reduce(norm, "max")
+        elif self.no_root:
+            norm = self.comm.all_reduce(norm**2)
         elif not (self.local_norm or self.clips_early):
-            norm = self.comm.all_reduce(norm**2).sqrt()
-        mine = mine * min(1.0, max_norm / norm.item())
+            norm = (self.comm.all_reduce(norm**2) / (self.comm.size if self.means_squares else 1)).sqrt()
+        mine = mine * min(math.inf if self.scales_up else 1.0, max_norm / norm.item())
         if self.rereads:
             self.master.data.copy_(self.own(self.w.detach()))
         self.master.grad = self.comm.all_gather(mine) if self.whole_master else mine
         self.inner.step()
         new = self.own(self.master.detach()[: self.w.numel()]) if self.whole_master else self.master.detach()
         self.w.data.copy_(self.comm.all_gather(new.bfloat16())[: self.w.numel()])
-        return norm
+        return None if self.tells_nothing else norm
 
 
 _Published = type("_Published", (_Half,), {"local_norm": True, "rereads": True})
@@ -699,6 +755,10 @@ HUNT = Exercise(
         Wrong("norms added", _slip(_Half, "adds_norms"), "clipping", "Norms don't add"),
         Wrong("the largest norm", _slip(_Half, "largest_norm"), "clipping", "neither the largest"),
         Wrong("clipped before it is reduced", _slip(_Half, "clips_early"), "clipping", "after it has been reduced"),
+        Wrong("no root", _slip(_Half, "no_root"), "clipping", "take the root of it"),
+        Wrong("the mean of the squares", _slip(_Half, "means_squares"), "clipping", "don't average them"),
+        Wrong("scales short gradients up", _slip(_Half, "scales_up"), "one step, nothing clipped", "shorter than max_norm"),
+        Wrong("returns nothing", _slip(_Half, "tells_nothing"), "clipping", "Return the norm"),
         Wrong("the norm repaired, the master not", _slip(_Half, "rereads"), "small updates", "read back from the rounded weights"),
         Wrong("the whole master on every rank", _slip(_Half, "whole_master"), "bytes held", "this rank's share alone"),
         Wrong("gathers the gradient for its norm", _slip(_Half, "gathers"), "bytes sent", "one number"),
