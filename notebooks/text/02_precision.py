@@ -499,7 +499,7 @@ stalled = {
 }
 
 # %%
-title = "A single sum in bf16, and the model gets stuck"
+title = "A single sum in bf16, and the model falls behind, farther with every step"
 plots.curves(
     range(0, 101, 10),
     xlabel="steps",
@@ -515,8 +515,8 @@ off = {name: [round(abs(a - b), 1) for a, b in zip(end, finals["fp32"], strict=T
 off
 
 # %% [markdown]
-# About half a nat a pair is lost, by every seed, and all else is as it should be: master weights, activations, range. Nothing overflowed and nothing is NaN. The log does not show it
-# either, because it is written with the same sum. On the test batch:
+# After 100 steps about half a nat a pair is lost, by every seed, and all else is as it should be: master weights, activations, range. Nothing overflowed and nothing is NaN.
+# The log does not show it either, because it is written with the same sum. On the test batch:
 
 # %%
 x, y = batch(torch.Generator().manual_seed(99), 32, tokens=pairs)
@@ -527,7 +527,8 @@ f"the log says {true - in_the_log:.1f} nats too little; the probabilities add up
 
 # %% [markdown]
 # By now a few words stand out, and a term that is less than half a gap of the sum so far is lost: single words of no account, and together the long tail. One after
-# another is the worst order, and a tree (lab 01) loses far less. Kernels do something between the two, and add in fp32 even where they read and write half.
+# another is the worst order, and a tree (lab 01) loses far less. Kernels do something between the two, and add in fp32
+# even where they read and write half.
 # fp16 gets as far as 2048, but vocabularies have 32 000 to 256 000 words.
 #
 # **In a matrix product** the terms have both signs, and a sum in half goes wrong more slowly. It has $h$ terms forward; backward, where the gradient of a weight is a sum over
