@@ -68,7 +68,7 @@ class Calculator:
     >>> Calculator("gpt2", mine=ModelConfig.named("llama-2-7b"))
     Memory calculator: gpt2, mine
 
-    Cost: about 2 s for each kind of model (norm, feed-forward, positions, biases, tied, GQA) when it is first shown; no model costs more for its size.
+    Cost: about 2 s for each kind of model (norm, feed-forward, positions, biases, tied, GQA) when it is first shown, whatever its size.
     """
 
     def __init__(self, *names: str, **configs: ModelConfig) -> None:
@@ -99,8 +99,9 @@ class Calculator:
         def told(moments: Iterable[_Moment]) -> list[list]:
             return [[phase, event, numbered(alive)] for phase, event, alive in moments]
 
-        states = [[numbered(held), told(moments)] for kind in kinds for held, moments in _states(kind)]
-        passes = [told(moments) for kind in kinds for moments in _passes(kind)]
+        found = [_states(kind, *at) for kind in kinds for at in _every("precision", "optimizer", "zero")]
+        states = [[numbered(held), told(moments)] for held, moments in found]
+        passes = [told(moments) for kind in kinds for at in _every("precision", "attention", "checkpointing", "zero") for moments in _passes(kind, *at)]
         return {
             "models": {
                 name: {
@@ -120,27 +121,25 @@ class Calculator:
         }
 
     def evaluate(self, **chosen: Any) -> peak.Peak:
-        """The peak at one setting of the panel, in bytes, from its tables: what the page computes, computed in Python.
+        """The peak at one setting of the panel, in bytes, from the same formulas: what the page computes, computed in Python.
 
         `chosen` may have model, micro_batch, seq_len, devices, hardware; precision, optimizer, attention, checkpointing and zero by their labels; and
         letters of `SHAPE` that differ from the model's.
         """
-        tables, chosen = self.tables, START | {"model": next(iter(self.models))} | chosen
-        model, at = tables["models"][chosen["model"]], {name: list(options).index(chosen[name]) for name, options in CHOICES.items()}
-        if chosen["devices"] == 1:
-            at["zero"] = 0
-        letters = model["sizes"] | {letter: chosen[letter] for letter in SHAPE if letter in chosen}
-        letters |= {"b": chosen["micro_batch"], "s": chosen["seq_len"]}
-        letters["Ψ"] = _value(tables["parameters"][model["kind"]], letters)
-        letters["P"] = -(-letters["Ψ"] // chosen["devices"])
-        held, stepping = tables["states"][_place(model["kind"], at, "precision", "optimizer", "zero")]
-        place = 2 * len(ZERO) * _place(model["kind"], at, "precision", "attention", "checkpointing")
-        moments = tables["passes"][place + 2 * at["zero"] + (letters["b"] > 1)] + stepping
-        amounts = {i: _value(tables["formulas"][i][2], letters) for i in {*held, *(i for _, _, alive in moments for i in alive)}}
-        totals = [sum(amounts[i] for i in held + alive) for _, _, alive in moments]
+        chosen = START | {"model": next(iter(self.models))} | chosen
+        kind, devices = _kind(self.models[chosen["model"]]), chosen["devices"]
+        letters = dict(zip(SHAPE, self.models[chosen["model"]].letters(" ".join(SHAPE)), strict=True))
+        letters |= {letter: chosen[letter] for letter in SHAPE if letter in chosen} | {"b": chosen["micro_batch"], "s": chosen["seq_len"]}
+        letters["Ψ"] = _value(peak._text(dict(_parameters(kind))), letters)
+        letters["P"] = -(-letters["Ψ"] // devices)
+        zero = chosen["zero"] if devices > 1 else START["zero"]
+        held, stepping = _states(kind, chosen["precision"], chosen["optimizer"], zero)
+        moments = [*_passes(kind, chosen["precision"], chosen["attention"], chosen["checkpointing"], zero)[letters["b"] > 1], *stepping]
+        amounts = {line: _value(line[2], letters) for line in {*held, *(line for _, _, alive in moments for line in alive)}}
+        totals = [sum(amounts[line] for line in held + alive) for _, _, alive in moments]
         phases = {phase: max(total for total, moment in zip(totals, moments, strict=True) if moment[0] == phase) for phase in peak.PHASES}
         phase, event, alive = moments[totals.index(max(totals))]
-        lines = [Line(name, amounts[i], component, note=note) for i in held + alive for name, component, note in [tables["formulas"][i]] if amounts[i]]
+        lines = [Line(line[0], amounts[line], line[1], note=line[2]) for line in held + alive if amounts[line]]
         return peak.Peak(sorted(lines, key=lambda line: peak.COMPONENTS.index(line.component)), phase, event, phases, chosen["hardware"])
 
     def _repr_html_(self) -> str:
@@ -193,24 +192,31 @@ def _step(kind: walk.Kind, *, precision: str, **options: Any) -> Any:
     return peak._symbolic(kind._replace(half=WIDTHS[precision], **options))
 
 
-@cache
-def _states(kind: walk.Kind) -> list[tuple[tuple[_Line, ...], list[_Moment]]]:
-    """What is alive all the time, and the moments of the optimizer's step: by precision, optimizer and ZeRO level."""
-    found = []
-    for precision, optimizer, zero in itertools.product(PRECISION.values(), OPTIMIZER.values(), ZERO.values()):
-        step = _step(kind, **precision, **optimizer, **zero)
-        found.append((_lines(step, {1}, held=True)[0][2], _moments(step, ("optimizer",))))
-    return found
+def _every(*names: str) -> Iterable[tuple[str, ...]]:
+    """All combinations of the labels of some choices, the last one fastest."""
+    return itertools.product(*(CHOICES[name] for name in names))
 
 
 @cache
-def _passes(kind: walk.Kind) -> list[list[_Moment]]:
-    """The moments of the forward and the backward pass: by precision, attention, checkpointing, ZeRO level, more than one sequence."""
-    return [
-        _moments(_step(kind, **precision, **attention, **checkpointing, **zero, batch=batch, optimizer="sgd"), ("forward", "backward"))
-        for precision, attention, checkpointing in itertools.product(PRECISION.values(), ATTENTION.values(), CHECKPOINTING.values())
-        for zero, batch in itertools.product(ZERO.values(), (False, True))
-    ]
+def _states(kind: walk.Kind, precision: str, optimizer: str, zero: str) -> tuple[tuple[_Line, ...], list[_Moment]]:
+    """What is alive all the time, and the moments of the optimizer's step."""
+    step = _step(kind, **PRECISION[precision], **OPTIMIZER[optimizer], **ZERO[zero])
+    return _lines(step, {1}, held=True)[0][2], _moments(step, ("optimizer",))
+
+
+@cache
+def _passes(kind: walk.Kind, precision: str, attention: str, checkpointing: str, zero: str) -> tuple[list[_Moment], list[_Moment]]:
+    """The moments of the forward and the backward pass, for one sequence and for several."""
+    options = PRECISION[precision] | ATTENTION[attention] | CHECKPOINTING[checkpointing] | ZERO[zero]
+    one, several = (_step(kind, batch=batch, optimizer="sgd", **options) for batch in (False, True))
+    moments = _moments(one, ("forward", "backward"))
+    return moments, moments if _story(one) == _story(several) else _moments(several, ("forward", "backward"))
+
+
+def _story(step: Any) -> list:
+    """What tells one walk from another."""
+    lives = [(life.name, life.component, life.birth, life.death, getattr(life.nbytes, "terms", life.nbytes)) for life in step.lives]
+    return [step.moments, lives]
 
 
 @cache
@@ -259,10 +265,9 @@ def _fullest(places: Sequence[int], totals: Mapping[int, Mapping[str, int]], mom
             factors[row, terms[term]] = factor
     kept = np.array(places)
     # Most lie below a neighbor: what makes something is followed by more, what frees something follows it.
-    for neighbor, edge in ((1, -1), (-1, 0)):
-        other = np.roll(factors, -neighbor, axis=0)
-        below = (factors <= other).all(1) & (factors != other).any(1)
-        below[edge] = False
+    for way in (-1, 1):
+        neighbor = np.roll(factors, way, axis=0)
+        below = (factors <= neighbor).all(1) & (factors != neighbor).any(1)
         kept, factors = kept[~below], factors[~below]
     covered = (factors[:, None] <= factors).all(2)
     covered &= ~(covered.T & np.triu(np.ones_like(covered)))  # of equals the first stays
@@ -289,13 +294,6 @@ def _in_line(one: Mapping[str, int], two: Mapping[str, int]) -> bool:
 
 def _across(terms: Mapping[str, int]) -> dict[str, int]:
     return _minus(terms, {"M" + term: -factor for term, factor in terms.items()})
-
-
-def _place(place: int, at: Mapping[str, int], *names: str) -> int:
-    """The place of a choice in a table that goes through all of them, the last one fastest."""
-    for name in names:
-        place = place * len(CHOICES[name]) + at[name]
-    return place
 
 
 def _value(formula: str, letters: Mapping[str, int]) -> int:
