@@ -19,6 +19,8 @@
 
 # %%
 import contextlib
+import functools
+import math
 import pathlib
 import statistics
 import tempfile
@@ -31,12 +33,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from labutils import collectives, plots, units, zero
+from labutils import checkpointing, collectives, plots, units, zero
 from labutils.check import check, hint, predict, reveal, show
 from labutils.config import Hardware, ModelConfig
 from labutils.exercises import zero as solutions
 from labutils.ledger import Ledger, Line
 from labutils.model import GPT
+from labutils.precision import LossScaler
 from labutils.widgets import explore
 from labutils.world import World, WorldError
 
@@ -59,11 +62,11 @@ def held_over_a_step(rank, level):
         owner = zero.Optimizer(model.parameters(), comm, level=level, bucket_bytes=bucket_bytes)
 
     def step():
-        owner.zero_grad()
         model(torch.ones(4, 16)).square().mean().backward()
         owner.step()
 
     step()  # the first step makes the optimizer state
+    owner.zero_grad()
     return zero.occupancy(step, owner)
 
 
@@ -76,7 +79,8 @@ plots.who_holds(**held, title=title)
 # %% [markdown]
 # Level 0 is plain data parallelism: four times the same. **Level 1** deals out the optimizer state, **level 2** the gradients too, **level 3** also the
 # weights. The thin lines are the shares that a rank keeps, of every layer another quarter. The steps of the staircase are layers that are whole for a
-# moment: gradients before they are reduced, weights while they compute, down through the forward pass and up again through the backward pass.
+# moment: gradients before they are reduced, weights while they compute, down through the forward pass and up again through the backward pass. At levels 0 and 1
+# gradients come with the backward pass, and stay.
 #
 # This is ZeRO, the zero redundancy optimizer; level 3 is what PyTorch calls FSDP, fully sharded data parallelism. The picture was drawn from a real run on
 # four ranks. The lab builds it, level by level.
@@ -132,6 +136,17 @@ title = "Levels 1 and 2 stop at what stays whole, level 3 goes on"
 plots.curves(devices, title=title, measured=paper, **axes, **lines)
 
 # %% [markdown]
+# The other way round, the paper's table 2: how many billions of parameters fit into 32 GB, on 64 data-parallel ranks, each of which is 1 to 16 devices
+# that divide the model among them (lab 10)? Levels 0 to 3:
+
+# %%
+for parallel in (1, 2, 4, 8, 16):
+    largest = [parallel * zero.largest_model(32e9, 64, level) / 1e9 for level in range(4)]
+    print(f"{64 * parallel:4} devices", *(f"{billions:8.1f}" for billions in largest))
+
+# %% [markdown]
+# The paper prints 7.6, 14.4 and 128 times the number of devices in a group, and calls 2048 billion 2T.
+#
 # The floors are 4Ψ and 2Ψ, a quarter and an eighth of everything: no number of devices brings level 1 below a quarter. Level 3 has no floor, and 1024 devices of 32 GB
 # hold a model of a trillion parameters.
 
@@ -178,7 +193,7 @@ reveal("zero/level-1-sends", times=sharded.total / world.ledger.total)
 # An all-reduce *is* a reduce-scatter and an all-gather (lab 07). The optimizer step fits between its halves: $2\Psi\,(N-1)/N$ elements a rank, as before.
 #
 # **On a real model.** A GPT of four layers, in float64 so that equal can mean equal. `zero.Optimizer` takes the parameters and any function that makes a
-# torch optimizer, and is used like one.
+# torch optimizer, and is used like one. As in most training runs, there are two groups of parameters: matrices decay, biases and the weights of norms do not.
 
 # %%
 sizes = {"num_layers": 4, "num_heads": 4, "vocab_size": 96, "seq_len": 16, "dropout": 0.0}
@@ -192,9 +207,17 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def in_groups(model):
+    """As every torch optimizer takes them."""
+    matrices, vectors = ([w for w in model.parameters() if (w.dim() > 1) == wide] for wide in (True, False))
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
+# %%
 def build(rank, level, dtype=torch.float64, **options):
     """A model of this rank's own random weights, and its owner."""
     model, comm = GPT(config, generator=rank.generator).to(dtype), rank.comm("dp")
+    options |= {"groups": in_groups(model)}
     if level == 3:
         return model, zero.shard(model, comm, adamw, **options)
     options |= {"level": level, "bucket_bytes": 2**16}
@@ -214,7 +237,7 @@ def step(rank, model, owner, k):
 
 # %%
 model = GPT(config, generator=torch.Generator().manual_seed(0)).double()
-optimizer = adamw(model.parameters())
+optimizer = adamw(in_groups(model))
 for sequences in text:
     optimizer.zero_grad()
     model.loss(sequences[:, :-1], sequences[:, 1:]).backward()
@@ -234,9 +257,12 @@ def is_equal(model, owner, level):
         return all(torch.allclose(w, e, rtol=0, atol=1e-10) for w, e in pairs)
 
 
-def train(rank, level, **options):
+# %%
+def train(rank, level, recompute=False, **options):
     """Three steps: is it equal, the layout of the flat tensors, and what was held over the third."""
     model, owner = build(rank, level, **options)
+    for block in model.blocks if recompute else ():
+        block.forward = functools.partial(checkpointing.checkpoint, block.forward)
     step(rank, model, owner, 0)
     step(rank, model, owner, 1)
     history = zero.history(lambda: step(rank, model, owner, 2), owner)
@@ -244,9 +270,9 @@ def train(rank, level, **options):
 
 
 # %%
-def three_results(level, several, **options):
+def three_results(level, several, recompute=False, **options):
     """A row of the table below, from a run on all ranks of a world."""
-    ranks, runs, sent = several.size, several.run(train, level, **options), several.ledger
+    ranks, runs, sent = several.size, several.run(train, level, recompute, **options), several.ledger
     equal, (_, layout, history) = all(each[0] for each in runs), runs[0]
     kind = {"itemsize": 8, "reshard": options.get("reshard", True)}
     predicted = zero.predict_sent(layout, ranks, level, steps=3, start=True, **kind)
@@ -276,6 +302,9 @@ zero.predict_held(layout, 4, 2, itemsize=8).diff(history.peak.ledger)
 
 # %% [markdown]
 # The buckets are the temporary part: one that fills and one that is on its way. The optimizer's lines are a quarter of the weights each, as promised.
+#
+# The settings of the two groups live where torch has them, in `owner.param_groups`, and a schedule of the learning rate takes the torch optimizer that steps
+# this rank's shards: `LambdaLR(owner.inner, …)`. Which elements of its share belong to which group, a rank knows from the parameters' places in the flat tensor.
 #
 # **What it buys with accumulation.** Level 1 keeps whole gradients, so it can add up micro-batches in silence and reduce once a step. Levels 2 and 3 have
 # nowhere to keep them, and reduce after every micro-batch. Eight micro-batches, Ψ = 1 million parameters in fp32, 4 ranks:
@@ -348,6 +377,15 @@ for switches in ({"prefetch": True, "reshard": True}, {"prefetch": False}, {"res
 print(head, *(three_results(3, several) for several in few), sep="\n")
 
 # %% [markdown]
+# **And with activation checkpointing?** Each layer computes its forward once more, in the backward pass (lab 04). Does it have to be gathered a third time?
+
+# %%
+print(head, three_results(3, world, recompute=True), sep="\n")
+
+# %% [markdown]
+# No: it is computed again where it is whole anyway, for its own backward. Recomputation costs time and not a byte on the wire. It is the same
+# with `torch.utils.checkpoint`, reentrant or not.
+#
 # The same on four processes, which share no memory: the same weights, and the same bytes.
 
 # %%
@@ -438,6 +476,33 @@ print(head, *(three_results(level, world, offload="cpu") for level in (2, 3)), s
 # %%
 held = zero.predict_held(7_500_000_000, 64, 2, itemsize=2, master=True, offload=True)
 held.only(component="optimizer")
+
+# %% [markdown]
+# **One rank's inf must be everybody's.** With fp16 the loss is scaled (lab 02), and a step whose gradient has overflowed is skipped. But after the reduce-scatter
+# a rank sees its share alone. Let one gradient overflow on rank 2, that of the last norm, and ask each rank: is your share finite, did you step, what is your scale now?
+
+
+# %%
+def overflow(rank):
+    model, owner = build(rank, 2, torch.float16)
+    scaler, mine = LossScaler(2.0**10), text[0].chunk(4)[rank.index]
+    if rank.index == 2:
+        model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    scaler.scale(model.loss(mine[:, :-1], mine[:, 1:])).backward()
+    finite = all(flat.gradient.isfinite().all().item() for flat in owner.flats)
+    stepped = scaler.step(owner)
+    scaler.update()
+    return f"share finite: {finite}, stepped: {stepped}, scale: {scaler.value:g}"
+
+
+world.run(overflow)
+
+# %% [markdown]
+# The rank whose gradient overflowed is not the one that sees it. If each asked only itself, most would step, the others would not, and from then on the
+# ranks would train different models with different scales. One all-reduce of one number, the largest flag, and all skip alike:
+
+# %%
+{name: nbytes for name, nbytes in world.ledger.by("name").items() if name == "finite"}
 
 # %% [markdown]
 # ### Exercise 9.3 · Bug hunt: the optimizer that passed its test (15 min, ●●●)
@@ -609,6 +674,19 @@ table = {name: torch.tensor([losses[name] for losses, _ in races]) for name in n
 # parameter to one rank as a whole, so that a large embedding makes its owner's share large. `fully_shard` cuts each parameter along its
 # first dim, not a flat tensor: names and shapes survive, and a snapshot needs no communication.
 #
+# What is held at the end of a backward pass, in fp32 with Adam on N ranks, without transient buckets:
+#
+# | | weights | gradients | moments | in all |
+# |---|---|---|---|---|
+# | DDP + `ZeroRedundancyOptimizer` | Ψ | Ψ, and Ψ of buckets | 2Ψ/N | 3Ψ + 2Ψ/N |
+# | our level 1 | Ψ | Ψ | 2Ψ/N | 2Ψ + 2Ψ/N |
+# | our level 2 | Ψ | Ψ/N | 2Ψ/N | Ψ + 3Ψ/N |
+# | `fully_shard`, no resharding | Ψ, and shards Ψ/N | Ψ/N | 2Ψ/N | Ψ + 4Ψ/N |
+# | level 3, `fully_shard` with resharding | Ψ/N | Ψ/N | 2Ψ/N | 4Ψ/N |
+#
+# The end of the backward pass need not be the fullest moment. Activations are all there at its *beginning*, when level 1 has no gradient yet: it makes room for each bucket as
+# backward reaches it and frees all of them in `zero_grad`. `benchmarks/zero.py` runs all of these in turn, and takes their peaks with activations from PyTorch's own profiler.
+#
 # ## Turn the knobs
 #
 # Model states on each device at the four levels, against what one device has. Activations come on top (lab 03). The paper's 7.5B parameters on 64 devices of
@@ -649,16 +727,18 @@ explore(memory_per_device, **knobs, device=["V100", "H100"])
 # | … with `reshard_after_forward=False` | no second gather: what level 2 sends |
 # | … with `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` | fp32 shards, gathered as bf16; gradients reduced in fp32 |
 # | … with `offload_policy=CPUOffloadPolicy()` | shards, gradients and the step on the host |
-# | `nn.utils.clip_grad_norm_(model.parameters(), 1.0)` after `fully_shard` | the global norm: it knows sharded tensors |
+# | `nn.utils.clip_grad_norm_(model.parameters(), 1.0)`, `torch.amp.GradScaler` after `fully_shard` | the global norm; one inf for all: they know sharded tensors |
+# | `block.set_modules_to_forward_prefetch([…])`, `…_backward_prefetch([…])` | which groups to gather ahead of time, by hand |
 # | `--parallelism.fsdp_reshard_after_forward always`, `never` or `default` | torchtitan: the same switch |
 # | `--training.mixed_precision_param`, `--training.mixed_precision_reduce`, `--training.enable_cpu_offload` | torchtitan: the two policies |
 # | `"zero_optimization": {"stage": 1}`, or 2, or 3 | DeepSpeed: the level |
 # | `"offload_optimizer": {"device": "cpu"}` in it, `"gradient_clipping": 1.0` beside it | DeepSpeed: offload; the global norm |
+# | `"fp16": {"enabled": true, "loss_scale": 0}` | DeepSpeed: fp16 with a dynamic loss scale |
 # | `--use-distributed-optimizer`, `--clip-grad 1.0` | Megatron-LM: level 1; the global norm |
 #
 # **FSDP2** is called bottom-up, on each block and then on the root, and each call makes one group that is gathered at once: our units. Left to itself it reshards blocks and leaves
 # the root's weights whole between forward and backward, and an integer for `reshard_after_forward` reshards to a smaller group, such as one machine. With `False` weights are
-# still sharded between *steps*, so it holds less than the paper's level 2 and sends as much. torchtitan shards over `--parallelism.data_parallel_shard_degree` ranks and
+# still sharded between *steps*: there it holds less than the paper's level 2, while it computes a share more, and it sends as much. torchtitan shards over `--parallelism.data_parallel_shard_degree` ranks and
 # replicates over `--parallelism.data_parallel_replicate_degree` of such groups (hybrid sharding): the gathers stay inside a group with a fast network.
 # `set_requires_gradient_sync(False)` keeps whole gradients through the micro-batches before the last: level 1's bargain, at level 3.
 #
@@ -708,6 +788,9 @@ both = all_reduce + collectives.sent("all_gather_ring", nbytes=4 * psi, n=4)
 both.total / zero.predict_sent(psi, 4, 1).total
 
 # %% [markdown]
+# **A flag copied too early.** PyTorch's scaler for FSDP once read its flag before the all-reduce of it had finished, where gradients were offloaded: rank 0 skipped a
+# step, the others took it (pytorch/pytorch, pull request 115710, December 2023). The test that came with the repair has an inf on one rank alone, as above.
+#
 # **"Optimizer states are momentum and variance"** (a book chapter), followed by K = 12. Two moments are K = 8; the other four bytes are the fp32 master copy. The lines above have all three.
 #
 # **A table of 16Ψ beside a text of 20Ψ** (widely shared notes). With fp32 gradients beside the half ones a parameter takes 2 + 6 + 12 = 20 bytes, and the floors of levels 1 and 2 are others than
@@ -763,7 +846,9 @@ units.text(zero.predict_held(in_units, 64, 3, itemsize=2, master=True).total)
 # >   <!-- claim: zero.predict_sent(840, 4, 2, accumulation=8).total == 4.5 * zero.predict_sent(840, 4, 1, accumulation=8).total -->
 # > - The floors are 4Ψ and 2Ψ; level 3 has none, but layers that are whole for a moment come on top of 16Ψ/N.
 # >   <!-- claim: [round(zero.model_states(1, 10**9, level), 6) for level in (1, 2)] == [4, 2] -->
-# > - What was one number on one rank is a sum over ranks: clip by the root of all squares, keep the fp32 master of your share, save without N.
+# > - Recomputing a layer gathers nothing: it is whole for its backward anyway. Level 3 with checkpointing still sends 3Ψ(N − 1)/N.
+# >   <!-- claim: zero.predict_sent(840, 4, 3).by("rank")[0] == 3 * 4 * 840 * 3 // 4 -->
+# > - What was one number on one rank is a matter of all: clip by the root of all squares, skip a step together, keep the fp32 master of your share, save without N.
 
 # %% [markdown]
 # ## References
