@@ -53,7 +53,7 @@ def assert_exact(qkv, tolerance=4e-6, blocks=(32, 16), **options):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "sizes, blocks",
-    [((2, 2, 2, 64, 64, 16), (32, 16)), ((1, 4, 2, 50, 70, 24), (16, 32)), ((1, 6, 2, 70, 50, 7), (32, 32)), ((2, 1, 1, 1, 33, 64), (None, None))],
+    [((1, 2, 2, 64, 64, 16), (32, 16)), ((1, 4, 2, 50, 70, 24), (16, 32)), ((1, 6, 2, 70, 50, 7), (32, 32)), ((2, 1, 1, 1, 33, 64), (None, None))],
     ids=["even", "grouped heads, ragged", "more queries than keys", "one query"],
 )
 def test_values_and_gradients(sizes, blocks, causal):
@@ -63,7 +63,7 @@ def test_values_and_gradients(sizes, blocks, causal):
 @st.composite
 def problems(draw):
     b, g, shared = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    s_q, s_k, d = draw(st.integers(1, 40)), draw(st.integers(1, 40)), draw(st.integers(1, 20))
+    s_q, s_k, d = draw(st.integers(1, 34)), draw(st.integers(1, 34)), draw(st.integers(1, 20))
     options = dict(blocks=(draw(st.sampled_from([16, 32])), draw(st.sampled_from([16, 32]))), causal=draw(st.booleans()))
     options["scale"] = draw(st.sampled_from([None, 0.3, -1.0, 0.0]))
     if options["causal"]:
@@ -74,7 +74,7 @@ def problems(draw):
 
 
 @needs_triton
-@settings(max_examples=25)
+@settings(max_examples=16)
 @given(problems())
 def test_every_mask_and_every_shape(problem):
     qkv, options = problem
@@ -83,7 +83,7 @@ def test_every_mask_and_every_shape(problem):
 
 @needs_triton
 def test_the_same_as_the_tiles_in_pytorch():
-    qkv, options = tensors(2, 4, 2, 45, 61, 16), dict(causal=True, lengths=torch.tensor([61, 20]), block_q=16, block_k=32)
+    qkv, options = tensors(2, 2, 1, 45, 61, 16), dict(causal=True, lengths=torch.tensor([61, 20]), block_q=16, block_k=32)
     for ours, tiled in zip(results(triton_kernel.attention, qkv, **options), results(flash.attention, qkv, **options), strict=True):
         torch.testing.assert_close(ours, tiled, atol=4e-6, rtol=4e-6)
 
@@ -130,7 +130,7 @@ def test_nan_is_passed_on():
 
 @needs_triton
 def test_strides_do_not_matter():
-    qkv = tensors(2, 4, 2, 20, 20, 16)
+    qkv = tensors(1, 2, 1, 20, 20, 16)
     strided = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in qkv]  # as a projection leaves them
     for plain, other in zip(results(triton_kernel.attention, qkv), results(triton_kernel.attention, strided), strict=True):
         assert torch.equal(plain, other)
