@@ -558,7 +558,7 @@ show(exercises.activation_bytes)
 
 # %%
 memory.Calculator(
-    "gpt2-xl", "gpt3-175b", "llama-2-7b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mistral-7b", "qwen2-0.5b", "qwen2-7b", "qwen2-72b",
+    "gpt2-xl", "gpt2", "gpt3-175b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mistral-7b", "qwen2-7b", "qwen2-72b",
 )  # fmt: skip
 
 # %% [markdown]
@@ -566,7 +566,7 @@ memory.Calculator(
 # working copy of all weights, and that is where the peak of a small batch comes from. Like all predictions of this lab it counts the operations of a CPU; a sequence shorter than GPT's learned positions
 # counts as a model with fewer of them.
 #
-# Find the cheapest way to train Llama-3.1-8B with 4096 tokens on 8 H100s. Which line decides? For a model of your own, `memory.Calculator(mine=ModelConfig.from_hf("config.json"))`; for a sweep
+# Find the cheapest way to train Llama-3.1-8B with 4096 tokens on 8 H100s. Which line decides? For another model or your own, `memory.Calculator("qwen2-0.5b", mine=ModelConfig.from_hf("config.json"))`; for a sweep
 # `memory.predict`, about 0.1 ms each once it has met the kind of step:
 
 # %%
