@@ -19,6 +19,7 @@ from labutils.accumulation import micro_batches
 from labutils.config import Link, ModelConfig, TrainConfig
 from labutils.data_parallel import Span, Timeline
 from labutils.model import GPT
+from labutils.precision import LossScaler, autocast
 from labutils.world import DeadlockError, MismatchError, RankError, World
 
 CONFIG = ModelConfig(num_layers=2, d_model=16, num_heads=2, d_ff=32, vocab_size=31, seq_len=8, tied=True)
@@ -352,26 +353,168 @@ def test_recomputed_layers(reentrant):
     assert all(torch.allclose(found, expected, rtol=0, atol=1e-12) for found in World(2).run(run))
 
 
-def test_a_gradient_that_comes_twice_in_a_backward_pass():
-    """Two reentrant checkpoints share a layer: its first gradient may be on its way when the second is added to it."""
+class Twice(nn.Module):
+    """One layer, called `times` times, under a checkpoint each time."""
 
-    def run(rank, reentrant):
-        class Twice(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layer, self.reentrant = nn.Linear(2, 2, bias=False), reentrant
+        nn.init.constant_(self.layer.weight, 0.5)
+
+    def forward(self, x, times=2):
+        for _ in range(times):
+            x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def twice(rank, reentrant, static_graph, times=(2, 2, 2)):
+    replica = data_parallel.replicate(Twice(reentrant), rank.comm("dp"), static_graph=static_graph)
+    found = []
+    for step, k in enumerate(times):
+        replica.zero_grad()
+        with replica.no_sync() if step == 1 else contextlib.nullcontext():  # the second adds up with the third
+            replica(torch.full((1, 2), step + rank.index + 1.0, requires_grad=True), k).sum().backward()
+        found.append(replica.module.layer.weight.grad.tolist())
+    return found
+
+
+def test_a_gradient_that_comes_twice_in_a_backward_pass():
+    """Two reentrant checkpoints share a layer: its first gradient may be on its way when the second is added to it, unless it was counted before."""
+    with World(2) as two:
+        with pytest.raises(RankError, match="the gradient of layer.weight comes 2 times in one backward pass, .* use_reentrant=False, or pass static_graph"):
+            two.run(twice, True, False)
+        right = two.run(twice, False, False)
+        counted = two.run(twice, True, True)
+        assert right[0][0] == right[1][0] == [[3.0, 3.0]] * 2 and right[0][1] != right[1][1]
+        assert counted == right
+        assert two.ledger.only(name="all_reduce").total == 2 * 2 * 16
+
+
+@pytest.mark.parametrize("times, why", [((2, 2, 3), "comes 3 times .* this graph is not static"), ((2, 2, 1), "came less often than in the first")])
+def test_a_graph_that_is_not_static(times, why):
+    with pytest.raises(RankError, match=why):
+        World(1).run(twice, True, True, times)
+
+
+class Normed(nn.Sequential):
+    def __init__(self, seed):
+        super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
+
+
+def statistics(rank, sync, quiet=False):
+    """This rank's buffers after each of four forward passes on data of its own, as they were when the module was called."""
+    net, seen = Normed(rank.index), []
+    replica = data_parallel.replicate(net, rank.comm("dp"), forward_sync_buffers=sync)
+    net.register_forward_pre_hook(lambda net, inputs: seen.append([buffer.clone() for buffer in net.buffers()]))
+    for step in range(4):
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + rank.index))
+        with replica.no_sync() if quiet and step % 2 == 0 else contextlib.nullcontext():
+            replica(x).sum().backward()
+    return seen
+
+
+def same(ranks, step):
+    return all(torch.equal(mine, first) for seen in ranks for mine, first in zip(seen[step], ranks[0][step], strict=True))
+
+
+def test_buffers_are_rank_0s_before_each_forward_pass(four):
+    synced = four.run(statistics, True)
+    assert data_parallel.predict_buffers(Normed(0), 4, forwards=4).diff(four.ledger.only(name="buffers")).unexplained == 0
+    assert four.ledger.only(name="buffers").total == 4 * 3 * (4 * 4 + 4 * 4 + 8)
+    assert [same(synced, step) for step in range(4)] == [True] * 4 and int(synced[3][3][2]) == 3
+    apart = four.run(statistics, False)
+    assert [same(apart, step) for step in range(4)] == [True, False, False, False] and not four.ledger.only(name="buffers")
+    assert all(torch.equal(a, b) for a, b in zip(synced[0][3], apart[0][3], strict=True))  # rank 0's own are those that count
+    accumulated = four.run(statistics, True, quiet=True)
+    assert [same(accumulated, step) for step in range(4)] == [True, False, True, False]
+    assert data_parallel.predict_buffers(Normed(0), 4, forwards=2).diff(four.ledger.only(name="buffers")).unexplained == 0
+
+
+def test_buffers_between_forward_and_backward():
+    """Two forward passes, then a backward pass through both: what the first has saved must not count as changed by the second's broadcast."""
+
+    def run(rank):
+        class Scaled(nn.Linear):
             def __init__(self):
-                super().__init__()
-                self.layer = nn.Linear(2, 2, bias=False)
+                super().__init__(2, 1)
+                self.register_buffer("scale", torch.full((1,), rank.index + 1.0))
 
             def forward(self, x):
-                for _ in range(2):
-                    x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=reentrant)
-                return x
+                return super().forward(x) * self.scale
 
-        replica = data_parallel.replicate(Twice(), rank.comm("dp"))
-        replica(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        replica = data_parallel.replicate(Scaled(), rank.comm("dp"))
+        (replica(torch.ones(1, 2)) + replica(torch.ones(1, 2))).sum().backward()
+        return replica.module.scale.item(), replica.module.weight.grad.tolist()
 
-    with pytest.raises(RankError, match="the gradient of layer.weight comes twice in one backward pass"):
-        World(1).run(run, True)
-    World(1).run(run, False)
+    assert World(2).run(run) == [(1.0, [[2.0, 2.0]])] * 2
+
+
+def test_a_rank_that_sits_out_takes_part_in_the_broadcast():
+    def run(rank):
+        replica = data_parallel.replicate(Normed(rank.index), rank.comm("dp"))
+        for step in range(3):
+            if rank.index == 1 and step == 1:
+                replica.sit_out()
+            else:
+                replica(torch.ones(2, 3)).sum().backward()
+
+    with World(2) as two:
+        two.run(run)
+        assert data_parallel.predict_buffers(Normed(0), 2, forwards=3).diff(two.ledger.only(name="buffers")).unexplained == 0
+
+
+def scaled_steps(ranks, reduce, steps=9):
+    """Scales, skipped steps, overflows and weights of fp16 training with a dynamic loss scale, where the last rank's loss overflows in steps 4 and 7.
+
+    `ranks` are those whose micro-batches run here, `reduce(net, n)` says what makes their gradients a mean over all `n`.
+    """
+    ours, n = ranks
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
+    forward, mean = reduce(net, n)
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), LossScaler(2.0**12, growth_interval=3)
+    scales, stepped, overflowed = [], [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for index in ours:
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(100 * step + index))
+            with autocast(torch.float16):
+                outputs = forward(x)
+                outputs.register_hook(lambda gradient: overflowed.append(not gradient.isfinite().all()))
+                loss = outputs.float().square().mean() * (1e9 if step in (4, 7) and index == n - 1 else 1)
+            scaler.scale(loss).backward()
+        mean()
+        scales.append(scaler.value)
+        stepped.append(scaler.step(optimizer))
+        scaler.update()
+    return scales, stepped, overflowed, weights(net)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(size):
+    """An inf of one rank is in the mean of all, so all scalers see it, and take the same turns as one device that runs the ranks' micro-batches."""
+
+    def run(rank, reduce_dtype=None):
+        def reduce(net, n):
+            return data_parallel.replicate(net, rank.comm("dp"), reduce_dtype=reduce_dtype), lambda: None
+
+        return scaled_steps(([rank.index], rank.size), reduce)
+
+    def one_device(net, n):
+        return net, lambda: [parameter.grad.div_(n) for parameter in net.parameters()]
+
+    with World(size) as world:
+        ranks, halved = world.run(run), world.run(run, torch.bfloat16)
+    scales, stepped, _, expected = scaled_steps((range(size), size), one_device)
+    assert stepped == [True] * 4 + [False] + [True] * 2 + [False] + [True] and scales[3:6] == [2.0**13, 2.0**13, 2.0**12]
+    for index, (theirs, skipped, overflowed, found) in enumerate(ranks):
+        assert (theirs, skipped) == (scales, stepped)
+        assert overflowed == [index == size - 1 and step in (4, 7) for step in range(9)]  # on one rank only
+        assert torch.allclose(found, expected, rtol=0, atol=1e-6) and torch.equal(found, ranks[0][3])
+    assert all((theirs, skipped) == (scales, stepped) for theirs, skipped, *_ in halved)
 
 
 def test_a_module_that_returns_a_leaf_is_left_as_it_is():
@@ -643,6 +786,17 @@ def test_the_simulation_follows_the_formula():
     assert late.exposed == pytest.approx(3 * cost) and late.hidden == 0
     slow = data_parallel.simulate(layers, bucket_bytes=4000, n=4, link=Link(1.0, 1e6))  # the network never catches up
     assert slow.makespan == pytest.approx(0.1 + 3 * collectives.cost("all_reduce_ring", 4000, 4, Link(1.0, 1e6)))
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=8), st.integers(1, 200), st.floats(0.0, 2.0))
+def test_what_can_be_hidden_is_all_but_the_last_bucket(sizes, bucket_bytes, slowness):
+    """On a link without latency a bucket takes as long as its bytes, and so does the computation, unless the network is the slower one."""
+    layers = [(4 * size, 1e-3 * size) for size in sizes]
+    grouped = data_parallel.buckets({f"layer {i}": nbytes for i, (nbytes, _) in enumerate(layers)}, 4 * bucket_bytes)
+    found = data_parallel.simulate(layers, bucket_bytes=4 * bucket_bytes, n=2, link=Link(0, 4e3 / max(slowness, 1e-3))).hidden
+    assert found <= data_parallel.hideable(grouped) + 1e-9
+    in_time = all(before.nbytes * slowness <= after.nbytes for before, after in itertools.pairwise(grouped))
+    assert not in_time or found == pytest.approx(data_parallel.hideable(grouped), abs=1e-9)
 
 
 def test_a_timeline_of_ranks_that_differ():

@@ -74,6 +74,28 @@ def predict_start(module: nn.Module, n: int) -> Ledger:
     return Ledger(line for lines in sent for line in lines).merged()
 
 
+def predict_buffers(module: nn.Module, n: int, *, forwards: int = 1) -> Ledger:
+    """Bytes that each of `n` ranks sends so that rank 0's buffers are on all of them before `forwards` forward passes: down a tree, in one message.
+
+    >>> predict_buffers(nn.BatchNorm1d(4), 4).by("rank")  # mean and variance of 4 channels in fp32, and an int64 that counts batches
+    {0: 80, 1: 40}
+    """
+    held = sum(buffer.nbytes for buffer in module.buffers())
+    return Ledger(_named("buffers", collectives.predict_broadcast("tree", nbytes=held, n=n, itemsize=1))).scaled(units.whole(forwards, "forwards")).merged()
+
+
+def hideable(grouped: Sequence[Bucket]) -> float:
+    """The part of communication, 0 … 1, that a backward pass can hide at best: all but the last bucket's, which is complete when the pass is over.
+
+    >>> hideable(buckets({"a": 100, "b": 100, "c": 100, "d": 100}, 100))
+    0.75
+
+    Invariant: `simulate(…).hidden` is no more, and no less where every other bucket is reduced in the time in which the next one is computed.
+    """
+    total = sum(bucket.nbytes for bucket in grouped)
+    return 1 - grouped[-1].nbytes / total if total else 1.0
+
+
 def _named(name: str, ledger: Ledger) -> Iterable[Line]:
     """The lines under the name that they have in the books of a run."""
     return (replace(line, name=name) for line in ledger)

@@ -27,11 +27,21 @@ class Replica(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, comm: Comm, *, bucket_bytes: int, overlap: bool, find_unused: bool, reduce_dtype: torch.dtype | None, algorithm: str
+        self,
+        module: nn.Module,
+        comm: Comm,
+        *,
+        bucket_bytes: int,
+        overlap: bool,
+        find_unused: bool,
+        static_graph: bool,
+        forward_sync_buffers: bool,
+        reduce_dtype: torch.dtype | None,
+        algorithm: str,
     ) -> None:
         super().__init__()
         self.module, self.comm, self.overlap, self.find_unused, self.synchronize = module, comm, overlap, find_unused, True
-        self.reduce_dtype, self.algorithm = reduce_dtype, algorithm
+        self.static_graph, self.forward_sync_buffers, self.reduce_dtype, self.algorithm = static_graph, forward_sync_buffers, reduce_dtype, algorithm
         self._named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         if not self._named:
             raise ValueError("no parameter of this module needs a gradient: there is nothing to reduce")
@@ -42,7 +52,9 @@ class Replica(nn.Module):
         self._home: dict[Tensor, tuple[str, int, Tensor]] = {}  # of each parameter: its name, its bucket, and where in it its gradient lives
         for bucket in self.buckets:
             self._lay_out(bucket)
+        self._times: dict[Tensor, int] | None = None if static_graph else {}  # how often a gradient comes in one backward pass, where not once
         self._began, self._stamps, self._travelled = 0.0, [], []
+        self._buffers_may_differ = True
         self._begin()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,12 +62,27 @@ class Replica(nn.Module):
         self._check()
         if self._over:
             self._began, self._stamps = time.perf_counter(), []
+        self._sync_buffers()
         outputs = self.module(*args, **kwargs)
         self._stamps.append(("forward", "forward", time.perf_counter()))
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and output.grad_fn is not None:
                 output.register_hook(self._start)
         return outputs
+
+    def _sync_buffers(self) -> None:
+        """Rank 0's buffers on every rank, as one message, if this is the first forward pass since one that a reduction followed."""
+        buffers = [buffer for buffer in self.module.buffers() if buffer.numel()] if self.forward_sync_buffers and self._buffers_may_differ else []
+        self._buffers_may_differ = torch.is_grad_enabled() and self.synchronize
+        if not buffers:
+            return
+        parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers]
+        with self.comm.record("buffers"):
+            joined = self.comm.broadcast(torch.cat(parts))
+        if self.comm.rank:  # a graph that has saved one of them for its backward pass keeps its peace, as under DDP
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+                for buffer, part in zip(buffers, joined.split([part.numel() for part in parts]), strict=True):
+                    buffer.copy_(part.clone().view(buffer.dtype).view_as(buffer))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -67,7 +94,8 @@ class Replica(nn.Module):
             self.synchronize = before
 
     def sit_out(self) -> None:
-        """Takes part in the others' next reduction with nothing to add: for a rank that has no example left in this step."""
+        """Takes part in what the others send in their next step, with nothing to add: for a rank that has no example left in this one."""
+        self._sync_buffers()
         if self.synchronize:
             self._reduce(self._home)
 
@@ -124,7 +152,7 @@ class Replica(nn.Module):
         """Everything as it is before a backward pass."""
         self._left = [len(bucket.names) for bucket in self.buckets]
         self._works: list[Work] = []
-        self._came: set[Tensor] = set()
+        self._came: dict[Tensor, int] = {}  # how often, in this backward pass
         self._under_way, self._over = False, True
 
     def _start(self, *_: Tensor) -> None:
@@ -135,15 +163,21 @@ class Replica(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _ready(self, parameter: Tensor) -> None:
-        """The gradient of `parameter` is complete: put it into its bucket, and let the bucket go if that was the last one."""
+        """A gradient has come: once it is complete, put it into its bucket, and let the bucket go if that was the last one."""
         name, bucket, _ = self._home[parameter]
-        if parameter in self._came:
-            raise RuntimeError(f"the gradient of {name} comes twice in one backward pass, as from two reentrant checkpoints: give those use_reentrant=False")
         self._start()
-        self._put(parameter)
         self._stamps.append(("backward", name.rpartition(".")[0] or name, time.perf_counter()))
-        if self.synchronize:
-            self._came.add(parameter)
+        if not self.synchronize:
+            return self._put(parameter)
+        came = self._came[parameter] = self._came.get(parameter, 0) + 1
+        if self._times is None:  # the first backward pass of a static graph only counts
+            return
+        times = self._times.get(parameter, 1)
+        if came > times:
+            remedy = "this graph is not static" if self.static_graph else "give those use_reentrant=False, or pass static_graph=True if all steps are alike"
+            raise RuntimeError(f"the gradient of {name} comes {came} times in one backward pass, as from two reentrant checkpoints: {remedy}")
+        if came == times:
+            self._put(parameter)
             self._left[bucket] -= 1
             if self.overlap:
                 self._send(lambda: not self._left[len(self._works)])
@@ -168,12 +202,18 @@ class Replica(nn.Module):
 
     def _finish(self) -> None:
         """The backward pass is over: every gradient must have come, or count as zero."""
+        if self._came and self._times is None:
+            self._times = dict(self._came)
+            for parameter in self._came:
+                self._put(parameter)
         missing = {parameter: name for parameter, (name, _, _) in self._home.items() if parameter not in self._came}
         if self._came and missing and not self.find_unused:
             raise RuntimeError(
                 f"rank {self.comm.rank}: no gradient came for {', '.join(missing.values())}, and all ranks wait for it; "
                 "freeze what the loss does not use, or pass find_unused=True"
             )
+        if late := [name for parameter, (name, _, _) in self._home.items() if 0 < self._came.get(parameter, 0) < self._times.get(parameter, 1)]:
+            raise RuntimeError(f"rank {self.comm.rank}: {', '.join(late)} came less often than in the first backward pass: this graph is not static")
         if self._came or self.find_unused:  # else it was a backward pass to somewhere else, as torch.autograd.grad makes one
             self._reduce(missing)
         self._begin()
@@ -208,20 +248,25 @@ def replicate(
     bucket_bytes: int = BUCKET_BYTES,
     overlap: bool = True,
     find_unused: bool = False,
+    static_graph: bool = False,
+    forward_sync_buffers: bool = True,
     reduce_dtype: torch.dtype | None = None,
     algorithm: str = "ring",
 ) -> Replica:
     """The module as one of `comm.size` replicas: rank 0's weights on every rank now, and the mean gradient after every backward pass.
 
     Gradients travel in buckets of `bucket_bytes`; with `overlap` each leaves as soon as it is complete, without it after the backward pass. With
-    `find_unused` a parameter may be without a gradient on some ranks, or on all. `reduce_dtype`, such as torch.bfloat16, is what gradients travel
-    and are added up in; they are kept in their own. `algorithm` is one of `collectives.ALL_REDUCES`: "halving_doubling" sends as much as the ring in
-    fewer messages, where N is a power of two.
+    `find_unused` a parameter may be without a gradient on some ranks, or on all. With `static_graph` a gradient may come several times in a
+    backward pass, as from reentrant checkpoints of one layer: the first pass counts, and reduces at its end. With `forward_sync_buffers` rank 0's
+    buffers, such as the statistics of a BatchNorm, are on all ranks before each forward pass, but for those that follow one under `no_sync` or
+    `torch.no_grad`. `reduce_dtype`, such as torch.bfloat16, is what gradients travel and are added up in; they are kept in their own. `algorithm`
+    is one of `collectives.ALL_REDUCES`: "halving_doubling" sends as much as the ring in fewer messages, where N is a power of two.
 
-    Cost: each rank sends 2(N−1)/N of the gradients' bytes a step (`predict`), and at the start its part of a broadcast (`predict_start`). The
-    buckets are the gradients' own memory; in another dtype what travels is held beside them, until it has arrived.
+    Cost: each rank sends 2(N−1)/N of the gradients' bytes a step (`predict`), its part of a broadcast at the start (`predict_start`) and, if there
+    are buffers, before a forward pass (`predict_buffers`). The buckets are the gradients' own memory; in another dtype what travels is held beside
+    them, until it has arrived.
     Invariant: equal to one device with the whole batch, up to rounding, where ranks have equally many examples (else see `share`); the same bits on
-    all ranks, so replicas never drift apart. Buffers are equal at the start alone.
+    all ranks, so replicas never drift apart.
     Source: S. Li et al., PyTorch Distributed, 2006.15704, sections 3.2 and 4.
     """
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
@@ -229,8 +274,17 @@ def replicate(
     if f"all_reduce_{algorithm}" not in collectives.ALL_REDUCES:
         names = ", ".join(name.removeprefix("all_reduce_") for name in collectives.ALL_REDUCES)
         raise ValueError(f"no all-reduce called {algorithm!r}: use one of {names}")
-    options = dict(overlap=overlap, find_unused=find_unused, reduce_dtype=reduce_dtype, algorithm=algorithm)
-    return Replica(module, comm, bucket_bytes=bucket_bytes, **options)
+    return Replica(
+        module,
+        comm,
+        bucket_bytes=bucket_bytes,
+        overlap=overlap,
+        find_unused=find_unused,
+        static_graph=static_graph,
+        forward_sync_buffers=forward_sync_buffers,
+        reduce_dtype=reduce_dtype,
+        algorithm=algorithm,
+    )
 
 
 def _broadcast(module: nn.Module, comm: Comm) -> None:

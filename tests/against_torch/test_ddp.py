@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from labutils import data_parallel, world
@@ -66,6 +67,82 @@ def test_equal_to_torch(processes, unused):
     def program(rank):
         ours, theirs = (train(rank, whose, unused) for whose in ("ours", "theirs"))
         return len(ours) == len(theirs) and all(torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in zip(ours, theirs, strict=True))
+
+    assert processes.run(program) == [True] * N
+
+
+def test_buffers_are_torchs(processes):
+    """A BatchNorm on data of each rank's own: two steps of two micro-batches, a look at the validation set, two steps more."""
+
+    def program(rank):
+        told = []
+        for whose in ("ours", "theirs"):
+            net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+            for parameter in net.parameters():
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(rank.index))
+            comm = rank.comm("dp")
+            replica = data_parallel.replicate(net, comm) if whose == "ours" else nn.parallel.DistributedDataParallel(net, process_group=comm.group)
+            optimizer, draw = torch.optim.SGD(net.parameters(), lr=0.1), torch.Generator().manual_seed(rank.index)
+            seen = []
+            for step in range(5):
+                net.train(step != 2)
+                optimizer.zero_grad()
+                for quiet in (True, False):
+                    x = torch.randn(6, 3, dtype=torch.float64, generator=draw)
+                    with replica.no_sync() if quiet else contextlib.nullcontext(), torch.set_grad_enabled(step != 2):
+                        loss = replica(x).square().mean() / 2
+                        seen += [buffer.clone() for buffer in net.buffers()]
+                        if step != 2:
+                            loss.backward()
+                if step != 2:
+                    optimizer.step()
+            told.append(seen + [parameter.detach().clone() for parameter in net.parameters()])
+        return [torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*told, strict=True)], [float(x.sum()) for x in told[0][:30]]
+
+    ranks = processes.run(program)
+    assert all(all(equal) for equal, _ in ranks)
+    assert ranks[0][1] != ranks[1][1]  # each rank has seen other data since the last broadcast, or there would be nothing to compare
+
+
+class Shared(nn.Module):
+    """One layer under two reentrant checkpoints: its gradient comes twice in a backward pass. The first layer keeps their bucket open."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float64)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def test_static_graph_is_torchs(processes):
+    """Without it both refuse a gradient that comes twice; with it both are right."""
+
+    def program(rank):
+        def ours(net, static_graph):
+            return data_parallel.replicate(net, rank.comm("dp"), static_graph=static_graph)
+
+        def theirs(net, static_graph):
+            return nn.parallel.DistributedDataParallel(net, process_group=rank.comm("dp").group, static_graph=static_graph)
+
+        def gradients(wrap, static_graph):
+            net, found = Shared(), []
+            replica, draw = wrap(net, static_graph), torch.Generator().manual_seed(rank.index)
+            for _ in range(3):
+                replica.zero_grad()
+                replica(torch.randn(2, 4, dtype=torch.float64, generator=draw).requires_grad_()).square().mean().backward()
+                found += [parameter.grad.clone() for parameter in net.parameters()]
+            return found
+
+        for wrap, why in ((ours, "comes 2 times"), (theirs, "mark a variable ready only once")):
+            with pytest.raises(RuntimeError, match=why):
+                gradients(wrap, False)
+        return all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(gradients(ours, True), gradients(theirs, True), strict=True))
 
     assert processes.run(program) == [True] * N
 
