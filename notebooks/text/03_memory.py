@@ -639,6 +639,8 @@ for name in stated:
 #
 # > - Parameters are counted from the configuration, to the last one: GPT-2 XL has 1 557 611 200, Llama-3.1-8B 8 030 261 248.
 # >   <!-- claim: [config.ModelConfig.named(name).num_params for name in ("gpt2-xl", "llama-3.1-8b")] == [1557611200, 8030261248] -->
+# > - Before the first token AdamW takes 16 bytes per parameter, in fp32 as in bf16 with master weights; 18 or 20 with gradients in fp32.
+# >   <!-- claim: [memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, precision=p, fp32_gradients=g)).total // 1557611200 for p, g in (("fp32", False), ("bf16", False), ("bf16", "only"), ("bf16", True))] == [16, 16, 18, 20] -->
 # > - A layer keeps sbh(34 + 5as/h) bytes by the paper; what PyTorch keeps beyond it has a name, byte for byte.
 # >   <!-- claim: memory.korthikanti(b=1, s=2048, h=12288, a=96).total == 2048 * 12288 * (34 + 80) -->
 # > - Linear in batch and layers; in the sequence linear plus quadratic, until fused attention removes the square. They meet at 435 tokens for heads 64 wide, at 870 for 128.
@@ -647,6 +649,8 @@ for name in stated:
 # >   <!-- claim: [memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, checkpointing=p)).phase for b, p in ((32, "none"), (1, "full"))] == ["backward", "optimizer"] -->
 # > - Free is not the same as available: half of 40 MiB free, in pieces of 5, and 10 MiB find no room.
 # >   <!-- claim: (lambda gpu: [[gpu.free(a) for a in [gpu.alloc(5 * 2**20) for _ in range(8)][::2]], gpu.largest_free][1])(memory.Allocator(40 * 2**20)) == 5 * 2**20 -->
+# > - A large block that is not cut, or a segment that can grow, makes room again for the batch of 6 GiB.
+# >   <!-- claim: [(lambda gpu: [gpu.free(gpu.alloc(6 * 2**30)), gpu.alloc(2**30), gpu.alloc(6 * 2**30) >= 0][2])(memory.Allocator(10 * 2**30, **o)) for o in (dict(max_split_size=2**29), dict(expandable_segments=True))] == [True, True] -->
 #
 # Next: lab 04 pays for less memory with time.
 
