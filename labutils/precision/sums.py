@@ -1,5 +1,7 @@
 """Sums whose every partial result is rounded, and the loss of a language model whose softmax is such a sum."""
 
+import itertools
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -30,7 +32,8 @@ def running_sum(
     """
     fmt = _accumulator(fmt)
     dtype = MACHINE.get(fmt)
-    if dtype is not None and x.device.type == "cpu" and mode == "nearest" and torch.equal(x.to(dtype).to(x.dtype), x):
+    on_the_machine = dtype is not None and x.device.type == "cpu" and mode == "nearest" and not x.requires_grad
+    if on_the_machine and torch.equal(x.to(dtype).to(x.dtype), x):
         return _added_by_the_machine(x.to(dtype)).to(x.dtype)
     total = torch.zeros(x.shape[:-1], dtype=torch.float64, device=x.device)
     partial = torch.empty(x.shape, dtype=torch.float64, device=x.device)
@@ -93,8 +96,8 @@ class _CrossEntropy(torch.autograd.Function):
 def _added_by_the_machine(x: Tensor) -> Tensor:
     partial = x.movedim(-1, 0).clone(memory_format=torch.contiguous_format)  # each addition then finds its terms side by side
     partial[:1].add_(0.0)  # every sum starts at +0, so that −0 alone becomes +0
-    for i in range(1, len(partial)):
-        partial[i].add_(partial[i - 1])
+    for before, after in itertools.pairwise(partial.unbind()):
+        after.add_(before)
     return partial.movedim(0, -1)
 
 
