@@ -43,6 +43,7 @@ from labutils.precision import LossScaler
 from labutils.widgets import explore
 from labutils.world import World, WorldError
 
+# %%
 world = World(4)
 
 # %% [markdown]
