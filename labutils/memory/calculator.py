@@ -47,8 +47,8 @@ ZERO = {"0: nothing": dict(zero=0), "1: optimizer": dict(zero=1), "2: and gradie
 CHOICES = {"precision": PRECISION, "optimizer": OPTIMIZER, "attention": ATTENTION, "checkpointing": CHECKPOINTING, "zero": ZERO}
 START = {"micro_batch": 1, "seq_len": 4096, "devices": 1, "hardware": None} | {name: next(iter(options)) for name, options in CHOICES.items()}
 SHAPE = {  # the letters that a model brings along
-    "L": "number of layers", "h": "width of the model", "a": "number of heads", "g": "number of key–value heads", "d": "width of a head", "f": "feed-forward width",
-    "v": "vocabulary size",
+    "L": "number of layers", "h": "width of the model", "a": "number of heads", "g": "number of key–value heads", "d": "width of a head",
+    "f": "feed-forward width", "v": "vocabulary size",
 }  # fmt: skip
 _ONE = TrainConfig(micro_batch=1, global_batch=1)
 SECTIONS = {  # the headings of lab 03 under which each component is derived
