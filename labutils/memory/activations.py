@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from labutils.config import ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
-
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-INDEX = 8  # an int64
+from labutils.memory.states import INDEX, WIDTHS
 
 
 def activations(model: ModelConfig, train: TrainConfig) -> Ledger:
@@ -34,7 +32,7 @@ class _Saved:
     @property
     def compute(self) -> int:
         """Bytes of an element in and between the matrix products."""
-        return BYTES[self.train.precision]
+        return WIDTHS[self.train.precision]
 
     @property
     def stream(self) -> int:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import History, Ledger, Line, Moment
 from labutils.memory.sharding import INPUT, ROOT, Units
-from labutils.memory.states import FP32, WIDTHS, states, zero_level
+from labutils.memory.states import FP32, INDEX, WIDTHS, states, zero_level
 from labutils.memory.tape import Life, Parameter, Polynomial, Size, Tensor
-from labutils.memory.walk import CASTS, INDEX, Kind, Walk, Weights, around, layer
+from labutils.memory.walk import CASTS, Kind, Walk, Weights, around, layer
 
 PHASES = ("forward", "backward", "optimizer")
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")

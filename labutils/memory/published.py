@@ -3,7 +3,8 @@
 from labutils import units
 from labutils.config import ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
-from labutils.memory.activations import BYTES, activations
+from labutils.memory.activations import activations
+from labutils.memory.states import WIDTHS
 
 _RUN = {"precision": ("bf16", "fp16"), "autocast": (False,), "attention": ("plain",), "checkpointing": ("none",)}
 
@@ -55,7 +56,7 @@ def beyond_the_paper(model: ModelConfig, train: TrainConfig) -> Ledger:
     odd += [] if model.dropout else ["dropout=0"]
     if odd:
         raise ValueError(f"the formula is not made for {', '.join(odd)}: memory.activations counts such a model as it is")
-    size = BYTES[train.precision]
+    size = WIDTHS[train.precision]
     lines = [
         Line("masks in two bytes, not one", L * (size - 1) * (2 * s * b * h + a * s * s * b), component="activations", note="2sbh + as²b a layer"),
         Line("mean and 1/σ of each token", L * 2 * 2 * s * b * size, component="activations", note="two LayerNorms a layer"),

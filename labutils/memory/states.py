@@ -7,7 +7,8 @@ from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 
 FP32 = 4
-WIDTHS = {"fp32": FP32, "bf16": 2, "fp16": 2}
+INDEX = 8  # bytes of an int64
+WIDTHS = {"fp32": FP32, "bf16": 2, "fp16": 2}  # bytes of a number
 MOMENTS = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq")}
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}  # the ZeRO level from which a component is one rank's share
 

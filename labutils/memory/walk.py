@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from labutils.memory.sharding import ROOT, Units
+from labutils.memory.states import FP32
 from labutils.memory.tape import Node, Parameter, Size, Tape, Tensor, checkpoint
 
-INDEX = 8  # bytes of an int64
-FP32 = 4
 CASTS = "half copies of weights"
 
 
