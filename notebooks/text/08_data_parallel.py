@@ -30,6 +30,7 @@ from labutils.check import check, hint, predict, reveal, show
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
+from labutils.precision import LossScaler, autocast
 from labutils.widgets import explore, log
 from labutils.world import DeadlockError, RankError, World
 
@@ -475,9 +476,9 @@ class Layer(nn.Module):
 
 
 # %%
-def slow_step(rank, overlap, bucket_bytes=2_000_000, steps=8):
-    """The time lines of a few steps of this rank, with six layers of 2 MB and 20 ms each."""
-    net = nn.Sequential(*(Layer(500_000, 0.020) for _ in range(6)))
+def slow_step(rank, overlap, bucket_bytes=1_000_000, steps=5):
+    """The time lines of a few steps of this rank, with twelve layers of 1 MB and 20 ms each."""
+    net = nn.Sequential(*(Layer(250_000, 0.020) for _ in range(12)))
     replica, timelines = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=bucket_bytes, overlap=overlap), []
     for _ in range(steps):
         rank.comm("dp").barrier()
@@ -491,6 +492,24 @@ def fastest(timelines):
     return min((sum(step) for step in zip(*timelines, strict=True)), key=lambda timeline: timeline.makespan)
 
 
+# %% [markdown]
+# Twelve layers, a bucket each. Every bucket leaves when its layer is done and travels while the next layer is computed. Only the last one, layer 0's, has nothing left to
+# hide behind. So if the network keeps up, the part of communication that can be hidden is everything but the last bucket:
+#
+# $$ \text{hidden} \;=\; 1 - \frac{S_{\text{last}}}{\sum_k S_k}. $$
+#
+# > How much is that here?
+
+# %%
+predict("overlap/hidden", percent=50)
+
+# %%
+twelve = data_parallel.buckets({f"{i}.weight": 1_000_000 for i in range(12)}, 1_000_000)
+reveal("overlap/hidden", percent=round(100 * data_parallel.hideable(twelve)))
+
+# %% [markdown]
+# And the clock, with overlap and without:
+
 # %%
 processes = World(4, engine="processes")
 measured = {way: fastest(processes.run(slow_step, overlap=way == "during")) for way in ("after", "during")}
@@ -499,36 +518,50 @@ measured = {way: fastest(processes.run(slow_step, overlap=way == "during")) for 
 plots.overlap(after_the_backward_pass=measured["after"], during_the_backward_pass=measured["during"])
 
 # %% [markdown]
-# A measurement: every rank's clock starts as it leaves a barrier. Each bucket leaves when its layer is done and travels while the next one is computed. Only the last
-# one, layer 0's, has nothing left to hide behind: five of six can hide, which is 83 %.
+# Every rank's clock starts as it leaves a barrier. Above, the network rests for the whole backward pass, and then the ranks rest. Below, eleven of twelve buckets are under way
+# while their rank is busy.
 
 # %% tags=["nbval-ignore-output"]
 print(f"hidden: {measured['after'].hidden:.0%} without overlap, {measured['during'].hidden:.0%} with it; "
-      f"exposed {units.text(measured['after'].exposed, 's')} and {units.text(measured['during'].exposed, 's')}")  # fmt: skip
+      f"formula: {data_parallel.hideable(twelve):.0%}; exposed {units.text(measured['after'].exposed, 's')} and {units.text(measured['during'].exposed, 's')}")  # fmt: skip
 
 # %% [markdown]
 # How many bytes moved does not depend on when they moved:
 
 # %%
-six = data_parallel.buckets({f"{i}.weight": 2_000_000 for i in range(6)}, 2_000_000)
-data_parallel.predict(six, 4, backwards=8).diff(processes.ledger.only(name="all_reduce"))
+data_parallel.predict(twelve, 4, backwards=5).diff(processes.ledger.only(name="all_reduce"))
 
 # %% [markdown]
-# The formula and the clock, side by side: one, two, three and six layers to a bucket. Line: the formula, with the layer and the all-reduce of the run above. Dots: measured.
+# With k layers to a bucket the last bucket is k times as large, and the formula says 1 − k/12. Line: the formula. Dots: measured.
 
 # %% tags=["nbval-ignore-output"]
-spans = [span.end - span.start for span in measured["after"].spans if span.kind == "reduce"]
-here = Link(0, 2 * 3 / 4 * 2e6 / sorted(spans)[len(spans) // 2])
-chain = [(2_000_000, (measured["after"].makespan - measured["after"].exposed) / 6)] * 6
-grouped = [1, 2, 3, 6]
-formula = [1e3 * data_parallel.simulate(chain, bucket_bytes=2_000_000 * k, n=4, link=here).makespan for k in grouped]
-clock = [1e3 * fastest(processes.run(slow_step, overlap=True, bucket_bytes=2_000_000 * k)).makespan for k in grouped]
-title = f"Each layer that waits in a bucket is exposed in the end: {clock[-1] - clock[0]:.0f} ms for all six"
-plots.curves(grouped, step=formula, measured={"step": clock}, xlabel="layers in a bucket", ylabel="step (ms)", title=title)
+per_bucket = [1, 2, 3, 6, 12]
+formula = [100 * data_parallel.hideable(data_parallel.buckets(dict.fromkeys(map(str, range(12)), 1_000_000), 1_000_000 * k)) for k in per_bucket]
+steps = [measured["during"], *(fastest(processes.run(slow_step, overlap=True, bucket_bytes=1_000_000 * k, steps=4)) for k in per_bucket[1:])]
+clock = [100 * step.hidden for step in steps]
+title = f"What is in the last bucket cannot hide: {units.text(steps[0].exposed, 's')} exposed with one layer in it, {units.text(steps[-1].exposed, 's')} with all"
+plots.curves(per_bucket, hidden=formula, measured={"hidden": clock}, xlabel="layers in a bucket", ylabel="communication hidden (%)", title=title)
 
 # %% [markdown]
-# What is left in the open in the end is the *last* bucket, so that is the one to keep small: PyTorch's DDP has a bucket of 1 MiB beside those of 25, for the parameters
-# that are defined first.
+# (On the clock a bucket's time includes the wait for the slowest rank, so single dots lie above or below.) The *last* bucket is the one to keep small. PyTorch's DDP has a small bucket too, of 1 MiB beside those of 25. Which one is it? Ten layers of 1 MiB, in the order in which
+# their buckets leave:
+
+
+# %%
+def torchs_buckets(rank):
+    net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(10)))
+    theirs = nn.parallel.DistributedDataParallel(net, process_group=rank.comm("dp").group)
+    for _ in range(3):
+        theirs(torch.ones(1, 512)).sum().backward()
+    told = theirs._get_ddp_logging_data()
+    return told["rebuilt_bucket_sizes"], told["rebuilt_per_bucket_param_indices"]
+
+
+processes.run(torchs_buckets)[0]
+
+# %% [markdown]
+# The *first*: parameter 9, the last layer's, leaves alone so that the network has something to do early. What is exposed at the end is a whole bucket, unless you choose
+# `bucket_cap_mb` smaller.
 
 # %% [markdown]
 # ## What do micro-batches change?
@@ -607,6 +640,100 @@ two.run(branching, find_unused=True)
 
 # %% [markdown]
 # Half a gradient from two ranks: rank 0's ones, and rank 1's zeros. A mixture of experts without this agreement hangs the first time that an expert gets no token.
+#
+# **On what is not a gradient.** A BatchNorm keeps running statistics of what it has seen, in *buffers*. No gradient reaches them, so nothing that you have built so far keeps
+# them equal. Each rank's data has another mean here; after three steps, a look at the validation set:
+
+
+# %%
+def normed(rank, sync):
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    replica = data_parallel.replicate(net, rank.comm("dp"), forward_sync_buffers=sync)
+    for step in range(3):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)) + rank.index
+        replica(x).sum().backward()
+    with torch.no_grad():
+        replica.eval()(x)
+    return round(net[0].running_mean.mean().item(), 2)
+
+
+for sync in (False, True):
+    print(f"rank 0's buffers before each forward pass: {sync!s:5}  running mean of each rank: {world.run(normed, sync)}")
+
+# %% [markdown]
+# Four models, though all weights are the same bits: which one is it that you save? DDP's answer, and ours: rank 0's buffers go to all ranks before a forward pass. That makes
+# them equal, and costs a small message, four forward passes times a mean and a variance of four channels and a count:
+
+# %%
+data_parallel.predict_buffers(nn.BatchNorm1d(4), 4, forwards=4).diff(world.ledger.only(name="buffers"))
+
+# %% [markdown]
+# Equal is not averaged: what the other ranks have seen is thrown away. Statistics of the *whole* batch are another module, `nn.SyncBatchNorm`. And validate on rank 0 alone, through the
+# wrapper, and its broadcast waits for ranks that do not come: call `replica.module`.
+#
+# **On skipping a step.** In fp16 the loss is scaled, and a step whose gradients overflow is skipped (lab 02). Now one rank has an example whose gradient is inf, and three have
+# not.
+#
+# > Who has to skip the step, and how do they come to know?
+
+
+# %%
+def half(rank, parts=None, steps=8):
+    """Scales, steps taken and own overflows; the rank runs the quarters `parts` of the batch, its own unless told otherwise."""
+    net, parts = model().float(), [rank.index] if parts is None else parts
+    replica, scaler = data_parallel.replicate(net, rank.comm("dp")), LossScaler(2.0**12, growth_interval=3)
+    optimizer, scales, taken, overflowed = torch.optim.AdamW(net.parameters()), [], [], set()
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in parts:
+            with autocast(torch.float16), replica.no_sync() if part != parts[-1] else contextlib.nullcontext():
+                outputs = replica(batch[0][part::4])
+                outputs.register_hook(lambda slope, step=step: None if slope.isfinite().all() else overflowed.add(step))
+                loss = entropy(outputs, batch[1][part::4]) * (1e9 if (step, part) == (4, 2) else 1)
+                scaler.scale(loss).backward()
+        for parameter in net.parameters():
+            parameter.grad /= len(parts)
+        scales.append(int(scaler.value))
+        taken.append(scaler.step(optimizer))
+        scaler.update()
+    return scales, taken, overflowed
+
+
+# %%
+for index, (scales, taken, overflowed) in enumerate(world.run(half)):
+    print(f"rank {index}  own overflow in steps {sorted(overflowed) or 'none'}, skipped {taken.index(False)}, scales {scales}")
+scales, taken, _ = World(1).run(half, parts=range(4))[0]
+print(f"one device, skipped {taken.index(False)}, scales {scales}")
+
+# %% [markdown]
+# All of them, and nobody has to tell: the mean of an inf and three numbers is an inf, on every rank. So reduce *first*, then look for infs, then unscale. Every rank keeps a scaler of its
+# own, all see the same gradients, and all scales move alike, as on one device that takes the four quarters one after the other. A rank that looked at its own
+# gradient before the reduction would skip alone, and its weights would be another model's from there on.
+#
+# **On the format on the wire.** Gradients that are kept in fp32 may travel in bf16: half the bytes, and an error. Each number is rounded to 8 bits and then added three
+# times, in 8 bits again:
+
+
+# %%
+def on_the_wire(rank, dtype):
+    net = model().float()
+    replica = data_parallel.replicate(net, rank.comm("dp"), reduce_dtype=dtype)
+    inputs, targets = mine(rank)
+    entropy(replica(inputs), targets).backward()
+    return gradient(net), replica.buckets
+
+
+(exact, grouped), *_ = world.run(on_the_wire, None)
+full = world.ledger.only(rank=0, name="all_reduce").total
+(rounded, _), *_ = world.run(on_the_wire, torch.bfloat16)
+halved = world.ledger.only(name="all_reduce")
+print(f"{halved.only(rank=0).total / full} of the bytes, off by {(rounded - exact).norm() / exact.norm():.1%}")
+
+# %%
+data_parallel.predict(grouped, 4, itemsize=2).diff(halved)
+
+# %% [markdown]
+# The error grows with the number of ranks, since each addition rounds: that is why large runs add up in fp32 and shorten other things.
 #
 # **And on the number of steps.** Rank 1 has one batch less:
 
@@ -818,11 +945,12 @@ explore(knobs, states=45, bucket=log(1e5, 1e9, 10, unit="B"), ranks=[8, 32, 128]
 #
 # | option | what it does |
 # |---|---|
-# | `bucket_cap_mb` (25) | bucket size in **MiB**: 26.2 MB. Left alone, there is also one of 1 MiB, for parameters defined first |
+# | `bucket_cap_mb` (25) | bucket size in **MiB**: 26.2 MB. Left alone, the first one to leave has 1 MiB |
 # | `gradient_as_bucket_view=True` | `.grad` is a view of the bucket: one gradient less in memory, no copies |
 # | `find_unused_parameters=True` | walks the graph after each forward pass for parameters that will get no gradient; costs time |
-# | `static_graph=True` | the graph is the same in every step: finds unused parameters once, allows checkpointing with reentrant backward |
+# | `static_graph=True` | the graph is the same in every step: finds unused parameters once, and allows reentrant checkpoints that share a layer |
 # | `init_sync=True` | rank 0's parameters and buffers to all at the start |
+# | `forward_sync_buffers=True` | rank 0's buffers to all before a forward pass; up to version 2.12 it was `broadcast_buffers` |
 # | `model.no_sync()` | around forward and backward of all micro-batches but the last |
 # | `model.join()` | ranks that run out of data shadow the collectives of the others |
 # | `register_comm_hook` | what is sent instead: `fp16_compress_hook`, `bf16_compress_hook` (ours: `reduce_dtype=torch.bfloat16`), PowerSGD |
@@ -870,7 +998,7 @@ states = memory.model_states(xl, TrainConfig(micro_batch=1, global_batch=2048))
 f"{units.text(states.total)} on each rank, {states.total / xl.num_params:.0f} bytes a parameter, whatever the number of ranks"
 
 # %% [markdown]
-# **"The default bucket is 25 MB"** (the scaling guide and its source). `bucket_cap_mb=25` counts MiB. And one bucket, for the parameters that are defined first, is smaller:
+# **"The default bucket is 25 MB"** (the scaling guide and its source). `bucket_cap_mb=25` counts MiB. And the first bucket to leave is smaller:
 
 # %%
 nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB * nn.parallel.distributed._MB_TO_BYTES, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
@@ -889,6 +1017,9 @@ nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB * nn.parallel.distributed._MB_TO_
 # > - Gradients come from the last layer to the first, and travel in buckets while others are computed. A bucket for each tensor drowns in latency, one bucket for all
 # >   cannot hide. A tied embedding comes last: 31 % of GPT-2.
 # >   <!-- claim: round(100 * 50257 * 768 / config.ModelConfig.named("gpt2").num_params) == 31 -->
+# > - All communication can hide but the last bucket's: 1 − S_last / ΣS, 92 % for twelve equal buckets.
+# >   <!-- claim: round(100 * data_parallel.hideable(data_parallel.buckets({str(i): 1 for i in range(12)}, 1))) == 92 -->
+# > - Buffers and skipped steps must agree too: rank 0's statistics go to all, and an inf of one rank is in the mean of all, if you reduce before you look.
 # > - The last bucket must be flushed, every bucket in the same order on all ranks, and with k micro-batches once a step: without `no_sync` the values are right and
 # >   the bytes k-fold.
 # >   <!-- claim: data_parallel.predict(data_parallel.buckets({"a": 400}), 4, backwards=4).total == 4 * data_parallel.predict(data_parallel.buckets({"a": 400}), 4).total -->
