@@ -3,7 +3,7 @@
 import functools
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -72,9 +72,20 @@ def _shuffled(attempt: Callable) -> str:
             f"{length} examples on {size} ranks: epochs 0 and 1 are the same",
             "The order must depend on the epoch (PyTorch's set_epoch), or every epoch is a copy.",
         )
+    if any(set(before) == set(after) for before, after in zip(first, second, strict=True)):
+        raise Failed(
+            f"{length} examples on {size} ranks: a rank reads the same {len(first[0])} examples in epochs 0 and 1, in another order",
+            "Who works with whom should change too: shuffle all examples first, then cut.",
+        )
     if any(part == sorted(part) for part in first):
         raise Failed(f"{length} examples on {size} ranks: not shuffled", "Shuffle before you cut.")
     return "epochs differ, calls agree"
+
+
+def _cut_then_shuffled(length: int, rank: int, size: int, epoch: int) -> list[int]:
+    mine = [*range(length), *range(-length % size)][rank::size]
+    random.Random(epoch).shuffle(mine)
+    return mine
 
 
 def _deal(*, by_rank: bool = False, by_epoch: bool = True, pad: bool = True, drop: bool = False, mine: bool = True, seeded: bool = True) -> Callable:
@@ -111,6 +122,7 @@ SAMPLER = Exercise(
         Wrong("the tail is dropped", _deal(pad=False, drop=True), "everything is seen", "The tail is dropped"),
         Wrong("unequal shares", _deal(pad=False), "equal shares", "gone home"),
         Wrong("the same order in every epoch", _deal(by_epoch=False), "a new order in every epoch", "set_epoch"),
+        Wrong("cut first, then shuffled", _cut_then_shuffled, "a new order in every epoch", "shuffle all examples first"),
         Wrong("never shuffled", lambda length, rank, size, epoch: [*range(length), *range(-length % size)][rank::size], "a new order in every epoch", "a copy"),
     ),
     hints=(
@@ -182,7 +194,7 @@ def _weights(net: nn.Module) -> dict[str, Tensor]:
 class _Seen:
     """What came of an attempt on every rank: weights after the start and after the last backward pass, gradients after each step, and the books."""
 
-    def __init__(self, attempt: Callable, n: int, steps: int = 1, micro: int = 1) -> None:
+    def __init__(self, attempt: Callable, n: int, steps: int = 1, micro: int = 1, interrupted: bool = False) -> None:
         self.n, self.steps, self.micro = n, steps, micro
         self.case = f"{n} rank{'s' * (n > 1)}" + (f", {micro} micro-batches" if micro > 1 else "")
 
@@ -191,6 +203,9 @@ class _Seen:
             module = _Net(rank.index, comm)
             net = attempt(module, comm)
             net = module if net is None else net
+            if interrupted:
+                with suppress(KeyboardInterrupt), net.no_sync():
+                    raise KeyboardInterrupt
             start, steps = _weights(module), []
             for step in range(self.steps):
                 module.zero_grad()
@@ -264,9 +279,9 @@ def _starts(attempt: Callable) -> str:
     return "2 and 3 ranks"
 
 
-def _mean(attempt: Callable, n: int, steps: int = 1, micro: int = 1, hint: str = "") -> None:
+def _mean(attempt: Callable, n: int, steps: int = 1, micro: int = 1, hint: str = "", interrupted: bool = False) -> None:
     """Raise Failed unless every rank ends every step with the gradient of the whole batch, and says why it does not."""
-    seen = _Seen(attempt, n, steps, micro)
+    seen = _Seen(attempt, n, steps, micro, interrupted)
     for rank in range(n):
         if moved := [name for name, weight in seen.end[rank].items() if not torch.equal(weight, seen.start[rank][name])]:
             raise Failed(
@@ -382,6 +397,12 @@ def _all_at_the_end(module: nn.Module, comm: world.Comm) -> None:
         parameter.register_post_accumulate_grad_hook(hook)
 
 
+def _broadcast_lost(module: nn.Module, comm: world.Comm) -> None:
+    for parameter in module.parameters():
+        comm.broadcast(parameter.data)
+    _hooked(_MEAN, broadcast=False)(module, comm)
+
+
 def _into_grad(value: Callable[[Tensor, world.Comm], Tensor]) -> Callable:
     return lambda parameter, comm: parameter.grad.copy_(value(parameter, comm))
 
@@ -412,6 +433,7 @@ HOOKS = Exercise(
     ),
     wrong=(
         Wrong("no broadcast", _hooked(_MEAN, broadcast=False), "equal starts", "stay apart"),
+        Wrong("the broadcast is lost", _broadcast_lost, "equal starts", "stay apart"),
         Wrong("the mean of the weights", _hooked(_mean_of_weights), _BATCH, "The hook is given the *parameter*"),
         Wrong("the parameter for its gradient", _hooked(_into_grad(lambda p, comm: comm.all_reduce(p.detach()) / comm.size)), _BATCH, "not its gradient"),
         Wrong("the result is lost", _hooked(lambda p, comm: comm.all_reduce(p.grad)), _BATCH, "write the result back"),
@@ -482,6 +504,12 @@ def _accumulating(attempt: Callable) -> str:
     return f"{k} micro-batches, one reduction"
 
 
+def _interrupted(attempt: Callable) -> str:
+    hint = "Somebody pressed Ctrl-C inside no_sync(), and from then on nothing is reduced. Set the flag back in a `finally`."
+    _mean(_with(attempt, _BUCKET), 2, hint=hint, interrupted=True)
+    return "no_sync() ends with its block, whatever happens in it"
+
+
 class _Buckets:
     """The wrapper of the bug hunt, with its slips switched on one at a time."""
 
@@ -533,11 +561,47 @@ class _Buckets:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         self.sync = False
-        yield
-        self.sync = True
+        try:
+            yield
+        finally:
+            self.sync = True
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.module(x)
+
+
+class _LeavesWithTheNext(_Buckets):
+    """What is left in the last bucket leaves when the module is called again: after the optimizer's step."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, flush=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.waiting:
+            self.flush()
+        return super().__call__(x)
+
+
+class _AveragedTwice(_Buckets):
+    def flush(self) -> None:
+        for parameter in self.waiting:
+            parameter.grad /= self.comm.size
+        super().flush()
+
+
+class _ReducesWeights(_Buckets):
+    def flush(self) -> None:
+        for parameter in self.waiting:
+            parameter.data.copy_(self.comm.all_reduce(parameter.data) / self.comm.size)
+        self.waiting = []
+
+
+class _StaysQuiet(_Buckets):
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.sync = False
+        yield
+        self.sync = True
 
 
 REPAIR = Exercise(
@@ -555,14 +619,19 @@ REPAIR = Exercise(
         Property("few messages", _few),
         Property("during the backward pass", lambda attempt: _early(_with(attempt, _BUCKET))),
         Property("accumulation", _accumulating),
+        Property("after an error", _interrupted),
     ),
     wrong=(
         Wrong("the one of the lab", functools.partial(_Buckets, broadcast=False, flush=False, quiet=False), "equal starts", "stay apart"),
         Wrong("the last bucket waits forever", functools.partial(_Buckets, flush=False), "the last bucket", "still waits"),
+        Wrong("the last bucket leaves in the next step", _LeavesWithTheNext, "the last bucket", "still waits"),
+        Wrong("averaged twice", _AveragedTwice, "full buckets", "Divided twice"),
+        Wrong("the mean of the weights", _ReducesWeights, "full buckets", "The hook is given the *parameter*"),
         Wrong("counts once only", functools.partial(_Buckets, rearm=False), "step after step", "the next backward pass"),
         Wrong("a message for each parameter", functools.partial(_Buckets, flat=False), "few messages", "one flat tensor"),
         Wrong("one bucket at the end", functools.partial(_Buckets, late=True), "during the backward pass", "have long been ready"),
         Wrong("reduces in every micro-batch", functools.partial(_Buckets, quiet=False), "accumulation", "reduced 3 times"),
+        Wrong("quiet for ever after an error", _StaysQuiet, "after an error", "in a `finally`"),
         Wrong("forgets what was not reduced", functools.partial(_Buckets, lossy=True), "accumulation", "add up in .grad"),
     ),
     hints=(
