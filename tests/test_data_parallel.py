@@ -61,6 +61,7 @@ def trained(rank, steps=3, micro=1, quiet=True, dtype=torch.float64, **options):
     return weights(net), gradients, replica.buckets, sum(losses).item()
 
 
+@functools.cache
 def alone(steps=3, dtype=torch.float64):
     net = model(0, dtype)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -83,19 +84,26 @@ def four(engine):
         yield world
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("bucket_bytes", [1, 5000, 10**6])
-def test_equal_to_one_device(size, bucket_bytes):
+def test_equal_to_one_device_and_bytes_sent(size, bucket_bytes):
     with World(size) as world:
-        _check_equal(world, bucket_bytes=bucket_bytes)
+        check(world, bucket_bytes=bucket_bytes)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_equal_to_one_device_on_both_engines(four, overlap):
-    _check_equal(four, bucket_bytes=5000, overlap=overlap)
+@pytest.mark.parametrize("options", [dict(find_unused=True), dict(overlap=False)])
+def test_equal_to_one_device_and_bytes_sent_on_both_engines(four, options):
+    check(four, bucket_bytes=5000, **options)
 
 
-def _check_equal(world, **options):
+@pytest.mark.parametrize("size, algorithm", [(3, "halving_doubling"), (4, "halving_doubling"), (3, "naive"), (4, "tree")])
+def test_other_ways_to_reduce(size, algorithm):
+    with World(size) as world:
+        check(world, bucket_bytes=5000, algorithm=algorithm)
+
+
+def check(world, **options):
+    """Loss, weights and gradients are those of one device, and every message is accounted for: those of the start, of the steps, and of who has what."""
     expected, gradients, loss = alone()
     results = world.run(trained, **options)
     assert sum(found for *_, found in results) / world.size == pytest.approx(loss, rel=0, abs=1e-10)
@@ -104,6 +112,10 @@ def _check_equal(world, **options):
         assert means.keys() == gradients.keys() and "positions.weight" not in means
         assert all(torch.allclose(means[name], gradients[name], rtol=0, atol=1e-10) for name in means)
         assert torch.equal(found, results[0][0]), "replicas that differ in a bit drift apart"
+    travel = {name: options[name] for name in ("find_unused", "algorithm") if name in options}
+    predicted = data_parallel.predict(results[0][2], world.size, backwards=3, **travel) + data_parallel.predict_start(model(), world.size)
+    assert predicted.diff(world.ledger).unexplained == 0 and predicted.count == world.ledger.count
+    assert world.ledger.only(name="broadcast").total == (world.size - 1) * sum(parameter.nbytes for parameter in model().parameters())
 
 
 @pytest.mark.parametrize("dtype, eps", [(torch.float32, 2**-23), (torch.bfloat16, 2**-7)])
@@ -115,32 +127,6 @@ def test_equal_up_to_rounding_in_lower_precision(dtype, eps):
     assert all(torch.equal(found[0][0], other[0]) for other in found)
     for name, gradient in expected.items():
         assert (found[0][1][name] - gradient).abs().max() <= 32 * eps * max(gradient.abs().max(), 1e-2), name
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("bucket_bytes", [1, 5000, 10**6])
-def test_bytes_sent_are_those_of_a_ring(size, bucket_bytes):
-    with World(size) as world:
-        _check_sent(world, bucket_bytes=bucket_bytes)
-
-
-def test_bytes_sent_on_both_engines(four):
-    _check_sent(four, bucket_bytes=5000, find_unused=True)
-
-
-@pytest.mark.parametrize("size, algorithm", [(3, "halving_doubling"), (4, "halving_doubling"), (3, "naive"), (4, "tree")])
-def test_other_ways_to_reduce(size, algorithm):
-    with World(size) as world:
-        _check_sent(world, bucket_bytes=5000, algorithm=algorithm)
-        _check_equal(world, bucket_bytes=5000, algorithm=algorithm)
-
-
-def _check_sent(world, bucket_bytes, **options):
-    """Every message is accounted for: those of the start, of the steps, and of the question who has which gradient."""
-    buckets = world.run(trained, bucket_bytes=bucket_bytes, **options)[0][2]
-    predicted = data_parallel.predict(buckets, world.size, backwards=3, **options) + data_parallel.predict_start(model(), world.size)
-    assert predicted.diff(world.ledger).unexplained == 0 and predicted.count == world.ledger.count
-    assert world.ledger.only(name="broadcast").total == (world.size - 1) * sum(parameter.nbytes for parameter in model().parameters())
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
