@@ -706,7 +706,7 @@ scales, taken, _ = World(1).run(half, parts=range(4))[0]
 print(f"one device, skipped {taken.index(False)}, scales {scales}")
 
 # %% [markdown]
-# All of them, and nobody has to tell: the mean of an inf and three numbers is an inf, on every rank. So reduce *first*, then look for infs, then unscale. Every rank keeps a scaler of its
+# All of them skip, and nobody has to tell them: the mean of an inf and three numbers is an inf, on every rank. So reduce *first*, then look for infs, then unscale. Every rank keeps a scaler of its
 # own, all see the same gradients, and all scales move alike, as on one device that takes the four quarters one after the other. A rank that looked at its own
 # gradient before the reduction would skip alone, and its weights would be another model's from there on.
 #
@@ -733,7 +733,7 @@ print(f"{halved.only(rank=0).total / full} of the bytes, off by {(rounded - exac
 data_parallel.predict(grouped, 4, itemsize=2).diff(halved)
 
 # %% [markdown]
-# The error grows with the number of ranks, since each addition rounds: that is why large runs add up in fp32 and shorten other things.
+# Each addition rounds once more, so the error grows with the number of ranks. Whether the sum is worth four bytes is a setting of every framework (below).
 #
 # **And on the number of steps.** Rank 1 has one batch less:
 
@@ -962,7 +962,7 @@ explore(knobs, states=45, bucket=log(1e5, 1e9, 10, unit="B"), ranks=[8, 32, 128]
 # N, and small messages cost latency. `--accumulate-allreduce-grads-in-fp32` sums in fp32; `--use-distributed-optimizer` keeps one half of the all-reduce
 # (lab 09).
 #
-# **DeepSpeed** reduces at the accumulation boundary. `overlap_comm` (off by default) and `reduce_bucket_size` (5·10⁸ *elements*) are settings of `zero_optimization`, and stages 1 to 3
+# **DeepSpeed** reduces at the accumulation boundary, in the format of `communication_data_type`. `overlap_comm` (off by default) and `reduce_bucket_size` (5·10⁸ *elements*) are settings of `zero_optimization`, and stages 1 to 3
 # are lab 09's.
 #
 # **torchtitan** uses data parallelism without sharding only if you ask for it, `parallelism.data_parallel_replicate_degree`, with buckets of 100 MiB; since 2026
