@@ -2,13 +2,19 @@
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; a sum's last digits depend on the number of threads
-os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # notebooks run in this environment, whatever kernels the user has
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before torch is imported; a sum's last digits depend on the number of threads
+)
+os.environ["JUPYTER_PREFER_ENV_PATH"] = (
+    "1"  # notebooks run in this environment, whatever kernels the user has
+)
 
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, as parts of torch do: labutils.flash.triton_kernel wants its interpreter
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # before anything imports triton, as parts of torch do: labutils.flash.triton_kernel wants its interpreter
+    )
 
 import base64
 import io
@@ -29,7 +35,10 @@ MOST = 10  # of 255: antialiasing and fonts differ a little between platforms; a
 def pictures(outputs):
     """The PNG pictures in a cell's HTML outputs, as arrays."""
     pages = "".join("".join(output.get("data", {}).get("text/html", "")) for output in outputs)
-    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB"), float) for png in PICTURE.findall(pages)]
+    return [
+        np.asarray(Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB"), float)
+        for png in PICTURE.findall(pages)
+    ]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -41,5 +50,7 @@ def pytest_runtest_call(item):
         assert [picture.shape for picture in stored] == [picture.shape for picture in drawn]
         for before, now in zip(stored, drawn, strict=True):
             rms = np.sqrt(np.mean((before - now) ** 2))
-            assert rms <= MOST, f"the picture changed: RMS {rms:.1f} of 255, at most {MOST} is noise"
+            assert rms <= MOST, (
+                f"the picture changed: RMS {rms:.1f} of 255, at most {MOST} is noise"
+            )
     return result

@@ -29,7 +29,12 @@ class Times:
         return f"{self.median / other.median:.2f} ({self.minimum / other.minimum:.2f})"
 
 
-def interleave(calls: Mapping[str, Callable[[], object]], rounds: int, *, before: Callable[[], object] = lambda: None) -> dict[str, Times]:
+def interleave(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, Times]:
     """The times of `rounds` calls of each, in ms; every second round goes backward, so that nobody is always first.
 
     `before` is called before each call and not timed: among ranks, their barrier.
@@ -47,7 +52,10 @@ def interleave(calls: Mapping[str, Callable[[], object]], rounds: int, *, before
 def slowest(ranks: Iterable[Mapping[str, Times]]) -> dict[str, Times]:
     """What each rank measured, as one: a round took as long as on its slowest rank."""
     ranks = list(ranks)
-    return {name: Times(tuple(map(max, zip(*(rank[name].taken for rank in ranks), strict=True)))) for name in ranks[0]}
+    return {
+        name: Times(tuple(map(max, zip(*(rank[name].taken for rank in ranks), strict=True))))
+        for name in ranks[0]
+    }
 
 
 def fullest(prepare: Callable[[], Callable[[], object]], warm: int) -> int:
@@ -67,7 +75,9 @@ def fullest(prepare: Callable[[], Callable[[], object]], warm: int) -> int:
     events = profiler.profiler.kineto_results.events()
     (measured,) = [event for event in events if event.name() == "measured"]
     alive = peak = 0
-    for when, nbytes in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+    for when, nbytes in sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    ):
         alive += nbytes
         if when >= measured.start_ns():
             peak = max(peak, alive)

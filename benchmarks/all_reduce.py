@@ -28,7 +28,10 @@ def race(rank, nbytes: int, rounds: int) -> dict[str, Times]:
     import torch.distributed as dist
 
     comm, x = rank.comm("dp"), torch.zeros(nbytes // 4)
-    calls = {"ours": lambda: collectives.all_reduce_ring(x, comm, out=x), "gloo": lambda: dist.all_reduce(x, group=comm.group)}
+    calls = {
+        "ours": lambda: collectives.all_reduce_ring(x, comm, out=x),
+        "gloo": lambda: dist.all_reduce(x, group=comm.group),
+    }
     for call in (*calls.values(), *calls.values()):
         call()  # the first ones pay for pages that nobody has touched yet
     return interleave(calls, rounds, before=lambda: dist.barrier(group=comm.group))
@@ -47,7 +50,9 @@ def on_the_wire(rank) -> int:
 
 def loopback() -> int:
     with open("/proc/net/dev", encoding="ascii") as file:
-        return int(next(line for line in file if line.strip().startswith("lo:")).split(":")[1].split()[0])
+        return int(
+            next(line for line in file if line.strip().startswith("lo:")).split(":")[1].split()[0]
+        )
 
 
 def two_machines() -> None:
@@ -55,10 +60,21 @@ def two_machines() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    job = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS // 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "ring"}
+    job = {
+        "WORLD_SIZE": RANKS,
+        "LOCAL_WORLD_SIZE": RANKS // 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "ring",
+    }
     ranks = []
     for rank in range(RANKS):
-        own = {"RANK": rank, "LOCAL_RANK": rank % (RANKS // 2), "OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
+        own = {
+            "RANK": rank,
+            "LOCAL_RANK": rank % (RANKS // 2),
+            "OMP_NUM_THREADS": 1,
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         environment = {**os.environ, **{name: str(value) for name, value in (job | own).items()}}
         ranks.append(subprocess.Popen([sys.executable, __file__, "wire"], env=environment))
     try:
@@ -75,13 +91,17 @@ def wire() -> None:
         carried = max(world.run(on_the_wire))
         if int(os.environ["RANK"]) == 0:
             counted = collectives.predict_all_reduce("ring", nbytes=WIRE, n=RANKS).total
-            print(f"between two machines, one all-reduce of {units.text(WIRE, binary=True)} on {RANKS} ranks: counted {counted:,} B,")
+            print(
+                f"between two machines, one all-reduce of {units.text(WIRE, binary=True)} on {RANKS} ranks: counted {counted:,} B,"
+            )
             print(f"the loopback interface carried {carried:,} B ({carried / counted - 1:+.2%})")
 
 
 def main() -> None:
     """Print the table."""
-    print(f"all-reduce of fp32 on {RANKS} processes: ratio of bandwidths, ours / gloo, by medians (by minima)")
+    print(
+        f"all-reduce of fp32 on {RANKS} processes: ratio of bandwidths, ours / gloo, by medians (by minima)"
+    )
     with World(RANKS, engine="processes") as world:
         for nbytes in SIZES:
             rounds = max(9, min(201, 400 * units.MIB // max(nbytes, units.MIB)))

@@ -12,7 +12,11 @@ from labutils import checkpointing
 from labutils.config import ModelConfig
 from labutils.model import GPT
 
-SIZES = {"small": (64, 32, 8, 40), "medium": (256, 128, 4, 15), "large": (512, 256, 4, 7)}  # width, tokens, rows, rounds
+SIZES = {
+    "small": (64, 32, 8, 40),
+    "medium": (256, 128, 4, 15),
+    "large": (512, 256, 4, 7),
+}  # width, tokens, rows, rounds
 WAYS = {
     "plain": lambda block, x: block(x),
     "ours": checkpointing.checkpoint,
@@ -22,7 +26,15 @@ WAYS = {
 
 def steps(width, length, rows):
     """A training step in each of the ways, and the gradients that each leaves, all from the same random state."""
-    config = ModelConfig(num_layers=6, d_model=width, num_heads=4, d_ff=4 * width, vocab_size=256, seq_len=length, dropout=0.1)
+    config = ModelConfig(
+        num_layers=6,
+        d_model=width,
+        num_heads=4,
+        d_ff=4 * width,
+        vocab_size=256,
+        seq_len=length,
+        dropout=0.1,
+    )
     model = GPT(config, generator=torch.Generator().manual_seed(0))
     tokens = torch.randint(256, (rows, length), generator=torch.Generator().manual_seed(1))
 
@@ -40,15 +52,22 @@ def steps(width, length, rows):
 
 def main():
     print("a step of a 6-layer GPT, every block checkpointed, interleaved; ms, median (minimum)")
-    print("size    plain                ours                 theirs               ours/theirs    extra over plain")
+    print(
+        "size    plain                ours                 theirs               ours/theirs    extra over plain"
+    )
     for name, (width, length, rows, rounds) in SIZES.items():
         calls = steps(width, length, rows)
         results = [call() for call in calls.values()]
-        if not all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True)):
+        if not all(
+            torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True)
+        ):
             raise SystemExit(f"{name}: the gradients differ, the times mean nothing")
         times = interleave(calls, rounds)
         cells = "  ".join(str(times[way]) for way in calls)
-        median, least = ({way: getattr(found, how) for way, found in times.items()} for how in ("median", "minimum"))
+        median, least = (
+            {way: getattr(found, how) for way, found in times.items()}
+            for how in ("median", "minimum")
+        )
         extra = f"{median['ours'] / median['plain'] - 1:+.0%} ({least['ours'] / least['plain'] - 1:+.0%})"
         print(f"{name:7} {cells}  {times['ours'].ratio(times['theirs'])}    {extra}")
 

@@ -32,14 +32,20 @@ class Contestant:
     """A model made ready by one library: `step()` trains it once."""
 
     def __init__(self, name: str, rank) -> None:
-        self.model = GPT(MODEL, generator=torch.Generator().manual_seed(rank.index), attention="sdpa")
+        self.model = GPT(
+            MODEL, generator=torch.Generator().manual_seed(rank.index), attention="sdpa"
+        )
         self.batches = torch.Generator().manual_seed(rank.index)
         comm = rank.comm("dp")
         if name in OURS:
-            self.replica = data_parallel.replicate(self.model, comm, bucket_bytes=BUCKET, algorithm=OURS[name])
+            self.replica = data_parallel.replicate(
+                self.model, comm, bucket_bytes=BUCKET, algorithm=OURS[name]
+            )
         else:
             options = dict(bucket_cap_mb=BUCKET / units.MIB, gradient_as_bucket_view=THEIRS[name])
-            self.replica = nn.parallel.DistributedDataParallel(self.model, process_group=comm.group, **options)
+            self.replica = nn.parallel.DistributedDataParallel(
+                self.model, process_group=comm.group, **options
+            )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
 
     def step(self) -> None:
@@ -58,9 +64,18 @@ def race(rank) -> tuple[dict[str, Times], dict[str, float]]:
         for _ in range(STEPS):
             contestant.step()
     theirs = list(contestants["DDP"].model.parameters())
-    apart = {name: max((a - b).abs().max().item() for a, b in zip(each.model.parameters(), theirs, strict=True)) for name, each in contestants.items()}
+    apart = {
+        name: max(
+            (a - b).abs().max().item() for a, b in zip(each.model.parameters(), theirs, strict=True)
+        )
+        for name, each in contestants.items()
+    }
     group = rank.comm("dp").group
-    return interleave({name: each.step for name, each in contestants.items()}, ROUNDS, before=lambda: dist.barrier(group=group)), apart
+    return interleave(
+        {name: each.step for name, each in contestants.items()},
+        ROUNDS,
+        before=lambda: dist.barrier(group=group),
+    ), apart
 
 
 def held(rank, name: str) -> int:
@@ -91,7 +106,9 @@ class Layer(nn.Linear):
 def chain(rank, overlap: bool) -> data_parallel.Timeline:
     """The second step of a chain of such layers, a bucket each."""
     net = nn.Sequential(*(Layer(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    replica = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=4 * WIDTH * WIDTH, overlap=overlap)
+    replica = data_parallel.replicate(
+        net, rank.comm("dp"), bucket_bytes=4 * WIDTH * WIDTH, overlap=overlap
+    )
     for _ in range(2):
         rank.comm("dp").barrier()
         replica(torch.ones(1, WIDTH)).sum().backward()
@@ -100,21 +117,35 @@ def chain(rank, overlap: bool) -> data_parallel.Timeline:
 
 def main() -> None:
     """Print the tables."""
-    print(f"{units.text(4 * MODEL.num_params)} of fp32 weights on {RANKS} processes; ratios ours / theirs: step time by medians (by minima), bytes held")
+    print(
+        f"{units.text(4 * MODEL.num_params)} of fp32 weights on {RANKS} processes; ratios ours / theirs: step time by medians (by minima), bytes held"
+    )
     with World(RANKS, engine="processes", timeout=120) as world:
         ranks = world.run(race)
         times, apart = slowest(times for times, _ in ranks), ranks[0][1]
         peaks = {name: max(world.run(held, name)) for name in NAMES}
         chains = {"during": sum(world.run(chain, True)), "after": sum(world.run(chain, False))}
     for name, each in times.items():
-        print(f"{name:>23}: {each} ms, {units.text(peaks[name]):>8} held, weights within {apart[name]:.0e}")
+        print(
+            f"{name:>23}: {each} ms, {units.text(peaks[name]):>8} held, weights within {apart[name]:.0e}"
+        )
     for ours in OURS:
         for theirs in THEIRS:
-            print(f"{ours} / {theirs:<23} time {times[ours].ratio(times[theirs])}   held {peaks[ours] / peaks[theirs]:.2f}")
-    print(f"\n{LAYERS} layers of {units.text(4 * WIDTH * WIDTH)} on the ring, whose backward pass waits {units.text(SECONDS, 's')} each:")
+            print(
+                f"{ours} / {theirs:<23} time {times[ours].ratio(times[theirs])}   held {peaks[ours] / peaks[theirs]:.2f}"
+            )
+    print(
+        f"\n{LAYERS} layers of {units.text(4 * WIDTH * WIDTH)} on the ring, whose backward pass waits {units.text(SECONDS, 's')} each:"
+    )
     for when, timeline in chains.items():
-        hidden, exposed, step = f"{timeline.hidden:.0%}", units.text(timeline.exposed, "s"), units.text(timeline.makespan, "s")
-        print(f"reduced {when:>6} the backward pass: {hidden:>4} of communication hidden, {exposed:>7} exposed, a step takes {step}")
+        hidden, exposed, step = (
+            f"{timeline.hidden:.0%}",
+            units.text(timeline.exposed, "s"),
+            units.text(timeline.makespan, "s"),
+        )
+        print(
+            f"reduced {when:>6} the backward pass: {hidden:>4} of communication hidden, {exposed:>7} exposed, a step takes {step}"
+        )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,11 @@ def steps(s, causal):
         out = way(*qkv, causal)
         return out, *torch.autograd.grad(out, qkv, d_out)
 
-    return {name: lambda way=way: step(way) for name, way in WAYS.items() if name != "textbook" or s <= LARGEST_TEXTBOOK}
+    return {
+        name: lambda way=way: step(way)
+        for name, way in WAYS.items()
+        if name != "textbook" or s <= LARGEST_TEXTBOOK
+    }
 
 
 def extra_peak(step, s):
@@ -48,7 +52,9 @@ def extra_peak(step, s):
 
 
 def main():
-    print(f"forward + backward, {HEADS} heads of width {WIDTH}, fp32, {torch.get_num_threads()} threads, interleaved; ms, median (minimum)")
+    print(
+        f"forward + backward, {HEADS} heads of width {WIDTH}, fp32, {torch.get_num_threads()} threads, interleaved; ms, median (minimum)"
+    )
     print(
         "   s  causal  textbook             ours                 sdpa              | ours/textbook  ours/sdpa    | memory: textbook  ours  sdpa   textbook/ours"
     )
@@ -56,14 +62,23 @@ def main():
         for s, rounds in ROUNDS.items():
             calls = steps(s, causal)
             results = [call() for call in calls.values()]
-            if not all(torch.allclose(a, b, atol=1e-4) for other in results[1:] for a, b in zip(results[0], other, strict=True)):
+            if not all(
+                torch.allclose(a, b, atol=1e-4)
+                for other in results[1:]
+                for a, b in zip(results[0], other, strict=True)
+            ):
                 raise SystemExit(f"s = {s}: the results differ, the times mean nothing")
             del results
             times = interleave(calls, rounds)
             held = {way: extra_peak(call, s) for way, call in calls.items()}
             cells = "  ".join(str(times.get(way, f"{'–':>19}")) for way in WAYS)
-            textbook, sdpa = (times["ours"].ratio(times[peer]) if peer in times else "–" for peer in ("textbook", "sdpa"))
-            memory = "  ".join(f"{units.text(held[way]) if way in held else '–':>8}" for way in WAYS)
+            textbook, sdpa = (
+                times["ours"].ratio(times[peer]) if peer in times else "–"
+                for peer in ("textbook", "sdpa")
+            )
+            memory = "  ".join(
+                f"{units.text(held[way]) if way in held else '–':>8}" for way in WAYS
+            )
             saved = f"{held['textbook'] / held['ours']:.1f}" if "textbook" in held else "–"
             print(
                 f"{s:5} {'yes' if causal else 'no':>6} {cells} | {textbook:13}  {sdpa:12} | {memory}  {saved:>6}",

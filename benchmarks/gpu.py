@@ -4,7 +4,9 @@ python benchmarks/gpu.py              on a machine with a GPU: writes data/gpu_r
 python benchmarks/gpu.py --rehearse   the same in small, on whatever is here, printed and not kept: it shows that the recorder works
 """
 
-from labutils.flash import triton_kernel  # first: without a GPU it wants the interpreter, and parts of PyTorch import triton too
+from labutils.flash import (
+    triton_kernel,  # first: without a GPU it wants the interpreter, and parts of PyTorch import triton too
+)
 
 # isort: split
 import datetime
@@ -28,7 +30,15 @@ from labutils.model import GPT
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 RUNS = pathlib.Path(__file__).resolve().parents[1] / "data" / "gpu_runs"
-FULL = dict(model=ModelConfig.named("gpt2"), rows=8, lengths=(1024, 2048, 4096, 8192, 16384), heads=16, width=64, sizes=(4096, 8192), rounds=20)
+FULL = dict(
+    model=ModelConfig.named("gpt2"),
+    rows=8,
+    lengths=(1024, 2048, 4096, 8192, 16384),
+    heads=16,
+    width=64,
+    sizes=(4096, 8192),
+    rounds=20,
+)
 TINY = ModelConfig(num_layers=1, d_model=16, num_heads=2, d_ff=64, vocab_size=64, seq_len=64)
 SMALL = dict(model=TINY, rows=4, lengths=(32,), heads=1, width=16, sizes=(64,), rounds=1)
 
@@ -41,7 +51,11 @@ def provenance(command: str) -> dict:
         "device": found.name if GPU else "cpu",
         "capability": f"{found.major}.{found.minor}" if GPU else None,
         "memory_bytes": found.total_memory if GPU else None,
-        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0] if GPU else None,
+        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[
+            0
+        ]
+        if GPU
+        else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -53,15 +67,26 @@ def provenance(command: str) -> dict:
 
 def peaks(model: ModelConfig, rows: int) -> list[dict]:
     """Bytes at the peak of a training step, predicted and measured: on a GPU by its allocator (which rounds up), elsewhere from the storages."""
-    torch.mm(*torch.ones(2, 64, 64, device=DEVICE))  # a workspace that stays for good, and is no model's
+    torch.mm(
+        *torch.ones(2, 64, 64, device=DEVICE)
+    )  # a workspace that stays for good, and is no model's
     table = []
-    for attention, policy, half in itertools.product(("plain", "sdpa"), ("none", "full"), (False, True)):
+    for attention, policy, half in itertools.product(
+        ("plain", "sdpa"), ("none", "full"), (False, True)
+    ):
         gc.collect()
         before = torch.cuda.memory_allocated() if GPU else 0
-        options = dict(precision="bf16" if half else "fp32", autocast=half, attention=attention, checkpointing=policy)
+        options = dict(
+            precision="bf16" if half else "fp32",
+            autocast=half,
+            attention=attention,
+            checkpointing=policy,
+        )
         net = checkpointing.apply(GPT(model, attention=attention).to(DEVICE), policy)
         optimizer = torch.optim.AdamW(net.parameters(), foreach=True)
-        tokens, targets = (torch.randint(model.vocab_size, (rows, model.seq_len), device=DEVICE) for _ in range(2))
+        tokens, targets = (
+            torch.randint(model.vocab_size, (rows, model.seq_len), device=DEVICE) for _ in range(2)
+        )
 
         def step(net=net, optimizer=optimizer, tokens=tokens, targets=targets, half=half):
             with torch.autocast(DEVICE, torch.bfloat16, enabled=half):
@@ -71,8 +96,14 @@ def peaks(model: ModelConfig, rows: int) -> list[dict]:
             optimizer.zero_grad()
 
         step()  # the optimizer's state appears in the first
-        measured = measure.peak_allocated(step) - before if GPU else measure.peak(step, net, optimizer).total
-        predicted = memory.predict(model, TrainConfig(micro_batch=rows, global_batch=rows, stepping="foreach", **options)).total
+        measured = (
+            measure.peak_allocated(step) - before
+            if GPU
+            else measure.peak(step, net, optimizer).total
+        )
+        predicted = memory.predict(
+            model, TrainConfig(micro_batch=rows, global_batch=rows, stepping="foreach", **options)
+        ).total
         table.append(options | dict(rows=rows, predicted=predicted, measured=measured))
         del net, optimizer, step
     return table
@@ -96,12 +127,32 @@ def attention(lengths: tuple[int, ...], heads: int, width: int, rounds: int) -> 
         dtype = torch.bfloat16 if GPU else torch.float16  # the interpreter has no bf16
         *x, d_out = torch.randn(4, 1, heads, s, width, device=DEVICE).to(dtype).unbind()
         x = [tensor.requires_grad_() for tensor in x]
-        calls = {name: lambda way=way, x=x, d_out=d_out: torch.autograd.grad(way(*x), x, d_out) for name, way in ways.items()}
+        calls = {
+            name: lambda way=way, x=x, d_out=d_out: torch.autograd.grad(way(*x), x, d_out)
+            for name, way in ways.items()
+        }
         results = [call() for call in calls.values()]
-        apart = max((a - b).abs().max().item() for other in results for a, b in zip(results[0], other, strict=True))
-        work = flash.flops(s, width, heads, causal=True) + flash.flops(s, width, heads, causal=True, backward=True)
+        apart = max(
+            (a - b).abs().max().item()
+            for other in results
+            for a, b in zip(results[0], other, strict=True)
+        )
+        work = flash.flops(s, width, heads, causal=True) + flash.flops(
+            s, width, heads, causal=True, backward=True
+        )
         for name, ms in milliseconds(calls, rounds).items():
-            table.append(dict(way=name, s=s, heads=heads, width=width, dtype=str(dtype), ms=ms, flops_per_second=1e3 * work / ms, apart=apart))
+            table.append(
+                dict(
+                    way=name,
+                    s=s,
+                    heads=heads,
+                    width=width,
+                    dtype=str(dtype),
+                    ms=ms,
+                    flops_per_second=1e3 * work / ms,
+                    apart=apart,
+                )
+            )
     return table
 
 
@@ -109,26 +160,47 @@ def products(sizes: tuple[int, ...], rounds: int) -> list[dict]:
     """FLOP/s of n × n matrix products in fp32, bf16 and, from compute capability 8.9 on, fp8 (e4m3, one scale a tensor)."""
     table = []
     for n in sizes:
-        a, b, one = torch.randn(n, n, device=DEVICE), torch.randn(n, n, device=DEVICE), torch.ones((), device=DEVICE)
-        calls = {"fp32": functools.partial(torch.mm, a, b), "bf16": functools.partial(torch.mm, a.bfloat16(), b.bfloat16())}
+        a, b, one = (
+            torch.randn(n, n, device=DEVICE),
+            torch.randn(n, n, device=DEVICE),
+            torch.ones((), device=DEVICE),
+        )
+        calls = {
+            "fp32": functools.partial(torch.mm, a, b),
+            "bf16": functools.partial(torch.mm, a.bfloat16(), b.bfloat16()),
+        }
         if GPU and torch.cuda.get_device_capability() >= (8, 9):
-            e4m3 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()  # the second factor has to be column-major
-            calls["fp8"] = functools.partial(torch._scaled_mm, *e4m3, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-        table += [dict(n=n, format=name, ms=ms, flops_per_second=2e3 * n**3 / ms) for name, ms in milliseconds(calls, rounds).items()]
+            e4m3 = (
+                a.to(torch.float8_e4m3fn),
+                b.to(torch.float8_e4m3fn).t(),
+            )  # the second factor has to be column-major
+            calls["fp8"] = functools.partial(
+                torch._scaled_mm, *e4m3, scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+            )
+        table += [
+            dict(n=n, format=name, ms=ms, flops_per_second=2e3 * n**3 / ms)
+            for name, ms in milliseconds(calls, rounds).items()
+        ]
     return table
 
 
 def record(command: str, *, model, rows, lengths, heads, width, sizes, rounds) -> dict:
     """One recording, ready for JSON."""
     torch.manual_seed(0)
-    found = dict(peaks=peaks(model, rows), attention=attention(lengths, heads, width, rounds), products=products(sizes, rounds))
+    found = dict(
+        peaks=peaks(model, rows),
+        attention=attention(lengths, heads, width, rounds),
+        products=products(sizes, rounds),
+    )
     return provenance(command) | found
 
 
 def keep(recording: dict, folder: pathlib.Path = RUNS) -> pathlib.Path:
     """Writes a recording to data/gpu_runs/. What comes from a CPU, is a rehearsal, or does not say where it comes from is refused."""
     if recording["device"] == "cpu" or "--rehearse" in recording["command"]:
-        raise ValueError(f"data/gpu_runs/ holds full runs of GPUs; this is {recording['command']!r} on {recording['device']}")
+        raise ValueError(
+            f"data/gpu_runs/ holds full runs of GPUs; this is {recording['command']!r} on {recording['device']}"
+        )
     if missing := [name for name, value in recording.items() if not value]:
         raise ValueError(f"a recording must say its {', '.join(missing)}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +218,9 @@ def main(arguments: list[str]) -> None:
     elif GPU:
         print("written:", keep(record(command, **FULL)))
     else:
-        print("no GPU here: nothing to record (python benchmarks/gpu.py --rehearse shows what would be)")
+        print(
+            "no GPU here: nothing to record (python benchmarks/gpu.py --rehearse shows what would be)"
+        )
 
 
 if __name__ == "__main__":

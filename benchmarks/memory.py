@@ -1,6 +1,6 @@
 """How long it takes to predict the peak of a training step: the first model of its kind, one more, and 100 000 of them.
 
-    python benchmarks/memory.py
+python benchmarks/memory.py
 """
 
 import itertools
@@ -17,22 +17,45 @@ from labutils.config import ModelConfig, TrainConfig
 def main() -> None:
     model, train = ModelConfig.named("gpt2-xl"), TrainConfig(micro_batch=4, global_batch=4)
     first = []
-    for attention, checkpointing, m in itertools.product(("plain", "sdpa"), ("none", "selective", "full"), (1, 8)):
+    for attention, checkpointing, m in itertools.product(
+        ("plain", "sdpa"), ("none", "selective", "full"), (1, 8)
+    ):
         start = time.perf_counter()
-        memory.predict(model, replace(train, attention=attention, checkpointing=checkpointing, global_batch=4 * m))
+        memory.predict(
+            model,
+            replace(train, attention=attention, checkpointing=checkpointing, global_batch=4 * m),
+        )
         first.append(1e3 * (time.perf_counter() - start))
-    print(f"first of its kind   {statistics.median(first):8.2f} ms (median of {len(first)} kinds, {max(first):.2f} the slowest)")
-    times = interleave({"predict": lambda: memory.predict(model, train), "peak_bytes": lambda: memory.peak_bytes(model, train)}, 200)
+    print(
+        f"first of its kind   {statistics.median(first):8.2f} ms (median of {len(first)} kinds, {max(first):.2f} the slowest)"
+    )
+    times = interleave(
+        {
+            "predict": lambda: memory.predict(model, train),
+            "peak_bytes": lambda: memory.peak_bytes(model, train),
+        },
+        200,
+    )
     for name, taken in times.items():
         print(f"{name:18}  {taken.median:8.3f} ms ({taken.minimum:.3f})")
     trains = [
-        replace(train, micro_batch=b, global_batch=b, attention=attention, checkpointing=checkpointing)
-        for b, attention, checkpointing in itertools.product(range(2, 52), ("plain", "sdpa"), ("none", "full"))
+        replace(
+            train, micro_batch=b, global_batch=b, attention=attention, checkpointing=checkpointing
+        )
+        for b, attention, checkpointing in itertools.product(
+            range(2, 52), ("plain", "sdpa"), ("none", "full")
+        )
     ]
-    models = [replace(model, num_layers=layers, d_ff=d_ff) for layers in range(8, 58) for d_ff in range(3200, 13200, 1000)]
+    models = [
+        replace(model, num_layers=layers, d_ff=d_ff)
+        for layers in range(8, 58)
+        for d_ff in range(3200, 13200, 1000)
+    ]
     start = time.perf_counter()
     smallest = min(memory.peak_bytes(each, plan) for each in models for plan in trains)
-    print(f"{len(models) * len(trains):,} configurations in {time.perf_counter() - start:.1f} s; the smallest peak is {smallest:,} bytes")
+    print(
+        f"{len(models) * len(trains):,} configurations in {time.perf_counter() - start:.1f} s; the smallest peak is {smallest:,} bytes"
+    )
 
 
 if __name__ == "__main__":

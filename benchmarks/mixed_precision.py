@@ -14,18 +14,27 @@ from labutils import precision
 from labutils.config import ModelConfig
 from labutils.model import GPT
 
-SIZES = {"small": (64, 32, 8, 60), "medium": (256, 128, 4, 24), "large": (512, 256, 4, 8)}  # width, tokens, rows, rounds
+SIZES = {
+    "small": (64, 32, 8, 60),
+    "medium": (256, 128, 4, 24),
+    "large": (512, 256, 4, 8),
+}  # width, tokens, rows, rounds
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def steps(width, length, rows, dtype):
     """A training step in each of the ways, on models that start equal: cast, scale, backward, unscale, clip, step, update."""
-    config = ModelConfig(num_layers=4, d_model=width, num_heads=4, d_ff=4 * width, vocab_size=256, seq_len=length)
+    config = ModelConfig(
+        num_layers=4, d_model=width, num_heads=4, d_ff=4 * width, vocab_size=256, seq_len=length
+    )
     model = GPT(config, generator=torch.Generator().manual_seed(0))
     tokens = torch.randint(256, (rows, length), generator=torch.Generator().manual_seed(1))
     ways = {
         "ours": (lambda: precision.autocast(dtype), precision.LossScaler(growth_interval=4)),
-        "theirs": (lambda: torch.autocast("cpu", dtype), torch.amp.GradScaler("cpu", growth_interval=4)),
+        "theirs": (
+            lambda: torch.autocast("cpu", dtype),
+            torch.amp.GradScaler("cpu", growth_interval=4),
+        ),
     }
 
     def step(model, optimizer, region, scaler):
@@ -55,9 +64,13 @@ def main():
             times = None
             for turns in (2, rounds):
                 times = interleave(calls, turns)
-                if not all(map(torch.equal, models["ours"].parameters(), models["theirs"].parameters())):
+                if not all(
+                    map(torch.equal, models["ours"].parameters(), models["theirs"].parameters())
+                ):
                     raise SystemExit(f"{size}, {half}: the weights differ, the times mean nothing")
-            print(f"{size:7} {half:7} {'  '.join(str(times[way]) for way in calls)}  {times['ours'].ratio(times['theirs'])}")
+            print(
+                f"{size:7} {half:7} {'  '.join(str(times[way]) for way in calls)}  {times['ours'].ratio(times['theirs'])}"
+            )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ ELEMENTS, ROUNDS = 1 << 22, 9
 
 def main():
     x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
-    print(f"rounding {ELEMENTS:,} float32 numbers, {ROUNDS} rounds interleaved, ms, median (minimum)")
+    print(
+        f"rounding {ELEMENTS:,} float32 numbers, {ROUNDS} rounds interleaved, ms, median (minimum)"
+    )
     print("format ours                 peer                 peer/ours")
     for name, peer in PEERS.items():
 
@@ -37,7 +39,9 @@ def main():
 
         if not np.array_equal(ours().numpy(), theirs()):
             raise SystemExit(f"{name}: the two disagree, their times mean nothing")
-        times = interleave({"ours": ours, "peer": theirs}, ROUNDS)  # the comparison was everybody's warm-up
+        times = interleave(
+            {"ours": ours, "peer": theirs}, ROUNDS
+        )  # the comparison was everybody's warm-up
         print(f"{name:6} {times['ours']}  {times['peer']}  {times['peer'].ratio(times['ours'])}")
 
 

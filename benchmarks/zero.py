@@ -53,7 +53,9 @@ class Contestant:
 
     def _ours(self, level: int, comm) -> None:
         if level < 3:
-            self.optimizer = zero.Optimizer(self.model.parameters(), comm, adamw, level=level, bucket_bytes=BUCKET)
+            self.optimizer = zero.Optimizer(
+                self.model.parameters(), comm, adamw, level=level, bucket_bytes=BUCKET
+            )
             return
         self.optimizer = zero.shard(self.model, comm, adamw)
         self.weights = self._gathered
@@ -67,7 +69,9 @@ class Contestant:
         from torch.nn.parallel import DistributedDataParallel
 
         self.replica = DistributedDataParallel(self.model, process_group=group)
-        self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-3, fused=True)
+        self.optimizer = ZeroRedundancyOptimizer(
+            self.model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-3, fused=True
+        )
 
     def _fully_sharded(self, comm, reshard: bool) -> None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -78,7 +82,9 @@ class Contestant:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(self.model, mesh=mesh, reshard_after_forward=reshard)
         self.optimizer = adamw(self.model.parameters())
-        self.weights = lambda: [parameter.full_tensor().detach().clone() for parameter in self.model.parameters()]
+        self.weights = lambda: [
+            parameter.full_tensor().detach().clone() for parameter in self.model.parameters()
+        ]
 
     def step(self) -> None:
         tokens = torch.randint(0, MODEL.vocab_size, (2, MODEL.seq_len), generator=self.batches)
@@ -97,9 +103,18 @@ def race(rank) -> tuple[dict[str, Times], dict[str, float]]:
         for _ in range(STEPS):
             contestant.step()
     reference = contestants["DDP + ZeRO optimizer"].weights()
-    apart = {name: max((a - b).abs().max().item() for a, b in zip(each.weights(), reference, strict=True)) for name, each in contestants.items()}
+    apart = {
+        name: max(
+            (a - b).abs().max().item() for a, b in zip(each.weights(), reference, strict=True)
+        )
+        for name, each in contestants.items()
+    }
     group = rank.comm("dp").group
-    return interleave({name: each.step for name, each in contestants.items()}, ROUNDS, before=lambda: dist.barrier(group=group)), apart
+    return interleave(
+        {name: each.step for name, each in contestants.items()},
+        ROUNDS,
+        before=lambda: dist.barrier(group=group),
+    ), apart
 
 
 def held(rank, name: str) -> int:
@@ -109,15 +124,21 @@ def held(rank, name: str) -> int:
 
 def main() -> None:
     """Print the table."""
-    print(f"{units.text(4 * MODEL.num_params)} of fp32 weights on {RANKS} processes; ratios ours / theirs: step time by medians (by minima), bytes held")
+    print(
+        f"{units.text(4 * MODEL.num_params)} of fp32 weights on {RANKS} processes; ratios ours / theirs: step time by medians (by minima), bytes held"
+    )
     with World(RANKS, engine="processes", timeout=120) as world:
         ranks = world.run(race)
         times, apart = slowest(times for times, _ in ranks), ranks[0][1]
         peaks = {name: int(statistics.median(world.run(held, name))) for name in (*OURS, *THEIRS)}
     for name, each in times.items():
-        print(f"{name:>22}: {each} ms, {units.text(peaks[name]):>8} held, weights within {apart[name]:.0e}")
+        print(
+            f"{name:>22}: {each} ms, {units.text(peaks[name]):>8} held, weights within {apart[name]:.0e}"
+        )
     for ours, theirs in PAIRS:
-        print(f"{ours} / {theirs:<22} time {times[ours].ratio(times[theirs])}   held {peaks[ours] / peaks[theirs]:.2f}")
+        print(
+            f"{ours} / {theirs:<22} time {times[ours].ratio(times[theirs])}   held {peaks[ours] / peaks[theirs]:.2f}"
+        )
 
 
 if __name__ == "__main__":

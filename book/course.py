@@ -13,7 +13,11 @@ from sphinx.util.docutils import SphinxDirective
 from labutils import notation
 
 CLAIMS = pathlib.Path(__file__).resolve().parents[1] / "data" / "claims.csv"
-MATHJAX = ["tex-chtml.js", "input/tex/extensions", "output/chtml/fonts/woff-v2"]  # 2 of the package's 24 MB
+MATHJAX = [
+    "tex-chtml.js",
+    "input/tex/extensions",
+    "output/chtml/fonts/woff-v2",
+]  # 2 of the package's 24 MB
 
 
 class Written(SphinxDirective):
@@ -23,7 +27,9 @@ class Written(SphinxDirective):
         node = nodes.Element()
         node.document = self.state.document
         self.env.note_dependency(str(self.source))  # the page is stale when its data changes
-        self.state.nested_parse(StringList(self.markdown().splitlines()), self.content_offset, node, match_titles=True)
+        self.state.nested_parse(
+            StringList(self.markdown().splitlines()), self.content_offset, node, match_titles=True
+        )
         return node.children
 
 
@@ -48,19 +54,29 @@ class Errata(Written):
         for row in rows:
             if row["verdict"] in ("wrong", "imprecise"):
                 topics.setdefault(row["topic"], []).append(erratum(row))
-        return "\n".join(f"\n## {topic[:1].upper()}{topic[1:]}\n\n" + "\n".join(found) for topic, found in topics.items())
+        return "\n".join(
+            f"\n## {topic[:1].upper()}{topic[1:]}\n\n" + "\n".join(found)
+            for topic, found in topics.items()
+        )
 
 
-WHOLE = re.compile(r" \[(?:full text read[^\]]*|read)\]")  # worth saying is only that a source was read in part, or not seen
+WHOLE = re.compile(
+    r" \[(?:full text read[^\]]*|read)\]"
+)  # worth saying is only that a source was read in part, or not seen
 
 
 def erratum(row):
     """One claim as a definition: what is said, and what comes out."""
-    said, found = (f"{row[key]} {row['unit'] * row[key].replace('.', '').isdigit()}" for key in ("stated_value", "recomputed"))
+    said, found = (
+        f"{row[key]} {row['unit'] * row[key].replace('.', '').isdigit()}"
+        for key in ("stated_value", "recomputed")
+    )
     sentences = [
         said.strip() and f"Said: {plain(said)}",
         found.strip() and f"Recomputed: **{plain(found)}**",
-        plain(re.sub(r"^L[\d, –L-]+\.\s*", "", row["note"])),  # line numbers, in texts that the reader doesn't have
+        plain(
+            re.sub(r"^L[\d, –L-]+\.\s*", "", row["note"])
+        ),  # line numbers, in texts that the reader doesn't have
         row["source"].strip("—") and f"Checked against {plain(WHOLE.sub('', row['source']))}",
     ]
     body = " ".join(f"{s[0].upper()}{s[1:]}".rstrip(" .") + "." for s in sentences if s)

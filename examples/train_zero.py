@@ -24,7 +24,10 @@ BATCH = 48  # sequences a step, over all ranks: any number of ranks that divides
 def batch(step, index, size):
     """This rank's sequences of a step and what follows each token: everybody counts, from another number and in other strides."""
     draw = torch.Generator().manual_seed(step)
-    start, stride = torch.randint(MODEL.vocab_size, (BATCH, 1), generator=draw), torch.randint(1, 4, (BATCH, 1), generator=draw)
+    start, stride = (
+        torch.randint(MODEL.vocab_size, (BATCH, 1), generator=draw),
+        torch.randint(1, 4, (BATCH, 1), generator=draw),
+    )
     text = (start + stride * torch.arange(MODEL.seq_len + 1)) % MODEL.vocab_size
     mine = text.chunk(size)[index]
     return mine[:, :-1], mine[:, 1:]
@@ -33,17 +36,24 @@ def batch(step, index, size):
 def train(rank, level, steps, load, save):
     """The mean loss of every step, and the bytes of weights, gradients and optimizer state at the peak of the last one."""
     comm = rank.comm("dp")
-    model = GPT(MODEL, generator=torch.Generator().manual_seed(rank.index)).to(rank.device)  # all go on with rank 0's weights
+    model = GPT(MODEL, generator=torch.Generator().manual_seed(rank.index)).to(
+        rank.device
+    )  # all go on with rank 0's weights
 
     def adamw(groups):
         return torch.optim.AdamW(groups, lr=3e-3)
 
-    matrices, vectors = ([weights for weights in model.parameters() if (weights.dim() > 1) is wide] for wide in (True, False))
+    matrices, vectors = (
+        [weights for weights in model.parameters() if (weights.dim() > 1) is wide]
+        for wide in (True, False)
+    )
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     if level == 3:
         owner = zero.shard(model, comm, adamw, groups=groups)
     else:
-        owner = zero.Optimizer(model.named_parameters(), comm, adamw, level=level, groups=groups, bucket_bytes=2**18)
+        owner = zero.Optimizer(
+            model.named_parameters(), comm, adamw, level=level, groups=groups, bucket_bytes=2**18
+        )
     if load:
         owner.load(load)
     losses = []
@@ -68,24 +78,54 @@ def train(rank, level, steps, load, save):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--level", type=int, nargs="+", choices=(1, 2, 3), default=(1, 2, 3), help="one or more levels of ZeRO, trained one after the other")
+    parser.add_argument(
+        "--level",
+        type=int,
+        nargs="+",
+        choices=(1, 2, 3),
+        default=(1, 2, 3),
+        help="one or more levels of ZeRO, trained one after the other",
+    )
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--engine", choices=("threads", "processes"), help="how ranks are made where torchrun has not made them")
-    parser.add_argument("--ranks", type=int, default=4, help="their number, where torchrun has not chosen it")
-    parser.add_argument("--load", help="go on from this snapshot, written by any number of ranks at any level")
-    parser.add_argument("--save", help="write a snapshot there at the end; on a cluster, a folder that all nodes see")
+    parser.add_argument(
+        "--engine",
+        choices=("threads", "processes"),
+        help="how ranks are made where torchrun has not made them",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=4, help="their number, where torchrun has not chosen it"
+    )
+    parser.add_argument(
+        "--load", help="go on from this snapshot, written by any number of ranks at any level"
+    )
+    parser.add_argument(
+        "--save",
+        help="write a snapshot there at the end; on a cluster, a folder that all nodes see",
+    )
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", options.ranks))
     if BATCH % ranks:
-        parser.error(f"{ranks} ranks do not divide the batch of {BATCH} sequences: take another number")
+        parser.error(
+            f"{ranks} ranks do not divide the batch of {BATCH} sequences: take another number"
+        )
     with World(ranks, options.engine) as world:
         for level in options.level:
             results = world.run(train, level, options.steps, options.load, options.save)
             losses, held = results[0]
-            sent = [line.amount for line in world.ledger.only(rank=0) if line.name in ("reduce_scatter", "all_gather")]
+            sent = [
+                line.amount
+                for line in world.ledger.only(rank=0)
+                if line.name in ("reduce_scatter", "all_gather")
+            ]
             if os.environ.get("RANK", "0") == "0":
-                print(f"level {level} on {ranks} rank{'s' * (ranks > 1)}:", " ".join(f"{loss:.6f}" for loss in losses))
-                print(f"  rank 0 holds {units.text(held)} and sends {units.text(sum(sent) / options.steps)} a step", flush=True)
+                print(
+                    f"level {level} on {ranks} rank{'s' * (ranks > 1)}:",
+                    " ".join(f"{loss:.6f}" for loss in losses),
+                )
+                print(
+                    f"  rank 0 holds {units.text(held)} and sends {units.text(sum(sent) / options.steps)} a step",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,11 @@ def micro_batches(batch: Any, size: int) -> list[Any]:
     """
     units.whole(size, "size", 1)
     rows = _rows(batch)
-    return [tree_map(lambda tensor: tensor[start : start + size], batch) for start in range(0, rows, size)]  # noqa: B023 - called at once
+
+    def piece(start: int) -> Any:
+        return tree_map(lambda tensor: tensor[start : start + size], batch)
+
+    return [piece(start) for start in range(0, rows, size)]
 
 
 def tokens(batch: Any) -> int:
@@ -45,7 +49,13 @@ def tokens(batch: Any) -> int:
     return int((targets != IGNORED).sum())
 
 
-def accumulate(loss: Callable[[Any], Tensor], batches: Sequence[Any], *, weigh: Callable[[Any], int] | None = None, total: int | None = None) -> Tensor:
+def accumulate(
+    loss: Callable[[Any], Tensor],
+    batches: Sequence[Any],
+    *,
+    weigh: Callable[[Any], int] | None = None,
+    total: int | None = None,
+) -> Tensor:
     """The loss of all `batches` together, whose gradient has been added to `.grad`: forward and backward, one micro-batch at a time.
 
     `loss(batch)` is a mean over `weigh(batch)` things: rows, unless `weigh` says otherwise (`tokens`, for a language model). `total` is the number of
@@ -60,12 +70,18 @@ def accumulate(loss: Callable[[Any], Tensor], batches: Sequence[Any], *, weigh: 
     """
     batches = list(batches)
     if not batches:
-        raise ValueError("there is no micro-batch to accumulate: the data ended, or the batch is empty")
-    weights = [units.whole((weigh or _rows)(batch), "the weight of a micro-batch") for batch in batches]
+        raise ValueError(
+            "there is no micro-batch to accumulate: the data ended, or the batch is empty"
+        )
+    weights = [
+        units.whole((weigh or _rows)(batch), "the weight of a micro-batch") for batch in batches
+    ]
     if total is None:
         total = sum(weights)
     if units.whole(total, "total") < sum(weights):
-        raise ValueError(f"total={total} is less than the {sum(weights)} that these micro-batches hold: add up all ranks")
+        raise ValueError(
+            f"total={total} is less than the {sum(weights)} that these micro-batches hold: add up all ranks"
+        )
     if not total:
         raise ValueError("nothing in this batch counts towards the loss: every target is left out")
     whole: Tensor | None = None
@@ -74,7 +90,9 @@ def accumulate(loss: Callable[[Any], Tensor], batches: Sequence[Any], *, weigh: 
             continue  # a mean over nothing is 0/0, and one NaN would spoil the sum
         part = loss(batch)
         if part.dim():
-            raise ValueError(f"loss(batch) must be one number, the mean over the micro-batch, got shape {list(part.shape)}: reduce it first")
+            raise ValueError(
+                f"loss(batch) must be one number, the mean over the micro-batch, got shape {list(part.shape)}: reduce it first"
+            )
         part = part * (weight / total)
         part.backward()
         whole = part.detach() if whole is None else whole + part.detach()
@@ -105,7 +123,9 @@ def step(
     value = accumulate(loss, batches, weigh=weigh)
     norm = None
     if max_norm is not None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         norm = float(nn.utils.clip_grad_norm_(parameters, units.positive(max_norm, "max_norm")))
     optimizer.step()
     return Taken(float(value), norm)
@@ -124,9 +144,13 @@ class GradientBuffer(AbstractContextManager):
     Source: the Ultra-Scale Playbook's fp32 gradient accumulation; Megatron-LM's main_grad.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], dtype: torch.dtype = torch.float32
+    ) -> None:
         if not dtype.is_floating_point:
-            raise ValueError(f"gradients are summed in a floating-point format, got {dtype}: use torch.float32")
+            raise ValueError(
+                f"gradients are summed in a floating-point format, got {dtype}: use torch.float32"
+            )
         self.dtype = dtype
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         if not self.parameters:
@@ -136,8 +160,13 @@ class GradientBuffer(AbstractContextManager):
 
     def __enter__(self) -> "GradientBuffer":
         if any(parameter.grad is not None for parameter in self.parameters):
-            raise ValueError("a parameter already holds a gradient, which would be added to the sum: call zero_grad() first")
-        self.hooks = [parameter.register_post_accumulate_grad_hook(self._take) for parameter in self.parameters]
+            raise ValueError(
+                "a parameter already holds a gradient, which would be added to the sum: call zero_grad() first"
+            )
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(self._take)
+            for parameter in self.parameters
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,7 +181,9 @@ class GradientBuffer(AbstractContextManager):
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
         if parameter not in self.sums:
-            raise KeyError("no gradient of this parameter has arrived: run a backward pass inside `with`")
+            raise KeyError(
+                "no gradient of this parameter has arrived: run a backward pass inside `with`"
+            )
         return self.sums[parameter]
 
     def __iter__(self) -> Iterator[nn.Parameter]:
@@ -162,7 +193,9 @@ class GradientBuffer(AbstractContextManager):
     def ledger(self) -> Ledger:
         """Bytes that the sums hold."""
         amounts = [total.untyped_storage().nbytes() for total in self.sums.values()]
-        return Ledger([Line("gradient buffer", sum(amounts), component="gradients", count=len(amounts))])
+        return Ledger(
+            [Line("gradient buffer", sum(amounts), component="gradients", count=len(amounts))]
+        )
 
 
 @dataclass(frozen=True)
@@ -183,21 +216,38 @@ class Recipe:
     mesh: Mesh
 
     def __str__(self) -> str:
-        first, second = (max(len(getattr(choice, field)) for choice in self.choices) for field in ("what", "value"))
-        return "\n".join(f"{choice.what:<{first}}  {choice.value:>{second}}  {choice.reason}" for choice in self.choices)
+        first, second = (
+            max(len(getattr(choice, field)) for choice in self.choices)
+            for field in ("what", "value")
+        )
+        return "\n".join(
+            f"{choice.what:<{first}}  {choice.value:>{second}}  {choice.reason}"
+            for choice in self.choices
+        )
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         def row(choice: Choice) -> str:
             cells = ((choice.what, "left"), (choice.value, "right"), (choice.reason, "left"))
-            return "".join(f'<td style="text-align:{side};padding:2px 12px">{html.escape(cell)}</td>' for cell, side in cells)
+            return "".join(
+                f'<td style="text-align:{side};padding:2px 12px">{html.escape(cell)}</td>'
+                for cell, side in cells
+            )
 
         rows = "".join(f"<tr>{row(choice)}</tr>" for choice in self.choices)
         return f'<table class="recipe"><tbody>{rows}</tbody></table>'
 
 
-def configure(*, target: int, seq_len: int, gpus: int, fits: Callable[[int], bool], gpus_per_copy: int = 1, settings: dict[str, Any] | None = None) -> Recipe:
+def configure(
+    *,
+    target: int,
+    seq_len: int,
+    gpus: int,
+    fits: Callable[[int], bool],
+    gpus_per_copy: int = 1,
+    settings: dict[str, Any] | None = None,
+) -> Recipe:
     """A configuration for a batch of about `target` tokens on `gpus` devices, found step by step.
 
     `fits(micro_batch)` says whether that many sequences fit on one device beside everything else: a memory prediction, or a try.
@@ -209,10 +259,17 @@ def configure(*, target: int, seq_len: int, gpus: int, fits: Callable[[int], boo
 
     Source: the order of decisions of the Ultra-Scale Playbook: tokens in a batch, sequence length, micro-batch, GPUs, accumulation.
     """
-    for value, name in ((target, "target"), (seq_len, "seq_len"), (gpus, "gpus"), (gpus_per_copy, "gpus_per_copy")):
+    for value, name in (
+        (target, "target"),
+        (seq_len, "seq_len"),
+        (gpus, "gpus"),
+        (gpus_per_copy, "gpus_per_copy"),
+    ):
         units.whole(value, name, 1)
     if gpus % gpus_per_copy:
-        raise ValueError(f"gpus_per_copy={gpus_per_copy} does not divide gpus={gpus}: some devices would hold no whole copy of the model")
+        raise ValueError(
+            f"gpus_per_copy={gpus_per_copy} does not divide gpus={gpus}: some devices would hold no whole copy of the model"
+        )
     copies = gpus // gpus_per_copy
     # Each copy takes equally many sequences, so the batch is rounded to a multiple of the copies.
     share = round(target / seq_len / copies)
@@ -222,21 +279,37 @@ def configure(*, target: int, seq_len: int, gpus: int, fits: Callable[[int], boo
             "use fewer GPUs, shorter sequences, or put several GPUs on one copy (tensor or context parallelism)"
         )
     if not fits(1):
-        raise ValueError(f"not even one sequence of {seq_len:,} tokens fits on a device: checkpoint activations, shard the states, or shorten the sequence")
+        raise ValueError(
+            f"not even one sequence of {seq_len:,} tokens fits on a device: checkpoint activations, shard the states, or shorten the sequence"
+        )
     largest = max(size for size in _divisors(share) if size == 1 or fits(size))
     batch, steps = share * copies, share // largest
-    asked = "what you asked for" if batch * seq_len == target else f"the closest to {target:,} that {copies:,} copies can share"
+    asked = (
+        "what you asked for"
+        if batch * seq_len == target
+        else f"the closest to {target:,} that {copies:,} copies can share"
+    )
     each = "one for each copy" if gpus_per_copy == 1 else f"{gpus_per_copy} for each copy"
-    found = "a copy's whole share fits at once" if largest == share else f"the largest divisor of {share} that fits"
+    found = (
+        "a copy's whole share fits at once"
+        if largest == share
+        else f"the largest divisor of {share} that fits"
+    )
     choices = (
         Choice("tokens in a batch", f"{batch * seq_len:,}", asked),
         Choice("sequence length", f"{seq_len:,}", "what the model is to learn to read"),
         Choice("global batch", f"{batch:,}", f"{batch * seq_len:,} / {seq_len:,} sequences"),
-        Choice("copies of the model", f"{copies:,}", f"{gpus:,} GPUs, {each}: {share} sequences a copy"),
+        Choice(
+            "copies of the model", f"{copies:,}", f"{gpus:,} GPUs, {each}: {share} sequences a copy"
+        ),
         Choice("micro-batch", f"{largest:,}", found),
         Choice("accumulation steps", f"{steps:,}", f"{batch:,} / ({largest} · {copies:,})"),
     )
-    return Recipe(choices, TrainConfig(micro_batch=largest, global_batch=batch, **(settings or {})), Mesh(dp=copies, tp=gpus_per_copy))
+    return Recipe(
+        choices,
+        TrainConfig(micro_batch=largest, global_batch=batch, **(settings or {})),
+        Mesh(dp=copies, tp=gpus_per_copy),
+    )
 
 
 def _divisors(n: int) -> list[int]:
@@ -246,10 +319,14 @@ def _divisors(n: int) -> list[int]:
 def _rows(batch: Any) -> int:
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     if not tensors or any(tensor.dim() == 0 for tensor in tensors):
-        raise TypeError(f"a batch is a tensor with rows, or a nest of such tensors, got {type(batch).__name__} without any")
+        raise TypeError(
+            f"a batch is a tensor with rows, or a nest of such tensors, got {type(batch).__name__} without any"
+        )
     rows = {len(tensor) for tensor in tensors}
     if len(rows) > 1:
-        raise ValueError(f"the tensors of this batch have {', '.join(map(str, sorted(rows)))} rows: they must have equally many")
+        raise ValueError(
+            f"the tensors of this batch have {', '.join(map(str, sorted(rows)))} rows: they must have equally many"
+        )
     if rows == {0}:
         raise ValueError("the batch is empty: it has 0 rows")
     return rows.pop()

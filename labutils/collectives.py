@@ -31,7 +31,9 @@ class Comm(Protocol):
 
     def send(self, x: Tensor, dst: int) -> None: ...
     def recv(self, out: Tensor, src: int, *, reduce: str | None = None) -> Tensor: ...
-    def send_recv(self, x: Tensor, dst: int, out: Tensor, src: int, *, reduce: str | None = None) -> Tensor: ...
+    def send_recv(
+        self, x: Tensor, dst: int, out: Tensor, src: int, *, reduce: str | None = None
+    ) -> Tensor: ...
     def record(self, name: str) -> AbstractContextManager: ...
 
 
@@ -55,12 +57,20 @@ def _collective(algorithm: Callable) -> Callable:
     @functools.wraps(algorithm)
     def collective(x: Tensor, comm: Comm, *args, **kwargs):
         if not isinstance(x, Tensor):
-            raise TypeError(f"{algorithm.__name__} works on a tensor, got {type(x).__name__}: wrap it in torch.as_tensor(…)")
+            raise TypeError(
+                f"{algorithm.__name__} works on a tensor, got {type(x).__name__}: wrap it in torch.as_tensor(…)"
+            )
         if (op := kwargs.get("op", "sum")) not in REDUCTIONS:
-            remedy = "sum, then divide by comm.size" if op in ("mean", "avg") else f"use one of {', '.join(REDUCTIONS)}"
+            remedy = (
+                "sum, then divide by comm.size"
+                if op in ("mean", "avg")
+                else f"use one of {', '.join(REDUCTIONS)}"
+            )
             raise ValueError(f"{algorithm.__name__} cannot reduce by op={op!r}: {remedy}")
         if not 0 <= (root := kwargs.get("root", 0)) < comm.size:
-            raise ValueError(f"{algorithm.__name__}: root={root} is not a rank of this group of {comm.size}: use 0 … {comm.size - 1}")
+            raise ValueError(
+                f"{algorithm.__name__}: root={root} is not a rank of this group of {comm.size}: use 0 … {comm.size - 1}"
+            )
         with comm.record(algorithm.__name__):
             return algorithm(x, comm, *args, **kwargs)
 
@@ -71,7 +81,9 @@ def _collective(algorithm: Callable) -> Callable:
 
 
 @_collective
-def broadcast_star(x: Shaped[Tensor, "*shape"], comm: Comm, *, root: int = 0) -> Shaped[Tensor, "*shape"]:
+def broadcast_star(
+    x: Shaped[Tensor, "*shape"], comm: Comm, *, root: int = 0
+) -> Shaped[Tensor, "*shape"]:
     """The root's x, on every rank: the root sends it to each of the others in turn.
 
     Elsewhere than at the root only the shape and dtype of x matter, as in torch.
@@ -85,7 +97,9 @@ def broadcast_star(x: Shaped[Tensor, "*shape"], comm: Comm, *, root: int = 0) ->
 
 
 @_collective
-def broadcast_tree(x: Shaped[Tensor, "*shape"], comm: Comm, *, root: int = 0) -> Shaped[Tensor, "*shape"]:
+def broadcast_tree(
+    x: Shaped[Tensor, "*shape"], comm: Comm, *, root: int = 0
+) -> Shaped[Tensor, "*shape"]:
     """The root's x, on every rank: whoever has it passes it on, so that the number of ranks that have it doubles in each step."""
     x = _copy(x)
     _tree_down(x, comm, root)
@@ -93,7 +107,9 @@ def broadcast_tree(x: Shaped[Tensor, "*shape"], comm: Comm, *, root: int = 0) ->
 
 
 @_collective
-def scatter_star(x: Shaped[Tensor, "rows *rest"], comm: Comm, *, root: int = 0) -> Shaped[Tensor, "share *rest"]:
+def scatter_star(
+    x: Shaped[Tensor, "rows *rest"], comm: Comm, *, root: int = 0
+) -> Shaped[Tensor, "share *rest"]:
     """This rank's share of the rows of the root's x; elsewhere only the shape and dtype of x matter."""
     pieces = _cut(x.contiguous(), shares(len(x), comm.size))
     if comm.rank != root:
@@ -104,7 +120,13 @@ def scatter_star(x: Shaped[Tensor, "rows *rest"], comm: Comm, *, root: int = 0) 
 
 
 @_collective
-def gather_star(x: Shaped[Tensor, "share *rest"], comm: Comm, *, root: int = 0, sizes: Sequence[int] | None = None) -> Shaped[Tensor, "rows *rest"] | None:
+def gather_star(
+    x: Shaped[Tensor, "share *rest"],
+    comm: Comm,
+    *,
+    root: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> Shaped[Tensor, "rows *rest"] | None:
     """At the root the rows of all ranks, in rank order, and None elsewhere. `sizes` are the rows that each rank brings, if they differ."""
     if comm.rank != root:
         comm.send(x.contiguous(), root)
@@ -116,7 +138,9 @@ def gather_star(x: Shaped[Tensor, "share *rest"], comm: Comm, *, root: int = 0, 
 
 
 @_collective
-def reduce_star(x: Shaped[Tensor, "*shape"], comm: Comm, *, root: int = 0, op: str = "sum") -> Shaped[Tensor, "*shape"] | None:
+def reduce_star(
+    x: Shaped[Tensor, "*shape"], comm: Comm, *, root: int = 0, op: str = "sum"
+) -> Shaped[Tensor, "*shape"] | None:
     """At the root the sum (or `op`) over all ranks, and None elsewhere: everybody sends to the root, which adds in rank order after its own."""
     if comm.rank != root:
         comm.send(x.contiguous(), root)
@@ -128,7 +152,9 @@ def reduce_star(x: Shaped[Tensor, "*shape"], comm: Comm, *, root: int = 0, op: s
 
 
 @_collective
-def reduce_tree(x: Shaped[Tensor, "*shape"], comm: Comm, *, root: int = 0, op: str = "sum") -> Shaped[Tensor, "*shape"] | None:
+def reduce_tree(
+    x: Shaped[Tensor, "*shape"], comm: Comm, *, root: int = 0, op: str = "sum"
+) -> Shaped[Tensor, "*shape"] | None:
     """At the root the sum (or `op`) over all ranks, and None elsewhere: the tree of `broadcast_tree`, climbed from its leaves."""
     x = _copy(x)
     _tree_up(x, comm, root, op)
@@ -140,7 +166,11 @@ def reduce_tree(x: Shaped[Tensor, "*shape"], comm: Comm, *, root: int = 0, op: s
 
 @_collective
 def reduce_scatter_ring(
-    x: Shaped[Tensor, "rows *rest"], comm: Comm, *, op: str = "sum", out: Shaped[Tensor, "share *rest"] | None = None
+    x: Shaped[Tensor, "rows *rest"],
+    comm: Comm,
+    *,
+    op: str = "sum",
+    out: Shaped[Tensor, "share *rest"] | None = None,
 ) -> Shaped[Tensor, "share *rest"]:
     """This rank's share of the rows of the sum (or `op`) over all ranks.
 
@@ -151,14 +181,20 @@ def reduce_scatter_ring(
     pieces = _cut(x if in_place else _copy(x), shares(len(x), comm.size))
     mine = pieces[comm.rank]
     if in_place and (out.data_ptr(), out.shape) != (mine.data_ptr(), mine.shape):
-        raise ValueError(f"rank {comm.rank}: out lies in x, but is not its piece {comm.rank} of {comm.size}: give that piece, or memory of its own")
+        raise ValueError(
+            f"rank {comm.rank}: out lies in x, but is not its piece {comm.rank} of {comm.size}: give that piece, or memory of its own"
+        )
     _ring_reduce(pieces, comm, op)
     return out if in_place else _into(out, mine)
 
 
 @_collective
 def all_gather_ring(
-    x: Shaped[Tensor, "share *rest"], comm: Comm, *, sizes: Sequence[int] | None = None, out: Shaped[Tensor, "rows *rest"] | None = None
+    x: Shaped[Tensor, "share *rest"],
+    comm: Comm,
+    *,
+    sizes: Sequence[int] | None = None,
+    out: Shaped[Tensor, "rows *rest"] | None = None,
 ) -> Shaped[Tensor, "rows *rest"]:
     """The rows of all ranks, in rank order, on every rank. `sizes` are the rows that each rank brings, if they differ; x may be a piece of `out`."""
     whole, pieces = _gathered(x, comm, sizes, out)
@@ -167,7 +203,13 @@ def all_gather_ring(
 
 
 @_collective
-def all_reduce_ring(x: Shaped[Tensor, "*shape"], comm: Comm, *, op: str = "sum", out: Shaped[Tensor, "*shape"] | None = None) -> Shaped[Tensor, "*shape"]:
+def all_reduce_ring(
+    x: Shaped[Tensor, "*shape"],
+    comm: Comm,
+    *,
+    op: str = "sum",
+    out: Shaped[Tensor, "*shape"] | None = None,
+) -> Shaped[Tensor, "*shape"]:
     """The sum (or `op`) over all ranks, on every rank: a ring reduce-scatter, then a ring all-gather of what it left.
 
     Invariant: all ranks hold the same bits, because each piece is summed once, in ring order, and then only copied.
@@ -200,7 +242,13 @@ def _ring_gather(pieces: list[Tensor], comm: Comm) -> None:
 
 
 @_collective
-def all_reduce_naive(x: Shaped[Tensor, "*shape"], comm: Comm, *, op: str = "sum", out: Shaped[Tensor, "*shape"] | None = None) -> Shaped[Tensor, "*shape"]:
+def all_reduce_naive(
+    x: Shaped[Tensor, "*shape"],
+    comm: Comm,
+    *,
+    op: str = "sum",
+    out: Shaped[Tensor, "*shape"] | None = None,
+) -> Shaped[Tensor, "*shape"]:
     """The sum (or `op`) over all ranks, on every rank: all send to rank 0, which adds in rank order and sends the result back to each."""
     out, flat = _result(x, out)
     if comm.rank != 0:
@@ -215,7 +263,13 @@ def all_reduce_naive(x: Shaped[Tensor, "*shape"], comm: Comm, *, op: str = "sum"
 
 
 @_collective
-def all_reduce_tree(x: Shaped[Tensor, "*shape"], comm: Comm, *, op: str = "sum", out: Shaped[Tensor, "*shape"] | None = None) -> Shaped[Tensor, "*shape"]:
+def all_reduce_tree(
+    x: Shaped[Tensor, "*shape"],
+    comm: Comm,
+    *,
+    op: str = "sum",
+    out: Shaped[Tensor, "*shape"] | None = None,
+) -> Shaped[Tensor, "*shape"]:
     """The sum (or `op`) over all ranks, on every rank: up the binomial tree to rank 0, and down again."""
     out, flat = _result(x, out)
     _tree_up(flat, comm, 0, op)
@@ -225,7 +279,11 @@ def all_reduce_tree(x: Shaped[Tensor, "*shape"], comm: Comm, *, op: str = "sum",
 
 @_collective
 def all_reduce_halving_doubling(
-    x: Shaped[Tensor, "*shape"], comm: Comm, *, op: str = "sum", out: Shaped[Tensor, "*shape"] | None = None
+    x: Shaped[Tensor, "*shape"],
+    comm: Comm,
+    *,
+    op: str = "sum",
+    out: Shaped[Tensor, "*shape"] | None = None,
 ) -> Shaped[Tensor, "*shape"]:
     """The sum (or `op`) over all ranks, on every rank: swap halves with a partner far away, then quarters with a nearer one, …, and back.
 
@@ -283,17 +341,27 @@ def _tree_down(x: Tensor, comm: Comm, root: int) -> None:
 
 @_collective
 def all_to_all_pairwise(
-    x: Shaped[Tensor, "rows *rest"], comm: Comm, *, send_sizes: Sequence[int] | None = None, recv_sizes: Sequence[int] | None = None
+    x: Shaped[Tensor, "rows *rest"],
+    comm: Comm,
+    *,
+    send_sizes: Sequence[int] | None = None,
+    recv_sizes: Sequence[int] | None = None,
 ) -> Shaped[Tensor, "received *rest"]:
     """The rows that every rank has for this one, in rank order: in step k send to the rank k after you and receive from the rank k before.
 
     `send_sizes` are the rows for each rank (equal shares of x unless given), `recv_sizes` the rows that each rank has for this one.
     """
     n, i = comm.size, comm.rank
-    send_sizes = shares(len(x), n) if send_sizes is None else _row_counts(send_sizes, n, "send_sizes")
-    recv_sizes = (send_sizes[i],) * n if recv_sizes is None else _row_counts(recv_sizes, n, "recv_sizes")
+    send_sizes = (
+        shares(len(x), n) if send_sizes is None else _row_counts(send_sizes, n, "send_sizes")
+    )
+    recv_sizes = (
+        (send_sizes[i],) * n if recv_sizes is None else _row_counts(recv_sizes, n, "recv_sizes")
+    )
     if sum(send_sizes) != len(x) or send_sizes[i] != recv_sizes[i]:
-        raise ValueError(f"rank {i}: send_sizes={send_sizes} and recv_sizes={recv_sizes} must add up to the {len(x)} rows of x and agree on rank {i}")
+        raise ValueError(
+            f"rank {i}: send_sizes={send_sizes} and recv_sizes={recv_sizes} must add up to the {len(x)} rows of x and agree on rank {i}"
+        )
     out = x.new_empty(sum(recv_sizes), *x.shape[1:])
     outbox, inbox = _cut(x.contiguous(), send_sizes), _cut(out, recv_sizes)
     inbox[i].copy_(outbox[i])
@@ -328,7 +396,10 @@ def faults(all_reduce: Callable, world, numel: int = 1001) -> list[str]:
 
     It runs on every rank of `world`, on another random tensor each, and must leave the same bits everywhere, its input alone, and no rank overworked.
     """
-    inputs = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+    inputs = [
+        torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+        for rank in range(world.size)
+    ]
 
     def program(rank):
         x = inputs[rank.index].clone()
@@ -338,11 +409,23 @@ def faults(all_reduce: Callable, world, numel: int = 1001) -> list[str]:
     results, untouched = zip(*world.run(program), strict=True)
     total = torch.stack(inputs).sum(0)
     sent = world.ledger.by("rank")
-    ring = max(predict_all_reduce("ring", nbytes=total.nbytes, n=world.size).by("rank").values(), default=0)
-    found = [f"rank {rank} does not hold the sum" for rank, x in enumerate(results) if x.shape != total.shape or not torch.allclose(x, total, atol=1e-5)]
-    found += ["the ranks hold different bits"] * (not all(torch.equal(x, results[0]) for x in results))
+    ring = max(
+        predict_all_reduce("ring", nbytes=total.nbytes, n=world.size).by("rank").values(), default=0
+    )
+    found = [
+        f"rank {rank} does not hold the sum"
+        for rank, x in enumerate(results)
+        if x.shape != total.shape or not torch.allclose(x, total, atol=1e-5)
+    ]
+    found += ["the ranks hold different bits"] * (
+        not all(torch.equal(x, results[0]) for x in results)
+    )
     found += [f"rank {rank} lost its input" for rank, same in enumerate(untouched) if not same]
-    return found + [f"rank {rank} sent {nbytes} B, in a ring no rank sends more than {ring} B" for rank, nbytes in sent.items() if nbytes > ring]
+    return found + [
+        f"rank {rank} sent {nbytes} B, in a ring no rank sends more than {ring} B"
+        for rank, nbytes in sent.items()
+        if nbytes > ring
+    ]
 
 
 # ── small helpers ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -380,11 +463,15 @@ def _row_counts(sizes: Sequence[int], n: int, name: str) -> tuple[int, ...]:
     return tuple(units.whole(int(size), name) for size in sizes)
 
 
-def _gathered(x: Tensor, comm: Comm, sizes: Sequence[int] | None, out: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+def _gathered(
+    x: Tensor, comm: Comm, sizes: Sequence[int] | None, out: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """Room for the rows of all ranks, as a whole and cut by rank, with this rank's own already in place."""
     sizes = (len(x),) * comm.size if sizes is None else _row_counts(sizes, comm.size, "sizes")
     if sizes[comm.rank] != len(x):
-        raise ValueError(f"rank {comm.rank} brings {len(x)} rows, but sizes={sizes} promise {sizes[comm.rank]}: give the rows of every rank")
+        raise ValueError(
+            f"rank {comm.rank} brings {len(x)} rows, but sizes={sizes} promise {sizes[comm.rank]}: give the rows of every rank"
+        )
     whole = _fitting(out, (sum(sizes), *x.shape[1:]), x)
     pieces = _cut(whole, sizes)
     if pieces[comm.rank].data_ptr() != x.data_ptr():
@@ -411,7 +498,9 @@ def _fitting(out: Tensor | None, shape: tuple[int, ...], x: Tensor) -> Tensor:
     if out is None:
         return torch.empty(shape, dtype=x.dtype, device=x.device)
     if tuple(out.shape) != shape or out.dtype != x.dtype or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous, {shape} of {x.dtype} like the result, got {tuple(out.shape)} of {out.dtype}")
+        raise ValueError(
+            f"out must be contiguous, {shape} of {x.dtype} like the result, got {tuple(out.shape)} of {out.dtype}"
+        )
     return out
 
 
@@ -491,34 +580,73 @@ def _halving_doubling_path(n: int) -> tuple[int, Fraction]:
     return 2 * _log(p) + 2 * left_over, Fraction(2 * (p - 1), p) + 2 * left_over
 
 
-_TENSORS = dict(steps=lambda n: n - 1, share=lambda n: n - 1)  # n − 1 whole tensors, one after the other
+_TENSORS = dict(
+    steps=lambda n: n - 1, share=lambda n: n - 1
+)  # n − 1 whole tensors, one after the other
 _PIECES = dict(steps=lambda n: n - 1, share=lambda n: Fraction(n - 1, n))  # n − 1 pieces
 _LEVELS = dict(steps=_log, share=_log)  # a whole tensor for each level of a tree
 
 FORMULAS: dict[str, Formula] = {
-    "broadcast_star": Formula(**_TENSORS, messages=lambda at: at.others, sent=lambda at: at.others * at.S),
-    "broadcast_tree": Formula(**_LEVELS, messages=lambda at: at.children, sent=lambda at: at.children * at.S),
-    "scatter_star": Formula(**_PIECES, messages=lambda at: at.others, sent=lambda at: (1 - at.leaf) * (at.S - at.piece())),
-    "gather_star": Formula(**_PIECES, messages=lambda at: at.leaf, sent=lambda at: at.leaf * at.piece()),
+    "broadcast_star": Formula(
+        **_TENSORS, messages=lambda at: at.others, sent=lambda at: at.others * at.S
+    ),
+    "broadcast_tree": Formula(
+        **_LEVELS, messages=lambda at: at.children, sent=lambda at: at.children * at.S
+    ),
+    "scatter_star": Formula(
+        **_PIECES,
+        messages=lambda at: at.others,
+        sent=lambda at: (1 - at.leaf) * (at.S - at.piece()),
+    ),
+    "gather_star": Formula(
+        **_PIECES, messages=lambda at: at.leaf, sent=lambda at: at.leaf * at.piece()
+    ),
     "reduce_star": Formula(**_TENSORS, messages=lambda at: at.leaf, sent=lambda at: at.leaf * at.S),
     "reduce_tree": Formula(**_LEVELS, messages=lambda at: at.leaf, sent=lambda at: at.leaf * at.S),
-    "reduce_scatter_ring": Formula(**_PIECES, messages=lambda at: at.n - 1, sent=lambda at: at.S - at.piece()),
-    "all_gather_ring": Formula(**_PIECES, messages=lambda at: at.n - 1, sent=lambda at: at.S - at.piece(1)),
-    "all_reduce_naive": Formula(**_twice(_TENSORS), messages=lambda at: at.leaf + at.others, sent=lambda at: (at.leaf + at.others) * at.S),
-    "all_reduce_ring": Formula(**_twice(_PIECES), messages=lambda at: 2 * (at.n - 1), sent=lambda at: 2 * at.S - at.piece() - at.piece(1)),
-    "all_reduce_tree": Formula(**_twice(_LEVELS), messages=lambda at: at.leaf + at.children, sent=lambda at: (at.leaf + at.children) * at.S),
+    "reduce_scatter_ring": Formula(
+        **_PIECES, messages=lambda at: at.n - 1, sent=lambda at: at.S - at.piece()
+    ),
+    "all_gather_ring": Formula(
+        **_PIECES, messages=lambda at: at.n - 1, sent=lambda at: at.S - at.piece(1)
+    ),
+    "all_reduce_naive": Formula(
+        **_twice(_TENSORS),
+        messages=lambda at: at.leaf + at.others,
+        sent=lambda at: (at.leaf + at.others) * at.S,
+    ),
+    "all_reduce_ring": Formula(
+        **_twice(_PIECES),
+        messages=lambda at: 2 * (at.n - 1),
+        sent=lambda at: 2 * at.S - at.piece() - at.piece(1),
+    ),
+    "all_reduce_tree": Formula(
+        **_twice(_LEVELS),
+        messages=lambda at: at.leaf + at.children,
+        sent=lambda at: (at.leaf + at.children) * at.S,
+    ),
     "all_reduce_halving_doubling": Formula(
         steps=lambda n: _halving_doubling_path(n)[0],
         share=lambda n: _halving_doubling_path(n)[1],
         messages=lambda at: _halving_doubling(at)[0],
         sent=lambda at: _halving_doubling(at)[1],
     ),
-    "all_to_all_pairwise": Formula(**_PIECES, messages=lambda at: at.n - 1, sent=lambda at: at.S - at.piece()),
+    "all_to_all_pairwise": Formula(
+        **_PIECES, messages=lambda at: at.n - 1, sent=lambda at: at.S - at.piece()
+    ),
 }
 """S is always the whole tensor: what is broadcast, what a scatter divides, what a gather puts together, what each rank brings to the rest."""
 
 ALL_REDUCES = tuple(name for name in FORMULAS if name.startswith("all_reduce"))
-OPERATIONS = ("broadcast", "scatter", "gather", "reduce_scatter", "reduce", "all_gather", "all_reduce", "all_to_all")
+OPERATIONS = (
+    "broadcast",
+    "scatter",
+    "gather",
+    "reduce_scatter",
+    "reduce",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+)
 
 
 def _formula(algorithm: str) -> Formula:
@@ -527,7 +655,15 @@ def _formula(algorithm: str) -> Formula:
     return FORMULAS[algorithm]
 
 
-def sent(algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4, root: int = 0, axis: str = "dp") -> Ledger:
+def sent(
+    algorithm: str,
+    *,
+    nbytes: int | float,
+    n: int,
+    itemsize: int = 4,
+    root: int = 0,
+    axis: str = "dp",
+) -> Ledger:
     """Bytes that each of `n` ranks sends, a line a rank that sends anything, exact also where n does not divide the tensor.
 
     `nbytes` is the whole tensor S, cut between elements (rows, for an operation on rows) of `itemsize` bytes.
@@ -536,7 +672,11 @@ def sent(algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4, root
     {0: 96000000, 1: 96000000, 2: 96000000, 3: 96000000}
     """
     seats, formula = _seats(algorithm, nbytes, n, itemsize, root), _formula(algorithm)
-    return Ledger(Line(algorithm, formula.sent(at), axis=axis, rank=at.rank, count=formula.messages(at)) for at in seats if formula.messages(at))
+    return Ledger(
+        Line(algorithm, formula.sent(at), axis=axis, rank=at.rank, count=formula.messages(at))
+        for at in seats
+        if formula.messages(at)
+    )
 
 
 def _seats(algorithm: str, nbytes: int | float, n: int, itemsize: int, root: int) -> list[Seat]:
@@ -545,13 +685,17 @@ def _seats(algorithm: str, nbytes: int | float, n: int, itemsize: int, root: int
     units.whole(S, "nbytes")
     units.whole(n, "n", 1)
     if S % units.whole(itemsize, "itemsize", 1):
-        raise ValueError(f"{S} bytes are not a whole number of elements of {itemsize} bytes: give the tensor's itemsize")
+        raise ValueError(
+            f"{S} bytes are not a whole number of elements of {itemsize} bytes: give the tensor's itemsize"
+        )
     if not 0 <= root < n:
         raise ValueError(f"root={root} is not one of {n} ranks: use 0 … {n - 1}")
     return [Seat(n, rank, root, S, itemsize) for rank in range(n)]
 
 
-def held(algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4, root: int = 0) -> Ledger:
+def held(
+    algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4, root: int = 0
+) -> Ledger:
     """Bytes of the result on each of `n` ranks: the whole tensor, a share of it, or nothing where only the root gets it.
 
     >>> held("reduce_scatter_ring", nbytes=40, n=4).by("rank")
@@ -570,7 +714,10 @@ def held(algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4, root
                 return at.S
 
     op = next(op for op in OPERATIONS if algorithm.startswith(f"{op}_"))
-    return Ledger(Line("result", result(at), rank=at.rank) for at in _seats(algorithm, nbytes, n, itemsize, root))
+    return Ledger(
+        Line("result", result(at), rank=at.rank)
+        for at in _seats(algorithm, nbytes, n, itemsize, root)
+    )
 
 
 def _predictor(op: str) -> Callable[..., Ledger]:
@@ -578,7 +725,9 @@ def _predictor(op: str) -> Callable[..., Ledger]:
 
     def predict_op(algorithm: str = algorithms[0], **sizes) -> Ledger:
         if algorithm not in algorithms:
-            raise ValueError(f"no algorithm {algorithm!r} for {op}: there are {', '.join(algorithms)}")
+            raise ValueError(
+                f"no algorithm {algorithm!r} for {op}: there are {', '.join(algorithms)}"
+            )
         return sent(f"{op}_{algorithm}", **sizes)
 
     predict_op.__name__ = predict_op.__qualname__ = f"predict_{op}"
@@ -618,7 +767,10 @@ def cost(algorithm: str, nbytes: int | float, n: int, link: Link) -> float:
         raise ValueError(f"nbytes must be a finite number, 0 or more, got {nbytes}")
     formula = _formula(algorithm)
     units.whole(n, "n", 1)
-    return float(formula.steps(n) * Fraction(link.latency) + formula.share(n) * Fraction(nbytes) / Fraction(link.bandwidth))
+    return float(
+        formula.steps(n) * Fraction(link.latency)
+        + formula.share(n) * Fraction(nbytes) / Fraction(link.bandwidth)
+    )
 
 
 def fastest(nbytes: int | float, n: int, link: Link, among: Sequence[str] = ALL_REDUCES) -> str:
@@ -701,12 +853,23 @@ def predict(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Ledger:
     b, (s, h, L) = train.micro_batch, model.letters("s h L")
     lines: list[Line] = []
 
-    def book(rank: int, axis: str, op: str, numel: int, itemsize: int, times: int, note: str) -> None:
+    def book(
+        rank: int, axis: str, op: str, numel: int, itemsize: int, times: int, note: str
+    ) -> None:
         group = mesh.group(rank, axis)
         if len(group) > 1 and times:
             at = Seat(len(group), group.index(rank), 0, numel * itemsize, itemsize)
             ring = FORMULAS[f"{op}_ring"]
-            lines.append(Line(op, times * ring.sent(at), axis=axis, rank=rank, count=times * ring.messages(at), note=note))
+            lines.append(
+                Line(
+                    op,
+                    times * ring.sent(at),
+                    axis=axis,
+                    rank=rank,
+                    count=times * ring.messages(at),
+                    note=note,
+                )
+            )
 
     for rank in range(mesh.size):
         stage = mesh.coords(rank)["pp"]
@@ -718,29 +881,56 @@ def predict(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Ledger:
         book(rank, "dp", "all_gather", held, width, all_gathers, "weights")
 
         in_layers = L // mesh.pp * (6 if train.checkpointing == "full" else 4)
-        book(rank, "tp", "all_reduce", b * s * h, width, m * in_layers, "activations and their gradients in the layers")
+        book(
+            rank,
+            "tp",
+            "all_reduce",
+            b * s * h,
+            width,
+            m * in_layers,
+            "activations and their gradients in the layers",
+        )
         book(rank, "tp", "all_reduce", b * s * h, width, m * (first + last), "embedding and head")
         book(rank, "tp", "all_reduce", b * s, 4, 3 * m * last, "loss")
 
         neighbours = (not first) + (not last)
         if neighbours:
-            lines.append(Line("send", m * neighbours * b * s * h * width, axis="pp", rank=rank, count=m * neighbours, note="activations and their gradients"))
+            lines.append(
+                Line(
+                    "send",
+                    m * neighbours * b * s * h * width,
+                    axis="pp",
+                    rank=rank,
+                    count=m * neighbours,
+                    note="activations and their gradients",
+                )
+            )
     return Ledger(lines)
 
 
 def _check_expressible(model: ModelConfig, mesh: Mesh) -> None:
     for axis in ("cp", "ep"):
         if getattr(mesh, axis) > 1:
-            raise ValueError(f"predict has no formula for {axis}={getattr(mesh, axis)} yet: leave {axis}=1")
+            raise ValueError(
+                f"predict has no formula for {axis}={getattr(mesh, axis)} yet: leave {axis}=1"
+            )
     if model.num_experts > 1:
-        raise ValueError(f"predict has no formula for num_experts={model.num_experts} yet: use a dense model")
+        raise ValueError(
+            f"predict has no formula for num_experts={model.num_experts} yet: use a dense model"
+        )
     if mesh.pp > 1 and model.tied:
-        raise ValueError(f"with pp={mesh.pp} a tied embedding lives on two stages, for which predict has no formula yet: use a model with tied=False")
+        raise ValueError(
+            f"with pp={mesh.pp} a tied embedding lives on two stages, for which predict has no formula yet: use a model with tied=False"
+        )
     if model.num_layers % mesh.pp:
-        raise ValueError(f"pp={mesh.pp} does not divide num_layers={model.num_layers}: predict counts equal stages")
+        raise ValueError(
+            f"pp={mesh.pp} does not divide num_layers={model.num_layers}: predict counts equal stages"
+        )
     for field in ("num_heads", "num_kv_heads", "d_ff", "vocab_size"):
         if getattr(model, field) % mesh.tp:
-            raise ValueError(f"tp={mesh.tp} does not divide {field}={getattr(model, field)}: choose another tp, or pad it")
+            raise ValueError(
+                f"tp={mesh.tp} does not divide {field}={getattr(model, field)}: choose another tp, or pad it"
+            )
 
 
 def _parameters_held(model: ModelConfig, mesh: Mesh, first: bool, last: bool) -> int:

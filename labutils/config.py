@@ -51,16 +51,29 @@ class ModelConfig:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "seq_len", "num_experts", "top_k"):
+        for field in (
+            "num_layers",
+            "d_model",
+            "num_heads",
+            "d_ff",
+            "vocab_size",
+            "seq_len",
+            "num_experts",
+            "top_k",
+        ):
             units.whole(getattr(self, field), field, 1)
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         units.whole(self.num_kv_heads, "num_kv_heads", 1)
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}: each group shares one key–value head")
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}: each group shares one key–value head"
+            )
         if self.d_head is None:
             if self.d_model % self.num_heads:
-                raise ValueError(f"num_heads={self.num_heads} does not divide d_model={self.d_model}: change one of them or give d_head")
+                raise ValueError(
+                    f"num_heads={self.num_heads} does not divide d_model={self.d_model}: change one of them or give d_head"
+                )
             object.__setattr__(self, "d_head", self.d_model // self.num_heads)
         units.whole(self.d_head, "d_head", 1)
         _one_of(self.ffn, "ffn", ("gelu", "swiglu"))
@@ -70,7 +83,9 @@ class ModelConfig:
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be a probability in [0, 1), got {self.dropout!r}")
         if self.top_k > self.num_experts:
-            raise ValueError(f"top_k={self.top_k} is more than num_experts={self.num_experts}: a token cannot visit an expert twice")
+            raise ValueError(
+                f"top_k={self.top_k} is more than num_experts={self.num_experts}: a token cannot visit an expert twice"
+            )
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -78,10 +93,19 @@ class ModelConfig:
 
         Source: counted from the shapes; equal to the published counts of every model in data/models.csv.
         """
-        h, f, L, a, g, d = self.d_model, self.d_ff, self.num_layers, self.num_heads, self.num_kv_heads, self.d_head
+        h, f, L, a, g, d = (
+            self.d_model,
+            self.d_ff,
+            self.num_layers,
+            self.num_heads,
+            self.num_kv_heads,
+            self.d_head,
+        )
         linear_bias, qkv_bias = self.bias is True, bool(self.bias)
         attention = h * (a + 2 * g) * d + a * d * h + qkv_bias * (a + 2 * g) * d + linear_bias * h
-        expert = (3 if self.ffn == "swiglu" else 2) * h * f + linear_bias * ((2 if self.ffn == "swiglu" else 1) * f + h)
+        expert = (3 if self.ffn == "swiglu" else 2) * h * f + linear_bias * (
+            (2 if self.ffn == "swiglu" else 1) * f + h
+        )
         router = h * self.num_experts if self.num_experts > 1 else 0
         norm = (2 if self.norm == "layernorm" else 1) * h
         return {
@@ -122,8 +146,12 @@ class ModelConfig:
         h, a, g, d, s = self.d_model, self.num_heads, self.num_kv_heads, self.d_head, self.seq_len
         projections = h * (a + 2 * g) * d + a * d * h
         scores = 2 * s * a * d
-        feed_forward = self.top_k * (3 if self.ffn == "swiglu" else 2) * h * self.d_ff + (h * self.num_experts if self.num_experts > 1 else 0)
-        forward = 2 * (self.num_layers * (projections + scores + feed_forward) + h * self.vocab_size)
+        feed_forward = self.top_k * (3 if self.ffn == "swiglu" else 2) * h * self.d_ff + (
+            h * self.num_experts if self.num_experts > 1 else 0
+        )
+        forward = 2 * (
+            self.num_layers * (projections + scores + feed_forward) + h * self.vocab_size
+        )
         return 3 * forward if training else forward
 
     def letters(self, wanted: str) -> tuple[int, ...]:
@@ -133,11 +161,21 @@ class ModelConfig:
         >>> s, h, a, L
         (1024, 768, 12, 12)
         """
-        known = dict(s=self.seq_len, h=self.d_model, a=self.num_heads, g=self.num_kv_heads, d=self.d_head, f=self.d_ff, L=self.num_layers)
+        known = dict(
+            s=self.seq_len,
+            h=self.d_model,
+            a=self.num_heads,
+            g=self.num_kv_heads,
+            d=self.d_head,
+            f=self.d_ff,
+            L=self.num_layers,
+        )
         known |= dict(v=self.vocab_size, E=self.num_experts, k=self.top_k, Ψ=self.num_params)
         unknown = [letter for letter in wanted.split() if letter not in known]
         if unknown:
-            raise ValueError(f"a model has no letter {', '.join(unknown)}: it has {' '.join(known)}")
+            raise ValueError(
+                f"a model has no letter {', '.join(unknown)}: it has {' '.join(known)}"
+            )
         return tuple(known[letter] for letter in wanted.split())
 
     @classmethod
@@ -157,26 +195,36 @@ class ModelConfig:
         Reads the GPT-2, Llama, Mistral, Qwen2 and Mixtral families. What a ModelConfig cannot express, such as DeepSeek's multi-head latent
         attention, is an error that says so, never a guess. A sliding window changes no parameter and is not kept.
         """
-        config, origin = (source, "this dictionary") if isinstance(source, Mapping) else _read_json(Path(source))
+        config, origin = (
+            (source, "this dictionary") if isinstance(source, Mapping) else _read_json(Path(source))
+        )
         family = config.get("model_type")
         if family not in _HF_FAMILIES:
-            raise ValueError(f"{origin}: model_type is {family!r}; from_hf reads {', '.join(_HF_FAMILIES)}. Build a ModelConfig by hand instead")
+            raise ValueError(
+                f"{origin}: model_type is {family!r}; from_hf reads {', '.join(_HF_FAMILIES)}. Build a ModelConfig by hand instead"
+            )
         try:
             return _HF_FAMILIES[family](cls, config)
         except KeyError as missing:
-            raise ValueError(f"{origin}: a {family} config needs the key {missing}, which is not there") from None
+            raise ValueError(
+                f"{origin}: a {family} config needs the key {missing}, which is not there"
+            ) from None
 
 
 def _read_json(path: Path) -> tuple[dict, str]:
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise ValueError(f"there is no file {path.name!r} at that path: give the path of a config.json or of the folder that holds it")
+        raise ValueError(
+            f"there is no file {path.name!r} at that path: give the path of a config.json or of the folder that holds it"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path.name} is not valid JSON ({error}): download it again") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path.name} holds a {type(config).__name__}, not an object with keys: is it the model's config.json?")
+        raise ValueError(
+            f"{path.name} holds a {type(config).__name__}, not an object with keys: is it the model's config.json?"
+        )
     return config, path.name
 
 
@@ -190,11 +238,17 @@ def _from_gpt2(cls: type[ModelConfig], config: Mapping[str, Any]) -> ModelConfig
 
 def _from_llama(cls: type[ModelConfig], config: Mapping[str, Any]) -> ModelConfig:
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act is {config['hidden_act']!r}: from_hf reads SwiGLU models, whose hidden_act is 'silu'")
+        raise ValueError(
+            f"hidden_act is {config['hidden_act']!r}: from_hf reads SwiGLU models, whose hidden_act is 'silu'"
+        )
     if config.get("mlp_bias"):
-        raise ValueError("mlp_bias is true: this course has no bias on a SwiGLU layer alone; build a ModelConfig by hand with bias=True or False")
+        raise ValueError(
+            "mlp_bias is true: this course has no bias on a SwiGLU layer alone; build a ModelConfig by hand with bias=True or False"
+        )
     if config["model_type"] == "llama" and config.get("attention_bias"):
-        raise ValueError("attention_bias is true: it puts a bias on all four projections, which ModelConfig cannot express; use bias='qkv' or True")
+        raise ValueError(
+            "attention_bias is true: it puts a bias on all four projections, which ModelConfig cannot express; use bias='qkv' or True"
+        )
     return cls(
         num_layers=config["num_hidden_layers"], d_model=config["hidden_size"], num_heads=config["num_attention_heads"],
         num_kv_heads=config.get("num_key_value_heads"), d_head=config.get("head_dim"), d_ff=config["intermediate_size"],
@@ -204,7 +258,13 @@ def _from_llama(cls: type[ModelConfig], config: Mapping[str, Any]) -> ModelConfi
     )  # fmt: skip
 
 
-_HF_FAMILIES = {"gpt2": _from_gpt2, "llama": _from_llama, "mistral": _from_llama, "qwen2": _from_llama, "mixtral": _from_llama}
+_HF_FAMILIES = {
+    "gpt2": _from_gpt2,
+    "llama": _from_llama,
+    "mistral": _from_llama,
+    "qwen2": _from_llama,
+    "mixtral": _from_llama,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,12 +293,16 @@ class TrainConfig:
         units.whole(self.micro_batch, "micro_batch", 1)
         units.whole(self.global_batch, "global_batch", 1)
         if self.global_batch % self.micro_batch:
-            raise ValueError(f"micro_batch={self.micro_batch} does not divide global_batch={self.global_batch}: the last micro-batch would be short")
+            raise ValueError(
+                f"micro_batch={self.micro_batch} does not divide global_batch={self.global_batch}: the last micro-batch would be short"
+            )
         _one_of(self.precision, "precision", ("fp32", "bf16", "fp16"))
         _one_of(self.fp32_gradients, "fp32_gradients", (True, False, "only"))
         _one_of(self.attention, "attention", ("plain", "sdpa"))
         if self.autocast and self.precision == "fp32":
-            raise ValueError("autocast=True computes in a half format: give precision='bf16' or 'fp16'")
+            raise ValueError(
+                "autocast=True computes in a half format: give precision='bf16' or 'fp16'"
+            )
         _one_of(self.optimizer, "optimizer", ("sgd", "momentum", "adam", "adamw"))
         _one_of(self.checkpointing, "checkpointing", ("none", "selective", "full"))
         _one_of(self.stepping, "stepping", ("loop", "foreach", "fused"))
@@ -252,7 +316,9 @@ class TrainConfig:
         """
         units.whole(dp, "dp", 1)
         if self.global_batch % (self.micro_batch * dp):
-            raise ValueError(f"global_batch={self.global_batch} is not a multiple of micro_batch · dp = {self.micro_batch} · {dp}")
+            raise ValueError(
+                f"global_batch={self.global_batch} is not a multiple of micro_batch · dp = {self.micro_batch} · {dp}"
+            )
         return self.global_batch // (self.micro_batch * dp)
 
 
@@ -277,7 +343,9 @@ class Mesh:
         for axis in AXES:
             units.whole(getattr(self, axis), axis, 1)
         if (self.dp * self.cp) % self.ep:
-            raise ValueError(f"ep={self.ep} does not divide dp · cp = {self.dp * self.cp}: experts are spread over those ranks")
+            raise ValueError(
+                f"ep={self.ep} does not divide dp · cp = {self.dp * self.cp}: experts are spread over those ranks"
+            )
 
     @property
     def size(self) -> int:
@@ -306,8 +374,13 @@ class Mesh:
         if axis == "ep":
             block = (here["dp"] * self.cp + here["cp"]) // self.ep
             spread = itertools.product([here["pp"]], range(self.dp), range(self.cp), [here["tp"]])
-            return tuple(self._rank(*at) for at in spread if (at[1] * self.cp + at[2]) // self.ep == block)
-        return tuple(self._rank(**({key: here[key] for key in ("pp", "dp", "cp", "tp")} | {axis: i})) for i in range(getattr(self, axis)))
+            return tuple(
+                self._rank(*at) for at in spread if (at[1] * self.cp + at[2]) // self.ep == block
+            )
+        return tuple(
+            self._rank(**({key: here[key] for key in ("pp", "dp", "cp", "tp")} | {axis: i}))
+            for i in range(getattr(self, axis))
+        )
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of `axis`: they are disjoint and cover every rank."""
@@ -319,7 +392,9 @@ class Mesh:
     def _check_rank(self, rank: int) -> None:
         units.whole(rank, "rank")
         if rank >= self.size:
-            raise ValueError(f"rank {rank} is not on this mesh of {self.size} ranks: use 0 … {self.size - 1}")
+            raise ValueError(
+                f"rank {rank} is not on this mesh of {self.size} ranks: use 0 … {self.size - 1}"
+            )
 
 
 @dataclass(frozen=True)
@@ -330,8 +405,14 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.latency, (int, float)) or not math.isfinite(self.latency) or self.latency < 0:
-            raise ValueError(f"latency must be a finite number of seconds, 0 or more, got {self.latency!r}")
+        if (
+            not isinstance(self.latency, (int, float))
+            or not math.isfinite(self.latency)
+            or self.latency < 0
+        ):
+            raise ValueError(
+                f"latency must be a finite number of seconds, 0 or more, got {self.latency!r}"
+            )
         units.positive(self.bandwidth, "bandwidth")
 
     def time(self, nbytes: float) -> float:
@@ -386,16 +467,33 @@ def _models() -> dict[str, dict]:
     flags = {"True": True, "False": False, "qkv": "qkv"}
 
     def value(field: str, cell: str) -> object:
-        return cell if field in text else flags[cell] if cell in flags else float(cell) if field == "dropout" else int(cell)
+        return (
+            cell
+            if field in text
+            else flags[cell]
+            if cell in flags
+            else float(cell)
+            if field == "dropout"
+            else int(cell)
+        )
 
     skip = {"name", "published_params", "source"}
-    return {row["name"]: {field: value(field, cell) for field, cell in row.items() if cell and field not in skip} for row in _read_csv("models.csv")}
+    return {
+        row["name"]: {
+            field: value(field, cell) for field, cell in row.items() if cell and field not in skip
+        }
+        for row in _read_csv("models.csv")
+    }
 
 
 @functools.cache
 def _devices() -> dict[str, dict]:
     def device(row: dict[str, str]) -> dict:
-        flops = {column.removeprefix("tflops_"): float(cell) * 1e12 for column, cell in row.items() if column.startswith("tflops_") and cell}
+        flops = {
+            column.removeprefix("tflops_"): float(cell) * 1e12
+            for column, cell in row.items()
+            if column.startswith("tflops_") and cell
+        }
         return dict(
             memory=int(row["memory_GB"]) * units.GB, memory_bandwidth=float(row["memory_bandwidth_GBps"]) * 1e9, flops=flops,
             link_bandwidth=float(row["link_GBps_per_direction"]) * 1e9, source=row["source"],

@@ -77,7 +77,9 @@ class FloatFormat:
                 f"the others neither (inf=False and nan='all_ones', 'negative_zero' or 'none')"
             )
         if self.nan == "negative_zero" and not (self.signed and self.zero):
-            raise ValueError("nan='negative_zero' needs a format with a sign and a zero: choose nan='all_ones'")
+            raise ValueError(
+                "nan='negative_zero' needs a format with a sign and a zero: choose nan='all_ones'"
+            )
         if self.bias is None:
             object.__setattr__(self, "bias", (1 << self.exponent_bits - 1) - 1)
         if self.storage_bits is None:
@@ -115,7 +117,11 @@ class FloatFormat:
     @property
     def min_subnormal(self) -> float:
         """The smallest positive value at all; `min_normal` where there are no subnormals."""
-        return math.ldexp(1.0, self.min_exponent - self.mantissa_bits) if self.zero else self.min_normal
+        return (
+            math.ldexp(1.0, self.min_exponent - self.mantissa_bits)
+            if self.zero
+            else self.min_normal
+        )
 
     @property
     def eps(self) -> float:
@@ -151,7 +157,9 @@ class FloatFormat:
         [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
         """
         if self.bits > 20:
-            raise ValueError(f"{self.name} has 2**{self.bits} codes, too many to list: use a format of up to 20 bits")
+            raise ValueError(
+                f"{self.name} has 2**{self.bits} codes, too many to list: use a format of up to 20 bits"
+            )
         magnitudes = [self.decode(code) for code in range(self._max_code + 1)]
         negative = [-v for v in reversed(magnitudes) if v] if self.signed else []
         return negative + magnitudes
@@ -165,7 +173,9 @@ class FloatFormat:
         if not abs(x) <= self.max:
             return math.nan
         numerator, denominator = abs(x).as_integer_ratio()
-        return math.ldexp(1.0, max(_exponent(numerator, denominator), self.min_exponent) - self.mantissa_bits)
+        return math.ldexp(
+            1.0, max(_exponent(numerator, denominator), self.min_exponent) - self.mantissa_bits
+        )
 
     # Code → value
 
@@ -178,7 +188,10 @@ class FloatFormat:
         _check_int(f"code of {self.name}", code, 0, (1 << self.bits) - 1)
         magnitude_bits = self.exponent_bits + self.mantissa_bits
         sign, magnitude = code >> magnitude_bits, code & ((1 << magnitude_bits) - 1)
-        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
+        exponent, mantissa = (
+            magnitude >> self.mantissa_bits,
+            magnitude & ((1 << self.mantissa_bits) - 1),
+        )
         if magnitude > self._max_code:
             kind = "inf" if self.inf and mantissa == 0 else "nan"
         elif sign and magnitude == 0 and self.nan == "negative_zero":
@@ -201,7 +214,9 @@ class FloatFormat:
         if kind == "inf":
             magnitude = math.inf
         elif kind == "normal":
-            magnitude = math.ldexp((1 << self.mantissa_bits) + mantissa, exponent - self.bias - self.mantissa_bits)
+            magnitude = math.ldexp(
+                (1 << self.mantissa_bits) + mantissa, exponent - self.bias - self.mantissa_bits
+            )
         else:
             magnitude = math.ldexp(mantissa, self.min_exponent - self.mantissa_bits)
         return -magnitude if sign else magnitude
@@ -213,7 +228,11 @@ class FloatFormat:
         '1 0111 100'
         """
         sign, exponent, mantissa, _ = self.fields(code)
-        fields = ((sign, int(self.signed)), (exponent, self.exponent_bits), (mantissa, self.mantissa_bits))
+        fields = (
+            (sign, int(self.signed)),
+            (exponent, self.exponent_bits),
+            (mantissa, self.mantissa_bits),
+        )
         return " ".join(f"{value:0{width}b}" for value, width in fields if width)
 
     def explain(self, code: int) -> str:
@@ -229,13 +248,24 @@ class FloatFormat:
         if kind in ("zero", "inf"):
             return minus + {"zero": "0", "inf": "∞"}[kind]
         power = exponent if kind == "normal" else self._first_exponent
-        fraction = f" · ({int(kind == 'normal')} + {mantissa}/{1 << self.mantissa_bits})" if self.mantissa_bits else ""
+        fraction = (
+            f" · ({int(kind == 'normal')} + {mantissa}/{1 << self.mantissa_bits})"
+            if self.mantissa_bits
+            else ""
+        )
         value = f"{abs(self.decode(code)):g}".replace("-", "−")
         return f"{minus}2^({power}−{self.bias}){fraction} = {minus}{value}{', subnormal' * (kind == 'subnormal')}"
 
     # Value → code
 
-    def encode(self, x: Real, *, mode: str = "nearest", overflow: str = "ieee", random: Random | None = None) -> int:
+    def encode(
+        self,
+        x: Real,
+        *,
+        mode: str = "nearest",
+        overflow: str = "ieee",
+        random: Random | None = None,
+    ) -> int:
         """The code of x: an int, float, Fraction, … taken as the exact number it is, and rounded once.
 
         `mode`: "nearest" (ties to the even significand), "zero" (never away from zero) or "stochastic" (up with the
@@ -256,7 +286,9 @@ class FloatFormat:
         if mode == "stochastic" and not isinstance(random, Random):
             raise TypeError(f"mode='stochastic' needs random=random.Random(seed), got {random!r}")
         if not hasattr(x, "as_integer_ratio"):
-            raise TypeError(f"cannot encode {x!r} ({type(x).__name__}): pass an int, float or Fraction")
+            raise TypeError(
+                f"cannot encode {x!r} ({type(x).__name__}): pass an int, float or Fraction"
+            )
         negative = math.copysign(1, x) < 0
         if math.isnan(x) or (x < 0 and not self.signed):
             return self._nan_code(negative)
@@ -268,7 +300,9 @@ class FloatFormat:
         # that rounds up to the next power of two carries into the exponent field by itself.
         exponent = max(_exponent(numerator, denominator), self.min_exponent)
         shift = self.mantissa_bits - exponent
-        significand = _round_ratio(numerator << max(shift, 0), denominator << max(-shift, 0), mode, random)
+        significand = _round_ratio(
+            numerator << max(shift, 0), denominator << max(-shift, 0), mode, random
+        )
         if not self.zero:
             significand = max(significand, 1 << self.mantissa_bits)
         code = (exponent - self.min_exponent << self.mantissa_bits) + significand
@@ -280,7 +314,14 @@ class FloatFormat:
             return 0
         return self._signed(code, negative)
 
-    def round(self, x: Real, *, mode: str = "nearest", overflow: str = "ieee", random: Random | None = None) -> float:
+    def round(
+        self,
+        x: Real,
+        *,
+        mode: str = "nearest",
+        overflow: str = "ieee",
+        random: Random | None = None,
+    ) -> float:
         """The value that x becomes in this format: `decode(encode(x))`.
 
         >>> FP16.round(0.1), BF16.round(0.1)
@@ -307,7 +348,9 @@ class FloatFormat:
 
     def _nan_code(self, negative: bool) -> int:
         if self.nan == "none":
-            raise ValueError(f"{self.name} has no NaN: replace NaN and out-of-domain values before encoding")
+            raise ValueError(
+                f"{self.name} has no NaN: replace NaN and out-of-domain values before encoding"
+            )
         if self.nan == "negative_zero":
             return self._signed(0, True)
         quiet = (1 << self.mantissa_bits >> 1) if self.nan == "ieee" else 0
@@ -392,11 +435,17 @@ class BlockFormat:
     def encode(self, values: Sequence[Real]) -> tuple[int, list[int]]:
         """The scale's code and the elements' codes for one block (a last, short block is fine)."""
         if not 0 < len(values) <= self.block_size:
-            raise ValueError(f"{self.name} encodes 1 to {self.block_size} values at a time, got {len(values)}")
+            raise ValueError(
+                f"{self.name} encodes 1 to {self.block_size} values at a time, got {len(values)}"
+            )
         if not all(math.isfinite(v) for v in values):
             return E8M0.encode(math.nan), [0] * len(values)
         largest = max(abs(v) for v in values)
-        exponent = _exponent(*largest.as_integer_ratio()) - self.element.max_exponent if largest else E8M0.min_exponent
+        exponent = (
+            _exponent(*largest.as_integer_ratio()) - self.element.max_exponent
+            if largest
+            else E8M0.min_exponent
+        )
         scale = E8M0.encode(Fraction(2) ** exponent, overflow="saturate")
         unit = Fraction(E8M0.decode(scale))
         return scale, [self.element.encode(Fraction(v) / unit, overflow="saturate") for v in values]
@@ -414,7 +463,9 @@ def _check_int(what: str, value: object, low: int, high: float = math.inf) -> No
 
 def _check_choice(what: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"{what}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
+        raise ValueError(
+            f"{what}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}"
+        )
 
 
 def _exponent(numerator: int, denominator: int) -> int:
@@ -453,7 +504,10 @@ MXFP8 = BlockFormat("mxfp8", E4M3)
 MXFP6 = BlockFormat("mxfp6", E2M3)
 MXFP4 = BlockFormat("mxfp4", E2M1)
 
-FORMATS = {f.name: f for f in (FP64, FP32, TF32, FP16, BF16, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E3M2, E2M3, E2M1, E8M0)}
+FORMATS = {
+    f.name: f
+    for f in (FP64, FP32, TF32, FP16, BF16, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E3M2, E2M3, E2M1, E8M0)
+}
 ALIASES = {
     "float64": "fp64", "float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16",
     "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz", "float8_e5m2fnuz": "e5m2fnuz",
@@ -470,7 +524,9 @@ def named(name: str | FloatFormat) -> FloatFormat:
     if isinstance(name, FloatFormat):
         return name
     if not isinstance(name, str):
-        raise TypeError(f"a format is given by name or as a FloatFormat, got {name!r} ({type(name).__name__})")
+        raise TypeError(
+            f"a format is given by name or as a FloatFormat, got {name!r} ({type(name).__name__})"
+        )
     key = ALIASES.get(name.lower(), name.lower())
     if key not in FORMATS:
         raise ValueError(

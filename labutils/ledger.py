@@ -1,16 +1,12 @@
 """What it costs, in bytes: predicted and measured amounts in one type, so that the central act of a lab is `predicted.diff(measured)`.
 
-`Ledger` holds amounts; `Trace` holds the messages that ranks exchanged and gives ledgers of bytes sent and received; `History` holds
-ledgers of bytes resident over the course of a step.
+`trace` holds the messages that ranks exchanged and gives ledgers of bytes sent and received; `timeline` holds ledgers of bytes
+resident over the course of a step.
 """
 
 import html
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import cached_property
-from typing import Protocol
 
 from labutils import units
 
@@ -31,7 +27,9 @@ class Line:
 
     def __post_init__(self) -> None:
         if isinstance(self.amount, bool) or not isinstance(self.amount, int):
-            raise TypeError(f"{self.name!r}: bytes come in whole numbers, got {self.amount!r}; round it where you know why")
+            raise TypeError(
+                f"{self.name!r}: bytes come in whole numbers, got {self.amount!r}; round it where you know why"
+            )
         units.whole(self.count, f"{self.name!r}: count")
 
     @property
@@ -55,7 +53,9 @@ class Ledger:
         lines = tuple(lines)
         for line in lines:
             if not isinstance(line, Line):
-                raise TypeError(f"a Ledger is made of Lines, got {line!r}; write Line(name, amount)")
+                raise TypeError(
+                    f"a Ledger is made of Lines, got {line!r}; write Line(name, amount)"
+                )
         object.__setattr__(self, "lines", lines)
 
     def __iter__(self) -> Iterator[Line]:
@@ -89,27 +89,42 @@ class Ledger:
     def only(self, **wanted: object) -> "Ledger":
         """The lines whose `name`, `component`, `axis` or `rank` is the wanted one."""
         _check_keys(wanted)
-        return Ledger(line for line in self.lines if all(getattr(line, key) == value for key, value in wanted.items()))
+        return Ledger(
+            line
+            for line in self.lines
+            if all(getattr(line, key) == value for key, value in wanted.items())
+        )
 
     def merged(self) -> "Ledger":
         """The same amounts with lines of one key added into one."""
         sums: dict[tuple, Line] = {}
         for line in self.lines:
             known = sums.get(line.key)
-            sums[line.key] = line if known is None else replace(known, amount=known.amount + line.amount, count=known.count + line.count)
+            sums[line.key] = (
+                line
+                if known is None
+                else replace(
+                    known, amount=known.amount + line.amount, count=known.count + line.count
+                )
+            )
         return Ledger(sums.values())
 
     def scaled(self, factor: int) -> "Ledger":
         """`factor` times every line: the ledger of `factor` layers, steps or micro-batches."""
         units.whole(factor, "factor")
-        return Ledger(replace(line, amount=line.amount * factor, count=line.count * factor) for line in self.lines)
+        return Ledger(
+            replace(line, amount=line.amount * factor, count=line.count * factor)
+            for line in self.lines
+        )
 
     def shard(self, n: int) -> "Ledger":
         """One n-th of every line; an amount that `n` does not divide is an error, because bytes do not come in fractions."""
         units.whole(n, "n", 1)
         for line in self.lines:
             if line.amount % n:
-                raise ValueError(f"{line.name!r}: {n} ranks do not divide {line.amount} bytes; pad it to {-(-line.amount // n) * n} first")
+                raise ValueError(
+                    f"{line.name!r}: {n} ranks do not divide {line.amount} bytes; pad it to {-(-line.amount // n) * n} first"
+                )
         return Ledger(replace(line, amount=line.amount // n) for line in self.lines)
 
     def diff(self, other: "Ledger", by: str | None = None) -> "Diff":
@@ -134,7 +149,12 @@ class Ledger:
             sides.append(sums)
         predicted, measured = sides
         keys = dict.fromkeys([*predicted, *measured])
-        return Diff(tuple(DiffRow(_label(key, by), predicted.get(key, 0), measured.get(key, 0)) for key in keys))
+        return Diff(
+            tuple(
+                DiffRow(_label(key, by), predicted.get(key, 0), measured.get(key, 0))
+                for key in keys
+            )
+        )
 
     def __str__(self) -> str:
         rows = [(_label(line.key), *_amounts(line.amount), line.note) for line in self.lines]
@@ -191,161 +211,6 @@ class Diff:
         return _table(("", "predicted", "measured", "unexplained"), self._cells())
 
 
-class Link(Protocol):
-    """Anything with a latency in seconds and a bandwidth in bytes per second, such as `config.Link`."""
-
-    latency: float
-    bandwidth: float
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What one rank did at one moment: send `sent` bytes `to` a rank, receive `received` bytes from `source`, or both at once."""
-
-    op: str
-    axis: str = ""
-    to: int | None = None
-    sent: int = 0
-    source: int | None = None
-    received: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """`nbytes` that travel from rank `source` to rank `to` between `start` and `end`, in steps or in seconds."""
-
-    op: str
-    axis: str
-    source: int
-    to: int
-    nbytes: int
-    start: float = 0
-    end: float = 0
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What every rank sent and received, in its own program order: the books of one run.
-
-    >>> ring = Trace([[Event("ring", "dp", to=1 - i, sent=8, source=1 - i, received=8)] * 2 for i in (0, 1)])
-    >>> ring.sent.by("rank"), ring.steps
-    ({0: 16, 1: 16}, 2)
-    """
-
-    ranks: tuple[tuple[Event, ...], ...] = ()
-
-    def __init__(self, ranks: Iterable[Iterable[Event]] = ()) -> None:
-        object.__setattr__(self, "ranks", tuple(tuple(events) for events in ranks))
-
-    def _ledger(self, amount: str, peer: str) -> Ledger:
-        sums: dict[tuple, int] = {}
-        counts: Counter = Counter()
-        for rank, events in enumerate(self.ranks):
-            for event in events:
-                if getattr(event, peer) is not None:
-                    key = event.op, event.axis, rank
-                    sums[key] = sums.get(key, 0) + getattr(event, amount)
-                    counts[key] += 1
-        return Ledger(Line(op, nbytes, axis=axis, rank=rank, count=counts[op, axis, rank]) for (op, axis, rank), nbytes in sums.items())
-
-    @cached_property
-    def sent(self) -> Ledger:
-        """Bytes that each rank sent, a line for each operation; `count` is the number of messages."""
-        return self._ledger("sent", "to")
-
-    @cached_property
-    def received(self) -> Ledger:
-        """Bytes that each rank received, a line for each operation."""
-        return self._ledger("received", "source")
-
-    @cached_property
-    def messages(self) -> tuple[Message, ...]:
-        """Every message with the step in which it starts and ends, when each message takes one step."""
-        return self._replay(lambda nbytes: 1)
-
-    @property
-    def steps(self) -> int:
-        """The longest chain of messages that had to wait for each other; a rank sends and receives at once in one step."""
-        return max((int(message.end) for message in self.messages), default=0)
-
-    def makespan(self, link: Link) -> float:
-        """Seconds until the last message arrives, when each takes λ + bytes/bw and a rank sends one and receives one at a time."""
-        latency, bandwidth = Fraction(link.latency), Fraction(link.bandwidth)
-        return float(max((message.end for message in self._replay(lambda nbytes: latency + nbytes / bandwidth)), default=0))
-
-    def _replay(self, cost: Callable[[int], float]) -> tuple[Message, ...]:
-        """All messages with start and end: the k-th send of a channel meets its k-th receive, and a sender does not wait for the receiver."""
-        clock = [0.0 * cost(0)] * len(self.ranks)
-        queues = [deque(events) for events in self.ranks]
-        announced = [False] * len(queues)
-        under_way: dict[tuple, deque[int]] = defaultdict(deque)
-        done: list[Message] = []
-        moved = True
-        while moved:
-            moved = False
-            for rank, queue in enumerate(queues):
-                while queue:
-                    event = queue[0]
-                    if event.to is not None and not announced[rank]:
-                        announced[rank] = True
-                        start = clock[rank]
-                        under_way[rank, event.to, event.axis].append(len(done))
-                        done.append(Message(event.op, event.axis, rank, event.to, event.sent, start, start + cost(event.sent)))
-                        moved = True
-                    finish = clock[rank] + cost(event.sent) if event.to is not None else clock[rank]
-                    if event.source is not None:
-                        channel = under_way[event.source, rank, event.axis]
-                        if not channel:
-                            break
-                        index = channel.popleft()
-                        end = max(clock[rank], done[index].start) + cost(event.received)
-                        done[index] = replace(done[index], end=max(end, done[index].end))
-                        finish = max(finish, end)
-                    clock[rank] = finish
-                    announced[rank] = False
-                    queue.popleft()
-                    moved = True
-        waiting = [rank for rank, queue in enumerate(queues) if queue]
-        if waiting:
-            raise ValueError(f"ranks {waiting} wait for messages that nobody sent: this trace is not of a finished run")
-        return tuple(done)
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The bytes that are alive right after an `event` of a `phase` ("forward", "backward", "optimizer", …)."""
-
-    phase: str
-    event: str
-    ledger: Ledger
-
-
-@dataclass(frozen=True)
-class History:
-    """Bytes resident over the course of a step: one ledger a moment."""
-
-    moments: tuple[Moment, ...]
-
-    def __init__(self, moments: Iterable[Moment]) -> None:
-        object.__setattr__(self, "moments", tuple(moments))
-        if not self.moments:
-            raise ValueError("a History needs at least one Moment: nothing was recorded")
-
-    @property
-    def peak(self) -> Moment:
-        """The first moment at which most bytes are alive."""
-        return max(self.moments, key=lambda moment: moment.ledger.total)
-
-    @property
-    def phases(self) -> dict[str, Moment]:
-        """The peak of each phase, in order of appearance."""
-        peaks: dict[str, Moment] = {}
-        for moment in self.moments:
-            if moment.phase not in peaks or moment.ledger.total > peaks[moment.phase].ledger.total:
-                peaks[moment.phase] = moment
-        return peaks
-
-
 def _check_keys(keys: Iterable[str]) -> None:
     for key in keys:
         if key not in _KEYS:
@@ -356,7 +221,12 @@ def _label(key: tuple, by: str | None = None) -> str:
     if by is not None:
         return f"rank {key[0]}" if by == "rank" else str(key[0])
     component, name, axis, rank = key
-    parts = [component] * (component not in ("", name)) + [name] + [axis] * bool(axis) + [f"rank {rank}"] * (rank is not None)
+    parts = (
+        [component] * (component not in ("", name))
+        + [name]
+        + [axis] * bool(axis)
+        + [f"rank {rank}"] * (rank is not None)
+    )
     return " · ".join(parts)
 
 
@@ -368,7 +238,13 @@ def _plain(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     used = [i for i in range(len(header)) if any(row[i] for row in rows)]
     table = [[line[i] for i in used] for line in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    aligned = [[cell.ljust(width) if j == 0 else cell.rjust(width) for j, (cell, width) in enumerate(zip(line, widths, strict=True))] for line in table]
+    aligned = [
+        [
+            cell.ljust(width) if j == 0 else cell.rjust(width)
+            for j, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in table
+    ]
     return "\n".join("  ".join(line).rstrip() for line in aligned)
 
 
@@ -377,7 +253,8 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
     def cells(row: tuple[str, ...], tag: str) -> str:
         return "".join(
-            f'<{tag} style="text-align:{"left" if j == 0 else "right"};padding:2px 12px">{html.escape(row[i])}</{tag}>' for j, i in enumerate(used)
+            f'<{tag} style="text-align:{"left" if j == 0 else "right"};padding:2px 12px">{html.escape(row[i])}</{tag}>'
+            for j, i in enumerate(used)
         )
 
     *body, last = rows

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labutils import units
-from labutils.ledger import History, Ledger, Line, Moment
+from labutils.ledger import Ledger, Line
+from labutils.timeline import History, Moment
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
@@ -42,7 +43,10 @@ def model_states(module: nn.Module, optimizer: torch.optim.Optimizer | None = No
     named: list[tuple[str, str, Tensor]] = [("weights", "weights", p) for p in module.parameters()]
     named += [("gradients", "gradients", gradient) for gradient in _gradients(module)]
     beside_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
-    named += [("gradients", "fp32 gradients" if beside_half else "gradients", gradient) for gradient in _gradients(module, optimizer)]
+    named += [
+        ("gradients", "fp32 gradients" if beside_half else "gradients", gradient)
+        for gradient in _gradients(module, optimizer)
+    ]
     named += [("optimizer", key, value) for key, value in _optimizer_tensors(optimizer)]
     named += [("buffers", "buffers", buffer) for buffer in module.buffers()]
     seen: set[int] = set()
@@ -67,8 +71,12 @@ def saved_activations(fn: Callable[[], object], module: nn.Module) -> Ledger:
     activations · 1   64  float32 [2, 8]
     total             96
     """
-    known = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
-    saved: dict[int, tuple[torch.UntypedStorage, Line]] = {}  # holding the storage keeps its address from being used again
+    known = {
+        tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())
+    }
+    saved: dict[
+        int, tuple[torch.UntypedStorage, Line]
+    ] = {}  # holding the storage keeps its address from being used again
     inside: list[str] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -76,13 +84,20 @@ def saved_activations(fn: Callable[[], object], module: nn.Module) -> Ledger:
         if storage._cdata not in known and storage._cdata not in saved:
             what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             name = inside[-1] if inside else "outside"
-            saved[storage._cdata] = storage, Line(name, storage.nbytes(), component="activations", note=what)
+            saved[storage._cdata] = (
+                storage,
+                Line(name, storage.nbytes(), component="activations", note=what),
+            )
         return tensor
 
     with ExitStack() as hooks:
         for name, part in module.named_modules():
-            enter = part.register_forward_pre_hook(lambda part, inputs, name=name or "model": inside.append(name))
-            leave = part.register_forward_hook(lambda part, inputs, output: inside.pop() and None, always_call=True)
+            enter = part.register_forward_pre_hook(
+                lambda part, inputs, name=name or "model": inside.append(name)
+            )
+            leave = part.register_forward_hook(
+                lambda part, inputs, output: inside.pop() and None, always_call=True
+            )
             hooks.callback(enter.remove)
             hooks.callback(leave.remove)
         hooks.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
@@ -91,7 +106,13 @@ def saved_activations(fn: Callable[[], object], module: nn.Module) -> Ledger:
     return Ledger(line for _, line in saved.values())
 
 
-def history(fn: Callable[[], object], module: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, capacity: int | None = None) -> History:
+def history(
+    fn: Callable[[], object],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    capacity: int | None = None,
+) -> History:
     """Bytes alive after every operation of `fn()`, such as a training step, by what they are for and by phase: forward, backward, optimizer.
 
     A moment called "start" and one called "end" enclose the operations. Views take no memory and no moment.
@@ -111,12 +132,16 @@ def history(fn: Callable[[], object], module: nn.Module, optimizer: torch.optim.
     return recorder.history()
 
 
-def peak(fn: Callable[[], object], module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Ledger:
+def peak(
+    fn: Callable[[], object], module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> Ledger:
     """Bytes alive at the fullest moment of `fn()`, by component."""
     return history(fn, module, optimizer).peak.ledger
 
 
-def storages(fn: Callable[[], object], module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> "tuple[Life, ...]":
+def storages(
+    fn: Callable[[], object], module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> "tuple[Life, ...]":
     """Every storage that is alive during `fn()`: its bytes, between which operations it lives, what it is for. A trace for `memory.replay`."""
     recorder = _Recorder(module, optimizer, None)
     with recorder.recording():
@@ -128,7 +153,9 @@ def storages(fn: Callable[[], object], module: nn.Module, optimizer: torch.optim
 def peak_allocated(fn: Callable[[], object], device: torch.device | str = "cuda") -> int:
     """Bytes that PyTorch's CUDA allocator had handed out at the fullest moment of `fn()`: each tensor rounded up to 512, workspaces included."""
     if not torch.cuda.is_available():
-        raise ValueError(f"there is no {device} device here: measure.history counts the same step on the CPU")
+        raise ValueError(
+            f"there is no {device} device here: measure.history counts the same step on the CPU"
+        )
     torch.cuda.reset_peak_memory_stats(device)
     fn()
     torch.cuda.synchronize(device)
@@ -148,7 +175,9 @@ class Life:
 class _Recorder(TorchDispatchMode):
     """Writes down the birth and death of every storage; what each was for is known only later, so the ledgers are made at the end."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, capacity: int | None) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, capacity: int | None
+    ) -> None:
         super().__init__()
         self.module, self.optimizer, self.capacity = module, optimizer, capacity
         self.lives: list[Life] = []
@@ -161,7 +190,9 @@ class _Recorder(TorchDispatchMode):
         self.label(_gradients(module, optimizer), "gradients")
         self.label((value for _, value in _optimizer_tensors(optimizer)), "optimizer")
         self.label(module.buffers(), "buffers")
-        self.own = {buffer.untyped_storage()._cdata for buffer in module.buffers()}  # saved or not, they are there anyway
+        self.own = {
+            buffer.untyped_storage()._cdata for buffer in module.buffers()
+        }  # saved or not, they are there anyway
 
     def life(self, tensor: Tensor, birth: int) -> Life:
         storage = tensor.untyped_storage()
@@ -186,8 +217,12 @@ class _Recorder(TorchDispatchMode):
                 life.component = component
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(…) shows up as an argument, yet is new
-            for tensor in _tensors((args, kwargs)):  # any other unknown argument, such as the batch, has been alive since the start
+        if (
+            func is not torch.ops.aten.lift_fresh.default
+        ):  # torch.tensor(…) shows up as an argument, yet is new
+            for tensor in _tensors(
+                (args, kwargs)
+            ):  # any other unknown argument, such as the batch, has been alive since the start
                 self.life(tensor, 0)
         known = len(self.lives)
         out = func(*args, **(kwargs or {}))
@@ -197,14 +232,23 @@ class _Recorder(TorchDispatchMode):
         if not made and not func._schema.is_mutable:  # a view: no memory, no work
             return out
         in_backward = torch._C._current_graph_task_id() != -1
-        self.events.append(("optimizer" if self.in_optimizer else "backward" if in_backward else "forward", func.overloadpacket.__name__))
-        if in_backward and torch.is_grad_enabled():  # a checkpointed region computes its activations again
+        self.events.append(
+            (
+                "optimizer" if self.in_optimizer else "backward" if in_backward else "forward",
+                func.overloadpacket.__name__,
+            )
+        )
+        if (
+            in_backward and torch.is_grad_enabled()
+        ):  # a checkpointed region computes its activations again
             for life in made:
                 life.component = "activations"
         if self.capacity is not None and self.alive > self.capacity:
             phase, event = self.events[-1]
             excess = self.alive - self.capacity
-            raise OutOfMemory(f"{phase}, {event}: {excess:,} bytes more than the capacity of {units.text(self.capacity)} would be alive")
+            raise OutOfMemory(
+                f"{phase}, {event}: {excess:,} bytes more than the capacity of {units.text(self.capacity)} would be alive"
+            )
         return out
 
     @contextmanager
@@ -229,7 +273,11 @@ class _Recorder(TorchDispatchMode):
             with ExitStack() as hooks:
                 for parameter in self.module.parameters():
                     if parameter.requires_grad:
-                        hook = parameter.register_post_accumulate_grad_hook(lambda p: self.label([p.grad] if p.grad is not None else [], "gradients"))
+                        hook = parameter.register_post_accumulate_grad_hook(
+                            lambda p: self.label(
+                                [p.grad] if p.grad is not None else [], "gradients"
+                            )
+                        )
                         hooks.callback(hook.remove)
                 if self.optimizer is not None:
                     hooks.callback(self.optimizer.register_step_pre_hook(entered).remove)
@@ -253,23 +301,42 @@ class _Recorder(TorchDispatchMode):
         for i, (phase, event) in enumerate(self.events):
             for component, amount in changes[i].items():
                 held[component] += amount
-            moments.append(Moment(phase, event, Ledger(Line(name, amount, component=name) for name, amount in held.items())))
+            moments.append(
+                Moment(
+                    phase,
+                    event,
+                    Ledger(Line(name, amount, component=name) for name, amount in held.items()),
+                )
+            )
         return History(moments)
 
 
 def _stepped(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    return [] if optimizer is None else [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return (
+        []
+        if optimizer is None
+        else [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    )
 
 
 def _gradients(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
-    return [parameter.grad for parameter in (*module.parameters(), *_stepped(optimizer)) if parameter.grad is not None]
+    return [
+        parameter.grad
+        for parameter in (*module.parameters(), *_stepped(optimizer))
+        if parameter.grad is not None
+    ]
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[tuple[str, Tensor]]:
     # Weights that the module holds too have been counted by the time this list is read.
     masters = [("master weights", parameter) for parameter in _stepped(optimizer)]
     states = [] if optimizer is None else optimizer.state.values()
-    return masters + [(key, value) for state in states for key, value in state.items() if isinstance(value, Tensor)]
+    return masters + [
+        (key, value)
+        for state in states
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    ]
 
 
 def _tensors(tree: object) -> Iterator[Tensor]:

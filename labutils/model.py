@@ -16,13 +16,23 @@ INIT_STD = 0.02
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-def attend_plain(q: Float[Tensor, "b a s d"], k: Float[Tensor, "b g s d"], v: Float[Tensor, "b g s d"], dropout: float = 0.0) -> Float[Tensor, "b a s d"]:
+def attend_plain(
+    q: Float[Tensor, "b a s d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s d"],
+    dropout: float = 0.0,
+) -> Float[Tensor, "b a s d"]:
     """Causal softmax(q·kᵀ/√d)·v with every s×s matrix written out; the a/g query heads of a group share one key–value head.
 
     Source: Vaswani et al. 1706.03762, eq. 1; groups as in Ainslie et al. 2305.13245.
     """
     b, a, s, d = q.shape
-    stacked = (b, k.shape[1], -1, d)  # a group's queries stacked into one tall matrix: k and v are never repeated
+    stacked = (
+        b,
+        k.shape[1],
+        -1,
+        d,
+    )  # a group's queries stacked into one tall matrix: k and v are never repeated
     scores = (q.reshape(stacked) @ k.mT).view(b, a, s, s) / math.sqrt(d)
     # Added, not filled in: an addition keeps nothing for the backward pass.
     future = torch.full((s, s), -math.inf, dtype=scores.dtype, device=scores.device).triu(1)
@@ -30,9 +40,16 @@ def attend_plain(q: Float[Tensor, "b a s d"], k: Float[Tensor, "b g s d"], v: Fl
     return (weights.view(b, k.shape[1], -1, s) @ v).view(b, a, s, d)
 
 
-def attend_sdpa(q: Float[Tensor, "b a s d"], k: Float[Tensor, "b g s d"], v: Float[Tensor, "b g s d"], dropout: float = 0.0) -> Float[Tensor, "b a s d"]:
+def attend_sdpa(
+    q: Float[Tensor, "b a s d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s d"],
+    dropout: float = 0.0,
+) -> Float[Tensor, "b a s d"]:
     """The same through PyTorch's fused kernels, which keep no s×s matrix where they can."""
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 ATTENTION: dict[str, Attend] = {"plain": attend_plain, "sdpa": attend_sdpa}
@@ -47,7 +64,9 @@ class Rotary(nn.Module):
     def __init__(self, seq_len: int, d_head: int, base: float = ROPE_BASE) -> None:
         super().__init__()
         if d_head % 2:
-            raise ValueError(f"d_head={d_head} is odd: RoPE turns pairs of numbers, so give the heads an even width")
+            raise ValueError(
+                f"d_head={d_head} is odd: RoPE turns pairs of numbers, so give the heads an even width"
+            )
         angle = torch.outer(torch.arange(seq_len), base ** (-torch.arange(0, d_head, 2) / d_head))
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
@@ -72,7 +91,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Float[Tensor, "b s h"]) -> Float[Tensor, "b s h"]:
         # −1 heads: a tensor-parallel rank holds only some of them.
-        q, k, v = (part(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
         heads = self.attend(q, k, v, self.dropout if self.training else 0.0)
@@ -118,7 +140,9 @@ class MixtureOfExperts(nn.Module):
         for i, expert in enumerate(self.experts):
             token, slot = (chosen == i).nonzero(as_tuple=True)
             weighted = expert(tokens[token]) * weights[token, slot, None]
-            out = out.index_add(0, token, weighted.to(out.dtype))  # autocast computes in half, the stream is fp32
+            out = out.index_add(
+                0, token, weighted.to(out.dtype)
+            )  # autocast computes in half, the stream is fp32
         return out.view_as(x)
 
 
@@ -130,7 +154,9 @@ class Block(nn.Module):
         self.attention_norm = _norm(config)
         self.attention = Attention(config, rotary, attend)
         self.feed_forward_norm = _norm(config)
-        self.feed_forward = MixtureOfExperts(config) if config.num_experts > 1 else FeedForward(config)
+        self.feed_forward = (
+            MixtureOfExperts(config) if config.num_experts > 1 else FeedForward(config)
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Float[Tensor, "b s h"]) -> Float[Tensor, "b s h"]:
@@ -153,16 +179,26 @@ class GPT(nn.Module):
     Invariant: the parameters number exactly config.num_params; inside `with torch.device("meta")` that costs no memory at any size.
     """
 
-    def __init__(self, config: ModelConfig, *, attention: str | Attend = "plain", generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        attention: str | Attend = "plain",
+        generator: torch.Generator | None = None,
+    ) -> None:
         super().__init__()
         if not callable(attention) and attention not in ATTENTION:
-            raise ValueError(f"unknown attention {attention!r}: use {', '.join(map(repr, ATTENTION))} or a function of (q, k, v, dropout)")
+            raise ValueError(
+                f"unknown attention {attention!r}: use {', '.join(map(repr, ATTENTION))} or a function of (q, k, v, dropout)"
+            )
         attend = attention if callable(attention) else ATTENTION[attention]
         h, L, s, v = config.letters("h L s v")
         self.config = config
         self.tokens = nn.Embedding(v, h)
         self.positions = nn.Embedding(s, h) if config.positions == "learned" else None
-        rotary = Rotary(s, config.d_head) if config.positions == "rope" else None  # one table, shared by all layers
+        rotary = (
+            Rotary(s, config.d_head) if config.positions == "rope" else None
+        )  # one table, shared by all layers
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, rotary, attend) for _ in range(L))
         self.norm = _norm(config)
@@ -180,7 +216,9 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 adds_to_stream = name.endswith(("output.weight", "down.weight"))
-                std = INIT_STD / math.sqrt(2 * self.config.num_layers) if adds_to_stream else INIT_STD
+                std = (
+                    INIT_STD / math.sqrt(2 * self.config.num_layers) if adds_to_stream else INIT_STD
+                )
                 parameter.normal_(0, std, generator=generator)
             else:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
@@ -188,7 +226,9 @@ class GPT(nn.Module):
     def embed(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s h"]:
         """The residual stream as it enters the first layer."""
         if tokens.shape[1] > self.config.seq_len:
-            raise ValueError(f"{tokens.shape[1]} tokens do not fit seq_len={self.config.seq_len}: cut the sequence or build a longer model")
+            raise ValueError(
+                f"{tokens.shape[1]} tokens do not fit seq_len={self.config.seq_len}: cut the sequence or build a longer model"
+            )
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
@@ -206,4 +246,8 @@ class GPT(nn.Module):
 
 
 def _norm(config: ModelConfig) -> nn.Module:
-    return nn.LayerNorm(config.d_model) if config.norm == "layernorm" else nn.RMSNorm(config.d_model, eps=1e-5)
+    return (
+        nn.LayerNorm(config.d_model)
+        if config.norm == "layernorm"
+        else nn.RMSNorm(config.d_model, eps=1e-5)
+    )

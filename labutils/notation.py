@@ -64,7 +64,9 @@ def symbol(letter: str) -> Symbol:
     for entry in TABLE:
         if entry.letter == letter:
             return entry
-    raise ValueError(f"no symbol {letter!r} in the notation: it has {' '.join(entry.letter for entry in TABLE)}")
+    raise ValueError(
+        f"no symbol {letter!r} in the notation: it has {' '.join(entry.letter for entry in TABLE)}"
+    )
 
 
 def markdown(*groups: str) -> str:
@@ -77,5 +79,9 @@ def markdown(*groups: str) -> str:
     for group in groups:
         if group not in known:
             raise ValueError(f"no group {group!r} in the notation: it has {', '.join(known)}")
-    rows = [f"| ${entry.tex}$ | {entry.meaning} |" for entry in TABLE if entry.group in (groups or known)]
+    rows = [
+        f"| ${entry.tex}$ | {entry.meaning} |"
+        for entry in TABLE
+        if entry.group in (groups or known)
+    ]
     return "\n".join(["| symbol | meaning |", "|---|---|", *rows])

@@ -11,7 +11,9 @@ _DECIMAL = {"": 0, "k": 3, "K": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18, "Z
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
 _SMALL = {"m": -3, "µ": -6, "u": -6, "n": -9}
 _BASES = ("B", "FLOP", "B/s", "FLOP/s", "s")
-_QUANTITY = re.compile(r"\s*([-+]?[0-9][0-9_ ]*(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?)\s*([A-Za-zµ]*(?:/s)?)\s*", re.IGNORECASE)
+_QUANTITY = re.compile(
+    r"\s*([-+]?[0-9][0-9_ ]*(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?)\s*([A-Za-zµ]*(?:/s)?)\s*", re.IGNORECASE
+)
 
 
 def text(amount: float, unit: str = "B", *, digits: int = 3, binary: bool = False) -> str:
@@ -54,13 +56,23 @@ def parse(quantity: str) -> int | float:
     if not match:
         raise ValueError(remedy)
     number, unit = match.groups()
-    prefix = next((unit[: -len(base)] for base in sorted(_BASES, key=len, reverse=True) if unit.endswith(base)), None)
+    prefix = next(
+        (
+            unit[: -len(base)]
+            for base in sorted(_BASES, key=len, reverse=True)
+            if unit.endswith(base)
+        ),
+        None,
+    )
     if prefix is None and unit:
         raise ValueError(remedy)
     prefix = prefix or ""
     if prefix in _BINARY:
         factor = Fraction(2) ** _BINARY[prefix]
-    elif prefix in (_SMALL if unit.endswith("s") and not unit.endswith("/s") else _DECIMAL) or not prefix:
+    elif (
+        prefix in (_SMALL if unit.endswith("s") and not unit.endswith("/s") else _DECIMAL)
+        or not prefix
+    ):
         factor = Fraction(10) ** {**_DECIMAL, **_SMALL}[prefix]
     else:
         raise ValueError(remedy)

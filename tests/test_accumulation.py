@@ -22,7 +22,9 @@ def model(dtype=torch.float64, **changes):
 
 def batch(rows, left_out=0.0):
     draw = torch.Generator().manual_seed(7)
-    inputs, targets = (torch.randint(CONFIG.vocab_size, (rows, CONFIG.seq_len), generator=draw) for _ in range(2))
+    inputs, targets = (
+        torch.randint(CONFIG.vocab_size, (rows, CONFIG.seq_len), generator=draw) for _ in range(2)
+    )
     return inputs, targets.masked_fill(torch.rand(targets.shape, generator=draw) < left_out, -100)
 
 
@@ -46,14 +48,23 @@ def whole(net, data):
 def test_equal_to_the_whole_batch(size, left_out):
     net, data = model(), batch(6, left_out)
     loss, expected = whole(net, data)
-    found = gradient(net, lambda: accumulate(lambda part: net.loss(*part), micro_batches(data, size), weigh=accumulation.tokens))
-    assert torch.allclose(found[0], loss, rtol=1e-12) and torch.allclose(found[1], expected, rtol=1e-9, atol=1e-15)
+    found = gradient(
+        net,
+        lambda: accumulate(
+            lambda part: net.loss(*part), micro_batches(data, size), weigh=accumulation.tokens
+        ),
+    )
+    assert torch.allclose(found[0], loss, rtol=1e-12) and torch.allclose(
+        found[1], expected, rtol=1e-9, atol=1e-15
+    )
 
 
 def test_rows_are_the_default_weight():
     net, data = model(), batch(5)
     _, expected = whole(net, data)
-    _, found = gradient(net, lambda: accumulate(lambda part: net.loss(*part), micro_batches(data, 2)))
+    _, found = gradient(
+        net, lambda: accumulate(lambda part: net.loss(*part), micro_batches(data, 2))
+    )
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-15)
 
 
@@ -74,7 +85,10 @@ def test_without_the_fraction_the_gradient_is_k_times_too_large(k):  # S4-041: 2
 
 def test_a_mean_of_means_weighs_short_micro_batches_too_much():  # S4-041: a factor of 2.67 between one token and the other
     w = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    parts = [torch.tensor([[1.0, 0.0]] * 6, dtype=torch.float64), torch.tensor([[0.0, 1.0]] * 2, dtype=torch.float64)]
+    parts = [
+        torch.tensor([[1.0, 0.0]] * 6, dtype=torch.float64),
+        torch.tensor([[0.0, 1.0]] * 2, dtype=torch.float64),
+    ]
 
     def loss(part):
         return (part @ w).mean()
@@ -82,7 +96,9 @@ def test_a_mean_of_means_weighs_short_micro_batches_too_much():  # S4-041: a fac
     sum(loss(part) / len(parts) for part in parts).backward()
     naive, w.grad = w.grad, None
     accumulate(loss, parts)
-    assert naive.tolist() == pytest.approx([0.5, 0.5]) and w.grad.tolist() == pytest.approx([0.75, 0.25])
+    assert naive.tolist() == pytest.approx([0.5, 0.5]) and w.grad.tolist() == pytest.approx(
+        [0.75, 0.25]
+    )
 
 
 def test_a_micro_batch_without_any_target_is_left_out_and_brings_no_nan():
@@ -90,7 +106,14 @@ def test_a_micro_batch_without_any_target_is_left_out_and_brings_no_nan():
     targets = targets.clone()
     targets[2:] = -100
     _, expected = whole(net, (inputs, targets))
-    loss, found = gradient(net, lambda: accumulate(lambda part: net.loss(*part), micro_batches((inputs, targets), 2), weigh=accumulation.tokens))
+    loss, found = gradient(
+        net,
+        lambda: accumulate(
+            lambda part: net.loss(*part),
+            micro_batches((inputs, targets), 2),
+            weigh=accumulation.tokens,
+        ),
+    )
     assert loss.isfinite() and torch.allclose(found, expected, rtol=1e-9, atol=1e-15)
 
 
@@ -100,14 +123,25 @@ def test_ranks_that_share_a_total_add_up_to_the_whole_batch():
     total = accumulation.tokens(data)
     found = 0
     for half in micro_batches(data, 4):
-        _, mine = gradient(net, lambda half=half: accumulate(lambda part: net.loss(*part), micro_batches(half, 2), weigh=accumulation.tokens, total=total))
+        _, mine = gradient(
+            net,
+            lambda half=half: accumulate(
+                lambda part: net.loss(*part),
+                micro_batches(half, 2),
+                weigh=accumulation.tokens,
+                total=total,
+            ),
+        )
         found = found + mine
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-15)
 
 
 def test_batch_statistics_are_those_of_the_micro_batch():  # S1-029: Goyal et al. 1706.02677, section 2.3
     data = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    nets = {"batch": nn.BatchNorm1d(3, dtype=torch.float64), "layer": nn.LayerNorm(3, dtype=torch.float64)}
+    nets = {
+        "batch": nn.BatchNorm1d(3, dtype=torch.float64),
+        "layer": nn.LayerNorm(3, dtype=torch.float64),
+    }
     equal = {}
     for name, norm in nets.items():
         net = nn.Sequential(norm, nn.Linear(3, 1, dtype=torch.float64))
@@ -126,20 +160,36 @@ def test_clipping_once_is_clipping_the_whole_gradient():
     for size in (8, 2):
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        taken = accumulation.step(optimizer, lambda part, net=net: net.loss(*part), micro_batches(data, size), max_norm=0.1)
-        results.append((taken, torch.cat([parameter.detach().flatten() for parameter in net.parameters()])))
-        assert math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in net.parameters())) == pytest.approx(0.1, rel=1e-5)
+        taken = accumulation.step(
+            optimizer,
+            lambda part, net=net: net.loss(*part),
+            micro_batches(data, size),
+            max_norm=0.1,
+        )
+        results.append(
+            (taken, torch.cat([parameter.detach().flatten() for parameter in net.parameters()]))
+        )
+        assert math.sqrt(
+            sum(float(parameter.grad.square().sum()) for parameter in net.parameters())
+        ) == pytest.approx(0.1, rel=1e-5)
     (one, weights), (many, found) = results
     assert one.norm == pytest.approx(many.norm, rel=1e-9) and one.norm > 0.1
-    assert one.loss == pytest.approx(many.loss, rel=1e-12) and torch.allclose(weights, found, rtol=1e-9, atol=1e-12)
+    assert one.loss == pytest.approx(many.loss, rel=1e-12) and torch.allclose(
+        weights, found, rtol=1e-9, atol=1e-12
+    )
 
 
 def test_a_step_clears_old_gradients_and_clips_only_when_asked():
     net, data = model(), batch(2)
     for parameter in net.parameters():
         parameter.grad = torch.full_like(parameter, 1e6)
-    taken = accumulation.step(torch.optim.SGD(net.parameters(), lr=0.0), lambda part: net.loss(*part), [data])
-    assert taken.norm is None and max(float(parameter.grad.abs().max()) for parameter in net.parameters()) < 10
+    taken = accumulation.step(
+        torch.optim.SGD(net.parameters(), lr=0.0), lambda part: net.loss(*part), [data]
+    )
+    assert (
+        taken.norm is None
+        and max(float(parameter.grad.abs().max()) for parameter in net.parameters()) < 10
+    )
 
 
 def test_memory_is_flat_while_the_batch_grows():
@@ -152,8 +202,12 @@ def test_memory_is_flat_while_the_batch_grows():
                 accumulate(lambda part: net.loss(*part), micro_batches(data, size))
 
             history = measure.history(pass_over, net)
-            activations = max(moment.ledger.only(component="activations").total for moment in history.moments)
-            held[rows, size] = activations - sum(tensor.untyped_storage().nbytes() for tensor in data)  # the tokens are there anyway
+            activations = max(
+                moment.ledger.only(component="activations").total for moment in history.moments
+            )
+            held[rows, size] = activations - sum(
+                tensor.untyped_storage().nbytes() for tensor in data
+            )  # the tokens are there anyway
     assert held[8, 2] == held[4, 2] == held[2, 2]
     assert held[8, 8] - held[4, 4] == 2 * (held[4, 4] - held[2, 2]) > 0
 
@@ -183,7 +237,9 @@ def test_tied_weights_reach_the_buffer_once():
     with accumulation.GradientBuffer(net.parameters()) as buffer:
         accumulate(lambda part: net.loss(*part), micro_batches(data, 2))
     found = torch.cat([buffer[parameter].flatten() for parameter in net.parameters()])
-    assert torch.allclose(found, expected, atol=1e-6) and buffer.ledger.total == 4 * CONFIG.num_params
+    assert (
+        torch.allclose(found, expected, atol=1e-6) and buffer.ledger.total == 4 * CONFIG.num_params
+    )
 
 
 @given(st.integers(1, 20), st.integers(1, 25))
@@ -206,13 +262,39 @@ def test_micro_batches_are_the_batch(rows, size):
         (lambda: micro_batches(torch.tensor(1.0), 2), TypeError, "a tensor with rows"),
         (lambda: micro_batches({"name": "x"}, 2), TypeError, "a tensor with rows"),
         (lambda: accumulate(lambda part: part.sum(), []), ValueError, "no micro-batch"),
-        (lambda: accumulate(lambda part: part, [torch.ones(2, requires_grad=True)]), ValueError, r"got shape \[2\]"),
-        (lambda: accumulate(lambda part: part.mean(), [torch.ones(2)], weigh=lambda part: 0), ValueError, "every target is left out"),
-        (lambda: accumulate(lambda part: part.mean(), [torch.ones(2)], weigh=lambda part: -1), ValueError, "weight of a micro-batch must be at least 0"),
-        (lambda: accumulate(lambda part: part.mean(), [torch.ones(2)], total=1), ValueError, "total=1 is less than the 2"),
+        (
+            lambda: accumulate(lambda part: part, [torch.ones(2, requires_grad=True)]),
+            ValueError,
+            r"got shape \[2\]",
+        ),
+        (
+            lambda: accumulate(lambda part: part.mean(), [torch.ones(2)], weigh=lambda part: 0),
+            ValueError,
+            "every target is left out",
+        ),
+        (
+            lambda: accumulate(lambda part: part.mean(), [torch.ones(2)], weigh=lambda part: -1),
+            ValueError,
+            "weight of a micro-batch must be at least 0",
+        ),
+        (
+            lambda: accumulate(lambda part: part.mean(), [torch.ones(2)], total=1),
+            ValueError,
+            "total=1 is less than the 2",
+        ),
         (lambda: accumulation.GradientBuffer([]), ValueError, "no parameter here"),
-        (lambda: accumulation.GradientBuffer([nn.Parameter(torch.ones(1))], torch.int32), ValueError, "got torch.int32"),
-        (lambda: accumulation.GradientBuffer([nn.Parameter(torch.ones(1))])[nn.Parameter(torch.ones(1))], KeyError, "no gradient"),
+        (
+            lambda: accumulation.GradientBuffer([nn.Parameter(torch.ones(1))], torch.int32),
+            ValueError,
+            "got torch.int32",
+        ),
+        (
+            lambda: accumulation.GradientBuffer([nn.Parameter(torch.ones(1))])[
+                nn.Parameter(torch.ones(1))
+            ],
+            KeyError,
+            "no gradient",
+        ),
     ],
 )
 def test_bad_input(call, error, why):
@@ -223,27 +305,49 @@ def test_bad_input(call, error, why):
 def test_clipping_needs_a_norm_above_zero():
     net = nn.Linear(2, 1)
     with pytest.raises(ValueError, match="max_norm must be a finite number above 0"):
-        accumulation.step(torch.optim.SGD(net.parameters(), lr=1.0), lambda x: net(x).mean(), [torch.ones(2, 2)], max_norm=0.0)
+        accumulation.step(
+            torch.optim.SGD(net.parameters(), lr=1.0),
+            lambda x: net(x).mean(),
+            [torch.ones(2, 2)],
+            max_norm=0.0,
+        )
 
 
 @pytest.mark.parametrize("gpus, steps", [(128, 4), (512, 1)])
 def test_the_playbook_example(gpus, steps):  # S1-036: 1024 sequences of 4096, two at a time
-    recipe = accumulation.configure(target=4_194_304, seq_len=4096, gpus=gpus, fits=lambda b: b <= 2)
+    recipe = accumulation.configure(
+        target=4_194_304, seq_len=4096, gpus=gpus, fits=lambda b: b <= 2
+    )
     assert (recipe.train.micro_batch, recipe.train.global_batch) == (2, 1024)
     assert recipe.train.accumulation(recipe.mesh.dp) == steps
 
 
-@given(st.integers(1, 10**7), st.sampled_from([512, 2048, 4096]), st.integers(1, 64), st.integers(1, 9), st.sampled_from([1, 2, 4]))
+@given(
+    st.integers(1, 10**7),
+    st.sampled_from([512, 2048, 4096]),
+    st.integers(1, 64),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 4]),
+)
 @settings(max_examples=80, deadline=None)
 def test_a_recipe_adds_up(target, seq_len, copies, limit, gpus_per_copy):
-    call = dict(target=target, seq_len=seq_len, gpus=copies * gpus_per_copy, gpus_per_copy=gpus_per_copy, fits=lambda b: b <= limit)
+    call = dict(
+        target=target,
+        seq_len=seq_len,
+        gpus=copies * gpus_per_copy,
+        gpus_per_copy=gpus_per_copy,
+        fits=lambda b: b <= limit,
+    )
     if round(target / seq_len / copies) < 1:
         with pytest.raises(ValueError, match="fewer than"):
             accumulation.configure(**call)
         return
     recipe = accumulation.configure(**call)
     train, steps = recipe.train, recipe.train.accumulation(recipe.mesh.dp)
-    assert train.global_batch == train.micro_batch * steps * recipe.mesh.dp and train.micro_batch <= limit
+    assert (
+        train.global_batch == train.micro_batch * steps * recipe.mesh.dp
+        and train.micro_batch <= limit
+    )
     assert abs(train.global_batch * seq_len - target) <= copies * seq_len / 2
     assert recipe.mesh.size == copies * gpus_per_copy
     assert f"{steps:,}" in str(recipe).splitlines()[-1] and recipe._repr_html_().count("<tr>") == 6
@@ -261,4 +365,6 @@ def test_a_recipe_adds_up(target, seq_len, copies, limit, gpus_per_copy):
 )
 def test_a_recipe_that_cannot_be(change, why):
     with pytest.raises(ValueError, match=why):
-        accumulation.configure(**dict(target=2**20, seq_len=1024, gpus=8, fits=lambda b: True) | change)
+        accumulation.configure(
+            **dict(target=2**20, seq_len=1024, gpus=8, fits=lambda b: True) | change
+        )

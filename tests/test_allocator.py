@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from labutils import measure, units
 from labutils.config import ModelConfig
 from labutils.memory import allocator
-from labutils.memory.allocator import Allocator, OutOfMemory, Request, replay, trace_of, trace_of_snapshot
+from labutils.memory.allocator import (
+    Allocator,
+    OutOfMemory,
+    Request,
+    replay,
+    trace_of,
+    trace_of_snapshot,
+)
 from labutils.model import GPT
 
 MIB, GIB = units.MIB, units.GIB
@@ -29,8 +36,16 @@ def sizes(gpu):
         (MIB, 2 * MIB, MIB),  # the largest small one
         (MIB + 1, 20 * MIB, MIB + 512),  # the smallest large one
         (10 * MIB - 512, 20 * MIB, 10 * MIB - 512),
-        (10 * MIB - 1, 10 * MIB, 10 * MIB),  # rounded to 512 first: 10 MiB, which has a segment of its own
-        (10 * MIB + 1, 12 * MIB, 10 * MIB + 512),  # the rest of the segment is more than 1 MiB: split
+        (
+            10 * MIB - 1,
+            10 * MIB,
+            10 * MIB,
+        ),  # rounded to 512 first: 10 MiB, which has a segment of its own
+        (
+            10 * MIB + 1,
+            12 * MIB,
+            10 * MIB + 512,
+        ),  # the rest of the segment is more than 1 MiB: split
         (11 * MIB, 12 * MIB, 12 * MIB),  # a rest of exactly 1 MiB is not
     ],
 )
@@ -90,7 +105,10 @@ def test_it_fails_with_most_of_the_memory_free():
     gpu = Allocator(10 * GIB)
     gpu.free(gpu.alloc(6 * GIB))
     gpu.alloc(GIB)  # moves into the hole: the segment cannot go back any more
-    with pytest.raises(OutOfMemory, match=r"no room for 6.00 GiB: 1.00 GiB of 10.0 GiB are allocated, 5.00 GiB are reserved but unallocated"):
+    with pytest.raises(
+        OutOfMemory,
+        match=r"no room for 6.00 GiB: 1.00 GiB of 10.0 GiB are allocated, 5.00 GiB are reserved but unallocated",
+    ):
         gpu.alloc(6 * GIB)
     assert gpu.capacity - gpu.allocated == 9 * GIB
 
@@ -133,7 +151,12 @@ def test_expandable_segments_grow_by_pages_and_give_pages_back():
     assert len(gpu.segments) == 2
 
 
-REQUESTS = st.one_of(st.integers(1, 4096), st.integers(1, 3 * MIB), st.integers(MIB, 60 * MIB), st.sampled_from([512, MIB, MIB + 1, 10 * MIB, 20 * MIB]))
+REQUESTS = st.one_of(
+    st.integers(1, 4096),
+    st.integers(1, 3 * MIB),
+    st.integers(MIB, 60 * MIB),
+    st.sampled_from([512, MIB, MIB + 1, 10 * MIB, 20 * MIB]),
+)
 MODES = [dict(), dict(max_split_size=21 * MIB), dict(expandable_segments=True)]
 
 
@@ -146,7 +169,9 @@ def check_books(gpu, live):
         for left, right in itertools.pairwise(segment):
             assert left.after is right and right.before is left
             assert left.address + left.size == right.address, "a gap or an overlap"
-            assert left.state != right.state or left.state == "used", "neighbors that should have joined"
+            assert left.state != right.state or left.state == "used", (
+                "neighbors that should have joined"
+            )
         for block in segment:
             assert block.size > 0 and block.size % 512 == 0
             addresses.append((block.address, block.address + block.size))
@@ -158,15 +183,26 @@ def check_books(gpu, live):
     addresses.sort()
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(addresses))
     assert (used, used + free, sum(live.values())) == (gpu.allocated, gpu.reserved, gpu.requested)
-    assert used + free <= gpu.capacity and gpu.peak_allocated >= used and gpu.peak_reserved >= gpu.reserved
+    assert (
+        used + free <= gpu.capacity
+        and gpu.peak_allocated >= used
+        and gpu.peak_reserved >= gpu.reserved
+    )
     cached = [entry for entries in gpu._free.values() for entry in entries]
-    assert {id(block) for _, _, block in cached} == {id(block) for segment in gpu.segments for block in segment if block.state == "free"}
+    assert {id(block) for _, _, block in cached} == {
+        id(block) for segment in gpu.segments for block in segment if block.state == "free"
+    }
     assert all((size, address) == (block.size, block.address) for size, address, block in cached)
-    assert all(entries == sorted(entries, key=lambda entry: entry[:2]) for entries in gpu._free.values())
+    assert all(
+        entries == sorted(entries, key=lambda entry: entry[:2]) for entries in gpu._free.values()
+    )
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(MODES), st.lists(st.one_of(REQUESTS, st.floats(0, 0.999), st.none()), max_size=60))
+@given(
+    st.sampled_from(MODES),
+    st.lists(st.one_of(REQUESTS, st.floats(0, 0.999), st.none()), max_size=60),
+)
 def test_the_books_are_right_after_every_request(mode, program):
     gpu, live = Allocator(256 * MIB, **mode), {}
     for step in program:
@@ -175,7 +211,12 @@ def test_the_books_are_right_after_every_request(mode, program):
                 address = gpu.alloc(step)
             except OutOfMemory:
                 size, small = -(-step // 512) * 512, step <= MIB
-                assert all(block.size < size for segment in gpu.segments for block in segment if block.state == "free" and (block.pool == "small") == small)
+                assert all(
+                    block.size < size
+                    for segment in gpu.segments
+                    for block in segment
+                    if block.state == "free" and (block.pool == "small") == small
+                )
             else:
                 assert address not in live
                 live[address] = step
@@ -206,10 +247,24 @@ def test_without_splitting_below_the_limit_nothing_fragments():
 
 
 def test_a_trace_is_replayed():
-    trace = [Request(1, 3 * MIB, "a", "forward"), Request(2, 1000, "b", "forward"), Request(9, 0), Request(1, 0, "a", "backward")]
+    trace = [
+        Request(1, 3 * MIB, "a", "forward"),
+        Request(2, 1000, "b", "forward"),
+        Request(9, 0),
+        Request(1, 0, "a", "backward"),
+    ]
     history = replay(trace, Allocator(GIB))
-    assert [moment.phase for moment in history.moments] == ["start", "forward", "forward", "backward"]
-    assert history.moments[2].ledger.by("name") == {"allocated": 3 * MIB + 1000, "rounding": 24, "cached": 19 * MIB - 1024}
+    assert [moment.phase for moment in history.moments] == [
+        "start",
+        "forward",
+        "forward",
+        "backward",
+    ]
+    assert history.moments[2].ledger.by("name") == {
+        "allocated": 3 * MIB + 1000,
+        "rounding": 24,
+        "cached": 19 * MIB - 1024,
+    }
     with pytest.raises(ValueError, match="asks for 1 twice"):
         replay([Request(1, 5), Request(1, 5)], Allocator(GIB))
     with pytest.raises(OutOfMemory):
@@ -232,7 +287,9 @@ def test_a_measured_step_is_replayed():
     gpu = Allocator(GIB)
     history = replay(trace, gpu)
     assert max(moment.ledger.by("name")["allocated"] for moment in history.moments) == measured
-    assert gpu.peak_reserved % (2 * MIB) == 0 and gpu.peak_reserved >= gpu.peak_allocated >= measured
+    assert (
+        gpu.peak_reserved % (2 * MIB) == 0 and gpu.peak_reserved >= gpu.peak_allocated >= measured
+    )
     assert gpu.requested == measure.model_states(model, optimizer).total + tokens.nbytes
 
 
@@ -260,10 +317,20 @@ def test_a_snapshot_is_read():
         (lambda: Allocator(0), ValueError, "capacity must be at least 1"),
         (lambda: Allocator(1.5), TypeError, "capacity"),
         (lambda: Allocator(GIB, max_split_size=20 * MIB), ValueError, "made to be split"),
-        (lambda: Allocator(GIB, max_split_size=GIB, expandable_segments=True), ValueError, "not both"),
+        (
+            lambda: Allocator(GIB, max_split_size=GIB, expandable_segments=True),
+            ValueError,
+            "not both",
+        ),
         (lambda: Allocator(GIB).alloc(0), ValueError, "nbytes must be at least 1"),
         (lambda: Allocator(GIB).free(512), ValueError, "nothing is allocated at address 512"),
-        (lambda: (lambda gpu: [gpu.free(address) for address in [gpu.alloc(5)] * 2])(Allocator(GIB)), ValueError, "freed before"),
+        (
+            lambda: (lambda gpu: [gpu.free(address) for address in [gpu.alloc(5)] * 2])(
+                Allocator(GIB)
+            ),
+            ValueError,
+            "freed before",
+        ),
     ],
 )
 def test_bad_input_is_named(wrong, error, message):
@@ -274,5 +341,8 @@ def test_bad_input_is_named(wrong, error, message):
 def test_it_says_what_it_holds():
     gpu = Allocator(GIB)
     gpu.alloc(5 * MIB, "weights")
-    assert repr(gpu) == "Allocator: 5.00 MiB allocated, 20.0 MiB reserved of 1.00 GiB, largest free block 15.0 MiB"
+    assert (
+        repr(gpu)
+        == "Allocator: 5.00 MiB allocated, 20.0 MiB reserved of 1.00 GiB, largest free block 15.0 MiB"
+    )
     assert gpu.segments[0][0].name == "weights" and allocator.BLOCK == 512

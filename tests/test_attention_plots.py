@@ -2,8 +2,8 @@
 
 import pytest
 
-from labutils import plots
 from labutils.ledger import Ledger, Line
+from labutils.teach import plots
 
 LOADS = Ledger([Line("Q", 3_000_000, component="load"), Line("O", 1_000_000, component="store")])
 
@@ -24,7 +24,10 @@ def test_bars_name_the_ratio_and_the_guess():
 
 def test_a_roofline_says_its_ridge():
     roof = plots.roofline({"toy": (100.0, 10.0)}, {"lean": (10.0, 10.0), "rich": (1000.0, 10.0)})
-    assert "ridge at 10" in roof.alt and roof.figure.texts[0].get_text() == "On toy, lean waits for memory"
+    assert (
+        "ridge at 10" in roof.alt
+        and roof.figure.texts[0].get_text() == "On toy, lean waits for memory"
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,7 +36,10 @@ def test_a_roofline_says_its_ridge():
         (lambda: plots.tile_walk([], s_q=1, s_k=1), "at least one tile"),
         (lambda: plots.tile_walk([(slice(0, 1), slice(0, 1))], s_q=99, s_k=99), "too many"),
         (lambda: plots.traffic_bars(), "at least one ledger"),
-        (lambda: plots.traffic_bars(x=Ledger([Line("a", 1, component="kept")])), "'load' or 'store'"),
+        (
+            lambda: plots.traffic_bars(x=Ledger([Line("a", 1, component="kept")])),
+            "'load' or 'store'",
+        ),
         (lambda: plots.roofline({}, {"x": (1.0, 1.0)}), "at least one roof"),
         (lambda: plots.roofline({"r": (1.0, 1.0)}, {"x": (0.0, 1.0)}), "above 0"),
     ],

@@ -11,25 +11,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils import memory, plots
+from labutils import memory
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
-from labutils.memory import calculator
+from labutils.teach import calculator, plots
 
 LAB = pathlib.Path(__file__).resolve().parents[1] / "notebooks" / "03_memory.ipynb"
 TINY = ModelConfig(
-    num_layers=6, d_model=16, num_heads=4, num_kv_heads=2, d_ff=20, vocab_size=17, seq_len=9, ffn="swiglu", norm="rmsnorm", positions="rope", bias=False
+    num_layers=6,
+    d_model=16,
+    num_heads=4,
+    num_kv_heads=2,
+    d_ff=20,
+    vocab_size=17,
+    seq_len=9,
+    ffn="swiglu",
+    norm="rmsnorm",
+    positions="rope",
+    bias=False,
 )
 
 
 @pytest.fixture(scope="module")
 def panel():
-    return memory.Calculator("gpt2", tiny=TINY)
+    return calculator.Calculator("gpt2", tiny=TINY)
 
 
 @pytest.fixture(scope="module")
 def small():
     """One kind of model, whose tables are soon computed."""
-    return memory.Calculator("gpt2")
+    return calculator.Calculator("gpt2")
 
 
 labels = {name: st.sampled_from(list(options)) for name, options in calculator.CHOICES.items()}
@@ -37,9 +47,15 @@ labels = {name: st.sampled_from(list(options)) for name, options in calculator.C
 
 def asked(model, b, s, n, chosen, hardware=None):
     """The same setting, predicted without the panel."""
-    options = {key: value for name, label in chosen.items() for key, value in calculator.CHOICES[name][label].items()}
+    options = {
+        key: value
+        for name, label in chosen.items()
+        for key, value in calculator.CHOICES[name][label].items()
+    }
     train = TrainConfig(micro_batch=b, global_batch=b * n, **options)
-    return memory.predict(dataclasses.replace(model, seq_len=s), train, mesh=Mesh(dp=n), hardware=hardware)
+    return memory.predict(
+        dataclasses.replace(model, seq_len=s), train, mesh=Mesh(dp=n), hardware=hardware
+    )
 
 
 def lines(peak):
@@ -57,19 +73,43 @@ def lines(peak):
 def test_its_formulas_give_what_predict_gives(panel, name, b, s, n, chosen):
     found = panel.evaluate(model=name, micro_batch=b, seq_len=s, devices=n, **chosen)
     wanted = asked(panel.models[name], b, s, n, chosen)
-    assert (found.total, found.phases, found.phase, found.event) == (wanted.total, wanted.phases, wanted.phase, wanted.event)
+    assert (found.total, found.phases, found.phase, found.event) == (
+        wanted.total,
+        wanted.phases,
+        wanted.phase,
+        wanted.event,
+    )
     assert lines(found) == lines(wanted)
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(4, 7), st.integers(1, 3), st.integers(2, 12), st.integers(1, 9), st.integers(1, 40), st.fixed_dictionaries(labels))
+@given(
+    st.integers(4, 7),
+    st.integers(1, 3),
+    st.integers(2, 12),
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.fixed_dictionaries(labels),
+)
 def test_no_moment_that_was_thrown_away_is_ever_fuller(panel, L, b, s, half, f, chosen):
     """Against the whole step, operation by operation, at sizes where any moment may be the fullest."""
     shape = dict(L=L, h=8 * half, a=4, g=2, d=2 * half, f=f, v=half)
     found = panel.evaluate(model="tiny", micro_batch=b, seq_len=s, **shape, **chosen)
-    options = {key: value for name, label in chosen.items() if name != "zero" for key, value in calculator.CHOICES[name][label].items()}
-    model = dataclasses.replace(TINY, num_layers=L, d_model=8 * half, d_head=2 * half, d_ff=f, vocab_size=half, seq_len=s)
-    assert found.total == memory.history(model, TrainConfig(micro_batch=b, global_batch=b, **options)).peak.ledger.total
+    options = {
+        key: value
+        for name, label in chosen.items()
+        if name != "zero"
+        for key, value in calculator.CHOICES[name][label].items()
+    }
+    model = dataclasses.replace(
+        TINY, num_layers=L, d_model=8 * half, d_head=2 * half, d_ff=f, vocab_size=half, seq_len=s
+    )
+    assert (
+        found.total
+        == memory.history(
+            model, TrainConfig(micro_batch=b, global_batch=b, **options)
+        ).peak.ledger.total
+    )
 
 
 def test_what_lies_on_a_line_between_others_needs_no_formula(small):
@@ -80,62 +120,104 @@ def test_what_lies_on_a_line_between_others_needs_no_formula(small):
 
 def test_a_table_goes_through_its_choices_the_last_one_fastest(small):
     def told(moments):
-        return [(phase, event, tuple(small.tables["formulas"][number] for number in alive)) for phase, event, alive in moments]
+        return [
+            (phase, event, tuple(small.tables["formulas"][number] for number in alive))
+            for phase, event, alive in moments
+        ]
 
-    kind, chosen = calculator._kind(small.models["gpt2"]), {name: list(options)[1] for name, options in calculator.CHOICES.items()}
-    held, moments = calculator._states(kind, chosen["precision"], chosen["optimizer"], chosen["zero"])
+    kind, chosen = (
+        calculator._kind(small.models["gpt2"]),
+        {name: list(options)[1] for name, options in calculator.CHOICES.items()},
+    )
+    held, moments = calculator._states(
+        kind, chosen["precision"], chosen["optimizer"], chosen["zero"]
+    )
     found = small.tables["states"][(1 * len(calculator.OPTIMIZER) + 1) * len(calculator.ZERO) + 1]
     assert told([("", "", found[0])]) == [("", "", held)] and told(found[1]) == moments
-    one, several = calculator._passes(kind, *(chosen[name] for name in ("precision", "attention", "checkpointing", "zero")))
-    place = ((1 * len(calculator.ATTENTION) + 1) * len(calculator.CHECKPOINTING) + 1) * len(calculator.ZERO) + 1
-    assert [told(moments) for moments in small.tables["passes"][2 * place : 2 * place + 2]] == [one, several] and one != several
+    one, several = calculator._passes(
+        kind, *(chosen[name] for name in ("precision", "attention", "checkpointing", "zero"))
+    )
+    place = ((1 * len(calculator.ATTENTION) + 1) * len(calculator.CHECKPOINTING) + 1) * len(
+        calculator.ZERO
+    ) + 1
+    assert [told(moments) for moments in small.tables["passes"][2 * place : 2 * place + 2]] == [
+        one,
+        several,
+    ] and one != several
 
 
 def test_models_of_one_kind_share_their_formulas(small):
-    one, three = small, memory.Calculator("gpt2", "gpt2-xl", "gpt3-175b")
+    one, three = small, calculator.Calculator("gpt2", "gpt2-xl", "gpt3-175b")
     for name in ("formulas", "states", "passes", "parameters"):
         assert one.tables[name] == three.tables[name]
-    assert three.evaluate(model="gpt3-175b", seq_len=2048).only(name="weights").total == 2 * ModelConfig.named("gpt3-175b").num_params
+    assert (
+        three.evaluate(model="gpt3-175b", seq_len=2048).only(name="weights").total
+        == 2 * ModelConfig.named("gpt3-175b").num_params
+    )
 
 
 @pytest.mark.parametrize("shape", [dict(num_layers=1), dict(num_heads=1, num_kv_heads=1)])
 def test_few_layers_or_one_head_are_kinds_of_their_own(shape):
     model = dataclasses.replace(TINY, **shape)
-    made = memory.Calculator(mine=model)
-    for chosen in ({}, {"attention": "plain", "checkpointing": "full"}, {"precision": "bf16 autocast over fp32 weights", "zero": "3: and weights"}):
+    made = calculator.Calculator(mine=model)
+    for chosen in (
+        {},
+        {"attention": "plain", "checkpointing": "full"},
+        {"precision": "bf16 autocast over fp32 weights", "zero": "3: and weights"},
+    ):
         whole = {name: chosen.get(name, calculator.START[name]) for name in calculator.CHOICES}
-        assert lines(made.evaluate(seq_len=7, micro_batch=2, devices=4, **whole)) == lines(asked(model, 2, 7, 4, whole))
+        assert lines(made.evaluate(seq_len=7, micro_batch=2, devices=4, **whole)) == lines(
+            asked(model, 2, 7, 4, whole)
+        )
 
 
 def test_a_multiple_of_all_parameters_is_written_so(small):
     named = {(name, formula) for name, _, formula in small.tables["formulas"]}
-    assert {("weights", "2Ψ"), ("weights", "4Ψ"), ("weights", "2P"), ("exp_avg", "4Ψ"), ("exp_avg", "4P")} <= named
+    assert {
+        ("weights", "2Ψ"),
+        ("weights", "4Ψ"),
+        ("weights", "2P"),
+        ("exp_avg", "4Ψ"),
+        ("exp_avg", "4P"),
+    } <= named
 
 
 def test_hardware_decides_what_fits(panel):
-    small, large = (panel.evaluate(model="gpt2", micro_batch=64, seq_len=1024, hardware=Hardware.named(name)) for name in ("T4", "H200"))
-    assert (small.fits, small.fails_in, large.fits, large.fails_in) == (False, "forward", True, None)
+    small, large = (
+        panel.evaluate(model="gpt2", micro_batch=64, seq_len=1024, hardware=Hardware.named(name))
+        for name in ("T4", "H200")
+    )
+    assert (small.fits, small.fails_in, large.fits, large.fails_in) == (
+        False,
+        "forward",
+        True,
+        None,
+    )
 
 
 def test_models_that_predict_refuses_are_refused_at_once():
     with pytest.raises(ValueError, match="num_experts=8"):
-        memory.Calculator("mixtral-8x7b")
+        calculator.Calculator("mixtral-8x7b")
     with pytest.raises(ValueError, match="no model called"):
-        memory.Calculator("gpt5")
+        calculator.Calculator("gpt5")
     with pytest.raises(TypeError, match="takes a ModelConfig"):
-        memory.Calculator(mine={"hidden_size": 4096})
+        calculator.Calculator(mine={"hidden_size": 4096})
 
 
 def test_without_names_it_offers_every_model_that_can_be_predicted():
-    offered = memory.Calculator()
-    assert "mixtral-8x7b" not in offered.models and {"gpt2", "llama-3.1-405b", "qwen2-0.5b"} <= set(offered.models)
+    offered = calculator.Calculator()
+    assert "mixtral-8x7b" not in offered.models and {"gpt2", "llama-3.1-405b", "qwen2-0.5b"} <= set(
+        offered.models
+    )
     assert repr(offered).startswith("Memory calculator: gpt2, gpt2-medium, ")
 
 
 def test_the_page_shows_something_before_its_script_runs(small):
     page = small._repr_html_()
     assert "At the start: optimizer" in page and 'class="ledger"' in page
-    assert {label for options in calculator.CHOICES.values() for label in options} <= set(map(html.unescape, re.findall(r">([^<]*)</option>", page)))
+    assert {label for options in calculator.CHOICES.values() for label in options} <= set(
+        map(html.unescape, re.findall(r">([^<]*)</option>", page))
+    )
     assert json.loads(re.search(r'<script type="application/json">(.*?)</script>', page)[1])
 
 
@@ -146,7 +228,21 @@ def test_the_bars_have_the_colors_of_the_figures():
 
 def test_every_component_is_derived_in_the_lab_and_the_panel_stays_small():
     cells = nbformat.read(LAB, as_version=4).cells
-    headings = {line.lstrip("# ") for cell in cells if cell.cell_type == "markdown" for line in cell.source.splitlines() if line.startswith("#")}
-    assert set(calculator.SECTIONS.values()) <= headings and set(calculator.SECTIONS) == set(memory.peak.COMPONENTS)
-    outputs = [output.data["text/html"] for cell in cells if cell.cell_type == "code" for output in cell.outputs if "text/html" in output.get("data", {})]
+    headings = {
+        line.lstrip("# ")
+        for cell in cells
+        if cell.cell_type == "markdown"
+        for line in cell.source.splitlines()
+        if line.startswith("#")
+    }
+    assert set(calculator.SECTIONS.values()) <= headings and set(calculator.SECTIONS) == set(
+        memory.peak.COMPONENTS
+    )
+    outputs = [
+        output.data["text/html"]
+        for cell in cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if "text/html" in output.get("data", {})
+    ]
     assert [len(output) < 400_000 for output in outputs if "lu-calculator" in output] == [True]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from labutils import check, exercises, units
+from labutils import units
+from labutils.teach import check, exercises
 
 
 @pytest.fixture
@@ -17,7 +18,9 @@ def doubling(monkeypatch):
 
     def large(attempt):
         if attempt(100) != 200:
-            raise exercises.Failed(f"n = 100: got {attempt(100)}, it is 200", "n · n equals 2n at 2 alone")
+            raise exercises.Failed(
+                f"n = 100: got {attempt(100)}, it is 200", "n · n equals 2n at 2 alone"
+            )
 
     exercise = exercises.Exercise(
         id="demo/double", title="Double it", minutes=2, difficulty=1, proves="doubling", reference=lambda n: 2 * n, hints=("Add.", "n + n"),
@@ -29,20 +32,33 @@ def doubling(monkeypatch):
 
 def test_a_right_answer_passes(doubling):
     report = check.check("demo/double", doubling.reference)
-    assert report.passed and str(report).splitlines() == ["solved · Double it", "✓ small · 1 case", "✓ large"]
+    assert report.passed and str(report).splitlines() == [
+        "solved · Double it",
+        "✓ small · 1 case",
+        "✓ large",
+    ]
 
 
 def test_an_error_is_shown_at_the_learners_own_line(doubling):
     def attempt(n):
-        return torch.nn.functional.dropout(torch.ones(n), p=n)  # raises in torch's Python code, further in
+        return torch.nn.functional.dropout(
+            torch.ones(n), p=n
+        )  # raises in torch's Python code, further in
 
-    assert "in attempt, at this line: return torch.nn.functional.dropout(" in str(check.check("demo/double", attempt))
+    assert "in attempt, at this line: return torch.nn.functional.dropout(" in str(
+        check.check("demo/double", attempt)
+    )
 
 
 def test_a_wrong_answer_is_diagnosed_first(doubling):
     report = check.check("demo/double", lambda n: n * n)
     assert not report.passed
-    assert str(report).splitlines() == ["not yet · Double it", "✗ large · n = 100: got 10000, it is 200", "  n · n equals 2n at 2 alone", "✓ small · 1 case"]
+    assert str(report).splitlines() == [
+        "not yet · Double it",
+        "✗ large · n = 100: got 10000, it is 200",
+        "  n · n equals 2n at 2 alone",
+        "✓ small · 1 case",
+    ]
     assert "✗ large" in report._repr_html_() and 'role="status"' in report._repr_html_()
 
 
@@ -83,13 +99,31 @@ def no_guesses_left_over(monkeypatch):
     monkeypatch.setattr(check, "predictions", {})
 
 
-@pytest.mark.parametrize("guess, kept", [(dict(MB=64), 64_000_000), (dict(GiB=1.5), 3 * 2**29), (dict(steps=6), 6), (dict(answer="inf"), "inf"), (dict(MB=0.5), 500_000)])
+@pytest.mark.parametrize(
+    "guess, kept",
+    [
+        (dict(MB=64), 64_000_000),
+        (dict(GiB=1.5), 3 * 2**29),
+        (dict(steps=6), 6),
+        (dict(answer="inf"), "inf"),
+        (dict(MB=0.5), 500_000),
+    ],
+)
 def test_a_guess_is_kept_in_base_units(guess, kept):
     check.predict("q", **guess)
     assert check.predictions == {"q": kept}
 
 
-@pytest.mark.parametrize("guess, error", [({}, ValueError), (dict(MB=1, GB=1), ValueError), (dict(MB=float("nan")), ValueError), (dict(MB=[1]), TypeError), (dict(MB=True), TypeError)])
+@pytest.mark.parametrize(
+    "guess, error",
+    [
+        ({}, ValueError),
+        (dict(MB=1, GB=1), ValueError),
+        (dict(MB=float("nan")), ValueError),
+        (dict(MB=[1]), TypeError),
+        (dict(MB=True), TypeError),
+    ],
+)
 def test_a_guess_that_is_none_is_refused(guess, error):
     with pytest.raises(error, match="guess"):
         check.predict("q", **guess)
@@ -101,14 +135,18 @@ def test_reveal_says_how_far_off():
     assert str(check.reveal("q", MB=96)) == "You guessed 96.0 MB, it is 96.0 MB: right."
     assert "factor of 2" in str(check.reveal("q", MB=48))
     check.predict("q", answer="nan")
-    assert str(check.reveal("q", answer="inf")) == "You guessed nan, it is inf: worth a second look."
+    assert (
+        str(check.reveal("q", answer="inf")) == "You guessed nan, it is inf: worth a second look."
+    )
     check.predict("q", steps=0)
     assert str(check.reveal("q", steps=6)) == "You guessed 0 steps, it is 6 steps."
 
 
 def test_show_is_the_library_itself():
     source = check.show(units.whole)
-    assert repr(source).startswith("# units.whole\ndef whole(") and "<details" in source._repr_html_()
+    assert (
+        repr(source).startswith("# units.whole\ndef whole(") and "<details" in source._repr_html_()
+    )
     assert check.show(units).title == "units"
     with pytest.raises(TypeError, match="needs a function, a class or a module"):
         check.show(3)

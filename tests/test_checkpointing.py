@@ -30,7 +30,14 @@ class Counted(nn.Module):
 
     def __init__(self, width=8):
         super().__init__()
-        self.layers = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.3), nn.Linear(2 * width, width), nn.Dropout(0.3))
+        self.layers = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.GELU(),
+            nn.Dropout(0.3),
+            nn.Linear(2 * width, width),
+            nn.Dropout(0.3),
+        )
         self.calls = 0
 
     def forward(self, x):
@@ -43,17 +50,29 @@ def gradients(fn, *inputs, seed=0):
     torch.manual_seed(seed)
     inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
     outputs = fn(*inputs)
-    leaves = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs.values()) if isinstance(outputs, dict) else list(outputs)
+    leaves = (
+        [outputs]
+        if isinstance(outputs, torch.Tensor)
+        else list(outputs.values())
+        if isinstance(outputs, dict)
+        else list(outputs)
+    )
     sum((k + 1) * (y * y).sum() for k, y in enumerate(leaves)).backward()
-    return [y.detach() for y in leaves] + [x.grad for x in inputs if x.requires_grad] + [torch.rand(1)]
+    return (
+        [y.detach() for y in leaves] + [x.grad for x in inputs if x.requires_grad] + [torch.rand(1)]
+    )
 
 
 def same(left, right):
-    return len(left) == len(right) and all(a is b or torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    return len(left) == len(right) and all(
+        a is b or torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
 
 
 def x_of(*shape, requires_grad=True, seed=3):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(requires_grad)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(
+        requires_grad
+    )
 
 
 LAYER = Counted()
@@ -173,8 +192,13 @@ def test_the_second_evaluation_happens_once_and_ends_early():
 
 def test_only_the_arguments_are_saved():
     model, x = nn.Sequential(*(Counted(8) for _ in range(3))), x_of(16, 8)
-    assert measure.saved_activations(lambda: checkpoint(model, x), model).total == x.untyped_storage().nbytes()
-    assert measure.saved_activations(lambda: model(x), model).total > 10 * x.untyped_storage().nbytes()
+    assert (
+        measure.saved_activations(lambda: checkpoint(model, x), model).total
+        == x.untyped_storage().nbytes()
+    )
+    assert (
+        measure.saved_activations(lambda: model(x), model).total > 10 * x.untyped_storage().nbytes()
+    )
 
 
 def test_nested_regions_keep_the_arguments_of_the_outer_one_alone():
@@ -185,7 +209,10 @@ def test_nested_regions_keep_the_arguments_of_the_outer_one_alone():
             x = checkpoint(layer, x)
         return x
 
-    assert measure.saved_activations(lambda: checkpoint(inner, x), model).total == x.untyped_storage().nbytes()
+    assert (
+        measure.saved_activations(lambda: checkpoint(inner, x), model).total
+        == x.untyped_storage().nbytes()
+    )
 
 
 def test_inside_an_outer_region_the_arguments_of_an_inner_one_are_freed():
@@ -229,7 +256,9 @@ def test_a_function_that_does_something_else_the_second_time_is_an_error():
         fewer.sum().backward()
     sizes = iter([3, 2])
     other = checkpoint(lambda x: x[: next(sizes)].sin().sum(), x_of(3))
-    with pytest.raises(RuntimeError, match=r"float32\[3\] as tensor 0 the first time and float32\[2\] now"):
+    with pytest.raises(
+        RuntimeError, match=r"float32\[3\] as tensor 0 the first time and float32\[2\] now"
+    ):
         other.backward()
 
 
@@ -285,15 +314,23 @@ def evaluations(plan):
     return sum(plan.evaluations)
 
 
-@pytest.mark.parametrize("n, k, evals, stored", [(16, 4, 28, 7), (64, 8, 120, 15), (100, 10, 190, 19)])
-def test_chen_segments(n, k, evals, stored):  # CK-01, CK-02: 1604.06174, algorithm 1; `stored` leaves x0 out, eq. (1) has it in
+@pytest.mark.parametrize(
+    "n, k, evals, stored", [(16, 4, 28, 7), (64, 8, 120, 15), (100, 10, 190, 19)]
+)
+def test_chen_segments(
+    n, k, evals, stored
+):  # CK-01, CK-02: 1604.06174, algorithm 1; `stored` leaves x0 out, eq. (1) has it in
     run = checkpointing.simulate(checkpointing.segments(n, k), Costs.uniform(n))
     assert sum(run.evaluations) == evals
     assert run.peak == stored + 1 == n // k + k == 2 * math.isqrt(n)
 
 
 def test_sqrt_is_the_best_number_of_segments():
-    peaks = {k: checkpointing.simulate(checkpointing.segments(144, k), Costs.uniform(144)).peak for k in range(1, 145) if 144 % k == 0}
+    peaks = {
+        k: checkpointing.simulate(checkpointing.segments(144, k), Costs.uniform(144)).peak
+        for k in range(1, 145)
+        if 144 % k == 0
+    }
     assert min(peaks, key=peaks.get) == 12 and peaks[12] == 24
 
 
@@ -309,7 +346,9 @@ def test_keeping_nothing_takes_n_squared(n):  # CK-05
 def test_revolve(n, snapshots, evals):  # Griewank & Walther
     plan = checkpointing.binomial(n, snapshots)
     assert evaluations(plan) == checkpointing.binomial_evaluations(n, snapshots) == evals
-    kept = 1 + snapshots  # x0 among the snapshots; the value at work and the one it makes come on top
+    kept = (
+        1 + snapshots
+    )  # x0 among the snapshots; the value at work and the one it makes come on top
     assert max(len(state.values) for state in plan.states) == kept + 1
 
 
@@ -318,7 +357,11 @@ def test_revolve(n, snapshots, evals):  # Griewank & Walther
 def test_the_binomial_formula_solves_its_recurrence(n, snapshots):
     best = checkpointing.binomial_evaluations
     if n > 1:
-        splits = [m + best(n - m, snapshots - 1) + best(m, snapshots) for m in range(1, n) if snapshots > 1]
+        splits = [
+            m + best(n - m, snapshots - 1) + best(m, snapshots)
+            for m in range(1, n)
+            if snapshots > 1
+        ]
         assert best(n, snapshots) == min([*splits, n - 1 + 1 + best(n - 1, snapshots)])
     assert evaluations(checkpointing.binomial(n, snapshots)) == best(n, snapshots)
 
@@ -340,22 +383,32 @@ def test_logarithmic_memory_for_a_logarithmic_factor_of_time():  # CK-04
 
 # ── plans: what holds of all of them ───────────────────────────────────────────────────────────────────────────────
 
-STAGES = st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 12), st.sampled_from([None, 0]))
+STAGES = st.tuples(
+    st.integers(0, 9), st.integers(1, 9), st.integers(0, 12), st.sampled_from([None, 0])
+)
 
 
-def chain_of(stages, *ends):  # built in the test: beartype looks at random elements, which a hypothesis strategy must not
+def chain_of(
+    stages, *ends
+):  # built in the test: beartype looks at random elements, which a hypothesis strategy must not
     return Costs([Stage(*stage) for stage in stages], *ends)
 
 
 @given(st.lists(STAGES, min_size=1, max_size=7), st.integers(0, 5), st.integers(0, 3))
-@example([(2, 8, 0, 0), (3, 3, 0, 3), (3, 5, 2, 5), (2, 9, 1, 0)], 0, 0)  # where the fullest moment is on the way, with a gradient waiting
+@example(
+    [(2, 8, 0, 0), (3, 3, 0, 3), (3, 5, 2, 5), (2, 9, 1, 0)], 0, 0
+)  # where the fullest moment is on the way, with a gradient waiting
 @settings(max_examples=30, deadline=None)
 def test_a_plan_keeps_its_promise(stages, given_bytes, input_gradient):
     chain = chain_of(stages, given_bytes, input_gradient)
     trades = checkpointing.frontier(chain)
-    assert list(trades) == sorted(trades) and all(a[1] > b[1] for a, b in itertools.pairwise(trades))
+    assert list(trades) == sorted(trades) and all(
+        a[1] > b[1] for a, b in itertools.pairwise(trades)
+    )
     assert trades[0][0] == checkpointing.smallest_budget(chain)
-    assert trades[-1][1] == sum(stage.forward for stage in chain.stages) or any(stage.forward == 0 for stage in chain.stages)
+    assert trades[-1][1] == sum(stage.forward for stage in chain.stages) or any(
+        stage.forward == 0 for stage in chain.stages
+    )
     for room, cost in trades:
         for budget in (room, room + 1):
             run = checkpointing.simulate(checkpointing.plan(chain, budget), chain)
@@ -380,8 +433,14 @@ def cheapest_of_all(chain, budget):
                 after = planning._after(state, step, len(chain))
             except ValueError:
                 continue
-            held = sum(sizes[i] for i in after.values) + sum(chain.stages[i].interior for i in after.recorded) + slopes[after.gradient]
-            total = cost + (chain.stages[step.at].forward if step.op in ("forward", "record") else 0)
+            held = (
+                sum(sizes[i] for i in after.values)
+                + sum(chain.stages[i].interior for i in after.recorded)
+                + slopes[after.gradient]
+            )
+            total = cost + (
+                chain.stages[step.at].forward if step.op in ("forward", "record") else 0
+            )
             if held <= budget and total < best.get(after, math.inf):
                 best[after] = total
                 heapq.heappush(queue, (total, next(order), after))
@@ -415,7 +474,9 @@ def test_no_plan_fits_below_the_smallest_budget(stages, given_bytes, input_gradi
 def test_a_budget_that_is_too_small_is_told_the_smallest():
     chain = Costs([Stage(1, 100, 700), Stage(1, 200, 50)], input=40)
     least = checkpointing.smallest_budget(chain)
-    with pytest.raises(ValueError, match=rf"budget of {least - 1} bytes .* smallest possible one is {least:,}"):
+    with pytest.raises(
+        ValueError, match=rf"budget of {least - 1} bytes .* smallest possible one is {least:,}"
+    ):
         checkpointing.plan(chain, least - 1)
     assert checkpointing.simulate(checkpointing.plan(chain, least), chain).peak == least
 
@@ -425,7 +486,10 @@ def test_a_budget_that_is_too_small_is_told_the_smallest():
     [
         ("forward 1", r"step 0, forward 1: its input x1 is not held"),
         ("forward 0, forward 0", r"x1 is held already"),
-        ("forward 0, forward 1, backward 1", r"stage 1 has not been recorded: a b node needs its f node"),
+        (
+            "forward 0, forward 1, backward 1",
+            r"stage 1 has not been recorded: a b node needs its f node",
+        ),
         ("record 0, backward 0", r"the gradient has reached x2: stage 1 is next"),
         ("record 0, drop 1", r"stage 0 was recorded and needs x1"),
         ("record 0, record 1, drop 1", r"stage 0 was recorded and needs x1"),
@@ -437,13 +501,23 @@ def test_a_budget_that_is_too_small_is_told_the_smallest():
     ],
 )
 def test_an_illegal_plan_says_which_step_and_why(steps, why):
-    moves = tuple(Step(op, int(at)) for op, at in (step.split() for step in steps.split(", ") if step))
+    moves = tuple(
+        Step(op, int(at)) for op, at in (step.split() for step in steps.split(", ") if step)
+    )
     with pytest.raises(ValueError, match=why):
         Plan(2, moves)
 
 
 def test_a_value_left_over_is_not_a_finished_plan():
-    moves = [("forward", 0), ("record", 1), ("backward", 1), ("forward", 1), ("drop", 1), ("record", 0), ("backward", 0)]
+    moves = [
+        ("forward", 0),
+        ("record", 1),
+        ("backward", 1),
+        ("forward", 1),
+        ("drop", 1),
+        ("record", 0),
+        ("backward", 0),
+    ]
     with pytest.raises(ValueError, match=r"values \[2\] are left over"):
         Plan(2, tuple(Step(*move) for move in moves))
 
@@ -451,7 +525,11 @@ def test_a_value_left_over_is_not_a_finished_plan():
 @pytest.mark.parametrize(
     "call, error, why",
     [
-        (lambda: checkpointing.segments(4, 5), ValueError, "4 stages cannot be cut into 5 segments: use 1 … 4"),
+        (
+            lambda: checkpointing.segments(4, 5),
+            ValueError,
+            "4 stages cannot be cut into 5 segments: use 1 … 4",
+        ),
         (lambda: checkpointing.segments(4, 0), ValueError, "k must be at least 1"),
         (lambda: checkpointing.segments(True, 1), TypeError, "n must be a whole number"),
         (lambda: checkpointing.keep_nothing(0), ValueError, "n must be at least 1"),
@@ -462,7 +540,11 @@ def test_a_value_left_over_is_not_a_finished_plan():
         (lambda: Stage(1, -5), ValueError, "output must be at least 0"),
         (lambda: Step("undo", 1), ValueError, "forward, record, backward, drop"),
         (lambda: checkpointing.plan(Costs.uniform(3), -1), ValueError, "budget must be at least 0"),
-        (lambda: checkpointing.simulate(checkpointing.segments(3, 1), Costs.uniform(4)), ValueError, "for 3 stages, the chain has 4"),
+        (
+            lambda: checkpointing.simulate(checkpointing.segments(3, 1), Costs.uniform(4)),
+            ValueError,
+            "for 3 stages, the chain has 4",
+        ),
     ],
 )
 def test_bad_input_to_plans(call, error, why):
@@ -475,14 +557,21 @@ def test_bad_input_to_plans(call, error, why):
 SMALL = dict(num_layers=3, d_model=32, num_heads=4, d_ff=96, vocab_size=65, seq_len=12, dropout=0.1)
 MODELS = {
     "gpt": ModelConfig(**SMALL),
-    "llama": ModelConfig(**SMALL | dict(ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, num_kv_heads=2, tied=False)),
+    "llama": ModelConfig(
+        **SMALL
+        | dict(
+            ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, num_kv_heads=2, tied=False
+        )
+    ),
     "experts": ModelConfig(**SMALL | dict(num_experts=3, top_k=2)),
 }
 
 
 def batch(config, rows=2):
     draw = torch.Generator().manual_seed(5)
-    return [torch.randint(config.vocab_size, (rows, config.seq_len), generator=draw) for _ in range(2)]
+    return [
+        torch.randint(config.vocab_size, (rows, config.seq_len), generator=draw) for _ in range(2)
+    ]
 
 
 def trained(model, call):
@@ -503,7 +592,9 @@ PLANS = {
     "every layer": lambda n, chain: checkpointing.segments(n, n),
     "nothing": lambda n, chain: checkpointing.keep_nothing(n),
     "binomial": lambda n, chain: checkpointing.binomial(n, 2),
-    "optimal": lambda n, chain: checkpointing.plan(chain, checkpointing.smallest_budget(chain) * 5 // 4),
+    "optimal": lambda n, chain: checkpointing.plan(
+        chain, checkpointing.smallest_budget(chain) * 5 // 4
+    ),
     "smallest": lambda n, chain: checkpointing.plan(chain, checkpointing.smallest_budget(chain)),
 }
 
@@ -527,8 +618,14 @@ def test_predicted_is_executed_at_every_step_to_the_byte(name, attention):
 
         assert same(plain, trained(model, execute)), plan.name
         predicted, (executed,) = checkpointing.simulate(plan, costs), runs
-        assert (predicted.evaluations, predicted.cost, predicted.peak) == (executed.evaluations, executed.cost, executed.peak)
-        for expected, found in zip(predicted.history.moments, executed.history.moments, strict=True):
+        assert (predicted.evaluations, predicted.cost, predicted.peak) == (
+            executed.evaluations,
+            executed.cost,
+            executed.peak,
+        )
+        for expected, found in zip(
+            predicted.history.moments, executed.history.moments, strict=True
+        ):
             assert (expected.phase, expected.event) == (found.phase, found.event)
             assert expected.ledger.diff(found.ledger).unexplained == 0, (plan.name, expected.event)
 
@@ -539,17 +636,25 @@ def test_measuring_costs_draws_no_random_number_and_leaves_no_gradient():
     found = checkpointing.costs(chain, x_of(4, 8))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for module in chain for parameter in module.parameters())
-    assert found.stages[0].forward == 2 * 2 * 4 * 8 * 16 and found.input == found.input_gradient == 128
+    assert (
+        found.stages[0].forward == 2 * 2 * 4 * 8 * 16 and found.input == found.input_gradient == 128
+    )
 
 
 def test_a_chain_that_ends_in_a_tensor_takes_the_gradient_of_it():
-    chain, x, slope = [nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)], x_of(4, 3), x_of(4, 2, requires_grad=False, seed=9)
+    chain, x, slope = (
+        [nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)],
+        x_of(4, 3),
+        x_of(4, 2, requires_grad=False, seed=9),
+    )
     nn.Sequential(*chain)(x).backward(slope)
     expected = [x.grad, *(p.grad.clone() for module in chain for p in module.parameters())]
     for module in chain:
         module.zero_grad()
     run = checkpointing.run(chain, checkpointing.keep_nothing(3), x, slope)
-    assert same(expected, [run.input_gradient, *(p.grad for module in chain for p in module.parameters())])
+    assert same(
+        expected, [run.input_gradient, *(p.grad for module in chain for p in module.parameters())]
+    )
     with pytest.raises(ValueError, match=r"the chain ends in \[4, 2\].*give run the gradient"):
         checkpointing.run(chain, checkpointing.keep_nothing(3), x)
 
@@ -586,12 +691,23 @@ def test_a_policy_changes_no_bit(name, policy):
     model = GPT(config, generator=torch.Generator().manual_seed(0))
     plain = trained(model, lambda: backward(model.loss(tokens, targets)))
     names = [name for name, _ in model.named_parameters()]
-    for other in checkpointing.POLICIES:  # policies replace each other, and a copy of the model is its own
+    for (
+        other
+    ) in checkpointing.POLICIES:  # policies replace each other, and a copy of the model is its own
         checkpointing.apply(model, other)
     twin = copy.deepcopy(checkpointing.apply(model, policy))
-    assert [name for name, _ in twin.named_parameters()] == names == [name for name, _ in model.named_parameters()]
+    assert (
+        [name for name, _ in twin.named_parameters()]
+        == names
+        == [name for name, _ in model.named_parameters()]
+    )
     for candidate in (model, twin):
-        assert same(plain, trained(candidate, lambda candidate=candidate: backward(candidate.loss(tokens, targets))))
+        assert same(
+            plain,
+            trained(
+                candidate, lambda candidate=candidate: backward(candidate.loss(tokens, targets))
+            ),
+        )
 
 
 def saved(model, tokens):
@@ -604,7 +720,11 @@ def test_what_each_policy_keeps():
     shallow, deep = (ModelConfig(**SMALL | dict(num_layers=L, dropout=0.0)) for L in (1, 3))
     s, h, a = deep.letters("s h a")
     a_block = {
-        policy: (saved(checkpointing.apply(GPT(deep), policy), tokens) - saved(checkpointing.apply(GPT(shallow), policy), tokens)) // 2
+        policy: (
+            saved(checkpointing.apply(GPT(deep), policy), tokens)
+            - saved(checkpointing.apply(GPT(shallow), policy), tokens)
+        )
+        // 2
         for policy in checkpointing.POLICIES
     }
     assert a_block["full"] == 4 * b * s * h
@@ -624,16 +744,26 @@ def test_the_overhead_is_what_a_flop_counter_sees(name, policy, dropout):
             model.loss(tokens, tokens).backward()
         flops.append(counter.get_total_flops())
     assert flops[0] == tokens.numel() * config.flops_per_token()
-    assert flops[1] / flops[0] - 1 == pytest.approx(checkpointing.overhead(config, policy), abs=1e-12)
+    assert flops[1] / flops[0] - 1 == pytest.approx(
+        checkpointing.overhead(config, policy), abs=1e-12
+    )
 
 
 def test_overheads_of_the_papers():
     """CK-06 and ACT-40, S1-025: one more forward pass of the layers is a third; the paper's eq. (8) adds three forward passes of the scores, not one."""
-    layers = ModelConfig(num_layers=96, d_model=12288, num_heads=96, d_ff=49152, vocab_size=1, seq_len=2048)
-    assert checkpointing.overhead(layers, "full", early_stop=False) == pytest.approx(1 / 3, abs=1e-7)
+    layers = ModelConfig(
+        num_layers=96, d_model=12288, num_heads=96, d_ff=49152, vocab_size=1, seq_len=2048
+    )
+    assert checkpointing.overhead(layers, "full", early_stop=False) == pytest.approx(
+        1 / 3, abs=1e-7
+    )
     for h, L, published in ((6144, 48, 5.192), (12288, 96, 2.693), (25600, 128, 1.314)):
-        config = ModelConfig(num_layers=L, d_model=h, num_heads=64, d_ff=4 * h, vocab_size=51200, seq_len=2048)
-        assert 3 * 100 * checkpointing.overhead(config, "selective", early_stop=False) == pytest.approx(published, abs=2e-3)
+        config = ModelConfig(
+            num_layers=L, d_model=h, num_heads=64, d_ff=4 * h, vocab_size=51200, seq_len=2048
+        )
+        assert 3 * 100 * checkpointing.overhead(
+            config, "selective", early_stop=False
+        ) == pytest.approx(published, abs=2e-3)
     with pytest.raises(ValueError, match="unknown policy 'half'"):
         checkpointing.overhead(layers, "half")
 

@@ -15,7 +15,13 @@ from labutils.ledger import Ledger
 
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)
-CASES = [*((29, dtype) for dtype in DTYPES), (0, torch.float32), (1, torch.bfloat16), (3, torch.int64), (24, torch.float16)]
+CASES = [
+    *((29, dtype) for dtype in DTYPES),
+    (0, torch.float32),
+    (1, torch.bfloat16),
+    (3, torch.int64),
+    (24, torch.float16),
+]
 LINK = Link(latency=1e-5, bandwidth=1e9)
 
 
@@ -33,14 +39,23 @@ def bits(x: torch.Tensor) -> bytes:
     return bytes(x.contiguous().view(torch.uint8).tolist())
 
 
-def expected(algorithm: str, n: int, length: int, dtype: torch.dtype, root: int, op: str = "sum") -> list:
+def expected(
+    algorithm: str, n: int, length: int, dtype: torch.dtype, root: int, op: str = "sum"
+) -> list:
     everyone = torch.stack([own(i, length, dtype) for i in range(n)])
-    total = {"sum": everyone.sum(0, dtype=dtype), "product": everyone.prod(0, dtype=dtype), "min": everyone.amin(0), "max": everyone.amax(0)}[op]
+    total = {
+        "sum": everyone.sum(0, dtype=dtype),
+        "product": everyone.prod(0, dtype=dtype),
+        "min": everyone.amin(0),
+        "max": everyone.amax(0),
+    }[op]
     mine = [x.split(collectives.shares(length, n)) for x in everyone]
     return {
         "broadcast": [everyone[root]] * n,
         "scatter": list(mine[root]),
-        "gather": [torch.cat([mine[i][i] for i in range(n)]) if i == root else None for i in range(n)],
+        "gather": [
+            torch.cat([mine[i][i] for i in range(n)]) if i == root else None for i in range(n)
+        ],
         "reduce": [total if i == root else None for i in range(n)],
         "reduce_scatter": list(total.split(collectives.shares(length, n))),
         "all_gather": [torch.cat([mine[i][i] for i in range(n)])] * n,
@@ -73,16 +88,29 @@ def run(algorithm: str, n: int, length: int, dtype: torch.dtype, root: int = 0, 
 @pytest.mark.parametrize("n", RANKS)
 def test_values_bytes_messages_and_steps(algorithm, n):
     for length, dtype in CASES:
-        root = length % n if "root" in inspect.signature(getattr(collectives, algorithm)).parameters else 0
+        root = (
+            length % n
+            if "root" in inspect.signature(getattr(collectives, algorithm)).parameters
+            else 0
+        )
         results = run(algorithm, n, length, dtype, root)
         for result, right in zip(results, expected(algorithm, n, length, dtype, root), strict=True):
             assert (result is None) == (right is None)
-            assert right is None or (result.dtype == dtype and torch.equal(result, right)), (length, dtype)
-        predicted = collectives.sent(algorithm, nbytes=length * dtype.itemsize, n=n, itemsize=dtype.itemsize, root=root)
+            assert right is None or (result.dtype == dtype and torch.equal(result, right)), (
+                length,
+                dtype,
+            )
+        predicted = collectives.sent(
+            algorithm, nbytes=length * dtype.itemsize, n=n, itemsize=dtype.itemsize, root=root
+        )
         assert predicted.diff(ranks(n).ledger).unexplained == 0, (length, dtype)
         assert predicted == ranks(n).ledger  # the number of messages too
-        kept = collectives.held(algorithm, nbytes=length * dtype.itemsize, n=n, itemsize=dtype.itemsize, root=root)
-        assert [0 if result is None else result.nbytes for result in results] == [line.amount for line in kept]
+        kept = collectives.held(
+            algorithm, nbytes=length * dtype.itemsize, n=n, itemsize=dtype.itemsize, root=root
+        )
+        assert [0 if result is None else result.nbytes for result in results] == [
+            line.amount for line in kept
+        ]
         assert ranks(n).trace.steps == collectives.steps(algorithm, n)
         assert ranks(n).trace.sent.total == ranks(n).trace.received.total
 
@@ -90,7 +118,11 @@ def test_values_bytes_messages_and_steps(algorithm, n):
 @pytest.mark.parametrize("algorithm", [name for name in collectives.FORMULAS if "reduce" in name])
 @pytest.mark.parametrize("op", collectives.REDUCTIONS)
 def test_every_reduction(algorithm, op):
-    for result, right in zip(run(algorithm, 5, 13, torch.int64, op=op), expected(algorithm, 5, 13, torch.int64, 0, op), strict=True):
+    for result, right in zip(
+        run(algorithm, 5, 13, torch.int64, op=op),
+        expected(algorithm, 5, 13, torch.int64, 0, op),
+        strict=True,
+    ):
         assert (right is None and result is None) or torch.equal(result, right)
 
 
@@ -111,7 +143,9 @@ def floats(n: int) -> list[torch.Tensor]:
 
 def test_the_ring_sums_piece_j_in_the_order_of_the_ring_after_rank_j():
     n, tensors = 4, floats(4)
-    result = ranks(n).run(lambda rank: collectives.all_reduce_ring(tensors[rank.index], rank.comm("dp")))[0]
+    result = ranks(n).run(
+        lambda rank: collectives.all_reduce_ring(tensors[rank.index], rank.comm("dp"))
+    )[0]
     for j, piece in enumerate(result.split(16)):
         order = [tensors[(j + 1 + k) % n].split(16)[j] for k in range(n)]
         assert torch.equal(piece, functools.reduce(torch.add, order))
@@ -120,7 +154,9 @@ def test_the_ring_sums_piece_j_in_the_order_of_the_ring_after_rank_j():
 @pytest.mark.parametrize("algorithm", ["all_reduce_naive", "reduce_star"])
 def test_rank_0_adds_in_rank_order(algorithm):
     tensors = floats(6)
-    result = ranks(6).run(lambda rank: getattr(collectives, algorithm)(tensors[rank.index], rank.comm("dp")))[0]
+    result = ranks(6).run(
+        lambda rank: getattr(collectives, algorithm)(tensors[rank.index], rank.comm("dp"))
+    )[0]
     assert torch.equal(result, functools.reduce(torch.add, tensors))
 
 
@@ -143,7 +179,11 @@ def test_shapes_views_out_and_autograd(algorithm):
 
     total = sum(own(i, 24).view(4, 6) for i in range(3))
     for transposed, scalar, summed, into, in_place in ranks(3).run(program):
-        assert torch.equal(transposed, total.T) and torch.equal(into, total) and torch.equal(in_place, total)
+        assert (
+            torch.equal(transposed, total.T)
+            and torch.equal(into, total)
+            and torch.equal(in_place, total)
+        )
         assert scalar.shape == () and scalar == 3 and not summed.requires_grad
 
 
@@ -158,11 +198,15 @@ def test_reduce_scatter_and_all_gather_work_in_place(n):
         assert comm.reduce_scatter(x, out=mine) is mine and torch.equal(mine, apart)
         whole, address = torch.empty(10, dtype=x.dtype), x.data_ptr()
         assert comm.all_gather(mine, sizes=collectives.shares(10, n), out=whole) is whole
-        assert comm.all_gather(mine, sizes=collectives.shares(10, n), out=x, async_op=True).wait() is x
+        assert (
+            comm.all_gather(mine, sizes=collectives.shares(10, n), out=x, async_op=True).wait() is x
+        )
         assert torch.equal(x, whole) and x.data_ptr() == address
         return whole
 
-    assert all(torch.equal(whole, sum(own(i, 10) for i in range(n))) for whole in ranks(n).run(program))
+    assert all(
+        torch.equal(whole, sum(own(i, 10) for i in range(n))) for whole in ranks(n).run(program)
+    )
 
 
 @settings(max_examples=40)
@@ -170,21 +214,32 @@ def test_reduce_scatter_and_all_gather_work_in_place(n):
 def test_rows_of_any_number_and_width(data, n, dtype):
     rows, width = data.draw(st.integers(0, 20)), data.draw(st.integers(0, 3))
     sizes = tuple(data.draw(st.lists(st.integers(0, 4), min_size=n, max_size=n)))
-    table = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=n, max_size=n), min_size=n, max_size=n))
+    table = data.draw(
+        st.lists(st.lists(st.integers(0, 3), min_size=n, max_size=n), min_size=n, max_size=n)
+    )
 
     def program(rank):
         i, comm = rank.index, rank.comm("dp")
         x = torch.full((rows, width), i + 1, dtype=dtype)
         scattered = collectives.reduce_scatter_ring(x, comm)
-        gathered = collectives.all_gather_ring(torch.full((sizes[i], width), i, dtype=dtype), comm, sizes=sizes)
+        gathered = collectives.all_gather_ring(
+            torch.full((sizes[i], width), i, dtype=dtype), comm, sizes=sizes
+        )
         mine = torch.repeat_interleave(torch.arange(n) + 10 * i, torch.tensor(table[i])).to(dtype)
-        swapped = collectives.all_to_all_pairwise(mine, comm, send_sizes=table[i], recv_sizes=[row[i] for row in table])
+        swapped = collectives.all_to_all_pairwise(
+            mine, comm, send_sizes=table[i], recv_sizes=[row[i] for row in table]
+        )
         return scattered, gathered, swapped
 
     for i, (scattered, gathered, swapped) in enumerate(ranks(n).run(program)):
-        assert torch.equal(scattered, torch.full((collectives.shares(rows, n)[i], width), n * (n + 1) // 2, dtype=dtype))
+        assert torch.equal(
+            scattered,
+            torch.full((collectives.shares(rows, n)[i], width), n * (n + 1) // 2, dtype=dtype),
+        )
         assert gathered.shape == (sum(sizes), width)
-        assert gathered[:, :1].flatten().tolist() == [rank for rank, size in enumerate(sizes) for _ in range(size)] * (width > 0)
+        assert gathered[:, :1].flatten().tolist() == [
+            rank for rank, size in enumerate(sizes) for _ in range(size)
+        ] * (width > 0)
         assert swapped.tolist() == [10 * j + i for j in range(n) for _ in range(table[j][i])]
 
 
@@ -195,19 +250,32 @@ def test_shares_cover_and_are_torch_tensor_split(amount, n):
     assert sizes == tuple(len(piece) for piece in torch.arange(amount).tensor_split(n))
 
 
-@given(st.sampled_from(list(collectives.FORMULAS)), st.integers(1, 33), st.integers(0, 500), st.sampled_from([1, 2, 4, 8]))
+@given(
+    st.sampled_from(list(collectives.FORMULAS)),
+    st.integers(1, 33),
+    st.integers(0, 500),
+    st.sampled_from([1, 2, 4, 8]),
+)
 def test_formulas_agree_with_each_other(algorithm, n, length, itemsize):
     sizes = dict(nbytes=length * itemsize, n=n, itemsize=itemsize)
     sent = collectives.sent(algorithm, **sizes)
-    assert all(line.amount >= 0 for line in sent) and sent.count >= collectives.steps(algorithm, n) * (n > 1) / 2
+    assert (
+        all(line.amount >= 0 for line in sent)
+        and sent.count >= collectives.steps(algorithm, n) * (n > 1) / 2
+    )
     S, total = length * itemsize, sent.total
     if algorithm.startswith(("all_reduce_naive", "all_reduce_ring", "all_reduce_tree")):
         assert total == 2 * (n - 1) * S  # the same over all links: only the busiest rank differs
     if algorithm.startswith(("broadcast", "reduce_", "all_gather", "all_to_all")):
         assert total == (n - 1) * S
     if algorithm == "all_reduce_ring":
-        halves = collectives.predict_reduce_scatter(**sizes).by("rank"), collectives.predict_all_gather(**sizes).by("rank")
-        assert sent.by("rank") == {rank: halves[0][rank] + halves[1][rank] for rank in sent.by("rank")}
+        halves = (
+            collectives.predict_reduce_scatter(**sizes).by("rank"),
+            collectives.predict_all_gather(**sizes).by("rank"),
+        )
+        assert sent.by("rank") == {
+            rank: halves[0][rank] + halves[1][rank] for rank in sent.by("rank")
+        }
 
 
 @pytest.mark.parametrize("algorithm", collectives.FORMULAS)
@@ -215,42 +283,72 @@ def test_formulas_agree_with_each_other(algorithm, n, length, itemsize):
 def test_cost_is_the_makespan_of_a_real_run(algorithm, n):
     length = n * 8  # pieces of equal size, also for the largest power of two in n
     run(algorithm, n, length, torch.float64)
-    assert math.isclose(ranks(n).trace.makespan(LINK), collectives.cost(algorithm, length * 8, n, LINK), rel_tol=1e-12)
+    assert math.isclose(
+        ranks(n).trace.makespan(LINK),
+        collectives.cost(algorithm, length * 8, n, LINK),
+        rel_tol=1e-12,
+    )
 
 
 def test_where_the_winner_changes():
-    for first, second in (("all_reduce_ring", "all_reduce_tree"), ("all_reduce_ring", "all_reduce_halving_doubling")):
+    for first, second in (
+        ("all_reduce_ring", "all_reduce_tree"),
+        ("all_reduce_ring", "all_reduce_halving_doubling"),
+    ):
         size = collectives.crossover(first, second, 6, LINK)
-        assert math.isclose(collectives.cost(first, size, 6, LINK), collectives.cost(second, size, 6, LINK))
+        assert math.isclose(
+            collectives.cost(first, size, 6, LINK), collectives.cost(second, size, 6, LINK)
+        )
         assert collectives.fastest(size / 2, 6, LINK, (first, second)) == second
         assert collectives.fastest(size * 2, 6, LINK, (first, second)) == first
     assert collectives.crossover("all_reduce_ring", "all_reduce_halving_doubling", 8, LINK) is None
     assert collectives.fastest(1e9, 8, LINK) == "all_reduce_halving_doubling"
-    assert all(collectives.fastest(1e9, n, LINK) == "all_reduce_ring" for n in (3, 5, 6, 7, 9, 100, 1000))
+    assert all(
+        collectives.fastest(1e9, n, LINK) == "all_reduce_ring" for n in (3, 5, 6, 7, 9, 100, 1000)
+    )
 
 
 def test_bandwidths_as_nccl_tests_reports_them():
-    for op, factor in {"all_reduce": 1.75, "reduce_scatter": 0.875, "all_gather": 0.875, "all_to_all": 0.875, "broadcast": 1, "reduce": 1}.items():
+    for op, factor in {
+        "all_reduce": 1.75,
+        "reduce_scatter": 0.875,
+        "all_gather": 0.875,
+        "all_to_all": 0.875,
+        "broadcast": 1,
+        "reduce": 1,
+    }.items():
         assert collectives.bus_factor(op, 8) == factor
         assert collectives.busbw(op, 8e9, 2.0, 8) == 4e9 * factor
     assert collectives.algbw(8e9, 2.0) == 4e9
     # On links of bandwidth B with no latency, a ring's bus bandwidth is B.
     free = Link(0, 3e9)
-    assert math.isclose(collectives.busbw("all_reduce", 5e8, collectives.cost("all_reduce_ring", 5e8, 16, free), 16), 3e9)
+    assert math.isclose(
+        collectives.busbw(
+            "all_reduce", 5e8, collectives.cost("all_reduce_ring", 5e8, 16, free), 16
+        ),
+        3e9,
+    )
 
 
-SMALL = ModelConfig(num_layers=4, d_model=8, num_heads=2, d_ff=16, vocab_size=30, seq_len=6, tied=False)
+SMALL = ModelConfig(
+    num_layers=4, d_model=8, num_heads=2, d_ff=16, vocab_size=30, seq_len=6, tied=False
+)
 
 
 @pytest.mark.parametrize("dp", [2, 3, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_step_of_data_parallelism(zero, dp):
-    train = TrainConfig(micro_batch=1, global_batch=2 * dp, precision="bf16", fp32_gradients=True, zero=zero)
+    train = TrainConfig(
+        micro_batch=1, global_batch=2 * dp, precision="bf16", fp32_gradients=True, zero=zero
+    )
     numel, m = SMALL.num_params, 2
 
     def program(rank):
         comm = rank.comm("dp")
-        gradients, shard = torch.zeros(numel), torch.zeros(collectives.shares(numel, dp)[rank.index], dtype=torch.bfloat16)
+        gradients, shard = (
+            torch.zeros(numel),
+            torch.zeros(collectives.shares(numel, dp)[rank.index], dtype=torch.bfloat16),
+        )
         for _ in range({0: 0, 1: 1, 2: m, 3: m}[zero]):
             with comm.record("reduce_scatter"):
                 collectives.reduce_scatter_ring(gradients, comm)
@@ -271,7 +369,9 @@ def test_zero_volumes_are_those_of_the_paper():
     for level, times in enumerate((2, 2, 2, 3)):
         train = TrainConfig(micro_batch=1, global_batch=4, zero=level)
         total = collectives.predict(model, train, Mesh(dp=4)).total
-        assert total == times * 3 * 2 * psi  # over all 4 ranks: (N − 1) · Ψ · 2 bytes for each half of an all-reduce
+        assert (
+            total == times * 3 * 2 * psi
+        )  # over all 4 ranks: (N − 1) · Ψ · 2 bytes for each half of an all-reduce
 
 
 def test_a_step_of_tensor_and_pipeline_parallelism():
@@ -280,18 +380,37 @@ def test_a_step_of_tensor_and_pipeline_parallelism():
     activation = b * s * h * 2
     tp = collectives.predict(SMALL, train, Mesh(tp=2)).only(axis="tp")
     loss = 3 * b * s * 4
-    assert tp.by("rank") == {0: m * ((4 * L + 2) * activation + loss), 1: m * ((4 * L + 2) * activation + loss)}  # 2 (N − 1) / N is 1
-    recomputed = collectives.predict(SMALL, TrainConfig(micro_batch=2, global_batch=4, checkpointing="full"), Mesh(tp=2))
+    assert tp.by("rank") == {
+        0: m * ((4 * L + 2) * activation + loss),
+        1: m * ((4 * L + 2) * activation + loss),
+    }  # 2 (N − 1) / N is 1
+    recomputed = collectives.predict(
+        SMALL, TrainConfig(micro_batch=2, global_batch=4, checkpointing="full"), Mesh(tp=2)
+    )
     assert recomputed.total - tp.total == 2 * m * 2 * L * activation
     pp = collectives.predict(SMALL, train, Mesh(pp=4)).only(axis="pp")
-    assert pp.by("rank") == {0: m * activation, 1: 2 * m * activation, 2: 2 * m * activation, 3: m * activation}
+    assert pp.by("rank") == {
+        0: m * activation,
+        1: 2 * m * activation,
+        2: 2 * m * activation,
+        3: m * activation,
+    }
     assert collectives.predict(SMALL, train, Mesh()) == Ledger()
 
 
 def test_every_parameter_is_held_somewhere():
     for mesh in (Mesh(), Mesh(tp=2), Mesh(pp=2), Mesh(pp=4, tp=2)):
-        held = {rank: collectives._parameters_held(SMALL, mesh, (c := mesh.coords(rank))["pp"] == 0, c["pp"] == mesh.pp - 1) for rank in range(mesh.size)}
-        norms_and_biases = SMALL.parameters["norms"] + SMALL.parameters["position embedding"] + 2 * SMALL.d_model * SMALL.num_layers
+        held = {
+            rank: collectives._parameters_held(
+                SMALL, mesh, (c := mesh.coords(rank))["pp"] == 0, c["pp"] == mesh.pp - 1
+            )
+            for rank in range(mesh.size)
+        }
+        norms_and_biases = (
+            SMALL.parameters["norms"]
+            + SMALL.parameters["position embedding"]
+            + 2 * SMALL.d_model * SMALL.num_layers
+        )
         assert sum(held.values()) == SMALL.num_params + (mesh.tp - 1) * norms_and_biases
 
 
@@ -318,23 +437,70 @@ def on_two(fn):
 @pytest.mark.parametrize(
     "attempt, said",
     [
-        (lambda: on_two(lambda comm: collectives.all_reduce_ring(torch.ones(3), comm, op="mean")), "divide by comm.size"),
-        (lambda: on_two(lambda comm: collectives.all_reduce_ring(torch.ones(3), comm, op="xor")), "sum, product, min, max"),
-        (lambda: on_two(lambda comm: collectives.broadcast_tree(torch.ones(3), comm, root=2)), "use 0 … 1"),
+        (
+            lambda: on_two(
+                lambda comm: collectives.all_reduce_ring(torch.ones(3), comm, op="mean")
+            ),
+            "divide by comm.size",
+        ),
+        (
+            lambda: on_two(lambda comm: collectives.all_reduce_ring(torch.ones(3), comm, op="xor")),
+            "sum, product, min, max",
+        ),
+        (
+            lambda: on_two(lambda comm: collectives.broadcast_tree(torch.ones(3), comm, root=2)),
+            "use 0 … 1",
+        ),
         (lambda: on_two(lambda comm: collectives.all_reduce_ring([1.0], comm)), "torch.as_tensor"),
-        (lambda: on_two(lambda comm: collectives.all_reduce_ring(torch.ones(3), comm, out=torch.ones(4))), "out"),
-        (lambda: on_two(lambda comm: collectives.reduce_scatter_ring(torch.tensor(1.0), comm)), "rows"),
-        (lambda: on_two(lambda comm: collectives.reduce_scatter_ring(x := torch.ones(4), comm, out=x[1:3])), "is not its piece 0 of 2"),
-        (lambda: on_two(lambda comm: collectives.all_gather_ring(torch.ones(3), comm, out=torch.ones(3))), "must be contiguous, (6,)"),
-        (lambda: on_two(lambda comm: collectives.all_gather_ring(torch.ones(3), comm, sizes=(3,))), "names 1 ranks"),
-        (lambda: on_two(lambda comm: collectives.all_gather_ring(torch.ones(3), comm, sizes=(2, 2))), "brings 3 rows"),
-        (lambda: on_two(lambda comm: collectives.all_to_all_pairwise(torch.ones(3), comm, send_sizes=(1, 1))), "the 3 rows"),
+        (
+            lambda: on_two(
+                lambda comm: collectives.all_reduce_ring(torch.ones(3), comm, out=torch.ones(4))
+            ),
+            "out",
+        ),
+        (
+            lambda: on_two(lambda comm: collectives.reduce_scatter_ring(torch.tensor(1.0), comm)),
+            "rows",
+        ),
+        (
+            lambda: on_two(
+                lambda comm: collectives.reduce_scatter_ring(x := torch.ones(4), comm, out=x[1:3])
+            ),
+            "is not its piece 0 of 2",
+        ),
+        (
+            lambda: on_two(
+                lambda comm: collectives.all_gather_ring(torch.ones(3), comm, out=torch.ones(3))
+            ),
+            "must be contiguous, (6,)",
+        ),
+        (
+            lambda: on_two(
+                lambda comm: collectives.all_gather_ring(torch.ones(3), comm, sizes=(3,))
+            ),
+            "names 1 ranks",
+        ),
+        (
+            lambda: on_two(
+                lambda comm: collectives.all_gather_ring(torch.ones(3), comm, sizes=(2, 2))
+            ),
+            "brings 3 rows",
+        ),
+        (
+            lambda: on_two(
+                lambda comm: collectives.all_to_all_pairwise(torch.ones(3), comm, send_sizes=(1, 1))
+            ),
+            "the 3 rows",
+        ),
         (lambda: collectives.sent("all_reduce_ring", nbytes=10, n=4), "itemsize"),
         (lambda: collectives.sent("all_reduce_ring", nbytes=-4, n=4), "nbytes"),
         (lambda: collectives.sent("all_reduce_ring", nbytes=0.5, n=4), "nbytes"),
         (lambda: collectives.sent("all_reduce_ring", nbytes=8, n=0), "n must be at least 1"),
         (lambda: collectives.sent("broadcast_star", nbytes=8, n=2, root=2), "root=2"),
-        (lambda: collectives.predict_all_reduce("butterfly", nbytes=8, n=2), "naive, ring, tree, halving_doubling"),
+        (
+            lambda: collectives.predict_all_reduce("butterfly", nbytes=8, n=2),
+            "naive, ring, tree, halving_doubling",
+        ),
         (lambda: collectives.cost("all_reduce", 8, 2, LINK), "no algorithm 'all_reduce'"),
         (lambda: collectives.cost("all_reduce_ring", float("nan"), 2, LINK), "nbytes"),
         (lambda: collectives.bus_factor("barrier", 4), "nccl-tests"),

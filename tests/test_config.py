@@ -12,7 +12,10 @@ from labutils import config
 from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
 
 TINY = dict(num_layers=2, d_model=8, num_heads=4, d_ff=32, vocab_size=16, seq_len=8)
-PUBLISHED = {row["name"]: int(row["published_params"]) for row in csv.DictReader((config.DATA / "models.csv").read_text(encoding="utf-8").splitlines())}
+PUBLISHED = {
+    row["name"]: int(row["published_params"])
+    for row in csv.DictReader((config.DATA / "models.csv").read_text(encoding="utf-8").splitlines())
+}
 
 
 @pytest.mark.parametrize("name", ModelConfig.names())
@@ -92,7 +95,10 @@ def test_from_hf_says_what_it_cannot_read(broken, message):
         ModelConfig.from_hf(broken)
 
 
-@pytest.mark.parametrize("content, message", [(None, "no file 'config.json'"), ("{", "not valid JSON"), ("[]", "holds a list")])
+@pytest.mark.parametrize(
+    "content, message",
+    [(None, "no file 'config.json'"), ("{", "not valid JSON"), ("[]", "holds a list")],
+)
 def test_from_hf_on_missing_and_broken_files(content, message, tmp_path):
     path = tmp_path / "config.json"
     if content is not None:
@@ -109,7 +115,17 @@ def test_accumulation_recipe():
         train.accumulation(3)
 
 
-@pytest.mark.parametrize("change", [dict(micro_batch=0), dict(micro_batch=3), dict(precision="int4"), dict(optimizer="lion"), dict(zero=4), dict(checkpointing="some")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(micro_batch=0),
+        dict(micro_batch=3),
+        dict(precision="int4"),
+        dict(optimizer="lion"),
+        dict(zero=4),
+        dict(checkpointing="some"),
+    ],
+)
 def test_train_config_refuses(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         TrainConfig(**(dict(micro_batch=2, global_batch=8) | change))
@@ -136,7 +152,15 @@ def test_tensor_parallel_ranks_are_neighbors():
     assert Mesh(dp=2, tp=2).axes == {"dp": 2, "tp": 2}
 
 
-@pytest.mark.parametrize("call, message", [(lambda: Mesh(dp=0), "dp must be at least 1"), (lambda: Mesh(dp=2, ep=4), "ep=4 does not divide"), (lambda: Mesh(dp=2).coords(2), "rank 2 is not on this mesh of 2"), (lambda: Mesh(dp=2).group(0, "xp"), "no axis 'xp'")])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: Mesh(dp=0), "dp must be at least 1"),
+        (lambda: Mesh(dp=2, ep=4), "ep=4 does not divide"),
+        (lambda: Mesh(dp=2).coords(2), "rank 2 is not on this mesh of 2"),
+        (lambda: Mesh(dp=2).group(0, "xp"), "no axis 'xp'"),
+    ],
+)
 def test_mesh_refuses(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -144,7 +168,11 @@ def test_mesh_refuses(call, message):
 
 def test_hardware_is_what_the_data_sheets_say():
     h100 = Hardware.named("H100")
-    assert (h100.memory, h100.flops["bf16"], h100.memory_bandwidth) == (80 * 10**9, 989.4e12, 3.35e12)
+    assert (h100.memory, h100.flops["bf16"], h100.memory_bandwidth) == (
+        80 * 10**9,
+        989.4e12,
+        3.35e12,
+    )
     assert Hardware.named("A100").flops["bf16"] / Hardware.named("A100").flops["fp32"] == 16
     assert all(Hardware.named(name).source for name in Hardware.names())
 

@@ -22,8 +22,12 @@ from labutils.model import GPT
 from labutils.precision import LossScaler, autocast
 from labutils.world import DeadlockError, MismatchError, RankError, World
 
-CONFIG = ModelConfig(num_layers=2, d_model=16, num_heads=2, d_ff=32, vocab_size=31, seq_len=8, tied=True)
-ROWS = tuple(torch.randint(31, (24, 8), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+CONFIG = ModelConfig(
+    num_layers=2, d_model=16, num_heads=2, d_ff=32, vocab_size=31, seq_len=8, tied=True
+)
+ROWS = tuple(
+    torch.randint(31, (24, 8), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+)
 
 
 def model(seed=0, dtype=torch.float64, frozen=True):
@@ -52,12 +56,18 @@ def trained(rank, steps=3, micro=1, quiet=True, dtype=torch.float64, **options):
     for _ in range(steps):
         optimizer.zero_grad()
         losses = []
-        for k, (inputs, targets) in enumerate(micro_batches(mine(rank), len(mine(rank)[0]) // micro)):
+        for k, (inputs, targets) in enumerate(
+            micro_batches(mine(rank), len(mine(rank)[0]) // micro)
+        ):
             with replica.no_sync() if quiet and k + 1 < micro else contextlib.nullcontext():
                 losses.append(entropy(replica(inputs), targets) / micro)
                 losses[-1].backward()
         optimizer.step()
-    gradients = {name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad.clone()
+        for name, parameter in net.named_parameters()
+        if parameter.grad is not None
+    }
     return weights(net), gradients, replica.buckets, sum(losses).item()
 
 
@@ -70,7 +80,15 @@ def alone(steps=3, dtype=torch.float64):
         loss = entropy(net(ROWS[0]), ROWS[1])
         loss.backward()
         optimizer.step()
-    return weights(net), {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}, loss.item()
+    return (
+        weights(net),
+        {
+            name: parameter.grad
+            for name, parameter in net.named_parameters()
+            if parameter.grad is not None
+        },
+        loss.item(),
+    )
 
 
 @pytest.fixture(scope="module", params=["threads", "processes"])
@@ -96,7 +114,9 @@ def test_equal_to_one_device_and_bytes_sent_on_both_engines(four, options):
     check(four, bucket_bytes=5000, **options)
 
 
-@pytest.mark.parametrize("size, algorithm", [(3, "halving_doubling"), (4, "halving_doubling"), (3, "naive"), (4, "tree")])
+@pytest.mark.parametrize(
+    "size, algorithm", [(3, "halving_doubling"), (4, "halving_doubling"), (3, "naive"), (4, "tree")]
+)
 def test_other_ways_to_reduce(size, algorithm):
     with World(size) as world:
         check(world, bucket_bytes=5000, algorithm=algorithm)
@@ -110,12 +130,18 @@ def check(world, **options):
     for found, means, _, _ in results:
         assert torch.allclose(found, expected, rtol=0, atol=1e-10)
         assert means.keys() == gradients.keys() and "positions.weight" not in means
-        assert all(torch.allclose(means[name], gradients[name], rtol=0, atol=1e-10) for name in means)
+        assert all(
+            torch.allclose(means[name], gradients[name], rtol=0, atol=1e-10) for name in means
+        )
         assert torch.equal(found, results[0][0]), "replicas that differ in a bit drift apart"
     travel = {name: options[name] for name in ("find_unused", "algorithm") if name in options}
-    predicted = data_parallel.predict(results[0][2], world.size, backwards=3, **travel) + data_parallel.predict_start(model(), world.size)
+    predicted = data_parallel.predict(
+        results[0][2], world.size, backwards=3, **travel
+    ) + data_parallel.predict_start(model(), world.size)
     assert predicted.diff(world.ledger).unexplained == 0 and predicted.count == world.ledger.count
-    assert world.ledger.only(name="broadcast").total == (world.size - 1) * sum(parameter.nbytes for parameter in model().parameters())
+    assert world.ledger.only(name="broadcast").total == (world.size - 1) * sum(
+        parameter.nbytes for parameter in model().parameters()
+    )
 
 
 @pytest.mark.parametrize("dtype, eps", [(torch.float32, 2**-23), (torch.bfloat16, 2**-7)])
@@ -126,7 +152,9 @@ def test_equal_up_to_rounding_in_lower_precision(dtype, eps):
     _, expected, _ = alone(steps=1, dtype=dtype)
     assert all(torch.equal(found[0][0], other[0]) for other in found)
     for name, gradient in expected.items():
-        assert (found[0][1][name] - gradient).abs().max() <= 32 * eps * max(gradient.abs().max(), 1e-2), name
+        assert (found[0][1][name] - gradient).abs().max() <= 32 * eps * max(
+            gradient.abs().max(), 1e-2
+        ), name
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -135,7 +163,9 @@ def test_gradients_that_travel_in_bfloat16(size):
 
     def run(rank, reduce_dtype):
         net = model(rank.index, torch.float32)
-        replica = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=5000, reduce_dtype=reduce_dtype)
+        replica = data_parallel.replicate(
+            net, rank.comm("dp"), bucket_bytes=5000, reduce_dtype=reduce_dtype
+        )
         inputs, targets = mine(rank)
         with replica.no_sync():
             entropy(replica(inputs), targets).backward()
@@ -151,7 +181,9 @@ def test_gradients_that_travel_in_bfloat16(size):
         assert predicted.diff(world.ledger.only(name="all_reduce")).unexplained == 0
         assert predicted.total * 2 == data_parallel.predict(rounded[0][2], size).total
     bound = size * 2**-8 * sum(own for _, own, _ in exact) / size
-    assert all(torch.equal(rounded[0][0], other) and other.dtype == torch.float32 for other, *_ in rounded)
+    assert all(
+        torch.equal(rounded[0][0], other) and other.dtype == torch.float32 for other, *_ in rounded
+    )
     off = (rounded[0][0] - exact[0][0]).abs()
     assert off.max() > 0 and (off <= bound).all()
 
@@ -159,15 +191,23 @@ def test_gradients_that_travel_in_bfloat16(size):
 def test_bytes_held_are_those_of_the_formula(four):
     def run(rank):
         net = GPT(CONFIG, generator=torch.Generator().manual_seed(0))
-        replica, optimizer = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=3000), torch.optim.AdamW(net.parameters())
+        replica, optimizer = (
+            data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=3000),
+            torch.optim.AdamW(net.parameters()),
+        )
         for _ in range(2):
             entropy(replica(mine(rank)[0]), mine(rank)[1]).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        buckets = {gradient.untyped_storage().data_ptr() for gradient in (parameter.grad for parameter in net.parameters())}
+        buckets = {
+            gradient.untyped_storage().data_ptr()
+            for gradient in (parameter.grad for parameter in net.parameters())
+        }
         return measure.model_states(net, optimizer), len(buckets), len(replica.buckets)
 
-    expected = memory.model_states(CONFIG, TrainConfig(micro_batch=1, global_batch=4, precision="fp32"))
+    expected = memory.model_states(
+        CONFIG, TrainConfig(micro_batch=1, global_batch=4, precision="fp32")
+    )
     for held, storages, buckets in four.run(run):
         assert expected.diff(held).unexplained == 0
         assert storages == buckets  # the gradients are views of the buckets: nothing is held twice
@@ -178,13 +218,19 @@ def test_replicas_hold_their_buckets_and_nothing_else(engine, four, reduce_dtype
     """Every storage that is alive after a step, and was not before `replicate`: as many bytes as gradients, whether they are there or cleared."""
 
     def alive():
-        return {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)}
+        return {
+            x.untyped_storage()._cdata: x.untyped_storage().nbytes()
+            for x in gc.get_objects()
+            if type(x) in (torch.Tensor, nn.Parameter)
+        }
 
     def run(rank):
         net, data = model(dtype=torch.float32), mine(rank)
         gc.collect()
         before = alive()
-        replica = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=3000, reduce_dtype=reduce_dtype)
+        replica = data_parallel.replicate(
+            net, rank.comm("dp"), bucket_bytes=3000, reduce_dtype=reduce_dtype
+        )
         sums = []
         for _ in range(2):
             entropy(replica(data[0]), data[1]).backward()
@@ -193,7 +239,9 @@ def test_replicas_hold_their_buckets_and_nothing_else(engine, four, reduce_dtype
             sums.append(sum(nbytes for storage, nbytes in alive().items() if storage not in before))
         return sums
 
-    gradients = 4 * sum(parameter.numel() for parameter in model().parameters() if parameter.requires_grad)
+    gradients = 4 * sum(
+        parameter.numel() for parameter in model().parameters() if parameter.requires_grad
+    )
     world = four if engine == "processes" else World(1)  # threads see each other's tensors
     assert world.run(run) == [[gradients] * 4] * world.size
 
@@ -205,7 +253,10 @@ def test_accumulation_reduces_once_a_step(four):
         found = four.run(trained, micro=3, quiet=quiet)
         assert all(torch.allclose(w, expected, rtol=0, atol=1e-10) for w, *_ in found)
         sent[quiet] = four.ledger.only(name="all_reduce").total
-    assert sent[False] == 3 * sent[True] and sent[True] == data_parallel.predict(found[0][2], 4, backwards=3).total
+    assert (
+        sent[False] == 3 * sent[True]
+        and sent[True] == data_parallel.predict(found[0][2], 4, backwards=3).total
+    )
 
 
 def test_no_sync_ends_with_its_block_whatever_happens():
@@ -225,12 +276,16 @@ def test_uneven_batches_are_weighed_by_their_share(four):
         net = model(rank.index)
         replica = data_parallel.replicate(net, rank.comm("dp"))
         inputs, targets = (side.tensor_split(rank.size)[rank.index] for side in ten)
-        (entropy(replica(inputs), targets) * data_parallel.share(len(inputs), rank.comm("dp"))).backward()
+        (
+            entropy(replica(inputs), targets) * data_parallel.share(len(inputs), rank.comm("dp"))
+        ).backward()
         return net.tokens.weight.grad.clone()
 
     net = model()
     entropy(net(ten[0]), ten[1]).backward()
-    assert all(torch.allclose(found, net.tokens.weight.grad, rtol=0, atol=1e-12) for found in four.run(run))
+    assert all(
+        torch.allclose(found, net.tokens.weight.grad, rtol=0, atol=1e-12) for found in four.run(run)
+    )
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
@@ -272,11 +327,16 @@ class Branches(nn.Module):
 
 
 def branching(rank, find_unused):
-    replica = data_parallel.replicate(Branches(), rank.comm("dp"), bucket_bytes=8, find_unused=find_unused)
+    replica = data_parallel.replicate(
+        Branches(), rank.comm("dp"), bucket_bytes=8, find_unused=find_unused
+    )
     for _ in range(2):
         replica.zero_grad()
         replica(torch.ones(1, 2), both=rank.index == 0).sum().backward()
-    return [None if parameter.grad is None else parameter.grad.flatten().tolist() for parameter in replica.parameters()]
+    return [
+        None if parameter.grad is None else parameter.grad.flatten().tolist()
+        for parameter in replica.parameters()
+    ]
 
 
 def test_a_gradient_that_does_not_come_is_named_or_counts_as_zero(four):
@@ -328,7 +388,9 @@ def test_recomputed_layers(reentrant):
     def run(rank):
         net = model(rank.index, frozen=False)
         for block in net.blocks:
-            block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=reentrant)
+            block.forward = functools.partial(
+                torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=reentrant
+            )
         replica = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=5000)
         entropy(replica(mine(rank)[0]), mine(rank)[1]).backward()
         return torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
@@ -358,8 +420,12 @@ def twice(rank, reentrant, static_graph, times=(2, 2, 2)):
     found = []
     for step, k in enumerate(times):
         replica.zero_grad()
-        with replica.no_sync() if step == 1 else contextlib.nullcontext():  # the second adds up with the third
-            replica(torch.full((1, 2), step + rank.index + 1.0, requires_grad=True), k).sum().backward()
+        with (
+            replica.no_sync() if step == 1 else contextlib.nullcontext()
+        ):  # the second adds up with the third
+            replica(
+                torch.full((1, 2), step + rank.index + 1.0, requires_grad=True), k
+            ).sum().backward()
         found.append(replica.module.layer.weight.grad.tolist())
     return found
 
@@ -367,7 +433,10 @@ def twice(rank, reentrant, static_graph, times=(2, 2, 2)):
 def test_a_gradient_that_comes_twice_in_a_backward_pass():
     """Two reentrant checkpoints share a layer: its first gradient may be on its way when the second is added to it, unless it was counted before."""
     with World(2) as two:
-        with pytest.raises(RankError, match="the gradient of layer.weight comes 2 times in one backward pass, .* use_reentrant=False, or pass static_graph"):
+        with pytest.raises(
+            RankError,
+            match="the gradient of layer.weight comes 2 times in one backward pass, .* use_reentrant=False, or pass static_graph",
+        ):
             two.run(twice, True, False)
         right = two.run(twice, False, False)
         counted = two.run(twice, True, True)
@@ -376,7 +445,13 @@ def test_a_gradient_that_comes_twice_in_a_backward_pass():
         assert two.ledger.only(name="all_reduce").total == 2 * 2 * 16
 
 
-@pytest.mark.parametrize("times, why", [((2, 2, 3), "comes 3 times .* this graph is not static"), ((2, 2, 1), "came less often than in the first")])
+@pytest.mark.parametrize(
+    "times, why",
+    [
+        ((2, 2, 3), "comes 3 times .* this graph is not static"),
+        ((2, 2, 1), "came less often than in the first"),
+    ],
+)
 def test_a_graph_that_is_not_static(times, why):
     with pytest.raises(RankError, match=why):
         World(1).run(twice, True, True, times)
@@ -393,7 +468,9 @@ def statistics(rank, sync, quiet=False):
     """This rank's buffers after each of four forward passes on data of its own, as they were when the module was called."""
     net, seen = Normed(rank.index), []
     replica = data_parallel.replicate(net, rank.comm("dp"), forward_sync_buffers=sync)
-    net.register_forward_pre_hook(lambda net, inputs: seen.append([buffer.clone() for buffer in net.buffers()]))
+    net.register_forward_pre_hook(
+        lambda net, inputs: seen.append([buffer.clone() for buffer in net.buffers()])
+    )
     for step in range(4):
         x = torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + rank.index))
         with replica.no_sync() if quiet and step % 2 == 0 else contextlib.nullcontext():
@@ -402,20 +479,41 @@ def statistics(rank, sync, quiet=False):
 
 
 def same(ranks, step):
-    return all(torch.equal(mine, first) for seen in ranks for mine, first in zip(seen[step], ranks[0][step], strict=True))
+    return all(
+        torch.equal(mine, first)
+        for seen in ranks
+        for mine, first in zip(seen[step], ranks[0][step], strict=True)
+    )
 
 
 def test_buffers_are_rank_0s_before_each_forward_pass(four):
     synced = four.run(statistics, True)
-    assert data_parallel.predict_buffers(Normed(0), 4, forwards=4).diff(four.ledger.only(name="buffers")).unexplained == 0
+    assert (
+        data_parallel.predict_buffers(Normed(0), 4, forwards=4)
+        .diff(four.ledger.only(name="buffers"))
+        .unexplained
+        == 0
+    )
     assert four.ledger.only(name="buffers").total == 4 * 3 * (4 * 4 + 4 * 4 + 8)
     assert [same(synced, step) for step in range(4)] == [True] * 4 and int(synced[3][3][2]) == 3
     apart = four.run(statistics, False)
-    assert [same(apart, step) for step in range(4)] == [True, False, False, False] and not four.ledger.only(name="buffers")
-    assert all(torch.equal(a, b) for a, b in zip(synced[0][3], apart[0][3], strict=True))  # rank 0's own are those that count
+    assert [same(apart, step) for step in range(4)] == [
+        True,
+        False,
+        False,
+        False,
+    ] and not four.ledger.only(name="buffers")
+    assert all(
+        torch.equal(a, b) for a, b in zip(synced[0][3], apart[0][3], strict=True)
+    )  # rank 0's own are those that count
     accumulated = four.run(statistics, True, quiet=True)
     assert [same(accumulated, step) for step in range(4)] == [True, False, True, False]
-    assert data_parallel.predict_buffers(Normed(0), 4, forwards=2).diff(four.ledger.only(name="buffers")).unexplained == 0
+    assert (
+        data_parallel.predict_buffers(Normed(0), 4, forwards=2)
+        .diff(four.ledger.only(name="buffers"))
+        .unexplained
+        == 0
+    )
 
 
 def test_buffers_between_forward_and_backward():
@@ -448,7 +546,12 @@ def test_a_rank_that_sits_out_takes_part_in_the_broadcast():
 
     with World(2) as two:
         two.run(run)
-        assert data_parallel.predict_buffers(Normed(0), 2, forwards=3).diff(two.ledger.only(name="buffers")).unexplained == 0
+        assert (
+            data_parallel.predict_buffers(Normed(0), 2, forwards=3)
+            .diff(two.ledger.only(name="buffers"))
+            .unexplained
+            == 0
+        )
 
 
 def scaled_steps(ranks, reduce, steps=9):
@@ -461,7 +564,10 @@ def scaled_steps(ranks, reduce, steps=9):
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
     forward, mean = reduce(net, n)
-    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), LossScaler(2.0**12, growth_interval=3)
+    optimizer, scaler = (
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        LossScaler(2.0**12, growth_interval=3),
+    )
     scales, stepped, overflowed = [], [], []
     for step in range(steps):
         optimizer.zero_grad()
@@ -469,8 +575,12 @@ def scaled_steps(ranks, reduce, steps=9):
             x = torch.randn(4, 4, generator=torch.Generator().manual_seed(100 * step + index))
             with autocast(torch.float16):
                 outputs = forward(x)
-                outputs.register_hook(lambda gradient: overflowed.append(not gradient.isfinite().all()))
-                loss = outputs.float().square().mean() * (1e9 if step in (4, 7) and index == n - 1 else 1)
+                outputs.register_hook(
+                    lambda gradient: overflowed.append(not gradient.isfinite().all())
+                )
+                loss = outputs.float().square().mean() * (
+                    1e9 if step in (4, 7) and index == n - 1 else 1
+                )
             scaler.scale(loss).backward()
         mean()
         scales.append(scaler.value)
@@ -485,7 +595,9 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(size):
 
     def run(rank, reduce_dtype=None):
         def reduce(net, n):
-            return data_parallel.replicate(net, rank.comm("dp"), reduce_dtype=reduce_dtype), lambda: None
+            return data_parallel.replicate(
+                net, rank.comm("dp"), reduce_dtype=reduce_dtype
+            ), lambda: None
 
         return scaled_steps(([rank.index], rank.size), reduce)
 
@@ -495,11 +607,19 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(size):
     with World(size) as world:
         ranks, halved = world.run(run), world.run(run, torch.bfloat16)
     scales, stepped, _, expected = scaled_steps((range(size), size), one_device)
-    assert stepped == [True] * 4 + [False] + [True] * 2 + [False] + [True] and scales[3:6] == [2.0**13, 2.0**13, 2.0**12]
+    assert stepped == [True] * 4 + [False] + [True] * 2 + [False] + [True] and scales[3:6] == [
+        2.0**13,
+        2.0**13,
+        2.0**12,
+    ]
     for index, (theirs, skipped, overflowed, found) in enumerate(ranks):
         assert (theirs, skipped) == (scales, stepped)
-        assert overflowed == [index == size - 1 and step in (4, 7) for step in range(9)]  # on one rank only
-        assert torch.allclose(found, expected, rtol=0, atol=1e-6) and torch.equal(found, ranks[0][3])
+        assert overflowed == [
+            index == size - 1 and step in (4, 7) for step in range(9)
+        ]  # on one rank only
+        assert torch.allclose(found, expected, rtol=0, atol=1e-6) and torch.equal(
+            found, ranks[0][3]
+        )
     assert all((theirs, skipped) == (scales, stepped) for theirs, skipped, *_ in halved)
 
 
@@ -511,10 +631,17 @@ def test_a_module_that_returns_a_leaf_is_left_as_it_is():
             return super().forward(x), self.weight, x
 
     def run(rank):
-        replica, x = data_parallel.replicate(Weight(2, 1), rank.comm("dp")), torch.ones(1, 2, requires_grad=True)
+        replica, x = (
+            data_parallel.replicate(Weight(2, 1), rank.comm("dp")),
+            torch.ones(1, 2, requires_grad=True),
+        )
         for _ in range(2):
             sum(part.sum() for part in replica(x)).backward()
-        return replica.module.weight._backward_hooks, x._backward_hooks, replica.module.weight.grad.tolist()
+        return (
+            replica.module.weight._backward_hooks,
+            x._backward_hooks,
+            replica.module.weight.grad.tolist(),
+        )
 
     assert World(2).run(run) == [(None, None, [[4.0, 4.0]])] * 2
 
@@ -540,7 +667,9 @@ def test_a_module_that_changed_is_refused():
         net.get_parameter(change).requires_grad_(change == "0.weight")
         replica(torch.ones(1, 2))
 
-    with pytest.raises(RankError, match=r"since replicate\(…\): 0.weight thawed; decide what is trained first"):
+    with pytest.raises(
+        RankError, match=r"since replicate\(…\): 0.weight thawed; decide what is trained first"
+    ):
         World(1).run(run, "0.weight")
     with pytest.raises(RankError, match=r"1.bias frozen"):
         World(1).run(run, "1.bias")
@@ -551,7 +680,9 @@ def test_modules_that_differ_are_named(four):
         net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1 + rank.index // 3))
         data_parallel.replicate(net, rank.comm("dp"))
 
-    with pytest.raises(MismatchError, match=r"'1.weight' is not alike on all ranks: build the same module") as error:
+    with pytest.raises(
+        MismatchError, match=r"'1.weight' is not alike on all ranks: build the same module"
+    ) as error:
         four.run(run)
     assert "[1, 3]" in str(error.value) and "[2, 3]" in str(error.value)
 
@@ -572,7 +703,10 @@ def test_after_an_error_in_a_backward_pass_replicas_are_made_again():
         replica.module = nn.Identity()
         with pytest.raises(ZeroDivisionError):
             replica(net[1](Bad.apply(net[0](torch.ones(1, 2))))).sum().backward()
-        with pytest.raises(RuntimeError, match=r"ended with an error while gradients travelled: call replicate\(…\) again"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"ended with an error while gradients travelled: call replicate\(…\) again",
+        ):
             replica(torch.ones(1, 2))
         net.zero_grad()
         again = data_parallel.replicate(net, rank.comm("dp"))
@@ -594,11 +728,17 @@ def test_a_rank_that_runs_out_of_data_is_a_deadlock():
 
 def test_buckets_hold_one_dtype():
     def run(rank):
-        net = nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4, bias=False), nn.Linear(4, 2, dtype=torch.float64))
+        net = nn.Sequential(
+            nn.Linear(4, 4, dtype=torch.float64),
+            nn.Linear(4, 4, bias=False),
+            nn.Linear(4, 2, dtype=torch.float64),
+        )
         replica = data_parallel.replicate(net, rank.comm("dp"))
         x = net[2](net[1](net[0](torch.ones(1, 4, dtype=torch.float64)).float()).double())
         x.sum().backward()
-        return [bucket.names for bucket in replica.buckets], [parameter.grad.dtype for parameter in net.parameters()]
+        return [bucket.names for bucket in replica.buckets], [
+            parameter.grad.dtype for parameter in net.parameters()
+        ]
 
     names, dtypes = World(2).run(run)[0]
     assert names == [("2.bias", "2.weight", "0.bias", "0.weight"), ("1.weight",)]
@@ -630,10 +770,20 @@ def test_a_bucket_leaves_while_others_are_computed(four):
 
     for overlap in (True, False):
         timelines = four.run(run, overlap)
-        ops = [op for op, _ in itertools.groupby(event.op for event in four.trace.ranks[0]) if op != "broadcast"]
+        ops = [
+            op
+            for op, _ in itertools.groupby(event.op for event in four.trace.ranks[0])
+            if op != "broadcast"
+        ]
         assert ops == ["all_reduce", "mark", "all_reduce", "mark", "all_reduce"][not overlap :]
         for rank, timeline in enumerate(timelines):
-            assert [span.name for span in timeline.spans] == ["forward", "1", "0", "bucket 0", "bucket 1"]
+            assert [span.name for span in timeline.spans] == [
+                "forward",
+                "1",
+                "0",
+                "bucket 0",
+                "bucket 1",
+            ]
             assert all(span.rank == rank and span.start <= span.end for span in timeline.spans)
 
 
@@ -665,13 +815,24 @@ def test_gradients_averaged_one_by_one(four):
         net, (inputs, targets) = model(), mine(rank)
         entropy(net(inputs), targets).backward()
         data_parallel.average_gradients(net, rank.comm("dp"))
-        return {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
+        return {
+            name: parameter.grad
+            for name, parameter in net.named_parameters()
+            if parameter.grad is not None
+        }
 
     _, expected, _ = alone(steps=1)
     for found in four.run(run):
-        assert found.keys() == expected.keys() and all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in found)
+        assert found.keys() == expected.keys() and all(
+            torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in found
+        )
     sizes = {name: gradient.nbytes for name, gradient in expected.items()}
-    assert data_parallel.predict(data_parallel.buckets(sizes, 1, itemsize=8), 4).diff(four.ledger).unexplained == 0
+    assert (
+        data_parallel.predict(data_parallel.buckets(sizes, 1, itemsize=8), 4)
+        .diff(four.ledger)
+        .unexplained
+        == 0
+    )
 
 
 def plain_step(rank, way, steps, rows=24):
@@ -679,9 +840,13 @@ def plain_step(rank, way, steps, rows=24):
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2) if rank.index == 0 else None
     for _ in range(steps):
         if way == "server":
-            loss = data_parallel.server_step(net, comm, optimizer, lambda part: entropy(net(part[0]), part[1]), mine(rank))
+            loss = data_parallel.server_step(
+                net, comm, optimizer, lambda part: entropy(net(part[0]), part[1]), mine(rank)
+            )
         else:
-            loss = data_parallel.replicate_each_step(net, comm, optimizer, entropy, *(side[:rows] for side in ROWS))
+            loss = data_parallel.replicate_each_step(
+                net, comm, optimizer, entropy, *(side[:rows] for side in ROWS)
+            )
     return weights(net), loss, measure.model_states(net, optimizer).total
 
 
@@ -697,12 +862,19 @@ def test_the_plain_versions_equal_one_device(four, way):
     results = four.run(plain_step, way, 3)
     assert torch.allclose(results[0][0], weights(net), rtol=0, atol=1e-10)
     if way == "server":
-        assert torch.allclose(torch.stack([value for _, value, _ in results]).mean(), loss, rtol=0, atol=1e-10)
+        assert torch.allclose(
+            torch.stack([value for _, value, _ in results]).mean(), loss, rtol=0, atol=1e-10
+        )
     else:
         assert torch.allclose(results[0][1], loss, rtol=0, atol=1e-10) and results[1][1] is None
     S = weights(net).nbytes
-    assert 2 * S < results[1][2] + 8 < results[0][2] and results[0][2] - results[1][2] >= 2 * S  # the optimizer is on rank 0 alone
-    sent = four.ledger.only(rank=0, name="weights").total, four.ledger.only(rank=1, name="gradients").total
+    assert (
+        2 * S < results[1][2] + 8 < results[0][2] and results[0][2] - results[1][2] >= 2 * S
+    )  # the optimizer is on rank 0 alone
+    sent = (
+        four.ledger.only(rank=0, name="weights").total,
+        four.ledger.only(rank=1, name="gradients").total,
+    )
     assert sent == (3 * 3 * S, 3 * S)
 
 
@@ -711,7 +883,10 @@ def test_outputs_travel_with_the_batch(rows):
     """The books of one step, line by line; also where ranks do not divide the batch."""
     with World(4) as world:
         world.run(plain_step, "each step", 1, rows)
-        outputs, S = dict(nbytes=rows * 8 * 31 * 8, n=4, itemsize=8 * 31 * 8), dict(nbytes=weights(model()).nbytes, n=4, itemsize=8)
+        outputs, S = (
+            dict(nbytes=rows * 8 * 31 * 8, n=4, itemsize=8 * 31 * 8),
+            dict(nbytes=weights(model()).nbytes, n=4, itemsize=8),
+        )
         expected = {
             "inputs": collectives.predict_scatter("star", nbytes=rows * 8 * 8, n=4, itemsize=8 * 8),
             "weights": collectives.predict_broadcast("star", **S),
@@ -720,13 +895,20 @@ def test_outputs_travel_with_the_batch(rows):
             "gradients": collectives.predict_reduce("star", **S),
         }
         assert set(world.ledger.by("name")) == set(expected)
-        assert all(world.ledger.only(name=name).by("rank") == predicted.by("rank") for name, predicted in expected.items())
+        assert all(
+            world.ledger.only(name=name).by("rank") == predicted.by("rank")
+            for name, predicted in expected.items()
+        )
 
 
 def test_the_server_has_the_optimizer():
     with pytest.raises(RankError, match="rank 0 is the one that steps, and has no optimizer"):
         net = nn.Linear(1, 1)
-        World(1).run(lambda rank: data_parallel.server_step(net, rank.comm("dp"), None, lambda x: net(x).sum(), torch.ones(1, 1)))
+        World(1).run(
+            lambda rank: data_parallel.server_step(
+                net, rank.comm("dp"), None, lambda x: net(x).sum(), torch.ones(1, 1)
+            )
+        )
 
 
 # ── data, buckets, time ────────────────────────────────────────────────────────────────────────────────────────────
@@ -741,16 +923,28 @@ def test_everything_is_dealt_out_in_equal_shares(length, size, epoch):
 
 
 def test_epochs_and_seeds_shuffle_anew():
-    deals = [data_parallel.sampler(100, 0, 1, epoch=epoch, seed=seed) for epoch, seed in ((0, 0), (0, 0), (1, 0), (0, 2))]
+    deals = [
+        data_parallel.sampler(100, 0, 1, epoch=epoch, seed=seed)
+        for epoch, seed in ((0, 0), (0, 0), (1, 0), (0, 2))
+    ]
     assert deals[0] == deals[1] and deals[0] != deals[2] != deals[3] != deals[0]
 
 
-@given(st.integers(1, 50), st.integers(1, 9), st.integers(0, 3), st.integers(0, 3), st.booleans(), st.booleans())
+@given(
+    st.integers(1, 50),
+    st.integers(1, 9),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.booleans(),
+    st.booleans(),
+)
 def test_the_sampler_deals_like_torch(length, size, epoch, seed, shuffle, drop_last):
     for rank in range(size):
         theirs = DistributedSampler(range(length), size, rank, shuffle, seed, drop_last)
         theirs.set_epoch(epoch)
-        assert data_parallel.sampler(length, rank, size, epoch=epoch, seed=seed, shuffle=shuffle, drop_last=drop_last) == list(theirs)
+        assert data_parallel.sampler(
+            length, rank, size, epoch=epoch, seed=seed, shuffle=shuffle, drop_last=drop_last
+        ) == list(theirs)
 
 
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 80))
@@ -759,7 +953,10 @@ def test_buckets_part_the_parameters_in_reverse(sizes, bucket_bytes):
     grouped = data_parallel.buckets(named, bucket_bytes)
     assert [name for bucket in grouped for name in bucket.names] == list(reversed(named))
     assert all(bucket.nbytes <= bucket_bytes or len(bucket.names) == 1 for bucket in grouped)
-    assert all(bucket.nbytes + after.sizes[0] > bucket_bytes for bucket, after in itertools.pairwise(grouped))  # none could have taken one more
+    assert all(
+        bucket.nbytes + after.sizes[0] > bucket_bytes
+        for bucket, after in itertools.pairwise(grouped)
+    )  # none could have taken one more
 
 
 def test_the_simulation_follows_the_formula():
@@ -767,21 +964,35 @@ def test_the_simulation_follows_the_formula():
     cost = collectives.cost("all_reduce_ring", 4000, 4, link)
     layers = [(4000, 0.1)] * 3
     overlapped = data_parallel.simulate(layers, bucket_bytes=4000, n=4, link=link)
-    assert overlapped.makespan == pytest.approx(0.3 + cost) and overlapped.hidden == pytest.approx(2 / 3)
+    assert overlapped.makespan == pytest.approx(0.3 + cost) and overlapped.hidden == pytest.approx(
+        2 / 3
+    )
     late = data_parallel.simulate(layers, bucket_bytes=4000, n=4, link=link, overlap=False)
     assert late.exposed == pytest.approx(3 * cost) and late.hidden == 0
-    slow = data_parallel.simulate(layers, bucket_bytes=4000, n=4, link=Link(1.0, 1e6))  # the network never catches up
-    assert slow.makespan == pytest.approx(0.1 + 3 * collectives.cost("all_reduce_ring", 4000, 4, Link(1.0, 1e6)))
+    slow = data_parallel.simulate(
+        layers, bucket_bytes=4000, n=4, link=Link(1.0, 1e6)
+    )  # the network never catches up
+    assert slow.makespan == pytest.approx(
+        0.1 + 3 * collectives.cost("all_reduce_ring", 4000, 4, Link(1.0, 1e6))
+    )
 
 
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=8), st.integers(1, 200), st.floats(0.0, 2.0))
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=8), st.integers(1, 200), st.floats(0.0, 2.0)
+)
 def test_what_can_be_hidden_is_all_but_the_last_bucket(sizes, bucket_bytes, slowness):
     """On a link without latency a bucket takes as long as its bytes, and so does the computation, unless the network is the slower one."""
     layers = [(4 * size, 1e-3 * size) for size in sizes]
-    grouped = data_parallel.buckets({f"layer {i}": nbytes for i, (nbytes, _) in enumerate(layers)}, 4 * bucket_bytes)
-    found = data_parallel.simulate(layers, bucket_bytes=4 * bucket_bytes, n=2, link=Link(0, 4e3 / max(slowness, 1e-3))).hidden
+    grouped = data_parallel.buckets(
+        {f"layer {i}": nbytes for i, (nbytes, _) in enumerate(layers)}, 4 * bucket_bytes
+    )
+    found = data_parallel.simulate(
+        layers, bucket_bytes=4 * bucket_bytes, n=2, link=Link(0, 4e3 / max(slowness, 1e-3))
+    ).hidden
     assert found <= data_parallel.hideable(grouped) + 1e-9
-    in_time = all(before.nbytes * slowness <= after.nbytes for before, after in itertools.pairwise(grouped))
+    in_time = all(
+        before.nbytes * slowness <= after.nbytes for before, after in itertools.pairwise(grouped)
+    )
     assert not in_time or found == pytest.approx(data_parallel.hideable(grouped), abs=1e-9)
 
 
@@ -798,12 +1009,35 @@ def test_a_timeline_of_ranks_that_differ():
     [
         (lambda: data_parallel.sampler(4, 2, 2), "no rank 2 of 2"),
         (lambda: data_parallel.sampler(4, 0, 2, epoch=-1), "epoch"),
-        (lambda: World(1).run(lambda rank: data_parallel.replicate(nn.Linear(1, 1), rank.comm(), bucket_bytes=0)), "bucket_bytes"),
-        (lambda: World(1).run(lambda rank: data_parallel.replicate(nn.Linear(1, 1), rank.comm(), reduce_dtype=torch.int8)), "cannot be added up in torch.int8"),
-        (lambda: World(1).run(lambda rank: data_parallel.replicate(nn.Linear(1, 1), rank.comm(), algorithm="star")), "no all-reduce called 'star': use one of"),
+        (
+            lambda: World(1).run(
+                lambda rank: data_parallel.replicate(nn.Linear(1, 1), rank.comm(), bucket_bytes=0)
+            ),
+            "bucket_bytes",
+        ),
+        (
+            lambda: World(1).run(
+                lambda rank: data_parallel.replicate(
+                    nn.Linear(1, 1), rank.comm(), reduce_dtype=torch.int8
+                )
+            ),
+            "cannot be added up in torch.int8",
+        ),
+        (
+            lambda: World(1).run(
+                lambda rank: data_parallel.replicate(nn.Linear(1, 1), rank.comm(), algorithm="star")
+            ),
+            "no all-reduce called 'star': use one of",
+        ),
         (lambda: data_parallel.buckets({"a": 1}, 0), "bucket_bytes"),
-        (lambda: data_parallel.simulate([(4, 0.0)], bucket_bytes=4, n=2, link=Link(0, 1)), "seconds of layer 0"),
-        (lambda: World(1).run(lambda rank: data_parallel.share(0, rank.comm())), "every target is left out"),
+        (
+            lambda: data_parallel.simulate([(4, 0.0)], bucket_bytes=4, n=2, link=Link(0, 1)),
+            "seconds of layer 0",
+        ),
+        (
+            lambda: World(1).run(lambda rank: data_parallel.share(0, rank.comm())),
+            "every target is left out",
+        ),
     ],
 )
 def test_what_makes_no_sense(call, why):

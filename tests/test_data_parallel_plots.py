@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from labutils import plots
+from labutils.teach import plots
 
 
 def timeline(late, ranks=2):
@@ -13,8 +13,16 @@ def timeline(late, ranks=2):
     for rank in range(ranks):
         for k, name in enumerate(("layer 1", "layer 0")):
             ready = 0.02 + 0.005 * k if late else 0.01 * (k + 1)
-            spans.append(SimpleNamespace(rank=rank, kind="backward", name=name, start=0.01 * k, end=0.01 * (k + 1)))
-            spans.append(SimpleNamespace(rank=rank, kind="reduce", name=f"bucket {k}", start=ready, end=ready + 0.005))
+            spans.append(
+                SimpleNamespace(
+                    rank=rank, kind="backward", name=name, start=0.01 * k, end=0.01 * (k + 1)
+                )
+            )
+            spans.append(
+                SimpleNamespace(
+                    rank=rank, kind="reduce", name=f"bucket {k}", start=ready, end=ready + 0.005
+                )
+            )
     return SimpleNamespace(spans=spans)
 
 
@@ -36,12 +44,16 @@ def test_the_step_ends_with_the_last_rank():
 
 
 def test_buckets_fill_in_the_order_of_the_backward_pass():
-    animation = plots.bucket_animation([bucket(head=300, norm=100), bucket(embed=50)], bucket_bytes=400)
+    animation = plots.bucket_animation(
+        [bucket(head=300, norm=100), bucket(embed=50)], bucket_bytes=400
+    )
     assert len(animation.frames) == len(animation.labels) == 4
     assert ["complete" in label for label in animation.labels] == [False, False, True, True]
     assert "no more gradients will come" in animation.labels[-1]
     assert animation.alt.endswith("bucket 0: head and norm, 400 B; bucket 1: embed, 50 B.")
-    assert [frame.count(">all-reduce<") + frame.count(">reduce<") for frame in animation.frames] == [0, 0, 1, 2]
+    assert [
+        frame.count(">all-reduce<") + frame.count(">reduce<") for frame in animation.frames
+    ] == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -49,9 +61,21 @@ def test_buckets_fill_in_the_order_of_the_backward_pass():
     [
         (lambda: plots.overlap(), "at least one timeline"),
         (lambda: plots.overlap(empty=SimpleNamespace(spans=[])), "nothing was recorded"),
-        (lambda: plots.overlap(odd=SimpleNamespace(spans=[SimpleNamespace(rank=0, kind="nap", name="", start=0, end=1)])), "nap have no lane"),
+        (
+            lambda: plots.overlap(
+                odd=SimpleNamespace(
+                    spans=[SimpleNamespace(rank=0, kind="nap", name="", start=0, end=1)]
+                )
+            ),
+            "nap have no lane",
+        ),
         (lambda: plots.bucket_animation([], bucket_bytes=1), "at least one bucket"),
-        (lambda: plots.bucket_animation([bucket(**{f"p{i}": 1 for i in range(17)})], bucket_bytes=1), "animate up to 16"),
+        (
+            lambda: plots.bucket_animation(
+                [bucket(**{f"p{i}": 1 for i in range(17)})], bucket_bytes=1
+            ),
+            "animate up to 16",
+        ),
     ],
 )
 def test_what_cannot_be_drawn(call, why):

@@ -18,39 +18,62 @@ from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-CONSTRAINTS = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+CONSTRAINTS = [
+    line
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+]
 PINS = dict(line.split("==") for line in CONSTRAINTS)
 CONDA = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
 
 
 def test_constraints_are_plain_pins():
     for line in CONSTRAINTS:
-        assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line), f"{line}: no hashes, addresses, or builds such as +cpu"
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line), (
+            f"{line}: no hashes, addresses, or builds such as +cpu"
+        )
     assert len({canonicalize_name(name) for name in PINS}) == len(CONSTRAINTS)
 
 
 def test_every_requirement_is_pinned_within_its_range():
     pins = {canonicalize_name(name): version for name, version in PINS.items()}
-    wanted = [*PROJECT["dependencies"], *(text for extra in PROJECT["optional-dependencies"].values() for text in extra)]
+    wanted = [
+        *PROJECT["dependencies"],
+        *(text for extra in PROJECT["optional-dependencies"].values() for text in extra),
+    ]
     for requirement in map(Requirement, wanted):
         if requirement.name != PROJECT["name"]:
-            assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+            assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), (
+                requirement
+            )
 
 
 def test_the_pins_are_what_runs_here():
     pins = {canonicalize_name(name): version for name, version in PINS.items()}
-    installed = {canonicalize_name(found.metadata["Name"]): found.version.partition("+")[0] for found in importlib.metadata.distributions()}
-    both = pins.keys() & installed.keys()  # other systems and other Pythons need a few packages more or less
-    assert {name: installed[name] for name in both} == {name: pins[name] for name in both} and "torch" in both
+    installed = {
+        canonicalize_name(found.metadata["Name"]): found.version.partition("+")[0]
+        for found in importlib.metadata.distributions()
+    }
+    both = (
+        pins.keys() & installed.keys()
+    )  # other systems and other Pythons need a few packages more or less
+    assert {name: installed[name] for name in both} == {
+        name: pins[name] for name in both
+    } and "torch" in both
 
 
 def test_conda_environment_can_be_read_and_matches():
     """Offline: every line is a MatchSpec that conda can parse, and this Python satisfies it; pip gets our own pins."""
     (pip,) = [entry["pip"] for entry in CONDA["dependencies"] if isinstance(entry, dict)]
     specs = [rattler.MatchSpec(entry) for entry in CONDA["dependencies"] if isinstance(entry, str)]
-    here = {"python": ".".join(map(str, sys.version_info[:3])), "pip": importlib.metadata.version("pip")}
+    here = {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "pip": importlib.metadata.version("pip"),
+    }
     for spec in specs:
-        assert rattler.VersionSpec(spec.version).matches(rattler.Version(here[spec.name.normalized])), spec
+        assert rattler.VersionSpec(spec.version).matches(
+            rattler.Version(here[spec.name.normalized])
+        ), spec
     assert pip == ["--constraint constraints.txt", "--editable .[lab]"]
     assert "lab" in PROJECT["optional-dependencies"] and CONDA["channels"] == ["conda-forge"]
 
@@ -76,8 +99,19 @@ def make(clone, *arguments):
     """The calls of Python that `make` does in the clone."""
     (clone / "calls").write_text("")
     outside = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
-    subprocess.run(["make", f"PYTHON={clone}/fakepython", *arguments], cwd=clone, env=outside, check=True, capture_output=True, stdin=subprocess.DEVNULL)
-    return [line for line in (clone / "calls").read_text().splitlines() if not line.startswith(("-c", "import", "v "))]
+    subprocess.run(
+        ["make", f"PYTHON={clone}/fakepython", *arguments],
+        cwd=clone,
+        env=outside,
+        check=True,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+    )
+    return [
+        line
+        for line in (clone / "calls").read_text().splitlines()
+        if not line.startswith(("-c", "import", "v "))
+    ]
 
 
 def test_make_installs_once_and_again_when_the_pins_change(clone):
@@ -90,7 +124,9 @@ def test_make_installs_once_and_again_when_the_pins_change(clone):
 
 def test_make_lab_stays_on_loopback_and_keeps_the_token(clone):
     (call,) = [call for call in make(clone, "lab") if "jupyterlab" in call]
-    assert "--ip=127.0.0.1" in call and "token" not in call.lower() and "password" not in call.lower()
+    assert (
+        "--ip=127.0.0.1" in call and "token" not in call.lower() and "password" not in call.lower()
+    )
 
 
 def test_make_bench_runs_every_benchmark_and_stops_at_a_failure(clone):
@@ -106,7 +142,10 @@ def test_an_old_python_is_refused_in_words(clone):
     check = re.search(r"-c '(.+)'", (clone / "Makefile").read_text())[1]
     program = f"import sys; sys.version_info = (3, 9, 2)\n{check.replace('$(PYTHON)', 'python3')}"
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert finished.returncode == 1 and "needs Python 3.11 or later, and python3 is 3.9" in finished.stderr
+    assert (
+        finished.returncode == 1
+        and "needs Python 3.11 or later, and python3 is 3.9" in finished.stderr
+    )
 
 
 def test_ci_runs_what_make_test_runs():

@@ -6,11 +6,16 @@ import re
 
 import pytest
 
-from labutils import check, config, exercises
+from labutils import config
+from labutils.teach import check, exercises
 
 NOTEBOOKS = sorted((config.DATA.parent / "notebooks").glob("*.ipynb"))
 ALL = exercises.every()
-WRONG = [pytest.param(exercise, wrong, id=f"{exercise.id}-{wrong.name}") for exercise in ALL.values() for wrong in exercise.wrong]
+WRONG = [
+    pytest.param(exercise, wrong, id=f"{exercise.id}-{wrong.name}")
+    for exercise in ALL.values()
+    for wrong in exercise.wrong
+]
 
 
 @pytest.mark.parametrize("exercise", ALL.values(), ids=ALL)
@@ -47,7 +52,10 @@ def test_the_exercise_is_complete(exercise):
         assert (inspect.getmodule(exercise.reference).__name__).startswith("labutils.")
 
 
-CARD = re.compile(r"^### Exercise \d+\.\d+ · (?P<title>.+) \((?P<minutes>\d+) min, (?P<dots>[●○]{3})\)$", re.MULTILINE)
+CARD = re.compile(
+    r"^### Exercise \d+\.\d+ · (?P<title>.+) \((?P<minutes>\d+) min, (?P<dots>[●○]{3})\)$",
+    re.MULTILINE,
+)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -57,10 +65,16 @@ def test_cards_in_the_labs_are_those_of_the_exercises(path):
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             card = (list(CARD.finditer(source)) or [card])[-1]
-        for exercise_id in re.findall(r"\bcheck\(\s*\"([^\"]+)\"", source) if cell["cell_type"] == "code" else ():
+        for exercise_id in (
+            re.findall(r"\bcheck\(\s*\"([^\"]+)\"", source) if cell["cell_type"] == "code" else ()
+        ):
             exercise = exercises.find(exercise_id)
-            assert card, f"{exercise_id} is checked before any card '### Exercise N.M · title (minutes min, ●●○)'"
-            assert card.groupdict() == dict(title=exercise.title, minutes=str(exercise.minutes), dots=exercise.dots)
+            assert card, (
+                f"{exercise_id} is checked before any card '### Exercise N.M · title (minutes min, ●●○)'"
+            )
+            assert card.groupdict() == dict(
+                title=exercise.title, minutes=str(exercise.minutes), dots=exercise.dots
+            )
             seen.append(exercise_id)
     assert len(set(seen)) >= 2, "a lab has at least two exercises"
 

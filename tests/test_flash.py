@@ -21,7 +21,10 @@ from labutils.flash.algorithms import default_blocks
 
 def tensors(b, a, g, s_q, s_k, d, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(b, heads, s, d, generator=generator, dtype=torch.float64).to(dtype) for heads, s in ((a, s_q), (g, s_k), (g, s_k))]
+    return [
+        torch.randn(b, heads, s, d, generator=generator, dtype=torch.float64).to(dtype)
+        for heads, s in ((a, s_q), (g, s_k), (g, s_k))
+    ]
 
 
 def results(attend, qkv, seed=0, **options):
@@ -29,7 +32,10 @@ def results(attend, qkv, seed=0, **options):
     qkv = [tensor.detach().clone().requires_grad_() for tensor in qkv]
     out, lse = attend(*qkv, **options)
     generator = torch.Generator().manual_seed(seed)
-    d_out, d_lse = (torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in (out, lse))
+    d_out, d_lse = (
+        torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype)
+        for t in (out, lse)
+    )
     seen = lse > -math.inf
     gradients = torch.autograd.grad((out * d_out).sum() + (lse * d_lse)[seen].sum(), qkv)
     return [out.detach(), lse.detach(), *gradients]
@@ -37,19 +43,31 @@ def results(attend, qkv, seed=0, **options):
 
 def assert_same(ours, exact, tolerance):
     for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), ours, exact, strict=False):
-        torch.testing.assert_close(mine.double(), theirs.double(), atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            mine.double(),
+            theirs.double(),
+            atol=tolerance,
+            rtol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @st.composite
 def problems(draw):
     b, g, shared = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     s_q, s_k, d = draw(st.integers(1, 17)), draw(st.integers(1, 17)), draw(st.integers(1, 6))
-    options = dict(block_q=draw(st.integers(1, 20)), block_k=draw(st.integers(1, 20)), causal=draw(st.booleans()))
+    options = dict(
+        block_q=draw(st.integers(1, 20)),
+        block_k=draw(st.integers(1, 20)),
+        causal=draw(st.booleans()),
+    )
     options["scale"] = draw(st.sampled_from([None, 0.3, -1.0, 0.0]))
     if options["causal"]:
         options["offset"] = draw(st.none() | st.integers(-5, 5))
     if draw(st.booleans()):
-        options["lengths"] = torch.tensor(draw(st.lists(st.integers(0, s_k), min_size=b, max_size=b)))
+        options["lengths"] = torch.tensor(
+            draw(st.lists(st.integers(0, s_k), min_size=b, max_size=b))
+        )
     return tensors(b, g * shared, g, s_q, s_k, d, seed=draw(st.integers(0, 9))), options
 
 
@@ -66,27 +84,37 @@ def test_plain_attention_is_the_textbook():
     scores = torch.einsum("bhid,bhjd->bhij", q, k) / math.sqrt(4)
     scores += torch.full((5, 7), -math.inf).triu(3)  # the last query sees the last key
     out, lse = flash.plain(q, k, v, causal=True)
-    torch.testing.assert_close(out, torch.einsum("bhij,bhjd->bhid", scores.exp() / scores.exp().sum(-1, keepdim=True), v))
+    torch.testing.assert_close(
+        out, torch.einsum("bhij,bhjd->bhid", scores.exp() / scores.exp().sum(-1, keepdim=True), v)
+    )
     torch.testing.assert_close(lse, scores.exp().sum(-1).log())
 
 
 def test_published_exactness():
     """FA-01, FA-06 and FA-07: float64, N = 128, d = 32, blocks of 16 × 32."""
     qkv = tensors(1, 1, 1, 128, 128, 32)
-    assert_same(results(flash.attention, qkv, block_q=16, block_k=32), results(flash.plain, qkv), 1e-12)
+    assert_same(
+        results(flash.attention, qkv, block_q=16, block_k=32), results(flash.plain, qkv), 1e-12
+    )
 
 
 def test_the_derivative_is_right_by_finite_differences():
     qkv = [tensor.requires_grad_() for tensor in tensors(1, 2, 1, 5, 4, 2)]
-    assert torch.autograd.gradcheck(lambda *t: flash.attention(*t, causal=True, offset=1, block_q=2, block_k=3), qkv)
+    assert torch.autograd.gradcheck(
+        lambda *t: flash.attention(*t, causal=True, offset=1, block_q=2, block_k=3), qkv
+    )
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.float16, 1e-2), (torch.bfloat16, 6e-2)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 2e-5), (torch.float16, 1e-2), (torch.bfloat16, 6e-2)]
+)
 def test_short_formats_accumulate_in_float32(dtype, tolerance):
     qkv = tensors(1, 4, 2, 40, 40, 8, dtype)
     ours = results(flash.attention, qkv, causal=True, block_q=7, block_k=9)
     assert [tensor.dtype for tensor in ours] == [dtype, torch.float32, dtype, dtype, dtype]
-    assert_same(ours, results(flash.plain, [tensor.double() for tensor in qkv], causal=True), tolerance)
+    assert_same(
+        ours, results(flash.plain, [tensor.double() for tensor in qkv], causal=True), tolerance
+    )
     # Values of one size: the mean of 4096 of them, summed in 16 bits, would stop growing long before the end.
     ones = torch.ones(1, 1, 4096, 1, dtype=dtype)
     assert flash.attention(ones[:, :, :1], ones, ones, block_k=64)[0].item() == 1
@@ -110,17 +138,31 @@ def test_nan_is_passed_on():
 
 def test_a_row_without_keys_is_zero_and_passes_no_gradient():
     qkv = tensors(2, 2, 1, 6, 3, 4)
-    out, lse, *gradients = results(flash.attention, qkv, causal=True, block_q=2, block_k=2)  # the first three queries come before every key
-    assert (out[:, :, :3] == 0).all() and (lse[:, :, :3] == -math.inf).all() and lse[:, :, 3:].isfinite().all()
-    assert (gradients[0][:, :, :3] == 0).all() and all(gradient.isfinite().all() for gradient in gradients)
+    out, lse, *gradients = results(
+        flash.attention, qkv, causal=True, block_q=2, block_k=2
+    )  # the first three queries come before every key
+    assert (
+        (out[:, :, :3] == 0).all()
+        and (lse[:, :, :3] == -math.inf).all()
+        and lse[:, :, 3:].isfinite().all()
+    )
+    assert (gradients[0][:, :, :3] == 0).all() and all(
+        gradient.isfinite().all() for gradient in gradients
+    )
     out, *_, dk, _ = results(flash.attention, qkv, lengths=torch.tensor([0, 2]))
     assert (out[0] == 0).all() and (dk[0] == 0).all() and (dk[1, :, 2:] == 0).all()
 
 
 def test_strides_do_not_matter():
     qkv = tensors(2, 4, 2, 11, 11, 3)
-    strided = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in qkv]  # as a projection leaves them
-    assert_same(results(flash.attention, strided, causal=True, block_q=4), results(flash.attention, qkv, causal=True, block_q=4), 1e-14)
+    strided = [
+        tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in qkv
+    ]  # as a projection leaves them
+    assert_same(
+        results(flash.attention, strided, causal=True, block_q=4),
+        results(flash.attention, qkv, causal=True, block_q=4),
+        1e-14,
+    )
 
 
 def test_autocast_changes_nothing():
@@ -135,7 +177,13 @@ def test_autocast_changes_nothing():
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 12), st.integers(1, 12), st.lists(st.integers(0, 12), max_size=3), st.booleans(), st.integers(0, 9))
+@given(
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.lists(st.integers(0, 12), max_size=3),
+    st.booleans(),
+    st.integers(0, 9),
+)
 def test_merging_parts_of_the_keys_is_attention_over_all(s_q, s_k, cuts, causal, seed):
     qkv = tensors(1, 2, 1, s_q, s_k, 3, seed=seed)
     edges = sorted({0, s_k, *(min(cut, s_k) for cut in cuts)})
@@ -144,7 +192,9 @@ def test_merging_parts_of_the_keys_is_attention_over_all(s_q, s_k, cuts, causal,
         merged = None
         for start, stop in itertools.pairwise(edges):
             offset = dict(causal=True, offset=s_k - s_q - start) if causal else {}
-            part = flash.attention(q, k[:, :, start:stop], v[:, :, start:stop], block_q=4, block_k=4, **offset)
+            part = flash.attention(
+                q, k[:, :, start:stop], v[:, :, start:stop], block_q=4, block_k=4, **offset
+            )
             merged = part if merged is None else flash.merge(*merged, *part)
         return merged
 
@@ -152,7 +202,10 @@ def test_merging_parts_of_the_keys_is_attention_over_all(s_q, s_k, cuts, causal,
 
 
 def test_merging_nothing_with_nothing_is_nothing():
-    out, lse = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True), torch.full((2,), -math.inf, dtype=torch.float64, requires_grad=True)
+    out, lse = (
+        torch.zeros(2, 3, dtype=torch.float64, requires_grad=True),
+        torch.full((2,), -math.inf, dtype=torch.float64, requires_grad=True),
+    )
     merged, total = flash.merge(out, lse, out, lse)
     assert (merged == 0).all() and (total == -math.inf).all()
     gradients = torch.autograd.grad(merged.sum(), (out, lse))
@@ -174,7 +227,11 @@ def test_nothing_square_is_saved():
 class _Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.largest = max(getattr(self, "largest", 0), *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)), 0)
+        self.largest = max(
+            getattr(self, "largest", 0),
+            *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)),
+            0,
+        )
         return out
 
 
@@ -194,7 +251,9 @@ def test_peak_memory_by_formula_is_peak_memory_counted(a, s, d, block):
     d_out = torch.ones_like(qkv[0])
 
     def step():
-        return torch.autograd.grad(flash.attention(*qkv, block_q=block, block_k=block)[0], qkv, d_out)
+        return torch.autograd.grad(
+            flash.attention(*qkv, block_q=block, block_k=block)[0], qkv, d_out
+        )
 
     extra = measure.peak(step, nn.Module()).total - 4 * d_out.nbytes
     assert extra == 4 * a * (4 * s * d + 3 * s + 2 * block**2 + 2 * block * d + block)
@@ -217,32 +276,67 @@ def test_the_graph_is_freed():
     st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.integers(1, 2), st.integers(1, 2),
     st.integers(1, 16), st.integers(1, 16), st.booleans(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
 )  # fmt: skip
-def test_bytes_by_formula_are_bytes_counted(run, s_q, s_k, d, g, shared, block_q, block_k, causal, dtype):
+def test_bytes_by_formula_are_bytes_counted(
+    run, s_q, s_k, d, g, shared, block_q, block_k, causal, dtype
+):
     algorithm, _, backward = run.partition(" ")
     causal = causal and s_k >= s_q  # the textbook's softmax has no answer for a row without keys
     q, k, v = tensors(2, g * shared, g, s_q, s_k, d, dtype)
     blocks = dict(block_q=block_q, block_k=block_k, causal=causal)
-    found, books = flash.counted(algorithm, q, k, v, d_out=torch.ones_like(q) if backward else None, **blocks)
+    found, books = flash.counted(
+        algorithm, q, k, v, d_out=torch.ones_like(q) if backward else None, **blocks
+    )
     stat = 8 if dtype == torch.float64 else 4
-    sizes = dict(s=s_q, s_k=s_k, d=d, heads=2 * g * shared, kv_heads=2 * g, itemsize=dtype.itemsize, stat_itemsize=stat)
-    assert flash.traffic(algorithm, backward=bool(backward), **sizes, **blocks).diff(books).unexplained == 0
+    sizes = dict(
+        s=s_q,
+        s_k=s_k,
+        d=d,
+        heads=2 * g * shared,
+        kv_heads=2 * g,
+        itemsize=dtype.itemsize,
+        stat_itemsize=stat,
+    )
+    assert (
+        flash.traffic(algorithm, backward=bool(backward), **sizes, **blocks).diff(books).unexplained
+        == 0
+    )
     qkv = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     out, _ = flash.plain(*qkv, causal=causal)
     exact = torch.autograd.grad(out.sum(), qkv) if backward else (out,)
-    assert_same(found, exact, 1e-12 if dtype == torch.float64 else 1e-4 if dtype == torch.float32 else 0.2)
+    assert_same(
+        found, exact, 1e-12 if dtype == torch.float64 else 1e-4 if dtype == torch.float32 else 0.2
+    )
 
 
 def elements(algorithm, s, d, fast):
     block_q, block_k = flash.block_sizes(fast, d)
-    return flash.traffic(algorithm, s=s, d=d, block_q=block_q, block_k=block_k, itemsize=1, stat_itemsize=1, whole_blocks=True).total
+    return flash.traffic(
+        algorithm,
+        s=s,
+        d=d,
+        block_q=block_q,
+        block_k=block_k,
+        itemsize=1,
+        stat_itemsize=1,
+        whole_blocks=True,
+    ).total
 
 
 def test_published_traffic():
     """FA-02, FA-03, FA-04."""
-    assert elements("plain", 1024, 64, 25600) == 4_456_448 and elements("flash-1", 1024, 64, 25600) == 2_348_544
-    assert round(elements("flash-1", 4096, 128, 25600) / 1e6, 1) == 131.5 and round(elements("plain", 4096, 128, 25600) / 1e6, 1) == 69.2
+    assert (
+        elements("plain", 1024, 64, 25600) == 4_456_448
+        and elements("flash-1", 1024, 64, 25600) == 2_348_544
+    )
+    assert (
+        round(elements("flash-1", 4096, 128, 25600) / 1e6, 1) == 131.5
+        and round(elements("plain", 4096, 128, 25600) / 1e6, 1) == 69.2
+    )
     once = elements("flash-1", 4096, 64, 25600)
-    scaled = [elements("flash-1", *more) / once for more in ((8192, 64, 25600), (4096, 64, 51200), (4096, 128, 25600))]
+    scaled = [
+        elements("flash-1", *more) / once
+        for more in ((8192, 64, 25600), (4096, 64, 51200), (4096, 128, 25600))
+    ]
     assert [round(ratio, 2) for ratio in scaled] == [3.97, 0.52, 3.93]
 
 
@@ -252,11 +346,17 @@ def test_what_attention_runs_is_what_is_counted(causal, monkeypatch):
     qkv = [tensor.requires_grad_() for tensor in tensors(1, 4, 2, 50, 50, 4, torch.float32)]
     memories = []
     original = flash.SlowMemory.__init__
-    monkeypatch.setattr(flash.SlowMemory, "__init__", lambda self, *a, **t: (original(self, *a, **t), memories.append(self))[0])
+    monkeypatch.setattr(
+        flash.SlowMemory,
+        "__init__",
+        lambda self, *a, **t: (original(self, *a, **t), memories.append(self))[0],
+    )
     flash.attention(*qkv, causal=causal, block_q=16, block_k=8)[0].sum().backward()
     sizes = dict(s=50, d=4, heads=4, kv_heads=2, block_q=16, block_k=8, causal=causal, itemsize=4)
     for memory, backward in zip(memories, (False, True), strict=True):
-        assert sum(memory.moved.values()) == flash.traffic("flash-2", backward=backward, **sizes).total
+        assert (
+            sum(memory.moved.values()) == flash.traffic("flash-2", backward=backward, **sizes).total
+        )
 
 
 def test_causal_skips_the_tiles_that_nobody_sees():
@@ -264,18 +364,28 @@ def test_causal_skips_the_tiles_that_nobody_sees():
     assert sum(len(list(seen.keys_of(rows))) for rows in seen.query_blocks) == 8 * 9 // 2
     q, k, v = tensors(1, 1, 1, 64, 64, 4)
     k[..., 8:, :] = math.nan  # a tile that is skipped cannot spoil the first rows
-    assert flash.attention(q, k, v, causal=True, block_q=8, block_k=8)[0][..., :8, :].isfinite().all()
+    assert (
+        flash.attention(q, k, v, causal=True, block_q=8, block_k=8)[0][..., :8, :].isfinite().all()
+    )
 
 
 @settings(deadline=None)
-@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 9), st.integers(1, 9), st.none() | st.integers(-9, 9))
+@given(
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.none() | st.integers(-9, 9),
+)
 def test_tiles_cover_what_is_seen_once(s_q, s_k, block_q, block_k, offset):
     tiling = flash.Tiling(s_q, s_k, block_q, block_k, offset)
     by_rows = [(r.start, c.start) for r in tiling.query_blocks for c in tiling.keys_of(r)]
     by_columns = [(r.start, c.start) for c in tiling.key_blocks for r in tiling.queries_of(c)]
     assert sorted(by_rows) == sorted(by_columns) and len(set(by_rows)) == len(by_rows)
     tile_of = {(i, j): (i - i % block_q, j - j % block_k) for i in range(s_q) for j in range(s_k)}
-    assert {tile for (i, j), tile in tile_of.items() if offset is None or j <= i + offset} == set(by_rows)
+    assert {tile for (i, j), tile in tile_of.items() if offset is None or j <= i + offset} == set(
+        by_rows
+    )
 
 
 class _Products(TorchDispatchMode):
@@ -283,7 +393,11 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name in ("bmm", "baddbmm", "baddbmm_"):  # torch's own FlopCounterMode knows no products in place
+        if name in (
+            "bmm",
+            "baddbmm",
+            "baddbmm_",
+        ):  # torch's own FlopCounterMode knows no products in place
             left, right = args[-2:]
             self.flops += 2 * left.numel() * right.shape[-1]
         return func(*args, **(kwargs or {}))
@@ -322,14 +436,19 @@ def test_the_printed_rescaling_is_wrong():
     printed = (1.0 / math.exp(old - new) * 1.0 + 1.0 * 3.0) / (math.exp(old - new) + 1.0)
     state = flash.OnlineSoftmax(1, 1, 1, dtype=torch.float64)
     for score, value in ((old, 1.0), (new, 3.0)):
-        state.add(torch.full((1, 1, 1), score, dtype=torch.float64), torch.full((1, 1, 1), value, dtype=torch.float64))
+        state.add(
+            torch.full((1, 1, 1), score, dtype=torch.float64),
+            torch.full((1, 1, 1), value, dtype=torch.float64),
+        )
     assert state.finish()[0].item() == pytest.approx(right) and printed > 50 * right
 
 
 # Fused passes and the roofline
 
 
-@pytest.mark.parametrize("fn, inputs", [(flash.softmax, 1), (flash.layernorm, 1), (flash.swiglu, 2)])
+@pytest.mark.parametrize(
+    "fn, inputs", [(flash.softmax, 1), (flash.layernorm, 1), (flash.swiglu, 2)]
+)
 def test_bytes_of_passes(fn, inputs):
     generator = torch.Generator().manual_seed(0)
     xs = [torch.randn(30, 16, generator=generator) for _ in range(inputs)]
@@ -348,13 +467,19 @@ def test_passes_compute_what_torch_computes():
 
 def test_views_move_nothing():
     x = torch.randn(4, 4)
-    assert flash.moved(lambda: x.mT[1:].reshape(2, 6).view(-1)[:3]).total == 2 * 12 * 4  # the reshape alone has to copy
+    assert (
+        flash.moved(lambda: x.mT[1:].reshape(2, 6).view(-1)[:3]).total == 2 * 12 * 4
+    )  # the reshape alone has to copy
 
 
 def test_the_roof():
     roof = flash.Roof("toy", 100.0, 10.0)
     assert roof.ridge == 10 and roof.rate(5.0) == 50 and roof.rate(20.0) == 100
-    assert roof.time(100.0, 100.0) == 10 and roof.bound(100.0, 100.0) == "memory" and roof.bound(1000.0, 100.0) == "compute"
+    assert (
+        roof.time(100.0, 100.0) == 10
+        and roof.bound(100.0, 100.0) == "memory"
+        and roof.bound(1000.0, 100.0) == "compute"
+    )
     assert flash.Roof.of(Hardware.named("H100"), "fp8").flops > 1.9e15
     measured = flash.Roof.measured(size=64, nbytes=2**16, repeats=1)
     assert measured.flops > 0 and measured.bandwidth > 0
@@ -368,6 +493,8 @@ def make(*shape, dtype=torch.float32):
 
 
 X = make(2, 4, 8, 16)
+
+
 def unchecked(fn):
     """`fn` as it is outside of the tests, where jaxtyping does not object before it does."""
     return inspect.unwrap(fn)
@@ -378,7 +505,12 @@ BAD_ATTENTION = [
     ((X, make(2, 4, 8, 12), make(2, 4, 8, 12)), {}, ValueError, "agree in batch and head width"),
     ((X, X, make(2, 4, 9, 16)), {}, ValueError, "agree"),
     ((make(3, 4, 8, 16), X, X), {}, ValueError, "agree"),
-    ((X, make(2, 3, 8, 16), make(2, 3, 8, 16)), {}, ValueError, "3 key–value heads do not divide 4"),
+    (
+        (X, make(2, 3, 8, 16), make(2, 3, 8, 16)),
+        {},
+        ValueError,
+        "3 key–value heads do not divide 4",
+    ),
     ((make(2, 4, 8, 0),) * 3, {}, ValueError, "a dim is 0"),
     ((make(2, 4, 0, 16), X, X), {}, ValueError, "a dim is 0"),
     ((X.long(),) * 3, {}, TypeError, "int64"),
@@ -414,7 +546,10 @@ def test_bad_input_of_attention(args, options, error, words):
         (lambda: flash.block_sizes(0, 64), "fast must be at least 1"),
         (lambda: flash.flops(8, 0), "d must be at least 1"),
         (lambda: flash.passes(torch.relu, 8, 8), "are not known"),
-        (lambda: unchecked(flash.one_pass)(flash.swiglu, torch.ones(2, 3), torch.ones(3, 2)), "one shape"),
+        (
+            lambda: unchecked(flash.one_pass)(flash.swiglu, torch.ones(2, 3), torch.ones(3, 2)),
+            "one shape",
+        ),
         (lambda: flash.Roof.of(Hardware.named("V100"), "bf16"), "no bf16 rate"),
         (lambda: flash.Roof("x", 0.0, 1.0), "flops must be"),
     ],

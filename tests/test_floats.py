@@ -30,7 +30,10 @@ PEERS = [
     (floats.E8M0, ml_dtypes.float8_e8m0fnu),
     (FloatFormat("1-3-4", 3, 4), ml_dtypes.float8_e3m4),
     (FloatFormat("1-4-3", 4, 3), ml_dtypes.float8_e4m3),
-    (FloatFormat("b11", 4, 3, bias=11, inf=False, nan="negative_zero"), ml_dtypes.float8_e4m3b11fnuz),
+    (
+        FloatFormat("b11", 4, 3, bias=11, inf=False, nan="negative_zero"),
+        ml_dtypes.float8_e4m3b11fnuz,
+    ),
 ]
 SMALL = [(fmt, peer) for fmt, peer in PEERS if fmt.bits <= 8]
 ids = [fmt.name for fmt, _ in PEERS]
@@ -52,7 +55,11 @@ def hard_cases(fmt):
     """Every value, every midpoint, one fp32 step to either side of each, and what lies around the largest value."""
     values = np.array([v for v in fmt.representable()])
     middles = (values[1:] + values[:-1]) / 2
-    ends = [fmt.max + fmt.spacing(fmt.max) * k / 4 for k in (1, 2, 3, 4, 8)] + [1e30, 0.0, fmt.min_subnormal / 2]
+    ends = [fmt.max + fmt.spacing(fmt.max) * k / 4 for k in (1, 2, 3, 4, 8)] + [
+        1e30,
+        0.0,
+        fmt.min_subnormal / 2,
+    ]
     with np.errstate(over="ignore"):
         points = np.concatenate([values, middles, ends, np.negative(ends)]).astype(np.float32)
         around = [np.nextafter(points, np.float32(side)) for side in (-np.inf, np.inf)]
@@ -71,7 +78,9 @@ class TestAgainstPeers:
 
     def test_every_code_survives_a_round_trip(self, fmt, peer):
         for code in range(1 << fmt.bits):
-            assert same_code(fmt, fmt.encode(fmt.decode(code)), code) or fmt.fields(code).kind == "nan"
+            assert (
+                same_code(fmt, fmt.encode(fmt.decode(code)), code) or fmt.fields(code).kind == "nan"
+            )
 
     def test_limits(self, fmt, peer):
         info = ml_dtypes.finfo(peer)
@@ -88,9 +97,13 @@ class TestAgainstPeers:
 def test_hard_cases_encode_as_the_peer_does(fmt, peer):
     for x, theirs in zip(cases := hard_cases(fmt), codes_of(fmt, cases, peer), strict=True):
         if fmt is floats.E8M0 and x == 0:
-            assert fmt.decode(fmt.encode(x)) == fmt.min_normal  # torch's choice; ml_dtypes makes 0 a NaN
+            assert (
+                fmt.decode(fmt.encode(x)) == fmt.min_normal
+            )  # torch's choice; ml_dtypes makes 0 a NaN
         elif fmt is floats.E8M0 and 2**-127 < x < 1.5 * 2**-127:
-            assert fmt.encode(x) == 0 and theirs == 1  # the nearest; both peers round up in this one gap
+            assert (
+                fmt.encode(x) == 0 and theirs == 1
+            )  # the nearest; both peers round up in this one gap
         elif math.isnan(x) and fmt.nan == "none":
             with pytest.raises(ValueError, match="has no NaN"):
                 fmt.encode(x)  # ml_dtypes makes NaN a −0
@@ -143,7 +156,9 @@ def test_rounding_agrees_with_a_search_through_all_values(fmt, x, mode):
         expected = min(below, above, key=abs)
     else:
         # A tie goes to the code that ends in 0, which is the even significand.
-        expected = min(below, above, key=lambda v: (abs(Fraction(v) - Fraction(x)), fmt.encode(v) & 1))
+        expected = min(
+            below, above, key=lambda v: (abs(Fraction(v) - Fraction(x)), fmt.encode(v) & 1)
+        )
     assert fmt.round(x, mode=mode, overflow="saturate") == expected
 
 
@@ -169,8 +184,13 @@ def test_stochastic_rounding_returns_a_neighbor(fmt, seed, place):
 def test_stochastic_rounding_is_unbiased():
     n, random = 4000, Random(0)
     for place in (0.1, 0.5, 0.9):
-        ups = sum(floats.E4M3.round(16 + 2 * place, mode="stochastic", random=random) == 18 for _ in range(n))
-        assert abs(ups - n * place) < 5 * math.sqrt(n * place * (1 - place))  # 5 standard deviations
+        ups = sum(
+            floats.E4M3.round(16 + 2 * place, mode="stochastic", random=random) == 18
+            for _ in range(n)
+        )
+        assert abs(ups - n * place) < 5 * math.sqrt(
+            n * place * (1 - place)
+        )  # 5 standard deviations
 
 
 @pytest.mark.parametrize(
@@ -206,15 +226,26 @@ def test_spacing_is_the_distance_to_the_next_value():
 def test_int8_is_twos_complement():
     patterns = np.arange(256, dtype=np.uint8)
     assert [floats.INT8.decode(code) for code in range(256)] == patterns.view(np.int8).tolist()
-    assert [floats.INT8.encode(v) for v in floats.INT8.representable()] == [*range(128, 256), *range(128)]
+    assert [floats.INT8.encode(v) for v in floats.INT8.representable()] == [
+        *range(128, 256),
+        *range(128),
+    ]
     assert [floats.INT8.round(x) for x in (0.5, 1.5, -1e9, math.inf)] == [0, 2, -128, 127]
 
 
 def test_a_block_shares_its_scale():
     scale, codes = floats.MXFP4.encode([5.0, -0.75, 0.0, 1.1])
     assert floats.E8M0.decode(scale) == 1
-    assert floats.MXFP4.decode(scale, codes) == [4.0, -1.0, 0.0, 1.0]  # 5 and 0.75 are ties: to even
-    assert floats.MXFP8.decode(*floats.MXFP8.encode([1000.0, 1.0])) == [896.0, 1.0]  # 500 saturates at 448
+    assert floats.MXFP4.decode(scale, codes) == [
+        4.0,
+        -1.0,
+        0.0,
+        1.0,
+    ]  # 5 and 0.75 are ties: to even
+    assert floats.MXFP8.decode(*floats.MXFP8.encode([1000.0, 1.0])) == [
+        896.0,
+        1.0,
+    ]  # 500 saturates at 448
     assert floats.MXFP4.decode(*floats.MXFP4.encode([0.0] * 32)) == [0.0] * 32
     assert all(math.isnan(v) for v in floats.MXFP4.decode(*floats.MXFP4.encode([1.0, math.nan])))
 
@@ -224,7 +255,9 @@ def test_the_largest_of_a_block_is_never_off_by_more_than_a_quarter(values):
     scale, codes = floats.MXFP4.encode(values)
     largest = max(values, key=abs)
     if abs(largest) > 1e-35:
-        assert floats.MXFP4.decode(scale, codes)[values.index(largest)] == pytest.approx(largest, rel=0.25)
+        assert floats.MXFP4.decode(scale, codes)[values.index(largest)] == pytest.approx(
+            largest, rel=0.25
+        )
 
 
 def test_names():
@@ -235,30 +268,62 @@ def test_names():
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: floats.named("fp12"), ValueError, "unknown format 'fp12': choose one of fp64, fp32"),
+        (
+            lambda: floats.named("fp12"),
+            ValueError,
+            "unknown format 'fp12': choose one of fp64, fp32",
+        ),
         (lambda: floats.named(8), TypeError, "by name or as a FloatFormat"),
         (lambda: FloatFormat("x", 0, 3), ValueError, "exponent_bits must be at least 1, got 0"),
         (lambda: FloatFormat("x", 12, 3), ValueError, "exponent_bits must be at most 11, got 12"),
         (lambda: FloatFormat("x", 4, -1), ValueError, "mantissa_bits must be at least 0, got -1"),
-        (lambda: FloatFormat("x", 4, 3.0), TypeError, "mantissa_bits must be a whole number, got 3.0"),
-        (lambda: FloatFormat("x", 4, 3, bias=math.nan), TypeError, "bias must be a whole number, got nan"),
+        (
+            lambda: FloatFormat("x", 4, 3.0),
+            TypeError,
+            "mantissa_bits must be a whole number, got 3.0",
+        ),
+        (
+            lambda: FloatFormat("x", 4, 3, bias=math.nan),
+            TypeError,
+            "bias must be a whole number, got nan",
+        ),
         (lambda: FloatFormat("x", 4, 3, bias=1200), ValueError, "choose a bias nearer to 7"),
-        (lambda: FloatFormat("x", 4, 3, inf=False), ValueError, "inf=False does not go with nan='ieee'"),
-        (lambda: FloatFormat("x", 4, 3, nan="many"), ValueError, "nan='many' is unknown: choose one of 'ieee'"),
+        (
+            lambda: FloatFormat("x", 4, 3, inf=False),
+            ValueError,
+            "inf=False does not go with nan='ieee'",
+        ),
+        (
+            lambda: FloatFormat("x", 4, 3, nan="many"),
+            ValueError,
+            "nan='many' is unknown: choose one of 'ieee'",
+        ),
         (lambda: FloatFormat("x", 1, 3), ValueError, "leave no normal number"),
-        (lambda: FloatFormat("x", 4, 3, storage_bits=7), ValueError, "storage_bits must be at least 8, got 7"),
+        (
+            lambda: FloatFormat("x", 4, 3, storage_bits=7),
+            ValueError,
+            "storage_bits must be at least 8, got 7",
+        ),
         (lambda: floats.E4M3.decode(256), ValueError, "code of e4m3 must be at most 255, got 256"),
         (lambda: floats.E4M3.decode(-1), ValueError, "code of e4m3 must be at least 0, got -1"),
         (lambda: floats.E4M3.decode(1.0), TypeError, "code of e4m3 must be a whole number"),
         (lambda: floats.E4M3.encode("1"), TypeError, "cannot encode '1'"),
-        (lambda: floats.E4M3.encode(1, mode="up"), ValueError, "mode='up' is unknown: choose one of 'nearest'"),
+        (
+            lambda: floats.E4M3.encode(1, mode="up"),
+            ValueError,
+            "mode='up' is unknown: choose one of 'nearest'",
+        ),
         (lambda: floats.E4M3.encode(1, overflow="wrap"), ValueError, "overflow='wrap' is unknown"),
         (lambda: floats.E4M3.encode(1, mode="stochastic"), TypeError, "needs random=random.Random"),
         (lambda: floats.E2M1.encode(math.nan), ValueError, "e2m1 has no NaN"),
         (lambda: floats.FP32.representable(), ValueError, "too many to list"),
         (lambda: floats.IntFormat("int0", 0), ValueError, "bits must be at least 1, got 0"),
         (lambda: floats.INT8.encode(math.nan), ValueError, "int8 has no NaN"),
-        (lambda: floats.MXFP4.encode([1.0] * 33), ValueError, "encodes 1 to 32 values at a time, got 33"),
+        (
+            lambda: floats.MXFP4.encode([1.0] * 33),
+            ValueError,
+            "encodes 1 to 32 values at a time, got 33",
+        ),
     ],
 )
 def test_bad_input_is_named_and_remedied(call, error, says):

@@ -23,10 +23,16 @@ def rehearsal(gpu):
 
 
 def test_a_rehearsal_measures_everything(gpu, rehearsal):
-    cases = [(row["attention"], row["checkpointing"], row["precision"]) for row in rehearsal["peaks"]]
-    assert len(set(cases)) == len(cases) >= 8 and len({row["predicted"] for row in rehearsal["peaks"]}) == len(cases)
+    cases = [
+        (row["attention"], row["checkpointing"], row["precision"]) for row in rehearsal["peaks"]
+    ]
+    assert len(set(cases)) == len(cases) >= 8 and len(
+        {row["predicted"] for row in rehearsal["peaks"]}
+    ) == len(cases)
     if not torch.cuda.is_available():  # an allocator rounds up; storages are what was predicted
-        assert [row["measured"] for row in rehearsal["peaks"]] == [row["predicted"] for row in rehearsal["peaks"]]
+        assert [row["measured"] for row in rehearsal["peaks"]] == [
+            row["predicted"] for row in rehearsal["peaks"]
+        ]
     assert all(row["apart"] < 0.01 and row["ms"] > 0 for row in rehearsal["attention"])
     assert {row["format"] for row in rehearsal["products"]} >= {"fp32", "bf16"}
     for row in rehearsal["products"]:
@@ -36,7 +42,15 @@ def test_a_rehearsal_measures_everything(gpu, rehearsal):
 
 def full(rehearsal):
     """What a recording of a GPU would be."""
-    return rehearsal | dict(device="Some GPU", capability="9.0", memory_bytes=1, driver="1", cuda="13", triton="3", command="python benchmarks/gpu.py")
+    return rehearsal | dict(
+        device="Some GPU",
+        capability="9.0",
+        memory_bytes=1,
+        driver="1",
+        cuda="13",
+        triton="3",
+        command="python benchmarks/gpu.py",
+    )
 
 
 def test_only_full_runs_of_a_gpu_are_kept(gpu, rehearsal, tmp_path):
@@ -47,7 +61,9 @@ def test_only_full_runs_of_a_gpu_are_kept(gpu, rehearsal, tmp_path):
         gpu.keep(full(rehearsal) | dict(driver=None, products=[]), tmp_path)
     assert not list(tmp_path.iterdir())
     path = gpu.keep(full(rehearsal), tmp_path)
-    assert path.name == f"some-gpu-{rehearsal['date'][:10]}.json" and json.loads(path.read_text()) == full(rehearsal)
+    assert path.name == f"some-gpu-{rehearsal['date'][:10]}.json" and json.loads(
+        path.read_text()
+    ) == full(rehearsal)
 
 
 def test_what_was_kept_could_be_kept_again(gpu, tmp_path):

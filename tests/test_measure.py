@@ -47,9 +47,14 @@ def test_model_states_are_exact(optimizer, state):
     psi = gpt.config.num_params
     assert measure.model_states(gpt, stepper).by("name") == {"weights": 4 * psi}
     gpt.loss(x, y).backward()
-    assert measure.model_states(gpt, stepper).by("name") == {"weights": 4 * psi, "gradients": 4 * psi}
+    assert measure.model_states(gpt, stepper).by("name") == {
+        "weights": 4 * psi,
+        "gradients": 4 * psi,
+    }
     stepper.step()
-    expected = {"weights": 4 * psi, "gradients": 4 * psi} | {name: size * psi for name, size in state.items()}
+    expected = {"weights": 4 * psi, "gradients": 4 * psi} | {
+        name: size * psi for name, size in state.items()
+    }
     if "exp_avg" in state:
         expected["step"] = 4 * len(list(gpt.parameters()))
     measured = measure.model_states(gpt, stepper)
@@ -79,25 +84,44 @@ def test_master_weights_and_their_gradients_are_found():
 
     moments = measure.history(step, layer, optimizer).moments
     held = measure.model_states(layer, optimizer)
-    assert held.by("name") == {"weights": 30, "gradients": 30, "fp32 gradients": 60, "master weights": 60, "exp_avg": 60, "exp_avg_sq": 60, "step": 8}
+    assert held.by("name") == {
+        "weights": 30,
+        "gradients": 30,
+        "fp32 gradients": 60,
+        "master weights": 60,
+        "exp_avg": 60,
+        "exp_avg_sq": 60,
+        "step": 8,
+    }
     assert moments[0].ledger.by("component")["optimizer"] == 60
-    assert moments[-1].ledger.by("component") | {"activations": 0, "buffers": 0} == held.by("component") | {"activations": 0, "buffers": 0}
+    assert moments[-1].ledger.by("component") | {"activations": 0, "buffers": 0} == held.by(
+        "component"
+    ) | {"activations": 0, "buffers": 0}
 
 
 def test_saved_activations_of_a_small_network_by_hand():
     layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     x = torch.ones(2, 4)
     saved = measure.saved_activations(lambda: layers(x).pow(2).mean(), layers)
-    assert saved.by("name") == {"0": 32, "1": 64, "outside": 8}  # x; tanh's output, which the next layer keeps too; the squared value
+    assert saved.by("name") == {
+        "0": 32,
+        "1": 64,
+        "outside": 8,
+    }  # x; tanh's output, which the next layer keeps too; the squared value
 
 
 def test_a_gpt2_block_keeps_what_its_formulas_say():
     b, s, h, f, a = 4, 16, 32, 128, 4
     gpt, _, _, (x, y) = training()
     by_name = measure.saved_activations(lambda: gpt.loss(x, y), gpt).by("name")
-    block = {name.removeprefix("blocks.1."): size for name, size in by_name.items() if name.startswith("blocks.1.")}
+    block = {
+        name.removeprefix("blocks.1."): size
+        for name, size in by_name.items()
+        if name.startswith("blocks.1.")
+    }
     assert block == {
-        "attention_norm": 4 * b * s * h + 2 * 4 * b * s,  # x, and a mean and a reciprocal deviation a token
+        "attention_norm": 4 * b * s * h
+        + 2 * 4 * b * s,  # x, and a mean and a reciprocal deviation a token
         "attention.query": 4 * b * s * h,
         "attention": 3 * 4 * b * s * h + 4 * a * b * s * s,  # q, k, v, the softmax
         "attention.output": 4 * b * s * h,
@@ -145,7 +169,9 @@ def test_peaks_of_two_steps_equal_those_of_torchs_tracker(options, attention):
                     step()
                 peaks.append(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
     assert ours == theirs
-    assert ours[1] > ours[0]  # the second step carries the optimizer state through its backward pass
+    assert (
+        ours[1] > ours[0]
+    )  # the second step carries the optimizer state through its backward pass
 
 
 def test_history_is_the_same_every_time_and_closes_its_books():
@@ -162,7 +188,11 @@ def test_history_is_the_same_every_time_and_closes_its_books():
 
 def test_the_forward_pass_ends_with_the_saved_activations():
     gpt, optimizer, step, (x, y) = training()
-    forward = [moment for moment in measure.history(step, gpt, optimizer).moments if moment.phase == "forward"]
+    forward = [
+        moment
+        for moment in measure.history(step, gpt, optimizer).moments
+        if moment.phase == "forward"
+    ]
     saved = measure.saved_activations(lambda: gpt.loss(x, y), gpt)
     assert forward[-1].ledger.by("component")["activations"] == saved.total
 
@@ -177,10 +207,16 @@ def test_gradients_that_are_kept_are_alive_in_the_next_step():
 def test_a_checkpointed_region_computes_its_activations_again():
     layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)], nn.Tanh())
     x = torch.ones(4, 8, requires_grad=True)
-    moments = measure.history(lambda: checkpoint(layers, x, use_reentrant=False).sum().backward(), layers).moments
+    moments = measure.history(
+        lambda: checkpoint(layers, x, use_reentrant=False).sum().backward(), layers
+    ).moments
 
     def most(phase):
-        return max(moment.ledger.by("component")["activations"] for moment in moments if moment.phase == phase)
+        return max(
+            moment.ledger.by("component")["activations"]
+            for moment in moments
+            if moment.phase == phase
+        )
 
     assert (most("forward"), most("backward")) == (128, 5 * 128)
 
@@ -191,10 +227,15 @@ def test_capacity_stops_the_second_step_and_not_the_first():
     gpt, optimizer, step, _ = training(b=32)
     limit = (first + second) // 2
     measure.history(step, gpt, optimizer, capacity=limit)
-    with pytest.raises(measure.OutOfMemory, match=r"^(forward|backward), \w+: [\d,]+ bytes more than the capacity of [\d.]+ MB would be alive$"):
+    with pytest.raises(
+        measure.OutOfMemory,
+        match=r"^(forward|backward), \w+: [\d,]+ bytes more than the capacity of [\d.]+ MB would be alive$",
+    ):
         measure.history(step, gpt, optimizer, capacity=limit)
     optimizer.zero_grad()
-    measure.history(step, gpt, optimizer, capacity=second)  # the model is usable, and exactly enough is enough
+    measure.history(
+        step, gpt, optimizer, capacity=second
+    )  # the model is usable, and exactly enough is enough
     with pytest.raises(ValueError, match="capacity must be at least 1"):
         measure.history(step, gpt, optimizer, capacity=0)
 
@@ -202,7 +243,11 @@ def test_capacity_stops_the_second_step_and_not_the_first():
 def test_history_runs_models_that_do_not_fit():
     with FakeTensorMode():
         cfg = ModelConfig.named("gpt3-175b")
-        block = GPT(ModelConfig(num_layers=1, d_model=12288, num_heads=96, d_ff=49152, vocab_size=100, seq_len=2048)).blocks[0]
+        block = GPT(
+            ModelConfig(
+                num_layers=1, d_model=12288, num_heads=96, d_ff=49152, vocab_size=100, seq_len=2048
+            )
+        ).blocks[0]
         x = torch.zeros(1, 2048, 12288)
         history = measure.history(lambda: block(x).sum().backward(), block)
     layer = cfg.parameters["attention"] // 96 + cfg.parameters["feed-forward"] // 96 + 2 * 2 * 12288
@@ -215,7 +260,9 @@ def test_the_garbage_collector_is_left_as_it_was():
 
     during = []
     measure.history(lambda: during.append(gc.isenabled()), nn.Linear(1, 1))
-    assert during == [False] and gc.isenabled()  # a cycle that dies some time would make histories differ
+    assert (
+        during == [False] and gc.isenabled()
+    )  # a cycle that dies some time would make histories differ
     with pytest.raises(RuntimeError, match="stop"):
         measure.history(fails, nn.Linear(1, 1))
     assert gc.isenabled()

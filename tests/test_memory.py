@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from labutils import accumulation, checkpointing, measure, memory, precision
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
-from labutils.ledger import History, Ledger
+from labutils.ledger import Ledger
 from labutils.model import GPT
+from labutils.timeline import History
 
 PRECISIONS = [dict(precision="fp32"), dict(precision="bf16"), dict(precision="bf16", autocast=True)]
 
@@ -43,13 +44,28 @@ def saved(config: ModelConfig, train: TrainConfig) -> Ledger:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=train.autocast):
             return model.loss(tokens, targets)
 
-    return Ledger(replace(line, name=re.sub(r"experts\.\d+", "experts", line.name)) for line in measure.saved_activations(forward, model))
+    return Ledger(
+        replace(line, name=re.sub(r"experts\.\d+", "experts", line.name))
+        for line in measure.saved_activations(forward, model)
+    )
 
 
 @settings(max_examples=80, deadline=None)
-@given(models(), st.integers(1, 3), st.sampled_from(["plain", "sdpa"]), st.sampled_from(PRECISIONS), st.sampled_from(checkpointing.POLICIES))
+@given(
+    models(),
+    st.integers(1, 3),
+    st.sampled_from(["plain", "sdpa"]),
+    st.sampled_from(PRECISIONS),
+    st.sampled_from(checkpointing.POLICIES),
+)
 def test_every_saved_tensor_is_predicted(config, micro_batch, attention, precision, policy):
-    train = TrainConfig(micro_batch=micro_batch, global_batch=micro_batch, attention=attention, checkpointing=policy, **precision)
+    train = TrainConfig(
+        micro_batch=micro_batch,
+        global_batch=micro_batch,
+        attention=attention,
+        checkpointing=policy,
+        **precision,
+    )
     diff = memory.activations(config, train).diff(saved(config, train))
     assert diff.unexplained == 0, str(diff)
 
@@ -68,7 +84,9 @@ def test_model_states_are_predicted(config, name):
     train = TrainConfig(micro_batch=2, global_batch=2, precision="fp32", optimizer=name)
     model = GPT(config)
     optimizer = OPTIMIZERS[name](model.parameters())
-    for parameter in model.parameters():  # every expert gets a gradient, whatever the router chooses
+    for (
+        parameter
+    ) in model.parameters():  # every expert gets a gradient, whatever the router chooses
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     diff = memory.model_states(config, train).diff(measure.model_states(model, optimizer))
@@ -76,7 +94,10 @@ def test_model_states_are_predicted(config, name):
 
 
 def test_model_states_of_mixtral_are_predicted():
-    config, train = ModelConfig.named("mixtral-8x7b"), TrainConfig(micro_batch=1, global_batch=1, precision="fp32")
+    config, train = (
+        ModelConfig.named("mixtral-8x7b"),
+        TrainConfig(micro_batch=1, global_batch=1, precision="fp32"),
+    )
     with FakeTensorMode():  # 747 GB
         model = GPT(config)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -92,7 +113,11 @@ def test_model_states_of_mixtral_are_predicted():
 
 @st.composite
 def trainings(draw):
-    formats = draw(st.sampled_from([*PRECISIONS, *(dict(precision="bf16", fp32_gradients=kept) for kept in (True, "only"))]))
+    formats = draw(
+        st.sampled_from(
+            [*PRECISIONS, *(dict(precision="bf16", fp32_gradients=kept) for kept in (True, "only"))]
+        )
+    )
     micro_batch = draw(st.integers(1, 3))
     return TrainConfig(
         micro_batch=micro_batch, global_batch=micro_batch * draw(st.integers(1, 4)), attention=draw(st.sampled_from(["plain", "sdpa"])),
@@ -108,10 +133,20 @@ def step_of(config: ModelConfig, train: TrainConfig):
     """A training step as `train` says, its model and its optimizer."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[train.precision]
     half = train.precision != "fp32" and not train.autocast
-    model = checkpointing.apply(GPT(config, attention=train.attention).to(dtype if half else torch.float32), train.checkpointing)
-    make = {"sgd": torch.optim.SGD, "momentum": functools.partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    model = checkpointing.apply(
+        GPT(config, attention=train.attention).to(dtype if half else torch.float32),
+        train.checkpointing,
+    )
+    make = {
+        "sgd": torch.optim.SGD,
+        "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
     inner = make[train.optimizer](model.parameters(), lr=1e-3, **STEPPING[train.stepping])
-    optimizer = precision.MasterWeights(inner, fp32_gradients=train.fp32_gradients) if half else inner
+    optimizer = (
+        precision.MasterWeights(inner, fp32_gradients=train.fp32_gradients) if half else inner
+    )
     tokens = torch.randint(config.vocab_size, (train.global_batch, config.seq_len))
     targets = tokens.clone()
 
@@ -124,7 +159,9 @@ def step_of(config: ModelConfig, train: TrainConfig):
             value = loss((tokens, targets))
             value.backward()
         else:
-            value = accumulation.accumulate(loss, accumulation.micro_batches((tokens, targets), train.micro_batch))
+            value = accumulation.accumulate(
+                loss, accumulation.micro_batches((tokens, targets), train.micro_batch)
+            )
         optimizer.step()
         optimizer.zero_grad()
 
@@ -133,7 +170,10 @@ def step_of(config: ModelConfig, train: TrainConfig):
 
 def timeline(history: History, masters: bool = False) -> list:
     """Every operation and what is alive after it. What `MasterWeights` does around the optimizer's own step is in no phase of its own."""
-    return [("" if masters and m.phase != "backward" else m.phase, m.event, m.ledger.by("component")) for m in history.moments]
+    return [
+        ("" if masters and m.phase != "backward" else m.phase, m.event, m.ledger.by("component"))
+        for m in history.moments
+    ]
 
 
 @settings(max_examples=14, deadline=None)
@@ -143,8 +183,13 @@ def test_every_moment_of_the_step_is_predicted(config, train):
     step, model, optimizer = step_of(config, train)
     step()  # the second step has the optimizer's state from the start
     masters = train.precision != "fp32" and not train.autocast
-    predicted, measured = timeline(memory.history(config, train), masters), timeline(measure.history(step, model, optimizer), masters)
-    first_difference = next((pair for pair in zip(predicted, measured, strict=False) if pair[0] != pair[1]), None)
+    predicted, measured = (
+        timeline(memory.history(config, train), masters),
+        timeline(measure.history(step, model, optimizer), masters),
+    )
+    first_difference = next(
+        (pair for pair in zip(predicted, measured, strict=False) if pair[0] != pair[1]), None
+    )
     assert first_difference is None and len(predicted) == len(measured)
 
 
@@ -155,31 +200,57 @@ def test_the_peak_is_that_of_the_timeline(config, train, more, level):
     mesh = Mesh(dp=3 if level else 1)
     config = replace(config, num_experts=1, top_k=1, num_layers=config.num_layers + more)
     train = replace(train, global_batch=train.global_batch * mesh.dp, zero=level)
-    peak, fullest = memory.predict(config, train, mesh=mesh), memory.history(config, train, mesh).peak
+    peak, fullest = (
+        memory.predict(config, train, mesh=mesh),
+        memory.history(config, train, mesh).peak,
+    )
     assert peak.total == memory.peak_bytes(config, train, mesh) == fullest.ledger.total
-    assert peak.by("component") == {name: amount for name, amount in fullest.ledger.by("component").items() if amount}
+    assert peak.by("component") == {
+        name: amount for name, amount in fullest.ledger.by("component").items() if amount
+    }
     assert (peak.phase, peak.event) == (fullest.phase, fullest.event)
 
 
 def test_the_peak_of_one_kind_is_a_formula():
     """Working memory beside weights and gradients for LayerNorm, GELU and plain attention in fp32 without dropout, by hand."""
     for b, s, L in ((4, 64, 3), (2, 128, 9), (3, 96, 4)):
-        model = ModelConfig(num_layers=L, d_model=32, num_heads=4, d_ff=128, vocab_size=2000, seq_len=s)
+        model = ModelConfig(
+            num_layers=L, d_model=32, num_heads=4, d_ff=128, vocab_size=2000, seq_len=s
+        )
         h, f, a, v = model.letters("h f a v")
-        peak = memory.predict(model, TrainConfig(micro_batch=b, global_batch=b, precision="fp32", optimizer="sgd"))
+        peak = memory.predict(
+            model, TrainConfig(micro_batch=b, global_batch=b, precision="fp32", optimizer="sgd")
+        )
         assert peak.phase == "backward"
-        held = sum(amount for component, amount in peak.by("component").items() if component in ("activations", "buffers"))
+        held = sum(
+            amount
+            for component, amount in peak.by("component").items()
+            if component in ("activations", "buffers")
+        )
         assert held == b * s * (4 * L * (8 * h + 2 * f + a * s + 4) + 8 * h + 12 * v + 24) + 8
-        assert peak.total == memory.history(model, TrainConfig(micro_batch=b, global_batch=b, precision="fp32", optimizer="sgd")).peak.ledger.total
+        assert (
+            peak.total
+            == memory.history(
+                model, TrainConfig(micro_batch=b, global_batch=b, precision="fp32", optimizer="sgd")
+            ).peak.ledger.total
+        )
 
 
 def test_a_device_says_which_phase_fails_first():
     model, train = ModelConfig.named("gpt2-xl"), TrainConfig(micro_batch=8, global_batch=8)
     peak = memory.predict(model, train, hardware=Hardware.named("H100"))
-    assert (peak.fits, peak.fails_in) == (peak.total <= 80 * 10**9, None if peak.fits else "forward")
-    small = memory.predict(model, replace(train, micro_batch=1, global_batch=1), hardware=Hardware.named("H100"))
+    assert (peak.fits, peak.fails_in) == (
+        peak.total <= 80 * 10**9,
+        None if peak.fits else "forward",
+    )
+    small = memory.predict(
+        model, replace(train, micro_batch=1, global_batch=1), hardware=Hardware.named("H100")
+    )
     assert small.fits and small.spare == 80 * 10**9 - small.total and small.fails_in is None
-    with pytest.raises(ValueError, match=r'knows no device: memory.predict\(model, train, hardware=Hardware.named\("H100"\)\)'):
+    with pytest.raises(
+        ValueError,
+        match=r'knows no device: memory.predict\(model, train, hardware=Hardware.named\("H100"\)\)',
+    ):
         _ = memory.predict(model, train).fits
 
 
@@ -192,9 +263,14 @@ def test_zero_shards_model_states(level):
     assert states["weights"] == 2 * (shard if level == 3 else whole)
     assert states["gradients"] == 2 * (shard if level >= 2 else whole)
     assert states["exp_avg"] == states["master weights"] == 4 * (shard if level else whole)
-    peaks = [memory.peak_bytes(model, replace(train, zero=zero), Mesh(dp=3)) for zero in range(level + 1)]
+    peaks = [
+        memory.peak_bytes(model, replace(train, zero=zero), Mesh(dp=3)) for zero in range(level + 1)
+    ]
     assert all(peak < peaks[0] for peak in peaks[1:])
-    assert memory.model_states(model, train, Mesh()).total == memory.model_states(model, replace(train, zero=0)).total
+    assert (
+        memory.model_states(model, train, Mesh()).total
+        == memory.model_states(model, replace(train, zero=0)).total
+    )
 
 
 def test_what_cannot_be_predicted_is_said():
@@ -204,7 +280,10 @@ def test_what_cannot_be_predicted_is_said():
             memory.predict(model, train, mesh=Mesh(**{axis: 2}))
     with pytest.raises(ValueError, match=r"micro_batch · dp = 1 · 3"):
         memory.predict(model, train, mesh=Mesh(dp=3))
-    with pytest.raises(ValueError, match="num_experts=4: .* depends on what the router chooses.*memory.model_states and memory.activations are exact"):
+    with pytest.raises(
+        ValueError,
+        match="num_experts=4: .* depends on what the router chooses.*memory.model_states and memory.activations are exact",
+    ):
         memory.predict(replace(model, num_experts=4), train)
     with pytest.raises(TypeError, match="takes a ModelConfig here, got 'gpt2'"):
         memory.predict("gpt2", train)

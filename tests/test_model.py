@@ -39,12 +39,20 @@ with open(config.DATA / "models.csv", newline="", encoding="utf-8") as file:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_exactly_their_published_parameters(name):
     with torch.device("meta"):
-        assert count(GPT(ModelConfig.named(name))) == ModelConfig.named(name).num_params == PUBLISHED[name]
+        assert (
+            count(GPT(ModelConfig.named(name)))
+            == ModelConfig.named(name).num_params
+            == PUBLISHED[name]
+        )
 
 
 @st.composite
 def configs(draw):
-    heads_per_group, g, d = draw(st.integers(1, 3)), draw(st.integers(1, 3)), 2 * draw(st.integers(1, 4))
+    heads_per_group, g, d = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        2 * draw(st.integers(1, 4)),
+    )
     experts = draw(st.integers(1, 4))
     return ModelConfig(
         num_layers=draw(st.integers(1, 3)), d_model=draw(st.integers(1, 12)), num_heads=heads_per_group * g, num_kv_heads=g, d_head=d,
@@ -64,7 +72,11 @@ def test_any_config_builds_runs_and_has_num_params(cfg, attention):
     assert gpt(x).shape == (2, cfg.seq_len, cfg.vocab_size)
     gpt.loss(x, x).backward()
     routed = cfg.num_experts > 1
-    assert all(p.grad is not None and p.grad.isfinite().all() for n, p in gpt.named_parameters() if not (routed and "experts" in n))
+    assert all(
+        p.grad is not None and p.grad.isfinite().all()
+        for n, p in gpt.named_parameters()
+        if not (routed and "experts" in n)
+    )
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -120,26 +132,43 @@ def test_rotary_scores_depend_on_distance_alone(i, j, shift):
     def at(x, position):
         return rotary(x.expand(1, 1, 64, 8))[0, 0, position]
 
-    torch.testing.assert_close(at(q, i + shift) @ at(k, j + shift), at(q, i) @ at(k, j), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        at(q, i + shift) @ at(k, j + shift), at(q, i) @ at(k, j), rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(at(q, i).norm(), q.norm(), rtol=1e-5, atol=1e-5)
 
 
 def test_rotary_turns_by_the_angle_of_the_paper():
     x = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(1, 1, 4, 4)
     turned = model.Rotary(4, 4, base=100.0)(x)[0, 0, 3]
-    expected = [math.cos(3), math.cos(0.3), math.sin(3), math.sin(0.3)]  # pairs (0, 2) and (1, 3); base^(−2/4) = 0.1
+    expected = [
+        math.cos(3),
+        math.cos(0.3),
+        math.sin(3),
+        math.sin(0.3),
+    ]  # pairs (0, 2) and (1, 3); base^(−2/4) = 0.1
     torch.testing.assert_close(turned, torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
 def test_gpt2_block_equals_torch():
     cfg = ModelConfig(**TINY)
     block = GPT(cfg).blocks[0]
-    peer = nn.TransformerEncoderLayer(24, 4, 40, dropout=0.0, activation=lambda x: F.gelu(x, approximate="tanh"), batch_first=True, norm_first=True)
+    peer = nn.TransformerEncoderLayer(
+        24,
+        4,
+        40,
+        dropout=0.0,
+        activation=lambda x: F.gelu(x, approximate="tanh"),
+        batch_first=True,
+        norm_first=True,
+    )
     for p in block.parameters():
         nn.init.normal_(p, std=0.3)
     a, ff = block.attention, block.feed_forward
     with torch.no_grad():
-        peer.self_attn.in_proj_weight.copy_(torch.cat([a.query.weight, a.key.weight, a.value.weight]))
+        peer.self_attn.in_proj_weight.copy_(
+            torch.cat([a.query.weight, a.key.weight, a.value.weight])
+        )
         peer.self_attn.in_proj_bias.copy_(torch.cat([a.query.bias, a.key.bias, a.value.bias]))
     for theirs, ours in [
         (peer.self_attn.out_proj, a.output), (peer.linear1, ff.up), (peer.linear2, ff.down),
@@ -147,7 +176,10 @@ def test_gpt2_block_equals_torch():
     ]:  # fmt: skip
         theirs.load_state_dict(ours.state_dict())
     x = torch.randn(2, 12, 24)
-    torch.testing.assert_close(block(x), peer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(12), is_causal=True))
+    torch.testing.assert_close(
+        block(x),
+        peer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(12), is_causal=True),
+    )
 
 
 def test_llama_block_equals_its_formulas():
@@ -170,8 +202,13 @@ def test_llama_block_equals_its_formulas():
     n = normed(x, block.attention_norm)
     heads = []
     for i in range(4):
-        q, k, v = (n @ part.weight[6 * i : 6 * i + 6].T for part in (block.attention.query, block.attention.key, block.attention.value))
-        scores = (turned(q) @ turned(k).mT / math.sqrt(6)).masked_fill(torch.ones(12, 12).triu(1).bool(), -math.inf)
+        q, k, v = (
+            n @ part.weight[6 * i : 6 * i + 6].T
+            for part in (block.attention.query, block.attention.key, block.attention.value)
+        )
+        scores = (turned(q) @ turned(k).mT / math.sqrt(6)).masked_fill(
+            torch.ones(12, 12).triu(1).bool(), -math.inf
+        )
         heads.append(scores.softmax(-1) @ v)
     y = x + torch.cat(heads, -1) @ block.attention.output.weight.T
     n, ff = normed(y, block.feed_forward_norm), block.feed_forward
@@ -211,17 +248,25 @@ def test_a_tied_head_is_the_embedding_and_collects_both_gradients():
     untied.load_state_dict(tied.state_dict())
     for gpt in (tied, untied):
         gpt.loss(x, x).backward()
-    torch.testing.assert_close(tied.head.weight.grad, untied.head.weight.grad + untied.tokens.weight.grad)
+    torch.testing.assert_close(
+        tied.head.weight.grad, untied.head.weight.grad + untied.tokens.weight.grad
+    )
 
 
 def test_initialization_is_gpt2s():
-    cfg = ModelConfig(num_layers=8, d_model=128, num_heads=4, d_ff=512, vocab_size=500, seq_len=64, num_experts=2)
+    cfg = ModelConfig(
+        num_layers=8, d_model=128, num_heads=4, d_ff=512, vocab_size=500, seq_len=64, num_experts=2
+    )
     gpt = GPT(cfg)
     for name, p in gpt.named_parameters():
         if p.dim() == 1:
             assert (p == (1 if name.endswith("norm.weight") else 0)).all(), name
         elif p.numel() > 1000:
-            expected = 0.02 / math.sqrt(16) if name.endswith(("attention.output.weight", "down.weight")) else 0.02
+            expected = (
+                0.02 / math.sqrt(16)
+                if name.endswith(("attention.output.weight", "down.weight"))
+                else 0.02
+            )
             assert p.std().item() == pytest.approx(expected, rel=0.05), name
 
 
@@ -230,7 +275,9 @@ def test_a_generator_decides_the_weights_alone():
     first = GPT(cfg, generator=torch.Generator().manual_seed(7))
     torch.rand(5)
     second = GPT(cfg, generator=torch.Generator().manual_seed(7))
-    assert all(torch.equal(p, q) for p, q in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(first.parameters(), second.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("attention", ["plain", "sdpa"])

@@ -8,7 +8,32 @@ from labutils import notation
 def test_every_letter_stands_once():
     letters = [entry.letter for entry in notation.TABLE]
     assert len(set(letters)) == len(letters)
-    assert {"b", "s", "h", "a", "g", "d", "f", "L", "v", "E", "k", "N_d", "N_t", "N_p", "N_c", "N_e", "Ψ", "m", "u", "i", "r", "α", "λ", "bw"} <= set(letters)
+    assert {
+        "b",
+        "s",
+        "h",
+        "a",
+        "g",
+        "d",
+        "f",
+        "L",
+        "v",
+        "E",
+        "k",
+        "N_d",
+        "N_t",
+        "N_p",
+        "N_c",
+        "N_e",
+        "Ψ",
+        "m",
+        "u",
+        "i",
+        "r",
+        "α",
+        "λ",
+        "bw",
+    } <= set(letters)
 
 
 def test_markdown_has_a_row_a_symbol():

@@ -15,15 +15,23 @@ import pytest
 import notebooks as tool  # tools/notebooks.py
 
 PAIRS = tool.twins()
-LABS = [pytest.param(nbformat.read(path, as_version=4), path.stem, id=path.stem) for path, _ in PAIRS if path.exists()]
+LABS = [
+    pytest.param(nbformat.read(path, as_version=4), path.stem, id=path.stem)
+    for path, _ in PAIRS
+    if path.exists()
+]
 each_lab = pytest.mark.parametrize("lab, name", LABS)
 
 SETUP, IGNORED = "Setup", "nbval-ignore-output"
 SECTIONS = ["Goals", SETUP, "In practice", "Errata", "Summary", "References"]
 ALLOWED_TAGS = {IGNORED, "hide-input", "hide-output", "hide-cell"}
-FOREIGN_PATH = re.compile(r"(?:/(?:home|Users|root|tmp|private|var/folders)/|site-packages|[A-Z]:\\)\S*")
+FOREIGN_PATH = re.compile(
+    r"(?:/(?:home|Users|root|tmp|private|var/folders)/|site-packages|[A-Z]:\\)\S*"
+)
 # What a cell may show that another machine would not: a time, a rate, or what the machine has.
-MACHINE = re.compile(r"\d\s?(?:[nµm]?s|[kMGT]?i?B(?:/s)?|[kMGT]?FLOP/s|cores?|×|threads?)\b|\b(?:Linux|macOS|Darwin|Windows|CPU|GPU)\b")
+MACHINE = re.compile(
+    r"\d\s?(?:[nµm]?s|[kMGT]?i?B(?:/s)?|[kMGT]?FLOP/s|cores?|×|threads?)\b|\b(?:Linux|macOS|Darwin|Windows|CPU|GPU)\b"
+)
 FORBIDDEN = {
     r"(?m)^\s*[!%]": "shell and magic commands: what a lab needs is installed by `make lab`",
     r"\bsys\.path\b|\bPYTHONPATH\b": "import paths: labutils is installed",
@@ -44,7 +52,9 @@ def prose(lab):
 
 
 def headings(lab):
-    return [(len(marks), title) for marks, title in re.findall(r"^(#+) (.+)$", prose(lab), re.MULTILINE)]
+    return [
+        (len(marks), title) for marks, title in re.findall(r"^(#+) (.+)$", prose(lab), re.MULTILINE)
+    ]
 
 
 def texts(cell):
@@ -105,23 +115,41 @@ def test_no_output_is_an_error_or_a_warning(lab, name):
 
 @each_lab
 def test_nothing_names_a_path_of_one_machine(lab, name):
-    written = [*(cell.source for cell in lab.cells), *(text for cell in code(lab) for text in texts(cell))]
+    written = [
+        *(cell.source for cell in lab.cells),
+        *(text for cell in code(lab) for text in texts(cell)),
+    ]
     assert not [found for text in written for found in FOREIGN_PATH.findall(text)]
 
 
 @each_lab
 def test_it_has_pictures_and_each_says_what_it_shows(lab, name):
-    shown = [Images(output.data.get("text/html", "")).alternatives for cell in code(lab) for output in cell.outputs if "data" in output]
+    shown = [
+        Images(output.data.get("text/html", "")).alternatives
+        for cell in code(lab)
+        for output in cell.outputs
+        if "data" in output
+    ]
     alternatives = [alternative for group in shown for alternative in group]
     assert alternatives and all(alternatives)
-    raw = {mime for cell in code(lab) for output in cell.outputs for mime in output.get("data", {}) if mime.startswith("image/")}
+    raw = {
+        mime
+        for cell in code(lab)
+        for output in cell.outputs
+        for mime in output.get("data", {})
+        if mime.startswith("image/")
+    }
     assert not raw, "a picture without alternative text: return a plots.Picture"
 
 
 @each_lab
 def test_all_imports_stand_in_the_setup_cell(lab, name):
     parsed = [ast.walk(ast.parse(cell.source)) for cell in code(lab)]
-    importing = [index for index, nodes in enumerate(parsed) if any(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes)]
+    importing = [
+        index
+        for index, nodes in enumerate(parsed)
+        if any(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes)
+    ]
     assert importing == [0]
 
 
@@ -138,8 +166,12 @@ def test_only_what_belongs_to_this_machine_is_left_uncompared(lab, name):
     assert set().union(*tags) <= ALLOWED_TAGS
     ignored = [cell for cell in code(lab) if IGNORED in cell.metadata.get("tags", [])]
     for cell in ignored:
-        assert any(MACHINE.search(text) for text in texts(cell)), f"nothing here differs between machines:\n\n{cell.source}"
-    assert len(ignored) <= len(tags) / 5, "most of a lab can be compared: print ratios, counts and bytes rather than times"
+        assert any(MACHINE.search(text) for text in texts(cell)), (
+            f"nothing here differs between machines:\n\n{cell.source}"
+        )
+    assert len(ignored) <= len(tags) / 5, (
+        "most of a lab can be compared: print ratios, counts and bytes rather than times"
+    )
 
 
 @each_lab
@@ -155,12 +187,18 @@ def test_it_has_the_anatomy_of_a_lab(lab, name):
     levels = [level for level, _ in headings(lab)]
     titles = [title for level, title in headings(lab) if level == 1]
     assert len(titles) == 1 and titles[0].startswith(f"{number} · ") and levels[0] == 1
-    assert all(after - before <= 1 for before, after in itertools.pairwise(levels)), "a heading skips a level"
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels)), (
+        "a heading skips a level"
+    )
     sections = [title for level, title in headings(lab) if level == 2]
-    found = [section for title in sections for section in SECTIONS if title.partition(":")[0] == section]  # "Errata: what ..." will do
+    found = [
+        section for title in sections for section in SECTIONS if title.partition(":")[0] == section
+    ]  # "Errata: what ..." will do
     assert found == SECTIONS, f"{SECTIONS} in this order, in {sections}"
     questions = [title for title in sections if title.endswith("?")]
-    assert 3 <= len(questions) <= 8 and re.search(r"\d+\s?min", lab.cells[0].source), "a lab asks questions and says how long it takes"
+    assert 3 <= len(questions) <= 8 and re.search(r"\d+\s?min", lab.cells[0].source), (
+        "a lab asks questions and says how long it takes"
+    )
 
 
 @each_lab
@@ -180,23 +218,36 @@ def test_each_goal_names_an_exercise_that_proves_it(lab, name):
     items = re.findall(r"^(?:[-*]|\d+\.) .*(?:\n(?!\n|[-*] |\d+\. ).*)*", goals, re.MULTILINE)
     assert items and exercises
     proving = [set(re.findall(rf"\b{number}\.\d+\b", item)) for item in items]
-    assert all(proving) and set().union(*proving) == exercises, "each goal names its exercise, and each exercise has its goal"
+    assert all(proving) and set().union(*proving) == exercises, (
+        "each goal names its exercise, and each exercise has its goal"
+    )
 
 
 @each_lab
 def test_the_prose_is_plain(lab, name):
-    found = [prose(lab)[max(match.start() - 40, 0) : match.end() + 20] for match in HEDGES.finditer(prose(lab))]
+    found = [
+        prose(lab)[max(match.start() - 40, 0) : match.end() + 20]
+        for match in HEDGES.finditer(prose(lab))
+    ]
     assert not found, "what is simple needs no saying, what is not is not made so by a word"
 
 
 def test_a_changed_source_and_a_changed_tag_are_seen(tmp_path):
-    (tmp_path / "a.py").write_text('# %% [markdown]\n# # Hi\n\n# %% tags=["hide-input"]\n1 + 1\n', encoding="utf-8")
+    (tmp_path / "a.py").write_text(
+        '# %% [markdown]\n# # Hi\n\n# %% tags=["hide-input"]\n1 + 1\n', encoding="utf-8"
+    )
     built = tool.build(tmp_path / "a.py")
-    for change in (lambda cell: cell.update(source="1 + 2"), lambda cell: cell.metadata.update(tags=[]), lambda cell: None):
+    for change in (
+        lambda cell: cell.update(source="1 + 2"),
+        lambda cell: cell.metadata.update(tags=[]),
+        lambda cell: None,
+    ):
         notebook = nbformat.reads(nbformat.writes(built), as_version=4)
         change(notebook.cells[1])
         nbformat.write(notebook, tmp_path / "a.ipynb")
-        assert len(tool.differences(tmp_path / "a.ipynb", tmp_path / "a.py")) == (notebook.cells != built.cells)
+        assert len(tool.differences(tmp_path / "a.ipynb", tmp_path / "a.py")) == (
+            notebook.cells != built.cells
+        )
 
 
 def test_a_rebuilt_notebook_differs_only_where_the_source_does(tmp_path):
@@ -209,17 +260,33 @@ def test_a_rebuilt_notebook_differs_only_where_the_source_does(tmp_path):
 
 def test_normalizing_drops_what_belongs_to_one_run():
     stream = [nbformat.v4.new_output("stream", name="stdout", text=text) for text in ("a", "b\n")]
-    live = nbformat.v4.new_output("display_data", {tool.LIVE_WIDGET: {"model_id": "1"}, "text/html": "<p>panel</p>"})
-    cell = nbformat.v4.new_code_cell("f()", outputs=[*stream, live], metadata={"execution": {"iopub.status.busy": "now"}, "tags": ["hide-input"]})
-    notebook = tool.normalize(nbformat.v4.new_notebook(cells=[cell], metadata={"widgets": {}, "language_info": {"name": "python", "version": "3.11.7"}}))
-    assert [output.get("text") or output.data for output in cell.outputs] == ["ab\n", {"text/html": "<p>panel</p>"}]
+    live = nbformat.v4.new_output(
+        "display_data", {tool.LIVE_WIDGET: {"model_id": "1"}, "text/html": "<p>panel</p>"}
+    )
+    cell = nbformat.v4.new_code_cell(
+        "f()",
+        outputs=[*stream, live],
+        metadata={"execution": {"iopub.status.busy": "now"}, "tags": ["hide-input"]},
+    )
+    notebook = tool.normalize(
+        nbformat.v4.new_notebook(
+            cells=[cell],
+            metadata={"widgets": {}, "language_info": {"name": "python", "version": "3.11.7"}},
+        )
+    )
+    assert [output.get("text") or output.data for output in cell.outputs] == [
+        "ab\n",
+        {"text/html": "<p>panel</p>"},
+    ]
     assert cell.metadata == {"tags": ["hide-input"]} and notebook.metadata == tool.METADATA
 
 
 def test_memory_is_that_of_the_processes_a_lab_starts():
     greedy = "import sys; x = bytearray(200_000_000); x[::4096] = bytes([1]) * len(x[::4096]); print(flush=True); sys.stdin.read()"
     before = tool.held()
-    with subprocess.Popen([sys.executable, "-c", greedy], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", greedy], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         process.stdout.readline()
         assert tool.held() - before > 200_000_000
         process.stdin.close()
@@ -237,8 +304,13 @@ def test_an_unknown_lab_is_named(capsys):
 
 
 def test_jupytext_pairs_the_same_folders():
-    config = jupytext.config.load_jupytext_configuration_file(str(tool.NOTEBOOKS.parent / "jupytext.toml"))
-    assert config.default_formats(str(tool.NOTEBOOKS / "01_x.ipynb")) == "notebooks///ipynb,notebooks/text///py:percent"
+    config = jupytext.config.load_jupytext_configuration_file(
+        str(tool.NOTEBOOKS.parent / "jupytext.toml")
+    )
+    assert (
+        config.default_formats(str(tool.NOTEBOOKS / "01_x.ipynb"))
+        == "notebooks///ipynb,notebooks/text///py:percent"
+    )
 
 
 @each_lab

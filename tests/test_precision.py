@@ -27,7 +27,9 @@ PEERS = {
     FloatFormat("1-3-4", 3, 4): ml_dtypes.float8_e3m4,
     FloatFormat("1-4-3", 4, 3): ml_dtypes.float8_e4m3,
 }
-every_peer = pytest.mark.parametrize(("fmt", "peer"), PEERS.items(), ids=[fmt.name for fmt in PEERS])
+every_peer = pytest.mark.parametrize(
+    ("fmt", "peer"), PEERS.items(), ids=[fmt.name for fmt in PEERS]
+)
 EIGHT_BITS_AND_LESS = [fmt for fmt in floats.FORMATS.values() if fmt.bits <= 8]
 
 
@@ -53,7 +55,9 @@ def patterns(dtype, count=1 << 20):
     integer = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]
     info = torch.iinfo(integer)
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(info.min, info.max, (count,), dtype=integer, generator=generator).view(dtype)
+    return torch.randint(info.min, info.max, (count,), dtype=integer, generator=generator).view(
+        dtype
+    )
 
 
 def in_range(fmt, dtype, count=1 << 18):
@@ -61,17 +65,25 @@ def in_range(fmt, dtype, count=1 << 18):
     generator = torch.Generator().manual_seed(1)
     low, high = fmt.min_exponent - fmt.mantissa_bits - 2, fmt.max_exponent + 2
     exponents = torch.randint(low, high, (count,), generator=generator)
-    return torch.ldexp(torch.randn(count, dtype=torch.float64, generator=generator), exponents).to(dtype)
+    return torch.ldexp(torch.randn(count, dtype=torch.float64, generator=generator), exponents).to(
+        dtype
+    )
 
 
 def between(fmt, dtype):
     """Every value of fmt, the midpoint of each pair of neighbors, and dtype's next numbers on both sides of each."""
     values = torch.tensor(fmt.representable(), dtype=torch.float64)
-    above = torch.tensor([fmt.max + fmt.spacing(fmt.max) * k / 2 for k in (1, 2, 3)], dtype=torch.float64)
-    points = torch.cat([values, (values[1:] + values[:-1]) / 2, above, -above, torch.tensor([0.0, -0.0])]).to(dtype)
+    above = torch.tensor(
+        [fmt.max + fmt.spacing(fmt.max) * k / 2 for k in (1, 2, 3)], dtype=torch.float64
+    )
+    points = torch.cat(
+        [values, (values[1:] + values[:-1]) / 2, above, -above, torch.tensor([0.0, -0.0])]
+    ).to(dtype)
     infinity = torch.tensor(math.inf, dtype=dtype)
     ends = torch.tensor([math.inf, -math.inf, math.nan], dtype=dtype)
-    return torch.cat([points, torch.nextafter(points, infinity), torch.nextafter(points, -infinity), ends])
+    return torch.cat(
+        [points, torch.nextafter(points, infinity), torch.nextafter(points, -infinity), ends]
+    )
 
 
 class TestAgainstPeers:
@@ -106,7 +118,11 @@ class TestAgainstPeers:
     )
     def test_torch_s_own_casts(self, fmt, dtype, overflow):
         fmt = floats.named(fmt)
-        for x in (patterns(torch.float32), in_range(fmt, torch.float32), between(fmt, torch.float32)):
+        for x in (
+            patterns(torch.float32),
+            in_range(fmt, torch.float32),
+            between(fmt, torch.float32),
+        ):
             assert_same(precision.round_to(x, fmt, overflow=overflow), x.to(dtype).float())
 
     def test_tf32_is_fp32_less_13_bits(self):
@@ -125,7 +141,11 @@ class TestAgainstPeers:
             assert_same(precision.round_to(case, "fp32"), case.float())
 
     def test_a_format_that_holds_x_changes_nothing(self):
-        names = {torch.float64: ["fp64"], torch.float32: ["fp64", "fp32"], torch.bfloat16: ["tf32", "bf16"]}
+        names = {
+            torch.float64: ["fp64"],
+            torch.float32: ["fp64", "fp32"],
+            torch.bfloat16: ["tf32", "bf16"],
+        }
         for x, fmt in [(patterns(dtype), fmt) for dtype, held in names.items() for fmt in held]:
             assert_same(precision.round_to(x, fmt), x)
 
@@ -138,7 +158,10 @@ def test_equals_the_exact_reference(fmt, dtype, mode, overflow):
     x = between(fmt, dtype)
     x = x[~x.isnan()] if fmt.nan == "none" else x
     exact = [fmt.round(v, mode=mode, overflow=overflow) for v in x.tolist()]
-    assert_same(precision.round_to(x, fmt, mode=mode, overflow=overflow), torch.tensor(exact, dtype=torch.float64))
+    assert_same(
+        precision.round_to(x, fmt, mode=mode, overflow=overflow),
+        torch.tensor(exact, dtype=torch.float64),
+    )
 
 
 def test_float64_is_rounded_once_where_torch_rounds_twice():
@@ -152,7 +175,11 @@ def test_float64_is_rounded_once_where_torch_rounds_twice():
         assert_same(precision.round_to(hard, fmt), torch.tensor(exact, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("fmt", [FloatFormat("wide", 10, 3), FloatFormat("long", 8, 30), FloatFormat("high", 8, 3, bias=0)], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "fmt",
+    [FloatFormat("wide", 10, 3), FloatFormat("long", 8, 30), FloatFormat("high", 8, 3, bias=0)],
+    ids=lambda f: f.name,
+)
 @pytest.mark.parametrize("overflow", ["ieee", "saturate"])
 def test_a_format_that_fp32_cannot_hold_still_rounds_float32(fmt, overflow):
     x = torch.tensor([1.0625 * 2.0**-140, 1.1 * 2.0**-130, 1.1, 3.0, 3.4e38, math.inf])
@@ -166,7 +193,9 @@ class TestStochastic:
         for fmt in (floats.E4M3, floats.E5M2FNUZ, floats.E2M1, floats.FP16):
             x = in_range(fmt, torch.float32, 1 << 14).clamp(-fmt.max, fmt.max)
             low = precision.round_to(x, fmt, mode="zero")
-            drawn = precision.round_to(x, fmt, mode="stochastic", generator=torch.Generator().manual_seed(0))
+            drawn = precision.round_to(
+                x, fmt, mode="stochastic", generator=torch.Generator().manual_seed(0)
+            )
             high = torch.tensor([fmt.spacing(v) for v in low.tolist()]).copysign(x) + low
             assert ((drawn == low) | (drawn == high)).all()
             assert torch.equal(drawn[low == x], x[low == x])
@@ -177,25 +206,38 @@ class TestStochastic:
         n, generator = 1 << 16, torch.Generator().manual_seed(0)
         for x in (16.2, -17.0, 19.8, 0.0005, 300.0):
             fmt = floats.E4M3
-            drawn = precision.round_to(torch.full((n,), x, dtype=dtype), fmt, mode="stochastic", generator=generator)
+            drawn = precision.round_to(
+                torch.full((n,), x, dtype=dtype), fmt, mode="stochastic", generator=generator
+            )
             low = fmt.round(x, mode="zero")
             place = (abs(x) - abs(low)) / fmt.spacing(x)
-            deviation = fmt.spacing(x) * math.sqrt(place * (1 - place) / n)  # of the mean of n Bernoulli draws
+            deviation = fmt.spacing(x) * math.sqrt(
+                place * (1 - place) / n
+            )  # of the mean of n Bernoulli draws
             assert abs(drawn.double().mean() - x) < 5 * deviation
 
     def test_specials_and_overflow(self):
         x = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e30])
         generator = torch.Generator().manual_seed(0)
         inf, nan = math.inf, math.nan
-        for fmt, expected in [("fp16", [inf, -inf, nan, 0.0, -0.0, inf]), ("e4m3", [nan, nan, nan, 0.0, -0.0, nan])]:
+        for fmt, expected in [
+            ("fp16", [inf, -inf, nan, 0.0, -0.0, inf]),
+            ("e4m3", [nan, nan, nan, 0.0, -0.0, nan]),
+        ]:
             drawn = precision.round_to(x, fmt, mode="stochastic", generator=generator)
             assert_same(drawn, torch.tensor(expected))
-        drawn = precision.round_to(torch.tensor([inf, -3e38]), "bf16", mode="stochastic", generator=generator)
+        drawn = precision.round_to(
+            torch.tensor([inf, -3e38]), "bf16", mode="stochastic", generator=generator
+        )
         assert drawn[0] == inf and drawn[1].isfinite()
 
     def test_the_same_seed_draws_the_same_numbers_whatever_the_chunk(self, monkeypatch):
         x = torch.randn(1000, generator=torch.Generator().manual_seed(2))
-        draw = lambda: precision.round_to(x, "e4m3", mode="stochastic", generator=torch.Generator().manual_seed(3))  # noqa: E731
+
+        def draw():
+            generator = torch.Generator().manual_seed(3)
+            return precision.round_to(x, "e4m3", mode="stochastic", generator=generator)
+
         whole = draw()
         monkeypatch.setattr(rounding, "CHUNK", 16)
         assert torch.equal(draw(), whole)
@@ -223,11 +265,17 @@ def test_views_chunks_and_the_input_stays_as_it_was(monkeypatch):
 
 def test_the_gradient_passes_straight_through():
     x = torch.tensor([0.3, 1e9, -1e-9], requires_grad=True)
-    (precision.round_to(x, "e4m3", overflow="saturate") * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    (
+        precision.round_to(x, "e4m3", overflow="saturate") * torch.tensor([1.0, 2.0, 3.0])
+    ).sum().backward()
     assert x.grad.tolist() == [1.0, 2.0, 3.0]
 
 
-@given(st.sampled_from([*PEERS]), st.floats(width=32, allow_nan=False), st.floats(width=32, allow_nan=False))
+@given(
+    st.sampled_from([*PEERS]),
+    st.floats(width=32, allow_nan=False),
+    st.floats(width=32, allow_nan=False),
+)
 def test_idempotent_and_monotone(fmt, x, y):
     low, high = precision.round_to(torch.tensor(sorted([x, y])), fmt, overflow="saturate")
     assert low <= high
@@ -237,7 +285,11 @@ def test_idempotent_and_monotone(fmt, x, y):
 class TestSums:
     def test_running_sums_are_the_machine_s_own(self):
         generator = torch.Generator().manual_seed(0)
-        for name, dtype in [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)]:
+        for name, dtype in [
+            ("fp16", torch.float16),
+            ("bf16", torch.bfloat16),
+            ("fp32", torch.float32),
+        ]:
             x = torch.randn(500, generator=generator).to(dtype)
             total, expected = torch.zeros((), dtype=dtype), []
             for term in x:
@@ -245,7 +297,9 @@ class TestSums:
                 expected.append(total)
             assert_same(precision.running_sum(x, name), torch.stack(expected))
 
-    @pytest.mark.parametrize(("fmt", "stall"), [("fp16", 2048), ("bf16", 256), ("e4m3", 16), ("e5m2", 8)])
+    @pytest.mark.parametrize(
+        ("fmt", "stall"), [("fp16", 2048), ("bf16", 256), ("e4m3", 16), ("e5m2", 8)]
+    )
     def test_a_sum_of_ones_stalls_where_the_spacing_becomes_2(self, fmt, stall):
         """Source: computed; 2048 and 256 are also what torch's own fp16 and bf16 additions give."""
         sums = precision.running_sum(torch.ones(4096), fmt)
@@ -270,7 +324,9 @@ class TestSums:
     def test_the_machine_and_the_rounding_agree(self, fmt, monkeypatch):
         """Numbers that are fmt's already take the fast road: the slow one gives the same bits, specials and subnormals included."""
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(5, 300, generator=generator) * 2.0 ** torch.randint(-30, 15, (5, 300), generator=generator)
+        x = torch.randn(5, 300, generator=generator) * 2.0 ** torch.randint(
+            -30, 15, (5, 300), generator=generator
+        )
         x[0, 7], x[1, 5], x[1, 9] = math.inf, floats.named(fmt).max, floats.named(fmt).max
         x = precision.round_to(x, fmt)
         before = x.clone()
@@ -282,7 +338,9 @@ class TestSums:
     def test_stochastic_rounding_keeps_a_sum_growing(self):
         """Past 256 each step adds 2 with probability 1/2: 4096 draws, each of deviation at most spacing/2 = 8."""
         x = torch.ones(16, 4096)
-        sums = precision.running_sum(x, "bf16", mode="stochastic", generator=torch.Generator().manual_seed(0))[:, -1]
+        sums = precision.running_sum(
+            x, "bf16", mode="stochastic", generator=torch.Generator().manual_seed(0)
+        )[:, -1]
         assert abs(sums.mean() - 4096) < 5 * 8 * math.sqrt(4096 / 16)
 
 
@@ -293,7 +351,10 @@ class TestCrossEntropy:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_summed_in_fp32_it_is_torch_s(self, dtype):
         found = []
-        for loss in (lambda z: precision.cross_entropy(z, self.TARGETS, "fp32"), lambda z: F.cross_entropy(z.float(), self.TARGETS)):
+        for loss in (
+            lambda z: precision.cross_entropy(z, self.TARGETS, "fp32"),
+            lambda z: F.cross_entropy(z.float(), self.TARGETS),
+        ):
             logits = self.LOGITS.to(dtype, copy=True).requires_grad_()
             value = loss(logits)
             (3 * value).backward()
@@ -315,7 +376,9 @@ class TestCrossEntropy:
         logits = self.LOGITS.clone().requires_grad_()
         precision.cross_entropy(logits, self.TARGETS, "bf16").backward()
         terms = (self.LOGITS - self.LOGITS.amax(-1, keepdim=True)).exp()
-        sums_ = torch.stack([sum(row, torch.zeros((), dtype=torch.bfloat16)) for row in terms.bfloat16()]).float()
+        sums_ = torch.stack(
+            [sum(row, torch.zeros((), dtype=torch.bfloat16)) for row in terms.bfloat16()]
+        ).float()
         expected = (terms / sums_[:, None] - F.one_hot(self.TARGETS, 600)) / 20
         torch.testing.assert_close(logits.grad, expected)
 
@@ -329,13 +392,39 @@ class TestCrossEntropy:
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: precision.cross_entropy(torch.ones(2, 3), torch.zeros(2, dtype=torch.long), "fp12"), ValueError, "unknown format 'fp12'"),
+        (
+            lambda: precision.cross_entropy(
+                torch.ones(2, 3), torch.zeros(2, dtype=torch.long), "fp12"
+            ),
+            ValueError,
+            "unknown format 'fp12'",
+        ),
         (lambda: precision.round_to(torch.ones(2), "fp12"), ValueError, "unknown format 'fp12'"),
-        (lambda: precision.round_to(torch.ones(2).to(torch.float8_e5m2), "fp16"), TypeError, "got torch.float8"),
-        (lambda: precision.round_to(torch.ones(2), "fp16", mode="up"), ValueError, "mode='up' is unknown"),
-        (lambda: precision.round_to(torch.ones(2), "fp16", overflow="wrap"), ValueError, "overflow='wrap' is unknown"),
-        (lambda: precision.round_to(torch.ones(2), "fp16", mode="stochastic"), ValueError, "pass generator="),
-        (lambda: precision.running_sum(torch.ones(2), FloatFormat("p30", 8, 30)), ValueError, "30 mantissa bits"),
+        (
+            lambda: precision.round_to(torch.ones(2).to(torch.float8_e5m2), "fp16"),
+            TypeError,
+            "got torch.float8",
+        ),
+        (
+            lambda: precision.round_to(torch.ones(2), "fp16", mode="up"),
+            ValueError,
+            "mode='up' is unknown",
+        ),
+        (
+            lambda: precision.round_to(torch.ones(2), "fp16", overflow="wrap"),
+            ValueError,
+            "overflow='wrap' is unknown",
+        ),
+        (
+            lambda: precision.round_to(torch.ones(2), "fp16", mode="stochastic"),
+            ValueError,
+            "pass generator=",
+        ),
+        (
+            lambda: precision.running_sum(torch.ones(2), FloatFormat("p30", 8, 30)),
+            ValueError,
+            "30 mantissa bits",
+        ),
     ],
 )
 def test_bad_input_is_named_and_remedied(call, error, says):

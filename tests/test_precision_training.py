@@ -70,14 +70,26 @@ class TestMasterWeights:
         assert layer.weight.item() == floats.BF16.round(masters[layer.weight].item())
 
     def test_groups_frozen_weights_tied_weights_and_fp32_weights(self):
-        model = GPT(ModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=16, vocab_size=9, seq_len=4, tied=True)).bfloat16()
+        model = GPT(
+            ModelConfig(
+                num_layers=1, d_model=8, num_heads=2, d_ff=16, vocab_size=9, seq_len=4, tied=True
+            )
+        ).bfloat16()
         model.norm.float()
         model.blocks[0].attention.query.weight.requires_grad_(False)
         trained = [p for p in model.parameters() if p.requires_grad]
-        groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1}, {"params": [p for p in trained if p.dim() == 1], "lr": 0.5}]
+        groups = [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in trained if p.dim() == 1], "lr": 0.5},
+        ]
         masters = MasterWeights(torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0))
-        assert [(group["lr"], group["weight_decay"]) for group in masters.param_groups] == [(0.01, 0.1), (0.5, 0.0)]
-        assert len(masters.masters) == len(trained) - 2 and any(p is model.norm.weight for p in masters.param_groups[1]["params"])
+        assert [(group["lr"], group["weight_decay"]) for group in masters.param_groups] == [
+            (0.01, 0.1),
+            (0.5, 0.0),
+        ]
+        assert len(masters.masters) == len(trained) - 2 and any(
+            p is model.norm.weight for p in masters.param_groups[1]["params"]
+        )
         with pytest.raises(KeyError, match="no master copy of this tensor"):
             masters[model.norm.weight]
 
@@ -99,11 +111,15 @@ class TestMasterWeights:
     @pytest.mark.parametrize("fp32_gradients", [True, "only"])
     def test_gradients_are_summed_in_fp32(self, fp32_gradients):
         layer = line()
-        masters = MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0), fp32_gradients=fp32_gradients)
+        masters = MasterWeights(
+            torch.optim.SGD(layer.parameters(), lr=1.0), fp32_gradients=fp32_gradients
+        )
         for slope in (256.0, 1.0, 1.0, 1.0):
             (layer.weight * slope).sum().backward()
         assert masters[layer.weight].grad.item() == 259
-        assert layer.weight.grad is None if fp32_gradients == "only" else layer.weight.grad.item() == 0
+        assert (
+            layer.weight.grad is None if fp32_gradients == "only" else layer.weight.grad.item() == 0
+        )
         masters.zero_grad()
         assert masters[layer.weight].grad is None and layer.weight.grad is None
         plain = line()
@@ -113,18 +129,29 @@ class TestMasterWeights:
         halves.collect()
         assert halves[plain.weight].grad.item() == 256
 
-    @pytest.mark.parametrize(("fp32_gradients", "per_parameter"), [(False, 16), (True, 20), ("only", 18)])
+    @pytest.mark.parametrize(
+        ("fp32_gradients", "per_parameter"), [(False, 16), (True, 20), ("only", 18)]
+    )
     @pytest.mark.parametrize("dtype", [BF16, FP16])
-    def test_what_is_held_after_a_step_is_what_the_formula_says(self, fp32_gradients, per_parameter, dtype):
+    def test_what_is_held_after_a_step_is_what_the_formula_says(
+        self, fp32_gradients, per_parameter, dtype
+    ):
         model = gpt(dtype)
-        masters = MasterWeights(torch.optim.AdamW(model.parameters()), fp32_gradients=fp32_gradients)
+        masters = MasterWeights(
+            torch.optim.AdamW(model.parameters()), fp32_gradients=fp32_gradients
+        )
         model.loss(*tokens()).backward()
         masters.step()
         held = measure.model_states(model, masters.optimizer)
         steps = 4 * CONFIG.num_tensors  # Adam counts its steps once a tensor
         assert held.total == per_parameter * CONFIG.num_params + steps
         assert held.by("name")["master weights"] == 4 * CONFIG.num_params
-        train = TrainConfig(micro_batch=3, global_batch=3, precision={BF16: "bf16", FP16: "fp16"}[dtype], fp32_gradients=fp32_gradients)
+        train = TrainConfig(
+            micro_batch=3,
+            global_batch=3,
+            precision={BF16: "bf16", FP16: "fp16"}[dtype],
+            fp32_gradients=fp32_gradients,
+        )
         assert memory.model_states(CONFIG, train).diff(held).unexplained == 0
 
     def test_a_run_goes_on_from_a_snapshot_to_the_bit(self):
@@ -154,7 +181,9 @@ class TestMasterWeights:
 
     def test_bad_input(self):
         layer = line()
-        with pytest.raises(ValueError, match="fp32_gradients='both' is unknown: choose False, True or 'only'"):
+        with pytest.raises(
+            ValueError, match="fp32_gradients='both' is unknown: choose False, True or 'only'"
+        ):
             MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0), fp32_gradients="both")
         stepped = torch.optim.SGD(layer.parameters(), lr=1.0, momentum=0.9)
         layer.weight.grad = torch.ones_like(layer.weight)
@@ -162,7 +191,10 @@ class TestMasterWeights:
         with pytest.raises(ValueError, match="has stepped already"):
             MasterWeights(stepped)
         masters = MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0))
-        with pytest.raises(ValueError, match="this state holds param_groups, state: give what MasterWeights.state_dict"):
+        with pytest.raises(
+            ValueError,
+            match="this state holds param_groups, state: give what MasterWeights.state_dict",
+        ):
             masters.load_state_dict(stepped.state_dict())
         other = MasterWeights(torch.optim.SGD(line(n=2).parameters(), lr=1.0))
         with pytest.raises(ValueError, match="was it another model"):
@@ -174,26 +206,40 @@ class TestRoundedWeights:
         ends = {}
         for mode in ("nearest", "stochastic"):
             layer = line(n=4096)
-            rounded = RoundedWeights(torch.optim.SGD(layer.parameters(), lr=1e-4), mode=mode, generator=torch.Generator().manual_seed(0))
+            rounded = RoundedWeights(
+                torch.optim.SGD(layer.parameters(), lr=1e-4),
+                mode=mode,
+                generator=torch.Generator().manual_seed(0),
+            )
             layer.weight.grad = torch.ones_like(layer.weight)
             for _ in range(100):
                 rounded.step()
             ends[mode] = layer.weight.float().mean().item()
         # Below 1 bf16's gap is 2⁻⁸: 100 steps of variance at most (gap²/4), averaged over 4096 weights.
-        assert ends["nearest"] == 1 and abs(ends["stochastic"] - 0.99) < 5 * 2**-9 * math.sqrt(100 / 4096)
+        assert ends["nearest"] == 1 and abs(ends["stochastic"] - 0.99) < 5 * 2**-9 * math.sqrt(
+            100 / 4096
+        )
 
     def test_between_steps_nothing_but_moments_is_held(self):
         model = gpt()
-        rounded = RoundedWeights(torch.optim.AdamW(model.parameters()), generator=torch.Generator().manual_seed(0))
+        rounded = RoundedWeights(
+            torch.optim.AdamW(model.parameters()), generator=torch.Generator().manual_seed(0)
+        )
         model.loss(*tokens()).backward()
         rounded.step()
         held = measure.model_states(model, rounded.optimizer)
-        assert held.total == 12 * CONFIG.num_params + 4 * CONFIG.num_tensors and held.by("name")["master weights"] == 0
+        assert (
+            held.total == 12 * CONFIG.num_params + 4 * CONFIG.num_tensors
+            and held.by("name")["master weights"] == 0
+        )
 
     def test_goes_on_from_a_snapshot_to_the_bit(self):
         def start():
             model = gpt()
-            return model, RoundedWeights(torch.optim.AdamW(model.parameters(), lr=1e-4), generator=torch.Generator().manual_seed(5))
+            return model, RoundedWeights(
+                torch.optim.AdamW(model.parameters(), lr=1e-4),
+                generator=torch.Generator().manual_seed(5),
+            )
 
         def run(model, rounded, steps):
             for step in steps:
@@ -243,7 +289,9 @@ class TestLossScaler:
         return found
 
     def test_static_skips_and_stays(self):
-        found = self.drive(LossScaler(8, dynamic=False, growth_interval=1), [1.0, math.inf, math.nan, 1.0])
+        found = self.drive(
+            LossScaler(8, dynamic=False, growth_interval=1), [1.0, math.inf, math.nan, 1.0]
+        )
         assert found == [(True, 8), (False, 8), (False, 8), (True, 8)]
 
     def test_dynamic_backs_off_and_grows(self):
@@ -271,11 +319,16 @@ class TestLossScaler:
             masters = MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0))
             scaler.scale(layer.weight.sum().float() * 1e-8).backward()
             scaler.unscale_(masters)
-            assert masters[layer.weight].grad.item() == pytest.approx(expected, rel=2**-8)  # subnormal in fp16: few digits are left
+            assert masters[layer.weight].grad.item() == pytest.approx(
+                expected, rel=2**-8
+            )  # subnormal in fp16: few digits are left
 
     def test_the_scaled_loss_is_fp32(self):
         loss = torch.tensor(3.0, dtype=FP16)
-        assert LossScaler().scale(loss).item() == 3 * 65536 and LossScaler().scale(loss.double()).dtype == torch.float64
+        assert (
+            LossScaler().scale(loss).item() == 3 * 65536
+            and LossScaler().scale(loss.double()).dtype == torch.float64
+        )
 
     def test_an_endless_overflow_ends(self):
         with pytest.raises(FloatingPointError, match="the loss itself is inf or NaN"):
@@ -307,7 +360,10 @@ class TestLossScaler:
             ({"init_scale": math.nan}, "init_scale must be a finite number above 0, got nan"),
             ({"init_scale": 1e39}, "init_scale=1e+39 is outside the range of fp32"),
             ({"init_scale": 1e-50}, "init_scale=1e-50 is outside the range of fp32"),
-            ({"growth_factor": 1.0}, "growth_factor must be above 1, got 1.0: for a scale that stays, pass dynamic=False"),
+            (
+                {"growth_factor": 1.0},
+                "growth_factor must be above 1, got 1.0: for a scale that stays, pass dynamic=False",
+            ),
             ({"growth_factor": math.nan}, "growth_factor must be a finite number above 0"),
             ({"backoff_factor": 1.0}, "backoff_factor must be below 1"),
             ({"backoff_factor": 0.0}, "backoff_factor must be a finite number above 0"),
@@ -344,7 +400,10 @@ class TestAutocast:
             assert len(copies) == halves
 
     def test_an_unknown_format_is_named(self):
-        with pytest.raises(ValueError, match="autocast computes in torch.bfloat16 or torch.float16, got torch.float32"):
+        with pytest.raises(
+            ValueError,
+            match="autocast computes in torch.bfloat16 or torch.float16, got torch.float32",
+        ):
             precision.autocast(torch.float32)
 
     def test_a_region_ends_with_an_error_too(self):
@@ -371,7 +430,9 @@ class TestExponents:
             cast = precision.round_to(values * scale, "fp16")
             expected = {
                 "zero": (cast == 0) & ((values * scale).abs() < 2.0**-25),
-                "normal": (cast.abs() >= 2.0**-14) & cast.isfinite() & ((values * scale).abs() >= 2.0**-14),
+                "normal": (cast.abs() >= 2.0**-14)
+                & cast.isfinite()
+                & ((values * scale).abs() >= 2.0**-14),
                 "too large": cast.isinf(),
             }
             for name, mask in expected.items():
@@ -379,9 +440,18 @@ class TestExponents:
             assert sum(fates.values()) == pytest.approx(1)
 
     def test_what_is_no_number_is_left_out(self):
-        tensors = [torch.tensor([0.0, math.inf, math.nan, -5.0]), torch.tensor([0.25], dtype=BF16), torch.empty(0)]
+        tensors = [
+            torch.tensor([0.0, math.inf, math.nan, -5.0]),
+            torch.tensor([0.25], dtype=BF16),
+            torch.empty(0),
+        ]
         assert precision.exponents(tensors) == {2: 1, -2: 1}
-        assert precision.fate({}, "bf16") == {"zero": 0.0, "subnormal": 0.0, "normal": 0.0, "too large": 0.0}
+        assert precision.fate({}, "bf16") == {
+            "zero": 0.0,
+            "subnormal": 0.0,
+            "normal": 0.0,
+            "too large": 0.0,
+        }
 
     @pytest.mark.parametrize("scale", [3.0, 0.0, -1.0, math.inf, math.nan])
     def test_a_scale_that_is_no_power_of_two(self, scale):

@@ -11,7 +11,11 @@ from labutils import measure, memory
 from labutils.config import ModelConfig, TrainConfig
 from labutils.model import GPT
 
-PAPER = {"22B": dict(b=4, s=2048, h=6144, a=64), "175B": dict(b=1, s=2048, h=12288, a=96), "530B": dict(b=1, s=2048, h=20480, a=128)}
+PAPER = {
+    "22B": dict(b=4, s=2048, h=6144, a=64),
+    "175B": dict(b=1, s=2048, h=12288, a=96),
+    "530B": dict(b=1, s=2048, h=20480, a=128),
+}
 
 
 @pytest.mark.parametrize("sizes", PAPER.values(), ids=PAPER)
@@ -28,15 +32,36 @@ def test_equations_1_to_6_hold_to_the_byte(sizes):
     }
     for options, total in totals.items():
         policy = next((option for option in options if option in ("selective", "full")), "none")
-        layer = memory.korthikanti(**sizes, t=t if "t" in options else 1, sequence="sequence" in options, checkpointing=policy)
+        layer = memory.korthikanti(
+            **sizes,
+            t=t if "t" in options else 1,
+            sequence="sequence" in options,
+            checkpointing=policy,
+        )
         assert layer.total == total, options
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 4), st.sampled_from([4, 6]), st.integers(1, 3), st.integers(1, 9), st.booleans())
+@given(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from([4, 6]),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.booleans(),
+)
 def test_every_byte_beyond_the_paper_has_a_name(layers, heads, d_head, micro_batch, seq_len, tied):
     h = heads * d_head
-    model = ModelConfig(num_layers=layers, d_model=h, num_heads=heads, d_ff=4 * h, vocab_size=11, seq_len=seq_len, dropout=0.1, tied=tied)
+    model = ModelConfig(
+        num_layers=layers,
+        d_model=h,
+        num_heads=heads,
+        d_ff=4 * h,
+        vocab_size=11,
+        seq_len=seq_len,
+        dropout=0.1,
+        tied=tied,
+    )
     train = TrainConfig(micro_batch=micro_batch, global_batch=micro_batch, precision="bf16")
     paper = memory.korthikanti(b=micro_batch, s=seq_len, h=h, a=heads).scaled(layers)
     explained = paper + memory.beyond_the_paper(model, train)
@@ -47,7 +72,9 @@ def test_every_byte_beyond_the_paper_has_a_name(layers, heads, d_head, micro_bat
     assert explained.total == measured.total
 
 
-GPT_2 = ModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=32, vocab_size=11, seq_len=4, dropout=0.1)
+GPT_2 = ModelConfig(
+    num_layers=1, d_model=8, num_heads=2, d_ff=32, vocab_size=11, seq_len=4, dropout=0.1
+)
 HALF = TrainConfig(micro_batch=1, global_batch=1, precision="bf16")
 
 
@@ -58,7 +85,11 @@ HALF = TrainConfig(micro_batch=1, global_batch=1, precision="bf16")
         (replace(GPT_2, ffn="swiglu"), HALF, "ffn='swiglu'"),
         (replace(GPT_2, num_kv_heads=1, d_ff=33), HALF, "d_ff=33, num_kv_heads=1"),
         (GPT_2, replace(HALF, precision="fp32"), "precision='fp32'"),
-        (GPT_2, replace(HALF, attention="sdpa", checkpointing="full"), "attention='sdpa', checkpointing='full'"),
+        (
+            GPT_2,
+            replace(HALF, attention="sdpa", checkpointing="full"),
+            "attention='sdpa', checkpointing='full'",
+        ),
     ],
 )
 def test_a_model_that_the_formula_is_not_made_for_is_refused(model, train, message):

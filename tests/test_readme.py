@@ -15,7 +15,10 @@ LABS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
 def test_the_map_names_every_lab_with_its_minutes(path):
     first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
-    title, minutes = re.search(r"^# (.+)$", first, re.MULTILINE)[1], re.search(r"(\d+) min", first)[1]
+    title, minutes = (
+        re.search(r"^# (.+)$", first, re.MULTILINE)[1],
+        re.search(r"(\d+) min", first)[1],
+    )
     assert f"| [{title}](notebooks/{path.name}) | {minutes} |" in README
 
 
@@ -36,6 +39,14 @@ def test_the_commands_are_targets():
 
 def test_the_figure_is_the_first_of_lab_00():
     stored = json.loads(LABS[0].read_text(encoding="utf-8"))["cells"]
-    pages = ["".join(output.get("data", {}).get("text/html", "")) for cell in stored for output in cell.get("outputs", [])]
-    first = next(match[1] for page in pages if (match := re.search(r'src="data:image/png;base64,([^"]+)"', page)))
+    pages = [
+        "".join(output.get("data", {}).get("text/html", ""))
+        for cell in stored
+        for output in cell.get("outputs", [])
+    ]
+    first = next(
+        match[1]
+        for page in pages
+        if (match := re.search(r'src="data:image/png;base64,([^"]+)"', page))
+    )
     assert (ROOT / "book/static/cover.png").read_bytes() == base64.b64decode(first)

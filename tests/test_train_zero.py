@@ -39,9 +39,20 @@ def test_every_level_learns_the_same_on_one_rank_and_on_many(trained):
 
 def test_two_nodes_learn_the_same_as_threads_and_processes(trained, tmp_path):
     """Two torchrun agents of two ranks each. They meet in a file, so that no port has to be free, and know each other as 127.0.0.1."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": worker.loopback()}
-    meeting = {"--rdzv-backend": "c10d", "--rdzv-id": "two-nodes", "--rdzv-endpoint": str(tmp_path / "meeting"), "--rdzv-conf": "store_type=file"}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
+    }
+    environment |= {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": worker.loopback(),
+    }
+    meeting = {
+        "--rdzv-backend": "c10d",
+        "--rdzv-id": "two-nodes",
+        "--rdzv-endpoint": str(tmp_path / "meeting"),
+        "--rdzv-conf": "store_type=file",
+    }
     size = {"--nnodes": "2", "--nproc-per-node": "2", "--local-addr": "127.0.0.1"}
     options = [word for option in (size | meeting).items() for word in option]
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT), "--steps", "2"]
@@ -65,7 +76,9 @@ def test_a_snapshot_of_three_ranks_goes_on_with_two_at_another_level(trained, tm
     (whole,) = losses(trained("--ranks", 3, "--level", 1, "--steps", 2, "--save", path))
     went_on = losses(trained("--ranks", 2, "--level", 3, "--steps", 2, "--load", path))[0]
     assert went_on[0] < whole[0] and went_on != pytest.approx(whole, abs=1e-3)
-    assert went_on == pytest.approx(losses(trained("--ranks", 1, "--level", 2, "--steps", 2, "--load", path))[0], abs=2e-5)
+    assert went_on == pytest.approx(
+        losses(trained("--ranks", 1, "--level", 2, "--steps", 2, "--load", path))[0], abs=2e-5
+    )
 
 
 def test_ranks_that_do_not_divide_the_batch_are_refused(trained, capsys):

@@ -1,6 +1,6 @@
 import pytest
 
-from labutils import plots
+from labutils.teach import plots
 
 
 def test_noise_and_gradient_meet_at_their_ratio():

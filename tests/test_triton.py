@@ -19,7 +19,10 @@ from labutils.flash import triton_kernel
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-needs_triton = pytest.mark.skipif(sys.platform != "linux" and triton_kernel.triton is None, reason="the package triton is made for Linux alone")
+needs_triton = pytest.mark.skipif(
+    sys.platform != "linux" and triton_kernel.triton is None,
+    reason="the package triton is made for Linux alone",
+)
 
 
 def tensors(b, a, g, s_q, s_k, d, dtype=torch.float32, seed=0):
@@ -33,9 +36,15 @@ def results(attend, qkv, **options):
     qkv = [tensor.detach().clone().requires_grad_() for tensor in qkv]
     out, lse = attend(*qkv, **options)
     generator = torch.Generator().manual_seed(1)
-    d_out, d_lse = (torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in (out, lse))
+    d_out, d_lse = (
+        torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in (out, lse)
+    )
     seen = lse > -math.inf
-    return [out.detach(), lse.detach(), *torch.autograd.grad((out * d_out).sum() + (lse * d_lse)[seen].sum(), qkv)]
+    return [
+        out.detach(),
+        lse.detach(),
+        *torch.autograd.grad((out * d_out).sum() + (lse * d_lse)[seen].sum(), qkv),
+    ]
 
 
 def assert_exact(qkv, tolerance=4e-6, blocks=(32, 16), **options):
@@ -44,8 +53,16 @@ def assert_exact(qkv, tolerance=4e-6, blocks=(32, 16), **options):
     ours = results(triton_kernel.attention, qkv, block_q=blocks[0], block_k=blocks[1], **options)
     assert [tensor.dtype for tensor in ours] == [qkv[0].dtype, torch.float32] + [qkv[0].dtype] * 3
     for name, mine, right in zip(("out", "lse", "dq", "dk", "dv"), ours, exact, strict=True):
-        scale = max(1.0, right[right.isfinite()].abs().max().item() if right.isfinite().any() else 1.0)
-        torch.testing.assert_close(mine.double(), right, atol=tolerance * scale, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        scale = max(
+            1.0, right[right.isfinite()].abs().max().item() if right.isfinite().any() else 1.0
+        )
+        torch.testing.assert_close(
+            mine.double(),
+            right,
+            atol=tolerance * scale,
+            rtol=0,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
     return ours
 
 
@@ -53,7 +70,12 @@ def assert_exact(qkv, tolerance=4e-6, blocks=(32, 16), **options):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "sizes, blocks",
-    [((1, 2, 2, 64, 64, 16), (32, 16)), ((1, 4, 2, 50, 70, 24), (16, 32)), ((1, 6, 2, 70, 50, 7), (32, 32)), ((2, 1, 1, 1, 33, 64), (None, None))],
+    [
+        ((1, 2, 2, 64, 64, 16), (32, 16)),
+        ((1, 4, 2, 50, 70, 24), (16, 32)),
+        ((1, 6, 2, 70, 50, 7), (32, 32)),
+        ((2, 1, 1, 1, 33, 64), (None, None)),
+    ],
     ids=["even", "grouped heads, ragged", "more queries than keys", "one query"],
 )
 def test_values_and_gradients(sizes, blocks, causal):
@@ -64,12 +86,17 @@ def test_values_and_gradients(sizes, blocks, causal):
 def problems(draw):
     b, g, shared = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     s_q, s_k, d = draw(st.integers(1, 34)), draw(st.integers(1, 34)), draw(st.integers(1, 20))
-    options = dict(blocks=(draw(st.sampled_from([16, 32])), draw(st.sampled_from([16, 32]))), causal=draw(st.booleans()))
+    options = dict(
+        blocks=(draw(st.sampled_from([16, 32])), draw(st.sampled_from([16, 32]))),
+        causal=draw(st.booleans()),
+    )
     options["scale"] = draw(st.sampled_from([None, 0.3, -1.0, 0.0]))
     if options["causal"]:
         options["offset"] = draw(st.none() | st.integers(-40, 40))
     if draw(st.booleans()):
-        options["lengths"] = torch.tensor(draw(st.lists(st.integers(0, s_k), min_size=b, max_size=b)))
+        options["lengths"] = torch.tensor(
+            draw(st.lists(st.integers(0, s_k), min_size=b, max_size=b))
+        )
     return tensors(b, g * shared, g, s_q, s_k, d, seed=draw(st.integers(0, 9))), options
 
 
@@ -83,16 +110,27 @@ def test_every_mask_and_every_shape(problem):
 
 @needs_triton
 def test_the_same_as_the_tiles_in_pytorch():
-    qkv, options = tensors(2, 2, 1, 45, 61, 16), dict(causal=True, lengths=torch.tensor([61, 20]), block_q=16, block_k=32)
-    for ours, tiled in zip(results(triton_kernel.attention, qkv, **options), results(flash.attention, qkv, **options), strict=True):
+    qkv, options = (
+        tensors(2, 2, 1, 45, 61, 16),
+        dict(causal=True, lengths=torch.tensor([61, 20]), block_q=16, block_k=32),
+    )
+    for ours, tiled in zip(
+        results(triton_kernel.attention, qkv, **options),
+        results(flash.attention, qkv, **options),
+        strict=True,
+    ):
         torch.testing.assert_close(ours, tiled, atol=4e-6, rtol=4e-6)
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-3)] + [(torch.bfloat16, 2e-2)] * GPU)
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float16, 2e-3)] + [(torch.bfloat16, 2e-2)] * GPU
+)
 def test_short_formats_accumulate_in_float32(dtype, tolerance):
     assert_exact(tensors(1, 4, 2, 40, 40, 16, dtype), tolerance, causal=True)
-    ones = torch.ones(1, 1, 4096, 1, dtype=dtype, device=DEVICE)  # their sum, in 16 bits, would stop growing at 2048 or before
+    ones = torch.ones(
+        1, 1, 4096, 1, dtype=dtype, device=DEVICE
+    )  # their sum, in 16 bits, would stop growing at 2048 or before
     assert triton_kernel.attention(ones[:, :, :1], ones, ones, block_k=512)[0].item() == 1
 
 
@@ -107,32 +145,48 @@ def test_large_scores_do_not_overflow():
 
 @needs_triton
 def test_a_row_without_keys_is_zero_and_passes_no_gradient():
-    out, lse, *gradients = assert_exact(tensors(2, 2, 1, 40, 20, 16), causal=True, lengths=torch.tensor([20, 0]))
+    out, lse, *gradients = assert_exact(
+        tensors(2, 2, 1, 40, 20, 16), causal=True, lengths=torch.tensor([20, 0])
+    )
     assert (out[:, :, :20] == 0).all() and (out[1] == 0).all() and (lse[1] == -math.inf).all()
     assert all((gradient[1] == 0).all() and gradient.isfinite().all() for gradient in gradients)
 
 
 @needs_triton
-@pytest.mark.parametrize("options", [dict(causal=True, offset=0), dict(lengths=torch.tensor([16]))], ids=["causal", "padded"])
+@pytest.mark.parametrize(
+    "options",
+    [dict(causal=True, offset=0), dict(lengths=torch.tensor([16]))],
+    ids=["causal", "padded"],
+)
 def test_tiles_that_nobody_sees_are_not_read(options):
     q, k, v = tensors(1, 1, 1, 16, 64, 16)
     k[..., 16:, :] = v[..., 16:, :] = math.nan
     ours = results(triton_kernel.attention, (q, k, v), block_q=16, block_k=16, **options)
-    assert all(tensor.isfinite().all() for tensor in ours) and all((gradient[..., 16:, :] == 0).all() for gradient in ours[3:])
+    assert all(tensor.isfinite().all() for tensor in ours) and all(
+        (gradient[..., 16:, :] == 0).all() for gradient in ours[3:]
+    )
 
 
 @needs_triton
 def test_nan_is_passed_on():
     q, k, v = tensors(1, 1, 1, 20, 20, 16)
     q[0, 0, 1] = math.nan
-    assert triton_kernel.attention(q, k, v)[0].isnan().any(-1).flatten().nonzero().flatten().tolist() == [1]
+    assert triton_kernel.attention(q, k, v)[0].isnan().any(
+        -1
+    ).flatten().nonzero().flatten().tolist() == [1]
 
 
 @needs_triton
 def test_strides_do_not_matter():
     qkv = tensors(1, 2, 1, 20, 20, 16)
-    strided = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in qkv]  # as a projection leaves them
-    for plain, other in zip(results(triton_kernel.attention, qkv), results(triton_kernel.attention, strided), strict=True):
+    strided = [
+        tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in qkv
+    ]  # as a projection leaves them
+    for plain, other in zip(
+        results(triton_kernel.attention, qkv),
+        results(triton_kernel.attention, strided),
+        strict=True,
+    ):
         assert torch.equal(plain, other)
 
 
@@ -142,11 +196,21 @@ def test_nothing_square_is_saved():
     qkv = [tensor.requires_grad_() for tensor in tensors(1, 2, 2, 64, 64, 16)]
     with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         triton_kernel.attention(*qkv)
-    assert sorted(tuple(tensor.shape) for tensor in kept) == sorted([(1, 2, 64, 16)] * 4 + [(1, 2, 64), (1,)])
+    assert sorted(tuple(tensor.shape) for tensor in kept) == sorted(
+        [(1, 2, 64, 16)] * 4 + [(1, 2, 64), (1,)]
+    )
 
 
 @needs_triton
-@pytest.mark.parametrize("d, dtype, rows", [(64, torch.bfloat16, 64), (256, torch.float16, 32), (64, torch.float32, 32), (200, torch.float32, 16)])
+@pytest.mark.parametrize(
+    "d, dtype, rows",
+    [
+        (64, torch.bfloat16, 64),
+        (256, torch.float16, 32),
+        (64, torch.float32, 32),
+        (200, torch.float32, 16),
+    ],
+)
 def test_default_blocks_fit_shared_memory(d, dtype, rows):
     assert triton_kernel.default_block(d, dtype) == rows and rows * d * dtype.itemsize <= 2**14
 
@@ -189,9 +253,18 @@ refused()
 def test_the_kernels_compile_for_gpus_and_run_on_no_cpu(tmp_path):
     """In a process of its own, for Triton chooses once between compiler and interpreter: for an A100 and an H100, with tensor cores."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    finished = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    finished = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     *compiled, on_cpu, too_late = finished.stdout.splitlines()
-    assert len(compiled) == 6 and all(line.startswith("True") and int(line.split()[1]) < 99_000 for line in compiled)  # what the smallest of today's GPUs has
+    assert len(compiled) == 6 and all(
+        line.startswith("True") and int(line.split()[1]) < 99_000 for line in compiled
+    )  # what the smallest of today's GPUs has
     assert on_cpu.startswith("ValueError the Triton kernels are compiled for the GPU")
     assert too_late.startswith("RuntimeError triton was imported before")
 

@@ -26,7 +26,18 @@ def test_gb_and_gib_differ_by_seven_percent():
     assert units.text(units.GIB) == "1.07 GB" and units.text(units.GIB, binary=True) == "1.00 GiB"
 
 
-@pytest.mark.parametrize("quantity, amount", [("64 MB", 64_000_000), ("2GiB", 2**31), ("1_000 B", 1000), ("3", 3), ("25 us", 25e-6), ("1.5e3 kB", 1_500_000), ("450 GB/s", 450 * 10**9)])
+@pytest.mark.parametrize(
+    "quantity, amount",
+    [
+        ("64 MB", 64_000_000),
+        ("2GiB", 2**31),
+        ("1_000 B", 1000),
+        ("3", 3),
+        ("25 us", 25e-6),
+        ("1.5e3 kB", 1_500_000),
+        ("450 GB/s", 450 * 10**9),
+    ],
+)
 def test_parse(quantity, amount):
     assert units.parse(quantity) == amount
 
@@ -53,13 +64,26 @@ def test_unknown_unit_is_named():
         units.text(1, "bits")
 
 
-@pytest.mark.parametrize("value, error", [(True, TypeError), (1.0, TypeError), ("4", TypeError), (None, TypeError), (-1, ValueError)])
+@pytest.mark.parametrize(
+    "value, error",
+    [(True, TypeError), (1.0, TypeError), ("4", TypeError), (None, TypeError), (-1, ValueError)],
+)
 def test_whole_names_value_and_remedy(value, error):
     with pytest.raises(error, match="ranks must be"):
         units.whole(value, "ranks")
 
 
-@pytest.mark.parametrize("value, error", [(True, TypeError), ("4", TypeError), (0, ValueError), (-1.0, ValueError), (math.nan, ValueError), (math.inf, ValueError)])
+@pytest.mark.parametrize(
+    "value, error",
+    [
+        (True, TypeError),
+        ("4", TypeError),
+        (0, ValueError),
+        (-1.0, ValueError),
+        (math.nan, ValueError),
+        (math.inf, ValueError),
+    ],
+)
 def test_positive_names_value_and_remedy(value, error):
     with pytest.raises(error, match="bandwidth must be"):
         units.positive(value, "bandwidth")

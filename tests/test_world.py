@@ -51,7 +51,10 @@ def fails(four, fn, kind, *args):
     with pytest.raises(kind) as caught:
         four.run(fn, *args)
     assert time.monotonic() - start < PROMPT + (four.timeout if kind is world.TimeoutError else 0)
-    assert four.run(lambda rank: rank.comm().all_reduce(torch.ones(3)).tolist()) == [[float(four.size)] * 3] * four.size
+    assert (
+        four.run(lambda rank: rank.comm().all_reduce(torch.ones(3)).tolist())
+        == [[float(four.size)] * 3] * four.size
+    )
     return caught.value
 
 
@@ -73,7 +76,11 @@ def gone(pids):
 
 def line_of(text):
     """The number of the line of this file that holds `text`, as it stands in an error."""
-    (number,) = [i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line and "line_of" not in line]
+    (number,) = [
+        i
+        for i, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if text in line and "line_of" not in line
+    ]
     return f"tests/test_world.py, line {number}"
 
 
@@ -83,8 +90,13 @@ def line_of(text):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_results_come_in_rank_order(engine, size):
     with World(size, engine=engine) as small:
-        assert small.run(lambda rank, k, *, shift: (rank.index * k + shift, rank.size), 10, shift=1) == [(10 * i + 1, size) for i in range(size)]
-        assert small.run(lambda rank: rank.comm().all_reduce(torch.tensor(2.0)).item()) == [2.0 * size] * size
+        assert small.run(
+            lambda rank, k, *, shift: (rank.index * k + shift, rank.size), 10, shift=1
+        ) == [(10 * i + 1, size) for i in range(size)]
+        assert (
+            small.run(lambda rank: rank.comm().all_reduce(torch.tensor(2.0)).item())
+            == [2.0 * size] * size
+        )
 
 
 def test_what_ranks_returned_is_freed_with_the_list(four):
@@ -101,14 +113,33 @@ def test_what_ranks_returned_is_freed_with_the_list(four):
 def test_a_rank_knows_its_place_on_the_mesh(engine):
     mesh = Mesh(pp=2, tp=2)
     with World(mesh, engine=engine) as grid:
-        seen = grid.run(lambda rank: (rank.coords, rank.comm("tp").ranks, rank.comm("pp").ranks, rank.comm("pp").rank, rank.comm().size, rank.mesh))
-        sums = grid.run(lambda rank: [rank.comm(axis).all_reduce(torch.tensor([rank.index])).item() for axis in ("tp", "pp", "dp", "world")])
-    assert seen == [(mesh.coords(i), mesh.group(i, "tp"), mesh.group(i, "pp"), mesh.coords(i)["pp"], 4, mesh) for i in range(4)]
+        seen = grid.run(
+            lambda rank: (
+                rank.coords,
+                rank.comm("tp").ranks,
+                rank.comm("pp").ranks,
+                rank.comm("pp").rank,
+                rank.comm().size,
+                rank.mesh,
+            )
+        )
+        sums = grid.run(
+            lambda rank: [
+                rank.comm(axis).all_reduce(torch.tensor([rank.index])).item()
+                for axis in ("tp", "pp", "dp", "world")
+            ]
+        )
+    assert seen == [
+        (mesh.coords(i), mesh.group(i, "tp"), mesh.group(i, "pp"), mesh.coords(i)["pp"], 4, mesh)
+        for i in range(4)
+    ]
     assert sums == [[1, 2, 0, 6], [1, 4, 1, 6], [5, 2, 2, 6], [5, 4, 3, 6]]
 
 
 def test_random_numbers_differ_between_ranks_and_repeat_between_runs(four):
-    first, second = (four.run(lambda rank: torch.rand(2, generator=rank.generator).tolist()) for _ in range(2))
+    first, second = (
+        four.run(lambda rank: torch.rand(2, generator=rank.generator).tolist()) for _ in range(2)
+    )
     assert first == second and len({tuple(numbers) for numbers in first}) == 4
     assert first[1] == torch.rand(2, generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -185,22 +216,41 @@ def test_every_byte_is_counted_under_the_outermost_name(four):
 
     four.run(program)
     sent = {(line.name, line.axis, line.rank): (line.amount, line.count) for line in four.ledger}
-    expected = {(name, "dp", i): value for i in range(4) for name, value in [("outer", (20, 1)), ("send_recv", (12, 1)), ("all_reduce", (48, 6))]}
+    expected = {
+        (name, "dp", i): value
+        for i in range(4)
+        for name, value in [("outer", (20, 1)), ("send_recv", (12, 1)), ("all_reduce", (48, 6))]
+    }
     assert sent == expected | {("send", "dp", 0): (16, 1)}
     assert four.trace.received.total == four.ledger.total
     four.run(shift)
     assert four.trace.steps == 1 and four.ledger.total == 80
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.uint16,
+    ],
+)
 @pytest.mark.parametrize("n", [0, 1, 1000, 700_001])
 def test_what_arrives_is_what_was_sent(four, dtype, n):
     def program(rank):
         comm, generator = rank.comm(), torch.Generator()
         x = torch.randint(0, 2, (n,), generator=generator.manual_seed(rank.index)).to(dtype)
-        left = torch.randint(0, 2, (n,), generator=generator.manual_seed((rank.index - 1) % 4)).to(dtype)
+        left = torch.randint(0, 2, (n,), generator=generator.manual_seed((rank.index - 1) % 4)).to(
+            dtype
+        )
         out = comm.send_recv(x, (rank.index + 1) % 4, torch.empty_like(x), (rank.index - 1) % 4)
-        return torch.equal(out.view(torch.uint8), left.view(torch.uint8)) if n else out.shape == (0,)
+        return (
+            torch.equal(out.view(torch.uint8), left.view(torch.uint8)) if n else out.shape == (0,)
+        )
 
     assert all(four.run(program))
 
@@ -208,7 +258,10 @@ def test_what_arrives_is_what_was_sent(four, dtype, n):
 def test_nothing_of_an_asynchronous_collective_stays_alive(four):
     def program(rank):
         comm, x = rank.comm(), torch.ones(5)
-        works = [comm.all_reduce(x, async_op=True), comm.all_gather(x, out=torch.empty(20), async_op=True)]
+        works = [
+            comm.all_reduce(x, async_op=True),
+            comm.all_gather(x, out=torch.empty(20), async_op=True),
+        ]
         alive = [weakref.ref(tensor) for tensor in (x, *(work.wait() for work in works))]
         del works, x
         return [tensor() for tensor in alive]
@@ -225,7 +278,9 @@ def test_what_was_sent_and_received_can_still_be_resized(four):
     assert four.run(program) == [[0, 0]] * 4
 
 
-@pytest.mark.parametrize(("op", "expected"), [("sum", 3.0), ("product", 2.0), ("min", 1.0), ("max", 2.0)])
+@pytest.mark.parametrize(
+    ("op", "expected"), [("sum", 3.0), ("product", 2.0), ("min", 1.0), ("max", 2.0)]
+)
 @pytest.mark.parametrize("n", [3, 400_003])
 def test_what_arrives_can_be_reduced(four, op, expected, n):
     def program(rank):
@@ -293,7 +348,11 @@ def test_asynchronous_work_is_booked_where_it_was_started(four):
         assert work.wait()[0] == 4
 
     four.run(program)
-    assert [event.op for event in four.trace.ranks[2]] == ["all_reduce"] * 6 + ["send_recv", "send", "recv"]
+    assert [event.op for event in four.trace.ranks[2]] == ["all_reduce"] * 6 + [
+        "send_recv",
+        "send",
+        "recv",
+    ]
 
 
 def test_an_asynchronous_collective_tells_when_it_was_under_way(four):
@@ -319,7 +378,12 @@ def test_collectives_behave_like_those_of_torch(processes):
         dist.reduce_scatter_tensor(theirs[1], x.clone(), group=group)
         dist.all_gather_into_tensor(theirs[2], x, group=group)
         dist.broadcast(theirs[3], src=2, group=group)
-        ours = [comm.all_reduce(x), comm.reduce_scatter(x), comm.all_gather(x), comm.broadcast(x, 2)]
+        ours = [
+            comm.all_reduce(x),
+            comm.reduce_scatter(x),
+            comm.all_gather(x),
+            comm.broadcast(x, 2),
+        ]
         exchanged = torch.empty(8)
         dist.all_to_all_single(exchanged, x, group=group)
         theirs.append(exchanged)
@@ -335,12 +399,32 @@ def test_the_other_collectives_and_out(four):
         out = torch.empty(4)
         assert comm.all_reduce(x, out=out) is out and comm.broadcast(x, 3, out=x) is x
         scattered = comm.scatter(torch.arange(4.0) * rank.index, src=2).item()
-        gathered, reduced = comm.gather(torch.tensor([rank.index]), dst=1), comm.reduce(torch.ones(2), dst=1)
+        gathered, reduced = (
+            comm.gather(torch.tensor([rank.index]), dst=1),
+            comm.reduce(torch.ones(2), dst=1),
+        )
         uneven = comm.all_gather(torch.ones(rank.index), sizes=[0, 1, 2, 3])
         comm.barrier()
-        return out.tolist(), x.tolist(), scattered, gathered is not None and gathered.tolist(), reduced is not None and reduced.tolist(), len(uneven)
+        return (
+            out.tolist(),
+            x.tolist(),
+            scattered,
+            gathered is not None and gathered.tolist(),
+            reduced is not None and reduced.tolist(),
+            len(uneven),
+        )
 
-    ends = [([6.0, 10.0, 14.0, 18.0], [3.0, 4.0, 5.0, 6.0], 2.0 * i, i == 1 and [0, 1, 2, 3], i == 1 and [4.0, 4.0], 6) for i in range(4)]
+    ends = [
+        (
+            [6.0, 10.0, 14.0, 18.0],
+            [3.0, 4.0, 5.0, 6.0],
+            2.0 * i,
+            i == 1 and [0, 1, 2, 3],
+            i == 1 and [4.0, 4.0],
+            6,
+        )
+        for i in range(4)
+    ]
     assert four.run(program) == ends
 
 
@@ -349,7 +433,11 @@ def test_all_reduce_sends_what_its_formula_says(four, algorithm):
     four.run(lambda rank: rank.comm("dp").all_reduce(torch.ones(10), algorithm=algorithm))
     predicted = collectives.sent(f"all_reduce_{algorithm}", nbytes=40, n=4)
     assert predicted.diff(four.ledger, by="rank").unexplained == 0
-    four.run(lambda rank: getattr(collectives, f"all_reduce_{algorithm}")(torch.ones(10), rank.comm("dp")))
+    four.run(
+        lambda rank: getattr(collectives, f"all_reduce_{algorithm}")(
+            torch.ones(10), rank.comm("dp")
+        )
+    )
     assert predicted.diff(four.ledger).unexplained == 0
 
 
@@ -367,7 +455,9 @@ def test_no_graph_spans_ranks_but_backward_may_communicate(four):
     def program(rank):
         x = torch.ones(3, requires_grad=True)
         assert not rank.comm().all_reduce(x * 2).requires_grad
-        received = rank.comm().send_recv(x * 2, (rank.index + 1) % 4, torch.empty(3), (rank.index - 1) % 4)
+        received = rank.comm().send_recv(
+            x * 2, (rank.index + 1) % 4, torch.empty(3), (rank.index - 1) % 4
+        )
         assert received.tolist() == [2.0] * 3 and not received.requires_grad
         (SumOfGradients.apply(x, rank.comm()) * (rank.index + 1)).sum().backward()
         return x.grad.tolist()
@@ -394,8 +484,18 @@ def test_messages_over_torch_distributed_for_gpus_and_clusters(processes):
         rank._comms.clear()
         comm = rank.comm()
         work = comm.all_reduce(torch.full((1000,), 2.0), async_op=True)
-        received = comm.send_recv(torch.ones(3) * rank.index, (rank.index + 1) % 4, torch.ones(3), (rank.index - 1) % 4, reduce="sum")
-        return comm.all_reduce(torch.ones(1000)).unique().tolist(), work.wait().unique().tolist(), received[0].item()
+        received = comm.send_recv(
+            torch.ones(3) * rank.index,
+            (rank.index + 1) % 4,
+            torch.ones(3),
+            (rank.index - 1) % 4,
+            reduce="sum",
+        )
+        return (
+            comm.all_reduce(torch.ones(1000)).unique().tolist(),
+            work.wait().unique().tolist(),
+            received[0].item(),
+        )
 
     assert processes.run(program) == [([4.0], [8.0], 1.0 + (i - 1) % 4) for i in range(4)]
 
@@ -414,7 +514,11 @@ def test_an_exception_on_one_rank_is_raised_here(four):
 
     error = fails(four, program, RankError)
     assert error.rank == 1 and str(error).startswith("rank 1 of 4 raised ValueError: no weights\n")
-    assert line_of("# one rank fails") in str(error) and "KeyError: 'weights'" in str(error) and "raise ValueError" in str(error)
+    assert (
+        line_of("# one rank fails") in str(error)
+        and "KeyError: 'weights'" in str(error)
+        and "raise ValueError" in str(error)
+    )
     assert "world/" not in str(error) and "failed as well" not in str(error)
 
 
@@ -424,7 +528,10 @@ def test_an_exception_on_all_ranks_is_told_once(four):
         raise ValueError("no data")
 
     error = fails(four, program, RankError)
-    assert str(error).startswith("all 4 ranks raised ValueError: no data; this is rank 0\n") and str(error).count("Traceback") == 0
+    assert (
+        str(error).startswith("all 4 ranks raised ValueError: no data; this is rank 0\n")
+        and str(error).count("Traceback") == 0
+    )
 
 
 def test_different_exceptions_are_all_told(four):
@@ -432,7 +539,9 @@ def test_different_exceptions_are_all_told(four):
         raise ValueError(f"shard {rank.index}")
 
     error = fails(four, program, RankError)
-    assert str(error).startswith("rank 0 of 4 raised ValueError: shard 0\n") and "rank 3 failed as well: ValueError: shard 3" in str(error)
+    assert str(error).startswith(
+        "rank 0 of 4 raised ValueError: shard 0\n"
+    ) and "rank 3 failed as well: ValueError: shard 3" in str(error)
 
 
 def test_except_does_not_swallow_the_end_of_a_run(four):
@@ -492,12 +601,16 @@ def test_a_killed_rank_is_reported_and_not_waited_for(processes, number):
     processes.run(shift)
     pids = processes._engine.pids
     error = fails(processes, program, RankError)
-    assert error.rank == 2 and str(error).startswith(f"rank 2 of 4 died: its process was killed by {number.name}")
+    assert error.rank == 2 and str(error).startswith(
+        f"rank 2 of 4 died: its process was killed by {number.name}"
+    )
     assert gone(pids)
 
 
 def test_a_rank_that_exits_is_reported(processes):
-    error = fails(processes, lambda rank: os._exit(7) if rank.index == 1 else rank.comm().barrier(), RankError)
+    error = fails(
+        processes, lambda rank: os._exit(7) if rank.index == 1 else rank.comm().barrier(), RankError
+    )
     assert "rank 1 of 4 died: its process ended with exit code 7" in str(error)
 
 
@@ -512,9 +625,17 @@ def test_a_rank_that_never_arrives_ends_in_a_time_out(engine):
     text = str(error)
     assert text.startswith("ranks 0, 1, 3 waited 0.4 s in all_reduce for rank 2:\n")
     for i in (0, 1, 3):
-        assert f"  rank {i} waits in all_reduce(float32[8], op=sum) on axis 'dp' at {line_of('# the others wait')}" in text
-    where = re.search(r"rank 2 has not arrived and is at tests/test_world.py, line (\d+), in program", text)
-    assert int(where[1]) in (int(line_of("# rank 2 is here").split()[-1]) - 1, int(line_of("# rank 2 is here").split()[-1]))
+        assert (
+            f"  rank {i} waits in all_reduce(float32[8], op=sum) on axis 'dp' at {line_of('# the others wait')}"
+            in text
+        )
+    where = re.search(
+        r"rank 2 has not arrived and is at tests/test_world.py, line (\d+), in program", text
+    )
+    assert int(where[1]) in (
+        int(line_of("# rank 2 is here").split()[-1]) - 1,
+        int(line_of("# rank 2 is here").split()[-1]),
+    )
     assert isinstance(error, TimeoutError)
 
 
@@ -526,7 +647,10 @@ def test_a_ring_in_which_all_send_first_is_a_deadlock(four):
 
     error = fails(four, program, DeadlockError)
     for i in range(4):
-        assert f"  rank {i} waits in send(float32[4]) to rank {(i + 1) % 4} at {line_of('# all send')}, in program" in str(error)
+        assert (
+            f"  rank {i} waits in send(float32[4]) to rank {(i + 1) % 4} at {line_of('# all send')}, in program"
+            in str(error)
+        )
 
 
 def test_waiting_for_a_rank_that_has_finished_is_a_deadlock(four):
@@ -536,7 +660,9 @@ def test_waiting_for_a_rank_that_has_finished_is_a_deadlock(four):
                 rank.comm().recv(torch.empty(3), 0)
 
     error = fails(four, program, DeadlockError)
-    assert "rank 0 has finished" in str(error) and "rank 3 waits in recv(float32[3]) from rank 0 inside handshake" in str(error)
+    assert "rank 0 has finished" in str(
+        error
+    ) and "rank 3 waits in recv(float32[3]) from rank 0 inside handshake" in str(error)
 
 
 def test_waiting_for_work_that_nobody_joins_is_a_deadlock(four):
@@ -570,11 +696,15 @@ def test_slow_ranks_are_no_deadlock(four):
 )
 def test_different_calls_are_a_mismatch_that_says_who_called_what(four, ours, theirs):
     def call(comm, text):
-        op, dtype, shape, argument = re.fullmatch(r"(\w+)\((?:(\w+)\[([\d, ]+)\], \w+=(\w+))?\)", text).groups()
+        op, dtype, shape, argument = re.fullmatch(
+            r"(\w+)\((?:(\w+)\[([\d, ]+)\], \w+=(\w+))?\)", text
+        ).groups()
         if op == "barrier":
             return comm.barrier()
         x = torch.ones([int(n) for n in shape.split(",")], dtype=getattr(torch, dtype))
-        return comm.broadcast(x, int(argument)) if op == "broadcast" else comm.all_reduce(x, argument)
+        return (
+            comm.broadcast(x, int(argument)) if op == "broadcast" else comm.all_reduce(x, argument)
+        )
 
     def program(rank):
         rank.comm("dp").barrier()
@@ -584,8 +714,14 @@ def test_different_calls_are_a_mismatch_that_says_who_called_what(four, ours, th
             call(rank.comm("dp"), ours)
 
     text = str(fails(four, program, MismatchError))
-    assert "ranks 0, 1, 2, 3 must make the same calls on axis 'dp' in the same order, but call 2 differs:" in text
-    assert f"  rank 0: {ours} at tests/test_world.py, line" in text and f"  rank 1: {theirs} at tests/test_world.py, line" in text
+    assert (
+        "ranks 0, 1, 2, 3 must make the same calls on axis 'dp' in the same order, but call 2 differs:"
+        in text
+    )
+    assert (
+        f"  rank 0: {ours} at tests/test_world.py, line" in text
+        and f"  rank 1: {theirs} at tests/test_world.py, line" in text
+    )
 
 
 @pytest.mark.parametrize("received", [torch.float64, 7])
@@ -595,17 +731,26 @@ def test_a_message_that_does_not_fit_is_a_mismatch(four, received, n):
         if rank.index == 0:
             rank.comm().send(torch.ones(n), 1)  # sends float32
         if rank.index == 1:
-            out = torch.empty(received) if isinstance(received, int) else torch.empty(n, dtype=received)
+            out = (
+                torch.empty(received)
+                if isinstance(received, int)
+                else torch.empty(n, dtype=received)
+            )
             rank.comm().recv(out, 0)  # wants another thing
 
     text = str(fails(four, program, MismatchError))
     assert f"rank 0: send(float32[{n}]) to rank 1 at {line_of('# sends float32')}" in text
-    assert re.search(rf"rank 1: recv\(float(32\[7|64\[{n}).* from rank 0 at {line_of('# wants another thing')}", text)
+    assert re.search(
+        rf"rank 1: recv\(float(32\[7|64\[{n}).* from rank 0 at {line_of('# wants another thing')}",
+        text,
+    )
 
 
 def test_what_cannot_travel_says_so(processes):
     error = fails(processes, lambda rank: threading.Lock() if rank.index == 1 else 0, RankError)
-    assert "rank 1 returned a lock that cannot be sent to the notebook" in str(error) and "return numbers, text or tensors" in str(error)
+    assert "rank 1 returned a lock that cannot be sent to the notebook" in str(
+        error
+    ) and "return numbers, text or tensors" in str(error)
     lock = threading.Lock()
     assert "cannot be sent to the ranks" in str(fails(processes, lambda rank: lock, TypeError))
 
@@ -649,7 +794,9 @@ def test_ranks_die_with_their_kernel():
                 pass
         four.run(program)
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(kernel)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(kernel)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     *pids, folder = process.stdout.readline().split()
     assert all(alive(int(pid)) for pid in pids)
     process.kill()
@@ -673,8 +820,16 @@ def test_closing_leaves_no_process_and_no_thread():
 
 def test_nothing_but_the_loopback_is_opened(processes):
     def listening(rank):
-        own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
-        rows = [line.split() for table in ("tcp", "tcp6", "udp", "udp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+        own = {
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{fd}")
+        }
+        rows = [
+            line.split()
+            for table in ("tcp", "tcp6", "udp", "udp6")
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        ]
         return [row[1] for row in rows if f"socket:[{row[9]}]" in own]
 
     if not os.path.exists("/proc/net/tcp"):
@@ -690,11 +845,27 @@ def test_nothing_but_the_loopback_is_opened(processes):
     ("make", "error", "text"),
     [
         (lambda: World(0), ValueError, r"at least one rank, got 0: use World\(1\)"),
-        (lambda: World(2, engine="mpi"), ValueError, "unknown engine 'mpi': use one of threads, processes, torchrun"),
+        (
+            lambda: World(2, engine="mpi"),
+            ValueError,
+            "unknown engine 'mpi': use one of threads, processes, torchrun",
+        ),
         (lambda: World(2, timeout=0), ValueError, "timeout must be a finite number above 0, got 0"),
-        (lambda: World(2, engine="torchrun"), RuntimeError, "start the script with torchrun --standalone --nproc-per-node"),
-        (lambda: World(9999, engine="processes"), ValueError, "9999 ranks are too many processes for one machine"),
-        (lambda: World(2).run(3), TypeError, "run takes a function of a rank, got 3|Argument fn|type-check"),
+        (
+            lambda: World(2, engine="torchrun"),
+            RuntimeError,
+            "start the script with torchrun --standalone --nproc-per-node",
+        ),
+        (
+            lambda: World(9999, engine="processes"),
+            ValueError,
+            "9999 ranks are too many processes for one machine",
+        ),
+        (
+            lambda: World(2).run(3),
+            TypeError,
+            "run takes a function of a rank, got 3|Argument fn|type-check",
+        ),
     ],
 )
 def test_worlds_that_cannot_be(make, error, text):
@@ -706,14 +877,35 @@ def test_worlds_that_cannot_be(make, error, text):
     ("program", "text"),
     [
         (lambda comm: comm._owner.comm("xp"), "a mesh has no axis 'xp'"),
-        (lambda comm: comm.send(torch.ones(2), 9), "there is no rank 9 on axis 'world' of 4 ranks: use 0 … 3"),
-        (lambda comm: comm.send(torch.ones(2), -1), "there is no rank -1 on axis 'world' of 4 ranks"),
-        (lambda comm: comm.send(torch.ones(2), comm.rank), r"sends to itself: nothing needs to travel, use x.clone\(\)"),
-        (lambda comm: comm.send(torch.ones(2, 3).t(), (comm.rank + 1) % 4), r"float32\[3, 2\] with strides \(1, 3\): pass x.contiguous\(\)"),
+        (
+            lambda comm: comm.send(torch.ones(2), 9),
+            "there is no rank 9 on axis 'world' of 4 ranks: use 0 … 3",
+        ),
+        (
+            lambda comm: comm.send(torch.ones(2), -1),
+            "there is no rank -1 on axis 'world' of 4 ranks",
+        ),
+        (
+            lambda comm: comm.send(torch.ones(2), comm.rank),
+            r"sends to itself: nothing needs to travel, use x.clone\(\)",
+        ),
+        (
+            lambda comm: comm.send(torch.ones(2, 3).t(), (comm.rank + 1) % 4),
+            r"float32\[3, 2\] with strides \(1, 3\): pass x.contiguous\(\)",
+        ),
         (lambda comm: comm.recv(torch.ones(4)[::2], (comm.rank + 1) % 4), r"pass x.contiguous\(\)"),
-        (lambda comm: comm.recv(torch.ones(4), (comm.rank + 1) % 4, reduce="mean"), "cannot reduce by 'mean': use one of"),
-        (lambda comm: comm.all_reduce(torch.ones(4), algorithm="magic"), "no all-reduce called 'magic': use"),
-        (lambda comm: comm.all_reduce(torch.ones(4).to_sparse()), "all_reduce takes a dense tensor on cpu, got one with torch.sparse_coo"),
+        (
+            lambda comm: comm.recv(torch.ones(4), (comm.rank + 1) % 4, reduce="mean"),
+            "cannot reduce by 'mean': use one of",
+        ),
+        (
+            lambda comm: comm.all_reduce(torch.ones(4), algorithm="magic"),
+            "no all-reduce called 'magic': use",
+        ),
+        (
+            lambda comm: comm.all_reduce(torch.ones(4).to_sparse()),
+            "all_reduce takes a dense tensor on cpu, got one with torch.sparse_coo",
+        ),
         (lambda comm: comm.all_reduce(torch.ones(4, device="meta")), "on meta: convert it first"),
         (lambda comm: comm.broadcast(torch.ones(4), 4), "root=4"),
     ],
@@ -733,12 +925,26 @@ def test_a_tensor_is_asked_for():
 
 def test_the_same_script_runs_under_torchrun(tmp_path, capsys):
     script = str(ROOT / "tests" / "world_torchrun.py")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
+    }
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", script]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        script,
+    ]
     job = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert job.returncode == 0, job.stderr
     runpy.run_path(script, run_name="__main__")
     torchrun, threads = job.stdout.splitlines(), capsys.readouterr().out.splitlines()
     assert torchrun[0] == "torchrun" and threads[0] == "threads"
-    assert torchrun[1:] == threads[1:] and torchrun[4].startswith("[rank 3] is at") and torchrun[-1] == "DeadlockError"
+    assert (
+        torchrun[1:] == threads[1:]
+        and torchrun[4].startswith("[rank 3] is at")
+        and torchrun[-1] == "DeadlockError"
+    )

@@ -6,7 +6,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from zero_training import LEVELS, OPTIMIZERS, TIED, UNTIED, advance, assert_books, assert_equal, batches, build, own, ranks, train
+from zero_training import (
+    LEVELS,
+    OPTIMIZERS,
+    TIED,
+    UNTIED,
+    advance,
+    assert_books,
+    assert_equal,
+    batches,
+    build,
+    own,
+    ranks,
+    train,
+)
 
 from labutils import measure, units, world, zero
 
@@ -39,7 +52,11 @@ def test_processes_give_the_same_bits_and_books(processes, level):
     settings = dict(accumulation=2, clip=0.5, frozen=("positions",), groups="adamw")
     theirs, ours = (each.run(train, TIED, level, **settings) for each in (ranks(4), processes))
     assert [result.losses for result in ours] == [result.losses for result in theirs]
-    assert all(torch.equal(mine.weights[name], other.weights[name]) for mine, other in zip(ours, theirs, strict=True) for name in other.weights)
+    assert all(
+        torch.equal(mine.weights[name], other.weights[name])
+        for mine, other in zip(ours, theirs, strict=True)
+        for name in other.weights
+    )
     assert processes.ledger.diff(ranks(4).ledger).unexplained == 0
     assert_equal(ours, TIED, **settings)
     assert_books(ours, processes.ledger, TIED, level, **settings)
@@ -69,7 +86,10 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        new, given = ({leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)} for tree in (out, (args, kwargs)))
+        new, given = (
+            {leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+            for tree in (out, (args, kwargs))
+        )
         self.storages |= new - given
         return out
 
@@ -85,7 +105,9 @@ def test_a_step_leaves_nothing_behind(level):
         before = zero.held(owner)
         with Made() as made:
             advance(model, owner, rank, batches(TIED, 1))
-        return before.diff(zero.held(owner)).unexplained, sum(storage.nbytes() for storage in made.storages)
+        return before.diff(zero.held(owner)).unexplained, sum(
+            storage.nbytes() for storage in made.storages
+        )
 
     assert ranks(2).run(program) == [(0, 0)] * 2
 
@@ -96,9 +118,18 @@ def test_held_and_what_the_other_labs_measure_agree(level):
         model = build(UNTIED, 0)
         owner = own(model, rank.comm("dp"), level, OPTIMIZERS["adamw"])
         advance(model, owner, rank, batches(UNTIED, 1))
-        whole = measure.history(lambda: advance(model, owner, rank, batches(UNTIED, 1)), model, owner.inner)
-        ours, theirs = zero.held(owner).by("component"), measure.model_states(model, owner.inner).by("component")
-        peak = zero.history(lambda: advance(model, owner, rank, batches(UNTIED, 1)), owner).peak.ledger.total
-        return [ours[part] - theirs[part] for part in ("weights", "optimizer")], peak < whole.peak.ledger.total
+        whole = measure.history(
+            lambda: advance(model, owner, rank, batches(UNTIED, 1)), model, owner.inner
+        )
+        ours, theirs = (
+            zero.held(owner).by("component"),
+            measure.model_states(model, owner.inner).by("component"),
+        )
+        peak = zero.history(
+            lambda: advance(model, owner, rank, batches(UNTIED, 1)), owner
+        ).peak.ledger.total
+        return [
+            ours[part] - theirs[part] for part in ("weights", "optimizer")
+        ], peak < whole.peak.ledger.total
 
     assert ranks(2).run(program) == [([0, 0], True)] * 2

@@ -16,16 +16,27 @@ from labutils.model import GPT
 def test_a_partition_covers_everything_once_in_equal_shares(numel, n):
     dealt = zero.partition(numel, n)
     owned = [i for rank in range(n) for i in range(*dealt.bounds(rank))]
-    assert owned == list(range(numel)) and 0 <= dealt.padding < n and dealt.padded == n * dealt.share == numel + dealt.padding
+    assert (
+        owned == list(range(numel))
+        and 0 <= dealt.padding < n
+        and dealt.padded == n * dealt.share == numel + dealt.padding
+    )
 
 
 @given(st.lists(st.integers(1, 50), min_size=1), st.sampled_from([2, 4, 8]), st.integers(1, 200))
-def test_buckets_hold_everything_from_the_end_and_little_more_than_they_may(numels, itemsize, limit):
+def test_buckets_hold_everything_from_the_end_and_little_more_than_they_may(
+    numels, itemsize, limit
+):
     found = zero.buckets(numels, itemsize, limit)
     assert [i for bucket in found for i in bucket] == list(reversed(range(len(numels))))
     filled = [sum(numels[i] for i in bucket) * itemsize for bucket in found]
-    assert all(nbytes <= limit or len(bucket) == 1 for nbytes, bucket in zip(filled, found, strict=True))
-    assert all(nbytes + numels[after[0]] * itemsize > limit for nbytes, after in zip(filled, found[1:], strict=False))
+    assert all(
+        nbytes <= limit or len(bucket) == 1 for nbytes, bucket in zip(filled, found, strict=True)
+    )
+    assert all(
+        nbytes + numels[after[0]] * itemsize > limit
+        for nbytes, after in zip(filled, found[1:], strict=False)
+    )
 
 
 def test_units_are_the_members_of_the_lists_of_a_module():
@@ -35,11 +46,17 @@ def test_units_are_the_members_of_the_lists_of_a_module():
         single = zero.shard(nn.Linear(2, 3), comm)
         model = GPT(UNTIED)
         chosen = zero.shard(model, comm, units=[model.tokens, *model.blocks, model.head])
-        return [[sum(unit.trained + unit.after) for unit in owner.layout] for owner in (stack, single, chosen)]
+        return [
+            [sum(unit.trained + unit.after) for unit in owner.layout]
+            for owner in (stack, single, chosen)
+        ]
 
     parts = UNTIED.parameters
     layer = (parts["attention"] + parts["feed-forward"]) // 2 + 2 * 12
-    assert ranks(2).run(program) == [[[0, 9, 16], [9], [12, parts["token embedding"], layer, layer, parts["head"]]]] * 2
+    assert (
+        ranks(2).run(program)
+        == [[[0, 9, 16], [9], [12, parts["token embedding"], layer, layer, parts["head"]]]] * 2
+    )
 
 
 # ── formulas ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -57,19 +74,41 @@ def test_what_a_step_sends_is_two_and_three_times_the_weights():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_formulas_agree_with_those_of_the_other_labs(level, precision):
     m, itemsize = 4, 4 if precision == "fp32" else 2
-    train_config = TrainConfig(micro_batch=2, global_batch=2 * 2 * m, precision=precision, zero=level)
+    train_config = TrainConfig(
+        micro_batch=2, global_batch=2 * 2 * m, precision=precision, zero=level
+    )
     theirs = collectives.predict(TIED, train_config, Mesh(dp=2))
     ours = zero.predict_sent(TIED.num_params, 2, level, itemsize=itemsize, accumulation=m)
     assert ours.diff(theirs).unexplained == 0
     if level == 0:
-        held = zero.predict_held([parameter.numel() for parameter in build(TIED, 0).parameters()], 2, 0, itemsize=itemsize, master=precision == "bf16")
+        held = zero.predict_held(
+            [parameter.numel() for parameter in build(TIED, 0).parameters()],
+            2,
+            0,
+            itemsize=itemsize,
+            master=precision == "bf16",
+        )
         assert held.diff(memory.model_states(TIED, train_config)).unexplained == 0
 
 
 def test_the_papers_tables():
     table = {  # Ψ in billions: N_d: GB with optimizer state, gradients and weights divided, which the paper cuts, not rounds
-        7.5: {1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88), 256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12)},
-        128: {1: (2048, 2048, 2048), 4: (896, 704, 512), 16: (608, 368, 128), 64: (536, 284, 32), 256: (518, 263, 8), 1024: (513, 257, 2)},
+        7.5: {
+            1: (120, 120, 120),
+            4: (52.5, 41.3, 30),
+            16: (35.6, 21.6, 7.5),
+            64: (31.4, 16.6, 1.88),
+            256: (30.4, 15.4, 0.47),
+            1024: (30.1, 15.1, 0.12),
+        },
+        128: {
+            1: (2048, 2048, 2048),
+            4: (896, 704, 512),
+            16: (608, 368, 128),
+            64: (536, 284, 32),
+            256: (518, 263, 8),
+            1024: (513, 257, 2),
+        },
         1000: {
             1: (16000, 16000, 16000),
             4: (7000, 5500, 4000),
@@ -83,7 +122,9 @@ def test_the_papers_tables():
         for n, printed in columns.items():
             for level, amount in zip(LEVELS, printed, strict=True):
                 exact = zero.model_states(billions * 1e9, n, level) / units.GB
-                assert exact == pytest.approx(amount, abs=1 if amount > 200 else 0.06 if amount > 10 else 0.006), (billions, n, level)
+                assert exact == pytest.approx(
+                    amount, abs=1 if amount > 200 else 0.06 if amount > 10 else 0.006
+                ), (billions, n, level)
     for parallel in (
         1,
         2,
@@ -91,9 +132,15 @@ def test_the_papers_tables():
         8,
         16,
     ):  # ranks of model parallelism; 64 of data parallelism with 32 GB each; the paper's 0.5T, 1T and 2T are 512B, 1024B and 2048B
-        largest = [parallel * zero.largest_model(32 * units.GB, 64, level) / 1e9 for level in (0, 1, 2, 3)]
-        assert largest == pytest.approx([2 * parallel, 7.6 * parallel, 14.4 * parallel, 128 * parallel], rel=0.01)
-    assert zero.model_states(1, 1, 0, gradient_bytes=4) == 18 and zero.model_states(1, 10**9, 1) == pytest.approx(4)
+        largest = [
+            parallel * zero.largest_model(32 * units.GB, 64, level) / 1e9 for level in (0, 1, 2, 3)
+        ]
+        assert largest == pytest.approx(
+            [2 * parallel, 7.6 * parallel, 14.4 * parallel, 128 * parallel], rel=0.01
+        )
+    assert zero.model_states(1, 1, 0, gradient_bytes=4) == 18 and zero.model_states(
+        1, 10**9, 1
+    ) == pytest.approx(4)
 
 
 # ── what cannot be ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,36 +193,87 @@ def tied_across_units(comm):
         (lambda: zero.predict_sent((), 2, 1), "at least one unit"),
         (lambda: zero.predict_sent(10, 2, 4), "level=4 is no level of ZeRO"),
         (lambda: zero.predict_sent(10, 2, 1, accumulation=0), "accumulation must be at least 1"),
-        (lambda: zero.predict_held(10, 2, 1, optimizer="lion"), "use one of sgd, momentum, adam, adamw"),
+        (
+            lambda: zero.predict_held(10, 2, 1, optimizer="lion"),
+            "use one of sgd, momentum, adam, adamw",
+        ),
         (lambda: zero.predict_held((0,), 2, 1), "elements of a parameter must be at least 1"),
         (lambda: zero.model_states(1e9, 0, 1), "n must be at least 1"),
         (lambda: optimize(param(), level=0), "use data_parallel.replicate"),
         (lambda: optimize(param(), level=3), "use zero.shard"),
         (lambda: optimize(param(), level=4), "level=4 is not one of"),
         (lambda: optimize(), "of 0 parameters none requires a gradient"),
-        (lambda: optimize(nn.Parameter(torch.ones(2), requires_grad=False)), "of 1 parameters none requires a gradient"),
-        (lambda: optimize(param(), param(dtype=torch.float64)), "these parameters have float32 on cpu, float64 on cpu"),
-        (lambda: optimize(param(dtype=torch.complex64)), "must be a leaf of floating-point numbers"),
+        (
+            lambda: optimize(nn.Parameter(torch.ones(2), requires_grad=False)),
+            "of 1 parameters none requires a gradient",
+        ),
+        (
+            lambda: optimize(param(), param(dtype=torch.float64)),
+            "these parameters have float32 on cpu, float64 on cpu",
+        ),
+        (
+            lambda: optimize(param(dtype=torch.complex64)),
+            "must be a leaf of floating-point numbers",
+        ),
         (lambda: optimize(param() * 2), "must be a leaf"),
         (lambda: optimize(param(device="meta")), "in memory"),
         (lambda: optimize({"params": [param()]}), "settings as groups=[...]"),
         (lambda: optimize(("w", param()), ("w", param())), "2 parameters have 1 names"),
-        (lambda: optimize(w := param(), groups=[{"params": [w]}, {"params": [w]}]), "parameter 0 is in groups 0 and 1"),
-        (lambda: optimize(w := param(), param(), groups=[{"params": w}]), "1 in no group: put each trained parameter into one"),
-        (lambda: optimize(param(), groups=[{"params": [param()]}]), "group 0 has a parameter that is none of those to optimize"),
-        (lambda: optimize(w := param(), groups=[[w]]), "group 0 is list: give groups as torch optimizers take them"),
-        (lambda: alone(lambda comm: zero.shard(m := nn.Linear(2, 2), comm, groups=[{"params": [m.weight]}])), "bias in no group"),
+        (
+            lambda: optimize(w := param(), groups=[{"params": [w]}, {"params": [w]}]),
+            "parameter 0 is in groups 0 and 1",
+        ),
+        (
+            lambda: optimize(w := param(), param(), groups=[{"params": w}]),
+            "1 in no group: put each trained parameter into one",
+        ),
+        (
+            lambda: optimize(param(), groups=[{"params": [param()]}]),
+            "group 0 has a parameter that is none of those to optimize",
+        ),
+        (
+            lambda: optimize(w := param(), groups=[[w]]),
+            "group 0 is list: give groups as torch optimizers take them",
+        ),
+        (
+            lambda: alone(
+                lambda comm: zero.shard(m := nn.Linear(2, 2), comm, groups=[{"params": [m.weight]}])
+            ),
+            "bias in no group",
+        ),
         (lambda: optimize(param(), optimizer=lambda params: params), "must make a torch optimizer"),
         (lambda: optimize(param(), offload="cpu", master=False), "leave master=None"),
         (lambda: alone(lambda comm: zero.shard([param()], comm)), "shard takes a module, got list"),
-        (lambda: alone(lambda comm: zero.shard(nn.Linear(2, 2), comm, units=[nn.Linear(2, 2)])), "is no part of the module"),
-        (lambda: alone(lambda comm: zero.shard(m := nn.Sequential(nn.Sequential(nn.Linear(2, 2))), comm, units=[m[0], m[0][0]])), "is in two units, 0 and 0.0"),
-        (lambda: alone(lambda comm: zero.shard(m := nn.Linear(2, 2), comm, units=[m])), "below the root"),
+        (
+            lambda: alone(lambda comm: zero.shard(nn.Linear(2, 2), comm, units=[nn.Linear(2, 2)])),
+            "is no part of the module",
+        ),
+        (
+            lambda: alone(
+                lambda comm: zero.shard(
+                    m := nn.Sequential(nn.Sequential(nn.Linear(2, 2))), comm, units=[m[0], m[0][0]]
+                )
+            ),
+            "is in two units, 0 and 0.0",
+        ),
+        (
+            lambda: alone(lambda comm: zero.shard(m := nn.Linear(2, 2), comm, units=[m])),
+            "below the root",
+        ),
         (lambda: alone(tied_across_units), "0.weight is tied between two units, 0 and 1"),
         (lambda: stepped("step"), "there are no gradients since zero_grad()"),
-        (lambda: stepped("backward", "step", "backward"), "call zero_grad() between step() and backward()"),
-        (lambda: alone(half_without_master), "half gradients can be unscaled in an fp32 copy alone"),
-        (lambda: alone(lambda comm: zero.Optimizer([param()], comm, level=1).clip_grad_norm(0)), "max_norm must be a finite number above 0"),
+        (
+            lambda: stepped("backward", "step", "backward"),
+            "call zero_grad() between step() and backward()",
+        ),
+        (
+            lambda: alone(half_without_master),
+            "half gradients can be unscaled in an fp32 copy alone",
+        ),
+        (
+            lambda: alone(lambda comm: zero.Optimizer([param()], comm, level=1).clip_grad_norm(0)),
+            "max_norm must be a finite number above 0",
+        ),
     ],
 )
 def test_bad_input_is_named_with_its_remedy(attempt, said):

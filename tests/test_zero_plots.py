@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from labutils import plots, world, zero
+from labutils import world, zero
+from labutils.teach import plots
 
 
 def layers():
@@ -17,7 +18,11 @@ def layers():
 
 def program(rank, level):
     model, comm = layers(), rank.comm("dp")
-    owner = zero.shard(model, comm) if level == 3 else zero.Optimizer(model.parameters(), comm, level=level, bucket_bytes=4 * 42)
+    owner = (
+        zero.shard(model, comm)
+        if level == 3
+        else zero.Optimizer(model.parameters(), comm, level=level, bucket_bytes=4 * 42)
+    )
 
     def step():
         owner.zero_grad()
@@ -35,14 +40,21 @@ def levels():
 
 
 def there(occupancy, component, operation):
-    return [span for span in occupancy.spans if span.component == component and span.begin <= operation < span.end]
+    return [
+        span
+        for span in occupancy.spans
+        if span.component == component and span.begin <= operation < span.end
+    ]
 
 
 @pytest.mark.parametrize("level", (1, 2, 3))
 def test_the_end_of_the_step_holds_what_held_counts(levels, level):
     for occupancy, held in levels[level]:
         for component, itemsize in occupancy.itemsizes.items():
-            elements = sum(span.stop - span.start for span in there(occupancy, component, occupancy.operations - 1))
+            elements = sum(
+                span.stop - span.start
+                for span in there(occupancy, component, occupancy.operations - 1)
+            )
             steps = held.by("name").get("step", 0) if component == "optimizer" else 0
             assert elements * itemsize == held.by("component")[component] - steps
 
@@ -50,7 +62,11 @@ def test_the_end_of_the_step_holds_what_held_counts(levels, level):
 @pytest.mark.parametrize("level", (1, 2, 3))
 def test_at_rest_the_ranks_share_out_what_is_sharded(levels, level):
     for component in ("optimizer", "gradients", "weights")[:level]:
-        owned = sorted((span.start, span.stop) for occupancy, _ in levels[level] for span in there(occupancy, component, occupancy.operations - 1))
+        owned = sorted(
+            (span.start, span.stop)
+            for occupancy, _ in levels[level]
+            for span in there(occupancy, component, occupancy.operations - 1)
+        )
         assert owned[0][0] == 0 and owned[-1][1] == levels[level][0][0].numel
         assert all(before[1] == after[0] for before, after in itertools.pairwise(owned))
 
@@ -59,13 +75,19 @@ def test_at_level_3_at_most_two_units_are_whole(levels):
     occupancy, _ = levels[3][0]
     unit = occupancy.numel // 3
     for operation in range(occupancy.operations):
-        assert sum(span.stop - span.start == unit for span in there(occupancy, "weights", operation)) <= 2
+        assert (
+            sum(span.stop - span.start == unit for span in there(occupancy, "weights", operation))
+            <= 2
+        )
     assert list(occupancy.phases) == ["forward", "backward", "step"]
 
 
 def test_the_figure_tells_the_peaks(levels):
     picture = plots.who_holds(level_1=[o for o, _ in levels[1]], level_3=[o for o, _ in levels[3]])
-    assert "level 1: at most 1.32 kB on rank 0" in picture.alt and "everything would be 2.11 kB" in picture.alt
+    assert (
+        "level 1: at most 1.32 kB on rank 0" in picture.alt
+        and "everything would be 2.11 kB" in picture.alt
+    )
     assert len(picture.png) > 1000
 
 
@@ -73,4 +95,10 @@ def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(ValueError, match="needs the occupancy of every rank"):
         plots.who_holds(level_1=[])
     with pytest.raises(ValueError, match="no spans"):
-        plots.who_holds(level_1=[SimpleNamespace(numel=4, itemsizes={"weights": 4}, phases={"forward": 0}, operations=1, spans=())])
+        plots.who_holds(
+            level_1=[
+                SimpleNamespace(
+                    numel=4, itemsizes={"weights": 4}, phases={"forward": 0}, operations=1, spans=()
+                )
+            ]
+        )

@@ -6,12 +6,34 @@ import functools
 import pytest
 import torch
 from torch import nn
-from zero_training import AGAIN, OPTIMIZERS, TIED, assert_books, assert_equal, batches, build, own, ranks, same, train, weights
+from zero_training import (
+    AGAIN,
+    OPTIMIZERS,
+    TIED,
+    assert_books,
+    assert_equal,
+    batches,
+    build,
+    own,
+    ranks,
+    same,
+    train,
+    weights,
+)
 
 from labutils import world, zero
 
 
-@pytest.mark.parametrize("options", [dict(reshard=False), dict(prefetch=False), dict(reshard=False, prefetch=False), dict(units=[])], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(reshard=False),
+        dict(prefetch=False),
+        dict(reshard=False, prefetch=False),
+        dict(units=[]),
+    ],
+    ids=str,
+)
 def test_every_way_to_gather(options):
     results = ranks(3).run(train, TIED, 3, **options)
     assert_equal(results, TIED)
@@ -38,7 +60,9 @@ def test_units_that_do_not_compute_in_their_order(order):
             owner.step()
             owner.zero_grad()
         resting = zero.held(owner).by("name")
-        return weights(model, owner), resting.get("gathered weights", 0) + resting.get("gradient buckets", 0)
+        return weights(model, owner), resting.get("gathered weights", 0) + resting.get(
+            "gradient buckets", 0
+        )
 
     alone = made()
     inner = OPTIMIZERS["sgd"](alone.parameters())
@@ -47,7 +71,10 @@ def test_units_that_do_not_compute_in_their_order(order):
         inner.step()
         inner.zero_grad()
     for final, left in ranks(3).run(program):
-        assert same(final, {name: parameter.detach() for name, parameter in alone.named_parameters()}) and left == 0
+        assert (
+            same(final, {name: parameter.detach() for name, parameter in alone.named_parameters()})
+            and left == 0
+        )
 
 
 def test_evaluation_leaves_nothing_behind():
@@ -66,7 +93,9 @@ def test_evaluation_leaves_nothing_behind():
         left.append(zero.held(owner))
         with pytest.raises(RuntimeError):
             model.embed(x)  # outside of a pass there is no weight to look anything up in
-        return [torch.equal(out, expected) for out in outputs[:2]] + [shards.diff(each).unexplained for each in left]
+        return [torch.equal(out, expected) for out in outputs[:2]] + [
+            shards.diff(each).unexplained for each in left
+        ]
 
     for reshard in (True, False):
         assert ranks(2).run(program, reshard) == [[True, True, 0, 0]] * 2
@@ -112,13 +141,20 @@ def test_a_model_that_is_one_reentrant_checkpoint():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
         owner = own(model, rank.comm("dp"), level, OPTIMIZERS["sgd"])
         with owner.gathered() if level == 3 else contextlib.nullcontext():
-            expected = torch.autograd.grad(model(x.detach()).sum() * passes, [model[0].weight, model[1].bias])
+            expected = torch.autograd.grad(
+                model(x.detach()).sum() * passes, [model[0].weight, model[1].bias]
+            )
         for _ in range(passes):
             AGAIN["reentrant"](model, x).sum().backward()
         found = owner.gradients()
-        return torch.allclose(found["0.weight"], expected[0]) and torch.allclose(found["1.bias"], expected[1])
+        return torch.allclose(found["0.weight"], expected[0]) and torch.allclose(
+            found["1.bias"], expected[1]
+        )
 
     for level, passes in ((2, 1), (3, 1), (3, 2)):
         assert ranks(2).run(program, level, passes) == [True, True]
-    with pytest.raises(world.RankError, match="came again after it was reduced, in a backward pass within another: checkpoint with use_reentrant=False"):
+    with pytest.raises(
+        world.RankError,
+        match="came again after it was reduced, in a backward pass within another: checkpoint with use_reentrant=False",
+    ):
         ranks(2).run(program, 2, 2)

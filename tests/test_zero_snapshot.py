@@ -6,7 +6,20 @@ import functools
 import pytest
 import torch
 from torch import nn
-from zero_training import GROUPS, OPTIMIZERS, TIED, UNTIED, advance, batches, build, grouped, own, ranks, same, weights
+from zero_training import (
+    GROUPS,
+    OPTIMIZERS,
+    TIED,
+    UNTIED,
+    advance,
+    batches,
+    build,
+    grouped,
+    own,
+    ranks,
+    same,
+    weights,
+)
 
 from labutils import world, zero
 
@@ -33,7 +46,10 @@ def read(rank, level, path, *, frozen=(), optimizer="adamw", groups=None, **opti
     owner.load(path)
     loaded = weights(model, owner)
     for group in owner.param_groups:  # without momentum there is nothing to keep
-        assert all(bool(owner.inner.state[piece]) is (group.get("momentum", 1) > 0) for piece in group["params"])
+        assert all(
+            bool(owner.inner.state[piece]) is (group.get("momentum", 1) > 0)
+            for piece in group["params"]
+        )
     advance(model, owner, rank, batches(TIED, 4)[2:])
     return loaded, weights(model, owner), [group["lr"] for group in owner.param_groups]
 
@@ -41,7 +57,10 @@ def read(rank, level, path, *, frozen=(), optimizer="adamw", groups=None, **opti
 @functools.cache
 def uninterrupted(frozen=(), optimizer="adamw", groups=None):
     model = build(TIED, 0, frozen=frozen)
-    inner = OPTIMIZERS[optimizer](grouped(model, GROUPS.get(groups)) or [parameter for parameter in model.parameters() if parameter.requires_grad])
+    inner = OPTIMIZERS[optimizer](
+        grouped(model, GROUPS.get(groups))
+        or [parameter for parameter in model.parameters() if parameter.requires_grad]
+    )
     for step, (x,) in enumerate(batches(TIED, 4)):
         if step == 2:
             for i, group in enumerate(inner.param_groups):
@@ -67,12 +86,19 @@ def uninterrupted(frozen=(), optimizer="adamw", groups=None):
     ids=str,
 )
 def test_a_run_goes_on_with_another_number_of_ranks(before, after, settings, tmp_path):
-    path, settings = tmp_path / "run", settings | {"frozen": ("positions", "blocks.1.feed_forward.up")}
+    path, settings = (
+        tmp_path / "run",
+        settings | {"frozen": ("positions", "blocks.1.feed_forward.up")},
+    )
     (n, level), (m, other) = before, after
     written = ranks(n).run(write, level, path, **settings)
-    for loaded, final, rates in ranks(m).run(read, other, path, **settings, **({} if other == 3 else {"bucket_bytes": 3000})):
+    for loaded, final, rates in ranks(m).run(
+        read, other, path, **settings, **({} if other == 3 else {"bucket_bytes": 3000})
+    ):
         assert all(torch.equal(loaded[name], written[0][name]) for name in loaded)
-        assert same(final, uninterrupted(**settings)) and rates == [lr(i) for i in range(len(rates))]
+        assert same(final, uninterrupted(**settings)) and rates == [
+            lr(i) for i in range(len(rates))
+        ]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -80,7 +106,9 @@ def test_processes_write_and_threads_go_on(tmp_path):
     with world.World(2, engine="processes") as two:
         written = two.run(write, 3, tmp_path / "run")
     for loaded, final, _ in ranks(3).run(read, 2, tmp_path / "run"):
-        assert all(torch.equal(loaded[name], written[0][name]) for name in loaded) and same(final, uninterrupted())
+        assert all(torch.equal(loaded[name], written[0][name]) for name in loaded) and same(
+            final, uninterrupted()
+        )
 
 
 def test_master_weights_survive(tmp_path):
@@ -88,7 +116,12 @@ def test_master_weights_survive(tmp_path):
 
     def program(rank, path=None):
         weight = nn.Parameter(torch.full((5,), 1.0 / rank.size, dtype=torch.bfloat16))
-        optimizer = zero.Optimizer([weight], rank.comm("dp"), lambda params: torch.optim.SGD(params, lr=1e-4, momentum=0.5), level=1)
+        optimizer = zero.Optimizer(
+            [weight],
+            rank.comm("dp"),
+            lambda params: torch.optim.SGD(params, lr=1e-4, momentum=0.5),
+            level=1,
+        )
         if rank.size == 1:
             optimizer.load(path)
             assert weight.tolist() == [0.25] * 5  # 0.2499 as bfloat16
@@ -99,7 +132,9 @@ def test_master_weights_survive(tmp_path):
 
     first, *_ = ranks(4).run(program, tmp_path / "run")
     (again,) = ranks(1).run(program, tmp_path / "run")
-    assert first == pytest.approx([0.25 - 1e-4] * 2, abs=2**-24) and again == pytest.approx([0.25 - 2.5e-4] * 5, abs=2**-24)
+    assert first == pytest.approx([0.25 - 1e-4] * 2, abs=2**-24) and again == pytest.approx(
+        [0.25 - 2.5e-4] * 5, abs=2**-24
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +150,20 @@ def refusal(data, tmp_path, config=TIED, **options):
 
     def program(rank):
         model = build(config, 0, options.get("dtype", torch.float64))
-        owner = own(model, rank.comm("dp"), 3, options.get("make", OPTIMIZERS["adamw"]), options.get("groups", GROUPS["adamw"]))
+        owner = own(
+            model,
+            rank.comm("dp"),
+            3,
+            options.get("make", OPTIMIZERS["adamw"]),
+            options.get("groups", GROUPS["adamw"]),
+        )
         before = weights(model, owner)
         with pytest.raises(zero.SnapshotError) as error:
             owner.load(tmp_path / "run")
-        assert all(torch.equal(weight, before[name]) for name, weight in weights(model, owner).items()) and not owner.inner.state
+        assert (
+            all(torch.equal(weight, before[name]) for name, weight in weights(model, owner).items())
+            and not owner.inner.state
+        )
         return str(error.value)
 
     told = set(ranks(2).run(program))
@@ -130,7 +174,9 @@ def refusal(data, tmp_path, config=TIED, **options):
 @pytest.mark.parametrize("kept", [0, 10, 25, 40, 0.3, 0.99, -1])
 def test_a_torn_file_is_refused(kept, snapshot, tmp_path):
     short = snapshot[: int(kept * len(snapshot)) if isinstance(kept, float) else kept]
-    assert "is torn" in refusal(short, tmp_path) or (kept in (0, 10) and "not a snapshot" in refusal(short, tmp_path))
+    assert "is torn" in refusal(short, tmp_path) or (
+        kept in (0, 10) and "not a snapshot" in refusal(short, tmp_path)
+    )
 
 
 @pytest.mark.parametrize("at", [30, 5000, -2000, -60])
@@ -145,9 +191,15 @@ def test_a_file_of_something_else_is_refused(snapshot, tmp_path):
     assert "not a snapshot of labutils.zero" in refusal((tmp_path / "other").read_bytes(), tmp_path)
     assert "it lacks: blocks.1.feed_forward.gate.weight" in refusal(snapshot, tmp_path, UNTIED)
     wider = dataclasses.replace(TIED, d_ff=28)
-    assert "blocks.2.feed_forward.up.weight has shape [24, 16] there and [28, 16] here" in refusal(snapshot, tmp_path, wider)
-    assert "was written by AdamW, this optimizer is SGD" in refusal(snapshot, tmp_path, make=OPTIMIZERS["sgd"], groups=None)
-    assert "has 2 groups of parameters, this optimizer has 1" in refusal(snapshot, tmp_path, groups=None)
+    assert "blocks.2.feed_forward.up.weight has shape [24, 16] there and [28, 16] here" in refusal(
+        snapshot, tmp_path, wider
+    )
+    assert "was written by AdamW, this optimizer is SGD" in refusal(
+        snapshot, tmp_path, make=OPTIMIZERS["sgd"], groups=None
+    )
+    assert "has 2 groups of parameters, this optimizer has 1" in refusal(
+        snapshot, tmp_path, groups=None
+    )
     assert "would lose digits" in refusal(snapshot, tmp_path, dtype=torch.float32)
     with pytest.raises(world.RankError, match="FileNotFoundError"):
         ranks(2).run(read, 1, tmp_path / "none")
@@ -158,12 +210,20 @@ def test_parameters_in_other_groups_are_refused(tmp_path):
 
     def program(rank, order, call):
         model = nn.Linear(2, 2)
-        groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
-        owner = zero.Optimizer(model.named_parameters(), rank.comm("dp"), level=1, groups=groups[::order])
+        groups = [
+            {"params": [model.weight], "weight_decay": 0.1},
+            {"params": [model.bias], "weight_decay": 0.0},
+        ]
+        owner = zero.Optimizer(
+            model.named_parameters(), rank.comm("dp"), level=1, groups=groups[::order]
+        )
         getattr(owner, call)(tmp_path / "run")
 
     ranks(2).run(program, 1, "save")
-    with pytest.raises(world.RankError, match="run has bias in group 1, here it is in group 0: group the parameters alike, in the same order"):
+    with pytest.raises(
+        world.RankError,
+        match="run has bias in group 1, here it is in group 0: group the parameters alike, in the same order",
+    ):
         ranks(2).run(program, -1, "load")
 
 

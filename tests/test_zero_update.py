@@ -3,7 +3,22 @@
 import pytest
 import torch
 from torch import nn
-from zero_training import GROUPS, LEVELS, OPTIMIZERS, TIED, assert_books, assert_equal, batches, build, of, own, ranks, same, train, weights
+from zero_training import (
+    GROUPS,
+    LEVELS,
+    OPTIMIZERS,
+    TIED,
+    assert_books,
+    assert_equal,
+    batches,
+    build,
+    of,
+    own,
+    ranks,
+    same,
+    train,
+    weights,
+)
 
 from labutils import zero
 from labutils.precision import LossScaler
@@ -19,21 +34,36 @@ def test_fewer_elements_than_ranks():
 
     results = ranks(4).run(program)
     assert [whole for whole, _ in results] == [pytest.approx([-0.15, -0.3])] * 4
-    assert [owned for _, owned in results] == [pytest.approx(owned) for owned in ([-0.15], [-0.3], [0.0], [0.0])]
+    assert [owned for _, owned in results] == [
+        pytest.approx(owned) for owned in ([-0.15], [-0.3], [0.0], [0.0])
+    ]
 
 
 def test_parameters_that_take_no_part_have_a_gradient_of_zero():
     def program(rank, level):
-        model = nn.ModuleDict({"used": nn.Linear(3, 1), "unused": nn.Linear(3, 1), "sometimes": nn.Linear(3, 1)})
-        model.forward = lambda x: model["used"](x) + (model["sometimes"](x) if rank.index == 0 else 0)
-        owner = own(model, rank.comm("dp"), level, OPTIMIZERS["sgd"], **({} if level == 3 else {"bucket_bytes": 16}))
+        model = nn.ModuleDict(
+            {"used": nn.Linear(3, 1), "unused": nn.Linear(3, 1), "sometimes": nn.Linear(3, 1)}
+        )
+        model.forward = lambda x: (
+            model["used"](x) + (model["sometimes"](x) if rank.index == 0 else 0)
+        )
+        owner = own(
+            model,
+            rank.comm("dp"),
+            level,
+            OPTIMIZERS["sgd"],
+            **({} if level == 3 else {"bucket_bytes": 16}),
+        )
         before = weights(model, owner)
         for _ in range(2):
             model(torch.ones(2, 3)).sum().backward()
         gradients = owner.gradients()
         owner.step()
         after = weights(model, owner)
-        return {name: (gradients[name].flatten()[0].item(), torch.equal(before[name], after[name])) for name in after}
+        return {
+            name: (gradients[name].flatten()[0].item(), torch.equal(before[name], after[name]))
+            for name in after
+        }
 
     for level in LEVELS:
         for found in ranks(2).run(program, level):
@@ -46,7 +76,12 @@ def test_parameters_that_take_no_part_have_a_gradient_of_zero():
 GROUPED = [
     (2, dict(groups="adamw", schedule=True)),
     (3, dict(groups="adamw", accumulation=2, clip=0.5, frozen=("tokens", "feed_forward.up.bias"))),
-    (4, dict(groups="momentum", optimizer="momentum", schedule=True, frozen=("positions", "blocks.1"))),
+    (
+        4,
+        dict(
+            groups="momentum", optimizer="momentum", schedule=True, frozen=("positions", "blocks.1")
+        ),
+    ),
 ]
 
 
@@ -56,7 +91,13 @@ def test_groups_with_settings_of_their_own(n, level, settings):
     """One optimizer of matrices that decay and vectors that do not, each with a learning rate that a schedule moves."""
     results = ranks(n).run(train, TIED, level, **settings)
     assert_equal(results, TIED, **settings)
-    assert_books(results, ranks(n).ledger, TIED, level, **{name: value for name, value in settings.items() if name not in ("groups", "schedule")})
+    assert_books(
+        results,
+        ranks(n).ledger,
+        TIED,
+        level,
+        **{name: value for name, value in settings.items() if name not in ("groups", "schedule")},
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -87,7 +128,9 @@ def test_a_backward_pass_that_failed_is_forgotten(level):
         model = build(TIED, 0)
         owner = own(model, rank.comm("dp"), level, OPTIMIZERS["adamw"])
         hidden = []
-        watching = model.blocks[0].register_forward_hook(lambda module, args, output: hidden.append(output))
+        watching = model.blocks[0].register_forward_hook(
+            lambda module, args, output: hidden.append(output)
+        )
         loss = model.loss(x, x)
         watching.remove()
         hidden.pop().register_hook(lambda gradient: 1 / 0)
@@ -133,23 +176,41 @@ def test_an_inf_on_one_rank_makes_all_ranks_skip(n, level):
         model = made()
         nn.init.ones_(model.weight)
         owner = own(model, rank.comm("dp"), level, OPTIMIZERS["adamw"])
-        told = scaled_steps(model, owner, lambda: owner.clip_grad_norm(0.5), owner.zero_grad, [x.chunk(n)[rank.index] for x in inputs])
+        told = scaled_steps(
+            model,
+            owner,
+            lambda: owner.clip_grad_norm(0.5),
+            owner.zero_grad,
+            [x.chunk(n)[rank.index] for x in inputs],
+        )
         return told, weights(model, owner), owner.layout
 
     alone = made()
     nn.init.ones_(alone.weight)
     inner = OPTIMIZERS["adamw"](alone.parameters())
-    expected = scaled_steps(alone, inner, lambda: nn.utils.clip_grad_norm_(alone.parameters(), 0.5), inner.zero_grad, inputs)
+    expected = scaled_steps(
+        alone,
+        inner,
+        lambda: nn.utils.clip_grad_norm_(alone.parameters(), 0.5),
+        inner.zero_grad,
+        inputs,
+    )
     assert [finite for finite, _ in expected[::3]] == [True, True, False, True, True]
     results = ranks(n).run(program)
     for told, final, _ in results:
         assert [finite for finite, _ in told] == [finite for finite, _ in expected]
-        assert torch.allclose(torch.tensor(told, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), rtol=1e-10)
+        assert torch.allclose(
+            torch.tensor(told, dtype=torch.float64),
+            torch.tensor(expected, dtype=torch.float64),
+            rtol=1e-10,
+        )
         assert torch.allclose(final["weight"], alone.weight, rtol=1e-10, atol=1e-10)
     layout, books = results[0][2], {"itemsize": 8, "clip": True, "scaled": True}
     sent = zero.predict_sent(layout, n, level, steps=5, start=True, **books).by("name")
     gather = zero.predict_sent(layout, n, 1, itemsize=8).only(name="all_gather").total
-    sent["all_gather"] = sent.get("all_gather", 0) + (gather if level == 3 else -gather)  # that of weights(); that of the step that is skipped
+    sent["all_gather"] = sent.get("all_gather", 0) + (
+        gather if level == 3 else -gather
+    )  # that of weights(); that of the step that is skipped
     assert ranks(n).ledger.by("name") == {name: nbytes for name, nbytes in sent.items() if nbytes}
 
 
@@ -160,17 +221,29 @@ def test_half_gradients_are_unscaled_in_the_fp32_copy(level):
     def program(rank, scale):
         model = nn.Linear(8, 1, bias=False, dtype=torch.float16)
         nn.init.ones_(model.weight)
-        owner = own(model, rank.comm("dp"), level, lambda params: torch.optim.SGD(params, lr=2.0**20))
+        owner = own(
+            model, rank.comm("dp"), level, lambda params: torch.optim.SGD(params, lr=2.0**20)
+        )
         scaler = LossScaler(scale)
-        scaler.scale(model(torch.full((1, 8), 2.0**-13, dtype=torch.float16)).float().sum() * 2.0**-13).backward()
+        scaler.scale(
+            model(torch.full((1, 8), 2.0**-13, dtype=torch.float16)).float().sum() * 2.0**-13
+        ).backward()
         scaler.unscale_(owner)
         gradient, norm = owner.gradients()["weight"], owner.clip_grad_norm(max_norm)
-        return scaler.step(owner), gradient.unique().tolist(), norm.item(), (1 - owner.owned[0]).tolist()
+        return (
+            scaler.step(owner),
+            gradient.unique().tolist(),
+            norm.item(),
+            (1 - owner.owned[0]).tolist(),
+        )
 
     true = 8**0.5 * 2.0**-26
     max_norm = true / 2
     moved = max_norm / (true + 1e-6) * 2.0**-26 * 2.0**20
-    assert ranks(2).run(program, 2.0**16) == [(True, [2.0**-26], pytest.approx(true), pytest.approx([moved] * 4, rel=1e-3))] * 2
+    assert (
+        ranks(2).run(program, 2.0**16)
+        == [(True, [2.0**-26], pytest.approx(true), pytest.approx([moved] * 4, rel=1e-3))] * 2
+    )
     assert ranks(2).run(program, 1.0) == [(True, [0.0], 0.0, [0.0] * 4)] * 2
 
 
@@ -191,11 +264,18 @@ def test_gradients_and_master_weights_are_rounded_no_more_than_they_must(level, 
         model.loss(mine, mine).backward()
         gradients = owner.gradients()
         owner.step()
-        return {name: parameter.grad for name, parameter in alone.named_parameters()}, gradients, weights(model, owner)
+        return (
+            {name: parameter.grad for name, parameter in alone.named_parameters()},
+            gradients,
+            weights(model, owner),
+        )
 
     results = ranks(n).run(program)
     whole = build(TIED, 0, dtype)
-    master = {name: nn.Parameter(parameter.detach().float()) for name, parameter in whole.named_parameters()}
+    master = {
+        name: nn.Parameter(parameter.detach().float())
+        for name, parameter in whole.named_parameters()
+    }
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     for name, parameter in master.items():
         own_gradients = torch.stack([result[0][name].double() for result in results])
@@ -206,7 +286,12 @@ def test_gradients_and_master_weights_are_rounded_no_more_than_they_must(level, 
     OPTIMIZERS["adamw"](list(master.values())).step()
     for _, _, final in results:
         for name, parameter in master.items():
-            assert torch.allclose(final[name].float(), parameter.to(dtype).float(), rtol=0 if dtype != torch.float32 else 1e-6, atol=1e-8)
+            assert torch.allclose(
+                final[name].float(),
+                parameter.to(dtype).float(),
+                rtol=0 if dtype != torch.float32 else 1e-6,
+                atol=1e-8,
+            )
 
 
 def test_half_weights_move_through_their_master_copy():
@@ -214,11 +299,19 @@ def test_half_weights_move_through_their_master_copy():
 
     def program(rank, master):
         weight = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
-        optimizer = zero.Optimizer([weight], rank.comm("dp"), lambda params: torch.optim.SGD(params, lr=1e-3), level=2, master=master)
+        optimizer = zero.Optimizer(
+            [weight],
+            rank.comm("dp"),
+            lambda params: torch.optim.SGD(params, lr=1e-3),
+            level=2,
+            master=master,
+        )
         for _ in range(20):
             weight.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         return weight.detach().float().mean().item()
 
-    assert ranks(2).run(program, None) == pytest.approx([0.98] * 2, abs=2**-9) and ranks(2).run(program, False) == [1.0, 1.0]
+    assert ranks(2).run(program, None) == pytest.approx([0.98] * 2, abs=2**-9) and ranks(2).run(
+        program, False
+    ) == [1.0, 1.0]

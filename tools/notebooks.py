@@ -28,7 +28,10 @@ import psutil
 NOTEBOOKS = pathlib.Path(__file__).resolve().parents[1] / "notebooks"
 FIRST, COVER = "00_start_here", NOTEBOOKS.parent / "book" / "static" / "cover.png"
 CELL_TIMEOUT = 120  # seconds
-LAB_SECONDS, LAB_BYTES = 60, 2_000_000_000  # on two cores that nothing else uses; the kernel and its ranks together
+LAB_SECONDS, LAB_BYTES = (
+    60,
+    2_000_000_000,
+)  # on two cores that nothing else uses; the kernel and its ranks together
 KEPT_METADATA = ("tags", "mystnb")
 LIVE_WIDGET = "application/vnd.jupyter.widget-view+json"  # refers to a kernel's model; the HTML beside it needs none
 METADATA = {
@@ -39,7 +42,9 @@ METADATA = {
 
 def twins(names=()):
     """The (notebook, text twin) paths of the labs called `names`, or of every lab, in order."""
-    known = sorted({path.stem for path in [*NOTEBOOKS.glob("*.ipynb"), *(NOTEBOOKS / "text").glob("*.py")]})
+    known = sorted(
+        {path.stem for path in [*NOTEBOOKS.glob("*.ipynb"), *(NOTEBOOKS / "text").glob("*.py")]}
+    )
     wanted = [pathlib.Path(name).stem for name in names] or known
     if unknown := sorted(set(wanted) - set(known)):
         raise ValueError(f"no lab is called {', '.join(unknown)}; there are: {', '.join(known)}")
@@ -60,11 +65,20 @@ def differences(notebook_path, text_path):
     for path, twin in [(notebook_path, text_path), (text_path, notebook_path)]:
         if not path.exists():
             return [f"{twin.name} has no twin {path.relative_to(NOTEBOOKS)}"]
-    built, written = cells(jupytext.read(notebook_path)), cells(jupytext.read(text_path, fmt="py:percent"))
-    found = [f"{len(built)} cells in the notebook, {len(written)} in the text"] if len(built) != len(written) else []
+    built, written = (
+        cells(jupytext.read(notebook_path)),
+        cells(jupytext.read(text_path, fmt="py:percent")),
+    )
+    found = (
+        [f"{len(built)} cells in the notebook, {len(written)} in the text"]
+        if len(built) != len(written)
+        else []
+    )
     for index, (mine, theirs) in enumerate(zip(built, written, strict=False)):
         if mine != theirs:
-            found.append(f"cell {index}: {mine!r:.200} in the notebook, {theirs!r:.200} in the text")
+            found.append(
+                f"cell {index}: {mine!r:.200} in the notebook, {theirs!r:.200} in the text"
+            )
             break  # what follows is mostly the same difference, shifted
     return found
 
@@ -82,10 +96,16 @@ def build(text_path):
 
 def execute(notebook, directory):
     """Run all cells in a fresh kernel of this interpreter, whatever kernels are installed; an error stops it."""
-    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # a "python3" kernel that the user installed elsewhere doesn't count
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = (
+        "1"  # a "python3" kernel that the user installed elsewhere doesn't count
+    )
     where = {"metadata": {"path": str(directory)}}
-    client = nbclient.NotebookClient(notebook, kernel_name="python3", timeout=CELL_TIMEOUT, record_timing=False, resources=where)
-    client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})  # as in the tests: sums must not depend on the cores
+    client = nbclient.NotebookClient(
+        notebook, kernel_name="python3", timeout=CELL_TIMEOUT, record_timing=False, resources=where
+    )
+    client.execute(
+        env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )  # as in the tests: sums must not depend on the cores
     return notebook
 
 
@@ -145,7 +165,9 @@ def merged(outputs):
 
 def cover(notebook):
     """The first picture of a lab, as PNG: that of lab 00 stands on the README."""
-    stored = re.search(r'src="data:image/png;base64,([^"]+)"', nbformat.writes(notebook).replace('\\"', '"'))
+    stored = re.search(
+        r'src="data:image/png;base64,([^"]+)"', nbformat.writes(notebook).replace('\\"', '"')
+    )
     return base64.b64decode(stored[1])
 
 
@@ -161,8 +183,12 @@ def complaints(notebook, peak=0):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NN_topic", help="labs; all of them when none is named")
-    parser.add_argument("--check", action="store_true", help="compare the twins; run and write nothing")
+    parser.add_argument(
+        "names", nargs="*", metavar="NN_topic", help="labs; all of them when none is named"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="compare the twins; run and write nothing"
+    )
     options = parser.parse_args(arguments)
     failed = False
     for notebook_path, text_path in twins(options.names):
@@ -170,7 +196,9 @@ def main(arguments=None):
             problems = differences(notebook_path, text_path)
         else:
             started = time.perf_counter()
-            executed, peak = watched(lambda text_path=text_path: execute(build(text_path), NOTEBOOKS))
+            executed, peak = watched(
+                lambda text_path=text_path: execute(build(text_path), NOTEBOOKS)
+            )
             notebook = normalize(executed)
             if not (problems := list(complaints(notebook, peak))):
                 nbformat.write(notebook, notebook_path)

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import flop_registry
 from labutils.checkpointing.plans import Costs, Plan, Run, Stage, phase_of
 from labutils.checkpointing.recompute import Ambient, checkpoint
 from labutils.config import ModelConfig
-from labutils.ledger import History, Ledger, Line, Moment
+from labutils.ledger import Ledger, Line
+from labutils.timeline import History, Moment
 
 POLICIES = ("none", "selective", "full")
 
@@ -47,7 +48,9 @@ def run(chain: Sequence[nn.Module], plan: Plan, x: Tensor, gradient: Tensor | No
             entered, left = tapes.pop(i)
             if left.requires_grad:
                 if i + 1 not in slopes and left.numel() != 1:
-                    raise ValueError(f"the chain ends in {list(left.shape)}, not in one number: give run the gradient of that output")
+                    raise ValueError(
+                        f"the chain ends in {list(left.shape)}, not in one number: give run the gradient of that output"
+                    )
                 torch.autograd.backward(left, slopes.get(i + 1))
             slopes = {i: entered.grad}
             del values[i + 1], entered, left
@@ -59,7 +62,9 @@ def run(chain: Sequence[nn.Module], plan: Plan, x: Tensor, gradient: Tensor | No
             again = None if first else ambients[i]
             with flops:
                 if op == "record":
-                    tapes[i] = _record(chain[i], values[i], again, books, wanted=i > 0 or x.requires_grad)
+                    tapes[i] = _record(
+                        chain[i], values[i], again, books, wanted=i > 0 or x.requires_grad
+                    )
                     values[i + 1] = tapes[i][1].detach()
                 else:
                     with torch.no_grad():
@@ -67,7 +72,9 @@ def run(chain: Sequence[nn.Module], plan: Plan, x: Tensor, gradient: Tensor | No
             books.enter(values[i + 1], "values")
             if i + 1 == plan.n:
                 output = values[plan.n].clone()
-        moments.append(Moment(phase_of(moments, str(step)), str(step), books.ledger(len(tapes), slopes)))
+        moments.append(
+            Moment(phase_of(moments, str(step)), str(step), books.ledger(len(tapes), slopes))
+        )
     return Run(tuple(evaluations), flops.total, History(moments), output, slopes[0])
 
 
@@ -87,9 +94,18 @@ def costs(chain: Sequence[nn.Module], x: Tensor) -> Costs:
             given = tape[1].detach()
             books.enter(given, "values")
             size = given.untyped_storage().nbytes()
-            measured.append(Stage(flops.total, size, books.alive("interiors"), size if given.is_floating_point() else 0))
+            measured.append(
+                Stage(
+                    flops.total,
+                    size,
+                    books.alive("interiors"),
+                    size if given.is_floating_point() else 0,
+                )
+            )
             del tape
-    given = _Books(chain, x).alive("values")  # 0 where the input shares its storage with something that the chain owns
+    given = _Books(chain, x).alive(
+        "values"
+    )  # 0 where the input shares its storage with something that the chain owns
     return Costs(measured, given, x.untyped_storage().nbytes() if x.requires_grad else 0)
 
 
@@ -100,13 +116,19 @@ def _evaluated(module: nn.Module, x: Tensor, ambient: Ambient | None) -> Tensor:
         with ambient.replayed():
             out = module(x)
     if not isinstance(out, Tensor):
-        raise TypeError(f"{_called(module)} returns a {type(out).__name__}: a chain passes one tensor on, so join it with its neighbors")
+        raise TypeError(
+            f"{_called(module)} returns a {type(out).__name__}: a chain passes one tensor on, so join it with its neighbors"
+        )
     if out.untyped_storage()._cdata == x.untyped_storage()._cdata:
-        raise ValueError(f"{_called(module)} returns a view of its input, so neither can go while the other stays: join it with its neighbor")
+        raise ValueError(
+            f"{_called(module)} returns a view of its input, so neither can go while the other stays: join it with its neighbor"
+        )
     return out
 
 
-def _record(module: nn.Module, x: Tensor, ambient: Ambient | None, books: "_Books", *, wanted: bool) -> tuple[Tensor, Tensor]:
+def _record(
+    module: nn.Module, x: Tensor, ambient: Ambient | None, books: "_Books", *, wanted: bool
+) -> tuple[Tensor, Tensor]:
     """The module's input, cut off from what came before and with its gradient `wanted` or not, and its output with the graph between them."""
     entered = x.detach().requires_grad_(wanted and x.is_floating_point())
 
@@ -129,7 +151,9 @@ class _Flops(TorchDispatchMode):
         super().__init__()
         self.total = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if formula := flop_registry.get(func.overloadpacket):
             self.total += formula(*args, **(kwargs or {}), out_val=out)
@@ -139,10 +163,14 @@ class _Flops(TorchDispatchMode):
 class _Books:
     """Every storage that the run has seen and that is still alive; weights, buffers and the `gradient` that the caller gave are not in the books."""
 
-    def __init__(self, chain: Sequence[nn.Module], x: Tensor, gradient: Tensor | None = None) -> None:
+    def __init__(
+        self, chain: Sequence[nn.Module], x: Tensor, gradient: Tensor | None = None
+    ) -> None:
         for module in chain:
             if not isinstance(module, nn.Module):
-                raise TypeError(f"a chain is made of modules, got {_called(module)}: put the function into an nn.Module that holds its weights")
+                raise TypeError(
+                    f"a chain is made of modules, got {_called(module)}: put the function into an nn.Module that holds its weights"
+                )
         owned = [tensor for module in chain for tensor in (*module.parameters(), *module.buffers())]
         owned += [] if gradient is None else [gradient]
         self.owned = {tensor.untyped_storage()._cdata for tensor in owned}
@@ -158,14 +186,18 @@ class _Books:
         self.entries[address] = weakref.ref(storage), storage.nbytes(), name
 
     def alive(self, name: str) -> int:
-        self.entries = {address: entry for address, entry in self.entries.items() if entry[0]() is not None}
+        self.entries = {
+            address: entry for address, entry in self.entries.items() if entry[0]() is not None
+        }
         return sum(nbytes for _, nbytes, called in self.entries.values() if called == name)
 
     def ledger(self, recorded: int, slopes: dict[int, Tensor | None]) -> Ledger:
         for slope in slopes.values():
             if slope is not None:
                 self.enter(slope, "gradient")
-        count = sum(called == "values" and watch() is not None for watch, _, called in self.entries.values())
+        count = sum(
+            called == "values" and watch() is not None for watch, _, called in self.entries.values()
+        )
         return Ledger(
             [
                 Line("values", self.alive("values"), component="activations", count=count),
@@ -188,11 +220,17 @@ class _Head(nn.Module):
     def __init__(self, model: nn.Module, targets: Tensor | None) -> None:
         super().__init__()
         self.norm, self.scores = model.norm, model.head
-        self.register_buffer("targets", targets)  # a buffer, because they are there before and after, like weights
+        self.register_buffer(
+            "targets", targets
+        )  # a buffer, because they are there before and after, like weights
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.scores(self.norm(x))
-        return scores if self.targets is None else F.cross_entropy(scores.flatten(0, 1), self.targets.flatten())
+        return (
+            scores
+            if self.targets is None
+            else F.cross_entropy(scores.flatten(0, 1), self.targets.flatten())
+        )
 
 
 def stages(model: nn.Module, targets: Tensor | None = None) -> list[nn.Module]:
@@ -210,7 +248,9 @@ def apply(model: nn.Module, policy: str) -> nn.Module:
     Source: selective: Korthikanti et al. 2205.05198, section 5.
     """
     if policy not in POLICIES:
-        raise ValueError(f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}; for segments or a budget, run a plan on stages(model)")
+        raise ValueError(
+            f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}; for segments or a budget, run a plan on stages(model)"
+        )
     for block in _blocks(model):
         # On the instance, over the class: the module tree, and with it every parameter's name, stays as it is.
         block.__dict__.pop("forward", None)
@@ -226,7 +266,9 @@ def apply(model: nn.Module, policy: str) -> nn.Module:
 
 def _blocks(model: nn.Module) -> nn.ModuleList:
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
-        raise TypeError(f"needs a GPT, whose layers are its blocks, got {type(model).__name__}: call checkpoint(layer, x) in your own forward instead")
+        raise TypeError(
+            f"needs a GPT, whose layers are its blocks, got {type(model).__name__}: call checkpoint(layer, x) in your own forward instead"
+        )
     return model.blocks
 
 

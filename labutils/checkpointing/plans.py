@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from labutils import units
-from labutils.ledger import History, Ledger, Line, Moment
+from labutils.ledger import Ledger, Line
+from labutils.timeline import History, Moment
 
 OPERATIONS = ("forward", "record", "backward", "drop")
 
@@ -37,8 +38,14 @@ class Stage:
     gradient: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.forward, bool) or not isinstance(self.forward, (int, float)) or not 0 <= self.forward < math.inf:
-            raise ValueError(f"a stage's forward cost is a finite number, 0 or more, got {self.forward!r}")
+        if (
+            isinstance(self.forward, bool)
+            or not isinstance(self.forward, (int, float))
+            or not 0 <= self.forward < math.inf
+        ):
+            raise ValueError(
+                f"a stage's forward cost is a finite number, 0 or more, got {self.forward!r}"
+            )
         if self.gradient is None:
             object.__setattr__(self, "gradient", self.output)
         for field in ("output", "interior", "gradient"):
@@ -57,7 +64,9 @@ class Costs:
         object.__setattr__(self, "stages", tuple(stages))
         for stage in self.stages:
             if not isinstance(stage, Stage):
-                raise TypeError(f"Costs are made of Stages, got {stage!r}; write Stage(forward, output, interior)")
+                raise TypeError(
+                    f"Costs are made of Stages, got {stage!r}; write Stage(forward, output, interior)"
+                )
         if not self.stages:
             raise ValueError("a chain needs at least one stage")
         object.__setattr__(self, "input", units.whole(input, "input"))
@@ -67,10 +76,20 @@ class Costs:
         return len(self.stages)
 
     @classmethod
-    def uniform(cls, n: int, *, forward: int | float = 1, output: int = 1, interior: int = 0, gradient: int = 0) -> "Costs":
+    def uniform(
+        cls,
+        n: int,
+        *,
+        forward: int | float = 1,
+        output: int = 1,
+        interior: int = 0,
+        gradient: int = 0,
+    ) -> "Costs":
         """n equal stages whose input is as large as their outputs. Gradients are left out unless given: they are the same in every plan."""
         units.whole(n, "n", 1)
-        return cls([Stage(forward, output, interior, gradient)] * n, input=output, input_gradient=gradient)
+        return cls(
+            [Stage(forward, output, interior, gradient)] * n, input=output, input_gradient=gradient
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +101,9 @@ class Step:
 
     def __post_init__(self) -> None:
         if self.op not in OPERATIONS:
-            raise ValueError(f"unknown operation {self.op!r}: a step is one of {', '.join(OPERATIONS)}")
+            raise ValueError(
+                f"unknown operation {self.op!r}: a step is one of {', '.join(OPERATIONS)}"
+            )
         units.whole(self.at, self.op)
 
     def __str__(self) -> str:
@@ -115,8 +136,14 @@ class Plan:
         object.__setattr__(self, "steps", tuple(self.steps))
         *_, end = self.states
         if end.gradient or len(end.values) > 1:
-            left = f"the gradient of x{end.gradient} is as far as it gets" if end.gradient else f"values {sorted(end.values - {0})} are left over"
-            raise ValueError(f"the plan ends too early: {left}; it must end with backward 0 and nothing held but x0")
+            left = (
+                f"the gradient of x{end.gradient} is as far as it gets"
+                if end.gradient
+                else f"values {sorted(end.values - {0})} are left over"
+            )
+            raise ValueError(
+                f"the plan ends too early: {left}; it must end with backward 0 and nothing held but x0"
+            )
 
     @functools.cached_property
     def states(self) -> tuple[State, ...]:
@@ -148,12 +175,18 @@ def _after(state: State, step: Step, n: int) -> State:
             raise ValueError(f"its input x{i} is not held: compute it again from an earlier value")
         if i + 1 in state.values:
             raise ValueError(f"x{i + 1} is held already: drop it first, or use it")
-        return replace(state, values=state.values | {i + 1}, recorded=state.recorded | ({i} if op == "record" else frozenset()))
+        return replace(
+            state,
+            values=state.values | {i + 1},
+            recorded=state.recorded | ({i} if op == "record" else frozenset()),
+        )
     if op == "backward":
         if i not in state.recorded:
             raise ValueError(f"stage {i} has not been recorded: a b node needs its f node")
         if state.gradient != i + 1:
-            raise ValueError(f"the gradient has reached x{state.gradient}: stage {state.gradient - 1} is next")
+            raise ValueError(
+                f"the gradient has reached x{state.gradient}: stage {state.gradient - 1} is next"
+            )
         return State(state.values - {i + 1}, state.recorded - {i}, i)
     if i not in state.values:
         raise ValueError(f"x{i} is not held")
@@ -197,18 +230,34 @@ def simulate(plan: Plan, costs: Costs) -> Run:
     moments = []
     for before, step in zip(["start", *map(str, plan.steps)], plan.states, strict=True):
         lines = [
-            Line("values", sum(sizes[i] for i in step.values), component="activations", count=len(step.values)),
-            Line("interiors", sum(costs.stages[i].interior for i in step.recorded), component="activations", count=len(step.recorded)),
+            Line(
+                "values",
+                sum(sizes[i] for i in step.values),
+                component="activations",
+                count=len(step.values),
+            ),
+            Line(
+                "interiors",
+                sum(costs.stages[i].interior for i in step.recorded),
+                component="activations",
+                count=len(step.recorded),
+            ),
             Line("gradient", gradients[step.gradient], component="gradients"),
         ]
         moments.append(Moment(phase_of(moments, before), before, Ledger(lines)))
-    cost = sum(stage.forward * times for stage, times in zip(costs.stages, plan.evaluations, strict=True))
+    cost = sum(
+        stage.forward * times for stage, times in zip(costs.stages, plan.evaluations, strict=True)
+    )
     return Run(plan.evaluations, cost, History(moments))
 
 
 def phase_of(moments: list[Moment], event: str) -> str:
     """The phase of the next moment: everything after the first backward step belongs to the backward pass."""
-    return "backward" if event.startswith("backward") or (moments and moments[-1].phase == "backward") else "forward"
+    return (
+        "backward"
+        if event.startswith("backward") or (moments and moments[-1].phase == "backward")
+        else "forward"
+    )
 
 
 # Every plan below is one rule, asked about ever smaller pieces of the chain. For stages s … t, with x_s held, it either splits at a stage j
@@ -260,7 +309,9 @@ def segments(n: int, k: int) -> Plan:
         raise ValueError(f"{n} stages cannot be cut into {k} segments: use 1 … {n}")
     starts = tuple(part * (n // k) + min(part, n % k) for part in range(1, k))
     name = "keep everything" if k == 1 else "every stage" if k == n else f"{k} segments"
-    return unroll(n, lambda s, t, rest: (rest[0], rest[1:], ()) if rest else (None, (), ()), starts, name)
+    return unroll(
+        n, lambda s, t, rest: (rest[0], rest[1:], ()) if rest else (None, (), ()), starts, name
+    )
 
 
 def keep_nothing(n: int) -> Plan:
@@ -295,7 +346,9 @@ def binomial(n: int, snapshots: int) -> Plan:
 
     @functools.cache
     def ahead(length: int, free: int) -> int:
-        return min(range(1, length), key=lambda m: m + fewest(length - m, free - 1) + fewest(m, free))
+        return min(
+            range(1, length), key=lambda m: m + fewest(length - m, free - 1) + fewest(m, free)
+        )
 
     def rule(s: int, t: int, free: int) -> tuple:
         if s == t:
@@ -341,7 +394,10 @@ class _Optimum:
         # gradient[i] is held while stage i−1 waits for its backward pass; the gradient of the chain's output belongs to the caller.
         self.gradient = [costs.input_gradient, *(stage.gradient for stage in costs.stages[:-1]), 0]
         kinds: dict[tuple, int] = {}
-        self.kinds = [kinds.setdefault((stage, self.gradient[i], self.gradient[i + 1]), len(kinds)) for i, stage in enumerate(costs.stages)]
+        self.kinds = [
+            kinds.setdefault((stage, self.gradient[i], self.gradient[i + 1]), len(kinds))
+            for i, stage in enumerate(costs.stages)
+        ]
         self.known: dict[tuple[int, ...], _Front] = {}
         for length in range(1, self.n + 1):
             for s in range(self.n - length + 1):
@@ -363,7 +419,11 @@ class _Optimum:
         stages, fullest, cost, previous = self.costs.stages, 0, 0, 0
         for j in range(s + 1, t + 1):
             size = stages[j - 1].output
-            fullest, cost, previous = max(fullest, previous + size + self.gradient[t + 1]), cost + stages[j - 1].forward, size
+            fullest, cost, previous = (
+                max(fullest, previous + size + self.gradient[t + 1]),
+                cost + stages[j - 1].forward,
+                size,
+            )
             yield j, size, max(fullest, self.gradient[s]), cost
 
     def solve(self, s: int, t: int) -> _Front:
@@ -381,7 +441,9 @@ class _Optimum:
             rooms = np.unique(np.maximum(rooms, max(least, right.bytes[0] + size, left.bytes[0])))
             needs.append(rooms)
             costs.append(
-                cost + right.costs[np.searchsorted(right.bytes, rooms - size, "right") - 1] + left.costs[np.searchsorted(left.bytes, rooms, "right") - 1]
+                cost
+                + right.costs[np.searchsorted(right.bytes, rooms - size, "right") - 1]
+                + left.costs[np.searchsorted(left.bytes, rooms, "right") - 1]
             )
         return _Front.of(needs, costs, self.limit)
 
@@ -389,10 +451,18 @@ class _Optimum:
         held, least = self.first(s, t)
         if s == t:
             return None, 0, 0
-        best = self.front(s + 1, t).cost(room - held) + self.costs.stages[s].forward if least <= room else math.inf
+        best = (
+            self.front(s + 1, t).cost(room - held) + self.costs.stages[s].forward
+            if least <= room
+            else math.inf
+        )
         choice: tuple[int | None, int, int] = (None, room - held, 0)
         for j, size, least, cost in self.sweeps(s, t):
-            total = cost + self.front(j, t).cost(room - size) + self.front(s, j - 1).cost(room) if least <= room else math.inf
+            total = (
+                cost + self.front(j, t).cost(room - size) + self.front(s, j - 1).cost(room)
+                if least <= room
+                else math.inf
+            )
             if total < best:
                 best, choice = total, (j, room - size, room)
         return choice
@@ -405,12 +475,17 @@ def frontier(costs: Costs) -> tuple[tuple[int, int | float], ...]:
     ((3, 5), (4, 3))
     """
     front = _Optimum(costs).front(0, len(costs) - 1)
-    return tuple((int(need) + costs.input, cost) for need, cost in zip(front.bytes, front.costs.tolist(), strict=True))
+    return tuple(
+        (int(need) + costs.input, cost)
+        for need, cost in zip(front.bytes, front.costs.tolist(), strict=True)
+    )
 
 
 def smallest_budget(costs: Costs) -> int:
     """The fewest bytes that any plan of `plan` can peak at, x₀ included."""
-    free = Costs([replace(stage, forward=0) for stage in costs.stages], costs.input, costs.input_gradient)
+    free = Costs(
+        [replace(stage, forward=0) for stage in costs.stages], costs.input, costs.input_gradient
+    )
     return frontier(free)[0][0]
 
 
@@ -431,5 +506,9 @@ def plan(costs: Costs, budget: int) -> Plan:
     front = optimum.front(0, len(costs) - 1)
     if not len(front.bytes):
         least = smallest_budget(costs)
-        raise ValueError(f"no plan fits a budget of {budget:,} bytes ({units.text(budget)}): the smallest possible one is {least:,} ({units.text(least)})")
-    return unroll(len(costs), optimum.rule, int(front.bytes[-1]), f"optimal for {units.text(budget)}")
+        raise ValueError(
+            f"no plan fits a budget of {budget:,} bytes ({units.text(budget)}): the smallest possible one is {least:,} ({units.text(least)})"
+        )
+    return unroll(
+        len(costs), optimum.rule, int(front.bytes[-1]), f"optimal for {units.text(budget)}"
+    )

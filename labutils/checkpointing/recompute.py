@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from labutils.precision import autocast
 
 
-def checkpoint(fn: Callable[..., Any], *args: Any, generators: Iterable[torch.Generator] = (), **kwargs: Any) -> Any:
+def checkpoint(
+    fn: Callable[..., Any], *args: Any, generators: Iterable[torch.Generator] = (), **kwargs: Any
+) -> Any:
     """What `fn(*args, **kwargs)` returns; of the tensors that autograd saves inside `fn` only the arguments stay in memory.
 
     The second evaluation sees the random state and the autocast setting of the first, so dropout draws the same mask. Give `generators`
@@ -31,7 +33,9 @@ def checkpoint(fn: Callable[..., Any], *args: Any, generators: Iterable[torch.Ge
     Source: the same contract as torch.utils.checkpoint(use_reentrant=False); Chen et al. 1604.06174, section 3.
     """
     if not callable(fn):
-        raise TypeError(f"checkpoint needs a function and its arguments, got {type(fn).__name__}: write checkpoint(block, x), not checkpoint(block(x))")
+        raise TypeError(
+            f"checkpoint needs a function and its arguments, got {type(fn).__name__}: write checkpoint(block, x), not checkpoint(block(x))"
+        )
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     region = _Region(fn, args, kwargs, generators)
@@ -42,13 +46,22 @@ def checkpoint(fn: Callable[..., Any], *args: Any, generators: Iterable[torch.Ge
 class Ambient:
     """What a function's result depends on beside its arguments: the state of random generators and the autocast setting, torch's and ours, to be replayed."""
 
-    def __init__(self, tensors: Iterable[Tensor], generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(
+        self, tensors: Iterable[Tensor], generators: Iterable[torch.Generator] = ()
+    ) -> None:
         devices = {tensor.device for tensor in tensors}
-        cuda = [torch.cuda.default_generators[device.index] for device in devices if device.type == "cuda"]
+        cuda = [
+            torch.cuda.default_generators[device.index]
+            for device in devices
+            if device.type == "cuda"
+        ]
         self.generators = [torch.default_generator, *cuda, *generators]
         self.states = [generator.get_state() for generator in self.generators]
         kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
-        self.autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in kinds
+        ]
         self.cached = torch.is_autocast_cache_enabled()
         self.region = autocast.innermost()
 
@@ -59,7 +72,11 @@ class Ambient:
         with ExitStack() as settings:
             for kind, dtype, enabled in self.autocast:
                 if enabled or torch.is_autocast_enabled(kind):
-                    settings.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cached))
+                    settings.enter_context(
+                        torch.autocast(
+                            kind, dtype=dtype, enabled=enabled, cache_enabled=self.cached
+                        )
+                    )
             if self.region or autocast.innermost():
                 settings.enter_context(self.region or autocast(enabled=False))
             try:
@@ -100,7 +117,13 @@ class _Keep(torch.autograd.Function):
 class _Region:
     """One call of a checkpointed function. The graph owns it, through its slots, and the region never owns the graph: nothing leaks."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict, generators: Iterable[torch.Generator]) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        generators: Iterable[torch.Generator],
+    ) -> None:
         leaves, self.shape = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.fn = fn
@@ -133,7 +156,11 @@ class _Region:
             slot = slots[place]
             if slot is not None:
                 if slot.kind != _kind(tensor):
-                    raise RuntimeError(self.complaint(f"saved {_spoken(slot.kind)} as tensor {place} the first time and {_spoken(_kind(tensor))} now"))
+                    raise RuntimeError(
+                        self.complaint(
+                            f"saved {_spoken(slot.kind)} as tensor {place} the first time and {_spoken(_kind(tensor))} now"
+                        )
+                    )
                 slot.tensor = tensor
             if place == last:
                 raise _Enough(self)
@@ -144,13 +171,19 @@ class _Region:
             leaves[place] = tensor
         args, kwargs = tree_unflatten(leaves, self.shape)
         try:
-            with self.ambient.replayed(), torch.enable_grad(), saved_tensors_hooks(capture, lambda tensor: tensor):
+            with (
+                self.ambient.replayed(),
+                torch.enable_grad(),
+                saved_tensors_hooks(capture, lambda tensor: tensor),
+            ):
                 self.fn(*args, **kwargs)
         except _Enough as enough:
             if enough.region is not self:
                 raise
         else:
-            raise RuntimeError(self.complaint(f"saved {len(slots)} tensors the first time and {next(places)} now"))
+            raise RuntimeError(
+                self.complaint(f"saved {len(slots)} tensors the first time and {next(places)} now")
+            )
 
     def complaint(self, what: str) -> str:
         name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
@@ -163,4 +196,6 @@ def _kind(tensor: Tensor) -> tuple:
 
 def _spoken(kind: tuple) -> str:
     shape, dtype, device = kind
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" + (f" on {device}" if device.type != "cpu" else "")
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" + (
+        f" on {device}" if device.type != "cpu" else ""
+    )

@@ -14,7 +14,15 @@ goes on. `average_gradients`, `server_step` and `replicate_each_step` are what c
 [[1.5, 1.5, 1.5]]
 """
 
-from labutils.data_parallel.buckets import BUCKET_BYTES, Bucket, buckets, hideable, predict, predict_buffers, predict_start
+from labutils.data_parallel.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    buckets,
+    hideable,
+    predict,
+    predict_buffers,
+    predict_start,
+)
 from labutils.data_parallel.data import sampler, share
 from labutils.data_parallel.plain import average_gradients, replicate_each_step, server_step
 from labutils.data_parallel.replica import Replica, replicate

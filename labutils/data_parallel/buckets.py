@@ -25,7 +25,9 @@ class Bucket:
         return sum(self.sizes)
 
 
-def buckets(sizes: Mapping[str, int], bucket_bytes: int = BUCKET_BYTES, *, itemsize: int = 4) -> tuple[Bucket, ...]:
+def buckets(
+    sizes: Mapping[str, int], bucket_bytes: int = BUCKET_BYTES, *, itemsize: int = 4
+) -> tuple[Bucket, ...]:
     """Buckets of at most `bucket_bytes`, in the order in which they are reduced, for parameters with `sizes` in bytes, in forward order.
 
     >>> [bucket.names for bucket in buckets({"embed": 10, "hidden": 10, "head": 5}, 16)]
@@ -42,11 +44,19 @@ def buckets(sizes: Mapping[str, int], bucket_bytes: int = BUCKET_BYTES, *, items
             held = 0
         grouped[-1].append(name)
         held += sizes[name]
-    return tuple(Bucket(tuple(names), tuple(sizes[name] for name in names), itemsize) for names in grouped)
+    return tuple(
+        Bucket(tuple(names), tuple(sizes[name] for name in names), itemsize) for names in grouped
+    )
 
 
 def predict(
-    grouped: Sequence[Bucket], n: int, *, itemsize: int | None = None, backwards: int = 1, find_unused: bool = False, algorithm: str = "ring"
+    grouped: Sequence[Bucket],
+    n: int,
+    *,
+    itemsize: int | None = None,
+    backwards: int = 1,
+    find_unused: bool = False,
+    algorithm: str = "ring",
 ) -> Ledger:
     """Bytes that each of `n` ranks sends to reduce these buckets in `backwards` backward passes.
 
@@ -56,10 +66,18 @@ def predict(
     {0: 1200, 1: 1200, 2: 1200, 3: 1200}
     """
     units.whole(backwards, "backwards")
-    calls = [("all_reduce", algorithm, bucket.nbytes // bucket.itemsize, itemsize or bucket.itemsize) for bucket in grouped]
+    calls = [
+        ("all_reduce", algorithm, bucket.nbytes // bucket.itemsize, itemsize or bucket.itemsize)
+        for bucket in grouped
+    ]
     if find_unused:
-        calls.append(("unused", "ring", sum(len(bucket.names) for bucket in grouped), 1))  # a byte a parameter: has it a gradient here?
-    sent = (_named(name, collectives.predict_all_reduce(way, nbytes=numel * width, n=n, itemsize=width)) for name, way, numel, width in calls)
+        calls.append(
+            ("unused", "ring", sum(len(bucket.names) for bucket in grouped), 1)
+        )  # a byte a parameter: has it a gradient here?
+    sent = (
+        _named(name, collectives.predict_all_reduce(way, nbytes=numel * width, n=n, itemsize=width))
+        for name, way, numel, width in calls
+    )
     return Ledger(line for lines in sent for line in lines).scaled(backwards).merged()
 
 
@@ -70,7 +88,13 @@ def predict_start(module: nn.Module, n: int) -> Ledger:
     {0: 32, 1: 16}
     """
     tensors = (*module.parameters(), *module.buffers())
-    sent = (_named("broadcast", collectives.predict_broadcast("tree", nbytes=x.nbytes, n=n, itemsize=x.itemsize)) for x in tensors)
+    sent = (
+        _named(
+            "broadcast",
+            collectives.predict_broadcast("tree", nbytes=x.nbytes, n=n, itemsize=x.itemsize),
+        )
+        for x in tensors
+    )
     return Ledger(line for lines in sent for line in lines).merged()
 
 
@@ -81,7 +105,13 @@ def predict_buffers(module: nn.Module, n: int, *, forwards: int = 1) -> Ledger:
     {0: 80, 1: 40}
     """
     held = sum(buffer.nbytes for buffer in module.buffers())
-    return Ledger(_named("buffers", collectives.predict_broadcast("tree", nbytes=held, n=n, itemsize=1))).scaled(units.whole(forwards, "forwards")).merged()
+    return (
+        Ledger(
+            _named("buffers", collectives.predict_broadcast("tree", nbytes=held, n=n, itemsize=1))
+        )
+        .scaled(units.whole(forwards, "forwards"))
+        .merged()
+    )
 
 
 def hideable(grouped: Sequence[Bucket]) -> float:

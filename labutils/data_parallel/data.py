@@ -6,7 +6,16 @@ from labutils import units
 from labutils.world import Comm
 
 
-def sampler(length: int, rank: int, size: int, *, epoch: int = 0, seed: int = 0, shuffle: bool = True, drop_last: bool = False) -> list[int]:
+def sampler(
+    length: int,
+    rank: int,
+    size: int,
+    *,
+    epoch: int = 0,
+    seed: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
+) -> list[int]:
     """The indices, out of `length` examples, that `rank` of `size` reads in `epoch`: equally many on all ranks.
 
     >>> [sampler(10, rank, 4, shuffle=False) for rank in range(4)]
@@ -20,7 +29,11 @@ def sampler(length: int, rank: int, size: int, *, epoch: int = 0, seed: int = 0,
     if not 0 <= units.whole(rank, "rank") < units.whole(size, "size", 1):
         raise ValueError(f"there is no rank {rank} of {size}: use 0 … {size - 1}")
     # One permutation for all ranks: they agree without talking.
-    order = torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist() if shuffle else range(length)
+    order = (
+        torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+        if shuffle
+        else range(length)
+    )
     rounds = length // size if drop_last else -(-length // size)
     return [order[place % length] for place in range(rank, rounds * size, size)]
 
@@ -30,7 +43,9 @@ def share(count: int, comm: Comm) -> float:
 
     Cost: one all-reduce of 8 bytes. Equal counts give 1 on every rank.
     """
-    total = comm.all_reduce(torch.tensor([float(units.whole(count, "count"))], dtype=torch.float64)).item()
+    total = comm.all_reduce(
+        torch.tensor([float(units.whole(count, "count"))], dtype=torch.float64)
+    ).item()
     if not total:
         raise ValueError("nothing on any rank counts towards the loss: every target is left out")
     return count * comm.size / total

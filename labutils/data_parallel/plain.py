@@ -21,7 +21,13 @@ def average_gradients(module: nn.Module, comm: Comm) -> None:
             parameter.grad.div_(comm.size)
 
 
-def server_step(module: nn.Module, comm: Comm, optimizer: torch.optim.Optimizer | None, loss: Callable[[Any], Tensor], batch: Any) -> Tensor:
+def server_step(
+    module: nn.Module,
+    comm: Comm,
+    optimizer: torch.optim.Optimizer | None,
+    loss: Callable[[Any], Tensor],
+    batch: Any,
+) -> Tensor:
     """This rank's loss; one step with a parameter server: rank 0 hands out the weights, adds up the gradients, and alone has an optimizer.
 
     Cost: rank 0 sends (N−1) times the weights and receives (N−1) times the gradients; a worker sends its gradient once.
@@ -36,7 +42,12 @@ def server_step(module: nn.Module, comm: Comm, optimizer: torch.optim.Optimizer 
 
 
 def replicate_each_step(
-    module: nn.Module, comm: Comm, optimizer: torch.optim.Optimizer | None, loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor
+    module: nn.Module,
+    comm: Comm,
+    optimizer: torch.optim.Optimizer | None,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor,
 ) -> Tensor | None:
     """Rank 0's loss of the whole batch, None elsewhere; one step as nn.DataParallel does it, with replicas that live for one forward pass.
 
@@ -51,7 +62,9 @@ def replicate_each_step(
     module.zero_grad()
     outputs = module(mine)
     with comm.record("outputs"):
-        gathered = collectives.gather_star(outputs.detach(), comm, sizes=collectives.shares(len(inputs), comm.size))
+        gathered = collectives.gather_star(
+            outputs.detach(), comm, sizes=collectives.shares(len(inputs), comm.size)
+        )
     slope = torch.empty(len(inputs), *outputs.shape[1:], dtype=outputs.dtype, device=outputs.device)
     value = None
     if gathered is not None:
@@ -69,13 +82,17 @@ def _hand_out(module: nn.Module, comm: Comm) -> None:
         _scatter_into(parameters, collectives.broadcast_star(_joined(parameters), comm))
 
 
-def _add_up(module: nn.Module, comm: Comm, optimizer: torch.optim.Optimizer | None, divisor: int) -> None:
+def _add_up(
+    module: nn.Module, comm: Comm, optimizer: torch.optim.Optimizer | None, divisor: int
+) -> None:
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     with comm.record("gradients"):
         total = collectives.reduce_star(_joined(gradients), comm)
     if total is not None:
         if optimizer is None:
-            raise ValueError("rank 0 is the one that steps, and has no optimizer: pass it one, and None on the other ranks")
+            raise ValueError(
+                "rank 0 is the one that steps, and has no optimizer: pass it one, and None on the other ranks"
+            )
         _scatter_into(gradients, total / divisor)
         optimizer.step()
 
@@ -85,5 +102,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _scatter_into(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, part in zip(
+        tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
+    ):
         tensor.copy_(part.view_as(tensor))

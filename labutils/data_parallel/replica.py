@@ -17,7 +17,9 @@ from labutils.data_parallel.buckets import BUCKET_BYTES, Bucket, buckets
 from labutils.data_parallel.timeline import Span, Timeline
 from labutils.world import Comm, MismatchError, Work
 
-_HOOKS = WeakTensorKeyDictionary()  # of each replicated parameter: the one hook that reduces its gradient
+_HOOKS = (
+    WeakTensorKeyDictionary()
+)  # of each replicated parameter: the one hook that reduces its gradient
 
 
 class Replica(nn.Module):
@@ -40,19 +42,44 @@ class Replica(nn.Module):
         algorithm: str,
     ) -> None:
         super().__init__()
-        self.module, self.comm, self.overlap, self.find_unused, self.synchronize = module, comm, overlap, find_unused, True
-        self.static_graph, self.forward_sync_buffers, self.reduce_dtype, self.algorithm = static_graph, forward_sync_buffers, reduce_dtype, algorithm
-        self._named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.module, self.comm, self.overlap, self.find_unused, self.synchronize = (
+            module,
+            comm,
+            overlap,
+            find_unused,
+            True,
+        )
+        self.static_graph, self.forward_sync_buffers, self.reduce_dtype, self.algorithm = (
+            static_graph,
+            forward_sync_buffers,
+            reduce_dtype,
+            algorithm,
+        )
+        self._named = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
         if not self._named:
-            raise ValueError("no parameter of this module needs a gradient: there is nothing to reduce")
+            raise ValueError(
+                "no parameter of this module needs a gradient: there is nothing to reduce"
+            )
         self.buckets = self._grouped(bucket_bytes)
         _broadcast(module, comm)
-        self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        self._frozen = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad
+        }
         self._flat: list[Tensor] = []
-        self._home: dict[Tensor, tuple[str, int, Tensor]] = {}  # of each parameter: its name, its bucket, and where in it its gradient lives
+        self._home: dict[
+            Tensor, tuple[str, int, Tensor]
+        ] = {}  # of each parameter: its name, its bucket, and where in it its gradient lives
         for bucket in self.buckets:
             self._lay_out(bucket)
-        self._times: dict[Tensor, int] | None = None if static_graph else {}  # how often a gradient comes in one backward pass, where not once
+        self._times: dict[Tensor, int] | None = (
+            None if static_graph else {}
+        )  # how often a gradient comes in one backward pass, where not once
         self._began, self._stamps, self._travelled = 0.0, [], []
         self._buffers_may_differ = True
         self._begin()
@@ -72,16 +99,24 @@ class Replica(nn.Module):
 
     def _sync_buffers(self) -> None:
         """Rank 0's buffers on every rank, as one message, if this is the first forward pass since one that a reduction followed."""
-        buffers = [buffer for buffer in self.module.buffers() if buffer.numel()] if self.forward_sync_buffers and self._buffers_may_differ else []
+        buffers = (
+            [buffer for buffer in self.module.buffers() if buffer.numel()]
+            if self.forward_sync_buffers and self._buffers_may_differ
+            else []
+        )
         self._buffers_may_differ = torch.is_grad_enabled() and self.synchronize
         if not buffers:
             return
         parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers]
         with self.comm.record("buffers"):
             joined = self.comm.broadcast(torch.cat(parts))
-        if self.comm.rank:  # a graph that has saved one of them for its backward pass keeps its peace, as under DDP
+        if (
+            self.comm.rank
+        ):  # a graph that has saved one of them for its backward pass keeps its peace, as under DDP
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-                for buffer, part in zip(buffers, joined.split([part.numel() for part in parts]), strict=True):
+                for buffer, part in zip(
+                    buffers, joined.split([part.numel() for part in parts]), strict=True
+                ):
                     buffer.copy_(part.clone().view(buffer.dtype).view_as(buffer))
 
     @contextlib.contextmanager
@@ -104,12 +139,18 @@ class Replica(nn.Module):
         """When this rank computed in its last step, from the call of the module on, and when its buckets travelled."""
         began, last, spans = self._began, self._began, []
         for kind, name, stamp in self._stamps:
-            if spans and (spans[-1].kind, spans[-1].name) == (kind, name):  # weight and bias of one layer
+            if spans and (spans[-1].kind, spans[-1].name) == (
+                kind,
+                name,
+            ):  # weight and bias of one layer
                 spans[-1] = replace(spans[-1], end=stamp - began)
             else:
                 spans.append(Span(self.comm.rank, kind, name, last - began, stamp - began))
             last = stamp
-        travelled = [Span(self.comm.rank, "reduce", f"bucket {k}", start - began, end - began) for k, (start, end) in enumerate(self._travelled)]
+        travelled = [
+            Span(self.comm.rank, "reduce", f"bucket {k}", start - began, end - began)
+            for k, (start, end) in enumerate(self._travelled)
+        ]
         return Timeline((*spans, *travelled))
 
     def _grouped(self, bucket_bytes: int) -> tuple[Bucket, ...]:
@@ -117,21 +158,38 @@ class Replica(nn.Module):
         kinds: dict[tuple, dict[str, int]] = {}
         for name, parameter in self._named.items():
             kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter.nbytes
-        return tuple(bucket for (dtype, _), sizes in kinds.items() for bucket in buckets(sizes, bucket_bytes, itemsize=dtype.itemsize))
+        return tuple(
+            bucket
+            for (dtype, _), sizes in kinds.items()
+            for bucket in buckets(sizes, bucket_bytes, itemsize=dtype.itemsize)
+        )
 
     def _lay_out(self, bucket: Bucket) -> None:
         """Memory for a bucket, and a hook on each of its parameters, in place of one that an earlier replica may have left."""
-        held = weakref.ref(self)  # a hook that held its replica would keep both alive, buckets and all, until the garbage collector comes by
+        held = weakref.ref(
+            self
+        )  # a hook that held its replica would keep both alive, buckets and all, until the garbage collector comes by
 
         def hook(parameter: Tensor) -> None:
             replica = held()
             if replica is None:
-                raise RuntimeError("this module has been replicated, and its replica is gone: keep what replicate(…) returned, and call that")
+                raise RuntimeError(
+                    "this module has been replicated, and its replica is gone: keep what replicate(…) returned, and call that"
+                )
             replica._ready(parameter)
 
         parameters = [self._named[name] for name in bucket.names]
-        flat = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-        for name, parameter, view in zip(bucket.names, parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True):
+        flat = torch.zeros(
+            sum(parameter.numel() for parameter in parameters),
+            dtype=parameters[0].dtype,
+            device=parameters[0].device,
+        )
+        for name, parameter, view in zip(
+            bucket.names,
+            parameters,
+            flat.split([parameter.numel() for parameter in parameters]),
+            strict=True,
+        ):
             self._home[parameter] = name, len(self._flat), view.view_as(parameter)
             if parameter in _HOOKS:
                 _HOOKS[parameter].remove()
@@ -143,10 +201,18 @@ class Replica(nn.Module):
         frozen = [name for name, parameter in self._named.items() if not parameter.requires_grad]
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if frozen or thawed:
-            what = " and ".join(f"{', '.join(names)} {verb}" for names, verb in ((frozen, "frozen"), (thawed, "thawed")) if names)
-            raise RuntimeError(f"since replicate(…): {what}; decide what is trained first, then replicate")
+            what = " and ".join(
+                f"{', '.join(names)} {verb}"
+                for names, verb in ((frozen, "frozen"), (thawed, "thawed"))
+                if names
+            )
+            raise RuntimeError(
+                f"since replicate(…): {what}; decide what is trained first, then replicate"
+            )
         if self._came:
-            raise RuntimeError("the last backward pass ended with an error while gradients travelled: call replicate(…) again, on all ranks")
+            raise RuntimeError(
+                "the last backward pass ended with an error while gradients travelled: call replicate(…) again, on all ranks"
+            )
 
     def _begin(self) -> None:
         """Everything as it is before a backward pass."""
@@ -174,8 +240,14 @@ class Replica(nn.Module):
             return
         times = self._times.get(parameter, 1)
         if came > times:
-            remedy = "this graph is not static" if self.static_graph else "give those use_reentrant=False, or pass static_graph=True if all steps are alike"
-            raise RuntimeError(f"the gradient of {name} comes {came} times in one backward pass, as from two reentrant checkpoints: {remedy}")
+            remedy = (
+                "this graph is not static"
+                if self.static_graph
+                else "give those use_reentrant=False, or pass static_graph=True if all steps are alike"
+            )
+            raise RuntimeError(
+                f"the gradient of {name} comes {came} times in one backward pass, as from two reentrant checkpoints: {remedy}"
+            )
         if came == times:
             self._put(parameter)
             self._left[bucket] -= 1
@@ -189,7 +261,9 @@ class Replica(nn.Module):
             view.zero_()
         elif self.synchronize:
             torch.div(parameter.grad.detach(), self.comm.size, out=view)
-        elif parameter.grad is not view:  # it is one already where gradients accumulate, or are cleared to zero instead of None
+        elif (
+            parameter.grad is not view
+        ):  # it is one already where gradients accumulate, or are cleared to zero instead of None
             view.copy_(parameter.grad)
         parameter.grad = view
 
@@ -198,7 +272,9 @@ class Replica(nn.Module):
         while len(self._works) < len(self.buckets) and may_go():
             flat = self._flat[len(self._works)]
             wire = flat if self.reduce_dtype is None else flat.to(self.reduce_dtype)
-            self._works.append(self.comm.all_reduce(wire, algorithm=self.algorithm, out=wire, async_op=True))
+            self._works.append(
+                self.comm.all_reduce(wire, algorithm=self.algorithm, out=wire, async_op=True)
+            )
 
     def _finish(self) -> None:
         """The backward pass is over: every gradient must have come, or count as zero."""
@@ -206,15 +282,27 @@ class Replica(nn.Module):
             self._times = dict(self._came)
             for parameter in self._came:
                 self._put(parameter)
-        missing = {parameter: name for parameter, (name, _, _) in self._home.items() if parameter not in self._came}
+        missing = {
+            parameter: name
+            for parameter, (name, _, _) in self._home.items()
+            if parameter not in self._came
+        }
         if self._came and missing and not self.find_unused:
             raise RuntimeError(
                 f"rank {self.comm.rank}: no gradient came for {', '.join(missing.values())}, and all ranks wait for it; "
                 "freeze what the loss does not use, or pass find_unused=True"
             )
-        if late := [name for parameter, (name, _, _) in self._home.items() if 0 < self._came.get(parameter, 0) < self._times.get(parameter, 1)]:
-            raise RuntimeError(f"rank {self.comm.rank}: {', '.join(late)} came less often than in the first backward pass: this graph is not static")
-        if self._came or self.find_unused:  # else it was a backward pass to somewhere else, as torch.autograd.grad makes one
+        if late := [
+            name
+            for parameter, (name, _, _) in self._home.items()
+            if 0 < self._came.get(parameter, 0) < self._times.get(parameter, 1)
+        ]:
+            raise RuntimeError(
+                f"rank {self.comm.rank}: {', '.join(late)} came less often than in the first backward pass: this graph is not static"
+            )
+        if (
+            self._came or self.find_unused
+        ):  # else it was a backward pass to somewhere else, as torch.autograd.grad makes one
             self._reduce(missing)
         self._begin()
 
@@ -235,7 +323,11 @@ class Replica(nn.Module):
 
     def _used(self) -> set[Tensor]:
         """The parameters that have a gradient on any rank."""
-        here = torch.tensor([parameter.grad is not None for parameter in self._home], dtype=torch.uint8, device=self._flat[0].device)
+        here = torch.tensor(
+            [parameter.grad is not None for parameter in self._home],
+            dtype=torch.uint8,
+            device=self._flat[0].device,
+        )
         with self.comm.record("unused"):
             anywhere = self.comm.all_reduce(here, "max").tolist()
         return {parameter for parameter, used in zip(self._home, anywhere, strict=True) if used}
@@ -270,7 +362,9 @@ def replicate(
     Source: S. Li et al., PyTorch Distributed, 2006.15704, sections 3.2 and 4.
     """
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-        raise ValueError(f"gradients cannot be added up in {reduce_dtype}: use torch.bfloat16, torch.float32, or None for their own dtype")
+        raise ValueError(
+            f"gradients cannot be added up in {reduce_dtype}: use torch.bfloat16, torch.float32, or None for their own dtype"
+        )
     if f"all_reduce_{algorithm}" not in collectives.ALL_REDUCES:
         names = ", ".join(name.removeprefix("all_reduce_") for name in collectives.ALL_REDUCES)
         raise ValueError(f"no all-reduce called {algorithm!r}: use one of {names}")
@@ -294,4 +388,6 @@ def _broadcast(module: nn.Module, comm: Comm) -> None:
         try:
             value.copy_(comm.broadcast(value.contiguous()))
         except MismatchError as error:
-            raise MismatchError(f"{name!r} is not alike on all ranks: build the same module everywhere, then replicate it\n{error}") from None
+            raise MismatchError(
+                f"{name!r} is not alike on all ranks: build the same module everywhere, then replicate it\n{error}"
+            ) from None

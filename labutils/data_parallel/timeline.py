@@ -44,7 +44,9 @@ class Timeline:
     @property
     def exposed(self) -> float:
         """Seconds from the end of the last computation on any rank to the end of the step: communication that nothing hides."""
-        return self.makespan - max((span.end for span in self.spans if span.kind != "reduce"), default=0.0)
+        return self.makespan - max(
+            (span.end for span in self.spans if span.kind != "reduce"), default=0.0
+        )
 
     @property
     def hidden(self) -> float:
@@ -60,7 +62,14 @@ class Timeline:
         return 1 - open_ / total if total else 1.0
 
 
-def simulate(layers: Sequence[tuple[int, float]], *, bucket_bytes: int, n: int, link: Link, overlap: bool = True) -> Timeline:
+def simulate(
+    layers: Sequence[tuple[int, float]],
+    *,
+    bucket_bytes: int,
+    n: int,
+    link: Link,
+    overlap: bool = True,
+) -> Timeline:
     """The backward pass of a chain of layers, each (gradient bytes, seconds), in forward order, on `n` ranks: as every one of them sees it.
 
     Buckets are reduced one after the other, each when its last gradient is there: the latency–bandwidth cost of a ring all-reduce.
@@ -71,7 +80,9 @@ def simulate(layers: Sequence[tuple[int, float]], *, bucket_bytes: int, n: int, 
     sizes = {f"layer {i}": nbytes for i, (nbytes, _) in enumerate(layers)}
     spans, now, ready = [], 0.0, {}
     for name, (_, seconds) in reversed(list(zip(sizes, layers, strict=True))):
-        spans.append(Span(0, "backward", name, now, now + units.positive(seconds, f"the seconds of {name}")))
+        spans.append(
+            Span(0, "backward", name, now, now + units.positive(seconds, f"the seconds of {name}"))
+        )
         now = ready[name] = spans[-1].end
     free = 0.0 if overlap else now
     for k, bucket in enumerate(buckets(sizes, bucket_bytes)):

@@ -1,6 +1,17 @@
 """FlashAttention, and what a fused kernel is: the same arithmetic, fewer trips to slow memory."""
 
-from labutils.flash.algorithms import OnlineSoftmax, SlowMemory, Tiling, attention, backward, flops, forward, merge, online, plain
+from labutils.flash.algorithms import (
+    OnlineSoftmax,
+    SlowMemory,
+    Tiling,
+    attention,
+    backward,
+    flops,
+    forward,
+    merge,
+    online,
+    plain,
+)
 from labutils.flash.counting import block_sizes, counted, traffic
 from labutils.flash.fused import Roof, layernorm, moved, one_pass, passes, softmax, swiglu
 

@@ -68,16 +68,28 @@ class OnlineSoftmax:
     Source: FlashAttention-2 (2307.08691), algorithm 1; its line 10 prints an inverse, diag(e^(m_old − m_new))⁻¹, that must not be there.
     """
 
-    def __init__(self, heads: int, rows: int, width: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        heads: int,
+        rows: int,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.out = torch.zeros(heads, rows, width, dtype=dtype, device=device)
         self.total = torch.zeros(heads, rows, 1, dtype=dtype, device=device)
         # The lowest finite number, not −inf: a row that has seen nothing must not compute −inf − (−inf).
         self.top = torch.full_like(self.total, torch.finfo(dtype).min)
 
-    def add(self, scores: Float[Tensor, "heads rows block"], values: Float[Tensor, "heads block width"]) -> None:
+    def add(
+        self, scores: Float[Tensor, "heads rows block"], values: Float[Tensor, "heads block width"]
+    ) -> None:
         """Takes one more block into account. Overwrites `scores`."""
         top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
-        rescale = (self.top - top).exp_()  # what was summed under the old maximum, in terms of the new one
+        rescale = (
+            self.top - top
+        ).exp_()  # what was summed under the old maximum, in terms of the new one
         weights = scores.sub_(top).exp_()
         self.total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
         self.out.mul_(rescale).baddbmm_(weights, values)
@@ -88,7 +100,9 @@ class OnlineSoftmax:
         return self.out / self.total.masked_fill(self.total == 0, 1), self.top + self.total.log()
 
 
-def online(blocks: Iterable[tuple[Float[Tensor, "_"], Float[Tensor, "_ width"]]]) -> tuple[Float[Tensor, "width"], Float[Tensor, ""]]:
+def online(
+    blocks: Iterable[tuple[Float[Tensor, "_"], Float[Tensor, "_ width"]]],
+) -> tuple[Float[Tensor, "width"], Float[Tensor, ""]]:
     """Output and log-sum-exp of one query whose (scores, values) arrive in blocks, each seen once and then forgotten.
 
     >>> online([(torch.tensor([0.0, 2.0]), torch.eye(3)[:2]), (torch.tensor([2.0]), torch.eye(3)[2:])])[0]
@@ -97,10 +111,16 @@ def online(blocks: Iterable[tuple[Float[Tensor, "_"], Float[Tensor, "_ width"]]]
     state = None
     for scores, values in blocks:
         if state is None:
-            state = OnlineSoftmax(1, 1, values.shape[1], dtype=_accumulator(values.dtype), device=values.device)
-        state.add(scores[None, None].to(state.out.dtype, copy=True), values[None].to(state.out.dtype))
+            state = OnlineSoftmax(
+                1, 1, values.shape[1], dtype=_accumulator(values.dtype), device=values.device
+            )
+        state.add(
+            scores[None, None].to(state.out.dtype, copy=True), values[None].to(state.out.dtype)
+        )
     if state is None:
-        raise ValueError("online needs at least one block of (scores, values): without one the width of the output is unknown")
+        raise ValueError(
+            "online needs at least one block of (scores, values): without one the width of the output is unknown"
+        )
     out, lse = state.finish()
     return out[0, 0], lse[0, 0, 0]
 
@@ -146,12 +166,16 @@ class SlowMemory:
     """
 
     def __init__(self, kv_heads: int, **tensors: Tensor) -> None:
-        self.tensors = {name: tensor.unflatten(1, (kv_heads, -1)) for name, tensor in tensors.items()}
+        self.tensors = {
+            name: tensor.unflatten(1, (kv_heads, -1)) for name, tensor in tensors.items()
+        }
         self.moved: dict[tuple[str, str], int] = {}  # bytes by (direction, name)
 
     def _tile(self, direction: str, name: str, at: slice) -> Tensor:
         tile = self.tensors[name][..., at, :]
-        self.moved[direction, name] = self.moved.get((direction, name), 0) + tile.numel() * tile.element_size()
+        self.moved[direction, name] = (
+            self.moved.get((direction, name), 0) + tile.numel() * tile.element_size()
+        )
         return tile
 
     def load(self, name: str, at: slice, dtype: torch.dtype) -> Float[Tensor, "heads rows width"]:
@@ -181,7 +205,13 @@ class Problem:
         """How far a causal mask is shifted; None where nothing is causal."""
         return self.tiling.offset
 
-    def scores(self, q: Float[Tensor, "heads q d"], k: Float[Tensor, "heads k d"], rows: slice, columns: slice) -> Float[Tensor, "heads q k"]:
+    def scores(
+        self,
+        q: Float[Tensor, "heads q d"],
+        k: Float[Tensor, "heads k d"],
+        rows: slice,
+        columns: slice,
+    ) -> Float[Tensor, "heads q k"]:
         """One tile of scores, −inf where a query must not look."""
         scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.mT, beta=0, alpha=self.scale)
         hidden = _hidden(rows, columns, self.offset, q.device)
@@ -189,7 +219,9 @@ class Problem:
             scores.unflatten(1, (-1, rows.stop - rows.start)).masked_fill_(hidden, -math.inf)
         if self.lengths is not None:
             ends = self.lengths.repeat_interleave(self.kv_heads)[:, None, None]
-            scores.masked_fill_(torch.arange(columns.start, columns.stop, device=q.device) >= ends, -math.inf)
+            scores.masked_fill_(
+                torch.arange(columns.start, columns.stop, device=q.device) >= ends, -math.inf
+            )
         return scores
 
 
@@ -220,7 +252,9 @@ def backward(memory: SlowMemory, problem: Problem) -> None:
     """
     dtype = problem.dtype
     for rows in problem.tiling.query_blocks:
-        product = (memory.load("dO", rows, dtype) * memory.load("O", rows, dtype)).sum(-1, keepdim=True)
+        product = (memory.load("dO", rows, dtype) * memory.load("O", rows, dtype)).sum(
+            -1, keepdim=True
+        )
         memory.store("D", rows, memory.load("D", rows, dtype) + product)
     for columns in problem.tiling.key_blocks:
         k, v = memory.load("K", columns, dtype), memory.load("V", columns, dtype)
@@ -231,15 +265,28 @@ def backward(memory: SlowMemory, problem: Problem) -> None:
         memory.store("dV", columns, dv)
 
 
-def _backward_tile(memory: SlowMemory, problem: Problem, rows: slice, columns: slice, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+def _backward_tile(
+    memory: SlowMemory,
+    problem: Problem,
+    rows: slice,
+    columns: slice,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
     dtype = problem.dtype
     q, d_out = memory.load("Q", rows, dtype), memory.load("dO", rows, dtype)
     lse, delta = memory.load("lse", rows, dtype), memory.load("D", rows, dtype)
     weights = problem.scores(q, k, rows, columns).sub_(lse.masked_fill(lse == -math.inf, 0)).exp_()
     dv.baddbmm_(weights.mT, d_out)
-    d_scores = weights.mul_(torch.bmm(d_out, v.mT).sub_(delta))  # in place: at most two tiles are alive
+    d_scores = weights.mul_(
+        torch.bmm(d_out, v.mT).sub_(delta)
+    )  # in place: at most two tiles are alive
     dk.baddbmm_(d_scores.mT, q, alpha=problem.scale)
-    memory.store("dQ", rows, torch.baddbmm(memory.load("dQ", rows, dtype), d_scores, k, alpha=problem.scale))
+    memory.store(
+        "dQ", rows, torch.baddbmm(memory.load("dQ", rows, dtype), d_scores, k, alpha=problem.scale)
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -247,7 +294,9 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(*q.shape[:3], 1, dtype=problem.dtype)
-        with torch.autocast(q.device.type, enabled=False):  # the dtypes are the algorithm's own business
+        with torch.autocast(
+            q.device.type, enabled=False
+        ):  # the dtypes are the algorithm's own business
             forward(SlowMemory(problem.kv_heads, Q=q, K=k, V=v, O=out, lse=lse), problem)
         lse = lse.squeeze(-1)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -258,9 +307,22 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        dq = torch.zeros(q.shape, dtype=ctx.problem.dtype, device=q.device)  # summed over key blocks, so not in 16 bits
+        dq = torch.zeros(
+            q.shape, dtype=ctx.problem.dtype, device=q.device
+        )  # summed over key blocks, so not in 16 bits
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        tensors = dict(Q=q, K=k, V=v, O=out, lse=lse[..., None], dO=d_out, D=-d_lse[..., None], dQ=dq, dK=dk, dV=dv)
+        tensors = dict(
+            Q=q,
+            K=k,
+            V=v,
+            O=out,
+            lse=lse[..., None],
+            dO=d_out,
+            D=-d_lse[..., None],
+            dQ=dq,
+            dK=dk,
+            dV=dv,
+        )
         with torch.autocast(q.device.type, enabled=False):
             backward(SlowMemory(ctx.problem.kv_heads, **tensors), ctx.problem)
         return dq.to(q.dtype), dk, dv, None
@@ -286,11 +348,16 @@ def attention(
     Cost: 4·s_q·s_k·d FLOPs a head forward and 10·s_q·s_k·d backward, half when causal; saves q, k, v, out and lse; nothing is s_q × s_k.
     Source: FlashAttention-2 (2307.08691), algorithms 1 and 2.
     """
-    return _Attention.apply(q, k, v, _checked(q, k, v, causal, offset, lengths, scale, block_q, block_k))
+    return _Attention.apply(
+        q, k, v, _checked(q, k, v, causal, offset, lengths, scale, block_q, block_k)
+    )
 
 
 def merge(
-    o1: Float[Tensor, "*rows d"], lse1: Float[Tensor, "*rows"], o2: Float[Tensor, "*rows d"], lse2: Float[Tensor, "*rows"]
+    o1: Float[Tensor, "*rows d"],
+    lse1: Float[Tensor, "*rows"],
+    o2: Float[Tensor, "*rows d"],
+    lse2: Float[Tensor, "*rows"],
 ) -> tuple[Float[Tensor, "*rows d"], Float[Tensor, "*rows"]]:
     """The output and log-sum-exp over two disjoint sets of keys, from those over each: what lets keys live on different ranks.
 
@@ -303,7 +370,9 @@ def merge(
     """
     if not o1.shape == o2.shape == (*lse1.shape, o1.shape[-1]) or lse1.shape != lse2.shape:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (o1, lse1, o2, lse2))
-        raise ValueError(f"merge needs two outputs (…, d) of one shape and two lse (…), got {shapes}: were both over the same queries?")
+        raise ValueError(
+            f"merge needs two outputs (…, d) of one shape and two lse (…), got {shapes}: were both over the same queries?"
+        )
     # No gradient is needed through the maximum: it cancels. Where both are −inf, any finite number will do.
     top = torch.maximum(lse1, lse2).detach().clamp_min(torch.finfo(lse1.dtype).min)
     w1, w2 = (lse1 - top).exp(), (lse2 - top).exp()
@@ -314,7 +383,15 @@ def merge(
     return out, (top + some.log()).masked_fill(empty, -math.inf)
 
 
-def flops(s: int, d: int, heads: int = 1, *, s_k: int | None = None, causal: bool = False, backward: bool = False) -> int:
+def flops(
+    s: int,
+    d: int,
+    heads: int = 1,
+    *,
+    s_k: int | None = None,
+    causal: bool = False,
+    backward: bool = False,
+) -> int:
     """FLOPs of the matrix products of attention, forward or backward, by the convention of the papers: causal is half.
 
     >>> flops(1024, 64, heads=16), flops(1024, 64, heads=16, backward=True) / flops(1024, 64, heads=16)
@@ -354,39 +431,59 @@ def _checked(
     """The problem that these arguments state, or an error that says which of them cannot be: any object may have been given."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"attention takes q (b, a, s_q, d) and k, v (b, g, s_k, d), got {shapes}: add the missing dims with unsqueeze")
+        raise ValueError(
+            f"attention takes q (b, a, s_q, d) and k, v (b, g, s_k, d), got {shapes}: add the missing dims with unsqueeze"
+        )
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q, k and v must agree in batch and head width, k and v also in heads and length, got {shapes}")
+        raise ValueError(
+            f"q, k and v must agree in batch and head width, k and v also in heads and length, got {shapes}"
+        )
     (_, a, s_q, d), (b, g, s_k, _) = q.shape, k.shape
     if 0 in (b, a, g, s_k, s_q, d):
         raise ValueError(f"attention needs at least one of everything, got {shapes}: a dim is 0")
     if a % g:
-        raise ValueError(f"{g} key–value heads do not divide {a} query heads: each must serve the same number of them")
+        raise ValueError(
+            f"{g} key–value heads do not divide {a} query heads: each must serve the same number of them"
+        )
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(f"q, k and v must share one dtype of {known}, got {q.dtype}, {k.dtype}, {v.dtype}: cast with .to(…)")
+        raise TypeError(
+            f"q, k and v must share one dtype of {known}, got {q.dtype}, {k.dtype}, {v.dtype}: cast with .to(…)"
+        )
     if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+        raise ValueError(
+            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
+        )
     if scale is None:
         scale = d**-0.5
     elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number, got {scale!r} ({type(scale).__name__})")
     elif not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}; the default is d**-0.5 = {d**-0.5:.4g}")
+        raise ValueError(
+            f"scale must be finite, got {scale}; the default is d**-0.5 = {d**-0.5:.4g}"
+        )
     if offset is not None and not causal:
         raise ValueError(f"offset={offset} shifts a causal mask: give causal=True with it")
     if offset is not None and (isinstance(offset, bool) or not isinstance(offset, int)):
-        raise TypeError(f"offset must be a whole number of keys, got {offset!r} ({type(offset).__name__})")
+        raise TypeError(
+            f"offset must be a whole number of keys, got {offset!r} ({type(offset).__name__})"
+        )
     if lengths is not None:
         if lengths.shape != (b,) or lengths.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"lengths must hold {b} integers, one a sequence, got {lengths.dtype} of shape {tuple(lengths.shape)}")
+            raise ValueError(
+                f"lengths must hold {b} integers, one a sequence, got {lengths.dtype} of shape {tuple(lengths.shape)}"
+            )
         if lengths.min() < 0 or lengths.max() > s_k:
-            raise ValueError(f"lengths must lie between 0 and the {s_k} keys there are, got {lengths.tolist()}")
+            raise ValueError(
+                f"lengths must lie between 0 and the {s_k} keys there are, got {lengths.tolist()}"
+            )
         lengths = lengths.to(q.device)
     defaults = default_blocks(b * a)
     block_q = units.whole(defaults[0] if block_q is None else block_q, "block_q", 1)
     block_k = units.whole(defaults[1] if block_k is None else block_k, "block_k", 1)
-    tiling = Tiling(s_q, s_k, block_q, block_k, (s_k - s_q if offset is None else offset) if causal else None)
+    tiling = Tiling(
+        s_q, s_k, block_q, block_k, (s_k - s_q if offset is None else offset) if causal else None
+    )
     return Problem(tiling, float(scale), lengths, g, _accumulator(q.dtype))
 
 

@@ -1,8 +1,8 @@
 """Bytes that attention moves between slow and fast memory: by formula, and counted on a run in which every tile passes the gate.
 
-    plain      the textbook: scores and weights are written to slow memory and read back
-    flash-1    FlashAttention, algorithm 1: keys outside, queries inside, the output revisited for every key block
-    flash-2    FlashAttention-2, algorithms 1 and 2: queries outside, the output written once; what `flash.attention` runs
+plain      the textbook: scores and weights are written to slow memory and read back
+flash-1    FlashAttention, algorithm 1: keys outside, queries inside, the output revisited for every key block
+flash-2    FlashAttention-2, algorithms 1 and 2: queries outside, the output written once; what `flash.attention` runs
 """
 
 import torch
@@ -57,18 +57,33 @@ def traffic(
 
     Source: FlashAttention (2205.14135), algorithms 0, 1 and 3; FlashAttention-2 (2307.08691), algorithms 1 and 2.
     """
-    sizes = dict(s=s, d=d, block_q=block_q, block_k=block_k, heads=heads, itemsize=itemsize, stat_itemsize=stat_itemsize)
+    sizes = dict(
+        s=s,
+        d=d,
+        block_q=block_q,
+        block_k=block_k,
+        heads=heads,
+        itemsize=itemsize,
+        stat_itemsize=stat_itemsize,
+    )
     sizes |= dict(kv_heads=heads if kv_heads is None else kv_heads, s_k=s if s_k is None else s_k)
     for name, size in sizes.items():
         units.whole(size, name, 1)
     kv_heads, s_k = sizes["kv_heads"], sizes["s_k"]
     if heads % kv_heads:
-        raise ValueError(f"{kv_heads} key–value heads do not divide {heads} query heads: each must serve the same number of them")
+        raise ValueError(
+            f"{kv_heads} key–value heads do not divide {heads} query heads: each must serve the same number of them"
+        )
     _known(algorithm, backward)
     if whole_blocks and algorithm != "plain":
         s, s_k = -(-s // block_q) * block_q, -(-s_k // block_k) * block_k
     tiling = Tiling(s, s_k, block_q, block_k, sizes["s_k"] - sizes["s"] if causal else None)
-    q, kv, square, stat = heads * s * d * itemsize, kv_heads * s_k * d * itemsize, heads * s * s_k * itemsize, heads * s * stat_itemsize
+    q, kv, square, stat = (
+        heads * s * d * itemsize,
+        kv_heads * s_k * d * itemsize,
+        heads * s * s_k * itemsize,
+        heads * s * stat_itemsize,
+    )
     # In tiles, a row is met once for every key block it sees, a key once for every query block that sees it.
     rows = sum(_length(r) for c in tiling.key_blocks for r in tiling.queries_of(c))
     keys = sum(_length(c) for r in tiling.query_blocks for c in tiling.keys_of(r))
@@ -86,9 +101,21 @@ def traffic(
             load, store = dict(Q=q, K=kv_again, V=kv_again), dict(O=q, lse=stat)
         case "flash-2", True:
             dq = q_again // itemsize * stat_itemsize
-            load = dict(dO=q + q_again, O=q, D=stat + stat_again, K=kv, V=kv, Q=q_again, lse=stat_again, dQ=dq)
+            load = dict(
+                dO=q + q_again,
+                O=q,
+                D=stat + stat_again,
+                K=kv,
+                V=kv,
+                Q=q_again,
+                lse=stat_again,
+                dQ=dq,
+            )
             store = dict(D=stat, dQ=dq, dK=kv, dV=kv)
-    return _ledger({("load", name): amount for name, amount in load.items()} | {("store", name): amount for name, amount in store.items()})
+    return _ledger(
+        {("load", name): amount for name, amount in load.items()}
+        | {("store", name): amount for name, amount in store.items()}
+    )
 
 
 def counted(
@@ -106,21 +133,32 @@ def counted(
     _known(algorithm, d_out is not None)
     problem = algorithms._checked(q, k, v, causal, None, None, None, block_q, block_k)
     stat = q.new_empty(*q.shape[:3], 1, dtype=problem.dtype)
-    memory = SlowMemory(problem.kv_heads, Q=q, K=k, V=v, O=torch.empty_like(q), **_scratch(algorithm, stat, k))
+    memory = SlowMemory(
+        problem.kv_heads, Q=q, K=k, V=v, O=torch.empty_like(q), **_scratch(algorithm, stat, k)
+    )
     run = {"plain": _plain, "flash-1": _flash_1, "flash-2": algorithms.forward}[algorithm]
     run(memory, problem)
     results = ("O",)
     if d_out is not None:
         if d_out.shape != q.shape:
-            raise ValueError(f"d_out must have the shape of q, {tuple(q.shape)}, got {tuple(d_out.shape)}")
+            raise ValueError(
+                f"d_out must have the shape of q, {tuple(q.shape)}, got {tuple(d_out.shape)}"
+            )
         results = ("dQ", "dK", "dV")
-        gradients = dict(dO=d_out, dQ=torch.zeros_like(q, dtype=problem.dtype), dK=torch.empty_like(k), dV=torch.empty_like(v))
+        gradients = dict(
+            dO=d_out,
+            dQ=torch.zeros_like(q, dtype=problem.dtype),
+            dK=torch.empty_like(k),
+            dV=torch.empty_like(v),
+        )
         if algorithm == "plain":
             gradients["dQ"] = torch.empty_like(q)
         memory.tensors |= SlowMemory(problem.kv_heads, **gradients).tensors
         memory.moved.clear()
         {"plain": _plain_backward, "flash-2": algorithms.backward}[algorithm](memory, problem)
-    return tuple(memory.tensors[name].flatten(1, 2).to(q.dtype) for name in results), _ledger(memory.moved)
+    return tuple(memory.tensors[name].flatten(1, 2).to(q.dtype) for name in results), _ledger(
+        memory.moved
+    )
 
 
 def _scratch(algorithm: str, stat: Tensor, k: Tensor) -> dict[str, Tensor]:
@@ -171,7 +209,11 @@ def _flash_1(memory: SlowMemory, problem: Problem) -> None:
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             weights, kept = (scores - new_top).exp(), total * (top - new_top).exp()
             new_total = kept + weights.sum(-1, keepdim=True)
-            memory.store("O", rows, torch.baddbmm(out * kept, weights, v) / new_total.masked_fill(new_total == 0, 1))
+            memory.store(
+                "O",
+                rows,
+                torch.baddbmm(out * kept, weights, v) / new_total.masked_fill(new_total == 0, 1),
+            )
             memory.store("l", rows, new_total)
             memory.store("m", rows, new_top)
 
@@ -188,8 +230,12 @@ def _known(algorithm: str, backward: bool) -> None:
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}: use one of {', '.join(ALGORITHMS)}")
     if backward and algorithm == "flash-1":
-        raise ValueError("the backward pass is counted for 'plain' and 'flash-2'; FlashAttention-1's differs from the latter in loop order only")
+        raise ValueError(
+            "the backward pass is counted for 'plain' and 'flash-2'; FlashAttention-1's differs from the latter in loop order only"
+        )
 
 
 def _ledger(moved: dict[tuple[str, str], int]) -> Ledger:
-    return Ledger(Line(name, amount, component=direction) for (direction, name), amount in moved.items())
+    return Ledger(
+        Line(name, amount, component=direction) for (direction, name), amount in moved.items()
+    )

@@ -32,7 +32,9 @@ def layernorm(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
     return centered * (variance + 1e-5).rsqrt()
 
 
-def swiglu(gate: Float[Tensor, "rows width"], up: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+def swiglu(
+    gate: Float[Tensor, "rows width"], up: Float[Tensor, "rows width"]
+) -> Float[Tensor, "rows width"]:
     """gate · sigmoid(gate) · up in three operations, each through slow memory."""
     return gate * gate.sigmoid() * up
 
@@ -48,19 +50,26 @@ PASSES: dict[Callable, tuple[tuple[str, str, str], ...]] = {
 }  # fmt: skip
 
 
-def passes(fn: Callable, rows: int, width: int, *, itemsize: int = 4, fused: bool = False) -> Ledger:
+def passes(
+    fn: Callable, rows: int, width: int, *, itemsize: int = 4, fused: bool = False
+) -> Ledger:
     """Bytes that `softmax`, `layernorm` or `swiglu` moves on rows × width numbers: operation by operation, or fused into one pass.
 
     >>> passes(softmax, 1024, 1024).total / passes(softmax, 1024, 1024, fused=True).total
     4.001953125
     """
     if fn not in PASSES:
-        raise ValueError(f"the passes of {fn!r} are not known: use {', '.join(f'fused.{known.__name__}' for known in PASSES)}")
+        raise ValueError(
+            f"the passes of {fn!r} are not known: use {', '.join(f'fused.{known.__name__}' for known in PASSES)}"
+        )
     size = {"r": units.whole(rows, "rows", 1) * units.whole(itemsize, "itemsize", 1)}
     size["n"] = size["r"] * units.whole(width, "width", 1)
     if fused:
         inputs = 2 if fn is swiglu else 1
-        return Ledger([Line(f"x{i}", size["n"], component="load") for i in range(inputs)] + [Line("out", size["n"], component="store")])
+        return Ledger(
+            [Line(f"x{i}", size["n"], component="load") for i in range(inputs)]
+            + [Line("out", size["n"], component="store")]
+        )
     moved: Counter = Counter()
     for name, reads, writes in PASSES[fn]:
         moved["load", name] += sum(size[what] for what in reads)
@@ -85,28 +94,47 @@ class _Books(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        taken, made = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), out))
-        alias = {x.untyped_storage()._cdata for x in taken} & {x.untyped_storage()._cdata for x in made}
+        taken, made = (
+            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+            for tree in ((args, kwargs), out)
+        )
+        alias = {x.untyped_storage()._cdata for x in taken} & {
+            x.untyped_storage()._cdata for x in made
+        }
         if func._schema.is_mutable or not alias:
             for direction, tensors in (("load", taken), ("store", made)):
-                self.moved[direction, func.overloadpacket.__name__] += sum(x.numel() * x.element_size() for x in tensors)
+                self.moved[direction, func.overloadpacket.__name__] += sum(
+                    x.numel() * x.element_size() for x in tensors
+                )
         return out
 
 
-def one_pass(fn: Callable[..., Tensor], *inputs: Float[Tensor, "rows width"], block: int | None = None) -> tuple[Tensor, Ledger]:
+def one_pass(
+    fn: Callable[..., Tensor], *inputs: Float[Tensor, "rows width"], block: int | None = None
+) -> tuple[Tensor, Ledger]:
     """fn(*inputs) computed `block` rows at a time, and the bytes it moved: whatever `fn` writes down in between stays in fast memory.
 
     Right for any function that treats each row on its own; `block` defaults to rows of 256 kB in all.
     """
     rows, width = inputs[0].shape
     if any(x.shape != (rows, width) for x in inputs):
-        raise ValueError(f"one_pass needs inputs of one shape, got {', '.join(str(tuple(x.shape)) for x in inputs)}")
-    block = max(1, 2**18 // (width * inputs[0].element_size())) if block is None else units.whole(block, "block", 1)
+        raise ValueError(
+            f"one_pass needs inputs of one shape, got {', '.join(str(tuple(x.shape)) for x in inputs)}"
+        )
+    block = (
+        max(1, 2**18 // (width * inputs[0].element_size()))
+        if block is None
+        else units.whole(block, "block", 1)
+    )
     tensors = {f"x{i}": x for i, x in enumerate(inputs)} | {"out": torch.empty_like(inputs[0])}
     memory = SlowMemory(1, **{name: tensor[None, None] for name, tensor in tensors.items()})
     for start in range(0, rows, block):
         at = slice(start, min(start + block, rows))
-        memory.store("out", at, fn(*(memory.load(f"x{i}", at, x.dtype)[0] for i, x in enumerate(inputs)))[None])
+        memory.store(
+            "out",
+            at,
+            fn(*(memory.load(f"x{i}", at, x.dtype)[0] for i, x in enumerate(inputs)))[None],
+        )
     return tensors["out"], _ledger(memory.moved)
 
 
@@ -130,7 +158,9 @@ class Roof:
         153
         """
         if dtype not in hardware.flops:
-            raise ValueError(f"{hardware.name} has no {dtype} rate in its data sheet: it has {', '.join(hardware.flops)}")
+            raise ValueError(
+                f"{hardware.name} has no {dtype} rate in its data sheet: it has {', '.join(hardware.flops)}"
+            )
         return cls(f"{hardware.name} {dtype}", hardware.flops[dtype], hardware.memory_bandwidth)
 
     @classmethod
@@ -170,4 +200,6 @@ def _best(fn: Callable[[], object], repeats: int) -> float:
 
 
 def _ledger(moved: dict[tuple[str, str], int]) -> Ledger:
-    return Ledger(Line(name, amount, component=direction) for (direction, name), amount in moved.items())
+    return Ledger(
+        Line(name, amount, component=direction) for (direction, name), amount in moved.items()
+    )

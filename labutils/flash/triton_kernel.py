@@ -31,7 +31,10 @@ try:
     import triton
     import triton.language as tl
 
-    LOG2_E, LN_2 = tl.constexpr(1 / math.log(2)), tl.constexpr(math.log(2))  # the hardware has exp2: inside, scores count in units of log 2
+    LOG2_E, LN_2 = (
+        tl.constexpr(1 / math.log(2)),
+        tl.constexpr(math.log(2)),
+    )  # the hardware has exp2: inside, scores count in units of log 2
 except ImportError:
     triton = None
 
@@ -51,7 +54,9 @@ def _store(X, tile, head, at, s, D: tl.constexpr, WIDTH: tl.constexpr):
     """Writes rows `at` of one head of X, in X's own dtype."""
     channel = tl.arange(0, WIDTH)
     real = (at < s)[:, None] & (channel < D)[None, :]
-    tl.store(X + (head * s + at)[:, None] * D + channel[None, :], tile.to(X.dtype.element_ty), mask=real)
+    tl.store(
+        X + (head * s + at)[:, None] * D + channel[None, :], tile.to(X.dtype.element_ty), mask=real
+    )
 
 
 @jit
@@ -89,10 +94,15 @@ def _forward(
     total = tl.zeros([BLOCK_Q], tl.float32)
     out = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
     end = tl.load(LENGTHS + head // a)
-    stop = tl.minimum(end, (block + 1) * BLOCK_Q + offset) if CAUSAL else end  # no query of this block sees a later key
+    stop = (
+        tl.minimum(end, (block + 1) * BLOCK_Q + offset) if CAUSAL else end
+    )  # no query of this block sees a later key
     for start in range(0, stop, BLOCK_K):
         j = start + tl.arange(0, BLOCK_K)
-        k, v = _load(K, head // shared, j, s_k, D, WIDTH), _load(V, head // shared, j, s_k, D, WIDTH)
+        k, v = (
+            _load(K, head // shared, j, s_k, D, WIDTH),
+            _load(V, head // shared, j, s_k, D, WIDTH),
+        )
         scores = _scores(q, k, i, j, scale, offset, end, CAUSAL)
         new_top = tl.maximum(top, tl.max(scores, 1))
         rescale = tl.exp2(top - new_top)
@@ -125,7 +135,10 @@ def _backward_queries(
     stop = tl.minimum(end, (block + 1) * BLOCK_Q + offset) if CAUSAL else end
     for start in range(0, stop, BLOCK_K):
         j = start + tl.arange(0, BLOCK_K)
-        k, v = _load(K, head // shared, j, s_k, D, WIDTH), _load(V, head // shared, j, s_k, D, WIDTH)
+        k, v = (
+            _load(K, head // shared, j, s_k, D, WIDTH),
+            _load(V, head // shared, j, s_k, D, WIDTH),
+        )
         weights = tl.exp2(_scores(q, k, i, j, scale, offset, end, CAUSAL) - lse[:, None])
         d_scores = weights * (_dot(d_out, tl.trans(v)) - delta[:, None])
         dq += _dot(d_scores.to(k.dtype), k)
@@ -144,9 +157,13 @@ def _backward_keys(
     k, v = _load(K, kv_head, j, s_k, D, WIDTH), _load(V, kv_head, j, s_k, D, WIDTH)
     dk, dv = tl.zeros([BLOCK_K, WIDTH], tl.float32), tl.zeros([BLOCK_K, WIDTH], tl.float32)
     end = tl.load(LENGTHS + kv_head // g)
-    first = tl.maximum(0, block * BLOCK_K - offset) // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # no earlier query sees a key of this block
+    first = (
+        tl.maximum(0, block * BLOCK_K - offset) // BLOCK_Q * BLOCK_Q if CAUSAL else 0
+    )  # no earlier query sees a key of this block
     stop = tl.where(block * BLOCK_K < end, s_q, 0)  # and nobody sees padding
-    for head in range(kv_head * shared, (kv_head + 1) * shared):  # the query heads that share these keys
+    for head in range(
+        kv_head * shared, (kv_head + 1) * shared
+    ):  # the query heads that share these keys
         for start in range(first, stop, BLOCK_Q):
             i = start + tl.arange(0, BLOCK_Q)
             q, d_out = _load(Q, head, i, s_q, D, WIDTH), _load(D_OUT, head, i, s_q, D, WIDTH)
@@ -162,10 +179,16 @@ def _backward_keys(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, problem: algorithms.Problem) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, problem: algorithms.Problem
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = (tensor.contiguous() for tensor in (q, k, v))
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        lengths = problem.lengths if problem.lengths is not None else torch.full(q.shape[:1], k.shape[2], device=q.device)
+        lengths = (
+            problem.lengths
+            if problem.lengths is not None
+            else torch.full(q.shape[:1], k.shape[2], device=q.device)
+        )
         lengths = lengths.to(torch.int32)
         _launch(_forward, problem, q, k, v, lengths, out, lse)
         ctx.save_for_backward(q, k, v, lengths, out, lse)
@@ -178,7 +201,20 @@ class _Attention(torch.autograd.Function):
         q, k, v, lengths, out, lse = ctx.saved_tensors
         d_out, delta = d_out.contiguous(), torch.empty_like(lse)
         dq, dk, dv = (torch.empty_like(tensor) for tensor in (q, k, v))
-        _launch(_backward_queries, ctx.problem, q, k, v, lengths, out, lse, d_out, d_lse.contiguous(), delta, dq)
+        _launch(
+            _backward_queries,
+            ctx.problem,
+            q,
+            k,
+            v,
+            lengths,
+            out,
+            lse,
+            d_out,
+            d_lse.contiguous(),
+            delta,
+            dq,
+        )
         _launch(_backward_keys, ctx.problem, q, k, v, lengths, lse, d_out, delta, dk, dv)
         return dq, dk, dv, None
 
@@ -204,15 +240,24 @@ def attention(
     Where there is no GPU, the interpreter runs program after program, in fp16 or fp32: to check values, not to save time.
     """
     if triton is None:
-        raise ImportError("these kernels need the package triton (for Linux): pip install triton; flash.attention runs without it")
+        raise ImportError(
+            "these kernels need the package triton (for Linux): pip install triton; flash.attention runs without it"
+        )
     problem = algorithms._checked(q, k, v, causal, offset, lengths, scale, block_q, block_k)
     if q.dtype == torch.float64:
-        raise TypeError("the Triton kernels sum in fp32: give them fp32, bf16 or fp16, or use flash.attention for fp64")
+        raise TypeError(
+            "the Triton kernels sum in fp32: give them fp32, bf16 or fp16, or use flash.attention for fp64"
+        )
     default = default_block(q.shape[3], q.dtype)
-    blocks = dict(block_q=default if block_q is None else block_q, block_k=default if block_k is None else block_k)
+    blocks = dict(
+        block_q=default if block_q is None else block_q,
+        block_k=default if block_k is None else block_k,
+    )
     for name, block in blocks.items():
         if block < 16 or block & (block - 1):
-            raise ValueError(f"{name} must be a power of two from 16 on, as the kernels' matrix products need, got {block}")
+            raise ValueError(
+                f"{name} must be a power of two from 16 on, as the kernels' matrix products need, got {block}"
+            )
     problem = replace(problem, tiling=replace(problem.tiling, **blocks))
     _check_mode(q)
     return _Attention.apply(q, k, v, problem)
@@ -222,11 +267,17 @@ def _check_mode(q: Tensor) -> None:
     """An error where these tensors cannot be had in the way that Triton was imported: to compile for a GPU, or to interpret."""
     interpreted = not isinstance(_forward, triton.JITFunction)
     if interpreted == isinstance(tl.sum, triton.JITFunction):
-        raise RuntimeError("triton was imported before this module could choose its interpreter: restart with TRITON_INTERPRET=1 in the environment")
+        raise RuntimeError(
+            "triton was imported before this module could choose its interpreter: restart with TRITON_INTERPRET=1 in the environment"
+        )
     if interpreted and q.dtype == torch.bfloat16:
-        raise TypeError("Triton's interpreter has no bf16 (it would multiply the bit patterns): give it fp32 or fp16, or run on a GPU")
+        raise TypeError(
+            "Triton's interpreter has no bf16 (it would multiply the bit patterns): give it fp32 or fp16, or run on a GPU"
+        )
     if not interpreted and q.device.type == "cpu":
-        raise ValueError("the Triton kernels are compiled for the GPU: move q, k and v there, or start with TRITON_INTERPRET=1 in the environment")
+        raise ValueError(
+            "the Triton kernels are compiled for the GPU: move q, k and v there, or start with TRITON_INTERPRET=1 in the environment"
+        )
 
 
 def default_block(d: int, dtype: torch.dtype) -> int:

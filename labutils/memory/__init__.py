@@ -4,15 +4,20 @@ Predictions have the type and the names of `measure`, so that `activations(...).
 """
 
 from labutils.memory.activations import activations
-from labutils.memory.allocator import Allocator, OutOfMemory, Request, replay, trace_of, trace_of_snapshot
-from labutils.memory.calculator import Calculator
+from labutils.memory.allocator import (
+    Allocator,
+    OutOfMemory,
+    Request,
+    replay,
+    trace_of,
+    trace_of_snapshot,
+)
 from labutils.memory.peak import Peak, formula, history, peak_bytes, predict
 from labutils.memory.published import beyond_the_paper, korthikanti
 from labutils.memory.states import model_states
 
 __all__ = [
     "Allocator",
-    "Calculator",
     "OutOfMemory",
     "Peak",
     "Request",

@@ -15,7 +15,11 @@ def activations(model: ModelConfig, train: TrainConfig) -> Ledger:
 
     Source: read off `torch.autograd.graph.saved_tensors_hooks`; a test compares it byte by byte over random configurations.
     """
-    return Ledger(Line(name, amount, component="activations", note=what) for name, amount, what in _Saved(model, train).step() if amount)
+    return Ledger(
+        Line(name, amount, component="activations", note=what)
+        for name, amount, what in _Saved(model, train).step()
+        if amount
+    )
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,15 @@ class _Saved:
         yield from self.attention(f"{at}.attention")
         yield f"{at}.dropout", self.masks(n * h, self.compute), "dropout mask, sbh"
         yield from self.norm(f"{at}.feed_forward_norm")
-        yield from (self.experts if self.model.num_experts > 1 else self.feed_forward)(f"{at}.feed_forward", n)
+        yield from (self.experts if self.model.num_experts > 1 else self.feed_forward)(
+            f"{at}.feed_forward", n
+        )
         # Experts add their outputs up in the dtype of the stream.
-        yield f"{at}.dropout", self.masks(n * h, self.stream if self.model.num_experts > 1 else self.compute), "dropout mask, sbh"
+        yield (
+            f"{at}.dropout",
+            self.masks(n * h, self.stream if self.model.num_experts > 1 else self.compute),
+            "dropout mask, sbh",
+        )
 
     def norm(self, at: str) -> Iterator[tuple[str, int, str]]:
         n, h = self.tokens, self.model.d_model
@@ -74,7 +84,9 @@ class _Saved:
             yield at, n * 4, "1/rms of each token"
             yield at, n * h * 4, "input / rms, sbh"
 
-    def linear(self, at: str, n: int, width: int, out: int, *, shared: bool = False, copies: int = 1) -> Iterator[tuple[str, int, str]]:
+    def linear(
+        self, at: str, n: int, width: int, out: int, *, shared: bool = False, copies: int = 1
+    ) -> Iterator[tuple[str, int, str]]:
         """The input of a linear layer, unless it is `shared` with a tensor already kept; autocast adds a half copy of each weight."""
         yield at, 0 if shared else n * width * self.compute, "input"
         if self.train.autocast:
@@ -91,8 +103,15 @@ class _Saved:
         yield from self.projections(at, {"query": a * d, "key": g * d, "value": g * d})
         if rope and self.train.autocast:
             # One table serves all layers, and goes by its name in the first.
-            yield "blocks.0.attention.rotary", 4 * s * (d // 2) * e, "half copies of cos and sin, for q and for k"
-        fallback, selective = fused and bool(self.model.dropout), self.train.checkpointing == "selective"
+            yield (
+                "blocks.0.attention.rotary",
+                4 * s * (d // 2) * e,
+                "half copies of cos and sin, for q and for k",
+            )
+        fallback, selective = (
+            fused and bool(self.model.dropout),
+            self.train.checkpointing == "selective",
+        )
         if fallback and not selective:
             # PyTorch's fused CPU kernel has no dropout: it falls back on plain attention in fp32, keys and values repeated for every head.
             g, e = a, 4
@@ -109,12 +128,20 @@ class _Saved:
             yield at, self.masks(b * a * s * s, e), "softmax after dropout, as²b"
         # The fused kernel lays its output out like its queries: as one row a token, ready for the next product, unless RoPE made them
         # anew, heads outermost; with one head or one token the two layouts are the same.
-        yield from self.linear(f"{at}.output", n, a * d, h, shared=keeps_output and (not rope or 1 in (s, a)))
+        yield from self.linear(
+            f"{at}.output", n, a * d, h, shared=keeps_output and (not rope or 1 in (s, a))
+        )
 
     def projections(self, at: str, widths: dict[str, int]) -> Iterator[tuple[str, int, str]]:
         """Linear layers that read one input: they share it, except under autocast, where each casts a half copy of its own."""
         for i, (name, width) in enumerate(widths.items()):
-            yield from self.linear(f"{at}.{name}", self.tokens, self.model.d_model, width, shared=i > 0 and not self.train.autocast)
+            yield from self.linear(
+                f"{at}.{name}",
+                self.tokens,
+                self.model.d_model,
+                width,
+                shared=i > 0 and not self.train.autocast,
+            )
 
     def feed_forward(self, at: str, n: int, copies: int = 1) -> Iterator[tuple[str, int, str]]:
         (h, f), e = self.model.letters("h f"), self.compute
@@ -123,7 +150,9 @@ class _Saved:
             yield at, n * f * e, "input of GELU, sbf"
         else:
             yield from self.linear(f"{at}.gate", n, h, f, copies=copies)
-            yield from self.linear(f"{at}.up", n, h, f, shared=not self.train.autocast, copies=copies)
+            yield from self.linear(
+                f"{at}.up", n, h, f, shared=not self.train.autocast, copies=copies
+            )
             yield at, 3 * n * f * e, "input of SiLU, its output, and the factor beside it, sbf each"
         yield from self.linear(f"{at}.down", n, f, h, copies=copies)
 

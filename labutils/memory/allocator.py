@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from labutils import units
-from labutils.ledger import History, Ledger, Line, Moment
+from labutils.ledger import Ledger, Line
+from labutils.timeline import History, Moment
 
 BLOCK = 512  # every size is a multiple of it
 SMALL = units.MIB  # requests up to this size share small segments
 SMALL_SEGMENT = 2 * units.MIB
 LARGE_SEGMENT = 20 * units.MIB
-OWN_SEGMENT = 10 * units.MIB  # from this size on a request gets a segment of its own, rounded up to ROUND
+OWN_SEGMENT = (
+    10 * units.MIB
+)  # from this size on a request gets a segment of its own, rounded up to ROUND
 ROUND = 2 * units.MIB
 
 
@@ -84,20 +87,29 @@ class Allocator:
     Invariant: blocks of a segment tile it without gaps; no two neighbors are both free; used and free bytes add up to `reserved`.
     """
 
-    def __init__(self, capacity: int, *, max_split_size: int | None = None, expandable_segments: bool = False) -> None:
+    def __init__(
+        self, capacity: int, *, max_split_size: int | None = None, expandable_segments: bool = False
+    ) -> None:
         self.capacity = units.whole(capacity, "capacity", 1)
         if max_split_size is not None:
             units.whole(max_split_size, "max_split_size")
             if max_split_size <= LARGE_SEGMENT:
-                raise ValueError(f"max_split_size={max_split_size} must be more than {LARGE_SEGMENT}: segments of 20 MiB are made to be split")
+                raise ValueError(
+                    f"max_split_size={max_split_size} must be more than {LARGE_SEGMENT}: segments of 20 MiB are made to be split"
+                )
             if expandable_segments:
-                raise ValueError("expandable segments are split wherever it helps: give max_split_size or expandable_segments, not both")
+                raise ValueError(
+                    "expandable segments are split wherever it helps: give max_split_size or expandable_segments, not both"
+                )
         self.max_split_size, self.expandable = max_split_size, expandable_segments
         self.allocated = self.reserved = self.requested = 0
         self.peak_allocated = self.peak_reserved = 0
         self.retries = 0
         self._used: dict[int, Block] = {}
-        self._free: dict[str, list[tuple[int, int, Block]]] = {"small": [], "large": []}  # sorted, so that the first that fits is the best
+        self._free: dict[str, list[tuple[int, int, Block]]] = {
+            "small": [],
+            "large": [],
+        }  # sorted, so that the first that fits is the best
         self._segments: list[Block] = []  # the first block of each
         self._next_address = 0
 
@@ -128,7 +140,9 @@ class Allocator:
         """Gives the block at `address` back to its segment, where it joins its free neighbors."""
         block = self._used.pop(address, None)
         if block is None:
-            raise ValueError(f"nothing is allocated at address {address}: it was freed before, or it is not what alloc returned")
+            raise ValueError(
+                f"nothing is allocated at address {address}: it was freed before, or it is not what alloc returned"
+            )
         self.allocated -= block.size
         self.requested -= block.requested
         block.state, block.requested, block.name = "free", 0, ""
@@ -180,7 +194,9 @@ class Allocator:
         place = bisect_left(free, (size,))
         if place == len(free):
             return None
-        if self.expandable:  # a block at the end of what is mapped counts with all that it can grow into
+        if (
+            self.expandable
+        ):  # a block at the end of what is mapped counts with all that it can grow into
             while place + 1 < len(free) and _reach(free[place + 1][2]) < _reach(free[place][2]):
                 place += 1
         block = free[place][2]
@@ -200,7 +216,14 @@ class Allocator:
 
     def _cut(self, block: Block, size: int) -> None:
         """Leaves `size` bytes to the block and makes the rest a block of its own, in the state of the whole."""
-        rest = Block(block.address + size, block.size - size, block.pool, block.state, before=block, after=block.after)
+        rest = Block(
+            block.address + size,
+            block.size - size,
+            block.pool,
+            block.state,
+            before=block,
+            after=block.after,
+        )
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
@@ -227,7 +250,13 @@ class Allocator:
         """A free block of at least `size` in memory new from the device, out of the cache already; None if the device has too little."""
         if self.expandable:
             return self._map(pool, size)
-        wanted = SMALL_SEGMENT if pool == "small" else LARGE_SEGMENT if size < OWN_SEGMENT else _up(size, ROUND)
+        wanted = (
+            SMALL_SEGMENT
+            if pool == "small"
+            else LARGE_SEGMENT
+            if size < OWN_SEGMENT
+            else _up(size, ROUND)
+        )
         if wanted > self.available:
             return None
         self._reserve(wanted)
@@ -235,7 +264,9 @@ class Allocator:
 
     def _segment(self, pool: str, size: int, state: str) -> Block:
         block = Block(self._next_address, size, pool, state)
-        self._next_address += _up(size, LARGE_SEGMENT)  # the pages of an expandable segment start at multiples of their size
+        self._next_address += _up(
+            size, LARGE_SEGMENT
+        )  # the pages of an expandable segment start at multiples of their size
         self._segments.append(block)
         return block
 
@@ -264,9 +295,20 @@ class Allocator:
     # Expandable segments: addresses for the whole device are set aside once, memory is mapped to them in pages.
 
     def _map(self, pool: str, size: int) -> Block | None:
-        block = next((start for first in self._segments if first.pool == pool for start in _chain(first) if _room(start) >= size), None)
+        block = next(
+            (
+                start
+                for first in self._segments
+                if first.pool == pool
+                for start in _chain(first)
+                if _room(start) >= size
+            ),
+            None,
+        )
         if block is None:
-            block = self._segment(pool, _up(self.capacity + self.capacity // 8, LARGE_SEGMENT), "unmapped")
+            block = self._segment(
+                pool, _up(self.capacity + self.capacity // 8, LARGE_SEGMENT), "unmapped"
+            )
         page = SMALL_SEGMENT if pool == "small" else LARGE_SEGMENT
         while True:
             if block.state == "free":
@@ -288,7 +330,10 @@ class Allocator:
 
     def _unmap(self, block: Block) -> None:
         """Takes the memory away from all pages that lie in a free block."""
-        page, end = SMALL_SEGMENT if block.pool == "small" else LARGE_SEGMENT, block.address + block.size
+        page, end = (
+            SMALL_SEGMENT if block.pool == "small" else LARGE_SEGMENT,
+            block.address + block.size,
+        )
         start, stop = _up(block.address, page), end // page * page
         if start >= stop:
             return
@@ -319,7 +364,9 @@ def replay(trace: Iterable[Request], allocator: Allocator) -> History:
     for request in trace:
         if request.nbytes:
             if request.key in places:
-                raise ValueError(f"the trace asks for {request.key} twice without giving it back: are two recordings mixed?")
+                raise ValueError(
+                    f"the trace asks for {request.key} twice without giving it back: are two recordings mixed?"
+                )
             places[request.key] = allocator.alloc(request.nbytes, request.name)
         elif request.key in places:
             allocator.free(places.pop(request.key))
@@ -350,7 +397,9 @@ def trace_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> list[Requ
     """
     traces = snapshot.get("device_traces") if isinstance(snapshot, Mapping) else None
     if not traces or not 0 <= device < len(traces):
-        raise ValueError(f"no trace of device {device} in this snapshot: call torch.cuda.memory._record_memory_history() before the run, _snapshot() after")
+        raise ValueError(
+            f"no trace of device {device} in this snapshot: call torch.cuda.memory._record_memory_history() before the run, _snapshot() after"
+        )
     requests = []
     for entry in traces[device]:
         frames = entry.get("frames") or [{}]
@@ -362,7 +411,11 @@ def trace_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> list[Requ
 
 
 def _moment(allocator: Allocator, phase: str, event: str) -> Moment:
-    parts = {"allocated": allocator.requested, "rounding": allocator.allocated - allocator.requested, "cached": allocator.cached}
+    parts = {
+        "allocated": allocator.requested,
+        "rounding": allocator.allocated - allocator.requested,
+        "cached": allocator.cached,
+    }
     return Moment(phase, event, Ledger(Line(name, amount) for name, amount in parts.items()))
 
 
@@ -397,9 +450,13 @@ def _room(block: Block) -> int:
         if other.state == "used":
             break
         run.append(other)
-    return sum(other.size for other in run) if any(other.state == "unmapped" for other in run) else 0
+    return (
+        sum(other.size for other in run) if any(other.state == "unmapped" for other in run) else 0
+    )
 
 
 def _reach(block: Block) -> int:
     """Bytes that a free block has or can grow into."""
-    return block.size + (block.after.size if block.after is not None and block.after.state == "unmapped" else 0)
+    return block.size + (
+        block.after.size if block.after is not None and block.after.state == "unmapped" else 0
+    )

@@ -13,17 +13,23 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
-from labutils.ledger import History, Ledger, Line, Moment
+from labutils.ledger import Ledger, Line
 from labutils.memory.sharding import INPUT, ROOT, Units
 from labutils.memory.states import FP32, INDEX, WIDTHS, states, zero_level
 from labutils.memory.tape import Life, Parameter, Polynomial, Size, Tensor
 from labutils.memory.walk import CASTS, Kind, Walk, Weights, around, layer
+from labutils.timeline import History, Moment
 
 PHASES = ("forward", "backward", "optimizer")
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
-WALKED = 4  # layers that stand for all: the first two, whose difference is one layer's, and the last two
+WALKED = (
+    4  # layers that stand for all: the first two, whose difference is one layer's, and the last two
+)
 SUMMED = 3  # micro-batches that stand for all: from the third on, a step goes on as it was
-SURROUNDING_INPUT = {"tokens", "positions"}  # of the weights around the layers, those before the first
+SURROUNDING_INPUT = {
+    "tokens",
+    "positions",
+}  # of the weights around the layers, those before the first
 ALONE = Mesh()
 
 
@@ -38,9 +44,16 @@ class Peak(Ledger):
     phases: dict[str, int]
     hardware: Hardware | None
 
-    def __init__(self, lines: Any, phase: str, event: str, phases: dict[str, int], hardware: Hardware | None) -> None:
+    def __init__(
+        self, lines: Any, phase: str, event: str, phases: dict[str, int], hardware: Hardware | None
+    ) -> None:
         super().__init__(lines)
-        for name, value in {"phase": phase, "event": event, "phases": phases, "hardware": hardware}.items():
+        for name, value in {
+            "phase": phase,
+            "event": event,
+            "phases": phases,
+            "hardware": hardware,
+        }.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -56,16 +69,22 @@ class Peak(Ledger):
     @property
     def fails_in(self) -> str | None:
         """The first phase that needs more than the hardware has, or None."""
-        return next((phase for phase, amount in self.phases.items() if amount > self._device.memory), None)
+        return next(
+            (phase for phase, amount in self.phases.items() if amount > self._device.memory), None
+        )
 
     @property
     def _device(self) -> Hardware:
         if self.hardware is None:
-            raise ValueError('this prediction knows no device: memory.predict(model, train, hardware=Hardware.named("H100"))')
+            raise ValueError(
+                'this prediction knows no device: memory.predict(model, train, hardware=Hardware.named("H100"))'
+            )
         return self.hardware
 
 
-def predict(model: ModelConfig, train: TrainConfig, *, mesh: Mesh = ALONE, hardware: Hardware | None = None) -> Peak:
+def predict(
+    model: ModelConfig, train: TrainConfig, *, mesh: Mesh = ALONE, hardware: Hardware | None = None
+) -> Peak:
     """Bytes alive at the fullest moment of a training step, temporaries included; the note of each line is its formula.
 
     A step is `loss(x, y).backward()` for each micro-batch, `optimizer.step()` and `zero_grad()`, with the optimizer's state there from the
@@ -120,29 +139,51 @@ def formula(model: ModelConfig, train: TrainConfig, mesh: Mesh = ALONE) -> str:
     plan = _plan(_kind(model, train, mesh))
     worth = [_worth(places, values) for places in plan.products]
     total = max(plan.candidates, key=lambda total: sum(map(operator.mul, total, worth)))
-    return _text({places: factor for places, factor in sorted(zip(plan.products, total, strict=True), key=lambda pair: (-len(pair[0]), pair[0])) if factor})
+    return _text(
+        {
+            places: factor
+            for places, factor in sorted(
+                zip(plan.products, total, strict=True), key=lambda pair: (-len(pair[0]), pair[0])
+            )
+            if factor
+        }
+    )
 
 
 def history(model: ModelConfig, train: TrainConfig, mesh: Mesh = ALONE) -> History:
     """Bytes alive after every operation of a training step, by component and by phase: what `measure.history` finds, predicted."""
     _check(model, train, mesh)
     letters = _letters(model, train, mesh)
-    step = _Step(_kind(model, train, mesh)._replace(layers=letters["L"], micro_batches=letters["m"]), letters, letters["m"])
+    step = _Step(
+        _kind(model, train, mesh)._replace(layers=letters["L"], micro_batches=letters["m"]),
+        letters,
+        letters["m"],
+    )
     held = dict.fromkeys(COMPONENTS, 0)
     moments = []
     for (phase, event), changes in zip(step.moments, step.changes(), strict=True):
         for life, sign in changes:
             held[life.component] += sign * life.nbytes
-        moments.append(Moment(phase, event, Ledger(Line(name, amount, component=name) for name, amount in held.items())))
+        moments.append(
+            Moment(
+                phase,
+                event,
+                Ledger(Line(name, amount, component=name) for name, amount in held.items()),
+            )
+        )
     return History(moments)
 
 
-def _check(model: ModelConfig, train: TrainConfig, mesh: Mesh, hardware: Hardware | None = None) -> None:
+def _check(
+    model: ModelConfig, train: TrainConfig, mesh: Mesh, hardware: Hardware | None = None
+) -> None:
     given = (model, ModelConfig), (train, TrainConfig), (mesh, Mesh), (hardware, Hardware | None)
     for value, wanted in given:
         if not isinstance(value, wanted):
             name = getattr(wanted, "__name__", "Hardware")
-            raise TypeError(f"memory.predict takes a {name} here, got {value!r}: build one, or take {name}.named(…) where there is one")
+            raise TypeError(
+                f"memory.predict takes a {name} here, got {value!r}: build one, or take {name}.named(…) where there is one"
+            )
     zero_level(train, mesh)
     if model.num_experts > 1:
         raise ValueError(
@@ -150,7 +191,9 @@ def _check(model: ModelConfig, train: TrainConfig, mesh: Mesh, hardware: Hardwar
             "memory.model_states and memory.activations are exact for any choice"
         )
     if model.positions == "rope" and model.d_head % 2:
-        raise ValueError(f"d_head={model.d_head} is odd: RoPE turns pairs of numbers, so give the heads an even width")
+        raise ValueError(
+            f"d_head={model.d_head} is odd: RoPE turns pairs of numbers, so give the heads an even width"
+        )
     train.accumulation(mesh.dp)
 
 
@@ -167,12 +210,18 @@ def _kind(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Kind:
 
 LETTERS = "LbashgdfvmP"
 # What covers another moment is no less full at any sizes, such as these: all ones, and one letter large at a time.
-SAMPLES = [{letter: 1 + 99 * (letter == large) for letter in f"M{LETTERS}"} for large in f" M{LETTERS}"]
+SAMPLES = [
+    {letter: 1 + 99 * (letter == large) for letter in f"M{LETTERS}"} for large in f" M{LETTERS}"
+]
 
 
 def _letters(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> dict[str, int]:
     sizes = dict(zip("Lashgdfv", model.letters("L a s h g d f v"), strict=True))
-    return sizes | {"b": train.micro_batch, "m": train.accumulation(mesh.dp), "P": -(-model.num_params // mesh.dp)}
+    return sizes | {
+        "b": train.micro_batch,
+        "m": train.accumulation(mesh.dp),
+        "P": -(-model.num_params // mesh.dp),
+    }
 
 
 def _values(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> tuple[int, ...]:
@@ -204,13 +253,22 @@ class Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _plan(kind: Kind) -> Plan:
     step = _symbolic(kind)
-    totals = {i: {term: factor for (_, term), factor in held.items()} for i, held in step.held(lambda life: None)}
-    fronts = {phase: _front([i for i in totals if step.moments[i][0] == phase], totals) for phase in PHASES}
+    totals = {
+        i: {term: factor for (_, term), factor in held.items()}
+        for i, held in step.held(lambda life: None)
+    }
+    fronts = {
+        phase: _front([i for i in totals if step.moments[i][0] == phase], totals)
+        for phase in PHASES
+    }
     overall = _front(sorted(itertools.chain(*fronts.values())), totals)
     factors = {i: _factors(totals[i]) for front in fronts.values() for i in front}
     products = tuple(dict.fromkeys(places for found in factors.values() for places in found))
     rows = {i: tuple(found.get(places, 0) for places in products) for i, found in factors.items()}
-    phases = {phase: [Form(*step.moments[i], rows[i], i) for i in front] for phase, front in fronts.items()}
+    phases = {
+        phase: [Form(*step.moments[i], rows[i], i) for i in front]
+        for phase, front in fronts.items()
+    }
     return Plan(products, phases, [rows[i] for i in overall])
 
 
@@ -222,7 +280,11 @@ def _lines(kind: Kind, moment: int) -> list[tuple[str, str, dict[Places, int]]]:
     for (group, term), factor in held.items():
         lines[group][term] = factor
     ordered = sorted(lines.items(), key=lambda line: COMPONENTS.index(line[0][1]))
-    return [(name, component, factors) for (name, component), terms in ordered if (factors := _factors(terms))]
+    return [
+        (name, component, factors)
+        for (name, component), terms in ordered
+        if (factors := _factors(terms))
+    ]
 
 
 def _symbolic(kind: Kind) -> "_Step":
@@ -233,14 +295,24 @@ def _symbolic(kind: Kind) -> "_Step":
 
 def _front(moments: list[int], totals: dict[int, Terms]) -> list[int]:
     """The moments that may be the fullest, in order: of those that another covers none is left, of equal ones the first."""
-    worth = {term: [math.prod(map(sizes.__getitem__, term)) for sizes in SAMPLES] for term in set(itertools.chain(*map(totals.get, moments)))}
+    worth = {
+        term: [math.prod(map(sizes.__getitem__, term)) for sizes in SAMPLES]
+        for term in set(itertools.chain(*map(totals.get, moments)))
+    }
     samples = {}
     for i in moments:
-        weighed = [[factor * sample for sample in worth[term]] for term, factor in totals[i].items()]
+        weighed = [
+            [factor * sample for sample in worth[term]] for term, factor in totals[i].items()
+        ]
         samples[i] = [sum(column) for column in zip(*weighed, strict=True)]
     front: list[int] = []
-    for new in sorted(moments, key=lambda i: sum(samples[i]), reverse=True):  # what is covered comes after what covers it
-        if not any(all(map(operator.ge, samples[old], samples[new])) and _covers(totals[old], totals[new]) for old in front):
+    for new in sorted(
+        moments, key=lambda i: sum(samples[i]), reverse=True
+    ):  # what is covered comes after what covers it
+        if not any(
+            all(map(operator.ge, samples[old], samples[new])) and _covers(totals[old], totals[new])
+            for old in front
+        ):
             front.append(new)
     return sorted(front)
 
@@ -259,7 +331,12 @@ def _covers(a: Terms, b: Terms) -> bool:
         return False
     for term, missing in lacking:
         for larger in spare:
-            if missing and spare[larger] and all(larger.count(letter) >= term.count(letter) for letter in term) and larger.count("M") == term.count("M"):
+            if (
+                missing
+                and spare[larger]
+                and all(larger.count(letter) >= term.count(letter) for letter in term)
+                and larger.count("M") == term.count("M")
+            ):
                 taken = min(missing, spare[larger])
                 spare[larger] -= taken
                 missing -= taken
@@ -277,7 +354,11 @@ def _factors(terms: Terms) -> dict[Places, int]:
             whole[tuple(sorted([LETTERS.index("L"), *places]))] += factor
             factor *= -WALKED
         whole[tuple(sorted(places))] += factor
-    return {places: whole[places] for places in sorted(whole, key=lambda places: (-len(places), places)) if whole[places]}
+    return {
+        places: whole[places]
+        for places in sorted(whole, key=lambda places: (-len(places), places))
+        if whole[places]
+    }
 
 
 def _worth(places: Places, values: tuple[int, ...]) -> int:
@@ -291,7 +372,9 @@ def _text(factors: dict[Places, int]) -> str:
     parts = []
     for places, factor in factors.items():
         letters = "".join(LETTERS[place] for place in places)
-        powers = "".join(letter + ("", "", "²", "³")[letters.count(letter)] for letter in dict.fromkeys(letters))
+        powers = "".join(
+            letter + ("", "", "²", "³")[letters.count(letter)] for letter in dict.fromkeys(letters)
+        )
         parts.append(f"{'−' if factor < 0 else '+'} {abs(factor)}{powers}")
     return " ".join(parts).removeprefix("+ ")
 
@@ -322,7 +405,9 @@ class _Step(Walk):
             tensors=letters["L"] * len(inner) + len(outer), share=self.share,
         )  # fmt: skip
         for state in found:
-            if state.component != "gradients" or kind.zero:  # under ZeRO gradients have their place, from step to step
+            if (
+                state.component != "gradients" or kind.zero
+            ):  # under ZeRO gradients have their place, from step to step
                 self.hold(state.name, state.component, state.elements * state.width)
         if kind.rope:
             self.hold("tables of cos and sin", "buffers", letters["s"] * letters["d"] * self.width)
@@ -340,7 +425,10 @@ class _Step(Walk):
         self.moments.append(("end", ""))
 
     def weights(self, part: int, shapes: dict[str, Size]) -> Weights:
-        return {name: Parameter(self, size, self.width, part, self.receive) for name, size in shapes.items()}
+        return {
+            name: Parameter(self, size, self.width, part, self.receive)
+            for name, size in shapes.items()
+        }
 
     def hold(self, name: str, component: str, nbytes: Size) -> None:
         """Memory that is there from beginning to end."""
@@ -367,7 +455,9 @@ class _Step(Walk):
             loss = None
         self.phase = "optimizer"
         names = [name for name in outer if name in SURROUNDING_INPUT]
-        ordered = [outer[name] for name in names] + [weight for weights in layers for weight in weights.values()]
+        ordered = [outer[name] for name in names] + [
+            weight for weights in layers for weight in weights.values()
+        ]
         ordered += [weight for name, weight in outer.items() if name not in names]
         self.optimize(ordered)
         for weight in ordered:
@@ -378,14 +468,24 @@ class _Step(Walk):
         self.casts, self.casting = {}, False
         if self.kind.autocast and self.unwalked:
             every = self.kind.checkpointing == "full"
-            unsaved = sum(weight.elements for name, weight in layers[0].items() if (every or name.endswith(".bias")) and "norm" not in name)
+            unsaved = sum(
+                weight.elements
+                for name, weight in layers[0].items()
+                if (every or name.endswith(".bias")) and "norm" not in name
+            )
             if unsaved:
-                self.lives.append(Life(CASTS, self.more * unsaved * -self.half, "buffers", len(self.moments)))
+                self.lives.append(
+                    Life(CASTS, self.more * unsaved * -self.half, "buffers", len(self.moments))
+                )
 
     def receive(self, weight: Parameter, gradients: list[Tensor]) -> None:
         """Keeps the gradient of a weight, as the precision and the ZeRO level want it kept."""
         gradient, only = gradients.pop(), self.kind.fp32_gradients == "only" and self.masters
-        if gradient.storage.life.component == "buffers" and weight.gradient is None and (self.kind.zero or not only):
+        if (
+            gradient.storage.life.component == "buffers"
+            and weight.gradient is None
+            and (self.kind.zero or not only)
+        ):
             gradient.storage.life.component = "gradients"
         if self.kind.zero:
             gradient.storage.life.name = "gradient on its way"
@@ -400,7 +500,9 @@ class _Step(Walk):
         del gradient
         if self.masters and self.kind.fp32_gradients:
             if weight.wide is None:
-                weight.wide = self.new("_to_copy", weight.elements, FP32, "fp32 gradients", "gradients")
+                weight.wide = self.new(
+                    "_to_copy", weight.elements, FP32, "fp32 gradients", "gradients"
+                )
             else:
                 self.happened("add_")
             if only:
@@ -414,11 +516,17 @@ class _Step(Walk):
         if self.masters and not self.kind.fp32_gradients:
             if self.unwalked and not self.kind.zero:
                 wide.append(self.allocate(self.unwalked, FP32, "fp32 gradients", "gradients"))
-            wide += [self.new("_to_copy", size, FP32, "fp32 gradients", "gradients") for size in sizes]
+            wide += [
+                self.new("_to_copy", size, FP32, "fp32 gradients", "gradients") for size in sizes
+            ]
         adam, decayed = self.kind.optimizer in ("adam", "adamw"), self.kind.optimizer == "adamw"
         name = "working memory of the optimizer"
         # What changes memory in place, in the optimizer's own order: decayed weights (AdamW), then the moments.
-        moments = ["mul_"] * decayed + ["lerp_", "mul_", "addcmul_"] if adam else ["mul_", "add_"] * (self.kind.optimizer == "momentum")
+        moments = (
+            ["mul_"] * decayed + ["lerp_", "mul_", "addcmul_"]
+            if adam
+            else ["mul_", "add_"] * (self.kind.optimizer == "momentum")
+        )
         if self.kind.stepping == "fused":
             if adam:
                 self.happened("_foreach_add_")
@@ -464,7 +572,11 @@ class _Step(Walk):
             return []
         second, third = self.passed[1], self.passed[2]
         first = self.passed[0]
-        return [pair for i in range(0, len(first), 2) for pair in ((first[i], second[i]), (third[i + 1], second[i + 1]))]
+        return [
+            pair
+            for i in range(0, len(first), 2)
+            for pair in ((first[i], second[i]), (third[i + 1], second[i + 1]))
+        ]
 
     def changes(self) -> list[list[tuple[Life, int]]]:
         """Births and deaths, moment by moment."""
@@ -475,7 +587,9 @@ class _Step(Walk):
                 changes[life.death].append((life, -1))
         return changes
 
-    def held(self, group: Callable[[Life], Any], at: Container[int] | None = None) -> Iterator[tuple[int, dict[tuple, int]]]:
+    def held(
+        self, group: Callable[[Life], Any], at: Container[int] | None = None
+    ) -> Iterator[tuple[int, dict[tuple, int]]]:
         """(moment, factors of what is alive by group and term), for the moments `at`, or each at which something is born or a phase begins."""
         running: dict[tuple, int] = defaultdict(int)
         leaps, all_changes = self.leaps(), self.changes()
@@ -483,7 +597,11 @@ class _Step(Walk):
 
         def apply(to: dict[tuple, int], changes: Iterable[tuple[Life, int]]) -> dict[tuple, int]:
             for life, sign in changes:
-                for term, factor in life.nbytes.terms.items() if isinstance(life.nbytes, Polynomial) else [("", life.nbytes)]:
+                for term, factor in (
+                    life.nbytes.terms.items()
+                    if isinstance(life.nbytes, Polynomial)
+                    else [("", life.nbytes)]
+                ):
                     to[group(life), term] += sign * factor
             return to
 
@@ -491,11 +609,19 @@ class _Step(Walk):
             apply(running, changes)
             for start, end in leaps:
                 if i in (start, end):  # without what is dying, which may belong to an earlier layer
-                    staying = apply(defaultdict(int, running), (change for change in all_changes[i + 1] if change[1] < 0))
+                    staying = apply(
+                        defaultdict(int, running),
+                        (change for change in all_changes[i + 1] if change[1] < 0),
+                    )
                 if i == start:
                     before[start] = staying
                 elif i == end:
                     for key, factor in staying.items():
                         running[key[0], "M" + key[1]] += factor - before[start].get(key, 0)
-            if i in at if at is not None else any(sign > 0 for _, sign in changes) or self.moments[i][0] != self.moments[i - 1][0]:
+            if (
+                i in at
+                if at is not None
+                else any(sign > 0 for _, sign in changes)
+                or self.moments[i][0] != self.moments[i - 1][0]
+            ):
                 yield i, {key: factor for key, factor in running.items() if factor}

@@ -5,7 +5,9 @@ from collections import Counter
 from labutils.memory.tape import Size, Tape, Tensor
 
 ROOT = -1  # what surrounds the layers, which are units 0, 1, …
-INPUT = -2  # at level 2, where nothing is gathered, the root's part before the layers is a unit of its own
+INPUT = (
+    -2
+)  # at level 2, where nothing is gathered, the root's part before the layers is a unit of its own
 
 
 class Units:
@@ -16,7 +18,16 @@ class Units:
     weights are gathered for the root, the unit that computes and the next one.
     """
 
-    def __init__(self, tape: Tape, level: int, tensors: dict[int, int], elements: dict[int, Size], *, width: int, bucket_width: int) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        level: int,
+        tensors: dict[int, int],
+        elements: dict[int, Size],
+        *,
+        width: int,
+        bucket_width: int,
+    ) -> None:
         self.tape, self.level, self.tensors, self.elements = tape, level, tensors, elements
         self.width, self.bucket_width = width, bucket_width
         self.gathered: dict[int, Tensor] = {}
@@ -27,7 +38,9 @@ class Units:
     def gather(self, *units: int) -> None:
         for unit in units:
             if self.level == 3 and unit in self.elements and unit not in self.gathered:
-                self.gathered[unit] = self.tape.allocate(self.elements[unit], self.width, "gathered weights", "weights")
+                self.gathered[unit] = self.tape.allocate(
+                    self.elements[unit], self.width, "gathered weights", "weights"
+                )
 
     def free(self, unit: int) -> None:
         self.gathered.pop(unit, None)
@@ -49,7 +62,9 @@ class Units:
 
     def open(self, unit: int) -> None:
         if unit not in self.buckets:
-            self.buckets[unit] = self.tape.new("empty", self.elements[unit], self.bucket_width, "gradient buckets", "gradients")
+            self.buckets[unit] = self.tape.new(
+                "empty", self.elements[unit], self.bucket_width, "gradient buckets", "gradients"
+            )
 
     def take(self, unit: int) -> None:
         """A gradient of the unit is there: it is copied to where it is kept, and whoever holds it may let go."""

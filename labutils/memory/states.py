@@ -9,8 +9,17 @@ from labutils.ledger import Ledger, Line
 FP32 = 4
 INDEX = 8  # bytes of an int64
 WIDTHS = {"fp32": FP32, "bf16": 2, "fp16": 2}  # bytes of a number
-MOMENTS = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq")}
-SHARDED_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}  # the ZeRO level from which a component is one rank's share
+MOMENTS = {
+    "sgd": (),
+    "momentum": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+}
+SHARDED_FROM = {
+    "optimizer": 1,
+    "gradients": 2,
+    "weights": 3,
+}  # the ZeRO level from which a component is one rank's share
 
 
 class State(NamedTuple):
@@ -23,7 +32,16 @@ class State(NamedTuple):
     sharded: bool
 
 
-def states(*, half: bool, fp32_gradients: bool | str, optimizer: str, level: int, parameters: Any, tensors: Any, share: Any) -> Iterator[State]:
+def states(
+    *,
+    half: bool,
+    fp32_gradients: bool | str,
+    optimizer: str,
+    level: int,
+    parameters: Any,
+    tensors: Any,
+    share: Any,
+) -> Iterator[State]:
     """Weights, gradients and optimizer state of `parameters` numbers in `tensors` tensors, or of the `share` that is left of them at a ZeRO level."""
 
     def state(name: str, component: str, width: int) -> State:
@@ -62,9 +80,23 @@ def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) ->
         half=half, fp32_gradients=train.fp32_gradients, optimizer=train.optimizer, level=level, parameters=model.num_params,
         tensors=model.num_tensors, share=-(-model.num_params // mesh.dp),
     )  # fmt: skip
-    lines = [Line(state.name, state.elements * state.width, component=state.component, axis="dp" if state.sharded else "") for state in found]
+    lines = [
+        Line(
+            state.name,
+            state.elements * state.width,
+            component=state.component,
+            axis="dp" if state.sharded else "",
+        )
+        for state in found
+    ]
     if model.positions == "rope":
-        lines.append(Line("buffers", 2 * model.seq_len * (model.d_head // 2) * (2 if half else FP32), component="buffers"))  # tables of cos and sin
+        lines.append(
+            Line(
+                "buffers",
+                2 * model.seq_len * (model.d_head // 2) * (2 if half else FP32),
+                component="buffers",
+            )
+        )  # tables of cos and sin
     return Ledger(lines)
 
 
@@ -72,5 +104,7 @@ def zero_level(train: TrainConfig, mesh: Mesh) -> int:
     """The ZeRO level at which states are really sharded on `mesh`: 0 where there is one data-parallel rank."""
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(mesh, axis) > 1:
-            raise ValueError(f"memory has no formula for {axis}={getattr(mesh, axis)} yet: leave {axis}=1 and use dp with TrainConfig(zero=1, 2 or 3)")
+            raise ValueError(
+                f"memory has no formula for {axis}={getattr(mesh, axis)} yet: leave {axis}=1 and use dp with TrainConfig(zero=1, 2 or 3)"
+            )
     return train.zero if mesh.dp > 1 else 0

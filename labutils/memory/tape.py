@@ -40,8 +40,21 @@ class Tensor:
 
     __slots__ = ("elements", "index", "node", "storage", "width")
 
-    def __init__(self, storage: Storage, elements: Size, width: int, node: "Node | None" = None, index: int = 0) -> None:
-        self.storage, self.elements, self.width, self.node, self.index = storage, elements, width, node, index
+    def __init__(
+        self,
+        storage: Storage,
+        elements: Size,
+        width: int,
+        node: "Node | None" = None,
+        index: int = 0,
+    ) -> None:
+        self.storage, self.elements, self.width, self.node, self.index = (
+            storage,
+            elements,
+            width,
+            node,
+            index,
+        )
 
     @property
     def name(self) -> str:
@@ -52,7 +65,9 @@ class Tensor:
 
 
 Backward = Callable[[list[Tensor], list[Storage]], Sequence[Tensor | None]]
-Step = tuple[str, Size, int]  # an operation that turns a gradient into the shape or dtype of its input: name, elements, width
+Step = tuple[
+    str, Size, int
+]  # an operation that turns a gradient into the shape or dtype of its input: name, elements, width
 
 
 class Node:
@@ -60,9 +75,23 @@ class Node:
 
     __slots__ = ("backward", "edges", "fits", "outputs", "saved", "sequence")
 
-    def __init__(self, sequence: float, inputs: Iterable[Tensor], saved: list, backward: Backward, fits: dict[int, list[Step]], outputs: int) -> None:
+    def __init__(
+        self,
+        sequence: float,
+        inputs: Iterable[Tensor],
+        saved: list,
+        backward: Backward,
+        fits: dict[int, list[Step]],
+        outputs: int,
+    ) -> None:
         self.edges = [(tensor.node, tensor.index) for tensor in inputs]
-        self.sequence, self.saved, self.backward, self.fits, self.outputs = sequence, saved, backward, fits, outputs
+        self.sequence, self.saved, self.backward, self.fits, self.outputs = (
+            sequence,
+            saved,
+            backward,
+            fits,
+            outputs,
+        )
 
 
 class Tape:
@@ -77,7 +106,9 @@ class Tape:
         self.pack: Callable[[Tensor], Any] = self.keep
         self.unpack: Callable[[Any], Storage] = lambda kept: kept
 
-    def allocate(self, elements: Size, width: int, name: str, component: str | None = None) -> Tensor:
+    def allocate(
+        self, elements: Size, width: int, name: str, component: str | None = None
+    ) -> Tensor:
         """A tensor in memory of its own, born with the operation that is written down next."""
         life = Life(name, elements * width, component or self.component, len(self.moments))
         self.lives.append(life)
@@ -86,7 +117,9 @@ class Tape:
     def happened(self, event: str) -> None:
         self.moments.append((self.phase, event))
 
-    def new(self, event: str, elements: Size, width: int, name: str, component: str | None = None) -> Tensor:
+    def new(
+        self, event: str, elements: Size, width: int, name: str, component: str | None = None
+    ) -> Tensor:
         """The result of an operation that makes one tensor."""
         tensor = self.allocate(elements, width, name, component)
         self.happened(event)
@@ -106,7 +139,13 @@ class Tape:
         return [(self.pack(tensor), unpack) for tensor in tensors]
 
     def attach(
-        self, out: Tensor, inputs: Iterable[Tensor], backward: Backward, saved: Iterable = (), fits: dict[int, list[Step]] | None = None, outputs: int = 1
+        self,
+        out: Tensor,
+        inputs: Iterable[Tensor],
+        backward: Backward,
+        saved: Iterable = (),
+        fits: dict[int, list[Step]] | None = None,
+        outputs: int = 1,
     ) -> Tensor:
         """`out`, with the node that takes its gradient back to the `inputs`."""
         out.node = Node(next(self.sequence), inputs, list(saved), backward, fits or {}, outputs)
@@ -153,7 +192,9 @@ class Tape:
         return outputs
 
     @contextmanager
-    def hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Storage]) -> Iterator[None]:
+    def hooks(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Storage]
+    ) -> Iterator[None]:
         """Inside, `pack` decides what is held of a saved tensor, and `unpack` gives it back."""
         before = self.pack, self.unpack
         self.pack, self.unpack = pack, unpack
@@ -181,7 +222,14 @@ class Parameter(Tensor):
 
     __slots__ = ("gradient", "part", "wide")
 
-    def __init__(self, tape: Tape, elements: Size, width: int, part: int, receive: Callable[["Parameter", list[Tensor]], None]) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        elements: Size,
+        width: int,
+        part: int,
+        receive: Callable[["Parameter", list[Tensor]], None],
+    ) -> None:
         super().__init__(Storage(Life("weights", 0, "weights", 0), tape.moments), elements, width)
         self.part = part
         self.gradient: Tensor | None = None
@@ -201,7 +249,13 @@ class Enough(BaseException):
 class Region:
     """A checkpointed call: its saved tensors are thrown away, and computed again when the backward pass asks for the first of them."""
 
-    def __init__(self, tape: Tape, fn: Callable[..., Tensor], tensors: Sequence[Tensor], replay: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        fn: Callable[..., Tensor],
+        tensors: Sequence[Tensor],
+        replay: Callable[[], Any],
+    ) -> None:
         self.tape, self.fn, self.replay = tape, fn, replay
         self.kept = [tape.keep(tensor) for tensor in tensors]
         self.like = [(tensor.elements, tensor.width) for tensor in tensors]
@@ -230,7 +284,9 @@ class Region:
         tape, phase = self.tape, self.tape.component
         # Leaves that require a gradient, as the tensors that were kept do.
         leaf = Node(float("-inf"), (), [], lambda gradients, saved: (), {}, 1)
-        inputs = [Tensor(storage, *like, leaf) for storage, like in zip(self.kept, self.like, strict=True)]
+        inputs = [
+            Tensor(storage, *like, leaf) for storage, like in zip(self.kept, self.like, strict=True)
+        ]
         tape.component = "activations"
         try:
             with self.replay(), tape.hooks(capture, lambda kept: kept):
@@ -241,7 +297,9 @@ class Region:
             tape.component = phase
 
 
-def checkpoint(tape: Tape, replay: Callable[[], Any], fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def checkpoint(
+    tape: Tape, replay: Callable[[], Any], fn: Callable[..., Tensor], *tensors: Tensor
+) -> Tensor:
     """What `fn(*tensors)` returns; of what it saves only the tensors themselves are held."""
     tape.happened("empty")
     tape.happened("empty")
@@ -286,7 +344,9 @@ class Polynomial:
 
     def __mul__(self, other: "Polynomial | int") -> "Polynomial":
         if isinstance(other, int):
-            return Polynomial({letters: factor * other for letters, factor in self.terms.items()} if other else {})
+            return Polynomial(
+                {letters: factor * other for letters, factor in self.terms.items()} if other else {}
+            )
         terms: dict[str, int] = {}
         for mine, factor in self.terms.items():
             for theirs, times in other.terms.items():
@@ -297,7 +357,10 @@ class Polynomial:
     __rmul__ = __mul__
 
     def __repr__(self) -> str:
-        return " + ".join(f"{factor}{_powers(letters)}" for letters, factor in self.terms.items()) or "0"
+        return (
+            " + ".join(f"{factor}{_powers(letters)}" for letters, factor in self.terms.items())
+            or "0"
+        )
 
 
 def _terms(value: "Polynomial | int") -> dict[str, int]:
@@ -305,4 +368,6 @@ def _terms(value: "Polynomial | int") -> dict[str, int]:
 
 
 def _powers(letters: str) -> str:
-    return "".join(letter + ("", "", "²", "³", "⁴")[letters.count(letter)] for letter in dict.fromkeys(letters))
+    return "".join(
+        letter + ("", "", "²", "³", "⁴")[letters.count(letter)] for letter in dict.fromkeys(letters)
+    )

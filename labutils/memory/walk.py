@@ -74,7 +74,10 @@ def layer(size: dict[str, Size], kind: Kind) -> Shapes:
 
 
 def _norm(at: str, size: dict[str, Size], kind: Kind) -> Shapes:
-    return {f"{at}.{name}": size["h"] for name in (("weight", "bias") if kind.norm == "layernorm" else ("weight",))}
+    return {
+        f"{at}.{name}": size["h"]
+        for name in (("weight", "bias") if kind.norm == "layernorm" else ("weight",))
+    }
 
 
 class Walk(Tape):
@@ -85,19 +88,29 @@ class Walk(Tape):
     def __init__(self, size: dict[str, Size], kind: Kind) -> None:
         super().__init__()
         self.kind = kind
-        self.b, self.s, self.h, self.f, self.a, self.g, self.d, self.v = (size[letter] for letter in "bshfagdv")
+        self.b, self.s, self.h, self.f, self.a, self.g, self.d, self.v = (
+            size[letter] for letter in "bshfagdv"
+        )
         self.n = self.b * self.s
         self.half = kind.half
-        self.width = FP32 if kind.autocast else kind.half  # bytes of a weight, and of a number in the residual stream
+        self.width = (
+            FP32 if kind.autocast else kind.half
+        )  # bytes of a weight, and of a number in the residual stream
         self.casts: dict[Parameter, Tensor] = {}  # autocast keeps its half copies of the weights
         self.casting = kind.autocast
-        self.passed: defaultdict[int, list[int]] = defaultdict(list)  # the moments at which each layer was left, forward and backward
+        self.passed: defaultdict[int, list[int]] = defaultdict(
+            list
+        )  # the moments at which each layer was left, forward and backward
 
     # The operations
 
     def add(self, x: Tensor, y: Tensor, name: str) -> Tensor:
         out = self.new("add", x.elements, max(x.width, y.width), name)
-        cast = {place: [("_to_copy", t.elements, t.width)] for place, t in enumerate((x, y)) if t.width != out.width}
+        cast = {
+            place: [("_to_copy", t.elements, t.width)]
+            for place, t in enumerate((x, y))
+            if t.width != out.width
+        }
         return self.attach(out, (x, y), lambda grads, saved: (grads[0], grads[0]), fits=cast)
 
     def cast(self, x: Tensor, width: int, name: str) -> Tensor:
@@ -105,14 +118,20 @@ class Walk(Tape):
             return x
         back = x.width
         out = self.new("_to_copy", x.elements, width, name)
-        return self.attach(out, (x,), lambda grads, saved: (self.new("_to_copy", grads[0].elements, back, grads[0].name),))
+        return self.attach(
+            out,
+            (x,),
+            lambda grads, saved: (self.new("_to_copy", grads[0].elements, back, grads[0].name),),
+        )
 
     def view(self, x: Tensor) -> Tensor:
         return self.attach(x.detach(), (x,), lambda grads, saved: (grads[0],))
 
     def scale(self, x: Tensor, event: str, name: str) -> Tensor:
         """x times or over a constant: nothing to keep."""
-        return self.attach(self.like(event, x, name), (x,), lambda grads, saved: (self.like(event, grads[0]),))
+        return self.attach(
+            self.like(event, x, name), (x,), lambda grads, saved: (self.like(event, grads[0]),)
+        )
 
     def times(self, x: Tensor, y: Tensor, name: str) -> Tensor:
         """x·y, element by element; each is kept for the gradient of the other."""
@@ -121,7 +140,9 @@ class Walk(Tape):
         def backward(grads: list[Tensor], saved: list) -> list[Tensor]:
             return [self.like("mul", grads[0], f"gradient of {name}") for _ in range(2)]
 
-        return self.attach(self.new("mul", x.elements, max(x.width, y.width), name), (x, y), backward, kept)
+        return self.attach(
+            self.new("mul", x.elements, max(x.width, y.width), name), (x, y), backward, kept
+        )
 
     def dropout(self, x: Tensor, name: str) -> Tensor:
         if not self.kind.dropout:
@@ -133,7 +154,9 @@ class Walk(Tape):
         out = self.like("mul", x, f"{name} after dropout")
         return self.attach(out, (x,), lambda grads, saved: (self.like("mul", grads[0]),), kept)
 
-    def linear(self, x: Tensor, weight: Parameter, bias: Parameter | None, out: Size, name: str) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Parameter, bias: Parameter | None, out: Size, name: str
+    ) -> Tensor:
         n, width = self.n, self.half
         if self.casting:
             inputs = [self.cached(bias)] if bias is not None else []
@@ -173,11 +196,17 @@ class Walk(Tape):
         into, width, h = x.elements, x.width, self.h
 
         def backward(grads: list[Tensor], saved: list) -> list[Tensor]:
-            made = [self.allocate(into, width, "gradient of the residual stream"), *(self.allocate(h, width, "gradient of a norm") for _ in range(2))]
+            made = [
+                self.allocate(into, width, "gradient of the residual stream"),
+                *(self.allocate(h, width, "gradient of a norm") for _ in range(2)),
+            ]
             self.happened("native_layer_norm_backward")
             return made
 
-        out, mean, deviation = self.allocate(into, width, "normalized"), *(self.allocate(self.n, width, "mean and 1/σ") for _ in range(2))
+        out, mean, deviation = (
+            self.allocate(into, width, "normalized"),
+            *(self.allocate(self.n, width, "mean and 1/σ") for _ in range(2)),
+        )
         self.happened("native_layer_norm")
         kept += self.save(mean, deviation, weight)
         return self.attach(out, (x, weight, bias), backward, kept)
@@ -193,9 +222,15 @@ class Walk(Tape):
             return [self.like("mul", twice)]
 
         kept = self.save(wide)
-        square = self.attach(self.new("pow", full, FP32, "working memory of RMSNorm"), (wide,), through_power, kept)
+        square = self.attach(
+            self.new("pow", full, FP32, "working memory of RMSNorm"), (wide,), through_power, kept
+        )
         mean = self.new("mean", n, FP32, "1/rms")
-        self.attach(mean, (square,), lambda grads, saved: (self.new("div", full, FP32, "working memory of RMSNorm"),))
+        self.attach(
+            mean,
+            (square,),
+            lambda grads, saved: (self.new("div", full, FP32, "working memory of RMSNorm"),),
+        )
         self.happened("add_")
 
         def through_root(grads: list[Tensor], saved: list) -> list[Tensor]:
@@ -214,7 +249,10 @@ class Walk(Tape):
         normal = self.new("mul", full, FP32, "stream / rms")
         self.attach(normal, (wide, root), through_product, kept, {1: [("sum", n, FP32)]})
         kept = self.save(normal, weight)
-        fits = [("sum", h, FP32), *([("_to_copy", h, weight.width)] if weight.width != FP32 else [])]
+        fits = [
+            ("sum", h, FP32),
+            *([("_to_copy", h, weight.width)] if weight.width != FP32 else []),
+        ]
         out = self.new("mul", full, FP32, "normalized")
         self.attach(out, (normal, weight), through_product, kept, {1: fits})
         del wide, normal
@@ -225,7 +263,14 @@ class Walk(Tape):
         # A half is counted as all its numbers at half their bytes, so that sizes stay whole polynomials.
         whole, width = x.elements, x.width
         half, thin = whole, width // 2
-        tables = [self.new("_to_copy", self.s * self.d, self.half // 2, "half copies of cos and sin") for _ in range(2)] if self.casting else []
+        tables = (
+            [
+                self.new("_to_copy", self.s * self.d, self.half // 2, "half copies of cos and sin")
+                for _ in range(2)
+            ]
+            if self.casting
+            else []
+        )
         name = "rotated halves"
 
         def split(grads: list[Tensor | None], saved: list) -> list[Tensor]:
@@ -236,7 +281,12 @@ class Walk(Tape):
 
         def turn(t: Tensor, table: int) -> Tensor:
             kept = self.save(tables[table]) if tables else []
-            return self.attach(self.like("mul", t, name), (t,), lambda grads, saved: (self.like("mul", grads[0], name),), kept)
+            return self.attach(
+                self.like("mul", t, name),
+                (t,),
+                lambda grads, saved: (self.like("mul", grads[0], name),),
+                kept,
+            )
 
         def both(t: Tensor, u: Tensor, event: str) -> Tensor:
             def backward(grads: list[Tensor], saved: list) -> list[Tensor]:
@@ -244,12 +294,17 @@ class Walk(Tape):
 
             return self.attach(self.like(event, t, name), (t, u), backward)
 
-        parts = [both(turn(left, 0), turn(right, 1), "sub"), both(turn(right, 0), turn(left, 1), "add")]
+        parts = [
+            both(turn(left, 0), turn(right, 1), "sub"),
+            both(turn(right, 0), turn(left, 1), "add"),
+        ]
 
         def narrow(grads: list[Tensor], saved: list) -> list[Tensor]:
             return [Tensor(grads[0].storage, half, thin) for _ in range(2)]
 
-        return self.attach(self.new("cat", whole, width, "queries and keys, rotated"), parts, narrow)
+        return self.attach(
+            self.new("cat", whole, width, "queries and keys, rotated"), parts, narrow
+        )
 
     def copied(self, x: Tensor, forward: bool, backward: bool, name: str | None = None) -> Tensor:
         """x in another layout: a view of it where strides allow, a copy where they don't, on the way there and on the way back."""
@@ -279,7 +334,9 @@ class Walk(Tape):
         return self.attach(self.new("bmm", out, width, name), (x, y), backward, kept)
 
     def masked(self, scores: Tensor) -> Tensor:
-        return self.attach(self.like("add", scores, "scores, masked"), (scores,), lambda grads, saved: (grads[0],))
+        return self.attach(
+            self.like("add", scores, "scores, masked"), (scores,), lambda grads, saved: (grads[0],)
+        )
 
     def softmax(self, x: Tensor, event: str) -> Tensor:
         def backward(grads: list[Tensor], saved: list) -> list[Tensor]:
@@ -318,10 +375,17 @@ class Walk(Tape):
     def attend_fused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.kind.dropout:
             return self.attend_fallback(q, k, v)
-        sizes, width, event = (q.elements, k.elements, v.elements), q.width, "_scaled_dot_product_flash_attention_for_cpu"
+        sizes, width, event = (
+            (q.elements, k.elements, v.elements),
+            q.width,
+            "_scaled_dot_product_flash_attention_for_cpu",
+        )
 
         def backward(grads: list[Tensor], saved: list) -> list[Tensor]:
-            made = [self.allocate(size, width, f"gradient of {name}") for size, name in zip(sizes, ("queries", "keys", "values"), strict=True)]
+            made = [
+                self.allocate(size, width, f"gradient of {name}")
+                for size, name in zip(sizes, ("queries", "keys", "values"), strict=True)
+            ]
             self.happened(f"{event}_backward")
             return made
 
@@ -336,7 +400,10 @@ class Walk(Tape):
         """With dropout, PyTorch's fused CPU kernel falls back on plain attention in fp32, with keys and values repeated for every head."""
         kind, rope, width = self.kind, self.kind.rope, q.width
         apart = kind.tokens and kind.batch and kind.heads
-        q, k, v = (self.cast(t, FP32, f"{name} in fp32") for t, name in ((q, "queries"), (k, "keys"), (v, "values")))
+        q, k, v = (
+            self.cast(t, FP32, f"{name} in fp32")
+            for t, name in ((q, "queries"), (k, "keys"), (v, "values"))
+        )
         scaled = self.scale(q, "mul", "queries, scaled")
         ones = self.new("ones", self.s * self.s, 1, "mask of the future")
         lower = self.like("tril", ones)
@@ -355,8 +422,16 @@ class Walk(Tape):
         weights = self.softmax(masked, "_safe_softmax")
         del masked
         weights = self.dropout(weights, "softmax")
-        half = self.cast(weights, width, "softmax in half")  # returned beside the output, and thrown away
-        out = self.product(weights, self.copied(every[1], apart and not kind.grouped, False), q.elements, "output of attention", "softmax")
+        half = self.cast(
+            weights, width, "softmax in half"
+        )  # returned beside the output, and thrown away
+        out = self.product(
+            weights,
+            self.copied(every[1], apart and not kind.grouped, False),
+            q.elements,
+            "output of attention",
+            "softmax",
+        )
         out = self.cast(self.copied(out, False, apart), width, "output of attention")
         del mask, half
         return out
@@ -364,22 +439,48 @@ class Walk(Tape):
     def repeated(self, x: Tensor, name: str) -> Tensor:
         groups = x.elements
         out = self.new("clone", self.n * self.a * self.d, x.width, f"{name}, repeated")
-        return self.attach(out, (x,), lambda grads, saved: (self.new("sum", groups, FP32, f"gradient of {name}"),))
+        return self.attach(
+            out, (x,), lambda grads, saved: (self.new("sum", groups, FP32, f"gradient of {name}"),)
+        )
 
     def attention(self, x: Tensor, weights: Weights) -> Tensor:
         a, g, d, kind = self.a, self.g, self.d, self.kind
         # Gradients come back with heads outermost; those of keys even transposed, as their product was.
-        back = kind.tokens and kind.heads and self.regroups, self.keys_regroup, kind.tokens and kind.groups and not self.fused
+        back = (
+            kind.tokens and kind.heads and self.regroups,
+            self.keys_regroup,
+            kind.tokens and kind.groups and not self.fused,
+        )
         q, k, v = (
-            self.copied(self.linear(x, weights[f"{part}.weight"], weights.get(f"{part}.bias"), size * d, name), False, copies)
-            for (part, size, name), copies in zip((("query", a, "queries"), ("key", g, "keys"), ("value", g, "values")), back, strict=True)
+            self.copied(
+                self.linear(
+                    x, weights[f"{part}.weight"], weights.get(f"{part}.bias"), size * d, name
+                ),
+                False,
+                copies,
+            )
+            for (part, size, name), copies in zip(
+                (("query", a, "queries"), ("key", g, "keys"), ("value", g, "values")),
+                back,
+                strict=True,
+            )
         )
         if kind.rope:
             q, k = self.rotary(q), self.rotary(k)
         attend = self.attend_plain if kind.attention == "plain" else self.attend_fused
-        heads = checkpoint(self, self.replay, attend, q, k, v) if kind.checkpointing == "selective" else attend(q, k, v)
+        heads = (
+            checkpoint(self, self.replay, attend, q, k, v)
+            if kind.checkpointing == "selective"
+            else attend(q, k, v)
+        )
         copies = kind.tokens and kind.heads and (not self.fused or kind.rope)
-        return self.linear(self.copied(heads, copies, False), weights["output.weight"], weights.get("output.bias"), self.h, "output of attention")
+        return self.linear(
+            self.copied(heads, copies, False),
+            weights["output.weight"],
+            weights.get("output.bias"),
+            self.h,
+            "output of attention",
+        )
 
     @property
     def fused(self) -> bool:
@@ -401,7 +502,12 @@ class Walk(Tape):
             return self.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), out, what)
 
         if self.kind.ffn == "gelu":
-            return linear(self.activation(linear(x, "up", self.f, "input of GELU"), "gelu"), "down", self.h, "output of feed-forward")
+            return linear(
+                self.activation(linear(x, "up", self.f, "input of GELU"), "gelu"),
+                "down",
+                self.h,
+                "output of feed-forward",
+            )
         gate = self.activation(linear(x, "gate", self.f, "input of SiLU"), "silu")
         product = self.times(gate, linear(x, "up", self.f, "factor of SiLU"), "SwiGLU")
         del gate
@@ -417,8 +523,21 @@ class Walk(Tape):
         return self.attach(self.like(event, x, name), (x,), backward, kept)
 
     def block(self, weights: Weights, x: Tensor) -> Tensor:
-        x = self.add(x, self.dropout(self.attention(self.norm(x, weights, "attention_norm"), weights), "attention"), "residual stream")
-        return self.add(x, self.dropout(self.feed_forward(self.norm(x, weights, "feed_forward_norm"), weights), "feed-forward"), "residual stream")
+        x = self.add(
+            x,
+            self.dropout(
+                self.attention(self.norm(x, weights, "attention_norm"), weights), "attention"
+            ),
+            "residual stream",
+        )
+        return self.add(
+            x,
+            self.dropout(
+                self.feed_forward(self.norm(x, weights, "feed_forward_norm"), weights),
+                "feed-forward",
+            ),
+            "residual stream",
+        )
 
     def embed(self, weights: Weights) -> Tensor:
         v, h, s, width = self.v, self.h, self.s, self.width
@@ -426,13 +545,25 @@ class Walk(Tape):
         def lookup(grads: list[Tensor], saved: list) -> list[Tensor]:
             return [self.new("embedding_dense_backward", v * h, width, "gradient of the embedding")]
 
-        x = self.attach(self.new("embedding", self.n * h, width, "residual stream"), (weights["tokens"],), lookup)
+        x = self.attach(
+            self.new("embedding", self.n * h, width, "residual stream"),
+            (weights["tokens"],),
+            lookup,
+        )
         positions = weights.get("positions")
         if positions is not None:
             rows = Tensor(positions.storage, positions.elements, width)
-            self.attach(rows, (positions,), lambda grads, saved: (self.new("slice_backward", s * h, width, "gradient of the positions"),))
+            self.attach(
+                rows,
+                (positions,),
+                lambda grads, saved: (
+                    self.new("slice_backward", s * h, width, "gradient of the positions"),
+                ),
+            )
             fits = {1: [("sum", s * h, width)]}
-            x = self.attach(self.like("add", x), (x, rows), lambda grads, saved: (grads[0], grads[0]), fits=fits)
+            x = self.attach(
+                self.like("add", x), (x, rows), lambda grads, saved: (grads[0], grads[0]), fits=fits
+            )
         return self.dropout(x, "embedding")
 
     def logits(self, outer: Weights, layers: list[Weights]) -> Tensor:
@@ -443,7 +574,12 @@ class Walk(Tape):
         for number, weights in enumerate(layers):
             self.units.gather(number, number + 1)
             block = functools.partial(self.block, weights)
-            x = self.boundary(checkpoint(self, self.replay, block, x) if self.kind.checkpointing == "full" else block(x), number)
+            x = self.boundary(
+                checkpoint(self, self.replay, block, x)
+                if self.kind.checkpointing == "full"
+                else block(x),
+                number,
+            )
             self.units.free(number)
         head = outer["tokens"] if self.kind.tied else outer["head"]
         logits = self.linear(self.norm(x, outer, "norm"), head, None, self.v, "logits")
@@ -482,7 +618,9 @@ class Walk(Tape):
         def through_logarithm(grads: list[Tensor], saved: list) -> list[Tensor]:
             return [self.like("_log_softmax_backward_data", grads[0], "gradient of the logits")]
 
-        logs = self.attach(self.like("_log_softmax", wide, "log-probabilities"), (wide,), through_logarithm)
+        logs = self.attach(
+            self.like("_log_softmax", wide, "log-probabilities"), (wide,), through_logarithm
+        )
         logs.node.saved = self.save(logs)
         size, width = logs.elements, logs.width
 

@@ -15,7 +15,9 @@ HALF_OPS = frozenset(
 )
 """Operations that run in half: they do nearly all of the work, and add up in fp32 whatever their operands are."""
 
-FULL_OPS = frozenset("cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy prod trace cdist".split())
+FULL_OPS = frozenset(
+    "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy prod trace cdist".split()
+)
 """Operations that run in fp32: their results are sums or products of many terms, in the format of their input."""
 
 CAST = {torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half, torch.float32: Tensor.float}
@@ -49,12 +51,18 @@ class autocast(TorchFunctionMode):
     Not seen: what a composed function such as `F.multi_head_attention_forward` calls inside.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True, cache: bool = True) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True, cache: bool = True
+    ) -> None:
         super().__init__()
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"autocast computes in torch.bfloat16 or torch.float16, got {dtype!r}")
         self.dtype, self.enabled, self.cache = dtype, enabled, cache
-        self._formats = dict.fromkeys(HALF_OPS, dtype) | dict.fromkeys(FULL_OPS, torch.float32) if enabled else {}
+        self._formats = (
+            dict.fromkeys(HALF_OPS, dtype) | dict.fromkeys(FULL_OPS, torch.float32)
+            if enabled
+            else {}
+        )
 
     @staticmethod
     def innermost() -> "autocast | None":
@@ -75,12 +83,19 @@ class autocast(TorchFunctionMode):
         if not _here.regions:
             _here.copies.clear()
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         dtype = self._formats.get(getattr(func, "__name__", ""))
         if dtype is not None and _here.regions[-1] is self:
-            args = [self._cast(value, dtype) if isinstance(value, Tensor) else value for value in args]
+            args = [
+                self._cast(value, dtype) if isinstance(value, Tensor) else value for value in args
+            ]
             if kwargs:
-                kwargs = {key: self._cast(value, dtype) if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+                kwargs = {
+                    key: self._cast(value, dtype) if isinstance(value, Tensor) else value
+                    for key, value in kwargs.items()
+                }
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _cast(self, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,7 +108,10 @@ class autocast(TorchFunctionMode):
         key = id(value), value._version, dtype, torch.is_grad_enabled()
         held = _here.copies.get(key)
         if held is None:
-            held = _here.copies[key] = value, CAST[dtype](value)  # beside its source, so that no other tensor gets the same id
+            held = _here.copies[key] = (
+                value,
+                CAST[dtype](value),
+            )  # beside its source, so that no other tensor gets the same id
         return held[1]
 
 

@@ -20,11 +20,15 @@ def exponents(tensors: Iterable[Tensor]) -> Counter[int]:
     for tensor in tensors:
         values = tensor.detach().double().flatten()
         found = values[values.isfinite() & (values != 0)].frexp().exponent - 1
-        counts.update(dict(zip(*(side.tolist() for side in found.unique(return_counts=True)), strict=True)))
+        counts.update(
+            dict(zip(*(side.tolist() for side in found.unique(return_counts=True)), strict=True))
+        )
     return counts
 
 
-def fate(counts: Mapping[int, int], fmt: FloatFormat | str, scale: float | int = 1.0) -> dict[str, float]:
+def fate(
+    counts: Mapping[int, int], fmt: FloatFormat | str, scale: float | int = 1.0
+) -> dict[str, float]:
     """The shares of the counted numbers that, times `scale`, become zero, subnormal, normal or too large in `fmt`.
 
     >>> fate({-30: 1, -20: 2, 0: 4, 17: 1}, "fp16")

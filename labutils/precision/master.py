@@ -33,18 +33,29 @@ class MasterWeights:
     Source: Micikevicius et al. 1710.03740, section 3.1; fp32 sums as in Megatron-LM's main_grad.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, fp32_gradients: bool | str = False) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, fp32_gradients: bool | str = False
+    ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"master weights go with a torch optimizer, got {type(optimizer).__name__}: MasterWeights(torch.optim.AdamW(model.parameters()))")
+            raise TypeError(
+                f"master weights go with a torch optimizer, got {type(optimizer).__name__}: MasterWeights(torch.optim.AdamW(model.parameters()))"
+            )
         if optimizer.state:
-            raise ValueError("this optimizer has stepped already, and its state belongs to the half weights: wrap it before the first step")
+            raise ValueError(
+                "this optimizer has stepped already, and its state belongs to the half weights: wrap it before the first step"
+            )
         if fp32_gradients not in (False, True, "only"):
-            raise ValueError(f"fp32_gradients={fp32_gradients!r} is unknown: choose False, True or 'only'")
+            raise ValueError(
+                f"fp32_gradients={fp32_gradients!r} is unknown: choose False, True or 'only'"
+            )
         self.optimizer = optimizer
         self.fp32_gradients = fp32_gradients
         self.masters: dict[Tensor, nn.Parameter] = {}
         for group in optimizer.param_groups:
-            group["params"] = [self._master(weight) if weight.dtype in HALF else weight for weight in group["params"]]
+            group["params"] = [
+                self._master(weight) if weight.dtype in HALF else weight
+                for weight in group["params"]
+            ]
 
     def _master(self, weight: Tensor) -> nn.Parameter:
         if self.fp32_gradients:
@@ -55,7 +66,9 @@ class MasterWeights:
     def __getitem__(self, weight: Tensor) -> nn.Parameter:
         """The master copy of a half weight."""
         if weight not in self.masters:
-            raise KeyError(f"no master copy of this tensor ({weight.dtype}, shape {list(weight.shape)}): only half weights of the optimizer have one")
+            raise KeyError(
+                f"no master copy of this tensor ({weight.dtype}, shape {list(weight.shape)}): only half weights of the optimizer have one"
+            )
         return self.masters[weight]
 
     @property
@@ -115,13 +128,18 @@ class MasterWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and the master weights. The half weights alone are no snapshot: what rounding took from them would be lost."""
-        return {"optimizer": self.optimizer.state_dict(), "masters": [master.detach().clone() for master in self.masters.values()]}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "masters": [master.detach().clone() for master in self.masters.values()],
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the optimizer and the master weights, and rounds them into the half weights."""
         if set(state) != {"optimizer", "masters"}:
-            raise ValueError(f"this state holds {', '.join(sorted(map(str, state)))}: give what MasterWeights.state_dict() returned")
+            raise ValueError(
+                f"this state holds {', '.join(sorted(map(str, state)))}: give what MasterWeights.state_dict() returned"
+            )
         _check_shapes(state["masters"], self.masters.values())
         self.optimizer.load_state_dict(state["optimizer"])
         for master, saved in zip(self.masters.values(), state["masters"], strict=True):
@@ -149,11 +167,21 @@ class RoundedWeights(MasterWeights):
     Source: stochastic rounding for training: Gupta et al. 1502.02551; for bf16 weights: Zamirai et al. 2010.06192.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, mode: str = "stochastic", generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        mode: str = "stochastic",
+        generator: torch.Generator | None = None,
+    ) -> None:
         if mode == "stochastic" and generator is None:
-            raise ValueError("mode='stochastic' needs its random source: pass generator=torch.Generator().manual_seed(0)")
+            raise ValueError(
+                "mode='stochastic' needs its random source: pass generator=torch.Generator().manual_seed(0)"
+            )
         if mode not in floats.MODES:
-            raise ValueError(f"mode={mode!r} is unknown: choose one of {', '.join(map(repr, floats.MODES))}")
+            raise ValueError(
+                f"mode={mode!r} is unknown: choose one of {', '.join(map(repr, floats.MODES))}"
+            )
         super().__init__(optimizer)
         self.mode, self.generator = mode, generator
         self._narrow()
@@ -175,7 +203,11 @@ class RoundedWeights(MasterWeights):
     def publish(self) -> None:
         """Rounds the stepped weights back to half, and lets the fp32 ones go."""
         for weight, master in self.masters.items():
-            weight.copy_(round_to(master.detach(), HALF[weight.dtype], mode=self.mode, generator=self.generator))
+            weight.copy_(
+                round_to(
+                    master.detach(), HALF[weight.dtype], mode=self.mode, generator=self.generator
+                )
+            )
         self._narrow()
 
     def reload(self) -> None:
@@ -188,12 +220,17 @@ class RoundedWeights(MasterWeights):
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and that of the random source; the weights are the model's own."""
-        return {"optimizer": self.optimizer.state_dict(), "generator": None if self.generator is None else self.generator.get_state()}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "generator": None if self.generator is None else self.generator.get_state(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the optimizer and the random source."""
         if set(state) != {"optimizer", "generator"}:
-            raise ValueError(f"this state holds {', '.join(sorted(map(str, state)))}: give what RoundedWeights.state_dict() returned")
+            raise ValueError(
+                f"this state holds {', '.join(sorted(map(str, state)))}: give what RoundedWeights.state_dict() returned"
+            )
         self.optimizer.load_state_dict(state["optimizer"])
         if self.generator is not None and state["generator"] is not None:
             self.generator.set_state(state["generator"])
@@ -202,7 +239,10 @@ class RoundedWeights(MasterWeights):
 def _check_shapes(saved: list[Tensor], mine: Iterable[Tensor]) -> None:
     theirs, ours = ([list(tensor.shape) for tensor in tensors] for tensors in (saved, mine))
     if theirs != ours:
-        where = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
+        where = next(
+            (i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b),
+            min(len(theirs), len(ours)),
+        )
         raise ValueError(
             f"the state holds {len(theirs)} master weights, here are {len(ours)}, and number {where} is the first that differs: was it another model?"
         )

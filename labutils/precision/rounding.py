@@ -48,21 +48,34 @@ def round_to(
     """
     fmt = floats.named(fmt)
     if not isinstance(x, Tensor):
-        raise TypeError(f"round_to takes a tensor, got {type(x).__name__}: for one number use {fmt.name}'s .round(x)")
+        raise TypeError(
+            f"round_to takes a tensor, got {type(x).__name__}: for one number use {fmt.name}'s .round(x)"
+        )
     if x.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(f"round_to takes float64, float32, float16 or bfloat16, got {x.dtype}: convert with x.float()")
+        raise TypeError(
+            f"round_to takes float64, float32, float16 or bfloat16, got {x.dtype}: convert with x.float()"
+        )
     if mode not in floats.MODES:
-        raise ValueError(f"mode={mode!r} is unknown: choose one of {', '.join(map(repr, floats.MODES))}")
+        raise ValueError(
+            f"mode={mode!r} is unknown: choose one of {', '.join(map(repr, floats.MODES))}"
+        )
     if overflow not in floats.OVERFLOWS:
-        raise ValueError(f"overflow={overflow!r} is unknown: choose one of {', '.join(map(repr, floats.OVERFLOWS))}")
+        raise ValueError(
+            f"overflow={overflow!r} is unknown: choose one of {', '.join(map(repr, floats.OVERFLOWS))}"
+        )
     if mode == "stochastic" and generator is None:
-        raise ValueError("mode='stochastic' needs its random source: pass generator=torch.Generator().manual_seed(0)")
+        raise ValueError(
+            "mode='stochastic' needs its random source: pass generator=torch.Generator().manual_seed(0)"
+        )
     return _RoundTo.apply(x, fmt, mode, overflow, generator)
 
 
 def _fits_fp32(fmt: FloatFormat) -> bool:
     """Whether every value of fmt is one of fp32's."""
-    exponents = fmt.min_exponent >= floats.FP32.min_exponent and fmt.max_exponent <= floats.FP32.max_exponent
+    exponents = (
+        fmt.min_exponent >= floats.FP32.min_exponent
+        and fmt.max_exponent <= floats.FP32.max_exponent
+    )
     return exponents and fmt.mantissa_bits <= floats.FP32.mantissa_bits
 
 
@@ -76,7 +89,9 @@ class _RoundTo(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def _rounded(x: Tensor, fmt: FloatFormat, mode: str, overflow: str, generator: torch.Generator | None) -> Tensor:
+def _rounded(
+    x: Tensor, fmt: FloatFormat, mode: str, overflow: str, generator: torch.Generator | None
+) -> Tensor:
     """Chunk by chunk: write |x| in units of the gap between its neighbors, round that to an integer, multiply back."""
     if x.dtype == torch.float64 or not _fits_fp32(fmt):
         real, integer, exponent_mask = torch.float64, torch.int64, 0x7FF << 52
@@ -85,10 +100,16 @@ def _rounded(x: Tensor, fmt: FloatFormat, mode: str, overflow: str, generator: t
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     on_cpu = x.device.type == "cpu"
-    native = NATIVE.get(fmt) if on_cpu and x.dtype != torch.float64 and mode == "nearest" and overflow == "ieee" else None
+    native = (
+        NATIVE.get(fmt)
+        if on_cpu and x.dtype != torch.float64 and mode == "nearest" and overflow == "ieee"
+        else None
+    )
     chunk = CHUNK if on_cpu else max(x.numel(), 1)
     scratch = torch.empty(2, min(chunk, x.numel()), dtype=real, device=x.device)
-    for source, target in zip(x.detach().reshape(-1).split(chunk), out.view(-1).split(chunk), strict=True):
+    for source, target in zip(
+        x.detach().reshape(-1).split(chunk), out.view(-1).split(chunk), strict=True
+    ):
         if native is not None:
             target.copy_(source.to(native))
             continue
@@ -125,7 +146,9 @@ def _rounded(x: Tensor, fmt: FloatFormat, mode: str, overflow: str, generator: t
 
 def _round_to_even_(a: Tensor, mantissa_bits: int) -> None:
     """Round a ≥ 0 in place to the nearest integer, ties to even."""
-    no_fractions = 1 / torch.finfo(a.dtype).eps  # from here up to its double the gap is 1, so the addition itself rounds
+    no_fractions = (
+        1 / torch.finfo(a.dtype).eps
+    )  # from here up to its double the gap is 1, so the addition itself rounds
     if 2.0 ** (mantissa_bits + 1) <= no_fractions:
         a.add_(no_fractions).sub_(no_fractions)
     else:
@@ -136,7 +159,9 @@ def _round_stochastically_(a: Tensor, cap: float, generator: torch.Generator) ->
     """Round a ≥ 0 in place to ⌊a⌋ or ⌈a⌉, up with probability a − ⌊a⌋."""
     a.clamp_(max=cap)  # far above every significand: keeps inf − inf from making a NaN
     floor = a.floor()
-    a.sub_(floor).sub_(torch.rand(a.shape, dtype=a.dtype, device=a.device, generator=generator)).ceil_().add_(floor)
+    a.sub_(floor).sub_(
+        torch.rand(a.shape, dtype=a.dtype, device=a.device, generator=generator)
+    ).ceil_().add_(floor)
 
 
 def _overflow_(a: Tensor, source: Tensor, fmt: FloatFormat, mode: str, overflow: str) -> None:

@@ -60,9 +60,13 @@ class LossScaler:
     ) -> None:
         self.value = _scale(init_scale, "init_scale")
         if units.positive(growth_factor, "growth_factor") <= 1:
-            raise ValueError(f"growth_factor must be above 1, got {growth_factor}: for a scale that stays, pass dynamic=False")
+            raise ValueError(
+                f"growth_factor must be above 1, got {growth_factor}: for a scale that stays, pass dynamic=False"
+            )
         if units.positive(backoff_factor, "backoff_factor") >= 1:
-            raise ValueError(f"backoff_factor must be below 1, got {backoff_factor}: a scale that overflows has to come down")
+            raise ValueError(
+                f"backoff_factor must be below 1, got {backoff_factor}: a scale that overflows has to come down"
+            )
         self.growth_factor, self.backoff_factor = float(growth_factor), float(backoff_factor)
         self.growth_interval = units.whole(growth_interval, "growth_interval", 1)
         self.dynamic = dynamic
@@ -81,20 +85,35 @@ class LossScaler:
         """Divides the optimizer's gradients by the scale, once, so that they can be clipped; whether all of them were finite."""
         if turn := self._turns.get(id(optimizer)):
             if turn.stepped:
-                raise RuntimeError("this optimizer has stepped already: call update() before the next backward pass, then unscale_()")
-            raise RuntimeError("these gradients are unscaled already: unscale_() once between two calls of update(); step() does it where you don't")
+                raise RuntimeError(
+                    "this optimizer has stepped already: call update() before the next backward pass, then unscale_()"
+                )
+            raise RuntimeError(
+                "these gradients are unscaled already: unscale_() once between two calls of update(); step() does it where you don't"
+            )
         factor = floats.FP32.round(1 / self.value)
-        if hasattr(optimizer, "unscale_"):  # its gradients are shards on many ranks, which must all skip a step or none
+        if hasattr(
+            optimizer, "unscale_"
+        ):  # its gradients are shards on many ranks, which must all skip a step or none
             turn = self._turns[id(optimizer)] = _Turn(optimizer.unscale_(factor))
             return turn.finite
         if hasattr(optimizer, "collect"):
             optimizer.collect()
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         for gradient in gradients:
             if gradient.dtype == torch.float16:
-                raise ValueError("fp16 gradients cannot be unscaled: they would underflow again. Keep fp32 weights, or wrap the optimizer in MasterWeights")
+                raise ValueError(
+                    "fp16 gradients cannot be unscaled: they would underflow again. Keep fp32 weights, or wrap the optimizer in MasterWeights"
+                )
             if gradient.layout != torch.strided:
-                raise ValueError(f"gradients must be dense to be unscaled, got layout {gradient.layout}: build the embedding with sparse=False")
+                raise ValueError(
+                    f"gradients must be dense to be unscaled, got layout {gradient.layout}: build the embedding with sparse=False"
+                )
         turn = self._turns[id(optimizer)] = _Turn(_multiply_(gradients, factor))
         return turn.finite
 
@@ -104,7 +123,9 @@ class LossScaler:
             self.unscale_(optimizer)
         turn = self._turns[id(optimizer)]
         if turn.stepped:
-            raise RuntimeError("step() was called twice since the last update(): call update() once after every step")
+            raise RuntimeError(
+                "step() was called twice since the last update(): call update() once after every step"
+            )
         turn.stepped = True
         if turn.finite:
             optimizer.step()
@@ -115,7 +136,9 @@ class LossScaler:
         if new_scale is not None:
             self.value = _scale(new_scale, "new_scale")
         elif not self._turns:
-            raise RuntimeError("no gradients were looked at since the last update(): call step(optimizer) or unscale_(optimizer) first")
+            raise RuntimeError(
+                "no gradients were looked at since the last update(): call step(optimizer) or unscale_(optimizer) first"
+            )
         elif self.dynamic:
             self._move(all(turn.finite for turn in self._turns.values()))
         self._turns.clear()
@@ -125,7 +148,9 @@ class LossScaler:
         if not finite:
             self.value = floats.FP32.round(self.value * self.backoff_factor)
             if not self.value:
-                raise FloatingPointError("the scale has shrunk to 0 and gradients still overflow: the loss itself is inf or NaN, whatever its scale")
+                raise FloatingPointError(
+                    "the scale has shrunk to 0 and gradients still overflow: the loss itself is inf or NaN, whatever its scale"
+                )
         elif self.good_steps == self.growth_interval:
             grown = floats.FP32.round(self.value * self.growth_factor)
             self.value, self.good_steps = grown if math.isfinite(grown) else self.value, 0
@@ -145,7 +170,9 @@ class LossScaler:
         """Goes on where the scaler that gave `state` stopped, ours or torch's."""
         state = {"dynamic": self.dynamic, **state}
         if missing := set(self.state_dict()) - set(state):
-            raise ValueError(f"this state has no {', '.join(sorted(missing))}: give what state_dict() of an enabled scaler returned")
+            raise ValueError(
+                f"this state has no {', '.join(sorted(missing))}: give what state_dict() of an enabled scaler returned"
+            )
         names = ("growth_factor", "backoff_factor", "growth_interval", "dynamic")
         self.__init__(state["scale"], **{name: state[name] for name in names})
         self.good_steps = units.whole(state["_growth_tracker"], "_growth_tracker")
@@ -155,7 +182,9 @@ def _scale(value: float | int, name: str) -> float:
     """A scale as an fp32 number, which is what gradients are multiplied with."""
     rounded = floats.FP32.round(units.positive(value, name))
     if not 0 < rounded < math.inf:
-        raise ValueError(f"{name}={value} is outside the range of fp32: scales in use lie between 1 and 2**24")
+        raise ValueError(
+            f"{name}={value} is outside the range of fp32: scales in use lie between 1 and 2**24"
+        )
     return rounded
 
 
@@ -164,5 +193,7 @@ def _multiply_(gradients: list[Tensor], factor: float) -> bool:
     beyond = {gradient.device: torch.zeros(1, device=gradient.device) for gradient in gradients}
     for device, found in beyond.items():
         here = [gradient for gradient in gradients if gradient.device == device]
-        torch._amp_foreach_non_finite_check_and_unscale_(here, found, torch.full_like(found, factor))
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            here, found, torch.full_like(found, factor)
+        )
     return not any(beyond.values())

@@ -32,7 +32,9 @@ def running_sum(
     """
     fmt = _accumulator(fmt)
     dtype = MACHINE.get(fmt)
-    on_the_machine = dtype is not None and x.device.type == "cpu" and mode == "nearest" and not x.requires_grad
+    on_the_machine = (
+        dtype is not None and x.device.type == "cpu" and mode == "nearest" and not x.requires_grad
+    )
     if on_the_machine and torch.equal(x.to(dtype).to(x.dtype), x):
         return _added_by_the_machine(x.to(dtype)).to(x.dtype)
     total = torch.zeros(x.shape[:-1], dtype=torch.float64, device=x.device)
@@ -60,7 +62,9 @@ def pairwise_sum(x: Float[Tensor, "*rows n"], fmt: FloatFormat | str) -> Float[T
     return level.sum(-1).to(x.dtype)
 
 
-def cross_entropy(logits: Float[Tensor, "n v"], targets: Int[Tensor, " n"], fmt: FloatFormat | str) -> Float[Tensor, ""]:
+def cross_entropy(
+    logits: Float[Tensor, "n v"], targets: Int[Tensor, " n"], fmt: FloatFormat | str
+) -> Float[Tensor, ""]:
     """Mean cross-entropy, in nats, of a softmax whose denominator is a running sum over the vocabulary in `fmt`.
 
     >>> logits, targets = torch.zeros(1, 4096), torch.zeros(1, dtype=torch.long)
@@ -94,7 +98,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _added_by_the_machine(x: Tensor) -> Tensor:
-    partial = x.movedim(-1, 0).clone(memory_format=torch.contiguous_format)  # each addition then finds its terms side by side
+    partial = x.movedim(-1, 0).clone(
+        memory_format=torch.contiguous_format
+    )  # each addition then finds its terms side by side
     partial[:1].add_(0.0)  # every sum starts at +0, so that −0 alone becomes +0
     for before, after in itertools.pairwise(partial.unbind()):
         after.add_(before)
@@ -104,5 +110,7 @@ def _added_by_the_machine(x: Tensor) -> Tensor:
 def _accumulator(fmt: FloatFormat | str) -> FloatFormat:
     fmt = floats.named(fmt)
     if 24 < fmt.mantissa_bits < 52:
-        raise ValueError(f"{fmt.name} has {fmt.mantissa_bits} mantissa bits: sums are exact for up to 24, and for fp64")
+        raise ValueError(
+            f"{fmt.name} has {fmt.mantissa_bits} mantissa bits: sums are exact for up to 24, and for fp64"
+        )
     return fmt

@@ -14,14 +14,32 @@ from typing import Any
 
 from labutils import units
 from labutils.config import Mesh
-from labutils.ledger import Ledger, Trace
+from labutils.ledger import Ledger
+from labutils.trace import Trace
 from labutils.world.comm import Comm, Rank, Work
-from labutils.world.errors import DeadlockError, MismatchError, RankError, TimeoutError, WorldError, with_cells
+from labutils.world.errors import (
+    DeadlockError,
+    MismatchError,
+    RankError,
+    TimeoutError,
+    WorldError,
+    with_cells,
+)
 from labutils.world.processes import Processes
 from labutils.world.threads import Threads
 from labutils.world.torchrun import Torchrun
 
-__all__ = ["Comm", "DeadlockError", "MismatchError", "Rank", "RankError", "TimeoutError", "Work", "World", "WorldError"]
+__all__ = [
+    "Comm",
+    "DeadlockError",
+    "MismatchError",
+    "Rank",
+    "RankError",
+    "TimeoutError",
+    "Work",
+    "World",
+    "WorldError",
+]
 
 ENGINES = {"threads": Threads, "processes": Processes, "torchrun": Torchrun}
 
@@ -33,10 +51,14 @@ class World:
     rank has its own copy: don't write into them.
     """
 
-    def __init__(self, mesh: int | Mesh, engine: str | None = None, *, timeout: float = 30.0) -> None:
+    def __init__(
+        self, mesh: int | Mesh, engine: str | None = None, *, timeout: float = 30.0
+    ) -> None:
         if not isinstance(mesh, Mesh):
             if isinstance(mesh, bool) or not isinstance(mesh, int):
-                raise TypeError(f"a world is made of a number of ranks or a Mesh, got {mesh!r}: use World(4) or World(Mesh(dp=2, tp=2))")
+                raise TypeError(
+                    f"a world is made of a number of ranks or a Mesh, got {mesh!r}: use World(4) or World(Mesh(dp=2, tp=2))"
+                )
             if mesh < 1:
                 raise ValueError(f"a world has at least one rank, got {mesh}: use World(1) or more")
             mesh = Mesh(dp=mesh)
@@ -60,7 +82,9 @@ class World:
     def run(self, fn: Callable, *args: Any, **kwargs: Any) -> list[Any]:
         """What `fn(rank, *args, **kwargs)` returned on each rank, in rank order; the error of a rank is raised here."""
         if not callable(fn):
-            raise TypeError(f"run takes a function of a rank, got {fn!r}: write world.run(fn, …), without calling fn")
+            raise TypeError(
+                f"run takes a function of a rank, got {fn!r}: write world.run(fn, …), without calling fn"
+            )
         self.trace = Trace()
         try:
             results, self.trace = self._engine.run(fn, args, kwargs)

@@ -12,7 +12,9 @@ from labutils.world.errors import ABSENT, OVER, WAITS, MismatchError, Site, Stat
 
 _ENTRY = struct.Struct("<QQHI")  # group, number of the call, bytes of text, their check sum
 _SLOTS, _WIDTH = 32, 512
-_STATE = struct.Struct("<BQQH")  # running, blocked, finished or failed; looks in vain; pieces moved; bytes of text
+_STATE = struct.Struct(
+    "<BQQH"
+)  # running, blocked, finished or failed; looks in vain; pieces moved; bytes of text
 _REGION = _WIDTH * (1 + _SLOTS)
 RUNNING, BLOCKED, FINISHED, FAILED = range(4)
 
@@ -53,7 +55,12 @@ class Board:
         """What `rank` wrote last: state, looks, pieces moved, where."""
         at = 1 + rank * _REGION
         *numbers, length = _STATE.unpack_from(self.memory, at)
-        return (*numbers, bytes(self.memory[at + _STATE.size : at + _STATE.size + length]).decode(errors="replace"))
+        return (
+            *numbers,
+            bytes(self.memory[at + _STATE.size : at + _STATE.size + length]).decode(
+                errors="replace"
+            ),
+        )
 
     def states(self) -> list[State]:
         """What every rank does, and where."""
@@ -63,7 +70,9 @@ class Board:
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
-    def enter(self, rank: int, group: str, ranks: Sequence[int], number: int, call: str, where: Site) -> None:
+    def enter(
+        self, rank: int, group: str, ranks: Sequence[int], number: int, call: str, where: Site
+    ) -> None:
         """Write that `rank` makes `call` as call `number` of a group; raise MismatchError if another rank made a different one."""
         key = zlib.crc32(f"{group}{ranks}".encode())
         at = 1 + rank * _REGION + (1 + (number + key) % _SLOTS) * _WIDTH
@@ -91,6 +100,11 @@ class Board:
         """Who called what, from which line, as call `number` of a group."""
         key = zlib.crc32(f"{group}{ranks}".encode())
         calls = {rank: self._read(rank, key, number) for rank in ranks}
-        lines = [f"  rank {rank}: {entry[0]} at {place(entry[1])}" if entry else f"  rank {rank}: has not called it" for rank, entry in calls.items()]
+        lines = [
+            f"  rank {rank}: {entry[0]} at {place(entry[1])}"
+            if entry
+            else f"  rank {rank}: has not called it"
+            for rank, entry in calls.items()
+        ]
         head = f"{named(tuple(ranks))} must make the same calls on axis {group!r} in the same order, but call {number} differs:"
         return "\n".join([head, *lines])

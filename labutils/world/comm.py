@@ -13,7 +13,7 @@ from torch import Tensor
 
 from labutils import collectives
 from labutils.config import AXES, Mesh
-from labutils.ledger import Event
+from labutils.trace import Event
 from labutils.world.board import Board
 from labutils.world.errors import MismatchError, Site, place, site
 
@@ -45,17 +45,58 @@ class Call:
 class Op:
     """One message from one side: a tensor on its way to or from a peer, or (with no tensor) work of the rank's own."""
 
-    __slots__ = ("call", "channel", "done", "error", "gate", "peer", "reduce", "result", "sending", "span", "state", "tensor")
+    __slots__ = (
+        "call",
+        "channel",
+        "done",
+        "error",
+        "gate",
+        "peer",
+        "reduce",
+        "result",
+        "sending",
+        "span",
+        "state",
+        "tensor",
+    )
 
-    def __init__(self, sending: bool, channel: int, peer: int, tensor: Tensor | None, call: Call, reduce: str | None = None) -> None:
-        self.sending, self.channel, self.peer, self.tensor, self.call, self.reduce = sending, channel, peer, tensor, call, reduce
-        self.done, self.gate, self.error, self.result, self.state, self.span = False, None, None, None, None, None
+    def __init__(
+        self,
+        sending: bool,
+        channel: int,
+        peer: int,
+        tensor: Tensor | None,
+        call: Call,
+        reduce: str | None = None,
+    ) -> None:
+        self.sending, self.channel, self.peer, self.tensor, self.call, self.reduce = (
+            sending,
+            channel,
+            peer,
+            tensor,
+            call,
+            reduce,
+        )
+        self.done, self.gate, self.error, self.result, self.state, self.span = (
+            False,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
     def __str__(self) -> str:
         if self.call.detail or self.tensor is None:
             return str(self.call)
-        verb = f"send({describe(self.tensor)}) to" if self.sending else f"recv({describe(self.tensor)}) from"
-        inside = f" inside {self.call.op}" if self.call.op not in ("send", "recv", "send_recv") else ""
+        verb = (
+            f"send({describe(self.tensor)}) to"
+            if self.sending
+            else f"recv({describe(self.tensor)}) from"
+        )
+        inside = (
+            f" inside {self.call.op}" if self.call.op not in ("send", "recv", "send_recv") else ""
+        )
         return f"{verb} rank {self.peer}{inside} at {place(self.call.where)}"
 
 
@@ -66,7 +107,9 @@ def describe(x: Tensor) -> str:
 
 def misfit(sender: int, send: object, receiver: int, receive: object) -> MismatchError:
     """The error for a message that is not what its receiver expects."""
-    return MismatchError(f"a message does not fit where it is received:\n  rank {sender}: {send}\n  rank {receiver}: {receive}")
+    return MismatchError(
+        f"a message does not fit where it is received:\n  rank {sender}: {send}\n  rank {receiver}: {receive}"
+    )
 
 
 def show(printed: Sequence[Sequence[str]]) -> None:
@@ -117,7 +160,9 @@ class Work:
     def span(self) -> tuple[float, float]:
         """When a collective that has ended was under way: from and to, in seconds on the clock of `time.perf_counter`."""
         if self._op.span is None:
-            raise RuntimeError("only an asynchronous collective has a span, and only once it has ended: call wait() first")
+            raise RuntimeError(
+                "only an asynchronous collective has a span, and only once it has ended: call wait() first"
+            )
         return self._op.span
 
 
@@ -129,8 +174,18 @@ class Comm:
     """
 
     def __init__(self, owner: "Rank", axis: str, ranks: tuple[int, ...], lane: int = 0) -> None:
-        self.axis, self.ranks, self.rank, self.size = axis, ranks, ranks.index(owner.index), len(ranks)
-        self._owner, self._endpoint, self._board, self._events = owner, owner._endpoint, owner._board, owner._events
+        self.axis, self.ranks, self.rank, self.size = (
+            axis,
+            ranks,
+            ranks.index(owner.index),
+            len(ranks),
+        )
+        self._owner, self._endpoint, self._board, self._events = (
+            owner,
+            owner._endpoint,
+            owner._board,
+            owner._events,
+        )
         self._channel, self._group = _CHANNELS[axis] + lane, axis + " (async)" * lane
         self._name: str | None = None
         self._call: Call | None = None
@@ -144,7 +199,9 @@ class Comm:
     def group(self) -> Any:
         """The real `torch.distributed.ProcessGroup` of these ranks, whose bytes nobody counts (processes and torchrun only)."""
         if self._owner._groups is None:
-            raise RuntimeError('threads have no torch.distributed.ProcessGroup: use World(..., engine="processes")')
+            raise RuntimeError(
+                'threads have no torch.distributed.ProcessGroup: use World(..., engine="processes")'
+            )
         return self._owner._groups(self.ranks)
 
     @contextlib.contextmanager
@@ -167,17 +224,26 @@ class Comm:
         self._endpoint.wait(self._recv(out, src, "recv", reduce))
         return out
 
-    def send_recv(self, x: Tensor, dst: int, out: Tensor, src: int, *, reduce: str | None = None) -> Tensor:
+    def send_recv(
+        self, x: Tensor, dst: int, out: Tensor, src: int, *, reduce: str | None = None
+    ) -> Tensor:
         """`out`, filled or reduced with what rank `src` sends while `x` goes to rank `dst`, both at once.
 
         With `reduce` the arithmetic is done on each segment as it arrives, while the next one is on its way.
         """
-        x, out_, to, source = self._tensor(x, "send_recv"), self._tensor(out, "send_recv"), self._peer(dst), self._peer(src)
+        x, out_, to, source = (
+            self._tensor(x, "send_recv"),
+            self._tensor(out, "send_recv"),
+            self._peer(dst),
+            self._peer(src),
+        )
         call = self._call or Call(self._name or "send_recv", "", self.axis, site(sys._getframe(1)))
         receive = Op(False, self._channel, source, out_, call, self._reduce(reduce))
         send = Op(True, self._channel, to, x, call)
         self._endpoint.post(receive, send)
-        self._events.append(Event(self._name or "send_recv", self.axis, to, x.nbytes, source, out_.nbytes))
+        self._events.append(
+            Event(self._name or "send_recv", self.axis, to, x.nbytes, source, out_.nbytes)
+        )
         self._endpoint.wait(send)
         self._endpoint.wait(receive)
         return out
@@ -205,7 +271,9 @@ class Comm:
         call = self._call or Call(self._name or verb, "", self.axis, site(sys._getframe(2)))
         op = Op(False, self._channel, source, out, call, self._reduce(reduce))
         self._endpoint.post(op)
-        self._events.append(Event(self._name or verb, self.axis, source=source, received=out.nbytes))
+        self._events.append(
+            Event(self._name or verb, self.axis, source=source, received=out.nbytes)
+        )
         return op
 
     def _watched(self, op: Op) -> Work:
@@ -219,72 +287,167 @@ class Comm:
     def _tensor(self, x: Tensor, verb: str) -> Tensor:
         self._dense(x, verb)
         if not x.is_contiguous():
-            raise ValueError(f"{verb} takes a contiguous tensor, got {describe(x)} with strides {x.stride()}: pass x.contiguous()")
+            raise ValueError(
+                f"{verb} takes a contiguous tensor, got {describe(x)} with strides {x.stride()}: pass x.contiguous()"
+            )
         return x.detach()  # what travels is a value: no autograd graph spans two ranks
 
     def _dense(self, x: Tensor, verb: str) -> None:
         if not isinstance(x, Tensor):
-            raise TypeError(f"{verb} takes a tensor, got {x!r} ({type(x).__name__}): wrap it with torch.tensor(...)")
-        if x.layout is not torch.strided or x.is_quantized or x.device.type != self._owner.device.type:
-            raise TypeError(f"{verb} takes a dense tensor on {self._owner.device.type}, got one with {x.layout} on {x.device}: convert it first")
+            raise TypeError(
+                f"{verb} takes a tensor, got {x!r} ({type(x).__name__}): wrap it with torch.tensor(...)"
+            )
+        if (
+            x.layout is not torch.strided
+            or x.is_quantized
+            or x.device.type != self._owner.device.type
+        ):
+            raise TypeError(
+                f"{verb} takes a dense tensor on {self._owner.device.type}, got one with {x.layout} on {x.device}: convert it first"
+            )
 
     def _peer(self, rank: int) -> int:
         if isinstance(rank, bool) or not isinstance(rank, int):
             raise TypeError(f"a peer is a rank's number, got {rank!r} ({type(rank).__name__})")
         if not 0 <= rank < self.size:
-            raise ValueError(f"there is no rank {rank} on axis {self.axis!r} of {self.size} ranks: use 0 … {self.size - 1}, as in (rank + 1) % size")
+            raise ValueError(
+                f"there is no rank {rank} on axis {self.axis!r} of {self.size} ranks: use 0 … {self.size - 1}, as in (rank + 1) % size"
+            )
         if rank == self.rank:
-            raise ValueError(f"rank {rank} on axis {self.axis!r} sends to itself: nothing needs to travel, use x.clone()")
+            raise ValueError(
+                f"rank {rank} on axis {self.axis!r} sends to itself: nothing needs to travel, use x.clone()"
+            )
         return self.ranks[rank]
 
     def _reduce(self, reduce: str | None) -> str | None:
         if reduce is not None and reduce not in REDUCE:
-            raise ValueError(f"cannot reduce by {reduce!r}: use one of {', '.join(REDUCE)}, or None to keep what arrives")
+            raise ValueError(
+                f"cannot reduce by {reduce!r}: use one of {', '.join(REDUCE)}, or None to keep what arrives"
+            )
         return reduce
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, x: Tensor, op: str = "sum", *, algorithm: str = "ring", out: Tensor | None = None, async_op: bool = False) -> Any:
+    def all_reduce(
+        self,
+        x: Tensor,
+        op: str = "sum",
+        *,
+        algorithm: str = "ring",
+        out: Tensor | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """The sum (or `op`) of x over all ranks, on every rank; `algorithm` is "ring", "naive", "tree" or "halving_doubling"."""
         run = getattr(collectives, f"all_reduce_{algorithm}", None)
         if run is None:
-            raise ValueError(f"no all-reduce called {algorithm!r}: use {', '.join(map(repr, collectives.ALL_REDUCES))} without the 'all_reduce_'")
-        return self._collective("all_reduce", x, f"op={op}", lambda comm: run(x, comm, op=op, out=out), None, async_op)
+            raise ValueError(
+                f"no all-reduce called {algorithm!r}: use {', '.join(map(repr, collectives.ALL_REDUCES))} without the 'all_reduce_'"
+            )
+        return self._collective(
+            "all_reduce", x, f"op={op}", lambda comm: run(x, comm, op=op, out=out), None, async_op
+        )
 
-    def reduce_scatter(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None, async_op: bool = False) -> Any:
+    def reduce_scatter(
+        self, x: Tensor, op: str = "sum", *, out: Tensor | None = None, async_op: bool = False
+    ) -> Any:
         """This rank's share of the rows of the sum (or `op`) of x over all ranks."""
-        return self._collective("reduce_scatter", x, f"op={op}", lambda comm: collectives.reduce_scatter_ring(x, comm, op=op, out=out), None, async_op)
+        return self._collective(
+            "reduce_scatter",
+            x,
+            f"op={op}",
+            lambda comm: collectives.reduce_scatter_ring(x, comm, op=op, out=out),
+            None,
+            async_op,
+        )
 
-    def all_gather(self, x: Tensor, *, sizes: Sequence[int] | None = None, out: Tensor | None = None, async_op: bool = False) -> Any:
+    def all_gather(
+        self,
+        x: Tensor,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """The rows of all ranks, in rank order, on every rank; `sizes` are the rows that each rank brings, if they differ."""
-        return self._collective("all_gather", x, _sizes(sizes), lambda comm: collectives.all_gather_ring(x, comm, sizes=sizes, out=out), None, async_op)
+        return self._collective(
+            "all_gather",
+            x,
+            _sizes(sizes),
+            lambda comm: collectives.all_gather_ring(x, comm, sizes=sizes, out=out),
+            None,
+            async_op,
+        )
 
-    def broadcast(self, x: Tensor, src: int = 0, *, out: Tensor | None = None, async_op: bool = False) -> Any:
+    def broadcast(
+        self, x: Tensor, src: int = 0, *, out: Tensor | None = None, async_op: bool = False
+    ) -> Any:
         """Rank `src`'s x, on every rank; elsewhere only the shape and dtype of x matter."""
-        return self._collective("broadcast", x, f"src={src}", lambda comm: collectives.broadcast_tree(x, comm, root=src), out, async_op)
+        return self._collective(
+            "broadcast",
+            x,
+            f"src={src}",
+            lambda comm: collectives.broadcast_tree(x, comm, root=src),
+            out,
+            async_op,
+        )
 
-    def scatter(self, x: Tensor, src: int = 0, *, out: Tensor | None = None, async_op: bool = False) -> Any:
+    def scatter(
+        self, x: Tensor, src: int = 0, *, out: Tensor | None = None, async_op: bool = False
+    ) -> Any:
         """This rank's share of the rows of rank `src`'s x; elsewhere only the shape and dtype of x matter."""
-        return self._collective("scatter", x, f"src={src}", lambda comm: collectives.scatter_star(x, comm, root=src), out, async_op)
+        return self._collective(
+            "scatter",
+            x,
+            f"src={src}",
+            lambda comm: collectives.scatter_star(x, comm, root=src),
+            out,
+            async_op,
+        )
 
-    def gather(self, x: Tensor, dst: int = 0, *, sizes: Sequence[int] | None = None, async_op: bool = False) -> Any:
+    def gather(
+        self, x: Tensor, dst: int = 0, *, sizes: Sequence[int] | None = None, async_op: bool = False
+    ) -> Any:
         """At rank `dst` the rows of all ranks, in rank order, and None elsewhere; `sizes` are the rows that each rank brings, if they differ."""
         detail = ", ".join(filter(None, (f"dst={dst}", _sizes(sizes))))
-        return self._collective("gather", x, detail, lambda comm: collectives.gather_star(x, comm, root=dst, sizes=sizes), None, async_op)
+        return self._collective(
+            "gather",
+            x,
+            detail,
+            lambda comm: collectives.gather_star(x, comm, root=dst, sizes=sizes),
+            None,
+            async_op,
+        )
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum", *, async_op: bool = False) -> Any:
         """At rank `dst` the sum (or `op`) of x over all ranks, and None elsewhere."""
-        return self._collective("reduce", x, f"dst={dst}, op={op}", lambda comm: collectives.reduce_tree(x, comm, root=dst, op=op), None, async_op)
+        return self._collective(
+            "reduce",
+            x,
+            f"dst={dst}, op={op}",
+            lambda comm: collectives.reduce_tree(x, comm, root=dst, op=op),
+            None,
+            async_op,
+        )
 
     def all_to_all(
-        self, x: Tensor, send_sizes: Sequence[int] | None = None, recv_sizes: Sequence[int] | None = None, *, out: Tensor | None = None, async_op: bool = False
+        self,
+        x: Tensor,
+        send_sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        *,
+        out: Tensor | None = None,
+        async_op: bool = False,
     ) -> Any:
         """The rows that every rank has for this one, in rank order; without sizes, each rank has an equal share for each."""
 
         def run(comm: "Comm") -> Tensor:
-            return collectives.all_to_all_pairwise(x, comm, send_sizes=send_sizes, recv_sizes=recv_sizes)
+            return collectives.all_to_all_pairwise(
+                x, comm, send_sizes=send_sizes, recv_sizes=recv_sizes
+            )
 
-        return self._collective("all_to_all", x, "" if send_sizes is None else "sizes given", run, out, async_op)
+        return self._collective(
+            "all_to_all", x, "" if send_sizes is None else "sizes given", run, out, async_op
+        )
 
     def barrier(self, *, async_op: bool = False) -> Any:
         """None, once every rank has come here: in step k each rank hears from the rank 2ᵏ before it, so that after ⌈log₂ N⌉ it has heard of all."""
@@ -293,14 +456,33 @@ class Comm:
         def run(comm: "Comm") -> None:
             distance = 1
             while distance < comm.size:
-                comm.send_recv(nothing, (comm.rank + distance) % comm.size, nothing, (comm.rank - distance) % comm.size)
+                comm.send_recv(
+                    nothing,
+                    (comm.rank + distance) % comm.size,
+                    nothing,
+                    (comm.rank - distance) % comm.size,
+                )
                 distance *= 2
 
         return self._collective("barrier", nothing, "", run, None, async_op)
 
-    def _collective(self, op: str, x: Tensor, detail: str, run: Callable[["Comm"], Any], out: Tensor | None, async_op: bool) -> Any:
+    def _collective(
+        self,
+        op: str,
+        x: Tensor,
+        detail: str,
+        run: Callable[["Comm"], Any],
+        out: Tensor | None,
+        async_op: bool,
+    ) -> Any:
         self._dense(x, op)
-        what = f"dtype={str(x.dtype).removeprefix('torch.')}" if "sizes" in detail else describe(x) if op != "barrier" else ""
+        what = (
+            f"dtype={str(x.dtype).removeprefix('torch.')}"
+            if "sizes" in detail
+            else describe(x)
+            if op != "barrier"
+            else ""
+        )
         call = Call(op, ", ".join(filter(None, (what, detail))), self.axis, site(sys._getframe(2)))
         if async_op:
             self._helper = self._helper or Helper(Comm(self._owner, self.axis, self.ranks, lane=1))
@@ -311,7 +493,14 @@ class Comm:
         outer, self._call = self._call, self._call or call
         try:
             if outer is None and self.size > 1:
-                self._board.enter(self._owner.index, self._group, self.ranks, self._calls, f"{call.op}({call.detail})", call.where)
+                self._board.enter(
+                    self._owner.index,
+                    self._group,
+                    self.ranks,
+                    self._calls,
+                    f"{call.op}({call.detail})",
+                    call.where,
+                )
                 self._calls += 1
             with self.record(call.op):
                 result = run(self)
@@ -320,7 +509,9 @@ class Comm:
         if out is None or result is None:
             return result
         if out.shape != result.shape or out.dtype != result.dtype:
-            raise ValueError(f"the result of {call.op} is {describe(result)} and out is {describe(out)}: give an out like it")
+            raise ValueError(
+                f"the result of {call.op} is {describe(result)} and out is {describe(out)}: give an out like it"
+            )
         out.detach().copy_(result)
         return out
 
@@ -355,7 +546,9 @@ class Helper:
             self.comm._endpoint.add_actor(-1)
             del op
 
-    def _run(self, op: Op, events: list[Event], run: Callable[[Comm], Any], out: Tensor | None) -> Op:
+    def _run(
+        self, op: Op, events: list[Event], run: Callable[[Comm], Any], out: Tensor | None
+    ) -> Op:
         self.comm._events = events
         start = time.perf_counter()
         try:
@@ -371,9 +564,21 @@ class Rank:
     """What a rank's program is given: its number, its place on the mesh, its device, its own random numbers, its doors to the others."""
 
     def __init__(
-        self, index: int, mesh: Mesh, endpoint: Endpoint, board: Board, device: torch.device, groups: Callable[[tuple[int, ...]], Any] | None = None
+        self,
+        index: int,
+        mesh: Mesh,
+        endpoint: Endpoint,
+        board: Board,
+        device: torch.device,
+        groups: Callable[[tuple[int, ...]], Any] | None = None,
     ) -> None:
-        self.index, self.mesh, self.size, self.coords, self.device = index, mesh, mesh.size, mesh.coords(index), device
+        self.index, self.mesh, self.size, self.coords, self.device = (
+            index,
+            mesh,
+            mesh.size,
+            mesh.coords(index),
+            device,
+        )
         self.generator = torch.Generator(device=device).manual_seed(index)
         self._endpoint, self._board, self._groups = endpoint, board, groups
         self._events: list[Event | list[Event]] = []

@@ -28,7 +28,11 @@ class DistributedEndpoint:
         for op in ops:
             op.result = op.result if op.sending else op.tensor
             landing = torch.empty_like(op.tensor) if op.reduce else op.tensor
-            parts.append(dist.P2POp(dist.isend if op.sending else dist.irecv, landing, op.peer, tag=op.channel))
+            parts.append(
+                dist.P2POp(
+                    dist.isend if op.sending else dist.irecv, landing, op.peer, tag=op.channel
+                )
+            )
             op.state = landing
         works: list[Any] = dist.batch_isend_irecv(parts)
         for i, op in enumerate(ops):  # NCCL answers with one work for the whole batch
@@ -47,7 +51,9 @@ class DistributedEndpoint:
         except RuntimeError as error:
             if self.stopped:
                 raise Stopped from None
-            raise TimeoutError(f"rank {self.rank} waited {self.timeout:g} s in {op}, and then: {str(error).splitlines()[0]}") from None
+            raise TimeoutError(
+                f"rank {self.rank} waited {self.timeout:g} s in {op}, and then: {str(error).splitlines()[0]}"
+            ) from None
         if op.reduce:
             with torch.no_grad():
                 REDUCE[op.reduce](op.tensor, landing)

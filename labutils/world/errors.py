@@ -65,7 +65,11 @@ def site(frame: types.FrameType | None) -> Site:
     """File, line and function of the innermost frame of the rank's own program."""
     while frame is not None and internal(frame.f_code.co_filename):
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else ("<unknown>", 0, "")
+    return (
+        (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        if frame
+        else ("<unknown>", 0, "")
+    )
 
 
 def place(where: Site) -> str:
@@ -101,12 +105,20 @@ class Failure:
         step: BaseException | None = error
         while step is not None and len(links) < 8:
             frames = traceback.extract_tb(step.__traceback__)
-            own = tuple(((f.filename, f.lineno or 0, f.name), f.line or "") for f in frames if not internal(f.filename))
+            own = tuple(
+                ((f.filename, f.lineno or 0, f.name), f.line or "")
+                for f in frames
+                if not internal(f.filename)
+            )
             links.append((joint, own, "".join(traceback.format_exception_only(step)).rstrip()))
             cause = step.__cause__
             joint = "which caused" if cause else "and while that was handled"
             step = cause or (None if step.__suppress_context__ else step.__context__)
-        return cls(type(error).__name__, tuple(reversed(links)), error if isinstance(error, WorldError) else None)
+        return cls(
+            type(error).__name__,
+            tuple(reversed(links)),
+            error if isinstance(error, WorldError) else None,
+        )
 
     def __str__(self) -> str:
         text = []
@@ -127,13 +139,21 @@ def rank_error(failures: dict[int, Failure], size: int, board: Board) -> WorldEr
     """The one exception that tells what went wrong on the ranks that failed, first causes before consequences."""
 
     def order(rank: int) -> tuple[int, int]:
-        kinds = (RankError, type(None), MismatchError, DeadlockError, TimeoutError)  # a RankError: the rank is dead
+        kinds = (
+            RankError,
+            type(None),
+            MismatchError,
+            DeadlockError,
+            TimeoutError,
+        )  # a RankError: the rank is dead
         return kinds.index(type(failures[rank].error)), rank
 
     first, *others = sorted(failures, key=order)
     failure = failures[first]
     if isinstance(failure.error, MismatchError) and failure.error.call:
-        return MismatchError(board.mismatch(*failure.error.call))  # by now the others have made their calls too
+        return MismatchError(
+            board.mismatch(*failure.error.call)
+        )  # by now the others have made their calls too
     if failure.error is not None:
         return failure.error
     also = [rank for rank in others if failures[rank].error is None]
@@ -152,9 +172,16 @@ State = tuple[str, str]  # what a rank does, one of the three, and where
 
 def late(op: str, timeout: float, states: Sequence[State]) -> str:
     """The text of a time-out, from the state of every rank."""
-    ranks = {kind: [rank for rank, (what, _) in enumerate(states) if what == kind] for kind in (WAITS, ABSENT, OVER)}
+    ranks = {
+        kind: [rank for rank, (what, _) in enumerate(states) if what == kind]
+        for kind in (WAITS, ABSENT, OVER)
+    }
     missing = ranks[ABSENT] or ranks[OVER]
-    return f"{named(ranks[WAITS])} waited {timeout:g} s in {op}" + f" for {named(missing)}" * bool(missing) + f":\n{_whereabouts(states)}"
+    return (
+        f"{named(ranks[WAITS])} waited {timeout:g} s in {op}"
+        + f" for {named(missing)}" * bool(missing)
+        + f":\n{_whereabouts(states)}"
+    )
 
 
 def stuck(states: Sequence[State]) -> str:
@@ -163,7 +190,9 @@ def stuck(states: Sequence[State]) -> str:
 
 
 def _whereabouts(states: Sequence[State]) -> str:
-    return "\n".join(f"  rank {rank} {what} {where}".rstrip() for rank, (what, where) in enumerate(states))
+    return "\n".join(
+        f"  rank {rank} {what} {where}".rstrip() for rank, (what, where) in enumerate(states)
+    )
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -24,9 +24,14 @@ from labutils.world.board import BLOCKED, FAILED, FINISHED, RUNNING, Board
 from labutils.world.comm import REDUCE, Op, misfit
 from labutils.world.errors import DeadlockError, Site, Stopped, TimeoutError, late, place, stuck
 
-_FRAME = struct.Struct("<BBBxIQH")  # kind, channel, dtype, run, elements (READY) or bytes (DATA, PART), bytes of call site that follow
+_FRAME = struct.Struct(
+    "<BBBxIQH"
+)  # kind, channel, dtype, run, elements (READY) or bytes (DATA, PART), bytes of call site that follow
 _READY, _DATA, _PART, _FREE = range(4)
-_SLOT, _SLOTS = 1 << 20, 4  # bytes in a slot: each costs a look at the sockets, so not too few; slots for each direction of a pair
+_SLOT, _SLOTS = (
+    1 << 20,
+    4,
+)  # bytes in a slot: each costs a look at the sockets, so not too few; slots for each direction of a pair
 _SMALL = 1 << 13  # up to so many bytes go through the socket
 _LOOK = 0.02  # seconds without news after which a waiting rank looks at the board
 _DTYPES = (
@@ -54,20 +59,33 @@ class Link:
         sock.setblocking(False)
         self.outbox, self.inbox = bytearray(), bytearray()
         self.full = self.lost = False  # full: the socket would not take all of the outbox
-        self.free, self.filled, self.emptied = _SLOTS, 0, 0  # slots that may be filled; how many were, and how many of the peer's were emptied
-        self.leaving: deque[Op] = deque()  # large messages whose receiver is ready, and how many bytes of the first have left
-        self.arriving: deque[Op] = deque()  # large messages that have been announced, and how many bytes of the first have come
+        self.free, self.filled, self.emptied = (
+            _SLOTS,
+            0,
+            0,
+        )  # slots that may be filled; how many were, and how many of the peer's were emptied
+        self.leaving: deque[Op] = (
+            deque()
+        )  # large messages whose receiver is ready, and how many bytes of the first have left
+        self.arriving: deque[Op] = (
+            deque()
+        )  # large messages that have been announced, and how many bytes of the first have come
         self.gone = self.got = 0
 
 
 class LocalEndpoint:
     """One rank's side: whichever of its threads waits drives all its sockets until its own message is through."""
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], board: Board, timeout: float) -> None:
+    def __init__(
+        self, rank: int, sockets: Mapping[int, socket.socket], board: Board, timeout: float
+    ) -> None:
         self.rank, self.board, self.timeout = rank, board, timeout
         shared = torch.frombuffer(board.memory, dtype=torch.uint8, offset=_slots_at(board.size))
         slots = shared.view(board.size, board.size, _SLOTS, _SLOT)  # from, to
-        self.links = {peer: Link(peer, sock, slots[rank, peer], slots[peer, rank]) for peer, sock in sockets.items()}
+        self.links = {
+            peer: Link(peer, sock, slots[rank, peer], slots[peer, rank])
+            for peer, sock in sockets.items()
+        }
         self.lock, self.driving = threading.Lock(), threading.Lock()
         self.alarm, self.bell = os.pipe()
         os.set_blocking(self.alarm, False)
@@ -121,14 +139,21 @@ class LocalEndpoint:
             self._ready(link, op, *self.ready[key].popleft())
             return
         pending = self.sends[key]
-        if op.tensor.nbytes <= _SMALL and (not pending or pending[-1].state):  # never past a large message that still waits
+        if op.tensor.nbytes <= _SMALL and (
+            not pending or pending[-1].state
+        ):  # never past a large message that still waits
             op.state = "left"
             self._leave(link, op)
         pending.append(op)
 
     def _post_recv(self, link: Link, key: tuple, op: Op) -> None:
         where = b"" if op.call.detail else "\t".join(map(str, op.call.where)).encode()[:1000]
-        link.outbox += _FRAME.pack(_READY, op.channel, _CODES[op.tensor.dtype], self.run, op.tensor.numel(), len(where)) + where
+        link.outbox += (
+            _FRAME.pack(
+                _READY, op.channel, _CODES[op.tensor.dtype], self.run, op.tensor.numel(), len(where)
+            )
+            + where
+        )
         if self.early[key]:
             self._take_small(op, self.early[key].popleft())
         else:
@@ -199,7 +224,14 @@ class LocalEndpoint:
     def _hand_over(self) -> None:
         """Wake another thread that waits, so that it drives."""
         with self.lock:
-            sleeper = next((op for op in (*self.waiting, *self.to_watch) if op.tensor is not None and op.gate is not None and not op.done), None)
+            sleeper = next(
+                (
+                    op
+                    for op in (*self.waiting, *self.to_watch)
+                    if op.tensor is not None and op.gate is not None and not op.done
+                ),
+                None,
+            )
         if sleeper is not None:
             sleeper.gate.set()
 
@@ -241,13 +273,17 @@ class LocalEndpoint:
             self.looks += 1
             blocked = len(self.waiting) >= self.actors
             first = next(iter(self.waiting))
-            self.board.publish(self.rank, BLOCKED if blocked else RUNNING, self.looks, self.moved, str(first))
+            self.board.publish(
+                self.rank, BLOCKED if blocked else RUNNING, self.looks, self.moved, str(first)
+            )
             if blocked and self._deadlock():
                 for op in self.waiting:
                     self._done(op, DeadlockError(stuck(self.board.states())))
             for op, deadline in self.waiting.items():
                 if not op.done and time.monotonic() > deadline:
-                    self._done(op, TimeoutError(late(op.call.op, self.timeout, self.board.states())))
+                    self._done(
+                        op, TimeoutError(late(op.call.op, self.timeout, self.board.states()))
+                    )
 
     def _deadlock(self) -> bool:
         """Whether every rank has looked twice, in vain, since nothing moved anywhere: what could come would have come."""
@@ -258,7 +294,10 @@ class LocalEndpoint:
         now = tuple((state, moved) for state, _, moved in states)
         if not self.snapshot or self.snapshot[0] != now:
             self.snapshot = now, [looks for _, looks, _ in states]
-        return all(state in (FINISHED, FAILED) or looks >= before + 2 for (state, looks, _), before in zip(states, self.snapshot[1], strict=True))
+        return all(
+            state in (FINISHED, FAILED) or looks >= before + 2
+            for (state, looks, _), before in zip(states, self.snapshot[1], strict=True)
+        )
 
     # -- moving bytes (the lock is held) -------------------------------------------------------------------------------
 
@@ -272,7 +311,15 @@ class LocalEndpoint:
         if _CODES[op.tensor.dtype] != code or op.tensor.numel() != numel:
             kind = str(_DTYPES[code]).removeprefix("torch.")
             at = f" at {place(where)}" if where else f" inside {op.call.op}"
-            self._done(op, misfit(self.rank, op, link.peer, f"recv({kind}[{numel} elements]) from rank {self.rank}{at}"))
+            self._done(
+                op,
+                misfit(
+                    self.rank,
+                    op,
+                    link.peer,
+                    f"recv({kind}[{numel} elements]) from rank {self.rank}{at}",
+                ),
+            )
         elif op.state:
             self._done(op)
         else:
@@ -296,7 +343,9 @@ class LocalEndpoint:
             op = link.leaving[0]
             total = op.tensor.nbytes
             count = min(_SLOT, total - link.gone)
-            link.outgoing[link.filled % _SLOTS, :count].copy_(op.tensor.view(-1).view(torch.uint8)[link.gone : link.gone + count])
+            link.outgoing[link.filled % _SLOTS, :count].copy_(
+                op.tensor.view(-1).view(torch.uint8)[link.gone : link.gone + count]
+            )
             link.outbox += _FRAME.pack(_PART, op.channel, 0, self.run, count, 0)
             link.free, link.filled, link.gone = link.free - 1, link.filled + 1, link.gone + count
             if link.gone == total:
@@ -327,7 +376,9 @@ class LocalEndpoint:
         if len(data) == op.tensor.nbytes:
             if data:
                 with torch.no_grad():
-                    REDUCE[op.reduce or "copy"](op.tensor.view(-1), torch.frombuffer(bytearray(data), dtype=op.tensor.dtype))
+                    REDUCE[op.reduce or "copy"](
+                        op.tensor.view(-1), torch.frombuffer(bytearray(data), dtype=op.tensor.dtype)
+                    )
             self._done(op)
 
     def _flush(self, link: Link) -> None:
@@ -342,7 +393,9 @@ class LocalEndpoint:
                 return self._lost(link)
         if link.full != bool(link.outbox) and not link.lost:
             link.full = bool(link.outbox)
-            self.poller.modify(link.sock, select.POLLIN | select.POLLOUT if link.full else select.POLLIN)
+            self.poller.modify(
+                link.sock, select.POLLIN | select.POLLOUT if link.full else select.POLLIN
+            )
 
     def _receive(self, link: Link) -> None:
         """Read what a peer has written, and act on every whole frame of it."""

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import cloudpickle
 
 from labutils.config import Mesh
-from labutils.ledger import Trace
+from labutils.trace import Trace
 from labutils.world import local
 from labutils.world.board import BLOCKED, Board
 from labutils.world.comm import show
@@ -32,7 +32,9 @@ from labutils.world.errors import ABSENT, Failure, RankError, TimeoutError, plac
 from labutils.world.threads import GRACE
 from labutils.world.worker import MAX_FDS, Outcome, Spec
 
-_FORK = sys.platform == "linux"  # elsewhere the system's own libraries don't survive a fork, and each rank loads torch for itself
+_FORK = (
+    sys.platform == "linux"
+)  # elsewhere the system's own libraries don't survive a fork, and each rank loads torch for itself
 _LOOK = 0.02  # seconds between looks at ranks that are to end
 _PATIENCE = 0.3  # seconds that ranks get to end once they are told to
 
@@ -45,12 +47,23 @@ class Nursery:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
         self.log, self.lock = tempfile.TemporaryFile(), threading.Lock()
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-        environment.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
+        }
+        environment.update(
+            OMP_NUM_THREADS="1",
+            PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path),
+        )
         command = [sys.executable, "-P", "-m", "labutils.world.worker", str(theirs.fileno())]
         with theirs:
             self.process = subprocess.Popen(
-                command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log
+                command,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
             )
         atexit.register(self.close)
 
@@ -127,7 +140,9 @@ class Processes:
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         if mesh.size + 3 > MAX_FDS:
-            raise ValueError(f"{mesh.size} ranks are too many processes for one machine: use at most {MAX_FDS - 3}, or the threads engine")
+            raise ValueError(
+                f"{mesh.size} ranks are too many processes for one machine: use at most {MAX_FDS - 3}, or the threads engine"
+            )
         self.mesh, self.timeout = mesh, timeout
         self.ranks: list[RankProcess] = []
         self.runs = itertools.count(1)
@@ -146,7 +161,9 @@ class Processes:
             program = cloudpickle.dumps((fn, args, kwargs))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            raise TypeError(f"the function or its arguments cannot be sent to the ranks ({reason}): build such things inside it") from None
+            raise TypeError(
+                f"the function or its arguments cannot be sent to the ranks ({reason}): build such things inside it"
+            ) from None
         try:
             if not self.ranks:
                 self._start()
@@ -156,10 +173,14 @@ class Processes:
             self.close()
             raise
         show([outcome.printed for outcome in outcomes])
-        failures = {rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure}
+        failures = {
+            rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure
+        }
         if failures:
             raise rank_error(failures, self.mesh.size, self.board)
-        return [outcome.value for outcome in outcomes], Trace(outcome.events for outcome in outcomes)
+        return [outcome.value for outcome in outcomes], Trace(
+            outcome.events for outcome in outcomes
+        )
 
     def _start(self) -> None:
         size = self.mesh.size
@@ -171,7 +192,11 @@ class Processes:
             for i, j in itertools.combinations(range(size), 2):
                 wires[i][j], wires[j][i] = socket.socketpair()
             for index, peers in enumerate(wires):
-                log, (ours, commands), (watch, control) = tempfile.TemporaryFile(), socket.socketpair(), socket.socketpair()
+                log, (ours, commands), (watch, control) = (
+                    tempfile.TemporaryFile(),
+                    socket.socketpair(),
+                    socket.socketpair(),
+                )
                 spec = Spec(index, self.mesh, self.timeout, folder, os.getcwd(), sys.path, _FORK)
                 theirs = [commands, control, file, log, *filter(None, peers)]
                 nursery = Nursery.get()
@@ -208,10 +233,21 @@ class Processes:
         while running and not dead and not any(outcome.failure for outcome in outcomes.values()):
             collect(None)
         deadline = time.monotonic() + GRACE
-        while running and time.monotonic() < deadline and not all(self._blocked(index) for index in running.values()):
+        while (
+            running
+            and time.monotonic() < deadline
+            and not all(self._blocked(index) for index in running.values())
+        ):
             collect(_LOOK)
-        late = any(outcome.failure and isinstance(outcome.failure.error, TimeoutError) for outcome in outcomes.values())
-        places = {index: self.ranks[index].where() for index in running.values() if late and not self._blocked(index)}
+        late = any(
+            outcome.failure and isinstance(outcome.failure.error, TimeoutError)
+            for outcome in outcomes.values()
+        )
+        places = {
+            index: self.ranks[index].where()
+            for index in running.values()
+            if late and not self._blocked(index)
+        }
         self.board.stop()
         deadline = time.monotonic() + _PATIENCE
         while running and time.monotonic() < deadline:
@@ -220,7 +256,10 @@ class Processes:
             outcomes[index] = Outcome(stopped=True)
         for index in dead:
             outcomes[index].failure = self._death(index)
-        failed, touched = (any(getattr(outcome, name) for outcome in outcomes.values()) for name in ("failure", "touched_group"))
+        failed, touched = (
+            any(getattr(outcome, name) for outcome in outcomes.values())
+            for name in ("failure", "touched_group")
+        )
         if running or dead or (failed and touched):
             self.close()  # a process group that has lost a rank, or the thread of its conversation, is of no more use
         for outcome in outcomes.values():
@@ -238,9 +277,16 @@ class Processes:
 
     def _death(self, index: int) -> Failure:
         code = self.ranks[index].end()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         tail = _tail(self.ranks[index].log)
-        text = f"rank {index} of {self.mesh.size} died: its process {how}" + f"; it last wrote:\n{tail}" * bool(tail)
+        text = (
+            f"rank {index} of {self.mesh.size} died: its process {how}"
+            + f"; it last wrote:\n{tail}" * bool(tail)
+        )
         return Failure("death", (("", (), text),), RankError(text, index))
 
     def close(self) -> None:
@@ -250,7 +296,11 @@ class Processes:
 
 def _memory() -> BinaryIO:
     """A file that no folder lists and, where the system can, no disk holds."""
-    return os.fdopen(os.memfd_create("ranks"), "r+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+    return (
+        os.fdopen(os.memfd_create("ranks"), "r+b")
+        if hasattr(os, "memfd_create")
+        else tempfile.TemporaryFile()
+    )
 
 
 def _end(ranks: list[RankProcess]) -> None:

@@ -11,10 +11,24 @@ from typing import Any
 import torch
 
 from labutils.config import Mesh
-from labutils.ledger import Trace
+from labutils.trace import Trace
 from labutils.world.board import Board
 from labutils.world.comm import REDUCE, Op, Rank, misfit, show
-from labutils.world.errors import ABSENT, OVER, WAITS, DeadlockError, Failure, State, Stopped, TimeoutError, late, place, rank_error, site, stuck
+from labutils.world.errors import (
+    ABSENT,
+    OVER,
+    WAITS,
+    DeadlockError,
+    Failure,
+    State,
+    Stopped,
+    TimeoutError,
+    late,
+    place,
+    rank_error,
+    site,
+    stuck,
+)
 
 GRACE = 0.2  # seconds that the other ranks get to come to their own end after one has failed
 
@@ -45,7 +59,10 @@ class Hub:
                 return
             partner = queue.popleft()
         send, receive = (op, partner) if op.sending else (partner, op)
-        if send.tensor.dtype != receive.tensor.dtype or send.tensor.numel() != receive.tensor.numel():
+        if (
+            send.tensor.dtype != receive.tensor.dtype
+            or send.tensor.numel() != receive.tensor.numel()
+        ):
             raise misfit(key[1], send, key[2], receive)
         with torch.no_grad():
             if receive.reduce:
@@ -157,7 +174,10 @@ class Threads:
     def run(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Trace]:
         size = self.mesh.size
         hub, board = Hub(size, self.timeout), Board(bytearray(Board.nbytes(size)), size)
-        ranks = [Rank(i, self.mesh, ThreadEndpoint(hub, i), board, torch.device("cpu")) for i in range(size)]
+        ranks = [
+            Rank(i, self.mesh, ThreadEndpoint(hub, i), board, torch.device("cpu"))
+            for i in range(size)
+        ]
         traces: list[tuple] = [()] * size
 
         def program(rank: Rank) -> None:
@@ -172,12 +192,17 @@ class Threads:
             except BaseException as error:
                 hub.end(rank.index, failure=error)
 
-        hub.threads = [threading.Thread(target=program, args=(rank,), name=f"rank {rank.index}", daemon=True) for rank in ranks]
+        hub.threads = [
+            threading.Thread(target=program, args=(rank,), name=f"rank {rank.index}", daemon=True)
+            for rank in ranks
+        ]
         try:
             for thread in hub.threads:
                 thread.start()
             with hub.changed:
-                hub.changed.wait_for(lambda: len(hub.finished) == size or hub.failures or hub.deadlock)
+                hub.changed.wait_for(
+                    lambda: len(hub.finished) == size or hub.failures or hub.deadlock
+                )
                 hub.changed.wait_for(lambda: hub.settled, timeout=GRACE)
         finally:
             self._end(hub, ranks)
@@ -196,7 +221,9 @@ class Threads:
             _join(hub.threads)
             for thread in hub.threads:
                 if thread.is_alive():
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped))
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped)
+                    )
             _join(hub.threads)
         for rank in ranks:
             rank._close()

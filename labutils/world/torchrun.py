@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from labutils.config import Mesh
-from labutils.ledger import Trace
+from labutils.trace import Trace
 from labutils.world import local
 from labutils.world.board import BLOCKED, RUNNING, Board
 from labutils.world.comm import Rank, show
@@ -30,30 +30,42 @@ class Torchrun:
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         if "LOCAL_WORLD_SIZE" not in os.environ:
-            raise RuntimeError("this is not a torchrun job: start the script with torchrun --standalone --nproc-per-node 4, or use another engine")
+            raise RuntimeError(
+                "this is not a torchrun job: start the script with torchrun --standalone --nproc-per-node 4, or use another engine"
+            )
         started, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         if mesh.size != started:
-            raise ValueError(f"torchrun started {started} ranks and the mesh has {mesh.size}: use --nproc-per-node {mesh.size}, or a mesh of {started}")
+            raise ValueError(
+                f"torchrun started {started} ranks and the mesh has {mesh.size}: use --nproc-per-node {mesh.size}, or a mesh of {started}"
+            )
         self.mesh, self.index, self.runs = mesh, int(os.environ["RANK"]), 0
         gpus = torch.cuda.is_available() and torch.cuda.device_count() >= here
-        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
+        )
         if gpus:
             torch.cuda.set_device(self.device)
         elif here == started:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
         self.ours = not dist.is_initialized()
         if self.ours:
-            dist.init_process_group("nccl" if gpus else "gloo", timeout=datetime.timedelta(seconds=timeout))
+            dist.init_process_group(
+                "nccl" if gpus else "gloo", timeout=datetime.timedelta(seconds=timeout)
+            )
         self.groups = Groups(mesh.size)
         atexit.register(self._leave)
         if gpus or here != started:
-            self.board = Board(bytearray(Board.nbytes(mesh.size)), mesh.size)  # nobody else's: calls are not compared across machines
+            self.board = Board(
+                bytearray(Board.nbytes(mesh.size)), mesh.size
+            )  # nobody else's: calls are not compared across machines
             self.endpoint = DistributedEndpoint(self.index, self.device, timeout)
         else:
             with tempfile.TemporaryDirectory(prefix="ranks-") as own:
                 folder = _tell(own)
                 self.board = self._board(folder)
-                self.endpoint = local.LocalEndpoint(self.index, self._sockets(folder), self.board, timeout)
+                self.endpoint = local.LocalEndpoint(
+                    self.index, self._sockets(folder), self.board, timeout
+                )
                 dist.barrier()
 
     def _board(self, folder: str) -> Board:
@@ -106,8 +118,12 @@ class Torchrun:
         """Give the other ranks a moment to come to their own end, then wake those that wait."""
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline:
-            states = [self.board.state(rank)[:2] for rank in range(self.mesh.size) if rank != self.index]
-            if all(state != RUNNING and (state != BLOCKED or looks >= 2) for state, looks in states):
+            states = [
+                self.board.state(rank)[:2] for rank in range(self.mesh.size) if rank != self.index
+            ]
+            if all(
+                state != RUNNING and (state != BLOCKED or looks >= 2) for state, looks in states
+            ):
                 break
             time.sleep(0.005)
         self.board.stop()

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from labutils.config import Mesh
-from labutils.ledger import Event
+from labutils.trace import Event
 from labutils.world.board import FAILED, FINISHED, Board
 from labutils.world.comm import Rank
 from labutils.world.distributed import DistributedEndpoint
@@ -99,7 +99,9 @@ def perform(rank: Rank, load: Callable[[], tuple[Callable, tuple, dict]]) -> Out
         outcome.stopped = True
     except BaseException as error:
         outcome.failure = Failure.of(error)
-        if not isinstance(error, TimeoutError):  # such a rank still waits, as far as the others' reports are concerned
+        if not isinstance(
+            error, TimeoutError
+        ):  # such a rank still waits, as far as the others' reports are concerned
             rank._board.publish(rank.index, FAILED, 0, 0, "")
     finally:
         rank._endpoint.stop()
@@ -114,8 +116,16 @@ def pack(outcome: Outcome, rank: int) -> bytes:
     except Exception as error:
         kind = type(outcome.value).__name__
         reason = f"{type(error).__name__}: {error}"
-        told = TypeError(f"rank {rank} returned a {kind} that cannot be sent to the notebook ({reason}): return numbers, text or tensors")
-        return cloudpickle.dumps(Outcome(failure=Failure.of(told), printed=outcome.printed, touched_group=outcome.touched_group))
+        told = TypeError(
+            f"rank {rank} returned a {kind} that cannot be sent to the notebook ({reason}): return numbers, text or tensors"
+        )
+        return cloudpickle.dumps(
+            Outcome(
+                failure=Failure.of(told),
+                printed=outcome.printed,
+                touched_group=outcome.touched_group,
+            )
+        )
 
 
 def loopback() -> str:
@@ -130,19 +140,39 @@ def be_rank(spec: Spec, fds: list[int]) -> None:
     os.dup2(log, 2)
     faulthandler.enable()
     size, index = spec.mesh.size, spec.index
-    os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), GLOO_SOCKET_IFNAME=loopback())
+    os.environ.update(
+        RANK=str(index),
+        LOCAL_RANK=str(index),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        GLOO_SOCKET_IFNAME=loopback(),
+    )
     sys.path[:] = spec.path
     with contextlib.suppress(OSError):
         os.chdir(spec.cwd)
     torch.set_num_threads(1)
     kernel = Connection(commands)
-    threading.Thread(target=_listen, args=(Connection(control), threading.get_ident(), spec.folder), daemon=True).start()
+    threading.Thread(
+        target=_listen, args=(Connection(control), threading.get_ident(), spec.folder), daemon=True
+    ).start()
 
     board = Board(mmap.mmap(memory, 0), size)
-    device = torch.device("cuda", index) if torch.cuda.is_available() and torch.cuda.device_count() >= size else torch.device("cpu")
+    device = (
+        torch.device("cuda", index)
+        if torch.cuda.is_available() and torch.cuda.device_count() >= size
+        else torch.device("cpu")
+    )
     wait = datetime.timedelta(seconds=spec.timeout)
-    store = dist.FileStore(os.path.join(spec.folder, "store"), size)  # a file, because TCPStore would listen on every interface
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=index, world_size=size, timeout=wait)
+    store = dist.FileStore(
+        os.path.join(spec.folder, "store"), size
+    )  # a file, because TCPStore would listen on every interface
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=index,
+        world_size=size,
+        timeout=wait,
+    )
     groups = Groups(size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -150,7 +180,9 @@ def be_rank(spec: Spec, fds: list[int]) -> None:
     else:
         sockets = [socket.socket(fileno=fd) for fd in peers]
         others = [rank for rank in range(size) if rank != index]
-        endpoint = LocalEndpoint(index, dict(zip(others, sockets, strict=True)), board, spec.timeout)
+        endpoint = LocalEndpoint(
+            index, dict(zip(others, sockets, strict=True)), board, spec.timeout
+        )
     kernel.send_bytes(b"ready")
     while True:
         try:

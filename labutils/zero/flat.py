@@ -19,7 +19,12 @@ class Flat:
     frees the rest, `gather` brings it back. Gradients are collected in `buffer`, like `whole`, and reduced to `gradient`, like `shard`.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], comm: Comm, gradient_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        comm: Comm,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
         self.names, parameters = zip(*named, strict=True)
         self.comm, self.trained = comm, parameters[0].requires_grad
         self.shapes = [parameter.shape for parameter in parameters]
@@ -31,9 +36,13 @@ class Flat:
         self.whole = parameters[0].new_zeros(self.partition.padded, requires_grad=False)
         for view, parameter in zip(self.views(self.whole), parameters, strict=True):
             view.copy_(parameter.detach())
-        comm.broadcast(self.whole, out=self.whole)  # whatever each rank began with, all go on with rank 0's
+        comm.broadcast(
+            self.whole, out=self.whole
+        )  # whatever each rank began with, all go on with rank 0's
         self.shard = self.whole[self.own]
-        self.gradient = torch.empty(0, dtype=gradient_dtype or self.whole.dtype, device=self.whole.device)
+        self.gradient = torch.empty(
+            0, dtype=gradient_dtype or self.whole.dtype, device=self.whole.device
+        )
         self.fresh = True  # nothing has been added to the gradient yet
         self.buffer: Tensor | None = None
         self.arrived: set[int] = set()
@@ -76,7 +85,9 @@ class Flat:
     def open(self) -> None:
         """Make room for the gradients of all parameters, those of the padding being zero."""
         if self.buffer is None:
-            self.buffer = torch.empty(self.partition.padded, dtype=self.gradient.dtype, device=self.whole.device)
+            self.buffer = torch.empty(
+                self.partition.padded, dtype=self.gradient.dtype, device=self.whole.device
+            )
             self.buffer[self.partition.numel :].zero_()
 
     def take(self, i: int, grad: Tensor) -> None:

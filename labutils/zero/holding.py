@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labutils.ledger import History, Ledger, Line, Moment
+from labutils.ledger import Ledger, Line
+from labutils.timeline import History, Moment
 from labutils.zero.optimizer import Optimizer
 from labutils.zero.sharded import Sharded
 
@@ -30,7 +31,9 @@ def _alive(owner: Optimizer | Sharded) -> list[tuple[str, str, int]]:
 
 
 def _ledger(alive: list[tuple[str, str, int]]) -> Ledger:
-    return Ledger(Line(name, nbytes, component=component) for component, name, nbytes in alive if nbytes).merged()
+    return Ledger(
+        Line(name, nbytes, component=component) for component, name, nbytes in alive if nbytes
+    ).merged()
 
 
 def history(fn: Callable[[], object], owner: Optimizer | Sharded) -> History:
@@ -58,7 +61,13 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if (alive := _alive(self.owner)) != self.alive:
             self.alive = alive
-            phase = "step" if self.stepping else "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+            phase = (
+                "step"
+                if self.stepping
+                else "backward"
+                if torch._C._current_graph_task_id() != -1
+                else "forward"
+            )
             self.moments.append(Moment(phase, func.overloadpacket.__name__, _ledger(alive)))
         return out
 
@@ -83,9 +92,15 @@ def _tensors(owner: Optimizer | Sharded) -> Iterator[tuple[str, str, Tensor]]:
         if flat.buffer is not None:
             yield "gradients", "gradients" if owner.level == 1 else "gradient buckets", flat.buffer
     for owned in owner.owned:
-        yield "optimizer", "master weights", owned  # without a copy of its own it is a shard, and counted by now
+        yield (
+            "optimizer",
+            "master weights",
+            owned,
+        )  # without a copy of its own it is a shard, and counted by now
     for piece in (piece for pieces in owner.pieces for piece in pieces.values()):
         if piece.grad is not None:
             yield "gradients", "gradient to step", piece.grad
     for state in owner.inner.state.values():
-        yield from (("optimizer", name, value) for name, value in state.items() if isinstance(value, Tensor))
+        yield from (
+            ("optimizer", name, value) for name, value in state.items() if isinstance(value, Tensor)
+        )

@@ -41,7 +41,11 @@ def occupancy(fn: Callable[[], object], owner: Optimizer | Sharded) -> Occupancy
     Elements are numbered from the first unit of the model to the last, padding included. The bytes are those of `history`, less the
     gradients of single parameters that are on their way into their flat tensor.
     """
-    flats = [flat for part in owner.parts for flat in part.flats] if owner.level == 3 else list(reversed(owner.flats))
+    flats = (
+        [flat for part in owner.parts for flat in part.flats]
+        if owner.level == 3
+        else list(reversed(owner.flats))
+    )
     watch = _Watch(lambda: set(_stretches(owner, flats)))
     entering = owner.inner.register_step_pre_hook(lambda *_: watch.enter("step"))
     try:
@@ -50,9 +54,18 @@ def occupancy(fn: Callable[[], object], owner: Optimizer | Sharded) -> Occupancy
     finally:
         entering.remove()
     elements = sum(flat.partition.share for flat in owner.flats)
-    state = sum(value.nbytes for known in owner.inner.state.values() for value in known.values() if value.dim())
+    state = sum(
+        value.nbytes
+        for known in owner.inner.state.values()
+        for value in known.values()
+        if value.dim()
+    )
     state += sum(owned.nbytes for owned in owner.owned) if owner.separate else 0
-    itemsizes = {"weights": flats[0].whole.itemsize, "gradients": owner.flats[0].gradient.itemsize, "optimizer": state // elements}
+    itemsizes = {
+        "weights": flats[0].whole.itemsize,
+        "gradients": owner.flats[0].gradient.itemsize,
+        "optimizer": state // elements,
+    }
     numel = sum(flat.partition.padded for flat in flats)
     return Occupancy(numel, itemsizes, watch.phases, len(watch.held), tuple(_spans(watch.held)))
 
@@ -77,9 +90,15 @@ class _Watch(TorchDispatchMode):
 
 def _stretches(owner: Optimizer | Sharded, flats: list[Flat]) -> Iterator[Stretch]:
     """What is there now: (component, start, stop)."""
-    place, stepped = 0, {id(flat): pieces.values() for flat, pieces in zip(owner.flats, owner.pieces, strict=True)}
+    place, stepped = (
+        0,
+        {id(flat): pieces.values() for flat, pieces in zip(owner.flats, owner.pieces, strict=True)},
+    )
     for flat in flats:
-        whole, own = (place, place + flat.partition.padded), (place + flat.own.start, place + flat.own.stop)
+        whole, own = (
+            (place, place + flat.partition.padded),
+            (place + flat.own.start, place + flat.own.stop),
+        )
         yield "weights", *(whole if flat.resident else own)
         if id(flat) in stepped:
             if owner.level > 1 or flat.buffer is not None:

@@ -34,23 +34,37 @@ class Optimizer(Partitioned):
         master: bool | None = None, gradient_dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES, offload: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         if level not in (1, 2):
-            remedy = {0: "data_parallel.replicate", 3: "zero.shard"}.get(level, "1 or 2 here, zero.shard for level 3")
-            raise ValueError(f"level={level!r} is not one of this optimizer's, 1 and 2: use {remedy}")
+            remedy = {0: "data_parallel.replicate", 3: "zero.shard"}.get(
+                level, "1 or 2 here, zero.shard for level 3"
+            )
+            raise ValueError(
+                f"level={level!r} is not one of this optimizer's, 1 and 2: use {remedy}"
+            )
         self.level = level
         known = named(params)
         settings = grouped(known, groups)
-        trained = [(name, parameter) for name, parameter in known.items() if parameter.requires_grad]
-        self.constants = {name: parameter.data for name, parameter in known.items() if not parameter.requires_grad}
+        trained = [
+            (name, parameter) for name, parameter in known.items() if parameter.requires_grad
+        ]
+        self.constants = {
+            name: parameter.data for name, parameter in known.items() if not parameter.requires_grad
+        }
         for weights in self.constants.values():
             comm.broadcast(weights, out=weights)
         sizes = [parameter.numel() for _, parameter in trained]
         flats = []
         for bucket in buckets(sizes, trained[0][1].element_size(), bucket_bytes):
-            members = sorted((trained[i] for i in bucket), key=lambda member: settings.number[member[0]])  # each group in one stretch
+            members = sorted(
+                (trained[i] for i in bucket), key=lambda member: settings.number[member[0]]
+            )  # each group in one stretch
             flat = Flat(members, comm, gradient_dtype)
-            for i, (view, (_, parameter)) in enumerate(zip(flat.views(flat.whole), members, strict=True)):
+            for i, (view, (_, parameter)) in enumerate(
+                zip(flat.views(flat.whole), members, strict=True)
+            ):
                 parameter.data = view
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._collect, flat, i))
+                parameter.register_post_accumulate_grad_hook(
+                    functools.partial(self._collect, flat, i)
+                )
             flats.append(flat)
         self.leaves = [parameter for _, parameter in trained]
         super().__init__(flats, comm, optimizer, settings, master=master, offload=offload)

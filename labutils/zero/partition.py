@@ -49,7 +49,9 @@ def partition(numel: int, n: int) -> Partition:
     return Partition(units.whole(numel, "numel", 1), units.whole(n, "n", 1))
 
 
-def buckets(numels: Sequence[int], itemsize: int, bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
+def buckets(
+    numels: Sequence[int], itemsize: int, bucket_bytes: int = BUCKET_BYTES
+) -> list[list[int]]:
     """The parameters' numbers, bucket by bucket in the order in which backward reaches them: the last parameter first.
 
     A bucket is closed when the next parameter would take it past `bucket_bytes`; a larger parameter has a bucket of its own.
@@ -105,7 +107,12 @@ def layout(sizes: Layout) -> tuple[Unit, ...]:
     """
     if isinstance(sizes, int):
         sizes = (sizes,)
-    known = tuple(unit if isinstance(unit, Unit) else Unit((unit,) if isinstance(unit, int) else tuple(unit)) for unit in sizes)
+    known = tuple(
+        unit if isinstance(unit, Unit) else Unit((unit,) if isinstance(unit, int) else tuple(unit))
+        for unit in sizes
+    )
     if not known:
-        raise ValueError("a layout needs at least one unit: give Ψ, or the sizes of the flat tensors")
+        raise ValueError(
+            "a layout needs at least one unit: give Ψ, or the sizes of the flat tensors"
+        )
     return known

@@ -8,15 +8,26 @@ from labutils import collectives, units
 from labutils.ledger import Ledger, Line
 from labutils.zero.partition import Layout, Unit, layout
 
-MOMENTS = {"sgd": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq")}
+MOMENTS = {
+    "sgd": (),
+    "momentum": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+}
 STEP = 4  # Adam counts its steps once for each flat tensor, and each group in it
 
 
 def _checked(level: int, itemsize: int = 4, gradient_itemsize: int | None = None) -> int:
     if level not in (0, 1, 2, 3):
-        raise ValueError(f"level={level!r} is no level of ZeRO: use 0 (nothing is sharded), 1, 2 or 3")
+        raise ValueError(
+            f"level={level!r} is no level of ZeRO: use 0 (nothing is sharded), 1, 2 or 3"
+        )
     units.whole(itemsize, "itemsize", 1)
-    return itemsize if gradient_itemsize is None else units.whole(gradient_itemsize, "gradient_itemsize", 1)
+    return (
+        itemsize
+        if gradient_itemsize is None
+        else units.whole(gradient_itemsize, "gradient_itemsize", 1)
+    )
 
 
 # ── sent ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -53,23 +64,56 @@ def predict_sent(
 
     def book(op: str, algorithm: str, numel: int, width: int, times: int, padding: int = 0) -> None:
         note = f"{padding:,} of {numel:,} elements are padding" if padding else ""
-        for line in collectives.sent(algorithm, nbytes=numel * width, n=n, itemsize=width, axis=axis):
+        for line in collectives.sent(
+            algorithm, nbytes=numel * width, n=n, itemsize=width, axis=axis
+        ):
             if line.count * times:
-                lines.append(dataclasses.replace(line, name=op, amount=line.amount * times, count=line.count * times, note=note))
+                lines.append(
+                    dataclasses.replace(
+                        line,
+                        name=op,
+                        amount=line.amount * times,
+                        count=line.count * times,
+                        note=note,
+                    )
+                )
 
     for part in trained:
         if level == 0:
             book("all_reduce", "all_reduce_ring", part.numel, gradient_itemsize, steps)
         else:
-            book("reduce_scatter", "reduce_scatter_ring", part.padded, gradient_itemsize, steps * backward, part.padding)
+            book(
+                "reduce_scatter",
+                "reduce_scatter_ring",
+                part.padded,
+                gradient_itemsize,
+                steps * backward,
+                part.padding,
+            )
     for part in gathered:
         if level > 0:
-            book("all_gather", "all_gather_ring", part.padded, itemsize, steps * forward, part.padding)
-        book("broadcast", "broadcast_tree", part.padded if level else part.numel, itemsize, start, part.padding if level else 0)
+            book(
+                "all_gather",
+                "all_gather_ring",
+                part.padded,
+                itemsize,
+                steps * forward,
+                part.padding,
+            )
+        book(
+            "broadcast",
+            "broadcast_tree",
+            part.padded if level else part.numel,
+            itemsize,
+            start,
+            part.padding if level else 0,
+        )
     if frozen:
         book("broadcast", "broadcast_tree", frozen, itemsize, start)
     book("finite", "all_reduce_ring", 1, 4, steps * scaled * (level > 0))
-    book("gradient norm", "all_reduce_ring", 1, max(4, gradient_itemsize), steps * clip * (level > 0))
+    book(
+        "gradient norm", "all_reduce_ring", 1, max(4, gradient_itemsize), steps * clip * (level > 0)
+    )
     return Ledger(lines).merged()
 
 
@@ -96,7 +140,9 @@ def predict_held(
     gradient_itemsize = _checked(level, itemsize, gradient_itemsize)
     units.whole(accumulation, "accumulation", 1)
     if optimizer not in MOMENTS:
-        raise ValueError(f"optimizer={optimizer!r} is unknown here: use one of {', '.join(MOMENTS)}")
+        raise ValueError(
+            f"optimizer={optimizer!r} is unknown here: use one of {', '.join(MOMENTS)}"
+        )
     dealt = layout(sizes)
     trained = [part for unit in dealt for part in unit.dealt(n, frozen=False)]
     resting = trained + [part for unit in dealt for part in unit.dealt(n, frozen=True)]
@@ -104,21 +150,54 @@ def predict_held(
     stepped = wide if master or offload else itemsize
 
     whole = sum(part.padded if level else part.numel for part in trained)
-    weights, gradients = ("weight shards" if level == 3 else "weights"), ("gradient shards" if level > 1 else "gradients")
-    lines = [Line(weights, (sum(part.share for part in resting) if level == 3 else whole + frozen) * itemsize, component="weights")]
+    weights, gradients = (
+        ("weight shards" if level == 3 else "weights"),
+        ("gradient shards" if level > 1 else "gradients"),
+    )
+    lines = [
+        Line(
+            weights,
+            (sum(part.share for part in resting) if level == 3 else whole + frozen) * itemsize,
+            component="weights",
+        )
+    ]
     if level != 1:
-        lines.append(Line(gradients, (share if level > 1 else whole) * gradient_itemsize, component="gradients"))
+        lines.append(
+            Line(
+                gradients,
+                (share if level > 1 else whole) * gradient_itemsize,
+                component="gradients",
+            )
+        )
     if master or offload:
         lines.append(Line("master weights", share * wide, component="optimizer"))
     lines += [Line(name, share * stepped, component="optimizer") for name in MOMENTS[optimizer]]
     if len(MOMENTS[optimizer]) == 2:
-        lines.append(Line("step", STEP * sum(unit.groups for unit in dealt if unit.trained or unit.after), component="optimizer"))
+        lines.append(
+            Line(
+                "step",
+                STEP * sum(unit.groups for unit in dealt if unit.trained or unit.after),
+                component="optimizer",
+            )
+        )
 
-    moments = list(_Step(dealt, n, itemsize, gradient_itemsize, reshard, prefetch, accumulation).moments(level))
+    moments = list(
+        _Step(dealt, n, itemsize, gradient_itemsize, reshard, prefetch, accumulation).moments(level)
+    )
     if level and (offload or stepped != gradient_itemsize):
-        moments += [{"gradients": whole * gradient_itemsize * (level == 1), "gradient to step": part.share * stepped} for part in trained]
+        moments += [
+            {
+                "gradients": whole * gradient_itemsize * (level == 1),
+                "gradient to step": part.share * stepped,
+            }
+            for part in trained
+        ]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
-    lines += [Line(name, amount, component="weights" if "weights" in name else "gradients") for name, amount in fullest.items() if amount]
+    lines += [
+        Line(name, amount, component="weights" if "weights" in name else "gradients")
+        for name, amount in fullest.items()
+        if amount
+    ]
     return Ledger(lines)
 
 
@@ -141,7 +220,10 @@ class _Step:
             case 1:
                 for i, unit in enumerate(self.dealt):
                     here = len(self.dealt) if self.accumulation > 1 else i + 1
-                    yield {"gradients": self.elements(range(here)) * self.gradient_itemsize, "gradient on its way": self.largest(unit)}
+                    yield {
+                        "gradients": self.elements(range(here)) * self.gradient_itemsize,
+                        "gradient on its way": self.largest(unit),
+                    }
             case 2:
                 for i in range(len(self.dealt)):
                     yield self.moment(buckets={i - 1, i} - {-1}, coming=self.largest(self.dealt[i]))
@@ -158,15 +240,23 @@ class _Step:
     def backward(self) -> Iterator[dict[str, int]]:
         root, last = self.dealt[0], len(self.dealt) - 1
         first = {0} | self.ahead(last) if self.reshard else set(range(last + 1))
-        yield self.moment(gathered=first, buckets={0}, coming=max(root.after, default=0) * self.itemsize)
+        yield self.moment(
+            gathered=first, buckets={0}, coming=max(root.after, default=0) * self.itemsize
+        )
         reducing: set[int] = set()
         for i in range(last, 0, -1):
             unit = self.dealt[i]
             gathered = {0, i} | self.ahead(i - 1) if self.reshard else set(range(i + 1))
             own = {i} if unit.trained else set()
-            yield self.moment(gathered=gathered, buckets={0} | own | reducing, coming=self.largest(unit))
+            yield self.moment(
+                gathered=gathered, buckets={0} | own | reducing, coming=self.largest(unit)
+            )
             reducing = own or reducing
-        yield self.moment(gathered={0}, buckets={0} | reducing, coming=max(root.trained, default=0) * self.itemsize)
+        yield self.moment(
+            gathered={0},
+            buckets={0} | reducing,
+            coming=max(root.trained, default=0) * self.itemsize,
+        )
 
     def ahead(self, i: int) -> set[int]:
         return {i} if self.prefetch and 0 < i < len(self.dealt) else set()
@@ -175,11 +265,16 @@ class _Step:
         return max(unit.trained + unit.after, default=0) * self.itemsize
 
     def elements(self, units: Iterable[int], frozen: bool = False) -> int:
-        return sum(part.padded for i in units for part in self.dealt[i].dealt(self.n, frozen=frozen))
+        return sum(
+            part.padded for i in units for part in self.dealt[i].dealt(self.n, frozen=frozen)
+        )
 
-    def moment(self, gathered: set[int] = frozenset(), buckets: set[int] = frozenset(), coming: int = 0) -> dict[str, int]:
+    def moment(
+        self, gathered: set[int] = frozenset(), buckets: set[int] = frozenset(), coming: int = 0
+    ) -> dict[str, int]:
         return {
-            "gathered weights": (self.elements(gathered) + self.elements(gathered, frozen=True)) * self.itemsize,
+            "gathered weights": (self.elements(gathered) + self.elements(gathered, frozen=True))
+            * self.itemsize,
             "gradient buckets": self.elements(buckets) * self.gradient_itemsize,
             "gradient on its way": coming,
         }
@@ -188,7 +283,9 @@ class _Step:
 # ── the paper's tables ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def model_states(num_params: int | float, n: int, level: int, *, K: int = 12, gradient_bytes: int = 2) -> float:
+def model_states(
+    num_params: int | float, n: int, level: int, *, K: int = 12, gradient_bytes: int = 2
+) -> float:
     """Bytes of model states on each of n devices: half weights, gradients (half unless given), K bytes of optimizer state a parameter.
 
     >>> [round(model_states(7.5e9, 64, level) / units.GB, 1) for level in (0, 1, 2, 3)]
@@ -199,7 +296,9 @@ def model_states(num_params: int | float, n: int, level: int, *, K: int = 12, gr
     return float(Fraction(num_params) * _bytes_a_parameter(n, level, K, gradient_bytes))
 
 
-def largest_model(memory: int | float, n: int, level: int, *, K: int = 12, gradient_bytes: int = 2) -> float:
+def largest_model(
+    memory: int | float, n: int, level: int, *, K: int = 12, gradient_bytes: int = 2
+) -> float:
     """Parameters of the largest model whose model states fill `memory` bytes on each of n devices; times the degree of model parallelism, if any.
 
     >>> [round(largest_model(32 * units.GB, 64, level) / 1e9, 1) for level in (0, 1, 2, 3)]
@@ -214,4 +313,6 @@ def _bytes_a_parameter(n: int, level: int, K: int, gradient_bytes: int) -> Fract
     """What is left of 2 + 2 + K bytes when the optimizer state, then the gradients, then the weights are divided by n."""
     _checked(level)
     sizes = units.whole(K, "K"), units.whole(gradient_bytes, "gradient_bytes"), 2
-    return sum(Fraction(size, units.whole(n, "n", 1) if level > i else 1) for i, size in enumerate(sizes))
+    return sum(
+        Fraction(size, units.whole(n, "n", 1) if level > i else 1) for i, size in enumerate(sizes)
+    )

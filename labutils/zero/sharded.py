@@ -33,13 +33,22 @@ def shard(
     Cost: bytes sent as in `predict_sent`, bytes held as in `predict_held`.
     Source: Rajbhandari et al. 1910.02054, sections 5.3 and 7.2.2; flat parameters, prefetch and resharding as in PyTorch FSDP, Zhao et al. 2304.11277.
     """
-    return Sharded(module, comm, optimizer, units, groups, reshard, prefetch, master, gradient_dtype, offload)
+    return Sharded(
+        module, comm, optimizer, units, groups, reshard, prefetch, master, gradient_dtype, offload
+    )
 
 
 class Part:
     """A module whose own weights are gathered and freed together: its trained ones in one flat tensor, its frozen ones in another."""
 
-    def __init__(self, module: nn.Module, places: list["Place"], comm: Comm, groups: Groups, gradient_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        places: list["Place"],
+        comm: Comm,
+        groups: Groups,
+        gradient_dtype: torch.dtype | None,
+    ) -> None:
         self.module, self.pinned = module, False
         self.under_way: list[Any] = []
         self.flats: list[Flat] = []
@@ -47,14 +56,27 @@ class Part:
         self.slots: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         for trained in (True, False):
             found = [place for place in places if place.parameter.requires_grad is trained]
-            members = {place.parameter: place.name for place in sorted(found, key=lambda place: groups.number.get(place.name, 0))}  # each group in one stretch
+            members = {
+                place.parameter: place.name
+                for place in sorted(found, key=lambda place: groups.number.get(place.name, 0))
+            }  # each group in one stretch
             if members:
-                flat = Flat([(name, parameter) for parameter, name in members.items()], comm, gradient_dtype)
-                wholes = [nn.Parameter(view, requires_grad=trained) for view in flat.views(flat.whole)]
+                flat = Flat(
+                    [(name, parameter) for parameter, name in members.items()], comm, gradient_dtype
+                )
+                wholes = [
+                    nn.Parameter(view, requires_grad=trained) for view in flat.views(flat.whole)
+                ]
                 flat.release()
-                pieces = [nn.Parameter(piece, requires_grad=trained) for piece in flat.pieces(flat.shard)]
+                pieces = [
+                    nn.Parameter(piece, requires_grad=trained) for piece in flat.pieces(flat.shard)
+                ]
                 pairs = dict(zip(members, zip(wholes, pieces, strict=True), strict=True))
-                self.slots += [(place.module, place.attribute, *pairs[place.parameter]) for place in places if place.parameter in pairs]
+                self.slots += [
+                    (place.module, place.attribute, *pairs[place.parameter])
+                    for place in places
+                    if place.parameter in pairs
+                ]
                 self.flats.append(flat)
                 self.wholes.append(wholes)
         self._put(whole=False)
@@ -109,37 +131,68 @@ class Sharded(Partitioned):
         master: bool | None, gradient_dtype: torch.dtype | None, offload: torch.device | str | None,
     ) -> None:  # fmt: skip
         if not isinstance(module, nn.Module):
-            raise TypeError(f"shard takes a module, got {type(module).__name__}: for parameters alone use zero.Optimizer, level 1 or 2")
+            raise TypeError(
+                f"shard takes a module, got {type(module).__name__}: for parameters alone use zero.Optimizer, level 1 or 2"
+            )
         known = named(module.named_parameters())
         settings = grouped(known, groups)
         self.order = {name: i for i, name in enumerate(known)}
         self.module, self.reshard, self.prefetch, self.learning = module, reshard, prefetch, False
         homes = _homes(module, _default_units(module) if units is None else units)
-        self.parts = [Part(home, places, comm, settings, gradient_dtype) for home, places in homes.items()]  # the root first, then the units in their order
-        self.leaves = [whole for part in self.parts for flat, wholes in zip(part.flats, part.wholes, strict=True) if flat.trained for whole in wholes]
+        self.parts = [
+            Part(home, places, comm, settings, gradient_dtype) for home, places in homes.items()
+        ]  # the root first, then the units in their order
+        self.leaves = [
+            whole
+            for part in self.parts
+            for flat, wholes in zip(part.flats, part.wholes, strict=True)
+            if flat.trained
+            for whole in wholes
+        ]
         self.resting = [flat for part in self.parts for flat in part.flats if not flat.trained]
         order = [*reversed(self.parts[1:]), self.parts[0]]
-        super().__init__([flat for part in order for flat in part.flats if flat.trained], comm, optimizer, settings, master=master, offload=offload)
+        super().__init__(
+            [flat for part in order for flat in part.flats if flat.trained],
+            comm,
+            optimizer,
+            settings,
+            master=master,
+            offload=offload,
+        )
         for i, part in enumerate(self.parts):
-            part.module.register_forward_pre_hook(functools.partial(self._before_forward, i), with_kwargs=True)
+            part.module.register_forward_pre_hook(
+                functools.partial(self._before_forward, i), with_kwargs=True
+            )
             part.module.register_forward_hook(functools.partial(self._after_forward, i))
             for flat, wholes in zip(part.flats, part.wholes, strict=True):
                 for k, whole in enumerate(wholes if flat.trained else ()):
-                    whole.register_post_accumulate_grad_hook(functools.partial(self._collect, flat, k))
+                    whole.register_post_accumulate_grad_hook(
+                        functools.partial(self._collect, flat, k)
+                    )
 
     @property
     def layout(self) -> tuple[Unit, ...]:
         """The elements of every parameter, the root's and then unit by unit, as `predict_sent` and `predict_held` take them."""
         root, *units = self.parts
-        last = max((self.order[name] for part in units for flat in part.flats for name in flat.names), default=-1)
+        last = max(
+            (self.order[name] for part in units for flat in part.flats for name in flat.names),
+            default=-1,
+        )
 
         def unit(part: Part) -> Unit:
             sizes: dict[str, tuple[int, ...]] = {"trained": (), "frozen": (), "after": ()}
-            groups = {self.groups.number[name] for flat in part.flats if flat.trained for name in flat.names}
+            groups = {
+                self.groups.number[name]
+                for flat in part.flats
+                if flat.trained
+                for name in flat.names
+            }
             for flat in part.flats:
                 for name, numel in zip(flat.names, flat.numels, strict=True):
                     after = part is root and units and self.order[name] > last
-                    sizes["frozen" if not flat.trained else "after" if after else "trained"] += (numel,)
+                    sizes["frozen" if not flat.trained else "after" if after else "trained"] += (
+                        numel,
+                    )
             return Unit(**sizes, groups=len(groups) or 1)
 
         return tuple(map(unit, self.parts))
@@ -159,7 +212,9 @@ class Sharded(Partitioned):
 
     # -- around a part's computation -----------------------------------------------------------------------------------
 
-    def _before_forward(self, i: int, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _before_forward(
+        self, i: int, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict]:
         self.parts[i].wait()
         if _in_backward():  # a checkpointed part is computed again
             self._before_backward(i)
@@ -171,18 +226,30 @@ class Sharded(Partitioned):
         if not torch.is_grad_enabled():
             return args, kwargs
         leaves, shape = tree_flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for place, leaf in zip(places, _Passed.apply(self.parts[i].free, *(leaves[place] for place in places)), strict=True):
+        places = [
+            place
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+        for place, leaf in zip(
+            places,
+            _Passed.apply(self.parts[i].free, *(leaves[place] for place in places)),
+            strict=True,
+        ):
             leaves[place] = leaf
         return tree_unflatten(leaves, shape)
 
     def _after_forward(self, i: int, module: nn.Module, args: tuple, output: Any) -> None:
         if _in_backward():  # its backward comes right now
             return
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        outputs = [
+            leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
         for leaf in outputs:
             leaf.register_hook(functools.partial(self._before_backward, i))
-        again = self.learning and not torch.is_grad_enabled()  # torch's reentrant checkpointing: there will be a backward after all
+        again = (
+            self.learning and not torch.is_grad_enabled()
+        )  # torch's reentrant checkpointing: there will be a backward after all
         if self.reshard or not (outputs or again):
             self.parts[i].free()
         if i == 0:
@@ -238,7 +305,15 @@ def _in_backward() -> bool:
 
 def _default_units(module: nn.Module) -> list[nn.Module]:
     """The members of the lists that a module consists of."""
-    lists = [module] if isinstance(module, nn.Sequential) else [child for child in module.children() if isinstance(child, (nn.ModuleList, nn.Sequential))]
+    lists = (
+        [module]
+        if isinstance(module, nn.Sequential)
+        else [
+            child
+            for child in module.children()
+            if isinstance(child, (nn.ModuleList, nn.Sequential))
+        ]
+    )
     return [unit for each in lists for unit in each if any(True for _ in unit.parameters())]
 
 
@@ -249,9 +324,16 @@ def _homes(module: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Module, lis
     for unit in units:
         for submodule in unit.modules():
             if submodule not in label:
-                raise ValueError(f"a unit of type {type(unit).__name__} is no part of the module: give submodules of it")
-            if unit is module or (home[submodule] is not module and any(parameter is not None for parameter in submodule._parameters.values())):
-                raise ValueError(f"{label[submodule]} is in two units, {label[home[submodule]]} and {label[unit]}: units lie side by side, below the root")
+                raise ValueError(
+                    f"a unit of type {type(unit).__name__} is no part of the module: give submodules of it"
+                )
+            if unit is module or (
+                home[submodule] is not module
+                and any(parameter is not None for parameter in submodule._parameters.values())
+            ):
+                raise ValueError(
+                    f"{label[submodule]} is in two units, {label[home[submodule]]} and {label[unit]}: units lie side by side, below the root"
+                )
             home[submodule] = unit
     found: dict[nn.Module, list[Place]] = {each: [] for each in (module, *units)}
     names = {parameter: name for name, parameter in module.named_parameters()}
@@ -262,6 +344,8 @@ def _homes(module: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Module, lis
                 first = homes.setdefault(parameter, home[submodule])
                 if first is not home[submodule]:
                     where = f"{label[first]} and {label[home[submodule]]}"
-                    raise ValueError(f"{names[parameter]} is tied between two units, {where}: leave both of its modules to the root")
+                    raise ValueError(
+                        f"{names[parameter]} is tied between two units, {where}: leave both of its modules to the root"
+                    )
                 found[first].append(Place(names[parameter], submodule, attribute))
     return found

@@ -42,16 +42,31 @@ class Partitioned:
     ) -> None:  # fmt: skip
         self.flats, self.comm, self.groups, self.offload = list(flats), comm, groups, offload
         if offload is not None and master is False:
-            raise ValueError(f"offload={str(offload)!r} steps a copy of the weights there: leave master=None, or use True")
-        self.separate = (self.flats[0].whole.dtype in HALF or offload is not None) if master is None else master
-        self.owned = [_copy_to_step(flat.shard, offload) if self.separate else flat.shard for flat in self.flats]
-        self.pieces = [self._pieces(flat, owned) for flat, owned in zip(self.flats, self.owned, strict=True)]
-        self.inner = make(groups.filled(piece for pieces in self.pieces for piece in pieces.items()))
+            raise ValueError(
+                f"offload={str(offload)!r} steps a copy of the weights there: leave master=None, or use True"
+            )
+        self.separate = (
+            (self.flats[0].whole.dtype in HALF or offload is not None) if master is None else master
+        )
+        self.owned = [
+            _copy_to_step(flat.shard, offload) if self.separate else flat.shard
+            for flat in self.flats
+        ]
+        self.pieces = [
+            self._pieces(flat, owned) for flat, owned in zip(self.flats, self.owned, strict=True)
+        ]
+        self.inner = make(
+            groups.filled(piece for pieces in self.pieces for piece in pieces.items())
+        )
         if not isinstance(self.inner, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must make a torch optimizer of a list of parameters, it returned {self.inner!r}: try torch.optim.AdamW")
+            raise TypeError(
+                f"optimizer must make a torch optimizer of a list of parameters, it returned {self.inner!r}: try torch.optim.AdamW"
+            )
         if self.level > 1:
             for flat in self.flats:
-                flat.gradient = torch.empty(flat.partition.share, dtype=flat.gradient.dtype, device=flat.whole.device)
+                flat.gradient = torch.empty(
+                    flat.partition.share, dtype=flat.gradient.dtype, device=flat.whole.device
+                )
         self._flight: tuple[Flat, Any] | None = None
         self._next, self._queued, self._factor = 0, False, 1.0
 
@@ -72,7 +87,10 @@ class Partitioned:
     @property
     def layout(self) -> tuple[Unit, ...]:
         """The elements of every parameter, flat tensor by flat tensor, as `predict_sent` and `predict_held` take them."""
-        return tuple(Unit(flat.numels, groups=len(pieces)) for flat, pieces in zip(self.flats, self.pieces, strict=True))
+        return tuple(
+            Unit(flat.numels, groups=len(pieces))
+            for flat, pieces in zip(self.flats, self.pieces, strict=True)
+        )
 
     # -- from backward to shards ---------------------------------------------------------------------------------------
 
@@ -80,13 +98,17 @@ class Partitioned:
         """A hook: a gradient is there. Move it to its flat tensor, and reduce what is complete, in the order that all ranks share."""
         if self.level == 1:
             if not flat.fresh:
-                raise RuntimeError("the gradients of the last step are still here: call zero_grad() between step() and backward()")
+                raise RuntimeError(
+                    "the gradients of the last step are still here: call zero_grad() between step() and backward()"
+                )
             flat.take(i, parameter.grad)
         else:
             self._on_backward()
             if self.flats.index(flat) < self._next:
                 remedy = "checkpoint with use_reentrant=False, or call zero_grad() after a backward pass that failed"
-                raise RuntimeError(f"the gradient of {flat.names[i]} came again after it was reduced, in a backward pass within another: {remedy}")
+                raise RuntimeError(
+                    f"the gradient of {flat.names[i]} came again after it was reduced, in a backward pass within another: {remedy}"
+                )
             flat.take(i, parameter.grad)
             while self._next < len(self.flats) and self.flats[self._next].complete:
                 self._launch()
@@ -100,7 +122,9 @@ class Partitioned:
 
     def _end_pass(self) -> None:
         self._queued = False
-        if torch._C._current_autograd_node() is None:  # not a pass within a pass, as reentrant checkpointing has them
+        if (
+            torch._C._current_autograd_node() is None
+        ):  # not a pass within a pass, as reentrant checkpointing has them
             self._end_backward()
 
     def _launch(self) -> None:
@@ -131,7 +155,9 @@ class Partitioned:
                 if flat.fresh:
                     flat.gradient, flat.fresh = flat.reduce(), False
         if any(flat.fresh for flat in self.flats):
-            raise RuntimeError("there are no gradients since zero_grad(): call backward() on a loss first")
+            raise RuntimeError(
+                "there are no gradients since zero_grad(): call backward() on a loss first"
+            )
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
@@ -141,7 +167,11 @@ class Partitioned:
         for flat in self.flats:
             with self.comm.record("gradients"):
                 whole = self.comm.all_gather(flat.gradient)
-            found |= zip(flat.names, flat.views(whole if self._factor == 1 else whole.float() * self._factor), strict=True)
+            found |= zip(
+                flat.names,
+                flat.views(whole if self._factor == 1 else whole.float() * self._factor),
+                strict=True,
+            )
         return found
 
     @torch.no_grad()
@@ -152,7 +182,12 @@ class Partitioned:
         what scaling has saved: the factor goes with the fp32 copy that `step` makes of them.
         """
         self._reduced()
-        largest = torch.stack([torch.linalg.vector_norm(flat.gradient, math.inf, dtype=_wide(flat.gradient)) for flat in self.flats])
+        largest = torch.stack(
+            [
+                torch.linalg.vector_norm(flat.gradient, math.inf, dtype=_wide(flat.gradient))
+                for flat in self.flats
+            ]
+        )
         with self.comm.record("finite"):
             infinite = self.comm.all_reduce((~largest.isfinite()).any().float(), "max")
         if self.flats[0].gradient.dtype not in HALF:
@@ -161,7 +196,9 @@ class Partitioned:
         elif self.separate:
             self._factor *= factor
         else:
-            raise ValueError("half gradients can be unscaled in an fp32 copy alone: use master=True, or gradient_dtype=torch.float32")
+            raise ValueError(
+                "half gradients can be unscaled in an fp32 copy alone: use master=True, or gradient_dtype=torch.float32"
+            )
         return not infinite
 
     @torch.no_grad()
@@ -172,7 +209,10 @@ class Partitioned:
         """
         units.positive(max_norm, "max_norm")
         self._reduced()
-        squares = [torch.linalg.vector_norm(flat.gradient, dtype=_wide(flat.gradient)) ** 2 for flat in self.flats]
+        squares = [
+            torch.linalg.vector_norm(flat.gradient, dtype=_wide(flat.gradient)) ** 2
+            for flat in self.flats
+        ]
         with self.comm.record("gradient norm"):
             norm = self.comm.all_reduce(torch.stack(squares).sum()).sqrt() * self._factor
         coefficient = max_norm / (norm + 1e-6)  # torch's own guard, so that results are torch's too
@@ -216,7 +256,9 @@ class Partitioned:
         gradient = flat.gradient.to(owned.device, owned.dtype, copy=self.offload is not None)
         if self._factor != 1:
             gradient.mul_(self._factor)  # it is a copy: half gradients alone have a factor
-        for piece, mine in zip(pieces.values(), gradient.split([len(piece) for piece in pieces.values()]), strict=True):
+        for piece, mine in zip(
+            pieces.values(), gradient.split([len(piece) for piece in pieces.values()]), strict=True
+        ):
             piece.grad = mine
 
     # -- snapshots -----------------------------------------------------------------------------------------------------

@@ -26,13 +26,15 @@ from IPython.display import Markdown
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, vmap
 
-from labutils import measure, notation, plots, units
-from labutils.check import check, hint, predict, reveal, show
+from labutils import measure, notation, units
 from labutils.config import Hardware, ModelConfig, TrainConfig
-from labutils.exercises import start
-from labutils.ledger import History, Ledger, Line
+from labutils.ledger import Ledger, Line
 from labutils.model import GPT
-from labutils.widgets import explore
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.exercises import start
+from labutils.teach.widgets import explore
+from labutils.timeline import History
 
 # %% [markdown]
 # ## The idea in one picture

@@ -26,10 +26,11 @@ import math
 import ml_dtypes
 import torch
 
-from labutils import floats, plots, precision
-from labutils.check import check, hint, predict, predictions, reveal, show
+from labutils import floats, precision
 from labutils.floats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16, FP32, TF32, FloatFormat
-from labutils.widgets import bits, explore, slider
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, predictions, reveal, show
+from labutils.teach.widgets import bits, explore, slider
 
 # %% [markdown]
 # ## The idea in one picture

@@ -28,13 +28,14 @@ import pathlib
 import torch
 from torch import _torch_docs, nn
 
-from labutils import floats, measure, memory, plots, precision, units
-from labutils.check import check, hint, predict, reveal, show
+from labutils import floats, measure, memory, precision, units
 from labutils.config import ModelConfig, TrainConfig
-from labutils.exercises import precision as exercises
 from labutils.model import GPT
 from labutils.precision import LossScaler, MasterWeights, RoundedWeights
-from labutils.widgets import explore
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.exercises import precision as exercises
+from labutils.teach.widgets import explore
 
 # %% [markdown]
 # A small GPT and a real text to learn: the documentation of PyTorch's functions, which came with PyTorch. Letters are its tokens.

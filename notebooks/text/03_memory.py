@@ -24,12 +24,13 @@ import dataclasses
 
 import torch
 
-from labutils import checkpointing, measure, memory, plots, units
-from labutils.check import check, hint, predict, reveal, show
+from labutils import checkpointing, measure, memory, units
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
-from labutils.exercises import memory as exercises
 from labutils.model import GPT
-from labutils.widgets import explore, log
+from labutils.teach import calculator, plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.exercises import memory as exercises
+from labutils.teach.widgets import explore, log
 
 # %% [markdown]
 # ## The idea in one picture
@@ -557,7 +558,7 @@ show(exercises.activation_bytes)
 # that can be the fullest, and puts your numbers into them. So each amount stands beside its formula, and the name of a component leads to where it is derived. It needs no kernel.
 
 # %%
-memory.Calculator(
+calculator.Calculator(
     "gpt2-xl", "gpt2", "gpt3-175b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mistral-7b", "qwen2-7b", "qwen2-72b",
 )  # fmt: skip
 
@@ -566,7 +567,7 @@ memory.Calculator(
 # working copy of all weights, and that is where the peak of a small batch comes from. Like all predictions of this lab it counts the operations of a CPU; a sequence shorter than GPT's learned positions
 # counts as a model with fewer of them.
 #
-# Find the cheapest way to train Llama-3.1-8B with 4096 tokens on 8 H100s. Which line decides? For another model or your own, `memory.Calculator("qwen2-0.5b", mine=ModelConfig.from_hf("config.json"))`; for a sweep
+# Find the cheapest way to train Llama-3.1-8B with 4096 tokens on 8 H100s. Which line decides? For another model or your own, `calculator.Calculator("qwen2-0.5b", mine=ModelConfig.from_hf("config.json"))`; for a sweep
 # `memory.predict`, about 0.1 ms each once it has met the kind of step:
 
 # %%

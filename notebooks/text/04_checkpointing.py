@@ -29,12 +29,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils import checkpointing, measure, memory, plots, units
-from labutils.check import check, hint, predict, predictions, reveal, show
+from labutils import checkpointing, measure, memory, units
 from labutils.checkpointing import Costs
 from labutils.config import ModelConfig, TrainConfig
 from labutils.model import GPT
-from labutils.widgets import explore
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, predictions, reveal, show
+from labutils.teach.widgets import explore
 
 # %% [markdown]
 # ## The idea in one picture

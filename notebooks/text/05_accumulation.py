@@ -24,13 +24,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils import accumulation, measure, memory, plots, units
+from labutils import accumulation, measure, memory, units
 from labutils.accumulation import micro_batches
-from labutils.check import check, hint, predict, reveal, show
 from labutils.config import Hardware, ModelConfig, TrainConfig
-from labutils.exercises import accumulation as exercises
 from labutils.model import GPT
-from labutils.widgets import explore
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.exercises import accumulation as exercises
+from labutils.teach.widgets import explore
 
 # %% [markdown]
 # ## The idea in one picture

@@ -26,13 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from labutils import flash, measure, plots, units
-from labutils.check import check, hint, predict, predictions, reveal, show
+from labutils import flash, measure, units
 from labutils.config import Hardware
-from labutils.exercises.flash import buggy_attention
 from labutils.flash import triton_kernel
 from labutils.ledger import Ledger, Line
-from labutils.widgets import explore
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, predictions, reveal, show
+from labutils.teach.exercises.flash import buggy_attention
+from labutils.teach.widgets import explore
 
 # %% [markdown]
 # ## The idea in one picture

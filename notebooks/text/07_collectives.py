@@ -29,11 +29,12 @@ import time
 
 import torch
 
-from labutils import collectives, plots, units
-from labutils.check import check, hint, predict, predictions, reveal, show
+from labutils import collectives, units
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
-from labutils.widgets import explore, log
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, predictions, reveal, show
+from labutils.teach.widgets import explore, log
 from labutils.world import DeadlockError, MismatchError, World
 
 # %% [markdown]

@@ -24,14 +24,15 @@ import time
 import torch
 from torch import nn
 
-from labutils import collectives, data_parallel, measure, memory, plots, units
+from labutils import collectives, data_parallel, measure, memory, units
 from labutils.accumulation import micro_batches
-from labutils.check import check, hint, predict, reveal, show
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
 from labutils.precision import LossScaler, autocast
-from labutils.widgets import explore, log
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.widgets import explore, log
 from labutils.world import DeadlockError, RankError, World
 
 # %% [markdown]

@@ -33,14 +33,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from labutils import checkpointing, collectives, plots, units, zero
-from labutils.check import check, hint, predict, reveal, show
+from labutils import checkpointing, collectives, units, zero
 from labutils.config import Hardware, ModelConfig
-from labutils.exercises import zero as solutions
 from labutils.ledger import Ledger, Line
 from labutils.model import GPT
 from labutils.precision import LossScaler
-from labutils.widgets import explore
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.exercises import zero as solutions
+from labutils.teach.widgets import explore
 from labutils.world import World, WorldError
 
 # %%

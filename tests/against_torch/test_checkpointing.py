@@ -12,7 +12,9 @@ from labutils import checkpointing, measure
 from labutils.config import ModelConfig
 from labutils.model import GPT
 
-CONFIG = ModelConfig(num_layers=3, d_model=32, num_heads=4, d_ff=96, vocab_size=65, seq_len=12, dropout=0.2)
+CONFIG = ModelConfig(
+    num_layers=3, d_model=32, num_heads=4, d_ff=96, vocab_size=65, seq_len=12, dropout=0.2
+)
 CALLS = {
     "plain": lambda fn, *args: fn(*args),
     "ours": checkpointing.checkpoint,
@@ -21,7 +23,9 @@ CALLS = {
 
 
 def tokens(seed):
-    return torch.randint(CONFIG.vocab_size, (2, CONFIG.seq_len), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        CONFIG.vocab_size, (2, CONFIG.seq_len), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 class Through(nn.Module):
@@ -42,7 +46,9 @@ class Through(nn.Module):
             x = self.model.embed(tokens(1))
             for block in self.model.blocks:
                 x = self.call(block, x)
-            return nn.functional.cross_entropy(self.model.head(self.model.norm(x)).flatten(0, 1), tokens(2).flatten())
+            return nn.functional.cross_entropy(
+                self.model.head(self.model.norm(x)).flatten(0, 1), tokens(2).flatten()
+            )
 
 
 @pytest.fixture
@@ -58,16 +64,25 @@ def test_gradients_to_the_bit(trio, amp):
         through.loss(amp).backward()
         found[name] = [parameter.grad for parameter in through.parameters()] + [torch.rand(1)]
     for name in ("ours", "theirs"):
-        assert all(torch.equal(a, b) for a, b in zip(found["plain"], found[name], strict=True)), name
+        assert all(torch.equal(a, b) for a, b in zip(found["plain"], found[name], strict=True)), (
+            name
+        )
 
 
 def test_memory_and_evaluations(trio):
-    kept = {name: measure.saved_activations(through.loss, through).total for name, through in trio.items()}
+    kept = {
+        name: measure.saved_activations(through.loss, through).total
+        for name, through in trio.items()
+    }
     assert kept["ours"] == kept["theirs"] < kept["plain"] / 2
     for through in trio.values():
         through.calls = 0
         through.loss().backward()
-    assert {name: through.calls for name, through in trio.items()} == {"plain": 3, "ours": 6, "theirs": 6}
+    assert {name: through.calls for name, through in trio.items()} == {
+        "plain": 3,
+        "ours": 6,
+        "theirs": 6,
+    }
 
 
 def test_segments_are_those_of_checkpoint_sequential():
@@ -86,6 +101,8 @@ def test_second_derivatives():
     x = torch.linspace(-1, 1, 7, requires_grad=True)
     found = []
     for call in CALLS.values():
-        (first,) = torch.autograd.grad(call(lambda x: x.sin().exp() * x, x).sum(), x, create_graph=True)
+        (first,) = torch.autograd.grad(
+            call(lambda x: x.sin().exp() * x, x).sum(), x, create_graph=True
+        )
         found.append(torch.autograd.grad(first.sum(), x)[0])
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

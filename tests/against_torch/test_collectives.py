@@ -18,13 +18,22 @@ def processes():
 def tensor(rank, numel: int, dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_floating_point:
         return torch.randn(numel, generator=torch.Generator().manual_seed(rank.index)).to(dtype)
-    return torch.randint(-1000, 1000, (numel,), generator=torch.Generator().manual_seed(rank.index), dtype=dtype)
+    return torch.randint(
+        -1000, 1000, (numel,), generator=torch.Generator().manual_seed(rank.index), dtype=dtype
+    )
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Equal up to the order of additions: exactly so for whole numbers."""
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-1}.get(ours.dtype, 0)
-    return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+    tolerance = {
+        torch.float64: 1e-12,
+        torch.float32: 1e-5,
+        torch.float16: 1e-2,
+        torch.bfloat16: 1e-1,
+    }.get(ours.dtype, 0)
+    return ours.dtype == theirs.dtype and torch.allclose(
+        ours, theirs, rtol=tolerance, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("algorithm", collectives.ALL_REDUCES)
@@ -35,13 +44,17 @@ def test_all_reduce(processes, algorithm, op):
         for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64):
             x = tensor(rank, 1003, dtype)
             ours = getattr(collectives, algorithm)(x, comm, op=op)
-            dist.all_reduce(theirs := x.clone(), op=getattr(dist.ReduceOp, op.upper()), group=comm.group)
+            dist.all_reduce(
+                theirs := x.clone(), op=getattr(dist.ReduceOp, op.upper()), group=comm.group
+            )
             agreed.append(close(ours, theirs))
         return agreed
 
     assert processes.run(program) == [[True] * 5] * N
     assert processes.ledger.total == sum(
-        collectives.sent(algorithm, nbytes=1003 * dtype.itemsize, n=N, itemsize=dtype.itemsize).total
+        collectives.sent(
+            algorithm, nbytes=1003 * dtype.itemsize, n=N, itemsize=dtype.itemsize
+        ).total
         for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)
     )
 
@@ -55,7 +68,9 @@ def test_broadcast_and_reduce(processes, shape, root):
         summed = getattr(collectives, f"reduce_{shape}")(x, comm, root=root)
         dist.broadcast(theirs := x.clone(), src=root, group=comm.group)
         dist.reduce(total := x.clone(), dst=root, group=comm.group)
-        return torch.equal(told, theirs), summed is None if rank.index != root else close(summed, total)
+        return torch.equal(told, theirs), summed is None if rank.index != root else close(
+            summed, total
+        )
 
     assert processes.run(program) == [(True, True)] * N
 
@@ -69,7 +84,9 @@ def test_scatter_and_gather(processes):
         dist.scatter(theirs, list(x.split(8)) if rank.index == 1 else None, src=1, group=comm.group)
         room = [torch.empty(8) for _ in range(N)] if rank.index == 3 else None
         dist.gather(theirs, room, dst=3, group=comm.group)
-        return torch.equal(piece, theirs), whole is None if rank.index != 3 else torch.equal(whole, torch.cat(room))
+        return torch.equal(piece, theirs), whole is None if rank.index != 3 else torch.equal(
+            whole, torch.cat(room)
+        )
 
     assert processes.run(program) == [(True, True)] * N
 
@@ -77,11 +94,23 @@ def test_scatter_and_gather(processes):
 def test_reduce_scatter_all_gather_and_all_to_all(processes):
     def program(rank):
         comm, x = rank.comm("dp"), tensor(rank, 8 * N, torch.float64)
-        piece, whole, swapped = collectives.reduce_scatter_ring(x, comm), collectives.all_gather_ring(x, comm), collectives.all_to_all_pairwise(x, comm)
-        dist.reduce_scatter_tensor(their_piece := torch.empty(8, dtype=x.dtype), x, group=comm.group)
-        dist.all_gather_into_tensor(their_whole := torch.empty(8 * N * N, dtype=x.dtype), x, group=comm.group)
+        piece, whole, swapped = (
+            collectives.reduce_scatter_ring(x, comm),
+            collectives.all_gather_ring(x, comm),
+            collectives.all_to_all_pairwise(x, comm),
+        )
+        dist.reduce_scatter_tensor(
+            their_piece := torch.empty(8, dtype=x.dtype), x, group=comm.group
+        )
+        dist.all_gather_into_tensor(
+            their_whole := torch.empty(8 * N * N, dtype=x.dtype), x, group=comm.group
+        )
         dist.all_to_all_single(their_swap := torch.empty_like(x), x, group=comm.group)
-        return close(piece, their_piece), torch.equal(whole, their_whole), torch.equal(swapped, their_swap)
+        return (
+            close(piece, their_piece),
+            torch.equal(whole, their_whole),
+            torch.equal(swapped, their_swap),
+        )
 
     assert processes.run(program) == [(True, True, True)] * N
 
@@ -102,7 +131,10 @@ def test_all_to_all_of_uneven_pieces(processes):
 def test_processes_and_threads_give_the_same_bits_and_books(processes):
     def program(rank):
         x = tensor(rank, 1003, torch.bfloat16)
-        return [getattr(collectives, algorithm)(x, rank.comm("dp")) for algorithm in collectives.ALL_REDUCES]
+        return [
+            getattr(collectives, algorithm)(x, rank.comm("dp"))
+            for algorithm in collectives.ALL_REDUCES
+        ]
 
     with world.World(N) as threads:
         for theirs, ours in zip(threads.run(program), processes.run(program), strict=True):

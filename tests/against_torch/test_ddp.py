@@ -39,9 +39,13 @@ def wrapped(rank, whose, unused):
     model = (Skips(rank, generator) if unused else GPT(CONFIG, generator=generator)).double()
     model.positions.weight.requires_grad_(False)
     if whose == "ours":
-        return model, data_parallel.replicate(model, rank.comm("dp"), bucket_bytes=5000, find_unused=unused)
+        return model, data_parallel.replicate(
+            model, rank.comm("dp"), bucket_bytes=5000, find_unused=unused
+        )
     group = rank.comm("dp").group
-    return model, nn.parallel.DistributedDataParallel(model, process_group=group, find_unused_parameters=unused, gradient_as_bucket_view=True)
+    return model, nn.parallel.DistributedDataParallel(
+        model, process_group=group, find_unused_parameters=unused, gradient_as_bucket_view=True
+    )
 
 
 def train(rank, whose, unused):
@@ -54,10 +58,14 @@ def train(rank, whose, unused):
         for quiet in (True, False):
             tokens = torch.randint(CONFIG.vocab_size, (2, CONFIG.seq_len), generator=draw)
             with replica.no_sync() if quiet else contextlib.nullcontext():
-                loss = nn.functional.cross_entropy(replica(tokens).flatten(0, 1), tokens.flatten()) / 2
+                loss = (
+                    nn.functional.cross_entropy(replica(tokens).flatten(0, 1), tokens.flatten()) / 2
+                )
                 loss.backward()
             told.append(loss.detach())
-        told += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        told += [
+            torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()
+        ]
         optimizer.step()
     return told + [p.detach().clone() for p in model.parameters()]
 
@@ -66,7 +74,9 @@ def train(rank, whose, unused):
 def test_equal_to_torch(processes, unused):
     def program(rank):
         ours, theirs = (train(rank, whose, unused) for whose in ("ours", "theirs"))
-        return len(ours) == len(theirs) and all(torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in zip(ours, theirs, strict=True))
+        return len(ours) == len(theirs) and all(
+            torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in zip(ours, theirs, strict=True)
+        )
 
     assert processes.run(program) == [True] * N
 
@@ -81,15 +91,25 @@ def test_buffers_are_torchs(processes):
             for parameter in net.parameters():
                 nn.init.normal_(parameter, generator=torch.Generator().manual_seed(rank.index))
             comm = rank.comm("dp")
-            replica = data_parallel.replicate(net, comm) if whose == "ours" else nn.parallel.DistributedDataParallel(net, process_group=comm.group)
-            optimizer, draw = torch.optim.SGD(net.parameters(), lr=0.1), torch.Generator().manual_seed(rank.index)
+            replica = (
+                data_parallel.replicate(net, comm)
+                if whose == "ours"
+                else nn.parallel.DistributedDataParallel(net, process_group=comm.group)
+            )
+            optimizer, draw = (
+                torch.optim.SGD(net.parameters(), lr=0.1),
+                torch.Generator().manual_seed(rank.index),
+            )
             seen = []
             for step in range(5):
                 net.train(step != 2)
                 optimizer.zero_grad()
                 for quiet in (True, False):
                     x = torch.randn(6, 3, dtype=torch.float64, generator=draw)
-                    with replica.no_sync() if quiet else contextlib.nullcontext(), torch.set_grad_enabled(step != 2):
+                    with (
+                        replica.no_sync() if quiet else contextlib.nullcontext(),
+                        torch.set_grad_enabled(step != 2),
+                    ):
                         loss = replica(x).square().mean() / 2
                         seen += [buffer.clone() for buffer in net.buffers()]
                         if step != 2:
@@ -97,11 +117,15 @@ def test_buffers_are_torchs(processes):
                 if step != 2:
                     optimizer.step()
             told.append(seen + [parameter.detach().clone() for parameter in net.parameters()])
-        return [torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*told, strict=True)], [float(x.sum()) for x in told[0][:30]]
+        return [torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*told, strict=True)], [
+            float(x.sum()) for x in told[0][:30]
+        ]
 
     ranks = processes.run(program)
     assert all(all(equal) for equal, _ in ranks)
-    assert ranks[0][1] != ranks[1][1]  # each rank has seen other data since the last broadcast, or there would be nothing to compare
+    assert (
+        ranks[0][1] != ranks[1][1]
+    )  # each rank has seen other data since the last broadcast, or there would be nothing to compare
 
 
 class Shared(nn.Module):
@@ -109,7 +133,10 @@ class Shared(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.layer = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float64)
+        self.first, self.layer = (
+            nn.Linear(4, 4, dtype=torch.float64),
+            nn.Linear(4, 4, dtype=torch.float64),
+        )
         for parameter in self.parameters():
             nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
 
@@ -128,21 +155,28 @@ def test_static_graph_is_torchs(processes):
             return data_parallel.replicate(net, rank.comm("dp"), static_graph=static_graph)
 
         def theirs(net, static_graph):
-            return nn.parallel.DistributedDataParallel(net, process_group=rank.comm("dp").group, static_graph=static_graph)
+            return nn.parallel.DistributedDataParallel(
+                net, process_group=rank.comm("dp").group, static_graph=static_graph
+            )
 
         def gradients(wrap, static_graph):
             net, found = Shared(), []
             replica, draw = wrap(net, static_graph), torch.Generator().manual_seed(rank.index)
             for _ in range(3):
                 replica.zero_grad()
-                replica(torch.randn(2, 4, dtype=torch.float64, generator=draw).requires_grad_()).square().mean().backward()
+                replica(
+                    torch.randn(2, 4, dtype=torch.float64, generator=draw).requires_grad_()
+                ).square().mean().backward()
                 found += [parameter.grad.clone() for parameter in net.parameters()]
             return found
 
         for wrap, why in ((ours, "comes 2 times"), (theirs, "mark a variable ready only once")):
             with pytest.raises(RuntimeError, match=why):
                 gradients(wrap, False)
-        return all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(gradients(ours, True), gradients(theirs, True), strict=True))
+        return all(
+            torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+            for a, b in zip(gradients(ours, True), gradients(theirs, True), strict=True)
+        )
 
     assert processes.run(program) == [True] * N
 

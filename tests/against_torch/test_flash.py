@@ -10,13 +10,21 @@ from labutils import flash
 def qkv(a, g, s_q, s_k, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, a, s_q, 16), (2, g, s_k, 16), (2, g, s_k, 16))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
 
 
 def both(tensors, ours, theirs):
     """(output, dq, dk, dv) of each, for the same gradient of the output."""
-    d_out = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(tensors[0].dtype)
-    return [(out, *torch.autograd.grad(out, tensors, d_out)) for out in (ours(*tensors)[0], theirs(*tensors))]
+    d_out = torch.randn(
+        tensors[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).to(tensors[0].dtype)
+    return [
+        (out, *torch.autograd.grad(out, tensors, d_out))
+        for out in (ours(*tensors)[0], theirs(*tensors))
+    ]
 
 
 CASES = {
@@ -25,7 +33,11 @@ CASES = {
     "grouped": ((6, 2, 40, 40), dict(causal=True), dict(is_causal=True, enable_gqa=True)),
     "rectangular": ((4, 4, 33, 70), dict(), dict()),
     "top-left": ((4, 4, 33, 70), dict(causal=True, offset=0), dict(is_causal=True)),
-    "bottom-right": ((4, 4, 33, 70), dict(causal=True), dict(attn_mask=torch.ones(33, 70, dtype=torch.bool).tril(70 - 33))),
+    "bottom-right": (
+        (4, 4, 33, 70),
+        dict(causal=True),
+        dict(attn_mask=torch.ones(33, 70, dtype=torch.bool).tril(70 - 33)),
+    ),
     "scaled": ((4, 4, 40, 40), dict(scale=0.5), dict(scale=0.5)),
     "padded": (
         (4, 4, 40, 40),
@@ -36,7 +48,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)]
+)
 def test_the_same_as_sdpa(name, dtype, tolerance):
     sizes, mine, theirs = CASES[name]
     pairs = both(
@@ -45,7 +59,13 @@ def test_the_same_as_sdpa(name, dtype, tolerance):
         lambda *t: F.scaled_dot_product_attention(*t, **theirs),
     )
     for what, ours, torchs in zip(("out", "dq", "dk", "dv"), *pairs, strict=True):
-        torch.testing.assert_close(ours, torchs, atol=tolerance, rtol=tolerance, msg=lambda text, what=what: f"{what}: {text}")
+        torch.testing.assert_close(
+            ours,
+            torchs,
+            atol=tolerance,
+            rtol=tolerance,
+            msg=lambda text, what=what: f"{what}: {text}",
+        )
 
 
 def test_the_same_log_sum_exp_as_torchs_flash_kernel():

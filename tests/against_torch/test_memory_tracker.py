@@ -51,15 +51,25 @@ def predicted(config: ModelConfig, train: TrainConfig) -> Ledger:
     """The same from `memory.predict`: MemTracker goes by the phase in which a tensor was made, where we go by what it is for."""
     peak = memory.predict(config, train)
     at_the_peak = {"forward": "Activation", "backward": "Temp", "optimizer": "Optstate"}[peak.phase]
-    component = {"weights": "Parameter", "gradients": "Gradient", "optimizer": "Optstate", "activations": "Activation", "buffers": at_the_peak}
+    component = {
+        "weights": "Parameter",
+        "gradients": "Gradient",
+        "optimizer": "Optstate",
+        "activations": "Activation",
+        "buffers": at_the_peak,
+    }
     name = {"tables of cos and sin": "Buffer", "tokens and targets": "Other", "loss": "Activation"}
-    return Ledger(Line(name.get(line.name, component[line.component]), line.amount) for line in peak)
+    return Ledger(
+        Line(name.get(line.name, component[line.component]), line.amount) for line in peak
+    )
 
 
 @pytest.mark.parametrize("stepping", STEPPING)
 @pytest.mark.parametrize("attention", ["plain", "sdpa"])
 def test_a_small_model(attention, stepping):
-    train = TrainConfig(micro_batch=4, global_batch=4, precision="fp32", attention=attention, stepping=stepping)
+    train = TrainConfig(
+        micro_batch=4, global_batch=4, precision="fp32", attention=attention, stepping=stepping
+    )
     diff = predicted(SMALL, train).diff(tracked(SMALL, train, MemTracker()))
     assert diff.unexplained == 0, str(diff)
 
@@ -69,12 +79,20 @@ def test_a_small_model(attention, stepping):
     [
         ("gpt2-xl", 1024, 8, "plain", "backward"),  # 104 GB
         ("llama-2-7b", 4096, 4, "sdpa", "backward"),  # 275 GB
-        ("llama-2-7b", 256, 1, "sdpa", "optimizer"),  # 109 GB: few tokens, so the optimizer has the fullest moment
+        (
+            "llama-2-7b",
+            256,
+            1,
+            "sdpa",
+            "optimizer",
+        ),  # 109 GB: few tokens, so the optimizer has the fullest moment
     ],
 )
 def test_a_model_too_large_to_build(name, seq_len, micro_batch, attention, phase):
     config = replace(ModelConfig.named(name), seq_len=seq_len)
-    train = TrainConfig(micro_batch=micro_batch, global_batch=micro_batch, precision="fp32", attention=attention)
+    train = TrainConfig(
+        micro_batch=micro_batch, global_batch=micro_batch, precision="fp32", attention=attention
+    )
     with FakeTensorMode():
         found = tracked(config, train, Totals())
     diff = predicted(config, train).diff(found)

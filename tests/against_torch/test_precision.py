@@ -16,11 +16,20 @@ from labutils.precision import LossScaler, MasterWeights
 
 INF, NAN = float("inf"), float("nan")
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-CONFIG = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 64, "vocab_size": 65, "seq_len": 12}
+CONFIG = {
+    "num_layers": 2,
+    "d_model": 32,
+    "num_heads": 4,
+    "d_ff": 64,
+    "vocab_size": 65,
+    "seq_len": 12,
+}
 MODELS = {
     "gpt2": ModelConfig(**CONFIG),
     "tied": ModelConfig(**CONFIG, tied=True),
-    "llama": ModelConfig(**CONFIG, norm="rmsnorm", ffn="swiglu", positions="rope", bias=False, num_kv_heads=2),
+    "llama": ModelConfig(
+        **CONFIG, norm="rmsnorm", ffn="swiglu", positions="rope", bias=False, num_kv_heads=2
+    ),
     "experts": ModelConfig(**CONFIG, num_experts=4, top_k=2),
     "dropout": ModelConfig(**CONFIG, dropout=0.2),
 }
@@ -51,7 +60,9 @@ class Run:
             nn.utils.clip_grad_norm_([self.weight], 0.5)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        scale = self.scaler.value if isinstance(self.scaler, LossScaler) else self.scaler.get_scale()
+        scale = (
+            self.scaler.value if isinstance(self.scaler, LossScaler) else self.scaler.get_scale()
+        )
         return scale, torch.equal(before, self.weight), self.weight.detach().clone()
 
 
@@ -70,7 +81,11 @@ def slopes(n, seed=0):
 SETTINGS = [
     {"init_scale": 2.0**16, "growth_interval": 3},
     {"init_scale": 3.7, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 2},
-    {"init_scale": 2.0**126, "growth_factor": 4.0, "growth_interval": 1},  # growth stops below infinity
+    {
+        "init_scale": 2.0**126,
+        "growth_factor": 4.0,
+        "growth_interval": 1,
+    },  # growth stops below infinity
     {"init_scale": 1e-3, "growth_interval": 1},
 ]
 
@@ -79,10 +94,16 @@ SETTINGS = [
 @pytest.mark.parametrize("clip", [False, True], ids=["step", "clip"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 def test_every_step_equals_grad_scaler(settings, clip, make):
-    ours, theirs = Run(LossScaler(**settings), make), Run(torch.amp.GradScaler("cpu", **settings), make)
+    ours, theirs = (
+        Run(LossScaler(**settings), make),
+        Run(torch.amp.GradScaler("cpu", **settings), make),
+    )
     skipped = 0
     for slope in slopes(60):
-        (scale, stood, weight), (their_scale, they_stood, their_weight) = ours.step(slope, clip), theirs.step(slope, clip)
+        (scale, stood, weight), (their_scale, they_stood, their_weight) = (
+            ours.step(slope, clip),
+            theirs.step(slope, clip),
+        )
         assert scale == their_scale and stood == they_stood and torch.equal(weight, their_weight)
         skipped += stood
     assert 5 < skipped < 55
@@ -108,7 +129,10 @@ def test_a_state_saved_in_the_middle_goes_on_in_the_other(ours_first):
 
 def test_two_optimizers_share_a_scale_and_skip_on_their_own():
     found = []
-    for scaler in (LossScaler(1024, growth_interval=2), torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=2)):
+    for scaler in (
+        LossScaler(1024, growth_interval=2),
+        torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=2),
+    ):
         weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
         optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
         for factor in (1.0, INF, 1.0, 1.0):
@@ -137,11 +161,17 @@ def test_autocast_gives_the_same_loss_and_gradients(dtype, name, attention):
         losses[-1].backward()
     assert torch.equal(*losses) and losses[0].dtype == losses[1].dtype
     assert same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
-    assert not same([p.grad for p in model.parameters()], torch.autograd.grad(twin.loss(*tokens()), list(twin.parameters())))
+    assert not same(
+        [p.grad for p in model.parameters()],
+        torch.autograd.grad(twin.loss(*tokens()), list(twin.parameters())),
+    )
 
 
 X, W = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(1, 2, 20).view(5, 4)
-IMAGE, KERNEL = torch.linspace(-1, 1, 50).view(1, 2, 5, 5), torch.linspace(0, 1, 24).view(3, 2, 2, 2)
+IMAGE, KERNEL = (
+    torch.linspace(-1, 1, 50).view(1, 2, 5, 5),
+    torch.linspace(0, 1, 24).view(3, 2, 2, 2),
+)
 LINE, FILTER = IMAGE.flatten(2), KERNEL.flatten(2)
 BLOCK, CUBE = IMAGE.unsqueeze(2), KERNEL.unsqueeze(2)
 HEADS = torch.linspace(-1, 1, 48).view(1, 2, 6, 4)
@@ -163,7 +193,9 @@ CALLS = {
     "conv_transpose1d": lambda: F.conv_transpose1d(LINE, FILTER.transpose(0, 1)),
     "conv_transpose2d": lambda: F.conv_transpose2d(IMAGE, KERNEL.transpose(0, 1)),
     "conv_transpose3d": lambda: F.conv_transpose3d(BLOCK, CUBE.transpose(0, 1)),
-    "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(HEADS, HEADS, HEADS, is_causal=True),
+    "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(
+        HEADS, HEADS, HEADS, is_causal=True
+    ),
     "cross_entropy": lambda: F.cross_entropy(X.bfloat16(), torch.tensor([0, 1, 2])),
     "nll_loss": lambda: F.nll_loss(X.bfloat16(), torch.tensor([0, 1, 2])),
     "mse_loss": lambda: F.mse_loss(X.bfloat16(), P.bfloat16()),
@@ -238,7 +270,12 @@ def test_nested_regions_share_the_copies_of_weights(dtype):
 CHECKPOINTERS = {
     "none": lambda region, fn, x: fn(x),
     "ours": lambda region, fn, x: checkpointing.checkpoint(fn, x),
-    "theirs": lambda region, fn, x: checkpoint(fn, x, use_reentrant=False, **({"context_fn": region.contexts} if hasattr(region, "contexts") else {})),
+    "theirs": lambda region, fn, x: checkpoint(
+        fn,
+        x,
+        use_reentrant=False,
+        **({"context_fn": region.contexts} if hasattr(region, "contexts") else {}),
+    ),
 }
 
 
@@ -262,14 +299,24 @@ def checkpointed(region, checkpointer, config, inside):
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("name", ["tied", "dropout"])
 @pytest.mark.parametrize("checkpointer", CHECKPOINTERS)
-def test_a_checkpointed_region_is_computed_again_in_the_same_format(dtype, name, checkpointer, inside):
+def test_a_checkpointed_region_is_computed_again_in_the_same_format(
+    dtype, name, checkpointer, inside
+):
     expected = checkpointed(torch.autocast("cpu", dtype), "theirs", MODELS[name], inside)
-    assert same(checkpointed(precision.autocast(dtype), checkpointer, MODELS[name], inside), expected)
+    assert same(
+        checkpointed(precision.autocast(dtype), checkpointer, MODELS[name], inside), expected
+    )
 
 
-@pytest.mark.parametrize("now", [{"enabled": True}, {"enabled": False}, None], ids=["on", "off", "none"])
-@pytest.mark.parametrize("then", [{"enabled": True}, {"enabled": False}, None], ids=["on", "off", "none"])
-def test_the_second_evaluation_sees_the_region_of_the_first_and_not_that_of_the_backward_pass(then, now):
+@pytest.mark.parametrize(
+    "now", [{"enabled": True}, {"enabled": False}, None], ids=["on", "off", "none"]
+)
+@pytest.mark.parametrize(
+    "then", [{"enabled": True}, {"enabled": False}, None], ids=["on", "off", "none"]
+)
+def test_the_second_evaluation_sees_the_region_of_the_first_and_not_that_of_the_backward_pass(
+    then, now
+):
     seen = []
 
     def region(settings):
@@ -310,7 +357,10 @@ def test_a_training_run_of_ours_is_a_training_run_of_torch_s(dtype):
     runs = []
     for region, scaler in [
         (lambda: precision.autocast(dtype), LossScaler(2.0**40, growth_interval=3)),
-        (lambda: torch.autocast("cpu", dtype), torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)),
+        (
+            lambda: torch.autocast("cpu", dtype),
+            torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3),
+        ),
     ]:
         model = GPT(MODELS["tied"], generator=torch.Generator().manual_seed(0))
         optimizer, scales = torch.optim.AdamW(model.parameters(), lr=1e-3), []

@@ -31,7 +31,12 @@ def ours(rank, level, **options):
     comm = rank.comm("dp")
     if level < 3:
         owner = zero.Optimizer(model.parameters(), comm, adamw, level=level, **options)
-        return model, owner, owner.clip_grad_norm, lambda: [parameter.detach() for parameter in model.parameters()]
+        return (
+            model,
+            owner,
+            owner.clip_grad_norm,
+            lambda: [parameter.detach() for parameter in model.parameters()],
+        )
     owner = zero.shard(model, comm, adamw, **options)
 
     def weights():
@@ -47,9 +52,18 @@ def replicated(rank):
     from torch.nn.parallel import DistributedDataParallel
 
     group = rank.comm("dp").group
-    model = DistributedDataParallel(GPT(CONFIG, generator=torch.Generator().manual_seed(0)).double(), process_group=group)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-2)
-    return model, optimizer, lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm), lambda: [parameter.detach() for parameter in model.parameters()]
+    model = DistributedDataParallel(
+        GPT(CONFIG, generator=torch.Generator().manual_seed(0)).double(), process_group=group
+    )
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-2
+    )
+    return (
+        model,
+        optimizer,
+        lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
+        lambda: [parameter.detach() for parameter in model.parameters()],
+    )
 
 
 def fully_sharded(rank, reshard):
@@ -66,7 +80,12 @@ def fully_sharded(rank, reshard):
     def clip(norm):
         return nn.utils.clip_grad_norm_(model.parameters(), norm).full_tensor()
 
-    return model, adamw(model.parameters()), clip, lambda: [parameter.full_tensor().detach() for parameter in model.parameters()]
+    return (
+        model,
+        adamw(model.parameters()),
+        clip,
+        lambda: [parameter.full_tensor().detach() for parameter in model.parameters()],
+    )
 
 
 def train(rank, made):
@@ -85,14 +104,28 @@ def train(rank, made):
     return torch.tensor(told, dtype=torch.float64), weights()
 
 
-@pytest.mark.parametrize("theirs", ["ZeroRedundancyOptimizer", "fully_shard", "fully_shard, resharding"])
+@pytest.mark.parametrize(
+    "theirs", ["ZeroRedundancyOptimizer", "fully_shard", "fully_shard, resharding"]
+)
 def test_equal_to_torch(processes, theirs):
     def program(rank):
-        peer = replicated(rank) if theirs.startswith("Zero") else fully_sharded(rank, theirs.endswith("resharding"))
+        peer = (
+            replicated(rank)
+            if theirs.startswith("Zero")
+            else fully_sharded(rank, theirs.endswith("resharding"))
+        )
         told, weights = train(rank, peer)
-        mine = [train(rank, ours(rank, 1)), train(rank, ours(rank, 2, bucket_bytes=5000)), train(rank, ours(rank, 3))]
+        mine = [
+            train(rank, ours(rank, 1)),
+            train(rank, ours(rank, 2, bucket_bytes=5000)),
+            train(rank, ours(rank, 3)),
+        ]
         return [
-            torch.allclose(losses, told, rtol=1e-10) and all(torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in zip(final, weights, strict=True))
+            torch.allclose(losses, told, rtol=1e-10)
+            and all(
+                torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+                for a, b in zip(final, weights, strict=True)
+            )
             for losses, final in mine
         ]
 
@@ -116,7 +149,9 @@ def test_one_overflow_is_skipped_as_with_fsdp2_and_gradscaler(processes):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            scales.append(scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler.value)
+            scales.append(
+                scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler.value
+            )
         return scales
 
     def program(rank):
@@ -125,11 +160,20 @@ def test_one_overflow_is_skipped_as_with_fsdp2_and_gradscaler(processes):
 
         comm, theirs = rank.comm("dp"), model()
         fully_shard(theirs, mesh=DeviceMesh.from_group(comm.group, "cpu"))
-        expected = run(rank, theirs, adamw(theirs.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1))
+        expected = run(
+            rank,
+            theirs,
+            adamw(theirs.parameters()),
+            torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1),
+        )
         weight, equal = theirs.weight.full_tensor(), []
         for level in (1, 2, 3):
             mine = model()
-            owner = zero.shard(mine, comm, adamw) if level == 3 else zero.Optimizer(mine.parameters(), comm, adamw, level=level)
+            owner = (
+                zero.shard(mine, comm, adamw)
+                if level == 3
+                else zero.Optimizer(mine.parameters(), comm, adamw, level=level)
+            )
             scales = run(rank, mine, owner, LossScaler(2.0**10, growth_interval=1))
             with owner.gathered() if level == 3 else contextlib.nullcontext():
                 equal.append(scales == expected and torch.allclose(mine.weight, weight, rtol=1e-10))
@@ -148,4 +192,8 @@ def test_a_rank_rests_with_as_much_as_under_fsdp2(processes):
         return zero.held(owner).by("name")["weight shards"] // 8, rows
 
     shares, rows = zip(*processes.run(program), strict=True)
-    assert set(shares) == {CONFIG.num_params // N} and sum(rows) == CONFIG.num_params and max(rows) > CONFIG.num_params // N
+    assert (
+        set(shares) == {CONFIG.num_params // N}
+        and sum(rows) == CONFIG.num_params
+        and max(rows) > CONFIG.num_params // N
+    )

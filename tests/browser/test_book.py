@@ -27,13 +27,23 @@ each_page = pytest.mark.parametrize("name", PAGES)
 def site(tmp_path_factory):
     """The folder of the built book. The command is that of `make book`, but for where it writes."""
     target = tmp_path_factory.mktemp("book")
-    command = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "jupyter-book" in line)
+    command = next(
+        line for line in (ROOT / "Makefile").read_text().splitlines() if "jupyter-book" in line
+    )
     jupyter_book = pathlib.Path(sys.executable).with_name("jupyter-book")
-    arguments = command.partition("jupyter-book ")[2].replace("--path-output book", f"--path-output {target}").split()
-    finished = subprocess.run([sys.executable, jupyter_book, *arguments], cwd=ROOT, capture_output=True, text=True)
+    arguments = (
+        command.partition("jupyter-book ")[2]
+        .replace("--path-output book", f"--path-output {target}")
+        .split()
+    )
+    finished = subprocess.run(
+        [sys.executable, jupyter_book, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
     if finished.returncode:
         said = [line for line in (finished.stdout + finished.stderr).splitlines() if line.strip()]
-        pytest.fail("\n".join([line for line in said if re.search("WARNING|ERROR|rror:", line)] or said))
+        pytest.fail(
+            "\n".join([line for line in said if re.search("WARNING|ERROR|rror:", line)] or said)
+        )
     return target / "_build" / "html"
 
 
@@ -43,7 +53,9 @@ def address(site):
         def log_message(self, *arguments):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site)) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=site)
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -59,7 +71,9 @@ class Reader:
 
     def open(self, name):
         self.page.goto(f"{self.address}/{name}.html")
-        self.page.evaluate("window.MathJax?.startup?.promise")  # pages without a formula come without MathJax
+        self.page.evaluate(
+            "window.MathJax?.startup?.promise"
+        )  # pages without a formula come without MathJax
         return self.page
 
 
@@ -76,16 +90,28 @@ def reader(browser, address) -> Iterator[Reader]:
             route.abort()
 
     context.route("**/*", only_here)
-    reader.page.on("console", lambda message: message.type in ("error", "warning") and reader.trouble.append(message.text))
+    reader.page.on(
+        "console",
+        lambda message: (
+            message.type in ("error", "warning") and reader.trouble.append(message.text)
+        ),
+    )
     reader.page.on("pageerror", lambda error: reader.trouble.append(str(error)))
-    reader.page.on("response", lambda response: response.status >= 400 and reader.trouble.append(f"{response.status} {response.url}"))
+    reader.page.on(
+        "response",
+        lambda response: (
+            response.status >= 400 and reader.trouble.append(f"{response.status} {response.url}")
+        ),
+    )
     yield reader
     context.close()
 
 
 def test_every_lab_has_a_page_and_no_page_names_another_site_to_load_from(site):
     assert all((site / f"{name}.html").exists() for name in PAGES)
-    loads = re.compile(r"""(?:<(?:script|img|iframe|source)[^>]*\ssrc|<link[^>]*rel="(?:stylesheet|preload|icon)"[^>]*\shref)=["']?(?:https?:)?//[^"'>\s]+""")
+    loads = re.compile(
+        r"""(?:<(?:script|img|iframe|source)[^>]*\ssrc|<link[^>]*rel="(?:stylesheet|preload|icon)"[^>]*\shref)=["']?(?:https?:)?//[^"'>\s]+"""
+    )
     for path in site.rglob("*.html"):
         assert not loads.findall(path.read_text(encoding="utf-8")), path.name
 
@@ -93,9 +119,16 @@ def test_every_lab_has_a_page_and_no_page_names_another_site_to_load_from(site):
 @each_page
 def test_a_page_is_whole(reader, name):
     page = reader.open(name)
-    images = page.locator("article img").evaluate_all("all => all.map(image => [image.alt.trim() !== '', image.complete && image.naturalWidth > 0])")
+    images = page.locator("article img").evaluate_all(
+        "all => all.map(image => [image.alt.trim() !== '', image.complete && image.naturalWidth > 0])"
+    )
     assert all(alternative and drawn for alternative, drawn in images)
-    assert page.locator("article .math").evaluate_all("all => all.filter(math => !math.querySelector('mjx-container')).map(math => math.textContent)") == []
+    assert (
+        page.locator("article .math").evaluate_all(
+            "all => all.filter(math => !math.querySelector('mjx-container')).map(math => math.textContent)"
+        )
+        == []
+    )
     assert page.locator("mjx-merror, [data-mjx-error]").count() == 0
     assert page.locator("article").inner_text().count("$$") == 0
     assert reader.trouble == []
@@ -121,7 +154,11 @@ def test_a_page_can_be_read_by_everybody(reader, name, theme):
     page = reader.open(name)
     expect(page.locator("html")).to_have_attribute("data-theme", theme)
     found = Axe().run(page, context="article", options=AXE).response["violations"]
-    grave = [f"{v['id']}: {v['help']} {v['nodes'][0]['html'][:200]}" for v in found if v["impact"] in ("serious", "critical")]
+    grave = [
+        f"{v['id']}: {v['help']} {v['nodes'][0]['html'][:200]}"
+        for v in found
+        if v["impact"] in ("serious", "critical")
+    ]
     assert grave == []
 
 
@@ -140,16 +177,24 @@ def test_panels_answer_to_mouse_and_keyboard(reader, name):
         def answers(act, view=view):
             before = view.inner_html()
             act()
-            page.wait_for_function("([view, before]) => view.innerHTML !== before", arg=[view.element_handle(), before])
+            page.wait_for_function(
+                "([view, before]) => view.innerHTML !== before", arg=[view.element_handle(), before]
+            )
 
         if (slider := inputs.locator("input[type=range]").first).count():
             slider.scroll_into_view_if_needed()
             box = slider.bounding_box()
-            answers(lambda box=box: page.mouse.click(box["x"] + 2, box["y"] + box["height"] / 2))  # its left end
+            answers(
+                lambda box=box: page.mouse.click(box["x"] + 2, box["y"] + box["height"] / 2)
+            )  # its left end
             answers(lambda: page.keyboard.press("End"))
         elif (choice := inputs.locator("select").first).count():
             choice.focus()
-            answers(lambda: page.keyboard.press("ArrowDown" if choice.input_value() == "0" else "ArrowUp"))
+            answers(
+                lambda: page.keyboard.press(
+                    "ArrowDown" if choice.input_value() == "0" else "ArrowUp"
+                )
+            )
         else:
             button = inputs.locator("button:enabled").first
             answers(button.click)
@@ -166,7 +211,8 @@ def test_animations_play_without_a_kernel(reader):
             before = shown.inner_html()
             player.locator("button").first.click()
             page.wait_for_function(
-                "([player, before]) => player.querySelector('.lu-frame:not([hidden])').innerHTML !== before", arg=[player.element_handle(), before]
+                "([player, before]) => player.querySelector('.lu-frame:not([hidden])').innerHTML !== before",
+                arg=[player.element_handle(), before],
             )
     assert reader.trouble == []
 

@@ -6,9 +6,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
-from labutils import memory
 from labutils.config import Hardware
-from labutils.memory import calculator
+from labutils.teach import calculator
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Memory</title>
 <style>@media (prefers-color-scheme: dark) {{ body {{ background: #121212; color: #ddd; }} }}</style><body><main><h1>Memory</h1>
@@ -17,7 +16,7 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewp
 
 @pytest.fixture(scope="module")
 def panel():
-    return memory.Calculator("gpt2", "gpt3-175b")
+    return calculator.Calculator("gpt2", "gpt3-175b")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,9 @@ def page(browser, page_file):
     page = browser.new_page()
     page.on("console", lambda message: trouble.append(message.text))
     page.on("pageerror", lambda error: trouble.append(str(error)))
-    page.on("request", lambda request: request.url.startswith("file:") or trouble.append(request.url))
+    page.on(
+        "request", lambda request: request.url.startswith("file:") or trouble.append(request.url)
+    )
     page.goto(page_file.as_uri())
     expect(page.locator("form")).to_be_visible()
     yield page
@@ -63,10 +64,20 @@ def test_its_numbers_are_those_of_python(page, panel):
         b, s, n = pick.choice([1, 2, 7, 10**7]), pick.randint(2, 1024), pick.choice([1, 3, 8, 1000])
         set_to(page, {}, {"model": model, "device": device} | labels)
         set_to(page, {"b": b, "s": s, "devices": n}, {})
-        peak = panel.evaluate(model=model, micro_batch=b, seq_len=s, devices=n, hardware=Hardware.named(device), **labels)
+        peak = panel.evaluate(
+            model=model,
+            micro_batch=b,
+            seq_len=s,
+            devices=n,
+            hardware=Hardware.named(device),
+            **labels,
+        )
         assert shown(page) == {line.name: line.amount for line in peak} | {"peak": peak.total}
         verdict = page.locator(".lu-verdict")
-        assert (verdict.get_attribute("data-bytes"), verdict.get_attribute("data-fits")) == (str(peak.total), str(peak.fits).lower())
+        assert (verdict.get_attribute("data-bytes"), verdict.get_attribute("data-fits")) == (
+            str(peak.total),
+            str(peak.fits).lower(),
+        )
         expect(verdict).to_contain_text(peak.event)
         if not peak.fits:
             expect(verdict).to_contain_text(f"fails first in the {peak.fails_in}")
@@ -79,7 +90,9 @@ def test_a_shape_of_ones_own_is_computed_as_well(page, panel):
     shape = dict(L=7, h=640, a=10, g=10, d=64, f=2000, v=32000)
     set_to(page, {**shape, "s": "1,000"}, {})
     assert shown(page)["peak"] == panel.evaluate(model="gpt2", seq_len=1000, **shape).total
-    expect(page.locator(".lu-note")).to_contain_text("L = 7 · h = 640 · a = 10 · g = 10 · d = 64 · f = 2,000 · v = 32,000 · b = 1 · s = 1,000")
+    expect(page.locator(".lu-note")).to_contain_text(
+        "L = 7 · h = 640 · a = 10 · g = 10 · d = 64 · f = 2,000 · v = 32,000 · b = 1 · s = 1,000"
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,14 +104,22 @@ def test_a_shape_of_ones_own_is_computed_as_well(page, panel):
         ("s", "many", "The sequence length must be a whole number, not “many”."),
         ("s", "1.5", "The sequence length must be a whole number, not “1.5”."),
         ("s", "1", "The sequence length must be at least 2, not 1."),
-        ("s", "1025", "This model has learned 1,024 positions and takes no longer sequence: 1,025 tokens are too many."),
+        (
+            "s",
+            "1025",
+            "This model has learned 1,024 positions and takes no longer sequence: 1,025 tokens are too many.",
+        ),
         ("devices", "0", "The number of devices must be at least 1, not 0."),
         ("devices", "9" * 30, "The number of devices must be at most 1,000,000,000,000"),
         ("room", "much", "The memory of a device must be a number of GB above 0, not “much”."),
         ("room", "0", "The memory of a device must be a number of GB above 0, not “0”."),
         ("L", "3", "The formulas of this model are for 4 or more layers, not 3."),
         ("g", "5", "5 key–value heads do not divide 12 heads: choose a divisor of 12."),
-        ("g", "6", "The formulas of this model are for as many key–value heads as heads, not for a = 12 and g = 6"),
+        (
+            "g",
+            "6",
+            "The formulas of this model are for as many key–value heads as heads, not for a = 12 and g = 6",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_and_nothing_breaks(page, name, given, message):

@@ -49,9 +49,20 @@ def server(tmp_path_factory):
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     nbformat.write(notebook, home / LAB)
-    command = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "-m jupyterlab" in line)
+    command = next(
+        line for line in (ROOT / "Makefile").read_text().splitlines() if "-m jupyterlab" in line
+    )
     arguments = shlex.split(command.partition("-m jupyterlab ")[2])
-    own = {name: str(home / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_WORKSPACES_DIR", "IPYTHONDIR")}
+    own = {
+        name: str(home / name.lower())
+        for name in (
+            "JUPYTER_CONFIG_DIR",
+            "JUPYTER_DATA_DIR",
+            "JUPYTER_RUNTIME_DIR",
+            "JUPYTERLAB_WORKSPACES_DIR",
+            "IPYTHONDIR",
+        )
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "jupyterlab", *arguments, "--no-browser", "--port=0"],
         cwd=home, env={**os.environ, **own, "JUPYTER_CONFIG_PATH": str(home)}, stderr=subprocess.PIPE, text=True,
@@ -81,8 +92,16 @@ def server(tmp_path_factory):
 
 
 def test_it_listens_on_loopback_only_and_asks_for_the_token(server):
-    family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
-    listening = [found.laddr.ip for process in family for found in process.net_connections() if found.status == psutil.CONN_LISTEN]
+    family = [
+        psutil.Process(server.process.pid),
+        *psutil.Process(server.process.pid).children(recursive=True),
+    ]
+    listening = [
+        found.laddr.ip
+        for process in family
+        for found in process.net_connections()
+        if found.status == psutil.CONN_LISTEN
+    ]
     assert set(listening) == {"127.0.0.1"}
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(f"{server.site}/api/sessions")
@@ -90,12 +109,21 @@ def test_it_listens_on_loopback_only_and_asks_for_the_token(server):
 
 def stub(path):
     """The first stub of a notebook and how it is checked: (start of its cell, its head, arguments, exercise id)."""
-    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    cells = [
+        cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"
+    ]
     for source, following in itertools.pairwise(cells):
-        if "raise NotImplementedError" in source and (checked := re.match(r'check\("([^"]+)", ', following)):
+        if "raise NotImplementedError" in source and (
+            checked := re.match(r'check\("([^"]+)", ', following)
+        ):
             function = ast.parse(source).body[-1]
             head = source[: source.index("raise NotImplementedError")]
-            return f"def {function.name}(", head, ", ".join(argument.arg for argument in function.args.args), checked[1]
+            return (
+                f"def {function.name}(",
+                head,
+                ", ".join(argument.arg for argument in function.args.args),
+                checked[1],
+            )
     raise AssertionError(f"{path.name} has no stub")
 
 
@@ -121,7 +149,9 @@ def test_a_learner_runs_a_lab_moves_a_slider_and_solves_an_exercise(browser, ser
         assert page.locator(f"[data-mime-type='{trouble}']").all_inner_texts() == []
 
     # A slider, first by keyboard, then by mouse: the figure follows.
-    panel = page.locator(".jp-OutputArea-output .widget-vbox:has(.noUi-handle):has(.widget-html img)").first
+    panel = page.locator(
+        ".jp-OutputArea-output .widget-vbox:has(.noUi-handle):has(.widget-html img)"
+    ).first
     figure, handle = panel.locator(".widget-html img").last, panel.locator(".noUi-handle").first
     handle.scroll_into_view_if_needed()
     start = figure.get_attribute("src")
@@ -142,7 +172,10 @@ def test_a_learner_runs_a_lab_moves_a_slider_and_solves_an_exercise(browser, ser
     cell = page.locator(".jp-CodeCell", has_text=begins).first
     report = page.locator(f".jp-CodeCell:has-text('{exercise}') .check-report")
     expect(report).to_contain_text("not attempted")
-    attempts = {"not yet": "return -1", "solved": f'from labutils import exercises\n    return exercises.find("{exercise}").reference({arguments})'}
+    attempts = {
+        "not yet": "return -1",
+        "solved": f'from labutils.teach import exercises\n    return exercises.find("{exercise}").reference({arguments})',
+    }
     for verdict, body in attempts.items():
         cell.locator(".cm-content").click()
         page.keyboard.press("ControlOrMeta+a")

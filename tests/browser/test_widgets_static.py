@@ -7,8 +7,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
-from labutils import plots, widgets
-from labutils.widgets import explore
+from labutils.teach import plots, widgets
+from labutils.teach.widgets import explore
 
 
 def numbers(n=4, algorithm="ring", twice=False):
@@ -18,16 +18,35 @@ def numbers(n=4, algorithm="ring", twice=False):
 def frames(name, count=4):
     circle = '<circle cx="20" cy="20" r="9" fill="#2F74D0"/>'
     svg = '<svg role="img" aria-label="{0} {1}" width="200" height="40" viewBox="0 0 200 40"><g class="lu-glide" style="--x:-40px;--y:0px">{2}</g></svg>'
-    return plots.Animation([svg.format(name, k, circle) for k in range(count)], [f"{name} frame {k}" for k in range(count)], f"{name} moves")
+    return plots.Animation(
+        [svg.format(name, k, circle) for k in range(count)],
+        [f"{name} frame {k}" for k in range(count)],
+        f"{name} moves",
+    )
 
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory):
     panel = explore(numbers, n=(1, 8), algorithm=["ring", "tree"], twice=False)
-    pattern = explore(lambda code: f"<p>pattern {code}</p>", code=widgets.bits({"sign": 1, "exponent": 2, "mantissa": 5}, start=0b0_01_00000))
-    body = "".join(made for made in (panel.html, panel.html, pattern.html, frames("first")._repr_html_(), frames("second")._repr_html_()))
+    pattern = explore(
+        lambda code: f"<p>pattern {code}</p>",
+        code=widgets.bits({"sign": 1, "exponent": 2, "mantissa": 5}, start=0b0_01_00000),
+    )
+    body = "".join(
+        made
+        for made in (
+            panel.html,
+            panel.html,
+            pattern.html,
+            frames("first")._repr_html_(),
+            frames("second")._repr_html_(),
+        )
+    )
     file = tmp_path_factory.mktemp("page") / "page.html"
-    file.write_text(f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Panels</title><body><main><h1>Panels</h1>{body}</main>', encoding="utf-8")
+    file.write_text(
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Panels</title><body><main><h1>Panels</h1>{body}</main>',
+        encoding="utf-8",
+    )
     return file
 
 
@@ -37,7 +56,12 @@ def page(browser, page_file: pathlib.Path):
     page = browser.new_page()
     page.on("console", lambda message: trouble.append(message.text))
     page.on("pageerror", lambda error: trouble.append(str(error)))
-    page.on("request", lambda request: request.url.startswith(("file:", "data:", "blob:")) or trouble.append(request.url))
+    page.on(
+        "request",
+        lambda request: (
+            request.url.startswith(("file:", "data:", "blob:")) or trouble.append(request.url)
+        ),
+    )
     page.clock.install()
     page.goto(page_file.as_uri())
     yield page
@@ -85,8 +109,12 @@ def test_bits_flip_up_to_the_ones_that_are_stored(page):
     expect(panel.locator(".lu-view")).to_have_text("pattern 32")
     panel.get_by_role("button", name="mantissa bit 4").press("Enter")
     expect(panel.locator(".lu-view")).to_have_text("pattern 48")
-    expect(panel.get_by_role("button", name="mantissa bit 0")).to_be_disabled()  # 64 states: 6 of 8 bits flip
-    expect(panel.locator(".lu-note")).to_have_text("Stored here: 64 of 256 settings. Run the cell for all of them.")
+    expect(
+        panel.get_by_role("button", name="mantissa bit 0")
+    ).to_be_disabled()  # 64 states: 6 of 8 bits flip
+    expect(panel.locator(".lu-note")).to_have_text(
+        "Stored here: 64 of 256 settings. Run the cell for all of them."
+    )
 
 
 def test_an_animation_steps_plays_and_stops(page):
@@ -118,7 +146,12 @@ def test_an_animation_steps_plays_and_stops(page):
 @pytest.mark.parametrize("motion, name", [("no-preference", "lu-glide"), ("reduce", "none")])
 def test_nothing_glides_for_readers_who_asked_for_less_motion(page, motion, name):
     page.emulate_media(reduced_motion=motion)
-    assert page.locator(".lu-glide").first.evaluate("element => getComputedStyle(element).animationName") == name
+    assert (
+        page.locator(".lu-glide").first.evaluate(
+            "element => getComputedStyle(element).animationName"
+        )
+        == name
+    )
 
 
 def test_every_input_has_a_name_and_axe_finds_nothing(page):
@@ -134,7 +167,11 @@ def test_a_page_without_javascript_shows_the_start_and_says_how_to_move_it(brows
     page.goto(page_file.as_uri())
     panel = page.locator(".lu-explore").first
     expect(panel.locator(".lu-view")).to_have_text("4 ranks, ring")
-    expect(panel.locator(".lu-note")).to_have_text("Shown: n = 4, algorithm = ring, twice = no. Run the cell to move the controls.")
-    expect(page.locator(".lu-frame:visible")).to_have_text([re.compile("first frame 0"), re.compile("second frame 0")])
+    expect(panel.locator(".lu-note")).to_have_text(
+        "Shown: n = 4, algorithm = ring, twice = no. Run the cell to move the controls."
+    )
+    expect(page.locator(".lu-frame:visible")).to_have_text(
+        [re.compile("first frame 0"), re.compile("second frame 0")]
+    )
     assert page.locator("input, select, button").count() == 0  # no dead controls
     context.close()

@@ -1,0 +1,522 @@
+"""Accumulate without changing the answer, find a configuration, and repair a loop that was published many times."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labutils import accumulation, measure, units
+from labutils.teach.exercises import Exercise, Failed, Property, Wrong
+
+# ── accumulate ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Words(nn.Module):
+    """A tiny language model: enough to have tokens that count and tokens that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = (
+            nn.Embedding(11, 24, dtype=torch.float64),
+            nn.Linear(24, 11, dtype=torch.float64),
+        )
+        with torch.no_grad():
+            for k, parameter in enumerate(self.parameters()):
+                parameter.copy_(
+                    torch.linspace(-1, 1, parameter.numel(), dtype=torch.float64)
+                    .view_as(parameter)
+                    .roll(3 * k + 1)
+                )
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.cross_entropy(
+            self.head(self.embed(inputs).tanh()).flatten(0, 1), targets.flatten()
+        )
+
+
+def _data(lengths: Sequence[int], width: int = 8) -> list[tuple[Tensor, Tensor]]:
+    """Micro-batches of one row each, whose first `lengths` tokens count."""
+    numbers = torch.arange(len(lengths) * width).view(len(lengths), width)
+    inputs, targets = numbers * 7 % 11, numbers * numbers % 11
+    targets = targets.masked_fill(
+        torch.arange(width) >= torch.tensor(lengths)[:, None], accumulation.IGNORED
+    )
+    return list(zip(inputs.split(1), targets.split(1), strict=True))
+
+
+def _taken(attempt: Callable, lengths: Sequence[int]) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """What the attempt returned and left in .grad, and the loss and the gradient of the whole batch at once."""
+    net, parts = _Words(), _data(lengths)
+    whole = tuple(torch.cat(side) for side in zip(*parts, strict=True))
+    loss = net.loss(whole)
+    loss.backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
+    net.zero_grad()
+    value = attempt(net.loss, parts, weigh=accumulation.tokens)
+    if any(parameter.grad is None for parameter in net.parameters()):
+        raise Failed(
+            f"{len(parts)} micro-batches: the parameters have no gradient afterwards",
+            "Call backward() for every micro-batch; .grad adds them up by itself.",
+        )
+    return (
+        value,
+        torch.cat([parameter.grad.flatten() for parameter in net.parameters()]),
+        loss.detach(),
+        expected,
+    )
+
+
+def _compare(attempt: Callable, lengths: Sequence[int], hint: str) -> None:
+    _, found, _, expected = _taken(attempt, lengths)
+    if torch.allclose(found, expected, rtol=1e-9, atol=1e-14):
+        return
+    k, ratio = len(lengths), float(found.norm() / expected.norm())
+    case = f"{k} micro-batches with {', '.join(map(str, lengths))} tokens that count"
+    if torch.allclose(found, k * expected, rtol=1e-6):
+        raise Failed(
+            f"{case}: the gradient is exactly {k} times too large",
+            "Each loss is a mean already: weigh it with its share before backward().",
+        )
+    raise Failed(
+        f"{case}: the gradient's norm is {ratio:.3f} times the right one, and it points elsewhere",
+        hint,
+    )
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _equal(attempt: Callable) -> str:
+    for k in (1, 2, 4):
+        _compare(
+            attempt, [8] * k, "With equal micro-batches the result is the mean of their gradients."
+        )
+    return "3 batches"
+
+
+def _unequal(attempt: Callable) -> str:
+    cases = [[8, 2], [1, 8, 8], [3, 7, 5, 1]]
+    for lengths in cases:
+        _compare(
+            attempt,
+            lengths,
+            "1/k gives every micro-batch the same weight; its share is its number of tokens over that of the whole batch.",
+        )
+    return f"{len(cases)} batches"
+
+
+def _empty(attempt: Callable) -> str:
+    lengths = [5, 0, 3]
+    _compare(attempt, lengths, "A micro-batch without targets carries no weight.")
+    value, *_ = _taken(attempt, lengths)
+    value = _number(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Failed(
+            f"3 micro-batches with 5, 0 and 3 tokens that count: the loss is {value}",
+            "A micro-batch without a single target has the mean 0/0, and 0 times NaN is NaN. It carries no weight, so leave it out.",
+        )
+    return "5, 0 and 3 tokens"
+
+
+def _flat(attempt: Callable) -> str:
+    def most(lengths: Sequence[int]) -> int:
+        net, parts = _Words(), _data(lengths)
+        history = measure.history(lambda: attempt(net.loss, parts, weigh=accumulation.tokens), net)
+        return max(
+            moment.ledger.only(component="activations").total for moment in history.moments
+        ) - sum(x.untyped_storage().nbytes() for x in parts[0])
+
+    few, many = most([8, 8]), most([8] * 8)
+    inputs = 6 * 2 * 8 * 8  # the six more rows of tokens, which are there anyway
+    if many > few + inputs:
+        raise Failed(
+            f"2 micro-batches hold {units.text(few)} of activations, 8 hold {units.text(many)}",
+            "Adding up losses keeps all their graphs alive. Call backward() on each one at once: that frees its activations.",
+        )
+    return f"{units.text(few)}, however many micro-batches"
+
+
+def _value(attempt: Callable) -> str:
+    value, _, loss, _ = _taken(attempt, [8, 2, 5])
+    value = _number(value)
+    if not isinstance(value, float) or abs(value - float(loss)) > 1e-9:
+        raise Failed(
+            f"returned {value!r}, the loss of the whole batch is {float(loss):.6f}",
+            "Add up the weighted losses, detached, and return the sum.",
+        )
+    return "the loss of the whole batch"
+
+
+def _weighted(weight: Callable[[int, int, int], float], *, together: bool = False) -> Callable:
+    """Accumulation with weight(tokens here, tokens in all, micro-batches) on each loss."""
+
+    def attempt(loss: Callable, batches: Sequence[Any], weigh: Callable) -> Tensor:
+        counts = [weigh(batch) for batch in batches]
+        parts = [
+            (batch, weight(count, sum(counts), len(counts)))
+            for batch, count in zip(batches, counts, strict=True)
+        ]
+        if together:
+            whole = torch.stack([loss(batch) * share for batch, share in parts if share]).sum()
+            whole.backward()
+            return whole.detach()
+        total = torch.zeros((), dtype=torch.float64)
+        for batch, share in parts:
+            part = loss(batch) * share
+            part.backward()
+            total += part.detach()
+        return total
+
+    return attempt
+
+
+ACCUMULATE = Exercise(
+    id="accumulation/accumulate",
+    title="Accumulate",
+    minutes=15,
+    difficulty=2,
+    proves="you get the gradient of the whole batch in the memory of a part",
+    reference=accumulation.accumulate,
+    properties=(
+        Property("equal micro-batches", _equal),
+        Property("unequal token counts", _unequal),
+        Property("a micro-batch without targets", _empty),
+        Property("memory", _flat),
+        Property("the loss", _value),
+    ),
+    wrong=(
+        Wrong(
+            "no fraction at all",
+            _weighted(lambda here, total, k: 1.0),
+            "equal micro-batches",
+            "weigh it with its share",
+        ),
+        Wrong(
+            "a mean of means",
+            _weighted(lambda here, total, k: 1 / k),
+            "unequal token counts",
+            "its number of tokens over that of the whole batch",
+        ),
+        Wrong(
+            "0/0 kept",
+            _weighted(lambda here, total, k: here / total),
+            "a micro-batch without targets",
+            "the mean 0/0",
+        ),
+        Wrong(
+            "one backward for all",
+            _weighted(lambda here, total, k: here / total, together=True),
+            "memory",
+            "keeps all their graphs alive",
+        ),
+    ),
+    hints=(
+        "You need the number of tokens of the whole batch before the first backward(): count first, [weigh(batch) for batch in batches].",
+        "For each micro-batch: (loss(batch) * weight / total).backward(). Skip those of weight 0.",
+        "Return the sum of part.detach(). Without detach the graph of every micro-batch stays alive.",
+    ),
+)
+
+# ── a configuration ────────────────────────────────────────────────────────────────────────────────────────────────
+
+_RUNS = [  # tokens in a batch, sequence length, GPUs, most sequences that fit
+    (4_194_304, 4096, 128, 2),
+    (4_194_304, 4096, 512, 2),
+    (1_572_864, 2048, 64, 8),
+    (1_572_864, 2048, 64, 7),
+    (524_288, 1024, 8, 100),
+]
+
+
+def batches_of(
+    target: int, seq_len: int, gpus: int, fits: Callable[[int], bool]
+) -> tuple[int, int]:
+    """Micro-batch and accumulation steps for a batch of `target` tokens on `gpus` devices, of which each holds a copy of the model."""
+    recipe = accumulation.configure(target=target, seq_len=seq_len, gpus=gpus, fits=fits)
+    return recipe.train.micro_batch, recipe.train.accumulation(recipe.mesh.dp)
+
+
+def _found(attempt: Callable, run: tuple[int, int, int, int]) -> tuple[int, int, str]:
+    target, seq_len, gpus, limit = run
+    case = (
+        f"{target:,} tokens in sequences of {seq_len:,} on {gpus} GPUs, at most {limit} at a time"
+    )
+    answer = attempt(target, seq_len, gpus, lambda b: b <= limit)
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise Failed(
+            f"{case}: you returned {answer!r}", "Return two whole numbers: (micro_batch, steps)."
+        )
+    return *answer, case
+
+
+def _tokens(attempt: Callable) -> str:
+    for run in _RUNS:
+        micro, steps, case = _found(attempt, run)
+        target, seq_len, gpus, _ = run
+        found = micro * steps * gpus * seq_len
+        if found == target * gpus:
+            raise Failed(
+                f"{case}: {micro} · {steps} · {gpus} · {seq_len:,} = {found:,} tokens, {gpus} times too many",
+                "Every GPU takes its own sequences: gbs = mbs · ga · dp, so divide by the number of GPUs as well.",
+            )
+        if found != target:
+            raise Failed(
+                f"{case}: {micro} · {steps} · {gpus} · {seq_len:,} = {found:,} tokens in a batch",
+                "The micro-batch must divide each GPU's share of the batch, or the last one is short and tokens get lost.",
+            )
+    return f"{len(_RUNS)} runs"
+
+
+def _fits(attempt: Callable) -> str:
+    for run in _RUNS:
+        micro, _, case = _found(attempt, run)
+        if micro > run[3]:
+            raise Failed(
+                f"{case}: a micro-batch of {micro} does not fit",
+                "fits(b) says whether b sequences fit at once: ask it.",
+            )
+    return f"{len(_RUNS)} runs"
+
+
+def _steps(attempt: Callable) -> str:
+    for run in _RUNS:
+        micro, steps, case = _found(attempt, run)
+        best = batches_of(*run[:3], lambda b, run=run: b <= run[3])
+        if (micro, steps) != best:
+            raise Failed(
+                f"{case}: {steps} steps of {micro}, where {best[1]} of {best[0]} do",
+                "Small micro-batches leave the GPU idle between kernels: take the largest that fits and divides the share.",
+            )
+    return f"{len(_RUNS)} runs"
+
+
+def _largest_that_fits(
+    target: int, seq_len: int, gpus: int, fits: Callable[[int], bool]
+) -> tuple[int, int]:
+    share = target // seq_len // gpus
+    micro = max(size for size in range(1, share + 1) if fits(size))
+    return micro, share // micro
+
+
+def _without_the_gpus(
+    target: int, seq_len: int, gpus: int, fits: Callable[[int], bool]
+) -> tuple[int, int]:
+    return batches_of(target, seq_len, 1, fits)
+
+
+CONFIGURE = Exercise(
+    id="accumulation/configure",
+    title="Fill a batch",
+    minutes=10,
+    difficulty=1,
+    proves="you can go from tokens in a batch to micro-batch and accumulation steps",
+    reference=batches_of,
+    properties=(
+        Property("tokens in the batch", _tokens),
+        Property("memory", _fits),
+        Property("fewest steps", _steps),
+    ),
+    wrong=(
+        Wrong("GPUs forgotten", _without_the_gpus, "tokens in the batch", "gbs = mbs · ga · dp"),
+        Wrong(
+            "a micro-batch that does not divide",
+            _largest_that_fits,
+            "tokens in the batch",
+            "must divide",
+        ),
+        Wrong(
+            "one sequence at a time",
+            lambda t, s, g, fits: (1, t // s // g),
+            "fewest steps",
+            "the largest that fits",
+        ),
+        Wrong("all at once", lambda t, s, g, fits: (t // s // g, 1), "memory", "ask it"),
+    ),
+    hints=(
+        "Sequences in the batch: tokens / sequence length. Sequences for each GPU, its share: that / GPUs.",
+        "micro_batch · steps = share. So micro_batch is a divisor of the share.",
+        "max(b for b in range(1, share + 1) if share % b == 0 and fits(b))",
+    ),
+)
+
+# ── a loop to repair ───────────────────────────────────────────────────────────────────────────────────────────────
+
+_NORM = 0.2
+
+
+def epoch(
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[Any], Tensor],
+    batches: Iterable[Any],
+    k: int,
+    max_norm: float,
+) -> int:
+    """Optimizer steps taken on all `batches`, at most `k` micro-batches of equal weight to a step, the gradient of each step clipped to `max_norm`."""
+    batches = list(batches)
+    groups = [batches[start : start + k] for start in range(0, len(batches), k)]
+    for group in groups:
+        accumulation.step(optimizer, loss, group, max_norm=max_norm)
+    optimizer.zero_grad()
+    return len(groups)
+
+
+def _trained(
+    attempt: Callable, count: int, k: int, max_norm: float, epochs: int = 1
+) -> tuple[Any, Tensor]:
+    net = _Words()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    taken = [
+        attempt(optimizer, net.loss, iter(_data([8] * count)), k, max_norm) for _ in range(epochs)
+    ]
+    return taken[-1], torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+def _same(
+    attempt: Callable, count: int, k: int, max_norm: float, hint: str, epochs: int = 1
+) -> str:
+    _, found = _trained(attempt, count, k, max_norm, epochs)
+    _, expected = _trained(epoch, count, k, max_norm, epochs)
+    if not torch.allclose(found, expected, rtol=1e-9, atol=1e-12):
+        off = float(
+            (found - expected).norm()
+            / (expected - torch.cat([p.detach().flatten() for p in _Words().parameters()])).norm()
+        )
+        where = f" over {epochs} epochs" if epochs > 1 else ""
+        raise Failed(
+            f"{count} micro-batches, {k} to a step{where}: the update is off by {off:.0%}", hint
+        )
+    return f"{count} micro-batches, {k} to a step"
+
+
+def _full(attempt: Callable) -> str:
+    start = torch.cat([parameter.detach().flatten() for parameter in _Words().parameters()])
+    (_, found), (_, expected) = (_trained(how, 4, 4, 1e9) for how in (attempt, epoch))
+    if torch.allclose(found - start, 4 * (expected - start), rtol=1e-6):
+        raise Failed(
+            "4 micro-batches, 4 to a step: the step is exactly 4 times too long",
+            "Each loss is a mean, and backward() adds: divide by the number of micro-batches in the step.",
+        )
+    return _same(
+        attempt,
+        8,
+        4,
+        1e9,
+        "Steps that follow each other must not share gradients: clear them after every optimizer step, not before every micro-batch.",
+    )
+
+
+def _all_used(attempt: Callable) -> str:
+    for count, k in ((5, 4), (7, 3), (2, 4)):
+        taken, _ = _trained(attempt, count, k, 1e9)
+        if taken != math.ceil(count / k):
+            raise Failed(
+                f"{count} micro-batches, {k} to a step: {taken} steps instead of {math.ceil(count / k)}",
+                "What is left after the last full step never reaches the optimizer. Step once more for it.",
+            )
+        hint = f"The last step has {count % k} micro-batch{'es' * (count % k > 1)}, not {k}: their mean has another denominator."
+        _same(attempt, count, k, 1e9, hint)
+    return "3 epochs with a short last step"
+
+
+def _loop(
+    *, clip_inside: bool = False, tail: str = "right", clear: bool = True, mean: bool = True
+) -> Callable:
+    """The loop of many tutorials, with its slips switched on one at a time."""
+
+    def attempt(
+        optimizer: torch.optim.Optimizer,
+        loss: Callable,
+        batches: Iterable[Any],
+        k: int,
+        max_norm: float,
+    ) -> int:
+        batches, taken = list(batches), 0
+        weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for i, batch in enumerate(batches):
+            here = min(k, len(batches) - i // k * k) if tail == "right" else k
+            (loss(batch) / (here if mean else 1)).backward()
+            if clip_inside:
+                nn.utils.clip_grad_norm_(weights, max_norm)
+            if (i + 1) % k == 0 or (tail != "dropped" and i + 1 == len(batches)):
+                if not clip_inside:
+                    nn.utils.clip_grad_norm_(weights, max_norm)
+                optimizer.step()
+                if clear:
+                    optimizer.zero_grad()
+                taken += 1
+        return taken
+
+    return attempt
+
+
+REPAIR = Exercise(
+    id="accumulation/bug-hunt",
+    title="Bug hunt: the loop that everybody copies",
+    minutes=15,
+    difficulty=2,
+    proves="you see the batches that a loop loses, and the clipping that it does too often",
+    reference=epoch,
+    properties=(
+        Property("full steps", _full),
+        Property("every micro-batch counts", _all_used),
+        Property(
+            "clipping",
+            lambda attempt: _same(
+                attempt,
+                8,
+                4,
+                _NORM,
+                "Clip once, after the last micro-batch of a step: clipping a part of the sum changes its direction.",
+            ),
+        ),
+        Property(
+            "epochs do not touch",
+            lambda attempt: _same(
+                attempt,
+                5,
+                4,
+                1e9,
+                "Gradients from the end of one epoch are still there at the start of the next.",
+                epochs=2,
+            ),
+        ),
+    ),
+    wrong=(
+        Wrong(
+            "the published loop",
+            _loop(clip_inside=True, tail="dropped", mean=False),
+            "full steps",
+            "backward() adds",
+        ),
+        Wrong(
+            "the tail dropped",
+            _loop(tail="dropped"),
+            "every micro-batch counts",
+            "never reaches the optimizer",
+        ),
+        Wrong(
+            "a short step divided by k",
+            _loop(tail="short"),
+            "every micro-batch counts",
+            "another denominator",
+        ),
+        Wrong("clipped at every micro-batch", _loop(clip_inside=True), "clipping", "Clip once"),
+        Wrong(
+            "gradients never cleared",
+            _loop(clear=False),
+            "full steps",
+            "clear them after every optimizer step",
+        ),
+    ),
+    hints=(
+        "Run it on paper with 5 micro-batches and k = 4. How many reach the optimizer? Where does the gradient of the fifth go?",
+        "Cut the epoch into groups first: batches[start : start + k]. The last one may be short, so divide by the length of the group.",
+        "Clip after the inner loop, step, zero_grad. Or let accumulation.step do all of it for a group.",
+    ),
+)
+
+EXERCISES = (ACCUMULATE, CONFIGURE, REPAIR)

@@ -1,0 +1,641 @@
+"""Write a plan, count the best one, write `checkpoint`, and write the test that a broken one cannot pass."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labutils import checkpointing, measure, units
+from labutils.checkpointing import Plan, Step
+from labutils.teach.exercises import Exercise, Failed, Property, Wrong
+
+# ── a plan of k segments ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _plan(attempt: Callable, n: int, k: int) -> Plan:
+    made = attempt(n, k)
+    if isinstance(made, Plan):
+        return made
+    steps = list(made) if isinstance(made, Iterable) else [made]
+    if not steps or not all(
+        isinstance(step, (tuple, list, Step)) and len(step) == 2 for step in steps
+    ):
+        raise Failed(
+            f"n = {n}, k = {k}: you returned {made!r:.60}",
+            "Return a list of pairs, such as [('record', 0), ('backward', 0)].",
+        )
+    try:
+        return Plan(n, tuple(step if isinstance(step, Step) else Step(*step) for step in steps))
+    except (TypeError, ValueError) as error:
+        raise Failed(
+            f"n = {n}, k = {k}: {error}",
+            "Follow one segment on paper: its input must still be held when you record its first stage, and a value may go once no recorded stage needs it.",
+        ) from None
+
+
+_CASES = [(4, 2), (6, 1), (6, 6), (9, 3), (16, 4)]
+
+
+def _evaluations(attempt: Callable) -> str:
+    for n, k in _CASES:
+        found, best = sum(_plan(attempt, n, k).evaluations), 2 * n - n // k
+        if found < best:
+            raise Failed(
+                f"n = {n}, k = {k}: {found} forward evaluations, {k} segments need {best}",
+                "What is recorded in the first sweep stays until its backward pass. Record the last segment alone then, and the others one at a time.",
+            )
+        if found == 2 * n:
+            raise Failed(
+                f"n = {n}, k = {k}: {found} forward evaluations, {best} are enough",
+                "You compute the last segment twice. Its backward pass comes right after its forward pass: record it on the way.",
+            )
+        if found > 2 * n:
+            raise Failed(
+                f"n = {n}, k = {k}: {found} forward evaluations, {best} are enough",
+                "Do you start from x0 for every segment? Keep each segment's input during the first sweep, and start from there.",
+            )
+        if found != best:
+            raise Failed(
+                f"n = {n}, k = {k}: {found} forward evaluations instead of {best}",
+                "Every segment but the last is computed twice, the last once.",
+            )
+    return f"{len(_CASES)} chains"
+
+
+def _values(attempt: Callable) -> str:
+    for n, k in _CASES:
+        most, best = (
+            max(len(state.values) for state in _plan(attempt, n, k).states),
+            max(k + n // k, min(n, 2) + 1),
+        )
+        if most > best:
+            raise Failed(
+                f"n = {n}, k = {k}: {most} values held at once, {best} are enough",
+                "Something stays that nobody needs: a value inside a segment after the first sweep has passed it, or a segment's input after its end.",
+            )
+    return f"{len(_CASES)} chains"
+
+
+def _two_n(n: int, k: int) -> list[tuple[str, int]]:
+    size, steps = n // k, []
+    for i in range(n):
+        steps += [("forward", i)] + [("drop", i)] * (i % size != 0)
+    steps.append(("drop", n))
+    for start in reversed(range(0, n, size)):
+        steps += [("record", i) for i in range(start, start + size)] + [
+            ("backward", i) for i in reversed(range(start, start + size))
+        ]
+        steps += [("drop", start)] * (start > 0)
+    return steps
+
+
+def _from_the_start(n: int, k: int) -> list[tuple[str, int]]:
+    size, steps = n // k, []
+    for start in reversed(range(0, n, size)):
+        for i in range(start):
+            steps += [("forward", i)] + [("drop", i)] * (i > 0)
+        steps += [("record", i) for i in range(start, start + size)] + [
+            ("backward", i) for i in reversed(range(start, start + size))
+        ]
+        steps += [("drop", start)] * (start > 0)
+    return steps
+
+
+def _keeps_all(n: int, k: int) -> list[tuple[str, int]]:
+    size = n // k
+    last = n - size
+    steps = [("forward", i) for i in range(last)]
+    for start in reversed(range(0, n, size)):
+        steps += [("drop", i) for i in range(start + size, start, -1) if start < last]
+        steps += [("record", i) for i in range(start, start + size)] + [
+            ("backward", i) for i in reversed(range(start, start + size))
+        ]
+    return steps
+
+
+def _records_at_once(n: int, k: int) -> list[tuple[str, int]]:
+    return [("record", i) for i in range(n)] + [("backward", i) for i in reversed(range(n))]
+
+
+def _drops_too_early(n: int, k: int) -> list[tuple[str, int]]:
+    return [step for i in range(n) for step in (("record", i), *((("drop", i),) if i else ()))] + [
+        ("backward", i) for i in reversed(range(n))
+    ]
+
+
+SEGMENTS = Exercise(
+    id="checkpointing/segments",
+    title="Write a plan",
+    minutes=20,
+    difficulty=2,
+    proves="you know what must be held when, and what may go",
+    reference=checkpointing.segments,
+    properties=(
+        Property(
+            "legal", lambda attempt: f"{len([_plan(attempt, *case) for case in _CASES])} chains"
+        ),
+        Property("forward evaluations", _evaluations),
+        Property("values held", _values),
+    ),
+    wrong=(
+        Wrong(
+            "words instead of pairs", lambda n, k: ["record", "backward"], "legal", "list of pairs"
+        ),
+        Wrong("the last segment twice", _two_n, "forward evaluations", "record it on the way"),
+        Wrong(
+            "every segment from x0",
+            _from_the_start,
+            "forward evaluations",
+            "Keep each segment's input",
+        ),
+        Wrong(
+            "everything recorded in the first sweep",
+            _records_at_once,
+            "forward evaluations",
+            "one at a time",
+        ),
+        Wrong(
+            "a first sweep that keeps everything",
+            _keeps_all,
+            "values held",
+            "after the first sweep has passed it",
+        ),
+        Wrong(
+            "drops what a recorded stage needs",
+            _drops_too_early,
+            "legal",
+            "needs x1 for its backward pass",
+        ),
+    ),
+    hints=(
+        "First sweep: ('forward', i), then ('drop', i) unless i is where a segment starts (0 is the caller's, it stays). Stop where the last segment starts.",
+        "Then from the last segment to the first: record all its stages, take them backward in reverse order, drop the segment's input unless it is x0.",
+        "For n = 4, k = 2: forward 0, forward 1, drop 1, record 2, record 3, backward 3, backward 2, drop 2, record 0, record 1, backward 1, backward 0.",
+    ),
+)
+
+# ── the fewest evaluations ─────────────────────────────────────────────────────────────────────────────────────────
+
+_KNOWN = [(1, 1, 1), (4, 1, 10), (10, 1, 55), (5, 5, 9), (10, 3, 25), (100, 10, 322)]
+
+
+def _fewest(attempt: Callable) -> str:
+    for n, snapshots, best in _KNOWN:
+        found = attempt(n, snapshots)
+        if found == best:
+            continue
+        case = f"n = {n}, {snapshots} snapshot{'s' * (snapshots > 1)}: you count {found}, the fewest is {best}"
+        if found == best - n:
+            raise Failed(
+                case,
+                "You are short by exactly n: each stage is computed once more to record it, right before its backward pass.",
+            )
+        if found == checkpointing.binomial_evaluations(n, snapshots + 1):
+            raise Failed(
+                case,
+                f"That is right for {snapshots + 1}: x0 takes one of the snapshots, because every restart of the leftmost part needs it.",
+            )
+        if found == n and snapshots == 1:
+            raise Failed(
+                case,
+                "With x0 alone, every stage starts from x0 again. Only snapshots may be held, not a segment: split a segment again.",
+            )
+        if found == n:
+            raise Failed(case, "Reaching x_m is not free: its m evaluations belong to the sum.")
+        if found == n + n - math.ceil(n / min(snapshots, n)):
+            raise Failed(
+                case,
+                "You computed every segment twice, which needs its values all at once. Only snapshots may be held: split a segment again.",
+            )
+        if isinstance(found, (int, float)) and found < best:
+            raise Failed(
+                case,
+                "No plan gets by with so few. The right part has one snapshot less, because x_m occupies it until the right part is done.",
+            )
+        raise Failed(
+            case,
+            "Try every m: m evaluations to reach x_m, the right part with one snapshot less, the left part with all of them again.",
+        )
+    return f"{len(_KNOWN)} cases"
+
+
+def _in_time(attempt: Callable) -> str:
+    if attempt(60, 6) != checkpointing.binomial_evaluations(60, 6):
+        raise Failed(
+            "n = 60 with 6 snapshots is not the fewest",
+            "Is a result remembered under the wrong key? It depends on n and on the snapshots.",
+        )
+    return "60 stages"
+
+
+def _remembered(rule: Callable[[Callable, int, int], int]) -> Callable[[int, int], int]:
+    @functools.cache
+    def count(n: int, snapshots: int) -> int:
+        return rule(count, n, snapshots)
+
+    return count
+
+
+def _shares_the_snapshot(count: Callable, n: int, s: int) -> int:
+    return 1 if n == 1 else min(m + count(n - m, s) + count(m, s) for m in range(1, n))
+
+
+def _x0_reverses_for_n(count: Callable, n: int, s: int) -> int:
+    return (
+        n
+        if s == 1
+        else 1
+        if n == 1
+        else min(m + count(n - m, s - 1) + count(m, s) for m in range(1, n))
+    )
+
+
+def _reaches_for_free(count: Callable, n: int, s: int) -> int:
+    return (
+        1
+        if n == 1
+        else n * (n + 1) // 2
+        if s == 1
+        else min(count(n - m, s - 1) + count(m, s) for m in range(1, n))
+    )
+
+
+def _without_recording(n: int, snapshots: int) -> int:
+    return checkpointing.binomial_evaluations(n, snapshots) - n
+
+
+BINOMIAL = Exercise(
+    id="checkpointing/fewest-evaluations",
+    title="Count the best plan",
+    minutes=20,
+    difficulty=2,
+    proves="you can find the optimum by dynamic programming",
+    reference=checkpointing.binomial_evaluations,
+    properties=(Property("fewest evaluations", _fewest), Property("longer chains", _in_time)),
+    wrong=(
+        Wrong("recording for free", _without_recording, "fewest evaluations", "short by exactly n"),
+        Wrong(
+            "x0 not counted",
+            lambda n, s: checkpointing.binomial_evaluations(n, s + 1),
+            "fewest evaluations",
+            "x0 takes one of the snapshots",
+        ),
+        Wrong(
+            "the right part keeps all snapshots",
+            _remembered(_shares_the_snapshot),
+            "fewest evaluations",
+            "one snapshot less",
+        ),
+        Wrong(
+            "one snapshot, n evaluations",
+            _remembered(_x0_reverses_for_n),
+            "fewest evaluations",
+            "every stage starts from x0",
+        ),
+        Wrong(
+            "x_m reached for free",
+            _remembered(_reaches_for_free),
+            "fewest evaluations",
+            "its m evaluations belong to the sum",
+        ),
+        Wrong(
+            "equal segments",
+            lambda n, s: n + n - math.ceil(n / min(s, n)),
+            "fewest evaluations",
+            "split a segment again",
+        ),
+    ),
+    hints=(
+        "One stage costs 1. With one snapshot (x0 alone) there is no choice: restart from x0 for every stage.",
+        "Otherwise choose m: m evaluations bring you to x_m, keep it; reverse the n − m stages on its right with one snapshot less; then the m on its left.",
+        "best(n, s) = min over m of m + best(n − m, s − 1) + best(m, s). Use functools.cache.",
+    ),
+)
+
+# ── checkpoint ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Block(nn.Module):
+    """Something to checkpoint: weights, and dropout if wanted."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 16)
+        )
+        self.calls = 0
+        with torch.no_grad():
+            for k, parameter in enumerate(self.parameters()):
+                parameter.copy_(
+                    torch.linspace(-0.4, 0.5, parameter.numel()).view_as(parameter).roll(k + 1)
+                )
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers(x)
+
+
+def _step(
+    call: Callable, dropout: float
+) -> tuple[Tensor, Tensor | None, list[Tensor | None], Tensor]:
+    """Output, gradient of the input, gradients of the weights, and the next random number after a step in which something else draws numbers too."""
+    block, x = _Block(dropout), torch.linspace(-1, 1, 8 * 16).view(8, 16).requires_grad_()
+    torch.manual_seed(0)
+    y = call(block, x)
+    if not isinstance(y, Tensor) or y.grad_fn is None:
+        got = "a tensor without a graph" if isinstance(y, Tensor) else repr(y)
+        raise Failed(
+            f"checkpoint(block, x) returned {got}",
+            "The result must take part in the backward pass: return it from an autograd.Function, or from hooks.",
+        )
+    torch.rand(
+        1
+    )  # a later layer's dropout: a generator that is set back to before the block, and left there, now shows
+    try:
+        y.square().sum().backward()
+    except RuntimeError as error:
+        if "does not require grad" in str(error):
+            advice = "Inside backward, autograd records nothing: compute the function again under torch.enable_grad(), on x.detach().requires_grad_()."
+            raise Failed("your second evaluation recorded no graph", advice) from None
+        raise
+    return y.detach(), x.grad, [parameter.grad for parameter in block.parameters()], torch.rand(1)
+
+
+def _gradients(attempt: Callable) -> str:
+    y, slope, weights, _ = _step(attempt, 0.0)
+    expected, expected_slope, expected_weights, _ = _step(lambda block, x: block(x), 0.0)
+    if not torch.equal(y, expected):
+        raise Failed(
+            "the output differs from block(x)",
+            "The first evaluation is an ordinary one: return what fn returns.",
+        )
+    if slope is None or any(gradient is None for gradient in weights):
+        missing = "the input" if slope is None else "the weights inside the block"
+        raise Failed(
+            f"{missing} got no gradient",
+            "Compute the function again with gradients enabled, on an input that requires them, and call torch.autograd.backward on the result: "
+            "that reaches the weights too, which torch.autograd.grad(y, x) does not.",
+        )
+    if torch.allclose(slope, 2 * expected_slope):
+        raise Failed(
+            "the input's gradient is twice that of block(x)",
+            "Your second evaluation runs on the caller's x, so its backward pass reaches x once, and what you return reaches it again: use x.detach().",
+        )
+    if not torch.equal(slope, expected_slope) or not all(
+        torch.equal(a, b) for a, b in zip(weights, expected_weights, strict=True)
+    ):
+        raise Failed(
+            "the gradients differ from those of block(x)",
+            "Pass the incoming gradient on to the backward pass of the second evaluation.",
+        )
+    return "input and 4 weights, to the bit"
+
+
+def _memory(attempt: Callable) -> str:
+    block, x = _Block(), torch.ones(8, 16, requires_grad=True)
+    kept = measure.saved_activations(lambda: attempt(block, x), block).total
+    least, most = (
+        x.untyped_storage().nbytes(),
+        measure.saved_activations(lambda: block(x), block).total,
+    )
+    if kept >= most:
+        raise Failed(
+            f"{units.text(kept)} are kept for the backward pass, as many as without checkpointing; {units.text(least)} are enough",
+            "The first evaluation records a graph. Compute it under torch.no_grad(), and keep its input alone.",
+        )
+    if kept > least:
+        raise Failed(
+            f"{units.text(kept)} are kept, {units.text(least)} are enough",
+            "Only the input has to stay: the output can be computed again as well.",
+        )
+    return (
+        units.text(kept)
+        if kept
+        else "nothing that autograd sees; ctx.save_for_backward(x) also notices when x is overwritten"
+    )
+
+
+def _twice(attempt: Callable) -> str:
+    block, x = _Block(), torch.ones(8, 16, requires_grad=True)
+    attempt(block, x).sum().backward()
+    if block.calls != 2:
+        raise Failed(
+            f"the block was computed {block.calls} times",
+            "Once in the forward pass, once in the backward pass: no gradient is worth a third.",
+        )
+    return "2 evaluations"
+
+
+def _masks(attempt: Callable) -> str:
+    found, expected = _step(attempt, 0.5), _step(lambda block, x: block(x), 0.5)
+    if not torch.equal(found[1], expected[1]):
+        off = float((found[1] - expected[1]).abs().max())
+        raise Failed(
+            f"with dropout the input's gradient is off by up to {off:.2g}",
+            "The second evaluation drew another dropout mask. Keep torch.get_rng_state() from before the first, and set it before the second.",
+        )
+    if not torch.equal(found[3], expected[3]):
+        raise Failed(
+            "after the backward pass the next random number differs from a step without checkpointing",
+            "You set the generator back and left it there: put the state of before the second evaluation back when it is done, or use torch.random.fork_rng().",
+        )
+    return "the same masks, and the generator where it was"
+
+
+class _Simple(torch.autograd.Function):
+    """The textbook version, with switches for what people leave out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, fn: Callable, replay: str, through: str, x: Tensor, *weights: Tensor
+    ) -> Tensor:
+        ctx.fn, ctx.replay, ctx.through, ctx.state = fn, replay, through, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        return fn(x)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple:
+        (x,) = ctx.saved_tensors
+        x = x if ctx.through == "the caller's x" else x.detach().requires_grad_()
+        scope: AbstractContextManager = (
+            torch.random.fork_rng(devices=[]) if ctx.replay == "fork" else nullcontext()
+        )
+        with scope, torch.set_grad_enabled(ctx.through != "nothing"):
+            if ctx.replay != "no":
+                torch.set_rng_state(ctx.state)
+            y = ctx.fn(x)
+        weights = len(ctx.needs_input_grad) - 4
+        if ctx.through == "grad":
+            return None, None, None, torch.autograd.grad(y, x, slope)[0], *[None] * weights
+        torch.autograd.backward(y, slope)
+        return None, None, None, x.grad, *[None] * weights
+
+
+def _variant(replay: str, through: str = "backward") -> Callable[[Callable, Tensor], Tensor]:
+    return lambda fn, x: _Simple.apply(fn, replay, through, x)
+
+
+def _offloads_nothing(fn: Callable, x: Tensor) -> Tensor:
+    return fn(x)
+
+
+CHECKPOINT = Exercise(
+    id="checkpointing/checkpoint",
+    title="Write checkpoint",
+    minutes=30,
+    difficulty=3,
+    proves="you can throw activations away and get the same gradients, dropout included",
+    reference=checkpointing.checkpoint,
+    properties=(
+        Property("gradients", _gradients),
+        Property("bytes kept", _memory),
+        Property("evaluations", _twice),
+        Property("dropout", _masks),
+    ),
+    wrong=(
+        Wrong("keeps everything", _offloads_nothing, "bytes kept", "torch.no_grad()"),
+        Wrong(
+            "no gradient for the weights",
+            _variant("fork", "grad"),
+            "gradients",
+            "torch.autograd.backward",
+        ),
+        Wrong(
+            "no graph the second time",
+            _variant("fork", "nothing"),
+            "gradients",
+            "torch.enable_grad()",
+        ),
+        Wrong("the caller's x", _variant("fork", "the caller's x"), "gradients", "use x.detach()"),
+        Wrong("another dropout mask", _variant("no"), "dropout", "another dropout mask"),
+        Wrong("the generator left behind", _variant("set"), "dropout", "left it there"),
+    ),
+    hints=(
+        "Write a torch.autograd.Function: forward(ctx, fn, x) computes fn(x), which records nothing there, and saves x; backward computes fn again.",
+        "In backward: x = x.detach().requires_grad_(), then y = fn(x) under torch.enable_grad(), torch.autograd.backward(y, slope), return None, x.grad.",
+        "Dropout: keep torch.get_rng_state() in forward; in backward set it inside `with torch.random.fork_rng(devices=[])`, which puts the old state back.",
+    ),
+)
+
+# ── a test for checkpoint ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _verdict(attempt: Callable, implementation: Callable) -> bool:
+    torch.manual_seed(1)
+    found = attempt(implementation)
+    if not isinstance(found, bool):
+        raise Failed(
+            f"is_broken returned {found!r}",
+            "Return True if this checkpoint is broken, False if it is not.",
+        )
+    return found
+
+
+def _innocent(attempt: Callable) -> str:
+    for name, implementation in {
+        "the course's": checkpointing.checkpoint,
+        "the textbook": _variant("fork"),
+    }.items():
+        if _verdict(attempt, implementation):
+            raise Failed(
+                f"your test calls {name} checkpoint broken, and it is right",
+                "Set the seed before the plain step and again before the checkpointed one, and compare equal things: gradients, or what comes after.",
+            )
+    return "2 right implementations pass"
+
+
+def _caught(implementation: Callable, story: str, advice: str) -> Callable[[Callable], str]:
+    def test(attempt: Callable) -> str:
+        if not _verdict(attempt, implementation):
+            raise Failed(story, advice)
+        return "caught"
+
+    return test
+
+
+def _trial(checkpoint: Callable, *, dropout: float, after: bool, grads: str = "both") -> bool:
+    outcomes = []
+    for call in (lambda block, x: block(x), checkpoint):
+        _, slope, weights, later = _step(call, dropout)
+        outcomes.append(
+            [slope] * (grads != "weights")
+            + [w for w in weights if grads == "both"]
+            + [later] * after
+        )
+    plain, found = outcomes
+    return not all(b is not None and torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
+def is_broken(checkpoint: Callable) -> bool:
+    """True if a step through `checkpoint` differs from a plain step with the same seed: in a gradient, or in the random number that comes next."""
+    return _trial(checkpoint, dropout=0.5, after=True)
+
+
+TEST = Exercise(
+    id="checkpointing/bug-hunt",
+    title="Bug hunt: the checkpoint that passes every test",
+    minutes=15,
+    difficulty=2,
+    proves="you know what a test of checkpointing must look at",
+    reference=is_broken,
+    properties=(
+        Property("lets right ones pass", _innocent),
+        Property(
+            "catches lost weights",
+            _caught(
+                _variant("fork", "grad"),
+                "a checkpoint that gives no gradient to the weights passes your test",
+                "Compare the gradients of the weights, not that of the input alone.",
+            ),
+        ),
+        Property(
+            "catches another mask",
+            _caught(
+                _variant("no"),
+                "a checkpoint that draws another dropout mask the second time passes your test",
+                "Without dropout in the block the bug cannot show: put some in, and compare gradients.",
+            ),
+        ),
+        Property(
+            "catches a generator left behind",
+            _caught(
+                _variant("set"),
+                "a checkpoint that leaves the random generator in the past passes your test",
+                "All gradients of this step are right; the next step draws old numbers. Draw torch.rand(1) after the backward pass and compare that too. "
+                "One block alone hides the bug, since it ends where the forward pass ended: draw a number between forward and backward, or use two blocks.",
+            ),
+        ),
+    ),
+    wrong=(
+        Wrong(
+            "no dropout",
+            lambda c: _trial(c, dropout=0.0, after=True),
+            "catches another mask",
+            "put some in",
+        ),
+        Wrong(
+            "gradients only",
+            lambda c: _trial(c, dropout=0.5, after=False),
+            "catches a generator left behind",
+            "Draw torch.rand(1)",
+        ),
+        Wrong(
+            "input only",
+            lambda c: _trial(c, dropout=0.5, after=True, grads="input"),
+            "catches lost weights",
+            "the weights",
+        ),
+        Wrong("everything is broken", lambda c: True, "lets right ones pass", "Set the seed"),
+    ),
+    hints=(
+        "Run the same step twice, once as block(x), once as checkpoint(block, x), with torch.manual_seed before each. What must be equal?",
+        "Use a block with dropout. Compare x.grad and the gradients of the block's parameters.",
+        "And the generator: torch.rand(1) after the backward pass must give the same number both times, also when a later layer has drawn numbers.",
+    ),
+)
+
+EXERCISES = (SEGMENTS, BINOMIAL, CHECKPOINT, TEST)

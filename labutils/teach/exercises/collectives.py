@@ -1,0 +1,784 @@
+"""Order the sends, write the ring, grow a tree, and write the test that a published ring did not have."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from labutils import collectives, units, world
+from labutils.teach.exercises import Exercise, Failed, Property, Wrong
+
+# ── running an attempt ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@functools.cache
+def _ranks(n: int) -> world.World:
+    return world.World(n, engine="threads", timeout=10)
+
+
+def _run(attempt: Callable, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """What the attempt returned on every rank, and what became of its inputs; whatever went wrong is told as a learner needs it."""
+
+    def program(rank):
+        x = inputs[rank.index].clone()
+        return attempt(x, rank.comm("dp")), x
+
+    n, length = len(inputs), inputs[0].numel()
+    case = f"{n} rank{'s' * (n > 1)}, {length} element{'s' * (length != 1)}"
+    try:
+        pairs = _ranks(n).run(program)
+    except world.DeadlockError as error:
+        raise Failed(
+            f"{case}: {error}",
+            "A send returns when the other side receives. If all ranks send first, nobody is left to receive: let some receive first, or use send_recv.",
+        ) from None
+    except world.MismatchError as error:
+        raise Failed(
+            f"{case}: {error}",
+            "One side of a message expects another size than the other sends. Pieces may differ by one element: take the sizes from collectives.shares(n, N).",
+        ) from None
+    except world.RankError as error:
+        if "NotImplementedError" in str(error).splitlines()[0]:
+            raise NotImplementedError from None
+        *_, place, line, _ = ["", *error.traceback.splitlines()]
+        raise Failed(
+            f"{case}: {str(error).splitlines()[0]}",
+            f"It happened in {place.strip()}: {line.strip()}",
+        ) from None
+    results = [result for result, _ in pairs]
+    for rank, result in enumerate(results):
+        if not isinstance(result, Tensor) or result.shape != inputs[rank].shape:
+            got = (
+                f"a tensor of shape {tuple(result.shape)}"
+                if isinstance(result, Tensor)
+                else repr(result)
+            )
+            raise Failed(
+                f"{case}: rank {rank} returned {got}, not a tensor of shape {tuple(inputs[rank].shape)}",
+                "Every rank returns the whole result.",
+            )
+    return results, [x for _, x in pairs]
+
+
+def _numbers(n: int, length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """A tensor for each rank, different in every place, with sums that are exact."""
+    return [((torch.arange(length) * 7 + 3) % 11 + 13 * rank).to(dtype) for rank in range(n)]
+
+
+def _untouched(before: list[Tensor], after: list[Tensor]) -> None:
+    for rank, (x, y) in enumerate(zip(before, after, strict=True)):
+        if not torch.equal(x, y):
+            raise Failed(
+                f"rank {rank}: the tensor that you were given has changed",
+                "Work on a copy, x.clone(): the caller still needs x.",
+            )
+
+
+# ── the ring ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _counts(result: Tensor, n: int) -> list[list[int]]:
+    """How often each rank's contribution is in each element, when rank k contributed 100^k."""
+    return [[int(value) // 100**k % 100 for k in range(n)] for value in result.tolist()]
+
+
+def _diagnose(n: int, length: int, results: list[Tensor]) -> None:
+    """Raise Failed with the most likely reason why these are not sums of 100^k over ranks k."""
+    total = sum(100**k for k in range(n))
+    wrong = [rank for rank, result in enumerate(results) if not (result == total).all()]
+    if not wrong:
+        return
+    case, rank = f"{n} ranks, {length} elements", wrong[0]
+    if all(torch.equal(result, torch.full_like(result, total / n)) for result in results):
+        raise Failed(
+            f"{case}: every rank holds the mean",
+            f"All-reduce sums. You divided by {n}: leave that to the caller.",
+        )
+    if 0 < len(wrong) < n and all((results[r] == total).all() for r in range(n) if r not in wrong):
+        right = ", ".join(str(r) for r in range(n) if r not in wrong)
+        raise Failed(
+            f"{case}: only rank {right} holds the sum",
+            "That is a reduce. In an all-reduce every rank ends with the result: it has to travel on.",
+        )
+    counts = [_counts(result, n) for result in results]
+    if all(
+        count == [1 + (k == r) for k in range(n)] for r, rows in enumerate(counts) for count in rows
+    ):
+        raise Failed(
+            f"{case}: on every rank its own values are in the sum twice",
+            "Did you begin with your own tensor and add it again, as the last thing to arrive? A piece is complete after N − 1 hops, not N.",
+        )
+    if all(sum(count) == 1 for rows in counts for count in rows):
+        raise Failed(
+            f"{case}: no element is a sum, each holds one rank's own values",
+            "Does the first round add (reduce='sum')? Does the second begin with the complete piece? If both do, check the piece numbers for an off-by-one.",
+        )
+    finished = [sum(count == [1] * n for count in rows) for rows in counts]
+    if max(finished) <= math.ceil(length / n) and all(finished):
+        raise Failed(
+            f"{case}: each rank holds {finished[0]} finished elements, 1/{n} of the tensor",
+            "That is a reduce-scatter, the first half. Pass the finished pieces on for N − 1 more hops, without adding.",
+        )
+    place, count = next((j, count) for j, count in enumerate(counts[rank]) if count != [1] * n)
+    told = ", ".join(f"rank {k} {times}×" for k, times in enumerate(count))
+    raise Failed(
+        f"{case}: element {place} on rank {rank} holds {told}; each should be there once",
+        "In a hop, the piece that you give must be the one that you received (and added to) in the hop before: check the two piece numbers for an off-by-one.",
+    )
+
+
+def _sums(attempt: Callable, n: int, length: int) -> None:
+    marked, _ = _run(
+        attempt, [torch.full((length,), 100**rank, dtype=torch.float64) for rank in range(n)]
+    )
+    _diagnose(n, length, marked)
+    inputs = _numbers(n, length)
+    results, after = _run(attempt, inputs)
+    for rank, result in enumerate(results):
+        if not torch.equal(result, sum(inputs)):
+            raise Failed(
+                f"{n} ranks, {length} elements: the right sums are on rank {rank}, but not in their places",
+                "Which piece lands where? Piece j of the result belongs where piece j of x was.",
+            )
+    _untouched(inputs, after)
+
+
+def _ring_values(attempt: Callable) -> str:
+    cases = [(n, k * n) for n in (2, 3, 4) for k in (1, 2, 3, 5)]
+    for n, length in cases:
+        _sums(attempt, n, length)
+    return f"{len(cases)} cases"
+
+
+def _ring_uneven(attempt: Callable) -> str:
+    cases = [(2, 7), (3, 7), (3, 8), (4, 9), (5, 13)]
+    for n, length in cases:
+        try:
+            _sums(attempt, n, length)
+        except Failed as failure:
+            raise Failed(
+                str(failure),
+                f"{failure.hint} It works when N divides n: {length} elements on {n} ranks make pieces of {collectives.shares(length, n)}, "
+                "as torch.tensor_split cuts them.",
+            ) from None
+    return f"{len(cases)} cases"
+
+
+def _ring_bytes(attempt: Callable) -> str:
+    for n, length in ((8, 512), (3, 64), (4, 10)):
+        inputs = _numbers(n, length)
+        _run(attempt, inputs)
+        S, sent = inputs[0].nbytes, _ranks(n).ledger.by("rank")
+        ring = collectives.predict_all_reduce("ring", nbytes=S, n=n, itemsize=8)
+        # Which of two uneven pieces a rank leaves out is a matter of taste; how much leaves all ranks together is not.
+        if (
+            sum(sent.values()) <= ring.total
+            and max(sent.values()) <= max(ring.by("rank").values()) + 16
+        ):
+            continue
+        busiest = max(sent, key=sent.get)
+        times = sent[busiest] / ring.by("rank")[busiest]
+        if len(set(sent.values())) > 1:
+            why = f"Everything goes through one rank, number {busiest}, while the others wait. Let all ranks pass pieces to a neighbor."
+        elif sent[busiest] in ((n - 1) * S, 2 * (n - 1) * S):
+            why = f"Your values are right on every rank. You sent {times:.3g} times too much: does each hop carry the whole tensor instead of one piece of it?"
+        else:
+            why = f"You sent {times:.3g} times too much: N − 1 hops that add and N − 1 hops that copy, each with one piece of S/N, are enough."
+        raise Failed(
+            f"{n} ranks, S = {S:,} B: rank {busiest} sent {sent[busiest]:,} B, a ring sends {ring.by('rank')[busiest]:,} B",
+            why,
+        )
+    return "each rank 2·(N − 1)/N·S"
+
+
+def _ring_edges(attempt: Callable) -> str:
+    cases = [(4, 3), (5, 1), (3, 0), (1, 4), (1, 0)]
+    for n, length in cases:
+        try:
+            _sums(attempt, n, length)
+        except Failed as failure:
+            raise Failed(
+                str(failure),
+                f"{failure.hint} This case is a small one: some ranks have an empty piece, or there is only one rank.",
+            ) from None
+    return "n < N, n = 0, N = 1"
+
+
+def _ring_dtypes(attempt: Callable) -> str:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        inputs = [torch.full((6,), rank + 1, dtype=dtype) for rank in range(3)]
+        results, _ = _run(attempt, inputs)
+        for rank, result in enumerate(results):
+            if result.dtype != dtype or not torch.equal(result, sum(inputs)):
+                raise Failed(
+                    f"x is {dtype}: rank {rank} returned {result.dtype}, {result.tolist()}",
+                    "The result has the dtype of x: make your buffers with torch.empty_like(x).",
+                )
+    return "fp32, bf16, int64"
+
+
+def _pieces(x: Tensor, n: int) -> list[Tensor]:
+    return list(x.split(collectives.shares(len(x), n)))
+
+
+def _whole_tensor_ring(x, comm):
+    total, travelling = x.clone(), x.clone()
+    for _ in range(comm.size - 1):
+        travelling = comm.send_recv(
+            travelling,
+            (comm.rank + 1) % comm.size,
+            torch.empty_like(x),
+            (comm.rank - 1) % comm.size,
+        )
+        total += travelling
+    return total
+
+
+def _whole_tensor_two_rounds(x, comm):
+    """The published one: a round of whole tensors that adds up, and a second round that hands whole results on."""
+    total = _whole_tensor_ring(x, comm)
+    for _ in range(comm.size - 1):
+        total = comm.send_recv(
+            total, (comm.rank + 1) % comm.size, torch.empty_like(x), (comm.rank - 1) % comm.size
+        )
+    return total
+
+
+def _own_twice(x, comm):
+    total, travelling = x.clone(), x.clone()
+    for _ in range(comm.size if comm.size > 1 else 0):
+        travelling = comm.send_recv(
+            travelling,
+            (comm.rank + 1) % comm.size,
+            torch.empty_like(x),
+            (comm.rank - 1) % comm.size,
+        )
+        total += travelling
+    return total
+
+
+def _ring(x, comm, *, slip: int = 0, gather: bool = True):
+    """A ring with an adjustable mistake: the piece that is given is `slip` places off."""
+    n, i, x = comm.size, comm.rank, x.clone()
+    pieces = _pieces(x, n)
+    for hop in range(n - 1):
+        comm.send_recv(
+            pieces[(i - 1 - hop + slip) % n],
+            (i + 1) % n,
+            pieces[(i - 2 - hop + slip * (hop == 0)) % n],
+            (i - 1) % n,
+            reduce="sum",
+        )
+    for hop in range((n - 1) * gather):
+        comm.send_recv(pieces[(i - hop) % n], (i + 1) % n, pieces[(i - 1 - hop) % n], (i - 1) % n)
+    return x
+
+
+def _off_by_one(x, comm):
+    return _ring(x, comm, slip=1)
+
+
+def _never_adds(x, comm):
+    n, i, x = comm.size, comm.rank, x.clone()
+    pieces = _pieces(x, n)
+    for hop in range(2 * (n - 1)):
+        comm.send_recv(pieces[(i - hop) % n], (i + 1) % n, pieces[(i - 1 - hop) % n], (i - 1) % n)
+    return x
+
+
+def _only_reduce_scatter(x, comm):
+    return _ring(x, comm, gather=False)
+
+
+def _mean(x, comm):
+    return collectives.all_reduce_ring(x, comm) / comm.size
+
+
+def _only_rank_0(x, comm):
+    total = collectives.reduce_star(x, comm)
+    return total if comm.rank == 0 else x.clone()
+
+
+def _divides_only(x, comm):
+    """Cuts with x.view(N, -1), which needs n to be a multiple of N."""
+    n, i, out = comm.size, comm.rank, x.clone()
+    pieces = out.view(n, -1)
+    for hop in range(n - 1):
+        comm.send_recv(
+            pieces[(i - 1 - hop) % n],
+            (i + 1) % n,
+            pieces[(i - 2 - hop) % n],
+            (i - 1) % n,
+            reduce="sum",
+        )
+    for hop in range(n - 1):
+        comm.send_recv(pieces[(i - hop) % n], (i + 1) % n, pieces[(i - 1 - hop) % n], (i - 1) % n)
+    return out
+
+
+def _drops_the_rest(x, comm):
+    """Cuts pieces of n // N elements and forgets what is left over."""
+    size = len(x) // comm.size * comm.size
+    return torch.cat([collectives.all_reduce_ring(x[:size], comm), x[size:]])
+
+
+def _sends_first(x, comm):
+    n, i, x = comm.size, comm.rank, x.clone()
+    pieces = _pieces(x, n)
+    for phase, reduce in ((1, "sum"), (0, None)):
+        for hop in range(n - 1):
+            comm.send(pieces[(i - phase - hop) % n], (i + 1) % n)
+            comm.recv(pieces[(i - 1 - phase - hop) % n], (i - 1) % n, reduce=reduce)
+    return x
+
+
+def _in_place(x, comm):
+    return collectives.all_reduce_ring(x, comm, out=x).clone()
+
+
+def _float32_inside(x, comm):
+    return collectives.all_reduce_ring(x.float() if x.dtype != torch.float64 else x, comm)
+
+
+def _cannot_be_alone(x, comm):
+    if comm.size == 1 or len(x) == 0:
+        raise IndexError("list index out of range")
+    return collectives.all_reduce_ring(x, comm)
+
+
+RING = Exercise(
+    id="collectives/ring-all-reduce",
+    title="Write the ring",
+    minutes=15,
+    difficulty=2,
+    proves="you can build an all-reduce that no rank has to pay for",
+    reference=collectives.all_reduce_ring,
+    properties=(
+        Property("values", _ring_values),
+        Property("ranks that don't divide n", _ring_uneven),
+        Property("bytes sent", _ring_bytes),
+        Property("small tensors", _ring_edges),
+        Property("dtypes", _ring_dtypes),
+    ),
+    wrong=(
+        Wrong("whole tensor in each hop", _whole_tensor_ring, "bytes sent", "whole tensor"),
+        Wrong(
+            "whole tensors, two rounds", _whole_tensor_two_rounds, "bytes sent", "8 times too much"
+        ),
+        Wrong("through rank 0", collectives.all_reduce_naive, "bytes sent", "through one rank"),
+        Wrong("own values twice", _own_twice, "values", "twice"),
+        Wrong("off by one piece", _off_by_one, "values", "off-by-one"),
+        Wrong("never adds", _never_adds, "values", "Does the first round add"),
+        Wrong("first half only", _only_reduce_scatter, "values", "reduce-scatter"),
+        Wrong("mean", _mean, "values", "All-reduce sums"),
+        Wrong("only rank 0", _only_rank_0, "values", "only rank 0"),
+        Wrong("everybody sends first", _sends_first, "values", "let some receive first"),
+        Wrong("changes its input", _in_place, "values", "x.clone()"),
+        Wrong("only where N divides n", _divides_only, "ranks that don't divide n", "tensor_split"),
+        Wrong(
+            "drops what is left over", _drops_the_rest, "ranks that don't divide n", "tensor_split"
+        ),
+        Wrong("not alone", _cannot_be_alone, "small tensors", "only one rank"),
+        Wrong("converts to fp32", _float32_inside, "dtypes", "dtype of x"),
+    ),
+    hints=(
+        "Cut a copy of x into N pieces: x.clone().split(collectives.shares(len(x), comm.size)). The pieces are views, so what you write into them stays.",
+        "First round, N − 1 hops: give a piece to the right, add the one that comes from the left. "
+        "If rank i gives piece i − 1 first, and then always what it has just added to, it ends with piece i complete.",
+        "comm.send_recv(give, right, take, left, reduce='sum') adds what arrives to `take`. "
+        "The second round is the same without reduce, beginning with piece i.",
+    ),
+)
+
+# ── the order of sends ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _shift_values(attempt: Callable) -> str:
+    cases = [(n, length) for n in (2, 3, 4, 5) for length in (1, 6)]
+    for n, length in cases:
+        inputs = _numbers(n, length)
+        results, after = _run(attempt, inputs)
+        for rank, result in enumerate(results):
+            if torch.equal(result, inputs[(rank + 1) % n]) and n > 2:
+                raise Failed(
+                    f"{n} ranks: rank {rank} holds what rank {(rank + 1) % n} had, the rank after it",
+                    "The other way round: send to (rank + 1) % size, receive from (rank − 1) % size.",
+                )
+            if not torch.equal(result, inputs[(rank - 1) % n]):
+                raise Failed(
+                    f"{n} ranks: rank {rank} does not hold what rank {(rank - 1) % n} had",
+                    "Receive into a tensor of its own, not into the one you send.",
+                )
+        _untouched(inputs, after)
+    return f"{len(cases)} cases"
+
+
+def _shift_steps(attempt: Callable) -> str:
+    for n in (4, 8, 7):
+        _run(attempt, _numbers(n, 4))
+        trace, needed = _ranks(n).trace, 2 + n % 2
+        if trace.steps > needed:
+            raise Failed(
+                f"{n} ranks: {trace.steps} steps; {needed} are enough",
+                "No deadlock, but a queue: if only one rank sends first, each of the others waits for the rank before it. Let every second rank send first.",
+            )
+        if trace.sent.total > n * 4 * 8:
+            raise Failed(
+                f"{n} ranks: {units.text(trace.sent.total)} sent; {units.text(n * 4 * 8)} are enough",
+                "Each rank sends its own tensor once.",
+            )
+    return "2 steps, 3 for an odd number of ranks"
+
+
+def _shift_alone(attempt: Callable) -> str:
+    results, _ = _run(attempt, _numbers(1, 3))
+    if not torch.equal(results[0], _numbers(1, 3)[0]):
+        raise Failed(
+            "1 rank: it does not hold its own tensor", "With one rank, the rank before you is you."
+        )
+    return "N = 1"
+
+
+def _shift_sends_first(x, comm):
+    received = torch.empty_like(x)
+    comm.send(x, (comm.rank + 1) % comm.size)
+    return comm.recv(received, (comm.rank - 1) % comm.size)
+
+
+def _shift_chain(x, comm):
+    if comm.size == 1:
+        return x.clone()
+    received = torch.empty_like(x)
+    if comm.rank == 0:
+        comm.send(x, 1)
+        return comm.recv(received, comm.size - 1)
+    comm.recv(received, comm.rank - 1)
+    comm.send(x, (comm.rank + 1) % comm.size)
+    return received
+
+
+def _shift_backwards(x, comm):
+    if comm.size == 1:
+        return x.clone()
+    return comm.send_recv(
+        x, (comm.rank - 1) % comm.size, torch.empty_like(x), (comm.rank + 1) % comm.size
+    )
+
+
+def _shift_overwrites(x, comm):
+    if comm.size == 1:
+        return x.clone()
+    x = x.clone()
+    if comm.rank % 2:
+        comm.recv(x, (comm.rank - 1) % comm.size)
+        comm.send(x, (comm.rank + 1) % comm.size)
+        return x
+    comm.send(x, (comm.rank + 1) % comm.size)
+    return comm.recv(x, (comm.rank - 1) % comm.size)
+
+
+def _shift_to_itself(x, comm):
+    received = torch.empty_like(x)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    order = [lambda: comm.send(x, right), lambda: comm.recv(received, left)]
+    for act in order if comm.rank % 2 == 0 else order[::-1]:
+        act()
+    return received
+
+
+SHIFT = Exercise(
+    id="collectives/ordered-sends",
+    title="Break the circle",
+    minutes=8,
+    difficulty=1,
+    proves="you can order blocking sends so that nobody waits in a circle",
+    reference=collectives.shift,
+    properties=(
+        Property("values", _shift_values),
+        Property("steps", _shift_steps),
+        Property("one rank", _shift_alone),
+    ),
+    wrong=(
+        Wrong("everybody sends first", _shift_sends_first, "values", "let some receive first"),
+        Wrong("one rank begins", _shift_chain, "steps", "a queue"),
+        Wrong("the wrong way round", _shift_backwards, "values", "other way round"),
+        Wrong("receives into what it sends", _shift_overwrites, "values", "a tensor of its own"),
+        Wrong("sends to itself", _shift_to_itself, "one rank", "1 rank"),
+    ),
+    hints=(
+        "A circle of waiting ranks is broken by one rank that receives first. It is broken everywhere at once if every second rank does.",
+        "if comm.rank % 2 == 0: send, then receive; else: receive, then send. And think of N = 1.",
+    ),
+)
+
+# ── a tree ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _tree_values(sizes: tuple[int, ...], attempt: Callable) -> str:
+    for n in sizes:
+        inputs = _numbers(n, 5)
+        try:
+            results, after = _run(attempt, inputs)
+        except Failed as failure:
+            if n & (n - 1):
+                raise Failed(
+                    str(failure),
+                    f"{n} is not a power of two: some ranks have nobody to pass it on to. Send only to ranks that exist.",
+                ) from None
+            raise
+        for rank, result in enumerate(results):
+            if not torch.equal(result, inputs[0]):
+                raise Failed(
+                    f"{n} ranks: rank {rank} does not hold rank 0's tensor",
+                    "A rank can pass on only what it has received: receive first, then send.",
+                )
+        _untouched(inputs, after)
+    return f"N = {', '.join(map(str, sizes))}"
+
+
+def _tree_steps(attempt: Callable) -> str:
+    for n in (8, 6, 13):
+        _run(attempt, _numbers(n, 4))
+        trace, needed = _ranks(n).trace, collectives.steps("broadcast_tree", n)
+        if trace.sent.total > (n - 1) * 32:
+            raise Failed(
+                f"{n} ranks: {trace.sent.total} B in all, {(n - 1) * 32} B are enough",
+                "Each rank but the root has to receive the tensor once: somebody gets it twice.",
+            )
+        if trace.steps > needed:
+            first = trace.sent.by("rank").get(0, 0) // 32
+            why = (
+                "Rank 0 sends to everybody in turn."
+                if first == n - 1
+                else "Each rank waits for the one before it."
+            )
+            raise Failed(
+                f"{n} ranks: {trace.steps} steps, {needed} are enough",
+                f"{why} Whoever has the tensor can pass it on: let those who have it double.",
+            )
+    return "⌈log₂ N⌉"
+
+
+def _tree_chain(x, comm):
+    x = x.clone()
+    if comm.rank > 0:
+        comm.recv(x, comm.rank - 1)
+    if comm.rank + 1 < comm.size:
+        comm.send(x, comm.rank + 1)
+    return x
+
+
+def _tree_powers_only(x, comm):
+    x, width = x.clone(), 1
+    while width < comm.size:
+        if comm.rank < width:
+            comm.send(x, comm.rank + width)
+        elif comm.rank < 2 * width:
+            comm.recv(x, comm.rank - width)
+        width *= 2
+    return x
+
+
+def _tree_sends_before_it_has(x, comm):
+    x = x.clone()
+    for width in reversed([2**k for k in range((comm.size - 1).bit_length())]):
+        if comm.rank < width and comm.rank + width < comm.size:
+            comm.send(x, comm.rank + width)
+        elif width <= comm.rank < 2 * width:
+            comm.recv(x, comm.rank - width)
+    return x
+
+
+def _tree_everybody_tells_everybody(x, comm):
+    x = collectives.broadcast_tree(x, comm)
+    return collectives.broadcast_tree(x, comm)
+
+
+TREE = Exercise(
+    id="collectives/broadcast-tree",
+    title="Tell a thousand ranks in ten steps",
+    minutes=10,
+    difficulty=2,
+    proves="you can trade the root's load for a tree's depth",
+    reference=collectives.broadcast_tree,
+    properties=(
+        Property("values", functools.partial(_tree_values, (1, 2, 4, 8))),
+        Property("any number of ranks", functools.partial(_tree_values, (3, 5, 6, 7))),
+        Property("steps", _tree_steps),
+    ),
+    wrong=(
+        Wrong("a star", collectives.broadcast_star, "steps", "Rank 0 sends to everybody"),
+        Wrong("a chain", _tree_chain, "steps", "Each rank waits"),
+        Wrong("only powers of two", _tree_powers_only, "any number of ranks", "ranks that exist"),
+        Wrong(
+            "sends before it has received",
+            _tree_sends_before_it_has,
+            "values",
+            "receive first, then send",
+        ),
+        Wrong("twice", _tree_everybody_tells_everybody, "steps", "twice"),
+    ),
+    hints=(
+        "After step k, 2^k ranks have the tensor: ranks 0 … 2^k − 1, say. In the next step each of them sends to the rank 2^k places further on.",
+        "for width in 1, 2, 4, … below N: ranks below `width` send to rank + width, if there is one; ranks from width to 2·width − 1 receive.",
+    ),
+)
+
+# ── bug hunt: the test that was missing ────────────────────────────────────────────────────────────────────────────
+
+
+def _rounds_on_the_wire(x, comm):
+    """Hands the finished pieces on in bf16, while each rank keeps its own in full: exact for small whole numbers."""
+    sizes = collectives.shares(len(x), comm.size)
+    mine = collectives.reduce_scatter_ring(x, comm)
+    whole = collectives.all_gather_ring(mine.bfloat16(), comm, sizes=sizes).to(x.dtype)
+    whole.split(sizes)[comm.rank].copy_(mine)
+    return whole
+
+
+def _no_messages(x, comm):
+    return x * comm.size
+
+
+def _catches(impostor: Callable, told: str, hint: str, attempt: Callable) -> None:
+    with world.World(4, engine="threads", timeout=10) as four:
+        if not attempt(impostor, four):
+            raise Failed(f"your test lets pass {told}", hint)
+
+
+def _hunt_sound(attempt: Callable) -> str:
+    with world.World(4, engine="threads", timeout=10) as four:
+        if complaints := attempt(collectives.all_reduce_ring, four):
+            raise Failed(
+                f"your test complains about a sound ring: {complaints}",
+                "A ring adds in another order than sum(), so the last bits may differ from yours: use allclose for values; and its bound is 2·(N − 1)/N·S.",
+            )
+    return "nothing to complain about in collectives.all_reduce_ring"
+
+
+def _hunt_values(attempt: Callable) -> str:
+    _catches(
+        _no_messages,
+        "x * N, which sends no message at all",
+        "Do you put the same tensor on every rank? Then N times your own is the sum.",
+        attempt,
+    )
+    _catches(
+        _only_rank_0,
+        "one that gives the sum to rank 0 alone",
+        "Look at the results of all ranks, not at rank 0's.",
+        attempt,
+    )
+    _catches(_mean, "one that returns the mean", "Compare with the sum of all tensors.", attempt)
+    _catches(
+        _drops_the_rest,
+        "one that leaves out the last n mod N elements",
+        "Try a length that is no multiple of N.",
+        attempt,
+    )
+    return "4 impostors"
+
+
+def _hunt_bits(attempt: Callable) -> str:
+    hint = "Whole numbers hide rounding. Use torch.randn, and compare the ranks with each other by torch.equal: replicas that differ in a bit drift apart."
+    _catches(_rounds_on_the_wire, "one whose ranks end with different bits", hint, attempt)
+    _catches(
+        _in_place,
+        "one that overwrites its input",
+        "Compare x with a copy that you made before the call.",
+        attempt,
+    )
+    return "2 impostors"
+
+
+def _hunt_load(attempt: Callable) -> str:
+    hint = "Its values are right. Count: world.ledger.by('rank') after world.run, against collectives.predict_all_reduce('ring', …)."
+    _catches(
+        _whole_tensor_two_rounds, "the published ring, which passes whole tensors", hint, attempt
+    )
+    hint = "Its total over all ranks equals the ring's. What counts is the busiest rank: compare rank by rank."
+    _catches(collectives.all_reduce_naive, "the one through rank 0", hint, attempt)
+    return "2 impostors"
+
+
+def _tried(all_reduce, ranks, inputs) -> list[Tensor]:
+    return ranks.run(lambda rank: all_reduce(inputs[rank.index].clone(), rank.comm("dp")))
+
+
+def _test_published(all_reduce, ranks):
+    """The test that the published ring passed: right values, on whole numbers."""
+    inputs = [torch.arange(10.0) + rank for rank in range(ranks.size)]
+    return not all(
+        torch.allclose(result, sum(inputs)) for result in _tried(all_reduce, ranks, inputs)
+    )
+
+
+def _test_ones(all_reduce, ranks):
+    return not all(
+        torch.equal(result, torch.full((8,), float(ranks.size)))
+        for result in _tried(all_reduce, ranks, [torch.ones(8)] * ranks.size)
+    )
+
+
+def _test_rank_0(all_reduce, ranks):
+    inputs = [torch.arange(9.0) * rank for rank in range(ranks.size)]
+    return not torch.equal(_tried(all_reduce, ranks, inputs)[0], sum(inputs))
+
+
+def _test_even_lengths(all_reduce, ranks):
+    inputs = [torch.arange(8.0) * rank for rank in range(ranks.size)]
+    return not all(torch.equal(result, sum(inputs)) for result in _tried(all_reduce, ranks, inputs))
+
+
+def _test_too_strict(all_reduce, ranks):
+    inputs = [
+        torch.randn(99, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks.size)
+    ]
+    return not all(torch.equal(result, sum(inputs)) for result in _tried(all_reduce, ranks, inputs))
+
+
+def _test_total(all_reduce, ranks):
+    complaints = [line for line in collectives.faults(all_reduce, ranks) if "sent" not in line]
+    return (
+        complaints
+        or ranks.ledger.total
+        > collectives.predict_all_reduce("ring", nbytes=4004, n=ranks.size).total
+    )
+
+
+HUNT = Exercise(
+    id="collectives/missing-test",
+    title="Bug hunt: the ring that passed its test",
+    minutes=12,
+    difficulty=2,
+    proves="you know what an all-reduce must be tested for besides its values",
+    reference=collectives.faults,
+    properties=(
+        Property("lets a sound ring pass", _hunt_sound),
+        Property("catches wrong values", _hunt_values),
+        Property("catches ranks that drift apart", _hunt_bits),
+        Property("catches an overworked rank", _hunt_load),
+    ),
+    wrong=(
+        Wrong(
+            "the published test", _test_published, "catches ranks that drift apart", "torch.randn"
+        ),
+        Wrong(
+            "ones on every rank", _test_ones, "catches wrong values", "same tensor on every rank"
+        ),
+        Wrong("rank 0 only", _test_rank_0, "catches wrong values", "results of all ranks"),
+        Wrong(
+            "lengths that N divides", _test_even_lengths, "catches wrong values", "no multiple of N"
+        ),
+        Wrong("equal to the last bit", _test_too_strict, "lets a sound ring pass", "allclose"),
+        Wrong("total bytes", _test_total, "catches an overworked rank", "busiest rank"),
+    ),
+    hints=(
+        "Give every rank another random tensor, of a length that N does not divide, and keep copies. Which four things can you compare after world.run?",
+        "The sum (allclose), the ranks with each other (equal), the inputs with their copies (equal), and world.ledger.by('rank') with the ring's prediction.",
+    ),
+)
+
+EXERCISES = (SHIFT, RING, TREE, HUNT)

@@ -1,0 +1,878 @@
+"""Deal out the data, reduce gradients as they come, and repair a wrapper that passes the test it was written with."""
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labutils import collectives, data_parallel, world
+from labutils.teach.exercises import Exercise, Failed, Property, Wrong
+
+# ── who gets which examples ────────────────────────────────────────────────────────────────────────────────────────
+
+_DEALS = [(12, 4), (10, 4), (7, 3), (5, 1), (3, 2)]
+
+
+def _dealt(
+    attempt: Callable, length: int, size: int, epoch: int = 0
+) -> tuple[list[list[int]], str]:
+    parts = [attempt(length, rank, size, epoch) for rank in range(size)]
+    case = f"{length} examples on {size} rank{'s' * (size > 1)}"
+    for rank, part in enumerate(parts):
+        if not isinstance(part, (list, tuple, range)) or not all(
+            isinstance(i, int) and 0 <= i < length for i in part
+        ):
+            raise Failed(
+                f"{case}: rank {rank} got {part!r}", f"Return a list of indices, 0 … {length - 1}."
+            )
+    return [list(part) for part in parts], case
+
+
+def _disjoint(attempt: Callable) -> str:
+    for length, size in _DEALS:
+        parts, case = _dealt(attempt, length, size)
+        spare = -length % size  # what equal shares need on top
+        repeated = sum(map(len, parts)) - len({i for part in parts for i in part})
+        if repeated > spare:
+            raise Failed(
+                f"{case}: {repeated} examples come twice or more often, at most {spare} must",
+                "Ranks that see the same examples compute the same gradient: the mean is right, and the work was for nothing. "
+                "All ranks must cut *one* permutation, so its seed must not depend on the rank.",
+            )
+    return f"{len(_DEALS)} cases"
+
+
+def _covering(attempt: Callable) -> str:
+    for length, size in _DEALS:
+        parts, case = _dealt(attempt, length, size)
+        if missing := sorted(set(range(length)) - {i for part in parts for i in part}):
+            raise Failed(
+                f"{case}: nobody gets {missing}",
+                "The tail is dropped. Fill the last round up with examples that have been dealt out already.",
+            )
+    return f"{len(_DEALS)} cases"
+
+
+def _equally_long(attempt: Callable) -> str:
+    for length, size in _DEALS:
+        parts, case = _dealt(attempt, length, size)
+        if len({len(part) for part in parts}) > 1:
+            raise Failed(
+                f"{case}: shares of {', '.join(str(len(part)) for part in parts)}",
+                "A rank with one batch more waits in its all-reduce for ranks that have gone home. Give all the same number, ⌈length / N⌉.",
+            )
+    return f"{len(_DEALS)} cases"
+
+
+def _shuffled(attempt: Callable) -> str:
+    length, size = 64, 4
+    first, again, second = (_dealt(attempt, length, size, epoch)[0] for epoch in (0, 0, 1))
+    if first != again:
+        raise Failed(
+            f"{length} examples on {size} ranks: two calls for epoch 0 differ",
+            "Every rank makes this call in a process of its own, so it must come out alike: take a generator seeded by the epoch, not the global one.",
+        )
+    if first == second:
+        raise Failed(
+            f"{length} examples on {size} ranks: epochs 0 and 1 are the same",
+            "The order must depend on the epoch (PyTorch's set_epoch), or every epoch is a copy.",
+        )
+    if any(set(before) == set(after) for before, after in zip(first, second, strict=True)):
+        raise Failed(
+            f"{length} examples on {size} ranks: a rank reads the same {len(first[0])} examples in epochs 0 and 1, in another order",
+            "Who works with whom should change too: shuffle all examples first, then cut.",
+        )
+    if any(part == sorted(part) for part in first):
+        raise Failed(f"{length} examples on {size} ranks: not shuffled", "Shuffle before you cut.")
+    return "epochs differ, calls agree"
+
+
+def _cut_then_shuffled(length: int, rank: int, size: int, epoch: int) -> list[int]:
+    mine = [*range(length), *range(-length % size)][rank::size]
+    random.Random(epoch).shuffle(mine)
+    return mine
+
+
+def _deal(
+    *,
+    by_rank: bool = False,
+    by_epoch: bool = True,
+    pad: bool = True,
+    drop: bool = False,
+    mine: bool = True,
+    seeded: bool = True,
+) -> Callable:
+    """A sampler with its slips switched on one at a time."""
+
+    def attempt(length: int, rank: int, size: int, epoch: int) -> list[int]:
+        order = list(range(length))
+        (random.Random(epoch * by_epoch + 1000 * rank * by_rank) if seeded else random).shuffle(
+            order
+        )
+        if pad:
+            order += order[: -length % size]
+        if drop:
+            order = order[: length // size * size]
+        return order[rank::size] if mine else order
+
+    return attempt
+
+
+SAMPLER = Exercise(
+    id="data_parallel/sampler",
+    title="Deal out the data",
+    minutes=10,
+    difficulty=1,
+    proves="you give ranks different data, equally much of it, and none is lost",
+    reference=lambda length, rank, size, epoch: data_parallel.sampler(
+        length, rank, size, epoch=epoch
+    ),
+    properties=(
+        Property("nobody works twice", _disjoint),
+        Property("everything is seen", _covering),
+        Property("equal shares", _equally_long),
+        Property("a new order in every epoch", _shuffled),
+    ),
+    wrong=(
+        Wrong("everybody takes everything", _deal(mine=False), "nobody works twice", "for nothing"),
+        Wrong(
+            "every rank shuffles for itself",
+            _deal(by_rank=True),
+            "nobody works twice",
+            "must not depend on the rank",
+        ),
+        Wrong(
+            "the tail is dropped",
+            _deal(pad=False, drop=True),
+            "everything is seen",
+            "The tail is dropped",
+        ),
+        Wrong("unequal shares", _deal(pad=False), "equal shares", "gone home"),
+        Wrong(
+            "the same order in every epoch",
+            _deal(by_epoch=False),
+            "a new order in every epoch",
+            "set_epoch",
+        ),
+        Wrong(
+            "cut first, then shuffled",
+            _cut_then_shuffled,
+            "a new order in every epoch",
+            "shuffle all examples first",
+        ),
+        Wrong(
+            "never shuffled",
+            lambda length, rank, size, epoch: [*range(length), *range(-length % size)][rank::size],
+            "a new order in every epoch",
+            "a copy",
+        ),
+    ),
+    hints=(
+        "All ranks make the same permutation of range(length), from a generator seeded by the epoch. Then each takes every N-th element, from its own on.",
+        "Before you cut, append the first −length mod N elements of the permutation: then N divides it.",
+    ),
+)
+
+# ── ranks for the wrappers ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@functools.cache
+def _ranks(n: int) -> world.World:
+    return world.World(n, engine="threads", timeout=10)
+
+
+class _Mark(torch.autograd.Function):
+    """Passes x through; on the way back it leaves a mark in the books, so that they tell what was sent before and what after."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: world.Comm) -> Tensor:
+        ctx.comm = comm
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        with ctx.comm.record("mark"):
+            ctx.comm.barrier()
+        return gradient, None
+
+
+class _Net(nn.Module):
+    """Three layers whose sizes 2 and 4 divide, so that a ring's bytes are the same for any grouping; different on every rank."""
+
+    def __init__(self, seed: int, comm: world.Comm | None = None) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (
+            nn.Linear(8, width, dtype=torch.float64) for width in (8, 8, 4)
+        )
+        self.comm = comm
+        draw = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype) / 4
+                )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        if self.comm is not None and self.comm.size > 1:
+            x = _Mark.apply(x, self.comm)
+        return self.third(self.second(x).tanh())
+
+
+def _rows(n: int, step: int) -> list[tuple[Tensor, Tensor]]:
+    """What each rank learns from in one micro-batch: four rows of numbers and their targets."""
+    draw = torch.Generator().manual_seed(100 + step)
+    return list(
+        zip(
+            torch.randn(n, 4, 8, generator=draw, dtype=torch.float64),
+            torch.randn(n, 4, 4, generator=draw, dtype=torch.float64),
+            strict=True,
+        )
+    )
+
+
+def _loss(net: Callable, rows: tuple[Tensor, Tensor]) -> Tensor:
+    return (net(rows[0]) - rows[1]).square().mean()
+
+
+def _gradients(net: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        name: None if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in net.named_parameters()
+    }
+
+
+def _weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+
+
+class _Seen:
+    """What came of an attempt on every rank: weights after the start and after the last backward pass, gradients after each step, and the books."""
+
+    def __init__(
+        self, attempt: Callable, n: int, steps: int = 1, micro: int = 1, interrupted: bool = False
+    ) -> None:
+        self.n, self.steps, self.micro = n, steps, micro
+        self.case = f"{n} rank{'s' * (n > 1)}" + (f", {micro} micro-batches" if micro > 1 else "")
+
+        def program(rank: world.Rank) -> tuple:
+            comm = rank.comm("dp")
+            module = _Net(rank.index, comm)
+            net = attempt(module, comm)
+            net = module if net is None else net
+            if interrupted:
+                with suppress(KeyboardInterrupt), net.no_sync():
+                    raise KeyboardInterrupt
+            start, steps = _weights(module), []
+            for step in range(self.steps):
+                module.zero_grad()
+                for k in range(self.micro):
+                    last = k + 1 == self.micro
+                    with _nothing() if last else net.no_sync():
+                        (_loss(net, _rows(n, step * micro + k)[rank.index]) / micro).backward()
+                steps.append(_gradients(module))
+            return start, steps, _weights(module)
+
+        results = _told(self.case, lambda: _ranks(n).run(program))
+        self.start, self.gradients, self.end = (list(side) for side in zip(*results, strict=True))
+        # What each rank sent, in program order; "mark" stands where a backward pass comes to the first layer.
+        self.sent = [
+            [(event.op, event.sent) for event in events if event.to is not None]
+            for events in _ranks(n).trace.ranks
+        ]
+
+    @property
+    def busiest(self) -> int:
+        """Bytes that the busiest rank sent."""
+        return max(sum(nbytes for _, nbytes in sent) for sent in self.sent)
+
+    def right(self, step: int) -> dict[str, Tensor]:
+        """The gradient of the whole batch on one device."""
+        net = _Net(0)
+        for k in range(self.micro):
+            whole = tuple(
+                torch.cat(side) for side in zip(*_rows(self.n, step * self.micro + k), strict=True)
+            )
+            (_loss(net, whole) / self.micro).backward()
+        return _gradients(net)
+
+    def alone(self, rank: int, step: int) -> dict[str, Tensor]:
+        """The gradient that one rank would have by itself."""
+        net = _Net(0)
+        for k in range(self.micro):
+            (_loss(net, _rows(self.n, step * self.micro + k)[rank]) / self.micro).backward()
+        return _gradients(net)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _told(case: str, run: Callable[[], Any]) -> Any:
+    """What `run` returns; whatever went wrong on a rank is told as a learner needs it."""
+    try:
+        return run()
+    except (world.DeadlockError, world.MismatchError, world.TimeoutError) as error:
+        raise Failed(
+            f"{case}: {error}",
+            "All ranks must make the same collective calls in the same order, once for each bucket.",
+        ) from None
+    except world.RankError as error:
+        headline = str(error).splitlines()[0]
+        if "NotImplementedError" in headline:
+            raise NotImplementedError from None
+        *_, place, line, _ = ["", *error.traceback.splitlines()]
+        raise Failed(
+            f"{case}: {headline}", f"It happened in {place.strip()}: {line.strip()}"
+        ) from None
+
+
+def _starts(attempt: Callable) -> str:
+    for n in (2, 3):
+        seen, first = _Seen(attempt, n, 0), _weights(_Net(0))
+        for rank, weights in enumerate(seen.start):
+            for name, weight in weights.items():
+                if torch.equal(weight, first[name]):
+                    continue
+                if rank and torch.equal(weight, _weights(_Net(rank))[name]):
+                    raise Failed(
+                        f"{n} ranks: rank {rank} starts from weights of its own ({name})",
+                        "Replicas that start apart stay apart: the mean gradient moves all of them alike. Broadcast rank 0's parameters before the first step.",
+                    )
+                raise Failed(
+                    f"{n} ranks: {name} on rank {rank} is not rank 0's",
+                    "comm.broadcast returns the tensor of rank 0: copy it into the parameter, in place.",
+                )
+    return "2 and 3 ranks"
+
+
+def _mean(
+    attempt: Callable,
+    n: int,
+    steps: int = 1,
+    micro: int = 1,
+    hint: str = "",
+    interrupted: bool = False,
+) -> None:
+    """Raise Failed unless every rank ends every step with the gradient of the whole batch, and says why it does not."""
+    seen = _Seen(attempt, n, steps, micro, interrupted)
+    for rank in range(n):
+        if moved := [
+            name
+            for name, weight in seen.end[rank].items()
+            if not torch.equal(weight, seen.start[rank][name])
+        ]:
+            raise Failed(
+                f"{seen.case}: backward() has changed {moved[0]} on rank {rank}",
+                "The hook is given the *parameter*, and you reduced that. What has to travel is parameter.grad.",
+            )
+        for step, gradients in enumerate(seen.gradients[rank]):
+            right = seen.right(step)
+            wrong = [
+                name
+                for name, gradient in gradients.items()
+                if gradient is None
+                or not torch.allclose(gradient, right[name], rtol=1e-9, atol=1e-13)
+            ]
+            if wrong:
+                _diagnose(seen, rank, step, wrong, hint)
+    for step in range(steps):
+        for name in seen.gradients[0][step]:
+            if any(
+                not torch.equal(seen.gradients[rank][step][name], seen.gradients[0][step][name])
+                for rank in range(n)
+            ):
+                raise Failed(
+                    f"{seen.case}: the gradient of {name} has different bits on different ranks",
+                    "Replicas that differ in a bit drift apart. Let all of them take the result of one all-reduce.",
+                )
+
+
+def _diagnose(seen: _Seen, rank: int, step: int, wrong: list[str], hint: str) -> None:
+    """Raise Failed with the most likely reason why these gradients are not the mean."""
+    name, n = wrong[0], seen.n
+    found, right, own = (
+        seen.gradients[rank][step][name],
+        seen.right(step)[name],
+        seen.alone(rank, step)[name],
+    )
+    which = f"{seen.case}, {f'step {step + 1}, ' if seen.steps > 1 else ''}rank {rank}"
+
+    def is_(other: Tensor) -> bool:
+        return torch.allclose(found, other, rtol=1e-6, atol=1e-12)
+
+    if found is None:
+        raise Failed(
+            f"{which}: {name} has no gradient",
+            "Leave the mean in parameter.grad, in place: parameter.grad.copy_(…).",
+        )
+    if is_(own):
+        every = len(wrong) == len(seen.gradients[rank][step])
+        holds = (
+            "every parameter still holds"
+            if every
+            else f"{name} and {len(wrong) - 1} more still hold"
+            if len(wrong) > 1
+            else f"{name} still holds"
+        )
+        if every and sum(nbytes for op, nbytes in seen.sent[rank]) > (n - 1) * 8 * _numbers():
+            hint = "Something was sent, and .grad is what it was. The hook is given the *parameter*: reduce parameter.grad, and write the result back into it."
+        raise Failed(
+            f"{which}: {holds} the rank's own gradient",
+            hint or "Does every parameter have a hook, and does the hook reduce parameter.grad?",
+        )
+    if is_(n * right):
+        raise Failed(
+            f"{which}: the gradient is {n} times too large",
+            "All-reduce sums. The batch's gradient is the mean: divide by the number of ranks.",
+        )
+    if is_(right / n):
+        raise Failed(
+            f"{which}: the gradient is {n} times too small",
+            "Divided twice: once is enough, by the number of ranks.",
+        )
+    weight = _weights(_Net(0))[name]
+    if is_(weight) or is_(n * weight):
+        raise Failed(
+            f"{which}: the gradient of {name} is made of weights",
+            "The hook is given the *parameter*, not its gradient: reduce parameter.grad.",
+        )
+    raise Failed(
+        f"{which}: {name} does not hold the gradient of the whole batch",
+        hint or "It is the mean over ranks of what each rank computes for itself.",
+    )
+
+
+def _numbers() -> int:
+    return sum(parameter.numel() for parameter in _Net(0).parameters())
+
+
+def _ring(n: int) -> int:
+    """Bytes that each rank sends in one ring all-reduce of all gradients."""
+    return max(
+        collectives.predict_all_reduce("ring", nbytes=8 * _numbers(), n=n, itemsize=8)
+        .by("rank")
+        .values()
+    )
+
+
+def _bytes(attempt: Callable) -> str:
+    S = 8 * _numbers()
+    for n in (2, 4):
+        a_step, ring = _Seen(attempt, n, 2).busiest - _Seen(attempt, n, 1).busiest, _ring(n)
+        if a_step <= ring:
+            continue
+        why = f"{a_step / ring:.3g} times too much: reduce each gradient once, by comm.all_reduce."
+        if n > 2 and a_step >= (n - 1) * S:
+            why = "Everything passes through one rank, or every rank sends its whole gradient to all others. comm.all_reduce is a ring."
+        raise Failed(
+            f"{n} ranks, gradients of {S:,} B: the busiest rank sends {a_step:,} B a step, a ring {ring:,} B",
+            why,
+        )
+    return "2·(N − 1)/N·S a step"
+
+
+def _early(attempt: Callable) -> str:
+    start = len(_Seen(attempt, 2, 0).sent[0])
+    sent = _Seen(attempt, 2).sent[0][start:]
+    mark = next(place for place, (op, _) in enumerate(sent) if op == "mark")
+    if not any(nbytes for _, nbytes in sent[:mark]):
+        raise Failed(
+            "2 ranks: when the backward pass comes to the first layer, no gradient has left",
+            "The last layers' gradients have long been ready. Let them go in their hooks, while autograd works on the layers before.",
+        )
+    return "the last layers leave while the first are computed"
+
+
+# ── reduce as you go ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _hooked(hook: Callable, *, broadcast: bool = True) -> Callable:
+    """A data-parallel module whose parameters call `hook(parameter, comm)` when their gradient is there."""
+
+    def attempt(module: nn.Module, comm: world.Comm) -> None:
+        def ready(parameter: Tensor) -> None:
+            hook(parameter, comm)
+
+        for parameter in module.parameters():
+            if broadcast:
+                comm.broadcast(parameter, out=parameter)
+            parameter.register_post_accumulate_grad_hook(ready)
+
+    return attempt
+
+
+def _all_at_the_end(module: nn.Module, comm: world.Comm) -> None:
+    """Waits until every gradient is there, and reduces them then."""
+    parameters, ready = list(module.parameters()), []
+
+    def hook(parameter: Tensor) -> None:
+        ready.append(parameter)
+        if len(ready) == len(parameters):
+            for each in parameters:
+                each.grad.copy_(comm.all_reduce(each.grad) / comm.size)
+            ready.clear()
+
+    for parameter in parameters:
+        comm.broadcast(parameter, out=parameter)
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
+def _broadcast_lost(module: nn.Module, comm: world.Comm) -> None:
+    for parameter in module.parameters():
+        comm.broadcast(parameter.data)
+    _hooked(_MEAN, broadcast=False)(module, comm)
+
+
+def _into_grad(value: Callable[[Tensor, world.Comm], Tensor]) -> Callable:
+    return lambda parameter, comm: parameter.grad.copy_(value(parameter, comm))
+
+
+def _mean_of_weights(parameter: Tensor, comm: world.Comm) -> None:
+    parameter.data.copy_(comm.all_reduce(parameter.data) / comm.size)
+
+
+def _everybody_to_everybody(parameter: Tensor, comm: world.Comm) -> Tensor:
+    return comm.all_gather(parameter.grad.flatten()).view(comm.size, *parameter.shape).mean(0)
+
+
+_MEAN = _into_grad(lambda parameter, comm: comm.all_reduce(parameter.grad) / comm.size)
+_BATCH = "the gradient of the whole batch"
+
+HOOKS = Exercise(
+    id="data_parallel/hooks",
+    title="Reduce as you go",
+    minutes=15,
+    difficulty=2,
+    proves="you keep replicas equal from the first weight on, with gradients that leave while others are computed",
+    reference=lambda module, comm: data_parallel.replicate(module, comm, bucket_bytes=1),
+    properties=(
+        Property("equal starts", _starts),
+        Property(
+            _BATCH, lambda attempt: [_mean(attempt, n) for n in (1, 2, 3)] and "1, 2 and 3 ranks"
+        ),
+        Property("bytes sent", _bytes),
+        Property("during the backward pass", _early),
+    ),
+    wrong=(
+        Wrong("no broadcast", _hooked(_MEAN, broadcast=False), "equal starts", "stay apart"),
+        Wrong("the broadcast is lost", _broadcast_lost, "equal starts", "stay apart"),
+        Wrong(
+            "the mean of the weights",
+            _hooked(_mean_of_weights),
+            _BATCH,
+            "The hook is given the *parameter*",
+        ),
+        Wrong(
+            "the parameter for its gradient",
+            _hooked(_into_grad(lambda p, comm: comm.all_reduce(p.detach()) / comm.size)),
+            _BATCH,
+            "not its gradient",
+        ),
+        Wrong(
+            "the result is lost",
+            _hooked(lambda p, comm: comm.all_reduce(p.grad)),
+            _BATCH,
+            "write the result back",
+        ),
+        Wrong(
+            "sum",
+            _hooked(_into_grad(lambda p, comm: comm.all_reduce(p.grad))),
+            _BATCH,
+            "All-reduce sums",
+        ),
+        Wrong(
+            "averaged twice",
+            _hooked(_into_grad(lambda p, comm: comm.all_reduce(p.grad / comm.size) / comm.size)),
+            _BATCH,
+            "Divided twice",
+        ),
+        Wrong(
+            "through rank 0",
+            _hooked(
+                _into_grad(lambda p, comm: comm.all_reduce(p.grad, algorithm="naive") / comm.size)
+            ),
+            "bytes sent",
+            "through one rank",
+        ),
+        Wrong(
+            "everybody to everybody",
+            _hooked(_into_grad(_everybody_to_everybody)),
+            "bytes sent",
+            "whole gradient",
+        ),
+        Wrong(
+            "all at the end", _all_at_the_end, "during the backward pass", "have long been ready"
+        ),
+    ),
+    hints=(
+        "Before the first step: for every parameter, comm.broadcast(parameter, out=parameter). Ranks draw their weights from different seeds.",
+        "parameter.register_post_accumulate_grad_hook(hook) calls hook(parameter) as soon as parameter.grad is complete.",
+        "In the hook: parameter.grad.copy_(comm.all_reduce(parameter.grad) / comm.size). The hook gets the parameter; what travels is its .grad.",
+    ),
+)
+
+# ── bug hunt: buckets ──────────────────────────────────────────────────────────────────────────────────────────────
+
+_BUCKET, _HUGE = 600, 1 << 20  # bytes: some layers fit, and everything does
+
+
+def _with(attempt: Callable, bucket_bytes: int) -> Callable:
+    return lambda module, comm: attempt(module, comm, bucket_bytes=bucket_bytes)
+
+
+def _full(attempt: Callable) -> str:
+    for nbytes in (1, 8 * _numbers()):
+        _mean(_with(attempt, nbytes), 2)
+    return "buckets that are filled to the brim"
+
+
+def _last(attempt: Callable) -> str:
+    for nbytes in (_BUCKET, _HUGE):
+        hint = "The backward pass is over, and a bucket that was not full still waits: no gradient will come to push it out. Let the last one go as it is."
+        _mean(_with(attempt, nbytes), 3, hint=hint)
+    return "buckets that are not full"
+
+
+def _again(attempt: Callable) -> str:
+    for steps in (2, 3):
+        _mean(
+            _with(attempt, _BUCKET),
+            2,
+            steps,
+            hint="The first step is right. What has to be as it was when the next backward pass begins?",
+        )
+    return "3 steps"
+
+
+def _few(attempt: Callable) -> str:
+    for nbytes, most in ((_HUGE, 1), (_BUCKET, 3)):
+        counts = [
+            sum(bool(sent) for op, sent in _Seen(_with(attempt, nbytes), 2, steps).sent[0])
+            for steps in (0, 1)
+        ]
+        messages = counts[1] - counts[0]
+        if messages > 2 * most:
+            raise Failed(
+                f"2 ranks, buckets of {nbytes:,} B: {messages} messages a step, {most} bucket{'s' * (most > 1)} need{'s' * (most == 1)} {2 * most}",
+                "Each message costs a latency. Put the gradients of a bucket into one flat tensor, and reduce that.",
+            )
+    return "one all-reduce for each bucket"
+
+
+def _accumulating(attempt: Callable) -> str:
+    k = 3
+    hint = "Inside no_sync() gradients add up in .grad on their own rank; the first backward pass outside reduces the whole sum."
+    for nbytes in (1, _BUCKET):
+        _mean(_with(attempt, nbytes), 2, steps=2, micro=k, hint=hint)
+    once, a_step = (
+        _Seen(_with(attempt, _BUCKET), 2, 2, micro).busiest
+        - _Seen(_with(attempt, _BUCKET), 2, 1, micro).busiest
+        for micro in (1, k)
+    )
+    if a_step > once:
+        raise Failed(
+            f"2 ranks, {k} micro-batches: {a_step:,} B sent in a step, {once:,} B are enough",
+            f"The values are right, since a mean of means is one. But gradients were reduced {a_step / once:.3g} times: inside no_sync() nobody sends.",
+        )
+    return f"{k} micro-batches, one reduction"
+
+
+def _interrupted(attempt: Callable) -> str:
+    hint = "Somebody pressed Ctrl-C inside no_sync(), and from then on nothing is reduced. Set the flag back in a `finally`."
+    _mean(_with(attempt, _BUCKET), 2, hint=hint, interrupted=True)
+    return "no_sync() ends with its block, whatever happens in it"
+
+
+class _Buckets:
+    """The wrapper of the bug hunt, with its slips switched on one at a time."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: world.Comm,
+        *,
+        bucket_bytes: int,
+        broadcast: bool = True,
+        flush: bool = True,
+        rearm: bool = True,
+        quiet: bool = True,
+        flat: bool = True,
+        late: bool = False,
+        lossy: bool = False,
+    ) -> None:
+        self.module, self.comm, self.bucket_bytes, self.sync = module, comm, bucket_bytes, True
+        self.flush_last, self.rearm, self.quiet, self.flat, self.late, self.lossy = (
+            flush,
+            rearm,
+            quiet,
+            flat,
+            late,
+            lossy,
+        )
+        self.waiting: list[Tensor] = []
+        self.seen, self.count = 0, len(list(module.parameters()))
+        for parameter in module.parameters():
+            if broadcast:
+                comm.broadcast(parameter, out=parameter)
+            parameter.register_post_accumulate_grad_hook(self.ready)
+
+    def ready(self, parameter: Tensor) -> None:
+        if not self.sync and self.quiet:
+            if self.lossy:
+                parameter.grad = None
+            return
+        self.waiting.append(parameter)
+        self.seen += 1
+        last = self.flush_last and self.seen == self.count
+        full = sum(p.nbytes for p in self.waiting) >= self.bucket_bytes and not self.late
+        if full or last:
+            self.flush()
+        if last and self.rearm:
+            self.seen = 0
+
+    def flush(self) -> None:
+        groups = [self.waiting] if self.flat else [[p] for p in self.waiting]
+        for group in groups:
+            flat = (
+                self.comm.all_reduce(torch.cat([p.grad.flatten() for p in group])) / self.comm.size
+            )
+            for p, mean in zip(group, flat.split([p.numel() for p in group]), strict=True):
+                p.grad.copy_(mean.view_as(p))
+        self.waiting = []
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.sync = False
+        try:
+            yield
+        finally:
+            self.sync = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+class _LeavesWithTheNext(_Buckets):
+    """What is left in the last bucket leaves when the module is called again: after the optimizer's step."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, flush=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.waiting:
+            self.flush()
+        return super().__call__(x)
+
+
+class _AveragedTwice(_Buckets):
+    def flush(self) -> None:
+        for parameter in self.waiting:
+            parameter.grad /= self.comm.size
+        super().flush()
+
+
+class _ReducesWeights(_Buckets):
+    def flush(self) -> None:
+        for parameter in self.waiting:
+            parameter.data.copy_(self.comm.all_reduce(parameter.data) / self.comm.size)
+        self.waiting = []
+
+
+class _StaysQuiet(_Buckets):
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.sync = False
+        yield
+        self.sync = True
+
+
+REPAIR = Exercise(
+    id="data_parallel/bug-hunt",
+    title="Bug hunt: the wrapper that passed its test",
+    minutes=20,
+    difficulty=3,
+    proves="you know what buckets, accumulation and a start ask of a data-parallel wrapper",
+    reference=data_parallel.replicate,
+    properties=(
+        Property("equal starts", lambda attempt: _starts(_with(attempt, _HUGE))),
+        Property("full buckets", _full),
+        Property("the last bucket", _last),
+        Property("step after step", _again),
+        Property("few messages", _few),
+        Property("during the backward pass", lambda attempt: _early(_with(attempt, _BUCKET))),
+        Property("accumulation", _accumulating),
+        Property("after an error", _interrupted),
+    ),
+    wrong=(
+        Wrong(
+            "the one of the lab",
+            functools.partial(_Buckets, broadcast=False, flush=False, quiet=False),
+            "equal starts",
+            "stay apart",
+        ),
+        Wrong(
+            "the last bucket waits forever",
+            functools.partial(_Buckets, flush=False),
+            "the last bucket",
+            "still waits",
+        ),
+        Wrong(
+            "the last bucket leaves in the next step",
+            _LeavesWithTheNext,
+            "the last bucket",
+            "still waits",
+        ),
+        Wrong("averaged twice", _AveragedTwice, "full buckets", "Divided twice"),
+        Wrong(
+            "the mean of the weights",
+            _ReducesWeights,
+            "full buckets",
+            "The hook is given the *parameter*",
+        ),
+        Wrong(
+            "counts once only",
+            functools.partial(_Buckets, rearm=False),
+            "step after step",
+            "the next backward pass",
+        ),
+        Wrong(
+            "a message for each parameter",
+            functools.partial(_Buckets, flat=False),
+            "few messages",
+            "one flat tensor",
+        ),
+        Wrong(
+            "one bucket at the end",
+            functools.partial(_Buckets, late=True),
+            "during the backward pass",
+            "have long been ready",
+        ),
+        Wrong(
+            "reduces in every micro-batch",
+            functools.partial(_Buckets, quiet=False),
+            "accumulation",
+            "reduced 3 times",
+        ),
+        Wrong("quiet for ever after an error", _StaysQuiet, "after an error", "in a `finally`"),
+        Wrong(
+            "forgets what was not reduced",
+            functools.partial(_Buckets, lossy=True),
+            "accumulation",
+            "add up in .grad",
+        ),
+    ),
+    hints=(
+        "Ask three questions: do all ranks start with the same weights? What becomes of a bucket that is not full when the backward pass ends? "
+        "What does no_sync() do?",
+        "You know how many parameters there are. When the last one has come, flush whatever waits.",
+        "no_sync sets a flag, and the hook returns at once while it is set; .grad goes on adding up. Set it back in a `finally`.",
+    ),
+)
+
+EXERCISES = (SAMPLER, HOOKS, REPAIR)

@@ -1,0 +1,630 @@
+"""Exercises of lab 06: a softmax that is never complete, two halves that become a whole, and a mask that is right on every square."""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from labutils import flash
+from labutils.teach.exercises import Exercise, Failed, Property, Wrong
+
+Blocks = Iterable[tuple[Tensor, Tensor]]
+Online = Callable[[Blocks], tuple[Tensor, Tensor]]
+Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Attend = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _far(mine: Tensor, exact: Tensor) -> float:
+    """The largest difference; NaN and a missing infinity count as infinitely far."""
+    if mine.shape != exact.shape:
+        return math.inf
+    difference = (mine.double() - exact.double()).abs().masked_fill(mine == exact, 0)
+    return difference.nan_to_num(math.inf).max().item()
+
+
+def _pair(found: object, what: str) -> tuple[Tensor, Tensor]:
+    if (
+        not isinstance(found, (tuple, list))
+        or len(found) != 2
+        or not all(isinstance(part, Tensor) for part in found)
+    ):
+        got = (
+            ", ".join(type(part).__name__ for part in found)
+            if isinstance(found, (tuple, list))
+            else type(found).__name__
+        )
+        raise Failed(f"you returned {got}", f"Return two tensors: {what}.")
+    return found[0], found[1]
+
+
+# Online softmax
+
+
+def _cut(scores: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    values = _noise(len(scores), 3, seed=1)
+    return zip(scores.split(size), values.split(size), strict=True)
+
+
+def _online(
+    attempt: Online,
+    cases: dict[str, tuple[Tensor, int]],
+    hint: Callable[[Tensor], str],
+    part: int = 0,
+) -> str:
+    for name, (scores, size) in cases.items():
+        found = _pair(
+            attempt((s.clone(), v.clone()) for s, v in _cut(scores, size)),
+            "the output and the log-sum-exp",
+        )
+        if found[0].dim() < found[1].dim():
+            raise Failed(
+                f"{name}: your first tensor is a single number",
+                "The output, as wide as the values, comes first; the log-sum-exp second.",
+            )
+        found = found[part]
+        exact = (scores.softmax(0) @ _noise(len(scores), 3, seed=1), scores.logsumexp(0))[part]
+        if _far(found, exact) > 1e-9:
+            raise Failed(
+                f"{name}: you return {found.tolist()}, it is {exact.tolist()}", hint(found)
+            )
+    return f"{len(cases)} case{'s' * (len(cases) > 1)}"
+
+
+def _first_highest(attempt: Online) -> str:
+    cases = {
+        "one block": (_noise(5), 5),
+        "six scores, falling, in blocks of 2": (_noise(6).sort(descending=True).values, 2),
+    }
+    return _online(
+        attempt,
+        cases,
+        lambda _: (
+            "The output is Σ exp(score)·value over all blocks, divided once by Σ exp(score) over all blocks."
+        ),
+    )
+
+
+def _later_highest(attempt: Online) -> str:
+    rising = torch.tensor([0.0, 1.0, 3.0, 4.0], dtype=torch.float64)
+
+    def hint(found: Tensor) -> str:
+        values, late = _noise(4, 3, seed=1), (rising[2:] - 4).exp()
+
+        def with_factor(factor: float) -> Tensor:
+            return (factor * (rising[:2] - 1).exp() @ values[:2] + late @ values[2:]) / (
+                rising - 4
+            ).exp().sum()
+
+        if _far(found, with_factor(1)) < 1e-9:
+            return "The sum of exponentials is rescaled when a larger maximum comes, the output so far is not: both are in units of the old maximum."
+        if _far(found, with_factor(math.exp(3))) < 1e-9:
+            return "The factor for the output is exp(old − new), below 1. Algorithm 1 of FlashAttention-2 prints its inverse: an erratum."
+        return "When a block brings a larger maximum, everything summed so far has to be multiplied by exp(old maximum − new maximum)."
+
+    return _online(
+        attempt,
+        {
+            "scores 0, 1, then 3, 4": (rising, 2),
+            "twelve scores, rising": (_noise(12).sort().values * 3, 3),
+        },
+        hint,
+    )
+
+
+def _huge(attempt: Online) -> str:
+    cases = {"scores near 1000": (1000 + _noise(6), 2), "scores near −1000": (-1000 + _noise(6), 2)}
+    _online(
+        attempt,
+        cases,
+        lambda _: (
+            "exp(1000) is infinite and exp(−1000) is zero: subtract the largest score so far before the exponential."
+        ),
+    )
+    falling = {
+        "scores 1000, 999, then 1, 0": (
+            torch.tensor([1000.0, 999.0, 1.0, 0.0], dtype=torch.float64),
+            2,
+        )
+    }
+    _online(
+        attempt,
+        falling,
+        lambda _: (
+            "A block of smaller scores must not lower the maximum: subtract the largest so far, not the largest of the block."
+        ),
+    )
+    return "3 cases"
+
+
+def _blind_start(attempt: Online) -> str:
+    scores = torch.cat([torch.full((2,), -math.inf, dtype=torch.float64), _noise(4)])
+    hint = "A block that is masked throughout has the maximum −inf, and −inf − (−inf) is NaN: start from the lowest finite number of the scores' dtype instead."
+    hint += " (torch.tensor(x) makes a float32: there the lowest float64 is −inf again.)"
+    return _online(attempt, {"the first block is masked": (scores, 2)}, lambda _: hint)
+
+
+def _lse(attempt: Online) -> str:
+    scores = _noise(6) + 2
+
+    def hint(found: Tensor) -> str:
+        if _far(found, scores.logsumexp(0) / math.log(2)) < 1e-9:
+            return "That is the logarithm to base 2. Kernels compute in base 2 because the hardware has exp2; what they return is natural."
+        return "The sum was taken after subtracting the maximum: log Σ exp(score) = maximum + log(sum)."
+
+    return _online(attempt, {"six scores in blocks of 2": (scores, 2)}, hint, part=1)
+
+
+def _forgets(attempt: Online) -> str:
+    alive: list[weakref.ref] = []
+    most = 0
+
+    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        nonlocal most
+        for k in range(8):
+            scores, values = _noise(16, seed=k), _noise(16, 3, seed=k)
+            alive.append(weakref.ref(values))
+            yield scores, values
+            del scores, values
+            most = max(most, sum(ref() is not None for ref in alive))
+
+    attempt(blocks())
+    if most > 2:
+        raise Failed(
+            f"after the last of 8 blocks {most} were still alive",
+            "Keep a maximum, a sum and an output, not the blocks: that is what makes s × s go away.",
+        )
+    return "8 blocks, seen once"
+
+
+def _online_with(
+    rescale_out: bool = True,
+    sign: int = 1,
+    shift: bool = True,
+    start: float = -1e300,
+    base: float = math.e,
+) -> Online:
+    """An online softmax with one of the bugs that are about."""
+
+    def attempt(blocks: Blocks) -> tuple[Tensor, Tensor]:
+        top, total, out = torch.tensor(start if shift else 0.0, dtype=torch.float64), 0.0, 0.0
+        for scores, values in blocks:
+            new = torch.maximum(top, scores.max()) if shift else top
+            factor = (sign * (top - new)).exp() if isinstance(total, Tensor) else 1.0
+            weights = (scores - new).exp()
+            total = total * (factor if sign > 0 else (top - new).exp()) + weights.sum()
+            out = out * (factor if rescale_out else 1.0) + weights @ values
+            top = new
+        return out / total, (top + total.log()) / math.log(base)
+
+    return attempt
+
+
+def _own_maximum(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    top, total, out = torch.tensor(-1e300, dtype=torch.float64), 0.0, 0.0
+    for scores, values in blocks:
+        rescale, weights, top = (
+            (top - scores.max()).exp(),
+            (scores - scores.max()).exp(),
+            scores.max(),
+        )
+        total, out = total * rescale + weights.sum(), out * rescale + weights @ values
+    return out / total, top + total.log()
+
+
+def _swapped(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    return flash.online(blocks)[::-1]
+
+
+def _blockwise_mean(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    parts = [(scores.softmax(0) @ values, scores.logsumexp(0)) for scores, values in blocks]
+    return torch.stack([out for out, _ in parts]).mean(0), torch.stack(
+        [lse for _, lse in parts]
+    ).logsumexp(0)
+
+
+def _collect(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    scores, values = (torch.cat(parts) for parts in zip(*list(blocks), strict=True))
+    return scores.softmax(0) @ values, scores.logsumexp(0)
+
+
+def _without_top(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    blocks = [(scores.clone(), values) for scores, values in blocks]
+    out, lse = flash.online(blocks)
+    return out, lse - max(scores.max() for scores, _ in blocks)
+
+
+ONLINE = Exercise(
+    id="flash/online-softmax",
+    title="A softmax that is never complete",
+    minutes=15,
+    difficulty=2,
+    proves="you can normalize a row of scores that you never see as a whole",
+    reference=flash.online,
+    properties=(
+        Property("the maximum comes first", _first_highest),
+        Property("a larger maximum comes later", _later_highest),
+        Property("huge scores", _huge),
+        Property("a masked first block", _blind_start),
+        Property("the log-sum-exp", _lse),
+        Property("blocks are forgotten", _forgets),
+    ),
+    wrong=(
+        Wrong(
+            "mean of the blocks' outputs",
+            _blockwise_mean,
+            "the maximum comes first",
+            "divided once",
+        ),
+        Wrong(
+            "the output is not rescaled",
+            _online_with(rescale_out=False),
+            "a larger maximum comes later",
+            "the output so far is not",
+        ),
+        Wrong(
+            "the printed inverse",
+            _online_with(sign=-1),
+            "a larger maximum comes later",
+            "prints its inverse",
+        ),
+        Wrong(
+            "no maximum at all",
+            _online_with(shift=False),
+            "huge scores",
+            "subtract the largest score",
+        ),
+        Wrong(
+            "the maximum of the block alone",
+            _own_maximum,
+            "huge scores",
+            "must not lower the maximum",
+        ),
+        Wrong("lse first", _swapped, "the maximum comes first", "comes first"),
+        Wrong(
+            "starts from −inf",
+            _online_with(start=-math.inf),
+            "a masked first block",
+            "lowest finite number",
+        ),
+        Wrong("log-sum-exp to base 2", _online_with(base=2), "the log-sum-exp", "base 2"),
+        Wrong(
+            "log-sum-exp without the maximum", _without_top, "the log-sum-exp", "maximum + log(sum)"
+        ),
+        Wrong("collects the blocks", _collect, "blocks are forgotten", "not the blocks"),
+    ),
+    hints=(
+        "Three things are enough to remember: the largest score so far, the sum of exp(score − largest), and the sum of exp(score − largest)·value.",
+        "When the largest score changes from m to m', each exp(score − m) you have summed becomes exp(score − m') by one factor: exp(m − m').",
+        "Start with m = torch.finfo(dtype).min in that dtype, sum 0, output 0. In the end return output / sum and m + log(sum).",
+    ),
+)
+
+
+# Merge
+
+
+def _halves(s_k: int = 6, first: int = 3, size: float = 1.0) -> tuple[Tensor, ...]:
+    q, k, v = size * _noise(1, 2, 4, 5), _noise(1, 2, s_k, 5, seed=1), _noise(1, 2, s_k, 5, seed=2)
+    parts = [
+        flash.plain(q, k[:, :, at], v[:, :, at]) for at in (slice(0, first), slice(first, s_k))
+    ]
+    return *parts[0], *parts[1], *flash.plain(q, k, v)
+
+
+def _merged(
+    attempt: Merge, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _pair(attempt(o1, lse1, o2, lse2), "the merged output and the merged log-sum-exp")
+
+
+def _outputs(attempt: Merge) -> str:
+    for name, sizes in {"halves": (6, 3), "1 key and 7 keys": (8, 1)}.items():
+        o1, lse1, o2, lse2, exact, _ = _halves(*sizes)
+        out, _ = _merged(attempt, o1, lse1, o2, lse2)
+        if _far(out, exact) > 1e-9:
+            if _far(out, (o1 + o2) / 2) < 1e-9:
+                hint = "The two outputs do not weigh the same: a part whose scores are larger has the larger share of the softmax."
+            elif _far(out, flash.merge(o1, lse2, o2, lse1)[0]) < 1e-9:
+                hint = "The shares are swapped: the part with the larger lse has the larger one."
+            elif _far(out, o1 + o2) < 1e-9:
+                hint = "Each output is normalized over its own keys, so each is a mean already; the sum of two means is twice too much."
+            else:
+                hint = "Each part's share of the whole is exp(its lse) / (exp(lse1) + exp(lse2)), row by row."
+            raise Failed(f"{name}: off by {_far(out, exact):.3g}", hint)
+    return "2 cases"
+
+
+def _merged_lse(attempt: Merge) -> str:
+    *parts, _, exact = _halves()
+    _, lse = _merged(attempt, *parts)
+    if _far(lse, exact) > 1e-9:
+        raise Failed(
+            f"lse is off by {_far(lse, exact):.3g}",
+            "The sums of exponentials add, not their logarithms: log(exp(lse1) + exp(lse2)).",
+        )
+    return "4 rows, 2 heads"
+
+
+def _large(attempt: Merge) -> str:
+    o1, lse1, o2, lse2, exact, whole = _halves()
+    out, lse = _merged(attempt, o1, lse1 + 1000, o2, lse2 + 1000)
+    if max(_far(out, exact), _far(lse, whole + 1000)) > 1e-9:
+        raise Failed(
+            "with both lse 1000 larger the output is no longer the same",
+            "exp(1000) is infinite: subtract the larger of the two lse first.",
+        )
+    apart = 1000 * torch.arange(
+        4.0, dtype=torch.float64
+    )  # rows of different size, parts of the same
+    out, lse = _merged(attempt, o1, lse1 + apart, o2, lse2 + apart)
+    if max(_far(out, exact), _far(lse, whole + apart)) > 1e-9:
+        raise Failed(
+            "with rows whose lse lie 1000 apart the output is no longer the same",
+            "Row by row: what is largest over all rows turns a smaller row into 0/0.",
+        )
+    return "lse near 1000, and rows 1000 apart"
+
+
+def _nothing(attempt: Merge) -> str:
+    o1, lse1, *_ = _halves()
+    blank, nowhere = torch.zeros_like(o1), torch.full_like(lse1, -math.inf)
+    for name, parts, exact in (
+        ("one part", (o1, lse1, blank, nowhere), (o1, lse1)),
+        ("both parts", (blank, nowhere) * 2, (blank, nowhere)),
+    ):
+        found = _merged(attempt, *parts)
+        if any(_far(mine, right) > 1e-9 for mine, right in zip(found, exact, strict=True)):
+            raise Failed(
+                f"{name} saw no key (out 0, lse −inf): you return {found[0].flatten()[0].item():.3g} and {found[1].flatten()[0].item():.3g}",
+                "A causal mask can leave a part without keys. −inf − (−inf) is NaN, 0/0 too: the answer of two empty parts is 0 and −inf.",
+            )
+    return "one empty part, two empty parts"
+
+
+def _gradient(attempt: Merge) -> str:
+    q, k, v = (
+        x.requires_grad_()
+        for x in (_noise(1, 1, 3, 4), _noise(1, 1, 6, 4, seed=1), _noise(1, 1, 6, 4, seed=2))
+    )
+    parts = [
+        part
+        for at in (slice(0, 3), slice(3, 6))
+        for part in flash.attention(q, k[:, :, at], v[:, :, at])
+    ]
+    weights = _noise(1, 1, 3, 4, seed=3)
+    mine = torch.autograd.grad(
+        (_merged(attempt, *parts)[0] * weights).sum(), (q, k, v), allow_unused=True
+    )
+    exact = torch.autograd.grad((flash.plain(q, k, v)[0] * weights).sum(), (q, k, v))
+    if any(g is None or _far(g, e) > 1e-9 for g, e in zip(mine, exact, strict=True)):
+        raise Failed(
+            "the gradients of q, k and v through your merge are wrong",
+            "The weights depend on lse, so lse needs its gradient: no detach() on what remains in the result.",
+        )
+    return "q, k and v"
+
+
+def _average(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    return (o1 + o2) / 2, torch.logaddexp(lse1, lse2)
+
+
+def _sum(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    return o1 + o2, torch.logaddexp(lse1, lse2)
+
+
+def _logs_added(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    return flash.merge(o1, lse1, o2, lse2)[0], lse1 + lse2
+
+
+def _unshifted(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    w1, w2 = lse1.exp(), lse2.exp()
+    return (o1 * w1[..., None] + o2 * w2[..., None]) / (w1 + w2)[..., None], (w1 + w2).log()
+
+
+def _shares_swapped(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    return flash.merge(o1, lse2, o2, lse1)
+
+
+def _one_maximum(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    top = torch.maximum(lse1, lse2).max()
+    out, lse = _unshifted(o1, lse1 - top, o2, lse2 - top)
+    return out, lse + top
+
+
+def _sigmoid(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    share = torch.sigmoid(lse1 - lse2)[..., None]
+    return share * o1 + (1 - share) * o2, torch.logaddexp(lse1, lse2)
+
+
+def _detached(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    return flash.merge(o1, lse1.detach(), o2, lse2.detach())
+
+
+MERGE = Exercise(
+    id="flash/merge",
+    title="Two halves of the keys",
+    minutes=15,
+    difficulty=2,
+    proves="you can put attention over all keys together from attention over parts of them",
+    reference=flash.merge,
+    properties=(
+        Property("outputs", _outputs),
+        Property("log-sum-exp", _merged_lse),
+        Property("large scores", _large),
+        Property("parts without keys", _nothing),
+        Property("gradients", _gradient),
+    ),
+    wrong=(
+        Wrong("average", _average, "outputs", "do not weigh the same"),
+        Wrong("sum", _sum, "outputs", "twice too much"),
+        Wrong("adds the logarithms", _logs_added, "log-sum-exp", "not their logarithms"),
+        Wrong("each the other's share", _shares_swapped, "outputs", "swapped"),
+        Wrong("one maximum for all rows", _one_maximum, "large scores", "Row by row"),
+        Wrong("exponentials without a shift", _unshifted, "large scores", "subtract the larger"),
+        Wrong("sigmoid of the difference", _sigmoid, "parts without keys", "NaN"),
+        Wrong("detached weights", _detached, "gradients", "lse needs its gradient"),
+    ),
+    hints=(
+        "lse says how much a part weighs: exp(lse) is the denominator that its output was divided by.",
+        "Undo both divisions, add, divide by the sum of both denominators. Subtract the larger lse from both before the exponential.",
+        "Where both lse are −inf, subtract some finite number instead, and divide by 1 instead of 0.",
+    ),
+)
+
+
+# Bug hunt: the mask
+
+
+def buggy_attention(q, k, v, *, causal, block_q, block_k):
+    """Tiled causal attention (b, a, s, d) → (out, lse), with a bug that no square can show."""
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+    for top in range(0, q.shape[2], block_q):
+        rows = torch.arange(top, min(top + block_q, q.shape[2]))
+        state = None
+        for left in range(0, k.shape[2], block_k):
+            columns = torch.arange(left, min(left + block_k, k.shape[2]))
+            if causal and columns[0] > rows[-1]:
+                break
+            scores = q[:, :, rows] @ k[:, :, columns].mT * q.shape[-1] ** -0.5
+            if causal:
+                scores = scores.masked_fill(columns > rows[:, None], -math.inf)
+            part = scores.softmax(-1) @ v[:, :, columns], scores.logsumexp(-1)
+            part = part[0].nan_to_num(0), part[1]
+            state = part if state is None else flash.merge(*state, *part)
+        if state is not None:
+            out[:, :, rows], lse[:, :, rows] = state
+    return out, lse
+
+
+def _attends(
+    attempt: Attend,
+    shapes: dict[str, tuple[int, int]],
+    hint: Callable[[Tensor, Tensor, int, int], str],
+) -> str:
+    for name, (s_q, s_k) in shapes.items():
+        q, k, v = _noise(1, 2, s_q, 4), _noise(1, 2, s_k, 4, seed=1), _noise(1, 2, s_k, 4, seed=2)
+        out, lse = _pair(
+            attempt(q.clone(), k.clone(), v.clone(), causal=True, block_q=3, block_k=2),
+            "the output and the log-sum-exp",
+        )
+        exact, exact_lse = flash.plain(q, k, v, causal=True)
+        if max(_far(out, exact), _far(lse, exact_lse)) > 1e-9:
+            rows = [
+                i
+                for i in range(s_q)
+                if _far(out[:, :, i], exact[:, :, i]) > 1e-9
+                or _far(lse[:, :, i], exact_lse[:, :, i]) > 1e-9
+            ]
+            raise Failed(
+                f"{name}: {s_q} quer{'y' if s_q == 1 else 'ies'}, {s_k} keys: wrong in {'query' if len(rows) == 1 else 'queries'} {', '.join(map(str, rows))}",
+                hint(lse, exact_lse, s_q, s_k),
+            )
+    return ", ".join(shapes)
+
+
+def _keys_seen(lse: Tensor, s_q: int, s_k: int) -> Callable[[int], bool]:
+    """Whether each row saw exactly the keys up to i + offset, for an offset asked about."""
+    q, k, v = _noise(1, 2, s_q, 4), _noise(1, 2, s_k, 4, seed=1), _noise(1, 2, s_k, 4, seed=2)
+    return lambda offset: _far(lse, flash.plain(q, k, v, causal=True, offset=offset)[1]) < 1e-9
+
+
+def _squares(attempt: Attend) -> str:
+    return _attends(
+        attempt,
+        {"even": (6, 6), "ragged": (7, 7)},
+        lambda *_: "As many queries as keys: query i sees keys 0 … i, and no other.",
+    )
+
+
+def _cache(attempt: Attend) -> str:
+    def hint(lse: Tensor, exact: Tensor, s_q: int, s_k: int) -> str:
+        seen = _keys_seen(lse, s_q, s_k)
+        if seen(0):
+            return "The new token saw key 0 alone: its row number is 0, but it stands at the end of the cache. The last query sees the last key."
+        if seen(s_q - s_k):
+            return "The offset has the wrong sign: it is s_k − s_q, the number of keys that came before the first query."
+        if (lse <= exact + 1e-12).all():
+            return "The mask is right and keys are missing: the loop leaves before it has reached them. Its test needs the same offset as the mask."
+        return "Queries are the last s_q positions of a sequence of s_k: query i stands at position i + s_k − s_q."
+
+    return _attends(
+        attempt, {"one new token": (1, 8), "three new tokens": (3, 8), "five": (5, 9)}, hint
+    )
+
+
+def _more_queries(attempt: Attend) -> str:
+    def hint(lse: Tensor, exact: Tensor, s_q: int, s_k: int) -> str:
+        return "The first queries come before every key: their output is 0 and their lse −inf, without a NaN on the way."
+
+    return _attends(attempt, {"more queries than keys": (8, 5)}, hint)
+
+
+def _only_the_mask_moved(q: Tensor, k: Tensor, v: Tensor, **blocks: int) -> tuple[Tensor, Tensor]:
+    # What a loop misses that still stops at the diagonal of the square: whole tiles beyond it.
+    s_q, s_k, block_q, block_k = q.shape[2], k.shape[2], blocks["block_q"], blocks["block_k"]
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+    for top in range(0, s_q, block_q):
+        rows = slice(top, min(top + block_q, s_q))
+        reached = min(s_k, -(-rows.stop // block_k) * block_k)
+        part = flash.plain(
+            q[:, :, rows],
+            k[:, :, :reached],
+            v[:, :, :reached],
+            causal=True,
+            offset=rows.start + s_k - s_q,
+        )
+        out[:, :, rows], lse[:, :, rows] = part
+    return out, lse
+
+
+def _wrong_sign(q: Tensor, k: Tensor, v: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    return flash.plain(q, k, v, causal=True, offset=q.shape[2] - k.shape[2])
+
+
+def _strict(q: Tensor, k: Tensor, v: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    return flash.plain(q, k, v, causal=True, offset=k.shape[2] - q.shape[2] - 1)
+
+
+def _blind_nan(q: Tensor, k: Tensor, v: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    out, lse = flash.plain(q, k, v, causal=True)
+    return out.masked_fill((lse == -math.inf)[..., None], math.nan), lse
+
+
+HUNT = Exercise(
+    id="flash/causal-hunt",
+    title="Bug hunt: right on every square",
+    minutes=15,
+    difficulty=2,
+    proves="you know where a causal mask sits when there are more keys than queries",
+    reference=flash.attention,
+    properties=(
+        Property("as many queries as keys", _squares),
+        Property("new tokens after a cache", _cache),
+        Property("more queries than keys", _more_queries),
+    ),
+    wrong=(
+        Wrong("the code as it stands", buggy_attention, "new tokens after a cache", "key 0 alone"),
+        Wrong(
+            "only the mask was moved",
+            _only_the_mask_moved,
+            "new tokens after a cache",
+            "the loop leaves before",
+        ),
+        Wrong("the offset's sign", _wrong_sign, "new tokens after a cache", "wrong sign"),
+        Wrong("a query does not see itself", _strict, "as many queries as keys", "0 … i"),
+        Wrong("NaN where no key is seen", _blind_nan, "more queries than keys", "without a NaN"),
+    ),
+    hints=(
+        "Every test of the author had as many queries as keys. What is the position of the first query if there are 8 keys and 1 query?",
+        "Two lines compare a column with a row. Both compare positions, and a row's position is not its number.",
+        "offset = s_k − s_q; mask columns > rows + offset, and leave the loop when columns[0] > rows[-1] + offset.",
+    ),
+)
+
+EXERCISES = (ONLINE, MERGE, HUNT)

@@ -1,0 +1,518 @@
+"""Exercises of lab 01: decode, encode, a sum that does not stall, and a cast that rounds twice."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from labutils import precision
+from labutils.floats import BF16, E4M3, E5M2, FP16, FP32, FloatFormat
+from labutils.teach.exercises import Exercise, Failed, Property, Wrong
+
+MINE = FloatFormat("1-3-4", 3, 4)
+Decode = Callable[[FloatFormat, int], float]
+Encode = Callable[[FloatFormat, float], int]
+
+
+# Decode
+
+
+def _decodes(
+    attempt: Decode,
+    fmt: FloatFormat,
+    codes: Sequence[int],
+    hint: Callable[[FloatFormat, int, float], str],
+) -> int:
+    for code in codes:
+        got, exact = attempt(fmt, code), fmt.decode(code)
+        if not isinstance(got, int | float):
+            raise Failed(
+                f"decode({fmt.name}, {code}) returned {got!r}",
+                "Return a Python number; .item() makes one of a tensor.",
+            )
+        same = got == exact and math.copysign(1, got) == math.copysign(1, exact)
+        if not same and not (math.isnan(got) and math.isnan(exact)):
+            raise Failed(
+                f"{fmt.name} {fmt.bit_string(code)}: you say {got}, it is {exact}",
+                hint(fmt, code, got),
+            )
+    return len(codes)
+
+
+def _normals(attempt: Decode) -> str:
+    def hint(fmt, code, got):
+        _, exponent, mantissa, _ = fmt.fields(code)
+        fraction = mantissa / 2**fmt.mantissa_bits
+        if got == math.ldexp(fraction, exponent - fmt.bias):
+            return "The fraction alone is missing something: a normal number has a 1 in front that no bit stores."
+        if got == math.ldexp(1 + fraction, exponent):
+            return f"The exponent field is stored with a bias: {fmt.name} subtracts {fmt.bias} from it."
+        return "A normal number is (1 + mantissa/2^mantissa_bits) · 2^(exponent − bias)."
+
+    cases = [(FP16, range(0x400, 0x7C00, 97)), (E4M3, range(8, 120)), (MINE, range(16, 112))]
+    return f"{sum(_decodes(attempt, fmt, codes, hint) for fmt, codes in cases)} codes"
+
+
+def _signs(attempt: Decode) -> str:
+    def hint(fmt, code, got):
+        if got == 0:
+            return "Zero has two codes, +0 and −0; the sign of a zero must survive."
+        return (
+            "The first bit is the sign."
+            if fmt.decode(code)
+            else "All bits are 0: exponent field 0 has no leading 1."
+        )
+
+    cases = [(MINE, [0, 0x80, *range(0x90, 0xF0)]), (FP16, [0x8000, 0xBC00])]
+    return f"{sum(_decodes(attempt, fmt, codes, hint) for fmt, codes in cases)} codes"
+
+
+def _subnormals(attempt: Decode) -> str:
+    def hint(fmt, code, got):
+        step = math.ldexp(1.0, fmt.min_exponent - fmt.mantissa_bits)
+        mantissa = fmt.fields(code).mantissa
+        if got == 0:
+            return "Exponent field 0 is not zero as a whole: these codes fill the gap between 0 and the smallest normal number."
+        if got == mantissa * step / 2:
+            return "Subnormals share the exponent of the smallest normal number, 1 − bias and not 0 − bias: else a gap stays open."
+        return "Exponent field 0 has no leading 1: the value is mantissa/2^mantissa_bits · 2^(1 − bias)."
+
+    cases = [(E4M3, range(1, 8)), (FP16, range(1, 0x400, 31)), (MINE, range(1, 16))]
+    return f"{sum(_decodes(attempt, fmt, codes, hint) for fmt, codes in cases)} codes"
+
+
+def _ieee_specials(attempt: Decode) -> str:
+    def hint(fmt, code, got):
+        if abs(got) == abs(fmt.decode(code)):
+            return "Infinity has a sign, too."
+        return "In an IEEE format the top exponent is special: mantissa 0 is infinity, everything else NaN."
+
+    cases = [
+        (FP16, [0x7C00, 0xFC00, 0x7C01, 0x7E00]),
+        (E5M2, [*range(124, 128), 252]),
+        (MINE, [112, 113]),
+    ]
+    return f"{sum(_decodes(attempt, fmt, codes, hint) for fmt, codes in cases)} codes"
+
+
+def _e4m3_specials(attempt: Decode) -> str:
+    def hint(fmt, code, got):
+        if math.isnan(got) or math.isinf(got):
+            return "e4m3 has no infinity and takes its top exponent back: seven more magnitudes, 256 to 448. Look at fmt.inf and fmt.nan."
+        return "nan='all_ones': in e4m3 the code whose exponent and mantissa bits are all 1 is NaN."
+
+    return f"{_decodes(attempt, E4M3, [*range(120, 128), 255], hint)} codes"
+
+
+def _decode_with(
+    leading_one: bool = True,
+    bias: bool = True,
+    subnormal_shift: int = 1,
+    flush: bool = False,
+    all_ieee: bool = False,
+) -> Decode:
+    """A decoder with one of the misconceptions that are about."""
+
+    def decode(fmt: FloatFormat, code: int) -> float:
+        sign, exponent, mantissa, kind = fmt.fields(code)
+        top = exponent == 2**fmt.exponent_bits - 1
+        if kind in ("inf", "nan") or (all_ieee and top):
+            return math.copysign(math.inf, -sign) if mantissa == 0 else math.nan
+        fraction = mantissa / 2**fmt.mantissa_bits
+        if exponent == 0:
+            magnitude = 0.0 if flush else math.ldexp(fraction, subnormal_shift - fmt.bias)
+        else:
+            magnitude = math.ldexp(leading_one + fraction, exponent - fmt.bias * bias)
+        return -magnitude if sign else magnitude
+
+    return decode
+
+
+DECODE = Exercise(
+    id="floats/decode",
+    title="Read a code",
+    minutes=10,
+    difficulty=1,
+    proves="you can say what any pattern of bits means in any format",
+    reference=FloatFormat.decode,
+    properties=(
+        Property("normal numbers", _normals),
+        Property("signs and zeros", _signs),
+        Property("subnormal numbers", _subnormals),
+        Property("inf and NaN", _ieee_specials),
+        Property("e4m3's own corners", _e4m3_specials),
+    ),
+    wrong=(
+        Wrong(
+            "no leading one",
+            _decode_with(leading_one=False),
+            "normal numbers",
+            "1 in front that no bit stores",
+        ),
+        Wrong("no bias", _decode_with(bias=False), "normal numbers", "stored with a bias"),
+        Wrong(
+            "subnormals at 0 − bias",
+            _decode_with(subnormal_shift=0),
+            "subnormal numbers",
+            "1 − bias and not 0 − bias",
+        ),
+        Wrong(
+            "an infinity without sign",
+            lambda fmt, code: math.inf if fmt.fields(code).kind == "inf" else fmt.decode(code),
+            "inf and NaN",
+            "has a sign, too",
+        ),
+        Wrong(
+            "a leading one everywhere",
+            lambda fmt, code: fmt.decode(code) or 2.0 ** (1 - fmt.bias),
+            "signs and zeros",
+            "no leading 1",
+        ),
+        Wrong("subnormals are zero", _decode_with(flush=True), "subnormal numbers", "fill the gap"),
+        Wrong(
+            "every format is IEEE", _decode_with(all_ieee=True), "e4m3's own corners", "no infinity"
+        ),
+    ),
+    hints=(
+        "fmt.fields(code) cuts the code into sign, exponent field and mantissa field, and says which kind of value they make.",
+        "normal: (1 + mantissa / 2**M) · 2**(exponent − bias). subnormal: (0 + mantissa / 2**M) · 2**(1 − bias).",
+        "math.ldexp(f, e) is f · 2**e without rounding; −0.0 needs the sign put on after the magnitude is known.",
+    ),
+)
+
+
+# Encode
+
+
+def _encodes(attempt: Encode, fmt: FloatFormat, numbers: Sequence[float], hint: str) -> int:
+    for x in numbers:
+        got, exact = attempt(fmt, x), fmt.encode(x)
+        if not isinstance(got, int) or not 0 <= got < 2**fmt.bits:
+            raise Failed(
+                f"encode({fmt.name}, {x}) returned {got!r}",
+                f"A code of {fmt.name} is an int from 0 to {2**fmt.bits - 1}.",
+            )
+        if got != exact and not fmt.fields(got).kind == fmt.fields(exact).kind == "nan":
+            yours, right = (f"{fmt.bit_string(code)} ({fmt.decode(code)})" for code in (got, exact))
+            if got ^ exact == 1 << fmt.exponent_bits + fmt.mantissa_bits:
+                hint = "All but the sign is right: its bit stands above those of exponent and mantissa."
+            if x == 0:
+                hint = "Zero lies between no two powers of two, and math.frexp(0) says exponent 0 all the same: all its bits are 0, but for the sign."
+            raise Failed(f"{fmt.name}, x = {x}: you gave {yours}, it is {right}", hint)
+    return len(numbers)
+
+
+def _inside(fmt: FloatFormat, place: float) -> list[float]:
+    """Numbers at `place` of the gap above a code, where both ends of the gap lie in one binade."""
+    last = 2**fmt.mantissa_bits - 1
+    codes = [
+        c
+        for c in range(2**fmt.mantissa_bits, fmt.encode(fmt.max))
+        if fmt.fields(c).mantissa != last
+    ]
+    values = [
+        fmt.decode(c) + place * (fmt.decode(c + 1) - fmt.decode(c))
+        for c in codes[:: max(1, len(codes) // 60)]
+    ]
+    return [sign * v for v in values for sign in (1, -1)]
+
+
+def _grid(attempt: Encode) -> str:
+    count = _encodes(
+        attempt, E4M3, [v for v in E4M3.representable() if abs(v) >= E4M3.min_normal],
+        "This number is a value of the format, nothing is to be rounded: read the fields of the right answer.",
+    )  # fmt: skip
+    return f"{count} values"
+
+
+def _nearer(attempt: Encode) -> str:
+    hint = "You took the farther neighbor. Do you cut the rest off instead of rounding?"
+    count = sum(
+        _encodes(attempt, fmt, _inside(fmt, p), hint)
+        for fmt in (E4M3, FP16)
+        for p in (0.25, 0.75, 0.51, 0.49)
+    )
+    return f"{count} numbers"
+
+
+def _ties(attempt: Encode) -> str:
+    hint = "Halfway between two values: the one with the even significand (last bit 0) wins, so that errors cancel in the long run."
+    return (
+        f"{sum(_encodes(attempt, fmt, _inside(fmt, 0.5), hint) for fmt in (E4M3, MINE, FP16))} ties"
+    )
+
+
+def _carries(attempt: Encode) -> str:
+    powers = [math.ldexp(1, k) for k in range(-5, 8)]
+    hint = (
+        "Rounding up 1.111… gives 10.000…: the mantissa becomes 0 and the exponent goes up by one. "
+        "Consecutive values have consecutive codes, so adding 1 to the whole code does both."
+    )
+    return f"{_encodes(attempt, E4M3, [p * (1 - 2**-6) for p in powers], hint)} numbers"
+
+
+def _small(attempt: Encode) -> str:
+    hint = "Below the smallest normal number the gap stays what it is there; the exponent field is 0. Half the smallest subnormal is a tie and goes to zero."
+    step = E4M3.min_subnormal
+    numbers = [step * k / 4 for k in range(33)] + [-step * k for k in range(1, 9)]
+    return f"{_encodes(attempt, E4M3, numbers, hint) + _encodes(attempt, FP16, [1e-8, 3e-8, 6e-8, 1e-5], hint)} numbers"
+
+
+def _large(attempt: Encode) -> str:
+    hint = (
+        "Overflow is decided after rounding, as if the exponent had no end: up to half a gap above max still rounds down to max. "
+        "What lies beyond goes to inf, or to NaN where a format has no inf."
+    )
+    count = _encodes(attempt, FP16, [65504, 65505, 65519.99, 65520, 1e9, -7e4], hint)
+    return f"{count + _encodes(attempt, E4M3, [449, 463.9, 464, 464.1, -1e5], hint)} numbers"
+
+
+def _encode_with(
+    rounding: Callable[[float], float] = round,
+    carry: bool = True,
+    flush: bool = False,
+    eager: bool = False,
+) -> Encode:
+    """An encoder with one of the bugs that are about."""
+
+    def encode(fmt: FloatFormat, x: float) -> int:
+        negative, magnitude = math.copysign(1, x) < 0, abs(x)
+        sign = negative << fmt.exponent_bits + fmt.mantissa_bits
+        beyond = fmt.encode(-math.inf if negative else math.inf)
+        if magnitude == 0 or (flush and magnitude < fmt.min_normal):
+            return sign
+        if eager and magnitude > fmt.max:
+            return beyond
+        exponent = max(math.frexp(magnitude)[1] - 1, fmt.min_exponent)
+        significand = int(rounding(math.ldexp(magnitude, fmt.mantissa_bits - exponent)))
+        if not carry and significand == 2 << fmt.mantissa_bits:
+            significand = 1 << fmt.mantissa_bits
+        code = (exponent - fmt.min_exponent << fmt.mantissa_bits) + significand
+        return beyond if code > fmt.encode(fmt.max) else sign | code
+
+    return encode
+
+
+ENCODE = Exercise(
+    id="floats/encode",
+    title="Write the cast",
+    minutes=20,
+    difficulty=2,
+    proves="you can round any number into any format: to nearest, ties to even, subnormals and overflow included",
+    reference=FloatFormat.encode,
+    properties=(
+        Property("values of the format", _grid),
+        Property("the nearer neighbor", _nearer),
+        Property("ties to even", _ties),
+        Property("carry into the exponent", _carries),
+        Property("subnormal numbers", _small),
+        Property("overflow", _large),
+    ),
+    wrong=(
+        Wrong("cuts off", _encode_with(math.floor), "the nearer neighbor", "cut the rest off"),
+        Wrong("rounds half up", _encode_with(lambda s: math.floor(s + 0.5)), "ties to even", "even significand"),
+        Wrong("forgets the sign", lambda fmt, x: fmt.encode(abs(x)), "values of the format", "All but the sign"),
+        Wrong("zero has an exponent", lambda fmt, x: fmt.encode(x) or fmt.encode(0.25), "subnormal numbers", "no two powers"),
+        Wrong("drops the carry", _encode_with(carry=False), "carry into the exponent", "exponent goes up by one"),
+        Wrong("flushes subnormals", _encode_with(flush=True), "subnormal numbers", "the gap stays what it is"),
+        Wrong("compares with max before rounding", _encode_with(eager=True), "overflow", "decided after rounding"),
+    ),
+    hints=(
+        "Between which powers of two is |x|? math.frexp(|x|) gives m and e with |x| = m · 2**e and 0.5 ≤ m < 1, so its exponent is e − 1.",
+        "Count |x| in gaps: |x| / 2**(exponent − M), the exponent no lower than fmt.min_exponent. Python's round() is nearest-even.",
+        "code = ((exponent − fmt.min_exponent) << M) + significand, the leading 1 left in: it adds the missing 1 to the field.",
+        "Above fmt.encode(fmt.max) lie the specials: ask fmt.inf. The sign is the bit above exponent and mantissa.",
+    ),
+)  # fmt: skip
+
+
+# A sum that does not stall
+
+
+def _sum_of(attempt: Callable, terms: list[float], fmt: FloatFormat) -> float:
+    got = attempt(torch.tensor(terms), fmt)
+    if not isinstance(got, torch.Tensor) or got.shape != ():
+        raise Failed(
+            f"{len(terms)} terms in {fmt.name}: you returned {got!r}",
+            "Return one number, as a tensor of shape ().",
+        )
+    return got.item()
+
+
+def _ones(attempt: Callable) -> str:
+    for n, fmt in ((4096, FP16), (4096, BF16), (256, E4M3)):
+        if (got := _sum_of(attempt, [1.0] * n, fmt)) != n:
+            raise Failed(
+                f"{n} ones in {fmt.name}: you got {got:g}",
+                "It stalls where the spacing reaches 2: 1 is then half a gap. Add numbers of the same size to one another, so that none is small.",
+            )
+    return "three formats"
+
+
+def _any_length(attempt: Callable) -> str:
+    for n in (1, 2, 3, 5, 7, 100):
+        if (got := _sum_of(attempt, [1.0] * n, FP16)) != n:
+            raise Failed(
+                f"{n} ones: you got {got:g}",
+                "An odd number of terms leaves one over: carry it on to the next level.",
+            )
+    return "6 lengths"
+
+
+def _rounded_each(attempt: Callable) -> str:
+    if (got := _sum_of(attempt, [256.0, 1.0, 1.0, 1.0], BF16)) != 258:
+        raise Failed(
+            f"256 + 1 + 1 + 1 in bf16: you got {got:g}, a tree gives 258",
+            "259 is the exact sum, and 260 what it rounds to at the end. That is a good plan for hardware, but here every partial sum has to be a bf16.",
+        )
+    return "256 + 1 + 1 + 1"
+
+
+def _close(attempt: Callable) -> str:
+    terms = precision.round_to(torch.rand(1000, generator=torch.Generator().manual_seed(0)), BF16)
+    exact, bound = terms.double().sum().item(), 10 * BF16.eps / 2
+    error = abs(_sum_of(attempt, terms.tolist(), BF16) - exact) / exact
+    if error > bound:
+        raise Failed(
+            f"1000 numbers: relative error {error:.1%}, a tree of 10 levels stays below {bound:.1%}",
+            "How many additions does a term pass through?",
+        )
+    return f"error {error:.2%}, bound {bound:.1%}"
+
+
+def _fp32_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    return precision.round_to(x.sum(), fmt)
+
+
+def _blocked_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    while len(x) > 1:
+        x = precision.round_to(x[: len(x) // 2] + x[len(x) // 2 : len(x) // 2 * 2], fmt)
+    return x[0]
+
+
+PAIRWISE = Exercise(
+    id="floats/pairwise-sum",
+    title="A sum that does not stall",
+    minutes=10,
+    difficulty=2,
+    proves="you know why a running sum stops growing, and one cure",
+    reference=precision.pairwise_sum,
+    properties=(
+        Property("a sum of ones", _ones),
+        Property("any number of terms", _any_length),
+        Property("every addition in the format", _rounded_each),
+        Property("error of a tree", _close),
+    ),
+    wrong=(
+        Wrong(
+            "running sum",
+            lambda x, fmt: precision.running_sum(x, fmt)[-1],
+            "a sum of ones",
+            "half a gap",
+        ),
+        Wrong(
+            "sum in fp32, round at the end",
+            _fp32_sum,
+            "every addition in the format",
+            "every partial sum",
+        ),
+        Wrong("forgets the odd one", _blocked_sum, "any number of terms", "leaves one over"),
+        Wrong(
+            "sorts first",
+            lambda x, fmt: precision.running_sum(x.sort().values, fmt)[-1],
+            "a sum of ones",
+            "same size",
+        ),
+    ),
+    hints=(
+        "1 + 1 = 2 is exact, and so is 2 + 2. When would you ever add 1 to 2048?",
+        "Add neighbors: x[0::2] + x[1::2], round, and again, until one number is left. An odd last term waits a level.",
+    ),
+)
+
+
+# Bug hunt
+
+
+def through_float32(x: float) -> float:
+    """x in fp16, by way of float32."""
+    return torch.tensor(x, dtype=torch.float64).float().half().item()
+
+
+def _is_a_number(attempt: float) -> str:
+    if (
+        isinstance(attempt, bool)
+        or not isinstance(attempt, int | float)
+        or not math.isfinite(attempt)
+    ):
+        raise Failed(f"you gave {attempt!r}", "Give one finite Python number, such as 1 + 2**-11.")
+    return f"{attempt!r}"
+
+
+def _rounded_wrongly(attempt: float) -> str:
+    exact, suspect = FP16.round(attempt), through_float32(attempt)
+    if exact != suspect:
+        return f"it is {exact}, the cast says {suspect}"
+    seen, middle = f"{attempt!r}: both say {exact}", FP32.round(attempt)
+    if abs(attempt) >= 65520:
+        raise Failed(
+            seen, "From 65520 on everything goes to inf, whatever the way. Look between two values."
+        )
+    if not _is_tie(middle):
+        raise Failed(
+            seen,
+            "In float32 this number is not halfway between two fp16 values, so the second rounding sees what the first one saw. Move closer to a tie.",
+        )
+    if middle == attempt:
+        raise Failed(
+            seen,
+            "An exact tie, and float32 holds it as it is: the two agree. Go a little to one side, so little that float32 does not notice.",
+        )
+    raise Failed(
+        seen,
+        "float32 lost the side you are on, but the tie went your way by luck: to even. Go to the other side, or to the next tie.",
+    )
+
+
+def _is_tie(x: float) -> bool:
+    half = FP16.spacing(x) / 2
+    return not math.isnan(half) and (x / half) % 2 == 1
+
+
+DOUBLE_ROUNDING = Exercise(
+    id="floats/rounds-twice",
+    title="Bug hunt: the cast that rounds twice",
+    minutes=10,
+    difficulty=3,
+    proves="you know why a number must be rounded once, and which tests would have told",
+    reference=1 + 2**-11 + 2**-40,
+    properties=(
+        Property("a finite number", _is_a_number),
+        Property("the cast gets it wrong", _rounded_wrongly),
+    ),
+    wrong=(
+        Wrong("any number", 0.1, "the cast gets it wrong", "not halfway between two fp16 values"),
+        Wrong(
+            "an exact tie",
+            1 + 2**-11,
+            "the cast gets it wrong",
+            "so little that float32 does not notice",
+        ),
+        Wrong(
+            "next to a tie, but float32 sees it",
+            1 + 2**-11 + 2**-20,
+            "the cast gets it wrong",
+            "Move closer",
+        ),
+        Wrong("the lucky side", 1 + 2**-11 - 2**-40, "the cast gets it wrong", "other side"),
+        Wrong("overflow", 1e6, "the cast gets it wrong", "between two values"),
+        Wrong("not a number", math.nan, "a finite number", "finite Python number"),
+    ),
+    hints=(
+        "The cast rounds to float32, then to fp16. The first rounding must turn your number into something the second one misreads.",
+        "What does round-to-nearest-even do with a number exactly halfway between two fp16 values? And just above halfway?",
+        "1 + 2**-11 is halfway between 1 and 1 + 2**-10. float32 cannot see a change smaller than 2**-24 there, float64 can.",
+    ),
+)
+
+EXERCISES = (DECODE, ENCODE, PAIRWISE, DOUBLE_ROUNDING)

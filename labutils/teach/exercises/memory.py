@@ -1,0 +1,496 @@
+"""Count a model's parameters from its config.json, predict what attention keeps, and repair a table that forgot how deep a model is."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from labutils import measure, memory, units
+from labutils.config import ModelConfig
+from labutils.model import GPT
+from labutils.teach.exercises import Exercise, Failed, Property, Wrong
+
+
+def count_parameters(config: Mapping[str, Any]) -> int:
+    """Parameters of the model that a Llama-like config.json describes, exact.
+
+    >>> count_parameters(LLAMA_3)
+    8030261248
+    """
+    h, f, v, L = (
+        config[key]
+        for key in ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")
+    )
+    a = config["num_attention_heads"]
+    g, d = config.get("num_key_value_heads", a), h // a
+    bias = (a + 2 * g) * d if config["model_type"] == "qwen2" else 0
+    attention = h * (a + 2 * g) * d + bias + a * d * h
+    layer = attention + 3 * h * f + 2 * h
+    return v * h * (1 if config["tie_word_embeddings"] else 2) + L * layer + h
+
+
+def saved_by_attention(b: int, s: int, h: int, a: int, g: int, size: int) -> int:
+    """Bytes that plain causal attention with a query and g key–value heads keeps for its backward pass; `size` bytes a number, no dropout.
+
+    >>> saved_by_attention(b=1, s=8, h=16, a=4, g=4, size=4) == 4 * (5 * 8 * 16 + 4 * 8 * 8)
+    True
+    """
+    d = h // a
+    return size * (s * b * h + s * b * h + 2 * s * b * g * d + a * s * s * b + s * b * h)
+
+
+def activation_bytes(b: int, s: int, h: int, a: int, L: int) -> int:
+    """Bytes of activations of L layers by the paper: every layer keeps 34sbh + 5as²b."""
+    return L * (34 * s * b * h + 5 * a * s * s * b)
+
+
+LLAMA_3 = dict(
+    model_type="llama", hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32, vocab_size=128256,
+    max_position_embeddings=131072, tie_word_embeddings=False,
+)  # fmt: skip
+_LLAMA_2 = {key: value for key, value in LLAMA_3.items() if key != "num_key_value_heads"} | dict(
+    intermediate_size=11008, vocab_size=32000
+)
+_QWEN_SMALL = dict(
+    model_type="qwen2", hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2, num_hidden_layers=24, vocab_size=151936,
+    max_position_embeddings=32768, tie_word_embeddings=True,
+)  # fmt: skip
+_QWEN_7B = _QWEN_SMALL | dict(
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    num_hidden_layers=28,
+    vocab_size=152064,
+    tie_word_embeddings=False,
+)
+
+# ── parameters ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _counted(attempt: Callable, config: Mapping[str, Any], name: str) -> str:
+    model = ModelConfig.from_hf(config)
+    got, right, parts = attempt(dict(config)), model.num_params, model.parameters
+    if got == right:
+        return name
+    h, f, a, g, d, v, L = model.letters("h f a g d v L")
+    reasons = {
+        2
+        * h
+        * (a - g)
+        * d
+        * L: "Every query head got a key and a value head of its own. How many does num_key_value_heads give?",
+        parts[
+            "token embedding"
+        ]: "The head counts once more than it should: with tie_word_embeddings it is the embedding itself.",
+        -v
+        * h: "The head is missing, or the embedding: without tie_word_embeddings they are two matrices of the same size.",
+        -h * f * L: "A SwiGLU layer has three matrices: gate, up and down.",
+        -(a + 2 * g)
+        * d
+        * L: "Qwen2 has a bias on queries, keys and values, although config.json does not say so.",
+        -a
+        * d
+        * h
+        * L: "Attention has four matrices: behind queries, keys and values there is the output projection.",
+        -2 * g * d * L: "Qwen2 has a bias on keys and values as well as on queries.",
+        a * d * L: "Qwen2 has no bias on the output projection: on queries, keys and values alone.",
+        -(2 * L + 1) * h: "Norms have weights: two in every layer, one at the end.",
+        -2 * L * h: "Norms have weights: two in every layer, one at the end.",
+        (2 * L + 1) * h: "A norm here is RMSNorm: a weight and no bias.",
+        -h: "A last norm stands before the head.",
+        model.seq_len
+        * h: "There is no table of positions: RoPE turns queries and keys and has no weights.",
+    }
+    if not isinstance(got, int) and not (isinstance(got, float) and got.is_integer()):
+        raise Failed(
+            f"{name}: you return {got!r}",
+            "Return the number of parameters itself: a whole number, not millions or billions of them.",
+        )
+    off = int(got) - right
+    message = f"{name}: you count {int(got):,}, the model has {right:,} parameters, {abs(off):,} too {'many' if off > 0 else 'few'}"
+    raise Failed(
+        message,
+        reasons.get(
+            off,
+            f"Its parts: {', '.join(f'{part} {amount:,}' for part, amount in parts.items() if amount)}.",
+        ),
+    )
+
+
+def _count(missing: Callable[[ModelConfig], int]) -> Callable[[Mapping[str, Any]], int]:
+    """A wrong count: the right one plus what `missing` says."""
+    return lambda config: (
+        ModelConfig.from_hf(config).num_params + missing(ModelConfig.from_hf(config))
+    )
+
+
+PARAMETERS = Exercise(
+    id="memory/count-parameters",
+    title="Count the parameters of a config.json",
+    minutes=15,
+    difficulty=2,
+    proves="you can count a model from its configuration to the last parameter",
+    reference=count_parameters,
+    properties=(
+        Property("Llama 2 7B", lambda attempt: _counted(attempt, _LLAMA_2, "Llama 2 7B")),
+        Property(
+            "Llama 3.1 8B, with fewer key–value heads",
+            lambda attempt: _counted(attempt, LLAMA_3, "Llama 3.1 8B"),
+        ),
+        Property("Qwen2 0.5B, tied", lambda attempt: _counted(attempt, _QWEN_SMALL, "Qwen2 0.5B")),
+        Property("Qwen2 7B", lambda attempt: _counted(attempt, _QWEN_7B, "Qwen2 7B")),
+    ),
+    wrong=(
+        Wrong(
+            "as many key–value heads as heads",
+            _count(
+                lambda m: 2 * m.d_model * (m.num_heads - m.num_kv_heads) * m.d_head * m.num_layers
+            ),
+            "Llama 3.1 8B, with fewer key–value heads",
+            "key and a value head of its own",
+        ),
+        Wrong(
+            "always an own head",
+            _count(lambda m: m.vocab_size * m.d_model * m.tied),
+            "Qwen2 0.5B, tied",
+            "is the embedding itself",
+        ),
+        Wrong(
+            "two matrices, as GELU has",
+            _count(lambda m: -m.d_model * m.d_ff * m.num_layers),
+            "Llama 2 7B",
+            "three matrices",
+        ),
+        Wrong(
+            "no bias at all",
+            _count(
+                lambda m: (
+                    -(m.num_heads + 2 * m.num_kv_heads)
+                    * m.d_head
+                    * m.num_layers
+                    * (m.bias == "qkv")
+                )
+            ),
+            "Qwen2 0.5B, tied",
+            "bias on queries, keys and values",
+        ),
+        Wrong("no last norm", _count(lambda m: -m.d_model), "Llama 2 7B", "A last norm"),
+        Wrong(
+            "a table of positions",
+            _count(lambda m: m.seq_len * m.d_model),
+            "Llama 2 7B",
+            "RoPE turns queries and keys",
+        ),
+        Wrong(
+            "norms with a bias",
+            _count(lambda m: (2 * m.num_layers + 1) * m.d_model),
+            "Llama 2 7B",
+            "a weight and no bias",
+        ),
+        Wrong(
+            "no output projection",
+            _count(lambda m: -m.num_layers * m.d_model**2),
+            "Llama 2 7B",
+            "four matrices",
+        ),
+        Wrong(
+            "a bias on queries alone",
+            _count(lambda m: -2 * m.num_kv_heads * m.d_head * m.num_layers * (m.bias == "qkv")),
+            "Qwen2 0.5B, tied",
+            "keys and values",
+        ),
+        Wrong(
+            "in billions",
+            lambda config: ModelConfig.from_hf(config).num_params / 1e9,
+            "Llama 2 7B",
+            "not millions or billions",
+        ),
+    ),
+    hints=(
+        "A layer: queries and output h·h, keys and values h·(g·d) each, three matrices of h·f, two norms of h. "
+        "g is num_key_value_heads, or a where the file has none; d is h / a.",
+        "Outside: the embedding v·h, a last norm h, and a head v·h unless it is tied. Qwen2 adds a bias of (a + 2g)·d to every layer.",
+    ),
+)
+
+# ── attention ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_SIZES = [
+    dict(b=1, s=14, h=16, a=4, g=4),
+    dict(b=3, s=10, h=16, a=4, g=4),
+    dict(b=2, s=12, h=16, a=4, g=2),
+    dict(b=1, s=32, h=24, a=6, g=1),
+]
+
+
+@functools.cache
+def _measured(b: int, s: int, h: int, a: int, g: int, size: int) -> int:
+    """Bytes that the attention of a GPT really keeps."""
+    config = ModelConfig(
+        num_layers=1, d_model=h, num_heads=a, num_kv_heads=g, d_ff=h, vocab_size=5, seq_len=s
+    )
+    attention = GPT(config).blocks[0].attention.to({4: torch.float32, 2: torch.bfloat16}[size])
+    x = torch.ones(b, s, h, dtype=attention.query.weight.dtype, requires_grad=True)
+    return measure.saved_activations(lambda: attention(x), attention).total
+
+
+def _agrees(attempt: Callable, sizes: dict[str, int], size: int) -> None:
+    got, right = attempt(**sizes, size=size), _measured(**sizes, size=size)
+    if got == right:
+        return
+    b, s, h, a, g = sizes.values()
+    sbh, scores, narrow = size * s * b * h, size * a * s * s * b, size * s * b * (h // a) * g
+    reasons = {
+        sbh: "One tensor of sbh too many: what the output projection makes is not kept, for nothing in attention reads it again.",
+        scores: "The softmax needs its output, not its input: only one s×s matrix a head is kept.",
+        2 * (sbh - narrow): "Keys and values have g heads, not a.",
+        2 * sbh: "Queries, keys and values read the same tensor. It is kept once.",
+        -sbh: "Three tensors of sbh are kept: the common input, the queries, and what the output projection reads.",
+        -2
+        * narrow: "The two matrix products need both factors: keys and values are kept as well as queries.",
+        -scores: "The weights after softmax are kept: softmax needs them, and so does the product with the values.",
+        right: "Twice as much: `size` is the bytes of a number. Do you count four where there are two?",
+        right // size - right: "You count numbers. How many bytes has each?",
+        -scores
+        // 2: "The mask makes half of the scores 0, but an s×s matrix keeps its zeros as well.",
+        -scores * (a - 1) // a: "Every head has an s×s matrix of its own.",
+        -scores
+        * (a - g)
+        // a: "Every query head has an s×s matrix of its own, also those that share a key.",
+        size
+        * (
+            2 * h * h + 2 * h * (h // a) * g
+        ): "Weights are there anyway, whatever is computed: they are model states, not activations.",
+        s * b * h * 11
+        + 5 * a * s * s * b
+        - right: "That is the paper's line for attention, 11sbh + 5as²b: it counts dropout, and two bytes a number.",
+    }
+    told = ", ".join(f"{name} = {value}" for name, value in sizes.items())
+    off = got - right if isinstance(got, int) else None
+    message = (
+        f"{told}, {size} bytes a number: you predict {got!r} B, autograd keeps {right:,} B"
+        + (f" ({off:+,})" if off else "")
+    )
+    raise Failed(
+        message,
+        reasons.get(
+            off,
+            "Go through the forward pass: which tensors does the backward pass of each product and of softmax read?",
+        ),
+    )
+
+
+def _agree(cases: list[dict[str, int]], size: int = 4) -> Callable[[Callable], str]:
+    return lambda attempt: f"{len([_agrees(attempt, sizes, size) for sizes in cases])} measured"
+
+
+SAVED = Exercise(
+    id="memory/saved-by-attention",
+    title="Predict what attention keeps",
+    minutes=15,
+    difficulty=2,
+    proves="you can say which tensors autograd keeps, and why",
+    reference=saved_by_attention,
+    properties=(
+        Property("as many key–value heads as heads", _agree(_SIZES[:2])),
+        Property("grouped heads", _agree(_SIZES[2:])),
+        Property("bf16", _agree(_SIZES, size=2)),
+    ),
+    wrong=(
+        Wrong(
+            "scores before and after softmax",
+            lambda b, s, h, a, g, size: (
+                saved_by_attention(b, s, h, a, g, size) + size * a * s * s * b
+            ),
+            "as many key–value heads as heads",
+            "its output, not its input",
+        ),
+        Wrong(
+            "the input three times",
+            lambda b, s, h, a, g, size: (
+                saved_by_attention(b, s, h, a, g, size) + 2 * size * s * b * h
+            ),
+            "as many key–value heads as heads",
+            "It is kept once",
+        ),
+        Wrong(
+            "forgets the output projection",
+            lambda b, s, h, a, g, size: saved_by_attention(b, s, h, a, g, size) - size * s * b * h,
+            "as many key–value heads as heads",
+            "what the output projection reads",
+        ),
+        Wrong(
+            "a heads for keys and values",
+            lambda b, s, h, a, g, size: saved_by_attention(b, s, h, a, a, size),
+            "grouped heads",
+            "have g heads, not a",
+        ),
+        Wrong(
+            "half of the scores, because of the mask",
+            lambda b, s, h, a, g, size: (
+                saved_by_attention(b, s, h, a, g, size) - size * a * s * s * b // 2
+            ),
+            "as many key–value heads as heads",
+            "keeps its zeros",
+        ),
+        Wrong(
+            "scores of key–value heads",
+            lambda b, s, h, a, g, size: (
+                saved_by_attention(b, s, h, a, g, size) - size * (a - g) * s * s * b
+            ),
+            "grouped heads",
+            "also those that share a key",
+        ),
+        Wrong(
+            "the weights as well",
+            lambda b, s, h, a, g, size: (
+                saved_by_attention(b, s, h, a, g, size) + size * (2 * h * h + 2 * h * (h // a) * g)
+            ),
+            "as many key–value heads as heads",
+            "they are model states",
+        ),
+        Wrong(
+            "the paper's formula",
+            lambda b, s, h, a, g, size: 11 * s * b * h + 5 * a * s * s * b,
+            "as many key–value heads as heads",
+            "it counts dropout",
+        ),
+        Wrong(
+            "numbers, not bytes",
+            lambda b, s, h, a, g, size: saved_by_attention(b, s, h, a, g, 1),
+            "as many key–value heads as heads",
+            "You count numbers",
+        ),
+        Wrong(
+            "always four bytes",
+            lambda b, s, h, a, g, size: saved_by_attention(b, s, h, a, g, 4),
+            "bf16",
+            "bytes of a number",
+        ),
+    ),
+    hints=(
+        "y = W·x needs x for the gradient of W. C = A·B needs A and B. softmax needs its output. Adding the causal mask and dividing by a number need nothing.",
+        "Kept are: x, q, k, v, the softmax, and the input of the output projection. Which of them have g heads, and which have s×s entries?",
+    ),
+)
+
+# ── the table ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_TABLE = {
+    "22B": dict(b=4, s=2048, h=6144, a=64, L=48),
+    "GPT-3": dict(b=1, s=2048, h=12288, a=96, L=96),
+}
+
+
+def _table(attempt: Callable, sizes: dict[str, int], name: str) -> str:
+    b, s, h, a, L = sizes.values()
+    layer = memory.korthikanti(b=b, s=s, h=h, a=a)
+    right, got = layer.scaled(L).total, attempt(**sizes)
+    if isinstance(got, (int, float)) and math.isclose(got, right, rel_tol=1e-9):
+        return f"{name}: {units.text(right)}"
+    linear, square = 34 * s * b * h, 5 * a * s * s * b
+    reasons = {
+        L * linear + square: "Which of the two terms knows how many layers there are?",
+        linear + L * square: "Which of the two terms knows how many layers there are?",
+        L
+        * s
+        * b
+        * h
+        * (
+            34 + 5 * a * s // h
+        ): "5as/h is no whole number here, and // throws the rest away: multiply first.",
+        L * (linear + square // b): "Each sequence has scores of its own: they are as²b.",
+        L
+        * (
+            32 * s * b * h + square
+        ): "The two dropout masks of sbh count one byte each: 34, not 32.",
+        L
+        * s
+        * b
+        * (
+            34 * h + 5 * a
+        ): "The scores are s×s: a factor s is lost. The printed formula has 5·a/h where 5·a·s/h belongs.",
+        L
+        * (36 * s * b * h + 6 * a * s * s * b): "The paper's dropout masks take one byte, not two.",
+        L * linear: "The attention scores are missing: five bytes for each of a·s² scores.",
+    }
+    told = units.text(got) if isinstance(got, (int, float)) else repr(got)
+    raise Failed(
+        f"{name}: {told}, but {L} layers of the paper's formula hold {units.text(right)}",
+        reasons.get(got, "Compute one layer first, line by line, and multiply the whole of it."),
+    )
+
+
+TABLE = Exercise(
+    id="memory/bug-hunt-table",
+    title="Bug hunt: a table that fits one layer",
+    minutes=10,
+    difficulty=1,
+    proves="you can tell a memory table that cannot be right",
+    reference=activation_bytes,
+    properties=(
+        Property(
+            "one layer",
+            lambda attempt: _table(attempt, _TABLE["22B"] | dict(L=1), "a layer of the 22B model"),
+        ),
+        Property(
+            "many layers",
+            lambda attempt: "; ".join(
+                _table(attempt, sizes, name) for name, sizes in _TABLE.items()
+            ),
+        ),
+    ),
+    wrong=(
+        Wrong(
+            "the layers multiply one term",
+            lambda b, s, h, a, L: L * 34 * s * b * h + 5 * a * s * s * b,
+            "many layers",
+            "knows how many layers",
+        ),
+        Wrong(
+            "the lost s",
+            lambda b, s, h, a, L: L * s * b * (34 * h + 5 * a),
+            "one layer",
+            "a factor s is lost",
+        ),
+        Wrong(
+            "masks of two bytes",
+            lambda b, s, h, a, L: L * (36 * s * b * h + 6 * a * s * s * b),
+            "one layer",
+            "one byte, not two",
+        ),
+        Wrong(
+            "the layers multiply the other term",
+            lambda b, s, h, a, L: 34 * s * b * h + L * 5 * a * s * s * b,
+            "many layers",
+            "knows how many layers",
+        ),
+        Wrong(
+            "rounds before it multiplies",
+            lambda b, s, h, a, L: L * s * b * h * (34 + 5 * a * s // h),
+            "one layer",
+            "multiply first",
+        ),
+        Wrong(
+            "one sequence's scores",
+            lambda b, s, h, a, L: L * (34 * s * b * h + 5 * a * s * s),
+            "one layer",
+            "Each sequence has scores",
+        ),
+        Wrong(
+            "FlashAttention by mistake",
+            lambda b, s, h, a, L: L * 34 * s * b * h,
+            "one layer",
+            "scores are missing",
+        ),
+    ),
+    hints=(
+        "Try L = 1 and L = 2. By what factor must the result grow, and by what does it?",
+        "Every layer has attention scores of its own.",
+    ),
+)
+
+EXERCISES = (PARAMETERS, SAVED, TABLE)

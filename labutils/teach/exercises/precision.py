@@ -1,0 +1,500 @@
+"""Step half weights, move a loss scale, and repair a training step whose loss goes down all the same."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from labutils.precision import LossScaler, MasterWeights
+from labutils.teach.exercises import Exercise, Failed, Property, Wrong
+
+# ── half weights ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+_BF16 = torch.bfloat16
+
+
+def _stepped(
+    attempt: Callable, start: Sequence[float], gradients: Sequence[Sequence[float]], lr: float
+) -> Tensor:
+    """What the attempt makes of these weights, after checking that it is what it should be at all."""
+    weights = torch.tensor(start, dtype=_BF16)
+    found = attempt(
+        weights.clone(), [torch.tensor(gradient, dtype=_BF16) for gradient in gradients], lr
+    )
+    if not isinstance(found, Tensor) or found.shape != weights.shape:
+        raise Failed(
+            f"{len(start)} weights: returned {found!r}",
+            "Return the weights after the last step, a tensor like the one given.",
+        )
+    return found
+
+
+def _half_again(attempt: Callable) -> str:
+    found = _stepped(attempt, [1.0, -2.0], [[1.0, 0.5]], 0.25)
+    if found.dtype != _BF16:
+        raise Failed(
+            f"the weights come back as {found.dtype}",
+            "The next forward pass wants half weights: round the fp32 copy into them, and keep the copy.",
+        )
+    return "bfloat16"
+
+
+def _long_steps(attempt: Callable) -> str:
+    for lr in (0.25, 1.0):
+        found = _stepped(attempt, [1.0, -2.0], [[1.0, 0.5], [-0.5, 1.0]], lr)
+        expected = torch.tensor([1.0 - lr * 0.5, -2.0 - lr * 1.5])
+        if not torch.equal(found.float(), expected):
+            raise Failed(
+                f"lr = {lr}: from 1 and −2 with gradients (1, 0.5), then (−0.5, 1) to {found.tolist()}, it is {expected.tolist()}",
+                "One step of SGD: master −= lr · gradient, for every gradient in turn.",
+            )
+    return "2 learning rates"
+
+
+def _short_steps(attempt: Callable) -> str:
+    cases = [(1.0, 1e-3, 100), (4.0, 1e-3, 500), (0.5, 1e-4, 1000)]
+    for start, lr, steps in cases:
+        found = _stepped(attempt, [start], [[1.0]] * steps, lr).float().item()
+        target = start - lr * steps
+        if abs(found - target) > 2**-8 * abs(target):  # what rounding once may cost, twice over
+            stuck = "it has not moved" if found == start else f"it is {found:g}"
+            raise Failed(
+                f"{steps} steps of {lr:g} from {start:g}: {stuck}, and should be about {target:g}",
+                "In 16 bits a step below half a gap is rounded away, each time anew, and a sum of gradients stands still too. Keep *one* fp32 copy over all "
+                "steps, add each step to that, and never read it back from the half weights.",
+            )
+    return f"{len(cases)} runs"
+
+
+def _once_rounded(attempt: Callable) -> str:
+    """The half weights are the fp32 path rounded once; gradients are widened before they meet the learning rate."""
+    draw = torch.Generator().manual_seed(0)
+    start, gradients = (
+        torch.randn(64, generator=draw).bfloat16(),
+        torch.randn(30, 64, generator=draw).bfloat16(),
+    )
+    found = _stepped(attempt, start.tolist(), gradients.tolist(), 0.3)
+    expected = start.float()
+    for gradient in gradients:
+        expected = expected - 0.3 * gradient.float()
+    off = int((found.float() - expected.bfloat16().float()).ne(0).sum())
+    if off > 3:  # a last digit of fp32 may differ by how the step is written
+        raise Failed(
+            f"64 weights, 30 steps: {off} of them are not the fp32 result rounded once",
+            "Make the gradient fp32 *before* you multiply it with the learning rate: lr · gradient in bf16 is rounded a second time.",
+        )
+    return "64 weights"
+
+
+def half_sgd(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    """The half weights after a step of SGD for each gradient, with fp32 master weights."""
+    parameter = nn.Parameter(weights)
+    masters = MasterWeights(torch.optim.SGD([parameter], lr=lr))
+    for gradient in gradients:
+        parameter.grad = gradient
+        masters.step()
+    return parameter.detach()
+
+
+def _in_half(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    for gradient in gradients:
+        weights -= lr * gradient
+    return weights
+
+
+def _read_back(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    for gradient in gradients:
+        master = weights.float()
+        master -= lr * gradient.float()
+        weights = master.to(_BF16)
+    return weights
+
+
+def _gradients_first(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    return (weights.float() - lr * sum(gradients).float()).to(_BF16)
+
+
+def _fp16_master(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    master = weights.half()
+    for gradient in gradients:
+        master -= lr * gradient.half()
+    return master.to(_BF16)
+
+
+def _fp32_out(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    master = weights.float()
+    for gradient in gradients:
+        master -= lr * gradient.float()
+    return master
+
+
+def _half_product(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    master = weights.float()
+    for gradient in gradients:
+        master -= lr * gradient  # a bf16 product
+    return master.to(_BF16)
+
+
+MASTER = Exercise(
+    id="precision/master-weights",
+    title="Half weights that learn",
+    minutes=10,
+    difficulty=1,
+    proves="you know what a master copy is for, and where the rounding has to happen",
+    reference=half_sgd,
+    properties=(
+        Property("half again", _half_again),
+        Property("long steps", _long_steps),
+        Property("short steps add up", _short_steps),
+        Property("rounded once", _once_rounded),
+    ),
+    wrong=(
+        Wrong("stepped in half", _in_half, "short steps add up", "rounded away"),
+        Wrong(
+            "the master read back from the half weights",
+            _read_back,
+            "short steps add up",
+            "never read it back",
+        ),
+        Wrong(
+            "the gradients added up in half",
+            _gradients_first,
+            "short steps add up",
+            "a sum of gradients stands still",
+        ),
+        Wrong("an fp16 master", _fp16_master, "short steps add up", "fp32 copy"),
+        Wrong("fp32 weights returned", _fp32_out, "half again", "keep the copy"),
+        Wrong("the product in half", _half_product, "rounded once", "before"),
+        Wrong(
+            "uphill",
+            lambda w, gradients, lr: half_sgd(w, [-g for g in gradients], lr),
+            "long steps",
+            "−=",
+        ),
+    ),
+    hints=(
+        "Before the loop: one copy, weights.float(). The loop touches only the copy. After it: .to(weights.dtype).",
+        "Inside the loop: master -= lr * gradient.float().",
+    ),
+)
+
+# ── the scale ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def scales(finite: Sequence[bool], start: float, interval: int) -> list[float]:
+    """The scale of each step, and the one after the last, as a dynamic loss scaler moves it."""
+    weight = nn.Parameter(torch.zeros(1))
+    scaler, found = LossScaler(start, growth_interval=interval), []
+    for is_finite in finite:
+        found.append(scaler.value)
+        weight.grad = torch.tensor([0.0 if is_finite else math.inf])
+        scaler.unscale_(torch.optim.SGD([weight], lr=0.0))
+        scaler.update()
+    return [*found, scaler.value]
+
+
+def _moved(
+    attempt: Callable, pattern: str, interval: int, hint: str, start: float = 1024.0
+) -> None:
+    """Compares the scales of a pattern of steps, "." for a good one and "x" for one with an inf."""
+    finite = [mark == "." for mark in pattern]
+    found, expected = attempt(list(finite), start, interval), scales(finite, start, interval)
+    found = found.tolist() if isinstance(found, Tensor) else found
+    if not isinstance(found, (list, tuple)) or len(found) != len(expected):
+        raise Failed(
+            f"steps {pattern}: returned {found!r}",
+            f"{len(pattern)} steps have {len(expected)} scales: one before each, and one after the last.",
+        )
+    for k, (mine, right) in enumerate(zip(found, expected, strict=True)):
+        if mine != right:
+            raise Failed(
+                f"growth interval {interval}, steps {pattern} (x: an inf): the scale number {k} is {mine:g}, it should be {right:g}",
+                hint,
+            )
+
+
+def _grows(attempt: Callable) -> str:
+    for interval in (1, 3):
+        _moved(
+            attempt,
+            "." * 7,
+            interval,
+            "After `interval` good steps in a row the scale doubles, and the count begins anew.",
+        )
+    return "2 intervals"
+
+
+def _backs_off(attempt: Callable) -> str:
+    for pattern in ("x", "xx", ".x"):
+        _moved(attempt, pattern, 5, "A step with an inf is skipped and halves the scale, at once.")
+    return "3 patterns"
+
+
+def _in_a_row(attempt: Callable) -> str:
+    for pattern in ("..x..", "..x...", ".x..x..."):
+        _moved(
+            attempt,
+            pattern,
+            3,
+            "Good steps count *in a row*: one with an inf sets the count to 0, or the scale climbs straight back to what overflowed.",
+        )
+    return "3 patterns"
+
+
+def _scale_by(
+    *, grow: bool = True, reset: bool = True, restart: bool = True, back_off: bool = True
+) -> Callable:
+    """A rule with its slips switched on one at a time."""
+
+    def attempt(finite: Sequence[bool], start: float, interval: int) -> list[float]:
+        scale, good, found = start, 0, []
+        for is_finite in finite:
+            found.append(scale)
+            if not is_finite:
+                scale = scale / 2 if back_off else scale
+                good = 0 if reset else good
+                continue
+            good += 1
+            if grow and good >= interval:
+                scale, good = 2 * scale, 0 if restart else good
+        return [*found, scale]
+
+    return attempt
+
+
+SCALE = Exercise(
+    id="precision/dynamic-scale",
+    title="Move the scale",
+    minutes=10,
+    difficulty=2,
+    proves="you can read a log of loss scales, and say what the next one will be",
+    reference=scales,
+    properties=(
+        Property("it grows", _grows),
+        Property("it backs off", _backs_off),
+        Property("in a row", _in_a_row),
+    ),
+    wrong=(
+        Wrong("static", _scale_by(grow=False, back_off=False), "it grows", "doubles"),
+        Wrong("it never backs off", _scale_by(back_off=False), "it backs off", "halves the scale"),
+        Wrong(
+            "the count survives an inf", _scale_by(reset=False), "in a row", "sets the count to 0"
+        ),
+        Wrong("the count is never restarted", _scale_by(restart=False), "it grows", "begins anew"),
+    ),
+    hints=(
+        "Two variables go through the loop: the scale, and the number of good steps in a row.",
+        "An inf: scale /= 2, count = 0. A good step: count += 1, and at `interval` scale *= 2, count = 0.",
+    ),
+)
+
+# ── the bug hunt ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Bowl:
+    """A weight at (3, 4) whose loss is ½·|w|² times `slope`, with its own optimizer and scaler."""
+
+    def __init__(self, scale: float = 64.0, slope: float = 1.0) -> None:
+        self.weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+        self.optimizer = torch.optim.SGD([self.weight], lr=1.0, momentum=0.5)
+        self.scaler, self.slope = LossScaler(scale, growth_interval=2), slope
+
+    def loss(self) -> Tensor:
+        return self.slope * self.weight.square().sum() / 2
+
+    def step(self, attempt: Callable, max_norm: float = 1e9) -> None:
+        attempt(self.loss, self.optimizer, self.scaler, max_norm)
+
+
+def step(
+    loss: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler,
+    max_norm: float,
+) -> None:
+    """One training step with a loss scale and clipping, in the order in which it is right."""
+    optimizer.zero_grad()
+    scaler.scale(loss()).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(
+        [p for group in optimizer.param_groups for p in group["params"]], max_norm
+    )
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def _plain_step(attempt: Callable) -> str:
+    for scale in (1.0, 64.0):
+        bowl = _Bowl(scale)
+        bowl.step(attempt)
+        if not torch.allclose(bowl.weight, torch.zeros(2)):
+            raise Failed(
+                f"scale {scale:g}: a step of length 1 along the gradient leads from (3, 4) to {[round(x, 3) for x in bowl.weight.tolist()]}, not to (0, 0)",
+                "Gradients carry the scale until unscale_(); what steps must not."
+                if bowl.weight.abs().max() > 4
+                else "They were divided by the scale once too often. Scale the loss; unscale once; update() comes last, after it step() would unscale anew.",
+            )
+    return "2 scales"
+
+
+def _clipped(attempt: Callable) -> str:
+    for scale in (1.0, 4096.0):
+        bowl = _Bowl(scale)
+        bowl.step(attempt, max_norm=2.5)
+        moved = (bowl.weight.detach() - torch.tensor([3.0, 4.0])).norm().item()
+        if abs(moved - 2.5) > 1e-4:
+            raise Failed(
+                f"scale {scale:g}: a gradient of length 5, clipped to 2.5, moves the weights by {moved:.4g}",
+                "Clipping has to see true gradients: unscale_() first. Clipped before, they are 2.5 / scale long afterwards."
+                if moved < 2.5
+                else "What steps is longer than max_norm: clip_grad_norm_, the norm of all gradients together, between unscale_() and step().",
+            )
+    return "2 scales"
+
+
+def _skipped(attempt: Callable) -> str:
+    bowl = _Bowl()
+    bowl.step(attempt)
+    before, momentum = (
+        bowl.weight.detach().clone(),
+        bowl.optimizer.state[bowl.weight]["momentum_buffer"].clone(),
+    )
+    bowl.slope = math.inf
+    bowl.step(attempt)
+    kept = torch.equal(bowl.weight, before) and torch.equal(
+        bowl.optimizer.state[bowl.weight]["momentum_buffer"], momentum
+    )
+    if not kept:
+        raise Failed(
+            f"a gradient of inf: the weights go from {before.tolist()} to {bowl.weight.tolist()}",
+            "scaler.step(optimizer) leaves the step out when it found an inf or NaN; optimizer.step() does not, and Adam's moments never forget a NaN.",
+        )
+    return "weights and momentum as before"
+
+
+def _moves(attempt: Callable) -> str:
+    bowl = _Bowl(64.0)
+    found = []
+    for slope in (1.0, math.inf, 1.0, 1.0):
+        bowl.slope = slope
+        bowl.step(attempt)
+        found.append(bowl.scaler.value)
+    if found != [64.0, 32.0, 32.0, 64.0]:
+        raise Failed(
+            f"good, inf, good, good: the scale goes {found}, it should go [64.0, 32.0, 32.0, 64.0]",
+            "scaler.update() once, after every step.",
+        )
+    return "down and up again"
+
+
+def _fresh(attempt: Callable) -> str:
+    bowl = _Bowl()
+    bowl.weight.grad = torch.full((2,), 100.0)
+    bowl.step(attempt)
+    if not torch.allclose(bowl.weight, torch.zeros(2)):
+        raise Failed(
+            f"with a gradient left over from before, the step leads to {bowl.weight.tolist()}",
+            "Clear the gradients before backward().",
+        )
+    return "nothing left over"
+
+
+def _bugged(
+    *,
+    zero: bool = True,
+    scale: bool = True,
+    unscale: str = "before",
+    clip: Callable = nn.utils.clip_grad_norm_,
+    stepper: str = "scaler",
+    update: str = "last",
+) -> Callable:
+    """The step with its slips switched on one at a time."""
+
+    def attempt(
+        loss: Callable[[], Tensor],
+        optimizer: torch.optim.Optimizer,
+        scaler: LossScaler,
+        max_norm: float,
+    ) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if zero:
+            optimizer.zero_grad()
+        (scaler.scale(loss()) if scale else loss()).backward()
+        if unscale == "before":
+            scaler.unscale_(optimizer)
+        clip(parameters, max_norm)
+        if unscale == "after":
+            scaler.unscale_(optimizer)
+        if update == "first":
+            scaler.update()
+        if stepper == "scaler":
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+        scaler.update(None if update == "last" else scaler.value)
+
+    return attempt
+
+
+HUNT = Exercise(
+    id="precision/bug-hunt",
+    title="Bug hunt: a step that clips",
+    minutes=15,
+    difficulty=2,
+    proves="you know the order of scale, unscale, clip, step, update, and what each wrong order does",
+    reference=step,
+    properties=(
+        Property("a plain step", _plain_step),
+        Property("gradients are fresh", _fresh),
+        Property("clipping sees true gradients", _clipped),
+        Property("an overflow changes nothing", _skipped),
+        Property("the scale moves", _moves),
+    ),
+    wrong=(
+        Wrong(
+            "clipped before unscaling",
+            _bugged(unscale="after"),
+            "clipping sees true gradients",
+            "unscale_() first",
+        ),
+        Wrong(
+            "the optimizer steps by itself",
+            _bugged(stepper="optimizer"),
+            "an overflow changes nothing",
+            "never forget a NaN",
+        ),
+        Wrong("the scale stays", _bugged(update="never"), "the scale moves", "after every step"),
+        Wrong(
+            "gradients are not cleared",
+            _bugged(zero=False),
+            "gradients are fresh",
+            "before backward",
+        ),
+        Wrong("the loss is not scaled", _bugged(scale=False), "a plain step", "Scale the loss"),
+        Wrong(
+            "updated before the step",
+            _bugged(update="first"),
+            "a plain step",
+            "update() comes last",
+        ),
+        Wrong(
+            "each gradient clipped on its own",
+            _bugged(clip=nn.utils.clip_grad_value_),
+            "clipping sees true gradients",
+            "all gradients together",
+        ),
+        Wrong(
+            "never unscaled",
+            _bugged(unscale="never", stepper="optimizer", update="never"),
+            "a plain step",
+            "until unscale_()",
+        ),
+    ),
+    hints=(
+        "Follow one gradient: by how much is it multiplied when it is clipped, and when it is stepped?",
+        "backward → unscale_ → clip → scaler.step (not optimizer.step) → update.",
+    ),
+)
+
+EXERCISES = (MASTER, SCALE, HUNT)

@@ -1,0 +1,507 @@
+"""Exercises of lab 00: tokens in a step, the step that runs out of memory, and a counter that counts too much."""
+
+import functools
+
+import torch
+from torch import nn
+
+from labutils import measure, units
+from labutils.config import ModelConfig
+from labutils.model import GPT
+from labutils.teach.exercises import Exercise, Failed, Property, Wrong
+
+
+def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) -> int:
+    """Tokens that one optimizer step learns from: sequences in a micro-batch, micro-batches a rank, ranks, tokens a sequence.
+
+    >>> tokens_per_step(micro_batch=2, accumulation=4, dp=128, seq_len=4096)
+    4194304
+    """
+    return micro_batch * accumulation * dp * seq_len
+
+
+def first_failing_step(
+    weights: int, state: int, working: int, temporary: int, capacity: int
+) -> int | None:
+    """The first step, 1 or 2, whose peak is more than `capacity` bytes, or None when training fits. Gradients take as much as the weights.
+
+    `state` is the optimizer's memory between steps, `working` what forward and backward hold at their peak besides the model states,
+    `temporary` what `optimizer.step()` needs for a moment.
+
+    >>> first_failing_step(weights=4, state=8, working=30, temporary=4, capacity=40)
+    2
+    """
+    updating = weights + weights + state + temporary
+    if max(weights + working, updating) > capacity:
+        return 1
+    return 2 if weights + state + working > capacity else None
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of weights, gradients and optimizer state that are alive now, each storage once."""
+    return measure.model_states(model, optimizer).total
+
+
+def tied_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """The bug of the bug hunt: a walk over modules meets a weight once for every module that holds it."""
+    total = 0
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            tensors = [p, p.grad, *optimizer.state.get(p, {}).values()]
+            total += sum(t.nbytes for t in tensors if t is not None)
+    return total
+
+
+# --- checks ---
+
+
+def _one_rank(attempt) -> str:
+    got = attempt(8, 1, 1, 1024)
+    if got != 8192:
+        hint = (
+            "Eight samples are eight sequences; a language model learns from each of their tokens."
+            if got == 8
+            else "Start from what one rank reads in one pass."
+        )
+        raise Failed(
+            f"8 sequences of 1,024 tokens on one rank: you say {got!r} tokens, it is 8,192", hint
+        )
+    return "8 × 1,024 tokens"
+
+
+def _accumulated(attempt) -> str:
+    got = attempt(2, 4, 1, 4096)
+    if got != 32768:
+        hint = (
+            "Did you leave out gradient accumulation? The optimizer steps once after all accumulated micro-batches."
+            if got == 8192
+            else "Every micro-batch adds the same."
+        )
+        raise Failed(
+            f"4 micro-batches of 2 sequences, 4,096 tokens each: you say {got!r}, it is 32,768",
+            hint,
+        )
+    return "4 accumulated micro-batches"
+
+
+def _many_ranks(attempt) -> str:
+    for dp in (2, 128, 512):
+        got = attempt(2, 4, dp, 4096)
+        if got != 32768 * dp:
+            hint = (
+                "Data-parallel ranks read different sequences, and one optimizer step learns from all of them."
+                if got == 32768
+                else "Every rank adds the same."
+            )
+            raise Failed(
+                f"the same on {dp} data-parallel ranks: you say {got!r}, it is {32768 * dp:,}", hint
+            )
+    return "up to 512 ranks, 16.8 million tokens"
+
+
+_MB = units.MB
+
+
+def _expect(attempt, expected: int | None, why: str, **case: int) -> None:
+    got = attempt(**case)
+    if got != expected:
+        told = ", ".join(f"{name} {units.text(amount)}" for name, amount in case.items())
+        said = {"None": "no step fails", "1": "step 1 fails", "2": "step 2 fails"}
+        raise Failed(
+            f"{told}: you say {said.get(repr(got), repr(got))}, but {said[repr(expected)]}", why
+        )
+
+
+def _roomy(attempt) -> str:
+    case = dict(weights=1 * _MB, state=2 * _MB, working=20 * _MB, temporary=1 * _MB)
+    why = "Peaks do not add up: activations are gone when the optimizer steps, and when they are fullest there is hardly a gradient yet."
+    _expect(attempt, None, why, **case, capacity=23 * _MB + _MB // 2)
+    _expect(
+        attempt,
+        None,
+        "A peak of exactly the capacity still fits: a step fails when it needs *more*.",
+        **case,
+        capacity=23 * _MB,
+    )
+    return "exactly enough is enough"
+
+
+def _activations_first(attempt) -> str:
+    case = dict(weights=1 * _MB, state=2 * _MB, working=20 * _MB, temporary=1 * _MB)
+    _expect(
+        attempt,
+        1,
+        "Activations alone, on top of the weights, are more than there is: even the first backward pass does not fit.",
+        **case,
+        capacity=20 * _MB,
+    )
+    why = "When is optimizer state allocated? Not before the first step() asks for it: the first backward pass runs without it, the second with it."
+    _expect(attempt, 2, why, **case, capacity=22 * _MB)
+    return "a capacity below both peaks, and one between them"
+
+
+def _optimizer_first(attempt) -> str:
+    why = "The optimizer's own step is a peak too: weights, gradients, state and its temporary tensors are alive together, in step 1 already."
+    for capacity in (4 * _MB, 4 * _MB + 500_000):
+        _expect(
+            attempt,
+            1,
+            why,
+            weights=1 * _MB,
+            state=2 * _MB,
+            working=_MB // 2,
+            temporary=1 * _MB,
+            capacity=capacity,
+        )
+    _expect(
+        attempt,
+        None,
+        why,
+        weights=1 * _MB,
+        state=2 * _MB,
+        working=_MB // 2,
+        temporary=1 * _MB,
+        capacity=5 * _MB,
+    )
+    return "a model whose states outweigh its activations"
+
+
+def _no_state(attempt) -> str:
+    why = "Plain SGD keeps no state, so its second step needs what its first one needed."
+    for capacity, expected in ((20 * _MB, 1), (21 * _MB, None)):
+        _expect(
+            attempt,
+            expected,
+            why,
+            weights=1 * _MB,
+            state=0,
+            working=20 * _MB,
+            temporary=0,
+            capacity=capacity,
+        )
+    return "plain SGD"
+
+
+def _trained(batch: int):
+    generator = torch.Generator().manual_seed(0)
+    gpt = GPT(
+        ModelConfig(num_layers=2, d_model=16, num_heads=2, d_ff=64, vocab_size=32, seq_len=16),
+        generator=generator,
+    )
+    optimizer = torch.optim.AdamW(gpt.parameters(), foreach=True)
+    tokens = torch.randint(32, (batch, 16), generator=generator)
+
+    def step() -> None:
+        gpt.loss(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return gpt, optimizer, step
+
+
+@functools.cache
+def _run(batch: int) -> tuple[dict[str, int], tuple[int, int]]:
+    """The measured arguments of `first_failing_step` and the measured peaks of two steps."""
+    gpt, optimizer, step = _trained(batch)
+    first, second = (measure.history(step, gpt, optimizer) for _ in range(2))
+    weights, state = (
+        measure.model_states(gpt, optimizer).by("component")[part]
+        for part in ("weights", "optimizer")
+    )
+    working = max(first.phases[phase].ledger.total for phase in ("forward", "backward")) - weights
+    temporary = first.phases["optimizer"].ledger.total - 2 * weights - state
+    return dict(weights=weights, state=state, working=working, temporary=temporary), (
+        first.peak.ledger.total,
+        second.peak.ledger.total,
+    )
+
+
+def _real(attempt) -> str:
+    cases = 0
+    for batch in (1, 2, 32):
+        case, (first, second) = _run(batch)
+        for capacity in sorted({first - 1, first, (first + second) // 2, second - 1, second}):
+            expected = 1 if first > capacity else 2 if second > capacity else None
+            _expect(
+                attempt,
+                expected,
+                f"Measured on a small GPT with a batch of {batch}: its steps peaked at {first:,} and {second:,} bytes.",
+                **case,
+                capacity=capacity,
+            )
+            cases += 1
+    return f"{cases} capacities, measured on a real GPT"
+
+
+def _adam(tied: bool, dtype: torch.dtype = torch.float32, stepped: bool = True):
+    config = ModelConfig(
+        num_layers=1, d_model=8, num_heads=2, d_ff=32, vocab_size=20, seq_len=4, tied=tied
+    )
+    gpt = GPT(config).to(dtype)
+    if tied:
+        gpt.head.weight = gpt.tokens.weight
+    optimizer = torch.optim.AdamW(gpt.parameters())
+    if stepped:
+        tokens = torch.zeros(1, 4, dtype=torch.long)
+        gpt.loss(tokens, tokens).backward()
+        optimizer.step()
+    return gpt, optimizer
+
+
+def _counted(
+    attempt, gpt: GPT, optimizer: torch.optim.Optimizer, what: str, hints: dict[int, str]
+) -> str:
+    ledger = measure.model_states(gpt, optimizer)
+    got = attempt(gpt, optimizer)
+    if got != ledger.total:
+        off = got - ledger.total if isinstance(got, int) else 0
+        parts = ", ".join(f"{name} {amount:,}" for name, amount in ledger.by("name").items())
+        direction = f": {abs(off):,} too {'many' if off > 0 else 'few'}" if off else ""
+        raise Failed(
+            f"{what}: you count {got!r} bytes, {ledger.total:,} are alive{direction}",
+            hints.get(off, f"Alive are: {parts}."),
+        )
+    return f"{ledger.total:,} bytes"
+
+
+def _untied(attempt) -> str:
+    gpt, optimizer = _adam(tied=False)
+    psi, tensors = gpt.config.num_params, len(list(gpt.parameters()))
+    hints = {
+        -4
+        * tensors: f"{tensors} tensors, 4 bytes each: Adam keeps a step counter with every tensor.",
+        -4
+        * psi: "4 bytes for each parameter: are the gradients in your count, or one of Adam's two moments missing?",
+    }
+    return _counted(attempt, gpt, optimizer, "an untied GPT after one step", hints)
+
+
+def _before(attempt) -> str:
+    gpt, optimizer = _adam(tied=False, stepped=False)
+    why = "Nothing has been trained yet: gradients come with the first backward(), Adam's state with the first step(). Count what is there, not what will be."
+    psi, tensors = gpt.config.num_params, len(list(gpt.parameters()))
+    return _counted(
+        attempt,
+        gpt,
+        optimizer,
+        "before the first step",
+        {12 * psi + 4 * tensors: why, 12 * psi: why, 8 * psi: why, 4 * psi: why},
+    )
+
+
+def _tied(attempt) -> str:
+    gpt, optimizer = _adam(tied=True)
+    embedding = gpt.tokens.weight.numel()
+    why = "Which tensor takes exactly that much, with its gradient and its state? And how often does your count meet it?"
+    return _counted(
+        attempt,
+        gpt,
+        optimizer,
+        "a GPT as GPT-2 has it",
+        {16 * embedding + 4: why, 16 * embedding: why, 4 * embedding: why},
+    )
+
+
+def _bf16(attempt) -> str:
+    gpt, optimizer = _adam(tied=True, dtype=torch.bfloat16)
+    psi = gpt.config.num_params
+    why = "A bf16 parameter takes 2 bytes, not 4: ask each tensor for its own size."
+    return _counted(attempt, gpt, optimizer, "the same GPT in bf16", {8 * psi: why})
+
+
+def _stepwise(count):
+    """A counter over the distinct parameters: `count(p, state)` bytes for each."""
+    return lambda model, optimizer: sum(
+        count(p, optimizer.state.get(p, {})) for p in model.parameters()
+    )
+
+
+EXERCISES = (
+    Exercise(
+        id="start/tokens-per-step",
+        title="Tokens in one step",
+        minutes=4,
+        difficulty=1,
+        proves="you can turn a batch in samples into a batch in tokens",
+        reference=tokens_per_step,
+        properties=(
+            Property("one rank", _one_rank),
+            Property("accumulation", _accumulated),
+            Property("many ranks", _many_ranks),
+        ),
+        wrong=(
+            Wrong(
+                "counts samples",
+                lambda micro_batch, accumulation, dp, seq_len: micro_batch * accumulation * dp,
+                "one rank",
+                "each of their tokens",
+            ),
+            Wrong(
+                "forgets accumulation",
+                lambda micro_batch, accumulation, dp, seq_len: micro_batch * dp * seq_len,
+                "accumulation",
+                "gradient accumulation",
+            ),
+            Wrong(
+                "forgets the ranks",
+                lambda micro_batch, accumulation, dp, seq_len: micro_batch * accumulation * seq_len,
+                "many ranks",
+                "different sequences",
+            ),
+            Wrong(
+                "adds instead",
+                lambda micro_batch, accumulation, dp, seq_len: (
+                    micro_batch * (accumulation + dp - 1) * seq_len
+                ),
+                "many ranks",
+                "Every rank adds the same",
+            ),
+        ),
+        hints=(
+            "How many sequences does one rank read before the optimizer steps?",
+            "Sequences in a micro-batch, times micro-batches, times ranks; then tokens in each.",
+        ),
+    ),
+    Exercise(
+        id="start/first-failing-step",
+        title="Which step runs out of memory?",
+        minutes=10,
+        difficulty=2,
+        proves="you know what is alive when, and why a first step that succeeds promises nothing",
+        reference=first_failing_step,
+        properties=(
+            Property("enough memory", _roomy),
+            Property("activations dominate", _activations_first),
+            Property("model states dominate", _optimizer_first),
+            Property("an optimizer without state", _no_state),
+            Property("a real run", _real),
+        ),
+        wrong=(
+            Wrong(
+                "everything is alive at once",
+                lambda weights, state, working, temporary, capacity: (
+                    1
+                    if 2 * weights + working > capacity
+                    else 2
+                    if 2 * weights + state + working + temporary > capacity
+                    else None
+                ),
+                "enough memory",
+                "Peaks do not add up",
+            ),
+            Wrong(
+                "fails when it is full",
+                lambda weights, state, working, temporary, capacity: first_failing_step(
+                    weights, state, working, temporary, capacity - 1
+                ),
+                "enough memory",
+                "exactly the capacity",
+            ),
+            Wrong(
+                "state from the start",
+                lambda weights, state, working, temporary, capacity: (
+                    1
+                    if max(weights + state + working, 2 * weights + state + temporary) > capacity
+                    else None
+                ),
+                "activations dominate",
+                "When is optimizer state allocated?",
+            ),
+            Wrong(
+                "every step is like the first",
+                lambda weights, state, working, temporary, capacity: (
+                    1
+                    if max(weights + working, 2 * weights + state + temporary) > capacity
+                    else None
+                ),
+                "activations dominate",
+                "the second with it",
+            ),
+            Wrong(
+                "the optimizer's step takes nothing",
+                lambda weights, state, working, temporary, capacity: (
+                    1
+                    if weights + working > capacity
+                    else 2
+                    if weights + state + working > capacity
+                    else None
+                ),
+                "model states dominate",
+                "a peak too",
+            ),
+            Wrong(
+                "forgets what step() needs for a moment",
+                lambda weights, state, working, temporary, capacity: first_failing_step(
+                    weights, state, working, 0, capacity
+                ),
+                "model states dominate",
+                "temporary tensors",
+            ),
+        ),
+        hints=(
+            "Write down what is alive at two moments: when activations are fullest, and while the optimizer steps.",
+            "In step 1 these are weights + working, and weights + gradients + state + temporary. Which of the two changes in step 2, and by what?",
+            "From step 2 on, the state is there during forward and backward as well: weights + state + working.",
+        ),
+    ),
+    Exercise(
+        id="start/bug-hunt-state-bytes",
+        title="Bug hunt: a counter that counts too much",
+        minutes=8,
+        difficulty=2,
+        proves="you count memory by what is alive, not by a formula",
+        reference=state_bytes,
+        properties=(
+            Property("after one step", _untied),
+            Property("before the first step", _before),
+            Property("another model", _tied),
+            Property("the same in bf16", _bf16),
+        ),
+        wrong=(
+            Wrong(
+                "walks over modules",
+                tied_twice,
+                "another model",
+                "how often does your count meet it",
+            ),
+            Wrong(
+                "sixteen bytes a parameter",
+                _stepwise(lambda p, state: 16 * p.numel()),
+                "after one step",
+                "step counter",
+            ),
+            Wrong(
+                "no gradients",
+                _stepwise(lambda p, state: p.nbytes + sum(t.nbytes for t in state.values())),
+                "after one step",
+                "are the gradients in your count",
+            ),
+            Wrong(
+                "counts what will be",
+                _stepwise(lambda p, state: 16 * p.numel() + 4),
+                "before the first step",
+                "Nothing has been trained yet",
+            ),
+            Wrong(
+                "four bytes for everything",
+                _stepwise(
+                    lambda p, state: (
+                        4
+                        * (
+                            p.numel()
+                            + (p.numel() if p.grad is not None else 0)
+                            + sum(t.numel() for t in state.values())
+                        )
+                    )
+                ),
+                "the same in bf16",
+                "2 bytes, not 4",
+            ),
+        ),
+        hints=(
+            "GPT-2 has one thing that the first model of the check has not: `ModelConfig` calls it tied. What does it mean for the tensors?",
+            "Print `[name for name, p in model.named_parameters(remove_duplicate=False) if p is model.tokens.weight]`: how many modules hold the embedding?",
+            "model.parameters() hands out every parameter once, however many modules hold it.",
+        ),
+    ),
+)

@@ -1,0 +1,52 @@
+"""The messages of a run: what each rank sent, and the replay in steps and seconds."""
+
+import pytest
+
+from labutils.config import Link
+from labutils.trace import Event, Trace
+
+
+def ring(n: int, hops: int, nbytes: int = 25) -> Trace:
+    return Trace(
+        [[Event("ring", "dp", (i + 1) % n, nbytes, (i - 1) % n, nbytes)] * hops for i in range(n)]
+    )
+
+
+def star(n: int, nbytes: int = 100) -> Trace:
+    """Everybody sends to rank 0, which sends back."""
+    center = [Event("star", source=i, received=nbytes) for i in range(1, n)] + [
+        Event("star", to=i, sent=nbytes) for i in range(1, n)
+    ]
+    leaf = [Event("star", to=0, sent=nbytes), Event("star", source=0, received=nbytes)]
+    return Trace([center] + [leaf] * (n - 1))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_steps_and_makespan_are_the_textbook_ones(n):
+    link = Link(1e-5, 1e9)
+    assert ring(n, 2 * (n - 1)).steps == 2 * (n - 1) == star(n).steps
+    assert ring(n, 2 * (n - 1)).makespan(link) == pytest.approx(2 * (n - 1) * (1e-5 + 25e-9))
+    assert star(n).makespan(link) == pytest.approx(2 * (n - 1) * (1e-5 + 100e-9))
+
+
+def test_what_is_sent_is_received():
+    trace = star(4)
+    assert trace.sent.by("rank") == {0: 300, 1: 100, 2: 100, 3: 100} == trace.received.by("rank")
+    assert trace.sent.only(rank=0).count == 3
+    assert sum(message.nbytes for message in trace.messages) == trace.sent.total
+
+
+def test_messages_of_two_axes_do_not_overtake_each_other():
+    trace = Trace(
+        [
+            [Event("x", "dp", to=1, sent=1), Event("y", "tp", to=1, sent=2)],
+            [Event("y", "tp", source=0, received=2), Event("x", "dp", source=0, received=1)],
+        ]
+    )
+    assert {(message.op, message.nbytes) for message in trace.messages} == {("x", 1), ("y", 2)}
+
+
+def test_an_unfinished_trace_says_who_waits():
+    with pytest.raises(ValueError, match=r"ranks \[1\] wait for messages that nobody sent"):
+        _ = Trace([[], [Event("x", source=0, received=1)]]).messages
+    assert Trace([[], []]).steps == 0
