@@ -33,9 +33,9 @@ class Contestant:
 
     def __init__(self, name: str, rank) -> None:
         self.model = GPT(
-            MODEL, generator=torch.Generator().manual_seed(rank.index), attention="sdpa"
+            MODEL, generator=torch.Generator().manual_seed(rank.rank), attention="sdpa"
         )
-        self.batches = torch.Generator().manual_seed(rank.index)
+        self.batches = torch.Generator().manual_seed(rank.rank)
         comm = rank.comm("dp")
         if name in OURS:
             self.replica = data_parallel.replicate(

@@ -41,7 +41,7 @@ class Contestant:
 
     def __init__(self, name: str, rank) -> None:
         self.model = GPT(MODEL, generator=torch.Generator().manual_seed(0), attention="sdpa")
-        self.batches = torch.Generator().manual_seed(rank.index)
+        self.batches = torch.Generator().manual_seed(rank.rank)
         self.weights = lambda: [parameter.detach().clone() for parameter in self.model.parameters()]
         comm = rank.comm("dp")
         if name in OURS:

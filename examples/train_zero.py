@@ -36,7 +36,7 @@ def batch(step, index, size):
 def train(rank, level, steps, load, save):
     """The mean loss of every step, and the bytes of weights, gradients and optimizer state at the peak of the last one."""
     comm = rank.comm("dp")
-    model = GPT(MODEL, generator=torch.Generator().manual_seed(rank.index)).to(
+    model = GPT(MODEL, generator=torch.Generator().manual_seed(rank.rank)).to(
         rank.device
     )  # all go on with rank 0's weights
 

@@ -402,9 +402,9 @@ def faults(all_reduce: Callable, world, numel: int = 1001) -> list[str]:
     ]
 
     def program(rank):
-        x = inputs[rank.index].clone()
+        x = inputs[rank.rank].clone()
         result = all_reduce(x, rank.comm("dp")).clone()
-        return result, torch.equal(x, inputs[rank.index])
+        return result, torch.equal(x, inputs[rank.rank])
 
     results, untouched = zip(*world.run(program), strict=True)
     total = torch.stack(inputs).sum(0)

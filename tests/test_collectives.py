@@ -70,10 +70,10 @@ def run(algorithm: str, n: int, length: int, dtype: torch.dtype, root: int = 0, 
         kwargs["root"] = root
 
     def program(rank):
-        x = own(rank.index, length, dtype)
+        x = own(rank.rank, length, dtype)
         if "gather" in algorithm:
             sizes = collectives.shares(length, n)
-            x = x.split(sizes)[rank.index]
+            x = x.split(sizes)[rank.rank]
             kwargs["sizes"] = sizes
         before = x.clone()
         result = function(x, rank.comm("dp"), **kwargs)
@@ -144,7 +144,7 @@ def floats(n: int) -> list[torch.Tensor]:
 def test_the_ring_sums_piece_j_in_the_order_of_the_ring_after_rank_j():
     n, tensors = 4, floats(4)
     result = ranks(n).run(
-        lambda rank: collectives.all_reduce_ring(tensors[rank.index], rank.comm("dp"))
+        lambda rank: collectives.all_reduce_ring(tensors[rank.rank], rank.comm("dp"))
     )[0]
     for j, piece in enumerate(result.split(16)):
         order = [tensors[(j + 1 + k) % n].split(16)[j] for k in range(n)]
@@ -155,7 +155,7 @@ def test_the_ring_sums_piece_j_in_the_order_of_the_ring_after_rank_j():
 def test_rank_0_adds_in_rank_order(algorithm):
     tensors = floats(6)
     result = ranks(6).run(
-        lambda rank: getattr(collectives, algorithm)(tensors[rank.index], rank.comm("dp"))
+        lambda rank: getattr(collectives, algorithm)(tensors[rank.rank], rank.comm("dp"))
     )[0]
     assert torch.equal(result, functools.reduce(torch.add, tensors))
 
@@ -166,10 +166,10 @@ def test_shapes_views_out_and_autograd(algorithm):
 
     def program(rank):
         comm = rank.comm("dp")
-        base = own(rank.index, 24).view(4, 6)
+        base = own(rank.rank, 24).view(4, 6)
         transposed = all_reduce(base.T, comm)
-        scalar = all_reduce(torch.tensor(float(rank.index)), comm)
-        weight = own(rank.index, 5).requires_grad_()
+        scalar = all_reduce(torch.tensor(float(rank.rank)), comm)
+        weight = own(rank.rank, 5).requires_grad_()
         summed = all_reduce(weight, comm)
         into = torch.empty(4, 6, dtype=torch.float64)
         assert all_reduce(base, comm, out=into) is into
@@ -190,7 +190,7 @@ def test_shapes_views_out_and_autograd(algorithm):
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_reduce_scatter_and_all_gather_work_in_place(n):
     def program(rank):
-        comm, i = rank.comm("dp"), rank.index
+        comm, i = rank.comm("dp"), rank.rank
         x = own(i, 10)
         apart = comm.reduce_scatter(x, out=torch.empty(collectives.shares(10, n)[i], dtype=x.dtype))
         assert torch.equal(x, own(i, 10))
@@ -219,7 +219,7 @@ def test_rows_of_any_number_and_width(data, n, dtype):
     )
 
     def program(rank):
-        i, comm = rank.index, rank.comm("dp")
+        i, comm = rank.rank, rank.comm("dp")
         x = torch.full((rows, width), i + 1, dtype=dtype)
         scattered = collectives.reduce_scatter_ring(x, comm)
         gathered = collectives.all_gather_ring(
@@ -347,7 +347,7 @@ def test_a_step_of_data_parallelism(zero, dp):
         comm = rank.comm("dp")
         gradients, shard = (
             torch.zeros(numel),
-            torch.zeros(collectives.shares(numel, dp)[rank.index], dtype=torch.bfloat16),
+            torch.zeros(collectives.shares(numel, dp)[rank.rank], dtype=torch.bfloat16),
         )
         for _ in range({0: 0, 1: 1, 2: m, 3: m}[zero]):
             with comm.record("reduce_scatter"):

@@ -41,7 +41,7 @@ def entropy(outputs, targets):
 
 
 def mine(rank):
-    return tuple(side[rank.index :: rank.size] for side in ROWS)
+    return tuple(side[rank.rank :: rank.size] for side in ROWS)
 
 
 def weights(net):
@@ -50,7 +50,7 @@ def weights(net):
 
 def trained(rank, steps=3, micro=1, quiet=True, dtype=torch.float64, **options):
     """Weights, gradients, buckets and the last loss after some steps of AdamW, every rank with weights of its own before."""
-    net = model(rank.index, dtype)
+    net = model(rank.rank, dtype)
     replica = data_parallel.replicate(net, rank.comm("dp"), **options)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     for _ in range(steps):
@@ -162,7 +162,7 @@ def test_gradients_that_travel_in_bfloat16(size):
     """Each is rounded once and added size − 1 times, all to 8 bits: off by at most size · 2⁻⁸ of the mean of their magnitudes."""
 
     def run(rank, reduce_dtype):
-        net = model(rank.index, torch.float32)
+        net = model(rank.rank, torch.float32)
         replica = data_parallel.replicate(
             net, rank.comm("dp"), bucket_bytes=5000, reduce_dtype=reduce_dtype
         )
@@ -273,9 +273,9 @@ def test_uneven_batches_are_weighed_by_their_share(four):
     ten = tuple(side[:10] for side in ROWS)
 
     def run(rank):
-        net = model(rank.index)
+        net = model(rank.rank)
         replica = data_parallel.replicate(net, rank.comm("dp"))
-        inputs, targets = (side.tensor_split(rank.size)[rank.index] for side in ten)
+        inputs, targets = (side.tensor_split(rank.size)[rank.rank] for side in ten)
         (
             entropy(replica(inputs), targets) * data_parallel.share(len(inputs), rank.comm("dp"))
         ).backward()
@@ -293,12 +293,12 @@ def test_a_rank_without_examples_sits_out(four, find_unused):
     """Three sequences, four ranks, micro-batches of one: the last rank has nothing in either of two steps."""
 
     def run(rank):
-        net, comm = model(rank.index), rank.comm("dp")
+        net, comm = model(rank.rank), rank.comm("dp")
         replica = data_parallel.replicate(net, comm, bucket_bytes=5000, find_unused=find_unused)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for first in (0, 3):
             optimizer.zero_grad()
-            rows = slice(first + rank.index, first + min(rank.index + 1, 3))
+            rows = slice(first + rank.rank, first + min(rank.rank + 1, 3))
             inputs, targets = ROWS[0][rows], ROWS[1][rows]
             weight = data_parallel.share(len(inputs), comm)
             if len(inputs):
@@ -332,7 +332,7 @@ def branching(rank, find_unused):
     )
     for _ in range(2):
         replica.zero_grad()
-        replica(torch.ones(1, 2), both=rank.index == 0).sum().backward()
+        replica(torch.ones(1, 2), both=rank.rank == 0).sum().backward()
     return [
         None if parameter.grad is None else parameter.grad.flatten().tolist()
         for parameter in replica.parameters()
@@ -357,7 +357,7 @@ def test_a_rank_that_uses_nothing_still_takes_part():
                 self.layer, self.never = layer, nn.Linear(1, 1)
 
             def forward(self, x):
-                return self.layer(x) if rank.index == 0 else 1 * x
+                return self.layer(x) if rank.rank == 0 else 1 * x
 
         replica = data_parallel.replicate(Maybe(), rank.comm("dp"), find_unused=True)
         replica(x).sum().backward()
@@ -386,7 +386,7 @@ def test_recomputed_layers(reentrant):
     """A reentrant checkpoint runs backward passes inside the backward pass, and the end of one of those is not the end."""
 
     def run(rank):
-        net = model(rank.index, frozen=False)
+        net = model(rank.rank, frozen=False)
         for block in net.blocks:
             block.forward = functools.partial(
                 torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=reentrant
@@ -424,7 +424,7 @@ def twice(rank, reentrant, static_graph, times=(2, 2, 2)):
             replica.no_sync() if step == 1 else contextlib.nullcontext()
         ):  # the second adds up with the third
             replica(
-                torch.full((1, 2), step + rank.index + 1.0, requires_grad=True), k
+                torch.full((1, 2), step + rank.rank + 1.0, requires_grad=True), k
             ).sum().backward()
         found.append(replica.module.layer.weight.grad.tolist())
     return found
@@ -466,13 +466,13 @@ class Normed(nn.Sequential):
 
 def statistics(rank, sync, quiet=False):
     """This rank's buffers after each of four forward passes on data of its own, as they were when the module was called."""
-    net, seen = Normed(rank.index), []
+    net, seen = Normed(rank.rank), []
     replica = data_parallel.replicate(net, rank.comm("dp"), forward_sync_buffers=sync)
     net.register_forward_pre_hook(
         lambda net, inputs: seen.append([buffer.clone() for buffer in net.buffers()])
     )
     for step in range(4):
-        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + rank.index))
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + rank.rank))
         with replica.no_sync() if quiet and step % 2 == 0 else contextlib.nullcontext():
             replica(x).sum().backward()
     return seen
@@ -523,7 +523,7 @@ def test_buffers_between_forward_and_backward():
         class Scaled(nn.Linear):
             def __init__(self):
                 super().__init__(2, 1)
-                self.register_buffer("scale", torch.full((1,), rank.index + 1.0))
+                self.register_buffer("scale", torch.full((1,), rank.rank + 1.0))
 
             def forward(self, x):
                 return super().forward(x) * self.scale
@@ -537,9 +537,9 @@ def test_buffers_between_forward_and_backward():
 
 def test_a_rank_that_sits_out_takes_part_in_the_broadcast():
     def run(rank):
-        replica = data_parallel.replicate(Normed(rank.index), rank.comm("dp"))
+        replica = data_parallel.replicate(Normed(rank.rank), rank.comm("dp"))
         for step in range(3):
-            if rank.index == 1 and step == 1:
+            if rank.rank == 1 and step == 1:
                 replica.sit_out()
             else:
                 replica(torch.ones(2, 3)).sum().backward()
@@ -599,7 +599,7 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(size):
                 net, rank.comm("dp"), reduce_dtype=reduce_dtype
             ), lambda: None
 
-        return scaled_steps(([rank.index], rank.size), reduce)
+        return scaled_steps(([rank.rank], rank.size), reduce)
 
     def one_device(net, n):
         return net, lambda: [parameter.grad.div_(n) for parameter in net.parameters()]
@@ -651,7 +651,7 @@ def test_replicated_again_a_module_is_reduced_once():
         net = nn.Linear(4, 1, bias=False)
         first = data_parallel.replicate(net, rank.comm("dp"))
         second = data_parallel.replicate(net, rank.comm("dp"))
-        second(torch.full((1, 4), rank.index + 1.0)).sum().backward()
+        second(torch.full((1, 4), rank.rank + 1.0)).sum().backward()
         return net.weight.grad.tolist(), first.timeline.spans
 
     with World(2) as two:
@@ -677,7 +677,7 @@ def test_a_module_that_changed_is_refused():
 
 def test_modules_that_differ_are_named(four):
     def run(rank):
-        net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1 + rank.index // 3))
+        net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1 + rank.rank // 3))
         data_parallel.replicate(net, rank.comm("dp"))
 
     with pytest.raises(
@@ -719,7 +719,7 @@ def test_after_an_error_in_a_backward_pass_replicas_are_made_again():
 def test_a_rank_that_runs_out_of_data_is_a_deadlock():
     def run(rank):
         replica = data_parallel.replicate(nn.Linear(2, 1), rank.comm("dp"))
-        for _ in range(2 + rank.index):
+        for _ in range(2 + rank.rank):
             replica(torch.ones(1, 2)).sum().backward()
 
     with pytest.raises(DeadlockError):
@@ -836,8 +836,8 @@ def test_gradients_averaged_one_by_one(four):
 
 
 def plain_step(rank, way, steps, rows=24):
-    net, comm = model(rank.index, frozen=False), rank.comm("dp")
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2) if rank.index == 0 else None
+    net, comm = model(rank.rank, frozen=False), rank.comm("dp")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2) if rank.rank == 0 else None
     for _ in range(steps):
         if way == "server":
             loss = data_parallel.server_step(

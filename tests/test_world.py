@@ -91,7 +91,7 @@ def line_of(text):
 def test_results_come_in_rank_order(engine, size):
     with World(size, engine=engine) as small:
         assert small.run(
-            lambda rank, k, *, shift: (rank.index * k + shift, rank.size), 10, shift=1
+            lambda rank, k, *, shift: (rank.rank * k + shift, rank.size), 10, shift=1
         ) == [(10 * i + 1, size) for i in range(size)]
         assert (
             small.run(lambda rank: rank.comm().all_reduce(torch.tensor(2.0)).item())
@@ -125,7 +125,7 @@ def test_a_rank_knows_its_place_on_the_mesh(engine):
         )
         sums = grid.run(
             lambda rank: [
-                rank.comm(axis).all_reduce(torch.tensor([rank.index])).item()
+                rank.comm(axis).all_reduce(torch.tensor([rank.rank])).item()
                 for axis in ("tp", "pp", "dp", "world")
             ]
         )
@@ -161,7 +161,7 @@ def test_functions_from_a_cell_run_and_fail_with_their_own_lines(four):
                 raise ValueError(f"cannot do {x}")
             return x
         def program(rank):
-            return helper(rank.index)
+            return helper(rank.rank)
     """)
     error = fails(four, program, RankError)
     assert error.rank == 2
@@ -169,7 +169,7 @@ def test_functions_from_a_cell_run_and_fail_with_their_own_lines(four):
         "rank 2 of 4 raised ValueError: cannot do 2",
         "",
         "  Cell, line 7, in program",
-        "    return helper(rank.index)",
+        "    return helper(rank.rank)",
         "  Cell, line 4, in helper",
         '    raise ValueError(f"cannot do {x}")',
         "ValueError: cannot do 2",
@@ -180,7 +180,7 @@ def test_output_is_shown_in_rank_order(four, capsys):
     def program(rank):
         comm = rank.comm()
         for turn in reversed(range(4)):
-            if rank.index == turn:
+            if rank.rank == turn:
                 rank.print("turn", turn, sep="=")
             comm.barrier()
 
@@ -189,7 +189,7 @@ def test_output_is_shown_in_rank_order(four, capsys):
 
 
 def test_plain_print_and_warnings_of_processes_are_shown_too(processes, capsys):
-    processes.run(lambda rank: print("plain", rank.index))
+    processes.run(lambda rank: print("plain", rank.rank))
     assert capsys.readouterr().out == "".join(f"[rank {i}] plain {i}\n" for i in range(4))
 
 
@@ -243,11 +243,11 @@ def test_every_byte_is_counted_under_the_outermost_name(four):
 def test_what_arrives_is_what_was_sent(four, dtype, n):
     def program(rank):
         comm, generator = rank.comm(), torch.Generator()
-        x = torch.randint(0, 2, (n,), generator=generator.manual_seed(rank.index)).to(dtype)
-        left = torch.randint(0, 2, (n,), generator=generator.manual_seed((rank.index - 1) % 4)).to(
+        x = torch.randint(0, 2, (n,), generator=generator.manual_seed(rank.rank)).to(dtype)
+        left = torch.randint(0, 2, (n,), generator=generator.manual_seed((rank.rank - 1) % 4)).to(
             dtype
         )
-        out = comm.send_recv(x, (rank.index + 1) % 4, torch.empty_like(x), (rank.index - 1) % 4)
+        out = comm.send_recv(x, (rank.rank + 1) % 4, torch.empty_like(x), (rank.rank - 1) % 4)
         return (
             torch.equal(out.view(torch.uint8), left.view(torch.uint8)) if n else out.shape == (0,)
         )
@@ -272,7 +272,7 @@ def test_nothing_of_an_asynchronous_collective_stays_alive(four):
 def test_what_was_sent_and_received_can_still_be_resized(four):
     def program(rank):
         x, out = torch.ones(5), torch.empty(5)
-        rank.comm().send_recv(x, (rank.index + 1) % 4, out, (rank.index - 1) % 4)
+        rank.comm().send_recv(x, (rank.rank + 1) % 4, out, (rank.rank - 1) % 4)
         return [tensor.untyped_storage().resize_(0).nbytes() for tensor in (x, out)]
 
     assert four.run(program) == [[0, 0]] * 4
@@ -285,9 +285,9 @@ def test_what_was_sent_and_received_can_still_be_resized(four):
 def test_what_arrives_can_be_reduced(four, op, expected, n):
     def program(rank):
         comm = rank.comm()
-        if rank.index == 0:
+        if rank.rank == 0:
             comm.send(torch.full((n,), 2.0, dtype=torch.float64), 1)
-        if rank.index == 1:
+        if rank.rank == 1:
             return comm.recv(torch.ones(n, dtype=torch.float64), 0, reduce=op).unique().tolist()
 
     assert four.run(program)[1] == [expected]
@@ -299,15 +299,15 @@ def test_messages_of_one_channel_stay_in_order(four):
     def program(rank):
         comm = rank.comm()
         token = torch.empty(0)
-        if rank.index == 0:
+        if rank.rank == 0:
             works = [comm.isend(torch.full((n,), float(i)), 1) for i, n in enumerate(sizes)]
             comm.send(token, 2)  # the receiver begins when all has been sent
             comm.send(torch.tensor([-1.0]), 1)
             return [work.wait() for work in works]
-        if rank.index == 2:
+        if rank.rank == 2:
             comm.recv(token, 0)
             comm.send(token, 1)
-        if rank.index == 1:
+        if rank.rank == 1:
             comm.recv(token, 2)
             works = [comm.irecv(torch.empty(n), 0) for n in sizes]
             last = comm.recv(torch.empty(1), 0).item()
@@ -328,8 +328,8 @@ def until(condition):
 def test_messages_and_collectives_move_while_ranks_compute(four):
     def program(rank):
         comm = rank.comm()
-        x, out = torch.full((300_000,), float(rank.index)), torch.empty(300_000)
-        works = [comm.irecv(out, (rank.index - 1) % 4), comm.isend(x, (rank.index + 1) % 4)]
+        x, out = torch.full((300_000,), float(rank.rank)), torch.empty(300_000)
+        works = [comm.irecv(out, (rank.rank - 1) % 4), comm.isend(x, (rank.rank + 1) % 4)]
         until(lambda: all(work.done() for work in works))
         total = comm.all_reduce(x, async_op=True)
         until(total.done)
@@ -343,8 +343,8 @@ def test_asynchronous_work_is_booked_where_it_was_started(four):
         comm = rank.comm("dp")
         work = comm.all_reduce(torch.ones(400_000), async_op=True)
         shift(rank)
-        comm.isend(torch.ones(1), (rank.index + 1) % 4)
-        comm.irecv(torch.ones(1), (rank.index - 1) % 4)
+        comm.isend(torch.ones(1), (rank.rank + 1) % 4)
+        comm.irecv(torch.ones(1), (rank.rank - 1) % 4)
         assert work.wait()[0] == 4
 
     four.run(program)
@@ -362,8 +362,8 @@ def test_an_asynchronous_collective_tells_when_it_was_under_way(four):
         work.wait()
         start, end = work.span
         with pytest.raises(RuntimeError, match="only an asynchronous collective has a span"):
-            print(comm.irecv(torch.ones(1), (rank.index - 1) % 4).span)
-        comm.send(torch.ones(1), (rank.index + 1) % 4)
+            print(comm.irecv(torch.ones(1), (rank.rank - 1) % 4).span)
+        comm.send(torch.ones(1), (rank.rank + 1) % 4)
         return before <= start < end <= time.perf_counter()
 
     assert four.run(program) == [True] * 4
@@ -372,7 +372,7 @@ def test_an_asynchronous_collective_tells_when_it_was_under_way(four):
 def test_collectives_behave_like_those_of_torch(processes):
     def program(rank):
         comm, group = rank.comm(), rank.comm().group
-        x = torch.arange(8.0) * (rank.index + 1)
+        x = torch.arange(8.0) * (rank.rank + 1)
         theirs = [x.clone(), torch.empty(2), torch.empty(32), x.clone()]
         dist.all_reduce(theirs[0], group=group)
         dist.reduce_scatter_tensor(theirs[1], x.clone(), group=group)
@@ -395,15 +395,15 @@ def test_collectives_behave_like_those_of_torch(processes):
 
 def test_the_other_collectives_and_out(four):
     def program(rank):
-        comm, x = rank.comm(), torch.arange(4.0) + rank.index
+        comm, x = rank.comm(), torch.arange(4.0) + rank.rank
         out = torch.empty(4)
         assert comm.all_reduce(x, out=out) is out and comm.broadcast(x, 3, out=x) is x
-        scattered = comm.scatter(torch.arange(4.0) * rank.index, src=2).item()
+        scattered = comm.scatter(torch.arange(4.0) * rank.rank, src=2).item()
         gathered, reduced = (
-            comm.gather(torch.tensor([rank.index]), dst=1),
+            comm.gather(torch.tensor([rank.rank]), dst=1),
             comm.reduce(torch.ones(2), dst=1),
         )
-        uneven = comm.all_gather(torch.ones(rank.index), sizes=[0, 1, 2, 3])
+        uneven = comm.all_gather(torch.ones(rank.rank), sizes=[0, 1, 2, 3])
         comm.barrier()
         return (
             out.tolist(),
@@ -456,10 +456,10 @@ def test_no_graph_spans_ranks_but_backward_may_communicate(four):
         x = torch.ones(3, requires_grad=True)
         assert not rank.comm().all_reduce(x * 2).requires_grad
         received = rank.comm().send_recv(
-            x * 2, (rank.index + 1) % 4, torch.empty(3), (rank.index - 1) % 4
+            x * 2, (rank.rank + 1) % 4, torch.empty(3), (rank.rank - 1) % 4
         )
         assert received.tolist() == [2.0] * 3 and not received.requires_grad
-        (SumOfGradients.apply(x, rank.comm()) * (rank.index + 1)).sum().backward()
+        (SumOfGradients.apply(x, rank.comm()) * (rank.rank + 1)).sum().backward()
         return x.grad.tolist()
 
     assert four.run(program) == [[10.0] * 3] * 4
@@ -467,7 +467,7 @@ def test_no_graph_spans_ranks_but_backward_may_communicate(four):
 
 def test_process_groups_are_real_on_processes_and_absent_on_threads():
     def program(rank):
-        x = torch.tensor([float(rank.index)])
+        x = torch.tensor([float(rank.rank)])
         dist.all_reduce(x, group=rank.comm("tp").group)
         return x.item()
 
@@ -480,15 +480,15 @@ def test_process_groups_are_real_on_processes_and_absent_on_threads():
 
 def test_messages_over_torch_distributed_for_gpus_and_clusters(processes):
     def program(rank):
-        rank._endpoint = DistributedEndpoint(rank.index, rank.device, 10)
+        rank._endpoint = DistributedEndpoint(rank.rank, rank.device, 10)
         rank._comms.clear()
         comm = rank.comm()
         work = comm.all_reduce(torch.full((1000,), 2.0), async_op=True)
         received = comm.send_recv(
-            torch.ones(3) * rank.index,
-            (rank.index + 1) % 4,
+            torch.ones(3) * rank.rank,
+            (rank.rank + 1) % 4,
             torch.ones(3),
-            (rank.index - 1) % 4,
+            (rank.rank - 1) % 4,
             reduce="sum",
         )
         return (
@@ -505,7 +505,7 @@ def test_messages_over_torch_distributed_for_gpus_and_clusters(processes):
 
 def test_an_exception_on_one_rank_is_raised_here(four):
     def program(rank):
-        if rank.index == 1:
+        if rank.rank == 1:
             try:
                 {}["weights"]
             except KeyError as error:
@@ -536,7 +536,7 @@ def test_an_exception_on_all_ranks_is_told_once(four):
 
 def test_different_exceptions_are_all_told(four):
     def program(rank):
-        raise ValueError(f"shard {rank.index}")
+        raise ValueError(f"shard {rank.rank}")
 
     error = fails(four, program, RankError)
     assert str(error).startswith(
@@ -546,7 +546,7 @@ def test_different_exceptions_are_all_told(four):
 
 def test_except_does_not_swallow_the_end_of_a_run(four):
     def program(rank):
-        if rank.index == 0:
+        if rank.rank == 0:
             raise ValueError("first")
         while True:
             try:
@@ -559,7 +559,7 @@ def test_except_does_not_swallow_the_end_of_a_run(four):
 
 def test_an_error_does_not_wait_for_ranks_that_compute(four):
     def program(rank):
-        if rank.index == 0:
+        if rank.rank == 0:
             raise ValueError("first")
         while True:
             torch.ones(8) + 1
@@ -571,9 +571,9 @@ def test_an_error_does_not_wait_for_ranks_that_compute(four):
 def test_ranks_stay_warm_after_an_error_in_the_middle_of_a_message(segments):
     def program(rank):
         comm, n = rank.comm(), 10_000_000
-        if rank.index == 0:
+        if rank.rank == 0:
             comm.send(torch.ones(n), 1)
-        if rank.index == 1:
+        if rank.rank == 1:
             comm._recv(torch.empty(n), 0, "recv", None)  # ready to receive, but nobody reads on
             until(lambda: select.select([comm._endpoint.links[0].sock], [], [], 0)[0])
             for _ in range(segments):
@@ -594,7 +594,7 @@ def test_a_killed_rank_is_reported_and_not_waited_for(processes, number):
     def program(rank):
         comm = rank.comm()
         comm.all_reduce(torch.ones(100))
-        if rank.index == 2:
+        if rank.rank == 2:
             os.kill(os.getpid(), number)
         comm.all_reduce(torch.ones(10**6))
 
@@ -609,14 +609,14 @@ def test_a_killed_rank_is_reported_and_not_waited_for(processes, number):
 
 def test_a_rank_that_exits_is_reported(processes):
     error = fails(
-        processes, lambda rank: os._exit(7) if rank.index == 1 else rank.comm().barrier(), RankError
+        processes, lambda rank: os._exit(7) if rank.rank == 1 else rank.comm().barrier(), RankError
     )
     assert "rank 1 of 4 died: its process ended with exit code 7" in str(error)
 
 
 def test_a_rank_that_never_arrives_ends_in_a_time_out(engine):
     def program(rank):
-        while rank.index == 2:
+        while rank.rank == 2:
             torch.ones(8) + 1  # rank 2 is here
         rank.comm("dp").all_reduce(torch.ones(8))  # the others wait
 
@@ -642,8 +642,8 @@ def test_a_rank_that_never_arrives_ends_in_a_time_out(engine):
 def test_a_ring_in_which_all_send_first_is_a_deadlock(four):
     def program(rank):
         x = torch.ones(4)
-        rank.comm().send(x, (rank.index + 1) % 4)  # all send
-        rank.comm().recv(x, (rank.index - 1) % 4)
+        rank.comm().send(x, (rank.rank + 1) % 4)  # all send
+        rank.comm().recv(x, (rank.rank - 1) % 4)
 
     error = fails(four, program, DeadlockError)
     for i in range(4):
@@ -655,7 +655,7 @@ def test_a_ring_in_which_all_send_first_is_a_deadlock(four):
 
 def test_waiting_for_a_rank_that_has_finished_is_a_deadlock(four):
     def program(rank):
-        if rank.index:
+        if rank.rank:
             with rank.comm().record("handshake"):
                 rank.comm().recv(torch.empty(3), 0)
 
@@ -667,7 +667,7 @@ def test_waiting_for_a_rank_that_has_finished_is_a_deadlock(four):
 
 def test_waiting_for_work_that_nobody_joins_is_a_deadlock(four):
     def program(rank):
-        if rank.index != 3:
+        if rank.rank != 3:
             rank.comm().all_reduce(torch.ones(4), async_op=True).wait()
 
     assert "all_reduce(float32[4], op=sum)" in str(fails(four, program, DeadlockError))
@@ -675,7 +675,7 @@ def test_waiting_for_work_that_nobody_joins_is_a_deadlock(four):
 
 def test_slow_ranks_are_no_deadlock(four):
     def program(rank):
-        if rank.index == 3:
+        if rank.rank == 3:
             end = time.monotonic() + 0.3
             until(lambda: time.monotonic() > end)
         return rank.comm().all_reduce(torch.ones(1)).item()
@@ -708,7 +708,7 @@ def test_different_calls_are_a_mismatch_that_says_who_called_what(four, ours, th
 
     def program(rank):
         rank.comm("dp").barrier()
-        if rank.index == 1:
+        if rank.rank == 1:
             call(rank.comm("dp"), theirs)
         else:
             call(rank.comm("dp"), ours)
@@ -728,9 +728,9 @@ def test_different_calls_are_a_mismatch_that_says_who_called_what(four, ours, th
 @pytest.mark.parametrize("n", [5, 10_000])
 def test_a_message_that_does_not_fit_is_a_mismatch(four, received, n):
     def program(rank):
-        if rank.index == 0:
+        if rank.rank == 0:
             rank.comm().send(torch.ones(n), 1)  # sends float32
-        if rank.index == 1:
+        if rank.rank == 1:
             out = (
                 torch.empty(received)
                 if isinstance(received, int)
@@ -747,7 +747,7 @@ def test_a_message_that_does_not_fit_is_a_mismatch(four, received, n):
 
 
 def test_what_cannot_travel_says_so(processes):
-    error = fails(processes, lambda rank: threading.Lock() if rank.index == 1 else 0, RankError)
+    error = fails(processes, lambda rank: threading.Lock() if rank.rank == 1 else 0, RankError)
     assert "rank 1 returned a lock that cannot be sent to the notebook" in str(
         error
     ) and "return numbers, text or tensors" in str(error)
@@ -759,10 +759,10 @@ def test_an_interrupt_ends_all_ranks_and_the_next_run_works(four, tmp_path):
     os.mkfifo(fifo := tmp_path / "there")
 
     def program(rank):
-        if rank.index == 1:
+        if rank.rank == 1:
             with open(fifo, "w"):
                 pass
-        while rank.index == 1:
+        while rank.rank == 1:
             torch.ones(8) + 1
         rank.comm().barrier()
 
@@ -778,7 +778,7 @@ def test_an_interrupt_ends_all_ranks_and_the_next_run_works(four, tmp_path):
         four.run(program)
     thread.join()
     assert gone(pids)
-    assert four.run(lambda rank: rank.index) == [0, 1, 2, 3]
+    assert four.run(lambda rank: rank.rank) == [0, 1, 2, 3]
     assert not [thread for thread in threading.enumerate() if thread.name == "rank 1"]
 
 
@@ -917,7 +917,7 @@ def test_bad_calls_name_the_value_and_the_remedy(four, program, text):
 
 def test_a_tensor_is_asked_for():
     with pytest.raises(RankError, match="TypeError|TypeCheckError"):
-        World(2).run(lambda rank: rank.comm().send([1, 2], 1 - rank.index))
+        World(2).run(lambda rank: rank.comm().send([1, 2], 1 - rank.rank))
 
 
 # ── torchrun ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -82,7 +82,7 @@ def test_evaluation_leaves_nothing_behind():
     expected = build(TIED, 0)(x)
 
     def program(rank, reshard):
-        model = build(TIED, rank.index)
+        model = build(TIED, rank.rank)
         owner = zero.shard(model, rank.comm("dp"), reshard=reshard)
         shards = zero.held(owner)
         with torch.no_grad():

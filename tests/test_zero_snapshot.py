@@ -30,7 +30,7 @@ def lr(i):
 
 
 def write(rank, level, path, *, frozen=(), optimizer="adamw", groups=None):
-    model = build(TIED, rank.index, frozen=frozen)
+    model = build(TIED, rank.rank, frozen=frozen)
     owner = own(model, rank.comm("dp"), level, OPTIMIZERS[optimizer], GROUPS.get(groups))
     advance(model, owner, rank, batches(TIED, 4)[:2])
     for i, group in enumerate(owner.param_groups):
@@ -41,7 +41,7 @@ def write(rank, level, path, *, frozen=(), optimizer="adamw", groups=None):
 
 
 def read(rank, level, path, *, frozen=(), optimizer="adamw", groups=None, **options):
-    model = build(TIED, 10 + rank.index, frozen=frozen)
+    model = build(TIED, 10 + rank.rank, frozen=frozen)
     owner = own(model, rank.comm("dp"), level, OPTIMIZERS[optimizer], GROUPS.get(groups), **options)
     owner.load(path)
     loaded = weights(model, owner)

@@ -26,9 +26,9 @@ from labutils.precision import LossScaler
 
 def test_fewer_elements_than_ranks():
     def program(rank):
-        weight = nn.Parameter(torch.full((2,), float(rank.index)))
+        weight = nn.Parameter(torch.full((2,), float(rank.rank)))
         optimizer = zero.Optimizer([weight], rank.comm("dp"), OPTIMIZERS["sgd"], level=2)
-        (weight * torch.tensor([1.0, 2.0]) * rank.index).sum().backward()
+        (weight * torch.tensor([1.0, 2.0]) * rank.rank).sum().backward()
         optimizer.step()
         return weight.tolist(), optimizer.owned[0].tolist()
 
@@ -45,7 +45,7 @@ def test_parameters_that_take_no_part_have_a_gradient_of_zero():
             {"used": nn.Linear(3, 1), "unused": nn.Linear(3, 1), "sometimes": nn.Linear(3, 1)}
         )
         model.forward = lambda x: (
-            model["used"](x) + (model["sometimes"](x) if rank.index == 0 else 0)
+            model["used"](x) + (model["sometimes"](x) if rank.rank == 0 else 0)
         )
         owner = own(
             model,
@@ -181,7 +181,7 @@ def test_an_inf_on_one_rank_makes_all_ranks_skip(n, level):
             owner,
             lambda: owner.clip_grad_norm(0.5),
             owner.zero_grad,
-            [x.chunk(n)[rank.index] for x in inputs],
+            [x.chunk(n)[rank.rank] for x in inputs],
         )
         return told, weights(model, owner), owner.layout
 
@@ -258,7 +258,7 @@ def test_gradients_and_master_weights_are_rounded_no_more_than_they_must(level, 
 
     def program(rank):
         mine = of(rank, x)
-        alone, model = build(TIED, 0, dtype), build(TIED, rank.index, dtype)
+        alone, model = build(TIED, 0, dtype), build(TIED, rank.rank, dtype)
         alone.loss(mine, mine).backward()
         owner = own(model, rank.comm("dp"), level, OPTIMIZERS["adamw"])
         model.loss(mine, mine).backward()

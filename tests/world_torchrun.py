@@ -11,22 +11,22 @@ from labutils.world import World, WorldError
 def step(rank):
     rank.print("is at", rank.coords)
     comm = rank.comm("tp")
-    work = comm.all_reduce(torch.arange(4.0) + rank.index, async_op=True)
-    return rank.comm("dp").all_gather(torch.tensor([rank.index])).tolist(), work.wait().tolist()
+    work = comm.all_reduce(torch.arange(4.0) + rank.rank, async_op=True)
+    return rank.comm("dp").all_gather(torch.tensor([rank.rank])).tolist(), work.wait().tolist()
 
 
 def fail(rank):
-    if rank.index == 1:
+    if rank.rank == 1:
         raise ValueError("no data")
     rank.comm().barrier()
 
 
 def differ(rank):
-    rank.comm().all_gather(torch.zeros(3 if rank.index else 2))
+    rank.comm().all_gather(torch.zeros(3 if rank.rank else 2))
 
 
 def lock(rank):
-    rank.comm().send(torch.zeros(3), (rank.index + 1) % 4)
+    rank.comm().send(torch.zeros(3), (rank.rank + 1) % 4)
 
 
 def main():

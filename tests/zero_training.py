@@ -75,7 +75,7 @@ def batches(config, steps, accumulation=1):
 
 def of(rank, x):
     """This rank's sequences of a micro-batch."""
-    return x.view(rank.size, ROWS // rank.size, -1)[rank.index]
+    return x.view(rank.size, ROWS // rank.size, -1)[rank.rank]
 
 
 def grouped(model, settings):
@@ -131,7 +131,7 @@ def train(
     checkpointed=None, look=True, **options,
 ):  # fmt: skip
     """Losses and norms, gradients of the first step, weights at the end, what the last step held at its fullest, the layout of the flat tensors."""
-    model = build(config, rank.index, dtype, frozen)  # every rank begins elsewhere
+    model = build(config, rank.rank, dtype, frozen)  # every rank begins elsewhere
     if checkpointed == "inside":
         for block in model.blocks:
             block.forward = functools.partial(checkpointing.checkpoint, block.forward)

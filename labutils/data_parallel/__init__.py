@@ -7,7 +7,7 @@ goes on. `average_gradients`, `server_step` and `replicate_each_step` are what c
 >>> from labutils import data_parallel, world
 >>> def program(rank):
 ...     replica = data_parallel.replicate(torch.nn.Linear(3, 1), rank.comm("dp"))
-...     replica(torch.full((1, 3), float(rank.index))).sum().backward()
+...     replica(torch.full((1, 3), float(rank.rank))).sum().backward()
 ...     return replica.module.weight.grad.tolist()
 >>> with world.World(4) as four:
 ...     four.run(program)[3]  # the mean of 0, 1, 2 and 3

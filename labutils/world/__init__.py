@@ -2,7 +2,7 @@
 
 >>> import torch
 >>> with World(4) as world:
-...     world.run(lambda rank: rank.comm().all_reduce(torch.full((4,), rank.index)).sum().item())
+...     world.run(lambda rank: rank.comm().all_reduce(torch.full((4,), rank.rank)).sum().item())
 [24, 24, 24, 24]
 >>> world.ledger.by("rank")
 {0: 48, 1: 48, 2: 48, 3: 48}

@@ -177,7 +177,7 @@ class Comm:
         self.axis, self.ranks, self.rank, self.size = (
             axis,
             ranks,
-            ranks.index(owner.index),
+            ranks.index(owner.rank),
             len(ranks),
         )
         self._owner, self._endpoint, self._board, self._events = (
@@ -494,7 +494,7 @@ class Comm:
         try:
             if outer is None and self.size > 1:
                 self._board.enter(
-                    self._owner.index,
+                    self._owner.rank,
                     self._group,
                     self.ranks,
                     self._calls,
@@ -529,7 +529,7 @@ class Helper:
 
     def start(self, call: Call, run: Callable[[Comm], Any], out: Tensor | None) -> Op:
         """The pending result; its messages are booked at this point of the rank's program."""
-        op, events = Op(False, self.comm._channel, self.comm._owner.index, None, call), []
+        op, events = Op(False, self.comm._channel, self.comm._owner.rank, None, call), []
         self.comm._owner._events.append(events)
         self.comm._endpoint.add_actor(+1)
         self.jobs.put((op, events, run, out))
@@ -565,21 +565,21 @@ class Rank:
 
     def __init__(
         self,
-        index: int,
+        rank: int,
         mesh: Mesh,
         endpoint: Endpoint,
         board: Board,
         device: torch.device,
         groups: Callable[[tuple[int, ...]], Any] | None = None,
     ) -> None:
-        self.index, self.mesh, self.size, self.coords, self.device = (
-            index,
+        self.rank, self.mesh, self.size, self.coords, self.device = (
+            rank,
             mesh,
             mesh.size,
-            mesh.coords(index),
+            mesh.coords(rank),
             device,
         )
-        self.generator = torch.Generator(device=device).manual_seed(index)
+        self.generator = torch.Generator(device=device).manual_seed(rank)
         self._endpoint, self._board, self._groups = endpoint, board, groups
         self._events: list[Event | list[Event]] = []
         self._pending: dict[Op, None] = {}
@@ -587,12 +587,12 @@ class Rank:
         self._comms: dict[str, Comm] = {}
 
     def __repr__(self) -> str:
-        return f"Rank({self.index} of {self.size})"
+        return f"Rank({self.rank} of {self.size})"
 
     def comm(self, axis: str = WORLD) -> Comm:
         """The door to the ranks that share `axis` ("dp", "tp", …) with this one; without a name, to all ranks."""
         if axis not in self._comms:
-            ranks = tuple(range(self.size)) if axis == WORLD else self.mesh.group(self.index, axis)
+            ranks = tuple(range(self.size)) if axis == WORLD else self.mesh.group(self.rank, axis)
             self._comms[axis] = Comm(self, axis, ranks)
         return self._comms[axis]
 

@@ -185,15 +185,15 @@ class Threads:
                 if hub.stopped:
                     raise Stopped
                 value = fn(rank, *args, **kwargs)
-                traces[rank.index] = rank._finish()
-                hub.end(rank.index, value)
+                traces[rank.rank] = rank._finish()
+                hub.end(rank.rank, value)
             except Stopped:
-                hub.end(rank.index)
+                hub.end(rank.rank)
             except BaseException as error:
-                hub.end(rank.index, failure=error)
+                hub.end(rank.rank, failure=error)
 
         hub.threads = [
-            threading.Thread(target=program, args=(rank,), name=f"rank {rank.index}", daemon=True)
+            threading.Thread(target=program, args=(rank,), name=f"rank {rank.rank}", daemon=True)
             for rank in ranks
         ]
         try:

@@ -94,7 +94,7 @@ def perform(rank: Rank, load: Callable[[], tuple[Callable, tuple, dict]]) -> Out
             fn, args, kwargs = load()
             outcome.value = fn(rank, *args, **kwargs)
             outcome.events = rank._finish()
-            rank._board.publish(rank.index, FINISHED, 0, 0, "")
+            rank._board.publish(rank.rank, FINISHED, 0, 0, "")
     except Stopped:
         outcome.stopped = True
     except BaseException as error:
@@ -102,7 +102,7 @@ def perform(rank: Rank, load: Callable[[], tuple[Callable, tuple, dict]]) -> Out
         if not isinstance(
             error, TimeoutError
         ):  # such a rank still waits, as far as the others' reports are concerned
-            rank._board.publish(rank.index, FAILED, 0, 0, "")
+            rank._board.publish(rank.rank, FAILED, 0, 0, "")
     finally:
         rank._endpoint.stop()
         rank._close()

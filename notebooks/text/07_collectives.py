@@ -43,7 +43,7 @@ from labutils.world import DeadlockError, MismatchError, World
 
 # %%
 world = World(4)
-world.run(lambda rank: f"I am rank {rank.index} of {rank.size}")
+world.run(lambda rank: f"I am rank {rank.rank} of {rank.size}")
 
 # %% [markdown]
 # ## The idea in one picture
@@ -70,10 +70,10 @@ plots.ring_animation(world.trace)
 
 # %%
 def tell(rank):
-    comm, x = rank.comm("dp"), torch.full((3,), float(rank.index))
-    if rank.index == 0:
+    comm, x = rank.comm("dp"), torch.full((3,), float(rank.rank))
+    if rank.rank == 0:
         comm.send(x, 1)
-    if rank.index == 1:
+    if rank.rank == 1:
         comm.recv(x, 0)
     return x.tolist()
 
@@ -86,7 +86,7 @@ world.run(tell)
 
 # %%
 def everybody_sends_first(rank):
-    comm, x = rank.comm("dp"), torch.full((3,), float(rank.index))
+    comm, x = rank.comm("dp"), torch.full((3,), float(rank.rank))
     comm.send(x, (comm.rank + 1) % comm.size)
     return comm.recv(torch.empty_like(x), (comm.rank - 1) % comm.size)
 
@@ -142,7 +142,7 @@ show(collectives.shift)
 # %%
 def mismatched(rank):
     comm, x = rank.comm("dp"), torch.ones(8)
-    if rank.index == 2:
+    if rank.rank == 2:
         return comm.all_gather(x)
     return comm.all_reduce(x)
 
@@ -171,9 +171,9 @@ def run(algorithm, numel=1_000_000, ranks=8, engine="threads"):
 
     def program(rank):
         collective, comm = getattr(collectives, algorithm), rank.comm("dp")
-        x, sizes = torch.full((numel,), rank.index + 1.0), collectives.shares(numel, ranks)
+        x, sizes = torch.full((numel,), rank.rank + 1.0), collectives.shares(numel, ranks)
         if "gather" in algorithm:
-            return collective(x[: sizes[rank.index]], comm, sizes=sizes)
+            return collective(x[: sizes[rank.rank]], comm, sizes=sizes)
         return collective(x, comm)
 
     with World(ranks, engine) as several:
@@ -242,7 +242,7 @@ show(collectives.broadcast_tree)
 
 # %%
 def example(rank):
-    i = (rank.index + 1) * torch.tensor([1, 2])
+    i = (rank.rank + 1) * torch.tensor([1, 2])
     return torch.cat([i, i**2, i**3])
 
 
@@ -453,7 +453,7 @@ def published_ring(x, comm):
 
 
 def published_test(all_reduce, world):
-    results = world.run(lambda rank: all_reduce(torch.arange(8.0) + rank.index, rank.comm("dp")))
+    results = world.run(lambda rank: all_reduce(torch.arange(8.0) + rank.rank, rank.comm("dp")))
     expected = sum(torch.arange(8.0) + rank for rank in range(world.size))
     right = all(torch.equal(y, expected) for y in results)
     return [] if right else ["some rank does not hold the sum"]

@@ -84,7 +84,7 @@ whole.loss(*batch).backward()
 
 def added_up(rank):
     net = model()
-    net.loss(*(side[rank.index :: rank.size] for side in batch)).backward()
+    net.loss(*(side[rank.rank :: rank.size] for side in batch)).backward()
     return rank.comm("dp").all_reduce(gradient(net))
 
 
@@ -102,7 +102,7 @@ reveal("all-reduced/times", times=round(times, 9))
 
 # %%
 def uneven(rank, weigh):
-    net, (inputs, targets) = model(), (side.tensor_split(rank.size)[rank.index] for side in ten)
+    net, (inputs, targets) = model(), (side.tensor_split(rank.size)[rank.rank] for side in ten)
     share = len(inputs) / 10 if weigh else 1 / rank.size
     (net.loss(inputs, targets) * share).backward()
     return rank.comm("dp").all_reduce(gradient(net))
@@ -190,11 +190,11 @@ plots.curves(ranks, **busiest, log="x", xlabel="ranks", ylabel="sent by the busi
 
 # %%
 def mine(rank):
-    return tuple(side[rank.index :: rank.size] for side in batch)
+    return tuple(side[rank.rank :: rank.size] for side in batch)
 
 
 def optimizer_at(rank, net, everywhere=False):
-    return torch.optim.AdamW(net.parameters()) if everywhere or rank.index == 0 else None
+    return torch.optim.AdamW(net.parameters()) if everywhere or rank.rank == 0 else None
 
 
 def entropy(outputs, targets):
@@ -207,7 +207,7 @@ def weights(net):
 
 # %%
 def server(rank, steps=1):
-    net = model(seed=rank.index)
+    net = model(seed=rank.rank)
     optimizer = optimizer_at(rank, net)
     for _ in range(steps):
         data_parallel.server_step(net, rank.comm("dp"), optimizer, lambda part: net.loss(*part), mine(rank))
@@ -215,7 +215,7 @@ def server(rank, steps=1):
 
 
 def DataParallel(rank, steps=1):
-    net = model(seed=rank.index)
+    net = model(seed=rank.rank)
     optimizer = optimizer_at(rank, net)
     for _ in range(steps):
         data_parallel.replicate_each_step(net, rank.comm("dp"), optimizer, entropy, *batch)
@@ -224,7 +224,7 @@ def DataParallel(rank, steps=1):
 
 # %%
 def DDP(rank, steps=1):
-    net = model(seed=rank.index)
+    net = model(seed=rank.rank)
     replica, optimizer = data_parallel.replicate(net, rank.comm("dp")), optimizer_at(rank, net, everywhere=True)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -579,9 +579,9 @@ many = tuple(torch.randint(128, (32, 32), generator=draw) for _ in range(2))
 
 
 def accumulated(rank, quiet, k=4):
-    net = model(seed=rank.index)
+    net = model(seed=rank.rank)
     replica = data_parallel.replicate(net, rank.comm("dp"))
-    parts = micro_batches(tuple(side[rank.index :: rank.size] for side in many), 8 // k)
+    parts = micro_batches(tuple(side[rank.rank :: rank.size] for side in many), 8 // k)
     for i, (inputs, targets) in enumerate(parts):
         with replica.no_sync() if quiet and i + 1 < k else contextlib.nullcontext():
             (entropy(replica(inputs), targets) / k).backward()
@@ -623,7 +623,7 @@ class Branches(nn.Module):
 
 def branching(rank, find_unused):
     replica = data_parallel.replicate(Branches(), rank.comm("dp"), find_unused=find_unused)
-    replica(torch.ones(1, 2), both=rank.index == 0).sum().backward()
+    replica(torch.ones(1, 2), both=rank.rank == 0).sum().backward()
     return [parameter.grad.tolist() for parameter in replica.parameters()]
 
 
@@ -651,7 +651,7 @@ def normed(rank, sync):
     net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
     replica = data_parallel.replicate(net, rank.comm("dp"), forward_sync_buffers=sync)
     for step in range(3):
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)) + rank.index
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)) + rank.rank
         replica(x).sum().backward()
     with torch.no_grad():
         replica.eval()(x)
@@ -681,7 +681,7 @@ data_parallel.predict_buffers(nn.BatchNorm1d(4), 4, forwards=4).diff(world.ledge
 # %%
 def half(rank, parts=None, steps=8):
     """Scales, steps taken and own overflows; the rank runs the quarters `parts` of the batch, its own unless told otherwise."""
-    net, parts = model().float(), [rank.index] if parts is None else parts
+    net, parts = model().float(), [rank.rank] if parts is None else parts
     replica, scaler = data_parallel.replicate(net, rank.comm("dp")), LossScaler(2.0**12, growth_interval=3)
     optimizer, scales, taken, overflowed = torch.optim.AdamW(net.parameters()), [], [], set()
     for step in range(steps):
@@ -742,7 +742,7 @@ data_parallel.predict(grouped, 4, itemsize=2).diff(halved)
 # %%
 def runs_out(rank):
     replica = data_parallel.replicate(nn.Linear(2, 1), rank.comm("dp"))
-    for _ in range(3 - rank.index):
+    for _ in range(3 - rank.rank):
         replica(torch.ones(1, 2)).sum().backward()
 
 
@@ -761,7 +761,7 @@ def sits_out(rank):
     replica, comm = data_parallel.replicate(nn.Linear(2, 1), rank.comm("dp")), rank.comm("dp")
     for step in range(3):
         replica.zero_grad()
-        examples = int(step < 3 - rank.index)
+        examples = int(step < 3 - rank.rank)
         weight = data_parallel.share(examples, comm)
         if examples:
             (replica(torch.ones(1, 2)).sum() * weight).backward()
@@ -811,7 +811,7 @@ def its_test(rank):
     net = nn.Linear(4, 2, bias=False)
     nn.init.ones_(net.weight)
     wrapped = Buckets(net, rank.comm("dp"), bucket_bytes=32)
-    wrapped(torch.full((1, 4), rank.index + 1.0)).sum().backward()
+    wrapped(torch.full((1, 4), rank.rank + 1.0)).sum().backward()
     return bool((net.weight.grad == 2.5).all())
 
 
@@ -840,7 +840,7 @@ data = tuple(torch.randint(512, (8, 64), generator=draw) for _ in range(2))
 
 
 def wrapped(rank, whose):
-    net = GPT(medium, generator=torch.Generator().manual_seed(rank.index))
+    net = GPT(medium, generator=torch.Generator().manual_seed(rank.rank))
     if whose == "ours":
         return net, data_parallel.replicate(net, rank.comm("dp"))
     return net, nn.parallel.DistributedDataParallel(net, process_group=rank.comm("dp").group, gradient_as_bucket_view=True)
@@ -850,7 +850,7 @@ def wrapped(rank, whose):
 def trained(rank, whose, steps=3):
     net, wrapper = wrapped(rank, whose)
     optimizer = torch.optim.AdamW(net.parameters(), eps=1e-4)  # above the rounding noise of gradients that should be 0
-    inputs, targets = (side[rank.index :: rank.size] for side in data)
+    inputs, targets = (side[rank.rank :: rank.size] for side in data)
     for _ in range(steps):
         optimizer.zero_grad()
         entropy(wrapper(inputs), targets).backward()
@@ -902,7 +902,7 @@ held.diff(ours[0][1])
 # %%
 def race(rank, rounds=12):
     racers, times = {whose: wrapped(rank, whose)[1] for whose in ("ours", "theirs")}, {"ours": [], "theirs": []}
-    inputs, targets = (side[rank.index :: rank.size] for side in data)
+    inputs, targets = (side[rank.rank :: rank.size] for side in data)
     for _ in range(rounds):
         for whose, wrapper in racers.items():
             wrapper.zero_grad()

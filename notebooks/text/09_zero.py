@@ -168,7 +168,7 @@ dealt.share, dealt.padding, [dealt.bounds(rank) for rank in range(4)]
 
 # %%
 def one_step(rank):
-    comm, w, gradient = rank.comm("dp"), torch.zeros(12), torch.arange(12.0) * rank.index
+    comm, w, gradient = rank.comm("dp"), torch.zeros(12), torch.arange(12.0) * rank.rank
     mine = comm.reduce_scatter(gradient) / comm.size
     share = w.split(3)[comm.rank] - 0.1 * mine
     return comm.all_gather(share)
@@ -229,7 +229,7 @@ def build(rank, level, dtype=torch.float64, **options):
 def step(rank, model, owner, k):
     """Step k, on this rank's sequences."""
     owner.zero_grad()
-    mine = text[k].chunk(rank.size)[rank.index]
+    mine = text[k].chunk(rank.size)[rank.rank]
     model.loss(mine[:, :-1], mine[:, 1:]).backward()
     owner.step()
 
@@ -487,8 +487,8 @@ held.only(component="optimizer")
 # %%
 def overflow(rank):
     model, owner = build(rank, 2, torch.float16)
-    scaler, mine = LossScaler(2.0**10), text[0].chunk(4)[rank.index]
-    if rank.index == 2:
+    scaler, mine = LossScaler(2.0**10), text[0].chunk(4)[rank.rank]
+    if rank.rank == 2:
         model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
     scaler.scale(model.loss(mine[:, :-1], mine[:, 1:])).backward()
     finite = all(flat.gradient.isfinite().all().item() for flat in owner.flats)
@@ -545,7 +545,7 @@ def sgd(parameters):
 def its_test(rank):
     w = nn.Parameter(torch.ones(10, dtype=torch.bfloat16))
     optimizer = HalfOptimizer(w, rank.comm("dp"), sgd)
-    w.grad = torch.full_like(w, 2.0 * rank.index)  # the mean of 0, 2, 4, 6 is 3
+    w.grad = torch.full_like(w, 2.0 * rank.rank)  # the mean of 0, 2, 4, 6 is 3
     optimizer.step(max_norm=100)
     return w.tolist()
 
@@ -640,7 +640,7 @@ def contestant(rank, name):
 # %%
 def timed_step(rank, module, optimizer, k):
     """The loss of step k, and its time in ms."""
-    mine = text[k % 3].chunk(rank.size)[rank.index]
+    mine = text[k % 3].chunk(rank.size)[rank.rank]
     rank.comm("dp").barrier()
     start = time.perf_counter()
     loss = nn.functional.cross_entropy(module(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten())

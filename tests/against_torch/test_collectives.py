@@ -17,9 +17,9 @@ def processes():
 
 def tensor(rank, numel: int, dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_floating_point:
-        return torch.randn(numel, generator=torch.Generator().manual_seed(rank.index)).to(dtype)
+        return torch.randn(numel, generator=torch.Generator().manual_seed(rank.rank)).to(dtype)
     return torch.randint(
-        -1000, 1000, (numel,), generator=torch.Generator().manual_seed(rank.index), dtype=dtype
+        -1000, 1000, (numel,), generator=torch.Generator().manual_seed(rank.rank), dtype=dtype
     )
 
 
@@ -68,7 +68,7 @@ def test_broadcast_and_reduce(processes, shape, root):
         summed = getattr(collectives, f"reduce_{shape}")(x, comm, root=root)
         dist.broadcast(theirs := x.clone(), src=root, group=comm.group)
         dist.reduce(total := x.clone(), dst=root, group=comm.group)
-        return torch.equal(told, theirs), summed is None if rank.index != root else close(
+        return torch.equal(told, theirs), summed is None if rank.rank != root else close(
             summed, total
         )
 
@@ -81,10 +81,10 @@ def test_scatter_and_gather(processes):
         piece = collectives.scatter_star(x, comm, root=1)
         whole = collectives.gather_star(piece, comm, root=3)
         theirs = torch.empty(8)
-        dist.scatter(theirs, list(x.split(8)) if rank.index == 1 else None, src=1, group=comm.group)
-        room = [torch.empty(8) for _ in range(N)] if rank.index == 3 else None
+        dist.scatter(theirs, list(x.split(8)) if rank.rank == 1 else None, src=1, group=comm.group)
+        room = [torch.empty(8) for _ in range(N)] if rank.rank == 3 else None
         dist.gather(theirs, room, dst=3, group=comm.group)
-        return torch.equal(piece, theirs), whole is None if rank.index != 3 else torch.equal(
+        return torch.equal(piece, theirs), whole is None if rank.rank != 3 else torch.equal(
             whole, torch.cat(room)
         )
 
@@ -119,7 +119,7 @@ def test_all_to_all_of_uneven_pieces(processes):
     table = [[(3 * i + j) % 4 for j in range(N)] for i in range(N)]
 
     def program(rank):
-        comm, send, recv = rank.comm("dp"), table[rank.index], [row[rank.index] for row in table]
+        comm, send, recv = rank.comm("dp"), table[rank.rank], [row[rank.rank] for row in table]
         x = tensor(rank, sum(send), torch.float32)
         ours = collectives.all_to_all_pairwise(x, comm, send_sizes=send, recv_sizes=recv)
         dist.all_to_all_single(theirs := torch.empty(sum(recv)), x, recv, send, group=comm.group)

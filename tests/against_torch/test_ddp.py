@@ -30,12 +30,12 @@ class Skips(GPT):
 
     def forward(self, tokens):
         x = self.blocks[0](self.embed(tokens))
-        return self.head(self.norm(x if self.rank.index % 2 else self.blocks[1](x)))
+        return self.head(self.norm(x if self.rank.rank % 2 else self.blocks[1](x)))
 
 
 def wrapped(rank, whose, unused):
     """A model with weights of this rank's own, made a replica by one library or the other."""
-    generator = torch.Generator().manual_seed(rank.index)
+    generator = torch.Generator().manual_seed(rank.rank)
     model = (Skips(rank, generator) if unused else GPT(CONFIG, generator=generator)).double()
     model.positions.weight.requires_grad_(False)
     if whose == "ours":
@@ -52,7 +52,7 @@ def train(rank, whose, unused):
     """Losses, gradients and weights over three steps of two micro-batches each, the first of them under `no_sync`."""
     model, replica = wrapped(rank, whose, unused)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    draw, told = torch.Generator().manual_seed(rank.index), []
+    draw, told = torch.Generator().manual_seed(rank.rank), []
     for _ in range(3):
         optimizer.zero_grad()
         for quiet in (True, False):
@@ -89,7 +89,7 @@ def test_buffers_are_torchs(processes):
         for whose in ("ours", "theirs"):
             net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
             for parameter in net.parameters():
-                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(rank.index))
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(rank.rank))
             comm = rank.comm("dp")
             replica = (
                 data_parallel.replicate(net, comm)
@@ -98,7 +98,7 @@ def test_buffers_are_torchs(processes):
             )
             optimizer, draw = (
                 torch.optim.SGD(net.parameters(), lr=0.1),
-                torch.Generator().manual_seed(rank.index),
+                torch.Generator().manual_seed(rank.rank),
             )
             seen = []
             for step in range(5):
@@ -161,7 +161,7 @@ def test_static_graph_is_torchs(processes):
 
         def gradients(wrap, static_graph):
             net, found = Shared(), []
-            replica, draw = wrap(net, static_graph), torch.Generator().manual_seed(rank.index)
+            replica, draw = wrap(net, static_graph), torch.Generator().manual_seed(rank.rank)
             for _ in range(3):
                 replica.zero_grad()
                 replica(
@@ -189,7 +189,7 @@ def test_gradients_in_half_are_torchs_up_to_rounding(processes):
 
         model, comm = nn.Linear(64, 32, bias=False), rank.comm("dp")
         nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(0))
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank.index))
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank.rank))
 
         def gradient(module):
             model.zero_grad()

@@ -91,7 +91,7 @@ def fully_sharded(rank, reshard):
 def train(rank, made):
     """Losses, gradient norms and final weights of three steps, each of two micro-batches."""
     model, optimizer, clip, weights = made
-    generator, told = torch.Generator().manual_seed(rank.index), []
+    generator, told = torch.Generator().manual_seed(rank.rank), []
     for _ in range(3):
         for _ in range(2):
             x = torch.randint(0, CONFIG.vocab_size, (2, CONFIG.seq_len), generator=generator)
@@ -144,7 +144,7 @@ def test_one_overflow_is_skipped_as_with_fsdp2_and_gradscaler(processes):
         scales = []
         for step in range(3):
             row = torch.ones(N, dtype=torch.float64)
-            row[-1] = torch.inf if step == rank.index == 1 else rank.index
+            row[-1] = torch.inf if step == rank.rank == 1 else rank.rank
             scaler.scale((model(torch.ones(2, 8, dtype=torch.float64)) * row).mean()).backward()
             scaler.step(optimizer)
             scaler.update()

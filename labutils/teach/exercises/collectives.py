@@ -22,7 +22,7 @@ def _run(attempt: Callable, inputs: list[Tensor]) -> tuple[list[Tensor], list[Te
     """What the attempt returned on every rank, and what became of its inputs; whatever went wrong is told as a learner needs it."""
 
     def program(rank):
-        x = inputs[rank.index].clone()
+        x = inputs[rank.rank].clone()
         return attempt(x, rank.comm("dp")), x
 
     n, length = len(inputs), inputs[0].numel()
@@ -704,7 +704,7 @@ def _hunt_load(attempt: Callable) -> str:
 
 
 def _tried(all_reduce, ranks, inputs) -> list[Tensor]:
-    return ranks.run(lambda rank: all_reduce(inputs[rank.index].clone(), rank.comm("dp")))
+    return ranks.run(lambda rank: all_reduce(inputs[rank.rank].clone(), rank.comm("dp")))
 
 
 def _test_published(all_reduce, ranks):

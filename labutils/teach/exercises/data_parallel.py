@@ -261,7 +261,7 @@ class _Seen:
 
         def program(rank: world.Rank) -> tuple:
             comm = rank.comm("dp")
-            module = _Net(rank.index, comm)
+            module = _Net(rank.rank, comm)
             net = attempt(module, comm)
             net = module if net is None else net
             if interrupted:
@@ -273,7 +273,7 @@ class _Seen:
                 for k in range(self.micro):
                     last = k + 1 == self.micro
                     with _nothing() if last else net.no_sync():
-                        (_loss(net, _rows(n, step * micro + k)[rank.index]) / micro).backward()
+                        (_loss(net, _rows(n, step * micro + k)[rank.rank]) / micro).backward()
                 steps.append(_gradients(module))
             return start, steps, _weights(module)
 

@@ -115,7 +115,7 @@ def _stepped(
         optimizer = attempt(w, rank.comm("dp"), make)
         for step in range(steps):
             w.grad = None
-            (w * _slope(numel, rank.index, step)).sum().backward()
+            (w * _slope(numel, rank.rank, step)).sum().backward()
             optimizer.step()
             if w.shape != (numel,):
                 break
@@ -498,10 +498,10 @@ def _carried_out(
     def program(rank: world.Rank) -> tuple[Tensor, int, int]:
         comm, own = (
             rank.comm("dp"),
-            slice(rank.index * (numel // n), (rank.index + 1) * (numel // n)),
+            slice(rank.rank * (numel // n), (rank.rank + 1) * (numel // n)),
         )
         shards, whole, gradients = start[:, own].clone(), {}, {}
-        inputs, values, flowing = {}, x[rank.index], None
+        inputs, values, flowing = {}, x[rank.rank], None
         weights_peak = gradients_peak = 0
         for what, i in steps:
             if what == "gather":
@@ -751,7 +751,7 @@ def _half(
         optimizer, norm = attempt(w, rank.comm("dp"), make), None
         for _ in range(steps):
             w.grad = None
-            (w * slopes(rank.index).bfloat16()).sum().backward()
+            (w * slopes(rank.rank).bfloat16()).sum().backward()
             norm = optimizer.step(max_norm)
         return (
             w.detach().clone(),
