@@ -1,4 +1,4 @@
-"""What happens when: the bytes that are alive at each moment of a step."""
+"""What happens when: who does or holds what from when to when, and the bytes alive at each moment."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,8 +7,116 @@ from labutils.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """What one rank does, or holds, from `start` to `end`.
+
+    rank: who; on one device the lane, such as the stage of a chain
+    kind: what, the hue of a figure: "forward", "backward", "reduce", "weights", …
+    name: which one of its kind: a layer, a bucket, a micro-batch
+    start, end: seconds since the step began, or steps and operations counted from 0
+    elements: the first element of a flat tensor and the one after the last, where only part of it is held
+    """
+
+    rank: int
+    kind: str
+    name: str
+    start: float
+    end: float
+    elements: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one step, of one rank or of several: from a formula, from a dry run or from a real one.
+
+    >>> backward = Span(0, "backward", "layer 0", 0.0, 3.0)
+    >>> step = Timeline((backward, Span(0, "reduce", "bucket 0", 2.0, 4.0)))
+    >>> step.makespan, step.exposed, step.hidden
+    (4.0, 1.0, 0.5)
+    """
+
+    spans: tuple[Span, ...]
+
+    def __add__(self, other: "Timeline") -> "Timeline":
+        return Timeline(self.spans + other.spans) if isinstance(other, Timeline) else NotImplemented
+
+    def __radd__(self, other: int) -> "Timeline":
+        return self if other == 0 else NotImplemented  # so that sum(timelines) works
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks, or lanes, that do anything, in order."""
+        return sorted({span.rank for span in self.spans})
+
+    @property
+    def makespan(self) -> float:
+        """Time until the last rank is done."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def computed(self) -> float:
+        """Time at which the last computation on any rank ends."""
+        return max((span.end for span in self.spans if span.kind != "reduce"), default=0.0)
+
+    @property
+    def exposed(self) -> float:
+        """Time from the last computation on any rank to the end: communication that nothing hides."""
+        return self.makespan - self.computed
+
+    @property
+    def hidden(self) -> float:
+        """The part of communication, 0 … 1, that runs while its rank computes; 1 if there is none."""
+        in_the_open = total = 0.0
+        for rank in self.ranks:
+            own = Timeline(tuple(span for span in self.spans if span.rank == rank))
+            for span in own.spans:
+                if span.kind == "reduce":
+                    total += span.end - span.start
+                    in_the_open += max(0.0, span.end - max(span.start, own.computed))
+        return 1 - in_the_open / total if total else 1.0
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """Which elements of a model one rank holds, over the operations of a step.
+
+    spans: stretches of elements; the `kind` is a component of memory, times are operations
+    numel: elements of the whole model, padding included
+    itemsizes: bytes of an element of each component
+    phases: the first operation of each phase
+    operations: how many there are
+    """
+
+    spans: tuple[Span, ...]
+    numel: int
+    itemsizes: dict[str, int]
+    phases: dict[str, int]
+    operations: int
+
+    @property
+    def whole(self) -> int:
+        """Bytes of every component of the whole model."""
+        return self.numel * sum(self.itemsizes.values())
+
+    @property
+    def peak(self) -> int:
+        """Bytes held at the fullest operation."""
+        changes: dict[float, int] = {}
+        for span in self.spans:
+            first, stop = span.elements
+            nbytes = (stop - first) * self.itemsizes[span.kind]
+            changes[span.start] = changes.get(span.start, 0) + nbytes
+            changes[span.end] = changes.get(span.end, 0) - nbytes
+        alive = peak = 0
+        for operation in sorted(changes):
+            alive += changes[operation]
+            peak = max(peak, alive)
+        return peak
+
+
+@dataclass(frozen=True, slots=True)
 class Moment:
-    """The bytes that are alive right after an `event` of a `phase` ("forward", "backward", "optimizer", …)."""
+    """The bytes alive right after an `event` of a `phase` ("forward", "backward", "optimizer", …)."""
 
     phase: str
     event: str

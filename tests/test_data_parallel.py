@@ -17,7 +17,6 @@ from torch.utils.data import DistributedSampler
 from labutils import collectives, data_parallel, measure, memory
 from labutils.accumulation import micro_batches
 from labutils.config import Link, ModelConfig, TrainConfig
-from labutils.data_parallel import Span, Timeline
 from labutils.model import GPT
 from labutils.precision import LossScaler, autocast
 from labutils.world import DeadlockError, MismatchError, RankError, World
@@ -994,14 +993,6 @@ def test_what_can_be_hidden_is_all_but_the_last_bucket(sizes, bucket_bytes, slow
         before.nbytes * slowness <= after.nbytes for before, after in itertools.pairwise(grouped)
     )
     assert not in_time or found == pytest.approx(data_parallel.hideable(grouped), abs=1e-9)
-
-
-def test_a_timeline_of_ranks_that_differ():
-    fast = Timeline((Span(0, "backward", "0", 0.0, 1.0), Span(0, "reduce", "bucket 0", 1.0, 2.0)))
-    slow = Timeline((Span(1, "backward", "0", 0.0, 1.5), Span(1, "reduce", "bucket 0", 1.0, 2.0)))
-    both = sum([fast, slow])
-    assert (both.makespan, both.exposed, both.hidden) == (2.0, 0.5, 0.25)
-    assert Timeline(()).makespan == 0 and Timeline(()).hidden == 1
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Figures of data parallelism: they tell what is exposed and what is in which bucket, and refuse what they cannot draw."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
 from labutils.teach import plots
+from labutils.timeline import Span, Timeline
 
 
 def timeline(late, ranks=2):
@@ -13,17 +15,9 @@ def timeline(late, ranks=2):
     for rank in range(ranks):
         for k, name in enumerate(("layer 1", "layer 0")):
             ready = 0.02 + 0.005 * k if late else 0.01 * (k + 1)
-            spans.append(
-                SimpleNamespace(
-                    rank=rank, kind="backward", name=name, start=0.01 * k, end=0.01 * (k + 1)
-                )
-            )
-            spans.append(
-                SimpleNamespace(
-                    rank=rank, kind="reduce", name=f"bucket {k}", start=ready, end=ready + 0.005
-                )
-            )
-    return SimpleNamespace(spans=spans)
+            spans.append(Span(rank, "backward", name, 0.01 * k, 0.01 * (k + 1)))
+            spans.append(Span(rank, "reduce", f"bucket {k}", ready, ready + 0.005))
+    return Timeline(tuple(spans))
 
 
 def bucket(**sizes):
@@ -38,8 +32,8 @@ def test_what_is_exposed_is_told():
 
 
 def test_the_step_ends_with_the_last_rank():
-    slow = timeline(False)
-    slow.spans[-1].end += 0.003
+    *spans, last = timeline(False).spans
+    slow = Timeline((*spans, dataclasses.replace(last, end=last.end + 0.003)))
     assert "28.0 ms a step 8.00 ms exposed" in plots.overlap(step=slow).alt
 
 
@@ -60,15 +54,8 @@ def test_buckets_fill_in_the_order_of_the_backward_pass():
     "call, why",
     [
         (lambda: plots.overlap(), "at least one timeline"),
-        (lambda: plots.overlap(empty=SimpleNamespace(spans=[])), "nothing was recorded"),
-        (
-            lambda: plots.overlap(
-                odd=SimpleNamespace(
-                    spans=[SimpleNamespace(rank=0, kind="nap", name="", start=0, end=1)]
-                )
-            ),
-            "nap have no lane",
-        ),
+        (lambda: plots.overlap(empty=Timeline(())), "nothing was recorded"),
+        (lambda: plots.overlap(odd=Timeline((Span(0, "nap", "", 0, 1),))), "nap have no lane"),
         (lambda: plots.bucket_animation([], bucket_bytes=1), "at least one bucket"),
         (
             lambda: plots.bucket_animation(

@@ -1,9 +1,9 @@
-"""What happens when: peaks."""
+"""What happens when: peaks, and what of communication is hidden."""
 
 import pytest
 
 from labutils.ledger import Ledger, Line
-from labutils.timeline import History, Moment
+from labutils.timeline import History, Moment, Occupancy, Span, Timeline
 
 
 def test_history_finds_peaks():
@@ -29,3 +29,22 @@ def test_history_finds_peaks():
 def test_a_history_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least one Moment"):
         History([])
+
+
+def test_a_timeline_of_ranks_that_differ():
+    fast = Timeline((Span(0, "backward", "0", 0.0, 1.0), Span(0, "reduce", "bucket 0", 1.0, 2.0)))
+    slow = Timeline((Span(1, "backward", "0", 0.0, 1.5), Span(1, "reduce", "bucket 0", 1.0, 2.0)))
+    both = sum([fast, slow])
+    assert (both.makespan, both.exposed, both.hidden) == (2.0, 0.5, 0.25)
+    assert Timeline(()).makespan == 0 and Timeline(()).hidden == 1
+
+
+def test_an_occupancy_is_fullest_where_most_bytes_overlap():
+    spans = (
+        Span(0, "weights", "", 0, 9, (0, 4)),
+        Span(0, "weights", "", 2, 5, (4, 8)),
+        Span(0, "gradients", "", 5, 9, (0, 6)),
+    )
+    held = Occupancy(spans, 8, {"weights": 2, "gradients": 4}, {"forward": 0, "step": 6}, 9)
+    assert held.whole == 8 * 6
+    assert held.peak == 4 * 2 + 6 * 4  # what ends at 5 does not meet what begins there

@@ -1,7 +1,6 @@
 """Who holds what: occupancy is what `held` counts, laid out; its figure tells it, and refuses what it cannot draw."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 
 from labutils import world, zero
 from labutils.teach import plots
+from labutils.timeline import Occupancy
 
 
 def layers():
@@ -43,7 +43,7 @@ def there(occupancy, component, operation):
     return [
         span
         for span in occupancy.spans
-        if span.component == component and span.begin <= operation < span.end
+        if span.kind == component and span.start <= operation < span.end
     ]
 
 
@@ -52,7 +52,7 @@ def test_the_end_of_the_step_holds_what_held_counts(levels, level):
     for occupancy, held in levels[level]:
         for component, itemsize in occupancy.itemsizes.items():
             elements = sum(
-                span.stop - span.start
+                span.elements[1] - span.elements[0]
                 for span in there(occupancy, component, occupancy.operations - 1)
             )
             steps = held.by("name").get("step", 0) if component == "optimizer" else 0
@@ -63,7 +63,7 @@ def test_the_end_of_the_step_holds_what_held_counts(levels, level):
 def test_at_rest_the_ranks_share_out_what_is_sharded(levels, level):
     for component in ("optimizer", "gradients", "weights")[:level]:
         owned = sorted(
-            (span.start, span.stop)
+            span.elements
             for occupancy, _ in levels[level]
             for span in there(occupancy, component, occupancy.operations - 1)
         )
@@ -76,7 +76,10 @@ def test_at_level_3_at_most_two_units_are_whole(levels):
     unit = occupancy.numel // 3
     for operation in range(occupancy.operations):
         assert (
-            sum(span.stop - span.start == unit for span in there(occupancy, "weights", operation))
+            sum(
+                span.elements[1] - span.elements[0] == unit
+                for span in there(occupancy, "weights", operation)
+            )
             <= 2
         )
     assert list(occupancy.phases) == ["forward", "backward", "step"]
@@ -97,8 +100,8 @@ def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(ValueError, match="no spans"):
         plots.who_holds(
             level_1=[
-                SimpleNamespace(
-                    numel=4, itemsizes={"weights": 4}, phases={"forward": 0}, operations=1, spans=()
+                Occupancy(
+                    (), numel=4, itemsizes={"weights": 4}, phases={"forward": 0}, operations=1
                 )
             ]
         )

@@ -26,9 +26,9 @@ from labutils.data_parallel.buckets import (
 from labutils.data_parallel.data import sampler, share
 from labutils.data_parallel.plain import average_gradients, replicate_each_step, server_step
 from labutils.data_parallel.replica import Replica, replicate
-from labutils.data_parallel.timeline import Span, Timeline, simulate
+from labutils.data_parallel.timeline import simulate
 
 __all__ = [
-    "BUCKET_BYTES", "Bucket", "Replica", "Span", "Timeline", "average_gradients", "buckets", "hideable", "predict", "predict_buffers",
+    "BUCKET_BYTES", "Bucket", "Replica", "average_gradients", "buckets", "hideable", "predict", "predict_buffers",
     "predict_start", "replicate", "replicate_each_step", "sampler", "server_step", "share", "simulate",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from labutils import collectives
 from labutils.data_parallel.buckets import BUCKET_BYTES, Bucket, buckets
-from labutils.data_parallel.timeline import Span, Timeline
+from labutils.timeline import Span, Timeline
 from labutils.world import Comm, MismatchError, Work
 
 _HOOKS = (

@@ -1,38 +1,16 @@
 """Which elements of the model a rank holds, and from when to when: what `holding` counts in bytes, laid out in space and time."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labutils.timeline import Occupancy, Span
 from labutils.zero.flat import Flat
 from labutils.zero.optimizer import Optimizer
 from labutils.zero.sharded import Sharded
 
 Stretch = tuple[str, int, int]
-
-
-@dataclass(frozen=True)
-class Span:
-    """Elements `start` to `stop` of a component, which a rank holds from operation `begin` to operation `end`."""
-
-    component: str
-    start: int
-    stop: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Occupancy:
-    """All spans of one rank in one step over `numel` elements, the bytes behind an element of each component, and the first operation of each phase."""
-
-    numel: int
-    itemsizes: dict[str, int]
-    phases: dict[str, int]
-    operations: int
-    spans: tuple[Span, ...]
 
 
 def occupancy(fn: Callable[[], object], owner: Optimizer | Sharded) -> Occupancy:
@@ -67,7 +45,8 @@ def occupancy(fn: Callable[[], object], owner: Optimizer | Sharded) -> Occupancy
         "optimizer": state // elements,
     }
     numel = sum(flat.partition.padded for flat in flats)
-    return Occupancy(numel, itemsizes, watch.phases, len(watch.held), tuple(_spans(watch.held)))
+    spans = tuple(_spans(owner.comm.rank, watch.held))
+    return Occupancy(spans, numel, itemsizes, watch.phases, len(watch.held))
 
 
 class _Watch(TorchDispatchMode):
@@ -108,10 +87,11 @@ def _stretches(owner: Optimizer | Sharded, flats: list[Flat]) -> Iterator[Stretc
         place = whole[1]
 
 
-def _spans(held: list[set[Stretch]]) -> Iterator[Span]:
+def _spans(rank: int, held: list[set[Stretch]]) -> Iterator[Span]:
     """Stretches that are there in operations one after the other, put together."""
     begun: dict[Stretch, int] = {}
     for operation, there in enumerate([*held, set()]):
         for stretch in sorted(begun.keys() - there):
-            yield Span(*stretch, begun.pop(stretch), operation)
+            component, first, stop = stretch
+            yield Span(rank, component, "", begun.pop(stretch), operation, (first, stop))
         begun |= dict.fromkeys(there - begun.keys(), operation)

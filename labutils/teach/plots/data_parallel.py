@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from labutils import units
 from labutils.teach.plots import style
 from labutils.teach.plots.picture import Animation, Picture
+from labutils.timeline import Timeline
 
 COLORS = {
     "forward": style.PASSES["forward"],
@@ -14,13 +15,6 @@ COLORS = {
     "reduce": style.AXES["dp"][0],
 }
 _LANE, _ROW = 0.17, 0.44  # inches: a lane (compute above, communication below), and a rank
-
-
-class Timeline(Protocol):
-    """Spans with `rank`, `kind` ("forward", "backward", "reduce"), `name`, `start` and `end` in seconds: measured, or from a formula."""
-
-    @property
-    def spans(self) -> Sequence[Any]: ...
 
 
 @style.drawn
@@ -40,7 +34,7 @@ def overlap(*, title: str | None = None, **timelines: Timeline) -> Picture:
             )
     timelines = {name.replace("_", " "): timeline for name, timeline in timelines.items()}
     ends = {name: max(span.end for span in timeline.spans) for name, timeline in timelines.items()}
-    open_ = {name: _exposed(timeline) for name, timeline in timelines.items()}
+    open_ = {name: timeline.exposed for name, timeline in timelines.items()}
     factor, unit = style.scale(max(ends.values()), "s")
     ranks = {
         name: sorted({span.rank for span in timeline.spans}) for name, timeline in timelines.items()
@@ -154,12 +148,6 @@ def _label(span: Any, room: float) -> str:
 
 def _hatch(kind: str) -> str:
     return style.AXES["dp"][1] if kind == "reduce" else ""
-
-
-def _exposed(timeline: Timeline) -> float:
-    """Seconds from the end of the last computation on any rank to the end of the step."""
-    end = max(span.end for span in timeline.spans)
-    return end - max((span.end for span in timeline.spans if span.kind != "reduce"), default=0.0)
 
 
 def _step(end: float, open_: float) -> tuple[str, str]:

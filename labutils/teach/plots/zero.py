@@ -1,28 +1,14 @@
 """Who holds what: weights, gradients and optimizer state of every rank over a step, at every level of ZeRO."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from matplotlib.patches import Rectangle
 
 from labutils import units
 from labutils.teach.plots import style
 from labutils.teach.plots.picture import Picture
-
-
-class Occupancy(Protocol):
-    """What one rank holds: spans with `component`, `start` and `stop` in elements, `begin` and `end` in operations."""
-
-    @property
-    def numel(self) -> int: ...
-    @property
-    def itemsizes(self) -> Mapping[str, int]: ...
-    @property
-    def phases(self) -> Mapping[str, int]: ...
-    @property
-    def operations(self) -> int: ...
-    @property
-    def spans(self) -> Sequence[Any]: ...
+from labutils.timeline import Occupancy
 
 
 @style.drawn
@@ -55,7 +41,7 @@ def who_holds(*, title: str | None = None, **levels: Sequence[Occupancy]) -> Pic
     )
     for column, (name, ranks) in enumerate(named.items()):
         x = column * (width + gap)
-        share = max(map(_peak, ranks)) / _whole(ranks[0])
+        share = max(held.peak for held in ranks) / ranks[0].whole
         axes.text(x, -0.24, name, weight="bold", va="baseline")
         axes.text(x, -0.08, f"at most {share:.0%} at once", va="baseline")
         for row, held in enumerate(ranks):
@@ -70,13 +56,13 @@ def who_holds(*, title: str | None = None, **levels: Sequence[Occupancy]) -> Pic
             )
     told = "; ".join(
         f"{name}: at most "
-        + ", ".join(f"{units.text(_peak(held))} on rank {row}" for row, held in enumerate(ranks))
+        + ", ".join(f"{units.text(held.peak)} on rank {row}" for row, held in enumerate(ranks))
         for name, ranks in named.items()
     )
     return Picture(
         figure,
         f"A grid of {size} ranks by {style.listed(list(named))}: which elements of {style.listed(components)} each rank holds, from forward over backward "
-        f"to step. {told}; everything would be {units.text(_whole(next(iter(named.values()))[0]))}.",
+        f"to step. {told}; everything would be {units.text(next(iter(named.values()))[0].whole)}.",
     )
 
 
@@ -108,9 +94,9 @@ def _cell(
             )
         )
         for span in held.spans:
-            if span.component == component:
-                begin, end = _time(held, phases, span.begin), _time(held, phases, span.end)
-                low, high = span.start / held.numel, span.stop / held.numel
+            if span.kind == component:
+                begin, end = _time(held, phases, span.start), _time(held, phases, span.end)
+                low, high = (place / held.numel for place in span.elements)
                 color = style.component_color(component, components)
                 axes.add_patch(
                     Rectangle(
@@ -163,27 +149,10 @@ def _time(held: Occupancy, phases: Mapping[str, tuple[float, float]], operation:
     return 1.0
 
 
-def _whole(held: Occupancy) -> int:
-    """Bytes of everything at once."""
-    return held.numel * sum(held.itemsizes.values())
-
-
-def _peak(held: Occupancy) -> int:
-    """Bytes at the fullest operation."""
-    changes: dict[int, int] = {}
-    for span in held.spans:
-        nbytes = (span.stop - span.start) * held.itemsizes[span.component]
-        changes[span.begin] = changes.get(span.begin, 0) + nbytes
-        changes[span.end] = changes.get(span.end, 0) - nbytes
-    alive, peak = 0, 0
-    for operation in sorted(changes):
-        alive += changes[operation]
-        peak = max(peak, alive)
-    return peak
-
-
 def _finding(named: Mapping[str, Sequence[Occupancy]]) -> str:
-    shares = {name: max(map(_peak, ranks)) / _whole(ranks[0]) for name, ranks in named.items()}
+    shares = {
+        name: max(held.peak for held in ranks) / ranks[0].whole for name, ranks in named.items()
+    }
     if len(shares) == 1:
         ((name, share),) = shares.items()
         return f"At {name} a rank never holds more than {share:.0%} of all weights, gradients and optimizer state"
