@@ -24,7 +24,7 @@ def doubling(monkeypatch):
 
     exercise = exercises.Exercise(
         id="demo/double", title="Double it", minutes=2, difficulty=1, proves="doubling", reference=lambda n: 2 * n, hints=("Add.", "n + n"),
-        properties=(exercises.Property("small", small), exercises.Property("large", large)), wrong=(),
+        properties=(exercises.Property("small", small), exercises.Property("large", large)),
     )  # fmt: skip
     monkeypatch.setattr(exercises, "find", lambda name: exercise)
     return exercise

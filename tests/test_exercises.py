@@ -5,16 +5,18 @@ import json
 import re
 
 import pytest
+import wrong_answers
 
 from labutils import config
 from labutils.teach import check, exercises
 
 NOTEBOOKS = sorted((config.DATA.parent / "notebooks").glob("*.ipynb"))
 ALL = exercises.every()
+WRONG_ANSWERS = wrong_answers.every()
 WRONG = [
     pytest.param(exercise, wrong, id=f"{exercise.id}-{wrong.name}")
     for exercise in ALL.values()
-    for wrong in exercise.wrong
+    for wrong in WRONG_ANSWERS.get(exercise.id, ())
 ]
 
 
@@ -44,8 +46,9 @@ def test_an_untouched_stub_breaks_nothing(exercise):
 
 @pytest.mark.parametrize("exercise", ALL.values(), ids=ALL)
 def test_the_exercise_is_complete(exercise):
-    assert len(exercise.wrong) >= 3 and len(exercise.hints) >= 2
-    assert len({wrong.name for wrong in exercise.wrong}) == len(exercise.wrong)
+    wrong = WRONG_ANSWERS.get(exercise.id, ())
+    assert len(wrong) >= 3 and len(exercise.hints) >= 2
+    assert len({each.name for each in wrong}) == len(wrong)
     assert exercise.title and exercise.proves
     if callable(exercise.reference):
         # The solution is the library's own code, shown and never copied.
@@ -77,6 +80,10 @@ def test_cards_in_the_labs_are_those_of_the_exercises(path):
             )
             seen.append(exercise_id)
     assert len(set(seen)) >= 2, "a lab has at least two exercises"
+
+
+def test_every_wrong_answer_belongs_to_an_exercise():
+    assert WRONG_ANSWERS.keys() == ALL.keys()
 
 
 def test_unknown_exercises_are_named():

@@ -1,4 +1,4 @@
-"""What an exercise is: a card, a reference, properties to check, wrong answers that the check must reject, and graded hints.
+"""What an exercise is: a card, a reference solution, properties to check, and graded hints.
 
 Each module of this folder holds the exercises of one topic in a tuple `EXERCISES`; `find` and `every` are the only ways in.
 """
@@ -29,19 +29,9 @@ class Property:
     test: Callable[[Any], str | None]
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """A plausible wrong answer: a misconception, or a bug once published; the property that must reject it, and words its report must hold."""
-
-    name: str
-    attempt: Any
-    rejected_by: str
-    hint: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """A card (minutes, difficulty 1–3, what it proves), the library's own solution, and the check with the wrong answers that prove the check."""
+    """A card (minutes, difficulty 1–3, what it proves), the library's own solution, and the check."""
 
     id: str
     title: str
@@ -50,7 +40,6 @@ class Exercise:
     proves: str
     reference: Any
     properties: tuple[Property, ...]
-    wrong: tuple[Wrong, ...]
     hints: tuple[str, ...]
 
     def __post_init__(self) -> None:

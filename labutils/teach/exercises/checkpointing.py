@@ -1,6 +1,5 @@
 """Write a plan, count the best one, write `checkpoint`, and write the test that a broken one cannot pass."""
 
-import functools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from labutils import checkpointing, measure, units
 from labutils.checkpointing import Plan, Step
-from labutils.teach.exercises import Exercise, Failed, Property, Wrong
+from labutils.teach.exercises import Exercise, Failed, Property
 
 # ── a plan of k segments ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -80,53 +79,6 @@ def _values(attempt: Callable) -> str:
     return f"{len(_CASES)} chains"
 
 
-def _two_n(n: int, k: int) -> list[tuple[str, int]]:
-    size, steps = n // k, []
-    for i in range(n):
-        steps += [("forward", i)] + [("drop", i)] * (i % size != 0)
-    steps.append(("drop", n))
-    for start in reversed(range(0, n, size)):
-        steps += [("record", i) for i in range(start, start + size)] + [
-            ("backward", i) for i in reversed(range(start, start + size))
-        ]
-        steps += [("drop", start)] * (start > 0)
-    return steps
-
-
-def _from_the_start(n: int, k: int) -> list[tuple[str, int]]:
-    size, steps = n // k, []
-    for start in reversed(range(0, n, size)):
-        for i in range(start):
-            steps += [("forward", i)] + [("drop", i)] * (i > 0)
-        steps += [("record", i) for i in range(start, start + size)] + [
-            ("backward", i) for i in reversed(range(start, start + size))
-        ]
-        steps += [("drop", start)] * (start > 0)
-    return steps
-
-
-def _keeps_all(n: int, k: int) -> list[tuple[str, int]]:
-    size = n // k
-    last = n - size
-    steps = [("forward", i) for i in range(last)]
-    for start in reversed(range(0, n, size)):
-        steps += [("drop", i) for i in range(start + size, start, -1) if start < last]
-        steps += [("record", i) for i in range(start, start + size)] + [
-            ("backward", i) for i in reversed(range(start, start + size))
-        ]
-    return steps
-
-
-def _records_at_once(n: int, k: int) -> list[tuple[str, int]]:
-    return [("record", i) for i in range(n)] + [("backward", i) for i in reversed(range(n))]
-
-
-def _drops_too_early(n: int, k: int) -> list[tuple[str, int]]:
-    return [step for i in range(n) for step in (("record", i), *((("drop", i),) if i else ()))] + [
-        ("backward", i) for i in reversed(range(n))
-    ]
-
-
 SEGMENTS = Exercise(
     id="checkpointing/segments",
     title="Write a plan",
@@ -140,36 +92,6 @@ SEGMENTS = Exercise(
         ),
         Property("forward evaluations", _evaluations),
         Property("values held", _values),
-    ),
-    wrong=(
-        Wrong(
-            "words instead of pairs", lambda n, k: ["record", "backward"], "legal", "list of pairs"
-        ),
-        Wrong("the last segment twice", _two_n, "forward evaluations", "record it on the way"),
-        Wrong(
-            "every segment from x0",
-            _from_the_start,
-            "forward evaluations",
-            "Keep each segment's input",
-        ),
-        Wrong(
-            "everything recorded in the first sweep",
-            _records_at_once,
-            "forward evaluations",
-            "one at a time",
-        ),
-        Wrong(
-            "a first sweep that keeps everything",
-            _keeps_all,
-            "values held",
-            "after the first sweep has passed it",
-        ),
-        Wrong(
-            "drops what a recorded stage needs",
-            _drops_too_early,
-            "legal",
-            "needs x1 for its backward pass",
-        ),
     ),
     hints=(
         "First sweep: ('forward', i), then ('drop', i) unless i is where a segment starts (0 is the caller's, it stays). Stop where the last segment starts.",
@@ -232,42 +154,6 @@ def _in_time(attempt: Callable) -> str:
     return "60 stages"
 
 
-def _remembered(rule: Callable[[Callable, int, int], int]) -> Callable[[int, int], int]:
-    @functools.cache
-    def count(n: int, snapshots: int) -> int:
-        return rule(count, n, snapshots)
-
-    return count
-
-
-def _shares_the_snapshot(count: Callable, n: int, s: int) -> int:
-    return 1 if n == 1 else min(m + count(n - m, s) + count(m, s) for m in range(1, n))
-
-
-def _x0_reverses_for_n(count: Callable, n: int, s: int) -> int:
-    return (
-        n
-        if s == 1
-        else 1
-        if n == 1
-        else min(m + count(n - m, s - 1) + count(m, s) for m in range(1, n))
-    )
-
-
-def _reaches_for_free(count: Callable, n: int, s: int) -> int:
-    return (
-        1
-        if n == 1
-        else n * (n + 1) // 2
-        if s == 1
-        else min(count(n - m, s - 1) + count(m, s) for m in range(1, n))
-    )
-
-
-def _without_recording(n: int, snapshots: int) -> int:
-    return checkpointing.binomial_evaluations(n, snapshots) - n
-
-
 BINOMIAL = Exercise(
     id="checkpointing/fewest-evaluations",
     title="Count the best plan",
@@ -276,39 +162,6 @@ BINOMIAL = Exercise(
     proves="you can find the optimum by dynamic programming",
     reference=checkpointing.binomial_evaluations,
     properties=(Property("fewest evaluations", _fewest), Property("longer chains", _in_time)),
-    wrong=(
-        Wrong("recording for free", _without_recording, "fewest evaluations", "short by exactly n"),
-        Wrong(
-            "x0 not counted",
-            lambda n, s: checkpointing.binomial_evaluations(n, s + 1),
-            "fewest evaluations",
-            "x0 takes one of the snapshots",
-        ),
-        Wrong(
-            "the right part keeps all snapshots",
-            _remembered(_shares_the_snapshot),
-            "fewest evaluations",
-            "one snapshot less",
-        ),
-        Wrong(
-            "one snapshot, n evaluations",
-            _remembered(_x0_reverses_for_n),
-            "fewest evaluations",
-            "every stage starts from x0",
-        ),
-        Wrong(
-            "x_m reached for free",
-            _remembered(_reaches_for_free),
-            "fewest evaluations",
-            "its m evaluations belong to the sum",
-        ),
-        Wrong(
-            "equal segments",
-            lambda n, s: n + n - math.ceil(n / min(s, n)),
-            "fewest evaluations",
-            "split a segment again",
-        ),
-    ),
     hints=(
         "One stage costs 1. With one snapshot (x0 alone) there is no choice: restart from x0 for every stage.",
         "Otherwise choose m: m evaluations bring you to x_m, keep it; reverse the n − m stages on its right with one snapshot less; then the m on its left.",
@@ -475,12 +328,9 @@ class _Simple(torch.autograd.Function):
         return None, None, None, x.grad, *[None] * weights
 
 
-def _variant(replay: str, through: str = "backward") -> Callable[[Callable, Tensor], Tensor]:
+def textbook(replay: str, through: str = "backward") -> Callable[[Callable, Tensor], Tensor]:
+    """The checkpoint of the textbooks: `replay` says what happens to the generator ("fork", "set", "no"), `through` where gradients go."""
     return lambda fn, x: _Simple.apply(fn, replay, through, x)
-
-
-def _offloads_nothing(fn: Callable, x: Tensor) -> Tensor:
-    return fn(x)
 
 
 CHECKPOINT = Exercise(
@@ -495,24 +345,6 @@ CHECKPOINT = Exercise(
         Property("bytes kept", _memory),
         Property("evaluations", _twice),
         Property("dropout", _masks),
-    ),
-    wrong=(
-        Wrong("keeps everything", _offloads_nothing, "bytes kept", "torch.no_grad()"),
-        Wrong(
-            "no gradient for the weights",
-            _variant("fork", "grad"),
-            "gradients",
-            "torch.autograd.backward",
-        ),
-        Wrong(
-            "no graph the second time",
-            _variant("fork", "nothing"),
-            "gradients",
-            "torch.enable_grad()",
-        ),
-        Wrong("the caller's x", _variant("fork", "the caller's x"), "gradients", "use x.detach()"),
-        Wrong("another dropout mask", _variant("no"), "dropout", "another dropout mask"),
-        Wrong("the generator left behind", _variant("set"), "dropout", "left it there"),
     ),
     hints=(
         "Write a torch.autograd.Function: forward(ctx, fn, x) computes fn(x), which records nothing there, and saves x; backward computes fn again.",
@@ -538,7 +370,7 @@ def _verdict(attempt: Callable, implementation: Callable) -> bool:
 def _innocent(attempt: Callable) -> str:
     for name, implementation in {
         "the course's": checkpointing.checkpoint,
-        "the textbook": _variant("fork"),
+        "the textbook": textbook("fork"),
     }.items():
         if _verdict(attempt, implementation):
             raise Failed(
@@ -557,7 +389,8 @@ def _caught(implementation: Callable, story: str, advice: str) -> Callable[[Call
     return test
 
 
-def _trial(checkpoint: Callable, *, dropout: float, after: bool, grads: str = "both") -> bool:
+def differs(checkpoint: Callable, *, dropout: float, after: bool, grads: str = "both") -> bool:
+    """Whether a step through `checkpoint` differs from a plain one, as far as a test looks that has dropout, draws a number after, compares these gradients."""
     outcomes = []
     for call in (lambda block, x: block(x), checkpoint):
         _, slope, weights, later = _step(call, dropout)
@@ -572,7 +405,7 @@ def _trial(checkpoint: Callable, *, dropout: float, after: bool, grads: str = "b
 
 def is_broken(checkpoint: Callable) -> bool:
     """True if a step through `checkpoint` differs from a plain step with the same seed: in a gradient, or in the random number that comes next."""
-    return _trial(checkpoint, dropout=0.5, after=True)
+    return differs(checkpoint, dropout=0.5, after=True)
 
 
 TEST = Exercise(
@@ -587,7 +420,7 @@ TEST = Exercise(
         Property(
             "catches lost weights",
             _caught(
-                _variant("fork", "grad"),
+                textbook("fork", "grad"),
                 "a checkpoint that gives no gradient to the weights passes your test",
                 "Compare the gradients of the weights, not that of the input alone.",
             ),
@@ -595,7 +428,7 @@ TEST = Exercise(
         Property(
             "catches another mask",
             _caught(
-                _variant("no"),
+                textbook("no"),
                 "a checkpoint that draws another dropout mask the second time passes your test",
                 "Without dropout in the block the bug cannot show: put some in, and compare gradients.",
             ),
@@ -603,33 +436,12 @@ TEST = Exercise(
         Property(
             "catches a generator left behind",
             _caught(
-                _variant("set"),
+                textbook("set"),
                 "a checkpoint that leaves the random generator in the past passes your test",
                 "All gradients of this step are right; the next step draws old numbers. Draw torch.rand(1) after the backward pass and compare that too. "
                 "One block alone hides the bug, since it ends where the forward pass ended: draw a number between forward and backward, or use two blocks.",
             ),
         ),
-    ),
-    wrong=(
-        Wrong(
-            "no dropout",
-            lambda c: _trial(c, dropout=0.0, after=True),
-            "catches another mask",
-            "put some in",
-        ),
-        Wrong(
-            "gradients only",
-            lambda c: _trial(c, dropout=0.5, after=False),
-            "catches a generator left behind",
-            "Draw torch.rand(1)",
-        ),
-        Wrong(
-            "input only",
-            lambda c: _trial(c, dropout=0.5, after=True, grads="input"),
-            "catches lost weights",
-            "the weights",
-        ),
-        Wrong("everything is broken", lambda c: True, "lets right ones pass", "Set the seed"),
     ),
     hints=(
         "Run the same step twice, once as block(x), once as checkpoint(block, x), with torch.manual_seed before each. What must be equal?",

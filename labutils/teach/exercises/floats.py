@@ -7,7 +7,7 @@ import torch
 
 from labutils import precision
 from labutils.floats import BF16, E4M3, E5M2, FP16, FP32, FloatFormat
-from labutils.teach.exercises import Exercise, Failed, Property, Wrong
+from labutils.teach.exercises import Exercise, Failed, Property
 
 MINE = FloatFormat("1-3-4", 3, 4)
 Decode = Callable[[FloatFormat, int], float]
@@ -104,30 +104,6 @@ def _e4m3_specials(attempt: Decode) -> str:
     return f"{_decodes(attempt, E4M3, [*range(120, 128), 255], hint)} codes"
 
 
-def _decode_with(
-    leading_one: bool = True,
-    bias: bool = True,
-    subnormal_shift: int = 1,
-    flush: bool = False,
-    all_ieee: bool = False,
-) -> Decode:
-    """A decoder with one of the misconceptions that are about."""
-
-    def decode(fmt: FloatFormat, code: int) -> float:
-        sign, exponent, mantissa, kind = fmt.fields(code)
-        top = exponent == 2**fmt.exponent_bits - 1
-        if kind in ("inf", "nan") or (all_ieee and top):
-            return math.copysign(math.inf, -sign) if mantissa == 0 else math.nan
-        fraction = mantissa / 2**fmt.mantissa_bits
-        if exponent == 0:
-            magnitude = 0.0 if flush else math.ldexp(fraction, subnormal_shift - fmt.bias)
-        else:
-            magnitude = math.ldexp(leading_one + fraction, exponent - fmt.bias * bias)
-        return -magnitude if sign else magnitude
-
-    return decode
-
-
 DECODE = Exercise(
     id="floats/decode",
     title="Read a code",
@@ -141,37 +117,6 @@ DECODE = Exercise(
         Property("subnormal numbers", _subnormals),
         Property("inf and NaN", _ieee_specials),
         Property("e4m3's own corners", _e4m3_specials),
-    ),
-    wrong=(
-        Wrong(
-            "no leading one",
-            _decode_with(leading_one=False),
-            "normal numbers",
-            "1 in front that no bit stores",
-        ),
-        Wrong("no bias", _decode_with(bias=False), "normal numbers", "stored with a bias"),
-        Wrong(
-            "subnormals at 0 − bias",
-            _decode_with(subnormal_shift=0),
-            "subnormal numbers",
-            "1 − bias and not 0 − bias",
-        ),
-        Wrong(
-            "an infinity without sign",
-            lambda fmt, code: math.inf if fmt.fields(code).kind == "inf" else fmt.decode(code),
-            "inf and NaN",
-            "has a sign, too",
-        ),
-        Wrong(
-            "a leading one everywhere",
-            lambda fmt, code: fmt.decode(code) or 2.0 ** (1 - fmt.bias),
-            "signs and zeros",
-            "no leading 1",
-        ),
-        Wrong("subnormals are zero", _decode_with(flush=True), "subnormal numbers", "fill the gap"),
-        Wrong(
-            "every format is IEEE", _decode_with(all_ieee=True), "e4m3's own corners", "no infinity"
-        ),
     ),
     hints=(
         "fmt.fields(code) cuts the code into sign, exponent field and mantissa field, and says which kind of value they make.",
@@ -267,32 +212,6 @@ def _large(attempt: Encode) -> str:
     return f"{count + _encodes(attempt, E4M3, [449, 463.9, 464, 464.1, -1e5], hint)} numbers"
 
 
-def _encode_with(
-    rounding: Callable[[float], float] = round,
-    carry: bool = True,
-    flush: bool = False,
-    eager: bool = False,
-) -> Encode:
-    """An encoder with one of the bugs that are about."""
-
-    def encode(fmt: FloatFormat, x: float) -> int:
-        negative, magnitude = math.copysign(1, x) < 0, abs(x)
-        sign = negative << fmt.exponent_bits + fmt.mantissa_bits
-        beyond = fmt.encode(-math.inf if negative else math.inf)
-        if magnitude == 0 or (flush and magnitude < fmt.min_normal):
-            return sign
-        if eager and magnitude > fmt.max:
-            return beyond
-        exponent = max(math.frexp(magnitude)[1] - 1, fmt.min_exponent)
-        significand = int(rounding(math.ldexp(magnitude, fmt.mantissa_bits - exponent)))
-        if not carry and significand == 2 << fmt.mantissa_bits:
-            significand = 1 << fmt.mantissa_bits
-        code = (exponent - fmt.min_exponent << fmt.mantissa_bits) + significand
-        return beyond if code > fmt.encode(fmt.max) else sign | code
-
-    return encode
-
-
 ENCODE = Exercise(
     id="floats/encode",
     title="Write the cast",
@@ -307,15 +226,6 @@ ENCODE = Exercise(
         Property("carry into the exponent", _carries),
         Property("subnormal numbers", _small),
         Property("overflow", _large),
-    ),
-    wrong=(
-        Wrong("cuts off", _encode_with(math.floor), "the nearer neighbor", "cut the rest off"),
-        Wrong("rounds half up", _encode_with(lambda s: math.floor(s + 0.5)), "ties to even", "even significand"),
-        Wrong("forgets the sign", lambda fmt, x: fmt.encode(abs(x)), "values of the format", "All but the sign"),
-        Wrong("zero has an exponent", lambda fmt, x: fmt.encode(x) or fmt.encode(0.25), "subnormal numbers", "no two powers"),
-        Wrong("drops the carry", _encode_with(carry=False), "carry into the exponent", "exponent goes up by one"),
-        Wrong("flushes subnormals", _encode_with(flush=True), "subnormal numbers", "the gap stays what it is"),
-        Wrong("compares with max before rounding", _encode_with(eager=True), "overflow", "decided after rounding"),
     ),
     hints=(
         "Between which powers of two is |x|? math.frexp(|x|) gives m and e with |x| = m · 2**e and 0.5 ≤ m < 1, so its exponent is e − 1.",
@@ -380,16 +290,6 @@ def _close(attempt: Callable) -> str:
     return f"error {error:.2%}, bound {bound:.1%}"
 
 
-def _fp32_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    return precision.round_to(x.sum(), fmt)
-
-
-def _blocked_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    while len(x) > 1:
-        x = precision.round_to(x[: len(x) // 2] + x[len(x) // 2 : len(x) // 2 * 2], fmt)
-    return x[0]
-
-
 PAIRWISE = Exercise(
     id="floats/pairwise-sum",
     title="A sum that does not stall",
@@ -402,27 +302,6 @@ PAIRWISE = Exercise(
         Property("any number of terms", _any_length),
         Property("every addition in the format", _rounded_each),
         Property("error of a tree", _close),
-    ),
-    wrong=(
-        Wrong(
-            "running sum",
-            lambda x, fmt: precision.running_sum(x, fmt)[-1],
-            "a sum of ones",
-            "half a gap",
-        ),
-        Wrong(
-            "sum in fp32, round at the end",
-            _fp32_sum,
-            "every addition in the format",
-            "every partial sum",
-        ),
-        Wrong("forgets the odd one", _blocked_sum, "any number of terms", "leaves one over"),
-        Wrong(
-            "sorts first",
-            lambda x, fmt: precision.running_sum(x.sort().values, fmt)[-1],
-            "a sum of ones",
-            "same size",
-        ),
     ),
     hints=(
         "1 + 1 = 2 is exact, and so is 2 + 2. When would you ever add 1 to 2048?",
@@ -489,24 +368,6 @@ DOUBLE_ROUNDING = Exercise(
     properties=(
         Property("a finite number", _is_a_number),
         Property("the cast gets it wrong", _rounded_wrongly),
-    ),
-    wrong=(
-        Wrong("any number", 0.1, "the cast gets it wrong", "not halfway between two fp16 values"),
-        Wrong(
-            "an exact tie",
-            1 + 2**-11,
-            "the cast gets it wrong",
-            "so little that float32 does not notice",
-        ),
-        Wrong(
-            "next to a tie, but float32 sees it",
-            1 + 2**-11 + 2**-20,
-            "the cast gets it wrong",
-            "Move closer",
-        ),
-        Wrong("the lucky side", 1 + 2**-11 - 2**-40, "the cast gets it wrong", "other side"),
-        Wrong("overflow", 1e6, "the cast gets it wrong", "between two values"),
-        Wrong("not a number", math.nan, "a finite number", "finite Python number"),
     ),
     hints=(
         "The cast rounds to float32, then to fp16. The first rounding must turn your number into something the second one misreads.",

@@ -8,7 +8,7 @@ from torch import nn
 from labutils import measure, units
 from labutils.config import ModelConfig
 from labutils.model import GPT
-from labutils.teach.exercises import Exercise, Failed, Property, Wrong
+from labutils.teach.exercises import Exercise, Failed, Property
 
 
 def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) -> int:
@@ -40,16 +40,6 @@ def first_failing_step(
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of weights, gradients and optimizer state that are alive now, each storage once."""
     return measure.model_states(model, optimizer).total
-
-
-def tied_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The bug of the bug hunt: a walk over modules meets a weight once for every module that holds it."""
-    total = 0
-    for module in model.modules():
-        for p in module.parameters(recurse=False):
-            tensors = [p, p.grad, *optimizer.state.get(p, {}).values()]
-            total += sum(t.nbytes for t in tensors if t is not None)
-    return total
 
 
 # --- checks ---
@@ -309,13 +299,6 @@ def _bf16(attempt) -> str:
     return _counted(attempt, gpt, optimizer, "the same GPT in bf16", {8 * psi: why})
 
 
-def _stepwise(count):
-    """A counter over the distinct parameters: `count(p, state)` bytes for each."""
-    return lambda model, optimizer: sum(
-        count(p, optimizer.state.get(p, {})) for p in model.parameters()
-    )
-
-
 EXERCISES = (
     Exercise(
         id="start/tokens-per-step",
@@ -328,34 +311,6 @@ EXERCISES = (
             Property("one rank", _one_rank),
             Property("accumulation", _accumulated),
             Property("many ranks", _many_ranks),
-        ),
-        wrong=(
-            Wrong(
-                "counts samples",
-                lambda micro_batch, accumulation, dp, seq_len: micro_batch * accumulation * dp,
-                "one rank",
-                "each of their tokens",
-            ),
-            Wrong(
-                "forgets accumulation",
-                lambda micro_batch, accumulation, dp, seq_len: micro_batch * dp * seq_len,
-                "accumulation",
-                "gradient accumulation",
-            ),
-            Wrong(
-                "forgets the ranks",
-                lambda micro_batch, accumulation, dp, seq_len: micro_batch * accumulation * seq_len,
-                "many ranks",
-                "different sequences",
-            ),
-            Wrong(
-                "adds instead",
-                lambda micro_batch, accumulation, dp, seq_len: (
-                    micro_batch * (accumulation + dp - 1) * seq_len
-                ),
-                "many ranks",
-                "Every rank adds the same",
-            ),
         ),
         hints=(
             "How many sequences does one rank read before the optimizer steps?",
@@ -376,68 +331,6 @@ EXERCISES = (
             Property("an optimizer without state", _no_state),
             Property("a real run", _real),
         ),
-        wrong=(
-            Wrong(
-                "everything is alive at once",
-                lambda weights, state, working, temporary, capacity: (
-                    1
-                    if 2 * weights + working > capacity
-                    else 2
-                    if 2 * weights + state + working + temporary > capacity
-                    else None
-                ),
-                "enough memory",
-                "Peaks do not add up",
-            ),
-            Wrong(
-                "fails when it is full",
-                lambda weights, state, working, temporary, capacity: first_failing_step(
-                    weights, state, working, temporary, capacity - 1
-                ),
-                "enough memory",
-                "exactly the capacity",
-            ),
-            Wrong(
-                "state from the start",
-                lambda weights, state, working, temporary, capacity: (
-                    1
-                    if max(weights + state + working, 2 * weights + state + temporary) > capacity
-                    else None
-                ),
-                "activations dominate",
-                "When is optimizer state allocated?",
-            ),
-            Wrong(
-                "every step is like the first",
-                lambda weights, state, working, temporary, capacity: (
-                    1
-                    if max(weights + working, 2 * weights + state + temporary) > capacity
-                    else None
-                ),
-                "activations dominate",
-                "the second with it",
-            ),
-            Wrong(
-                "the optimizer's step takes nothing",
-                lambda weights, state, working, temporary, capacity: (
-                    1
-                    if weights + working > capacity
-                    else 2
-                    if weights + state + working > capacity
-                    else None
-                ),
-                "model states dominate",
-                "a peak too",
-            ),
-            Wrong(
-                "forgets what step() needs for a moment",
-                lambda weights, state, working, temporary, capacity: first_failing_step(
-                    weights, state, working, 0, capacity
-                ),
-                "model states dominate",
-                "temporary tensors",
-            ),
-        ),
         hints=(
             "Write down what is alive at two moments: when activations are fullest, and while the optimizer steps.",
             "In step 1 these are weights + working, and weights + gradients + state + temporary. Which of the two changes in step 2, and by what?",
@@ -456,47 +349,6 @@ EXERCISES = (
             Property("before the first step", _before),
             Property("another model", _tied),
             Property("the same in bf16", _bf16),
-        ),
-        wrong=(
-            Wrong(
-                "walks over modules",
-                tied_twice,
-                "another model",
-                "how often does your count meet it",
-            ),
-            Wrong(
-                "sixteen bytes a parameter",
-                _stepwise(lambda p, state: 16 * p.numel()),
-                "after one step",
-                "step counter",
-            ),
-            Wrong(
-                "no gradients",
-                _stepwise(lambda p, state: p.nbytes + sum(t.nbytes for t in state.values())),
-                "after one step",
-                "are the gradients in your count",
-            ),
-            Wrong(
-                "counts what will be",
-                _stepwise(lambda p, state: 16 * p.numel() + 4),
-                "before the first step",
-                "Nothing has been trained yet",
-            ),
-            Wrong(
-                "four bytes for everything",
-                _stepwise(
-                    lambda p, state: (
-                        4
-                        * (
-                            p.numel()
-                            + (p.numel() if p.grad is not None else 0)
-                            + sum(t.numel() for t in state.values())
-                        )
-                    )
-                ),
-                "the same in bf16",
-                "2 bytes, not 4",
-            ),
         ),
         hints=(
             "GPT-2 has one thing that the first model of the check has not: `ModelConfig` calls it tied. What does it mean for the tensors?",

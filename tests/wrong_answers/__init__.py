@@ -1,0 +1,26 @@
+"""Plausible wrong answers, by exercise: each is a misconception or a bug once published, and the check must reject it in words that help.
+
+A module for each topic holds them in `WRONG`, a table from the exercise's name to its wrong answers.
+"""
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A wrong answer: what is wrong, the attempt, the property that must reject it, and words that its report must hold."""
+
+    name: str
+    attempt: Any
+    rejected_by: str
+    hint: str
+
+
+def every() -> dict[str, tuple[Wrong, ...]]:
+    """All wrong answers by the name of their exercise."""
+    modules = sorted(info.name for info in pkgutil.iter_modules(__path__))
+    tables = [importlib.import_module(f"{__name__}.{module}").WRONG for module in modules]
+    return {exercise: wrong for table in tables for exercise, wrong in table.items()}

@@ -1,0 +1,151 @@
+"""Wrong answers to the exercises of `accumulation`: what is rejected, by which property, with which words."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labutils.teach.exercises import accumulation as exercises
+from wrong_answers import Wrong
+
+
+def _weighted(weight: Callable[[int, int, int], float], *, together: bool = False) -> Callable:
+    """Accumulation with weight(tokens here, tokens in all, micro-batches) on each loss."""
+
+    def attempt(loss: Callable, batches: Sequence[Any], weigh: Callable) -> Tensor:
+        counts = [weigh(batch) for batch in batches]
+        parts = [
+            (batch, weight(count, sum(counts), len(counts)))
+            for batch, count in zip(batches, counts, strict=True)
+        ]
+        if together:
+            whole = torch.stack([loss(batch) * share for batch, share in parts if share]).sum()
+            whole.backward()
+            return whole.detach()
+        total = torch.zeros((), dtype=torch.float64)
+        for batch, share in parts:
+            part = loss(batch) * share
+            part.backward()
+            total += part.detach()
+        return total
+
+    return attempt
+
+
+def _largest_that_fits(
+    target: int, seq_len: int, gpus: int, fits: Callable[[int], bool]
+) -> tuple[int, int]:
+    share = target // seq_len // gpus
+    micro = max(size for size in range(1, share + 1) if fits(size))
+    return micro, share // micro
+
+
+def _without_the_gpus(
+    target: int, seq_len: int, gpus: int, fits: Callable[[int], bool]
+) -> tuple[int, int]:
+    return exercises.batches_of(target, seq_len, 1, fits)
+
+
+def _loop(
+    *, clip_inside: bool = False, tail: str = "right", clear: bool = True, mean: bool = True
+) -> Callable:
+    """The loop of many tutorials, with its slips switched on one at a time."""
+
+    def attempt(
+        optimizer: torch.optim.Optimizer,
+        loss: Callable,
+        batches: Iterable[Any],
+        k: int,
+        max_norm: float,
+    ) -> int:
+        batches, taken = list(batches), 0
+        weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for i, batch in enumerate(batches):
+            here = min(k, len(batches) - i // k * k) if tail == "right" else k
+            (loss(batch) / (here if mean else 1)).backward()
+            if clip_inside:
+                nn.utils.clip_grad_norm_(weights, max_norm)
+            if (i + 1) % k == 0 or (tail != "dropped" and i + 1 == len(batches)):
+                if not clip_inside:
+                    nn.utils.clip_grad_norm_(weights, max_norm)
+                optimizer.step()
+                if clear:
+                    optimizer.zero_grad()
+                taken += 1
+        return taken
+
+    return attempt
+
+
+WRONG = {
+    "accumulation/accumulate": (
+        Wrong(
+            "no fraction at all",
+            _weighted(lambda here, total, k: 1.0),
+            "equal micro-batches",
+            "weigh it with its share",
+        ),
+        Wrong(
+            "a mean of means",
+            _weighted(lambda here, total, k: 1 / k),
+            "unequal token counts",
+            "its number of tokens over that of the whole batch",
+        ),
+        Wrong(
+            "0/0 kept",
+            _weighted(lambda here, total, k: here / total),
+            "a micro-batch without targets",
+            "the mean 0/0",
+        ),
+        Wrong(
+            "one backward for all",
+            _weighted(lambda here, total, k: here / total, together=True),
+            "memory",
+            "keeps all their graphs alive",
+        ),
+    ),
+    "accumulation/configure": (
+        Wrong("GPUs forgotten", _without_the_gpus, "tokens in the batch", "gbs = mbs · ga · dp"),
+        Wrong(
+            "a micro-batch that does not divide",
+            _largest_that_fits,
+            "tokens in the batch",
+            "must divide",
+        ),
+        Wrong(
+            "one sequence at a time",
+            lambda t, s, g, fits: (1, t // s // g),
+            "fewest steps",
+            "the largest that fits",
+        ),
+        Wrong("all at once", lambda t, s, g, fits: (t // s // g, 1), "memory", "ask it"),
+    ),
+    "accumulation/bug-hunt": (
+        Wrong(
+            "the published loop",
+            _loop(clip_inside=True, tail="dropped", mean=False),
+            "full steps",
+            "backward() adds",
+        ),
+        Wrong(
+            "the tail dropped",
+            _loop(tail="dropped"),
+            "every micro-batch counts",
+            "never reaches the optimizer",
+        ),
+        Wrong(
+            "a short step divided by k",
+            _loop(tail="short"),
+            "every micro-batch counts",
+            "another denominator",
+        ),
+        Wrong("clipped at every micro-batch", _loop(clip_inside=True), "clipping", "Clip once"),
+        Wrong(
+            "gradients never cleared",
+            _loop(clear=False),
+            "full steps",
+            "clear them after every optimizer step",
+        ),
+    ),
+}

@@ -1,0 +1,209 @@
+"""Wrong answers to the exercises of `checkpointing`: what is rejected, by which property, with which words."""
+
+import functools
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from labutils import checkpointing
+from labutils.teach.exercises import checkpointing as exercises
+from wrong_answers import Wrong
+
+
+def _two_n(n: int, k: int) -> list[tuple[str, int]]:
+    size, steps = n // k, []
+    for i in range(n):
+        steps += [("forward", i)] + [("drop", i)] * (i % size != 0)
+    steps.append(("drop", n))
+    for start in reversed(range(0, n, size)):
+        steps += [("record", i) for i in range(start, start + size)] + [
+            ("backward", i) for i in reversed(range(start, start + size))
+        ]
+        steps += [("drop", start)] * (start > 0)
+    return steps
+
+
+def _from_the_start(n: int, k: int) -> list[tuple[str, int]]:
+    size, steps = n // k, []
+    for start in reversed(range(0, n, size)):
+        for i in range(start):
+            steps += [("forward", i)] + [("drop", i)] * (i > 0)
+        steps += [("record", i) for i in range(start, start + size)] + [
+            ("backward", i) for i in reversed(range(start, start + size))
+        ]
+        steps += [("drop", start)] * (start > 0)
+    return steps
+
+
+def _keeps_all(n: int, k: int) -> list[tuple[str, int]]:
+    size = n // k
+    last = n - size
+    steps = [("forward", i) for i in range(last)]
+    for start in reversed(range(0, n, size)):
+        steps += [("drop", i) for i in range(start + size, start, -1) if start < last]
+        steps += [("record", i) for i in range(start, start + size)] + [
+            ("backward", i) for i in reversed(range(start, start + size))
+        ]
+    return steps
+
+
+def _records_at_once(n: int, k: int) -> list[tuple[str, int]]:
+    return [("record", i) for i in range(n)] + [("backward", i) for i in reversed(range(n))]
+
+
+def _drops_too_early(n: int, k: int) -> list[tuple[str, int]]:
+    return [step for i in range(n) for step in (("record", i), *((("drop", i),) if i else ()))] + [
+        ("backward", i) for i in reversed(range(n))
+    ]
+
+
+def _remembered(rule: Callable[[Callable, int, int], int]) -> Callable[[int, int], int]:
+    @functools.cache
+    def count(n: int, snapshots: int) -> int:
+        return rule(count, n, snapshots)
+
+    return count
+
+
+def _shares_the_snapshot(count: Callable, n: int, s: int) -> int:
+    return 1 if n == 1 else min(m + count(n - m, s) + count(m, s) for m in range(1, n))
+
+
+def _x0_reverses_for_n(count: Callable, n: int, s: int) -> int:
+    return (
+        n
+        if s == 1
+        else 1
+        if n == 1
+        else min(m + count(n - m, s - 1) + count(m, s) for m in range(1, n))
+    )
+
+
+def _reaches_for_free(count: Callable, n: int, s: int) -> int:
+    return (
+        1
+        if n == 1
+        else n * (n + 1) // 2
+        if s == 1
+        else min(count(n - m, s - 1) + count(m, s) for m in range(1, n))
+    )
+
+
+def _without_recording(n: int, snapshots: int) -> int:
+    return checkpointing.binomial_evaluations(n, snapshots) - n
+
+
+def _offloads_nothing(fn: Callable, x: Tensor) -> Tensor:
+    return fn(x)
+
+
+WRONG = {
+    "checkpointing/segments": (
+        Wrong(
+            "words instead of pairs", lambda n, k: ["record", "backward"], "legal", "list of pairs"
+        ),
+        Wrong("the last segment twice", _two_n, "forward evaluations", "record it on the way"),
+        Wrong(
+            "every segment from x0",
+            _from_the_start,
+            "forward evaluations",
+            "Keep each segment's input",
+        ),
+        Wrong(
+            "everything recorded in the first sweep",
+            _records_at_once,
+            "forward evaluations",
+            "one at a time",
+        ),
+        Wrong(
+            "a first sweep that keeps everything",
+            _keeps_all,
+            "values held",
+            "after the first sweep has passed it",
+        ),
+        Wrong(
+            "drops what a recorded stage needs",
+            _drops_too_early,
+            "legal",
+            "needs x1 for its backward pass",
+        ),
+    ),
+    "checkpointing/fewest-evaluations": (
+        Wrong("recording for free", _without_recording, "fewest evaluations", "short by exactly n"),
+        Wrong(
+            "x0 not counted",
+            lambda n, s: checkpointing.binomial_evaluations(n, s + 1),
+            "fewest evaluations",
+            "x0 takes one of the snapshots",
+        ),
+        Wrong(
+            "the right part keeps all snapshots",
+            _remembered(_shares_the_snapshot),
+            "fewest evaluations",
+            "one snapshot less",
+        ),
+        Wrong(
+            "one snapshot, n evaluations",
+            _remembered(_x0_reverses_for_n),
+            "fewest evaluations",
+            "every stage starts from x0",
+        ),
+        Wrong(
+            "x_m reached for free",
+            _remembered(_reaches_for_free),
+            "fewest evaluations",
+            "its m evaluations belong to the sum",
+        ),
+        Wrong(
+            "equal segments",
+            lambda n, s: n + n - math.ceil(n / min(s, n)),
+            "fewest evaluations",
+            "split a segment again",
+        ),
+    ),
+    "checkpointing/checkpoint": (
+        Wrong("keeps everything", _offloads_nothing, "bytes kept", "torch.no_grad()"),
+        Wrong(
+            "no gradient for the weights",
+            exercises.textbook("fork", "grad"),
+            "gradients",
+            "torch.autograd.backward",
+        ),
+        Wrong(
+            "no graph the second time",
+            exercises.textbook("fork", "nothing"),
+            "gradients",
+            "torch.enable_grad()",
+        ),
+        Wrong(
+            "the caller's x",
+            exercises.textbook("fork", "the caller's x"),
+            "gradients",
+            "use x.detach()",
+        ),
+        Wrong("another dropout mask", exercises.textbook("no"), "dropout", "another dropout mask"),
+        Wrong("the generator left behind", exercises.textbook("set"), "dropout", "left it there"),
+    ),
+    "checkpointing/bug-hunt": (
+        Wrong(
+            "no dropout",
+            lambda c: exercises.differs(c, dropout=0.0, after=True),
+            "catches another mask",
+            "put some in",
+        ),
+        Wrong(
+            "gradients only",
+            lambda c: exercises.differs(c, dropout=0.5, after=False),
+            "catches a generator left behind",
+            "Draw torch.rand(1)",
+        ),
+        Wrong(
+            "input only",
+            lambda c: exercises.differs(c, dropout=0.5, after=True, grads="input"),
+            "catches lost weights",
+            "the weights",
+        ),
+        Wrong("everything is broken", lambda c: True, "lets right ones pass", "Set the seed"),
+    ),
+}

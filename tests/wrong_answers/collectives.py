@@ -1,0 +1,311 @@
+"""Wrong answers to the exercises of `collectives`: what is rejected, by which property, with which words."""
+
+import torch
+from torch import Tensor
+
+from labutils import collectives
+from labutils.teach.exercises import collectives as exercises
+from wrong_answers import Wrong
+
+
+def _pieces(x: Tensor, n: int) -> list[Tensor]:
+    return list(x.split(collectives.shares(len(x), n)))
+
+
+def _whole_tensors(x, comm):
+    total, travelling = x.clone(), x.clone()
+    for _ in range(comm.size - 1):
+        travelling = comm.send_recv(
+            travelling,
+            (comm.rank + 1) % comm.size,
+            torch.empty_like(x),
+            (comm.rank - 1) % comm.size,
+        )
+        total += travelling
+    return total
+
+
+def _own_twice(x, comm):
+    total, travelling = x.clone(), x.clone()
+    for _ in range(comm.size if comm.size > 1 else 0):
+        travelling = comm.send_recv(
+            travelling,
+            (comm.rank + 1) % comm.size,
+            torch.empty_like(x),
+            (comm.rank - 1) % comm.size,
+        )
+        total += travelling
+    return total
+
+
+def _ring(x, comm, *, slip: int = 0, gather: bool = True):
+    """A ring with an adjustable mistake: the piece that is given is `slip` places off."""
+    n, i, x = comm.size, comm.rank, x.clone()
+    pieces = _pieces(x, n)
+    for hop in range(n - 1):
+        comm.send_recv(
+            pieces[(i - 1 - hop + slip) % n],
+            (i + 1) % n,
+            pieces[(i - 2 - hop + slip * (hop == 0)) % n],
+            (i - 1) % n,
+            reduce="sum",
+        )
+    for hop in range((n - 1) * gather):
+        comm.send_recv(pieces[(i - hop) % n], (i + 1) % n, pieces[(i - 1 - hop) % n], (i - 1) % n)
+    return x
+
+
+def _off_by_one(x, comm):
+    return _ring(x, comm, slip=1)
+
+
+def _never_adds(x, comm):
+    n, i, x = comm.size, comm.rank, x.clone()
+    pieces = _pieces(x, n)
+    for hop in range(2 * (n - 1)):
+        comm.send_recv(pieces[(i - hop) % n], (i + 1) % n, pieces[(i - 1 - hop) % n], (i - 1) % n)
+    return x
+
+
+def _only_reduce_scatter(x, comm):
+    return _ring(x, comm, gather=False)
+
+
+def _divides_only(x, comm):
+    """Cuts with x.view(N, -1), which needs n to be a multiple of N."""
+    n, i, out = comm.size, comm.rank, x.clone()
+    pieces = out.view(n, -1)
+    for hop in range(n - 1):
+        comm.send_recv(
+            pieces[(i - 1 - hop) % n],
+            (i + 1) % n,
+            pieces[(i - 2 - hop) % n],
+            (i - 1) % n,
+            reduce="sum",
+        )
+    for hop in range(n - 1):
+        comm.send_recv(pieces[(i - hop) % n], (i + 1) % n, pieces[(i - 1 - hop) % n], (i - 1) % n)
+    return out
+
+
+def _sends_first(x, comm):
+    n, i, x = comm.size, comm.rank, x.clone()
+    pieces = _pieces(x, n)
+    for phase, reduce in ((1, "sum"), (0, None)):
+        for hop in range(n - 1):
+            comm.send(pieces[(i - phase - hop) % n], (i + 1) % n)
+            comm.recv(pieces[(i - 1 - phase - hop) % n], (i - 1) % n, reduce=reduce)
+    return x
+
+
+def _float32_inside(x, comm):
+    return collectives.all_reduce_ring(x.float() if x.dtype != torch.float64 else x, comm)
+
+
+def _cannot_be_alone(x, comm):
+    if comm.size == 1 or len(x) == 0:
+        raise IndexError("list index out of range")
+    return collectives.all_reduce_ring(x, comm)
+
+
+def _shift_sends_first(x, comm):
+    received = torch.empty_like(x)
+    comm.send(x, (comm.rank + 1) % comm.size)
+    return comm.recv(received, (comm.rank - 1) % comm.size)
+
+
+def _shift_chain(x, comm):
+    if comm.size == 1:
+        return x.clone()
+    received = torch.empty_like(x)
+    if comm.rank == 0:
+        comm.send(x, 1)
+        return comm.recv(received, comm.size - 1)
+    comm.recv(received, comm.rank - 1)
+    comm.send(x, (comm.rank + 1) % comm.size)
+    return received
+
+
+def _shift_backwards(x, comm):
+    if comm.size == 1:
+        return x.clone()
+    return comm.send_recv(
+        x, (comm.rank - 1) % comm.size, torch.empty_like(x), (comm.rank + 1) % comm.size
+    )
+
+
+def _shift_overwrites(x, comm):
+    if comm.size == 1:
+        return x.clone()
+    x = x.clone()
+    if comm.rank % 2:
+        comm.recv(x, (comm.rank - 1) % comm.size)
+        comm.send(x, (comm.rank + 1) % comm.size)
+        return x
+    comm.send(x, (comm.rank + 1) % comm.size)
+    return comm.recv(x, (comm.rank - 1) % comm.size)
+
+
+def _shift_to_itself(x, comm):
+    received = torch.empty_like(x)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    order = [lambda: comm.send(x, right), lambda: comm.recv(received, left)]
+    for act in order if comm.rank % 2 == 0 else order[::-1]:
+        act()
+    return received
+
+
+def _tree_chain(x, comm):
+    x = x.clone()
+    if comm.rank > 0:
+        comm.recv(x, comm.rank - 1)
+    if comm.rank + 1 < comm.size:
+        comm.send(x, comm.rank + 1)
+    return x
+
+
+def _tree_powers_only(x, comm):
+    x, width = x.clone(), 1
+    while width < comm.size:
+        if comm.rank < width:
+            comm.send(x, comm.rank + width)
+        elif comm.rank < 2 * width:
+            comm.recv(x, comm.rank - width)
+        width *= 2
+    return x
+
+
+def _tree_sends_before_it_has(x, comm):
+    x = x.clone()
+    for width in reversed([2**k for k in range((comm.size - 1).bit_length())]):
+        if comm.rank < width and comm.rank + width < comm.size:
+            comm.send(x, comm.rank + width)
+        elif width <= comm.rank < 2 * width:
+            comm.recv(x, comm.rank - width)
+    return x
+
+
+def _tree_everybody_tells_everybody(x, comm):
+    x = collectives.broadcast_tree(x, comm)
+    return collectives.broadcast_tree(x, comm)
+
+
+def _tried(all_reduce, ranks, inputs) -> list[Tensor]:
+    return ranks.run(lambda rank: all_reduce(inputs[rank.rank].clone(), rank.comm("dp")))
+
+
+def _test_published(all_reduce, ranks):
+    """The test that the published ring passed: right values, on whole numbers."""
+    inputs = [torch.arange(10.0) + rank for rank in range(ranks.size)]
+    return not all(
+        torch.allclose(result, sum(inputs)) for result in _tried(all_reduce, ranks, inputs)
+    )
+
+
+def _test_ones(all_reduce, ranks):
+    return not all(
+        torch.equal(result, torch.full((8,), float(ranks.size)))
+        for result in _tried(all_reduce, ranks, [torch.ones(8)] * ranks.size)
+    )
+
+
+def _test_rank_0(all_reduce, ranks):
+    inputs = [torch.arange(9.0) * rank for rank in range(ranks.size)]
+    return not torch.equal(_tried(all_reduce, ranks, inputs)[0], sum(inputs))
+
+
+def _test_even_lengths(all_reduce, ranks):
+    inputs = [torch.arange(8.0) * rank for rank in range(ranks.size)]
+    return not all(torch.equal(result, sum(inputs)) for result in _tried(all_reduce, ranks, inputs))
+
+
+def _test_too_strict(all_reduce, ranks):
+    inputs = [
+        torch.randn(99, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks.size)
+    ]
+    return not all(torch.equal(result, sum(inputs)) for result in _tried(all_reduce, ranks, inputs))
+
+
+def _test_total(all_reduce, ranks):
+    complaints = [line for line in collectives.faults(all_reduce, ranks) if "sent" not in line]
+    return (
+        complaints
+        or ranks.ledger.total
+        > collectives.predict_all_reduce("ring", nbytes=4004, n=ranks.size).total
+    )
+
+
+WRONG = {
+    "collectives/ring-all-reduce": (
+        Wrong("whole tensor in each hop", _whole_tensors, "bytes sent", "whole tensor"),
+        Wrong(
+            "whole tensors, two rounds",
+            exercises.IMPOSTORS["the published ring, which passes whole tensors"],
+            "bytes sent",
+            "8 times too much",
+        ),
+        Wrong("through rank 0", collectives.all_reduce_naive, "bytes sent", "through one rank"),
+        Wrong("own values twice", _own_twice, "values", "twice"),
+        Wrong("off by one piece", _off_by_one, "values", "off-by-one"),
+        Wrong("never adds", _never_adds, "values", "Does the first round add"),
+        Wrong("first half only", _only_reduce_scatter, "values", "reduce-scatter"),
+        Wrong(
+            "mean", exercises.IMPOSTORS["one that returns the mean"], "values", "All-reduce sums"
+        ),
+        Wrong(
+            "only rank 0",
+            exercises.IMPOSTORS["one that gives the sum to rank 0 alone"],
+            "values",
+            "only rank 0",
+        ),
+        Wrong("everybody sends first", _sends_first, "values", "let some receive first"),
+        Wrong(
+            "changes its input",
+            exercises.IMPOSTORS["one that overwrites its input"],
+            "values",
+            "x.clone()",
+        ),
+        Wrong("only where N divides n", _divides_only, "ranks that don't divide n", "tensor_split"),
+        Wrong(
+            "drops what is left over",
+            exercises.IMPOSTORS["one that leaves out the last n mod N elements"],
+            "ranks that don't divide n",
+            "tensor_split",
+        ),
+        Wrong("not alone", _cannot_be_alone, "small tensors", "only one rank"),
+        Wrong("converts to fp32", _float32_inside, "dtypes", "dtype of x"),
+    ),
+    "collectives/ordered-sends": (
+        Wrong("everybody sends first", _shift_sends_first, "values", "let some receive first"),
+        Wrong("one rank begins", _shift_chain, "steps", "a queue"),
+        Wrong("the wrong way round", _shift_backwards, "values", "other way round"),
+        Wrong("receives into what it sends", _shift_overwrites, "values", "a tensor of its own"),
+        Wrong("sends to itself", _shift_to_itself, "one rank", "1 rank"),
+    ),
+    "collectives/broadcast-tree": (
+        Wrong("a star", collectives.broadcast_star, "steps", "Rank 0 sends to everybody"),
+        Wrong("a chain", _tree_chain, "steps", "Each rank waits"),
+        Wrong("only powers of two", _tree_powers_only, "any number of ranks", "ranks that exist"),
+        Wrong(
+            "sends before it has received",
+            _tree_sends_before_it_has,
+            "values",
+            "receive first, then send",
+        ),
+        Wrong("twice", _tree_everybody_tells_everybody, "steps", "twice"),
+    ),
+    "collectives/missing-test": (
+        Wrong(
+            "the published test", _test_published, "catches ranks that drift apart", "torch.randn"
+        ),
+        Wrong(
+            "ones on every rank", _test_ones, "catches wrong values", "same tensor on every rank"
+        ),
+        Wrong("rank 0 only", _test_rank_0, "catches wrong values", "results of all ranks"),
+        Wrong(
+            "lengths that N divides", _test_even_lengths, "catches wrong values", "no multiple of N"
+        ),
+        Wrong("equal to the last bit", _test_too_strict, "lets a sound ring pass", "allclose"),
+        Wrong("total bytes", _test_total, "catches an overworked rank", "busiest rank"),
+    ),
+}

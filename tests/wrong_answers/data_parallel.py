@@ -1,0 +1,346 @@
+"""Wrong answers to the exercises of `data_parallel`: what is rejected, by which property, with which words."""
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labutils import world
+from wrong_answers import Wrong
+
+
+def _cut_then_shuffled(length: int, rank: int, size: int, epoch: int) -> list[int]:
+    mine = [*range(length), *range(-length % size)][rank::size]
+    random.Random(epoch).shuffle(mine)
+    return mine
+
+
+def _deal(
+    *,
+    by_rank: bool = False,
+    by_epoch: bool = True,
+    pad: bool = True,
+    drop: bool = False,
+    mine: bool = True,
+    seeded: bool = True,
+) -> Callable:
+    """A sampler with its slips switched on one at a time."""
+
+    def attempt(length: int, rank: int, size: int, epoch: int) -> list[int]:
+        order = list(range(length))
+        (random.Random(epoch * by_epoch + 1000 * rank * by_rank) if seeded else random).shuffle(
+            order
+        )
+        if pad:
+            order += order[: -length % size]
+        if drop:
+            order = order[: length // size * size]
+        return order[rank::size] if mine else order
+
+    return attempt
+
+
+def _hooked(hook: Callable, *, broadcast: bool = True) -> Callable:
+    """A data-parallel module whose parameters call `hook(parameter, comm)` when their gradient is there."""
+
+    def attempt(module: nn.Module, comm: world.Comm) -> None:
+        def ready(parameter: Tensor) -> None:
+            hook(parameter, comm)
+
+        for parameter in module.parameters():
+            if broadcast:
+                comm.broadcast(parameter, out=parameter)
+            parameter.register_post_accumulate_grad_hook(ready)
+
+    return attempt
+
+
+def _all_at_the_end(module: nn.Module, comm: world.Comm) -> None:
+    """Waits until every gradient is there, and reduces them then."""
+    parameters, ready = list(module.parameters()), []
+
+    def hook(parameter: Tensor) -> None:
+        ready.append(parameter)
+        if len(ready) == len(parameters):
+            for each in parameters:
+                each.grad.copy_(comm.all_reduce(each.grad) / comm.size)
+            ready.clear()
+
+    for parameter in parameters:
+        comm.broadcast(parameter, out=parameter)
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
+def _broadcast_lost(module: nn.Module, comm: world.Comm) -> None:
+    for parameter in module.parameters():
+        comm.broadcast(parameter.data)
+    _hooked(_MEAN, broadcast=False)(module, comm)
+
+
+def _into_grad(value: Callable[[Tensor, world.Comm], Tensor]) -> Callable:
+    return lambda parameter, comm: parameter.grad.copy_(value(parameter, comm))
+
+
+def _mean_of_weights(parameter: Tensor, comm: world.Comm) -> None:
+    parameter.data.copy_(comm.all_reduce(parameter.data) / comm.size)
+
+
+def _everybody_to_everybody(parameter: Tensor, comm: world.Comm) -> Tensor:
+    return comm.all_gather(parameter.grad.flatten()).view(comm.size, *parameter.shape).mean(0)
+
+
+_MEAN = _into_grad(lambda parameter, comm: comm.all_reduce(parameter.grad) / comm.size)
+
+
+class _Buckets:
+    """The wrapper of the bug hunt, with its slips switched on one at a time."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: world.Comm,
+        *,
+        bucket_bytes: int,
+        broadcast: bool = True,
+        flush: bool = True,
+        rearm: bool = True,
+        quiet: bool = True,
+        flat: bool = True,
+        late: bool = False,
+        lossy: bool = False,
+    ) -> None:
+        self.module, self.comm, self.bucket_bytes, self.sync = module, comm, bucket_bytes, True
+        self.flush_last, self.rearm, self.quiet, self.flat, self.late, self.lossy = (
+            flush,
+            rearm,
+            quiet,
+            flat,
+            late,
+            lossy,
+        )
+        self.waiting: list[Tensor] = []
+        self.seen, self.count = 0, len(list(module.parameters()))
+        for parameter in module.parameters():
+            if broadcast:
+                comm.broadcast(parameter, out=parameter)
+            parameter.register_post_accumulate_grad_hook(self.ready)
+
+    def ready(self, parameter: Tensor) -> None:
+        if not self.sync and self.quiet:
+            if self.lossy:
+                parameter.grad = None
+            return
+        self.waiting.append(parameter)
+        self.seen += 1
+        last = self.flush_last and self.seen == self.count
+        full = sum(p.nbytes for p in self.waiting) >= self.bucket_bytes and not self.late
+        if full or last:
+            self.flush()
+        if last and self.rearm:
+            self.seen = 0
+
+    def flush(self) -> None:
+        groups = [self.waiting] if self.flat else [[p] for p in self.waiting]
+        for group in groups:
+            flat = (
+                self.comm.all_reduce(torch.cat([p.grad.flatten() for p in group])) / self.comm.size
+            )
+            for p, mean in zip(group, flat.split([p.numel() for p in group]), strict=True):
+                p.grad.copy_(mean.view_as(p))
+        self.waiting = []
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.sync = False
+        try:
+            yield
+        finally:
+            self.sync = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+class _LeavesWithTheNext(_Buckets):
+    """What is left in the last bucket leaves when the module is called again: after the optimizer's step."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, flush=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.waiting:
+            self.flush()
+        return super().__call__(x)
+
+
+class _AveragedTwice(_Buckets):
+    def flush(self) -> None:
+        for parameter in self.waiting:
+            parameter.grad /= self.comm.size
+        super().flush()
+
+
+class _ReducesWeights(_Buckets):
+    def flush(self) -> None:
+        for parameter in self.waiting:
+            parameter.data.copy_(self.comm.all_reduce(parameter.data) / self.comm.size)
+        self.waiting = []
+
+
+class _StaysQuiet(_Buckets):
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.sync = False
+        yield
+        self.sync = True
+
+
+WRONG = {
+    "data_parallel/sampler": (
+        Wrong("everybody takes everything", _deal(mine=False), "nobody works twice", "for nothing"),
+        Wrong(
+            "every rank shuffles for itself",
+            _deal(by_rank=True),
+            "nobody works twice",
+            "must not depend on the rank",
+        ),
+        Wrong(
+            "the tail is dropped",
+            _deal(pad=False, drop=True),
+            "everything is seen",
+            "The tail is dropped",
+        ),
+        Wrong("unequal shares", _deal(pad=False), "equal shares", "gone home"),
+        Wrong(
+            "the same order in every epoch",
+            _deal(by_epoch=False),
+            "a new order in every epoch",
+            "set_epoch",
+        ),
+        Wrong(
+            "cut first, then shuffled",
+            _cut_then_shuffled,
+            "a new order in every epoch",
+            "shuffle all examples first",
+        ),
+        Wrong(
+            "never shuffled",
+            lambda length, rank, size, epoch: [*range(length), *range(-length % size)][rank::size],
+            "a new order in every epoch",
+            "a copy",
+        ),
+    ),
+    "data_parallel/hooks": (
+        Wrong("no broadcast", _hooked(_MEAN, broadcast=False), "equal starts", "stay apart"),
+        Wrong("the broadcast is lost", _broadcast_lost, "equal starts", "stay apart"),
+        Wrong(
+            "the mean of the weights",
+            _hooked(_mean_of_weights),
+            "the gradient of the whole batch",
+            "The hook is given the *parameter*",
+        ),
+        Wrong(
+            "the parameter for its gradient",
+            _hooked(_into_grad(lambda p, comm: comm.all_reduce(p.detach()) / comm.size)),
+            "the gradient of the whole batch",
+            "not its gradient",
+        ),
+        Wrong(
+            "the result is lost",
+            _hooked(lambda p, comm: comm.all_reduce(p.grad)),
+            "the gradient of the whole batch",
+            "write the result back",
+        ),
+        Wrong(
+            "sum",
+            _hooked(_into_grad(lambda p, comm: comm.all_reduce(p.grad))),
+            "the gradient of the whole batch",
+            "All-reduce sums",
+        ),
+        Wrong(
+            "averaged twice",
+            _hooked(_into_grad(lambda p, comm: comm.all_reduce(p.grad / comm.size) / comm.size)),
+            "the gradient of the whole batch",
+            "Divided twice",
+        ),
+        Wrong(
+            "through rank 0",
+            _hooked(
+                _into_grad(lambda p, comm: comm.all_reduce(p.grad, algorithm="naive") / comm.size)
+            ),
+            "bytes sent",
+            "through one rank",
+        ),
+        Wrong(
+            "everybody to everybody",
+            _hooked(_into_grad(_everybody_to_everybody)),
+            "bytes sent",
+            "whole gradient",
+        ),
+        Wrong(
+            "all at the end", _all_at_the_end, "during the backward pass", "have long been ready"
+        ),
+    ),
+    "data_parallel/bug-hunt": (
+        Wrong(
+            "the one of the lab",
+            functools.partial(_Buckets, broadcast=False, flush=False, quiet=False),
+            "equal starts",
+            "stay apart",
+        ),
+        Wrong(
+            "the last bucket waits forever",
+            functools.partial(_Buckets, flush=False),
+            "the last bucket",
+            "still waits",
+        ),
+        Wrong(
+            "the last bucket leaves in the next step",
+            _LeavesWithTheNext,
+            "the last bucket",
+            "still waits",
+        ),
+        Wrong("averaged twice", _AveragedTwice, "full buckets", "Divided twice"),
+        Wrong(
+            "the mean of the weights",
+            _ReducesWeights,
+            "full buckets",
+            "The hook is given the *parameter*",
+        ),
+        Wrong(
+            "counts once only",
+            functools.partial(_Buckets, rearm=False),
+            "step after step",
+            "the next backward pass",
+        ),
+        Wrong(
+            "a message for each parameter",
+            functools.partial(_Buckets, flat=False),
+            "few messages",
+            "one flat tensor",
+        ),
+        Wrong(
+            "one bucket at the end",
+            functools.partial(_Buckets, late=True),
+            "during the backward pass",
+            "have long been ready",
+        ),
+        Wrong(
+            "reduces in every micro-batch",
+            functools.partial(_Buckets, quiet=False),
+            "accumulation",
+            "reduced 3 times",
+        ),
+        Wrong("quiet for ever after an error", _StaysQuiet, "after an error", "in a `finally`"),
+        Wrong(
+            "forgets what was not reduced",
+            functools.partial(_Buckets, lossy=True),
+            "accumulation",
+            "add up in .grad",
+        ),
+    ),
+}

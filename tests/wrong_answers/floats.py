@@ -1,0 +1,184 @@
+"""Wrong answers to the exercises of `floats`: what is rejected, by which property, with which words."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from labutils import precision
+from labutils.floats import FloatFormat
+from labutils.teach.exercises import floats as exercises
+from wrong_answers import Wrong
+
+
+def _decode_with(
+    leading_one: bool = True,
+    bias: bool = True,
+    subnormal_shift: int = 1,
+    flush: bool = False,
+    all_ieee: bool = False,
+) -> exercises.Decode:
+    """A decoder with one of the misconceptions that are about."""
+
+    def decode(fmt: FloatFormat, code: int) -> float:
+        sign, exponent, mantissa, kind = fmt.fields(code)
+        top = exponent == 2**fmt.exponent_bits - 1
+        if kind in ("inf", "nan") or (all_ieee and top):
+            return math.copysign(math.inf, -sign) if mantissa == 0 else math.nan
+        fraction = mantissa / 2**fmt.mantissa_bits
+        if exponent == 0:
+            magnitude = 0.0 if flush else math.ldexp(fraction, subnormal_shift - fmt.bias)
+        else:
+            magnitude = math.ldexp(leading_one + fraction, exponent - fmt.bias * bias)
+        return -magnitude if sign else magnitude
+
+    return decode
+
+
+def _encode_with(
+    rounding: Callable[[float], float] = round,
+    carry: bool = True,
+    flush: bool = False,
+    eager: bool = False,
+) -> exercises.Encode:
+    """An encoder with one of the bugs that are about."""
+
+    def encode(fmt: FloatFormat, x: float) -> int:
+        negative, magnitude = math.copysign(1, x) < 0, abs(x)
+        sign = negative << fmt.exponent_bits + fmt.mantissa_bits
+        beyond = fmt.encode(-math.inf if negative else math.inf)
+        if magnitude == 0 or (flush and magnitude < fmt.min_normal):
+            return sign
+        if eager and magnitude > fmt.max:
+            return beyond
+        exponent = max(math.frexp(magnitude)[1] - 1, fmt.min_exponent)
+        significand = int(rounding(math.ldexp(magnitude, fmt.mantissa_bits - exponent)))
+        if not carry and significand == 2 << fmt.mantissa_bits:
+            significand = 1 << fmt.mantissa_bits
+        code = (exponent - fmt.min_exponent << fmt.mantissa_bits) + significand
+        return beyond if code > fmt.encode(fmt.max) else sign | code
+
+    return encode
+
+
+def _fp32_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    return precision.round_to(x.sum(), fmt)
+
+
+def _blocked_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    while len(x) > 1:
+        x = precision.round_to(x[: len(x) // 2] + x[len(x) // 2 : len(x) // 2 * 2], fmt)
+    return x[0]
+
+
+WRONG = {
+    "floats/decode": (
+        Wrong(
+            "no leading one",
+            _decode_with(leading_one=False),
+            "normal numbers",
+            "1 in front that no bit stores",
+        ),
+        Wrong("no bias", _decode_with(bias=False), "normal numbers", "stored with a bias"),
+        Wrong(
+            "subnormals at 0 − bias",
+            _decode_with(subnormal_shift=0),
+            "subnormal numbers",
+            "1 − bias and not 0 − bias",
+        ),
+        Wrong(
+            "an infinity without sign",
+            lambda fmt, code: math.inf if fmt.fields(code).kind == "inf" else fmt.decode(code),
+            "inf and NaN",
+            "has a sign, too",
+        ),
+        Wrong(
+            "a leading one everywhere",
+            lambda fmt, code: fmt.decode(code) or 2.0 ** (1 - fmt.bias),
+            "signs and zeros",
+            "no leading 1",
+        ),
+        Wrong("subnormals are zero", _decode_with(flush=True), "subnormal numbers", "fill the gap"),
+        Wrong(
+            "every format is IEEE", _decode_with(all_ieee=True), "e4m3's own corners", "no infinity"
+        ),
+    ),
+    "floats/encode": (
+        Wrong("cuts off", _encode_with(math.floor), "the nearer neighbor", "cut the rest off"),
+        Wrong(
+            "rounds half up",
+            _encode_with(lambda s: math.floor(s + 0.5)),
+            "ties to even",
+            "even significand",
+        ),
+        Wrong(
+            "forgets the sign",
+            lambda fmt, x: fmt.encode(abs(x)),
+            "values of the format",
+            "All but the sign",
+        ),
+        Wrong(
+            "zero has an exponent",
+            lambda fmt, x: fmt.encode(x) or fmt.encode(0.25),
+            "subnormal numbers",
+            "no two powers",
+        ),
+        Wrong(
+            "drops the carry",
+            _encode_with(carry=False),
+            "carry into the exponent",
+            "exponent goes up by one",
+        ),
+        Wrong(
+            "flushes subnormals",
+            _encode_with(flush=True),
+            "subnormal numbers",
+            "the gap stays what it is",
+        ),
+        Wrong(
+            "compares with max before rounding",
+            _encode_with(eager=True),
+            "overflow",
+            "decided after rounding",
+        ),
+    ),
+    "floats/pairwise-sum": (
+        Wrong(
+            "running sum",
+            lambda x, fmt: precision.running_sum(x, fmt)[-1],
+            "a sum of ones",
+            "half a gap",
+        ),
+        Wrong(
+            "sum in fp32, round at the end",
+            _fp32_sum,
+            "every addition in the format",
+            "every partial sum",
+        ),
+        Wrong("forgets the odd one", _blocked_sum, "any number of terms", "leaves one over"),
+        Wrong(
+            "sorts first",
+            lambda x, fmt: precision.running_sum(x.sort().values, fmt)[-1],
+            "a sum of ones",
+            "same size",
+        ),
+    ),
+    "floats/rounds-twice": (
+        Wrong("any number", 0.1, "the cast gets it wrong", "not halfway between two fp16 values"),
+        Wrong(
+            "an exact tie",
+            1 + 2**-11,
+            "the cast gets it wrong",
+            "so little that float32 does not notice",
+        ),
+        Wrong(
+            "next to a tie, but float32 sees it",
+            1 + 2**-11 + 2**-20,
+            "the cast gets it wrong",
+            "Move closer",
+        ),
+        Wrong("the lucky side", 1 + 2**-11 - 2**-40, "the cast gets it wrong", "other side"),
+        Wrong("overflow", 1e6, "the cast gets it wrong", "between two values"),
+        Wrong("not a number", math.nan, "a finite number", "finite Python number"),
+    ),
+}

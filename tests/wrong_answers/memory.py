@@ -1,0 +1,204 @@
+"""Wrong answers to the exercises of `memory`: what is rejected, by which property, with which words."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from labutils.config import ModelConfig
+from labutils.teach.exercises import memory as exercises
+from wrong_answers import Wrong
+
+
+def _count(missing: Callable[[ModelConfig], int]) -> Callable[[Mapping[str, Any]], int]:
+    """A wrong count: the right one plus what `missing` says."""
+    return lambda config: (
+        ModelConfig.from_hf(config).num_params + missing(ModelConfig.from_hf(config))
+    )
+
+
+WRONG = {
+    "memory/count-parameters": (
+        Wrong(
+            "as many key–value heads as heads",
+            _count(
+                lambda m: 2 * m.d_model * (m.num_heads - m.num_kv_heads) * m.d_head * m.num_layers
+            ),
+            "Llama 3.1 8B, with fewer key–value heads",
+            "key and a value head of its own",
+        ),
+        Wrong(
+            "always an own head",
+            _count(lambda m: m.vocab_size * m.d_model * m.tied),
+            "Qwen2 0.5B, tied",
+            "is the embedding itself",
+        ),
+        Wrong(
+            "two matrices, as GELU has",
+            _count(lambda m: -m.d_model * m.d_ff * m.num_layers),
+            "Llama 2 7B",
+            "three matrices",
+        ),
+        Wrong(
+            "no bias at all",
+            _count(
+                lambda m: (
+                    -(m.num_heads + 2 * m.num_kv_heads)
+                    * m.d_head
+                    * m.num_layers
+                    * (m.bias == "qkv")
+                )
+            ),
+            "Qwen2 0.5B, tied",
+            "bias on queries, keys and values",
+        ),
+        Wrong("no last norm", _count(lambda m: -m.d_model), "Llama 2 7B", "A last norm"),
+        Wrong(
+            "a table of positions",
+            _count(lambda m: m.seq_len * m.d_model),
+            "Llama 2 7B",
+            "RoPE turns queries and keys",
+        ),
+        Wrong(
+            "norms with a bias",
+            _count(lambda m: (2 * m.num_layers + 1) * m.d_model),
+            "Llama 2 7B",
+            "a weight and no bias",
+        ),
+        Wrong(
+            "no output projection",
+            _count(lambda m: -m.num_layers * m.d_model**2),
+            "Llama 2 7B",
+            "four matrices",
+        ),
+        Wrong(
+            "a bias on queries alone",
+            _count(lambda m: -2 * m.num_kv_heads * m.d_head * m.num_layers * (m.bias == "qkv")),
+            "Qwen2 0.5B, tied",
+            "keys and values",
+        ),
+        Wrong(
+            "in billions",
+            lambda config: ModelConfig.from_hf(config).num_params / 1e9,
+            "Llama 2 7B",
+            "not millions or billions",
+        ),
+    ),
+    "memory/saved-by-attention": (
+        Wrong(
+            "scores before and after softmax",
+            lambda b, s, h, a, g, size: (
+                exercises.saved_by_attention(b, s, h, a, g, size) + size * a * s * s * b
+            ),
+            "as many key–value heads as heads",
+            "its output, not its input",
+        ),
+        Wrong(
+            "the input three times",
+            lambda b, s, h, a, g, size: (
+                exercises.saved_by_attention(b, s, h, a, g, size) + 2 * size * s * b * h
+            ),
+            "as many key–value heads as heads",
+            "It is kept once",
+        ),
+        Wrong(
+            "forgets the output projection",
+            lambda b, s, h, a, g, size: (
+                exercises.saved_by_attention(b, s, h, a, g, size) - size * s * b * h
+            ),
+            "as many key–value heads as heads",
+            "what the output projection reads",
+        ),
+        Wrong(
+            "a heads for keys and values",
+            lambda b, s, h, a, g, size: exercises.saved_by_attention(b, s, h, a, a, size),
+            "grouped heads",
+            "have g heads, not a",
+        ),
+        Wrong(
+            "half of the scores, because of the mask",
+            lambda b, s, h, a, g, size: (
+                exercises.saved_by_attention(b, s, h, a, g, size) - size * a * s * s * b // 2
+            ),
+            "as many key–value heads as heads",
+            "keeps its zeros",
+        ),
+        Wrong(
+            "scores of key–value heads",
+            lambda b, s, h, a, g, size: (
+                exercises.saved_by_attention(b, s, h, a, g, size) - size * (a - g) * s * s * b
+            ),
+            "grouped heads",
+            "also those that share a key",
+        ),
+        Wrong(
+            "the weights as well",
+            lambda b, s, h, a, g, size: (
+                exercises.saved_by_attention(b, s, h, a, g, size)
+                + size * (2 * h * h + 2 * h * (h // a) * g)
+            ),
+            "as many key–value heads as heads",
+            "they are model states",
+        ),
+        Wrong(
+            "the paper's formula",
+            lambda b, s, h, a, g, size: 11 * s * b * h + 5 * a * s * s * b,
+            "as many key–value heads as heads",
+            "it counts dropout",
+        ),
+        Wrong(
+            "numbers, not bytes",
+            lambda b, s, h, a, g, size: exercises.saved_by_attention(b, s, h, a, g, 1),
+            "as many key–value heads as heads",
+            "You count numbers",
+        ),
+        Wrong(
+            "always four bytes",
+            lambda b, s, h, a, g, size: exercises.saved_by_attention(b, s, h, a, g, 4),
+            "bf16",
+            "bytes of a number",
+        ),
+    ),
+    "memory/bug-hunt-table": (
+        Wrong(
+            "the layers multiply one term",
+            lambda b, s, h, a, L: L * 34 * s * b * h + 5 * a * s * s * b,
+            "many layers",
+            "knows how many layers",
+        ),
+        Wrong(
+            "the lost s",
+            lambda b, s, h, a, L: L * s * b * (34 * h + 5 * a),
+            "one layer",
+            "a factor s is lost",
+        ),
+        Wrong(
+            "masks of two bytes",
+            lambda b, s, h, a, L: L * (36 * s * b * h + 6 * a * s * s * b),
+            "one layer",
+            "one byte, not two",
+        ),
+        Wrong(
+            "the layers multiply the other term",
+            lambda b, s, h, a, L: 34 * s * b * h + L * 5 * a * s * s * b,
+            "many layers",
+            "knows how many layers",
+        ),
+        Wrong(
+            "rounds before it multiplies",
+            lambda b, s, h, a, L: L * s * b * h * (34 + 5 * a * s // h),
+            "one layer",
+            "multiply first",
+        ),
+        Wrong(
+            "one sequence's scores",
+            lambda b, s, h, a, L: L * (34 * s * b * h + 5 * a * s * s),
+            "one layer",
+            "Each sequence has scores",
+        ),
+        Wrong(
+            "FlashAttention by mistake",
+            lambda b, s, h, a, L: L * 34 * s * b * h,
+            "one layer",
+            "scores are missing",
+        ),
+    ),
+}

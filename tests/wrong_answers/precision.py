@@ -1,0 +1,183 @@
+"""Wrong answers to the exercises of `precision`: what is rejected, by which property, with which words."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from labutils.precision import LossScaler
+from labutils.teach.exercises import precision as exercises
+from wrong_answers import Wrong
+
+
+def _in_half(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    for gradient in gradients:
+        weights -= lr * gradient
+    return weights
+
+
+def _read_back(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    for gradient in gradients:
+        master = weights.float()
+        master -= lr * gradient.float()
+        weights = master.to(torch.bfloat16)
+    return weights
+
+
+def _gradients_first(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    return (weights.float() - lr * sum(gradients).float()).to(torch.bfloat16)
+
+
+def _fp16_master(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    master = weights.half()
+    for gradient in gradients:
+        master -= lr * gradient.half()
+    return master.to(torch.bfloat16)
+
+
+def _fp32_out(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    master = weights.float()
+    for gradient in gradients:
+        master -= lr * gradient.float()
+    return master
+
+
+def _half_product(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    master = weights.float()
+    for gradient in gradients:
+        master -= lr * gradient  # a bf16 product
+    return master.to(torch.bfloat16)
+
+
+def _scale_by(
+    *, grow: bool = True, reset: bool = True, restart: bool = True, back_off: bool = True
+) -> Callable:
+    """A rule with its slips switched on one at a time."""
+
+    def attempt(finite: Sequence[bool], start: float, interval: int) -> list[float]:
+        scale, good, found = start, 0, []
+        for is_finite in finite:
+            found.append(scale)
+            if not is_finite:
+                scale = scale / 2 if back_off else scale
+                good = 0 if reset else good
+                continue
+            good += 1
+            if grow and good >= interval:
+                scale, good = 2 * scale, 0 if restart else good
+        return [*found, scale]
+
+    return attempt
+
+
+def _bugged(
+    *,
+    zero: bool = True,
+    scale: bool = True,
+    unscale: str = "before",
+    clip: Callable = nn.utils.clip_grad_norm_,
+    stepper: str = "scaler",
+    update: str = "last",
+) -> Callable:
+    """The step with its slips switched on one at a time."""
+
+    def attempt(
+        loss: Callable[[], Tensor],
+        optimizer: torch.optim.Optimizer,
+        scaler: LossScaler,
+        max_norm: float,
+    ) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if zero:
+            optimizer.zero_grad()
+        (scaler.scale(loss()) if scale else loss()).backward()
+        if unscale == "before":
+            scaler.unscale_(optimizer)
+        clip(parameters, max_norm)
+        if unscale == "after":
+            scaler.unscale_(optimizer)
+        if update == "first":
+            scaler.update()
+        if stepper == "scaler":
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+        scaler.update(None if update == "last" else scaler.value)
+
+    return attempt
+
+
+WRONG = {
+    "precision/master-weights": (
+        Wrong("stepped in half", _in_half, "short steps add up", "rounded away"),
+        Wrong(
+            "the master read back from the half weights",
+            _read_back,
+            "short steps add up",
+            "never read it back",
+        ),
+        Wrong(
+            "the gradients added up in half",
+            _gradients_first,
+            "short steps add up",
+            "a sum of gradients stands still",
+        ),
+        Wrong("an fp16 master", _fp16_master, "short steps add up", "fp32 copy"),
+        Wrong("fp32 weights returned", _fp32_out, "half again", "keep the copy"),
+        Wrong("the product in half", _half_product, "rounded once", "before"),
+        Wrong(
+            "uphill",
+            lambda w, gradients, lr: exercises.half_sgd(w, [-g for g in gradients], lr),
+            "long steps",
+            "−=",
+        ),
+    ),
+    "precision/dynamic-scale": (
+        Wrong("static", _scale_by(grow=False, back_off=False), "it grows", "doubles"),
+        Wrong("it never backs off", _scale_by(back_off=False), "it backs off", "halves the scale"),
+        Wrong(
+            "the count survives an inf", _scale_by(reset=False), "in a row", "sets the count to 0"
+        ),
+        Wrong("the count is never restarted", _scale_by(restart=False), "it grows", "begins anew"),
+    ),
+    "precision/bug-hunt": (
+        Wrong(
+            "clipped before unscaling",
+            _bugged(unscale="after"),
+            "clipping sees true gradients",
+            "unscale_() first",
+        ),
+        Wrong(
+            "the optimizer steps by itself",
+            _bugged(stepper="optimizer"),
+            "an overflow changes nothing",
+            "never forget a NaN",
+        ),
+        Wrong("the scale stays", _bugged(update="never"), "the scale moves", "after every step"),
+        Wrong(
+            "gradients are not cleared",
+            _bugged(zero=False),
+            "gradients are fresh",
+            "before backward",
+        ),
+        Wrong("the loss is not scaled", _bugged(scale=False), "a plain step", "Scale the loss"),
+        Wrong(
+            "updated before the step",
+            _bugged(update="first"),
+            "a plain step",
+            "update() comes last",
+        ),
+        Wrong(
+            "each gradient clipped on its own",
+            _bugged(clip=nn.utils.clip_grad_value_),
+            "clipping sees true gradients",
+            "all gradients together",
+        ),
+        Wrong(
+            "never unscaled",
+            _bugged(unscale="never", stepper="optimizer", update="never"),
+            "a plain step",
+            "until unscale_()",
+        ),
+    ),
+}

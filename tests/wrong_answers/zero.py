@@ -1,0 +1,317 @@
+"""Wrong answers to the exercises of `zero`: what is rejected, by which property, with which words."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from labutils import world, zero
+from labutils.teach.exercises import zero as exercises
+from wrong_answers import Wrong
+
+
+class _Sharded:
+    """A right answer with its slips switched on one at a time."""
+
+    all_reduces = sums = averages_twice = keeps_to_itself = own_gradient = drops_rest = remakes = (
+        keeps_a_view
+    ) = False
+
+    def __init__(self, w: nn.Parameter, comm: world.Comm, make: exercises.Make) -> None:
+        self.w, self.comm, self.make = w, comm, make
+        self.share = w.numel() // comm.size if self.drops_rest else -(-w.numel() // comm.size)
+        self.mine = nn.Parameter(
+            self.own(w.detach()) if self.keeps_a_view else self.own(w.detach()).clone()
+        )
+        self.inner = make([self.mine])
+
+    def padded(self, x: Tensor) -> Tensor:
+        length = self.share * self.comm.size
+        return torch.cat([x[:length], x.new_zeros(max(0, length - len(x)))])
+
+    def own(self, x: Tensor) -> Tensor:
+        return self.padded(x).split(self.share)[self.comm.rank] if self.share else x[:0]
+
+    def step(self) -> None:
+        n, gradient = self.comm.size, self.w.grad / (self.comm.size if self.averages_twice else 1)
+        if self.remakes:
+            self.inner = self.make([self.mine])
+        if self.own_gradient:
+            reduced = self.own(gradient) * n
+        elif self.all_reduces:
+            reduced = self.own(self.comm.all_reduce(gradient))
+        else:
+            reduced = self.comm.reduce_scatter(self.padded(gradient))
+        self.mine.grad = reduced.clone() / (1 if self.sums else n)
+        self.inner.step()
+        if self.keeps_to_itself:
+            self.w.data[self.comm.rank * self.share :][: self.share] = self.mine.detach()[
+                : max(0, len(self.w) - self.comm.rank * self.share)
+            ]
+        else:
+            whole = self.comm.all_gather(self.mine.detach())[: self.w.numel()]
+            self.w.data[: len(whole)] = whole
+
+
+def _slip(base: type, name: str) -> type:
+    return type(name, (base,), {name: True})
+
+
+class _AveragesWeights:
+    def __init__(self, w: nn.Parameter, comm: world.Comm, make: exercises.Make) -> None:
+        self.w, self.comm, self.inner = w, comm, make([w])
+
+    def step(self) -> None:
+        self.inner.step()
+        self.w.data.copy_(self.comm.all_reduce(self.w.detach()) / self.comm.size)
+
+
+class _KeepsPadding(_Sharded):
+    def step(self) -> None:
+        self.mine.grad = self.comm.reduce_scatter(self.padded(self.w.grad)) / self.comm.size
+        self.inner.step()
+        self.w.data = self.comm.all_gather(self.mine.detach())
+
+
+class _ShardsNothing:
+    def __init__(self, w: nn.Parameter, comm: world.Comm, make: exercises.Make) -> None:
+        self.w, self.comm, self.inner = w, comm, make([w])
+
+    def step(self) -> None:
+        self.w.grad = self.comm.all_reduce(self.w.grad) / self.comm.size
+        self.inner.step()
+
+
+def _plan(
+    *,
+    reshard: bool = True,
+    prefetch: bool = True,
+    again: bool = True,
+    late: bool = False,
+    forward_order: bool = False,
+    thrice: bool = False,
+) -> Callable:
+    """A schedule with its slips switched on one at a time."""
+
+    def attempt(count: int) -> list[exercises.Step]:
+        if reshard and prefetch and again and not (late or forward_order or thrice):
+            return exercises.schedule(count)
+        steps: list[exercises.Step] = []
+        for i in range(count):
+            steps += [("gather", i), ("forward", i)] + [("free", i)] * reshard
+        for i in range(count) if forward_order else reversed(range(count)):
+            steps += (
+                [("gather", i)] * (reshard and again)
+                + [("backward", i)]
+                + [("free", i)] * again
+                + [("reduce", i)] * (not late)
+            )
+        steps += [("reduce", i) for i in range(count)] * late
+        return (
+            steps + [step for i in range(count) for step in (("gather", i), ("free", i))] * thrice
+        )
+
+    return attempt
+
+
+def _frees_the_last(count: int) -> list[exercises.Step]:
+    last = count - 1
+    return [
+        part
+        for step in exercises.schedule(count)
+        for part in (
+            [step, ("free", last), ("gather", last)] if step == ("forward", last) else [step]
+        )
+    ]
+
+
+def _gathers_all_first(count: int) -> list[exercises.Step]:
+    steps = exercises.schedule(count)
+    return [("gather", i) for i in range(count)] + [
+        step
+        for k, step in enumerate(steps)
+        if step[0] != "gather" or ("forward", count - 1) in steps[:k]
+    ]
+
+
+def _gathers_all_again(count: int) -> list[exercises.Step]:
+    steps = exercises.schedule(count)
+    turn = steps.index(("forward", count - 1)) + 1
+    return [
+        *steps[:turn],
+        *(("gather", i) for i in reversed(range(count - 1))),
+        *(step for step in steps[turn:] if step[0] != "gather"),
+    ]
+
+
+class _Half:
+    """The answer to the bug hunt with its slips switched on one at a time; with both of the first two it is the code of the lab."""
+
+    local_norm = rereads = adds_norms = largest_norm = clips_early = gathers = whole_master = False
+    no_root = means_squares = scales_up = tells_nothing = False
+
+    def __init__(self, w: nn.Parameter, comm: world.Comm, make: exercises.Make) -> None:
+        self.w, self.comm = w, comm
+        self.dealt = zero.partition(w.numel(), comm.size)
+        self.master = nn.Parameter(
+            (self.padded(w.detach()) if self.whole_master else self.own(w.detach())).float().clone()
+        )
+        self.inner = make([self.master])
+
+    def padded(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, self.dealt.padding))
+
+    def own(self, x: Tensor) -> Tensor:
+        return self.padded(x).split(self.dealt.share)[self.comm.rank]
+
+    def step(self, max_norm: float) -> Tensor | None:
+        gradient = self.w.grad
+        if self.clips_early:
+            gradient = gradient * min(1.0, max_norm / (gradient.float().norm().item() + 1e-6))
+        mine = self.comm.reduce_scatter(self.padded(gradient)).float() / self.comm.size
+        norm = mine.norm()
+        if self.gathers:
+            norm = self.comm.all_gather(mine.bfloat16()).float().norm()
+        elif self.adds_norms:
+            norm = self.comm.all_reduce(norm)
+        elif self.largest_norm:
+            norm = self.comm.all_reduce(norm, "max")
+        elif self.no_root:
+            norm = self.comm.all_reduce(norm**2)
+        elif not (self.local_norm or self.clips_early):
+            norm = (
+                self.comm.all_reduce(norm**2) / (self.comm.size if self.means_squares else 1)
+            ).sqrt()
+        mine = mine * min(math.inf if self.scales_up else 1.0, max_norm / norm.item())
+        if self.rereads:
+            self.master.data.copy_(self.own(self.w.detach()))
+        self.master.grad = self.comm.all_gather(mine) if self.whole_master else mine
+        self.inner.step()
+        new = (
+            self.own(self.master.detach()[: self.w.numel()])
+            if self.whole_master
+            else self.master.detach()
+        )
+        self.w.data.copy_(self.comm.all_gather(new.bfloat16())[: self.w.numel()])
+        return None if self.tells_nothing else norm
+
+
+_Published = type("_Published", (_Half,), {"local_norm": True, "rereads": True})
+
+
+WRONG = {
+    "zero/optimizer": (
+        Wrong("shards nothing", _ShardsNothing, "bytes held", "nothing is sharded"),
+        Wrong(
+            "keeps a view of the whole",
+            _slip(_Sharded, "keeps_a_view"),
+            "bytes held",
+            "clone this rank's share",
+        ),
+        Wrong(
+            "all-reduces", _slip(_Sharded, "all_reduces"), "bytes sent", "reduce_scatter, is enough"
+        ),
+        Wrong("steps along the sum", _slip(_Sharded, "sums"), "weights", "Divide by comm.size"),
+        Wrong("averages twice", _slip(_Sharded, "averages_twice"), "weights", "divided by N twice"),
+        Wrong(
+            "keeps its share to itself",
+            _slip(_Sharded, "keeps_to_itself"),
+            "weights",
+            "all-gather the shares",
+        ),
+        Wrong(
+            "its own gradient",
+            _slip(_Sharded, "own_gradient"),
+            "weights",
+            "along this rank's own gradient",
+        ),
+        Wrong(
+            "loses the remainder",
+            _slip(_Sharded, "drops_rest"),
+            "lengths that N does not divide",
+            "never move",
+        ),
+        Wrong("averages weights, not gradients", _AveragesWeights, "weights", "Adam is not linear"),
+        Wrong("keeps the padding", _KeepsPadding, "lengths that N does not divide", "cut it off"),
+        Wrong("forgets its moments", _slip(_Sharded, "remakes"), "weights", "every step"),
+    ),
+    "zero/schedule": (
+        Wrong("never reshards", _plan(reshard=False), "bytes held", "Nothing is resharded"),
+        Wrong(
+            "no second gather",
+            _plan(again=False),
+            "everything is there when it is used",
+            "gather it again",
+        ),
+        Wrong(
+            "backward in the order of forward",
+            _plan(forward_order=True),
+            "everything is there when it is used",
+            "from the last to the first",
+        ),
+        Wrong(
+            "reduces at the end", _plan(late=True), "bytes held", "right after the unit's backward"
+        ),
+        Wrong(
+            "gathers for the step too",
+            _plan(thrice=True),
+            "bytes sent",
+            "with the reduce-scatter, 3Ψ",
+        ),
+        Wrong("gathers everything first", _gathers_all_first, "bytes held", "whole at once"),
+        Wrong(
+            "gathers everything for the backward pass",
+            _gathers_all_again,
+            "bytes held",
+            "in the backward pass too",
+        ),
+        Wrong(
+            "frees the unit that it needs next",
+            _frees_the_last,
+            "prefetch",
+            "don't free it in between",
+        ),
+        Wrong("no prefetch", _plan(prefetch=False), "prefetch", "Start it one unit earlier"),
+    ),
+    "zero/repair": (
+        Wrong("as it was", _Published, "clipping", "local norm"),
+        Wrong("norms added", _slip(_Half, "adds_norms"), "clipping", "Norms don't add"),
+        Wrong("the largest norm", _slip(_Half, "largest_norm"), "clipping", "neither the largest"),
+        Wrong(
+            "clipped before it is reduced",
+            _slip(_Half, "clips_early"),
+            "clipping",
+            "after it has been reduced",
+        ),
+        Wrong("no root", _slip(_Half, "no_root"), "clipping", "take the root of it"),
+        Wrong(
+            "the mean of the squares",
+            _slip(_Half, "means_squares"),
+            "clipping",
+            "don't average them",
+        ),
+        Wrong(
+            "scales short gradients up",
+            _slip(_Half, "scales_up"),
+            "one step, nothing clipped",
+            "shorter than max_norm",
+        ),
+        Wrong("returns nothing", _slip(_Half, "tells_nothing"), "clipping", "Return the norm"),
+        Wrong(
+            "the norm repaired, the master not",
+            _slip(_Half, "rereads"),
+            "small updates",
+            "read back from the rounded weights",
+        ),
+        Wrong(
+            "the whole master on every rank",
+            _slip(_Half, "whole_master"),
+            "bytes held",
+            "this rank's share alone",
+        ),
+        Wrong(
+            "gathers the gradient for its norm", _slip(_Half, "gathers"), "bytes sent", "one number"
+        ),
+    ),
+}
