@@ -136,6 +136,32 @@ def test_a_rank_knows_its_place_on_the_mesh(engine):
     assert sums == [[1, 2, 0, 6], [1, 4, 1, 6], [5, 2, 2, 6], [5, 4, 3, 6]]
 
 
+@pytest.mark.parametrize("axes", [("dp", "cp"), ("cp", "dp")])
+def test_axes_can_be_joined(axes):
+    mesh = Mesh(pp=2, dp=2, cp=2, tp=2)
+
+    def program(rank):
+        joined = rank.comm(*axes)
+        assert joined is rank.comm("dp", "cp")
+        work = joined.all_reduce(torch.tensor([rank.rank]), async_op=True)
+        gathered = joined.all_gather(torch.tensor([rank.rank])).tolist()
+        return joined.axis, joined.ranks, joined.rank, gathered, work.wait().item()
+
+    with World(mesh) as grid:
+        for i, seen in enumerate(grid.run(program)):
+            here = mesh.coords(i)
+            alike = [
+                j
+                for j in range(mesh.size)
+                if (mesh.coords(j)["pp"], mesh.coords(j)["tp"]) == (here["pp"], here["tp"])
+            ]
+            place = 2 * here["dp"] + here["cp"]
+            assert seen == ("dp_cp", tuple(alike), place, alike, sum(alike))
+        assert set(grid.ledger.by("axis")) == {"dp_cp"}
+        everyone = grid.run(lambda rank: rank.comm("tp", "pp", "cp", "dp").ranks)
+        assert everyone == [tuple(range(mesh.size))] * mesh.size
+
+
 def test_random_numbers_differ_between_ranks_and_repeat_between_runs(four):
     first, second = (
         four.run(lambda rank: torch.rand(2, generator=rank.generator).tolist()) for _ in range(2)
@@ -426,6 +452,39 @@ def test_the_other_collectives_and_out(four):
         for i in range(4)
     ]
     assert four.run(program) == ends
+
+
+def test_lazily_conjugated_and_negated_tensors_arrive_as_what_they_are(four):
+    sizes = [2, 2000]
+
+    def program(rank):
+        comm, wrong = rank.comm(), []
+        for n in sizes:
+            x = torch.complex(torch.ones(4 * n), torch.full((4 * n,), 2.0 + rank.rank))
+            for lazy in (x.conj(), x.conj().imag):
+                assert lazy.is_conj() or lazy.is_neg()
+                plain = lazy.resolve_conj().resolve_neg()
+                calls = {
+                    "all_reduce": comm.all_reduce,
+                    "reduce_scatter": comm.reduce_scatter,
+                    "all_gather": comm.all_gather,
+                    "all_to_all": comm.all_to_all,
+                    "broadcast": comm.broadcast,
+                    "scatter": comm.scatter,
+                    "gather": comm.gather,
+                    "reduce": comm.reduce,
+                }
+                for name, call in calls.items():
+                    got, expected = call(lazy), call(plain)
+                    if got is not None and not torch.equal(got, expected):
+                        wrong.append((name, n))
+            right, left = (rank.rank + 1) % 4, (rank.rank - 1) % 4
+            got = comm.send_recv(x.conj(), right, torch.empty_like(x), left)
+            if not torch.equal(got, torch.complex(torch.ones(4 * n), -2.0 - left * torch.ones(4 * n))):
+                wrong.append(("send_recv", n))
+        return wrong
+
+    assert four.run(program) == [[]] * 4
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "naive", "tree", "halving_doubling"])
@@ -877,6 +936,18 @@ def test_worlds_that_cannot_be(make, error, text):
     ("program", "text"),
     [
         (lambda comm: comm._owner.comm("xp"), "a mesh has no axis 'xp'"),
+        (lambda comm: comm._owner.comm("dp", "ep"), "cannot be joined: ep lies on the ranks of dp"),
+        *(
+            (
+                lambda comm, name=name: getattr(comm, name)(torch.tensor(2.0)),
+                rf"{name} deals in rows and got a tensor without dimensions: pass x.reshape\(1\)",
+            )
+            for name in ("all_gather", "reduce_scatter", "scatter", "gather", "all_to_all")
+        ),
+        (
+            lambda comm: comm.recv(torch.ones(4, dtype=torch.complex64).conj(), (comm.rank + 1) % 4),
+            "recv cannot write into a lazily conjugated or negated tensor",
+        ),
         (
             lambda comm: comm.send(torch.ones(2), 9),
             "there is no rank 9 on axis 'world' of 4 ranks: use 0 … 3",

@@ -3,8 +3,11 @@
 import os
 
 import torch
+import torch.distributed as dist
 
+from labutils import collectives, world
 from labutils.config import Mesh
+from labutils.trace import Event
 from labutils.world import World, WorldError
 
 
@@ -29,19 +32,55 @@ def lock(rank):
     rank.comm().send(torch.zeros(3), (rank.rank + 1) % 4)
 
 
+def over_groups_of_ones_own():
+    """What an engineer's script does that makes its process groups itself and hands them to the course's code."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    lost = dist.new_group([0, 3])
+    events: list[Event] = []
+    everyone, half = world.comm_of(events=events), world.comm_of(halves[rank // 2])
+
+    x = torch.arange(10.0) * (rank + 1)
+    theirs = x.clone()
+    dist.all_reduce(theirs)
+    assert torch.equal(everyone.all_reduce(x), theirs)
+    predicted = collectives.predict_all_reduce("ring", nbytes=40, n=size)
+    assert sum(event.sent for event in events) == predicted.by("rank")[rank]
+
+    mine = torch.tensor([float(rank)])
+    together = half.all_reduce(mine, async_op=True), everyone.all_reduce(mine, async_op=True)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    works = [everyone.irecv(torch.empty(3), left), everyone.isend(mine.repeat(3), right)]
+    assert everyone.all_gather(mine).tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert works[0].wait().tolist() == [float(left)] * 3 and works[1].wait() is None
+    assert [work.wait().item() for work in together] == [[1.0, 5.0][rank // 2], 6.0]
+    assert half.ranks == ((0, 1), (2, 3))[rank // 2] and half.group is halves[rank // 2]
+
+    if rank == 0:
+        try:
+            world.comm_of(lost, timeout=0.5).recv(torch.empty(1), 1)
+        except TimeoutError as error:
+            assert "rank 0 waited 0.5 s in recv(float32[1]) from rank 3 at" in str(error), error
+        else:
+            raise AssertionError("nobody sent anything")
+    dist.barrier()
+
+
 def main():
-    world = World(Mesh(dp=2, tp=2), timeout=20)
+    mesh = World(Mesh(dp=2, tp=2), timeout=20)
     first = os.environ.get("RANK", "0") == "0"
     if first:
-        print(world.engine, flush=True)
-    lines = [str(world.run(step)), str(world.ledger.by("rank")), str(world.trace.steps)]
+        print(mesh.engine, flush=True)
+    lines = [str(mesh.run(step)), str(mesh.ledger.by("rank")), str(mesh.trace.steps)]
     for program in (fail, differ, lock):
         try:
-            world.run(program)
+            mesh.run(program)
         except WorldError as error:
             lines.append(f"{error}\n{type(error).__name__}")
     if first:
         print("\n".join(lines))
+    if mesh.engine == "torchrun":
+        over_groups_of_ones_own()
 
 
 if __name__ == "__main__":

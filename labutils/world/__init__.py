@@ -17,6 +17,7 @@ from labutils.config import Mesh
 from labutils.ledger import Ledger
 from labutils.trace import Trace
 from labutils.world.comm import Comm, Rank, Work
+from labutils.world.distributed import comm_of
 from labutils.world.errors import (
     DeadlockError,
     MismatchError,
@@ -39,6 +40,7 @@ __all__ = [
     "Work",
     "World",
     "WorldError",
+    "comm_of",
 ]
 
 ENGINES = {"threads": Threads, "processes": Processes, "torchrun": Torchrun}

@@ -1,6 +1,8 @@
 """The only door between ranks: what leaves a rank leaves through its `Comm`, which counts it as it passes."""
 
 import contextlib
+import functools
+import itertools
 import queue
 import sys
 import threading
@@ -18,7 +20,7 @@ from labutils.world.board import Board
 from labutils.world.errors import MismatchError, Site, place, site
 
 WORLD = "world"
-_CHANNELS = {axis: 2 * i for i, axis in enumerate((WORLD, *AXES))}
+_BY_ROWS = ("all_gather", "reduce_scatter", "scatter", "gather", "all_to_all")
 
 # What a receiver may do with what arrives; the result is left in the receiver's own tensor.
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -167,26 +169,26 @@ class Work:
 
 
 class Comm:
-    """The ranks of one mesh axis, seen from one of them; `send`, `recv` and the rest count ranks inside this group.
+    """The ranks of one mesh axis, or of several joined ones, seen from one of them; `send`, `recv` and the rest count ranks inside
+    this group.
 
     Sends are rendezvous: they return when the receiver has the bytes. Collectives are `torch.distributed`'s, but functional: they return
     their result, write into `out=` if given, and with `async_op=True` return a `Work` at once.
     """
 
-    def __init__(self, owner: "Rank", axis: str, ranks: tuple[int, ...], lane: int = 0) -> None:
-        self.axis, self.ranks, self.rank, self.size = (
-            axis,
-            ranks,
-            ranks.index(owner.rank),
-            len(ranks),
-        )
-        self._owner, self._endpoint, self._board, self._events = (
-            owner,
-            owner._endpoint,
-            owner._board,
-            owner._events,
-        )
-        self._channel, self._group = _CHANNELS[axis] + lane, axis + " (async)" * lane
+    def __init__(
+        self, owner: "Rank", axis: str, ranks: tuple[int, ...], channel: int, lane: int = 0
+    ) -> None:
+        self.axis = axis
+        self.ranks = ranks
+        self.rank = ranks.index(owner.rank)
+        self.size = len(ranks)
+        self._owner = owner
+        self._endpoint = owner._endpoint
+        self._board = owner._board
+        self._events = owner._events
+        self._channel = 2 * channel + lane  # no message of one channel waits for one of another
+        self._group = axis + " (async)" * lane
         self._name: str | None = None
         self._call: Call | None = None
         self._calls = 1
@@ -231,12 +233,8 @@ class Comm:
 
         With `reduce` the arithmetic is done on each segment as it arrives, while the next one is on its way.
         """
-        x, out_, to, source = (
-            self._tensor(x, "send_recv"),
-            self._tensor(out, "send_recv"),
-            self._peer(dst),
-            self._peer(src),
-        )
+        x, out_ = self._outgoing(x, "send_recv"), self._incoming(out, "send_recv")
+        to, source = self._peer(dst), self._peer(src)
         call = self._call or Call(self._name or "send_recv", "", self.axis, site(sys._getframe(1)))
         receive = Op(False, self._channel, source, out_, call, self._reduce(reduce))
         send = Op(True, self._channel, to, x, call)
@@ -259,7 +257,7 @@ class Comm:
         return self._watched(op)
 
     def _send(self, x: Tensor, dst: int, verb: str) -> Op:
-        x, to = self._tensor(x, verb), self._peer(dst)
+        x, to = self._outgoing(x, verb), self._peer(dst)
         call = self._call or Call(self._name or verb, "", self.axis, site(sys._getframe(2)))
         op = Op(True, self._channel, to, x, call)
         self._endpoint.post(op)
@@ -267,7 +265,7 @@ class Comm:
         return op
 
     def _recv(self, out: Tensor, src: int, verb: str, reduce: str | None) -> Op:
-        out, source = self._tensor(out, verb), self._peer(src)
+        out, source = self._incoming(out, verb), self._peer(src)
         call = self._call or Call(self._name or verb, "", self.axis, site(sys._getframe(2)))
         op = Op(False, self._channel, source, out, call, self._reduce(reduce))
         self._endpoint.post(op)
@@ -284,26 +282,38 @@ class Comm:
         self._owner._pending[op] = None
         return Work(self._endpoint, op, self._owner._pending)
 
-    def _tensor(self, x: Tensor, verb: str) -> Tensor:
+    def _outgoing(self, x: Tensor, verb: str) -> Tensor:
+        """What travels is a value: no autograd graph spans two ranks, and a lazy conjugation or negation is carried out."""
+        return self._contiguous(x, verb).detach().resolve_conj().resolve_neg()
+
+    def _incoming(self, out: Tensor, verb: str) -> Tensor:
+        if isinstance(out, Tensor) and (out.is_conj() or out.is_neg()):
+            raise ValueError(
+                f"{verb} cannot write into a lazily conjugated or negated tensor: "
+                "pass out.resolve_conj().resolve_neg()"
+            )
+        return self._contiguous(out, verb).detach()
+
+    def _contiguous(self, x: Tensor, verb: str) -> Tensor:
         self._dense(x, verb)
         if not x.is_contiguous():
             raise ValueError(
-                f"{verb} takes a contiguous tensor, got {describe(x)} with strides {x.stride()}: pass x.contiguous()"
+                f"{verb} takes a contiguous tensor, got {describe(x)} with strides {x.stride()}: "
+                "pass x.contiguous()"
             )
-        return x.detach()  # what travels is a value: no autograd graph spans two ranks
+        return x
 
     def _dense(self, x: Tensor, verb: str) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"{verb} takes a tensor, got {x!r} ({type(x).__name__}): wrap it with torch.tensor(...)"
+                f"{verb} takes a tensor, got {x!r} ({type(x).__name__}): "
+                "wrap it with torch.tensor(...)"
             )
-        if (
-            x.layout is not torch.strided
-            or x.is_quantized
-            or x.device.type != self._owner.device.type
-        ):
+        device = self._owner.device.type
+        if x.layout is not torch.strided or x.is_quantized or x.device.type != device:
             raise TypeError(
-                f"{verb} takes a dense tensor on {self._owner.device.type}, got one with {x.layout} on {x.device}: convert it first"
+                f"{verb} takes a dense tensor on {device}, got one with {x.layout} on {x.device}: "
+                "convert it first"
             )
 
     def _peer(self, rank: int) -> int:
@@ -344,7 +354,12 @@ class Comm:
                 f"no all-reduce called {algorithm!r}: use {', '.join(map(repr, collectives.ALL_REDUCES))} without the 'all_reduce_'"
             )
         return self._collective(
-            "all_reduce", x, f"op={op}", lambda comm: run(x, comm, op=op, out=out), None, async_op
+            "all_reduce",
+            x,
+            f"op={op}",
+            lambda x, comm: run(x, comm, op=op, out=out),
+            None,
+            async_op,
         )
 
     def reduce_scatter(
@@ -355,7 +370,7 @@ class Comm:
             "reduce_scatter",
             x,
             f"op={op}",
-            lambda comm: collectives.reduce_scatter_ring(x, comm, op=op, out=out),
+            lambda x, comm: collectives.reduce_scatter_ring(x, comm, op=op, out=out),
             None,
             async_op,
         )
@@ -373,7 +388,7 @@ class Comm:
             "all_gather",
             x,
             _sizes(sizes),
-            lambda comm: collectives.all_gather_ring(x, comm, sizes=sizes, out=out),
+            lambda x, comm: collectives.all_gather_ring(x, comm, sizes=sizes, out=out),
             None,
             async_op,
         )
@@ -386,7 +401,7 @@ class Comm:
             "broadcast",
             x,
             f"src={src}",
-            lambda comm: collectives.broadcast_tree(x, comm, root=src),
+            lambda x, comm: collectives.broadcast_tree(x, comm, root=src),
             out,
             async_op,
         )
@@ -399,7 +414,7 @@ class Comm:
             "scatter",
             x,
             f"src={src}",
-            lambda comm: collectives.scatter_star(x, comm, root=src),
+            lambda x, comm: collectives.scatter_star(x, comm, root=src),
             out,
             async_op,
         )
@@ -413,7 +428,7 @@ class Comm:
             "gather",
             x,
             detail,
-            lambda comm: collectives.gather_star(x, comm, root=dst, sizes=sizes),
+            lambda x, comm: collectives.gather_star(x, comm, root=dst, sizes=sizes),
             None,
             async_op,
         )
@@ -424,7 +439,7 @@ class Comm:
             "reduce",
             x,
             f"dst={dst}, op={op}",
-            lambda comm: collectives.reduce_tree(x, comm, root=dst, op=op),
+            lambda x, comm: collectives.reduce_tree(x, comm, root=dst, op=op),
             None,
             async_op,
         )
@@ -440,7 +455,7 @@ class Comm:
     ) -> Any:
         """The rows that every rank has for this one, in rank order; without sizes, each rank has an equal share for each."""
 
-        def run(comm: "Comm") -> Tensor:
+        def run(x: Tensor, comm: "Comm") -> Tensor:
             return collectives.all_to_all_pairwise(
                 x, comm, send_sizes=send_sizes, recv_sizes=recv_sizes
             )
@@ -453,7 +468,7 @@ class Comm:
         """None, once every rank has come here: in step k each rank hears from the rank 2ᵏ before it, so that after ⌈log₂ N⌉ it has heard of all."""
         nothing = torch.empty(0, device=self._owner.device)
 
-        def run(comm: "Comm") -> None:
+        def run(nothing: Tensor, comm: "Comm") -> None:
             distance = 1
             while distance < comm.size:
                 comm.send_recv(
@@ -471,11 +486,17 @@ class Comm:
         op: str,
         x: Tensor,
         detail: str,
-        run: Callable[["Comm"], Any],
+        algorithm: Callable[[Tensor, "Comm"], Any],
         out: Tensor | None,
         async_op: bool,
     ) -> Any:
         self._dense(x, op)
+        if x.ndim == 0 and op in _BY_ROWS:
+            raise ValueError(
+                f"{op} deals in rows and got a tensor without dimensions: pass x.reshape(1)"
+            )
+        x = x.resolve_conj().resolve_neg()
+        run = functools.partial(algorithm, x)
         what = (
             f"dtype={str(x.dtype).removeprefix('torch.')}"
             if "sizes" in detail
@@ -485,7 +506,9 @@ class Comm:
         )
         call = Call(op, ", ".join(filter(None, (what, detail))), self.axis, site(sys._getframe(2)))
         if async_op:
-            self._helper = self._helper or Helper(Comm(self._owner, self.axis, self.ranks, lane=1))
+            self._helper = self._helper or Helper(
+                Comm(self._owner, self.axis, self.ranks, self._channel // 2, lane=1)
+            )
             return self._later(self._helper.start(call, run, out))
         return self._enter(call, run, out)
 
@@ -589,12 +612,29 @@ class Rank:
     def __repr__(self) -> str:
         return f"Rank({self.rank} of {self.size})"
 
-    def comm(self, axis: str = WORLD) -> Comm:
-        """The door to the ranks that share `axis` ("dp", "tp", …) with this one; without a name, to all ranks."""
-        if axis not in self._comms:
-            ranks = tuple(range(self.size)) if axis == WORLD else self.mesh.group(self.rank, axis)
-            self._comms[axis] = Comm(self, axis, ranks)
-        return self._comms[axis]
+    def comm(self, *axes: str) -> Comm:
+        """The door to the ranks that share these axes ("dp", "tp", …) with this one; without a name, to all ranks.
+
+        Several axes are joined: `rank.comm("dp", "cp")` is named "dp_cp" and spans their product, in the order of rank numbers,
+        whichever axis is named first.
+        """
+        unknown = [axis for axis in axes if axis not in AXES]
+        if unknown and axes != (WORLD,):
+            raise ValueError(f"a mesh has no axis {unknown[0]!r}: it has {', '.join(AXES)}")
+        axes = tuple(axis for axis in AXES if axis in axes)
+        name = "_".join(axes) or WORLD
+        if name not in self._comms:
+            if "ep" in axes and ("dp" in axes or "cp" in axes):
+                raise ValueError(
+                    f"axes {axes} cannot be joined: ep lies on the ranks of dp and cp; join those"
+                )
+            ranks = (self.rank,) if axes else tuple(range(self.size))
+            for axis in axes:
+                groups = (self.mesh.group(rank, axis) for rank in ranks)
+                ranks = tuple(sorted(itertools.chain.from_iterable(groups)))
+            channel = sum(1 << AXES.index(axis) for axis in axes)
+            self._comms[name] = Comm(self, name, ranks, channel)
+        return self._comms[name]
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """Like `print`; the notebook shows the output of all ranks in rank order, each line marked with its rank."""
