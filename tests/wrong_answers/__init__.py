@@ -1,6 +1,7 @@
-"""Plausible wrong answers, by exercise: each is a misconception or a bug once published, and the check must reject it in words that help.
+"""Plausible wrong answers, by exercise: misconceptions, and bugs once published.
 
-A module for each topic holds them in `WRONG`, a table from the exercise's name to its wrong answers.
+A check must reject each of them in words that help. A module for each topic holds them in `WRONG`,
+a table from the exercise's name to its wrong answers.
 """
 
 import importlib
@@ -11,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong answer: what is wrong, the attempt, the property that must reject it, and words that its report must hold."""
+    """What is wrong, the attempt, the property that must reject it, and words of that report."""
 
     name: str
     attempt: Any

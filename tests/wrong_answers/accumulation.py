@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of `accumulation`: what is rejected, by which property, with which words."""
+"""Wrong answers to the exercises of `accumulation`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

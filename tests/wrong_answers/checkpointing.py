@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of `checkpointing`: what is rejected, by which property, with which words."""
+"""Wrong answers to the exercises of `checkpointing`."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of `collectives`: what is rejected, by which property, with which words."""
+"""Wrong answers to the exercises of `collectives`."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of `data_parallel`: what is rejected, by which property, with which words."""
+"""Wrong answers to the exercises of `data_parallel`."""
 
 import functools
 import random
@@ -45,7 +45,7 @@ def _deal(
 
 
 def _hooked(hook: Callable, *, broadcast: bool = True) -> Callable:
-    """A data-parallel module whose parameters call `hook(parameter, comm)` when their gradient is there."""
+    """A module whose parameters call `hook(parameter, comm)` when their gradient is there."""
 
     def attempt(module: nn.Module, comm: world.Comm) -> None:
         def ready(parameter: Tensor) -> None:
@@ -166,7 +166,7 @@ class _Buckets:
 
 
 class _LeavesWithTheNext(_Buckets):
-    """What is left in the last bucket leaves when the module is called again: after the optimizer's step."""
+    """The last bucket leaves when the module is called again: after the optimizer's step."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options, flush=False)

@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of `flash`: what is rejected, by which property, with which words."""
+"""Wrong answers to the exercises of `flash`."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of `floats`: what is rejected, by which property, with which words."""
+"""Wrong answers to the exercises of `floats`."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of `memory`: what is rejected, by which property, with which words."""
+"""Wrong answers to the exercises of `memory`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

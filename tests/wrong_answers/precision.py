@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of `precision`: what is rejected, by which property, with which words."""
+"""Wrong answers to the exercises of `precision`."""
 
 from collections.abc import Callable, Sequence
 

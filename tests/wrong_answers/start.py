@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of `start`: what is rejected, by which property, with which words."""
+"""Wrong answers to the exercises of `start`."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from wrong_answers import Wrong
 
 
 def tied_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The bug of the bug hunt: a walk over modules meets a weight once for every module that holds it."""
+    """The code of the lab: it meets a weight once for every module that holds it."""
     total = 0
     for module in model.modules():
         for p in module.parameters(recurse=False):

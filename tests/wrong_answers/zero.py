@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of `zero`: what is rejected, by which property, with which words."""
+"""Wrong answers to the exercises of `zero`."""
 
 import math
 from collections.abc import Callable
@@ -146,7 +146,7 @@ def _gathers_all_again(count: int) -> list[exercises.Step]:
 
 
 class _Half:
-    """The answer to the bug hunt with its slips switched on one at a time; with both of the first two it is the code of the lab."""
+    """The answer to the bug hunt, each slip a switch; the first two make the code of the lab."""
 
     local_norm = rereads = adds_norms = largest_norm = clips_early = gathers = whole_master = False
     no_root = means_squares = scales_up = tells_nothing = False

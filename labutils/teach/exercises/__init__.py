@@ -1,6 +1,7 @@
 """What an exercise is: a card, a reference solution, properties to check, and graded hints.
 
-Each module of this folder holds the exercises of one topic in a tuple `EXERCISES`; `find` and `every` are the only ways in.
+Each module of this folder holds the exercises of one topic in a tuple `EXERCISES`; `find` and
+`every` are the only ways in. Wrong answers, which the checks must reject, stand in the tests.
 """
 
 import functools
@@ -14,7 +15,10 @@ from labutils import units
 
 
 class Failed(Exception):
-    """Raised by a property's test: what happened, on which input, by how much, and in `hint` what that usually means."""
+    """Raised by a property's test: what happened, on which input, by how much.
+
+    `hint` says what that usually means.
+    """
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -23,7 +27,10 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Property:
-    """One thing that must hold of an attempt: `test(attempt)` returns what it covered ("12 cases") or raises `Failed`."""
+    """One thing that must hold of an attempt.
+
+    `test(attempt)` returns what it covered ("12 cases") or raises `Failed`.
+    """
 
     name: str
     test: Callable[[Any], str | None]
@@ -31,7 +38,7 @@ class Property:
 
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """A card (minutes, difficulty 1–3, what it proves), the library's own solution, and the check."""
+    """A card (minutes, difficulty 1–3, what it proves), the solution, and the check."""
 
     id: str
     title: str
@@ -56,29 +63,32 @@ class Exercise:
 
 
 @functools.cache
+def _topics() -> tuple[str, ...]:
+    names = (info.name for info in pkgutil.iter_modules(__path__))
+    return tuple(sorted(name for name in names if not name.startswith("_")))
+
+
+@functools.cache
+def _of(topic: str) -> dict[str, Exercise]:
+    return {each.id: each for each in importlib.import_module(f"{__name__}.{topic}").EXERCISES}
+
+
 def every() -> dict[str, Exercise]:
-    """All exercises of the course by id."""
-    found: dict[str, Exercise] = {}
-    for module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
-        for exercise in importlib.import_module(f"{__name__}.{module}").EXERCISES:
-            if exercise.id in found:
-                raise ValueError(f"two exercises are called {exercise.id!r}: rename one")
-            found[exercise.id] = exercise
-    return found
+    """All exercises of the course by id, which begins with the topic."""
+    return {name: exercise for topic in _topics() for name, exercise in _of(topic).items()}
 
 
 def find(exercise_id: str) -> Exercise:
-    """The exercise of that id, such as "collectives/ring-all-reduce"; the topic is the module it lives in."""
+    """The exercise of that id, such as "collectives/ring-all-reduce".
+
+    Raises: ValueError where there is no such topic or exercise; it names those that there are.
+    """
     topic, _, name = exercise_id.partition("/")
-    modules = sorted(info.name for info in pkgutil.iter_modules(__path__))
-    if not name or topic not in modules:
+    if not name or topic not in _topics():
+        topics = ", ".join(_topics())
         raise ValueError(
-            f"no exercise {exercise_id!r}: an id is topic/name, and the topics are {', '.join(modules)}"
+            f"no exercise {exercise_id!r}: an id is topic/name, and the topics are {topics}"
         )
-    exercises = importlib.import_module(f"{__name__}.{topic}").EXERCISES
-    for exercise in exercises:
-        if exercise.id == exercise_id:
-            return exercise
-    raise ValueError(
-        f"no exercise {exercise_id!r}: {topic} has {', '.join(exercise.id for exercise in exercises)}"
-    )
+    if exercise_id not in _of(topic):
+        raise ValueError(f"no exercise {exercise_id!r}: {topic} has {', '.join(_of(topic))}")
+    return _of(topic)[exercise_id]

@@ -1,4 +1,4 @@
-"""Accumulate without changing the answer, find a configuration, and repair a loop that was published many times."""
+"""Accumulate without changing the answer, fill a batch, and repair a loop that many copied."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from labutils import accumulation, measure, units
 from labutils.teach.exercises import Exercise, Failed, Property
 
-# ── accumulate ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── accumulate ───────────────────────────────────────────────────────────────────────────────────
 
 
 class _Words(nn.Module):
@@ -48,7 +48,7 @@ def _data(lengths: Sequence[int], width: int = 8) -> list[tuple[Tensor, Tensor]]
 
 
 def _taken(attempt: Callable, lengths: Sequence[int]) -> tuple[Any, Tensor, Tensor, Tensor]:
-    """What the attempt returned and left in .grad, and the loss and the gradient of the whole batch at once."""
+    """What the attempt returned and left in .grad; loss and gradient of the whole batch at once."""
     net, parts = _Words(), _data(lengths)
     whole = tuple(torch.cat(side) for side in zip(*parts, strict=True))
     loss = net.loss(whole)
@@ -104,7 +104,8 @@ def _unequal(attempt: Callable) -> str:
         _compare(
             attempt,
             lengths,
-            "1/k gives every micro-batch the same weight; its share is its number of tokens over that of the whole batch.",
+            "1/k gives every micro-batch the same weight; its share is its number of tokens over "
+            "that of the whole batch.",
         )
     return f"{len(cases)} batches"
 
@@ -117,7 +118,8 @@ def _empty(attempt: Callable) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         raise Failed(
             f"3 micro-batches with 5, 0 and 3 tokens that count: the loss is {value}",
-            "A micro-batch without a single target has the mean 0/0, and 0 times NaN is NaN. It carries no weight, so leave it out.",
+            "A micro-batch without a single target has the mean 0/0, and 0 times NaN is NaN. "
+            "It carries no weight, so leave it out.",
         )
     return "5, 0 and 3 tokens"
 
@@ -135,7 +137,8 @@ def _flat(attempt: Callable) -> str:
     if many > few + inputs:
         raise Failed(
             f"2 micro-batches hold {units.text(few)} of activations, 8 hold {units.text(many)}",
-            "Adding up losses keeps all their graphs alive. Call backward() on each one at once: that frees its activations.",
+            "Adding up losses keeps all their graphs alive. Call backward() on each one at once: "
+            "that frees its activations.",
         )
     return f"{units.text(few)}, however many micro-batches"
 
@@ -166,13 +169,15 @@ ACCUMULATE = Exercise(
         Property("the loss", _value),
     ),
     hints=(
-        "You need the number of tokens of the whole batch before the first backward(): count first, [weigh(batch) for batch in batches].",
+        "You need the number of tokens of the whole batch before the first backward(): "
+        "count first, [weigh(batch) for batch in batches].",
         "For each micro-batch: (loss(batch) * weight / total).backward(). Skip those of weight 0.",
-        "Return the sum of part.detach(). Without detach the graph of every micro-batch stays alive.",
+        "Return the sum of part.detach(). Without detach the graph of every micro-batch stays "
+        "alive.",
     ),
 )
 
-# ── a configuration ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a configuration ──────────────────────────────────────────────────────────────────────────────
 
 _RUNS = [  # tokens in a batch, sequence length, GPUs, most sequences that fit
     (4_194_304, 4096, 128, 2),
@@ -186,7 +191,7 @@ _RUNS = [  # tokens in a batch, sequence length, GPUs, most sequences that fit
 def batches_of(
     target: int, seq_len: int, gpus: int, fits: Callable[[int], bool]
 ) -> tuple[int, int]:
-    """Micro-batch and accumulation steps for a batch of `target` tokens on `gpus` devices, of which each holds a copy of the model."""
+    """Micro-batch and accumulation steps for a batch of `target` tokens, a model on each GPU."""
     recipe = accumulation.configure(target=target, seq_len=seq_len, gpus=gpus, fits=fits)
     return recipe.train.micro_batch, recipe.train.accumulation(recipe.mesh.dp)
 
@@ -211,13 +216,16 @@ def _tokens(attempt: Callable) -> str:
         found = micro * steps * gpus * seq_len
         if found == target * gpus:
             raise Failed(
-                f"{case}: {micro} · {steps} · {gpus} · {seq_len:,} = {found:,} tokens, {gpus} times too many",
-                "Every GPU takes its own sequences: gbs = mbs · ga · dp, so divide by the number of GPUs as well.",
+                f"{case}: {micro} · {steps} · {gpus} · {seq_len:,} = {found:,} tokens, "
+                f"{gpus} times too many",
+                "Every GPU takes its own sequences: gbs = mbs · ga · dp, so divide by the number "
+                "of GPUs as well.",
             )
         if found != target:
             raise Failed(
                 f"{case}: {micro} · {steps} · {gpus} · {seq_len:,} = {found:,} tokens in a batch",
-                "The micro-batch must divide each GPU's share of the batch, or the last one is short and tokens get lost.",
+                "The micro-batch must divide each GPU's share of the batch, or the last one is "
+                "short and tokens get lost.",
             )
     return f"{len(_RUNS)} runs"
 
@@ -240,7 +248,8 @@ def _steps(attempt: Callable) -> str:
         if (micro, steps) != best:
             raise Failed(
                 f"{case}: {steps} steps of {micro}, where {best[1]} of {best[0]} do",
-                "Small micro-batches leave the GPU idle between kernels: take the largest that fits and divides the share.",
+                "Small micro-batches leave the GPU idle between kernels: "
+                "take the largest that fits and divides the share.",
             )
     return f"{len(_RUNS)} runs"
 
@@ -258,13 +267,14 @@ CONFIGURE = Exercise(
         Property("fewest steps", _steps),
     ),
     hints=(
-        "Sequences in the batch: tokens / sequence length. Sequences for each GPU, its share: that / GPUs.",
+        "Sequences in the batch: tokens / sequence length. Sequences for each GPU, its share: "
+        "that / GPUs.",
         "micro_batch · steps = share. So micro_batch is a divisor of the share.",
         "max(b for b in range(1, share + 1) if share % b == 0 and fits(b))",
     ),
 )
 
-# ── a loop to repair ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── a loop to repair ─────────────────────────────────────────────────────────────────────────────
 
 _NORM = 0.2
 
@@ -276,7 +286,10 @@ def epoch(
     k: int,
     max_norm: float,
 ) -> int:
-    """Optimizer steps taken on all `batches`, at most `k` micro-batches of equal weight to a step, the gradient of each step clipped to `max_norm`."""
+    """Optimizer steps taken on all `batches`, `k` micro-batches of equal weight to a step.
+
+    The last step may have fewer. The gradient of each step is clipped to `max_norm`.
+    """
     batches = list(batches)
     groups = [batches[start : start + k] for start in range(0, len(batches), k)]
     for group in groups:
@@ -319,14 +332,16 @@ def _full(attempt: Callable) -> str:
     if torch.allclose(found - start, 4 * (expected - start), rtol=1e-6):
         raise Failed(
             "4 micro-batches, 4 to a step: the step is exactly 4 times too long",
-            "Each loss is a mean, and backward() adds: divide by the number of micro-batches in the step.",
+            "Each loss is a mean, and backward() adds: divide by the number of micro-batches in "
+            "the step.",
         )
     return _same(
         attempt,
         8,
         4,
         1e9,
-        "Steps that follow each other must not share gradients: clear them after every optimizer step, not before every micro-batch.",
+        "Steps that follow each other must not share gradients: clear them after every optimizer "
+        "step, not before every micro-batch.",
     )
 
 
@@ -335,10 +350,15 @@ def _all_used(attempt: Callable) -> str:
         taken, _ = _trained(attempt, count, k, 1e9)
         if taken != math.ceil(count / k):
             raise Failed(
-                f"{count} micro-batches, {k} to a step: {taken} steps instead of {math.ceil(count / k)}",
-                "What is left after the last full step never reaches the optimizer. Step once more for it.",
+                f"{count} micro-batches, {k} to a step: {taken} steps instead of "
+                f"{math.ceil(count / k)}",
+                "What is left after the last full step never reaches the optimizer. "
+                "Step once more for it.",
             )
-        hint = f"The last step has {count % k} micro-batch{'es' * (count % k > 1)}, not {k}: their mean has another denominator."
+        hint = (
+            f"The last step has {count % k} micro-batch{'es' * (count % k > 1)}, not {k}: "
+            "their mean has another denominator."
+        )
         _same(attempt, count, k, 1e9, hint)
     return "3 epochs with a short last step"
 
@@ -360,7 +380,8 @@ REPAIR = Exercise(
                 8,
                 4,
                 _NORM,
-                "Clip once, after the last micro-batch of a step: clipping a part of the sum changes its direction.",
+                "Clip once, after the last micro-batch of a step: "
+                "clipping a part of the sum changes its direction.",
             ),
         ),
         Property(
@@ -376,9 +397,12 @@ REPAIR = Exercise(
         ),
     ),
     hints=(
-        "Run it on paper with 5 micro-batches and k = 4. How many reach the optimizer? Where does the gradient of the fifth go?",
-        "Cut the epoch into groups first: batches[start : start + k]. The last one may be short, so divide by the length of the group.",
-        "Clip after the inner loop, step, zero_grad. Or let accumulation.step do all of it for a group.",
+        "Run it on paper with 5 micro-batches and k = 4. How many reach the optimizer? "
+        "Where does the gradient of the fifth go?",
+        "Cut the epoch into groups first: batches[start : start + k]. The last one may be short, "
+        "so divide by the length of the group.",
+        "Clip after the inner loop, step, zero_grad. Or let accumulation.step do all of it for a "
+        "group.",
     ),
 )
 

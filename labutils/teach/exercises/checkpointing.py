@@ -1,4 +1,4 @@
-"""Write a plan, count the best one, write `checkpoint`, and write the test that a broken one cannot pass."""
+"""Write a plan, count the best one, write `checkpoint`, and the test that a broken one fails."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from labutils import checkpointing, measure, units
 from labutils.checkpointing import Plan, Step
 from labutils.teach.exercises import Exercise, Failed, Property
 
-# ── a plan of k segments ───────────────────────────────────────────────────────────────────────────────────────────
+# ── a plan of k segments ─────────────────────────────────────────────────────────────────────────
 
 
 def _plan(attempt: Callable, n: int, k: int) -> Plan:
@@ -32,7 +32,8 @@ def _plan(attempt: Callable, n: int, k: int) -> Plan:
     except (TypeError, ValueError) as error:
         raise Failed(
             f"n = {n}, k = {k}: {error}",
-            "Follow one segment on paper: its input must still be held when you record its first stage, and a value may go once no recorded stage needs it.",
+            "Follow one segment on paper: its input must still be held when you record its first "
+            "stage, and a value may go once no recorded stage needs it.",
         ) from None
 
 
@@ -45,17 +46,20 @@ def _evaluations(attempt: Callable) -> str:
         if found < best:
             raise Failed(
                 f"n = {n}, k = {k}: {found} forward evaluations, {k} segments need {best}",
-                "What is recorded in the first sweep stays until its backward pass. Record the last segment alone then, and the others one at a time.",
+                "What is recorded in the first sweep stays until its backward pass. "
+                "Record the last segment alone then, and the others one at a time.",
             )
         if found == 2 * n:
             raise Failed(
                 f"n = {n}, k = {k}: {found} forward evaluations, {best} are enough",
-                "You compute the last segment twice. Its backward pass comes right after its forward pass: record it on the way.",
+                "You compute the last segment twice. Its backward pass comes right after its "
+                "forward pass: record it on the way.",
             )
         if found > 2 * n:
             raise Failed(
                 f"n = {n}, k = {k}: {found} forward evaluations, {best} are enough",
-                "Do you start from x0 for every segment? Keep each segment's input during the first sweep, and start from there.",
+                "Do you start from x0 for every segment? Keep each segment's input during the "
+                "first sweep, and start from there.",
             )
         if found != best:
             raise Failed(
@@ -74,7 +78,8 @@ def _values(attempt: Callable) -> str:
         if most > best:
             raise Failed(
                 f"n = {n}, k = {k}: {most} values held at once, {best} are enough",
-                "Something stays that nobody needs: a value inside a segment after the first sweep has passed it, or a segment's input after its end.",
+                "Something stays that nobody needs: a value inside a segment after the first "
+                "sweep has passed it, or a segment's input after its end.",
             )
     return f"{len(_CASES)} chains"
 
@@ -94,13 +99,16 @@ SEGMENTS = Exercise(
         Property("values held", _values),
     ),
     hints=(
-        "First sweep: ('forward', i), then ('drop', i) unless i is where a segment starts (0 is the caller's, it stays). Stop where the last segment starts.",
-        "Then from the last segment to the first: record all its stages, take them backward in reverse order, drop the segment's input unless it is x0.",
-        "For n = 4, k = 2: forward 0, forward 1, drop 1, record 2, record 3, backward 3, backward 2, drop 2, record 0, record 1, backward 1, backward 0.",
+        "First sweep: ('forward', i), then ('drop', i) unless i is where a segment starts (0 is "
+        "the caller's, it stays). Stop where the last segment starts.",
+        "Then from the last segment to the first: record all its stages, take them backward in "
+        "reverse order, drop the segment's input unless it is x0.",
+        "For n = 4, k = 2: forward 0, forward 1, drop 1, record 2, record 3, backward 3, "
+        "backward 2, drop 2, record 0, record 1, backward 1, backward 0.",
     ),
 )
 
-# ── the fewest evaluations ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the fewest evaluations ───────────────────────────────────────────────────────────────────────
 
 _KNOWN = [(1, 1, 1), (4, 1, 10), (10, 1, 55), (5, 5, 9), (10, 3, 25), (100, 10, 322)]
 
@@ -110,37 +118,46 @@ def _fewest(attempt: Callable) -> str:
         found = attempt(n, snapshots)
         if found == best:
             continue
-        case = f"n = {n}, {snapshots} snapshot{'s' * (snapshots > 1)}: you count {found}, the fewest is {best}"
+        case = (
+            f"n = {n}, {snapshots} snapshot{'s' * (snapshots > 1)}: you count {found}, "
+            f"the fewest is {best}"
+        )
         if found == best - n:
             raise Failed(
                 case,
-                "You are short by exactly n: each stage is computed once more to record it, right before its backward pass.",
+                "You are short by exactly n: each stage is computed once more to record it, "
+                "right before its backward pass.",
             )
         if found == checkpointing.binomial_evaluations(n, snapshots + 1):
             raise Failed(
                 case,
-                f"That is right for {snapshots + 1}: x0 takes one of the snapshots, because every restart of the leftmost part needs it.",
+                f"That is right for {snapshots + 1}: x0 takes one of the snapshots, because every "
+                "restart of the leftmost part needs it.",
             )
         if found == n and snapshots == 1:
             raise Failed(
                 case,
-                "With x0 alone, every stage starts from x0 again. Only snapshots may be held, not a segment: split a segment again.",
+                "With x0 alone, every stage starts from x0 again. Only snapshots may be held, "
+                "not a segment: split a segment again.",
             )
         if found == n:
             raise Failed(case, "Reaching x_m is not free: its m evaluations belong to the sum.")
         if found == n + n - math.ceil(n / min(snapshots, n)):
             raise Failed(
                 case,
-                "You computed every segment twice, which needs its values all at once. Only snapshots may be held: split a segment again.",
+                "You computed every segment twice, which needs its values all at once. "
+                "Only snapshots may be held: split a segment again.",
             )
         if isinstance(found, (int, float)) and found < best:
             raise Failed(
                 case,
-                "No plan gets by with so few. The right part has one snapshot less, because x_m occupies it until the right part is done.",
+                "No plan gets by with so few. The right part has one snapshot less, "
+                "because x_m occupies it until the right part is done.",
             )
         raise Failed(
             case,
-            "Try every m: m evaluations to reach x_m, the right part with one snapshot less, the left part with all of them again.",
+            "Try every m: m evaluations to reach x_m, the right part with one snapshot less, "
+            "the left part with all of them again.",
         )
     return f"{len(_KNOWN)} cases"
 
@@ -163,13 +180,15 @@ BINOMIAL = Exercise(
     reference=checkpointing.binomial_evaluations,
     properties=(Property("fewest evaluations", _fewest), Property("longer chains", _in_time)),
     hints=(
-        "One stage costs 1. With one snapshot (x0 alone) there is no choice: restart from x0 for every stage.",
-        "Otherwise choose m: m evaluations bring you to x_m, keep it; reverse the n − m stages on its right with one snapshot less; then the m on its left.",
+        "One stage costs 1. With one snapshot (x0 alone) there is no choice: "
+        "restart from x0 for every stage.",
+        "Otherwise choose m: m evaluations bring you to x_m, keep it; "
+        "reverse the n − m stages on its right with one snapshot less; then the m on its left.",
         "best(n, s) = min over m of m + best(n − m, s − 1) + best(m, s). Use functools.cache.",
     ),
 )
 
-# ── checkpoint ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── checkpoint ───────────────────────────────────────────────────────────────────────────────────
 
 
 class _Block(nn.Module):
@@ -195,7 +214,7 @@ class _Block(nn.Module):
 def _step(
     call: Callable, dropout: float
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None], Tensor]:
-    """Output, gradient of the input, gradients of the weights, and the next random number after a step in which something else draws numbers too."""
+    """Output, gradients of input and weights, and the random number that comes after the step."""
     block, x = _Block(dropout), torch.linspace(-1, 1, 8 * 16).view(8, 16).requires_grad_()
     torch.manual_seed(0)
     y = call(block, x)
@@ -203,16 +222,19 @@ def _step(
         got = "a tensor without a graph" if isinstance(y, Tensor) else repr(y)
         raise Failed(
             f"checkpoint(block, x) returned {got}",
-            "The result must take part in the backward pass: return it from an autograd.Function, or from hooks.",
+            "The result must take part in the backward pass: return it from an autograd.Function, "
+            "or from hooks.",
         )
-    torch.rand(
-        1
-    )  # a later layer's dropout: a generator that is set back to before the block, and left there, now shows
+    # A later layer's dropout: now a generator shows that was set back to before the block.
+    torch.rand(1)
     try:
         y.square().sum().backward()
     except RuntimeError as error:
         if "does not require grad" in str(error):
-            advice = "Inside backward, autograd records nothing: compute the function again under torch.enable_grad(), on x.detach().requires_grad_()."
+            advice = (
+                "Inside backward, autograd records nothing: compute the function again under "
+                "torch.enable_grad(), on x.detach().requires_grad_()."
+            )
             raise Failed("your second evaluation recorded no graph", advice) from None
         raise
     return y.detach(), x.grad, [parameter.grad for parameter in block.parameters()], torch.rand(1)
@@ -230,13 +252,15 @@ def _gradients(attempt: Callable) -> str:
         missing = "the input" if slope is None else "the weights inside the block"
         raise Failed(
             f"{missing} got no gradient",
-            "Compute the function again with gradients enabled, on an input that requires them, and call torch.autograd.backward on the result: "
+            "Compute the function again with gradients enabled, on an input that requires them, "
+            "and call torch.autograd.backward on the result: "
             "that reaches the weights too, which torch.autograd.grad(y, x) does not.",
         )
     if torch.allclose(slope, 2 * expected_slope):
         raise Failed(
             "the input's gradient is twice that of block(x)",
-            "Your second evaluation runs on the caller's x, so its backward pass reaches x once, and what you return reaches it again: use x.detach().",
+            "Your second evaluation runs on the caller's x, so its backward pass reaches x once, "
+            "and what you return reaches it again: use x.detach().",
         )
     if not torch.equal(slope, expected_slope) or not all(
         torch.equal(a, b) for a, b in zip(weights, expected_weights, strict=True)
@@ -257,8 +281,10 @@ def _memory(attempt: Callable) -> str:
     )
     if kept >= most:
         raise Failed(
-            f"{units.text(kept)} are kept for the backward pass, as many as without checkpointing; {units.text(least)} are enough",
-            "The first evaluation records a graph. Compute it under torch.no_grad(), and keep its input alone.",
+            f"{units.text(kept)} are kept for the backward pass, as many as without "
+            f"checkpointing; {units.text(least)} are enough",
+            "The first evaluation records a graph. Compute it under torch.no_grad(), and keep its "
+            "input alone.",
         )
     if kept > least:
         raise Failed(
@@ -268,7 +294,10 @@ def _memory(attempt: Callable) -> str:
     return (
         units.text(kept)
         if kept
-        else "nothing that autograd sees; ctx.save_for_backward(x) also notices when x is overwritten"
+        else (
+            "nothing that autograd sees; ctx.save_for_backward(x) also notices when x is "
+            "overwritten"
+        )
     )
 
 
@@ -289,12 +318,15 @@ def _masks(attempt: Callable) -> str:
         off = float((found[1] - expected[1]).abs().max())
         raise Failed(
             f"with dropout the input's gradient is off by up to {off:.2g}",
-            "The second evaluation drew another dropout mask. Keep torch.get_rng_state() from before the first, and set it before the second.",
+            "The second evaluation drew another dropout mask. Keep torch.get_rng_state() "
+            "from before the first, and set it before the second.",
         )
     if not torch.equal(found[3], expected[3]):
         raise Failed(
-            "after the backward pass the next random number differs from a step without checkpointing",
-            "You set the generator back and left it there: put the state of before the second evaluation back when it is done, or use torch.random.fork_rng().",
+            "after the backward pass the next random number differs from a step without "
+            "checkpointing",
+            "You set the generator back and left it there: put the state of before the second "
+            "evaluation back when it is done, or use torch.random.fork_rng().",
         )
     return "the same masks, and the generator where it was"
 
@@ -329,7 +361,11 @@ class _Simple(torch.autograd.Function):
 
 
 def textbook(replay: str, through: str = "backward") -> Callable[[Callable, Tensor], Tensor]:
-    """The checkpoint of the textbooks: `replay` says what happens to the generator ("fork", "set", "no"), `through` where gradients go."""
+    """The checkpoint of the textbooks.
+
+    replay: the generator in the second evaluation: "fork" it, "set" it and leave it, or "no"
+    through: where gradients go: "backward", "grad" (of the input), "the caller's x", "nothing"
+    """
     return lambda fn, x: _Simple.apply(fn, replay, through, x)
 
 
@@ -347,13 +383,16 @@ CHECKPOINT = Exercise(
         Property("dropout", _masks),
     ),
     hints=(
-        "Write a torch.autograd.Function: forward(ctx, fn, x) computes fn(x), which records nothing there, and saves x; backward computes fn again.",
-        "In backward: x = x.detach().requires_grad_(), then y = fn(x) under torch.enable_grad(), torch.autograd.backward(y, slope), return None, x.grad.",
-        "Dropout: keep torch.get_rng_state() in forward; in backward set it inside `with torch.random.fork_rng(devices=[])`, which puts the old state back.",
+        "Write a torch.autograd.Function: forward(ctx, fn, x) computes fn(x), which records "
+        "nothing there, and saves x; backward computes fn again.",
+        "In backward: x = x.detach().requires_grad_(), then y = fn(x) under torch.enable_grad(), "
+        "torch.autograd.backward(y, slope), return None, x.grad.",
+        "Dropout: keep torch.get_rng_state() in forward; in backward set it inside `with "
+        "torch.random.fork_rng(devices=[])`, which puts the old state back.",
     ),
 )
 
-# ── a test for checkpoint ──────────────────────────────────────────────────────────────────────────────────────────
+# ── a test for checkpoint ────────────────────────────────────────────────────────────────────────
 
 
 def _verdict(attempt: Callable, implementation: Callable) -> bool:
@@ -375,7 +414,8 @@ def _innocent(attempt: Callable) -> str:
         if _verdict(attempt, implementation):
             raise Failed(
                 f"your test calls {name} checkpoint broken, and it is right",
-                "Set the seed before the plain step and again before the checkpointed one, and compare equal things: gradients, or what comes after.",
+                "Set the seed before the plain step and again before the checkpointed one, "
+                "and compare equal things: gradients, or what comes after.",
             )
     return "2 right implementations pass"
 
@@ -390,7 +430,12 @@ def _caught(implementation: Callable, story: str, advice: str) -> Callable[[Call
 
 
 def differs(checkpoint: Callable, *, dropout: float, after: bool, grads: str = "both") -> bool:
-    """Whether a step through `checkpoint` differs from a plain one, as far as a test looks that has dropout, draws a number after, compares these gradients."""
+    """Whether a step through `checkpoint` differs from a plain one, as far as this test looks.
+
+    dropout: of the block
+    after: whether the random number after the step is compared
+    grads: the gradients that are compared: "both", "weights", "input"
+    """
     outcomes = []
     for call in (lambda block, x: block(x), checkpoint):
         _, slope, weights, later = _step(call, dropout)
@@ -404,7 +449,10 @@ def differs(checkpoint: Callable, *, dropout: float, after: bool, grads: str = "
 
 
 def is_broken(checkpoint: Callable) -> bool:
-    """True if a step through `checkpoint` differs from a plain step with the same seed: in a gradient, or in the random number that comes next."""
+    """True if a step through `checkpoint` differs from a plain step with the same seed.
+
+    Compared are all gradients, and the random number that comes next.
+    """
     return differs(checkpoint, dropout=0.5, after=True)
 
 
@@ -430,7 +478,8 @@ TEST = Exercise(
             _caught(
                 textbook("no"),
                 "a checkpoint that draws another dropout mask the second time passes your test",
-                "Without dropout in the block the bug cannot show: put some in, and compare gradients.",
+                "Without dropout in the block the bug cannot show: "
+                "put some in, and compare gradients.",
             ),
         ),
         Property(
@@ -438,15 +487,19 @@ TEST = Exercise(
             _caught(
                 textbook("set"),
                 "a checkpoint that leaves the random generator in the past passes your test",
-                "All gradients of this step are right; the next step draws old numbers. Draw torch.rand(1) after the backward pass and compare that too. "
-                "One block alone hides the bug, since it ends where the forward pass ended: draw a number between forward and backward, or use two blocks.",
+                "All gradients of this step are right; the next step draws old numbers. "
+                "Draw torch.rand(1) after the backward pass and compare that too. "
+                "One block alone hides the bug, since it ends where the forward pass ended: "
+                "draw a number between forward and backward, or use two blocks.",
             ),
         ),
     ),
     hints=(
-        "Run the same step twice, once as block(x), once as checkpoint(block, x), with torch.manual_seed before each. What must be equal?",
+        "Run the same step twice, once as block(x), once as checkpoint(block, x), "
+        "with torch.manual_seed before each. What must be equal?",
         "Use a block with dropout. Compare x.grad and the gradients of the block's parameters.",
-        "And the generator: torch.rand(1) after the backward pass must give the same number both times, also when a later layer has drawn numbers.",
+        "And the generator: torch.rand(1) after the backward pass must give the same number both "
+        "times, also when a later layer has drawn numbers.",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Order the sends, write the ring, grow a tree, and write the test that a published ring did not have."""
+"""Order the sends, write the ring, grow a tree, and the test that a published ring lacked."""
 
 import functools
 import math
@@ -8,45 +8,30 @@ import torch
 from torch import Tensor
 
 from labutils import collectives, units, world
-from labutils.teach.exercises import Exercise, Failed, Property
+from labutils.teach.exercises import Exercise, Failed, Property, _ranks
 
-# ── running an attempt ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── running an attempt ───────────────────────────────────────────────────────────────────────────
 
-
-@functools.cache
-def _ranks(n: int) -> world.World:
-    return world.World(n, engine="threads", timeout=10)
+_CIRCLE = (
+    "A send returns when the other side receives. If all ranks send first, nobody is left to "
+    "receive: let some receive first, or use send_recv."
+)
+_SIZES = (
+    "One side of a message expects another size than the other sends. Pieces may differ by one "
+    "element: take the sizes from collectives.shares(n, N)."
+)
 
 
 def _run(attempt: Callable, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What the attempt returned on every rank, and what became of its inputs; whatever went wrong is told as a learner needs it."""
+    """What the attempt returned on every rank, and what became of its inputs."""
 
     def program(rank):
         x = inputs[rank.rank].clone()
         return attempt(x, rank.comm("dp")), x
 
     n, length = len(inputs), inputs[0].numel()
-    case = f"{n} rank{'s' * (n > 1)}, {length} element{'s' * (length != 1)}"
-    try:
-        pairs = _ranks(n).run(program)
-    except world.DeadlockError as error:
-        raise Failed(
-            f"{case}: {error}",
-            "A send returns when the other side receives. If all ranks send first, nobody is left to receive: let some receive first, or use send_recv.",
-        ) from None
-    except world.MismatchError as error:
-        raise Failed(
-            f"{case}: {error}",
-            "One side of a message expects another size than the other sends. Pieces may differ by one element: take the sizes from collectives.shares(n, N).",
-        ) from None
-    except world.RankError as error:
-        if "NotImplementedError" in str(error).splitlines()[0]:
-            raise NotImplementedError from None
-        *_, place, line, _ = ["", *error.traceback.splitlines()]
-        raise Failed(
-            f"{case}: {str(error).splitlines()[0]}",
-            f"It happened in {place.strip()}: {line.strip()}",
-        ) from None
+    case = f"{_ranks.count(n)}, {length} element{'s' * (length != 1)}"
+    pairs = _ranks.run(n, case, program, _CIRCLE, mismatch=_SIZES)
     results = [result for result, _ in pairs]
     for rank, result in enumerate(results):
         if not isinstance(result, Tensor) or result.shape != inputs[rank].shape:
@@ -56,7 +41,8 @@ def _run(attempt: Callable, inputs: list[Tensor]) -> tuple[list[Tensor], list[Te
                 else repr(result)
             )
             raise Failed(
-                f"{case}: rank {rank} returned {got}, not a tensor of shape {tuple(inputs[rank].shape)}",
+                f"{case}: rank {rank} returned {got}, not a tensor of shape "
+                f"{tuple(inputs[rank].shape)}",
                 "Every rank returns the whole result.",
             )
     return results, [x for _, x in pairs]
@@ -76,7 +62,7 @@ def _untouched(before: list[Tensor], after: list[Tensor]) -> None:
             )
 
 
-# ── the ring ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the ring ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def _counts(result: Tensor, n: int) -> list[list[int]]:
@@ -100,7 +86,8 @@ def _diagnose(n: int, length: int, results: list[Tensor]) -> None:
         right = ", ".join(str(r) for r in range(n) if r not in wrong)
         raise Failed(
             f"{case}: only rank {right} holds the sum",
-            "That is a reduce. In an all-reduce every rank ends with the result: it has to travel on.",
+            "That is a reduce. In an all-reduce every rank ends with the result: "
+            "it has to travel on.",
         )
     counts = [_counts(result, n) for result in results]
     if all(
@@ -108,24 +95,28 @@ def _diagnose(n: int, length: int, results: list[Tensor]) -> None:
     ):
         raise Failed(
             f"{case}: on every rank its own values are in the sum twice",
-            "Did you begin with your own tensor and add it again, as the last thing to arrive? A piece is complete after N − 1 hops, not N.",
+            "Did you begin with your own tensor and add it again, as the last thing to arrive? "
+            "A piece is complete after N − 1 hops, not N.",
         )
     if all(sum(count) == 1 for rows in counts for count in rows):
         raise Failed(
             f"{case}: no element is a sum, each holds one rank's own values",
-            "Does the first round add (reduce='sum')? Does the second begin with the complete piece? If both do, check the piece numbers for an off-by-one.",
+            "Does the first round add (reduce='sum')? Does the second begin with the complete "
+            "piece? If both do, check the piece numbers for an off-by-one.",
         )
     finished = [sum(count == [1] * n for count in rows) for rows in counts]
     if max(finished) <= math.ceil(length / n) and all(finished):
         raise Failed(
             f"{case}: each rank holds {finished[0]} finished elements, 1/{n} of the tensor",
-            "That is a reduce-scatter, the first half. Pass the finished pieces on for N − 1 more hops, without adding.",
+            "That is a reduce-scatter, the first half. Pass the finished pieces on for N − 1 more "
+            "hops, without adding.",
         )
     place, count = next((j, count) for j, count in enumerate(counts[rank]) if count != [1] * n)
     told = ", ".join(f"rank {k} {times}×" for k, times in enumerate(count))
     raise Failed(
         f"{case}: element {place} on rank {rank} holds {told}; each should be there once",
-        "In a hop, the piece that you give must be the one that you received (and added to) in the hop before: check the two piece numbers for an off-by-one.",
+        "In a hop, the piece that you give must be the one that you received (and added to) "
+        "in the hop before: check the two piece numbers for an off-by-one.",
     )
 
 
@@ -139,7 +130,8 @@ def _sums(attempt: Callable, n: int, length: int) -> None:
     for rank, result in enumerate(results):
         if not torch.equal(result, sum(inputs)):
             raise Failed(
-                f"{n} ranks, {length} elements: the right sums are on rank {rank}, but not in their places",
+                f"{n} ranks, {length} elements: the right sums are on rank {rank}, "
+                "but not in their places",
                 "Which piece lands where? Piece j of the result belongs where piece j of x was.",
             )
     _untouched(inputs, after)
@@ -160,7 +152,8 @@ def _ring_uneven(attempt: Callable) -> str:
         except Failed as failure:
             raise Failed(
                 str(failure),
-                f"{failure.hint} It works when N divides n: {length} elements on {n} ranks make pieces of {collectives.shares(length, n)}, "
+                f"{failure.hint} It works when N divides n: {length} elements on {n} ranks make "
+                f"pieces of {collectives.shares(length, n)}, "
                 "as torch.tensor_split cuts them.",
             ) from None
     return f"{len(cases)} cases"
@@ -170,9 +163,9 @@ def _ring_bytes(attempt: Callable) -> str:
     for n, length in ((8, 512), (3, 64), (4, 10)):
         inputs = _numbers(n, length)
         _run(attempt, inputs)
-        S, sent = inputs[0].nbytes, _ranks(n).ledger.by("rank")
+        S, sent = inputs[0].nbytes, _ranks.world_of(n).ledger.by("rank")
         ring = collectives.predict_all_reduce("ring", nbytes=S, n=n, itemsize=8)
-        # Which of two uneven pieces a rank leaves out is a matter of taste; how much leaves all ranks together is not.
+        # Which of two uneven pieces a rank leaves out is a matter of taste; the total is not.
         if (
             sum(sent.values()) <= ring.total
             and max(sent.values()) <= max(ring.by("rank").values()) + 16
@@ -181,13 +174,23 @@ def _ring_bytes(attempt: Callable) -> str:
         busiest = max(sent, key=sent.get)
         times = sent[busiest] / ring.by("rank")[busiest]
         if len(set(sent.values())) > 1:
-            why = f"Everything goes through one rank, number {busiest}, while the others wait. Let all ranks pass pieces to a neighbor."
+            why = (
+                f"Everything goes through one rank, number {busiest}, while the others wait. "
+                "Let all ranks pass pieces to a neighbor."
+            )
         elif sent[busiest] in ((n - 1) * S, 2 * (n - 1) * S):
-            why = f"Your values are right on every rank. You sent {times:.3g} times too much: does each hop carry the whole tensor instead of one piece of it?"
+            why = (
+                f"Your values are right on every rank. You sent {times:.3g} times too much: "
+                "does each hop carry the whole tensor instead of one piece of it?"
+            )
         else:
-            why = f"You sent {times:.3g} times too much: N − 1 hops that add and N − 1 hops that copy, each with one piece of S/N, are enough."
+            why = (
+                f"You sent {times:.3g} times too much: N − 1 hops that add and N − 1 hops that "
+                "copy, each with one piece of S/N, are enough."
+            )
         raise Failed(
-            f"{n} ranks, S = {S:,} B: rank {busiest} sent {sent[busiest]:,} B, a ring sends {ring.by('rank')[busiest]:,} B",
+            f"{n} ranks, S = {S:,} B: rank {busiest} sent {sent[busiest]:,} B, a ring sends "
+            f"{ring.by('rank')[busiest]:,} B",
             why,
         )
     return "each rank 2·(N − 1)/N·S"
@@ -201,7 +204,8 @@ def _ring_edges(attempt: Callable) -> str:
         except Failed as failure:
             raise Failed(
                 str(failure),
-                f"{failure.hint} This case is a small one: some ranks have an empty piece, or there is only one rank.",
+                f"{failure.hint} This case is a small one: some ranks have an empty piece, "
+                "or there is only one rank.",
             ) from None
     return "n < N, n = 0, N = 1"
 
@@ -234,15 +238,17 @@ RING = Exercise(
         Property("dtypes", _ring_dtypes),
     ),
     hints=(
-        "Cut a copy of x into N pieces: x.clone().split(collectives.shares(len(x), comm.size)). The pieces are views, so what you write into them stays.",
+        "Cut a copy of x into N pieces: x.clone().split(collectives.shares(len(x), comm.size)). "
+        "The pieces are views, so what you write into them stays.",
         "First round, N − 1 hops: give a piece to the right, add the one that comes from the left. "
-        "If rank i gives piece i − 1 first, and then always what it has just added to, it ends with piece i complete.",
+        "If rank i gives piece i − 1 first, and then always what it has just added to, "
+        "it ends with piece i complete.",
         "comm.send_recv(give, right, take, left, reduce='sum') adds what arrives to `take`. "
         "The second round is the same without reduce, beginning with piece i.",
     ),
 )
 
-# ── the order of sends ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── the order of sends ───────────────────────────────────────────────────────────────────────────
 
 
 def _shift_values(attempt: Callable) -> str:
@@ -253,8 +259,10 @@ def _shift_values(attempt: Callable) -> str:
         for rank, result in enumerate(results):
             if torch.equal(result, inputs[(rank + 1) % n]) and n > 2:
                 raise Failed(
-                    f"{n} ranks: rank {rank} holds what rank {(rank + 1) % n} had, the rank after it",
-                    "The other way round: send to (rank + 1) % size, receive from (rank − 1) % size.",
+                    f"{n} ranks: rank {rank} holds what rank {(rank + 1) % n} had, the rank after "
+                    "it",
+                    "The other way round: send to (rank + 1) % size, receive from (rank − 1) "
+                    "% size.",
                 )
             if not torch.equal(result, inputs[(rank - 1) % n]):
                 raise Failed(
@@ -268,15 +276,17 @@ def _shift_values(attempt: Callable) -> str:
 def _shift_steps(attempt: Callable) -> str:
     for n in (4, 8, 7):
         _run(attempt, _numbers(n, 4))
-        trace, needed = _ranks(n).trace, 2 + n % 2
+        trace, needed = _ranks.world_of(n).trace, 2 + n % 2
         if trace.steps > needed:
             raise Failed(
                 f"{n} ranks: {trace.steps} steps; {needed} are enough",
-                "No deadlock, but a queue: if only one rank sends first, each of the others waits for the rank before it. Let every second rank send first.",
+                "No deadlock, but a queue: if only one rank sends first, each of the others waits "
+                "for the rank before it. Let every second rank send first.",
             )
         if trace.sent.total > n * 4 * 8:
             raise Failed(
-                f"{n} ranks: {units.text(trace.sent.total)} sent; {units.text(n * 4 * 8)} are enough",
+                f"{n} ranks: {units.text(trace.sent.total)} sent; "
+                f"{units.text(n * 4 * 8)} are enough",
                 "Each rank sends its own tensor once.",
             )
     return "2 steps, 3 for an odd number of ranks"
@@ -304,12 +314,13 @@ SHIFT = Exercise(
         Property("one rank", _shift_alone),
     ),
     hints=(
-        "A circle of waiting ranks is broken by one rank that receives first. It is broken everywhere at once if every second rank does.",
+        "A circle of waiting ranks is broken by one rank that receives first. "
+        "It is broken everywhere at once if every second rank does.",
         "if comm.rank % 2 == 0: send, then receive; else: receive, then send. And think of N = 1.",
     ),
 )
 
-# ── a tree ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a tree ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _tree_values(sizes: tuple[int, ...], attempt: Callable) -> str:
@@ -321,7 +332,8 @@ def _tree_values(sizes: tuple[int, ...], attempt: Callable) -> str:
             if n & (n - 1):
                 raise Failed(
                     str(failure),
-                    f"{n} is not a power of two: some ranks have nobody to pass it on to. Send only to ranks that exist.",
+                    f"{n} is not a power of two: some ranks have nobody to pass it on to. "
+                    "Send only to ranks that exist.",
                 ) from None
             raise
         for rank, result in enumerate(results):
@@ -337,7 +349,7 @@ def _tree_values(sizes: tuple[int, ...], attempt: Callable) -> str:
 def _tree_steps(attempt: Callable) -> str:
     for n in (8, 6, 13):
         _run(attempt, _numbers(n, 4))
-        trace, needed = _ranks(n).trace, collectives.steps("broadcast_tree", n)
+        trace, needed = _ranks.world_of(n).trace, collectives.steps("broadcast_tree", n)
         if trace.sent.total > (n - 1) * 32:
             raise Failed(
                 f"{n} ranks: {trace.sent.total} B in all, {(n - 1) * 32} B are enough",
@@ -370,16 +382,18 @@ TREE = Exercise(
         Property("steps", _tree_steps),
     ),
     hints=(
-        "After step k, 2^k ranks have the tensor: ranks 0 … 2^k − 1, say. In the next step each of them sends to the rank 2^k places further on.",
-        "for width in 1, 2, 4, … below N: ranks below `width` send to rank + width, if there is one; ranks from width to 2·width − 1 receive.",
+        "After step k, 2^k ranks have the tensor: ranks 0 … 2^k − 1, say. "
+        "In the next step each of them sends to the rank 2^k places further on.",
+        "for width in 1, 2, 4, … below N: ranks below `width` send to rank + width, "
+        "if there is one; ranks from width to 2·width − 1 receive.",
     ),
 )
 
-# ── bug hunt: the test that was missing ────────────────────────────────────────────────────────────────────────────
+# ── bug hunt: the test that was missing ──────────────────────────────────────────────────────────
 
 
 def _whole_tensors_twice(x, comm):
-    """The published one: a round of whole tensors that adds up, and a second round that hands whole results on."""
+    """The published one: a round of whole tensors that adds up, and one that hands results on."""
     n, i, total, travelling = comm.size, comm.rank, x.clone(), x.clone()
     for _ in range(n - 1):
         travelling = comm.send_recv(travelling, (i + 1) % n, torch.empty_like(x), (i - 1) % n)
@@ -409,7 +423,7 @@ def _in_place(x, comm):
 
 
 def _rounds_on_the_wire(x, comm):
-    """Hands the finished pieces on in bf16, while each rank keeps its own in full: exact for small whole numbers."""
+    """Hands the finished pieces on in bf16, but for each rank's own: exact for whole numbers."""
     sizes = collectives.shares(len(x), comm.size)
     mine = collectives.reduce_scatter_ring(x, comm)
     whole = collectives.all_gather_ring(mine.bfloat16(), comm, sizes=sizes).to(x.dtype)
@@ -426,7 +440,8 @@ def _hunt_sound(attempt: Callable) -> str:
         if complaints := attempt(collectives.all_reduce_ring, four):
             raise Failed(
                 f"your test complains about a sound ring: {complaints}",
-                "A ring adds in another order than sum(), so the last bits may differ from yours: use allclose for values; and its bound is 2·(N − 1)/N·S.",
+                "A ring adds in another order than sum(), so the last bits may differ from yours: "
+                "use allclose for values; and its bound is 2·(N − 1)/N·S.",
             )
     return "nothing to complain about in collectives.all_reduce_ring"
 
@@ -495,8 +510,10 @@ HUNT = Exercise(
         Property("catches an overworked rank", functools.partial(_catches, _LOAD)),
     ),
     hints=(
-        "Give every rank another random tensor, of a length that N does not divide, and keep copies. Which four things can you compare after world.run?",
-        "The sum (allclose), the ranks with each other (equal), the inputs with their copies (equal), and world.ledger.by('rank') with the ring's prediction.",
+        "Give every rank another random tensor, of a length that N does not divide, "
+        "and keep copies. Which four things can you compare after world.run?",
+        "The sum (allclose), the ranks with each other (equal), the inputs with their copies "
+        "(equal), and world.ledger.by('rank') with the ring's prediction.",
     ),
 )
 

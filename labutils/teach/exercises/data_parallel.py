@@ -1,17 +1,16 @@
-"""Deal out the data, reduce gradients as they come, and repair a wrapper that passes the test it was written with."""
+"""Deal out the data, reduce gradients as they come, and repair a wrapper that passed its test."""
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labutils import collectives, data_parallel, world
-from labutils.teach.exercises import Exercise, Failed, Property
+from labutils.teach.exercises import Exercise, Failed, Property, _ranks
 
-# ── who gets which examples ────────────────────────────────────────────────────────────────────────────────────────
+# ── who gets which examples ──────────────────────────────────────────────────────────────────────
 
 _DEALS = [(12, 4), (10, 4), (7, 3), (5, 1), (3, 2)]
 
@@ -20,7 +19,7 @@ def _dealt(
     attempt: Callable, length: int, size: int, epoch: int = 0
 ) -> tuple[list[list[int]], str]:
     parts = [attempt(length, rank, size, epoch) for rank in range(size)]
-    case = f"{length} examples on {size} rank{'s' * (size > 1)}"
+    case = f"{length} examples on {_ranks.count(size)}"
     for rank, part in enumerate(parts):
         if not isinstance(part, (list, tuple, range)) or not all(
             isinstance(i, int) and 0 <= i < length for i in part
@@ -39,7 +38,8 @@ def _disjoint(attempt: Callable) -> str:
         if repeated > spare:
             raise Failed(
                 f"{case}: {repeated} examples come twice or more often, at most {spare} must",
-                "Ranks that see the same examples compute the same gradient: the mean is right, and the work was for nothing. "
+                "Ranks that see the same examples compute the same gradient: the mean is right, "
+                "and the work was for nothing. "
                 "All ranks must cut *one* permutation, so its seed must not depend on the rank.",
             )
     return f"{len(_DEALS)} cases"
@@ -51,7 +51,8 @@ def _covering(attempt: Callable) -> str:
         if missing := sorted(set(range(length)) - {i for part in parts for i in part}):
             raise Failed(
                 f"{case}: nobody gets {missing}",
-                "The tail is dropped. Fill the last round up with examples that have been dealt out already.",
+                "The tail is dropped. Fill the last round up with examples that have been dealt "
+                "out already.",
             )
     return f"{len(_DEALS)} cases"
 
@@ -62,7 +63,8 @@ def _equally_long(attempt: Callable) -> str:
         if len({len(part) for part in parts}) > 1:
             raise Failed(
                 f"{case}: shares of {', '.join(str(len(part)) for part in parts)}",
-                "A rank with one batch more waits in its all-reduce for ranks that have gone home. Give all the same number, ⌈length / N⌉.",
+                "A rank with one batch more waits in its all-reduce for ranks that have gone "
+                "home. Give all the same number, ⌈length / N⌉.",
             )
     return f"{len(_DEALS)} cases"
 
@@ -73,7 +75,8 @@ def _shuffled(attempt: Callable) -> str:
     if first != again:
         raise Failed(
             f"{length} examples on {size} ranks: two calls for epoch 0 differ",
-            "Every rank makes this call in a process of its own, so it must come out alike: take a generator seeded by the epoch, not the global one.",
+            "Every rank makes this call in a process of its own, so it must come out alike: "
+            "take a generator seeded by the epoch, not the global one.",
         )
     if first == second:
         raise Failed(
@@ -82,7 +85,8 @@ def _shuffled(attempt: Callable) -> str:
         )
     if any(set(before) == set(after) for before, after in zip(first, second, strict=True)):
         raise Failed(
-            f"{length} examples on {size} ranks: a rank reads the same {len(first[0])} examples in epochs 0 and 1, in another order",
+            f"{length} examples on {size} ranks: a rank reads the same {len(first[0])} examples "
+            "in epochs 0 and 1, in another order",
             "Who works with whom should change too: shuffle all examples first, then cut.",
         )
     if any(part == sorted(part) for part in first):
@@ -106,21 +110,23 @@ SAMPLER = Exercise(
         Property("a new order in every epoch", _shuffled),
     ),
     hints=(
-        "All ranks make the same permutation of range(length), from a generator seeded by the epoch. Then each takes every N-th element, from its own on.",
-        "Before you cut, append the first −length mod N elements of the permutation: then N divides it.",
+        "All ranks make the same permutation of range(length), from a generator seeded by the "
+        "epoch. Then each takes every N-th element, from its own on.",
+        "Before you cut, append the first −length mod N elements of the permutation: "
+        "then N divides it.",
     ),
 )
 
-# ── ranks for the wrappers ─────────────────────────────────────────────────────────────────────────────────────────
+# ── ranks for the wrappers ───────────────────────────────────────────────────────────────────────
 
 
-@functools.cache
-def _ranks(n: int) -> world.World:
-    return world.World(n, engine="threads", timeout=10)
+_SAME_CALLS = (
+    "All ranks must make the same collective calls in the same order, once for each bucket."
+)
 
 
 class _Mark(torch.autograd.Function):
-    """Passes x through; on the way back it leaves a mark in the books, so that they tell what was sent before and what after."""
+    """Passes x through; its backward leaves a mark in the books, between before and after."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: world.Comm) -> Tensor:
@@ -135,7 +141,10 @@ class _Mark(torch.autograd.Function):
 
 
 class _Net(nn.Module):
-    """Three layers whose sizes 2 and 4 divide, so that a ring's bytes are the same for any grouping; different on every rank."""
+    """Three layers, different on every rank.
+
+    2 and 4 divide their sizes, so that a ring's bytes are the same for any grouping.
+    """
 
     def __init__(self, seed: int, comm: world.Comm | None = None) -> None:
         super().__init__()
@@ -185,13 +194,13 @@ def _weights(net: nn.Module) -> dict[str, Tensor]:
 
 
 class _Seen:
-    """What came of an attempt on every rank: weights after the start and after the last backward pass, gradients after each step, and the books."""
+    """What came of an attempt on every rank: weights before and after, gradients, the books."""
 
     def __init__(
         self, attempt: Callable, n: int, steps: int = 1, micro: int = 1, interrupted: bool = False
     ) -> None:
         self.n, self.steps, self.micro = n, steps, micro
-        self.case = f"{n} rank{'s' * (n > 1)}" + (f", {micro} micro-batches" if micro > 1 else "")
+        self.case = _ranks.count(n) + (f", {micro} micro-batches" if micro > 1 else "")
 
         def program(rank: world.Rank) -> tuple:
             comm = rank.comm("dp")
@@ -206,17 +215,17 @@ class _Seen:
                 module.zero_grad()
                 for k in range(self.micro):
                     last = k + 1 == self.micro
-                    with _nothing() if last else net.no_sync():
+                    with nullcontext() if last else net.no_sync():
                         (_loss(net, _rows(n, step * micro + k)[rank.rank]) / micro).backward()
                 steps.append(_gradients(module))
             return start, steps, _weights(module)
 
-        results = _told(self.case, lambda: _ranks(n).run(program))
+        results = _ranks.run(n, self.case, program, _SAME_CALLS)
         self.start, self.gradients, self.end = (list(side) for side in zip(*results, strict=True))
-        # What each rank sent, in program order; "mark" stands where a backward pass comes to the first layer.
+        # In program order; "mark" stands where a backward pass comes to the first layer.
         self.sent = [
             [(event.op, event.sent) for event in events if event.to is not None]
-            for events in _ranks(n).trace.ranks
+            for events in _ranks.world_of(n).trace.ranks
         ]
 
     @property
@@ -242,30 +251,6 @@ class _Seen:
         return _gradients(net)
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-def _told(case: str, run: Callable[[], Any]) -> Any:
-    """What `run` returns; whatever went wrong on a rank is told as a learner needs it."""
-    try:
-        return run()
-    except (world.DeadlockError, world.MismatchError, world.TimeoutError) as error:
-        raise Failed(
-            f"{case}: {error}",
-            "All ranks must make the same collective calls in the same order, once for each bucket.",
-        ) from None
-    except world.RankError as error:
-        headline = str(error).splitlines()[0]
-        if "NotImplementedError" in headline:
-            raise NotImplementedError from None
-        *_, place, line, _ = ["", *error.traceback.splitlines()]
-        raise Failed(
-            f"{case}: {headline}", f"It happened in {place.strip()}: {line.strip()}"
-        ) from None
-
-
 def _starts(attempt: Callable) -> str:
     for n in (2, 3):
         seen, first = _Seen(attempt, n, 0), _weights(_Net(0))
@@ -276,11 +261,13 @@ def _starts(attempt: Callable) -> str:
                 if rank and torch.equal(weight, _weights(_Net(rank))[name]):
                     raise Failed(
                         f"{n} ranks: rank {rank} starts from weights of its own ({name})",
-                        "Replicas that start apart stay apart: the mean gradient moves all of them alike. Broadcast rank 0's parameters before the first step.",
+                        "Replicas that start apart stay apart: the mean gradient moves all of "
+                        "them alike. Broadcast rank 0's parameters before the first step.",
                     )
                 raise Failed(
                     f"{n} ranks: {name} on rank {rank} is not rank 0's",
-                    "comm.broadcast returns the tensor of rank 0: copy it into the parameter, in place.",
+                    "comm.broadcast returns the tensor of rank 0: copy it into the parameter, "
+                    "in place.",
                 )
     return "2 and 3 ranks"
 
@@ -293,7 +280,7 @@ def _mean(
     hint: str = "",
     interrupted: bool = False,
 ) -> None:
-    """Raise Failed unless every rank ends every step with the gradient of the whole batch, and says why it does not."""
+    """Raise Failed, and say why, unless all ranks end all steps with the whole batch's gradient."""
     seen = _Seen(attempt, n, steps, micro, interrupted)
     for rank in range(n):
         if moved := [
@@ -303,7 +290,8 @@ def _mean(
         ]:
             raise Failed(
                 f"{seen.case}: backward() has changed {moved[0]} on rank {rank}",
-                "The hook is given the *parameter*, and you reduced that. What has to travel is parameter.grad.",
+                "The hook is given the *parameter*, and you reduced that. "
+                "What has to travel is parameter.grad.",
             )
         for step, gradients in enumerate(seen.gradients[rank]):
             right = seen.right(step)
@@ -323,7 +311,8 @@ def _mean(
             ):
                 raise Failed(
                     f"{seen.case}: the gradient of {name} has different bits on different ranks",
-                    "Replicas that differ in a bit drift apart. Let all of them take the result of one all-reduce.",
+                    "Replicas that differ in a bit drift apart. Let all of them take the result "
+                    "of one all-reduce.",
                 )
 
 
@@ -355,7 +344,10 @@ def _diagnose(seen: _Seen, rank: int, step: int, wrong: list[str], hint: str) ->
             else f"{name} still holds"
         )
         if every and sum(nbytes for op, nbytes in seen.sent[rank]) > (n - 1) * 8 * _numbers():
-            hint = "Something was sent, and .grad is what it was. The hook is given the *parameter*: reduce parameter.grad, and write the result back into it."
+            hint = (
+                "Something was sent, and .grad is what it was. The hook is given the *parameter*: "
+                "reduce parameter.grad, and write the result back into it."
+            )
         raise Failed(
             f"{which}: {holds} the rank's own gradient",
             hint or "Does every parameter have a hook, and does the hook reduce parameter.grad?",
@@ -403,9 +395,13 @@ def _bytes(attempt: Callable) -> str:
             continue
         why = f"{a_step / ring:.3g} times too much: reduce each gradient once, by comm.all_reduce."
         if n > 2 and a_step >= (n - 1) * S:
-            why = "Everything passes through one rank, or every rank sends its whole gradient to all others. comm.all_reduce is a ring."
+            why = (
+                "Everything passes through one rank, or every rank sends its whole gradient to "
+                "all others. comm.all_reduce is a ring."
+            )
         raise Failed(
-            f"{n} ranks, gradients of {S:,} B: the busiest rank sends {a_step:,} B a step, a ring {ring:,} B",
+            f"{n} ranks, gradients of {S:,} B: the busiest rank sends {a_step:,} B a step, "
+            f"a ring {ring:,} B",
             why,
         )
     return "2·(N − 1)/N·S a step"
@@ -418,12 +414,13 @@ def _early(attempt: Callable) -> str:
     if not any(nbytes for _, nbytes in sent[:mark]):
         raise Failed(
             "2 ranks: when the backward pass comes to the first layer, no gradient has left",
-            "The last layers' gradients have long been ready. Let them go in their hooks, while autograd works on the layers before.",
+            "The last layers' gradients have long been ready. Let them go in their hooks, "
+            "while autograd works on the layers before.",
         )
     return "the last layers leave while the first are computed"
 
 
-# ── reduce as you go ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── reduce as you go ─────────────────────────────────────────────────────────────────────────────
 
 
 _BATCH = "the gradient of the whole batch"
@@ -433,7 +430,10 @@ HOOKS = Exercise(
     title="Reduce as you go",
     minutes=15,
     difficulty=2,
-    proves="you keep replicas equal from the first weight on, with gradients that leave while others are computed",
+    proves=(
+        "you keep replicas equal from the first weight on, with gradients that leave while others "
+        "are computed"
+    ),
     reference=lambda module, comm: data_parallel.replicate(module, comm, bucket_bytes=1),
     properties=(
         Property("equal starts", _starts),
@@ -444,13 +444,16 @@ HOOKS = Exercise(
         Property("during the backward pass", _early),
     ),
     hints=(
-        "Before the first step: for every parameter, comm.broadcast(parameter, out=parameter). Ranks draw their weights from different seeds.",
-        "parameter.register_post_accumulate_grad_hook(hook) calls hook(parameter) as soon as parameter.grad is complete.",
-        "In the hook: parameter.grad.copy_(comm.all_reduce(parameter.grad) / comm.size). The hook gets the parameter; what travels is its .grad.",
+        "Before the first step: for every parameter, comm.broadcast(parameter, out=parameter). "
+        "Ranks draw their weights from different seeds.",
+        "parameter.register_post_accumulate_grad_hook(hook) calls hook(parameter) "
+        "as soon as parameter.grad is complete.",
+        "In the hook: parameter.grad.copy_(comm.all_reduce(parameter.grad) / comm.size). "
+        "The hook gets the parameter; what travels is its .grad.",
     ),
 )
 
-# ── bug hunt: buckets ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── bug hunt: buckets ────────────────────────────────────────────────────────────────────────────
 
 _BUCKET, _HUGE = 600, 1 << 20  # bytes: some layers fit, and everything does
 
@@ -467,7 +470,10 @@ def _full(attempt: Callable) -> str:
 
 def _last(attempt: Callable) -> str:
     for nbytes in (_BUCKET, _HUGE):
-        hint = "The backward pass is over, and a bucket that was not full still waits: no gradient will come to push it out. Let the last one go as it is."
+        hint = (
+            "The backward pass is over, and a bucket that was not full still waits: "
+            "no gradient will come to push it out. Let the last one go as it is."
+        )
         _mean(_with(attempt, nbytes), 3, hint=hint)
     return "buckets that are not full"
 
@@ -478,7 +484,10 @@ def _again(attempt: Callable) -> str:
             _with(attempt, _BUCKET),
             2,
             steps,
-            hint="The first step is right. What has to be as it was when the next backward pass begins?",
+            hint=(
+                "The first step is right. What has to be as it was when the next backward pass "
+                "begins?"
+            ),
         )
     return "3 steps"
 
@@ -492,15 +501,20 @@ def _few(attempt: Callable) -> str:
         messages = counts[1] - counts[0]
         if messages > 2 * most:
             raise Failed(
-                f"2 ranks, buckets of {nbytes:,} B: {messages} messages a step, {most} bucket{'s' * (most > 1)} need{'s' * (most == 1)} {2 * most}",
-                "Each message costs a latency. Put the gradients of a bucket into one flat tensor, and reduce that.",
+                f"2 ranks, buckets of {nbytes:,} B: {messages} messages a step, "
+                f"{most} bucket{'s' * (most > 1)} need{'s' * (most == 1)} {2 * most}",
+                "Each message costs a latency. Put the gradients of a bucket into one flat "
+                "tensor, and reduce that.",
             )
     return "one all-reduce for each bucket"
 
 
 def _accumulating(attempt: Callable) -> str:
     k = 3
-    hint = "Inside no_sync() gradients add up in .grad on their own rank; the first backward pass outside reduces the whole sum."
+    hint = (
+        "Inside no_sync() gradients add up in .grad on their own rank; "
+        "the first backward pass outside reduces the whole sum."
+    )
     for nbytes in (1, _BUCKET):
         _mean(_with(attempt, nbytes), 2, steps=2, micro=k, hint=hint)
     once, a_step = (
@@ -511,13 +525,17 @@ def _accumulating(attempt: Callable) -> str:
     if a_step > once:
         raise Failed(
             f"2 ranks, {k} micro-batches: {a_step:,} B sent in a step, {once:,} B are enough",
-            f"The values are right, since a mean of means is one. But gradients were reduced {a_step / once:.3g} times: inside no_sync() nobody sends.",
+            "The values are right, since a mean of means is one. "
+            f"But gradients were reduced {a_step / once:.3g} times: inside no_sync() nobody sends.",
         )
     return f"{k} micro-batches, one reduction"
 
 
 def _interrupted(attempt: Callable) -> str:
-    hint = "Somebody pressed Ctrl-C inside no_sync(), and from then on nothing is reduced. Set the flag back in a `finally`."
+    hint = (
+        "Somebody pressed Ctrl-C inside no_sync(), and from then on nothing is reduced. "
+        "Set the flag back in a `finally`."
+    )
     _mean(_with(attempt, _BUCKET), 2, hint=hint, interrupted=True)
     return "no_sync() ends with its block, whatever happens in it"
 
@@ -540,10 +558,12 @@ REPAIR = Exercise(
         Property("after an error", _interrupted),
     ),
     hints=(
-        "Ask three questions: do all ranks start with the same weights? What becomes of a bucket that is not full when the backward pass ends? "
+        "Ask three questions: do all ranks start with the same weights? "
+        "What becomes of a bucket that is not full when the backward pass ends? "
         "What does no_sync() do?",
         "You know how many parameters there are. When the last one has come, flush whatever waits.",
-        "no_sync sets a flag, and the hook returns at once while it is set; .grad goes on adding up. Set it back in a `finally`.",
+        "no_sync sets a flag, and the hook returns at once while it is set; "
+        ".grad goes on adding up. Set it back in a `finally`.",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Exercises of lab 06: a softmax that is never complete, two halves that become a whole, and a mask that is right on every square."""
+"""A softmax that is never complete, two halves of the keys, a mask that is right on squares."""
 
 import math
 import weakref
@@ -85,7 +85,8 @@ def _first_highest(attempt: Online) -> str:
         attempt,
         cases,
         lambda _: (
-            "The output is Σ exp(score)·value over all blocks, divided once by Σ exp(score) over all blocks."
+            "The output is Σ exp(score)·value over all blocks, divided once by Σ exp(score) "
+            "over all blocks."
         ),
     )
 
@@ -102,10 +103,19 @@ def _later_highest(attempt: Online) -> str:
             ).exp().sum()
 
         if _far(found, with_factor(1)) < 1e-9:
-            return "The sum of exponentials is rescaled when a larger maximum comes, the output so far is not: both are in units of the old maximum."
+            return (
+                "The sum of exponentials is rescaled when a larger maximum comes, the output so "
+                "far is not: both are in units of the old maximum."
+            )
         if _far(found, with_factor(math.exp(3))) < 1e-9:
-            return "The factor for the output is exp(old − new), below 1. Algorithm 1 of FlashAttention-2 prints its inverse: an erratum."
-        return "When a block brings a larger maximum, everything summed so far has to be multiplied by exp(old maximum − new maximum)."
+            return (
+                "The factor for the output is exp(old − new), below 1. "
+                "Algorithm 1 of FlashAttention-2 prints its inverse: an erratum."
+            )
+        return (
+            "When a block brings a larger maximum, everything summed so far has to be multiplied "
+            "by exp(old maximum − new maximum)."
+        )
 
     return _online(
         attempt,
@@ -123,7 +133,8 @@ def _huge(attempt: Online) -> str:
         attempt,
         cases,
         lambda _: (
-            "exp(1000) is infinite and exp(−1000) is zero: subtract the largest score so far before the exponential."
+            "exp(1000) is infinite and exp(−1000) is zero: subtract the largest score so far "
+            "before the exponential."
         ),
     )
     falling = {
@@ -136,7 +147,8 @@ def _huge(attempt: Online) -> str:
         attempt,
         falling,
         lambda _: (
-            "A block of smaller scores must not lower the maximum: subtract the largest so far, not the largest of the block."
+            "A block of smaller scores must not lower the maximum: subtract the largest so far, "
+            "not the largest of the block."
         ),
     )
     return "3 cases"
@@ -144,7 +156,10 @@ def _huge(attempt: Online) -> str:
 
 def _blind_start(attempt: Online) -> str:
     scores = torch.cat([torch.full((2,), -math.inf, dtype=torch.float64), _noise(4)])
-    hint = "A block that is masked throughout has the maximum −inf, and −inf − (−inf) is NaN: start from the lowest finite number of the scores' dtype instead."
+    hint = (
+        "A block that is masked throughout has the maximum −inf, and −inf − (−inf) is NaN: "
+        "start from the lowest finite number of the scores' dtype instead."
+    )
     hint += " (torch.tensor(x) makes a float32: there the lowest float64 is −inf again.)"
     return _online(attempt, {"the first block is masked": (scores, 2)}, lambda _: hint)
 
@@ -154,8 +169,14 @@ def _lse(attempt: Online) -> str:
 
     def hint(found: Tensor) -> str:
         if _far(found, scores.logsumexp(0) / math.log(2)) < 1e-9:
-            return "That is the logarithm to base 2. Kernels compute in base 2 because the hardware has exp2; what they return is natural."
-        return "The sum was taken after subtracting the maximum: log Σ exp(score) = maximum + log(sum)."
+            return (
+                "That is the logarithm to base 2. Kernels compute in base 2 because the hardware "
+                "has exp2; what they return is natural."
+            )
+        return (
+            "The sum was taken after subtracting the maximum: log Σ exp(score) "
+            "= maximum + log(sum)."
+        )
 
     return _online(attempt, {"six scores in blocks of 2": (scores, 2)}, hint, part=1)
 
@@ -177,7 +198,8 @@ def _forgets(attempt: Online) -> str:
     if most > 2:
         raise Failed(
             f"after the last of 8 blocks {most} were still alive",
-            "Keep a maximum, a sum and an output, not the blocks: that is what makes s × s go away.",
+            "Keep a maximum, a sum and an output, not the blocks: "
+            "that is what makes s × s go away.",
         )
     return "8 blocks, seen once"
 
@@ -198,9 +220,12 @@ ONLINE = Exercise(
         Property("blocks are forgotten", _forgets),
     ),
     hints=(
-        "Three things are enough to remember: the largest score so far, the sum of exp(score − largest), and the sum of exp(score − largest)·value.",
-        "When the largest score changes from m to m', each exp(score − m) you have summed becomes exp(score − m') by one factor: exp(m − m').",
-        "Start with m = torch.finfo(dtype).min in that dtype, sum 0, output 0. In the end return output / sum and m + log(sum).",
+        "Three things are enough to remember: the largest score so far, the sum of exp(score − "
+        "largest), and the sum of exp(score − largest)·value.",
+        "When the largest score changes from m to m', each exp(score − m) you have summed becomes "
+        "exp(score − m') by one factor: exp(m − m').",
+        "Start with m = torch.finfo(dtype).min in that dtype, sum 0, output 0. "
+        "In the end return output / sum and m + log(sum).",
     ),
 )
 
@@ -228,13 +253,22 @@ def _outputs(attempt: Merge) -> str:
         out, _ = _merged(attempt, o1, lse1, o2, lse2)
         if _far(out, exact) > 1e-9:
             if _far(out, (o1 + o2) / 2) < 1e-9:
-                hint = "The two outputs do not weigh the same: a part whose scores are larger has the larger share of the softmax."
+                hint = (
+                    "The two outputs do not weigh the same: a part whose scores are larger has "
+                    "the larger share of the softmax."
+                )
             elif _far(out, flash.merge(o1, lse2, o2, lse1)[0]) < 1e-9:
                 hint = "The shares are swapped: the part with the larger lse has the larger one."
             elif _far(out, o1 + o2) < 1e-9:
-                hint = "Each output is normalized over its own keys, so each is a mean already; the sum of two means is twice too much."
+                hint = (
+                    "Each output is normalized over its own keys, so each is a mean already; "
+                    "the sum of two means is twice too much."
+                )
             else:
-                hint = "Each part's share of the whole is exp(its lse) / (exp(lse1) + exp(lse2)), row by row."
+                hint = (
+                    "Each part's share of the whole is exp(its lse) / (exp(lse1) + exp(lse2)), "
+                    "row by row."
+                )
             raise Failed(f"{name}: off by {_far(out, exact):.3g}", hint)
     return "2 cases"
 
@@ -280,8 +314,10 @@ def _nothing(attempt: Merge) -> str:
         found = _merged(attempt, *parts)
         if any(_far(mine, right) > 1e-9 for mine, right in zip(found, exact, strict=True)):
             raise Failed(
-                f"{name} saw no key (out 0, lse −inf): you return {found[0].flatten()[0].item():.3g} and {found[1].flatten()[0].item():.3g}",
-                "A causal mask can leave a part without keys. −inf − (−inf) is NaN, 0/0 too: the answer of two empty parts is 0 and −inf.",
+                f"{name} saw no key (out 0, lse −inf): you return "
+                f"{found[0].flatten()[0].item():.3g} and {found[1].flatten()[0].item():.3g}",
+                "A causal mask can leave a part without keys. −inf − (−inf) is NaN, 0/0 too: "
+                "the answer of two empty parts is 0 and −inf.",
             )
     return "one empty part, two empty parts"
 
@@ -304,7 +340,8 @@ def _gradient(attempt: Merge) -> str:
     if any(g is None or _far(g, e) > 1e-9 for g, e in zip(mine, exact, strict=True)):
         raise Failed(
             "the gradients of q, k and v through your merge are wrong",
-            "The weights depend on lse, so lse needs its gradient: no detach() on what remains in the result.",
+            "The weights depend on lse, so lse needs its gradient: no detach() on what remains in "
+            "the result.",
         )
     return "q, k and v"
 
@@ -324,9 +361,12 @@ MERGE = Exercise(
         Property("gradients", _gradient),
     ),
     hints=(
-        "lse says how much a part weighs: exp(lse) is the denominator that its output was divided by.",
-        "Undo both divisions, add, divide by the sum of both denominators. Subtract the larger lse from both before the exponential.",
-        "Where both lse are −inf, subtract some finite number instead, and divide by 1 instead of 0.",
+        "lse says how much a part weighs: exp(lse) is the denominator that its output was divided "
+        "by.",
+        "Undo both divisions, add, divide by the sum of both denominators. "
+        "Subtract the larger lse from both before the exponential.",
+        "Where both lse are −inf, subtract some finite number instead, and divide by 1 instead of "
+        "0.",
     ),
 )
 
@@ -375,7 +415,8 @@ def _attends(
                 or _far(lse[:, :, i], exact_lse[:, :, i]) > 1e-9
             ]
             raise Failed(
-                f"{name}: {s_q} quer{'y' if s_q == 1 else 'ies'}, {s_k} keys: wrong in {'query' if len(rows) == 1 else 'queries'} {', '.join(map(str, rows))}",
+                f"{name}: {s_q} quer{'y' if s_q == 1 else 'ies'}, {s_k} keys: "
+                f"wrong in {'query' if len(rows) == 1 else 'queries'} {', '.join(map(str, rows))}",
                 hint(lse, exact_lse, s_q, s_k),
             )
     return ", ".join(shapes)
@@ -399,12 +440,24 @@ def _cache(attempt: Attend) -> str:
     def hint(lse: Tensor, exact: Tensor, s_q: int, s_k: int) -> str:
         seen = _keys_seen(lse, s_q, s_k)
         if seen(0):
-            return "The new token saw key 0 alone: its row number is 0, but it stands at the end of the cache. The last query sees the last key."
+            return (
+                "The new token saw key 0 alone: its row number is 0, but it stands at the end of "
+                "the cache. The last query sees the last key."
+            )
         if seen(s_q - s_k):
-            return "The offset has the wrong sign: it is s_k − s_q, the number of keys that came before the first query."
+            return (
+                "The offset has the wrong sign: it is s_k − s_q, the number of keys that came "
+                "before the first query."
+            )
         if (lse <= exact + 1e-12).all():
-            return "The mask is right and keys are missing: the loop leaves before it has reached them. Its test needs the same offset as the mask."
-        return "Queries are the last s_q positions of a sequence of s_k: query i stands at position i + s_k − s_q."
+            return (
+                "The mask is right and keys are missing: the loop leaves before it has reached "
+                "them. Its test needs the same offset as the mask."
+            )
+        return (
+            "Queries are the last s_q positions of a sequence of s_k: "
+            "query i stands at position i + s_k − s_q."
+        )
 
     return _attends(
         attempt, {"one new token": (1, 8), "three new tokens": (3, 8), "five": (5, 9)}, hint
@@ -413,7 +466,10 @@ def _cache(attempt: Attend) -> str:
 
 def _more_queries(attempt: Attend) -> str:
     def hint(lse: Tensor, exact: Tensor, s_q: int, s_k: int) -> str:
-        return "The first queries come before every key: their output is 0 and their lse −inf, without a NaN on the way."
+        return (
+            "The first queries come before every key: their output is 0 and their lse −inf, "
+            "without a NaN on the way."
+        )
 
     return _attends(attempt, {"more queries than keys": (8, 5)}, hint)
 
@@ -431,9 +487,12 @@ HUNT = Exercise(
         Property("more queries than keys", _more_queries),
     ),
     hints=(
-        "Every test of the author had as many queries as keys. What is the position of the first query if there are 8 keys and 1 query?",
-        "Two lines compare a column with a row. Both compare positions, and a row's position is not its number.",
-        "offset = s_k − s_q; mask columns > rows + offset, and leave the loop when columns[0] > rows[-1] + offset.",
+        "Every test of the author had as many queries as keys. What is the position of the first "
+        "query if there are 8 keys and 1 query?",
+        "Two lines compare a column with a row. Both compare positions, and a row's position is "
+        "not its number.",
+        "offset = s_k − s_q; mask columns > rows + offset, and leave the loop when columns[0] > "
+        "rows[-1] + offset.",
     ),
 )
 

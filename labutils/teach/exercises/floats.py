@@ -1,4 +1,4 @@
-"""Exercises of lab 01: decode, encode, a sum that does not stall, and a cast that rounds twice."""
+"""Decode, encode, a sum that does not stall, and a cast that rounds twice."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -44,9 +44,15 @@ def _normals(attempt: Decode) -> str:
         _, exponent, mantissa, _ = fmt.fields(code)
         fraction = mantissa / 2**fmt.mantissa_bits
         if got == math.ldexp(fraction, exponent - fmt.bias):
-            return "The fraction alone is missing something: a normal number has a 1 in front that no bit stores."
+            return (
+                "The fraction alone is missing something: a normal number has a 1 in front that "
+                "no bit stores."
+            )
         if got == math.ldexp(1 + fraction, exponent):
-            return f"The exponent field is stored with a bias: {fmt.name} subtracts {fmt.bias} from it."
+            return (
+                f"The exponent field is stored with a bias: {fmt.name} subtracts {fmt.bias} from "
+                "it."
+            )
         return "A normal number is (1 + mantissa/2^mantissa_bits) · 2^(exponent − bias)."
 
     cases = [(FP16, range(0x400, 0x7C00, 97)), (E4M3, range(8, 120)), (MINE, range(16, 112))]
@@ -72,10 +78,19 @@ def _subnormals(attempt: Decode) -> str:
         step = math.ldexp(1.0, fmt.min_exponent - fmt.mantissa_bits)
         mantissa = fmt.fields(code).mantissa
         if got == 0:
-            return "Exponent field 0 is not zero as a whole: these codes fill the gap between 0 and the smallest normal number."
+            return (
+                "Exponent field 0 is not zero as a whole: these codes fill the gap between 0 and "
+                "the smallest normal number."
+            )
         if got == mantissa * step / 2:
-            return "Subnormals share the exponent of the smallest normal number, 1 − bias and not 0 − bias: else a gap stays open."
-        return "Exponent field 0 has no leading 1: the value is mantissa/2^mantissa_bits · 2^(1 − bias)."
+            return (
+                "Subnormals share the exponent of the smallest normal number, 1 − bias and not 0 "
+                "− bias: else a gap stays open."
+            )
+        return (
+            "Exponent field 0 has no leading 1: the value is mantissa/2^mantissa_bits · 2^(1 − "
+            "bias)."
+        )
 
     cases = [(E4M3, range(1, 8)), (FP16, range(1, 0x400, 31)), (MINE, range(1, 16))]
     return f"{sum(_decodes(attempt, fmt, codes, hint) for fmt, codes in cases)} codes"
@@ -85,7 +100,10 @@ def _ieee_specials(attempt: Decode) -> str:
     def hint(fmt, code, got):
         if abs(got) == abs(fmt.decode(code)):
             return "Infinity has a sign, too."
-        return "In an IEEE format the top exponent is special: mantissa 0 is infinity, everything else NaN."
+        return (
+            "In an IEEE format the top exponent is special: mantissa 0 is infinity, "
+            "everything else NaN."
+        )
 
     cases = [
         (FP16, [0x7C00, 0xFC00, 0x7C01, 0x7E00]),
@@ -98,7 +116,10 @@ def _ieee_specials(attempt: Decode) -> str:
 def _e4m3_specials(attempt: Decode) -> str:
     def hint(fmt, code, got):
         if math.isnan(got) or math.isinf(got):
-            return "e4m3 has no infinity and takes its top exponent back: seven more magnitudes, 256 to 448. Look at fmt.inf and fmt.nan."
+            return (
+                "e4m3 has no infinity and takes its top exponent back: seven more magnitudes, "
+                "256 to 448. Look at fmt.inf and fmt.nan."
+            )
         return "nan='all_ones': in e4m3 the code whose exponent and mantissa bits are all 1 is NaN."
 
     return f"{_decodes(attempt, E4M3, [*range(120, 128), 255], hint)} codes"
@@ -119,9 +140,12 @@ DECODE = Exercise(
         Property("e4m3's own corners", _e4m3_specials),
     ),
     hints=(
-        "fmt.fields(code) cuts the code into sign, exponent field and mantissa field, and says which kind of value they make.",
-        "normal: (1 + mantissa / 2**M) · 2**(exponent − bias). subnormal: (0 + mantissa / 2**M) · 2**(1 − bias).",
-        "math.ldexp(f, e) is f · 2**e without rounding; −0.0 needs the sign put on after the magnitude is known.",
+        "fmt.fields(code) cuts the code into sign, exponent field and mantissa field, "
+        "and says which kind of value they make.",
+        "normal: (1 + mantissa / 2**M) · 2**(exponent − bias). subnormal: (0 + mantissa / 2**M) "
+        "· 2**(1 − bias).",
+        "math.ldexp(f, e) is f · 2**e without rounding; −0.0 needs the sign put on after the "
+        "magnitude is known.",
     ),
 )
 
@@ -140,9 +164,15 @@ def _encodes(attempt: Encode, fmt: FloatFormat, numbers: Sequence[float], hint: 
         if got != exact and not fmt.fields(got).kind == fmt.fields(exact).kind == "nan":
             yours, right = (f"{fmt.bit_string(code)} ({fmt.decode(code)})" for code in (got, exact))
             if got ^ exact == 1 << fmt.exponent_bits + fmt.mantissa_bits:
-                hint = "All but the sign is right: its bit stands above those of exponent and mantissa."
+                hint = (
+                    "All but the sign is right: its bit stands above those of exponent and "
+                    "mantissa."
+                )
             if x == 0:
-                hint = "Zero lies between no two powers of two, and math.frexp(0) says exponent 0 all the same: all its bits are 0, but for the sign."
+                hint = (
+                    "Zero lies between no two powers of two, and math.frexp(0) says exponent 0 "
+                    "all the same: all its bits are 0, but for the sign."
+                )
             raise Failed(f"{fmt.name}, x = {x}: you gave {yours}, it is {right}", hint)
     return len(numbers)
 
@@ -165,7 +195,8 @@ def _inside(fmt: FloatFormat, place: float) -> list[float]:
 def _grid(attempt: Encode) -> str:
     count = _encodes(
         attempt, E4M3, [v for v in E4M3.representable() if abs(v) >= E4M3.min_normal],
-        "This number is a value of the format, nothing is to be rounded: read the fields of the right answer.",
+        "This number is a value of the format, nothing is to be rounded: "
+        "read the fields of the right answer.",
     )  # fmt: skip
     return f"{count} values"
 
@@ -181,7 +212,10 @@ def _nearer(attempt: Encode) -> str:
 
 
 def _ties(attempt: Encode) -> str:
-    hint = "Halfway between two values: the one with the even significand (last bit 0) wins, so that errors cancel in the long run."
+    hint = (
+        "Halfway between two values: the one with the even significand (last bit 0) wins, "
+        "so that errors cancel in the long run."
+    )
     return (
         f"{sum(_encodes(attempt, fmt, _inside(fmt, 0.5), hint) for fmt in (E4M3, MINE, FP16))} ties"
     )
@@ -197,15 +231,20 @@ def _carries(attempt: Encode) -> str:
 
 
 def _small(attempt: Encode) -> str:
-    hint = "Below the smallest normal number the gap stays what it is there; the exponent field is 0. Half the smallest subnormal is a tie and goes to zero."
+    hint = (
+        "Below the smallest normal number the gap stays what it is there; "
+        "the exponent field is 0. Half the smallest subnormal is a tie and goes to zero."
+    )
     step = E4M3.min_subnormal
     numbers = [step * k / 4 for k in range(33)] + [-step * k for k in range(1, 9)]
-    return f"{_encodes(attempt, E4M3, numbers, hint) + _encodes(attempt, FP16, [1e-8, 3e-8, 6e-8, 1e-5], hint)} numbers"
+    count = _encodes(attempt, E4M3, numbers, hint)
+    return f"{count + _encodes(attempt, FP16, [1e-8, 3e-8, 6e-8, 1e-5], hint)} numbers"
 
 
 def _large(attempt: Encode) -> str:
     hint = (
-        "Overflow is decided after rounding, as if the exponent had no end: up to half a gap above max still rounds down to max. "
+        "Overflow is decided after rounding, as if the exponent had no end: "
+        "up to half a gap above max still rounds down to max. "
         "What lies beyond goes to inf, or to NaN where a format has no inf."
     )
     count = _encodes(attempt, FP16, [65504, 65505, 65519.99, 65520, 1e9, -7e4], hint)
@@ -217,7 +256,8 @@ ENCODE = Exercise(
     title="Write the cast",
     minutes=20,
     difficulty=2,
-    proves="you can round any number into any format: to nearest, ties to even, subnormals and overflow included",
+    proves=("you can round any number into any format: to nearest, ties to even, subnormals and "
+    "overflow included"),
     reference=FloatFormat.encode,
     properties=(
         Property("values of the format", _grid),
@@ -228,10 +268,14 @@ ENCODE = Exercise(
         Property("overflow", _large),
     ),
     hints=(
-        "Between which powers of two is |x|? math.frexp(|x|) gives m and e with |x| = m · 2**e and 0.5 ≤ m < 1, so its exponent is e − 1.",
-        "Count |x| in gaps: |x| / 2**(exponent − M), the exponent no lower than fmt.min_exponent. Python's round() is nearest-even.",
-        "code = ((exponent − fmt.min_exponent) << M) + significand, the leading 1 left in: it adds the missing 1 to the field.",
-        "Above fmt.encode(fmt.max) lie the specials: ask fmt.inf. The sign is the bit above exponent and mantissa.",
+        "Between which powers of two is |x|? math.frexp(|x|) gives m and e with |x| = m · 2**e "
+        "and 0.5 ≤ m < 1, so its exponent is e − 1.",
+        "Count |x| in gaps: |x| / 2**(exponent − M), the exponent no lower than fmt.min_exponent. "
+        "Python's round() is nearest-even.",
+        "code = ((exponent − fmt.min_exponent) << M) + significand, the leading 1 left in: "
+        "it adds the missing 1 to the field.",
+        "Above fmt.encode(fmt.max) lie the specials: ask fmt.inf. "
+        "The sign is the bit above exponent and mantissa.",
     ),
 )  # fmt: skip
 
@@ -254,7 +298,8 @@ def _ones(attempt: Callable) -> str:
         if (got := _sum_of(attempt, [1.0] * n, fmt)) != n:
             raise Failed(
                 f"{n} ones in {fmt.name}: you got {got:g}",
-                "It stalls where the spacing reaches 2: 1 is then half a gap. Add numbers of the same size to one another, so that none is small.",
+                "It stalls where the spacing reaches 2: 1 is then half a gap. "
+                "Add numbers of the same size to one another, so that none is small.",
             )
     return "three formats"
 
@@ -273,7 +318,8 @@ def _rounded_each(attempt: Callable) -> str:
     if (got := _sum_of(attempt, [256.0, 1.0, 1.0, 1.0], BF16)) != 258:
         raise Failed(
             f"256 + 1 + 1 + 1 in bf16: you got {got:g}, a tree gives 258",
-            "259 is the exact sum, and 260 what it rounds to at the end. That is a good plan for hardware, but here every partial sum has to be a bf16.",
+            "259 is the exact sum, and 260 what it rounds to at the end. "
+            "That is a good plan for hardware, but here every partial sum has to be a bf16.",
         )
     return "256 + 1 + 1 + 1"
 
@@ -284,7 +330,8 @@ def _close(attempt: Callable) -> str:
     error = abs(_sum_of(attempt, terms.tolist(), BF16) - exact) / exact
     if error > bound:
         raise Failed(
-            f"1000 numbers: relative error {error:.1%}, a tree of 10 levels stays below {bound:.1%}",
+            f"1000 numbers: relative error {error:.1%}, a tree of 10 levels stays below "
+            f"{bound:.1%}",
             "How many additions does a term pass through?",
         )
     return f"error {error:.2%}, bound {bound:.1%}"
@@ -305,7 +352,8 @@ PAIRWISE = Exercise(
     ),
     hints=(
         "1 + 1 = 2 is exact, and so is 2 + 2. When would you ever add 1 to 2048?",
-        "Add neighbors: x[0::2] + x[1::2], round, and again, until one number is left. An odd last term waits a level.",
+        "Add neighbors: x[0::2] + x[1::2], round, and again, until one number is left. "
+        "An odd last term waits a level.",
     ),
 )
 
@@ -340,16 +388,19 @@ def _rounded_wrongly(attempt: float) -> str:
     if not _is_tie(middle):
         raise Failed(
             seen,
-            "In float32 this number is not halfway between two fp16 values, so the second rounding sees what the first one saw. Move closer to a tie.",
+            "In float32 this number is not halfway between two fp16 values, so the second "
+            "rounding sees what the first one saw. Move closer to a tie.",
         )
     if middle == attempt:
         raise Failed(
             seen,
-            "An exact tie, and float32 holds it as it is: the two agree. Go a little to one side, so little that float32 does not notice.",
+            "An exact tie, and float32 holds it as it is: the two agree. Go a little to one side, "
+            "so little that float32 does not notice.",
         )
     raise Failed(
         seen,
-        "float32 lost the side you are on, but the tie went your way by luck: to even. Go to the other side, or to the next tie.",
+        "float32 lost the side you are on, but the tie went your way by luck: to even. "
+        "Go to the other side, or to the next tie.",
     )
 
 
@@ -370,9 +421,12 @@ DOUBLE_ROUNDING = Exercise(
         Property("the cast gets it wrong", _rounded_wrongly),
     ),
     hints=(
-        "The cast rounds to float32, then to fp16. The first rounding must turn your number into something the second one misreads.",
-        "What does round-to-nearest-even do with a number exactly halfway between two fp16 values? And just above halfway?",
-        "1 + 2**-11 is halfway between 1 and 1 + 2**-10. float32 cannot see a change smaller than 2**-24 there, float64 can.",
+        "The cast rounds to float32, then to fp16. The first rounding must turn your number into "
+        "something the second one misreads.",
+        "What does round-to-nearest-even do with a number exactly halfway between two fp16 "
+        "values? And just above halfway?",
+        "1 + 2**-11 is halfway between 1 and 1 + 2**-10. float32 cannot see a change smaller than "
+        "2**-24 there, float64 can.",
     ),
 )
 

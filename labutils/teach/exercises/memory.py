@@ -1,4 +1,4 @@
-"""Count a model's parameters from its config.json, predict what attention keeps, and repair a table that forgot how deep a model is."""
+"""Count a config.json's parameters, predict what attention keeps, repair a table without depth."""
 
 import functools
 import math
@@ -32,7 +32,9 @@ def count_parameters(config: Mapping[str, Any]) -> int:
 
 
 def saved_by_attention(b: int, s: int, h: int, a: int, g: int, size: int) -> int:
-    """Bytes that plain causal attention with a query and g key–value heads keeps for its backward pass; `size` bytes a number, no dropout.
+    """Bytes that plain causal attention keeps for its backward pass, without dropout.
+
+    It has a query heads and g key–value heads; a number has `size` bytes.
 
     >>> saved_by_attention(b=1, s=8, h=16, a=4, g=4, size=4) == 4 * (5 * 8 * 16 + 4 * 8 * 8)
     True
@@ -47,14 +49,16 @@ def activation_bytes(b: int, s: int, h: int, a: int, L: int) -> int:
 
 
 LLAMA_3 = dict(
-    model_type="llama", hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32, vocab_size=128256,
+    model_type="llama", hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+    num_key_value_heads=8, num_hidden_layers=32, vocab_size=128256,
     max_position_embeddings=131072, tie_word_embeddings=False,
 )  # fmt: skip
 _LLAMA_2 = {key: value for key, value in LLAMA_3.items() if key != "num_key_value_heads"} | dict(
     intermediate_size=11008, vocab_size=32000
 )
 _QWEN_SMALL = dict(
-    model_type="qwen2", hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2, num_hidden_layers=24, vocab_size=151936,
+    model_type="qwen2", hidden_size=896, intermediate_size=4864, num_attention_heads=14,
+    num_key_value_heads=2, num_hidden_layers=24, vocab_size=151936,
     max_position_embeddings=32768, tie_word_embeddings=True,
 )  # fmt: skip
 _QWEN_7B = _QWEN_SMALL | dict(
@@ -67,7 +71,7 @@ _QWEN_7B = _QWEN_SMALL | dict(
     tie_word_embeddings=False,
 )
 
-# ── parameters ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── parameters ───────────────────────────────────────────────────────────────────────────────────
 
 
 def _counted(attempt: Callable, config: Mapping[str, Any], name: str) -> str:
@@ -77,24 +81,26 @@ def _counted(attempt: Callable, config: Mapping[str, Any], name: str) -> str:
         return name
     h, f, a, g, d, v, L = model.letters("h f a g d v L")
     reasons = {
-        2
-        * h
-        * (a - g)
-        * d
-        * L: "Every query head got a key and a value head of its own. How many does num_key_value_heads give?",
-        parts[
-            "token embedding"
-        ]: "The head counts once more than it should: with tie_word_embeddings it is the embedding itself.",
-        -v
-        * h: "The head is missing, or the embedding: without tie_word_embeddings they are two matrices of the same size.",
+        2 * h * (a - g) * d * L: (
+            "Every query head got a key and a value head of its own. "
+            "How many does num_key_value_heads give?"
+        ),
+        parts["token embedding"]: (
+            "The head counts once more than it should: with tie_word_embeddings it is the "
+            "embedding itself."
+        ),
+        -v * h: (
+            "The head is missing, or the embedding: without tie_word_embeddings they are two "
+            "matrices of the same size."
+        ),
         -h * f * L: "A SwiGLU layer has three matrices: gate, up and down.",
         -(a + 2 * g)
         * d
         * L: "Qwen2 has a bias on queries, keys and values, although config.json does not say so.",
-        -a
-        * d
-        * h
-        * L: "Attention has four matrices: behind queries, keys and values there is the output projection.",
+        -a * d * h * L: (
+            "Attention has four matrices: behind queries, keys and values there is the output "
+            "projection."
+        ),
         -2 * g * d * L: "Qwen2 has a bias on keys and values as well as on queries.",
         a * d * L: "Qwen2 has no bias on the output projection: on queries, keys and values alone.",
         -(2 * L + 1) * h: "Norms have weights: two in every layer, one at the end.",
@@ -107,15 +113,20 @@ def _counted(attempt: Callable, config: Mapping[str, Any], name: str) -> str:
     if not isinstance(got, int) and not (isinstance(got, float) and got.is_integer()):
         raise Failed(
             f"{name}: you return {got!r}",
-            "Return the number of parameters itself: a whole number, not millions or billions of them.",
+            "Return the number of parameters itself: a whole number, not millions or billions of "
+            "them.",
         )
     off = int(got) - right
-    message = f"{name}: you count {int(got):,}, the model has {right:,} parameters, {abs(off):,} too {'many' if off > 0 else 'few'}"
+    message = (
+        f"{name}: you count {int(got):,}, the model has {right:,} parameters, {abs(off):,} too "
+        f"{'many' if off > 0 else 'few'}"
+    )
     raise Failed(
         message,
         reasons.get(
             off,
-            f"Its parts: {', '.join(f'{part} {amount:,}' for part, amount in parts.items() if amount)}.",
+            "Its parts: "
+            f"{', '.join(f'{part} {amount:,}' for part, amount in parts.items() if amount)}.",
         ),
     )
 
@@ -137,13 +148,15 @@ PARAMETERS = Exercise(
         Property("Qwen2 7B", lambda attempt: _counted(attempt, _QWEN_7B, "Qwen2 7B")),
     ),
     hints=(
-        "A layer: queries and output h·h, keys and values h·(g·d) each, three matrices of h·f, two norms of h. "
+        "A layer: queries and output h·h, keys and values h·(g·d) each, three matrices of h·f, "
+        "two norms of h. "
         "g is num_key_value_heads, or a where the file has none; d is h / a.",
-        "Outside: the embedding v·h, a last norm h, and a head v·h unless it is tied. Qwen2 adds a bias of (a + 2g)·d to every layer.",
+        "Outside: the embedding v·h, a last norm h, and a head v·h unless it is tied. "
+        "Qwen2 adds a bias of (a + 2g)·d to every layer.",
     ),
 )
 
-# ── attention ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── attention ────────────────────────────────────────────────────────────────────────────────────
 
 _SIZES = [
     dict(b=1, s=14, h=16, a=4, g=4),
@@ -171,15 +184,28 @@ def _agrees(attempt: Callable, sizes: dict[str, int], size: int) -> None:
     b, s, h, a, g = sizes.values()
     sbh, scores, narrow = size * s * b * h, size * a * s * s * b, size * s * b * (h // a) * g
     reasons = {
-        sbh: "One tensor of sbh too many: what the output projection makes is not kept, for nothing in attention reads it again.",
+        sbh: (
+            "One tensor of sbh too many: what the output projection makes is not kept, "
+            "for nothing in attention reads it again."
+        ),
         scores: "The softmax needs its output, not its input: only one s×s matrix a head is kept.",
         2 * (sbh - narrow): "Keys and values have g heads, not a.",
         2 * sbh: "Queries, keys and values read the same tensor. It is kept once.",
-        -sbh: "Three tensors of sbh are kept: the common input, the queries, and what the output projection reads.",
-        -2
-        * narrow: "The two matrix products need both factors: keys and values are kept as well as queries.",
-        -scores: "The weights after softmax are kept: softmax needs them, and so does the product with the values.",
-        right: "Twice as much: `size` is the bytes of a number. Do you count four where there are two?",
+        -sbh: (
+            "Three tensors of sbh are kept: the common input, the queries, and what the output "
+            "projection reads."
+        ),
+        -2 * narrow: (
+            "The two matrix products need both factors: keys and values are kept as well as "
+            "queries."
+        ),
+        -scores: (
+            "The weights after softmax are kept: softmax needs them, and so does the product with "
+            "the values."
+        ),
+        right: (
+            "Twice as much: `size` is the bytes of a number. Do you count four where there are two?"
+        ),
         right // size - right: "You count numbers. How many bytes has each?",
         -scores
         // 2: "The mask makes half of the scores 0, but an s×s matrix keeps its zeros as well.",
@@ -187,13 +213,14 @@ def _agrees(attempt: Callable, sizes: dict[str, int], size: int) -> None:
         -scores
         * (a - g)
         // a: "Every query head has an s×s matrix of its own, also those that share a key.",
-        size
-        * (
-            2 * h * h + 2 * h * (h // a) * g
-        ): "Weights are there anyway, whatever is computed: they are model states, not activations.",
-        s * b * h * 11
-        + 5 * a * s * s * b
-        - right: "That is the paper's line for attention, 11sbh + 5as²b: it counts dropout, and two bytes a number.",
+        size * (2 * h * h + 2 * h * (h // a) * g): (
+            "Weights are there anyway, whatever is computed: they are model states, "
+            "not activations."
+        ),
+        s * b * h * 11 + 5 * a * s * s * b - right: (
+            "That is the paper's line for attention, 11sbh + 5as²b: it counts dropout, "
+            "and two bytes a number."
+        ),
     }
     told = ", ".join(f"{name} = {value}" for name, value in sizes.items())
     off = got - right if isinstance(got, int) else None
@@ -205,7 +232,8 @@ def _agrees(attempt: Callable, sizes: dict[str, int], size: int) -> None:
         message,
         reasons.get(
             off,
-            "Go through the forward pass: which tensors does the backward pass of each product and of softmax read?",
+            "Go through the forward pass: which tensors does the backward pass of each product "
+            "and of softmax read?",
         ),
     )
 
@@ -227,12 +255,14 @@ SAVED = Exercise(
         Property("bf16", _agree(_SIZES, size=2)),
     ),
     hints=(
-        "y = W·x needs x for the gradient of W. C = A·B needs A and B. softmax needs its output. Adding the causal mask and dividing by a number need nothing.",
-        "Kept are: x, q, k, v, the softmax, and the input of the output projection. Which of them have g heads, and which have s×s entries?",
+        "y = W·x needs x for the gradient of W. C = A·B needs A and B. softmax needs its output. "
+        "Adding the causal mask and dividing by a number need nothing.",
+        "Kept are: x, q, k, v, the softmax, and the input of the output projection. "
+        "Which of them have g heads, and which have s×s entries?",
     ),
 )
 
-# ── the table ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the table ────────────────────────────────────────────────────────────────────────────────────
 
 _TABLE = {
     "22B": dict(b=4, s=2048, h=6144, a=64, L=48),
@@ -262,12 +292,10 @@ def _table(attempt: Callable, sizes: dict[str, int], name: str) -> str:
         * (
             32 * s * b * h + square
         ): "The two dropout masks of sbh count one byte each: 34, not 32.",
-        L
-        * s
-        * b
-        * (
-            34 * h + 5 * a
-        ): "The scores are s×s: a factor s is lost. The printed formula has 5·a/h where 5·a·s/h belongs.",
+        L * s * b * (34 * h + 5 * a): (
+            "The scores are s×s: a factor s is lost. The printed formula has 5·a/h where 5·a·s/h "
+            "belongs."
+        ),
         L
         * (36 * s * b * h + 6 * a * s * s * b): "The paper's dropout masks take one byte, not two.",
         L * linear: "The attention scores are missing: five bytes for each of a·s² scores.",

@@ -1,4 +1,4 @@
-"""Step half weights, move a loss scale, and repair a training step whose loss goes down all the same."""
+"""Step half-precision weights, move a loss scale, and repair a step that trains all the same."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from labutils.precision import LossScaler, MasterWeights
 from labutils.teach.exercises import Exercise, Failed, Property
 
-# ── half weights ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── half weights ─────────────────────────────────────────────────────────────────────────────────
 
 _BF16 = torch.bfloat16
 
@@ -17,7 +17,7 @@ _BF16 = torch.bfloat16
 def _stepped(
     attempt: Callable, start: Sequence[float], gradients: Sequence[Sequence[float]], lr: float
 ) -> Tensor:
-    """What the attempt makes of these weights, after checking that it is what it should be at all."""
+    """What the attempt makes of these weights: a tensor of their shape."""
     weights = torch.tensor(start, dtype=_BF16)
     found = attempt(
         weights.clone(), [torch.tensor(gradient, dtype=_BF16) for gradient in gradients], lr
@@ -35,7 +35,8 @@ def _half_again(attempt: Callable) -> str:
     if found.dtype != _BF16:
         raise Failed(
             f"the weights come back as {found.dtype}",
-            "The next forward pass wants half weights: round the fp32 copy into them, and keep the copy.",
+            "The next forward pass wants half weights: round the fp32 copy into them, "
+            "and keep the copy.",
         )
     return "bfloat16"
 
@@ -46,7 +47,8 @@ def _long_steps(attempt: Callable) -> str:
         expected = torch.tensor([1.0 - lr * 0.5, -2.0 - lr * 1.5])
         if not torch.equal(found.float(), expected):
             raise Failed(
-                f"lr = {lr}: from 1 and −2 with gradients (1, 0.5), then (−0.5, 1) to {found.tolist()}, it is {expected.tolist()}",
+                f"lr = {lr}: from 1 and −2 with gradients (1, 0.5), then (−0.5, 1) "
+                f"to {found.tolist()}, it is {expected.tolist()}",
                 "One step of SGD: master −= lr · gradient, for every gradient in turn.",
             )
     return "2 learning rates"
@@ -61,14 +63,15 @@ def _short_steps(attempt: Callable) -> str:
             stuck = "it has not moved" if found == start else f"it is {found:g}"
             raise Failed(
                 f"{steps} steps of {lr:g} from {start:g}: {stuck}, and should be about {target:g}",
-                "In 16 bits a step below half a gap is rounded away, each time anew, and a sum of gradients stands still too. Keep *one* fp32 copy over all "
+                "In 16 bits a step below half a gap is rounded away, each time anew, and a sum of "
+                "gradients stands still too. Keep *one* fp32 copy over all "
                 "steps, add each step to that, and never read it back from the half weights.",
             )
     return f"{len(cases)} runs"
 
 
 def _once_rounded(attempt: Callable) -> str:
-    """The half weights are the fp32 path rounded once; gradients are widened before they meet the learning rate."""
+    """The weights are the fp32 path rounded once; gradients are widened first."""
     draw = torch.Generator().manual_seed(0)
     start, gradients = (
         torch.randn(64, generator=draw).bfloat16(),
@@ -82,7 +85,8 @@ def _once_rounded(attempt: Callable) -> str:
     if off > 3:  # a last digit of fp32 may differ by how the step is written
         raise Failed(
             f"64 weights, 30 steps: {off} of them are not the fp32 result rounded once",
-            "Make the gradient fp32 *before* you multiply it with the learning rate: lr · gradient in bf16 is rounded a second time.",
+            "Make the gradient fp32 *before* you multiply it with the learning rate: "
+            "lr · gradient in bf16 is rounded a second time.",
         )
     return "64 weights"
 
@@ -111,12 +115,13 @@ MASTER = Exercise(
         Property("rounded once", _once_rounded),
     ),
     hints=(
-        "Before the loop: one copy, weights.float(). The loop touches only the copy. After it: .to(weights.dtype).",
+        "Before the loop: one copy, weights.float(). The loop touches only the copy. After it: "
+        ".to(weights.dtype).",
         "Inside the loop: master -= lr * gradient.float().",
     ),
 )
 
-# ── the scale ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the scale ────────────────────────────────────────────────────────────────────────────────────
 
 
 def scales(finite: Sequence[bool], start: float, interval: int) -> list[float]:
@@ -141,12 +146,14 @@ def _moved(
     if not isinstance(found, (list, tuple)) or len(found) != len(expected):
         raise Failed(
             f"steps {pattern}: returned {found!r}",
-            f"{len(pattern)} steps have {len(expected)} scales: one before each, and one after the last.",
+            f"{len(pattern)} steps have {len(expected)} scales: one before each, and one after "
+            "the last.",
         )
     for k, (mine, right) in enumerate(zip(found, expected, strict=True)):
         if mine != right:
             raise Failed(
-                f"growth interval {interval}, steps {pattern} (x: an inf): the scale number {k} is {mine:g}, it should be {right:g}",
+                f"growth interval {interval}, steps {pattern} (x: an inf): "
+                f"the scale number {k} is {mine:g}, it should be {right:g}",
                 hint,
             )
 
@@ -174,7 +181,8 @@ def _in_a_row(attempt: Callable) -> str:
             attempt,
             pattern,
             3,
-            "Good steps count *in a row*: one with an inf sets the count to 0, or the scale climbs straight back to what overflowed.",
+            "Good steps count *in a row*: one with an inf sets the count to 0, or the scale "
+            "climbs straight back to what overflowed.",
         )
     return "3 patterns"
 
@@ -193,11 +201,12 @@ SCALE = Exercise(
     ),
     hints=(
         "Two variables go through the loop: the scale, and the number of good steps in a row.",
-        "An inf: scale /= 2, count = 0. A good step: count += 1, and at `interval` scale *= 2, count = 0.",
+        "An inf: scale /= 2, count = 0. A good step: count += 1, and at `interval` scale *= 2, "
+        "count = 0.",
     ),
 )
 
-# ── the bug hunt ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the bug hunt ─────────────────────────────────────────────────────────────────────────────────
 
 
 class _Bowl:
@@ -238,10 +247,14 @@ def _plain_step(attempt: Callable) -> str:
         bowl.step(attempt)
         if not torch.allclose(bowl.weight, torch.zeros(2)):
             raise Failed(
-                f"scale {scale:g}: a step of length 1 along the gradient leads from (3, 4) to {[round(x, 3) for x in bowl.weight.tolist()]}, not to (0, 0)",
+                f"scale {scale:g}: a step of length 1 along the gradient leads from (3, 4) "
+                f"to {[round(x, 3) for x in bowl.weight.tolist()]}, not to (0, 0)",
                 "Gradients carry the scale until unscale_(); what steps must not."
                 if bowl.weight.abs().max() > 4
-                else "They were divided by the scale once too often. Scale the loss; unscale once; update() comes last, after it step() would unscale anew.",
+                else (
+                    "They were divided by the scale once too often. Scale the loss; unscale once; "
+                    "update() comes last, after it step() would unscale anew."
+                ),
             )
     return "2 scales"
 
@@ -253,10 +266,15 @@ def _clipped(attempt: Callable) -> str:
         moved = (bowl.weight.detach() - torch.tensor([3.0, 4.0])).norm().item()
         if abs(moved - 2.5) > 1e-4:
             raise Failed(
-                f"scale {scale:g}: a gradient of length 5, clipped to 2.5, moves the weights by {moved:.4g}",
-                "Clipping has to see true gradients: unscale_() first. Clipped before, they are 2.5 / scale long afterwards."
+                f"scale {scale:g}: a gradient of length 5, clipped to 2.5, moves the weights by "
+                f"{moved:.4g}",
+                "Clipping has to see true gradients: unscale_() first. "
+                "Clipped before, they are 2.5 / scale long afterwards."
                 if moved < 2.5
-                else "What steps is longer than max_norm: clip_grad_norm_, the norm of all gradients together, between unscale_() and step().",
+                else (
+                    "What steps is longer than max_norm: clip_grad_norm_, the norm of all "
+                    "gradients together, between unscale_() and step()."
+                ),
             )
     return "2 scales"
 
@@ -276,7 +294,8 @@ def _skipped(attempt: Callable) -> str:
     if not kept:
         raise Failed(
             f"a gradient of inf: the weights go from {before.tolist()} to {bowl.weight.tolist()}",
-            "scaler.step(optimizer) leaves the step out when it found an inf or NaN; optimizer.step() does not, and Adam's moments never forget a NaN.",
+            "scaler.step(optimizer) leaves the step out when it found an inf or NaN; "
+            "optimizer.step() does not, and Adam's moments never forget a NaN.",
         )
     return "weights and momentum as before"
 
@@ -313,7 +332,9 @@ HUNT = Exercise(
     title="Bug hunt: a step that clips",
     minutes=15,
     difficulty=2,
-    proves="you know the order of scale, unscale, clip, step, update, and what each wrong order does",
+    proves=(
+        "you know the order of scale, unscale, clip, step, update, and what each wrong order does"
+    ),
     reference=step,
     properties=(
         Property("a plain step", _plain_step),
@@ -323,7 +344,8 @@ HUNT = Exercise(
         Property("the scale moves", _moves),
     ),
     hints=(
-        "Follow one gradient: by how much is it multiplied when it is clipped, and when it is stepped?",
+        "Follow one gradient: by how much is it multiplied when it is clipped, and when it is "
+        "stepped?",
         "backward → unscale_ → clip → scaler.step (not optimizer.step) → update.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of lab 00: tokens in a step, the step that runs out of memory, and a counter that counts too much."""
+"""Tokens in a step, the step that runs out of memory, and a counter that counts too much."""
 
 import functools
 
@@ -63,7 +63,8 @@ def _accumulated(attempt) -> str:
     got = attempt(2, 4, 1, 4096)
     if got != 32768:
         hint = (
-            "Did you leave out gradient accumulation? The optimizer steps once after all accumulated micro-batches."
+            "Did you leave out gradient accumulation? The optimizer steps once after all "
+            "accumulated micro-batches."
             if got == 8192
             else "Every micro-batch adds the same."
         )
@@ -79,7 +80,8 @@ def _many_ranks(attempt) -> str:
         got = attempt(2, 4, dp, 4096)
         if got != 32768 * dp:
             hint = (
-                "Data-parallel ranks read different sequences, and one optimizer step learns from all of them."
+                "Data-parallel ranks read different sequences, and one optimizer step learns from "
+                "all of them."
                 if got == 32768
                 else "Every rank adds the same."
             )
@@ -104,7 +106,10 @@ def _expect(attempt, expected: int | None, why: str, **case: int) -> None:
 
 def _roomy(attempt) -> str:
     case = dict(weights=1 * _MB, state=2 * _MB, working=20 * _MB, temporary=1 * _MB)
-    why = "Peaks do not add up: activations are gone when the optimizer steps, and when they are fullest there is hardly a gradient yet."
+    why = (
+        "Peaks do not add up: activations are gone when the optimizer steps, and when they are "
+        "fullest there is hardly a gradient yet."
+    )
     _expect(attempt, None, why, **case, capacity=23 * _MB + _MB // 2)
     _expect(
         attempt,
@@ -121,17 +126,24 @@ def _activations_first(attempt) -> str:
     _expect(
         attempt,
         1,
-        "Activations alone, on top of the weights, are more than there is: even the first backward pass does not fit.",
+        "Activations alone, on top of the weights, are more than there is: "
+        "even the first backward pass does not fit.",
         **case,
         capacity=20 * _MB,
     )
-    why = "When is optimizer state allocated? Not before the first step() asks for it: the first backward pass runs without it, the second with it."
+    why = (
+        "When is optimizer state allocated? Not before the first step() asks for it: "
+        "the first backward pass runs without it, the second with it."
+    )
     _expect(attempt, 2, why, **case, capacity=22 * _MB)
     return "a capacity below both peaks, and one between them"
 
 
 def _optimizer_first(attempt) -> str:
-    why = "The optimizer's own step is a peak too: weights, gradients, state and its temporary tensors are alive together, in step 1 already."
+    why = (
+        "The optimizer's own step is a peak too: weights, gradients, state and its temporary "
+        "tensors are alive together, in step 1 already."
+    )
     for capacity in (4 * _MB, 4 * _MB + 500_000):
         _expect(
             attempt,
@@ -215,7 +227,8 @@ def _real(attempt) -> str:
             _expect(
                 attempt,
                 expected,
-                f"Measured on a small GPT with a batch of {batch}: its steps peaked at {first:,} and {second:,} bytes.",
+                f"Measured on a small GPT with a batch of {batch}: its steps peaked at {first:,} "
+                f"and {second:,} bytes.",
                 **case,
                 capacity=capacity,
             )
@@ -260,15 +273,20 @@ def _untied(attempt) -> str:
     hints = {
         -4
         * tensors: f"{tensors} tensors, 4 bytes each: Adam keeps a step counter with every tensor.",
-        -4
-        * psi: "4 bytes for each parameter: are the gradients in your count, or one of Adam's two moments missing?",
+        -4 * psi: (
+            "4 bytes for each parameter: are the gradients in your count, or one of Adam's two "
+            "moments missing?"
+        ),
     }
     return _counted(attempt, gpt, optimizer, "an untied GPT after one step", hints)
 
 
 def _before(attempt) -> str:
     gpt, optimizer = _adam(tied=False, stepped=False)
-    why = "Nothing has been trained yet: gradients come with the first backward(), Adam's state with the first step(). Count what is there, not what will be."
+    why = (
+        "Nothing has been trained yet: gradients come with the first backward(), Adam's state "
+        "with the first step(). Count what is there, not what will be."
+    )
     psi, tensors = gpt.config.num_params, len(list(gpt.parameters()))
     return _counted(
         attempt,
@@ -282,7 +300,10 @@ def _before(attempt) -> str:
 def _tied(attempt) -> str:
     gpt, optimizer = _adam(tied=True)
     embedding = gpt.tokens.weight.numel()
-    why = "Which tensor takes exactly that much, with its gradient and its state? And how often does your count meet it?"
+    why = (
+        "Which tensor takes exactly that much, with its gradient and its state? "
+        "And how often does your count meet it?"
+    )
     return _counted(
         attempt,
         gpt,
@@ -332,9 +353,12 @@ EXERCISES = (
             Property("a real run", _real),
         ),
         hints=(
-            "Write down what is alive at two moments: when activations are fullest, and while the optimizer steps.",
-            "In step 1 these are weights + working, and weights + gradients + state + temporary. Which of the two changes in step 2, and by what?",
-            "From step 2 on, the state is there during forward and backward as well: weights + state + working.",
+            "Write down what is alive at two moments: when activations are fullest, and while the "
+            "optimizer steps.",
+            "In step 1 these are weights + working, and weights + gradients + state + temporary. "
+            "Which of the two changes in step 2, and by what?",
+            "From step 2 on, the state is there during forward and backward as well: "
+            "weights + state + working.",
         ),
     ),
     Exercise(
@@ -351,8 +375,10 @@ EXERCISES = (
             Property("the same in bf16", _bf16),
         ),
         hints=(
-            "GPT-2 has one thing that the first model of the check has not: `ModelConfig` calls it tied. What does it mean for the tensors?",
-            "Print `[name for name, p in model.named_parameters(remove_duplicate=False) if p is model.tokens.weight]`: how many modules hold the embedding?",
+            "GPT-2 has one thing that the first model of the check has not: "
+            "`ModelConfig` calls it tied. What does it mean for the tensors?",
+            "Print `[name for name, p in model.named_parameters(remove_duplicate=False) "
+            "if p is model.tokens.weight]`: how many modules hold the embedding?",
             "model.parameters() hands out every parameter once, however many modules hold it.",
         ),
     ),

@@ -1,48 +1,22 @@
-"""Shard an optimizer, write the schedule of level 3, and repair a mixed-precision optimizer that passes the test it was written with."""
+"""Shard an optimizer, write the schedule of level 3, repair a mixed-precision optimizer."""
 
 import functools
 import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labutils import units, world, zero
-from labutils.teach.exercises import Exercise, Failed, Property
+from labutils.teach.exercises import Exercise, Failed, Property, _ranks
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-# ── running an attempt ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@functools.cache
-def _ranks(n: int) -> world.World:
-    return world.World(n, engine="threads", timeout=10)
-
-
-def _run(n: int, case: str, program: Callable[[world.Rank], Any]) -> list[Any]:
-    """What the program returned on every rank; whatever went wrong is told as a learner needs it."""
-    try:
-        return _ranks(n).run(program)
-    except (world.DeadlockError, world.MismatchError) as error:
-        raise Failed(
-            f"{case}: {error}",
-            "All ranks make the same collective calls, in the same order, with the same shapes. Shares of unequal length break that: pad to N equal ones.",
-        ) from None
-    except world.RankError as error:
-        if "NotImplementedError" in str(error).splitlines()[0]:
-            raise NotImplementedError from None
-        *_, place, line, _ = ["", *error.traceback.splitlines()]
-        raise Failed(
-            f"{case}: {str(error).splitlines()[0]}",
-            f"It happened in {place.strip()}: {line.strip()}",
-        ) from None
-
-
-def _told(n: int) -> str:
-    return f"{n} rank{'s' * (n > 1)}"
+_SHARES = (
+    "All ranks make the same collective calls, in the same order, with the same shapes. "
+    "Shares of unequal length break that: pad to N equal ones."
+)
 
 
 def _kept(owner: object, *known: Tensor) -> int:
@@ -76,7 +50,7 @@ def _kept(owner: object, *known: Tensor) -> int:
     return total
 
 
-# ── a sharded optimizer ────────────────────────────────────────────────────────────────────────────────────────────
+# ── a sharded optimizer ──────────────────────────────────────────────────────────────────────────
 
 
 def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -92,7 +66,7 @@ def _start(numel: int) -> Tensor:
 
 
 def _slope(numel: int, rank: int, step: int) -> Tensor:
-    """The gradient of one rank in one step: its mean over ranks is no rank's own, and no element of it is zero."""
+    """The gradient of one rank in one step: no element is 0, and the mean is no rank's own."""
     return ((torch.arange(numel, dtype=torch.float64) + step) * (rank + 2)) % 5 + 4 * rank + 1
 
 
@@ -108,7 +82,7 @@ def _plain(n: int, numel: int, make: Make, steps: int) -> Tensor:
 def _stepped(
     attempt: Callable, n: int, numel: int, make: Make, steps: int = 3
 ) -> tuple[list[Tensor], list[int]]:
-    """The weights on every rank after some steps, and the bytes that its optimizer keeps beside weights and gradients."""
+    """Each rank's weights after some steps, and the bytes its optimizer keeps beside w, w.grad."""
 
     def program(rank: world.Rank) -> tuple[Tensor, int]:
         w = nn.Parameter(_start(numel))
@@ -121,8 +95,8 @@ def _stepped(
                 break
         return w.detach().clone(), _kept(optimizer, w, *([] if w.grad is None else [w.grad]))
 
-    case = f"{_told(n)}, {numel} weights"
-    results = _run(n, case, program)
+    case = f"{_ranks.count(n)}, {numel} weights"
+    results = _ranks.run(n, case, program, _SHARES)
     if any(w.shape != (numel,) for w, _ in results):
         raise Failed(
             f"{case}: w has {results[0][0].numel()} elements after a step",
@@ -138,7 +112,9 @@ def _right_weights(attempt: Callable, n: int, numel: int) -> None:
             results, _ = _stepped(attempt, n, numel, make, steps)
             for rank, w in enumerate(results):
                 if not torch.allclose(w, expected, rtol=1e-12, atol=1e-12):
-                    _diagnose(f"{_told(n)}, {numel} weights, {name}", rank, w, n, numel, steps)
+                    _diagnose(
+                        f"{_ranks.count(n)}, {numel} weights, {name}", rank, w, n, numel, steps
+                    )
 
 
 def _diagnose(case: str, rank: int, w: Tensor, n: int, numel: int, steps: int) -> None:
@@ -147,29 +123,50 @@ def _diagnose(case: str, rank: int, w: Tensor, n: int, numel: int, steps: int) -
     own = set(range(*zero.partition(numel, n).bounds(rank)))
     if case.endswith("Adam"):  # SGD came before it
         why = (
-            "With SGD your weights are right. Adam is not linear: a mean of weights, each moved along a rank's own gradient, "
+            "With SGD your weights are right. Adam is not linear: a mean of weights, "
+            "each moved along a rank's own gradient, "
             "is not a step along the mean gradient. Average the gradients, then step."
         )
     elif len(still) == numel:
         why = "No weight moves: `step` has to write the new ones into w itself, w.data.copy_(…)."
     elif steps == 1 and torch.allclose(moved, n * wanted):
-        why = "The update is N times too long: reduce-scatter sums, and the gradient of the whole batch is the mean. Divide by comm.size."
+        why = (
+            "The update is N times too long: reduce-scatter sums, and the gradient of the whole "
+            "batch is the mean. Divide by comm.size."
+        )
     elif steps == 1 and n > 1 and torch.allclose(n * moved, wanted):
-        why = "The update is N times too short: is the gradient divided by N twice, before and after it is summed? (Adam alone would have hidden that.)"
+        why = (
+            "The update is N times too short: is the gradient divided by N twice, "
+            "before and after it is summed? (Adam alone would have hidden that.)"
+        )
     elif still and still == list(range(numel // n * n, numel)):
-        why = f"The last {len(still)} weights never move: {numel} // {n} times {n} is {numel // n * n}. Take ⌈numel / N⌉ for a share and pad the last ones."
+        why = (
+            f"The last {len(still)} weights never move: "
+            f"{numel} // {n} times {n} is {numel // n * n}. Take ⌈numel / N⌉ for a share and pad "
+            "the last ones."
+        )
     elif still and not set(still) & own:
-        why = "This rank's own share is new and the rest is old: all-gather the shares of all ranks into w, every step."
+        why = (
+            "This rank's own share is new and the rest is old: all-gather the shares of all ranks "
+            "into w, every step."
+        )
     elif still:
         why = f"{len(still)} of {numel} weights never move: whose share are they?"
     elif steps == 1 and torch.allclose(
         moved[sorted(own)], -0.125 * _slope(numel, rank, 0)[sorted(own)]
     ):
-        why = "Its share moved along this rank's own gradient: where do the gradients of the other ranks come in?"
+        why = (
+            "Its share moved along this rank's own gradient: where do the gradients of the other "
+            "ranks come in?"
+        )
     else:
-        why = "The plain optimizer steps along the mean of all ranks' gradients. Does your inner one see its share of that, every step?"
+        why = (
+            "The plain optimizer steps along the mean of all ranks' gradients. "
+            "Does your inner one see its share of that, every step?"
+        )
     raise Failed(
-        f"{case}, after {steps} step{'s' * (steps > 1)}: rank {rank} holds other weights than one optimizer on one rank",
+        f"{case}, after {steps} step{'s' * (steps > 1)}: rank {rank} holds other weights than one "
+        "optimizer on one rank",
         why,
     )
 
@@ -190,7 +187,10 @@ def _remainders(attempt: Callable) -> str:
             remedy = (
                 ""
                 if "pad" in failure.hint
-                else f" It works where N divides: {numel} weights on {n} ranks leave a rest. Pad to N equal shares."
+                else (
+                    f" It works where N divides: {numel} weights on {n} ranks leave a rest. "
+                    "Pad to N equal shares."
+                )
             )
             raise Failed(str(failure), failure.hint + remedy) from None
     return f"{len(cases)} cases"
@@ -199,21 +199,28 @@ def _remainders(attempt: Callable) -> str:
 def _state_bytes(attempt: Callable) -> str:
     n, numel = 4, 1000
     _, kept = _stepped(attempt, n, numel, _adam)
-    # Two moments, and room for a copy of the share and its gradient; Adam counts its steps in 4 bytes.
+    # Two moments, room for a copy of the share and its gradient, and Adam's count of steps.
     share, slack = 8 * zero.partition(numel, n).share, 64
     for rank, nbytes in enumerate(kept):
         if nbytes > 4 * share + slack:
             whole = nbytes >= 2 * 8 * numel
             raise Failed(
-                f"{n} ranks, {numel} weights, Adam: rank {rank} keeps {nbytes:,} B beside weights and gradients, its share's moments are {2 * share:,} B",
-                "Your weights are right, and nothing is sharded: every rank has moments for all weights. Give `make` this rank's share alone."
+                f"{n} ranks, {numel} weights, Adam: rank {rank} keeps {nbytes:,} B beside weights "
+                f"and gradients, its share's moments are {2 * share:,} B",
+                "Your weights are right, and nothing is sharded: every rank has moments for all "
+                "weights. Give `make` this rank's share alone."
                 if whole
-                else "Something as long as all weights stays alive from step to step. A view keeps all of what it is a piece of: clone this rank's share.",
+                else (
+                    "Something as long as all weights stays alive from step to step. "
+                    "A view keeps all of what it is a piece of: clone this rank's share."
+                ),
             )
         if nbytes < 2 * share:
             raise Failed(
-                f"{n} ranks, {numel} weights, Adam: rank {rank} keeps {nbytes:,} B, less than the moments of its share, {2 * share:,} B",
-                "Where are the moments? Make the inner optimizer once and keep it as an attribute: one that is made anew in every step forgets them.",
+                f"{n} ranks, {numel} weights, Adam: rank {rank} keeps {nbytes:,} B, less than the "
+                f"moments of its share, {2 * share:,} B",
+                "Where are the moments? Make the inner optimizer once and keep it as an "
+                "attribute: one that is made anew in every step forgets them.",
             )
     return "2 moments of 1/N"
 
@@ -223,27 +230,33 @@ def _step_bytes(attempt: Callable) -> str:
         sent = []
         for steps in (1, 3):
             _stepped(attempt, n, numel, _adam, steps)
-            sent.append(_ranks(n).ledger.by("rank"))
+            sent.append(_ranks.world_of(n).ledger.by("rank"))
         share = 8 * zero.partition(numel, n).share
         for rank in range(n):
             each, least = (sent[1].get(rank, 0) - sent[0].get(rank, 0)) // 2, 2 * (n - 1) * share
             if each > least:
                 times = each / least
                 why = (
-                    "That is an all-reduce and an all-gather, 3Ψ. The all-reduce hands every rank the sums of all shares, and a rank needs those of its own: "
-                    "half of an all-reduce, reduce_scatter, is enough. (The first ZeRO-1 of DeepSpeed did the same.)"
+                    "That is an all-reduce and an all-gather, 3Ψ. The all-reduce hands every rank "
+                    "the sums of all shares, and a rank needs those of its own: "
+                    "half of an all-reduce, reduce_scatter, is enough. "
+                    "(The first ZeRO-1 of DeepSpeed did the same.)"
                     if 1.3 < times < 1.7
-                    else "One reduce_scatter of the gradient and one all_gather of the new weights are enough; nothing else has to travel."
+                    else (
+                        "One reduce_scatter of the gradient and one all_gather of the new weights "
+                        "are enough; nothing else has to travel."
+                    )
                 )
                 raise Failed(
-                    f"{n} ranks, Ψ = {numel} weights of 8 B: rank {rank} sends {each:,} B a step, 2Ψ(N − 1)/N is {least:,} B",
+                    f"{n} ranks, Ψ = {numel} weights of 8 B: rank {rank} sends {each:,} B a step, "
+                    f"2Ψ(N − 1)/N is {least:,} B",
                     why,
                 )
     return "2Ψ(N − 1)/N a step"
 
 
 class _Reference:
-    """The library's own, told like the exercise: one flat parameter, and gradients that are forgotten after the step."""
+    """The library's own, told like the exercise: one flat parameter, no gradient after the step."""
 
     def __init__(self, w: nn.Parameter, comm: world.Comm, make: Make) -> None:
         self.optimizer = zero.Optimizer([w], comm, make, level=2)
@@ -267,13 +280,15 @@ SHARD = Exercise(
         Property("bytes sent", _step_bytes),
     ),
     hints=(
-        "In __init__: zero.partition(w.numel(), N) says how long a share is. Make a parameter of this rank's own share, and give `make` that one alone.",
-        "In step: pad w.grad with zeros to N · share elements; comm.reduce_scatter gives this rank's share of the sum. Divide by N, step the inner optimizer, "
+        "In __init__: zero.partition(w.numel(), N) says how long a share is. "
+        "Make a parameter of this rank's own share, and give `make` that one alone.",
+        "In step: pad w.grad with zeros to N · share elements; comm.reduce_scatter gives this "
+        "rank's share of the sum. Divide by N, step the inner optimizer, "
         "comm.all_gather the shares, cut the padding off, copy into w.data.",
     ),
 )
 
-# ── the schedule of level 3 ────────────────────────────────────────────────────────────────────────────────────────
+# ── the schedule of level 3 ──────────────────────────────────────────────────────────────────────
 
 Step = tuple[str, int]
 
@@ -332,7 +347,8 @@ def _legal(attempt: Callable, count: int) -> list[Step]:
                 verb, unit = order[len(done)]
                 raise Failed(
                     f"{told}: it is the turn of {verb} {unit}",
-                    "Forward runs from the first unit to the last, backward from the last to the first.",
+                    "Forward runs from the first unit to the last, backward from the last to the "
+                    "first.",
                 )
             done.append((what, i))
             gradients |= {i} if what == "backward" else set()
@@ -376,7 +392,7 @@ def _legal(attempt: Callable, count: int) -> list[Step]:
 def _carried_out(
     steps: tuple[Step, ...], count: int, n: int = 2, width: int = 8
 ) -> SimpleNamespace:
-    """The steps on real ranks, over a chain of square matrices: weights after SGD, bytes that were whole at the peak, bytes sent."""
+    """The steps on real ranks, over a chain of square matrices: weights after SGD, peaks, bytes."""
     numel, x = (
         width * width,
         torch.linspace(-1, 1, 2 * n * width, dtype=torch.float64).view(n, 2, width),
@@ -418,12 +434,12 @@ def _carried_out(
             )
         return comm.all_gather(shards.T.contiguous()).T, weights_peak, gradients_peak
 
-    results = _run(n, f"{count} units", program)
+    results = _ranks.run(n, f"{count} units", program, _SHARES)
     return SimpleNamespace(
         weights=[w for w, _, _ in results],
         whole=results[0][1],
         gradients=results[0][2],
-        sent=_ranks(n).ledger,
+        sent=_ranks.world_of(n).ledger,
         nbytes=8 * numel,
         n=n,
     )
@@ -448,18 +464,24 @@ def _schedule_held(attempt: Callable) -> str:
         if run.whole > 2:
             forward = [what for what, _ in steps[: steps.index(("forward", count - 1))]]
             why = (
-                "Nothing is resharded: at the end of the forward pass all weights are here, as in plain data parallelism. Free a unit after its forward, "
+                "Nothing is resharded: at the end of the forward pass all weights are here, "
+                "as in plain data parallelism. Free a unit after its forward, "
                 "and gather it again for its backward."
                 if "free" not in forward and run.whole == count
-                else "Free a unit as soon as it has computed, and gather no more than the next one ahead, in the backward pass too."
+                else (
+                    "Free a unit as soon as it has computed, and gather no more than the next one "
+                    "ahead, in the backward pass too."
+                )
             )
             raise Failed(
-                f"{count} units of {units.text(run.nbytes)}: {run.whole} of them are whole at once, {units.text(run.whole * run.nbytes)}; 2 are enough",
+                f"{count} units of {units.text(run.nbytes)}: {run.whole} of them are whole at "
+                f"once, {units.text(run.whole * run.nbytes)}; 2 are enough",
                 why,
             )
         if run.gradients > 1:
             raise Failed(
-                f"{count} units of {units.text(run.nbytes)}: the whole gradients of {run.gradients} units are held at once",
+                f"{count} units of {units.text(run.nbytes)}: "
+                f"the whole gradients of {run.gradients} units are held at once",
                 "Reduce a gradient right after the unit's backward: then a rank keeps 1/N of it.",
             )
     return "2 units, 1 gradient"
@@ -474,8 +496,10 @@ def _schedule_sent(attempt: Callable) -> str:
         )  # the check gathers once itself, to compare
         if gathered > 2 * psi * (run.n - 1) // run.n:
             raise Failed(
-                f"{count} units: {gathered / (run.nbytes * (run.n - 1) / run.n):g} gathers, {2 * count} are enough",
-                "One gather for a unit's forward and one for its backward make 2Ψ; with the reduce-scatter, 3Ψ.",
+                f"{count} units: {gathered / (run.nbytes * (run.n - 1) / run.n):g} gathers, "
+                f"{2 * count} are enough",
+                "One gather for a unit's forward and one for its backward make 2Ψ; "
+                "with the reduce-scatter, 3Ψ.",
             )
     return "at most 3Ψ(N − 1)/N"
 
@@ -493,7 +517,10 @@ def _schedule_prefetch(attempt: Callable) -> str:
                     f"{count} units: gather {i} begins right before {what} {i}",
                     "The last unit goes backward right after its forward: don't free it in between."
                     if last
-                    else "Nothing computes while it is on its way. Start it one unit earlier: two whole units are allowed, the one that computes and the next.",
+                    else (
+                        "Nothing computes while it is on its way. Start it one unit earlier: "
+                        "two whole units are allowed, the one that computes and the next."
+                    ),
                 )
     return "always one ahead"
 
@@ -512,12 +539,14 @@ SCHEDULE = Exercise(
         Property("prefetch", _schedule_prefetch),
     ),
     hints=(
-        "Forward of unit i: start to gather i + 1, compute i, free i. What is different for the last unit, whose backward comes next?",
-        "Backward of unit i, from the last to the first: start to gather i − 1, compute, free i, reduce its gradient.",
+        "Forward of unit i: start to gather i + 1, compute i, free i. "
+        "What is different for the last unit, whose backward comes next?",
+        "Backward of unit i, from the last to the first: start to gather i − 1, compute, free i, "
+        "reduce its gradient.",
     ),
 )
 
-# ── bug hunt: mixed precision, clipped ─────────────────────────────────────────────────────────────────────────────
+# ── bug hunt: mixed precision, clipped ───────────────────────────────────────────────────────────
 
 
 def _coarse(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -537,7 +566,7 @@ def _half(
     max_norm: float,
     steps: int = 1,
 ) -> tuple[list[Tensor], list[float], list[int]]:
-    """On every rank the bf16 weights, the norm of the last step, and the bytes kept, when rank r's gradient is slopes(r)."""
+    """Each rank's bf16 weights, last norm and bytes kept, when rank r's gradient is slopes(r)."""
 
     def program(rank: world.Rank) -> tuple[Tensor, float, int]:
         w = nn.Parameter(torch.ones(numel, dtype=torch.bfloat16))
@@ -552,7 +581,7 @@ def _half(
             _kept(optimizer, w, *([] if w.grad is None else [w.grad])),
         )
 
-    results = _run(n, f"{_told(n)}, {numel} weights", program)
+    results = _ranks.run(n, f"{_ranks.count(n)}, {numel} weights", program, _SHARES)
     return (
         [w for w, _, _ in results],
         [norm for _, norm, _ in results],
@@ -572,8 +601,11 @@ def _hunt_plain(attempt: Callable) -> str:
         for rank, w in enumerate(results):
             if not torch.equal(w, expected):
                 raise Failed(
-                    f"{n} ranks, {numel} weights, nothing to clip: rank {rank} holds other weights than one optimizer on one rank",
-                    "This much was right in the code that you got: the mean gradient of each share, one step, all shares gathered, the padding cut off. "
+                    f"{n} ranks, {numel} weights, nothing to clip: "
+                    f"rank {rank} holds other weights than one optimizer on one rank",
+                    "This much was right in the code that you got: "
+                    "the mean gradient of each share, one step, all shares gathered, "
+                    "the padding cut off. "
                     "And a gradient that is shorter than max_norm stays as it is.",
                 )
     return "3 cases"
@@ -591,7 +623,10 @@ def _hunt_clipping(attempt: Callable) -> str:
                 w.float(), expected.float(), rtol=2**-7, atol=2**-7
             ):
                 continue
-            case = f"{n} ranks, max_norm = {true / 2:.4g}: rank {rank} clips by a norm of {norm:.4g}, the whole gradient has {true:.4g}"
+            case = (
+                f"{n} ranks, max_norm = {true / 2:.4g}: rank {rank} clips by a norm of "
+                f"{norm:.4g}, the whole gradient has {true:.4g}"
+            )
             if math.isnan(norm):
                 case, why = (
                     f"{n} ranks: rank {rank} got no norm from step()",
@@ -600,24 +635,41 @@ def _hunt_clipping(attempt: Callable) -> str:
             elif math.isclose(norm, true**2, rel_tol=1e-3):
                 why = "That is the sum of the squares over all ranks: take the root of it."
             elif math.isclose(norm, n * true, rel_tol=1e-3):
-                why = "That is the norm of the sum of all ranks' gradients, N times too much: divide by N before you measure."
+                why = (
+                    "That is the norm of the sum of all ranks' gradients, N times too much: "
+                    "divide by N before you measure."
+                )
             elif math.isclose(norm, true / n**0.5, rel_tol=1e-3):
-                why = "That is the root of the *mean* of the squares. Each rank has another part of the gradient: add the squares, don't average them."
+                why = (
+                    "That is the root of the *mean* of the squares. Each rank has another part of "
+                    "the gradient: add the squares, don't average them."
+                )
             elif math.isclose(norm, shares[rank].item(), rel_tol=1e-3):
                 why = (
-                    "That is the local norm, of this rank's share: every rank scales by its own factor, and the direction of the update changes. "
-                    "Add the *squares* over all ranks (one all-reduce of one number), then take the root."
+                    "That is the local norm, of this rank's share: every rank scales by its own "
+                    "factor, and the direction of the update changes. "
+                    "Add the *squares* over all ranks (one all-reduce of one number), "
+                    "then take the root."
                 )
             elif math.isclose(norm, shares.sum().item(), rel_tol=1e-3):
                 why = "Norms don't add: their squares do. Square, all-reduce, then take the root."
             elif math.isclose(norm, shares.max().item(), rel_tol=1e-3) or math.isclose(
                 norm, shares.mean().item(), rel_tol=1e-3
             ):
-                why = "The norm of the whole is neither the largest nor the mean of the parts' norms: add their squares over all ranks, then take the root."
+                why = (
+                    "The norm of the whole is neither the largest nor the mean of the parts' "
+                    "norms: add their squares over all ranks, then take the root."
+                )
             elif math.isclose(norm, true, rel_tol=1e-3):
-                why = f"The norm is right, the update is not: scale this rank's share by max_norm / norm = {0.5}, once, before the step."
+                why = (
+                    "The norm is right, the update is not: scale this rank's share by max_norm / "
+                    f"norm = {0.5}, once, before the step."
+                )
             else:
-                why = "Clip the mean gradient, after it has been reduced: the norm of a rank's own gradient is another number. And return the norm."
+                why = (
+                    "Clip the mean gradient, after it has been reduced: "
+                    "the norm of a rank's own gradient is another number. And return the norm."
+                )
             raise Failed(case, why)
     return "one norm on all ranks"
 
@@ -628,7 +680,8 @@ def _hunt_small(attempt: Callable) -> str:
         if not torch.equal(w, torch.full((4,), 1 - 2**-7, dtype=torch.bfloat16)):
             raise Failed(
                 f"16 steps of 2⁻¹¹ from 1: rank {rank} is at {w[0].item():g}, not at {1 - 2**-7:g}",
-                "Each step is smaller than half the spacing of bf16 below 1. The fp32 master has to carry it on to the next step: "
+                "Each step is smaller than half the spacing of bf16 below 1. "
+                "The fp32 master has to carry it on to the next step: "
                 "is it read back from the rounded weights, or never kept in fp32?",
             )
     return "16 steps below the spacing of bf16"
@@ -644,8 +697,10 @@ def _hunt_held(attempt: Callable) -> str:
             nbytes > least + 8 * share + 64
         ):  # a gradient of the share in bf16, another in fp32, and Adam's count of steps
             raise Failed(
-                f"{n} ranks, {numel} weights, Adam: rank {rank} keeps {nbytes:,} B; master and moments of its share are {least:,} B",
-                "The master copy and the moments are 12 of the 16 bytes of each weight: they must be of this rank's share alone.",
+                f"{n} ranks, {numel} weights, Adam: rank {rank} keeps {nbytes:,} B; "
+                f"master and moments of its share are {least:,} B",
+                "The master copy and the moments are 12 of the 16 bytes of each weight: "
+                "they must be of this rank's share alone.",
             )
     return "12 bytes a weight, 1/N of them"
 
@@ -655,14 +710,16 @@ def _hunt_sent(attempt: Callable) -> str:
     sent = []
     for steps in (1, 2):
         _half(attempt, n, numel, _coarse, _steep(numel), 1.0, steps)
-        sent.append(_ranks(n).ledger.by("rank"))
+        sent.append(_ranks.world_of(n).ledger.by("rank"))
     least = 2 * (n - 1) * 2 * zero.partition(numel, n).share
     for rank in range(n):
         each = sent[1].get(rank, 0) - sent[0].get(rank, 0)
         if each > least + 64:
             raise Failed(
-                f"{n} ranks, Ψ = {numel} weights of 2 B: rank {rank} sends {each:,} B a step; 2Ψ(N − 1)/N is {least:,} B, and the norm is one number",
-                "Whole gradients need not travel for a norm: each rank knows the squares of its share, and their sum is one number. "
+                f"{n} ranks, Ψ = {numel} weights of 2 B: rank {rank} sends {each:,} B a step; "
+                f"2Ψ(N − 1)/N is {least:,} B, and the norm is one number",
+                "Whole gradients need not travel for a norm: each rank knows the squares of its "
+                "share, and their sum is one number. "
                 "And what does travel, gradients and weights, travels in bf16.",
             )
     return "2Ψ(N − 1)/N and a number"
@@ -696,9 +753,11 @@ HUNT = Exercise(
         Property("bytes sent", _hunt_sent),
     ),
     hints=(
-        "Two bugs. Which number in `step` is of this rank's share alone, and should be of the whole gradient? "
+        "Two bugs. Which number in `step` is of this rank's share alone, and should be of the "
+        "whole gradient? "
         "What is read from w, in every step, that was more exact before?",
-        "The norm: all-reduce the square of mine.norm(), then take the root. The master: it is copied from the weights once, in __init__, and never again.",
+        "The norm: all-reduce the square of mine.norm(), then take the root. The master: "
+        "it is copied from the weights once, in __init__, and never again.",
     ),
 )
 

@@ -1,0 +1,44 @@
+"""Ranks on which a learner's attempt runs, and what is told when it does not come back."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from labutils import world
+from labutils.teach.exercises import Failed
+
+
+@functools.cache
+def world_of(n: int) -> world.World:
+    """The world of `n` ranks that all checks share; its ledger and trace are of its last run."""
+    return world.World(n, engine="threads", timeout=10)
+
+
+def count(n: int) -> str:
+    """The number of ranks as words: "1 rank", "4 ranks"."""
+    return f"{n} rank{'s' * (n != 1)}"
+
+
+def run(
+    n: int, case: str, program: Callable[[world.Rank], Any], hint: str, mismatch: str | None = None
+) -> list[Any]:
+    """What `program` returns on each of `n` ranks.
+
+    case: what was run, the first words of a failure
+    hint: what it usually means when ranks wait for each other for ever, or make different calls
+    mismatch: what different calls usually mean, where that is something else
+    Raises: Failed with the learner's own line; NotImplementedError where the stub is untouched.
+    """
+    try:
+        return world_of(n).run(program)
+    except (world.DeadlockError, world.TimeoutError) as error:
+        raise Failed(f"{case}: {error}", hint) from None
+    except world.MismatchError as error:
+        raise Failed(f"{case}: {error}", mismatch or hint) from None
+    except world.RankError as error:
+        headline = str(error).splitlines()[0]
+        if "NotImplementedError" in headline:
+            raise NotImplementedError from None
+        *_, place, line, _ = ["", *error.traceback.splitlines()]
+        where = f"It happened in {place.strip()}: {line.strip()}"
+        raise Failed(f"{case}: {headline}", where) from None
