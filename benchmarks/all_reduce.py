@@ -90,7 +90,7 @@ def wire() -> None:
     with World(RANKS) as world:
         carried = max(world.run(on_the_wire))
         if int(os.environ["RANK"]) == 0:
-            counted = collectives.predict_all_reduce("ring", nbytes=WIRE, n=RANKS).total
+            counted = collectives.sent("all_reduce_ring", nbytes=WIRE, n=RANKS).total
             print(
                 f"between two machines, one all-reduce of {units.text(WIRE, binary=True)} on {RANKS} ranks: counted {counted:,} B,"
             )

@@ -887,11 +887,11 @@ def test_outputs_travel_with_the_batch(rows):
             dict(nbytes=weights(model()).nbytes, n=4, itemsize=8),
         )
         expected = {
-            "inputs": collectives.predict_scatter("star", nbytes=rows * 8 * 8, n=4, itemsize=8 * 8),
-            "weights": collectives.predict_broadcast("star", **S),
-            "outputs": collectives.predict_gather("star", **outputs),
-            "gradients of outputs": collectives.predict_scatter("star", **outputs),
-            "gradients": collectives.predict_reduce("star", **S),
+            "inputs": collectives.sent("scatter_star", nbytes=rows * 8 * 8, n=4, itemsize=8 * 8),
+            "weights": collectives.sent("broadcast_star", **S),
+            "outputs": collectives.sent("gather_star", **outputs),
+            "gradients of outputs": collectives.sent("scatter_star", **outputs),
+            "gradients": collectives.sent("reduce_star", **S),
         }
         assert set(world.ledger.by("name")) == set(expected)
         assert all(

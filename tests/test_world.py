@@ -978,7 +978,7 @@ def test_worlds_that_cannot_be(make, error, text):
             "all_reduce takes a dense tensor on cpu, got one with torch.sparse_coo",
         ),
         (lambda comm: comm.all_reduce(torch.ones(4, device="meta")), "on meta: convert it first"),
-        (lambda comm: comm.broadcast(torch.ones(4), 4), "root=4"),
+        (lambda comm: comm.broadcast(torch.ones(4), 4), "src=4"),
     ],
 )
 def test_bad_calls_name_the_value_and_the_remedy(four, program, text):

@@ -44,7 +44,7 @@ def over_groups_of_ones_own():
     theirs = x.clone()
     dist.all_reduce(theirs)
     assert torch.equal(everyone.all_reduce(x), theirs)
-    predicted = collectives.predict_all_reduce("ring", nbytes=40, n=size)
+    predicted = collectives.sent("all_reduce_ring", nbytes=40, n=size)
     assert sum(event.sent for event in events) == predicted.by("rank")[rank]
 
     mine = torch.tensor([float(rank)])

@@ -75,7 +75,9 @@ def predict(
             ("unused", "ring", sum(len(bucket.names) for bucket in grouped), 1)
         )  # a byte a parameter: has it a gradient here?
     sent = (
-        _named(name, collectives.predict_all_reduce(way, nbytes=numel * width, n=n, itemsize=width))
+        _named(
+            name, collectives.sent(f"all_reduce_{way}", nbytes=numel * width, n=n, itemsize=width)
+        )
         for name, way, numel, width in calls
     )
     return Ledger(line for lines in sent for line in lines).scaled(backwards).merged()
@@ -91,7 +93,7 @@ def predict_start(module: nn.Module, n: int) -> Ledger:
     sent = (
         _named(
             "broadcast",
-            collectives.predict_broadcast("tree", nbytes=x.nbytes, n=n, itemsize=x.itemsize),
+            collectives.sent("broadcast_tree", nbytes=x.nbytes, n=n, itemsize=x.itemsize),
         )
         for x in tensors
     )
@@ -106,9 +108,7 @@ def predict_buffers(module: nn.Module, n: int, *, forwards: int = 1) -> Ledger:
     """
     held = sum(buffer.nbytes for buffer in module.buffers())
     return (
-        Ledger(
-            _named("buffers", collectives.predict_broadcast("tree", nbytes=held, n=n, itemsize=1))
-        )
+        Ledger(_named("buffers", collectives.sent("broadcast_tree", nbytes=held, n=n, itemsize=1)))
         .scaled(units.whole(forwards, "forwards"))
         .merged()
     )

@@ -401,7 +401,7 @@ class Comm:
             "broadcast",
             x,
             f"src={src}",
-            lambda x, comm: collectives.broadcast_tree(x, comm, root=src),
+            lambda x, comm: collectives.broadcast_tree(x, comm, src=src),
             out,
             async_op,
         )
@@ -414,7 +414,7 @@ class Comm:
             "scatter",
             x,
             f"src={src}",
-            lambda x, comm: collectives.scatter_star(x, comm, root=src),
+            lambda x, comm: collectives.scatter_star(x, comm, src=src),
             out,
             async_op,
         )
@@ -428,7 +428,7 @@ class Comm:
             "gather",
             x,
             detail,
-            lambda x, comm: collectives.gather_star(x, comm, root=dst, sizes=sizes),
+            lambda x, comm: collectives.gather_star(x, comm, dst=dst, sizes=sizes),
             None,
             async_op,
         )
@@ -439,7 +439,7 @@ class Comm:
             "reduce",
             x,
             f"dst={dst}, op={op}",
-            lambda x, comm: collectives.reduce_tree(x, comm, root=dst, op=op),
+            lambda x, comm: collectives.reduce_tree(x, comm, dst=dst, op=op),
             None,
             async_op,
         )

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from labutils.collectives import Comm
+from labutils.world import Comm
 from labutils.zero.partition import partition
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labutils.collectives import Comm
+from labutils.world import Comm
 from labutils.zero.flat import Flat
 from labutils.zero.groups import Given, grouped, named
 from labutils.zero.partition import BUCKET_BYTES, buckets

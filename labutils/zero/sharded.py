@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from labutils.collectives import Comm
+from labutils.world import Comm
 from labutils.zero.flat import Flat
 from labutils.zero.groups import Given, Groups, grouped, named
 from labutils.zero.partition import Unit

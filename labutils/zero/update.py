@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from labutils import units
-from labutils.collectives import Comm
+from labutils.world import Comm
 from labutils.zero import snapshot
 from labutils.zero.flat import Flat
 from labutils.zero.groups import Groups

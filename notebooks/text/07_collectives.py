@@ -30,10 +30,11 @@ import time
 import torch
 
 from labutils import collectives, units
-from labutils.config import Link, Mesh, ModelConfig, TrainConfig
+from labutils.config import Link, ModelConfig
 from labutils.ledger import Ledger, Line
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, predictions, reveal, show
+from labutils.teach.exercises.collectives import faults
 from labutils.teach.widgets import explore, log
 from labutils.world import DeadlockError, MismatchError, World
 
@@ -341,10 +342,16 @@ for algorithm in collectives.FORMULAS:
 # all-reduces move the *same* total; what the busiest rank sends differs by a factor of two, and the factor grows with N. That is the next
 # question.
 #
-# The code of all thirteen, a few lines each, and their formulas below:
+# All thirteen are a few lines each. Here are two of the stars, and the four things that a formula says about each algorithm:
 
 # %%
-show(collectives)
+show(collectives.scatter_star)
+
+# %%
+show(collectives.reduce_star)
+
+# %%
+show(collectives.costs.Formula)
 
 # %% [markdown]
 # ## How many bytes does each rank send in an all-reduce?
@@ -369,7 +376,7 @@ sent = {way: run(f"all_reduce_{way}", 16_000_000, ranks=4)[1].sent for way in ("
 plots.comm_bars(**sent, guess=predictions["all-reduce/bytes-per-rank"])
 
 # %%
-collectives.predict_all_reduce("ring", nbytes=64e6, n=4).diff(sent["ring"])
+collectives.sent("all_reduce_ring", nbytes=64e6, n=4).diff(sent["ring"])
 
 # %%
 reveal("all-reduce/bytes-per-rank", MB=96)
@@ -404,7 +411,7 @@ def three_results(algorithm):
 
 # %%
 _, uneven = run("all_reduce_ring", 10, ranks=4)
-collectives.predict_all_reduce("ring", nbytes=40, n=4).diff(uneven.sent)
+collectives.sent("all_reduce_ring", nbytes=40, n=4).diff(uneven.sent)
 
 # %% [markdown]
 # ### Exercise 7.3 · Write the ring (15 min, ●●○)
@@ -429,7 +436,7 @@ hint("collectives/ring-all-reduce", 1)
 # The library's ring is two rounds of the same four lines; only the first adds.
 
 # %%
-show(collectives._ring_reduce)
+show(collectives.ring_reduce)
 
 # %%
 show(collectives.all_reduce_ring)
@@ -482,7 +489,7 @@ hint("collectives/missing-test", 1)
 # What the course's own test says about the published ring, on 8 ranks:
 
 # %%
-collectives.faults(published_ring, World(8), numel=1024)[:2]
+faults(published_ring, World(8), numel=1024)[:2]
 
 # %% [markdown]
 # It passes whole tensors, 8 times the bytes of a ring on 8 ranks. And every rank adds in an order of its own, so with real numbers the replicas of your
@@ -490,7 +497,7 @@ collectives.faults(published_ring, World(8), numel=1024)[:2]
 # copied.
 
 # %%
-show(collectives.faults)
+show(faults)
 
 # %% [markdown]
 # ## Fewer bytes or fewer steps?
@@ -608,7 +615,7 @@ def same_on_both(algorithm):
 # %%
 processes = World(4, engine="processes")
 processes.run(lambda rank: collectives.all_reduce_ring(torch.ones(10), rank.comm("dp")))
-collectives.predict_all_reduce("ring", nbytes=40, n=4).diff(processes.ledger)
+collectives.sent("all_reduce_ring", nbytes=40, n=4).diff(processes.ledger)
 
 # %% [markdown]
 # To predict times we need λ and bw of *this* machine. Everybody passes a tensor to the right at once, once with one number and once with four million:
@@ -671,27 +678,34 @@ processes.close()
 # With exact formulas for single collectives, a whole step is a sum. GPT-2 on four data-parallel ranks, in bf16, at the four levels of ZeRO that lab 09
 # will build:
 
-
 # %%
-def step(level):
-    train = TrainConfig(micro_batch=1, global_batch=4, precision="bf16", zero=level)
-    return collectives.predict(ModelConfig.named("gpt2"), train, Mesh(dp=4))
-
-
-plots.comm_bars(**{f"level {level}": step(level) for level in range(4)})
+psi = ModelConfig.named("gpt2").num_params
+summed, scattered, gathered = (
+    collectives.sent(f"{op}_ring", nbytes=2 * psi, n=4, itemsize=2)
+    for op in ("all_reduce", "reduce_scatter", "all_gather")
+)
+levels = {"level 0": summed, "level 1": scattered + gathered}
+levels |= {"level 2": scattered + gathered, "level 3": scattered + gathered.scaled(2)}
+plots.comm_bars(**levels)
 
 # %% [markdown]
 # Level 0 is one all-reduce of the gradients; levels 1 and 2 split it into its halves, so sharding the optimizer and the gradients costs no byte;
 # level 3 gathers the weights once more, half as much again.
 #
 # On a mesh each axis has its own traffic. Llama-3.1-8B on 8 tensor-parallel × 4 data-parallel ranks, eight micro-batches of one sequence of 4096
-# tokens:
+# tokens. Tensor parallelism (lab 10) splits every matrix over its ranks. For that it all-reduces an activation of s·h numbers four times in each layer and
+# twice at the ends of the model, and in the loss three numbers for each token:
 
 # %%
 llama = dataclasses.replace(ModelConfig.named("llama-3.1-8b"), seq_len=4096)
-train = TrainConfig(micro_batch=1, global_batch=32, precision="bf16")
-books = collectives.predict(llama, train, Mesh(dp=4, tp=8)).only(rank=0)
-{axis: units.text(amount) for axis, amount in books.by("axis").items()}
+s, h, L = llama.letters("s h L")
+norms = llama.parameters["norms"]  # every tensor-parallel rank has all of them
+mine = norms + (llama.num_params - norms) // 8
+dp = collectives.sent("all_reduce_ring", nbytes=2 * mine, n=4, itemsize=2)
+activation = collectives.sent("all_reduce_ring", nbytes=2 * s * h, n=8, itemsize=2)
+loss = collectives.sent("all_reduce_ring", nbytes=4 * s, n=8).scaled(3)
+tp = (activation.scaled(4 * L + 2) + loss).scaled(8)
+{axis: units.text(sent.by("rank")[0]) for axis, sent in {"dp": dp, "tp": tp}.items()}
 
 # %% [markdown]
 # The tensor-parallel axis sends about twenty times as much as the data-parallel one, and a layer cannot go on before it has arrived. That is why `tp` is
@@ -823,7 +837,7 @@ ways = ("gather_star", "all_gather_ring")
 # %%
 with World(8) as eight:
     eight.run(lambda rank: published_ring(torch.ones(1024), rank.comm("dp")))
-eight.ledger.by("rank")[0] / collectives.predict_all_reduce("ring", nbytes=4096, n=8).by("rank")[0]
+eight.ledger.by("rank")[0] / collectives.sent("all_reduce_ring", nbytes=4096, n=8).by("rank")[0]
 
 # %% [markdown]
 # ## Summary
@@ -831,10 +845,10 @@ eight.ledger.by("rank")[0] / collectives.predict_all_reduce("ring", nbytes=4096,
 # > - Blocking sends must be ordered: if all send first, all wait. Every rank makes the same collective calls in the same order.
 # > - A tree reaches N ranks in ⌈log₂ N⌉ steps: 1000 ranks in 10. <!-- claim: collectives.steps("broadcast_tree", 1000) == 10 -->
 # > - All-reduce = reduce-scatter + all-gather. In a ring each rank sends 2(N − 1)/N · S: 96 MB for 64 MB on 4 ranks.
-# >   <!-- claim: set(collectives.predict_all_reduce("ring", nbytes=64e6, n=4).by("rank").values()) == {96_000_000} -->
+# >   <!-- claim: set(collectives.sent("all_reduce_ring", nbytes=64e6, n=4).by("rank").values()) == {96_000_000} -->
 # > - Naive and ring send the same total; the busiest rank sends 192 MB against 96 MB.
-# >   <!-- claim: max(collectives.predict_all_reduce("naive", nbytes=64e6, n=4).by("rank").values()) == 192_000_000 -->
-# >   <!-- claim: len({collectives.predict_all_reduce(way, nbytes=64e6, n=4).total for way in ("naive", "ring")}) == 1 -->
+# >   <!-- claim: max(collectives.sent("all_reduce_naive", nbytes=64e6, n=4).by("rank").values()) == 192_000_000 -->
+# >   <!-- claim: len({collectives.sent(f"all_reduce_{way}", nbytes=64e6, n=4).total for way in ("naive", "ring")}) == 1 -->
 # > - Few bytes or few steps: below about λ · bw the steps decide, above it the bytes. On 8 ranks the ring takes 14 steps, halving–doubling 6.
 # >   <!-- claim: (collectives.steps("all_reduce_ring", 8), collectives.steps("all_reduce_halving_doubling", 8)) == (14, 6) -->
 # > - Test an all-reduce for its values, the same bits on all ranks, an untouched input, and the bytes of the busiest rank.

@@ -26,7 +26,7 @@ from torch import nn
 
 from labutils import collectives, data_parallel, measure, memory, units
 from labutils.accumulation import micro_batches
-from labutils.config import Link, Mesh, ModelConfig, TrainConfig
+from labutils.config import Link, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
 from labutils.precision import LossScaler, autocast
@@ -277,7 +277,7 @@ for way in (server, DataParallel, DDP):
 S64, outputs = weights(plain).nbytes, 8 * 32 * 128 * 8
 star = collectives.sent("broadcast_star", nbytes=S64, n=4) + collectives.sent("reduce_star", nbytes=S64, n=4)
 data = [("scatter_star", 8 * 32 * 8), ("gather_star", outputs), ("scatter_star", outputs)]
-expected = {"server": star, "DDP": collectives.predict_all_reduce("ring", nbytes=S64, n=4, itemsize=8)}
+expected = {"server": star, "DDP": collectives.sent("all_reduce_ring", nbytes=S64, n=4, itemsize=8)}
 expected["DataParallel"] = sum((collectives.sent(op, nbytes=nbytes, n=4) for op, nbytes in data), star)
 unexplained = {way: expected[way].diff(book, by="rank").unexplained for way, book in books.items()}
 adam = 2 * S64 + 4 * config.num_tensors
@@ -977,11 +977,13 @@ explore(knobs, states=45, bucket=log(1e5, 1e9, 10, unit="B"), ranks=[8, 32, 128]
 # ## Errata
 #
 # **"A synchronization phase where the outputs from all GPUs are harmonized"** (a memory guide, on DDP). That is `nn.DataParallel`. DDP averages *gradients*; outputs and losses stay
-# where they are. Outputs would grow with the batch, gradients do not. Bytes that each rank of GPT-2 sends, with one sequence a rank and with eight:
+# where they are. Outputs would grow with the batch, gradients do not. What each of four ranks of GPT-2
+# sends for its gradients, whatever its batch, beside the bytes of its outputs for one sequence and for eight:
 
 # %%
-steps = {b: TrainConfig(micro_batch=b, global_batch=4 * b, precision="fp32") for b in (1, 8)}
-{b: units.text(collectives.predict(gpt2, train, Mesh(dp=4)).by("rank")[0]) for b, train in steps.items()}
+summed = collectives.sent("all_reduce_ring", nbytes=4 * gpt2.num_params, n=4).by("rank")[0]
+outputs = {b: 4 * b * gpt2.seq_len * gpt2.vocab_size for b in (1, 8)}
+[units.text(summed), *map(units.text, outputs.values())]
 
 # %% [markdown]
 # **"Gradients are synchronized by all-reduce"** (a scaling guide) leaves out the division. NCCL, gloo and MPI sum; without the division the gradient is N times too large, and Adam

@@ -64,8 +64,8 @@ def test_all_reduce(processes, algorithm, op):
 def test_broadcast_and_reduce(processes, shape, root):
     def program(rank):
         comm, x = rank.comm("dp"), tensor(rank, 77, torch.float32)
-        told = getattr(collectives, f"broadcast_{shape}")(x, comm, root=root)
-        summed = getattr(collectives, f"reduce_{shape}")(x, comm, root=root)
+        told = getattr(collectives, f"broadcast_{shape}")(x, comm, src=root)
+        summed = getattr(collectives, f"reduce_{shape}")(x, comm, dst=root)
         dist.broadcast(theirs := x.clone(), src=root, group=comm.group)
         dist.reduce(total := x.clone(), dst=root, group=comm.group)
         return torch.equal(told, theirs), summed is None if rank.rank != root else close(
@@ -78,8 +78,8 @@ def test_broadcast_and_reduce(processes, shape, root):
 def test_scatter_and_gather(processes):
     def program(rank):
         comm, x = rank.comm("dp"), tensor(rank, 8 * N, torch.float32)
-        piece = collectives.scatter_star(x, comm, root=1)
-        whole = collectives.gather_star(piece, comm, root=3)
+        piece = collectives.scatter_star(x, comm, src=1)
+        whole = collectives.gather_star(piece, comm, dst=3)
         theirs = torch.empty(8)
         dist.scatter(theirs, list(x.split(8)) if rank.rank == 1 else None, src=1, group=comm.group)
         room = [torch.empty(8) for _ in range(N)] if rank.rank == 3 else None

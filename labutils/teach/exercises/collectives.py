@@ -164,7 +164,7 @@ def _ring_bytes(attempt: Callable) -> str:
         inputs = _numbers(n, length)
         _run(attempt, inputs)
         S, sent = inputs[0].nbytes, _ranks.world_of(n).ledger.by("rank")
-        ring = collectives.predict_all_reduce("ring", nbytes=S, n=n, itemsize=8)
+        ring = collectives.sent("all_reduce_ring", nbytes=S, n=n, itemsize=8)
         # Which of two uneven pieces a rank leaves out is a matter of taste; the total is not.
         if (
             sum(sent.values()) <= ring.total
@@ -487,7 +487,7 @@ _BITS = {
 _LOAD = {
     "the published ring, which passes whole tensors": (
         "Its values are right. Count: world.ledger.by('rank') after world.run, against "
-        "collectives.predict_all_reduce('ring', …)."
+        "collectives.sent('all_reduce_ring', …)."
     ),
     "the one through rank 0": (
         "Its total over all ranks equals the ring's. What counts is the busiest rank: "
@@ -496,13 +496,45 @@ _LOAD = {
 }
 
 
+def faults(all_reduce: Callable, world: world.World, numel: int = 1001) -> list[str]:
+    """What is wrong with an all-reduce, a sentence for each fault; empty if you can train with it.
+
+    It runs on every rank of `world`, on another random tensor each, and must leave the same bits
+    everywhere, its input alone, and no rank overworked.
+    """
+    generators = [torch.Generator().manual_seed(rank) for rank in range(world.size)]
+    inputs = [torch.randn(numel, generator=generator) for generator in generators]
+
+    def program(rank):
+        x = inputs[rank.rank].clone()
+        result = all_reduce(x, rank.comm("dp")).clone()
+        return result, torch.equal(x, inputs[rank.rank])
+
+    results, untouched = zip(*world.run(program), strict=True)
+    total = torch.stack(inputs).sum(0)
+    ring = collectives.sent("all_reduce_ring", nbytes=total.nbytes, n=world.size).by("rank")
+    most = max(ring.values(), default=0)
+    found = [
+        f"rank {rank} does not hold the sum"
+        for rank, x in enumerate(results)
+        if x.shape != total.shape or not torch.allclose(x, total, atol=1e-5)
+    ]
+    if not all(torch.equal(x, results[0]) for x in results):
+        found.append("the ranks hold different bits")
+    found += [f"rank {rank} lost its input" for rank, same in enumerate(untouched) if not same]
+    for rank, nbytes in world.ledger.by("rank").items():
+        if nbytes > most:
+            found.append(f"rank {rank} sent {nbytes} B, in a ring no rank sends more than {most} B")
+    return found
+
+
 HUNT = Exercise(
     id="collectives/missing-test",
     title="Bug hunt: the ring that passed its test",
     minutes=12,
     difficulty=2,
     proves="you know what an all-reduce must be tested for besides its values",
-    reference=collectives.faults,
+    reference=faults,
     properties=(
         Property("lets a sound ring pass", _hunt_sound),
         Property("catches wrong values", functools.partial(_catches, _VALUES)),

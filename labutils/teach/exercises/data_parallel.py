@@ -381,7 +381,7 @@ def _numbers() -> int:
 def _ring(n: int) -> int:
     """Bytes that each rank sends in one ring all-reduce of all gradients."""
     return max(
-        collectives.predict_all_reduce("ring", nbytes=8 * _numbers(), n=n, itemsize=8)
+        collectives.sent("all_reduce_ring", nbytes=8 * _numbers(), n=n, itemsize=8)
         .by("rank")
         .values()
     )

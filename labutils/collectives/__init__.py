@@ -1,0 +1,75 @@
+"""Collectives written by hand over send and receive, and for each one the bytes it sends, the steps
+it takes and the time it should need.
+
+`algorithms` run on anything that has the few methods of `Peers`, return their result and leave
+their input alone. `costs` are a row of one table each, written from the mathematics and not from
+the code, so that the two can disagree.
+"""
+
+from labutils.collectives.algorithms import (
+    REDUCTIONS,
+    Peers,
+    all_gather_ring,
+    all_reduce_halving_doubling,
+    all_reduce_naive,
+    all_reduce_ring,
+    all_reduce_tree,
+    all_to_all_pairwise,
+    broadcast_star,
+    broadcast_tree,
+    gather_star,
+    reduce_scatter_ring,
+    reduce_star,
+    reduce_tree,
+    ring_gather,
+    ring_reduce,
+    scatter_star,
+    shift,
+)
+from labutils.collectives.costs import (
+    ALL_REDUCES,
+    FORMULAS,
+    algbw,
+    bus_factor,
+    busbw,
+    cost,
+    crossover,
+    fastest,
+    held,
+    sent,
+    shares,
+    steps,
+)
+
+__all__ = [
+    "ALL_REDUCES",
+    "FORMULAS",
+    "REDUCTIONS",
+    "Peers",
+    "algbw",
+    "all_gather_ring",
+    "all_reduce_halving_doubling",
+    "all_reduce_naive",
+    "all_reduce_ring",
+    "all_reduce_tree",
+    "all_to_all_pairwise",
+    "broadcast_star",
+    "broadcast_tree",
+    "bus_factor",
+    "busbw",
+    "cost",
+    "crossover",
+    "fastest",
+    "gather_star",
+    "held",
+    "reduce_scatter_ring",
+    "reduce_star",
+    "reduce_tree",
+    "ring_gather",
+    "ring_reduce",
+    "scatter_star",
+    "sent",
+    "shares",
+    "shift",
+    "steps",
+]

@@ -1,0 +1,472 @@
+"""Collectives over send and receive: star, binomial tree, ring (Patarasuk and Yuan), recursive
+halving and doubling (Rabenseifner), pairwise exchange.
+
+Each is a function of a tensor and a `comm`; it returns its result and leaves its input alone.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from labutils import units
+from labutils.collectives.costs import power_of_two, shares, widths
+
+
+@runtime_checkable
+class Peers(Protocol):
+    """What an algorithm needs of `size` ranks: `world.Comm` has it; so may a toy of your own."""
+
+    rank: int
+    size: int
+
+    def send(self, x: Tensor, dst: int) -> None: ...
+    def recv(self, out: Tensor, src: int, *, reduce: str | None = None) -> Tensor: ...
+    def send_recv(
+        self, x: Tensor, dst: int, out: Tensor, src: int, *, reduce: str | None = None
+    ) -> Tensor: ...
+    def record(self, name: str) -> AbstractContextManager: ...
+
+
+REDUCTIONS = ("sum", "product", "min", "max")
+
+
+def _collective(algorithm: Callable) -> Callable:
+    """The algorithm, which names its lines of the ledger, and refuses on every rank alike what no
+    algorithm could do."""
+    name = algorithm.__name__
+
+    @functools.wraps(algorithm)
+    def collective(x: Tensor, comm: Peers, *args, **kwargs):
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{name} works on a tensor, got {type(x).__name__}: wrap it in torch.as_tensor(…)"
+            )
+        if (op := kwargs.get("op", "sum")) not in REDUCTIONS:
+            mean = op in ("mean", "avg")
+            other = "sum, then divide by comm.size" if mean else f"use {', '.join(REDUCTIONS)}"
+            raise ValueError(f"{name} cannot reduce by op={op!r}: {other}")
+        for peer in ("src", "dst"):
+            if not 0 <= (rank := kwargs.get(peer, 0)) < comm.size:
+                group = f"a rank of this group of {comm.size}: use 0 … {comm.size - 1}"
+                raise ValueError(f"{name}: {peer}={rank} is not {group}")
+        with comm.record(name):
+            return algorithm(x, comm, *args, **kwargs)
+
+    return collective
+
+
+# ── one to all, and all to one ────────────────────────────────────────────────────────────────────
+
+
+@_collective
+def broadcast_star(
+    x: Shaped[Tensor, "*shape"], comm: Peers, *, src: int = 0
+) -> Shaped[Tensor, "*shape"]:
+    """Rank src's x, on every rank: src sends it to each of the others in turn.
+
+    Elsewhere than at src only the shape and dtype of x matter, as in torch.
+    """
+    if comm.rank != src:
+        return comm.recv(_room(x), src)
+    x = _copy(x)
+    for rank in _others(comm):
+        comm.send(x, rank)
+    return x
+
+
+@_collective
+def broadcast_tree(
+    x: Shaped[Tensor, "*shape"], comm: Peers, *, src: int = 0
+) -> Shaped[Tensor, "*shape"]:
+    """Rank src's x, on every rank: whoever has it passes it on, so that the number of ranks that
+    have it doubles in each step."""
+    x = _copy(x)
+    _tree_down(x, comm, src)
+    return x
+
+
+@_collective
+def scatter_star(
+    x: Shaped[Tensor, "rows *rest"], comm: Peers, *, src: int = 0
+) -> Shaped[Tensor, "share *rest"]:
+    """This rank's share of the rows of src's x; elsewhere only the shape and dtype of x matter."""
+    pieces = _cut(x.contiguous(), shares(len(x), comm.size))
+    if comm.rank != src:
+        return comm.recv(_room(pieces[comm.rank]), src)
+    for rank in _others(comm):
+        comm.send(pieces[rank], rank)
+    return pieces[src].clone()
+
+
+@_collective
+def gather_star(
+    x: Shaped[Tensor, "share *rest"],
+    comm: Peers,
+    *,
+    dst: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> Shaped[Tensor, "rows *rest"] | None:
+    """At rank dst the rows of all ranks, in rank order, and None elsewhere.
+
+    `sizes` are the rows that each rank brings, if they differ.
+    """
+    if comm.rank != dst:
+        comm.send(x.contiguous(), dst)
+        return None
+    whole, pieces = _gathered(x, comm, sizes)
+    for rank in _others(comm):
+        comm.recv(pieces[rank], rank)
+    return whole
+
+
+@_collective
+def reduce_star(
+    x: Shaped[Tensor, "*shape"], comm: Peers, *, dst: int = 0, op: str = "sum"
+) -> Shaped[Tensor, "*shape"] | None:
+    """At rank dst the sum (or `op`) over all ranks, and None elsewhere: everybody sends to dst,
+    which adds in rank order after its own."""
+    if comm.rank != dst:
+        comm.send(x.contiguous(), dst)
+        return None
+    x = _copy(x)
+    for rank in _others(comm):
+        comm.recv(x, rank, reduce=op)
+    return x
+
+
+@_collective
+def reduce_tree(
+    x: Shaped[Tensor, "*shape"], comm: Peers, *, dst: int = 0, op: str = "sum"
+) -> Shaped[Tensor, "*shape"] | None:
+    """At rank dst the sum (or `op`) over all ranks, and None elsewhere: the tree of
+    `broadcast_tree`, climbed from its leaves."""
+    x = _copy(x)
+    _tree_up(x, comm, dst, op)
+    return x if comm.rank == dst else None
+
+
+# ── all to all: the ring ──────────────────────────────────────────────────────────────────────────
+
+
+@_collective
+def reduce_scatter_ring(
+    x: Shaped[Tensor, "rows *rest"],
+    comm: Peers,
+    *,
+    op: str = "sum",
+    out: Shaped[Tensor, "share *rest"] | None = None,
+) -> Shaped[Tensor, "share *rest"]:
+    """This rank's share of the rows of the sum (or `op`) over all ranks.
+
+    With an `out` that is this rank's own piece of x, all of x is scratch and nothing is allocated,
+    as in an in-place call of NCCL.
+    Invariant: piece j is summed in the order of the ring, starting at rank j + 1 and ending at
+    rank j, whatever the timing.
+    """
+    in_place = out is not None and _storage(out) == _storage(x)
+    pieces = _cut(x if in_place else _copy(x), shares(len(x), comm.size))
+    mine = pieces[comm.rank]
+    if in_place and not (_same_place(out, mine) and out.shape == mine.shape):
+        piece = f"its piece {comm.rank} of {comm.size}: give that piece, or memory of its own"
+        raise ValueError(f"rank {comm.rank}: out lies in x, but is not {piece}")
+    ring_reduce(pieces, comm, op)
+    return out if in_place else _into(out, mine)
+
+
+@_collective
+def all_gather_ring(
+    x: Shaped[Tensor, "share *rest"],
+    comm: Peers,
+    *,
+    sizes: Sequence[int] | None = None,
+    out: Shaped[Tensor, "rows *rest"] | None = None,
+) -> Shaped[Tensor, "rows *rest"]:
+    """The rows of all ranks, in rank order, on every rank.
+
+    `sizes` are the rows that each rank brings, if they differ; x may be a piece of `out`.
+    """
+    whole, pieces = _gathered(x, comm, sizes, out)
+    ring_gather(pieces, comm)
+    return whole
+
+
+@_collective
+def all_reduce_ring(
+    x: Shaped[Tensor, "*shape"],
+    comm: Peers,
+    *,
+    op: str = "sum",
+    out: Shaped[Tensor, "*shape"] | None = None,
+) -> Shaped[Tensor, "*shape"]:
+    """The sum (or `op`) over all ranks, on every rank: a ring reduce-scatter, then a ring
+    all-gather of what it left.
+
+    Invariant: all ranks hold the same bits, because each piece is summed once, in ring order, and
+    then only copied.
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", 2009; Goyal et al. 1706.02677, section 4.1.
+    """
+    out, flat = _result(x, out)
+    pieces = _cut(flat, shares(flat.numel(), comm.size))
+    ring_reduce(pieces, comm, op)
+    ring_gather(pieces, comm)
+    return out
+
+
+def ring_reduce(pieces: list[Tensor], comm: Peers, op: str) -> None:
+    """Leaves in pieces[rank] the sum over all ranks: in every hop a half-done piece moves on, and
+    meets the next rank's own."""
+    n, i = comm.size, comm.rank
+    for hop in range(n - 1):
+        give, take = (i - 1 - hop) % n, (i - 2 - hop) % n
+        comm.send_recv(pieces[give], (i + 1) % n, pieces[take], (i - 1) % n, reduce=op)
+
+
+def ring_gather(pieces: list[Tensor], comm: Peers) -> None:
+    """Fills every piece, when each rank begins with pieces[rank]: pass on what you received in the
+    hop before."""
+    n, i = comm.size, comm.rank
+    for hop in range(n - 1):
+        give, take = (i - hop) % n, (i - 1 - hop) % n
+        comm.send_recv(pieces[give], (i + 1) % n, pieces[take], (i - 1) % n)
+
+
+# ── all-reduce in other ways ──────────────────────────────────────────────────────────────────────
+
+
+@_collective
+def all_reduce_naive(
+    x: Shaped[Tensor, "*shape"],
+    comm: Peers,
+    *,
+    op: str = "sum",
+    out: Shaped[Tensor, "*shape"] | None = None,
+) -> Shaped[Tensor, "*shape"]:
+    """The sum (or `op`) over all ranks, on every rank: all send to rank 0, which adds in rank order
+    and sends the result back to each."""
+    out, flat = _result(x, out)
+    if comm.rank != 0:
+        comm.send(flat, 0)
+        comm.recv(flat, 0)
+        return out
+    for rank in _others(comm):
+        comm.recv(flat, rank, reduce=op)
+    for rank in _others(comm):
+        comm.send(flat, rank)
+    return out
+
+
+@_collective
+def all_reduce_tree(
+    x: Shaped[Tensor, "*shape"],
+    comm: Peers,
+    *,
+    op: str = "sum",
+    out: Shaped[Tensor, "*shape"] | None = None,
+) -> Shaped[Tensor, "*shape"]:
+    """The sum (or `op`) over all ranks, on every rank: up the binomial tree to rank 0, and down
+    again."""
+    out, flat = _result(x, out)
+    _tree_up(flat, comm, 0, op)
+    _tree_down(flat, comm, 0)
+    return out
+
+
+@_collective
+def all_reduce_halving_doubling(
+    x: Shaped[Tensor, "*shape"],
+    comm: Peers,
+    *,
+    op: str = "sum",
+    out: Shaped[Tensor, "*shape"] | None = None,
+) -> Shaped[Tensor, "*shape"]:
+    """The sum (or `op`) over all ranks, on every rank: swap halves with a partner far away, then
+    quarters with a nearer one, …, and back.
+
+    With P the largest power of two in N, ranks P, P + 1, … first add their tensor to that of rank
+    0, 1, …, and get the result at the end.
+    Source: Rabenseifner, "Optimization of collective reduction operations", 2004; Thakur,
+    Rabenseifner and Gropp, 2005.
+    """
+    out, flat = _result(x, out)
+    i, p = comm.rank, power_of_two(comm.size)
+    extra = i + p if i + p < comm.size else None
+    if i >= p:
+        comm.send(flat, i - p)
+        comm.recv(flat, i - p)
+        return out
+    if extra is not None:
+        comm.recv(flat, extra, reduce=op)
+    starts = [0, *itertools.accumulate(shares(flat.numel(), p))]
+
+    def block(rank: int, width: int) -> Tensor:
+        """The pieces of the `width` ranks among whom `rank` stands, a stretch of the whole."""
+        first = rank - rank % width
+        return flat[starts[first] : starts[first + width]]
+
+    for width in reversed(widths(p)):
+        comm.send_recv(block(i ^ width, width), i ^ width, block(i, width), i ^ width, reduce=op)
+    for width in widths(p):
+        comm.send_recv(block(i, width), i ^ width, block(i ^ width, width), i ^ width)
+    if extra is not None:
+        comm.send(flat, extra)
+    return out
+
+
+def _tree_up(x: Tensor, comm: Peers, dst: int, op: str) -> None:
+    """Adds up x along the binomial tree: in each step the upper half of the ranks that are left
+    send to the lower half, and are done."""
+    me = (comm.rank - dst) % comm.size
+    for width in reversed(widths(comm.size)):
+        if width <= me < 2 * width:
+            comm.send(x, (comm.rank - width) % comm.size)
+        elif me < width and me + width < comm.size:
+            comm.recv(x, (comm.rank + width) % comm.size, reduce=op)
+
+
+def _tree_down(x: Tensor, comm: Peers, src: int) -> None:
+    """Spreads src's x along the binomial tree: `_tree_up` run backwards."""
+    me = (comm.rank - src) % comm.size
+    for width in widths(comm.size):
+        if width <= me < 2 * width:
+            comm.recv(x, (comm.rank - width) % comm.size)
+        elif me < width and me + width < comm.size:
+            comm.send(x, (comm.rank + width) % comm.size)
+
+
+# ── everybody to everybody ────────────────────────────────────────────────────────────────────────
+
+
+@_collective
+def all_to_all_pairwise(
+    x: Shaped[Tensor, "rows *rest"],
+    comm: Peers,
+    *,
+    send_sizes: Sequence[int] | None = None,
+    recv_sizes: Sequence[int] | None = None,
+) -> Shaped[Tensor, "received *rest"]:
+    """The rows that every rank has for this one, in rank order: in step k send to the rank k after
+    you and receive from the rank k before.
+
+    `send_sizes` are the rows for each rank (equal shares of x unless given), `recv_sizes` the rows
+    that each rank has for this one.
+    """
+    n, i = comm.size, comm.rank
+    equal = shares(len(x), n) if send_sizes is None else send_sizes
+    send_sizes = _row_counts(equal, n, "send_sizes")
+    same = (send_sizes[i],) * n if recv_sizes is None else recv_sizes
+    recv_sizes = _row_counts(same, n, "recv_sizes")
+    if sum(send_sizes) != len(x) or send_sizes[i] != recv_sizes[i]:
+        raise ValueError(
+            f"rank {i}: send_sizes={send_sizes} and recv_sizes={recv_sizes} must add up to the "
+            f"{len(x)} rows of x and agree on rank {i}"
+        )
+    out = x.new_empty(sum(recv_sizes), *x.shape[1:])
+    outbox, inbox = _cut(x.contiguous(), send_sizes), _cut(out, recv_sizes)
+    inbox[i].copy_(outbox[i])
+    for k in range(1, n):
+        comm.send_recv(outbox[(i + k) % n], (i + k) % n, inbox[(i - k) % n], (i - k) % n)
+    return out
+
+
+@_collective
+def shift(x: Shaped[Tensor, "*shape"], comm: Peers) -> Shaped[Tensor, "*shape"]:
+    """The x of the rank before this one, when all pass theirs to the next at once, with nothing but
+    blocking sends and receives.
+
+    Even ranks send first and odd ranks receive first: two steps for an even number of ranks, three
+    for an odd one, and no circle of waiting ranks.
+    """
+    if comm.size == 1:
+        return _copy(x)
+    received, right, left = _room(x), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if comm.rank % 2 == 0:
+        comm.send(x.contiguous(), right)
+        comm.recv(received, left)
+    else:
+        comm.recv(received, left)
+        comm.send(x.contiguous(), right)
+    return received
+
+
+# ── small helpers ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _others(comm: Peers) -> list[int]:
+    return [rank for rank in range(comm.size) if rank != comm.rank]
+
+
+def _room(x: Tensor) -> Tensor:
+    return _fitting(None, tuple(x.shape), x)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return _into(None, x)
+
+
+def _cut(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return list(x.detach().split(list(sizes)))
+
+
+def _storage(x: Tensor) -> int:
+    """The identity of the memory under x; unlike an address, a fake tensor has one too."""
+    return x.untyped_storage()._cdata
+
+
+def _same_place(x: Tensor, y: Tensor) -> bool:
+    return (_storage(x), x.storage_offset()) == (_storage(y), y.storage_offset())
+
+
+def _row_counts(sizes: Sequence[int], n: int, name: str) -> tuple[int, ...]:
+    if len(sizes) != n:
+        raise ValueError(f"{name}={tuple(sizes)} names {len(sizes)} ranks, but the group has {n}")
+    return tuple(units.whole(int(size), name) for size in sizes)
+
+
+def _gathered(
+    x: Tensor, comm: Peers, sizes: Sequence[int] | None, out: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Room for the rows of all ranks, whole and cut by rank, with this rank's own in place."""
+    sizes = (len(x),) * comm.size if sizes is None else _row_counts(sizes, comm.size, "sizes")
+    if sizes[comm.rank] != len(x):
+        raise ValueError(
+            f"rank {comm.rank} brings {len(x)} rows, but sizes={sizes} promise "
+            f"{sizes[comm.rank]}: give the rows of every rank"
+        )
+    whole = _fitting(out, (sum(sizes), *x.shape[1:]), x)
+    pieces = _cut(whole, sizes)
+    if not _same_place(pieces[comm.rank], x):
+        pieces[comm.rank].copy_(x.detach())
+    return whole, pieces
+
+
+def _result(x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A copy of x to work in (or `out`, filled with x), and a flat view of it."""
+    out = _into(out, x)
+    return out, out.detach().view(-1)
+
+
+def _into(out: Tensor | None, x: Tensor) -> Tensor:
+    """`out`, or a new tensor, with the values of x."""
+    out = _fitting(out, tuple(x.shape), x)
+    if out is not x:
+        out.detach().copy_(x.detach())
+    return out
+
+
+def _fitting(out: Tensor | None, shape: tuple[int, ...], x: Tensor) -> Tensor:
+    """`out`, which must be contiguous and of that shape and x's dtype, or room for it."""
+    if out is None:
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
+    if tuple(out.shape) != shape or out.dtype != x.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out must be contiguous, {shape} of {x.dtype} like the result, "
+            f"got {tuple(out.shape)} of {out.dtype}"
+        )
+    return out

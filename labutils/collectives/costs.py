@@ -1,0 +1,328 @@
+"""What a collective costs by formula: bytes sent and held by each rank, steps, α–β (Hockney) time,
+and the bus bandwidth of nccl-tests. S is bytes of the whole tensor, n the number of ranks."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from labutils import units
+from labutils.config import Link
+from labutils.ledger import Ledger, Line
+
+
+def shares(amount: int, n: int) -> tuple[int, ...]:
+    """`amount` cut into `n` pieces that differ by at most one, the larger ones first, as
+    `torch.tensor_split` cuts.
+
+    >>> shares(10, 4), shares(2, 4)
+    ((3, 3, 2, 2), (1, 1, 0, 0))
+    """
+    units.whole(amount, "amount")
+    base, larger = divmod(amount, units.whole(n, "n", 1))
+    return (base + 1,) * larger + (base,) * (n - larger)
+
+
+def power_of_two(n: int) -> int:
+    """The largest power of two in n."""
+    return 1 << (n.bit_length() - 1)
+
+
+def widths(n: int) -> list[int]:
+    """1, 2, 4, … below n: how many ranks of a binomial tree have the tensor after each step."""
+    return [2**k for k in range(_log(n))]
+
+
+def _log(n: int) -> int:
+    """⌈log₂ n⌉."""
+    return (n - 1).bit_length()
+
+
+# ── one row for each algorithm ────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a formula is evaluated: one rank of n, and S bytes that are cut between elements (or
+    rows) of `itemsize` bytes. The root is the rank that has the tensor first, or gets the result:
+    the algorithm's src or dst."""
+
+    n: int
+    rank: int
+    root: int
+    S: int
+    itemsize: int
+
+    @property
+    def v(self) -> int:
+        """This rank's number, counted from the root."""
+        return (self.rank - self.root) % self.n
+
+    @property
+    def others(self) -> int:
+        """How many ranks a root has to serve; 0 for a rank that is not the root."""
+        return self.n - 1 if self.v == 0 else 0
+
+    @property
+    def leaf(self) -> int:
+        """1 for every rank that is not the root."""
+        return int(self.v > 0)
+
+    @property
+    def children(self) -> int:
+        """Ranks to which this one passes the tensor down the binomial tree."""
+        return sum(self.v < width and self.v + width < self.n for width in widths(self.n))
+
+    def piece(self, ahead: int = 0) -> int:
+        """Bytes in the piece of the rank that many places ahead on the ring."""
+        return self.cut(self.n)[(self.rank + ahead) % self.n]
+
+    def cut(self, parts: int) -> list[int]:
+        """Bytes in each of `parts` shares of the tensor."""
+        return [share * self.itemsize for share in shares(self.S // self.itemsize, parts)]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What an algorithm costs.
+
+    steps: messages that wait for each other, by n.
+    share: what these carry together, as a multiple of S, by n.
+    messages: messages that the rank at a seat sends.
+    sent: bytes in them.
+    """
+
+    steps: Callable[[int], int]
+    share: Callable[[int], Fraction | int]
+    messages: Callable[[Seat], int]
+    sent: Callable[[Seat], int]
+
+
+def _twice(path: tuple[Callable, Callable]) -> tuple[Callable, Callable]:
+    steps, share = path
+    return lambda n: 2 * steps(n), lambda n: 2 * share(n)
+
+
+def _halving_doubling(at: Seat) -> tuple[int, int]:
+    """Messages and bytes: all but your own piece on the way down; you, your pair, your quartet, …
+    on the way up; and a left-over rank's tensor."""
+    p = power_of_two(at.n)
+    if at.rank >= p:
+        return 1, at.S
+    pieces, extra = at.cut(p), at.rank + p < at.n
+    up = sum(sum(pieces[at.rank - at.rank % width :][:width]) for width in widths(p))
+    return 2 * len(widths(p)) + extra, at.S - pieces[at.rank] + up + extra * at.S
+
+
+def _halving_doubling_path(n: int) -> tuple[int, Fraction]:
+    p, left_over = power_of_two(n), n != power_of_two(n)
+    return 2 * _log(p) + 2 * left_over, Fraction(2 * (p - 1), p) + 2 * left_over
+
+
+# Steps, and the multiple of S that they carry: n − 1 whole tensors, n − 1 pieces, or a whole tensor
+# for each level of a tree.
+_TENSORS = (lambda n: n - 1, lambda n: n - 1)
+_PIECES = (lambda n: n - 1, lambda n: Fraction(n - 1, n))
+_LEVELS = (_log, _log)
+
+FORMULAS: dict[str, Formula] = {
+    "broadcast_star": Formula(*_TENSORS, lambda at: at.others, lambda at: at.others * at.S),
+    "broadcast_tree": Formula(*_LEVELS, lambda at: at.children, lambda at: at.children * at.S),
+    "scatter_star": Formula(
+        *_PIECES, lambda at: at.others, lambda at: (1 - at.leaf) * (at.S - at.piece())
+    ),
+    "gather_star": Formula(*_PIECES, lambda at: at.leaf, lambda at: at.leaf * at.piece()),
+    "reduce_star": Formula(*_TENSORS, lambda at: at.leaf, lambda at: at.leaf * at.S),
+    "reduce_tree": Formula(*_LEVELS, lambda at: at.leaf, lambda at: at.leaf * at.S),
+    "reduce_scatter_ring": Formula(*_PIECES, lambda at: at.n - 1, lambda at: at.S - at.piece()),
+    "all_gather_ring": Formula(*_PIECES, lambda at: at.n - 1, lambda at: at.S - at.piece(1)),
+    "all_reduce_naive": Formula(
+        *_twice(_TENSORS),
+        lambda at: at.leaf + at.others,
+        lambda at: (at.leaf + at.others) * at.S,
+    ),
+    "all_reduce_ring": Formula(
+        *_twice(_PIECES),
+        lambda at: 2 * (at.n - 1),
+        lambda at: 2 * at.S - at.piece() - at.piece(1),
+    ),
+    "all_reduce_tree": Formula(
+        *_twice(_LEVELS),
+        lambda at: at.leaf + at.children,
+        lambda at: (at.leaf + at.children) * at.S,
+    ),
+    "all_reduce_halving_doubling": Formula(
+        lambda n: _halving_doubling_path(n)[0],
+        lambda n: _halving_doubling_path(n)[1],
+        lambda at: _halving_doubling(at)[0],
+        lambda at: _halving_doubling(at)[1],
+    ),
+    "all_to_all_pairwise": Formula(*_PIECES, lambda at: at.n - 1, lambda at: at.S - at.piece()),
+}
+"""S is always the whole tensor: what is broadcast, what a scatter divides, what a gather puts
+together, what each rank brings to the rest."""
+
+ALL_REDUCES = tuple(name for name in FORMULAS if name.startswith("all_reduce"))
+
+
+def _formula(algorithm: str) -> Formula:
+    if algorithm not in FORMULAS:
+        raise ValueError(f"no algorithm {algorithm!r}: there are {', '.join(FORMULAS)}")
+    return FORMULAS[algorithm]
+
+
+# ── bytes ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sent(
+    algorithm: str,
+    *,
+    nbytes: int | float,
+    n: int,
+    itemsize: int = 4,
+    root: int = 0,
+    axis: str = "dp",
+) -> Ledger:
+    """Bytes that each rank sends, a line for each that sends anything, exact also where n does not
+    divide the tensor.
+
+    algorithm: one of `FORMULAS`.
+    nbytes: the whole tensor S.
+    n: number of ranks.
+    itemsize: bytes of an element (of a row, for an operation on rows): cuts fall between them.
+    root: the algorithm's src or dst.
+    axis: the mesh axis that the lines name.
+
+    >>> sent("all_reduce_ring", nbytes=64e6, n=4).by("rank")
+    {0: 96000000, 1: 96000000, 2: 96000000, 3: 96000000}
+    """
+    formula = _formula(algorithm)
+    return Ledger(
+        Line(algorithm, formula.sent(at), axis=axis, rank=at.rank, count=formula.messages(at))
+        for at in _seats(nbytes, n, itemsize, root)
+        if formula.messages(at)
+    )
+
+
+def held(
+    algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4, root: int = 0
+) -> Ledger:
+    """Bytes of the result on each rank: the whole tensor, a share of it, or nothing where only the
+    root gets it. The sizes are those of `sent`.
+
+    >>> held("reduce_scatter_ring", nbytes=40, n=4).by("rank")
+    {0: 12, 1: 12, 2: 8, 3: 8}
+    """
+    _formula(algorithm)
+
+    def result(at: Seat) -> int:
+        if algorithm.startswith(("scatter", "reduce_scatter")):
+            return at.piece()
+        if algorithm.startswith(("gather", "reduce")):
+            return 0 if at.leaf else at.S
+        return at.n * at.piece() if algorithm.startswith("all_to_all") else at.S
+
+    seats = _seats(nbytes, n, itemsize, root)
+    return Ledger(Line("result", result(at), rank=at.rank) for at in seats)
+
+
+def _seats(nbytes: int | float, n: int, itemsize: int, root: int) -> list[Seat]:
+    S = int(nbytes) if isinstance(nbytes, float) and nbytes.is_integer() else nbytes
+    units.whole(S, "nbytes")
+    units.whole(n, "n", 1)
+    if S % units.whole(itemsize, "itemsize", 1):
+        elements = f"a whole number of elements of {itemsize} bytes"
+        raise ValueError(f"{S} bytes are not {elements}: give the tensor's itemsize")
+    if not 0 <= root < n:
+        raise ValueError(f"root={root} is not one of {n} ranks: use 0 … {n - 1}")
+    return [Seat(n, rank, root, S, itemsize) for rank in range(n)]
+
+
+# ── time ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def steps(algorithm: str, n: int) -> int:
+    """Messages of an algorithm that have to wait for each other, when a rank can send one and
+    receive one at a time.
+
+    >>> [steps(algorithm, 8) for algorithm in ALL_REDUCES]
+    [14, 14, 6, 6]
+    """
+    return _formula(algorithm).steps(units.whole(n, "n", 1))
+
+
+def cost(algorithm: str, nbytes: int | float, n: int, link: Link) -> float:
+    """Seconds that an algorithm needs when every rank has a link of its own:
+    steps · λ + (bytes that travel one after the other) / bw.
+
+    Invariant: equals `trace.makespan(link)` of a real run wherever n divides the tensor.
+    Source: Hockney's model, as in Thakur, Rabenseifner and Gropp, 2005.
+
+    >>> cost("all_reduce_ring", 64e6, 4, Link(1e-5, 1e9))
+    0.09606
+    """
+    if nbytes < 0 or not math.isfinite(nbytes):
+        raise ValueError(f"nbytes must be a finite number, 0 or more, got {nbytes}")
+    formula = _formula(algorithm)
+    waits = formula.steps(units.whole(n, "n", 1)) * Fraction(link.latency)
+    return float(waits + formula.share(n) * Fraction(nbytes) / Fraction(link.bandwidth))
+
+
+def fastest(nbytes: int | float, n: int, link: Link, among: Sequence[str] = ALL_REDUCES) -> str:
+    """The algorithm with the lowest `cost`; of equals the one that stands first in `among`."""
+    return min(among, key=lambda algorithm: cost(algorithm, nbytes, n, link))
+
+
+def crossover(first: str, second: str, n: int, link: Link) -> float | None:
+    """The tensor size in bytes at which two algorithms cost the same, or None where one of them is
+    never slower.
+
+    >>> round(crossover("all_reduce_ring", "all_reduce_tree", 8, Link(1e-5, 1e9)))
+    18824
+    """
+    steps_apart = _formula(first).steps(n) - _formula(second).steps(n)
+    share_apart = Fraction(_formula(second).share(n) - _formula(first).share(n))
+    if steps_apart * share_apart <= 0:
+        return None
+    return float(steps_apart * Fraction(link.latency) * Fraction(link.bandwidth) / share_apart)
+
+
+# ── how others report it ──────────────────────────────────────────────────────────────────────────
+
+_BUS: dict[str, Callable[[int], Fraction]] = {
+    "all_reduce": lambda n: Fraction(2 * (n - 1), n),
+    "reduce_scatter": lambda n: Fraction(n - 1, n),
+    "all_gather": lambda n: Fraction(n - 1, n),
+    "all_to_all": lambda n: Fraction(n - 1, n),
+    "broadcast": lambda n: Fraction(1),
+    "reduce": lambda n: Fraction(1),
+}
+
+
+def bus_factor(op: str, n: int) -> Fraction:
+    """Bus bandwidth over algorithm bandwidth: what the busiest link must carry at least, as a share
+    of the tensor.
+
+    Source: nccl-tests, doc/PERFORMANCE.md.
+
+    >>> bus_factor("all_reduce", 8)
+    Fraction(7, 4)
+    """
+    if op not in _BUS:
+        raise ValueError(f"nccl-tests gives no bus factor for {op!r}: it has {', '.join(_BUS)}")
+    return _BUS[op](units.whole(n, "n", 1))
+
+
+def algbw(nbytes: int | float, seconds: float) -> float:
+    """Algorithm bandwidth in bytes per second: the tensor's size over the time."""
+    return nbytes / units.positive(seconds, "seconds")
+
+
+def busbw(op: str, nbytes: int | float, seconds: float, n: int) -> float:
+    """Bus bandwidth in bytes per second: comparable with the hardware's, whatever the number of
+    ranks.
+
+    >>> busbw("all_reduce", 64e6, 0.096, 4)
+    1000000000.0
+    """
+    return float(algbw(nbytes, seconds) * bus_factor(op, n))
