@@ -1,27 +1,32 @@
-"""What a step holds in memory, measured: every number here is counted from live storages, to the byte, on any device.
+"""What a step holds in memory, measured: live storages, counted to the byte, on any device, on real
+tensors and on fake ones (a memory profiler, as torch's MemTracker is one).
 
-A *storage* is the memory behind a tensor. Views, tied weights and `detach` share one, so storages, not tensors, are what is counted.
+A *storage* is the memory behind a tensor. Views, tied weights and `detach` share one, so storages,
+not tensors, are what is counted.
 """
 
 import functools
 import gc
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from labutils import units
 from labutils.ledger import Ledger, Line
 from labutils.timeline import History, Moment
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
+HALF = (torch.float16, torch.bfloat16)
+_LIFT = torch.ops.aten.lift_fresh.default  # by which torch.tensor(…) comes: argument, and yet new
 
 
 class OutOfMemory(RuntimeError):
@@ -29,10 +34,12 @@ class OutOfMemory(RuntimeError):
 
 
 def model_states(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Ledger:
-    """Bytes of weights, gradients, optimizer state and buffers that are alive now; each storage counts once, so a tied weight does too.
+    """Bytes of weights, gradients, optimizer state and buffers that are alive now; each storage
+    counts once, so a tied weight does too.
 
-    Optimizer state comes under the optimizer's own names (Adam: exp_avg, exp_avg_sq, step); parameters that the optimizer steps and the
-    module does not hold are its master weights, and beside half weights the gradients of those are the fp32 gradients.
+    Optimizer state comes under the optimizer's own names (Adam: exp_avg, exp_avg_sq, step);
+    parameters that the optimizer steps and the module does not hold are its master weights, and
+    beside half-precision weights the gradients of those are the fp32 gradients.
 
     >>> layer = nn.Linear(3, 1)
     >>> print(model_states(layer, torch.optim.AdamW(layer.parameters())))
@@ -40,18 +47,9 @@ def model_states(module: nn.Module, optimizer: torch.optim.Optimizer | None = No
     weights     16
     total       16
     """
-    named: list[tuple[str, str, Tensor]] = [("weights", "weights", p) for p in module.parameters()]
-    named += [("gradients", "gradients", gradient) for gradient in _gradients(module)]
-    beside_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
-    named += [
-        ("gradients", "fp32 gradients" if beside_half else "gradients", gradient)
-        for gradient in _gradients(module, optimizer)
-    ]
-    named += [("optimizer", key, value) for key, value in _optimizer_tensors(optimizer)]
-    named += [("buffers", "buffers", buffer) for buffer in module.buffers()]
     seen: set[int] = set()
     lines = []
-    for component, name, tensor in named:
+    for component, name, tensor in _states(module, optimizer):
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
@@ -60,9 +58,11 @@ def model_states(module: nn.Module, optimizer: torch.optim.Optimizer | None = No
 
 
 def saved_activations(fn: Callable[[], object], module: nn.Module) -> Ledger:
-    """Bytes that autograd keeps for the backward pass of `fn()`: a line for each storage, under the part of `module` that saved it first.
+    """Bytes that autograd keeps for the backward pass of `fn()`: a line for each storage, under the
+    part of `module` that saved it first.
 
-    Weights and buffers are left out: they are there anyway. What is saved outside of any submodule (a loss) stands under "outside".
+    Weights and buffers are left out: they are there anyway. What is saved outside of any submodule
+    (a loss) stands under "outside".
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> print(saved_activations(lambda: layers(torch.ones(2, 4)), layers))
@@ -74,9 +74,8 @@ def saved_activations(fn: Callable[[], object], module: nn.Module) -> Ledger:
     known = {
         tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())
     }
-    saved: dict[
-        int, tuple[torch.UntypedStorage, Line]
-    ] = {}  # holding the storage keeps its address from being used again
+    # Holding the storage keeps its address from being used again.
+    saved: dict[int, tuple[torch.UntypedStorage, Line]] = {}
     inside: list[str] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -84,11 +83,9 @@ def saved_activations(fn: Callable[[], object], module: nn.Module) -> Ledger:
         if storage._cdata not in known and storage._cdata not in saved:
             what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             name = inside[-1] if inside else "outside"
-            saved[storage._cdata] = (
-                storage,
-                Line(name, storage.nbytes(), component="activations", note=what),
-            )
-        return tensor
+            line = Line(name, storage.nbytes(), component="activations", note=what)
+            saved[storage._cdata] = storage, line
+        return tensor.detach()  # the tensor itself would close a cycle with its own graph
 
     with ExitStack() as hooks:
         for name, part in module.named_modules():
@@ -113,22 +110,26 @@ def history(
     *,
     capacity: int | None = None,
 ) -> History:
-    """Bytes alive after every operation of `fn()`, such as a training step, by what they are for and by phase: forward, backward, optimizer.
+    """Bytes alive after every operation of `fn()`, such as a training step, by what they are for
+    and by phase: forward, backward, optimizer.
 
-    A moment called "start" and one called "end" enclose the operations. Views take no memory and no moment.
-    weights, gradients and optimizer are the model states; activations is what autograd keeps for the backward pass (and what a checkpointed
-    region computes again); buffers is everything else: temporary results, gradients of activations, the module's own buffers.
-    With `capacity` in bytes, the first operation after which more is alive raises `OutOfMemory`, as a device of that size would.
+    A moment called "start" and one called "end" enclose the operations. Views take no memory and no
+    moment. weights, gradients and optimizer are the model states; activations is what autograd
+    keeps for the backward pass (and what a checkpointed region computes again); buffers is
+    everything else: temporary results, gradients of activations, the module's own buffers. Lines
+    have the names that `label` gave, those of `model_states` otherwise.
+    With `capacity` in bytes, the first operation after which more is alive raises `OutOfMemory`, as
+    a device of that size would.
 
-    Invariant: two equal steps have equal histories, because a storage counts from the operation that makes it until its last reference dies.
+    On ranks, call it inside the rank function: it counts what this rank's own thread makes, which
+    is neither a neighbor's tensor nor memory in which messages travel.
+
+    Invariant: two equal steps have equal histories, because a storage counts from the operation
+    that makes or resizes it until its last reference dies; what is older counts from the start.
     Memory that a kernel takes and returns within one operation is not seen.
     """
-    if capacity is not None:
-        units.whole(capacity, "capacity", 1)
-    recorder = _Recorder(module, optimizer, capacity)
-    with recorder.recording():
+    with recording(module, optimizer, capacity=capacity) as recorder:
         fn()
-        recorder.events.append(("end", ""))
     return recorder.history()
 
 
@@ -142,16 +143,16 @@ def peak(
 def storages(
     fn: Callable[[], object], module: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> "tuple[Life, ...]":
-    """Every storage that is alive during `fn()`: its bytes, between which operations it lives, what it is for. A trace for `memory.replay`."""
-    recorder = _Recorder(module, optimizer, None)
-    with recorder.recording():
+    """Every storage that is alive during `fn()`: its bytes, between which operations it lives, what
+    it is for. A trace for `memory.replay`."""
+    with recording(module, optimizer) as recorder:
         fn()
-        recorder.events.append(("end", ""))
     return tuple(recorder.lives)
 
 
 def peak_allocated(fn: Callable[[], object], device: torch.device | str = "cuda") -> int:
-    """Bytes that PyTorch's CUDA allocator had handed out at the fullest moment of `fn()`: each tensor rounded up to 512, workspaces included."""
+    """Bytes that PyTorch's CUDA allocator had handed out at the fullest moment of `fn()`: each
+    tensor rounded up to 512, workspaces included."""
     if not torch.cuda.is_available():
         raise ValueError(
             f"there is no {device} device here: measure.history counts the same step on the CPU"
@@ -162,47 +163,110 @@ def peak_allocated(fn: Callable[[], object], device: torch.device | str = "cuda"
     return torch.cuda.max_memory_allocated(device)
 
 
+# ── what a technique tells ────────────────────────────────────────────────────────────────────────
+
+
+def label(tensors: Iterable[Tensor], component: str, name: str = "") -> None:
+    """Tell who is recording in this thread, if anybody is, what the memory of `tensors` is for.
+
+    tensors: their storages carry the label for as long as they live, also in moments gone by
+    component: one of `COMPONENTS`
+    name: the line in the ledger, such as "gathered weights"; the component's own unless given
+    """
+    if component not in COMPONENTS:
+        raise ValueError(f"no component {component!r}: use one of {', '.join(COMPONENTS)}")
+    for recorder in _recorders():
+        for tensor in tensors:
+            life = recorder.life(tensor)
+            life.component, life.name = component, name or component
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Moments recorded inside are of this phase, such as "optimizer", whatever runs there."""
+    recorders = list(_recorders())
+    for recorder in recorders:
+        recorder.phases.append(name)
+    try:
+        yield
+    finally:
+        for recorder in recorders:
+            recorder.phases.pop()
+
+
+# ── the recorder ──────────────────────────────────────────────────────────────────────────────────
+
+
 @dataclass(slots=True)
 class Life:
-    """One storage: between which moments it is alive, and what it turned out to be for."""
+    """One storage of one size: between which moments it is alive, and what it is for."""
 
     nbytes: int
     birth: int
     death: int | None = None
     component: str = "buffers"
+    name: str = ""
 
 
-class _Recorder(TorchDispatchMode):
-    """Writes down the birth and death of every storage; what each was for is known only later, so the ledgers are made at the end."""
+@contextmanager
+def recording(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    capacity: int | None = None,
+) -> "Iterator[Recorder]":
+    """A recorder of what this thread does inside: `held()` is what is alive now, `history()` what
+    was alive at every moment, `lives` the storages one by one."""
+    recorder = Recorder(module, optimizer, capacity)
+    with ExitStack() as stack:
+        stack.enter_context(_undisturbed())
+        stack.callback(recorder.watches.clear)
+        recorder.hook(stack)
+        stack.enter_context(saved_tensors_hooks(recorder.keep, lambda tensor: tensor))
+        stack.enter_context(recorder)
+        _ACTIVE.recorders = (*_recorders(), recorder)
+        stack.callback(lambda: setattr(_ACTIVE, "recorders", _ACTIVE.recorders[:-1]))
+        yield recorder
+        recorder.events.append(("end", ""))
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down the birth and death of every storage. What each was for is known only later, so
+    the ledgers are made at the end.
+
+    Cost: constant for each operation and each of its tensors, however much is alive.
+    """
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer | None, capacity: int | None
     ) -> None:
         super().__init__()
+        if capacity is not None:
+            units.whole(capacity, "capacity", 1)
         self.module, self.optimizer, self.capacity = module, optimizer, capacity
         self.lives: list[Life] = []
         self.current: dict[int, Life] = {}  # by address of the living storage
         self.watches: set[weakref.ref] = set()
         self.events: list[tuple[str, str]] = [("start", "")]
+        self.phases: list[str] = []
         self.alive = 0
-        self.in_optimizer = False
-        self.label(module.parameters(), "weights")
-        self.label(_gradients(module, optimizer), "gradients")
-        self.label((value for _, value in _optimizer_tensors(optimizer)), "optimizer")
-        self.label(module.buffers(), "buffers")
-        self.own = {
-            buffer.untyped_storage()._cdata for buffer in module.buffers()
-        }  # saved or not, they are there anyway
+        for component, name, tensor in _states(module, optimizer):
+            self.guess([tensor], component, name)
 
-    def life(self, tensor: Tensor, birth: int) -> Life:
+    # -- births and deaths -------------------------------------------------------------------------
+
+    def life(self, tensor: Tensor, birth: int = 0) -> Life:
+        """The life of a tensor's storage; an unknown one has been there since the start."""
         storage = tensor.untyped_storage()
+        return self.current.get(storage._cdata) or self.begin(storage, storage.nbytes(), birth)
+
+    def begin(self, storage: torch.UntypedStorage, nbytes: int, birth: int) -> Life:
         address = storage._cdata
-        if address not in self.current:
-            life = self.current[address] = Life(storage.nbytes(), birth)
-            self.lives.append(life)
-            self.alive += life.nbytes
-            self.watches.add(weakref.ref(storage, functools.partial(self.die, address)))
-        return self.current[address]
+        life = self.current[address] = Life(nbytes, birth)
+        self.lives.append(life)
+        self.alive += nbytes
+        self.watches.add(weakref.ref(storage, functools.partial(self.die, address)))
+        return life
 
     def die(self, address: int, watch: weakref.ref) -> None:
         life = self.current.pop(address)
@@ -210,134 +274,206 @@ class _Recorder(TorchDispatchMode):
         self.alive -= life.nbytes
         self.watches.discard(watch)
 
-    def label(self, tensors: Iterable[Tensor], component: str) -> None:
-        for tensor in tensors:
-            life = self.life(tensor, len(self.events) - 1)
-            if life.component == "buffers":  # the first name stays: a saved weight is a weight
-                life.component = component
+    def resized(self, storage: torch.UntypedStorage, before: int) -> bool:
+        """Whether a storage is of another size than `before`: one life ends, another begins."""
+        nbytes = storage.nbytes()
+        life = self.current.get(storage._cdata) or self.begin(storage, before, 0)
+        if life.nbytes == nbytes:
+            return False
+        life.death = len(self.events)
+        new = replace(life, nbytes=nbytes, birth=len(self.events), death=None)
+        self.current[storage._cdata] = new
+        self.lives.append(new)
+        self.alive += nbytes - life.nbytes
+        return True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if (
-            func is not torch.ops.aten.lift_fresh.default
-        ):  # torch.tensor(…) shows up as an argument, yet is new
-            for tensor in _tensors(
-                (args, kwargs)
-            ):  # any other unknown argument, such as the batch, has been alive since the start
-                self.life(tensor, 0)
-        known = len(self.lives)
-        out = func(*args, **(kwargs or {}))
-        for tensor in _tensors(out):
-            self.life(tensor, len(self.events))
-        made = self.lives[known:]
-        if not made and not func._schema.is_mutable:  # a view: no memory, no work
-            return out
+    def guess(self, tensors: Iterable[Tensor], component: str, name: str = "") -> None:
+        """What tensors are for, unless that is known: a saved weight is a weight."""
+        for tensor in tensors:
+            life = self.life(tensor)
+            if not life.name:
+                life.component, life.name = component, name or component
+
+    def happened(self, event: str) -> None:
+        """An operation has changed what is alive, or what is in it."""
         in_backward = torch._C._current_graph_task_id() != -1
-        self.events.append(
-            (
-                "optimizer" if self.in_optimizer else "backward" if in_backward else "forward",
-                func.overloadpacket.__name__,
-            )
-        )
-        if (
-            in_backward and torch.is_grad_enabled()
-        ):  # a checkpointed region computes its activations again
-            for life in made:
-                life.component = "activations"
+        ordinary = "backward" if in_backward else "forward"
+        self.events.append((self.phases[-1] if self.phases else ordinary, event))
         if self.capacity is not None and self.alive > self.capacity:
-            phase, event = self.events[-1]
-            excess = self.alive - self.capacity
-            raise OutOfMemory(
-                f"{phase}, {event}: {excess:,} bytes more than the capacity of {units.text(self.capacity)} would be alive"
-            )
+            excess = f"{self.alive - self.capacity:,} bytes more than the capacity of "
+            capacity = units.text(self.capacity)
+            raise OutOfMemory(f"{', '.join(self.events[-1])}: {excess}{capacity} would be alive")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:  # most of what a fake tensor is asked
+            return func(*args)
+        fresh = _makes_memory(func)
+        if fresh and func is not _LIFT:  # what only moves here may belong to a neighbor
+            for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
+                self.life(tensor)
+        out = func(*args, **(kwargs or {}))
+        made = len(self.lives)
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        if fresh:
+            for tensor in _tensors(results):
+                self.life(tensor, len(self.events))
+        elif func._schema.is_mutable:
+            for tensor in _tensors(results if func._schema.returns else args[:1]):
+                storage = tensor.untyped_storage()
+                if life := self.current.get(storage._cdata):
+                    self.resized(storage, life.nbytes)
+        if len(self.lives) == made and not func._schema.is_mutable:  # a view: no memory, no work
+            return out
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            for life in self.lives[made:]:  # a checkpointed region computes its activations again
+                life.component = life.name = "activations"
+        self.happened(func.overloadpacket.__name__)
         return out
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        def keep(tensor: Tensor) -> Tensor:
-            if tensor.untyped_storage()._cdata not in self.own:
-                self.label([tensor], "activations")
-            return tensor
+    # -- hooks -------------------------------------------------------------------------------------
 
-        def entered(*_: object) -> None:
-            self.in_optimizer = True
-            self.label(_gradients(self.module, self.optimizer), "gradients")
+    def hook(self, stack: ExitStack) -> None:
+        """Be told of gradients and of the optimizer's steps, until the stack unwinds."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(
+                    lambda p: self.guess(_gradients([p]), "gradients")
+                )
+                stack.callback(hook.remove)
+        if self.optimizer is not None:
+            stack.callback(self.optimizer.register_step_pre_hook(self.entered).remove)
+            stack.callback(self.optimizer.register_step_post_hook(self.left).remove)
 
-        def left(*_: object) -> None:
-            self.in_optimizer = False
-            self.label((value for _, value in _optimizer_tensors(self.optimizer)), "optimizer")
+    def keep(self, tensor: Tensor) -> Tensor:
+        """What autograd saves; detached, or an output would close a cycle with its own graph."""
+        self.guess([tensor], "activations")
+        return tensor.detach()
 
-        collecting = gc.isenabled()
-        gc.collect()
-        gc.disable()  # storages die by reference count alone, at the same operation in every run
-        try:
-            with ExitStack() as hooks:
-                for parameter in self.module.parameters():
-                    if parameter.requires_grad:
-                        hook = parameter.register_post_accumulate_grad_hook(
-                            lambda p: self.label(
-                                [p.grad] if p.grad is not None else [], "gradients"
-                            )
-                        )
-                        hooks.callback(hook.remove)
-                if self.optimizer is not None:
-                    hooks.callback(self.optimizer.register_step_pre_hook(entered).remove)
-                    hooks.callback(self.optimizer.register_step_post_hook(left).remove)
-                hooks.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
-                hooks.enter_context(self)
-                yield
-        finally:
-            self.watches.clear()
-            if collecting:
-                gc.enable()
+    def entered(self, *_: object) -> None:
+        self.phases.append("optimizer")
+        for component, name, tensor in _states(self.module, self.optimizer):
+            self.guess([tensor], component, name)
+
+    def left(self, *_: object) -> None:
+        self.phases.pop()
+        for component, name, tensor in _states(self.module, self.optimizer):
+            self.guess([tensor], component, name)
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def held(self) -> Ledger:
+        """Bytes alive now, by component and name; `count` is the number of storages."""
+        return Ledger(
+            Line(life.name or life.component, life.nbytes, component=life.component)
+            for life in self.current.values()
+            if life.nbytes
+        ).merged()
 
     def history(self) -> History:
-        changes: defaultdict[int, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+        """Bytes alive at every moment; each component has a line of its own name, also of 0."""
+        changes: defaultdict[int, list[tuple[tuple[str, str], int]]] = defaultdict(list)
         for life in self.lives:
-            changes[life.birth][life.component] += life.nbytes
+            key = life.component, life.name or life.component
+            changes[life.birth].append((key, life.nbytes))
             if life.death is not None:
-                changes[life.death][life.component] -= life.nbytes
-        held = dict.fromkeys(COMPONENTS, 0)
+                changes[life.death].append((key, -life.nbytes))
+        lines = {(name, name): Line(name, 0, component=name) for name in COMPONENTS}
         moments = []
         for i, (phase, event) in enumerate(self.events):
-            for component, amount in changes[i].items():
-                held[component] += amount
-            moments.append(
-                Moment(
-                    phase,
-                    event,
-                    Ledger(Line(name, amount, component=name) for name, amount in held.items()),
-                )
-            )
+            totals = {key: lines[key].amount if key in lines else 0 for key, _ in changes[i]}
+            for key, amount in changes[i]:
+                totals[key] += amount
+            for (component, name), amount in totals.items():
+                if amount or component == name:
+                    lines[component, name] = Line(name, amount, component=component)
+                else:
+                    lines.pop((component, name), None)
+            moments.append(Moment(phase, event, Ledger(lines.values())))
         return History(moments)
 
 
-def _stepped(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    return (
-        []
-        if optimizer is None
-        else [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    )
+_ACTIVE = threading.local()  # .recorders: those of this thread, the innermost last
 
 
-def _gradients(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
-    return [
-        parameter.grad
-        for parameter in (*module.parameters(), *_stepped(optimizer))
-        if parameter.grad is not None
-    ]
+def _recorders() -> "tuple[Recorder, ...]":
+    return getattr(_ACTIVE, "recorders", ())
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[tuple[str, Tensor]]:
-    # Weights that the module holds too have been counted by the time this list is read.
-    masters = [("master weights", parameter) for parameter in _stepped(optimizer)]
-    states = [] if optimizer is None else optimizer.state.values()
-    return masters + [
-        (key, value)
-        for state in states
-        for key, value in state.items()
-        if isinstance(value, Tensor)
-    ]
+class _Shared:
+    """What all threads that record have in common: how many they are, what was there before."""
+
+    lock, count, collecting = threading.Lock(), 0, False
 
 
-def _tensors(tree: object) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """As long as any thread records, storages die by reference count alone, at the same operation
+    in every run, and a resize, which torch dispatches to nobody, is seen."""
+    with _Shared.lock:
+        _Shared.count += 1
+        if _Shared.count == 1:
+            _Shared.collecting = gc.isenabled()
+            gc.collect()
+            gc.disable()
+            torch.UntypedStorage.resize_ = _resize_
+    try:
+        yield
+    finally:
+        with _Shared.lock:
+            _Shared.count -= 1
+            if _Shared.count == 0:
+                del torch.UntypedStorage.resize_  # the inherited one shows again
+                if _Shared.collecting:
+                    gc.enable()
+
+
+def _resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    before = storage.nbytes()
+    torch._C.StorageBase.resize_(storage, size)
+    for recorder in _recorders():
+        if recorder.resized(storage, before):
+            recorder.happened("resize_")
+    return storage
+
+
+@functools.cache
+def _makes_memory(func: Any) -> bool:
+    """Whether what an operation returns is new, and no view of an argument."""
+    returns = func._schema.returns
+    return func is _LIFT or bool(returns) and all(each.alias_info is None for each in returns)
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of an operation, also those in its lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (each for each in value if isinstance(each, Tensor))
+
+
+def _states(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[str, str, Tensor]]:
+    """What there is of weights, gradients, optimizer state and buffers: component, name, tensor."""
+    weights = list(module.parameters())
+    groups = [] if optimizer is None else optimizer.param_groups
+    stepped = [parameter for group in groups for parameter in group["params"]]
+    beside_half = any(parameter.dtype in HALF for parameter in weights)
+    yield from (("weights", "weights", parameter) for parameter in weights)
+    yield from (("gradients", "gradients", gradient) for gradient in _gradients(weights))
+    name = "fp32 gradients" if beside_half else "gradients"
+    yield from (("gradients", name, gradient) for gradient in _gradients(stepped))
+    # Of those that are stepped, the weights of the module have come by now.
+    yield from (("optimizer", "master weights", parameter) for parameter in stepped)
+    for state in () if optimizer is None else optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                yield "optimizer", name, value
+    yield from (("buffers", "buffers", buffer) for buffer in module.buffers())
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
