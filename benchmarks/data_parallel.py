@@ -1,11 +1,13 @@
-"""Our data parallelism beside PyTorch's DistributedDataParallel, on four processes of this machine: step time, bytes held, overlap, equal weights.
+"""Our data parallelism beside DistributedDataParallel on four processes: time, bytes, overlap.
 
     python benchmarks/data_parallel.py
 
-Both train the same model on the same batches with the same fused AdamW, in buckets of the same size, and take turns; a ratio below 1 means that
-ours is faster, or holds less. What is held is counted from before the model is built.
+Both train the same model on the same batches with the same fused AdamW, in buckets of the same
+size, and take turns; a ratio below 1 means that ours is faster, or holds less. What is held is
+counted from before the model is built.
 
-The overlap is that of a backward pass that waits instead of computing, as a host waits for its GPU, so that four ranks on two cores have time to send.
+The overlap is that of a backward pass that waits instead of computing, as a host waits for its GPU,
+so that four ranks on two cores have time to send.
 """
 
 import time
@@ -17,15 +19,15 @@ from torch import nn
 from labutils import data_parallel, units
 from labutils.config import ModelConfig
 from labutils.model import GPT
+from labutils.timeline import Timeline
 from labutils.world import World
 
 RANKS, ROUNDS, STEPS = 4, 21, 3
 BUCKET = 4 * units.MIB
 MODEL = ModelConfig(num_layers=6, d_model=256, num_heads=4, d_ff=1024, vocab_size=1024, seq_len=64)
 LAYERS, WIDTH, SECONDS = 12, 512, 0.03
-OURS = {"ring": "ring", "halving and doubling": "halving_doubling"}
 THEIRS = {"DDP": False, "DDP, gradients as views": True}
-NAMES = (*OURS, *THEIRS)
+NAMES = ("ours", *THEIRS)
 
 
 class Contestant:
@@ -37,10 +39,8 @@ class Contestant:
         )
         self.batches = torch.Generator().manual_seed(rank.rank)
         comm = rank.comm("dp")
-        if name in OURS:
-            self.replica = data_parallel.replicate(
-                self.model, comm, bucket_bytes=BUCKET, algorithm=OURS[name]
-            )
+        if name == "ours":
+            self.replica = data_parallel.replicate(self.model, comm, bucket_bytes=BUCKET)
         else:
             options = dict(bucket_cap_mb=BUCKET / units.MIB, gradient_as_bucket_view=THEIRS[name])
             self.replica = nn.parallel.DistributedDataParallel(
@@ -103,7 +103,7 @@ class Layer(nn.Linear):
         return Wait.apply(super().forward(x))
 
 
-def chain(rank, overlap: bool) -> data_parallel.Timeline:
+def chain(rank, overlap: bool) -> Timeline:
     """The second step of a chain of such layers, a bucket each."""
     net = nn.Sequential(*(Layer(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     replica = data_parallel.replicate(
@@ -117,35 +117,25 @@ def chain(rank, overlap: bool) -> data_parallel.Timeline:
 
 def main() -> None:
     """Print the tables."""
-    print(
-        f"{units.text(4 * MODEL.num_params)} of fp32 weights on {RANKS} processes; ratios ours / theirs: step time by medians (by minima), bytes held"
-    )
+    print(f"{units.text(4 * MODEL.num_params)} of fp32 weights on {RANKS} processes; ratios")
+    print("ours / theirs: step time by medians (by minima), bytes held")
     with World(RANKS, engine="processes", timeout=120) as world:
         ranks = world.run(race)
         times, apart = slowest(times for times, _ in ranks), ranks[0][1]
         peaks = {name: max(world.run(held, name)) for name in NAMES}
         chains = {"during": sum(world.run(chain, True)), "after": sum(world.run(chain, False))}
     for name, each in times.items():
-        print(
-            f"{name:>23}: {each} ms, {units.text(peaks[name]):>8} held, weights within {apart[name]:.0e}"
-        )
-    for ours in OURS:
-        for theirs in THEIRS:
-            print(
-                f"{ours} / {theirs:<23} time {times[ours].ratio(times[theirs])}   held {peaks[ours] / peaks[theirs]:.2f}"
-            )
-    print(
-        f"\n{LAYERS} layers of {units.text(4 * WIDTH * WIDTH)} on the ring, whose backward pass waits {units.text(SECONDS, 's')} each:"
-    )
+        held_bytes = f"{units.text(peaks[name]):>8} held"
+        print(f"{name:>23}: {each} ms, {held_bytes}, weights within {apart[name]:.0e}")
+    for theirs in THEIRS:
+        time_ratio, held_ratio = times["ours"].ratio(times[theirs]), peaks["ours"] / peaks[theirs]
+        print(f"ours / {theirs:<23} time {time_ratio}   held {held_ratio:.2f}")
+    each = f"{LAYERS} layers of {units.text(4 * WIDTH * WIDTH)}"
+    print(f"\n{each} on the ring, whose backward pass waits {units.text(SECONDS, 's')} each:")
     for when, timeline in chains.items():
-        hidden, exposed, step = (
-            f"{timeline.hidden:.0%}",
-            units.text(timeline.exposed, "s"),
-            units.text(timeline.makespan, "s"),
-        )
-        print(
-            f"reduced {when:>6} the backward pass: {hidden:>4} of communication hidden, {exposed:>7} exposed, a step takes {step}"
-        )
+        exposed, step = units.text(timeline.exposed, "s"), units.text(timeline.makespan, "s")
+        hidden = f"{timeline.hidden:>4.0%} of communication hidden"
+        print(f"reduced {when:>6}: {hidden}, {exposed:>7} exposed, a step takes {step}")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,28 @@
-"""Which gradients travel together, and what their way costs: known before the first step."""
+"""Gradient buckets: which gradients travel together, the bytes and the time of their way."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from labutils import collectives, units
+from labutils.config import Link
 from labutils.ledger import Ledger, Line
+from labutils.timeline import Span, Timeline
 
 BUCKET_BYTES = 25 * units.MIB  # PyTorch's bucket_cap_mb=25 counts MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are reduced together: names of parameters in the order in which their gradients come, the bytes of each, those of an element."""
+    """Gradients that are reduced together, in the order in which they come.
 
-    names: tuple[str, ...]
+    names: of the parameters, or their numbers
+    sizes: bytes of each gradient
+    itemsize: bytes of an element
+    """
+
+    names: tuple[Hashable, ...]
     sizes: tuple[int, ...]
     itemsize: int = 4
 
@@ -26,17 +33,24 @@ class Bucket:
 
 
 def buckets(
-    sizes: Mapping[str, int], bucket_bytes: int = BUCKET_BYTES, *, itemsize: int = 4
+    sizes: Mapping[Hashable, int] | Sequence[int],
+    bucket_bytes: int = BUCKET_BYTES,
+    *,
+    itemsize: int = 4,
 ) -> tuple[Bucket, ...]:
-    """Buckets of at most `bucket_bytes`, in the order in which they are reduced, for parameters with `sizes` in bytes, in forward order.
+    """Buckets of at most `bucket_bytes`, in the order in which a backward pass fills them.
+
+    `sizes` are the bytes of each gradient in forward order, by name; a list names them by number.
 
     >>> [bucket.names for bucket in buckets({"embed": 10, "hidden": 10, "head": 5}, 16)]
     [('head', 'hidden'), ('embed',)]
 
-    Invariant: each parameter is in one bucket; one that is larger than a bucket has a bucket of its own.
+    Invariant: each is in one bucket; one that is larger than a bucket has a bucket of its own.
     """
     units.whole(bucket_bytes, "bucket_bytes", 1)
-    grouped: list[list[str]] = []
+    if not isinstance(sizes, Mapping):
+        sizes = dict(enumerate(sizes))
+    grouped: list[list[Hashable]] = []
     held = 0
     for name in reversed(sizes):
         if not grouped or held + sizes[name] > bucket_bytes:
@@ -49,81 +63,73 @@ def buckets(
     )
 
 
-def predict(
-    grouped: Sequence[Bucket],
-    n: int,
-    *,
-    itemsize: int | None = None,
-    backwards: int = 1,
-    find_unused: bool = False,
-    algorithm: str = "ring",
+def bytes_to_reduce(
+    grouped: Sequence[Bucket], n: int, *, backwards: int = 1, find_unused: bool = False
 ) -> Ledger:
-    """Bytes that each of `n` ranks sends to reduce these buckets in `backwards` backward passes.
+    """Bytes that each of `n` ranks sends to all-reduce these buckets on a ring.
 
-    `itemsize` is that of a gradient on its way, if it travels in another dtype than it is kept in. Backward passes under `no_sync` send nothing.
+    backwards: backward passes that reduce; those under `no_sync` send nothing
+    find_unused: ranks also tell each other, in a byte per parameter, which gradients they have
 
-    >>> predict(buckets({"a": 400, "b": 400}, 400), 4).by("rank")
+    >>> bytes_to_reduce(buckets({"a": 400, "b": 400}, 400), 4).by("rank")
     {0: 1200, 1: 1200, 2: 1200, 3: 1200}
     """
     units.whole(backwards, "backwards")
-    calls = [
-        ("all_reduce", algorithm, bucket.nbytes // bucket.itemsize, itemsize or bucket.itemsize)
-        for bucket in grouped
-    ]
+    calls = [("all_reduce", bucket.nbytes, bucket.itemsize) for bucket in grouped]
     if find_unused:
-        calls.append(
-            ("unused", "ring", sum(len(bucket.names) for bucket in grouped), 1)
-        )  # a byte a parameter: has it a gradient here?
-    sent = (
-        _named(
-            name, collectives.sent(f"all_reduce_{way}", nbytes=numel * width, n=n, itemsize=width)
-        )
-        for name, way, numel, width in calls
-    )
-    return Ledger(line for lines in sent for line in lines).scaled(backwards).merged()
+        calls.append(("unused", sum(len(bucket.names) for bucket in grouped), 1))
+    lines: list[Line] = []
+    for name, nbytes, itemsize in calls:
+        sent = collectives.sent("all_reduce_ring", nbytes=nbytes, n=n, itemsize=itemsize)
+        lines += _named(name, sent)
+    return Ledger(lines).scaled(backwards).merged()
 
 
-def predict_start(module: nn.Module, n: int) -> Ledger:
-    """Bytes that each of `n` ranks sends when replicas are made: rank 0's parameters and buffers, each down a tree.
+def bytes_to_start(module: nn.Module, n: int) -> Ledger:
+    """Bytes that each of `n` ranks sends to start as replicas: rank 0's tensors, down a tree.
 
-    >>> predict_start(nn.Linear(3, 1), 4).by("rank")
+    >>> bytes_to_start(nn.Linear(3, 1), 4).by("rank")
     {0: 32, 1: 16}
     """
-    tensors = (*module.parameters(), *module.buffers())
-    sent = (
-        _named(
-            "broadcast",
-            collectives.sent("broadcast_tree", nbytes=x.nbytes, n=n, itemsize=x.itemsize),
-        )
-        for x in tensors
-    )
-    return Ledger(line for lines in sent for line in lines).merged()
+    lines: list[Line] = []
+    for x in (*module.parameters(), *module.buffers()):
+        sent = collectives.sent("broadcast_tree", nbytes=x.nbytes, n=n, itemsize=x.itemsize)
+        lines += _named("broadcast", sent)
+    return Ledger(lines).merged()
 
 
-def predict_buffers(module: nn.Module, n: int, *, forwards: int = 1) -> Ledger:
-    """Bytes that each of `n` ranks sends so that rank 0's buffers are on all of them before `forwards` forward passes: down a tree, in one message.
+def backward_timeline(
+    layers: Sequence[tuple[int, float]],
+    *,
+    bucket_bytes: int,
+    n: int,
+    link: Link,
+    overlap: bool = True,
+) -> Timeline:
+    """The backward pass of a chain of layers on `n` ranks, as every one of them sees it.
 
-    >>> predict_buffers(nn.BatchNorm1d(4), 4).by("rank")  # mean and variance of 4 channels in fp32, and an int64 that counts batches
-    {0: 80, 1: 40}
+    Buckets are reduced one after the other, each when its last gradient is there.
+
+    layers: (bytes of gradients, seconds of the backward pass) of each, in forward order
+    bucket_bytes: what a bucket holds at most
+    link: a bucket takes what a ring all-reduce costs on it
+    overlap: False waits for the whole backward pass before anything is sent
+
+    >>> backward_timeline([(1000, 1.0)] * 4, bucket_bytes=2000, n=2, link=Link(0, 4000)).exposed
+    0.5
     """
-    held = sum(buffer.nbytes for buffer in module.buffers())
-    return (
-        Ledger(_named("buffers", collectives.sent("broadcast_tree", nbytes=held, n=n, itemsize=1)))
-        .scaled(units.whole(forwards, "forwards"))
-        .merged()
-    )
-
-
-def hideable(grouped: Sequence[Bucket]) -> float:
-    """The part of communication, 0 … 1, that a backward pass can hide at best: all but the last bucket's, which is complete when the pass is over.
-
-    >>> hideable(buckets({"a": 100, "b": 100, "c": 100, "d": 100}, 100))
-    0.75
-
-    Invariant: `simulate(…).hidden` is no more, and no less where every other bucket is reduced in the time in which the next one is computed.
-    """
-    total = sum(bucket.nbytes for bucket in grouped)
-    return 1 - grouped[-1].nbytes / total if total else 1.0
+    sizes = {f"layer {i}": nbytes for i, (nbytes, _) in enumerate(layers)}
+    spans, now, ready = [], 0.0, {}
+    for name, (_, seconds) in reversed(list(zip(sizes, layers, strict=True))):
+        start, now = now, now + units.positive(seconds, f"the seconds of {name}")
+        spans.append(Span(0, "backward", name, start, now))
+        ready[name] = now
+    free = 0.0 if overlap else now
+    for k, bucket in enumerate(buckets(sizes, bucket_bytes)):
+        start = max(free, ready[bucket.names[-1]])
+        free = start + collectives.cost("all_reduce_ring", bucket.nbytes, n, link)
+        spans.append(Span(0, "reduce", f"bucket {k}", start, free))
+    return Timeline(tuple(spans))
 
 
 def _named(name: str, ledger: Ledger) -> Iterable[Line]:

@@ -1,4 +1,4 @@
-"""What came before: gradients averaged one by one, a parameter server, and nn.DataParallel's replicas that live for one step."""
+"""What came before DDP: a loop over gradients, a parameter server, and nn.DataParallel."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +11,10 @@ from labutils.world import Comm
 
 
 def average_gradients(module: nn.Module, comm: Comm) -> None:
-    """Nothing; every `.grad` becomes its mean over all ranks, one all-reduce after the other, once the backward pass is over.
+    """Makes every `.grad` its mean over all ranks, one all-reduce after the other.
 
-    The plainest data parallelism that is right, if all ranks began with the same weights. It pays a latency for each tensor, and hides nothing.
+    The plainest data parallelism that is right, if all ranks began with the same weights. It comes
+    after the backward pass, pays a latency for each tensor, and hides nothing.
     """
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -28,10 +29,14 @@ def server_step(
     loss: Callable[[Any], Tensor],
     batch: Any,
 ) -> Tensor:
-    """This rank's loss; one step with a parameter server: rank 0 hands out the weights, adds up the gradients, and alone has an optimizer.
+    """This rank's loss, after one step with a parameter server.
 
-    Cost: rank 0 sends (N−1) times the weights and receives (N−1) times the gradients; a worker sends its gradient once.
-    Source: M. Li et al., Scaling distributed machine learning with the parameter server, OSDI 2014, with one server that also works.
+    Rank 0 hands out the weights, adds up the gradients, and alone has an optimizer.
+
+    Cost: rank 0 sends (N−1) times the weights and receives (N−1) times the gradients; a worker
+    sends its gradient once.
+    Source: M. Li et al., Scaling distributed machine learning with the parameter server, OSDI 2014,
+    with one server that also works.
     """
     _hand_out(module, comm)
     module.zero_grad()
@@ -49,12 +54,14 @@ def replicate_each_step(
     inputs: Tensor,
     targets: Tensor,
 ) -> Tensor | None:
-    """Rank 0's loss of the whole batch, None elsewhere; one step as nn.DataParallel does it, with replicas that live for one forward pass.
+    """Rank 0's loss of the whole batch, None elsewhere, after one step as nn.DataParallel does it.
 
-    Rank 0 has the batch, the loss and the optimizer. Inputs and weights go out, outputs come back, their gradients go out, gradients come back.
+    Rank 0 has the batch, the loss and the optimizer. Inputs and weights go out, outputs come back,
+    their gradients go out, gradients come back: a replica lives for one forward pass.
 
-    Cost: what a parameter server costs, and the outputs twice: for a language model s·v numbers a sequence.
-    Source: PyTorch, documentation of torch.nn.DataParallel and nn.parallel (scatter, replicate, parallel_apply, gather).
+    Cost: what a parameter server costs, and the outputs twice: for a language model s·v numbers per
+    sequence.
+    Source: PyTorch, documentation of torch.nn.DataParallel and of nn.parallel.
     """
     with comm.record("inputs"):
         mine = collectives.scatter_star(inputs, comm)
@@ -62,10 +69,9 @@ def replicate_each_step(
     module.zero_grad()
     outputs = module(mine)
     with comm.record("outputs"):
-        gathered = collectives.gather_star(
-            outputs.detach(), comm, sizes=collectives.shares(len(inputs), comm.size)
-        )
-    slope = torch.empty(len(inputs), *outputs.shape[1:], dtype=outputs.dtype, device=outputs.device)
+        sizes = collectives.shares(len(inputs), comm.size)
+        gathered = collectives.gather_star(outputs.detach(), comm, sizes=sizes)
+    slope = outputs.new_empty(len(inputs), *outputs.shape[1:])
     value = None
     if gathered is not None:
         value = loss(gathered.requires_grad_(), targets)
@@ -91,7 +97,8 @@ def _add_up(
     if total is not None:
         if optimizer is None:
             raise ValueError(
-                "rank 0 is the one that steps, and has no optimizer: pass it one, and None on the other ranks"
+                "rank 0 is the one that steps, and has no optimizer: pass it one, and None on the "
+                "other ranks"
             )
         _scatter_into(gradients, total / divisor)
         optimizer.step()
@@ -102,7 +109,6 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _scatter_into(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    for tensor, part in zip(
-        tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
-    ):
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))

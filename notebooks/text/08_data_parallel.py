@@ -33,7 +33,7 @@ from labutils.precision import LossScaler, autocast
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore, log
-from labutils.world import DeadlockError, RankError, World
+from labutils.world import RankError, World
 
 # %% [markdown]
 # ## The idea in one picture
@@ -43,7 +43,8 @@ from labutils.world import DeadlockError, RankError, World
 # complete leaves while others still fill.
 
 # %%
-sizes = {"embed": 600_000, **{f"layer {i}": 1_000_000 for i in range(1, 6)}, "head": 600_000}
+layers = {f"layer {i}": 1_000_000 for i in range(1, 6)}
+sizes = {"embed": 600_000, **layers, "head": 600_000}
 plots.bucket_animation(data_parallel.buckets(sizes, 2_000_000), bucket_bytes=2_000_000)
 
 # %% [markdown]
@@ -55,7 +56,8 @@ plots.bucket_animation(data_parallel.buckets(sizes, 2_000_000), bucket_bytes=2_0
 # A small GPT, a batch of eight sequences, four ranks. In float64, so that whatever differs is a mistake and not rounding.
 
 # %%
-config = ModelConfig(num_layers=2, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=32)
+sizes = dict(num_layers=2, d_model=64, num_heads=4, d_ff=256)
+config = ModelConfig(**sizes, vocab_size=128, seq_len=32)
 draw = torch.Generator().manual_seed(1)
 batch = tuple(torch.randint(128, (8, 32), generator=draw) for _ in range(2))
 
@@ -102,7 +104,8 @@ reveal("all-reduced/times", times=round(times, 9))
 
 # %%
 def uneven(rank, weigh):
-    net, (inputs, targets) = model(), (side.tensor_split(rank.size)[rank.rank] for side in ten)
+    net = model()
+    inputs, targets = (side.tensor_split(rank.size)[rank.rank] for side in ten)
     share = len(inputs) / 10 if weigh else 1 / rank.size
     (net.loss(inputs, targets) * share).backward()
     return rank.comm("dp").all_reduce(gradient(net))
@@ -112,7 +115,8 @@ ten = tuple(torch.randint(128, (10, 32), generator=draw) for _ in range(2))
 right = model()
 right.loss(*ten).backward()
 for weigh in (False, True):
-    off = (world.run(uneven, weigh)[0] - gradient(right)).norm() / gradient(right).norm()
+    error = world.run(uneven, weigh)[0] - gradient(right)
+    off = error.norm() / gradient(right).norm()
     print(f"weighed by examples: {weigh!s:5}  the gradient is off by {off:.0%}")
 
 # %% [markdown]
@@ -126,7 +130,10 @@ for weigh in (False, True):
 
 # %%
 def my_examples(length: int, rank: int, size: int, epoch: int) -> list[int]:
-    """The indices, out of `length` examples, that `rank` of `size` reads in `epoch`: shuffled anew in each epoch, equally many on all ranks."""
+    """The indices, out of `length` examples, that `rank` of `size` reads in `epoch`.
+
+    They are shuffled anew in each epoch, and equally many on all ranks.
+    """
     raise NotImplementedError
 
 
@@ -170,31 +177,37 @@ predict("server/sends", GB=0.5)
 # %%
 gpt2 = ModelConfig.named("gpt2")
 S = 4 * gpt2.num_params
-reveal("server/sends", GB=round(collectives.sent("broadcast_star", nbytes=S, n=8).by("rank")[0] / 1e9, 2))
+sent = collectives.sent("broadcast_star", nbytes=S, n=8).by("rank")
+reveal("server/sends", GB=round(sent[0] / 1e9, 2))
 
 # %% [markdown]
 # Weights to seven workers, and it receives as much again in gradients, through one link. On a ring nobody sends more than twice the gradient, however many ranks
 # there are:
 
 # %%
+def busiest(algorithm, n):
+    """GB that the rank sends which sends most."""
+    return max(collectives.sent(algorithm, nbytes=S, n=n).by("rank").values()) / 1e9
+
+
 ranks = [2, 4, 8, 16, 32, 64]
-busiest = {
-    way: [max(collectives.sent(algorithm, nbytes=S, n=n).by("rank").values()) / 1e9 for n in ranks]
-    for way, algorithm in {"server": "broadcast_star", "all_reduce": "all_reduce_ring"}.items()
-}
-plots.curves(ranks, **busiest, log="x", xlabel="ranks", ylabel="sent by the busiest rank (GB)", title="A server sends more with every worker, a ring does not")
+plots.curves(
+    ranks,
+    server=[busiest("broadcast_star", n) for n in ranks],
+    all_reduce=[busiest("all_reduce_ring", n) for n in ranks],
+    log="x",
+    xlabel="ranks",
+    ylabel="sent by the busiest rank (GB)",
+    title="A server sends more with every worker, a ring does not",
+)
 
 # %% [markdown]
 # Now run all three on four ranks, every rank with weights of its own at the start. One step, to see who sends how much:
 
 
 # %%
-def mine(rank):
-    return tuple(side[rank.rank :: rank.size] for side in batch)
-
-
-def optimizer_at(rank, net, everywhere=False):
-    return torch.optim.AdamW(net.parameters()) if everywhere or rank.rank == 0 else None
+def mine(rank, data=batch):
+    return tuple(side[rank.rank :: rank.size] for side in data)
 
 
 def entropy(outputs, targets):
@@ -206,39 +219,51 @@ def weights(net):
 
 
 # %%
-def server(rank, steps=1):
-    net = model(seed=rank.rank)
-    optimizer = optimizer_at(rank, net)
+def train(net, wrapper, inputs, targets, steps=3, eps=1e-8):
+    """Weights and bytes held after some steps; `wrapper` computes what net does."""
+    optimizer = torch.optim.AdamW(net.parameters(), eps=eps)
     for _ in range(steps):
-        data_parallel.server_step(net, rank.comm("dp"), optimizer, lambda part: net.loss(*part), mine(rank))
+        optimizer.zero_grad()
+        entropy(wrapper(inputs), targets).backward()
+        optimizer.step()
     return weights(net), measure.model_states(net, optimizer)
 
 
-def DataParallel(rank, steps=1):
+def DDP(rank, steps=1):
     net = model(seed=rank.rank)
-    optimizer = optimizer_at(rank, net)
-    for _ in range(steps):
-        data_parallel.replicate_each_step(net, rank.comm("dp"), optimizer, entropy, *batch)
-    return weights(net), measure.model_states(net, optimizer)
+    return train(net, data_parallel.replicate(net, rank.comm("dp")), *mine(rank), steps)
 
 
 # %%
-def DDP(rank, steps=1):
+def on_rank_0(rank, steps, step):
+    """The same, where `step(net, comm, optimizer)` has an optimizer on rank 0 alone."""
     net = model(seed=rank.rank)
-    replica, optimizer = data_parallel.replicate(net, rank.comm("dp")), optimizer_at(rank, net, everywhere=True)
+    optimizer = torch.optim.AdamW(net.parameters()) if rank.rank == 0 else None
     for _ in range(steps):
-        optimizer.zero_grad()
-        inputs, targets = mine(rank)
-        entropy(replica(inputs), targets).backward()
-        optimizer.step()
+        step(net, rank.comm("dp"), optimizer)
     return weights(net), measure.model_states(net, optimizer)
+
+
+def server(rank, steps=1):
+    def step(net, *args):
+        data_parallel.server_step(net, *args, lambda part: net.loss(*part), mine(rank))
+
+    return on_rank_0(rank, steps, step)
+
+
+def DataParallel(rank, steps=1):
+    def step(*args):
+        data_parallel.replicate_each_step(*args, entropy, *batch)
+
+    return on_rank_0(rank, steps, step)
 
 
 # %%
 books = {}
 for way in (server, DataParallel, DDP):
-    world.run(way)
-    books[way.__name__] = Ledger(line for line in world.ledger if line.name != "broadcast")  # that is sent once, not in every step
+    world.run(way)  # a broadcast is sent once, not in every step
+    each_step = Ledger(line for line in world.ledger if line.name != "broadcast")
+    books[way.__name__] = each_step
 plots.comm_bars(**books)
 
 # %% [markdown]
@@ -246,7 +271,8 @@ plots.comm_bars(**books)
 # of the vocabulary and each token. Eight sequences on one device, in fp32, beside the gradient of all of GPT-2:
 
 # %%
-{"outputs": units.text(8 * gpt2.seq_len * gpt2.vocab_size * 4), "gradients": units.text(S)}
+outputs = 8 * gpt2.seq_len * gpt2.vocab_size * 4
+{"outputs": units.text(outputs), "gradients": units.text(S)}
 
 # %% [markdown]
 # Gradients have the size of the model, whatever the batch. That is the reason to exchange *them*, and leave outputs and losses where they are.
@@ -254,35 +280,48 @@ plots.comm_bars(**books)
 # Three results, always together: after three steps, are the weights those of one device with the whole batch? Who sends how many bytes a step? Who holds how many?
 
 # %%
-plain = model()
-optimizer = torch.optim.AdamW(plain.parameters())
-for _ in range(3):
-    optimizer.zero_grad()
-    plain.loss(*batch).backward()
-    optimizer.step()
+alone = model()
+train(alone, alone, *batch)
+found = {way.__name__: world.run(way, steps=3) for way in (server, DataParallel, DDP)}
+{
+    name: torch.allclose(ranks[0][0], weights(alone), rtol=0, atol=1e-12)
+    for name, ranks in found.items()
+}
 
-holds = {}
-print(f"{'':14}{'equal':>7}{'sent by rank 0':>17}{'by rank 1':>12}{'held by rank 0':>17}{'by rank 1':>12}")
-for way in (server, DataParallel, DDP):
-    (w, held), (_, other), *_ = world.run(way, steps=3)
-    holds[way.__name__], equal = (held.total, other.total), torch.allclose(w, weights(plain), rtol=0, atol=1e-12)
-    sent = books[way.__name__].by("rank")
-    print(f"{way.__name__:14}{equal!s:>7}" + "".join(f"{units.text(x):>{k}}" for x, k in zip((sent[0], sent[1], held.total, other.total), (17, 12, 17, 12), strict=True)))
+# %%
+for name, ranks in found.items():
+    for i in (0, 1):
+        amounts = units.text(books[name].by("rank")[i]), units.text(ranks[i][1].total)
+        print(f"{name:13} rank {i}: sends {amounts[0]:>8}, holds {amounts[1]:>8}")
 
 # %% [markdown]
 # The same from formulas, with S for the gradient: a server sends S to each worker and each worker S to it; in `DataParallel` a scatter of inputs, a gather of outputs and
 # a scatter of their gradients come on top; DDP is one ring. Held are S of weights, S of gradients, and where there is an Adam 2S and a step counter for each tensor.
 
 # %%
-S64, outputs = weights(plain).nbytes, 8 * 32 * 128 * 8
-star = collectives.sent("broadcast_star", nbytes=S64, n=4) + collectives.sent("reduce_star", nbytes=S64, n=4)
-data = [("scatter_star", 8 * 32 * 8), ("gather_star", outputs), ("scatter_star", outputs)]
-expected = {"server": star, "DDP": collectives.sent("all_reduce_ring", nbytes=S64, n=4, itemsize=8)}
-expected["DataParallel"] = sum((collectives.sent(op, nbytes=nbytes, n=4) for op, nbytes in data), star)
-unexplained = {way: expected[way].diff(book, by="rank").unexplained for way, book in books.items()}
+S64 = weights(alone).nbytes
+rows = [("scatter_star", 8 * 32 * 8)]  # inputs: 8 bytes a token
+rows += [("gather_star", 8 * 32 * 128 * 8), ("scatter_star", 8 * 32 * 128 * 8)]
+
+
+def all_of(calls):
+    sent = [collectives.sent(op, nbytes=nbytes, n=4) for op, nbytes in calls]
+    return sum(sent, Ledger())
+
+
+expected = {"server": all_of([("broadcast_star", S64), ("reduce_star", S64)])}
+expected["DataParallel"] = expected["server"] + all_of(rows)
+expected["DDP"] = all_of([("all_reduce_ring", S64)])
+{way: expected[way].diff(book, by="rank").unexplained for way, book in books.items()}
+
+# %%
 adam = 2 * S64 + 4 * config.num_tensors
-left = {way: (first - 2 * S64 - adam, other - 2 * S64 - adam * (way == "DDP")) for way, (first, other) in holds.items()}
-f"bytes sent, unexplained: {unexplained}; bytes held, unexplained: {left}"
+unexplained = {}
+for name, ((_, first), (_, other), *_) in found.items():
+    optimizers = adam, adam * (name == "DDP")
+    held = first.total - 2 * S64, other.total - 2 * S64
+    unexplained[name] = [a - b for a, b in zip(held, optimizers, strict=True)]
+unexplained
 
 # %% [markdown]
 # All three are right. In the first two, rank 0 is the one that everybody waits for, and the other devices have their memory half empty. In the third all ranks do
@@ -301,9 +340,14 @@ def python(rank):
 
 
 # %% tags=["nbval-ignore-output"]
-for name, n, engine in (("one thread", 1, "threads"), ("two threads", 2, "threads"), ("two processes", 2, "processes")):
+for name, n, engine in (
+    ("one thread", 1, "threads"),
+    ("two threads", 2, "threads"),
+    ("two processes", 2, "processes"),
+):
     with World(n, engine) as few:
-        print(f"{name}: {units.text(min(max(few.run(python)) for _ in range(30)), 's')}")
+        took = min(max(few.run(python)) for _ in range(30))
+        print(f"{name}: {units.text(took, 's')}")
 
 # %% [markdown]
 # Two threads take turns; two processes run at once, if two cores are free. A training step launches thousands of kernels from Python, so of eight threads seven wait for the interpreter. This is
@@ -330,10 +374,16 @@ predict("ready/embedding", when="first")
 
 # %%
 order, watched = [], model()
+
+
+def noting(name):
+    return lambda parameter: order.append(name)
+
+
 for name, parameter in watched.named_parameters():
-    parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: order.append(name))
+    parameter.register_post_accumulate_grad_hook(noting(name))
 watched.loss(*batch).backward()
-print(f"{len(order)} gradients. First: {order[0]}, {order[1]}. Last: {order[-2]}, {order[-1]}.")
+print(f"{len(order)} gradients. First: {order[:2]}. Last: {order[-2:]}.")
 
 # %%
 reveal("ready/embedding", when="last")
@@ -366,7 +416,7 @@ check("data_parallel/hooks", synchronize)
 hint("data_parallel/hooks", 1)
 
 # %%
-show(data_parallel.Replica._ready)
+show(data_parallel.Replica.gradient_ready)
 
 # %% [markdown]
 # The library's hook does a little more: it puts the gradient into a bucket, and lets a bucket go that is complete. But first a mistake worth seeing.
@@ -395,7 +445,8 @@ def drifting(rank, steps=3):
 replicas, drift_bytes = world.run(drifting), world.ledger.by("rank")
 world.run(DDP, steps=3)
 ddp_bytes = world.ledger.only(rank=0, name="all_reduce").total
-print(f"replicas equal: {torch.equal(replicas[0], replicas[1])}; sent {units.text(drift_bytes[0])}, DDP sends {units.text(ddp_bytes)}")
+sent = f"sent {units.text(drift_bytes[0])}, DDP sends {units.text(ddp_bytes)}"
+print(f"replicas equal: {torch.equal(replicas[0], replicas[1])}; {sent}")
 
 # %% [markdown]
 # ## How large should a bucket be?
@@ -412,9 +463,10 @@ print(f"replicas equal: {torch.equal(replicas[0], replicas[1])}; sent {units.tex
 # %%
 link = Link(latency=10e-6, bandwidth=10e9)
 with torch.device("meta"):  # shapes without memory
-    blocks = {name: parameter.nbytes for name, parameter in GPT(gpt2).named_parameters() if name.startswith("blocks")}
-layers = [(nbytes, 0.080 * nbytes / sum(blocks.values())) for nbytes in blocks.values()]
-print(f"{len(layers)} tensors, {units.text(sum(blocks.values()))}; N·λ·bw = {units.text(32 * link.latency * link.bandwidth)}")
+    blocks = [parameter.nbytes for parameter in GPT(gpt2).blocks.parameters()]
+layers = [(nbytes, 0.080 * nbytes / sum(blocks)) for nbytes in blocks]
+together = units.text(32 * link.latency * link.bandwidth)
+print(f"{len(layers)} tensors, {units.text(sum(blocks))}; N·λ·bw = {together}")
 
 # %% [markdown]
 # > A bucket for each tensor can leave the earliest. How long does the step take from the start of the backward pass to the last mean?
@@ -425,10 +477,16 @@ predict("buckets/one-each", ms=80)
 
 # %%
 def backward(bucket_bytes, n=32):
-    return data_parallel.simulate(layers, bucket_bytes=bucket_bytes, n=n, link=link)
+    return data_parallel.backward_timeline(
+        layers, bucket_bytes=bucket_bytes, n=n, link=link
+    )
 
 
-plots.overlap(a_bucket_for_each_tensor=backward(1), buckets_of_25_MB=backward(25_000_000), one_bucket_for_all=backward(10**9))
+plots.overlap(
+    a_bucket_for_each_tensor=backward(1),
+    buckets_of_25_MB=backward(25_000_000),
+    one_bucket_for_all=backward(10**9),
+)
 
 # %%
 reveal("buckets/one-each", ms=round(1e3 * backward(1).makespan))
@@ -439,8 +497,18 @@ reveal("buckets/one-each", ms=round(1e3 * backward(1).makespan))
 
 # %%
 sizes = [10 ** (k / 8) for k in range(40, 69)]
-steps_ms = {f"{n} ranks": [1e3 * backward(int(size), n).makespan for size in sizes] for n in (8, 32, 128)}
-plots.curves([size / 1e6 for size in sizes], **steps_ms, log="x", xlabel="bucket (MB)", ylabel="backward pass (ms)", title="Small buckets cost latency, large ones cannot hide")
+steps_ms = {
+    f"{n} ranks": [1e3 * backward(int(size), n).makespan for size in sizes]
+    for n in (8, 32, 128)
+}
+plots.curves(
+    [size / 1e6 for size in sizes],
+    **steps_ms,
+    log="x",
+    xlabel="bucket (MB)",
+    ylabel="backward pass (ms)",
+    title="Small buckets cost latency, large ones cannot hide",
+)
 
 # %% [markdown]
 # DDP takes 25 MiB; Megatron-LM's default grows with the number of ranks, for the reason that you see.
@@ -454,11 +522,12 @@ plots.curves([size / 1e6 for size in sizes], **steps_ms, log="x", xlabel="bucket
 
 # %%
 class Slow(torch.autograd.Function):
-    """The identity, whose backward pass takes its time and gives `weight` a gradient of ones."""
+    """The identity; its backward pass takes its time and gives `weight` ones."""
 
     @staticmethod
     def forward(ctx, x, weight, seconds):
-        ctx.shape, ctx.seconds = weight.shape, seconds
+        ctx.shape = weight.shape
+        ctx.seconds = seconds
         return x.clone()
 
     @staticmethod
@@ -470,7 +539,8 @@ class Slow(torch.autograd.Function):
 class Layer(nn.Module):
     def __init__(self, numel, seconds):
         super().__init__()
-        self.weight, self.seconds = nn.Parameter(torch.zeros(numel)), seconds
+        self.weight = nn.Parameter(torch.zeros(numel))
+        self.seconds = seconds
 
     def forward(self, x):
         return Slow.apply(x, self.weight, self.seconds)
@@ -478,11 +548,13 @@ class Layer(nn.Module):
 
 # %%
 def slow_step(rank, overlap, bucket_bytes=1_000_000, steps=5):
-    """The time lines of a few steps of this rank, with twelve layers of 1 MB and 20 ms each."""
+    """The time lines of a few steps of this rank: twelve layers of 1 MB, 20 ms each."""
     net = nn.Sequential(*(Layer(250_000, 0.020) for _ in range(12)))
-    replica, timelines = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=bucket_bytes, overlap=overlap), []
+    comm, timelines = rank.comm("dp"), []
+    options = dict(bucket_bytes=bucket_bytes, overlap=overlap)
+    replica = data_parallel.replicate(net, comm, **options)
     for _ in range(steps):
-        rank.comm("dp").barrier()
+        comm.barrier()
         replica(torch.ones(1, requires_grad=True)).sum().backward()
         timelines.append(replica.timeline)
     return timelines
@@ -490,7 +562,8 @@ def slow_step(rank, overlap, bucket_bytes=1_000_000, steps=5):
 
 def fastest(timelines):
     """Of the steps of all ranks, the one that took least."""
-    return min((sum(step) for step in zip(*timelines, strict=True)), key=lambda timeline: timeline.makespan)
+    steps = [sum(step) for step in zip(*timelines, strict=True)]
+    return min(steps, key=lambda timeline: timeline.makespan)
 
 
 # %% [markdown]
@@ -505,43 +578,66 @@ def fastest(timelines):
 predict("overlap/hidden", percent=50)
 
 # %%
-twelve = data_parallel.buckets({f"{i}.weight": 1_000_000 for i in range(12)}, 1_000_000)
-reveal("overlap/hidden", percent=round(100 * data_parallel.hideable(twelve)))
+def in_buckets_of(k):
+    """Twelve layers of 1 MB, k to a bucket."""
+    return data_parallel.buckets([1_000_000] * 12, 1_000_000 * k)
+
+
+def hideable(grouped):
+    return 1 - grouped[-1].nbytes / sum(bucket.nbytes for bucket in grouped)
+
+
+twelve = in_buckets_of(1)
+reveal("overlap/hidden", percent=round(100 * hideable(twelve)))
 
 # %% [markdown]
 # And the clock, with overlap and without:
 
 # %%
 processes = World(4, engine="processes")
-measured = {way: fastest(processes.run(slow_step, overlap=way == "during")) for way in ("after", "during")}
+after = fastest(processes.run(slow_step, overlap=False))
+during = fastest(processes.run(slow_step, overlap=True))
 
 # %% tags=["nbval-ignore-output"]
-plots.overlap(after_the_backward_pass=measured["after"], during_the_backward_pass=measured["during"])
+plots.overlap(after_the_backward_pass=after, during_the_backward_pass=during)
 
 # %% [markdown]
 # Every rank's clock starts as it leaves a barrier. Above, the network rests for the whole backward pass, and then the ranks rest. Below, eleven of twelve buckets are under way
 # while their rank is busy.
 
 # %% tags=["nbval-ignore-output"]
-print(f"hidden: {measured['after'].hidden:.0%} without overlap, {measured['during'].hidden:.0%} with it; "
-      f"formula: {data_parallel.hideable(twelve):.0%}; exposed {units.text(measured['after'].exposed, 's')} and {units.text(measured['during'].exposed, 's')}")  # fmt: skip
+for name, step in {"without overlap": after, "with it": during}.items():
+    exposed = units.text(step.exposed, "s")
+    print(f"{name:15}: hidden {step.hidden:.0%}, exposed {exposed}")
+print(f"formula        : hidden {hideable(twelve):.0%}")
 
 # %% [markdown]
 # How many bytes moved does not depend on when they moved:
 
 # %%
-data_parallel.predict(twelve, 4, backwards=5).diff(processes.ledger.only(name="all_reduce"))
+counted = processes.ledger.only(name="all_reduce")
+data_parallel.bytes_to_reduce(twelve, 4, backwards=5).diff(counted)
 
 # %% [markdown]
 # With k layers to a bucket the last bucket is k times as large, and the formula says 1 − k/12. Line: the formula. Dots: measured.
 
 # %% tags=["nbval-ignore-output"]
+def overlapped(k):
+    return fastest(processes.run(slow_step, True, bucket_bytes=1_000_000 * k, steps=4))
+
+
 per_bucket = [1, 2, 3, 6, 12]
-formula = [100 * data_parallel.hideable(data_parallel.buckets(dict.fromkeys(map(str, range(12)), 1_000_000), 1_000_000 * k)) for k in per_bucket]
-steps = [measured["during"], *(fastest(processes.run(slow_step, overlap=True, bucket_bytes=1_000_000 * k, steps=4)) for k in per_bucket[1:])]
-clock = [100 * step.hidden for step in steps]
-title = f"What is in the last bucket cannot hide: {units.text(steps[0].exposed, 's')} exposed with one layer in it, {units.text(steps[-1].exposed, 's')} with all"
-plots.curves(per_bucket, hidden=formula, measured={"hidden": clock}, xlabel="layers in a bucket", ylabel="communication hidden (%)", title=title)
+steps = [during, *(overlapped(k) for k in per_bucket[1:])]
+one, all_twelve = (units.text(step.exposed, "s") for step in (steps[0], steps[-1]))
+plots.curves(
+    per_bucket,
+    hidden=[100 * hideable(in_buckets_of(k)) for k in per_bucket],
+    measured={"hidden": [100 * step.hidden for step in steps]},
+    xlabel="layers in a bucket",
+    ylabel="communication hidden (%)",
+    title=f"What is in the last bucket cannot hide: {one} exposed with one layer in it,"
+    f" {all_twelve} with all",
+)
 
 # %% [markdown]
 # (On the clock a bucket's time includes the wait for the slowest rank, so single dots lie above or below.) The *last* bucket is the one to keep small. PyTorch's DDP has a small bucket too, of 1 MiB beside those of 25. Which one is it? Ten layers of 1 MiB, in the order in which
@@ -551,7 +647,8 @@ plots.curves(per_bucket, hidden=formula, measured={"hidden": clock}, xlabel="lay
 # %%
 def torchs_buckets(rank):
     net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(10)))
-    theirs = nn.parallel.DistributedDataParallel(net, process_group=rank.comm("dp").group)
+    group = rank.comm("dp").group
+    theirs = nn.parallel.DistributedDataParallel(net, process_group=group)
     for _ in range(3):
         theirs(torch.ones(1, 512)).sum().backward()
     told = theirs._get_ddp_logging_data()
@@ -581,8 +678,7 @@ many = tuple(torch.randint(128, (32, 32), generator=draw) for _ in range(2))
 def accumulated(rank, quiet, k=4):
     net = model(seed=rank.rank)
     replica = data_parallel.replicate(net, rank.comm("dp"))
-    parts = micro_batches(tuple(side[rank.rank :: rank.size] for side in many), 8 // k)
-    for i, (inputs, targets) in enumerate(parts):
+    for i, (inputs, targets) in enumerate(micro_batches(mine(rank, many), 8 // k)):
         with replica.no_sync() if quiet and i + 1 < k else contextlib.nullcontext():
             (entropy(replica(inputs), targets) / k).backward()
     return gradient(net)
@@ -595,7 +691,9 @@ sent = {}
 for quiet in (False, True):
     found = world.run(accumulated, quiet)
     sent[quiet] = world.ledger.only(rank=0, name="all_reduce").total
-    print(f"no_sync: {quiet!s:5}  equal: {torch.allclose(found[0], gradient(right), rtol=0, atol=1e-12)}  sent by each rank: {units.text(sent[quiet])}")
+    equal = torch.allclose(found[0], gradient(right), rtol=0, atol=1e-12)
+    each = units.text(sent[quiet])
+    print(f"no_sync: {quiet!s:5}  equal: {equal}  sent by each rank: {each}")
 
 # %%
 reveal("accumulation/bytes", times=sent[False] // sent[True])
@@ -607,22 +705,33 @@ reveal("accumulation/bytes", times=sent[False] // sent[True])
 # %% [markdown]
 # ## What must all ranks agree on?
 #
-# **On the weights at the start**: everything else only keeps replicas as far apart as they were. **On the order of reductions**: every rank makes the same calls, so
-# bucket 1 never leaves before bucket 0, whichever is full first. **On which gradients there are.** Here rank 1 does not use one of two layers:
+# | what | or else | who sees to it |
+# |---|---|---|
+# | the weights at the start | replicas stay as far apart as they were | one broadcast, in `replicate` |
+# | the order of reductions | bucket 1 of one rank is added to bucket 0 of another | every rank sends its buckets in their order, whichever is full first |
+# | which gradients there are | a bucket is never complete, and the other ranks wait | shown below |
+# | whether a step is skipped | one rank's weights are another model's from there on | shown below |
+# | how many steps there are | the others wait for a rank that has no batch left: a deadlock | equal shares (exercise 8.1), or DDP's `join` |
+# | buffers, such as the running statistics of a BatchNorm | which rank's model is it that you save? | DDP sends rank 0's before each forward pass, ours at the start; `nn.SyncBatchNorm` has statistics of the whole batch |
+# | the format on the wire | gradients in bf16 are half the bytes, and every addition on the way rounds to 8 significant bits | a communication hook (below), `reduce_dtype` in FSDP2 (lab 09) |
+#
+# **Which gradients there are.** Here rank 1 does not use one of two layers:
 
 
 # %%
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
-        self.left, self.right = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+        self.left = nn.Linear(2, 1, bias=False)
+        self.right = nn.Linear(2, 1, bias=False)
 
     def forward(self, x, both):
         return self.left(x) + self.right(x) if both else self.left(x)
 
 
 def branching(rank, find_unused):
-    replica = data_parallel.replicate(Branches(), rank.comm("dp"), find_unused=find_unused)
+    net, comm = Branches(), rank.comm("dp")
+    replica = data_parallel.replicate(net, comm, find_unused=find_unused)
     replica(torch.ones(1, 2), both=rank.rank == 0).sum().backward()
     return [parameter.grad.tolist() for parameter in replica.parameters()]
 
@@ -642,58 +751,24 @@ two.run(branching, find_unused=True)
 # %% [markdown]
 # Half a gradient from two ranks: rank 0's ones, and rank 1's zeros. A mixture of experts without this agreement hangs the first time that an expert gets no token.
 #
-# **On what is not a gradient.** A BatchNorm keeps running statistics of what it has seen, in *buffers*. No gradient reaches them, so nothing that you have built so far keeps
-# them equal. Each rank's data has another mean here; after three steps, a look at the validation set:
-
-
-# %%
-def normed(rank, sync):
-    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
-    replica = data_parallel.replicate(net, rank.comm("dp"), forward_sync_buffers=sync)
-    for step in range(3):
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)) + rank.rank
-        replica(x).sum().backward()
-    with torch.no_grad():
-        replica.eval()(x)
-    return round(net[0].running_mean.mean().item(), 2)
-
-
-for sync in (False, True):
-    print(f"rank 0's buffers before each forward pass: {sync!s:5}  running mean of each rank: {world.run(normed, sync)}")
-
-# %% [markdown]
-# Four models, though all weights are the same bits: which one is it that you save? DDP's answer, and ours: rank 0's buffers go to all ranks before a forward pass. That makes
-# them equal, and costs a small message, four forward passes times a mean and a variance of four channels and a count:
-
-# %%
-data_parallel.predict_buffers(nn.BatchNorm1d(4), 4, forwards=4).diff(world.ledger.only(name="buffers"))
-
-# %% [markdown]
-# Equal is not averaged: what the other ranks have seen is thrown away. Statistics of the *whole* batch are another module, `nn.SyncBatchNorm`. And validate on rank 0 alone, through the
-# wrapper, and its broadcast waits for ranks that do not come: call `replica.module`.
-#
-# **On skipping a step.** In fp16 the loss is scaled, and a step whose gradients overflow is skipped (lab 02). Now one rank has an example whose gradient is inf, and three have
+# **Whether a step is skipped.** In fp16 the loss is scaled, and a step whose gradients overflow is skipped (lab 02). Now one rank has an example whose gradient is inf, and three have
 # not.
 #
 # > Who has to skip the step, and how do they come to know?
 
 
 # %%
-def half(rank, parts=None, steps=8):
-    """Scales, steps taken and own overflows; the rank runs the quarters `parts` of the batch, its own unless told otherwise."""
-    net, parts = model().float(), [rank.rank] if parts is None else parts
-    replica, scaler = data_parallel.replicate(net, rank.comm("dp")), LossScaler(2.0**12, growth_interval=3)
-    optimizer, scales, taken, overflowed = torch.optim.AdamW(net.parameters()), [], [], set()
+def half(rank, parts, steps=8):
+    """Scales, steps taken and own overflows of a rank with `parts` of the batch."""
+    net, overflowed = model().float(), set()
+    replica = data_parallel.replicate(net, rank.comm("dp"))
+    optimizer = torch.optim.AdamW(net.parameters())
+    scaler = LossScaler(2.0**12, growth_interval=3)
+    scales, taken = [], []
     for step in range(steps):
         optimizer.zero_grad()
-        for part in parts:
-            with autocast(torch.float16), replica.no_sync() if part != parts[-1] else contextlib.nullcontext():
-                outputs = replica(batch[0][part::4])
-                outputs.register_hook(lambda slope, step=step: None if slope.isfinite().all() else overflowed.add(step))
-                loss = entropy(outputs, batch[1][part::4]) * (1e9 if (step, part) == (4, 2) else 1)
-                scaler.scale(loss).backward()
-        for parameter in net.parameters():
-            parameter.grad /= len(parts)
+        if not fp16_backward(replica, scaler, parts, too_large=step == 4):
+            overflowed.add(step)
         scales.append(int(scaler.value))
         taken.append(scaler.step(optimizer))
         scaler.update()
@@ -701,79 +776,34 @@ def half(rank, parts=None, steps=8):
 
 
 # %%
-for index, (scales, taken, overflowed) in enumerate(world.run(half)):
-    print(f"rank {index}  own overflow in steps {sorted(overflowed) or 'none'}, skipped {taken.index(False)}, scales {scales}")
-scales, taken, _ = World(1).run(half, parts=range(4))[0]
-print(f"one device, skipped {taken.index(False)}, scales {scales}")
+def fp16_backward(replica, scaler, parts, too_large):
+    """Whether gradients were finite as they left the loss; quarter 2 may be inf."""
+    finite = []
+    for part in parts:
+        quiet = replica.no_sync() if part != parts[-1] else contextlib.nullcontext()
+        with autocast(torch.float16), quiet:
+            outputs = replica(batch[0][part::4])
+            outputs.register_hook(lambda slope: finite.append(slope.isfinite().all()))
+            loss = entropy(outputs, batch[1][part::4]) / len(parts)
+            scaler.scale(loss * (1e9 if too_large and part == 2 else 1)).backward()
+    return all(finite)
+
+
+# %%
+def report(who, scales, taken, overflowed):
+    own = sorted(overflowed) or "none"
+    skipped = taken.index(False)
+    print(f"{who:10} own overflow: {own!s:4}  skipped {skipped}, scales {scales}")
+
+
+for i, found in enumerate(world.run(lambda rank: half(rank, [rank.rank]))):
+    report(f"rank {i}", *found)
+report("one device", *World(1).run(half, range(4))[0])
 
 # %% [markdown]
 # All of them skip, and nobody has to tell them: the mean of an inf and three numbers is an inf, on every rank. So reduce *first*, then look for infs, then unscale. Every rank keeps a scaler of its
 # own, all see the same gradients, and all scales move alike, as on one device that takes the four quarters one after the other. A rank that looked at its own
 # gradient before the reduction would skip alone, and its weights would be another model's from there on.
-#
-# **On the format on the wire.** Gradients that are kept in fp32 may travel in bf16: half the bytes, and an error. Each number is rounded to 8 bits and then added three
-# times, in 8 bits again:
-
-
-# %%
-def on_the_wire(rank, dtype):
-    net = model().float()
-    replica = data_parallel.replicate(net, rank.comm("dp"), reduce_dtype=dtype)
-    inputs, targets = mine(rank)
-    entropy(replica(inputs), targets).backward()
-    return gradient(net), replica.buckets
-
-
-(exact, grouped), *_ = world.run(on_the_wire, None)
-full = world.ledger.only(rank=0, name="all_reduce").total
-(rounded, _), *_ = world.run(on_the_wire, torch.bfloat16)
-halved = world.ledger.only(name="all_reduce")
-print(f"{halved.only(rank=0).total / full} of the bytes, off by {(rounded - exact).norm() / exact.norm():.1%}")
-
-# %%
-data_parallel.predict(grouped, 4, itemsize=2).diff(halved)
-
-# %% [markdown]
-# Each addition rounds once more, so the error grows with the number of ranks. Whether the sum is worth four bytes is a setting of every framework (below).
-#
-# **And on the number of steps.** Rank 1 has one batch less:
-
-
-# %%
-def runs_out(rank):
-    replica = data_parallel.replicate(nn.Linear(2, 1), rank.comm("dp"))
-    for _ in range(3 - rank.rank):
-        replica(torch.ones(1, 2)).sum().backward()
-
-
-try:
-    two.run(runs_out)
-except DeadlockError as error:
-    print(str(error).splitlines()[0].rstrip(":"))
-
-# %% [markdown]
-# That is what equal shares in exercise 8.1 are for. Where they cannot be had, a rank without an example must take part all the same, with nothing to add, and the
-# others count for more:
-
-
-# %%
-def sits_out(rank):
-    replica, comm = data_parallel.replicate(nn.Linear(2, 1), rank.comm("dp")), rank.comm("dp")
-    for step in range(3):
-        replica.zero_grad()
-        examples = int(step < 3 - rank.rank)
-        weight = data_parallel.share(examples, comm)
-        if examples:
-            (replica(torch.ones(1, 2)).sum() * weight).backward()
-        else:
-            replica.sit_out()
-    return replica.module.weight.grad.tolist()
-
-
-two.run(sits_out)
-
-# %% [markdown]
-# PyTorch's `join` lets a rank sit out for the rest of a loop. It goes on dividing by the number of all ranks, so the others count for less, unless you weigh them.
 #
 # ### Exercise 8.3 · Bug hunt: the wrapper that passed its test (20 min, ●●●)
 #
@@ -783,7 +813,8 @@ two.run(sits_out)
 # %%
 class Buckets:
     def __init__(self, module, comm, bucket_bytes):
-        self.module, self.comm, self.bucket_bytes, self.waiting = module, comm, bucket_bytes, []
+        self.module, self.comm = module, comm
+        self.bucket_bytes, self.waiting = bucket_bytes, []
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(self.ready)
 
@@ -793,8 +824,10 @@ class Buckets:
             self.flush()
 
     def flush(self):
-        flat = self.comm.all_reduce(torch.cat([p.grad.flatten() for p in self.waiting])) / self.comm.size
-        for p, mean in zip(self.waiting, flat.split([p.numel() for p in self.waiting]), strict=True):
+        flat = torch.cat([p.grad.flatten() for p in self.waiting])
+        means = self.comm.all_reduce(flat) / self.comm.size
+        for p in self.waiting:
+            mean, means = means[: p.numel()], means[p.numel() :]
             p.grad.copy_(mean.view_as(p))
         self.waiting.clear()
 
@@ -835,7 +868,8 @@ show(data_parallel.Replica)
 # On processes, PyTorch's `DistributedDataParallel` runs beside ours in the same rank function: same weights, same data, its own all-reduce (gloo).
 
 # %%
-medium = ModelConfig(num_layers=4, d_model=128, num_heads=4, d_ff=512, vocab_size=512, seq_len=64)
+sizes = dict(num_layers=4, d_model=128, num_heads=4, d_ff=512)
+medium = ModelConfig(**sizes, vocab_size=512, seq_len=64)
 data = tuple(torch.randint(512, (8, 64), generator=draw) for _ in range(2))
 
 
@@ -843,57 +877,50 @@ def wrapped(rank, whose):
     net = GPT(medium, generator=torch.Generator().manual_seed(rank.rank))
     if whose == "ours":
         return net, data_parallel.replicate(net, rank.comm("dp"))
-    return net, nn.parallel.DistributedDataParallel(net, process_group=rank.comm("dp").group, gradient_as_bucket_view=True)
+    options = dict(process_group=rank.comm("dp").group, gradient_as_bucket_view=True)
+    return net, nn.parallel.DistributedDataParallel(net, **options)
 
 
 # %%
-def trained(rank, whose, steps=3):
-    net, wrapper = wrapped(rank, whose)
-    optimizer = torch.optim.AdamW(net.parameters(), eps=1e-4)  # above the rounding noise of gradients that should be 0
-    inputs, targets = (side[rank.rank :: rank.size] for side in data)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        entropy(wrapper(inputs), targets).backward()
-        optimizer.step()
-    return weights(net), measure.model_states(net, optimizer)
+EPS = 1e-4  # above the rounding noise of gradients that should be 0
 
 
-# %%
-def trained_alone(steps=3):
-    net = GPT(medium, generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.AdamW(net.parameters(), eps=1e-4)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        net.loss(*data).backward()
-        optimizer.step()
-    return weights(net)
+def trained(rank, whose):
+    return train(*wrapped(rank, whose), *mine(rank, data), eps=EPS)
 
 
-# %%
 theirs, ours = (processes.run(trained, whose) for whose in ("theirs", "ours"))
 counted = processes.ledger
-alone = trained_alone()
+
+# %%
+net = GPT(medium, generator=torch.Generator().manual_seed(0))
+alone, _ = train(net, net, *data, eps=EPS)
 for name, found in {"ours": ours, "theirs": theirs}.items():
-    alike = all(torch.equal(w, found[0][0]) for w, _ in found)
-    print(f"{name:7} equal to one device: {torch.allclose(found[0][0], alone, rtol=0, atol=1e-6)}, replicas the same bits: {alike}")
+    first, *others = (w for w, _ in found)
+    same = all(torch.equal(first, other) for other in others)
+    equal = torch.allclose(first, alone, rtol=0, atol=1e-6)
+    print(f"{name:7} equal to one device: {equal}, replicas the same bits: {same}")
 
 # %% [markdown]
 # **Bytes sent**: everything that left our ranks, a broadcast and three steps, predicted by formula (what gloo sends, nobody counts):
 
 # %%
-grouped = data_parallel.buckets({name: parameter.nbytes for name, parameter in GPT(medium).named_parameters()})
-(data_parallel.predict_start(GPT(medium), 4) + data_parallel.predict(grouped, 4, backwards=3)).diff(counted)
+grouped = data_parallel.buckets([parameter.nbytes for parameter in net.parameters()])
+sent = data_parallel.bytes_to_start(net, 4)
+sent += data_parallel.bytes_to_reduce(grouped, 4, backwards=3)
+sent.diff(counted)
 
 # %% [markdown]
 # **Bytes held** by each rank after the last step: weights, gradients, Adam. Gradients are views of the buckets, so the buckets add nothing; PyTorch does the same with
 # `gradient_as_bucket_view=True`, and without it holds every gradient twice.
 
 # %%
-held = memory.model_states(medium, TrainConfig(micro_batch=2, global_batch=8, precision="fp32"))
-held.diff(ours[0][1])
+setting = TrainConfig(micro_batch=2, global_batch=8, precision="fp32")
+memory.model_states(medium, setting).diff(ours[0][1])
 
 # %%
-{name: {rank: units.text(states.total) for rank, (_, states) in enumerate(found)} for name, found in {"ours": ours, "theirs": theirs}.items()}
+for name, found in {"ours": ours, "theirs": theirs}.items():
+    print(f"{name:7}", *(units.text(states.total) for _, states in found))
 
 # %% [markdown]
 # And the time of a step, forward to the last mean, the two taking turns:
@@ -901,22 +928,24 @@ held.diff(ours[0][1])
 
 # %%
 def race(rank, rounds=12):
-    racers, times = {whose: wrapped(rank, whose)[1] for whose in ("ours", "theirs")}, {"ours": [], "theirs": []}
-    inputs, targets = (side[rank.rank :: rank.size] for side in data)
-    for _ in range(rounds):
-        for whose, wrapper in racers.items():
-            wrapper.zero_grad()
-            rank.comm("dp").barrier()
-            start = time.perf_counter()
-            entropy(wrapper(inputs), targets).backward()
-            times[whose].append(time.perf_counter() - start)
+    """Seconds of each step, ours and theirs in turn."""
+    racers = {whose: wrapped(rank, whose)[1] for whose in ("ours", "theirs")}
+    times = {whose: [] for whose in racers}
+    inputs, targets = mine(rank, data)
+    for whose, wrapper in list(racers.items()) * rounds:
+        wrapper.zero_grad()
+        rank.comm("dp").barrier()
+        start = time.perf_counter()
+        entropy(wrapper(inputs), targets).backward()
+        times[whose].append(time.perf_counter() - start)
     return times
 
 
 # %% tags=["nbval-ignore-output"]
 times = processes.run(race)
-slowest = {whose: sorted(map(max, zip(*(rank[whose] for rank in times), strict=True))) for whose in ("ours", "theirs")}
-", ".join(f"{whose}: {units.text(steps[len(steps) // 2], 's')}" for whose, steps in slowest.items())
+for whose in ("ours", "theirs"):
+    slowest = sorted(map(max, zip(*(rank[whose] for rank in times), strict=True)))
+    print(f"{whose}: {units.text(slowest[len(slowest) // 2], 's')}")
 
 # %%
 processes.close()
@@ -931,13 +960,16 @@ processes.close()
 
 # %%
 def knobs(bucket=1e7, ranks=32, bandwidth_GBps=10):
-    """The backward pass and the reductions of these buckets, on links of 10 µs and that bandwidth."""
+    """The backward pass and its reductions, on links of 10 µs and that bandwidth."""
     network = Link(10e-6, bandwidth_GBps * 1e9)
-    after, during = (data_parallel.simulate(layers, bucket_bytes=int(bucket), n=ranks, link=network, overlap=overlap) for overlap in (False, True))
+    options = dict(bucket_bytes=int(bucket), n=ranks, link=network)
+    during = data_parallel.backward_timeline(layers, **options)
+    after = data_parallel.backward_timeline(layers, **options, overlap=False)
     return plots.overlap(after_the_backward_pass=after, during_the_backward_pass=during)
 
 
-explore(knobs, states=45, bucket=log(1e5, 1e9, 10, unit="B"), ranks=[8, 32, 128], bandwidth_GBps=[1, 10, 100])
+sizes = log(1e5, 1e9, 10, unit="B")
+explore(knobs, states=45, bucket=sizes, ranks=[8, 32, 128], bandwidth_GBps=[1, 10, 100])
 
 # %% [markdown]
 # ## In practice
@@ -954,7 +986,7 @@ explore(knobs, states=45, bucket=log(1e5, 1e9, 10, unit="B"), ranks=[8, 32, 128]
 # | `forward_sync_buffers=True` | rank 0's buffers to all before a forward pass; up to version 2.12 it was `broadcast_buffers` |
 # | `model.no_sync()` | around forward and backward of all micro-batches but the last |
 # | `model.join()` | ranks that run out of data shadow the collectives of the others |
-# | `register_comm_hook` | what is sent instead: `fp16_compress_hook`, `bf16_compress_hook` (ours: `reduce_dtype=torch.bfloat16`), PowerSGD |
+# | `register_comm_hook` | what is sent instead: `fp16_compress_hook`, `bf16_compress_hook`, PowerSGD |
 #
 # After the first step DDP rebuilds its buckets in the order in which gradients really came, unless it has to look for unused parameters.
 #
@@ -981,9 +1013,9 @@ explore(knobs, states=45, bucket=log(1e5, 1e9, 10, unit="B"), ranks=[8, 32, 128]
 # sends for its gradients, whatever its batch, beside the bytes of its outputs for one sequence and for eight:
 
 # %%
-summed = collectives.sent("all_reduce_ring", nbytes=4 * gpt2.num_params, n=4).by("rank")[0]
-outputs = {b: 4 * b * gpt2.seq_len * gpt2.vocab_size for b in (1, 8)}
-[units.text(summed), *map(units.text, outputs.values())]
+summed = collectives.sent("all_reduce_ring", nbytes=S, n=4).by("rank")[0]
+outputs = [4 * b * gpt2.seq_len * gpt2.vocab_size for b in (1, 8)]
+[units.text(nbytes) for nbytes in (summed, *outputs)]
 
 # %% [markdown]
 # **"Gradients are synchronized by all-reduce"** (a scaling guide) leaves out the division. NCCL, gloo and MPI sum; without the division the gradient is N times too large, and Adam
@@ -998,13 +1030,16 @@ outputs = {b: 4 * b * gpt2.seq_len * gpt2.vocab_size for b in (1, 8)}
 # %%
 xl = ModelConfig.named("gpt2-xl")
 states = memory.model_states(xl, TrainConfig(micro_batch=1, global_batch=2048))
-f"{units.text(states.total)} on each rank, {states.total / xl.num_params:.0f} bytes a parameter, whatever the number of ranks"
+each = states.total / xl.num_params
+f"{units.text(states.total)} per rank, {each:.0f} bytes per parameter, on 2 as on 2000"
 
 # %% [markdown]
 # **"The default bucket is 25 MB"** (the scaling guide and its source). `bucket_cap_mb=25` counts MiB. And the first bucket to leave is smaller:
 
 # %%
-nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB * nn.parallel.distributed._MB_TO_BYTES, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+ddp = nn.parallel.distributed
+usual = ddp._DEFAULT_BUCKET_CAP_MB * ddp._MB_TO_BYTES
+{"bucket": usual, "first bucket": torch.distributed._DEFAULT_FIRST_BUCKET_BYTES}
 
 # %% [markdown]
 # **"Each node computes gradients locally"** (lecture slides). Each *process*, and there is one for each device: two nodes of eight GPUs are sixteen data-parallel ranks.
@@ -1021,11 +1056,11 @@ nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB * nn.parallel.distributed._MB_TO_
 # >   cannot hide. A tied embedding comes last: 31 % of GPT-2.
 # >   <!-- claim: round(100 * 50257 * 768 / config.ModelConfig.named("gpt2").num_params) == 31 -->
 # > - All communication can hide but the last bucket's: 1 − S_last / ΣS, 92 % for twelve equal buckets.
-# >   <!-- claim: round(100 * data_parallel.hideable(data_parallel.buckets({str(i): 1 for i in range(12)}, 1))) == 92 -->
-# > - Buffers and skipped steps must agree too: rank 0's statistics go to all, and an inf of one rank is in the mean of all, if you reduce before you look.
+# >   <!-- claim: round(100 * data_parallel.backward_timeline([(1000, 1.0)] * 12, bucket_bytes=1000, n=2, link=config.Link(0, 2000)).hidden) == 92 -->
+# > - Whether a step is skipped must agree too: an inf of one rank is in the mean of all, if you reduce before you look.
 # > - The last bucket must be flushed, every bucket in the same order on all ranks, and with k micro-batches once a step: without `no_sync` the values are right and
 # >   the bytes k-fold.
-# >   <!-- claim: data_parallel.predict(data_parallel.buckets({"a": 400}), 4, backwards=4).total == 4 * data_parallel.predict(data_parallel.buckets({"a": 400}), 4).total -->
+# >   <!-- claim: data_parallel.bytes_to_reduce(data_parallel.buckets({"a": 400}), 4, backwards=4).total == 4 * data_parallel.bytes_to_reduce(data_parallel.buckets({"a": 400}), 4).total -->
 # > - Data parallelism makes training faster, not smaller: every rank holds all 16 bytes a parameter.
 # >   <!-- claim: round(memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=2048)).total / config.ModelConfig.named("gpt2-xl").num_params) == 16 -->
 #
