@@ -198,6 +198,20 @@ class GradientBuffer(AbstractContextManager):
         )
 
 
+def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) -> int:
+    """Tokens that one optimizer step learns from, over all ranks.
+
+    micro_batch: sequences in a micro-batch
+    accumulation: micro-batches of a rank
+    dp: ranks
+    seq_len: tokens in a sequence
+
+    >>> tokens_per_step(micro_batch=2, accumulation=4, dp=128, seq_len=4096)
+    4194304
+    """
+    return micro_batch * accumulation * dp * seq_len
+
+
 @dataclass(frozen=True)
 class Choice:
     """One decision of a training configuration and why it was made."""

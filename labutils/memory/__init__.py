@@ -14,7 +14,7 @@ from labutils.memory.allocator import (
 )
 from labutils.memory.peak import Peak, formula, history, peak_bytes, predict
 from labutils.memory.published import beyond_the_paper, korthikanti
-from labutils.memory.states import model_states
+from labutils.memory.states import first_failing_step, model_states
 
 __all__ = [
     "Allocator",
@@ -23,6 +23,7 @@ __all__ = [
     "Request",
     "activations",
     "beyond_the_paper",
+    "first_failing_step",
     "formula",
     "history",
     "korthikanti",

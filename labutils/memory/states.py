@@ -108,3 +108,22 @@ def zero_level(train: TrainConfig, mesh: Mesh) -> int:
                 f"memory has no formula for {axis}={getattr(mesh, axis)} yet: leave {axis}=1 and use dp with TrainConfig(zero=1, 2 or 3)"
             )
     return train.zero if mesh.dp > 1 else 0
+
+
+def first_failing_step(
+    weights: int, state: int, working: int, temporary: int, capacity: int
+) -> int | None:
+    """The first step, 1 or 2, whose peak is more than `capacity` bytes; None when training fits.
+
+    weights: bytes of the weights; gradients take as many
+    state: what the optimizer keeps between steps
+    working: what forward and backward hold at their peak besides the model states
+    temporary: what `optimizer.step()` needs for a moment
+
+    >>> first_failing_step(weights=4, state=8, working=30, temporary=4, capacity=40)
+    2
+    """
+    updating = weights + weights + state + temporary
+    if max(weights + working, updating) > capacity:
+        return 1
+    return 2 if weights + state + working > capacity else None

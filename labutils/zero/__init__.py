@@ -18,6 +18,7 @@ from labutils.zero.flat import Flat
 from labutils.zero.holding import held, history
 from labutils.zero.occupancy import occupancy
 from labutils.zero.optimizer import Optimizer
+from labutils.zero.order import unit_order
 from labutils.zero.partition import BUCKET_BYTES, Partition, Unit, buckets, partition
 from labutils.zero.predict import largest_model, model_states, predict_held, predict_sent
 from labutils.zero.sharded import Sharded, shard
@@ -25,5 +26,5 @@ from labutils.zero.snapshot import SnapshotError
 
 __all__ = [
     "BUCKET_BYTES", "Flat", "Optimizer", "Partition", "Sharded", "SnapshotError", "Unit", "buckets", "held", "history",
-    "largest_model", "model_states", "occupancy", "partition", "predict_held", "predict_sent", "shard",
+    "largest_model", "model_states", "occupancy", "partition", "predict_held", "predict_sent", "shard", "unit_order",
 ]  # fmt: skip

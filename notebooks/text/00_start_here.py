@@ -26,13 +26,12 @@ from IPython.display import Markdown
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, vmap
 
-from labutils import measure, notation, units
+from labutils import accumulation, measure, memory, notation, units
 from labutils.config import Hardware, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.model import GPT
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, reveal, show
-from labutils.teach.exercises import start
 from labutils.teach.widgets import explore
 from labutils.timeline import History
 
@@ -101,8 +100,8 @@ predict("start/bytes-per-parameter", bytes=4)
 print(platform.system(), "on", platform.machine(), "· Python", platform.python_version(), "· torch", torch.__version__)
 print(os.cpu_count(), "cores ·", torch.get_num_threads(), "threads for torch")
 if hasattr(os, "sysconf"):
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    print(units.text(memory), "of memory, which some tools write as", units.text(memory, binary=True))
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    print(units.text(host), "of memory, which some tools write as", units.text(host, binary=True))
 for i in range(torch.cuda.device_count()):
     print(torch.cuda.get_device_name(i), units.text(torch.cuda.get_device_properties(i).total_memory))
 
@@ -187,7 +186,7 @@ def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) 
 check("start/tokens-per-step", tokens_per_step)
 
 # %%
-show(start.tokens_per_step)
+show(accumulation.tokens_per_step)
 
 # %% [markdown]
 # ## What does a parameter cost while it trains?
@@ -343,7 +342,7 @@ check("start/first-failing-step", first_failing_step)
 hint("start/first-failing-step", 1)
 
 # %%
-show(start.first_failing_step)
+show(memory.first_failing_step)
 
 # %% [markdown]
 # ### Exercise 0.3 · Bug hunt: a counter that counts too much (8 min, ●●○)
@@ -506,7 +505,7 @@ def steps(model="gpt2-large", device="V100", optimizer="AdamW", batch=4):
     gradients = Ledger([Line("gradients", weights.total, component="gradients")])
     temporary = Ledger([Line("temporary", weights.total * (optimizer == "AdamW"), component="buffers")])
     sizes = [part.total for part in (weights, state, working, temporary)]
-    failing = start.first_failing_step(*sizes, hardware.memory)
+    failing = memory.first_failing_step(*sizes, hardware.memory)
     verdict = f"step {failing} fails" if failing else "training fits"
     return plots.memory_bars(
         step_1_computes=weights + working,

@@ -40,7 +40,6 @@ from labutils.model import GPT
 from labutils.precision import LossScaler
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, reveal, show
-from labutils.teach.exercises import zero as solutions
 from labutils.teach.widgets import explore
 from labutils.world import World, WorldError
 
@@ -434,7 +433,7 @@ check("zero/schedule", schedule)
 hint("zero/schedule", 1)
 
 # %%
-show(solutions.schedule)
+show(zero.unit_order)
 
 # %% [markdown]
 # Nobody writes such a list for a real model: hooks around every unit do the same when their turn comes.

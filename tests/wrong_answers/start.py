@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from labutils.teach.exercises import start as exercises
+from labutils import memory
 from wrong_answers import Wrong
 
 
@@ -68,7 +68,7 @@ WRONG = {
         ),
         Wrong(
             "fails when it is full",
-            lambda weights, state, working, temporary, capacity: exercises.first_failing_step(
+            lambda weights, state, working, temporary, capacity: memory.first_failing_step(
                 weights, state, working, temporary, capacity - 1
             ),
             "enough memory",
@@ -106,7 +106,7 @@ WRONG = {
         ),
         Wrong(
             "forgets what step() needs for a moment",
-            lambda weights, state, working, temporary, capacity: exercises.first_failing_step(
+            lambda weights, state, working, temporary, capacity: memory.first_failing_step(
                 weights, state, working, 0, capacity
             ),
             "model states dominate",

@@ -96,7 +96,7 @@ def _plan(
 
     def attempt(count: int) -> list[exercises.Step]:
         if reshard and prefetch and again and not (late or forward_order or thrice):
-            return exercises.schedule(count)
+            return zero.unit_order(count)
         steps: list[exercises.Step] = []
         for i in range(count):
             steps += [("gather", i), ("forward", i)] + [("free", i)] * reshard
@@ -119,7 +119,7 @@ def _frees_the_last(count: int) -> list[exercises.Step]:
     last = count - 1
     return [
         part
-        for step in exercises.schedule(count)
+        for step in zero.unit_order(count)
         for part in (
             [step, ("free", last), ("gather", last)] if step == ("forward", last) else [step]
         )
@@ -127,7 +127,7 @@ def _frees_the_last(count: int) -> list[exercises.Step]:
 
 
 def _gathers_all_first(count: int) -> list[exercises.Step]:
-    steps = exercises.schedule(count)
+    steps = zero.unit_order(count)
     return [("gather", i) for i in range(count)] + [
         step
         for k, step in enumerate(steps)
@@ -136,7 +136,7 @@ def _gathers_all_first(count: int) -> list[exercises.Step]:
 
 
 def _gathers_all_again(count: int) -> list[exercises.Step]:
-    steps = exercises.schedule(count)
+    steps = zero.unit_order(count)
     turn = steps.index(("forward", count - 1)) + 1
     return [
         *steps[:turn],

@@ -5,36 +5,10 @@ import functools
 import torch
 from torch import nn
 
-from labutils import measure, units
+from labutils import accumulation, measure, memory, units
 from labutils.config import ModelConfig
 from labutils.model import GPT
 from labutils.teach.exercises import Exercise, Failed, Property
-
-
-def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) -> int:
-    """Tokens that one optimizer step learns from: sequences in a micro-batch, micro-batches a rank, ranks, tokens a sequence.
-
-    >>> tokens_per_step(micro_batch=2, accumulation=4, dp=128, seq_len=4096)
-    4194304
-    """
-    return micro_batch * accumulation * dp * seq_len
-
-
-def first_failing_step(
-    weights: int, state: int, working: int, temporary: int, capacity: int
-) -> int | None:
-    """The first step, 1 or 2, whose peak is more than `capacity` bytes, or None when training fits. Gradients take as much as the weights.
-
-    `state` is the optimizer's memory between steps, `working` what forward and backward hold at their peak besides the model states,
-    `temporary` what `optimizer.step()` needs for a moment.
-
-    >>> first_failing_step(weights=4, state=8, working=30, temporary=4, capacity=40)
-    2
-    """
-    updating = weights + weights + state + temporary
-    if max(weights + working, updating) > capacity:
-        return 1
-    return 2 if weights + state + working > capacity else None
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -203,7 +177,7 @@ def _trained(batch: int):
 
 @functools.cache
 def _run(batch: int) -> tuple[dict[str, int], tuple[int, int]]:
-    """The measured arguments of `first_failing_step` and the measured peaks of two steps."""
+    """The measured arguments of `memory.first_failing_step` and the measured peaks of two steps."""
     gpt, optimizer, step = _trained(batch)
     first, second = (measure.history(step, gpt, optimizer) for _ in range(2))
     weights, state = (
@@ -327,7 +301,7 @@ EXERCISES = (
         minutes=4,
         difficulty=1,
         proves="you can turn a batch in samples into a batch in tokens",
-        reference=tokens_per_step,
+        reference=accumulation.tokens_per_step,
         properties=(
             Property("one rank", _one_rank),
             Property("accumulation", _accumulated),
@@ -344,7 +318,7 @@ EXERCISES = (
         minutes=10,
         difficulty=2,
         proves="you know what is alive when, and why a first step that succeeds promises nothing",
-        reference=first_failing_step,
+        reference=memory.first_failing_step,
         properties=(
             Property("enough memory", _roomy),
             Property("activations dominate", _activations_first),

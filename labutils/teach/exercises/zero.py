@@ -293,21 +293,6 @@ SHARD = Exercise(
 Step = tuple[str, int]
 
 
-def schedule(num_units: int) -> list[Step]:
-    """The steps of level 3 for so many units: at most two of them are whole at once, and the next one is always on its way.
-
-    >>> schedule(2)[:5]
-    [('gather', 0), ('gather', 1), ('forward', 0), ('free', 0), ('forward', 1)]
-    """
-    last = num_units - 1
-    steps: list[Step] = [("gather", 0)]
-    for i in range(num_units):
-        steps += [("gather", i + 1)] * (i < last) + [("forward", i)] + [("free", i)] * (i < last)
-    for i in reversed(range(num_units)):
-        steps += [("gather", i - 1)] * (i > 0) + [("backward", i), ("free", i), ("reduce", i)]
-    return steps
-
-
 def _legal(attempt: Callable, count: int) -> list[Step]:
     """The attempt's steps, each of which can be carried out when its turn comes."""
     steps, case = attempt(count), f"{count} unit{'s' * (count > 1)}"
@@ -448,7 +433,7 @@ def _carried_out(
 def _schedule_legal(attempt: Callable) -> str:
     for count in (1, 2, 5):
         steps = tuple(_legal(attempt, count))
-        mine, plain = _carried_out(steps, count), _carried_out(tuple(schedule(count)), count)
+        mine, plain = _carried_out(steps, count), _carried_out(tuple(zero.unit_order(count)), count)
         if not all(torch.allclose(a, b) for a, b in zip(mine.weights, plain.weights, strict=True)):
             raise Failed(
                 f"{count} units: other weights after the step",
@@ -531,7 +516,7 @@ SCHEDULE = Exercise(
     minutes=15,
     difficulty=2,
     proves="you know when every unit of a fully sharded model is whole, and what that costs",
-    reference=schedule,
+    reference=zero.unit_order,
     properties=(
         Property("everything is there when it is used", _schedule_legal),
         Property("bytes held", _schedule_held),
