@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labutils import units
+from labutils import anatomy, units
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 AXES = ("pp", "dp", "cp", "tp", "ep")
@@ -89,70 +89,23 @@ class ModelConfig:
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Parameters of each part of the model, all layers together.
+        """Parameters of each part of the model, all layers together; a tied head counts once."""
+        return anatomy.parameters(self)
 
-        Source: counted from the shapes; equal to the published counts of every model in data/models.csv.
-        """
-        h, f, L, a, g, d = (
-            self.d_model,
-            self.d_ff,
-            self.num_layers,
-            self.num_heads,
-            self.num_kv_heads,
-            self.d_head,
-        )
-        linear_bias, qkv_bias = self.bias is True, bool(self.bias)
-        attention = h * (a + 2 * g) * d + a * d * h + qkv_bias * (a + 2 * g) * d + linear_bias * h
-        expert = (3 if self.ffn == "swiglu" else 2) * h * f + linear_bias * (
-            (2 if self.ffn == "swiglu" else 1) * f + h
-        )
-        router = h * self.num_experts if self.num_experts > 1 else 0
-        norm = (2 if self.norm == "layernorm" else 1) * h
-        return {
-            "token embedding": self.vocab_size * h,
-            "position embedding": self.seq_len * h if self.positions == "learned" else 0,
-            "attention": L * attention,
-            "feed-forward": L * self.num_experts * expert,
-            "router": L * router,
-            "norms": (2 * L + 1) * norm,
-            "head": 0 if self.tied else self.vocab_size * h,
-        }
-
-    @property
+    @functools.cached_property
     def num_params(self) -> int:
-        """Ψ: all parameters, exact; a tied head counts once."""
+        """Ψ: all parameters, exact. Equal to the published count of every model in data/models.csv."""
         return sum(self.parameters.values())
 
-    @property
+    @functools.cached_property
     def num_tensors(self) -> int:
-        """Tensors that the parameters come in: an optimizer keeps a little for each of them, whatever its size."""
-        expert = (3 if self.ffn == "swiglu" else 2) * (2 if self.bias is True else 1)
-        attention = 4 + (4 if self.bias is True else 3 if self.bias else 0)
-        norm = 2 if self.norm == "layernorm" else 1
-        block = 2 * norm + attention + self.num_experts * expert + (self.num_experts > 1)
-        return 1 + (self.positions == "learned") + self.num_layers * block + norm + (not self.tied)
-
-    @property
-    def num_active_params(self) -> int:
-        """Parameters that one token meets: all of them, less the experts that it does not visit."""
-        idle = self.parameters["feed-forward"] * (self.num_experts - self.top_k) // self.num_experts
-        return self.num_params - idle
+        """Tensors that they come in: an optimizer keeps a little for each, whatever its size."""
+        return anatomy.num_tensors(self)
 
     def flops_per_token(self, training: bool = True) -> int:
-        """FLOPs of all matrix products for one token (a multiply and an add are two): forward, or forward and backward (three times that).
-
-        Attention is counted in full, s keys for every query, causal or not, as Korthikanti et al. do (2205.05198, appendix A).
-        """
-        h, a, g, d, s = self.d_model, self.num_heads, self.num_kv_heads, self.d_head, self.seq_len
-        projections = h * (a + 2 * g) * d + a * d * h
-        scores = 2 * s * a * d
-        feed_forward = self.top_k * (3 if self.ffn == "swiglu" else 2) * h * self.d_ff + (
-            h * self.num_experts if self.num_experts > 1 else 0
-        )
-        forward = 2 * (
-            self.num_layers * (projections + scores + feed_forward) + h * self.vocab_size
-        )
-        return 3 * forward if training else forward
+        """FLOPs of all matrix products for one token: forward, or forward and backward (three times
+        that). Attention is counted in full, as Korthikanti et al. do (2205.05198, appendix A)."""
+        return (3 if training else 1) * sum(anatomy.flops(self).values())
 
     def letters(self, wanted: str) -> tuple[int, ...]:
         """The sizes behind letters of the notation, in the order asked for.
@@ -161,21 +114,13 @@ class ModelConfig:
         >>> s, h, a, L
         (1024, 768, 12, 12)
         """
-        known = dict(
-            s=self.seq_len,
-            h=self.d_model,
-            a=self.num_heads,
-            g=self.num_kv_heads,
-            d=self.d_head,
-            f=self.d_ff,
-            L=self.num_layers,
-        )
-        known |= dict(v=self.vocab_size, E=self.num_experts, k=self.top_k, Ψ=self.num_params)
+        known = anatomy.letters(self)
+        if "Ψ" in wanted:
+            known["Ψ"] = self.num_params
         unknown = [letter for letter in wanted.split() if letter not in known]
         if unknown:
-            raise ValueError(
-                f"a model has no letter {', '.join(unknown)}: it has {' '.join(known)}"
-            )
+            has = " ".join([*known, "Ψ"])
+            raise ValueError(f"a model has no letter {', '.join(unknown)}: it has {has}")
         return tuple(known[letter] for letter in wanted.split())
 
     @classmethod

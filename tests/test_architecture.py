@@ -42,6 +42,7 @@ SIDEWAYS = {
         "precision",
     ),  # what is computed again sees the autocast region of the first time
     ("check", "exercises"),
+    ("config", "anatomy"),  # a model counts its parameters in its table
     ("trace", "ledger"),  # what was sent, as amounts
     ("trace", "config"),  # what it takes on a link
     ("timeline", "ledger"),  # what was alive, as amounts

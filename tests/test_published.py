@@ -101,7 +101,7 @@ def test_a_model_that_the_formula_is_not_made_for_is_refused(model, train, messa
     "wrong, message",
     [
         (dict(s=0), "s must be at least 1"),
-        (dict(t=3), "3 ranks divide neither"),
+        (dict(t=3), "tp=3 does not divide num_heads=4"),
         (dict(t=4, sequence=True, s=6), "tokens"),
         (dict(checkpointing="some"), "'none', 'selective' or 'full'"),
     ],

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from labutils import anatomy
 from labutils.checkpointing.plans import Costs, Plan, Run, Stage, phase_of
 from labutils.checkpointing.recompute import Ambient, checkpoint
 from labutils.config import ModelConfig
@@ -286,13 +287,13 @@ def overhead(model: ModelConfig, policy: str, *, early_stop: bool = True) -> flo
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}")
-    s, h, a, d, f, L, v = model.letters("s h a d f L v")
-    forward = model.flops_per_token(training=False)
-    scores = 4 * s * a * d * L
+    flops = anatomy.flops(model)
+    forward, scores = sum(flops.values()), flops["blocks.*.attention"]
     last_is_down = model.num_experts == 1 and not model.dropout
+    down = flops["blocks.*.feed_forward.down"] if last_is_down else 0
     again = {
         "none": 0,
         "selective": scores - early_stop * scores // 2,
-        "full": forward - 2 * h * v - early_stop * last_is_down * 2 * h * f * L,
+        "full": forward - flops["head"] - early_stop * down,
     }
     return again[policy] / (3 * forward)

@@ -1,16 +1,37 @@
-"""The published formula for activations, line by line, and what PyTorch keeps beyond it: every byte of the difference has a name."""
+"""Korthikanti's formula for activations, line by line, and what PyTorch keeps beyond it: every byte
+of the difference has a name."""
 
-from labutils import units
+from labutils import anatomy, units
 from labutils.config import ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.memory.activations import activations
 from labutils.memory.states import WIDTHS
 
-_RUN = {
-    "precision": ("bf16", "fp16"),
-    "autocast": (False,),
-    "attention": ("plain",),
-    "checkpointing": ("none",),
+_RUN = {"autocast": False, "attention": "plain", "checkpointing": "none"}
+
+# The paper's lines, and the tensors of `anatomy` that each of them counts: module, and what.
+_PAPER = {
+    ("inputs of the two LayerNorms", "4sbh"): (
+        ("attention_norm", "input, sbh"),
+        ("feed_forward_norm", "input, sbh"),
+    ),
+    ("inputs of attention and feed-forward", "4sbh"): (("query", "input"), ("up", "input")),
+    ("dropout masks after them", "2sbh"): (("dropout", "dropout mask, sbh"),),
+    ("queries, keys and values", "6sbh"): (
+        ("attention", "queries"),
+        ("attention", "keys"),
+        ("attention", "values"),
+    ),
+    ("input of the output projection", "2sbh"): (("output", "input"),),
+    ("input of GELU and its output", "16sbh"): (
+        ("feed_forward", "input of GELU, sbf"),
+        ("down", "input"),
+    ),
+    ("softmax, and after dropout", "4as²b"): (
+        ("attention", "softmax of the scores, as²b"),
+        ("attention", "softmax after dropout, as²b"),
+    ),
+    ("dropout mask of the scores", "as²b"): (("attention", "dropout mask, as²b"),),
 }
 
 
@@ -24,10 +45,13 @@ def korthikanti(
     sequence: bool = False,
     checkpointing: str = "none",
 ) -> Ledger:
-    """Bytes that one layer of a GPT keeps for its backward pass, by the paper: 16-bit activations, dropout masks of one byte.
+    """Bytes that one layer of a GPT keeps for its backward pass, by the paper: 16-bit activations,
+    dropout masks of one byte, nothing for the norms' statistics.
 
-    Without parallelism sbh(34 + 5as/h). `t` ranks of tensor parallelism divide all but 10sbh, `sequence` parallelism divides that too; selective
-    recomputation drops what grows with s², full recomputation keeps the input alone.
+    b, s, h, a: sequences, tokens, width and heads.
+    t: ranks of tensor parallelism, which divide what has heads or a feed-forward width.
+    sequence: whether sequence parallelism divides the other tensors too.
+    checkpointing: "selective" drops what grows with s², "full" keeps the input alone.
 
     >>> layer = korthikanti(b=1, s=2048, h=12288, a=96)
     >>> layer.total == 1 * 2048 * 12288 * (34 + 5 * 96 * 2048 // 12288)
@@ -38,79 +62,61 @@ def korthikanti(
     for name, value in {"b": b, "s": s, "h": h, "a": a, "t": t}.items():
         units.whole(value, name, 1)
     if checkpointing not in ("none", "selective", "full"):
-        raise ValueError(
-            f"checkpointing={checkpointing!r} is unknown: use 'none', 'selective' or 'full'"
-        )
+        choices = "use 'none', 'selective' or 'full'"
+        raise ValueError(f"checkpointing={checkpointing!r} is unknown: {choices}")
+    if sequence and s % t:
+        raise ValueError(f"{t} ranks do not divide {s} tokens evenly: choose a divisor")
     if checkpointing == "full":
-        return Ledger(
-            [Line("input of the layer", 2 * s * b * h, component="activations", note="2sbh")]
-        )
-    if a % t or (s if sequence else h) % t:
-        raise ValueError(
-            f"{t} ranks divide neither {a} heads nor the {'tokens' if sequence else 'columns'} evenly: choose t among the common divisors"
-        )
-    sbh, scores = s * b * h, a * s * s * b
-    everywhere = t if sequence else 1
-    lines = [
-        ("inputs of the two LayerNorms", 4 * sbh // everywhere, "4sbh"),
-        ("inputs of attention and feed-forward", 4 * sbh // everywhere, "4sbh"),
-        ("dropout masks after them", 2 * sbh // everywhere, "2sbh"),
-        ("queries, keys and values", 6 * sbh // t, "6sbh"),
-        ("input of the output projection", 2 * sbh // t, "2sbh"),
-        ("input of GELU and its output", 16 * sbh // t, "16sbh"),
-    ]
-    if checkpointing == "none":
-        lines += [
-            ("softmax, and after dropout", 4 * scores // t, "4as²b"),
-            ("dropout mask of the scores", scores // t, "as²b"),
-        ]
+        whole = Line("input of the layer", 2 * s * b * h, component="activations", note="2sbh")
+        return Ledger([whole])
+    model = ModelConfig(
+        num_layers=1, d_model=h, num_heads=a, d_ff=4 * h, vocab_size=t, seq_len=s, dropout=0.1
+    )
+    sizes, here = anatomy.letters(model), anatomy.letters(model, tp=t)
+    keeps: dict[tuple[str, str], int] = {}
+    for name, kept in anatomy.kept(model, anatomy.Policy(2, 2, checkpointing=checkpointing)):
+        if not name.startswith("blocks"):
+            continue
+        whole = anatomy.size(kept.dims, sizes | {"b": b})
+        share = anatomy.size(kept.dims, here | {"b": b})
+        mine = whole // t if sequence and share == whole else share
+        place = name.rpartition(".")[2], kept.what
+        width = 1 if "mask" in kept.what else kept.itemsize
+        keeps[place] = keeps.get(place, 0) + mine * width
     return Ledger(
-        Line(name, amount, component="activations", note=note) for name, amount, note in lines
+        Line(name, sum(map(keeps.get, places)), component="activations", note=note)
+        for (name, note), places in _PAPER.items()
+        if keeps.keys() >= set(places)
     )
 
 
 def beyond_the_paper(model: ModelConfig, train: TrainConfig) -> Ledger:
-    """Bytes that PyTorch keeps on a CPU and the formula does not count, for a model of the kind the formula is made for.
+    """Bytes that PyTorch keeps on a CPU and the formula does not count, for a model of the kind the
+    formula is made for.
 
-    Invariant: L layers of `korthikanti` and these lines are `activations(model, train)`, to the byte.
+    Invariant: L layers of `korthikanti` and these lines are `activations(model, train)`, to the
+    byte.
     """
     b, (s, h, a, L) = train.micro_batch, model.letters("s h a L")
-    made_for = {
-        "norm": "layernorm",
-        "ffn": "gelu",
-        "d_ff": 4 * h,
-        "num_kv_heads": a,
-        "d_head": h // a,
-        "num_experts": 1,
-    }
+    shape = {"d_ff": 4 * h, "num_kv_heads": a, "d_head": h // a, "num_experts": 1}
+    made_for = {"norm": "layernorm", "ffn": "gelu", **shape}
     odd = [
-        f"{name}={getattr(model, name)!r}"
-        for name, value in made_for.items()
-        if getattr(model, name) != value
+        f"{name}={getattr(chosen, name)!r}"
+        for chosen, only in ((model, made_for), (train, _RUN))
+        for name, value in only.items()
+        if getattr(chosen, name) != value
     ]
-    odd += [
-        f"{name}={getattr(train, name)!r}"
-        for name, value in _RUN.items()
-        if getattr(train, name) not in value
-    ]
-    odd += [] if model.dropout else ["dropout=0"]
+    odd += ["precision='fp32'"] * (train.precision == "fp32") + ["dropout=0"] * (not model.dropout)
     if odd:
-        raise ValueError(
-            f"the formula is not made for {', '.join(odd)}: memory.activations counts such a model as it is"
-        )
+        so = "memory.activations counts such a model as it is"
+        raise ValueError(f"the formula is not made for {', '.join(odd)}: {so}")
     size = WIDTHS[train.precision]
+    masks = L * (size - 1) * (2 * s * b * h + a * s * s * b)
+    statistics = L * 2 * 2 * s * b * size
     lines = [
+        Line("masks in two bytes, not one", masks, "activations", note="2sbh + as²b a layer"),
         Line(
-            "masks in two bytes, not one",
-            L * (size - 1) * (2 * s * b * h + a * s * s * b),
-            component="activations",
-            note="2sbh + as²b a layer",
-        ),
-        Line(
-            "mean and 1/σ of each token",
-            L * 2 * 2 * s * b * size,
-            component="activations",
-            note="two LayerNorms a layer",
+            "mean and 1/σ of each token", statistics, "activations", note="two LayerNorms a layer"
         ),
     ]
     outside = [line for line in activations(model, train) if not line.name.startswith("blocks.")]

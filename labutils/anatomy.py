@@ -1,0 +1,363 @@
+"""The model as one table: each part of `model.GPT`, the dims of its weights in letters, the products
+it computes, and the tensors it keeps for the backward pass.
+
+A dim is a product of letters of the notation ("ad" is a·d), a shape is dims in PyTorch's order,
+output first ("ad h"). Parameter counts, FLOPs, saved activations, ZeRO's units, LoRA's targets and
+the shares of tensor parallelism are sums over the table.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+Model = Any  # a config.ModelConfig; config counts its parameters here, so it cannot be imported
+
+LETTERS = {
+    "s": "seq_len",
+    "h": "d_model",
+    "a": "num_heads",
+    "g": "num_kv_heads",
+    "d": "d_head",
+    "f": "d_ff",
+    "L": "num_layers",
+    "v": "vocab_size",
+    "E": "num_experts",
+    "k": "top_k",
+}
+SPLITS = {"tp": "agfv", "ep": "E", "pp": "L"}
+"""The letters that an axis of the mesh divides: tp a dim of a tensor, ep and pp the copies of a part."""
+
+FP32, INDEX = 4, 8  # bytes of a number that is always fp32, and of an int64
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What decides which tensors are kept, and how wide they are.
+
+    compute: bytes of a number in and between the matrix products.
+    stream: bytes of a number of the residual stream, which autocast leaves in fp32.
+    attention: "plain" or "sdpa", as in `config.TrainConfig`.
+    checkpointing: "none", "selective" or "full".
+    """
+
+    compute: int = FP32
+    stream: int = FP32
+    attention: str = "plain"
+    checkpointing: str = "none"
+
+    @property
+    def autocast(self) -> bool:
+        """Whether each matrix product casts what it reads."""
+        return self.compute != self.stream
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that autograd keeps: what it is, its shape in letters, bytes of an element."""
+
+    what: str
+    dims: str
+    itemsize: int
+
+    def nbytes(self, sizes: Mapping[str, int]) -> int:
+        """Bytes of it, where the letters have these sizes."""
+        return size(self.dims, sizes) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Part:
+    """One row of the table.
+
+    name: its module in `model.GPT`, with * for the number of a layer or an expert.
+    weight: the shape of its weight, empty for a part that has none.
+    bias: the shape of its bias, likewise.
+    products: multiplications in its matrix products, for one token.
+    keeps: the tensors that it keeps for the backward pass.
+    """
+
+    name: str
+    weight: str = ""
+    bias: str = ""
+    products: str = ""
+    keeps: tuple[Kept, ...] = ()
+
+    @property
+    def copies(self) -> str:
+        """How many there are: one, L, or L·E."""
+        return "L" * ("blocks.*" in self.name) + "E" * ("experts.*" in self.name)
+
+    @property
+    def visited(self) -> str:
+        """How many of them a token meets: one, L, or L·k."""
+        return self.copies.replace("E", "k")
+
+    @property
+    def group(self) -> str:
+        """The line of `parameters` that it is counted in."""
+        return next(GROUPS[word] for word in reversed(GROUPS) if word in self.name)
+
+    @property
+    def lora(self) -> bool:
+        """Whether LoRA may adapt it: a linear layer of a block, the router aside."""
+        return bool(self.weight and self.products and self.copies) and self.group != "router"
+
+
+GROUPS = {
+    "tokens": "token embedding",
+    "positions": "position embedding",
+    "attention": "attention",
+    "feed_forward": "feed-forward",
+    "router": "router",
+    "norm": "norms",
+    "head": "head",
+}
+"""The lines of `parameters`, by a word in a part's name; of two such words the later one counts."""
+
+# ── the table ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@functools.lru_cache(maxsize=1024)
+def parts(model: Model, how: Policy = Policy()) -> tuple[Part, ...]:  # noqa: B008 - frozen
+    """The table of a model, in the order of its forward pass, which is that of its parameters."""
+    block = tuple(_block(model, how))
+    if how.checkpointing == "full":
+        whole = Kept("input of the checkpointed block, sbh", "b s h", how.stream)
+        block = (Part("blocks.*", keeps=(whole,)), *(replace(part, keeps=()) for part in block))
+    head = _linear("head", "v h", how)
+    loss = (
+        Kept("log-probabilities, sbv", "b s v", how.stream),
+        Kept("targets, sb", "b s", INDEX),
+        Kept("number of targets", "1", how.stream),
+    )
+    return (
+        Part("tokens", "v h", keeps=(Kept("token numbers, sb", "b s", INDEX),)),
+        *([Part("positions", "s h")] if model.positions == "learned" else []),
+        Part("dropout", keeps=_mask(model, "b s h", how.stream)),
+        *block,
+        _norm("norm", model, how),
+        replace(head, weight="") if model.tied else head,
+        Part("outside", keeps=loss),
+    )
+
+
+def _block(model: Model, how: Policy) -> Iterator[Part]:
+    yield _norm("blocks.*.attention_norm", model, how)
+    yield from _attention("blocks.*.attention", model, how)
+    yield Part("blocks.*.dropout", keeps=_mask(model, "b s h", how.compute))
+    yield _norm("blocks.*.feed_forward_norm", model, how)
+    if model.num_experts == 1:
+        yield from _feed_forward("blocks.*.feed_forward", model, how)
+        yield Part("blocks.*.dropout", keeps=_mask(model, "b s h", how.compute))
+    else:  # experts add their outputs up in the dtype of the stream
+        yield from _experts("blocks.*.feed_forward", model, how)
+        yield Part("blocks.*.dropout", keeps=_mask(model, "b s h", how.stream))
+
+
+def _attention(at: str, model: Model, how: Policy) -> Iterator[Part]:
+    bias, shared = bool(model.bias), not how.autocast  # autocast makes a half copy for each product
+    yield _linear(f"{at}.query", "ad h", how, bias=bias)
+    yield _linear(f"{at}.key", "gd h", how, bias=bias, shared=shared)
+    yield _linear(f"{at}.value", "gd h", how, bias=bias, shared=shared)
+    rope = model.positions == "rope"
+    if rope and how.autocast:  # one table serves all layers, and goes by its name in the first
+        tables = Kept("half copies of cos and sin, for q and for k", "2 s d", how.compute)
+        yield Part("blocks.0.attention.rotary", keeps=(tables,))
+    plain, fused = how.attention == "plain", how.attention == "sdpa" and not model.dropout
+    again = how.checkpointing == "selective"  # what is computed again keeps its inputs alone
+    # PyTorch's fused CPU kernel has no dropout: it falls back on plain attention in fp32, keys and
+    # values repeated for every head.
+    width, heads = (how.compute, "g") if plain or fused or again else (FP32, "a")
+    keeps = [Kept("queries", "b s a d", width)]
+    keeps += [Kept(what, f"b s {heads} d", width) for what in ("keys", "values")]
+    if fused and not again:
+        keeps.append(Kept("output, sbh", "b s a d", how.compute))
+        keeps.append(Kept("log-sum-exp of each row of scores, asb", "b a s", FP32))
+    elif not again:
+        keeps.append(Kept("softmax of the scores, as²b", "b a s s", width))
+        keeps += _mask(model, "b a s s", width, "dropout mask, as²b", "softmax after dropout, as²b")
+    yield Part(at, products="2 s a d", keeps=tuple(keeps))  # q·kᵀ and softmax·v
+    # The fused kernel lays its output out like its queries: as one row for each token, ready for
+    # the next product, unless RoPE made them anew, heads outermost; with one head or one token the
+    # two layouts are the same.
+    ready = fused and not again and (not rope or 1 in (model.seq_len, model.num_heads))
+    whole = model.bias is True
+    yield _linear(f"{at}.output", "h ad", how, bias=whole, reads="b s a d", shared=ready)
+
+
+def _feed_forward(at: str, model: Model, how: Policy, visits: str = "") -> Iterator[Part]:
+    bias, reads, inner = model.bias is True, f"{visits} b s h", f"{visits} b s f"
+    linear = functools.partial(_linear, how=how, bias=bias, copies="E" if visits else "")
+    if model.ffn == "gelu":
+        yield linear(f"{at}.up", "f h", reads=reads)
+        yield Part(at, keeps=(Kept("input of GELU, sbf", inner, how.compute),))
+    else:
+        yield linear(f"{at}.gate", "f h", reads=reads)
+        yield linear(f"{at}.up", "f h", reads=reads, shared=not how.autocast)
+        three = "input of SiLU, its output, and the factor beside it, sbf each"
+        yield Part(at, keeps=(Kept(three, f"3 {inner}", how.compute),))
+    yield linear(f"{at}.down", "h f", reads=inner)
+
+
+def _experts(at: str, model: Model, how: Policy) -> Iterator[Part]:
+    """Every token visits k experts: whatever the router chooses, together they see k·b·s tokens."""
+    yield _linear(f"{at}.router", "E h", how)
+    keeps = (
+        Kept("chosen experts", "k b s", INDEX),
+        Kept("softmax of their scores", "k b s", how.compute),
+        Kept("token and place of each visit", "2 k b s", INDEX),
+        Kept("weight of each visit", "k b s", how.compute),
+        Kept("outputs of the experts", "k b s h", how.compute),
+        Kept("the same, weighted", "k b s h", how.stream),
+    )
+    yield Part(at, keeps=keeps)
+    yield from _feed_forward(f"{at}.experts.*", model, how, visits="k")
+
+
+def _norm(name: str, model: Model, how: Policy) -> Part:
+    if model.norm == "layernorm":
+        statistics = Kept("mean and 1/σ of each token", "2 b s", how.stream)
+        return Part(name, "h", "h", keeps=(Kept("input, sbh", "b s h", how.stream), statistics))
+    keeps = (
+        Kept("input in fp32, sbh", "b s h", FP32),
+        Kept("1/rms of each token", "b s", FP32),
+        Kept("input / rms, sbh", "b s h", FP32),
+    )
+    return Part(name, "h", keeps=keeps)
+
+
+def _linear(
+    name: str,
+    weight: str,
+    how: Policy,
+    *,
+    bias: bool = False,
+    reads: str = "b s h",
+    shared: bool = False,
+    copies: str = "",
+) -> Part:
+    """A linear layer, which keeps its input unless that is `shared` with a tensor already kept;
+    autocast adds a half copy of each of its weights."""
+    keeps = () if shared else (Kept("input", reads, how.compute),)
+    if how.autocast:
+        keeps += (Kept("half copy of the weight", f"{copies} {weight}", how.compute),)
+    return Part(name, weight, weight.split()[0] if bias else "", products=weight, keeps=keeps)
+
+
+def _mask(model: Model, dims: str, width: int, *whats: str) -> tuple[Kept, ...]:
+    """Dropout's mask, which a CPU keeps in the dtype of what it masks, and what else it brings."""
+    whats = whats or ("dropout mask, sbh",)
+    return tuple(Kept(what, dims, width) for what in whats) if model.dropout else ()
+
+
+# ── sums over it ──────────────────────────────────────────────────────────────────────────────────
+
+
+def letters(model: Model, *, tp: int = 1, ep: int = 1) -> dict[str, int]:
+    """The sizes behind the letters, or what is left of them on one rank of tp or expert ranks."""
+    sizes = {letter: getattr(model, field) for letter, field in LETTERS.items()}
+    for axis, n in (("tp", tp), ("ep", ep)):
+        for letter in SPLITS[axis]:
+            if sizes[letter] % n:
+                field = f"{LETTERS[letter]}={sizes[letter]}"
+                raise ValueError(f"{axis}={n} does not divide {field}: choose another, or pad it")
+            sizes[letter] //= n
+    return sizes
+
+
+def size(dims: str, sizes: Mapping[str, int]) -> int:
+    """Elements of a shape in letters.
+
+    >>> size("2 s ad", {"s": 10, "a": 3, "d": 4})
+    240
+    """
+    known = (int(c) if c.isdigit() else sizes[c] for c in dims if c != " ")
+    return math.prod(known)
+
+
+def parameters(model: Model, *, tp: int = 1, ep: int = 1) -> dict[str, int]:
+    """Parameters of each group of parts, all layers together, on one rank of tp and expert ranks."""
+    sizes, totals = letters(model, tp=tp, ep=ep), dict.fromkeys(GROUPS.values(), 0)
+    whole = letters(model)
+    for part in parts(model):
+        for dims in filter(None, (part.weight, part.bias)):
+            each = size(dims, sizes | {"E": whole["E"]})  # every rank has the whole router
+            totals[part.group] += size(part.copies, sizes) * each
+    return totals
+
+
+def num_params(model: Model, *, tp: int = 1, ep: int = 1) -> int:
+    """Ψ: all parameters, a tied head once; or those of one rank of tp and expert ranks."""
+    return sum(parameters(model, tp=tp, ep=ep).values())
+
+
+def num_tensors(model: Model) -> int:
+    """Tensors that the parameters come in."""
+    sizes = letters(model)
+    return sum(
+        size(part.copies, sizes) * (bool(part.weight) + bool(part.bias)) for part in parts(model)
+    )
+
+
+def tensors(model: Model) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter by its name, as `GPT(model).named_parameters()` has them."""
+    sizes, found = letters(model), {}
+    blocks = _expand(_named(parts(model)), "blocks", model.num_layers)
+    for name, part in _expand(blocks, "experts", model.num_experts):
+        for kind, dims in (("weight", part.weight), ("bias", part.bias)):
+            if dims:
+                found[f"{name}.{kind}"] = tuple(size(dim, sizes) for dim in dims.split())
+    return found
+
+
+def units(model: Model) -> dict[str, tuple[int, ...]]:
+    """Elements of each parameter by ZeRO unit: what stands outside of the layers (""), and each
+    layer. The values are a layout for `zero.predict_sent` and `zero.predict_held`.
+
+    Invariant: together they are `num_params`.
+    """
+    found: dict[str, tuple[int, ...]] = {"": ()}
+    for name, shape in tensors(model).items():
+        unit = ".".join(name.split(".")[:2]) if name.startswith("blocks") else ""
+        found[unit] = (*found.get(unit, ()), math.prod(shape))
+    return found
+
+
+def flops(model: Model) -> dict[str, int]:
+    """FLOPs of each part's matrix products in a forward pass, for one token, all layers together; a
+    multiply and an add are two.
+
+    Attention is counted in full, s keys for every query, causal or not.
+    Source: Korthikanti et al. 2205.05198, appendix A.
+    """
+    sizes = letters(model)
+    computing = (part for part in parts(model) if part.products)
+    return {
+        part.name: 2 * size(part.visited, sizes) * size(part.products, sizes) for part in computing
+    }
+
+
+def kept(model: Model, how: Policy) -> Iterator[tuple[str, Kept]]:
+    """Each tensor that is kept for the backward pass, with the module that keeps it, in the order of
+    the forward pass. The experts of a layer stand together: a router decides which keeps what."""
+    for name, part in _expand(_named(parts(model, how)), "blocks", model.num_layers):
+        for tensor in part.keeps:
+            yield name.replace("experts.*", "experts"), tensor
+
+
+Rows = Iterable[tuple[str, Part]]
+
+
+def _named(rows: Iterable[Part]) -> Rows:
+    return ((part.name, part) for part in rows)
+
+
+def _expand(rows: Rows, word: str, n: int) -> Rows:
+    """The rows, in which those of a layer (or of an expert) come once for each of `n`."""
+    for repeated, group in itertools.groupby(rows, lambda row: word in row[0]):
+        group = tuple(group)
+        for i in range(n if repeated else 1):
+            for name, part in group:
+                yield name.replace(f"{word}.*", f"{word}.{i}"), part

@@ -1,0 +1,131 @@
+"""The table is the model: names, shapes and counts of `GPT`, and what follows from them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from labutils import anatomy
+from labutils.config import ModelConfig
+from labutils.model import GPT
+
+TINY = ModelConfig(
+    num_layers=2, d_model=24, num_heads=6, num_kv_heads=2, d_ff=16, vocab_size=10, seq_len=4
+)  # fmt: skip
+FAMILIES = {
+    "gpt2": TINY,
+    "gpt2 untied": replace(TINY, tied=False),
+    "llama": replace(TINY, ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False),
+    "qwen": replace(TINY, ffn="swiglu", norm="rmsnorm", positions="rope", bias="qkv", d_head=6),
+    "mixtral": replace(TINY, ffn="swiglu", norm="rmsnorm", bias=False, num_experts=4, top_k=2),
+    "experts with biases": replace(TINY, num_experts=2, top_k=1),
+}
+each_family = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+
+
+def gpt(config: ModelConfig) -> GPT:
+    with torch.device("meta"):
+        return GPT(config)
+
+
+@each_family
+def test_names_shapes_and_order_are_those_of_the_model(config):
+    theirs = [(name, tuple(p.shape)) for name, p in gpt(config).named_parameters()]
+    assert list(anatomy.tensors(config).items()) == theirs
+    assert anatomy.num_tensors(config) == len(theirs)
+    assert anatomy.num_params(config) == sum(math.prod(shape) for _, shape in theirs)
+    assert config.num_params == anatomy.num_params(config) and config.letters("Ψ h") == (
+        config.num_params,
+        24,
+    )
+
+
+@pytest.mark.parametrize("name", ModelConfig.names())
+def test_every_known_model_is_its_table(name):
+    config = replace(ModelConfig.named(name), num_layers=2)
+    model = gpt(config)
+    assert anatomy.tensors(config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@each_family
+def test_every_part_is_a_module(config):
+    modules = {name for name, _ in gpt(config).named_modules()}
+    for part in anatomy.parts(config):
+        assert part.name.replace("*", "0") in modules | {"outside"}, part
+
+
+@each_family
+def test_units_are_the_layers_and_the_rest(config):
+    units, model = anatomy.units(config), gpt(config)
+    assert list(units) == ["", "blocks.0", "blocks.1"]
+    for i in (0, 1):
+        assert units[f"blocks.{i}"] == tuple(p.numel() for p in model.blocks[i].parameters())
+    assert sum(map(sum, units.values())) == config.num_params
+
+
+@each_family
+def test_lora_adapts_the_linear_layers_of_a_block(config):
+    targets = {part.name.rpartition(".")[2] for part in anatomy.parts(config) if part.lora}
+    modules = gpt(config).blocks[0].named_modules()
+    linear = {name.rpartition(".")[2] for name, m in modules if isinstance(m, torch.nn.Linear)}
+    assert targets == linear - {"router"}
+
+
+@each_family
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_tensor_parallelism_leaves_whole(config, tp):
+    mine, whole = anatomy.parameters(config, tp=tp), anatomy.parameters(config)
+    h, E, L, biased = config.d_model, config.num_experts, config.num_layers, config.bias is True
+    for group in ("position embedding", "router", "norms"):
+        assert mine[group] == whole[group]
+    assert tp * mine["token embedding"] == whole["token embedding"]
+    assert tp * mine["head"] == whole["head"]
+    # A row-parallel layer adds its bias once, after the sum: every rank has it.
+    assert tp * mine["attention"] == whole["attention"] + (tp - 1) * L * h * biased
+    assert tp * mine["feed-forward"] == whole["feed-forward"] + (tp - 1) * L * E * h * biased
+
+
+def test_what_expert_parallelism_leaves_whole():
+    mixtral = FAMILIES["mixtral"]
+    mine, whole = anatomy.parameters(mixtral, ep=4), anatomy.parameters(mixtral)
+    assert mine == whole | {"feed-forward": whole["feed-forward"] // 4}
+
+
+@pytest.mark.parametrize(
+    "share, message",
+    [
+        (dict(tp=4), "tp=4 does not divide num_heads=6"),
+        (dict(tp=3), "tp=3 does not divide num_kv_heads=2"),
+        (dict(ep=2), "ep=2 does not divide num_experts=1"),
+    ],
+)
+def test_a_share_that_does_not_exist_is_refused(share, message):
+    with pytest.raises(ValueError, match=message):
+        anatomy.num_params(TINY, **share)
+
+
+@each_family
+def test_flops_are_those_that_torch_counts(config):
+    if config.num_experts > 1:  # which expert a token visits is chosen by values, not by shapes
+        config = replace(config, num_experts=1, top_k=1)
+    with FlopCounterMode(display=False) as counted, torch.device("meta"):
+        GPT(config)(torch.zeros(3, config.seq_len, dtype=torch.long))
+    assert counted.get_total_flops() == 3 * config.seq_len * sum(anatomy.flops(config).values())
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_a_token_pays_for_the_experts_that_it_visits(experts, visited):
+    visited = min(visited, experts)
+    config = replace(FAMILIES["mixtral"], num_experts=experts, top_k=visited)
+    one = replace(config, num_experts=1, top_k=1)
+    router = 2 * config.num_layers * config.d_model * experts if experts > 1 else 0
+    expert = 2 * config.num_layers * 3 * config.d_model * config.d_ff
+    assert (
+        config.flops_per_token(False)
+        == one.flops_per_token(False) + (visited - 1) * expert + router
+    )
