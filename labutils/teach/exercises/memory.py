@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -19,10 +20,8 @@ def count_parameters(config: Mapping[str, Any]) -> int:
     >>> count_parameters(LLAMA_3)
     8030261248
     """
-    h, f, v, L = (
-        config[key]
-        for key in ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")
-    )
+    h, f = config["hidden_size"], config["intermediate_size"]
+    v, L = config["vocab_size"], config["num_hidden_layers"]
     a = config["num_attention_heads"]
     g, d = config.get("num_key_value_heads", a), h // a
     bias = (a + 2 * g) * d if config["model_type"] == "qwen2" else 0
@@ -62,73 +61,73 @@ _QWEN_SMALL = dict(
     max_position_embeddings=32768, tie_word_embeddings=True,
 )  # fmt: skip
 _QWEN_7B = _QWEN_SMALL | dict(
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    num_hidden_layers=28,
-    vocab_size=152064,
-    tie_word_embeddings=False,
-)
+    hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4,
+    num_hidden_layers=28, vocab_size=152064, tie_word_embeddings=False,
+)  # fmt: skip
 
 # ── parameters ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _counted(attempt: Callable, config: Mapping[str, Any], name: str) -> str:
-    model = ModelConfig.from_hf(config)
-    got, right, parts = attempt(dict(config)), model.num_params, model.parameters
-    if got == right:
-        return name
+def _miscounts(model: ModelConfig) -> dict[int, str]:
+    """What it usually means to count so many parameters too many."""
     h, f, a, g, d, v, L = model.letters("h f a g d v L")
-    reasons = {
-        2 * h * (a - g) * d * L: (
+    queries, keys, values = a * d * L, g * d * L, g * d * L
+    norms = (2 * L + 1) * h
+    return {
+        2 * h * (queries - keys): (
             "Every query head got a key and a value head of its own. "
             "How many does num_key_value_heads give?"
         ),
-        parts["token embedding"]: (
-            "The head counts once more than it should: with tie_word_embeddings it is the "
-            "embedding itself."
+        v * h * model.tied: (
+            "The head counts once more than it should: "
+            "with tie_word_embeddings it is the embedding itself."
         ),
         -v * h: (
-            "The head is missing, or the embedding: without tie_word_embeddings they are two "
-            "matrices of the same size."
+            "The head is missing, or the embedding: "
+            "without tie_word_embeddings they are two matrices of the same size."
         ),
         -h * f * L: "A SwiGLU layer has three matrices: gate, up and down.",
-        -(a + 2 * g)
-        * d
-        * L: "Qwen2 has a bias on queries, keys and values, although config.json does not say so.",
-        -a * d * h * L: (
-            "Attention has four matrices: behind queries, keys and values there is the output "
-            "projection."
+        -(queries + keys + values): (
+            "Qwen2 has a bias on queries, keys and values, although config.json does not say so."
         ),
-        -2 * g * d * L: "Qwen2 has a bias on keys and values as well as on queries.",
-        a * d * L: "Qwen2 has no bias on the output projection: on queries, keys and values alone.",
-        -(2 * L + 1) * h: "Norms have weights: two in every layer, one at the end.",
-        -2 * L * h: "Norms have weights: two in every layer, one at the end.",
-        (2 * L + 1) * h: "A norm here is RMSNorm: a weight and no bias.",
+        -h * queries: (
+            "Attention has four matrices: "
+            "behind queries, keys and values there is the output projection."
+        ),
+        -(keys + values): "Qwen2 has a bias on keys and values as well as on queries.",
+        queries: "Qwen2 has no bias on the output projection: on queries, keys and values alone.",
+        -norms: "Norms have weights: two in every layer, one at the end.",
+        h - norms: "Norms have weights: two in every layer, one at the end.",
+        norms: "A norm here is RMSNorm: a weight and no bias.",
         -h: "A last norm stands before the head.",
-        model.seq_len
-        * h: "There is no table of positions: RoPE turns queries and keys and has no weights.",
+        model.seq_len * h: (
+            "There is no table of positions: RoPE turns queries and keys and has no weights."
+        ),
     }
-    if not isinstance(got, int) and not (isinstance(got, float) and got.is_integer()):
+
+
+def _counted(config: Mapping[str, Any], name: str, attempt: Callable) -> str:
+    model = ModelConfig.from_hf(config)
+    got, right = attempt(dict(config)), model.num_params
+    if got == right:
+        return name
+    if not isinstance(got, Integral) and not (isinstance(got, float) and got.is_integer()):
         raise Failed(
             f"{name}: you return {got!r}",
-            "Return the number of parameters itself: a whole number, not millions or billions of "
-            "them.",
+            "Return the number of parameters itself: "
+            "a whole number, not millions or billions of them.",
         )
     off = int(got) - right
-    message = (
-        f"{name}: you count {int(got):,}, the model has {right:,} parameters, {abs(off):,} too "
-        f"{'many' if off > 0 else 'few'}"
-    )
+    parts = ", ".join(f"{part} {n:,}" for part, n in model.parameters.items() if n)
     raise Failed(
-        message,
-        reasons.get(
-            off,
-            "Its parts: "
-            f"{', '.join(f'{part} {amount:,}' for part, amount in parts.items() if amount)}.",
-        ),
+        f"{name}: you count {int(got):,}, the model has {right:,} parameters, {abs(off):,} too "
+        f"{'many' if off > 0 else 'few'}",
+        _miscounts(model).get(off, f"Its parts: {parts}."),
     )
+
+
+def _counts(name: str, config: Mapping[str, Any], told: str) -> Property:
+    return Property(name, functools.partial(_counted, config, told))
 
 
 PARAMETERS = Exercise(
@@ -139,13 +138,10 @@ PARAMETERS = Exercise(
     proves="you can count a model from its configuration to the last parameter",
     reference=count_parameters,
     properties=(
-        Property("Llama 2 7B", lambda attempt: _counted(attempt, _LLAMA_2, "Llama 2 7B")),
-        Property(
-            "Llama 3.1 8B, with fewer key–value heads",
-            lambda attempt: _counted(attempt, LLAMA_3, "Llama 3.1 8B"),
-        ),
-        Property("Qwen2 0.5B, tied", lambda attempt: _counted(attempt, _QWEN_SMALL, "Qwen2 0.5B")),
-        Property("Qwen2 7B", lambda attempt: _counted(attempt, _QWEN_7B, "Qwen2 7B")),
+        _counts("Llama 2 7B", _LLAMA_2, "Llama 2 7B"),
+        _counts("Llama 3.1 8B, with fewer key–value heads", LLAMA_3, "Llama 3.1 8B"),
+        _counts("Qwen2 0.5B, tied", _QWEN_SMALL, "Qwen2 0.5B"),
+        _counts("Qwen2 7B", _QWEN_7B, "Qwen2 7B"),
     ),
     hints=(
         "A layer: queries and output h·h, keys and values h·(g·d) each, three matrices of h·f, "
@@ -177,13 +173,11 @@ def _measured(b: int, s: int, h: int, a: int, g: int, size: int) -> int:
     return measure.saved_activations(lambda: attention(x), attention).total
 
 
-def _agrees(attempt: Callable, sizes: dict[str, int], size: int) -> None:
-    got, right = attempt(**sizes, size=size), _measured(**sizes, size=size)
-    if got == right:
-        return
-    b, s, h, a, g = sizes.values()
+def _misread(right: int, b: int, s: int, h: int, a: int, g: int, size: int) -> dict[int, str]:
+    """What it usually means to predict so many bytes too many."""
     sbh, scores, narrow = size * s * b * h, size * a * s * s * b, size * s * b * (h // a) * g
-    reasons = {
+    head = scores // a
+    return {
         sbh: (
             "One tensor of sbh too many: what the output projection makes is not kept, "
             "for nothing in attention reads it again."
@@ -192,48 +186,52 @@ def _agrees(attempt: Callable, sizes: dict[str, int], size: int) -> None:
         2 * (sbh - narrow): "Keys and values have g heads, not a.",
         2 * sbh: "Queries, keys and values read the same tensor. It is kept once.",
         -sbh: (
-            "Three tensors of sbh are kept: the common input, the queries, and what the output "
-            "projection reads."
+            "Three tensors of sbh are kept: "
+            "the common input, the queries, and what the output projection reads."
         ),
         -2 * narrow: (
-            "The two matrix products need both factors: keys and values are kept as well as "
-            "queries."
+            "The two matrix products need both factors: "
+            "keys and values are kept as well as queries."
         ),
         -scores: (
-            "The weights after softmax are kept: softmax needs them, and so does the product with "
-            "the values."
+            "The weights after softmax are kept: "
+            "softmax needs them, and so does the product with the values."
         ),
         right: (
             "Twice as much: `size` is the bytes of a number. Do you count four where there are two?"
         ),
         right // size - right: "You count numbers. How many bytes has each?",
-        -scores
-        // 2: "The mask makes half of the scores 0, but an s×s matrix keeps its zeros as well.",
-        -scores * (a - 1) // a: "Every head has an s×s matrix of its own.",
-        -scores
-        * (a - g)
-        // a: "Every query head has an s×s matrix of its own, also those that share a key.",
-        size * (2 * h * h + 2 * h * (h // a) * g): (
-            "Weights are there anyway, whatever is computed: they are model states, "
-            "not activations."
+        -scores // 2: (
+            "The mask makes half of the scores 0, but an s×s matrix keeps its zeros as well."
         ),
-        s * b * h * 11 + 5 * a * s * s * b - right: (
-            "That is the paper's line for attention, 11sbh + 5as²b: it counts dropout, "
-            "and two bytes a number."
+        head - scores: "Every head has an s×s matrix of its own.",
+        head * g - scores: (
+            "Every query head has an s×s matrix of its own, also those that share a key."
+        ),
+        size * (2 * h * h + 2 * h * (h // a) * g): (
+            "Weights are there anyway, whatever is computed: "
+            "they are model states, not activations."
+        ),
+        11 * s * b * h + 5 * a * s * s * b - right: (
+            "That is the paper's line for attention, 11sbh + 5as²b: "
+            "it counts dropout, and two bytes a number."
         ),
     }
+
+
+def _agrees(attempt: Callable, sizes: dict[str, int], size: int) -> None:
+    got, right = attempt(**sizes, size=size), _measured(**sizes, size=size)
+    if got == right:
+        return
     told = ", ".join(f"{name} = {value}" for name, value in sizes.items())
-    off = got - right if isinstance(got, int) else None
-    message = (
-        f"{told}, {size} bytes a number: you predict {got!r} B, autograd keeps {right:,} B"
-        + (f" ({off:+,})" if off else "")
-    )
+    off = got - right if isinstance(got, Integral) else None
     raise Failed(
-        message,
-        reasons.get(
+        f"{told}, {size} bytes a number: you predict {got!r} B, autograd keeps {right:,} B"
+        + (f" ({off:+,})" if off else ""),
+        _misread(right, **sizes, size=size).get(
             off,
-            "Go through the forward pass: which tensors does the backward pass of each product "
-            "and of softmax read?",
+            "Go through the forward pass: "
+            "which tensors does the backward pass of each product and of softmax read?",
         ),
     )
 
@@ -277,27 +275,24 @@ def _table(attempt: Callable, sizes: dict[str, int], name: str) -> str:
     if isinstance(got, (int, float)) and math.isclose(got, right, rel_tol=1e-9):
         return f"{name}: {units.text(right)}"
     linear, square = 34 * s * b * h, 5 * a * s * s * b
+    layers = "Which of the two terms knows how many layers there are?"
     reasons = {
-        L * linear + square: "Which of the two terms knows how many layers there are?",
-        linear + L * square: "Which of the two terms knows how many layers there are?",
-        L
-        * s
-        * b
-        * h
-        * (
-            34 + 5 * a * s // h
-        ): "5as/h is no whole number here, and // throws the rest away: multiply first.",
-        L * (linear + square // b): "Each sequence has scores of its own: they are as²b.",
-        L
-        * (
-            32 * s * b * h + square
-        ): "The two dropout masks of sbh count one byte each: 34, not 32.",
-        L * s * b * (34 * h + 5 * a): (
-            "The scores are s×s: a factor s is lost. The printed formula has 5·a/h where 5·a·s/h "
-            "belongs."
+        L * linear + square: layers,
+        linear + L * square: layers,
+        L * s * b * h * (34 + 5 * a * s // h): (
+            "5as/h is no whole number here, and // throws the rest away: multiply first."
         ),
-        L
-        * (36 * s * b * h + 6 * a * s * s * b): "The paper's dropout masks take one byte, not two.",
+        L * (linear + square // b): "Each sequence has scores of its own: they are as²b.",
+        L * (32 * s * b * h + square): (
+            "The two dropout masks of sbh count one byte each: 34, not 32."
+        ),
+        L * s * b * (34 * h + 5 * a): (
+            "The scores are s×s: a factor s is lost. "
+            "The printed formula has 5·a/h where 5·a·s/h belongs."
+        ),
+        L * (36 * s * b * h + 6 * a * s * s * b): (
+            "The paper's dropout masks take one byte, not two."
+        ),
         L * linear: "The attention scores are missing: five bytes for each of a·s² scores.",
     }
     told = units.text(got) if isinstance(got, (int, float)) else repr(got)

@@ -65,51 +65,51 @@ def _many_ranks(attempt) -> str:
     return "up to 512 ranks, 16.8 million tokens"
 
 
-_MB = units.MB
+_DEEP = dict(weights=1, state=2, working=20, temporary=1)  # MB; activations dominate
+_WIDE = dict(weights=1, state=2, working=0.5, temporary=1)  # the model states do
+_SGD = dict(weights=1, state=0, working=20, temporary=0)
 
 
-def _expect(attempt, expected: int | None, why: str, **case: int) -> None:
-    got = attempt(**case)
+def _expect(attempt, expected: int | None, why: str, capacity: int, **case: int) -> None:
+    got = attempt(**case, capacity=capacity)
     if got != expected:
-        told = ", ".join(f"{name} {units.text(amount)}" for name, amount in case.items())
+        amounts = dict(case, capacity=capacity).items()
+        told = ", ".join(f"{name} {units.text(amount)}" for name, amount in amounts)
         said = {"None": "no step fails", "1": "step 1 fails", "2": "step 2 fails"}
         raise Failed(
             f"{told}: you say {said.get(repr(got), repr(got))}, but {said[repr(expected)]}", why
         )
 
 
+def _megabytes(
+    attempt, case: dict[str, float], capacity: float, expected: int | None, why: str
+) -> None:
+    sizes = {name: int(amount * units.MB) for name, amount in case.items()}
+    _expect(attempt, expected, why, int(capacity * units.MB), **sizes)
+
+
 def _roomy(attempt) -> str:
-    case = dict(weights=1 * _MB, state=2 * _MB, working=20 * _MB, temporary=1 * _MB)
     why = (
-        "Peaks do not add up: activations are gone when the optimizer steps, and when they are "
-        "fullest there is hardly a gradient yet."
+        "Peaks do not add up: activations are gone when the optimizer steps, "
+        "and when they are fullest there is hardly a gradient yet."
     )
-    _expect(attempt, None, why, **case, capacity=23 * _MB + _MB // 2)
-    _expect(
-        attempt,
-        None,
-        "A peak of exactly the capacity still fits: a step fails when it needs *more*.",
-        **case,
-        capacity=23 * _MB,
-    )
+    _megabytes(attempt, _DEEP, 23.5, None, why)
+    why = "A peak of exactly the capacity still fits: a step fails when it needs *more*."
+    _megabytes(attempt, _DEEP, 23, None, why)
     return "exactly enough is enough"
 
 
 def _activations_first(attempt) -> str:
-    case = dict(weights=1 * _MB, state=2 * _MB, working=20 * _MB, temporary=1 * _MB)
-    _expect(
-        attempt,
-        1,
+    why = (
         "Activations alone, on top of the weights, are more than there is: "
-        "even the first backward pass does not fit.",
-        **case,
-        capacity=20 * _MB,
+        "even the first backward pass does not fit."
     )
+    _megabytes(attempt, _DEEP, 20, 1, why)
     why = (
         "When is optimizer state allocated? Not before the first step() asks for it: "
         "the first backward pass runs without it, the second with it."
     )
-    _expect(attempt, 2, why, **case, capacity=22 * _MB)
+    _megabytes(attempt, _DEEP, 22, 2, why)
     return "a capacity below both peaks, and one between them"
 
 
@@ -118,43 +118,15 @@ def _optimizer_first(attempt) -> str:
         "The optimizer's own step is a peak too: weights, gradients, state and its temporary "
         "tensors are alive together, in step 1 already."
     )
-    for capacity in (4 * _MB, 4 * _MB + 500_000):
-        _expect(
-            attempt,
-            1,
-            why,
-            weights=1 * _MB,
-            state=2 * _MB,
-            working=_MB // 2,
-            temporary=1 * _MB,
-            capacity=capacity,
-        )
-    _expect(
-        attempt,
-        None,
-        why,
-        weights=1 * _MB,
-        state=2 * _MB,
-        working=_MB // 2,
-        temporary=1 * _MB,
-        capacity=5 * _MB,
-    )
+    for capacity, expected in ((4, 1), (4.5, 1), (5, None)):
+        _megabytes(attempt, _WIDE, capacity, expected, why)
     return "a model whose states outweigh its activations"
 
 
 def _no_state(attempt) -> str:
     why = "Plain SGD keeps no state, so its second step needs what its first one needed."
-    for capacity, expected in ((20 * _MB, 1), (21 * _MB, None)):
-        _expect(
-            attempt,
-            expected,
-            why,
-            weights=1 * _MB,
-            state=0,
-            working=20 * _MB,
-            temporary=0,
-            capacity=capacity,
-        )
+    for capacity, expected in ((20, 1), (21, None)):
+        _megabytes(attempt, _SGD, capacity, expected, why)
     return "plain SGD"
 
 
@@ -197,15 +169,12 @@ def _real(attempt) -> str:
     for batch in (1, 2, 32):
         case, (first, second) = _run(batch)
         for capacity in sorted({first - 1, first, (first + second) // 2, second - 1, second}):
-            expected = 1 if first > capacity else 2 if second > capacity else None
-            _expect(
-                attempt,
-                expected,
-                f"Measured on a small GPT with a batch of {batch}: its steps peaked at {first:,} "
-                f"and {second:,} bytes.",
-                **case,
-                capacity=capacity,
+            failing = [k for k, peak in enumerate((first, second), 1) if peak > capacity]
+            why = (
+                f"Measured on a small GPT with a batch of {batch}: "
+                f"its steps peaked at {first:,} and {second:,} bytes."
             )
+            _expect(attempt, failing[0] if failing else None, why, capacity, **case)
             cases += 1
     return f"{cases} capacities, measured on a real GPT"
 

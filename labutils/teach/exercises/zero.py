@@ -2,8 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,35 +20,33 @@ _SHARES = (
 )
 
 
-def _kept(owner: object, *known: Tensor) -> int:
-    """Bytes of all tensors that `owner` keeps beside the `known` ones, each storage once."""
-    counted = {x.untyped_storage()._cdata for x in known}
+def _inside(thing: object) -> list[object]:
+    """What an object is made of, as far as tensors may hide in it."""
+    if isinstance(thing, (world.Comm, type, str, int, float)):
+        return []
+    attributes = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
+    if isinstance(thing, dict):
+        return [*attributes, *thing.keys(), *thing.values()]
+    return [*attributes, *thing] if isinstance(thing, (list, tuple, set)) else attributes
+
+
+def _kept(owner: object, w: Tensor) -> int:
+    """Bytes of all tensors that `owner` keeps beside `w` and its gradient, each storage once."""
+    storages = {}
     seen: set[int] = set()
-
-    def walk(thing: object) -> Iterator[Tensor]:
+    todo = [owner]
+    while todo:
+        thing = todo.pop()
         if isinstance(thing, Tensor):
-            yield thing
-            if thing.grad is not None:
-                yield thing.grad
-        elif id(thing) not in seen and not isinstance(thing, (world.Comm, type, str, int, float)):
+            storages[thing.untyped_storage()._cdata] = thing.untyped_storage().nbytes()
+            todo += [] if thing.grad is None else [thing.grad]
+        elif id(thing) not in seen:
             seen.add(id(thing))
-            inside = (
-                [*thing.keys(), *thing.values()]
-                if isinstance(thing, dict)
-                else thing
-                if isinstance(thing, (list, tuple, set))
-                else []
-            )
-            for part in (*inside, *vars(thing).values()) if hasattr(thing, "__dict__") else inside:
-                yield from walk(part)
-
-    total = 0
-    for tensor in walk(owner):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in counted:
-            counted.add(storage._cdata)
-            total += storage.nbytes()
-    return total
+            todo += _inside(thing)
+    for known in (w, w.grad):
+        if known is not None:
+            storages.pop(known.untyped_storage()._cdata, None)
+    return sum(storages.values())
 
 
 # ── a sharded optimizer ──────────────────────────────────────────────────────────────────────────
@@ -93,7 +92,7 @@ def _stepped(
             optimizer.step()
             if w.shape != (numel,):
                 break
-        return w.detach().clone(), _kept(optimizer, w, *([] if w.grad is None else [w.grad]))
+        return w.detach().clone(), _kept(optimizer, w)
 
     case = f"{_ranks.count(n)}, {numel} weights"
     results = _ranks.run(n, case, program, _SHARES)
@@ -105,69 +104,64 @@ def _stepped(
     return [w for w, _ in results], [kept for _, kept in results]
 
 
+_NOT_LINEAR = (
+    "With SGD your weights are right. Adam is not linear: a mean of weights, each moved along a "
+    "rank's own gradient, is not a step along the mean gradient. Average the gradients, then step."
+)
+
+
 def _right_weights(attempt: Callable, n: int, numel: int) -> None:
+    case = f"{_ranks.count(n)}, {numel} weights"
     for name, make in (("SGD with momentum", _sgd), ("Adam", _adam)):
         for steps in (1, 3):
             expected = _plain(n, numel, make, steps)
             results, _ = _stepped(attempt, n, numel, make, steps)
             for rank, w in enumerate(results):
                 if not torch.allclose(w, expected, rtol=1e-12, atol=1e-12):
-                    _diagnose(
-                        f"{_ranks.count(n)}, {numel} weights, {name}", rank, w, n, numel, steps
+                    raise Failed(
+                        f"{case}, {name}, after {steps} step{'s' * (steps > 1)}: "
+                        f"rank {rank} holds other weights than one optimizer on one rank",
+                        _NOT_LINEAR if make is _adam else _why(rank, w, n, numel, steps),
                     )
 
 
-def _diagnose(case: str, rank: int, w: Tensor, n: int, numel: int, steps: int) -> None:
+def _why(rank: int, w: Tensor, n: int, numel: int, steps: int) -> str:
+    """The most likely reason why SGD left these weights on this rank."""
     moved, wanted = w - _start(numel), _plain(n, numel, _sgd, steps) - _start(numel)
     still = (moved == 0).nonzero().flatten().tolist()
-    own = set(range(*zero.partition(numel, n).bounds(rank)))
-    if case.endswith("Adam"):  # SGD came before it
-        why = (
-            "With SGD your weights are right. Adam is not linear: a mean of weights, "
-            "each moved along a rank's own gradient, "
-            "is not a step along the mean gradient. Average the gradients, then step."
-        )
-    elif len(still) == numel:
-        why = "No weight moves: `step` has to write the new ones into w itself, w.data.copy_(…)."
-    elif steps == 1 and torch.allclose(moved, n * wanted):
-        why = (
+    own = list(range(*zero.partition(numel, n).bounds(rank)))
+    if len(still) == numel:
+        return "No weight moves: `step` has to write the new ones into w itself, w.data.copy_(…)."
+    if steps == 1 and torch.allclose(moved, n * wanted):
+        return (
             "The update is N times too long: reduce-scatter sums, and the gradient of the whole "
             "batch is the mean. Divide by comm.size."
         )
-    elif steps == 1 and n > 1 and torch.allclose(n * moved, wanted):
-        why = (
+    if steps == 1 and n > 1 and torch.allclose(n * moved, wanted):
+        return (
             "The update is N times too short: is the gradient divided by N twice, "
             "before and after it is summed? (Adam alone would have hidden that.)"
         )
-    elif still and still == list(range(numel // n * n, numel)):
-        why = (
-            f"The last {len(still)} weights never move: "
-            f"{numel} // {n} times {n} is {numel // n * n}. Take ⌈numel / N⌉ for a share and pad "
-            "the last ones."
+    if still and still == list(range(numel // n * n, numel)):
+        return (
+            f"The last {len(still)} weights never move: {numel} // {n} times {n} is "
+            f"{numel // n * n}. Take ⌈numel / N⌉ for a share and pad the last ones."
         )
-    elif still and not set(still) & own:
-        why = (
+    if still and not set(still) & set(own):
+        return (
             "This rank's own share is new and the rest is old: all-gather the shares of all ranks "
             "into w, every step."
         )
-    elif still:
-        why = f"{len(still)} of {numel} weights never move: whose share are they?"
-    elif steps == 1 and torch.allclose(
-        moved[sorted(own)], -0.125 * _slope(numel, rank, 0)[sorted(own)]
-    ):
-        why = (
+    if still:
+        return f"{len(still)} of {numel} weights never move: whose share are they?"
+    if steps == 1 and torch.allclose(moved[own], -0.125 * _slope(numel, rank, 0)[own]):
+        return (
             "Its share moved along this rank's own gradient: where do the gradients of the other "
             "ranks come in?"
         )
-    else:
-        why = (
-            "The plain optimizer steps along the mean of all ranks' gradients. "
-            "Does your inner one see its share of that, every step?"
-        )
-    raise Failed(
-        f"{case}, after {steps} step{'s' * (steps > 1)}: rank {rank} holds other weights than one "
-        "optimizer on one rank",
-        why,
+    return (
+        "The plain optimizer steps along the mean of all ranks' gradients. "
+        "Does your inner one see its share of that, every step?"
     )
 
 
@@ -185,72 +179,75 @@ def _remainders(attempt: Callable) -> str:
             _right_weights(attempt, n, numel)
         except Failed as failure:
             remedy = (
-                ""
-                if "pad" in failure.hint
-                else (
-                    f" It works where N divides: {numel} weights on {n} ranks leave a rest. "
-                    "Pad to N equal shares."
-                )
-            )
+                f" It works where N divides: {numel} weights on {n} ranks leave a rest. "
+                "Pad to N equal shares."
+            ) * ("pad" not in failure.hint)
             raise Failed(str(failure), failure.hint + remedy) from None
     return f"{len(cases)} cases"
+
+
+_ALL_MOMENTS = (
+    "Your weights are right, and nothing is sharded: every rank has moments for all weights. "
+    "Give `make` this rank's share alone."
+)
+_A_VIEW = (
+    "Something as long as all weights stays alive from step to step. "
+    "A view keeps all of what it is a piece of: clone this rank's share."
+)
 
 
 def _state_bytes(attempt: Callable) -> str:
     n, numel = 4, 1000
     _, kept = _stepped(attempt, n, numel, _adam)
-    # Two moments, room for a copy of the share and its gradient, and Adam's count of steps.
-    share, slack = 8 * zero.partition(numel, n).share, 64
+    moments = 2 * 8 * zero.partition(numel, n).share
     for rank, nbytes in enumerate(kept):
-        if nbytes > 4 * share + slack:
-            whole = nbytes >= 2 * 8 * numel
+        told = f"{n} ranks, {numel} weights, Adam: rank {rank} keeps {nbytes:,} B"
+        if nbytes < moments:
             raise Failed(
-                f"{n} ranks, {numel} weights, Adam: rank {rank} keeps {nbytes:,} B beside weights "
-                f"and gradients, its share's moments are {2 * share:,} B",
-                "Your weights are right, and nothing is sharded: every rank has moments for all "
-                "weights. Give `make` this rank's share alone."
-                if whole
-                else (
-                    "Something as long as all weights stays alive from step to step. "
-                    "A view keeps all of what it is a piece of: clone this rank's share."
-                ),
-            )
-        if nbytes < 2 * share:
-            raise Failed(
-                f"{n} ranks, {numel} weights, Adam: rank {rank} keeps {nbytes:,} B, less than the "
-                f"moments of its share, {2 * share:,} B",
+                f"{told}, less than the moments of its share, {moments:,} B",
                 "Where are the moments? Make the inner optimizer once and keep it as an "
                 "attribute: one that is made anew in every step forgets them.",
+            )
+        # Beside them there is room for a copy of the share, its gradient, and a count of steps.
+        if nbytes > 2 * moments + 64:
+            raise Failed(
+                f"{told} beside weights and gradients, its share's moments are {moments:,} B",
+                _ALL_MOMENTS if nbytes >= 2 * 8 * numel else _A_VIEW,
             )
     return "2 moments of 1/N"
 
 
+_WHOLE_SUMS = (
+    "That is an all-reduce and an all-gather, 3Ψ. The all-reduce hands every rank the sums of all "
+    "shares, and a rank needs those of its own: half of an all-reduce, reduce_scatter, is enough. "
+    "(The first ZeRO-1 of DeepSpeed did the same.)"
+)
+_NOTHING_ELSE = (
+    "One reduce_scatter of the gradient and one all_gather of the new weights are enough; "
+    "nothing else has to travel."
+)
+
+
+def _sent_a_step(run: Callable[[int], Any], n: int, steps: tuple[int, int]) -> list[int]:
+    """Bytes that each rank sends in one more step, from two runs of so many steps."""
+    books = []
+    for count in steps:
+        run(count)
+        books.append(_ranks.world_of(n).ledger.by("rank"))
+    few, many = books
+    return [(many.get(r, 0) - few.get(r, 0)) // (steps[1] - steps[0]) for r in range(n)]
+
+
 def _step_bytes(attempt: Callable) -> str:
     for n, numel in ((4, 1000), (3, 10)):
-        sent = []
-        for steps in (1, 3):
-            _stepped(attempt, n, numel, _adam, steps)
-            sent.append(_ranks.world_of(n).ledger.by("rank"))
-        share = 8 * zero.partition(numel, n).share
-        for rank in range(n):
-            each, least = (sent[1].get(rank, 0) - sent[0].get(rank, 0)) // 2, 2 * (n - 1) * share
+        least = 2 * (n - 1) * 8 * zero.partition(numel, n).share
+        steps = functools.partial(_stepped, attempt, n, numel, _adam)
+        for rank, each in enumerate(_sent_a_step(steps, n, (1, 3))):
             if each > least:
-                times = each / least
-                why = (
-                    "That is an all-reduce and an all-gather, 3Ψ. The all-reduce hands every rank "
-                    "the sums of all shares, and a rank needs those of its own: "
-                    "half of an all-reduce, reduce_scatter, is enough. "
-                    "(The first ZeRO-1 of DeepSpeed did the same.)"
-                    if 1.3 < times < 1.7
-                    else (
-                        "One reduce_scatter of the gradient and one all_gather of the new weights "
-                        "are enough; nothing else has to travel."
-                    )
-                )
                 raise Failed(
                     f"{n} ranks, Ψ = {numel} weights of 8 B: rank {rank} sends {each:,} B a step, "
                     f"2Ψ(N − 1)/N is {least:,} B",
-                    why,
+                    _WHOLE_SUMS if 1.3 < each / least < 1.7 else _NOTHING_ELSE,
                 )
     return "2Ψ(N − 1)/N a step"
 
@@ -293,139 +290,147 @@ SHARD = Exercise(
 Step = tuple[str, int]
 
 
+_GATHER_FIRST = "Gather a unit before it computes."
+_FREED = " Its forward is long over, and its weights were freed: gather it again."
+_TURNS = "Forward runs from the first unit to the last, backward from the last to the first."
+_GATHERED = "Every gather costs a unit's bytes: free it first, or leave this gather out."
+_REDUCE_ONCE = "Reduce a unit's gradient after its backward, once."
+
+
+class _Replay:
+    """What is whole, and what has a gradient, while the steps of a schedule are gone through."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.whole: set[int] = set()
+        self.gradients: set[int] = set()
+        self.left = [("forward", i) for i in range(count)]
+        self.left += [("backward", i) for i in reversed(range(count))]
+
+    def refusal(self, what: str, i: int) -> tuple[str, str] | None:
+        """Why this step cannot be carried out now, and what that usually means."""
+        computes, here = what in ("forward", "backward"), i in self.whole
+        if what not in ("gather", "forward", "free", "backward", "reduce"):
+            return "no such step", "Steps are gather, forward, free, backward, reduce."
+        if i not in range(self.count):
+            return "no such unit", f"Units are 0 … {self.count - 1}."
+        if computes and not here:
+            freed = what == "backward" and ("forward", i) not in self.left
+            return f"the weights of unit {i} are not here", _GATHER_FIRST + _FREED * freed
+        if computes and self.left[:1] != [(what, i)]:
+            turn = (
+                f"it is the turn of {' '.join(map(str, self.left[0]))}" if self.left else "too much"
+            )
+            return turn, _TURNS
+        if what == "gather" and here:
+            return f"unit {i} is here already", _GATHERED
+        if what == "free" and not here:
+            return f"unit {i} is not here", "Free what has been gathered, once."
+        if what == "reduce" and i not in self.gradients:
+            return f"there is no gradient of unit {i} to reduce", _REDUCE_ONCE
+        return None
+
+    def take(self, what: str, i: int) -> None:
+        """Carry the step out."""
+        if what == "gather":
+            self.whole.add(i)
+        elif what == "free":
+            self.whole.remove(i)
+        elif what == "reduce":
+            self.gradients.remove(i)
+        else:
+            self.left.pop(0)
+            self.gradients |= {i} if what == "backward" else set()
+
+
 def _legal(attempt: Callable, count: int) -> list[Step]:
     """The attempt's steps, each of which can be carried out when its turn comes."""
     steps, case = attempt(count), f"{count} unit{'s' * (count > 1)}"
-    if not isinstance(steps, (list, tuple)) or not all(
-        isinstance(step, (list, tuple)) and len(step) == 2 for step in steps
-    ):
+    steps = list(steps) if isinstance(steps, Iterable) else [steps]
+    if not all(isinstance(step, (list, tuple)) and len(step) == 2 for step in steps):
         raise Failed(
             f"{case}: got {str(steps)[:80]}, not a list of pairs",
             "Return pairs such as ('gather', 0).",
         )
-    steps = [tuple(step) for step in steps]
-    whole: set[int] = set()
-    gradients: set[int] = set()
-    done: list[Step] = []
-    order = [("forward", i) for i in range(count)] + [
-        ("backward", i) for i in reversed(range(count))
-    ]
+    replay = _Replay(count)
     for k, (what, i) in enumerate(steps):
-        told = f"{case}, step {k}, {what} {i}"
-        if what not in ("gather", "forward", "free", "backward", "reduce") or i not in range(count):
-            raise Failed(
-                f"{told}: no such step",
-                f"Steps are gather, forward, free, backward, reduce, of units 0 … {count - 1}.",
-            )
-        if what in ("forward", "backward"):
-            if i not in whole:
-                after = (
-                    " Its forward is long over, and its weights were freed: gather it again."
-                    if what == "backward" and done
-                    else ""
-                )
-                raise Failed(
-                    f"{told}: the weights of unit {i} are not here",
-                    f"Gather a unit before it computes.{after}",
-                )
-            if order[len(done)] != (what, i):
-                verb, unit = order[len(done)]
-                raise Failed(
-                    f"{told}: it is the turn of {verb} {unit}",
-                    "Forward runs from the first unit to the last, backward from the last to the "
-                    "first.",
-                )
-            done.append((what, i))
-            gradients |= {i} if what == "backward" else set()
-        elif what == "gather":
-            if i in whole:
-                raise Failed(
-                    f"{told}: unit {i} is here already",
-                    "Every gather costs a unit's bytes: free it first, or leave this gather out.",
-                )
-            whole.add(i)
-        elif what == "free":
-            if i not in whole:
-                raise Failed(f"{told}: unit {i} is not here", "Free what has been gathered, once.")
-            whole.remove(i)
-        else:
-            if i not in gradients:
-                raise Failed(
-                    f"{told}: there is no gradient of unit {i} to reduce",
-                    "Reduce a unit's gradient after its backward, once.",
-                )
-            gradients.remove(i)
-    if done != order:
+        if refusal := replay.refusal(what, i):
+            raise Failed(f"{case}, step {k}, {what} {i}: {refusal[0]}", refusal[1])
+        replay.take(what, i)
+    if replay.left:
         raise Failed(
-            f"{case}: the steps end before {order[len(done)][0]} {order[len(done)][1]}",
+            f"{case}: the steps end before {' '.join(map(str, replay.left[0]))}",
             "Every unit goes forward once and backward once.",
         )
-    if gradients or whole:
-        left = (
-            f"unreduced gradients of units {sorted(gradients)}"
-            if gradients
-            else f"units {sorted(whole)} whole"
-        )
+    if replay.gradients or replay.whole:
+        gradients = f"unreduced gradients of units {sorted(replay.gradients)}"
         raise Failed(
-            f"{case}: the end leaves {left}",
+            f"{case}: the end leaves "
+            + (gradients if replay.gradients else f"units {sorted(replay.whole)} whole"),
             "Reduce every gradient, and free every unit, before the step is over.",
         )
-    return steps
+    return [tuple(step) for step in steps]
+
+
+class _Chain:
+    """One rank's part of a chain of square matrices that level 3 trains, step by step."""
+
+    width = 8
+
+    def __init__(self, rank: world.Rank, count: int) -> None:
+        numel, n = self.width**2, rank.size
+        line = torch.linspace(-0.5, 0.5, numel, dtype=torch.float64)
+        weights = torch.stack([line * (i + 1) / count for i in range(count)])
+        inputs = torch.linspace(-1, 1, 2 * n * self.width, dtype=torch.float64)
+        self.comm = rank.comm("dp")
+        self.shards = weights.view(count, n, -1)[:, rank.rank].clone()
+        self.values = inputs.view(n, 2, self.width)[rank.rank]
+        self.whole: dict[int, Tensor] = {}
+        self.inputs: dict[int, Tensor] = {}
+        self.gradients: dict[int, Tensor] = {}
+
+    def gather(self, i: int) -> None:
+        self.whole[i] = self.comm.all_gather(self.shards[i]).view(self.width, -1)
+
+    def free(self, i: int) -> None:
+        del self.whole[i]
+
+    def forward(self, i: int) -> None:
+        self.inputs[i] = self.values
+        self.values = (self.values @ self.whole[i]).tanh()
+        self.slope = 2 * self.values / self.values.numel()  # of the mean square of the output
+
+    def backward(self, i: int) -> None:
+        x = self.inputs.pop(i)
+        slope = self.slope * (1 - (x @ self.whole[i]).tanh() ** 2)
+        self.gradients[i] = (x.T @ slope).flatten()
+        self.slope = slope @ self.whole[i].T
+
+    def reduce(self, i: int) -> None:
+        mean = self.comm.reduce_scatter(self.gradients.pop(i)) / self.comm.size
+        self.shards[i] -= 0.1 * mean
 
 
 @functools.cache
-def _carried_out(
-    steps: tuple[Step, ...], count: int, n: int = 2, width: int = 8
-) -> SimpleNamespace:
-    """The steps on real ranks, over a chain of square matrices: weights after SGD, peaks, bytes."""
-    numel, x = (
-        width * width,
-        torch.linspace(-1, 1, 2 * n * width, dtype=torch.float64).view(n, 2, width),
-    )
-    start = torch.stack(
-        [
-            torch.linspace(-0.5, 0.5, numel, dtype=torch.float64) * (i + 1) / count
-            for i in range(count)
-        ]
-    )
+def _carried_out(steps: tuple[Step, ...], count: int) -> SimpleNamespace:
+    """The steps on two ranks: weights after SGD, most units whole, most gradients, bytes sent."""
+    n = 2
 
     def program(rank: world.Rank) -> tuple[Tensor, int, int]:
-        comm, own = (
-            rank.comm("dp"),
-            slice(rank.rank * (numel // n), (rank.rank + 1) * (numel // n)),
-        )
-        shards, whole, gradients = start[:, own].clone(), {}, {}
-        inputs, values, flowing = {}, x[rank.rank], None
-        weights_peak = gradients_peak = 0
+        chain, whole, gradients = _Chain(rank, count), 0, 0
         for what, i in steps:
-            if what == "gather":
-                whole[i] = comm.all_gather(shards[i])
-            elif what == "free":
-                del whole[i]
-            elif what == "forward":
-                inputs[i], values = values, (values @ whole[i].view(width, width)).tanh()
-                flowing = (
-                    2 * values / values.numel()
-                )  # of the mean square of what comes out at the end
-            elif what == "backward":
-                flowing = flowing * (1 - (inputs[i] @ whole[i].view(width, width)).tanh() ** 2)
-                gradients[i] = (inputs.pop(i).T @ flowing).flatten()
-                flowing = flowing @ whole[i].view(width, width).T
-            else:
-                shards[i] -= 0.1 * comm.reduce_scatter(gradients.pop(i)) / n
-            weights_peak, gradients_peak = (
-                max(weights_peak, len(whole)),
-                max(gradients_peak, len(gradients)),
-            )
-        return comm.all_gather(shards.T.contiguous()).T, weights_peak, gradients_peak
+            getattr(chain, what)(i)
+            whole = max(whole, len(chain.whole))
+            gradients = max(gradients, len(chain.gradients))
+        return chain.shards, whole, gradients
 
     results = _ranks.run(n, f"{count} units", program, _SHARES)
     return SimpleNamespace(
-        weights=[w for w, _, _ in results],
+        weights=[shards for shards, _, _ in results],
         whole=results[0][1],
         gradients=results[0][2],
-        sent=_ranks.world_of(n).ledger,
-        nbytes=8 * numel,
+        gathered=_ranks.world_of(n).ledger.only(name="all_gather").by("rank")[0],
+        nbytes=8 * _Chain.width**2,
         n=n,
     )
 
@@ -475,14 +480,10 @@ def _schedule_held(attempt: Callable) -> str:
 def _schedule_sent(attempt: Callable) -> str:
     for count in (3, 6):
         run = _carried_out(tuple(_legal(attempt, count)), count)
-        psi = count * run.nbytes
-        gathered = (
-            run.sent.only(name="all_gather").by("rank")[0] - psi * (run.n - 1) // run.n
-        )  # the check gathers once itself, to compare
-        if gathered > 2 * psi * (run.n - 1) // run.n:
+        share = run.nbytes * (run.n - 1) // run.n
+        if run.gathered > 2 * count * share:
             raise Failed(
-                f"{count} units: {gathered / (run.nbytes * (run.n - 1) / run.n):g} gathers, "
-                f"{2 * count} are enough",
+                f"{count} units: {run.gathered / share:g} gathers, {2 * count} are enough",
                 "One gather for a unit's forward and one for its backward make 2Ψ; "
                 "with the reduce-scatter, 3Ψ.",
             )
@@ -563,7 +564,7 @@ def _half(
         return (
             w.detach().clone(),
             float("nan") if norm is None else float(norm),
-            _kept(optimizer, w, *([] if w.grad is None else [w.grad])),
+            _kept(optimizer, w),
         )
 
     results = _ranks.run(n, f"{_ranks.count(n)}, {numel} weights", program, _SHARES)
@@ -596,66 +597,68 @@ def _hunt_plain(attempt: Callable) -> str:
     return "3 cases"
 
 
+def _why_clipped(norm: float, rank: int, n: int, slopes: Tensor) -> str:
+    """The most likely reason for the norm that a rank clips by, when `slopes` is the gradient."""
+    true, shares = slopes.norm().item(), slopes.view(n, -1).norm(dim=1)
+
+    def is_(other: float | Tensor) -> bool:
+        return math.isclose(norm, other, rel_tol=1e-3)
+
+    if is_(true**2):
+        return "That is the sum of the squares over all ranks: take the root of it."
+    if is_(n * true):
+        return (
+            "That is the norm of the sum of all ranks' gradients, N times too much: "
+            "divide by N before you measure."
+        )
+    if is_(true / n**0.5):
+        return (
+            "That is the root of the *mean* of the squares. Each rank has another part of the "
+            "gradient: add the squares, don't average them."
+        )
+    if is_(shares[rank]):
+        return (
+            "That is the local norm, of this rank's share: every rank scales by its own factor, "
+            "and the direction of the update changes. Add the *squares* over all ranks "
+            "(one all-reduce of one number), then take the root."
+        )
+    if is_(shares.sum()):
+        return "Norms don't add: their squares do. Square, all-reduce, then take the root."
+    if is_(shares.max()) or is_(shares.mean()):
+        return (
+            "The norm of the whole is neither the largest nor the mean of the parts' norms: "
+            "add their squares over all ranks, then take the root."
+        )
+    if is_(true):
+        return (
+            "The norm is right, the update is not: scale this rank's share by max_norm / norm = "
+            "0.5, once, before the step."
+        )
+    return (
+        "Clip the mean gradient, after it has been reduced: "
+        "the norm of a rank's own gradient is another number. And return the norm."
+    )
+
+
 def _hunt_clipping(attempt: Callable) -> str:
     for n, numel in ((2, 8), (4, 12)):
         slopes = torch.arange(1.0, numel + 1)
         true = slopes.norm().item()
-        shares = torch.tensor([share.norm().item() for share in slopes.view(n, -1)])
         results, norms, _ = _half(attempt, n, numel, _coarse, _steep(numel), true / 2)
-        expected = (1 - 0.25 * slopes / 2).bfloat16()
+        expected = (1 - 0.25 * slopes / 2).bfloat16().float()
         for rank, (w, norm) in enumerate(zip(results, norms, strict=True)):
-            if math.isclose(norm, true, rel_tol=1e-3) and torch.allclose(
-                w.float(), expected.float(), rtol=2**-7, atol=2**-7
-            ):
-                continue
-            case = (
-                f"{n} ranks, max_norm = {true / 2:.4g}: rank {rank} clips by a norm of "
-                f"{norm:.4g}, the whole gradient has {true:.4g}"
-            )
             if math.isnan(norm):
-                case, why = (
+                raise Failed(
                     f"{n} ranks: rank {rank} got no norm from step()",
                     "Return the norm of the whole gradient, as it was before clipping.",
                 )
-            elif math.isclose(norm, true**2, rel_tol=1e-3):
-                why = "That is the sum of the squares over all ranks: take the root of it."
-            elif math.isclose(norm, n * true, rel_tol=1e-3):
-                why = (
-                    "That is the norm of the sum of all ranks' gradients, N times too much: "
-                    "divide by N before you measure."
+            near = torch.allclose(w.float(), expected, rtol=2**-7, atol=2**-7)
+            if not (near and math.isclose(norm, true, rel_tol=1e-3)):
+                raise Failed(
+                    f"{n} ranks, max_norm = {true / 2:.4g}: rank {rank} clips by a norm of "
+                    f"{norm:.4g}, the whole gradient has {true:.4g}",
+                    _why_clipped(norm, rank, n, slopes),
                 )
-            elif math.isclose(norm, true / n**0.5, rel_tol=1e-3):
-                why = (
-                    "That is the root of the *mean* of the squares. Each rank has another part of "
-                    "the gradient: add the squares, don't average them."
-                )
-            elif math.isclose(norm, shares[rank].item(), rel_tol=1e-3):
-                why = (
-                    "That is the local norm, of this rank's share: every rank scales by its own "
-                    "factor, and the direction of the update changes. "
-                    "Add the *squares* over all ranks (one all-reduce of one number), "
-                    "then take the root."
-                )
-            elif math.isclose(norm, shares.sum().item(), rel_tol=1e-3):
-                why = "Norms don't add: their squares do. Square, all-reduce, then take the root."
-            elif math.isclose(norm, shares.max().item(), rel_tol=1e-3) or math.isclose(
-                norm, shares.mean().item(), rel_tol=1e-3
-            ):
-                why = (
-                    "The norm of the whole is neither the largest nor the mean of the parts' "
-                    "norms: add their squares over all ranks, then take the root."
-                )
-            elif math.isclose(norm, true, rel_tol=1e-3):
-                why = (
-                    "The norm is right, the update is not: scale this rank's share by max_norm / "
-                    f"norm = {0.5}, once, before the step."
-                )
-            else:
-                why = (
-                    "Clip the mean gradient, after it has been reduced: "
-                    "the norm of a rank's own gradient is another number. And return the norm."
-                )
-            raise Failed(case, why)
     return "one norm on all ranks"
 
 
@@ -678,9 +681,8 @@ def _hunt_held(attempt: Callable) -> str:
     share = zero.partition(numel, n).share
     least = 12 * share  # an fp32 master and two fp32 moments
     for rank, nbytes in enumerate(kept):
-        if (
-            nbytes > least + 8 * share + 64
-        ):  # a gradient of the share in bf16, another in fp32, and Adam's count of steps
+        # Beside them there is room for the share's gradient in bf16 and fp32, and a count of steps.
+        if nbytes > least + 8 * share + 64:
             raise Failed(
                 f"{n} ranks, {numel} weights, Adam: rank {rank} keeps {nbytes:,} B; "
                 f"master and moments of its share are {least:,} B",
@@ -692,13 +694,9 @@ def _hunt_held(attempt: Callable) -> str:
 
 def _hunt_sent(attempt: Callable) -> str:
     n, numel = 4, 1000
-    sent = []
-    for steps in (1, 2):
-        _half(attempt, n, numel, _coarse, _steep(numel), 1.0, steps)
-        sent.append(_ranks.world_of(n).ledger.by("rank"))
     least = 2 * (n - 1) * 2 * zero.partition(numel, n).share
-    for rank in range(n):
-        each = sent[1].get(rank, 0) - sent[0].get(rank, 0)
+    steps = functools.partial(_half, attempt, n, numel, _coarse, _steep(numel), 1.0)
+    for rank, each in enumerate(_sent_a_step(steps, n, (1, 2))):
         if each > least + 64:
             raise Failed(
                 f"{n} ranks, Ψ = {numel} weights of 2 B: rank {rank} sends {each:,} B a step; "
