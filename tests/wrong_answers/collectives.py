@@ -230,8 +230,7 @@ def _test_total(all_reduce, ranks):
     complaints = [line for line in exercises.faults(all_reduce, ranks) if "sent" not in line]
     return (
         complaints
-        or ranks.ledger.total
-        > collectives.sent("all_reduce_ring", nbytes=4004, n=ranks.size).total
+        or ranks.ledger.total > collectives.sent("all_reduce_ring", nbytes=4004, n=ranks.size).total
     )
 
 

@@ -13,6 +13,13 @@ from labutils import world
 from wrong_answers import Wrong
 
 
+def _rotated(length: int, rank: int, size: int, epoch: int) -> list[int]:
+    order = list(range(length))
+    random.Random(0).shuffle(order)
+    order = order[epoch % length :] + order[: epoch % length]
+    return [*order, *order[: -length % size]][rank::size]
+
+
 def _cut_then_shuffled(length: int, rank: int, size: int, epoch: int) -> list[int]:
     mine = [*range(length), *range(-length % size)][rank::size]
     random.Random(epoch).shuffle(mine)
@@ -96,6 +103,14 @@ def _everybody_to_everybody(parameter: Tensor, comm: world.Comm) -> Tensor:
 _MEAN = _into_grad(lambda parameter, comm: comm.all_reduce(parameter.grad) / comm.size)
 
 
+def _returning(module: nn.Module, comm: world.Comm) -> None:
+    for parameter in module.parameters():
+        comm.broadcast(parameter, out=parameter)
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: p.grad.copy_(comm.all_reduce(p.grad) / comm.size)
+        )
+
+
 class _Buckets:
     """The wrapper of the bug hunt, with its slips switched on one at a time."""
 
@@ -165,6 +180,16 @@ class _Buckets:
         return self.module(x)
 
 
+class _WaitsForTheFirst(_Buckets):
+    """Takes the parameter that was registered first for the one that comes last."""
+
+    def ready(self, parameter: Tensor) -> None:
+        self.count = -1
+        super().ready(parameter)
+        if self.sync and self.waiting and parameter is next(self.module.parameters()):
+            self.flush()
+
+
 class _LeavesWithTheNext(_Buckets):
     """The last bucket leaves when the module is called again: after the optimizer's step."""
 
@@ -228,6 +253,12 @@ WRONG = {
             "shuffle all examples first",
         ),
         Wrong(
+            "one order, rotated",
+            _rotated,
+            "a new order in every epoch",
+            "A rotation is no new order",
+        ),
+        Wrong(
             "never shuffled",
             lambda length, rank, size, epoch: [*range(length), *range(-length % size)][rank::size],
             "a new order in every epoch",
@@ -235,6 +266,12 @@ WRONG = {
         ),
     ),
     "data_parallel/hooks": (
+        Wrong(
+            "a hook that returns a tensor",
+            _returning,
+            "the gradient of the whole batch",
+            "def without return",
+        ),
         Wrong("no broadcast", _hooked(_MEAN, broadcast=False), "equal starts", "stay apart"),
         Wrong("the broadcast is lost", _broadcast_lost, "equal starts", "stay apart"),
         Wrong(
@@ -303,6 +340,12 @@ WRONG = {
             _LeavesWithTheNext,
             "the last bucket",
             "still waits",
+        ),
+        Wrong(
+            "waits for the parameter registered first",
+            _WaitsForTheFirst,
+            "the last bucket",
+            "order of arrival",
         ),
         Wrong("averaged twice", _AveragedTwice, "full buckets", "Divided twice"),
         Wrong(

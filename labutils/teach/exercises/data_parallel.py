@@ -1,5 +1,9 @@
 """Deal out the data, reduce gradients as they come, and repair a wrapper that passed its test."""
 
+import collections
+import functools
+import itertools
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -15,82 +19,102 @@ from labutils.teach.exercises import Exercise, Failed, Property, _ranks
 _DEALS = [(12, 4), (10, 4), (7, 3), (5, 1), (3, 2)]
 
 
-def _dealt(
-    attempt: Callable, length: int, size: int, epoch: int = 0
-) -> tuple[list[list[int]], str]:
+def _indices(part: Any, length: int) -> list[int] | None:
+    """The indices that a rank got, whatever they are kept in; None if they are none."""
+    try:
+        indices = [operator.index(i) for i in part]
+    except (TypeError, ValueError):
+        return None
+    return indices if all(0 <= i < length for i in indices) else None
+
+
+def _dealt(attempt: Callable, length: int, size: int, epoch: int = 0) -> list[list[int]]:
     parts = [attempt(length, rank, size, epoch) for rank in range(size)]
-    case = f"{length} examples on {_ranks.count(size)}"
     for rank, part in enumerate(parts):
-        if not isinstance(part, (list, tuple, range)) or not all(
-            isinstance(i, int) and 0 <= i < length for i in part
-        ):
+        if _indices(part, length) is None:
             raise Failed(
-                f"{case}: rank {rank} got {part!r}", f"Return a list of indices, 0 … {length - 1}."
+                f"{length} examples on {_ranks.count(size)}: rank {rank} got {part!r}",
+                f"Return a list of indices, 0 … {length - 1}.",
             )
-    return [list(part) for part in parts], case
+    return [_indices(part, length) for part in parts]
 
 
-def _disjoint(attempt: Callable) -> str:
+def _repeated(parts: list[list[int]], length: int) -> tuple[str, str] | None:
+    spare = -length % len(parts)  # what equal shares need on top
+    dealt = collections.Counter(itertools.chain(*parts))
+    repeated = dealt.total() - len(dealt)
+    if repeated > spare:
+        return (
+            f"{repeated} examples come twice or more often, at most {spare} must",
+            "Ranks that see the same examples compute the same gradient: the mean is right, "
+            "and the work was for nothing. "
+            "All ranks must cut *one* permutation, so its seed must not depend on the rank.",
+        )
+    return None
+
+
+def _missing(parts: list[list[int]], length: int) -> tuple[str, str] | None:
+    if missing := sorted(set(range(length)) - set(itertools.chain(*parts))):
+        return (
+            f"nobody gets {missing}",
+            "The tail is dropped. "
+            "Fill the last round up with examples that have been dealt out already.",
+        )
+    return None
+
+
+def _unequal(parts: list[list[int]], length: int) -> tuple[str, str] | None:
+    lengths = [len(part) for part in parts]
+    if len(set(lengths)) > 1:
+        return (
+            f"shares of {', '.join(map(str, lengths))}",
+            "A rank with one batch more waits in its all-reduce for ranks that have gone home. "
+            "Give all the same number, ⌈length / N⌉.",
+        )
+    return None
+
+
+def _dealt_without(fault: Callable, attempt: Callable) -> str:
     for length, size in _DEALS:
-        parts, case = _dealt(attempt, length, size)
-        spare = -length % size  # what equal shares need on top
-        repeated = sum(map(len, parts)) - len({i for part in parts for i in part})
-        if repeated > spare:
-            raise Failed(
-                f"{case}: {repeated} examples come twice or more often, at most {spare} must",
-                "Ranks that see the same examples compute the same gradient: the mean is right, "
-                "and the work was for nothing. "
-                "All ranks must cut *one* permutation, so its seed must not depend on the rank.",
-            )
+        if found := fault(_dealt(attempt, length, size), length):
+            raise Failed(f"{length} examples on {_ranks.count(size)}: {found[0]}", found[1])
     return f"{len(_DEALS)} cases"
 
 
-def _covering(attempt: Callable) -> str:
-    for length, size in _DEALS:
-        parts, case = _dealt(attempt, length, size)
-        if missing := sorted(set(range(length)) - {i for part in parts for i in part}):
-            raise Failed(
-                f"{case}: nobody gets {missing}",
-                "The tail is dropped. Fill the last round up with examples that have been dealt "
-                "out already.",
-            )
-    return f"{len(_DEALS)} cases"
-
-
-def _equally_long(attempt: Callable) -> str:
-    for length, size in _DEALS:
-        parts, case = _dealt(attempt, length, size)
-        if len({len(part) for part in parts}) > 1:
-            raise Failed(
-                f"{case}: shares of {', '.join(str(len(part)) for part in parts)}",
-                "A rank with one batch more waits in its all-reduce for ranks that have gone "
-                "home. Give all the same number, ⌈length / N⌉.",
-            )
-    return f"{len(_DEALS)} cases"
+def _successors(parts: list[list[int]]) -> set[tuple[int, int]]:
+    """Who follows whom when the ranks read in turn."""
+    order = list(itertools.chain(*zip(*parts, strict=True)))
+    return set(itertools.pairwise([*order, order[0]]))
 
 
 def _shuffled(attempt: Callable) -> str:
     length, size = 64, 4
-    first, again, second = (_dealt(attempt, length, size, epoch)[0] for epoch in (0, 0, 1))
+    case = f"{length} examples on {size} ranks"
+    first, again, second = (_dealt(attempt, length, size, epoch) for epoch in (0, 0, 1))
     if first != again:
         raise Failed(
-            f"{length} examples on {size} ranks: two calls for epoch 0 differ",
+            f"{case}: two calls for epoch 0 differ",
             "Every rank makes this call in a process of its own, so it must come out alike: "
             "take a generator seeded by the epoch, not the global one.",
         )
     if first == second:
         raise Failed(
-            f"{length} examples on {size} ranks: epochs 0 and 1 are the same",
+            f"{case}: epochs 0 and 1 are the same",
             "The order must depend on the epoch (PyTorch's set_epoch), or every epoch is a copy.",
         )
     if any(set(before) == set(after) for before, after in zip(first, second, strict=True)):
         raise Failed(
-            f"{length} examples on {size} ranks: a rank reads the same {len(first[0])} examples "
-            "in epochs 0 and 1, in another order",
+            f"{case}: a rank reads the same {len(first[0])} examples in epochs 0 and 1, "
+            "in another order",
             "Who works with whom should change too: shuffle all examples first, then cut.",
         )
     if any(part == sorted(part) for part in first):
-        raise Failed(f"{length} examples on {size} ranks: not shuffled", "Shuffle before you cut.")
+        raise Failed(f"{case}: not shuffled", "Shuffle before you cut.")
+    if len(_successors(first) & _successors(second)) > length // 2:
+        raise Failed(
+            f"{case}: epoch 1 has the order of epoch 0, begun at another place",
+            "A rotation is no new order: the same examples meet again. Shuffle in every epoch.",
+        )
     return "epochs differ, calls agree"
 
 
@@ -104,9 +128,9 @@ SAMPLER = Exercise(
         length, rank, size, epoch=epoch
     ),
     properties=(
-        Property("nobody works twice", _disjoint),
-        Property("everything is seen", _covering),
-        Property("equal shares", _equally_long),
+        Property("nobody works twice", functools.partial(_dealt_without, _repeated)),
+        Property("everything is seen", functools.partial(_dealt_without, _missing)),
+        Property("equal shares", functools.partial(_dealt_without, _unequal)),
         Property("a new order in every epoch", _shuffled),
     ),
     hints=(
@@ -122,6 +146,12 @@ SAMPLER = Exercise(
 
 _SAME_CALLS = (
     "All ranks must make the same collective calls in the same order, once for each bucket."
+)
+
+
+_RETURNS = (
+    "Your hook returns a tensor, as a lambda of one expression does: copy_() returns what it "
+    "wrote. Write the hook as a def without return."
 )
 
 
@@ -144,9 +174,10 @@ class _Net(nn.Module):
     """Three layers, different on every rank.
 
     2 and 4 divide their sizes, so that a ring's bytes are the same for any grouping.
+    With `reordered` the first layer is registered last.
     """
 
-    def __init__(self, seed: int, comm: world.Comm | None = None) -> None:
+    def __init__(self, seed: int, comm: world.Comm | None = None, reordered: bool = False) -> None:
         super().__init__()
         self.first, self.second, self.third = (
             nn.Linear(8, width, dtype=torch.float64) for width in (8, 8, 4)
@@ -158,6 +189,8 @@ class _Net(nn.Module):
                 parameter.copy_(
                     torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype) / 4
                 )
+        if reordered:
+            self.first = self._modules.pop("first")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).tanh()
@@ -194,17 +227,30 @@ def _weights(net: nn.Module) -> dict[str, Tensor]:
 
 
 class _Seen:
-    """What came of an attempt on every rank: weights before and after, gradients, the books."""
+    """What came of an attempt on every rank: weights before and after, gradients, the books.
+
+    steps, micro: how many steps of how many micro-batches it trained
+    interrupted: whether Ctrl-C ended a first no_sync()
+    reordered: whether the first layer was registered last
+    """
 
     def __init__(
-        self, attempt: Callable, n: int, steps: int = 1, micro: int = 1, interrupted: bool = False
+        self,
+        attempt: Callable,
+        n: int,
+        steps: int = 1,
+        micro: int = 1,
+        *,
+        interrupted: bool = False,
+        reordered: bool = False,
     ) -> None:
         self.n, self.steps, self.micro = n, steps, micro
         self.case = _ranks.count(n) + (f", {micro} micro-batches" if micro > 1 else "")
+        self.case += ", the first layer registered last" if reordered else ""
 
         def program(rank: world.Rank) -> tuple:
             comm = rank.comm("dp")
-            module = _Net(rank.rank, comm)
+            module = _Net(rank.rank, comm, reordered)
             net = attempt(module, comm)
             net = module if net is None else net
             if interrupted:
@@ -220,7 +266,12 @@ class _Seen:
                 steps.append(_gradients(module))
             return start, steps, _weights(module)
 
-        results = _ranks.run(n, self.case, program, _SAME_CALLS)
+        try:
+            results = _ranks.run(n, self.case, program, _SAME_CALLS)
+        except Failed as failure:
+            if "hooks should return None" in str(failure):
+                raise Failed(str(failure), _RETURNS) from None
+            raise
         self.start, self.gradients, self.end = (list(side) for side in zip(*results, strict=True))
         # In program order; "mark" stands where a backward pass comes to the first layer.
         self.sent = [
@@ -272,22 +323,15 @@ def _starts(attempt: Callable) -> str:
     return "2 and 3 ranks"
 
 
-def _mean(
-    attempt: Callable,
-    n: int,
-    steps: int = 1,
-    micro: int = 1,
-    hint: str = "",
-    interrupted: bool = False,
-) -> None:
-    """Raise Failed, and say why, unless all ranks end all steps with the whole batch's gradient."""
-    seen = _Seen(attempt, n, steps, micro, interrupted)
+def _mean(attempt: Callable, n: int, *shape: int, hint: str = "", **options: bool) -> None:
+    """Raise Failed, and say why, unless all ranks end all steps with the whole batch's gradient.
+
+    `shape` and `options` are those of `_Seen`; `hint` is what a rank's own gradient means here.
+    """
+    seen = _Seen(attempt, n, *shape, **options)
     for rank in range(n):
-        if moved := [
-            name
-            for name, weight in seen.end[rank].items()
-            if not torch.equal(weight, seen.start[rank][name])
-        ]:
+        start, end = seen.start[rank], seen.end[rank]
+        if moved := [name for name in end if not torch.equal(end[name], start[name])]:
             raise Failed(
                 f"{seen.case}: backward() has changed {moved[0]} on rank {rank}",
                 "The hook is given the *parameter*, and you reduced that. "
@@ -295,81 +339,67 @@ def _mean(
             )
         for step, gradients in enumerate(seen.gradients[rank]):
             right = seen.right(step)
-            wrong = [
-                name
-                for name, gradient in gradients.items()
-                if gradient is None
-                or not torch.allclose(gradient, right[name], rtol=1e-9, atol=1e-13)
-            ]
-            if wrong:
-                _diagnose(seen, rank, step, wrong, hint)
-    for step in range(steps):
-        for name in seen.gradients[0][step]:
-            if any(
-                not torch.equal(seen.gradients[rank][step][name], seen.gradients[0][step][name])
-                for rank in range(n)
-            ):
-                raise Failed(
-                    f"{seen.case}: the gradient of {name} has different bits on different ranks",
-                    "Replicas that differ in a bit drift apart. Let all of them take the result "
-                    "of one all-reduce.",
-                )
+            if wrong := [name for name in right if not _near(gradients[name], right[name])]:
+                message, why = _why(seen, rank, step, wrong, hint)
+                at = f"step {step + 1}, " if seen.steps > 1 else ""
+                raise Failed(f"{seen.case}, {at}rank {rank}: {message}", why)
+            for name, gradient in gradients.items():
+                if not torch.equal(gradient, seen.gradients[0][step][name]):
+                    raise Failed(
+                        f"{seen.case}: the gradient of {name} has different bits on different "
+                        "ranks",
+                        "Replicas that differ in a bit drift apart. "
+                        "Let all of them take the result of one all-reduce.",
+                    )
 
 
-def _diagnose(seen: _Seen, rank: int, step: int, wrong: list[str], hint: str) -> None:
-    """Raise Failed with the most likely reason why these gradients are not the mean."""
+_RESULT_LOST = (
+    "Something was sent, and .grad is what it was. The hook is given the *parameter*: "
+    "reduce parameter.grad, and write the result back into it."
+)
+
+
+def _near(found: Tensor | None, right: Tensor, rtol: float = 1e-9, atol: float = 1e-13) -> bool:
+    return found is not None and torch.allclose(found, right, rtol=rtol, atol=atol)
+
+
+def _why(seen: _Seen, rank: int, step: int, wrong: list[str], hint: str) -> tuple[str, str]:
+    """What these gradients are, which are not the mean, and the most likely reason for it."""
     name, n = wrong[0], seen.n
-    found, right, own = (
-        seen.gradients[rank][step][name],
-        seen.right(step)[name],
-        seen.alone(rank, step)[name],
-    )
-    which = f"{seen.case}, {f'step {step + 1}, ' if seen.steps > 1 else ''}rank {rank}"
-
-    def is_(other: Tensor) -> bool:
-        return torch.allclose(found, other, rtol=1e-6, atol=1e-12)
-
+    found, right = seen.gradients[rank][step][name], seen.right(step)[name]
+    weight = _weights(_Net(0))[name]
+    is_ = functools.partial(_near, found, rtol=1e-6, atol=1e-12)
     if found is None:
-        raise Failed(
-            f"{which}: {name} has no gradient",
+        return (
+            f"{name} has no gradient",
             "Leave the mean in parameter.grad, in place: parameter.grad.copy_(…).",
         )
-    if is_(own):
+    if is_(seen.alone(rank, step)[name]):
         every = len(wrong) == len(seen.gradients[rank][step])
-        holds = (
-            "every parameter still holds"
-            if every
-            else f"{name} and {len(wrong) - 1} more still hold"
-            if len(wrong) > 1
-            else f"{name} still holds"
-        )
-        if every and sum(nbytes for op, nbytes in seen.sent[rank]) > (n - 1) * 8 * _numbers():
-            hint = (
-                "Something was sent, and .grad is what it was. The hook is given the *parameter*: "
-                "reduce parameter.grad, and write the result back into it."
-            )
-        raise Failed(
-            f"{which}: {holds} the rank's own gradient",
+        several = f" and {len(wrong) - 1} more still hold" if len(wrong) > 1 else " still holds"
+        if every and sum(nbytes for _, nbytes in seen.sent[rank]) > (n - 1) * 8 * _numbers():
+            hint = _RESULT_LOST
+        return (
+            f"{'every parameter still holds' if every else name + several} the rank's own gradient",
             hint or "Does every parameter have a hook, and does the hook reduce parameter.grad?",
         )
     if is_(n * right):
-        raise Failed(
-            f"{which}: the gradient is {n} times too large",
+        return (
+            f"the gradient is {n} times too large",
             "All-reduce sums. The batch's gradient is the mean: divide by the number of ranks.",
         )
     if is_(right / n):
-        raise Failed(
-            f"{which}: the gradient is {n} times too small",
+        return (
+            f"the gradient is {n} times too small",
             "Divided twice: once is enough, by the number of ranks.",
         )
-    weight = _weights(_Net(0))[name]
     if is_(weight) or is_(n * weight):
-        raise Failed(
-            f"{which}: the gradient of {name} is made of weights",
+        return (
+            f"the gradient of {name} is made of weights",
             "The hook is given the *parameter*, not its gradient: reduce parameter.grad.",
         )
-    raise Failed(
-        f"{which}: {name} does not hold the gradient of the whole batch",
+    return (
+        f"{name} does not hold the gradient of the whole batch",
         hint or "It is the mean over ranks of what each rank computes for itself.",
     )
 
@@ -380,11 +410,8 @@ def _numbers() -> int:
 
 def _ring(n: int) -> int:
     """Bytes that each rank sends in one ring all-reduce of all gradients."""
-    return max(
-        collectives.sent("all_reduce_ring", nbytes=8 * _numbers(), n=n, itemsize=8)
-        .by("rank")
-        .values()
-    )
+    ring = collectives.sent("all_reduce_ring", nbytes=8 * _numbers(), n=n, itemsize=8)
+    return max(ring.by("rank").values())
 
 
 def _bytes(attempt: Callable) -> str:
@@ -469,26 +496,24 @@ def _full(attempt: Callable) -> str:
 
 
 def _last(attempt: Callable) -> str:
+    hint = (
+        "The backward pass is over, and a bucket that was not full still waits: "
+        "no gradient will come to push it out. Let the last one go as it is."
+    )
     for nbytes in (_BUCKET, _HUGE):
-        hint = (
-            "The backward pass is over, and a bucket that was not full still waits: "
-            "no gradient will come to push it out. Let the last one go as it is."
-        )
         _mean(_with(attempt, nbytes), 3, hint=hint)
+    hint = (
+        "A bucket left before the last gradient had come, and the rest still waits. "
+        "The order of registration says nothing about the order of arrival: count."
+    )
+    _mean(_with(attempt, _HUGE), 2, hint=hint, reordered=True)
     return "buckets that are not full"
 
 
 def _again(attempt: Callable) -> str:
+    hint = "The first step is right. What has to be as it was when the next backward pass begins?"
     for steps in (2, 3):
-        _mean(
-            _with(attempt, _BUCKET),
-            2,
-            steps,
-            hint=(
-                "The first step is right. What has to be as it was when the next backward pass "
-                "begins?"
-            ),
-        )
+        _mean(_with(attempt, _BUCKET), 2, steps, hint=hint)
     return "3 steps"
 
 
@@ -516,7 +541,7 @@ def _accumulating(attempt: Callable) -> str:
         "the first backward pass outside reduces the whole sum."
     )
     for nbytes in (1, _BUCKET):
-        _mean(_with(attempt, nbytes), 2, steps=2, micro=k, hint=hint)
+        _mean(_with(attempt, nbytes), 2, 2, k, hint=hint)
     once, a_step = (
         _Seen(_with(attempt, _BUCKET), 2, 2, micro).busiest
         - _Seen(_with(attempt, _BUCKET), 2, 1, micro).busiest
