@@ -1,4 +1,4 @@
-"""What happens when: who does or holds what from when to when, and the bytes alive at each moment."""
+"""What happens when: who does or holds what, from when to when, and the bytes alive."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Span:
     kind: what, the hue of a figure: "forward", "backward", "reduce", "weights", …
     name: which one of its kind: a layer, a bucket, a micro-batch
     start, end: seconds since the step began, or steps and operations counted from 0
-    elements: the first element of a flat tensor and the one after the last, where only part of it is held
+    elements: of a flat tensor, the first element and the one after the last, where a part is held
     """
 
     rank: int
@@ -27,7 +27,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one step, of one rank or of several: from a formula, from a dry run or from a real one.
+    """The spans of one step, of one rank or of several: from a formula, a dry run or a real one.
 
     >>> backward = Span(0, "backward", "layer 0", 0.0, 3.0)
     >>> step = Timeline((backward, Span(0, "reduce", "bucket 0", 2.0, 4.0)))
@@ -60,12 +60,12 @@ class Timeline:
 
     @property
     def exposed(self) -> float:
-        """Time from the last computation on any rank to the end: communication that nothing hides."""
+        """Time from the last computation on any rank to the end: what nothing hides."""
         return self.makespan - self.computed
 
     @property
     def hidden(self) -> float:
-        """The part of communication, 0 … 1, that runs while its rank computes; 1 if there is none."""
+        """The part of communication, 0 … 1, that runs while its rank computes; 1 for none."""
         in_the_open = total = 0.0
         for rank in self.ranks:
             own = Timeline(tuple(span for span in self.spans if span.rank == rank))
@@ -116,7 +116,7 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The bytes alive right after an `event` of a `phase` ("forward", "backward", "optimizer", …)."""
+    """The bytes alive right after an `event` of a `phase` ("forward", "optimizer", …)."""
 
     phase: str
     event: str

@@ -1,9 +1,15 @@
 """Figures of number formats and of sums say in words what they draw, and refuse what they cannot."""
 
 import pytest
+import torch
 
+from labutils import floats, precision
 from labutils.floats import BF16, E2M1, E4M3, FP16, FP32
 from labutils.teach import plots
+
+GRADIENTS = precision.exponents(
+    [torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 2.0**-18]
+)
 
 
 def title_of(picture):
@@ -31,20 +37,30 @@ def test_a_number_line_counts_values_and_says_where_a_number_lands():
 def test_range_and_error_give_the_limits():
     assert "65,504" in plots.dynamic_range([FP16, BF16]).alt
     assert "0.0625 from 0.01562 to 448" in plots.relative_error([E4M3]).alt
-    with pytest.raises(TypeError, match="use floats.named"):
-        plots.dynamic_range(["fp16"])
-    with pytest.raises(ValueError, match="at least one format"):
-        plots.relative_error([])
 
 
-def test_running_sums_name_the_stall():
-    exact = range(1, 41)
-    picture = plots.running_sums(
-        exact, fp16=exact, e2m1=[min(n, 4) for n in exact], guesses={"e2m1": 6.0}
+@pytest.mark.parametrize(
+    "fmt", [floats.FP16, floats.BF16, floats.E5M2, floats.E4M3], ids=lambda fmt: fmt.name
+)
+@pytest.mark.parametrize("scale", [2.0**-13, 1.0, 2.0**12, 2.0**40])
+def test_the_picture_and_the_count_agree(fmt, scale):
+    picture = plots.exponent_histogram(GRADIENTS, [fmt, floats.FP32], scale=scale)
+    fates = precision.fate(GRADIENTS, fmt, scale)
+    lost = fates["zero"] + fates["too large"]
+    assert (
+        f"in {fmt.name} {lost:.0%} are lost and {fates['subnormal']:.0%} are subnormal"
+        in picture.alt
     )
-    assert title_of(picture) == "A running sum stops growing: e2m1 at 4"
-    assert "fp16: 40 after 40 terms" in picture.alt
-    with pytest.raises(ValueError, match="40 exact sums need as many partial sums"):
-        plots.running_sums(exact, fp16=[1.0])
-    with pytest.raises(ValueError, match="at least one row"):
-        plots.running_sums(exact)
+
+
+def test_bars_are_colored_by_their_fate_and_stay_inside():
+    picture = plots.exponent_histogram({-30: 1, -20: 2, 0: 4, 18: 1}, [floats.FP16, floats.E4M3])
+    axes = picture.figure.axes[0]
+    bars = {round(patch.get_x()): patch for patch in axes.patches if patch.get_y() == 0}
+    assert [bars[e].get_height() for e in (-30, -20, 0, 18)] == [0.125, 0.25, 0.5, 0.125]
+    colors = [bars[e].get_facecolor() for e in (-30, -20, 0, 18)]
+    assert colors[0] == colors[3] and len(set(colors)) == 3
+    low, high = axes.get_xlim()
+    assert all(
+        low <= patch.get_x() and patch.get_x() + patch.get_width() <= high for patch in axes.patches
+    )

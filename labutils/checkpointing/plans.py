@@ -22,7 +22,7 @@ import numpy as np
 
 from labutils import units
 from labutils.ledger import Ledger, Line
-from labutils.timeline import History, Moment
+from labutils.timeline import History, Moment, Span, Timeline
 
 OPERATIONS = ("forward", "record", "backward", "drop")
 
@@ -161,6 +161,24 @@ class Plan:
         """How often each stage's forward pass is computed."""
         counted = Counter(step.at for step in self.steps if step.op in ("forward", "record"))
         return tuple(counted[stage] for stage in range(self.n))
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """The plan on a clock that ticks with every computation; lanes are stages, or values.
+
+        A span is a computation ("forward", "record", "backward"), or how long a "value" or an
+        "interior" is held.
+        """
+        clock, spans, since = 0, [], {("value", 0): 0}
+        for step, after in zip(self.steps, self.states[1:], strict=True):
+            if step.op != "drop":
+                spans.append(Span(step.at, step.op, str(step), clock, clock + 1))
+                clock += 1
+            held = {("value", i) for i in after.values} | {("interior", i) for i in after.recorded}
+            for kind, i in sorted(since.keys() - held):
+                spans.append(Span(i, kind, "", since.pop((kind, i)), clock))
+            since |= dict.fromkeys(sorted(held - since.keys()), clock)
+        return Timeline((*spans, Span(0, "value", "", since["value", 0], clock)))
 
     def __str__(self) -> str:
         return " · ".join(map(str, self.steps))

@@ -179,6 +179,16 @@ class Allocator:
         """Every segment as its blocks in order of address, small and large alike, oldest first."""
         return tuple(tuple(_chain(first)) for first in self._segments)
 
+    @property
+    def layout(self) -> tuple[tuple[tuple[int, str], ...], ...]:
+        """(bytes, name) of every mapped block of every segment; a free block has no name."""
+        found = []
+        for segment in self.segments:
+            mapped = [block for block in segment if block.state != "unmapped"]
+            names = [(block.name or "used") * (block.state == "used") for block in mapped]
+            found.append(tuple(zip((block.size for block in mapped), names, strict=True)))
+        return tuple(found)
+
     def __repr__(self) -> str:
         amounts = f"{_text(self.allocated)} allocated, {_text(self.reserved)} reserved of {_text(self.capacity)}"
         return f"Allocator: {amounts}, largest free block {_text(self.largest_free)}"

@@ -450,7 +450,7 @@ reveal("memory/largest-free", MiB=gpu.largest_free / units.MIB)
 
 # %%
 title = "Half of the memory is free, and a tensor of 10 MiB finds no room"
-plots.memory_map(title=title, asked=10 * units.MIB, after_freeing=gpu.segments)
+plots.memory_map(title=title, asked=10 * units.MIB, after_freeing=gpu.layout)
 
 # %%
 try:
@@ -485,7 +485,7 @@ devices = {
 
 # %%
 title = "Not cutting the large block helps, and so does a segment that can grow"
-plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **{name: gpu.segments for name, gpu in devices.items()})
+plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **{name: gpu.layout for name, gpu in devices.items()})
 
 # %% [markdown]
 # `max_split_size` leaves blocks above that size whole: the state gets a segment of its own, and the hole waits for the next batch. `expandable_segments` reserves addresses instead of memory: the segment grows

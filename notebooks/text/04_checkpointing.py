@@ -47,7 +47,8 @@ from labutils.teach.widgets import explore
 everything, segments = checkpointing.segments(16, 1), checkpointing.segments(16, 4)
 binomial, nothing = checkpointing.binomial(16, 4), checkpointing.keep_nothing(16)
 title = "Red lines cost memory, blue cells cost time: every plan chooses between them"
-plots.plan_maps(everything, segments, binomial, nothing, title=title)
+plans = [everything, segments, binomial, nothing]
+plots.plan_maps({plan.name: plan.timeline for plan in plans}, title=title)
 
 # %% [markdown]
 # The first is what PyTorch does unless told otherwise: nothing is computed twice, and at the summit everything is in memory at once. The last holds next
@@ -61,13 +62,13 @@ plots.plan_maps(everything, segments, binomial, nothing, title=title)
 # has recorded. So the b nodes run from right to left, and the f nodes have to be there when their turn comes. Press play.
 
 # %%
-plots.plan_animation(checkpointing.segments(5, 1))
+plots.plan_animation(checkpointing.segments(5, 1).timeline)
 
 # %% [markdown]
 # Now the other extreme: keep only the input, and for every b node compute its f node again, from the start.
 
 # %%
-plots.plan_animation(checkpointing.keep_nothing(5))
+plots.plan_animation(checkpointing.keep_nothing(5).timeline)
 
 # %% [markdown]
 # > With 10 layers, how many times is some $f_i$ computed in all?
@@ -141,7 +142,7 @@ def held(n, k):
 reveal("checkpointing/segments", values=held(144, 12))
 
 # %%
-plots.plan_animation(checkpointing.segments(9, 3))
+plots.plan_animation(checkpointing.segments(9, 3).timeline)
 
 # %% [markdown]
 # Papers count in different ways, so check before you compare. `Costs.uniform(n)` counts the input and every value of one unit, interiors and gradients of
@@ -332,7 +333,7 @@ def plan_for(percent=50):
     found = checkpointing.plan(costs, budget)
     extra = checkpointing.simulate(found, costs).cost / once - 1
     title = f"{units.text(budget)} of {units.text(trades[-1][0])}: {extra:.2f} extra forward passes"
-    return plots.plan_maps(found, until=60, title=title)
+    return plots.plan_maps({found.name: found.timeline}, until=60, title=title)
 
 
 explore(plan_for, percent=[0, 1, 2, 3, 5, 8, 12, 20, 30, 40, 50, 60, 70, 80, 90, 100])

@@ -45,7 +45,11 @@ from labutils.world import RankError, World
 # %%
 layers = {f"layer {i}": 1_000_000 for i in range(1, 6)}
 sizes = {"embed": 600_000, **layers, "head": 600_000}
-plots.bucket_animation(data_parallel.buckets(sizes, 2_000_000), bucket_bytes=2_000_000)
+buckets = [
+    dict(zip(bucket.names, bucket.sizes, strict=True))
+    for bucket in data_parallel.buckets(sizes, 2_000_000)
+]
+plots.bucket_animation(buckets, bucket_bytes=2_000_000)
 
 # %% [markdown]
 # That is data parallelism: **a copy of everything on every device, one mean of gradients a step, and as little waiting for it as possible.**

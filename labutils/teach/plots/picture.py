@@ -1,4 +1,4 @@
-"""What every figure function returns: a `Picture` that keeps still, or an `Animation` that plays without a kernel."""
+"""What a figure function returns: a still `Picture`, or an `Animation` that needs no kernel."""
 
 import base64
 import html
@@ -69,7 +69,7 @@ class Picture:
                 )
 
     def html(self, *, vector: bool = False) -> str:
-        """The figure on a white card, as a PNG for the stored page or as an SVG, which many states of one panel share better."""
+        """The figure on a white card: a PNG, or an SVG, which states of a panel share better."""
         data = (
             "svg+xml," + quote(self.svg, safe=" ;:=/'(),.-")
             if vector
@@ -89,9 +89,9 @@ class Picture:
 
 
 class Animation:
-    """A sequence of inline SVG frames, each with a label, that the reader plays, steps through or drags; `alt` tells the whole story.
+    """Inline SVG frames with labels, to play, step through or drag; `alt` tells the whole story.
 
-    In a frame, an element `<g class="lu-glide" style="--x:-40px;--y:10px">` arrives from that offset when the frame appears.
+    What stands in `svg.glide` arrives from its offset when the frame appears.
     """
 
     def __init__(self, frames: Sequence[str], labels: Sequence[str], alt: str) -> None:
@@ -111,7 +111,8 @@ class Animation:
             for i, (frame, label) in enumerate(zip(self.frames, self.labels, strict=True))
         )
         return (
-            f'<div class="lu-player" role="group" aria-label="{html.escape(self.alt)}" data-lm-suppress-shortcuts="true" style="{CARD}">\n'
+            f'<div class="lu-player" role="group" aria-label="{html.escape(self.alt)}" '
+            f'data-lm-suppress-shortcuts="true" style="{CARD}">\n'
             f"{shots}<style>{(_HERE / 'player.css').read_text('utf-8')}</style>"
             f"<script>{(_HERE / 'player.js').read_text('utf-8')}</script></div>"
         )

@@ -1,0 +1,84 @@
+"""Lines go through the numbers that they were given, and titles say what follows."""
+
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pictures import CHAIN, MARKS
+
+from labutils import checkpointing
+from labutils.teach import plots
+
+
+@settings(max_examples=10)
+@given(st.floats(1e3, 1e8), st.integers(2, 40))
+def test_the_crossing_of_two_costs_is_found(crossing, points):
+    sizes = [10 ** (2 + 7 * k / points) for k in range(points + 1)]
+    picture = plots.cost_curves(
+        sizes,
+        fast_start=[size**1.0 for size in sizes],
+        fast_end=[math.sqrt(size * crossing) for size in sizes],
+    )
+    (line,) = [line for line in picture.figure.axes[0].lines if line.get_linestyle() == ":"]
+    assert line.get_xdata()[0] == pytest.approx(crossing, rel=1e-6)
+
+
+def test_a_band_spans_the_runs():
+    picture = plots.curves([0, 1], title="t", runs=[[1, 2], [3, 6]], xlabel="x", ylabel="y")
+    (band,) = picture.figure.axes[0].collections
+    assert band.get_datalim(picture.figure.axes[0].transData).intervaly.tolist() == [1, 6]
+    assert picture.figure.axes[0].lines[0].get_ydata().tolist() == [2, 4]
+
+
+def test_a_series_may_have_places_of_its_own_and_y_a_unit():
+    picture = plots.curves(
+        title="t",
+        measured={"line": ([1], [5.0])},
+        xlabel="x",
+        ylabel="y",
+        unit="B",
+        log="xy",
+        line=([1, 10], [5.0, 50_000.0]),
+    )
+    assert (
+        picture.alt
+        == "t. y against x. line goes from 5 B at 1 to 50.0 kB at 10; line, measured: 5 B."
+    )
+    assert [line.get_xydata().tolist() for line in picture.figure.axes[0].lines] == [
+        [[1, 5], [10, 50_000]],
+        [[1, 5]],
+    ]
+
+
+def test_running_sums_name_the_stall():
+    exact = range(1, 41)
+    picture = plots.running_sums(
+        exact, fp16=exact, e2m1=[min(n, 4) for n in exact], guesses={"e2m1": 6.0}
+    )
+    assert picture.figure.texts[0].get_text() == "A running sum stops growing: e2m1 at 4"
+    assert "fp16: 40 after 40 terms" in picture.alt
+
+
+def test_noise_and_gradient_meet_at_their_ratio():
+    picture = plots.gradient_noise({1: [4.0, 6.0], 4: [1.0, 1.5]}, noise=5.0, signal=2.0)
+    assert "about 2.5 sequences" in picture.alt and "2 batches of each size" in picture.alt
+    lines = [line.get_xydata().tolist() for line in picture.figure.axes[0].lines]
+    assert [[1, 5.0], [4, 1.25]] in lines  # the means of what was measured
+
+
+def test_a_roofline_says_its_ridge():
+    roof = plots.roofline({"toy": (100.0, 10.0)}, {"lean": (10.0, 10.0), "rich": (1000.0, 10.0)})
+    assert (
+        "ridge at 10" in roof.alt
+        and roof.figure.texts[0].get_text() == "On toy, lean waits for memory"
+    )
+
+
+def test_a_trade_off_tells_both_ends():
+    picture = plots.trade_off(checkpointing.frontier(CHAIN), marks=MARKS, once=18, guess=(500, 40))
+    assert "keep everything: " in picture.alt and re.search(
+        r"from \d.* to .* at 1\.00", picture.alt
+    )
+    assert len(picture.png) > 1000
