@@ -1,6 +1,5 @@
 """Master weights, rounded weights, the loss scaler, autocast and exponents: what each promises, and what it says to bad input."""
 
-import copy
 import math
 
 import pytest
@@ -154,31 +153,6 @@ class TestMasterWeights:
         )
         assert memory.model_states(CONFIG, train).diff(held).unexplained == 0
 
-    def test_a_run_goes_on_from_a_snapshot_to_the_bit(self):
-        def start():
-            model = gpt()
-            return model, MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-4))
-
-        def run(model, masters, steps):
-            for step in steps:
-                masters.zero_grad()
-                model.loss(*tokens(step)).backward()
-                masters.step()
-
-        whole, first, second = start(), start(), start()
-        run(*whole, range(6))
-        run(*first, range(3))
-        second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
-        assert same(second[0].parameters(), first[0].parameters())
-        run(*second, range(3, 6))
-        assert same(second[0].parameters(), whole[0].parameters())
-        assert same(second[1].masters.values(), whole[1].masters.values())
-        lost = start()
-        lost[0].load_state_dict(first[0].state_dict())
-        lost[1].reload()
-        assert same([master.to(BF16) for master in lost[1].masters.values()], first[0].parameters())
-        assert not same(lost[1].masters.values(), first[1].masters.values())
-
     def test_bad_input(self):
         layer = line()
         with pytest.raises(
@@ -190,15 +164,6 @@ class TestMasterWeights:
         stepped.step()
         with pytest.raises(ValueError, match="has stepped already"):
             MasterWeights(stepped)
-        masters = MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0))
-        with pytest.raises(
-            ValueError,
-            match="this state holds param_groups, state: give what MasterWeights.state_dict",
-        ):
-            masters.load_state_dict(stepped.state_dict())
-        other = MasterWeights(torch.optim.SGD(line(n=2).parameters(), lr=1.0))
-        with pytest.raises(ValueError, match="was it another model"):
-            masters.load_state_dict(other.state_dict())
 
 
 class TestRoundedWeights:
@@ -233,28 +198,6 @@ class TestRoundedWeights:
             and held.by("name")["master weights"] == 0
         )
 
-    def test_goes_on_from_a_snapshot_to_the_bit(self):
-        def start():
-            model = gpt()
-            return model, RoundedWeights(
-                torch.optim.AdamW(model.parameters(), lr=1e-4),
-                generator=torch.Generator().manual_seed(5),
-            )
-
-        def run(model, rounded, steps):
-            for step in steps:
-                rounded.zero_grad()
-                model.loss(*tokens(step)).backward()
-                rounded.step()
-
-        whole, first, second = start(), start(), start()
-        run(*whole, range(5))
-        run(*first, range(2))
-        second[0].load_state_dict(first[0].state_dict())
-        second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
-        run(*second, range(2, 5))
-        assert same(second[0].parameters(), whole[0].parameters())
-
     def test_a_skipped_step_leaves_everything_as_it_was(self):
         layer, scaler = line(2.0, dtype=FP16), LossScaler(1024)
         rounded = RoundedWeights(torch.optim.SGD(layer.parameters(), lr=0.5), mode="nearest")
@@ -271,8 +214,6 @@ class TestRoundedWeights:
             RoundedWeights(sgd)
         with pytest.raises(ValueError, match="mode='up' is unknown"):
             RoundedWeights(sgd, mode="up")
-        with pytest.raises(ValueError, match="give what RoundedWeights.state_dict"):
-            RoundedWeights(sgd, mode="nearest").load_state_dict({})
 
 
 class TestLossScaler:
@@ -348,8 +289,8 @@ class TestLossScaler:
             scaler.step(sgd)
         with pytest.raises(RuntimeError, match="has stepped already"):
             scaler.unscale_(sgd)
-        scaler.update(32.0)
-        assert scaler.value == 32
+        scaler.update()
+        assert scaler.value == 65536 and scaler.good_steps == 1
 
     @pytest.mark.parametrize(
         ("settings", "says"),
@@ -375,14 +316,8 @@ class TestLossScaler:
             LossScaler(**settings)
         assert says in str(error.value)
 
-    def test_bad_states_and_scales(self):
+    def test_sparse_gradients(self):
         scaler = LossScaler()
-        with pytest.raises(ValueError, match="new_scale must be a finite number above 0, got nan"):
-            scaler.update(math.nan)
-        with pytest.raises(ValueError, match="this state has no _growth_tracker, backoff_factor"):
-            scaler.load_state_dict({"scale": 2.0, "growth_factor": 2.0})
-        with pytest.raises(ValueError, match="init_scale must be a finite number above 0, got inf"):
-            scaler.load_state_dict({**scaler.state_dict(), "scale": math.inf})
         table = nn.Embedding(3, 2, sparse=True)
         table(torch.tensor([1])).sum().backward()
         with pytest.raises(ValueError, match="gradients must be dense"):
@@ -393,11 +328,10 @@ class TestAutocast:
     def test_weights_are_cast_once(self):
         layer = nn.Linear(4, 4, bias=False)
         x = torch.ones(2, 4, requires_grad=True)
-        for cache, halves in [(True, 1), (False, 3)]:
-            with precision.autocast(BF16, cache=cache):
-                saved = measure.saved_activations(lambda: layer(layer(layer(x))), layer)
-            copies = [line for line in saved.lines if line.note == "bfloat16 [4, 4]"]
-            assert len(copies) == halves
+        with precision.autocast(BF16):
+            saved = measure.saved_activations(lambda: layer(layer(layer(x))), layer)
+        copies = [line for line in saved.lines if line.note == "bfloat16 [4, 4]"]
+        assert len(copies) == 1
 
     def test_an_unknown_format_is_named(self):
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Mixed precision: round tensors to any format, keep fp32 master weights, scale the loss, add with rounded partial sums, cast by operation, count exponents."""
+"""Mixed precision: rounding, master weights, loss scaling, rounded sums, autocast, exponents."""
 
 from labutils.precision.autocast import FULL_OPS, HALF_OPS, autocast
 from labutils.precision.exponents import exponents, fate

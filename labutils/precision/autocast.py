@@ -1,8 +1,7 @@
-"""Autocast by hand: inside the region matrix products take half operands, losses take fp32, and everything else takes what it gets."""
+"""torch.autocast by hand: products run in half precision, losses in fp32, the rest as it comes."""
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,22 +9,26 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 HALF_OPS = frozenset(
-    """linear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
-    scaled_dot_product_attention""".split()
+    """linear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm conv1d conv2d conv3d
+    conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention""".split()
 )
-"""Operations that run in half: they do nearly all of the work, and add up in fp32 whatever their operands are."""
+"""Operations that run in half precision: they do nearly all of the work, and add up in fp32."""
 
 FULL_OPS = frozenset(
-    "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy prod trace cdist".split()
+    """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy prod
+    trace cdist""".split()
 )
-"""Operations that run in fp32: their results are sums or products of many terms, in the format of their input."""
+"""Operations that run in fp32: their results are sums or products of many terms."""
 
 CAST = {torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half, torch.float32: Tensor.float}
-"""Cheaper than .to(dtype), which has arguments to read: half of the price where the tensor is small."""
+"""Cheaper than .to(dtype), which has arguments to read: half the price on a small tensor."""
 
 
 class _Here(threading.local):
-    """What is so on this thread: the regions it is in, from outer to inner, and the half copies of weights they have made."""
+    """What is so on this thread: its regions, from outer to inner, and their half-precision copies.
+
+    A copy is kept beside its source, so that no other tensor gets the same id.
+    """
 
     def __init__(self) -> None:
         self.regions: list[autocast] = []
@@ -33,7 +36,7 @@ class _Here(threading.local):
 
 
 class autocast(TorchFunctionMode):
-    """A region in which operations choose the format of their operands, by name: half for products, fp32 for losses.
+    """A region in which operations choose the format of their operands, by name.
 
     >>> layer, x = torch.nn.Linear(4, 2), torch.ones(1, 4)
     >>> with autocast(torch.bfloat16):
@@ -41,37 +44,33 @@ class autocast(TorchFunctionMode):
     >>> y.dtype, layer.weight.dtype
     (torch.bfloat16, torch.float32)
 
-    Casts are operations like others: the backward pass goes through them, so that every weight gets its gradient in fp32. The half copy of a
-    weight is made once and kept to the end of the outermost region, so that a tied weight adds up its gradients in half, as torch's does.
-    Inner regions decide for themselves; `enabled=False` leaves every format as it is. A region can be entered again.
+    Casts are operations like others: the backward pass goes through them, so that every weight gets
+    its gradient in fp32. The half-precision copy of a weight is made once and kept to the end of
+    the outermost region, so that a tied weight adds up its gradients in half precision, as torch's
+    does. Inner regions decide for themselves; `enabled=False` leaves every format as it is. A
+    region can be entered again.
 
-    Invariant: losses and gradients equal those of torch.autocast("cpu", dtype) to the bit, for operations called from Python.
-    `checkpointing.checkpoint` computes again in the region of the first time. torch's checkpoint replays torch's regions only: write
-    `checkpoint(fn, x, use_reentrant=False, context_fn=region.contexts)`; its reentrant form has no place for this and computes again in fp32.
-    Not seen: what a composed function such as `F.multi_head_attention_forward` calls inside.
+    Invariant: losses and gradients equal those of torch.autocast("cpu", dtype) to the bit, for
+    operations called from Python. `checkpointing.checkpoint` computes again in the region of the
+    first time; torch's checkpoint replays torch's regions only. Not seen: what a composed function
+    such as `F.multi_head_attention_forward` calls inside.
     """
 
-    def __init__(
-        self, dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True, cache: bool = True
-    ) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True) -> None:
         super().__init__()
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"autocast computes in torch.bfloat16 or torch.float16, got {dtype!r}")
-        self.dtype, self.enabled, self.cache = dtype, enabled, cache
-        self._formats = (
-            dict.fromkeys(HALF_OPS, dtype) | dict.fromkeys(FULL_OPS, torch.float32)
-            if enabled
-            else {}
-        )
+        self.dtype = dtype
+        self.enabled = enabled
+        self._formats: dict[str, torch.dtype] = {}
+        if enabled:
+            self._formats |= dict.fromkeys(HALF_OPS, dtype)
+            self._formats |= dict.fromkeys(FULL_OPS, torch.float32)
 
     @staticmethod
     def innermost() -> "autocast | None":
         """The region that decides here, or None outside of all."""
         return _here.regions[-1] if _here.regions else None
-
-    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """What torch.utils.checkpoint takes as `context_fn`: nothing around the first evaluation, which is in this region, and the region around the second."""
-        return nullcontext(), self
 
     def __enter__(self) -> "autocast":
         _here.regions.append(self)
@@ -88,31 +87,23 @@ class autocast(TorchFunctionMode):
     ) -> Any:
         dtype = self._formats.get(getattr(func, "__name__", ""))
         if dtype is not None and _here.regions[-1] is self:
-            args = [
-                self._cast(value, dtype) if isinstance(value, Tensor) else value for value in args
-            ]
-            if kwargs:
-                kwargs = {
-                    key: self._cast(value, dtype) if isinstance(value, Tensor) else value
-                    for key, value in kwargs.items()
-                }
+            args = [self._cast(value, dtype) for value in args]
+            kwargs = {key: self._cast(value, dtype) for key, value in (kwargs or {}).items()}
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _cast(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        if value.dtype in (dtype, torch.float64) or not value.is_floating_point():
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if value.dtype in (dtype, torch.float64):
             return value
         is_weight = value.requires_grad and value.is_leaf and not value._is_view()
-        if not (is_weight and self.cache and dtype == self.dtype):
+        if not is_weight or dtype != self.dtype:
             return CAST[dtype](value)
         # A weight that has been stepped since, and a copy made under no_grad, are other copies.
         key = id(value), value._version, dtype, torch.is_grad_enabled()
-        held = _here.copies.get(key)
-        if held is None:
-            held = _here.copies[key] = (
-                value,
-                CAST[dtype](value),
-            )  # beside its source, so that no other tensor gets the same id
-        return held[1]
+        if key not in _here.copies:
+            _here.copies[key] = value, CAST[dtype](value)
+        return _here.copies[key][1]
 
 
 _here = _Here()

@@ -11,7 +11,9 @@ from labutils.floats import FloatFormat
 
 
 def exponents(tensors: Iterable[Tensor]) -> Counter[int]:
-    """How many numbers have each exponent ⌊log₂|x|⌋, over all tensors; zeros, infinities and NaN have none and are left out.
+    """How many numbers have each exponent ⌊log₂|x|⌋, over all tensors.
+
+    Zeros, infinities and NaN have none and are left out.
 
     >>> exponents([Tensor([1.0, 1.5, -2.0, 0.0, 0.3])]) == {-2: 1, 0: 2, 1: 1}
     True
@@ -29,12 +31,13 @@ def exponents(tensors: Iterable[Tensor]) -> Counter[int]:
 def fate(
     counts: Mapping[int, int], fmt: FloatFormat | str, scale: float | int = 1.0
 ) -> dict[str, float]:
-    """The shares of the counted numbers that, times `scale`, become zero, subnormal, normal or too large in `fmt`.
+    """The shares of the counted numbers that become zero, subnormal, normal or too large in `fmt`.
 
     >>> fate({-30: 1, -20: 2, 0: 4, 17: 1}, "fp16")
     {'zero': 0.125, 'subnormal': 0.25, 'normal': 0.5, 'too large': 0.125}
 
-    Scales are powers of two, so that exponents move by whole numbers. Half of the smallest subnormal itself is counted as what it borders on.
+    The numbers are taken times `scale`, a power of two, so that exponents move by whole numbers.
+    Half of the smallest subnormal itself is counted as what it borders on.
     """
     fmt = floats.named(fmt)
     shift = math.log2(scale) if scale > 0 and math.isfinite(scale) else math.nan

@@ -1,6 +1,5 @@
-"""Half weights that learn: an fp32 copy that the optimizer steps, or rounding by chance in its place."""
+"""Master weights: half-precision weights that learn, by an fp32 copy or by rounding by chance."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ HALF = {torch.float16: floats.FP16, torch.bfloat16: floats.BF16}
 
 
 class MasterWeights:
-    """An optimizer of half weights that really steps fp32 copies of them, the *master weights*, and hands each result back rounded.
+    """An optimizer of half-precision weights that really steps fp32 copies, the *master weights*.
 
-    Give it any optimizer that has not stepped yet; its groups and settings stay. Weights that are fp32 already are stepped as they are.
+    Each result is handed back rounded. Give it any optimizer that has not stepped yet; its groups
+    and settings stay. Weights that are fp32 already are stepped as they are.
 
     >>> layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     >>> _ = layer.weight.data.fill_(1.0)
@@ -26,10 +26,12 @@ class MasterWeights:
     >>> round(masters[layer.weight].item(), 4), layer.weight.item()
     (0.996, 0.99609375)
 
-    `fp32_gradients` means what it means in `TrainConfig`. False: gradients stay half, fp32 copies of them live only during the step.
-    True: each gradient is added to an fp32 sum as soon as it is complete, and the emptied half one is kept. "only": it is freed.
+    fp32_gradients: as in `TrainConfig`. False: gradients stay in half precision, fp32 copies of
+        them live only during the step. True: each is added to an fp32 sum as soon as it is
+        complete, and the emptied one is kept. "only": it is freed
 
-    Cost: with Adam 2 + 2 + 12 bytes a parameter, or 2 + 2 + 4 + 12 (True), or 2 + 4 + 12 ("only").
+    Cost: with Adam 2 + 2 + 12 bytes per parameter, or 2 + 2 + 4 + 12 (True), or 2 + 4 + 12
+    ("only").
     Source: Micikevicius et al. 1710.03740, section 3.1; fp32 sums as in Megatron-LM's main_grad.
     """
 
@@ -38,11 +40,13 @@ class MasterWeights:
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"master weights go with a torch optimizer, got {type(optimizer).__name__}: MasterWeights(torch.optim.AdamW(model.parameters()))"
+                f"master weights go with a torch optimizer, got {type(optimizer).__name__}: "
+                "MasterWeights(torch.optim.AdamW(model.parameters()))"
             )
         if optimizer.state:
             raise ValueError(
-                "this optimizer has stepped already, and its state belongs to the half weights: wrap it before the first step"
+                "this optimizer has stepped already, and its state belongs to the half weights: "
+                "wrap it before the first step"
             )
         if fp32_gradients not in (False, True, "only"):
             raise ValueError(
@@ -52,12 +56,11 @@ class MasterWeights:
         self.fp32_gradients = fp32_gradients
         self.masters: dict[Tensor, nn.Parameter] = {}
         for group in optimizer.param_groups:
-            group["params"] = [
-                self._master(weight) if weight.dtype in HALF else weight
-                for weight in group["params"]
-            ]
+            group["params"] = [self._master(weight) for weight in group["params"]]
 
-    def _master(self, weight: Tensor) -> nn.Parameter:
+    def _master(self, weight: Tensor) -> Tensor:
+        if weight.dtype not in HALF:
+            return weight
         if self.fp32_gradients:
             weight.register_post_accumulate_grad_hook(self._take)
         self.masters[weight] = nn.Parameter(weight.detach().float())
@@ -67,13 +70,14 @@ class MasterWeights:
         """The master copy of a half weight."""
         if weight not in self.masters:
             raise KeyError(
-                f"no master copy of this tensor ({weight.dtype}, shape {list(weight.shape)}): only half weights of the optimizer have one"
+                f"no master copy of this tensor ({weight.dtype}, shape {list(weight.shape)}): only "
+                "half weights of the optimizer have one"
             )
         return self.masters[weight]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer, with master weights in place of half ones: what a clipping function or a schedule works on."""
+        """The optimizer's groups, of master weights: what clipping or a schedule works on."""
         return self.optimizer.param_groups
 
     def _take(self, weight: Tensor) -> None:
@@ -92,7 +96,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Gives every master weight its gradient in fp32: to be unscaled, clipped, stepped. After the last backward pass of the batch; `step` does it too."""
+        """Gives every master weight its gradient in fp32: to be unscaled, clipped, stepped.
+
+        Call it after the last backward pass of the batch; `step` does it too.
+        """
         for weight, master in self.masters.items():
             if weight.grad is not None and master.grad is None:
                 self._add(weight)
@@ -111,11 +118,6 @@ class MasterWeights:
         """Rounds every master weight into its half weight."""
         torch._foreach_copy_(list(self.masters), list(self.masters.values()))
 
-    @torch.no_grad()
-    def reload(self) -> None:
-        """Reads the half weights into the masters, after they were changed from outside, as by loading a snapshot of the model alone."""
-        torch._foreach_copy_(list(self.masters.values()), list(self.masters))
-
     def zero_grad(self) -> None:
         """Frees every gradient, of half weights and of master weights."""
         self.optimizer.zero_grad()
@@ -126,45 +128,30 @@ class MasterWeights:
         for master in self.masters.values():
             master.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state and the master weights. The half weights alone are no snapshot: what rounding took from them would be lost."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "masters": [master.detach().clone() for master in self.masters.values()],
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the optimizer and the master weights, and rounds them into the half weights."""
-        if set(state) != {"optimizer", "masters"}:
-            raise ValueError(
-                f"this state holds {', '.join(sorted(map(str, state)))}: give what MasterWeights.state_dict() returned"
-            )
-        _check_shapes(state["masters"], self.masters.values())
-        self.optimizer.load_state_dict(state["optimizer"])
-        for master, saved in zip(self.masters.values(), state["masters"], strict=True):
-            master.copy_(saved)
-        self.publish()
-
 
 class RoundedWeights(MasterWeights):
-    """An optimizer of half weights *without* a master copy: weights become fp32 for the step and are rounded back, by chance or to nearest.
+    """An optimizer of half-precision weights *without* a master copy.
 
-    To nearest, a step smaller than half a gap is lost, every time. By chance it goes up with the probability of its place in the gap, so
+    Weights become fp32 for the step and are rounded back. To nearest, a step smaller than half a
+    gap is lost, every time. By chance it goes up with the probability of its place in the gap, so
     that the steps that are lost and those that are too large add up to the right path.
 
     >>> layer = nn.Linear(1, 1000, bias=False, dtype=torch.bfloat16)
+    >>> source = torch.Generator().manual_seed(0)
     >>> for mode in ("nearest", "stochastic"):
     ...     _ = layer.weight.data.fill_(1.0)
-    ...     rounded = RoundedWeights(torch.optim.SGD(layer.parameters(), lr=0.001), mode=mode, generator=torch.Generator().manual_seed(0))
+    ...     sgd = torch.optim.SGD(layer.parameters(), lr=0.001)
+    ...     rounded = RoundedWeights(sgd, mode=mode, generator=source)
     ...     layer.weight.grad = torch.ones_like(layer.weight)
     ...     for _ in range(20): rounded.step()
     ...     print(f"{layer.weight.float().mean():.3f}")
     1.000
     0.980
 
-    Cost: with Adam 2 + 2 + 8 bytes a parameter between steps; during a step fp32 weights and gradients come on top.
-    Source: stochastic rounding for training: Gupta et al. 1502.02551; for bf16 weights: Zamirai et al. 2010.06192.
+    Cost: with Adam 2 + 2 + 8 bytes per parameter between steps; fp32 weights and gradients come on
+    top during a step.
+    Source: stochastic rounding for training: Gupta et al. 1502.02551; for bf16 weights: Zamirai et
+    al. 2010.06192.
     """
 
     def __init__(
@@ -176,14 +163,16 @@ class RoundedWeights(MasterWeights):
     ) -> None:
         if mode == "stochastic" and generator is None:
             raise ValueError(
-                "mode='stochastic' needs its random source: pass generator=torch.Generator().manual_seed(0)"
+                "mode='stochastic' needs its random source: pass "
+                "generator=torch.Generator().manual_seed(0)"
             )
         if mode not in floats.MODES:
             raise ValueError(
                 f"mode={mode!r} is unknown: choose one of {', '.join(map(repr, floats.MODES))}"
             )
         super().__init__(optimizer)
-        self.mode, self.generator = mode, generator
+        self.mode = mode
+        self.generator = generator
         self._narrow()
 
     def _narrow(self) -> None:
@@ -201,48 +190,13 @@ class RoundedWeights(MasterWeights):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Rounds the stepped weights back to half, and lets the fp32 ones go."""
+        """Rounds the stepped weights back to half precision, and lets the fp32 ones go."""
         for weight, master in self.masters.items():
-            weight.copy_(
-                round_to(
-                    master.detach(), HALF[weight.dtype], mode=self.mode, generator=self.generator
-                )
-            )
+            fmt = HALF[weight.dtype]
+            weight.copy_(round_to(master.detach(), fmt, mode=self.mode, generator=self.generator))
         self._narrow()
-
-    def reload(self) -> None:
-        """Nothing is kept, so there is nothing to read again."""
 
     def zero_grad(self) -> None:
         """Frees every gradient."""
         super().zero_grad()
         self._narrow()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state and that of the random source; the weights are the model's own."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "generator": None if self.generator is None else self.generator.get_state(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the optimizer and the random source."""
-        if set(state) != {"optimizer", "generator"}:
-            raise ValueError(
-                f"this state holds {', '.join(sorted(map(str, state)))}: give what RoundedWeights.state_dict() returned"
-            )
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.generator is not None and state["generator"] is not None:
-            self.generator.set_state(state["generator"])
-
-
-def _check_shapes(saved: list[Tensor], mine: Iterable[Tensor]) -> None:
-    theirs, ours = ([list(tensor.shape) for tensor in tensors] for tensors in (saved, mine))
-    if theirs != ours:
-        where = next(
-            (i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b),
-            min(len(theirs), len(ours)),
-        )
-        raise ValueError(
-            f"the state holds {len(theirs)} master weights, here are {len(ours)}, and number {where} is the first that differs: was it another model?"
-        )

@@ -1,7 +1,8 @@
 """Rounding whole tensors to any `FloatFormat`.
 
-A tensor keeps its dtype and only its *values* move to the format's grid, so training in fp8, fp4 or a format of your
-own can be tried on any machine. `floats` is the exact, slow reference; this file is the fast road to the same numbers.
+A tensor keeps its dtype and only its *values* move to the format's grid, so training in fp8, fp4 or
+a format of your own can be tried on any machine. `floats` is the exact, slow reference; this file
+is the fast road to the same numbers.
 """
 
 import math
@@ -14,12 +15,19 @@ from labutils import floats
 from labutils.floats import FloatFormat
 
 CHUNK = 1 << 15
-"""Elements worked on at a time: they stay in cache for all passes, and torch uses one thread for so few.
-On an idle machine more threads would be faster; on a busy one they wait for one another after each of ten short passes."""
+"""Elements worked on at a time: they stay in cache for all passes, and torch uses one thread.
+More threads would be faster on an idle machine; on a busy one they wait for one another."""
 
 
 NATIVE = {floats.FP16: torch.float16, floats.BF16: torch.bfloat16, floats.E5M2: torch.float8_e5m2}
-"""Casts of torch that round as we do on a CPU, from float32. Not from float64: torch goes through float32 and rounds twice."""
+"""Casts of torch that round as we do on a CPU; not from float64, which torch rounds twice."""
+
+
+EXPONENTS = {
+    torch.float64: (torch.int64, 0x7FF << 52),
+    torch.float32: (torch.int32, 0xFF << 23),
+}
+"""Where the exponent's bits are in a machine number, seen as an integer."""
 
 
 def round_to(
@@ -30,30 +38,35 @@ def round_to(
     overflow: str = "ieee",
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """x with every value rounded once to fmt's grid, in x's own dtype and shape; NaN stays NaN, −0 stays −0.
+    """x with every value rounded once to fmt's grid, in x's own dtype and shape.
+
+    NaN stays NaN, −0 stays −0.
 
     >>> round_to(torch.tensor([17.0, 464.0, 465.0]), "e4m3")
     tensor([ 16., 448.,  nan])
     >>> round_to(torch.tensor([17.0, 464.0, 465.0]), "e4m3", overflow="saturate")
     tensor([ 16., 448., 448.])
 
-    `mode` and `overflow` mean what they mean in `FloatFormat.encode`: for e4m3, "ieee" is what ml_dtypes does (NaN
-    above 464) and "saturate" what torch's CPU cast does (448, even for inf). "stochastic" needs a `generator`; the
-    chance of rounding up is right to 2⁻²⁴ (2⁻⁵³ for float64).
-    A result that x's dtype cannot hold (bf16's 65536 in a float16 tensor) becomes inf there. fp6 and fp4 have no code
-    for NaN, but round_to passes it through: a simulation should not hide one.
+    `mode` and `overflow` mean what they mean in `FloatFormat.encode`: for e4m3, "ieee" is what
+    ml_dtypes does (NaN above 464) and "saturate" what torch's CPU cast does (448, even for inf).
+    "stochastic" needs a `generator`; the chance of rounding up is right to 2⁻²⁴ (2⁻⁵³ for float64).
+    A result that x's dtype cannot hold (bf16's 65536 in a float16 tensor) becomes inf there. fp6
+    and fp4 have no code for NaN, but round_to passes it through: a simulation should not hide one.
     Gradient: straight through, everywhere, as if this were the identity.
 
-    Cost: about ten passes over cached memory. Invariant: equals `fmt.round` of every element (nearest, zero).
+    Cost: about ten passes over cached memory. Invariant: equals `fmt.round` of every element
+    (nearest, zero).
     """
     fmt = floats.named(fmt)
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"round_to takes a tensor, got {type(x).__name__}: for one number use {fmt.name}'s .round(x)"
+            f"round_to takes a tensor, got {type(x).__name__}: for one number use {fmt.name}'s "
+            ".round(x)"
         )
     if x.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(
-            f"round_to takes float64, float32, float16 or bfloat16, got {x.dtype}: convert with x.float()"
+            f"round_to takes float64, float32, float16 or bfloat16, got {x.dtype}: convert with "
+            "x.float()"
         )
     if mode not in floats.MODES:
         raise ValueError(
@@ -61,11 +74,13 @@ def round_to(
         )
     if overflow not in floats.OVERFLOWS:
         raise ValueError(
-            f"overflow={overflow!r} is unknown: choose one of {', '.join(map(repr, floats.OVERFLOWS))}"
+            f"overflow={overflow!r} is unknown: choose one of "
+            f"{', '.join(map(repr, floats.OVERFLOWS))}"
         )
     if mode == "stochastic" and generator is None:
         raise ValueError(
-            "mode='stochastic' needs its random source: pass generator=torch.Generator().manual_seed(0)"
+            "mode='stochastic' needs its random source: pass "
+            "generator=torch.Generator().manual_seed(0)"
         )
     return _RoundTo.apply(x, fmt, mode, overflow, generator)
 
@@ -92,56 +107,67 @@ class _RoundTo(torch.autograd.Function):
 def _rounded(
     x: Tensor, fmt: FloatFormat, mode: str, overflow: str, generator: torch.Generator | None
 ) -> Tensor:
-    """Chunk by chunk: write |x| in units of the gap between its neighbors, round that to an integer, multiply back."""
-    if x.dtype == torch.float64 or not _fits_fp32(fmt):
-        real, integer, exponent_mask = torch.float64, torch.int64, 0x7FF << 52
-    else:
-        real, integer, exponent_mask = torch.float32, torch.int32, 0xFF << 23
-
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     on_cpu = x.device.type == "cpu"
-    native = (
-        NATIVE.get(fmt)
-        if on_cpu and x.dtype != torch.float64 and mode == "nearest" and overflow == "ieee"
-        else None
-    )
     chunk = CHUNK if on_cpu else max(x.numel(), 1)
-    scratch = torch.empty(2, min(chunk, x.numel()), dtype=real, device=x.device)
-    for source, target in zip(
-        x.detach().reshape(-1).split(chunk), out.view(-1).split(chunk), strict=True
-    ):
-        if native is not None:
-            target.copy_(source.to(native))
-            continue
-        work, gap = scratch[:, : source.numel()]
-        a = target if target.dtype == real else work
-        torch.abs(source.to(real), out=a)
-
-        # The gap is 2^(exponent − mantissa_bits), the exponent that of x, but within the format's.
-        torch.clamp(a, 2.0**fmt.min_exponent, 2.0**fmt.max_exponent, out=gap)
-        gap.view(integer).bitwise_and_(exponent_mask)
-        gap.mul_(2.0**-fmt.mantissa_bits)
-        a.div_(gap)
-        if mode == "nearest":
-            _round_to_even_(a, fmt.mantissa_bits)
-        elif mode == "zero":
-            a.trunc_()
-        else:
-            _round_stochastically_(a, 2.0 ** (fmt.mantissa_bits + 2), generator)
-        a.mul_(gap)
-
-        _overflow_(a, source, fmt, mode, overflow)
-        if not fmt.zero:
-            a.clamp_(min=fmt.min_normal)
-        if fmt.signed:
-            a.copysign_(source)
-        else:
-            a.masked_fill_(source < 0, math.nan)
-        if fmt.nan == "negative_zero":
-            a.add_(0.0)  # −0 + 0 = +0
-        if a is not target:
-            target.copy_(a)
+    sources, targets = x.detach().reshape(-1).split(chunk), out.view(-1).split(chunk)
+    simple = on_cpu and x.dtype != torch.float64 and mode == "nearest" and overflow == "ieee"
+    if simple and fmt in NATIVE:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source.to(NATIVE[fmt]))
+    else:
+        scratch = _scratch(x, fmt, chunk)
+        for source, target in zip(sources, targets, strict=True):
+            _round_chunk(source, target, scratch, fmt, mode, overflow, generator)
     return out
+
+
+def _scratch(x: Tensor, fmt: FloatFormat, chunk: int) -> Tensor:
+    """Room for the magnitudes of a chunk and the gaps around them."""
+    wide = x.dtype == torch.float64 or not _fits_fp32(fmt)
+    dtype = torch.float64 if wide else torch.float32
+    return torch.empty(2, min(chunk, x.numel()), dtype=dtype, device=x.device)
+
+
+def _round_chunk(
+    source: Tensor,
+    target: Tensor,
+    scratch: Tensor,
+    fmt: FloatFormat,
+    mode: str,
+    overflow: str,
+    generator: torch.Generator | None,
+) -> None:
+    """Writes |x| in units of the gap between its neighbors, rounds that, and multiplies back."""
+    integer, exponent_mask = EXPONENTS[scratch.dtype]
+    work, gap = scratch[:, : source.numel()]
+    a = target if target.dtype == work.dtype else work
+    torch.abs(source.to(work.dtype), out=a)
+
+    # The gap is 2^(exponent − mantissa_bits), the exponent that of x, but within the format's.
+    torch.clamp(a, 2.0**fmt.min_exponent, 2.0**fmt.max_exponent, out=gap)
+    gap.view(integer).bitwise_and_(exponent_mask)
+    gap.mul_(2.0**-fmt.mantissa_bits)
+    a.div_(gap)
+    if mode == "nearest":
+        _round_to_even_(a, fmt.mantissa_bits)
+    elif mode == "zero":
+        a.trunc_()
+    else:
+        _round_stochastically_(a, 2.0 ** (fmt.mantissa_bits + 2), generator)
+    a.mul_(gap)
+
+    _overflow_(a, source, fmt, mode, overflow)
+    if not fmt.zero:
+        a.clamp_(min=fmt.min_normal)
+    if fmt.signed:
+        a.copysign_(source)
+    else:
+        a.masked_fill_(source < 0, math.nan)
+    if fmt.nan == "negative_zero":
+        a.add_(0.0)  # −0 + 0 = +0
+    if a is not target:
+        target.copy_(a)
 
 
 def _round_to_even_(a: Tensor, mantissa_bits: int) -> None:
@@ -172,7 +198,8 @@ def _overflow_(a: Tensor, source: Tensor, fmt: FloatFormat, mode: str, overflow:
     elif mode == "zero":
         a.clamp_(max=fmt.max).masked_fill_(source.isinf(), special)
     else:
-        # threshold_ replaces what is ≤ its threshold, keeps NaN, and is ten times as fast as masked_fill_.
+        # threshold_ replaces what is ≤ its threshold, keeps NaN, and is ten times as fast as
+        # masked_fill_.
         beyond = fmt.max + fmt.spacing(fmt.max)
         beyond = beyond if beyond <= torch.finfo(a.dtype).max else math.inf
         torch.nn.functional.threshold_(a.neg_(), -beyond, special).abs_()

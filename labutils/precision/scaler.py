@@ -1,4 +1,4 @@
-"""Loss scaling: gradients lifted into the range of fp16 before the backward pass, and set down again, in fp32, after it."""
+"""Loss scaling: gradients lifted into the range of fp16, and set down again in fp32."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from labutils import floats, units
 
 @runtime_checkable
 class Steps(Protocol):
-    """What a scaler needs of an optimizer: torch's own, `MasterWeights`, `RoundedWeights`, those of `zero`."""
+    """What a scaler needs of an optimizer: torch's own, `MasterWeights`, those of `zero`."""
 
     param_groups: list[dict[str, Any]]
 
@@ -28,10 +28,12 @@ class _Turn:
 
 
 class LossScaler:
-    """A factor on the loss, and so on every gradient, that keeps small gradients out of fp16's underflow; dynamic unless told otherwise.
+    """A factor on the loss that keeps small gradients out of fp16's underflow, like GradScaler.
 
-    The dynamic scale climbs until gradients overflow: `growth_interval` steps in a row without an inf or NaN multiply it by `growth_factor`; a step
-    with one is skipped and multiplies it by `backoff_factor`. The static scale stays, and steps that overflow are skipped all the same.
+    The dynamic scale climbs until gradients overflow: `growth_interval` steps in a row without an
+    inf or NaN multiply it by `growth_factor`; a step with one is skipped and multiplies it by
+    `backoff_factor`. A static scale (dynamic=False) stays; steps that overflow are skipped all the
+    same.
 
     >>> weight = torch.nn.Parameter(torch.tensor(2.0))
     >>> optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -45,8 +47,10 @@ class LossScaler:
     True 1.7 2048.0
     False 1.7 1024.0
 
-    Invariant: scale for scale, skip for skip and weight for weight what `torch.amp.GradScaler` does; `state_dict`s can be exchanged.
-    Source: Micikevicius et al. 1710.03740, section 3.2 (a constant scale, skipped steps); the dynamic rule: NVIDIA's mixed-precision guide.
+    Invariant: scale for scale, skip for skip and weight for weight what `torch.amp.GradScaler`
+    does.
+    Source: Micikevicius et al. 1710.03740, section 3.2 (a constant scale, skipped steps); the
+    dynamic rule: NVIDIA's mixed-precision guide.
     """
 
     def __init__(
@@ -61,85 +65,76 @@ class LossScaler:
         self.value = _scale(init_scale, "init_scale")
         if units.positive(growth_factor, "growth_factor") <= 1:
             raise ValueError(
-                f"growth_factor must be above 1, got {growth_factor}: for a scale that stays, pass dynamic=False"
+                f"growth_factor must be above 1, got {growth_factor}: for a scale that stays, pass "
+                "dynamic=False"
             )
         if units.positive(backoff_factor, "backoff_factor") >= 1:
             raise ValueError(
-                f"backoff_factor must be below 1, got {backoff_factor}: a scale that overflows has to come down"
+                f"backoff_factor must be below 1, got {backoff_factor}: a scale that overflows has "
+                "to come down"
             )
-        self.growth_factor, self.backoff_factor = float(growth_factor), float(backoff_factor)
+        self.growth_factor = float(growth_factor)
+        self.backoff_factor = float(backoff_factor)
         self.growth_interval = units.whole(growth_interval, "growth_interval", 1)
         self.dynamic = dynamic
         self.good_steps = 0  # in a row, since the scale last moved
         self._turns: dict[int, _Turn] = {}
 
     def __repr__(self) -> str:
-        return f"LossScaler({self.value:g}, {'dynamic' if self.dynamic else 'static'}, {self.good_steps} good steps in a row)"
+        kind = "dynamic" if self.dynamic else "static"
+        return f"LossScaler({self.value:g}, {kind}, {self.good_steps} good steps in a row)"
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, in fp32 or wider where the loss is one number: 65536 itself is beyond fp16."""
+        """The loss times the scale, in fp32 or wider: 65536 itself is beyond fp16."""
         return loss * torch.tensor(self.value, device=loss.device)
 
     @torch.no_grad()
     def unscale_(self, optimizer: Steps) -> bool:
-        """Divides the optimizer's gradients by the scale, once, so that they can be clipped; whether all of them were finite."""
+        """Divides the optimizer's gradients by the scale, once; whether all of them were finite.
+
+        What clips comes after it.
+        """
         if turn := self._turns.get(id(optimizer)):
-            if turn.stepped:
-                raise RuntimeError(
-                    "this optimizer has stepped already: call update() before the next backward pass, then unscale_()"
-                )
             raise RuntimeError(
-                "these gradients are unscaled already: unscale_() once between two calls of update(); step() does it where you don't"
+                "this optimizer has stepped already: call update() before the next backward pass"
+                if turn.stepped
+                else "these gradients are unscaled already: unscale_() once between two calls of "
+                "update(); step() does it where you don't"
             )
         factor = floats.FP32.round(1 / self.value)
-        if hasattr(
-            optimizer, "unscale_"
-        ):  # its gradients are shards on many ranks, which must all skip a step or none
-            turn = self._turns[id(optimizer)] = _Turn(optimizer.unscale_(factor))
-            return turn.finite
-        if hasattr(optimizer, "collect"):
-            optimizer.collect()
-        gradients = [
-            p.grad
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        for gradient in gradients:
-            if gradient.dtype == torch.float16:
-                raise ValueError(
-                    "fp16 gradients cannot be unscaled: they would underflow again. Keep fp32 weights, or wrap the optimizer in MasterWeights"
-                )
-            if gradient.layout != torch.strided:
-                raise ValueError(
-                    f"gradients must be dense to be unscaled, got layout {gradient.layout}: build the embedding with sparse=False"
-                )
-        turn = self._turns[id(optimizer)] = _Turn(_multiply_(gradients, factor))
-        return turn.finite
+        # Gradients that are shards on many ranks: all must skip a step or none.
+        if hasattr(optimizer, "unscale_"):
+            finite = optimizer.unscale_(factor)
+        else:
+            if hasattr(optimizer, "collect"):
+                optimizer.collect()
+            finite = _multiply_(_gradients(optimizer), factor)
+        self._turns[id(optimizer)] = _Turn(finite)
+        return finite
 
     def step(self, optimizer: Steps) -> bool:
-        """Steps the optimizer, unless a gradient is inf or NaN; whether it did. Unscales the gradients if nobody has."""
+        """Steps the optimizer, unless a gradient is inf or NaN; whether it did. Unscales first."""
         if id(optimizer) not in self._turns:
             self.unscale_(optimizer)
         turn = self._turns[id(optimizer)]
         if turn.stepped:
             raise RuntimeError(
-                "step() was called twice since the last update(): call update() once after every step"
+                "step() was called twice since the last update(): call update() once after every "
+                "step"
             )
         turn.stepped = True
         if turn.finite:
             optimizer.step()
         return turn.finite
 
-    def update(self, new_scale: float | int | None = None) -> None:
-        """Moves the scale by what the last step found, or sets it; once after every step, of all optimizers."""
-        if new_scale is not None:
-            self.value = _scale(new_scale, "new_scale")
-        elif not self._turns:
+    def update(self) -> None:
+        """Moves the scale by what the last step found; once after every step, of all optimizers."""
+        if not self._turns:
             raise RuntimeError(
-                "no gradients were looked at since the last update(): call step(optimizer) or unscale_(optimizer) first"
+                "no gradients were looked at since the last update(): call step(optimizer) or "
+                "unscale_(optimizer) first"
             )
-        elif self.dynamic:
+        if self.dynamic:
             self._move(all(turn.finite for turn in self._turns.values()))
         self._turns.clear()
 
@@ -149,33 +144,31 @@ class LossScaler:
             self.value = floats.FP32.round(self.value * self.backoff_factor)
             if not self.value:
                 raise FloatingPointError(
-                    "the scale has shrunk to 0 and gradients still overflow: the loss itself is inf or NaN, whatever its scale"
+                    "the scale has shrunk to 0 and gradients still overflow: the loss itself is "
+                    "inf or NaN, whatever its scale"
                 )
         elif self.good_steps == self.growth_interval:
             grown = floats.FP32.round(self.value * self.growth_factor)
-            self.value, self.good_steps = grown if math.isfinite(grown) else self.value, 0
+            self.value = grown if math.isfinite(grown) else self.value
+            self.good_steps = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that the next steps depend on, under the names of `torch.amp.GradScaler`."""
-        return {
-            "scale": self.value,
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
-            "growth_interval": self.growth_interval,
-            "_growth_tracker": self.good_steps,
-            "dynamic": self.dynamic,
-        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the scaler that gave `state` stopped, ours or torch's."""
-        state = {"dynamic": self.dynamic, **state}
-        if missing := set(self.state_dict()) - set(state):
+def _gradients(optimizer: Steps) -> list[Tensor]:
+    """The optimizer's gradients, which can be unscaled, or an error that says why not."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for gradient in gradients:
+        if gradient.dtype == torch.float16:
             raise ValueError(
-                f"this state has no {', '.join(sorted(missing))}: give what state_dict() of an enabled scaler returned"
+                "fp16 gradients cannot be unscaled: they would underflow again. Keep fp32 weights, "
+                "or wrap the optimizer in MasterWeights"
             )
-        names = ("growth_factor", "backoff_factor", "growth_interval", "dynamic")
-        self.__init__(state["scale"], **{name: state[name] for name in names})
-        self.good_steps = units.whole(state["_growth_tracker"], "_growth_tracker")
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"gradients must be dense to be unscaled, got layout {gradient.layout}: build the "
+                "embedding with sparse=False"
+            )
+    return gradients
 
 
 def _scale(value: float | int, name: str) -> float:
@@ -183,17 +176,16 @@ def _scale(value: float | int, name: str) -> float:
     rounded = floats.FP32.round(units.positive(value, name))
     if not 0 < rounded < math.inf:
         raise ValueError(
-            f"{name}={value} is outside the range of fp32: scales in use lie between 1 and 2**24"
+            f"{name}={value} is outside the range of fp32: use one between 1 and 2**24"
         )
     return rounded
 
 
 def _multiply_(gradients: list[Tensor], factor: float) -> bool:
-    """Multiplies in place; whether all were finite before. One pass does both, and one look at each device sees all of its gradients."""
+    """Multiplies in place; whether all were finite before. One pass on each device does both."""
     beyond = {gradient.device: torch.zeros(1, device=gradient.device) for gradient in gradients}
     for device, found in beyond.items():
         here = [gradient for gradient in gradients if gradient.device == device]
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            here, found, torch.full_like(found, factor)
-        )
+        inverse = torch.full_like(found, factor)
+        torch._amp_foreach_non_finite_check_and_unscale_(here, found, inverse)
     return not any(beyond.values())

@@ -1,4 +1,4 @@
-"""Sums whose every partial result is rounded, and the loss of a language model whose softmax is such a sum."""
+"""Sums whose every partial result is rounded, and a cross-entropy over such a sum."""
 
 import itertools
 
@@ -21,14 +21,15 @@ def running_sum(
     mode: str = "nearest",
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "*rows n"]:
-    """All partial sums of each row, from left to right, every one rounded to fmt: the last is the sum it gives.
+    """All partial sums of each row, from left to right, every one rounded to fmt.
 
     >>> running_sum(torch.ones(4096), "fp16")[-1].item()
     2048.0
 
-    Invariant: each addition is rounded once. It is formed in float64, which for two numbers of up to 25 significant
-    bits makes the second rounding harmless (Figueroa 1995). Numbers that are fmt's already are left to the machine's own addition,
-    which gives the same and is twenty times as fast.
+    Invariant: each addition is rounded once. It is formed in float64, which for two numbers of up
+    to 25 significant bits makes the second rounding harmless (Figueroa 1995). Numbers that are
+    fmt's already are left to the machine's own addition, which gives the same and is twenty times
+    as fast.
     """
     fmt = _accumulator(fmt)
     dtype = MACHINE.get(fmt)
@@ -46,7 +47,7 @@ def running_sum(
 
 
 def pairwise_sum(x: Float[Tensor, "*rows n"], fmt: FloatFormat | str) -> Float[Tensor, "*rows"]:
-    """The sum of each row, taken as a tree: neighbors first, then their sums, every one rounded to fmt.
+    """The sum of each row as a tree: neighbors first, then their sums, every one rounded to fmt.
 
     >>> pairwise_sum(torch.ones(4096), "fp16").item()
     4096.0
@@ -65,14 +66,18 @@ def pairwise_sum(x: Float[Tensor, "*rows n"], fmt: FloatFormat | str) -> Float[T
 def cross_entropy(
     logits: Float[Tensor, "n v"], targets: Int[Tensor, " n"], fmt: FloatFormat | str
 ) -> Float[Tensor, ""]:
-    """Mean cross-entropy, in nats, of a softmax whose denominator is a running sum over the vocabulary in `fmt`.
+    """Mean cross-entropy in nats; the softmax's denominator is a running sum in `fmt`.
 
     >>> logits, targets = torch.zeros(1, 4096), torch.zeros(1, dtype=torch.long)
-    >>> [round(cross_entropy(logits, targets, name).exp().item()) for name in ("fp32", "fp16", "bf16")]
-    [4096, 2048, 256]
+    >>> for name in ("fp32", "fp16", "bf16"):
+    ...     print(round(cross_entropy(logits, targets, name).exp().item()))
+    4096
+    2048
+    256
 
-    The terms exp(x − max) are rounded to `fmt`, then added one after another; everything else is fp32. The gradient is what a kernel computes that
-    keeps the denominator: p − y, with p the terms over that sum, so these p need not add up to 1.
+    The terms exp(x − max) are rounded to `fmt`, then added one after another; everything else is
+    fp32. The gradient is what a kernel computes that keeps the denominator: p − y, with p the terms
+    over that sum, so these p need not add up to 1.
 
     Invariant: in fp32 it is torch's cross-entropy, up to the order of summation.
     Source: sums in fp32, softmax's by name: Micikevicius et al. 1710.03740, section 3.3.
@@ -111,6 +116,7 @@ def _accumulator(fmt: FloatFormat | str) -> FloatFormat:
     fmt = floats.named(fmt)
     if 24 < fmt.mantissa_bits < 52:
         raise ValueError(
-            f"{fmt.name} has {fmt.mantissa_bits} mantissa bits: sums are exact for up to 24, and for fp64"
+            f"{fmt.name} has {fmt.mantissa_bits} mantissa bits: sums are exact for up to 24, and "
+            "for fp64"
         )
     return fmt

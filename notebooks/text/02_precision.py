@@ -47,7 +47,8 @@ codes = torch.tensor([letters.index(letter) for letter in text])
 len(text), len(letters)
 
 # %%
-config = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=128, vocab_size=len(letters), seq_len=32)
+sizes = dict(num_layers=2, d_model=32, num_heads=4, d_ff=128, seq_len=32)
+config = ModelConfig(**sizes, vocab_size=len(letters))
 
 
 def batch(generator, rows=16, tokens=codes):
@@ -104,14 +105,14 @@ reveal("precision/thousand-steps", weight=weight.item())
 # %%
 def share_that_moves(model, lr, fmt):
     """The share of weights that a step of `lr` changes, once rounded to `fmt`."""
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
     start = precision.round_to(weights, fmt)
     return (precision.round_to(start - lr, fmt) != start).double().mean().item()
 
 
 for lr in (1e-2, 1e-3, 1e-4, 1e-5):
-    shares = [f"{name} {share_that_moves(model, lr, name):4.0%}" for name in ("bf16", "fp16")]
-    print(f"lr = {lr:g}: ", *shares)
+    bf16, fp16 = (share_that_moves(model, lr, name) for name in ("bf16", "fp16"))
+    print(f"lr = {lr:g}:  bf16 {bf16:4.0%} fp16 {fp16:4.0%}")
 
 # %% [markdown]
 # fp16 has three bits more, and needs a rate eight times lower to get stuck. Learning rates *end* low: that is what a schedule is for.
@@ -121,24 +122,25 @@ for lr in (1e-2, 1e-3, 1e-4, 1e-5):
 
 
 # %%
-def train(model, steps, make, *, lr, seed, scaler=None, share=1.0, criterion=GPT.loss, tokens=codes):
-    """The loss on a test batch before, during and after training `model` with the optimizer that `make` makes of torch's."""
-    generator, test = torch.Generator().manual_seed(100 + seed), batch(torch.Generator().manual_seed(99), 32, tokens)
+def train(model, steps, make, seed, scaler=None, lr=2e-3, loss=GPT.loss, tokens=codes):
+    """Test losses before, while and after training with what `make` makes of AdamW."""
+    draw, test = torch.Generator().manual_seed(100 + seed), test_batch(tokens)
     optimizer = make(torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-15))
+    scaler = scaler or LossScaler(1.0, dynamic=False)  # a scale of 1 changes nothing
     losses = [tested(model, test)]
     for step in range(1, steps + 1):
         optimizer.zero_grad()
-        loss = criterion(model, *batch(generator, tokens=tokens)).float() * share
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+        scaler.scale(loss(model, *batch(draw, tokens=tokens)).float()).backward()
+        scaler.step(optimizer)
+        scaler.update()
         if step % 10 == 0:
             losses.append(tested(model, test))
     return losses
+
+
+# %%
+def test_batch(tokens=codes):
+    return batch(torch.Generator().manual_seed(99), 32, tokens)
 
 
 @torch.no_grad()
@@ -147,37 +149,65 @@ def tested(model, test):
 
 
 # %% [markdown]
-# (The last four settings are for later sections.)
+# (The last settings are for later sections. `scaler` is one of them, too: until then it multiplies by 1.)
 
 # %%
-seeds = range(3)
-trained = [GPT(config, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-first = [train(gpt, 100, lambda adamw: adamw, lr=2e-3, seed=seed) for seed, gpt in enumerate(trained)]
+def adamw(optimizer):
+    """torch's own, as it is."""
+    return optimizer
+
+
+def three_seeds(models, steps, dtype, make, settings=None, **options):
+    """A run of each model in `dtype`; `settings` are those of a loss scaler."""
+    runs = []
+    for seed, model in enumerate(models):
+        scaler = settings and LossScaler(**settings)
+        learner = copy.deepcopy(model).to(dtype)
+        runs.append(train(learner, steps, make, seed, scaler, **options))
+    return runs
+
+
+# %%
+def untrained(config):
+    generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    return [GPT(config, generator=generator) for generator in generators]
+
+
+trained = untrained(config)
+first = [train(gpt, 100, adamw, seed) for seed, gpt in enumerate(trained)]
 [(round(run[0], 1), round(run[-1], 1)) for run in first]
 
 # %%
 half, plain = torch.bfloat16, torch.float32
 chance = torch.Generator().manual_seed(0)
+
+
+def by_chance(optimizer):
+    return RoundedWeights(optimizer, generator=chance)
+
+
 ways = {
-    "fp32": (plain, lambda adamw: adamw),
-    "bf16 alone": (half, lambda adamw: adamw),
+    "fp32": (plain, adamw),
+    "bf16 alone": (half, adamw),
     "with master weights": (half, MasterWeights),
-    "rounded by chance": (half, lambda adamw: RoundedWeights(adamw, generator=chance)),
+    "rounded by chance": (half, by_chance),
 }
-runs = {
-    name: [train(copy.deepcopy(trained[seed]).to(dtype), 100, make, lr=1e-5, seed=seed) for seed in seeds]
-    for name, (dtype, make) in ways.items()
-}
+runs = {name: three_seeds(trained, 100, *how, lr=1e-5) for name, how in ways.items()}
 
 # %%
-gained = {name: [[loss - losses[0] for loss in losses] for losses in run] for name, run in runs.items()}
+def change(run):
+    return [loss - run[0] for loss in run]
+
+
+gained = {name: [change(run) for run in three] for name, three in runs.items()}
 title = "At a low learning rate, bf16 weights alone stand still"
+told = ". With master weights, or rounded by chance, the loss falls as in fp32."
 plots.curves(
     range(0, 101, 10),
     xlabel="steps at lr = 0.00001",
     ylabel="change of the test loss",
     title=title,
-    alt=title + ". With master weights, or rounded by chance, the loss falls as in fp32. Three seeds each.",
+    alt=title + told + " Three seeds each.",
     **gained,
 )
 
@@ -230,27 +260,28 @@ predict("precision/flushed", percent=20)
 plots.exponent_histogram(gradients, formats, scale=2.0**-13)
 
 # %%
-reveal("precision/flushed", percent=round(100 * precision.fate(gradients, "fp16", 2.0**-13)["zero"]))
+counted = precision.fate(gradients, "fp16", 2.0**-13)
+reveal("precision/flushed", percent=round(100 * counted["zero"]))
 
 # %% [markdown]
-# Counting bars is the prediction. The measurement is a backward pass of a real fp16 model, with the loss times $2^{-13}$:
+# Counting bars is the prediction. The measurement, rounded to 5 %, is a backward pass of a real fp16 model, with the loss times $2^{-13}$:
 
 
 # %%
 def zeros(scale):
-    """The share of zeros among the gradients of the fp16 model, beyond those that fp32 has too."""
+    """The share of gradients that are zero in the fp16 model and not in fp32."""
     small = copy.deepcopy(model).half()
     small.zero_grad()
     (small.loss(*batch(torch.Generator().manual_seed(1))).float() * scale).backward()
-    lost = [(p.grad == 0) & (q.grad != 0) for p, q in zip(small.parameters(), model.parameters(), strict=True)]
-    return (sum(part.sum() for part in lost) / sum(gradients.values())).item()
+    pairs = zip(small.parameters(), model.parameters(), strict=True)
+    lost = sum(((p.grad == 0) & (q.grad != 0)).sum() for p, q in pairs)
+    return lost.item() / sum(gradients.values())
 
 
 for scale in (1.0, 2.0**-7, 2.0**-13, 2.0**-16):
     counted = precision.fate(gradients, "fp16", scale)["zero"]
-    print(
-        f"loss times {scale:<9.2g} counted: {counted:4.0%} are zero   measured: about {round(20 * zeros(scale)) / 20:4.0%}"
-    )
+    about = round(20 * zeros(scale)) / 20
+    print(f"loss times {scale:<9.2g} counted {counted:4.0%}, measured {about:4.0%}")
 
 # %% [markdown]
 # Far more than you counted. The backward pass begins with the gradients of the *logits*, and a weight's gradient is a sum over all of them. At the start of training each
@@ -259,14 +290,14 @@ for scale in (1.0, 2.0**-7, 2.0**-13, 2.0**-16):
 
 # %%
 arriving = []
-handle = model.head.register_full_backward_hook(lambda head, d_in, d_out: arriving.append(d_out[0]))
+noted = lambda head, d_in, d_out: arriving.append(d_out[0])  # noqa: E731
+handle = model.head.register_full_backward_hook(noted)
 model.loss(*batch(torch.Generator().manual_seed(1))).backward()
 handle.remove()
 of_logits = precision.exponents(arriving)
 for scale in (1.0, 2.0**-7, 2.0**-13, 2.0**-16):
-    print(
-        f"loss times {scale:<9.2g} {precision.fate(of_logits, 'fp16', scale)['zero']:4.0%} of the logits' gradients are zero"
-    )
+    zero = precision.fate(of_logits, "fp16", scale)["zero"]
+    print(f"loss times {scale:<9.2g} {zero:4.0%} of the logits' gradients are zero")
 
 # %% [markdown]
 # **Loss scaling** moves the histogram back. The backward pass is linear, so the loss times $S$ gives gradients times $S$; they are divided by $S$ *in fp32*, where
@@ -274,27 +305,20 @@ for scale in (1.0, 2.0**-7, 2.0**-13, 2.0**-16):
 # fp32 the share makes no difference:
 
 # %%
-tiny = 2.0**-16
+def tiny(model, x, y):
+    return model.loss(x, y).float() * 2.0**-16
+
+
+fp16, scaling = torch.float16, {"init_scale": 2.0**16, "growth_interval": 20}
 attempts = {
-    "fp32": (plain, lambda adamw: adamw, None),
-    "fp16 without a scale": (torch.float16, MasterWeights, None),
-    "fp16 with loss scaling": (torch.float16, MasterWeights, {"init_scale": 2.0**16, "growth_interval": 20}),
+    "fp32": (plain, adamw),
+    "fp16 without a scale": (fp16, MasterWeights),
+    "fp16 with loss scaling": (fp16, MasterWeights, scaling),
 }
-started = [GPT(config, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-curves = {}
-for name, (dtype, make, settings) in attempts.items():
-    curves[name] = [
-        train(
-            copy.deepcopy(started[s]).to(dtype),
-            60,
-            make,
-            lr=2e-3,
-            seed=s,
-            share=tiny,
-            scaler=settings and LossScaler(**settings),
-        )
-        for s in seeds
-    ]
+started = untrained(config)
+curves = {
+    name: three_seeds(started, 60, *how, loss=tiny) for name, how in attempts.items()
+}
 
 # %%
 title = "Without a loss scale fp16 learns nothing; with one it learns what fp32 learns"
@@ -308,13 +332,17 @@ plots.curves(
 )
 
 # %%
-furthest = max(
-    abs(a - b)
-    for plain_run, scaled in zip(curves["fp32"], curves["fp16 with loss scaling"], strict=True)
-    for a, b in zip(plain_run, scaled, strict=True)
-)
-learned = [abs(round(run[0] - run[-1], 2)) for run in curves["fp16 without a scale"]]
-f"fp16 with a scale is never further than 0.05 from fp32: {furthest < 0.05}; without it the loss falls by {learned}"
+def furthest(three, others):
+    """The largest distance between runs of the same seed."""
+    return (torch.tensor(three) - torch.tensor(others)).abs().max().item()
+
+
+apart = furthest(curves["fp32"], curves["fp16 with loss scaling"])
+{"with a scale, never further than 0.05 from fp32": apart < 0.05}
+
+# %%
+falls = [abs(round(run[0] - run[-1], 2)) for run in curves["fp16 without a scale"]]
+{"without a scale the loss falls by": falls}
 
 # %% [markdown]
 # ## Who chooses the scale?
@@ -326,7 +354,8 @@ f"fp16 with a scale is never further than 0.05 from fp32: {furthest < 0.05}; wit
 # %%
 def scales_of(steps, interval, start=2.0**4):
     """The dynamic scale over a short run in fp16, and which steps were skipped."""
-    learner, generator = copy.deepcopy(started[0]).half(), torch.Generator().manual_seed(7)
+    learner = copy.deepcopy(started[0]).half()
+    generator = torch.Generator().manual_seed(7)
     optimizer = MasterWeights(torch.optim.AdamW(learner.parameters(), lr=2e-3))
     scaler, values, skipped = LossScaler(start, growth_interval=interval), [], []
     for step in range(steps):
@@ -341,10 +370,12 @@ def scales_of(steps, interval, start=2.0**4):
 
 values, skipped = scales_of(60, interval=3)
 title = "The scale climbs until gradients overflow, and stays near that edge"
-plots.curves(range(60), xlabel="step", ylabel="loss scale", log="y", title=title, alt=title + ".", scale=values)
+axes = dict(xlabel="step", ylabel="loss scale", log="y")
+plots.curves(range(60), **axes, title=title, alt=title + ".", scale=values)
 
 # %%
-all(values[step + 1] == values[step] / 2 for step in skipped if step < 59), len(skipped) > 0
+halved = [values[step + 1] == values[step] / 2 for step in skipped if step < 59]
+all(halved), len(skipped) > 0
 
 # %% [markdown]
 # Every fall is a skipped step: the gradients of that batch are thrown away. With PyTorch's growth interval of 2000 that is one step in two thousand; here it is
@@ -352,8 +383,8 @@ all(values[step + 1] == values[step] / 2 for step in skipped if step < 59), len(
 
 
 # %%
-def driven(scaler, slopes):
-    """The scale after each step, and the weight at the end."""
+def driven(scaler, read, slopes):
+    """The scale that `read` finds after each step, and the weight at the end."""
     weight = nn.Parameter(torch.ones(1))
     optimizer, found = torch.optim.SGD([weight], lr=0.1), []
     for slope in slopes:
@@ -361,13 +392,15 @@ def driven(scaler, slopes):
         scaler.scale(weight.sum() * slope).backward()
         scaler.step(optimizer)
         scaler.update()
-        found.append(scaler.state_dict()["scale"])
+        found.append(read(scaler))
     return found, weight.item()
 
 
 slopes = [1.0, 2.0, float("inf"), 0.5, 1.0, float("nan"), 1.0, 3.0, 1.0, 2.0]
-ours = driven(LossScaler(1024.0, growth_interval=2), slopes)
-theirs = driven(torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), slopes)
+settings = dict(init_scale=1024.0, growth_interval=2)
+ours = driven(LossScaler(**settings), lambda scaler: scaler.value, slopes)
+torchs = torch.amp.GradScaler
+theirs = driven(torchs("cpu", **settings), torchs.get_scale, slopes)
 ours == theirs, ours[0]
 
 # %% [markdown]
@@ -430,7 +463,8 @@ predict("precision/counter", count=1000)
 
 # %%
 ones = torch.ones(4096)
-{name: precision.running_sum(ones, name)[-1].item() for name in ("bf16", "fp16", "fp32")}
+names = ("bf16", "fp16", "fp32")
+{name: precision.running_sum(ones, name)[-1].item() for name in names}
 
 # %%
 reveal("precision/counter", count=precision.running_sum(ones, "bf16")[-1].item())
@@ -440,8 +474,9 @@ reveal("precision/counter", count=precision.running_sum(ones, "bf16")[-1].item()
 # many terms as words, all about equal. Our 94 letters are too few to stall it. So let pairs of letters be the tokens, those that occur:
 
 # %%
-words, pairs = torch.unique(codes[:-1:2] * len(letters) + codes[1::2], return_inverse=True)
-wide = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=128, vocab_size=len(words), seq_len=32)
+both = codes[:-1:2] * len(letters) + codes[1::2]
+words, pairs = torch.unique(both, return_inverse=True)
+wide = ModelConfig(**sizes, vocab_size=len(words))
 len(words), round(math.log(len(words)), 2)
 
 # %% [markdown]
@@ -454,11 +489,19 @@ len(words), round(math.log(len(words)), 2)
 predict("precision/half-sum", loss=7.7)
 
 # %%
-untrained = GPT(wide, generator=torch.Generator().manual_seed(0))
+def summed_in(fmt):
+    """A loss whose softmax divides by a sum in `fmt`."""
+
+    def loss(model, x, y):
+        return precision.cross_entropy(model(x).flatten(0, 1), y.flatten(), fmt)
+
+    return loss
+
+
+fresh = untrained(wide)
 x, y = batch(torch.Generator().manual_seed(1), tokens=pairs)
-logits = untrained(x).flatten(0, 1)
-reported = {fmt: precision.cross_entropy(logits, y.flatten(), fmt).item() for fmt in ("fp32", "fp16", "bf16")}
-{fmt: round(loss, 2) for fmt, loss in reported.items()}
+reported = {name: summed_in(name)(fresh[0], x, y).item() for name in names}
+{name: round(loss, 2) for name, loss in reported.items()}
 
 # %%
 reveal("precision/half-sum", loss=round(reported["bf16"], 2))
@@ -469,8 +512,8 @@ reveal("precision/half-sum", loss=round(reported["bf16"], 2))
 # a term between ½ and 1 is added as 1.
 
 # %%
-total = math.exp(reported["fp32"] - reported["bf16"])
-f"about {total:.1f} in bf16, {math.exp(reported['fp32'] - reported['fp16']):.2f} in fp16"
+together = [math.exp(reported["fp32"] - reported[name]) for name in names]
+f"about {together[0]:.1f} in bf16, {together[1]:.2f} in fp16"
 
 # %% [markdown]
 # A lower loss, and a worse model: the gradient of a logit is $p_i - y_i$. If the $p_i$ add up to more than 1, the words are pushed down by more than the right one is
@@ -480,23 +523,14 @@ f"about {total:.1f} in bf16, {math.exp(reported['fp32'] - reported['fp16']):.2f}
 
 
 # %%
-def summed_in(fmt):
-    return lambda model, x, y: precision.cross_entropy(model(x).flatten(0, 1), y.flatten(), fmt)
-
-
 sums = {
-    "fp32": (plain, lambda adamw: adamw, GPT.loss),
+    "fp32": (plain, adamw, GPT.loss),
     "bf16, sum in bf16": (half, MasterWeights, summed_in("bf16")),
     "bf16, sum in fp32": (half, MasterWeights, summed_in("fp32")),
 }
-fresh = [GPT(wide, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-trials = {name: [copy.deepcopy(gpt).to(dtype) for gpt in fresh] for name, (dtype, _, _) in sums.items()}
 stalled = {
-    name: [
-        train(gpt, 100, make, lr=2e-3, seed=s, criterion=criterion, tokens=pairs)
-        for s, gpt in zip(seeds, trials[name], strict=True)
-    ]
-    for name, (_, make, criterion) in sums.items()
+    name: three_seeds(fresh, 100, dtype, make, loss=loss, tokens=pairs)
+    for name, (dtype, make, loss) in sums.items()
 }
 
 # %%
@@ -511,20 +545,25 @@ plots.curves(
 )
 
 # %%
-finals = {name: [run[-1] for run in runs_] for name, runs_ in stalled.items()}
-off = {name: [round(abs(a - b), 1) for a, b in zip(end, finals["fp32"], strict=True)] for name, end in finals.items()}
-off
+def off(name):
+    """How far the last losses are from those of fp32, seed for seed."""
+    pairs_of_runs = zip(stalled[name], stalled["fp32"], strict=True)
+    return [round(abs(run[-1] - other[-1]), 1) for run, other in pairs_of_runs]
+
+
+{name: off(name) for name in stalled}
 
 # %% [markdown]
 # After 100 steps about half a nat a pair is lost, by every seed, and all else is as it should be: master weights, activations, range. Nothing overflowed and nothing is NaN.
 # The log does not show it either, because it is written with the same sum. On the test batch:
 
 # %%
-x, y = batch(torch.Generator().manual_seed(99), 32, tokens=pairs)
-with torch.no_grad():
-    logits = trials["bf16, sum in bf16"][0].float()(x).flatten(0, 1)
-in_the_log, true = (precision.cross_entropy(logits, y.flatten(), fmt).item() for fmt in ("bf16", "fp32"))
-f"the log says {true - in_the_log:.1f} nats too little; the probabilities add up to about {math.exp(true - in_the_log):.1f}"
+learner = copy.deepcopy(fresh[0]).to(half)
+train(learner, 100, MasterWeights, 0, loss=summed_in("bf16"), tokens=pairs)
+learner.float()
+in_the_log, true = (summed_in(name)(learner, *test_batch(pairs)) for name in names[::2])
+nats = (true - in_the_log).item()
+f"the log says {nats:.1f} nats too little; probabilities add up to {math.exp(nats):.1f}"
 
 # %% [markdown]
 # By now a few words stand out, and a term that is less than half a gap of the sum so far is lost: single words of no account, and together the long tail. One after
@@ -538,14 +577,15 @@ f"the log says {true - in_the_log:.1f} nats too little; the probabilities add up
 
 # %%
 def weight_gradient(x, dy, fmt):
-    """The gradient of a linear layer's first weights, a running sum over tokens with every partial result rounded to `fmt`."""
-    return precision.running_sum((dy[:, :8, None] * x[:, None, :8]).permute(1, 2, 0), fmt)
+    """The gradient of a layer's first weights: a running sum over tokens, in `fmt`."""
+    terms = (dy[:, :8, None] * x[:, None, :8]).permute(1, 2, 0)
+    return precision.running_sum(terms, fmt)
 
 
 kept = {}
 layer = model.blocks[0].feed_forward.up
-layer.register_forward_hook(lambda layer, inputs, out: kept.update(x=inputs[0].detach()))
-layer.register_full_backward_hook(lambda layer, d_in, d_out: kept.update(dy=d_out[0].detach()))
+layer.register_forward_hook(lambda _, given, out: kept.update(x=given[0].detach()))
+layer.register_full_backward_hook(lambda _, din, dout: kept.update(dy=dout[0].detach()))
 model.loss(*batch(torch.Generator().manual_seed(2), 64)).backward()
 x, dy = kept["x"].flatten(0, 1), kept["dy"].flatten(0, 1)
 exact = weight_gradient(x, dy, "fp32")
@@ -556,7 +596,8 @@ terms = [8, 32, 128, 512, 2048]
 
 def error(fmt):
     partial = weight_gradient(x, dy, fmt)
-    return [((partial[..., n - 1] - exact[..., n - 1]).norm() / exact[..., n - 1].norm()).item() for n in terms]
+    off = (partial - exact).norm(dim=(0, 1)) / exact.norm(dim=(0, 1))
+    return [off[n - 1].item() for n in terms]
 
 
 title = "The more terms, the less a half-precision sum is worth"
@@ -627,14 +668,19 @@ predict("precision/autocast-weights", times=0.5)
 saved = {}
 for name, enabled in {"fp32": False, "autocast": True}.items():
     with precision.autocast(torch.bfloat16, enabled=enabled):
-        saved[name] = measure.saved_activations(lambda: model.loss(x.clone(), y.clone()), model)
+        run = lambda: model.loss(x.clone(), y.clone())  # noqa: E731
+        saved[name] = measure.saved_activations(run, model)
 setting = TrainConfig(micro_batch=16, global_batch=16, precision="bf16", autocast=True)
 predicted = memory.activations(config, setting)
-{name: units.text(ledger.total) for name, ledger in saved.items()}, predicted.diff(saved["autocast"]).unexplained
+{name: units.text(ledger.total) for name, ledger in saved.items()}
 
 # %%
-copies = sum(line.amount for line in predicted if line.note == "half copy of the weight")
-reveal("precision/autocast-weights", times=round(1 + copies / (4 * config.num_params), 1))
+predicted.diff(saved["autocast"]).unexplained
+
+# %%
+copies = [line.amount for line in predicted if line.note == "half copy of the weight"]
+times = 1 + sum(copies) / (4 * config.num_params)
+reveal("precision/autocast-weights", times=round(times, 1))
 
 # %% [markdown]
 # The difference between prediction and measurement is 0 bytes, half copies included. And it saves much less than half, because the residual stream, norms
@@ -646,19 +692,13 @@ reveal("precision/autocast-weights", times=round(1 + copies / (4 * config.num_pa
 # Half weights with a master copy, a dynamic loss scale, and products that PyTorch adds up in fp32: 100 steps, three seeds, against fp32.
 
 # %%
+scaling = {"init_scale": 2.0**16, "growth_interval": 50}
 recipes = {
-    "fp32": (plain, lambda adamw: adamw, None),
-    "bf16, master weights": (half, MasterWeights, None),
-    "fp16, all three": (torch.float16, MasterWeights, {"init_scale": 2.0**16, "growth_interval": 50}),
+    "fp32": (plain, adamw),
+    "bf16, master weights": (half, MasterWeights),
+    "fp16, all three": (fp16, MasterWeights, scaling),
 }
-whole = {}
-for name, (dtype, make, settings) in recipes.items():
-    whole[name] = [
-        train(
-            copy.deepcopy(started[s]).to(dtype), 100, make, lr=2e-3, seed=s, scaler=settings and LossScaler(**settings)
-        )
-        for s in seeds
-    ]
+whole = {name: three_seeds(started, 100, *how) for name, how in recipes.items()}
 title = "With all three, half precision learns what fp32 learns"
 plots.curves(
     range(0, 101, 10),
@@ -670,9 +710,9 @@ plots.curves(
 )
 
 # %%
-ends = {name: [run[-1] for run in runs_] for name, runs_ in whole.items()}
-spread = max(ends["fp32"]) - min(ends["fp32"])
-{name: max(abs(a - b) for a, b in zip(end, ends["fp32"], strict=True)) < spread for name, end in ends.items()}
+ends = {name: torch.tensor([run[-1] for run in three]) for name, three in whole.items()}
+spread = ends["fp32"].max() - ends["fp32"].min()
+{name: bool((end - ends["fp32"]).abs().max() < spread) for name, end in ends.items()}
 
 # %% [markdown]
 # The formats differ by less than the seeds do. bf16 needs no loss scale: its exponents are those of fp32. That, and not its accuracy, is why it replaced fp16.
@@ -692,16 +732,22 @@ def states(dtype, make):
     return measure.model_states(learner, getattr(optimizer, "optimizer", optimizer))
 
 
+def masters_with(fp32_gradients):
+    return lambda optimizer: MasterWeights(optimizer, fp32_gradients=fp32_gradients)
+
+
 conventions = {
-    "bf16, by chance": states(half, lambda adamw: RoundedWeights(adamw, generator=chance)),
-    "fp32": states(plain, lambda adamw: adamw),
+    "bf16, by chance": states(half, by_chance),
+    "fp32": states(plain, adamw),
     "bf16 + master": states(half, MasterWeights),
-    "... fp32 gradients": states(half, lambda adamw: MasterWeights(adamw, fp32_gradients="only")),
-    "... half and fp32": states(half, lambda adamw: MasterWeights(adamw, fp32_gradients=True)),
+    "... fp32 gradients": states(half, masters_with("only")),
+    "... half and fp32": states(half, masters_with(True)),
 }
 for name, held in conventions.items():
-    parts = {line.name: line.amount / config.num_params for line in held if line.name != "step" and line.amount}
-    print(f"{name:20}", " + ".join(f"{size:g} {part}" for part, size in parts.items()), f"= {sum(parts.values()):g}")
+    lines = [line for line in held if line.name != "step" and line.amount]
+    parts = [f"{line.amount / config.num_params:g} {line.name}" for line in lines]
+    each = sum(line.amount for line in lines) / config.num_params
+    print(f"{name:20}", " + ".join(parts), f"= {each:g}")
 
 # %%
 half_run = {"micro_batch": 16, "global_batch": 16, "precision": "bf16"}
@@ -711,7 +757,9 @@ formulas = {
     "... fp32 gradients": TrainConfig(**half_run, fp32_gradients="only"),
     "... half and fp32": TrainConfig(**half_run, fp32_gradients=True),
 }
-{name: memory.model_states(config, setting).diff(conventions[name]).unexplained for name, setting in formulas.items()}
+for name, setting in formulas.items():
+    predicted = memory.model_states(config, setting)
+    print(f"{name:20} unexplained: {predicted.diff(conventions[name]).unexplained}")
 
 # %% [markdown]
 # Zero bytes are unexplained. So mixed precision saves *no* model states: 16 bytes before and 16 after. It saves activations, and it saves time.
@@ -721,9 +769,17 @@ formulas = {
 # %%
 learner = GPT(config, generator=torch.Generator().manual_seed(0)).to(half)
 masters = MasterWeights(torch.optim.AdamW(learner.parameters()))
-history = measure.history(lambda: (learner.loss(x, y).backward(), masters.step()), learner, masters.optimizer)
-most = max(moment.ledger.only(component="gradients").total for moment in history.moments)
-f"{most / config.num_params:g} bytes of gradients a parameter at the most, {history.moments[-1].ledger.only(component='gradients').total / config.num_params:g} in the end"
+
+
+def one_step():
+    learner.loss(x, y).backward()
+    masters.step()
+
+
+history = measure.history(one_step, learner, masters.optimizer)
+held = [moment.ledger.only(component="gradients").total for moment in history.moments]
+most, last = max(held) / config.num_params, held[-1] / config.num_params
+f"{most:g} bytes of gradients a parameter at the most, {last:g} in the end"
 
 # %% [markdown]
 # That is how Megatron-LM's guide comes to 20 bytes for fp16 weights and gradients: it counts those copies. It has 18 for half weights whose gradients are summed in
@@ -740,11 +796,12 @@ f"{most / config.num_params:g} bytes of gradients a parameter at the most, {hist
 # %%
 def histogram(log2_scale=0, share="1", fmt="fp16"):
     chosen = [floats.named(fmt)] + [other for other in formats if other.name != fmt]
-    shares = {"1": 0, "2⁻¹³ (4 M tokens)": -13}
-    return plots.exponent_histogram(gradients, chosen, scale=2.0 ** (log2_scale + shares[share]))
+    scale = 2.0 ** (log2_scale + shares[share])
+    return plots.exponent_histogram(gradients, chosen, scale=scale)
 
 
-explore(histogram, log2_scale=(-8, 24, 4), share=["1", "2⁻¹³ (4 M tokens)"], fmt=["fp16", "e5m2", "e4m3"])
+shares, names = {"1": 0, "2⁻¹³ (4 M tokens)": -13}, ["fp16", "e5m2", "e4m3"]
+explore(histogram, log2_scale=(-8, 24, 4), share=list(shares), fmt=names)
 
 # %% [markdown]
 # ## In practice
@@ -782,10 +839,9 @@ floats.BF16.min_normal == floats.FP32.min_normal, floats.FP16.min_subnormal
 fp32_run = TrainConfig(micro_batch=1, global_batch=1, precision="fp32")
 bf16_run = TrainConfig(micro_batch=1, global_batch=1, precision="bf16")
 gpt2 = ModelConfig.named("gpt2-xl")
-for name, count in {"model states": memory.model_states, "activations": memory.activations}.items():
-    print(
-        f"{name}: {units.text(count(gpt2, fp32_run).total)} in fp32, {units.text(count(gpt2, bf16_run).total)} in bf16"
-    )
+for count in (memory.model_states, memory.activations):
+    fp32, bf16 = (units.text(count(gpt2, run).total) for run in (fp32_run, bf16_run))
+    print(f"{count.__name__}: {fp32} in fp32, {bf16} in bf16")
 
 # %% [markdown]
 # **"Update fp32 parameters with fp16 gradients."** (the same, in a list of steps) Between the two stands a division by the scale, in fp32; in fp16 the gradients would vanish again, which is why
