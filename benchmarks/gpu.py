@@ -1,12 +1,13 @@
-"""A recording of what only a GPU can say: predicted peaks against the allocator's, our Triton attention against SDPA, rates of matrix products.
+"""A recording of what only a GPU can say: peaks, our Triton attention against SDPA, matrix rates.
 
-python benchmarks/gpu.py              on a machine with a GPU: writes data/gpu_runs/<device>-<date>.json; elsewhere says so and ends
-python benchmarks/gpu.py --rehearse   the same in small, on whatever is here, printed and not kept: it shows that the recorder works
+python benchmarks/gpu.py              on a machine with a GPU: predicted peaks against the
+    allocator's and all the rest, to data/gpu_runs/<device>-<date>.json; elsewhere says so and ends
+python benchmarks/gpu.py --rehearse   the same in small, on whatever is here, printed and not kept:
+    it shows that the recorder works
 """
 
-from labutils.flash import (
-    triton_kernel,  # first: without a GPU it wants the interpreter, and parts of PyTorch import triton too
-)
+# First: without a GPU it wants the interpreter, and parts of PyTorch import triton too.
+from labutils.flash import triton_kernel
 
 # isort: split
 import datetime
@@ -66,7 +67,10 @@ def provenance(command: str) -> dict:
 
 
 def peaks(model: ModelConfig, rows: int) -> list[dict]:
-    """Bytes at the peak of a training step, predicted and measured: on a GPU by its allocator (which rounds up), elsewhere from the storages."""
+    """Bytes at the peak of a training step, predicted and measured.
+
+    On a GPU by its allocator (which rounds up), elsewhere from the storages.
+    """
     torch.mm(
         *torch.ones(2, 64, 64, device=DEVICE)
     )  # a workspace that stays for good, and is no model's
@@ -110,7 +114,7 @@ def peaks(model: ModelConfig, rows: int) -> list[dict]:
 
 
 def milliseconds(calls: dict, rounds: int) -> dict[str, float]:
-    """The median time of each, in turn, until the device is done; the two calls before that compile and warm up."""
+    """The median time of each, in turn, until the device is done; two calls before it warm up."""
     wait = torch.cuda.synchronize if GPU else (lambda: None)
     timed = {name: lambda call=call: (call(), wait()) for name, call in calls.items()}
     interleave(timed, 2)
@@ -118,10 +122,13 @@ def milliseconds(calls: dict, rounds: int) -> dict[str, float]:
 
 
 def attention(lengths: tuple[int, ...], heads: int, width: int, rounds: int) -> list[dict]:
-    """Causal attention forward and backward, SDPA and our Triton kernels: ms, FLOP/s (causal counts half), the largest difference between them."""
+    """Causal attention forward and backward, SDPA and our Triton kernels.
+
+    ms, FLOP/s (causal counts half), the largest difference between them.
+    """
     ways = {"sdpa": functools.partial(F.scaled_dot_product_attention, is_causal=True)}
     if triton_kernel.triton:
-        ways["triton"] = lambda q, k, v: triton_kernel.attention(q, k, v, causal=True)[0]
+        ways["triton"] = lambda q, k, v: triton_kernel.triton_attention(q, k, v, causal=True)[0]
     table = []
     for s in lengths:
         dtype = torch.bfloat16 if GPU else torch.float16  # the interpreter has no bf16
@@ -157,7 +164,7 @@ def attention(lengths: tuple[int, ...], heads: int, width: int, rounds: int) -> 
 
 
 def products(sizes: tuple[int, ...], rounds: int) -> list[dict]:
-    """FLOP/s of n × n matrix products in fp32, bf16 and, from compute capability 8.9 on, fp8 (e4m3, one scale a tensor)."""
+    """FLOP/s of n × n products in fp32, bf16 and, from capability 8.9 on, fp8 (e4m3)."""
     table = []
     for n in sizes:
         a, b, one = (
@@ -196,10 +203,11 @@ def record(command: str, *, model, rows, lengths, heads, width, sizes, rounds) -
 
 
 def keep(recording: dict, folder: pathlib.Path = RUNS) -> pathlib.Path:
-    """Writes a recording to data/gpu_runs/. What comes from a CPU, is a rehearsal, or does not say where it comes from is refused."""
+    """Writes a recording to data/gpu_runs/, unless it comes from a CPU or is a rehearsal."""
     if recording["device"] == "cpu" or "--rehearse" in recording["command"]:
         raise ValueError(
-            f"data/gpu_runs/ holds full runs of GPUs; this is {recording['command']!r} on {recording['device']}"
+            f"data/gpu_runs/ holds full runs of GPUs; this is {recording['command']!r} on "
+            f"{recording['device']}"
         )
     if missing := [name for name, value in recording.items() if not value]:
         raise ValueError(f"a recording must say its {', '.join(missing)}")
@@ -219,7 +227,8 @@ def main(arguments: list[str]) -> None:
         print("written:", keep(record(command, **FULL)))
     else:
         print(
-            "no GPU here: nothing to record (python benchmarks/gpu.py --rehearse shows what would be)"
+            "no GPU here: nothing to record (python benchmarks/gpu.py --rehearse shows what would "
+            "be)"
         )
 
 

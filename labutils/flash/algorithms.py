@@ -1,4 +1,4 @@
-"""Exact attention whose scores never exist all at once: a ladder from the plain algorithm to tiles with a backward of their own.
+"""FlashAttention: exact attention whose scores never exist all at once.
 
     plain            every score at once: s_q · s_k of them for each head
     online           one row of scores that arrives block by block, each block seen once
@@ -8,8 +8,9 @@
     attention        both as one autograd function that keeps q, k, v, out and lse
     merge            two results over disjoint keys into one
 
-Query i sees key j where j ≤ i + offset if attention is causal. The default offset, s_k − s_q, lets the last query see the last key, as
-FlashAttention has done since version 2.1; torch's `is_causal` is offset 0. A row that sees no key gives out = 0 and lse = −inf.
+Query i sees key j where j ≤ i + offset if attention is causal. The default offset, s_k − s_q, lets
+the last query see the last key, as FlashAttention has done since version 2.1; torch's `is_causal`
+is offset 0. A row that sees no key gives out = 0 and lse = −inf.
 """
 
 import math
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from labutils import units
@@ -32,21 +33,16 @@ def plain(
     *,
     causal: bool = False,
     offset: int | None = None,
-    lengths: Int[Tensor, "b"] | None = None,
-    scale: float | None = None,
 ) -> tuple[Float[Tensor, "b a s_q d"], Float[Tensor, "b a s_q"]]:
-    """Attention and the log-sum-exp of each row of scores, by the textbook: all scores, all weights, then the output.
+    """Attention and the log-sum-exp of each row, by the textbook: every score, then every weight.
 
     Cost: 4·s_q·s_k·d FLOPs a head forward, and s_q·s_k weights a head kept for the backward.
     """
-    problem = _checked(q, k, v, causal, offset, lengths, scale)
+    problem = checked(q, k, v, causal, offset)
     scores = q @ _repeat_heads(k, q).mT * problem.scale
     hidden = _hidden(slice(0, q.shape[2]), slice(0, k.shape[2]), problem.offset, q.device)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
-    if problem.lengths is not None:
-        beyond = torch.arange(k.shape[2], device=q.device) >= problem.lengths[:, None, None, None]
-        scores = scores.masked_fill(beyond, -math.inf)
     lse = scores.to(problem.dtype).logsumexp(-1)
     blind = (lse == -math.inf)[..., None]  # rows without a key, which softmax would make 0/0
     if blind.any():
@@ -55,17 +51,22 @@ def plain(
 
 
 class OnlineSoftmax:
-    """Σ softmax(scores)·values of many rows whose scores arrive block by block: a maximum, a sum and an output a row, and nothing else.
+    """Σ softmax(scores)·values of many rows whose scores arrive block by block.
+
+    It keeps a maximum, a sum and an output per row, and nothing else.
 
     >>> state = OnlineSoftmax(1, 1, 1, dtype=torch.float64)
-    >>> for score, value in [(0.0, 1.0), (1000.0, 2.0), (1000.0, 4.0)]:
-    ...     state.add(torch.full((1, 1, 1), score, dtype=torch.float64), torch.full((1, 1, 1), value, dtype=torch.float64))
+    >>> for pair in [(0.0, 1.0), (1000.0, 2.0), (1000.0, 4.0)]:
+    ...     score, value = torch.tensor(pair, dtype=torch.float64).view(2, 1, 1, 1)
+    ...     state.add(score, value)
     >>> out, lse = state.finish()
     >>> out.item(), round(lse.item() - 1000, 4)
     (3.0, 0.6931)
 
-    Invariant: after every block, `total` is Σ exp(score − top) and `out` is Σ exp(score − top)·value over all blocks so far.
-    Source: FlashAttention-2 (2307.08691), algorithm 1; its line 10 prints an inverse, diag(e^(m_old − m_new))⁻¹, that must not be there.
+    Invariant: after every block, `total` is Σ exp(score − top) and `out` is Σ exp(score −
+    top)·value over all blocks so far.
+    Source: FlashAttention-2 (2307.08691), algorithm 1; its line 10 prints an inverse, diag(e^(m_old
+    − m_new))⁻¹, that must not be there.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class OnlineSoftmax:
     ) -> None:
         self.out = torch.zeros(heads, rows, width, dtype=dtype, device=device)
         self.total = torch.zeros(heads, rows, 1, dtype=dtype, device=device)
-        # The lowest finite number, not −inf: a row that has seen nothing must not compute −inf − (−inf).
+        # The lowest finite number, not −inf: a row that has seen nothing must not compute −inf −
+        # (−inf).
         self.top = torch.full_like(self.total, torch.finfo(dtype).min)
 
     def add(
@@ -103,23 +105,22 @@ class OnlineSoftmax:
 def online(
     blocks: Iterable[tuple[Float[Tensor, "_"], Float[Tensor, "_ width"]]],
 ) -> tuple[Float[Tensor, "width"], Float[Tensor, ""]]:
-    """Output and log-sum-exp of one query whose (scores, values) arrive in blocks, each seen once and then forgotten.
+    """Output and log-sum-exp of one query whose (scores, values) arrive in blocks, each seen once.
 
-    >>> online([(torch.tensor([0.0, 2.0]), torch.eye(3)[:2]), (torch.tensor([2.0]), torch.eye(3)[2:])])[0]
+    >>> scores, values = torch.tensor([0.0, 2.0, 2.0]), torch.eye(3)
+    >>> online(zip(scores.split(2), values.split(2), strict=True))[0]
     tensor([0.0634, 0.4683, 0.4683])
     """
     state = None
     for scores, values in blocks:
+        dtype = _accumulator(values.dtype)
         if state is None:
-            state = OnlineSoftmax(
-                1, 1, values.shape[1], dtype=_accumulator(values.dtype), device=values.device
-            )
-        state.add(
-            scores[None, None].to(state.out.dtype, copy=True), values[None].to(state.out.dtype)
-        )
+            state = OnlineSoftmax(1, 1, values.shape[1], dtype=dtype, device=values.device)
+        state.add(scores[None, None].to(dtype, copy=True), values[None].to(dtype))
     if state is None:
         raise ValueError(
-            "online needs at least one block of (scores, values): without one the width of the output is unknown"
+            "online needs at least one block of (scores, values): without one the width of the "
+            "output is unknown"
         )
     out, lse = state.finish()
     return out[0, 0], lse[0, 0, 0]
@@ -127,7 +128,7 @@ def online(
 
 @dataclass(frozen=True)
 class Tiling:
-    """How s_q × s_k scores are cut into tiles, and which of them a causal mask leaves out (`offset` None: none)."""
+    """How s_q × s_k scores are cut into tiles; a causal mask with `offset` leaves some out."""
 
     s_q: int
     s_k: int
@@ -146,7 +147,7 @@ class Tiling:
         return _blocks(self.s_k, self.block_k)
 
     def visible(self, rows: slice, columns: slice) -> bool:
-        """Whether any query of `rows` sees any key of `columns`: a tile where none does is never computed."""
+        """Whether any query of `rows` sees any key of `columns`: else the tile is not computed."""
         return self.offset is None or columns.start <= rows.stop - 1 + self.offset
 
     def keys_of(self, rows: slice) -> Iterator[slice]:
@@ -159,10 +160,11 @@ class Tiling:
 
 
 class SlowMemory:
-    """Named tensors in slow memory. A tile reaches the arithmetic through `load` and comes back through `store`; both keep the books.
+    """Named tensors in slow memory (HBM): tiles leave by `load`, come back by `store`, are counted.
 
-    Tensors come as (b, heads, s, width) and are held as (b, g, r, s, width), r query heads to a key–value head. A tile is handed out as
-    (b·g, r·rows, width): the heads that share keys become rows of one matrix, so that grouped queries need no copy of a key.
+    Tensors come as (b, heads, s, width) and are held as (b, g, r, s, width), r query heads to a
+    key–value head. A tile is handed out as (b·g, r·rows, width): the heads that share keys become
+    rows of one matrix, so that grouped queries need no copy of a key.
     """
 
     def __init__(self, kv_heads: int, **tensors: Tensor) -> None:
@@ -173,13 +175,11 @@ class SlowMemory:
 
     def _tile(self, direction: str, name: str, at: slice) -> Tensor:
         tile = self.tensors[name][..., at, :]
-        self.moved[direction, name] = (
-            self.moved.get((direction, name), 0) + tile.numel() * tile.element_size()
-        )
+        self.moved[direction, name] = self.moved.get((direction, name), 0) + tile.nbytes
         return tile
 
     def load(self, name: str, at: slice, dtype: torch.dtype) -> Float[Tensor, "heads rows width"]:
-        """Rows `at` of a tensor, in the dtype of the arithmetic. To be read only: it may be a view."""
+        """Rows `at` of a tensor in the arithmetic's dtype. To be read only: it may be a view."""
         tile = self._tile("load", name, at)
         b, g, r, rows, width = tile.shape
         return tile.reshape(b * g, r * rows, width).to(dtype)
@@ -192,13 +192,16 @@ class SlowMemory:
 
 @dataclass(frozen=True)
 class Problem:
-    """What one call of attention has to compute, besides its tensors."""
+    """What one call of attention has to compute, besides its tensors.
+
+    scale: what scores are multiplied with, 1/√d
+    dtype: of the arithmetic, at least float32
+    """
 
     tiling: Tiling
     scale: float
-    lengths: Int[Tensor, "b"] | None
     kv_heads: int
-    dtype: torch.dtype  # of the arithmetic: at least float32
+    dtype: torch.dtype
 
     @property
     def offset(self) -> int | None:
@@ -217,16 +220,11 @@ class Problem:
         hidden = _hidden(rows, columns, self.offset, q.device)
         if hidden is not None:
             scores.unflatten(1, (-1, rows.stop - rows.start)).masked_fill_(hidden, -math.inf)
-        if self.lengths is not None:
-            ends = self.lengths.repeat_interleave(self.kv_heads)[:, None, None]
-            scores.masked_fill_(
-                torch.arange(columns.start, columns.stop, device=q.device) >= ends, -math.inf
-            )
         return scores
 
 
 def forward(memory: SlowMemory, problem: Problem) -> None:
-    """Fills O and lse: each block of queries meets the key blocks that it sees, one after the other.
+    """Fills O and lse: each block of queries meets the key blocks that it sees, one by one.
 
     Source: FlashAttention-2 (2307.08691), algorithm 1.
     """
@@ -243,50 +241,53 @@ def forward(memory: SlowMemory, problem: Problem) -> None:
 
 
 def backward(memory: SlowMemory, problem: Problem) -> None:
-    """Fills dK and dV and adds to dQ; `D` holds what the gradient of lse contributes, negated, and receives rowsum(dO ∘ O).
+    """Fills dK and dV and adds to dQ.
 
-    The weights come back from the scores and lse alone: exp(score − lse). With dP = dO·Vᵀ, softmax passes on dS = P ∘ (dP − D), where
-    D = rowsum(P ∘ dP) = rowsum(dO ∘ O) needs no score; a gradient of lse adds P ∘ dlse, which is why it is D − dlse.
+    `D` holds what the gradient of lse contributes, negated, and receives rowsum(dO ∘ O).
+
+    The weights come back from the scores and lse alone: exp(score − lse). With dP = dO·Vᵀ, softmax
+    passes on dS = P ∘ (dP − D), where D = rowsum(P ∘ dP) = rowsum(dO ∘ O) needs no score; a
+    gradient of lse adds P ∘ dlse, which is why it is D − dlse.
 
     Source: FlashAttention-2 (2307.08691), algorithm 2.
     """
     dtype = problem.dtype
     for rows in problem.tiling.query_blocks:
-        product = (memory.load("dO", rows, dtype) * memory.load("O", rows, dtype)).sum(
-            -1, keepdim=True
-        )
-        memory.store("D", rows, memory.load("D", rows, dtype) + product)
+        memory.store("D", rows, _row_sums(memory, rows, dtype))
     for columns in problem.tiling.key_blocks:
         k, v = memory.load("K", columns, dtype), memory.load("V", columns, dtype)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for rows in problem.tiling.queries_of(columns):
-            _backward_tile(memory, problem, rows, columns, k, v, dk, dv)
+            _backward_tile(memory, problem, (rows, columns), (k, v), (dk, dv))
         memory.store("dK", columns, dk)
         memory.store("dV", columns, dv)
+
+
+def _row_sums(memory: SlowMemory, rows: slice, dtype: torch.dtype) -> Tensor:
+    """D of a block of queries."""
+    product = memory.load("dO", rows, dtype) * memory.load("O", rows, dtype)
+    return memory.load("D", rows, dtype) + product.sum(-1, keepdim=True)
 
 
 def _backward_tile(
     memory: SlowMemory,
     problem: Problem,
-    rows: slice,
-    columns: slice,
-    k: Tensor,
-    v: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    tile: tuple[slice, slice],
+    kv: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor],
 ) -> None:
-    dtype = problem.dtype
+    """Adds what one tile contributes to dQ, in slow memory, and to dK and dV."""
+    (rows, columns), (k, v), (dk, dv), dtype = tile, kv, gradients, problem.dtype
     q, d_out = memory.load("Q", rows, dtype), memory.load("dO", rows, dtype)
     lse, delta = memory.load("lse", rows, dtype), memory.load("D", rows, dtype)
-    weights = problem.scores(q, k, rows, columns).sub_(lse.masked_fill(lse == -math.inf, 0)).exp_()
+    lse = lse.masked_fill(lse == -math.inf, 0)
+    weights = problem.scores(q, k, rows, columns).sub_(lse).exp_()
     dv.baddbmm_(weights.mT, d_out)
-    d_scores = weights.mul_(
-        torch.bmm(d_out, v.mT).sub_(delta)
-    )  # in place: at most two tiles are alive
+    # In place: at most two tiles are alive.
+    d_scores = weights.mul_(torch.bmm(d_out, v.mT).sub_(delta))
     dk.baddbmm_(d_scores.mT, q, alpha=problem.scale)
-    memory.store(
-        "dQ", rows, torch.baddbmm(memory.load("dQ", rows, dtype), d_scores, k, alpha=problem.scale)
-    )
+    dq = memory.load("dQ", rows, dtype)
+    memory.store("dQ", rows, torch.baddbmm(dq, d_scores, k, alpha=problem.scale))
 
 
 class _Attention(torch.autograd.Function):
@@ -294,9 +295,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(*q.shape[:3], 1, dtype=problem.dtype)
-        with torch.autocast(
-            q.device.type, enabled=False
-        ):  # the dtypes are the algorithm's own business
+        # The dtypes are the algorithm's own business.
+        with torch.autocast(q.device.type, enabled=False):
             forward(SlowMemory(problem.kv_heads, Q=q, K=k, V=v, O=out, lse=lse), problem)
         lse = lse.squeeze(-1)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -307,22 +307,11 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        dq = torch.zeros(
-            q.shape, dtype=ctx.problem.dtype, device=q.device
-        )  # summed over key blocks, so not in 16 bits
+        # dQ is summed over key blocks, so not in 16 bits.
+        dq = torch.zeros(q.shape, dtype=ctx.problem.dtype, device=q.device)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        tensors = dict(
-            Q=q,
-            K=k,
-            V=v,
-            O=out,
-            lse=lse[..., None],
-            dO=d_out,
-            D=-d_lse[..., None],
-            dQ=dq,
-            dK=dk,
-            dV=dv,
-        )
+        tensors = dict(Q=q, K=k, V=v, O=out, lse=lse[..., None])
+        tensors |= dict(dO=d_out, D=-d_lse[..., None], dQ=dq, dK=dk, dV=dv)
         with torch.autocast(q.device.type, enabled=False):
             backward(SlowMemory(ctx.problem.kv_heads, **tensors), ctx.problem)
         return dq.to(q.dtype), dk, dv, None
@@ -335,22 +324,19 @@ def attention(
     *,
     causal: bool = False,
     offset: int | None = None,
-    lengths: Int[Tensor, "b"] | None = None,
-    scale: float | None = None,
     block_q: int | None = None,
     block_k: int | None = None,
 ) -> tuple[Float[Tensor, "b a s_q d"], Float[Tensor, "b a s_q"]]:
-    """The exact output of attention and the log-sum-exp (natural, in at least fp32) of each row of scores; gradients flow through both.
+    """The exact output of attention and each row's log-sum-exp; gradients flow through both.
 
-    `g` key–value heads serve `a` query heads, a/g neighbors each. `lengths` says how many keys of each sequence are real; the others are padding.
+    lse is natural, in at least fp32. g key–value heads serve a query heads, a/g neighbors each.
     Blocks default to what keeps a tile of all heads in cache.
 
-    Cost: 4·s_q·s_k·d FLOPs a head forward and 10·s_q·s_k·d backward, half when causal; saves q, k, v, out and lse; nothing is s_q × s_k.
+    Cost: 4·s_q·s_k·d FLOPs per head forward and 10·s_q·s_k·d backward, half when causal; saves q,
+    k, v, out and lse; nothing is s_q × s_k.
     Source: FlashAttention-2 (2307.08691), algorithms 1 and 2.
     """
-    return _Attention.apply(
-        q, k, v, _checked(q, k, v, causal, offset, lengths, scale, block_q, block_k)
-    )
+    return _Attention.apply(q, k, v, checked(q, k, v, causal, offset, block_q, block_k))
 
 
 def merge(
@@ -359,11 +345,13 @@ def merge(
     o2: Float[Tensor, "*rows d"],
     lse2: Float[Tensor, "*rows"],
 ) -> tuple[Float[Tensor, "*rows d"], Float[Tensor, "*rows"]]:
-    """The output and log-sum-exp over two disjoint sets of keys, from those over each: what lets keys live on different ranks.
+    """The output and log-sum-exp over two disjoint sets of keys, from those over each.
 
-    Comes in lse's dtype, so that many merges round once; differentiable.
+    This lets keys live on different ranks. Comes in lse's dtype, so that many merges round once;
+    differentiable.
 
-    >>> q, k, v = torch.randn(3, 1, 2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    >>> draw = torch.Generator().manual_seed(0)
+    >>> q, k, v = torch.randn(3, 1, 2, 6, 4, dtype=torch.float64, generator=draw)
     >>> halves = [attention(q, k[:, :, half], v[:, :, half]) for half in (slice(0, 3), slice(3, 6))]
     >>> torch.allclose(merge(*halves[0], *halves[1])[0], attention(q, k, v)[0])
     True
@@ -371,9 +359,10 @@ def merge(
     if not o1.shape == o2.shape == (*lse1.shape, o1.shape[-1]) or lse1.shape != lse2.shape:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (o1, lse1, o2, lse2))
         raise ValueError(
-            f"merge needs two outputs (…, d) of one shape and two lse (…), got {shapes}: were both over the same queries?"
+            f"merge needs two outputs (…, d) of one shape and two lse (…), got {shapes}: were both "
+            "over the same queries?"
         )
-    # No gradient is needed through the maximum: it cancels. Where both are −inf, any finite number will do.
+    # The maximum cancels: no gradient through it, and any number where both are −inf.
     top = torch.maximum(lse1, lse2).detach().clamp_min(torch.finfo(lse1.dtype).min)
     w1, w2 = (lse1 - top).exp(), (lse2 - top).exp()
     total = w1 + w2
@@ -392,12 +381,13 @@ def flops(
     causal: bool = False,
     backward: bool = False,
 ) -> int:
-    """FLOPs of the matrix products of attention, forward or backward, by the convention of the papers: causal is half.
+    """FLOPs of attention's matrix products, forward or backward; causal is half, as in the papers.
 
-    >>> flops(1024, 64, heads=16), flops(1024, 64, heads=16, backward=True) / flops(1024, 64, heads=16)
+    >>> flops(1024, 64, heads=16), flops(1024, 64, backward=True) / flops(1024, 64)
     (4294967296, 2.5)
 
-    Source: FlashAttention-2 (2307.08691), section 4.1. Two products of s × s_k × d forward, five backward.
+    Source: FlashAttention-2 (2307.08691), section 4.1. Two products of s × s_k × d forward, five
+    backward.
     """
     sizes = dict(s=s, d=d, heads=heads, s_k=s if s_k is None else s_k)
     product = 2 * math.prod(units.whole(size, name, 1) for name, size in sizes.items())
@@ -424,71 +414,69 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _checked(
-    q: Tensor, k: Tensor, v: Tensor, causal: object, offset: object, lengths: Tensor | None, scale: object,
-    block_q: object = None, block_k: object = None,
-) -> Problem:  # fmt: skip
-    """The problem that these arguments state, or an error that says which of them cannot be: any object may have been given."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(
-            f"attention takes q (b, a, s_q, d) and k, v (b, g, s_k, d), got {shapes}: add the missing dims with unsqueeze"
-        )
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q, k and v must agree in batch and head width, k and v also in heads and length, got {shapes}"
-        )
-    (_, a, s_q, d), (b, g, s_k, _) = q.shape, k.shape
-    if 0 in (b, a, g, s_k, s_q, d):
-        raise ValueError(f"attention needs at least one of everything, got {shapes}: a dim is 0")
-    if a % g:
-        raise ValueError(
-            f"{g} key–value heads do not divide {a} query heads: each must serve the same number of them"
-        )
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(
-            f"q, k and v must share one dtype of {known}, got {q.dtype}, {k.dtype}, {v.dtype}: cast with .to(…)"
-        )
-    if not q.device == k.device == v.device:
-        raise ValueError(
-            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
-        )
-    if scale is None:
-        scale = d**-0.5
-    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale must be a number, got {scale!r} ({type(scale).__name__})")
-    elif not math.isfinite(scale):
-        raise ValueError(
-            f"scale must be finite, got {scale}; the default is d**-0.5 = {d**-0.5:.4g}"
-        )
+def checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: object,
+    offset: object,
+    block_q: object = None,
+    block_k: object = None,
+) -> Problem:
+    """The problem that these arguments state, or an error that says which cannot be.
+
+    Any object may have been given.
+    """
+    _check_tensors(q, k, v)
+    (b, a, s_q, d), (_, g, s_k, _) = q.shape, k.shape
     if offset is not None and not causal:
         raise ValueError(f"offset={offset} shifts a causal mask: give causal=True with it")
     if offset is not None and (isinstance(offset, bool) or not isinstance(offset, int)):
         raise TypeError(
             f"offset must be a whole number of keys, got {offset!r} ({type(offset).__name__})"
         )
-    if lengths is not None:
-        if lengths.shape != (b,) or lengths.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                f"lengths must hold {b} integers, one a sequence, got {lengths.dtype} of shape {tuple(lengths.shape)}"
-            )
-        if lengths.min() < 0 or lengths.max() > s_k:
-            raise ValueError(
-                f"lengths must lie between 0 and the {s_k} keys there are, got {lengths.tolist()}"
-            )
-        lengths = lengths.to(q.device)
     defaults = default_blocks(b * a)
     block_q = units.whole(defaults[0] if block_q is None else block_q, "block_q", 1)
     block_k = units.whole(defaults[1] if block_k is None else block_k, "block_k", 1)
-    tiling = Tiling(
-        s_q, s_k, block_q, block_k, (s_k - s_q if offset is None else offset) if causal else None
-    )
-    return Problem(tiling, float(scale), lengths, g, _accumulator(q.dtype))
+    if causal and offset is None:
+        offset = s_k - s_q
+    tiling = Tiling(s_q, s_k, block_q, block_k, offset)
+    return Problem(tiling, d**-0.5, g, _accumulator(q.dtype))
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(
+            f"attention takes q (b, a, s_q, d) and k, v (b, g, s_k, d), got {shapes}: add the "
+            "missing dims with unsqueeze"
+        )
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            "q, k and v must agree in batch and head width, k and v also in heads and length, got "
+            f"{shapes}"
+        )
+    if 0 in (*q.shape, *k.shape):
+        raise ValueError(f"attention needs at least one of everything, got {shapes}: a dim is 0")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"{k.shape[1]} key–value heads do not divide {q.shape[1]} query heads: each must serve "
+            "the same number of them"
+        )
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(
+            f"q, k and v must share one dtype of {known}, got {q.dtype}, {k.dtype}, {v.dtype}: "
+            "cast with .to(…)"
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
+        )
 
 
 def default_blocks(heads: int) -> tuple[int, int]:
-    """Block sizes whose tile, over all heads, has about a quarter of a million scores: 1 MB in fp32, what a core keeps in its cache.
+    """Block sizes whose tile, over all heads, has about 2¹⁸ scores: 1 MB, which a cache keeps.
 
     >>> default_blocks(1), default_blocks(8)
     ((512, 512), (128, 256))

@@ -1,9 +1,13 @@
-"""Bytes that attention moves between slow and fast memory: by formula, and counted on a run in which every tile passes the gate.
+"""Bytes that attention moves between slow and fast memory (HBM and SRAM): by formula, and counted.
 
 plain      the textbook: scores and weights are written to slow memory and read back
-flash-1    FlashAttention, algorithm 1: keys outside, queries inside, the output revisited for every key block
-flash-2    FlashAttention-2, algorithms 1 and 2: queries outside, the output written once; what `flash.attention` runs
+flash-1    FlashAttention, algorithm 1: keys outside, queries inside, the output revisited for every
+           key block
+flash-2    FlashAttention-2, algorithms 1 and 2: queries outside, the output written once; what
+           `flash.attention` runs
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +21,9 @@ ALGORITHMS = ("plain", "flash-1", "flash-2")
 
 
 def block_sizes(fast: int, d: int) -> tuple[int, int]:
-    """(block_q, block_k) for a fast memory of `fast` elements: four blocks of width d fit, and a tile of scores is no larger than one of them.
+    """(block_q, block_k) for a fast memory of `fast` elements and heads of width d.
+
+    Four blocks of width d fit, and a tile of scores is no larger than one of them.
 
     >>> block_sizes(25600, 64), block_sizes(25600, 128)
     ((64, 100), (50, 50))
@@ -44,50 +50,74 @@ def traffic(
     stat_itemsize: int = 4,
     whole_blocks: bool = False,
 ) -> Ledger:
-    """Bytes loaded from and stored to slow memory by one pass of attention: `itemsize` bytes a number, `stat_itemsize` for statistics of rows.
+    """Bytes loaded from and stored to slow memory by one pass of attention.
 
-    With `whole_blocks` a short last block is moved as a full one, as a kernel that pads does. With `backward` it is the backward pass alone,
-    whose sum dQ is kept in fp32 (`stat_itemsize`).
+    s, s_k: queries, and keys if there are not as many
+    heads, kv_heads: query heads, and key–value heads if there are not as many
+    backward: the backward pass alone, whose sum dQ is kept in `stat_itemsize`
+    itemsize, stat_itemsize: bytes of a number, and of a row's statistics
+    whole_blocks: a short last block is moved as a full one, as a kernel that pads does
 
     >>> traffic("plain", s=1024, d=64, itemsize=1).total
     4456448
     >>> block_q, block_k = block_sizes(25600, 64)
-    >>> traffic("flash-1", s=1024, d=64, block_q=block_q, block_k=block_k, itemsize=1, stat_itemsize=1, whole_blocks=True).total
+    >>> numbers = dict(itemsize=1, stat_itemsize=1, whole_blocks=True)
+    >>> traffic("flash-1", s=1024, d=64, block_q=block_q, block_k=block_k, **numbers).total
     2348544
 
-    Source: FlashAttention (2205.14135), algorithms 0, 1 and 3; FlashAttention-2 (2307.08691), algorithms 1 and 2.
+    Source: FlashAttention (2205.14135), algorithms 0, 1 and 3; FlashAttention-2 (2307.08691),
+    algorithms 1 and 2.
     """
-    sizes = dict(
-        s=s,
-        d=d,
-        block_q=block_q,
-        block_k=block_k,
-        heads=heads,
-        itemsize=itemsize,
-        stat_itemsize=stat_itemsize,
-    )
-    sizes |= dict(kv_heads=heads if kv_heads is None else kv_heads, s_k=s if s_k is None else s_k)
+    kv_heads, s_k = heads if kv_heads is None else kv_heads, s if s_k is None else s_k
+    sizes = dict(s=s, d=d, block_q=block_q, block_k=block_k, heads=heads, kv_heads=kv_heads)
+    sizes |= dict(s_k=s_k, itemsize=itemsize, stat_itemsize=stat_itemsize)
     for name, size in sizes.items():
         units.whole(size, name, 1)
-    kv_heads, s_k = sizes["kv_heads"], sizes["s_k"]
     if heads % kv_heads:
         raise ValueError(
-            f"{kv_heads} key–value heads do not divide {heads} query heads: each must serve the same number of them"
+            f"{kv_heads} key–value heads do not divide {heads} query heads: each must serve the "
+            "same number of them"
         )
     _known(algorithm, backward)
+    offset = s_k - s if causal else None
     if whole_blocks and algorithm != "plain":
         s, s_k = -(-s // block_q) * block_q, -(-s_k // block_k) * block_k
-    tiling = Tiling(s, s_k, block_q, block_k, sizes["s_k"] - sizes["s"] if causal else None)
-    q, kv, square, stat = (
-        heads * s * d * itemsize,
-        kv_heads * s_k * d * itemsize,
-        heads * s * s_k * itemsize,
-        heads * s * stat_itemsize,
-    )
-    # In tiles, a row is met once for every key block it sees, a key once for every query block that sees it.
-    rows = sum(_length(r) for c in tiling.key_blocks for r in tiling.queries_of(c))
-    keys = sum(_length(c) for r in tiling.query_blocks for c in tiling.keys_of(r))
-    q_again, stat_again, kv_again = q * rows // s, stat * rows // s, kv * keys // s_k
+    tiling = Tiling(s, s_k, block_q, block_k, offset)
+    q, kv = heads * s * d * itemsize, kv_heads * s_k * d * itemsize
+    square, stat = heads * s * s_k * itemsize, heads * s * stat_itemsize
+    amounts = _Amounts(q, kv, square, stat, q * stat_itemsize // itemsize, tiling)
+    return _ledger(_moves(algorithm, backward, amounts))
+
+
+@dataclass(frozen=True)
+class _Amounts:
+    """Bytes of all queries, keys, scores and statistics, and how often tiles meet them."""
+
+    q: int
+    kv: int
+    square: int
+    stat: int
+    dq: int
+    tiling: Tiling
+
+    def by_key_blocks(self, nbytes: int) -> int:
+        """Bytes of something with a row per query, met once for every key block that it sees."""
+        tiling = self.tiling
+        met = sum(_length(r) for c in tiling.key_blocks for r in tiling.queries_of(c))
+        return nbytes * met // tiling.s_q
+
+    @property
+    def kv_by_query_blocks(self) -> int:
+        """Bytes of keys or of values, each met once for every query block that sees it."""
+        tiling = self.tiling
+        met = sum(_length(c) for r in tiling.query_blocks for c in tiling.keys_of(r))
+        return self.kv * met // tiling.s_k
+
+
+def _moves(algorithm: str, backward: bool, x: _Amounts) -> dict[tuple[str, str], int]:
+    """Bytes by (direction, name), line by line as the algorithms have it."""
+    q, kv, square, stat = x.q, x.kv, x.square, x.stat
+    q_again, stat_again = x.by_key_blocks(q), x.by_key_blocks(stat)
     match algorithm, backward:
         case "plain", False:
             load, store = dict(Q=q, K=kv, S=square, P=square, V=kv), dict(S=square, P=square, O=q)
@@ -98,24 +128,15 @@ def traffic(
             load = dict(K=kv, V=kv, Q=q_again, O=q_again, l=stat_again, m=stat_again)
             store = dict(O=q_again, l=stat_again, m=stat_again)
         case "flash-2", False:
-            load, store = dict(Q=q, K=kv_again, V=kv_again), dict(O=q, lse=stat)
+            again = x.kv_by_query_blocks
+            load, store = dict(Q=q, K=again, V=again), dict(O=q, lse=stat)
         case "flash-2", True:
-            dq = q_again // itemsize * stat_itemsize
-            load = dict(
-                dO=q + q_again,
-                O=q,
-                D=stat + stat_again,
-                K=kv,
-                V=kv,
-                Q=q_again,
-                lse=stat_again,
-                dQ=dq,
-            )
+            dq = x.by_key_blocks(x.dq)
+            load = dict(dO=q + q_again, O=q, D=stat + stat_again, K=kv, V=kv)
+            load |= dict(Q=q_again, lse=stat_again, dQ=dq)
             store = dict(D=stat, dQ=dq, dK=kv, dV=kv)
-    return _ledger(
-        {("load", name): amount for name, amount in load.items()}
-        | {("store", name): amount for name, amount in store.items()}
-    )
+    moved = {("load", name): amount for name, amount in load.items()}
+    return moved | {("store", name): amount for name, amount in store.items()}
 
 
 def counted(
@@ -129,13 +150,15 @@ def counted(
     block_k: int = 128,
     d_out: Tensor | None = None,
 ) -> tuple[tuple[Tensor, ...], Ledger]:
-    """Results and bytes moved of a real run: (out,) of the forward pass, or (dq, dk, dv) of the backward pass alone where `d_out` is given."""
+    """Results and bytes moved of a real run, in which every tile passes the gate.
+
+    (out,) of the forward pass, or (dq, dk, dv) of the backward pass alone where `d_out` is given.
+    """
     _known(algorithm, d_out is not None)
-    problem = algorithms._checked(q, k, v, causal, None, None, None, block_q, block_k)
+    problem = algorithms.checked(q, k, v, causal, None, block_q, block_k)
     stat = q.new_empty(*q.shape[:3], 1, dtype=problem.dtype)
-    memory = SlowMemory(
-        problem.kv_heads, Q=q, K=k, V=v, O=torch.empty_like(q), **_scratch(algorithm, stat, k)
-    )
+    scratch = _scratch(algorithm, stat, k)
+    memory = SlowMemory(problem.kv_heads, Q=q, K=k, V=v, O=torch.empty_like(q), **scratch)
     run = {"plain": _plain, "flash-1": _flash_1, "flash-2": algorithms.forward}[algorithm]
     run(memory, problem)
     results = ("O",)
@@ -145,20 +168,14 @@ def counted(
                 f"d_out must have the shape of q, {tuple(q.shape)}, got {tuple(d_out.shape)}"
             )
         results = ("dQ", "dK", "dV")
-        gradients = dict(
-            dO=d_out,
-            dQ=torch.zeros_like(q, dtype=problem.dtype),
-            dK=torch.empty_like(k),
-            dV=torch.empty_like(v),
-        )
-        if algorithm == "plain":
-            gradients["dQ"] = torch.empty_like(q)
+        dq = torch.zeros_like(q, dtype=q.dtype if algorithm == "plain" else problem.dtype)
+        gradients = dict(dO=d_out, dQ=dq, dK=torch.empty_like(k), dV=torch.empty_like(v))
         memory.tensors |= SlowMemory(problem.kv_heads, **gradients).tensors
         memory.moved.clear()
-        {"plain": _plain_backward, "flash-2": algorithms.backward}[algorithm](memory, problem)
-    return tuple(memory.tensors[name].flatten(1, 2).to(q.dtype) for name in results), _ledger(
-        memory.moved
-    )
+        run = {"plain": _plain_backward, "flash-2": algorithms.backward}[algorithm]
+        run(memory, problem)
+    found = tuple(memory.tensors[name].flatten(1, 2).to(q.dtype) for name in results)
+    return found, _ledger(memory.moved)
 
 
 def _scratch(algorithm: str, stat: Tensor, k: Tensor) -> dict[str, Tensor]:
@@ -171,7 +188,7 @@ def _scratch(algorithm: str, stat: Tensor, k: Tensor) -> dict[str, Tensor]:
 
 
 def _plain(memory: SlowMemory, problem: Problem) -> None:
-    """FlashAttention (2205.14135), algorithm 0: three steps, each from slow memory to slow memory."""
+    """FlashAttention (2205.14135), algorithm 0: three steps from slow memory to slow memory."""
     rows, columns = _everything(problem)
 
     def load(name: str, at: slice) -> Tensor:
@@ -198,7 +215,7 @@ def _plain_backward(memory: SlowMemory, problem: Problem) -> None:
 
 
 def _flash_1(memory: SlowMemory, problem: Problem) -> None:
-    """FlashAttention (2205.14135), algorithm 1: the output in slow memory is the right answer for the keys seen so far."""
+    """FlashAttention (2205.14135), algorithm 1: the output is right for the keys seen so far."""
     dtype = problem.dtype
     memory.tensors["O"].zero_()
     for columns in problem.tiling.key_blocks:
@@ -209,11 +226,8 @@ def _flash_1(memory: SlowMemory, problem: Problem) -> None:
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             weights, kept = (scores - new_top).exp(), total * (top - new_top).exp()
             new_total = kept + weights.sum(-1, keepdim=True)
-            memory.store(
-                "O",
-                rows,
-                torch.baddbmm(out * kept, weights, v) / new_total.masked_fill(new_total == 0, 1),
-            )
+            some = new_total.masked_fill(new_total == 0, 1)
+            memory.store("O", rows, torch.baddbmm(out * kept, weights, v) / some)
             memory.store("l", rows, new_total)
             memory.store("m", rows, new_top)
 
@@ -231,7 +245,8 @@ def _known(algorithm: str, backward: bool) -> None:
         raise ValueError(f"unknown algorithm {algorithm!r}: use one of {', '.join(ALGORITHMS)}")
     if backward and algorithm == "flash-1":
         raise ValueError(
-            "the backward pass is counted for 'plain' and 'flash-2'; FlashAttention-1's differs from the latter in loop order only"
+            "the backward pass is counted for 'plain' and 'flash-2'; FlashAttention-1's differs "
+            "from the latter in loop order only"
         )
 
 

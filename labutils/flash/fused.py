@@ -1,4 +1,4 @@
-"""Fusion in general: row-wise functions as many passes over slow memory or as one, their bytes by formula and counted, and the roofline."""
+"""Fused kernels: row-wise functions in many passes over memory or in one, and the roofline."""
 
 import math
 import time
@@ -26,7 +26,7 @@ def softmax(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
 
 
 def layernorm(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-    """Each row with mean 0 and variance 1 (no gain, no bias) in seven operations, each through slow memory."""
+    """Each row with mean 0 and variance 1 in seven operations, each through slow memory."""
     centered = x - x.mean(-1, keepdim=True)
     variance = centered.square().mean(-1, keepdim=True)
     return centered * (variance + 1e-5).rsqrt()
@@ -39,37 +39,47 @@ def swiglu(
     return gate * gate.sigmoid() * up
 
 
-# Each operation of the functions above as (reads, writes), in whole tensors "n" and in columns "r" of one number a row.
+# Each operation of the functions above as (name, reads, writes): in whole tensors "n", and in
+# columns "r" of one number per row.
 PASSES: dict[Callable, tuple[tuple[str, str, str], ...]] = {
-    softmax: (("amax", "n", "r"), ("sub", "nr", "n"), ("exp", "n", "n"), ("sum", "n", "r"), ("div", "nr", "n")),
+    softmax: (
+        ("amax", "n", "r"),
+        ("sub", "nr", "n"),
+        ("exp", "n", "n"),
+        ("sum", "n", "r"),
+        ("div", "nr", "n"),
+    ),
     layernorm: (
-        ("mean", "n", "r"), ("sub", "nr", "n"), ("pow", "n", "n"), ("mean", "n", "r"),
-        ("add", "r", "r"), ("rsqrt", "r", "r"), ("mul", "nr", "n"),
+        ("mean", "n", "r"),
+        ("sub", "nr", "n"),
+        ("pow", "n", "n"),
+        ("mean", "n", "r"),
+        ("add", "r", "r"),
+        ("rsqrt", "r", "r"),
+        ("mul", "nr", "n"),
     ),
     swiglu: (("sigmoid", "n", "n"), ("mul", "nn", "n"), ("mul", "nn", "n")),
-}  # fmt: skip
+}
 
 
 def passes(
     fn: Callable, rows: int, width: int, *, itemsize: int = 4, fused: bool = False
 ) -> Ledger:
-    """Bytes that `softmax`, `layernorm` or `swiglu` moves on rows × width numbers: operation by operation, or fused into one pass.
+    """Bytes that `softmax`, `layernorm` or `swiglu` moves on rows × width numbers.
+
+    Operation by operation, or fused into one pass.
 
     >>> passes(softmax, 1024, 1024).total / passes(softmax, 1024, 1024, fused=True).total
     4.001953125
     """
     if fn not in PASSES:
-        raise ValueError(
-            f"the passes of {fn!r} are not known: use {', '.join(f'fused.{known.__name__}' for known in PASSES)}"
-        )
+        known = ", ".join(f"flash.{known.__name__}" for known in PASSES)
+        raise ValueError(f"the passes of {fn!r} are not known: use {known}")
     size = {"r": units.whole(rows, "rows", 1) * units.whole(itemsize, "itemsize", 1)}
     size["n"] = size["r"] * units.whole(width, "width", 1)
     if fused:
-        inputs = 2 if fn is swiglu else 1
-        return Ledger(
-            [Line(f"x{i}", size["n"], component="load") for i in range(inputs)]
-            + [Line("out", size["n"], component="store")]
-        )
+        loads = ("x0", "x1") if fn is swiglu else ("x0",)
+        return _ledger({("load", x): size["n"] for x in loads} | {("store", "out"): size["n"]})
     moved: Counter = Counter()
     for name, reads, writes in PASSES[fn]:
         moved["load", name] += sum(size[what] for what in reads)
@@ -78,69 +88,69 @@ def passes(
 
 
 def moved(fn: Callable[[], object]) -> Ledger:
-    """Bytes that the operations of `fn()` load and store, counted as they are dispatched: each reads its tensors and writes its results once.
+    """Bytes that the operations of `fn()` load and store, counted as they are dispatched.
 
-    Views move nothing. What a cache saves between two operations, and what an operation re-reads, is not seen.
+    Each reads its tensors and writes its results once; views move nothing. What a cache saves
+    between two operations, and what an operation re-reads, is not seen.
     """
-    with _Books() as books:
+    with _Dispatched() as dispatched:
         fn()
-    return _ledger(books.moved)
+    return _ledger(dispatched.moved)
 
 
-class _Books(TorchDispatchMode):
+class _Dispatched(TorchDispatchMode):
+    """Counts the bytes that each operation reads and writes."""
+
     def __init__(self) -> None:
         super().__init__()
         self.moved: Counter = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        taken, made = (
-            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-            for tree in ((args, kwargs), out)
-        )
-        alias = {x.untyped_storage()._cdata for x in taken} & {
-            x.untyped_storage()._cdata for x in made
-        }
-        if func._schema.is_mutable or not alias:
-            for direction, tensors in (("load", taken), ("store", made)):
-                self.moved[direction, func.overloadpacket.__name__] += sum(
-                    x.numel() * x.element_size() for x in tensors
-                )
+        taken, made = _tensors((args, kwargs)), _tensors(out)
+        shared = _storages(taken) & _storages(made)
+        if func._schema.is_mutable or not shared:
+            name = func.overloadpacket.__name__
+            self.moved["load", name] += sum(x.nbytes for x in taken)
+            self.moved["store", name] += sum(x.nbytes for x in made)
         return out
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storages(tensors: list[Tensor]) -> set[int]:
+    return {x.untyped_storage()._cdata for x in tensors}
 
 
 def one_pass(
     fn: Callable[..., Tensor], *inputs: Float[Tensor, "rows width"], block: int | None = None
 ) -> tuple[Tensor, Ledger]:
-    """fn(*inputs) computed `block` rows at a time, and the bytes it moved: whatever `fn` writes down in between stays in fast memory.
+    """fn(*inputs) computed `block` rows at a time, and the bytes it moved.
 
-    Right for any function that treats each row on its own; `block` defaults to rows of 256 kB in all.
+    Whatever `fn` writes down in between stays in fast memory. Right for any function that treats
+    each row on its own; `block` defaults to rows of 256 kB in all.
     """
     rows, width = inputs[0].shape
     if any(x.shape != (rows, width) for x in inputs):
-        raise ValueError(
-            f"one_pass needs inputs of one shape, got {', '.join(str(tuple(x.shape)) for x in inputs)}"
-        )
-    block = (
-        max(1, 2**18 // (width * inputs[0].element_size()))
-        if block is None
-        else units.whole(block, "block", 1)
-    )
+        shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
+        raise ValueError(f"one_pass needs inputs of one shape, got {shapes}")
+    if block is None:
+        block = max(1, 2**18 // (width * inputs[0].element_size()))
+    units.whole(block, "block", 1)
     tensors = {f"x{i}": x for i, x in enumerate(inputs)} | {"out": torch.empty_like(inputs[0])}
     memory = SlowMemory(1, **{name: tensor[None, None] for name, tensor in tensors.items()})
     for start in range(0, rows, block):
         at = slice(start, min(start + block, rows))
-        memory.store(
-            "out",
-            at,
-            fn(*(memory.load(f"x{i}", at, x.dtype)[0] for i, x in enumerate(inputs)))[None],
-        )
+        loaded = [memory.load(f"x{i}", at, x.dtype)[0] for i, x in enumerate(inputs)]
+        memory.store("out", at, fn(*loaded)[None])
     return tensors["out"], _ledger(memory.moved)
 
 
 @dataclass(frozen=True)
 class Roof:
-    """A device with two ceilings: `flops` FLOP/s if the data are at hand, and `bandwidth` bytes/s of slow memory if the arithmetic is free."""
+    """The roofline of a device: at most `flops` FLOP/s, and `bandwidth` bytes/s of slow memory."""
 
     name: str
     flops: float
@@ -159,13 +169,14 @@ class Roof:
         """
         if dtype not in hardware.flops:
             raise ValueError(
-                f"{hardware.name} has no {dtype} rate in its data sheet: it has {', '.join(hardware.flops)}"
+                f"{hardware.name} has no {dtype} rate in its data sheet: it has "
+                f"{', '.join(hardware.flops)}"
             )
         return cls(f"{hardware.name} {dtype}", hardware.flops[dtype], hardware.memory_bandwidth)
 
     @classmethod
     def measured(cls, *, size: int = 1024, nbytes: int = 2**26, repeats: int = 5) -> "Roof":
-        """This machine's own roof in fp32: the best of a few matrix products and of a few sweeps over memory."""
+        """This machine's own roof in fp32: the best of a few products, and of a few sweeps."""
         a, x = torch.randn(size, size), torch.randn(nbytes // 4)
         out = torch.empty_like(x)
         product = _best(lambda: a @ a, repeats)

@@ -1,23 +1,23 @@
-"""The tiled forward and backward pass as Triton kernels: on a GPU, and where there is none in Triton's interpreter, for correctness alone.
+"""FlashAttention-2 as Triton kernels: on a GPU, or in Triton's interpreter, for correctness alone.
 
 `algorithms` again, one program for each block, the loop over the other side inside it:
 
     _forward            algorithms.forward: a block of queries meets the keys it sees
     _backward_queries   its backward for the same block: D and dQ
-    _backward_keys      a block of keys meets the queries that see it: dK and dV, from the D of the kernel before
-    attention           all three as one autograd function that keeps q, k, v, out and lse
+    _backward_keys      a block of keys meets the queries that see it: dK and dV
+    triton_attention    all three as one autograd function that keeps q, k, v, out and lse
 
-algorithms.backward has keys outside and adds to dQ in slow memory. Programs run at the same time and would add at the same time, so dQ has a
-kernel of its own, and the scores are computed twice: 7 products a tile instead of 5. FlashAttention-2 (2307.08691, section 3.2) adds atomically.
+algorithms.backward has keys outside and adds to dQ in slow memory. Programs run at the same time
+and would add at the same time, so dQ has a kernel of its own, and the scores are computed twice: 7
+products a tile instead of 5. FlashAttention-2 (2307.08691, section 3.2) adds atomically.
 
-Without the package `triton` the module still loads, and `attention` says what is missing.
+Without the package `triton` the module still loads, and `triton_attention` says what is missing.
 """
 
 from __future__ import annotations  # tl.constexpr below is read by Triton alone
 
 import math
 import os
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,10 +31,8 @@ try:
     import triton
     import triton.language as tl
 
-    LOG2_E, LN_2 = (
-        tl.constexpr(1 / math.log(2)),
-        tl.constexpr(math.log(2)),
-    )  # the hardware has exp2: inside, scores count in units of log 2
+    # The hardware has exp2: inside, scores count in units of log 2.
+    LOG2_E, LN_2 = tl.constexpr(1 / math.log(2)), tl.constexpr(math.log(2))
 except ImportError:
     triton = None
 
@@ -43,7 +41,7 @@ jit = triton.jit if triton else lambda kernel: kernel
 
 @jit
 def _load(X, head, at, s, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows `at` of one head of X (heads, s, D). Rows from s on and channels from D on are padding: WIDTH is a power of two."""
+    """Rows `at` of one head of X (heads, s, D), padded: WIDTH is a power of two."""
     channel = tl.arange(0, WIDTH)
     real = (at < s)[:, None] & (channel < D)[None, :]
     return tl.load(X + (head * s + at)[:, None] * D + channel[None, :], mask=real, other=0.0)
@@ -54,9 +52,8 @@ def _store(X, tile, head, at, s, D: tl.constexpr, WIDTH: tl.constexpr):
     """Writes rows `at` of one head of X, in X's own dtype."""
     channel = tl.arange(0, WIDTH)
     real = (at < s)[:, None] & (channel < D)[None, :]
-    tl.store(
-        X + (head * s + at)[:, None] * D + channel[None, :], tile.to(X.dtype.element_ty), mask=real
-    )
+    places = X + (head * s + at)[:, None] * D + channel[None, :]
+    tl.store(places, tile.to(X.dtype.element_ty), mask=real)
 
 
 @jit
@@ -66,9 +63,9 @@ def _dot(x, y):
 
 
 @jit
-def _scores(q, k, i, j, scale, offset, end, CAUSAL: tl.constexpr):
+def _scores(q, k, i, j, scale, offset, s_k, CAUSAL: tl.constexpr):
     """One tile of scores, −inf where query i must not look at key j."""
-    seen = (j < end)[None, :]
+    seen = (j < s_k)[None, :]
     if CAUSAL:
         seen = seen & (j[None, :] <= i[:, None] + offset)
     return tl.where(seen, _dot(q, tl.trans(k)) * scale, float("-inf"))
@@ -76,15 +73,22 @@ def _scores(q, k, i, j, scale, offset, end, CAUSAL: tl.constexpr):
 
 @jit
 def _units_of_log_2(lse):
-    """lse as the kernels count; a row without keys gets 0, because −inf − (−inf) would be NaN, where −inf − 0 gives the weight 0."""
+    """lse as the kernels count; 0 where a row sees no key: −inf − (−inf) would be NaN."""
     return tl.where(lse == float("-inf"), 0.0, lse * LOG2_E)
 
 
 @jit
+def _last_key(block, offset, s_k, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Where the keys end that any query of this block sees."""
+    return tl.minimum(s_k, (block + 1) * BLOCK_Q + offset) if CAUSAL else s_k
+
+
+@jit
 def _forward(
-    Q, K, V, LENGTHS, OUT, LSE,
-    scale, offset, s_q, s_k, a, shared,
-    CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    Q, K, V, OUT, LSE,
+    scale, offset, s_q, s_k, shared,
+    CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(s_q, BLOCK_Q)
     block, head = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
@@ -93,17 +97,12 @@ def _forward(
     top = tl.full([BLOCK_Q], -1e30, tl.float32)  # finite, as in OnlineSoftmax
     total = tl.zeros([BLOCK_Q], tl.float32)
     out = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
-    end = tl.load(LENGTHS + head // a)
-    stop = (
-        tl.minimum(end, (block + 1) * BLOCK_Q + offset) if CAUSAL else end
-    )  # no query of this block sees a later key
+    stop = _last_key(block, offset, s_k, CAUSAL, BLOCK_Q)
     for start in range(0, stop, BLOCK_K):
         j = start + tl.arange(0, BLOCK_K)
-        k, v = (
-            _load(K, head // shared, j, s_k, D, WIDTH),
-            _load(V, head // shared, j, s_k, D, WIDTH),
-        )
-        scores = _scores(q, k, i, j, scale, offset, end, CAUSAL)
+        k = _load(K, head // shared, j, s_k, D, WIDTH)
+        v = _load(V, head // shared, j, s_k, D, WIDTH)
+        scores = _scores(q, k, i, j, scale, offset, s_k, CAUSAL)
         new_top = tl.maximum(top, tl.max(scores, 1))
         rescale = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
@@ -118,9 +117,10 @@ def _forward(
 
 @jit
 def _backward_queries(
-    Q, K, V, LENGTHS, OUT, LSE, D_OUT, D_LSE, DELTA, DQ,
-    scale, offset, s_q, s_k, a, shared,
-    CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    Q, K, V, OUT, LSE, D_OUT, D_LSE, DELTA, DQ,
+    scale, offset, s_q, s_k, shared,
+    CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(s_q, BLOCK_Q)
     block, head = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
@@ -131,15 +131,12 @@ def _backward_queries(
     tl.store(DELTA + head * s_q + i, delta, mask=i < s_q)
     lse = _units_of_log_2(tl.load(LSE + head * s_q + i, mask=i < s_q, other=0.0))
     dq = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
-    end = tl.load(LENGTHS + head // a)
-    stop = tl.minimum(end, (block + 1) * BLOCK_Q + offset) if CAUSAL else end
+    stop = _last_key(block, offset, s_k, CAUSAL, BLOCK_Q)
     for start in range(0, stop, BLOCK_K):
         j = start + tl.arange(0, BLOCK_K)
-        k, v = (
-            _load(K, head // shared, j, s_k, D, WIDTH),
-            _load(V, head // shared, j, s_k, D, WIDTH),
-        )
-        weights = tl.exp2(_scores(q, k, i, j, scale, offset, end, CAUSAL) - lse[:, None])
+        k = _load(K, head // shared, j, s_k, D, WIDTH)
+        v = _load(V, head // shared, j, s_k, D, WIDTH)
+        weights = tl.exp2(_scores(q, k, i, j, scale, offset, s_k, CAUSAL) - lse[:, None])
         d_scores = weights * (_dot(d_out, tl.trans(v)) - delta[:, None])
         dq += _dot(d_scores.to(k.dtype), k)
     _store(DQ, dq * (scale * LN_2), head, i, s_q, D, WIDTH)
@@ -147,29 +144,26 @@ def _backward_queries(
 
 @jit
 def _backward_keys(
-    Q, K, V, LENGTHS, LSE, D_OUT, DELTA, DK, DV,
-    scale, offset, s_q, s_k, g, shared,
-    CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    Q, K, V, LSE, D_OUT, DELTA, DK, DV,
+    scale, offset, s_q, s_k, shared,
+    CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(s_k, BLOCK_K)
     block, kv_head = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     j = block * BLOCK_K + tl.arange(0, BLOCK_K)
     k, v = _load(K, kv_head, j, s_k, D, WIDTH), _load(V, kv_head, j, s_k, D, WIDTH)
     dk, dv = tl.zeros([BLOCK_K, WIDTH], tl.float32), tl.zeros([BLOCK_K, WIDTH], tl.float32)
-    end = tl.load(LENGTHS + kv_head // g)
-    first = (
-        tl.maximum(0, block * BLOCK_K - offset) // BLOCK_Q * BLOCK_Q if CAUSAL else 0
-    )  # no earlier query sees a key of this block
-    stop = tl.where(block * BLOCK_K < end, s_q, 0)  # and nobody sees padding
-    for head in range(
-        kv_head * shared, (kv_head + 1) * shared
-    ):  # the query heads that share these keys
-        for start in range(first, stop, BLOCK_Q):
+    # No earlier query sees a key of this block.
+    first = tl.maximum(0, block * BLOCK_K - offset) // BLOCK_Q * BLOCK_Q if CAUSAL else 0
+    # The query heads that share these keys.
+    for head in range(kv_head * shared, (kv_head + 1) * shared):
+        for start in range(first, s_q, BLOCK_Q):
             i = start + tl.arange(0, BLOCK_Q)
             q, d_out = _load(Q, head, i, s_q, D, WIDTH), _load(D_OUT, head, i, s_q, D, WIDTH)
             lse = _units_of_log_2(tl.load(LSE + head * s_q + i, mask=i < s_q, other=0.0))
             delta = tl.load(DELTA + head * s_q + i, mask=i < s_q, other=0.0)
-            weights = tl.exp2(_scores(q, k, i, j, scale, offset, end, CAUSAL) - lse[:, None])
+            weights = tl.exp2(_scores(q, k, i, j, scale, offset, s_k, CAUSAL) - lse[:, None])
             dv += _dot(tl.trans(weights.to(d_out.dtype)), d_out)
             d_scores = weights * (_dot(d_out, tl.trans(v)) - delta[:, None])
             dk += _dot(tl.trans(d_scores.to(q.dtype)), q)
@@ -184,104 +178,107 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (tensor.contiguous() for tensor in (q, k, v))
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        lengths = (
-            problem.lengths
-            if problem.lengths is not None
-            else torch.full(q.shape[:1], k.shape[2], device=q.device)
-        )
-        lengths = lengths.to(torch.int32)
-        _launch(_forward, problem, q, k, v, lengths, out, lse)
-        ctx.save_for_backward(q, k, v, lengths, out, lse)
+        _launch(_forward, problem, q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.problem = problem
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, lengths, out, lse = ctx.saved_tensors
-        d_out, delta = d_out.contiguous(), torch.empty_like(lse)
+        q, k, v, out, lse = ctx.saved_tensors
+        d_out, d_lse, delta = d_out.contiguous(), d_lse.contiguous(), torch.empty_like(lse)
         dq, dk, dv = (torch.empty_like(tensor) for tensor in (q, k, v))
-        _launch(
-            _backward_queries,
-            ctx.problem,
-            q,
-            k,
-            v,
-            lengths,
-            out,
-            lse,
-            d_out,
-            d_lse.contiguous(),
-            delta,
-            dq,
-        )
-        _launch(_backward_keys, ctx.problem, q, k, v, lengths, lse, d_out, delta, dk, dv)
+        _launch(_backward_queries, ctx.problem, q, k, v, out, lse, d_out, d_lse, delta, dq)
+        _launch(_backward_keys, ctx.problem, q, k, v, lse, d_out, delta, dk, dv)
         return dq, dk, dv, None
 
 
 def _launch(kernel, problem: algorithms.Problem, q: Tensor, k: Tensor, *tensors: Tensor) -> None:
-    """One program for each block of each head: of keys for `_backward_keys`, of queries for the others."""
+    """One program for each block of each head: of keys for `_backward_keys`, else of queries."""
     tiling, (b, a, _, d), g = problem.tiling, q.shape, k.shape[1]
     blocks, heads = (tiling.key_blocks, g) if kernel is _backward_keys else (tiling.query_blocks, a)
     kernel[(len(blocks) * b * heads,)](
-        q, k, *tensors,
-        problem.scale * LOG2_E.value, problem.offset or 0, tiling.s_q, tiling.s_k, heads, a // g,
-        CAUSAL=problem.offset is not None, D=d, WIDTH=_padded(d), BLOCK_Q=tiling.block_q, BLOCK_K=tiling.block_k, num_stages=2,
-    )  # fmt: skip
+        q,
+        k,
+        *tensors,
+        problem.scale * LOG2_E.value,
+        problem.offset or 0,
+        tiling.s_q,
+        tiling.s_k,
+        a // g,
+        CAUSAL=problem.offset is not None,
+        D=d,
+        WIDTH=_padded(d),
+        BLOCK_Q=tiling.block_q,
+        BLOCK_K=tiling.block_k,
+        num_stages=2,
+    )
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, offset: int | None = None, lengths: Tensor | None = None, scale: float | None = None,
-    block_q: int | None = None, block_k: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) and gradients as `flash.attention` gives them, from q, k and v in bf16, fp16 or fp32; products are summed in fp32.
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    offset: int | None = None,
+    block_q: int | None = None,
+    block_k: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) and gradients as `flash.attention` gives them, from q, k, v in 16 bits or fp32.
 
-    Blocks are powers of two from 16 on; by default a block of a head takes at most 16 kB, so that what a program holds fits a GPU's shared memory.
-    Where there is no GPU, the interpreter runs program after program, in fp16 or fp32: to check values, not to save time.
+    Products are summed in fp32. Blocks are powers of two from 16 on; by default a block of a head
+    takes at most 16 kB, so that what a program holds fits a GPU's shared memory. Where there is no
+    GPU, the interpreter runs program after program, in fp16 or fp32: to check values, not to save
+    time.
     """
     if triton is None:
         raise ImportError(
-            "these kernels need the package triton (for Linux): pip install triton; flash.attention runs without it"
+            "these kernels need the package triton (for Linux): pip install triton; "
+            "flash.attention runs without it"
         )
-    problem = algorithms._checked(q, k, v, causal, offset, lengths, scale, block_q, block_k)
     if q.dtype == torch.float64:
         raise TypeError(
-            "the Triton kernels sum in fp32: give them fp32, bf16 or fp16, or use flash.attention for fp64"
+            "the Triton kernels sum in fp32: give them fp32, bf16 or fp16, or use flash.attention "
+            "for fp64"
         )
-    default = default_block(q.shape[3], q.dtype)
-    blocks = dict(
-        block_q=default if block_q is None else block_q,
-        block_k=default if block_k is None else block_k,
-    )
-    for name, block in blocks.items():
+    default = default_block(q.shape[-1], q.dtype)
+    block_q = default if block_q is None else block_q
+    block_k = default if block_k is None else block_k
+    problem = algorithms.checked(q, k, v, causal, offset, block_q, block_k)
+    for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block < 16 or block & (block - 1):
             raise ValueError(
-                f"{name} must be a power of two from 16 on, as the kernels' matrix products need, got {block}"
+                f"{name} must be a power of two from 16 on, as the kernels' matrix products need, "
+                f"got {block}"
             )
-    problem = replace(problem, tiling=replace(problem.tiling, **blocks))
     _check_mode(q)
     return _Attention.apply(q, k, v, problem)
 
 
 def _check_mode(q: Tensor) -> None:
-    """An error where these tensors cannot be had in the way that Triton was imported: to compile for a GPU, or to interpret."""
+    """An error where Triton was imported to do what these tensors do not allow."""
     interpreted = not isinstance(_forward, triton.JITFunction)
     if interpreted == isinstance(tl.sum, triton.JITFunction):
         raise RuntimeError(
-            "triton was imported before this module could choose its interpreter: restart with TRITON_INTERPRET=1 in the environment"
+            "triton was imported before this module could choose its interpreter: restart with "
+            "TRITON_INTERPRET=1 in the environment"
         )
     if interpreted and q.dtype == torch.bfloat16:
         raise TypeError(
-            "Triton's interpreter has no bf16 (it would multiply the bit patterns): give it fp32 or fp16, or run on a GPU"
+            "Triton's interpreter has no bf16 (it would multiply the bit patterns): give it fp32 "
+            "or fp16, or run on a GPU"
         )
     if not interpreted and q.device.type == "cpu":
         raise ValueError(
-            "the Triton kernels are compiled for the GPU: move q, k and v there, or start with TRITON_INTERPRET=1 in the environment"
+            "the Triton kernels are compiled for the GPU: move q, k and v there, or start with "
+            "TRITON_INTERPRET=1 in the environment"
         )
 
 
 def default_block(d: int, dtype: torch.dtype) -> int:
-    """Rows of a block that takes at most 16 kB: 64 of 16 bits or 32 of 32, fewer where a head is wider than 128, and never below 16."""
+    """Rows of a block of at most 16 kB: 64 of 16 bits or 32 of 32, fewer for wide heads, but 16."""
     return max(16, min(128, 2**14 // _padded(d)) // dtype.itemsize)
 
 

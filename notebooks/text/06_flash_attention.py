@@ -561,7 +561,7 @@ if triton_kernel.triton:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     fp32 = torch.empty(0, device=device)
     start = time.perf_counter()
-    found = gradients(triton_kernel.attention, to=fp32)
+    found = gradients(triton_kernel.triton_attention, to=fp32)
     took = units.text(time.perf_counter() - start, "s")
     pairs = zip(gradients(flash.plain), found, strict=True)
     worst = max((exact - ours.to(exact)).abs().max().item() for exact, ours in pairs)

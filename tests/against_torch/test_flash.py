@@ -38,12 +38,6 @@ CASES = {
         dict(causal=True),
         dict(attn_mask=torch.ones(33, 70, dtype=torch.bool).tril(70 - 33)),
     ),
-    "scaled": ((4, 4, 40, 40), dict(scale=0.5), dict(scale=0.5)),
-    "padded": (
-        (4, 4, 40, 40),
-        dict(lengths=torch.tensor([40, 25])),
-        dict(attn_mask=torch.arange(40) < torch.tensor([40, 25])[:, None, None, None]),
-    ),
 }
 
 
