@@ -1,5 +1,5 @@
-"""The model as one table: each part of `model.GPT`, the dims of its weights in letters, the products
-it computes, and the tensors it keeps for the backward pass.
+"""The model as one table: each part of `model.GPT`, the dims of its weights in letters, what it
+multiplies, and the tensors it keeps for the backward pass.
 
 A dim is a product of letters of the notation ("ad" is a·d), a shape is dims in PyTorch's order,
 output first ("ad h"). Parameter counts, FLOPs, saved activations, ZeRO's units, LoRA's targets and
@@ -28,7 +28,7 @@ LETTERS = {
     "k": "top_k",
 }
 SPLITS = {"tp": "agfv", "ep": "E", "pp": "L"}
-"""The letters that an axis of the mesh divides: tp a dim of a tensor, ep and pp the copies of a part."""
+"""The letters that an axis divides: tp those of a tensor, ep and pp those of a part's copies."""
 
 FP32, INDEX = 4, 8  # bytes of a number that is always fp32, and of an int64
 
@@ -120,7 +120,7 @@ GROUPS = {
 
 
 @functools.lru_cache(maxsize=1024)
-def parts(model: Model, how: Policy = Policy()) -> tuple[Part, ...]:  # noqa: B008 - frozen
+def parts(model: Model, how: Policy = Policy()) -> tuple[Part, ...]:
     """The table of a model, in the order of its forward pass, which is that of its parameters."""
     block = tuple(_block(model, how))
     if how.checkpointing == "full":
@@ -256,7 +256,7 @@ def _mask(model: Model, dims: str, width: int, *whats: str) -> tuple[Kept, ...]:
 
 
 def letters(model: Model, *, tp: int = 1, ep: int = 1) -> dict[str, int]:
-    """The sizes behind the letters, or what is left of them on one rank of tp or expert ranks."""
+    """The sizes behind the letters, or what is left of them on one rank of tp and of ep."""
     sizes = {letter: getattr(model, field) for letter, field in LETTERS.items()}
     for axis, n in (("tp", tp), ("ep", ep)):
         for letter in SPLITS[axis]:
@@ -278,7 +278,7 @@ def size(dims: str, sizes: Mapping[str, int]) -> int:
 
 
 def parameters(model: Model, *, tp: int = 1, ep: int = 1) -> dict[str, int]:
-    """Parameters of each group of parts, all layers together, on one rank of tp and expert ranks."""
+    """Parameters of each group of parts, all layers together, on one rank of tp and of ep."""
     sizes, totals = letters(model, tp=tp, ep=ep), dict.fromkeys(GROUPS.values(), 0)
     whole = letters(model)
     for part in parts(model):
@@ -289,7 +289,7 @@ def parameters(model: Model, *, tp: int = 1, ep: int = 1) -> dict[str, int]:
 
 
 def num_params(model: Model, *, tp: int = 1, ep: int = 1) -> int:
-    """Ψ: all parameters, a tied head once; or those of one rank of tp and expert ranks."""
+    """Ψ: all parameters, a tied head once; or those of one rank of tp and of ep."""
     return sum(parameters(model, tp=tp, ep=ep).values())
 
 
@@ -304,11 +304,11 @@ def num_tensors(model: Model) -> int:
 def tensors(model: Model) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter by its name, as `GPT(model).named_parameters()` has them."""
     sizes, found = letters(model), {}
-    blocks = _expand(_named(parts(model)), "blocks", model.num_layers)
-    for name, part in _expand(blocks, "experts", model.num_experts):
+    blocks = _numbered(parts(model), "blocks", model.num_layers)
+    for part in _numbered(blocks, "experts", model.num_experts):
         for kind, dims in (("weight", part.weight), ("bias", part.bias)):
             if dims:
-                found[f"{name}.{kind}"] = tuple(size(dim, sizes) for dim in dims.split())
+                found[f"{part.name}.{kind}"] = tuple(size(dim, sizes) for dim in dims.split())
     return found
 
 
@@ -340,24 +340,17 @@ def flops(model: Model) -> dict[str, int]:
 
 
 def kept(model: Model, how: Policy) -> Iterator[tuple[str, Kept]]:
-    """Each tensor that is kept for the backward pass, with the module that keeps it, in the order of
-    the forward pass. The experts of a layer stand together: a router decides which keeps what."""
-    for name, part in _expand(_named(parts(model, how)), "blocks", model.num_layers):
+    """Each tensor that is kept for the backward pass, with the module that keeps it, in the order
+    of the forward pass. A layer's experts stand together: a router decides which keeps what."""
+    for part in _numbered(parts(model, how), "blocks", model.num_layers):
         for tensor in part.keeps:
-            yield name.replace("experts.*", "experts"), tensor
+            yield part.name.replace("experts.*", "experts"), tensor
 
 
-Rows = Iterable[tuple[str, Part]]
-
-
-def _named(rows: Iterable[Part]) -> Rows:
-    return ((part.name, part) for part in rows)
-
-
-def _expand(rows: Rows, word: str, n: int) -> Rows:
+def _numbered(rows: Iterable[Part], word: str, n: int) -> Iterator[Part]:
     """The rows, in which those of a layer (or of an expert) come once for each of `n`."""
-    for repeated, group in itertools.groupby(rows, lambda row: word in row[0]):
+    for repeated, group in itertools.groupby(rows, lambda part: word in part.name):
         group = tuple(group)
         for i in range(n if repeated else 1):
-            for name, part in group:
-                yield name.replace(f"{word}.*", f"{word}.{i}"), part
+            for part in group:
+                yield replace(part, name=part.name.replace(f"{word}.*", f"{word}.{i}"))

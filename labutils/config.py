@@ -1,4 +1,5 @@
-"""What a person chooses: the model, the training run, the mesh of ranks, the hardware. Frozen, validated, and free of torch."""
+"""What a person chooses: the model, the training run, the mesh of ranks, the hardware. Frozen,
+validated, and free of torch."""
 
 import csv
 import functools
@@ -25,8 +26,13 @@ def _one_of(value: object, name: str, allowed: tuple) -> None:
 class ModelConfig:
     """A decoder-only transformer, down to its last parameter.
 
-    `bias` puts a bias on every linear layer (True), on none (False), or on the query, key and value projections alone ("qkv", as Qwen2 does).
-    With `num_experts` > 1 every feed-forward layer is a mixture of experts with a router of h·E weights.
+    num_kv_heads: key–value heads, as many as query heads unless given.
+    d_head: width of a head, d_model / num_heads unless given.
+    bias: a bias on every linear layer (True), on none (False), or on the query, key and value
+        projections alone ("qkv", as Qwen2 does).
+    tied: the head multiplies with the token embedding.
+    num_experts: above 1, every feed-forward layer is a mixture of experts with a router.
+    top_k: experts that each token visits.
 
     >>> ModelConfig.named("gpt2-xl").num_params
     1557611200
@@ -51,31 +57,10 @@ class ModelConfig:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for field in (
-            "num_layers",
-            "d_model",
-            "num_heads",
-            "d_ff",
-            "vocab_size",
-            "seq_len",
-            "num_experts",
-            "top_k",
-        ):
+        sizes = ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "seq_len")
+        for field in (*sizes, "num_experts", "top_k"):
             units.whole(getattr(self, field), field, 1)
-        if self.num_kv_heads is None:
-            object.__setattr__(self, "num_kv_heads", self.num_heads)
-        units.whole(self.num_kv_heads, "num_kv_heads", 1)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}: each group shares one key–value head"
-            )
-        if self.d_head is None:
-            if self.d_model % self.num_heads:
-                raise ValueError(
-                    f"num_heads={self.num_heads} does not divide d_model={self.d_model}: change one of them or give d_head"
-                )
-            object.__setattr__(self, "d_head", self.d_model // self.num_heads)
-        units.whole(self.d_head, "d_head", 1)
+        self._fill_in()
         _one_of(self.ffn, "ffn", ("gelu", "swiglu"))
         _one_of(self.norm, "norm", ("layernorm", "rmsnorm"))
         _one_of(self.positions, "positions", ("learned", "rope"))
@@ -83,9 +68,24 @@ class ModelConfig:
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be a probability in [0, 1), got {self.dropout!r}")
         if self.top_k > self.num_experts:
-            raise ValueError(
-                f"top_k={self.top_k} is more than num_experts={self.num_experts}: a token cannot visit an expert twice"
-            )
+            more = f"top_k={self.top_k} is more than num_experts={self.num_experts}"
+            raise ValueError(f"{more}: a token cannot visit an expert twice")
+
+    def _fill_in(self) -> None:
+        """Gives the heads that were left out their usual number and width."""
+        h, a = self.d_model, self.num_heads
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", a)
+        g = units.whole(self.num_kv_heads, "num_kv_heads", 1)
+        if a % g:
+            remedy = "each group shares one key–value head"
+            raise ValueError(f"num_kv_heads={g} does not divide num_heads={a}: {remedy}")
+        if self.d_head is None:
+            if h % a:
+                remedy = "change one of them or give d_head"
+                raise ValueError(f"num_heads={a} does not divide d_model={h}: {remedy}")
+            object.__setattr__(self, "d_head", h // a)
+        units.whole(self.d_head, "d_head", 1)
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -94,7 +94,7 @@ class ModelConfig:
 
     @functools.cached_property
     def num_params(self) -> int:
-        """Ψ: all parameters, exact. Equal to the published count of every model in data/models.csv."""
+        """Ψ: all parameters, exact; for the models of data/models.csv the published count."""
         return sum(self.parameters.values())
 
     @functools.cached_property
@@ -135,92 +135,108 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> "ModelConfig":
-        """The model that a Hugging Face config.json describes: a path to the file or its folder, or the parsed dictionary.
+        """The model that a Hugging Face config.json describes: a path to the file or its folder, or
+        the parsed dictionary.
 
-        Reads the GPT-2, Llama, Mistral, Qwen2 and Mixtral families. What a ModelConfig cannot express, such as DeepSeek's multi-head latent
-        attention, is an error that says so, never a guess. A sliding window changes no parameter and is not kept.
+        Reads the GPT-2, Llama, Mistral, Qwen2 and Mixtral families. A sliding window changes no
+        parameter and is not kept.
+
+        Raises ValueError for what a ModelConfig cannot express, such as DeepSeek's multi-head
+        latent attention, and for a file that is missing or broken.
         """
-        config, origin = (
-            (source, "this dictionary") if isinstance(source, Mapping) else _read_json(Path(source))
-        )
+        if isinstance(source, Mapping):
+            config, origin = source, "this dictionary"
+        else:
+            config, origin = _read_json(Path(source))
         family = config.get("model_type")
         if family not in _HF_FAMILIES:
-            raise ValueError(
-                f"{origin}: model_type is {family!r}; from_hf reads {', '.join(_HF_FAMILIES)}. Build a ModelConfig by hand instead"
-            )
+            read = f"from_hf reads {', '.join(_HF_FAMILIES)}. Build a ModelConfig by hand instead"
+            raise ValueError(f"{origin}: model_type is {family!r}; {read}")
         try:
-            return _HF_FAMILIES[family](cls, config)
+            return cls(**_HF_FAMILIES[family](config))
         except KeyError as missing:
-            raise ValueError(
-                f"{origin}: a {family} config needs the key {missing}, which is not there"
-            ) from None
+            needs = f"a {family} config needs the key {missing}, which is not there"
+            raise ValueError(f"{origin}: {needs}") from None
 
 
 def _read_json(path: Path) -> tuple[dict, str]:
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise ValueError(
-            f"there is no file {path.name!r} at that path: give the path of a config.json or of the folder that holds it"
-        )
+        remedy = "give the path of a config.json or of the folder that holds it"
+        raise ValueError(f"there is no file {path.name!r} at that path: {remedy}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path.name} is not valid JSON ({error}): download it again") from None
     if not isinstance(config, dict):
-        raise ValueError(
-            f"{path.name} holds a {type(config).__name__}, not an object with keys: is it the model's config.json?"
-        )
+        found = f"{path.name} holds a {type(config).__name__}, not an object with keys"
+        raise ValueError(f"{found}: is it the model's config.json?")
     return config, path.name
 
 
-def _from_gpt2(cls: type[ModelConfig], config: Mapping[str, Any]) -> ModelConfig:
+def _from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
     h = config["n_embd"]
-    return cls(
-        num_layers=config["n_layer"], d_model=h, num_heads=config["n_head"], d_ff=config.get("n_inner") or 4 * h, vocab_size=config["vocab_size"],
-        seq_len=config["n_positions"], dropout=config.get("resid_pdrop", 0.1), tied=config.get("tie_word_embeddings", True),
-    )  # fmt: skip
+    return dict(
+        num_layers=config["n_layer"],
+        d_model=h,
+        num_heads=config["n_head"],
+        d_ff=config.get("n_inner") or 4 * h,
+        vocab_size=config["vocab_size"],
+        seq_len=config["n_positions"],
+        dropout=config.get("resid_pdrop", 0.1),
+        tied=config.get("tie_word_embeddings", True),
+    )
 
 
-def _from_llama(cls: type[ModelConfig], config: Mapping[str, Any]) -> ModelConfig:
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(
-            f"hidden_act is {config['hidden_act']!r}: from_hf reads SwiGLU models, whose hidden_act is 'silu'"
-        )
+def _from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    family, activation = config["model_type"], config.get("hidden_act", "silu")
+    if activation != "silu":
+        only = "from_hf reads SwiGLU models, whose hidden_act is 'silu'"
+        raise ValueError(f"hidden_act is {activation!r}: {only}")
+    by_hand = "build a ModelConfig by hand with bias=False, 'qkv' or True"
     if config.get("mlp_bias"):
-        raise ValueError(
-            "mlp_bias is true: this course has no bias on a SwiGLU layer alone; build a ModelConfig by hand with bias=True or False"
-        )
-    if config["model_type"] == "llama" and config.get("attention_bias"):
-        raise ValueError(
-            "attention_bias is true: it puts a bias on all four projections, which ModelConfig cannot express; use bias='qkv' or True"
-        )
-    return cls(
-        num_layers=config["num_hidden_layers"], d_model=config["hidden_size"], num_heads=config["num_attention_heads"],
-        num_kv_heads=config.get("num_key_value_heads"), d_head=config.get("head_dim"), d_ff=config["intermediate_size"],
-        vocab_size=config["vocab_size"], seq_len=config["max_position_embeddings"], ffn="swiglu", norm="rmsnorm", positions="rope",
-        bias="qkv" if config["model_type"] == "qwen2" else False, tied=config.get("tie_word_embeddings", False),
-        dropout=config.get("attention_dropout", 0.0), num_experts=config.get("num_local_experts", 1), top_k=config.get("num_experts_per_tok", 1),
-    )  # fmt: skip
+        raise ValueError(f"mlp_bias is true, a bias on SwiGLU layers alone: {by_hand}")
+    if family == "llama" and config.get("attention_bias"):
+        raise ValueError(f"attention_bias is true, a bias on four projections alone: {by_hand}")
+    return dict(
+        num_layers=config["num_hidden_layers"],
+        d_model=config["hidden_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads"),
+        d_head=config.get("head_dim"),
+        d_ff=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        seq_len=config["max_position_embeddings"],
+        ffn="swiglu",
+        norm="rmsnorm",
+        positions="rope",
+        bias="qkv" if family == "qwen2" else False,
+        tied=config.get("tie_word_embeddings", False),
+        dropout=config.get("attention_dropout", 0.0),
+        num_experts=config.get("num_local_experts", 1),
+        top_k=config.get("num_experts_per_tok", 1),
+    )
 
 
-_HF_FAMILIES = {
-    "gpt2": _from_gpt2,
-    "llama": _from_llama,
-    "mistral": _from_llama,
-    "qwen2": _from_llama,
-    "mixtral": _from_llama,
-}
+_HF_FAMILIES = {"gpt2": _from_gpt2}
+_HF_FAMILIES |= dict.fromkeys(("llama", "mistral", "qwen2", "mixtral"), _from_llama)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a model is trained: batch sizes in sequences, number formats, optimizer, checkpointing and ZeRO level.
+    """How a model is trained; batch sizes are in sequences.
 
-    With a half `precision` ("bf16", "fp16") weights and gradients are half and an fp32 master copy goes with the optimizer;
-    `fp32_gradients` accumulates the gradients in fp32 too: beside the half ones (True), or in their place ("only"). With `autocast` weights
-    and gradients stay fp32 and only the matrix products are half. `attention` is how attention is computed: "plain" writes the s×s scores
-    out, "sdpa" is PyTorch's fused kernel. `stepping` is how the optimizer goes through the weights: one after the other ("loop", PyTorch's
-    default on a CPU), all in each operation ("foreach", its default on a GPU), or all in one ("fused").
+    precision: "fp32", or a half format ("bf16", "fp16"): weights and gradients are half, and an
+        fp32 master copy goes with the optimizer.
+    fp32_gradients: with a half precision, gradients are accumulated in fp32: beside the half ones
+        (True), or in their place ("only").
+    autocast: weights and gradients stay fp32 and only the matrix products are half.
+    attention: "plain" writes the s×s scores out, "sdpa" is PyTorch's fused kernel.
+    checkpointing: "none", "selective" (attention is computed again), or "full" (each layer is).
+    stepping: how the optimizer goes through the weights: one after the other ("loop", PyTorch's
+        default on a CPU), all in each operation ("foreach", its default on a GPU), or all in one
+        ("fused").
+    zero: the level of ZeRO.
     """
 
     micro_batch: int
@@ -238,16 +254,14 @@ class TrainConfig:
         units.whole(self.micro_batch, "micro_batch", 1)
         units.whole(self.global_batch, "global_batch", 1)
         if self.global_batch % self.micro_batch:
-            raise ValueError(
-                f"micro_batch={self.micro_batch} does not divide global_batch={self.global_batch}: the last micro-batch would be short"
-            )
+            sizes = f"micro_batch={self.micro_batch} does not divide global_batch"
+            raise ValueError(f"{sizes}={self.global_batch}: the last micro-batch would be short")
         _one_of(self.precision, "precision", ("fp32", "bf16", "fp16"))
         _one_of(self.fp32_gradients, "fp32_gradients", (True, False, "only"))
         _one_of(self.attention, "attention", ("plain", "sdpa"))
         if self.autocast and self.precision == "fp32":
-            raise ValueError(
-                "autocast=True computes in a half format: give precision='bf16' or 'fp16'"
-            )
+            remedy = "give precision='bf16' or 'fp16'"
+            raise ValueError(f"autocast=True computes in a half format: {remedy}")
         _one_of(self.optimizer, "optimizer", ("sgd", "momentum", "adam", "adamw"))
         _one_of(self.checkpointing, "checkpointing", ("none", "selective", "full"))
         _one_of(self.stepping, "stepping", ("loop", "foreach", "fused"))
@@ -261,17 +275,18 @@ class TrainConfig:
         """
         units.whole(dp, "dp", 1)
         if self.global_batch % (self.micro_batch * dp):
-            raise ValueError(
-                f"global_batch={self.global_batch} is not a multiple of micro_batch · dp = {self.micro_batch} · {dp}"
-            )
+            product = f"micro_batch · dp = {self.micro_batch} · {dp}"
+            raise ValueError(f"global_batch={self.global_batch} is not a multiple of {product}")
         return self.global_batch // (self.micro_batch * dp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Ranks laid out on the axes of parallelism, outermost first: pp, dp, cp, tp. Neighbours on `tp` are neighbours in number.
+    """Ranks laid out on the axes of parallelism, outermost first: pp, dp, cp, tp. Neighbours on
+    `tp` are neighbours in number.
 
-    `ep` does not add ranks: experts are spread over the data- and context-parallel ranks, `ep` of them at a time.
+    `ep` does not add ranks: experts are spread over the data- and context-parallel ranks, `ep` of
+    them at a time.
 
     >>> mesh = Mesh(dp=2, tp=4)
     >>> mesh.size, mesh.coords(5), mesh.group(5, "tp"), mesh.group(5, "dp")
@@ -288,19 +303,13 @@ class Mesh:
         for axis in AXES:
             units.whole(getattr(self, axis), axis, 1)
         if (self.dp * self.cp) % self.ep:
-            raise ValueError(
-                f"ep={self.ep} does not divide dp · cp = {self.dp * self.cp}: experts are spread over those ranks"
-            )
+            ranks = f"dp · cp = {self.dp * self.cp}: experts are spread over those ranks"
+            raise ValueError(f"ep={self.ep} does not divide {ranks}")
 
     @property
     def size(self) -> int:
         """Number of ranks: pp · dp · cp · tp."""
         return self.pp * self.dp * self.cp * self.tp
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """The axes with more than one rank and their degrees, outermost first."""
-        return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) > 1}
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on each axis."""
@@ -308,8 +317,8 @@ class Mesh:
         where, rest = {}, rank
         for axis in ("tp", "cp", "dp", "pp"):
             rest, where[axis] = divmod(rest, getattr(self, axis))
-        ordered = {axis: where[axis] for axis in ("pp", "dp", "cp", "tp")}
-        return ordered | {"ep": (where["dp"] * self.cp + where["cp"]) % self.ep}
+        where["ep"] = (where["dp"] * self.cp + where["cp"]) % self.ep
+        return {axis: where[axis] for axis in AXES}
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks that `rank` shares the `axis` with, itself included, in order."""
@@ -337,37 +346,32 @@ class Mesh:
     def _check_rank(self, rank: int) -> None:
         units.whole(rank, "rank")
         if rank >= self.size:
-            raise ValueError(
-                f"rank {rank} is not on this mesh of {self.size} ranks: use 0 … {self.size - 1}"
-            )
+            there = f"this mesh of {self.size} ranks: use 0 … {self.size - 1}"
+            raise ValueError(f"rank {rank} is not on {there}")
 
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between two ranks: λ seconds before the first byte arrives, then `bandwidth` bytes per second in each direction."""
+    """A connection between two ranks: λ seconds before the first byte arrives, then `bandwidth`
+    bytes per second in each direction."""
 
     latency: float
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if (
-            not isinstance(self.latency, (int, float))
-            or not math.isfinite(self.latency)
-            or self.latency < 0
-        ):
-            raise ValueError(
-                f"latency must be a finite number of seconds, 0 or more, got {self.latency!r}"
-            )
+        number = isinstance(self.latency, (int, float)) and math.isfinite(self.latency)
+        if not number or self.latency < 0:
+            least = "a finite number of seconds, 0 or more"
+            raise ValueError(f"latency must be {least}, got {self.latency!r}")
         units.positive(self.bandwidth, "bandwidth")
-
-    def time(self, nbytes: float) -> float:
-        """Seconds for one message of `nbytes`: λ + bytes / bandwidth."""
-        return self.latency + nbytes / self.bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A device as its data sheet describes it; rates are dense peaks. Source: data/hardware.csv, a citation a row."""
+    """A device as its data sheet describes it; rates are dense peaks.
+
+    Source: data/hardware.csv, a citation for each row.
+    """
 
     name: str
     memory: int
@@ -390,10 +394,6 @@ class Hardware:
         """The names that `named` knows."""
         return tuple(_devices())
 
-    def link(self, latency: float) -> Link:
-        """The device's own interconnect, one direction, with a `latency` in seconds that you measured: no data sheet states one."""
-        return Link(latency, self.link_bandwidth)
-
 
 def _row(table: dict[str, dict], name: str, kind: str) -> dict:
     if name not in table:
@@ -408,21 +408,13 @@ def _read_csv(name: str) -> list[dict[str, str]]:
 
 @functools.cache
 def _models() -> dict[str, dict]:
-    text = {"ffn", "norm", "positions"}
-    flags = {"True": True, "False": False, "qkv": "qkv"}
+    skip, words = {"name", "published_params", "source"}, {"True": True, "False": False}
 
     def value(field: str, cell: str) -> object:
-        return (
-            cell
-            if field in text
-            else flags[cell]
-            if cell in flags
-            else float(cell)
-            if field == "dropout"
-            else int(cell)
-        )
+        if field == "dropout":
+            return float(cell)
+        return int(cell) if cell.isdigit() else words.get(cell, cell)
 
-    skip = {"name", "published_params", "source"}
     return {
         row["name"]: {
             field: value(field, cell) for field, cell in row.items() if cell and field not in skip
@@ -440,8 +432,11 @@ def _devices() -> dict[str, dict]:
             if column.startswith("tflops_") and cell
         }
         return dict(
-            memory=int(row["memory_GB"]) * units.GB, memory_bandwidth=float(row["memory_bandwidth_GBps"]) * 1e9, flops=flops,
-            link_bandwidth=float(row["link_GBps_per_direction"]) * 1e9, source=row["source"],
-        )  # fmt: skip
+            memory=int(row["memory_GB"]) * units.GB,
+            memory_bandwidth=float(row["memory_bandwidth_GBps"]) * 1e9,
+            flops=flops,
+            link_bandwidth=float(row["link_GBps_per_direction"]) * 1e9,
+            source=row["source"],
+        )
 
     return {row["name"]: device(row) for row in _read_csv("hardware.csv")}

@@ -1,10 +1,12 @@
-"""What it costs, in bytes: predicted and measured amounts in one type, so that the central act of a lab is `predicted.diff(measured)`.
+"""What it costs, in bytes: predicted and measured amounts in one type, so that the central act of a
+lab is `predicted.diff(measured)`.
 
-`trace` holds the messages that ranks exchanged and gives ledgers of bytes sent and received; `timeline` holds ledgers of bytes
-resident over the course of a step.
+`trace` holds the messages that ranks exchanged and gives ledgers of bytes sent and received;
+`timeline` holds ledgers of bytes resident over the course of a step.
 """
 
 import html
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,7 +17,8 @@ _KEYS = ("component", "name", "axis", "rank")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One amount of bytes and what it is: `count` tensors or messages called `name`, of a `component`, on a mesh `axis`, at a `rank`."""
+    """One amount of bytes and what it is: `count` tensors or messages called `name`, of a
+    `component`, on a mesh `axis`, at a `rank`."""
 
     name: str
     amount: int
@@ -27,9 +30,8 @@ class Line:
 
     def __post_init__(self) -> None:
         if isinstance(self.amount, bool) or not isinstance(self.amount, int):
-            raise TypeError(
-                f"{self.name!r}: bytes come in whole numbers, got {self.amount!r}; round it where you know why"
-            )
+            whole = f"bytes come in whole numbers, got {self.amount!r}; round it where you know why"
+            raise TypeError(f"{self.name!r}: {whole}")
         units.whole(self.count, f"{self.name!r}: count")
 
     @property
@@ -42,7 +44,8 @@ class Line:
 class Ledger:
     """A list of lines; its totals are computed, never stored.
 
-    >>> held = Ledger([Line("weights", 20, rank=0), Line("gradients", 20, rank=0), Line("weights", 20, rank=1)])
+    >>> first = [Line("weights", 20, rank=0), Line("gradients", 20, rank=0)]
+    >>> held = Ledger([*first, Line("weights", 20, rank=1)])
     >>> held.total, held.by("rank"), held.only(rank=0).by("name")
     (60, {0: 40, 1: 20}, {'weights': 20, 'gradients': 20})
     """
@@ -53,9 +56,8 @@ class Ledger:
         lines = tuple(lines)
         for line in lines:
             if not isinstance(line, Line):
-                raise TypeError(
-                    f"a Ledger is made of Lines, got {line!r}; write Line(name, amount)"
-                )
+                remedy = "write Line(name, amount)"
+                raise TypeError(f"a Ledger is made of Lines, got {line!r}; {remedy}")
         object.__setattr__(self, "lines", lines)
 
     def __iter__(self) -> Iterator[Line]:
@@ -78,7 +80,8 @@ class Ledger:
         return sum(line.count for line in self.lines)
 
     def by(self, key: str) -> dict:
-        """Bytes for each value of `key` ("component", "name", "axis" or "rank"), in order of first appearance."""
+        """Bytes for each value of `key` ("component", "name", "axis" or "rank"), in order of first
+        appearance."""
         _check_keys([key])
         totals: dict = {}
         for line in self.lines:
@@ -89,24 +92,19 @@ class Ledger:
     def only(self, **wanted: object) -> "Ledger":
         """The lines whose `name`, `component`, `axis` or `rank` is the wanted one."""
         _check_keys(wanted)
+        pairs = wanted.items()
         return Ledger(
-            line
-            for line in self.lines
-            if all(getattr(line, key) == value for key, value in wanted.items())
+            line for line in self.lines if all(getattr(line, key) == value for key, value in pairs)
         )
 
     def merged(self) -> "Ledger":
         """The same amounts with lines of one key added into one."""
         sums: dict[tuple, Line] = {}
         for line in self.lines:
-            known = sums.get(line.key)
-            sums[line.key] = (
-                line
-                if known is None
-                else replace(
-                    known, amount=known.amount + line.amount, count=known.count + line.count
-                )
-            )
+            if known := sums.get(line.key):
+                amount, count = known.amount + line.amount, known.count + line.count
+                line = replace(known, amount=amount, count=count)
+            sums[line.key] = line
         return Ledger(sums.values())
 
     def scaled(self, factor: int) -> "Ledger":
@@ -117,20 +115,12 @@ class Ledger:
             for line in self.lines
         )
 
-    def shard(self, n: int) -> "Ledger":
-        """One n-th of every line; an amount that `n` does not divide is an error, because bytes do not come in fractions."""
-        units.whole(n, "n", 1)
-        for line in self.lines:
-            if line.amount % n:
-                raise ValueError(
-                    f"{line.name!r}: {n} ranks do not divide {line.amount} bytes; pad it to {-(-line.amount // n) * n} first"
-                )
-        return Ledger(replace(line, amount=line.amount // n) for line in self.lines)
-
     def diff(self, other: "Ledger", by: str | None = None) -> "Diff":
-        """This ledger as the prediction against `other` as the measurement, paired by component, name, axis and rank, or `by` one of them.
+        """This ledger as the prediction against `other` as the measurement, paired by component,
+        name, axis and rank, or `by` one of them.
 
-        >>> print(Ledger([Line("weights", 400)]).diff(Ledger([Line("weights", 400), Line("mask", 100)])))
+        >>> measured = Ledger([Line("weights", 400), Line("mask", 100)])
+        >>> print(Ledger([Line("weights", 400)]).diff(measured))
                      predicted  measured  unexplained
         weights          400 B     400 B            0
         mask               0 B     100 B        100 B
@@ -138,16 +128,7 @@ class Ledger:
         """
         if not isinstance(other, Ledger):
             raise TypeError(f"a Ledger is compared with a Ledger, got {type(other).__name__}")
-        if by is not None:
-            _check_keys([by])
-        sides = []
-        for ledger in (self, other):
-            sums: dict[tuple, int] = {}
-            for line in ledger:
-                key = line.key if by is None else (getattr(line, by),)
-                sums[key] = sums.get(key, 0) + line.amount
-            sides.append(sums)
-        predicted, measured = sides
+        predicted, measured = self._sums(by), other._sums(by)
         keys = dict.fromkeys([*predicted, *measured])
         return Diff(
             tuple(
@@ -156,15 +137,23 @@ class Ledger:
             )
         )
 
-    def __str__(self) -> str:
+    def _sums(self, by: str | None) -> dict[tuple, int]:
+        """Bytes for each key of a line, or for each value of one of its keys."""
+        if by is not None:
+            return {(value,): amount for value, amount in self.by(by).items()}
+        return {line.key: line.amount for line in self.merged()}
+
+    def _cells(self) -> list[tuple[str, ...]]:
         rows = [(_label(line.key), *_amounts(line.amount), line.note) for line in self.lines]
-        return _plain(("", "bytes", "", "note"), [*rows, ("total", *_amounts(self.total), "")])
+        return [*rows, ("total", *_amounts(self.total), "")]
+
+    def __str__(self) -> str:
+        return _plain(("", "bytes", "", "note"), self._cells())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = [(_label(line.key), *_amounts(line.amount), line.note) for line in self.lines]
-        return _table(("", "bytes", "", "note"), [*rows, ("total", *_amounts(self.total), "")])
+        return _table(("", "bytes", "", "note"), self._cells())
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +172,19 @@ class DiffRow:
 
 @dataclass(frozen=True)
 class Diff:
-    """A prediction beside a measurement, whose last line says how many bytes are left unexplained."""
+    """A prediction beside a measurement; the last line says how many bytes are left unexplained."""
 
     rows: tuple[DiffRow, ...]
 
     @property
     def unexplained(self) -> int:
-        """Sum of |measured − predicted| over all rows, in bytes: errors of opposite sign do not cancel."""
+        """Sum of |measured − predicted| over all rows, in bytes: errors of opposite sign do not
+        cancel."""
         return sum(abs(row.unexplained) for row in self.rows)
 
-    def _cells(self) -> list[tuple[str, str, str, str]]:
-        # Differences of a few bytes must stay visible beside megabytes, so an unequal pair is written out in full.
+    def _cells(self) -> list[tuple[str, ...]]:
+        # Differences of a few bytes must stay visible beside megabytes, so an unequal pair is
+        # written out in full.
         def pair(row: DiffRow) -> tuple[str, str, str]:
             if row.unexplained:
                 return f"{row.predicted:,} B", f"{row.measured:,} B", f"{row.unexplained:,} B"
@@ -221,12 +212,8 @@ def _label(key: tuple, by: str | None = None) -> str:
     if by is not None:
         return f"rank {key[0]}" if by == "rank" else str(key[0])
     component, name, axis, rank = key
-    parts = (
-        [component] * (component not in ("", name))
-        + [name]
-        + [axis] * bool(axis)
-        + [f"rank {rank}"] * (rank is not None)
-    )
+    parts = [component] if component not in ("", name) else []
+    parts += [name] + [axis] * bool(axis) + [f"rank {rank}"] * (rank is not None)
     return " · ".join(parts)
 
 
@@ -252,14 +239,16 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     used = [i for i in range(len(header)) if any(row[i] for row in rows)]
 
     def cells(row: tuple[str, ...], tag: str) -> str:
+        aligned = zip(itertools.chain(["left"], itertools.repeat("right")), used, strict=False)
         return "".join(
-            f'<{tag} style="text-align:{"left" if j == 0 else "right"};padding:2px 12px">{html.escape(row[i])}</{tag}>'
-            for j, i in enumerate(used)
+            f'<{tag} style="text-align:{side};padding:2px 12px">{html.escape(row[i])}</{tag}>'
+            for side, i in aligned
         )
 
     *body, last = rows
     lines = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in body)
+    rule = "border-top:1px solid;font-weight:bold"
     return (
-        f'<table class="ledger"><thead><tr>{cells(header, "th")}</tr></thead><tbody>{lines}</tbody>'
-        f'<tfoot><tr style="border-top:1px solid;font-weight:bold">{cells(last, "td")}</tr></tfoot></table>'
+        f'<table class="ledger"><thead><tr>{cells(header, "th")}</tr></thead>'
+        f'<tbody>{lines}</tbody><tfoot><tr style="{rule}">{cells(last, "td")}</tr></tfoot></table>'
     )

@@ -1,11 +1,13 @@
-"""The notation table: every letter of the course, once. The book renders it, the labs print from it, the tests look letters up in it."""
+"""The notation table: every letter of the course, once. The book renders it, the labs print from
+it, the tests look letters up in it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """One letter of the course: how it is written in text and in TeX, what it means, and the group of the table it stands in."""
+    """One letter of the course: how it is written in text and in TeX, what it means, and the group
+    of the table it stands in."""
 
     letter: str
     tex: str

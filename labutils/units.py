@@ -1,4 +1,5 @@
-"""Bytes, FLOPs and seconds to text and back. GB is 10⁹ bytes, GiB is 2³⁰, and nothing here guesses between them."""
+"""Bytes, FLOPs and seconds to text and back. GB is 10⁹ bytes, GiB is 2³⁰, and nothing here guesses
+between them."""
 
 import math
 import re
@@ -17,7 +18,8 @@ _QUANTITY = re.compile(
 
 
 def text(amount: float, unit: str = "B", *, digits: int = 3, binary: bool = False) -> str:
-    """`amount` of `unit` as text with a prefix and `digits` significant digits (whole bytes below 1000 stay exact).
+    """`amount` of `unit` as text with a prefix and `digits` significant digits (whole bytes below
+    1000 stay exact).
 
     >>> text(96e6), text(96e6, binary=True), text(312e12, "FLOP/s"), text(2.5e-5, "s")
     ('96.0 MB', '91.6 MiB', '312 TFLOP/s', '25.0 µs')
@@ -46,42 +48,37 @@ def text(amount: float, unit: str = "B", *, digits: int = 3, binary: bool = Fals
 
 
 def parse(quantity: str) -> int | float:
-    """The amount that a text such as "64 MB", "2 GiB", "25 us" or "312 TFLOP/s" names, in base units; whole amounts are exact integers.
+    """The amount that a text such as "64 MB", "2 GiB", "25 us" or "312 TFLOP/s" names, in base
+    units; whole amounts are exact integers.
 
     >>> parse("64 MB"), parse("2GiB"), parse("1_000 B"), parse("312 TFLOP/s")
     (64000000, 2147483648, 1000, 312000000000000)
     """
     match = _QUANTITY.fullmatch(quantity)
-    remedy = f"cannot read {quantity!r} as a quantity: write a number and a unit, such as '64 MB', '2 GiB' or '25 us'"
+    remedy = "write a number and a unit, such as '64 MB', '2 GiB' or '25 us'"
+    unreadable = ValueError(f"cannot read {quantity!r} as a quantity: {remedy}")
     if not match:
-        raise ValueError(remedy)
+        raise unreadable
     number, unit = match.groups()
-    prefix = next(
-        (
-            unit[: -len(base)]
-            for base in sorted(_BASES, key=len, reverse=True)
-            if unit.endswith(base)
-        ),
-        None,
-    )
-    if prefix is None and unit:
-        raise ValueError(remedy)
-    prefix = prefix or ""
+    bases = (base for base in sorted(_BASES, key=len, reverse=True) if unit.endswith(base))
+    base = next(bases, None)
+    if base is None and unit:
+        raise unreadable
+    prefix = unit.removesuffix(base or "")
+    decimal = _SMALL if base == "s" else _DECIMAL
     if prefix in _BINARY:
         factor = Fraction(2) ** _BINARY[prefix]
-    elif (
-        prefix in (_SMALL if unit.endswith("s") and not unit.endswith("/s") else _DECIMAL)
-        or not prefix
-    ):
-        factor = Fraction(10) ** {**_DECIMAL, **_SMALL}[prefix]
+    elif prefix in decimal or not prefix:
+        factor = Fraction(10) ** decimal.get(prefix, 0)
     else:
-        raise ValueError(remedy)
+        raise unreadable
     amount = Fraction(number.replace("_", "").replace(" ", "")) * factor
     return int(amount) if amount.denominator == 1 else float(amount)
 
 
 def whole(value: object, name: str, minimum: int = 0) -> int:
-    """`value` as an int, after checking that it is a whole number ≥ `minimum`; the error names `name`, the value and the remedy.
+    """`value` as an int, after checking that it is a whole number ≥ `minimum`; the error names
+    `name`, the value and the remedy.
 
     >>> whole(4, "num_layers", 1)
     4
@@ -94,7 +91,8 @@ def whole(value: object, name: str, minimum: int = 0) -> int:
 
 
 def positive(value: object, name: str) -> float:
-    """`value` as a float, after checking that it is a finite number above zero; the error names `name`, the value and the remedy."""
+    """`value` as a float, after checking that it is a finite number above zero; the error names
+    `name`, the value and the remedy."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
     if not math.isfinite(value) or value <= 0:
