@@ -15,6 +15,13 @@ from labutils import anatomy, units
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 AXES = ("pp", "dp", "cp", "tp", "ep")
+MOMENTS = {
+    "sgd": (),
+    "momentum": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+}
+"""What an optimizer keeps for each weight, under PyTorch's names."""
 
 
 def _one_of(value: object, name: str, allowed: tuple) -> None:
@@ -262,7 +269,7 @@ class TrainConfig:
         if self.autocast and self.precision == "fp32":
             remedy = "give precision='bf16' or 'fp16'"
             raise ValueError(f"autocast=True computes in a half format: {remedy}")
-        _one_of(self.optimizer, "optimizer", ("sgd", "momentum", "adam", "adamw"))
+        _one_of(self.optimizer, "optimizer", tuple(MOMENTS))
         _one_of(self.checkpointing, "checkpointing", ("none", "selective", "full"))
         _one_of(self.stepping, "stepping", ("loop", "foreach", "fused"))
         _one_of(self.zero, "zero", (0, 1, 2, 3))

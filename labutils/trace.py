@@ -73,7 +73,7 @@ class Trace:
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """Every message with the step in which it starts and ends, when each message takes one step."""
+        """Every message with the step in which it starts and ends, when each takes one step."""
         return self._replay(lambda nbytes: 1)
 
     @property

@@ -3,23 +3,14 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils.config import MOMENTS, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 
 FP32 = 4
 INDEX = 8  # bytes of an int64
 WIDTHS = {"fp32": FP32, "bf16": 2, "fp16": 2}  # bytes of a number
-MOMENTS = {
-    "sgd": (),
-    "momentum": ("momentum_buffer",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
-}
-SHARDED_FROM = {
-    "optimizer": 1,
-    "gradients": 2,
-    "weights": 3,
-}  # the ZeRO level from which a component is one rank's share
+# The ZeRO level from which a component is one rank's share.
+SHARDED_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}
 
 
 class State(NamedTuple):
@@ -42,7 +33,8 @@ def states(
     tensors: Any,
     share: Any,
 ) -> Iterator[State]:
-    """Weights, gradients and optimizer state of `parameters` numbers in `tensors` tensors, or of the `share` that is left of them at a ZeRO level."""
+    """Weights, gradients and optimizer state of `parameters` numbers in so many `tensors`, or the
+    `share` that is left of them at a ZeRO level."""
 
     def state(name: str, component: str, width: int) -> State:
         sharded = level >= SHARDED_FROM[component]
@@ -62,51 +54,46 @@ def states(
         yield State("step", "optimizer", 1 if level else tensors, FP32, False)
 
 
-def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> Ledger:  # noqa: B008 - frozen
-    """Bytes of weights, gradients and optimizer state after an optimizer step, under the names of `measure.model_states`.
+def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> Ledger:  # noqa: B008
+    """Bytes of weights, gradients and optimizer state after an optimizer step, under the names of
+    `measure.model_states`.
 
-    Adam keeps two moments in fp32; with half weights an fp32 master copy goes along, and fp32 gradients if asked for. On a `mesh` with
-    several data-parallel ranks, the ZeRO level of `train` decides what of it a rank holds its share of: ⌈Ψ/N_d⌉ numbers of one flat, padded
-    list.
+    Adam keeps two moments in fp32; with half-precision weights an fp32 master copy goes along, and
+    fp32 gradients if asked for. On a `mesh` with several data-parallel ranks, the ZeRO level of
+    `train` decides what of it a rank holds its share of: ⌈Ψ/N_d⌉ numbers of one flat, padded list.
 
-    >>> model_states(ModelConfig.named("gpt2-xl"), TrainConfig(micro_batch=1, global_batch=1)).only(component="weights").total
+    >>> train = TrainConfig(micro_batch=1, global_batch=1)
+    >>> model_states(ModelConfig.named("gpt2-xl"), train).only(component="weights").total
     3115222400
 
     Source: ZeRO 1910.02054, section 3.1: 2Ψ + 2Ψ + 12Ψ.
     """
-    level = zero_level(train, mesh)
-    half = train.precision != "fp32" and not train.autocast
-    found = states(
-        half=half, fp32_gradients=train.fp32_gradients, optimizer=train.optimizer, level=level, parameters=model.num_params,
-        tensors=model.num_tensors, share=-(-model.num_params // mesh.dp),
-    )  # fmt: skip
+    level, half = zero_level(train, mesh), train.precision != "fp32" and not train.autocast
     lines = [
-        Line(
-            state.name,
-            state.elements * state.width,
-            component=state.component,
-            axis="dp" if state.sharded else "",
+        Line(name, elements * width, component=component, axis="dp" if sharded else "")
+        for name, component, elements, width, sharded in states(
+            half=half,
+            fp32_gradients=train.fp32_gradients,
+            optimizer=train.optimizer,
+            level=level,
+            parameters=model.num_params,
+            tensors=model.num_tensors,
+            share=-(-model.num_params // mesh.dp),
         )
-        for state in found
     ]
-    if model.positions == "rope":
-        lines.append(
-            Line(
-                "buffers",
-                2 * model.seq_len * (model.d_head // 2) * (2 if half else FP32),
-                component="buffers",
-            )
-        )  # tables of cos and sin
+    if model.positions == "rope":  # tables of cos and sin
+        numbers = 2 * model.seq_len * (model.d_head // 2)
+        lines.append(Line("buffers", numbers * (2 if half else FP32), component="buffers"))
     return Ledger(lines)
 
 
 def zero_level(train: TrainConfig, mesh: Mesh) -> int:
-    """The ZeRO level at which states are really sharded on `mesh`: 0 where there is one data-parallel rank."""
+    """The ZeRO level at which states are really sharded on `mesh`: 0 where there is one
+    data-parallel rank."""
     for axis in ("tp", "pp", "cp", "ep"):
-        if getattr(mesh, axis) > 1:
-            raise ValueError(
-                f"memory has no formula for {axis}={getattr(mesh, axis)} yet: leave {axis}=1 and use dp with TrainConfig(zero=1, 2 or 3)"
-            )
+        if (n := getattr(mesh, axis)) > 1:
+            remedy = f"leave {axis}=1 and use dp with TrainConfig(zero=1, 2 or 3)"
+            raise ValueError(f"memory has no formula for {axis}={n} yet: {remedy}")
     return train.zero if mesh.dp > 1 else 0
 
 

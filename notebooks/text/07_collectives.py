@@ -29,7 +29,7 @@ import time
 
 import torch
 
-from labutils import collectives, units
+from labutils import anatomy, collectives, units
 from labutils.config import Link, ModelConfig
 from labutils.ledger import Ledger, Line
 from labutils.teach import plots
@@ -699,9 +699,8 @@ plots.comm_bars(**levels)
 # %%
 llama = dataclasses.replace(ModelConfig.named("llama-3.1-8b"), seq_len=4096)
 s, h, L = llama.letters("s h L")
-norms = llama.parameters["norms"]  # every tensor-parallel rank has all of them
-mine = norms + (llama.num_params - norms) // 8
-dp = collectives.sent("all_reduce_ring", nbytes=2 * mine, n=4, itemsize=2)
+gradients = 2 * anatomy.num_params(llama, tp=8)
+dp = collectives.sent("all_reduce_ring", nbytes=gradients, n=4, itemsize=2)
 activation = collectives.sent("all_reduce_ring", nbytes=2 * s * h, n=8, itemsize=2)
 loss = collectives.sent("all_reduce_ring", nbytes=4 * s, n=8).scaled(3)
 tp = (activation.scaled(4 * L + 2) + loss).scaled(8)
