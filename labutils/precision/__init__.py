@@ -4,7 +4,7 @@ from labutils.precision.autocast import FULL_OPS, HALF_OPS, autocast
 from labutils.precision.exponents import exponents, fate
 from labutils.precision.master import MasterWeights, RoundedWeights
 from labutils.precision.rounding import round_to
-from labutils.precision.scaler import LossScaler
+from labutils.precision.scaler import LossScaler, clipped_step
 from labutils.precision.sums import cross_entropy, pairwise_sum, running_sum
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "MasterWeights",
     "RoundedWeights",
     "autocast",
+    "clipped_step",
     "cross_entropy",
     "exponents",
     "fate",

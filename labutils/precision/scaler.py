@@ -1,11 +1,12 @@
 """Loss scaling: gradients lifted into the range of fp16, and set down again in fp32."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from labutils import floats, units
 
@@ -17,6 +18,8 @@ class Steps(Protocol):
     param_groups: list[dict[str, Any]]
 
     def step(self) -> Any: ...
+
+    def zero_grad(self) -> Any: ...
 
 
 @dataclass
@@ -151,6 +154,19 @@ class LossScaler:
             grown = floats.FP32.round(self.value * self.growth_factor)
             self.value = grown if math.isfinite(grown) else self.value
             self.good_steps = 0
+
+
+def clipped_step(
+    loss: Callable[[], Tensor], optimizer: Steps, scaler: LossScaler, max_norm: float
+) -> None:
+    """One training step with a loss scale and clipping, in the order in which it is right."""
+    optimizer.zero_grad()
+    scaler.scale(loss()).backward()
+    scaler.unscale_(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    nn.utils.clip_grad_norm_(parameters, max_norm)
+    scaler.step(optimizer)
+    scaler.update()
 
 
 def _gradients(optimizer: Steps) -> list[Tensor]:

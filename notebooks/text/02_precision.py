@@ -34,7 +34,6 @@ from labutils.model import GPT
 from labutils.precision import LossScaler, MasterWeights, RoundedWeights
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, reveal, show
-from labutils.teach.exercises import precision as exercises
 from labutils.teach.widgets import explore
 
 # %% [markdown]
@@ -447,7 +446,7 @@ check("precision/bug-hunt", step)
 hint("precision/bug-hunt", 1)
 
 # %%
-show(exercises.step)
+show(precision.clipped_step)
 
 # %% [markdown]
 # ## When does a sum stop growing?

@@ -24,13 +24,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils import accumulation, measure, memory, units
+from labutils import accumulation, measure, memory, planner, units
 from labutils.accumulation import micro_batches
 from labutils.config import Hardware, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, reveal, show
-from labutils.teach.exercises import accumulation as exercises
 from labutils.teach.widgets import explore
 
 # %% [markdown]
@@ -39,7 +38,9 @@ from labutils.teach.widgets import explore
 # A small GPT and a batch of 16 sequences. First all at once: activations pile up, and go.
 
 # %%
-config = ModelConfig(num_layers=3, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=32)
+config = ModelConfig(
+    num_layers=3, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=32
+)
 model = GPT(config, generator=torch.Generator().manual_seed(0))
 draw = torch.Generator().manual_seed(1)
 batch = tuple(torch.randint(128, (16, 32), generator=draw) for _ in range(2))
@@ -58,7 +59,9 @@ plots.memory_timeline(at_once, title="All 16 sequences at once: one mountain")
 
 # %%
 model.zero_grad()
-in_fours = measure.history(lambda: accumulation.accumulate(loss, micro_batches(batch, 4)), model)
+in_fours = measure.history(
+    lambda: accumulation.accumulate(loss, micro_batches(batch, 4)), model
+)
 title = "Four at a time: four hills, and the gradients stay in between"
 plots.memory_timeline(in_fours, title=title)
 
@@ -104,11 +107,16 @@ def loop(k):
 
 
 whole = gradient(lambda: loss(batch).backward())
-{k: round((gradient(lambda k=k: loop(k)).norm() / whole.norm()).item(), 3) for k in (2, 4, 8)}
+
+
+def times(k):
+    return (gradient(lambda: loop(k)).norm() / whole.norm()).item()
+
+
+{k: round(times(k), 3) for k in (2, 4, 8)}
 
 # %%
-eight = gradient(lambda: loop(8)).norm() / whole.norm()
-reveal("accumulation/factor", times=round(eight.item(), 3))
+reveal("accumulation/factor", times=round(times(8), 3))
 
 # %% [markdown]
 # **Why does nobody notice?** With SGD the step is k times too long, as if the learning rate were. Adam divides by the size of the gradient, so its step does not
@@ -127,14 +135,17 @@ def update(make, k):
 
 
 for make in (torch.optim.SGD, torch.optim.Adam):
-    print(make.__name__, [round(update(make, k) / update(make, 1), 3) for k in (2, 4, 8)])
+    longer = [round(update(make, k) / update(make, 1), 3) for k in (2, 4, 8)]
+    print(make.__name__, longer)
 
 # %% [markdown]
 # The cure is `(loss / k).backward()`, as long as all micro-batches are equal. `accumulate` does it, and the difference that remains is rounding:
 
 # %%
 for size in (8, 4, 2, 1):
-    found = gradient(lambda size=size: accumulation.accumulate(loss, micro_batches(batch, size)))
+    found = gradient(
+        lambda size=size: accumulation.accumulate(loss, micro_batches(batch, size))
+    )
     close = ((found - whole).norm() / whole.norm()).item() < 1e-5
     print(f"{16 // size:2} micro-batches: off by less than 1e-5: {close}")
 
@@ -174,7 +185,9 @@ targets = batch[1][:4].masked_fill(padding, accumulation.IGNORED)
 ragged = micro_batches((batch[0][:4], targets), 1)
 right = gradient(lambda: loss((batch[0][:4], targets)).backward())
 for name, weigh in {"mean of means": None, "by tokens": accumulation.tokens}.items():
-    found = gradient(lambda weigh=weigh: accumulation.accumulate(loss, ragged, weigh=weigh))
+    found = gradient(
+        lambda weigh=weigh: accumulation.accumulate(loss, ragged, weigh=weigh)
+    )
     print(f"{name}: off by {(found - right).norm() / right.norm():.0%}")
 
 # %% [markdown]
@@ -185,7 +198,9 @@ for name, weigh in {"mean of means": None, "by tokens": accumulation.tokens}.ite
 
 # %%
 empty = (batch[0][:1], torch.full((1, 32), accumulation.IGNORED))
-loss(empty), accumulation.accumulate(loss, [*ragged, empty], weigh=accumulation.tokens).isfinite()
+parts = [*ragged, empty]
+weighed = accumulation.accumulate(loss, parts, weigh=accumulation.tokens)
+loss(empty), weighed.isfinite()
 
 # %% [markdown]
 # ### Exercise 5.1 · Accumulate (15 min, ●●○)
@@ -225,7 +240,8 @@ def held(rows, size):
     data = tuple(side[:rows] for side in batch)
     parts = micro_batches(data, size)
     history = measure.history(lambda: accumulation.accumulate(loss, parts), model)
-    return max(moment.ledger.only(component="activations").total for moment in history.moments)
+    ledgers = [moment.ledger for moment in history.moments]
+    return max(ledger.only(component="activations").total for ledger in ledgers)
 
 
 {rows: (units.text(held(rows, rows)), units.text(held(rows, 4))) for rows in (4, 8, 16)}
@@ -275,7 +291,8 @@ gpt2 = ModelConfig.named("gpt2-xl")
 for fp32 in (False, True):
     train = TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=fp32)
     amount = memory.model_states(gpt2, train).total
-    print(f"fp32 sum: {fp32!s:5} {units.text(amount)}, {amount / gpt2.num_params:.2f} bytes a parameter")
+    each = amount / gpt2.num_params
+    print(f"fp32 sum: {fp32!s:5} {units.text(amount)}, {each:.2f} bytes a parameter")
 
 # %% [markdown]
 # ## What else changes when the batch comes in pieces?
@@ -292,7 +309,9 @@ def in_pieces(norm):
     gradients = []
     for size in (16, 4):
         net.zero_grad()
-        accumulation.accumulate(lambda part: net(part).square().mean(), micro_batches(rows, size))
+        accumulation.accumulate(
+            lambda part: net(part).square().mean(), micro_batches(rows, size)
+        )
         gradients.append(net[0].weight.grad.clone())
     return torch.allclose(*gradients, atol=1e-6)
 
@@ -313,9 +332,12 @@ def clipped(inside):
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
-once, often = (gradient(lambda inside=inside: clipped(inside)) for inside in (False, True))
+once, often = (
+    gradient(lambda inside=inside: clipped(inside)) for inside in (False, True)
+)
 same = torch.allclose(once.norm(), often.norm(), rtol=1e-4)
-angle = nn.functional.cosine_similarity(once, often, dim=0).clamp(max=1).acos().rad2deg()
+cosine = nn.functional.cosine_similarity(once, often, dim=0)
+angle = cosine.clamp(max=1).acos().rad2deg()
 f"same length: {same}, turned by {angle:.0f} degrees"
 
 # %% [markdown]
@@ -324,7 +346,9 @@ f"same length: {same}, turned by {angle:.0f} degrees"
 # **Dropout.** Masks are drawn in another order, so the gradient differs. Is it wrong? Compare with what a new seed changes:
 
 # %%
-shaky = GPT(dataclasses.replace(config, dropout=0.1), generator=torch.Generator().manual_seed(0))
+shaky = GPT(
+    dataclasses.replace(config, dropout=0.1), generator=torch.Generator().manual_seed(0)
+)
 
 
 def with_dropout(seed, size):
@@ -349,7 +373,8 @@ for name, how in {"in fours": (0, 4), "another seed": (1, 16)}.items():
 
 # %%
 def epoch(optimizer, loss, batches, k, max_norm):
-    steps, parameters = 0, [p for group in optimizer.param_groups for p in group["params"]]
+    steps = 0
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, batch in enumerate(batches):
         loss(batch).backward()
         nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -367,7 +392,7 @@ check("accumulation/bug-hunt", epoch)
 hint("accumulation/bug-hunt", 1)
 
 # %%
-show(exercises.epoch)
+show(accumulation.epoch)
 
 # %% [markdown]
 # ## How do you fill a batch of four million tokens?
@@ -389,7 +414,9 @@ show(exercises.epoch)
 predict("accumulation/steps", steps=8)
 
 # %%
-recipe = accumulation.configure(target=4_194_304, seq_len=4096, gpus=128, fits=lambda b: b <= 2)
+recipe = planner.configure(
+    target=4_194_304, seq_len=4096, gpus=128, fits=lambda b: b <= 2
+)
 recipe
 
 # %%
@@ -407,13 +434,16 @@ h100 = Hardware.named("H100")
 
 def fits(policy, attention):
     def fits(b):
-        train = TrainConfig(micro_batch=b, global_batch=2 * b, checkpointing=policy, attention=attention)
-        return memory.predict(gpt2, train).total <= 0.9 * h100.memory  # a tenth for the allocator's gaps
+        train = TrainConfig(
+            micro_batch=b, global_batch=2 * b, checkpointing=policy, attention=attention
+        )
+        # A tenth of the memory is for the allocator's gaps.
+        return memory.predict(gpt2, train).total <= 0.9 * h100.memory
 
     return fits
 
 
-accumulation.configure(target=2**19, seq_len=1024, gpus=16, fits=fits("none", "plain"))
+planner.configure(target=2**19, seq_len=1024, gpus=16, fits=fits("none", "plain"))
 
 # %% [markdown]
 # Change the number of GPUs, checkpoint, fuse attention. Where does accumulation disappear, and which setting would you not pay for?
@@ -422,7 +452,7 @@ accumulation.configure(target=2**19, seq_len=1024, gpus=16, fits=fits("none", "p
 # %%
 def setting(gpus=16, checkpointing="none", attention="plain"):
     fitting = fits(checkpointing, attention)
-    return accumulation.configure(target=2**19, seq_len=1024, gpus=gpus, fits=fitting)
+    return planner.configure(target=2**19, seq_len=1024, gpus=gpus, fits=fitting)
 
 
 policies, kinds = ["none", "selective", "full"], ["plain", "sdpa"]

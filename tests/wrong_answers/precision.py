@@ -102,7 +102,10 @@ def _bugged(
             scaler.step(optimizer)
         else:
             optimizer.step()
-        scaler.update(None if update == "last" else scaler.value)
+        if update == "last":
+            scaler.update()
+        else:
+            scaler._turns.clear()  # ready for the next step
 
     return attempt
 

@@ -1,13 +1,13 @@
 """Accumulate without changing the answer, fill a batch, and repair a loop that many copied."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from labutils import accumulation, measure, units
+from labutils import accumulation, measure, planner, units
 from labutils.teach.exercises import Exercise, Failed, Property
 
 # ── accumulate ───────────────────────────────────────────────────────────────────────────────────
@@ -192,7 +192,7 @@ def batches_of(
     target: int, seq_len: int, gpus: int, fits: Callable[[int], bool]
 ) -> tuple[int, int]:
     """Micro-batch and accumulation steps for a batch of `target` tokens, a model on each GPU."""
-    recipe = accumulation.configure(target=target, seq_len=seq_len, gpus=gpus, fits=fits)
+    recipe = planner.configure(target=target, seq_len=seq_len, gpus=gpus, fits=fits)
     return recipe.train.micro_batch, recipe.train.accumulation(recipe.mesh.dp)
 
 
@@ -279,25 +279,6 @@ CONFIGURE = Exercise(
 _NORM = 0.2
 
 
-def epoch(
-    optimizer: torch.optim.Optimizer,
-    loss: Callable[[Any], Tensor],
-    batches: Iterable[Any],
-    k: int,
-    max_norm: float,
-) -> int:
-    """Optimizer steps taken on all `batches`, `k` micro-batches of equal weight to a step.
-
-    The last step may have fewer. The gradient of each step is clipped to `max_norm`.
-    """
-    batches = list(batches)
-    groups = [batches[start : start + k] for start in range(0, len(batches), k)]
-    for group in groups:
-        accumulation.step(optimizer, loss, group, max_norm=max_norm)
-    optimizer.zero_grad()
-    return len(groups)
-
-
 def _trained(
     attempt: Callable, count: int, k: int, max_norm: float, epochs: int = 1
 ) -> tuple[Any, Tensor]:
@@ -313,7 +294,7 @@ def _same(
     attempt: Callable, count: int, k: int, max_norm: float, hint: str, epochs: int = 1
 ) -> str:
     _, found = _trained(attempt, count, k, max_norm, epochs)
-    _, expected = _trained(epoch, count, k, max_norm, epochs)
+    _, expected = _trained(accumulation.epoch, count, k, max_norm, epochs)
     if not torch.allclose(found, expected, rtol=1e-9, atol=1e-12):
         off = float(
             (found - expected).norm()
@@ -328,7 +309,7 @@ def _same(
 
 def _full(attempt: Callable) -> str:
     start = torch.cat([parameter.detach().flatten() for parameter in _Words().parameters()])
-    (_, found), (_, expected) = (_trained(how, 4, 4, 1e9) for how in (attempt, epoch))
+    (_, found), (_, expected) = (_trained(how, 4, 4, 1e9) for how in (attempt, accumulation.epoch))
     if torch.allclose(found - start, 4 * (expected - start), rtol=1e-6):
         raise Failed(
             "4 micro-batches, 4 to a step: the step is exactly 4 times too long",
@@ -369,7 +350,7 @@ REPAIR = Exercise(
     minutes=15,
     difficulty=2,
     proves="you see the batches that a loop loses, and the clipping that it does too often",
-    reference=epoch,
+    reference=accumulation.epoch,
     properties=(
         Property("full steps", _full),
         Property("every micro-batch counts", _all_used),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from labutils.precision import LossScaler, MasterWeights
+from labutils.precision import LossScaler, MasterWeights, clipped_step
 from labutils.teach.exercises import Exercise, Failed, Property
 
 # ── half weights ─────────────────────────────────────────────────────────────────────────────────
@@ -224,23 +224,6 @@ class _Bowl:
         attempt(self.loss, self.optimizer, self.scaler, max_norm)
 
 
-def step(
-    loss: Callable[[], Tensor],
-    optimizer: torch.optim.Optimizer,
-    scaler: LossScaler,
-    max_norm: float,
-) -> None:
-    """One training step with a loss scale and clipping, in the order in which it is right."""
-    optimizer.zero_grad()
-    scaler.scale(loss()).backward()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(
-        [p for group in optimizer.param_groups for p in group["params"]], max_norm
-    )
-    scaler.step(optimizer)
-    scaler.update()
-
-
 def _plain_step(attempt: Callable) -> str:
     for scale in (1.0, 64.0):
         bowl = _Bowl(scale)
@@ -335,7 +318,7 @@ HUNT = Exercise(
     proves=(
         "you know the order of scale, unscale, clip, step, update, and what each wrong order does"
     ),
-    reference=step,
+    reference=clipped_step,
     properties=(
         Property("a plain step", _plain_step),
         Property("gradients are fresh", _fresh),

@@ -1,0 +1,126 @@
+"""The planner: from tokens in a batch to micro-batch, GPUs and accumulation, with reasons."""
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from labutils import units
+from labutils.config import Mesh, TrainConfig
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One decision of a training configuration and why it was made."""
+
+    what: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training configuration with the reasons for it, in the order in which they were found."""
+
+    choices: tuple[Choice, ...]
+    train: TrainConfig
+    mesh: Mesh
+
+    def __str__(self) -> str:
+        first = max(len(choice.what) for choice in self.choices)
+        second = max(len(choice.value) for choice in self.choices)
+        return "\n".join(
+            f"{choice.what:<{first}}  {choice.value:>{second}}  {choice.reason}"
+            for choice in self.choices
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = ""
+        for choice in self.choices:
+            sides = {choice.what: "left", choice.value: "right", choice.reason: "left"}
+            cells = [
+                f'<td style="text-align:{side};padding:2px 12px">{html.escape(cell)}</td>'
+                for cell, side in sides.items()
+            ]
+            rows += f"<tr>{''.join(cells)}</tr>"
+        return f'<table class="recipe"><tbody>{rows}</tbody></table>'
+
+
+def configure(
+    *,
+    target: int,
+    seq_len: int,
+    gpus: int,
+    fits: Callable[[int], bool],
+    gpus_per_copy: int = 1,
+    settings: dict[str, Any] | None = None,
+) -> Recipe:
+    """A configuration for a batch of about `target` tokens on `gpus` devices, found step by step.
+
+    fits: whether that many sequences fit on one device beside everything else
+    gpus_per_copy: devices that hold one copy of the model together
+    settings: what goes into the TrainConfig as it is
+
+    >>> recipe = configure(target=4_194_304, seq_len=4096, gpus=128, fits=lambda b: b <= 2)
+    >>> train = recipe.train
+    >>> train.micro_batch, train.global_batch, train.accumulation(recipe.mesh.dp)
+    (2, 1024, 4)
+
+    Source: the order of decisions of the Ultra-Scale Playbook: tokens in a batch, sequence length,
+    micro-batch, GPUs, accumulation.
+    """
+    sizes = dict(target=target, seq_len=seq_len, gpus=gpus, gpus_per_copy=gpus_per_copy)
+    for name, value in sizes.items():
+        units.whole(value, name, 1)
+    if gpus % gpus_per_copy:
+        raise ValueError(
+            f"gpus_per_copy={gpus_per_copy} does not divide gpus={gpus}: some devices would hold "
+            "no whole copy of the model"
+        )
+    copies = gpus // gpus_per_copy
+    # Each copy takes equally many sequences, so the batch is rounded to a multiple of the copies.
+    share = round(target / seq_len / copies)
+    if share < 1:
+        raise ValueError(
+            f"{target:,} tokens are {target // seq_len:,} sequences of {seq_len:,}, fewer than "
+            f"{copies} copies of the model: use fewer GPUs, shorter sequences, or put several GPUs "
+            "on one copy (tensor or context parallelism)"
+        )
+    if not fits(1):
+        raise ValueError(
+            f"not even one sequence of {seq_len:,} tokens fits on a device: checkpoint "
+            "activations, shard the states, or shorten the sequence"
+        )
+    largest = max(size for size in _divisors(share) if size == 1 or fits(size))
+    train = TrainConfig(micro_batch=largest, global_batch=share * copies, **(settings or {}))
+    mesh = Mesh(dp=copies, tp=gpus_per_copy)
+    return Recipe(_choices(target, seq_len, gpus, train, mesh), train, mesh)
+
+
+def _choices(
+    target: int, seq_len: int, gpus: int, train: TrainConfig, mesh: Mesh
+) -> tuple[Choice, ...]:
+    batch, largest, copies = train.global_batch, train.micro_batch, mesh.dp
+    share, tokens, steps = batch // copies, batch * seq_len, train.accumulation(copies)
+    asked = f"the closest to {target:,} that {copies:,} copies can share"
+    if tokens == target:
+        asked = "what you asked for"
+    found = f"the largest divisor of {share} that fits"
+    if largest == share:
+        found = "a copy's whole share fits at once"
+    each = "one for each copy" if mesh.tp == 1 else f"{mesh.tp} for each copy"
+    shares = f"{gpus:,} GPUs, {each}: {share} sequences a copy"
+    return (
+        Choice("tokens in a batch", f"{tokens:,}", asked),
+        Choice("sequence length", f"{seq_len:,}", "what the model is to learn to read"),
+        Choice("global batch", f"{batch:,}", f"{tokens:,} / {seq_len:,} sequences"),
+        Choice("copies of the model", f"{copies:,}", shares),
+        Choice("micro-batch", f"{largest:,}", found),
+        Choice("accumulation steps", f"{steps:,}", f"{batch:,} / ({largest} · {copies:,})"),
+    )
+
+
+def _divisors(n: int) -> list[int]:
+    return [size for size in range(1, n + 1) if n % size == 0]
