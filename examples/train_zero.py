@@ -1,8 +1,9 @@
-"""Train a small GPT at every level of ZeRO: the same losses on one rank and on many, as threads, as processes, and on the nodes of a cluster.
+r"""Train a small GPT at every level of ZeRO: the same losses on one rank and on many.
 
     python examples/train_zero.py                       four ranks, threads of this process
     python examples/train_zero.py --engine processes    four processes of this machine
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 examples/train_zero.py --level 3
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \
+        --rdzv-endpoint node0:29400 examples/train_zero.py --level 3
 
 The last line is typed on both nodes; node0 is the name of one of them.
 """
@@ -12,17 +13,17 @@ import os
 
 import torch
 
-from labutils import units, zero
+from labutils import measure, units, zero
 from labutils.config import ModelConfig
 from labutils.model import GPT
 from labutils.world import World
 
 MODEL = ModelConfig(num_layers=4, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=32)
-BATCH = 48  # sequences a step, over all ranks: any number of ranks that divides it gives the same losses
+BATCH = 48  # sequences a step: any number of ranks that divides it gives the same losses
 
 
 def batch(step, index, size):
-    """This rank's sequences of a step and what follows each token: everybody counts, from another number and in other strides."""
+    """This rank's sequences of a step and what follows each token: all count, in some stride."""
     draw = torch.Generator().manual_seed(step)
     start, stride = (
         torch.randint(MODEL.vocab_size, (BATCH, 1), generator=draw),
@@ -33,46 +34,50 @@ def batch(step, index, size):
     return mine[:, :-1], mine[:, 1:]
 
 
+def adamw(named):
+    """Matrices decay, the weights of norms and biases do not."""
+    groups = [{"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+    for name, weights in named:
+        groups["norm" in name or name.endswith("bias")]["params"].append(weights)
+    return torch.optim.AdamW(groups, lr=3e-3)
+
+
 def train(rank, level, steps, load, save):
-    """The mean loss of every step, and the bytes of weights, gradients and optimizer state at the peak of the last one."""
+    """The mean loss of every step, and the bytes of model states at the peak of the last one."""
     comm = rank.comm("dp")
     model = GPT(MODEL, generator=torch.Generator().manual_seed(rank.rank)).to(
         rank.device
     )  # all go on with rank 0's weights
 
-    def adamw(groups):
-        return torch.optim.AdamW(groups, lr=3e-3)
-
-    matrices, vectors = (
-        [weights for weights in model.parameters() if (weights.dim() > 1) is wide]
-        for wide in (True, False)
-    )
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     if level == 3:
-        owner = zero.shard(model, comm, adamw, groups=groups)
+        zero.shard(model, comm)
+        optimizer = adamw(model.named_parameters())
+        inner, shards = optimizer, lambda: list(model.parameters())
     else:
-        owner = zero.Optimizer(
-            model.named_parameters(), comm, adamw, level=level, groups=groups, bucket_bytes=2**18
+        optimizer = zero.Optimizer(
+            model.named_parameters(), comm, adamw, level=level, bucket_bytes=2**18
         )
+        inner, shards = optimizer.inner, optimizer.collect
     if load:
-        owner.load(load)
+        zero.load(load, model, optimizer)
     losses = []
 
     def one(step):
         tokens, targets = (part.to(rank.device) for part in batch(step, comm.rank, comm.size))
         loss = model.loss(tokens, targets)
         loss.backward()
-        owner.clip_grad_norm(1.0)
-        owner.step()
-        owner.zero_grad()
+        zero.clip_grad_norm(shards(), comm, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
         with comm.record("loss"):
             losses.append(comm.all_reduce(loss.detach()).item() / comm.size)
 
     for step in range(steps - 1):
         one(step)
-    held = zero.history(lambda: one(steps - 1), owner).peak.ledger.total
+    history = measure.history(lambda: one(steps - 1), model, inner)
+    held = history.only("weights", "gradients", "optimizer").peak.ledger.total
     if save:
-        owner.save(save)
+        zero.save(save, model, optimizer)
     return losses, held
 
 
@@ -122,10 +127,8 @@ def main():
                     f"level {level} on {ranks} rank{'s' * (ranks > 1)}:",
                     " ".join(f"{loss:.6f}" for loss in losses),
                 )
-                print(
-                    f"  rank 0 holds {units.text(held)} and sends {units.text(sum(sent) / options.steps)} a step",
-                    flush=True,
-                )
+                each = units.text(sum(sent) / options.steps)
+                print(f"  rank 0 holds {units.text(held)} and sends {each} a step", flush=True)
 
 
 if __name__ == "__main__":

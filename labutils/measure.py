@@ -166,18 +166,23 @@ def peak_allocated(fn: Callable[[], object], device: torch.device | str = "cuda"
 # ── what a technique tells ────────────────────────────────────────────────────────────────────────
 
 
-def label(tensors: Iterable[Tensor], component: str, name: str = "") -> None:
+def label(
+    tensors: Iterable[Tensor], component: str, name: str = "", *, anew: bool = False
+) -> None:
     """Tell who is recording in this thread, if anybody is, what the memory of `tensors` is for.
 
     tensors: their storages carry the label for as long as they live, also in moments gone by
     component: one of `COMPONENTS`
     name: the line in the ledger, such as "gathered weights"; the component's own unless given
+    anew: in moments gone by they were something else, such as the result of an operation
     """
     if component not in COMPONENTS:
         raise ValueError(f"no component {component!r}: use one of {', '.join(COMPONENTS)}")
     for recorder in _recorders():
         for tensor in tensors:
             life = recorder.life(tensor)
+            if anew:
+                life = recorder.renew(tensor.untyped_storage(), life, life.nbytes)
             life.component, life.name = component, name or component
 
 
@@ -280,12 +285,17 @@ class Recorder(TorchDispatchMode):
         life = self.current.get(storage._cdata) or self.begin(storage, before, 0)
         if life.nbytes == nbytes:
             return False
+        self.renew(storage, life, nbytes)
+        return True
+
+    def renew(self, storage: torch.UntypedStorage, life: Life, nbytes: int) -> Life:
+        """Another life of a storage, from now on."""
         life.death = len(self.events)
         new = replace(life, nbytes=nbytes, birth=len(self.events), death=None)
         self.current[storage._cdata] = new
         self.lives.append(new)
         self.alive += nbytes - life.nbytes
-        return True
+        return new
 
     def guess(self, tensors: Iterable[Tensor], component: str, name: str = "") -> None:
         """What tensors are for, unless that is known: a saved weight is a weight."""

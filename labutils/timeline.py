@@ -134,6 +134,13 @@ class History:
         if not self.moments:
             raise ValueError("a History needs at least one Moment: nothing was recorded")
 
+    def only(self, *components: str) -> "History":
+        """The same moments, and of what is alive only these components."""
+        return History(
+            Moment(m.phase, m.event, Ledger(x for x in m.ledger if x.component in components))
+            for m in self.moments
+        )
+
     @property
     def peak(self) -> Moment:
         """The first moment at which most bytes are alive."""

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "labutils"
 LAYERS = {
     0: {"units", "notation"},
     1: {"floats", "config", "anatomy", "ledger", "trace", "timeline", "schedule"},
-    2: {"collectives", "world", "model"},
+    2: {"collectives", "world", "model", "measure"},
     4: {"plots"},
     5: {"widgets"},
     6: {"exercises", "check", "calculator"},
@@ -41,6 +41,7 @@ SIDEWAYS = {
         "checkpointing",
         "precision",
     ),  # what is computed again sees the autocast region of the first time
+    ("zero", "data_parallel"),  # levels 1 and 2 reduce in the buckets of data parallelism
     ("check", "exercises"),
     ("config", "anatomy"),  # a model counts its parameters in its table
     ("trace", "ledger"),  # what was sent, as amounts

@@ -1,9 +1,11 @@
 """What memory.predict says of ZeRO is what ranks really hold of weights, gradients and optimizer state."""
 
+import functools
+
 import pytest
 import torch
 
-from labutils import checkpointing, memory, zero
+from labutils import checkpointing, measure, memory, zero
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.model import GPT
@@ -15,25 +17,21 @@ LLAMA = ModelConfig(
 )  # fmt: skip
 GPT2 = ModelConfig(num_layers=2, d_model=8, num_heads=2, d_ff=32, vocab_size=40, seq_len=8)
 STATES = ("weights", "gradients", "optimizer")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def training(rank, config: ModelConfig, train: TrainConfig):
     """What this rank holds in a step, moment by moment, and its units."""
-    dtype, comm = DTYPES[train.precision], rank.comm("dp")
-    model = checkpointing.apply(GPT(config).to(dtype), train.checkpointing)
-    options = dict(gradient_dtype=torch.float32) if train.fp32_gradients else {}
+    comm = rank.comm("dp")
+    model = checkpointing.apply(GPT(config), train.checkpointing)
+    adamw = functools.partial(torch.optim.AdamW, fused=True)
     if train.zero == 3:
-        owner = zero.shard(model, comm, **options)
+        owner = adamw(zero.shard(model, comm).parameters())
+        layout, inner = zero.layout(model), owner
     else:
         layer = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
-        owner = zero.Optimizer(
-            model.parameters(),
-            comm,
-            level=train.zero,
-            bucket_bytes=layer if train.zero == 2 else 2**40,
-            **options,
-        )
+        room = layer if train.zero == 2 else 2**40
+        owner = zero.Optimizer(model.parameters(), comm, adamw, level=train.zero, bucket_bytes=room)
+        layout, inner = owner.layout, owner.inner
     x = torch.zeros(train.micro_batch, config.seq_len, dtype=torch.long)
 
     def step():
@@ -43,7 +41,7 @@ def training(rank, config: ModelConfig, train: TrainConfig):
         owner.zero_grad()
 
     step()
-    return zero.history(step, owner), owner.layout
+    return measure.history(step, model, inner).only(*STATES), layout
 
 
 def fullest(history, *phases: str) -> Ledger:
@@ -56,12 +54,8 @@ def fullest(history, *phases: str) -> Ledger:
     return max(moments, key=lambda ledger: ledger.total)
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [dict(precision="fp32"), dict(precision="bf16"), dict(precision="bf16", fp32_gradients="only")],
-)
 @pytest.mark.parametrize("level, config", [(1, LLAMA), (2, LLAMA), (3, LLAMA), (3, GPT2)])
-def test_what_is_predicted_is_what_a_rank_holds(precision, level, config):
+def test_what_is_predicted_is_what_a_rank_holds(level, config):
     n, m, policy = (4, 1, "none") if level == 1 else (2, 2, "full")
     train = TrainConfig(
         micro_batch=2,
@@ -69,35 +63,22 @@ def test_what_is_predicted_is_what_a_rank_holds(precision, level, config):
         checkpointing=policy,
         zero=level,
         stepping="fused",
-        **precision,
+        precision="fp32",
     )
-    width, half = DTYPES[train.precision].itemsize, train.precision == "bf16"
     predicted = memory.history(config, train, Mesh(dp=n))
     with World(Mesh(dp=n)) as world:
         ranks = world.run(training, config, train)
-    for measured, layout in ranks:
-        held = zero.predict_held(
-            layout,
-            n,
-            level,
-            itemsize=width,
-            gradient_itemsize=4 if train.fp32_gradients else None,
-            master=half,
-        )
+    for rank, (measured, layout) in enumerate(ranks):
+        held = zero.predict_held(layout, n, level, rank=rank)
         assert held.diff(measured.peak.ledger).unexplained == 0
-        # What the two count differently, by name. Adam's steps: once here, once a unit there.
-        steps = Line("steps of the other units", 4 * (len(layout) - 1), component="optimizer")
+        # What the two count differently, by name. Adam's steps: once here, once a piece there.
+        steps = Line(
+            "steps of the other pieces", held.by("name")["step"] - 4, component="optimizer"
+        )
         # A gradient counts here from the moment it is made, there when it has a parameter.
         waiting = Line(
             "gradient of a bias",
-            -config.d_ff * width * (level == 3 and config.bias is True),
-            component="gradients",
-        )
-        # The optimizer gets fp32 gradients of all shards here, of one unit's after the other's there.
-        largest = max(sum(unit.trained + unit.after) for unit in layout) // n
-        shards = Line(
-            "fp32 gradients of the other units",
-            -4 * (config.num_params // n - largest) * (half and not train.fp32_gradients),
+            -config.d_ff * 4 * (level == 3 and config.bias is True),
             component="gradients",
         )
         backward = fullest(predicted, "backward") + Ledger([steps, waiting])
@@ -105,9 +86,9 @@ def test_what_is_predicted_is_what_a_rank_holds(precision, level, config):
         assert diff.unexplained == 0, str(diff)
         others = [
             fullest(predicted, "forward") + Ledger([steps]),
-            fullest(predicted, "optimizer") + Ledger([steps, shards]),
+            fullest(predicted, "optimizer") + Ledger([steps]),
         ]
         diff = max(others, key=lambda ledger: ledger.total).diff(
-            fullest(measured, "start", "forward", "step"), by="component"
+            fullest(measured, "start", "forward", "optimizer", "end"), by="component"
         )
         assert diff.unexplained == 0, str(diff)

@@ -11,7 +11,7 @@ def _sharded(rank, count):
     """A step over a chain of `count` units, each of another size."""
     layers = [nn.Sequential(nn.Linear(4 * k, 4 * k + 4), nn.Tanh()) for k in range(1, count + 1)]
     model = nn.Sequential(*layers)
-    zero.shard(model, rank.comm("dp"), lambda params: torch.optim.SGD(params, lr=0.1))
+    zero.shard(model, rank.comm("dp"))
     model(torch.ones(2, 4)).square().sum().backward()
 
 

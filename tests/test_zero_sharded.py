@@ -14,6 +14,8 @@ from zero_training import (
     assert_equal,
     batches,
     build,
+    gradients_of,
+    held,
     own,
     ranks,
     same,
@@ -54,15 +56,13 @@ def test_units_that_do_not_compute_in_their_order(order):
 
     def program(rank):
         model = made()
-        owner = zero.shard(model, rank.comm("dp"), OPTIMIZERS["sgd"])
+        owner = own(model, rank.comm("dp"), 3, OPTIMIZERS["sgd"])
         for _ in range(2):
             model(x).sum().backward()
             owner.step()
             owner.zero_grad()
-        resting = zero.held(owner).by("name")
-        return weights(model, owner), resting.get("gathered weights", 0) + resting.get(
-            "gradient buckets", 0
-        )
+        left = held(model, owner).by("name")["left"]
+        return weights(model, owner), left
 
     alone = made()
     inner = OPTIMIZERS["sgd"](alone.parameters())
@@ -83,14 +83,14 @@ def test_evaluation_leaves_nothing_behind():
 
     def program(rank, reshard):
         model = build(TIED, rank.rank)
-        owner = zero.shard(model, rank.comm("dp"), reshard=reshard)
-        shards = zero.held(owner)
+        owner = own(model, rank.comm("dp"), 3, OPTIMIZERS["sgd"], reshard=reshard)
+        shards = held(model, owner)
         with torch.no_grad():
             outputs = [model(x)]
-        left = [zero.held(owner)]
-        with owner.gathered():
+        left = [held(model, owner)]
+        with zero.gathered(model):
             outputs += [model(x).detach(), model.norm(model.embed(x)).detach()]
-        left.append(zero.held(owner))
+        left.append(held(model, owner))
         with pytest.raises(RuntimeError):
             model.embed(x)  # outside of a pass there is no weight to look anything up in
         return [torch.equal(out, expected) for out in outputs[:2]] + [
@@ -106,12 +106,12 @@ def test_a_step_reaches_weights_that_a_forward_has_left_behind():
 
     def program(rank):
         model = build(TIED, 0)
-        owner = zero.shard(model, rank.comm("dp"), OPTIMIZERS["sgd"], reshard=False)
+        owner = own(model, rank.comm("dp"), 3, OPTIMIZERS["sgd"], reshard=False)
         model.loss(x, x).backward()
         first = model(x)  # without a backward, which would free the weights
         owner.step()
         second = model(x)
-        with owner.gathered():
+        with zero.gathered(model):
             return torch.equal(first, second), torch.equal(second, model(x))
 
     assert ranks(2).run(program) == [(False, True)] * 2
@@ -140,13 +140,13 @@ def test_a_model_that_is_one_reentrant_checkpoint():
     def program(rank, level, passes):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
         owner = own(model, rank.comm("dp"), level, OPTIMIZERS["sgd"])
-        with owner.gathered() if level == 3 else contextlib.nullcontext():
+        with zero.gathered(model) if level == 3 else contextlib.nullcontext():
             expected = torch.autograd.grad(
                 model(x.detach()).sum() * passes, [model[0].weight, model[1].bias]
             )
         for _ in range(passes):
             AGAIN["reentrant"](model, x).sum().backward()
-        found = owner.gradients()
+        found = gradients_of(model, owner, rank.comm("dp"))
         return torch.allclose(found["0.weight"], expected[0]) and torch.allclose(
             found["1.bias"], expected[1]
         )

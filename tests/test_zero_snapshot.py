@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import os
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from zero_training import (
     GROUPS,
@@ -15,6 +17,7 @@ from zero_training import (
     batches,
     build,
     grouped,
+    inner,
     own,
     ranks,
     same,
@@ -35,7 +38,7 @@ def write(rank, level, path, *, frozen=(), optimizer="adamw", groups=None):
     advance(model, owner, rank, batches(TIED, 4)[:2])
     for i, group in enumerate(owner.param_groups):
         group["lr"] = lr(i)
-    owner.save(path)
+    zero.save(path, model, owner)
     assert path.exists()  # for every rank, not for rank 0 alone
     return weights(model, owner)
 
@@ -43,12 +46,13 @@ def write(rank, level, path, *, frozen=(), optimizer="adamw", groups=None):
 def read(rank, level, path, *, frozen=(), optimizer="adamw", groups=None, **options):
     model = build(TIED, 10 + rank.rank, frozen=frozen)
     owner = own(model, rank.comm("dp"), level, OPTIMIZERS[optimizer], GROUPS.get(groups), **options)
-    owner.load(path)
+    zero.load(path, model, owner)
     loaded = weights(model, owner)
     for group in owner.param_groups:  # without momentum there is nothing to keep
         assert all(
-            bool(owner.inner.state[piece]) is (group.get("momentum", 1) > 0)
+            bool(inner(owner).state[piece]) is (group.get("momentum", 1) > 0)
             for piece in group["params"]
+            if len(piece) and piece.requires_grad
         )
     advance(model, owner, rank, batches(TIED, 4)[2:])
     return loaded, weights(model, owner), [group["lr"] for group in owner.param_groups]
@@ -57,17 +61,14 @@ def read(rank, level, path, *, frozen=(), optimizer="adamw", groups=None, **opti
 @functools.cache
 def uninterrupted(frozen=(), optimizer="adamw", groups=None):
     model = build(TIED, 0, frozen=frozen)
-    inner = OPTIMIZERS[optimizer](
-        grouped(model, GROUPS.get(groups))
-        or [parameter for parameter in model.parameters() if parameter.requires_grad]
-    )
+    alone = OPTIMIZERS[optimizer](grouped(model.named_parameters(), GROUPS.get(groups)))
     for step, (x,) in enumerate(batches(TIED, 4)):
         if step == 2:
-            for i, group in enumerate(inner.param_groups):
+            for i, group in enumerate(alone.param_groups):
                 group["lr"] = lr(i)
         model.loss(x, x).backward()
-        inner.step()
-        inner.zero_grad()
+        alone.step()
+        alone.zero_grad()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -115,20 +116,21 @@ def test_master_weights_survive(tmp_path):
     """What a snapshot keeps of half weights is their fp32 copy, so that nothing is rounded on the way."""
 
     def program(rank, path=None):
-        weight = nn.Parameter(torch.full((5,), 1.0 / rank.size, dtype=torch.bfloat16))
+        model = nn.Linear(5, 1, bias=False).bfloat16()
+        nn.init.constant_(model.weight, 1.0 / rank.size)
         optimizer = zero.Optimizer(
-            [weight],
+            model.parameters(),
             rank.comm("dp"),
             lambda params: torch.optim.SGD(params, lr=1e-4, momentum=0.5),
             level=1,
         )
         if rank.size == 1:
-            optimizer.load(path)
-            assert weight.tolist() == [0.25] * 5  # 0.2499 as bfloat16
-        weight.sum().backward()
+            zero.load(path, model, optimizer)
+            assert model.weight.tolist() == [[0.25] * 5]  # 0.2499 as bfloat16
+        model(torch.ones(1, 5).bfloat16()).sum().backward()
         optimizer.step()
-        optimizer.save(path)
-        return optimizer.owned[0].tolist()
+        zero.save(path, model, optimizer)
+        return optimizer.flats[0].shard.tolist()
 
     first, *_ = ranks(4).run(program, tmp_path / "run")
     (again,) = ranks(1).run(program, tmp_path / "run")
@@ -159,10 +161,10 @@ def refusal(data, tmp_path, config=TIED, **options):
         )
         before = weights(model, owner)
         with pytest.raises(zero.SnapshotError) as error:
-            owner.load(tmp_path / "run")
+            zero.load(tmp_path / "run", model, owner)
         assert (
             all(torch.equal(weight, before[name]) for name, weight in weights(model, owner).items())
-            and not owner.inner.state
+            and not inner(owner).state
         )
         return str(error.value)
 
@@ -171,33 +173,27 @@ def refusal(data, tmp_path, config=TIED, **options):
     return told.pop()
 
 
-@pytest.mark.parametrize("kept", [0, 10, 25, 40, 0.3, 0.99, -1])
+@pytest.mark.parametrize("kept", [0, 5, 25, 400, 0.3, 0.99, -1])
 def test_a_torn_file_is_refused(kept, snapshot, tmp_path):
     short = snapshot[: int(kept * len(snapshot)) if isinstance(kept, float) else kept]
-    assert "is torn" in refusal(short, tmp_path) or (
-        kept in (0, 10) and "not a snapshot" in refusal(short, tmp_path)
-    )
-
-
-@pytest.mark.parametrize("at", [30, 5000, -2000, -60])
-def test_a_damaged_file_is_refused(at, snapshot, tmp_path):
-    damaged = bytearray(snapshot)
-    damaged[at] ^= 1
-    assert "is damaged" in refusal(bytes(damaged), tmp_path)
+    assert "run is torn, or no snapshot: " in refusal(short, tmp_path)
 
 
 def test_a_file_of_something_else_is_refused(snapshot, tmp_path):
     torch.save({"model": torch.zeros(3)}, tmp_path / "other")
-    assert "not a snapshot of labutils.zero" in refusal((tmp_path / "other").read_bytes(), tmp_path)
-    assert "it lacks: blocks.1.feed_forward.gate.weight" in refusal(snapshot, tmp_path, UNTIED)
+    assert "torn, or no snapshot" in refusal((tmp_path / "other").read_bytes(), tmp_path)
+    save_file({"model": torch.zeros(3)}, tmp_path / "other")
+    other = refusal((tmp_path / "other").read_bytes(), tmp_path)
+    assert other == "run is a safetensors file, but no snapshot of labutils.zero"
+    assert "it lacks blocks.0.feed_forward.gate.weight" in refusal(snapshot, tmp_path, UNTIED)
     wider = dataclasses.replace(TIED, d_ff=28)
-    assert "blocks.2.feed_forward.up.weight has shape [24, 16] there and [28, 16] here" in refusal(
+    assert "blocks.0.feed_forward.up.weight has shape [24, 16] there and [28, 16] here" in refusal(
         snapshot, tmp_path, wider
     )
     assert "was written by AdamW, this optimizer is SGD" in refusal(
         snapshot, tmp_path, make=OPTIMIZERS["sgd"], groups=None
     )
-    assert "has 2 groups of parameters, this optimizer has 1" in refusal(
+    assert "has groups of [20, 32] parameters, this optimizer of [52]" in refusal(
         snapshot, tmp_path, groups=None
     )
     assert "would lose digits" in refusal(snapshot, tmp_path, dtype=torch.float32)
@@ -206,35 +202,50 @@ def test_a_file_of_something_else_is_refused(snapshot, tmp_path):
 
 
 def test_parameters_in_other_groups_are_refused(tmp_path):
-    """The settings of a group come from the file: in another order they would be those of the others."""
+    """The settings of a group come from the file: in another order they would be another's."""
 
     def program(rank, order, call):
         model = nn.Linear(2, 2)
-        groups = [
-            {"params": [model.weight], "weight_decay": 0.1},
-            {"params": [model.bias], "weight_decay": 0.0},
-        ]
-        owner = zero.Optimizer(
-            model.named_parameters(), rank.comm("dp"), level=1, groups=groups[::order]
-        )
-        getattr(owner, call)(tmp_path / "run")
+        groups = [{"weight_decay": 0.1}, {"weight_decay": 0.0}][::order]
+        optimizer = own(model, rank.comm("dp"), 3, torch.optim.AdamW, groups)
+        optimizer.param_groups[:] = optimizer.param_groups[::order]
+        call(tmp_path / "run", model, optimizer)
 
-    ranks(2).run(program, 1, "save")
-    with pytest.raises(
-        world.RankError,
-        match="run has bias in group 1, here it is in group 0: group the parameters alike, in the same order",
-    ):
-        ranks(2).run(program, -1, "load")
+    ranks(2).run(program, 1, zero.save)
+    with pytest.raises(world.RankError, match="or others: group them alike"):
+        ranks(2).run(program, -1, zero.load)
 
 
-def test_a_write_that_fails_leaves_the_older_file(tmp_path):
+def test_a_write_that_fails_leaves_the_older_file(tmp_path, monkeypatch):
     (tmp_path / "run").write_bytes(b"older")
 
     def program(rank):
-        optimizer = zero.Optimizer([nn.Parameter(torch.ones(8))], rank.comm("dp"), level=1)
-        optimizer.inner.state[optimizer.pieces[0][0]] = {"what": torch.ones(3)}
-        optimizer.save(tmp_path / "run")
+        model = nn.Linear(4, 2)
+        optimizer = own(model, rank.comm("dp"), 1, torch.optim.AdamW)
+        zero.save(tmp_path / "run", model, optimizer)
 
-    with pytest.raises(world.RankError, match="neither a number nor like the weights"):
+    monkeypatch.setattr(os, "fsync", lambda _: 1 / 0)
+    with pytest.raises(world.RankError, match="ZeroDivisionError"):
         ranks(2).run(program)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("run", b"older")]
+
+
+def test_states_that_cannot_be_divided_are_refused(tmp_path):
+    def program(rank):
+        model = nn.Linear(4, 2)
+        optimizer = own(model, rank.comm("dp"), 1, torch.optim.AdamW)
+        optimizer.inner.state[optimizer.pieces[model.weight]] = {"what": torch.ones(2, 2)}
+        zero.save(tmp_path / "run", model, optimizer)
+
+    with pytest.raises(world.RankError, match="neither a number nor like a weight"):
+        ranks(1).run(program)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_snapshot_is_a_file_of_weights_with_the_mode_of_other_files(tmp_path):
+    written = ranks(2).run(write, 3, tmp_path / "run")[0]
+    stored = load_file(tmp_path / "run")
+    assert all(torch.equal(stored[name], weight) for name, weight in written.items())
+    assert stored["exp_avg/tokens.weight"].shape == written["tokens.weight"].shape
+    (tmp_path / "other").touch()
+    assert (tmp_path / "run").stat().st_mode == (tmp_path / "other").stat().st_mode

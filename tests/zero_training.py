@@ -1,14 +1,15 @@
 """A small GPT trained at every level of ZeRO, and on one process alone: what the tests of `zero` compare."""
 
+import contextlib
 import functools
 from types import SimpleNamespace
 
 import torch
 import torch.utils.checkpoint
 
-from labutils import checkpointing, world, zero
+from labutils import checkpointing, measure, world, zero
 from labutils.config import ModelConfig
-from labutils.ledger import Ledger
+from labutils.ledger import Ledger, Line
 from labutils.model import GPT
 
 TIED = ModelConfig(num_layers=3, d_model=16, num_heads=2, d_ff=24, vocab_size=13, seq_len=8)
@@ -78,59 +79,116 @@ def of(rank, x):
     return x.view(rank.size, ROWS // rank.size, -1)[rank.rank]
 
 
-def grouped(model, settings):
-    """Matrices and vectors apart, frozen ones among them, as torch optimizers take them; no groups without settings."""
-    members = [
-        [parameter for parameter in model.parameters() if (parameter.dim() > 1) is wide]
-        for wide in (True, False)
-    ]
-    return settings and [
-        {"params": params, **chosen} for params, chosen in zip(members, settings, strict=True)
+def is_vector(name):
+    return "norm" in name or name.endswith("bias")
+
+
+def grouped(named, settings=None):
+    """Matrices and vectors apart, as torch optimizers take them; no groups without settings."""
+    named = list(named)
+    if settings is None:
+        return [parameter for _, parameter in named]
+    return [
+        {"params": [p for name, p in named if is_vector(name) is vectors], **chosen}
+        for vectors, chosen in zip((False, True), settings, strict=True)
     ]
 
 
 def own(model, comm, level, make, groups=None, **options):
-    """The model made ready for a level, and its optimizer."""
-    groups = grouped(model, groups)
+    """The optimizer of a model that is made ready for a level."""
     if level == 3:
-        return zero.shard(model, comm, make, groups=groups, **options)
+        zero.shard(model, comm, **options)
+        return make(grouped(model.named_parameters(), groups))
     return zero.Optimizer(
         model.named_parameters(),
         comm,
-        make,
+        lambda named: make(grouped(named, groups)),
         level=level,
-        groups=groups,
         **{"bucket_bytes": BUCKET} | options,
     )
 
 
-def weights(model, owner):
+def inner(optimizer):
+    return optimizer.inner if isinstance(optimizer, zero.Optimizer) else optimizer
+
+
+def shards(model, optimizer):
+    """This rank's pieces, with their gradients, and the flat parameters that they are of."""
+    if isinstance(optimizer, zero.Optimizer):
+        pieces = optimizer.collect()
+        names = {p: name for name, p in model.named_parameters()}
+        return {piece: names[p] for p, piece in optimizer.pieces.items()}, optimizer.flats, pieces
+    flats = [flat for group in model._sharded.groups for flat in group.flats if flat.trained]
+    names = {piece: name for name, piece in model.named_parameters()}
+    return names, flats, list(model.parameters())
+
+
+def clip(model, optimizer, comm, max_norm):
+    return zero.clip_grad_norm(shards(model, optimizer)[2], comm, max_norm)
+
+
+def gradients_of(model, optimizer, comm):
+    """The mean gradient over ranks of every trained parameter, whole, by name."""
+    names, flats, _ = shards(model, optimizer)
+    found = {}
+    for flat in flats:
+        shard = torch.zeros_like(flat.shard)
+        for piece, (a, b) in zip(flat.pieces, flat.cuts, strict=True):
+            assert (piece.grad is None) == (a == b)
+            if a < b:
+                shard[a:b] = piece.grad
+        with comm.record("gradients"):
+            whole = comm.all_gather(shard)
+        found |= zip((names[piece] for piece in flat.pieces), flat.views(whole), strict=True)
+    return found
+
+
+def weights(model, optimizer):
     """All parameters, whole, by name."""
-    if owner.level < 3:
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with owner.gathered():
+    sharded = not isinstance(optimizer, zero.Optimizer)
+    with zero.gathered(model) if sharded else contextlib.nullcontext():
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def advance(model, owner, rank, steps):
+def layout(model, optimizer):
+    return optimizer.layout if isinstance(optimizer, zero.Optimizer) else zero.layout(model)
+
+
+def advance(model, optimizer, rank, steps):
     for (x,) in steps:
         model.loss(of(rank, x), of(rank, x)).backward()
-        owner.step()
-        owner.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def scheduled(inner):
+def held_over(fn, model, optimizer):
+    """What is alive of weights, gradients and optimizer state, moment by moment."""
+    return measure.history(fn, model, inner(optimizer)).only("weights", "gradients", "optimizer")
+
+
+def held(model, optimizer):
+    """The same now; the root's gathered weights and gradient buckets are there too, if any are."""
+    flats = [flat for group in model._sharded.groups for flat in group.flats]
+    left = sum(flat.whole.untyped_storage().nbytes() for flat in flats)
+    left += sum(flat.buffer.nbytes for flat in flats if flat.buffer is not None)
+    return measure.model_states(model, optimizer) + Ledger([Line("left", left)])
+
+
+def scheduled(optimizer):
     """Another learning rate for each group in each step."""
     return torch.optim.lr_scheduler.LambdaLR(
-        inner, [lambda step, i=i: 1 / (1 + step + i) for i in range(len(inner.param_groups))]
+        optimizer,
+        [lambda step, i=i: 1 / (1 + step + i) for i in range(len(optimizer.param_groups))],
     )
 
 
 def train(
-    rank, config, level, *, steps=3, accumulation=1, optimizer="adamw", clip=None, dtype=torch.float64, frozen=(), groups=None, schedule=False,
-    checkpointed=None, look=True, **options,
+    rank, config, level, *, steps=3, accumulation=1, optimizer="adamw", max_norm=None,
+    dtype=torch.float64, frozen=(), groups=None, schedule=False, checkpointed=None, look=True,
+    **options,
 ):  # fmt: skip
-    """Losses and norms, gradients of the first step, weights at the end, what the last step held at its fullest, the layout of the flat tensors."""
+    """Losses and norms, gradients of the first step, final weights, the last step's peak, the layout."""
+    comm = rank.comm("dp")
     model = build(config, rank.rank, dtype, frozen)  # every rank begins elsewhere
     if checkpointed == "inside":
         for block in model.blocks:
@@ -140,8 +198,8 @@ def train(
         model.forward = lambda tokens: model.head(
             model.norm(functools.reduce(lambda x, layer: layer(x), layers, model.embed(tokens)))
         )
-    owner = own(model, rank.comm("dp"), level, OPTIMIZERS[optimizer], GROUPS.get(groups), **options)
-    plan = scheduled(owner.inner) if schedule else None
+    owner = own(model, comm, level, OPTIMIZERS[optimizer], GROUPS.get(groups), **options)
+    plan = scheduled(inner(owner)) if schedule else None
     losses, gradients, peak = [], None, None
 
     def step(micro_batches):
@@ -151,9 +209,9 @@ def train(
             loss.backward()
             losses.append(loss.item() * accumulation)
         if look and gradients is None:
-            gradients = owner.gradients()
-        if clip:
-            losses.append(owner.clip_grad_norm(clip).item())
+            gradients = gradients_of(model, owner, comm)
+        if max_norm:
+            losses.append(clip(model, owner, comm, max_norm).item())
         owner.step()
         owner.zero_grad()
         if plan:
@@ -162,13 +220,13 @@ def train(
     *before, last = batches(config, steps, accumulation)
     for micro_batches in before:
         step(micro_batches)
-    peak = zero.history(lambda: step(last), owner).peak.ledger if look else step(last)
+    peak = held_over(lambda: step(last), model, owner).peak.ledger if look else step(last)
     return SimpleNamespace(
         losses=losses,
         gradients=gradients,
         weights=weights(model, owner) if look else None,
         peak=peak,
-        layout=owner.layout,
+        layout=layout(model, owner),
     )
 
 
@@ -179,17 +237,14 @@ def train_alone(
     steps=3,
     accumulation=1,
     optimizer="adamw",
-    clip=None,
+    max_norm=None,
     frozen=(),
     groups=None,
     schedule=False,
 ):
     """The same on one process with the whole batch."""
     model = build(config, 0, frozen=frozen)
-    inner = OPTIMIZERS[optimizer](
-        grouped(model, GROUPS.get(groups))
-        or [parameter for parameter in model.parameters() if parameter.requires_grad]
-    )
+    inner = OPTIMIZERS[optimizer](grouped(model.named_parameters(), GROUPS.get(groups)))
     plan = scheduled(inner) if schedule else None
     losses, gradients = [], None
     for micro_batches in batches(config, steps, accumulation):
@@ -202,8 +257,8 @@ def train_alone(
             for name, parameter in model.named_parameters()
             if parameter.grad is not None
         }
-        if clip:
-            losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        if max_norm:
+            losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
         inner.step()
         inner.zero_grad()
         if plan:
@@ -231,52 +286,31 @@ def assert_equal(results, config, **settings):
 
 
 def assert_books(
-    results,
-    sent,
-    config,
-    level,
-    *,
-    accumulation=1,
-    optimizer="adamw",
-    clip=None,
-    dtype=torch.float64,
-    frozen=(),
-    steps=3,
-    look=True,
-    **options,
-):
-    """Every rank held as predicted at its fullest, and sent as predicted, byte for byte and message for message."""
+    results, sent, config, level, *, accumulation=1, optimizer="adamw", max_norm=None,
+    dtype=torch.float64, frozen=(), steps=3, look=True, **options,
+):  # fmt: skip
+    """Every rank held at its fullest, and sent, as predicted: byte for byte, message for message."""
     n, layout = len(results), results[0].layout
-    gradient_itemsize = options.get("gradient_dtype", dtype).itemsize
-    widths = {"itemsize": dtype.itemsize, "gradient_itemsize": gradient_itemsize}
+    computing = options.get("param_dtype", dtype)
+    half = level < 3 and dtype.itemsize == 2
+    widths = {
+        "itemsize": computing.itemsize,
+        "reduce_itemsize": options.get("reduce_dtype", computing).itemsize,
+        "shard_itemsize": 4 if half else dtype.itemsize,
+    }
     whole = build(config, 0, frozen=frozen)
-    resting = (
-        0
-        if level == 3
-        else sum(
-            parameter.numel() for parameter in whole.parameters() if not parameter.requires_grad
-        )
-    )
+    resting = sum(p.numel() for p in whole.parameters() if not p.requires_grad) * (level < 3)
+    known = {name: value for name, value in options.items() if name in ("reshard", "prefetch")}
     reshard = {"reshard": options["reshard"]} if "reshard" in options else {}
     predicted = zero.predict_sent(
-        layout,
-        n,
-        level,
-        accumulation=accumulation,
-        steps=steps,
-        clip=bool(clip),
-        start=True,
-        frozen=resting,
-        **widths,
-        **reshard,
-    )
+        layout, n, level, accumulation=accumulation, steps=steps, clip=bool(max_norm), start=True,
+        frozen=resting, **widths, **reshard,
+    )  # fmt: skip
     if look:  # which gathers gradients once, under a name of their own, and at level 3 weights
         sent = Ledger(line for line in sent if line.name != "gradients")
         if level == 3:
-            predicted = (
-                predicted
-                + zero.predict_sent(layout, n, 1, itemsize=dtype.itemsize).only(name="all_gather")
-            ).merged()
+            once = zero.predict_sent(layout, n, 1, itemsize=computing.itemsize)
+            predicted = (predicted + once.only(name="all_gather")).merged()
     assert predicted.diff(sent).unexplained == 0, predicted.diff(sent)
     counts = [
         {line.key: line.count for line in ledger if line.name != "broadcast"}
@@ -284,16 +318,8 @@ def assert_books(
     ]
     assert counts[0] == counts[1]  # as many messages, too; frozen tensors start out one by one
     if look:
-        known = {name: value for name, value in options.items() if name in ("reshard", "prefetch")}
-        kept = {
-            "optimizer": optimizer,
-            "frozen": resting,
-            "master": dtype.itemsize < 4,
-            "offload": "offload" in options,
-            "accumulation": accumulation,
-        }
-        held = zero.predict_held(layout, n, level, **kept, **widths, **known)
-        for result in results:
-            assert result.layout == layout and held.diff(result.peak).unexplained == 0, held.diff(
-                result.peak
-            )
+        kept = {"optimizer": optimizer, "frozen": resting, "accumulation": accumulation}
+        for rank, result in enumerate(results):
+            held = zero.predict_held(layout, n, level, rank=rank, **kept, **widths, **known)
+            assert result.layout == layout
+            assert held.diff(result.peak).unexplained == 0, held.diff(result.peak)

@@ -36,7 +36,8 @@ class LossScaler:
     The dynamic scale climbs until gradients overflow: `growth_interval` steps in a row without an
     inf or NaN multiply it by `growth_factor`; a step with one is skipped and multiplies it by
     `backoff_factor`. A static scale (dynamic=False) stays; steps that overflow are skipped all the
-    same.
+    same. Over a `comm`, where each rank has another shard of the gradients, all skip or none: one
+    number is all-reduced, booked as "finite".
 
     >>> weight = torch.nn.Parameter(torch.tensor(2.0))
     >>> optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -64,6 +65,7 @@ class LossScaler:
         growth_factor: float | int = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
+        comm: Any = None,
     ) -> None:
         self.value = _scale(init_scale, "init_scale")
         if units.positive(growth_factor, "growth_factor") <= 1:
@@ -80,6 +82,7 @@ class LossScaler:
         self.backoff_factor = float(backoff_factor)
         self.growth_interval = units.whole(growth_interval, "growth_interval", 1)
         self.dynamic = dynamic
+        self.comm = comm
         self.good_steps = 0  # in a row, since the scale last moved
         self._turns: dict[int, _Turn] = {}
 
@@ -105,13 +108,12 @@ class LossScaler:
                 "update(); step() does it where you don't"
             )
         factor = floats.FP32.round(1 / self.value)
-        # Gradients that are shards on many ranks: all must skip a step or none.
-        if hasattr(optimizer, "unscale_"):
-            finite = optimizer.unscale_(factor)
-        else:
-            if hasattr(optimizer, "collect"):
-                optimizer.collect()
-            finite = _multiply_(_gradients(optimizer), factor)
+        if hasattr(optimizer, "collect"):
+            optimizer.collect()
+        finite = _multiply_(_gradients(optimizer), factor)
+        if self.comm is not None:
+            with self.comm.record("finite"):
+                finite = not self.comm.all_reduce(torch.tensor(float(not finite)), "max").item()
         self._turns[id(optimizer)] = _Turn(finite)
         return finite
 

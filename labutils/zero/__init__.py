@@ -1,30 +1,34 @@
-"""ZeRO: the ranks of data parallelism share out what each of them would keep whole, level by level: optimizer state, gradients, weights.
+"""ZeRO: the ranks of data parallelism share out what each would keep whole, level by level.
+
+Level 1 shares the optimizer state, level 2 the gradients too, level 3 also the weights.
 
 >>> import torch
 >>> from labutils import world, zero
 >>> def program(rank):
-...     model = torch.nn.Linear(3, 3)
-...     optimizer = zero.Optimizer(model.parameters(), rank.comm("dp"), torch.optim.SGD, level=2)
-...     model(torch.ones(1, 3)).sum().backward()
+...     module = zero.shard(torch.nn.Linear(3, 3), rank.comm("dp"))
+...     optimizer = torch.optim.SGD(module.parameters())
+...     module(torch.ones(1, 3)).sum().backward()
 ...     optimizer.step()
 >>> with world.World(4) as four:
 ...     four.run(program)
-...     zero.predict_sent(12, n=4, level=2, start=True).diff(four.ledger).unexplained
+...     zero.predict_sent(12, n=4, level=3, start=True).diff(four.ledger).unexplained
 [None, None, None, None]
 0
 """
 
-from labutils.zero.flat import Flat
-from labutils.zero.holding import held, history
+from labutils.zero.clipping import clip_grad_norm
+from labutils.zero.flat_parameter import FlatParameter
 from labutils.zero.occupancy import occupancy
 from labutils.zero.optimizer import Optimizer
 from labutils.zero.order import unit_order
-from labutils.zero.partition import BUCKET_BYTES, Partition, Unit, buckets, partition
+from labutils.zero.partition import Partition, Unit, partition
 from labutils.zero.predict import largest_model, model_states, predict_held, predict_sent
-from labutils.zero.sharded import Sharded, shard
-from labutils.zero.snapshot import SnapshotError
+from labutils.zero.reducer import Reducer
+from labutils.zero.sharded import ParamGroup, Sharded, gathered, layout, shard
+from labutils.zero.snapshot import SnapshotError, load, save
 
 __all__ = [
-    "BUCKET_BYTES", "Flat", "Optimizer", "Partition", "Sharded", "SnapshotError", "Unit", "buckets", "held", "history",
-    "largest_model", "model_states", "occupancy", "partition", "predict_held", "predict_sent", "shard", "unit_order",
+    "FlatParameter", "Optimizer", "ParamGroup", "Partition", "Reducer", "Sharded", "SnapshotError",
+    "Unit", "clip_grad_norm", "gathered", "largest_model", "layout", "load", "model_states",
+    "occupancy", "partition", "predict_held", "predict_sent", "save", "shard", "unit_order",
 ]  # fmt: skip

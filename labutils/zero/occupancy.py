@@ -1,51 +1,49 @@
-"""Which elements of the model a rank holds, and from when to when: what `holding` counts in bytes, laid out in space and time."""
+"""Which elements of the model a rank holds, and from when to when, laid out in space and time."""
 
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labutils.timeline import Occupancy, Span
-from labutils.zero.flat import Flat
+from labutils.zero.flat_parameter import FlatParameter
 from labutils.zero.optimizer import Optimizer
-from labutils.zero.sharded import Sharded
 
 Stretch = tuple[str, int, int]
 
 
-def occupancy(fn: Callable[[], object], owner: Optimizer | Sharded) -> Occupancy:
-    """What this rank holds of weights, gradients and optimizer state, where and when, over the operations of `fn()`, such as a step.
+def occupancy(
+    fn: Callable[[], object], module: nn.Module, optimizer: Optimizer | torch.optim.Optimizer
+) -> Occupancy:
+    """What this rank holds of weights, gradients and optimizer state over the operations of `fn()`.
 
-    Elements are numbered from the first unit of the model to the last, padding included. The bytes are those of `history`, less the
-    gradients of single parameters that are on their way into their flat tensor.
+    Elements are numbered from the first unit of the model to the last, padding included. Gradients
+    of single parameters, on their way into their flat parameter, are not in it.
     """
-    flats = (
-        [flat for part in owner.parts for flat in part.flats]
-        if owner.level == 3
-        else list(reversed(owner.flats))
-    )
-    watch = _Watch(lambda: set(_stretches(owner, flats)))
-    entering = owner.inner.register_step_pre_hook(lambda *_: watch.enter("step"))
+    inner = optimizer.inner if isinstance(optimizer, Optimizer) else optimizer
+    if inner is optimizer:
+        flats = [flat for group in module._sharded.groups for flat in group.flats]
+    else:
+        flats = optimizer.flats[::-1]
+    buffers: dict[FlatParameter, weakref.ref] = {}
+    watch = _Watch(lambda: set(_stretches(flats, inner, buffers)))
+    entering = inner.register_step_pre_hook(lambda *_: watch.enter("step"))
     try:
         with watch:
             fn()
     finally:
         entering.remove()
-    elements = sum(flat.partition.share for flat in owner.flats)
-    state = sum(
-        value.nbytes
-        for known in owner.inner.state.values()
-        for value in known.values()
-        if value.dim()
-    )
-    state += sum(owned.nbytes for owned in owner.owned) if owner.separate else 0
+    pieces = [piece for flat in flats if flat.trained for piece in flat.pieces]
+    state = sum(x.nbytes for p in pieces for x in inner.state.get(p, {}).values() if x.dim())
     itemsizes = {
         "weights": flats[0].whole.itemsize,
-        "gradients": owner.flats[0].gradient.itemsize,
-        "optimizer": state // elements,
+        "gradients": flats[0].reduce_dtype.itemsize,
+        "optimizer": state // sum(map(len, pieces)),
     }
     numel = sum(flat.partition.padded for flat in flats)
-    spans = tuple(_spans(owner.comm.rank, watch.held))
+    spans = tuple(_spans(flats[0].comm.rank, watch.held))
     return Occupancy(spans, numel, itemsizes, watch.phases, len(watch.held))
 
 
@@ -54,7 +52,9 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, look: Callable[[], set[Stretch]]) -> None:
         super().__init__()
-        self.look, self.held, self.phases = look, [], {}
+        self.look = look
+        self.held: list[set[Stretch]] = []
+        self.phases: dict[str, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "step" not in self.phases:
@@ -67,23 +67,25 @@ class _Watch(TorchDispatchMode):
         self.phases.setdefault(phase, len(self.held))
 
 
-def _stretches(owner: Optimizer | Sharded, flats: list[Flat]) -> Iterator[Stretch]:
-    """What is there now: (component, start, stop)."""
-    place, stepped = (
-        0,
-        {id(flat): pieces.values() for flat, pieces in zip(owner.flats, owner.pieces, strict=True)},
-    )
+def _stretches(
+    flats: list[FlatParameter],
+    inner: torch.optim.Optimizer,
+    buffers: dict[FlatParameter, weakref.ref],
+) -> Iterator[Stretch]:
+    """What is there now: (component, start, stop). A buffer is there as long as its memory is."""
+    place = 0
     for flat in flats:
-        whole, own = (
-            (place, place + flat.partition.padded),
-            (place + flat.own.start, place + flat.own.stop),
-        )
+        whole = place, place + flat.partition.padded
+        own = place + flat.own.start, place + flat.own.stop
         yield "weights", *(whole if flat.resident else own)
-        if id(flat) in stepped:
-            if owner.level > 1 or flat.buffer is not None:
-                yield "gradients", *(whole if flat.buffer is not None else own)
-            if owner.separate or any(owner.inner.state.get(piece) for piece in stepped[id(flat)]):
-                yield "optimizer", *own
+        if flat.buffer is not None:
+            buffers[flat] = weakref.ref(flat.buffer.untyped_storage())
+        if flat in buffers and buffers[flat]() is not None:
+            yield "gradients", *whole
+        elif flat.gradient is not None:
+            yield "gradients", *own
+        if any(inner.state.get(piece) for piece in flat.pieces):
+            yield "optimizer", *(place + end for end in flat.partition.bounds(flat.comm.rank))
         place = whole[1]
 
 

@@ -1,73 +1,132 @@
 """Levels 1 and 2: every rank has all weights and steps its share of them."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
+from labutils import data_parallel, measure
 from labutils.world import Comm
-from labutils.zero.flat import Flat
-from labutils.zero.groups import Given, grouped, named
-from labutils.zero.partition import BUCKET_BYTES, buckets
-from labutils.zero.update import Make, Partitioned, adamw
+from labutils.zero.flat_parameter import FlatParameter
+from labutils.zero.partition import Unit
+from labutils.zero.reducer import Reducer
+
+HALF = (torch.float16, torch.bfloat16)
+Make = Callable[[list[Any]], torch.optim.Optimizer]
 
 
-class Optimizer(Partitioned):
-    """An optimizer of which every rank keeps 1/n of the state, for a model that every rank holds whole.
+class Optimizer:
+    """An optimizer of which every rank keeps 1/n of the state, for a model that all hold whole.
 
-    Level 1 keeps the gradients of all micro-batches whole, until `zero_grad`, and reduce-scatters them once, in `step`. Level 2 reduce-scatters them bucket by
-    bucket during every backward and keeps its share alone. Both all-gather the new weights in `step`.
+    Level 1 keeps the gradients of all micro-batches whole, until `zero_grad`, and reduce-scatters
+    them once, in `step`. Level 2 reduce-scatters them bucket by bucket during every backward and
+    keeps its share alone. Both all-gather the new weights in `step`.
 
-    `optimizer` makes a torch optimizer of a list of parameters. `params` come in the order of the model; `groups` of them with settings of their
-    own are given as torch optimizers take them, `[{"params": [...], "weight_decay": 0.1}, ...]`. Half weights get an fp32 `master` copy of
-    this rank's share; `gradient_dtype` is the type in which gradients are kept and travel, the weights' own unless given; with `offload` the
-    master copy and the optimizer's state live on that device. All ranks begin with rank 0's weights. Frozen parameters stay as they are.
+    params        in the order of the model, with or without names; frozen ones stay as they are
+    make          makes a torch optimizer of such a list, of which it is given this rank's pieces:
+                  with names it can put them into groups with settings of their own
+    reduce_dtype  in which gradients are kept and travel; the weights' own unless given
+    bucket_bytes  what is reduced and gathered at once
+
+    That optimizer, `inner`, must treat every element alike (SGD, Adam, AdamW, …): it sees stretches
+    of a parameter. It is what a schedule of the learning rate takes. Half-precision weights have
+    an fp32 master copy of this rank's share, which is stepped. All ranks begin with the weights of
+    rank 0.
 
     Cost: bytes sent as in `predict_sent`, bytes held as in `predict_held`.
     Source: Rajbhandari et al. 1910.02054, sections 5.1, 5.2 and 7.
     """
 
     def __init__(
-        self, params: Iterable[Tensor] | Iterable[tuple[str, Tensor]], comm: Comm, optimizer: Make = adamw, *, level: int, groups: Given | None = None,
-        master: bool | None = None, gradient_dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES, offload: torch.device | str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        params: Iterable[Any],
+        comm: Comm,
+        make: Make = torch.optim.AdamW,
+        *,
+        level: int,
+        reduce_dtype: torch.dtype | None = None,
+        bucket_bytes: int = data_parallel.BUCKET_BYTES,
+    ) -> None:
         if level not in (1, 2):
-            remedy = {0: "data_parallel.replicate", 3: "zero.shard"}.get(
-                level, "1 or 2 here, zero.shard for level 3"
-            )
-            raise ValueError(
-                f"level={level!r} is not one of this optimizer's, 1 and 2: use {remedy}"
-            )
-        self.level = level
-        known = named(params)
-        settings = grouped(known, groups)
-        trained = [
-            (name, parameter) for name, parameter in known.items() if parameter.requires_grad
-        ]
-        self.constants = {
-            name: parameter.data for name, parameter in known.items() if not parameter.requires_grad
-        }
-        for weights in self.constants.values():
-            comm.broadcast(weights, out=weights)
-        sizes = [parameter.numel() for _, parameter in trained]
-        flats = []
-        for bucket in buckets(sizes, trained[0][1].element_size(), bucket_bytes):
-            members = sorted(
-                (trained[i] for i in bucket), key=lambda member: settings.number[member[0]]
-            )  # each group in one stretch
-            flat = Flat(members, comm, gradient_dtype)
-            for i, (view, (_, parameter)) in enumerate(
-                zip(flat.views(flat.whole), members, strict=True)
-            ):
-                parameter.data = view
-                parameter.register_post_accumulate_grad_hook(
-                    functools.partial(self._collect, flat, i)
-                )
-            flats.append(flat)
-        self.leaves = [parameter for _, parameter in trained]
-        super().__init__(flats, comm, optimizer, settings, master=master, offload=offload)
+            remedy = {0: "data_parallel.replicate", 3: "zero.shard"}.get(level, "1 or 2")
+            raise ValueError(f"level={level!r} is not of this optimizer, 1 or 2: use {remedy}")
+        params = list(params)
+        parameters = [each[1] if isinstance(each, tuple) else each for each in params]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                comm.broadcast(parameter.data, out=parameter.data)
+        buckets = data_parallel.buckets([parameter.nbytes for parameter in trained], bucket_bytes)
+        members = [[trained[i] for i in bucket.names] for bucket in buckets]
+        self.flats = [_flat(each, comm, reduce_dtype) for each in members]
+        self.reducer = Reducer(self.flats, eager=level == 2)
+        self.pieces: dict[nn.Parameter, nn.Parameter] = {}
+        for flat, each in zip(self.flats, members, strict=True):
+            for i, parameter in enumerate(each):
+                parameter.data = flat.view(flat.whole, i)
+                hook = functools.partial(self.reducer.collect, flat, i)
+                parameter.register_post_accumulate_grad_hook(hook)
+                self.pieces[parameter] = flat.pieces[i]
+        self.inner = make(_like(params, self.pieces))
 
-    def _publish(self, flat: Flat) -> Any:
-        return flat.gather(async_op=True)
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of `inner`, to be read and changed."""
+        return self.inner.param_groups
+
+    @property
+    def layout(self) -> tuple[Unit, ...]:
+        """The elements of every parameter, bucket by bucket, as the formulas take them."""
+        return tuple(Unit(flat.numels) for flat in self.flats)
+
+    def collect(self) -> list[nn.Parameter]:
+        """This rank's pieces with their mean gradient, which at level 1 is reduced by this."""
+        if self.reducer.pending:
+            self.reducer.finish()
+        return list(self.pieces.values())
+
+    def step(self) -> None:
+        """Step this rank's shards, bucket by bucket, and gather each as soon as it is done."""
+        with torch.no_grad(), measure.phase("optimizer"):
+            self._step()
+
+    def _step(self) -> None:
+        gradients = {piece: piece.grad for piece in self.collect()}
+        under_way = []
+        for piece in gradients:
+            piece.grad = None
+        for flat in self.flats:
+            for piece in flat.pieces:
+                piece.grad = gradients[piece]
+            self.inner.step()  # of this bucket alone: the others have no gradient now
+            for piece in flat.pieces:
+                piece.grad = None
+            under_way.append(flat.gather(async_op=True))
+        for work in under_way:
+            work.wait()
+        for piece, gradient in gradients.items():
+            piece.grad = gradient
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, also those of a backward pass that failed."""
+        self.reducer.reset()
+        for piece in self.pieces.values():
+            piece.grad = None
+
+
+def _flat(
+    parameters: list[nn.Parameter], comm: Comm, reduce_dtype: torch.dtype | None
+) -> FlatParameter:
+    master = torch.float32 if parameters[0].dtype in HALF else None
+    return FlatParameter(
+        parameters, comm, sharded=False, shard_dtype=master, reduce_dtype=reduce_dtype
+    )
+
+
+def _like(params: list[Any], piece_of: dict[nn.Parameter, nn.Parameter]) -> list[Any]:
+    """The pieces of the trained ones of `params`, with names where these have names."""
+    named = [each if isinstance(each, tuple) else (None, each) for each in params]
+    found = [(name, piece_of[p]) for name, p in named if p in piece_of]
+    return [piece if name is None else (name, piece) for name, piece in found]

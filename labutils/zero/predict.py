@@ -1,12 +1,13 @@
 """What ZeRO sends and holds, from the sizes alone, and the paper's two tables."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterator
 from fractions import Fraction
 
 from labutils import collectives, units
 from labutils.ledger import Ledger, Line
-from labutils.zero.partition import Layout, Unit, layout
+from labutils.zero.partition import Layout, Unit, units_of
 
 MOMENTS = {
     "sgd": (),
@@ -14,305 +15,301 @@ MOMENTS = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "adamw": ("exp_avg", "exp_avg_sq"),
 }
-STEP = 4  # Adam counts its steps once for each flat tensor, and each group in it
+STEP = 4  # Adam counts its steps, once for each parameter of which a rank has a piece
 
 
-def _checked(level: int, itemsize: int = 4, gradient_itemsize: int | None = None) -> int:
-    if level not in (0, 1, 2, 3):
-        raise ValueError(
-            f"level={level!r} is no level of ZeRO: use 0 (nothing is sharded), 1, 2 or 3"
-        )
-    units.whole(itemsize, "itemsize", 1)
-    return (
-        itemsize
-        if gradient_itemsize is None
-        else units.whole(gradient_itemsize, "gradient_itemsize", 1)
-    )
-
-
-# ── sent ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sent ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def predict_sent(
-    sizes: Layout, n: int, level: int, *, itemsize: int = 4, gradient_itemsize: int | None = None, accumulation: int = 1, steps: int = 1,
-    reshard: bool = True, clip: bool = False, scaled: bool = False, start: bool = False, frozen: int = 0, axis: str = "dp",
-) -> Ledger:  # fmt: skip
-    """Bytes that each of `n` ranks sends in `steps` steps, under the names of `World.ledger`: a line for each operation and rank.
+    sizes: Layout,
+    n: int,
+    level: int,
+    *,
+    itemsize: int = 4,
+    reduce_itemsize: int | None = None,
+    shard_itemsize: int | None = None,
+    accumulation: int = 1,
+    steps: int = 1,
+    reshard: bool = True,
+    clip: bool = False,
+    scaled: bool = False,
+    start: bool = False,
+    frozen: int = 0,
+    axis: str = "dp",
+) -> Ledger:
+    """Bytes that each of `n` ranks sends in `steps` steps: a line for each operation and rank.
 
     - all_reduce: at level 0, which is plain data parallelism, all gradients once a step;
-    - reduce_scatter: all gradients, once a step at level 1, once in each of `accumulation` backward passes at levels 2 and 3;
-    - all_gather: all weights, once a step at levels 1 and 2; at level 3 once in each pass forward and, with `reshard`, once backward;
-    - gradient norm: one number, with `clip`; finite: one number, where the loss is `scaled`, with a `LossScaler`;
-    - broadcast: the weights of rank 0, with `start`, `frozen` ones of levels 1 and 2 too.
+    - reduce_scatter: all gradients, once a step at level 1, once a backward pass at 2 and 3;
+    - all_gather: all weights, once a step at levels 1 and 2; at level 3 once in each pass forward
+      and, with `reshard`, once backward;
+    - gradient norm, finite: one number each, with `clip`, and where the loss is `scaled`;
+    - broadcast: the weights of rank 0, with `start`.
 
-    With P = Ψ + padding that is 2·P·(n − 1)/n elements a rank and step, and 3·P·(n − 1)/n at level 3; the padding is in the notes.
+    sizes            elements of the flat parameters: Ψ, (Ψ₁, Ψ₂, …), or a `layout`
+    itemsize         bytes of a weight that is gathered
+    reduce_itemsize  bytes of a gradient on its way; `itemsize` unless given
+    shard_itemsize   bytes of a weight that is stepped; `itemsize` unless given
+    accumulation     micro-batches, each with a backward pass, in a step
+    frozen           elements that are not trained, at levels 1 and 2
+
+    With P = Ψ + padding that is 2·P·(n − 1)/n elements a rank and step, and 3·P·(n − 1)/n at
+    level 3; the padding is in the notes.
 
     >>> [predict_sent(1000, n=4, level=level).by("rank")[0] for level in (0, 1, 2, 3)]
     [6000, 6000, 6000, 9000]
 
     Source: Rajbhandari et al. 1910.02054, section 7: 2Ψ, 2Ψ and 3Ψ.
     """
-    gradient_itemsize = _checked(level, itemsize, gradient_itemsize)
+    reduce_itemsize = _checked(level, itemsize, reduce_itemsize)
+    shard_itemsize = _checked(level, itemsize, shard_itemsize)
     units.whole(accumulation, "accumulation", 1)
-    dealt = layout(sizes)
-    trained = [part for unit in dealt for part in unit.dealt(n, frozen=False)]
+    dealt = units_of(sizes)
+    trained = [part for unit in dealt for part in unit.dealt(n)]
     gathered = trained + [part for unit in dealt for part in unit.dealt(n, frozen=True)]
-    backward = accumulation if level > 1 else 1
-    forward = accumulation * (1 + reshard) if level == 3 else 1
+    begun = shard_itemsize if level == 3 else itemsize  # the type of the model that is sharded
+    gathers = accumulation * (1 + reshard) if level == 3 else 1
+    reduces = accumulation if level > 1 else 1
+    norm = max(4, shard_itemsize if level == 3 else itemsize)
 
-    lines: list[Line] = []
-
-    def book(op: str, algorithm: str, numel: int, width: int, times: int, padding: int = 0) -> None:
-        note = f"{padding:,} of {numel:,} elements are padding" if padding else ""
-        for line in collectives.sent(
-            algorithm, nbytes=numel * width, n=n, itemsize=width, axis=axis
-        ):
-            if line.count * times:
-                lines.append(
-                    dataclasses.replace(
-                        line,
-                        name=op,
-                        amount=line.amount * times,
-                        count=line.count * times,
-                        note=note,
-                    )
-                )
-
+    calls = []  # name, algorithm, elements, padding of them, bytes of one, times
     for part in trained:
         if level == 0:
-            book("all_reduce", "all_reduce_ring", part.numel, gradient_itemsize, steps)
+            calls.append(("all_reduce", "all_reduce_ring", part.numel, 0, reduce_itemsize, steps))
         else:
-            book(
-                "reduce_scatter",
-                "reduce_scatter_ring",
-                part.padded,
-                gradient_itemsize,
-                steps * backward,
-                part.padding,
-            )
+            size = part.padded, part.padding, reduce_itemsize, steps * reduces
+            calls.append(("reduce_scatter", "reduce_scatter_ring", *size))
     for part in gathered:
-        if level > 0:
-            book(
-                "all_gather",
-                "all_gather_ring",
-                part.padded,
-                itemsize,
-                steps * forward,
-                part.padding,
-            )
-        book(
-            "broadcast",
-            "broadcast_tree",
-            part.padded if level else part.numel,
-            itemsize,
-            start,
-            part.padding if level else 0,
+        size = part.padded, part.padding
+        calls.append(
+            ("all_gather", "all_gather_ring", *size, itemsize, steps * gathers * bool(level))
         )
-    if frozen:
-        book("broadcast", "broadcast_tree", frozen, itemsize, start)
-    book("finite", "all_reduce_ring", 1, 4, steps * scaled * (level > 0))
-    book(
-        "gradient norm", "all_reduce_ring", 1, max(4, gradient_itemsize), steps * clip * (level > 0)
-    )
+        size = size if level else (part.numel, 0)
+        calls.append(("broadcast", "broadcast_tree", *size, begun, start))
+    calls.append(("broadcast", "broadcast_tree", frozen, 0, itemsize, start * bool(frozen)))
+    calls.append(("finite", "all_reduce_ring", 1, 0, 4, steps * scaled * bool(level)))
+    calls.append(("gradient norm", "all_reduce_ring", 1, 0, norm, steps * clip * bool(level)))
+    lines = [line for call in calls for line in _called(*call, n, axis)]
     return Ledger(lines).merged()
 
 
-# ── held ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _called(
+    name: str,
+    algorithm: str,
+    numel: int,
+    padding: int,
+    itemsize: int,
+    times: int,
+    n: int,
+    axis: str,
+) -> Iterator[Line]:
+    """The lines of an operation that is done so many times, under the name of its books."""
+    note = f"{padding:,} of {numel:,} elements are padding" if padding else ""
+    if times:
+        for line in collectives.sent(
+            algorithm, nbytes=numel * itemsize, n=n, itemsize=itemsize, axis=axis
+        ):
+            if line.count:
+                amount, count = line.amount * times, line.count * times
+                yield dataclasses.replace(line, name=name, amount=amount, count=count, note=note)
+
+
+def _checked(level: int, itemsize: int, other: int | None) -> int:
+    if level not in (0, 1, 2, 3):
+        raise ValueError(
+            f"level={level!r} is no level of ZeRO: use 0 (nothing is sharded), 1, 2 or 3"
+        )
+    units.whole(itemsize, "itemsize", 1)
+    return itemsize if other is None else units.whole(other, "itemsize", 1)
+
+
+# ── held ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def predict_held(
-    sizes: Layout, n: int, level: int, *, itemsize: int = 4, gradient_itemsize: int | None = None, optimizer: str = "adamw", master: bool = False,
-    reshard: bool = True, prefetch: bool = True, offload: bool = False, frozen: int = 0, accumulation: int = 1,
-) -> Ledger:  # fmt: skip
-    """Bytes of weights, gradients and optimizer state on a rank at the fullest moment of a step, under the names of `held`.
+    sizes: Layout,
+    n: int,
+    level: int,
+    *,
+    rank: int = 0,
+    itemsize: int = 4,
+    reduce_itemsize: int | None = None,
+    shard_itemsize: int | None = None,
+    optimizer: str = "adamw",
+    accumulation: int = 1,
+    reshard: bool = True,
+    prefetch: bool = True,
+    frozen: int = 0,
+) -> Ledger:
+    """Bytes of weights, gradients and optimizer state on a rank at the fullest moment of a step.
 
-    What stays for the whole step is the paper's: whole or 1/n. What comes and goes is ours: at level 1 the gradients, which come bucket by
-    bucket in the first of `accumulation` backward passes and are all there at the end of it; at level 2 the bucket that fills and the one
-    that is being reduced; at level 3 the weights of the root, of the unit that computes and of the next one, and gradient buckets of the
-    root and of two units; one gradient on its way into its bucket; with a master copy the gradient of one shard in its precision.
-    With `offload` the optimizer's lines are in the memory of the other device. `frozen` elements are whole at levels 1 and 2.
+    What stays for the whole step is the paper's: whole, or the rank's share. What comes and goes:
 
-    Level 0 is plain data parallelism with everything whole. Activations are not in it: they are those of a model that is not sharded.
+    - level 1: the gradients, which come bucket by bucket in the first of `accumulation` backward
+      passes; where the shards have a type of their own, their gradients, bucket by bucket;
+    - level 2: the bucket that fills and the one that is being reduced;
+    - level 3: the weights of the root, of the unit that computes and of the next one; the gradients
+      of the root, of that unit and of the one before;
+    - at all of them one gradient on its way into its bucket.
+
+    Level 0 is plain data parallelism with everything whole. Activations are not in it. Arguments
+    are those of `predict_sent`; without units or frozen ones in `sizes`, one flat parameter.
 
     >>> predict_held(1000, n=4, level=1).by("component")
     {'weights': 4000, 'optimizer': 2004, 'gradients': 8000}
     """
-    gradient_itemsize = _checked(level, itemsize, gradient_itemsize)
-    units.whole(accumulation, "accumulation", 1)
+    reduce_itemsize = _checked(level, itemsize, reduce_itemsize)
+    shard_itemsize = _checked(level, itemsize, shard_itemsize)
     if optimizer not in MOMENTS:
-        raise ValueError(
-            f"optimizer={optimizer!r} is unknown here: use one of {', '.join(MOMENTS)}"
-        )
-    dealt = layout(sizes)
-    trained = [part for unit in dealt for part in unit.dealt(n, frozen=False)]
-    resting = trained + [part for unit in dealt for part in unit.dealt(n, frozen=True)]
-    share, wide = sum(part.share if level else part.numel for part in trained), max(4, itemsize)
-    stepped = wide if master or offload else itemsize
+        raise ValueError(f"optimizer={optimizer!r}: use one of {', '.join(MOMENTS)}")
+    dealt = units_of(sizes)
+    parts = [part for unit in dealt for part in unit.dealt(n if level else 1)]
+    owned = [part.bounds(rank if level else 0) for part in parts]
+    stepped = sum(stop - start for start, stop in owned)
+    shares = sum(part.share for part in parts)
+    lines = []
 
-    whole = sum(part.padded if level else part.numel for part in trained)
-    weights, gradients = (
-        ("weight shards" if level == 3 else "weights"),
-        ("gradient shards" if level > 1 else "gradients"),
-    )
-    lines = [
-        Line(
-            weights,
-            (sum(part.share for part in resting) if level == 3 else whole + frozen) * itemsize,
-            component="weights",
-        )
-    ]
-    if level != 1:
-        lines.append(
-            Line(
-                gradients,
-                (share if level > 1 else whole) * gradient_itemsize,
-                component="gradients",
-            )
-        )
-    if master or offload:
-        lines.append(Line("master weights", share * wide, component="optimizer"))
-    lines += [Line(name, share * stepped, component="optimizer") for name in MOMENTS[optimizer]]
+    def book(component: str, name: str, nbytes: int) -> None:
+        lines.append(Line(name, nbytes, component=component))
+
+    if level == 3:
+        resting = sum(part.share for unit in dealt for part in unit.dealt(n, frozen=True))
+        book("weights", "weight shards", (shares + resting) * shard_itemsize)
+    else:
+        book("weights", "weights", (sum(part.padded for part in parts) + frozen) * itemsize)
+    if level > 1:
+        book("gradients", "gradient shards", shares * shard_itemsize)
+    if level < 3 and shard_itemsize != itemsize:
+        book("optimizer", "master weights", (shares if level else stepped) * shard_itemsize)
+    for name in MOMENTS[optimizer]:
+        book("optimizer", name, stepped * shard_itemsize)
     if len(MOMENTS[optimizer]) == 2:
-        lines.append(
-            Line(
-                "step",
-                STEP * sum(unit.groups for unit in dealt if unit.trained or unit.after),
-                component="optimizer",
-            )
+        bounds = owned if level else [(0, part.numel) for part in parts]
+        book("optimizer", "step", STEP * _pieces(dealt, bounds))
+
+    widths = itemsize, reduce_itemsize, shard_itemsize
+    if level == 0:
+        moments = iter([{"gradients": sum(part.numel for part in parts) * reduce_itemsize}])
+    elif level < 3:
+        moments = _buckets_come(dealt, n, level, rank, *widths, accumulation)
+    else:
+        moments = _units_come(dealt, n, itemsize, reduce_itemsize, reshard, prefetch)
+    for name, nbytes in max(moments, key=lambda moment: sum(moment.values())).items():
+        book("weights" if "weights" in name else "gradients", name, nbytes)
+    return Ledger(line for line in lines if line.amount).merged()
+
+
+def _pieces(dealt: tuple[Unit, ...], bounds: list[tuple[int, int]]) -> int:
+    """Of how many trained parameters something lies within the bounds of the flat parameters."""
+    found = 0
+    trained = [unit.trained + unit.after for unit in dealt if unit.trained + unit.after]
+    for numels, (start, stop) in zip(trained, bounds, strict=True):
+        starts = itertools.accumulate(numels, initial=0)
+        found += sum(
+            max(start, first) < min(stop, first + numel)
+            for first, numel in zip(starts, numels, strict=False)
         )
-
-    moments = list(
-        _Step(dealt, n, itemsize, gradient_itemsize, reshard, prefetch, accumulation).moments(level)
-    )
-    if level and (offload or stepped != gradient_itemsize):
-        moments += [
-            {
-                "gradients": whole * gradient_itemsize * (level == 1),
-                "gradient to step": part.share * stepped,
-            }
-            for part in trained
-        ]
-    fullest = max(moments, key=lambda moment: sum(moment.values()))
-    lines += [
-        Line(name, amount, component="weights" if "weights" in name else "gradients")
-        for name, amount in fullest.items()
-        if amount
-    ]
-    return Ledger(lines)
+    return found
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """Walks through a step and yields what comes and goes, in bytes, at the moments that may be the fullest."""
+def _buckets_come(
+    dealt: tuple[Unit, ...], n: int, level: int, rank: int, itemsize: int, reduce_itemsize: int,
+    shard_itemsize: int, accumulation: int,
+) -> Iterator[dict[str, int]]:  # fmt: skip
+    """Of levels 1 and 2 the gradients that come and go, at moments that may be the fullest."""
+    parts = [part for unit in dealt for part in unit.dealt(n)]
+    for i, unit in enumerate(dealt):
+        coming = max(unit.trained) * itemsize
+        if level == 2:
+            filling = sum(part.padded for part in parts[max(0, i - 1) : i + 1])
+            yield {"gradient buckets": filling * reduce_itemsize, "gradient on its way": coming}
+            continue
+        here = sum(part.padded for part in (parts if accumulation > 1 else parts[: i + 1]))
+        yield {"gradients": here * reduce_itemsize, "gradient on its way": coming}
+        if shard_itemsize != reduce_itemsize:
+            whole = sum(part.padded for part in parts[i:]) * reduce_itemsize
+            bounds = [part.bounds(rank) for part in parts[: i + 1]]
+            landed = sum(stop - start for start, stop in bounds) * shard_itemsize
+            yield {"gradients": whole, "gradient shards": landed}
 
-    dealt: tuple[Unit, ...]
-    n: int
-    itemsize: int
-    gradient_itemsize: int
-    reshard: bool
-    prefetch: bool
-    accumulation: int
 
-    def moments(self, level: int) -> Iterator[dict[str, int]]:
-        match level:
-            case 0:
-                yield {}
-            case 1:
-                for i, unit in enumerate(self.dealt):
-                    here = len(self.dealt) if self.accumulation > 1 else i + 1
-                    yield {
-                        "gradients": self.elements(range(here)) * self.gradient_itemsize,
-                        "gradient on its way": self.largest(unit),
-                    }
-            case 2:
-                for i in range(len(self.dealt)):
-                    yield self.moment(buckets={i - 1, i} - {-1}, coming=self.largest(self.dealt[i]))
-            case 3:
-                yield from self.forward()
-                yield from self.backward()
+def _units_come(
+    dealt: tuple[Unit, ...], n: int, itemsize: int, reduce_itemsize: int, reshard: bool,
+    prefetch: bool,
+) -> Iterator[dict[str, int]]:  # fmt: skip
+    """Of level 3 what is gathered and collected, at moments that may be the fullest."""
+    root, last = dealt[0], len(dealt) - 1
 
-    def forward(self) -> Iterator[dict[str, int]]:
-        """The root, the unit that computes and the next one; without reshard also all before."""
-        for i in range(len(self.dealt)):
-            before = {0, i} if self.reshard else set(range(i + 1))
-            yield self.moment(gathered=before | self.ahead(i + 1))
-
-    def backward(self) -> Iterator[dict[str, int]]:
-        root, last = self.dealt[0], len(self.dealt) - 1
-        first = {0} | self.ahead(last) if self.reshard else set(range(last + 1))
-        yield self.moment(
-            gathered=first, buckets={0}, coming=max(root.after, default=0) * self.itemsize
-        )
-        reducing: set[int] = set()
-        for i in range(last, 0, -1):
-            unit = self.dealt[i]
-            gathered = {0, i} | self.ahead(i - 1) if self.reshard else set(range(i + 1))
-            own = {i} if unit.trained else set()
-            yield self.moment(
-                gathered=gathered, buckets={0} | own | reducing, coming=self.largest(unit)
-            )
-            reducing = own or reducing
-        yield self.moment(
-            gathered={0},
-            buckets={0} | reducing,
-            coming=max(root.trained, default=0) * self.itemsize,
-        )
-
-    def ahead(self, i: int) -> set[int]:
-        return {i} if self.prefetch and 0 < i < len(self.dealt) else set()
-
-    def largest(self, unit: Unit) -> int:
-        return max(unit.trained + unit.after, default=0) * self.itemsize
-
-    def elements(self, units: Iterable[int], frozen: bool = False) -> int:
-        return sum(
-            part.padded for i in units for part in self.dealt[i].dealt(self.n, frozen=frozen)
-        )
-
-    def moment(
-        self, gathered: set[int] = frozenset(), buckets: set[int] = frozenset(), coming: int = 0
-    ) -> dict[str, int]:
+    def moment(computing: int, ahead: int, buckets: set[int], coming: tuple[int, ...]) -> dict:
+        whole = {0, computing} | ({ahead} if prefetch and 0 < ahead <= last else set())
+        if not reshard:
+            whole |= set(range(computing + 1))
+        parts = [part for i in whole for part in dealt[i].dealt(n)]
+        parts += [part for i in whole for part in dealt[i].dealt(n, frozen=True)]
+        collected = sum(part.padded for i in buckets for part in dealt[i].dealt(n))
         return {
-            "gathered weights": (self.elements(gathered) + self.elements(gathered, frozen=True))
-            * self.itemsize,
-            "gradient buckets": self.elements(buckets) * self.gradient_itemsize,
-            "gradient on its way": coming,
+            "gathered weights": sum(part.padded for part in parts) * itemsize,
+            "gradient buckets": collected * reduce_itemsize,
+            "gradient on its way": max(coming, default=0) * itemsize,
         }
 
+    for i in range(last + 1):
+        yield moment(i, i + 1, set(), ())
+    yield moment(0 if reshard else last, last, {0}, root.after)
+    reducing: set[int] = set()
+    for i in range(last, 0, -1):
+        own = {i} if dealt[i].trained else set()
+        yield moment(i, i - 1, {0} | own | reducing, dealt[i].trained)
+        reducing = own or reducing
+    yield moment(0, 0, {0} | reducing, root.trained)
 
-# ── the paper's tables ─────────────────────────────────────────────────────────────────────────────────────────────
+
+# ── the paper's tables ──────────────────────────────────────────────────────────────────────────
 
 
 def model_states(
     num_params: int | float, n: int, level: int, *, K: int = 12, gradient_bytes: int = 2
-) -> float:
-    """Bytes of model states on each of n devices: half weights, gradients (half unless given), K bytes of optimizer state a parameter.
+) -> Ledger:
+    """Bytes of model states on each of n devices: 2, `gradient_bytes` and K for a parameter.
 
-    >>> [round(model_states(7.5e9, 64, level) / units.GB, 1) for level in (0, 1, 2, 3)]
+    >>> [round(model_states(7.5e9, 64, level).total / units.GB, 1) for level in (0, 1, 2, 3)]
     [120.0, 31.4, 16.6, 1.9]
 
     Source: Rajbhandari et al. 1910.02054, figure 1 and table 1.
     """
-    return float(Fraction(num_params) * _bytes_a_parameter(n, level, K, gradient_bytes))
+    each = _bytes_a_parameter(n, level, K, gradient_bytes)
+    return Ledger(
+        Line(name, round(size * Fraction(num_params)), component=name, axis="dp" * sharded)
+        for name, size, sharded in each
+    )
 
 
 def largest_model(
     memory: int | float, n: int, level: int, *, K: int = 12, gradient_bytes: int = 2
 ) -> float:
-    """Parameters of the largest model whose model states fill `memory` bytes on each of n devices; times the degree of model parallelism, if any.
+    """Parameters of the largest model whose model states fill `memory` bytes on each of n devices.
+
+    Times the degree of model parallelism, if there is any.
 
     >>> [round(largest_model(32 * units.GB, 64, level) / 1e9, 1) for level in (0, 1, 2, 3)]
     [2.0, 7.6, 14.4, 128.0]
 
     Source: Rajbhandari et al. 1910.02054, table 2.
     """
-    return float(Fraction(memory) / _bytes_a_parameter(n, level, K, gradient_bytes))
+    each = _bytes_a_parameter(n, level, K, gradient_bytes)
+    return float(Fraction(memory) / sum(size for _, size, _ in each))
 
 
-def _bytes_a_parameter(n: int, level: int, K: int, gradient_bytes: int) -> Fraction:
-    """What is left of 2 + 2 + K bytes when the optimizer state, then the gradients, then the weights are divided by n."""
-    _checked(level)
-    sizes = units.whole(K, "K"), units.whole(gradient_bytes, "gradient_bytes"), 2
-    return sum(
-        Fraction(size, units.whole(n, "n", 1) if level > i else 1) for i, size in enumerate(sizes)
-    )
+def _bytes_a_parameter(
+    n: int, level: int, K: int, gradient_bytes: int
+) -> list[tuple[str, Fraction, bool]]:
+    """Component, bytes on each device, whether it is divided: first the optimizer state is."""
+    _checked(level, 1, None)
+    units.whole(n, "n", 1)
+    sizes = {"weights": (2, 3), "gradients": (units.whole(gradient_bytes, "gradient_bytes"), 2)}
+    sizes["optimizer"] = units.whole(K, "K"), 1
+    return [
+        (name, Fraction(size, n if level >= first else 1), level >= first)
+        for name, (size, first) in sizes.items()
+    ]

@@ -1,324 +1,293 @@
-"""The state of a run in one file: written by any number of ranks, read by any other, at any level and bucket size, or refused.
+"""The state of a run in one safetensors file: written by any number of ranks, read by any other.
 
-The file is made of tensors, parameter by parameter and unpadded, then an index of them in JSON, then a footer that finds and checks the
-index. A file that was not written to its end has no footer; it never has the name of a snapshot, because the name is given last.
+A file has every parameter whole, in its own shape, under its name in the module, and every state of
+the optimizer under "state/parameter"; numbers, such as Adam's step, and settings are its metadata.
 """
 
 import json
 import os
 import struct
-import tempfile
-import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from labutils.zero.flat import Flat
-    from labutils.zero.update import Partitioned
+from labutils.world import Comm
+from labutils.zero.flat_parameter import FlatParameter
+from labutils.zero.optimizer import Optimizer
 
-HEAD, FOOT = b"labutils.zero snapshot 2\n", b"end of snapshot\n"
-FOOTER = struct.Struct(f"<QI{len(FOOT)}s")  # bytes of the index, their check sum, the end
-WEIGHT = "weight"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+OWN = "labutils.zero"  # the key of the metadata
+Entry = tuple[str, Tensor]
 
 
 class SnapshotError(ValueError):
-    """A file that cannot be loaded: torn, damaged, not a snapshot, or one of another model or optimizer."""
-
-
-# ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    """A file that cannot be loaded: torn, no snapshot, or one of another model or optimizer."""
 
 
 @torch.no_grad()
-def save(owner: "Partitioned", path: str | os.PathLike) -> None:
-    """Write the state to `path`: all ranks take part, rank 0 writes, one flat tensor at a time, and nobody returns before the file is there."""
-    path = Path(path)
-    comm = owner.comm
-    if comm.rank == 0:
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            try:
-                _write(owner, file)
-                os.fsync(file.fileno())
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-    else:
-        for _ in _tensors(owner):
-            pass
-    comm.barrier()
+def save(
+    path: str | os.PathLike, module: nn.Module, optimizer: Optimizer | torch.optim.Optimizer
+) -> None:
+    """Write weights and optimizer state to a file; all ranks do, and it is there when they return.
 
-
-def _write(owner: "Partitioned", file: BinaryIO) -> None:
-    parameters: dict[str, dict] = {}
-    file.write(HEAD)
-    for name, key, value in _tensors(owner):
-        data = memoryview(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        entry = parameters.setdefault(
-            name, {"shape": list(value.shape), "tensors": {}, "numbers": {}}
-        )
-        dtype = str(value.dtype).removeprefix("torch.")
-        entry["tensors"][key] = {
-            "dtype": dtype,
-            "start": file.tell(),
-            "nbytes": len(data),
-            "crc": zlib.crc32(data),
-        }
-        file.write(data)
-    for flat, pieces in zip(owner.flats, owner.pieces, strict=True):
-        for name in flat.names:
-            group = owner.groups.number[name]
-            state = owner.inner.state[pieces[group]].items()
-            numbers = {
-                key: float(value)
-                for key, value in state
-                if value is not None and not _sharded(value, pieces[group])
-            }
-            parameters[name] |= {"group": group, "numbers": numbers}
-    groups = [
-        {key: value for key, value in group.items() if _plain(value)}
-        for group in owner.inner.param_groups
-    ]
-    index = json.dumps(
-        {"optimizer": type(owner.inner).__name__, "groups": groups, "parameters": parameters}
-    ).encode()
-    file.write(index)
-    file.write(FOOTER.pack(len(index), zlib.crc32(index), FOOT))
-    file.flush()
-
-
-def _tensors(owner: "Partitioned") -> Iterator[tuple[str, str, Tensor]]:
-    """(parameter, key, whole tensor) of everything, on rank 0; the other ranks send their shards and get nothing."""
-    for flat, owned, pieces in zip(owner.flats, owner.owned, owner.pieces, strict=True):
-        yield from _gathered(flat, WEIGHT, owned)
-        for key, known in _divided(owner, pieces).items():
-            shard = torch.cat(
-                [
-                    known[group] if group in known else torch.zeros_like(piece)
-                    for group, piece in pieces.items()
-                ]
-            )
-            yield from (
-                each
-                for each in _gathered(flat, key, shard)
-                if owner.groups.number[each[0]] in known
-            )
-    for flat in owner.resting:
-        yield from _gathered(flat, WEIGHT, flat.shard)
-    for name, parameter in owner.constants.items():
-        yield name, WEIGHT, parameter
-
-
-def _gathered(flat: "Flat", key: str, shard: Tensor) -> Iterator[tuple[str, str, Tensor]]:
-    with flat.comm.record("snapshot"):
-        whole = flat.comm.gather(shard.to(flat.whole.device), 0)
-    if whole is not None:
-        yield from (
-            (name, key, view) for name, view in zip(flat.names, flat.views(whole), strict=True)
-        )
-
-
-def _divided(owner: "Partitioned", pieces: Mapping[int, Tensor]) -> dict[str, dict[int, Tensor]]:
-    """The optimizer's states that are divided like the weights: what this rank has of each, group by group."""
-    found: dict[str, dict[int, Tensor]] = {}
-    for group, piece in pieces.items():
-        for key, value in owner.inner.state[piece].items():
-            if value is not None and _sharded(value, piece):
-                found.setdefault(key, {})[group] = value
-    return found
-
-
-def _sharded(value: Any, owned: Tensor) -> bool:
-    """Whether a state of the optimizer has an element for every element of the shard; the rest are numbers, such as Adam's step."""
-    if isinstance(value, Tensor) and value.shape == owned.shape:
-        return True
-    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-        return False
-    raise TypeError(
-        f"an optimizer state of {type(value).__name__} is neither a number nor like the weights: a snapshot cannot divide it"
-    )
-
-
-def _plain(value: Any) -> bool:
-    """Whether a setting of the optimizer, such as its learning rate or betas, can be written as JSON."""
-    if isinstance(value, (tuple, list)):
-        return all(isinstance(each, (int, float)) for each in value)
-    return value is None or isinstance(value, (int, float, str))
-
-
-# ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@torch.no_grad()
-def load(owner: "Partitioned", path: str | os.PathLike) -> None:
-    """Replace the state by the one in `path`, which every rank must be able to read; whatever does not fit is refused before anything changes.
-
-    Trained parameters must be the same by name and shape; frozen ones that the file does not know stay as they are.
+    It is written aside and takes its name when it is complete. Any number of ranks at any level can
+    `load` it. Cost: rank 0 holds one flat parameter at a time, whole.
     """
-    with open(path, "rb") as file:
-        index = _index(file, Path(path).name)
-        stored = _Stored(file, index["parameters"], Path(path).name)
-        if index["optimizer"] != type(owner.inner).__name__:
-            raise SnapshotError(
-                f"{stored.name} was written by {index['optimizer']}, this optimizer is {type(owner.inner).__name__}: use the same"
-            )
-        if len(index["groups"]) != len(owner.param_groups):
-            raise SnapshotError(
-                f"{stored.name} has {len(index['groups'])} groups of parameters, this optimizer has {len(owner.param_groups)}: use the same"
-            )
-        stored.check(owner)
+    run, path = _Run(module, optimizer), Path(path)
+    states = run.everywhere(run.states())
+    if run.comm.rank > 0:
+        for _ in run.wholes(states):
+            pass
+    else:
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with open(aside, "xb") as file:
+                file.write(run.header(states))
+                for _, whole in run.wholes(states):
+                    file.write(whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+    run.comm.barrier()
 
-        state = {}
-        for flat, owned, pieces in zip(owner.flats, owner.owned, owner.pieces, strict=True):
-            stored.fill(flat, WEIGHT, owned, flat.names)
-            lengths = [len(piece) for piece in pieces.values()]
-            for i, (group, piece) in enumerate(pieces.items()):
-                names = [name for name in flat.names if owner.groups.number[name] == group]
-                first = stored.parameters[names[0]]
-                shards = {
-                    key: stored.fill(flat, key, torch.zeros_like(owned), names)
-                    for key in first["tensors"]
-                    if key != WEIGHT
-                }
-                state[piece] = {
-                    key: shard.split(lengths)[i].clone() for key, shard in shards.items()
-                }
-                state[piece] |= {
-                    key: torch.tensor(value) for key, value in first["numbers"].items()
-                }
-        for flat in owner.resting:
-            stored.fill(flat, WEIGHT, flat.shard, flat.names)
-        for name, parameter in owner.constants.items():
-            if name in stored.parameters:
-                parameter.copy_(stored.read(name, WEIGHT).view_as(parameter))
-    current = owner.inner.state_dict()["param_groups"]
-    groups = [mine | _tuples(theirs) for mine, theirs in zip(current, index["groups"], strict=True)]
-    numbered = enumerate(piece for group in owner.param_groups for piece in group["params"])
-    owner.inner.load_state_dict(
-        {
-            "state": {i: state[piece] for i, piece in numbered if state[piece]},
-            "param_groups": groups,
+
+@torch.no_grad()
+def load(
+    path: str | os.PathLike, module: nn.Module, optimizer: Optimizer | torch.optim.Optimizer
+) -> None:
+    """Go on from a file that `save` wrote, which every rank must be able to read.
+
+    Trained parameters must be the same by name, shape and group; frozen ones that the file does not
+    know stay as they are.
+
+    Raises SnapshotError for a file that does not fit, before anything changes.
+    """
+    run, name = _Run(module, optimizer), Path(path).name
+    try:
+        with safe_open(path, "pt") as file:
+            stored = _Stored(file, name)
+            stored.check(run)
+            stored.fill(run)
+    except SafetensorError as error:
+        raise SnapshotError(
+            f"{name} is torn, or no snapshot: {error}; use an older one, or copy it again"
+        ) from error
+    optimizer.zero_grad()
+    if isinstance(optimizer, Optimizer):
+        for flat in optimizer.flats:
+            flat.gather()
+
+
+class _Run:
+    """What a snapshot is of: flat parameters, the names of their pieces, an optimizer of these."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer | torch.optim.Optimizer) -> None:
+        self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self.constants: dict[str, Tensor] = {}  # frozen weights that every rank has whole
+        if isinstance(optimizer, Optimizer):
+            self.constants = {n: p for p, n in self.names.items() if p not in optimizer.pieces}
+            self.names = {piece: self.names[p] for p, piece in optimizer.pieces.items()}
+            self.flats, self.inner = optimizer.flats, optimizer.inner
+        else:
+            self.flats = [flat for group in module._sharded.groups for flat in group.flats]
+            self.inner = optimizer
+        self.comm: Comm = self.flats[0].comm
+        self.trained = {name for piece, name in self.names.items() if piece.requires_grad}
+
+    def named(self, flat: FlatParameter) -> list[str]:
+        """The names of its members."""
+        return [self.names[piece] for piece in flat.pieces]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The settings of the optimizer's groups, and the names of the trained in each."""
+        found = []
+        for group in self.inner.param_groups:
+            names = [self.names[p] for p in group["params"] if p.requires_grad]
+            plain = {key: value for key, value in group.items() if _plain(key, value)}
+            found.append({**plain, "names": names})
+        return found
+
+    def states(self) -> dict[str, dict[str, str | float]]:
+        """What the optimizer knows of this rank's pieces: the type of a tensor, or the number."""
+        found: dict[str, dict[str, str | float]] = {}
+        for piece, state in self.inner.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == piece.shape:
+                    found.setdefault(self.names[piece], {})[key] = CODES[value.dtype]
+                elif value is not None and torch.as_tensor(value).numel() == 1:
+                    found.setdefault(self.names[piece], {})[key] = float(value)
+                elif value is not None:
+                    raise TypeError(f"{key} of the optimizer is neither a number nor like a weight")
+        return found
+
+    def everywhere(self, states: dict) -> dict:
+        """The states of the pieces of all ranks."""
+        text = torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
+        device = self.flats[0].shard.device
+        with self.comm.record("snapshot"):
+            sizes = self.comm.all_gather(torch.tensor([len(text)], device=device)).tolist()
+            texts = self.comm.all_gather(text.to(device), sizes=sizes).split(sizes)
+        every = [json.loads(bytes(each.tolist())) for each in texts]
+        return {name: known for each in every for name, known in each.items()}
+
+    def header(self, states: dict) -> bytes:
+        """The beginning of the file: what stands where."""
+        index: dict[str, dict] = {}
+        end = 0
+        shapes = {n: s for f in self.flats for n, s in zip(self.named(f), f.shapes, strict=True)}
+        sized = [(key, code, shapes[key.split("/")[-1]]) for _, key, code, _ in self.plan(states)]
+        sized += [(name, CODES[x.dtype], x.shape) for name, x in self.constants.items()]
+        for key, code, shape in sized:
+            start, end = end, end + shape.numel() * DTYPES[code].itemsize
+            index[key] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
+        numbers = {
+            name: {key: value for key, value in known.items() if not isinstance(value, str)}
+            for name, known in states.items()
         }
-    )
+        own = {"optimizer": type(self.inner).__name__, "groups": self.groups(), "numbers": numbers}
+        text = json.dumps({"__metadata__": {OWN: json.dumps(own)}} | index).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
 
+    def plan(self, states: dict) -> Iterator[tuple[FlatParameter, str, str, int]]:
+        """Every tensor that is divided, in the order of the file: (flat, key, dtype, member)."""
+        for flat in self.flats:
+            names = self.named(flat)
+            for i, name in enumerate(names):
+                yield flat, name, CODES[flat.shard.dtype], i
+            for state in sorted({key for name in names for key in states.get(name, {})}):
+                for i, name in enumerate(names):
+                    if isinstance(code := states.get(name, {}).get(state), str):
+                        yield flat, f"{state}/{name}", code, i
 
-def _tuples(group: dict) -> dict:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+    def wholes(self, states: dict) -> Iterator[Entry]:
+        """(key, whole tensor) in the order of the file on rank 0; the others send their shards."""
+        before, whole = None, None
+        for flat, key, code, i in self.plan(states):
+            state = key.rpartition("/")[0]
+            if before != (flat, state):
+                before, whole = (flat, state), None
+                with self.comm.record("snapshot"):
+                    whole = self.comm.gather(self.shard(flat, state, DTYPES[code]), 0)
+            if whole is not None:
+                yield key, flat.view(whole, i)
+        yield from self.constants.items() if self.comm.rank == 0 else ()
 
-
-def _index(file: BinaryIO, name: str) -> dict:
-    """The index of a file whose every byte is there and as it was written."""
-    if file.read(len(HEAD)) != HEAD:
-        raise SnapshotError(
-            f"{name} is not a snapshot of labutils.zero: it does not begin like one"
-        )
-    end = file.seek(0, os.SEEK_END)
-    torn = SnapshotError(
-        f"{name} is torn, its end is missing: it was not written, or not copied, completely; use an older snapshot, or copy it again"
-    )
-    if end < len(HEAD) + FOOTER.size:
-        raise torn
-    file.seek(end - FOOTER.size)
-    length, checksum, foot = FOOTER.unpack(file.read(FOOTER.size))
-    if foot != FOOT or length > end - FOOTER.size - len(HEAD):
-        raise torn
-    file.seek(end - FOOTER.size - length)
-    text = file.read(length)
-    if zlib.crc32(text) != checksum:
-        raise SnapshotError(
-            f"{name} is damaged: its index is not what was written; use an older snapshot, or copy it again"
-        )
-    return json.loads(text)
+    def shard(self, flat: FlatParameter, state: str, dtype: torch.dtype) -> Tensor:
+        """This rank's share of the weights, or of a state of the optimizer."""
+        if not state:
+            return flat.shard
+        shard = torch.zeros_like(flat.shard, dtype=dtype)
+        for piece, (a, b) in zip(flat.pieces, flat.cuts, strict=True):
+            value = self.inner.state.get(piece, {}).get(state)
+            if value is not None:
+                shard[a:b] = value
+        return shard
 
 
 class _Stored:
-    """The tensors of an open snapshot."""
+    """An open snapshot."""
 
-    def __init__(self, file: BinaryIO, parameters: dict[str, dict], name: str) -> None:
-        self.file, self.parameters, self.name = file, parameters, name
+    def __init__(self, file: Any, name: str) -> None:
+        self.file, self.name = file, name
+        self.keys = set(file.keys())
+        own = (file.metadata() or {}).get(OWN)
+        if own is None:
+            raise SnapshotError(f"{name} is a safetensors file, but no snapshot of {OWN}")
+        self.index = json.loads(own)
 
-    def read(self, name: str, key: str, first: int = 0, count: int | None = None) -> Tensor:
-        """`count` elements of a tensor from `first` on, flat, or all of them."""
-        entry = self.parameters[name]["tensors"][key]
-        dtype = getattr(torch, entry["dtype"])
-        self.file.seek(entry["start"] + first * dtype.itemsize)
-        return torch.frombuffer(
-            bytearray(self.file.read(entry["nbytes"] if count is None else count * dtype.itemsize)),
-            dtype=dtype,
-        )
-
-    def check(self, owner: "Partitioned") -> None:
-        """That every tensor is whole, and that parameters, shapes, types and steps are those that `owner` can take."""
-        trained = [name for flat in owner.flats for name in flat.names]
-        frozen = {name for flat in owner.resting for name in flat.names} | set(owner.constants)
-        missing, unknown = (
-            [name for name in trained if name not in self.parameters],
-            [name for name in self.parameters if name not in {*trained, *frozen}],
-        )
+    def check(self, run: _Run) -> None:
+        """That parameters, shapes, types and groups are those that `run` can take."""
+        if self.index["optimizer"] != type(run.inner).__name__:
+            raise SnapshotError(
+                f"{self.name} was written by {self.index['optimizer']}, this optimizer is "
+                f"{type(run.inner).__name__}: use the same"
+            )
+        weights = {key for key in self.keys if "/" not in key}
+        missing = sorted(run.trained - weights)
+        unknown = sorted(weights - set(run.names.values()) - set(run.constants))
         if missing or unknown:
-            told = "; ".join(
-                f"{what}: {', '.join(names[:3])}"
-                for what, names in (("it lacks", missing), ("it has besides", unknown))
-                if names
-            )
+            told = [f"it lacks {missing[0]}"] * bool(missing)
+            told += [f"it has besides {unknown[0]}"] * bool(unknown)
             raise SnapshotError(
-                f"{self.name} is of another model ({told}): load it into the model that it was written for, named alike"
+                f"{self.name} is of another model, {' and '.join(told)}: load it into the model "
+                "that it was written for, named alike"
             )
-        for name, entry in self.parameters.items():
-            for key, tensor in entry["tensors"].items():
-                self.file.seek(tensor["start"])
-                if zlib.crc32(self.file.read(tensor["nbytes"])) != tensor["crc"]:
-                    raise SnapshotError(
-                        f"{self.name} is damaged: {key} of {name} is not what was written; use an older snapshot, or copy it again"
-                    )
-        for flat, kept in [
-            *zip(owner.flats, (owned.dtype for owned in owner.owned), strict=True),
-            *((flat, flat.shard.dtype) for flat in owner.resting),
-        ]:
-            for name, shape in zip(flat.names, flat.shapes, strict=True):
-                self._fits(name, tuple(shape), kept)
-        for name, parameter in owner.constants.items():
-            self._fits(name, tuple(parameter.shape), parameter.dtype)
-        for name, here in owner.groups.number.items():
-            if name in trained and (there := self.parameters[name]["group"]) != here:
-                raise SnapshotError(
-                    f"{self.name} has {name} in group {there}, here it is in group {here}: group the parameters alike, in the same order"
-                )
-        for flat in owner.flats:
-            steps = {
-                (self.parameters[name]["group"], *self.parameters[name]["numbers"].items())
-                for name in flat.names
-            }
-            if len(steps) > len({group for group, *_ in steps}):
-                raise SnapshotError(
-                    f"{self.name}: the parameters of one flat tensor, {', '.join(flat.names[:3])}, … have made different numbers of steps"
-                )
+        theirs, ours = ([g["names"] for g in gs] for gs in (self.index["groups"], run.groups()))
+        if [set(names) for names in theirs] != [set(names) for names in ours]:
+            raise SnapshotError(
+                f"{self.name} has groups of {[len(names) for names in theirs]} parameters, this "
+                f"optimizer of {[len(names) for names in ours]}, or others: group them alike"
+            )
+        for flat in run.flats:
+            for name, shape in zip(run.named(flat), flat.shapes, strict=True):
+                self.fits(name, list(shape), flat.shard.dtype)
+        for name, weight in run.constants.items():
+            self.fits(name, list(weight.shape), weight.dtype)
 
-    def _fits(self, name: str, shape: tuple[int, ...], kept: torch.dtype) -> None:
-        if name not in self.parameters:
+    def fits(self, name: str, shape: list[int], dtype: torch.dtype) -> None:
+        """That the weights of this name can be had without a loss, where the file has them."""
+        if name not in self.keys:
             return
-        entry = self.parameters[name]
-        if tuple(entry["shape"]) != shape:
+        part = self.file.get_slice(name)
+        there = DTYPES.get(part.get_dtype())
+        if part.get_shape() != shape:
             raise SnapshotError(
-                f"{self.name} is of another model: {name} has shape {entry['shape']} there and {list(shape)} here"
+                f"{self.name} is of another model: {name} has shape {part.get_shape()} there and "
+                f"{shape} here"
             )
-        dtype = getattr(torch, entry["tensors"][WEIGHT]["dtype"])
-        if torch.promote_types(dtype, kept) != kept:
-            told = f"{str(dtype).removeprefix('torch.')} there and {str(kept).removeprefix('torch.')} here"
+        if there is None or torch.promote_types(there, dtype) != dtype:
             raise SnapshotError(
-                f"{self.name} would lose digits: {name} is {told}; use weights as wide, or master=True"
+                f"{self.name} would lose digits: {name} is {part.get_dtype()} there and "
+                f"{CODES[dtype]} here; use weights, or a master copy, as wide"
             )
 
-    def fill(self, flat: "Flat", key: str, shard: Tensor, names: Collection[str]) -> Tensor:
-        """`shard`, filled with what this rank owns of the stored tensors of these names; the rest is zero."""
-        shard.zero_()
-        for name, start, piece in zip(flat.names, flat.starts, flat.pieces(shard), strict=False):
-            if len(piece) and name in names:
-                first = max(flat.own.start - start, 0)
-                piece.copy_(self.read(name, key, first, len(piece)))
-        return shard
+    def fill(self, run: _Run) -> None:
+        """Weights, states and settings of `run` are those of the file."""
+        state: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for flat in run.flats:
+            for i, (piece, name) in enumerate(zip(flat.pieces, run.named(flat), strict=True)):
+                if not len(piece) or name not in self.keys:
+                    continue
+                numbers = self.index["numbers"].get(name, {})
+                state[piece] = {key: torch.tensor(value) for key, value in numbers.items()}
+                first = max(flat.own.start - flat.starts[i], 0)
+                for key in self.keys:
+                    if key == name:
+                        piece.copy_(self.stretch(key, first, len(piece)))
+                    elif key.endswith(f"/{name}"):
+                        state[piece][key.split("/")[0]] = self.stretch(key, first, len(piece))
+        for name, weight in run.constants.items():
+            if name in self.keys:
+                weight.copy_(self.file.get_tensor(name))
+        groups = run.inner.state_dict()["param_groups"]
+        for mine, theirs in zip(groups, self.index["groups"], strict=True):
+            theirs.pop("names")
+            mine |= {k: tuple(v) if isinstance(v, list) else v for k, v in theirs.items()}
+        pieces = [piece for group in run.inner.param_groups for piece in group["params"]]
+        known = {i: state[piece] for i, piece in enumerate(pieces) if state.get(piece)}
+        run.inner.load_state_dict({"state": known, "param_groups": groups})
+
+    def stretch(self, key: str, first: int, count: int) -> Tensor:
+        """`count` elements of a tensor from `first` on, flat."""
+        part = self.file.get_slice(key)
+        shape = torch.Size(part.get_shape())
+        if not shape:
+            return self.file.get_tensor(key).view(1)
+        row = shape[1:].numel()
+        rows = part[first // row : -(-(first + count) // row)].flatten()
+        return rows[first % row :][:count].clone()
+
+
+def _plain(key: str, value: Any) -> bool:
+    """Whether an entry of a group is a setting, such as its learning rate or betas."""
+    if isinstance(value, (tuple, list)):
+        return key != "param_names" and all(isinstance(each, (int, float)) for each in value)
+    return value is None or isinstance(value, (int, float, str))

@@ -33,9 +33,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from labutils import checkpointing, collectives, units, zero
+from labutils import checkpointing, collectives, measure, units, zero
 from labutils.config import Hardware, ModelConfig
-from labutils.ledger import Ledger, Line
 from labutils.model import GPT
 from labutils.precision import LossScaler
 from labutils.teach import plots
@@ -55,26 +54,33 @@ world = World(4)
 
 # %%
 def held_over_a_step(rank, level):
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)])
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)]
+    )
     comm, bucket_bytes = rank.comm("dp"), 4 * (16 * 16 + 16)  # a bucket is a layer
     if level == 3:
-        owner = zero.shard(model, comm)
+        optimizer = torch.optim.AdamW(zero.shard(model, comm).parameters())
     else:
-        owner = zero.Optimizer(model.parameters(), comm, level=level, bucket_bytes=bucket_bytes)
+        sizes = {"level": level, "bucket_bytes": bucket_bytes}
+        optimizer = zero.Optimizer(model.parameters(), comm, **sizes)
 
     def step():
         model(torch.ones(4, 16)).square().mean().backward()
-        owner.step()
+        optimizer.step()
 
     step()  # the first step makes the optimizer state
-    owner.zero_grad()
-    return zero.occupancy(step, owner)
+    optimizer.zero_grad()
+    return zero.occupancy(step, model, optimizer)
 
 
-with World(1) as alone:  # every rank of plain data parallelism holds what one rank alone would hold
+with World(
+    1
+) as alone:  # every rank of plain data parallelism holds what one rank alone would hold
     held = {"level_0": alone.run(held_over_a_step, 1) * 4}
 held |= {f"level_{level}": world.run(held_over_a_step, level) for level in (1, 2, 3)}
-title = "Painted is what a rank holds. At level 3 a layer is whole only while it computes"
+title = (
+    "Painted is what a rank holds. At level 3 a layer is whole only while it computes"
+)
 plots.who_holds(**held, title=title)
 
 # %% [markdown]
@@ -93,7 +99,7 @@ plots.who_holds(**held, title=title)
 # moments). A model of 7.5 billion parameters, on each of 64 devices:
 
 # %%
-units.text(zero.model_states(7.5e9, 64, level=0))
+zero.model_states(7.5e9, 64, level=0)
 
 # %% [markdown]
 # All 64 hold the same 120 GB. Suppose you deal out the optimizer state alone, and every device keeps all weights and gradients. How many GB are left on each?
@@ -105,10 +111,10 @@ predict("zero/level-1-of-7.5B", GB=60)
 # $$ \text{level 1: } 2\Psi + 2\Psi + \frac{K\Psi}{N_d}, \qquad \text{level 2: } 2\Psi + \frac{(2 + K)\Psi}{N_d}, \qquad \text{level 3: } \frac{(2 + 2 + K)\Psi}{N_d}. $$
 
 # %%
-reveal("zero/level-1-of-7.5B", GB=zero.model_states(7.5e9, 64, level=1) / 1e9)
+reveal("zero/level-1-of-7.5B", GB=zero.model_states(7.5e9, 64, level=1).total / 1e9)
 
 # %%
-[units.text(zero.model_states(7.5e9, 64, level)) for level in range(4)]
+[units.text(zero.model_states(7.5e9, 64, level).total) for level in range(4)]
 
 # %% [markdown]
 # Three quarters of the memory was optimizer state, which a rank needs once a step and only for the weights that it updates. Here are all 54 cells of the
@@ -118,8 +124,9 @@ reveal("zero/level-1-of-7.5B", GB=zero.model_states(7.5e9, 64, level=1) / 1e9)
 models = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
 print(" N_d " + "".join(f"{name:>28} " for name in models))
 for n in (1, 4, 16, 64, 256, 1024):
-    cells = [zero.model_states(params, n, level) for params in models.values() for level in (1, 2, 3)]
-    print(f"{n:4} ", *(f"{nbytes / 1e9:9.2f}" for nbytes in cells))
+    kinds = [(params, level) for params in models.values() for level in (1, 2, 3)]
+    held = [zero.model_states(params, n, level).total / 1e9 for params, level in kinds]
+    print(f"{n:4} ", *(f"{GB:9.2f}" for GB in held))
 
 # %% [markdown]
 # The paper's dots on our lines:
@@ -131,7 +138,10 @@ paper = {
     "level 3": [120, 30, 7.5, 1.88, 0.47, 0.12],
 }
 devices = [1, 4, 16, 64, 256, 1024]
-lines = {name: [zero.model_states(7.5e9, n, int(name[-1])) / 1e9 for n in devices] for name in paper}
+lines = {
+    f"level {level}": [zero.model_states(7.5e9, n, level).total / 1e9 for n in devices]
+    for level in (1, 2, 3)
+}
 axes = {"xlabel": "devices", "ylabel": "GB on each, 7.5B parameters", "log": "xy"}
 title = "Levels 1 and 2 stop at what stays whole, level 3 goes on"
 plots.curves(devices, title=title, measured=paper, **axes, **lines)
@@ -142,7 +152,9 @@ plots.curves(devices, title=title, measured=paper, **axes, **lines)
 
 # %%
 for parallel in (1, 2, 4, 8, 16):
-    largest = [parallel * zero.largest_model(32e9, 64, level) / 1e9 for level in range(4)]
+    largest = [
+        parallel * zero.largest_model(32e9, 64, level) / 1e9 for level in range(4)
+    ]
     print(f"{64 * parallel:4} devices", *(f"{billions:8.1f}" for billions in largest))
 
 # %% [markdown]
@@ -194,10 +206,17 @@ reveal("zero/level-1-sends", times=sharded.total / world.ledger.total)
 # An all-reduce *is* a reduce-scatter and an all-gather (lab 07). The optimizer step fits between its halves: $2\Psi\,(N-1)/N$ elements a rank, as before.
 #
 # **On a real model.** A GPT of four layers, in float64 so that equal can mean equal. `zero.Optimizer` takes the parameters and any function that makes a
-# torch optimizer, and is used like one. As in most training runs, there are two groups of parameters: matrices decay, biases and the weights of norms do not.
+# torch optimizer, and is used like one. That function gets this rank's *pieces* of the parameters, under the same names. As in most training runs, there are
+# two groups of them: matrices decay, biases and the weights of norms do not.
 
 # %%
-sizes = {"num_layers": 4, "num_heads": 4, "vocab_size": 96, "seq_len": 16, "dropout": 0.0}
+sizes = {
+    "num_layers": 4,
+    "num_heads": 4,
+    "vocab_size": 96,
+    "seq_len": 16,
+    "dropout": 0.0,
+}
 config = ModelConfig(d_model=32, d_ff=128, **sizes)
 draw = torch.Generator().manual_seed(0)
 text = torch.randint(96, (3, 12, 17), generator=draw)  # three steps of twelve sequences
@@ -208,29 +227,32 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def in_groups(model):
-    """As every torch optimizer takes them."""
-    matrices, vectors = ([w for w in model.parameters() if (w.dim() > 1) == wide] for wide in (True, False))
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+def in_groups(named):
+    """Names with their parameters, or pieces of them, as every torch optimizer takes them."""
+    groups = [{"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+    for name, weights in named:
+        groups["norm" in name or "bias" in name]["params"].append(weights)
+    return groups
 
 
 # %%
 def build(rank, level, dtype=torch.float64, **options):
-    """A model of this rank's own random weights, and its owner."""
+    """A model of this rank's own random weights, and its optimizer."""
     model, comm = GPT(config, generator=rank.generator).to(dtype), rank.comm("dp")
-    options |= {"groups": in_groups(model)}
     if level == 3:
-        return model, zero.shard(model, comm, adamw, **options)
-    options |= {"level": level, "bucket_bytes": 2**16}
-    return model, zero.Optimizer(model.named_parameters(), comm, adamw, **options)
+        zero.shard(model, comm, **options)
+        return model, adamw(in_groups(model.named_parameters()))
+    options = {"level": level, "bucket_bytes": 2**16}
+    make = lambda named: adamw(in_groups(named))
+    return model, zero.Optimizer(model.named_parameters(), comm, make, **options)
 
 
-def step(rank, model, owner, k):
+def step(rank, model, optimizer, k):
     """Step k, on this rank's sequences."""
-    owner.zero_grad()
+    optimizer.zero_grad()
     mine = text[k].chunk(rank.size)[rank.rank]
     model.loss(mine[:, :-1], mine[:, 1:]).backward()
-    owner.step()
+    optimizer.step()
 
 
 # %% [markdown]
@@ -238,7 +260,7 @@ def step(rank, model, owner, k):
 
 # %%
 model = GPT(config, generator=torch.Generator().manual_seed(0)).double()
-optimizer = adamw(in_groups(model))
+optimizer = adamw(in_groups(model.named_parameters()))
 for sequences in text:
     optimizer.zero_grad()
     model.loss(sequences[:, :-1], sequences[:, 1:]).backward()
@@ -251,34 +273,49 @@ expected = [parameter.detach() for parameter in model.parameters()]
 
 
 # %%
-def is_equal(model, owner, level):
-    """Whether this rank's weights are those of the plain model; at level 3 they are gathered for it."""
-    with owner.gathered() if level == 3 else contextlib.nullcontext():
+def is_equal(model, level):
+    """Whether this rank's weights are those of the plain model; at level 3 they are gathered."""
+    with zero.gathered(model) if level == 3 else contextlib.nullcontext():
         pairs = zip(model.parameters(), expected, strict=True)
         return all(torch.allclose(w, e, rtol=0, atol=1e-10) for w, e in pairs)
 
 
+def measured(fn, model, optimizer):
+    """What is alive of weights, gradients and optimizer state over the course of fn()."""
+    inner = getattr(optimizer, "inner", optimizer)
+    return measure.history(fn, model, inner).only("weights", "gradients", "optimizer")
+
+
 # %%
 def train(rank, level, recompute=False, **options):
-    """Three steps: is it equal, the layout of the flat tensors, and what was held over the third."""
-    model, owner = build(rank, level, **options)
+    """Three steps: is it equal, the sizes of the flat parameters, what was held over the third."""
+    model, optimizer = build(rank, level, **options)
     for block in model.blocks if recompute else ():
         block.forward = functools.partial(checkpointing.checkpoint, block.forward)
-    step(rank, model, owner, 0)
-    step(rank, model, owner, 1)
-    history = zero.history(lambda: step(rank, model, owner, 2), owner)
-    return is_equal(model, owner, level), owner.layout, history
+    step(rank, model, optimizer, 0)
+    step(rank, model, optimizer, 1)
+    history = measured(lambda: step(rank, model, optimizer, 2), model, optimizer)
+    layout = zero.layout(model) if level == 3 else optimizer.layout
+    return is_equal(model, level), layout, history
 
 
 # %%
 def three_results(level, several, recompute=False, **options):
     """A row of the table below, from a run on all ranks of a world."""
-    ranks, runs, sent = several.size, several.run(train, level, recompute, **options), several.ledger
+    ranks, runs, sent = (
+        several.size,
+        several.run(train, level, recompute, **options),
+        several.ledger,
+    )
     equal, (_, layout, history) = all(each[0] for each in runs), runs[0]
     kind = {"itemsize": 8, "reshard": options.get("reshard", True)}
     predicted = zero.predict_sent(layout, ranks, level, steps=3, start=True, **kind)
-    if level == 3:  # to compare the weights takes one more gather, as many bytes as a step of level 1
-        predicted += zero.predict_sent(layout, ranks, 1, itemsize=8).only(name="all_gather")
+    if (
+        level == 3
+    ):  # to compare the weights takes one more gather, as many bytes as a step of level 1
+        predicted += zero.predict_sent(layout, ranks, 1, itemsize=8).only(
+            name="all_gather"
+        )
     one_step = zero.predict_sent(layout, ranks, level, **kind).only(rank=0)
     held = history.peak.ledger
     peak = zero.predict_held(layout, ranks, level, itemsize=8, **options)
@@ -304,15 +341,20 @@ zero.predict_held(layout, 4, 2, itemsize=8).diff(history.peak.ledger)
 # %% [markdown]
 # The buckets are the temporary part: one that fills and one that is on its way. The optimizer's lines are a quarter of the weights each, as promised.
 #
-# The settings of the two groups live where torch has them, in `owner.param_groups`, and a schedule of the learning rate takes the torch optimizer that steps
-# this rank's shards: `LambdaLR(owner.inner, …)`. Which elements of its share belong to which group, a rank knows from the parameters' places in the flat tensor.
+# The settings of the two groups live where torch has them, in `optimizer.param_groups`, and a schedule of the learning rate takes the torch optimizer that
+# steps this rank's pieces: `LambdaLR(optimizer.inner, …)`. A piece is the stretch of a parameter that lies in the rank's share: most are empty.
 #
 # **What it buys with accumulation.** Level 1 keeps whole gradients, so it can add up micro-batches in silence and reduce once a step. Levels 2 and 3 have
 # nowhere to keep them, and reduce after every micro-batch. Eight micro-batches, Ψ = 1 million parameters in fp32, 4 ranks:
 
 # %%
-sent = {level: zero.predict_sent(10**6, 4, level, accumulation=8) for level in (1, 2, 3)}
-{f"level {level}": units.text(ledger.only(rank=0).total) for level, ledger in sent.items()}
+sent = {
+    level: zero.predict_sent(10**6, 4, level, accumulation=8) for level in (1, 2, 3)
+}
+{
+    f"level {level}": units.text(ledger.only(rank=0).total)
+    for level, ledger in sent.items()
+}
 
 # %% [markdown]
 # With long accumulation and a model that fits, level 1 is the one to choose.
@@ -344,7 +386,7 @@ hint("zero/optimizer", 1)
 show(zero.Optimizer)
 
 # %%
-show(zero.Flat)
+show(zero.FlatParameter)
 
 # %% [markdown]
 # ## When does a layer have to be whole?
@@ -363,15 +405,22 @@ predict("zero/level-3-sends", times=2)
 # %%
 psi = sum(parameter.numel() for parameter in model.parameters())
 all_reduce = collectives.sent("all_reduce_ring", nbytes=4 * psi, n=4)
-reveal("zero/level-3-sends", times=zero.predict_sent(psi, 4, 3).total / all_reduce.total)
+reveal(
+    "zero/level-3-sends", times=zero.predict_sent(psi, 4, 3).total / all_reduce.total
+)
 
 # %% [markdown]
-# Three results, with the two switches of level 3. `reshard=False` keeps the layers after the forward and saves the second gather. `prefetch` starts to
+# `zero.shard` changes a module in place: from then on its parameters *are* this rank's pieces, and they have their gradients after `backward()`. Any torch
+# optimizer steps them. Three results, with the two switches of level 3. `reshard=False` keeps the layers after the forward and saves the second gather. `prefetch` starts to
 # gather the next layer while this one computes, so that nobody waits, and pays with one more whole layer.
 
 # %%
 print(head)
-for switches in ({"prefetch": True, "reshard": True}, {"prefetch": False}, {"reshard": False}):
+for switches in (
+    {"prefetch": True, "reshard": True},
+    {"prefetch": False},
+    {"reshard": False},
+):
     print(three_results(3, world, **switches), "", switches)
 
 # %%
@@ -445,37 +494,38 @@ show(zero.Sharded)
 # ## What changes in half precision?
 #
 # The weights that compute are bf16, and travel as bf16. The optimizer steps an fp32 master copy (lab 02), and nobody needs more of that than the share
-# that it owns: so the master is sharded from the start, at every level. What stays after a step, in bytes for each parameter, on four ranks:
+# that it owns: so the master is sharded from the start, at every level. At level 3 the fp32 share is all that stays: with `param_dtype=torch.bfloat16` it is
+# rounded when it is gathered. What there is after a step, in bytes for each parameter, on four ranks:
 
 
 # %%
 def at_rest(rank, level):
-    model, owner = build(rank, level, torch.bfloat16)
-    step(rank, model, owner, 0)
-    return zero.held(owner)
+    if level == 3:
+        model, optimizer = build(rank, 3, torch.float32, param_dtype=torch.bfloat16)
+    else:
+        model, optimizer = build(rank, level, torch.bfloat16)
+    step(rank, model, optimizer, 0)
+    return measure.model_states(model, getattr(optimizer, "inner", optimizer))
 
 
 for level in (1, 2, 3):
-    held = world.run(at_rest, level)[0].by("name").items()
-    print(level, {name: round(nbytes / psi, 2) for name, nbytes in held if name != "step"})
+    lines = world.run(at_rest, level)[0].by("name").items()
+    print(
+        level,
+        {name: round(nbytes / psi, 2) for name, nbytes in lines if name != "step"},
+    )
 
 # %% [markdown]
-# Whole, they are 2 and 2 bytes and K = 4 + 4 + 4; divided by four, half a byte and one byte each. K is measured here, not remembered: it is the master copy and two moments,
-# and a rank has a quarter of it at every level.
+# Whole, weights are 2 bytes, and K = 4 + 4 + 4; divided by four, half a byte and one byte each. K is measured here, not remembered: it is the master copy and
+# two moments, and a rank has a quarter of it at every level. At level 3 the shares of the weights are the master copy. The share of the gradient is fp32 at every
+# level, since that is what the optimizer takes: divided by four, 4 bytes, where the paper counts 2.
 #
-# **Where the step runs is free to choose.** With `offload="cpu"` the master copy, the moments and the step itself live in host memory. A step moves the
-# gradient shard there and the weight shard back, over a link that no other rank uses, and sends to the other ranks what it sent before.
-# On a laptop both devices are the same memory, so the books show what is there, not where:
+# **Where the step runs is free to choose.** The share of the gradient can go to the host, and the share of the new weights come back, over a link that no other
+# rank uses: master copy, moments and the step itself then live in host memory, and to the other ranks goes what went before. These are the lines that leave the
+# device, for the model of 7.5B parameters on 64 devices at level 2:
 
 # %%
-print(head, *(three_results(level, world, offload="cpu") for level in (2, 3)), sep="\n")
-
-# %% [markdown]
-# More is held than without: the optimizer needs its own copy of weights to step. On a GPU, these are the lines that leave the device, for the model of 7.5B parameters on
-# 64 devices:
-
-# %%
-held = zero.predict_held(7_500_000_000, 64, 2, itemsize=2, master=True, offload=True)
+held = zero.predict_held(7_500_000_000, 64, 2, itemsize=2, shard_itemsize=4)
 held.only(component="optimizer")
 
 # %% [markdown]
@@ -485,13 +535,17 @@ held.only(component="optimizer")
 
 # %%
 def overflow(rank):
-    model, owner = build(rank, 2, torch.float16)
-    scaler, mine = LossScaler(2.0**10), text[0].chunk(4)[rank.rank]
+    model, optimizer = build(rank, 2, torch.float16)
+    scaler, mine = (
+        LossScaler(2.0**10, comm=rank.comm("dp")),
+        text[0].chunk(4)[rank.rank],
+    )
     if rank.rank == 2:
         model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
     scaler.scale(model.loss(mine[:, :-1], mine[:, 1:])).backward()
-    finite = all(flat.gradient.isfinite().all().item() for flat in owner.flats)
-    stepped = scaler.step(owner)
+    gradients = [piece.grad for piece in optimizer.collect() if piece.grad is not None]
+    finite = all(gradient.isfinite().all().item() for gradient in gradients)
+    stepped = scaler.step(optimizer)
     scaler.update()
     return f"share finite: {finite}, stepped: {stepped}, scale: {scaler.value:g}"
 
@@ -500,7 +554,7 @@ world.run(overflow)
 
 # %% [markdown]
 # The rank whose gradient overflowed is not the one that sees it. If each asked only itself, most would step, the others would not, and from then on the
-# ranks would train different models with different scales. One all-reduce of one number, the largest flag, and all skip alike:
+# ranks would train different models with different scales. The scaler knows the ranks: one all-reduce of one number, the largest flag, and all skip alike:
 
 # %%
 {name: nbytes for name, nbytes in world.ledger.by("name").items() if name == "finite"}
@@ -564,12 +618,12 @@ hint("zero/repair", 1)
 # The library's clipping, at every level: each rank adds up the squares of its share, one number travels, and all scale alike.
 
 # %%
-show(zero.Optimizer.clip_grad_norm)
+show(zero.clip_grad_norm)
 
 # %% [markdown]
 # ## What if the next run has another number of ranks?
 #
-# A share is a share of N. A snapshot must not be: a machine fails, and three are left. `owner.save` writes parameter by parameter, without padding; `owner.load` cuts
+# A share is a share of N. A snapshot must not be: a machine fails, and three are left. `zero.save` writes whole parameters, without padding, into a safetensors file; `zero.load` cuts
 # anew, for any number of ranks and any level. Two steps on four ranks at level 2, the third elsewhere; each rank says whether its weights are those of the plain model:
 
 # %%
@@ -578,24 +632,26 @@ path = pathlib.Path(folder.name) / "after-two-steps"
 
 
 def begin(rank):
-    model, owner = build(rank, level=2)
-    step(rank, model, owner, 0)
-    step(rank, model, owner, 1)
-    owner.save(path)
+    model, optimizer = build(rank, level=2)
+    step(rank, model, optimizer, 0)
+    step(rank, model, optimizer, 1)
+    zero.save(path, model, optimizer)
 
 
 def go_on(rank, level):
-    model, owner = build(rank, level)
-    owner.load(path)
-    step(rank, model, owner, 2)
-    return is_equal(model, owner, level)
+    model, optimizer = build(rank, level)
+    zero.load(path, model, optimizer)
+    step(rank, model, optimizer, 2)
+    return is_equal(model, level)
 
 
 # %%
 world.run(begin)
 for ranks, level in ((3, 3), (2, 2), (2, 3), (1, 1)):
     with World(ranks) as fewer:
-        print(f"{ranks} rank{'s' * (ranks > 1)}, level {level}: {fewer.run(go_on, level)}")
+        print(
+            f"{ranks} rank{'s' * (ranks > 1)}, level {level}: {fewer.run(go_on, level)}"
+        )
 
 # %% [markdown]
 # The file is complete or it does not count. Half of one, as an interrupted copy leaves it:
@@ -623,7 +679,7 @@ def contestant(rank, name):
     larger, comm = ModelConfig(d_model=128, d_ff=512, **sizes), rank.comm("dp")
     model = GPT(larger, generator=torch.Generator().manual_seed(0))
     if name == "zero.shard":
-        return model, zero.shard(model, comm, adamw)
+        return model, adamw(zero.shard(model, comm).parameters())
     if name == "zero.Optimizer":
         return model, zero.Optimizer(model.parameters(), comm, adamw, level=1)
     if name == "fully_shard":
@@ -632,7 +688,11 @@ def contestant(rank, name):
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh), adamw(model.parameters())
     module = DistributedDataParallel(model, process_group=comm.group)
-    options = {"optimizer_class": torch.optim.AdamW, "process_group": comm.group, "lr": 1e-2}
+    options = {
+        "optimizer_class": torch.optim.AdamW,
+        "process_group": comm.group,
+        "lr": 1e-2,
+    }
     return module, ZeroRedundancyOptimizer(model.parameters(), **options)
 
 
@@ -642,7 +702,9 @@ def timed_step(rank, module, optimizer, k):
     mine = text[k % 3].chunk(rank.size)[rank.rank]
     rank.comm("dp").barrier()
     start = time.perf_counter()
-    loss = nn.functional.cross_entropy(module(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten())
+    loss = nn.functional.cross_entropy(
+        module(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten()
+    )
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -652,9 +714,14 @@ def timed_step(rank, module, optimizer, k):
 def race(rank, names, rounds=5):
     """For every contestant its losses, and the median time of its steps; they take turns."""
     ready = {name: contestant(rank, name) for name in names}
-    turns = [{name: timed_step(rank, *ready[name], k) for name in names} for k in range(rounds)]
+    turns = [
+        {name: timed_step(rank, *ready[name], k) for name in names}
+        for k in range(rounds)
+    ]
     losses = {name: [turn[name][0] for turn in turns] for name in names}
-    return losses, {name: statistics.median(turn[name][1] for turn in turns) for name in names}
+    return losses, {
+        name: statistics.median(turn[name][1] for turn in turns) for name in names
+    }
 
 
 # %%
@@ -662,7 +729,10 @@ names = ["zero.Optimizer", "ZeroRedundancyOptimizer", "zero.shard", "fully_shard
 races = processes.run(race, names)
 processes.close()
 table = {name: torch.tensor([losses[name] for losses, _ in races]) for name in names}
-{name: torch.allclose(table[name], table["zero.Optimizer"], atol=1e-5) for name in names}
+{
+    name: torch.allclose(table[name], table["zero.Optimizer"], atol=1e-5)
+    for name in names
+}
 
 # %% [markdown]
 # The same losses, on every rank and in every step. The times are of this machine:
@@ -694,24 +764,22 @@ table = {name: torch.tensor([losses[name] for losses, _ in races]) for name in n
 # 32 GB: which is the lowest level that fits? And which, if gradients are kept in fp32?
 
 # %%
-conventions = {"16Ψ: half gradients": (2, 2, 12), "18Ψ: fp32 gradients": (2, 4, 12), "20Ψ: both": (2, 6, 12)}
-known = {name: ModelConfig.named(name).num_params for name in ("gpt2-xl", "llama-3.1-70b")}
+conventions = {"16Ψ: half gradients": 2, "18Ψ: fp32 gradients": 4, "20Ψ: both": 6}
+known = {
+    name: ModelConfig.named(name).num_params for name in ("gpt2-xl", "llama-3.1-70b")
+}
 known["7.5B"] = 7_500_000_000
 
 
-def states(level, params, devices, widths):
-    """Bytes on each device: weights are sharded from level 3 on, gradients from 2, the optimizer from 1."""
-    lines = []
-    for name, width, first in zip(("weights", "gradients", "optimizer"), widths, (3, 2, 1), strict=True):
-        shards, axis = (devices, "dp") if level >= first else (1, "")
-        lines.append(Line(name, round(width * params / shards), component=name, axis=axis))
-    return Ledger(lines)
-
-
-def memory_per_device(model="7.5B", devices=64, precision="16Ψ: half gradients", device="V100"):
+def memory_per_device(
+    model="7.5B", devices=64, precision="16Ψ: half gradients", device="V100"
+):
     """The four levels as stacked bars; hatched is what the data-parallel axis shards."""
-    sized = known[model], devices, conventions[precision]
-    bars = {f"level_{level}": states(level, *sized) for level in range(4)}
+    width = {"gradient_bytes": conventions[precision]}
+    states = [
+        zero.model_states(known[model], devices, level, **width) for level in range(4)
+    ]
+    bars = {f"level_{level}": ledger for level, ledger in enumerate(states)}
     return plots.memory_bars(capacity=Hardware.named(device), **bars)
 
 
@@ -775,7 +843,10 @@ def forward_only(rank):
 
 
 world.run(forward_only)
-{name: nbytes // 4 for name, nbytes in world.ledger.by("name").items()}, 4 * psi * 3 // 4
+(
+    {name: nbytes // 4 for name, nbytes in world.ledger.by("name").items()},
+    4 * psi * 3 // 4,
+)
 
 # %% [markdown]
 # The broadcast is the start; the rest is one gather, $\Psi(N-1)/N$ of fp32. The same guide says that each GPU asks for "the necessary data" to rebuild "unsharded, local
@@ -799,7 +870,10 @@ both.total / zero.predict_sent(psi, 4, 1).total
 
 # %%
 for size in (2, 4, 6):
-    states_of = [zero.model_states(1, 10**9, level, gradient_bytes=size) for level in (0, 1, 2)]
+    kinds = [
+        zero.model_states(1, 10**9, level, gradient_bytes=size) for level in (0, 1, 2)
+    ]
+    states_of = [ledger.total for ledger in kinds]
     floors = [f"{nbytes / states_of[0]:.1%}" for nbytes in states_of[1:]]
     print(f"{states_of[0]:g}Ψ: level 1 stops at {floors[0]}, level 2 at {floors[1]}")
 
@@ -810,9 +884,11 @@ for size in (2, 4, 6):
 with torch.device("meta"):
     llama = GPT(ModelConfig.named("llama-3.1-8b"))
 blocks = [tuple(p.numel() for p in block.parameters()) for block in llama.blocks]
-root = tuple(p.numel() for name, p in llama.named_parameters() if not name.startswith("blocks"))
-on_paper = zero.model_states(sum(root) + sum(map(sum, blocks)), 64, 3)
-in_truth = zero.predict_held((root, *blocks), 64, 3, itemsize=2, master=True)
+root = tuple(
+    p.numel() for name, p in llama.named_parameters() if not name.startswith("blocks")
+)
+on_paper = zero.model_states(sum(root) + sum(map(sum, blocks)), 64, 3).total
+in_truth = zero.predict_held((root, *blocks), 64, 3, itemsize=2, shard_itemsize=4)
 units.text(on_paper), units.text(in_truth.total)
 
 # %%
@@ -825,7 +901,7 @@ in_truth
 # %%
 embedding, norm, head = root
 in_units = (norm, embedding, *blocks, head)
-units.text(zero.predict_held(in_units, 64, 3, itemsize=2, master=True).total)
+units.text(zero.predict_held(in_units, 64, 3, itemsize=2, shard_itemsize=4).total)
 
 # %% [markdown]
 # The fullest moment is now the backward of the head: its weights and those of the layer before it, its gradient, and that gradient once more, on its way into
@@ -837,7 +913,7 @@ units.text(zero.predict_held(in_units, 64, 3, itemsize=2, master=True).total)
 # ## Summary
 #
 # > - Optimizer state, gradients, weights: each level of ZeRO deals out one more. 7.5B parameters on 64 devices: 120, 31.4, 16.6, 1.9 GB.
-# >   <!-- claim: [round(zero.model_states(7.5e9, 64, level) / 1e9, 1) for level in range(4)] == [120.0, 31.4, 16.6, 1.9] -->
+# >   <!-- claim: [round(zero.model_states(7.5e9, 64, level).total / 1e9, 1) for level in range(4)] == [120.0, 31.4, 16.6, 1.9] -->
 # > - Levels 1 and 2 send what plain data parallelism sends, 2Ψ(N − 1)/N: an all-reduce with the step between its halves.
 # >   <!-- claim: all(zero.predict_sent(840, 4, level).total == collectives.sent("all_reduce_ring", nbytes=4 * 840, n=4).total for level in (1, 2)) -->
 # > - Level 3 sends 3Ψ(N − 1)/N, half as much again, or 2Ψ without resharding. Freeing sends nothing.
@@ -846,7 +922,7 @@ units.text(zero.predict_held(in_units, 64, 3, itemsize=2, master=True).total)
 # > - With micro-batches levels 2 and 3 reduce after each one, level 1 once: with eight, 4.5 times as much at level 2.
 # >   <!-- claim: zero.predict_sent(840, 4, 2, accumulation=8).total == 4.5 * zero.predict_sent(840, 4, 1, accumulation=8).total -->
 # > - The floors are 4Ψ and 2Ψ; level 3 has none, but layers that are whole for a moment come on top of 16Ψ/N.
-# >   <!-- claim: [round(zero.model_states(1, 10**9, level), 6) for level in (1, 2)] == [4, 2] -->
+# >   <!-- claim: [round(zero.model_states(1, 10**9, level).total, 6) for level in (1, 2)] == [4, 2] -->
 # > - Recomputing a layer gathers nothing: it is whole for its backward anyway. Level 3 with checkpointing still sends 3Ψ(N − 1)/N.
 # >   <!-- claim: zero.predict_sent(840, 4, 3).by("rank")[0] == 3 * 4 * 840 * 3 // 4 -->
 # > - What was one number on one rank is a matter of all: clip by the root of all squares, skip a step together, keep the fp32 master of your share, save without N.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from labutils import world, zero
+from labutils import measure, world, zero
 from labutils.config import ModelConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler
@@ -29,21 +29,18 @@ def ours(rank, level, **options):
     """A model of ours: it, its optimizer, how it clips, and its weights, whole."""
     model = GPT(CONFIG, generator=torch.Generator().manual_seed(0)).double()
     comm = rank.comm("dp")
-    if level < 3:
-        owner = zero.Optimizer(model.parameters(), comm, adamw, level=level, **options)
-        return (
-            model,
-            owner,
-            owner.clip_grad_norm,
-            lambda: [parameter.detach() for parameter in model.parameters()],
-        )
-    owner = zero.shard(model, comm, adamw, **options)
+    if level == 3:
+        zero.shard(model, comm, **options)
+        optimizer, shards = adamw(model.parameters()), lambda: list(model.parameters())
+    else:
+        optimizer = zero.Optimizer(model.parameters(), comm, adamw, level=level, **options)
+        shards = optimizer.collect
 
     def weights():
-        with owner.gathered():
+        with zero.gathered(model) if level == 3 else contextlib.nullcontext():
             return [parameter.detach().clone() for parameter in model.parameters()]
 
-    return model, owner, owner.clip_grad_norm, weights
+    return model, optimizer, lambda norm: zero.clip_grad_norm(shards(), comm, norm), weights
 
 
 def replicated(rank):
@@ -169,13 +166,12 @@ def test_one_overflow_is_skipped_as_with_fsdp2_and_gradscaler(processes):
         weight, equal = theirs.weight.full_tensor(), []
         for level in (1, 2, 3):
             mine = model()
-            owner = (
-                zero.shard(mine, comm, adamw)
-                if level == 3
-                else zero.Optimizer(mine.parameters(), comm, adamw, level=level)
-            )
-            scales = run(rank, mine, owner, LossScaler(2.0**10, growth_interval=1))
-            with owner.gathered() if level == 3 else contextlib.nullcontext():
+            if level == 3:
+                owner = adamw(zero.shard(mine, comm).parameters())
+            else:
+                owner = zero.Optimizer(mine.parameters(), comm, adamw, level=level)
+            scales = run(rank, mine, owner, LossScaler(2.0**10, growth_interval=1, comm=comm))
+            with zero.gathered(mine) if level == 3 else contextlib.nullcontext():
                 equal.append(scales == expected and torch.allclose(mine.weight, weight, rtol=1e-10))
         return expected, equal
 
@@ -187,9 +183,9 @@ def test_a_rank_rests_with_as_much_as_under_fsdp2(processes):
 
     def program(rank):
         theirs, *_ = fully_sharded(rank, True)
-        _, owner, *_ = ours(rank, 3)
+        mine, *_ = ours(rank, 3)
         rows = sum(parameter.to_local().numel() for parameter in theirs.parameters())
-        return zero.held(owner).by("name")["weight shards"] // 8, rows
+        return measure.model_states(mine).by("name")["weights"] // 8, rows
 
     shares, rows = zip(*processes.run(program), strict=True)
     assert (
