@@ -1,10 +1,11 @@
 """Number formats, bit by bit: what a code means, and which code a number gets.
 
-Everything here is exact integer arithmetic, so it is the reference that the fast `precision.round_to` is tested
-against. One `FloatFormat` describes them all, from FP64 down to the four bits of E2M1 and formats of your own.
+Everything here is exact integer arithmetic, so it is the reference that the fast
+`precision.round_to` is tested against. One `FloatFormat` describes them all, from FP64 down to the
+four bits of E2M1 and formats of your own.
 
-Sources: IEEE 754-2019 (fp64, fp32, fp16); OCP OFP8 r1.0 and arXiv:2209.05433 (e4m3, e5m2); OCP MX v1.0 (e3m2, e2m3,
-e2m1, e8m0, blocks of 32); CUDA Math API `__nv_tf32` (tf32).
+Sources: IEEE 754-2019 (fp64, fp32, fp16); OCP OFP8 r1.0 and arXiv:2209.05433 (e4m3, e5m2);
+OCP MX v1.0 (e3m2, e2m3, e2m1, e8m0, blocks of 32); CUDA Math API `__nv_tf32` (tf32).
 """
 
 import math
@@ -41,11 +42,13 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A binary floating-point format: sign, `exponent_bits`, `mantissa_bits`, and what the corner codes mean.
+    """A binary floating-point format: sign, exponent, mantissa, and what the corner codes mean.
 
-    `nan` says where the NaNs live: "ieee" (top exponent, mantissa not 0; comes with `inf`), "all_ones" (one code per
-    sign, as in e4m3), "negative_zero" (the code of −0, as in the fnuz formats) or "none". `zero=False` makes exponent
-    field 0 an ordinary power of two (e8m0). `storage_bits` is what a value takes in memory where that is more.
+    nan: where the NaNs live: "ieee" (top exponent, mantissa not 0; comes with `inf`), "all_ones"
+        (one code per sign, as in e4m3), "negative_zero" (the code of −0, as in the fnuz formats)
+        or "none"
+    zero: False makes exponent field 0 an ordinary power of two (e8m0)
+    storage_bits: what a value takes in memory where that is more
 
     >>> mine = FloatFormat("1-3-4", 3, 4)
     >>> mine.bits, mine.max, mine.eps
@@ -73,8 +76,9 @@ class FloatFormat:
         _check_choice("nan", self.nan, NANS)
         if self.inf != (self.nan == "ieee"):
             raise ValueError(
-                f"inf={self.inf} does not go with nan={self.nan!r}: IEEE formats have both (inf=True, nan='ieee'), "
-                f"the others neither (inf=False and nan='all_ones', 'negative_zero' or 'none')"
+                f"inf={self.inf} does not go with nan={self.nan!r}: IEEE formats have both "
+                "(inf=True, nan='ieee'), the others neither (inf=False and nan='all_ones', "
+                "'negative_zero' or 'none')"
             )
         if self.nan == "negative_zero" and not (self.signed and self.zero):
             raise ValueError(
@@ -88,13 +92,14 @@ class FloatFormat:
         _check_int("storage_bits", self.storage_bits, self.bits)
         if self._max_code >> self.mantissa_bits < self._first_exponent:
             raise ValueError(
-                f"{self.exponent_bits} exponent bit(s) with inf={self.inf}, nan={self.nan!r} leave no normal number: "
-                f"take one exponent bit more, or inf=False, nan='none'"
+                f"{self.exponent_bits} exponent bit(s) with inf={self.inf}, nan={self.nan!r} leave "
+                "no normal number: take one exponent bit more, or inf=False, nan='none'"
             )
         if self.min_exponent < -1022 or self.max_exponent > 1023:
             raise ValueError(
-                f"bias={self.bias} puts exponents at {self.min_exponent}…{self.max_exponent}, outside fp64's "
-                f"-1022…1023: choose a bias nearer to {(1 << self.exponent_bits - 1) - 1}"
+                f"bias={self.bias} puts exponents at {self.min_exponent}…{self.max_exponent}, "
+                "outside fp64's -1022…1023: choose a bias nearer to "
+                f"{(1 << self.exponent_bits - 1) - 1}"
             )
 
     # What the format is
@@ -158,14 +163,15 @@ class FloatFormat:
         """
         if self.bits > 20:
             raise ValueError(
-                f"{self.name} has 2**{self.bits} codes, too many to list: use a format of up to 20 bits"
+                f"{self.name} has 2**{self.bits} codes, too many to list: "
+                "use a format of up to 20 bits"
             )
         magnitudes = [self.decode(code) for code in range(self._max_code + 1)]
         negative = [-v for v in reversed(magnitudes) if v] if self.signed else []
         return negative + magnitudes
 
     def spacing(self, x: Real) -> float:
-        """The gap between neighboring values at |x| (the ulp of x); NaN beyond `max`, where there are no neighbors.
+        """The gap between neighboring values at |x| (the ulp of x); NaN beyond `max`.
 
         >>> FP16.spacing(2048), BF16.spacing(256), E4M3.spacing(0)
         (2.0, 2.0, 0.001953125)
@@ -254,7 +260,8 @@ class FloatFormat:
             else ""
         )
         value = f"{abs(self.decode(code)):g}".replace("-", "−")
-        return f"{minus}2^({power}−{self.bias}){fraction} = {minus}{value}{', subnormal' * (kind == 'subnormal')}"
+        note = ", subnormal" * (kind == "subnormal")
+        return f"{minus}2^({power}−{self.bias}){fraction} = {minus}{value}{note}"
 
     # Value → code
 
@@ -266,20 +273,22 @@ class FloatFormat:
         overflow: str = "ieee",
         random: Random | None = None,
     ) -> int:
-        """The code of x: an int, float, Fraction, … taken as the exact number it is, and rounded once.
+        """The code of x: an int, float, Fraction, … taken as the exact number it is, rounded once.
 
-        `mode`: "nearest" (ties to the even significand), "zero" (never away from zero) or "stochastic" (up with the
-        probability of x's place in the gap; draws from `random`).
-        `overflow`: "ieee" goes to inf where the format has one, else to NaN where it has one (ml_dtypes does this for
-        e4m3), else to ±max; rounding toward zero stops at ±max, as in IEEE 754. "saturate" always stops at ±max, and
-        there infinity does too (what torch's CPU cast does for e4m3).
+        mode: "nearest" (ties to the even significand), "zero" (never away from zero) or
+            "stochastic" (up with the probability of x's place in the gap; draws from `random`)
+        overflow: "ieee" goes to inf where the format has one, else to NaN where it has one
+            (ml_dtypes does this for e4m3), else to ±max; rounding toward zero stops at ±max, as in
+            IEEE 754. "saturate" always stops at ±max, and there infinity does too (what torch's CPU
+            cast does for e4m3).
 
         >>> [E4M3.decode(E4M3.encode(x)) for x in (17, 19, 0.3, 464, 465)]
         [16.0, 20.0, 0.3125, 448.0, nan]
         >>> E4M3.decode(E4M3.encode(465, overflow="saturate"))
         448.0
 
-        A format without zero rounds 0 to its smallest value; one without a sign gives NaN for negative numbers.
+        A format without zero rounds 0 to its smallest value; one without a sign gives NaN for
+        negative numbers.
         """
         _check_choice("mode", mode, MODES)
         _check_choice("overflow", overflow, OVERFLOWS)
@@ -294,25 +303,31 @@ class FloatFormat:
             return self._nan_code(negative)
         if math.isinf(x):
             return self._overflow_code(negative, overflow)
-        numerator, denominator = abs(x).as_integer_ratio()
-
-        # Count x in units of the gap between its neighbors. Consecutive values have consecutive codes, so a significand
-        # that rounds up to the next power of two carries into the exponent field by itself.
-        exponent = max(_exponent(numerator, denominator), self.min_exponent)
-        shift = self.mantissa_bits - exponent
-        significand = _round_ratio(
-            numerator << max(shift, 0), denominator << max(-shift, 0), mode, random
-        )
-        if not self.zero:
-            significand = max(significand, 1 << self.mantissa_bits)
-        code = (exponent - self.min_exponent << self.mantissa_bits) + significand
-        if not self.zero:
-            code -= 1 << self.mantissa_bits
+        code = self._magnitude(abs(x), mode, random)
         if code > self._max_code:
             return self._overflow_code(negative, "saturate" if mode == "zero" else overflow)
         if code == 0 and self.nan == "negative_zero":
             return 0
         return self._signed(code, negative)
+
+    def _magnitude(self, x: Real, mode: str, random: Random | None) -> int:
+        """The code of a finite x ≥ 0, which may lie beyond the largest one.
+
+        Counts x in units of the gap between its neighbors. Consecutive values have consecutive
+        codes, so a significand that rounds up to the next power of two carries into the exponent
+        field by itself.
+        """
+        numerator, denominator = x.as_integer_ratio()
+        exponent = max(_exponent(numerator, denominator), self.min_exponent)
+        shift = self.mantissa_bits - exponent
+        significand = _round_ratio(
+            numerator << max(shift, 0), denominator << max(-shift, 0), mode, random
+        )
+        leading = 0
+        if not self.zero:
+            leading = 1 << self.mantissa_bits
+            significand = max(significand, leading)
+        return (exponent - self.min_exponent << self.mantissa_bits) + significand - leading
 
     def round(
         self,
@@ -364,7 +379,7 @@ class FloatFormat:
 
 @dataclass(frozen=True)
 class IntFormat:
-    """Two's-complement integers, the formats without an exponent: one spacing, 1, everywhere (a scale is kept apart).
+    """Two's-complement integers: one spacing, 1, everywhere (a scale is kept apart).
 
     >>> INT8.min, INT8.max, INT8.encode(-1), INT8.round(2.5), INT8.round(1e9)
     (-128, 127, 255, 2, 127)
@@ -387,7 +402,7 @@ class IntFormat:
         return (1 << self.bits - 1) - 1
 
     def encode(self, x: Real) -> int:
-        """The code of x, rounded to the nearest integer (ties to even) and saturated at both ends."""
+        """The code of x, rounded to the nearest integer (ties to even), saturated at both ends."""
         if math.isnan(x):
             raise ValueError(f"{self.name} has no NaN: replace NaN before encoding")
         value = min(max(x, self.min), self.max)
@@ -409,7 +424,7 @@ class IntFormat:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Small floats in blocks that share one scale, as in OCP MX: `block_size` elements and a power of two.
+    """Small floats in blocks that share one scale, a power of two, as in OCP MX.
 
     >>> MXFP4.bits_per_value
     4.25
@@ -417,7 +432,8 @@ class BlockFormat:
     >>> MXFP4.decode(scale, codes)
     [96.0, -8.0, 0.0, 0.0]
 
-    Source: OCP MX v1.0, section 6.3: the scale is 2^(⌊log₂ max|v|⌋ − max_exponent), elements saturate.
+    Source: OCP MX v1.0, section 6.3: the scale is 2^(⌊log₂ max|v|⌋ − max_exponent), elements
+    saturate.
     """
 
     name: str
@@ -441,11 +457,9 @@ class BlockFormat:
         if not all(math.isfinite(v) for v in values):
             return E8M0.encode(math.nan), [0] * len(values)
         largest = max(abs(v) for v in values)
-        exponent = (
-            _exponent(*largest.as_integer_ratio()) - self.element.max_exponent
-            if largest
-            else E8M0.min_exponent
-        )
+        exponent = E8M0.min_exponent
+        if largest:
+            exponent = _exponent(*largest.as_integer_ratio()) - self.element.max_exponent
         scale = E8M0.encode(Fraction(2) ** exponent, overflow="saturate")
         unit = Fraction(E8M0.decode(scale))
         return scale, [self.element.encode(Fraction(v) / unit, overflow="saturate") for v in values]
@@ -510,13 +524,14 @@ FORMATS = {
 }
 ALIASES = {
     "float64": "fp64", "float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16",
-    "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz", "float8_e5m2fnuz": "e5m2fnuz",
-    "float6_e3m2fn": "e3m2", "float6_e2m3fn": "e2m3", "float4_e2m1fn": "e2m1", "float8_e8m0fnu": "e8m0",
+    "float8_e4m3fn": "e4m3", "float8_e4m3fnuz": "e4m3fnuz",
+    "float8_e5m2": "e5m2", "float8_e5m2fnuz": "e5m2fnuz", "float8_e8m0fnu": "e8m0",
+    "float6_e3m2fn": "e3m2", "float6_e2m3fn": "e2m3", "float4_e2m1fn": "e2m1",
 }  # fmt: skip
 
 
 def named(name: str | FloatFormat) -> FloatFormat:
-    """The format of that name, ours ("e4m3") or torch's and ml_dtypes' ("float8_e4m3fn"); a FloatFormat is passed on.
+    """The format of that name: ours ("e4m3"), or torch's and ml_dtypes' ("float8_e4m3fn").
 
     >>> named("bfloat16").name
     'bf16'
@@ -530,6 +545,7 @@ def named(name: str | FloatFormat) -> FloatFormat:
     key = ALIASES.get(name.lower(), name.lower())
     if key not in FORMATS:
         raise ValueError(
-            f"unknown format {name!r}: choose one of {', '.join(FORMATS)}, or describe your own with FloatFormat(name, exponent_bits, mantissa_bits)"
+            f"unknown format {name!r}: choose one of {', '.join(FORMATS)}, or describe your own "
+            "with FloatFormat(name, exponent_bits, mantissa_bits)"
         )
     return FORMATS[key]

@@ -2,11 +2,12 @@
 
     python tools/notebooks.py                     every lab, as `make notebooks` does
     python tools/notebooks.py 07_collectives      one lab
-    python tools/notebooks.py --check             nothing is run or written: exit status 1 if a pair differs
+    python tools/notebooks.py --check             runs nothing: exit status 1 if a pair differs
 
-The text twin (notebooks/text/NN_topic.py) is the source of truth: the notebook's cells come from it, its outputs from
-a fresh kernel of this very Python. Normalizing drops what differs between two runs or two machines, so that a rebuilt
-notebook shows only real changes. A lab that took more memory than a lab may is not written.
+The text twin (notebooks/text/NN_topic.py) is the source of truth: the notebook's cells come from
+it, its outputs from a fresh kernel of this very Python. Normalizing drops what differs between two
+runs or two machines, so that a rebuilt notebook shows only real changes. A lab that took more
+memory than a lab may is not written.
 """
 
 import argparse
@@ -33,7 +34,8 @@ LAB_SECONDS, LAB_BYTES = (
     2_000_000_000,
 )  # on two cores that nothing else uses; the kernel and its ranks together
 KEPT_METADATA = ("tags", "mystnb")
-LIVE_WIDGET = "application/vnd.jupyter.widget-view+json"  # refers to a kernel's model; the HTML beside it needs none
+# Refers to a kernel's model; the HTML beside it needs none.
+LIVE_WIDGET = "application/vnd.jupyter.widget-view+json"
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python", "pygments_lexer": "ipython3"},
@@ -84,7 +86,7 @@ def differences(notebook_path, text_path):
 
 
 def build(text_path):
-    """The notebook of a text twin, without outputs. Ids follow the content: inserting a cell renames no other."""
+    """The notebook of a text twin, without outputs; inserting a cell renames no other."""
     notebook = jupytext.read(text_path, fmt="py:percent")
     seen = {}
     for cell in notebook.cells:
@@ -95,7 +97,7 @@ def build(text_path):
 
 
 def execute(notebook, directory):
-    """Run all cells in a fresh kernel of this interpreter, whatever kernels are installed; an error stops it."""
+    """Run all cells in a fresh kernel of this interpreter; an error stops it."""
     os.environ["JUPYTER_PREFER_ENV_PATH"] = (
         "1"  # a "python3" kernel that the user installed elsewhere doesn't count
     )
@@ -110,7 +112,7 @@ def execute(notebook, directory):
 
 
 def held():
-    """Bytes that the processes started from here hold now: a kernel, and the ranks that it has started. What they share counts once."""
+    """Bytes that a kernel and the ranks it has started hold now; what they share counts once."""
     total = 0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended in between
@@ -120,7 +122,7 @@ def held():
 
 
 def watched(run):
-    """What `run()` returns, and the most that was `held` meanwhile, looked at ten times a second."""
+    """What `run()` returns, and the most `held` meanwhile, looked at ten times a second."""
     peak, over = 0, threading.Event()
 
     def look():
@@ -153,7 +155,7 @@ def normalize(notebook):
 
 
 def merged(outputs):
-    """The outputs with neighboring pieces of one stream joined: where the pieces break is chance."""
+    """The outputs with pieces of one stream joined: where they break is chance."""
     whole = []
     for output in outputs:
         if output.output_type == "stream" and whole and whole[-1].get("name") == output.name:
@@ -172,9 +174,10 @@ def cover(notebook):
 
 
 def complaints(notebook, peak=0):
-    """Sentences about outputs that no stored notebook may have, and about `peak` bytes where a lab may not need so many."""
+    """Sentences about outputs that no stored notebook may have, and about too many bytes."""
     if peak > LAB_BYTES:
-        yield f"needs {peak / 1e9:.2f} GB, and a lab may need {LAB_BYTES / 1e9:g}: smaller tensors, or fewer at a time"
+        allowed = f"a lab may need {LAB_BYTES / 1e9:g}"
+        yield f"needs {peak / 1e9:.2f} GB, and {allowed}: smaller tensors, or fewer at a time"
     for index, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", []):
             if output.get("name") == "stderr":
@@ -204,7 +207,8 @@ def main(arguments=None):
                 nbformat.write(notebook, notebook_path)
                 if notebook_path.stem == FIRST:
                     COVER.write_bytes(cover(notebook))
-            took = f"{time.perf_counter() - started:.1f} of {LAB_SECONDS} s, {peak / 1e9:.2f} of {LAB_BYTES / 1e9:g} GB"
+            took = f"{time.perf_counter() - started:.1f} of {LAB_SECONDS} s"
+            took += f", {peak / 1e9:.2f} of {LAB_BYTES / 1e9:g} GB"
             print(f"{notebook_path.name}: {len(notebook.cells)} cells, {took}")
         failed |= bool(problems)
         for problem in problems:

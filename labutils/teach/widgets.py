@@ -1,8 +1,9 @@
 """`explore(view, **controls)`: a control panel around a pure function of its settings.
 
-With a kernel every change calls the view. Without one (the book, a notebook that was only opened) the same output holds a grid of
-precomputed states and a few lines of JavaScript, so the panel still answers. A view returns a `Picture`, HTML text, or anything with
-`_repr_html_`; it must depend on its arguments alone, because the page keeps what it returned.
+With a kernel every change calls the view. Without one (the book, a notebook that was only opened)
+the same output holds a grid of precomputed states and a few lines of JavaScript, so the panel still
+answers. A view returns a `Picture`, HTML text, or anything with `_repr_html_`; it must depend on
+its arguments alone, because the page keeps what it returned.
 """
 
 import base64
@@ -28,18 +29,17 @@ from labutils.teach import plots
 _SCRIPT, _STYLE = (
     Path(__file__).with_suffix(suffix).read_text("utf-8") for suffix in (".js", ".css")
 )
-_FIELDS = {
-    "sign": "#F0B7A0",
-    "exponent": "#FFD9A0",
-    "mantissa": "#B5D0F2",
-    "bits": "#B5D0F2",
-}  # light enough for dark digits
+# Light enough for dark digits.
+_FIELDS = {"sign": "#F0B7A0", "exponent": "#FFD9A0", "mantissa": "#B5D0F2", "bits": "#B5D0F2"}
 _MOST = 10_000
 
 
 @dataclass(frozen=True)
 class Control:
-    """One setting: its values in order, a label for each, and where it starts. Made by `slider`, `log`, `bits`, or a shorthand of `explore`."""
+    """One setting: its values in order, a label for each, and where it starts.
+
+    Made by `slider`, `log`, `bits`, or a shorthand of `explore`.
+    """
 
     kind: str
     values: Sequence[Any]
@@ -50,23 +50,13 @@ class Control:
     def __post_init__(self) -> None:
         if not len(self.values):
             raise ValueError(f"a {self.kind} needs at least one value to offer")
-        if len(self.values) != len(self.labels):
-            raise ValueError(
-                f"{len(self.values)} values need as many labels, got {len(self.labels)}"
-            )
 
     def starting_at(self, value: Any) -> "Control":
         """The same control with another start."""
         for place, known in enumerate(self.values):
-            same_kind = isinstance(known, bool) == isinstance(value, bool)
-            if same_kind and (
-                known == value
-                or (
-                    isinstance(known, float)
-                    and isinstance(value, (int, float))
-                    and math.isclose(known, value)
-                )
-            ):
+            numbers = isinstance(known, float) and isinstance(value, (int, float))
+            equal = math.isclose(known, value) if numbers else known == value
+            if equal and isinstance(known, bool) == isinstance(value, bool):
                 return replace(self, start=place)
         raise ValueError(
             f"cannot start at {value!r}: this {self.kind} offers {_shortened(self.labels)}"
@@ -81,7 +71,9 @@ def slider(
     unit: str = "",
     start: float | None = None,
 ) -> Control:
-    """A slider from `low` to `high`, ends included; whole numbers move by 1 and others by a 50th unless `step` says otherwise.
+    """A slider from `low` to `high`, ends included.
+
+    Whole numbers move by 1 and others by a 50th unless `step` says otherwise.
 
     >>> slider(0, 1, 0.25).values, slider(1, 4, unit="s").labels
     ([0, 0.25, 0.5, 0.75, 1], ['1 s', '2 s', '3 s', '4 s'])
@@ -90,7 +82,8 @@ def slider(
     for bound in bounds:
         if isinstance(bound, bool) or not isinstance(bound, (int, float)):
             raise TypeError(
-                f"a slider goes from number to number, got {bound!r}: write (low, high) or (low, high, step); a choice is a list"
+                f"a slider goes from number to number, got {bound!r}: write (low, high) or "
+                "(low, high, step); a choice is a list"
             )
         if not math.isfinite(bound):
             raise ValueError(f"a slider needs finite ends and step, got {bound}")
@@ -98,19 +91,15 @@ def slider(
         raise ValueError(f"a slider needs low < high, got low={low}, high={high}")
     # Decimal fractions, so that steps of 0.1 land on 0.3 and not on 0.30000000000000004.
     first, last = Fraction(str(low)), Fraction(str(high))
-    pace = (
-        Fraction(str(step))
-        if step is not None
-        else 1
-        if isinstance(low, int) and isinstance(high, int)
-        else (last - first) / 50
-    )
+    pace = 1 if isinstance(low, int) and isinstance(high, int) else (last - first) / 50
+    pace = pace if step is None else Fraction(str(step))
     if pace <= 0:
         raise ValueError(f"a slider's step must be above 0, got {step}")
     count = math.floor((last - first) / pace) + 1
     if count > _MOST:
         raise ValueError(
-            f"a slider of {count:,} steps is finer than anyone can drag: choose a step that gives at most {_MOST:,}"
+            f"a slider of {count:,} steps is finer than anyone can drag: "
+            f"choose a step that gives at most {_MOST:,}"
         )
     points = [first + pace * k for k in range(count)]
     values = [int(point) if point.denominator == 1 else float(point) for point in points]
@@ -127,20 +116,16 @@ def log(
     >>> log(1024, 8192, unit="B").labels
     ['1.02 kB', '2.05 kB', '4.10 kB', '8.19 kB']
     """
-    low_, high_, base_ = (
-        units.positive(low, "low"),
-        units.positive(high, "high"),
-        units.positive(base, "base"),
-    )
-    if not low_ < high_:
+    if not units.positive(low, "low") < units.positive(high, "high"):
         raise ValueError(f"a slider needs low < high, got low={low}, high={high}")
-    if base_ <= 1:
+    if units.positive(base, "base") <= 1:
         raise ValueError(
             f"each step of a log slider multiplies by its base, which must be above 1, got {base}"
         )
-    if math.log(high_ / low_, base_) > _MOST:
+    if math.log(high / low, base) > _MOST:
         raise ValueError(
-            f"base {base} makes more than {_MOST:,} steps between {low} and {high}: choose a larger one"
+            f"base {base} makes more than {_MOST:,} steps between {low} and {high}: "
+            "choose a larger one"
         )
     values, value = [], low
     while value <= high * (1 + 1e-12):
@@ -168,7 +153,8 @@ def bits(layout: int | Mapping[str, int] | Any, *, start: int = 0) -> Control:
         fields = {"sign": layout.bits - sum(fields.values()), **fields}
     else:
         raise TypeError(
-            f"bits() takes a number of bits, the widths of fields by name, or a FloatFormat, got {layout!r}"
+            "bits() takes a number of bits, the widths of fields by name, or a FloatFormat, "
+            f"got {layout!r}"
         )
     fields = tuple((name, width) for name, width in fields.items() if width)
     count = sum(width for _, width in fields)
@@ -182,10 +168,15 @@ def bits(layout: int | Mapping[str, int] | Any, *, start: int = 0) -> Control:
 def explore(view: Callable[..., Any], /, *, states: int = 64, **controls: Any) -> "Panel":
     """A control panel around `view`, which is called with one keyword argument for each control.
 
-    A control is `(low, high)` or `(low, high, step)` or a range: a slider; a list or a dict of label → value: a choice; True or False: a checkbox; or what
-    `slider`, `log` and `bits` return. It starts at the default of the view's own parameter where there is one.
+    A control starts at the default of the view's own parameter where there is one. It is
 
-    Cost: up to `states` calls of the view, once, for the page that has no kernel; sliders are thinned to keep within them, choices are not.
+    - a slider: `(low, high)`, `(low, high, step)`, a range;
+    - a choice: a list, or a dict of label → value;
+    - a checkbox: True or False;
+    - or what `slider`, `log` and `bits` return.
+
+    Cost: up to `states` calls of the view, once, for the page that has no kernel; sliders are
+    thinned to keep within them, choices are not.
 
     >>> explore(lambda n, twice: f"<b>{n * (1 + twice)}</b>", n=(1, 4), twice=False)
     Control panel: n = 2 (1 … 4) · twice = no (no, yes)
@@ -200,7 +191,8 @@ def explore(view: Callable[..., Any], /, *, states: int = 64, **controls: Any) -
         inspect.signature(view).bind(**controls)
     except TypeError as error:
         raise TypeError(
-            f"the view cannot be called with the controls {', '.join(controls)}: {error}; give each a parameter of its name"
+            f"the view cannot be called with the controls {', '.join(controls)}: {error}; "
+            "give each a parameter of its name"
         ) from None
     made = {}
     for name, given in controls.items():
@@ -216,7 +208,7 @@ def explore(view: Callable[..., Any], /, *, states: int = 64, **controls: Any) -
 
 
 class Panel:
-    """What `explore` returns: shows itself live where there is a kernel, and from precomputed states where there is none."""
+    """What `explore` returns: live where there is a kernel, from precomputed states where not."""
 
     def __init__(
         self, view: Callable[..., Any], controls: Mapping[str, Control], states: int
@@ -239,7 +231,7 @@ class Panel:
         return {"text/plain": repr(self), "text/html": self.html, **live}
 
     def _shown(self, places: tuple[int, ...]) -> str:
-        """The view's HTML at one place of each control; whatever goes wrong in a view is said in the panel and stays there."""
+        """The view's HTML at one place of each control; what goes wrong in it is said there."""
         if places not in self._seen:
             settings = {
                 name: c.values[place]
@@ -255,7 +247,8 @@ class Panel:
                 try:
                     body = _html(self._view(**settings))
                 except Exception as error:
-                    body = f'<pre class="lu-error">{html.escape(f"{type(error).__name__}: {error}")}</pre>'
+                    said = html.escape(f"{type(error).__name__}: {error}")
+                    body = f'<pre class="lu-error">{said}</pre>'
             said = printed.getvalue() + "".join(
                 f"{warning.category.__name__}: {warning.message}\n" for warning in warned
             )
@@ -275,7 +268,9 @@ class Panel:
         result = ipywidgets.HTML(layout={"width": "100%"})
 
         def update(_change: Any = None) -> None:
-            result.value = f'<div role="group" aria-label="Result" aria-live="polite">{self._shown(tuple(read() for _, _, read in inputs))}</div>'
+            shown = self._shown(tuple(read() for _, _, read in inputs))
+            live = 'role="group" aria-label="Result" aria-live="polite"'
+            result.value = f"<div {live}>{shown}</div>"
 
         for _, moved, _ in inputs:
             for widget in moved:
@@ -285,7 +280,7 @@ class Panel:
 
     @cached_property
     def html(self) -> str:
-        """The panel for a page without a kernel: the start state as it is, the others compressed, and the script that shows them."""
+        """The panel for a page without a kernel: start state, compressed others, a script."""
         views: dict[str, int] = {}
         index = [
             views.setdefault(self._shown(places), len(views))
@@ -295,15 +290,14 @@ class Panel:
             zlib.compress(json.dumps(list(views), ensure_ascii=False).encode(), 9)
         ).decode()
         total = math.prod(len(control.values) for control in self._controls.values())
+        note = f"Stored here: {len(index):,} of {total:,} settings. Run the cell for all of them."
         data = {
             "controls": [
                 _described(name, c, kept)
                 for (name, c), kept in zip(self._controls.items(), self._grid, strict=True)
             ],
             "index": index,
-            "note": f"Stored here: {len(index):,} of {total:,} settings. Run the cell for all of them."
-            if len(index) < total
-            else "",
+            "note": note * (len(index) < total),
             "views": packed,
         }
         stored = json.dumps(data, ensure_ascii=False).replace("</", "<\\/")
@@ -312,9 +306,12 @@ class Panel:
             for name, control in self._controls.items()
         )
         return (
-            '<div class="lu-explore">\n<div class="lu-inputs" role="group" aria-label="Controls" data-lm-suppress-shortcuts="true"></div>\n'
-            f'<div class="lu-view" role="group" aria-label="Result" aria-live="polite">{self._shown(self._start)}</div>\n'
-            f'<p class="lu-note">Shown: {html.escape(settings)}. Run the cell to move the controls.</p>\n'
+            '<div class="lu-explore">\n<div class="lu-inputs" role="group" '
+            'aria-label="Controls" data-lm-suppress-shortcuts="true"></div>\n'
+            '<div class="lu-view" role="group" aria-label="Result" aria-live="polite">'
+            f"{self._shown(self._start)}</div>\n"
+            f'<p class="lu-note">Shown: {html.escape(settings)}. '
+            "Run the cell to move the controls.</p>\n"
             f"<style>{_STYLE}</style>\n"
             f'<script type="application/json">{stored}</script>\n'
             f"<script>{_SCRIPT}</script>\n</div>"
@@ -322,7 +319,7 @@ class Panel:
 
 
 class _Patterns(Sequence):
-    """The labels of all patterns of `count` bits, written only when asked for: there are 2**count of them."""
+    """The labels of all 2**count patterns of `count` bits, written only when asked for."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -337,14 +334,10 @@ class _Patterns(Sequence):
 
 
 def _sliding(values: list, unit: str, start: Any) -> Control:
-    labels = [
-        units.text(value, unit)
-        if unit
-        else f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:g}"
-        for value in values
-    ]
+    if unit:
+        labels = [units.text(value, unit) for value in values]
+    else:
+        labels = [f"{value:,}" if isinstance(value, int) else f"{value:g}" for value in values]
     control = Control("slider", values, labels, (len(values) - 1) // 2)
     return control if start is None else control.starting_at(start)
 
@@ -360,7 +353,8 @@ def _control(given: Any) -> Control:
         case tuple():
             if len(given) not in (2, 3):
                 raise ValueError(
-                    f"a tuple is a slider, (low, high) or (low, high, step), got {given!r}; a choice is a list"
+                    f"a tuple is a slider, (low, high) or (low, high, step), got {given!r}; "
+                    "a choice is a list"
                 )
             return slider(*given)
         case dict():
@@ -368,13 +362,13 @@ def _control(given: Any) -> Control:
         case list():
             return Control("choice", given, [str(value) for value in given])
     raise TypeError(
-        f"cannot make a control of {given!r}: use (low, high[, step]) for a slider, a list or dict for a choice, True or False for a checkbox, or "
-        "widgets.slider, widgets.log, widgets.bits"
+        f"cannot make a control of {given!r}: use (low, high[, step]) for a slider, a list or dict "
+        "for a choice, True or False for a checkbox, or widgets.slider, widgets.log, widgets.bits"
     )
 
 
 def _thinned(controls: list[Control], states: int) -> list[list[int]]:
-    """For each control the places that a page without a kernel keeps: together at most `states` combinations, start included."""
+    """The places of each control that a page without a kernel keeps: at most `states` in all."""
     counts = [len(control.values) for control in controls]
     while math.prod(counts) > states:
         sliders = [i for i, c in enumerate(controls) if c.kind == "slider" and counts[i] > 2]
@@ -387,7 +381,8 @@ def _thinned(controls: list[Control], states: int) -> list[list[int]]:
             counts[widest] -= 1
         else:
             raise ValueError(
-                f"the choices alone make {math.prod(counts)} combinations, more than states={states}: offer fewer or raise states="
+                f"the choices alone make {math.prod(counts)} combinations, more than "
+                f"states={states}: offer fewer or raise states="
             )
     return [_kept(control, count) for control, count in zip(controls, counts, strict=True)]
 
@@ -431,7 +426,7 @@ def _described(name: str, control: Control, kept: list[int]) -> dict[str, Any]:
 def _input(
     name: str, control: Control, ipywidgets: Any
 ) -> tuple[Any, list[Any], Callable[[], int]]:
-    """A control as an ipywidget: the box to show, the widgets that move, and a function that reads the place."""
+    """A control as ipywidgets: the box to show, what moves, a function that reads the place."""
     common = {"description": _titled(name), "style": {"description_width": "initial"}}
     options = (
         [(label, place) for place, label in enumerate(control.labels)]
@@ -491,14 +486,16 @@ def _html(made: Any) -> str:
             return made.html(vector=True)
         case plots.Animation():
             raise TypeError(
-                "an Animation has controls of its own: show it outside the panel, or return one Picture for each setting"
+                "an Animation has controls of its own: show it outside the panel, or return one "
+                "Picture for each setting"
             )
         case str():
             return made
     if callable(getattr(made, "_repr_html_", None)) and (shown := made._repr_html_()) is not None:
         return shown
     raise TypeError(
-        f"a view returns a Picture, HTML text or an object with _repr_html_, this one returned {type(made).__name__}"
+        "a view returns a Picture, HTML text or an object with _repr_html_, this one returned "
+        f"{type(made).__name__}"
     )
 
 
