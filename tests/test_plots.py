@@ -100,9 +100,9 @@ GALLERY = {
     "cost curves": lambda: plots.cost_curves(
         SIZES, measured={"ring": (SIZES[::4], COSTS["ring"][::4])}, **COSTS
     ),
-    "bits": lambda: plots.bits(floats.E4M3, 0b1_0111_100),
-    "bits of fp32": lambda: plots.bits(floats.FP32, floats.FP32.encode(0.1)),
-    "bits of e2m1": lambda: plots.bits(floats.E2M1, 7),
+    "bits": lambda: plots.bit_pattern(floats.E4M3, 0b1_0111_100),
+    "bits of fp32": lambda: plots.bit_pattern(floats.FP32, floats.FP32.encode(0.1)),
+    "bits of e2m1": lambda: plots.bit_pattern(floats.E2M1, 7),
     "number line": lambda: plots.number_line(
         [floats.E4M3, floats.E5M2, floats.E2M1], low=-6, high=6, mark=2.7
     ),
@@ -211,18 +211,18 @@ def test_a_figure_says_in_words_what_it_shows_and_is_the_same_every_time(picture
 
 
 def test_a_picture_is_an_image_on_a_white_card():
-    picture = plots.bits(floats.E4M3, 56)
+    picture = plots.bit_pattern(floats.E4M3, 56)
     card = r'<figure style="[^"]*background:#fff[^"]*"><img alt="[^"]+" width="\d+" style="[^"]*" src="data:image/%s"></figure>'
     assert re.fullmatch(card % "png;base64,[A-Za-z0-9+/=]+", picture.html())
     assert re.fullmatch(card % r"svg\+xml,[^\"<>#\n]+", picture.html(vector=True))
     assert Image.open(io.BytesIO(picture.png)).width == pytest.approx(
         picture.figure.get_size_inches()[0] * 192, abs=1
     )
-    assert picture.png == plots.bits(floats.E4M3, 56).png
+    assert picture.png == plots.bit_pattern(floats.E4M3, 56).png
 
 
 def test_a_picture_is_saved_as_what_its_name_says(tmp_path):
-    picture = plots.bits(floats.E2M1, 7)
+    picture = plots.bit_pattern(floats.E2M1, 7)
     picture.save(tmp_path / "a.png")
     picture.save(str(tmp_path / "a.svg"))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (
@@ -242,7 +242,7 @@ def test_alt_text_is_mandatory_and_escaped():
 
 
 def test_drawing_needs_neither_pyplot_nor_torch():
-    code = "import sys; from labutils import floats; from labutils.teach import plots; plots.bits(floats.E2M1, 7).png; print('matplotlib.pyplot' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys; from labutils import floats; from labutils.teach import plots; plots.bit_pattern(floats.E2M1, 7).png; print('matplotlib.pyplot' in sys.modules, 'torch' in sys.modules)"
     assert subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split() == ["False", "False"]

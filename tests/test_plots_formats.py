@@ -17,11 +17,11 @@ def title_of(picture):
 
 
 def test_bits_say_what_they_mean():
-    assert "0 1111 110" in title_of(plots.bits(E4M3, 0b0_1111_110)) and "448" in title_of(
-        plots.bits(E4M3, 0b0_1111_110)
+    assert "0 1111 110" in title_of(plots.bit_pattern(E4M3, 0b0_1111_110)) and "448" in title_of(
+        plots.bit_pattern(E4M3, 0b0_1111_110)
     )
-    assert "NaN" in plots.bits(E4M3, 0b0_1111_111).alt
-    assert "subnormal" in plots.bits(E4M3, 1).alt
+    assert "NaN" in plots.bit_pattern(E4M3, 0b0_1111_111).alt
+    assert "subnormal" in plots.bit_pattern(E4M3, 1).alt
 
 
 def test_a_number_line_counts_values_and_says_where_a_number_lands():

@@ -66,7 +66,7 @@ predict("e4m3/largest-value", in_e4m3=240)  # your guess: change it
 
 # %%
 code = 0b0_1000_100
-plots.bits(E4M3, code)
+plots.bit_pattern(E4M3, code)
 
 # %%
 E4M3.bias, E4M3.fields(code), E4M3.decode(code)

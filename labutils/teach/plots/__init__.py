@@ -14,7 +14,7 @@ from labutils.teach.plots.bars import (
     traffic_bars,
 )
 from labutils.teach.plots.formats import (
-    bits,
+    bit_pattern,
     dynamic_range,
     exponent_histogram,
     number_line,
@@ -34,7 +34,7 @@ from labutils.teach.plots.timelines import memory_timeline, messages, overlap, p
 __all__ = [
     "Animation",
     "Picture",
-    "bits",
+    "bit_pattern",
     "bucket_animation",
     "comm_bars",
     "cost_curves",

@@ -113,7 +113,7 @@ def _circle(holds: Sequence[Sequence[set]], arrivals: Mapping[int, int], layered
         )
         halo = {"stroke": "#fff", "stroke_width": 5, "paint_order": "stroke"}
         parts.append(
-            svg.text(
+            svg.words(
                 x, y + tall / 2 + 16, f"rank {rank}",
                 font_weight="bold", fill=style.SERIES[rank], **halo,
             )
@@ -135,11 +135,11 @@ def _strip(
     way: tuple[float, float],
 ) -> Iterator[str]:
     """The pieces of one rank, side by side; the one that has `arrived` comes along `way`."""
-    yield svg.box(x, y, len(mine) * cell, tall, "#fff", stroke="")
+    yield svg.rect(x, y, len(mine) * cell, tall, "#fff", stroke="")
     for piece, owners in enumerate(mine):
         left, layer = x + piece * cell, tall / len(mine) if layered else tall
         layers = "".join(
-            svg.box(left, y + tall - (k + 1) * layer, cell, float(layer), style.SERIES[owner], "")
+            svg.rect(left, y + tall - (k + 1) * layer, cell, float(layer), style.SERIES[owner], "")
             for k, owner in enumerate(sorted(owners))
         )
         if piece == arrived:
@@ -207,7 +207,10 @@ def _buckets(
     width = x + 12
     ready = {name for _, name, _ in arriving[:count]}
     latest = arriving[count - 1] if count else (None, None, 0)
-    parts = [svg.text(12, 20, "← backward pass", "start"), svg.text(width - 12, 20, "loss", "end")]
+    parts = [
+        svg.words(12, 20, "← backward pass", "start"),
+        svg.words(width - 12, 20, "loss", "end"),
+    ]
     for _, name, size in reversed(arriving):
         parts += _parameter(places[name], name, size, name in ready, name == latest[1])
     for k, (left, right) in spans.items():
@@ -215,7 +218,7 @@ def _buckets(
         full = max(bucket_bytes, totals[k])
         parts += _bucket(k, left, right, held / full, held == totals[k], k == latest[0])
     parts.append(svg.line(12, _FLOOR + 52, width - 12, _FLOOR + 52, 2))
-    parts.append(svg.text(width - 12, _FLOOR + 67, "the network", "end", font_size=12))
+    parts.append(svg.words(width - 12, _FLOOR + 67, "the network", "end", font_size=12))
     return svg.frame(parts, width, 262, f"ready: {' '.join(sorted(ready)) or 'none'}")
 
 
@@ -223,9 +226,9 @@ def _parameter(x: float, name: str, size: int, ready: bool, latest: bool) -> Ite
     fill, edge = style.PASSES["backward"] if ready else style.PAPER, 3.2 if latest else 0.9
     fits = style.width_of(name, 12) * 96 * 0.75 < _PITCH - 8
     short, middle = name if fits else name.rsplit(".", 1)[0], x + _PITCH / 2
-    yield svg.box(x + 2, _TOP - 30, _PITCH - 4, 40, fill, stroke_width=edge)
-    yield svg.text(middle, _TOP - 13, short, font_size=12)
-    yield svg.text(middle, _TOP + 3, units.text(size), font_size=11)
+    yield svg.rect(x + 2, _TOP - 30, _PITCH - 4, 40, fill, stroke_width=edge)
+    yield svg.words(middle, _TOP - 13, short, font_size=12)
+    yield svg.words(middle, _TOP + 3, units.text(size), font_size=11)
 
 
 def _bucket(
@@ -235,12 +238,12 @@ def _bucket(
     middle, wide = (left + right) / 2, right - left - 4
     if gone:
         said = "all-reduce" if right - left > 90 else "reduce"
-        bar = svg.box(left + 2, _FLOOR + 12, wide, 30, style.AXES["dp"][0])
-        bar += svg.text(middle, _FLOOR + 32, said, fill="#fff")
+        bar = svg.rect(left + 2, _FLOOR + 12, wide, 30, style.AXES["dp"][0])
+        bar += svg.words(middle, _FLOOR + 32, said, fill="#fff")
         yield svg.glide(bar, 0, -44) if latest else bar
     elif share:
         level, fill = float(_DEEP * share), style.COMPONENTS["gradients"]
-        water = svg.box(left + 2, _FLOOR - level, wide, level, fill, stroke="")
+        water = svg.rect(left + 2, _FLOOR - level, wide, level, fill, stroke="")
         yield svg.glide(water, 0, -70) if latest else water
     rim, ink, width = (
         _FLOOR - _DEEP - 6,
@@ -250,7 +253,7 @@ def _bucket(
     walls = f"M{left + 2} {rim}V{_FLOOR}H{right - 2}V{rim}"
     yield svg.path(walls, fill="none", stroke=ink, stroke_width=width)
     word = f"bucket {k}" if right - left > _PITCH else str(k)
-    yield svg.text(middle, rim - 4, word, font_weight="bold")
+    yield svg.words(middle, rim - 4, word, font_weight="bold")
 
 
 # A plan for a chain of stages.
@@ -339,8 +342,8 @@ def _node(
     edge = {"stroke": style.INK, "stroke_width": 3.2 if active else 0.9}
     yield svg.element("circle", cx=x, cy=y, r=_NODE / 2, fill=fill, **edge)
     if inner:
-        yield svg.box(x - 11, y - 11, 22, 22, "none", stroke_width=1.4)
-    yield svg.text(x, y + 4.5, name, fill=style.on(fill))
+        yield svg.rect(x - 11, y - 11, 22, 22, "none", stroke_width=1.4)
+    yield svg.words(x, y + 4.5, name, fill=style.on(fill))
 
 
 # Tiles of attention scores.
@@ -420,9 +423,9 @@ def _grid(
         for j in range(across):
             fill = inputs if j == column else "#fff"
             parts.append(_cell(left + j * _CELL, y, fill, height=_STRIP))
-        parts.append(svg.text(left - 12, y + 16, name))
-    parts.append(svg.text(left - _GAP - _STRIP - 14, middle, "Q"))
-    parts.append(svg.text(right + _STRIP + 14, middle, "O"))
+        parts.append(svg.words(left - 12, y + 16, name))
+    parts.append(svg.words(left - _GAP - _STRIP - 14, middle, "Q"))
+    parts.append(svg.words(right + _STRIP + 14, middle, "O"))
     said = (
         f"tile {now + 1} of {len(walk)}, block row {row + 1} of {down}, "
         f"block column {column + 1} of {across}"
@@ -431,4 +434,4 @@ def _grid(
 
 
 def _cell(x: float, y: float, fill: str, width: float = _CELL, height: float = _CELL) -> str:
-    return svg.box(x, y, width, height, fill, stroke_width=0.7)
+    return svg.rect(x, y, width, height, fill, stroke_width=0.7)

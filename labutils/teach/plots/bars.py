@@ -23,7 +23,7 @@ def memory_bars(
 
     `capacity` is a dashed line: what one device has.
     """
-    ledgers = style.named(ledgers)
+    ledgers = style.spaced(ledgers)
     for name, ledger in ledgers.items():
         if not ledger.total or any(line.amount < 0 for line in ledger):
             raise ValueError(f"{name}: bars show bytes above 0, this ledger holds {ledger.total}")
@@ -138,7 +138,7 @@ def traffic_bars(
 
     `guess` (bytes) is a hollow diamond below.
     """
-    moved = {name: held.by("component") for name, held in style.named(ledgers).items()}
+    moved = {name: held.by("component") for name, held in style.spaced(ledgers).items()}
     totals = {name: sum(sides.values()) for name, sides in moved.items()}
     guessed = isinstance(guess, int | float) and math.isfinite(guess)
     rows = [*moved, "your guess"] if guessed else list(moved)
@@ -186,7 +186,7 @@ def comm_bars(
     """
     if guess is not None and (isinstance(guess, str) or not math.isfinite(guess)):
         raise ValueError(f"guess must be a number of bytes, got {guess!r}")
-    sent = {name: ledger.by("rank") for name, ledger in style.named(ledgers).items()}
+    sent = {name: ledger.by("rank") for name, ledger in style.spaced(ledgers).items()}
     size = 1 + max(itertools.chain(*sent.values()), default=0)
     largest = max([1, *itertools.chain(*(amounts.values() for amounts in sent.values()))])
     far = guess is not None and guess > 3 * largest  # it must not flatten the bars
@@ -330,7 +330,7 @@ def memory_map(
     capacity: a dashed line, what the device has
     moments: the segments at each of them, such as `allocator.layout`
     """
-    moments = style.named(moments)
+    moments = style.spaced(moments)
     largest = max(sum(map(_nbytes, segments)) for segments in moments.values())
     if not largest:
         raise ValueError("nothing is reserved at any moment: draw the map after the first request")

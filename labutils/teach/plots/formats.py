@@ -14,7 +14,7 @@ from labutils.teach.plots.picture import Picture
 
 
 @style.drawn
-def bits(fmt: FloatFormat, code: int, *, title: str | None = None) -> Picture:
+def bit_pattern(fmt: FloatFormat, code: int, *, title: str | None = None) -> Picture:
     """The bits of one code, field by field, and what each field says about the value."""
     digits = fmt.bit_string(code)
     _, axes = style.canvas(

@@ -43,8 +43,8 @@ def curves(
     guess: a point (x, y)
     log: the logarithmic axes, "x", "y" or "xy"; unit: of y, written as by `units.text`
     """
-    runs = {name: _series(name, values, x) for name, values in style.named(lines).items()}
-    dots = {name: _series(name, values, x) for name, values in style.named(measured or {}).items()}
+    runs = {name: _series(name, values, x) for name, values in style.spaced(lines).items()}
+    dots = {name: _series(name, values, x) for name, values in style.spaced(measured or {}).items()}
     colors = style.series_colors(dict.fromkeys([*runs, *dots]))
     right = style.widest(colors, "bold") + 0.3
     labels = {"xlabel": xlabel, "ylabel": ylabel}
@@ -138,7 +138,7 @@ def cost_curves(
 
     `measured` holds (sizes, seconds) by the same names, drawn as filled markers.
     """
-    lines, dots = style.named(seconds), style.named(measured or {})
+    lines, dots = style.spaced(seconds), style.spaced(measured or {})
     colors = style.series_colors(lines)
     winners = [min(lines, key=lambda name: lines[name][k]) for k in range(len(nbytes))]
     changes = _crossings(nbytes, lines, winners)
@@ -221,7 +221,7 @@ def running_sums(
             raise ValueError(
                 f"{name}: {len(exact)} exact sums need as many partial sums, got {len(sums)}"
             )
-    lines = {name: [float(v) for v in sums] for name, sums in style.named(partial).items()}
+    lines = {name: [float(v) for v in sums] for name, sums in style.spaced(partial).items()}
     colors = {"exact": style.FAINT, **style.series_colors(lines)}
     last = {"exact": float(exact[-1]), **{name: sums[-1] for name, sums in lines.items()}}
     labels = {name: f"{name}: {end:,.6g}" for name, end in last.items()}

@@ -95,7 +95,7 @@ def series_colors(names: Iterable[str]) -> dict[str, str]:
     return dict(zip(names, itertools.cycle(SERIES)))
 
 
-def named(series: Mapping[str, Any]) -> dict[str, Any]:
+def spaced(series: Mapping[str, Any]) -> dict[str, Any]:
     """Series by the names that a picture shows, with spaces for underscores."""
     return {name.replace("_", " "): values for name, values in series.items()}
 

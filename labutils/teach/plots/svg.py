@@ -25,7 +25,7 @@ def _short(value: object) -> str:
     return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-def box(
+def rect(
     x: float,
     y: float,
     width: float,
@@ -39,7 +39,7 @@ def box(
     return element("rect", x=x, y=y, width=width, height=height, fill=fill, **edge)
 
 
-def text(x: float, y: float, said: str, anchor: str = "middle", **attributes: object) -> str:
+def words(x: float, y: float, said: str, anchor: str = "middle", **attributes: object) -> str:
     """A line of text on the baseline `y`, with its "start", "middle" or "end" at `x`."""
     return element("text", html.escape(said), x=x, y=y, text_anchor=anchor, **attributes)
 

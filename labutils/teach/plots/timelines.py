@@ -139,7 +139,7 @@ def overlap(*, title: str | None = None, **timelines: Timeline) -> Picture:
     For every rank a lane of computation, and a lane of communication under it. What is still sent
     after the last computation on any rank is *exposed*: only that makes the step longer.
     """
-    timelines = style.named(timelines)
+    timelines = style.spaced(timelines)
     for name, timeline in timelines.items():
         if not timeline.spans:
             raise ValueError(f"{name}: this timeline has no spans: nothing was recorded")
@@ -379,7 +379,7 @@ def who_holds(*, title: str | None = None, **levels: Sequence[Occupancy]) -> Pic
     Elements upwards, the step from left to right. The height of a component stands for its bytes,
     so that a painted area is bytes times operations. Phases are given equal widths.
     """
-    levels = style.named(levels)
+    levels = style.spaced(levels)
     if not all(held.spans for held in itertools.chain(*levels.values())):
         raise ValueError("an occupancy has no spans: nothing was held, or nothing was recorded")
     some = next(iter(levels.values()))[0]
