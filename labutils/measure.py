@@ -49,7 +49,7 @@ def model_states(module: nn.Module, optimizer: torch.optim.Optimizer | None = No
     """
     seen: set[int] = set()
     lines = []
-    for component, name, tensor in _states(module, optimizer):
+    for component, name, tensor in _states(module.parameters(), optimizer, module.buffers()):
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
@@ -248,15 +248,15 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         if capacity is not None:
             units.whole(capacity, "capacity", 1)
-        self.module, self.optimizer, self.capacity = module, optimizer, capacity
+        self.optimizer, self.capacity = optimizer, capacity
+        self.parameters = list(module.parameters())
         self.lives: list[Life] = []
         self.current: dict[int, Life] = {}  # by address of the living storage
         self.watches: set[weakref.ref] = set()
         self.events: list[tuple[str, str]] = [("start", "")]
         self.phases: list[str] = []
         self.alive = 0
-        for component, name, tensor in _states(module, optimizer):
-            self.guess([tensor], component, name)
+        self.look(module.buffers())
 
     # -- births and deaths -------------------------------------------------------------------------
 
@@ -304,6 +304,11 @@ class Recorder(TorchDispatchMode):
             if not life.name:
                 life.component, life.name = component, name or component
 
+    def look(self, buffers: Iterable[Tensor] = ()) -> None:
+        """What there is of weights, gradients and optimizer state gets its name."""
+        for component, name, tensor in _states(self.parameters, self.optimizer, buffers):
+            self.guess([tensor], component, name)
+
     def happened(self, event: str) -> None:
         """An operation has changed what is alive, or what is in it."""
         in_backward = torch._C._current_graph_task_id() != -1
@@ -346,7 +351,7 @@ class Recorder(TorchDispatchMode):
 
     def hook(self, stack: ExitStack) -> None:
         """Be told of gradients and of the optimizer's steps, until the stack unwinds."""
-        for parameter in self.module.parameters():
+        for parameter in self.parameters:
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(
                     lambda p: self.guess(_gradients([p]), "gradients")
@@ -363,13 +368,11 @@ class Recorder(TorchDispatchMode):
 
     def entered(self, *_: object) -> None:
         self.phases.append("optimizer")
-        for component, name, tensor in _states(self.module, self.optimizer):
-            self.guess([tensor], component, name)
+        self.look()
 
     def left(self, *_: object) -> None:
         self.phases.pop()
-        for component, name, tensor in _states(self.module, self.optimizer):
-            self.guess([tensor], component, name)
+        self.look()
 
     # -- results -----------------------------------------------------------------------------------
 
@@ -452,7 +455,7 @@ def _resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
 def _makes_memory(func: Any) -> bool:
     """Whether what an operation returns is new, and no view of an argument."""
     returns = func._schema.returns
-    return func is _LIFT or bool(returns) and all(each.alias_info is None for each in returns)
+    return func is _LIFT or (bool(returns) and all(each.alias_info is None for each in returns))
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
@@ -465,10 +468,12 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def _states(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None
+    weights: Iterable[Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    buffers: Iterable[Tensor],
 ) -> Iterator[tuple[str, str, Tensor]]:
     """What there is of weights, gradients, optimizer state and buffers: component, name, tensor."""
-    weights = list(module.parameters())
+    weights = list(weights)
     groups = [] if optimizer is None else optimizer.param_groups
     stepped = [parameter for group in groups for parameter in group["params"]]
     beside_half = any(parameter.dtype in HALF for parameter in weights)
@@ -482,7 +487,7 @@ def _states(
         for name, value in state.items():
             if isinstance(value, Tensor):
                 yield "optimizer", name, value
-    yield from (("buffers", "buffers", buffer) for buffer in module.buffers())
+    yield from (("buffers", "buffers", buffer) for buffer in buffers)
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -14,7 +14,10 @@ from labutils.ledger import Ledger, Line
 @dataclass(frozen=True, slots=True)
 class Event:
     """What one rank did at one moment: send `sent` bytes `to` a rank, receive `received` bytes from
-    `source`, or both at once."""
+    `source`, or both at once.
+
+    A dry run books `count` messages between the same two ranks as one event of all their bytes.
+    """
 
     op: str
     axis: str = ""
@@ -22,6 +25,7 @@ class Event:
     sent: int = 0
     source: int | None = None
     received: int = 0
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,10 @@ class Trace:
         for rank, events in enumerate(self.ranks):
             for event in events:
                 if getattr(event, peer) is not None:
-                    lines.append(Line(event.op, getattr(event, amount), axis=event.axis, rank=rank))
+                    nbytes = getattr(event, amount)
+                    lines.append(
+                        Line(event.op, nbytes, axis=event.axis, rank=rank, count=event.count)
+                    )
         return Ledger(lines).merged()
 
     @cached_property

@@ -96,7 +96,7 @@ def scatter_star(
     x: Shaped[Tensor, "rows *rest"], comm: Peers, *, src: int = 0
 ) -> Shaped[Tensor, "share *rest"]:
     """This rank's share of the rows of src's x; elsewhere only the shape and dtype of x matter."""
-    pieces = _cut(x.contiguous(), shares(len(x), comm.size))
+    pieces = _Pieces(x.contiguous(), shares(len(x), comm.size))
     if comm.rank != src:
         return comm.recv(_room(pieces[comm.rank]), src)
     for rank in _others(comm):
@@ -170,7 +170,7 @@ def reduce_scatter_ring(
     rank j, whatever the timing.
     """
     in_place = out is not None and _storage(out) == _storage(x)
-    pieces = _cut(x if in_place else _copy(x), shares(len(x), comm.size))
+    pieces = _Pieces(x if in_place else _copy(x), shares(len(x), comm.size))
     mine = pieces[comm.rank]
     if in_place and not (_same_place(out, mine) and out.shape == mine.shape):
         piece = f"its piece {comm.rank} of {comm.size}: give that piece, or memory of its own"
@@ -213,13 +213,33 @@ def all_reduce_ring(
     workstations", 2009; Goyal et al. 1706.02677, section 4.1.
     """
     out, flat = _result(x, out)
-    pieces = _cut(flat, shares(flat.numel(), comm.size))
+    pieces = _Pieces(flat, shares(flat.numel(), comm.size))
     ring_reduce(pieces, comm, op)
     ring_gather(pieces, comm)
     return out
 
 
-def ring_reduce(pieces: list[Tensor], comm: Peers, op: str) -> None:
+def _ring(last: int) -> Callable:
+    """Decorates a ring after which a rank has given every piece but number rank + `last`, and taken
+    every piece but the one before that. A comm with no one behind it, as in a dry run, has no hops
+    to wait for: it can `book` them as one."""
+
+    def decorate(ring: Callable) -> Callable:
+        @functools.wraps(ring)
+        def hops(pieces: Sequence[Tensor], comm: Peers, *op: str) -> None:
+            if not hasattr(comm, "book"):
+                return ring(pieces, comm, *op)
+            n, i = comm.size, comm.rank
+            left = [pieces.nbytes - pieces[(i + last - k) % n].nbytes for k in (0, 1)]
+            comm.book((i + 1) % n, left[0], (i - 1) % n, left[1], n - 1)
+
+        return hops
+
+    return decorate
+
+
+@_ring(last=0)
+def ring_reduce(pieces: Sequence[Tensor], comm: Peers, op: str) -> None:
     """Leaves in pieces[rank] the sum over all ranks: in every hop a half-done piece moves on, and
     meets the next rank's own."""
     n, i = comm.size, comm.rank
@@ -228,7 +248,8 @@ def ring_reduce(pieces: list[Tensor], comm: Peers, op: str) -> None:
         comm.send_recv(pieces[give], (i + 1) % n, pieces[take], (i - 1) % n, reduce=op)
 
 
-def ring_gather(pieces: list[Tensor], comm: Peers) -> None:
+@_ring(last=1)
+def ring_gather(pieces: Sequence[Tensor], comm: Peers) -> None:
     """Fills every piece, when each rank begins with pieces[rank]: pass on what you received in the
     hop before."""
     n, i = comm.size, comm.rank
@@ -368,7 +389,7 @@ def all_to_all_pairwise(
             f"{len(x)} rows of x and agree on rank {i}"
         )
     out = x.new_empty(sum(recv_sizes), *x.shape[1:])
-    outbox, inbox = _cut(x.contiguous(), send_sizes), _cut(out, recv_sizes)
+    outbox, inbox = _Pieces(x.contiguous(), send_sizes), _Pieces(out, recv_sizes)
     inbox[i].copy_(outbox[i])
     for k in range(1, n):
         comm.send_recv(outbox[(i + k) % n], (i + k) % n, inbox[(i - k) % n], (i - k) % n)
@@ -410,8 +431,18 @@ def _copy(x: Tensor) -> Tensor:
     return _into(None, x)
 
 
-def _cut(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    return list(x.detach().split(list(sizes)))
+class _Pieces(Sequence):
+    """x cut along its rows; a piece is made when it is asked for, as groups may have many ranks."""
+
+    def __init__(self, x: Tensor, sizes: Sequence[int]) -> None:
+        self.x, self.nbytes = x.detach(), x.nbytes
+        self.starts = [0, *itertools.accumulate(sizes)]
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self.x[self.starts[i] : self.starts[i + 1]]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
 
 
 def _storage(x: Tensor) -> int:
@@ -431,7 +462,7 @@ def _row_counts(sizes: Sequence[int], n: int, name: str) -> tuple[int, ...]:
 
 def _gathered(
     x: Tensor, comm: Peers, sizes: Sequence[int] | None, out: Tensor | None = None
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, Sequence[Tensor]]:
     """Room for the rows of all ranks, whole and cut by rank, with this rank's own in place."""
     sizes = (len(x),) * comm.size if sizes is None else _row_counts(sizes, comm.size, "sizes")
     if sizes[comm.rank] != len(x):
@@ -440,7 +471,7 @@ def _gathered(
             f"{sizes[comm.rank]}: give the rows of every rank"
         )
     whole = _fitting(out, (sum(sizes), *x.shape[1:]), x)
-    pieces = _cut(whole, sizes)
+    pieces = _Pieces(whole, sizes)
     if not _same_place(pieces[comm.rank], x):
         pieces[comm.rank].copy_(x.detach())
     return whole, pieces

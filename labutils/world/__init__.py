@@ -18,6 +18,7 @@ from labutils.ledger import Ledger
 from labutils.trace import Trace
 from labutils.world.comm import Comm, Rank, Work
 from labutils.world.distributed import comm_of
+from labutils.world.dry import Assume, Dry
 from labutils.world.errors import (
     DeadlockError,
     MismatchError,
@@ -43,7 +44,7 @@ __all__ = [
     "comm_of",
 ]
 
-ENGINES = {"threads": Threads, "processes": Processes, "torchrun": Torchrun}
+ENGINES = {"threads": Threads, "processes": Processes, "torchrun": Torchrun, "dry": Dry}
 
 
 class World:
@@ -51,10 +52,25 @@ class World:
 
     `timeout` is how long a rank may wait for the others, in seconds. On threads the arguments are shared by all ranks, on processes each
     rank has its own copy: don't write into them.
+
+    The engine "dry" runs one rank alone on fake tensors, which have shapes and no values; `assume` says what to answer where the program
+    asks for a value: {bool: True, float: 0.0, int: lambda x: x.numel() // 8}, each a value or a function of the tensor.
+
+    >>> import torch
+    >>> dry = World(Mesh(dp=16_384), engine="dry")
+    >>> dry.run(lambda rank: rank.comm("dp").all_reduce(torch.ones(16_384)).shape, rank=11_111)
+    torch.Size([16384])
+    >>> dry.ledger.by("rank")
+    {11111: 131064}
     """
 
     def __init__(
-        self, mesh: int | Mesh, engine: str | None = None, *, timeout: float = 30.0
+        self,
+        mesh: int | Mesh,
+        engine: str | None = None,
+        *,
+        timeout: float = 30.0,
+        assume: Assume | None = None,
     ) -> None:
         if not isinstance(mesh, Mesh):
             if isinstance(mesh, bool) or not isinstance(mesh, int):
@@ -69,7 +85,10 @@ class World:
             raise ValueError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
         self.mesh, self.engine, self.timeout = mesh, engine, units.positive(timeout, "timeout")
         self.trace = Trace()
-        self._engine = ENGINES[engine](mesh, self.timeout)
+        if assume is not None and engine != "dry":
+            raise ValueError(f"on {engine} tensors have values: assume= is for engine=\"dry\"")
+        given = () if assume is None else (assume,)
+        self._engine = ENGINES[engine](mesh, self.timeout, *given)
 
     @property
     def size(self) -> int:
@@ -81,19 +100,36 @@ class World:
         """Bytes that each rank sent in the last run, a line for each operation, as they were counted on their way."""
         return self.trace.sent
 
-    def run(self, fn: Callable, *args: Any, **kwargs: Any) -> list[Any]:
-        """What `fn(rank, *args, **kwargs)` returned on each rank, in rank order; the error of a rank is raised here."""
+    def run(self, fn: Callable, *args: Any, rank: int | None = None, **kwargs: Any) -> Any:
+        """What `fn(rank, *args, **kwargs)` returned on each rank, in rank order; the error of a rank is raised here.
+
+        In a dry run: what it returned on the one `rank` (0 unless given).
+        """
         if not callable(fn):
             raise TypeError(
                 f"run takes a function of a rank, got {fn!r}: write world.run(fn, …), without calling fn"
             )
         self.trace = Trace()
+        alone = self._one(rank)
         try:
-            results, self.trace = self._engine.run(fn, args, kwargs)
+            results, self.trace = self._engine.run(fn, args, kwargs, *alone)
         except WorldError as error:
             error.args = (with_cells(str(error)),)
             raise error.with_traceback(None) from None
         return results
+
+    def _one(self, rank: int | None) -> tuple[int, ...]:
+        """The rank that a dry run is of; on other engines all run."""
+        if self.engine != "dry":
+            if rank is not None:
+                raise ValueError(
+                    f"on {self.engine} all ranks run: leave rank={rank} out, or use engine=\"dry\""
+                )
+            return ()
+        rank = units.whole(rank or 0, "rank")
+        if rank >= self.size:
+            raise ValueError(f"rank={rank} is none of {self.size}: use 0 … {self.size - 1}")
+        return (rank,)
 
     def close(self) -> None:
         """End all ranks; a later run would start new ones."""

@@ -202,7 +202,8 @@ class Comm:
         """The real `torch.distributed.ProcessGroup` of these ranks, whose bytes nobody counts (processes and torchrun only)."""
         if self._owner._groups is None:
             raise RuntimeError(
-                'threads have no torch.distributed.ProcessGroup: use World(..., engine="processes")'
+                "ranks that are no processes have no torch.distributed.ProcessGroup: "
+                'use World(..., engine="processes")'
             )
         return self._owner._groups(self.ranks)
 
@@ -506,11 +507,13 @@ class Comm:
         )
         call = Call(op, ", ".join(filter(None, (what, detail))), self.axis, site(sys._getframe(2)))
         if async_op:
-            self._helper = self._helper or Helper(
-                Comm(self._owner, self.axis, self.ranks, self._channel // 2, lane=1)
-            )
+            self._helper = self._helper or self._background()
             return self._later(self._helper.start(call, run, out))
         return self._enter(call, run, out)
+
+    def _background(self) -> "Helper":
+        """What runs the asynchronous collectives of this axis."""
+        return Helper(Comm(self._owner, self.axis, self.ranks, self._channel // 2, lane=1))
 
     def _enter(self, call: Call, run: Callable[["Comm"], Any], out: Tensor | None) -> Any:
         outer, self._call = self._call, self._call or call
@@ -586,6 +589,8 @@ class Helper:
 class Rank:
     """What a rank's program is given: its number, its place on the mesh, its device, its own random numbers, its doors to the others."""
 
+    _door = Comm
+
     def __init__(
         self,
         rank: int,
@@ -633,7 +638,7 @@ class Rank:
                 groups = (self.mesh.group(rank, axis) for rank in ranks)
                 ranks = tuple(sorted(itertools.chain.from_iterable(groups)))
             channel = sum(1 << AXES.index(axis) for axis in axes)
-            self._comms[name] = Comm(self, name, ranks, channel)
+            self._comms[name] = self._door(self, name, ranks, channel)
         return self._comms[name]
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:

@@ -1,0 +1,173 @@
+"""One rank of any mesh, alone, on fake tensors: every message is done at once and booked (a dry run
+under torch's FakeTensorMode)."""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from labutils.config import Mesh
+from labutils.trace import Event, Trace
+from labutils.world.comm import Call, Comm, Helper, Op, Rank, describe, show
+from labutils.world.errors import Failure, internal, place, rank_error, site
+
+Assume = Mapping[type, Any]
+_TORCH = torch.__path__[0]
+_ASKED = {
+    torch.ops.aten.equal.default: bool,
+    torch.ops.aten.allclose.default: bool,
+    torch.ops.aten.nonzero.default: int,  # how many
+}
+
+
+class Dry:
+    """The engine: the rank that is asked for runs in this thread, and nobody else does.
+
+    Its fake tensors stay alive and can be passed to the next run. A message arrives at once, with
+    no values, so that a peer that is late, or makes another call, is not seen: memory held by
+    messages on their way is a lower bound.
+    """
+
+    def __init__(self, mesh: Mesh, timeout: float, assume: Assume | None = None) -> None:
+        self.mesh, self.mode = mesh, _Fake(assume or {})
+
+    def run(self, fn: Callable, args: tuple, kwargs: dict, rank: int) -> tuple[Any, Trace]:
+        size = self.mesh.size
+        me = DryRank(rank, self.mesh, _Alone(), _Alone(), torch.device("cpu"))
+        try:
+            with self.mode:
+                args, kwargs = tree_map_only(Tensor, self.mode.from_tensor, (args, kwargs))
+                value = fn(me, *args, **kwargs)
+                events = me._finish()
+        except Exception as error:
+            raise rank_error({rank: Failure.of(error)}, size, None) from None
+        finally:
+            show([[]] * rank + [me._printed])
+        return value, Trace([()] * rank + [events] + [()] * (size - rank - 1))
+
+    def close(self) -> None:
+        """Nothing stays open between runs."""
+
+
+class DryComm(Comm):
+    """A door behind which nobody is: what leaves is booked, what is to come is there."""
+
+    def book(self, dst: int, sent: int, src: int, received: int, count: int) -> None:
+        """Write down `count` messages to rank dst and as many from rank src, as bytes in all."""
+        if count:
+            to, source = self.ranks[dst], self.ranks[src]
+            self._events.append(
+                Event(self._name or "", self.axis, to, sent, source, received, count)
+            )
+
+    def _background(self) -> Helper:
+        return _AtOnce(DryComm(self._owner, self.axis, self.ranks, self._channel // 2, lane=1))
+
+
+class DryRank(Rank):
+    """A rank whose doors are dry."""
+
+    _door = DryComm
+
+
+class _AtOnce(Helper):
+    """Runs an asynchronous collective where it is started: a FakeTensorMode has one thread."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def start(self, call: Call, run: Callable[[Comm], Any], out: Tensor | None) -> Op:
+        op, events = Op(False, self.comm._channel, self.comm._owner.rank, None, call), []
+        self.comm._owner._events.append(events)
+        op.done = True
+        return self._run(op, events, run, out)
+
+    def close(self) -> None:
+        """There is no thread to end."""
+
+
+class _Alone:
+    """An endpoint, and a board, without others."""
+
+    def post(self, *ops: Op) -> None:
+        for op in ops:
+            op.done = True
+
+    def wait(self, *_: object) -> None:
+        """Everything is there."""
+
+    watch = finish = enter = add_actor = wait
+
+
+class _Fake(FakeTensorMode):
+    """Tensors without values; who asks for one gets what the caller assumes, or an error."""
+
+    def __init__(self, assume: Assume) -> None:
+        super().__init__()
+        self.assume = assume
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return self._assumed(func, args)
+        except Exception:
+            real = [x for x in tree_leaves((args, kwargs)) if _real(x)]
+            if not real:
+                raise
+            raise RuntimeError(
+                f"{_where()}: {func.overloadpacket.__name__} got a real tensor, "
+                f"{describe(real[0])}, in a dry run: make it inside the rank function, or pass it "
+                "as an argument of run"
+            ) from None
+
+    def _assumed(self, func: Any, args: tuple) -> Any:
+        x = args[0]
+        kind = _ASKED.get(func) or (func is torch.ops.aten._local_scalar_dense.default and _kind(x))
+        if kind in self.assume:
+            value = self.assume[kind]
+            value = kind(value(x) if callable(value) else value)
+            counted = func is torch.ops.aten.nonzero.default
+            return x.new_zeros((value, x.dim()), dtype=torch.long) if counted else value
+        name = func.overloadpacket.__name__
+        needs = f"needs the values of {describe(x)}, and in a dry run tensors have none"
+        remedy = "write it so that its result has the same shape whatever the values"
+        if kind:
+            example = {bool: "True", float: "0.0", int: "lambda x: x.numel() // 8"}[kind]
+            remedy = (
+                f'say what to assume: World(…, engine="dry", assume={{{kind.__name__}: {example}}})'
+            )
+        raise RuntimeError(f"{_where()}: {name} {needs}: {remedy}")
+
+
+def _kind(x: Tensor) -> type:
+    if x.dtype is torch.bool:
+        return bool
+    return float if x.is_floating_point() else int
+
+
+def _real(x: object) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, FakeTensor)
+
+
+def _where() -> str:
+    """The line of the program that runs now, and not of torch or of the machinery below."""
+    frame = sys._getframe(1)
+    while frame.f_back and (
+        internal(frame.f_code.co_filename)
+        or frame.f_code.co_filename.startswith(_TORCH)
+        or frame.f_globals.get("__name__") == "labutils.measure"
+    ):
+        frame = frame.f_back
+    return place(site(frame))
