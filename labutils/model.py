@@ -1,4 +1,4 @@
-"""The one GPT of the course, built from a `ModelConfig`: every lab trains, shards, measures or quantizes this model."""
+"""The one GPT of the course, built from a `ModelConfig`: every lab trains or shards this model."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,9 @@ def attend_plain(
     v: Float[Tensor, "b g s d"],
     dropout: float = 0.0,
 ) -> Float[Tensor, "b a s d"]:
-    """Causal softmax(q·kᵀ/√d)·v with every s×s matrix written out; the a/g query heads of a group share one key–value head.
+    """Causal softmax(q·kᵀ/√d)·v with every s×s matrix written out.
+
+    The a/g query heads of a group share one key–value head.
 
     Source: Vaswani et al. 1706.03762, eq. 1; groups as in Ainslie et al. 2305.13245.
     """
@@ -56,16 +58,20 @@ ATTENTION: dict[str, Attend] = {"plain": attend_plain, "sdpa": attend_sdpa}
 
 
 class Rotary(nn.Module):
-    """RoPE: turns the pair (j, j + d/2) of a head by position · base^(−2j/d), so that q·k depends on the distance of the two alone.
+    """RoPE: turns the pair (j, j + d/2) of a head by position · base^(−2j/d).
 
-    Source: Su et al. 2104.09864, section 3.2.2, with the halves paired as in the released Llama weights.
+    So q·k depends on the distance of the two alone.
+
+    Source: Su et al. 2104.09864, section 3.2.2, with the halves paired as in the released Llama
+    weights.
     """
 
     def __init__(self, seq_len: int, d_head: int, base: float = ROPE_BASE) -> None:
         super().__init__()
         if d_head % 2:
             raise ValueError(
-                f"d_head={d_head} is odd: RoPE turns pairs of numbers, so give the heads an even width"
+                f"d_head={d_head} is odd: RoPE turns pairs of numbers, so give the heads an even "
+                "width"
             )
         angle = torch.outer(torch.arange(seq_len), base ** (-torch.arange(0, d_head, 2) / d_head))
         self.register_buffer("cos", angle.cos(), persistent=False)
@@ -121,7 +127,9 @@ class FeedForward(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """E feed-forward layers, of which each token visits the k that its router scores highest, weighted by a softmax over those k.
+    """E feed-forward layers, of which each token visits the k that its router scores highest.
+
+    They are weighted by a softmax over those k.
 
     Source: Mixtral 2401.04088, section 2.1.
     """
@@ -165,18 +173,21 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer: tokens in, one score for each word of the vocabulary at every position out.
+    """A decoder-only transformer: tokens in, one score per word of the vocabulary and position out.
 
-    `attention` is "plain", "sdpa", or any function of (q, k, v, dropout) such as a ring attention of your own.
+    `attention` is "plain", "sdpa", or any function of (q, k, v, dropout) such as a ring attention
+    of your own.
 
-    >>> config = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=128, vocab_size=65, seq_len=16)
+    >>> sizes = dict(num_layers=2, d_model=32, num_heads=4, d_ff=128)
+    >>> config = ModelConfig(**sizes, vocab_size=65, seq_len=16)
     >>> model = GPT(config)
     >>> model(torch.zeros(3, 16, dtype=torch.long)).shape
     torch.Size([3, 16, 65])
     >>> sum(p.numel() for p in model.parameters()) == config.num_params
     True
 
-    Invariant: the parameters number exactly config.num_params; inside `with torch.device("meta")` that costs no memory at any size.
+    Invariant: the parameters number exactly config.num_params; inside `with torch.device("meta")`
+    that costs no memory at any size.
     """
 
     def __init__(
@@ -189,7 +200,8 @@ class GPT(nn.Module):
         super().__init__()
         if not callable(attention) and attention not in ATTENTION:
             raise ValueError(
-                f"unknown attention {attention!r}: use {', '.join(map(repr, ATTENTION))} or a function of (q, k, v, dropout)"
+                f"unknown attention {attention!r}: use {', '.join(map(repr, ATTENTION))} or a "
+                "function of (q, k, v, dropout)"
             )
         attend = attention if callable(attention) else ATTENTION[attention]
         h, L, s, v = config.letters("h L s v")
@@ -209,7 +221,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None = None) -> None:
-        """Draws the weights as GPT-2 does: N(0, 0.02²), biases zero, and what adds to the residual stream smaller by √(2L).
+        """Draws the weights as GPT-2 does: N(0, 0.02²), biases zero.
+
+        What adds to the residual stream is smaller by √(2L).
 
         Source: Radford et al. 2019, section 2.3 (L layers add to the stream twice each).
         """
@@ -227,7 +241,8 @@ class GPT(nn.Module):
         """The residual stream as it enters the first layer."""
         if tokens.shape[1] > self.config.seq_len:
             raise ValueError(
-                f"{tokens.shape[1]} tokens do not fit seq_len={self.config.seq_len}: cut the sequence or build a longer model"
+                f"{tokens.shape[1]} tokens do not fit seq_len={self.config.seq_len}: cut the "
+                "sequence or build a longer model"
             )
         x = self.tokens(tokens)
         if self.positions is not None:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep less, compute again. `checkpoint` a function, `plan` a chain for a budget, `run` the plan, `apply` a policy."""
+"""Activation checkpointing: keep less, compute again. `checkpoint`, `plan`, `run`, `apply`."""
 
 from labutils.checkpointing.execute import POLICIES, apply, costs, overhead, run, stages
 from labutils.checkpointing.plans import (

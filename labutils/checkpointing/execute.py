@@ -1,4 +1,4 @@
-"""A plan carried out on a real chain of modules, and a GPT taken apart into such a chain or told to checkpoint itself."""
+"""A plan carried out on a chain of modules, and a GPT as such a chain, or told to checkpoint."""
 
 import functools
 import weakref
@@ -23,67 +23,94 @@ POLICIES = ("none", "selective", "full")
 
 
 def run(chain: Sequence[nn.Module], plan: Plan, x: Tensor, gradient: Tensor | None = None) -> Run:
-    """The run of `plan` on the modules of `chain`, input `x`: parameters get their gradients, and the bytes after every step are counted alive.
+    """The run of `plan` on the modules of `chain`; bytes are counted alive after every step.
 
-    `gradient` is that of the output, 1 where the output is a single number such as a loss. Every evaluation of a stage sees the same random
-    state, so dropout draws one mask.
+    Parameters get their gradients. Every evaluation of a stage sees the same random state, so
+    dropout draws one mask.
 
-    Invariant: gradients are equal to the bit to those of running the modules one after the other; evaluations, FLOPs and bytes held are
-    those that `simulate(plan, costs(chain, x))` predicts.
+    x: the input of the chain
+    gradient: that of the output; left out where the output is a single number, such as a loss
+
+    Invariant: gradients are equal to the bit to those of running the modules one after the other;
+    evaluations, FLOPs and bytes held are those that `simulate(plan, costs(chain, x))` predicts.
     """
     if plan.n != len(chain):
         raise ValueError(f"the plan is for {plan.n} stages, the chain has {len(chain)}")
-    books, flops = _Books(chain, x, gradient), _Flops()
-    values: dict[int, Tensor] = {0: x}
-    tapes: dict[int, tuple[Tensor, Tensor]] = {}
-    slopes: dict[int, Tensor | None] = {} if gradient is None else {plan.n: gradient}
-    ambients: dict[int, Ambient] = {}
-    evaluations = [0] * plan.n
-    output = None
-    moments = [Moment("forward", "start", books.ledger(0, slopes))]
+    now = _Execution(chain, x, gradient)
+    moments = [Moment("forward", "start", now.held)]
     for step in plan.steps:
-        op, i = step.op, step.at
-        if op == "drop":
-            del values[i]
-        elif op == "backward":
-            entered, left = tapes.pop(i)
-            if left.requires_grad:
-                if i + 1 not in slopes and left.numel() != 1:
-                    raise ValueError(
-                        f"the chain ends in {list(left.shape)}, not in one number: give run the gradient of that output"
-                    )
-                torch.autograd.backward(left, slopes.get(i + 1))
-            slopes = {i: entered.grad}
-            del values[i + 1], entered, left
+        if step.op == "drop":
+            del now.values[step.at]
+        elif step.op == "backward":
+            now.backward(step.at)
         else:
-            first = i not in ambients
-            if first:
-                ambients[i] = Ambient([values[i]])
-            evaluations[i] += 1
-            again = None if first else ambients[i]
-            with flops:
-                if op == "record":
-                    tapes[i] = _record(
-                        chain[i], values[i], again, books, wanted=i > 0 or x.requires_grad
-                    )
-                    values[i + 1] = tapes[i][1].detach()
-                else:
-                    with torch.no_grad():
-                        values[i + 1] = _evaluated(chain[i], values[i], again)
-            books.enter(values[i + 1], "values")
-            if i + 1 == plan.n:
-                output = values[plan.n].clone()
-        moments.append(
-            Moment(phase_of(moments, str(step)), str(step), books.ledger(len(tapes), slopes))
-        )
-    return Run(tuple(evaluations), flops.total, History(moments), output, slopes[0])
+            now.evaluate(step.at, record=step.op == "record")
+        moments.append(Moment(phase_of(moments, str(step)), str(step), now.held))
+    evaluations = tuple(now.evaluations)
+    return Run(evaluations, now.flops.total, History(moments), now.output, now.slopes[0])
+
+
+class _Execution:
+    """Where a run stands: the values held, what stages have recorded, the gradient so far."""
+
+    def __init__(self, chain: Sequence[nn.Module], x: Tensor, gradient: Tensor | None) -> None:
+        self.chain = chain
+        self.input_needs_gradient = x.requires_grad
+        self.books = _Books(chain, x, gradient)
+        self.flops = _Flops()
+        self.values: dict[int, Tensor] = {0: x}
+        self.tapes: dict[int, tuple[Tensor, Tensor]] = {}
+        self.slopes: dict[int, Tensor | None] = {}
+        if gradient is not None:
+            self.slopes[len(chain)] = gradient
+        self.ambients: dict[int, Ambient] = {}
+        self.evaluations = [0] * len(chain)
+        self.output: Tensor | None = None
+
+    @property
+    def held(self) -> Ledger:
+        return self.books.ledger(len(self.tapes), self.slopes)
+
+    def evaluate(self, i: int, *, record: bool) -> None:
+        """Makes xᵢ₊₁ from xᵢ, and records what the backward pass of stage i needs, or not."""
+        again = self.ambients.get(i)
+        if again is None:
+            self.ambients[i] = Ambient([self.values[i]])
+        self.evaluations[i] += 1
+        module, x = self.chain[i], self.values[i]
+        with self.flops:
+            if record:
+                wanted = i > 0 or self.input_needs_gradient
+                self.tapes[i] = _record(module, x, again, self.books, wanted=wanted)
+                self.values[i + 1] = self.tapes[i][1].detach()
+            else:
+                with torch.no_grad():
+                    self.values[i + 1] = _evaluated(module, x, again)
+        self.books.enter(self.values[i + 1], "values")
+        if i + 1 == len(self.chain):
+            self.output = self.values[i + 1].clone()
+
+    def backward(self, i: int) -> None:
+        """Takes the gradient from xᵢ₊₁ to xᵢ; the interior, xᵢ₊₁ and its gradient go."""
+        entered, left = self.tapes.pop(i)
+        if left.requires_grad:
+            if i + 1 not in self.slopes and left.numel() != 1:
+                raise ValueError(
+                    f"the chain ends in {list(left.shape)}, not in one number: give run the "
+                    "gradient of that output"
+                )
+            torch.autograd.backward(left, self.slopes.get(i + 1))
+        self.slopes = {i: entered.grad}
+        del self.values[i + 1]
 
 
 def costs(chain: Sequence[nn.Module], x: Tensor) -> Costs:
-    """What each module of `chain` costs on input `x`, measured: FLOPs of its matrix products, bytes of its output and of its interior.
+    """What each module of `chain` costs on input `x`, measured.
 
-    >>> costs([nn.Linear(4, 8), nn.GELU()], torch.ones(2, 4)).stages
-    (Stage(forward=128, output=64, interior=0, gradient=64), Stage(forward=0, output=64, interior=0, gradient=64))
+    FLOPs of its matrix products, bytes of its output and of its interior.
+
+    >>> costs([nn.Linear(4, 8)], torch.ones(2, 4)).stages
+    (Stage(forward=128, output=64, interior=0, gradient=64),)
     """
     measured = []
     given = x
@@ -95,18 +122,12 @@ def costs(chain: Sequence[nn.Module], x: Tensor) -> Costs:
             given = tape[1].detach()
             books.enter(given, "values")
             size = given.untyped_storage().nbytes()
-            measured.append(
-                Stage(
-                    flops.total,
-                    size,
-                    books.alive("interiors"),
-                    size if given.is_floating_point() else 0,
-                )
-            )
+            interior = books.alive("interiors")
+            gradient = size if given.is_floating_point() else 0
+            measured.append(Stage(flops.total, size, interior, gradient))
             del tape
-    given = _Books(chain, x).alive(
-        "values"
-    )  # 0 where the input shares its storage with something that the chain owns
+    # 0 where the input shares its storage with something that the chain owns.
+    given = _Books(chain, x).alive("values")
     return Costs(measured, given, x.untyped_storage().nbytes() if x.requires_grad else 0)
 
 
@@ -118,11 +139,13 @@ def _evaluated(module: nn.Module, x: Tensor, ambient: Ambient | None) -> Tensor:
             out = module(x)
     if not isinstance(out, Tensor):
         raise TypeError(
-            f"{_called(module)} returns a {type(out).__name__}: a chain passes one tensor on, so join it with its neighbors"
+            f"{_called(module)} returns a {type(out).__name__}: a chain passes one tensor on, so "
+            "join it with its neighbors"
         )
     if out.untyped_storage()._cdata == x.untyped_storage()._cdata:
         raise ValueError(
-            f"{_called(module)} returns a view of its input, so neither can go while the other stays: join it with its neighbor"
+            f"{_called(module)} returns a view of its input, so neither can go while the other "
+            "stays: join it with its neighbor"
         )
     return out
 
@@ -130,7 +153,10 @@ def _evaluated(module: nn.Module, x: Tensor, ambient: Ambient | None) -> Tensor:
 def _record(
     module: nn.Module, x: Tensor, ambient: Ambient | None, books: "_Books", *, wanted: bool
 ) -> tuple[Tensor, Tensor]:
-    """The module's input, cut off from what came before and with its gradient `wanted` or not, and its output with the graph between them."""
+    """The module's input, cut off from what came before, and its output with the graph between.
+
+    wanted: whether the input gets a gradient
+    """
     entered = x.detach().requires_grad_(wanted and x.is_floating_point())
 
     def keep(tensor: Tensor) -> Tensor:
@@ -146,7 +172,7 @@ def _called(module: object) -> str:
 
 
 class _Flops(TorchDispatchMode):
-    """Counts the FLOPs of matrix products (a multiply and an add are two), by PyTorch's own table of formulas."""
+    """Counts the FLOPs of matrix products (a multiply and an add are two), by PyTorch's table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +188,10 @@ class _Flops(TorchDispatchMode):
 
 
 class _Books:
-    """Every storage that the run has seen and that is still alive; weights, buffers and the `gradient` that the caller gave are not in the books."""
+    """Every storage that the run has seen and that is still alive, by name.
+
+    Weights, buffers and the `gradient` that the caller gave are not in the books.
+    """
 
     def __init__(
         self, chain: Sequence[nn.Module], x: Tensor, gradient: Tensor | None = None
@@ -170,7 +199,8 @@ class _Books:
         for module in chain:
             if not isinstance(module, nn.Module):
                 raise TypeError(
-                    f"a chain is made of modules, got {_called(module)}: put the function into an nn.Module that holds its weights"
+                    f"a chain is made of modules, got {_called(module)}: put the function into an "
+                    "nn.Module that holds its weights"
                 )
         owned = [tensor for module in chain for tensor in (*module.parameters(), *module.buffers())]
         owned += [] if gradient is None else [gradient]
@@ -235,7 +265,7 @@ class _Head(nn.Module):
 
 
 def stages(model: nn.Module, targets: Tensor | None = None) -> list[nn.Module]:
-    """A GPT as a chain: the embedding, its blocks, and the head, which ends in the loss where there are `targets`.
+    """A GPT as a chain: the embedding, its blocks, and the head, which ends in the loss if it can.
 
     Invariant: run one after the other they compute model(tokens), or model.loss(tokens, targets).
     """
@@ -243,17 +273,22 @@ def stages(model: nn.Module, targets: Tensor | None = None) -> list[nn.Module]:
 
 
 def apply(model: nn.Module, policy: str) -> nn.Module:
-    """The same model, told to checkpoint itself: "none", "selective" (the attention core of every block) or "full" (every block).
+    """The same model, told to checkpoint itself.
 
-    Invariant: loss and gradients stay equal to the bit, parameters keep their names; a second call replaces the first.
+    policy: "none", "selective" (the attention core of every block) or "full" (every block)
+
+    Invariant: loss and gradients stay equal to the bit, parameters keep their names; a second call
+    replaces the first.
     Source: selective: Korthikanti et al. 2205.05198, section 5.
     """
     if policy not in POLICIES:
         raise ValueError(
-            f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}; for segments or a budget, run a plan on stages(model)"
+            f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}; for segments or a "
+            "budget, run a plan on stages(model)"
         )
     for block in _blocks(model):
-        # On the instance, over the class: the module tree, and with it every parameter's name, stays as it is.
+        # On the instance, over the class: the module tree, and with it every parameter's name,
+        # stays as it is.
         block.__dict__.pop("forward", None)
         attend = block.attention.attend
         if isinstance(attend, functools.partial) and attend.func is checkpoint:
@@ -268,22 +303,29 @@ def apply(model: nn.Module, policy: str) -> nn.Module:
 def _blocks(model: nn.Module) -> nn.ModuleList:
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise TypeError(
-            f"needs a GPT, whose layers are its blocks, got {type(model).__name__}: call checkpoint(layer, x) in your own forward instead"
+            f"needs a GPT, whose layers are its blocks, got {type(model).__name__}: call "
+            "checkpoint(layer, x) in your own forward instead"
         )
     return model.blocks
 
 
 def overhead(model: ModelConfig, policy: str, *, early_stop: bool = True) -> float:
-    """Extra FLOPs of a training step under a policy of `apply`, as a share of those without checkpointing (forward, and backward at twice that).
+    """Extra FLOPs of a training step under a policy of `apply`, as a share of those without.
 
-    With `early_stop`, as here and in PyTorch, the second evaluation ends at the last tensor that is needed, so a region's last matrix product, which
-    makes only the output, is left out: softmax·v for "selective", the down projection for "full" where no dropout follows it.
+    Those are the forward pass and, at twice that, the backward pass.
+
+    With `early_stop`, as here and in PyTorch, the second evaluation ends at the last tensor that is
+    needed, so a region's last matrix product, which makes only the output, is left out: softmax·v
+    for "selective", the down projection for "full" where no dropout follows it.
 
     >>> gpt3 = ModelConfig.named("gpt3-175b")
-    >>> f"{overhead(gpt3, 'full', early_stop=False):.1%} {overhead(gpt3, 'full'):.1%} {overhead(gpt3, 'selective', early_stop=False):.1%}"
-    '33.2% 22.4% 0.9%'
+    >>> f"{overhead(gpt3, 'full'):.1%}, to the end {overhead(gpt3, 'full', early_stop=False):.1%}"
+    '22.4%, to the end 33.2%'
+    >>> f"{overhead(gpt3, 'selective', early_stop=False):.1%}"
+    '0.9%'
 
-    Source: Korthikanti et al. 2205.05198, appendix A, for the FLOPs of each part; plain attention, counted in full.
+    Source: Korthikanti et al. 2205.05198, appendix A, for the FLOPs of each part; plain attention,
+    counted in full.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}")

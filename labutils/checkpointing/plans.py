@@ -1,13 +1,15 @@
-"""What to keep and what to compute again, as data: plans for a chain of stages, simulated, and made optimal for a budget of bytes.
+"""Checkpointing plans: what to keep and what to compute again, simulated, and made optimal.
 
-A chain takes x₀ to xₙ; stage i makes xᵢ₊₁ from xᵢ and, if asked, records what its own backward pass will need. A plan is a list of steps:
+A chain takes x₀ to xₙ; stage i makes xᵢ₊₁ from xᵢ and, if asked, records what its own backward pass
+will need. A plan is a list of steps:
 
     forward i     xᵢ₊₁ from xᵢ, recording nothing
     record i      the same, and stage i's interior stays
     backward i    the gradient of xᵢ from that of xᵢ₊₁; the interior, xᵢ₊₁ and its gradient go
     drop i        xᵢ goes
 
-Both ways through a stage are one forward evaluation. Bytes are those held after each step; x₀ and the weights belong to the caller.
+Both ways through a stage are one forward evaluation. Bytes are those held after each step; x₀ and
+the weights belong to the caller.
 """
 
 import functools
@@ -29,8 +31,13 @@ OPERATIONS = ("forward", "record", "backward", "drop")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One link of a chain: the cost of its forward pass in any unit, the bytes of its output, of its interior (what it records beside input
-    and output) and of its output's gradient (as many as the output, unless said otherwise)."""
+    """One link of a chain.
+
+    forward: the cost of its forward pass, in any unit
+    output: bytes of its output
+    interior: bytes that it records beside input and output
+    gradient: bytes of its output's gradient; as many as the output, unless said otherwise
+    """
 
     forward: int | float = 1
     output: int = 1
@@ -54,7 +61,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a chain costs: its stages, the bytes of its input and of the input's gradient (0 where nobody asks for it, as for tokens)."""
+    """What a chain costs: its stages, the bytes of its input and of the input's gradient.
+
+    The latter are 0 where nobody asks for it, as for tokens.
+    """
 
     stages: tuple[Stage, ...]
     input: int = 0
@@ -65,7 +75,8 @@ class Costs:
         for stage in self.stages:
             if not isinstance(stage, Stage):
                 raise TypeError(
-                    f"Costs are made of Stages, got {stage!r}; write Stage(forward, output, interior)"
+                    f"Costs are made of Stages, got {stage!r}; write Stage(forward, output, "
+                    "interior)"
                 )
         if not self.stages:
             raise ValueError("a chain needs at least one stage")
@@ -85,7 +96,10 @@ class Costs:
         interior: int = 0,
         gradient: int = 0,
     ) -> "Costs":
-        """n equal stages whose input is as large as their outputs. Gradients are left out unless given: they are the same in every plan."""
+        """n equal stages whose input is as large as their outputs.
+
+        Gradients are left out unless given: they are the same in every plan.
+        """
         units.whole(n, "n", 1)
         return cls(
             [Stage(forward, output, interior, gradient)] * n, input=output, input_gradient=gradient
@@ -112,7 +126,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is held between two steps: the values (by index), the stages with a recorded interior, and whose gradient has been reached."""
+    """What is held between two steps.
+
+    values: by index
+    recorded: the stages whose interior is held
+    gradient: the index of the value whose gradient has been reached
+    """
 
     values: frozenset[int]
     recorded: frozenset[int]
@@ -142,12 +161,16 @@ class Plan:
                 else f"values {sorted(end.values - {0})} are left over"
             )
             raise ValueError(
-                f"the plan ends too early: {left}; it must end with backward 0 and nothing held but x0"
+                f"the plan ends too early: {left}; it must end with backward 0 and nothing held "
+                "but x0"
             )
 
     @functools.cached_property
     def states(self) -> tuple[State, ...]:
-        """What is held at the start and after every step; the first illegal step raises ValueError with its number and the reason."""
+        """What is held at the start and after every step.
+
+        Raises: ValueError at the first illegal step, with its number and the reason.
+        """
         states = [State(frozenset([0]), frozenset(), self.n)]
         for number, step in enumerate(self.steps):
             try:
@@ -217,7 +240,11 @@ def _after(state: State, step: Step, n: int) -> State:
 
 @dataclass(frozen=True)
 class Run:
-    """What a plan did, simulated or executed: forward evaluations of each stage, their cost, the bytes held after every step.
+    """What a plan did, simulated or executed.
+
+    evaluations: forward evaluations of each stage
+    cost: of all of them together
+    history: the bytes held after every step
 
     An execution also has the chain's `output` and the gradient of its input.
     """
@@ -270,7 +297,7 @@ def simulate(plan: Plan, costs: Costs) -> Run:
 
 
 def phase_of(moments: list[Moment], event: str) -> str:
-    """The phase of the next moment: everything after the first backward step belongs to the backward pass."""
+    """The phase of the next moment: from the first backward step on it is the backward pass."""
     return (
         "backward"
         if event.startswith("backward") or (moments and moments[-1].phase == "backward")
@@ -278,13 +305,17 @@ def phase_of(moments: list[Moment], event: str) -> str:
     )
 
 
-# Every plan below is one rule, asked about ever smaller pieces of the chain. For stages s … t, with x_s held, it either splits at a stage j
-# (compute up to x_j, keep x_j, reverse j … t, drop x_j, reverse s … j−1) or answers None (record s, reverse the rest, reverse s).
+# Every plan below is one rule, asked about ever smaller pieces of the chain. For stages s … t, with
+# x_s held, it either splits at a stage j (compute up to x_j, keep x_j, reverse j … t, drop x_j,
+# reverse s … j−1) or answers None (record s, reverse the rest, reverse s).
 Rule = Callable[[int, int, Any], tuple[int | None, Any, Any]]
 
 
 def unroll(n: int, rule: Rule, state: Any = None, name: str = "") -> Plan:
-    """The plan that a rule makes: asked about stages s … t, it returns (split or None, state for the right part, state for the left part).
+    """The plan that a rule makes for n stages.
+
+    Asked about stages s … t, the rule returns (split or None, state for the right part, state for
+    the left part).
 
     >>> print(unroll(2, lambda s, t, _: (None, None, None)))
     record 0 · record 1 · backward 1 · backward 0
@@ -311,10 +342,11 @@ def unroll(n: int, rule: Rule, state: Any = None, name: str = "") -> Plan:
 
 
 def segments(n: int, k: int) -> Plan:
-    """The plan that keeps the inputs of `k` segments of n stages, as equal as they come, and records one segment at a time.
+    """The plan that keeps the inputs of `k` segments of n stages, and records one at a time.
 
-    k = 1 keeps everything, k = n keeps every stage's input, k = √n the fewest values. The last segment is recorded on the way, because its
-    backward pass comes next: libraries that wrap every layer compute it twice.
+    k = 1 keeps everything, k = n keeps every stage's input, k = √n the fewest values. The last
+    segment is recorded on the way, because its backward pass comes next: libraries that wrap every
+    layer compute it twice.
 
     >>> [sum(segments(n, k).evaluations) for n, k in [(16, 1), (16, 4), (16, 16)]]
     [16, 28, 31]
@@ -341,13 +373,16 @@ def keep_nothing(n: int) -> Plan:
 
 
 def binomial_evaluations(n: int, snapshots: int) -> int:
-    """The fewest forward evaluations that reverse n equal stages with at most `snapshots` values kept, x₀ among them, one stage recorded at a time.
+    """The fewest forward evaluations that reverse n equal stages with so many `snapshots`.
+
+    These are the values kept at most, x₀ among them; one stage is recorded at a time.
 
     >>> [binomial_evaluations(*case) for case in [(10, 3), (100, 10), (1000, 10)]]
     [25, 322, 4636]
 
-    Source: Griewank & Walther, Revolve (ACM TOMS 26, 2000): r·n − C(c + r, c + 1) steps that advance, for the least r with C(c + r, c) ≥ n;
-    plus the n that record, which the paper counts with the reverse sweep.
+    Source: Griewank & Walther, Revolve (ACM TOMS 26, 2000): r·n − C(c + r, c + 1) steps that
+    advance, for the least r with C(c + r, c) ≥ n; plus the n that record, which the paper counts
+    with the reverse sweep.
     """
     units.whole(n, "n", 1)
     units.whole(snapshots, "snapshots", 1)
@@ -378,7 +413,10 @@ def binomial(n: int, snapshots: int) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Front:
-    """The best trades of a piece of the chain: with `bytes[k]` of room the forward passes cost `costs[k]`. Bytes rise, costs fall."""
+    """The best trades of a piece of the chain: with `bytes[k]` of room the cost is `costs[k]`.
+
+    Bytes rise, costs fall.
+    """
 
     bytes: np.ndarray
     costs: np.ndarray
@@ -400,16 +438,22 @@ class _Front:
 
 
 class _Optimum:
-    """Dynamic programming over the pieces s … t of a chain. `need` is what a piece holds at its fullest moment on top of its input x_s.
+    """Dynamic programming over the pieces s … t of a chain.
 
-    C(s, t) = best of  record s, then C(s+1, t)  and, for every split j,  forward s … j−1, C(j, t), C(s, j−1).
-    A piece's answer is a whole front of (need, cost), exact to the byte, so that one pass serves every budget. Equal pieces share one front.
+    `need` is what a piece holds at its fullest moment on top of its input x_s.
+
+    C(s, t) = best of  record s, then C(s+1, t)
+                  and, for every split j,  forward s … j−1, C(j, t), C(s, j−1).
+
+    A piece's answer is a whole front of (need, cost), exact to the byte, so that one pass serves
+    every budget. Equal pieces share one front.
     """
 
     def __init__(self, costs: Costs, limit: int | float = math.inf) -> None:
         self.costs, self.limit = costs, limit - costs.input
         self.n = len(costs)
-        # gradient[i] is held while stage i−1 waits for its backward pass; the gradient of the chain's output belongs to the caller.
+        # gradient[i] is held while stage i−1 waits for its backward pass; the gradient of the
+        # chain's output belongs to the caller.
         self.gradient = [costs.input_gradient, *(stage.gradient for stage in costs.stages[:-1]), 0]
         kinds: dict[tuple, int] = {}
         self.kinds = [
@@ -433,15 +477,14 @@ class _Optimum:
         return held, max(held + self.gradient[t + 1], self.gradient[s])
 
     def sweeps(self, s: int, t: int) -> Iterator[tuple[int, int, int, int | float]]:
-        """For every split j: j, the bytes of x_j, the fullest moment of the way there, and its cost."""
-        stages, fullest, cost, previous = self.costs.stages, 0, 0, 0
+        """For every split j: j, the bytes of x_j, the fullest moment on the way, and its cost."""
+        stages = self.costs.stages
+        fullest = cost = previous = 0
         for j in range(s + 1, t + 1):
             size = stages[j - 1].output
-            fullest, cost, previous = (
-                max(fullest, previous + size + self.gradient[t + 1]),
-                cost + stages[j - 1].forward,
-                size,
-            )
+            fullest = max(fullest, previous + size + self.gradient[t + 1])
+            cost += stages[j - 1].forward
+            previous = size
             yield j, size, max(fullest, self.gradient[s]), cost
 
     def solve(self, s: int, t: int) -> _Front:
@@ -487,7 +530,9 @@ class _Optimum:
 
 
 def frontier(costs: Costs) -> tuple[tuple[int, int | float], ...]:
-    """Every trade worth making on a chain: pairs of (peak bytes, cost of the forward passes), bytes rising and costs falling.
+    """Every trade worth making on a chain: (peak bytes, cost of the forward passes).
+
+    Bytes rise, costs fall.
 
     >>> frontier(Costs.uniform(3))
     ((3, 5), (4, 3))
@@ -508,16 +553,21 @@ def smallest_budget(costs: Costs) -> int:
 
 
 def plan(costs: Costs, budget: int) -> Plan:
-    """The cheapest plan whose peak is at most `budget` bytes, x₀ included; among equally cheap ones, one of the lowest peak.
+    """The cheapest plan whose peak is at most `budget` bytes, x₀ included.
+
+    Among equally cheap ones it is one of the lowest peak.
 
     >>> chain = Costs([Stage(5, 10, 60), Stage(1, 40, 5), Stage(5, 10, 60)], input=10)
     >>> cheapest = plan(chain, 160)
     >>> simulate(cheapest, chain).peak, cheapest.evaluations
     (135, (2, 1, 1))
 
-    Cost: O(n³) merges of trade-off curves for n stages that all differ (n = 40: a third of a second), O(n²) for equal ones.
-    Invariant: optimal among plans that keep a value, once kept, until its own backward pass; its simulated cost and peak are those promised.
-    Source: Beaumont et al. 1911.13214 (forward, record and drop on heterogeneous chains); here the recurrence is solved for all budgets at once.
+    Cost: O(n³) merges of trade-off curves for n stages that all differ (n = 40: a third of a
+    second), O(n²) for equal ones.
+    Invariant: optimal among plans that keep a value, once kept, until its own backward pass; its
+    simulated cost and peak are those promised.
+    Source: Beaumont et al. 1911.13214 (forward, record and drop on heterogeneous chains); here the
+    recurrence is solved for all budgets at once.
     """
     units.whole(budget, "budget")
     optimum = _Optimum(costs, budget)
@@ -525,7 +575,8 @@ def plan(costs: Costs, budget: int) -> Plan:
     if not len(front.bytes):
         least = smallest_budget(costs)
         raise ValueError(
-            f"no plan fits a budget of {budget:,} bytes ({units.text(budget)}): the smallest possible one is {least:,} ({units.text(least)})"
+            f"no plan fits a budget of {budget:,} bytes ({units.text(budget)}): the smallest "
+            f"possible one is {least:,} ({units.text(least)})"
         )
     return unroll(
         len(costs), optimum.rule, int(front.bytes[-1]), f"optimal for {units.text(budget)}"

@@ -1,4 +1,4 @@
-"""`checkpoint`: a function whose saved tensors are thrown away after the forward pass and computed again when the backward pass asks for them."""
+"""torch.utils.checkpoint by hand: a function that is computed again when backward asks for it."""
 
 import itertools
 import weakref
@@ -14,48 +14,50 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from labutils.precision import autocast
 
 
-def checkpoint(
-    fn: Callable[..., Any], *args: Any, generators: Iterable[torch.Generator] = (), **kwargs: Any
-) -> Any:
-    """What `fn(*args, **kwargs)` returns; of the tensors that autograd saves inside `fn` only the arguments stay in memory.
+def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `fn(*args, **kwargs)` returns; what autograd saves inside `fn` does not stay in memory.
 
-    The second evaluation sees the random state and the autocast setting of the first, so dropout draws the same mask. Give `generators`
-    that `fn` draws from beside the global ones.
+    Only the arguments do. The second evaluation sees the random state and the autocast setting of
+    the first, so dropout draws the same mask.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> checkpoint(lambda x: x.exp().sin(), x).sum().backward()
     >>> bool((x.grad == torch.ones(3).exp().cos() * torch.ones(3).exp()).all())
     True
 
-    Cost: one more evaluation of `fn` for each backward pass, which ends where the last tensor that is still needed has been saved.
-    Invariant: gradients are equal to the bit to those of a plain call, if `fn` computes the same both times. What `fn` does to the outside
-    (batch-norm statistics, counters) happens twice.
-    Source: the same contract as torch.utils.checkpoint(use_reentrant=False); Chen et al. 1604.06174, section 3.
+    Cost: one more evaluation of `fn` for each backward pass, which ends where the last tensor that
+    is still needed has been saved.
+    Invariant: gradients are equal to the bit to those of a plain call, if `fn` computes the same
+    both times. What `fn` does to the outside (batch-norm statistics, counters) happens twice.
+    Source: the same contract as torch.utils.checkpoint(use_reentrant=False); Chen et al.
+    1604.06174, section 3.
     """
     if not callable(fn):
         raise TypeError(
-            f"checkpoint needs a function and its arguments, got {type(fn).__name__}: write checkpoint(block, x), not checkpoint(block(x))"
+            f"checkpoint needs a function and its arguments, got {type(fn).__name__}: write "
+            "checkpoint(block, x), not checkpoint(block(x))"
         )
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    region = _Region(fn, args, kwargs, generators)
+    region = _Region(fn, args, kwargs)
     with saved_tensors_hooks(region.pack, region.unpack):
         return fn(*args, **kwargs)
 
 
 class Ambient:
-    """What a function's result depends on beside its arguments: the state of random generators and the autocast setting, torch's and ours, to be replayed."""
+    """What a function's result depends on beside its arguments, to be replayed.
 
-    def __init__(
-        self, tensors: Iterable[Tensor], generators: Iterable[torch.Generator] = ()
-    ) -> None:
+    The state of random generators, and the autocast setting, torch's and ours.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors}
         cuda = [
             torch.cuda.default_generators[device.index]
             for device in devices
             if device.type == "cuda"
         ]
-        self.generators = [torch.default_generator, *cuda, *generators]
+        self.generators = [torch.default_generator, *cuda]
         self.states = [generator.get_state() for generator in self.generators]
         kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
         self.autocast = [
@@ -67,7 +69,7 @@ class Ambient:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, generators and autocast are as they were; afterwards they are as if nothing had happened."""
+        """Inside, generators and autocast are as they were; afterwards, as if nothing happened."""
         now = [generator.get_state() for generator in self.generators]
         with ExitStack() as settings:
             for kind, dtype, enabled in self.autocast:
@@ -99,14 +101,17 @@ class _Slot:
 
 
 class _Enough(BaseException):
-    """Ends a second evaluation early. Not an Exception, so that no `except Exception` inside the user's function swallows it."""
+    """Ends a second evaluation early; no `except Exception` of the user's function swallows it."""
 
     def __init__(self, region: "_Region") -> None:
         self.region = region
 
 
 class _Keep(torch.autograd.Function):
-    """A node that is never run: it keeps the arguments, in sight of the saved-tensor hooks of whoever called us, so that regions can nest."""
+    """A node that is never run: it keeps the arguments.
+
+    In sight of the saved-tensor hooks of whoever called us, so that regions can nest.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -115,22 +120,19 @@ class _Keep(torch.autograd.Function):
 
 
 class _Region:
-    """One call of a checkpointed function. The graph owns it, through its slots, and the region never owns the graph: nothing leaks."""
+    """One call of a checkpointed function.
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: tuple,
-        kwargs: dict,
-        generators: Iterable[torch.Generator],
-    ) -> None:
+    The graph owns it, through its slots, and the region never owns the graph: nothing leaks.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> None:
         leaves, self.shape = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.fn = fn
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.kept = _Keep.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
-        self.ambient = Ambient(tensors, generators)
+        self.ambient = Ambient(tensors)
         self.slots: list[weakref.ref[_Slot]] = []
 
     def pack(self, tensor: Tensor) -> _Slot:
@@ -158,7 +160,8 @@ class _Region:
                 if slot.kind != _kind(tensor):
                     raise RuntimeError(
                         self.complaint(
-                            f"saved {_spoken(slot.kind)} as tensor {place} the first time and {_spoken(_kind(tensor))} now"
+                            f"saved {_spoken(slot.kind)} as tensor {place} the first time and "
+                            f"{_spoken(_kind(tensor))} now"
                         )
                     )
                 slot.tensor = tensor
@@ -187,7 +190,10 @@ class _Region:
 
     def complaint(self, what: str) -> str:
         name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
-        return f"checkpoint: {name}, computed again, {what}. It must do the same both times: does it depend on a counter, a cache or the clock?"
+        return (
+            f"checkpoint: {name}, computed again, {what}. It must do the same both times: does it "
+            "depend on a counter, a cache or the clock?"
+        )
 
 
 def _kind(tensor: Tensor) -> tuple:

@@ -89,7 +89,9 @@ reveal("checkpointing/nothing-kept", evaluations=sum(plan.evaluations))
 
 # %%
 torch.manual_seed(0)
-layers = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Tanh()) for _ in range(10)]
+layers = [
+    nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Tanh()) for _ in range(10)
+]
 x = torch.randn(32, 64)
 executed = checkpointing.run(layers, plan, x, torch.ones(32, 64))
 executed.evaluations, plan.evaluations == executed.evaluations
@@ -151,7 +153,8 @@ plots.plan_animation(checkpointing.segments(9, 3).timeline)
 # %%
 for n, k in [(16, 4), (64, 8), (100, 10)]:
     evaluations = sum(checkpointing.segments(n, k).evaluations)
-    print(f"n = {n:3}, k = {k:2}: {evaluations} evaluations, {held(n, k) - 1} values beside the input")
+    values = f"{held(n, k) - 1} values beside the input"
+    print(f"n = {n:3}, k = {k:2}: {evaluations} evaluations, {values}")
 
 # %% [markdown]
 # **And a 1.5B model?** GPT-2 XL has 48 layers; with 32 sequences of 1024 tokens, each layer's output takes 105 MB in fp16, and ZeRO counts about 12
@@ -215,10 +218,13 @@ predict("checkpointing/best-plan", evaluations=1000)
 for n, snapshots in [(10, 3), (100, 10), (1000, 10)]:
     formula = checkpointing.binomial_evaluations(n, snapshots)
     counted = sum(checkpointing.binomial(n, snapshots).evaluations)
-    print(f"{n:4} layers, {snapshots:2} snapshots: {formula} by formula, {counted} in the plan")
+    both = f"{formula} by formula, {counted} in the plan"
+    print(f"{n:4} layers, {snapshots:2} snapshots: {both}")
 
 # %%
-reveal("checkpointing/best-plan", evaluations=checkpointing.binomial_evaluations(100, 10))
+reveal(
+    "checkpointing/best-plan", evaluations=checkpointing.binomial_evaluations(100, 10)
+)
 
 # %% [markdown]
 # Counted here is every evaluation, the one that records a layer right before its backward pass included. Revolve leaves those n to the reverse sweep and
@@ -246,15 +252,19 @@ hint("checkpointing/fewest-evaluations", 2)
 # a chain and measure every stage:
 
 # %%
-still = ModelConfig(num_layers=8, d_model=64, num_heads=4, d_ff=256, vocab_size=512, seq_len=64)
+still = ModelConfig(
+    num_layers=8, d_model=64, num_heads=4, d_ff=256, vocab_size=512, seq_len=64
+)
 config = dataclasses.replace(still, dropout=0.1)
 model = GPT(config, generator=torch.Generator().manual_seed(0))
 draw = torch.Generator().manual_seed(1)
 tokens, targets = (torch.randint(512, (8, 64), generator=draw) for _ in range(2))
 chain = checkpointing.stages(model, targets)
 costs = checkpointing.costs(chain, tokens)
-for which, stage in zip(("first", "second", "last"), (costs.stages[i] for i in (0, 1, -1)), strict=True):
-    amounts = f"output {units.text(stage.output)}, interior {units.text(stage.interior)}"
+for which, i in {"first": 0, "second": 1, "last": -1}.items():
+    stage = costs.stages[i]
+    output, interior = units.text(stage.output), units.text(stage.interior)
+    amounts = f"output {output}, interior {interior}"
     print(f"{which:6} stage: {units.text(stage.forward, 'FLOP')}, {amounts}")
 
 # %% [markdown]
@@ -298,10 +308,12 @@ model.zero_grad()
 
 # %%
 torch.manual_seed(2)
-executed, predicted = checkpointing.run(chain, half, tokens), checkpointing.simulate(half, costs)
+executed = checkpointing.run(chain, half, tokens)
+predicted = checkpointing.simulate(half, costs)
 gradients = [parameter.grad for parameter in model.parameters()]
 equal = all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
-equal, executed.evaluations, executed.cost == predicted.cost, executed.peak == predicted.peak
+same = executed.cost == predicted.cost, executed.peak == predicted.peak
+equal, executed.evaluations, *same
 
 # %%
 title = "Half the memory: one mountain of activations becomes three smaller ones"
@@ -332,7 +344,8 @@ def plan_for(percent=50):
     budget = least + (trades[-1][0] - least) * percent // 100
     found = checkpointing.plan(costs, budget)
     extra = checkpointing.simulate(found, costs).cost / once - 1
-    title = f"{units.text(budget)} of {units.text(trades[-1][0])}: {extra:.2f} extra forward passes"
+    share = f"{units.text(budget)} of {units.text(trades[-1][0])}"
+    title = f"{share}: {extra:.2f} extra forward passes"
     return plots.plan_maps({found.name: found.timeline}, until=60, title=title)
 
 
@@ -392,9 +405,15 @@ def gradient(call):
 
 
 right = gradient(block)
-ways = {"careless": Careless.apply, "ours": lambda x: checkpointing.checkpoint(block, x)}
+ways = {
+    "careless": Careless.apply,
+    "ours": lambda x: checkpointing.checkpoint(block, x),
+}
 ways["torch"] = lambda x: torch_checkpoint(block, x, use_reentrant=False)
-{name: f"{(gradient(way) - right).norm() / right.norm():.1%}" for name, way in ways.items()}
+{
+    name: f"{(gradient(way) - right).norm() / right.norm():.1%}"
+    for name, way in ways.items()
+}
 
 # %% [markdown]
 # The careless one is wrong by more than a fifth, and nothing complains: training would go on, only worse. So `checkpoint` keeps the state of the random
@@ -474,10 +493,14 @@ def flops(policy):
     return counter.get_total_flops()
 
 
-{policy: f"{flops(policy) / flops('none') - 1:.1%}" for policy in checkpointing.POLICIES}
+{
+    policy: f"{flops(policy) / flops('none') - 1:.1%}"
+    for policy in checkpointing.POLICIES
+}
 
 # %%
-reveal("checkpointing/overhead", percent=round(100 * (flops("full") / flops("none") - 1), 1))
+more = flops("full") / flops("none") - 1
+reveal("checkpointing/overhead", percent=round(100 * more, 1))
 
 # %% [markdown]
 # Not 33. Two things are missing. The *head* is not checkpointed, and in a small model it has its share of the forward pass. And the second run *stops
@@ -488,14 +511,18 @@ reveal("checkpointing/overhead", percent=round(100 * (flops("full") / flops("non
 for early in (False, True):
     for policy in checkpointing.POLICIES[1:]:
         overhead = checkpointing.overhead(still, policy, early_stop=early)
-        print(f"{policy:10} {'stops early' if early else 'to the end':11} {overhead:.1%}")
+        how = "stops early" if early else "to the end"
+        print(f"{policy:10} {how:11} {overhead:.1%}")
 
 # %% [markdown]
 # With dropout after `down` the mask has to be drawn again, and the saving is gone. A large model has next to no head:
 
 # %%
 gpt3 = ModelConfig.named("gpt3-175b")
-[f"{checkpointing.overhead(gpt3, 'full', early_stop=early):.1%}" for early in (False, True)]
+[
+    f"{checkpointing.overhead(gpt3, 'full', early_stop=early):.1%}"
+    for early in (False, True)
+]
 
 # %% [markdown]
 # **Time is not FLOPs.** Korthikanti et al. (table 4) timed one layer of a 22B model: 7.7 ms forward, 11.9 ms backward. The backward pass is 1.55 times as long,
@@ -507,7 +534,10 @@ gpt3 = ModelConfig.named("gpt3-175b")
 forward, backward = 7.7, 11.9  # ms, table 4
 timed = {"full": 27.2, "selective": 20.9}  # ms, forward and backward together
 predicted = forward / (forward + backward)
-f"predicted {predicted:.1%}", {how: f"{ms / (forward + backward) - 1:.1%}" for how, ms in timed.items()}
+(
+    f"predicted {predicted:.1%}",
+    {how: f"{ms / (forward + backward) - 1:.1%}" for how, ms in timed.items()},
+)
 
 # %% [markdown]
 # 39 % where 33 % was the formula, and the whole difference is r. "30 to 40 %" says that r lies between 2.3 and 1.5:
@@ -519,7 +549,10 @@ f"predicted {predicted:.1%}", {how: f"{ms / (forward + backward) - 1:.1%}" for h
 # And on your machine? Three ways, one step after the other in turn:
 
 # %% tags=["nbval-ignore-output"]
-copies = {policy: checkpointing.apply(GPT(config), policy) for policy in checkpointing.POLICIES}
+copies = {
+    policy: checkpointing.apply(GPT(config), policy)
+    for policy in checkpointing.POLICIES
+}
 seconds = {policy: [] for policy in copies}
 for _ in range(7):
     for policy, net in copies.items():
@@ -548,7 +581,10 @@ reveal("checkpointing/selective", percent=round(100 * core / (34 + core), 2))
 # 70 % of the memory. In FLOPs the core is the small s/6h beside the weights:
 
 # %%
-[f"{checkpointing.overhead(gpt3, 'selective', early_stop=early):.2%}" for early in (False, True)]
+[
+    f"{checkpointing.overhead(gpt3, 'selective', early_stop=early):.2%}"
+    for early in (False, True)
+]
 
 # %% [markdown]
 # That is *selective* recomputation, the paper's proposal for large models. FlashAttention has since moved it into the kernel (lab 06). On our GPT it is a policy
@@ -562,16 +598,22 @@ def saved(policy):
 
 
 def formula(policy):
-    train = TrainConfig(micro_batch=8, global_batch=8, precision="fp32", checkpointing=policy)
+    train = TrainConfig(
+        micro_batch=8, global_batch=8, precision="fp32", checkpointing=policy
+    )
     return memory.activations(config, train)
 
 
-{policy: formula(policy).diff(saved(policy)).unexplained for policy in checkpointing.POLICIES}
+{
+    policy: formula(policy).diff(saved(policy)).unexplained
+    for policy in checkpointing.POLICIES
+}
 
 # %%
 kept = {policy: saved(policy) for policy in checkpointing.POLICIES}
 freed = 1 - kept["selective"].total / kept["none"].total
-title = f"Even in a small GPT with short sequences the attention core is {freed:.0%} of the activations"
+part = f"the attention core is {freed:.0%} of the activations"
+title = f"Even in a small GPT with short sequences {part}"
 plots.memory_bars(**kept, title=title)
 
 # %% [markdown]

@@ -42,7 +42,9 @@ from labutils.teach.widgets import explore
 
 # %%
 tiling = flash.Tiling(s_q=48, s_k=48, block_q=8, block_k=8, offset=0)
-walk = [(rows, columns) for rows in tiling.query_blocks for columns in tiling.keys_of(rows)]
+walk = [
+    (rows, columns) for rows in tiling.query_blocks for columns in tiling.keys_of(rows)
+]
 plots.tile_walk(walk, s_q=48, s_k=48)
 
 # %% [markdown]
@@ -86,8 +88,13 @@ q, k, v = tensors(2048)
 
 # %%
 a, s, d = 4, 2048, 64
-amounts = dict(inputs=4 * 3 * a * s * d, weights=4 * a * s * s, output=4 * a * s * d, lse=4 * a * s)
-line = {name: Line(name, nbytes, component="activations") for name, nbytes in amounts.items()}
+amounts = dict(
+    inputs=4 * 3 * a * s * d, weights=4 * a * s * s, output=4 * a * s * d, lse=4 * a * s
+)
+line = {
+    name: Line(name, nbytes, component="activations")
+    for name, nbytes in amounts.items()
+}
 kept = {
     "textbook": Ledger([line["inputs"], line["weights"]]),
     "tiled": Ledger([line["inputs"], line["output"], line["lse"]]),
@@ -133,14 +140,18 @@ def tiled(*qkv):
 
 
 lengths, ways = [256, 512, 1024, 2048], {"textbook": textbook, "tiled": tiled}
-peaks = {name: [extra_peak(attend, s) for s in lengths] for name, attend in ways.items()}
+peaks = {
+    name: [extra_peak(attend, s) for s in lengths] for name, attend in ways.items()
+}
 {name: [units.text(p) for p in found] for name, found in peaks.items()}
 
 # %%
 long, block = [256, 512, 1024, 2048, 4096, 8192], 128
 formula = {
     "textbook": [4 * a * (3 * s * s + 2 * s * d) for s in long],
-    "tiled": [4 * a * (4 * s * d + 3 * s + block * (2 * block + 2 * d + 1)) for s in long],
+    "tiled": [
+        4 * a * (4 * s * d + 3 * s + block * (2 * block + 2 * d + 1)) for s in long
+    ],
 }
 title = "Three s × s tensors at once, against four s × d and two tiles"
 measured = {name: (lengths, found) for name, found in peaks.items()}
@@ -152,7 +163,10 @@ plots.curves(long, title=title, measured=measured, **axes, **formula)
 # of the backward pass: output and three gradients; lse, its gradient and one more number a row (D, soon); two tiles; a block of $dK$ and $dV$; a block of lse.
 
 # %%
-{name: [formula[name][i] - peak for i, peak in enumerate(found)] for name, found in peaks.items()}
+{
+    name: [formula[name][i] - peak for i, peak in enumerate(found)]
+    for name, found in peaks.items()
+}
 
 # %% [markdown]
 # Zero bytes off, at every length. And the ratio grows with $s/d$: a *factor* of memory saved that a paper quotes belongs to one length.
@@ -181,7 +195,8 @@ out / total
 
 # %%
 scores, values = torch.tensor([0.0, 5.0]), torch.tensor([[1.0], [3.0]])
-flash.online(zip(scores.split(1), values.split(1), strict=True))[0], scores.softmax(0) @ values
+blocks = zip(scores.split(1), values.split(1), strict=True)
+flash.online(blocks)[0], scores.softmax(0) @ values
 
 # %% [markdown]
 # > Algorithm 1 of the FlashAttention-2 paper prints the factor for $o$ as $\mathrm{diag}(e^{m-m'})^{-1}$. What would the output of these two blocks be?
@@ -241,7 +256,9 @@ show(flash.forward)
 q, k, v = tensors(32, a=1, d=8, dtype=torch.float64)
 weights = (q @ k.mT / math.sqrt(8)).softmax(-1)
 out = weights @ v
-d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+d_out = torch.randn(
+    out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype
+)
 over_keys, over_channels = (weights * (d_out @ v.mT)).sum(-1), (d_out * out).sum(-1)
 bool((over_keys - over_channels).abs().max() < 1e-14)
 
@@ -282,7 +299,11 @@ def gradients(attend, to=torch.float64, **options):
     return out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))
 
 
-both = zip(gradients(flash.plain), gradients(flash.attention, block_q=16, block_k=32), strict=True)
+both = zip(
+    gradients(flash.plain),
+    gradients(flash.attention, block_q=16, block_k=32),
+    strict=True,
+)
 all((exact - ours).abs().max() < 1e-12 for exact, ours in both)
 
 # %% [markdown]
@@ -325,7 +346,8 @@ flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, **run).diff(books)
 # %%
 d_out = torch.ones_like(q)
 _, books = flash.counted("flash-2", q, k, v, d_out=d_out, **run)
-flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, backward=True, **run).diff(books)
+sizes = dict(s=1000, d=64, heads=2, itemsize=4)
+flash.traffic("flash-2", **sizes, backward=True, **run).diff(books)
 
 # %% [markdown]
 # **The law.** A fast memory of M numbers holds a block of queries, keys, values and output, M/4 numbers each: $B = M/4d$ rows. Put that into the formula: the dominant term is
@@ -337,22 +359,28 @@ flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, backward=True, **run
 
 # %%
 def moved(algorithm, s, d, fast):
-    """Numbers, not bytes, that cross the border; blocks fill a fast memory of `fast` numbers."""
+    """Numbers, not bytes, that cross the border; blocks fill `fast` numbers."""
     block_q, block_k = flash.block_sizes(fast, d)
     numbers = dict(itemsize=1, stat_itemsize=1, whole_blocks=True)
-    return flash.traffic(algorithm, s=s, d=d, block_q=block_q, block_k=block_k, **numbers).total
+    blocks = dict(block_q=block_q, block_k=block_k)
+    return flash.traffic(algorithm, s=s, d=d, **blocks, **numbers).total
 
 
 once = moved("flash-1", 4096, 64, 25600)
 twice = {"s": (8192, 64, 25600), "M": (4096, 64, 51200), "d": (4096, 128, 25600)}
-{f"{letter} × 2": round(moved("flash-1", *sizes) / once, 2) for letter, sizes in twice.items()}
+{
+    f"{letter} × 2": round(moved("flash-1", *sizes) / once, 2)
+    for letter, sizes in twice.items()
+}
 
 # %% [markdown]
 # The law has a price tag in it that is easily overlooked. **The gain is $M/2d^2$, not a constant.** With M = 25 600 numbers and heads of 128:
 
 # %%
 for head in (64, 128):
-    plain, tiles = (moved(algorithm, 4096, head, 25600) for algorithm in ("plain", "flash-1"))
+    plain, tiles = (
+        moved(algorithm, 4096, head, 25600) for algorithm in ("plain", "flash-1")
+    )
     print(f"d = {head:3}: plain {plain:>11,}, flash-1 {tiles:>11,}")
 
 # %% [markdown]
@@ -377,7 +405,10 @@ round(moved("flash-2", 4096, 64, 51200) / moved("flash-2", 4096, 64, 25600), 2)
 
 # %%
 whole, _ = flash.attention(q, k, v)
-halves = [flash.attention(q, k[:, :, at], v[:, :, at]) for at in (slice(0, 500), slice(500, 1000))]
+halves = [
+    flash.attention(q, k[:, :, at], v[:, :, at])
+    for at in (slice(0, 500), slice(500, 1000))
+]
 merged, _ = flash.merge(*halves[0], *halves[1])
 bool((whole - merged).abs().max() < 1e-6)
 
@@ -439,7 +470,8 @@ reveal("flash/softmax", MB=predicted.total / 1e6)
 # Maximum: read. Subtract: read, write. Exponential: read, write. Sum: read. Divide: read, write. Eight sweeps where two would do. Counted, at the dispatcher, as PyTorch runs it:
 
 # %%
-x, gate, up = torch.randn(3, 4096, 4096, generator=torch.Generator().manual_seed(0)).unbind()
+draw = torch.Generator().manual_seed(0)
+x, gate, up = torch.randn(3, 4096, 4096, generator=draw).unbind()
 predicted.diff(flash.moved(lambda: flash.softmax(x)))
 
 # %% [markdown]
@@ -452,7 +484,9 @@ flash.passes(flash.softmax, 4096, 4096, fused=True).diff(books)
 # %%
 work = {flash.softmax: [x], flash.layernorm: [x], flash.swiglu: [gate, up]}
 for fn in work:
-    apart, at_once = (flash.passes(fn, 4096, 4096, fused=fused).total for fused in (False, True))
+    apart, at_once = (
+        flash.passes(fn, 4096, 4096, fused=fused).total for fused in (False, True)
+    )
     print(f"{fn.__name__:10} {apart / at_once:.2f} times fewer bytes")
 
 
@@ -461,18 +495,18 @@ for fn in work:
 
 
 # %% tags=["nbval-ignore-output"]
-def seconds(fn, repeats=3):
+def seconds(fn, *args, repeats=3):
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        fn()
+        fn(*args)
         times.append(time.perf_counter() - start)
     return min(times)
 
 
 for fn, inputs in work.items():
-    many = seconds(lambda: fn(*inputs))  # noqa: B023
-    one = seconds(lambda: flash.one_pass(fn, *inputs))  # noqa: B023
+    many = seconds(fn, *inputs)
+    one = seconds(flash.one_pass, fn, *inputs)
     both = f"many passes {units.text(many, 's'):>8}, one pass {units.text(one, 's'):>8}"
     print(f"{fn.__name__:10} {both}: {many / one:.1f} times faster")
 
@@ -489,7 +523,8 @@ for fn, inputs in work.items():
 roofs = [flash.Roof.of(Hardware.named(name)) for name in ("A100", "H100")]
 flops = flash.flops(4096, 64)
 points = {name: (flops, books.total) for name, books in traffic.items()}
-points["softmax"] = 5 * 4096**2, flash.passes(flash.softmax, 4096, 4096, itemsize=2).total
+softmax = flash.passes(flash.softmax, 4096, 4096, itemsize=2)
+points["softmax"] = 5 * 4096**2, softmax.total
 plots.roofline({roof.name: (roof.flops, roof.bandwidth) for roof in roofs}, points)
 
 # %% [markdown]
@@ -516,12 +551,17 @@ print(f"ridge at {here.ridge:.0f} FLOPs per byte")
 #
 # Forward and backward, 4 heads, on this CPU. (`benchmarks/flash.py` does it properly, interleaved, up to 8192 tokens.)
 
+
 # %% tags=["nbval-ignore-output"]
+def both_ways(attend, *qkv):
+    return torch.autograd.grad(attend(*qkv).sum(), qkv)
+
+
 ways["PyTorch's SDPA"] = F.scaled_dot_product_attention
 for s in (512, 1024, 2048):
     q, k, v = tensors(s)
     for name, attend in ways.items():
-        took = seconds(lambda: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v)))  # noqa: B023
+        took = seconds(both_ways, attend, q, k, v)
         print(f"{s:4} tokens  {name:15} {units.text(took, 's'):>8}")
 
 # %% [markdown]
@@ -565,7 +605,8 @@ if triton_kernel.triton:
     took = units.text(time.perf_counter() - start, "s")
     pairs = zip(gradients(flash.plain), found, strict=True)
     worst = max((exact - ours.to(exact)).abs().max().item() for exact, ours in pairs)
-    print(f"{device}, {took}: output, lse and gradients within {worst:.0e} of the textbook in fp64")
+    what = f"output, lse and gradients within {worst:.0e} of the textbook in fp64"
+    print(f"{device}, {took}: {what}")
 else:
     print("The package triton is made for Linux: nothing ran here.")
 
@@ -648,7 +689,9 @@ units.text(2 * 8192**2), units.text(108 * 192_000)
 # second paper, forward and backward 962. Whatever was counted, only the ratio, 1.13 times more FLOPs with FlashAttention, can be used; the table's point stands: 40.3 GB against 4.4 GB moved, 41.7 ms against 7.3 ms.
 
 # %%
-forward, backward = (flash.flops(1024, 64, heads=16 * 64, backward=b) / 1e9 for b in (False, True))
+forward, backward = (
+    flash.flops(1024, 64, heads=16 * 64, backward=b) / 1e9 for b in (False, True)
+)
 round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 
 # %% [markdown]
