@@ -1,9 +1,11 @@
 """predict, reveal, check, hint and show, as a learner meets them."""
 
+import signal
+
 import pytest
 import torch
 
-from labutils import units
+from labutils import collectives, units
 from labutils.teach import check, exercises
 
 
@@ -23,9 +25,15 @@ def doubling(monkeypatch):
             )
 
     exercise = exercises.Exercise(
-        id="demo/double", title="Double it", minutes=2, difficulty=1, proves="doubling", reference=lambda n: 2 * n, hints=("Add.", "n + n"),
+        id="demo/double",
+        title="Double it",
+        minutes=2,
+        difficulty=1,
+        proves="doubling",
+        reference=lambda n: 2 * n,
+        hints=("Add.", "n + n"),
         properties=(exercises.Property("small", small), exercises.Property("large", large)),
-    )  # fmt: skip
+    )
     monkeypatch.setattr(exercises, "find", lambda name: exercise)
     return exercise
 
@@ -86,6 +94,45 @@ def test_an_untouched_stub_is_not_attempted(doubling, attempt):
 def test_an_exception_is_part_of_the_report_and_shows_the_learners_line(doubling):
     report = check.check("demo/double", lambda n: n / 0)
     assert "ZeroDivisionError" in str(report) and "n / 0" in str(report)
+
+
+def test_an_attempt_that_does_not_end_is_stopped(doubling, monkeypatch):
+    def forever(n):
+        while True:
+            pass
+
+    monkeypatch.setattr(check, "SECONDS", 0.2)
+    report = check.check("demo/double", forever)
+    assert not report.passed and "stopped after 0.2 seconds" in str(report)
+    assert "Does every loop end?" in str(report)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert check.check("demo/double", doubling.reference).passed
+
+
+def test_ranks_that_do_not_end_are_stopped_and_the_next_attempt_runs(monkeypatch):
+    def forever(x, comm):
+        while comm.rank == 1:
+            pass
+        return x
+
+    monkeypatch.setattr(check, "SECONDS", 0.5)
+    assert "stopped after 0.5 seconds" in str(check.check("collectives/ordered-sends", forever))
+    monkeypatch.undo()
+    assert check.check("collectives/ordered-sends", collectives.shift).passed
+
+
+def test_an_interrupt_is_still_the_learners(doubling):
+    def interrupted(n):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check.check("demo/double", interrupted)
+
+
+def test_an_answer_of_ten_megabytes_is_not_echoed(doubling):
+    report = check.check("demo/double", lambda n: "x" * 10_000_000)
+    assert "10,000,020 characters" in str(report) and len(str(report)) < 3000
+    assert len(report._repr_html_()) < 4000
 
 
 def test_hints_are_graded(doubling):

@@ -1,4 +1,4 @@
-"""What a learner calls in a lab: `predict` before, `reveal` after, `check` an attempt, ask for a `hint`, `show` the library's own code."""
+"""What a learner calls: `predict` before, `reveal` after, `check` an attempt, `hint`, `show`."""
 
 import html
 import inspect
@@ -15,10 +15,14 @@ from pygments.lexers import PythonLexer
 
 from labutils import units
 from labutils.teach import exercises
+from labutils.teach.exercises import _clock
 
 Status = Literal["passed", "failed", "not reached"]
 _MARKS = {"passed": "✓", "failed": "✗", "not reached": "–"}
 _COLORS = {"passed": "#1A7F4B", "failed": "#B3261E", "not reached": "#6B7280"}
+_STYLE = "border-left:4px solid {edge};padding:4px 12px;white-space:pre-wrap"
+SECONDS = 60
+"""What one property of an attempt may take; that of a reference takes one or two."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a check: a verdict a property, the failed one first; no verdict at all where nothing was attempted."""
+    """The outcome of a check: a verdict per property, and none where nothing was attempted."""
 
     exercise: exercises.Exercise
     verdicts: tuple[Verdict, ...]
@@ -48,24 +52,28 @@ class Report:
         """True when every property holds."""
         return self.attempted and all(verdict.status == "passed" for verdict in self.verdicts)
 
-    def _headline(self) -> str:
+    @property
+    def status(self) -> Status:
+        """How the attempt as a whole came out; "not reached" where there is none."""
         if not self.attempted:
-            return f"not attempted · {self.exercise.title} ({self.exercise.minutes} min, {self.exercise.dots})"
-        return f"{'solved' if self.passed else 'not yet'} · {self.exercise.title}"
+            return "not reached"
+        return "passed" if self.passed else "failed"
+
+    def _headline(self) -> str:
+        card = self.exercise
+        if not self.attempted:
+            return f"not attempted · {card.title} ({card.minutes} min, {card.dots})"
+        return f"{'solved' if self.passed else 'not yet'} · {card.title}"
 
     def _ordered(self) -> list[Verdict]:
-        return sorted(
-            self.verdicts,
-            key=lambda verdict: ("failed", "passed", "not reached").index(verdict.status),
-        )
+        order = ("failed", "passed", "not reached")
+        return sorted(self.verdicts, key=lambda verdict: order.index(verdict.status))
 
     def __str__(self) -> str:
         lines = [self._headline()]
         for verdict in self._ordered():
-            lines.append(
-                f"{_MARKS[verdict.status]} {verdict.name}"
-                + (f" · {verdict.seen}" if verdict.seen else "")
-            )
+            seen = f" · {verdict.seen}" if verdict.seen else ""
+            lines.append(f"{_MARKS[verdict.status]} {verdict.name}{seen}")
             lines += textwrap.wrap(verdict.hint, 110, initial_indent="  ", subsequent_indent="  ")
         return "\n".join(lines)
 
@@ -75,24 +83,25 @@ class Report:
         rows = []
         for verdict in self._ordered():
             seen = f" · {html.escape(verdict.seen)}" if verdict.seen else ""
-            hint = (
-                f'<div style="margin-left:1.4em">{html.escape(verdict.hint)}</div>'
-                if verdict.hint
-                else ""
+            name = f"{_MARKS[verdict.status]} {html.escape(verdict.name)}"
+            style = f"color:{_COLORS[verdict.status]};font-weight:bold"
+            hint = f'<div style="margin-left:1.4em">{html.escape(verdict.hint)}</div>'
+            rows.append(
+                f'<div><span style="{style}">{name}</span>{seen}{hint * bool(verdict.hint)}</div>'
             )
-            mark = f'<span style="color:{_COLORS[verdict.status]};font-weight:bold">{_MARKS[verdict.status]} {html.escape(verdict.name)}</span>'
-            rows.append(f"<div>{mark}{seen}{hint}</div>")
-        edge = _COLORS[
-            "not reached" if not self.attempted else "passed" if self.passed else "failed"
-        ]
         return (
-            f'<div class="check-report" role="status" style="border-left:4px solid {edge};padding:4px 12px;white-space:pre-wrap">'
+            '<div class="check-report" role="status" '
+            f'style="{_STYLE.format(edge=_COLORS[self.status])}">'
             f"<div><b>{html.escape(self._headline())}</b></div>{''.join(rows)}</div>"
         )
 
 
 def check(exercise_id: str, attempt: Any) -> Report:
-    """The report on `attempt`: properties are tried in order until one fails; an untouched stub is "not attempted", never an error."""
+    """The report on `attempt`: properties are tried in order until one fails.
+
+    An untouched stub is "not attempted"; whatever an attempt raises is part of the report, and so
+    is a property that takes longer than `SECONDS`.
+    """
     exercise = exercises.find(exercise_id)
     verdicts: list[Verdict] = []
     if attempt is ... or attempt is None:
@@ -101,23 +110,41 @@ def check(exercise_id: str, attempt: Any) -> Report:
         if verdicts and verdicts[-1].status != "passed":
             verdicts.append(Verdict(prop.name, "not reached"))
             continue
-        try:
-            verdicts.append(Verdict(prop.name, "passed", prop.test(attempt) or ""))
-        except exercises.Failed as failure:
-            verdicts.append(Verdict(prop.name, "failed", str(failure), failure.hint))
-        except Exception as error:
-            # A check must survive whatever a learner's code does; what happened is part of the report.
-            if any(isinstance(cause, NotImplementedError) for cause in _causes(error)):
-                return Report(exercise, ())
-            verdicts.append(
-                Verdict(
-                    prop.name,
-                    "failed",
-                    f"your code raised {type(error).__name__}: {error}",
-                    _where(error),
-                )
-            )
+        verdict = _verdict(prop, attempt)
+        if verdict is None:
+            return Report(exercise, ())
+        verdicts.append(verdict)
     return Report(exercise, tuple(verdicts))
+
+
+def _verdict(prop: exercises.Property, attempt: Any) -> Verdict | None:
+    """How one property comes out; None where a stub says that it is none yet."""
+    try:
+        with _clock.limit(SECONDS):
+            return Verdict(prop.name, "passed", prop.test(attempt) or "")
+    except exercises.Failed as failure:
+        seen, why = str(failure), failure.hint
+    except _clock.TimeIsUp:
+        seen, why = f"stopped after {SECONDS:g} seconds", _ENDLESS
+    except Exception as error:
+        # A check must survive whatever a learner's code does; what happened is part of the report.
+        if any(isinstance(cause, NotImplementedError) for cause in _causes(error)):
+            return None
+        seen, why = f"your code raised {type(error).__name__}: {error}", _where(error)
+    return Verdict(prop.name, "failed", _cut(seen), _cut(why))
+
+
+def _cut(text: str, most: int = 2000) -> str:
+    """The text, or the beginning and the end of a very long one."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most - 300]} … ({len(text):,} characters) … {text[-300:]}"
+
+
+_ENDLESS = (
+    "Does every loop end? Does a recursion compute the same thing again and again? "
+    "Then remember results: functools.cache."
+)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -127,7 +154,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line outside this package and those installed: the learner's own, where there is one."""
+    """The innermost line that is neither this package's nor an installed one: the learner's own."""
     package = exercises.__name__.partition(".")[0]
     for cause in list(_causes(error))[::-1]:
         for frame in reversed(traceback.extract_tb(cause.__traceback__)):
@@ -155,7 +182,8 @@ def hint(exercise_id: str, level: int = 1) -> Text:
     exercise = exercises.find(exercise_id)
     if units.whole(level, "level", 1) > len(exercise.hints):
         raise ValueError(
-            f"{exercise_id} has {len(exercise.hints)} hints, asked for number {level}: the next step is show(…), the solution"
+            f"{exercise_id} has {len(exercise.hints)} hints, asked for number {level}: "
+            "the next step is show(…), the solution"
         )
     return Text(f"Hint {level} of {len(exercise.hints)}: {exercise.hints[level - 1]}")
 
@@ -165,7 +193,7 @@ predictions: dict[str, int | float | str] = {}
 
 
 def predict(question: str, **guess: int | float | str) -> Text:
-    """Keeps your guess for `question`, given in the unit of your choice, for the figure or the `reveal` that follows.
+    """Keeps your guess for `question`, in a unit of your choice, for the `reveal` that follows.
 
     >>> predict("all-reduce/bytes-per-rank", MB=64)
     Your guess for all-reduce/bytes-per-rank: 64 MB. Kept.
@@ -174,14 +202,16 @@ def predict(question: str, **guess: int | float | str) -> Text:
     """
     if len(guess) != 1:
         raise ValueError(
-            f"give one guess with its unit, such as predict({question!r}, MB=64); got {guess or 'none'}"
+            f"give one guess with its unit, such as predict({question!r}, MB=64); "
+            f"got {guess or 'none'}"
         )
     ((unit, value),) = guess.items()
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError(f"a guess is a number or a word, got {value!r}")
     if isinstance(value, float) and math.isnan(value):
         raise ValueError(
-            "a guess of NaN cannot be compared with anything: guess a number, or write it as a word, 'nan'"
+            "a guess of NaN cannot be compared with anything: guess a number, "
+            "or write it as a word, 'nan'"
         )
     predictions[question] = value if isinstance(value, str) else _amount(value, unit)
     return Text(f"Your guess for {question}: {_spoken(value, unit)}. Kept.")
@@ -196,18 +226,19 @@ def reveal(question: str, **answer: int | float | str) -> Text:
     """
     if len(answer) != 1:
         raise ValueError(
-            f"give one answer with its unit, such as reveal({question!r}, MB=96); got {answer or 'none'}"
+            f"give one answer with its unit, such as reveal({question!r}, MB=96); "
+            f"got {answer or 'none'}"
         )
     ((unit, value),) = answer.items()
     if question not in predictions:
         return Text(
-            f"It is {_spoken(value, unit)}. You made no guess: run predict({question!r}, {unit}=…) first, it is worth it."
+            f"It is {_spoken(value, unit)}. You made no guess: "
+            f"run predict({question!r}, {unit}=…) first, it is worth it."
         )
     guess = predictions[question]
     if isinstance(value, str) or isinstance(guess, str):
-        return Text(
-            f"You guessed {guess}, it is {value}{'' if str(guess) == str(value) else ': worth a second look'}."
-        )
+        far = "" if str(guess) == str(value) else ": worth a second look"
+        return Text(f"You guessed {guess}, it is {value}{far}.")
     actual = _amount(value, unit)
     said = f"You guessed {_written(guess, unit)}, it is {_written(actual, unit)}"
     if guess == actual:
@@ -235,16 +266,14 @@ def _spoken(value: int | float | str, unit: str) -> str:
 
 
 def _written(amount: int | float, unit: str) -> str:
-    return (
-        units.text(amount, binary="i" in unit)
-        if _factor(unit)
-        else f"{amount:g} {unit.replace('_', ' ')}"
-    )
+    if _factor(unit):
+        return units.text(amount, binary="i" in unit)
+    return f"{amount:g} {unit.replace('_', ' ')}"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Library source, shown folded: the solution of an exercise is the code that the course itself runs."""
+    """Library source, shown folded: a solution is the code that the course itself runs."""
 
     title: str
     code: str
@@ -253,29 +282,26 @@ class Source:
         return f"# {self.title}\n{self.code}"
 
     def _repr_html_(self) -> str:
-        # Inline colors on a light card: the same in JupyterLab, in the book, and in both in the dark.
+        # Inline colors on a light card: the same in JupyterLab and in the book, also in the dark.
         pretty = highlight(
             self.code, PythonLexer(), HtmlFormatter(noclasses=True, nowrap=True, style="friendly")
         )
         return (
             f'<details class="source"><summary>{html.escape(self.title)}</summary>'
-            f'<pre tabindex="0" style="background:#f8f8f8;color:#1b1b1b;padding:10px;border-radius:6px;overflow-x:auto">{pretty}</pre></details>'
+            '<pre tabindex="0" style="background:#f8f8f8;color:#1b1b1b;padding:10px;'
+            f'border-radius:6px;overflow-x:auto">{pretty}</pre></details>'
         )
 
 
 def show(obj: Any) -> Source:
-    """The source of a function, class, method or module of the library, folded until you open it."""
+    """The source of a function, class, method or module, folded until you open it."""
     try:
         code = textwrap.dedent(inspect.getsource(obj))
     except (TypeError, OSError):
         raise TypeError(
             f"show needs a function, a class or a module with Python source, got {obj!r}"
         ) from None
-    module = inspect.getmodule(obj)
+    module = getattr(inspect.getmodule(obj), "__name__", "notebook")
+    where = module.removeprefix("labutils.").replace("__main__", "this notebook")
     name = getattr(obj, "__qualname__", None)
-    where = (
-        getattr(module, "__name__", "notebook")
-        .removeprefix("labutils.")
-        .replace("__main__", "this notebook")
-    )
     return Source(f"{where}.{name}" if name else where, code.rstrip())
