@@ -134,6 +134,23 @@ def _blind_nan(q: Tensor, k: Tensor, v: Tensor, **_: object) -> tuple[Tensor, Te
     return out.masked_fill((lse == -math.inf)[..., None], math.nan), lse
 
 
+def _first_maximum(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
+    """Subtracts the maximum of the first block that has one, for ever."""
+    top, total, out = None, 0.0, 0.0
+    for scores, values in blocks:
+        if top is None and scores.max() > -math.inf:
+            top = scores.max()
+        weights = (scores - (0.0 if top is None else top)).exp()
+        total, out = total + weights.sum(), out + weights @ values
+    return out / total, top + total.log()
+
+
+def _mended_nan(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    lse = torch.logaddexp(lse1, lse2)
+    w1, w2 = ((part - lse).exp().nan_to_num(0.0)[..., None] for part in (lse1, lse2))
+    return w1 * o1 + w2 * o2, lse
+
+
 WRONG = {
     "flash/online-softmax": (
         Wrong(
@@ -177,6 +194,9 @@ WRONG = {
         Wrong(
             "log-sum-exp without the maximum", _without_top, "the log-sum-exp", "maximum + log(sum)"
         ),
+        Wrong(
+            "the first maximum for ever", _first_maximum, "huge scores", "not the largest for ever"
+        ),
         Wrong("collects the blocks", _collect, "blocks are forgotten", "not the blocks"),
     ),
     "flash/merge": (
@@ -187,6 +207,7 @@ WRONG = {
         Wrong("one maximum for all rows", _one_maximum, "large scores", "Row by row"),
         Wrong("exponentials without a shift", _unshifted, "large scores", "subtract the larger"),
         Wrong("sigmoid of the difference", _sigmoid, "parts without keys", "NaN"),
+        Wrong("NaN mended afterwards", _mended_nan, "gradients", "not the gradient"),
         Wrong("detached weights", _detached, "gradients", "lse needs its gradient"),
     ),
     "flash/causal-hunt": (

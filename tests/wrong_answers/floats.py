@@ -35,6 +35,15 @@ def _decode_with(
     return decode
 
 
+def _knows_the_name(fmt: FloatFormat, code: int) -> float:
+    """IEEE for every format but the one called e4m3."""
+    top = fmt.fields(code).exponent == 2**fmt.exponent_bits - 1
+    if fmt.name == "e4m3" or not top:
+        return fmt.decode(code)
+    infinity = -math.inf if fmt.fields(code).sign else math.inf
+    return math.nan if fmt.fields(code).mantissa else infinity
+
+
 def _encode_with(
     rounding: Callable[[float], float] = round,
     carry: bool = True,
@@ -99,6 +108,18 @@ WRONG = {
             "no leading 1",
         ),
         Wrong("subnormals are zero", _decode_with(flush=True), "subnormal numbers", "fill the gap"),
+        Wrong(
+            "every format but e4m3 is IEEE",
+            _knows_the_name,
+            "other formats, down to four bits",
+            "no IEEE format",
+        ),
+        Wrong(
+            "no sign of zero",
+            lambda fmt, code: fmt.decode(code) + 0.0,
+            "signs and zeros",
+            "the sign of a zero must survive",
+        ),
         Wrong(
             "every format is IEEE", _decode_with(all_ieee=True), "e4m3's own corners", "no infinity"
         ),

@@ -110,6 +110,31 @@ def _bugged(
     return attempt
 
 
+def _clip_each(parameters: list[nn.Parameter], max_norm: float) -> None:
+    for parameter in parameters:
+        nn.utils.clip_grad_norm_([parameter], max_norm)
+
+
+def _clip_first(parameters: list[nn.Parameter], max_norm: float) -> None:
+    nn.utils.clip_grad_norm_(parameters[:1], max_norm)
+
+
+def _looks_for_nan_alone(
+    loss: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler,
+    max_norm: float,
+) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.zero_grad()
+    scaler.scale(loss()).backward()
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    if not torch.isnan(norm):
+        optimizer.step()
+    scaler.update()
+
+
 WRONG = {
     "precision/master-weights": (
         Wrong("stepped in half", _in_half, "short steps add up", "rounded away"),
@@ -162,6 +187,24 @@ WRONG = {
             _bugged(zero=False),
             "gradients are fresh",
             "before backward",
+        ),
+        Wrong(
+            "each parameter clipped alone",
+            _bugged(clip=_clip_each),
+            "clipping sees true gradients",
+            "all gradients together",
+        ),
+        Wrong(
+            "the first group alone clipped",
+            _bugged(clip=_clip_first),
+            "clipping sees true gradients",
+            "all gradients together",
+        ),
+        Wrong(
+            "looks for NaN alone",
+            _looks_for_nan_alone,
+            "an overflow changes nothing",
+            "an inf or NaN",
         ),
         Wrong("the loss is not scaled", _bugged(scale=False), "a plain step", "Scale the loss"),
         Wrong(

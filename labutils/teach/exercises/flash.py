@@ -128,30 +128,31 @@ def _later_highest(attempt: Online) -> str:
 
 
 def _huge(attempt: Online) -> str:
-    cases = {"scores near 1000": (1000 + _noise(6), 2), "scores near −1000": (-1000 + _noise(6), 2)}
-    _online(
-        attempt,
-        cases,
-        lambda _: (
-            "exp(1000) is infinite and exp(−1000) is zero: subtract the largest score so far "
-            "before the exponential."
+    def case(*scores: float) -> tuple[Tensor, int]:
+        return torch.tensor(scores, dtype=torch.float64), 2
+
+    near = {"scores near 1000": (1000 + _noise(6), 2), "scores near −1000": (-1000 + _noise(6), 2)}
+    falling = {"scores 1000, 999, then 1, 0": case(1000, 999, 1, 0)}
+    rising = {"scores 0, 1, then 1000, 1001": case(0, 1, 1000, 1001)}
+    for cases, hint in (
+        (
+            near,
+            "exp(1000) is infinite and exp(−1000) is zero: "
+            "subtract the largest score so far before the exponential.",
         ),
-    )
-    falling = {
-        "scores 1000, 999, then 1, 0": (
-            torch.tensor([1000.0, 999.0, 1.0, 0.0], dtype=torch.float64),
-            2,
-        )
-    }
-    _online(
-        attempt,
-        falling,
-        lambda _: (
-            "A block of smaller scores must not lower the maximum: subtract the largest so far, "
-            "not the largest of the block."
+        (
+            falling,
+            "A block of smaller scores must not lower the maximum: "
+            "subtract the largest so far, not the largest of the block.",
         ),
-    )
-    return "3 cases"
+        (
+            rising,
+            "The first block's maximum is not the largest for ever: "
+            "when a larger score comes, subtract that, and rescale what was summed before.",
+        ),
+    ):
+        _online(attempt, cases, lambda _, hint=hint: hint)
+    return "4 cases"
 
 
 def _blind_start(attempt: Online) -> str:
@@ -343,7 +344,18 @@ def _gradient(attempt: Merge) -> str:
             "The weights depend on lse, so lse needs its gradient: no detach() on what remains in "
             "the result.",
         )
-    return "q, k and v"
+    o1, lse1, o2, lse2, *_ = (x.detach().clone() for x in _halves())
+    for out, lse in ((o1, lse1), (o2, lse2)):  # a row that neither part sees
+        out[:, :, 0], lse[:, :, 0] = 0.0, -math.inf
+    leaves = [x.requires_grad_() for x in (o1, lse1, o2, lse2)]
+    found = torch.autograd.grad(_merged(attempt, *leaves)[0].sum(), leaves, allow_unused=True)
+    if any(g is None or not g.isfinite().all() for g in found):
+        raise Failed(
+            "in a row that no part sees the gradients are not finite",
+            "Replacing NaN in the result mends the value, not the gradient: keep −inf − (−inf) "
+            "from being computed, by subtracting a finite number there.",
+        )
+    return "q, k and v, and rows without keys"
 
 
 MERGE = Exercise(

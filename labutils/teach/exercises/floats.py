@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 import torch
 
 from labutils import precision
-from labutils.floats import BF16, E4M3, E5M2, FP16, FP32, FloatFormat
+from labutils.floats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, FP16, FP32, FloatFormat
 from labutils.teach.exercises import Exercise, Failed, Property
 
 MINE = FloatFormat("1-3-4", 3, 4)
@@ -125,6 +126,19 @@ def _e4m3_specials(attempt: Decode) -> str:
     return f"{_decodes(attempt, E4M3, [*range(120, 128), 255], hint)} codes"
 
 
+def _small_formats(attempt: Decode) -> str:
+    def hint(fmt, code, got):
+        if math.isnan(fmt.decode(code)):
+            return f"{fmt.name} has one NaN, the code of −0: look at fmt.nan and fmt.fields(code)."
+        return (
+            f"{fmt.name} is no IEEE format: its top exponent holds numbers. "
+            "Ask fmt.fields(code) for the kind, not the name of the format."
+        )
+
+    formats = (E2M1, E3M2, E2M3, E4M3FNUZ)
+    return f"{sum(_decodes(attempt, fmt, range(2**fmt.bits), hint) for fmt in formats)} codes"
+
+
 DECODE = Exercise(
     id="floats/decode",
     title="Read a code",
@@ -138,6 +152,7 @@ DECODE = Exercise(
         Property("subnormal numbers", _subnormals),
         Property("inf and NaN", _ieee_specials),
         Property("e4m3's own corners", _e4m3_specials),
+        Property("other formats, down to four bits", _small_formats),
     ),
     hints=(
         "fmt.fields(code) cuts the code into sign, exponent field and mantissa field, "
@@ -156,11 +171,12 @@ DECODE = Exercise(
 def _encodes(attempt: Encode, fmt: FloatFormat, numbers: Sequence[float], hint: str) -> int:
     for x in numbers:
         got, exact = attempt(fmt, x), fmt.encode(x)
-        if not isinstance(got, int) or not 0 <= got < 2**fmt.bits:
+        if not isinstance(got, Integral) or not 0 <= got < 2**fmt.bits:
             raise Failed(
                 f"encode({fmt.name}, {x}) returned {got!r}",
                 f"A code of {fmt.name} is an int from 0 to {2**fmt.bits - 1}.",
             )
+        got = int(got)
         if got != exact and not fmt.fields(got).kind == fmt.fields(exact).kind == "nan":
             yours, right = (f"{fmt.bit_string(code)} ({fmt.decode(code)})" for code in (got, exact))
             if got ^ exact == 1 << fmt.exponent_bits + fmt.mantissa_bits:
@@ -317,9 +333,13 @@ def _any_length(attempt: Callable) -> str:
 def _rounded_each(attempt: Callable) -> str:
     if (got := _sum_of(attempt, [256.0, 1.0, 1.0, 1.0], BF16)) != 258:
         raise Failed(
-            f"256 + 1 + 1 + 1 in bf16: you got {got:g}, a tree gives 258",
-            "259 is the exact sum, and 260 what it rounds to at the end. "
-            "That is a good plan for hardware, but here every partial sum has to be a bf16.",
+            f"256 + 1 + 1 + 1 in bf16: you got {got:g}, a tree over neighbors gives 258",
+            "Add neighbors, (256 + 1) + (1 + 1): another order has another last digit."
+            if got != 260
+            else (
+                "259 is the exact sum, and 260 what it rounds to at the end, or from the smallest "
+                "up. Here every partial sum of two neighbors has to be a bf16."
+            ),
         )
     return "256 + 1 + 1 + 1"
 

@@ -210,15 +210,27 @@ SCALE = Exercise(
 
 
 class _Bowl:
-    """A weight at (3, 4) whose loss is ½·|w|² times `slope`, with its own optimizer and scaler."""
+    """Weights 3 and 4 in two groups, whose loss is ½·(w₁² + w₂²) times `slope`."""
 
     def __init__(self, scale: float = 64.0, slope: float = 1.0) -> None:
-        self.weight = nn.Parameter(torch.tensor([3.0, 4.0]))
-        self.optimizer = torch.optim.SGD([self.weight], lr=1.0, momentum=0.5)
+        self.weights = [nn.Parameter(torch.tensor([start])) for start in (3.0, 4.0)]
+        groups = [dict(params=[weight]) for weight in self.weights]
+        self.optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
         self.scaler, self.slope = LossScaler(scale, growth_interval=2), slope
 
+    @property
+    def place(self) -> Tensor:
+        """Where the weights are."""
+        return torch.cat([weight.detach() for weight in self.weights])
+
+    @property
+    def momentum(self) -> Tensor:
+        """What the optimizer keeps."""
+        state = self.optimizer.state
+        return torch.cat([state[weight]["momentum_buffer"] for weight in self.weights])
+
     def loss(self) -> Tensor:
-        return self.slope * self.weight.square().sum() / 2
+        return self.slope * sum(weight.square().sum() for weight in self.weights) / 2
 
     def step(self, attempt: Callable, max_norm: float = 1e9) -> None:
         attempt(self.loss, self.optimizer, self.scaler, max_norm)
@@ -228,12 +240,12 @@ def _plain_step(attempt: Callable) -> str:
     for scale in (1.0, 64.0):
         bowl = _Bowl(scale)
         bowl.step(attempt)
-        if not torch.allclose(bowl.weight, torch.zeros(2)):
+        if not torch.allclose(bowl.place, torch.zeros(2)):
             raise Failed(
                 f"scale {scale:g}: a step of length 1 along the gradient leads from (3, 4) "
-                f"to {[round(x, 3) for x in bowl.weight.tolist()]}, not to (0, 0)",
+                f"to {[round(x, 3) for x in bowl.place.tolist()]}, not to (0, 0)",
                 "Gradients carry the scale until unscale_(); what steps must not."
-                if bowl.weight.abs().max() > 4
+                if bowl.place.abs().max() > 4
                 else (
                     "They were divided by the scale once too often. Scale the loss; unscale once; "
                     "update() comes last, after it step() would unscale anew."
@@ -246,7 +258,7 @@ def _clipped(attempt: Callable) -> str:
     for scale in (1.0, 4096.0):
         bowl = _Bowl(scale)
         bowl.step(attempt, max_norm=2.5)
-        moved = (bowl.weight.detach() - torch.tensor([3.0, 4.0])).norm().item()
+        moved = (bowl.place - torch.tensor([3.0, 4.0])).norm().item()
         if abs(moved - 2.5) > 1e-4:
             raise Failed(
                 f"scale {scale:g}: a gradient of length 5, clipped to 2.5, moves the weights by "
@@ -263,23 +275,18 @@ def _clipped(attempt: Callable) -> str:
 
 
 def _skipped(attempt: Callable) -> str:
-    bowl = _Bowl()
-    bowl.step(attempt)
-    before, momentum = (
-        bowl.weight.detach().clone(),
-        bowl.optimizer.state[bowl.weight]["momentum_buffer"].clone(),
-    )
-    bowl.slope = math.inf
-    bowl.step(attempt)
-    kept = torch.equal(bowl.weight, before) and torch.equal(
-        bowl.optimizer.state[bowl.weight]["momentum_buffer"], momentum
-    )
-    if not kept:
-        raise Failed(
-            f"a gradient of inf: the weights go from {before.tolist()} to {bowl.weight.tolist()}",
-            "scaler.step(optimizer) leaves the step out when it found an inf or NaN; "
-            "optimizer.step() does not, and Adam's moments never forget a NaN.",
-        )
+    for slope in (math.inf, math.nan):
+        bowl = _Bowl()
+        bowl.step(attempt, max_norm=2.5)  # half of the way, so that inf times a weight is inf
+        before, momentum, bowl.slope = bowl.place, bowl.momentum, slope
+        bowl.step(attempt)
+        if not (torch.equal(bowl.place, before) and torch.equal(bowl.momentum, momentum)):
+            raise Failed(
+                f"a gradient of {slope}: "
+                f"the weights go from {before.tolist()} to {bowl.place.tolist()}",
+                "scaler.step(optimizer) leaves the step out when it found an inf or NaN; "
+                "optimizer.step() does not, and Adam's moments never forget a NaN.",
+            )
     return "weights and momentum as before"
 
 
@@ -300,11 +307,12 @@ def _moves(attempt: Callable) -> str:
 
 def _fresh(attempt: Callable) -> str:
     bowl = _Bowl()
-    bowl.weight.grad = torch.full((2,), 100.0)
+    for weight in bowl.weights:
+        weight.grad = torch.full((1,), 100.0)
     bowl.step(attempt)
-    if not torch.allclose(bowl.weight, torch.zeros(2)):
+    if not torch.allclose(bowl.place, torch.zeros(2)):
         raise Failed(
-            f"with a gradient left over from before, the step leads to {bowl.weight.tolist()}",
+            f"with a gradient left over from before, the step leads to {bowl.place.tolist()}",
             "Clear the gradients before backward().",
         )
     return "nothing left over"
