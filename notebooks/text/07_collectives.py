@@ -53,7 +53,8 @@ world.run(lambda rank: f"I am rank {rank.rank} of {rank.size}")
 # neighbor. Play it, and watch where a piece is complete for the first time.
 
 # %%
-world.run(lambda rank: collectives.all_reduce_ring(torch.ones(4_000_000), rank.comm("dp")))
+ones = torch.ones(4_000_000)
+world.run(lambda rank: collectives.all_reduce_ring(ones, rank.comm("dp")))
 plots.ring_animation(world.trace)
 
 # %% [markdown]
@@ -121,7 +122,7 @@ reveal("sends-first/ranks-that-get-past", ranks=0)
 
 # %%
 def pass_right(x: torch.Tensor, comm) -> torch.Tensor:
-    """What the rank before this one holds: all pass x to rank + 1, and the last to rank 0."""
+    """What the rank before this one holds: all pass x to rank + 1, the last to 0."""
     raise NotImplementedError
 
 
@@ -165,14 +166,15 @@ except MismatchError as error:
 
 # %%
 def run(algorithm, numel=1_000_000, ranks=8, engine="threads"):
-    """What every rank returned, and the trace of messages, when rank r holds the number r + 1.
+    """What every rank returned, and the trace of messages; rank r holds r + 1, in fp32.
 
-    It holds it `numel` times, in fp32; in a gather only as often as its share says.
+    It holds it `numel` times, in a gather only as often as its share says.
     """
 
     def program(rank):
         collective, comm = getattr(collectives, algorithm), rank.comm("dp")
-        x, sizes = torch.full((numel,), rank.rank + 1.0), collectives.shares(numel, ranks)
+        x = torch.full((numel,), rank.rank + 1.0)
+        sizes = collectives.shares(numel, ranks)
         if "gather" in algorithm:
             return collective(x[: sizes[rank.rank]], comm, sizes=sizes)
         return collective(x, comm)
@@ -199,7 +201,8 @@ _, tree = run("broadcast_tree")
 plots.messages(tree)
 
 # %%
-reveal("broadcast/steps-for-1000-ranks", steps=collectives.steps("broadcast_tree", 1000))
+steps = collectives.steps("broadcast_tree", 1000)
+reveal("broadcast/steps-for-1000-ranks", steps=steps)
 
 # %% [markdown]
 # The number of ranks that have the tensor doubles in each step, so N ranks need ⌈log₂ N⌉ steps. The bytes did not become fewer: each of the N − 1 others
@@ -218,7 +221,7 @@ reveal("broadcast/steps-for-1000-ranks", steps=collectives.steps("broadcast_tree
 
 # %%
 def broadcast(x: torch.Tensor, comm) -> torch.Tensor:
-    """Rank 0's x, on every rank, in ⌈log₂ N⌉ steps. Elsewhere only the shape of x matters."""
+    """Rank 0's x, on every rank, in ⌈log₂ N⌉ steps; elsewhere its shape matters."""
     raise NotImplementedError
 
 
@@ -247,6 +250,10 @@ def example(rank):
     return torch.cat([i, i**2, i**3])
 
 
+def on_three(collective):
+    return three.run(lambda rank: collective(example(rank), rank.comm("dp")).tolist())
+
+
 three = World(3)
 three.run(lambda rank: example(rank).tolist())
 
@@ -254,7 +261,7 @@ three.run(lambda rank: example(rank).tolist())
 # Scatter: rank 0's pieces, one for each rank. (Gather is the way back.)
 
 # %%
-three.run(lambda rank: collectives.scatter_star(example(rank), rank.comm("dp")).tolist())
+on_three(collectives.scatter_star)
 
 # %% [markdown]
 # Reduce: the sum of all, at rank 0 alone. (Broadcast is the way back.)
@@ -266,7 +273,7 @@ three.run(lambda rank: collectives.reduce_tree(example(rank), rank.comm("dp")))
 # Reduce-scatter: the same sum, and each rank has its piece of it.
 
 # %%
-three.run(lambda rank: collectives.reduce_scatter_ring(example(rank), rank.comm("dp")).tolist())
+on_three(collectives.reduce_scatter_ring)
 
 # %% [markdown]
 # All-gather gives every piece to everybody. After a reduce-scatter, the two together are an all-reduce:
@@ -281,13 +288,13 @@ def two_halves(rank):
 three.run(two_halves)
 
 # %%
-three.run(lambda rank: collectives.all_reduce_ring(example(rank), rank.comm("dp")).tolist())
+on_three(collectives.all_reduce_ring)
 
 # %% [markdown]
 # All-to-all adds nothing: it transposes. Piece j of rank i goes to rank j, where it becomes piece i. Experts will need it (lab 12).
 
 # %%
-three.run(lambda rank: collectives.all_to_all_pairwise(example(rank), rank.comm("dp")).tolist())
+on_three(collectives.all_to_all_pairwise)
 
 # %%
 show(collectives.all_to_all_pairwise)
@@ -319,13 +326,15 @@ def row(algorithm):
     busiest = [max(way.by("rank").values()) for way in (trace.sent, trace.received)]
     held_MB = " ".join(f"{nbytes / 1e6:g}" for nbytes in held.by("rank").values())
     unexplained = sum(bytes_unexplained(algorithm, trace, held, nbytes=24e6, n=4))
-    columns = "".join(f"{units.text(amount):>9}" for amount in (trace.sent.total, *busiest))
+    amounts = map(units.text, (trace.sent.total, *busiest))
+    columns = "".join(f"{amount:>9}" for amount in amounts)
     return f"{algorithm:28}{columns}{held_MB:>14}{trace.steps:6}{unexplained:13}"
 
 
 def held_by(results):
     amounts = [0 if y is None else y.nbytes for y in results]
-    return Ledger(Line("result", nbytes, rank=rank) for rank, nbytes in enumerate(amounts))
+    lines = (Line("result", nbytes, rank=rank) for rank, nbytes in enumerate(amounts))
+    return Ledger(lines)
 
 
 def bytes_unexplained(algorithm, trace, held, **sizes):
@@ -333,7 +342,8 @@ def bytes_unexplained(algorithm, trace, held, **sizes):
     return sent.unexplained, collectives.held(algorithm, **sizes).diff(held).unexplained
 
 
-print(f"{'in all':>37}{'sends':>9}{'receives':>9}{'held in MB':>14}{'steps':>6}{'unexplained':>13}")
+print(f"{'in all':>37}{'sends':>9}{'receives':>9}{'held in MB':>14}", end="")
+print(f"{'steps':>6}{'unexplained':>13}")
 for algorithm in collectives.FORMULAS:
     print(row(algorithm))
 
@@ -372,7 +382,8 @@ predict("all-reduce/bytes-per-rank", MB=64)
 # whatever its number. On a thousand ranks it would be 128 MB, twice the tensor, and never more.
 
 # %%
-sent = {way: run(f"all_reduce_{way}", 16_000_000, ranks=4)[1].sent for way in ("naive", "ring")}
+traces = {way: run(f"all_reduce_{way}", 16_000_000, 4)[1] for way in ("naive", "ring")}
+sent = {way: trace.sent for way, trace in traces.items()}
 plots.comm_bars(**sent, guess=predictions["all-reduce/bytes-per-rank"])
 
 # %%
@@ -401,7 +412,8 @@ reveal("all-reduce/bytes-per-rank", MB=96)
 def three_results(algorithm):
     results, trace = run(algorithm, 1_000_003, ranks=4)
     equal = all(bool((y == 1 + 2 + 3 + 4).all()) for y in results)
-    return equal, *bytes_unexplained(algorithm, trace, held_by(results), nbytes=4 * 1_000_003, n=4)
+    sizes = {"nbytes": 4 * 1_000_003, "n": 4}
+    return equal, *bytes_unexplained(algorithm, trace, held_by(results), **sizes)
 
 
 {algorithm: three_results(algorithm) for algorithm in collectives.ALL_REDUCES}
@@ -460,8 +472,9 @@ def published_ring(x, comm):
 
 
 def published_test(all_reduce, world):
-    results = world.run(lambda rank: all_reduce(torch.arange(8.0) + rank.rank, rank.comm("dp")))
-    expected = sum(torch.arange(8.0) + rank for rank in range(world.size))
+    x = torch.arange(8.0)
+    results = world.run(lambda rank: all_reduce(x + rank.rank, rank.comm("dp")))
+    expected = sum(x + rank for rank in range(world.size))
     right = all(torch.equal(y, expected) for y in results)
     return [] if right else ["some rank does not hold the sum"]
 
@@ -475,7 +488,7 @@ published_test(published_ring, World(8))
 
 # %%
 def complaints(all_reduce, world) -> list[str]:
-    """What is wrong with `all_reduce(x, comm)`, found by running it on every rank of `world`."""
+    """What is wrong with `all_reduce(x, comm)`, when every rank of `world` runs it."""
     raise NotImplementedError
 
 
@@ -534,8 +547,8 @@ link = Link(latency=10e-6, bandwidth=10e9)
 for algorithm in collectives.ALL_REDUCES:
     _, trace = run(algorithm)
     formula, replay = collectives.cost(algorithm, 4e6, 8, link), trace.makespan(link)
-    both = f"formula {units.text(formula, 's'):>8}   replay {units.text(replay, 's'):>8}"
-    print(f"{algorithm:28} {both}")
+    formula, replay = units.text(formula, "s"), units.text(replay, "s")
+    print(f"{algorithm:28} formula {formula:>8}   replay {replay:>8}")
 
 # %% [markdown]
 # Six ranks, and links of 10 µs and 10 GB/s. From which message size on is the ring the fastest? Guess before you look.
@@ -581,7 +594,8 @@ plots.cost_curves(sizes, **curves(8, link, sizes))
 # %%
 def bytes_on_links(trace):
     n = len(trace.ranks)
-    return sum(m.nbytes * min((m.to - m.source) % n, (m.source - m.to) % n) for m in trace.messages)
+    ways = ((m.nbytes, (m.to - m.source) % n) for m in trace.messages)
+    return sum(nbytes * min(hops, n - hops) for nbytes, hops in ways)
 
 
 for name in ("ring", "halving_doubling"):
@@ -623,7 +637,7 @@ collectives.sent("all_reduce_ring", nbytes=40, n=4).diff(processes.ledger)
 
 # %%
 def seconds(program, nbytes, repeats=15):
-    """Median over repeats of the time that the slowest rank needs for program(x, comm)."""
+    """Median over repeats of the slowest rank's time for program(x, comm)."""
 
     def timed(rank):
         comm, x, times = rank.comm("dp"), torch.ones(nbytes // 4), []
@@ -718,18 +732,21 @@ tp = (activation.scaled(4 * L + 2) + loss).scaled(8)
 
 # %%
 def contest(ranks=6, size=2**20, latency_µs=10, bandwidth_GBps=10):
-    """The four all-reduces on links with that latency and bandwidth, dots at the chosen size."""
+    """The four all-reduces on such links, dots at the chosen size."""
     link = Link(latency_µs * 1e-6, bandwidth_GBps * 1e9)
     sizes = [10 ** (k / 10) for k in range(18, 91)]
-    dots = {name: ([size], times) for name, times in curves(ranks, link, [size]).items()}
+    here = curves(ranks, link, [size])
+    dots = {name: ([size], times) for name, times in here.items()}
     winner = collectives.fastest(size, ranks, link).removeprefix("all_reduce_")
-    times = units.text(dots[winner][1][0], "s")
-    title = f"{units.text(size)} on {ranks} ranks: {winner.replace('_', '-')} wins with {times}"
-    return plots.cost_curves(sizes, measured=dots, title=title, **curves(ranks, link, sizes))
+    times, name = units.text(here[winner][0], "s"), winner.replace("_", "-")
+    title = f"{units.text(size)} on {ranks} ranks: {name} wins with {times}"
+    lines = curves(ranks, link, sizes)
+    return plots.cost_curves(sizes, measured=dots, title=title, **lines)
 
 
 size, few, many = log(2**10, 2**30, 2, unit="B"), [1, 10], [10, 100]
-explore(contest, states=36, ranks=[6, 8, 1000], size=size, latency_µs=few, bandwidth_GBps=many)
+knobs = dict(ranks=[6, 8, 1000], size=size, latency_µs=few, bandwidth_GBps=many)
+explore(contest, states=36, **knobs)
 
 # %% [markdown]
 # ## In practice
@@ -744,7 +761,8 @@ explore(contest, states=36, ranks=[6, 8, 1000], size=size, latency_µs=few, band
 
 # %%
 for ranks in (8, 64, 512):
-    ring, tree = (collectives.steps(f"all_reduce_{name}", ranks) for name in ("ring", "tree"))
+    ring = collectives.steps("all_reduce_ring", ranks)
+    tree = collectives.steps("all_reduce_tree", ranks)
     bytes_added = 2 - collectives.FORMULAS["all_reduce_ring"].share(ranks)
     place = units.text((ring - tree) * link.latency * link.bandwidth / bytes_added)
     print(f"{ranks:4} ranks: the ring beats a pipelined tree from {place} on")
@@ -757,9 +775,10 @@ for ranks in (8, 64, 512):
 # number of ranks. Eight ranks, links of 10 GB/s without latency (for broadcast and reduce the factor is 1):
 
 # %%
-ways = ("all_reduce_ring", "reduce_scatter_ring", "all_gather_ring", "all_to_all_pairwise")
-for op, _, way in (name.rpartition("_") for name in ways):
-    t = collectives.cost(f"{op}_{way}", 1e9, 8, Link(0, 10e9))
+rings = ("all_reduce_ring", "reduce_scatter_ring", "all_gather_ring")
+for name in (*rings, "all_to_all_pairwise"):
+    op = name.rpartition("_")[0]
+    t = collectives.cost(name, 1e9, 8, Link(0, 10e9))
     algbw, busbw = collectives.algbw(1e9, t), collectives.busbw(op, 1e9, t, 8)
     factor = f"{units.text(algbw, 'B/s'):>9} × {collectives.bus_factor(op, 8)!s:>3}"
     print(f"{op:15} algbw {factor} = busbw {units.text(busbw, 'B/s')}")
@@ -836,7 +855,8 @@ ways = ("gather_star", "all_gather_ring")
 # %%
 with World(8) as eight:
     eight.run(lambda rank: published_ring(torch.ones(1024), rank.comm("dp")))
-eight.ledger.by("rank")[0] / collectives.sent("all_reduce_ring", nbytes=4096, n=8).by("rank")[0]
+ring = collectives.sent("all_reduce_ring", nbytes=4096, n=8)
+eight.ledger.by("rank")[0] / ring.by("rank")[0]
 
 # %% [markdown]
 # ## Summary
