@@ -325,7 +325,7 @@ def units(model: Model) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def flops(model: Model) -> dict[str, int]:
+def token_flops(model: Model) -> dict[str, int]:
     """FLOPs of each part's matrix products in a forward pass, for one token, all layers together; a
     multiply and an add are two.
 

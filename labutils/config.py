@@ -112,7 +112,7 @@ class ModelConfig:
     def flops_per_token(self, training: bool = True) -> int:
         """FLOPs of all matrix products for one token: forward, or forward and backward (three times
         that). Attention is counted in full, as Korthikanti et al. do (2205.05198, appendix A)."""
-        return (3 if training else 1) * sum(anatomy.flops(self).values())
+        return (3 if training else 1) * sum(anatomy.token_flops(self).values())
 
     def letters(self, wanted: str) -> tuple[int, ...]:
         """The sizes behind letters of the notation, in the order asked for.

@@ -114,7 +114,7 @@ def test_flops_are_those_that_torch_counts(config):
         config = replace(config, num_experts=1, top_k=1)
     with FlopCounterMode(display=False) as counted, torch.device("meta"):
         GPT(config)(torch.zeros(3, config.seq_len, dtype=torch.long))
-    assert counted.get_total_flops() == 3 * config.seq_len * sum(anatomy.flops(config).values())
+    assert counted.get_total_flops() == 3 * config.seq_len * sum(anatomy.token_flops(config).values())
 
 
 @settings(max_examples=30)

@@ -329,7 +329,7 @@ def overhead(model: ModelConfig, policy: str, *, early_stop: bool = True) -> flo
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}")
-    flops = anatomy.flops(model)
+    flops = anatomy.token_flops(model)
     forward, scores = sum(flops.values()), flops["blocks.*.attention"]
     last_is_down = model.num_experts == 1 and not model.dropout
     down = flops["blocks.*.feed_forward.down"] if last_is_down else 0

@@ -13,7 +13,7 @@ WIDTHS = {"fp32": FP32, "bf16": 2, "fp16": 2}  # bytes of a number
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}
 
 
-class State(NamedTuple):
+class ModelState(NamedTuple):
     """So many numbers of so many bytes, which live from step to step."""
 
     name: str
@@ -32,13 +32,13 @@ def states(
     parameters: Any,
     tensors: Any,
     share: Any,
-) -> Iterator[State]:
+) -> Iterator[ModelState]:
     """Weights, gradients and optimizer state of `parameters` numbers in so many `tensors`, or the
     `share` that is left of them at a ZeRO level."""
 
-    def state(name: str, component: str, width: int) -> State:
+    def state(name: str, component: str, width: int) -> ModelState:
         sharded = level >= SHARDED_FROM[component]
-        return State(name, component, share if sharded else parameters, width, sharded)
+        return ModelState(name, component, share if sharded else parameters, width, sharded)
 
     width = 2 if half else FP32
     yield state("weights", "weights", width)
@@ -51,7 +51,7 @@ def states(
     for name in MOMENTS[optimizer]:
         yield state(name, "optimizer", FP32)
     if len(MOMENTS[optimizer]) == 2:  # Adam counts its steps once for each tensor; a shard is one
-        yield State("step", "optimizer", 1 if level else tensors, FP32, False)
+        yield ModelState("step", "optimizer", 1 if level else tensors, FP32, False)
 
 
 def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> Ledger:  # noqa: B008
