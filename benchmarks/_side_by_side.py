@@ -1,4 +1,4 @@
-"""Timing things in turn, one call of each and then the next of each, so that whatever else the machine does slows all alike; and what they hold."""
+"""Timing things in turn, so that what else the machine does slows all alike; what they hold."""
 
 import gc
 import statistics
@@ -35,7 +35,9 @@ def interleave(
     *,
     before: Callable[[], object] = lambda: None,
 ) -> dict[str, Times]:
-    """The times of `rounds` calls of each, in ms; every second round goes backward, so that nobody is always first.
+    """The times of `rounds` calls of each, in ms; every second round goes backward.
+
+    So nobody is always first.
 
     `before` is called before each call and not timed: among ranks, their barrier.
     """
@@ -59,9 +61,12 @@ def slowest(ranks: Iterable[Mapping[str, Times]]) -> dict[str, Times]:
 
 
 def fullest(prepare: Callable[[], Callable[[], object]], warm: int) -> int:
-    """Bytes alive at the fullest moment of the call of `prepare()` that follows `warm` others, of all that was allocated since before `prepare`.
+    """Bytes alive at the fullest moment of the call of `prepare()` that follows `warm` others.
 
-    PyTorch's own profiler counts, allocation by allocation: it sees activations and the buffers of C++ too.
+    Of all that was allocated since before `prepare`.
+
+    PyTorch's own profiler counts, allocation by allocation: it sees activations and the buffers of
+    C++ too.
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 

@@ -1,9 +1,11 @@
-"""Attention, forward and backward: `flash.attention` beside the textbook's and PyTorch's F.scaled_dot_product_attention.
+"""Attention, forward and backward: `flash.attention` beside the textbook's and PyTorch's SDPA.
 
-All three run in turn on the same tensors (8 heads of width 64, fp32), so that whatever else the machine does slows all alike.
-Ratios are ours over theirs, below 1 where ours is faster or smaller. Memory is the peak beyond q, k, v and the gradient that
-comes in, counted from live storages; what SDPA's kernel takes and gives back within one call is not seen. The textbook is left
-out where its scores would not fit. Aims: from s = 2048 on faster than the textbook in 1/20 of its memory; within 4 × SDPA.
+All three run in turn on the same tensors (8 heads of width 64, fp32), so that whatever else the
+machine does slows all alike. Ratios are ours over theirs, below 1 where ours is faster or smaller.
+Memory is the peak beyond q, k, v and the gradient that comes in, counted from live storages; what
+SDPA's kernel takes and gives back within one call is not seen. The textbook is left out where its
+scores would not fit. Aims: from s = 2048 on faster than the textbook in 1/20 of its memory; within
+4 × SDPA.
 """
 
 import torch
@@ -23,7 +25,10 @@ WAYS = {
 
 
 def textbook(q, k, v, causal):
-    """Attention with as few s × s tensors as autograd allows: flash.plain also returns the log-sum-exp, and keeps more for it."""
+    """Attention with as few s × s tensors as autograd allows.
+
+    flash.plain also returns the log-sum-exp, and keeps more for it.
+    """
     scores = q @ k.mT * WIDTH**-0.5
     if causal:
         scores = scores + torch.full(scores.shape[-2:], float("-inf")).triu(1)
@@ -31,7 +36,7 @@ def textbook(q, k, v, causal):
 
 
 def steps(s, causal):
-    """A forward and backward pass in each of the ways; each returns the output and the gradients."""
+    """A forward and backward pass in each of the ways, with its output and its gradients."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, d_out = torch.randn(4, 1, HEADS, s, WIDTH, generator=generator).unbind()
     qkv = [tensor.requires_grad_() for tensor in (q, k, v)]
@@ -53,10 +58,12 @@ def extra_peak(step, s):
 
 def main():
     print(
-        f"forward + backward, {HEADS} heads of width {WIDTH}, fp32, {torch.get_num_threads()} threads, interleaved; ms, median (minimum)"
+        f"forward + backward, {HEADS} heads of width {WIDTH}, fp32, {torch.get_num_threads()} "
+        "threads, interleaved; ms, median (minimum)"
     )
     print(
-        "   s  causal  textbook             ours                 sdpa              | ours/textbook  ours/sdpa    | memory: textbook  ours  sdpa   textbook/ours"
+        "   s  causal  textbook             ours                 sdpa              | ours/textbook "
+        " ours/sdpa    | memory: textbook  ours  sdpa   textbook/ours"
     )
     for causal in (False, True):
         for s, rounds in ROUNDS.items():
@@ -81,7 +88,8 @@ def main():
             )
             saved = f"{held['textbook'] / held['ours']:.1f}" if "textbook" in held else "–"
             print(
-                f"{s:5} {'yes' if causal else 'no':>6} {cells} | {textbook:13}  {sdpa:12} | {memory}  {saved:>6}",
+                f"{s:5} {'yes' if causal else 'no':>6} {cells} | {textbook:13}  {sdpa:12} | "
+                f"{memory}  {saved:>6}",
                 flush=True,
             )
 

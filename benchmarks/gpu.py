@@ -144,7 +144,7 @@ def attention(lengths: tuple[int, ...], heads: int, width: int, rounds: int) -> 
             for other in results
             for a, b in zip(results[0], other, strict=True)
         )
-        work = flash.flops(s, width, heads, causal=True) + flash.flops(
+        work = flash.attention_flops(s, width, heads, causal=True) + flash.attention_flops(
             s, width, heads, causal=True, backward=True
         )
         for name, ms in milliseconds(calls, rounds).items():

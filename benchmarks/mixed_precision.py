@@ -1,7 +1,8 @@
-"""A mixed-precision training step of a GPT: `precision.autocast` and `precision.LossScaler` beside torch.autocast and torch.amp.GradScaler.
+"""A mixed-precision training step of a GPT: our autocast and LossScaler beside torch's.
 
-Both step their own copy of the same model on the same tokens, in turn, so that whatever else the machine does slows both alike.
-The ratio is ours over theirs, below 1 where ours is faster; the aim is 1.10 at most. Whether weights stay equal is checked before and after.
+Both step their own copy of the same model on the same tokens, in turn, so that whatever else the
+machine does slows both alike. The ratio is ours over theirs, below 1 where ours is faster; the aim
+is 1.10 at most. Whether weights stay equal is checked before and after.
 """
 
 import copy
@@ -23,7 +24,10 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def steps(width, length, rows, dtype):
-    """A training step in each of the ways, on models that start equal: cast, scale, backward, unscale, clip, step, update."""
+    """A training step in each of the ways, on models that start equal.
+
+    Cast, scale, backward, unscale, clip, step, update.
+    """
     config = ModelConfig(
         num_layers=4, d_model=width, num_heads=4, d_ff=4 * width, vocab_size=256, seq_len=length
     )
@@ -69,7 +73,8 @@ def main():
                 ):
                     raise SystemExit(f"{size}, {half}: the weights differ, the times mean nothing")
             print(
-                f"{size:7} {half:7} {'  '.join(str(times[way]) for way in calls)}  {times['ours'].ratio(times['theirs'])}"
+                f"{size:7} {half:7} {'  '.join(str(times[way]) for way in calls)}  "
+                f"{times['ours'].ratio(times['theirs'])}"
             )
 
 

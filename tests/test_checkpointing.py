@@ -418,7 +418,7 @@ def cheapest_of_all(chain, budget):
     sizes = [chain.input, *(stage.output for stage in chain.stages)]
     slopes = [chain.input_gradient, *(stage.gradient for stage in chain.stages[:-1]), 0]
     steps = [Step(op, i) for op in planning.OPERATIONS for i in range(len(chain) + 1)]
-    start = planning.State(frozenset([0]), frozenset(), len(chain))
+    start = planning.Held(frozenset([0]), frozenset(), len(chain))
     best, order = {start: 0}, itertools.count()
     queue = [(0, next(order), start)]
     while queue:

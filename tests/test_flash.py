@@ -402,8 +402,8 @@ def test_flops_by_formula_are_flops_counted():
         out, _ = flash.attention(*qkv, block_q=16, block_k=16)
     with _Products() as backward:
         out.sum().backward()
-    assert forward.flops == flash.flops(48, 8, heads=6, s_k=32)
-    assert backward.flops == flash.flops(48, 8, heads=6, s_k=32, backward=True)
+    assert forward.flops == flash.attention_flops(48, 8, heads=6, s_k=32)
+    assert backward.flops == flash.attention_flops(48, 8, heads=6, s_k=32, backward=True)
 
 
 # Online softmax
@@ -532,7 +532,7 @@ def test_bad_input_of_attention(args, options, error, words):
         (lambda: flash.traffic("flash-2", s=8, d=8, heads=4, kv_heads=3), "do not divide"),
         (lambda: flash.traffic("flash-1", s=8, d=8, backward=True), "backward pass is counted for"),
         (lambda: flash.block_sizes(0, 64), "fast must be at least 1"),
-        (lambda: flash.flops(8, 0), "d must be at least 1"),
+        (lambda: flash.attention_flops(8, 0), "d must be at least 1"),
         (lambda: flash.passes(torch.relu, 8, 8), "are not known"),
         (
             lambda: unchecked(flash.one_pass)(flash.swiglu, torch.ones(2, 3), torch.ones(3, 2)),

@@ -3,10 +3,10 @@
 from labutils.checkpointing.execute import POLICIES, apply, costs, overhead, run, stages
 from labutils.checkpointing.plans import (
     Costs,
+    Held,
     Plan,
     Run,
     Stage,
-    State,
     Step,
     binomial,
     binomial_evaluations,
@@ -23,10 +23,10 @@ from labutils.checkpointing.recompute import checkpoint
 __all__ = [
     "POLICIES",
     "Costs",
+    "Held",
     "Plan",
     "Run",
     "Stage",
-    "State",
     "Step",
     "apply",
     "binomial",

@@ -125,7 +125,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class Held:
     """What is held between two steps.
 
     values: by index
@@ -166,12 +166,12 @@ class Plan:
             )
 
     @functools.cached_property
-    def states(self) -> tuple[State, ...]:
+    def states(self) -> tuple[Held, ...]:
         """What is held at the start and after every step.
 
         Raises: ValueError at the first illegal step, with its number and the reason.
         """
-        states = [State(frozenset([0]), frozenset(), self.n)]
+        states = [Held(frozenset([0]), frozenset(), self.n)]
         for number, step in enumerate(self.steps):
             try:
                 states.append(_after(states[-1], step, self.n))
@@ -207,7 +207,7 @@ class Plan:
         return " · ".join(map(str, self.steps))
 
 
-def _after(state: State, step: Step, n: int) -> State:
+def _after(state: Held, step: Step, n: int) -> Held:
     op, i = step.op, step.at
     if i > n - (op != "drop"):
         raise ValueError(f"the chain has stages 0 … {n - 1}")
@@ -228,7 +228,7 @@ def _after(state: State, step: Step, n: int) -> State:
             raise ValueError(
                 f"the gradient has reached x{state.gradient}: stage {state.gradient - 1} is next"
             )
-        return State(state.values - {i + 1}, state.recorded - {i}, i)
+        return Held(state.values - {i + 1}, state.recorded - {i}, i)
     if i not in state.values:
         raise ValueError(f"x{i} is not held")
     if i == 0:

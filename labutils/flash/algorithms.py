@@ -372,7 +372,7 @@ def merge(
     return out, (top + some.log()).masked_fill(empty, -math.inf)
 
 
-def flops(
+def attention_flops(
     s: int,
     d: int,
     heads: int = 1,
@@ -383,8 +383,10 @@ def flops(
 ) -> int:
     """FLOPs of attention's matrix products, forward or backward; causal is half, as in the papers.
 
-    >>> flops(1024, 64, heads=16), flops(1024, 64, backward=True) / flops(1024, 64)
-    (4294967296, 2.5)
+    >>> attention_flops(1024, 64, heads=16)
+    4294967296
+    >>> attention_flops(1024, 64, backward=True) / attention_flops(1024, 64)
+    2.5
 
     Source: FlashAttention-2 (2307.08691), section 4.1. Two products of s × s_k × d forward, five
     backward.

@@ -263,8 +263,8 @@ chain = checkpointing.stages(model, targets)
 costs = checkpointing.costs(chain, tokens)
 for which, i in {"first": 0, "second": 1, "last": -1}.items():
     stage = costs.stages[i]
-    output, interior = units.text(stage.output), units.text(stage.interior)
-    amounts = f"output {output}, interior {interior}"
+    sizes = units.text(stage.output), units.text(stage.interior)
+    amounts = f"output {sizes[0]}, interior {sizes[1]}"
     print(f"{which:6} stage: {units.text(stage.forward, 'FLOP')}, {amounts}")
 
 # %% [markdown]

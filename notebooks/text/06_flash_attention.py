@@ -277,7 +277,8 @@ reveal("flash/products", products=5)
 # where the textbook's backward pass takes 4 and is twice the forward. **FlashAttention does more arithmetic, not less.**
 
 # %%
-forward, backward = (flash.flops(2048, 64, heads=4, backward=b) for b in (False, True))
+forward = flash.attention_flops(2048, 64, heads=4)
+backward = flash.attention_flops(2048, 64, heads=4, backward=True)
 units.text(forward, "FLOP"), units.text(backward, "FLOP"), backward / forward
 
 # %% [markdown]
@@ -521,7 +522,7 @@ for fn, inputs in work.items():
 
 # %%
 roofs = [flash.Roof.of(Hardware.named(name)) for name in ("A100", "H100")]
-flops = flash.flops(4096, 64)
+flops = flash.attention_flops(4096, 64)
 points = {name: (flops, books.total) for name, books in traffic.items()}
 softmax = flash.passes(flash.softmax, 4096, 4096, itemsize=2)
 points["softmax"] = 5 * 4096**2, softmax.total
@@ -626,7 +627,7 @@ else:
 def side(s=4096, d=64, fast_kB=200, device="A100"):
     outer, inner = flash.block_sizes(fast_kB * 500, d)[::-1]  # 2 bytes a number
     roof = flash.Roof.of(Hardware.named(device))
-    sizes, flops = dict(s=s, d=d), flash.flops(s, d)
+    sizes, flops = dict(s=s, d=d), flash.attention_flops(s, d)
     ledgers = {
         "textbook": flash.traffic("plain", **sizes),
         "flash-1": flash.traffic("flash-1", block_q=inner, block_k=outer, **sizes),
@@ -674,7 +675,8 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 
 # %%
 once, twice = (moved("flash-1", s, 64, 25600) for s in (4096, 8192))
-flash.flops(8192, 64) / flash.flops(4096, 64), round(twice / once, 2)
+more_flops = flash.attention_flops(8192, 64) / flash.attention_flops(4096, 64)
+more_flops, round(twice / once, 2)
 
 # %% [markdown]
 # **"S = QKᵀ is computed entirely in SRAM."** Tile by tile. All scores of one head of 8192 tokens would take 134 MB in 16 bits; all fast memories of an A100 together have 20.7 MB.
@@ -689,9 +691,8 @@ units.text(2 * 8192**2), units.text(108 * 192_000)
 # second paper, forward and backward 962. Whatever was counted, only the ratio, 1.13 times more FLOPs with FlashAttention, can be used; the table's point stands: 40.3 GB against 4.4 GB moved, 41.7 ms against 7.3 ms.
 
 # %%
-forward, backward = (
-    flash.flops(1024, 64, heads=16 * 64, backward=b) / 1e9 for b in (False, True)
-)
+forward = flash.attention_flops(1024, 64, heads=16 * 64) / 1e9
+backward = flash.attention_flops(1024, 64, heads=16 * 64, backward=True) / 1e9
 round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 
 # %% [markdown]
@@ -708,7 +709,7 @@ round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 # - A softmax can be finished late: when the maximum grows from m to m', every sum so far is multiplied by e^(m − m'). Exact, not approximate.
 #   <!-- claim: abs(flash.online([(torch.tensor([0.0]), torch.tensor([[1.0]])), (torch.tensor([5.0]), torch.tensor([[3.0]]))])[0].item() - (math.exp(-5) + 3) / (math.exp(-5) + 1)) < 1e-6 -->
 # - The backward pass recomputes the weights from lse, and D = rowsum(dO ∘ O) spares it the sum over keys. It takes 5 products where the forward takes 2.
-#   <!-- claim: flash.flops(4096, 64, backward=True) / flash.flops(4096, 64) == 2.5 -->
+#   <!-- claim: flash.attention_flops(4096, 64, backward=True) / flash.attention_flops(4096, 64) == 2.5 -->
 # - Bytes moved fall from 4s² to 8s²d²/M: a factor of M/2d² that depends on the head. FlashAttention-1 moves 2.35 against 4.46 million numbers at s = 1024, d = 64, M = 25 600, and 131 against 69 million at s = 4096, d = 128.
 #   <!-- claim: [flash.traffic(n, s=s, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1, whole_blocks=True).total for s, d, q, k in ((1024, 64, 64, 100), (4096, 128, 50, 50)) for n in ("flash-1", "plain")] == [2348544, 4456448, 131495200, 69206016] -->
 # - Output and lse of two sets of keys give those of their union. Ring attention and split decoding are this one line.
