@@ -4,10 +4,13 @@ import inspect
 import json
 import re
 
+import numpy as np
 import pytest
+import torch
 import wrong_answers
 
-from labutils import config
+from labutils import checkpointing, config, data_parallel, precision, zero
+from labutils.config import ModelConfig
 from labutils.teach import check, exercises
 
 NOTEBOOKS = sorted((config.DATA.parent / "notebooks").glob("*.ipynb"))
@@ -32,6 +35,63 @@ def test_a_wrong_answer_is_rejected_with_words_that_help(exercise, wrong):
     failed = [verdict for verdict in report.verdicts if verdict.status == "failed"]
     assert [verdict.name for verdict in failed] == [wrong.rejected_by], str(report)
     assert wrong.hint in f"{failed[0].seen} {failed[0].hint}", str(report)
+
+
+def _codes(fmt, x):
+    return np.int64(fmt.encode(x))
+
+
+def _shares(length, rank, size, epoch):
+    return np.array(data_parallel.sampler(length, rank, size, epoch=epoch))
+
+
+def _filled(target, seq_len, gpus, fits):
+    share = target // seq_len // gpus
+    micro = next(b for b in range(share, 0, -1) if share % b == 0 and fits(b))
+    return [micro, share // micro]
+
+
+def _summed(x, fmt):
+    """Pairs by recursion, from the front."""
+    if len(x) == 1:
+        return x[0]
+    half = 2 ** ((len(x) - 1).bit_length() - 1)
+    return precision.round_to(_summed(x[:half], fmt) + _summed(x[half:], fmt), fmt)
+
+
+def _pairs(n, k):
+    for step in checkpointing.segments(n, k).steps:
+        yield [step.op, step.at]
+
+
+def _broken(checkpoint):
+    return torch.tensor(ALL["checkpointing/bug-hunt"].reference(checkpoint))
+
+
+RIGHT = {
+    "floats/encode": [_codes],
+    "floats/rounds-twice": [np.float64(1 + 2**-11 + 2**-40), 1 + 2**-11 + 2**-26],
+    "floats/pairwise-sum": [_summed],
+    "data_parallel/sampler": [_shares, lambda *args: tuple(_shares(*args).tolist())],
+    "accumulation/configure": [_filled, lambda *args: tuple(map(np.int64, _filled(*args)))],
+    "checkpointing/segments": [_pairs, lambda n, k: list(checkpointing.segments(n, k).steps)],
+    "checkpointing/bug-hunt": [_broken, lambda checkpoint: np.bool_(_broken(checkpoint).item())],
+    "zero/schedule": [lambda count: iter(map(list, zero.unit_order(count)))],
+    "memory/count-parameters": [lambda config: float(ModelConfig.from_hf(config).num_params)],
+}
+
+
+@pytest.mark.parametrize(
+    "exercise, attempt",
+    [
+        pytest.param(exercise, attempt, id=f"{exercise}-{number}")
+        for exercise, attempts in RIGHT.items()
+        for number, attempt in enumerate(attempts, 1)
+    ],
+)
+def test_a_right_answer_in_another_style_passes(exercise, attempt):
+    report = check.check(exercise, attempt)
+    assert report.passed, str(report)
 
 
 @pytest.mark.parametrize("exercise", ALL.values(), ids=ALL)

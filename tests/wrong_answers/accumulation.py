@@ -78,6 +78,38 @@ def _loop(
     return attempt
 
 
+def _one_graph(
+    optimizer: torch.optim.Optimizer,
+    loss: Callable,
+    batches: Iterable[Any],
+    k: int,
+    max_norm: float,
+) -> int:
+    batches = list(batches)
+    groups = [batches[start : start + k] for start in range(0, len(batches), k)]
+    weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for group in groups:
+        torch.stack([loss(batch) for batch in group]).mean().backward()
+        nn.utils.clip_grad_norm_(weights, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return len(groups)
+
+
+def _dirty(
+    optimizer: torch.optim.Optimizer,
+    loss: Callable,
+    batches: Iterable[Any],
+    k: int,
+    max_norm: float,
+) -> int:
+    """Evaluates once more after the last step, and leaves what that adds."""
+    batches = list(batches)
+    taken = _loop()(optimizer, loss, batches, k, max_norm)
+    loss(batches[-1]).backward()
+    return taken
+
+
 WRONG = {
     "accumulation/accumulate": (
         Wrong(
@@ -91,6 +123,12 @@ WRONG = {
             _weighted(lambda here, total, k: 1 / k),
             "unequal token counts",
             "its number of tokens over that of the whole batch",
+        ),
+        Wrong(
+            "a sum over tokens",
+            _weighted(lambda here, total, k: float(here)),
+            "equal micro-batches",
+            "divide by the sum",
         ),
         Wrong(
             "0/0 kept",
@@ -141,6 +179,13 @@ WRONG = {
             "another denominator",
         ),
         Wrong("clipped at every micro-batch", _loop(clip_inside=True), "clipping", "Clip once"),
+        Wrong("one graph for a step", _one_graph, "memory", "keeps all their graphs alive"),
+        Wrong(
+            "the last gradients of an epoch left",
+            _dirty,
+            "epochs do not touch",
+            "still there at the start",
+        ),
         Wrong(
             "gradients never cleared",
             _loop(clear=False),

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from labutils import checkpointing
@@ -98,6 +99,16 @@ def _offloads_nothing(fn: Callable, x: Tensor) -> Tensor:
     return fn(x)
 
 
+def _seeds(fn: Callable, x: torch.Tensor) -> torch.Tensor:
+    """Sets the same seed before both evaluations."""
+
+    def seeded(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return fn(x)
+
+    return exercises.textbook("no")(seeded, x)
+
+
 WRONG = {
     "checkpointing/segments": (
         Wrong(
@@ -182,6 +193,7 @@ WRONG = {
             "gradients",
             "use x.detach()",
         ),
+        Wrong("a seed of its own", _seeds, "dropout", "set no seed of your own"),
         Wrong("another dropout mask", exercises.textbook("no"), "dropout", "another dropout mask"),
         Wrong("the generator left behind", exercises.textbook("set"), "dropout", "left it there"),
     ),

@@ -234,6 +234,45 @@ def _test_total(all_reduce, ranks):
     )
 
 
+def _test_without_comparing_ranks(all_reduce, ranks):
+    """Every rank against the sum, none against another one."""
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1001, generator=draw) for _ in range(ranks.size)]
+    copies = [x.clone() for x in inputs]
+    results = ranks.run(lambda rank: all_reduce(inputs[rank.rank], rank.comm("dp")))
+    bound = collectives.sent("all_reduce_ring", nbytes=4004, n=ranks.size, itemsize=4)
+    return not (
+        all(torch.allclose(result, sum(copies), atol=1e-5) for result in results)
+        and all(map(torch.equal, inputs, copies))
+        and max(ranks.ledger.by("rank").values()) <= max(bound.by("rank").values()) + 8
+    )
+
+
+def _tree_a_round_short(x, comm):
+    x = x.clone()
+    for width in (2**k for k in range(comm.size.bit_length() - 1)):
+        if comm.rank < width and comm.rank + width < comm.size:
+            comm.send(x, comm.rank + width)
+        elif width <= comm.rank < 2 * width:
+            comm.recv(x, comm.rank - width)
+    return x
+
+
+def _tree_of_a_heap(x, comm):
+    x = x.clone()
+    if comm.rank:
+        comm.recv(x, (comm.rank - 1) // 2)
+    for child in (2 * comm.rank + 1, 2 * comm.rank + 2):
+        if child < comm.size:
+            comm.send(x, child)
+    return x
+
+
+def _padded_ring(x, comm):
+    padded = torch.nn.functional.pad(x, (0, -len(x) % comm.size))
+    return collectives.all_reduce_ring(padded, comm)[: len(x)]
+
+
 WRONG = {
     "collectives/ring-all-reduce": (
         Wrong("whole tensor in each hop", _whole_tensors, "bytes sent", "whole tensor"),
@@ -271,6 +310,7 @@ WRONG = {
             "ranks that don't divide n",
             "tensor_split",
         ),
+        Wrong("pads to a multiple of N", _padded_ring, "bytes sent", "Pieces may differ"),
         Wrong("not alone", _cannot_be_alone, "small tensors", "only one rank"),
         Wrong("converts to fp32", _float32_inside, "dtypes", "dtype of x"),
     ),
@@ -283,6 +323,8 @@ WRONG = {
     ),
     "collectives/broadcast-tree": (
         Wrong("a star", collectives.broadcast_star, "steps", "Rank 0 sends to everybody"),
+        Wrong("a heap", _tree_of_a_heap, "steps", "Some who have the tensor wait"),
+        Wrong("a round too few", _tree_a_round_short, "any number of ranks", "is a round missing"),
         Wrong("a chain", _tree_chain, "steps", "Each rank waits"),
         Wrong("only powers of two", _tree_powers_only, "any number of ranks", "ranks that exist"),
         Wrong(
@@ -299,6 +341,12 @@ WRONG = {
         ),
         Wrong(
             "ones on every rank", _test_ones, "catches wrong values", "same tensor on every rank"
+        ),
+        Wrong(
+            "never compares ranks",
+            _test_without_comparing_ranks,
+            "catches ranks that drift apart",
+            "by torch.equal",
         ),
         Wrong("rank 0 only", _test_rank_0, "catches wrong values", "results of all ranks"),
         Wrong(

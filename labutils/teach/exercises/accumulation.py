@@ -80,6 +80,11 @@ def _compare(attempt: Callable, lengths: Sequence[int], hint: str) -> None:
             f"{case}: the gradient is exactly {k} times too large",
             "Each loss is a mean already: weigh it with its share before backward().",
         )
+    if torch.cosine_similarity(found, expected, dim=0) > 1 - 1e-9:
+        raise Failed(
+            f"{case}: the gradient points the right way and is {ratio:.3f} times too long",
+            "A share is a number of tokens over that of the whole batch: divide by the sum.",
+        )
     raise Failed(
         f"{case}: the gradient's norm is {ratio:.3f} times the right one, and it points elsewhere",
         hint,
@@ -124,15 +129,15 @@ def _empty(attempt: Callable) -> str:
     return "5, 0 and 3 tokens"
 
 
-def _flat(attempt: Callable) -> str:
-    def most(lengths: Sequence[int]) -> int:
-        net, parts = _Words(), _data(lengths)
-        history = measure.history(lambda: attempt(net.loss, parts, weigh=accumulation.tokens), net)
-        return max(
-            moment.ledger.only(component="activations").total for moment in history.moments
-        ) - sum(x.untyped_storage().nbytes() for x in parts[0])
+def _most_activations(run: Callable[[nn.Module, list], Any], count: int) -> int:
+    """Bytes of activations at their peak while `count` micro-batches of one row are learnt from."""
+    net, parts = _Words(), _data([8] * count)
+    history = measure.history(lambda: run(net, parts), net)
+    return max(moment.ledger.only(component="activations").total for moment in history.moments)
 
-    few, many = most([8, 8]), most([8] * 8)
+
+def _flat(run: Callable[[nn.Module, list], Any]) -> str:
+    few, many = _most_activations(run, 2), _most_activations(run, 8)
     inputs = 6 * 2 * 8 * 8  # the six more rows of tokens, which are there anyway
     if many > few + inputs:
         raise Failed(
@@ -141,6 +146,17 @@ def _flat(attempt: Callable) -> str:
             "that frees its activations.",
         )
     return f"{units.text(few)}, however many micro-batches"
+
+
+def _accumulates(attempt: Callable) -> str:
+    return _flat(lambda net, parts: attempt(net.loss, parts, weigh=accumulation.tokens))
+
+
+def _steps_flat(attempt: Callable) -> str:
+    def run(net: nn.Module, parts: list) -> None:
+        attempt(torch.optim.SGD(net.parameters(), lr=0.0), net.loss, parts, len(parts), 1e9)
+
+    return _flat(run)
 
 
 def _value(attempt: Callable) -> str:
@@ -165,7 +181,7 @@ ACCUMULATE = Exercise(
         Property("equal micro-batches", _equal),
         Property("unequal token counts", _unequal),
         Property("a micro-batch without targets", _empty),
-        Property("memory", _flat),
+        Property("memory", _accumulates),
         Property("the loss", _value),
     ),
     hints=(
@@ -202,7 +218,7 @@ def _found(attempt: Callable, run: tuple[int, int, int, int]) -> tuple[int, int,
         f"{target:,} tokens in sequences of {seq_len:,} on {gpus} GPUs, at most {limit} at a time"
     )
     answer = attempt(target, seq_len, gpus, lambda b: b <= limit)
-    if not isinstance(answer, tuple) or len(answer) != 2:
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise Failed(
             f"{case}: you returned {answer!r}", "Return two whole numbers: (micro_batch, steps)."
         )
@@ -344,6 +360,12 @@ def _all_used(attempt: Callable) -> str:
     return "3 epochs with a short last step"
 
 
+_CLIP_ONCE = (
+    "Clip once, after the last micro-batch of a step: "
+    "clipping a part of the sum changes its direction."
+)
+_LEFT = "Gradients from the end of one epoch are still there at the start of the next."
+
 REPAIR = Exercise(
     id="accumulation/bug-hunt",
     title="Bug hunt: the loop that everybody copies",
@@ -354,28 +376,9 @@ REPAIR = Exercise(
     properties=(
         Property("full steps", _full),
         Property("every micro-batch counts", _all_used),
-        Property(
-            "clipping",
-            lambda attempt: _same(
-                attempt,
-                8,
-                4,
-                _NORM,
-                "Clip once, after the last micro-batch of a step: "
-                "clipping a part of the sum changes its direction.",
-            ),
-        ),
-        Property(
-            "epochs do not touch",
-            lambda attempt: _same(
-                attempt,
-                5,
-                4,
-                1e9,
-                "Gradients from the end of one epoch are still there at the start of the next.",
-                epochs=2,
-            ),
-        ),
+        Property("clipping", lambda attempt: _same(attempt, 8, 4, _NORM, _CLIP_ONCE)),
+        Property("epochs do not touch", lambda attempt: _same(attempt, 5, 4, 1e9, _LEFT, epochs=2)),
+        Property("memory", _steps_flat),
     ),
     hints=(
         "Run it on paper with 5 micro-batches and k = 4. How many reach the optimizer? "

@@ -1,6 +1,7 @@
 """Order the sends, write the ring, grow a tree, and the test that a published ring lacked."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 
@@ -159,6 +160,30 @@ def _ring_uneven(attempt: Callable) -> str:
     return f"{len(cases)} cases"
 
 
+def _why_so_many(n: int, S: int, sent: dict[int, int], times: float) -> str:
+    """The most likely reason why the busiest rank sends `times` as much as in a ring."""
+    busiest = max(sent, key=sent.get)
+    events = enumerate(_ranks.world_of(n).trace.ranks)
+    others = {event.to for rank, mine in events for event in mine if rank != busiest and event.sent}
+    if others == {busiest}:
+        return (
+            f"Everything goes through one rank, number {busiest}, while the others wait. "
+            "Let all ranks pass pieces to a neighbor."
+        )
+    if sent[busiest] in ((n - 1) * S, 2 * (n - 1) * S):
+        return (
+            f"Your values are right on every rank. You sent {times:.3g} times too much: "
+            "does each hop carry the whole tensor instead of one piece of it?"
+        )
+    if len(set(sent.values())) > 1:
+        return f"Some ranks send more than others, number {busiest} most: share the load."
+    padding = " Do you pad x to a multiple of N? Pieces may differ in length." * (times < 1.5)
+    return (
+        f"You sent {times:.3g} times too much: N − 1 hops that add and N − 1 hops that copy, "
+        f"each with one piece of S/N, are enough.{padding}"
+    )
+
+
 def _ring_bytes(attempt: Callable) -> str:
     for n, length in ((8, 512), (3, 64), (4, 10)):
         inputs = _numbers(n, length)
@@ -166,32 +191,14 @@ def _ring_bytes(attempt: Callable) -> str:
         S, sent = inputs[0].nbytes, _ranks.world_of(n).ledger.by("rank")
         ring = collectives.sent("all_reduce_ring", nbytes=S, n=n, itemsize=8)
         # Which of two uneven pieces a rank leaves out is a matter of taste; the total is not.
-        if (
-            sum(sent.values()) <= ring.total
-            and max(sent.values()) <= max(ring.by("rank").values()) + 16
-        ):
+        most, least = max(sent.values()), max(ring.by("rank").values())
+        if sum(sent.values()) <= ring.total and most <= least + 16:
             continue
         busiest = max(sent, key=sent.get)
-        times = sent[busiest] / ring.by("rank")[busiest]
-        if len(set(sent.values())) > 1:
-            why = (
-                f"Everything goes through one rank, number {busiest}, while the others wait. "
-                "Let all ranks pass pieces to a neighbor."
-            )
-        elif sent[busiest] in ((n - 1) * S, 2 * (n - 1) * S):
-            why = (
-                f"Your values are right on every rank. You sent {times:.3g} times too much: "
-                "does each hop carry the whole tensor instead of one piece of it?"
-            )
-        else:
-            why = (
-                f"You sent {times:.3g} times too much: N − 1 hops that add and N − 1 hops that "
-                "copy, each with one piece of S/N, are enough."
-            )
+        least = ring.by("rank")[busiest]
         raise Failed(
-            f"{n} ranks, S = {S:,} B: rank {busiest} sent {sent[busiest]:,} B, a ring sends "
-            f"{ring.by('rank')[busiest]:,} B",
-            why,
+            f"{n} ranks, S = {S:,} B: rank {busiest} sent {most:,} B, a ring sends {least:,} B",
+            _why_so_many(n, S, sent, most / least),
         )
     return "each rank 2·(N − 1)/N·S"
 
@@ -338,9 +345,13 @@ def _tree_values(sizes: tuple[int, ...], attempt: Callable) -> str:
             raise
         for rank, result in enumerate(results):
             if not torch.equal(result, inputs[0]):
+                events = itertools.chain(*_ranks.world_of(n).trace.ranks)
+                told = rank in {event.to for event in events if event.sent}
                 raise Failed(
                     f"{n} ranks: rank {rank} does not hold rank 0's tensor",
-                    "A rank can pass on only what it has received: receive first, then send.",
+                    "A rank can pass on only what it has received: receive first, then send."
+                    if told
+                    else "Nobody sends to it: is a round missing? There are ⌈log₂ N⌉ of them.",
                 )
         _untouched(inputs, after)
     return f"N = {', '.join(map(str, sizes))}"
@@ -356,12 +367,11 @@ def _tree_steps(attempt: Callable) -> str:
                 "Each rank but the root has to receive the tensor once: somebody gets it twice.",
             )
         if trace.steps > needed:
-            first = trace.sent.by("rank").get(0, 0) // 32
-            why = (
-                "Rank 0 sends to everybody in turn."
-                if first == n - 1
-                else "Each rank waits for the one before it."
-            )
+            messages = [nbytes // 32 for nbytes in trace.sent.by("rank").values()]
+            why = {
+                n - 1: "Rank 0 sends to everybody in turn.",
+                1: "Each rank waits for the one before it.",
+            }.get(max(messages), "Some who have the tensor wait.")
             raise Failed(
                 f"{n} ranks: {trace.steps} steps, {needed} are enough",
                 f"{why} Whoever has the tensor can pass it on: let those who have it double.",
@@ -422,12 +432,12 @@ def _in_place(x, comm):
     return collectives.all_reduce_ring(x, comm, out=x).clone()
 
 
-def _rounds_on_the_wire(x, comm):
-    """Hands the finished pieces on in bf16, but for each rank's own: exact for whole numbers."""
-    sizes = collectives.shares(len(x), comm.size)
-    mine = collectives.reduce_scatter_ring(x, comm)
-    whole = collectives.all_gather_ring(mine.bfloat16(), comm, sizes=sizes).to(x.dtype)
-    whole.split(sizes)[comm.rank].copy_(mine)
+def _another_last_bit(x, comm):
+    """Each rank's own piece ends in another bit, unless it holds whole numbers."""
+    whole = collectives.all_reduce_ring(x, comm)
+    mine = whole.split(collectives.shares(len(x), comm.size))[comm.rank]
+    nudged = torch.nextafter(mine, torch.full_like(mine, math.inf))
+    mine.copy_(torch.where(mine == mine.round(), mine, nudged))
     return whole
 
 
@@ -451,7 +461,7 @@ IMPOSTORS: dict[str, Callable] = {
     "one that gives the sum to rank 0 alone": _only_rank_0,
     "one that returns the mean": _mean,
     "one that leaves out the last n mod N elements": _drops_the_rest,
-    "one whose ranks end with different bits": _rounds_on_the_wire,
+    "one whose ranks end with different bits": _another_last_bit,
     "one that overwrites its input": _in_place,
     "the published ring, which passes whole tensors": _whole_tensors_twice,
     "the one through rank 0": collectives.all_reduce_naive,
