@@ -62,10 +62,6 @@ class Kept:
     dims: str
     itemsize: int
 
-    def nbytes(self, sizes: Mapping[str, int]) -> int:
-        """Bytes of it, where the letters have these sizes."""
-        return size(self.dims, sizes) * self.itemsize
-
 
 @dataclass(frozen=True)
 class Part:
@@ -86,13 +82,8 @@ class Part:
 
     @property
     def copies(self) -> str:
-        """How many there are: one, L, or L·E."""
+        """How many there are: one, L, or L·E; a token meets k of the E."""
         return "L" * ("blocks.*" in self.name) + "E" * ("experts.*" in self.name)
-
-    @property
-    def visited(self) -> str:
-        """How many of them a token meets: one, L, or L·k."""
-        return self.copies.replace("E", "k")
 
     @property
     def group(self) -> str:
@@ -273,18 +264,16 @@ def size(dims: str, sizes: Mapping[str, int]) -> int:
     >>> size("2 s ad", {"s": 10, "a": 3, "d": 4})
     240
     """
-    known = (int(c) if c.isdigit() else sizes[c] for c in dims if c != " ")
-    return math.prod(known)
+    return math.prod(int(c) if c.isdigit() else sizes[c] for c in dims if c != " ")
 
 
 def parameters(model: Model, *, tp: int = 1, ep: int = 1) -> dict[str, int]:
     """Parameters of each group of parts, all layers together, on one rank of tp and of ep."""
     sizes, totals = letters(model, tp=tp, ep=ep), dict.fromkeys(GROUPS.values(), 0)
-    whole = letters(model)
+    each = sizes | {"E": model.num_experts}  # every rank has the whole router
     for part in parts(model):
         for dims in filter(None, (part.weight, part.bias)):
-            each = size(dims, sizes | {"E": whole["E"]})  # every rank has the whole router
-            totals[part.group] += size(part.copies, sizes) * each
+            totals[part.group] += size(part.copies, sizes) * size(dims, each)
     return totals
 
 
@@ -295,10 +284,8 @@ def num_params(model: Model, *, tp: int = 1, ep: int = 1) -> int:
 
 def num_tensors(model: Model) -> int:
     """Tensors that the parameters come in."""
-    sizes = letters(model)
-    return sum(
-        size(part.copies, sizes) * (bool(part.weight) + bool(part.bias)) for part in parts(model)
-    )
+    sizes, rows = letters(model), parts(model)
+    return sum(size(row.copies, sizes) * (bool(row.weight) + bool(row.bias)) for row in rows)
 
 
 def tensors(model: Model) -> dict[str, tuple[int, ...]]:
@@ -332,11 +319,12 @@ def token_flops(model: Model) -> dict[str, int]:
     Attention is counted in full, s keys for every query, causal or not.
     Source: Korthikanti et al. 2205.05198, appendix A.
     """
-    sizes = letters(model)
-    computing = (part for part in parts(model) if part.products)
-    return {
-        part.name: 2 * size(part.visited, sizes) * size(part.products, sizes) for part in computing
-    }
+    sizes, found = letters(model), {}
+    for part in parts(model):
+        if part.products:
+            met = size(part.copies.replace("E", "k"), sizes)
+            found[part.name] = 2 * met * size(part.products, sizes)
+    return found
 
 
 def kept(model: Model, how: Policy) -> Iterator[tuple[str, Kept]]:

@@ -320,7 +320,9 @@ class Mesh:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on each axis."""
-        self._check_rank(rank)
+        if units.whole(rank, "rank") >= self.size:
+            there = f"this mesh of {self.size} ranks: use 0 … {self.size - 1}"
+            raise ValueError(f"rank {rank} is not on {there}")
         where, rest = {}, rank
         for axis in ("tp", "cp", "dp", "pp"):
             rest, where[axis] = divmod(rest, getattr(self, axis))
@@ -343,18 +345,8 @@ class Mesh:
             for i in range(getattr(self, axis))
         )
 
-    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of `axis`: they are disjoint and cover every rank."""
-        return tuple(dict.fromkeys(self.group(rank, axis) for rank in range(self.size)))
-
     def _rank(self, pp: int, dp: int, cp: int, tp: int) -> int:
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
-
-    def _check_rank(self, rank: int) -> None:
-        units.whole(rank, "rank")
-        if rank >= self.size:
-            there = f"this mesh of {self.size} ranks: use 0 … {self.size - 1}"
-            raise ValueError(f"rank {rank} is not on {there}")
 
 
 @dataclass(frozen=True)

@@ -297,13 +297,17 @@ def test_where_the_winner_changes():
         ("all_reduce_ring", "all_reduce_halving_doubling"),
     ):
         size = collectives.crossover(first, second, 6, LINK)
-        assert math.isclose(
-            collectives.cost(first, size, 6, LINK), collectives.cost(second, size, 6, LINK)
-        )
-        assert collectives.fastest(size / 2, 6, LINK, (first, second)) == second
-        assert collectives.fastest(size * 2, 6, LINK, (first, second)) == first
+        times = [
+            [collectives.cost(way, size * k, 6, LINK) for k in (1, 0.5, 2)]
+            for way in (first, second)
+        ]
+        assert math.isclose(times[0][0], times[1][0])
+        assert times[0][1] > times[1][1] and times[0][2] < times[1][2]
     assert collectives.crossover("all_reduce_ring", "all_reduce_halving_doubling", 8, LINK) is None
     assert collectives.fastest(1e9, 8, LINK) == "all_reduce_halving_doubling"
+    size = collectives.crossover("all_reduce_ring", "all_reduce_halving_doubling", 6, LINK)
+    assert collectives.fastest(size * 0.99, 6, LINK) == "all_reduce_halving_doubling"
+    assert collectives.fastest(size * 1.01, 6, LINK) == "all_reduce_ring"
     assert all(
         collectives.fastest(1e9, n, LINK) == "all_reduce_ring" for n in (3, 5, 6, 7, 9, 100, 1000)
     )

@@ -141,7 +141,7 @@ def test_groups_partition_the_mesh_on_every_axis(pp, dp, cp, tp, data):
     ep = data.draw(st.sampled_from([n for n in range(1, dp * cp + 1) if dp * cp % n == 0]))
     mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
     for axis in config.AXES:
-        groups = mesh.groups(axis)
+        groups = {mesh.group(rank, axis) for rank in range(mesh.size)}
         assert sorted(itertools.chain(*groups)) == list(range(mesh.size))
         assert {len(group) for group in groups} == {getattr(mesh, axis)}
         for rank in range(mesh.size):

@@ -2,7 +2,7 @@
 and the bus bandwidth of nccl-tests. S is bytes of the whole tensor, n the number of ranks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -268,9 +268,9 @@ def cost(algorithm: str, nbytes: int | float, n: int, link: Link) -> float:
     return float(waits + formula.share(n) * Fraction(nbytes) / Fraction(link.bandwidth))
 
 
-def fastest(nbytes: int | float, n: int, link: Link, among: Sequence[str] = ALL_REDUCES) -> str:
-    """The algorithm with the lowest `cost`; of equals the one that stands first in `among`."""
-    return min(among, key=lambda algorithm: cost(algorithm, nbytes, n, link))
+def fastest(nbytes: int | float, n: int, link: Link) -> str:
+    """The all-reduce with the lowest `cost`; of equals the one that stands first."""
+    return min(ALL_REDUCES, key=lambda algorithm: cost(algorithm, nbytes, n, link))
 
 
 def crossover(first: str, second: str, n: int, link: Link) -> float | None:

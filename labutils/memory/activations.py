@@ -24,7 +24,8 @@ def activations(model: ModelConfig, train: TrainConfig) -> Ledger:
         checkpointing=train.checkpointing,
     )
     sizes = anatomy.letters(model) | {"b": train.micro_batch}
-    return Ledger(
-        Line(name, kept.nbytes(sizes), component="activations", note=kept.what)
-        for name, kept in anatomy.kept(model, how)
-    )
+    lines = []
+    for name, kept in anatomy.kept(model, how):
+        nbytes = anatomy.size(kept.dims, sizes) * kept.itemsize
+        lines.append(Line(name, nbytes, component="activations", note=kept.what))
+    return Ledger(lines)
