@@ -290,44 +290,29 @@ class FloatFormat:
         A format without zero rounds 0 to its smallest value; one without a sign gives NaN for
         negative numbers.
         """
-        _check_choice("mode", mode, MODES)
-        _check_choice("overflow", overflow, OVERFLOWS)
-        if mode == "stochastic" and not isinstance(random, Random):
-            raise TypeError(f"mode='stochastic' needs random=random.Random(seed), got {random!r}")
-        if not hasattr(x, "as_integer_ratio"):
-            raise TypeError(
-                f"cannot encode {x!r} ({type(x).__name__}): pass an int, float or Fraction"
-            )
+        _check_encoding(x, mode, overflow, random)
         negative = math.copysign(1, x) < 0
         if math.isnan(x) or (x < 0 and not self.signed):
             return self._nan_code(negative)
         if math.isinf(x):
             return self._overflow_code(negative, overflow)
-        code = self._magnitude(abs(x), mode, random)
-        if code > self._max_code:
-            return self._overflow_code(negative, "saturate" if mode == "zero" else overflow)
-        if code == 0 and self.nan == "negative_zero":
-            return 0
-        return self._signed(code, negative)
 
-    def _magnitude(self, x: Real, mode: str, random: Random | None) -> int:
-        """The code of a finite x ≥ 0, which may lie beyond the largest one.
-
-        Counts x in units of the gap between its neighbors. Consecutive values have consecutive
-        codes, so a significand that rounds up to the next power of two carries into the exponent
-        field by itself.
-        """
-        numerator, denominator = x.as_integer_ratio()
+        # Count x in units of the gap between its neighbors. Consecutive values have consecutive
+        # codes, so a significand that rounds up to the next power of two carries into the exponent
+        # field by itself.
+        numerator, denominator = abs(x).as_integer_ratio()
         exponent = max(_exponent(numerator, denominator), self.min_exponent)
         shift = self.mantissa_bits - exponent
-        significand = _round_ratio(
-            numerator << max(shift, 0), denominator << max(-shift, 0), mode, random
-        )
-        leading = 0
-        if not self.zero:
+        whole, parts = numerator << max(shift, 0), denominator << max(-shift, 0)
+        code = exponent - self.min_exponent << self.mantissa_bits
+        if self.zero:
+            code += _round_ratio(whole, parts, mode, random)
+        else:
             leading = 1 << self.mantissa_bits
-            significand = max(significand, leading)
-        return (exponent - self.min_exponent << self.mantissa_bits) + significand - leading
+            code += max(_round_ratio(whole, parts, mode, random), leading) - leading
+        if code > self._max_code:
+            return self._overflow_code(negative, "saturate" if mode == "zero" else overflow)
+        return self._signed(code, negative and (code > 0 or self.nan != "negative_zero"))
 
     def round(
         self,
@@ -480,6 +465,15 @@ def _check_choice(what: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(
             f"{what}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}"
         )
+
+
+def _check_encoding(x: object, mode: str, overflow: str, random: object) -> None:
+    _check_choice("mode", mode, MODES)
+    _check_choice("overflow", overflow, OVERFLOWS)
+    if mode == "stochastic" and not isinstance(random, Random):
+        raise TypeError(f"mode='stochastic' needs random=random.Random(seed), got {random!r}")
+    if not hasattr(x, "as_integer_ratio"):
+        raise TypeError(f"cannot encode {x!r} ({type(x).__name__}): pass an int, float or Fraction")
 
 
 def _exponent(numerator: int, denominator: int) -> int:

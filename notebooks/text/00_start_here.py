@@ -41,10 +41,12 @@ from labutils.timeline import History
 # Here is a small GPT, an optimizer, and one training step: forward, backward, `optimizer.step()`.
 
 # %%
-config = ModelConfig(num_layers=4, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=64)
+dims = dict(num_layers=4, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=64)
+config = ModelConfig(**dims)
 model = GPT(config, generator=torch.Generator().manual_seed(0))
 optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-tokens, targets = torch.randint(128, (2, 8, 64), generator=torch.Generator().manual_seed(1))
+generator = torch.Generator().manual_seed(1)
+tokens, targets = torch.randint(128, (2, 8, 64), generator=generator)
 
 
 # %%
@@ -59,7 +61,8 @@ def step():
 
 # %%
 first = measure.history(step, model, optimizer)
-plots.memory_timeline(first, title="One training step: activations come and go, the optimizer comes to stay")
+title = "One training step: activations come and go, the optimizer comes to stay"
+plots.memory_timeline(first, title=title)
 
 # %% [markdown]
 # Read it from left to right.
@@ -97,13 +100,16 @@ predict("start/bytes-per-parameter", bytes=4)
 # ## What is on this machine, and how large is a gigabyte?
 
 # %% tags=["nbval-ignore-output"]
-print(platform.system(), "on", platform.machine(), "· Python", platform.python_version(), "· torch", torch.__version__)
+print(platform.system(), "on", platform.machine(), end=" · ")
+print("Python", platform.python_version(), "· torch", torch.__version__)
 print(os.cpu_count(), "cores ·", torch.get_num_threads(), "threads for torch")
 if hasattr(os, "sysconf"):
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    print(units.text(host), "of memory, which some tools write as", units.text(host, binary=True))
+    binary = units.text(host, binary=True)
+    print(units.text(host), "of memory, which some tools write as", binary)
 for i in range(torch.cuda.device_count()):
-    print(torch.cuda.get_device_name(i), units.text(torch.cuda.get_device_properties(i).total_memory))
+    device = torch.cuda.get_device_properties(i)
+    print(device.name, units.text(device.total_memory))
 
 # %% [markdown]
 # A laptop is enough: every cell of this lab runs on two cores in seconds.
@@ -247,7 +253,8 @@ reveal("start/peak", phase=first.peak.phase)
 # %%
 second = measure.history(step, model, optimizer)
 both = History([*first.moments, *second.moments])
-plots.memory_timeline(both, title="The second hill is as high as the first, and stands on a higher floor")
+title = "The second hill is as high as the first, and stands on a higher floor"
+plots.memory_timeline(both, title=title)
 
 # %% [markdown]
 # **The two peaks, derived.** Gradients take as much as the weights. Call *state* what the optimizer keeps, *working* what forward and backward hold
@@ -270,8 +277,10 @@ temporary = first.phases["optimizer"].ledger.total - (2 * weights + state)
 
 # %%
 updating = 2 * weights + state + temporary
-step_1, step_2 = max(weights + working, updating), max(weights + state + working, updating)
-measured = Ledger([Line("step 1", first.peak.ledger.total), Line("step 2", second.peak.ledger.total)])
+step_1 = max(weights + working, updating)
+step_2 = max(weights + state + working, updating)
+peaks = first.peak.ledger.total, second.peak.ledger.total
+measured = Ledger([Line("step 1", peaks[0]), Line("step 2", peaks[1])])
 Ledger([Line("step 1", step_1), Line("step 2", step_2)]).diff(measured)
 
 # %% [markdown]
@@ -321,7 +330,8 @@ plots.memory_timeline(large, capacity=Hardware.named("V100"), title=title)
 # makes step 2 peak higher exactly when working > weights + temporary:
 
 # %%
-f"{units.text(working)} > {units.text(weights + temporary)}: {working > weights + temporary}"
+floor = weights + temporary
+f"{units.text(working)} > {units.text(floor)}: {working > floor}"
 
 # %% [markdown]
 # ### Exercise 0.2 · Which step runs out of memory? (10 min, ●●○)
@@ -330,7 +340,9 @@ f"{units.text(working)} > {units.text(weights + temporary)}: {working > weights 
 
 
 # %%
-def first_failing_step(weights: int, state: int, working: int, temporary: int, capacity: int) -> int | None:
+def first_failing_step(
+    weights: int, state: int, working: int, temporary: int, capacity: int
+) -> int | None:
     """1 or 2, the first step whose peak is more than `capacity` bytes, or None."""
     raise NotImplementedError
 
@@ -396,11 +408,12 @@ def sequences(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.T
 
 
 # %%
-small = ModelConfig(num_layers=2, d_model=32, num_heads=2, d_ff=128, vocab_size=32, seq_len=16)
+tiny = dict(num_layers=2, d_model=32, num_heads=2, d_ff=128, vocab_size=32, seq_len=16)
+small = ModelConfig(**tiny)
 
 
 def trained(batch: int, total: int, lr: float) -> tuple[GPT, list[float]]:
-    """A small GPT that has seen `total` sequences in batches of `batch`, and its loss at every step."""
+    """A small GPT that has seen `total` sequences in batches of `batch`; its losses."""
     generator = torch.Generator().manual_seed(0)
     learner = GPT(small, generator=generator)
     adam, losses = torch.optim.AdamW(learner.parameters(), lr=lr), []
@@ -423,13 +436,15 @@ x, y = sequences(512, torch.Generator().manual_seed(1))
 
 
 def loss_of_one(parameters, x, y):
-    return torch.nn.functional.cross_entropy(functional_call(learner, parameters, x[None])[0], y)
+    logits = functional_call(learner, parameters, x[None])[0]
+    return torch.nn.functional.cross_entropy(logits, y)
 
 
 # %%
 learned = {name: p.detach() for name, p in learner.named_parameters()}
 gradients = vmap(grad(loss_of_one), in_dims=(None, 0, 0))(learned, x, y)
-G = torch.cat([g.flatten(1) for g in gradients.values()], dim=1)  # a row for each sequence
+# A row for each sequence.
+G = torch.cat([g.flatten(1) for g in gradients.values()], dim=1)
 g = G.mean(0)
 noise, signal = (G - g).square().sum(1).mean().item(), g.square().sum().item()
 G.shape
@@ -443,11 +458,13 @@ def squared_error(B: int, generator: torch.Generator) -> float:
     pick = torch.randint(len(x), (B,), generator=generator)
     learner.zero_grad()
     learner.loss(x[pick], y[pick]).backward()
-    return (torch.cat([p.grad.flatten() for p in learner.parameters()]) - g).square().sum().item()
+    found = torch.cat([p.grad.flatten() for p in learner.parameters()])
+    return (found - g).square().sum().item()
 
 
 generator = torch.Generator().manual_seed(2)
-measured = {B: [squared_error(B, generator) for _ in range(64)] for B in (1, 4, 16, 64, 256)}
+batches = 1, 4, 16, 64, 256
+measured = {B: [squared_error(B, generator) for _ in range(64)] for B in batches}
 plots.gradient_noise(measured, noise=noise, signal=signal)
 
 # %%
@@ -473,7 +490,8 @@ def curve(batch: int, total: int = 4096) -> tuple[list[int], list[float]]:
 
 curves = {f"batch {B}, {4096 // B:,} steps": curve(B) for B in (4, 16, 64, 256)}
 title = "For the same tokens, small batches learn more; large batches need fewer steps"
-plots.curves(xlabel="tokens seen", ylabel="loss (nats per token)", title=title, **curves)
+axes = dict(xlabel="tokens seen", ylabel="loss (nats per token)")
+plots.curves(title=title, **axes, **curves)
 
 # %% [markdown]
 # The widest gap opens between 16 and 64 sequences, on the two sides of the crossing. Read the curves both ways. If tokens are what you pay for, the
@@ -493,17 +511,20 @@ def working_memory(model: ModelConfig, b: int) -> int:
     return b * s * (4 * L * (8 * h + 2 * f + a * s + 4) + 8 * h + 12 * v + 24) + 8
 
 
-Ledger([Line("working", working_memory(config, b=8))]).diff(Ledger([Line("working", working)]))
+formula = Ledger([Line("working", working_memory(config, b=8))])
+formula.diff(Ledger([Line("working", working)]))
 
 
 # %%
 def steps(model="gpt2-large", device="V100", optimizer="AdamW", batch=4):
     hardware, model = Hardware.named(device), ModelConfig.named(model)
-    weights = Ledger([Line("weights", 4 * model.num_params, component="weights")])
-    state = Ledger([Line("state", 2 * weights.total * (optimizer == "AdamW"), component="optimizer")])
-    working = Ledger([Line("working", working_memory(model, batch), component="activations")])
-    gradients = Ledger([Line("gradients", weights.total, component="gradients")])
-    temporary = Ledger([Line("temporary", weights.total * (optimizer == "AdamW"), component="buffers")])
+    nbytes, adam = 4 * model.num_params, optimizer == "AdamW"
+    weights = Ledger([Line("weights", nbytes, component="weights")])
+    state = Ledger([Line("state", 2 * nbytes * adam, component="optimizer")])
+    held = working_memory(model, batch)
+    working = Ledger([Line("working", held, component="activations")])
+    gradients = Ledger([Line("gradients", nbytes, component="gradients")])
+    temporary = Ledger([Line("temporary", nbytes * adam, component="buffers")])
     sizes = [part.total for part in (weights, state, working, temporary)]
     failing = memory.first_failing_step(*sizes, hardware.memory)
     verdict = f"step {failing} fails" if failing else "training fits"
@@ -538,7 +559,7 @@ explore(
 
 # %%
 try:
-    ModelConfig(num_layers=2, d_model=64, num_heads=5, d_ff=256, vocab_size=128, seq_len=64)
+    ModelConfig(**dims | dict(num_heads=5))
 except ValueError as error:
     print(error)
 

@@ -27,7 +27,7 @@ import ml_dtypes
 import torch
 
 from labutils import floats, precision
-from labutils.floats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16, FP32, TF32, FloatFormat
+from labutils.floats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16, FP32, TF32
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, predictions, reveal, show
 from labutils.teach.widgets import bits, explore, slider
@@ -41,7 +41,8 @@ from labutils.teach.widgets import bits, explore, slider
 
 # %%
 formats = [FP32, TF32, BF16, FP16, E5M2, E4M3, E3M2, E2M3, E2M1]
-plots.dynamic_range(formats, title="bf16 reaches as far as fp32 with half the bits; fp16 does not")
+title = "bf16 reaches as far as fp32 with half the bits; fp16 does not"
+plots.dynamic_range(formats, title=title)
 
 # %% [markdown]
 # Two things to see before any formula. bf16 is as wide as fp32 with half the bits; fp16 is not, and that one difference is why loss scaling exists.
@@ -87,7 +88,8 @@ E4M3.bias, E4M3.fields(code), E4M3.decode(code)
 # e4m3 therefore keeps one code for NaN in each sign, has no infinity at all, and counts on to the top.
 
 # %%
-[E4M3.decode(0b0_1111_000 + m) for m in range(8)]  # what IEEE rules would have thrown away
+# What IEEE rules would have thrown away.
+[E4M3.decode(0b0_1111_000 + m) for m in range(8)]
 
 # %%
 reveal("e4m3/largest-value", in_e4m3=E4M3.max)
@@ -96,7 +98,8 @@ reveal("e4m3/largest-value", in_e4m3=E4M3.max)
 # All formats follow from a handful of numbers, so one class describes them all, also one that you make up.
 
 # %%
-mine = FloatFormat("1-3-4", exponent_bits=3, mantissa_bits=4)  # the rest is as in IEEE 754
+# The rest is as in IEEE 754.
+mine = floats.FloatFormat("1-3-4", exponent_bits=3, mantissa_bits=4)
 mine.max, mine.min_normal, mine.min_subnormal, mine.eps, mine.counts
 
 # %%
@@ -115,7 +118,8 @@ for fmt in formats:
 # %%
 patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
 for fmt, dtype in [(FP16, torch.float16), (BF16, torch.bfloat16)]:
-    ours = torch.tensor([fmt.decode(c % 2**16) for c in patterns.tolist()], dtype=torch.float64)
+    values = [fmt.decode(code % 2**16) for code in patterns.tolist()]
+    ours = torch.tensor(values, dtype=torch.float64)
     theirs = patterns.view(dtype).double()
     differ = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
     print(f"{fmt.name}: {differ.sum()} of {len(patterns):,} patterns differ")
@@ -142,7 +146,7 @@ explore(what_it_means, states=256, code=bits(E4M3, start=0b0_0111_000))
 
 
 # %%
-def decode(fmt: FloatFormat, code: int) -> float:
+def decode(fmt: floats.FloatFormat, code: int) -> float:
     # A good first line: sign, exponent, mantissa, kind = fmt.fields(code)
     raise NotImplementedError
 
@@ -157,7 +161,7 @@ hint("floats/decode", 1)
 # When your check has passed, or you have had enough, open the library's own.
 
 # %%
-show(FloatFormat.decode)
+show(floats.FloatFormat.decode)
 
 # %% [markdown]
 # ## Which value does a number get?
@@ -184,7 +188,7 @@ gap = E4M3.spacing(0.3)
 reveal("e4m3/error-of-0.3", percent=round(abs(E4M3.round(0.3) / 0.3 - 1) * 100, 2))
 
 # %%
-title = "The relative error has one bound for all normal values, and climbs only at the ends"
+title = "The relative error has one bound for normal values and climbs only at the ends"
 plots.relative_error([FP16, BF16, E4M3, E5M2], title=title)
 
 # %% [markdown]
@@ -205,7 +209,8 @@ plots.relative_error([FP16, BF16, E4M3, E5M2], title=title)
 g = torch.Generator().manual_seed(0)
 x = torch.full((10_000,), 17.2)
 for mode in ("nearest", "zero", "stochastic"):
-    print(f"{mode:10} mean {precision.round_to(x, E4M3, mode=mode, generator=g).mean():.2f}")
+    rounded = precision.round_to(x, E4M3, mode=mode, generator=g)
+    print(f"{mode:10} mean {rounded.mean():.2f}")
 
 # %% [markdown]
 # **Overflow has two conventions, and libraries differ.** Above 464, half a gap beyond 448, e4m3 has no value left. ml_dtypes then says NaN;
@@ -215,11 +220,13 @@ for mode in ("nearest", "zero", "stochastic"):
 
 # %%
 beyond = torch.tensor([464.0, 465.0, math.inf])
-by_torch, by_ml_dtypes = beyond.to(torch.float8_e4m3fn), beyond.numpy().astype(ml_dtypes.float8_e4m3fn)
+by_torch = beyond.to(torch.float8_e4m3fn)
+by_ml_dtypes = beyond.numpy().astype(ml_dtypes.float8_e4m3fn)
 by_torch.float().tolist(), by_ml_dtypes.astype("float32").tolist()
 
 # %%
-[precision.round_to(beyond, E4M3, overflow=how).tolist() for how in ("saturate", "ieee")]
+rules = "saturate", "ieee"
+[precision.round_to(beyond, E4M3, overflow=rule).tolist() for rule in rules]
 
 # %% [markdown]
 # Drag a number and watch it land in five formats. From 1 on, e4m3 and e2m3 land on the same values, and so do e5m2 and e3m2: what did their other bits buy?
@@ -242,7 +249,7 @@ explore(where_it_lands, states=34, x=slider(0.0, 7.59, 0.23, start=2.53))
 
 
 # %%
-def encode(fmt: FloatFormat, x: float) -> int:
+def encode(fmt: floats.FloatFormat, x: float) -> int:
     raise NotImplementedError
 
 
@@ -253,7 +260,7 @@ check("floats/encode", encode)
 hint("floats/encode", 1)
 
 # %%
-show(FloatFormat.encode)
+show(floats.FloatFormat.encode)
 
 # %% [markdown]
 # ### Exercise 1.3 · Bug hunt: the cast that rounds twice (10 min, ●●●)
@@ -272,7 +279,8 @@ def wrong(x):
 
 
 values = torch.tensor(FP16.representable(), dtype=torch.float64)
-midpoints, some = (values[1:] + values[:-1]) / 2, torch.rand(1000, dtype=torch.float64, generator=g)
+midpoints = (values[1:] + values[:-1]) / 2
+some = torch.rand(1000, dtype=torch.float64, generator=g)
 wrong(values), wrong(midpoints), wrong(some)
 
 # %% [markdown]
@@ -330,7 +338,8 @@ logits.exp(), logits.exp() / logits.exp().sum()
 
 # %%
 stable = (logits - logits.max()).exp()
-(stable / stable.sum()).tolist(), (logits.bfloat16().exp() / logits.bfloat16().exp().sum()).tolist()
+wide = logits.bfloat16().exp()
+(stable / stable.sum()).tolist(), (wide / wide.sum()).tolist()
 
 # %% [markdown]
 # **The other end is quieter.** What is smaller than half of fp16's smallest subnormal, $2^{-25} \approx 3 \cdot 10^{-8}$, becomes zero, and nothing
@@ -364,7 +373,8 @@ predict("sum-of-ones/bf16", ones=2048)
 # In general a sum of ones stops where the gap becomes 2, at $2^{M+1}$.
 
 # %%
-FP16.spacing(2048), FP16.round(2048 + 1), [2 ** (fmt.mantissa_bits + 1) for fmt in (FP16, BF16)]
+stops = [2 ** (fmt.mantissa_bits + 1) for fmt in (FP16, BF16)]
+FP16.spacing(2048), FP16.round(2048 + 1), stops
 
 # %%
 ones = torch.ones(4096)
@@ -403,7 +413,8 @@ precision.pairwise_sum(ones, BF16).item()
 # systems keep weights in bf16 with no fp32 copy.
 
 # %%
-wandering = precision.running_sum(torch.ones(3, 4096), BF16, mode="stochastic", generator=g)
+three = torch.ones(3, 4096)
+wandering = precision.running_sum(three, BF16, mode="stochastic", generator=g)
 plots.running_sums(
     ones.cumsum(0).tolist(),
     **{f"run_{i}": row.tolist() for i, row in enumerate(wandering, 1)},
@@ -418,7 +429,7 @@ plots.running_sums(
 
 
 # %%
-def pairwise_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+def pairwise_sum(x: torch.Tensor, fmt: floats.FloatFormat) -> torch.Tensor:
     raise NotImplementedError
 
 
@@ -443,7 +454,8 @@ for fmt in (BF16, FP16, FP32):
     both_ways = torch.stack([terms, terms.flip(0)])
     forward, backward = precision.running_sum(both_ways, fmt)[:, -1].tolist()
     pairwise = precision.pairwise_sum(terms, fmt).item()
-    print(f"{fmt.name}: large first {forward:.4f}, small first {backward:.4f}, pairwise {pairwise:.4f}")
+    print(f"{fmt.name}: large first {forward:.4f}, small first {backward:.4f}", end=", ")
+    print(f"pairwise {pairwise:.4f}")
 print(f"exact: {harmonic.sum().item():.4f}")
 
 # %% [markdown]
@@ -489,7 +501,8 @@ reveal("mxfp4/bits-per-value", bits=floats.MXFP4.bits_per_value)
 
 # %%
 scale, codes = floats.MXFP4.encode([0.011, -0.002, 0.0051, 0.0007])
-floats.E8M0.decode(scale), [E2M1.bit_string(c) for c in codes], floats.MXFP4.decode(scale, codes)
+elements = [E2M1.bit_string(code) for code in codes]
+floats.E8M0.decode(scale), elements, floats.MXFP4.decode(scale, codes)
 
 # %% [markdown]
 # The scale is a power of two, a whole number of exponent bits with no mantissa (e8m0), so applying it rounds nothing. Here is what formats do to a
@@ -508,7 +521,8 @@ def error(w, rounded):
     return f"{(rounded - w).norm() / w.norm():.1%}"
 
 
-w, candidates = torch.randn(8192, generator=g), (BF16, E4M3, E5M2, floats.INT8, E2M3, E2M1)
+w = torch.randn(8192, generator=g)
+candidates = BF16, E4M3, E5M2, floats.INT8, E2M3, E2M1
 {fmt.name: error(w, scaled(w, fmt)) for fmt in candidates}
 
 # %% [markdown]
@@ -532,7 +546,8 @@ def in_blocks(w, mx):
 
 
 for mx in (floats.MXFP8, floats.MXFP6, floats.MXFP4):
-    print(mx.name, f"{mx.bits_per_value} bits", error(w[32:], in_blocks(spiked, mx)[32:]))
+    missed = error(w[32:], in_blocks(spiked, mx)[32:])
+    print(mx.name, f"{mx.bits_per_value} bits", missed)
 
 # %% [markdown]
 # A quarter of a bit a value, and 4-bit numbers survive an outlier that costs int8 everything. (MXFP8 comes out a little behind plain e4m3: its scale is a power
