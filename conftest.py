@@ -1,20 +1,17 @@
-"""What every test, kernel and rank started from here shares: one thread, the same random cases each time, and an eye for pictures."""
+"""What tests, kernels and ranks share: one thread, the same random cases, an eye for pictures."""
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # before torch is imported; a sum's last digits depend on the number of threads
-)
-os.environ["JUPYTER_PREFER_ENV_PATH"] = (
-    "1"  # notebooks run in this environment, whatever kernels the user has
-)
+# Before torch is imported; a sum's last digits depend on the number of threads.
+os.environ["OMP_NUM_THREADS"] = "1"
+# Notebooks run in this environment, whatever kernels the user has.
+os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
 
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # before anything imports triton, as parts of torch do: labutils.flash.triton_kernel wants its interpreter
-    )
+    # Before anything imports triton, as parts of torch do: our kernels want its interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import base64
 import io
@@ -29,7 +26,9 @@ hypothesis.settings.register_profile("course", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("course")
 
 PICTURE = re.compile(r'data:image/png;base64,([^"]*)')
-MOST = 10  # of 255: antialiasing and fonts differ a little between platforms; a moved bar or a changed title differs more
+# Of 255: antialiasing and fonts differ a little between platforms; a moved bar or a changed title
+# differs more.
+MOST = 10
 
 
 def pictures(outputs):
@@ -43,7 +42,7 @@ def pictures(outputs):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """nbval compares texts; a stored picture must also look like the one that the cell draws now."""
+    """nbval compares texts; a stored picture must also look like the one drawn now."""
     result = yield
     if type(item).__name__ == "IPyNbCell" and item.options["check"]:
         stored, drawn = pictures(item.cell.outputs), pictures(item.test_outputs)

@@ -1,7 +1,8 @@
-"""Rounding float32 to a small format and back: `precision.round_to` beside the casts of ml_dtypes (numpy's for fp16).
+"""Rounding float32 to a small format and back: `precision.round_to` beside casts of ml_dtypes.
 
-Both are run in turn, so that whatever else the machine does slows both alike; the ratio is theirs over ours, above 1
-where ours is faster. Both work on one thread, however many torch has.
+For fp16 the cast is numpy's. Both are run in turn, so that whatever else the machine does slows
+both alike; the ratio is theirs over ours, above 1 where ours is faster. Both work on one thread,
+however many torch has.
 """
 
 import ml_dtypes

@@ -1,4 +1,4 @@
-"""The book's own Sphinx extension: tables made from the course's data, and MathJax served from the book's own site."""
+"""The book's Sphinx extension: tables from the course's data, MathJax from its own site."""
 
 import csv
 import importlib.resources

@@ -1,1 +1,1 @@
-"""The tested implementations behind the labs: one module per concept, and each reads as a phrase (`zero.partition`, `floats.FP16.max`)."""
+"""The tested implementations behind the labs: a module per concept, read as in `zero.partition`."""

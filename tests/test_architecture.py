@@ -149,8 +149,8 @@ def test_one_concept_has_one_name(name):
 
 # Public names that still stand in two modules.
 TWICE = {
-    "Block", "Life", "Link", "OutOfMemory", "Plan", "checkpoint", "history",
-    "model_states", "named", "predict", "show",
+    "Block", "Life", "Link", "OutOfMemory", "Plan", "checkpoint", "history", "model_states", "named",
+    "predict", "show",
 }  # fmt: skip
 
 
@@ -175,6 +175,20 @@ def test_a_function_fits_a_screen(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
             assert lines <= 60 or node.name in LONG, f"{node.name} has {lines} lines, 50 are plenty"
+
+
+WIDE = {"03_memory", "09_zero"}  # labs whose cells are wider still
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "notebooks" / "text").glob("*.py")), ids=lambda path: path.stem
+)
+def test_a_cell_fits_the_page(path):
+    for cell in path.read_text(encoding="utf-8").split("\n# %%")[1:]:
+        heading, *lines = cell.split("\n")
+        if "[markdown]" not in heading:
+            wide = [line for line in lines if len(line) > 88]
+            assert not wide or path.stem in WIDE, f"{path.stem}: over 88 columns: {wide}"
 
 
 def test_figures_take_types_of_the_ground_or_plain_values():

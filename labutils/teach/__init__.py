@@ -1,1 +1,1 @@
-"""How the course is taught: checks of exercises, figures, panels, the memory calculator. What is taught lies one folder up."""
+"""How the course is taught: checks, figures, panels, the calculator. What is taught lies above."""

@@ -454,8 +454,8 @@ for fmt in (BF16, FP16, FP32):
     both_ways = torch.stack([terms, terms.flip(0)])
     forward, backward = precision.running_sum(both_ways, fmt)[:, -1].tolist()
     pairwise = precision.pairwise_sum(terms, fmt).item()
-    print(f"{fmt.name}: large first {forward:.4f}, small first {backward:.4f}", end=", ")
-    print(f"pairwise {pairwise:.4f}")
+    print(f"{fmt.name}: large first {forward:.4f}", end=", ")
+    print(f"small first {backward:.4f}, pairwise {pairwise:.4f}")
 print(f"exact: {harmonic.sum().item():.4f}")
 
 # %% [markdown]
