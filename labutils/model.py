@@ -89,7 +89,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, rotary: Rotary | None, attend: Attend) -> None:
         super().__init__()
         h, a, g, d = config.letters("h a g d")
-        self.d_head, self.rotary, self.attend, self.dropout = d, rotary, attend, config.dropout
+        self.d_head = d
+        self.rotary = rotary
+        self.attend = attend
+        self.dropout = config.dropout
         self.query = nn.Linear(h, a * d, bias=bool(config.bias))
         self.key = nn.Linear(h, g * d, bias=bool(config.bias))
         self.value = nn.Linear(h, g * d, bias=bool(config.bias))

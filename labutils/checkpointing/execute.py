@@ -202,8 +202,9 @@ class _Books:
                     f"a chain is made of modules, got {_called(module)}: put the function into an "
                     "nn.Module that holds its weights"
                 )
-        owned = [tensor for module in chain for tensor in (*module.parameters(), *module.buffers())]
-        owned += [] if gradient is None else [gradient]
+        owned = [] if gradient is None else [gradient]
+        for module in chain:
+            owned += [*module.parameters(), *module.buffers()]
         self.owned = {tensor.untyped_storage()._cdata for tensor in owned}
         self.entries: dict[int, tuple[weakref.ref, int, str]] = {}
         self.enter(x, "values")
@@ -250,7 +251,8 @@ class _Embedding(nn.Module):
 class _Head(nn.Module):
     def __init__(self, model: nn.Module, targets: Tensor | None) -> None:
         super().__init__()
-        self.norm, self.scores = model.norm, model.head
+        self.norm = model.norm
+        self.scores = model.head
         self.register_buffer(
             "targets", targets
         )  # a buffer, because they are there before and after, like weights

@@ -358,7 +358,7 @@ def segments(n: int, k: int) -> Plan:
     if units.whole(k, "k", 1) > n:
         raise ValueError(f"{n} stages cannot be cut into {k} segments: use 1 … {n}")
     starts = tuple(part * (n // k) + min(part, n % k) for part in range(1, k))
-    name = "keep everything" if k == 1 else "every stage" if k == n else f"{k} segments"
+    name = {n: "every stage", 1: "keep everything"}.get(k, f"{k} segments")
     return unroll(
         n, lambda s, t, rest: (rest[0], rest[1:], ()) if rest else (None, (), ()), starts, name
     )
@@ -450,7 +450,8 @@ class _Optimum:
     """
 
     def __init__(self, costs: Costs, limit: int | float = math.inf) -> None:
-        self.costs, self.limit = costs, limit - costs.input
+        self.costs = costs
+        self.limit = limit - costs.input
         self.n = len(costs)
         # gradient[i] is held while stage i−1 waits for its backward pass; the gradient of the
         # chain's output belongs to the caller.

@@ -68,7 +68,8 @@ def traffic(
     Source: FlashAttention (2205.14135), algorithms 0, 1 and 3; FlashAttention-2 (2307.08691),
     algorithms 1 and 2.
     """
-    kv_heads, s_k = heads if kv_heads is None else kv_heads, s if s_k is None else s_k
+    kv_heads = heads if kv_heads is None else kv_heads
+    s_k = s if s_k is None else s_k
     sizes = dict(s=s, d=d, block_q=block_q, block_k=block_k, heads=heads, kv_heads=kv_heads)
     sizes |= dict(s_k=s_k, itemsize=itemsize, stat_itemsize=stat_itemsize)
     for name, size in sizes.items():

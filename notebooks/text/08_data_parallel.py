@@ -828,11 +828,10 @@ class Buckets:
             self.flush()
 
     def flush(self):
-        flat = torch.cat([p.grad.flatten() for p in self.waiting])
-        means = self.comm.all_reduce(flat) / self.comm.size
+        sums = self.comm.all_reduce(torch.cat([p.grad.flatten() for p in self.waiting]))
         for p in self.waiting:
-            mean, means = means[: p.numel()], means[p.numel() :]
-            p.grad.copy_(mean.view_as(p))
+            mine, sums = sums[: p.numel()], sums[p.numel() :]
+            p.grad.copy_(mine.view_as(p) / self.comm.size)
         self.waiting.clear()
 
     @contextlib.contextmanager
