@@ -188,10 +188,6 @@ class Roof:
         """FLOPs a byte at which the two ceilings meet: with fewer, memory is the limit."""
         return self.flops / self.bandwidth
 
-    def rate(self, intensity: float) -> float:
-        """FLOP/s that can be had at `intensity` FLOPs a byte."""
-        return min(self.flops, intensity * self.bandwidth)
-
     def time(self, flops: float, nbytes: float) -> float:
         """Seconds at least, for that many FLOPs and bytes of slow memory."""
         return max(flops / self.flops, nbytes / self.bandwidth)

@@ -132,20 +132,17 @@ class MasterWeights:
 class RoundedWeights(MasterWeights):
     """An optimizer of half-precision weights *without* a master copy.
 
-    Weights become fp32 for the step and are rounded back. To nearest, a step smaller than half a
-    gap is lost, every time. By chance it goes up with the probability of its place in the gap, so
-    that the steps that are lost and those that are too large add up to the right path.
+    Weights become fp32 for the step and are rounded back: by chance, up with the probability of
+    the place in the gap, so that the steps that are lost and those that are too large add up to
+    the right path. To nearest, a step smaller than half a gap would be lost, every time.
 
     >>> layer = nn.Linear(1, 1000, bias=False, dtype=torch.bfloat16)
-    >>> source = torch.Generator().manual_seed(0)
-    >>> for mode in ("nearest", "stochastic"):
-    ...     _ = layer.weight.data.fill_(1.0)
-    ...     sgd = torch.optim.SGD(layer.parameters(), lr=0.001)
-    ...     rounded = RoundedWeights(sgd, mode=mode, generator=source)
-    ...     layer.weight.grad = torch.ones_like(layer.weight)
-    ...     for _ in range(20): rounded.step()
-    ...     print(f"{layer.weight.float().mean():.3f}")
-    1.000
+    >>> _ = layer.weight.data.fill_(1.0)
+    >>> sgd = torch.optim.SGD(layer.parameters(), lr=0.001)
+    >>> rounded = RoundedWeights(sgd, generator=torch.Generator().manual_seed(0))
+    >>> layer.weight.grad = torch.ones_like(layer.weight)
+    >>> for _ in range(20): rounded.step()
+    >>> print(f"{layer.weight.float().mean():.3f}")
     0.980
 
     Cost: with Adam 2 + 2 + 8 bytes per parameter between steps; fp32 weights and gradients come on
@@ -154,24 +151,8 @@ class RoundedWeights(MasterWeights):
     al. 2010.06192.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        mode: str = "stochastic",
-        generator: torch.Generator | None = None,
-    ) -> None:
-        if mode == "stochastic" and generator is None:
-            raise ValueError(
-                "mode='stochastic' needs its random source: pass "
-                "generator=torch.Generator().manual_seed(0)"
-            )
-        if mode not in floats.MODES:
-            raise ValueError(
-                f"mode={mode!r} is unknown: choose one of {', '.join(map(repr, floats.MODES))}"
-            )
+    def __init__(self, optimizer: torch.optim.Optimizer, *, generator: torch.Generator) -> None:
         super().__init__(optimizer)
-        self.mode = mode
         self.generator = generator
         self._narrow()
 
@@ -193,7 +174,8 @@ class RoundedWeights(MasterWeights):
         """Rounds the stepped weights back to half precision, and lets the fp32 ones go."""
         for weight, master in self.masters.items():
             fmt = HALF[weight.dtype]
-            weight.copy_(round_to(master.detach(), fmt, mode=self.mode, generator=self.generator))
+            stepped = master.detach()
+            weight.copy_(round_to(stepped, fmt, mode="stochastic", generator=self.generator))
         self._narrow()
 
     def zero_grad(self) -> None:
