@@ -126,14 +126,6 @@ GALLERY = {
         measured={"roof": [900, 1800, 3500, 6000, 7300, 7500]},
         guess=(16, 9e3),
     ),
-    "curves, narrow": lambda: plots.curves(
-        [1, 2, 4],
-        title="A long title on a narrow figure wraps",
-        width=style.NARROW,
-        a=[3, 2, 1],
-        b=[3, 2, 1.02],
-        **EASY,
-    ),
     "traffic bars": lambda: plots.traffic_bars(plain=LOADS.scaled(4), tiled=LOADS, guess=2e6),
     "a roofline": lambda: plots.roofline(
         {"A100": (312e12, 2e12), "laptop": (3e11, 4e10)},
@@ -219,17 +211,6 @@ def test_a_picture_is_an_image_on_a_white_card():
         picture.figure.get_size_inches()[0] * 192, abs=1
     )
     assert picture.png == plots.bit_pattern(floats.E4M3, 56).png
-
-
-def test_a_picture_is_saved_as_what_its_name_says(tmp_path):
-    picture = plots.bit_pattern(floats.E2M1, 7)
-    picture.save(tmp_path / "a.png")
-    picture.save(str(tmp_path / "a.svg"))
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (
-        tmp_path / "a.svg"
-    ).read_text()
-    with pytest.raises(ValueError, match=r"'.jpg'.*\.png or \.svg"):
-        picture.save(tmp_path / "a.jpg")
 
 
 def test_alt_text_is_mandatory_and_escaped():

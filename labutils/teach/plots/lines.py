@@ -30,7 +30,6 @@ def curves(
     measured: Mapping[str, Series] | None = None,
     guess: tuple[float, float] | None = None,
     alt: str | None = None,
-    width: float = style.WIDE,
     **lines: Series,
 ) -> Picture:
     """A labeled line for each series over `x`.
@@ -48,7 +47,7 @@ def curves(
     colors = style.series_colors(dict.fromkeys([*runs, *dots]))
     right = style.widest(colors, "bold") + 0.3
     labels = {"xlabel": xlabel, "ylabel": ylabel}
-    _, axes = style.canvas(title, width=width, left=0.85, right=right, top=0.12, **labels)
+    _, axes = style.canvas(title, left=0.85, right=right, top=0.12, **labels)
     _logarithmic(axes, log, [*runs.items(), *dots.items()])
     for name, (at, rows) in runs.items():
         axes.plot(at, rows.mean(0), color=colors[name])

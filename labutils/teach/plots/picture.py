@@ -56,18 +56,6 @@ class Picture:
             )
         return sheet.getvalue()
 
-    def save(self, path: str | Path) -> None:
-        """Write the figure to `path`, a .png or an .svg file."""
-        match Path(path).suffix:
-            case ".png":
-                Path(path).write_bytes(self.png)
-            case ".svg":
-                Path(path).write_text(self.svg, encoding="utf-8")
-            case other:
-                raise ValueError(
-                    f"cannot save a Picture as {other!r}: end the path in .png or .svg"
-                )
-
     def html(self, *, vector: bool = False) -> str:
         """The figure on a white card: a PNG, or an SVG, which states of a panel share better."""
         data = (

@@ -39,7 +39,7 @@ FIELDS = {"sign": "#C4481A", "exponent": "#FFB04D", "mantissa": "#2F74D0"}
 SERIES = ("#2F74D0", "#C4481A", "#0B5345", "#7E273B", "#2C8E86", "#6B4FA0", "#B07A00", "#444444")
 NEUTRAL = ("#B9BEC4", "#8A9199", "#5C636B", "#DDE0E3")
 
-WIDE, NARROW, SIZE = 7.2, 3.5, 9
+WIDE, SIZE = 7.2, 9
 
 RC = {
     "font.family": "sans-serif",
