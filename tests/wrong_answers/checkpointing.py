@@ -54,9 +54,10 @@ def _records_at_once(n: int, k: int) -> list[tuple[str, int]]:
 
 
 def _drops_too_early(n: int, k: int) -> list[tuple[str, int]]:
-    return [step for i in range(n) for step in (("record", i), *((("drop", i),) if i else ()))] + [
-        ("backward", i) for i in reversed(range(n))
-    ]
+    steps = [("record", 0)]
+    for i in range(1, n):
+        steps += [("record", i), ("drop", i)]
+    return steps + [("backward", i) for i in reversed(range(n))]
 
 
 def _remembered(rule: Callable[[Callable, int, int], int]) -> Callable[[int, int], int]:
@@ -72,23 +73,15 @@ def _shares_the_snapshot(count: Callable, n: int, s: int) -> int:
 
 
 def _x0_reverses_for_n(count: Callable, n: int, s: int) -> int:
-    return (
-        n
-        if s == 1
-        else 1
-        if n == 1
-        else min(m + count(n - m, s - 1) + count(m, s) for m in range(1, n))
-    )
+    if n == 1 or s == 1:
+        return n
+    return min(m + count(n - m, s - 1) + count(m, s) for m in range(1, n))
 
 
 def _reaches_for_free(count: Callable, n: int, s: int) -> int:
-    return (
-        1
-        if n == 1
-        else n * (n + 1) // 2
-        if s == 1
-        else min(count(n - m, s - 1) + count(m, s) for m in range(1, n))
-    )
+    if n == 1 or s == 1:
+        return n * (n + 1) // 2
+    return min(count(n - m, s - 1) + count(m, s) for m in range(1, n))
 
 
 def _without_recording(n: int, snapshots: int) -> int:

@@ -128,15 +128,16 @@ class _Buckets:
         late: bool = False,
         lossy: bool = False,
     ) -> None:
-        self.module, self.comm, self.bucket_bytes, self.sync = module, comm, bucket_bytes, True
-        self.flush_last, self.rearm, self.quiet, self.flat, self.late, self.lossy = (
-            flush,
-            rearm,
-            quiet,
-            flat,
-            late,
-            lossy,
-        )
+        self.module = module
+        self.comm = comm
+        self.bucket_bytes = bucket_bytes
+        self.sync = True
+        self.flush_last = flush
+        self.rearm = rearm
+        self.quiet = quiet
+        self.flat = flat
+        self.late = late
+        self.lossy = lossy
         self.waiting: list[Tensor] = []
         self.seen, self.count = 0, len(list(module.parameters()))
         for parameter in module.parameters():

@@ -24,6 +24,10 @@ def _stepwise(count):
     )
 
 
+def _first_over(capacity: int, *peaks: int) -> int | None:
+    return next((step for step, peak in enumerate(peaks, 1) if peak > capacity), None)
+
+
 WRONG = {
     "start/tokens-per-step": (
         Wrong(
@@ -56,12 +60,8 @@ WRONG = {
     "start/first-failing-step": (
         Wrong(
             "everything is alive at once",
-            lambda weights, state, working, temporary, capacity: (
-                1
-                if 2 * weights + working > capacity
-                else 2
-                if 2 * weights + state + working + temporary > capacity
-                else None
+            lambda weights, state, working, temporary, capacity: _first_over(
+                capacity, 2 * weights + working, 2 * weights + state + working + temporary
             ),
             "enough memory",
             "Peaks do not add up",
@@ -94,12 +94,8 @@ WRONG = {
         ),
         Wrong(
             "the optimizer's step takes nothing",
-            lambda weights, state, working, temporary, capacity: (
-                1
-                if weights + working > capacity
-                else 2
-                if weights + state + working > capacity
-                else None
+            lambda weights, state, working, temporary, capacity: _first_over(
+                capacity, weights + working, weights + state + working
             ),
             "model states dominate",
             "a peak too",

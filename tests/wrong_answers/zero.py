@@ -108,22 +108,17 @@ def _plan(
                 + [("reduce", i)] * (not late)
             )
         steps += [("reduce", i) for i in range(count)] * late
-        return (
-            steps + [step for i in range(count) for step in (("gather", i), ("free", i))] * thrice
-        )
+        for i in range(count * thrice):
+            steps += [("gather", i), ("free", i)]
+        return steps
 
     return attempt
 
 
 def _frees_the_last(count: int) -> list[exercises.Step]:
-    last = count - 1
-    return [
-        part
-        for step in zero.unit_order(count)
-        for part in (
-            [step, ("free", last), ("gather", last)] if step == ("forward", last) else [step]
-        )
-    ]
+    last, steps = count - 1, zero.unit_order(count)
+    turn = steps.index(("forward", last)) + 1
+    return [*steps[:turn], ("free", last), ("gather", last), *steps[turn:]]
 
 
 def _gathers_all_first(count: int) -> list[exercises.Step]:

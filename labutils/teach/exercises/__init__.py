@@ -6,6 +6,7 @@ Each module of this folder holds the exercises of one topic in a tuple `EXERCISE
 
 import functools
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def _of(topic: str) -> dict[str, Exercise]:
 
 def every() -> dict[str, Exercise]:
     """All exercises of the course by id, which begins with the topic."""
-    return {name: exercise for topic in _topics() for name, exercise in _of(topic).items()}
+    return dict(itertools.chain(*(_of(topic).items() for topic in _topics())))
 
 
 def find(exercise_id: str) -> Exercise:

@@ -35,15 +35,12 @@ def _run(attempt: Callable, inputs: list[Tensor]) -> tuple[list[Tensor], list[Te
     pairs = _ranks.run(n, case, program, _CIRCLE, mismatch=_SIZES)
     results = [result for result, _ in pairs]
     for rank, result in enumerate(results):
-        if not isinstance(result, Tensor) or result.shape != inputs[rank].shape:
-            got = (
-                f"a tensor of shape {tuple(result.shape)}"
-                if isinstance(result, Tensor)
-                else repr(result)
-            )
+        wanted = tuple(inputs[rank].shape)
+        if not isinstance(result, Tensor) or result.shape != wanted:
+            shaped = isinstance(result, Tensor)
+            got = f"a tensor of shape {tuple(result.shape)}" if shaped else repr(result)
             raise Failed(
-                f"{case}: rank {rank} returned {got}, not a tensor of shape "
-                f"{tuple(inputs[rank].shape)}",
+                f"{case}: rank {rank} returned {got}, not a tensor of shape {wanted}",
                 "Every rank returns the whole result.",
             )
     return results, [x for _, x in pairs]
@@ -91,15 +88,14 @@ def _diagnose(n: int, length: int, results: list[Tensor]) -> None:
             "it has to travel on.",
         )
     counts = [_counts(result, n) for result in results]
-    if all(
-        count == [1 + (k == r) for k in range(n)] for r, rows in enumerate(counts) for count in rows
-    ):
+    own_twice = [[[1 + (k == r) for k in range(n)]] * length for r in range(n)]
+    if counts == own_twice:
         raise Failed(
             f"{case}: on every rank its own values are in the sum twice",
             "Did you begin with your own tensor and add it again, as the last thing to arrive? "
             "A piece is complete after N − 1 hops, not N.",
         )
-    if all(sum(count) == 1 for rows in counts for count in rows):
+    if all(sum(count) == 1 for count in itertools.chain(*counts)):
         raise Failed(
             f"{case}: no element is a sum, each holds one rank's own values",
             "Does the first round add (reduce='sum')? Does the second begin with the complete "
@@ -139,9 +135,9 @@ def _sums(attempt: Callable, n: int, length: int) -> None:
 
 
 def _ring_values(attempt: Callable) -> str:
-    cases = [(n, k * n) for n in (2, 3, 4) for k in (1, 2, 3, 5)]
-    for n, length in cases:
-        _sums(attempt, n, length)
+    cases = list(itertools.product((2, 3, 4), (1, 2, 3, 5)))
+    for n, k in cases:
+        _sums(attempt, n, k * n)
     return f"{len(cases)} cases"
 
 
@@ -163,8 +159,9 @@ def _ring_uneven(attempt: Callable) -> str:
 def _why_so_many(n: int, S: int, sent: dict[int, int], times: float) -> str:
     """The most likely reason why the busiest rank sends `times` as much as in a ring."""
     busiest = max(sent, key=sent.get)
-    events = enumerate(_ranks.world_of(n).trace.ranks)
-    others = {event.to for rank, mine in events for event in mine if rank != busiest and event.sent}
+    by_rank = list(_ranks.world_of(n).trace.ranks)
+    del by_rank[busiest]
+    others = {event.to for event in itertools.chain(*by_rank) if event.sent}
     if others == {busiest}:
         return (
             f"Everything goes through one rank, number {busiest}, while the others wait. "
@@ -259,7 +256,7 @@ RING = Exercise(
 
 
 def _shift_values(attempt: Callable) -> str:
-    cases = [(n, length) for n in (2, 3, 4, 5) for length in (1, 6)]
+    cases = list(itertools.product((2, 3, 4, 5), (1, 6)))
     for n, length in cases:
         inputs = _numbers(n, length)
         results, after = _run(attempt, inputs)

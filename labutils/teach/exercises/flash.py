@@ -324,14 +324,12 @@ def _nothing(attempt: Merge) -> str:
 
 
 def _gradient(attempt: Merge) -> str:
-    q, k, v = (
-        x.requires_grad_()
-        for x in (_noise(1, 1, 3, 4), _noise(1, 1, 6, 4, seed=1), _noise(1, 1, 6, 4, seed=2))
-    )
+    q, k, v = _noise(1, 1, 3, 4), _noise(1, 1, 6, 4, seed=1), _noise(1, 1, 6, 4, seed=2)
+    for leaf in (q, k, v):
+        leaf.requires_grad_()
     parts = [
-        part
-        for at in (slice(0, 3), slice(3, 6))
-        for part in flash.attention(q, k[:, :, at], v[:, :, at])
+        *flash.attention(q, k[:, :, :3], v[:, :, :3]),
+        *flash.attention(q, k[:, :, 3:], v[:, :, 3:]),
     ]
     weights = _noise(1, 1, 3, 4, seed=3)
     mine = torch.autograd.grad(

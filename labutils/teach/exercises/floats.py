@@ -1,5 +1,6 @@
 """Decode, encode, a sum that does not stall, and a cast that rounds twice."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral
@@ -205,25 +206,22 @@ def _inside(fmt: FloatFormat, place: float) -> list[float]:
         fmt.decode(c) + place * (fmt.decode(c + 1) - fmt.decode(c))
         for c in codes[:: max(1, len(codes) // 60)]
     ]
-    return [sign * v for v in values for sign in (1, -1)]
+    return [*values, *(-v for v in values)]
 
 
 def _grid(attempt: Encode) -> str:
-    count = _encodes(
-        attempt, E4M3, [v for v in E4M3.representable() if abs(v) >= E4M3.min_normal],
+    hint = (
         "This number is a value of the format, nothing is to be rounded: "
-        "read the fields of the right answer.",
-    )  # fmt: skip
-    return f"{count} values"
+        "read the fields of the right answer."
+    )
+    normal = [v for v in E4M3.representable() if abs(v) >= E4M3.min_normal]
+    return f"{_encodes(attempt, E4M3, normal, hint)} values"
 
 
 def _nearer(attempt: Encode) -> str:
     hint = "You took the farther neighbor. Do you cut the rest off instead of rounding?"
-    count = sum(
-        _encodes(attempt, fmt, _inside(fmt, p), hint)
-        for fmt in (E4M3, FP16)
-        for p in (0.25, 0.75, 0.51, 0.49)
-    )
+    places = itertools.product((E4M3, FP16), (0.25, 0.75, 0.51, 0.49))
+    count = sum(_encodes(attempt, fmt, _inside(fmt, p), hint) for fmt, p in places)
     return f"{count} numbers"
 
 
