@@ -101,11 +101,13 @@ def test_an_attempt_that_does_not_end_is_stopped(doubling, monkeypatch):
         while True:
             pass
 
+    before = signal.getsignal(signal.SIGALRM)
     monkeypatch.setattr(check, "SECONDS", 0.2)
     report = check.check("demo/double", forever)
     assert not report.passed and "stopped after 0.2 seconds" in str(report)
     assert "Does every loop end?" in str(report)
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) is before
     assert check.check("demo/double", doubling.reference).passed
 
 
