@@ -210,6 +210,16 @@ def test_reduce_scatter_and_all_gather_work_in_place(n):
     )
 
 
+def test_an_all_gather_takes_what_lies_elsewhere_in_its_output():
+    def program(rank):
+        whole = torch.zeros(6)
+        x = whole[4:]  # only for the last rank the place of its own piece
+        x.fill_(rank.rank + 1)
+        return collectives.all_gather_ring(x, rank.comm("dp"), out=whole).tolist()
+
+    assert ranks(3).run(program) == [[1, 1, 2, 2, 3, 3]] * 3
+
+
 @settings(max_examples=40)
 @given(st.data(), st.integers(1, 7), st.sampled_from(DTYPES))
 def test_rows_of_any_number_and_width(data, n, dtype):

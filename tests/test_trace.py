@@ -29,6 +29,14 @@ def test_steps_and_makespan_are_the_textbook_ones(n):
     assert star(n).makespan(link) == pytest.approx(2 * (n - 1) * (1e-5 + 100e-9))
 
 
+def test_a_rank_that_passes_on_waits_until_it_has_received():
+    take = [Event("chain", source=i - 1, received=100) for i in range(1, 4)]
+    give = [Event("chain", to=i + 1, sent=100) for i in range(3)]
+    chain = Trace([give[:1], [take[0], give[1]], [take[1], give[2]], take[2:]])
+    assert [(message.start, message.end) for message in chain.messages] == [(0, 1), (1, 2), (2, 3)]
+    assert chain.steps == 3 and chain.makespan(Link(0, 100)) == 3
+
+
 def test_what_is_sent_is_received():
     trace = star(4)
     assert trace.sent.by("rank") == {0: 300, 1: 100, 2: 100, 3: 100} == trace.received.by("rank")

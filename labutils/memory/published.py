@@ -79,7 +79,7 @@ def korthikanti(
             continue
         whole = anatomy.size(kept.dims, sizes | {"b": b})
         share = anatomy.size(kept.dims, here | {"b": b})
-        mine = whole // t if sequence and share == whole else share
+        mine = whole // t if sequence else share
         place = name.rpartition(".")[2], kept.what
         width = 1 if "mask" in kept.what else kept.itemsize
         keeps[place] = keeps.get(place, 0) + mine * width
