@@ -83,10 +83,16 @@ def two_steps():
 
 SIZES = [2**k for k in range(8, 31)]
 LINK = config.Link(latency=25e-6, bandwidth=25e9)
+
+
+def seconds(nbytes):
+    return LINK.latency + nbytes / LINK.bandwidth
+
+
 COSTS = {
-    "naive": [14 * LINK.time(size) for size in SIZES],
-    "ring": [14 * LINK.time(size / 8) for size in SIZES],
-    "tree": [6 * LINK.time(size) for size in SIZES],
+    "naive": [14 * seconds(size) for size in SIZES],
+    "ring": [14 * seconds(size / 8) for size in SIZES],
+    "tree": [6 * seconds(size) for size in SIZES],
     "halving_doubling": [6 * LINK.latency + 1.8 * size / LINK.bandwidth for size in SIZES],
 }
 PARAMETERS = 1_557_611_200
