@@ -39,41 +39,41 @@ def _plan(attempt: Callable, n: int, k: int) -> Plan:
 _CASES = [(4, 2), (6, 1), (6, 6), (9, 3), (16, 4)]
 
 
+def _why_evaluations(n: int, found: int, best: int) -> str:
+    """The most likely reason for so many forward evaluations of n stages."""
+    if found < best:
+        return (
+            "What is recorded in the first sweep stays until its backward pass. "
+            "Record the last segment alone then, and the others one at a time."
+        )
+    if found == 2 * n:
+        return (
+            "You compute the last segment twice. Its backward pass comes right after its forward "
+            "pass: record it on the way."
+        )
+    if found > 2 * n:
+        return (
+            "Do you start from x0 for every segment? "
+            "Keep each segment's input during the first sweep, and start from there."
+        )
+    return "Every segment but the last is computed twice, the last once."
+
+
 def _evaluations(attempt: Callable) -> str:
     for n, k in _CASES:
         found, best = sum(_plan(attempt, n, k).evaluations), 2 * n - n // k
-        if found < best:
-            raise Failed(
-                f"n = {n}, k = {k}: {found} forward evaluations, {k} segments need {best}",
-                "What is recorded in the first sweep stays until its backward pass. "
-                "Record the last segment alone then, and the others one at a time.",
-            )
-        if found == 2 * n:
-            raise Failed(
-                f"n = {n}, k = {k}: {found} forward evaluations, {best} are enough",
-                "You compute the last segment twice. Its backward pass comes right after its "
-                "forward pass: record it on the way.",
-            )
-        if found > 2 * n:
-            raise Failed(
-                f"n = {n}, k = {k}: {found} forward evaluations, {best} are enough",
-                "Do you start from x0 for every segment? Keep each segment's input during the "
-                "first sweep, and start from there.",
-            )
         if found != best:
             raise Failed(
-                f"n = {n}, k = {k}: {found} forward evaluations instead of {best}",
-                "Every segment but the last is computed twice, the last once.",
+                f"n = {n}, k = {k}: {found} forward evaluations, {k} segments need {best}",
+                _why_evaluations(n, found, best),
             )
     return f"{len(_CASES)} chains"
 
 
 def _values(attempt: Callable) -> str:
     for n, k in _CASES:
-        most, best = (
-            max(len(state.values) for state in _plan(attempt, n, k).states),
-            max(k + n // k, min(n, 2) + 1),
-        )
+        most = max(len(state.values) for state in _plan(attempt, n, k).states)
+        best = max(k + n // k, min(n, 2) + 1)
         if most > best:
             raise Failed(
                 f"n = {n}, k = {k}: {most} values held at once, {best} are enough",
@@ -112,52 +112,50 @@ SEGMENTS = Exercise(
 _KNOWN = [(1, 1, 1), (4, 1, 10), (10, 1, 55), (5, 5, 9), (10, 3, 25), (100, 10, 322)]
 
 
+def _why_not_fewest(n: int, snapshots: int, found: object, best: int) -> str:
+    """The most likely reason for another count than the fewest."""
+    if found == best - n:
+        return (
+            "You are short by exactly n: each stage is computed once more to record it, "
+            "right before its backward pass."
+        )
+    if found == checkpointing.binomial_evaluations(n, snapshots + 1):
+        return (
+            f"That is right for {snapshots + 1}: x0 takes one of the snapshots, "
+            "because every restart of the leftmost part needs it."
+        )
+    if found == n and snapshots == 1:
+        return (
+            "With x0 alone, every stage starts from x0 again. Only snapshots may be held, "
+            "not a segment: split a segment again."
+        )
+    if found == n:
+        return "Reaching x_m is not free: its m evaluations belong to the sum."
+    if found == n + n - math.ceil(n / min(snapshots, n)):
+        return (
+            "You computed every segment twice, which needs its values all at once. "
+            "Only snapshots may be held: split a segment again."
+        )
+    if isinstance(found, (int, float)) and found < best:
+        return (
+            "No plan gets by with so few. The right part has one snapshot less, "
+            "because x_m occupies it until the right part is done."
+        )
+    return (
+        "Try every m: m evaluations to reach x_m, the right part with one snapshot less, "
+        "the left part with all of them again."
+    )
+
+
 def _fewest(attempt: Callable) -> str:
     for n, snapshots, best in _KNOWN:
         found = attempt(n, snapshots)
-        if found == best:
-            continue
-        case = (
-            f"n = {n}, {snapshots} snapshot{'s' * (snapshots > 1)}: you count {found}, "
-            f"the fewest is {best}"
-        )
-        if found == best - n:
+        if found != best:
             raise Failed(
-                case,
-                "You are short by exactly n: each stage is computed once more to record it, "
-                "right before its backward pass.",
+                f"n = {n}, {snapshots} snapshot{'s' * (snapshots > 1)}: "
+                f"you count {found}, the fewest is {best}",
+                _why_not_fewest(n, snapshots, found, best),
             )
-        if found == checkpointing.binomial_evaluations(n, snapshots + 1):
-            raise Failed(
-                case,
-                f"That is right for {snapshots + 1}: x0 takes one of the snapshots, because every "
-                "restart of the leftmost part needs it.",
-            )
-        if found == n and snapshots == 1:
-            raise Failed(
-                case,
-                "With x0 alone, every stage starts from x0 again. Only snapshots may be held, "
-                "not a segment: split a segment again.",
-            )
-        if found == n:
-            raise Failed(case, "Reaching x_m is not free: its m evaluations belong to the sum.")
-        if found == n + n - math.ceil(n / min(snapshots, n)):
-            raise Failed(
-                case,
-                "You computed every segment twice, which needs its values all at once. "
-                "Only snapshots may be held: split a segment again.",
-            )
-        if isinstance(found, (int, float)) and found < best:
-            raise Failed(
-                case,
-                "No plan gets by with so few. The right part has one snapshot less, "
-                "because x_m occupies it until the right part is done.",
-            )
-        raise Failed(
-            case,
-            "Try every m: m evaluations to reach x_m, the right part with one snapshot less, "
-            "the left part with all of them again.",
-        )
     return f"{len(_KNOWN)} cases"
 
 

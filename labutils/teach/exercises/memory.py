@@ -295,10 +295,12 @@ def _table(attempt: Callable, sizes: dict[str, int], name: str) -> str:
         ),
         L * linear: "The attention scores are missing: five bytes for each of a·s² scores.",
     }
-    told = units.text(got) if isinstance(got, (int, float)) else repr(got)
+    number = isinstance(got, (int, float))
+    why = "Compute one layer first, line by line, and multiply the whole of it."
     raise Failed(
-        f"{name}: {told}, but {L} layers of the paper's formula hold {units.text(right)}",
-        reasons.get(got, "Compute one layer first, line by line, and multiply the whole of it."),
+        f"{name}: {units.text(got) if number else repr(got)}, "
+        f"but {L} layers of the paper's formula hold {units.text(right)}",
+        reasons.get(got, why) if number else why,
     )
 
 

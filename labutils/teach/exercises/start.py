@@ -19,49 +19,39 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 # --- checks ---
 
 
+def _tokens(attempt, sizes: tuple[int, ...], told: str, slip: int, why: str, adds: str) -> None:
+    """Raise Failed unless the tokens are right: `why` is for one slip, `adds` for all others."""
+    got, right = attempt(*sizes), accumulation.tokens_per_step(*sizes)
+    if got != right:
+        message = f"{told}: you say {got!r} tokens, it is {right:,}"
+        raise Failed(message, why if got == slip else adds)
+
+
 def _one_rank(attempt) -> str:
-    got = attempt(8, 1, 1, 1024)
-    if got != 8192:
-        hint = (
-            "Eight samples are eight sequences; a language model learns from each of their tokens."
-            if got == 8
-            else "Start from what one rank reads in one pass."
-        )
-        raise Failed(
-            f"8 sequences of 1,024 tokens on one rank: you say {got!r} tokens, it is 8,192", hint
-        )
+    start = "Start from what one rank reads in one pass."
+    why = "Eight samples are eight sequences; a language model learns from each of their tokens."
+    _tokens(attempt, (8, 1, 1, 1024), "8 sequences of 1,024 tokens on one rank", 8, why, start)
     return "8 × 1,024 tokens"
 
 
 def _accumulated(attempt) -> str:
-    got = attempt(2, 4, 1, 4096)
-    if got != 32768:
-        hint = (
-            "Did you leave out gradient accumulation? The optimizer steps once after all "
-            "accumulated micro-batches."
-            if got == 8192
-            else "Every micro-batch adds the same."
-        )
-        raise Failed(
-            f"4 micro-batches of 2 sequences, 4,096 tokens each: you say {got!r}, it is 32,768",
-            hint,
-        )
+    why = (
+        "Did you leave out gradient accumulation? "
+        "The optimizer steps once after all accumulated micro-batches."
+    )
+    told = "4 micro-batches of 2 sequences, 4,096 tokens each"
+    _tokens(attempt, (2, 4, 1, 4096), told, 8192, why, "Every micro-batch adds the same.")
     return "4 accumulated micro-batches"
 
 
 def _many_ranks(attempt) -> str:
+    why = (
+        "Data-parallel ranks read different sequences, "
+        "and one optimizer step learns from all of them."
+    )
     for dp in (2, 128, 512):
-        got = attempt(2, 4, dp, 4096)
-        if got != 32768 * dp:
-            hint = (
-                "Data-parallel ranks read different sequences, and one optimizer step learns from "
-                "all of them."
-                if got == 32768
-                else "Every rank adds the same."
-            )
-            raise Failed(
-                f"the same on {dp} data-parallel ranks: you say {got!r}, it is {32768 * dp:,}", hint
-            )
+        told = f"the same on {dp} data-parallel ranks"
+        _tokens(attempt, (2, 4, dp, 4096), told, 32768, why, "Every rank adds the same.")
     return "up to 512 ranks, 16.8 million tokens"
 
 
