@@ -301,7 +301,7 @@ def tensors(model: Model) -> dict[str, tuple[int, ...]]:
 
 def units(model: Model) -> dict[str, tuple[int, ...]]:
     """Elements of each parameter by ZeRO unit: what stands outside of the layers (""), and each
-    layer. The values are a layout for `zero.predict_sent` and `zero.predict_held`.
+    layer. The values are the sizes that `zero.predict_sent` and `zero.predict_held` take.
 
     Invariant: together they are `num_params`.
     """

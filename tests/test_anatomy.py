@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils import anatomy
+from labutils import anatomy, zero
 from labutils.config import ModelConfig
 from labutils.model import GPT
 
@@ -65,6 +65,9 @@ def test_units_are_the_layers_and_the_rest(config):
     for i in (0, 1):
         assert units[f"blocks.{i}"] == tuple(p.numel() for p in model.blocks[i].parameters())
     assert sum(map(sum, units.values())) == config.num_params
+    # Level 3 gathers each unit twice and reduces it once, padded to a multiple of the ranks.
+    padded = sum(-(-sum(numels) // 4) * 4 for numels in units.values())
+    assert zero.predict_sent(units.values(), n=4, level=3).total == 3 * (4 - 1) * padded * 4
 
 
 @each_family
@@ -114,7 +117,9 @@ def test_flops_are_those_that_torch_counts(config):
         config = replace(config, num_experts=1, top_k=1)
     with FlopCounterMode(display=False) as counted, torch.device("meta"):
         GPT(config)(torch.zeros(3, config.seq_len, dtype=torch.long))
-    assert counted.get_total_flops() == 3 * config.seq_len * sum(anatomy.token_flops(config).values())
+    assert counted.get_total_flops() == 3 * config.seq_len * sum(
+        anatomy.token_flops(config).values()
+    )
 
 
 @settings(max_examples=30)
