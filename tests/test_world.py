@@ -4,11 +4,13 @@ import gc
 import linecache
 import os
 import re
+import resource
 import runpy
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -480,7 +482,9 @@ def test_lazily_conjugated_and_negated_tensors_arrive_as_what_they_are(four):
                         wrong.append((name, n))
             right, left = (rank.rank + 1) % 4, (rank.rank - 1) % 4
             got = comm.send_recv(x.conj(), right, torch.empty_like(x), left)
-            if not torch.equal(got, torch.complex(torch.ones(4 * n), -2.0 - left * torch.ones(4 * n))):
+            if not torch.equal(
+                got, torch.complex(torch.ones(4 * n), -2.0 - left * torch.ones(4 * n))
+            ):
                 wrong.append(("send_recv", n))
         return wrong
 
@@ -633,7 +637,7 @@ def test_ranks_stay_warm_after_an_error_in_the_middle_of_a_message(segments):
         if rank.rank == 0:
             comm.send(torch.ones(n), 1)
         if rank.rank == 1:
-            comm._recv(torch.empty(n), 0, "recv", None)  # ready to receive, but nobody reads on
+            comm._recv(torch.empty(n), 0, None)  # ready to receive, but nobody reads on
             until(lambda: select.select([comm._endpoint.links[0].sock], [], [], 0)[0])
             for _ in range(segments):
                 comm._endpoint._drive()
@@ -805,6 +809,36 @@ def test_a_message_that_does_not_fit_is_a_mismatch(four, received, n):
     )
 
 
+def test_long_texts_do_not_hold_up_an_error(four):
+    def program(rank):
+        if rank.rank == 1:
+            raise ValueError("ab" * 200_000)
+
+    assert "ab" * 200_000 in str(fails(four, program, RankError))
+
+
+def test_a_recursion_without_end_is_told_in_few_lines(four):
+    def deeper(n):
+        return deeper(n + 1)
+
+    def program(rank):
+        deeper(0)
+
+    text = str(fails(four, program, RankError))
+    assert "RecursionError" in text and "in program" in text and "more calls …" in text
+    assert len(text.splitlines()) < 60
+
+
+def test_prints_are_kept_up_to_a_limit(four, capsys):
+    def program(rank):
+        for i in range(30_000 if rank.rank == 2 else 1):
+            rank.print(f"{i:99}")
+
+    four.run(program)
+    out = capsys.readouterr().out
+    assert "[rank 2] … and 2,000,000 characters more\n[rank 3]" in out and len(out) < 1_200_000
+
+
 def test_what_cannot_travel_says_so(processes):
     error = fails(processes, lambda rank: threading.Lock() if rank.rank == 1 else 0, RankError)
     assert "rank 1 returned a lock that cannot be sent to the notebook" in str(
@@ -830,38 +864,115 @@ def test_an_interrupt_ends_all_ranks_and_the_next_run_works(four, tmp_path):
             there.read()  # returns when rank 1 has been there
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
     pids = getattr(four._engine, "pids", [])
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        four.run(program)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            four.run(program)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     thread.join()
     assert gone(pids)
     assert four.run(lambda rank: rank.rank) == [0, 1, 2, 3]
     assert not [thread for thread in threading.enumerate() if thread.name == "rank 1"]
 
 
-def test_ranks_die_with_their_kernel():
-    kernel = """
-        import sys, time
-        from labutils.world import World
-        four = World(2, engine="processes")
-        four.run(lambda rank: None)
-        print(*four._engine.pids, four._engine.ranks[0].nursery.process.pid, four._engine.ranks[0].folder, flush=True)
-        def program(rank):
-            while True:
-                pass
-        four.run(program)
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(kernel)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+def test_ranks_survive_what_befalls_kernel_and_fork_server_or_die_with_them(tmp_path):
+    """A script without a main guard, because ranks are not to run it again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+            import multiprocessing.forkserver, os, signal, sys
+            from labutils.world import World, processes
+
+            def server():
+                return multiprocessing.forkserver._forkserver._forkserver_pid
+
+            print("once", flush=True)
+            two = World(2, engine="processes")
+            two.run(lambda rank: None)
+            pids = two._engine.pids
+
+            if os.fork() == 0:
+                sys.exit()
+            os.wait()
+            assert two.run(lambda rank: rank.rank) == [0, 1] and two._engine.pids == pids
+
+            processes._START = 0.5
+            os.kill(server(), signal.SIGSTOP)
+            try:
+                World(2, engine="processes").run(lambda rank: None)
+            except RuntimeError as error:
+                print(error)
+            os.kill(server(), signal.SIGCONT)
+            processes._START = 60
+            assert two.run(lambda rank: rank.rank) == [0, 1] and two._engine.pids == pids
+
+            os.kill(server(), signal.SIGKILL)
+            try:
+                two.run(lambda rank: [rank.comm().barrier() for _ in range(10**6)])
+            except RuntimeError as error:
+                print(error)
+            assert two.run(lambda rank: rank.rank) == [0, 1]
+            print(*two._engine.pids, server(), two._engine.folders[0], flush=True)
+
+            def program(rank):
+                while True:
+                    pass
+            two.run(program)
+        """)
     )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "once\n"
+    assert "fork server has not answered for 0.5 s" in process.stdout.readline()
+    died = r"rank \d of 2 died: its process ended in a way that its fork server, which is gone"
+    assert re.match(died, process.stdout.readline())
     *pids, folder = process.stdout.readline().split()
     assert all(alive(int(pid)) for pid in pids)
     process.kill()
     process.wait()
     process.stdout.close()
     assert gone([int(pid) for pid in pids]) and not Path(folder).exists()
+
+
+def test_one_world_is_used_from_several_threads(processes):
+    results = {}
+
+    def use(i):
+        for _ in range(5):
+            sums = processes.run(
+                lambda rank, i: rank.comm().all_reduce(torch.full((5,), i))[0].item(), i
+            )
+            results.setdefault(i, []).extend(sums)
+
+    threads = [threading.Thread(target=use, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {i: [4 * i] * 20 for i in range(4)}
+
+
+def test_running_out_of_files_names_the_limit_and_the_remedy(tmp_path, monkeypatch):
+    crowd = World(20, engine="processes")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = len(os.listdir("/proc/self/fd")) + 10
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        with pytest.raises(
+            RuntimeError,
+            match=rf"20 ranks need more open files than the {limit} .* `ulimit -n 4096`",
+        ):
+            crowd.run(lambda rank: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 def test_closing_leaves_no_process_and_no_thread():
@@ -945,7 +1056,9 @@ def test_worlds_that_cannot_be(make, error, text):
             for name in ("all_gather", "reduce_scatter", "scatter", "gather", "all_to_all")
         ),
         (
-            lambda comm: comm.recv(torch.ones(4, dtype=torch.complex64).conj(), (comm.rank + 1) % 4),
+            lambda comm: comm.recv(
+                torch.ones(4, dtype=torch.complex64).conj(), (comm.rank + 1) % 4
+            ),
             "recv cannot write into a lazily conjugated or negated tensor",
         ),
         (

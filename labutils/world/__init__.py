@@ -16,7 +16,7 @@ from labutils import units
 from labutils.config import Mesh
 from labutils.ledger import Ledger
 from labutils.trace import Trace
-from labutils.world.comm import Comm, Rank, Work
+from labutils.world.comm import Comm
 from labutils.world.distributed import comm_of
 from labutils.world.dry import Assume, Dry
 from labutils.world.errors import (
@@ -27,7 +27,9 @@ from labutils.world.errors import (
     WorldError,
     with_cells,
 )
+from labutils.world.messages import Work
 from labutils.world.processes import Processes
+from labutils.world.rank import Rank
 from labutils.world.threads import Threads
 from labutils.world.torchrun import Torchrun
 
@@ -86,7 +88,7 @@ class World:
         self.mesh, self.engine, self.timeout = mesh, engine, units.positive(timeout, "timeout")
         self.trace = Trace()
         if assume is not None and engine != "dry":
-            raise ValueError(f"on {engine} tensors have values: assume= is for engine=\"dry\"")
+            raise ValueError(f'on {engine} tensors have values: assume= is for engine="dry"')
         given = () if assume is None else (assume,)
         self._engine = ENGINES[engine](mesh, self.timeout, *given)
 
@@ -123,7 +125,7 @@ class World:
         if self.engine != "dry":
             if rank is not None:
                 raise ValueError(
-                    f"on {self.engine} all ranks run: leave rank={rank} out, or use engine=\"dry\""
+                    f'on {self.engine} all ranks run: leave rank={rank} out, or use engine="dry"'
                 )
             return ()
         rank = units.whole(rank or 0, "rank")

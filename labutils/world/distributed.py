@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from labutils.config import Mesh
 from labutils.trace import Event
-from labutils.world.board import Board
-from labutils.world.comm import REDUCE, Comm, Op, Rank
+from labutils.world.comm import Comm
 from labutils.world.errors import Stopped, TimeoutError
+from labutils.world.messages import Request
+from labutils.world.rank import Rank
 
 
 class DistributedEndpoint:
@@ -29,48 +30,51 @@ class DistributedEndpoint:
     def reset(self, run: int) -> None:
         self.stopped = False
 
-    def stop(self) -> None:
+    def leave(self, over: bool) -> None:
         self.stopped = True
 
-    def post(self, *ops: Op) -> None:
+    def post(self, *requests: Request) -> None:
         parts = []
-        for op in ops:
-            op.result = op.result if op.sending else op.tensor
-            landing = torch.empty_like(op.tensor) if op.reduce else op.tensor
-            call = dist.isend if op.sending else dist.irecv
-            parts.append(dist.P2POp(call, landing, op.peer, group=self.group, tag=op.channel))
-            op.state = landing
+        for request in requests:
+            request.result = request.result if request.sending else request.tensor
+            landing = torch.empty_like(request.tensor) if request.reduce else request.tensor
+            call = dist.isend if request.sending else dist.irecv
+            parts.append(
+                dist.P2POp(call, landing, request.peer, group=self.group, tag=request.channel)
+            )
+            request.state = landing
         works: list[Any] = dist.batch_isend_irecv(parts)
-        for i, op in enumerate(ops):  # NCCL answers with one work for the whole batch
-            op.state = op.state, works[min(i, len(works) - 1)]
+        for i, request in enumerate(requests):  # NCCL answers with one work for the whole batch
+            request.state = request.state, works[min(i, len(works) - 1)]
 
-    def wait(self, op: Op) -> None:
-        if op.done:
+    def wait(self, request: Request) -> None:
+        if request.done:
             return
-        if op.tensor is None:  # an asynchronous collective, which a thread of this rank works at
-            while not op.done:
+        if (
+            request.tensor is None
+        ):  # an asynchronous collective, which a thread of this rank works at
+            while not request.done:
                 time.sleep(1e-4)
             return
-        landing, work = op.state
+        landing, work = request.state
         try:
             work.wait(datetime.timedelta(seconds=self.timeout))
         except RuntimeError as error:
             if self.stopped:
-                raise Stopped from None
+                raise Stopped(str(request)) from None
             raise TimeoutError(
-                f"rank {self.rank} waited {self.timeout:g} s in {op}, and then: "
+                f"rank {self.rank} waited {self.timeout:g} s in {request}, and then: "
                 f"{str(error).splitlines()[0]}"
             ) from None
-        if op.reduce:
-            with torch.no_grad():
-                REDUCE[op.reduce](op.tensor, landing)
-        op.done = True
+        if request.reduce:
+            request.accept(landing.view(-1))
+        request.done = True
 
-    def watch(self, op: Op) -> None:
+    def watch(self, request: Request) -> None:
         """Nothing: the library's own threads move it."""
 
-    def finish(self, op: Op) -> None:
-        op.done = True
+    def finish(self, request: Request) -> None:
+        request.done = True
 
     def add_actor(self, step: int) -> None:
         """Nothing: nobody here looks for deadlocks before the time-out."""
@@ -107,8 +111,7 @@ def comm_of(
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     rank, size = dist.get_rank(), dist.get_world_size()
     endpoint = DistributedEndpoint(rank, device, timeout, group)
-    nobody = Board(bytearray(Board.nbytes(size)), size)
-    owner = Rank(rank, Mesh(dp=size), endpoint, nobody, device, lambda ranks: group)
+    owner = Rank(rank, Mesh(dp=size), endpoint, device, lambda ranks: group)
     owner._events = _Forgetful() if events is None else events
     return Comm(owner, group.group_desc or "group", tuple(dist.get_process_group_ranks(group)), 0)
 

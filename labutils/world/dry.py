@@ -17,8 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labutils.config import Mesh
 from labutils.trace import Event, Trace
-from labutils.world.comm import Call, Comm, Helper, Op, Rank, describe, show
-from labutils.world.errors import Failure, internal, place, rank_error, site
+from labutils.world.comm import Background, Comm
+from labutils.world.errors import Failure, internal, place, run_error, site
+from labutils.world.messages import CallSite, Request, describe
+from labutils.world.rank import Outcome, Rank, show
 
 Assume = Mapping[type, Any]
 _TORCH = torch.__path__[0]
@@ -42,16 +44,18 @@ class Dry:
 
     def run(self, fn: Callable, args: tuple, kwargs: dict, rank: int) -> tuple[Any, Trace]:
         size = self.mesh.size
-        me = DryRank(rank, self.mesh, _Alone(), _Alone(), torch.device("cpu"))
+        me = DryRank(rank, self.mesh, _Alone(), torch.device("cpu"))
         try:
             with self.mode:
                 args, kwargs = tree_map_only(Tensor, self.mode.from_tensor, (args, kwargs))
                 value = fn(me, *args, **kwargs)
                 events = me._finish()
         except Exception as error:
-            raise rank_error({rank: Failure.of(error)}, size, None) from None
+            outcomes = [Outcome()] * size
+            outcomes[rank] = Outcome(failure=Failure.of(error))
+            raise run_error(outcomes) from None
         finally:
-            show([[]] * rank + [me._printed])
+            show(rank, str(me._output))
         return value, Trace([()] * rank + [events] + [()] * (size - rank - 1))
 
     def close(self) -> None:
@@ -69,43 +73,45 @@ class DryComm(Comm):
                 Event(self._name or "", self.axis, to, sent, source, received, count)
             )
 
-    def _background(self) -> Helper:
-        return _AtOnce(DryComm(self._owner, self.axis, self.ranks, self._channel // 2, lane=1))
+    def _new_background(self) -> Background:
+        return _AtOnce(
+            DryComm(self._owner, self.axis, self.ranks, self._channel // 2, asynchronous=True)
+        )
 
 
 class DryRank(Rank):
     """A rank whose doors are dry."""
 
-    _door = DryComm
+    _comm_class = DryComm
 
 
-class _AtOnce(Helper):
+class _AtOnce(Background):
     """Runs an asynchronous collective where it is started: a FakeTensorMode has one thread."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
 
-    def start(self, call: Call, run: Callable[[Comm], Any], out: Tensor | None) -> Op:
-        op, events = Op(False, self.comm._channel, self.comm._owner.rank, None, call), []
+    def start(self, call: CallSite, run: Callable[[Comm], Any], out: Tensor | None) -> Request:
+        request, events = Request(call), []
         self.comm._owner._events.append(events)
-        op.done = True
-        return self._run(op, events, run, out)
+        request.done = True
+        return self._do(request, events, run, out)
 
     def close(self) -> None:
         """There is no thread to end."""
 
 
 class _Alone:
-    """An endpoint, and a board, without others."""
+    """An endpoint without others."""
 
-    def post(self, *ops: Op) -> None:
-        for op in ops:
-            op.done = True
+    def post(self, *requests: Request) -> None:
+        for request in requests:
+            request.done = True
 
     def wait(self, *_: object) -> None:
         """Everything is there."""
 
-    watch = finish = enter = add_actor = wait
+    watch = finish = add_actor = wait
 
 
 class _Fake(FakeTensorMode):

@@ -1,4 +1,4 @@
-"""What a reader sees when a rank fails: its own lines, named as the notebook names them, and nothing of the machinery in between."""
+"""What a reader sees when a rank fails: its own lines, named as the notebook names them, and nothing of the machinery."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from labutils.world.board import Board
+    from labutils.world.rank import Outcome
 
 _OURS = os.path.dirname(__file__) + os.sep
-_INTERNAL = (_OURS, os.path.join(os.path.dirname(_OURS[:-1]), "collectives"), "<@beartype")
-_CELL = re.compile(r"\S*ipykernel_\d+[/\\]\d+\.py")
+_INTERNAL = (
+    _OURS,
+    os.path.join(os.path.dirname(_OURS[:-1]), "collectives"),
+    "<@beartype",
+)
+_CELL = re.compile(r"(?<!\S)\S*ipykernel_\d+[/\\]\d+\.py")  # without the look behind: quadratic
+_FRAMES = 24  # of a longer traceback the middle is left out
+
+WAITS, ABSENT, OVER = "waits in", "has not arrived", "has"
+State = tuple[str, str]  # what a rank does, one of the three, and where
 
 
 class WorldError(RuntimeError):
@@ -31,25 +39,38 @@ class RankError(WorldError):
 
     def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
         super().__init__(message)
-        self.rank, self.traceback = rank, with_cells(traceback)
+        self.rank = rank
+        self.traceback = with_cells(traceback)
 
 
 class DeadlockError(WorldError):
-    """Every rank waits for another one."""
+    """Every rank waits for another one; on a rank, `waits` says in what."""
+
+    def __init__(self, message: str, waits: str = "") -> None:
+        super().__init__(message)
+        self.waits = waits
 
 
 class TimeoutError(WorldError, builtins.TimeoutError):
-    """A rank waited longer than the world's time-out."""
+    """A rank waited longer than the world's time-out; on a rank, `waits` says in what."""
+
+    def __init__(self, message: str, waits: str = "", op: str = "") -> None:
+        super().__init__(message)
+        self.waits = waits
+        self.op = op
 
 
 class MismatchError(WorldError):
-    """Ranks that should make the same call made different ones; for a collective, `call` is its place on the board."""
+    """Ranks that should make the same call made different ones; `misfit` is set where a message showed it."""
 
-    call: tuple[str, tuple[int, ...], int] | None = None
+    misfit = False
 
 
 class Stopped(BaseException):
-    """Raised in ranks that wait when another one has failed; not an Exception, so that `except Exception` on a rank does not swallow it."""
+    """Raised in ranks that wait when another one has failed.
+
+    Not an Exception, so that `except Exception` on a rank does not swallow it.
+    """
 
 
 @functools.cache
@@ -105,12 +126,17 @@ class Failure:
         step: BaseException | None = error
         while step is not None and len(links) < 8:
             frames = traceback.extract_tb(step.__traceback__)
-            own = tuple(
+            own = [
                 ((f.filename, f.lineno or 0, f.name), f.line or "")
                 for f in frames
                 if not internal(f.filename)
+            ]
+            if len(own) > _FRAMES:  # a recursion without end
+                half = _FRAMES // 2
+                own[half:-half] = [(("", len(own) - _FRAMES, ""), "")]
+            links.append(
+                (joint, tuple(own), "".join(traceback.format_exception_only(step)).rstrip())
             )
-            links.append((joint, own, "".join(traceback.format_exception_only(step)).rstrip()))
             cause = step.__cause__
             joint = "which caused" if cause else "and while that was handled"
             step = cause or (None if step.__suppress_context__ else step.__context__)
@@ -124,6 +150,9 @@ class Failure:
         text = []
         for joint, frames, last in self.links:
             for where, line in frames:
+                if not where[0]:
+                    text.append(f"  … {where[1]:,} more calls …")
+                    continue
                 source = line or linecache.getline(where[0], where[1]).strip()
                 text.append(f"  {place(where)}" + f"\n    {source}" * bool(source))
             text.append(last + f"\n\n{joint}:\n" * bool(joint))
@@ -135,29 +164,28 @@ class Failure:
         return self.links[-1][2].splitlines()[0] if self.links[-1][2] else self.kind
 
 
-def rank_error(failures: dict[int, Failure], size: int, board: Board) -> WorldError:
+def run_error(outcomes: Sequence[Outcome]) -> WorldError:
     """The one exception that tells what went wrong on the ranks that failed, first causes before consequences."""
-
-    def order(rank: int) -> tuple[int, int]:
-        kinds = (
-            RankError,
-            type(None),
-            MismatchError,
-            DeadlockError,
-            TimeoutError,
-        )  # a RankError: the rank is dead
-        return kinds.index(type(failures[rank].error)), rank
-
-    first, *others = sorted(failures, key=order)
-    failure = failures[first]
-    if isinstance(failure.error, MismatchError) and failure.error.call:
-        return MismatchError(
-            board.mismatch(*failure.error.call)
-        )  # by now the others have made their calls too
-    if failure.error is not None:
-        return failure.error
+    failures = {rank: each.failure for rank, each in enumerate(outcomes) if each.failure}
+    kinds = (RankError, type(None), MismatchError, DeadlockError, TimeoutError)
+    first, *others = sorted(
+        failures, key=lambda rank: (kinds.index(type(failures[rank].error)), rank)
+    )
+    failure, error = failures[first], failures[first].error
+    states = [outcome.state for outcome in outcomes]
+    if isinstance(error, (DeadlockError, TimeoutError)) or getattr(error, "misfit", False):
+        different = _different_calls(outcomes)
+        if different:
+            return MismatchError(different)
+    if isinstance(error, DeadlockError):
+        return DeadlockError(stuck(states))
+    if isinstance(error, TimeoutError) and error.op:
+        return TimeoutError(_late(error, states))
+    if error is not None:
+        return error
     also = [rank for rank in others if failures[rank].error is None]
     same = [rank for rank in also if failures[rank].summary == failure.summary]
+    size = len(outcomes)
     if size > 1 and len(same) == size - 1:
         head, also = f"all {size} ranks raised {failure.summary}; this is rank {first}", []
     else:
@@ -166,22 +194,40 @@ def rank_error(failures: dict[int, Failure], size: int, board: Board) -> WorldEr
     return RankError(f"{head}\n\n{failure}{tail}", first, str(failure))
 
 
-WAITS, ABSENT, OVER = "waits in", "has not arrived", "has"
-State = tuple[str, str]  # what a rank does, one of the three, and where
+def _different_calls(outcomes: Sequence[Outcome]) -> str:
+    """Who called what where ranks of one communicator first called different collectives; else nothing."""
+    communicators = {key: None for outcome in outcomes for key in outcome.calls}
+    for axis, ranks in communicators:
+        calls = {}
+        for rank in ranks:
+            known = outcomes[rank].calls.get((axis, ranks))
+            calls[rank] = dict(known.last) if known else {}
+        numbers = sorted(set().union(*calls.values()))
+        for number in numbers:
+            made = {rank: calls[rank].get(number) for rank in ranks}
+            if len({call.signature for call in made.values() if call}) > 1:
+                lines = [
+                    f"  rank {rank}: "
+                    + (f"{call.signature} at {place(call.where)}" if call else "has not called it")
+                    for rank, call in made.items()
+                ]
+                head = (
+                    f"{named(ranks)} must make the same calls on axis {axis!r} in the same order, "
+                    f"but call {number} differs:"
+                )
+                return "\n".join([head, *lines])
+    return ""
 
 
-def late(op: str, timeout: float, states: Sequence[State]) -> str:
+def _late(error: TimeoutError, states: Sequence[State]) -> str:
     """The text of a time-out, from the state of every rank."""
-    ranks = {
-        kind: [rank for rank, (what, _) in enumerate(states) if what == kind]
-        for kind in (WAITS, ABSENT, OVER)
-    }
+    ranks = {kind: [] for kind in (WAITS, ABSENT, OVER)}
+    for rank, (what, _) in enumerate(states):
+        ranks[what].append(rank)
     missing = ranks[ABSENT] or ranks[OVER]
     return (
-        f"{named(ranks[WAITS])} waited {timeout:g} s in {op}"
-        + f" for {named(missing)}" * bool(missing)
-        + f":\n{_whereabouts(states)}"
-    )
+        f"{named(ranks[WAITS])} {error}" + f" for {named(missing)}" * bool(missing)
+    ) + f":\n{_whereabouts(states)}"
 
 
 def stuck(states: Sequence[State]) -> str:

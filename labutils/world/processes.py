@@ -1,117 +1,77 @@
 """Ranks as processes of their own, kept warm between runs and watched from here: whatever becomes of one, the notebook goes on."""
 
-import atexit
 import contextlib
 import importlib.util
 import itertools
-import mmap
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
+import resource
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+import types
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
-from typing import Any, BinaryIO
+from typing import Any
 
 import cloudpickle
 
 from labutils.config import Mesh
 from labutils.trace import Trace
-from labutils.world import local
-from labutils.world.board import BLOCKED, Board
-from labutils.world.comm import show
-from labutils.world.errors import ABSENT, Failure, RankError, TimeoutError, place, rank_error
+from labutils.world.errors import ABSENT, Failure, RankError, TimeoutError, place
+from labutils.world.rank import Outcome, conclude
 from labutils.world.threads import GRACE
-from labutils.world.worker import MAX_FDS, Outcome, Spec
+from labutils.world.worker import (
+    Spec,
+    be_rank,
+    create_memory,
+    log_path,
+    open_memory,
+)
 
-_FORK = (
-    sys.platform == "linux"
-)  # elsewhere the system's own libraries don't survive a fork, and each rank loads torch for itself
+MAX_RANKS = 250  # of one machine
 _LOOK = 0.02  # seconds between looks at ranks that are to end
 _PATIENCE = 0.3  # seconds that ranks get to end once they are told to
+_START = 60.0  # seconds that the fork server gets to load torch
+# Elsewhere the system's own libraries don't survive a fork, and each rank loads torch for itself.
+_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 
-class Nursery:
-    """A process that has torch loaded and turns into ranks: one for all worlds of this kernel."""
-
-    shared: "Nursery | None" = None
-
-    def __init__(self) -> None:
-        self.socket, theirs = socket.socketpair()
-        self.log, self.lock = tempfile.TemporaryFile(), threading.Lock()
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
-        }
-        environment.update(
-            OMP_NUM_THREADS="1",
-            PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path),
-        )
-        command = [sys.executable, "-P", "-m", "labutils.world.worker", str(theirs.fileno())]
-        with theirs:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
-            )
-        atexit.register(self.close)
-
-    @classmethod
-    def get(cls) -> "Nursery":
-        """The one that all worlds share, or where forks are unsafe, a new one."""
-        if not _FORK:
-            return cls()
-        if cls.shared is None or cls.shared.process.poll() is not None:
-            cls.shared = cls()
-        return cls.shared
-
-    def ask(self, request: object, fds: list[int]) -> int:
-        """The process id of a new rank, for a Spec; the exit code of one that is over, for a process id."""
-        if isinstance(request, int) and not _FORK:
-            return self.process.wait()
-        if self.log.closed:
-            raise RuntimeError("the ranks' Python has been closed: make a new World")
-        try:
-            with self.lock:
-                socket.send_fds(self.socket, [pickle.dumps(request)], fds)
-                return int(self.socket.recv(64))
-        except BaseException as error:
-            tail = _tail(self.log)
-            self.close()  # also when interrupted: an answer that comes later must not be taken for another one
-            if isinstance(error, (OSError, ValueError)):
-                raise RuntimeError(f"the ranks' Python did not start:\n{tail}") from None
-            raise
-
-    def close(self) -> None:
-        """End it, and the ranks that it has forked with it."""
-        atexit.unregister(self.close)
-        self.socket.close()
-        self.process.wait()
-        self.log.close()
+def start_server() -> None:
+    """Start the standard library's fork server, which loads torch while the kernel goes on: from it a rank starts in milliseconds."""
+    if _METHOD != "forkserver":
+        return
+    multiprocessing.forkserver.set_forkserver_preload(["labutils.world.worker"])
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    with _environment(OMP_NUM_THREADS="1", PYTHONPATH=path, PYTHONSAFEPATH="1"):
+        multiprocessing.forkserver.ensure_running()
 
 
-@dataclass
 class RankProcess:
     """A rank as seen from the kernel."""
 
-    pid: int
-    nursery: Nursery
-    commands: connection.Connection
-    control: connection.Connection
-    log: BinaryIO
-    folder: str
-    code: int | None = None
+    def __init__(self, spec: Spec) -> None:
+        self.commands, commands = connection.Pipe()
+        self.control, control = connection.Pipe()
+        self.log = log_path(spec.folder, spec.rank)
+        self.process = multiprocessing.get_context(_METHOD).Process(
+            target=be_rank, args=(spec, commands, control), name=f"rank {spec.rank}"
+        )
+        with commands, control:
+            try:
+                _start(self.process)
+            except BaseException:  # should it come up later, it finds nobody and ends
+                self.commands.close()
+                self.control.close()
+                raise
+        self.pid = self.process.pid
+        multiprocessing.process._children.discard(self.process)  # Python's exit would wait for it
 
     def where(self) -> str:
         """The line at which its program is, or why that is not known."""
@@ -121,34 +81,50 @@ class RankProcess:
                 return f"and is at {place(self.control.recv())}"
         return "and does not answer"
 
-    def end(self) -> int:
-        """Its exit code, after making sure that it is over, with all that it started."""
-        if self.code is None:
-            for kill in (os.kill, os.killpg):  # it may not have become the leader of its group yet
-                with contextlib.suppress(ProcessLookupError, PermissionError):
+    def kill(self) -> None:
+        """End it, with all that it started."""
+        for kill in (os.kill, os.killpg):  # it may not have become the leader of its group yet
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if kill is os.killpg or self.process.exitcode is None:
                     kill(self.pid, signal.SIGKILL)
-            self.code = 0
-            with contextlib.suppress(RuntimeError):
-                self.code = self.nursery.ask(self.pid, [])
-            for end in (self.commands, self.control):
-                end.close()
-        return self.code
+
+    def end(self) -> str:
+        """How it ended, once it is over."""
+        self.kill()
+        self.process.join(_PATIENCE)
+        code = self.process.exitcode
+        self.commands.close()
+        self.control.close()
+        if code is None or code == 255:
+            return "ended in a way that its fork server, which is gone or stopped, did not report"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def tail(self, lines: int = 12) -> str:
+        """The last lines that its process wrote by itself."""
+        with contextlib.suppress(OSError), open(self.log, errors="replace") as log:
+            return "\n".join(log.read().splitlines()[-lines:])
+        return ""
 
 
 class Processes:
-    """The engine: a process a rank, sockets between each two, and a board in memory that they share."""
+    """The engine: a process a rank, and a Unix socket between each two."""
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
-        if mesh.size + 3 > MAX_FDS:
+        if mesh.size > MAX_RANKS:
             raise ValueError(
-                f"{mesh.size} ranks are too many processes for one machine: use at most {MAX_FDS - 3}, or the threads engine"
+                f"{mesh.size} ranks are too many processes for one machine: "
+                f"use at most {MAX_RANKS}, or the threads engine"
             )
-        self.mesh, self.timeout = mesh, timeout
+        self.mesh = mesh
+        self.timeout = timeout
         self.ranks: list[RankProcess] = []
+        self.folders: list[str] = []
         self.runs = itertools.count(1)
-        weakref.finalize(self, _end, self.ranks)
-        if _FORK:
-            Nursery.get()  # it loads torch while the kernel goes on
+        self.lock = threading.Lock()  # one run at a time
+        weakref.finalize(self, _end, self.ranks, self.folders, os.getpid())
+        start_server()
 
     @property
     def pids(self) -> list[int]:
@@ -160,155 +136,193 @@ class Processes:
         try:
             program = cloudpickle.dumps((fn, args, kwargs))
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
             raise TypeError(
-                f"the function or its arguments cannot be sent to the ranks ({reason}): build such things inside it"
+                "the function or its arguments cannot be sent to the ranks "
+                f"({type(error).__name__}: {error}): build such things inside it"
             ) from None
-        try:
-            if not self.ranks:
-                self._start()
-            self.board.clear()
-            outcomes = self._run(pickle.dumps((next(self.runs), program)))
-        except BaseException:  # above all a KeyboardInterrupt: nothing of this run may go on
-            self.close()
-            raise
-        show([outcome.printed for outcome in outcomes])
-        failures = {
-            rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure
-        }
-        if failures:
-            raise rank_error(failures, self.mesh.size, self.board)
-        return [outcome.value for outcome in outcomes], Trace(
-            outcome.events for outcome in outcomes
-        )
+        with self.lock:
+            try:
+                if not self.ranks:
+                    self._start()
+                self.progress.clear()
+                outcomes = self._run(pickle.dumps((next(self.runs), program)))
+            except BaseException:  # above all a KeyboardInterrupt: nothing of this run may go on
+                self.close()
+                raise
+        return conclude(outcomes)
 
     def _start(self) -> None:
-        size = self.mesh.size
+        _check_files(self.mesh.size)
+        start_server()
         folder = tempfile.mkdtemp(prefix="ranks-")
-        with _memory() as file:
-            file.truncate(local.nbytes(size))
-            self.board = Board(mmap.mmap(file.fileno(), 0), size)
-            wires: list[list[socket.socket | None]] = [[None] * size for _ in range(size)]
-            for i, j in itertools.combinations(range(size), 2):
-                wires[i][j], wires[j][i] = socket.socketpair()
-            for index, peers in enumerate(wires):
-                log, (ours, commands), (watch, control) = (
-                    tempfile.TemporaryFile(),
-                    socket.socketpair(),
-                    socket.socketpair(),
-                )
-                spec = Spec(index, self.mesh, self.timeout, folder, os.getcwd(), sys.path, _FORK)
-                theirs = [commands, control, file, log, *filter(None, peers)]
-                nursery = Nursery.get()
+        self.folders.append(folder)
+        size = self.mesh.size
+        path, memory = create_memory(folder, size)
+        with memory:
+            self.progress = open_memory(path, size)
+            for rank in range(size):
+                self.ranks.append(RankProcess(Spec(rank, self.mesh, self.timeout, folder, path)))
+            for index, rank in enumerate(self.ranks):
                 try:
-                    pid = nursery.ask(spec, [end.fileno() for end in theirs])
-                finally:
-                    for end in (commands, control, *filter(None, peers)):
-                        end.close()
-                ends = (connection.Connection(end.detach()) for end in (ours, watch))
-                self.ranks.append(RankProcess(pid, nursery, *ends, log, folder))
-        for index, rank in enumerate(self.ranks):
-            try:
-                rank.commands.recv_bytes()
-            except (EOFError, OSError):
-                raise RuntimeError(f"rank {index} did not start:\n{_tail(rank.log)}") from None
+                    rank.commands.recv_bytes()
+                except (EOFError, OSError):
+                    raise RuntimeError(f"rank {index} did not start:\n{rank.tail()}") from None
 
     def _run(self, message: bytes) -> list[Outcome]:
         """How the program ended on each rank; when it fails on one, the others get a moment to come to their own end."""
-        running = {rank.commands: index for index, rank in enumerate(self.ranks)}
-        outcomes: dict[int, Outcome] = {}
-        dead: list[int] = []
-
-        def collect(seconds: float | None) -> None:
-            for ready in connection.wait(list(running), seconds):
-                index = running.pop(ready)
-                try:
-                    outcomes[index] = pickle.loads(ready.recv_bytes())
-                except (EOFError, OSError):
-                    dead.append(index)
-
         for rank in self.ranks:
             with contextlib.suppress(OSError):  # it is dead, and its end of the line will tell
                 rank.commands.send_bytes(message)
-        while running and not dead and not any(outcome.failure for outcome in outcomes.values()):
-            collect(None)
-        deadline = time.monotonic() + GRACE
-        while (
-            running
-            and time.monotonic() < deadline
-            and not all(self._blocked(index) for index in running.values())
-        ):
-            collect(_LOOK)
-        late = any(
-            outcome.failure and isinstance(outcome.failure.error, TimeoutError)
-            for outcome in outcomes.values()
-        )
-        places = {
-            index: self.ranks[index].where()
-            for index in running.values()
-            if late and not self._blocked(index)
-        }
-        self.board.stop()
-        deadline = time.monotonic() + _PATIENCE
-        while running and time.monotonic() < deadline:
-            collect(_LOOK)
-        for index in (*running.values(), *dead):
-            outcomes[index] = Outcome(stopped=True)
-        for index in dead:
+        gathering = Gathering(self.ranks)
+        while gathering.running and not gathering.failed:
+            gathering.collect(None)
+        gathering.collect_for(GRACE, until=self._all_rest)
+        places = {}
+        if gathering.late:
+            computing = [i for i in gathering.running if not self.progress.rests(i)]
+            places = {index: self.ranks[index].where() for index in computing}
+        self.progress.stop()
+        gathering.collect_for(_PATIENCE)
+        outcomes = gathering.outcomes
+        for index in (*gathering.running, *gathering.dead):
+            outcomes[index] = Outcome()
+        for index, where in places.items():
+            outcomes[index].state = (ABSENT, where)
+        for index in gathering.dead:
             outcomes[index].failure = self._death(index)
-        failed, touched = (
-            any(getattr(outcome, name) for outcome in outcomes.values())
-            for name in ("failure", "touched_group")
-        )
-        if running or dead or (failed and touched):
-            self.close()  # a process group that has lost a rank, or the thread of its conversation, is of no more use
-        for outcome in outcomes.values():
-            if outcome.failure and isinstance(outcome.failure.error, TimeoutError):
-                text = str(outcome.failure.error)
-                for index, where in places.items():
-                    text = text.replace(f"rank {index} {ABSENT}", f"rank {index} {ABSENT} {where}")
-                outcome.failure = replace(outcome.failure, error=TimeoutError(text))
+        failed = any(outcome.failure for outcome in outcomes.values())
+        touched = any(outcome.touched_group for outcome in outcomes.values())
+        if gathering.running or gathering.dead or (failed and touched):
+            self.close()  # a process group that has lost a rank is of no more use
         return [outcomes[index] for index in range(self.mesh.size)]
 
-    def _blocked(self, index: int) -> bool:
-        """Whether a rank has looked around in vain, twice."""
-        state, looks, _, _ = self.board.state(index)
-        return state == BLOCKED and looks >= 2
+    def _all_rest(self, running: Sequence[int]) -> bool:
+        return all(self.progress.rests(index) for index in running)
 
     def _death(self, index: int) -> Failure:
-        code = self.ranks[index].end()
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
-        tail = _tail(self.ranks[index].log)
-        text = (
-            f"rank {index} of {self.mesh.size} died: its process {how}"
-            + f"; it last wrote:\n{tail}" * bool(tail)
-        )
+        rank = self.ranks[index]
+        how, tail = rank.end(), rank.tail()
+        text = f"rank {index} of {self.mesh.size} died: its process {how}"
+        text += f"; it last wrote:\n{tail}" * bool(tail)
         return Failure("death", (("", (), text),), RankError(text, index))
 
     def close(self) -> None:
         """End all ranks; the next run starts new ones."""
-        _end(self.ranks)
+        _end(self.ranks, self.folders, os.getpid())
 
 
-def _memory() -> BinaryIO:
-    """A file that no folder lists and, where the system can, no disk holds."""
-    return (
-        os.fdopen(os.memfd_create("ranks"), "r+b")
-        if hasattr(os, "memfd_create")
-        else tempfile.TemporaryFile()
-    )
+class Gathering:
+    """The outcomes of one run, as they come in."""
+
+    def __init__(self, ranks: Sequence[RankProcess]) -> None:
+        self.waiting = {rank.commands: index for index, rank in enumerate(ranks)}
+        self.outcomes: dict[int, Outcome] = {}
+        self.dead: list[int] = []
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks of which nothing has been heard."""
+        return list(self.waiting.values())
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed or died."""
+        return bool(self.dead) or any(each.failure for each in self.outcomes.values())
+
+    @property
+    def late(self) -> bool:
+        """Whether a rank has waited too long."""
+        failures = [each.failure for each in self.outcomes.values() if each.failure]
+        return any(isinstance(failure.error, TimeoutError) for failure in failures)
+
+    def collect(self, seconds: float | None) -> None:
+        """Take what comes within some time."""
+        for ready in connection.wait(list(self.waiting), seconds):
+            index = self.waiting.pop(ready)
+            try:
+                self.outcomes[index] = pickle.loads(ready.recv_bytes())
+            except (EOFError, OSError):
+                self.dead.append(index)
+
+    def collect_for(
+        self, seconds: float, until: Callable[[Sequence[int]], bool] = lambda running: False
+    ) -> None:
+        """Take what comes until all is there, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while self.waiting and time.monotonic() < deadline and not until(self.running):
+            self.collect(_LOOK)
 
 
-def _end(ranks: list[RankProcess]) -> None:
+def _end(ranks: list[RankProcess], folders: list[str], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the kernel that ends: these ranks are not its own
+    for rank in ranks:
+        rank.kill()
     for rank in ranks:
         rank.end()
-        rank.log.close()
-        shutil.rmtree(rank.folder, ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     ranks.clear()
+    folders.clear()
+
+
+def _start(process: multiprocessing.Process) -> None:
+    """Fork a rank; raise RuntimeError where the fork server does not do it."""
+    errors: list[BaseException] = []
+
+    def start() -> None:
+        # Without a main module in sight, a user's script does not run again on every rank.
+        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+        try:
+            for _ in range(50):  # a server that has just died is replaced once the system says so
+                try:
+                    return process.start()
+                except ConnectionRefusedError as error:
+                    refused = error
+                    time.sleep(_LOOK)
+            raise refused
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            sys.modules["__main__"] = main
+
+    starting = threading.Thread(target=start, daemon=True)
+    starting.start()
+    starting.join(_START)
+    if errors:
+        raise errors[0]
+    if starting.is_alive():
+        raise RuntimeError(
+            f"the ranks' fork server has not answered for {_START:g} s: "
+            "if its process is stopped, continue or kill it"
+        )
+
+
+def _check_files(size: int) -> None:
+    """Raise RuntimeError where the system would not let this process, or a rank, open as many files as it needs."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    here, there = len(os.listdir("/dev/fd")) + 4 * size + 16, 2 * size + 40
+    if max(here, there) > limit:
+        raise RuntimeError(
+            f"{size} ranks need more open files than the {limit} that this system allows a process: "
+            f"start the notebook after `ulimit -n {max(4096, 16 * size)}`, take fewer ranks, "
+            "or the threads engine"
+        )
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Inside, these are this process's environment variables, and it is no torchrun job."""
+    before = dict(os.environ)
+    for name in before:
+        if name.startswith("TORCHELASTIC"):
+            del os.environ[name]
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _by_value(fn: Callable) -> None:
@@ -323,9 +337,3 @@ def _by_value(fn: Callable) -> None:
         if spec is not None and spec.origin == getattr(module, "__file__", None):
             return
     cloudpickle.register_pickle_by_value(module)
-
-
-def _tail(log: BinaryIO, lines: int = 12) -> str:
-    """The last lines that a process wrote."""
-    log.seek(0)
-    return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])

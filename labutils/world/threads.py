@@ -1,113 +1,94 @@
 """Ranks as threads of this process: they start in microseconds, and a deadlock is seen the moment the last rank blocks."""
 
 import ctypes
+import functools
 import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from labutils.config import Mesh
 from labutils.trace import Trace
-from labutils.world.board import Board
-from labutils.world.comm import REDUCE, Op, Rank, misfit, show
-from labutils.world.errors import (
-    ABSENT,
-    OVER,
-    WAITS,
-    DeadlockError,
-    Failure,
-    State,
-    Stopped,
-    TimeoutError,
-    late,
-    place,
-    rank_error,
-    site,
-    stuck,
-)
+from labutils.world.errors import ABSENT, DeadlockError, Failure, Stopped, TimeoutError, place, site
+from labutils.world.messages import Request, misfit
+from labutils.world.rank import Outcome, Rank, conclude, perform
 
 GRACE = 0.2  # seconds that the other ranks get to come to their own end after one has failed
 
 
-class Hub:
+class Rendezvous:
     """Where threads meet: of the two sides of a message, whoever comes second moves the bytes."""
 
     def __init__(self, size: int, timeout: float) -> None:
-        self.size, self.timeout = size, timeout
+        self.size = size
+        self.timeout = timeout
         self.changed = threading.Condition()
-        self.queues: dict[tuple[int, int, int], deque[Op]] = defaultdict(deque)
-        self.waiting: dict[Op, int] = {}  # what blocks, and the rank that it blocks
-        self.actors = size  # threads that could still move: ranks that run, and asynchronous collectives under way
+        self.posted: dict[tuple[int, int, int], deque[Request]] = defaultdict(deque)
+        self.waiting: dict[Request, int] = {}  # what blocks, and the rank that it blocks
+        self.actors = (
+            size  # threads that could still move: ranks, and collectives in the background
+        )
         self.stopped = False
-        self.deadlock: str | None = None
-        self.threads: list[threading.Thread] = []
-        self.finished: dict[int, Any] = {}
-        self.failures: dict[int, BaseException] = {}
+        self.deadlock = False
+        self.outcomes: dict[int, Outcome] = {}
 
-    # -- what ranks call -----------------------------------------------------------------------------------------------
+    # -- what ranks call ---------------------------------------------------------------------------
 
-    def post(self, rank: int, op: Op) -> None:
-        key = (op.channel, rank, op.peer) if op.sending else (op.channel, op.peer, rank)
+    def post(self, rank: int, request: Request) -> None:
+        """Meet the other side of a message, or wait here for it to come."""
+        ends = (rank, request.peer) if request.sending else (request.peer, rank)
         with self.changed:
-            queue = self.queues[key]
-            if not queue or queue[0].sending == op.sending:
-                queue.append(op)
+            queue = self.posted[request.channel, *ends]
+            if not queue or queue[0].sending == request.sending:
+                queue.append(request)
                 return
             partner = queue.popleft()
-        send, receive = (op, partner) if op.sending else (partner, op)
-        if (
-            send.tensor.dtype != receive.tensor.dtype
-            or send.tensor.numel() != receive.tensor.numel()
-        ):
-            raise misfit(key[1], send, key[2], receive)
-        with torch.no_grad():
-            if receive.reduce:
-                REDUCE[receive.reduce](receive.tensor.view(-1), send.tensor.view(-1))
-            else:
-                receive.tensor.view(-1).copy_(send.tensor.view(-1))
+        send, receive = (request, partner) if request.sending else (partner, request)
+        there, here = send.tensor, receive.tensor
+        alike = send.call.signature == receive.call.signature
+        if there.dtype != here.dtype or there.numel() != here.numel() or not alike:
+            raise misfit(ends[0], send, ends[1], receive)
+        receive.accept(there.view(-1))
         self.finish(send)
         self.finish(receive)
 
-    def finish(self, op: Op) -> None:
+    def finish(self, request: Request) -> None:
         with self.changed:
-            op.done = True
-            if self.waiting.pop(op, None) is not None:
-                op.gate.release()
+            request.done = True
+            if self.waiting.pop(request, None) is not None:
+                request.wakeup.release()
 
-    def wait(self, rank: int, op: Op) -> None:
+    def wait(self, rank: int, request: Request) -> None:
         with self.changed:
-            if op.done:
+            if request.done:
                 return
             if self.stopped:
-                raise Stopped
-            op.gate = threading.Lock()
-            op.gate.acquire()
-            self.waiting[op] = rank
+                raise Stopped(str(request))
+            request.wakeup = threading.Lock()
+            request.wakeup.acquire()
+            self.waiting[request] = rank
             self._settle()
-        if not op.gate.acquire(timeout=self.timeout):
-            with self.changed:
-                report = late(op.call.op, self.timeout, self._states())
-            raise TimeoutError(report)
-        if not op.done:
-            raise Stopped
+        if not request.wakeup.acquire(timeout=self.timeout):
+            op = request.call.op
+            raise TimeoutError(f"waited {self.timeout:g} s in {op}", str(request), op)
+        if not request.done:
+            raise Stopped(str(request))
 
     def add_actor(self, step: int) -> None:
         with self.changed:
             self.actors += step
             self._settle()
 
-    # -- what the engine calls -----------------------------------------------------------------------------------------
+    # -- what the engine calls ---------------------------------------------------------------------
 
-    def end(self, rank: int, value: Any = None, failure: BaseException | None = None) -> None:
+    def end(self, rank: int, outcome: Outcome) -> None:
         """A rank's program is over, well or badly."""
         with self.changed:
-            self.finished[rank] = value
-            if failure is not None:
-                self.failures[rank] = failure
+            self.outcomes[rank] = outcome
             self.actors -= 1
             self._settle()
             self.changed.notify_all()
@@ -116,124 +97,122 @@ class Hub:
         """Wake every rank that waits: its wait raises Stopped."""
         with self.changed:
             self.stopped = True
-            for op in self.waiting:
-                op.gate.release()
+            for request in self.waiting:
+                request.wakeup.release()
             self.waiting.clear()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed."""
+        return any(outcome.failure for outcome in self.outcomes.values())
 
     @property
     def settled(self) -> bool:
         """Whether no rank can move any more."""
-        return sum(rank not in self.finished for rank in self.waiting.values()) == self.actors
+        return sum(rank not in self.outcomes for rank in self.waiting.values()) == self.actors
 
     def _settle(self) -> None:
         if self.settled:
-            if self.waiting and not self.failures and not self.stopped:
-                self.deadlock = stuck(self._states())
+            self.deadlock |= bool(self.waiting) and not self.failed and not self.stopped
             self.changed.notify_all()
-
-    def _states(self) -> list[State]:
-        """What every rank does, and where."""
-        waits = {rank: str(op) for op, rank in self.waiting.items()}
-        frames = sys._current_frames()
-
-        def state(rank: int) -> State:
-            if rank in waits:
-                return WAITS, waits[rank]
-            if rank in self.finished:
-                return OVER, "failed" if rank in self.failures else "finished"
-            return ABSENT, f"and is at {place(site(frames.get(self.threads[rank].ident)))}"
-
-        return [state(rank) for rank in range(self.size)]
 
 
 class ThreadEndpoint:
-    """One rank's side of the hub."""
+    """One rank's side of the rendezvous."""
 
-    def __init__(self, hub: Hub, rank: int) -> None:
-        self.hub, self.rank = hub, rank
-        self.finish, self.add_actor = hub.finish, hub.add_actor
+    def __init__(self, meeting: Rendezvous, rank: int) -> None:
+        self.meeting = meeting
+        self.rank = rank
+        self.finish = meeting.finish
+        self.add_actor = meeting.add_actor
 
-    def post(self, *ops: Op) -> None:
-        for op in ops:
-            self.hub.post(self.rank, op)
+    def post(self, *requests: Request) -> None:
+        for request in requests:
+            self.meeting.post(self.rank, request)
 
-    def watch(self, op: Op) -> None:
+    def watch(self, request: Request) -> None:
         """Nothing: a message moves as soon as its second side is there."""
 
-    def wait(self, op: Op) -> None:
-        if not op.done:
-            self.hub.wait(self.rank, op)
+    def wait(self, request: Request) -> None:
+        if not request.done:
+            self.meeting.wait(self.rank, request)
+
+    def leave(self, over: bool) -> None:
+        """Nothing: the engine sees its end."""
 
 
 class Threads:
-    """The engine: a hub and a thread a rank for each run, so that nothing of a failed run is left over."""
+    """The engine: a rendezvous and a thread a rank for each run, so that nothing of a failed run is left over."""
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
-        self.mesh, self.timeout = mesh, timeout
+        self.mesh = mesh
+        self.timeout = timeout
 
     def run(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Trace]:
         size = self.mesh.size
-        hub, board = Hub(size, self.timeout), Board(bytearray(Board.nbytes(size)), size)
-        ranks = [
-            Rank(i, self.mesh, ThreadEndpoint(hub, i), board, torch.device("cpu"))
-            for i in range(size)
-        ]
-        traces: list[tuple] = [()] * size
+        meeting = Rendezvous(size, self.timeout)
+        cpu = torch.device("cpu")
+        ranks = [Rank(i, self.mesh, ThreadEndpoint(meeting, i), cpu) for i in range(size)]
 
         def program(rank: Rank) -> None:
-            try:
-                if hub.stopped:
-                    raise Stopped
-                value = fn(rank, *args, **kwargs)
-                traces[rank.rank] = rank._finish()
-                hub.end(rank.rank, value)
-            except Stopped:
-                hub.end(rank.rank)
-            except BaseException as error:
-                hub.end(rank.rank, failure=error)
+            outcome = perform(rank, functools.partial(fn, rank, *args, **kwargs))
+            meeting.end(rank.rank, outcome)
 
-        hub.threads = [
+        threads = [
             threading.Thread(target=program, args=(rank,), name=f"rank {rank.rank}", daemon=True)
             for rank in ranks
         ]
         try:
-            for thread in hub.threads:
+            for thread in threads:
                 thread.start()
-            with hub.changed:
-                hub.changed.wait_for(
-                    lambda: len(hub.finished) == size or hub.failures or hub.deadlock
+            with meeting.changed:
+                meeting.changed.wait_for(
+                    lambda: len(meeting.outcomes) == size or meeting.failed or meeting.deadlock
                 )
-                hub.changed.wait_for(lambda: hub.settled, timeout=GRACE)
+                meeting.changed.wait_for(lambda: meeting.settled, timeout=GRACE)
         finally:
-            self._end(hub, ranks)
-        if hub.failures:
-            failures = {rank: Failure.of(error) for rank, error in hub.failures.items()}
-            raise rank_error(failures, size, board)
-        if hub.deadlock:
-            raise DeadlockError(hub.deadlock)
-        # Popped: the hub is part of a cycle, and would keep what the ranks returned until the garbage collector comes by.
-        return [hub.finished.pop(i) for i in range(size)], Trace(traces)
-
-    def _end(self, hub: Hub, ranks: list[Rank]) -> None:
-        """Let no thread of this run go on: waiting ones are woken, computing ones interrupted at their next line of Python."""
-        if len(hub.finished) < hub.size:
-            hub.stop()
-            _join(hub.threads)
-            for thread in hub.threads:
-                if thread.is_alive():
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped)
-                    )
-            _join(hub.threads)
+            places = _stop(meeting, threads)
         for rank in ranks:
-            rank._close()
-        show([rank._printed for rank in ranks])
+            if rank.rank not in meeting.outcomes:
+                meeting.outcomes[rank.rank] = Outcome(printed=str(rank._output))
+        for i, where in places.items():
+            meeting.outcomes[i].state = (ABSENT, where)
+        # Popped: what a rank returned is not to wait for the garbage collector with this cycle.
+        outcomes = [meeting.outcomes.pop(i) for i in range(size)]
+        if meeting.deadlock and not any(outcome.failure for outcome in outcomes):
+            outcomes[0].failure = Failure.of(DeadlockError(""))
+        return conclude(outcomes)
 
     def close(self) -> None:
         """Nothing stays open between runs."""
 
 
-def _join(threads: list[threading.Thread]) -> None:
+def _stop(meeting: Rendezvous, threads: Sequence[threading.Thread]) -> dict[int, str]:
+    """Let no thread of a run go on, and tell where those were that computed.
+
+    Waiting ones are woken, computing ones interrupted at their next line of Python.
+    """
+    with meeting.changed:
+        idle = {*meeting.outcomes, *meeting.waiting.values()}
+    busy = [i for i in range(meeting.size) if i not in idle]
+    places = {i: f"and is at {_position(threads[i])}" for i in busy}
+    if len(meeting.outcomes) < meeting.size:
+        meeting.stop()
+        _join(threads)
+        for thread in threads:
+            if thread.is_alive():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped)
+                )
+        _join(threads)
+    return places
+
+
+def _position(thread: threading.Thread) -> str:
+    return place(site(sys._current_frames().get(thread.ident)))
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
     deadline = time.monotonic() + GRACE
     for thread in threads:
         if thread.is_alive():  # an interrupt may have come before it was started

@@ -2,9 +2,8 @@
 
 import atexit
 import datetime
-import mmap
+import functools
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,13 +15,12 @@ import torch.distributed as dist
 
 from labutils.config import Mesh
 from labutils.trace import Trace
-from labutils.world import local
-from labutils.world.board import BLOCKED, RUNNING, Board
-from labutils.world.comm import Rank, show
 from labutils.world.distributed import DistributedEndpoint
-from labutils.world.errors import rank_error
+from labutils.world.progress import Progress
+from labutils.world.rank import Outcome, Rank, conclude, perform
+from labutils.world.sockets import SocketEndpoint, connect
 from labutils.world.threads import GRACE
-from labutils.world.worker import Groups, Outcome, loopback, pack, perform
+from labutils.world.worker import Groups, create_memory, loopback, open_memory, pack
 
 
 class Torchrun:
@@ -38,7 +36,7 @@ class Torchrun:
             raise ValueError(
                 f"torchrun started {started} ranks and the mesh has {mesh.size}: use --nproc-per-node {mesh.size}, or a mesh of {started}"
             )
-        self.mesh, self.index, self.runs = mesh, int(os.environ["RANK"]), 0
+        self.mesh, self.rank, self.runs = mesh, int(os.environ["RANK"]), 0
         gpus = torch.cuda.is_available() and torch.cuda.device_count() >= here
         self.device = (
             torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
@@ -54,79 +52,47 @@ class Torchrun:
             )
         self.groups = Groups(mesh.size)
         atexit.register(self._leave)
+        self.progress: Progress | None = None  # only where all ranks see the same memory
         if gpus or here != started:
-            self.board = Board(
-                bytearray(Board.nbytes(mesh.size)), mesh.size
-            )  # nobody else's: calls are not compared across machines
-            self.endpoint = DistributedEndpoint(self.index, self.device, timeout)
-        else:
-            with tempfile.TemporaryDirectory(prefix="ranks-") as own:
-                folder = _tell(own)
-                self.board = self._board(folder)
-                self.endpoint = local.LocalEndpoint(
-                    self.index, self._sockets(folder), self.board, timeout
-                )
-                dist.barrier()
-
-    def _board(self, folder: str) -> Board:
-        path, size = os.path.join(folder, "board"), self.mesh.size
-        if self.index == 0:
-            with open(path, "wb") as file:
-                file.truncate(local.nbytes(size))
-        dist.barrier()
-        with open(path, "r+b") as file:
-            return Board(mmap.mmap(file.fileno(), 0), size)
-
-    def _sockets(self, folder: str) -> dict[int, socket.socket]:
-        """A connection to each other rank: those above this one call, and say who they are."""
-        peers: dict[int, socket.socket] = {}
-        with socket.socket(socket.AF_UNIX) as door:
-            door.bind(os.path.join(folder, str(self.index)))
-            door.listen(self.mesh.size)
+            self.endpoint = DistributedEndpoint(self.rank, self.device, timeout)
+            return
+        with tempfile.TemporaryDirectory(prefix="ranks-") as own:
+            path, memory = create_memory(own, started)
+            shared = [own, path]
+            dist.broadcast_object_list(shared, src=0)
+            folder, path = shared
+            self.progress = open_memory(path, started)
+            peers = connect(folder, self.rank, started, dist.barrier)
+            self.endpoint = SocketEndpoint(self.rank, peers, self.progress, timeout)
             dist.barrier()
-            for peer in range(self.index):
-                peers[peer] = socket.socket(socket.AF_UNIX)
-                peers[peer].connect(os.path.join(folder, str(peer)))
-                peers[peer].sendall(self.index.to_bytes(4, "big"))
-            for _ in range(self.index + 1, self.mesh.size):
-                caller, _ = door.accept()
-                peers[int.from_bytes(caller.recv(4, socket.MSG_WAITALL), "big")] = caller
-        return peers
+            memory.close()
 
     def run(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Trace]:
         self.runs += 1
-        dist.barrier()  # nobody reads the board of the last run any more
-        if self.index == 0:
-            self.board.clear()
+        dist.barrier()  # nobody looks at the last run any more
+        if self.rank == 0 and self.progress:
+            self.progress.clear()
         dist.barrier()
         self.endpoint.reset(self.runs)
-        rank = Rank(self.index, self.mesh, self.endpoint, self.board, self.device, self.groups)
-        outcome = perform(rank, lambda: (fn, args, kwargs))
-        if outcome.failure:
-            self._stop_others()
+        rank = Rank(self.rank, self.mesh, self.endpoint, self.device, self.groups)
+        outcome = perform(rank, functools.partial(fn, rank, *args, **kwargs), capture=True)
+        if outcome.failure and self.progress:
+            self._stop_others(self.progress)
         packed: list[bytes | None] = [None] * self.mesh.size
-        dist.all_gather_object(packed, pack(outcome, self.index))
+        dist.all_gather_object(packed, pack(outcome, self.rank))
         outcomes: list[Outcome] = [cloudpickle.loads(each) for each in packed]
-        if self.index == 0:
-            show([each.printed for each in outcomes])
-        failures = {index: each.failure for index, each in enumerate(outcomes) if each.failure}
-        if failures:
-            raise rank_error(failures, self.mesh.size, self.board)
-        return [each.value for each in outcomes], Trace(each.events for each in outcomes)
+        if self.rank != 0:
+            for each in outcomes:
+                each.printed = ""
+        return conclude(outcomes)
 
-    def _stop_others(self) -> None:
+    def _stop_others(self, progress: Progress) -> None:
         """Give the other ranks a moment to come to their own end, then wake those that wait."""
+        others = [rank for rank in range(self.mesh.size) if rank != self.rank]
         deadline = time.monotonic() + GRACE
-        while time.monotonic() < deadline:
-            states = [
-                self.board.state(rank)[:2] for rank in range(self.mesh.size) if rank != self.index
-            ]
-            if all(
-                state != RUNNING and (state != BLOCKED or looks >= 2) for state, looks in states
-            ):
-                break
+        while time.monotonic() < deadline and not all(map(progress.rests, others)):
             time.sleep(0.005)
-        self.board.stop()
+        progress.stop()
 
     def _leave(self) -> None:
         """End the process groups, whose own threads do not survive the end of Python."""
@@ -136,10 +102,3 @@ class Torchrun:
 
     def close(self) -> None:
         """Nothing: the processes are torchrun's."""
-
-
-def _tell(text: str) -> str:
-    """Rank 0's text, on every rank."""
-    box = [text]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

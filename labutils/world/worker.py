@@ -1,13 +1,10 @@
-"""The far end of the processes engine: a nursery, which has torch loaded and forks a rank in milliseconds, and what a rank then does.
+"""A rank's process: it connects itself to the others, then runs the programs that the kernel sends."""
 
-Run as `python -m labutils.world.worker FD`, with the number of the socket that leads to the kernel.
-"""
-
-import contextlib
+import ctypes
 import datetime
 import faulthandler
+import functools
 import gc
-import io
 import mmap
 import os
 import pickle
@@ -16,49 +13,39 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, BinaryIO
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 
 from labutils.config import Mesh
-from labutils.trace import Event
-from labutils.world.board import FAILED, FINISHED, Board
-from labutils.world.comm import Rank
+from labutils.world import sockets
 from labutils.world.distributed import DistributedEndpoint
-from labutils.world.errors import Failure, Stopped, site
-from labutils.world.local import LocalEndpoint
+from labutils.world.errors import Failure, site
+from labutils.world.progress import Progress
+from labutils.world.rank import Outcome, Rank, perform
 
-MAX_FDS = 250  # a Unix socket carries at most 253 descriptors in one message
-
-
-@dataclass
-class Outcome:
-    """How a rank's program ended."""
-
-    value: Any = None
-    events: tuple[Event, ...] = ()
-    failure: Failure | None = None
-    stopped: bool = False
-    printed: list[str] = field(default_factory=list)
-    touched_group: bool = False
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a new rank has to know; its descriptors come beside it."""
+    """What a new rank has to know.
 
-    index: int
+    rank, mesh: which rank it is
+    timeout: how long it waits for the others, in seconds
+    folder: where this world's ranks meet
+    memory: the path of what they share
+    """
+
+    rank: int
     mesh: Mesh
     timeout: float
     folder: str
-    cwd: str
-    path: list[str]
-    fork: bool
+    memory: str
 
 
 class Groups:
@@ -75,126 +62,62 @@ class Groups:
         return self.known[ranks]
 
 
-class _Printer(io.TextIOBase):
-    """Standard output while a rank's program runs: it goes where `rank.print` writes."""
-
-    def __init__(self, lines: list[str]) -> None:
-        self.lines = lines
-
-    def write(self, text: str) -> int:
-        self.lines.append(text)
-        return len(text)
-
-
-def perform(rank: Rank, load: Callable[[], tuple[Callable, tuple, dict]]) -> Outcome:
-    """How the program that `load` gives ends on this rank."""
-    outcome, printer = Outcome(printed=rank._printed), _Printer(rank._printed)
-    try:
-        with contextlib.redirect_stdout(printer), contextlib.redirect_stderr(printer):
-            fn, args, kwargs = load()
-            outcome.value = fn(rank, *args, **kwargs)
-            outcome.events = rank._finish()
-            rank._board.publish(rank.rank, FINISHED, 0, 0, "")
-    except Stopped:
-        outcome.stopped = True
-    except BaseException as error:
-        outcome.failure = Failure.of(error)
-        if not isinstance(
-            error, TimeoutError
-        ):  # such a rank still waits, as far as the others' reports are concerned
-            rank._board.publish(rank.rank, FAILED, 0, 0, "")
-    finally:
-        rank._endpoint.stop()
-        rank._close()
-    return outcome
-
-
-def pack(outcome: Outcome, rank: int) -> bytes:
-    """The outcome as bytes; a value that cannot travel becomes an error that says so."""
-    try:
-        return cloudpickle.dumps(outcome)
-    except Exception as error:
-        kind = type(outcome.value).__name__
-        reason = f"{type(error).__name__}: {error}"
-        told = TypeError(
-            f"rank {rank} returned a {kind} that cannot be sent to the notebook ({reason}): return numbers, text or tensors"
-        )
-        return cloudpickle.dumps(
-            Outcome(
-                failure=Failure.of(told),
-                printed=outcome.printed,
-                touched_group=outcome.touched_group,
-            )
-        )
-
-
-def loopback() -> str:
-    """The name of the loopback interface on this system."""
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-
-
-def be_rank(spec: Spec, fds: list[int]) -> None:
+def be_rank(spec: Spec, commands: Connection, control: Connection) -> None:
     """Run programs until the kernel hangs up."""
-    commands, control, memory, log, *peers = fds
+    os.setsid()  # so that the kernel can end it with all that it starts
+    if sys.platform == "linux":  # with the fork server, which ends with the kernel
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    gc.freeze()  # leaves the memory shared that came with the fork
+    log = os.open(log_path(spec.folder, spec.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     faulthandler.enable()
-    size, index = spec.mesh.size, spec.index
-    os.environ.update(
-        RANK=str(index),
-        LOCAL_RANK=str(index),
-        WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size),
-        GLOO_SOCKET_IFNAME=loopback(),
-    )
-    sys.path[:] = spec.path
-    with contextlib.suppress(OSError):
-        os.chdir(spec.cwd)
     torch.set_num_threads(1)
-    kernel = Connection(commands)
-    threading.Thread(
-        target=_listen, args=(Connection(control), threading.get_ident(), spec.folder), daemon=True
-    ).start()
-
-    board = Board(mmap.mmap(memory, 0), size)
-    device = (
-        torch.device("cuda", index)
-        if torch.cuda.is_available() and torch.cuda.device_count() >= size
-        else torch.device("cpu")
+    listener = threading.Thread(
+        target=_listen, args=(control, threading.get_ident(), spec.folder), daemon=True
     )
-    wait = datetime.timedelta(seconds=spec.timeout)
-    store = dist.FileStore(
-        os.path.join(spec.folder, "store"), size
-    )  # a file, because TCPStore would listen on every interface
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=index,
-        world_size=size,
-        timeout=wait,
-    )
-    groups = Groups(size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        endpoint = DistributedEndpoint(index, device, spec.timeout)
-    else:
-        sockets = [socket.socket(fileno=fd) for fd in peers]
-        others = [rank for rank in range(size) if rank != index]
-        endpoint = LocalEndpoint(
-            index, dict(zip(others, sockets, strict=True)), board, spec.timeout
-        )
-    kernel.send_bytes(b"ready")
+    listener.start()
+    device, endpoint = _join(spec)
+    groups = Groups(spec.mesh.size)
+    commands.send_bytes(b"ready")
     while True:
         try:
-            message = kernel.recv_bytes()
+            number, program = pickle.loads(commands.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
-        number, program = pickle.loads(message)
         endpoint.reset(number)
-        rank = Rank(index, spec.mesh, endpoint, board, device, groups)
-        outcome = perform(rank, lambda program=program: cloudpickle.loads(program))
+        rank = Rank(spec.rank, spec.mesh, endpoint, device, groups)
+        outcome = perform(rank, functools.partial(_call, program, rank), capture=True)
         outcome.touched_group = groups.touched
-        kernel.send_bytes(pack(outcome, index))
+        commands.send_bytes(pack(outcome, spec.rank))
+
+
+def _join(spec: Spec) -> tuple[torch.device, Any]:
+    """This rank's device and endpoint, once it is connected to the others."""
+    size, rank = spec.mesh.size, spec.rank
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+    gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
+    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    # A file, because TCPStore would listen on every interface.
+    store = dist.FileStore(os.path.join(spec.folder, "store"), size)
+    wait = datetime.timedelta(seconds=spec.timeout)
+    dist.init_process_group(
+        "nccl" if gpus else "gloo", store=store, rank=rank, world_size=size, timeout=wait
+    )
+    if gpus:
+        torch.cuda.set_device(device)
+        return device, DistributedEndpoint(rank, device, spec.timeout)
+    progress = open_memory(spec.memory, size)
+    peers = sockets.connect(spec.folder, rank, size, dist.barrier)
+    return device, sockets.SocketEndpoint(rank, peers, progress, spec.timeout)
+
+
+def _call(program: bytes, rank: Rank) -> Any:
+    fn, args, kwargs = cloudpickle.loads(program)
+    return fn(rank, *args, **kwargs)
 
 
 def _listen(control: Connection, main: int, folder: str) -> None:
@@ -205,46 +128,51 @@ def _listen(control: Connection, main: int, folder: str) -> None:
             control.send(site(sys._current_frames().get(main)))
         except (EOFError, OSError):
             shutil.rmtree(folder, ignore_errors=True)
-            os._exit(1)
+            os.killpg(0, signal.SIGKILL)
 
 
-def nursery(kernel: socket.socket) -> None:
-    """Fork a rank for each Spec that comes, and tell how the ones that are over have ended; without a kernel, end them all."""
-    living: dict[int, str] = {}
-    codes: dict[int, int] = {}
-    gc.freeze()
-    while True:
-        message, fds, _, _ = socket.recv_fds(kernel, 1 << 18, MAX_FDS)
-        if not message:
-            break
-        request = pickle.loads(message)
-        if isinstance(request, int):
-            if request not in codes:
-                codes[request] = os.waitstatus_to_exitcode(os.waitpid(request, 0)[1])
-                living.pop(request)
-            kernel.sendall(b"%d" % codes.pop(request))
-            continue
-        child = os.fork() if request.fork else 0
-        if child == 0:
-            if not request.fork:
-                kernel.sendall(b"%d" % os.getpid())
-            kernel.close()
-            os.setsid()
-            be_rank(request, fds)
-        living[child] = request.folder
-        for fd in fds:
-            os.close(fd)
-        kernel.sendall(b"%d" % child)
-        for pid in list(living):  # of worlds that nobody has closed
-            if (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                codes[pid] = os.waitstatus_to_exitcode(ended[1])
-                living.pop(pid)
-    for pid, folder in living.items():
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        shutil.rmtree(folder, ignore_errors=True)
+def pack(outcome: Outcome, rank: int) -> bytes:
+    """The outcome as bytes; a value that cannot travel becomes an error that says so."""
+    try:
+        return cloudpickle.dumps(outcome)
+    except Exception as error:
+        kind = type(outcome.value).__name__
+        outcome.failure = Failure.of(
+            TypeError(
+                f"rank {rank} returned a {kind} that cannot be sent to the notebook "
+                f"({type(error).__name__}: {error}): return numbers, text or tensors"
+            )
+        )
+        outcome.value = None
+        return cloudpickle.dumps(outcome)
 
 
-if __name__ == "__main__":
-    nursery(socket.socket(fileno=int(sys.argv[1])))
+# -- what the ranks of one machine share ---------------------------------------------------------------
+
+
+def create_memory(folder: str, size: int) -> tuple[str, BinaryIO]:
+    """Memory for `size` ranks to share: its path, and the file that keeps it alive."""
+    if hasattr(os, "memfd_create"):  # which no disk holds, and no limit on /dev/shm concerns
+        file = os.fdopen(os.memfd_create("ranks"), "r+b")
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    else:
+        path = os.path.join(folder, "memory")
+        file = open(path, "w+b")
+    file.truncate(sockets.nbytes(size))
+    return path, file
+
+
+def open_memory(path: str, size: int) -> Progress:
+    """The shared memory, with what the ranks say that they do at its beginning."""
+    with open(path, "r+b") as file:
+        return Progress(mmap.mmap(file.fileno(), 0), size)
+
+
+def log_path(folder: str, rank: int) -> str:
+    """The file that a rank's process writes to when it speaks for itself."""
+    return os.path.join(folder, f"log-{rank}")
+
+
+def loopback() -> str:
+    """The name of the loopback interface on this system."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

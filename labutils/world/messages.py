@@ -1,0 +1,170 @@
+"""A message as one side of it asks for it (MPI's request, torch's `P2POp`), and what an engine does with requests."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from labutils.world.errors import MismatchError, Site, place
+
+# What a receiver may do with what arrives; the result is left in the receiver's own tensor.
+REDUCE_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "copy": Tensor.copy_,
+    "sum": Tensor.add_,
+    "product": Tensor.mul_,
+    "min": lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
+    "max": lambda mine, theirs: torch.maximum(mine, theirs, out=mine),
+}
+
+
+class CallSite:
+    """A call in a rank's program and the line it stands in.
+
+    op: the name of the operation
+    axis: the axis of its communicator
+    where: file, line and function
+    signature: of a collective, what all ranks must agree on, as in "all_reduce(float32[4], op=sum)"
+    """
+
+    __slots__ = ("axis", "op", "signature", "where")
+
+    def __init__(self, op: str, axis: str, where: Site, signature: str = "") -> None:
+        self.op = op
+        self.axis = axis
+        self.where = where
+        self.signature = signature
+
+    def __str__(self) -> str:
+        return f"{self.signature} on axis {self.axis!r} at {place(self.where)}"
+
+
+class Request:
+    """One side of a message under way, or (without a tensor) an asynchronous collective under way.
+
+    call: the line that asked for it
+    peer: the other side's rank in the world
+    channel: messages of one channel between two ranks arrive in the order in which they were sent
+    tensor: contiguous memory that is read, or written to
+    sending: which side this is
+    reduce: what is done with what arrives, a key of REDUCE_OPS; None keeps it as it comes
+    """
+
+    __slots__ = (
+        "call",
+        "channel",
+        "done",
+        "error",
+        "peer",
+        "reduce",
+        "result",
+        "sending",
+        "span",
+        "state",
+        "tensor",
+        "wakeup",
+    )
+
+    def __init__(
+        self,
+        call: CallSite,
+        peer: int = -1,
+        channel: int = -1,
+        tensor: Tensor | None = None,
+        sending: bool = False,
+        reduce: str | None = None,
+    ) -> None:
+        self.call = call
+        self.peer = peer
+        self.channel = channel
+        self.tensor = tensor
+        self.sending = sending
+        self.reduce = reduce
+        self.done = False
+        self.error: BaseException | None = None
+        self.result: Any = None
+        self.span: tuple[float, float] | None = None
+        self.state: Any = None  # the endpoint's own
+        self.wakeup: Any = None  # what a thread that waits for it sleeps on
+
+    def __str__(self) -> str:
+        if self.call.signature or self.tensor is None:
+            return str(self.call)
+        what, peer = describe(self.tensor), self.peer
+        verb = f"send({what}) to" if self.sending else f"recv({what}) from"
+        plain = self.call.op in ("send", "recv", "send_recv")
+        return f"{verb} rank {peer}{'' if plain else f' inside {self.call.op}'} at {place(self.call.where)}"
+
+    def accept(self, data: Tensor, first: int = 0) -> None:
+        """Put `data` into this request's tensor from element `first` on, or reduce with it."""
+        with torch.no_grad():
+            mine = self.tensor.view(-1)[first : first + data.numel()]
+            REDUCE_OPS[self.reduce or "copy"](mine, data)
+
+
+class Endpoint(Protocol):
+    """How one rank reaches the others: what an engine provides."""
+
+    def post(self, *requests: Request) -> None:
+        """Start messages; several at once go both ways at the same time."""
+
+    def wait(self, request: Request) -> None:
+        """Return when `request` is done; raise Stopped if another rank has failed."""
+
+    def watch(self, request: Request) -> None:
+        """See that `request` moves on while the rank computes."""
+
+    def finish(self, request: Request) -> None:
+        """Mark `request` as done and wake who waits for it."""
+
+    def add_actor(self, step: int) -> None:
+        """Count one more (or one fewer) thread that works for this rank beside its program."""
+
+    def leave(self, over: bool) -> None:
+        """The rank takes no more part in this run: its program is over, or gave up waiting."""
+
+
+class Work:
+    """Something under way: `wait()` returns its result, `done()` tells whether that would return at once."""
+
+    def __init__(self, endpoint: Endpoint, request: Request, pending: dict[Request, None]) -> None:
+        self._endpoint = endpoint
+        self._request = request
+        self._pending = pending
+
+    def wait(self) -> Any:
+        """The result: the received tensor, the collective's value, or None for a send."""
+        self._endpoint.wait(self._request)
+        self._pending.pop(self._request, None)  # the result is the caller's alone from now on
+        if self._request.error is not None:
+            raise self._request.error
+        return self._request.result
+
+    def done(self) -> bool:
+        """Whether the result is there."""
+        return self._request.done
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """When a collective that has ended was under way: from and to, in seconds of `time.perf_counter`."""
+        if self._request.span is None:
+            raise RuntimeError(
+                "only an asynchronous collective has a span, and only once it has ended: "
+                "call wait() first"
+            )
+        return self._request.span
+
+
+def describe(x: Tensor) -> str:
+    """A tensor's dtype and shape, as in 'float32[4, 2]'."""
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def misfit(sender: int, send: object, receiver: int, receive: object) -> MismatchError:
+    """The error for a message that is not what its receiver expects."""
+    error = MismatchError(
+        "a message does not fit where it is received:\n"
+        f"  rank {sender}: {send}\n  rank {receiver}: {receive}"
+    )
+    error.misfit = True
+    return error

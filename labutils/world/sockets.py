@@ -1,0 +1,420 @@
+"""Messages between processes of one machine: a Unix socket for each pair says what is there, shared memory holds it.
+
+A small message is *eager*: it leaves through the socket at once, and the receiver keeps it until
+somebody asks for it. A large one is a *rendezvous*: only when the receiver has said READY does the
+sender copy it, a PART at a time, into a ring buffer of slots in shared memory; the receiver empties
+each slot, or adds it to its own tensor, and gives it back as FREE. So no message waits in front of
+another one, and adding overlaps with receiving. Either way a send is done when the receiver is ready,
+and the sender knows by then that dtype, length and collective fit.
+"""
+
+import ctypes
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from labutils.world.errors import DeadlockError, Stopped, TimeoutError, place
+from labutils.world.messages import Request, misfit
+from labutils.world.progress import BLOCKED, OVER, RUNNING, DeadlockWatch, Progress
+
+# kind, dtype, bytes of the receiver's call that follow, channel, run, elements or bytes
+_HEADER = struct.Struct("<BBHIIQ")
+_READY, _EAGER, _PART, _FREE = range(4)
+_SMALL = 1 << 13  # bytes up to which a message is eager
+_SLOT = 1 << 20  # bytes; each slot costs a look at the sockets
+_SLOTS = 4  # for each direction of a pair
+_LOOK = 0.02  # seconds without news after which a waiting rank looks around
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32,
+)  # fmt: skip
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+def connect(
+    folder: str, rank: int, size: int, barrier: Callable[[], None]
+) -> dict[int, socket.socket]:
+    """A connection to each other rank: those above this one call, and say who they are."""
+    peers: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(os.path.join(folder, str(rank)))
+        door.listen(size)
+        barrier()  # every door is open
+        for peer in range(rank):
+            peers[peer] = socket.socket(socket.AF_UNIX)
+            peers[peer].connect(os.path.join(folder, str(peer)))
+            peers[peer].sendall(rank.to_bytes(4, "big"))
+        for _ in range(rank + 1, size):
+            caller, _ = door.accept()
+            peers[int.from_bytes(caller.recv(4, socket.MSG_WAITALL), "big")] = caller
+    return peers
+
+
+def nbytes(size: int) -> int:
+    """Bytes of shared memory of `size` ranks: progress, and slots for every pair; what is never touched takes no room."""
+    return _slots_at(size) + size * size * _SLOTS * _SLOT
+
+
+def _slots_at(size: int) -> int:
+    return -(-Progress.nbytes(size) // 4096) * 4096
+
+
+class Link:
+    """The connection to one peer: frames that wait to leave or have come in part, and the ring buffers of both directions."""
+
+    def __init__(self, peer: int, sock: socket.socket, outgoing: Tensor, incoming: Tensor) -> None:
+        self.peer = peer
+        self.sock = sock
+        sock.setblocking(False)
+        self.outbox = bytearray()
+        self.inbox = bytearray()
+        self.full = False  # the socket would not take all of the outbox
+        self.lost = False  # the peer's process is gone
+        self.outgoing = outgoing
+        self.incoming = incoming
+        self.free = _SLOTS  # slots that may be filled
+        self.filled = 0  # slots so far
+        self.emptied = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the messages of an earlier run; the slots stay what they are."""
+        self.leaving: deque[Request] = deque()  # large messages whose receiver is ready
+        self.left = 0  # bytes of the first
+        self.arriving: Request | None = None
+        self.arrived = 0  # bytes
+
+    def put(self, kind: int, count: int, run: int, *, channel: int = 0, **more: int) -> None:
+        """Let a frame wait to leave."""
+        code, extra = more.get("code", 0), more.get("extra", 0)
+        self.outbox += _HEADER.pack(kind, code, extra, channel, run, count)
+
+
+class SocketEndpoint:
+    """One rank's side: whichever of its threads waits drives all its sockets until its own message is through."""
+
+    def __init__(
+        self, rank: int, sockets: Mapping[int, socket.socket], progress: Progress, timeout: float
+    ) -> None:
+        self.rank = rank
+        self.progress = progress
+        self.timeout = timeout
+        size = progress.size
+        shared = torch.frombuffer(progress.memory, dtype=torch.uint8, offset=_slots_at(size))
+        slots = shared.view(size, size, _SLOTS, _SLOT)  # from, to
+        self.links = {
+            peer: Link(peer, sock, slots[rank, peer], slots[peer, rank])
+            for peer, sock in sockets.items()
+        }
+        self.selector = selectors.DefaultSelector()
+        for link in self.links.values():
+            self.selector.register(link.sock, selectors.EVENT_READ, link)
+        self.lock = threading.Lock()  # of everything below
+        self.driving = threading.Lock()
+        self.watcher: threading.Thread | None = None
+        self.reset(0)
+
+    def reset(self, run: int) -> None:
+        """Begin a run; of an earlier one's frames that are still on their way only FREE counts."""
+        self.run = run
+        self.stopped = False
+        self.actors = 1
+        self.moved = 0
+        self.looks = 0
+        self.deadlock = DeadlockWatch(self.progress)
+        self.waiting: dict[Request, float] = {}
+        self.watched: deque[Request] = deque()
+        self.sends: dict[tuple, deque[Request]] = defaultdict(deque)
+        self.recvs: dict[tuple, deque[Request]] = defaultdict(deque)
+        self.ready: dict[tuple, deque[tuple]] = defaultdict(deque)
+        self.early: dict[tuple, deque[bytes]] = defaultdict(deque)
+        for link in self.links.values():
+            link.reset()
+
+    def leave(self, over: bool) -> None:
+        self.stopped = True
+        if self.watcher is not None:
+            self.watcher.join(1)
+        if over:
+            self.progress.publish(self.rank, OVER, 0, 0)
+
+    # -- what Comm calls ---------------------------------------------------------------------------
+
+    def post(self, *requests: Request) -> None:
+        with self.lock:
+            for request in requests:
+                link, key = self.links[request.peer], (request.peer, request.channel)
+                if request.sending:
+                    self._post_send(link, key, request)
+                else:
+                    self._post_recv(link, key, request)
+                self._flush(link)
+
+    def _post_send(self, link: Link, key: tuple, request: Request) -> None:
+        if self.ready[key]:
+            self._matched(link, request, *self.ready[key].popleft())
+            return
+        pending = self.sends[key]
+        first = not pending or pending[-1].state == "left"  # not past a large one that still waits
+        if request.tensor.nbytes <= _SMALL and first:
+            self._send_eagerly(link, request)
+            request.state = "left"
+        pending.append(request)
+
+    def _post_recv(self, link: Link, key: tuple, request: Request) -> None:
+        x, call = request.tensor, "\t".join((request.call.signature, *map(str, request.call.where)))
+        text, code = call.encode(), _CODES[x.dtype]
+        link.put(_READY, x.numel(), self.run, channel=request.channel, code=code, extra=len(text))
+        link.outbox += text
+        if self.early[key]:
+            self._take_early(request, self.early[key].popleft())
+        else:
+            self.recvs[key].append(request)
+
+    def wait(self, request: Request) -> None:
+        if not request.done:
+            with self.lock:
+                self.waiting[request] = time.monotonic() + self.timeout
+            try:
+                self._until(request)
+            finally:
+                with self.lock:
+                    del self.waiting[request]
+                    if self.looks and request.error is None:
+                        self.looks = 0
+                        self.progress.publish(self.rank, RUNNING, 0, self.moved)
+        if request.error is not None:
+            raise request.error
+
+    def watch(self, request: Request) -> None:
+        if not request.done:
+            self.watched.append(request)
+            if self.watcher is None or not self.watcher.is_alive():
+                self.watcher = threading.Thread(target=self._watch, name="messages", daemon=True)
+                self.watcher.start()
+
+    def finish(self, request: Request) -> None:
+        with self.lock:
+            _done(request)
+
+    def add_actor(self, step: int) -> None:
+        with self.lock:
+            self.actors += step
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def _until(self, request: Request) -> None:
+        """Drive the sockets, or sleep while another thread does, until `request` is done.
+
+        Who waits for an asynchronous collective leaves the driving to the thread that runs it, unless
+        nothing is heard for a while: were the two to take turns, each message would cost a change of
+        threads.
+        """
+        patient = request.tensor is None
+        while not request.done:
+            if self.stopped:
+                raise Stopped(str(request))
+            if not patient and self.driving.acquire(blocking=False):
+                try:
+                    while not request.done and not self.stopped:
+                        self._drive()
+                finally:
+                    self.driving.release()
+                    self._hand_over()
+                continue
+            with self.lock:
+                if request.done:
+                    return
+                request.wakeup = request.wakeup or threading.Event()
+                if not patient and not self.driving.locked():
+                    continue
+            patient = request.wakeup.wait(_LOOK) and patient
+            request.wakeup.clear()
+
+    def _hand_over(self) -> None:
+        """Wake another thread that waits, so that it drives."""
+        with self.lock:
+            for request in (*self.waiting, *self.watched):
+                if request.tensor is not None and request.wakeup and not request.done:
+                    return request.wakeup.set()
+
+    def _watch(self) -> None:
+        while self.watched:
+            try:
+                self._until(self.watched[0])
+            except Stopped:
+                return
+            self.watched.popleft()
+
+    def _drive(self) -> None:
+        """Move what can be moved; with nothing to move for a while, look around."""
+        events = self.selector.select(_LOOK)
+        with self.lock:
+            if not events:
+                self._look()
+            for key, event in events:
+                if event & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                if event & selectors.EVENT_READ:
+                    self._receive(key.data)
+
+    def _look(self) -> None:
+        """Has the run been stopped, does everybody wait, is the time up?"""
+        self.stopped |= self.progress.stopped
+        if self.stopped or not self.waiting:
+            return
+        self.looks += 1
+        blocked = len(self.waiting) >= self.actors
+        self.progress.publish(self.rank, BLOCKED if blocked else RUNNING, self.looks, self.moved)
+        if blocked and self.deadlock.sees():
+            for request in self.waiting:
+                _done(request, DeadlockError("every rank waits for another one", str(request)))
+        now = time.monotonic()
+        for request, deadline in self.waiting.items():
+            if not request.done and now > deadline:
+                op = request.call.op
+                text = f"waited {self.timeout:g} s in {op}"
+                _done(request, TimeoutError(text, str(request), op))
+
+    # -- moving bytes (the lock is held) -----------------------------------------------------------
+
+    def _matched(self, link: Link, request: Request, code: int, numel: int, receiver: str) -> None:
+        """The receiver is ready for `request`: send it, or if it has left already, let it be done."""
+        x = request.tensor
+        signature, file, line, function = receiver.split("\t")
+        if (_CODES[x.dtype], x.numel(), request.call.signature) != (code, numel, signature):
+            kind = str(_DTYPES[code]).removeprefix("torch.")
+            call = signature or f"recv({kind}[{numel} elements]) from rank {self.rank}"
+            receive = f"{call} at {place((file, int(line), function))}"
+            _done(request, misfit(self.rank, request, link.peer, receive))
+        elif request.state == "left":
+            _done(request)
+        elif x.nbytes <= _SMALL:
+            self._send_eagerly(link, request)
+            _done(request)
+        else:
+            link.leaving.append(request)
+            self._fill(link)
+
+    def _send_eagerly(self, link: Link, request: Request) -> None:
+        x = request.tensor
+        link.put(_EAGER, x.nbytes, self.run, channel=request.channel)
+        # Not by way of numpy, which would forbid its storage ever to be resized.
+        link.outbox += ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""
+
+    def _fill(self, link: Link) -> None:
+        """Fill free slots with the next parts of the messages that leave, and tell the peer about each at once."""
+        while link.free and link.leaving:
+            request = link.leaving[0]
+            data = request.tensor.view(-1).view(torch.uint8)[link.left : link.left + _SLOT]
+            link.outgoing[link.filled % _SLOTS, : len(data)].copy_(data)
+            link.put(_PART, len(data), self.run, channel=request.channel)
+            link.free -= 1
+            link.filled += 1
+            link.left += len(data)
+            if link.left == request.tensor.nbytes:
+                link.leaving.popleft()
+                link.left = 0
+                _done(request)
+            self._flush(link)
+
+    def _empty(self, link: Link, key: tuple, count: int, current: bool) -> None:
+        """Take the part in the next slot, and give the slot back."""
+        if current:
+            request = link.arriving = link.arriving or self.recvs[key].popleft()
+            x = request.tensor
+            theirs = link.incoming[link.emptied % _SLOTS, :count].view(x.dtype)
+            request.accept(theirs, link.arrived // x.element_size())
+            link.arrived += count
+            if link.arrived == x.nbytes:
+                link.arriving = None
+                link.arrived = 0
+                _done(request)
+        link.emptied += 1
+        link.put(_FREE, 0, self.run)
+        self._flush(link)
+
+    def _take_early(self, request: Request, data: bytes) -> None:
+        """Hand over an eager message; one that does not fit is left to its sender to complain about."""
+        if len(data) == request.tensor.nbytes:
+            if data:
+                request.accept(torch.frombuffer(bytearray(data), dtype=request.tensor.dtype))
+            _done(request)
+
+    def _flush(self, link: Link) -> None:
+        """Write what waits for a peer, and be told when there is room for the rest."""
+        if link.outbox and not link.lost:
+            try:
+                del link.outbox[: link.sock.send(link.outbox)]
+                self.moved += 1
+            except BlockingIOError:
+                pass
+            except OSError:
+                return self._lost(link)
+        if link.full != bool(link.outbox) and not link.lost:
+            link.full = bool(link.outbox)
+            both = selectors.EVENT_READ | selectors.EVENT_WRITE
+            self.selector.modify(link.sock, both if link.full else selectors.EVENT_READ, link)
+
+    def _receive(self, link: Link) -> None:
+        """Read what a peer has written, and act on every whole frame of it."""
+        try:
+            news = link.sock.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            news = b""
+        if not news:
+            return self._lost(link)
+        self.moved += 1
+        link.inbox += news
+        inbox, at = bytes(link.inbox), 0
+        while len(inbox) - at >= _HEADER.size:
+            kind, code, extra, channel, run, count = _HEADER.unpack_from(inbox, at)
+            body = at + _HEADER.size
+            end = body + (count if kind == _EAGER else extra)
+            if end > len(inbox):
+                break
+            at = end
+            key, current = (link.peer, channel), run == self.run
+            if kind == _FREE:
+                link.free += 1
+                self._fill(link)
+            elif kind == _PART:
+                self._empty(link, key, count, current)
+            elif current and kind == _READY:
+                self._heard_ready(link, key, code, count, inbox[body:end].decode())
+            elif current and self.recvs[key]:
+                self._take_early(self.recvs[key].popleft(), inbox[body:end])
+            elif current:
+                self.early[key].append(inbox[body:end])
+        del link.inbox[:at]
+
+    def _heard_ready(self, link: Link, key: tuple, *message: object) -> None:
+        if self.sends[key]:
+            self._matched(link, self.sends[key].popleft(), *message)
+            self._flush(link)
+        else:
+            self.ready[key].append(message)
+
+    def _lost(self, link: Link) -> None:
+        """A peer's process is gone: whoever runs the ranks sees that too, and stops this one."""
+        link.lost = True
+        link.outbox.clear()
+        self.selector.unregister(link.sock)
+
+
+def _done(request: Request, error: Exception | None = None) -> None:
+    request.error = error or request.error
+    request.done = True
+    if request.wakeup is not None:
+        request.wakeup.set()
