@@ -6,15 +6,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from labutils import collectives, units
+from labutils.config import MOMENTS
 from labutils.ledger import Ledger, Line
 from labutils.zero.partition import Layout, Unit, units_of
 
-MOMENTS = {
-    "sgd": (),
-    "momentum": ("momentum_buffer",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
-}
 STEP = 4  # Adam counts its steps, once for each parameter of which a rank has a piece
 
 
