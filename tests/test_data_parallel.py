@@ -842,3 +842,40 @@ def test_what_can_be_hidden_is_all_but_the_last_bucket(sizes, bucket_bytes, slow
 def test_what_makes_no_sense(call, why):
     with pytest.raises((ValueError, RankError), match=why):
         call()
+
+
+# ── formula = dry run = real run ───────────────────────────────────────────────────────────────────────────────────
+
+
+def counted(rank):
+    """States after a step, the peak of the next one, and the buckets."""
+    net = GPT(CONFIG)
+    replica = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=3000)
+    optimizer = torch.optim.AdamW(net.parameters())
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+
+    def step():
+        optimizer.zero_grad()
+        entropy(replica(tokens), tokens).backward()
+        optimizer.step()
+
+    step()
+    states = measure.model_states(net, optimizer)
+    return states, measure.peak(step, net, optimizer).total, replica.buckets
+
+
+def test_formula_dry_run_and_real_run_agree(four):
+    real = four.run(counted)
+    sent = four.ledger
+    grouped = real[0][2]
+    formula = data_parallel.bytes_to_reduce(grouped, 4, backwards=2)
+    formula += data_parallel.bytes_to_start(GPT(CONFIG), 4)
+    assert formula.diff(sent).unexplained == 0
+    train = TrainConfig(micro_batch=2, global_batch=8, precision="fp32")
+    states = memory.model_states(CONFIG, train)
+    for i in (0, 3):
+        dry = World(4, engine="dry")
+        held, peak, found = dry.run(counted, rank=i)
+        assert dry.ledger.diff(sent.only(rank=i)).unexplained == 0
+        assert states.diff(held).unexplained == states.diff(real[i][0]).unexplained == 0
+        assert (peak, found) == (real[i][1], grouped)
