@@ -50,13 +50,16 @@ ENGINES = {"threads": Threads, "processes": Processes, "torchrun": Torchrun, "dr
 
 
 class World:
-    """A number of ranks, or a mesh of them, that run ordinary functions: `world.run(fn, …)` returns `fn(rank, …)` of every rank, in order.
+    """Ranks that run functions: `world.run(fn, …)` returns `fn(rank, …)` of each, in order.
 
-    `timeout` is how long a rank may wait for the others, in seconds. On threads the arguments are shared by all ranks, on processes each
+    `timeout` is how long a rank may wait for the others, in seconds. On threads the arguments are
+    shared by all ranks, on processes each
     rank has its own copy: don't write into them.
 
-    The engine "dry" runs one rank alone on fake tensors, which have shapes and no values; `assume` says what to answer where the program
-    asks for a value: {bool: True, float: 0.0, int: lambda x: x.numel() // 8}, each a value or a function of the tensor.
+    The engine "dry" runs one rank alone on fake tensors, which have shapes and no values; `assume`
+    says what to answer where the program
+    asks for a value: {bool: True, float: 0.0, int: lambda x: x.numel() // 8}, each a value or a
+    function of the tensor.
 
     >>> import torch
     >>> dry = World(Mesh(dp=16_384), engine="dry")
@@ -77,7 +80,8 @@ class World:
         if not isinstance(mesh, Mesh):
             if isinstance(mesh, bool) or not isinstance(mesh, int):
                 raise TypeError(
-                    f"a world is made of a number of ranks or a Mesh, got {mesh!r}: use World(4) or World(Mesh(dp=2, tp=2))"
+                    f"a world is made of a number of ranks or a Mesh, got {mesh!r}: "
+                    "use World(4) or World(Mesh(dp=2, tp=2))"
                 )
             if mesh < 1:
                 raise ValueError(f"a world has at least one rank, got {mesh}: use World(1) or more")
@@ -99,17 +103,18 @@ class World:
 
     @property
     def ledger(self) -> Ledger:
-        """Bytes that each rank sent in the last run, a line for each operation, as they were counted on their way."""
+        """Bytes that each rank sent in the last run, a line for each operation, as counted."""
         return self.trace.sent
 
     def run(self, fn: Callable, *args: Any, rank: int | None = None, **kwargs: Any) -> Any:
-        """What `fn(rank, *args, **kwargs)` returned on each rank, in rank order; the error of a rank is raised here.
+        """What `fn(rank, *args, **kwargs)` returned on each rank; a rank's error is raised.
 
         In a dry run: what it returned on the one `rank` (0 unless given).
         """
         if not callable(fn):
             raise TypeError(
-                f"run takes a function of a rank, got {fn!r}: write world.run(fn, …), without calling fn"
+                f"run takes a function of a rank, got {fn!r}: "
+                "write world.run(fn, …), without calling fn"
             )
         self.trace = Trace()
         alone = self._one(rank)

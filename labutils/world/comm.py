@@ -1,4 +1,4 @@
-"""Comm, a communicator that keeps books: what leaves a rank leaves through it, and is counted as it passes."""
+"""Comm, a communicator that keeps books: what leaves a rank leaves through it, and is counted."""
 
 import contextlib
 import functools
@@ -26,7 +26,8 @@ _BY_ROWS = ("all_gather", "reduce_scatter", "scatter", "gather", "all_to_all")
 class Comm:
     """The ranks of one mesh axis, or of several joined ones, as one of them sees them.
 
-    `send`, `recv` and the rest count ranks inside this group. Sends are rendezvous: they return when
+    `send`, `recv` and the rest count ranks inside this group. Sends are rendezvous: they return
+    when
     the receiver has the bytes. Collectives are `torch.distributed`'s, but functional: they return
     their result, write into `out=` if given, and with `async_op=True` return a `Work` at once.
     """
@@ -83,7 +84,10 @@ class Comm:
         self._endpoint.wait(self._send(x, dst))
 
     def recv(self, out: Tensor, src: int, *, reduce: str | None = None) -> Tensor:
-        """`out`, filled with what rank `src` sends, or reduced with it ("sum", "product", "min", "max")."""
+        """`out`, filled with what rank `src` sends, or reduced with it.
+
+        reduce: "sum", "product", "min" or "max"
+        """
         self._endpoint.wait(self._recv(out, src, reduce))
         return out
 
@@ -111,7 +115,7 @@ class Comm:
         return self._watched(self._send(x, dst))
 
     def irecv(self, out: Tensor, src: int, *, reduce: str | None = None) -> Work:
-        """A `Work` whose result is `out`, filled or reduced with what rank `src` sends; don't touch `out` before."""
+        """A `Work` whose result is `out`, filled or reduced; don't touch `out` before."""
         request = self._recv(out, src, reduce)
         request.result = out
         return self._watched(request)
@@ -143,7 +147,7 @@ class Comm:
         return self._call or CallSite(name, self.axis, site(sys._getframe(depth)))
 
     def _outgoing(self, x: Tensor, dst: int, call: CallSite) -> Request:
-        """What travels is a value: no autograd graph spans two ranks, no conjugation is left to do."""
+        """What travels is a value: no autograd graph spans two ranks, no conjugation is pending."""
         self._contiguous(x, call.op)
         value = x.detach().resolve_conj().resolve_neg()
         return Request(call, self._peer(dst), self._channel, value, sending=True)
@@ -173,7 +177,8 @@ class Comm:
     def _dense(self, x: Tensor, op: str) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"{op} takes a tensor, got {x!r} ({type(x).__name__}): wrap it with torch.tensor(...)"
+                f"{op} takes a tensor, got {x!r} ({type(x).__name__}): "
+                "wrap it with torch.tensor(...)"
             )
         device = self._owner.device.type
         if x.layout is not torch.strided or x.is_quantized or x.device.type != device:
@@ -253,7 +258,7 @@ class Comm:
     def scatter(
         self, x: Tensor, src: int = 0, *, out: Tensor | None = None, async_op: bool = False
     ) -> Any:
-        """This rank's share of the rows of rank `src`'s x; elsewhere only the shape and dtype of x matter."""
+        """This rank's share of the rows of rank `src`'s x; elsewhere only its form matters."""
         run = functools.partial(collectives.scatter_star, src=src)
         return self._collective("scatter", x, f"src={src}", run, out=out, async_op=async_op)
 
@@ -366,7 +371,7 @@ def _sizes(sizes: Sequence[int] | None) -> str:
 
 
 class Background:
-    """A thread that runs the asynchronous collectives of one axis in the order in which they were started.
+    """A thread that runs the asynchronous collectives of one axis, in program order.
 
     It is to a rank what a communication stream is to a GPU.
     """

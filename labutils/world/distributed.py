@@ -1,4 +1,4 @@
-"""Messages over torch.distributed: between GPUs (NCCL), between machines (gloo), and in a torchrun script of your own."""
+"""Messages over torch.distributed: GPUs (NCCL), machines (gloo), a torchrun script of your own."""
 
 import datetime
 import time
@@ -16,7 +16,7 @@ from labutils.world.rank import Rank
 
 
 class DistributedEndpoint:
-    """One rank's side: each message is a `P2POp`, and a failure elsewhere shows as the library's time-out."""
+    """One rank's side: each message is a `P2POp`; a failure elsewhere shows as a time-out."""
 
     def __init__(
         self, rank: int, device: torch.device, timeout: float, group: Any | None = None
@@ -87,14 +87,15 @@ def comm_of(
     device: torch.device | None = None,
     events: list[Event] | None = None,
 ) -> Comm:
-    """A Comm over a `torch.distributed.ProcessGroup` that exists already, as in a script that torchrun started.
+    """A Comm over a `torch.distributed.ProcessGroup` that exists already, as under torchrun.
 
     group: the process group; without one, that of all ranks
     timeout: seconds that a rank waits for another one; then it raises TimeoutError
     device: where its tensors lie; without one, this rank's GPU under NCCL, else the CPU
     events: a list that gets an entry for each message, for `Trace`; without one, nobody keeps books
 
-    The script is yours, and so are its failures: each process raises its own, and calls are not compared between ranks.
+    The script is yours, and so are its failures: each process raises its own, and calls are not
+    compared between ranks.
 
     >>> comm_of()
     Traceback (most recent call last):

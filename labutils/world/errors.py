@@ -1,4 +1,4 @@
-"""What a reader sees when a rank fails: its own lines, named as the notebook names them, and nothing of the machinery."""
+"""What a reader sees when a rank fails: its own lines, named as the notebook names them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WorldError(RuntimeError):
 
 
 class RankError(WorldError):
-    """An exception on one rank, or the end of its process: `rank` says which, `traceback` is that rank's own."""
+    """An exception on one rank, or the end of its process; `traceback` is that rank's own."""
 
     def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class TimeoutError(WorldError, builtins.TimeoutError):
 
 
 class MismatchError(WorldError):
-    """Ranks that should make the same call made different ones; `misfit` is set where a message showed it."""
+    """Ranks made different calls where they should agree; `misfit`: a message showed it."""
 
     misfit = False
 
@@ -75,7 +75,7 @@ class Stopped(BaseException):
 
 @functools.cache
 def internal(filename: str) -> bool:
-    """Whether a file belongs to the machinery below a rank's program: this package, the collectives, and run-time type checkers."""
+    """Whether a file belongs to the machinery below a rank's program, type checkers included."""
     return filename.startswith(_INTERNAL) or f"{os.sep}jaxtyping{os.sep}" in filename
 
 
@@ -94,14 +94,14 @@ def site(frame: types.FrameType | None) -> Site:
 
 
 def place(where: Site) -> str:
-    """A place in the program as a person names it; of a file's path only the end is kept, which does not differ between machines."""
+    """A place in the program as a person names it, without what differs between machines."""
     filename, line, function = where
     file = filename if _CELL.search(filename) else "/".join(filename.split(os.sep)[-2:])
     return f"{file}, line {line}" + (f", in {function}" if not function.startswith("<") else "")
 
 
 def with_cells(text: str) -> str:
-    """`text` with the files of notebook cells, whose names hold the kernel's process id, called as the notebook calls them."""
+    """`text` with the files of notebook cells called as the notebook calls them."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
     def name(match: re.Match) -> str:
@@ -113,7 +113,10 @@ def with_cells(text: str) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a rank as plain data, so that it can leave its process; source lines are looked up where the cells were written."""
+    """An exception of a rank as plain data, so that it can leave its process.
+
+    Source lines are looked up where the cells were written.
+    """
 
     kind: str
     links: tuple[tuple[str, tuple[tuple[Site, str], ...], str], ...]
@@ -165,7 +168,7 @@ class Failure:
 
 
 def run_error(outcomes: Sequence[Outcome]) -> WorldError:
-    """The one exception that tells what went wrong on the ranks that failed, first causes before consequences."""
+    """The one exception that tells what went wrong, first causes before consequences."""
     failures = {rank: each.failure for rank, each in enumerate(outcomes) if each.failure}
     kinds = (RankError, type(None), MismatchError, DeadlockError, TimeoutError)
     first, *others = sorted(
@@ -195,7 +198,7 @@ def run_error(outcomes: Sequence[Outcome]) -> WorldError:
 
 
 def _different_calls(outcomes: Sequence[Outcome]) -> str:
-    """Who called what where ranks of one communicator first called different collectives; else nothing."""
+    """Who called what where ranks of one communicator differ for the first time; else nothing."""
     communicators = {key: None for outcome in outcomes for key in outcome.calls}
     for axis, ranks in communicators:
         calls = {}

@@ -1,4 +1,4 @@
-"""A message as one side of it asks for it (MPI's request, torch's `P2POp`), and what an engine does with requests."""
+"""A message as one side asks for it (MPI's request, torch's `P2POp`), and who carries it."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -93,7 +93,8 @@ class Request:
         what, peer = describe(self.tensor), self.peer
         verb = f"send({what}) to" if self.sending else f"recv({what}) from"
         plain = self.call.op in ("send", "recv", "send_recv")
-        return f"{verb} rank {peer}{'' if plain else f' inside {self.call.op}'} at {place(self.call.where)}"
+        inside = "" if plain else f" inside {self.call.op}"
+        return f"{verb} rank {peer}{inside} at {place(self.call.where)}"
 
     def accept(self, data: Tensor, first: int = 0) -> None:
         """Put `data` into this request's tensor from element `first` on, or reduce with it."""
@@ -125,7 +126,7 @@ class Endpoint(Protocol):
 
 
 class Work:
-    """Something under way: `wait()` returns its result, `done()` tells whether that would return at once."""
+    """Something under way: `wait()` returns its result, `done()` tells whether it is there."""
 
     def __init__(self, endpoint: Endpoint, request: Request, pending: dict[Request, None]) -> None:
         self._endpoint = endpoint
@@ -146,7 +147,7 @@ class Work:
 
     @property
     def span(self) -> tuple[float, float]:
-        """When a collective that has ended was under way: from and to, in seconds of `time.perf_counter`."""
+        """When a collective was under way: from and to, in seconds of `time.perf_counter`."""
         if self._request.span is None:
             raise RuntimeError(
                 "only an asynchronous collective has a span, and only once it has ended: "

@@ -1,4 +1,4 @@
-"""Ranks as processes of their own, kept warm between runs and watched from here: whatever becomes of one, the notebook goes on."""
+"""Ranks as processes, kept warm between runs: whatever becomes of one, the notebook goes on."""
 
 import contextlib
 import importlib.util
@@ -44,7 +44,7 @@ _METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 
 def start_server() -> None:
-    """Start the standard library's fork server, which loads torch while the kernel goes on: from it a rank starts in milliseconds."""
+    """Start the standard library's fork server, which loads torch while the kernel goes on."""
     if _METHOD != "forkserver":
         return
     multiprocessing.forkserver.set_forkserver_preload(["labutils.world.worker"])
@@ -169,7 +169,7 @@ class Processes:
                     raise RuntimeError(f"rank {index} did not start:\n{rank.tail()}") from None
 
     def _run(self, message: bytes) -> list[Outcome]:
-        """How the program ended on each rank; when it fails on one, the others get a moment to come to their own end."""
+        """How the program ended on each rank; after a failure the others get a moment to end."""
         for rank in self.ranks:
             with contextlib.suppress(OSError):  # it is dead, and its end of the line will tell
                 rank.commands.send_bytes(message)
@@ -299,12 +299,13 @@ def _start(process: multiprocessing.Process) -> None:
 
 
 def _check_files(size: int) -> None:
-    """Raise RuntimeError where the system would not let this process, or a rank, open as many files as it needs."""
+    """Raise RuntimeError where the system allows fewer open files than a world needs."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     here, there = len(os.listdir("/dev/fd")) + 4 * size + 16, 2 * size + 40
     if max(here, there) > limit:
         raise RuntimeError(
-            f"{size} ranks need more open files than the {limit} that this system allows a process: "
+            f"{size} ranks need more open files than the {limit} that this system allows a "
+            "process: "
             f"start the notebook after `ulimit -n {max(4096, 16 * size)}`, take fewer ranks, "
             "or the threads engine"
         )

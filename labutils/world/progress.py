@@ -1,4 +1,4 @@
-"""What each rank does, as numbers in memory that all ranks of one machine see: how a deadlock between processes is found."""
+"""What each rank does, in memory that all see: how a deadlock between processes is found."""
 
 import mmap
 
@@ -7,7 +7,7 @@ _STATE, _LOOKS, _MOVED, _WIDTH = range(4)
 
 
 class Progress:
-    """A row a rank, written by that rank and read by all: what it does, how often it looked around in vain, what it moved."""
+    """A row a rank: what it does, how often it looked around in vain, what it moved."""
 
     def __init__(self, memory: mmap.mmap, size: int) -> None:
         self.size = size
@@ -63,7 +63,7 @@ class DeadlockWatch:
         self.since: list[int] = []
 
     def sees(self) -> bool:
-        """Whether every rank has looked twice, in vain, since nothing moved anywhere: what could come would have come."""
+        """Whether every rank has looked twice, in vain, since nothing moved anywhere."""
         rows = self.progress.rows()
         if any(state == RUNNING for state, _, _ in rows):
             self.seen = []

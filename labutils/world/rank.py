@@ -30,7 +30,7 @@ _PRINTS = 1_000_000  # characters that are kept of what a rank prints
 
 
 class Calls:
-    """The last collectives that a rank called on one communicator, to be compared with the others' when a run fails."""
+    """The last collectives that a rank called on one communicator, to compare with the others'."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -121,9 +121,10 @@ class Rank:
         return f"Rank({self.rank} of {self.size})"
 
     def comm(self, *axes: str) -> Comm:
-        """The communicator of the ranks that share these axes ("dp", "tp", …); without a name, of all ranks.
+        """The communicator of the ranks that share these axes; without a name, of all ranks.
 
-        Several axes are joined: `rank.comm("dp", "cp")` is named "dp_cp" and spans their product, in
+        Several axes are joined: `rank.comm("dp", "cp")` is named "dp_cp" and spans their product,
+        in
         the order of rank numbers, whichever axis is named first.
         """
         unknown = [axis for axis in axes if axis not in AXES]
@@ -145,14 +146,14 @@ class Rank:
         return self._comms[name]
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """Like `print`; the notebook shows the output of all ranks in rank order, each line marked with its rank."""
+        """Like `print`; shown in rank order, each line marked with its rank."""
         self._output.write(sep.join(map(str, values)) + end)
 
     def _calls(self, axis: str, ranks: tuple[int, ...]) -> Calls:
         return self._called.setdefault((axis, ranks), Calls())
 
     def _finish(self) -> tuple[Event, ...]:
-        """The rank's events in program order, after everything that it started has come to its end."""
+        """The rank's events in program order, after all that it started has ended."""
         for request in list(self._pending):
             Work(self._endpoint, request, self._pending).wait()
         flat: list[Event] = []

@@ -1,10 +1,11 @@
-"""Messages between processes of one machine: a Unix socket for each pair says what is there, shared memory holds it.
+"""Messages between processes of one machine: sockets say what is there, shared memory holds it.
 
 A small message is *eager*: it leaves through the socket at once, and the receiver keeps it until
 somebody asks for it. A large one is a *rendezvous*: only when the receiver has said READY does the
 sender copy it, a PART at a time, into a ring buffer of slots in shared memory; the receiver empties
 each slot, or adds it to its own tensor, and gives it back as FREE. So no message waits in front of
-another one, and adding overlaps with receiving. Either way a send is done when the receiver is ready,
+another one, and adding overlaps with receiving. Either way a send is done when the receiver is
+ready,
 and the sender knows by then that dtype, length and collective fit.
 """
 
@@ -33,8 +34,10 @@ _SLOT = 1 << 20  # bytes; each slot costs a look at the sockets
 _SLOTS = 4  # for each direction of a pair
 _LOOK = 0.02  # seconds without news after which a waiting rank looks around
 _DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16,
+    torch.uint32, torch.uint64,
     torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32,
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -60,7 +63,7 @@ def connect(
 
 
 def nbytes(size: int) -> int:
-    """Bytes of shared memory of `size` ranks: progress, and slots for every pair; what is never touched takes no room."""
+    """Bytes of shared memory: progress, and slots for every pair, which take room once touched."""
     return _slots_at(size) + size * size * _SLOTS * _SLOT
 
 
@@ -69,7 +72,7 @@ def _slots_at(size: int) -> int:
 
 
 class Link:
-    """The connection to one peer: frames that wait to leave or have come in part, and the ring buffers of both directions."""
+    """The connection to one peer: frames under way, and the ring buffers of both directions."""
 
     def __init__(self, peer: int, sock: socket.socket, outgoing: Tensor, incoming: Tensor) -> None:
         self.peer = peer
@@ -100,7 +103,7 @@ class Link:
 
 
 class SocketEndpoint:
-    """One rank's side: whichever of its threads waits drives all its sockets until its own message is through."""
+    """One rank's side: whichever of its threads waits drives all its sockets meanwhile."""
 
     def __init__(
         self, rank: int, sockets: Mapping[int, socket.socket], progress: Progress, timeout: float
@@ -215,8 +218,10 @@ class SocketEndpoint:
     def _until(self, request: Request) -> None:
         """Drive the sockets, or sleep while another thread does, until `request` is done.
 
-        Who waits for an asynchronous collective leaves the driving to the thread that runs it, unless
-        nothing is heard for a while: were the two to take turns, each message would cost a change of
+        Who waits for an asynchronous collective leaves the driving to the thread that runs it,
+        unless
+        nothing is heard for a while: were the two to take turns, each message would cost a change
+        of
         threads.
         """
         patient = request.tensor is None
@@ -288,7 +293,7 @@ class SocketEndpoint:
     # -- moving bytes (the lock is held) -----------------------------------------------------------
 
     def _matched(self, link: Link, request: Request, code: int, numel: int, receiver: str) -> None:
-        """The receiver is ready for `request`: send it, or if it has left already, let it be done."""
+        """The receiver is ready for `request`: send it, or if it has left, let it be done."""
         x = request.tensor
         signature, file, line, function = receiver.split("\t")
         if (_CODES[x.dtype], x.numel(), request.call.signature) != (code, numel, signature):
@@ -312,7 +317,7 @@ class SocketEndpoint:
         link.outbox += ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""
 
     def _fill(self, link: Link) -> None:
-        """Fill free slots with the next parts of the messages that leave, and tell the peer about each at once."""
+        """Fill free slots with the next parts of what leaves, and tell the peer about each."""
         while link.free and link.leaving:
             request = link.leaving[0]
             data = request.tensor.view(-1).view(torch.uint8)[link.left : link.left + _SLOT]
@@ -344,7 +349,7 @@ class SocketEndpoint:
         self._flush(link)
 
     def _take_early(self, request: Request, data: bytes) -> None:
-        """Hand over an eager message; one that does not fit is left to its sender to complain about."""
+        """Hand over an eager message; of one that does not fit its sender complains."""
         if len(data) == request.tensor.nbytes:
             if data:
                 request.accept(torch.frombuffer(bytearray(data), dtype=request.tensor.dtype))

@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: they start in microseconds, and a deadlock is seen the moment the last rank blocks."""
+"""Ranks as threads: they start in microseconds, and a deadlock is seen when the last one blocks."""
 
 import ctypes
 import functools
@@ -142,7 +142,7 @@ class ThreadEndpoint:
 
 
 class Threads:
-    """The engine: a rendezvous and a thread a rank for each run, so that nothing of a failed run is left over."""
+    """The engine: a rendezvous and a thread a rank for each run, so that nothing is left over."""
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         self.mesh = mesh

@@ -1,4 +1,4 @@
-"""Ranks that torchrun has started: every process calls the same script, runs its own rank, and learns what all the others returned."""
+"""Ranks that torchrun has started: each process runs its own and learns what all returned."""
 
 import atexit
 import datetime
@@ -24,17 +24,19 @@ from labutils.world.worker import Groups, create_memory, loopback, open_memory, 
 
 
 class Torchrun:
-    """The engine: on one machine the sockets and the board of the processes engine, across machines and on GPUs torch.distributed's messages."""
+    """The engine: sockets and shared memory on one machine, torch.distributed across machines."""
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         if "LOCAL_WORLD_SIZE" not in os.environ:
             raise RuntimeError(
-                "this is not a torchrun job: start the script with torchrun --standalone --nproc-per-node 4, or use another engine"
+                "this is not a torchrun job: start the script with "
+                "torchrun --standalone --nproc-per-node 4, or use another engine"
             )
         started, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         if mesh.size != started:
             raise ValueError(
-                f"torchrun started {started} ranks and the mesh has {mesh.size}: use --nproc-per-node {mesh.size}, or a mesh of {started}"
+                f"torchrun started {started} ranks and the mesh has {mesh.size}: "
+                f"use --nproc-per-node {mesh.size}, or a mesh of {started}"
             )
         self.mesh, self.rank, self.runs = mesh, int(os.environ["RANK"]), 0
         gpus = torch.cuda.is_available() and torch.cuda.device_count() >= here

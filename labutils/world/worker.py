@@ -1,4 +1,4 @@
-"""A rank's process: it connects itself to the others, then runs the programs that the kernel sends."""
+"""A rank's process: it connects itself to the others, then runs the programs it is sent."""
 
 import ctypes
 import datetime
@@ -121,7 +121,7 @@ def _call(program: bytes, rank: Rank) -> Any:
 
 
 def _listen(control: Connection, main: int, folder: str) -> None:
-    """Say where the program is when the kernel asks; when the kernel is gone, be gone too, whatever the program does."""
+    """Say where the program is when the kernel asks; when the kernel is gone, be gone too."""
     while True:
         try:
             control.recv_bytes()
@@ -147,7 +147,7 @@ def pack(outcome: Outcome, rank: int) -> bytes:
         return cloudpickle.dumps(outcome)
 
 
-# -- what the ranks of one machine share ---------------------------------------------------------------
+# -- what the ranks of one machine share -----------------------------------------------------------
 
 
 def create_memory(folder: str, size: int) -> tuple[str, BinaryIO]:
