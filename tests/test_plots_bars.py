@@ -3,6 +3,7 @@
 import pytest
 from pictures import H100, HOLES, LOADS, ledger, segment, sent
 
+from labutils.memory import allocator
 from labutils.teach import plots
 
 
@@ -87,3 +88,10 @@ def test_bars_name_the_ratio_and_the_guess():
 
 def test_token_weights_are_relative_to_a_mean_over_tokens():
     assert "6 tokens: 0.67 each; 2 tokens: 2.00 each" in plots.token_weights([6, 2]).alt
+
+
+def test_the_layout_of_an_allocator_names_what_is_used():
+    gpu = allocator.Allocator(200 * 2**20)
+    gpu.alloc(5 * 2**20, "batch")
+    (segment,) = gpu.layout
+    assert segment == ((5 * 2**20, "batch"), (15 * 2**20, ""))

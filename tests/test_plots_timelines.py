@@ -54,3 +54,16 @@ def test_a_map_tells_evaluations_and_values_of_every_plan():
             f"{plan.name}: {sum(plan.evaluations)} evaluations, {most} values held" in picture.alt
         )
     assert len(picture.png) > 1000
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+def test_the_timeline_of_a_plan_is_what_it_holds(plan):
+    clock, after = 0, {0: plan.states[0]}
+    for step, state in zip(plan.steps, plan.states[1:], strict=True):
+        clock += step.op != "drop"
+        after[clock] = state
+    for clock, state in after.items():
+        there = {(s.kind, s.rank) for s in plan.timeline.spans if s.start <= clock < s.end}
+        values = {i for kind, i in there if kind == "value"} | {0}
+        assert values == state.values
+        assert {i for kind, i in there if kind == "interior"} == state.recorded
