@@ -268,6 +268,19 @@ def _tree_of_a_heap(x, comm):
     return x
 
 
+def _equal_buffers(x, comm):
+    """Receives every piece into n // N elements."""
+    n, i, x = comm.size, comm.rank, x.clone()
+    pieces = list(x.tensor_split(n))
+    for phase in (1, 0):
+        for hop in range(n - 1):
+            buffer = torch.empty(len(x) // n, dtype=x.dtype)
+            give, take = pieces[(i - phase - hop) % n], pieces[(i - 1 - phase - hop) % n]
+            arrived = comm.send_recv(give, (i + 1) % n, buffer, (i - 1) % n)
+            take.copy_(take + arrived if phase else arrived)
+    return x
+
+
 def _padded_ring(x, comm):
     padded = torch.nn.functional.pad(x, (0, -len(x) % comm.size))
     return collectives.all_reduce_ring(padded, comm)[: len(x)]
@@ -309,6 +322,12 @@ WRONG = {
             exercises.IMPOSTORS["one that leaves out the last n mod N elements"],
             "ranks that don't divide n",
             "tensor_split",
+        ),
+        Wrong(
+            "buffers of equal length",
+            _equal_buffers,
+            "ranks that don't divide n",
+            "another size than the other sends",
         ),
         Wrong("pads to a multiple of N", _padded_ring, "bytes sent", "Pieces may differ"),
         Wrong("not alone", _cannot_be_alone, "small tensors", "only one rank"),
