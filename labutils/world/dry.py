@@ -20,7 +20,7 @@ from labutils.trace import Event, Trace
 from labutils.world.comm import Background, Comm
 from labutils.world.errors import Failure, internal, place, run_error, site
 from labutils.world.messages import CallSite, Request, describe
-from labutils.world.rank import Outcome, Rank, show
+from labutils.world.rank import Outcome, Rank, show_output
 
 Assume = Mapping[type, Any]
 _TORCH = torch.__path__[0]
@@ -55,7 +55,7 @@ class Dry:
             outcomes[rank] = Outcome(failure=Failure.of(error))
             raise run_error(outcomes) from None
         finally:
-            show(rank, str(me._output))
+            show_output(rank, str(me._output))
         return value, Trace([()] * rank + [events] + [()] * (size - rank - 1))
 
     def close(self) -> None:

@@ -215,7 +215,8 @@ def _different_calls(outcomes: Sequence[Outcome]) -> str:
                     for rank, call in made.items()
                 ]
                 head = (
-                    f"{named(ranks)} must make the same calls on axis {axis!r} in the same order, "
+                    f"{ranks_text(ranks)} must make the same calls on axis {axis!r} in the same "
+                    "order, "
                     f"but call {number} differs:"
                 )
                 return "\n".join([head, *lines])
@@ -229,7 +230,7 @@ def _late(error: TimeoutError, states: Sequence[State]) -> str:
         ranks[what].append(rank)
     missing = ranks[ABSENT] or ranks[OVER]
     return (
-        f"{named(ranks[WAITS])} {error}" + f" for {named(missing)}" * bool(missing)
+        f"{ranks_text(ranks[WAITS])} {error}" + f" for {ranks_text(missing)}" * bool(missing)
     ) + f":\n{_whereabouts(states)}"
 
 
@@ -244,6 +245,6 @@ def _whereabouts(states: Sequence[State]) -> str:
     )
 
 
-def named(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """Ranks as a phrase: 'rank 2' or 'ranks 0, 1, 3'."""
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"

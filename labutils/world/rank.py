@@ -192,7 +192,7 @@ def perform(rank: Rank, program: Callable[[], Any], *, capture: bool = False) ->
     return outcome
 
 
-def show(rank: int, printed: str) -> None:
+def show_output(rank: int, printed: str) -> None:
     """Write what a rank printed, each line marked with its rank."""
     for line in printed.splitlines():
         sys.stdout.write(f"[rank {rank}] {line}\n")
@@ -201,7 +201,7 @@ def show(rank: int, printed: str) -> None:
 def conclude(outcomes: Sequence[Outcome]) -> tuple[list[Any], Trace]:
     """What the ranks returned and their trace; the error of the run if a rank failed."""
     for rank, outcome in enumerate(outcomes):
-        show(rank, outcome.printed)
+        show_output(rank, outcome.printed)
     if any(outcome.failure for outcome in outcomes):
         raise run_error(outcomes)
     return [outcome.value for outcome in outcomes], Trace(outcome.events for outcome in outcomes)

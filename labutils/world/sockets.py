@@ -71,7 +71,7 @@ def _slots_at(size: int) -> int:
     return -(-Progress.nbytes(size) // 4096) * 4096
 
 
-class Link:
+class PeerLink:
     """The connection to one peer: frames under way, and the ring buffers of both directions."""
 
     def __init__(self, peer: int, sock: socket.socket, outgoing: Tensor, incoming: Tensor) -> None:
@@ -115,7 +115,7 @@ class SocketEndpoint:
         shared = torch.frombuffer(progress.memory, dtype=torch.uint8, offset=_slots_at(size))
         slots = shared.view(size, size, _SLOTS, _SLOT)  # from, to
         self.links = {
-            peer: Link(peer, sock, slots[rank, peer], slots[peer, rank])
+            peer: PeerLink(peer, sock, slots[rank, peer], slots[peer, rank])
             for peer, sock in sockets.items()
         }
         self.selector = selectors.DefaultSelector()
@@ -162,7 +162,7 @@ class SocketEndpoint:
                     self._post_recv(link, key, request)
                 self._flush(link)
 
-    def _post_send(self, link: Link, key: tuple, request: Request) -> None:
+    def _post_send(self, link: PeerLink, key: tuple, request: Request) -> None:
         if self.ready[key]:
             self._matched(link, request, *self.ready[key].popleft())
             return
@@ -173,7 +173,7 @@ class SocketEndpoint:
             request.state = "left"
         pending.append(request)
 
-    def _post_recv(self, link: Link, key: tuple, request: Request) -> None:
+    def _post_recv(self, link: PeerLink, key: tuple, request: Request) -> None:
         x, call = request.tensor, "\t".join((request.call.signature, *map(str, request.call.where)))
         text, code = call.encode(), _CODES[x.dtype]
         link.put(_READY, x.numel(), self.run, channel=request.channel, code=code, extra=len(text))
@@ -292,7 +292,9 @@ class SocketEndpoint:
 
     # -- moving bytes (the lock is held) -----------------------------------------------------------
 
-    def _matched(self, link: Link, request: Request, code: int, numel: int, receiver: str) -> None:
+    def _matched(
+        self, link: PeerLink, request: Request, code: int, numel: int, receiver: str
+    ) -> None:
         """The receiver is ready for `request`: send it, or if it has left, let it be done."""
         x = request.tensor
         signature, file, line, function = receiver.split("\t")
@@ -310,13 +312,13 @@ class SocketEndpoint:
             link.leaving.append(request)
             self._fill(link)
 
-    def _send_eagerly(self, link: Link, request: Request) -> None:
+    def _send_eagerly(self, link: PeerLink, request: Request) -> None:
         x = request.tensor
         link.put(_EAGER, x.nbytes, self.run, channel=request.channel)
         # Not by way of numpy, which would forbid its storage ever to be resized.
         link.outbox += ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""
 
-    def _fill(self, link: Link) -> None:
+    def _fill(self, link: PeerLink) -> None:
         """Fill free slots with the next parts of what leaves, and tell the peer about each."""
         while link.free and link.leaving:
             request = link.leaving[0]
@@ -332,7 +334,7 @@ class SocketEndpoint:
                 _done(request)
             self._flush(link)
 
-    def _empty(self, link: Link, key: tuple, count: int, current: bool) -> None:
+    def _empty(self, link: PeerLink, key: tuple, count: int, current: bool) -> None:
         """Take the part in the next slot, and give the slot back."""
         if current:
             request = link.arriving = link.arriving or self.recvs[key].popleft()
@@ -355,7 +357,7 @@ class SocketEndpoint:
                 request.accept(torch.frombuffer(bytearray(data), dtype=request.tensor.dtype))
             _done(request)
 
-    def _flush(self, link: Link) -> None:
+    def _flush(self, link: PeerLink) -> None:
         """Write what waits for a peer, and be told when there is room for the rest."""
         if link.outbox and not link.lost:
             try:
@@ -370,7 +372,7 @@ class SocketEndpoint:
             both = selectors.EVENT_READ | selectors.EVENT_WRITE
             self.selector.modify(link.sock, both if link.full else selectors.EVENT_READ, link)
 
-    def _receive(self, link: Link) -> None:
+    def _receive(self, link: PeerLink) -> None:
         """Read what a peer has written, and act on every whole frame of it."""
         try:
             news = link.sock.recv(1 << 16)
@@ -404,14 +406,14 @@ class SocketEndpoint:
                 self.early[key].append(inbox[body:end])
         del link.inbox[:at]
 
-    def _heard_ready(self, link: Link, key: tuple, *message: object) -> None:
+    def _heard_ready(self, link: PeerLink, key: tuple, *message: object) -> None:
         if self.sends[key]:
             self._matched(link, self.sends[key].popleft(), *message)
             self._flush(link)
         else:
             self.ready[key].append(message)
 
-    def _lost(self, link: Link) -> None:
+    def _lost(self, link: PeerLink) -> None:
         """A peer's process is gone: whoever runs the ranks sees that too, and stops this one."""
         link.lost = True
         link.outbox.clear()
