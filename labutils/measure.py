@@ -7,6 +7,7 @@ not tensors, are what is counted.
 
 import functools
 import gc
+import importlib
 import threading
 import weakref
 from collections import defaultdict
@@ -27,6 +28,7 @@ from labutils.timeline import History, Moment
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
 HALF = (torch.float16, torch.bfloat16)
 _LIFT = torch.ops.aten.lift_fresh.default  # by which torch.tensor(…) comes: argument, and yet new
+_RESIZE = torch.ops.inductor.resize_storage_bytes_.default
 
 
 class OutOfMemory(RuntimeError):
@@ -166,9 +168,7 @@ def peak_allocated(fn: Callable[[], object], device: torch.device | str = "cuda"
 # ── what a technique tells ────────────────────────────────────────────────────────────────────────
 
 
-def label(
-    tensors: Iterable[Tensor], component: str, name: str = "", *, anew: bool = False
-) -> None:
+def label(tensors: Iterable[Tensor], component: str, name: str = "", *, anew: bool = False) -> None:
     """Tell who is recording in this thread, if anybody is, what the memory of `tensors` is for.
 
     tensors: their storages carry the label for as long as they live, also in moments gone by
@@ -325,7 +325,8 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # most of what a fake tensor is asked
             return func(*args)
         fresh = _makes_memory(func)
-        if fresh and func is not _LIFT:  # what only moves here may belong to a neighbor
+        # What only moves through here may belong to a neighbor.
+        if (fresh and func is not _LIFT) or func is _RESIZE:
             for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
                 self.life(tensor)
         out = func(*args, **(kwargs or {}))
@@ -427,6 +428,8 @@ def _undisturbed() -> Iterator[None]:
     with _Shared.lock:
         _Shared.count += 1
         if _Shared.count == 1:
+            # The first dispatch imports it, and leaves frames with their tensors to the collector.
+            importlib.import_module("torch._dynamo")
             _Shared.collecting = gc.isenabled()
             gc.collect()
             gc.disable()

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from labutils import measure
 from labutils.config import ModelConfig
 from labutils.model import GPT
+from labutils.world import World
 
 TINY = dict(num_layers=2, d_model=32, num_heads=4, d_ff=128, vocab_size=64, seq_len=16)
 LLAMA = dict(ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False, num_kv_heads=2)
@@ -272,3 +273,144 @@ def test_the_garbage_collector_is_left_as_it_was():
 def test_the_allocators_peak_needs_a_gpu():
     with pytest.raises(ValueError, match="no cuda device here"):
         measure.peak_allocated(lambda: None)
+
+
+# ── on ranks, and told by those who know ──────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("resize", ["storage", "operation"])
+def test_a_resize_is_seen(resize):
+    flat = torch.ones(1000)
+
+    def set_size(nbytes):
+        if resize == "storage":
+            flat.untyped_storage().resize_(nbytes)
+        else:
+            torch.ops.inductor.resize_storage_bytes_(flat, nbytes)
+
+    def gathers():
+        for _ in range(2):
+            set_size(4000)
+            torch.ones(25)
+            set_size(0)
+
+    set_size(0)
+    with measure.recording(nn.Module()) as recorder:
+        gathers()
+    totals = [moment.ledger.total for moment in recorder.history().moments]
+    assert totals == [0, 4000, 4100, 0, 4000, 4100, 0, 0]
+    lives = [life for life in recorder.lives if life.nbytes == 4000]
+    assert [(life.birth, life.death) for life in lives] == [(1, 3), (4, 6)]
+    assert "resize_" not in torch.UntypedStorage.__dict__
+
+
+def test_a_result_that_grows_its_out_is_seen():
+    def step():
+        out = torch.empty(0)
+        torch.add(torch.ones(10), torch.ones(10), out=out)
+        return out
+
+    assert measure.peak(step, nn.Module()).total == 120
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_a_graph_that_is_dropped_without_backward_is_freed(k):
+    gpt, optimizer, _, (x, y) = training()
+    once = measure.history(lambda: gpt.loss(x, y) and None, gpt, optimizer)
+
+    def forwards():
+        for _ in range(k):
+            gpt.loss(x, y)
+
+    several = measure.history(forwards, gpt, optimizer)
+    assert several.peak.ledger == once.peak.ledger
+    assert several.moments[-1].ledger == once.moments[-1].ledger
+
+
+def exchanged(rank, kind):
+    comm, x = rank.comm(), torch.ones(2**16)
+
+    def call():
+        if kind == "all_reduce":
+            return comm.all_reduce(x)
+        if kind == "all_gather":
+            return comm.all_gather(x)
+        return comm.reduce_scatter(x, async_op=True).wait()
+
+    return measure.peak(call, nn.Module()).total
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes", "dry"])
+def test_neither_a_neighbors_tensors_nor_memory_for_messages_counts(engine):
+    with World(3, engine=engine) as world:
+        for kind, held in {"all_reduce": 2**18, "all_gather": 2**18 * (3 + 1)}.items():
+            # What is gathered is read by an operation of this rank, so x counts beside the result.
+            alone = [{"rank": rank} for rank in range(3)] if engine == "dry" else [{}]
+            for options in alone:
+                found = world.run(exchanged, kind, **options)
+                assert set(found if engine != "dry" else [found]) <= {held, held - 2**18}
+
+
+def test_ranks_measure_side_by_side_what_each_does_alone():
+    def program(rank, ranks):
+        torch.manual_seed(rank.rank)
+        gpt, optimizer, step, _ = training(b=rank.rank + 1)
+        return measure.history(step, gpt, optimizer) if rank.rank in ranks else None
+
+    together = World(3).run(program, (0, 1, 2))
+    for r in range(3):
+        assert World(3).run(program, (r,))[r] == together[r]
+    assert gc.isenabled()
+
+
+def test_labels_name_what_is_held_from_the_beginning_to_the_end():
+    def step():
+        measure.label([layer.weight], "weights", "shards")
+        bucket = torch.ones(100)
+        measure.label([bucket[:10]], "gradients", "buckets")
+        with measure.phase("optimizer"):
+            torch.ones(1)
+        assert recorder.held().by("name") == {"shards": 24, "weights": 8, "buckets": 400}
+        return bucket
+
+    layer = nn.Linear(3, 2)
+    measure.label([layer.weight], "weights", "nobody listens")
+    with measure.recording(layer) as recorder:
+        step()
+    moments = recorder.history().moments
+    assert [moment.phase for moment in moments] == ["start", "forward", "optimizer", "end"]
+    assert moments[0].ledger.only(name="shards").total == 24
+    assert moments[1].ledger.only(component="gradients", name="buckets").total == 400
+    assert moments[-1].ledger.total == 32
+    with pytest.raises(ValueError, match="no component 'weight': use one of weights"):
+        measure.label([layer.weight], "weight")
+
+
+def test_the_ledgers_of_a_history_and_of_the_states_have_the_same_lines():
+    gpt, optimizer, step, _ = training()
+    step()
+    end = measure.history(lambda: None, gpt, optimizer).moments[-1].ledger
+    assert measure.model_states(gpt, optimizer).diff(end).unexplained == 0
+
+
+def test_recording_takes_as_long_for_an_operation_however_much_is_alive():
+    class Counting(dict):
+        looked = 0
+
+        def get(self, key, default=None):
+            type(self).looked += 1
+            return super().get(key, default)
+
+    def looks(alive):
+        kept = []
+        with measure.recording(nn.Module()) as recorder:
+            recorder.current = Counting(recorder.current)
+            Counting.looked = 0
+            for _ in range(alive):
+                kept.append(torch.ones(1))
+            before = Counting.looked
+            for _ in range(100):
+                kept[0] + kept[1]
+        return Counting.looked - before
+
+    assert looks(10) == looks(1000)

@@ -36,10 +36,14 @@ class Dry:
 
     Its fake tensors stay alive and can be passed to the next run. A message arrives at once, with
     no values, so that a peer that is late, or makes another call, is not seen: memory held by
-    messages on their way is a lower bound.
+    messages on their way is a lower bound. Where torch picks `foreach` by the type of the tensors
+    (clip_grad_norm_), say which: it does not for fake ones.
     """
 
     def __init__(self, mesh: Mesh, timeout: float, assume: Assume | None = None) -> None:
+        for kind in assume or {}:
+            if kind not in (bool, float, int):
+                raise TypeError(f"assume={{{kind!r}: …}} names no type: use bool, float or int")
         self.mesh, self.mode = mesh, _Fake(assume or {})
 
     def run(self, fn: Callable, args: tuple, kwargs: dict, rank: int) -> tuple[Any, Trace]:
