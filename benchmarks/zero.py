@@ -1,4 +1,4 @@
-"""Our ZeRO beside PyTorch's, on four processes: step time, bytes held, and equal weights, in one run.
+"""Our ZeRO beside PyTorch's, on four processes: step time, bytes held, equal weights, in one run.
 
     python benchmarks/zero.py
 
@@ -39,7 +39,7 @@ def adamw(params):
 
 
 class Contestant:
-    """A model made ready by one library: `step()` trains it, `weights()` are its parameters, whole."""
+    """A model made ready by one library: `step()` trains it, `weights()` are its parameters."""
 
     def __init__(self, name: str, rank) -> None:
         self.model = GPT(MODEL, generator=torch.Generator().manual_seed(0), attention="sdpa")

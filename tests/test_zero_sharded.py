@@ -24,6 +24,7 @@ from zero_training import (
 )
 
 from labutils import world, zero
+from labutils.config import Mesh
 
 
 @pytest.mark.parametrize(
@@ -158,3 +159,31 @@ def test_a_model_that_is_one_reentrant_checkpoint():
         match="came again after it was reduced, in a backward pass within another: checkpoint with use_reentrant=False",
     ):
         ranks(2).run(program, 2, 2)
+
+
+@pytest.mark.parametrize("axes", [("dp",), ("dp", "cp")], ids=str)
+def test_a_module_is_sharded_over_an_axis_of_a_mesh_or_over_two_of_them(axes):
+    x = batches(TIED, 1)[0][0]
+    alone = build(TIED, 0)
+    optimizer = OPTIMIZERS["momentum"](alone.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        alone.loss(x, x).backward()
+        optimizer.step()
+
+    def program(rank):
+        comm = rank.comm(*axes)
+        model = build(TIED, comm.rank)
+        owner = own(model, comm, 3, OPTIMIZERS["momentum"])
+        for _ in range(2):
+            owner.zero_grad()
+            model.loss(x, x).backward()
+            owner.step()
+        return sum(p.numel() for p in model.parameters()), weights(model, owner)
+
+    with world.World(Mesh(dp=2, cp=2)) as mesh:
+        results = mesh.run(program)
+    n = 2 ** len(axes)
+    expected = {name: parameter.detach() for name, parameter in alone.named_parameters()}
+    assert all(same(final, expected) for _, final in results)
+    assert sum(numel for numel, _ in results) == 4 // n * TIED.num_params

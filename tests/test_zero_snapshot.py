@@ -185,11 +185,12 @@ def test_a_file_of_something_else_is_refused(snapshot, tmp_path):
     save_file({"model": torch.zeros(3)}, tmp_path / "other")
     other = refusal((tmp_path / "other").read_bytes(), tmp_path)
     assert other == "run is a safetensors file, but no snapshot of labutils.zero"
-    assert "it lacks blocks.0.feed_forward.gate.weight" in refusal(snapshot, tmp_path, UNTIED)
+    assert "it has blocks.0.attention.key.bias besides" in refusal(snapshot, tmp_path, UNTIED)
     wider = dataclasses.replace(TIED, d_ff=28)
-    assert "blocks.0.feed_forward.up.weight has shape [24, 16] there and [28, 16] here" in refusal(
-        snapshot, tmp_path, wider
-    )
+    told = refusal(snapshot, tmp_path, wider)
+    assert "blocks.0.feed_forward.down.weight has shape [16, 24] there and [16, 28] here" in told
+    deeper = dataclasses.replace(TIED, num_layers=4)
+    assert "it lacks blocks.3.attention.key.bias" in refusal(snapshot, tmp_path, deeper)
     assert "was written by AdamW, this optimizer is SGD" in refusal(
         snapshot, tmp_path, make=OPTIMIZERS["sgd"], groups=None
     )

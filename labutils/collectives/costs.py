@@ -182,6 +182,7 @@ def sent(
     itemsize: int = 4,
     root: int = 0,
     axis: str = "dp",
+    rank: int | None = None,
 ) -> Ledger:
     """Bytes that each rank sends, a line for each that sends anything, exact also where n does not
     divide the tensor.
@@ -192,6 +193,7 @@ def sent(
     itemsize: bytes of an element (of a row, for an operation on rows): cuts fall between them.
     root: the algorithm's src or dst.
     axis: the mesh axis that the lines name.
+    rank: the only one that is asked for; all unless given.
 
     >>> sent("all_reduce_ring", nbytes=64e6, n=4).by("rank")
     {0: 96000000, 1: 96000000, 2: 96000000, 3: 96000000}
@@ -199,7 +201,7 @@ def sent(
     formula = _formula(algorithm)
     return Ledger(
         Line(algorithm, formula.sent(at), axis=axis, rank=at.rank, count=formula.messages(at))
-        for at in _seats(nbytes, n, itemsize, root)
+        for at in _seats(nbytes, n, itemsize, root, rank)
         if formula.messages(at)
     )
 
@@ -226,7 +228,9 @@ def held(
     return Ledger(Line("result", result(at), rank=at.rank) for at in seats)
 
 
-def _seats(nbytes: int | float, n: int, itemsize: int, root: int) -> list[Seat]:
+def _seats(
+    nbytes: int | float, n: int, itemsize: int, root: int, rank: int | None = None
+) -> list[Seat]:
     S = int(nbytes) if isinstance(nbytes, float) and nbytes.is_integer() else nbytes
     units.whole(S, "nbytes")
     units.whole(n, "n", 1)
@@ -235,7 +239,8 @@ def _seats(nbytes: int | float, n: int, itemsize: int, root: int) -> list[Seat]:
         raise ValueError(f"{S} bytes are not {elements}: give the tensor's itemsize")
     if not 0 <= root < n:
         raise ValueError(f"root={root} is not one of {n} ranks: use 0 … {n - 1}")
-    return [Seat(n, rank, root, S, itemsize) for rank in range(n)]
+    ranks = range(n) if rank is None else (rank,)
+    return [Seat(n, each, root, S, itemsize) for each in ranks]
 
 
 # ── time ──────────────────────────────────────────────────────────────────────────────────────────

@@ -32,6 +32,7 @@ def predict_sent(
     start: bool = False,
     frozen: int = 0,
     axis: str = "dp",
+    rank: int | None = None,
 ) -> Ledger:
     """Bytes that each of `n` ranks sends in `steps` steps: a line for each operation and rank.
 
@@ -48,6 +49,7 @@ def predict_sent(
     shard_itemsize   bytes of a weight that is stepped; `itemsize` unless given
     accumulation     micro-batches, each with a backward pass, in a step
     frozen           elements that are not trained, at levels 1 and 2
+    rank             the only rank that is asked for; all unless given
 
     With P = Ψ + padding that is 2·P·(n − 1)/n elements a rank and step, and 3·P·(n − 1)/n at
     level 3; the padding is in the notes.
@@ -85,29 +87,20 @@ def predict_sent(
     calls.append(("broadcast", "broadcast_tree", frozen, 0, itemsize, start * bool(frozen)))
     calls.append(("finite", "all_reduce_ring", 1, 0, 4, steps * scaled * bool(level)))
     calls.append(("gradient norm", "all_reduce_ring", 1, 0, norm, steps * clip * bool(level)))
-    lines = [line for call in calls for line in _called(*call, n, axis)]
+    lines = [line for call in calls for line in _called(*call, n, axis, rank)]
     return Ledger(lines).merged()
 
 
 def _called(
-    name: str,
-    algorithm: str,
-    numel: int,
-    padding: int,
-    itemsize: int,
-    times: int,
-    n: int,
-    axis: str,
-) -> Iterator[Line]:
+    name: str, algorithm: str, numel: int, padding: int, itemsize: int, times: int, n: int,
+    axis: str, rank: int | None,
+) -> Iterator[Line]:  # fmt: skip
     """The lines of an operation that is done so many times, under the name of its books."""
     note = f"{padding:,} of {numel:,} elements are padding" if padding else ""
-    if times:
-        for line in collectives.sent(
-            algorithm, nbytes=numel * itemsize, n=n, itemsize=itemsize, axis=axis
-        ):
-            if line.count:
-                amount, count = line.amount * times, line.count * times
-                yield dataclasses.replace(line, name=name, amount=amount, count=count, note=note)
+    sizes = {"nbytes": numel * itemsize, "n": n, "itemsize": itemsize, "axis": axis, "rank": rank}
+    for line in collectives.sent(algorithm, **sizes) if times else ():
+        amount, count = line.amount * times, line.count * times
+        yield dataclasses.replace(line, name=name, amount=amount, count=count, note=note)
 
 
 def _checked(level: int, itemsize: int, other: int | None) -> int:

@@ -78,7 +78,7 @@ class Reducer:
             self._flight = None
 
     def finish(self) -> None:
-        """Reduce all that are left; as in DDP, what took no part in the loss has a gradient of 0."""
+        """Reduce all that are left; as in DDP, what took no part in the loss has gradient 0."""
         while self._next < len(self.flats):
             self._launch()
         self._land()

@@ -19,6 +19,7 @@
 
 # %%
 import contextlib
+import dataclasses
 import functools
 import math
 import pathlib
@@ -73,14 +74,11 @@ def held_over_a_step(rank, level):
     return zero.occupancy(step, model, optimizer)
 
 
-with World(
-    1
-) as alone:  # every rank of plain data parallelism holds what one rank alone would hold
+# Every rank of plain data parallelism holds what one rank alone would hold.
+with World(1) as alone:
     held = {"level_0": alone.run(held_over_a_step, 1) * 4}
 held |= {f"level_{level}": world.run(held_over_a_step, level) for level in (1, 2, 3)}
-title = (
-    "Painted is what a rank holds. At level 3 a layer is whole only while it computes"
-)
+title = "Painted is what a rank holds. At level 3 a layer is whole while it computes"
 plots.who_holds(**held, title=title)
 
 # %% [markdown]
@@ -228,7 +226,7 @@ def adamw(parameters):
 
 
 def in_groups(named):
-    """Names with their parameters, or pieces of them, as every torch optimizer takes them."""
+    """Names with parameters, or pieces of them, as torch optimizers take groups."""
     groups = [{"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
     for name, weights in named:
         groups["norm" in name or "bias" in name]["params"].append(weights)
@@ -242,8 +240,11 @@ def build(rank, level, dtype=torch.float64, **options):
     if level == 3:
         zero.shard(model, comm, **options)
         return model, adamw(in_groups(model.named_parameters()))
+
+    def make(named):
+        return adamw(in_groups(named))
+
     options = {"level": level, "bucket_bytes": 2**16}
-    make = lambda named: adamw(in_groups(named))
     return model, zero.Optimizer(model.named_parameters(), comm, make, **options)
 
 
@@ -274,21 +275,21 @@ expected = [parameter.detach() for parameter in model.parameters()]
 
 # %%
 def is_equal(model, level):
-    """Whether this rank's weights are those of the plain model; at level 3 they are gathered."""
+    """Whether this rank's weights, gathered at level 3, are the plain model's."""
     with zero.gathered(model) if level == 3 else contextlib.nullcontext():
         pairs = zip(model.parameters(), expected, strict=True)
         return all(torch.allclose(w, e, rtol=0, atol=1e-10) for w, e in pairs)
 
 
 def measured(fn, model, optimizer):
-    """What is alive of weights, gradients and optimizer state over the course of fn()."""
+    """What is alive of weights, gradients and optimizer state during fn()."""
     inner = getattr(optimizer, "inner", optimizer)
     return measure.history(fn, model, inner).only("weights", "gradients", "optimizer")
 
 
 # %%
 def train(rank, level, recompute=False, **options):
-    """Three steps: is it equal, the sizes of the flat parameters, what was held over the third."""
+    """Three steps: are they equal, the flat parameters' layout, what the third held."""
     model, optimizer = build(rank, level, **options)
     for block in model.blocks if recompute else ():
         block.forward = functools.partial(checkpointing.checkpoint, block.forward)
@@ -302,25 +303,19 @@ def train(rank, level, recompute=False, **options):
 # %%
 def three_results(level, several, recompute=False, **options):
     """A row of the table below, from a run on all ranks of a world."""
-    ranks, runs, sent = (
-        several.size,
-        several.run(train, level, recompute, **options),
-        several.ledger,
-    )
+    ranks, runs = several.size, several.run(train, level, recompute, **options)
     equal, (_, layout, history) = all(each[0] for each in runs), runs[0]
     kind = {"itemsize": 8, "reshard": options.get("reshard", True)}
     predicted = zero.predict_sent(layout, ranks, level, steps=3, start=True, **kind)
-    if (
-        level == 3
-    ):  # to compare the weights takes one more gather, as many bytes as a step of level 1
-        predicted += zero.predict_sent(layout, ranks, 1, itemsize=8).only(
-            name="all_gather"
-        )
+    if level == 3:  # comparing the weights takes one more gather, as a step of level 1
+        once = zero.predict_sent(layout, ranks, 1, itemsize=8)
+        predicted = (predicted + once.only(name="all_gather")).merged()
     one_step = zero.predict_sent(layout, ranks, level, **kind).only(rank=0)
     held = history.peak.ledger
     peak = zero.predict_held(layout, ranks, level, itemsize=8, **options)
     row = f"{level:5} {ranks:6} {equal!s:>6}"
-    row += f" {units.text(one_step.total):>9} {predicted.merged().diff(sent).unexplained:12}"
+    sent = predicted.diff(several.ledger).unexplained
+    row += f" {units.text(one_step.total):>9} {sent:12}"
     return row + f" {units.text(held.total):>9} {peak.diff(held).unexplained:12}"
 
 
@@ -370,7 +365,7 @@ class ShardedOptimizer:
         raise NotImplementedError
 
     def step(self):
-        """w.grad is this rank's own gradient. Afterwards w is new, and the same on all ranks."""
+        """w.grad is this rank's own. Afterwards w is new, and the same on all ranks."""
 
 
 # %%
@@ -463,6 +458,43 @@ one_unit = zero.predict_held(psi, 4, 3, itemsize=8).total
 units.text(one_unit), units.text(history.peak.ledger.total)
 
 # %% [markdown]
+# **One rank of 16,384.** Nothing in a rank's books needs the other ranks, or numbers in its tensors. On `engine="dry"` one rank of any size runs alone: its
+# tensors have shapes and no values, its messages are booked and arrive at once. The very same `zero.shard`, on Llama-3.1-405B in fp32:
+
+
+# %%
+def dry_step(rank, config):
+    """The layout, and what a step holds after the one that makes optimizer state."""
+    model = zero.shard(GPT(config, attention="sdpa"), rank.comm("dp"))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    tokens = torch.zeros(1, 8192, dtype=torch.long)
+
+    def step():
+        model.loss(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return zero.layout(model), measured(step, model, optimizer).peak.ledger
+
+
+# %%
+largest, n = ModelConfig.named("llama-3.1-405b"), 16_384
+print("   rank  layers              held  unexplained              sent  unexplained")
+with World(n, engine="dry") as dry:
+    for rank, layers in ((0, 2), (11_111, 126), (n - 1, 2)):
+        config = dataclasses.replace(largest, num_layers=layers)
+        layout, held = dry.run(dry_step, config, rank=rank)
+        states = zero.predict_held(layout, n, 3, rank=rank).diff(held)
+        books = zero.predict_sent(layout, n, 3, rank=rank, steps=2, start=True)
+        row = f"{held.total:15,} B {states.unexplained:12}"
+        row += f" {books.total:15,} B {books.diff(dry.ledger).unexplained:12}"
+        print(f"{rank:7,} {layers:7} {row}")
+
+# %% [markdown]
+# Rank 11,111 ran all 126 layers, rank 0 and the last one two, to save your time. "Sent" is the start, where rank 0 sends its weights down a tree, and two steps.
+# A share of the model states is 16Ψ/N, 0.4 GB; nearly all that is held is one layer and the next, with their gradients, and the embeddings.
+#
 # ### Exercise 9.2 · Gather, use, free (15 min, ●●○)
 #
 # Write the schedule of level 3 for any number of units, as a list of pairs: `("gather", i)` starts to make unit i whole, `("forward", i)` and
@@ -579,7 +611,7 @@ class HalfOptimizer:
         return padded.split(self.dealt.share)[self.comm.rank]
 
     def step(self, max_norm):
-        """The norm of the gradient, which is scaled down to at most max_norm before the step."""
+        """The norm of the gradient, which is scaled to at most max_norm before it."""
         padded = nn.functional.pad(self.w.grad, (0, self.dealt.padding))
         self.master.data.copy_(self.own(self.w.detach()))
         self.master.grad = self.comm.reduce_scatter(padded).float() / self.comm.size
@@ -675,7 +707,7 @@ folder.cleanup()
 
 # %%
 def contestant(rank, name):
-    """A model of 0.8 million parameters, made ready by a library: the module to call, its optimizer."""
+    """A model of 0.8 million parameters, ready by a library: module and optimizer."""
     larger, comm = ModelConfig(d_model=128, d_ff=512, **sizes), rank.comm("dp")
     model = GPT(larger, generator=torch.Generator().manual_seed(0))
     if name == "zero.shard":
@@ -712,7 +744,7 @@ def timed_step(rank, module, optimizer, k):
 
 
 def race(rank, names, rounds=5):
-    """For every contestant its losses, and the median time of its steps; they take turns."""
+    """Losses and median step time of every contestant; they take turns."""
     ready = {name: contestant(rank, name) for name in names}
     turns = [
         {name: timed_step(rank, *ready[name], k) for name in names}
@@ -774,7 +806,7 @@ known["7.5B"] = 7_500_000_000
 def memory_per_device(
     model="7.5B", devices=64, precision="16Ψ: half gradients", device="V100"
 ):
-    """The four levels as stacked bars; hatched is what the data-parallel axis shards."""
+    """The four levels as stacked bars; hatched is what the dp axis shards."""
     width = {"gradient_bytes": conventions[precision]}
     states = [
         zero.model_states(known[model], devices, level, **width) for level in range(4)
@@ -870,9 +902,8 @@ both.total / zero.predict_sent(psi, 4, 1).total
 
 # %%
 for size in (2, 4, 6):
-    kinds = [
-        zero.model_states(1, 10**9, level, gradient_bytes=size) for level in (0, 1, 2)
-    ]
+    width = {"gradient_bytes": size}
+    kinds = [zero.model_states(1, 10**9, level, **width) for level in range(3)]
     states_of = [ledger.total for ledger in kinds]
     floors = [f"{nbytes / states_of[0]:.1%}" for nbytes in states_of[1:]]
     print(f"{states_of[0]:g}Ψ: level 1 stops at {floors[0]}, level 2 at {floors[1]}")
