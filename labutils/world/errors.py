@@ -216,8 +216,7 @@ def _different_calls(outcomes: Sequence[Outcome]) -> str:
                 ]
                 head = (
                     f"{ranks_text(ranks)} must make the same calls on axis {axis!r} in the same "
-                    "order, "
-                    f"but call {number} differs:"
+                    f"order, but call {number} differs:"
                 )
                 return "\n".join([head, *lines])
     return ""
