@@ -324,7 +324,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default:  # most of what a fake tensor is asked
             return func(*args)
-        fresh = _makes_memory(func)
+        fresh, mutable = _makes_memory(func), func._schema.is_mutable or func is _RESIZE
         # What only moves through here may belong to a neighbor.
         if (fresh and func is not _LIFT) or func is _RESIZE:
             for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
@@ -335,12 +335,12 @@ class Recorder(TorchDispatchMode):
         if fresh:
             for tensor in _tensors(results):
                 self.life(tensor, len(self.events))
-        elif func._schema.is_mutable:
+        elif mutable:
             for tensor in _tensors(results if func._schema.returns else args[:1]):
                 storage = tensor.untyped_storage()
                 if life := self.current.get(storage._cdata):
                     self.resized(storage, life.nbytes)
-        if len(self.lives) == made and not func._schema.is_mutable:  # a view: no memory, no work
+        if len(self.lives) == made and not mutable:  # a view: no memory, no work
             return out
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             for life in self.lives[made:]:  # a checkpointed region computes its activations again
