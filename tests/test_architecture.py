@@ -177,7 +177,7 @@ def test_a_function_fits_a_screen(path):
             assert lines <= 60 or node.name in LONG, f"{node.name} has {lines} lines, 50 are plenty"
 
 
-WIDE = {"03_memory", "09_zero"}  # labs whose cells are wider still
+WIDE = {"03_memory"}  # labs whose cells are wider still
 
 
 @pytest.mark.parametrize(
