@@ -342,7 +342,7 @@ class Recorder(TorchDispatchMode):
                     self.resized(storage, life.nbytes)
         if len(self.lives) == made and not mutable:  # a view: no memory, no work
             return out
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        if fresh and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             for life in self.lives[made:]:  # a checkpointed region computes its activations again
                 life.component = life.name = "activations"
         self.happened(func.overloadpacket.__name__)
