@@ -1,4 +1,5 @@
-"""How long it takes to predict the peak of a training step: the first model of its kind, one more, and 100 000 of them.
+"""How long it takes to predict the peak of a training step: the first model of its kind, one more,
+and 100 000 of them.
 
 python benchmarks/memory.py
 """
@@ -26,9 +27,8 @@ def main() -> None:
             replace(train, attention=attention, checkpointing=checkpointing, global_batch=4 * m),
         )
         first.append(1e3 * (time.perf_counter() - start))
-    print(
-        f"first of its kind   {statistics.median(first):8.2f} ms (median of {len(first)} kinds, {max(first):.2f} the slowest)"
-    )
+    middle, slowest = statistics.median(first), max(first)
+    print(f"first of its kind   {middle:8.2f} ms ({len(first)} kinds, {slowest:.2f} the slowest)")
     times = interleave(
         {
             "predict": lambda: memory.predict(model, train),
@@ -53,9 +53,9 @@ def main() -> None:
     ]
     start = time.perf_counter()
     smallest = min(memory.peak_bytes(each, plan) for each in models for plan in trains)
-    print(
-        f"{len(models) * len(trains):,} configurations in {time.perf_counter() - start:.1f} s; the smallest peak is {smallest:,} bytes"
-    )
+    taken = time.perf_counter() - start
+    count = len(models) * len(trains)
+    print(f"{count:,} configurations in {taken:.1f} s; the smallest peak is {smallest:,} bytes")
 
 
 if __name__ == "__main__":

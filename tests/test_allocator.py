@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from labutils import measure, units
 from labutils.config import ModelConfig
 from labutils.memory import allocator
-from labutils.memory.allocator import (
-    Allocator,
-    OutOfMemory,
-    Request,
-    replay,
-    trace_of,
-    trace_of_snapshot,
-)
+from labutils.memory.allocator import Allocator, OutOfMemory, replay
 from labutils.model import GPT
 
 MIB, GIB = units.MIB, units.GIB
@@ -246,29 +239,23 @@ def test_without_splitting_below_the_limit_nothing_fragments():
     assert gpu.peak_reserved == gpu.peak_allocated and gpu.retries == 0
 
 
-def test_a_trace_is_replayed():
-    trace = [
-        Request(1, 3 * MIB, "a", "forward"),
-        Request(2, 1000, "b", "forward"),
-        Request(9, 0),
-        Request(1, 0, "a", "backward"),
+def test_lives_are_replayed():
+    lives = [
+        measure.Life(3 * MIB, 0, 2, "weights"),
+        measure.Life(1000, 1, None, "buffers"),
+        measure.Life(0, 1, None, "buffers"),
+        measure.Life(5 * MIB, 2, None, "buffers"),  # finds the room of what died before it
     ]
-    history = replay(trace, Allocator(GIB))
-    assert [moment.phase for moment in history.moments] == [
-        "start",
-        "forward",
-        "forward",
-        "backward",
+    history = replay(lives, Allocator(GIB))
+    names = [(moment.event, moment.ledger.by("name")) for moment in history.moments]
+    assert names == [
+        ("weights", {"allocated": 3 * MIB, "rounding": 0, "cached": 17 * MIB}),
+        ("buffers", {"allocated": 3 * MIB + 1000, "rounding": 24, "cached": 19 * MIB - 1024}),
+        ("weights", {"allocated": 1000, "rounding": 24, "cached": 22 * MIB - 1024}),
+        ("buffers", {"allocated": 5 * MIB + 1000, "rounding": 24, "cached": 17 * MIB - 1024}),
     ]
-    assert history.moments[2].ledger.by("name") == {
-        "allocated": 3 * MIB + 1000,
-        "rounding": 24,
-        "cached": 19 * MIB - 1024,
-    }
-    with pytest.raises(ValueError, match="asks for 1 twice"):
-        replay([Request(1, 5), Request(1, 5)], Allocator(GIB))
     with pytest.raises(OutOfMemory):
-        replay([Request(1, 2 * GIB)], Allocator(GIB))
+        replay([measure.Life(2 * GIB, 0)], Allocator(GIB))
 
 
 def test_a_measured_step_is_replayed():
@@ -283,32 +270,13 @@ def test_a_measured_step_is_replayed():
 
     step()
     measured = measure.history(step, model, optimizer).peak.ledger.total
-    trace = trace_of(measure.storages(step, model, optimizer))
     gpu = Allocator(GIB)
-    history = replay(trace, gpu)
+    history = replay(measure.storages(step, model, optimizer), gpu)
     assert max(moment.ledger.by("name")["allocated"] for moment in history.moments) == measured
     assert (
         gpu.peak_reserved % (2 * MIB) == 0 and gpu.peak_reserved >= gpu.peak_allocated >= measured
     )
     assert gpu.requested == measure.model_states(model, optimizer).total + tokens.nbytes
-
-
-def test_a_snapshot_is_read():
-    entry = dict(frames=[dict(name="forward", filename="model.py", line=3)], stream=0)
-    entries = [
-        dict(action="segment_alloc", addr=4096, size=2 * MIB, **entry),
-        dict(action="alloc", addr=4096, size=700, **entry),
-        dict(action="free_requested", addr=4096, size=700, **entry),
-        dict(action="free_completed", addr=4096, size=700, **entry),
-        dict(action="oom", size=1, device_free=0, frames=[], stream=0),
-        dict(action="snapshot", addr=0, size=0, frames=[], stream=0),
-    ]
-    trace = trace_of_snapshot(dict(segments=[], device_traces=[[], entries]), device=1)
-    assert trace == [Request(4096, 700, "forward"), Request(4096, 0, "forward")]
-    assert replay(trace, Allocator(GIB)).moments[-1].ledger.total == 2 * MIB
-    for broken in ({}, dict(device_traces=[]), dict(device_traces=[[]]), []):
-        with pytest.raises(ValueError, match="_record_memory_history"):
-            trace_of_snapshot(broken, device=1)
 
 
 @pytest.mark.parametrize(

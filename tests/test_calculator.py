@@ -112,10 +112,10 @@ def test_no_moment_that_was_thrown_away_is_ever_fuller(panel, L, b, s, half, f, 
     )
 
 
-def test_what_lies_on_a_line_between_others_needs_no_formula(small):
-    """Of the moments of a row of layers the first and the last are kept: some tens of 600 operations are left."""
+def test_of_a_row_of_layers_few_moments_are_kept(small):
+    """Some tens of some hundred operations are left; most at level 1, where gradients pile up."""
     counts = [len(moments) for moments in small.tables["passes"]]
-    assert 0 < min(counts) and max(counts) < 100
+    assert 0 < min(counts) and max(counts) < 150
 
 
 def test_a_table_goes_through_its_choices_the_last_one_fastest(small):
@@ -125,17 +125,15 @@ def test_a_table_goes_through_its_choices_the_last_one_fastest(small):
             for phase, event, alive in moments
         ]
 
-    kind, chosen = (
-        calculator._kind(small.models["gpt2"]),
-        {name: list(options)[1] for name, options in calculator.CHOICES.items()},
-    )
+    model = small.models["gpt2"]
+    chosen = {name: list(options)[1] for name, options in calculator.CHOICES.items()}
     held, moments = calculator._states(
-        kind, chosen["precision"], chosen["optimizer"], chosen["zero"]
+        model, *(chosen[name] for name in ("precision", "optimizer", "zero"))
     )
     found = small.tables["states"][(1 * len(calculator.OPTIMIZER) + 1) * len(calculator.ZERO) + 1]
     assert told([("", "", found[0])]) == [("", "", held)] and told(found[1]) == moments
     one, several = calculator._passes(
-        kind, *(chosen[name] for name in ("precision", "attention", "checkpointing", "zero"))
+        model, *(chosen[name] for name in ("precision", "attention", "checkpointing", "zero"))
     )
     place = ((1 * len(calculator.ATTENTION) + 1) * len(calculator.CHECKPOINTING) + 1) * len(
         calculator.ZERO
@@ -143,7 +141,7 @@ def test_a_table_goes_through_its_choices_the_last_one_fastest(small):
     assert [told(moments) for moments in small.tables["passes"][2 * place : 2 * place + 2]] == [
         one,
         several,
-    ] and one != several
+    ]
 
 
 def test_models_of_one_kind_share_their_formulas(small):
@@ -176,7 +174,7 @@ def test_a_multiple_of_all_parameters_is_written_so(small):
     assert {
         ("weights", "2Ψ"),
         ("weights", "4Ψ"),
-        ("weights", "2P"),
+        ("weight shards", "4P"),
         ("exp_avg", "4Ψ"),
         ("exp_avg", "4P"),
     } <= named

@@ -1,6 +1,7 @@
 """What is predicted is what is measured, to the byte."""
 
 import functools
+import random
 import re
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from labutils import accumulation, checkpointing, measure, memory, precision
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
+from labutils.memory import formulas
 from labutils.model import GPT
 from labutils.timeline import History
 
@@ -209,6 +211,51 @@ def test_the_peak_is_that_of_the_timeline(config, train, more, level):
         name: amount for name, amount in fullest.ledger.by("component").items() if amount
     }
     assert (peak.phase, peak.event) == (fullest.phase, fullest.event)
+
+
+def kinds(examples: int):
+    """Some kinds of step, other ones at each level of ZeRO."""
+    pick = random.Random(examples)
+    for level in range(examples):
+        model = ModelConfig.named(pick.choice(["gpt2", "llama-2-7b", "qwen2-7b"]))
+        options = pick.choice(PRECISIONS) | {"stepping": pick.choice(["foreach", "fused"])}
+        train = TrainConfig(
+            micro_batch=2, global_batch=8, zero=level % 4, attention=pick.choice(["plain", "sdpa"]),
+            checkpointing=pick.choice(checkpointing.POLICIES), **options,
+        )  # fmt: skip
+        yield formulas.kind(model, train, Mesh(dp=2))
+
+
+def test_other_primes_give_the_same_formulas():
+    for kind in kinds(4):
+        one, other = (formulas.recorded(kind, formulas.DEPTH, primes) for primes in (0, 1))
+        assert one == other
+
+
+def test_a_size_that_is_no_product_is_refused():
+    primes = {"b": 7, "s": 11, "d": 5}
+    assert formulas.factored(4 * 7 * 11 * 11, primes) == (4, "bss")
+    assert formulas.factored(4 * 10 * 7, primes) == (4, "bd")
+    for nbytes in (4 * 7 + 4 * 11, 3 * 7, 4 * 13):
+        with pytest.raises(ValueError, match=f"{nbytes} bytes are"):
+            formulas.factored(nbytes, primes)
+
+
+def test_what_is_stored_is_what_is_recorded(tmp_path, monkeypatch):
+    of = list(kinds(2))
+    formulas.store(of, tmp_path / "formulas.json.gz")
+    monkeypatch.setattr(formulas, "STORED", tmp_path / "formulas.json.gz")
+    formulas.stored.cache_clear()
+    assert [formulas.fullest.__wrapped__(kind) for kind in of] == list(
+        map(formulas.find_fullest, of)
+    )
+    formulas.stored.cache_clear()
+
+
+def test_the_stored_formulas_are_those_of_the_code():
+    _, known = formulas.stored()
+    for kind in random.Random(0).sample(sorted(known, key=str), min(3, len(known))):
+        assert formulas.fullest(kind) == formulas.find_fullest(kind)
 
 
 def test_the_peak_of_one_kind_is_a_formula():

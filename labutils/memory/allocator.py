@@ -1,14 +1,17 @@
-"""A caching allocator by the rules of PyTorch's CUDA allocator: what is reserved, what is in use, and why free memory cannot always be had.
+"""A caching allocator by the rules of PyTorch's CUDA allocator: what is reserved, what is in use,
+and why free memory cannot always be had.
 
-Nothing is allocated here: blocks are intervals of addresses, so a laptop replays what happens in 80 GB. One stream, one device.
+Nothing is allocated here: blocks are intervals of addresses, so a laptop replays what happens in 80
+GB. One stream, one device.
 
-Source: the comments and the code of c10/cuda/CUDACachingAllocator.cpp in PyTorch; the notes on CUDA memory management in its documentation.
+Source: the comments and the code of c10/cuda/CUDACachingAllocator.cpp in PyTorch; the notes on CUDA
+memory management in its documentation.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from labutils import units
 from labutils.ledger import Ledger, Line
@@ -18,19 +21,19 @@ BLOCK = 512  # every size is a multiple of it
 SMALL = units.MIB  # requests up to this size share small segments
 SMALL_SEGMENT = 2 * units.MIB
 LARGE_SEGMENT = 20 * units.MIB
-OWN_SEGMENT = (
-    10 * units.MIB
-)  # from this size on a request gets a segment of its own, rounded up to ROUND
+OWN_SEGMENT = 10 * units.MIB  # from here on a request has its own segment, rounded up to ROUND
 ROUND = 2 * units.MIB
 
 
 class OutOfMemory(RuntimeError):
-    """Raised when a request cannot be met, although cached segments were given back first; the message says what is free, and where."""
+    """Raised when a request cannot be met, although cached segments were given back first; the
+    message says what is free, and where."""
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """`size` bytes at `address`: "used" for a request of `requested` bytes, "free", or address space that is "unmapped"."""
+    """`size` bytes at `address`: "used" for a request of `requested` bytes, "free", or address
+    space that is "unmapped"."""
 
     address: int
     size: int
@@ -47,31 +50,16 @@ class Block:
         return self.before is None and self.after is None
 
 
-class Request(NamedTuple):
-    """One event of a trace: memory for `key` is asked for (`nbytes` > 0) or given back (`nbytes` = 0)."""
-
-    key: int
-    nbytes: int
-    name: str = ""
-    phase: str = ""
-
-
-class Life(Protocol):
-    """A storage with its size and the operations between which it is alive, as `measure.storages` returns them."""
-
-    nbytes: int
-    birth: int
-    death: int | None
-    component: str
-
-
 class Allocator:
     """Hands out addresses below a `capacity` in bytes, as PyTorch does on a device of that size.
 
-    Segments come from the device whole and are cut into blocks. A request takes the smallest free block that holds it, and splits it; a block that is
-    freed joins its free neighbors. What is free stays cached. Only when the device has nothing left do segments without a single used block go back.
+    Segments come from the device whole and are cut into blocks. A request takes the smallest free
+    block that holds it, and splits it; a block that is freed joins its free neighbors. What is free
+    stays cached. Only when the device has nothing left do segments without a single used block go
+    back.
 
-    `max_split_size` in bytes keeps larger blocks whole; `expandable_segments` lets each pool grow one segment page by page instead.
+    `max_split_size` in bytes keeps larger blocks whole; `expandable_segments` lets each pool grow
+    one segment page by page instead.
 
     >>> gpu = Allocator(units.parse("10 GiB"))
     >>> batch = gpu.alloc(6 * units.GIB)
@@ -81,10 +69,11 @@ class Allocator:
     (1, 6, 5)
     >>> gpu.alloc(6 * units.GIB)
     Traceback (most recent call last):
-    labutils.memory.allocator.OutOfMemory: no room for 6.00 GiB: 1.00 GiB of 10.0 GiB are allocated, ...
+    labutils.memory.allocator.OutOfMemory: no room for 6.00 GiB: 1.00 GiB of 10.0 GiB are ...
 
     Cost: O(log n) comparisons a request, n free blocks.
-    Invariant: blocks of a segment tile it without gaps; no two neighbors are both free; used and free bytes add up to `reserved`.
+    Invariant: blocks of a segment tile it without gaps; no two neighbors are both free; used and
+    free bytes add up to `reserved`.
     """
 
     def __init__(
@@ -95,11 +84,13 @@ class Allocator:
             units.whole(max_split_size, "max_split_size")
             if max_split_size <= LARGE_SEGMENT:
                 raise ValueError(
-                    f"max_split_size={max_split_size} must be more than {LARGE_SEGMENT}: segments of 20 MiB are made to be split"
+                    f"max_split_size={max_split_size} must be more than {LARGE_SEGMENT}: "
+                    "segments of 20 MiB are made to be split"
                 )
             if expandable_segments:
                 raise ValueError(
-                    "expandable segments are split wherever it helps: give max_split_size or expandable_segments, not both"
+                    "expandable segments are split wherever it helps: "
+                    "give max_split_size or expandable_segments, not both"
                 )
         self.max_split_size, self.expandable = max_split_size, expandable_segments
         self.allocated = self.reserved = self.requested = 0
@@ -114,7 +105,8 @@ class Allocator:
         self._next_address = 0
 
     def alloc(self, nbytes: int, name: str = "") -> int:
-        """The address of `nbytes` of memory; `OutOfMemory` if there is no block and no room for a segment."""
+        """The address of `nbytes` of memory; `OutOfMemory` if there is no block and no room for a
+        segment."""
         units.whole(nbytes, "nbytes", 1)
         size = _up(nbytes, BLOCK)
         pool = "small" if size <= SMALL else "large"
@@ -141,7 +133,8 @@ class Allocator:
         block = self._used.pop(address, None)
         if block is None:
             raise ValueError(
-                f"nothing is allocated at address {address}: it was freed before, or it is not what alloc returned"
+                f"nothing is allocated at address {address}: "
+                "it was freed before, or it is not what alloc returned"
             )
         self.allocated -= block.size
         self.requested -= block.requested
@@ -149,7 +142,8 @@ class Allocator:
         self._cache(self._joined(block))
 
     def empty_cache(self) -> int:
-        """Gives segments (of expandable ones: pages) that hold nothing back to the device; returns their bytes."""
+        """Gives segments (of expandable ones: pages) that hold nothing back to the device; returns
+        their bytes."""
         held = self.reserved
         for blocks in self._free.values():
             for _, _, block in list(blocks):
@@ -190,13 +184,15 @@ class Allocator:
         return tuple(found)
 
     def __repr__(self) -> str:
-        amounts = f"{_text(self.allocated)} allocated, {_text(self.reserved)} reserved of {_text(self.capacity)}"
+        used, held = _text(self.allocated), _text(self.reserved)
+        amounts = f"{used} allocated, {held} reserved of {_text(self.capacity)}"
         return f"Allocator: {amounts}, largest free block {_text(self.largest_free)}"
 
     def _refusal(self, nbytes: int) -> str:
         return (
-            f"no room for {_text(nbytes)}: {_text(self.allocated)} of {_text(self.capacity)} are allocated, {_text(self.cached)} are reserved but "
-            f"unallocated, the largest free block of them has {_text(self.largest_free)}, the device has {_text(self.available)} left"
+            f"no room for {_text(nbytes)}: {_text(self.allocated)} of {_text(self.capacity)} are "
+            f"allocated, {_text(self.cached)} are reserved but unallocated, the largest free block "
+            f"of them has {_text(self.largest_free)}, the device has {_text(self.available)} left"
         )
 
     def _best_fit(self, pool: str, size: int) -> Block | None:
@@ -225,7 +221,8 @@ class Allocator:
         return rest > SMALL and (self.max_split_size is None or size < self.max_split_size)
 
     def _cut(self, block: Block, size: int) -> None:
-        """Leaves `size` bytes to the block and makes the rest a block of its own, in the state of the whole."""
+        """Leaves `size` bytes to the block and makes the rest a block of its own, in the state of
+        the whole."""
         rest = Block(
             block.address + size,
             block.size - size,
@@ -248,7 +245,8 @@ class Allocator:
         del free[bisect_left(free, (block.size, block.address))]
 
     def _joined(self, block: Block) -> Block:
-        """The block together with its neighbors of the same state; free neighbors leave the cache."""
+        """The block together with its neighbors of the same state; free neighbors leave the
+        cache."""
         for neighbor in (block.before, block.after):
             if neighbor is not None and neighbor.state == block.state:
                 if block.state == "free":
@@ -257,7 +255,8 @@ class Allocator:
         return block
 
     def _grow(self, pool: str, size: int) -> Block | None:
-        """A free block of at least `size` in memory new from the device, out of the cache already; None if the device has too little."""
+        """A free block of at least `size` in memory new from the device, out of the cache already;
+        None if the device has too little."""
         if self.expandable:
             return self._map(pool, size)
         wanted = (
@@ -290,7 +289,8 @@ class Allocator:
         self.reserved -= block.size
 
     def _release_oversize(self, pool: str, size: int) -> bool:
-        """Gives blocks that may not be split back: one that is large enough, or the largest until they make up the size."""
+        """Gives blocks that may not be split back: one that is large enough, or the largest until
+        they make up the size."""
         free, wanted = self._free[pool], max(size, self.max_split_size or 0)
         place = bisect_left(free, (wanted,))
         if place < len(free):
@@ -302,7 +302,8 @@ class Allocator:
             self._release(free[-1][2])
         return released >= wanted
 
-    # Expandable segments: addresses for the whole device are set aside once, memory is mapped to them in pages.
+    # Expandable segments: addresses for the whole device are set aside once, memory is mapped in
+    # pages.
 
     def _map(self, pool: str, size: int) -> Block | None:
         block = next(
@@ -360,73 +361,33 @@ class Allocator:
         self._joined(block)
 
 
-def replay(trace: Iterable[Request], allocator: Allocator) -> History:
-    """What the allocator holds after every event of a trace: bytes asked for, bytes lost to rounding, bytes cached.
+def replay(lives: Iterable[Any], allocator: Allocator) -> History:
+    """What the allocator holds while storages live, as `measure.storages` returns them: bytes asked
+    for, bytes lost to rounding, bytes cached; a moment for each that is born or dies.
 
-    Memory of an unknown key that is given back was there before the recording began: it is passed over.
-
-    >>> steps = replay([Request(1, 1000), Request(2, 3 * units.MIB), Request(1, 0)], Allocator(units.GIB))
-    >>> steps.moments[-1].ledger.by("name")
-    {'allocated': 3145728, 'rounding': 0, 'cached': 19922944}
+    At each operation first dies what was freed before it, then what it makes is born.
     """
-    places: dict[int, int] = {}
-    moments = [_moment(allocator, "start", "")]
-    for request in trace:
-        if request.nbytes:
-            if request.key in places:
-                raise ValueError(
-                    f"the trace asks for {request.key} twice without giving it back: are two recordings mixed?"
-                )
-            places[request.key] = allocator.alloc(request.nbytes, request.name)
-        elif request.key in places:
-            allocator.free(places.pop(request.key))
-        else:
-            continue
-        moments.append(_moment(allocator, request.phase, request.name))
-    return History(moments)
-
-
-def trace_of(lives: Iterable[Life]) -> list[Request]:
-    """The requests of storages that were watched, in order: at each operation first what died before it, then what it made."""
     events = []
     for key, life in enumerate(lives):
         if life.nbytes:
-            events.append((life.birth, 1, Request(key, life.nbytes, life.component)))
+            events.append((life.birth, 1, key, life))
             if life.death is not None:
-                events.append((life.death, 0, Request(key, 0, life.component)))
-    events.sort(key=lambda event: event[:2])
-    return [request for _, _, request in events]
-
-
-def trace_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> list[Request]:
-    """The requests in a memory snapshot of PyTorch, as `torch.cuda.memory._snapshot()` returns it and `_dump_snapshot` pickles it.
-
-    Memory counts as given back at "free_completed", when it may be used again. Only what was recorded is there: call `_record_memory_history()` first.
-
-    Source: the docstring of torch.cuda.memory._snapshot: device_traces, a list of entries with action, addr and size for each device.
-    """
-    traces = snapshot.get("device_traces") if isinstance(snapshot, Mapping) else None
-    if not traces or not 0 <= device < len(traces):
-        raise ValueError(
-            f"no trace of device {device} in this snapshot: call torch.cuda.memory._record_memory_history() before the run, _snapshot() after"
-        )
-    requests = []
-    for entry in traces[device]:
-        frames = entry.get("frames") or [{}]
-        if entry["action"] == "alloc" and entry["size"]:
-            requests.append(Request(entry["addr"], entry["size"], frames[0].get("name", "")))
-        elif entry["action"] == "free_completed":
-            requests.append(Request(entry["addr"], 0, frames[0].get("name", "")))
-    return requests
-
-
-def _moment(allocator: Allocator, phase: str, event: str) -> Moment:
-    parts = {
-        "allocated": allocator.requested,
-        "rounding": allocator.allocated - allocator.requested,
-        "cached": allocator.cached,
-    }
-    return Moment(phase, event, Ledger(Line(name, amount) for name, amount in parts.items()))
+                events.append((life.death, 0, key, life))
+    places: dict[int, int] = {}
+    moments = []
+    for _, born, key, life in sorted(events, key=lambda event: event[:2]):
+        if born:
+            places[key] = allocator.alloc(life.nbytes, life.component)
+        else:
+            allocator.free(places.pop(key))
+        amounts = {
+            "allocated": allocator.requested,
+            "rounding": allocator.allocated - allocator.requested,
+            "cached": allocator.cached,
+        }
+        ledger = Ledger(Line(name, amount) for name, amount in amounts.items())
+        moments.append(Moment("", life.component, ledger))
+    return History(moments)
 
 
 def _text(nbytes: int) -> str:
@@ -452,7 +413,8 @@ def _merge(first: Block, second: Block) -> Block:
 
 
 def _room(block: Block) -> int:
-    """Bytes from a block on until the next used one, if some of them are unmapped and no free block lies right before; else 0."""
+    """Bytes from a block on until the next used one, if some of them are unmapped and no free block
+    lies right before; else 0."""
     if block.before is not None and block.before.state != "used":
         return 0
     run = []

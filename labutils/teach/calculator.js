@@ -24,26 +24,32 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     return `${amount < 0n ? "-" : ""}${value} ${["", "k", "M", "G", "T", "P", "E", "Z"][step]}B`;
   };
 
-  // A formula such as "34Lbsh − 8bs²": [factor, [[letter, power], …]] for each product.
+  // A formula such as "34Lbsh − 8bs²/N": [factor, [[letter, power], …], is a share] for each product.
   const parsed = new Map();
   const parse = (formula) => {
     if (!parsed.has(formula)) {
-      const terms = [...formula.matchAll(/(−?) ?(\d+)([^ ]*)/g)].map(([, sign, factor, product]) => [
+      const terms = [...formula.matchAll(/(−?) ?(\d+)([^ /]*)(\/N)?/g)].map(([, sign, factor, product, share]) => [
         BigInt(factor) * (sign ? -1n : 1n),
         [...product.matchAll(/([A-Za-zΨ])([²³]?)/g)].map(([, letter, power]) => [letter, power]),
+        share !== undefined,
       ]);
       parsed.set(formula, terms);
     }
     return parsed.get(formula);
   };
   const powers = { "": 1n, "²": 2n, "³": 3n };
-  const value = (formula, letters) =>
-    parse(formula).reduce((sum, [factor, product]) => sum + product.reduce((all, [letter, power]) => all * letters[letter] ** powers[power], factor), 0n);
+  // Of a share each tensor is rounded up by itself, in each of the L layers.
+  const value = (formula, letters, shared = false) =>
+    parse(formula).reduce((sum, [factor, product, share]) => {
+      let [times, size] = [factor, 1n];
+      for (const [letter, power] of product) letter === "L" ? (times *= letters.L) : (size *= letters[letter] ** powers[power]);
+      return sum + times * (share || shared ? (size + letters.N - 1n) / letters.N : size);
+    }, 0n);
   const putIn = (formula, letters) =>
     parse(formula)
-      .map(([factor, product], i) => {
+      .map(([factor, product, share], i) => {
         const sign = factor < 0n ? (i ? " − " : "−") : i ? " + " : "";
-        return sign + [grouped(factor < 0n ? -factor : factor), ...product.map(([letter, power]) => grouped(letters[letter]) + power)].join(" · ");
+        return sign + [grouped(factor < 0n ? -factor : factor), ...product.map(([letter, power]) => grouped(letters[letter]) + power)].join(" · ") + (share ? ` / ${grouped(letters.N)}` : "");
       })
       .join("");
 
@@ -63,7 +69,7 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     for (const [letter, what] of Object.entries(data.shape)) letters[letter] = whole(letter, what, 1);
     letters.b = whole("b", "micro-batch", 1);
     letters.s = whole("s", "sequence length", 2);
-    const devices = whole("devices", "number of devices", 1);
+    letters.N = whole("devices", "number of devices", 1);
     const given = field("room").value.trim();
     const room = Number(given.replace(",", "."));
     if (!(room > 0 && room < 1e9)) throw problem("room", `The memory of a device must be a number of GB above 0, not “${given}”.`);
@@ -71,20 +77,20 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     const { longest, layers, heads, groups, grouped: shared, rope } = model;
     if (longest !== null && letters.s > BigInt(longest))
       throw problem("s", `This model has learned ${grouped(longest)} positions and takes no longer sequence: ${grouped(letters.s)} tokens are too many.`);
-    if (layers === null ? L < 4n : L !== BigInt(layers)) throw problem("L", `The formulas of this model are for ${layers ?? "4 or more"} layers, not ${L}.`);
+    if (layers === null ? L < 3n : L !== BigInt(layers)) throw problem("L", `The formulas of this model are for ${layers ?? "3 or more"} layers, not ${L}.`);
     if (a % g) throw problem("g", `${g} key–value heads do not divide ${a} heads: choose a divisor of ${a}.`);
     if (a > 1n !== heads || g > 1n !== groups || g < a !== shared) {
       const kind = !heads ? "one head" : !shared ? "as many key–value heads as heads" : groups ? "fewer key–value heads than heads, but two or more" : "one key–value head";
       throw problem("g", `The formulas of this model are for ${kind}, not for a = ${a} and g = ${g}: start from a model of that kind.`);
     }
     if (rope && d % 2n) throw problem("d", `A head of width ${d} is odd: RoPE turns pairs of numbers.`);
-    return { model, letters, devices, room: BigInt(Math.round(room * 1e9)), zero: devices > 1n ? +field("zero").value : 0 };
+    return { model, letters, room: BigInt(Math.round(room * 1e9)), zero: letters.N > 1n ? +field("zero").value : 0 };
   };
 
-  const predict = (data, { model, letters, devices, zero }) => {
+  const predict = (data, { model, letters, zero }) => {
     const place = (...names) => names.reduce((all, name) => all * field(name).options.length + +field(name).value, model.kind);
     letters["Ψ"] = value(data.parameters[model.kind], letters);
-    letters.P = (letters["Ψ"] + devices - 1n) / devices;
+    letters.P = value(data.parameters[model.kind], letters, true);
     const [held, stepping] = data.states[place("precision", "optimizer") * field("zero").options.length + zero];
     const passes = data.passes[2 * field("zero").options.length * place("precision", "attention", "checkpointing") + 2 * zero + (letters.b > 1n)];
     const amounts = new Map();
@@ -149,7 +155,7 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
   const show = (data, setting) => {
     const phases = predict(data, setting);
     const peak = Object.values(phases).reduce((most, phase) => (phase.total > most.total ? phase : most));
-    const { room, letters, devices } = setting;
+    const { room, letters } = setting;
     const fails = Object.values(phases).find(({ total }) => total > room);
     const device = field("room").value === field("device").value ? field("device").selectedOptions[0].textContent : "device";
     const verdict = fails
@@ -158,8 +164,8 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     const said = make("p", { class: "lu-verdict", "data-bytes": peak.total, "data-fits": !fails }, make("strong", {}, text(peak.total)),
       ` at the fullest moment, ${where[peak.phase]}, after `, make("code", {}, peak.event), ". ",
       make("strong", {}, `The ${device} has ${text(room)}: the step ${verdict}`));
-    const sizes = Object.entries(letters).filter(([letter]) => letter !== "P").map(([letter, size]) => `${letter} = ${grouped(size)}`);
-    if (devices > 1n) sizes.push(`P = ⌈Ψ / ${grouped(devices)}⌉ = ${grouped(letters.P)}`);
+    const sizes = Object.entries(letters).filter(([letter]) => letters.N > 1n || !"NP".includes(letter)).map(([letter, size]) => `${letter} = ${grouped(size)}`);
+    if (letters.N > 1n) sizes.push("P is Ψ / N, the share of each tensor rounded up");
     result.replaceChildren(said, bars(data, phases, room), table(data, peak, letters), make("p", { class: "lu-note" }, sizes.join(" · ")));
   };
 

@@ -1,29 +1,26 @@
 """The memory calculator: the peak of a training step for any sizes, on a page that needs no kernel.
 
-For one kind of step every line of the ledger, at every moment, is a polynomial in the letters of the notation. So Python walks through the kinds
-once and keeps the formulas of the moments that can be the fullest; the page puts numbers into them.
+For one kind of step every line of the ledger, at every moment, is a polynomial in the letters of
+the notation. So the page holds the formulas of the moments that can be the fullest
+(`memory.formulas`), and puts numbers into them.
 """
 
 import base64
+import functools
 import html
 import itertools
 import json
+import operator
 import re
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from labutils import units
-from labutils.config import Hardware, ModelConfig, TrainConfig
+from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Line
-from labutils.memory import peak, walk
-from labutils.memory.states import WIDTHS
-from labutils.memory.tape import Polynomial
+from labutils.memory import formulas, peak
 
 _SCRIPT, _STYLE = (
     Path(__file__).with_suffix(suffix).read_text("utf-8") for suffix in (".js", ".css")
@@ -66,10 +63,12 @@ START = {"micro_batch": 1, "seq_len": 4096, "devices": 1, "hardware": None} | {
     name: next(iter(options)) for name, options in CHOICES.items()
 }
 SHAPE = {  # the letters that a model brings along
-    "L": "number of layers", "h": "width of the model", "a": "number of heads", "g": "number of key–value heads", "d": "width of a head",
-    "f": "feed-forward width", "v": "vocabulary size",
+    "L": "number of layers", "h": "width of the model", "a": "number of heads",
+    "g": "number of key–value heads", "d": "width of a head", "f": "feed-forward width",
+    "v": "vocabulary size",
 }  # fmt: skip
-_ONE = TrainConfig(micro_batch=1, global_batch=1)
+ONE = TrainConfig(micro_batch=1, global_batch=1)
+MASTERS = "master weights"
 SECTIONS = {  # the headings of lab 03 under which each component is derived
     "weights": "How many parameters has a model?",
     "gradients": "What is there before the first token?",
@@ -80,14 +79,17 @@ SECTIONS = {  # the headings of lab 03 under which each component is derived
 
 
 class Calculator:
-    """A panel that predicts the peak of a training step, for the models of `names` and `configs`; for all that the course knows if there are none.
+    """A panel that predicts the peak of a training step, for the models of `names` and `configs`;
+    for all that the course knows if there are none.
 
-    It evaluates what `memory.predict` evaluates, in the reader's browser. A step is one micro-batch.
+    It evaluates what `memory.predict` evaluates, in the reader's browser. A step is one
+    micro-batch.
 
     >>> Calculator("gpt2", mine=ModelConfig.named("llama-2-7b"))
     Memory calculator: gpt2, mine
 
-    Cost: about 2 s for each kind of model (norm, feed-forward, positions, biases, tied, GQA) when it is first shown, whatever its size.
+    Cost: nothing to speak of for the kinds of model (norm, feed-forward, positions, biases, tied,
+    GQA) whose formulas are stored; about a minute for another, when it is first shown.
     """
 
     def __init__(self, *names: str, **configs: ModelConfig) -> None:
@@ -99,108 +101,94 @@ class Calculator:
                 if (model := ModelConfig.named(name)).num_experts == 1
             }
         for model in models.values():
-            peak._check(model, _ONE, peak.ALONE)
+            peak.predictable(model, ONE)
         self.models = models
+        self.kinds = {_kind(model): model for model in reversed(models.values())}
 
     def __repr__(self) -> str:
         return f"Memory calculator: {', '.join(self.models)}"
 
-    @cached_property
+    @functools.cached_property
     def tables(self) -> dict[str, Any]:
-        """What the page keeps: the letters of the models, all formulas, and for each kind of step the moments that can be the fullest.
+        """What the page keeps: the letters of the models, all formulas, and for each kind of step
+        the moments that can be the fullest.
 
-        A moment is its phase, its event, and the numbers of the formulas whose lines are alive then beside those that always are. `states` goes by
-        kind of model, precision, optimizer and ZeRO level; `passes` by kind, precision, attention, checkpointing, ZeRO level, and whether there
+        A moment is its phase, its event, and the numbers of the formulas whose lines are alive then
+        beside those that always are. `states` goes by kind of model, precision, optimizer and ZeRO
+        level; `passes` by kind, precision, attention, checkpointing, ZeRO level, and whether there
         is more than one sequence.
         """
-        kinds = list(dict.fromkeys(map(_kind, self.models.values())))
-        formulas: dict[_Line, int] = {}
+        numbers: dict[_Line, int] = {}
 
         def numbered(lines: Iterable[_Line]) -> list[int]:
-            return [formulas.setdefault(line, len(formulas)) for line in lines]
+            return [numbers.setdefault(line, len(numbers)) for line in lines]
 
         def told(moments: Iterable[_Moment]) -> list[list]:
             return [[phase, event, numbered(alive)] for phase, event, alive in moments]
 
-        found = [
-            _states(kind, *at) for kind in kinds for at in _every("precision", "optimizer", "zero")
-        ]
-        states = [[numbered(held), told(moments)] for held, moments in found]
-        passes = [
-            told(moments)
-            for kind in kinds
-            for at in _every("precision", "attention", "checkpointing", "zero")
-            for moments in _passes(kind, *at)
-        ]
+        states, passes = [], []
+        for model in self.kinds.values():
+            for at in _every("precision", "optimizer", "zero"):
+                held, moments = _states(model, *at)
+                states.append([numbered(held), told(moments)])
+            for at in _every("precision", "attention", "checkpointing", "zero"):
+                passes += map(told, _passes(model, *at))
         return {
-            "models": {
-                name: {
-                    "kind": kinds.index(kind),
-                    "sizes": dict(zip(SHAPE, model.letters(" ".join(SHAPE)), strict=True)),
-                    "longest": None if kind.rope else model.seq_len,
-                    "layers": None if kind.layers == peak.WALKED else kind.layers,
-                    **{
-                        name: getattr(kind, name) for name in ("heads", "groups", "grouped", "rope")
-                    },
-                }
-                for name, model in self.models.items()
-                for kind in [_kind(model)]
-            },
-            "parameters": [peak._text(dict(_parameters(kind))) for kind in kinds],
-            "formulas": list(formulas),
+            "models": {name: self._told(model) for name, model in self.models.items()},
+            "parameters": [formulas.written(_parameters(model)) for model in self.kinds.values()],
+            "formulas": list(numbers),
             "states": states,
             "passes": passes,
         }
 
-    def evaluate(self, **chosen: Any) -> peak.Peak:
-        """The peak at one setting of the panel, in bytes, from the same formulas: what the page computes, computed in Python.
+    def _told(self, model: ModelConfig) -> dict[str, Any]:
+        """What the page knows of a model: its kind, its sizes, and which other sizes are of its
+        kind."""
+        kind = _kind(model)
+        return {
+            "kind": list(self.kinds).index(kind),
+            "sizes": dict(zip(SHAPE, model.letters(" ".join(SHAPE)), strict=True)),
+            "longest": None if model.positions == "rope" else model.seq_len,
+            "layers": None if kind.layers == formulas.DEPTH else kind.layers,
+            "rope": model.positions == "rope",
+            **{name: getattr(kind, name) for name in ("heads", "groups", "grouped")},
+        }
 
-        `chosen` may have model, micro_batch, seq_len, devices, hardware; precision, optimizer, attention, checkpointing and zero by their labels; and
-        letters of `SHAPE` that differ from the model's.
+    def evaluate(self, **chosen: Any) -> peak.Peak:
+        """The peak at one setting of the panel, in bytes, from the same formulas: what the page
+        computes, computed in Python.
+
+        `chosen` may have model, micro_batch, seq_len, devices, hardware; precision, optimizer,
+        attention, checkpointing and zero by their labels; and letters of `SHAPE` that differ from
+        the model's.
         """
         chosen = START | {"model": next(iter(self.models))} | chosen
-        kind, devices = _kind(self.models[chosen["model"]]), chosen["devices"]
-        letters = dict(
-            zip(SHAPE, self.models[chosen["model"]].letters(" ".join(SHAPE)), strict=True)
+        model = self.models[chosen["model"]]
+        letters = dict(zip(SHAPE, model.letters(" ".join(SHAPE)), strict=True))
+        letters |= {letter: chosen[letter] for letter in SHAPE if letter in chosen}
+        letters |= {"b": chosen["micro_batch"], "s": chosen["seq_len"], "N": chosen["devices"]}
+        model = self.kinds[_kind(model)]
+        parameters = formulas.written(_parameters(model))
+        letters["Ψ"] = _value(parameters, letters)
+        letters["P"] = _value(re.sub(r"(?= [+−]|$)", "/N", parameters), letters)
+        zero = chosen["zero"] if letters["N"] > 1 else START["zero"]
+        held, stepping = _states(model, chosen["precision"], chosen["optimizer"], zero)
+        passes = _passes(
+            model, chosen["precision"], chosen["attention"], chosen["checkpointing"], zero
         )
-        letters |= {letter: chosen[letter] for letter in SHAPE if letter in chosen} | {
-            "b": chosen["micro_batch"],
-            "s": chosen["seq_len"],
-        }
-        letters["Ψ"] = _value(peak._text(dict(_parameters(kind))), letters)
-        letters["P"] = -(-letters["Ψ"] // devices)
-        zero = chosen["zero"] if devices > 1 else START["zero"]
-        held, stepping = _states(kind, chosen["precision"], chosen["optimizer"], zero)
-        moments = [
-            *_passes(kind, chosen["precision"], chosen["attention"], chosen["checkpointing"], zero)[
-                letters["b"] > 1
-            ],
-            *stepping,
-        ]
-        amounts = {
-            line: _value(line[2], letters)
-            for line in {*held, *(line for _, _, alive in moments for line in alive)}
-        }
-        totals = [sum(amounts[line] for line in held + alive) for _, _, alive in moments]
-        phases = {
-            phase: max(
-                total for total, moment in zip(totals, moments, strict=True) if moment[0] == phase
-            )
-            for phase in peak.PHASES
-        }
-        phase, event, alive = moments[totals.index(max(totals))]
-        lines = [
-            Line(line[0], amounts[line], line[1], note=line[2])
-            for line in held + alive
-            if amounts[line]
-        ]
-        return peak.Peak(
-            sorted(lines, key=lambda line: peak.COMPONENTS.index(line.component)),
-            phase,
-            event,
-            phases,
-            chosen["hardware"],
-        )
+        phases: dict[str, int] = {}
+        most = 0
+        for phase, event, alive in [*passes[letters["b"] > 1], *stepping]:
+            total = sum(_value(formula, letters) for _, _, formula in held + alive)
+            phases[phase] = max(phases.get(phase, 0), total)
+            if total > most:
+                most, top = total, (phase, event, held + alive)
+        lines = []
+        for name, component, formula in top[2]:
+            if amount := _value(formula, letters):
+                lines.append(Line(name, amount, component, note=formula))
+        lines.sort(key=lambda line: peak.COMPONENTS.index(line.component))
+        return peak.Peak(lines, *top[:2], phases, chosen["hardware"])
 
     def _repr_html_(self) -> str:
         data = self.tables | {"shape": SHAPE, "components": peak.COMPONENTS, "sections": SECTIONS}
@@ -225,18 +213,23 @@ class Calculator:
             _field("room", "its memory in GB", memory[device]),
             f"<details><summary>Another shape of this model</summary><div>{shape}</div></details>",
         ]
-        peak_at_start = self.evaluate(seq_len=tokens)
+        first_peak = self.evaluate(seq_len=tokens)
         return (
-            '<div class="lu-calculator">\n<form aria-label="Settings of the memory calculator" autocomplete="off" data-lm-suppress-shortcuts="true" hidden>'
-            f'{"".join(fields)}</form>\n<p class="lu-wrong" role="alert"></p>\n<div class="lu-result" role="group" aria-label="Result">'
-            f"<p>At the start: {html.escape(peak_at_start.phase)}, after {html.escape(peak_at_start.event)}. Run the cell, or trust the notebook, to set "
-            f"the sizes.</p>{peak_at_start._repr_html_()}</div>\n<style>{_STYLE}</style>\n"
-            f'<script type="application/json">"{packed}"</script>\n<script>{_SCRIPT}</script>\n</div>'
+            '<div class="lu-calculator">\n<form aria-label="Settings of the memory calculator" '
+            'autocomplete="off" data-lm-suppress-shortcuts="true" hidden>'
+            f'{"".join(fields)}</form>\n<p class="lu-wrong" role="alert"></p>\n'
+            '<div class="lu-result" role="group" aria-label="Result">'
+            f"<p>At the start: {first_peak.phase}, after {html.escape(first_peak.event)}. "
+            "Run the cell, or trust the notebook, to set the sizes.</p>"
+            f"{first_peak._repr_html_()}</div>\n<style>{_STYLE}</style>\n"
+            f'<script type="application/json">"{packed}"</script>\n'
+            f"<script>{_SCRIPT}</script>\n</div>"
         )
 
 
 def _field(name: str, label: str, start: Any) -> str:
-    return f'<label>{html.escape(label)} <input name="{name}" inputmode="decimal" value="{start}"></label>'
+    field = f'<input name="{name}" inputmode="decimal" value="{start}">'
+    return f"<label>{html.escape(label)} {field}</label>"
 
 
 def _choice(
@@ -246,11 +239,10 @@ def _choice(
     values: Sequence[Any] | None = None,
     start: str = "",
 ) -> str:
-    places = enumerate(options) if values is None else zip(values, options, strict=True)
-    told = "".join(
-        f'<option value="{html.escape(str(value))}"{" selected" * (text == start)}>{html.escape(text)}</option>'
-        for value, text in places
-    )
+    told = ""
+    for value, text in enumerate(options) if values is None else zip(values, options, strict=True):
+        chosen = " selected" * (text == start)
+        told += f'<option value="{html.escape(str(value))}"{chosen}>{html.escape(text)}</option>'
     return f'<label>{label} <select name="{name}">{told}</select></label>'
 
 
@@ -258,12 +250,9 @@ _Line = tuple[str, str, str]  # name, component, formula
 _Moment = tuple[str, str, tuple[_Line, ...]]  # phase, event, what is alive beside what always is
 
 
-def _kind(model: ModelConfig) -> walk.Kind:
-    return peak._kind(model, _ONE, peak.ALONE)
-
-
-def _step(kind: walk.Kind, *, precision: str, **options: Any) -> Any:
-    return peak._symbolic(kind._replace(half=WIDTHS[precision], **options))
+def _kind(model: ModelConfig, batch: int = 1, **options: Any) -> formulas.Kind:
+    train = TrainConfig(micro_batch=batch, global_batch=2 * batch, **options)
+    return formulas.kind(model, train, Mesh(dp=2))
 
 
 def _every(*names: str) -> Iterable[tuple[str, ...]]:
@@ -271,162 +260,101 @@ def _every(*names: str) -> Iterable[tuple[str, ...]]:
     return itertools.product(*(CHOICES[name] for name in names))
 
 
-@cache
-def _states(
-    kind: walk.Kind, precision: str, optimizer: str, zero: str
-) -> tuple[tuple[_Line, ...], list[_Moment]]:
-    """What is alive all the time, and the moments of the optimizer's step."""
-    step = _step(kind, **PRECISION[precision], **OPTIMIZER[optimizer], **ZERO[zero])
-    return _lines(step, {1}, held=True)[0][2], _moments(step, ("optimizer",))
+def every_kind(model: ModelConfig) -> Iterable[formulas.Kind]:
+    """The kinds of step that the panel shows for a model of this kind."""
+    for at in _every("precision", "optimizer", "zero"):
+        yield _stepping(model, *at)
+    for at in _every("precision", "attention", "checkpointing", "zero"):
+        yield from (_passing(model, batch, *at) for batch in (1, 2))
 
 
-@cache
-def _passes(
-    kind: walk.Kind, precision: str, attention: str, checkpointing: str, zero: str
-) -> tuple[list[_Moment], list[_Moment]]:
+def _stepping(model: ModelConfig, precision: str, optimizer: str, zero: str) -> formulas.Kind:
+    return _kind(model, 2, **PRECISION[precision], **OPTIMIZER[optimizer], **ZERO[zero])
+
+
+def _passing(model: ModelConfig, batch: int, *at: str) -> formulas.Kind:
+    """A step whose optimizer keeps nothing and does little, for its forward and backward passes."""
+    names = ("precision", "attention", "checkpointing", "zero")
+    chosen = [CHOICES[name][label] for name, label in zip(names, at, strict=True)]
+    options: dict = functools.reduce(operator.or_, chosen)
+    return _kind(model, batch, optimizer="sgd", stepping="foreach", **options)
+
+
+@functools.cache
+def _states(model: ModelConfig, *at: str) -> tuple[tuple[_Line, ...], list[_Moment]]:
+    """What the optimizer keeps from step to step, and the moments of its own step."""
+    forms = [form for form in formulas.fullest(_stepping(model, *at)) if form.phase == "optimizer"]
+    kept = {line for line in forms[0].lines if line[1] == "optimizer" and line[0] != MASTERS}
+    held = _lines({line: forms[0].lines[line] for line in forms[0].lines if line in kept}, model)
+    return held, [_moment(form, model, kept) for form in forms]
+
+
+@functools.cache
+def _passes(model: ModelConfig, *at: str) -> tuple[list[_Moment], ...]:
     """The moments of the forward and the backward pass, for one sequence and for several."""
-    options = (
-        PRECISION[precision] | ATTENTION[attention] | CHECKPOINTING[checkpointing] | ZERO[zero]
-    )
-    one, several = (_step(kind, batch=batch, optimizer="sgd", **options) for batch in (False, True))
-    moments = _moments(one, ("forward", "backward"))
-    return moments, moments if _story(one) == _story(several) else _moments(
-        several, ("forward", "backward")
-    )
-
-
-def _story(step: Any) -> list:
-    """What tells one walk from another."""
-    lives = [
-        (
-            life.name,
-            life.component,
-            life.birth,
-            life.death,
-            getattr(life.nbytes, "terms", life.nbytes),
-        )
-        for life in step.lives
-    ]
-    return [step.moments, lives]
-
-
-@cache
-def _parameters(kind: walk.Kind) -> tuple[tuple[peak.Places, int], ...]:
-    """The number of parameters of a kind of model: products of letters and their factors."""
-    size = {letter: Polynomial.letter(letter) for letter in peak.LETTERS}
-    layers = size["L"] if kind.layers == peak.WALKED else kind.layers
-    return tuple(
-        peak._factors(
-            (
-                sum(walk.layer(size, kind).values()) * layers
-                + sum(walk.around(size, kind).values())
-            ).terms
-        ).items()
-    )
-
-
-def _lines(step: Any, at: set[int], *, held: bool = False) -> list[_Moment]:
-    """The moments `at`, with what is `held` from beginning to end, or with all else."""
     found = []
-    whole = _parameters(step.kind)
-    for i, alive in step.held(
-        lambda life: (life.birth == 0) == held and (life.name, life.component), at
-    ):
-        lines: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
-        for (line, term), factor in alive.items():
-            if line:
-                lines[line][term] = factor
-        texts = {line: _text(tuple(terms.items()), whole) for line, terms in lines.items()}
-        found.append(
-            (*step.moments[i], tuple((*line, text) for line, text in texts.items() if text))
-        )
+    for batch in (1, 2):
+        forms = formulas.fullest(_passing(model, batch, *at))
+        found.append([_moment(form, model) for form in forms if form.phase != "optimizer"])
+    return tuple(found)
+
+
+@functools.cache
+def _parameters(model: ModelConfig) -> formulas.Terms:
+    """The number of parameters of a kind of model: products of letters, and how many tensors are of
+    that size."""
+    kind = _kind(model, 2, precision="fp32", optimizer="sgd", stepping="foreach")
+    weights = formulas.fullest(kind)[0].lines["weights", "weights"]
+    return {product: factor // 4 for product, factor in weights.items()}
+
+
+def _moment(
+    form: formulas.Form, model: ModelConfig, kept: Iterable[tuple[str, str]] = ()
+) -> _Moment:
+    alive = {line: terms for line, terms in form.lines.items() if line not in kept}
+    return form.phase, form.event, _lines(alive, model)
+
+
+def _lines(alive: formulas.Lines, model: ModelConfig) -> tuple[_Line, ...]:
+    whole = _parameters(model)
+    return tuple((*line, _text(terms, whole)) for line, terms in alive.items())
+
+
+def _text(terms: formulas.Terms, whole: formulas.Terms) -> str:
+    """A formula for the reader; a multiple of all parameters is so many Ψ, and of a device's share
+    of each of them so many P."""
+    shares = {f"{product}/": count for product, count in whole.items()}
+    for letter, parts in (("Ψ", whole), ("P", shares)):
+        product, count = next(iter(parts.items()))
+        times = terms.get(product, 0) // count
+        if times > 0 and terms == {product: times * count for product, count in parts.items()}:
+            return f"{times}{letter}"
+    return formulas.written(terms)
+
+
+@functools.cache
+def _parsed(formula: str) -> list[tuple[int, str, bool]]:
+    """The factor of each product, its letters, and whether it is a device's share."""
+    found = []
+    for sign, factor, letters, share in _TERM.findall(formula):
+        product = "".join(one * _POWERS[power] for one, power in _POWER.findall(letters))
+        found.append((int(sign.replace("−", "-") + factor), product, bool(share)))
     return found
-
-
-@cache
-def _text(terms: tuple[tuple[str, int], ...], whole: tuple[tuple[peak.Places, int], ...]) -> str:
-    """A formula for the reader; a multiple of all parameters is so many Ψ."""
-    factors = peak._factors(dict(terms))
-    times = next(iter(factors.values()), 0) // whole[0][1]
-    return (
-        f"{times}Ψ"
-        if times and factors == {places: times * factor for places, factor in whole}
-        else peak._text(factors)
-    )
-
-
-def _moments(step: Any, phases: Iterable[str]) -> list[_Moment]:
-    """The moments that can be the fullest of their phase, in order."""
-    totals = {
-        i: {term: factor for (_, term), factor in alive.items()}
-        for i, alive in step.held(lambda life: None)
-    }
-    kept = [
-        i
-        for phase in phases
-        for i in _fullest([j for j in totals if step.moments[j][0] == phase], totals, step.moments)
-    ]
-    return _lines(step, set(kept))
-
-
-def _fullest(
-    places: Sequence[int],
-    totals: Mapping[int, Mapping[str, int]],
-    moments: Sequence[tuple[str, str]],
-) -> list[int]:
-    """Those of the `places` that can be the fullest for some letters: no other has as much of every product, and none lies on a line between others."""
-    terms = {
-        term: column
-        for column, term in enumerate(dict.fromkeys(term for i in places for term in totals[i]))
-    }
-    factors = np.zeros((len(places), len(terms)), dtype=np.int64)
-    for row, i in enumerate(places):
-        for term, factor in totals[i].items():
-            factors[row, terms[term]] = factor
-    kept = np.array(places)
-    # Most lie below a neighbor: what makes something is followed by more, what frees something follows it.
-    for way in (-1, 1):
-        neighbor = np.roll(factors, way, axis=0)
-        below = (factors <= neighbor).all(1) & (factors != neighbor).any(1)
-        kept, factors = kept[~below], factors[~below]
-    covered = (factors[:, None] <= factors).all(2)
-    covered &= ~(covered.T & np.triu(np.ones_like(covered)))  # of equals the first stays
-    left = kept[~covered.any(1)].tolist()
-    # The same moment of several layers: the first or the last is the fullest, for each adds as much as the one before.
-    between = {
-        middle
-        for first, middle in itertools.combinations(left, 2)
-        if (last := 2 * middle - first) in totals and moments[first] == moments[middle] == moments[last]
-        and last in left and _in_line(_minus(totals[middle], totals[first]), _minus(totals[last], totals[middle]))
-    }  # fmt: skip
-    return [i for i in left if i not in between]
-
-
-def _minus(terms: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
-    whole = {
-        term: terms.get(term, 0) - others.get(term, 0) for term in terms.keys() | others.keys()
-    }
-    return {term: factor for term, factor in whole.items() if factor}
-
-
-def _in_line(one: Mapping[str, int], two: Mapping[str, int]) -> bool:
-    """Whether two differences go the same way: equal, or one of them over the M layers that are not walked and one more."""
-    return one == two or _across(one) == two or one == _across(two)
-
-
-def _across(terms: Mapping[str, int]) -> dict[str, int]:
-    return _minus(terms, {"M" + term: -factor for term, factor in terms.items()})
 
 
 def _value(formula: str, letters: Mapping[str, int]) -> int:
     total = 0
-    for sign, factor, product in _TERM.findall(formula):
-        amount = int(sign.replace("−", "-") + factor)
-        for letter, power in _POWER.findall(product):
-            amount *= letters[letter] ** {"": 1, "²": 2, "³": 3}[power]
-        total += amount
+    for amount, product, share in _parsed(formula):
+        size = 1
+        for letter in product:
+            if letter == "L":
+                amount *= letters[letter]
+            else:
+                size *= letters[letter]
+        total += amount * (-(-size // letters["N"]) if share else size)
     return total
 
 
-_TERM = re.compile(r"(−?) ?(\d+)([^ ]*)")
+_TERM = re.compile(r"(−?) ?(\d+)([^ /]*)(/N)?")
 _POWER = re.compile(r"([A-Za-zΨ])([²³]?)")
+_POWERS = {"": 1, "²": 2, "³": 3}

@@ -495,14 +495,13 @@ plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **{n
 # not asking the driver:
 
 # %%
-trace = memory.trace_of(measure.storages(step, model, optimizer))
 replayer = memory.Allocator(units.parse("1 GiB"))
-memory.replay(trace, replayer)
+memory.replay(measure.storages(step, model, optimizer), replayer)
 peaks = {"tensors": measured.peak.ledger.total, "blocks": replayer.peak_allocated, "segments": replayer.peak_reserved}
 {name: units.text(amount) for name, amount in peaks.items()}
 
 # %% [markdown]
-# Blocks are multiples of 512 bytes, segments of 2 MiB. PyTorch's own trace, `torch.cuda.memory._snapshot()`, goes through `memory.trace_of_snapshot` in the same way. A recorded run on a GPU belongs here; this course does not have one yet.
+# Blocks are multiples of 512 bytes, segments of 2 MiB. A recorded run on a GPU belongs here; this course does not have one yet.
 
 # %% [markdown]
 # ## Where do the 60 GB of GPT-2 come from?
@@ -554,7 +553,8 @@ show(exercises.activation_bytes)
 # %% [markdown]
 # ## The calculator
 #
-# Everything above in one panel. For a given kind of step every line of the ledger is a polynomial in the letters $L, b, s, h, a, g, d, f, v$, at every moment; the page holds those of the moments
+# Everything above in one panel. Where do its formulas come from? From the step itself, run once, small, with a prime for each letter: a storage of
+# $4 \cdot 13 \cdot 17 \cdot 29$ bytes can only be $4bsv$. So, for a given kind of step, every line of the ledger is a polynomial in the letters $L, b, s, h, a, g, d, f, v$, at every moment; the page holds those of the moments
 # that can be the fullest, and puts your numbers into them. So each amount stands beside its formula, and the name of a component leads to where it is derived. It needs no kernel.
 
 # %%

@@ -1,5 +1,6 @@
-"""The predicted peak against torch's own MemTracker, line by line, also for models too large to build, whose tensors are fake."""
+"""The predicted peak against torch's own MemTracker, and against a dry run of the same step, also for models too large to build."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from labutils import memory
+from labutils import checkpointing, measure, memory, precision
 from labutils.config import ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.model import GPT
+from labutils.world import World
 
 SMALL = ModelConfig(num_layers=5, d_model=32, num_heads=4, d_ff=128, vocab_size=64, seq_len=16)
 STEPPING = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}
@@ -25,21 +27,48 @@ class Totals(MemTracker):
         self.memory_tracking = of_modules
 
 
-def tracked(config: ModelConfig, train: TrainConfig, tracker: MemTracker) -> Ledger:
-    """The peak of a step that begins with the optimizer's state, under MemTracker's own names."""
-    model = GPT(config, attention=train.attention)
-    optimizer = torch.optim.AdamW(model.parameters(), **STEPPING[train.stepping])
+@contextlib.contextmanager
+def default_dtype(dtype):
+    """Modules are built in `dtype`: fake ones cannot be converted."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def training(config: ModelConfig, train: TrainConfig):
+    """A step that begins with the optimizer's state, its model, its optimizer and its batch."""
+    half = train.precision != "fp32" and not train.autocast
+    with default_dtype(torch.bfloat16 if half else torch.float32):
+        model = GPT(config, attention=train.attention)
+    checkpointing.apply(model, train.checkpointing)
+    inner = torch.optim.AdamW(model.parameters(), **STEPPING[train.stepping])
+    optimizer = precision.MasterWeights(inner) if half else inner
     x, y = (torch.zeros(train.micro_batch, config.seq_len, dtype=torch.long) for _ in range(2))
+
+    def step():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=train.autocast):
+            loss = model.loss(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    tracker.track_external(model, optimizer, x, y)
+    return step, model, inner, (x, y)
+
+
+def tracked(config: ModelConfig, train: TrainConfig, tracker: MemTracker) -> Ledger:
+    """The peak of the step under MemTracker's own names."""
+    step, model, optimizer, batch = training(config, train)
+    masters = [weight for group in optimizer.param_groups for weight in group["params"]]
+    tracker.track_external(model, optimizer, *batch, *masters)
     with tracker:
-        loss = model.loss(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step()
     types = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     total = types.pop("Total")
     found = Ledger(Line(kind.value, amount) for kind, amount in types.items())
@@ -49,19 +78,22 @@ def tracked(config: ModelConfig, train: TrainConfig, tracker: MemTracker) -> Led
 
 def predicted(config: ModelConfig, train: TrainConfig) -> Ledger:
     """The same from `memory.predict`: MemTracker goes by the phase in which a tensor was made, where we go by what it is for."""
-    peak = memory.predict(config, train)
-    at_the_peak = {"forward": "Activation", "backward": "Temp", "optimizer": "Optstate"}[peak.phase]
     component = {
         "weights": "Parameter",
         "gradients": "Gradient",
         "optimizer": "Optstate",
         "activations": "Activation",
-        "buffers": at_the_peak,
     }
-    name = {"tables of cos and sin": "Buffer", "tokens and targets": "Other", "loss": "Activation"}
-    return Ledger(
-        Line(name.get(line.name, component[line.component]), line.amount) for line in peak
-    )
+    name = {"tables of cos and sin": "Buffer", "tokens and targets": "Other"}
+
+    def kind(line: Line) -> str:
+        if line.component == "buffers" and line.name not in name:
+            if "optimizer" in line.name:
+                return "Optstate"
+            return "Temp" if line.name.endswith("backward") else "Activation"
+        return name.get(line.name, component.get(line.component))
+
+    return Ledger(Line(kind(line), line.amount) for line in memory.predict(config, train))
 
 
 @pytest.mark.parametrize("stepping", STEPPING)
@@ -79,13 +111,8 @@ def test_a_small_model(attention, stepping):
     [
         ("gpt2-xl", 1024, 8, "plain", "backward"),  # 104 GB
         ("llama-2-7b", 4096, 4, "sdpa", "backward"),  # 275 GB
-        (
-            "llama-2-7b",
-            256,
-            1,
-            "sdpa",
-            "optimizer",
-        ),  # 109 GB: few tokens, so the optimizer has the fullest moment
+        # 109 GB: few tokens, so the optimizer has the fullest moment
+        ("llama-2-7b", 256, 1, "sdpa", "optimizer"),
     ],
 )
 def test_a_model_too_large_to_build(name, seq_len, micro_batch, attention, phase):
@@ -98,3 +125,31 @@ def test_a_model_too_large_to_build(name, seq_len, micro_batch, attention, phase
     diff = predicted(config, train).diff(found)
     assert diff.unexplained == 0, str(diff)
     assert memory.predict(config, train).phase == phase
+
+
+PRECISIONS = {
+    "fp32": dict(precision="fp32"),
+    "bf16": dict(precision="bf16"),
+    "autocast": dict(precision="bf16", autocast=True),
+}
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("kind", PRECISIONS)
+@pytest.mark.parametrize("name, layers", [("gpt2", 12), ("gpt2-xl", 6), ("llama-2-7b", 6)])
+def test_formula_dry_run_and_tracker_agree(name, layers, kind, policy):
+    """In full width; with so many of their layers, as each of them takes a dry run about 0.1 s."""
+    config = replace(ModelConfig.named(name), num_layers=layers)
+    train = TrainConfig(
+        micro_batch=2, global_batch=2, checkpointing=policy, stepping="foreach", **PRECISIONS[kind]
+    )
+
+    def dry(rank):
+        step, model, optimizer, _ = training(config, train)
+        return measure.history(step, model, optimizer).peak.ledger.total
+
+    with World(1, engine="dry") as world:
+        by_dry_run = world.run(dry, rank=0)
+    with FakeTensorMode():
+        by_tracker = tracked(config, train, Totals()).total
+    assert memory.predict(config, train).total == by_dry_run == by_tracker

@@ -113,7 +113,7 @@ def test_a_shape_of_ones_own_is_computed_as_well(page, panel):
         ("devices", "9" * 30, "The number of devices must be at most 1,000,000,000,000"),
         ("room", "much", "The memory of a device must be a number of GB above 0, not “much”."),
         ("room", "0", "The memory of a device must be a number of GB above 0, not “0”."),
-        ("L", "3", "The formulas of this model are for 4 or more layers, not 3."),
+        ("L", "2", "The formulas of this model are for 3 or more layers, not 2."),
         ("g", "5", "5 key–value heads do not divide 12 heads: choose a divisor of 12."),
         (
             "g",
