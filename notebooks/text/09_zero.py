@@ -464,7 +464,7 @@ units.text(one_unit), units.text(history.peak.ledger.total)
 
 # %%
 def dry_step(rank, config):
-    """The layout, and what a step holds after the one that makes optimizer state."""
+    """The layout, and what a step holds that is not the optimizer's first."""
     model = zero.shard(GPT(config, attention="sdpa"), rank.comm("dp"))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     tokens = torch.zeros(1, 8192, dtype=torch.long)
@@ -474,7 +474,10 @@ def dry_step(rank, config):
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
+    for piece in model.parameters():
+        piece.grad = torch.zeros_like(piece) if len(piece) else None
+    optimizer.step()  # makes its state
+    optimizer.zero_grad()
     return zero.layout(model), measured(step, model, optimizer).peak.ledger
 
 
@@ -486,13 +489,13 @@ with World(n, engine="dry") as dry:
         config = dataclasses.replace(largest, num_layers=layers)
         layout, held = dry.run(dry_step, config, rank=rank)
         states = zero.predict_held(layout, n, 3, rank=rank).diff(held)
-        books = zero.predict_sent(layout, n, 3, rank=rank, steps=2, start=True)
+        books = zero.predict_sent(layout, n, 3, rank=rank, start=True)
         row = f"{held.total:15,} B {states.unexplained:12}"
         row += f" {books.total:15,} B {books.diff(dry.ledger).unexplained:12}"
         print(f"{rank:7,} {layers:7} {row}")
 
 # %% [markdown]
-# Rank 11,111 ran all 126 layers, rank 0 and the last one two, to save your time. "Sent" is the start, where rank 0 sends its weights down a tree, and two steps.
+# Rank 11,111 ran all 126 layers, rank 0 and the last one two, to save your time. "Sent" is the start, where rank 0 sends its weights down a tree, and a step.
 # A share of the model states is 16Ψ/N, 0.4 GB; nearly all that is held is one layer and the next, with their gradients, and the embeddings.
 #
 # ### Exercise 9.2 · Gather, use, free (15 min, ●●○)
