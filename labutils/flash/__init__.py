@@ -14,26 +14,3 @@ from labutils.flash.algorithms import (
 )
 from labutils.flash.counting import block_sizes, counted, traffic
 from labutils.flash.fused import Roof, layernorm, moved, one_pass, passes, softmax, swiglu
-
-__all__ = [
-    "OnlineSoftmax",
-    "Roof",
-    "SlowMemory",
-    "Tiling",
-    "attention",
-    "attention_flops",
-    "backward",
-    "block_sizes",
-    "counted",
-    "forward",
-    "layernorm",
-    "merge",
-    "moved",
-    "one_pass",
-    "online",
-    "passes",
-    "plain",
-    "softmax",
-    "swiglu",
-    "traffic",
-]

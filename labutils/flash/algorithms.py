@@ -23,8 +23,6 @@ from torch import Tensor
 
 from labutils import units
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 
 def plain(
     q: Float[Tensor, "b a s_q d"],
@@ -38,16 +36,17 @@ def plain(
 
     Cost: 4·s_q·s_k·d FLOPs a head forward, and s_q·s_k weights a head kept for the backward.
     """
-    problem = checked(q, k, v, causal, offset)
-    scores = q @ _repeat_heads(k, q).mT * problem.scale
-    hidden = _hidden(slice(0, q.shape[2]), slice(0, k.shape[2]), problem.offset, q.device)
+    problem = problem_of(q, k, v, causal, offset)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * problem.scale
+    hidden = _hidden(*problem.tiling.whole, problem.tiling.offset, q.device)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
     lse = scores.to(problem.dtype).logsumexp(-1)
     blind = (lse == -math.inf)[..., None]  # rows without a key, which softmax would make 0/0
     if blind.any():
         scores = scores.masked_fill(blind, 0)
-    return (scores.softmax(-1) @ _repeat_heads(v, q)).masked_fill(blind, 0), lse
+    return (scores.softmax(-1) @ v).masked_fill(blind, 0), lse
 
 
 class OnlineSoftmax:
@@ -80,8 +79,7 @@ class OnlineSoftmax:
     ) -> None:
         self.out = torch.zeros(heads, rows, width, dtype=dtype, device=device)
         self.total = torch.zeros(heads, rows, 1, dtype=dtype, device=device)
-        # The lowest finite number, not −inf: a row that has seen nothing must not compute −inf −
-        # (−inf).
+        # The lowest finite number: a row that has seen nothing must not compute −inf − (−inf).
         self.top = torch.full_like(self.total, torch.finfo(dtype).min)
 
     def add(
@@ -89,9 +87,7 @@ class OnlineSoftmax:
     ) -> None:
         """Takes one more block into account. Overwrites `scores`."""
         top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
-        rescale = (
-            self.top - top
-        ).exp_()  # what was summed under the old maximum, in terms of the new one
+        rescale = (self.top - top).exp_()  # from the old maximum to the new one
         weights = scores.sub_(top).exp_()
         self.total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
         self.out.mul_(rescale).baddbmm_(weights, values)
@@ -117,11 +113,6 @@ def online(
         if state is None:
             state = OnlineSoftmax(1, 1, values.shape[1], dtype=dtype, device=values.device)
         state.add(scores[None, None].to(dtype, copy=True), values[None].to(dtype))
-    if state is None:
-        raise ValueError(
-            "online needs at least one block of (scores, values): without one the width of the "
-            "output is unknown"
-        )
     out, lse = state.finish()
     return out[0, 0], lse[0, 0, 0]
 
@@ -135,6 +126,11 @@ class Tiling:
     block_q: int
     block_k: int
     offset: int | None = None
+
+    @property
+    def whole(self) -> tuple[slice, slice]:
+        """All queries and all keys: the one tile of the textbook."""
+        return slice(0, self.s_q), slice(0, self.s_k)
 
     @property
     def query_blocks(self) -> list[slice]:
@@ -168,9 +164,7 @@ class SlowMemory:
     """
 
     def __init__(self, kv_heads: int, **tensors: Tensor) -> None:
-        self.tensors = {
-            name: tensor.unflatten(1, (kv_heads, -1)) for name, tensor in tensors.items()
-        }
+        self.tensors = {name: x.unflatten(1, (kv_heads, -1)) for name, x in tensors.items()}
         self.moved: dict[tuple[str, str], int] = {}  # bytes by (direction, name)
 
     def _tile(self, direction: str, name: str, at: slice) -> Tensor:
@@ -203,23 +197,14 @@ class Problem:
     kv_heads: int
     dtype: torch.dtype
 
-    @property
-    def offset(self) -> int | None:
-        """How far a causal mask is shifted; None where nothing is causal."""
-        return self.tiling.offset
-
     def scores(
-        self,
-        q: Float[Tensor, "heads q d"],
-        k: Float[Tensor, "heads k d"],
-        rows: slice,
-        columns: slice,
+        self, q: Float[Tensor, "heads q d"], k: Float[Tensor, "heads k d"], at: tuple[slice, slice]
     ) -> Float[Tensor, "heads q k"]:
         """One tile of scores, −inf where a query must not look."""
         scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.mT, beta=0, alpha=self.scale)
-        hidden = _hidden(rows, columns, self.offset, q.device)
+        hidden = _hidden(*at, self.tiling.offset, q.device)
         if hidden is not None:
-            scores.unflatten(1, (-1, rows.stop - rows.start)).masked_fill_(hidden, -math.inf)
+            scores.unflatten(1, (-1, len(hidden))).masked_fill_(hidden, -math.inf)
         return scores
 
 
@@ -234,7 +219,7 @@ def forward(memory: SlowMemory, problem: Problem) -> None:
         state = OnlineSoftmax(*q.shape, dtype=dtype, device=q.device)
         for columns in problem.tiling.keys_of(rows):
             k, v = memory.load("K", columns, dtype), memory.load("V", columns, dtype)
-            state.add(problem.scores(q, k, rows, columns), v)
+            state.add(problem.scores(q, k, (rows, columns)), v)
         out, lse = state.finish()
         memory.store("O", rows, out)
         memory.store("lse", rows, lse)
@@ -253,38 +238,29 @@ def backward(memory: SlowMemory, problem: Problem) -> None:
     """
     dtype = problem.dtype
     for rows in problem.tiling.query_blocks:
-        memory.store("D", rows, _row_sums(memory, rows, dtype))
+        d_out, out = memory.load("dO", rows, dtype), memory.load("O", rows, dtype)
+        minus_d_lse = memory.load("D", rows, dtype)
+        memory.store("D", rows, minus_d_lse + (d_out * out).sum(-1, keepdim=True))
     for columns in problem.tiling.key_blocks:
         k, v = memory.load("K", columns, dtype), memory.load("V", columns, dtype)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for rows in problem.tiling.queries_of(columns):
-            _backward_tile(memory, problem, (rows, columns), (k, v), (dk, dv))
+            _backward_tile(memory, problem, (rows, columns), k, v, dk, dv)
         memory.store("dK", columns, dk)
         memory.store("dV", columns, dv)
 
 
-def _row_sums(memory: SlowMemory, rows: slice, dtype: torch.dtype) -> Tensor:
-    """D of a block of queries."""
-    product = memory.load("dO", rows, dtype) * memory.load("O", rows, dtype)
-    return memory.load("D", rows, dtype) + product.sum(-1, keepdim=True)
-
-
 def _backward_tile(
-    memory: SlowMemory,
-    problem: Problem,
-    tile: tuple[slice, slice],
-    kv: tuple[Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor],
+    memory: SlowMemory, problem: Problem, tile: tuple[slice, slice], *keys: Tensor
 ) -> None:
     """Adds what one tile contributes to dQ, in slow memory, and to dK and dV."""
-    (rows, columns), (k, v), (dk, dv), dtype = tile, kv, gradients, problem.dtype
+    (k, v, dk, dv), rows, dtype = keys, tile[0], problem.dtype
     q, d_out = memory.load("Q", rows, dtype), memory.load("dO", rows, dtype)
     lse, delta = memory.load("lse", rows, dtype), memory.load("D", rows, dtype)
     lse = lse.masked_fill(lse == -math.inf, 0)
-    weights = problem.scores(q, k, rows, columns).sub_(lse).exp_()
+    weights = problem.scores(q, k, tile).sub_(lse).exp_()
     dv.baddbmm_(weights.mT, d_out)
-    # In place: at most two tiles are alive.
-    d_scores = weights.mul_(torch.bmm(d_out, v.mT).sub_(delta))
+    d_scores = weights.mul_(torch.bmm(d_out, v.mT).sub_(delta))  # at most two tiles are alive
     dk.baddbmm_(d_scores.mT, q, alpha=problem.scale)
     dq = memory.load("dQ", rows, dtype)
     memory.store("dQ", rows, torch.baddbmm(dq, d_scores, k, alpha=problem.scale))
@@ -336,7 +312,7 @@ def attention(
     k, v, out and lse; nothing is s_q × s_k.
     Source: FlashAttention-2 (2307.08691), algorithms 1 and 2.
     """
-    return _Attention.apply(q, k, v, checked(q, k, v, causal, offset, block_q, block_k))
+    return _Attention.apply(q, k, v, problem_of(q, k, v, causal, offset, block_q, block_k))
 
 
 def merge(
@@ -356,12 +332,6 @@ def merge(
     >>> torch.allclose(merge(*halves[0], *halves[1])[0], attention(q, k, v)[0])
     True
     """
-    if not o1.shape == o2.shape == (*lse1.shape, o1.shape[-1]) or lse1.shape != lse2.shape:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (o1, lse1, o2, lse2))
-        raise ValueError(
-            f"merge needs two outputs (…, d) of one shape and two lse (…), got {shapes}: were both "
-            "over the same queries?"
-        )
     # The maximum cancels: no gradient through it, and any number where both are −inf.
     top = torch.maximum(lse1, lse2).detach().clamp_min(torch.finfo(lse1.dtype).min)
     w1, w2 = (lse1 - top).exp(), (lse2 - top).exp()
@@ -373,13 +343,7 @@ def merge(
 
 
 def attention_flops(
-    s: int,
-    d: int,
-    heads: int = 1,
-    *,
-    s_k: int | None = None,
-    causal: bool = False,
-    backward: bool = False,
+    s: int, d: int, heads: int = 1, *, s_k: int = 0, causal: bool = False, backward: bool = False
 ) -> int:
     """FLOPs of attention's matrix products, forward or backward; causal is half, as in the papers.
 
@@ -388,12 +352,12 @@ def attention_flops(
     >>> attention_flops(1024, 64, backward=True) / attention_flops(1024, 64)
     2.5
 
-    Source: FlashAttention-2 (2307.08691), section 4.1. Two products of s × s_k × d forward, five
-    backward.
+    s_k: keys, where they are not as many as queries
+
+    Source: FlashAttention-2 (2307.08691), section 4.1: two products of s × s_k × d, five backward.
     """
-    sizes = dict(s=s, d=d, heads=heads, s_k=s if s_k is None else s_k)
-    product = 2 * math.prod(units.whole(size, name, 1) for name, size in sizes.items())
-    return product * (5 if backward else 2) // (2 if causal else 1)
+    products = 5 if backward else 2
+    return 2 * heads * s * (s_k or s) * d * products // (2 if causal else 1)
 
 
 def _blocks(n: int, block: int) -> list[slice]:
@@ -408,73 +372,31 @@ def _hidden(rows: slice, columns: slice, offset: int | None, device: torch.devic
     return j > i[:, None] + offset
 
 
-def _repeat_heads(kv: Tensor, q: Tensor) -> Tensor:
-    return kv.repeat_interleave(q.shape[1] // kv.shape[1], 1)
-
-
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: object,
-    offset: object,
-    block_q: object = None,
-    block_k: object = None,
+def problem_of(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int | None, block_q=None, block_k=None
 ) -> Problem:
-    """The problem that these arguments state, or an error that says which cannot be.
-
-    Any object may have been given.
-    """
-    _check_tensors(q, k, v)
-    (b, a, s_q, d), (_, g, s_k, _) = q.shape, k.shape
+    """The problem that the arguments of `attention` state."""
+    alike = q.dtype == k.dtype == v.dtype and k.shape == v.shape
+    if not alike or q.dim() != 4 or q.shape[::3] != k.shape[::3] or q.shape[1] % k.shape[1]:
+        got = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k, v))
+        raise ValueError(
+            "attention takes q (b, a, s_q, d) and k, v (b, g, s_k, d) of one dtype, where g "
+            f"divides a, got {got}"
+        )
     if offset is not None and not causal:
         raise ValueError(f"offset={offset} shifts a causal mask: give causal=True with it")
-    if offset is not None and (isinstance(offset, bool) or not isinstance(offset, int)):
-        raise TypeError(
-            f"offset must be a whole number of keys, got {offset!r} ({type(offset).__name__})"
-        )
-    defaults = default_blocks(b * a)
-    block_q = units.whole(defaults[0] if block_q is None else block_q, "block_q", 1)
-    block_k = units.whole(defaults[1] if block_k is None else block_k, "block_k", 1)
+    (b, a, s_q, d), (_, g, s_k, _) = q.shape, k.shape
+    default_q, default_k = default_blocks(b * a)
+    block_q = units.whole(default_q if block_q is None else block_q, "block_q", 1)
+    block_k = units.whole(default_k if block_k is None else block_k, "block_k", 1)
     if causal and offset is None:
         offset = s_k - s_q
     tiling = Tiling(s_q, s_k, block_q, block_k, offset)
     return Problem(tiling, d**-0.5, g, _accumulator(q.dtype))
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(
-            f"attention takes q (b, a, s_q, d) and k, v (b, g, s_k, d), got {shapes}: add the "
-            "missing dims with unsqueeze"
-        )
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            "q, k and v must agree in batch and head width, k and v also in heads and length, got "
-            f"{shapes}"
-        )
-    if 0 in (*q.shape, *k.shape):
-        raise ValueError(f"attention needs at least one of everything, got {shapes}: a dim is 0")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"{k.shape[1]} key–value heads do not divide {q.shape[1]} query heads: each must serve "
-            "the same number of them"
-        )
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(
-            f"q, k and v must share one dtype of {known}, got {q.dtype}, {k.dtype}, {v.dtype}: "
-            "cast with .to(…)"
-        )
-    if not q.device == k.device == v.device:
-        raise ValueError(
-            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
-        )
 
 
 def default_blocks(heads: int) -> tuple[int, int]:

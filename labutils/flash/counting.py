@@ -7,17 +7,16 @@ flash-2    FlashAttention-2, algorithms 1 and 2: queries outside, the output wri
            `flash.attention` runs
 """
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from labutils import units
 from labutils.flash import algorithms
 from labutils.flash.algorithms import Problem, SlowMemory, Tiling
 from labutils.ledger import Ledger, Line
-
-ALGORITHMS = ("plain", "flash-1", "flash-2")
 
 
 def block_sizes(fast: int, d: int) -> tuple[int, int]:
@@ -30,7 +29,7 @@ def block_sizes(fast: int, d: int) -> tuple[int, int]:
 
     Source: FlashAttention (2205.14135), algorithm 1, line 1.
     """
-    block_k = -(-units.whole(fast, "fast", 1) // (4 * units.whole(d, "d", 1)))
+    block_k = -(-fast // (4 * d))
     return min(block_k, d), block_k
 
 
@@ -52,8 +51,7 @@ def traffic(
 ) -> Ledger:
     """Bytes loaded from and stored to slow memory by one pass of attention.
 
-    s, s_k: queries, and keys if there are not as many
-    heads, kv_heads: query heads, and key–value heads if there are not as many
+    s_k, kv_heads: keys and key–value heads, where they are not as many as queries
     backward: the backward pass alone, whose sum dQ is kept in `stat_itemsize`
     itemsize, stat_itemsize: bytes of a number, and of a row's statistics
     whole_blocks: a short last block is moved as a full one, as a kernel that pads does
@@ -70,16 +68,6 @@ def traffic(
     """
     kv_heads = heads if kv_heads is None else kv_heads
     s_k = s if s_k is None else s_k
-    sizes = dict(s=s, d=d, block_q=block_q, block_k=block_k, heads=heads, kv_heads=kv_heads)
-    sizes |= dict(s_k=s_k, itemsize=itemsize, stat_itemsize=stat_itemsize)
-    for name, size in sizes.items():
-        units.whole(size, name, 1)
-    if heads % kv_heads:
-        raise ValueError(
-            f"{kv_heads} key–value heads do not divide {heads} query heads: each must serve the "
-            "same number of them"
-        )
-    _known(algorithm, backward)
     offset = s_k - s if causal else None
     if whole_blocks and algorithm != "plain":
         s, s_k = -(-s // block_q) * block_q, -(-s_k // block_k) * block_k
@@ -87,7 +75,7 @@ def traffic(
     q, kv = heads * s * d * itemsize, kv_heads * s_k * d * itemsize
     square, stat = heads * s * s_k * itemsize, heads * s * stat_itemsize
     amounts = _Amounts(q, kv, square, stat, q * stat_itemsize // itemsize, tiling)
-    return _ledger(_moves(algorithm, backward, amounts))
+    return ledger_of(_moves(algorithm, backward, amounts))
 
 
 @dataclass(frozen=True)
@@ -136,6 +124,8 @@ def _moves(algorithm: str, backward: bool, x: _Amounts) -> dict[tuple[str, str],
             load = dict(dO=q + q_again, O=q, D=stat + stat_again, K=kv, V=kv)
             load |= dict(Q=q_again, lse=stat_again, dQ=dq)
             store = dict(D=stat, dQ=dq, dK=kv, dV=kv)
+        case _:
+            raise ValueError(f"no formula for {algorithm!r} with {backward=}")
     moved = {("load", name): amount for name, amount in load.items()}
     return moved | {("store", name): amount for name, amount in store.items()}
 
@@ -155,8 +145,7 @@ def counted(
 
     (out,) of the forward pass, or (dq, dk, dv) of the backward pass alone where `d_out` is given.
     """
-    _known(algorithm, d_out is not None)
-    problem = algorithms.checked(q, k, v, causal, None, block_q, block_k)
+    problem = algorithms.problem_of(q, k, v, causal, None, block_q, block_k)
     stat = q.new_empty(*q.shape[:3], 1, dtype=problem.dtype)
     scratch = _scratch(algorithm, stat, k)
     memory = SlowMemory(problem.kv_heads, Q=q, K=k, V=v, O=torch.empty_like(q), **scratch)
@@ -164,10 +153,6 @@ def counted(
     run(memory, problem)
     results = ("O",)
     if d_out is not None:
-        if d_out.shape != q.shape:
-            raise ValueError(
-                f"d_out must have the shape of q, {tuple(q.shape)}, got {tuple(d_out.shape)}"
-            )
         results = ("dQ", "dK", "dV")
         dq = torch.zeros_like(q, dtype=q.dtype if algorithm == "plain" else problem.dtype)
         gradients = dict(dO=d_out, dQ=dq, dK=torch.empty_like(k), dV=torch.empty_like(v))
@@ -176,7 +161,7 @@ def counted(
         run = {"plain": _plain_backward, "flash-2": algorithms.backward}[algorithm]
         run(memory, problem)
     found = tuple(memory.tensors[name].flatten(1, 2).to(q.dtype) for name in results)
-    return found, _ledger(memory.moved)
+    return found, ledger_of(memory.moved)
 
 
 def _scratch(algorithm: str, stat: Tensor, k: Tensor) -> dict[str, Tensor]:
@@ -190,23 +175,21 @@ def _scratch(algorithm: str, stat: Tensor, k: Tensor) -> dict[str, Tensor]:
 
 def _plain(memory: SlowMemory, problem: Problem) -> None:
     """FlashAttention (2205.14135), algorithm 0: three steps from slow memory to slow memory."""
-    rows, columns = _everything(problem)
-
-    def load(name: str, at: slice) -> Tensor:
-        return memory.load(name, at, problem.dtype)
-
-    memory.store("S", rows, problem.scores(load("Q", rows), load("K", columns), rows, columns))
+    load, (rows, columns) = (
+        functools.partial(memory.load, dtype=problem.dtype),
+        problem.tiling.whole,
+    )
+    memory.store("S", rows, problem.scores(load("Q", rows), load("K", columns), (rows, columns)))
     memory.store("P", rows, load("S", rows).softmax(-1))
     memory.store("O", rows, torch.bmm(load("P", rows), load("V", columns)))
 
 
 def _plain_backward(memory: SlowMemory, problem: Problem) -> None:
     """FlashAttention (2205.14135), algorithm 3."""
-    rows, columns = _everything(problem)
-
-    def load(name: str, at: slice) -> Tensor:
-        return memory.load(name, at, problem.dtype)
-
+    load, (rows, columns) = (
+        functools.partial(memory.load, dtype=problem.dtype),
+        problem.tiling.whole,
+    )
     memory.store("dV", columns, torch.bmm(load("P", rows).mT, load("dO", rows)))
     memory.store("dP", rows, torch.bmm(load("dO", rows), load("V", columns).mT))
     weights, d_weights = load("P", rows), load("dP", rows)
@@ -223,7 +206,7 @@ def _flash_1(memory: SlowMemory, problem: Problem) -> None:
         k, v = memory.load("K", columns, dtype), memory.load("V", columns, dtype)
         for rows in problem.tiling.queries_of(columns):
             q, out, total, top = (memory.load(name, rows, dtype) for name in ("Q", "O", "l", "m"))
-            scores = problem.scores(q, k, rows, columns)
+            scores = problem.scores(q, k, (rows, columns))
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             weights, kept = (scores - new_top).exp(), total * (top - new_top).exp()
             new_total = kept + weights.sum(-1, keepdim=True)
@@ -233,25 +216,12 @@ def _flash_1(memory: SlowMemory, problem: Problem) -> None:
             memory.store("m", rows, new_top)
 
 
-def _everything(problem: Problem) -> tuple[slice, slice]:
-    return slice(0, problem.tiling.s_q), slice(0, problem.tiling.s_k)
-
-
 def _length(block: slice) -> int:
     return block.stop - block.start
 
 
-def _known(algorithm: str, backward: bool) -> None:
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}: use one of {', '.join(ALGORITHMS)}")
-    if backward and algorithm == "flash-1":
-        raise ValueError(
-            "the backward pass is counted for 'plain' and 'flash-2'; FlashAttention-1's differs "
-            "from the latter in loop order only"
-        )
-
-
-def _ledger(moved: dict[tuple[str, str], int]) -> Ledger:
+def ledger_of(moved: Mapping[tuple[str, str], int]) -> Ledger:
+    """Bytes by (direction, name) as a ledger."""
     return Ledger(
         Line(name, amount, component=direction) for (direction, name), amount in moved.items()
     )

@@ -198,22 +198,11 @@ def _launch(kernel, problem: algorithms.Problem, q: Tensor, k: Tensor, *tensors:
     """One program for each block of each head: of keys for `_backward_keys`, else of queries."""
     tiling, (b, a, _, d), g = problem.tiling, q.shape, k.shape[1]
     blocks, heads = (tiling.key_blocks, g) if kernel is _backward_keys else (tiling.query_blocks, a)
-    kernel[(len(blocks) * b * heads,)](
-        q,
-        k,
-        *tensors,
-        problem.scale * LOG2_E.value,
-        problem.offset or 0,
-        tiling.s_q,
-        tiling.s_k,
-        a // g,
-        CAUSAL=problem.offset is not None,
-        D=d,
-        WIDTH=_padded(d),
-        BLOCK_Q=tiling.block_q,
-        BLOCK_K=tiling.block_k,
-        num_stages=2,
-    )
+    grid = (len(blocks) * b * heads,)
+    numbers = (problem.scale * LOG2_E.value, tiling.offset or 0, tiling.s_q, tiling.s_k, a // g)
+    width = dict(D=d, WIDTH=_padded(d))
+    size = dict(BLOCK_Q=tiling.block_q, BLOCK_K=tiling.block_k, CAUSAL=tiling.offset is not None)
+    kernel[grid](q, k, *tensors, *numbers, **width, **size, num_stages=2)
 
 
 def triton_attention(
@@ -234,25 +223,15 @@ def triton_attention(
     time.
     """
     if triton is None:
-        raise ImportError(
-            "these kernels need the package triton (for Linux): pip install triton; "
-            "flash.attention runs without it"
-        )
+        raise ImportError("these kernels need the package triton (for Linux): pip install triton")
     if q.dtype == torch.float64:
-        raise TypeError(
-            "the Triton kernels sum in fp32: give them fp32, bf16 or fp16, or use flash.attention "
-            "for fp64"
-        )
+        raise TypeError("the Triton kernels sum in fp32: use flash.attention for fp64")
     default = default_block(q.shape[-1], q.dtype)
     block_q = default if block_q is None else block_q
     block_k = default if block_k is None else block_k
-    problem = algorithms.checked(q, k, v, causal, offset, block_q, block_k)
-    for name, block in (("block_q", block_q), ("block_k", block_k)):
-        if block < 16 or block & (block - 1):
-            raise ValueError(
-                f"{name} must be a power of two from 16 on, as the kernels' matrix products need, "
-                f"got {block}"
-            )
+    if not {block_q, block_k} <= {2**power for power in range(4, 16)}:
+        raise ValueError(f"blocks must be powers of two from 16 on, got {block_q} and {block_k}")
+    problem = algorithms.problem_of(q, k, v, causal, offset, block_q, block_k)
     _check_mode(q)
     return _Attention.apply(q, k, v, problem)
 
@@ -261,20 +240,13 @@ def _check_mode(q: Tensor) -> None:
     """An error where Triton was imported to do what these tensors do not allow."""
     interpreted = not isinstance(_forward, triton.JITFunction)
     if interpreted == isinstance(tl.sum, triton.JITFunction):
-        raise RuntimeError(
-            "triton was imported before this module could choose its interpreter: restart with "
-            "TRITON_INTERPRET=1 in the environment"
-        )
+        remedy = "restart with TRITON_INTERPRET=1 in the environment"
+        raise RuntimeError(f"triton was imported before its interpreter could be chosen: {remedy}")
     if interpreted and q.dtype == torch.bfloat16:
-        raise TypeError(
-            "Triton's interpreter has no bf16 (it would multiply the bit patterns): give it fp32 "
-            "or fp16, or run on a GPU"
-        )
+        raise TypeError("Triton's interpreter has no bf16: give it fp32 or fp16, or run on a GPU")
     if not interpreted and q.device.type == "cpu":
-        raise ValueError(
-            "the Triton kernels are compiled for the GPU: move q, k and v there, or start with "
-            "TRITON_INTERPRET=1 in the environment"
-        )
+        remedy = "move q, k and v there, or start with TRITON_INTERPRET=1"
+        raise ValueError(f"the Triton kernels are compiled for the GPU: {remedy}")
 
 
 def default_block(d: int, dtype: torch.dtype) -> int:
