@@ -19,28 +19,3 @@ from labutils.checkpointing.plans import (
     unroll,
 )
 from labutils.checkpointing.recompute import checkpoint
-
-__all__ = [
-    "POLICIES",
-    "Costs",
-    "Held",
-    "Plan",
-    "Run",
-    "Stage",
-    "Step",
-    "apply",
-    "binomial",
-    "binomial_evaluations",
-    "checkpoint",
-    "costs",
-    "frontier",
-    "keep_nothing",
-    "overhead",
-    "plan",
-    "run",
-    "segments",
-    "simulate",
-    "smallest_budget",
-    "stages",
-    "unroll",
-]

@@ -1,9 +1,9 @@
 """A plan carried out on a chain of modules, and a GPT as such a chain, or told to checkpoint."""
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from labutils import anatomy
-from labutils.checkpointing.plans import Costs, Plan, Run, Stage, phase_of
+from labutils.checkpointing.plans import Costs, Plan, Run, Stage, add_moment
 from labutils.checkpointing.recompute import Ambient, checkpoint
 from labutils.config import ModelConfig
-from labutils.ledger import Ledger, Line
 from labutils.timeline import History, Moment
 
 POLICIES = ("none", "selective", "full")
@@ -37,7 +36,8 @@ def run(chain: Sequence[nn.Module], plan: Plan, x: Tensor, gradient: Tensor | No
     if plan.n != len(chain):
         raise ValueError(f"the plan is for {plan.n} stages, the chain has {len(chain)}")
     now = _Execution(chain, x, gradient)
-    moments = [Moment("forward", "start", now.held)]
+    moments: list[Moment] = []
+    add_moment(moments, "start", *now.held)
     for step in plan.steps:
         if step.op == "drop":
             del now.values[step.at]
@@ -45,7 +45,7 @@ def run(chain: Sequence[nn.Module], plan: Plan, x: Tensor, gradient: Tensor | No
             now.backward(step.at)
         else:
             now.evaluate(step.at, record=step.op == "record")
-        moments.append(Moment(phase_of(moments, str(step)), str(step), now.held))
+        add_moment(moments, str(step), *now.held)
     evaluations = tuple(now.evaluations)
     return Run(evaluations, now.flops.total, History(moments), now.output, now.slopes[0])
 
@@ -68,8 +68,13 @@ class _Execution:
         self.output: Tensor | None = None
 
     @property
-    def held(self) -> Ledger:
-        return self.books.ledger(len(self.tapes), self.slopes)
+    def held(self) -> tuple[tuple[int, int, int], tuple[int, int]]:
+        """Bytes of values, interiors and gradient that are alive; how many values and interiors."""
+        for slope in self.slopes.values():
+            if slope is not None:
+                self.books.enter(slope, "gradient")
+        values, interiors, gradient = map(self.books.alive, ("values", "interiors", "gradient"))
+        return (sum(values), sum(interiors), sum(gradient)), (len(values), len(self.tapes))
 
     def evaluate(self, i: int, *, record: bool) -> None:
         """Makes xᵢ₊₁ from xᵢ, and records what the backward pass of stage i needs, or not."""
@@ -94,11 +99,6 @@ class _Execution:
         """Takes the gradient from xᵢ₊₁ to xᵢ; the interior, xᵢ₊₁ and its gradient go."""
         entered, left = self.tapes.pop(i)
         if left.requires_grad:
-            if i + 1 not in self.slopes and left.numel() != 1:
-                raise ValueError(
-                    f"the chain ends in {list(left.shape)}, not in one number: give run the "
-                    "gradient of that output"
-                )
             torch.autograd.backward(left, self.slopes.get(i + 1))
         self.slopes = {i: entered.grad}
         del self.values[i + 1]
@@ -122,31 +122,21 @@ def costs(chain: Sequence[nn.Module], x: Tensor) -> Costs:
             given = tape[1].detach()
             books.enter(given, "values")
             size = given.untyped_storage().nbytes()
-            interior = books.alive("interiors")
+            interior = sum(books.alive("interiors"))
             gradient = size if given.is_floating_point() else 0
             measured.append(Stage(flops.total, size, interior, gradient))
             del tape
     # 0 where the input shares its storage with something that the chain owns.
-    given = _Books(chain, x).alive("values")
+    given = sum(_Books(chain, x).alive("values"))
     return Costs(measured, given, x.untyped_storage().nbytes() if x.requires_grad else 0)
 
 
 def _evaluated(module: nn.Module, x: Tensor, ambient: Ambient | None) -> Tensor:
-    if ambient is None:
+    with contextlib.nullcontext() if ambient is None else ambient.replayed():
         out = module(x)
-    else:
-        with ambient.replayed():
-            out = module(x)
-    if not isinstance(out, Tensor):
-        raise TypeError(
-            f"{_called(module)} returns a {type(out).__name__}: a chain passes one tensor on, so "
-            "join it with its neighbors"
-        )
     if out.untyped_storage()._cdata == x.untyped_storage()._cdata:
-        raise ValueError(
-            f"{_called(module)} returns a view of its input, so neither can go while the other "
-            "stays: join it with its neighbor"
-        )
+        name = type(module).__name__
+        raise ValueError(f"{name} returns a view of its input: join it with its neighbor")
     return out
 
 
@@ -167,10 +157,6 @@ def _record(
         return entered, _evaluated(module, entered, ambient)
 
 
-def _called(module: object) -> str:
-    return getattr(module, "__qualname__", type(module).__name__)
-
-
 class _Flops(TorchDispatchMode):
     """Counts the FLOPs of matrix products (a multiply and an add are two), by PyTorch's table."""
 
@@ -178,9 +164,7 @@ class _Flops(TorchDispatchMode):
         super().__init__()
         self.total = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if formula := flop_registry.get(func.overloadpacket):
             self.total += formula(*args, **(kwargs or {}), out_val=out)
@@ -193,15 +177,7 @@ class _Books:
     Weights, buffers and the `gradient` that the caller gave are not in the books.
     """
 
-    def __init__(
-        self, chain: Sequence[nn.Module], x: Tensor, gradient: Tensor | None = None
-    ) -> None:
-        for module in chain:
-            if not isinstance(module, nn.Module):
-                raise TypeError(
-                    f"a chain is made of modules, got {_called(module)}: put the function into an "
-                    "nn.Module that holds its weights"
-                )
+    def __init__(self, chain: Sequence[nn.Module], x: Tensor, gradient: Tensor | None = None):
         owned = [] if gradient is None else [gradient]
         for module in chain:
             owned += [*module.parameters(), *module.buffers()]
@@ -217,26 +193,11 @@ class _Books:
             return
         self.entries[address] = weakref.ref(storage), storage.nbytes(), name
 
-    def alive(self, name: str) -> int:
-        self.entries = {
-            address: entry for address, entry in self.entries.items() if entry[0]() is not None
-        }
-        return sum(nbytes for _, nbytes, called in self.entries.values() if called == name)
-
-    def ledger(self, recorded: int, slopes: dict[int, Tensor | None]) -> Ledger:
-        for slope in slopes.values():
-            if slope is not None:
-                self.enter(slope, "gradient")
-        count = sum(
-            called == "values" and watch() is not None for watch, _, called in self.entries.values()
-        )
-        return Ledger(
-            [
-                Line("values", self.alive("values"), component="activations", count=count),
-                Line("interiors", self.alive("interiors"), component="activations", count=recorded),
-                Line("gradient", self.alive("gradient"), component="gradients"),
-            ]
-        )
+    def alive(self, name: str) -> list[int]:
+        """Bytes of each storage of that name."""
+        entries = self.entries.items()
+        self.entries = {address: entry for address, entry in entries if entry[0]() is not None}
+        return [nbytes for _, nbytes, called in self.entries.values() if called == name]
 
 
 class _Embedding(nn.Module):
@@ -253,17 +214,13 @@ class _Head(nn.Module):
         super().__init__()
         self.norm = model.norm
         self.scores = model.head
-        self.register_buffer(
-            "targets", targets
-        )  # a buffer, because they are there before and after, like weights
+        self.register_buffer("targets", targets)  # there before and after, like weights
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.scores(self.norm(x))
-        return (
-            scores
-            if self.targets is None
-            else F.cross_entropy(scores.flatten(0, 1), self.targets.flatten())
-        )
+        if self.targets is None:
+            return scores
+        return F.cross_entropy(scores.flatten(0, 1), self.targets.flatten())
 
 
 def stages(model: nn.Module, targets: Tensor | None = None) -> list[nn.Module]:
@@ -271,7 +228,7 @@ def stages(model: nn.Module, targets: Tensor | None = None) -> list[nn.Module]:
 
     Invariant: run one after the other they compute model(tokens), or model.loss(tokens, targets).
     """
-    return [_Embedding(model), *_blocks(model), _Head(model, targets)]
+    return [_Embedding(model), *model.blocks, _Head(model, targets)]
 
 
 def apply(model: nn.Module, policy: str) -> nn.Module:
@@ -284,13 +241,9 @@ def apply(model: nn.Module, policy: str) -> nn.Module:
     Source: selective: Korthikanti et al. 2205.05198, section 5.
     """
     if policy not in POLICIES:
-        raise ValueError(
-            f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}; for segments or a "
-            "budget, run a plan on stages(model)"
-        )
-    for block in _blocks(model):
-        # On the instance, over the class: the module tree, and with it every parameter's name,
-        # stays as it is.
+        raise ValueError(f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}")
+    for block in model.blocks:
+        # On the instance, over the class: every parameter keeps its name.
         block.__dict__.pop("forward", None)
         attend = block.attention.attend
         if isinstance(attend, functools.partial) and attend.func is checkpoint:
@@ -302,19 +255,8 @@ def apply(model: nn.Module, policy: str) -> nn.Module:
     return model
 
 
-def _blocks(model: nn.Module) -> nn.ModuleList:
-    if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
-        raise TypeError(
-            f"needs a GPT, whose layers are its blocks, got {type(model).__name__}: call "
-            "checkpoint(layer, x) in your own forward instead"
-        )
-    return model.blocks
-
-
 def overhead(model: ModelConfig, policy: str, *, early_stop: bool = True) -> float:
     """Extra FLOPs of a training step under a policy of `apply`, as a share of those without.
-
-    Those are the forward pass and, at twice that, the backward pass.
 
     With `early_stop`, as here and in PyTorch, the second evaluation ends at the last tensor that is
     needed, so a region's last matrix product, which makes only the output, is left out: softmax·v
@@ -329,8 +271,6 @@ def overhead(model: ModelConfig, policy: str, *, early_stop: bool = True) -> flo
     Source: Korthikanti et al. 2205.05198, appendix A, for the FLOPs of each part; plain attention,
     counted in full.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}")
     flops = anatomy.token_flops(model)
     forward, scores = sum(flops.values()), flops["blocks.*.attention"]
     last_is_down = model.num_experts == 1 and not model.dropout

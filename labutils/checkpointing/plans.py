@@ -16,7 +16,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from labutils import units
 from labutils.ledger import Ledger, Line
 from labutils.timeline import History, Moment, Span, Timeline
 
+Cost = int | float
 OPERATIONS = ("forward", "record", "backward", "drop")
 
 
@@ -39,24 +40,14 @@ class Stage:
     gradient: bytes of its output's gradient; as many as the output, unless said otherwise
     """
 
-    forward: int | float = 1
+    forward: Cost = 1
     output: int = 1
     interior: int = 0
     gradient: int | None = None
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.forward, bool)
-            or not isinstance(self.forward, (int, float))
-            or not 0 <= self.forward < math.inf
-        ):
-            raise ValueError(
-                f"a stage's forward cost is a finite number, 0 or more, got {self.forward!r}"
-            )
         if self.gradient is None:
             object.__setattr__(self, "gradient", self.output)
-        for field in ("output", "interior", "gradient"):
-            units.whole(getattr(self, field), field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,40 +61,26 @@ class Costs:
     input: int = 0
     input_gradient: int = 0
 
-    def __init__(self, stages: Iterable[Stage], input: int = 0, input_gradient: int = 0) -> None:
-        object.__setattr__(self, "stages", tuple(stages))
-        for stage in self.stages:
-            if not isinstance(stage, Stage):
-                raise TypeError(
-                    f"Costs are made of Stages, got {stage!r}; write Stage(forward, output, "
-                    "interior)"
-                )
-        if not self.stages:
-            raise ValueError("a chain needs at least one stage")
-        object.__setattr__(self, "input", units.whole(input, "input"))
-        object.__setattr__(self, "input_gradient", units.whole(input_gradient, "input_gradient"))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
 
     def __len__(self) -> int:
         return len(self.stages)
 
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        """Bytes of the gradient of each value; that of the chain's output is the caller's."""
+        return self.input_gradient, *(stage.gradient for stage in self.stages[:-1]), 0
+
     @classmethod
     def uniform(
-        cls,
-        n: int,
-        *,
-        forward: int | float = 1,
-        output: int = 1,
-        interior: int = 0,
-        gradient: int = 0,
+        cls, n: int, *, forward: Cost = 1, output: int = 1, interior: int = 0, gradient: int = 0
     ) -> "Costs":
         """n equal stages whose input is as large as their outputs.
 
         Gradients are left out unless given: they are the same in every plan.
         """
-        units.whole(n, "n", 1)
-        return cls(
-            [Stage(forward, output, interior, gradient)] * n, input=output, input_gradient=gradient
-        )
+        return cls((Stage(forward, output, interior, gradient),) * n, output, gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +92,7 @@ class Step:
 
     def __post_init__(self) -> None:
         if self.op not in OPERATIONS:
-            raise ValueError(
-                f"unknown operation {self.op!r}: a step is one of {', '.join(OPERATIONS)}"
-            )
-        units.whole(self.at, self.op)
+            raise ValueError(f"a step is one of {', '.join(OPERATIONS)}, got {self.op!r}")
 
     def __str__(self) -> str:
         return f"{self.op} {self.at}"
@@ -155,15 +129,8 @@ class Plan:
         object.__setattr__(self, "steps", tuple(self.steps))
         *_, end = self.states
         if end.gradient or len(end.values) > 1:
-            left = (
-                f"the gradient of x{end.gradient} is as far as it gets"
-                if end.gradient
-                else f"values {sorted(end.values - {0})} are left over"
-            )
-            raise ValueError(
-                f"the plan ends too early: {left}; it must end with backward 0 and nothing held "
-                "but x0"
-            )
+            end_is = f"the gradient of x{end.gradient} and values {sorted(end.values)}"
+            raise ValueError(f"the plan ends with {end_is}: it must end with those of x0 alone")
 
     @functools.cached_property
     def states(self) -> tuple[Held, ...]:
@@ -216,18 +183,14 @@ def _after(state: Held, step: Step, n: int) -> Held:
             raise ValueError(f"its input x{i} is not held: compute it again from an earlier value")
         if i + 1 in state.values:
             raise ValueError(f"x{i + 1} is held already: drop it first, or use it")
-        return replace(
-            state,
-            values=state.values | {i + 1},
-            recorded=state.recorded | ({i} if op == "record" else frozenset()),
-        )
+        recorded = state.recorded | {i} if op == "record" else state.recorded
+        return Held(state.values | {i + 1}, recorded, state.gradient)
     if op == "backward":
         if i not in state.recorded:
             raise ValueError(f"stage {i} has not been recorded: a b node needs its f node")
         if state.gradient != i + 1:
-            raise ValueError(
-                f"the gradient has reached x{state.gradient}: stage {state.gradient - 1} is next"
-            )
+            reached = f"the gradient has reached x{state.gradient}"
+            raise ValueError(f"{reached}: stage {state.gradient - 1} is next")
         return Held(state.values - {i + 1}, state.recorded - {i}, i)
     if i not in state.values:
         raise ValueError(f"x{i} is not held")
@@ -250,7 +213,7 @@ class Run:
     """
 
     evaluations: tuple[int, ...]
-    cost: int | float
+    cost: Cost
     history: History
     output: Any = None
     input_gradient: Any = None
@@ -271,38 +234,32 @@ def simulate(plan: Plan, costs: Costs) -> Run:
     if plan.n != len(costs):
         raise ValueError(f"the plan is for {plan.n} stages, the chain has {len(costs)}")
     sizes = [costs.input, *(stage.output for stage in costs.stages)]
-    gradients = [costs.input_gradient, *(stage.gradient for stage in costs.stages[:-1]), 0]
-    moments = []
-    for before, step in zip(["start", *map(str, plan.steps)], plan.states, strict=True):
-        lines = [
-            Line(
-                "values",
-                sum(sizes[i] for i in step.values),
-                component="activations",
-                count=len(step.values),
-            ),
-            Line(
-                "interiors",
-                sum(costs.stages[i].interior for i in step.recorded),
-                component="activations",
-                count=len(step.recorded),
-            ),
-            Line("gradient", gradients[step.gradient], component="gradients"),
-        ]
-        moments.append(Moment(phase_of(moments, before), before, Ledger(lines)))
-    cost = sum(
-        stage.forward * times for stage, times in zip(costs.stages, plan.evaluations, strict=True)
-    )
+    moments: list[Moment] = []
+    for event, held in zip(["start", *map(str, plan.steps)], plan.states, strict=True):
+        values = sum(sizes[i] for i in held.values)
+        interiors = sum(costs.stages[i].interior for i in held.recorded)
+        counts = len(held.values), len(held.recorded)
+        add_moment(moments, event, (values, interiors, costs.gradients[held.gradient]), counts)
+    evaluated = zip(costs.stages, plan.evaluations, strict=True)
+    cost = sum(stage.forward * times for stage, times in evaluated)
     return Run(plan.evaluations, cost, History(moments))
 
 
-def phase_of(moments: list[Moment], event: str) -> str:
-    """The phase of the next moment: from the first backward step on it is the backward pass."""
-    return (
-        "backward"
-        if event.startswith("backward") or (moments and moments[-1].phase == "backward")
-        else "forward"
-    )
+def add_moment(
+    moments: list[Moment], event: str, held: tuple[int, int, int], counts: tuple[int, int]
+) -> None:
+    """Appends what is held after a step; from the first backward step on it is the backward pass.
+
+    held: bytes of values, of interiors and of the gradient
+    counts: how many values and interiors these are
+    """
+    turned = event.startswith("backward") or (moments and moments[-1].phase == "backward")
+    lines = [
+        Line("values", held[0], component="activations", count=counts[0]),
+        Line("interiors", held[1], component="activations", count=counts[1]),
+        Line("gradient", held[2], component="gradients"),
+    ]
+    moments.append(Moment("backward" if turned else "forward", event, Ledger(lines)))
 
 
 # Every plan below is one rule, asked about ever smaller pieces of the chain. For stages s … t, with
@@ -359,9 +316,11 @@ def segments(n: int, k: int) -> Plan:
         raise ValueError(f"{n} stages cannot be cut into {k} segments: use 1 … {n}")
     starts = tuple(part * (n // k) + min(part, n % k) for part in range(1, k))
     name = {n: "every stage", 1: "keep everything"}.get(k, f"{k} segments")
-    return unroll(
-        n, lambda s, t, rest: (rest[0], rest[1:], ()) if rest else (None, (), ()), starts, name
-    )
+
+    def rule(s: int, t: int, rest: tuple[int, ...]) -> tuple:
+        return (rest[0], rest[1:], ()) if rest else (None, (), ())
+
+    return unroll(n, rule, starts, name)
 
 
 def keep_nothing(n: int) -> Plan:
@@ -399,9 +358,10 @@ def binomial(n: int, snapshots: int) -> Plan:
 
     @functools.cache
     def ahead(length: int, free: int) -> int:
-        return min(
-            range(1, length), key=lambda m: m + fewest(length - m, free - 1) + fewest(m, free)
-        )
+        def evaluations(m: int) -> int:
+            return m + fewest(length - m, free - 1) + fewest(m, free)
+
+        return min(range(1, length), key=evaluations)
 
     def rule(s: int, t: int, free: int) -> tuple:
         if s == t:
@@ -426,7 +386,7 @@ class _Front:
         return self.costs[place] if place >= 0 else math.inf
 
     @classmethod
-    def of(cls, needs: list[np.ndarray], costs: list[np.ndarray], limit: int | float) -> "_Front":
+    def of(cls, needs: list[np.ndarray], costs: list[np.ndarray], limit: Cost) -> "_Front":
         need, cost = np.concatenate(needs), np.concatenate(costs)
         possible = need <= limit
         need, cost = need[possible], cost[possible]
@@ -449,18 +409,14 @@ class _Optimum:
     every budget. Equal pieces share one front.
     """
 
-    def __init__(self, costs: Costs, limit: int | float = math.inf) -> None:
+    def __init__(self, costs: Costs, limit: Cost = math.inf) -> None:
         self.costs = costs
         self.limit = limit - costs.input
         self.n = len(costs)
-        # gradient[i] is held while stage i−1 waits for its backward pass; the gradient of the
-        # chain's output belongs to the caller.
-        self.gradient = [costs.input_gradient, *(stage.gradient for stage in costs.stages[:-1]), 0]
+        self.gradient = costs.gradients  # of xᵢ: held while stage i−1 waits for its backward pass
+        around = zip(costs.stages, self.gradient[:-1], self.gradient[1:], strict=True)
         kinds: dict[tuple, int] = {}
-        self.kinds = [
-            kinds.setdefault((stage, self.gradient[i], self.gradient[i + 1]), len(kinds))
-            for i, stage in enumerate(costs.stages)
-        ]
+        self.kinds = [kinds.setdefault(kind, len(kinds)) for kind in around]
         self.known: dict[tuple[int, ...], _Front] = {}
         for length in range(1, self.n + 1):
             for s in range(self.n - length + 1):
@@ -477,7 +433,7 @@ class _Optimum:
         held = stage.interior + stage.output
         return held, max(held + self.gradient[t + 1], self.gradient[s])
 
-    def sweeps(self, s: int, t: int) -> Iterator[tuple[int, int, int, int | float]]:
+    def sweeps(self, s: int, t: int) -> Iterator[tuple[int, int, int, Cost]]:
         """For every split j: j, the bytes of x_j, the fullest moment on the way, and its cost."""
         stages = self.costs.stages
         fullest = cost = previous = 0
@@ -501,36 +457,28 @@ class _Optimum:
                 continue
             rooms = np.concatenate([right.bytes + size, left.bytes])
             rooms = np.unique(np.maximum(rooms, max(least, right.bytes[0] + size, left.bytes[0])))
+            at_right = np.searchsorted(right.bytes, rooms - size, "right") - 1
+            at_left = np.searchsorted(left.bytes, rooms, "right") - 1
             needs.append(rooms)
-            costs.append(
-                cost
-                + right.costs[np.searchsorted(right.bytes, rooms - size, "right") - 1]
-                + left.costs[np.searchsorted(left.bytes, rooms, "right") - 1]
-            )
+            costs.append(cost + right.costs[at_right] + left.costs[at_left])
         return _Front.of(needs, costs, self.limit)
 
     def rule(self, s: int, t: int, room: int) -> tuple[int | None, int, int]:
         held, least = self.first(s, t)
         if s == t:
             return None, 0, 0
-        best = (
-            self.front(s + 1, t).cost(room - held) + self.costs.stages[s].forward
-            if least <= room
-            else math.inf
-        )
+        best: Cost = math.inf
         choice: tuple[int | None, int, int] = (None, room - held, 0)
+        if least <= room:
+            best = self.front(s + 1, t).cost(room - held) + self.costs.stages[s].forward
         for j, size, least, cost in self.sweeps(s, t):
-            total = (
-                cost + self.front(j, t).cost(room - size) + self.front(s, j - 1).cost(room)
-                if least <= room
-                else math.inf
-            )
-            if total < best:
+            total = cost + self.front(j, t).cost(room - size) + self.front(s, j - 1).cost(room)
+            if least <= room and total < best:
                 best, choice = total, (j, room - size, room)
         return choice
 
 
-def frontier(costs: Costs) -> tuple[tuple[int, int | float], ...]:
+def frontier(costs: Costs) -> tuple[tuple[int, Cost], ...]:
     """Every trade worth making on a chain: (peak bytes, cost of the forward passes).
 
     Bytes rise, costs fall.
@@ -539,24 +487,18 @@ def frontier(costs: Costs) -> tuple[tuple[int, int | float], ...]:
     ((3, 5), (4, 3))
     """
     front = _Optimum(costs).front(0, len(costs) - 1)
-    return tuple(
-        (int(need) + costs.input, cost)
-        for need, cost in zip(front.bytes, front.costs.tolist(), strict=True)
-    )
+    needs = (front.bytes + costs.input).tolist()
+    return tuple(zip(needs, front.costs.tolist(), strict=True))
 
 
 def smallest_budget(costs: Costs) -> int:
     """The fewest bytes that any plan of `plan` can peak at, x₀ included."""
-    free = Costs(
-        [replace(stage, forward=0) for stage in costs.stages], costs.input, costs.input_gradient
-    )
-    return frontier(free)[0][0]
+    free = [replace(stage, forward=0) for stage in costs.stages]
+    return frontier(replace(costs, stages=free))[0][0]
 
 
 def plan(costs: Costs, budget: int) -> Plan:
-    """The cheapest plan whose peak is at most `budget` bytes, x₀ included.
-
-    Among equally cheap ones it is one of the lowest peak.
+    """The cheapest plan whose peak is at most `budget` bytes, x₀ included, and of these the lowest.
 
     >>> chain = Costs([Stage(5, 10, 60), Stage(1, 40, 5), Stage(5, 10, 60)], input=10)
     >>> cheapest = plan(chain, 160)
@@ -570,15 +512,10 @@ def plan(costs: Costs, budget: int) -> Plan:
     Source: Beaumont et al. 1911.13214 (forward, record and drop on heterogeneous chains); here the
     recurrence is solved for all budgets at once.
     """
-    units.whole(budget, "budget")
     optimum = _Optimum(costs, budget)
     front = optimum.front(0, len(costs) - 1)
     if not len(front.bytes):
-        least = smallest_budget(costs)
-        raise ValueError(
-            f"no plan fits a budget of {budget:,} bytes ({units.text(budget)}): the smallest "
-            f"possible one is {least:,} ({units.text(least)})"
-        )
-    return unroll(
-        len(costs), optimum.rule, int(front.bytes[-1]), f"optimal for {units.text(budget)}"
-    )
+        least = f"the smallest possible one is {smallest_budget(costs):,}"
+        raise ValueError(f"no plan fits a budget of {budget:,} bytes: {least}")
+    name = f"optimal for {units.text(budget)}"
+    return unroll(len(costs), optimum.rule, int(front.bytes[-1]), name)

@@ -32,11 +32,6 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Source: the same contract as torch.utils.checkpoint(use_reentrant=False); Chen et al.
     1604.06174, section 3.
     """
-    if not callable(fn):
-        raise TypeError(
-            f"checkpoint needs a function and its arguments, got {type(fn).__name__}: write "
-            "checkpoint(block, x), not checkpoint(block(x))"
-        )
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     region = _Region(fn, args, kwargs)
@@ -52,11 +47,8 @@ class Ambient:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors}
-        cuda = [
-            torch.cuda.default_generators[device.index]
-            for device in devices
-            if device.type == "cuda"
-        ]
+        indices = [device.index for device in devices if device.type == "cuda"]
+        cuda = [torch.cuda.default_generators[index] for index in indices]
         self.generators = [torch.default_generator, *cuda]
         self.states = [generator.get_state() for generator in self.generators]
         kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
@@ -74,20 +66,19 @@ class Ambient:
         with ExitStack() as settings:
             for kind, dtype, enabled in self.autocast:
                 if enabled or torch.is_autocast_enabled(kind):
-                    settings.enter_context(
-                        torch.autocast(
-                            kind, dtype=dtype, enabled=enabled, cache_enabled=self.cached
-                        )
-                    )
+                    casts = torch.autocast(kind, dtype, enabled, cache_enabled=self.cached)
+                    settings.enter_context(casts)
             if self.region or autocast.innermost():
                 settings.enter_context(self.region or autocast(enabled=False))
             try:
-                for generator, state in zip(self.generators, self.states, strict=True):
-                    generator.set_state(state)
+                self._set(self.states)
                 yield
             finally:
-                for generator, state in zip(self.generators, now, strict=True):
-                    generator.set_state(state)
+                self._set(now)
+
+    def _set(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
 
 
 class _Slot:
@@ -95,7 +86,7 @@ class _Slot:
 
     __slots__ = ("__weakref__", "kind", "tensor")
 
-    def __init__(self, kind: tuple) -> None:
+    def __init__(self, kind: str) -> None:
         self.kind = kind
         self.tensor: Tensor | None = None
 
@@ -157,13 +148,9 @@ class _Region:
             tensor = tensor.detach()
             slot = slots[place]
             if slot is not None:
-                if slot.kind != _kind(tensor):
-                    raise RuntimeError(
-                        self.complaint(
-                            f"saved {_spoken(slot.kind)} as tensor {place} the first time and "
-                            f"{_spoken(_kind(tensor))} now"
-                        )
-                    )
+                if slot.kind != (now := _kind(tensor)):
+                    before = f"{slot.kind} as tensor {place}"
+                    raise self.complaint(f"saved {before} the first time and {now} now")
                 slot.tensor = tensor
             if place == last:
                 raise _Enough(self)
@@ -184,24 +171,14 @@ class _Region:
             if enough.region is not self:
                 raise
         else:
-            raise RuntimeError(
-                self.complaint(f"saved {len(slots)} tensors the first time and {next(places)} now")
-            )
+            found = f"{len(slots)} tensors the first time and {next(places)} now"
+            raise self.complaint(f"saved {found}")
 
-    def complaint(self, what: str) -> str:
+    def complaint(self, what: str) -> RuntimeError:
         name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
-        return (
-            f"checkpoint: {name}, computed again, {what}. It must do the same both times: does it "
-            "depend on a counter, a cache or the clock?"
-        )
+        remedy = "It must do the same both times: does it depend on a counter or a cache?"
+        return RuntimeError(f"checkpoint: {name}, computed again, {what}. {remedy}")
 
 
-def _kind(tensor: Tensor) -> tuple:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def _spoken(kind: tuple) -> str:
-    shape, dtype, device = kind
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" + (
-        f" on {device}" if device.type != "cpu" else ""
-    )
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
