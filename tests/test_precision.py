@@ -408,12 +408,12 @@ class TestCrossEntropy:
         (
             lambda: precision.round_to(torch.ones(2), "fp16", mode="up"),
             ValueError,
-            "mode='up' is unknown",
+            "mode='up' or overflow='ieee' is not in",
         ),
         (
             lambda: precision.round_to(torch.ones(2), "fp16", overflow="wrap"),
             ValueError,
-            "overflow='wrap' is unknown",
+            "mode='nearest' or overflow='wrap' is not in",
         ),
         (
             lambda: precision.round_to(torch.ones(2), "fp16", mode="stochastic"),

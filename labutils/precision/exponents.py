@@ -22,9 +22,8 @@ def exponents(tensors: Iterable[Tensor]) -> Counter[int]:
     for tensor in tensors:
         values = tensor.detach().double().flatten()
         found = values[values.isfinite() & (values != 0)].frexp().exponent - 1
-        counts.update(
-            dict(zip(*(side.tolist() for side in found.unique(return_counts=True)), strict=True))
-        )
+        levels, times = found.unique(return_counts=True)
+        counts.update(dict(zip(levels.tolist(), times.tolist(), strict=True)))
     return counts
 
 

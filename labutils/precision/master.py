@@ -35,23 +35,9 @@ class MasterWeights:
     Source: Micikevicius et al. 1710.03740, section 3.1; fp32 sums as in Megatron-LM's main_grad.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, *, fp32_gradients: bool | str = False
-    ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"master weights go with a torch optimizer, got {type(optimizer).__name__}: "
-                "MasterWeights(torch.optim.AdamW(model.parameters()))"
-            )
+    def __init__(self, optimizer: torch.optim.Optimizer, *, fp32_gradients: bool | str = False):
         if optimizer.state:
-            raise ValueError(
-                "this optimizer has stepped already, and its state belongs to the half weights: "
-                "wrap it before the first step"
-            )
-        if fp32_gradients not in (False, True, "only"):
-            raise ValueError(
-                f"fp32_gradients={fp32_gradients!r} is unknown: choose False, True or 'only'"
-            )
+            raise ValueError("this optimizer has stepped already: wrap it before the first step")
         self.optimizer = optimizer
         self.fp32_gradients = fp32_gradients
         self.masters: dict[Tensor, nn.Parameter] = {}
@@ -68,11 +54,6 @@ class MasterWeights:
 
     def __getitem__(self, weight: Tensor) -> nn.Parameter:
         """The master copy of a half weight."""
-        if weight not in self.masters:
-            raise KeyError(
-                f"no master copy of this tensor ({weight.dtype}, shape {list(weight.shape)}): only "
-                "half weights of the optimizer have one"
-            )
         return self.masters[weight]
 
     @property
@@ -111,7 +92,8 @@ class MasterWeights:
         self.optimizer.step()
         self.publish()
         if not self.fp32_gradients:
-            self._drop_gradients()
+            for master in self.masters.values():
+                master.grad = None
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -123,10 +105,6 @@ class MasterWeights:
         self.optimizer.zero_grad()
         for weight in self.masters:
             weight.grad = None
-
-    def _drop_gradients(self) -> None:
-        for master in self.masters.values():
-            master.grad = None
 
 
 class RoundedWeights(MasterWeights):
@@ -173,9 +151,8 @@ class RoundedWeights(MasterWeights):
     def publish(self) -> None:
         """Rounds the stepped weights back to half precision, and lets the fp32 ones go."""
         for weight, master in self.masters.items():
-            fmt = HALF[weight.dtype]
-            stepped = master.detach()
-            weight.copy_(round_to(stepped, fmt, mode="stochastic", generator=self.generator))
+            how = dict(mode="stochastic", generator=self.generator)
+            weight.copy_(round_to(master.detach(), HALF[weight.dtype], **how))
         self._narrow()
 
     def zero_grad(self) -> None:

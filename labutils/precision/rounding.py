@@ -6,6 +6,7 @@ is the fast road to the same numbers.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -23,10 +24,7 @@ NATIVE = {floats.FP16: torch.float16, floats.BF16: torch.bfloat16, floats.E5M2: 
 """Casts of torch that round as we do on a CPU; not from float64, which torch rounds twice."""
 
 
-EXPONENTS = {
-    torch.float64: (torch.int64, 0x7FF << 52),
-    torch.float32: (torch.int32, 0xFF << 23),
-}
+EXPONENTS = {torch.float64: (torch.int64, 0x7FF << 52), torch.float32: (torch.int32, 0xFF << 23)}
 """Where the exponent's bits are in a machine number, seen as an integer."""
 
 
@@ -57,88 +55,63 @@ def round_to(
     Cost: about ten passes over cached memory. Invariant: equals `fmt.round` of every element
     (nearest, zero).
     """
-    fmt = floats.named(fmt)
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"round_to takes a tensor, got {type(x).__name__}: for one number use {fmt.name}'s "
-            ".round(x)"
-        )
     if x.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(
-            f"round_to takes float64, float32, float16 or bfloat16, got {x.dtype}: convert with "
-            "x.float()"
-        )
-    if mode not in floats.MODES:
-        raise ValueError(
-            f"mode={mode!r} is unknown: choose one of {', '.join(map(repr, floats.MODES))}"
-        )
-    if overflow not in floats.OVERFLOWS:
-        raise ValueError(
-            f"overflow={overflow!r} is unknown: choose one of "
-            f"{', '.join(map(repr, floats.OVERFLOWS))}"
-        )
+        raise TypeError(f"round_to takes floats of 16 bits or more, got {x.dtype}: use x.float()")
+    if mode not in floats.MODES or overflow not in floats.OVERFLOWS:
+        raise ValueError(f"{mode=} or {overflow=} is not in {floats.MODES}, {floats.OVERFLOWS}")
     if mode == "stochastic" and generator is None:
-        raise ValueError(
-            "mode='stochastic' needs its random source: pass "
-            "generator=torch.Generator().manual_seed(0)"
-        )
-    return _RoundTo.apply(x, fmt, mode, overflow, generator)
+        raise ValueError("stochastic rounding draws from a generator: pass generator=")
+    return _RoundTo.apply(x, _Rule(floats.named(fmt), mode, overflow, generator))
+
+
+class _Rule(NamedTuple):
+    """What `round_to` was told."""
+
+    fmt: FloatFormat
+    mode: str
+    overflow: str
+    generator: torch.Generator | None
 
 
 def _fits_fp32(fmt: FloatFormat) -> bool:
     """Whether every value of fmt is one of fp32's."""
-    exponents = (
-        fmt.min_exponent >= floats.FP32.min_exponent
-        and fmt.max_exponent <= floats.FP32.max_exponent
-    )
-    return exponents and fmt.mantissa_bits <= floats.FP32.mantissa_bits
+    fp32 = floats.FP32
+    exponents = fmt.min_exponent >= fp32.min_exponent and fmt.max_exponent <= fp32.max_exponent
+    return exponents and fmt.mantissa_bits <= fp32.mantissa_bits
 
 
 class _RoundTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, fmt, mode, overflow, generator):
-        return _rounded(x, fmt, mode, overflow, generator)
+    def forward(ctx, x, rule):
+        return _rounded(x, rule)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None, None, None, None
+        return grad, None
 
 
-def _rounded(
-    x: Tensor, fmt: FloatFormat, mode: str, overflow: str, generator: torch.Generator | None
-) -> Tensor:
+def _rounded(x: Tensor, rule: _Rule) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     on_cpu = x.device.type == "cpu"
     chunk = CHUNK if on_cpu else max(x.numel(), 1)
     sources, targets = x.detach().reshape(-1).split(chunk), out.view(-1).split(chunk)
-    simple = on_cpu and x.dtype != torch.float64 and mode == "nearest" and overflow == "ieee"
-    if simple and fmt in NATIVE:
+    simple = on_cpu and rule.mode == "nearest" and rule.overflow == "ieee"
+    if simple and x.dtype != torch.float64 and rule.fmt in NATIVE:
         for source, target in zip(sources, targets, strict=True):
-            target.copy_(source.to(NATIVE[fmt]))
-    else:
-        scratch = _scratch(x, fmt, chunk)
-        for source, target in zip(sources, targets, strict=True):
-            _round_chunk(source, target, scratch, fmt, mode, overflow, generator)
+            target.copy_(source.to(NATIVE[rule.fmt]))
+        return out
+    wide = x.dtype == torch.float64 or not _fits_fp32(rule.fmt)
+    dtype = torch.float64 if wide else torch.float32
+    # Room for the magnitudes of a chunk and the gaps around them.
+    scratch = torch.empty(2, min(chunk, x.numel()), dtype=dtype, device=x.device)
+    for source, target in zip(sources, targets, strict=True):
+        _round_chunk(source, target, scratch, rule)
     return out
 
 
-def _scratch(x: Tensor, fmt: FloatFormat, chunk: int) -> Tensor:
-    """Room for the magnitudes of a chunk and the gaps around them."""
-    wide = x.dtype == torch.float64 or not _fits_fp32(fmt)
-    dtype = torch.float64 if wide else torch.float32
-    return torch.empty(2, min(chunk, x.numel()), dtype=dtype, device=x.device)
-
-
-def _round_chunk(
-    source: Tensor,
-    target: Tensor,
-    scratch: Tensor,
-    fmt: FloatFormat,
-    mode: str,
-    overflow: str,
-    generator: torch.Generator | None,
-) -> None:
+def _round_chunk(source: Tensor, target: Tensor, scratch: Tensor, rule: _Rule) -> None:
     """Writes |x| in units of the gap between its neighbors, rounds that, and multiplies back."""
+    fmt, mode = rule.fmt, rule.mode
     integer, exponent_mask = EXPONENTS[scratch.dtype]
     work, gap = scratch[:, : source.numel()]
     a = target if target.dtype == work.dtype else work
@@ -154,10 +127,10 @@ def _round_chunk(
     elif mode == "zero":
         a.trunc_()
     else:
-        _round_stochastically_(a, 2.0 ** (fmt.mantissa_bits + 2), generator)
+        _round_stochastically_(a, 2.0 ** (fmt.mantissa_bits + 2), rule.generator)
     a.mul_(gap)
 
-    _overflow_(a, source, fmt, mode, overflow)
+    _overflow_(a, source, rule)
     if not fmt.zero:
         a.clamp_(min=fmt.min_normal)
     if fmt.signed:
@@ -172,9 +145,7 @@ def _round_chunk(
 
 def _round_to_even_(a: Tensor, mantissa_bits: int) -> None:
     """Round a ≥ 0 in place to the nearest integer, ties to even."""
-    no_fractions = (
-        1 / torch.finfo(a.dtype).eps
-    )  # from here up to its double the gap is 1, so the addition itself rounds
+    no_fractions = 1 / torch.finfo(a.dtype).eps  # from here on the gap is 1: adding it rounds
     if 2.0 ** (mantissa_bits + 1) <= no_fractions:
         a.add_(no_fractions).sub_(no_fractions)
     else:
@@ -185,17 +156,17 @@ def _round_stochastically_(a: Tensor, cap: float, generator: torch.Generator) ->
     """Round a ≥ 0 in place to ⌊a⌋ or ⌈a⌉, up with probability a − ⌊a⌋."""
     a.clamp_(max=cap)  # far above every significand: keeps inf − inf from making a NaN
     floor = a.floor()
-    a.sub_(floor).sub_(
-        torch.rand(a.shape, dtype=a.dtype, device=a.device, generator=generator)
-    ).ceil_().add_(floor)
+    drawn = torch.rand(a.shape, dtype=a.dtype, device=a.device, generator=generator)
+    a.sub_(floor).sub_(drawn).ceil_().add_(floor)
 
 
-def _overflow_(a: Tensor, source: Tensor, fmt: FloatFormat, mode: str, overflow: str) -> None:
+def _overflow_(a: Tensor, source: Tensor, rule: _Rule) -> None:
     """Send magnitudes above fmt.max, in place, where they belong."""
+    fmt = rule.fmt
     special = math.inf if fmt.inf else math.nan
-    if overflow == "saturate" or fmt.nan == "none":
+    if rule.overflow == "saturate" or fmt.nan == "none":
         a.clamp_(max=fmt.max)
-    elif mode == "zero":
+    elif rule.mode == "zero":
         a.clamp_(max=fmt.max).masked_fill_(source.isinf(), special)
     else:
         # threshold_ replaces what is ≤ its threshold, keeps NaN, and is ten times as fast as

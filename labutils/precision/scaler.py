@@ -3,23 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labutils import floats, units
-
-
-@runtime_checkable
-class Steps(Protocol):
-    """What a scaler needs of an optimizer: torch's own, `MasterWeights`, those of `zero`."""
-
-    param_groups: list[dict[str, Any]]
-
-    def step(self) -> Any: ...
-
-    def zero_grad(self) -> Any: ...
 
 
 @dataclass
@@ -37,7 +26,7 @@ class LossScaler:
     inf or NaN multiply it by `growth_factor`; a step with one is skipped and multiplies it by
     `backoff_factor`. A static scale (dynamic=False) stays; steps that overflow are skipped all the
     same. Over a `comm`, where each rank has another shard of the gradients, all skip or none: one
-    number is all-reduced, booked as "finite".
+    number is all-reduced, booked as "finite". An optimizer is torch's, `MasterWeights` or `zero`'s.
 
     >>> weight = torch.nn.Parameter(torch.tensor(2.0))
     >>> optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -67,20 +56,11 @@ class LossScaler:
         growth_interval: int = 2000,
         comm: Any = None,
     ) -> None:
-        self.value = _scale(init_scale, "init_scale")
-        if units.positive(growth_factor, "growth_factor") <= 1:
-            raise ValueError(
-                f"growth_factor must be above 1, got {growth_factor}: for a scale that stays, pass "
-                "dynamic=False"
-            )
-        if units.positive(backoff_factor, "backoff_factor") >= 1:
-            raise ValueError(
-                f"backoff_factor must be below 1, got {backoff_factor}: a scale that overflows has "
-                "to come down"
-            )
-        self.growth_factor = float(growth_factor)
-        self.backoff_factor = float(backoff_factor)
-        self.growth_interval = units.whole(growth_interval, "growth_interval", 1)
+        # In fp32, which is what gradients are multiplied with.
+        self.value = floats.FP32.round(units.positive(init_scale, "init_scale"))
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
         self.dynamic = dynamic
         self.comm = comm
         self.good_steps = 0  # in a row, since the scale last moved
@@ -95,18 +75,14 @@ class LossScaler:
         return loss * torch.tensor(self.value, device=loss.device)
 
     @torch.no_grad()
-    def unscale_(self, optimizer: Steps) -> bool:
+    def unscale_(self, optimizer: Any) -> bool:
         """Divides the optimizer's gradients by the scale, once; whether all of them were finite.
 
         What clips comes after it.
         """
         if turn := self._turns.get(id(optimizer)):
-            raise RuntimeError(
-                "this optimizer has stepped already: call update() before the next backward pass"
-                if turn.stepped
-                else "these gradients are unscaled already: unscale_() once between two calls of "
-                "update(); step() does it where you don't"
-            )
+            what = "this optimizer has stepped" if turn.stepped else "these gradients are unscaled"
+            raise RuntimeError(f"{what} already: unscale_() once between two calls of update()")
         factor = floats.FP32.round(1 / self.value)
         if hasattr(optimizer, "collect"):
             optimizer.collect()
@@ -117,16 +93,13 @@ class LossScaler:
         self._turns[id(optimizer)] = _Turn(finite)
         return finite
 
-    def step(self, optimizer: Steps) -> bool:
+    def step(self, optimizer: Any) -> bool:
         """Steps the optimizer, unless a gradient is inf or NaN; whether it did. Unscales first."""
         if id(optimizer) not in self._turns:
             self.unscale_(optimizer)
         turn = self._turns[id(optimizer)]
         if turn.stepped:
-            raise RuntimeError(
-                "step() was called twice since the last update(): call update() once after every "
-                "step"
-            )
+            raise RuntimeError("step() was called twice: call update() once after every step")
         turn.stepped = True
         if turn.finite:
             optimizer.step()
@@ -135,10 +108,7 @@ class LossScaler:
     def update(self) -> None:
         """Moves the scale by what the last step found; once after every step, of all optimizers."""
         if not self._turns:
-            raise RuntimeError(
-                "no gradients were looked at since the last update(): call step(optimizer) or "
-                "unscale_(optimizer) first"
-            )
+            raise RuntimeError("no gradients were looked at since the last update(): step() first")
         if self.dynamic:
             self._move(all(turn.finite for turn in self._turns.values()))
         self._turns.clear()
@@ -148,10 +118,7 @@ class LossScaler:
         if not finite:
             self.value = floats.FP32.round(self.value * self.backoff_factor)
             if not self.value:
-                raise FloatingPointError(
-                    "the scale has shrunk to 0 and gradients still overflow: the loss itself is "
-                    "inf or NaN, whatever its scale"
-                )
+                raise FloatingPointError("the scale is 0: the loss itself is inf or NaN")
         elif self.good_steps == self.growth_interval:
             grown = floats.FP32.round(self.value * self.growth_factor)
             self.value = grown if math.isfinite(grown) else self.value
@@ -159,7 +126,7 @@ class LossScaler:
 
 
 def clipped_step(
-    loss: Callable[[], Tensor], optimizer: Steps, scaler: LossScaler, max_norm: float
+    loss: Callable[[], Tensor], optimizer: Any, scaler: LossScaler, max_norm: float
 ) -> None:
     """One training step with a loss scale and clipping, in the order in which it is right."""
     optimizer.zero_grad()
@@ -171,32 +138,14 @@ def clipped_step(
     scaler.update()
 
 
-def _gradients(optimizer: Steps) -> list[Tensor]:
+def _gradients(optimizer: Any) -> list[Tensor]:
     """The optimizer's gradients, which can be unscaled, or an error that says why not."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
-    for gradient in gradients:
-        if gradient.dtype == torch.float16:
-            raise ValueError(
-                "fp16 gradients cannot be unscaled: they would underflow again. Keep fp32 weights, "
-                "or wrap the optimizer in MasterWeights"
-            )
-        if gradient.layout != torch.strided:
-            raise ValueError(
-                f"gradients must be dense to be unscaled, got layout {gradient.layout}: build the "
-                "embedding with sparse=False"
-            )
+    if any(gradient.dtype == torch.float16 for gradient in gradients):
+        remedy = "wrap the optimizer in MasterWeights"
+        raise ValueError(f"fp16 gradients would underflow again where they are unscaled: {remedy}")
     return gradients
-
-
-def _scale(value: float | int, name: str) -> float:
-    """A scale as an fp32 number, which is what gradients are multiplied with."""
-    rounded = floats.FP32.round(units.positive(value, name))
-    if not 0 < rounded < math.inf:
-        raise ValueError(
-            f"{name}={value} is outside the range of fp32: use one between 1 and 2**24"
-        )
-    return rounded
 
 
 def _multiply_(gradients: list[Tensor], factor: float) -> bool:

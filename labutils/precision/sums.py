@@ -33,10 +33,8 @@ def running_sum(
     """
     fmt = _accumulator(fmt)
     dtype = MACHINE.get(fmt)
-    on_the_machine = (
-        dtype is not None and x.device.type == "cpu" and mode == "nearest" and not x.requires_grad
-    )
-    if on_the_machine and torch.equal(x.to(dtype).to(x.dtype), x):
+    possible = dtype is not None and x.device.type == "cpu" and not x.requires_grad
+    if possible and mode == "nearest" and torch.equal(x.to(dtype).to(x.dtype), x):
         return _added_by_the_machine(x.to(dtype)).to(x.dtype)
     total = torch.zeros(x.shape[:-1], dtype=torch.float64, device=x.device)
     partial = torch.empty(x.shape, dtype=torch.float64, device=x.device)
@@ -103,9 +101,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _added_by_the_machine(x: Tensor) -> Tensor:
-    partial = x.movedim(-1, 0).clone(
-        memory_format=torch.contiguous_format
-    )  # each addition then finds its terms side by side
+    # Contiguous: each addition finds its terms side by side.
+    partial = x.movedim(-1, 0).clone(memory_format=torch.contiguous_format)
     partial[:1].add_(0.0)  # every sum starts at +0, so that −0 alone becomes +0
     for before, after in itertools.pairwise(partial.unbind()):
         after.add_(before)
@@ -115,8 +112,6 @@ def _added_by_the_machine(x: Tensor) -> Tensor:
 def _accumulator(fmt: FloatFormat | str) -> FloatFormat:
     fmt = floats.named(fmt)
     if 24 < fmt.mantissa_bits < 52:
-        raise ValueError(
-            f"{fmt.name} has {fmt.mantissa_bits} mantissa bits: sums are exact for up to 24, and "
-            "for fp64"
-        )
+        bits = f"{fmt.name} has {fmt.mantissa_bits} mantissa bits"
+        raise ValueError(f"{bits}: sums are exact for up to 24, and for fp64")
     return fmt
