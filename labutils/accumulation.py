@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from labutils import units
 from labutils.ledger import Ledger, Line
 
 IGNORED = -100  # the target that cross-entropy leaves out
@@ -31,13 +30,11 @@ def micro_batches(batch: Any, size: int) -> list[Any]:
     Invariant: the pieces put together are the batch; no row is left out, also where `size` does not
     divide their number.
     """
-    units.whole(size, "size", 1)
-    rows = _rows(batch)
 
     def piece(start: int) -> Any:
         return tree_map(lambda tensor: tensor[start : start + size], batch)
 
-    return [piece(start) for start in range(0, rows, size)]
+    return [piece(start) for start in range(0, _rows(batch), size)]
 
 
 def tokens(batch: Any) -> int:
@@ -59,8 +56,6 @@ def accumulate(
 ) -> Tensor:
     """The loss of all `batches` together, whose gradient has been added to `.grad`.
 
-    Forward and backward, one micro-batch at a time.
-
     loss: of a micro-batch, the mean over `weigh(batch)` things
     weigh: how many these are: rows, unless told otherwise (`tokens`, for a language model)
     total: how many there are in the whole batch, where other ranks hold some of it
@@ -75,33 +70,18 @@ def accumulate(
     micro-batch to the step.
     """
     batches = list(batches)
-    if not batches:
-        raise ValueError(
-            "there is no micro-batch to accumulate: the data ended, or the batch is empty"
-        )
-    weights = [
-        units.whole((weigh or _rows)(batch), "the weight of a micro-batch") for batch in batches
-    ]
+    weights = [(weigh or _rows)(batch) for batch in batches]
     if total is None:
         total = sum(weights)
-    if units.whole(total, "total") < sum(weights):
+    if not total or total < sum(weights):
         raise ValueError(
-            f"total={total} is less than the {sum(weights)} that these micro-batches hold: add up "
-            "all ranks"
+            f"these micro-batches hold {sum(weights)} of {total} things that count"
         )
-    if not total:
-        raise ValueError("nothing in this batch counts towards the loss: every target is left out")
     whole: Tensor | None = None
     for batch, weight in zip(batches, weights, strict=True):
         if weight == 0:
             continue  # a mean over nothing is 0/0, and one NaN would spoil the sum
-        part = loss(batch)
-        if part.dim():
-            raise ValueError(
-                "loss(batch) must be one number, the mean over the micro-batch, got shape "
-                f"{list(part.shape)}: reduce it first"
-            )
-        part = part * (weight / total)
+        part = loss(batch) * (weight / total)
         part.backward()
         whole = part.detach() if whole is None else whole + part.detach()
     return whole if whole is not None else torch.zeros(())
@@ -124,7 +104,7 @@ def step(
     value = accumulate(loss, batches, weigh=weigh)
     if max_norm is not None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, units.positive(max_norm, "max_norm"))
+        nn.utils.clip_grad_norm_(parameters, max_norm)
     optimizer.step()
     return value
 
@@ -164,30 +144,17 @@ class GradientBuffer(AbstractContextManager):
     Source: the Ultra-Scale Playbook's fp32 gradient accumulation.
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], dtype: torch.dtype = torch.float32
-    ) -> None:
-        if not dtype.is_floating_point:
-            raise ValueError(
-                f"gradients are summed in a floating-point format, got {dtype}: use torch.float32"
-            )
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype = torch.float32):
         self.dtype = dtype
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        if not self.parameters:
-            raise ValueError("no parameter here needs a gradient: give the trainable ones")
         self.sums: dict[nn.Parameter, Tensor] = {}
         self.hooks: list[Any] = []
 
     def __enter__(self) -> "GradientBuffer":
         if any(parameter.grad is not None for parameter in self.parameters):
-            raise ValueError(
-                "a parameter already holds a gradient, which would be added to the sum: call "
-                "zero_grad() first"
-            )
-        self.hooks = [
-            parameter.register_post_accumulate_grad_hook(self._take)
-            for parameter in self.parameters
-        ]
+            raise ValueError("a parameter already holds a gradient: call zero_grad() first")
+        for parameter in self.parameters:
+            self.hooks.append(parameter.register_post_accumulate_grad_hook(self._take))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -201,10 +168,6 @@ class GradientBuffer(AbstractContextManager):
         parameter.grad = None
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
-        if parameter not in self.sums:
-            raise KeyError(
-                "no gradient of this parameter has arrived: run a backward pass inside `with`"
-            )
         return self.sums[parameter]
 
     def __iter__(self) -> Iterator[nn.Parameter]:
@@ -214,9 +177,8 @@ class GradientBuffer(AbstractContextManager):
     def ledger(self) -> Ledger:
         """Bytes that the sums hold."""
         amounts = [total.untyped_storage().nbytes() for total in self.sums.values()]
-        return Ledger(
-            [Line("gradient buffer", sum(amounts), component="gradients", count=len(amounts))]
-        )
+        line = Line("gradient buffer", sum(amounts), component="gradients", count=len(amounts))
+        return Ledger([line])
 
 
 def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) -> int:
@@ -234,18 +196,7 @@ def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) 
 
 
 def _rows(batch: Any) -> int:
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    if not tensors or any(tensor.dim() == 0 for tensor in tensors):
-        raise TypeError(
-            f"a batch is a tensor with rows, or a nest of such tensors, got {type(batch).__name__} "
-            "without any"
-        )
-    rows = {len(tensor) for tensor in tensors}
-    if len(rows) > 1:
-        raise ValueError(
-            f"the tensors of this batch have {', '.join(map(str, sorted(rows)))} rows: they must "
-            "have equally many"
-        )
-    if rows == {0}:
-        raise ValueError("the batch is empty: it has 0 rows")
+    rows = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+    if len(rows) != 1:
+        raise ValueError(f"the tensors of a batch have equally many rows, got {sorted(rows)}")
     return rows.pop()

@@ -361,7 +361,7 @@ def test_a_gradient_that_comes_twice_in_a_backward_pass():
     with World(2) as two:
         with pytest.raises(
             RankError,
-            match="the gradient of layer.weight comes twice in one backward pass, .* use_reentrant=False",
+            match="the gradient of layer.weight comes twice in one backward pass: .* use_reentrant=False",
         ):
             two.run(twice, True)
         right = two.run(twice, False)
@@ -493,11 +493,9 @@ def test_a_module_that_changed_is_refused():
         net.get_parameter(change).requires_grad_(change == "0.weight")
         replica(torch.ones(1, 2))
 
-    with pytest.raises(
-        RankError, match=r"since replicate\(…\): 0.weight thawed; decide what is trained first"
-    ):
+    with pytest.raises(RankError, match=r"0.weight frozen or thawed since replicate\(…\)"):
         World(1).run(run, "0.weight")
-    with pytest.raises(RankError, match=r"1.bias frozen"):
+    with pytest.raises(RankError, match=r"1.bias frozen or thawed"):
         World(1).run(run, "1.bias")
 
 
@@ -628,11 +626,6 @@ def test_a_replica_that_nobody_holds_is_freed_and_says_so():
         gc.enable()
 
 
-def test_a_module_without_trainable_parameters():
-    with pytest.raises(RankError, match="nothing to reduce"):
-        World(1).run(lambda rank: data_parallel.replicate(nn.Identity(), rank.comm("dp")))
-
-
 # ── what came before ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -727,16 +720,6 @@ def test_outputs_travel_with_the_batch(rows):
         )
 
 
-def test_the_server_has_the_optimizer():
-    with pytest.raises(RankError, match="rank 0 is the one that steps, and has no optimizer"):
-        net = nn.Linear(1, 1)
-        World(1).run(
-            lambda rank: data_parallel.server_step(
-                net, rank.comm("dp"), None, lambda x: net(x).sum(), torch.ones(1, 1)
-            )
-        )
-
-
 # ── data, buckets, time ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -813,35 +796,6 @@ def test_what_can_be_hidden_is_all_but_the_last_bucket(sizes, bucket_bytes, slow
         before.nbytes * slowness <= after.nbytes for before, after in itertools.pairwise(grouped)
     )
     assert not in_time or found == pytest.approx(hideable, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    "call, why",
-    [
-        (lambda: data_parallel.sampler(4, 2, 2), "no rank 2 of 2"),
-        (lambda: data_parallel.sampler(4, 0, 2, epoch=-1), "epoch"),
-        (
-            lambda: World(1).run(
-                lambda rank: data_parallel.replicate(nn.Linear(1, 1), rank.comm(), bucket_bytes=0)
-            ),
-            "bucket_bytes",
-        ),
-        (lambda: data_parallel.buckets({"a": 1}, 0), "bucket_bytes"),
-        (
-            lambda: data_parallel.backward_timeline(
-                [(4, 0.0)], bucket_bytes=4, n=2, link=Link(0, 1)
-            ),
-            "seconds of layer 0",
-        ),
-        (
-            lambda: World(1).run(lambda rank: data_parallel.share(0, rank.comm())),
-            "every target is left out",
-        ),
-    ],
-)
-def test_what_makes_no_sense(call, why):
-    with pytest.raises((ValueError, RankError), match=why):
-        call()
 
 
 # ── formula = dry run = real run ───────────────────────────────────────────────────────────────────────────────────

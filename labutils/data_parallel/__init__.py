@@ -15,19 +15,3 @@ from labutils.data_parallel.buckets import (
 from labutils.data_parallel.plain import average_gradients, replicate_each_step, server_step
 from labutils.data_parallel.replica import Replica, replicate
 from labutils.data_parallel.sampler import sampler, share
-
-__all__ = [
-    "BUCKET_BYTES",
-    "Bucket",
-    "Replica",
-    "average_gradients",
-    "backward_timeline",
-    "buckets",
-    "bytes_to_reduce",
-    "bytes_to_start",
-    "replicate",
-    "replicate_each_step",
-    "sampler",
-    "server_step",
-    "share",
-]

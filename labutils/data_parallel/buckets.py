@@ -47,7 +47,6 @@ def buckets(
 
     Invariant: each is in one bucket; one that is larger than a bucket has a bucket of its own.
     """
-    units.whole(bucket_bytes, "bucket_bytes", 1)
     if not isinstance(sizes, Mapping):
         sizes = dict(enumerate(sizes))
     grouped: list[list[Hashable]] = []
@@ -58,9 +57,8 @@ def buckets(
             held = 0
         grouped[-1].append(name)
         held += sizes[name]
-    return tuple(
-        Bucket(tuple(names), tuple(sizes[name] for name in names), itemsize) for names in grouped
-    )
+    parts = [(tuple(names), tuple(sizes[name] for name in names)) for names in grouped]
+    return tuple(Bucket(names, nbytes, itemsize) for names, nbytes in parts)
 
 
 def bytes_to_reduce(
@@ -74,7 +72,6 @@ def bytes_to_reduce(
     >>> bytes_to_reduce(buckets({"a": 400, "b": 400}, 400), 4).by("rank")
     {0: 1200, 1: 1200, 2: 1200, 3: 1200}
     """
-    units.whole(backwards, "backwards")
     calls = [("all_reduce", bucket.nbytes, bucket.itemsize) for bucket in grouped]
     if find_unused:
         calls.append(("unused", sum(len(bucket.names) for bucket in grouped), 1))
@@ -121,7 +118,7 @@ def backward_timeline(
     sizes = {f"layer {i}": nbytes for i, (nbytes, _) in enumerate(layers)}
     spans, now, ready = [], 0.0, {}
     for name, (_, seconds) in reversed(list(zip(sizes, layers, strict=True))):
-        start, now = now, now + units.positive(seconds, f"the seconds of {name}")
+        start, now = now, now + seconds
         spans.append(Span(0, "backward", name, start, now))
         ready[name] = now
     free = 0.0 if overlap else now

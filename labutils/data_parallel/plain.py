@@ -23,15 +23,11 @@ def average_gradients(module: nn.Module, comm: Comm) -> None:
 
 
 def server_step(
-    module: nn.Module,
-    comm: Comm,
-    optimizer: torch.optim.Optimizer | None,
-    loss: Callable[[Any], Tensor],
-    batch: Any,
+    module: nn.Module, comm: Comm, optimizer: Any, loss: Callable[[Any], Tensor], batch: Any
 ) -> Tensor:
     """This rank's loss, after one step with a parameter server.
 
-    Rank 0 hands out the weights, adds up the gradients, and alone has an optimizer.
+    Rank 0 hands out the weights, adds up the gradients, and alone has an `optimizer`.
 
     Cost: rank 0 sends (N−1) times the weights and receives (N−1) times the gradients; a worker
     sends its gradient once.
@@ -88,18 +84,11 @@ def _hand_out(module: nn.Module, comm: Comm) -> None:
         _scatter_into(parameters, collectives.broadcast_star(_joined(parameters), comm))
 
 
-def _add_up(
-    module: nn.Module, comm: Comm, optimizer: torch.optim.Optimizer | None, divisor: int
-) -> None:
+def _add_up(module: nn.Module, comm: Comm, optimizer: Any, divisor: int) -> None:
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     with comm.record("gradients"):
         total = collectives.reduce_star(_joined(gradients), comm)
     if total is not None:
-        if optimizer is None:
-            raise ValueError(
-                "rank 0 is the one that steps, and has no optimizer: pass it one, and None on the "
-                "other ranks"
-            )
         _scatter_into(gradients, total / divisor)
         optimizer.step()
 

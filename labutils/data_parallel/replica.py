@@ -29,13 +29,7 @@ class Replica(nn.Module):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        comm: Comm,
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-        overlap: bool = True,
-        find_unused: bool = False,
+        self, module: nn.Module, comm: Comm, bucket_bytes: int, overlap: bool, find_unused: bool
     ) -> None:
         super().__init__()
         self.module = module
@@ -43,13 +37,8 @@ class Replica(nn.Module):
         self.overlap = overlap
         self.find_unused = find_unused
         self.synchronize = True
-        named = dict(module.named_parameters())
-        self._named = {name: p for name, p in named.items() if p.requires_grad}
-        self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
-        if not self._named:
-            raise ValueError(
-                "no parameter of this module needs a gradient: there is nothing to reduce"
-            )
+        self._all = dict(module.named_parameters())
+        self._named = {name: p for name, p in self._all.items() if p.requires_grad}
         self.buckets = self._grouped(bucket_bytes)
         _broadcast(module, comm)
         self._flat: list[Tensor] = []
@@ -92,10 +81,8 @@ class Replica(nn.Module):
         if not self.synchronize:
             return self._put(parameter)
         if parameter in self._came:
-            raise RuntimeError(
-                f"the gradient of {name} comes twice in one backward pass, as from two reentrant "
-                "checkpoints: give those use_reentrant=False"
-            )
+            remedy = "give reentrant checkpoints use_reentrant=False"
+            raise RuntimeError(f"the gradient of {name} comes twice in one backward pass: {remedy}")
         self._came.add(parameter)
         self._put(parameter)
         self._left[bucket] -= 1
@@ -141,10 +128,9 @@ class Replica(nn.Module):
         """The backward pass is over: every gradient must have come, or count as zero."""
         missing = {p: name for p, (name, _, _) in self._home.items() if p not in self._came}
         if self._came and missing and not self.find_unused:
-            raise RuntimeError(
-                f"rank {self.comm.rank}: no gradient came for {', '.join(missing.values())}, and "
-                "all ranks wait for it; freeze what the loss does not use, or pass find_unused=True"
-            )
+            remedy = "freeze what the loss does not use, or pass find_unused=True"
+            names = ", ".join(missing.values())
+            raise RuntimeError(f"rank {self.comm.rank}: no gradient came for {names}: {remedy}")
         # Where none came it was a backward pass to somewhere else, as of torch.autograd.grad.
         if self._came or self.find_unused:
             self._reduce(missing)
@@ -203,10 +189,7 @@ class Replica(nn.Module):
         def hook(parameter: Tensor) -> None:
             replica = watched()
             if replica is None:
-                raise RuntimeError(
-                    "this module has been replicated, and its replica is gone: keep what "
-                    "replicate(…) returned, and call that"
-                )
+                raise RuntimeError("this replica is gone: keep what replicate(…) returned")
             replica.gradient_ready(parameter)
 
         parameters = [self._named[name] for name in bucket.names]
@@ -222,19 +205,13 @@ class Replica(nn.Module):
 
     def _check(self) -> None:
         """Raises an error if this replica can no longer keep its promise."""
-        frozen = [name for name, parameter in self._named.items() if not parameter.requires_grad]
-        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        changes = ((frozen, "frozen"), (thawed, "thawed"))
-        if what := [f"{', '.join(names)} {verb}" for names, verb in changes if names]:
-            raise RuntimeError(
-                f"since replicate(…): {' and '.join(what)}; decide what is trained first, then "
-                "replicate"
-            )
+        changed = [n for n, p in self._all.items() if p.requires_grad != (n in self._named)]
+        if changed:
+            names = ", ".join(changed)
+            raise RuntimeError(f"{names} frozen or thawed since replicate(…): replicate again")
         if self._came:
-            raise RuntimeError(
-                "the last backward pass ended with an error while gradients travelled: call "
-                "replicate(…) again, on all ranks"
-            )
+            ended = "the last backward pass ended with an error while gradients travelled"
+            raise RuntimeError(f"{ended}: call replicate(…) again, on all ranks")
 
 
 def replicate(
@@ -269,9 +246,7 @@ def replicate(
     many examples (else see `share`); the same bits on all ranks, so replicas never drift apart.
     Source: S. Li et al., PyTorch Distributed, 2006.15704, sections 3.2 and 4.
     """
-    return Replica(
-        module, comm, bucket_bytes=bucket_bytes, overlap=overlap, find_unused=find_unused
-    )
+    return Replica(module, comm, bucket_bytes, overlap, find_unused)
 
 
 def _broadcast(module: nn.Module, comm: Comm) -> None:
@@ -281,7 +256,5 @@ def _broadcast(module: nn.Module, comm: Comm) -> None:
         try:
             value.copy_(comm.broadcast(value.contiguous()))
         except MismatchError as error:
-            raise MismatchError(
-                f"{name!r} is not alike on all ranks: build the same module everywhere, then "
-                f"replicate it\n{error}"
-            ) from None
+            remedy = "build the same module everywhere"
+            raise MismatchError(f"{name!r} is not alike on all ranks: {remedy}\n{error}") from None

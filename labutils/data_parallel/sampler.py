@@ -2,7 +2,6 @@
 
 import torch
 
-from labutils import units
 from labutils.world import Comm
 
 
@@ -17,10 +16,6 @@ def sampler(length: int, rank: int, size: int, *, epoch: int = 0, seed: int = 0)
     Invariant: every example is read, −length mod size of them twice, so that no rank has a batch
     that others wait for. The same as `torch.utils.data.DistributedSampler`.
     """
-    for value, name in ((length, "length"), (epoch, "epoch"), (seed, "seed")):
-        units.whole(value, name)
-    if not 0 <= units.whole(rank, "rank") < units.whole(size, "size", 1):
-        raise ValueError(f"there is no rank {rank} of {size}: use 0 … {size - 1}")
     # One permutation for all ranks: they agree without talking.
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
     padded = -(-length // size) * size
@@ -34,8 +29,5 @@ def share(count: int, comm: Comm) -> float:
 
     Cost: one all-reduce of 8 bytes. Equal counts give 1 on every rank.
     """
-    here = torch.tensor([float(units.whole(count, "count"))], dtype=torch.float64)
-    total = comm.all_reduce(here).item()
-    if not total:
-        raise ValueError("nothing on any rank counts towards the loss: every target is left out")
+    total = comm.all_reduce(torch.tensor([count], dtype=torch.float64)).item()
     return count * comm.size / total
