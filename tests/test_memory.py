@@ -243,12 +243,11 @@ def test_a_size_that_is_no_product_is_refused():
 
 def test_what_is_stored_is_what_is_recorded(tmp_path, monkeypatch):
     of = list(kinds(2))
-    formulas.store(of, tmp_path / "formulas.json.gz")
+    found = {kind: formulas.find_fullest(kind) for kind in of}
+    formulas.store(found, tmp_path / "formulas.json.gz")
     monkeypatch.setattr(formulas, "STORED", tmp_path / "formulas.json.gz")
     formulas.stored.cache_clear()
-    assert [formulas.fullest.__wrapped__(kind) for kind in of] == list(
-        map(formulas.find_fullest, of)
-    )
+    assert {kind: formulas.fullest.__wrapped__(kind) for kind in of} == found
     formulas.stored.cache_clear()
 
 

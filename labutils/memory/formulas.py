@@ -225,13 +225,13 @@ def stored() -> tuple[list, dict[Kind, list]]:
     return found["lines"], {Kind(*of): moments for of, moments in found["kinds"]}
 
 
-def store(kinds: Iterable[Kind], path: Path) -> None:
-    """Writes the fullest moments of these kinds, recorded now, each line once."""
+def store(found_of: Mapping[Kind, Iterable[Form]], path: Path) -> None:
+    """Writes the fullest moments of kinds of step, each line once."""
     lines: dict[str, int] = {}
     found = []
-    for of in kinds:
+    for of, forms in found_of.items():
         moments = []
-        for form in find_fullest(of):
+        for form in forms:
             alive = [json.dumps([*line, terms]) for line, terms in form.lines.items()]
             moments.append(
                 [form.phase, form.event, [lines.setdefault(each, len(lines)) for each in alive]]
