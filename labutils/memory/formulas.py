@@ -9,6 +9,7 @@ the first, the last and a middle layer, on each way through them.
 import functools
 import gzip
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -250,7 +251,7 @@ def find_fullest(of: Kind) -> tuple[Form, ...]:
     totals, found = held @ belongs.astype(np.int64), []
     for phase in PHASES:
         places = np.array([i for i, moment in enumerate(moments) if moment[0] == phase])
-        for i in _front(places, totals):
+        for i in front(places, totals):
             lines: Lines = defaultdict(dict)
             for (name, component, letters), factor in zip(columns, held[i].tolist(), strict=True):
                 if factor:
@@ -290,7 +291,7 @@ def _any_depth(of: Kind) -> Table:
     return columns + beyond, [three.moments[place] for place in i], held
 
 
-def _front(places: np.ndarray, totals: np.ndarray) -> list[int]:
+def front(places: np.ndarray, totals: np.ndarray) -> list[int]:
     """Those of the places whose totals no other covers in every product; of equal ones the
     first."""
     # Most lie below a neighbor: what makes something is followed by more, what frees something
@@ -307,13 +308,11 @@ def _front(places: np.ndarray, totals: np.ndarray) -> list[int]:
 def worth(product: str, letters: Sizes) -> int:
     """The numbers in a product of letters; of one that ends in "/" the share of one of N devices,
     rounded up."""
-    layers, numbers = 1, 1
-    for letter in product.removesuffix("/"):
-        if letter == "M":
-            layers = letters[letter]
-        else:
-            numbers *= letters[letter]
-    return layers * (-(-numbers // letters["N"]) if product.endswith("/") else numbers)
+    if not product.endswith("/"):
+        return math.prod(map(letters.__getitem__, product))
+    layers = letters["M"] if "M" in product else 1
+    numbers = math.prod(letters[letter] for letter in product if letter not in "M/")
+    return layers * -(-numbers // letters["N"])
 
 
 def value(terms: Terms, letters: Sizes) -> int:
@@ -325,7 +324,7 @@ def written(terms: Terms) -> str:
     """A sum of products as a reader writes it, longest products first.
 
     >>> written({"ass": 4, "Mh/": 2, "h": 1})
-    '4as² + 2Lh/N − 6h/N + 1h'
+    '2Lh/N + 4as² − 6h/N + 1h'
     """
     whole: Terms = defaultdict(int)
     for letters, factor in terms.items():

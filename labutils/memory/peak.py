@@ -86,7 +86,8 @@ def predict(
     predictable(model, train, mesh, hardware)
     letters = formulas.sizes(model, train, mesh)
     plan = _plan(formulas.kind(model, train, mesh))
-    totals = plan.totals(letters)
+    worth = plan.worth(letters)
+    totals = [sum(map(operator.mul, row, worth)) for row in plan.rows]
     phases: dict[str, int] = {}
     for form, total in zip(plan.forms, totals, strict=True):
         phases[form.phase] = max(phases.get(form.phase, 0), total)
@@ -105,7 +106,10 @@ def peak_bytes(model: ModelConfig, train: TrainConfig, mesh: Mesh = ALONE) -> in
     sweeps over many configurations."""
     predictable(model, train, mesh)
     plan = _plan(formulas.kind(model, train, mesh))
-    return max(plan.totals(formulas.sizes(model, train, mesh)))
+    worth = plan.worth(formulas.sizes(model, train, mesh))
+    about = plan.table @ np.array(worth, dtype=float)
+    near = np.flatnonzero(about >= (1 - 1e-9) * about.max())  # to be computed exactly
+    return max(sum(map(operator.mul, plan.rows[i], worth)) for i in near)
 
 
 def history(model: ModelConfig, train: TrainConfig, mesh: Mesh = ALONE) -> History:
@@ -138,10 +142,11 @@ class _Plan(NamedTuple):
     products: tuple[str, ...]
     rows: tuple[tuple[int, ...], ...]
 
-    def totals(self, letters: formulas.Sizes) -> list[int]:
-        """Bytes alive at each of them."""
-        worth = [formulas.worth(product, letters) for product in self.products]
-        return [sum(map(operator.mul, row, worth)) for row in self.rows]
+    table: np.ndarray  # the rows again
+
+    def worth(self, letters: formulas.Sizes) -> list[int]:
+        """The numbers in each product."""
+        return [formulas.worth(product, letters) for product in self.products]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -154,7 +159,7 @@ def _plan(of: formulas.Kind) -> _Plan:
             totals[-1].update(terms)
     products = tuple(dict.fromkeys(letters for total in totals for letters in total))
     rows = tuple(tuple(total[letters] for letters in products) for total in totals)
-    return _Plan(forms, products, rows)
+    return _Plan(forms, products, rows, np.array(rows, dtype=float))
 
 
 def predictable(
