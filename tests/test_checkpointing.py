@@ -254,8 +254,7 @@ def test_a_function_that_does_something_else_the_second_time_is_an_error():
     sizes = iter([3, 2])
     other = checkpoint(lambda x: x[: next(sizes)].sin().sum(), x_of(3))
     with pytest.raises(
-        RuntimeError,
-        match=r"float32\[3\] on cpu as tensor 0 the first time and torch.float32\[2\] on cpu now",
+        RuntimeError, match=r"float32\[3\] as tensor 0 the first time and float32\[2\] now"
     ):
         other.backward()
 
@@ -468,7 +467,7 @@ def test_a_budget_that_is_too_small_is_told_the_smallest():
     chain = Costs([Stage(1, 100, 700), Stage(1, 200, 50)], input=40)
     least = checkpointing.smallest_budget(chain)
     with pytest.raises(
-        ValueError, match=rf"budget of {least - 1} bytes: the smallest possible one is {least:,}"
+        ValueError, match=rf"budget of {least - 1} bytes .* smallest possible one is {least:,}"
     ):
         checkpointing.plan(chain, least - 1)
     assert checkpointing.simulate(checkpointing.plan(chain, least), chain).peak == least

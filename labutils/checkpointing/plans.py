@@ -515,7 +515,9 @@ def plan(costs: Costs, budget: int) -> Plan:
     optimum = _Optimum(costs, budget)
     front = optimum.front(0, len(costs) - 1)
     if not len(front.bytes):
-        least = f"the smallest possible one is {smallest_budget(costs):,}"
-        raise ValueError(f"no plan fits a budget of {budget:,} bytes: {least}")
+        least = smallest_budget(costs)
+        smallest = f"the smallest possible one is {least:,} ({units.text(least)})"
+        refused = f"no plan fits a budget of {budget:,} bytes ({units.text(budget)})"
+        raise ValueError(f"{refused}: {smallest}")
     name = f"optimal for {units.text(budget)}"
     return unroll(len(costs), optimum.rule, int(front.bytes[-1]), name)

@@ -176,9 +176,12 @@ class _Region:
 
     def complaint(self, what: str) -> RuntimeError:
         name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
-        remedy = "It must do the same both times: does it depend on a counter or a cache?"
+        remedy = (
+            "It must do the same both times: does it depend on a counter, a cache or the clock?"
+        )
         return RuntimeError(f"checkpoint: {name}, computed again, {what}. {remedy}")
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
+    kind = f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
+    return kind.removeprefix("torch.").removesuffix(" on cpu")
