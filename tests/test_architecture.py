@@ -183,9 +183,6 @@ def test_a_function_fits_a_screen(path):
             assert lines <= 60 or node.name in LONG, f"{node.name} has {lines} lines, 50 are plenty"
 
 
-WIDE = {"03_memory"}  # labs whose cells are wider still
-
-
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "notebooks" / "text").glob("*.py")), ids=lambda path: path.stem
 )
@@ -194,7 +191,7 @@ def test_a_cell_fits_the_page(path):
         heading, *lines = cell.split("\n")
         if "[markdown]" not in heading:
             wide = [line for line in lines if len(line) > 88]
-            assert not wide or path.stem in WIDE, f"{path.stem}: over 88 columns: {wide}"
+            assert not wide, f"{path.stem}: over 88 columns: {wide}"
 
 
 def test_figures_take_types_of_the_ground_or_plain_values():

@@ -39,12 +39,13 @@ from labutils.teach.widgets import explore, log
 # configuration alone, and no tensor is made for it.
 
 # %%
-config = ModelConfig(num_layers=3, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=32)
+dims = dict(num_layers=3, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=32)
+config = ModelConfig(**dims)
 train = TrainConfig(micro_batch=8, global_batch=8, precision="fp32")
 model = GPT(config, generator=torch.Generator().manual_seed(0))
 optimizer = torch.optim.AdamW(model.parameters())
-x, y = torch.randint(128, (2, 8, 32), generator=torch.Generator().manual_seed(1)).unbind()
-x, y = x.clone(), y.clone()
+tokens = torch.randint(128, (2, 8, 32), generator=torch.Generator().manual_seed(1))
+x, y = tokens[0].clone(), tokens[1].clone()
 
 
 def step():
@@ -57,19 +58,23 @@ def step():
 # %%
 step()  # the optimizer's state comes with the first step
 measured = measure.history(step, model, optimizer)
-plots.memory_timeline(measured, title="Measured: a hill of activations on a plateau of model states")
+title = "Measured: a hill of activations on a plateau of model states"
+plots.memory_timeline(measured, title=title)
 
 # %%
 predicted = memory.history(config, train)
-plots.memory_timeline(predicted, title="Predicted from the configuration: the same hill, the same peak")
+title = "Predicted from the configuration: the same hill, the same peak"
+plots.memory_timeline(predicted, title=title)
 
 
 # %%
 def alive(history):
-    return [(m.event, m.ledger.total) for m in history.moments if m.phase in ("forward", "backward")]
+    passes = [m for m in history.moments if m.phase in ("forward", "backward")]
+    return [(m.event, m.ledger.total) for m in passes]
 
 
-alive(predicted) == alive(measured), len(alive(measured)), predicted.peak.ledger.total == measured.peak.ledger.total
+peaks = predicted.peak.ledger.total, measured.peak.ledger.total
+alive(predicted) == alive(measured), len(alive(measured)), peaks[0] == peaks[1]
 
 # %% [markdown]
 # Equal after every operation of the forward and the backward pass, to the byte, and at the peak. The lab takes this apart, from what is there all the time to what is there for a moment: parameters, model states,
@@ -108,7 +113,10 @@ llama = ModelConfig.from_hf(exercises.LLAMA_3)
 llama.num_params, llama.letters("L h a g f v")
 
 # %%
-for name in ("gpt2", "gpt3-175b", "llama-2-7b", "llama-3.1-405b", "qwen2-0.5b", "qwen2-7b", "mixtral-8x7b"):
+for name in (
+    "gpt2", "gpt3-175b", "llama-2-7b", "llama-3.1-405b",
+    "qwen2-0.5b", "qwen2-7b", "mixtral-8x7b",
+):  # fmt: skip
     named = ModelConfig.named(name)
     print(f"{name:15}{named.num_params:>17,}")
 
@@ -163,10 +171,11 @@ precisions = {
     "bf16, gradients in fp32 as well": {"precision": "bf16", "fp32_gradients": True},
 }
 for name, options in precisions.items():
-    shares = [
-        memory.model_states(gpt2, TrainConfig(micro_batch=1, global_batch=8, zero=level, **options), Mesh(dp=8)).total
+    runs = [
+        TrainConfig(micro_batch=1, global_batch=8, zero=level, **options)
         for level in range(4)
     ]
+    shares = [memory.model_states(gpt2, run, Mesh(dp=8)).total for run in runs]
     print(f"{name:32}", *(f"{share / gpt2.num_params:6.2f}" for share in shares))
 
 # %% [markdown]
@@ -206,7 +215,8 @@ with_dropout = dataclasses.replace(gpt2, dropout=0.1)
 kept = memory.activations(with_dropout, run)
 layer = [line for line in kept if line.name.startswith("blocks.7.")]
 for line in layer:
-    print(f"{line.name.removeprefix('blocks.7.'):20}{units.text(line.amount):>9}  {line.note}")
+    part, amount = line.name.removeprefix("blocks.7."), units.text(line.amount)
+    print(f"{part:20}{amount:>9}  {line.note}")
 
 # %%
 reveal("memory/one-layer", MB=sum(line.amount for line in layer) / 1e6)
@@ -217,7 +227,8 @@ reveal("memory/one-layer", MB=sum(line.amount for line in layer) / 1e6)
 
 # %%
 counted = memory.activations(config, train)
-counted.diff(measure.saved_activations(lambda: model.loss(x.clone(), y.clone()), model)).unexplained
+saved = measure.saved_activations(lambda: model.loss(x.clone(), y.clone()), model)
+counted.diff(saved).unexplained
 
 # %% [markdown]
 # Zero bytes. A test of this course does the same for random configurations: norms, feed-forward networks, GQA, RoPE, fused attention, autocast, dropout, checkpointing.
@@ -283,21 +294,27 @@ predict("memory/four-times-longer", times=4)
 lengths = [256, 512, 1024, 2048, 4096, 8192]
 
 
+def one(batch=1, **options):
+    """A run whose batch is one micro-batch."""
+    return TrainConfig(micro_batch=batch, global_batch=batch, **options)
+
+
 def activations(tokens, **options):
     longer = dataclasses.replace(gpt2, seq_len=tokens)
-    return memory.activations(longer, TrainConfig(micro_batch=1, global_batch=1, **options)).total
+    return memory.activations(longer, one(**options)).total
 
 
 reveal("memory/four-times-longer", times=activations(4096) / activations(1024))
 
 # %%
+title = "The scores grow with the square; what is left without them grows in proportion"
 plots.curves(
     lengths,
     xlabel="tokens in a sequence",
     ylabel="activations, one sequence",
     unit="B",
     log="xy",
-    title="The scores grow with the square; what is left without them grows in proportion",
+    title=title,
     plain=[activations(s) for s in lengths],
     fused_attention=[activations(s, attention="sdpa") for s in lengths],
     checkpointed=[activations(s, checkpointing="full") for s in lengths],
@@ -318,7 +335,7 @@ plots.curves(
 # %%
 def one_layer(**changes):
     varied = dataclasses.replace(llama, num_layers=1, seq_len=4096, **changes)
-    saved = memory.activations(varied, TrainConfig(micro_batch=1, global_batch=1, attention="sdpa"))
+    saved = memory.activations(varied, one(attention="sdpa"))
     return sum(line.amount for line in saved if line.name.startswith("blocks."))
 
 
@@ -330,7 +347,8 @@ parts = {
 }
 print(f"{'as it is':28}{units.text(base):>9}")
 for name, changes in parts.items():
-    print(f"{name:28}{units.text(one_layer(**changes)):>9}  {one_layer(**changes) / base - 1:+.0%}")
+    changed = one_layer(**changes)
+    print(f"{name:28}{units.text(changed):>9}  {changed / base - 1:+.0%}")
 
 # %% [markdown]
 # GQA saves on keys and values. SwiGLU keeps four tensors of $sbf$ where GELU keeps two. And RMSNorm, as PyTorch runs it on a CPU, keeps its input in fp32 and the normalized one as well: simpler to compute, and
@@ -364,13 +382,10 @@ peak
 # With 32 sequences and without checkpointing it is another moment: the loss has been taken, and over all saved activations stand the log-probabilities and *two* gradients of them.
 
 # %%
-large = memory.predict(gpt2, TrainConfig(micro_batch=32, global_batch=32))
-(
-    large.phase,
-    large.event,
-    units.text(large.total),
-    {line.name: units.text(line.amount) for line in large if line.component == "buffers"},
-)
+large = memory.predict(gpt2, one(32))
+working = large.only(component="buffers")
+buffers = {line.name: units.text(line.amount) for line in working}
+large.phase, large.event, units.text(large.total), buffers
 
 # %% [markdown]
 # Move the batch: from how many sequences on is the peak no longer in the optimizer?
@@ -379,9 +394,10 @@ large = memory.predict(gpt2, TrainConfig(micro_batch=32, global_batch=32))
 # %%
 def fullest(micro_batch=2, checkpointing="none"):
     """The peak of GPT-2 XL, 1024 tokens a sequence, fused attention."""
-    options = {"attention": "sdpa", "checkpointing": checkpointing}
-    peak = memory.predict(gpt2, TrainConfig(micro_batch=micro_batch, global_batch=micro_batch, **options))
-    title = f"Fullest in the {peak.phase} at {units.text(peak.total)}, after {peak.event}"
+    run = one(micro_batch, attention="sdpa", checkpointing=checkpointing)
+    peak = memory.predict(gpt2, run)
+    total = units.text(peak.total)
+    title = f"Fullest in the {peak.phase} at {total}, after {peak.event}"
     return plots.memory_bars(title=title, capacity=Hardware.named("H100"), peak=peak)
 
 
@@ -421,7 +437,8 @@ tried = {
 for name, options in tried.items():
     setting = dataclasses.replace(train, **options)
     guess, found = memory.predict(config, setting), measured_peak(setting)
-    print(f"{name:16}{guess.phase:>10}{guess.total:>10,} B, unexplained: {guess.total - found.ledger.total}")
+    unexplained = guess.total - found.ledger.total
+    print(f"{name:16}{guess.phase:>10}{guess.total:>10,} B, unexplained: {unexplained}")
 
 # %% [markdown]
 # This holds for the course's GPT on a CPU, where every operation is known. On a GPU the allocator rounds (next section), and libraries add workspaces of their own; published
@@ -466,7 +483,8 @@ except memory.OutOfMemory as error:
 
 # %%
 def second_batch(**options):
-    """A device of 10 GiB after a batch, the state that came after it, and as much of the next batch as there was room for."""
+    """A device of 10 GiB after a batch, the state that came after it, and, where there
+    was room for it, the next batch."""
     gpu = memory.Allocator(10 * units.GIB, **options)
     gpu.free(gpu.alloc(6 * units.GIB, name="batch"))
     gpu.alloc(units.GIB, name="state")
@@ -485,7 +503,8 @@ devices = {
 
 # %%
 title = "Not cutting the large block helps, and so does a segment that can grow"
-plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **{name: gpu.layout for name, gpu in devices.items()})
+layouts = {name: gpu.layout for name, gpu in devices.items()}
+plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **layouts)
 
 # %% [markdown]
 # `max_split_size` leaves blocks above that size whole: the state gets a segment of its own, and the hole waits for the next batch. `expandable_segments` reserves addresses instead of memory: the segment grows
@@ -497,7 +516,11 @@ plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **{n
 # %%
 replayer = memory.Allocator(units.parse("1 GiB"))
 memory.replay(measure.storages(step, model, optimizer), replayer)
-peaks = {"tensors": measured.peak.ledger.total, "blocks": replayer.peak_allocated, "segments": replayer.peak_reserved}
+peaks = {
+    "tensors": measured.peak.ledger.total,
+    "blocks": replayer.peak_allocated,
+    "segments": replayer.peak_reserved,
+}
 {name: units.text(amount) for name, amount in peaks.items()}
 
 # %% [markdown]
@@ -509,18 +532,26 @@ peaks = {"tensors": measured.peak.ledger.total, "blocks": replayer.peak_allocate
 # The ZeRO paper's example: GPT-2 with 1.5 billion parameters, 1024 tokens, batch 32. Weights 3 GB; model states 24 GB; activations "about 60 GB"; with checkpointing "about 8 GB". Each number again:
 
 # %%
-batch32 = {"micro_batch": 32, "global_batch": 32}
-states = memory.model_states(gpt2, TrainConfig(**batch32))
-{"weights": units.text(states.only(component="weights").total), "model states": units.text(states.total)}
+states = memory.model_states(gpt2, one(32))
+weights = states.only(component="weights").total
+{"weights": units.text(weights), "model states": units.text(states.total)}
 
 # %%
+def kept_by(**options):
+    return memory.activations(gpt2, one(32, **options)).total
+
+
+def layers(**options):
+    return 48 * memory.korthikanti(b=32, s=1024, h=1600, a=25, **options).total
+
+
 ways = {
     "12 numbers a token, layer and column": 12 * 32 * 1024 * 1600 * 48 * 2,
-    "Korthikanti, without as²b": 48 * memory.korthikanti(b=32, s=1024, h=1600, a=25, checkpointing="selective").total,
-    "Korthikanti": 48 * memory.korthikanti(b=32, s=1024, h=1600, a=25).total,
-    "PyTorch, no dropout": memory.activations(gpt2, TrainConfig(**batch32)).total,
-    "PyTorch, fused attention": memory.activations(gpt2, TrainConfig(**batch32, attention="sdpa")).total,
-    "PyTorch, full checkpointing": memory.activations(gpt2, TrainConfig(**batch32, checkpointing="full")).total,
+    "Korthikanti, without as²b": layers(checkpointing="selective"),
+    "Korthikanti": layers(),
+    "PyTorch, no dropout": kept_by(),
+    "PyTorch, fused attention": kept_by(attention="sdpa"),
+    "PyTorch, full checkpointing": kept_by(checkpointing="full"),
 }
 for name, amount in ways.items():
     print(f"{name:38}{units.text(amount):>9}")
@@ -559,7 +590,8 @@ show(exercises.activation_bytes)
 
 # %%
 calculator.Calculator(
-    "gpt2-xl", "gpt2", "gpt3-175b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mistral-7b", "qwen2-7b", "qwen2-72b",
+    "gpt2-xl", "gpt2", "gpt3-175b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b",
+    "llama-3.1-405b", "mistral-7b", "qwen2-7b", "qwen2-72b",
 )  # fmt: skip
 
 # %% [markdown]
@@ -572,18 +604,22 @@ calculator.Calculator(
 
 # %%
 short = dataclasses.replace(llama, seq_len=4096)
+eight, h100 = Mesh(dp=8), Hardware.named("H100")
 
 
 def largest_batch(**options):
-    """The most sequences of 4096 tokens in a micro-batch of Llama-3.1-8B that fit on each of 8 H100s."""
+    """The most sequences of 4096 tokens in a micro-batch on each of 8 H100s."""
+    options |= {"attention": "sdpa", "stepping": "fused"}
     for batch in range(1, 100):
-        setting = TrainConfig(micro_batch=batch, global_batch=8 * batch, attention="sdpa", stepping="fused", **options)
-        if not memory.predict(short, setting, mesh=Mesh(dp=8), hardware=Hardware.named("H100")).fits:
+        run = TrainConfig(micro_batch=batch, global_batch=8 * batch, **options)
+        if not memory.predict(short, run, mesh=eight, hardware=h100).fits:
             return batch - 1
 
 
 for zero in range(4):
-    print(f"ZeRO {zero}:", {kind: largest_batch(zero=zero, checkpointing=kind) for kind in ("none", "full")})
+    policies = ("none", "full")
+    fits = {kind: largest_batch(zero=zero, checkpointing=kind) for kind in policies}
+    print(f"ZeRO {zero}:", fits)
 
 # %% [markdown]
 # ## In practice
@@ -610,7 +646,8 @@ stated = {"qwen2-0.5b": (2.9, 2), "qwen2-7b": (3.9, 4), "qwen2-72b": (71, 8)}
 for name, (linear, quadratic) in stated.items():
     h, a, L = ModelConfig.named(name).letters("h a L")
     right = L * 34 * 4096 * h / 1e9, L * 5 * a * 4096**2 / 1e9
-    print(f"{name:11} stated {linear:5} + {quadratic} GB   by the formula {right[0]:5.1f} + {right[1]:5.1f} GB")
+    print(f"{name:11} stated {linear:5} + {quadratic} GB", end="   ")
+    print(f"by the formula {right[0]:5.1f} + {right[1]:5.1f} GB")
 
 # %% [markdown]
 # The quadratic term has lost its factor L, 3.9 looks like a 13.9 that lost a digit, and 72B has 80 layers, not 64 as the table says. And Qwen2 is not the model of the formula: GQA, SwiGLU, RMSNorm, no dropout, fused attention. What it keeps, counted:
@@ -618,11 +655,11 @@ for name, (linear, quadratic) in stated.items():
 # %%
 for name in stated:
     qwen = dataclasses.replace(ModelConfig.named(name), seq_len=4096)
-    amounts = [
-        memory.activations(qwen, TrainConfig(micro_batch=1, global_batch=1, attention=kind)).total
+    plain, fused = (
+        units.text(memory.activations(qwen, one(attention=kind)).total)
         for kind in ("plain", "sdpa")
-    ]
-    print(f"{name:11} plain {units.text(amounts[0]):>8}   fused {units.text(amounts[1]):>8}")
+    )
+    print(f"{name:11} plain {plain:>8}   fused {fused:>8}")
 
 # %% [markdown]
 # **"34 + 5·a/h"** (notes on a scaling guide): a factor $s$ is lost. For GPT-3 at 2048 tokens that is 82 GB instead of 275.
