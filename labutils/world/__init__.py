@@ -52,14 +52,12 @@ ENGINES = {"threads": Threads, "processes": Processes, "torchrun": Torchrun, "dr
 class World:
     """Ranks that run functions: `world.run(fn, …)` returns `fn(rank, …)` of each, in order.
 
-    `timeout` is how long a rank may wait for the others, in seconds. On threads the arguments are
-    shared by all ranks, on processes each
-    rank has its own copy: don't write into them.
+    `timeout` is how long a rank may wait for the others, in seconds. Don't write into arguments:
+    on threads all ranks share them, on processes each rank has its own copy.
 
     The engine "dry" runs one rank alone on fake tensors, which have shapes and no values; `assume`
-    says what to answer where the program
-    asks for a value: {bool: True, float: 0.0, int: lambda x: x.numel() // 8}, each a value or a
-    function of the tensor.
+    says what to answer where the program asks for a value: {bool: True, float: 0.0,
+    int: lambda x: x.numel() // 8}, each a value or a function of the tensor.
 
     >>> import torch
     >>> dry = World(Mesh(dp=16_384), engine="dry")
@@ -78,18 +76,15 @@ class World:
         assume: Assume | None = None,
     ) -> None:
         if not isinstance(mesh, Mesh):
-            if isinstance(mesh, bool) or not isinstance(mesh, int):
-                raise TypeError(
-                    f"a world is made of a number of ranks or a Mesh, got {mesh!r}: "
-                    "use World(4) or World(Mesh(dp=2, tp=2))"
-                )
-            if mesh < 1:
-                raise ValueError(f"a world has at least one rank, got {mesh}: use World(1) or more")
+            if mesh == 0:
+                raise ValueError("a world has at least one rank, got 0: use World(1) or more")
             mesh = Mesh(dp=mesh)
         engine = engine or ("torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "threads")
         if engine not in ENGINES:
             raise ValueError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
-        self.mesh, self.engine, self.timeout = mesh, engine, units.positive(timeout, "timeout")
+        self.mesh = mesh
+        self.engine = engine
+        self.timeout = units.positive(timeout, "timeout")
         self.trace = Trace()
         if assume is not None and engine != "dry":
             raise ValueError(f'on {engine} tensors have values: assume= is for engine="dry"')
@@ -112,10 +107,8 @@ class World:
         In a dry run: what it returned on the one `rank` (0 unless given).
         """
         if not callable(fn):
-            raise TypeError(
-                f"run takes a function of a rank, got {fn!r}: "
-                "write world.run(fn, …), without calling fn"
-            )
+            remedy = "write world.run(fn, …), without calling fn"
+            raise TypeError(f"run takes a function of a rank, got {fn!r}: {remedy}")
         self.trace = Trace()
         alone = self._one(rank)
         try:
@@ -129,9 +122,8 @@ class World:
         """The rank that a dry run is of; on other engines all run."""
         if self.engine != "dry":
             if rank is not None:
-                raise ValueError(
-                    f'on {self.engine} all ranks run: leave rank={rank} out, or use engine="dry"'
-                )
+                remedy = f'leave rank={rank} out, or use engine="dry"'
+                raise ValueError(f"on {self.engine} all ranks run: {remedy}")
             return ()
         rank = units.whole(rank or 0, "rank")
         if rank >= self.size:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -21,15 +21,23 @@ if TYPE_CHECKING:
     from labutils.world.rank import Rank
 
 _BY_ROWS = ("all_gather", "reduce_scatter", "scatter", "gather", "all_to_all")
+_WRITES_OUT = ("all_reduce", "reduce_scatter", "all_gather")  # algorithms that know `out`
+
+
+class How(TypedDict, total=False):
+    """Where a collective's result goes, and whether the call returns a `Work` at once."""
+
+    out: Tensor | None
+    async_op: bool
 
 
 class Comm:
     """The ranks of one mesh axis, or of several joined ones, as one of them sees them.
 
     `send`, `recv` and the rest count ranks inside this group. Sends are rendezvous: they return
-    when
-    the receiver has the bytes. Collectives are `torch.distributed`'s, but functional: they return
-    their result, write into `out=` if given, and with `async_op=True` return a `Work` at once.
+    when the receiver has the bytes. Collectives are `torch.distributed`'s, but functional: they
+    return their result, write into `out=` if given, and with `async_op=True` return a `Work` at
+    once, whose `wait()` gives the result.
     """
 
     def __init__(
@@ -63,9 +71,8 @@ class Comm:
         Raises RuntimeError on threads, which have none.
         """
         if self._owner._groups is None:
-            raise RuntimeError(
-                'threads have no torch.distributed.ProcessGroup: use World(..., engine="processes")'
-            )
+            remedy = 'use World(..., engine="processes")'
+            raise RuntimeError(f"threads have no torch.distributed.ProcessGroup: {remedy}")
         return self._owner._groups(self.ranks)
 
     @contextlib.contextmanager
@@ -96,16 +103,15 @@ class Comm:
     ) -> Tensor:
         """`out`, filled or reduced with what rank `src` sends while `x` goes to rank `dst`.
 
-        With `reduce` the arithmetic is done on each segment as it arrives, while the next one is on
-        its way.
+        Each segment is reduced as it arrives, while the next one is on its way.
         """
         call = self._call_site("send_recv")
         send = self._outgoing(x, dst, call)
         receive = self._incoming(out, src, reduce, call)
         self._endpoint.post(receive, send)
-        self._events.append(
-            Event(self._name or call.op, self.axis, send.peer, x.nbytes, receive.peer, out.nbytes)
-        )
+        name = self._name or call.op
+        event = Event(name, self.axis, send.peer, x.nbytes, receive.peer, out.nbytes)
+        self._events.append(event)
         self._endpoint.wait(send)
         self._endpoint.wait(receive)
         return out
@@ -121,13 +127,13 @@ class Comm:
         return self._watched(request)
 
     def _send(self, x: Tensor, dst: int) -> Request:
-        request = self._outgoing(x, dst, self._call_site("send", 3))
+        request = self._outgoing(x, dst, self._call_site("send"))
         self._endpoint.post(request)
         self._events.append(Event(self._name or "send", self.axis, request.peer, x.nbytes))
         return request
 
     def _recv(self, out: Tensor, src: int, reduce: str | None) -> Request:
-        request = self._incoming(out, src, reduce, self._call_site("recv", 3))
+        request = self._incoming(out, src, reduce, self._call_site("recv"))
         self._endpoint.post(request)
         name = self._name or "recv"
         self._events.append(Event(name, self.axis, source=request.peer, received=out.nbytes))
@@ -141,10 +147,9 @@ class Comm:
         self._owner._pending[request] = None
         return Work(self._endpoint, request, self._owner._pending)
 
-    def _call_site(self, op: str, depth: int = 2) -> CallSite:
+    def _call_site(self, op: str) -> CallSite:
         """The collective that this message is part of, or the line that asks for it."""
-        name = self._name or op
-        return self._call or CallSite(name, self.axis, site(sys._getframe(depth)))
+        return self._call or CallSite(self._name or op, self.axis, site(sys._getframe(2)))
 
     def _outgoing(self, x: Tensor, dst: int, call: CallSite) -> Request:
         """What travels is a value: no autograd graph spans two ranks, no conjugation is pending."""
@@ -155,112 +160,76 @@ class Comm:
     def _incoming(self, out: Tensor, src: int, reduce: str | None, call: CallSite) -> Request:
         self._contiguous(out, call.op)
         if out.is_conj() or out.is_neg():
-            raise ValueError(
-                f"{call.op} cannot write into a lazily conjugated or negated tensor: "
-                "pass out.resolve_conj().resolve_neg()"
-            )
-        if reduce is not None and reduce not in REDUCE_OPS:
-            raise ValueError(
-                f"cannot reduce by {reduce!r}: use one of {', '.join(REDUCE_OPS)}, "
-                "or None to keep what arrives"
-            )
+            what = f"{call.op} cannot write into a lazily conjugated or negated tensor"
+            raise ValueError(f"{what}: pass out.resolve_conj().resolve_neg()")
+        reduce = reduce or "copy"
+        if reduce not in REDUCE_OPS:
+            raise ValueError(f"cannot reduce by {reduce!r}: use one of {', '.join(REDUCE_OPS)}")
         return Request(call, self._peer(src), self._channel, out.detach(), reduce=reduce)
 
     def _contiguous(self, x: Tensor, op: str) -> None:
         self._dense(x, op)
         if not x.is_contiguous():
-            raise ValueError(
-                f"{op} takes a contiguous tensor, got {describe(x)} with strides {x.stride()}: "
-                "pass x.contiguous()"
-            )
+            got = f"{describe(x)} with strides {x.stride()}"
+            raise ValueError(f"{op} takes a contiguous tensor, got {got}: pass x.contiguous()")
 
     def _dense(self, x: Tensor, op: str) -> None:
         if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{op} takes a tensor, got {x!r} ({type(x).__name__}): "
-                "wrap it with torch.tensor(...)"
-            )
+            got = f"{x!r} ({type(x).__name__})"
+            raise TypeError(f"{op} takes a tensor, got {got}: wrap it with torch.tensor(...)")
         device = self._owner.device.type
         if x.layout is not torch.strided or x.is_quantized or x.device.type != device:
-            raise TypeError(
-                f"{op} takes a dense tensor on {device}, got one with {x.layout} on {x.device}: "
-                "convert it first"
-            )
+            got = f"one with {x.layout} on {x.device}"
+            raise TypeError(f"{op} takes a dense tensor on {device}, got {got}: convert it first")
 
     def _peer(self, rank: int) -> int:
-        if isinstance(rank, bool) or not isinstance(rank, int):
-            raise TypeError(f"a peer is a rank's number, got {rank!r} ({type(rank).__name__})")
         if not 0 <= rank < self.size:
-            raise ValueError(
-                f"there is no rank {rank} on axis {self.axis!r} of {self.size} ranks: "
-                f"use 0 … {self.size - 1}, as in (rank + 1) % size"
-            )
+            known = f"use 0 … {self.size - 1}, as in (rank + 1) % size"
+            here = f"on axis {self.axis!r} of {self.size} ranks"
+            raise ValueError(f"there is no rank {rank} {here}: {known}")
         if rank == self.rank:
-            raise ValueError(
-                f"rank {rank} on axis {self.axis!r} sends to itself: nothing needs to travel, "
-                "use x.clone()"
-            )
+            itself = f"rank {rank} on axis {self.axis!r} sends to itself"
+            raise ValueError(f"{itself}: nothing needs to travel, use x.clone()")
         return self.ranks[rank]
 
     # -- collectives -------------------------------------------------------------------------------
 
     def all_reduce(
-        self,
-        x: Tensor,
-        op: str = "sum",
-        *,
-        algorithm: str = "ring",
-        out: Tensor | None = None,
-        async_op: bool = False,
+        self, x: Tensor, op: str = "sum", *, algorithm: str = "ring", **how: Unpack[How]
     ) -> Any:
         """The sum (or `op`) of x over all ranks, on every rank.
 
         algorithm: "ring", "naive", "tree" or "halving_doubling"
         """
-        run = getattr(collectives, f"all_reduce_{algorithm}", None)
-        if run is None:
+        if f"all_reduce_{algorithm}" not in collectives.ALL_REDUCES:
             known = ", ".join(map(repr, collectives.ALL_REDUCES))
-            raise ValueError(
-                f"no all-reduce called {algorithm!r}: use {known} without the 'all_reduce_'"
-            )
-        run = functools.partial(run, op=op, out=out)
-        return self._collective("all_reduce", x, f"op={op}", run, async_op=async_op)
+            remedy = f"use {known} without the 'all_reduce_'"
+            raise ValueError(f"no all-reduce called {algorithm!r}: {remedy}")
+        run = getattr(collectives, f"all_reduce_{algorithm}")
+        return self._collective("all_reduce", run, x, {"op": op}, **how)
 
-    def reduce_scatter(
-        self, x: Tensor, op: str = "sum", *, out: Tensor | None = None, async_op: bool = False
-    ) -> Any:
+    def reduce_scatter(self, x: Tensor, op: str = "sum", **how: Unpack[How]) -> Any:
         """This rank's share of the rows of the sum (or `op`) of x over all ranks."""
-        run = functools.partial(collectives.reduce_scatter_ring, op=op, out=out)
-        return self._collective("reduce_scatter", x, f"op={op}", run, async_op=async_op)
+        run = collectives.reduce_scatter_ring
+        return self._collective("reduce_scatter", run, x, {"op": op}, **how)
 
     def all_gather(
-        self,
-        x: Tensor,
-        *,
-        sizes: Sequence[int] | None = None,
-        out: Tensor | None = None,
-        async_op: bool = False,
+        self, x: Tensor, *, sizes: Sequence[int] | None = None, **how: Unpack[How]
     ) -> Any:
         """The rows of all ranks, in rank order, on every rank.
 
         sizes: the rows that each rank brings, if they differ
         """
-        run = functools.partial(collectives.all_gather_ring, sizes=sizes, out=out)
-        return self._collective("all_gather", x, _sizes(sizes), run, async_op=async_op)
+        arguments = {} if sizes is None else {"sizes": list(sizes)}
+        return self._collective("all_gather", collectives.all_gather_ring, x, arguments, **how)
 
-    def broadcast(
-        self, x: Tensor, src: int = 0, *, out: Tensor | None = None, async_op: bool = False
-    ) -> Any:
+    def broadcast(self, x: Tensor, src: int = 0, **how: Unpack[How]) -> Any:
         """Rank `src`'s x, on every rank; elsewhere only the shape and dtype of x matter."""
-        run = functools.partial(collectives.broadcast_tree, src=src)
-        return self._collective("broadcast", x, f"src={src}", run, out=out, async_op=async_op)
+        return self._collective("broadcast", collectives.broadcast_tree, x, {"src": src}, **how)
 
-    def scatter(
-        self, x: Tensor, src: int = 0, *, out: Tensor | None = None, async_op: bool = False
-    ) -> Any:
+    def scatter(self, x: Tensor, src: int = 0, **how: Unpack[How]) -> Any:
         """This rank's share of the rows of rank `src`'s x; elsewhere only its form matters."""
-        run = functools.partial(collectives.scatter_star, src=src)
-        return self._collective("scatter", x, f"src={src}", run, out=out, async_op=async_op)
+        return self._collective("scatter", collectives.scatter_star, x, {"src": src}, **how)
 
     def gather(
         self, x: Tensor, dst: int = 0, *, sizes: Sequence[int] | None = None, async_op: bool = False
@@ -269,33 +238,29 @@ class Comm:
 
         sizes: the rows that each rank brings, if they differ
         """
-        arguments = ", ".join(filter(None, (f"dst={dst}", _sizes(sizes))))
-        run = functools.partial(collectives.gather_star, dst=dst, sizes=sizes)
-        return self._collective("gather", x, arguments, run, async_op=async_op)
+        arguments = {"dst": dst} if sizes is None else {"dst": dst, "sizes": list(sizes)}
+        run = collectives.gather_star
+        return self._collective("gather", run, x, arguments, async_op=async_op)
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum", *, async_op: bool = False) -> Any:
         """At rank `dst` the sum (or `op`) of x over all ranks, and None elsewhere."""
-        run = functools.partial(collectives.reduce_tree, dst=dst, op=op)
-        return self._collective("reduce", x, f"dst={dst}, op={op}", run, async_op=async_op)
+        arguments = {"dst": dst, "op": op}
+        return self._collective("reduce", collectives.reduce_tree, x, arguments, async_op=async_op)
 
     def all_to_all(
         self,
         x: Tensor,
         send_sizes: Sequence[int] | None = None,
         recv_sizes: Sequence[int] | None = None,
-        *,
-        out: Tensor | None = None,
-        async_op: bool = False,
+        **how: Unpack[How],
     ) -> Any:
         """The rows that every rank has for this one, in rank order.
 
         send_sizes, recv_sizes: the rows for and from each rank; without them all shares are equal
         """
-        run = functools.partial(
-            collectives.all_to_all_pairwise, send_sizes=send_sizes, recv_sizes=recv_sizes
-        )
-        arguments = "" if send_sizes is None else "sizes given"
-        return self._collective("all_to_all", x, arguments, run, out=out, async_op=async_op)
+        sizes = {"send_sizes": send_sizes, "recv_sizes": recv_sizes}
+        arguments = {} if send_sizes is None and recv_sizes is None else sizes
+        return self._collective("all_to_all", collectives.all_to_all_pairwise, x, arguments, **how)
 
     def barrier(self, *, async_op: bool = False) -> Any:
         """None, once every rank has come here.
@@ -303,30 +268,27 @@ class Comm:
         In step k each rank hears from the rank 2ᵏ before it: after ⌈log₂ N⌉ it has heard of all.
         """
         nothing = torch.empty(0, device=self._owner.device)
-        return self._collective("barrier", nothing, "", _dissemination_barrier, async_op=async_op)
+        return self._collective("barrier", _dissemination_barrier, nothing, {}, async_op=async_op)
 
     def _collective(
         self,
         op: str,
+        algorithm: Callable[..., Any],
         x: Tensor,
-        arguments: str,
-        algorithm: Callable[[Tensor, "Comm"], Any],
+        arguments: dict[str, Any],
         *,
         out: Tensor | None = None,
-        async_op: bool,
+        async_op: bool = False,
     ) -> Any:
-        """What `algorithm(x, comm)` gives, now or later."""
+        """What `algorithm(x, comm, **arguments)` gives, now or later."""
         self._dense(x, op)
         if x.ndim == 0 and op in _BY_ROWS:
-            raise ValueError(
-                f"{op} deals in rows and got a tensor without dimensions: pass x.reshape(1)"
-            )
-        what = describe(x) if op != "barrier" else ""
-        if "sizes" in arguments:
-            what = f"dtype={str(x.dtype).removeprefix('torch.')}"
-        signature = f"{op}({', '.join(filter(None, (what, arguments)))})"
-        call = CallSite(op, self.axis, site(sys._getframe(2)), signature)
-        run = functools.partial(algorithm, x.resolve_conj().resolve_neg())
+            got = f"{op} deals in rows and got a tensor without dimensions"
+            raise ValueError(f"{got}: pass x.reshape(1)")
+        call = CallSite(op, self.axis, site(sys._getframe(2)), _signature(op, x, arguments))
+        if op in _WRITES_OUT:
+            arguments, out = arguments | {"out": out}, None
+        run = functools.partial(algorithm, x.resolve_conj().resolve_neg(), **arguments)
         if not async_op:
             return self._run(call, run, out)
         self._background = self._background or self._new_background()
@@ -334,9 +296,11 @@ class Comm:
 
     def _new_background(self) -> "Background":
         """What runs the asynchronous collectives of this axis."""
-        return Background(
-            Comm(self._owner, self.axis, self.ranks, self._channel // 2, asynchronous=True)
-        )
+        return Background(self._twin())
+
+    def _twin(self) -> "Comm":
+        """The same ranks, on the channel of the asynchronous collectives."""
+        return type(self)(self._owner, self.axis, self.ranks, self._channel // 2, asynchronous=True)
 
     def _run(self, call: CallSite, run: Callable[["Comm"], Any], out: Tensor | None) -> Any:
         outer, self._call = self._call, self._call or call
@@ -350,12 +314,20 @@ class Comm:
         if out is None or result is None:
             return result
         if out.shape != result.shape or out.dtype != result.dtype:
-            raise ValueError(
-                f"the result of {call.op} is {describe(result)} and out is {describe(out)}: "
-                "give an out like it"
-            )
+            both = f"the result of {call.op} is {describe(result)} and out is {describe(out)}"
+            raise ValueError(f"{both}: give an out like it")
         out.detach().copy_(result)
         return out
+
+
+def _signature(op: str, x: Tensor, arguments: dict[str, Any]) -> str:
+    """What all ranks must agree on in a collective; shapes differ where sizes are given."""
+    texts = [describe(x)] if op != "barrier" else []
+    if any(name.endswith("sizes") for name in arguments):
+        texts = [f"dtype={str(x.dtype).removeprefix('torch.')}"]
+    if "send_sizes" in arguments:
+        return f"{op}({texts[0]}, sizes given)"
+    return f"{op}({', '.join(texts + [f'{name}={value}' for name, value in arguments.items()])})"
 
 
 def _dissemination_barrier(nothing: Tensor, comm: Comm) -> None:
@@ -364,10 +336,6 @@ def _dissemination_barrier(nothing: Tensor, comm: Comm) -> None:
         after, before = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
         comm.send_recv(nothing, after, nothing, before)
         distance *= 2
-
-
-def _sizes(sizes: Sequence[int] | None) -> str:
-    return "" if sizes is None else f"sizes={list(sizes)}"
 
 
 class Background:
@@ -403,11 +371,7 @@ class Background:
             del request
 
     def _do(
-        self,
-        request: Request,
-        events: list[Event],
-        run: Callable[[Comm], Any],
-        out: Tensor | None,
+        self, request: Request, events: list[Event], run: Callable[[Comm], Any], out: Tensor | None
     ) -> Request:
         self.comm._events = events
         start = time.perf_counter()

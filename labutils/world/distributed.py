@@ -11,12 +11,15 @@ from labutils.config import Mesh
 from labutils.trace import Event
 from labutils.world.comm import Comm
 from labutils.world.errors import Stopped, TimeoutError
-from labutils.world.messages import Request
+from labutils.world.messages import Endpoint, Request
 from labutils.world.rank import Rank
 
 
-class DistributedEndpoint:
-    """One rank's side: each message is a `P2POp`; a failure elsewhere shows as a time-out."""
+class DistributedEndpoint(Endpoint):
+    """One rank's side: each message is a `P2POp`, which the library's own threads move.
+
+    A failure elsewhere shows as a time-out, and so does a deadlock.
+    """
 
     def __init__(
         self, rank: int, device: torch.device, timeout: float, group: Any | None = None
@@ -37,11 +40,11 @@ class DistributedEndpoint:
         parts = []
         for request in requests:
             request.result = request.result if request.sending else request.tensor
-            landing = torch.empty_like(request.tensor) if request.reduce else request.tensor
+            reduces = request.reduce != "copy"
+            landing = torch.empty_like(request.tensor) if reduces else request.tensor
             call = dist.isend if request.sending else dist.irecv
-            parts.append(
-                dist.P2POp(call, landing, request.peer, group=self.group, tag=request.channel)
-            )
+            peer, channel = request.peer, request.channel
+            parts.append(dist.P2POp(call, landing, peer, group=self.group, tag=channel))
             request.state = landing
         works: list[Any] = dist.batch_isend_irecv(parts)
         for i, request in enumerate(requests):  # NCCL answers with one work for the whole batch
@@ -50,9 +53,7 @@ class DistributedEndpoint:
     def wait(self, request: Request) -> None:
         if request.done:
             return
-        if (
-            request.tensor is None
-        ):  # an asynchronous collective, which a thread of this rank works at
+        if request.tensor is None:  # an asynchronous collective, at which another thread works
             while not request.done:
                 time.sleep(1e-4)
             return
@@ -62,22 +63,11 @@ class DistributedEndpoint:
         except RuntimeError as error:
             if self.stopped:
                 raise Stopped(str(request)) from None
-            raise TimeoutError(
-                f"rank {self.rank} waited {self.timeout:g} s in {request}, and then: "
-                f"{str(error).splitlines()[0]}"
-            ) from None
-        if request.reduce:
+            waited = f"rank {self.rank} waited {self.timeout:g} s in {request}"
+            raise TimeoutError(f"{waited}, and then: {str(error).splitlines()[0]}") from None
+        if request.reduce != "copy":
             request.accept(landing.view(-1))
         request.done = True
-
-    def watch(self, request: Request) -> None:
-        """Nothing: the library's own threads move it."""
-
-    def finish(self, request: Request) -> None:
-        request.done = True
-
-    def add_actor(self, step: int) -> None:
-        """Nothing: nobody here looks for deadlocks before the time-out."""
 
 
 def comm_of(
@@ -103,9 +93,8 @@ def comm_of(
     RuntimeError: there is no process group yet: call torch.distributed.init_process_group() first
     """
     if not dist.is_initialized():
-        raise RuntimeError(
-            "there is no process group yet: call torch.distributed.init_process_group() first"
-        )
+        remedy = "call torch.distributed.init_process_group() first"
+        raise RuntimeError(f"there is no process group yet: {remedy}")
     group = group or dist.group.WORLD
     if device is None:
         nccl = "nccl" in dist.get_backend(group)

@@ -1,5 +1,4 @@
-"""One rank of any mesh, alone, on fake tensors: every message is done at once and booked (a dry run
-under torch's FakeTensorMode)."""
+"""One rank of any mesh, alone, under FakeTensorMode: each message is done at once, and booked."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from labutils.config import Mesh
 from labutils.trace import Event, Trace
 from labutils.world.comm import Background, Comm
 from labutils.world.errors import Failure, internal, place, run_error, site
-from labutils.world.messages import CallSite, Request, describe
+from labutils.world.messages import CallSite, Endpoint, Request, describe
 from labutils.world.rank import Outcome, Rank, show_output
 
 Assume = Mapping[type, Any]
@@ -44,7 +43,8 @@ class Dry:
         for kind in assume or {}:
             if kind not in (bool, float, int):
                 raise TypeError(f"assume={{{kind!r}: …}} names no type: use bool, float or int")
-        self.mesh, self.mode = mesh, _Fake(assume or {})
+        self.mesh = mesh
+        self.mode = _Fake(assume or {})
 
     def run(self, fn: Callable, args: tuple, kwargs: dict, rank: int) -> tuple[Any, Trace]:
         size = self.mesh.size
@@ -73,14 +73,11 @@ class DryComm(Comm):
         """Write down `count` messages to rank dst and as many from rank src, as bytes in all."""
         if count:
             to, source = self.ranks[dst], self.ranks[src]
-            self._events.append(
-                Event(self._name or "", self.axis, to, sent, source, received, count)
-            )
+            event = Event(self._name or "", self.axis, to, sent, source, received, count)
+            self._events.append(event)
 
     def _new_background(self) -> Background:
-        return _AtOnce(
-            DryComm(self._owner, self.axis, self.ranks, self._channel // 2, asynchronous=True)
-        )
+        return _AtOnce(self._twin())
 
 
 class DryRank(Rank):
@@ -105,17 +102,15 @@ class _AtOnce(Background):
         """There is no thread to end."""
 
 
-class _Alone:
+class _Alone(Endpoint):
     """An endpoint without others."""
 
     def post(self, *requests: Request) -> None:
         for request in requests:
             request.done = True
 
-    def wait(self, *_: object) -> None:
+    def wait(self, request: Request) -> None:
         """Everything is there."""
-
-    watch = finish = add_actor = wait
 
 
 class _Fake(FakeTensorMode):
@@ -133,14 +128,13 @@ class _Fake(FakeTensorMode):
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._assumed(func, args)
         except Exception:
-            real = [x for x in tree_leaves((args, kwargs)) if _real(x)]
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            real = [x for x in tensors if not isinstance(x, FakeTensor)]
             if not real:
                 raise
-            raise RuntimeError(
-                f"{_where()}: {func.overloadpacket.__name__} got a real tensor, "
-                f"{describe(real[0])}, in a dry run: make it inside the rank function, or pass it "
-                "as an argument of run"
-            ) from None
+            got = f"{func.overloadpacket.__name__} got a real tensor, {describe(real[0])}"
+            remedy = "make it inside the rank function, or pass it as an argument of run"
+            raise RuntimeError(f"{_where()}: {got}, in a dry run: {remedy}") from None
 
     def _assumed(self, func: Any, args: tuple) -> Any:
         x = args[0]
@@ -155,9 +149,8 @@ class _Fake(FakeTensorMode):
         remedy = "write it so that its result has the same shape whatever the values"
         if kind:
             example = {bool: "True", float: "0.0", int: "lambda x: x.numel() // 8"}[kind]
-            remedy = (
-                f'say what to assume: World(…, engine="dry", assume={{{kind.__name__}: {example}}})'
-            )
+            answer = f"assume={{{kind.__name__}: {example}}}"
+            remedy = f'say what to assume: World(…, engine="dry", {answer})'
         raise RuntimeError(f"{_where()}: {name} {needs}: {remedy}")
 
 
@@ -165,10 +158,6 @@ def _kind(x: Tensor) -> type:
     if x.dtype is torch.bool:
         return bool
     return float if x.is_floating_point() else int
-
-
-def _real(x: object) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, FakeTensor)
 
 
 def _where() -> str:

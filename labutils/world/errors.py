@@ -17,12 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from labutils.world.rank import Outcome
 
-_OURS = os.path.dirname(__file__) + os.sep
-_INTERNAL = (
-    _OURS,
-    os.path.join(os.path.dirname(_OURS[:-1]), "collectives"),
-    "<@beartype",
-)
+_HERE, _NAME = os.path.split(os.path.dirname(__file__))
+_INTERNAL = (*(os.path.join(_HERE, part, "") for part in (_NAME, "collectives")), "<@beartype")
 _CELL = re.compile(r"(?<!\S)\S*ipykernel_\d+[/\\]\d+\.py")  # without the look behind: quadratic
 _FRAMES = 24  # of a longer traceback the middle is left out
 
@@ -86,11 +82,9 @@ def site(frame: types.FrameType | None) -> Site:
     """File, line and function of the innermost frame of the rank's own program."""
     while frame is not None and internal(frame.f_code.co_filename):
         frame = frame.f_back
-    return (
-        (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        if frame
-        else ("<unknown>", 0, "")
-    )
+    if frame is None:
+        return "<unknown>", 0, ""
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
 
 
 def place(where: Site) -> str:
@@ -128,26 +122,13 @@ class Failure:
         links, joint = [], ""
         step: BaseException | None = error
         while step is not None and len(links) < 8:
-            frames = traceback.extract_tb(step.__traceback__)
-            own = [
-                ((f.filename, f.lineno or 0, f.name), f.line or "")
-                for f in frames
-                if not internal(f.filename)
-            ]
-            if len(own) > _FRAMES:  # a recursion without end
-                half = _FRAMES // 2
-                own[half:-half] = [(("", len(own) - _FRAMES, ""), "")]
-            links.append(
-                (joint, tuple(own), "".join(traceback.format_exception_only(step)).rstrip())
-            )
+            last = "".join(traceback.format_exception_only(step)).rstrip()
+            links.append((joint, _own_frames(step), last))
             cause = step.__cause__
             joint = "which caused" if cause else "and while that was handled"
             step = cause or (None if step.__suppress_context__ else step.__context__)
-        return cls(
-            type(error).__name__,
-            tuple(reversed(links)),
-            error if isinstance(error, WorldError) else None,
-        )
+        ours = error if isinstance(error, WorldError) else None
+        return cls(type(error).__name__, tuple(reversed(links)), ours)
 
     def __str__(self) -> str:
         text = []
@@ -167,21 +148,28 @@ class Failure:
         return self.links[-1][2].splitlines()[0] if self.links[-1][2] else self.kind
 
 
+def _own_frames(error: BaseException) -> tuple[tuple[Site, str], ...]:
+    """Where `error` passed through the rank's own program, without the middle of a long way."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not internal(f.filename)]
+    own = [((f.filename, f.lineno or 0, f.name), f.line or "") for f in frames]
+    if len(own) > _FRAMES:  # a recursion without end
+        own[_FRAMES // 2 : -_FRAMES // 2] = [(("", len(own) - _FRAMES, ""), "")]
+    return tuple(own)
+
+
 def run_error(outcomes: Sequence[Outcome]) -> WorldError:
     """The one exception that tells what went wrong, first causes before consequences."""
     failures = {rank: each.failure for rank, each in enumerate(outcomes) if each.failure}
     kinds = (RankError, type(None), MismatchError, DeadlockError, TimeoutError)
-    first, *others = sorted(
-        failures, key=lambda rank: (kinds.index(type(failures[rank].error)), rank)
-    )
+    first, *others = sorted(failures, key=lambda rank: kinds.index(type(failures[rank].error)))
     failure, error = failures[first], failures[first].error
     states = [outcome.state for outcome in outcomes]
     if isinstance(error, (DeadlockError, TimeoutError)) or getattr(error, "misfit", False):
-        different = _different_calls(outcomes)
-        if different:
+        if different := _different_calls(outcomes):
             return MismatchError(different)
     if isinstance(error, DeadlockError):
-        return DeadlockError(stuck(states))
+        text = "every rank waits for another one, and none can go on"
+        return DeadlockError(f"{text}:\n{_whereabouts(states)}")
     if isinstance(error, TimeoutError) and error.op:
         return TimeoutError(_late(error, states))
     if error is not None:
@@ -189,7 +177,7 @@ def run_error(outcomes: Sequence[Outcome]) -> WorldError:
     also = [rank for rank in others if failures[rank].error is None]
     same = [rank for rank in also if failures[rank].summary == failure.summary]
     size = len(outcomes)
-    if size > 1 and len(same) == size - 1:
+    if 1 < size == len(same) + 1:
         head, also = f"all {size} ranks raised {failure.summary}; this is rank {first}", []
     else:
         head = f"rank {first} of {size} raised {failure.summary}"
@@ -205,20 +193,17 @@ def _different_calls(outcomes: Sequence[Outcome]) -> str:
         for rank in ranks:
             known = outcomes[rank].calls.get((axis, ranks))
             calls[rank] = dict(known.last) if known else {}
-        numbers = sorted(set().union(*calls.values()))
-        for number in numbers:
+        for number in sorted(set().union(*calls.values())):
             made = {rank: calls[rank].get(number) for rank in ranks}
             if len({call.signature for call in made.values() if call}) > 1:
-                lines = [
-                    f"  rank {rank}: "
-                    + (f"{call.signature} at {place(call.where)}" if call else "has not called it")
-                    for rank, call in made.items()
-                ]
-                head = (
-                    f"{ranks_text(ranks)} must make the same calls on axis {axis!r} in the same "
-                    f"order, but call {number} differs:"
-                )
-                return "\n".join([head, *lines])
+                who = f"{_ranks_text(ranks)} must make the same calls on axis {axis!r}"
+                lines = [f"{who} in the same order, but call {number} differs:"]
+                for rank, call in made.items():
+                    text = (
+                        f"{call.signature} at {place(call.where)}" if call else "has not called it"
+                    )
+                    lines.append(f"  rank {rank}: {text}")
+                return "\n".join(lines)
     return ""
 
 
@@ -228,22 +213,15 @@ def _late(error: TimeoutError, states: Sequence[State]) -> str:
     for rank, (what, _) in enumerate(states):
         ranks[what].append(rank)
     missing = ranks[ABSENT] or ranks[OVER]
-    return (
-        f"{ranks_text(ranks[WAITS])} {error}" + f" for {ranks_text(missing)}" * bool(missing)
-    ) + f":\n{_whereabouts(states)}"
-
-
-def stuck(states: Sequence[State]) -> str:
-    """The text of a deadlock, from the state of every rank."""
-    return f"every rank waits for another one, and none can go on:\n{_whereabouts(states)}"
+    for_whom = f" for {_ranks_text(missing)}" if missing else ""
+    return f"{_ranks_text(ranks[WAITS])} {error}{for_whom}:\n{_whereabouts(states)}"
 
 
 def _whereabouts(states: Sequence[State]) -> str:
-    return "\n".join(
-        f"  rank {rank} {what} {where}".rstrip() for rank, (what, where) in enumerate(states)
-    )
+    ranks = enumerate(states)
+    return "\n".join(f"  rank {rank} {what} {where}".rstrip() for rank, (what, where) in ranks)
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     """Ranks as a phrase: 'rank 2' or 'ranks 0, 1, 3'."""
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"

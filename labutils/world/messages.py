@@ -1,12 +1,13 @@
 """A message as one side asks for it (MPI's request, torch's `P2POp`), and who carries it."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from labutils.world.errors import MismatchError, Site, place
+from labutils.world.errors import MismatchError, Site, TimeoutError, place
 
 # What a receiver may do with what arrives; the result is left in the receiver's own tensor.
 REDUCE_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -18,6 +19,7 @@ REDUCE_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class CallSite:
     """A call in a rank's program and the line it stands in.
 
@@ -27,18 +29,16 @@ class CallSite:
     signature: of a collective, what all ranks must agree on, as in "all_reduce(float32[4], op=sum)"
     """
 
-    __slots__ = ("axis", "op", "signature", "where")
-
-    def __init__(self, op: str, axis: str, where: Site, signature: str = "") -> None:
-        self.op = op
-        self.axis = axis
-        self.where = where
-        self.signature = signature
+    op: str
+    axis: str
+    where: Site
+    signature: str = ""
 
     def __str__(self) -> str:
         return f"{self.signature} on axis {self.axis!r} at {place(self.where)}"
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """One side of a message under way, or (without a tensor) an asynchronous collective under way.
 
@@ -47,76 +47,57 @@ class Request:
     channel: messages of one channel between two ranks arrive in the order in which they were sent
     tensor: contiguous memory that is read, or written to
     sending: which side this is
-    reduce: what is done with what arrives, a key of REDUCE_OPS; None keeps it as it comes
+    reduce: what is done with what arrives, a key of REDUCE_OPS
+    state: the endpoint's own
+    wakeup: what a thread that waits for it sleeps on
     """
 
-    __slots__ = (
-        "call",
-        "channel",
-        "done",
-        "error",
-        "peer",
-        "reduce",
-        "result",
-        "sending",
-        "span",
-        "state",
-        "tensor",
-        "wakeup",
-    )
-
-    def __init__(
-        self,
-        call: CallSite,
-        peer: int = -1,
-        channel: int = -1,
-        tensor: Tensor | None = None,
-        sending: bool = False,
-        reduce: str | None = None,
-    ) -> None:
-        self.call = call
-        self.peer = peer
-        self.channel = channel
-        self.tensor = tensor
-        self.sending = sending
-        self.reduce = reduce
-        self.done = False
-        self.error: BaseException | None = None
-        self.result: Any = None
-        self.span: tuple[float, float] | None = None
-        self.state: Any = None  # the endpoint's own
-        self.wakeup: Any = None  # what a thread that waits for it sleeps on
+    call: CallSite
+    peer: int = -1
+    channel: int = -1
+    tensor: Tensor | None = None
+    sending: bool = False
+    reduce: str = "copy"
+    done: bool = False
+    error: BaseException | None = None
+    result: Any = None
+    span: tuple[float, float] | None = None
+    state: Any = None
+    wakeup: Any = None
 
     def __str__(self) -> str:
         if self.call.signature or self.tensor is None:
             return str(self.call)
-        what, peer = describe(self.tensor), self.peer
+        what = describe(self.tensor)
         verb = f"send({what}) to" if self.sending else f"recv({what}) from"
         plain = self.call.op in ("send", "recv", "send_recv")
         inside = "" if plain else f" inside {self.call.op}"
-        return f"{verb} rank {peer}{inside} at {place(self.call.where)}"
+        return f"{verb} rank {self.peer}{inside} at {place(self.call.where)}"
 
     def accept(self, data: Tensor, first: int = 0) -> None:
         """Put `data` into this request's tensor from element `first` on, or reduce with it."""
         with torch.no_grad():
             mine = self.tensor.view(-1)[first : first + data.numel()]
-            REDUCE_OPS[self.reduce or "copy"](mine, data)
+            REDUCE_OPS[self.reduce](mine, data)
 
 
-class Endpoint(Protocol):
-    """How one rank reaches the others: what an engine provides."""
+class Endpoint:
+    """How one rank reaches the others: what an engine provides; half of it few engines need."""
 
     def post(self, *requests: Request) -> None:
         """Start messages; several at once go both ways at the same time."""
+        raise NotImplementedError
 
     def wait(self, request: Request) -> None:
         """Return when `request` is done; raise Stopped if another rank has failed."""
+        raise NotImplementedError
 
     def watch(self, request: Request) -> None:
         """See that `request` moves on while the rank computes."""
 
     def finish(self, request: Request) -> None:
         """Mark `request` as done and wake who waits for it."""
+        request.done = True
 
     def add_actor(self, step: int) -> None:
         """Count one more (or one fewer) thread that works for this rank beside its program."""
@@ -149,10 +130,8 @@ class Work:
     def span(self) -> tuple[float, float]:
         """When a collective was under way: from and to, in seconds of `time.perf_counter`."""
         if self._request.span is None:
-            raise RuntimeError(
-                "only an asynchronous collective has a span, and only once it has ended: "
-                "call wait() first"
-            )
+            remedy = "and only once it has ended: call wait() first"
+            raise RuntimeError(f"only an asynchronous collective has a span, {remedy}")
         return self._request.span
 
 
@@ -163,9 +142,13 @@ def describe(x: Tensor) -> str:
 
 def misfit(sender: int, send: object, receiver: int, receive: object) -> MismatchError:
     """The error for a message that is not what its receiver expects."""
-    error = MismatchError(
-        "a message does not fit where it is received:\n"
-        f"  rank {sender}: {send}\n  rank {receiver}: {receive}"
-    )
+    both = f"  rank {sender}: {send}\n  rank {receiver}: {receive}"
+    error = MismatchError(f"a message does not fit where it is received:\n{both}")
     error.misfit = True
     return error
+
+
+def out_of_time(seconds: float, request: Request) -> TimeoutError:
+    """The error of a rank that has waited too long for a message."""
+    op = request.call.op
+    return TimeoutError(f"waited {seconds:g} s in {op}", str(request), op)

@@ -27,13 +27,7 @@ from labutils.trace import Trace
 from labutils.world.errors import ABSENT, Failure, RankError, TimeoutError, place
 from labutils.world.rank import Outcome, conclude
 from labutils.world.threads import GRACE
-from labutils.world.worker import (
-    Spec,
-    be_rank,
-    create_memory,
-    log_path,
-    open_memory,
-)
+from labutils.world.worker import Spec, be_rank, create_memory, log_path, open_memory
 
 MAX_RANKS = 250  # of one machine
 _LOOK = 0.02  # seconds between looks at ranks that are to end
@@ -113,10 +107,8 @@ class Processes:
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         if mesh.size > MAX_RANKS:
-            raise ValueError(
-                f"{mesh.size} ranks are too many processes for one machine: "
-                f"use at most {MAX_RANKS}, or the threads engine"
-            )
+            remedy = f"use at most {MAX_RANKS}, or the threads engine"
+            raise ValueError(f"{mesh.size} ranks are too many processes for one machine: {remedy}")
         self.mesh = mesh
         self.timeout = timeout
         self.ranks: list[RankProcess] = []
@@ -136,10 +128,9 @@ class Processes:
         try:
             program = cloudpickle.dumps((fn, args, kwargs))
         except Exception as error:
-            raise TypeError(
-                "the function or its arguments cannot be sent to the ranks "
-                f"({type(error).__name__}: {error}): build such things inside it"
-            ) from None
+            why = f"({type(error).__name__}: {error}): build such things inside it"
+            what = "the function or its arguments cannot be sent to the ranks"
+            raise TypeError(f"{what} {why}") from None
         with self.lock:
             try:
                 if not self.ranks:
@@ -177,10 +168,8 @@ class Processes:
         while gathering.running and not gathering.failed:
             gathering.collect(None)
         gathering.collect_for(GRACE, until=self._all_rest)
-        places = {}
-        if gathering.late:
-            computing = [i for i in gathering.running if not self.progress.rests(i)]
-            places = {index: self.ranks[index].where() for index in computing}
+        computing = [i for i in gathering.running if not self.progress.rests(i)]
+        places = {i: self.ranks[i].where() for i in computing} if gathering.late else {}
         self.progress.stop()
         gathering.collect_for(_PATIENCE)
         outcomes = gathering.outcomes
@@ -292,10 +281,8 @@ def _start(process: multiprocessing.Process) -> None:
     if errors:
         raise errors[0]
     if starting.is_alive():
-        raise RuntimeError(
-            f"the ranks' fork server has not answered for {_START:g} s: "
-            "if its process is stopped, continue or kill it"
-        )
+        remedy = "if its process is stopped, continue or kill it"
+        raise RuntimeError(f"the ranks' fork server has not answered for {_START:g} s: {remedy}")
 
 
 def _check_files(size: int) -> None:
@@ -303,12 +290,9 @@ def _check_files(size: int) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     here, there = len(os.listdir("/dev/fd")) + 4 * size + 16, 2 * size + 40
     if max(here, there) > limit:
-        raise RuntimeError(
-            f"{size} ranks need more open files than the {limit} that this system allows a "
-            "process: "
-            f"start the notebook after `ulimit -n {max(4096, 16 * size)}`, take fewer ranks, "
-            "or the threads engine"
-        )
+        what = f"{size} ranks need more open files than the {limit} that a process may have here"
+        remedy = f"start the notebook after `ulimit -n {max(4096, 16 * size)}`"
+        raise RuntimeError(f"{what}: {remedy}, take fewer ranks, or the threads engine")
 
 
 @contextlib.contextmanager

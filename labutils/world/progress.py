@@ -40,18 +40,15 @@ class Progress:
         self.numbers[at + _LOOKS] = looks
         self.numbers[at + _STATE] = state
 
-    def _row(self, rank: int) -> tuple[int, int, int]:
+    def row(self, rank: int) -> tuple[int, int, int]:
+        """What `rank` wrote last: state, looks, moved."""
         at = 1 + rank * _WIDTH
         return self.numbers[at], self.numbers[at + _LOOKS], self.numbers[at + _MOVED]
 
     def rests(self, rank: int) -> bool:
         """Whether `rank` is over, or has looked around in vain, twice."""
-        state, looks, _ = self._row(rank)
+        state, looks, _ = self.row(rank)
         return state == OVER or (state == BLOCKED and looks >= 2)
-
-    def rows(self) -> list[tuple[int, int, int]]:
-        """What every rank wrote last: state, looks, moved."""
-        return [self._row(rank) for rank in range(self.size)]
 
 
 class DeadlockWatch:
@@ -64,14 +61,13 @@ class DeadlockWatch:
 
     def sees(self) -> bool:
         """Whether every rank has looked twice, in vain, since nothing moved anywhere."""
-        rows = self.progress.rows()
+        rows = [self.progress.row(rank) for rank in range(self.progress.size)]
         if any(state == RUNNING for state, _, _ in rows):
             self.seen = []
             return False
         now = [(state, moved) for state, _, moved in rows]
         if self.seen != now:
-            self.seen, self.since = now, [looks for _, looks, _ in rows]
-        return all(
-            state == OVER or looks >= before + 2
-            for (state, looks, _), before in zip(rows, self.since, strict=True)
-        )
+            self.seen = now
+            self.since = [looks for _, looks, _ in rows]
+        each = zip(rows, self.since, strict=True)
+        return all(state == OVER or looks >= before + 2 for (state, looks, _), before in each)

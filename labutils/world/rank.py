@@ -14,15 +14,7 @@ import torch
 from labutils.config import AXES, Mesh
 from labutils.trace import Event, Trace
 from labutils.world.comm import Comm
-from labutils.world.errors import (
-    ABSENT,
-    OVER,
-    WAITS,
-    Failure,
-    State,
-    Stopped,
-    run_error,
-)
+from labutils.world.errors import ABSENT, OVER, WAITS, Failure, State, Stopped, run_error
 from labutils.world.messages import CallSite, Endpoint, Request, Work
 
 WORLD = "world"
@@ -124,8 +116,7 @@ class Rank:
         """The communicator of the ranks that share these axes; without a name, of all ranks.
 
         Several axes are joined: `rank.comm("dp", "cp")` is named "dp_cp" and spans their product,
-        in
-        the order of rank numbers, whichever axis is named first.
+        in the order of rank numbers, whichever axis is named first.
         """
         unknown = [axis for axis in axes if axis not in AXES]
         if unknown and axes != (WORLD,):
@@ -134,9 +125,8 @@ class Rank:
         name = "_".join(axes) or WORLD
         if name not in self._comms:
             if "ep" in axes and ("dp" in axes or "cp" in axes):
-                raise ValueError(
-                    f"axes {axes} cannot be joined: ep lies on the ranks of dp and cp; join those"
-                )
+                remedy = "ep lies on the ranks of dp and cp; join those"
+                raise ValueError(f"axes {axes} cannot be joined: {remedy}")
             ranks = (self.rank,) if axes else tuple(range(self.size))
             for axis in axes:
                 groups = (self.mesh.group(rank, axis) for rank in ranks)

@@ -5,8 +5,7 @@ somebody asks for it. A large one is a *rendezvous*: only when the receiver has 
 sender copy it, a PART at a time, into a ring buffer of slots in shared memory; the receiver empties
 each slot, or adds it to its own tensor, and gives it back as FREE. So no message waits in front of
 another one, and adding overlaps with receiving. Either way a send is done when the receiver is
-ready,
-and the sender knows by then that dtype, length and collective fit.
+ready, and the sender knows by then that dtype, length and collective fit.
 """
 
 import ctypes
@@ -22,8 +21,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from labutils.world.errors import DeadlockError, Stopped, TimeoutError, place
-from labutils.world.messages import Request, misfit
+from labutils.world.errors import DeadlockError, Stopped, place
+from labutils.world.messages import Endpoint, Request, misfit, out_of_time
 from labutils.world.progress import BLOCKED, OVER, RUNNING, DeadlockWatch, Progress
 
 # kind, dtype, bytes of the receiver's call that follow, channel, run, elements or bytes
@@ -102,7 +101,7 @@ class PeerLink:
         self.outbox += _HEADER.pack(kind, code, extra, channel, run, count)
 
 
-class SocketEndpoint:
+class SocketEndpoint(Endpoint):
     """One rank's side: whichever of its threads waits drives all its sockets meanwhile."""
 
     def __init__(
@@ -174,8 +173,9 @@ class SocketEndpoint:
         pending.append(request)
 
     def _post_recv(self, link: PeerLink, key: tuple, request: Request) -> None:
-        x, call = request.tensor, "\t".join((request.call.signature, *map(str, request.call.where)))
-        text, code = call.encode(), _CODES[x.dtype]
+        x, call = request.tensor, request.call
+        text = "\t".join((call.signature, *map(str, call.where))).encode()
+        code = _CODES[x.dtype]
         link.put(_READY, x.numel(), self.run, channel=request.channel, code=code, extra=len(text))
         link.outbox += text
         if self.early[key]:
@@ -219,10 +219,7 @@ class SocketEndpoint:
         """Drive the sockets, or sleep while another thread does, until `request` is done.
 
         Who waits for an asynchronous collective leaves the driving to the thread that runs it,
-        unless
-        nothing is heard for a while: were the two to take turns, each message would cost a change
-        of
-        threads.
+        unless nothing is heard for a while: taking turns would cost a change of threads a message.
         """
         patient = request.tensor is None
         while not request.done:
@@ -286,9 +283,7 @@ class SocketEndpoint:
         now = time.monotonic()
         for request, deadline in self.waiting.items():
             if not request.done and now > deadline:
-                op = request.call.op
-                text = f"waited {self.timeout:g} s in {op}"
-                _done(request, TimeoutError(text, str(request), op))
+                _done(request, out_of_time(self.timeout, request))
 
     # -- moving bytes (the lock is held) -----------------------------------------------------------
 

@@ -13,8 +13,8 @@ import torch
 
 from labutils.config import Mesh
 from labutils.trace import Trace
-from labutils.world.errors import ABSENT, DeadlockError, Failure, Stopped, TimeoutError, place, site
-from labutils.world.messages import Request, misfit
+from labutils.world.errors import ABSENT, DeadlockError, Failure, Stopped, place, site
+from labutils.world.messages import Endpoint, Request, misfit, out_of_time
 from labutils.world.rank import Outcome, Rank, conclude, perform
 
 GRACE = 0.2  # seconds that the other ranks get to come to their own end after one has failed
@@ -29,9 +29,7 @@ class Rendezvous:
         self.changed = threading.Condition()
         self.posted: dict[tuple[int, int, int], deque[Request]] = defaultdict(deque)
         self.waiting: dict[Request, int] = {}  # what blocks, and the rank that it blocks
-        self.actors = (
-            size  # threads that could still move: ranks, and collectives in the background
-        )
+        self.actors = size  # threads that could still move: ranks, and their Backgrounds
         self.stopped = False
         self.deadlock = False
         self.outcomes: dict[int, Outcome] = {}
@@ -48,11 +46,10 @@ class Rendezvous:
                 return
             partner = queue.popleft()
         send, receive = (request, partner) if request.sending else (partner, request)
-        there, here = send.tensor, receive.tensor
-        alike = send.call.signature == receive.call.signature
-        if there.dtype != here.dtype or there.numel() != here.numel() or not alike:
+        forms = {(x.tensor.dtype, x.tensor.numel(), x.call.signature) for x in (send, receive)}
+        if len(forms) > 1:
             raise misfit(ends[0], send, ends[1], receive)
-        receive.accept(there.view(-1))
+        receive.accept(send.tensor.view(-1))
         self.finish(send)
         self.finish(receive)
 
@@ -73,8 +70,7 @@ class Rendezvous:
             self.waiting[request] = rank
             self._settle()
         if not request.wakeup.acquire(timeout=self.timeout):
-            op = request.call.op
-            raise TimeoutError(f"waited {self.timeout:g} s in {op}", str(request), op)
+            raise out_of_time(self.timeout, request)
         if not request.done:
             raise Stopped(str(request))
 
@@ -117,8 +113,8 @@ class Rendezvous:
             self.changed.notify_all()
 
 
-class ThreadEndpoint:
-    """One rank's side of the rendezvous."""
+class ThreadEndpoint(Endpoint):
+    """One rank's side; a message needs no watching, and the engine sees when its program ends."""
 
     def __init__(self, meeting: Rendezvous, rank: int) -> None:
         self.meeting = meeting
@@ -130,15 +126,9 @@ class ThreadEndpoint:
         for request in requests:
             self.meeting.post(self.rank, request)
 
-    def watch(self, request: Request) -> None:
-        """Nothing: a message moves as soon as its second side is there."""
-
     def wait(self, request: Request) -> None:
         if not request.done:
             self.meeting.wait(self.rank, request)
-
-    def leave(self, over: bool) -> None:
-        """Nothing: the engine sees its end."""
 
 
 class Threads:
@@ -201,9 +191,8 @@ def _stop(meeting: Rendezvous, threads: Sequence[threading.Thread]) -> dict[int,
         _join(threads)
         for thread in threads:
             if thread.is_alive():
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped)
-                )
+                ident = ctypes.c_ulong(thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Stopped))
         _join(threads)
     return places
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
-import torch
 import torch.distributed as dist
 
 from labutils.config import Mesh
@@ -20,7 +19,7 @@ from labutils.world.progress import Progress
 from labutils.world.rank import Outcome, Rank, conclude, perform
 from labutils.world.sockets import SocketEndpoint, connect
 from labutils.world.threads import GRACE
-from labutils.world.worker import Groups, create_memory, loopback, open_memory, pack
+from labutils.world.worker import Groups, create_memory, loopback, open_memory, own_device, pack
 
 
 class Torchrun:
@@ -28,30 +27,23 @@ class Torchrun:
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         if "LOCAL_WORLD_SIZE" not in os.environ:
-            raise RuntimeError(
-                "this is not a torchrun job: start the script with "
-                "torchrun --standalone --nproc-per-node 4, or use another engine"
-            )
+            remedy = "start the script with torchrun --standalone --nproc-per-node 4"
+            raise RuntimeError(f"this is not a torchrun job: {remedy}, or use another engine")
         started, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         if mesh.size != started:
-            raise ValueError(
-                f"torchrun started {started} ranks and the mesh has {mesh.size}: "
-                f"use --nproc-per-node {mesh.size}, or a mesh of {started}"
-            )
-        self.mesh, self.rank, self.runs = mesh, int(os.environ["RANK"]), 0
-        gpus = torch.cuda.is_available() and torch.cuda.device_count() >= here
-        self.device = (
-            torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
-        )
-        if gpus:
-            torch.cuda.set_device(self.device)
-        elif here == started:
+            remedy = f"use --nproc-per-node {mesh.size}, or a mesh of {started}"
+            raise ValueError(f"torchrun started {started} ranks of {mesh.size}: {remedy}")
+        self.mesh = mesh
+        self.rank = int(os.environ["RANK"])
+        self.runs = 0
+        self.device = own_device(int(os.environ["LOCAL_RANK"]), here)
+        gpus = self.device.type == "cuda"
+        if here == started and not gpus:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
         self.ours = not dist.is_initialized()
         if self.ours:
-            dist.init_process_group(
-                "nccl" if gpus else "gloo", timeout=datetime.timedelta(seconds=timeout)
-            )
+            wait = datetime.timedelta(seconds=timeout)
+            dist.init_process_group("nccl" if gpus else "gloo", timeout=wait)
         self.groups = Groups(mesh.size)
         atexit.register(self._leave)
         self.progress: Progress | None = None  # only where all ranks see the same memory

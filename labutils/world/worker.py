@@ -74,10 +74,8 @@ def be_rank(spec: Spec, commands: Connection, control: Connection) -> None:
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     faulthandler.enable()
     torch.set_num_threads(1)
-    listener = threading.Thread(
-        target=_listen, args=(control, threading.get_ident(), spec.folder), daemon=True
-    )
-    listener.start()
+    listening = (control, threading.get_ident(), spec.folder)
+    threading.Thread(target=_listen, args=listening, daemon=True).start()
     device, endpoint = _join(spec)
     groups = Groups(spec.mesh.size)
     commands.send_bytes(b"ready")
@@ -96,23 +94,28 @@ def be_rank(spec: Spec, commands: Connection, control: Connection) -> None:
 def _join(spec: Spec) -> tuple[torch.device, Any]:
     """This rank's device and endpoint, once it is connected to the others."""
     size, rank = spec.mesh.size, spec.rank
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    for scope in ("", "LOCAL_"):
+        os.environ.update({f"{scope}RANK": str(rank), f"{scope}WORLD_SIZE": str(size)})
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
-    gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
-    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    device = own_device(rank, size)
     # A file, because TCPStore would listen on every interface.
     store = dist.FileStore(os.path.join(spec.folder, "store"), size)
     wait = datetime.timedelta(seconds=spec.timeout)
-    dist.init_process_group(
-        "nccl" if gpus else "gloo", store=store, rank=rank, world_size=size, timeout=wait
-    )
-    if gpus:
-        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
+    if device.type == "cuda":
         return device, DistributedEndpoint(rank, device, spec.timeout)
     progress = open_memory(spec.memory, size)
     peers = sockets.connect(spec.folder, rank, size, dist.barrier)
     return device, sockets.SocketEndpoint(rank, peers, progress, spec.timeout)
+
+
+def own_device(rank: int, size: int) -> torch.device:
+    """The GPU of this machine's rank `rank`, made current; the CPU where `size` ranks lack GPUs."""
+    if not torch.cuda.is_available() or torch.cuda.device_count() < size:
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 def _call(program: bytes, rank: Rank) -> Any:
@@ -137,12 +140,9 @@ def pack(outcome: Outcome, rank: int) -> bytes:
         return cloudpickle.dumps(outcome)
     except Exception as error:
         kind = type(outcome.value).__name__
-        outcome.failure = Failure.of(
-            TypeError(
-                f"rank {rank} returned a {kind} that cannot be sent to the notebook "
-                f"({type(error).__name__}: {error}): return numbers, text or tensors"
-            )
-        )
+        why = f"({type(error).__name__}: {error}): return numbers, text or tensors"
+        text = f"rank {rank} returned a {kind} that cannot be sent to the notebook {why}"
+        outcome.failure = Failure.of(TypeError(text))
         outcome.value = None
         return cloudpickle.dumps(outcome)
 
