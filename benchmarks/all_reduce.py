@@ -1,10 +1,11 @@
-"""Our ring all-reduce beside gloo's, on four processes of this machine: ratios of bandwidth, measured in turn, in one run.
+"""Our ring all-reduce beside gloo's, on four processes of this machine: ratios of bandwidth.
 
     python benchmarks/all_reduce.py
 
-Both work in place. A ratio above 1 means that the ring of lab 07 is faster. At last the ring runs between two "machines" of two ranks each, as
-torchrun would start them: its bytes pass over TCP, and what the ranks counted is held against what the operating system saw on the loopback
-interface (whatever else uses the interface meanwhile is in its count).
+The two are measured in turn, in one run, and both work in place. A ratio above 1 means that the
+ring of lab 07 is faster. At last the ring runs between two "machines" of two ranks each, as
+torchrun would start them: its bytes pass over TCP, and what the ranks counted is held against what
+the operating system saw on the loopback interface (whatever else uses it meanwhile is counted too).
 """
 
 import os
@@ -56,7 +57,8 @@ def loopback() -> int:
 
 
 def two_machines() -> None:
-    """The same ring on ranks that take each other for two machines, as torchrun would start them there: their messages take the network."""
+    """The same ring on ranks that take each other for two machines, as torchrun would start them
+    there: their messages take the network."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -91,26 +93,25 @@ def wire() -> None:
         carried = max(world.run(on_the_wire))
         if int(os.environ["RANK"]) == 0:
             counted = collectives.sent("all_reduce_ring", nbytes=WIRE, n=RANKS).total
-            print(
-                f"between two machines, one all-reduce of {units.text(WIRE, binary=True)} on {RANKS} ranks: counted {counted:,} B,"
-            )
+            what = f"one all-reduce of {units.text(WIRE, binary=True)} on {RANKS} ranks"
+            print(f"between two machines, {what}: counted {counted:,} B,")
             print(f"the loopback interface carried {carried:,} B ({carried / counted - 1:+.2%})")
 
 
 def main() -> None:
     """Print the table."""
-    print(
-        f"all-reduce of fp32 on {RANKS} processes: ratio of bandwidths, ours / gloo, by medians (by minima)"
-    )
+    ratio = "ratio of bandwidths, ours / gloo, by medians (by minima)"
+    print(f"all-reduce of fp32 on {RANKS} processes: {ratio}")
     with World(RANKS, engine="processes") as world:
         for nbytes in SIZES:
             rounds = max(9, min(201, 400 * units.MIB // max(nbytes, units.MIB)))
             times = slowest(world.run(race, nbytes, rounds))
             ours, gloo = times["ours"], times["gloo"]
             rate = collectives.busbw("all_reduce", nbytes, ours.median / 1e3, RANKS)
+            mine, theirs = (units.text(each.median / 1e3, "s") for each in (ours, gloo))
             print(
                 f"{units.text(nbytes, binary=True):>9}  {gloo.ratio(ours)}   "
-                f"ours {units.text(ours.median / 1e3, 's'):>8}, {units.text(rate, 'B/s')} bus; gloo {units.text(gloo.median / 1e3, 's'):>8}"
+                f"ours {mine:>8}, {units.text(rate, 'B/s')} bus; gloo {theirs:>8}"
             )
     if sys.platform == "linux":
         two_machines()

@@ -1,5 +1,6 @@
 """Messages over torch.distributed: GPUs (NCCL), machines (gloo), a torchrun script of your own."""
 
+import collections
 import datetime
 import time
 from typing import Any
@@ -102,12 +103,5 @@ def comm_of(
     rank, size = dist.get_rank(), dist.get_world_size()
     endpoint = DistributedEndpoint(rank, device, timeout, group)
     owner = Rank(rank, Mesh(dp=size), endpoint, device, lambda ranks: group)
-    owner._events = _Forgetful() if events is None else events
+    owner._events = collections.deque(maxlen=0) if events is None else events
     return Comm(owner, group.group_desc or "group", tuple(dist.get_process_group_ranks(group)), 0)
-
-
-class _Forgetful(list):
-    """Books that nobody keeps."""
-
-    def append(self, event: object) -> None:
-        """Nothing stays."""

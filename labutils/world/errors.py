@@ -199,10 +199,8 @@ def _different_calls(outcomes: Sequence[Outcome]) -> str:
                 who = f"{_ranks_text(ranks)} must make the same calls on axis {axis!r}"
                 lines = [f"{who} in the same order, but call {number} differs:"]
                 for rank, call in made.items():
-                    text = (
-                        f"{call.signature} at {place(call.where)}" if call else "has not called it"
-                    )
-                    lines.append(f"  rank {rank}: {text}")
+                    did = call and f"{call.signature} at {place(call.where)}"
+                    lines.append(f"  rank {rank}: {did or 'has not called it'}")
                 return "\n".join(lines)
     return ""
 

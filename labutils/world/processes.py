@@ -167,7 +167,7 @@ class Processes:
         gathering = Gathering(self.ranks)
         while gathering.running and not gathering.failed:
             gathering.collect(None)
-        gathering.collect_for(GRACE, until=self._all_rest)
+        gathering.collect_for(GRACE, lambda running: all(map(self.progress.rests, running)))
         computing = [i for i in gathering.running if not self.progress.rests(i)]
         places = {i: self.ranks[i].where() for i in computing} if gathering.late else {}
         self.progress.stop()
@@ -179,14 +179,10 @@ class Processes:
             outcomes[index].state = (ABSENT, where)
         for index in gathering.dead:
             outcomes[index].failure = self._death(index)
-        failed = any(outcome.failure for outcome in outcomes.values())
         touched = any(outcome.touched_group for outcome in outcomes.values())
-        if gathering.running or gathering.dead or (failed and touched):
+        if gathering.running or gathering.dead or (gathering.failed and touched):
             self.close()  # a process group that has lost a rank is of no more use
         return [outcomes[index] for index in range(self.mesh.size)]
-
-    def _all_rest(self, running: Sequence[int]) -> bool:
-        return all(self.progress.rests(index) for index in running)
 
     def _death(self, index: int) -> Failure:
         rank = self.ranks[index]

@@ -95,9 +95,10 @@ class PeerLink:
         self.arriving: Request | None = None
         self.arrived = 0  # bytes
 
-    def put(self, kind: int, count: int, run: int, *, channel: int = 0, **more: int) -> None:
+    def put(
+        self, kind: int, count: int, run: int, channel: int = 0, code: int = 0, extra: int = 0
+    ) -> None:
         """Let a frame wait to leave."""
-        code, extra = more.get("code", 0), more.get("extra", 0)
         self.outbox += _HEADER.pack(kind, code, extra, channel, run, count)
 
 
@@ -175,8 +176,7 @@ class SocketEndpoint(Endpoint):
     def _post_recv(self, link: PeerLink, key: tuple, request: Request) -> None:
         x, call = request.tensor, request.call
         text = "\t".join((call.signature, *map(str, call.where))).encode()
-        code = _CODES[x.dtype]
-        link.put(_READY, x.numel(), self.run, channel=request.channel, code=code, extra=len(text))
+        link.put(_READY, x.numel(), self.run, request.channel, _CODES[x.dtype], len(text))
         link.outbox += text
         if self.early[key]:
             self._take_early(request, self.early[key].popleft())
@@ -280,9 +280,8 @@ class SocketEndpoint(Endpoint):
         if blocked and self.deadlock.sees():
             for request in self.waiting:
                 _done(request, DeadlockError("every rank waits for another one", str(request)))
-        now = time.monotonic()
         for request, deadline in self.waiting.items():
-            if not request.done and now > deadline:
+            if not request.done and time.monotonic() > deadline:
                 _done(request, out_of_time(self.timeout, request))
 
     # -- moving bytes (the lock is held) -----------------------------------------------------------
@@ -309,7 +308,7 @@ class SocketEndpoint(Endpoint):
 
     def _send_eagerly(self, link: PeerLink, request: Request) -> None:
         x = request.tensor
-        link.put(_EAGER, x.nbytes, self.run, channel=request.channel)
+        link.put(_EAGER, x.nbytes, self.run, request.channel)
         # Not by way of numpy, which would forbid its storage ever to be resized.
         link.outbox += ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""
 
@@ -319,7 +318,7 @@ class SocketEndpoint(Endpoint):
             request = link.leaving[0]
             data = request.tensor.view(-1).view(torch.uint8)[link.left : link.left + _SLOT]
             link.outgoing[link.filled % _SLOTS, : len(data)].copy_(data)
-            link.put(_PART, len(data), self.run, channel=request.channel)
+            link.put(_PART, len(data), self.run, request.channel)
             link.free -= 1
             link.filled += 1
             link.left += len(data)
@@ -332,7 +331,8 @@ class SocketEndpoint(Endpoint):
     def _empty(self, link: PeerLink, key: tuple, count: int, current: bool) -> None:
         """Take the part in the next slot, and give the slot back."""
         if current:
-            request = link.arriving = link.arriving or self.recvs[key].popleft()
+            request = link.arriving or self.recvs[key].popleft()
+            link.arriving = request
             x = request.tensor
             theirs = link.incoming[link.emptied % _SLOTS, :count].view(x.dtype)
             request.accept(theirs, link.arrived // x.element_size())

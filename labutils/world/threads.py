@@ -163,8 +163,7 @@ class Threads:
         finally:
             places = _stop(meeting, threads)
         for rank in ranks:
-            if rank.rank not in meeting.outcomes:
-                meeting.outcomes[rank.rank] = Outcome(printed=str(rank._output))
+            meeting.outcomes.setdefault(rank.rank, Outcome(printed=str(rank._output)))
         for i, where in places.items():
             meeting.outcomes[i].state = (ABSENT, where)
         # Popped: what a rank returned is not to wait for the garbage collector with this cycle.
@@ -185,7 +184,10 @@ def _stop(meeting: Rendezvous, threads: Sequence[threading.Thread]) -> dict[int,
     with meeting.changed:
         idle = {*meeting.outcomes, *meeting.waiting.values()}
     busy = [i for i in range(meeting.size) if i not in idle]
-    places = {i: f"and is at {_position(threads[i])}" for i in busy}
+    places = {}
+    for i in busy:
+        where = site(sys._current_frames().get(threads[i].ident))
+        places[i] = f"and is at {place(where)}"
     if len(meeting.outcomes) < meeting.size:
         meeting.stop()
         _join(threads)
@@ -195,10 +197,6 @@ def _stop(meeting: Rendezvous, threads: Sequence[threading.Thread]) -> dict[int,
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Stopped))
         _join(threads)
     return places
-
-
-def _position(thread: threading.Thread) -> str:
-    return place(site(sys._current_frames().get(thread.ident)))
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
