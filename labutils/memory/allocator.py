@@ -8,6 +8,8 @@ Source: the comments and the code of c10/cuda/CUDACachingAllocator.cpp in PyTorc
 memory management in its documentation.
 """
 
+import itertools
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,8 +21,8 @@ from labutils.timeline import History, Moment
 
 BLOCK = 512  # every size is a multiple of it
 SMALL = units.MIB  # requests up to this size share small segments
-SMALL_SEGMENT = 2 * units.MIB
 LARGE_SEGMENT = 20 * units.MIB
+SEGMENT = {"small": 2 * units.MIB, "large": LARGE_SEGMENT}  # also the pages of expandable ones
 OWN_SEGMENT = 10 * units.MIB  # from here on a request has its own segment, rounded up to ROUND
 ROUND = 2 * units.MIB
 
@@ -32,8 +34,8 @@ class OutOfMemory(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """`size` bytes at `address`: "used" for a request of `requested` bytes, "free", or address
-    space that is "unmapped"."""
+    """`size` bytes at `address`: "used" for a request of `requested` bytes by `name`, "free",
+    or address space that is "unmapped"."""
 
     address: int
     size: int
@@ -77,41 +79,32 @@ class Allocator:
     """
 
     def __init__(
-        self, capacity: int, *, max_split_size: int | None = None, expandable_segments: bool = False
+        self, capacity: int, *, max_split_size: float = math.inf, expandable_segments: bool = False
     ) -> None:
         self.capacity = units.whole(capacity, "capacity", 1)
-        if max_split_size is not None:
-            units.whole(max_split_size, "max_split_size")
-            if max_split_size <= LARGE_SEGMENT:
-                raise ValueError(
-                    f"max_split_size={max_split_size} must be more than {LARGE_SEGMENT}: "
-                    "segments of 20 MiB are made to be split"
-                )
-            if expandable_segments:
-                raise ValueError(
-                    "expandable segments are split wherever it helps: "
-                    "give max_split_size or expandable_segments, not both"
-                )
-        self.max_split_size, self.expandable = max_split_size, expandable_segments
+        if max_split_size <= LARGE_SEGMENT:
+            why = f"must be more than {LARGE_SEGMENT}: segments of 20 MiB are made to be split"
+            raise ValueError(f"max_split_size={max_split_size} {why}")
+        if expandable_segments and max_split_size < math.inf:
+            raise ValueError("give max_split_size or expandable_segments, not both")
+        self.max_split_size = max_split_size
+        self.expandable = expandable_segments
         self.allocated = self.reserved = self.requested = 0
         self.peak_allocated = self.peak_reserved = 0
         self.retries = 0
         self._used: dict[int, Block] = {}
-        self._free: dict[str, list[tuple[int, int, Block]]] = {
-            "small": [],
-            "large": [],
-        }  # sorted, so that the first that fits is the best
+        # Sorted, so that the first that fits is the best.
+        self._free: dict[str, list[tuple[int, int, Block]]] = {"small": [], "large": []}
         self._segments: list[Block] = []  # the first block of each
         self._next_address = 0
 
     def alloc(self, nbytes: int, name: str = "") -> int:
-        """The address of `nbytes` of memory; `OutOfMemory` if there is no block and no room for a
-        segment."""
+        """The address of `nbytes` of memory."""
         units.whole(nbytes, "nbytes", 1)
         size = _up(nbytes, BLOCK)
         pool = "small" if size <= SMALL else "large"
         block = self._best_fit(pool, size) or self._grow(pool, size)
-        if block is None and self.max_split_size is not None and self._release_oversize(pool, size):
+        if block is None and self._release_oversize(pool, size):
             block = self._grow(pool, size)
         if block is None:
             self.retries += 1
@@ -121,7 +114,7 @@ class Allocator:
             raise OutOfMemory(self._refusal(nbytes))
         if self._splits(block, size):
             self._cut(block, size)
-        block.state, block.requested, block.name = "used", nbytes, name
+        block.state, block.requested, block.name = "used", nbytes, name or "used"
         self._used[block.address] = block
         self.allocated += block.size
         self.requested += nbytes
@@ -132,10 +125,8 @@ class Allocator:
         """Gives the block at `address` back to its segment, where it joins its free neighbors."""
         block = self._used.pop(address, None)
         if block is None:
-            raise ValueError(
-                f"nothing is allocated at address {address}: "
-                "it was freed before, or it is not what alloc returned"
-            )
+            why = "it was freed before, or it is not what alloc returned"
+            raise ValueError(f"nothing is allocated at address {address}: {why}")
         self.allocated -= block.size
         self.requested -= block.requested
         block.state, block.requested, block.name = "free", 0, ""
@@ -179,8 +170,7 @@ class Allocator:
         found = []
         for segment in self.segments:
             mapped = [block for block in segment if block.state != "unmapped"]
-            names = [(block.name or "used") * (block.state == "used") for block in mapped]
-            found.append(tuple(zip((block.size for block in mapped), names, strict=True)))
+            found.append(tuple((block.size, block.name) for block in mapped))
         return tuple(found)
 
     def __repr__(self) -> str:
@@ -200,17 +190,14 @@ class Allocator:
         place = bisect_left(free, (size,))
         if place == len(free):
             return None
-        if (
-            self.expandable
-        ):  # a block at the end of what is mapped counts with all that it can grow into
+        if self.expandable:  # what is free at the end counts with all that it can grow into
             while place + 1 < len(free) and _reach(free[place + 1][2]) < _reach(free[place][2]):
                 place += 1
         block = free[place][2]
-        if self.max_split_size is not None:
-            if size < self.max_split_size <= block.size:
-                return None
-            if size >= self.max_split_size and block.size >= size + LARGE_SEGMENT:
-                return None
+        if size < self.max_split_size <= block.size:
+            return None
+        if size >= self.max_split_size and block.size >= size + LARGE_SEGMENT:
+            return None
         del free[place]
         return block
 
@@ -218,21 +205,14 @@ class Allocator:
         rest = block.size - size
         if block.pool == "small" or self.expandable:
             return rest >= BLOCK
-        return rest > SMALL and (self.max_split_size is None or size < self.max_split_size)
+        return rest > SMALL and size < self.max_split_size
 
     def _cut(self, block: Block, size: int) -> None:
-        """Leaves `size` bytes to the block and makes the rest a block of its own, in the state of
-        the whole."""
-        rest = Block(
-            block.address + size,
-            block.size - size,
-            block.pool,
-            block.state,
-            before=block,
-            after=block.after,
-        )
-        if block.after is not None:
-            block.after.before = rest
+        """Leaves `size` bytes to the block; the rest becomes a block in the same state."""
+        rest = Block(block.address + size, block.size - size, block.pool, block.state)
+        rest.before, rest.after = block, block.after
+        if rest.after is not None:
+            rest.after.before = rest
         block.after, block.size = rest, size
         if rest.state == "free":
             self._cache(rest)
@@ -245,8 +225,7 @@ class Allocator:
         del free[bisect_left(free, (block.size, block.address))]
 
     def _joined(self, block: Block) -> Block:
-        """The block together with its neighbors of the same state; free neighbors leave the
-        cache."""
+        """The block with its neighbors of the same state; free ones leave the cache."""
         for neighbor in (block.before, block.after):
             if neighbor is not None and neighbor.state == block.state:
                 if block.state == "free":
@@ -255,17 +234,10 @@ class Allocator:
         return block
 
     def _grow(self, pool: str, size: int) -> Block | None:
-        """A free block of at least `size` in memory new from the device, out of the cache already;
-        None if the device has too little."""
+        """A free block of at least `size`, not cached, in memory new from the device, if it can."""
         if self.expandable:
             return self._map(pool, size)
-        wanted = (
-            SMALL_SEGMENT
-            if pool == "small"
-            else LARGE_SEGMENT
-            if size < OWN_SEGMENT
-            else _up(size, ROUND)
-        )
+        wanted = SEGMENT[pool] if size < OWN_SEGMENT else _up(size, ROUND)
         if wanted > self.available:
             return None
         self._reserve(wanted)
@@ -273,9 +245,7 @@ class Allocator:
 
     def _segment(self, pool: str, size: int, state: str) -> Block:
         block = Block(self._next_address, size, pool, state)
-        self._next_address += _up(
-            size, LARGE_SEGMENT
-        )  # the pages of an expandable segment start at multiples of their size
+        self._next_address += _up(size, LARGE_SEGMENT)  # where a page of any pool may start
         self._segments.append(block)
         return block
 
@@ -291,45 +261,33 @@ class Allocator:
     def _release_oversize(self, pool: str, size: int) -> bool:
         """Gives blocks that may not be split back: one that is large enough, or the largest until
         they make up the size."""
-        free, wanted = self._free[pool], max(size, self.max_split_size or 0)
+        free, wanted = self._free[pool], max(size, self.max_split_size)
         place = bisect_left(free, (wanted,))
         if place < len(free):
             self._release(free[place][2])
             return True
         released = 0
-        while free and released < wanted and free[-1][0] >= (self.max_split_size or 0):
+        while free and released < wanted and free[-1][0] >= self.max_split_size:
             released += free[-1][0]
             self._release(free[-1][2])
         return released >= wanted
 
-    # Expandable segments: addresses for the whole device are set aside once, memory is mapped in
-    # pages.
-
     def _map(self, pool: str, size: int) -> Block | None:
-        block = next(
-            (
-                start
-                for first in self._segments
-                if first.pool == pool
-                for start in _chain(first)
-                if _room(start) >= size
-            ),
-            None,
-        )
+        """`_grow` by pages, within addresses that are set aside for the whole device once."""
+        blocks = itertools.chain.from_iterable(self.segments)
+        places = (block for block in blocks if block.pool == pool and _room(block) >= size)
+        block = next(places, None)
         if block is None:
-            block = self._segment(
-                pool, _up(self.capacity + self.capacity // 8, LARGE_SEGMENT), "unmapped"
-            )
-        page = SMALL_SEGMENT if pool == "small" else LARGE_SEGMENT
+            addresses = _up(self.capacity + self.capacity // 8, LARGE_SEGMENT)
+            block = self._segment(pool, addresses, "unmapped")
         while True:
+            hole, missing = block, size
             if block.state == "free":
                 if block.size >= size:
                     self._uncache(block)
                     return block
                 hole, missing = block.after, size - block.size
-            else:
-                hole, missing = block, size
-            nbytes = min(_up(missing, page), hole.size)
+            nbytes = min(_up(missing, SEGMENT[pool]), hole.size)
             if nbytes > self.available:
                 return None
             if nbytes < hole.size:
@@ -341,10 +299,7 @@ class Allocator:
 
     def _unmap(self, block: Block) -> None:
         """Takes the memory away from all pages that lie in a free block."""
-        page, end = (
-            SMALL_SEGMENT if block.pool == "small" else LARGE_SEGMENT,
-            block.address + block.size,
-        )
+        page, end = SEGMENT[block.pool], block.address + block.size
         start, stop = _up(block.address, page), end // page * page
         if start >= stop:
             return
@@ -380,13 +335,9 @@ def replay(lives: Iterable[Any], allocator: Allocator) -> History:
             places[key] = allocator.alloc(life.nbytes, life.component)
         else:
             allocator.free(places.pop(key))
-        amounts = {
-            "allocated": allocator.requested,
-            "rounding": allocator.allocated - allocator.requested,
-            "cached": allocator.cached,
-        }
-        ledger = Ledger(Line(name, amount) for name, amount in amounts.items())
-        moments.append(Moment("", life.component, ledger))
+        rounding = Line("rounding", allocator.allocated - allocator.requested)
+        held = [Line("allocated", allocator.requested), rounding, Line("cached", allocator.cached)]
+        moments.append(Moment("", life.component, Ledger(held)))
     return History(moments)
 
 
@@ -417,18 +368,12 @@ def _room(block: Block) -> int:
     lies right before; else 0."""
     if block.before is not None and block.before.state != "used":
         return 0
-    run = []
-    for other in _chain(block):
-        if other.state == "used":
-            break
-        run.append(other)
-    return (
-        sum(other.size for other in run) if any(other.state == "unmapped" for other in run) else 0
-    )
+    run = list(itertools.takewhile(lambda other: other.state != "used", _chain(block)))
+    grows = any(other.state == "unmapped" for other in run)
+    return sum(other.size for other in run) if grows else 0
 
 
 def _reach(block: Block) -> int:
     """Bytes that a free block has or can grow into."""
-    return block.size + (
-        block.after.size if block.after is not None and block.after.state == "unmapped" else 0
-    )
+    grows = block.after is not None and block.after.state == "unmapped"
+    return block.size + (block.after.size if grows else 0)
