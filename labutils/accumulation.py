@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from labutils import units
 from labutils.ledger import Ledger, Line
 
 IGNORED = -100  # the target that cross-entropy leaves out
@@ -74,9 +75,7 @@ def accumulate(
     if total is None:
         total = sum(weights)
     if not total or total < sum(weights):
-        raise ValueError(
-            f"these micro-batches hold {sum(weights)} of {total} things that count"
-        )
+        raise ValueError(f"these micro-batches hold {sum(weights)} of {total} things that count")
     whole: Tensor | None = None
     for batch, weight in zip(batches, weights, strict=True):
         if weight == 0:
@@ -104,7 +103,7 @@ def step(
     value = accumulate(loss, batches, weigh=weigh)
     if max_norm is not None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, max_norm)
+        nn.utils.clip_grad_norm_(parameters, units.positive(max_norm, "max_norm"))
     optimizer.step()
     return value
 

@@ -293,3 +293,10 @@ def test_micro_batches_are_the_batch(rows, size):
 def test_bad_input(call, error, why):
     with pytest.raises(error, match=why):
         call()
+
+
+def test_clipping_needs_a_norm_above_zero():
+    layer = nn.Linear(2, 1)
+    sgd = torch.optim.SGD(layer.parameters())
+    with pytest.raises(ValueError, match="max_norm must be a finite number above 0"):
+        accumulation.step(sgd, lambda part: layer(part).mean(), [torch.ones(1, 2)], max_norm=0.0)

@@ -833,3 +833,11 @@ def test_formula_dry_run_and_real_run_agree(four):
         assert dry.ledger.diff(sent.only(rank=i)).unexplained == 0
         assert states.diff(held).unexplained == states.diff(real[i][0]).unexplained == 0
         assert (peak, found) == (real[i][1], grouped)
+
+
+def test_what_makes_no_sense_is_named():
+    with pytest.raises(ValueError, match="there is no rank 4 of 4: use 0 … 3"):
+        data_parallel.sampler(10, 4, 4)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with World(1) as one, pytest.raises(RankError, match="no parameter of this module is trained"):
+        one.run(lambda rank: data_parallel.replicate(frozen, rank.comm()))

@@ -288,6 +288,9 @@ class TestLossScaler:
             ({"init_scale": -8.0}, "init_scale must be a finite number above 0, got -8.0"),
             ({"init_scale": math.inf}, "init_scale must be a finite number above 0, got inf"),
             ({"init_scale": math.nan}, "init_scale must be a finite number above 0, got nan"),
+            ({"init_scale": 1e39}, "init_scale=1e+39 is 0 or inf in fp32"),
+            ({"growth_factor": 1.0}, "for one that stays, pass dynamic=False"),
+            ({"backoff_factor": 1.0}, "grows by more than 1 and backs off by less"),
         ],
     )
     def test_bad_settings(self, settings, says):
@@ -296,7 +299,17 @@ class TestLossScaler:
         assert says in str(error.value)
 
 
+def test_masters_know_their_recipes():
+    stepper = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match="False, True or 'only', got 'both'"):
+        MasterWeights(stepper, fp32_gradients="both")
+
+
 class TestAutocast:
+    def test_only_formats_of_16_bits(self):
+        with pytest.raises(ValueError, match="got torch.float32"):
+            precision.autocast(torch.float32)
+
     def test_weights_are_cast_once(self):
         layer = nn.Linear(4, 4, bias=False)
         x = torch.ones(2, 4, requires_grad=True)

@@ -39,6 +39,8 @@ class Replica(nn.Module):
         self.synchronize = True
         self._all = dict(module.named_parameters())
         self._named = {name: p for name, p in self._all.items() if p.requires_grad}
+        if not self._named:
+            raise ValueError("no parameter of this module is trained: nothing to replicate")
         self.buckets = self._grouped(bucket_bytes)
         _broadcast(module, comm)
         self._flat: list[Tensor] = []

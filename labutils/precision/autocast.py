@@ -57,6 +57,8 @@ class autocast(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True) -> None:
         super().__init__()
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"autocast computes in torch.bfloat16 or torch.float16, got {dtype!r}")
         self.dtype = dtype
         self.enabled = enabled
         self._formats: dict[str, torch.dtype] = {}

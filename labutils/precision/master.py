@@ -38,6 +38,8 @@ class MasterWeights:
     def __init__(self, optimizer: torch.optim.Optimizer, *, fp32_gradients: bool | str = False):
         if optimizer.state:
             raise ValueError("this optimizer has stepped already: wrap it before the first step")
+        if fp32_gradients not in (False, True, "only"):
+            raise ValueError(f"fp32_gradients is False, True or 'only', got {fp32_gradients!r}")
         self.optimizer = optimizer
         self.fp32_gradients = fp32_gradients
         self.masters: dict[Tensor, nn.Parameter] = {}

@@ -58,6 +58,13 @@ class LossScaler:
     ) -> None:
         # In fp32, which is what gradients are multiplied with.
         self.value = floats.FP32.round(units.positive(init_scale, "init_scale"))
+        if not 0 < self.value < math.inf:
+            raise ValueError(f"init_scale={init_scale} is 0 or inf in fp32: 2**16 is usual")
+        if not backoff_factor < 1 < growth_factor:
+            raise ValueError(
+                f"a scale grows by more than 1 and backs off by less, got {growth_factor} and "
+                f"{backoff_factor}: for one that stays, pass dynamic=False"
+            )
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
