@@ -35,6 +35,11 @@ class Peers(Protocol):
 
 REDUCTIONS = ("sum", "product", "min", "max")
 
+Same = Shaped[Tensor, "*shape"]
+Rows = Shaped[Tensor, "rows *rest"]
+Share = Shaped[Tensor, "share *rest"]
+Sizes = Sequence[int] | None  # rows of each rank; unless given, equally many
+
 
 def _collective(algorithm: Callable) -> Callable:
     """The algorithm, which names its lines of the ledger, and refuses on every rank alike what no
@@ -43,10 +48,6 @@ def _collective(algorithm: Callable) -> Callable:
 
     @functools.wraps(algorithm)
     def collective(x: Tensor, comm: Peers, *args, **kwargs):
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{name} works on a tensor, got {type(x).__name__}: wrap it in torch.as_tensor(…)"
-            )
         if (op := kwargs.get("op", "sum")) not in REDUCTIONS:
             mean = op in ("mean", "avg")
             other = "sum, then divide by comm.size" if mean else f"use {', '.join(REDUCTIONS)}"
@@ -65,9 +66,7 @@ def _collective(algorithm: Callable) -> Callable:
 
 
 @_collective
-def broadcast_star(
-    x: Shaped[Tensor, "*shape"], comm: Peers, *, src: int = 0
-) -> Shaped[Tensor, "*shape"]:
+def broadcast_star(x: Same, comm: Peers, *, src: int = 0) -> Same:
     """Rank src's x, on every rank: src sends it to each of the others in turn.
 
     Elsewhere than at src only the shape and dtype of x matter, as in torch.
@@ -81,9 +80,7 @@ def broadcast_star(
 
 
 @_collective
-def broadcast_tree(
-    x: Shaped[Tensor, "*shape"], comm: Peers, *, src: int = 0
-) -> Shaped[Tensor, "*shape"]:
+def broadcast_tree(x: Same, comm: Peers, *, src: int = 0) -> Same:
     """Rank src's x, on every rank: whoever has it passes it on, so that the number of ranks that
     have it doubles in each step."""
     x = _copy(x)
@@ -92,9 +89,7 @@ def broadcast_tree(
 
 
 @_collective
-def scatter_star(
-    x: Shaped[Tensor, "rows *rest"], comm: Peers, *, src: int = 0
-) -> Shaped[Tensor, "share *rest"]:
+def scatter_star(x: Rows, comm: Peers, *, src: int = 0) -> Share:
     """This rank's share of the rows of src's x; elsewhere only the shape and dtype of x matter."""
     pieces = _Pieces(x.contiguous(), shares(len(x), comm.size))
     if comm.rank != src:
@@ -105,16 +100,10 @@ def scatter_star(
 
 
 @_collective
-def gather_star(
-    x: Shaped[Tensor, "share *rest"],
-    comm: Peers,
-    *,
-    dst: int = 0,
-    sizes: Sequence[int] | None = None,
-) -> Shaped[Tensor, "rows *rest"] | None:
+def gather_star(x: Share, comm: Peers, *, dst: int = 0, sizes: Sizes = None) -> Rows | None:
     """At rank dst the rows of all ranks, in rank order, and None elsewhere.
 
-    `sizes` are the rows that each rank brings, if they differ.
+    `sizes` are the rows that each rank brings.
     """
     if comm.rank != dst:
         comm.send(x.contiguous(), dst)
@@ -126,9 +115,7 @@ def gather_star(
 
 
 @_collective
-def reduce_star(
-    x: Shaped[Tensor, "*shape"], comm: Peers, *, dst: int = 0, op: str = "sum"
-) -> Shaped[Tensor, "*shape"] | None:
+def reduce_star(x: Same, comm: Peers, *, dst: int = 0, op: str = "sum") -> Same | None:
     """At rank dst the sum (or `op`) over all ranks, and None elsewhere: everybody sends to dst,
     which adds in rank order after its own."""
     if comm.rank != dst:
@@ -141,9 +128,7 @@ def reduce_star(
 
 
 @_collective
-def reduce_tree(
-    x: Shaped[Tensor, "*shape"], comm: Peers, *, dst: int = 0, op: str = "sum"
-) -> Shaped[Tensor, "*shape"] | None:
+def reduce_tree(x: Same, comm: Peers, *, dst: int = 0, op: str = "sum") -> Same | None:
     """At rank dst the sum (or `op`) over all ranks, and None elsewhere: the tree of
     `broadcast_tree`, climbed from its leaves."""
     x = _copy(x)
@@ -156,12 +141,8 @@ def reduce_tree(
 
 @_collective
 def reduce_scatter_ring(
-    x: Shaped[Tensor, "rows *rest"],
-    comm: Peers,
-    *,
-    op: str = "sum",
-    out: Shaped[Tensor, "share *rest"] | None = None,
-) -> Shaped[Tensor, "share *rest"]:
+    x: Rows, comm: Peers, *, op: str = "sum", out: Share | None = None
+) -> Share:
     """This rank's share of the rows of the sum (or `op`) over all ranks.
 
     With an `out` that is this rank's own piece of x, all of x is scratch and nothing is allocated,
@@ -180,13 +161,7 @@ def reduce_scatter_ring(
 
 
 @_collective
-def all_gather_ring(
-    x: Shaped[Tensor, "share *rest"],
-    comm: Peers,
-    *,
-    sizes: Sequence[int] | None = None,
-    out: Shaped[Tensor, "rows *rest"] | None = None,
-) -> Shaped[Tensor, "rows *rest"]:
+def all_gather_ring(x: Share, comm: Peers, *, sizes: Sizes = None, out: Rows | None = None) -> Rows:
     """The rows of all ranks, in rank order, on every rank.
 
     `sizes` are the rows that each rank brings, if they differ; x may be a piece of `out`.
@@ -197,13 +172,7 @@ def all_gather_ring(
 
 
 @_collective
-def all_reduce_ring(
-    x: Shaped[Tensor, "*shape"],
-    comm: Peers,
-    *,
-    op: str = "sum",
-    out: Shaped[Tensor, "*shape"] | None = None,
-) -> Shaped[Tensor, "*shape"]:
+def all_reduce_ring(x: Same, comm: Peers, *, op: str = "sum", out: Same | None = None) -> Same:
     """The sum (or `op`) over all ranks, on every rank: a ring reduce-scatter, then a ring
     all-gather of what it left.
 
@@ -262,13 +231,7 @@ def ring_gather(pieces: Sequence[Tensor], comm: Peers) -> None:
 
 
 @_collective
-def all_reduce_naive(
-    x: Shaped[Tensor, "*shape"],
-    comm: Peers,
-    *,
-    op: str = "sum",
-    out: Shaped[Tensor, "*shape"] | None = None,
-) -> Shaped[Tensor, "*shape"]:
+def all_reduce_naive(x: Same, comm: Peers, *, op: str = "sum", out: Same | None = None) -> Same:
     """The sum (or `op`) over all ranks, on every rank: all send to rank 0, which adds in rank order
     and sends the result back to each."""
     out, flat = _result(x, out)
@@ -284,13 +247,7 @@ def all_reduce_naive(
 
 
 @_collective
-def all_reduce_tree(
-    x: Shaped[Tensor, "*shape"],
-    comm: Peers,
-    *,
-    op: str = "sum",
-    out: Shaped[Tensor, "*shape"] | None = None,
-) -> Shaped[Tensor, "*shape"]:
+def all_reduce_tree(x: Same, comm: Peers, *, op: str = "sum", out: Same | None = None) -> Same:
     """The sum (or `op`) over all ranks, on every rank: up the binomial tree to rank 0, and down
     again."""
     out, flat = _result(x, out)
@@ -301,12 +258,8 @@ def all_reduce_tree(
 
 @_collective
 def all_reduce_halving_doubling(
-    x: Shaped[Tensor, "*shape"],
-    comm: Peers,
-    *,
-    op: str = "sum",
-    out: Shaped[Tensor, "*shape"] | None = None,
-) -> Shaped[Tensor, "*shape"]:
+    x: Same, comm: Peers, *, op: str = "sum", out: Same | None = None
+) -> Same:
     """The sum (or `op`) over all ranks, on every rank: swap halves with a partner far away, then
     quarters with a nearer one, …, and back.
 
@@ -366,11 +319,7 @@ def _tree_down(x: Tensor, comm: Peers, src: int) -> None:
 
 @_collective
 def all_to_all_pairwise(
-    x: Shaped[Tensor, "rows *rest"],
-    comm: Peers,
-    *,
-    send_sizes: Sequence[int] | None = None,
-    recv_sizes: Sequence[int] | None = None,
+    x: Rows, comm: Peers, *, send_sizes: Sizes = None, recv_sizes: Sizes = None
 ) -> Shaped[Tensor, "received *rest"]:
     """The rows that every rank has for this one, in rank order: in step k send to the rank k after
     you and receive from the rank k before.
@@ -384,10 +333,8 @@ def all_to_all_pairwise(
     same = (send_sizes[i],) * n if recv_sizes is None else recv_sizes
     recv_sizes = _row_counts(same, n, "recv_sizes")
     if sum(send_sizes) != len(x) or send_sizes[i] != recv_sizes[i]:
-        raise ValueError(
-            f"rank {i}: send_sizes={send_sizes} and recv_sizes={recv_sizes} must add up to the "
-            f"{len(x)} rows of x and agree on rank {i}"
-        )
+        both = f"send_sizes={send_sizes} and recv_sizes={recv_sizes}"
+        raise ValueError(f"{both} must add up to the {len(x)} rows of x and agree on rank {i}")
     out = x.new_empty(sum(recv_sizes), *x.shape[1:])
     outbox, inbox = _Pieces(x.contiguous(), send_sizes), _Pieces(out, recv_sizes)
     inbox[i].copy_(outbox[i])
@@ -397,7 +344,7 @@ def all_to_all_pairwise(
 
 
 @_collective
-def shift(x: Shaped[Tensor, "*shape"], comm: Peers) -> Shaped[Tensor, "*shape"]:
+def shift(x: Same, comm: Peers) -> Same:
     """The x of the rank before this one, when all pass theirs to the next at once, with nothing but
     blocking sends and receives.
 
@@ -466,10 +413,7 @@ def _gathered(
     """Room for the rows of all ranks, whole and cut by rank, with this rank's own in place."""
     sizes = (len(x),) * comm.size if sizes is None else _row_counts(sizes, comm.size, "sizes")
     if sizes[comm.rank] != len(x):
-        raise ValueError(
-            f"rank {comm.rank} brings {len(x)} rows, but sizes={sizes} promise "
-            f"{sizes[comm.rank]}: give the rows of every rank"
-        )
+        raise ValueError(f"rank {comm.rank} brings {len(x)} rows, not as in sizes={sizes}")
     whole = _fitting(out, (sum(sizes), *x.shape[1:]), x)
     pieces = _Pieces(whole, sizes)
     if not _same_place(pieces[comm.rank], x):
@@ -496,8 +440,6 @@ def _fitting(out: Tensor | None, shape: tuple[int, ...], x: Tensor) -> Tensor:
     if out is None:
         return torch.empty(shape, dtype=x.dtype, device=x.device)
     if tuple(out.shape) != shape or out.dtype != x.dtype or not out.is_contiguous():
-        raise ValueError(
-            f"out must be contiguous, {shape} of {x.dtype} like the result, "
-            f"got {tuple(out.shape)} of {out.dtype}"
-        )
+        got = f"got {tuple(out.shape)} of {out.dtype}"
+        raise ValueError(f"out must be contiguous, {shape} of {x.dtype} like the result, {got}")
     return out

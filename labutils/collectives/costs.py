@@ -1,7 +1,6 @@
 """What a collective costs by formula: bytes sent and held by each rank, steps, α–β (Hockney) time,
 and the bus bandwidth of nccl-tests. S is bytes of the whole tensor, n the number of ranks."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -137,14 +136,10 @@ FORMULAS: dict[str, Formula] = {
     "reduce_scatter_ring": Formula(*_PIECES, lambda at: at.n - 1, lambda at: at.S - at.piece()),
     "all_gather_ring": Formula(*_PIECES, lambda at: at.n - 1, lambda at: at.S - at.piece(1)),
     "all_reduce_naive": Formula(
-        *_twice(_TENSORS),
-        lambda at: at.leaf + at.others,
-        lambda at: (at.leaf + at.others) * at.S,
+        *_twice(_TENSORS), lambda at: at.leaf + at.others, lambda at: (at.leaf + at.others) * at.S
     ),
     "all_reduce_ring": Formula(
-        *_twice(_PIECES),
-        lambda at: 2 * (at.n - 1),
-        lambda at: 2 * at.S - at.piece() - at.piece(1),
+        *_twice(_PIECES), lambda at: 2 * (at.n - 1), lambda at: 2 * at.S - at.piece() - at.piece(1)
     ),
     "all_reduce_tree": Formula(
         *_twice(_LEVELS),
@@ -177,7 +172,7 @@ def _formula(algorithm: str) -> Formula:
 def sent(
     algorithm: str,
     *,
-    nbytes: int | float,
+    nbytes: float,
     n: int,
     itemsize: int = 4,
     root: int = 0,
@@ -187,12 +182,9 @@ def sent(
     """Bytes that each rank sends, a line for each that sends anything, exact also where n does not
     divide the tensor.
 
-    algorithm: one of `FORMULAS`.
     nbytes: the whole tensor S.
-    n: number of ranks.
     itemsize: bytes of an element (of a row, for an operation on rows): cuts fall between them.
     root: the algorithm's src or dst.
-    axis: the mesh axis that the lines name.
     rank: the only one that is asked for; all unless given.
 
     >>> sent("all_reduce_ring", nbytes=64e6, n=4).by("rank")
@@ -206,9 +198,7 @@ def sent(
     )
 
 
-def held(
-    algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4, root: int = 0
-) -> Ledger:
+def held(algorithm: str, *, nbytes: float, n: int, itemsize: int = 4, root: int = 0) -> Ledger:
     """Bytes of the result on each rank: the whole tensor, a share of it, or nothing where only the
     root gets it. The sizes are those of `sent`.
 
@@ -228,9 +218,7 @@ def held(
     return Ledger(Line("result", result(at), rank=at.rank) for at in seats)
 
 
-def _seats(
-    nbytes: int | float, n: int, itemsize: int, root: int, rank: int | None = None
-) -> list[Seat]:
+def _seats(nbytes: float, n: int, itemsize: int, root: int, rank: int | None = None) -> list[Seat]:
     S = int(nbytes) if isinstance(nbytes, float) and nbytes.is_integer() else nbytes
     units.whole(S, "nbytes")
     units.whole(n, "n", 1)
@@ -256,7 +244,7 @@ def steps(algorithm: str, n: int) -> int:
     return _formula(algorithm).steps(units.whole(n, "n", 1))
 
 
-def cost(algorithm: str, nbytes: int | float, n: int, link: Link) -> float:
+def cost(algorithm: str, nbytes: float, n: int, link: Link) -> float:
     """Seconds that an algorithm needs when every rank has a link of its own:
     steps · λ + (bytes that travel one after the other) / bw.
 
@@ -266,14 +254,12 @@ def cost(algorithm: str, nbytes: int | float, n: int, link: Link) -> float:
     >>> cost("all_reduce_ring", 64e6, 4, Link(1e-5, 1e9))
     0.09606
     """
-    if nbytes < 0 or not math.isfinite(nbytes):
-        raise ValueError(f"nbytes must be a finite number, 0 or more, got {nbytes}")
     formula = _formula(algorithm)
     waits = formula.steps(units.whole(n, "n", 1)) * Fraction(link.latency)
     return float(waits + formula.share(n) * Fraction(nbytes) / Fraction(link.bandwidth))
 
 
-def fastest(nbytes: int | float, n: int, link: Link) -> str:
+def fastest(nbytes: float, n: int, link: Link) -> str:
     """The all-reduce with the lowest `cost`; of equals the one that stands first."""
     return min(ALL_REDUCES, key=lambda algorithm: cost(algorithm, nbytes, n, link))
 
@@ -296,11 +282,8 @@ def crossover(first: str, second: str, n: int, link: Link) -> float | None:
 
 _BUS: dict[str, Callable[[int], Fraction]] = {
     "all_reduce": lambda n: Fraction(2 * (n - 1), n),
-    "reduce_scatter": lambda n: Fraction(n - 1, n),
-    "all_gather": lambda n: Fraction(n - 1, n),
-    "all_to_all": lambda n: Fraction(n - 1, n),
-    "broadcast": lambda n: Fraction(1),
-    "reduce": lambda n: Fraction(1),
+    **dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all"), lambda n: Fraction(n - 1, n)),
+    **dict.fromkeys(("broadcast", "reduce"), lambda n: Fraction(1)),
 }
 
 
@@ -318,12 +301,12 @@ def bus_factor(op: str, n: int) -> Fraction:
     return _BUS[op](units.whole(n, "n", 1))
 
 
-def algbw(nbytes: int | float, seconds: float) -> float:
+def algbw(nbytes: float, seconds: float) -> float:
     """Algorithm bandwidth in bytes per second: the tensor's size over the time."""
     return nbytes / units.positive(seconds, "seconds")
 
 
-def busbw(op: str, nbytes: int | float, seconds: float, n: int) -> float:
+def busbw(op: str, nbytes: float, seconds: float, n: int) -> float:
     """Bus bandwidth in bytes per second: comparable with the hardware's, whatever the number of
     ranks.
 
