@@ -622,6 +622,20 @@ for zero in range(4):
     print(f"ZeRO {zero}:", fits)
 
 # %% [markdown]
+# With checkpointing, level 2 fits one sequence fewer than level 1. What does each hold at its peak with 11 of them?
+
+# %%
+options = {"checkpointing": "full", "attention": "sdpa", "stepping": "fused"}
+for zero in (1, 2):
+    run = TrainConfig(micro_batch=11, global_batch=88, zero=zero, **options)
+    top = memory.predict(short, run, mesh=eight)
+    held = {name: units.text(amount) for name, amount in top.by("component").items()}
+    print(f"ZeRO {zero}, {top.event}:", held)
+
+# %% [markdown]
+# The peak is at the loss, at both levels. At level 1 no gradient is there yet; at level 2 the course's ZeRO keeps each rank's share of them from one step to the next.
+
+# %% [markdown]
 # ## In practice
 #
 # - **`torch.cuda.max_memory_allocated()`** is the peak of what tensors take, rounded up to blocks; **`max_memory_reserved()`** is what the driver sees. `nvidia-smi` shows more than either: the CUDA context and NCCL's

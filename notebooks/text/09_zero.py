@@ -486,8 +486,8 @@ largest, n = ModelConfig.named("llama-3.1-405b"), 16_384
 print("   rank  layers              held  unexplained              sent  unexplained")
 with World(n, engine="dry") as dry:
     for rank, layers in ((0, 2), (11_111, 126), (n - 1, 2)):
-        config = dataclasses.replace(largest, num_layers=layers)
-        layout, held = dry.run(dry_step, config, rank=rank)
+        deep = dataclasses.replace(largest, num_layers=layers)
+        layout, held = dry.run(dry_step, deep, rank=rank)
         states = zero.predict_held(layout, n, 3, rank=rank).diff(held)
         books = zero.predict_sent(layout, n, 3, rank=rank, start=True)
         row = f"{held.total:15,} B {states.unexplained:12}"
