@@ -172,7 +172,7 @@ def _formula(algorithm: str) -> Formula:
 def sent(
     algorithm: str,
     *,
-    nbytes: float,
+    nbytes: int | float,
     n: int,
     itemsize: int = 4,
     root: int = 0,
@@ -198,7 +198,9 @@ def sent(
     )
 
 
-def held(algorithm: str, *, nbytes: float, n: int, itemsize: int = 4, root: int = 0) -> Ledger:
+def held(
+    algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4, root: int = 0
+) -> Ledger:
     """Bytes of the result on each rank: the whole tensor, a share of it, or nothing where only the
     root gets it. The sizes are those of `sent`.
 
@@ -218,7 +220,9 @@ def held(algorithm: str, *, nbytes: float, n: int, itemsize: int = 4, root: int 
     return Ledger(Line("result", result(at), rank=at.rank) for at in seats)
 
 
-def _seats(nbytes: float, n: int, itemsize: int, root: int, rank: int | None = None) -> list[Seat]:
+def _seats(
+    nbytes: int | float, n: int, itemsize: int, root: int, rank: int | None = None
+) -> list[Seat]:
     S = int(nbytes) if isinstance(nbytes, float) and nbytes.is_integer() else nbytes
     units.whole(S, "nbytes")
     units.whole(n, "n", 1)
@@ -244,7 +248,7 @@ def steps(algorithm: str, n: int) -> int:
     return _formula(algorithm).steps(units.whole(n, "n", 1))
 
 
-def cost(algorithm: str, nbytes: float, n: int, link: Link) -> float:
+def cost(algorithm: str, nbytes: int | float, n: int, link: Link) -> float:
     """Seconds that an algorithm needs when every rank has a link of its own:
     steps · λ + (bytes that travel one after the other) / bw.
 
@@ -259,7 +263,7 @@ def cost(algorithm: str, nbytes: float, n: int, link: Link) -> float:
     return float(waits + formula.share(n) * Fraction(nbytes) / Fraction(link.bandwidth))
 
 
-def fastest(nbytes: float, n: int, link: Link) -> str:
+def fastest(nbytes: int | float, n: int, link: Link) -> str:
     """The all-reduce with the lowest `cost`; of equals the one that stands first."""
     return min(ALL_REDUCES, key=lambda algorithm: cost(algorithm, nbytes, n, link))
 
@@ -301,12 +305,12 @@ def bus_factor(op: str, n: int) -> Fraction:
     return _BUS[op](units.whole(n, "n", 1))
 
 
-def algbw(nbytes: float, seconds: float) -> float:
+def algbw(nbytes: int | float, seconds: float) -> float:
     """Algorithm bandwidth in bytes per second: the tensor's size over the time."""
     return nbytes / units.positive(seconds, "seconds")
 
 
-def busbw(op: str, nbytes: float, seconds: float, n: int) -> float:
+def busbw(op: str, nbytes: int | float, seconds: float, n: int) -> float:
     """Bus bandwidth in bytes per second: comparable with the hardware's, whatever the number of
     ranks.
 
