@@ -16,7 +16,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,7 +57,7 @@ class Costs:
     The latter are 0 where nobody asks for it, as for tokens.
     """
 
-    stages: tuple[Stage, ...]
+    stages: Sequence[Stage]
     input: int = 0
     input_gradient: int = 0
 

@@ -333,8 +333,7 @@ def row(algorithm):
 
 def held_by(results):
     amounts = [0 if y is None else y.nbytes for y in results]
-    lines = (Line("result", nbytes, rank=rank) for rank, nbytes in enumerate(amounts))
-    return Ledger(lines)
+    return Ledger(Line("result", amount, rank=i) for i, amount in enumerate(amounts))
 
 
 def bytes_unexplained(algorithm, trace, held, **sizes):

@@ -55,9 +55,8 @@ world = World(4)
 
 # %%
 def held_over_a_step(rank, level):
-    model = nn.Sequential(
-        *[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)]
-    )
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)]
+    model = nn.Sequential(*layers)
     comm, bucket_bytes = rank.comm("dp"), 4 * (16 * 16 + 16)  # a bucket is a layer
     if level == 3:
         optimizer = torch.optim.AdamW(zero.shard(model, comm).parameters())
