@@ -150,8 +150,8 @@ def _gradients(optimizer: Any) -> list[Tensor]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
     if any(gradient.dtype == torch.float16 for gradient in gradients):
-        remedy = "wrap the optimizer in MasterWeights"
-        raise ValueError(f"fp16 gradients would underflow again where they are unscaled: {remedy}")
+        remedy = "Keep fp32 weights, or wrap the optimizer in MasterWeights"
+        raise ValueError(f"fp16 gradients would underflow again when unscaled. {remedy}")
     return gradients
 
 
