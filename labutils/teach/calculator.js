@@ -99,7 +99,7 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
       return amounts.get(number);
     };
     const phases = {};
-    for (const [phase, event, alive] of [...passes, ...stepping]) {
+    for (const [phase, event, alive] of [...passes, ...stepping].map((number) => data.moments[number])) {
       const lines = [...held, ...alive];
       const total = lines.reduce((sum, number) => sum + amount(number), 0n);
       if (!(phase in phases) || total > phases[phase].total) phases[phase] = { phase, event, lines, total };

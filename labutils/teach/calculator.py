@@ -110,8 +110,8 @@ class Calculator:
 
     @functools.cached_property
     def tables(self) -> dict[str, Any]:
-        """What the page keeps: the letters of the models, all formulas, and for each kind of step
-        the moments that can be the fullest.
+        """What the page keeps: the letters of the models, all formulas, all moments that can be the
+        fullest, each once, and the numbers of those of each kind of step.
 
         A moment is its phase, its event, and the numbers of the formulas whose lines are alive then
         beside those that always are. `states` goes by kind of model, precision, optimizer and ZeRO
@@ -119,24 +119,27 @@ class Calculator:
         is more than one sequence.
         """
         numbers: dict[_Line, int] = {}
+        moments: dict[tuple[str, str, tuple[int, ...]], int] = {}
 
-        def numbered(lines: Iterable[_Line]) -> list[int]:
-            return [numbers.setdefault(line, len(numbers)) for line in lines]
+        def numbered(lines: Iterable[_Line]) -> tuple[int, ...]:
+            return tuple(numbers.setdefault(line, len(numbers)) for line in lines)
 
-        def told(moments: Iterable[_Moment]) -> list[list]:
-            return [[phase, event, numbered(alive)] for phase, event, alive in moments]
+        def told(found: Iterable[_Moment]) -> list[int]:
+            each = [(phase, event, numbered(alive)) for phase, event, alive in found]
+            return [moments.setdefault(moment, len(moments)) for moment in each]
 
         states, passes = [], []
         for model in self.kinds.values():
             for at in _every("precision", "optimizer", "zero"):
-                held, moments = _states(model, *at)
-                states.append([numbered(held), told(moments)])
+                held, stepping = _states(model, *at)
+                states.append([numbered(held), told(stepping)])
             for at in _every("precision", "attention", "checkpointing", "zero"):
                 passes += map(told, _passes(model, *at))
         return {
             "models": {name: self._told(model) for name, model in self.models.items()},
             "parameters": [formulas.written(_parameters(model)) for model in self.kinds.values()],
             "formulas": list(numbers),
+            "moments": list(moments),
             "states": states,
             "passes": passes,
         }
@@ -192,9 +195,8 @@ class Calculator:
 
     def _repr_html_(self) -> str:
         data = self.tables | {"shape": SHAPE, "components": peak.COMPONENTS, "sections": SECTIONS}
-        packed = base64.b64encode(
-            zlib.compress(json.dumps(data, ensure_ascii=False).encode(), 9)
-        ).decode()
+        text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+        packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
         first = next(iter(self.models.values()))
         tokens = min(START["seq_len"], first.seq_len)
         memory = {name: f"{Hardware.named(name).memory / units.GB:g}" for name in Hardware.names()}

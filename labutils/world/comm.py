@@ -267,7 +267,7 @@ class Comm:
 
         In step k each rank hears from the rank 2ᵏ before it: after ⌈log₂ N⌉ it has heard of all.
         """
-        nothing = torch.empty(0, device=self._owner.device)
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._owner.device)
         return self._collective("barrier", _dissemination_barrier, nothing, {}, async_op=async_op)
 
     def _collective(
