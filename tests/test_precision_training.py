@@ -1,5 +1,6 @@
 """Master weights, rounded weights, the loss scaler, autocast and exponents: what each promises, and what it says to bad input."""
 
+import itertools
 import math
 
 import pytest
@@ -162,12 +163,26 @@ class TestMasterWeights:
             MasterWeights(stepped)
 
 
+def test_sgd_by_hand_is_sgd_with_master_weights():
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn(64, generator=draw).bfloat16()
+    gradients = torch.randn(30, 64, generator=draw).bfloat16().unbind()
+    weights = nn.Parameter(start.clone())
+    masters = MasterWeights(torch.optim.SGD([weights], lr=0.25))
+    for gradient in gradients:
+        weights.grad = gradient
+        masters.step()
+    assert torch.equal(precision.half_sgd(start, gradients, 0.25), weights)
+    assert precision.half_sgd(start.half(), [], 0.25).dtype == FP16
+
+
 class TestRoundedWeights:
     def test_to_nearest_small_steps_are_lost_and_by_chance_they_add_up(self):
         ends = {}
         for name, make in {
             "nearest": MasterWeights,
             "alone": lambda sgd: sgd,
+            "rounded": RoundedWeights,
             "chance": lambda sgd: RoundedWeights(sgd, generator=torch.Generator().manual_seed(0)),
         }.items():
             layer = line(n=4096)
@@ -177,8 +192,25 @@ class TestRoundedWeights:
                 optimizer.step()
             ends[name] = layer.weight.float().mean().item()
         # Below 1 bf16's gap is 2⁻⁸: 100 steps of variance at most (gap²/4), averaged over 4096 weights.
-        assert ends["alone"] == 1 and ends["nearest"] == float(torch.tensor(0.99).bfloat16())
+        assert ends["alone"] == ends["rounded"] == 1
+        assert ends["nearest"] == float(torch.tensor(0.99).bfloat16())
         assert abs(ends["chance"] - 0.99) < 5 * 2**-9 * math.sqrt(100 / 4096)
+
+    def test_to_nearest_a_step_is_that_of_fp32_rounded_once(self):
+        model = gpt()
+        wide = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+        rounded = RoundedWeights(torch.optim.AdamW(model.parameters()))
+        by_hand = torch.optim.AdamW(wide)
+        for step in range(3):
+            rounded.zero_grad()
+            model.loss(*tokens(step)).backward()
+            for weight, p in zip(wide, model.parameters(), strict=True):
+                weight.grad = p.grad.float()
+            rounded.step()
+            by_hand.step()
+            for weight in wide:
+                weight.data = weight.data.bfloat16().float()
+            assert same(model.parameters(), [weight.bfloat16() for weight in wide])
 
     def test_between_steps_nothing_but_moments_is_held(self):
         model = gpt()
@@ -299,10 +331,78 @@ class TestLossScaler:
         assert says in str(error.value)
 
 
-def test_masters_know_their_recipes():
+def test_masters_know_their_conventions():
     stepper = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match="False, True or 'only', got 'both'"):
         MasterWeights(stepper, fp32_gradients="both")
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_scales_by_hand_are_those_of_the_scaler(interval):
+    for pattern in itertools.product([True, False], repeat=7):
+        scaler, found = LossScaler(64.0, growth_interval=interval), []
+        weight = nn.Parameter(torch.zeros(1))
+        for finite in pattern:
+            found.append(scaler.value)
+            weight.grad = torch.tensor([0.0 if finite else math.inf])
+            scaler.step(torch.optim.SGD([weight], lr=0.0))
+            scaler.update()
+        assert precision.scales(pattern, 64.0, interval) == [*found, scaler.value]
+
+
+class TestFormats:
+    def draw(self, generator, rows):
+        window = torch.randint(65, (rows, 13), generator=generator)
+        return window[:, :-1], window[:, 1:]
+
+    def test_fp32_is_plain_training(self):
+        ours, theirs = gpt(torch.float32), gpt(torch.float32)
+        optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, eps=1e-15, fused=True)
+        batches = [self.draw(torch.Generator().manual_seed(k), 4) for k in range(3)]
+        log = list(precision.train(ours, batches, precision.Formats(), lr=1e-3))
+        for x, y in batches:
+            optimizer.zero_grad()
+            theirs.loss(x, y).backward()
+            optimizer.step()
+        assert log == [(1.0, True)] * 3 and same(ours.parameters(), theirs.parameters())
+
+    def test_a_log_says_the_scale_of_each_step_and_whether_it_was_taken(self):
+        def overflows(model, x, y):
+            return precision.fp32_loss(model, x, y) * (math.inf if len(x) == 1 else 1.0)
+
+        scale = {"init_scale": 64.0, "growth_interval": 1}
+        formats = precision.Formats(FP16, MasterWeights, overflows, scale)
+        generator = torch.Generator().manual_seed(0)
+        batches = [self.draw(generator, rows) for rows in (2, 1, 2)]
+        log = list(precision.train(gpt(FP16), batches, formats))
+        assert log == [(64.0, True), (128.0, False), (64.0, True)]
+
+    def test_the_gradient_of_the_loss_is_the_scale(self):
+        """2¹⁶ is beyond fp16: a loss in fp16 overflows there, whatever the batch, and one in fp32 does not."""
+        batches = [self.draw(torch.Generator().manual_seed(0), 4)] * 2
+        for loss, expected in [(GPT.loss, [False, True]), (precision.fp32_loss, [True, True])]:
+            scale = {"init_scale": 2.0**16}
+            formats = precision.Formats(FP16, MasterWeights, loss, scale)
+            log = precision.train(gpt(FP16), batches, formats)
+            assert [taken for _, taken in log] == expected
+
+    def test_seeds_are_runs_of_their_own_from_copies(self):
+        models = [gpt(torch.float32), gpt(torch.float32)]
+        choices = {"fp32": precision.Formats(), "bf16": precision.Formats(BF16, MasterWeights)}
+        found = precision.three_seeds(models, choices, self.draw, steps=20, lr=1e-3)
+        assert same(models[0].parameters(), gpt(torch.float32).parameters())
+        assert {name: [len(run) for run in runs] for name, runs in found.items()} == {
+            "fp32": [3, 3],
+            "bf16": [3, 3],
+        }
+        first, second = found["fp32"]
+        assert first[0] == second[0] and first[1] != second[1]
+        alone = gpt(torch.float32)
+        assert first == precision.learn(
+            alone, precision.Formats(), self.draw, steps=20, seed=0, lr=1e-3
+        )
+        x, y = self.draw(torch.Generator().manual_seed(99), 16)
+        assert first[-1] == precision.fp32_loss(alone, x, y).item()
 
 
 class TestAutocast:

@@ -1,4 +1,7 @@
-"""torch.autocast by hand: products run in half precision, losses in fp32, the rest as it comes."""
+"""torch.autocast by hand: products run in half precision, losses in fp32, the rest as it comes.
+
+And half-precision products where a machine has no units for them.
+"""
 
 import threading
 from typing import Any
@@ -21,6 +24,9 @@ FULL_OPS = frozenset(
 
 CAST = {torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half, torch.float32: Tensor.float}
 """Cheaper than .to(dtype), which has arguments to read: half the price on a small tensor."""
+
+WIDENED = (torch.bfloat16, torch.float16)
+"""What `wide_products` widens."""
 
 
 class _Here(threading.local):
@@ -101,6 +107,29 @@ class autocast(TorchFunctionMode):
         if key not in _here.copies:
             _here.copies[key] = value, CAST[dtype](value)
         return _here.copies[key][1]
+
+
+class wide_products(TorchFunctionMode):
+    """A region in which half-precision products are formed in fp32 and rounded once.
+
+    That is what a matrix unit does: exact products, sums in fp32, one rounding at the end. A CPU
+    without such units does the same one number at a time, and takes many times as long.
+
+    >>> x = torch.full((1, 300), 1.0, dtype=torch.bfloat16)
+    >>> with wide_products():
+    ...     x @ x.T
+    tensor([[300.]], dtype=torch.bfloat16)
+
+    Invariant: torch's own product to the bit where sums are exact in fp32; elsewhere their order
+    may change which neighbor a result is rounded to, in fewer than one in a hundred.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in HALF_OPS or args[0].dtype not in WIDENED:
+            return func(*args, **kwargs)
+        wide = [x.float() if isinstance(x, Tensor) else x for x in args]
+        return func(*wide, **kwargs).to(args[0].dtype)
 
 
 _here = _Here()

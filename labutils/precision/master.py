@@ -1,5 +1,6 @@
-"""Master weights: half-precision weights that learn, by an fp32 copy or by rounding by chance."""
+"""Half-precision weights that learn: by master weights in fp32, or by stochastic rounding."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,18 @@ from labutils import floats
 from labutils.precision.rounding import round_to
 
 HALF = {torch.float16: floats.FP16, torch.bfloat16: floats.BF16}
+
+
+def half_sgd(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    """The weights after a step of SGD for each gradient, all of them in half precision.
+
+    >>> half_sgd(torch.ones(1).bfloat16(), [torch.ones(1).bfloat16()] * 1000, lr=0.001).item() < 0.1
+    True
+    """
+    master = weights.float()
+    for gradient in gradients:
+        master = master - lr * gradient.float()
+    return master.to(weights.dtype)
 
 
 class MasterWeights:
@@ -55,7 +68,7 @@ class MasterWeights:
         return self.masters[weight]
 
     def __getitem__(self, weight: Tensor) -> nn.Parameter:
-        """The master copy of a half weight."""
+        """The master copy of a half-precision weight."""
         return self.masters[weight]
 
     @property
@@ -89,7 +102,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Steps the master weights and rounds them into the half weights."""
+        """Steps the master weights and rounds them into the half-precision weights."""
         self.collect()
         self.optimizer.step()
         self.publish()
@@ -99,11 +112,11 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Rounds every master weight into its half weight."""
+        """Rounds every master weight into its half-precision weight."""
         torch._foreach_copy_(list(self.masters), list(self.masters.values()))
 
     def zero_grad(self) -> None:
-        """Frees every gradient, of half weights and of master weights."""
+        """Frees every gradient, of the model's weights and of the master weights."""
         self.optimizer.zero_grad()
         for weight in self.masters:
             weight.grad = None
@@ -112,9 +125,10 @@ class MasterWeights:
 class RoundedWeights(MasterWeights):
     """An optimizer of half-precision weights *without* a master copy.
 
-    Weights become fp32 for the step and are rounded back: by chance, up with the probability of
-    the place in the gap, so that the steps that are lost and those that are too large add up to
-    the right path. To nearest, a step smaller than half a gap would be lost, every time.
+    Weights become fp32 for the step and are rounded back. With a `generator` stochastically: up
+    with the probability of the place in the gap, so that the steps that are lost and those that
+    are too large add up to the right path. Without one to nearest: a step smaller than half a gap
+    is lost, every time.
 
     >>> layer = nn.Linear(1, 1000, bias=False, dtype=torch.bfloat16)
     >>> _ = layer.weight.data.fill_(1.0)
@@ -131,7 +145,9 @@ class RoundedWeights(MasterWeights):
     al. 2010.06192.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, generator: torch.Generator) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, generator: torch.Generator | None = None
+    ) -> None:
         super().__init__(optimizer)
         self.generator = generator
         self._narrow()
@@ -152,8 +168,9 @@ class RoundedWeights(MasterWeights):
     @torch.no_grad()
     def publish(self) -> None:
         """Rounds the stepped weights back to half precision, and lets the fp32 ones go."""
+        mode = "nearest" if self.generator is None else "stochastic"
+        how = {"mode": mode, "generator": self.generator}
         for weight, master in self.masters.items():
-            how = dict(mode="stochastic", generator=self.generator)
             weight.copy_(round_to(master.detach(), HALF[weight.dtype], **how))
         self._narrow()
 

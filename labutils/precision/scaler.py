@@ -1,7 +1,7 @@
 """Loss scaling: gradients lifted into the range of fp16, and set down again in fp32."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,25 @@ class LossScaler:
             grown = floats.FP32.round(self.value * self.growth_factor)
             self.value = grown if math.isfinite(grown) else self.value
             self.good_steps = 0
+
+
+def scales(finite: Iterable[bool], start: float, interval: int) -> list[float]:
+    """The dynamic scale of every step, and the one after the last.
+
+    finite: whether the gradients of a step are. interval: good steps in a row before it doubles
+
+    >>> scales([True, True, False, True], start=64.0, interval=2)
+    [64.0, 64.0, 128.0, 64.0, 64.0]
+    """
+    scale, good_steps, found = start, 0, [start]
+    for is_finite in finite:
+        good_steps = good_steps + 1 if is_finite else 0
+        if not is_finite:
+            scale /= 2
+        elif good_steps == interval:
+            scale, good_steps = 2 * scale, 0
+        found.append(scale)
+    return found
 
 
 def clipped_step(

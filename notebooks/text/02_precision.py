@@ -10,28 +10,32 @@
 #
 # After this lab you
 #
-# - keep half weights learning when steps are smaller than their digits (exercise 2.1),
+# - train weights in half precision although a step is smaller than the gap between two of their values (exercise 2.1),
 # - read a log of loss scales, and say what the next one will be (exercise 2.2),
 # - put scale, unscale, clip, step and update in their order, and know what every other order does (exercise 2.3, a bug hunt).
 #
-# You also switch the three techniques of mixed precision off, one at a time, and look at what breaks, and you count the bytes of
-# every convention: 12, 16, 18, 20 and 24 a parameter.
+# You also switch the three techniques of mixed precision off, one at a time, and look at what breaks, and you count the bytes per parameter of
+# every convention: 12, 16, 18, 20 and 24.
+#
+# *Half precision* is a format of 16 bits, bf16 or fp16. Weights "in half precision" are all of the weights, each in 16 bits.
 
 # %% [markdown]
 # ## Setup
 
 # %%
 import copy
+import functools
 import math
 import pathlib
+import timeit
 
 import torch
 from torch import _torch_docs, nn
 
 from labutils import floats, measure, memory, precision, units
-from labutils.config import ModelConfig, TrainConfig
+from labutils.config import Hardware, ModelConfig, TrainConfig
 from labutils.model import GPT
-from labutils.precision import LossScaler, MasterWeights, RoundedWeights
+from labutils.precision import Formats, LossScaler, MasterWeights, RoundedWeights
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
@@ -50,7 +54,8 @@ sizes = dict(num_layers=2, d_model=32, num_heads=4, d_ff=128, seq_len=32)
 config = ModelConfig(**sizes, vocab_size=len(letters))
 
 
-def batch(generator, rows=16, tokens=codes):
+def draw(generator, rows, tokens=codes):
+    """Inputs and targets: `rows` windows of the text."""
     at = torch.randint(len(tokens) - 33, (rows, 1), generator=generator)
     window = tokens[at + torch.arange(33)]
     return window[:, :-1], window[:, 1:]
@@ -64,24 +69,78 @@ def batch(generator, rows=16, tokens=codes):
 
 # %%
 model = GPT(config, generator=torch.Generator().manual_seed(0))
-model.loss(*batch(torch.Generator().manual_seed(1))).backward()
+first_batch = draw(torch.Generator().manual_seed(1), rows=16)
+precision.fp32_loss(model, *first_batch).backward()
 gradients = precision.exponents(parameter.grad for parameter in model.parameters())
 formats = [floats.FP16, floats.BF16, floats.E5M2, floats.E4M3]
-plots.exponent_histogram(gradients, formats)
+in_fp16 = precision.fate(gradients, "fp16")
+lost, coarse = in_fp16["zero"], in_fp16["subnormal"]
+title = f"In fp16, {lost:.1%} of the gradients are lost and {coarse:.0%} lose digits"
+plots.exponent_histogram(gradients, formats, title=title)
+
+# %%
+for fmt in formats:
+    fate = precision.fate(gradients, fmt)
+    zero, subnormal = fate["zero"], fate["subnormal"]
+    print(f"{fmt.name}: {zero:5.1%} become zero, {subnormal:5.1%} subnormal")
 
 # %% [markdown]
-# bf16 covers everything: it has the exponents of fp32. fp16 ends in the middle of the gradients, and the fp8 formats before most of them. So much
-# for *range*. The other half of the story is *digits*: a weight of 1 has bf16 neighbors $2^{-7}$ above and $2^{-8}$ below it, and a training step
+# bf16 covers everything: it has the exponents of fp32. fp16 loses three gradients in a thousand and keeps one in six with fewer digits. Of the two fp8 formats, e5m2
+# loses one in eleven, and e4m3 nearly half of them.
+#
+# So much for *range*. The other half of the story is *digits*: a weight of 1 has bf16 neighbors $2^{-7}$ above and $2^{-8}$ below it, and a training step
 # moves it by a thousandth or less. Mixed precision is three repairs: **master weights** against lost digits, **loss scaling** against lost range, **fp32
 # sums** against both. Each has a section, in which it is missing.
 
 # %% [markdown]
-# ## What becomes of a small step?
+# ## What does half precision buy?
 #
-# > A bf16 weight of 1 takes 1000 steps of −0.001. Where is it then?
+# A product of two matrices of 4096 × 4096 is $2 \cdot 4096^3$ floating-point operations (FLOPs), in every format. The formats differ in how many of them a device does per
+# second. By the data sheets, at their peaks:
 
 # %%
-predict("precision/thousand-steps", weight=0.5)
+flops = 2 * 4096**3
+for name in ("A100", "H100"):
+    peak = Hardware.named(name).flops
+    times = [
+        f"{fmt} {1000 * flops / peak[fmt]:.2f} ms" for fmt in ("fp32", "tf32", "bf16")
+    ]
+    print(
+        f"{name}: {', '.join(times)}; fp32 / bf16 = {peak['bf16'] / peak['fp32']:.0f}"
+    )
+
+# %% [markdown]
+# The operands are half as long, too, so that half as many bytes cross the memory bus. And on your machine? A smaller product, the fastest of five:
+
+# %% tags=["nbval-ignore-output"]
+a, b = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    product = functools.partial(torch.matmul, a.to(dtype), b.to(dtype))
+    fastest = min(timeit.repeat(product, number=1, repeat=5))
+    print(f"{dtype!s:15} {1000 * fastest:.2f} ms")
+
+# %% [markdown]
+# Half precision is fast where there are units for it. A CPU that has none (no AVX-512 or AMX for 16 bits) forms these products one number at a time, and is many times *slower* than
+# in fp32. The stored numbers are from such a CPU.
+#
+# So that the training runs of this lab take seconds on any machine, they form half-precision products as a matrix unit does, in a region called `wide_products`: multiply exactly, add in fp32,
+# round once.
+# The result is torch's own, up to the order in which the fp32 sums are added:
+
+# %%
+x = torch.randn(512, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+with precision.wide_products():
+    wide = x @ x.T
+differ = (wide != x @ x.T).double().mean().item()
+f"{differ:.0%} of {wide.numel()} results differ"
+
+# %%
+show(precision.wide_products.__torch_function__)
+
+# %% [markdown]
+# ## What becomes of a small step?
+#
+# Lab 01's sum stood still when its terms became too small. A weight does, too:
 
 # %%
 weight = torch.ones(1, dtype=torch.bfloat16)
@@ -89,14 +148,9 @@ for _ in range(1000):
     weight -= 0.001
 weight.item()
 
-# %%
-reveal("precision/thousand-steps", weight=weight.item())
-
 # %% [markdown]
-# Below 1 the gap is $2^{-8} \approx 0.0039$, and what is less than half a gap is rounded away, a thousand times. In general a bf16 weight $w$ stands still
-# while
-#
-# $$ |\Delta w| \;<\; \tfrac12\, 2^{-8}\, |w| \quad\text{or so, that is}\quad \frac{|\Delta w|}{|w|} < 0.2\,\%. $$
+# Below 1 the gap between bf16 numbers is $2^{-8} \approx 0.0039$, and what is less than half a gap is rounded away, a thousand times. Half a gap is between
+# $2^{-9}|w|$ and $2^{-8}|w|$, depending on the digits of the weight $w$. So a bf16 weight surely stands still under steps below 0.2 % of it, and possibly under steps of up to 0.4 %.
 #
 # Adam's step is about the learning rate, whatever the gradient. How many weights of our GPT could take one?
 
@@ -114,56 +168,9 @@ for lr in (1e-2, 1e-3, 1e-4, 1e-5):
     print(f"lr = {lr:g}:  bf16 {bf16:4.0%} fp16 {fp16:4.0%}")
 
 # %% [markdown]
-# fp16 has three bits more, and needs a rate eight times lower to get stuck. Learning rates *end* low: that is what a schedule is for.
+# fp16 has three bits more: it gets stuck at learning rates that are eight times lower. Schedules let the learning rate end low, so it is the end of training that is lost first.
 #
-# **On the GPT.** Train it in fp32, three seeds. Then go on with a low rate in four ways: fp32; bf16 weights that the optimizer steps as they are; bf16 weights
-# with an fp32 **master copy**, which is stepped and rounded into them; and bf16 weights rounded *stochastically*, up or down by chance.
-
-
-# %%
-def train(model, steps, make, seed, scaler=None, lr=2e-3, loss=GPT.loss, tokens=codes):
-    """Test losses before, while and after training with what `make` makes of AdamW."""
-    draw, test = torch.Generator().manual_seed(100 + seed), test_batch(tokens)
-    optimizer = make(torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-15))
-    scaler = scaler or LossScaler(1.0, dynamic=False)  # a scale of 1 changes nothing
-    losses = [tested(model, test)]
-    for step in range(1, steps + 1):
-        optimizer.zero_grad()
-        scaler.scale(loss(model, *batch(draw, tokens=tokens)).float()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        if step % 10 == 0:
-            losses.append(tested(model, test))
-    return losses
-
-
-# %%
-def test_batch(tokens=codes):
-    return batch(torch.Generator().manual_seed(99), 32, tokens)
-
-
-@torch.no_grad()
-def tested(model, test):
-    return copy.deepcopy(model).float().loss(*test).item()
-
-
-# %% [markdown]
-# (The last settings are for later sections. `scaler` is one of them, too: until then it multiplies by 1.)
-
-# %%
-def adamw(optimizer):
-    """torch's own, as it is."""
-    return optimizer
-
-
-def three_seeds(models, steps, dtype, make, settings=None, **options):
-    """A run of each model in `dtype`; `settings` are those of a loss scaler."""
-    runs = []
-    for seed, model in enumerate(models):
-        scaler = settings and LossScaler(**settings)
-        learner = copy.deepcopy(model).to(dtype)
-        runs.append(train(learner, steps, make, seed, scaler, **options))
-    return runs
+# **On the GPT.** Train it in fp32, three seeds. `Formats` says what is kept in which format: the weights' dtype, what is made of torch's AdamW, the loss, the loss scale. Without arguments all is fp32.
 
 
 # %%
@@ -173,62 +180,83 @@ def untrained(config):
 
 
 trained = untrained(config)
-first = [train(gpt, 100, adamw, seed) for seed, gpt in enumerate(trained)]
-[(round(run[0], 1), round(run[-1], 1)) for run in first]
-
-# %%
-half, plain = torch.bfloat16, torch.float32
-chance = torch.Generator().manual_seed(0)
-
-
-def by_chance(optimizer):
-    return RoundedWeights(optimizer, generator=chance)
-
-
-ways = {
-    "fp32": (plain, adamw),
-    "bf16 alone": (half, adamw),
-    "with master weights": (half, MasterWeights),
-    "rounded by chance": (half, by_chance),
+in_fp32 = [
+    precision.learn(gpt, Formats(), draw, steps=100, seed=seed)
+    for seed, gpt in enumerate(trained)
+]
+{
+    "before": [round(run[0], 1) for run in in_fp32],
+    "after": [round(run[-1], 1) for run in in_fp32],
 }
-runs = {name: three_seeds(trained, 100, *how, lr=1e-5) for name, how in ways.items()}
 
 # %%
-def change(run):
-    return [loss - run[0] for loss in run]
+show(precision.train)
+
+# %% [markdown]
+# Then go on with a low learning rate, in five ways:
+#
+# - in fp32;
+# - with weights in bf16, and AdamW on them as they are: its two moments are then in bf16 as well;
+# - with an fp32 step, moments included, whose result is rounded to the nearest bf16: only the weights are in bf16;
+# - the same with *stochastic* rounding: up or down at random, up with the probability of the place in the gap (lab 01);
+# - with an fp32 **master copy** of the weights, which is stepped, kept, and rounded into the bf16 weights.
+
+# %%
+generator = torch.Generator().manual_seed(0)
 
 
-gained = {name: [change(run) for run in three] for name, three in runs.items()}
-title = "At a low learning rate, bf16 weights alone stand still"
-told = ". With master weights, or rounded by chance, the loss falls as in fp32."
+def stochastic(optimizer):
+    return RoundedWeights(optimizer, generator=generator)
+
+
+bf16, fp16 = torch.bfloat16, torch.float16
+ways = {
+    "fp32": Formats(),
+    "all in bf16": Formats(bf16),
+    "rounded to nearest": Formats(bf16, RoundedWeights),
+    "rounded stochastically": Formats(bf16, stochastic),
+    "master weights": Formats(bf16, MasterWeights),
+}
+runs = precision.three_seeds(trained, ways, draw, steps=40, lr=1e-5)
+
+
+# %%
+def changes(runs):
+    return [[loss - run[0] for loss in run] for run in runs]
+
+
+gained = {name: changes(three) for name, three in runs.items()}
+title = "At a low learning rate, rounded bf16 weights hardly learn"
+told = ". With master weights or stochastic rounding the loss falls as in fp32."
 plots.curves(
-    range(0, 101, 10),
+    range(0, 41, 10),
     xlabel="steps at lr = 0.00001",
-    ylabel="change of the test loss",
+    ylabel="change of the test loss (nats)",
     title=title,
     alt=title + told + " Three seeds each.",
     **gained,
 )
 
 # %%
-drop = {name: sum(change[-1] for change in changes) for name, changes in gained.items()}
-{name: round(fall / drop["fp32"], 1) for name, fall in drop.items()}
+falls = {name: sum(run[-1] for run in three) for name, three in gained.items()}
+{name: f"{fall / falls['fp32']:.0%} of the gain" for name, fall in falls.items()}
 
 # %% [markdown]
-# Alone, bf16 weights gain a small part of what fp32 gains, from weights so near to zero that even this step is half a gap. With a master copy nothing
-# is lost, and by chance hardly anything: a step of a tenth of a gap moves one weight in ten by a whole gap, and *on average* that is right.
+# The axis is short: forty such steps gain less than a hundredth of a nat, of a loss of about 3. Of that, bf16 weights get a tenth. Moments in fp32 do not help: the two curves are the same, so what is lost is lost when
+# the *weight* is rounded. A master copy or stochastic rounding brings nearly everything back. A step of a tenth of a gap, rounded stochastically, moves one weight in ten by a whole gap; on average that is the step.
 #
-# The master copy costs 4 bytes a parameter. It also makes the half weights redundant: they can be made from it at any time. That is why FSDP keeps only fp32
-# shards and casts when it gathers (lab 09).
+# The master copy costs 4 bytes per parameter. It also makes the half-precision weights redundant: they can be made from it at any time. FSDP keeps only the fp32
+# shards, and casts when it gathers (lab 09).
 
 # %% [markdown]
-# ### Exercise 2.1 · Half weights that learn (10 min, ●○○)
+# ### Exercise 2.1 · Half-precision weights that learn (10 min, ●○○)
 #
 # `weights` and the `gradients` are bf16. Take a step of SGD for each gradient, and return the bf16 weights at the end.
 
 
 # %%
-def half_sgd(weights, gradients, lr):
+def half_sgd(weights: torch.Tensor, gradients: list[torch.Tensor], lr: float):
+    """The bf16 weights after all steps."""
     raise NotImplementedError
 
 
@@ -239,7 +267,7 @@ check("precision/master-weights", half_sgd)
 hint("precision/master-weights", 1)
 
 # %%
-show(MasterWeights.step)
+show(precision.half_sgd)
 
 # %% [markdown]
 # ## Which gradients does fp16 flush to zero?
@@ -247,82 +275,117 @@ show(MasterWeights.step)
 # In the picture at the top fp16 lost next to nothing. But look at how a large batch comes about: a micro-batch's loss enters with its share of the batch (lab 05).
 # Ours has 512 tokens; of a batch of four million it is a share of $2^{-13}$, and every gradient is smaller by that.
 #
-# > How many percent of the gradients become zero in fp16 then?
+# > A backward pass in fp16, of this loss times $2^{-13}$. How many percent of the gradients come out as zero?
 
 # %%
 predict("precision/flushed", percent=20)
 
 # %% [markdown]
-# A number below half the smallest subnormal, $2^{-25}$, is rounded to zero. Multiplying by $2^{-13}$ moves the histogram 13 bars to the left:
+# First a prediction by the formula. A number below half the smallest subnormal, $2^{-25}$, is rounded to zero. Multiplying by $2^{-13}$ moves the histogram 13 bars to the left:
 
 # %%
 plots.exponent_histogram(gradients, formats, scale=2.0**-13)
 
-# %%
-counted = precision.fate(gradients, "fp16", 2.0**-13)
-reveal("precision/flushed", percent=round(100 * counted["zero"]))
-
 # %% [markdown]
-# Counting bars is the prediction. The measurement, rounded to 5 %, is a backward pass of a real fp16 model, with the loss times $2^{-13}$:
+# Then the measurement: a real fp16 model. Its cross-entropy is computed in fp32, its backward pass is not.
 
 
 # %%
-def zeros(scale):
-    """The share of gradients that are zero in the fp16 model and not in fp32."""
+def flushed(scale):
+    """Where gradients are zero in the fp16 model and not in fp32, by parameter."""
     small = copy.deepcopy(model).half()
     small.zero_grad()
-    (small.loss(*batch(torch.Generator().manual_seed(1))).float() * scale).backward()
-    pairs = zip(small.parameters(), model.parameters(), strict=True)
-    lost = sum(((p.grad == 0) & (q.grad != 0)).sum() for p, q in pairs)
-    return lost.item() / sum(gradients.values())
+    (precision.fp32_loss(small, *first_batch) * scale).backward()
+    pairs = zip(model.named_parameters(), small.parameters(), strict=True)
+    return {name: (low.grad == 0) & (p.grad != 0) for (name, p), low in pairs}
+
+
+def share(masks):
+    """The share that is true, rounded to 5 %."""
+    true = torch.cat([mask.flatten() for mask in masks]).double().mean().item()
+    return round(20 * true) / 20
 
 
 for scale in (1.0, 2.0**-7, 2.0**-13, 2.0**-16):
     counted = precision.fate(gradients, "fp16", scale)["zero"]
-    about = round(20 * zeros(scale)) / 20
-    print(f"loss times {scale:<9.2g} counted {counted:4.0%}, measured {about:4.0%}")
-
-# %% [markdown]
-# Far more than you counted. The backward pass begins with the gradients of the *logits*, and a weight's gradient is a sum over all of them. At the start of training each
-# of the 94 letters has a probability of about 1/94, and 512 tokens share the mean: $\frac{1}{94 \cdot 512} \approx 2^{-15.6}$ for every logit that is not the target's. Times
-# $2^{-13}$ that is below $2^{-25}$. They are flushed first, and what they would have added up to never comes about. The same count, for them:
+    measured = share(flushed(scale).values())
+    print(f"loss times {scale:<9.2g} counted {counted:4.0%}, measured {measured:4.0%}")
 
 # %%
-arriving = []
-noted = lambda head, d_in, d_out: arriving.append(d_out[0])  # noqa: E731
-handle = model.head.register_full_backward_hook(noted)
-model.loss(*batch(torch.Generator().manual_seed(1))).backward()
-handle.remove()
-of_logits = precision.exponents(arriving)
-for scale in (1.0, 2.0**-7, 2.0**-13, 2.0**-16):
-    zero = precision.fate(of_logits, "fp16", scale)["zero"]
-    print(f"loss times {scale:<9.2g} {zero:4.0%} of the logits' gradients are zero")
+reveal("precision/flushed", percent=round(100 * share(flushed(2.0**-13).values())))
+
+# %% [markdown]
+# Far more than the bars say, already at $2^{-7}$. The bars count what a weight's gradient *would be*. But it is a sum over tokens: of what arrives at the layer from above, times the layer's input. What arrives is
+# smaller, and is flushed on its way. Count that, for each kind of layer:
+
+# %%
+arriving = {}
+
+
+def noted(name):
+    return lambda layer, d_in, d_out: arriving.update({name: d_out[0].detach()})
+
+
+linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+handles = [layer.register_full_backward_hook(noted(name)) for name, layer in linears]
+precision.fp32_loss(model, *first_batch).backward()
+for handle in handles:
+    handle.remove()
+
+# %%
+masks = flushed(2.0**-7)
+for kind in ("query", "key", "value", "output", "up", "down"):
+    here = precision.exponents(arriving[n] for n in arriving if n.endswith(kind))
+    zero = precision.fate(here, "fp16", 2.0**-7)["zero"]
+    lost = share(mask for n, mask in masks.items() if n.endswith(f"{kind}.weight"))
+    print(
+        f"{kind:6}: {zero:4.0%} of what arrives is zero, {lost:4.0%} of the weights' gradients"
+    )
+
+# %% [markdown]
+# Attention goes first: its query and key weights learn nothing more, and all other weights learn on.
+#
+# At $2^{-13}$ it is everything. The backward pass begins with the gradients of the *logits*. At the start of training each of the 94 letters has a probability of about 1/94, and 512 tokens
+# share the mean: $\frac{1}{94 \cdot 512}$ for every logit that is not the target's. In powers of two, against the border of $2^{-25}$, and counted:
+
+# %%
+border = math.log2(1 / (94 * 512)) - 13
+of_logits = precision.fate(precision.exponents([arriving["head"]]), "fp16", 2.0**-13)
+f"2^{border:.1f}: {of_logits['zero']:.0%} of the logits' gradients are zero"
 
 # %% [markdown]
 # **Loss scaling** moves the histogram back. The backward pass is linear, so the loss times $S$ gives gradients times $S$; they are divided by $S$ *in fp32*, where
-# that is exact for a power of two. Training with the share of $2^{-16}$, as in a batch of 34 million tokens. Adam divides by the size of the gradient, so in
-# fp32 the share makes no difference:
+# that is exact for a power of two.
+#
+# **On the GPT.** Train with the share that a micro-batch of 256 tokens has in a batch of 34 million: $2^{-17}$. Adam divides by the size of the gradient, so in
+# fp32 the share makes no difference, as long as Adam's `eps` is far below the gradients: a weight moves by $\text{lr} \cdot g / (|g| + \text{eps})$ when its gradient $g$ is the same at every step. For a
+# gradient of 0.001 before the share:
+
+# %%
+g = 0.001 * 2.0**-17
+{f"eps = {eps}": f"{g / (g + eps):.0%} of lr" for eps in (1e-8, 1e-15)}
+
+# %% [markdown]
+# PyTorch's default of $10^{-8}$ would take part in every step here, in every format. So all runs of this lab use $10^{-15}$.
+
 
 # %%
 def tiny(model, x, y):
-    return model.loss(x, y).float() * 2.0**-16
+    return precision.fp32_loss(model, x, y) * 2.0**-17
 
 
-fp16, scaling = torch.float16, {"init_scale": 2.0**16, "growth_interval": 20}
+scaling = {"init_scale": 2.0**16, "growth_interval": 20}
 attempts = {
-    "fp32": (plain, adamw),
-    "fp16 without a scale": (fp16, MasterWeights),
-    "fp16 with loss scaling": (fp16, MasterWeights, scaling),
+    "fp32": Formats(loss=tiny),
+    "fp16 without a scale": Formats(fp16, MasterWeights, tiny),
+    "fp16 with loss scaling": Formats(fp16, MasterWeights, tiny, scaling),
 }
-started = untrained(config)
-curves = {
-    name: three_seeds(started, 60, *how, loss=tiny) for name, how in attempts.items()
-}
+curves = precision.three_seeds(untrained(config), attempts, draw, steps=40)
 
 # %%
 title = "Without a loss scale fp16 learns nothing; with one it learns what fp32 learns"
 plots.curves(
-    range(0, 61, 10),
+    range(0, 41, 10),
     xlabel="steps",
     ylabel="test loss (nats per letter)",
     title=title,
@@ -330,55 +393,89 @@ plots.curves(
     **curves,
 )
 
-# %%
-def furthest(three, others):
-    """The largest distance between runs of the same seed."""
-    return (torch.tensor(three) - torch.tensor(others)).abs().max().item()
-
-
-apart = furthest(curves["fp32"], curves["fp16 with loss scaling"])
-{"with a scale, never further than 0.05 from fp32": apart < 0.05}
 
 # %%
-falls = [abs(round(run[0] - run[-1], 2)) for run in curves["fp16 without a scale"]]
-{"without a scale the loss falls by": falls}
+def apart(runs, others):
+    """How far the last losses are from those of other runs, seed for seed."""
+    pairs = zip(runs, others, strict=True)
+    return [f"{abs(run[-1] - other[-1]):.1f}" for run, other in pairs]
+
+
+{name: apart(three, curves["fp32"]) for name, three in curves.items()}
 
 # %% [markdown]
 # ## Who chooses the scale?
 #
 # Too low loses small gradients. Too high makes large ones infinite, and one infinity in a weight is the end of the run. A *static* scale is a number that
-# somebody found by trying: the paper used 8 to 32 768. A *dynamic* one looks for itself: it grows until something overflows, drops that step, and comes down.
+# somebody found by trying: Micikevicius et al., who introduced it, used 8 to 32 768. A *dynamic* one looks for itself: it grows until something overflows, drops that step, and comes down.
+#
+# Train in fp16 twice, with a scale that doubles after three good steps. Once the cross-entropy is computed in fp32, once in fp16 as the logits are:
 
 
 # %%
-def scales_of(steps, interval, start=2.0**4):
-    """The dynamic scale over a short run in fp16, and which steps were skipped."""
-    learner = copy.deepcopy(started[0]).half()
+def half_loss(model, x, y):
+    return model.loss(x, y)
+
+
+def log_of(loss, steps=60):
+    """The scale of each step in fp16, and whether the step was taken."""
+    learner = untrained(config)[0].half()
     generator = torch.Generator().manual_seed(7)
-    optimizer = MasterWeights(torch.optim.AdamW(learner.parameters(), lr=2e-3))
-    scaler, values, skipped = LossScaler(start, growth_interval=interval), [], []
-    for step in range(steps):
-        optimizer.zero_grad()
-        scaler.scale(learner.loss(*batch(generator)).float()).backward()
-        values.append(scaler.value)
-        if not scaler.step(optimizer):
-            skipped.append(step)
-        scaler.update()
-    return values, skipped
+    formats = Formats(
+        fp16, MasterWeights, loss, {"init_scale": 2.0**10, "growth_interval": 3}
+    )
+    return list(
+        precision.train(learner, (draw(generator, 8) for _ in range(steps)), formats)
+    )
 
 
-values, skipped = scales_of(60, interval=3)
-title = "The scale climbs until gradients overflow, and stays near that edge"
-axes = dict(xlabel="step", ylabel="loss scale", log="y")
-plots.curves(range(60), **axes, title=title, alt=title + ".", scale=values)
+logs = {"loss in fp32": log_of(precision.fp32_loss), "loss in fp16": log_of(half_loss)}
+
 
 # %%
-halved = [values[step + 1] == values[step] / 2 for step in skipped if step < 59]
-all(halved), len(skipped) > 0
+def staircase(log):
+    corners = [
+        (step + side, scale) for step, (scale, _) in enumerate(log) for side in (0, 1)
+    ]
+    return tuple(zip(*corners, strict=True))
+
+
+def skipped(log):
+    return [step + 1 for step, (_, taken) in enumerate(log) if not taken]
+
+
+marks = {
+    name: (skipped(log), [log[step - 1][0] for step in skipped(log)])
+    for name, log in logs.items()
+}
+title = "The scale climbs until something overflows; each dot is a skipped step"
+plots.curves(
+    xlabel="step",
+    ylabel="loss scale",
+    log="y",
+    title=title,
+    measured=marks,
+    **{name: staircase(log) for name, log in logs.items()},
+)
 
 # %% [markdown]
-# Every fall is a skipped step: the gradients of that batch are thrown away. With PyTorch's growth interval of 2000 that is one step in two thousand; here it is
-# 3, so that you see it. The rule is PyTorch's, and so are the numbers, step for step. Ours and `torch.amp.GradScaler`, on the same gradients, some of them infinite:
+# Every fall is a skipped step: the gradients of that batch are thrown away. With the loss in fp32 the falls come when a large gradient comes. With the loss in fp16 they come with perfect regularity, always at the same
+# scale: something overflows there that has nothing to do with the batch. It is the first gradient of all: the gradient of the scaled loss with respect to the loss *is* $S$, and in fp16 it has to be at most 65 504.
+
+# %%
+largest = {
+    name: max(scale for scale, taken in log if taken) for name, log in logs.items()
+}
+{name: f"2^{math.log2(scale):.0f}" for name, scale in largest.items()}
+
+# %%
+torch.tensor(2.0**15).half().item(), torch.tensor(2.0**16).half().item()
+
+# %% [markdown]
+# The regular one is a scaler that works and a loss in the wrong format. With PyTorch's growth interval of 2000, one step in two thousand is skipped, as a price for looking; here it is
+# 3, so that you see it. And a scale that halves at *every* step has another cause: an inf or NaN in the forward pass, which no scale removes.
+#
+# The rule is PyTorch's, and so are the numbers, step for step. Ours and `torch.amp.GradScaler`, on the same gradients, some of them infinite:
 
 
 # %%
@@ -400,7 +497,7 @@ settings = dict(init_scale=1024.0, growth_interval=2)
 ours = driven(LossScaler(**settings), lambda scaler: scaler.value, slopes)
 torchs = torch.amp.GradScaler
 theirs = driven(torchs("cpu", **settings), torchs.get_scale, slopes)
-ours == theirs, ours[0]
+{"ours": ours[0], "the same as torch's, weight included": ours == theirs}
 
 # %% [markdown]
 # ### Exercise 2.2 · Move the scale (10 min, ●●○)
@@ -410,7 +507,8 @@ ours == theirs, ours[0]
 
 
 # %%
-def scales(finite, start, interval):
+def scales(finite: list[bool], start: float, interval: int):
+    """len(finite) + 1 scales, the first of them `start`."""
     raise NotImplementedError
 
 
@@ -421,7 +519,7 @@ check("precision/dynamic-scale", scales)
 hint("precision/dynamic-scale", 1)
 
 # %%
-show(LossScaler)
+show(precision.scales)
 
 # %% [markdown]
 # ### Exercise 2.3 · Bug hunt: a step that clips (15 min, ●●○)
@@ -451,22 +549,12 @@ show(precision.clipped_step)
 # %% [markdown]
 # ## When does a sum stop growing?
 #
-# > A bf16 counter adds 1, again and again. How far does it get?
-
-# %%
-predict("precision/counter", count=1000)
-
-# %% [markdown]
-# A format with $m$ mantissa bits has gaps of 2 from $2^{m+1}$ on; there $n + 1$ lies halfway, and the tie goes to the even neighbor, which is $n$. So a counter
-# ends at $2^{m+1}$: 256 in bf16, 2048 in fp16. One after the other:
+# Lab 01's counter: in a format with $m$ mantissa bits a running sum of ones ends at $2^{m+1}$, because there $n + 1$ is a tie that goes to the even neighbor, $n$.
 
 # %%
 ones = torch.ones(4096)
 names = ("bf16", "fp16", "fp32")
 {name: precision.running_sum(ones, name)[-1].item() for name in names}
-
-# %%
-reveal("precision/counter", count=precision.running_sum(ones, "bf16")[-1].item())
 
 # %% [markdown]
 # A language model has such a counter in its last step. The softmax divides by a sum over the *vocabulary*, and before training all words are about equally likely: as
@@ -480,16 +568,17 @@ len(words), round(math.log(len(words)), 2)
 
 # %% [markdown]
 # A model that knows nothing gives each of them one chance in 2144, and its loss is $\ln 2144 = 7.67$. Leave logits and weights in fp32, and only
-# round the terms of that sum, and the sum, to bf16:
+# round the terms of that sum, and every partial sum, to bf16:
 #
 # > What loss does the untrained model report?
 
 # %%
 predict("precision/half-sum", loss=7.7)
 
+
 # %%
 def summed_in(fmt):
-    """A loss whose softmax divides by a sum in `fmt`."""
+    """A loss whose softmax divides by a running sum in `fmt`."""
 
     def loss(model, x, y):
         return precision.cross_entropy(model(x).flatten(0, 1), y.flatten(), fmt)
@@ -497,22 +586,38 @@ def summed_in(fmt):
     return loss
 
 
+def draw_pairs(generator, rows):
+    return draw(generator, rows, tokens=pairs)
+
+
 fresh = untrained(wide)
-x, y = batch(torch.Generator().manual_seed(1), tokens=pairs)
+x, y = draw_pairs(torch.Generator().manual_seed(1), 16)
 reported = {name: summed_in(name)(fresh[0], x, y).item() for name in names}
 {name: round(loss, 2) for name, loss in reported.items()}
 
 # %%
 reveal("precision/half-sum", loss=round(reported["bf16"], 2))
 
+# %%
+show(precision.sums._CrossEntropy)
+
 # %% [markdown]
-# The sum stands still at 256, and $\ln 256 = 5.55$. The rest is the largest logit, from which all terms are measured, so that none is above 1. Each word
-# *looks* more probable than it is: all probabilities together are not 1, but much more. In fp16 they are a little less, because from 1024 on the gap is 1, and
+# The sum stands still at 256. The terms are measured from the largest logit of their row, so that none is above 1; on average over the batch that logit adds what is missing:
+
+# %%
+with torch.no_grad():
+    logits = fresh[0](x).flatten(0, 1)
+target = logits.gather(1, y.flatten()[:, None])[:, 0]
+stalled = math.log(256) + (logits.amax(1) - target).mean().item()
+f"reported {reported['bf16']:.3f}, ln 256 and the largest logit {stalled:.3f}"
+
+# %% [markdown]
+# Each word *looks* more probable than it is: all probabilities together are not 1, but much more. In fp16 they are a little less, because from 1024 on the gap is 1, and
 # a term between ½ and 1 is added as 1.
 
 # %%
-together = [math.exp(reported["fp32"] - reported[name]) for name in names]
-f"about {together[0]:.1f} in bf16, {together[1]:.2f} in fp16"
+total = [math.exp(reported["fp32"] - reported[name]) for name in names]
+f"about {total[0]:.1f} in bf16, {total[1]:.2f} in fp16"
 
 # %% [markdown]
 # A lower loss, and a worse model: the gradient of a logit is $p_i - y_i$. If the $p_i$ add up to more than 1, the words are pushed down by more than the right one is
@@ -520,73 +625,67 @@ f"about {together[0]:.1f} in bf16, {together[1]:.2f} in fp16"
 #
 # **On the GPT.** fp32 throughout; bf16 weights with a master copy, and the softmax's sum in bf16; the same with that one sum in fp32.
 
+# %%
+choices = {
+    "fp32": Formats(),
+    "bf16, sum in bf16": Formats(bf16, MasterWeights, summed_in("bf16")),
+    "bf16, sum in fp32": Formats(bf16, MasterWeights),
+}
+sums = precision.three_seeds(fresh, choices, draw_pairs, steps=40)
 
 # %%
-sums = {
-    "fp32": (plain, adamw, GPT.loss),
-    "bf16, sum in bf16": (half, MasterWeights, summed_in("bf16")),
-    "bf16, sum in fp32": (half, MasterWeights, summed_in("fp32")),
-}
-stalled = {
-    name: three_seeds(fresh, 100, dtype, make, loss=loss, tokens=pairs)
-    for name, (dtype, make, loss) in sums.items()
-}
-
-# %%
-title = "A single sum in bf16, and the model falls behind, farther with every step"
+title = "With that one sum in bf16 the model learns less, by every seed"
 plots.curves(
-    range(0, 101, 10),
+    range(0, 41, 10),
     xlabel="steps",
     ylabel="test loss (nats per pair)",
     title=title,
-    alt=title + ". With that sum in fp32 it learns what fp32 learns. Three seeds each.",
-    **stalled,
+    alt=title + ". With it in fp32 it learns what fp32 learns. Three seeds each.",
+    **sums,
 )
 
 # %%
-def off(name):
-    """How far the last losses are from those of fp32, seed for seed."""
-    pairs_of_runs = zip(stalled[name], stalled["fp32"], strict=True)
-    return [round(abs(run[-1] - other[-1]), 1) for run, other in pairs_of_runs]
-
-
-{name: off(name) for name in stalled}
+{name: apart(three, sums["fp32"]) for name, three in sums.items()}
 
 # %% [markdown]
-# After 100 steps about half a nat a pair is lost, by every seed, and all else is as it should be: master weights, activations, range. Nothing overflowed and nothing is NaN.
-# The log does not show it either, because it is written with the same sum. On the test batch:
+# All else is as it should be: master weights, activations, range. Nothing overflowed and nothing is NaN.
+# The training log does not show it either, because it is written with the same sum. On a test batch, after training:
 
 # %%
-learner = copy.deepcopy(fresh[0]).to(half)
-train(learner, 100, MasterWeights, 0, loss=summed_in("bf16"), tokens=pairs)
+learner = copy.deepcopy(fresh[0]).to(bf16)
+precision.learn(learner, choices["bf16, sum in bf16"], draw_pairs, steps=40, seed=0)
 learner.float()
-in_the_log, true = (summed_in(name)(learner, *test_batch(pairs)) for name in names[::2])
-nats = (true - in_the_log).item()
-f"the log says {nats:.1f} nats too little; probabilities add up to {math.exp(nats):.1f}"
+in_the_log, true = (summed_in(name)(learner, x, y).item() for name in names[::2])
+off = true - in_the_log
+f"the log says {off:.1f} nats too little; probabilities add up to {math.exp(off):.1f}"
 
 # %% [markdown]
-# By now a few words stand out, and a term that is less than half a gap of the sum so far is lost: single words of no account, and together the long tail. One after
-# another is the worst order, and a tree (lab 01) loses far less. Kernels do something between the two, and add in fp32
-# even where they read and write half.
-# fp16 gets as far as 2048, but vocabularies have 32 000 to 256 000 words.
-#
-# **In a matrix product** the terms have both signs, and a sum in half goes wrong more slowly. It has $h$ terms forward; backward, where the gradient of a weight is a sum over
-# all tokens, it has $sb$. Hardware multiplies in half and **adds in fp32**. What if it did not?
+# One after another is the worst order of a sum, and a tree loses far less (lab 01). PyTorch's own reductions and cross-entropy read bf16 and add in fp32, so you meet a stalled sum where you write the loop, or the kernel, yourself.
+# In bf16, `.sum()` and the loss of 4096 equal words:
+
+# %%
+ones = torch.ones(1, 4096, dtype=torch.bfloat16)
+loss = nn.functional.cross_entropy(ones, torch.tensor([0]))
+{"sum": ones.sum().item(), "loss": loss.item(), "ln 4096": math.log(4096)}
+
+# %% [markdown]
+# **In a matrix product** the terms have both signs, and a sum in half precision goes wrong more slowly. It has $h$ terms forward, where $h$ is the hidden width; backward, where the gradient of a weight is a sum over
+# all tokens, it has $sb$, sequence length times batch. Hardware multiplies in half precision and **adds in fp32**. What if it did not?
 
 
 # %%
 def weight_gradient(x, dy, fmt):
-    """The gradient of a layer's first weights: a running sum over tokens, in `fmt`."""
-    terms = (dy[:, :8, None] * x[:, None, :8]).permute(1, 2, 0)
+    """The gradient of a layer's first 8 × 8 weights: a running sum over tokens, in `fmt`."""
+    terms = torch.einsum("to,ti->oit", dy[:, :8], x[:, :8])
     return precision.running_sum(terms, fmt)
 
 
-kept = {}
-layer = model.blocks[0].feed_forward.up
-layer.register_forward_hook(lambda _, given, out: kept.update(x=given[0].detach()))
-layer.register_full_backward_hook(lambda _, din, dout: kept.update(dy=dout[0].detach()))
-model.loss(*batch(torch.Generator().manual_seed(2), 64)).backward()
-x, dy = kept["x"].flatten(0, 1), kept["dy"].flatten(0, 1)
+seen, probe = {}, copy.deepcopy(model)
+layer = probe.blocks[0].feed_forward.up
+layer.register_forward_hook(lambda _, given, out: seen.update(x=given[0].detach()))
+layer.register_full_backward_hook(lambda _, din, dout: seen.update(dy=dout[0].detach()))
+probe.loss(*draw(torch.Generator().manual_seed(2), 64)).backward()
+x, dy = seen["x"].flatten(0, 1), seen["dy"].flatten(0, 1)
 exact = weight_gradient(x, dy, "fp32")
 
 # %%
@@ -612,7 +711,7 @@ plots.curves(
 )
 
 # %% [markdown]
-# Ours ends at 2048 tokens; a batch of four million goes on. Two other long sums are kept in fp32: gradients over micro-batches (lab 05), and Adam's $v$, which moves by a
+# Ours ends at 2048 tokens; a batch of four million goes on. Two other long sums are kept in fp32: gradients over micro-batches (lab 05), and Adam's second moment $v$, which moves by a
 # thousandth of its difference in each step. Let the gradients become zero:
 
 # %%
@@ -627,11 +726,11 @@ v.item(), round(0.999**1000, 2)
 # %% [markdown]
 # ## What does autocast decide?
 #
-# Instead of half weights you can keep fp32 weights and choose the format *operation by operation*: matrix products in half, losses in fp32, everything else in the format of its
-# operands. That is `torch.autocast`, and this is ours, on the same batch:
+# Instead of weights in half precision you can keep fp32 weights and choose the format *operation by operation*: matrix products in half precision, losses in fp32, everything else in the format of its
+# operands. On a CPU that is `torch.autocast`, and this is ours, on the same batch:
 
 # %%
-x, y = batch(torch.Generator().manual_seed(3))
+x, y = draw(torch.Generator().manual_seed(3), 16)
 
 
 def gradients_in(region):
@@ -644,10 +743,11 @@ def gradients_in(region):
 
 loss, mine = gradients_in(precision.autocast(torch.bfloat16))
 their_loss, torchs = gradients_in(torch.autocast("cpu", dtype=torch.bfloat16))
-loss.item() == their_loss.item(), all(map(torch.equal, mine, torchs))
+differing = sum((a != b).sum().item() for a, b in zip(mine, torchs, strict=True))
+(loss - their_loss).item(), differing
 
 # %% [markdown]
-# Equal to the bit, loss and every gradient. Two lists are all the knowledge in it:
+# Not a bit of difference, in the loss or in any gradient. Two lists are all the knowledge in it:
 
 # %%
 sorted(precision.FULL_OPS), len(precision.HALF_OPS)
@@ -655,13 +755,36 @@ sorted(precision.FULL_OPS), len(precision.HALF_OPS)
 # %% [markdown]
 # `cross_entropy` is on the first list, and you have seen why.
 #
-# > The GPT has $\Psi$ parameters. Inside the region, what happens to the memory of its weights: half, the same, or one and a half times as much?
+# **On a GPU the lists are longer.** PyTorch registers its rules per device, and says which operations have one:
+
+# %%
+has_rule = torch._C._dispatch_has_kernel_for_dispatch_key
+asked = {
+    "product": ["linear", "matmul"],
+    "loss": ["nll_loss", "mse_loss"],
+    "softmax, norms": ["softmax.int", "layer_norm", "rms_norm"],
+    "functions, sums": ["exp", "log", "rsqrt", "sum", "cumsum"],
+    "mixed operands": ["addcmul", "atan2"],
+    "no rule at all": ["add.Tensor", "gelu"],
+}
+for kind, ops in asked.items():
+    cpu, cuda = (
+        sum(has_rule(f"aten::{op}", f"Autocast{device}") for op in ops)
+        for device in ("CPU", "CUDA")
+    )
+    print(f"{kind:15} of {len(ops)} operations: CPU {cpu}, CUDA {cuda}")
+
+# %% [markdown]
+# On CUDA, softmax, norms, exponentials, logarithms and sums run in fp32, too (the section "CUDA Ops that can autocast to float32" of the documentation of `torch.amp`). A third list is for operations with operands of
+# different formats: they run in the widest. What follows counts the bytes of a CPU's region.
+#
+# > The GPT has $\Psi$ parameters. Inside the region, what happens to the memory of its weights: half of it, the same, or one and a half times as much?
 
 # %%
 predict("precision/autocast-weights", times=0.5)
 
 # %% [markdown]
-# The weights stay in fp32, and for the backward pass autograd keeps a half copy of every matrix beside them: 4 + 2 bytes. Predicted, and measured:
+# The weights stay in fp32, and for the backward pass autograd keeps a half-precision copy of every matrix beside them: 4 + 2 bytes. Predicted, and measured:
 
 # %%
 saved = {}
@@ -679,25 +802,31 @@ predicted.diff(saved["autocast"]).unexplained
 # %%
 copies = [line.amount for line in predicted if line.note == "half copy of the weight"]
 times = 1 + sum(copies) / (4 * config.num_params)
-reveal("precision/autocast-weights", times=round(times, 1))
+reveal("precision/autocast-weights", times=round(times, 2))
 
 # %% [markdown]
-# The difference between prediction and measurement is 0 bytes, half copies included. And it saves much less than half, because the residual stream, norms
-# and losses stay in fp32.
+# The difference between prediction and measurement is 0 bytes, copies included. Not quite one and a half times: only what a matrix product multiplies with has a copy, and no bias, norm or position. Two bytes for each such weight, less the copies:
+
+# %%
+matrices = {id(layer.weight): layer.weight.numel() for _, layer in linears}
+2 * sum(matrices.values()) - sum(copies)
+
+# %% [markdown]
+# And activations shrink by a third, not by half: what is not a product, such as the residual stream, norms and the loss, stays in fp32.
 
 # %% [markdown]
 # ## Do the three together match fp32?
 #
-# Half weights with a master copy, a dynamic loss scale, and products that PyTorch adds up in fp32: 100 steps, three seeds, against fp32.
+# Half-precision weights with a master copy, a dynamic loss scale, and products that add up in fp32: 100 steps, three seeds, against the fp32 runs from above.
 
 # %%
 scaling = {"init_scale": 2.0**16, "growth_interval": 50}
-recipes = {
-    "fp32": (plain, adamw),
-    "bf16, master weights": (half, MasterWeights),
-    "fp16, all three": (fp16, MasterWeights, scaling),
+choices = {
+    "bf16, master weights": Formats(bf16, MasterWeights),
+    "fp16, all three": Formats(fp16, MasterWeights, scale=scaling),
 }
-whole = {name: three_seeds(started, 100, *how) for name, how in recipes.items()}
+halves = precision.three_seeds(untrained(config), choices, draw, steps=100)
+together = {"fp32": in_fp32, **halves}
 title = "With all three, half precision learns what fp32 learns"
 plots.curves(
     range(0, 101, 10),
@@ -705,28 +834,46 @@ plots.curves(
     ylabel="test loss (nats per letter)",
     title=title,
     alt=title + ". Three seeds each.",
-    **whole,
+    **together,
 )
 
 # %%
-ends = {name: torch.tensor([run[-1] for run in three]) for name, three in whole.items()}
-spread = ends["fp32"].max() - ends["fp32"].min()
-{name: bool((end - ends["fp32"]).abs().max() < spread) for name, end in ends.items()}
+ends = {name: [run[-1] for run in three] for name, three in together.items()}
+{name: [f"{loss:.1f}" for loss in losses] for name, losses in ends.items()}
+
+# %%
+between_seeds = max(ends["fp32"]) - min(ends["fp32"])
+from_fp32 = [
+    abs(mine - other)
+    for name in halves
+    for mine, other in zip(ends[name], ends["fp32"], strict=True)
+]
+f"formats differ by {max(from_fp32) / between_seeds:.1f} of what seeds differ by, at most"
 
 # %% [markdown]
-# The formats differ by less than the seeds do. bf16 needs no loss scale: its exponents are those of fp32. That, and not its accuracy, is why it replaced fp16.
+# The formats differ by less than the seeds do. bf16 needs no loss scale: its exponents are those of fp32. What it costs is accuracy, of which it has three bits less than fp16.
 
 # %% [markdown]
-# ## 12, 16, 18, 20 or 24 bytes a parameter?
+# ## 12, 16, 18, 20 or 24 bytes per parameter?
 #
-# Every text has its number. They are all right, for what they include; here each is *measured*, after a step of AdamW, and compared with its formula.
+# In fp32, AdamW's training holds 16 bytes per parameter between steps: weights, gradients, and two moments, 4 each.
+#
+# > bf16 weights, bf16 gradients, fp32 master weights and fp32 moments: how many?
+
+# %%
+predict("precision/states", bytes_per_parameter=8)
+
+# %% [markdown]
+# Every text has its own number. Here each convention is *measured*, after a step of AdamW, and compared with its formula.
 
 
 # %%
 def states(dtype, make):
     learner = GPT(config, generator=torch.Generator().manual_seed(0)).to(dtype)
     optimizer = make(torch.optim.AdamW(learner.parameters()))
-    learner.loss(x, y).backward()
+    with precision.wide_products():
+        loss = learner.loss(x, y)
+    loss.backward()
     optimizer.step()
     return measure.model_states(learner, getattr(optimizer, "optimizer", optimizer))
 
@@ -735,38 +882,43 @@ def masters_with(fp32_gradients):
     return lambda optimizer: MasterWeights(optimizer, fp32_gradients=fp32_gradients)
 
 
+# %%
 conventions = {
-    "bf16, by chance": states(half, by_chance),
-    "fp32": states(plain, adamw),
-    "bf16 + master": states(half, MasterWeights),
-    "... fp32 gradients": states(half, masters_with("only")),
-    "... half and fp32": states(half, masters_with(True)),
+    "bf16, stochastic": states(bf16, stochastic),
+    "fp32": states(torch.float32, lambda optimizer: optimizer),
+    "bf16 + master": states(bf16, MasterWeights),
+    "... fp32 gradients": states(bf16, masters_with("only")),
+    "... bf16 and fp32": states(bf16, masters_with(True)),
 }
+each = {}
 for name, held in conventions.items():
     lines = [line for line in held if line.name != "step" and line.amount]
     parts = [f"{line.amount / config.num_params:g} {line.name}" for line in lines]
-    each = sum(line.amount for line in lines) / config.num_params
-    print(f"{name:20}", " + ".join(parts), f"= {each:g}")
+    each[name] = sum(line.amount for line in lines) / config.num_params
+    print(f"{name:18}", " + ".join(parts), f"= {each[name]:g}")
 
 # %%
-half_run = {"micro_batch": 16, "global_batch": 16, "precision": "bf16"}
+reveal("precision/states", bytes_per_parameter=each["bf16 + master"])
+
+# %%
+mixed = {"micro_batch": 16, "global_batch": 16, "precision": "bf16"}
 formulas = {
     "fp32": TrainConfig(micro_batch=16, global_batch=16, precision="fp32"),
-    "bf16 + master": TrainConfig(**half_run),
-    "... fp32 gradients": TrainConfig(**half_run, fp32_gradients="only"),
-    "... half and fp32": TrainConfig(**half_run, fp32_gradients=True),
+    "bf16 + master": TrainConfig(**mixed),
+    "... fp32 gradients": TrainConfig(**mixed, fp32_gradients="only"),
+    "... bf16 and fp32": TrainConfig(**mixed, fp32_gradients=True),
 }
 for name, setting in formulas.items():
     predicted = memory.model_states(config, setting)
-    print(f"{name:20} unexplained: {predicted.diff(conventions[name]).unexplained}")
+    print(f"{name:18} unexplained: {predicted.diff(conventions[name]).unexplained}")
 
 # %% [markdown]
-# Zero bytes are unexplained. So mixed precision saves *no* model states: 16 bytes before and 16 after. It saves activations, and it saves time.
+# Zero bytes are unexplained. So mixed precision saves *no* model states: 16 bytes before and 16 after. It saves activations, and time on hardware that has units for it.
 #
-# **16 is what is held between steps.** An optimizer wants fp32 gradients, so while it steps, fp32 copies of the half ones are there as well:
+# **16 is what is held between steps.** An optimizer wants fp32 gradients, so while it steps, fp32 copies of the bf16 ones are there as well:
 
 # %%
-learner = GPT(config, generator=torch.Generator().manual_seed(0)).to(half)
+learner = GPT(config, generator=torch.Generator().manual_seed(0)).to(bf16)
 masters = MasterWeights(torch.optim.AdamW(learner.parameters()))
 
 
@@ -778,18 +930,54 @@ def one_step():
 history = measure.history(one_step, learner, masters.optimizer)
 held = [moment.ledger.only(component="gradients").total for moment in history.moments]
 most, last = max(held) / config.num_params, held[-1] / config.num_params
-f"{most:g} bytes of gradients a parameter at the most, {last:g} in the end"
+f"{most:g} bytes of gradients per parameter at the most, {last:g} in the end"
 
 # %% [markdown]
-# That is how Megatron-LM's guide comes to 20 bytes for fp16 weights and gradients: it counts those copies. It has 18 for half weights whose gradients are summed in
-# fp32, and 16 for fp32. The 18 of Hugging Face's guide are others: fp32 weights, gradients and moments, and the half copies that autocast makes, 4 + 4 + 8 + 2.
+# That is how Megatron-LM's guide comes to 20 bytes for fp16 weights and gradients: it counts those copies. It has 18 for half-precision weights whose gradients are summed in
+# fp32, and 16 for fp32.
 #
-# The "24 bytes" of a much-read book are 16 of these and 8 for "activations and temporary memory", which do not depend on parameters at all (lab 03).
+# **Hugging Face's 18** are others: fp32 weights, gradients and moments, and the half-precision copies that autocast makes, 4 + 4 + 8 + 2. On our GPT, measured, and on GPT-2 XL, by the formula:
+
+# %%
+gpt2 = ModelConfig.named("gpt2-xl")
+for name, shape in {"ours": config, "GPT-2 XL": gpt2}.items():
+    region = memory.activations(shape, TrainConfig(**mixed, autocast=True))
+    copies = sum(
+        line.amount for line in region if line.note == "half copy of the weight"
+    )
+    print(f"{name}: {each['fp32'] + copies / shape.num_params:.2f} bytes per parameter")
+
+# %% [markdown]
+# **20 whose parts sum to 16.** A digest of *The Ultra-Scale Playbook* lists bf16 weights, bf16 gradients, fp32 master weights and fp32 optimizer states, and its table gives 20 GB for a billion parameters. The parts
+# of its list are those of "bf16 + master". The 20 are those of "... bf16 and fp32": a second, fp32 copy of the gradients, which micro-batches are summed in, is in the table and not in the list. Its four rows, in GB:
+
+# %%
+for billions in (1, 7, 70, 405):
+    listed, table = (
+        each[name] * billions for name in ("bf16 + master", "... bf16 and fp32")
+    )
+    print(
+        f"{billions:3} billion parameters: {listed:5g} listed, {table:5g} in the table"
+    )
+
+# %% [markdown]
+# **24** are 16 of states and 8 for "activations and temporary memory". Activations do not depend on parameters but on tokens (lab 03). In bytes per parameter, measured in fp32:
+
+
+# %%
+def activation_bytes(rows):
+    """Activations that a backward pass of so many sequences keeps, per parameter."""
+    inputs, targets = draw(torch.Generator().manual_seed(0), rows)
+    saved = measure.saved_activations(lambda: model.loss(inputs, targets), model)
+    return saved.total / config.num_params
+
+
+{f"b = {rows}": round(activation_bytes(rows), 1) for rows in (1, 2, 16)}
 
 # %% [markdown]
 # ## Turn the knobs
 #
-# Slide the loss scale. Which scale loses least in fp16? Is there any for e4m3, and what would you need for it? (Lab 15: a scale for each tensor, or each tile.)
+# Slide the loss scale. Which scale loses least in fp16? Is there any for e4m3, and what would you need for it? (A scale for each tensor, or for each block of it, as lab 01's block formats have.)
 
 
 # %%
@@ -805,7 +993,7 @@ explore(histogram, log2_scale=(-8, 24, 4), share=list(shares), fmt=names)
 # %% [markdown]
 # ## In practice
 #
-# | | half weights or autocast | master weights | gradients reduced in | loss scale |
+# | | half-precision weights or autocast | master weights | gradients reduced in | loss scale |
 # |---|---|---|---|---|
 # | PyTorch | `torch.autocast(device, dtype)` | the fp32 weights themselves | their own format | `torch.amp.GradScaler` |
 # | FSDP2 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` | the fp32 shards | `reduce_dtype=torch.float32` | `torch.amp.GradScaler` for fp16 (the first FSDP: `ShardedGradScaler`) |
@@ -813,51 +1001,54 @@ explore(histogram, log2_scale=(-8, 24, 4), share=list(shares), fmt=names)
 # | DeepSpeed | `"bf16": {"enabled": true}` or `"fp16"` | kept by its optimizer | its `"communication_data_type"` | `"loss_scale": 0` is dynamic, `"initial_scale_power": 16`, `"loss_scale_window"`, `"hysteresis"` |
 # | Megatron-LM | `--bf16` or `--fp16` | kept by its optimizer | `--accumulate-allreduce-grads-in-fp32`, which `--bf16` implies unless `--grad-reduce-in-bf16` | `--initial-loss-scale`, `--min-loss-scale`, `--loss-scale-window`, `--hysteresis` |
 #
-# - **FSDP2 casts modules, not operations**: weights are gathered in `param_dtype`, so that half as many bytes travel and activations are half all through; autocast would keep the
+# - **With accumulation** every micro-batch's loss is scaled; `unscale_`, clipping, `step` and `update` come once per batch, after the last one.
+# - **FSDP2 casts modules, not operations**: weights are gathered in `param_dtype`, so that half as many bytes travel, and activations are in half precision all through; autocast would keep the
 #   residual stream in fp32. There is no second copy of the weights either: the fp32 shard *is* the master.
-# - **Hysteresis** is a number of overflows that are forgiven before the scale comes down.
-# - **Softmax and norms** are the operations that people put back into fp32 by hand: `--attention-softmax-in-fp32` in Megatron-LM. Its loss is computed in fp32 unless you
-#   say `--fp16-lm-cross-entropy`, a switch that you now know the price of.
+# - **Hysteresis** is how many overflows it takes before the scale comes down.
+# - **Softmax and norms** are the operations that people put back into fp32 by hand: `--attention-softmax-in-fp32` in Megatron-LM.
+# - **Megatron-LM's loss** is computed from fp32 logits unless you say `--fp16-lm-cross-entropy`. Its softmax sums in fp32 with that switch, too: `calculate_logits_max` in
+#   `megatron/core/tensor_parallel/cross_entropy.py` begins with `vocab_parallel_logits.float()`, whatever it is given.
 # - **Sums in fp16 inside matrix products** exist on GPUs, for speed, behind `torch.backends.cuda.matmul.allow_fp16_accumulation`: off unless you switch it on.
-# - **With bf16 there is no scaler**, and a run that has one at all says which format it was written for.
+# - **With bf16 there is no scaler.** A run that logs a loss scale was written for fp16.
 
 # %% [markdown]
 # ## Errata
 #
-# **"FP16/BF16 training requires FP32 master weights, loss scaling, and accumulation in FP32."** (notes on a scaling guide) Not bf16, as for loss scaling: its smallest normal number is that of fp32.
+# **"FP16/BF16 training requires FP32 master weights, loss scaling, and accumulation in FP32"** (reading notes on *The Ultra-Scale Playbook*). Not bf16, as for loss scaling: its smallest normal number is that of fp32.
 
 # %%
 floats.BF16.min_normal == floats.FP32.min_normal, floats.FP16.min_subnormal
 
 # %% [markdown]
-# **"Loss scaling is used to overcome overflow."** (a book chapter) It is there against *underflow*. Overflow is what it causes when it goes too far, and then the step is skipped.
+# **"Usually, loss scaling is used to overcome this issue"**, the issue being overflow (an online book on large language models, chapter 15, "LLM Training Acceleration"). It is there against *underflow*. Overflow is what it causes when it goes too far, and then the step is skipped.
 #
-# **"Reduced memory footprint."** (the same) Model states stay at 16 bytes a parameter; weights alone grow from 4 to 6. The saving is in activations:
+# **"Reduced memory footprint"** of mixed precision (the same chapter). Model states stay at 16 bytes per parameter; weights alone grow from 4 to 6. The saving is in activations:
 
 # %%
 fp32_run = TrainConfig(micro_batch=1, global_batch=1, precision="fp32")
 bf16_run = TrainConfig(micro_batch=1, global_batch=1, precision="bf16")
-gpt2 = ModelConfig.named("gpt2-xl")
 for count in (memory.model_states, memory.activations):
-    fp32, bf16 = (units.text(count(gpt2, run).total) for run in (fp32_run, bf16_run))
-    print(f"{count.__name__}: {fp32} in fp32, {bf16} in bf16")
+    in_32, in_16 = (units.text(count(gpt2, run).total) for run in (fp32_run, bf16_run))
+    print(f"{count.__name__}: {in_32} in fp32, {in_16} in bf16")
 
 # %% [markdown]
-# **"Update fp32 parameters with fp16 gradients."** (the same, in a list of steps) Between the two stands a division by the scale, in fp32; in fp16 the gradients would vanish again, which is why
+# **fp32 parameters updated with fp16 gradients** (the same chapter, in its list of steps). Between the two stands a division by the scale, in fp32; in fp16 the gradients would vanish again, and
 # `GradScaler` refuses fp16 gradients.
 #
-# **16, 18, 20, 24 bytes** stand in five texts for "mixed precision with Adam". See the table above: half gradients, fp32 gradients, both, and a guess for activations.
+# **24 bytes per parameter**, of which **"around 20 bytes per parameter"** are everything but the weights (Amit Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 2024), and **20 GB** for the billion parameters of a list that sums to 16 (a digest of the Playbook): both worked out above.
 
 # %% [markdown]
 # ## Summary
 #
-# > - A half weight stands still under steps below half its gap. A bf16 weight of 1 is where it was after any number of steps of −0.001. Step an fp32 copy, or round by chance.
+# > - A half-precision weight stands still under steps below half its gap. A bf16 weight of 1 is where it was after any number of steps of −0.001. Step an fp32 copy, or round stochastically.
 # >   <!-- claim: floats.BF16.round(1 - 0.001) == 1 -->
 # > - fp16 rounds to zero what is below 2⁻²⁵. A scale on the loss lifts all gradients; it is divided out in fp32, before clipping. bf16 needs none.
 # >   <!-- claim: (floats.FP16.round(2.0**-25), floats.FP16.round(1.01 * 2.0**-25) > 0, floats.BF16.min_normal == floats.FP32.min_normal) == (0, True, True) -->
-# > - A sum of ones ends at 2^(m + 1): 256 in bf16, 2048 in fp16. A softmax summed like that takes 4096 equally likely words for 256. Add in fp32.
+# > - Compute the loss in fp32. In fp16 its gradient is the scale itself, and no scale above 2¹⁵ survives.
+# >   <!-- claim: (floats.FP16.round(2.0**15), floats.FP16.round(2.0**16)) == (2**15, math.inf) -->
+# > - A running sum of ones ends at 2^(m + 1): 256 in bf16, 2048 in fp16. A softmax summed like that takes 4096 equally likely words for 256. Add in fp32.
 # >   <!-- claim: [round(math.exp(precision.cross_entropy(torch.zeros(1, 4096), torch.zeros(1).long(), name))) for name in ("bf16", "fp16", "fp32")] == [256, 2048, 4096] -->
-# > - Mixed precision with Adam holds 2 + 2 + 12 = 16 bytes a parameter, as fp32 does; 18 with fp32 gradients in place of half ones, 20 with both.
+# > - Mixed precision with Adam holds 2 + 2 + 12 = 16 bytes per parameter, as fp32 does; 18 with fp32 gradients in place of half-precision ones, 20 with both.
 # >   <!-- claim: [memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, precision="bf16", fp32_gradients=f)).total // 1557611200 for f in (False, "only", True)] == [16, 18, 20] -->
 #
 # Next: lab 03 counts the rest of the memory, byte by byte.

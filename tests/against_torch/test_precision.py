@@ -389,3 +389,46 @@ def test_master_weights_under_torch_s_scaler():
         runs.append((scales, list(model.parameters())))
     assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
     assert runs[0][0][0] == 2.0**15  # 65536 itself is beyond fp16: the first step is skipped
+
+
+@HALVES
+def test_wide_products_are_torchs_where_sums_are_exact(dtype):
+    draw = torch.Generator().manual_seed(0)
+    x, w = (torch.randint(-8, 9, (24, n), generator=draw).to(dtype) for n in (24, 24))
+    bias = torch.randint(-8, 9, (24,), generator=draw).to(dtype)
+    products = [
+        lambda: x @ w,
+        lambda: F.linear(x, w, bias),
+        lambda: torch.bmm(x[None], w[None]),
+        lambda: torch.addmm(bias, x, w),
+    ]
+    for product in products:
+        with precision.wide_products():
+            wide = product()
+        assert wide.dtype == dtype and torch.equal(wide, product())
+
+
+@HALVES
+def test_wide_products_round_once(dtype):
+    """Of sums in double precision hardly any is rounded otherwise, and none by more than a neighbor."""
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = (x.double() @ x.double().T).to(torch.float32)
+    with precision.wide_products():
+        wide = x @ x.T
+    differ = wide != exact.to(dtype)
+    assert differ.double().mean() < 0.01
+    torch.testing.assert_close(wide, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=2**-8)
+    assert (wide != x.float().mm(x.float().T).to(dtype)).sum() == 0
+
+
+def test_wide_products_leave_fp32_and_everything_else_alone():
+    x = torch.randn(8, 8)
+    h = x.bfloat16()
+    with precision.wide_products():
+        assert torch.equal(x @ x, x.mm(x)) and torch.equal(h.softmax(-1), torch.softmax(h, -1))
+    layer = nn.Linear(8, 8, dtype=torch.bfloat16)
+    with precision.wide_products():
+        layer(h).sum().backward()
+    assert layer.weight.grad.dtype == torch.bfloat16
+    expected = torch.ones(8, 8) @ h.float()
+    assert torch.equal(layer.weight.grad, expected.bfloat16())

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from labutils import precision
 from labutils.precision import LossScaler
-from labutils.teach.exercises import precision as exercises
 from wrong_answers import Wrong
 
 
@@ -119,27 +119,42 @@ def _clip_first(parameters: list[nn.Parameter], max_norm: float) -> None:
     nn.utils.clip_grad_norm_(parameters[:1], max_norm)
 
 
-def _looks_for_nan_alone(
-    loss: Callable[[], Tensor],
-    optimizer: torch.optim.Optimizer,
-    scaler: LossScaler,
-    max_norm: float,
-) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.zero_grad()
-    scaler.scale(loss()).backward()
-    scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    if not torch.isnan(norm):
-        optimizer.step()
-    scaler.update()
+def _clip_groups(parameters: list[nn.Parameter], max_norm: float) -> None:
+    for group in (parameters[:2], parameters[2:]):
+        nn.utils.clip_grad_norm_(group, max_norm)
+
+
+def _clip_first_of_groups(parameters: list[nn.Parameter], max_norm: float) -> None:
+    nn.utils.clip_grad_norm_(parameters[::2], max_norm)
+
+
+def _steps_if(is_fine: Callable[[Tensor, list[nn.Parameter], Tensor], Tensor]) -> Callable:
+    """The step with a condition of its own: of the loss, the parameters and the norm."""
+
+    def attempt(
+        loss: Callable[[], Tensor],
+        optimizer: torch.optim.Optimizer,
+        scaler: LossScaler,
+        max_norm: float,
+    ) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.zero_grad()
+        value = loss()
+        scaler.scale(value).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+        if is_fine(value, parameters, norm):
+            optimizer.step()
+        scaler.update()
+
+    return attempt
 
 
 WRONG = {
     "precision/master-weights": (
         Wrong("stepped in half", _in_half, "short steps add up", "rounded away"),
         Wrong(
-            "the master read back from the half weights",
+            "the master read back from the bf16 weights",
             _read_back,
             "short steps add up",
             "never read it back",
@@ -155,7 +170,7 @@ WRONG = {
         Wrong("the product in half", _half_product, "rounded once", "before"),
         Wrong(
             "uphill",
-            lambda w, gradients, lr: exercises.half_sgd(w, [-g for g in gradients], lr),
+            lambda w, gradients, lr: precision.half_sgd(w, [-g for g in gradients], lr),
             "long steps",
             "−=",
         ),
@@ -201,10 +216,34 @@ WRONG = {
             "all gradients together",
         ),
         Wrong(
+            "each group clipped alone",
+            _bugged(clip=_clip_groups),
+            "clipping sees true gradients",
+            "all gradients together",
+        ),
+        Wrong(
+            "the first parameter of each group clipped",
+            _bugged(clip=_clip_first_of_groups),
+            "clipping sees true gradients",
+            "all gradients together",
+        ),
+        Wrong(
             "looks for NaN alone",
-            _looks_for_nan_alone,
+            _steps_if(lambda loss, parameters, norm: not torch.isnan(norm)),
             "an overflow changes nothing",
             "an inf or NaN",
+        ),
+        Wrong(
+            "looks at the loss alone",
+            _steps_if(lambda loss, parameters, norm: torch.isfinite(loss)),
+            "an overflow changes nothing",
+            "in any gradient",
+        ),
+        Wrong(
+            "looks at the first gradient alone",
+            _steps_if(lambda loss, parameters, norm: torch.isfinite(parameters[0].grad)),
+            "an overflow changes nothing",
+            "in any gradient",
         ),
         Wrong("the loss is not scaled", _bugged(scale=False), "a plain step", "Scale the loss"),
         Wrong(

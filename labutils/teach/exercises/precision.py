@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from labutils.precision import LossScaler, MasterWeights, clipped_step
+from labutils.precision import LossScaler, clipped_step, half_sgd, scales
 from labutils.teach.exercises import Exercise, Failed, Property
 
-# ── half weights ─────────────────────────────────────────────────────────────────────────────────
+# ── half-precision weights ────────────────────────────────────────────────────────────────────────
 
 _BF16 = torch.bfloat16
 
@@ -35,7 +35,7 @@ def _half_again(attempt: Callable) -> str:
     if found.dtype != _BF16:
         raise Failed(
             f"the weights come back as {found.dtype}",
-            "The next forward pass wants half weights: round the fp32 copy into them, "
+            "The next forward pass wants half-precision weights: round the fp32 copy into them, "
             "and keep the copy.",
         )
     return "bfloat16"
@@ -65,7 +65,7 @@ def _short_steps(attempt: Callable) -> str:
                 f"{steps} steps of {lr:g} from {start:g}: {stuck}, and should be about {target:g}",
                 "In 16 bits a step below half a gap is rounded away, each time anew, and a sum of "
                 "gradients stands still too. Keep *one* fp32 copy over all "
-                "steps, add each step to that, and never read it back from the half weights.",
+                "steps, add each step to that, and never read it back from the bf16 weights.",
             )
     return f"{len(cases)} runs"
 
@@ -91,19 +91,9 @@ def _once_rounded(attempt: Callable) -> str:
     return "64 weights"
 
 
-def half_sgd(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
-    """The half weights after a step of SGD for each gradient, with fp32 master weights."""
-    parameter = nn.Parameter(weights)
-    masters = MasterWeights(torch.optim.SGD([parameter], lr=lr))
-    for gradient in gradients:
-        parameter.grad = gradient
-        masters.step()
-    return parameter.detach()
-
-
 MASTER = Exercise(
     id="precision/master-weights",
-    title="Half weights that learn",
+    title="Half-precision weights that learn",
     minutes=10,
     difficulty=1,
     proves="you know what a master copy is for, and where the rounding has to happen",
@@ -115,25 +105,16 @@ MASTER = Exercise(
         Property("rounded once", _once_rounded),
     ),
     hints=(
-        "Before the loop: one copy, weights.float(). The loop touches only the copy. After it: "
+        "A step can be too small for bf16 and still has to count. What has to remember it until "
+        "enough of them have come together, and in which format?",
+        "An fp32 copy of the weights, made once, before the first step. Which operations have to "
+        "be in fp32, and when is the one time that something is rounded?",
+        "Start with weights.float(). A step is lr * gradient.float(). At the end: "
         ".to(weights.dtype).",
-        "Inside the loop: master -= lr * gradient.float().",
     ),
 )
 
 # ── the scale ────────────────────────────────────────────────────────────────────────────────────
-
-
-def scales(finite: Sequence[bool], start: float, interval: int) -> list[float]:
-    """The scale of each step, and the one after the last, as a dynamic loss scaler moves it."""
-    weight = nn.Parameter(torch.zeros(1))
-    scaler, found = LossScaler(start, growth_interval=interval), []
-    for is_finite in finite:
-        found.append(scaler.value)
-        weight.grad = torch.tensor([0.0 if is_finite else math.inf])
-        scaler.unscale_(torch.optim.SGD([weight], lr=0.0))
-        scaler.update()
-    return [*found, scaler.value]
 
 
 def _moved(
@@ -142,8 +123,11 @@ def _moved(
     """Compares the scales of a pattern of steps, "." for a good one and "x" for one with an inf."""
     finite = [mark == "." for mark in pattern]
     found, expected = attempt(list(finite), start, interval), scales(finite, start, interval)
-    found = found.tolist() if isinstance(found, Tensor) else found
-    if not isinstance(found, (list, tuple)) or len(found) != len(expected):
+    try:
+        found = [float(scale) for scale in found]  # of a list, an array, a generator
+    except TypeError:
+        found = [found]
+    if len(found) != len(expected):
         raise Failed(
             f"steps {pattern}: returned {found!r}",
             f"{len(pattern)} steps have {len(expected)} scales: one before each, and one after "
@@ -209,14 +193,18 @@ SCALE = Exercise(
 # ── the bug hunt ─────────────────────────────────────────────────────────────────────────────────
 
 
-class _Bowl:
-    """Weights 3 and 4 in two groups, whose loss is ½·(w₁² + w₂²) times `slope`."""
+_START = torch.tensor([2.0, 3.0, 6.0])  # of length 7
 
-    def __init__(self, scale: float = 64.0, slope: float = 1.0) -> None:
-        self.weights = [nn.Parameter(torch.tensor([start])) for start in (3.0, 4.0)]
-        groups = [dict(params=[weight]) for weight in self.weights]
+
+class _Bowl:
+    """Weights 2, 3 and 6 in two groups, whose loss is half their squares, times `slope`."""
+
+    def __init__(self, scale: float = 64.0) -> None:
+        self.weights = [nn.Parameter(start.clone()) for start in _START.split(1)]
+        groups = [{"params": self.weights[:2]}, {"params": self.weights[2:]}]
         self.optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
-        self.scaler, self.slope = LossScaler(scale, growth_interval=2), slope
+        self.scaler = LossScaler(scale, growth_interval=2)
+        self.slope = 1.0
 
     @property
     def place(self) -> Tensor:
@@ -240,12 +228,12 @@ def _plain_step(attempt: Callable) -> str:
     for scale in (1.0, 64.0):
         bowl = _Bowl(scale)
         bowl.step(attempt)
-        if not torch.allclose(bowl.place, torch.zeros(2)):
+        if not torch.allclose(bowl.place, torch.zeros(3)):
             raise Failed(
-                f"scale {scale:g}: a step of length 1 along the gradient leads from (3, 4) "
-                f"to {[round(x, 3) for x in bowl.place.tolist()]}, not to (0, 0)",
+                f"scale {scale:g}: a step of lr = 1 along the gradient leads from (2, 3, 6) "
+                f"to {[round(x, 3) for x in bowl.place.tolist()]}, not to (0, 0, 0)",
                 "Gradients carry the scale until unscale_(); what steps must not."
-                if bowl.place.abs().max() > 4
+                if bowl.place.abs().max() > 6
                 else (
                     "They were divided by the scale once too often. Scale the loss; unscale once; "
                     "update() comes last, after it step() would unscale anew."
@@ -257,15 +245,15 @@ def _plain_step(attempt: Callable) -> str:
 def _clipped(attempt: Callable) -> str:
     for scale in (1.0, 4096.0):
         bowl = _Bowl(scale)
-        bowl.step(attempt, max_norm=2.5)
-        moved = (bowl.place - torch.tensor([3.0, 4.0])).norm().item()
-        if abs(moved - 2.5) > 1e-4:
+        bowl.step(attempt, max_norm=3.5)
+        moved = (bowl.place - _START).norm().item()
+        if abs(moved - 3.5) > 1e-4:
             raise Failed(
-                f"scale {scale:g}: a gradient of length 5, clipped to 2.5, moves the weights by "
+                f"scale {scale:g}: a gradient of length 7, clipped to 3.5, moves the weights by "
                 f"{moved:.4g}",
                 "Clipping has to see true gradients: unscale_() first. "
-                "Clipped before, they are 2.5 / scale long afterwards."
-                if moved < 2.5
+                "Clipped before, they are 3.5 / scale long afterwards."
+                if moved < 3.5
                 else (
                     "What steps is longer than max_norm: clip_grad_norm_, the norm of all "
                     "gradients together, between unscale_() and step()."
@@ -275,17 +263,19 @@ def _clipped(attempt: Callable) -> str:
 
 
 def _skipped(attempt: Callable) -> str:
-    for slope in (math.inf, math.nan):
+    for value in (math.inf, math.nan):
         bowl = _Bowl()
-        bowl.step(attempt, max_norm=2.5)  # half of the way, so that inf times a weight is inf
-        before, momentum, bowl.slope = bowl.place, bowl.momentum, slope
+        bowl.step(attempt, max_norm=3.5)  # half of the way
+        before, momentum = bowl.place, bowl.momentum
+        overflow = bowl.weights[-1].register_hook(lambda g, value=value: torch.full_like(g, value))
         bowl.step(attempt)
+        overflow.remove()
         if not (torch.equal(bowl.place, before) and torch.equal(bowl.momentum, momentum)):
             raise Failed(
-                f"a gradient of {slope}: "
-                f"the weights go from {before.tolist()} to {bowl.place.tolist()}",
-                "scaler.step(optimizer) leaves the step out when it found an inf or NaN; "
-                "optimizer.step() does not, and Adam's moments never forget a NaN.",
+                f"a finite loss, and a gradient of {value} for one of three weights: "
+                f"they go from {before.tolist()} to {bowl.place.tolist()}",
+                "scaler.step(optimizer) leaves the step out when it found an inf or NaN in any "
+                "gradient; optimizer.step() does not, and Adam's moments never forget a NaN.",
             )
     return "weights and momentum as before"
 
@@ -310,7 +300,7 @@ def _fresh(attempt: Callable) -> str:
     for weight in bowl.weights:
         weight.grad = torch.full((1,), 100.0)
     bowl.step(attempt)
-    if not torch.allclose(bowl.place, torch.zeros(2)):
+    if not torch.allclose(bowl.place, torch.zeros(3)):
         raise Failed(
             f"with a gradient left over from before, the step leads to {bowl.place.tolist()}",
             "Clear the gradients before backward().",
