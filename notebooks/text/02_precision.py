@@ -316,7 +316,7 @@ reveal("precision/flushed", percent=round(100 * share(flushed(2.0**-13).values()
 
 # %% [markdown]
 # Far more than the bars say, already at $2^{-7}$. The bars count what a weight's gradient *would be*. But it is a sum over tokens: of what arrives at the layer from above, times the layer's input. What arrives is
-# smaller, and is flushed on its way. Count that, for each kind of layer:
+# smaller, and is flushed on its way. Count the zeros in that, for each kind of layer, and those in the gradients measured:
 
 # %%
 arriving = {}
@@ -339,7 +339,7 @@ for kind in ("query", "key", "value", "output", "up", "down"):
     zero = precision.fate(here, "fp16", 2.0**-7)["zero"]
     lost = share(mask for n, mask in masks.items() if n.endswith(f"{kind}.weight"))
     print(
-        f"{kind:6}: {zero:4.0%} of what arrives is zero, {lost:4.0%} of the weights' gradients"
+        f"{kind:6}: {zero:4.0%} of what arrives, {lost:4.0%} of the weights' gradients"
     )
 
 # %% [markdown]
@@ -675,7 +675,7 @@ loss = nn.functional.cross_entropy(ones, torch.tensor([0]))
 
 # %%
 def weight_gradient(x, dy, fmt):
-    """The gradient of a layer's first 8 × 8 weights: a running sum over tokens, in `fmt`."""
+    """The gradient of 8 × 8 weights of a layer: a running sum over tokens, in `fmt`."""
     terms = torch.einsum("to,ti->oit", dy[:, :8], x[:, :8])
     return precision.running_sum(terms, fmt)
 
@@ -848,7 +848,8 @@ from_fp32 = [
     for name in halves
     for mine, other in zip(ends[name], ends["fp32"], strict=True)
 ]
-f"formats differ by {max(from_fp32) / between_seeds:.1f} of what seeds differ by, at most"
+apart_at_most = max(from_fp32) / between_seeds
+f"formats differ by at most {apart_at_most:.1f} of what seeds differ by"
 
 # %% [markdown]
 # The formats differ by less than the seeds do. bf16 needs no loss scale: its exponents are those of fp32. What it costs is accuracy, of which it has three bits less than fp16.
