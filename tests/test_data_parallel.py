@@ -654,72 +654,6 @@ def test_gradients_averaged_one_by_one(four):
     )
 
 
-def plain_step(rank, way, steps, rows=24):
-    net, comm = model(rank.rank, frozen=False), rank.comm("dp")
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2) if rank.rank == 0 else None
-    for _ in range(steps):
-        if way == "server":
-            loss = data_parallel.server_step(
-                net, comm, optimizer, lambda part: entropy(net(part[0]), part[1]), mine(rank)
-            )
-        else:
-            loss = data_parallel.replicate_each_step(
-                net, comm, optimizer, entropy, *(side[:rows] for side in ROWS)
-            )
-    return weights(net), loss, measure.model_states(net, optimizer).total
-
-
-@pytest.mark.parametrize("way", ["server", "each step"])
-def test_the_plain_versions_equal_one_device(four, way):
-    net = model(frozen=False)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = entropy(net(ROWS[0]), ROWS[1])
-        loss.backward()
-        optimizer.step()
-    results = four.run(plain_step, way, 3)
-    assert torch.allclose(results[0][0], weights(net), rtol=0, atol=1e-10)
-    if way == "server":
-        assert torch.allclose(
-            torch.stack([value for _, value, _ in results]).mean(), loss, rtol=0, atol=1e-10
-        )
-    else:
-        assert torch.allclose(results[0][1], loss, rtol=0, atol=1e-10) and results[1][1] is None
-    S = weights(net).nbytes
-    assert (
-        2 * S < results[1][2] + 8 < results[0][2] and results[0][2] - results[1][2] >= 2 * S
-    )  # the optimizer is on rank 0 alone
-    sent = (
-        four.ledger.only(rank=0, name="weights").total,
-        four.ledger.only(rank=1, name="gradients").total,
-    )
-    assert sent == (3 * 3 * S, 3 * S)
-
-
-@pytest.mark.parametrize("rows", [24, 10])
-def test_outputs_travel_with_the_batch(rows):
-    """The books of one step, line by line; also where ranks do not divide the batch."""
-    with World(4) as world:
-        world.run(plain_step, "each step", 1, rows)
-        outputs, S = (
-            dict(nbytes=rows * 8 * 31 * 8, n=4, itemsize=8 * 31 * 8),
-            dict(nbytes=weights(model()).nbytes, n=4, itemsize=8),
-        )
-        expected = {
-            "inputs": collectives.sent("scatter_star", nbytes=rows * 8 * 8, n=4, itemsize=8 * 8),
-            "weights": collectives.sent("broadcast_star", **S),
-            "outputs": collectives.sent("gather_star", **outputs),
-            "gradients of outputs": collectives.sent("scatter_star", **outputs),
-            "gradients": collectives.sent("reduce_star", **S),
-        }
-        assert set(world.ledger.by("name")) == set(expected)
-        assert all(
-            world.ledger.only(name=name).by("rank") == predicted.by("rank")
-            for name, predicted in expected.items()
-        )
-
-
 # ── data, buckets, time ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -796,6 +730,35 @@ def test_what_can_be_hidden_is_all_but_the_last_bucket(sizes, bucket_bytes, slow
         before.nbytes * slowness <= after.nbytes for before, after in itertools.pairwise(grouped)
     )
     assert not in_time or found == pytest.approx(hideable, abs=1e-9)
+
+
+def test_a_chain_that_waits_is_reduced_as_the_simulation_says():
+    """Its layers are those of `backward_timeline`: the same buckets, as many seconds of computation, the same bytes."""
+    layers, options = [(4000, 0.01)] * 3, dict(bucket_bytes=4000)
+    simulated = data_parallel.backward_timeline(layers, **options, n=2, link=Link(0, 1e9))
+
+    def run(rank):
+        chain, comm = data_parallel.waiting_chain(layers), rank.comm("dp")
+        replica = data_parallel.replicate(chain, comm, **options)
+        comm.barrier()
+        replica(torch.ones(1)).backward()
+        assert all((layer.weight.grad == 1).all() for layer in chain)
+        return replica.timeline
+
+    with World(2) as two:
+        for timeline in two.run(run):
+            backward = [span for span in timeline.spans if span.kind == "backward"]
+            assert len(backward) == 3 and all(s.end - s.start >= 0.01 for s in backward)
+            assert timeline.computed >= simulated.computed
+            names = [span.name for span in timeline.spans if span.kind == "reduce"]
+            assert names == [span.name for span in simulated.spans if span.kind == "reduce"]
+        grouped = data_parallel.buckets([nbytes for nbytes, _ in layers], **options)
+        assert (
+            data_parallel.bytes_to_reduce(grouped, 2)
+            .diff(two.ledger.only(name="all_reduce"))
+            .unexplained
+            == 0
+        )
 
 
 # ── formula = dry run = real run ───────────────────────────────────────────────────────────────────────────────────

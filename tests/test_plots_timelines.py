@@ -2,10 +2,15 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgba
+from matplotlib.patches import Rectangle
 from pictures import PLANS, TIMELINES, ring, star, timeline, two_steps
 
 from labutils.teach import plots
+from labutils.teach.plots.style import NEUTRAL
+from labutils.teach.plots.timelines import KINDS
 from labutils.timeline import Timeline
 
 
@@ -33,17 +38,54 @@ def test_messages_say_where_the_load_is():
     )
 
 
+STEPS = {"after backward": timeline(True), "during backward": timeline(False)}
+
+
+def test_every_bar_stands_where_its_span_does():
+    """Start and length of all bars are those of the spans, in their kind's color; the gray ones are what is exposed."""
+    axes = plots.overlap(**STEPS).figure.axes[0]
+    boxes = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    for kind, (_, color, _) in KINDS.items():
+        spans = [span for step in STEPS.values() for span in step.spans if span.kind == kind]
+        expected = sorted((1e3 * span.start, 1e3 * (span.end - span.start)) for span in spans)
+        own = [box for box in boxes if box.get_facecolor() == to_rgba(color)]
+        found = sorted((box.get_x(), box.get_width()) for box in own)
+        assert len(found) == len(expected) and np.allclose(found, expected), kind
+    gray = [box for box in boxes if box.get_facecolor() == to_rgba(NEUTRAL[3])]
+    assert [(box.get_x(), box.get_width()) for box in gray] == [
+        pytest.approx((1e3 * step.computed, 1e3 * step.exposed)) for step in STEPS.values()
+    ]
+
+
 def test_what_is_exposed_is_told():
-    picture = plots.overlap(after_backward=timeline(True), during_backward=timeline(False))
-    assert "after backward: 30.0 ms a step 10.0 ms exposed" in picture.alt
-    assert "during backward: 25.0 ms a step 5.00 ms exposed" in picture.alt
-    assert len(picture.png) > 1000
+    """Numbers written beside the bars, in the title and in the description are those of the timelines."""
+    picture = plots.overlap(**STEPS)
+    beside = [text.get_text() for text in picture.figure.axes[0].texts]
+    for name, step, exposed in (
+        ("after backward", "30.0 ms per step", "10.0 ms exposed"),
+        ("during backward", "25.0 ms per step", "5.00 ms exposed"),
+    ):
+        assert f"{name}: {step} {exposed}" in picture.alt
+        assert beside.index(name) < beside.index(step) < beside.index(exposed)
+        assert beside.count(step) == beside.count(exposed) == 1
+    assert (
+        picture.figure.texts[0].get_text().replace("\n", " ")
+        == "A step takes 25.0 ms instead of 30.0 ms: 5.00 ms of communication remain exposed, not 10.0 ms"
+    )
+
+
+def test_a_step_as_long_as_another_is_not_called_shorter():
+    title = plots.overlap(one=timeline(True), other=timeline(True)).figure.texts[0].get_text()
+    assert (
+        title.replace("\n", " ")
+        == "Every step takes 30.0 ms, and 10.0 ms of communication remain exposed"
+    )
 
 
 def test_the_step_ends_with_the_last_rank():
     *spans, last = timeline(False).spans
     slow = Timeline((*spans, dataclasses.replace(last, end=last.end + 0.003)))
-    assert "28.0 ms a step 8.00 ms exposed" in plots.overlap(step=slow).alt
+    assert "28.0 ms per step 8.00 ms exposed" in plots.overlap(step=slow).alt
 
 
 def test_a_map_tells_evaluations_and_values_of_every_plan():

@@ -1,7 +1,7 @@
 """Data parallelism: a copy of the model per rank, a part of the batch each, one mean of gradients.
 
-`replicate` is the course's own DistributedDataParallel (DDP). `average_gradients`, `server_step`
-and `replicate_each_step` are what came before it, on the same ranks.
+`replicate` is the course's own DistributedDataParallel (DDP), `average_gradients` what came before
+it. `waiting_chain` is a model to see overlap with where there are fewer cores than ranks.
 """
 
 from labutils.data_parallel.buckets import (
@@ -12,6 +12,7 @@ from labutils.data_parallel.buckets import (
     bytes_to_reduce,
     bytes_to_start,
 )
-from labutils.data_parallel.plain import average_gradients, replicate_each_step, server_step
+from labutils.data_parallel.plain import average_gradients
 from labutils.data_parallel.replica import Replica, replicate
 from labutils.data_parallel.sampler import sampler, share
+from labutils.data_parallel.waiting import waiting_chain

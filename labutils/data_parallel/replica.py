@@ -120,14 +120,14 @@ class Replica(nn.Module):
         self._step_is_over = True
 
     def _start(self, *_: Tensor) -> None:
-        """A backward pass begins: however few gradients come, it shall end in `_finish`."""
+        """A backward pass begins: however few gradients come, it shall end in `backward_done`."""
         self._step_is_over = False
         if self.synchronize and not self._end_is_queued:
             self._end_is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            torch.autograd.Variable._execution_engine.queue_callback(self.backward_done)
 
-    def _finish(self) -> None:
-        """The backward pass is over: every gradient must have come, or count as zero."""
+    def backward_done(self) -> None:
+        """Runs when the backward pass is over: every gradient has come, or counts as zero."""
         missing = {p: name for p, (name, _, _) in self._home.items() if p not in self._came}
         if self._came and missing and not self.find_unused:
             remedy = "freeze what the loss does not use, or pass find_unused=True"

@@ -10,7 +10,7 @@
 #
 # After this lab you
 #
-# - deal out data so that no example is lost and no rank waits for another (exercise 8.1),
+# - give every rank its share of the data, so that no example is lost and no rank waits for another (exercise 8.1),
 # - keep replicas equal to the last bit, with gradients that travel while others are computed (exercise 8.2),
 # - find what is wrong with a wrapper whose gradients are right (exercise 8.3, a bug hunt).
 
@@ -19,6 +19,8 @@
 
 # %%
 import contextlib
+import functools
+import statistics
 import time
 
 import torch
@@ -26,10 +28,9 @@ from torch import nn
 
 from labutils import collectives, data_parallel, measure, memory, units
 from labutils.accumulation import micro_batches
-from labutils.config import Link, ModelConfig, TrainConfig
-from labutils.ledger import Ledger
+from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
-from labutils.precision import LossScaler, autocast
+from labutils.precision import LossScaler
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore, log
@@ -52,20 +53,30 @@ buckets = [
 plots.bucket_animation(buckets, bucket_bytes=2_000_000)
 
 # %% [markdown]
-# That is data parallelism: **a copy of everything on every device, one mean of gradients a step, and as little waiting for it as possible.**
+# That is data parallelism: **a copy of everything on every device, one mean of gradients per step, and as little waiting for it as possible.**
 
 # %% [markdown]
 # ## Is the mean over devices the gradient of the batch?
 #
-# A small GPT, a batch of eight sequences, four ranks. In float64, so that whatever differs is a mistake and not rounding.
+# A small GPT, a batch of eight sequences, four ranks. All is in float64, so that what differs is a mistake and not rounding.
 
 # %%
 sizes = dict(num_layers=2, d_model=64, num_heads=4, d_ff=256)
 config = ModelConfig(**sizes, vocab_size=128, seq_len=32)
 draw = torch.Generator().manual_seed(1)
-batch = tuple(torch.randint(128, (8, 32), generator=draw) for _ in range(2))
 
 
+def sequences(count):
+    """Inputs and targets."""
+    return tuple(torch.randint(128, (count, 32), generator=draw) for _ in range(2))
+
+
+def mine(rank, data):
+    """This rank's share of the sequences."""
+    return tuple(side[rank.rank :: rank.size] for side in data)
+
+
+# %%
 def model(seed=0):
     return GPT(config, generator=torch.Generator().manual_seed(seed)).double()
 
@@ -83,14 +94,14 @@ def gradient(net):
 predict("all-reduced/times", times=1)
 
 # %%
-world = World(4)
+world, batch = World(4), sequences(8)
 whole = model()
 whole.loss(*batch).backward()
 
 
 def added_up(rank):
     net = model()
-    net.loss(*(side[rank.rank :: rank.size] for side in batch)).backward()
+    net.loss(*mine(rank, batch)).backward()
     return rank.comm("dp").all_reduce(gradient(net))
 
 
@@ -102,30 +113,30 @@ reveal("all-reduced/times", times=round(times, 9))
 #
 # $$ \frac18\sum_{j=1}^{8} \nabla\ell_j \;=\; \frac14\sum_{r=1}^{4}\Bigl(\frac12\sum_{j\,\in\,r}\nabla\ell_j\Bigr). $$
 #
-# Divide by the number of ranks, and the two are one gradient. It is lab 05 once more, with ranks in place of micro-batches: there time, here space. So is the trap:
-# the formula holds when all ranks have equally many examples. Ten sequences on four ranks are 3, 3, 2 and 2.
-
+# Divide by the number of ranks, and the two are one gradient. The formula is that of gradient accumulation (lab 05), with ranks in place of micro-batches, and it has the same
+# condition: all ranks have equally many examples. Ten sequences on four ranks are 3, 3, 2 and 2.
 
 # %%
-def uneven(rank, weigh):
-    net = model()
-    inputs, targets = (side.tensor_split(rank.size)[rank.rank] for side in ten)
-    share = len(inputs) / 10 if weigh else 1 / rank.size
-    (net.loss(inputs, targets) * share).backward()
-    return rank.comm("dp").all_reduce(gradient(net))
-
-
-ten = tuple(torch.randint(128, (10, 32), generator=draw) for _ in range(2))
+ten = sequences(10)
 right = model()
 right.loss(*ten).backward()
+
+
+def uneven(rank, weigh):
+    net, comm = model(), rank.comm("dp")
+    inputs, targets = mine(rank, ten)
+    weight = data_parallel.share(len(inputs), comm) if weigh else 1
+    (net.loss(inputs, targets) * weight).backward()
+    return comm.all_reduce(gradient(net)) / comm.size
+
+
 for weigh in (False, True):
-    error = world.run(uneven, weigh)[0] - gradient(right)
-    off = error.norm() / gradient(right).norm()
-    print(f"weighed by examples: {weigh!s:5}  the gradient is off by {off:.0%}")
+    off = world.run(uneven, weigh)[0] - gradient(right)
+    print(f"weighed: {weigh!s:5}  off by {off.norm() / gradient(right).norm():.0%}")
 
 # %% [markdown]
-# Nothing crashes, as in lab 05. Two cures: give each loss its share n_i / Σn (`data_parallel.share` finds it with an all-reduce of 8 bytes), or never let ranks differ.
-# Data loaders do the second, and so will you.
+# Nothing crashes in either case. `data_parallel.share` weighs each loss by its number of examples, and finds their total with an all-reduce of 8 bytes. Data loaders avoid the question:
+# they give all ranks equally many.
 #
 # ### Exercise 8.1 · Deal out the data (10 min, ●○○)
 #
@@ -136,7 +147,8 @@ for weigh in (False, True):
 def my_examples(length: int, rank: int, size: int, epoch: int) -> list[int]:
     """The indices, out of `length` examples, that `rank` of `size` reads in `epoch`.
 
-    They are shuffled anew in each epoch, and equally many on all ranks.
+    They are shuffled anew in each epoch. Every example is read, and all ranks have
+    equally many; where that is not possible otherwise, some examples are read twice.
     """
     raise NotImplementedError
 
@@ -151,27 +163,18 @@ hint("data_parallel/sampler", 1)
 show(data_parallel.sampler)
 
 # %% [markdown]
-# PyTorch's `DistributedSampler` does the same, and forgets the epoch unless you call `set_epoch`.
+# PyTorch's `DistributedSampler` returns the same indices, and those of epoch 0 again until you call `set_epoch`.
 
 # %% [markdown]
 # ## Who adds the gradients up?
 #
-# Three answers were tried, and the code for each is in the library. First the *parameter server*: one rank hands out the weights, takes in all gradients, and alone
-# has an optimizer.
-
-# %%
-show(data_parallel.server_step)
-
-# %% [markdown]
-# Then PyTorch's `nn.DataParallel`: one process, a thread for each device. In *every* step it copies the model to all devices, scatters the inputs, and gathers the
-# **outputs** on the first device, which computes the loss.
-
-# %%
-show(data_parallel.replicate_each_step)
-
-# %% [markdown]
-# And `DistributedDataParallel`, which you are about to build: a process for each device, weights broadcast *once*, an all-reduce of gradients in each step, an
-# optimizer on every rank. Equal gradients through equal optimizers make equal weights, so nobody has to send weights again.
+# | design | who has an optimizer | what travels in each step |
+# |---|---|---|
+# | *parameter server* | rank 0 | weights from rank 0 to everybody, gradients from everybody to rank 0 |
+# | `nn.DataParallel` | rank 0, which also computes the loss | the same, and inputs, outputs and the gradients of outputs |
+# | `DistributedDataParallel` (DDP) | every rank | one all-reduce of gradients |
+#
+# Nobody trains language models with the first two any more. Their costs say why.
 #
 # > GPT-2 has 124 million parameters, so 498 MB of fp32 gradients. On eight ranks, how much does the server send in a step?
 
@@ -181,19 +184,19 @@ predict("server/sends", GB=0.5)
 # %%
 gpt2 = ModelConfig.named("gpt2")
 S = 4 * gpt2.num_params
-sent = collectives.sent("broadcast_star", nbytes=S, n=8).by("rank")
-reveal("server/sends", GB=round(sent[0] / 1e9, 2))
 
-# %% [markdown]
-# Weights to seven workers, and it receives as much again in gradients, through one link. On a ring nobody sends more than twice the gradient, however many ranks
-# there are:
 
-# %%
 def busiest(algorithm, n):
     """GB that the rank sends which sends most."""
     return max(collectives.sent(algorithm, nbytes=S, n=n).by("rank").values()) / 1e9
 
 
+reveal("server/sends", GB=round(busiest("broadcast_star", 8), 2))
+
+# %% [markdown]
+# These are the weights for seven workers, and the server receives as many gradients. On a ring no rank sends more than twice the gradient, however many ranks there are:
+
+# %%
 ranks = [2, 4, 8, 16, 32, 64]
 plots.curves(
     ranks,
@@ -206,171 +209,57 @@ plots.curves(
 )
 
 # %% [markdown]
-# Now run all three on four ranks, every rank with weights of its own at the start. One step, to see who sends how much:
-
-
-# %%
-def mine(rank, data=batch):
-    return tuple(side[rank.rank :: rank.size] for side in data)
-
-
-def entropy(outputs, targets):
-    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-
-
-def weights(net):
-    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
-
-
-# %%
-def train(net, wrapper, inputs, targets, steps=3, eps=1e-8):
-    """Weights and bytes held after some steps; `wrapper` computes what net does."""
-    optimizer = torch.optim.AdamW(net.parameters(), eps=eps)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        entropy(wrapper(inputs), targets).backward()
-        optimizer.step()
-    return weights(net), measure.model_states(net, optimizer)
-
-
-def DDP(rank, steps=1):
-    net = model(seed=rank.rank)
-    return train(net, data_parallel.replicate(net, rank.comm("dp")), *mine(rank), steps)
-
-
-# %%
-def on_rank_0(rank, steps, step):
-    """The same, where `step(net, comm, optimizer)` has an optimizer on rank 0 alone."""
-    net = model(seed=rank.rank)
-    optimizer = torch.optim.AdamW(net.parameters()) if rank.rank == 0 else None
-    for _ in range(steps):
-        step(net, rank.comm("dp"), optimizer)
-    return weights(net), measure.model_states(net, optimizer)
-
-
-def server(rank, steps=1):
-    def step(net, *args):
-        data_parallel.server_step(net, *args, lambda part: net.loss(*part), mine(rank))
-
-    return on_rank_0(rank, steps, step)
-
-
-def DataParallel(rank, steps=1):
-    def step(*args):
-        data_parallel.replicate_each_step(*args, entropy, *batch)
-
-    return on_rank_0(rank, steps, step)
-
-
-# %%
-books = {}
-for way in (server, DataParallel, DDP):
-    world.run(way)  # a broadcast is sent once, not in every step
-    each_step = Ledger(line for line in world.ledger if line.name != "broadcast")
-    books[way.__name__] = each_step
-plots.comm_bars(**books)
-
-# %% [markdown]
-# What `DataParallel` sends on top of the server is outputs and their gradients. In this toy they are small. In a language model an output is a number for each word
-# of the vocabulary and each token. Eight sequences on one device, in fp32, beside the gradient of all of GPT-2:
+# The outputs that `DataParallel` gathers grow with the batch. Those of GPT-2 for eight sequences, in fp32, beside the gradient of the whole model:
 
 # %%
 outputs = 8 * gpt2.seq_len * gpt2.vocab_size * 4
 {"outputs": units.text(outputs), "gradients": units.text(S)}
 
 # %% [markdown]
-# Gradients have the size of the model, whatever the batch. That is the reason to exchange *them*, and leave outputs and losses where they are.
+# So exchange gradients, which have the size of the model, and leave outputs and losses where they are. Every rank then holds weights, gradients and an optimizer of its own: equal
+# gradients through equal optimizers make equal weights. That every rank holds *everything* is the waste that lab 09 removes.
 #
-# Three results, always together: after three steps, are the weights those of one device with the whole batch? Who sends how many bytes a step? Who holds how many?
-
-# %%
-alone = model()
-train(alone, alone, *batch)
-found = {way.__name__: world.run(way, steps=3) for way in (server, DataParallel, DDP)}
-{
-    name: torch.allclose(ranks[0][0], weights(alone), rtol=0, atol=1e-12)
-    for name, ranks in found.items()
-}
-
-# %%
-for name, ranks in found.items():
-    for i in (0, 1):
-        amounts = units.text(books[name].by("rank")[i]), units.text(ranks[i][1].total)
-        print(f"{name:13} rank {i}: sends {amounts[0]:>8}, holds {amounts[1]:>8}")
-
-# %% [markdown]
-# The same from formulas, with S for the gradient: a server sends S to each worker and each worker S to it; in `DataParallel` a scatter of inputs, a gather of outputs and
-# a scatter of their gradients come on top; DDP is one ring. Held are S of weights, S of gradients, and where there is an Adam 2S and a step counter for each tensor.
-
-# %%
-S64 = weights(alone).nbytes
-rows = [("scatter_star", 8 * 32 * 8)]  # inputs: 8 bytes a token
-rows += [("gather_star", 8 * 32 * 128 * 8), ("scatter_star", 8 * 32 * 128 * 8)]
-
-
-def all_of(calls):
-    sent = [collectives.sent(op, nbytes=nbytes, n=4) for op, nbytes in calls]
-    return sum(sent, Ledger())
-
-
-expected = {"server": all_of([("broadcast_star", S64), ("reduce_star", S64)])}
-expected["DataParallel"] = expected["server"] + all_of(rows)
-expected["DDP"] = all_of([("all_reduce_ring", S64)])
-{way: expected[way].diff(book, by="rank").unexplained for way, book in books.items()}
-
-# %%
-adam = 2 * S64 + 4 * config.num_tensors
-unexplained = {}
-for name, ((_, first), (_, other), *_) in found.items():
-    optimizers = adam, adam * (name == "DDP")
-    held = first.total - 2 * S64, other.total - 2 * S64
-    unexplained[name] = [a - b for a, b in zip(held, optimizers, strict=True)]
-unexplained
-
-# %% [markdown]
-# All three are right. In the first two, rank 0 is the one that everybody waits for, and the other devices have their memory half empty. In the third all ranks do
-# the same, and hold the same: weights, gradients and an optimizer each. That every rank holds *everything* is the waste that lab 09 removes.
-#
-# **And the threads?** `DataParallel` runs its replicas as threads of one Python process, and only one thread at a time may run Python. Two ranks that do nothing
-# but Python, as threads and as processes:
+# **Threads or processes?** `DataParallel` runs its replicas as threads of one Python process. How many processor cores do two ranks keep busy that do nothing but Python? Below is the
+# processor time of both over the time on the clock, the median of five runs that start together.
 
 
 # %%
-def python(rank):
-    start, total = time.perf_counter(), 0
-    for i in range(500_000):
-        total += i * i
-    return time.perf_counter() - start
+def python_only(rank):
+    """This rank's time on the clock, and on a core."""
+    rank.comm().barrier()
+    clock, core = time.perf_counter(), time.thread_time()
+    sum(i * i for i in range(1_000_000))
+    return time.perf_counter() - clock, time.thread_time() - core
+
+
+def cores_busy(ranks):
+    clock, core = zip(*ranks.run(python_only), strict=True)
+    return sum(core) / max(clock)
 
 
 # %% tags=["nbval-ignore-output"]
-for name, n, engine in (
-    ("one thread", 1, "threads"),
-    ("two threads", 2, "threads"),
-    ("two processes", 2, "processes"),
-):
-    with World(n, engine) as few:
-        took = min(max(few.run(python)) for _ in range(30))
-        print(f"{name}: {units.text(took, 's')}")
+for engine in ("threads", "processes"):
+    with World(2, engine) as two:
+        cores = statistics.median(cores_busy(two) for _ in range(5))
+        print(f"two {engine}: {cores:.1f} cores")
 
 # %% [markdown]
-# Two threads take turns; two processes run at once, if two cores are free. A training step launches thousands of kernels from Python, so of eight threads seven wait for the interpreter. This is
-# why every framework starts one process a device.
+# Two threads share one core, however many there are: only the thread that has Python's global interpreter lock (GIL) runs. Two processes have a lock each, and use two cores where two
+# are free. PyTorch's documentation gives this as one reason to use DDP, with one process per device, even on a single machine.
 
 # %% [markdown]
 # ## When may a gradient leave?
 #
-# The plainest way is a loop after the backward pass:
+# The plainest data parallelism is a loop after the backward pass:
 
 # %%
 show(data_parallel.average_gradients)
 
 # %% [markdown]
-# It is right, and it wastes: the network has nothing to do while gradients are computed, and the ranks nothing while they travel. A gradient may leave as soon as it is
-# complete. Autograd says when: `parameter.register_post_accumulate_grad_hook(hook)` calls `hook(parameter)` right after a gradient has been added to
-# `.grad`.
+# It is right, and it wastes time: the network idles while gradients are computed, and the ranks idle while they travel. A gradient may leave as soon as it is complete. Autograd says
+# when: `parameter.register_post_accumulate_grad_hook(hook)` calls `hook(parameter)` right after a gradient has been added to `.grad`.
 #
-# > The token embedding is the first layer of the forward pass; in this model its matrix also is the last one, *tied* to the output. When does its gradient come: first,
+# > The token embedding is the first layer of the forward pass. In this model its matrix is also the last one, *tied* to the output. When does its gradient come: first,
 # > last, or twice?
 
 # %%
@@ -378,23 +267,20 @@ predict("ready/embedding", when="first")
 
 # %%
 order, watched = [], model()
-
-
-def noting(name):
-    return lambda parameter: order.append(name)
-
-
 for name, parameter in watched.named_parameters():
-    parameter.register_post_accumulate_grad_hook(noting(name))
+    parameter.register_post_accumulate_grad_hook(
+        lambda _, name=name: order.append(name)
+    )
 watched.loss(*batch).backward()
 print(f"{len(order)} gradients. First: {order[:2]}. Last: {order[-2:]}.")
 
 # %%
-reveal("ready/embedding", when="last")
+places = [place for place, name in enumerate(order) if name == "tokens.weight"]
+reveal("ready/embedding", when="last" if places == [len(order) - 1] else "not last")
 
 # %% [markdown]
-# Layers come in reverse, and a gradient is complete when its *last* contribution is there. The tied matrix gets its first one at the very beginning of the backward
-# pass, from the output, and its second at the very end. It can hide behind nothing. In GPT-2 that is not a detail:
+# Layers come in reverse, and a gradient is complete when its *last* contribution is there. The tied matrix gets one contribution from the output, at the beginning of the backward pass,
+# and one from the embedding, at the end. No other computation is left for it to hide behind. In GPT-2 it is large:
 
 # %%
 embedding = gpt2.vocab_size * gpt2.d_model / gpt2.num_params
@@ -423,44 +309,74 @@ hint("data_parallel/hooks", 1)
 show(data_parallel.Replica.gradient_ready)
 
 # %% [markdown]
-# The library's hook does a little more: it puts the gradient into a bucket, and lets a bucket go that is complete. But first a mistake worth seeing.
+# The library's hook puts the gradient into a bucket, and sends a bucket that is complete.
 #
-# The hook is given the *parameter*. A published exercise reduces that, and nothing else. The parameters of equal replicas have a mean that changes nothing, so the first
-# loss is right, the bytes are right, and the loss goes down. But each rank steps along a gradient of its own:
+# The hook is given the *parameter*. A published exercise reduces that, and nothing else. Below it trains beside our replicas and beside one device with the whole batch.
 
 
 # %%
-def drifting(rank, steps=3):
+def weights(net):
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+def train(net, wrapper, data, eps=1e-8):
+    """Weights and states after three steps; `wrapper` returns what net returns."""
+    optimizer = torch.optim.AdamW(net.parameters(), eps=eps)
+    for _ in range(3):
+        optimizer.zero_grad()
+        outputs = wrapper(data[0]).flatten(0, 1)
+        nn.functional.cross_entropy(outputs, data[1].flatten()).backward()
+        optimizer.step()
+    return weights(net), measure.model_states(net, optimizer)
+
+
+# %%
+def published(rank):
     net, comm = model(), rank.comm("dp")
-    optimizer = torch.optim.AdamW(net.parameters())
 
     def hook(parameter):
         parameter.data.copy_(comm.all_reduce(parameter.data) / comm.size)
 
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(hook)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        net.loss(*mine(rank)).backward()
-        optimizer.step()
-    return weights(net)
+    return train(net, net, mine(rank, batch))
 
 
-replicas, drift_bytes = world.run(drifting), world.ledger.by("rank")
-world.run(DDP, steps=3)
-ddp_bytes = world.ledger.only(rank=0, name="all_reduce").total
-sent = f"sent {units.text(drift_bytes[0])}, DDP sends {units.text(ddp_bytes)}"
-print(f"replicas equal: {torch.equal(replicas[0], replicas[1])}; {sent}")
+def replicated(rank):
+    net = model(seed=rank.rank)
+    replica = data_parallel.replicate(net, rank.comm("dp"))
+    return train(net, replica, mine(rank, batch))
+
+
+# %%
+alone = model()
+expected, _ = train(alone, alone, batch)
+
+
+def compare(name, found, tolerance):
+    (first, _), (second, _), *_ = found
+    right = torch.allclose(first, expected, rtol=0, atol=tolerance)
+    equal = torch.equal(first, second)
+    print(f"{name:10}  as on one device: {right!s:5}  ranks the same bits: {equal!s:5}")
+
+
+for program in (published, replicated):
+    compare(program.__name__, world.run(program), 1e-12)
+    sent = world.ledger.only(rank=0, name="all_reduce").total
+    print(f"{'':10}  rank 0 all-reduces {units.text(sent)}")
+
+# %% [markdown]
+# The bytes are the same. But parameters of equal replicas have a mean that changes nothing, and then each rank steps along a gradient of its own.
 
 # %% [markdown]
 # ## How large should a bucket be?
 #
-# One message for each parameter costs a latency each; one message for all can leave only when the last gradient is there. A bucket of B bytes on a ring of N ranks
-# takes
+# One message for each parameter costs a latency each; one message for all can leave only when the last gradient is there. A bucket of B bytes on a ring of N ranks, whose links have latency λ
+# and bandwidth bw, takes
 #
 # $$ t(B) \;=\; 2(N-1)\,\lambda \;+\; 2\,\tfrac{N-1}{N}\,\frac{B}{\mathrm{bw}}, $$
 #
-# and the next one waits for it. So buckets should be large against N·λ·bw, where latency and bytes cost the same, and small against the whole gradient.
+# and the next one waits for it. Latency and bytes cost the same at B = N·λ·bw. So buckets should be large against N·λ·bw, and small against the whole gradient.
 #
 # The twelve blocks of GPT-2 are 192 tensors, 340 MB. Thirty-two ranks with links of 10 µs and 10 GB/s, and a backward pass of 80 ms:
 
@@ -496,8 +412,8 @@ plots.overlap(
 reveal("buckets/one-each", ms=round(1e3 * backward(1).makespan))
 
 # %% [markdown]
-# Both extremes are slow, for opposite reasons. Above, latencies fill the network and it never catches up; below, it has nothing to do until the end. Between them lies a
-# broad valley, and its left slope moves with N:
+# Both extremes are slow, for opposite reasons. With a bucket for each tensor the network is busy to the end, mostly with latencies; with one bucket it has nothing to do until the backward
+# pass is over. Between them lies a broad valley, and its left slope moves with N:
 
 # %%
 sizes = [10 ** (k / 8) for k in range(40, 69)]
@@ -515,127 +431,105 @@ plots.curves(
 )
 
 # %% [markdown]
-# DDP takes 25 MiB; Megatron-LM's default grows with the number of ranks, for the reason that you see.
+# DDP's default is 25 MiB, whatever N is. Megatron-LM's grows with N.
 
 # %% [markdown]
 # ## How much of the communication can you hide?
 #
-# So far a formula. Now four processes, and a clock. Two cores cannot compute for four ranks and move their bytes at the same time, so this backward pass *sleeps*, as a
-# CPU does while a GPU works.
+# A bucket that leaves when its layer is done travels while the next layer is computed. Only the last one has nothing left to hide behind. So, *if the network keeps up*,
+#
+# $$ \text{hidden} \;=\; 1 - \frac{S_{\text{last}}}{\sum_k S_k}, $$
+#
+# where $S_k$ are the bytes of bucket k. That is the most that overlap can do. The same backward pass with buckets of 25 MB, on three networks:
 
 
 # %%
-class Slow(torch.autograd.Function):
-    """The identity; its backward pass takes its time and gives `weight` ones."""
-
-    @staticmethod
-    def forward(ctx, x, weight, seconds):
-        ctx.shape = weight.shape
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(ctx.seconds)
-        return gradient, torch.ones(ctx.shape), None
+def hideable(buckets):
+    return 1 - buckets[-1].nbytes / sum(bucket.nbytes for bucket in buckets)
 
 
-class Layer(nn.Module):
-    def __init__(self, numel, seconds):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
-        self.seconds = seconds
+buckets_of = dict(bucket_bytes=25_000_000, n=32)
+for GBps in (1, 10, 100):
+    slow_or_fast = Link(10e-6, GBps * 1e9)
+    step = data_parallel.backward_timeline(layers, **buckets_of, link=slow_or_fast)
+    exposed = units.text(step.exposed, "s")
+    print(f"{GBps:3} GB/s: {step.hidden:.0%} hidden, {exposed} exposed")
+print(f"formula : {hideable(data_parallel.buckets(blocks, 25_000_000)):.0%} hidden")
 
-    def forward(self, x):
-        return Slow.apply(x, self.weight, self.seconds)
-
+# %% [markdown]
+# On the slowest network hardly anything is hidden. When does a network keep up? A parameter takes 4 bytes of gradient over links of bandwidth bw, about 8/bw seconds on many ranks. Its share
+# of a backward pass over T tokens is 4T FLOPs, 4T/F seconds at F FLOP/s. The number of parameters cancels:
+#
+# $$ \frac{8}{\mathrm{bw}} \;\le\; \frac{4T}{F} \quad\Longleftrightarrow\quad T \;\ge\; \frac{2F}{\mathrm{bw}} \quad\text{tokens per rank.} $$
+#
+# At 400 TFLOP/s and 50 GB/s per rank, with fewer tokens and with more, for two models:
 
 # %%
-def slow_step(rank, overlap, bucket_bytes=1_000_000, steps=5):
-    """The time lines of a few steps of this rank: twelve layers of 1 MB, 20 ms each."""
-    net = nn.Sequential(*(Layer(250_000, 0.020) for _ in range(12)))
-    comm, timelines = rank.comm("dp"), []
-    options = dict(bucket_bytes=bucket_bytes, overlap=overlap)
-    replica = data_parallel.replicate(net, comm, **options)
-    for _ in range(steps):
+F, network = 400e12, Link(latency=0, bandwidth=50e9)
+enough = 2 * F / network.bandwidth
+
+
+def hidden_at(tokens, parameters, pieces=100):
+    """The hidden part where a backward pass has so many tokens per rank."""
+    piece = int(4 * parameters / pieces), 4 * tokens * parameters / pieces / F
+    options = dict(bucket_bytes=piece[0], n=1024, link=network)
+    return data_parallel.backward_timeline([piece] * pieces, **options).hidden
+
+
+for tokens in (enough / 4, enough / 2, enough, 2 * enough):
+    small, large = hidden_at(tokens, 1e9), hidden_at(tokens, 70e9)
+    print(f"{tokens:6,.0f} tokens: {small:.0%} hidden with 1 B, {large:.0%} with 70 B")
+
+# %% [markdown]
+# So far a formula. Now four processes, and a clock. Two cores cannot compute for four ranks and move their bytes at the same time, so the layers of this chain *sleep* in their backward
+# pass, as a CPU does while a GPU works. Twelve layers of 1 MB, 20 ms each, and of a few steps the one of median length:
+
+# %%
+twelve = [(1_000_000, 0.020)] * 12
+processes = World(4, engine="processes")
+
+
+def sleeping(rank, per_bucket=1, overlap=True):
+    """This rank's time line of each of three steps."""
+    chain, comm = data_parallel.waiting_chain(twelve), rank.comm("dp")
+    options = dict(bucket_bytes=per_bucket * 1_000_000, overlap=overlap)
+    replica, timelines = data_parallel.replicate(chain, comm, **options), []
+    for _ in range(3):
         comm.barrier()
-        replica(torch.ones(1, requires_grad=True)).sum().backward()
+        replica(torch.ones(1)).backward()
         timelines.append(replica.timeline)
     return timelines
 
 
-def fastest(timelines):
-    """Of the steps of all ranks, the one that took least."""
-    steps = [sum(step) for step in zip(*timelines, strict=True)]
-    return min(steps, key=lambda timeline: timeline.makespan)
+def median_step(**options):
+    steps = map(sum, zip(*processes.run(sleeping, **options), strict=True))
+    return sorted(steps, key=lambda step: step.makespan)[1]
 
-
-# %% [markdown]
-# Twelve layers, a bucket each. Every bucket leaves when its layer is done and travels while the next layer is computed. Only the last one, layer 0's, has nothing left to
-# hide behind. So if the network keeps up, the part of communication that can be hidden is everything but the last bucket:
-#
-# $$ \text{hidden} \;=\; 1 - \frac{S_{\text{last}}}{\sum_k S_k}. $$
-#
-# > How much is that here?
-
-# %%
-predict("overlap/hidden", percent=50)
-
-# %%
-def in_buckets_of(k):
-    """Twelve layers of 1 MB, k to a bucket."""
-    return data_parallel.buckets([1_000_000] * 12, 1_000_000 * k)
-
-
-def hideable(grouped):
-    return 1 - grouped[-1].nbytes / sum(bucket.nbytes for bucket in grouped)
-
-
-twelve = in_buckets_of(1)
-reveal("overlap/hidden", percent=round(100 * hideable(twelve)))
-
-# %% [markdown]
-# And the clock, with overlap and without:
-
-# %%
-processes = World(4, engine="processes")
-after = fastest(processes.run(slow_step, overlap=False))
-during = fastest(processes.run(slow_step, overlap=True))
 
 # %% tags=["nbval-ignore-output"]
+after, during = median_step(overlap=False), median_step()
 plots.overlap(after_the_backward_pass=after, during_the_backward_pass=during)
 
 # %% [markdown]
-# Every rank's clock starts as it leaves a barrier. Above, the network rests for the whole backward pass, and then the ranks rest. Below, eleven of twelve buckets are under way
-# while their rank is busy.
-
-# %% tags=["nbval-ignore-output"]
-for name, step in {"without overlap": after, "with it": during}.items():
-    exposed = units.text(step.exposed, "s")
-    print(f"{name:15}: hidden {step.hidden:.0%}, exposed {exposed}")
-print(f"formula        : hidden {hideable(twelve):.0%}")
-
-# %% [markdown]
-# How many bytes moved does not depend on when they moved:
+# Every rank's clock starts as it leaves a barrier. Without overlap the network rests for the whole backward pass, and then the ranks rest. How many bytes move does not depend on when they
+# move:
 
 # %%
 counted = processes.ledger.only(name="all_reduce")
-data_parallel.bytes_to_reduce(twelve, 4, backwards=5).diff(counted)
+in_buckets = data_parallel.buckets([1_000_000] * 12, 1_000_000)
+data_parallel.bytes_to_reduce(in_buckets, 4, backwards=3).diff(counted)
 
 # %% [markdown]
-# With k layers to a bucket the last bucket is k times as large, and the formula says 1 − k/12. Line: the formula. Dots: measured.
+# With k layers to a bucket the last bucket is k times as large, and the formula says 1 − k/12. Line: the formula. Dots: measured, where the time of a bucket includes the wait for the
+# slowest rank.
 
 # %% tags=["nbval-ignore-output"]
-def overlapped(k):
-    return fastest(processes.run(slow_step, True, bucket_bytes=1_000_000 * k, steps=4))
-
-
-per_bucket = [1, 2, 3, 6, 12]
-steps = [during, *(overlapped(k) for k in per_bucket[1:])]
+per_bucket = [1, 3, 6, 12]
+steps = [during, *(median_step(per_bucket=k) for k in per_bucket[1:])]
 one, all_twelve = (units.text(step.exposed, "s") for step in (steps[0], steps[-1]))
 plots.curves(
     per_bucket,
-    hidden=[100 * hideable(in_buckets_of(k)) for k in per_bucket],
+    hidden=[100 * (1 - k / 12) for k in per_bucket],
     measured={"hidden": [100 * step.hidden for step in steps]},
     xlabel="layers in a bucket",
     ylabel="communication hidden (%)",
@@ -644,8 +538,8 @@ plots.curves(
 )
 
 # %% [markdown]
-# (On the clock a bucket's time includes the wait for the slowest rank, so single dots lie above or below.) The *last* bucket is the one to keep small. PyTorch's DDP has a small bucket too, of 1 MiB beside those of 25. Which one is it? Ten layers of 1 MiB, in the order in which
-# their buckets leave:
+# The *last* bucket is the one to keep small. PyTorch's DDP has one small bucket by default, of 1 MiB beside those of 25 MiB. Which one is it? Ten layers of 1 MiB, the sizes of their
+# buckets in the order in which they leave:
 
 
 # %%
@@ -655,15 +549,14 @@ def torchs_buckets(rank):
     theirs = nn.parallel.DistributedDataParallel(net, process_group=group)
     for _ in range(3):
         theirs(torch.ones(1, 512)).sum().backward()
-    told = theirs._get_ddp_logging_data()
-    return told["rebuilt_bucket_sizes"], told["rebuilt_per_bucket_param_indices"]
+    return theirs._get_ddp_logging_data()["rebuilt_bucket_sizes"]
 
 
 processes.run(torchs_buckets)[0]
 
 # %% [markdown]
-# The *first*: parameter 9, the last layer's, leaves alone so that the network has something to do early. What is exposed at the end is a whole bucket, unless you choose
-# `bucket_cap_mb` smaller.
+# The *first*: the network begins early, and what is exposed at the end is a whole bucket. You make it smaller with `bucket_cap_mb`, or give each bucket a size of its own with
+# `bucket_cap_mb_list` (torch 2.13).
 
 # %% [markdown]
 # ## What do micro-batches change?
@@ -676,50 +569,53 @@ processes.run(torchs_buckets)[0]
 predict("accumulation/bytes", times=1)
 
 # %%
-many = tuple(torch.randint(128, (32, 32), generator=draw) for _ in range(2))
+many = sequences(32)
 
 
 def accumulated(rank, quiet, k=4):
-    net = model(seed=rank.rank)
-    replica = data_parallel.replicate(net, rank.comm("dp"))
+    replica = data_parallel.replicate(model(seed=rank.rank), rank.comm("dp"))
     for i, (inputs, targets) in enumerate(micro_batches(mine(rank, many), 8 // k)):
         with replica.no_sync() if quiet and i + 1 < k else contextlib.nullcontext():
-            (entropy(replica(inputs), targets) / k).backward()
-    return gradient(net)
+            outputs = replica(inputs).flatten(0, 1)
+            (nn.functional.cross_entropy(outputs, targets.flatten()) / k).backward()
+    return gradient(replica)
 
 
 # %%
-right = model()
+right, sent = model(), {}
 right.loss(*many).backward()
-sent = {}
 for quiet in (False, True):
-    found = world.run(accumulated, quiet)
+    found = world.run(accumulated, quiet)[0]
     sent[quiet] = world.ledger.only(rank=0, name="all_reduce").total
-    equal = torch.allclose(found[0], gradient(right), rtol=0, atol=1e-12)
-    each = units.text(sent[quiet])
-    print(f"no_sync: {quiet!s:5}  equal: {equal}  sent by each rank: {each}")
+    equal = torch.allclose(found, gradient(right), rtol=0, atol=1e-12)
+    print(f"no_sync: {quiet!s:5}  right: {equal}  sent: {units.text(sent[quiet])}")
 
 # %%
 reveal("accumulation/bytes", times=sent[False] // sent[True])
 
 # %% [markdown]
-# Right both times: a mean of gradients that are equal already is what it was, and the next micro-batch adds to it. So no test of values will ever find it, and the
-# step sends four times as much. `no_sync()` lets gradients add up at home until the last micro-batch.
+# Right both times: the mean of gradients that are equal already changes nothing, and the next micro-batch adds to it. No test of values can find the difference. `no_sync()` lets gradients
+# add up on their own rank until the last micro-batch.
 
 # %% [markdown]
 # ## What must all ranks agree on?
 #
-# | what | or else | who sees to it |
-# |---|---|---|
-# | the weights at the start | replicas stay as far apart as they were | one broadcast, in `replicate` |
-# | the order of reductions | bucket 1 of one rank is added to bucket 0 of another | every rank sends its buckets in their order, whichever is full first |
-# | which gradients there are | a bucket is never complete, and the other ranks wait | shown below |
-# | whether a step is skipped | one rank's weights are another model's from there on | shown below |
-# | how many steps there are | the others wait for a rank that has no batch left: a deadlock | equal shares (exercise 8.1), or DDP's `join` |
-# | buffers, such as the running statistics of a BatchNorm | which rank's model is it that you save? | DDP sends rank 0's before each forward pass, ours at the start; `nn.SyncBatchNorm` has statistics of the whole batch |
-# | the format on the wire | gradients in bf16 are half the bytes, and every addition on the way rounds to 8 significant bits | a communication hook (below), `reduce_dtype` in FSDP2 (lab 09) |
+# The contracts of PyTorch's DDP, and what happens where you break your part. Ours has the same ones, except where the table says so.
 #
-# **Which gradients there are.** Here rank 1 does not use one of two layers:
+# | about | what DDP promises | what you must do | otherwise |
+# |---|---|---|---|
+# | weights at the start | rank 0's, by one broadcast | build the same module on every rank | replicas stay as far apart as they began |
+# | order of reductions | buckets leave in one order, whichever is full first | call collectives of your own in the same order on all ranks | one tensor is added to another, or a deadlock |
+# | which gradients exist | it waits for every parameter | use every parameter in every step, or `find_unused_parameters=True` | *shown below* |
+# | skipped steps | the same gradient on every rank | look for inf, and clip, *after* the reduction | *shown below* |
+# | number of steps | nothing | equal shares (exercise 8.1), or `join()` | a deadlock |
+# | size of the share | a mean over ranks | equally many examples, or `data_parallel.share` | the gradient is off, as in the first question |
+# | micro-batches | a reduction in each backward pass | `no_sync()` for all but the last | right values, k times the bytes |
+# | random numbers | nothing | one seed for the weights, another per rank for dropout | every rank drops the same units |
+# | buffers (BatchNorm's statistics) | rank 0's before each forward pass; ours only at the start | save rank 0's; `nn.SyncBatchNorm` has statistics of the whole batch | each rank has other statistics |
+# | format on the wire | that of the gradients | nothing; a communication hook sends bf16, half the bytes | bf16: each number and each sum on the way has 8 significant bits |
+#
+# **Which gradients exist.** Rank 1 does not use one of two layers:
 
 
 # %%
@@ -737,7 +633,7 @@ def branching(rank, find_unused):
     net, comm = Branches(), rank.comm("dp")
     replica = data_parallel.replicate(net, comm, find_unused=find_unused)
     replica(torch.ones(1, 2), both=rank.rank == 0).sum().backward()
-    return [parameter.grad.tolist() for parameter in replica.parameters()]
+    return {name: p.grad.tolist() for name, p in net.named_parameters()}
 
 
 two = World(2)
@@ -747,67 +643,51 @@ except RankError as error:
     print(str(error).splitlines()[0])
 
 # %% [markdown]
-# Its bucket would never be complete, and rank 0 would wait for it. With `find_unused` a gradient that does not come counts as zero, on this rank alone:
+# Its bucket would never be complete. With `find_unused` a gradient that does not come counts as zero, on this rank alone:
 
 # %%
-two.run(branching, find_unused=True)
+two.run(branching, find_unused=True)[1]
 
 # %% [markdown]
-# Half a gradient from two ranks: rank 0's ones, and rank 1's zeros. A mixture of experts without this agreement hangs the first time that an expert gets no token.
+# The mean over rank 0's ones and rank 1's zeros. A mixture of experts needs this agreement for every expert that gets no token on some rank.
 #
-# **Whether a step is skipped.** In fp16 the loss is scaled, and a step whose gradients overflow is skipped (lab 02). Now one rank has an example whose gradient is inf, and three have
-# not.
+# **Skipped steps.** In fp16 the loss is scaled, and a step whose gradients overflow is skipped (lab 02). Now the loss of one rank, of four, is inf.
 #
-# > Who has to skip the step, and how do they come to know?
+# > How many ranks skip the step?
+
+# %%
+predict("overflow/skip", ranks=1)
 
 
 # %%
-def half(rank, parts, steps=8):
-    """Scales, steps taken and own overflows of a rank with `parts` of the batch."""
-    net, overflowed = model().float(), set()
-    replica = data_parallel.replicate(net, rank.comm("dp"))
-    optimizer = torch.optim.AdamW(net.parameters())
-    scaler = LossScaler(2.0**12, growth_interval=3)
-    scales, taken = [], []
-    for step in range(steps):
-        optimizer.zero_grad()
-        if not fp16_backward(replica, scaler, parts, too_large=step == 4):
-            overflowed.add(step)
-        scales.append(int(scaler.value))
-        taken.append(scaler.step(optimizer))
-        scaler.update()
-    return scales, taken, overflowed
+def overflowing(rank, look_first=False):
+    """Whether this rank steps, and whether its weights are finite then."""
+    net, comm = nn.Linear(4, 1), rank.comm("dp")
+    replica, scaler = data_parallel.replicate(net, comm), LossScaler(2.0**12)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with replica.no_sync() if look_first else contextlib.nullcontext():
+        loss = replica(torch.ones(1, 4)).sum() * (torch.inf if rank.rank == 2 else 1)
+        scaler.scale(loss).backward()
+    if look_first:
+        scaler.unscale_(optimizer)
+        data_parallel.average_gradients(net, comm)
+    return {
+        "steps": scaler.step(optimizer),
+        "finite": bool(weights(net).isfinite().all()),
+    }
 
 
-# %%
-def fp16_backward(replica, scaler, parts, too_large):
-    """Whether gradients were finite as they left the loss; quarter 2 may be inf."""
-    finite = []
-    for part in parts:
-        quiet = replica.no_sync() if part != parts[-1] else contextlib.nullcontext()
-        with autocast(torch.float16), quiet:
-            outputs = replica(batch[0][part::4])
-            outputs.register_hook(lambda slope: finite.append(slope.isfinite().all()))
-            loss = entropy(outputs, batch[1][part::4]) / len(parts)
-            scaler.scale(loss * (1e9 if too_large and part == 2 else 1)).backward()
-    return all(finite)
-
-
-# %%
-def report(who, scales, taken, overflowed):
-    own = sorted(overflowed) or "none"
-    skipped = taken.index(False)
-    print(f"{who:10} own overflow: {own!s:4}  skipped {skipped}, scales {scales}")
-
-
-for i, found in enumerate(world.run(lambda rank: half(rank, [rank.rank]))):
-    report(f"rank {i}", *found)
-report("one device", *World(1).run(half, range(4))[0])
+found = world.run(overflowing)
+reveal("overflow/skip", ranks=[rank["steps"] for rank in found].count(False))
 
 # %% [markdown]
-# All of them skip, and nobody has to tell them: the mean of an inf and three numbers is an inf, on every rank. So reduce *first*, then look for infs, then unscale. Every rank keeps a scaler of its
-# own, all see the same gradients, and all scales move alike, as on one device that takes the four quarters one after the other. A rank that looked at its own
-# gradient before the reduction would skip alone, and its weights would be another model's from there on.
+# All of them, and nobody has to tell them: the mean of an inf and three numbers is an inf, on every rank. Now let each rank look for inf *before* the reduction:
+
+# %%
+dict(enumerate(world.run(overflowing, look_first=True)))
+
+# %% [markdown]
+# Rank 2 skips alone. The others step along the mean, which holds its inf, and their weights are lost. Clipping is the same case: the norm that counts is that of the mean.
 #
 # ### Exercise 8.3 · Bug hunt: the wrapper that passed its test (20 min, ●●●)
 #
@@ -860,10 +740,13 @@ check("data_parallel/bug-hunt", Buckets)
 hint("data_parallel/bug-hunt", 1)
 
 # %% [markdown]
-# The library's own, in full:
+# In the library, the end of a backward pass and a block without reductions are these:
 
 # %%
-show(data_parallel.Replica)
+show(data_parallel.Replica.backward_done)
+
+# %%
+show(data_parallel.Replica.no_sync)
 
 # %% [markdown]
 # ## Is it as good as PyTorch's?
@@ -872,148 +755,133 @@ show(data_parallel.Replica)
 
 # %%
 sizes = dict(num_layers=4, d_model=128, num_heads=4, d_ff=512)
-medium = ModelConfig(**sizes, vocab_size=512, seq_len=64)
-data = tuple(torch.randint(512, (8, 64), generator=draw) for _ in range(2))
+medium = ModelConfig(**sizes, vocab_size=128, seq_len=32)
 
 
-def wrapped(rank, whose):
-    net = GPT(medium, generator=torch.Generator().manual_seed(rank.rank))
+def wrapped(rank, whose, net, bucket_bytes=data_parallel.BUCKET_BYTES):
+    comm = rank.comm("dp")
     if whose == "ours":
-        return net, data_parallel.replicate(net, rank.comm("dp"))
-    options = dict(process_group=rank.comm("dp").group, gradient_as_bucket_view=True)
-    return net, nn.parallel.DistributedDataParallel(net, **options)
-
-
-# %%
-EPS = 1e-4  # above the rounding noise of gradients that should be 0
+        return data_parallel.replicate(net, comm, bucket_bytes=bucket_bytes)
+    options = dict(bucket_cap_mb=bucket_bytes / 2**20, gradient_as_bucket_view=True)
+    options["process_group"] = comm.group
+    return nn.parallel.DistributedDataParallel(net, **options)
 
 
 def trained(rank, whose):
-    return train(*wrapped(rank, whose), *mine(rank, data), eps=EPS)
+    net = GPT(medium, generator=torch.Generator().manual_seed(rank.rank))
+    # eps is above the rounding noise of gradients that should be 0
+    return train(net, wrapped(rank, whose, net), mine(rank, batch), eps=1e-4)
 
 
+# %%
+alone = GPT(medium, generator=torch.Generator().manual_seed(0))
+expected, _ = train(alone, alone, batch, eps=1e-4)
 theirs, ours = (processes.run(trained, whose) for whose in ("theirs", "ours"))
-counted = processes.ledger
-
-# %%
-net = GPT(medium, generator=torch.Generator().manual_seed(0))
-alone, _ = train(net, net, *data, eps=EPS)
-for name, found in {"ours": ours, "theirs": theirs}.items():
-    first, *others = (w for w, _ in found)
-    same = all(torch.equal(first, other) for other in others)
-    equal = torch.allclose(first, alone, rtol=0, atol=1e-6)
-    print(f"{name:7} equal to one device: {equal}, replicas the same bits: {same}")
+compare("ours", ours, 1e-6)
+compare("PyTorch's", theirs, 1e-6)
 
 # %% [markdown]
-# **Bytes sent**: everything that left our ranks, a broadcast and three steps, predicted by formula (what gloo sends, nobody counts):
+# **Bytes sent**: all that left our ranks, in a broadcast and three steps, beside the formula (nobody counts what gloo sends):
 
 # %%
-grouped = data_parallel.buckets([parameter.nbytes for parameter in net.parameters()])
-sent = data_parallel.bytes_to_start(net, 4)
+grouped = data_parallel.buckets([parameter.nbytes for parameter in alone.parameters()])
+sent = data_parallel.bytes_to_start(alone, 4)
 sent += data_parallel.bytes_to_reduce(grouped, 4, backwards=3)
-sent.diff(counted)
+sent.diff(processes.ledger)
 
 # %% [markdown]
-# **Bytes held** by each rank after the last step: weights, gradients, Adam. Gradients are views of the buckets, so the buckets add nothing; PyTorch does the same with
-# `gradient_as_bucket_view=True`, and without it holds every gradient twice.
+# **Bytes held** by each rank after the last step: weights, gradients, Adam. Gradients are views of the buckets, so the buckets add nothing; PyTorch's do the same with
+# `gradient_as_bucket_view=True`.
 
 # %%
 setting = TrainConfig(micro_batch=2, global_batch=8, precision="fp32")
-memory.model_states(medium, setting).diff(ours[0][1])
+memory.model_states(medium, setting, Mesh(dp=4)).diff(ours[0][1])
 
 # %%
-for name, found in {"ours": ours, "theirs": theirs}.items():
-    print(f"{name:7}", *(units.text(states.total) for _, states in found))
+{"ours": units.text(ours[0][1].total), "PyTorch's": units.text(theirs[0][1].total)}
 
 # %% [markdown]
-# And the time of a step, forward to the last mean, the two taking turns:
+# **Time.** Four processes on two cores mostly measure who gets a core, so this step is that of the sleeping chain: 240 ms of waiting, and what is exposed. The median of five,
+# the two taking turns, on the slowest rank:
 
 
 # %%
-def race(rank, rounds=12):
-    """Seconds of each step, ours and theirs in turn."""
-    racers = {whose: wrapped(rank, whose)[1] for whose in ("ours", "theirs")}
-    times = {whose: [] for whose in racers}
-    inputs, targets = mine(rank, data)
-    for whose, wrapper in list(racers.items()) * rounds:
-        wrapper.zero_grad()
-        rank.comm("dp").barrier()
-        start = time.perf_counter()
-        entropy(wrapper(inputs), targets).backward()
-        times[whose].append(time.perf_counter() - start)
-    return times
+def race(rank):
+    turns = {}
+    for whose in ("ours", "theirs"):
+        chain = data_parallel.waiting_chain(twelve)
+        replica = wrapped(rank, whose, chain, bucket_bytes=1_000_000)
+        turns[whose] = functools.partial(one_pass, replica)
+    return measure.median_seconds(turns, 5, before=rank.comm("dp").barrier)
+
+
+def one_pass(replica):
+    replica.zero_grad()
+    replica(torch.ones(1)).backward()
 
 
 # %% tags=["nbval-ignore-output"]
 times = processes.run(race)
 for whose in ("ours", "theirs"):
-    slowest = sorted(map(max, zip(*(rank[whose] for rank in times), strict=True)))
-    print(f"{whose}: {units.text(slowest[len(slowest) // 2], 's')}")
-
-# %%
+    print(f"{whose}: {units.text(max(rank[whose] for rank in times), 's')}")
 processes.close()
 
 # %% [markdown]
-# Four processes on two cores mostly measure who gets a core. `make bench` takes more care, and prints the ratio.
+# `make bench` times training steps of both, and prints the ratio.
 #
 # ## Turn the knobs
 #
-# The blocks of GPT-2 once more. Find a network on which overlap hides everything, one on which no bucket size helps, and the bucket that suits 128 ranks.
+# The blocks of GPT-2 once more, on links of 10 µs. Find a network on which overlap hides nearly everything, one on which no bucket size helps, and the bucket that suits 128 ranks.
 
 
 # %%
-def knobs(bucket=1e7, ranks=32, bandwidth_GBps=10):
-    """The backward pass and its reductions, on links of 10 µs and that bandwidth."""
+def knobs(bucket=1e7, ranks=128, bandwidth_GBps=10):
+    """The backward pass and its reductions."""
     network = Link(10e-6, bandwidth_GBps * 1e9)
     options = dict(bucket_bytes=int(bucket), n=ranks, link=network)
-    during = data_parallel.backward_timeline(layers, **options)
-    after = data_parallel.backward_timeline(layers, **options, overlap=False)
-    return plots.overlap(after_the_backward_pass=after, during_the_backward_pass=during)
+    return plots.overlap(backward=data_parallel.backward_timeline(layers, **options))
 
 
 sizes = log(1e5, 1e9, 10, unit="B")
-explore(knobs, states=45, bucket=sizes, ranks=[8, 32, 128], bandwidth_GBps=[1, 10, 100])
+explore(knobs, states=30, bucket=sizes, ranks=[8, 128], bandwidth_GBps=[1, 10, 100])
 
 # %% [markdown]
 # ## In practice
 #
-# **PyTorch DDP.** `DistributedDataParallel(model, device_ids=[local_rank])`, one process for each device, started by `torchrun`. What you set:
+# **PyTorch DDP.** `DistributedDataParallel(model, device_ids=[local_rank])` in a program of which `torchrun` starts one process per device. On two machines of eight GPUs, the same line on both:
+#
+# ```bash
+# torchrun --nnodes=2 --nproc-per-node=8 \
+#     --rdzv-backend=c10d --rdzv-endpoint=first-machine:29400 --rdzv-id=my-run train.py
+# ```
 #
 # | option | what it does |
 # |---|---|
 # | `bucket_cap_mb` (25) | bucket size in **MiB**: 26.2 MB. Left alone, the first one to leave has 1 MiB |
 # | `gradient_as_bucket_view=True` | `.grad` is a view of the bucket: one gradient less in memory, no copies |
-# | `find_unused_parameters=True` | walks the graph after each forward pass for parameters that will get no gradient; costs time |
-# | `static_graph=True` | the graph is the same in every step: finds unused parameters once, and allows reentrant checkpoints that share a layer |
-# | `init_sync=True` | rank 0's parameters and buffers to all at the start |
-# | `forward_sync_buffers=True` | rank 0's buffers to all before a forward pass; up to version 2.12 it was `broadcast_buffers` |
-# | `model.no_sync()` | around forward and backward of all micro-batches but the last |
-# | `model.join()` | ranks that run out of data shadow the collectives of the others |
+# | `find_unused_parameters=True` | searches the graph after each forward pass for parameters without a gradient; costs time |
+# | `static_graph=True` | the graph never changes: unused parameters are found once |
 # | `register_comm_hook` | what is sent instead: `fp16_compress_hook`, `bf16_compress_hook`, PowerSGD |
 #
-# After the first step DDP rebuilds its buckets in the order in which gradients really came, unless it has to look for unused parameters.
+# | | Accelerate | Lightning | torchtitan |
+# |---|---|---|---|
+# | replicas | `accelerator.prepare(model, optimizer, loader)` | `Trainer(strategy="ddp", devices=8, num_nodes=2)` | `parallelism.data_parallel_replicate_degree` (and `…shard_degree = 1`) |
+# | shares of the data | in `prepare` | `use_distributed_sampler=True`, the default | its own data loader |
+# | accumulation | `Accelerator(gradient_accumulation_steps=k)`, `with accelerator.accumulate(model):` | `Trainer(accumulate_grad_batches=k)` | `training.global_batch_size` against `training.local_batch_size` |
+# | DDP's options | `kwargs_handlers=[DistributedDataParallelKwargs(…)]` | `strategy=DDPStrategy(…)` | buckets of 100 MiB |
+# | start | `accelerate launch` or `torchrun` | the Trainer itself or `torchrun` | `torchrun` |
 #
-# **Megatron-LM** keeps all gradients in one contiguous buffer. `--overlap-grad-reduce` sends its buckets during the backward pass (off by default);
-# `--ddp-bucket-size` counts *elements*, at least 40 million, and a million for each data-parallel rank if that is more, because a message on a ring is the bucket over
-# N, and small messages cost latency. `--accumulate-allreduce-grads-in-fp32` sums in fp32; `--use-distributed-optimizer` keeps one half of the all-reduce
-# (lab 09).
+# **Megatron-LM** sends buckets during the backward pass with `--overlap-grad-reduce` (off by default); `--ddp-bucket-size` counts *elements*, at least 40 million, and a million per
+# data-parallel rank if that is more. **DeepSpeed** reduces at the accumulation boundary; `overlap_comm` (off by default) and `reduce_bucket_size` (5·10⁸ *elements*) are settings of
+# `zero_optimization`.
 #
-# **DeepSpeed** reduces at the accumulation boundary, in the format of `communication_data_type`. `overlap_comm` (off by default) and `reduce_bucket_size` (5·10⁸ *elements*) are settings of `zero_optimization`, and stages 1 to 3
-# are lab 09's.
-#
-# **torchtitan** uses data parallelism without sharding only if you ask for it, `parallelism.data_parallel_replicate_degree`, with buckets of 100 MiB; since 2026
-# through a `replicate` that wraps block by block, as FSDP2 does. With `data_parallel_shard_degree` as well it is hybrid sharding: sharded within a group,
-# replicated between groups.
-#
-# **A mean over tokens**, not over ranks, is what a language model with padding needs: all-reduce the number of tokens first (lab 05), and tell DDP not to divide,
-# or multiply by N.
+# **A mean over tokens**, not over ranks, is what a language model with padding needs: all-reduce the number of tokens first (lab 05), and multiply the loss by N, since DDP divides.
 
 # %% [markdown]
 # ## Errata
 #
-# **"A synchronization phase where the outputs from all GPUs are harmonized"** (a memory guide, on DDP). That is `nn.DataParallel`. DDP averages *gradients*; outputs and losses stay
-# where they are. Outputs would grow with the batch, gradients do not. What each of four ranks of GPT-2
-# sends for its gradients, whatever its batch, beside the bytes of its outputs for one sequence and for eight:
+# **"A synchronization phase where the outputs from all GPUs are harmonized"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024, on DDP). DDP averages *gradients*; outputs and losses stay
+# where they are. What each of four ranks of GPT-2 sends for its gradients, whatever its batch, beside the bytes of its outputs for one sequence and for eight:
 
 # %%
 summed = collectives.sent("all_reduce_ring", nbytes=S, n=4).by("rank")[0]
@@ -1021,23 +889,22 @@ outputs = [4 * b * gpt2.seq_len * gpt2.vocab_size for b in (1, 8)]
 [units.text(nbytes) for nbytes in (summed, *outputs)]
 
 # %% [markdown]
-# **"Gradients are synchronized by all-reduce"** (a scaling guide) leaves out the division. NCCL, gloo and MPI sum; without the division the gradient is N times too large, and Adam
-# hides it (lab 05).
-#
-# **A hook that reduces its argument** (a published exercise): the argument is the parameter. The bytes are as they should be, and so is the first loss; see
-# exercise 8.2.
-#
-# **"If the weights do not fit, use multi-GPU (DDP or FSDP)"** (the memory guide). DDP holds *everything* on every rank, on two as on two thousand. GPT-2 XL in mixed precision with
-# Adam:
+# **Weights that do not fit, and DDP as a remedy** (the same article recommends "DDP or FSDP" for them). DDP holds *everything* on every rank, on two as on two thousand. GPT-2 XL in mixed
+# precision with Adam:
 
 # %%
 xl = ModelConfig.named("gpt2-xl")
-states = memory.model_states(xl, TrainConfig(micro_batch=1, global_batch=2048))
-each = states.total / xl.num_params
-f"{units.text(states.total)} per rank, {each:.0f} bytes per parameter, on 2 as on 2000"
+for n in (2, 2000):
+    setting = TrainConfig(micro_batch=1, global_batch=n)
+    states = memory.model_states(xl, setting, Mesh(dp=n)).total
+    each = f"{states / xl.num_params:.0f} B per parameter"
+    print(f"{n:4} ranks: {units.text(states)} on each, {each}")
 
 # %% [markdown]
-# **"The default bucket is 25 MB"** (the scaling guide and its source). `bucket_cap_mb=25` counts MiB. And the first bucket to leave is smaller:
+# **Gradients synchronized by all-reduce**, without a word on the division (an article on training at scale, in its section on data parallelism). NCCL, gloo and MPI sum; without the division the gradient
+# is N times too large, and Adam hides it (lab 05).
+#
+# **A default bucket of 25 MB** (the same article, and *The Ultra-Scale Playbook*). `bucket_cap_mb=25` counts MiB. And the first bucket to leave is smaller:
 
 # %%
 ddp = nn.parallel.distributed
@@ -1045,27 +912,29 @@ usual = ddp._DEFAULT_BUCKET_CAP_MB * ddp._MB_TO_BYTES
 {"bucket": usual, "first bucket": torch.distributed._DEFAULT_FIRST_BUCKET_BYTES}
 
 # %% [markdown]
-# **"Each node computes gradients locally"** (lecture slides). Each *process*, and there is one for each device: two nodes of eight GPUs are sixteen data-parallel ranks.
+# **"Each node computes gradients locally"** (lecture slides on multi-GPU training). Each *process* does, and there is one per device: two nodes of eight GPUs are sixteen data-parallel ranks.
 
 # %% [markdown]
 # ## Summary
 #
 # > - The gradient of the batch is the *mean* over ranks, if all have equally many examples; all-reduce sums, so divide by N, once.
 # >   <!-- claim: world.World(4).run(lambda rank: rank.comm().all_reduce(torch.tensor([1.0])).item()) == [4.0] * 4 -->
-# > - Exchange what has the size of the model, not of the batch. On eight ranks a server sends GPT-2's weights seven times, 3.48 GB a step; a ring has each rank send
+# > - Exchange what has the size of the model, not of the batch. On eight ranks a server sends GPT-2's weights seven times, 3.48 GB per step; a ring has each rank send
 # >   1.75 times its gradient, 0.87 GB.
 # >   <!-- claim: [round(max(collectives.sent(way, nbytes=4 * config.ModelConfig.named("gpt2").num_params, n=8).by("rank").values()) / 1e9, 2) for way in ("broadcast_star", "all_reduce_ring")] == [3.48, 0.87] -->
-# > - Gradients come from the last layer to the first, and travel in buckets while others are computed. A bucket for each tensor drowns in latency, one bucket for all
+# > - Gradients come from the last layer to the first, and travel in buckets while others are computed. Small buckets pay latency, one bucket for all
 # >   cannot hide. A tied embedding comes last: 31 % of GPT-2.
-# >   <!-- claim: round(100 * 50257 * 768 / config.ModelConfig.named("gpt2").num_params) == 31 -->
-# > - All communication can hide but the last bucket's: 1 − S_last / ΣS, 92 % for twelve equal buckets.
-# >   <!-- claim: round(100 * data_parallel.backward_timeline([(1000, 1.0)] * 12, bucket_bytes=1000, n=2, link=config.Link(0, 2000)).hidden) == 92 -->
-# > - Whether a step is skipped must agree too: an inf of one rank is in the mean of all, if you reduce before you look.
-# > - The last bucket must be flushed, every bucket in the same order on all ranks, and with k micro-batches once a step: without `no_sync` the values are right and
+# >   <!-- claim: (lambda m: round(100 * m.vocab_size * m.d_model / m.num_params))(config.ModelConfig.named("gpt2")) == 31 -->
+# > - If the network keeps up, all communication can hide but the last bucket's: 1 − S_last / ΣS, 92 % for twelve equal buckets. If it is ten times too slow, 9 % hide.
+# >   <!-- claim: [round(100 * data_parallel.backward_timeline([(1000, 1.0)] * 12, bucket_bytes=1000, n=2, link=config.Link(0, bw)).hidden) for bw in (2000, 100)] == [92, 9] -->
+# > - With fp32 gradients it keeps up from about 2F/bw tokens per rank on, whatever the size of the model: 16,000 at 400 TFLOP/s and 50 GB/s.
+# >   <!-- claim: [round(100 * data_parallel.backward_timeline([(4000, 4000 * T / 400e12)] * 100, bucket_bytes=4000, n=1024, link=config.Link(0, 50e9)).hidden) for T in (8000, 16000)] == [50, 99] -->
+# > - Look for inf, and clip, after the reduction: the inf of one rank is then in the mean of all, and all skip the step.
+# > - The last bucket must be flushed, every bucket in the same order on all ranks, and with k micro-batches once per step: without `no_sync` the values are right and
 # >   the bytes k-fold.
 # >   <!-- claim: data_parallel.bytes_to_reduce(data_parallel.buckets({"a": 400}), 4, backwards=4).total == 4 * data_parallel.bytes_to_reduce(data_parallel.buckets({"a": 400}), 4).total -->
-# > - Data parallelism makes training faster, not smaller: every rank holds all 16 bytes a parameter.
-# >   <!-- claim: round(memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=2048)).total / config.ModelConfig.named("gpt2-xl").num_params) == 16 -->
+# > - Data parallelism makes training faster, not smaller: every rank holds all 16 bytes per parameter.
+# >   <!-- claim: [round(memory.model_states(m, config.TrainConfig(micro_batch=1, global_batch=n), config.Mesh(dp=n)).total / m.num_params) for m in [config.ModelConfig.named("gpt2-xl")] for n in (1, 2048)] == [16, 16] -->
 #
 # Next: [lab 09](09_zero.ipynb) lets every rank hold its part only.
 

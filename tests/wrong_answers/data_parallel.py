@@ -20,6 +20,17 @@ def _rotated(length: int, rank: int, size: int, epoch: int) -> list[int]:
     return [*order, *order[: -length % size]][rank::size]
 
 
+def _reversed_in_turn(length: int, rank: int, size: int, epoch: int) -> list[int]:
+    order = list(range(length))
+    random.Random(epoch // 2).shuffle(order)
+    order = order[::-1] if epoch % 2 else order
+    return [*order, *order[: -length % size]][rank::size]
+
+
+def _two_orders(length: int, rank: int, size: int, epoch: int) -> list[int]:
+    return _deal()(length, rank, size, epoch % 2)
+
+
 def _cut_then_shuffled(length: int, rank: int, size: int, epoch: int) -> list[int]:
     mine = [*range(length), *range(-length % size)][rank::size]
     random.Random(epoch).shuffle(mine)
@@ -259,6 +270,13 @@ WRONG = {
             "a new order in every epoch",
             "A rotation is no new order",
         ),
+        Wrong(
+            "every second epoch backwards",
+            _reversed_in_turn,
+            "a new order in every epoch",
+            "or reversed",
+        ),
+        Wrong("two orders in turn", _two_orders, "a new order in every epoch", "a copy"),
         Wrong(
             "never shuffled",
             lambda length, rank, size, epoch: [*range(length), *range(-length % size)][rank::size],

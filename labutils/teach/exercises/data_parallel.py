@@ -29,14 +29,16 @@ def _indices(part: Any, length: int) -> list[int] | None:
 
 
 def _dealt(attempt: Callable, length: int, size: int, epoch: int = 0) -> list[list[int]]:
-    parts = [attempt(length, rank, size, epoch) for rank in range(size)]
-    for rank, part in enumerate(parts):
-        if _indices(part, length) is None:
+    parts = []
+    for rank in range(size):
+        given = attempt(length, rank, size, epoch)
+        parts.append(_indices(given, length))
+        if parts[-1] is None:
             raise Failed(
-                f"{length} examples on {_ranks.count(size)}: rank {rank} got {part!r}",
+                f"{length} examples on {_ranks.count(size)}: rank {rank} got {given!r}",
                 f"Return a list of indices, 0 … {length - 1}.",
             )
-    return [_indices(part, length) for part in parts]
+    return parts
 
 
 def _repeated(parts: list[list[int]], length: int) -> tuple[str, str] | None:
@@ -81,25 +83,28 @@ def _dealt_without(fault: Callable, attempt: Callable) -> str:
     return f"{len(_DEALS)} cases"
 
 
-def _successors(parts: list[list[int]]) -> set[tuple[int, int]]:
-    """Who follows whom when the ranks read in turn."""
+def _neighbors(parts: list[list[int]]) -> set[frozenset[int]]:
+    """Who stands beside whom when the ranks read in turn."""
     order = list(itertools.chain(*zip(*parts, strict=True)))
-    return set(itertools.pairwise([*order, order[0]]))
+    return {frozenset(pair) for pair in itertools.pairwise([*order, order[0]])}
 
 
 def _shuffled(attempt: Callable) -> str:
     length, size = 64, 4
     case = f"{length} examples on {size} ranks"
-    first, again, second = (_dealt(attempt, length, size, epoch) for epoch in (0, 0, 1))
-    if first != again:
+    epochs = [_dealt(attempt, length, size, epoch) for epoch in range(5)]
+    first, second, *_ = epochs
+    if first != _dealt(attempt, length, size, 0):
         raise Failed(
             f"{case}: two calls for epoch 0 differ",
             "Every rank makes this call in a process of its own, so it must come out alike: "
             "take a generator seeded by the epoch, not the global one.",
         )
-    if first == second:
+    for (i, before), (k, after) in itertools.combinations(enumerate(epochs), 2):
+        if before != after:
+            continue
         raise Failed(
-            f"{case}: epochs 0 and 1 are the same",
+            f"{case}: epochs {i} and {k} are the same",
             "The order must depend on the epoch (PyTorch's set_epoch), or every epoch is a copy.",
         )
     if any(set(before) == set(after) for before, after in zip(first, second, strict=True)):
@@ -110,11 +115,12 @@ def _shuffled(attempt: Callable) -> str:
         )
     if any(part == sorted(part) for part in first):
         raise Failed(f"{case}: not shuffled", "Shuffle before you cut.")
-    if len(_successors(first) & _successors(second)) > length // 2:
-        raise Failed(
-            f"{case}: epoch 1 has the order of epoch 0, begun at another place",
-            "A rotation is no new order: the same examples meet again. Shuffle in every epoch.",
-        )
+    for (i, before), (k, after) in itertools.combinations(enumerate(map(_neighbors, epochs)), 2):
+        if len(before & after) > length // 2:
+            raise Failed(
+                f"{case}: epoch {k} has the order of epoch {i}, begun at another place or reversed",
+                "A rotation is no new order: the same examples meet again. Shuffle in every epoch.",
+            )
     return "epochs differ, calls agree"
 
 

@@ -203,7 +203,7 @@ def _lanes(axes: Axes, y: float, spans: Sequence[Span], factor: float) -> None:
 
 def _step(timeline: Timeline) -> tuple[str, str]:
     exposed = f"{units.text(timeline.exposed, 's')} exposed" if timeline.exposed else ""
-    return f"{units.text(timeline.makespan, 's')} a step", exposed or "nothing exposed"
+    return f"{units.text(timeline.makespan, 's')} per step", exposed or "nothing exposed"
 
 
 def _overlap_finding(timelines: Mapping[str, Timeline]) -> str:
@@ -211,11 +211,15 @@ def _overlap_finding(timelines: Mapping[str, Timeline]) -> str:
     fast, slow = ordered[0], ordered[-1]
     if len(ordered) == 1:
         return f"{fast.exposed / fast.makespan:.0%} of the step is communication that nothing hides"
+    takes, longest, exposed, most = (
+        units.text(seconds, "s")
+        for seconds in (fast.makespan, slow.makespan, fast.exposed, slow.exposed)
+    )
+    if (takes, exposed) == (longest, most):
+        return f"Every step takes {takes}, and {exposed} of communication remain exposed"
     return (
-        f"A step takes {units.text(fast.makespan, 's')} "
-        f"instead of {units.text(slow.makespan, 's')}: "
-        f"{units.text(fast.exposed, 's')} of communication stay in the open, "
-        f"not {units.text(slow.exposed, 's')}"
+        f"A step takes {takes} instead of {longest}: "
+        f"{exposed} of communication remain exposed, not {most}"
     )
 
 

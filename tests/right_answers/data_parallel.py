@@ -1,0 +1,221 @@
+"""Right answers to the exercises of `data_parallel`, in other styles than the reference."""
+
+import contextlib
+import functools
+import itertools
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+# ── who gets which examples ──────────────────────────────────────────────────────────────────────
+
+
+def _numpy(length, rank, size, epoch):
+    order = np.random.default_rng(epoch).permutation(length)
+    return np.resize(order, -(-length // size) * size)[rank::size]
+
+
+def _generator(length, rank, size, epoch):
+    order = random.Random(f"epoch {epoch}").sample(range(length), length)
+    again = itertools.cycle(order)
+    yield from itertools.islice(again, rank, -(-length // size) * size, size)
+
+
+def _blocks(length, rank, size, epoch):
+    """A block of neighbors per rank, as a tensor."""
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(7919 * epoch))
+    each = -(-length // size)
+    return torch.cat([order, order])[rank * each :][:each]
+
+
+# ── reduce as you go ─────────────────────────────────────────────────────────────────────────────
+
+
+def _tensor_hooks(module, comm):
+    """Hooks of the tensor, which return the gradient, where hooks after accumulation return None."""
+    for parameter in module.parameters():
+        parameter.data = comm.broadcast(parameter.data)
+        parameter.register_hook(lambda gradient: comm.all_reduce(gradient) / comm.size)
+
+
+def _in_place(module, comm):
+    def average(parameter):
+        parameter.grad /= comm.size
+        comm.all_reduce(parameter.grad, out=parameter.grad)
+
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(comm.broadcast(parameter.detach().clone()))
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+
+
+class _Under(nn.Module):
+    """A wrapper, whose reductions run while autograd goes on, and are awaited at the end."""
+
+    def __init__(self, module, comm):
+        super().__init__()
+        self.module, self.comm, self.works = module, comm, []
+        for parameter in module.parameters():
+            comm.broadcast(parameter, out=parameter)
+            parameter.register_post_accumulate_grad_hook(functools.partial(self.send))
+
+    def send(self, parameter):
+        if not self.works:
+            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+        work = self.comm.all_reduce(parameter.grad, out=parameter.grad, async_op=True)
+        self.works.append((work, parameter))
+
+    def wait(self):
+        for work, parameter in self.works:
+            work.wait()
+            parameter.grad.mul_(1 / self.comm.size)
+        self.works = []
+
+    def forward(self, x):
+        return self.module(x)
+
+
+# ── bug hunt: buckets ────────────────────────────────────────────────────────────────────────────
+
+
+class _Counting:
+    """Counts what is missing; a lambda in no_sync's place, by a stack that is closed."""
+
+    def __init__(self, module, comm, bucket_bytes):
+        self.module, self.comm, self.most = module, comm, bucket_bytes
+        self.parameters, self.waiting, self.silent = set(module.parameters()), [], 0
+        self.missing = set(self.parameters)
+        for parameter in module.parameters():
+            parameter.data.copy_(comm.broadcast(parameter.data))
+            parameter.register_post_accumulate_grad_hook(self.ready)
+
+    def ready(self, parameter):
+        if self.silent:
+            return
+        self.waiting.append(parameter)
+        self.missing.discard(parameter)
+        if not self.missing or sum(p.nbytes for p in self.waiting) >= self.most:
+            flat = torch.nn.utils.parameters_to_vector(p.grad for p in self.waiting)
+            self.comm.all_reduce(flat, out=flat)
+            parts = flat.split([p.numel() for p in self.waiting])
+            for p, part in zip(self.waiting, parts, strict=True):
+                p.grad = part.view(p.shape).div(self.comm.size)
+            self.waiting = []
+        if not self.missing:
+            self.missing = set(self.parameters)
+
+    def no_sync(self):
+        self.silent += 1
+        stack = contextlib.ExitStack()
+        stack.callback(lambda: setattr(self, "silent", self.silent - 1))
+        return stack
+
+    def __call__(self, *args):
+        return self.module(*args)
+
+
+class _AtTheEnd(nn.Module):
+    """Flushes what waits from a callback of autograd, when the backward pass is over."""
+
+    def __init__(self, module, comm, bucket_bytes):
+        super().__init__()
+        self.module, self.comm, self.bucket_bytes = module, comm, bucket_bytes
+        self.waiting, self.queued, self.sync = [], False, True
+        for parameter in module.parameters():
+            comm.broadcast(parameter, out=parameter)
+            parameter.register_post_accumulate_grad_hook(self.ready)
+
+    def ready(self, parameter):
+        if not self.sync:
+            return
+        if not self.queued:
+            self.queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+        if self.waiting and sum(p.nbytes for p in [*self.waiting, parameter]) > self.bucket_bytes:
+            self.flush()
+        self.waiting.append(parameter)
+
+    def flush(self):
+        mean = torch.cat([p.grad.flatten() for p in self.waiting]) / self.comm.size
+        mean = self.comm.all_reduce(mean)
+        for p in self.waiting:
+            p.grad.copy_(mean[: p.numel()].view_as(p))
+            mean = mean[p.numel() :]
+        self.waiting.clear()
+
+    def end(self):
+        self.flush()
+        self.queued = False
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        before, self.sync = self.sync, False
+        try:
+            yield self
+        finally:
+            self.sync = before
+
+    def forward(self, x):
+        return self.module(x)
+
+
+class _Planned:
+    """Buckets are fixed beforehand, and each leaves with the last of its parameters."""
+
+    def __init__(self, module, comm, bucket_bytes):
+        self.module, self.comm, self.sync = module, comm, True
+        self.buckets = [[]]
+        for parameter in reversed(list(module.parameters())):
+            comm.broadcast(parameter, out=parameter)
+            if sum(p.nbytes for p in self.buckets[-1]) >= bucket_bytes:
+                self.buckets.append([])
+            self.buckets[-1].append(parameter)
+            parameter.register_post_accumulate_grad_hook(self.ready)
+        self.there, self.next = set(), 0
+
+    def ready(self, parameter):
+        if not self.sync:
+            return
+        self.there.add(parameter)
+        while self.next < len(self.buckets) and self.there.issuperset(self.buckets[self.next]):
+            bucket = self.buckets[self.next]
+            flat = self.comm.all_reduce(torch.cat([p.grad.ravel() for p in bucket]))
+            parts = (flat / self.comm.size).split([p.numel() for p in bucket])
+            for p, part in zip(bucket, parts, strict=True):
+                p.grad = part.reshape(p.shape)
+            self.next += 1
+        if self.next == len(self.buckets):
+            self.there, self.next = set(), 0
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "sync", True)
+            self.sync = False
+            yield
+
+    def __call__(self, x):
+        return self.module(x)
+
+
+RIGHT = {
+    "data_parallel/sampler": {
+        "NumPy's permutation, as an array": _numpy,
+        "a generator": _generator,
+        "blocks, as a tensor": _blocks,
+        "a tuple of NumPy integers": lambda *case: tuple(_numpy(*case)),
+    },
+    "data_parallel/hooks": {
+        "hooks that return the gradient": _tensor_hooks,
+        "divided first, in place": _in_place,
+        "a wrapper that waits at the end": _Under,
+    },
+    "data_parallel/bug-hunt": {
+        "counts what is missing": _Counting,
+        "flushes from a callback": _AtTheEnd,
+        "buckets fixed beforehand": _Planned,
+    },
+}
