@@ -10,8 +10,6 @@ The overlap is that of a backward pass that waits instead of computing, as a hos
 so that four ranks on two cores have time to send.
 """
 
-import time
-
 import torch
 from _side_by_side import Times, fullest, interleave, slowest
 from torch import nn
@@ -25,7 +23,7 @@ from labutils.world import World
 RANKS, ROUNDS, STEPS = 4, 21, 3
 BUCKET = 4 * units.MIB
 MODEL = ModelConfig(num_layers=6, d_model=256, num_heads=4, d_ff=1024, vocab_size=1024, seq_len=64)
-LAYERS, WIDTH, SECONDS = 12, 512, 0.03
+LAYERS, NBYTES, SECONDS = 12, units.MIB, 0.03
 THEIRS = {"DDP": False, "DDP, gradients as views": True}
 NAMES = ("ours", *THEIRS)
 
@@ -83,35 +81,13 @@ def held(rank, name: str) -> int:
     return fullest(lambda: Contestant(name, rank).step, STEPS)
 
 
-class Wait(torch.autograd.Function):
-    """x; its backward pass takes SECONDS, in which the processor is free."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(SECONDS)
-        return gradient
-
-
-class Layer(nn.Linear):
-    """A linear layer whose backward pass waits."""
-
-    def forward(self, x):
-        return Wait.apply(super().forward(x))
-
-
 def chain(rank, overlap: bool) -> Timeline:
     """The second step of a chain of such layers, a bucket each."""
-    net = nn.Sequential(*(Layer(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    replica = data_parallel.replicate(
-        net, rank.comm("dp"), bucket_bytes=4 * WIDTH * WIDTH, overlap=overlap
-    )
+    net = data_parallel.waiting_chain([(NBYTES, SECONDS)] * LAYERS)
+    replica = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=NBYTES, overlap=overlap)
     for _ in range(2):
         rank.comm("dp").barrier()
-        replica(torch.ones(1, WIDTH)).sum().backward()
+        replica(torch.ones(1)).backward()
     return replica.timeline
 
 
@@ -130,7 +106,7 @@ def main() -> None:
     for theirs in THEIRS:
         time_ratio, held_ratio = times["ours"].ratio(times[theirs]), peaks["ours"] / peaks[theirs]
         print(f"ours / {theirs:<23} time {time_ratio}   held {held_ratio:.2f}")
-    each = f"{LAYERS} layers of {units.text(4 * WIDTH * WIDTH)}"
+    each = f"{LAYERS} layers of {units.text(NBYTES)}"
     print(f"\n{each} on the ring, whose backward pass waits {units.text(SECONDS, 's')} each:")
     for when, timeline in chains.items():
         exposed, step = units.text(timeline.exposed, "s"), units.text(timeline.makespan, "s")

@@ -135,8 +135,7 @@ for weigh in (False, True):
     print(f"weighed: {weigh!s:5}  off by {off.norm() / gradient(right).norm():.0%}")
 
 # %% [markdown]
-# Nothing crashes in either case. `data_parallel.share` weighs each loss by its number of examples, and finds their total with an all-reduce of 8 bytes. Data loaders avoid the question:
-# they give all ranks equally many.
+# Nothing crashes in either case. `data_parallel.share` weighs each loss by its number of examples. Data loaders avoid the question: they give all ranks equally many.
 #
 # ### Exercise 8.1 · Deal out the data (10 min, ●○○)
 #
@@ -173,8 +172,6 @@ show(data_parallel.sampler)
 # | *parameter server* | rank 0 | weights from rank 0 to everybody, gradients from everybody to rank 0 |
 # | `nn.DataParallel` | rank 0, which also computes the loss | the same, and inputs, outputs and the gradients of outputs |
 # | `DistributedDataParallel` (DDP) | every rank | one all-reduce of gradients |
-#
-# Nobody trains language models with the first two any more. Their costs say why.
 #
 # > GPT-2 has 124 million parameters, so 498 MB of fp32 gradients. On eight ranks, how much does the server send in a step?
 
@@ -256,8 +253,7 @@ for engine in ("threads", "processes"):
 show(data_parallel.average_gradients)
 
 # %% [markdown]
-# It is right, and it wastes time: the network idles while gradients are computed, and the ranks idle while they travel. A gradient may leave as soon as it is complete. Autograd says
-# when: `parameter.register_post_accumulate_grad_hook(hook)` calls `hook(parameter)` right after a gradient has been added to `.grad`.
+# The network idles while gradients are computed, and the ranks idle while they travel. But a gradient may leave as soon as it is complete, and autograd says when: `parameter.register_post_accumulate_grad_hook(hook)` calls `hook(parameter)` right after a gradient has been added to `.grad`.
 #
 # > The token embedding is the first layer of the forward pass. In this model its matrix is also the last one, *tied* to the output. When does its gradient come: first,
 # > last, or twice?
@@ -309,8 +305,6 @@ hint("data_parallel/hooks", 1)
 show(data_parallel.Replica.gradient_ready)
 
 # %% [markdown]
-# The library's hook puts the gradient into a bucket, and sends a bucket that is complete.
-#
 # The hook is given the *parameter*. A published exercise reduces that, and nothing else. Below it trains beside our replicas and beside one device with the whole batch.
 
 
@@ -859,8 +853,7 @@ explore(knobs, states=30, bucket=sizes, ranks=[8, 128], bandwidth_GBps=[1, 10, 1
 # |---|---|
 # | `bucket_cap_mb` (25) | bucket size in **MiB**: 26.2 MB. Left alone, the first one to leave has 1 MiB |
 # | `gradient_as_bucket_view=True` | `.grad` is a view of the bucket: one gradient less in memory, no copies |
-# | `find_unused_parameters=True` | searches the graph after each forward pass for parameters without a gradient; costs time |
-# | `static_graph=True` | the graph never changes: unused parameters are found once |
+# | `find_unused_parameters=True` | searches the graph after each forward pass for parameters without a gradient |
 # | `register_comm_hook` | what is sent instead: `fp16_compress_hook`, `bf16_compress_hook`, PowerSGD |
 #
 # | | Accelerate | Lightning | torchtitan |
