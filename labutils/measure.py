@@ -8,12 +8,10 @@ not tensors, are what is counted.
 import functools
 import gc
 import importlib
-import statistics
 import threading
-import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -152,26 +150,6 @@ def storages(
     with recording(module, optimizer) as recorder:
         fn()
     return tuple(recorder.lives)
-
-
-def median_seconds(
-    calls: Mapping[str, Callable[[], object]],
-    rounds: int = 11,
-    *,
-    before: Callable[[], object] = lambda: None,
-) -> dict[str, float]:
-    """The median time of each call, in seconds; they take turns.
-
-    What else the machine does slows all of them alike. `before` runs before each call, untimed:
-    among ranks, their barrier.
-    """
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for name, call in list(calls.items()) * rounds:
-        before()
-        start = time.perf_counter()
-        call()
-        taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
 def peak_allocated(fn: Callable[[], object], device: torch.device | str = "cuda") -> int:

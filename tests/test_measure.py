@@ -1,5 +1,4 @@
 import gc
-import time
 
 import pytest
 import torch
@@ -415,15 +414,3 @@ def test_recording_takes_as_long_for_an_operation_however_much_is_alive():
         return Counting.looked - before
 
     assert looks(10) == looks(1000)
-
-
-def test_calls_take_turns_and_their_median_is_told():
-    """Each call comes after `before`; one slow round of five moves no median."""
-    order, slow = [], iter([0.1, 0, 0, 0, 0])
-    calls = {
-        "a": lambda: (order.append("a"), time.sleep(next(slow))),
-        "b": lambda: order.append("b"),
-    }
-    found = measure.median_seconds(calls, 5, before=lambda: order.append("|"))
-    assert order == ["|", "a", "|", "b"] * 5
-    assert list(found) == ["a", "b"] and 0 < found["a"] < 0.05
