@@ -152,7 +152,7 @@ def overlap(*, title: str | None = None, **timelines: Timeline) -> Picture:
         title or _overlap_finding(timelines),
         height=height,
         left=style.width_of("rank 00") + 0.2,
-        right=style.widest(itertools.chain(*steps.values())) + 0.2,
+        right=style.widest(itertools.chain(*steps.values()), "bold") + 0.2,
         top=0.3,
         xlabel=f"time ({unit})",
     )
