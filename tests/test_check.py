@@ -1,6 +1,11 @@
 """predict, reveal, check, hint and show, as a learner meets them."""
 
+import contextlib
+import dataclasses
+import linecache
 import signal
+import sys
+import time
 
 import pytest
 import torch
@@ -104,7 +109,7 @@ def test_an_attempt_that_does_not_end_is_stopped(doubling, monkeypatch):
     before = signal.getsignal(signal.SIGALRM)
     monkeypatch.setattr(check, "SECONDS", 0.2)
     report = check.check("demo/double", forever)
-    assert not report.passed and "stopped after 0.2 seconds" in str(report)
+    assert not report.passed and "did not end within 0.2 seconds" in str(report)
     assert "Does every loop end?" in str(report)
     assert check.check("demo/double", doubling.reference).passed
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
@@ -118,7 +123,9 @@ def test_ranks_that_do_not_end_are_stopped_and_the_next_attempt_runs(monkeypatch
         return x
 
     monkeypatch.setattr(check, "SECONDS", 0.5)
-    assert "stopped after 0.5 seconds" in str(check.check("collectives/ordered-sends", forever))
+    assert "did not end within 0.5 seconds" in str(
+        check.check("collectives/ordered-sends", forever)
+    )
     monkeypatch.undo()
     assert check.check("collectives/ordered-sends", collectives.shift).passed
 
@@ -137,8 +144,77 @@ def test_an_answer_of_ten_megabytes_is_not_echoed(doubling):
     assert len(report._repr_html_()) < 4000
 
 
-def test_hints_are_graded(doubling):
-    assert str(check.hint("demo/double")) == "Hint 1 of 2: Add."
+def test_a_flood_of_prints_is_shortened(doubling, capsys, monkeypatch):
+    def loud(n):
+        while True:
+            print("x" * 100)
+
+    monkeypatch.setattr(check, "SECONDS", 0.2)
+    assert not check.check("demo/double", loud).passed
+    printed = capsys.readouterr().out
+    assert 5000 < len(printed) < 10_100 and "characters" in printed
+
+
+def test_a_recursion_without_end_is_told_in_two_lines(doubling):
+    def deeper(n):
+        return deeper(n) + 1
+
+    report = str(check.check("demo/double", deeper))
+    assert "RecursionError" in report and "return deeper(n) + 1" in report
+    assert len(report.splitlines()) <= 5
+
+
+def test_an_attempt_that_leaves_the_interpreter_does_not(doubling):
+    assert "raised SystemExit" in str(check.check("demo/double", lambda n: sys.exit(1)))
+
+
+def test_what_waits_for_ever_is_stopped_too(doubling, monkeypatch):
+    monkeypatch.setattr(check, "SECONDS", 0.1)
+    assert "did not end" in str(check.check("demo/double", lambda n: time.sleep(60)))
+
+
+class Counter:
+    @contextlib.contextmanager
+    def first(self):
+        yield
+
+    def second(self):
+        return 2
+
+
+def handed_out(n):
+    return n * n
+
+
+@pytest.mark.parametrize("code", [handed_out, Counter])
+def test_the_code_of_a_bug_hunt_is_no_attempt_until_it_changes(doubling, monkeypatch, code):
+    exercise = dataclasses.replace(doubling, untouched=exercises.digest(code))
+    monkeypatch.setattr(exercises, "find", lambda name: exercise)
+    assert len(exercise.untouched) == 8
+    assert not check.check("demo/double", code).attempted
+    assert check.check("demo/double", lambda n: n * n).attempted
+    assert not check.check("demo/double", lambda n: n * n).passed
+
+
+def test_a_digest_follows_the_code_and_not_its_comments():
+    def same(source):
+        space, path = {"__name__": "__main__"}, f"cell {len(linecache.cache)}"
+        linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+        exec(compile(source, path, "exec"), space)
+        return exercises.digest(space["Sum"])
+
+    plain = "class Sum:\n    start = 0\n\n    def of(self, x):\n        return sum(x)\n"
+    assert same(plain) == same("# mine\n\n" + plain.replace("\n\n", "\n    # from 0\n\n\n"))
+    for change in [("start = 0", "start = 1"), ("sum(x)", "sum(y)"), ("Sum:", "Sum(int):")]:
+        assert same(plain.replace(*change)) != same(plain)
+    assert exercises.digest(3) == exercises.digest(sum) == exercises.digest(int) == ""
+
+
+def test_hints_are_graded_and_folded(doubling):
+    hint = check.hint("demo/double")
+    assert str(hint) == "Hint 1 of 2:\nAdd." and "Add." not in repr(hint)
+    assert "<details" in hint._repr_html_() and " open" not in hint._repr_html_()
+    assert "Add.</div></details>" in hint._repr_html_()
     with pytest.raises(ValueError, match="has 2 hints, asked for number 3"):
         check.hint("demo/double", 3)
 
@@ -193,9 +269,8 @@ def test_reveal_says_how_far_off():
 
 def test_show_is_the_library_itself():
     source = check.show(units.whole)
-    assert (
-        repr(source).startswith("# units.whole\ndef whole(") and "<details" in source._repr_html_()
-    )
+    assert str(source).startswith("units.whole:\ndef whole(")
+    assert "<details" in source._repr_html_() and "def" not in repr(source)
     assert check.show(units).title == "units"
     with pytest.raises(TypeError, match="needs a function, a class or a module"):
         check.show(3)

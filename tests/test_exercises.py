@@ -1,16 +1,17 @@
 """Every check passes its reference, rejects every wrong answer with the right words, and knows an untouched stub."""
 
+import ast
 import inspect
 import json
+import linecache
 import re
 
-import numpy as np
+import jupytext
 import pytest
-import torch
 import wrong_answers
 
-from labutils import checkpointing, config, data_parallel, precision, zero
-from labutils.config import ModelConfig
+import notebooks as tool  # tools/notebooks.py
+from labutils import config
 from labutils.teach import check, exercises
 
 NOTEBOOKS = sorted((config.DATA.parent / "notebooks").glob("*.ipynb"))
@@ -37,63 +38,6 @@ def test_a_wrong_answer_is_rejected_with_words_that_help(exercise, wrong):
     assert wrong.hint in f"{failed[0].seen} {failed[0].hint}", str(report)
 
 
-def _codes(fmt, x):
-    return np.int64(fmt.encode(x))
-
-
-def _shares(length, rank, size, epoch):
-    return np.array(data_parallel.sampler(length, rank, size, epoch=epoch))
-
-
-def _filled(target, seq_len, gpus, fits):
-    share = target // seq_len // gpus
-    micro = next(b for b in range(share, 0, -1) if share % b == 0 and fits(b))
-    return [micro, share // micro]
-
-
-def _summed(x, fmt):
-    """Pairs by recursion, from the front."""
-    if len(x) == 1:
-        return x[0]
-    half = 2 ** ((len(x) - 1).bit_length() - 1)
-    return precision.round_to(_summed(x[:half], fmt) + _summed(x[half:], fmt), fmt)
-
-
-def _pairs(n, k):
-    for step in checkpointing.segments(n, k).steps:
-        yield [step.op, step.at]
-
-
-def _broken(checkpoint):
-    return torch.tensor(ALL["checkpointing/bug-hunt"].reference(checkpoint))
-
-
-RIGHT = {
-    "floats/encode": [_codes],
-    "floats/rounds-twice": [np.float64(1 + 2**-11 + 2**-40), 1 + 2**-11 + 2**-26],
-    "floats/pairwise-sum": [_summed],
-    "data_parallel/sampler": [_shares, lambda *args: tuple(_shares(*args).tolist())],
-    "accumulation/configure": [_filled, lambda *args: tuple(map(np.int64, _filled(*args)))],
-    "checkpointing/segments": [_pairs, lambda n, k: list(checkpointing.segments(n, k).steps)],
-    "checkpointing/bug-hunt": [_broken, lambda checkpoint: np.bool_(_broken(checkpoint).item())],
-    "zero/schedule": [lambda count: iter(map(list, zero.unit_order(count)))],
-    "memory/count-parameters": [lambda config: float(ModelConfig.from_hf(config).num_params)],
-}
-
-
-@pytest.mark.parametrize(
-    "exercise, attempt",
-    [
-        pytest.param(exercise, attempt, id=f"{exercise}-{number}")
-        for exercise, attempts in RIGHT.items()
-        for number, attempt in enumerate(attempts, 1)
-    ],
-)
-def test_a_right_answer_in_another_style_passes(exercise, attempt):
-    report = check.check(exercise, attempt)
-    assert report.passed, str(report)
-
-
 @pytest.mark.parametrize("exercise", ALL.values(), ids=ALL)
 def test_an_untouched_stub_breaks_nothing(exercise):
     def stub(*args, **kwargs):
@@ -102,6 +46,43 @@ def test_an_untouched_stub_breaks_nothing(exercise):
     attempts = [...] + [stub] * callable(exercise.reference)
     for attempt in attempts:
         assert not check.check(exercise.id, attempt).attempted
+
+
+def _binds(source, name):
+    """Whether a cell defines `name` or assigns it."""
+    body = ast.parse(source).body
+    made = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    defined = {getattr(node, "name", None) for node in body}
+    return name in defined | {getattr(target, "id", None) for target in made}
+
+
+def _handed_out(text_path):
+    """(exercise, what the cell above its check defines) of a lab, as a kernel would have it."""
+    cells = [
+        cell.source
+        for cell in jupytext.read(text_path, fmt="py:percent").cells
+        if cell.cell_type == "code"
+    ]
+    space = {"__name__": "__main__"}
+    exec(compile(cells[0], "the setup cell", "exec"), space)
+    for place, source in enumerate(cells):
+        if not (called := re.match(r"check\(\s*\"([^\"]+)\",\s*(\w+)", source)):
+            continue
+        exercise_id, name = called.groups()
+        stub = next(cell for cell in reversed(cells[:place]) if _binds(cell, name))
+        path = f"ipykernel_{text_path.stem}/{place}.py"
+        linecache.cache[path] = (len(stub), None, stub.splitlines(keepends=True), path)
+        exec(compile(stub, path, "exec"), space)
+        yield exercise_id, space[name]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("text_path", [text for _, text in tool.twins()], ids=lambda p: p.stem)
+def test_a_lab_gives_no_diagnosis_before_an_attempt(text_path):
+    for exercise_id, stub in _handed_out(text_path):
+        assert not check.check(exercise_id, stub).attempted, (
+            f'{exercise_id} hands out code: give the exercise untouched="{exercises.digest(stub)}"'
+        )
 
 
 @pytest.mark.parametrize("exercise", ALL.values(), ids=ALL)

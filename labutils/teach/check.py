@@ -1,8 +1,10 @@
 """What a learner calls: `predict` before, `reveal` after, `check` an attempt, `hint`, `show`."""
 
+import contextlib
 import html
 import inspect
 import math
+import sys
 import textwrap
 import traceback
 from collections.abc import Iterator
@@ -16,13 +18,14 @@ from pygments.lexers import PythonLexer
 from labutils import units
 from labutils.teach import exercises
 from labutils.teach.exercises import _clock
+from labutils.world.rank import Output
 
 Status = Literal["passed", "failed", "not reached"]
 _MARKS = {"passed": "✓", "failed": "✗", "not reached": "–"}
 _COLORS = {"passed": "#1A7F4B", "failed": "#B3261E", "not reached": "#6B7280"}
 _STYLE = "border-left:4px solid {edge};padding:4px 12px;white-space:pre-wrap"
-SECONDS = 60
-"""What one property of an attempt may take; that of a reference takes one or two."""
+SECONDS = 10
+"""What one property of an attempt may compute; that of a reference takes one or two."""
 
 
 @dataclass(frozen=True)
@@ -99,22 +102,34 @@ class Report:
 def check(exercise_id: str, attempt: Any) -> Report:
     """The report on `attempt`: properties are tried in order until one fails.
 
-    An untouched stub is "not attempted"; whatever an attempt raises is part of the report, and so
-    is a property that takes longer than `SECONDS`.
+    An untouched stub is "not attempted", and so is the untouched code of a bug hunt. Whatever an
+    attempt raises is part of the report, and so is a property that computes longer than `SECONDS`.
+    What it prints comes before the report, a flood of it shortened.
     """
     exercise = exercises.find(exercise_id)
-    verdicts: list[Verdict] = []
     if attempt is ... or attempt is None:
         return Report(exercise, ())
+    if exercise.untouched and exercises.digest(attempt) == exercise.untouched:
+        return Report(exercise, ())
+    printed = Output()
+    try:
+        with contextlib.redirect_stdout(printed):
+            return Report(exercise, _verdicts(exercise, attempt))
+    finally:
+        sys.stdout.write(_cut(str(printed), 10_000))
+
+
+def _verdicts(exercise: exercises.Exercise, attempt: Any) -> tuple[Verdict, ...]:
+    """How the properties come out, in their order; none where a stub says that it is none yet."""
+    verdicts: list[Verdict] = []
     for prop in exercise.properties:
         if verdicts and verdicts[-1].status != "passed":
             verdicts.append(Verdict(prop.name, "not reached"))
-            continue
-        verdict = _verdict(prop, attempt)
-        if verdict is None:
-            return Report(exercise, ())
-        verdicts.append(verdict)
-    return Report(exercise, tuple(verdicts))
+        elif verdict := _verdict(prop, attempt):
+            verdicts.append(verdict)
+        else:
+            return ()
+    return tuple(verdicts)
 
 
 def _verdict(prop: exercises.Property, attempt: Any) -> Verdict | None:
@@ -125,8 +140,8 @@ def _verdict(prop: exercises.Property, attempt: Any) -> Verdict | None:
     except exercises.Failed as failure:
         seen, why = str(failure), failure.hint
     except _clock.TimeIsUp:
-        seen, why = f"stopped after {SECONDS:g} seconds", _ENDLESS
-    except Exception as error:
+        seen, why = f"stopped: it did not end within {SECONDS:g} seconds of computing", _ENDLESS
+    except (Exception, SystemExit) as error:
         # A check must survive whatever a learner's code does; what happened is part of the report.
         if any(isinstance(cause, NotImplementedError) for cause in _causes(error)):
             return None
@@ -177,15 +192,38 @@ class Text:
         return f'<div style="padding:2px 0">{html.escape(self.text)}</div>'
 
 
-def hint(exercise_id: str, level: int = 1) -> Text:
-    """Hint number `level` of an exercise; each says more than the one before."""
+@dataclass(frozen=True)
+class Folded:
+    """What a reader opens on purpose: a hint, or library source. `print` shows it in a terminal."""
+
+    title: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.title}:\n{self.text}"
+
+    def __repr__(self) -> str:
+        return f"{self.title}: folded, print(…) shows it"
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<details class="folded"><summary>{html.escape(self.title)}</summary>'
+            f"{self._body()}</details>"
+        )
+
+    def _body(self) -> str:
+        return f'<div style="padding:2px 0 2px 1.2em">{html.escape(self.text)}</div>'
+
+
+def hint(exercise_id: str, level: int = 1) -> Folded:
+    """Hint number `level` of an exercise, folded; each says more than the one before."""
     exercise = exercises.find(exercise_id)
     if units.whole(level, "level", 1) > len(exercise.hints):
         raise ValueError(
             f"{exercise_id} has {len(exercise.hints)} hints, asked for number {level}: "
             "the next step is show(…), the solution"
         )
-    return Text(f"Hint {level} of {len(exercise.hints)}: {exercise.hints[level - 1]}")
+    return Folded(f"Hint {level} of {len(exercise.hints)}", exercise.hints[level - 1])
 
 
 predictions: dict[str, int | float | str] = {}
@@ -271,25 +309,17 @@ def _written(amount: int | float, unit: str) -> str:
     return f"{amount:g} {unit.replace('_', ' ')}"
 
 
-@dataclass(frozen=True)
-class Source:
-    """Library source, shown folded: a solution is the code that the course itself runs."""
+class Source(Folded):
+    """Library source, folded: a solution is the code that the course itself runs."""
 
-    title: str
-    code: str
-
-    def __repr__(self) -> str:
-        return f"# {self.title}\n{self.code}"
-
-    def _repr_html_(self) -> str:
+    def _body(self) -> str:
         # Inline colors on a light card: the same in JupyterLab and in the book, also in the dark.
         pretty = highlight(
-            self.code, PythonLexer(), HtmlFormatter(noclasses=True, nowrap=True, style="friendly")
+            self.text, PythonLexer(), HtmlFormatter(noclasses=True, nowrap=True, style="friendly")
         )
         return (
-            f'<details class="source"><summary>{html.escape(self.title)}</summary>'
             '<pre tabindex="0" style="background:#f8f8f8;color:#1b1b1b;padding:10px;'
-            f'border-radius:6px;overflow-x:auto">{pretty}</pre></details>'
+            f'border-radius:6px;overflow-x:auto">{pretty}</pre>'
         )
 
 

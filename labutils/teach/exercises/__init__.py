@@ -5,9 +5,14 @@ Each module of this folder holds the exercises of one topic in a tuple `EXERCISE
 """
 
 import functools
+import hashlib
 import importlib
+import inspect
 import itertools
+import linecache
 import pkgutil
+import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +44,10 @@ class Property:
 
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """A card (minutes, difficulty 1–3, what it proves), the solution, and the check."""
+    """A card (minutes, difficulty 1–3, what it proves), the solution, and the check.
+
+    untouched: the `digest` of the code that a bug hunt hands out, which is no attempt yet
+    """
 
     id: str
     title: str
@@ -49,6 +57,7 @@ class Exercise:
     reference: Any
     properties: tuple[Property, ...]
     hints: tuple[str, ...]
+    untouched: str = ""
 
     def __post_init__(self) -> None:
         units.whole(self.minutes, f"{self.id}: minutes", 1)
@@ -61,6 +70,31 @@ class Exercise:
     def dots(self) -> str:
         """The difficulty as it stands on the card: ●○○, ●●○ or ●●●."""
         return "●" * self.difficulty + "○" * (3 - self.difficulty)
+
+
+def digest(code: Any) -> str:
+    """Eight digits that change when the code of a function or class does, comments left out.
+
+    It is "" for what has no Python source, such as a number or a builtin.
+    """
+    try:
+        lines = textwrap.dedent(_source(code)).splitlines()
+    except (OSError, TypeError, StopIteration):
+        return ""
+    kept = [line.rstrip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:8]
+
+
+def _source(code: Any) -> str:
+    """What `inspect.getsource` returns, of classes in a notebook too."""
+    if not isinstance(code, type):
+        return inspect.getsource(code)
+    method = next(inspect.unwrap(f) for f in vars(code).values() if inspect.isfunction(f))
+    lines = linecache.getlines(method.__code__.co_filename)
+    head = re.compile(rf"\s*class {code.__name__}\b")
+    above = range(method.__code__.co_firstlineno)
+    start = next(at for at in reversed(above) if head.match(lines[at]))
+    return "".join(inspect.getblock(lines[start:]))
 
 
 @functools.cache

@@ -369,6 +369,7 @@ _LEFT = "Gradients from the end of one epoch are still there at the start of the
 REPAIR = Exercise(
     id="accumulation/bug-hunt",
     title="Bug hunt: the loop that everybody copies",
+    untouched="38420988",
     minutes=15,
     difficulty=2,
     proves="you see the batches that a loop loses, and the clipping that it does too often",

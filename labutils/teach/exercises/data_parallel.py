@@ -574,6 +574,7 @@ def _interrupted(attempt: Callable) -> str:
 REPAIR = Exercise(
     id="data_parallel/bug-hunt",
     title="Bug hunt: the wrapper that passed its test",
+    untouched="29732be8",
     minutes=20,
     difficulty=3,
     proves="you know what buckets, accumulation and a start ask of a data-parallel wrapper",

@@ -487,6 +487,7 @@ def _more_queries(attempt: Attend) -> str:
 HUNT = Exercise(
     id="flash/causal-hunt",
     title="Bug hunt: right on every square",
+    untouched="87d88437",
     minutes=15,
     difficulty=2,
     proves="you know where a causal mask sits when there are more keys than queries",

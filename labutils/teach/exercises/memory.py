@@ -307,6 +307,7 @@ def _table(attempt: Callable, sizes: dict[str, int], name: str) -> str:
 TABLE = Exercise(
     id="memory/bug-hunt-table",
     title="Bug hunt: a table that fits one layer",
+    untouched="9657dd6e",
     minutes=10,
     difficulty=1,
     proves="you can tell a memory table that cannot be right",

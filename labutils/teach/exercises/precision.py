@@ -311,6 +311,7 @@ def _fresh(attempt: Callable) -> str:
 HUNT = Exercise(
     id="precision/bug-hunt",
     title="Bug hunt: a step that clips",
+    untouched="f0e0e0fe",
     minutes=15,
     difficulty=2,
     proves=(

@@ -297,6 +297,7 @@ EXERCISES = (
     Exercise(
         id="start/bug-hunt-state-bytes",
         title="Bug hunt: a counter that counts too much",
+        untouched="6d01d7d9",
         minutes=8,
         difficulty=2,
         proves="you count memory by what is alive, not by a formula",

@@ -1,0 +1,64 @@
+"""Every check accepts right answers in other styles than the reference, three for each exercise."""
+
+import pytest
+import right_answers
+
+from labutils.teach import check, exercises
+
+ALL, RIGHT = exercises.every(), right_answers.every()
+STYLES = 3
+# Exercises that have fewer: this list only shrinks.
+MISSING = {
+    "accumulation/accumulate",
+    "accumulation/configure",
+    "accumulation/bug-hunt",
+    "checkpointing/segments",
+    "checkpointing/fewest-evaluations",
+    "checkpointing/checkpoint",
+    "checkpointing/bug-hunt",
+    "collectives/ordered-sends",
+    "collectives/ring-all-reduce",
+    "collectives/broadcast-tree",
+    "collectives/missing-test",
+    "data_parallel/sampler",
+    "data_parallel/hooks",
+    "data_parallel/bug-hunt",
+    "flash/online-softmax",
+    "flash/merge",
+    "flash/causal-hunt",
+    "floats/decode",
+    "floats/encode",
+    "floats/pairwise-sum",
+    "floats/rounds-twice",
+    "memory/count-parameters",
+    "memory/saved-by-attention",
+    "memory/bug-hunt-table",
+    "precision/master-weights",
+    "precision/dynamic-scale",
+    "precision/bug-hunt",
+    "start/tokens-per-step",
+    "start/first-failing-step",
+    "start/bug-hunt-state-bytes",
+    "zero/optimizer",
+    "zero/schedule",
+    "zero/repair",
+}
+
+
+@pytest.mark.parametrize(
+    "exercise, answer",
+    [
+        pytest.param(exercise, answer, id=f"{exercise}-{style}")
+        for exercise, styles in RIGHT.items()
+        for style, answer in styles.items()
+    ],
+)
+def test_a_right_answer_in_another_style_passes(exercise, answer):
+    report = check.check(exercise, answer)
+    assert report.passed, str(report)
+
+
+def test_every_exercise_is_tried_in_three_styles():
+    few = {exercise for exercise in ALL if len(RIGHT.get(exercise, ())) < STYLES}
+    assert few <= MISSING, f"{STYLES} right answers each for {sorted(few - MISSING)}"
+    assert RIGHT.keys() <= ALL.keys(), sorted(RIGHT.keys() - ALL.keys())
