@@ -181,6 +181,12 @@ def test_cells_are_small(lab, name):
     assert max(lines) <= 25, "a cell this long belongs in labutils, with a test"
 
 
+@pytest.mark.parametrize("notebook, text", PAIRS, ids=[path.stem for path, _ in PAIRS])
+def test_a_page_shows_whole_lines_of_code(notebook, text):
+    lines = [line for cell in code(tool.build(text)) for line in cell.source.splitlines()]
+    assert [line for line in lines if len(line) > 88] == []
+
+
 @each_lab
 def test_it_has_the_anatomy_of_a_lab(lab, name):
     number = name.partition("_")[0]
@@ -199,6 +205,23 @@ def test_it_has_the_anatomy_of_a_lab(lab, name):
     assert 3 <= len(questions) <= 8 and re.search(r"\d+\s?min", lab.cells[0].source), (
         "a lab asks questions and says how long it takes"
     )
+
+
+@pytest.mark.parametrize("notebook, text", PAIRS, ids=[path.stem for path, _ in PAIRS])
+def test_the_stated_minutes_are_honest(notebook, text):
+    lab = tool.build(text)
+    stated, takes = tool.STATED.search(lab.cells[0].source)[0], f"{tool.minutes(lab)} min"
+    assert stated == takes, "run: python tools/notebooks.py --minutes"
+
+
+def test_minutes_count_prose_code_and_exercises(tmp_path):
+    prose = "# # Title\n#\n# *5 min* <!-- claim: 1 == 1 -->\n# " + "word " * 696
+    text = f"# %% [markdown]\n{prose}\n\n# %%\n" + "x = 1  # one\n\n# two\n" * 40
+    card = "\n# %% [markdown]\n# ### Exercise 1.1 · A (15 min, ●○○)\n#\n# ## References\n# more\n"
+    (tmp_path / "a.py").write_text(text, encoding="utf-8")
+    assert tool.minutes(tool.build(tmp_path / "a.py")) == 10 + 5
+    (tmp_path / "a.py").write_text(text + card, encoding="utf-8")
+    assert tool.minutes(tool.build(tmp_path / "a.py")) == 10 + 5 + 15
 
 
 @each_lab

@@ -3,6 +3,7 @@
     python tools/notebooks.py                     every lab, as `make notebooks` does
     python tools/notebooks.py 07_collectives      one lab
     python tools/notebooks.py --check             runs nothing: exit status 1 if a pair differs
+    python tools/notebooks.py --minutes           runs nothing: states how long a lab takes
 
 The text twin (notebooks/text/NN_topic.py) is the source of truth: the notebook's cells come from
 it, its outputs from a fresh kernel of this very Python. Normalizing drops what differs between two
@@ -33,6 +34,12 @@ LAB_SECONDS, LAB_BYTES = (
     60,
     2_000_000_000,
 )  # on two cores that nothing else uses; the kernel and its ranks together
+# Read for the first time, looked at and understood: prose with its formulas, figures and printed
+# numbers; lines of code. An exercise takes what its card says.
+WORDS_PER_MINUTE, LINES_PER_MINUTE = 70, 8
+CARD = re.compile(r"^### Exercise .*\((\d+) min, [●○]{3}\)$", re.MULTILINE)
+STATED = re.compile(r"\b\d+ min\b")
+README = NOTEBOOKS.parent / "README.md"
 KEPT_METADATA = ("tags", "mystnb")
 # Refers to a kernel's model; the HTML beside it needs none.
 LIVE_WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -94,6 +101,28 @@ def build(text_path):
         seen[digest] = seen.get(digest, 0) + 1
         cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
     return notebook
+
+
+def minutes(notebook):
+    """How long a lab takes, exercises included, to 5 minutes."""
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    read = re.sub(r"<!--.*?-->", "", prose.partition("## References")[0], flags=re.DOTALL)
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    lines = [line for line in code.splitlines() if line.strip() and line.lstrip()[0] != "#"]
+    reading = len(read.split()) / WORDS_PER_MINUTE + len(lines) / LINES_PER_MINUTE
+    return 5 * round((reading + sum(map(int, CARD.findall(prose)))) / 5)
+
+
+def state_minutes(notebook_path, text_path):
+    """Write how long a lab takes into its title cell, in both twins, and into the README's map."""
+    takes = minutes(build(text_path))
+    said = STATED.sub(f"{takes} min", text_path.read_text(encoding="utf-8"), count=1)
+    text_path.write_text(said, encoding="utf-8")
+    notebook = nbformat.read(notebook_path, as_version=4)
+    notebook.cells[0] = build(text_path).cells[0]
+    nbformat.write(notebook, notebook_path)
+    row = rf"(\(notebooks/{notebook_path.name}\) \| )\d+"
+    README.write_text(re.sub(row, rf"\g<1>{takes}", README.read_text("utf-8")), encoding="utf-8")
 
 
 def execute(notebook, directory):
@@ -192,10 +221,15 @@ def main(arguments=None):
     parser.add_argument(
         "--check", action="store_true", help="compare the twins; run and write nothing"
     )
+    parser.add_argument(
+        "--minutes", action="store_true", help="write how long a lab takes; run nothing"
+    )
     options = parser.parse_args(arguments)
     failed = False
     for notebook_path, text_path in twins(options.names):
-        if options.check:
+        if options.minutes:
+            state_minutes(notebook_path, text_path)
+        if options.check or options.minutes:
             problems = differences(notebook_path, text_path)
         else:
             started = time.perf_counter()
