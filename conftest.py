@@ -15,7 +15,10 @@ if not torch.cuda.is_available():
 
 import base64
 import io
+import json
 import re
+import urllib.parse
+import zlib
 
 import hypothesis
 import numpy as np
@@ -26,30 +29,52 @@ hypothesis.settings.register_profile("course", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("course")
 
 PICTURE = re.compile(r'data:image/png;base64,([^"]*)')
+DRAWING = re.compile(r'data:image/svg\+xml,([^"]*)')
+STATES = re.compile(r'"views": "([A-Za-z0-9+/=]*)"')
 # Of 255: antialiasing and fonts differ a little between platforms; a moved bar or a changed title
-# differs more.
+# differs more. What is written in a picture is compared word by word.
 MOST = 10
 
 
+def pages(outputs):
+    """A cell's HTML outputs, and the states that its panels hide, as one text."""
+    shown = "".join("".join(output.get("data", {}).get("text/html", "")) for output in outputs)
+    hidden = [json.loads(zlib.decompress(base64.b64decode(each))) for each in STATES.findall(shown)]
+    return "".join([shown, *(view for views in hidden for view in views)])
+
+
 def pictures(outputs):
-    """The PNG pictures in a cell's HTML outputs, as arrays."""
-    pages = "".join("".join(output.get("data", {}).get("text/html", "")) for output in outputs)
-    return [
-        np.asarray(Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB"), float)
-        for png in PICTURE.findall(pages)
-    ]
+    """The PNG pictures in a cell's outputs: (what is written in it, its pixels)."""
+    drawn = [Image.open(io.BytesIO(base64.b64decode(p))) for p in PICTURE.findall(pages(outputs))]
+    return [(each.info.get("words"), np.asarray(each.convert("RGB"), float)) for each in drawn]
+
+
+def drawings(outputs):
+    """What the panels of a cell show and hide, with the words of each SVG in its place."""
+
+    def words(drawing):
+        return "|".join(re.findall(r"<text[^>]*>([^<]*)<", urllib.parse.unquote(drawing[1])))
+
+    page = pages(outputs)
+    return DRAWING.sub(words, page) if STATES.search(page) else ""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """nbval compares texts; a stored picture must also look like the one drawn now."""
+    """nbval compares texts; stored pictures and states must also be those made now."""
     result = yield
     if type(item).__name__ == "IPyNbCell" and item.options["check"]:
         stored, drawn = pictures(item.cell.outputs), pictures(item.test_outputs)
-        assert [picture.shape for picture in stored] == [picture.shape for picture in drawn]
-        for before, now in zip(stored, drawn, strict=True):
+        assert [pixels.shape for _, pixels in stored] == [pixels.shape for _, pixels in drawn]
+        for (said, before), (says, now) in zip(stored, drawn, strict=True):
+            assert said == says, "other words are written in the picture"
             rms = np.sqrt(np.mean((before - now) ** 2))
             assert rms <= MOST, (
                 f"the picture changed: RMS {rms:.1f} of 255, at most {MOST} is noise"
             )
+        before, now = drawings(item.cell.outputs), drawings(item.test_outputs)
+        at = next((k for k, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), 0)
+        assert STATES.sub("", before) == STATES.sub("", now), (
+            f"a panel's states changed: …{before[at - 60 : at + 60]}… is …{now[at - 60 : at + 60]}…"
+        )
     return result

@@ -13,6 +13,8 @@ import nbformat
 import pytest
 
 import notebooks as tool  # tools/notebooks.py
+from labutils.ledger import Ledger, Line
+from labutils.teach import plots, widgets
 
 PAIRS = tool.twins()
 LABS = [
@@ -341,3 +343,31 @@ def test_every_paper_is_in_the_bibliography(lab, name):
     bibliography = (tool.NOTEBOOKS.parent / "book/references.bib").read_text(encoding="utf-8")
     cited = set(re.findall(r"\b\d{4}\.\d{5}\b", prose(lab)))
     assert [paper for paper in sorted(cited) if paper not in bibliography] == []
+
+
+@pytest.fixture
+def comparing(pytestconfig):
+    """conftest.py, by which nbval compares pictures."""
+    return pytestconfig.pluginmanager.get_plugin(str(tool.NOTEBOOKS.parent / "conftest.py"))
+
+
+def _output(shown):
+    return [{"data": {"text/html": shown._repr_mimebundle_()["text/html"]}}]
+
+
+def test_words_in_pictures_and_states_of_panels_are_compared(comparing):
+    def panel(total):
+        def view(n):
+            lines = [Line("weights", total if n == 3 else 1000 * n)]
+            return plots.memory_bars(a=Ledger(lines))
+
+        return _output(widgets.explore(view, n=(1, 3)))
+
+    seen = comparing.drawings(panel(3000))
+    assert "3.00 kB" in seen and "2.00 kB" in seen and seen == comparing.drawings(panel(3000))
+    assert seen != comparing.drawings(panel(4000))
+    assert len(comparing.pictures(panel(3000))) == 0
+    drawn = plots.memory_bars(a=Ledger([Line("weights", 3000)]))
+    ((words, pixels),) = comparing.pictures([{"data": {"text/html": drawn.html()}}])
+    assert "3.00 kB" in words.split("|") and pixels.shape[2] == 3
+    assert comparing.drawings([{"data": {"text/html": drawn.html()}}]) == ""

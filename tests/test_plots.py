@@ -213,6 +213,17 @@ def test_a_picture_is_an_image_on_a_white_card():
     assert picture.png == plots.bit_pattern(floats.E4M3, 56).png
 
 
+def test_a_picture_keeps_its_words_with_its_pixels():
+    picture = plots.memory_bars(a=ledger(("weights", 3 * 10**9, "")), b=ledger(("x", 10**9, "")))
+    words = Image.open(io.BytesIO(picture.png)).info["words"].split("|")
+    assert {"3.00 GB", "1.00 GB", picture.figure.texts[0].get_text()} <= set(words)
+
+
+def test_a_picture_keeps_its_letters_legible_on_a_phone():
+    wide, narrow = GALLERY["memory bars"]().html(), plots.Picture(Figure((2, 1)), "alt").html()
+    assert "min-width:560px" in wide and "min-width:192px" in narrow and "overflow-x:auto" in wide
+
+
 def test_alt_text_is_mandatory_and_escaped():
     for alt in ("", "  ", None):
         with pytest.raises(ValueError, match="alt text"):

@@ -366,3 +366,8 @@ def test_bad_controls_are_named_with_their_remedy(make, error, message):
 
 def test_figures_without_alt_text_do_not_reach_a_panel():
     assert "TypeError" in result(explore(lambda n: Figure(), n=(1, 2)))
+
+
+def test_a_range_beyond_any_slider_is_refused_before_it_is_listed():
+    with pytest.raises(ValueError, match="control 'n': a slider of 1,000,000,000 steps"):
+        widgets.explore(lambda n: "", n=range(10**9))

@@ -87,11 +87,8 @@ class Report:
         for verdict in self._ordered():
             seen = f" · {html.escape(verdict.seen)}" if verdict.seen else ""
             name = f"{_MARKS[verdict.status]} {html.escape(verdict.name)}"
-            style = f"color:{_COLORS[verdict.status]};font-weight:bold"
             hint = f'<div style="margin-left:1.4em">{html.escape(verdict.hint)}</div>'
-            rows.append(
-                f'<div><span style="{style}">{name}</span>{seen}{hint * bool(verdict.hint)}</div>'
-            )
+            rows.append(f"<div><b>{name}</b>{seen}{hint * bool(verdict.hint)}</div>")
         return (
             '<div class="check-report" role="status" '
             f'style="{_STYLE.format(edge=_COLORS[self.status])}">'

@@ -349,6 +349,11 @@ def _control(given: Any) -> Control:
         case bool():
             return Control("checkbox", [False, True], ["no", "yes"], int(given))
         case range():
+            if len(given) > _MOST:
+                raise ValueError(
+                    f"a slider of {len(given):,} steps is finer than anyone can drag: "
+                    f"choose a step that gives at most {_MOST:,}"
+                )
             return _sliding(list(given), "", None)
         case tuple():
             if len(given) not in (2, 3):

@@ -696,7 +696,7 @@ for name in stated:
 # > - A layer keeps sbh(34 + 5as/h) bytes by the paper; what PyTorch keeps beyond it has a name, byte for byte.
 # >   <!-- claim: memory.korthikanti(b=1, s=2048, h=12288, a=96).total == 2048 * 12288 * (34 + 80) -->
 # > - Linear in batch and layers; in the sequence linear plus quadratic, until fused attention removes the square. They meet at 435 tokens for heads 64 wide, at 870 for 128.
-# >   <!-- claim: [34 * d / 5 for d in (64, 128)] == [435.2, 870.4] -->
+# >   <!-- arithmetic: [34 * d / 5 for d in (64, 128)] == [435.2, 870.4] -->
 # > - The peak is where most things meet: after the loss where activations are large, in the optimizer where they are not.
 # >   <!-- claim: [memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, checkpointing=p)).phase for b, p in ((32, "none"), (1, "full"))] == ["backward", "optimizer"] -->
 # > - Free is not the same as available: half of 40 MiB free, in pieces of 5, and 10 MiB find no room.

@@ -539,11 +539,11 @@ def flops(size):
 #
 # - A micro-batch's loss enters with its share of the tokens. Without the fraction the gradient is k times too large; with 1/k short micro-batches count too
 #   much: a token among 2 counts 15 times one among 30.
-#   <!-- claim: max([30, 30, 2, 18]) / min([30, 30, 2, 18]) == 15 -->
+#   <!-- arithmetic: max([30, 30, 2, 18]) / min([30, 30, 2, 18]) == 15 -->
 # - Activations are those of one micro-batch, whatever the batch. Gradients stay, and an fp32 sum of them costs 4Ψ more: 20 bytes a parameter instead of 16.
 #   <!-- claim: [round(memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=f)).total / 1557611200) for f in (False, True)] == [16, 20] -->
 # - A bf16 sum stops growing at 256 times the addend. Accumulate in fp32.
-#   <!-- claim: (floats.BF16.round(256 + 1), floats.FP32.round(256 + 1)) == (256, 257) -->
+#   <!-- claim: floats.BF16.round(256 + 1) == 256 -->
 # - What is not linear does not come in pieces: batch statistics, clipping. Clip once, after the last micro-batch, and do not drop the tail: 10 batches, four
 #   to a step, are three steps.
 #   <!-- claim: len(accumulation.micro_batches(torch.zeros(10, 1), 4)) == 3 -->

@@ -950,7 +950,7 @@ units.text(zero.predict_held(in_units, 64, 3, itemsize=2, shard_itemsize=4).tota
 # > - Levels 1 and 2 send what plain data parallelism sends, 2Ψ(N − 1)/N: an all-reduce with the step between its halves.
 # >   <!-- claim: all(zero.predict_sent(840, 4, level).total == collectives.sent("all_reduce_ring", nbytes=4 * 840, n=4).total for level in (1, 2)) -->
 # > - Level 3 sends 3Ψ(N − 1)/N, half as much again, or 2Ψ without resharding. Freeing sends nothing.
-# >   <!-- claim: zero.predict_sent(840, 4, 3).total == 1.5 * zero.predict_sent(840, 4, 2).total -->
+# >   <!-- claim: 2 * zero.predict_sent(840, 4, 3).total == 3 * zero.predict_sent(840, 4, 2).total -->
 # >   <!-- claim: zero.predict_sent(840, 4, 3, reshard=False).total == zero.predict_sent(840, 4, 2).total -->
 # > - With micro-batches levels 2 and 3 reduce after each one, level 1 once: with eight, 4.5 times as much at level 2.
 # >   <!-- claim: zero.predict_sent(840, 4, 2, accumulation=8).total == 4.5 * zero.predict_sent(840, 4, 1, accumulation=8).total -->

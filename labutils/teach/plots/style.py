@@ -40,6 +40,7 @@ SERIES = ("#2F74D0", "#C4481A", "#0B5345", "#7E273B", "#2C8E86", "#6B4FA0", "#B0
 NEUTRAL = ("#B9BEC4", "#8A9199", "#5C636B", "#DDE0E3")
 
 WIDE, SIZE = 7.2, 9
+NARROWEST = 560  # pixels to which a picture shrinks; on a narrower page it scrolls
 
 RC = {
     "font.family": "sans-serif",
@@ -82,6 +83,15 @@ GUESS = {
     "markeredgewidth": 1.4,
     "linestyle": "none",
 }
+
+
+def legible(width: float) -> str:
+    """How a picture of `width` pixels fits a page: no wider, and on a phone no less than legible.
+
+    >>> legible(691)
+    'max-width:100%;min-width:560px;height:auto'
+    """
+    return f"max-width:100%;min-width:{min(round(width), NARROWEST)}px;height:auto"
 
 
 def component_colors(components: Sequence[str]) -> dict[str, str]:

@@ -72,4 +72,5 @@ def frame(parts: Iterable[str], width: float, height: float, said: str) -> str:
         viewBox=f"0 0 {width:.0f} {height:.0f}",
         font_family=FONT,
         font_size=13,
+        style=style.legible(width),
     )
