@@ -17,7 +17,7 @@ from playwright.sync_api import expect
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LABS = [f"notebooks/{path.stem}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
 PAGES = [*(f"book/{path.stem}" for path in sorted((ROOT / "book").glob("*.md"))), *LABS]
-DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+DESK, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 # A bibliography is a list (role=list) of entries (role=doc-biblioentry) in docutils, which axe does not know as list items.
 AXE = {"rules": {"aria-required-children": {"enabled": False}}}
 each_page = pytest.mark.parametrize("name", PAGES)
@@ -160,6 +160,32 @@ def test_a_page_can_be_read_by_everybody(reader, name, theme):
         if v["impact"] in ("serious", "critical")
     ]
     assert grave == []
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_a_figure_on_a_phone_scrolls_rather_than_shrinks(reader, name):
+    reader.page.set_viewport_size(PHONE)
+    figures = reader.open(name).locator("article figure:has(> img[width]):visible")
+    shrunk = """all => all.filter(figure => {
+        const image = figure.querySelector('img'), card = getComputedStyle(figure);
+        const least = Math.min(image.getAttribute('width'), 560) - 1;
+        return image.getBoundingClientRect().width < least || card.overflowX !== 'auto';
+    }).map(figure => figure.outerHTML.slice(0, 200))"""
+    assert figures.evaluate_all(shrunk) == []
+
+
+def test_a_table_printed_by_a_cell_is_a_table(reader):
+    table = reader.open("notebooks/00_start_here").locator("article .cell_output table").first
+    assert table.locator("mjx-container").count() >= 10
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_reports_are_written_on_the_page_also_in_the_dark(reader, name):
+    reader.page.emulate_media(color_scheme="dark")
+    shown = reader.open(name).locator("article .cell_output .text_html")
+    painted = """all => new Set(all.map(box => getComputedStyle(box).backgroundColor)).size == 1
+        && getComputedStyle(all[0]).backgroundColor == 'rgba(0, 0, 0, 0)'"""
+    assert shown.count() and shown.evaluate_all(painted)
 
 
 def test_math_is_typeset(reader):
