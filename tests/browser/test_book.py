@@ -264,6 +264,7 @@ def test_the_dark_can_be_switched_on_and_pictures_stay_on_white(reader):
     assert page.evaluate(background) != light
     for figure in page.locator("article figure:has(img[src^='data:'])").all():
         expect(figure).to_have_css("background-color", "rgb(255, 255, 255)")
+        expect(figure.locator("img").first).to_have_css("filter", "none")
     page.goto(f"{reader.address}/book/notation.html")
     expect(page.locator("html")).to_have_attribute("data-theme", "dark")  # the choice is kept
     assert reader.trouble == []
