@@ -1,9 +1,9 @@
 """Who sent what to whom: the messages of one run in program order, as ledgers of bytes and as
 steps that wait for each other."""
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
@@ -85,70 +85,65 @@ class Trace:
 
     @property
     def steps(self) -> int:
-        """The longest chain of messages that wait for each other; a rank sends and receives at a
-        time."""
+        """The longest chain of messages that wait for each other, when a send takes as long as its
+        receive; a rank sends one and receives one at a time."""
         return max((int(message.end) for message in self.messages), default=0)
 
     def makespan(self, link: Link) -> float:
-        """Seconds until the last message arrives, when each takes λ + bytes/bw and a rank sends one
-        and receives one at a time."""
+        """Seconds until the last message arrives, when each takes λ + bytes/bw, a rank sends and
+        receives one at a time, and both sides of a message wait for each other."""
         latency, bandwidth = Fraction(link.latency), Fraction(link.bandwidth)
         replayed = self._replay(lambda nbytes: latency + nbytes / bandwidth)
         return float(max((message.end for message in replayed), default=0))
 
     def _replay(self, cost: Callable[[int], float]) -> tuple[Message, ...]:
-        """All messages with start and end: the k-th send of a channel meets its k-th receive, and a
-        sender does not wait for the receiver."""
-        replay = _Replay(cost, [deque(events) for events in self.ranks])
-        while any([replay.advance(rank) for rank in range(len(self.ranks))]):
-            pass
-        if waiting := [rank for rank, queue in enumerate(replay.queues) if queue]:
-            lost = "wait for messages that nobody sent: this trace is not of a finished run"
-            raise ValueError(f"ranks {waiting} {lost}")
-        return tuple(replay.done)
+        """All messages with start and end. Each is a rendezvous: it starts when its sender has come
+        to the send and its receiver to the receive, and both go on when it has arrived."""
+        places = [_Place(events) for events in self.ranks]
+        done: list[Message] = []
+        moved = True
+        while moved:
+            moved = False
+            for source, sender in enumerate(places):
+                while sender.to is not None and places[sender.to].awaits(source, sender.axis):
+                    to, receiver = sender.to, places[sender.to]
+                    event, start = sender.todo[0], max(sender.clock, receiver.clock)
+                    end = start + cost(event.sent)
+                    done.append(Message(event.op, event.axis, source, to, event.sent, start, end))
+                    sender.finish("to", end)
+                    receiver.finish("source", end)
+                    moved = True
+        if waiting := [rank for rank, place in enumerate(places) if place.todo]:
+            lost = "wait for each other, or for a message that nobody sends"
+            raise ValueError(f"ranks {waiting} {lost}: this is no trace of a finished run")
+        return tuple(sorted(done, key=lambda message: (message.start, message.source)))
 
 
-class _Replay:
-    """The state of a replay: the clock of each rank, what it has yet to do, and the messages that
-    were sent and not yet received."""
+class _Place:
+    """Where a rank has come to in a replay: its next event since `clock`, and the halves of it that
+    are still to be done, a send `to` one rank and a receive from a `source`."""
 
-    def __init__(self, cost: Callable[[int], float], queues: list[deque[Event]]) -> None:
-        self.cost = cost
-        self.queues = queues
-        self.clock = [0.0 * cost(0)] * len(queues)
-        self.announced = [False] * len(queues)  # whether the send of a rank's next event is counted
-        self.under_way: dict[tuple, deque[int]] = defaultdict(deque)
-        self.done: list[Message] = []
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.todo = deque(event for event in events if (event.to, event.source) != (None, None))
+        self.clock: float = 0
+        self.end: float = 0
+        self._next()
 
-    def advance(self, rank: int) -> bool:
-        """Runs the events of a rank until it waits or is done; whether anything happened."""
-        queue, moved = self.queues[rank], False
-        while queue:
-            event, start = queue[0], self.clock[rank]
-            if event.to is not None and not self.announced[rank]:
-                self._send(rank, event)
-                self.announced[rank] = moved = True
-            finish = start if event.to is None else start + self.cost(event.sent)
-            if event.source is not None:
-                channel = self.under_way[event.source, rank, event.axis]
-                if not channel:
-                    return moved
-                finish = max(finish, self._receive(channel.popleft(), start, event.received))
-            self.clock[rank] = finish
-            self.announced[rank] = False
-            queue.popleft()
-            moved = True
-        return moved
+    def _next(self) -> None:
+        event = self.todo[0] if self.todo else Event("")
+        self.to = event.to
+        self.source = event.source
+        self.axis = event.axis
 
-    def _send(self, rank: int, event: Event) -> None:
-        start = self.clock[rank]
-        end = start + self.cost(event.sent)
-        self.under_way[rank, event.to, event.axis].append(len(self.done))
-        self.done.append(Message(event.op, event.axis, rank, event.to, event.sent, start, end))
+    def awaits(self, source: int, axis: str) -> bool:
+        """Whether this rank stands at a receive from that one."""
+        return self.source == source and self.axis == axis
 
-    def _receive(self, index: int, start: float, nbytes: int) -> float:
-        """When the receiver, ready at `start`, has the message of that number."""
-        message = self.done[index]
-        end = max(start, message.start) + self.cost(nbytes)
-        self.done[index] = replace(message, end=max(end, message.end))
-        return end
+    def finish(self, half: str, end: float) -> None:
+        """One half of the event is over; after the other one the rank goes on."""
+        setattr(self, half, None)
+        self.end = max(self.end, end)
+        if self.to is None and self.source is None:
+            self.clock = self.end
+            self.todo.popleft()
+            self._next()

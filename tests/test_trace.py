@@ -44,17 +44,39 @@ def test_what_is_sent_is_received():
     assert sum(message.nbytes for message in trace.messages) == trace.sent.total
 
 
-def test_messages_of_two_axes_do_not_overtake_each_other():
-    trace = Trace(
+def test_messages_of_two_axes_are_two_channels():
+    passed = Trace(
         [
             [Event("x", "dp", to=1, sent=1), Event("y", "tp", to=1, sent=2)],
-            [Event("y", "tp", source=0, received=2), Event("x", "dp", source=0, received=1)],
+            [Event("x", "dp", source=0, received=1), Event("y", "tp", source=0, received=2)],
         ]
     )
-    assert {(message.op, message.nbytes) for message in trace.messages} == {("x", 1), ("y", 2)}
+    assert [(message.op, message.nbytes) for message in passed.messages] == [("x", 1), ("y", 2)]
+    crossed = Trace([passed.ranks[0], passed.ranks[1][::-1]])
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] wait for each other"):
+        _ = crossed.messages
+
+
+def serial(n: int, first: set[int]) -> Trace:
+    """Everybody sends to the next; ranks in `first` send and then receive, others the other way."""
+    give = [Event("shift", to=(i + 1) % n, sent=1) for i in range(n)]
+    take = [Event("shift", source=(i - 1) % n, received=1) for i in range(n)]
+    orders = [[give[i], take[i]] if i in first else [take[i], give[i]] for i in range(n)]
+    return Trace(orders)
+
+
+@pytest.mark.parametrize("n", [4, 6, 8])
+def test_a_send_waits_for_its_receive_as_a_receive_for_its_send(n):
+    only_0_sends_first = serial(n, {0})
+    only_the_last_receives_first = serial(n, set(range(n - 1)))
+    assert only_0_sends_first.steps == only_the_last_receives_first.steps == n
+    assert serial(n, set(range(0, n, 2))).steps == serial(n, set(range(1, n, 2))).steps == 2
+    assert serial(n + 1, set(range(0, n + 1, 2))).steps == 3
+    with pytest.raises(ValueError, match="wait for each other"):
+        _ = serial(n, set(range(n))).steps
 
 
 def test_an_unfinished_trace_says_who_waits():
-    with pytest.raises(ValueError, match=r"ranks \[1\] wait for messages that nobody sent"):
+    with pytest.raises(ValueError, match=r"ranks \[1\] wait .* that nobody sends"):
         _ = Trace([[], [Event("x", source=0, received=1)]]).messages
     assert Trace([[], []]).steps == 0

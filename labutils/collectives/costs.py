@@ -1,6 +1,7 @@
 """What a collective costs by formula: bytes sent and held by each rank, steps, α–β (Hockney) time,
 and the bus bandwidth of nccl-tests. S is bytes of the whole tensor, n the number of ranks."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -252,13 +253,17 @@ def cost(algorithm: str, nbytes: int | float, n: int, link: Link) -> float:
     """Seconds that an algorithm needs when every rank has a link of its own:
     steps · λ + (bytes that travel one after the other) / bw.
 
-    Invariant: equals `trace.makespan(link)` of a real run wherever n divides the tensor.
+    Invariant: equals `trace.makespan(link)` of a real run wherever n divides the tensor. That
+    replays the messages in this same model: it tests their order and sizes, not the model.
     Source: Hockney's model, as in Thakur, Rabenseifner and Gropp, 2005.
 
     >>> cost("all_reduce_ring", 64e6, 4, Link(1e-5, 1e9))
     0.09606
     """
     formula = _formula(algorithm)
+    if not (math.isfinite(nbytes) and nbytes >= 0):
+        least = "a size is a number of bytes, 0 or more, neither infinite nor NaN"
+        raise ValueError(f"nbytes={nbytes!r}: {least}")
     waits = formula.steps(units.whole(n, "n", 1)) * Fraction(link.latency)
     return float(waits + formula.share(n) * Fraction(nbytes) / Fraction(link.bandwidth))
 

@@ -5,9 +5,8 @@
 #
 # *80 min · before this: lab 00 · needs a laptop, no GPU and no network*
 #
-# A training run on many devices is a few arithmetic kernels and a few sentences that ranks say to each other: *here is my gradient*, *give me your part of
-# the weights*.
-# These sentences are called collectives. In this lab you see all eight of them built from `send` and `recv`, write two yourself, count every byte they send,
+# A training run on many devices needs a few exchanges in which all ranks of a group take part: *here is my gradient*, *give me your part of the weights*.
+# These exchanges are called collectives. In this lab you see all eight of them built from `send` and `recv`, write two yourself, count every byte they send,
 # and find out which way of summing wins, and when.
 
 # %% [markdown]
@@ -24,13 +23,14 @@
 # ## Setup
 
 # %%
+import collections
 import dataclasses
 import time
 
 import torch
 
 from labutils import anatomy, collectives, units
-from labutils.config import Link, ModelConfig
+from labutils.config import Link, Mesh, ModelConfig
 from labutils.ledger import Ledger, Line
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, predictions, reveal, show
@@ -49,7 +49,7 @@ world.run(lambda rank: f"I am rank {rank.rank} of {rank.size}")
 # %% [markdown]
 # ## The idea in one picture
 #
-# Four ranks stand in a circle. Each holds a tensor cut into four pieces, a color for each rank. In every step each rank passes *one piece* to its
+# Four ranks stand in a circle. Each holds a tensor cut into four pieces; each rank has a color. In every step each rank passes *one piece* to its
 # neighbor. Play it, and watch where a piece is complete for the first time.
 
 # %%
@@ -66,8 +66,11 @@ plots.ring_animation(world.trace)
 # %% [markdown]
 # ## What can two ranks say to each other?
 #
-# Two things: `comm.send(x, dst)` and `comm.recv(out, src)`. A send returns when the other side has received, so the two must meet. (`rank.comm("dp")` is a
-# rank's door to the others; "dp", data parallelism, is the name of the axis on which a `World(4)` lines up its ranks. Labs to come have more axes.)
+# Two things: `comm.send(x, dst)` and `comm.recv(out, src)`. A send returns when the other side has received: the two wait for each other, a *rendezvous*.
+# One message from such a meeting to its end is a *step*; that is what is counted as a step in this whole lab.
+#
+# (`rank.comm("dp")` is the communicator through which a rank reaches the others; "dp", data parallelism, is the name of the axis on which a `World(4)` lines
+# up its ranks. Labs to come have more axes.)
 
 
 # %%
@@ -87,9 +90,13 @@ world.run(tell)
 
 
 # %%
+got_past = []
+
+
 def everybody_sends_first(rank):
     comm, x = rank.comm("dp"), torch.full((3,), float(rank.rank))
     comm.send(x, (comm.rank + 1) % comm.size)
+    got_past.append(comm.rank)
     return comm.recv(torch.empty_like(x), (comm.rank - 1) % comm.size)
 
 
@@ -106,18 +113,18 @@ except DeadlockError as error:
     print(error)
 
 # %%
-reveal("sends-first/ranks-that-get-past", ranks=0)
+reveal("sends-first/ranks-that-get-past", ranks=len(got_past))
 
 # %% [markdown]
-# Each rank waits for its right neighbor to receive, and the right neighbor waits for its own. The circle is closed, and nobody is left to open it.
+# Each rank waits for its right neighbor to receive, and the right neighbor waits for its own: a *deadlock*.
 #
-# This world says so at once, with the line in which each rank waits. A cluster is less kind: the job stands still until a time-out (torch waits 10 minutes
-# with NCCL, 30 with gloo). Worse, MPI libraries buffer *small* sends, so that this program passes its test with three numbers and hangs with three
-# million.
+# This world says so at once, with the line in which each rank waits. On a cluster the job stands still until a time-out (torch waits 10 minutes with NCCL,
+# 30 with gloo). MPI libraries buffer *small* sends, so there this program passes its test with three numbers and hangs with three million.
 #
 # ### Exercise 7.1 · Break the circle (8 min, ●○○)
 #
-# Pass x to the next rank and return what the rank before you had, with blocking `comm.send` and `comm.recv` alone.
+# Pass x to the next rank and return what the rank before you had, with blocking `comm.send` and `comm.recv` alone. However many ranks there are, two steps
+# are enough, three where their number is odd.
 
 
 # %%
@@ -134,6 +141,25 @@ hint("collectives/ordered-sends", 1)
 
 # %%
 show(collectives.shift)
+
+# %% [markdown]
+# It is not enough that nobody hangs. If rank 0 alone sends first, rank 1 sends when it has received, rank 2 after that, and so on:
+
+
+# %%
+def one_after_the_other(rank):
+    comm, x = rank.comm("dp"), torch.full((3,), float(rank.rank))
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if comm.rank == 0:
+        comm.send(x, right)
+    received = comm.recv(torch.empty_like(x), left)
+    if comm.rank > 0:
+        comm.send(x, right)
+    return received
+
+
+world.run(one_after_the_other)
+plots.messages(world.trace)
 
 # %% [markdown]
 # Where both directions are always needed, `comm.send_recv(x, dst, out, src)` does them at once and leaves nothing to order. The ring below is made of it.
@@ -156,7 +182,7 @@ except MismatchError as error:
 
 # %% [markdown]
 # Every collective is a contract: all ranks of a group make the same calls, in the same order, with the same shapes. An `if rank == 0:` around a collective
-# is the most common way to break it.
+# is a common way to break it.
 
 # %% [markdown]
 # ## How does one rank tell all the others?
@@ -235,8 +261,8 @@ hint("collectives/broadcast-tree", 1)
 show(collectives.broadcast_tree)
 
 # %% [markdown]
-# A tree can be climbed as well: run the broadcast backwards, adding where two branches meet, and you have `reduce`: the sum of all tensors at one rank.
-# `scatter` hands each rank its piece, `gather` collects the pieces again.
+# The same tree serves in the other direction: run the broadcast backwards, adding where two branches meet, and you have `reduce`: the sum of all tensors at
+# one rank. `scatter` gives each rank its piece, `gather` collects the pieces again.
 
 # %% [markdown]
 # ## Which collectives are there?
@@ -313,7 +339,7 @@ explore(who_sends, collective=list(collectives.FORMULAS), ranks=[2, 4, 6, 8])
 
 # %% [markdown]
 # Look for three shapes: *stars*, in which one rank meets all others; *trees*, in which the number of busy ranks doubles; and patterns in which every rank
-# does the same in every step. The last ones waste nobody's time.
+# does the same in every step, so that none waits.
 #
 # What does each cost? Let S be the whole tensor, here 24 MB on 4 ranks. For each collective: what all ranks send together, what the *busiest* rank sends
 # and receives, what ranks 0 to 3 hold at the end, and the steps.
@@ -389,7 +415,7 @@ plots.comm_bars(**sent, guess=predictions["all-reduce/bytes-per-rank"])
 collectives.sent("all_reduce_ring", nbytes=64e6, n=4).diff(sent["ring"])
 
 # %%
-reveal("all-reduce/bytes-per-rank", MB=96)
+reveal("all-reduce/bytes-per-rank", MB=sent["ring"].by("rank")[0] / 1e6)
 
 # %% [markdown]
 # The *total* over all links is the same for both, 2(N − 1)S.
@@ -398,10 +424,10 @@ reveal("all-reduce/bytes-per-rank", MB=96)
 {way: units.text(ledger.total) for way, ledger in sent.items()}
 
 # %% [markdown]
-# A table that prints totals hides the whole point. A step is over when its *busiest* rank is done, and in the ring there is no busiest rank.
+# A table that prints totals hides the difference. A step is over when its *busiest* rank is done, and in the ring all ranks are equally busy.
 #
-# As long as only ranks can add, nothing can do better: to learn a sum of N tensors, the ranks together must take in N − 1 foreign contributions for each element and hand out N − 1
-# copies of each result. That is 2(N − 1)S, and the ring shares it equally.
+# As long as only ranks can add, nothing can do better: for each element of the sum, N − 1 contributions of other ranks have to be sent, and then N − 1 copies
+# of the result. That is 2(N − 1)S, and the ring shares it equally.
 #
 # **Equal, bytes sent, bytes held**: the three results that a distributed program owes you. Every all-reduce against the plain sum 1 + 2 + 3 + 4, against
 # the formula of what is sent, and of what is held; the second and third number are the bytes that stay unexplained.
@@ -444,7 +470,7 @@ check("collectives/ring-all-reduce", ring_all_reduce)
 hint("collectives/ring-all-reduce", 1)
 
 # %% [markdown]
-# The library's ring is two rounds of the same four lines; only the first adds.
+# The library's ring is two rounds of the same four lines; the first one adds.
 
 # %%
 show(collectives.ring_reduce)
@@ -481,7 +507,7 @@ def published_test(all_reduce, world):
 published_test(published_ring, World(8))
 
 # %% [markdown]
-# No complaints: every rank holds the right sum. Yet two things are wrong with it, and each would cost you days. Write the test that finds them: it returns
+# No complaints: every rank holds the right sum. Yet two things are wrong with it. Write the test that finds them: it returns
 # a list of complaints about any all-reduce, and an empty list for one that you would train with. After `world.run(…)`, `world.ledger` knows who sent what.
 
 
@@ -505,8 +531,7 @@ faults(published_ring, World(8), numel=1024)[:2]
 
 # %% [markdown]
 # It passes whole tensors, 8 times the bytes of a ring on 8 ranks. And every rank adds in an order of its own, so with real numbers the replicas of your
-# model end with *different bits*, and drift apart a little in every step. In a ring of pieces, each piece is summed once, in one order, and then only
-# copied.
+# model end with *different bits*. In a ring of pieces, each piece is summed once, in one order, and then only copied.
 
 # %%
 show(faults)
@@ -517,8 +542,8 @@ show(faults)
 # The ring sends as few bytes as can be, but in 2(N − 1) steps that wait for each other. On a thousand ranks that is 1998 times the latency of the network,
 # also for a tensor of 4 bytes. Two other patterns need about 2 log₂ N steps.
 #
-# The *tree* climbs to rank 0 and comes down again, with whole tensors. *Halving–doubling* swaps half the tensor with a partner far away, then a quarter
-# with a nearer one, and so on; each rank ends with one finished piece, and the way back doubles it.
+# The *tree* reduces whole tensors to rank 0 and broadcasts the sum. In *halving–doubling* each rank exchanges half the tensor with a partner far away, then a
+# quarter with a nearer one, and so on, until it holds one finished piece; then the same exchanges in the other order double what it holds.
 
 # %%
 _, halving = run("all_reduce_halving_doubling")
@@ -539,15 +564,25 @@ show(collectives.all_reduce_halving_doubling)
 # | tree | $2\lceil\log_2 N\rceil$ | $2\lceil\log_2 N\rceil\,S$ |
 # | halving–doubling, N a power of two | $2\log_2 N$ | $2\frac{N-1}{N}\,S$ |
 #
-# A formula, and a replay of the messages that the ranks really sent, one by one, over such links: the two must agree.
+# Steps and bytes of the four, counted in runs on eight ranks with 4 MB, and the time that the formula makes of them. The last column replays the messages of
+# the run, one by one, over such links:
 
 # %%
 link = Link(latency=10e-6, bandwidth=10e9)
+print(f"{'4 MB on 8 ranks':28} steps   all send  busiest  formula   replay")
 for algorithm in collectives.ALL_REDUCES:
     _, trace = run(algorithm)
-    formula, replay = collectives.cost(algorithm, 4e6, 8, link), trace.makespan(link)
-    formula, replay = units.text(formula, "s"), units.text(replay, "s")
-    print(f"{algorithm:28} formula {formula:>8}   replay {replay:>8}")
+    amounts = trace.sent.total, max(trace.sent.by("rank").values())
+    total, busiest = map(units.text, amounts)
+    times = collectives.cost(algorithm, 4e6, 8, link), trace.makespan(link)
+    formula, replay = (units.text(seconds, "s") for seconds in times)
+    row = f"{trace.steps:5} {total:>10} {busiest:>8} {formula:>8} {replay:>8}"
+    print(f"{algorithm:28} {row}")
+
+# %% [markdown]
+# The two times agree, and that says less than it seems: the replay uses the same λ and bw, and the same rule that a rank sends one message and receives one at
+# a time. It shows that the formula counts the right messages in the right order. Whether a network behaves like the model is another question, and the subject
+# of the next section.
 
 # %% [markdown]
 # Six ranks, and links of 10 µs and 10 GB/s. From which message size on is the ring the fastest? Guess before you look.
@@ -575,8 +610,8 @@ reveal("all-reduce/ring-wins-from", kB=round(where / 1000, 1))
 
 # %% [markdown]
 # Setting the two costs equal gives the place. On six ranks the ring takes 10 steps and 5/3 S one after the other; halving–doubling, which first folds
-# six ranks into four, takes 6 and 7/2 S: they meet at S = (10 − 6) · λ · bw / (7/2 − 5/3). The product λ · bw is what a link could have sent while the first byte was on its
-# way, here 100 kB. Far below it only steps count, far above it only bytes.
+# six ranks into four, takes 6 and 7/2 S: they meet at S = (10 − 6) · λ · bw / (7/2 − 5/3). The product λ · bw is what a link could have sent in the time of one latency,
+# here 100 kB. Far below it the steps decide, far above it the bytes.
 #
 # And on eight ranks?
 
@@ -586,23 +621,106 @@ plots.cost_curves(sizes, **curves(8, link, sizes))
 # %% [markdown]
 # With a power of two, halving–doubling has the ring's bytes *and* the tree's steps: in this model it never loses. Then why does anyone use a ring?
 #
-# Because the model gives every pair of ranks a link of its own. Count how far the bytes travel if the machine itself is wired as a ring, where a message
-# to a rank three places away occupies three links:
+# The model gives every pair of ranks a link of its own. Suppose that the machine itself is wired as a ring, where a message to a rank three places away
+# occupies three links. Links are *full duplex*: each carries bw in one direction and bw in the other at the same time. So in each step count, in every
+# direction of every link, the bytes that have to pass; the fullest one decides how long the step takes.
 
 
 # %%
-def bytes_on_links(trace):
-    n = len(trace.ranks)
-    ways = ((m.nbytes, (m.to - m.source) % n) for m in trace.messages)
-    return sum(nbytes * min(hops, n - hops) for nbytes, hops in ways)
+def through_the_fullest_direction(trace):
+    """Bytes through the fullest direction of a link, added up over the steps."""
+    n, load = len(trace.ranks), collections.Counter()
+    for m in trace.messages:
+        right = (m.to - m.source) % n
+        hops = {+1: right, -1: n - right}
+        shortest = [way for way in hops if hops[way] == min(hops.values())]
+        for way, hop in ((w, k) for w in shortest for k in range(hops[w])):
+            # Where both ways are equally long, half of the bytes goes each way.
+            load[m.start, way, (m.source + way * hop) % n] += m.nbytes / len(shortest)
+    steps = {step for step, _, _ in load}
+    return sum(max(load[key] for key in load if key[0] == step) for step in steps)
 
 
 for name in ("ring", "halving_doubling"):
-    print(name, units.text(bytes_on_links(run(f"all_reduce_{name}")[1])))
+    for n in (8, 16):
+        _, trace = run(f"all_reduce_{name}", ranks=n)
+        fullest = units.text(through_the_fullest_direction(trace))
+        print(f"{name:17} {n:3} ranks {fullest:>9}")
 
 # %% [markdown]
-# Three times as much, and the factor grows with N. A ring talks to neighbors alone, so it fits any network that has a cycle in it; it needs no power of
-# two, and it keeps all links busy all the time.
+# Halving–doubling sends through both directions of each link, the ring through one, and still the ring is ahead on such a network, by a factor that grows with N.
+# (Two rings of half the tensor each, in opposite directions, would halve the ring's number once more.) A ring of ranks needs a network with a cycle through
+# all of them and no power of two.
+#
+# ## And if some links are slow?
+#
+# Machines have fast links inside and a slower network between them. Here are two machines of four ranks each: on the axis `tp` lie the ranks of one machine,
+# on `dp` those with the same place in different machines. The *hierarchical* all-reduce is three collectives in a row:
+
+
+# %%
+def two_levels(rank):
+    inside, across = rank.comm("tp"), rank.comm("dp")
+    x = torch.full((1_000_000,), rank.rank + 1.0)
+    piece = collectives.reduce_scatter_ring(x, inside)
+    piece = collectives.all_reduce_ring(piece, across)
+    return collectives.all_gather_ring(piece, inside)
+
+
+machines = World(Mesh(dp=2, tp=4))
+results = machines.run(two_levels)
+[y.unique().tolist() for y in results], sum(range(1, 9))
+
+# %% [markdown]
+# A rank sends through the network between machines what its *piece* costs, a quarter of the tensor; predicted, and counted:
+
+
+# %%
+def on_two_levels(nbytes, inside, across):
+    """What each rank sends inside its machine, and between machines."""
+    ring, pieces = collectives.sent, {"nbytes": nbytes, "n": inside}
+    halves = ring("reduce_scatter_ring", **pieces) + ring("all_gather_ring", **pieces)
+    summed = ring("all_reduce_ring", nbytes=nbytes // inside, n=across)
+    return {"tp": halves.by("rank")[0], "dp": summed.by("rank")[0]}
+
+
+on_two_levels(4_000_000, inside=4, across=2), machines.ledger.only(rank=5).by("axis")
+
+# %% [markdown]
+# What does it gain? Four machines of eight ranks, 1 GB, 450 GB/s inside a machine and 50 GB/s from each rank to the other machines. How many times as long
+# does one ring over all 32 ranks take, if each of its hops is as slow as the slowest link?
+
+# %%
+predict("hierarchy/one-ring-takes", times=2)
+
+# %%
+fast, slow = Link(2e-6, 450e9), Link(10e-6, 50e9)
+
+
+def seconds_on_two_levels(nbytes, inside=8, across=4):
+    halves = ("reduce_scatter_ring", "all_gather_ring")
+    within = sum(collectives.cost(half, nbytes, inside, fast) for half in halves)
+    return within + collectives.cost("all_reduce_ring", nbytes / inside, across, slow)
+
+
+flat = collectives.cost("all_reduce_ring", 1e9, 32, slow)
+reveal("hierarchy/one-ring-takes", times=round(flat / seconds_on_two_levels(1e9), 1))
+
+# %%
+for nbytes in (1e3, 1e6, 1e9):
+    one_ring = collectives.cost("all_reduce_ring", nbytes, 32, slow)
+    times = one_ring, seconds_on_two_levels(nbytes)
+    print(units.text(nbytes), *(units.text(seconds, "s") for seconds in times))
+
+# %% [markdown]
+# Two things change. There are fewer slow steps, 6 in place of 62: that decides for small tensors. And all eight links that leave a machine carry an eighth
+# each, where one ring leaves a machine through a single one of them: that decides for large tensors. With one such link for the whole machine the eighths
+# would share it, and the bytes through it would be nearly the ring's:
+
+# %%
+through_one = [8 * on_two_levels(1_000_000_000, 8, 4)["dp"]]
+through_one.append(collectives.sent("all_reduce_ring", nbytes=1e9, n=32).by("rank")[0])
+[units.text(nbytes) for nbytes in through_one]
 
 # %% [markdown]
 # ## Does the model hold on this machine?
@@ -631,7 +749,8 @@ processes.run(lambda rank: collectives.all_reduce_ring(torch.ones(10), rank.comm
 collectives.sent("all_reduce_ring", nbytes=40, n=4).diff(processes.ledger)
 
 # %% [markdown]
-# To predict times we need λ and bw of *this* machine. Everybody passes a tensor to the right at once, once with one number and once with four million:
+# To predict times we need λ and bw of *this* machine. Everybody passes a tensor to the right at once, ten times in a row, once with one number and once with
+# four million:
 
 
 # %%
@@ -650,16 +769,29 @@ def seconds(program, nbytes, repeats=15):
     return sorted(map(max, zip(*processes.run(timed), strict=True)))[repeats // 2]
 
 
-def pass_on(x, comm):
+def pass_on(x, comm, times=10):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    comm.send_recv(x, right, torch.empty_like(x), left)
+    out = torch.empty_like(x)
+    for _ in range(times):
+        comm.send_recv(x, right, out, left)
 
 
 # %% tags=["nbval-ignore-output"]
-latency = seconds(pass_on, 4)
-here = Link(latency, 16e6 / max(seconds(pass_on, 16_000_000) - latency, 1e-9))
+latency = seconds(pass_on, 4) / 10
+here = Link(latency, 16e6 / max(seconds(pass_on, 16_000_000, 5) / 10 - latency, 1e-9))
 print("latency", units.text(here.latency, "s"))
 print("bandwidth", units.text(here.bandwidth, "B/s"), "for each rank, all at once")
+
+# %% [markdown]
+# Why ten in a row? A single message is timed from a barrier on, and the ranks do not leave a barrier at the same moment: whoever comes first waits for a partner.
+# The time of one message, and of one out of ten:
+
+# %% tags=["nbval-ignore-output"]
+alone = seconds(lambda x, comm: pass_on(x, comm, times=1), 4)
+print("one", units.text(alone, "s"), " one of ten", units.text(latency, "s"))
+
+# %% [markdown]
+# A λ taken from single messages holds that wait. An algorithm of six steps pays it once, a prediction with such a λ counts it six times.
 
 # %% [markdown]
 # With these two numbers the model predicts every algorithm at every size. Lines are predictions, dots are measurements on four processes.
@@ -675,12 +807,25 @@ plots.cost_curves(sizes, measured=measured, **curves(4, here, sizes), title=titl
 
 # %% [markdown]
 # Where the dots leave their lines, ask what the ranks share. In the model every rank has a link of its own; these processes share a few cores and one memory.
-# Small messages: λ was measured while all four talked at once, but in a naive or tree step only some ranks are awake, and wait for nobody.
-# Large messages: the naive way and the tree do not fall as far behind as their lines, since their *totals* are the ring's, and what all ranks share is
-# paid by the total.
-# Give each rank a device and a link, and the lines are what you get.
-#
-# A benchmark on one machine therefore says little about the algorithm on a cluster; a count of bytes says the same on both.
+# λ and bw were measured while all four sent at once. In a step of the naive way or the tree only some of them send. Measure both numbers again while ranks 2
+# and 3 are silent:
+
+
+# %% tags=["nbval-ignore-output"]
+def only_two(x, comm):
+    if comm.rank < 2:
+        for _ in range(10):
+            comm.send_recv(x, 1 - comm.rank, torch.empty_like(x), 1 - comm.rank)
+
+
+print("four at once:", units.text(here.latency, "s"), units.text(here.bandwidth, "B/s"))
+fewer = seconds(only_two, 4) / 10
+rate = 16e6 / max(seconds(only_two, 16_000_000, 5) / 10 - fewer, 1e-9)
+print("only two:    ", units.text(fewer, "s"), units.text(rate, "B/s"))
+
+# %% [markdown]
+# The difference is what four processes on this machine take from each other, and what the lines of the naive way and the tree leave out. So a benchmark on one
+# machine says little about the algorithm on a cluster, where each rank has a device and a link; a count of bytes says the same on both.
 
 # %%
 processes.close()
@@ -703,7 +848,7 @@ plots.comm_bars(**levels)
 
 # %% [markdown]
 # Level 0 is one all-reduce of the gradients; levels 1 and 2 split it into its halves, so sharding the optimizer and the gradients costs no byte;
-# level 3 gathers the weights once more, half as much again.
+# level 3 gathers the weights once more and sends 1.5 times as much.
 #
 # On a mesh each axis has its own traffic. Llama-3.1-8B on 8 tensor-parallel × 4 data-parallel ranks, eight micro-batches of one sequence of 4096
 # tokens. Tensor parallelism (lab 10) splits every matrix over its ranks. For that it all-reduces an activation of s·h numbers four times in each layer and
@@ -720,8 +865,8 @@ tp = (activation.scaled(4 * L + 2) + loss).scaled(8)
 {axis: units.text(sent.by("rank")[0]) for axis, sent in {"dp": dp, "tp": tp}.items()}
 
 # %% [markdown]
-# The tensor-parallel axis sends about twenty times as much as the data-parallel one, and a layer cannot go on before it has arrived. That is why `tp` is
-# the innermost axis of a mesh, inside one machine, and why `dp` may cross the slow network.
+# The tensor-parallel axis sends about twenty times as much as the data-parallel one, and a layer cannot go on before it has arrived. So `tp` is the
+# innermost axis of a mesh, inside one machine, and `dp` crosses the slow network.
 #
 # ## Turn the knobs
 #
@@ -771,7 +916,9 @@ for ranks in (8, 64, 512):
 # (CollNet, "SHARP"), a rank sends its tensor once and the network returns the sum. For such an all-reduce nccl-tests gives the factor (n − 1)/(n + 1).
 #
 # **Reading nccl-tests.** `algbw` is S / t. `busbw` multiplies by the bytes that a link must carry at least, and is comparable with a data sheet for any
-# number of ranks. Eight ranks, links of 10 GB/s without latency (for broadcast and reduce the factor is 1):
+# number of ranks. Look twice at the data sheet: a link is full duplex, and the 900 GB/s of an H100's NVLink are both directions together. A ring sends in
+# one of them, so its busbw is to be compared with 450 GB/s. Eight ranks, links of 10 GB/s in each direction without latency (for broadcast and reduce the
+# factor is 1):
 
 # %%
 rings = ("all_reduce_ring", "reduce_scatter_ring", "all_gather_ring")
@@ -792,7 +939,7 @@ for name in (*rings, "all_to_all_pairwise"):
 # | to catch mismatched collectives | `TORCH_DISTRIBUTED_DEBUG=DETAIL`; `dist.monitored_barrier()` on gloo |
 # | in-place, asynchronous, a mean | torch's calls write into their input; `async_op=True` returns a `Work`; `ReduceOp.AVG` exists for NCCL only |
 #
-# **Frameworks** make messages large before they send them, because below λ · bw only steps count: DDP packs gradients into buckets (`bucket_cap_mb`, 25 by
+# **Frameworks** make messages large before they send them, since below λ · bw the steps decide: DDP packs gradients into buckets (`bucket_cap_mb`, 25 by
 # default), DeepSpeed has `reduce_bucket_size` and `allgather_bucket_size`, FSDP2 gathers a whole transformer block at a time (torchtitan calls
 # `fully_shard` on each), Megatron-LM keeps gradients in one contiguous buffer (`--overlap-grad-reduce`, and `--use-distributed-optimizer` to split the
 # all-reduce into its halves).
@@ -819,8 +966,9 @@ for name in (*rings, "all_to_all_pairwise"):
 # %% [markdown]
 # ## Errata
 #
-# **Totals that look like loads.** A widely read chapter lists the volume of each collective in a column headed "Storage Size". It is no storage: it
-# is the sum over all links. For N = 4 and Φ = 240 elements of 1 byte, totals beside what the busiest rank sends or receives:
+# **Totals that look like loads.** Chapter 15, "LLM Training Acceleration (WIP)", of an online book on large language models lists the volume of each
+# collective in a column headed "Storage Size". It is no storage: it is the sum over all links. For N = 4 and Φ = 240 elements of 1 byte, totals beside what
+# the busiest rank sends or receives:
 
 # %%
 table = {
@@ -838,18 +986,18 @@ for algorithm, published in table.items():
 # %% [markdown]
 # Every published entry is right as a *total*, and the last two rows are equal: the table shows no reason to use a ring. The busiest rank is the reason.
 #
-# **"Each device broadcasts its part to one device"** (the same, on gather): a message to one rank is a send. A broadcast by each of N ranks would be an
-# all-gather, in which every rank sends N − 1 times as much:
+# **A gather in which every device "broadcasts" its partition to one device** (the same chapter): a message to one rank is a send. A broadcast by each of N ranks
+# would be an all-gather, in which every rank sends N − 1 times as much:
 
 # %%
 ways = ("gather_star", "all_gather_ring")
 [max(run(way, 60, ranks=4)[1].sent.by("rank").values()) for way in ways]
 
 # %% [markdown]
-# **"Gradients are synchronized by all-reduce"** leaves out a division. All-reduce *sums*; the mean that you would get from one large batch is that
-# sum over N. Whoever forgets it trains SGD with N times the learning rate.
+# **Gradients that are "all-reduced" and nothing else** (often said, and half of it): all-reduce *sums*; the mean that you would get from one large batch is
+# that sum over N. Without the division SGD has N times the learning rate.
 #
-# **A ring of whole tensors** (a published course, exercise 7.4): 2(N − 1)S a rank instead of 2(N − 1)S/N, N times too much, and a value test cannot see it.
+# **A ring of whole tensors** (published code of a course, exercise 7.4): 2(N − 1)S per rank instead of 2(N − 1)S/N, N times too much, and a value test cannot see it.
 
 # %%
 with World(8) as eight:
@@ -867,6 +1015,8 @@ eight.ledger.by("rank")[0] / ring.by("rank")[0]
 # > - Naive and ring send the same total; the busiest rank sends 192 MB against 96 MB.
 # >   <!-- claim: max(collectives.sent("all_reduce_naive", nbytes=64e6, n=4).by("rank").values()) == 192_000_000 -->
 # >   <!-- claim: len({collectives.sent(f"all_reduce_{way}", nbytes=64e6, n=4).total for way in ("naive", "ring")}) == 1 -->
+# > - Where links differ, sum inside a machine first: a rank then sends a piece, not the tensor, through the slow network.
+# >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=64e6 / 8, n=4).by("rank")[0] * 8 == collectives.sent("all_reduce_ring", nbytes=64e6, n=4).by("rank")[0] -->
 # > - Few bytes or few steps: below about λ · bw the steps decide, above it the bytes. On 8 ranks the ring takes 14 steps, halving–doubling 6.
 # >   <!-- claim: (collectives.steps("all_reduce_ring", 8), collectives.steps("all_reduce_halving_doubling", 8)) == (14, 6) -->
 # > - Test an all-reduce for its values, the same bits on all ranks, an untouched input, and the bytes of the busiest rank.

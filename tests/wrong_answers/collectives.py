@@ -126,6 +126,31 @@ def _shift_chain(x, comm):
     return received
 
 
+def _shift_last_receives_first(x, comm):
+    """The mirror image of one rank that begins: a queue in the other direction."""
+    if comm.size == 1:
+        return x.clone()
+    received = torch.empty_like(x)
+    if comm.rank == comm.size - 1:
+        comm.recv(received, comm.rank - 1)
+        comm.send(x, 0)
+        return received
+    comm.send(x, comm.rank + 1)
+    return comm.recv(received, (comm.rank - 1) % comm.size)
+
+
+def _shift_by_send_recv(x, comm):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    return comm.send_recv(x, right, torch.empty_like(x), left)
+
+
+def _shift_without_waiting(x, comm):
+    work = comm.isend(x, (comm.rank + 1) % comm.size)
+    received = comm.recv(torch.empty_like(x), (comm.rank - 1) % comm.size)
+    work.wait()
+    return received
+
+
 def _shift_backwards(x, comm):
     if comm.size == 1:
         return x.clone()
@@ -330,12 +355,21 @@ WRONG = {
             "another size than the other sends",
         ),
         Wrong("pads to a multiple of N", _padded_ring, "bytes sent", "Pieces may differ"),
+        Wrong(
+            "calls the collective",
+            lambda x, comm: comm.all_reduce(x),
+            "bytes sent",
+            "make it of comm.send_recv",
+        ),
         Wrong("not alone", _cannot_be_alone, "small tensors", "only one rank"),
         Wrong("converts to fp32", _float32_inside, "dtypes", "dtype of x"),
     ),
     "collectives/ordered-sends": (
         Wrong("everybody sends first", _shift_sends_first, "values", "let some receive first"),
         Wrong("one rank begins", _shift_chain, "steps", "a queue"),
+        Wrong("one rank ends", _shift_last_receives_first, "steps", "a queue"),
+        Wrong("send_recv", _shift_by_send_recv, "steps", "leave nothing to order"),
+        Wrong("isend", _shift_without_waiting, "steps", "leave nothing to order"),
         Wrong("the wrong way round", _shift_backwards, "values", "other way round"),
         Wrong("receives into what it sends", _shift_overwrites, "values", "a tensor of its own"),
         Wrong("sends to itself", _shift_to_itself, "one rank", "1 rank"),

@@ -3,13 +3,14 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from labutils import collectives, units, world
 from labutils.teach.exercises import Exercise, Failed, Property, _ranks
+from labutils.trace import Trace
 
 # ── running an attempt ───────────────────────────────────────────────────────────────────────────
 
@@ -185,6 +186,11 @@ def _ring_bytes(attempt: Callable) -> str:
     for n, length in ((8, 512), (3, 64), (4, 10)):
         inputs = _numbers(n, length)
         _run(attempt, inputs)
+        if any(event.op == "all_reduce" for event in _ranks.world_of(n).trace.ranks[0]):
+            raise Failed(
+                "comm.all_reduce did the work",
+                "That is the collective that you are to write: make it of comm.send_recv.",
+            )
         S, sent = inputs[0].nbytes, _ranks.world_of(n).ledger.by("rank")
         ring = collectives.sent("all_reduce_ring", nbytes=S, n=n, itemsize=8)
         # Which of two uneven pieces a rank leaves out is a matter of taste; the total is not.
@@ -277,15 +283,34 @@ def _shift_values(attempt: Callable) -> str:
     return f"{len(cases)} cases"
 
 
+_ALONE = (
+    "Here the order is yours to find, with comm.send and comm.recv alone: send_recv, isend, irecv "
+    "and the collectives leave nothing to order."
+)
+
+
+def _steps_of_blocking_calls(trace: Trace, n: int) -> int:
+    """The steps of a trace in which every event is a send or a receive, and blocks."""
+    if any(None not in (event.to, event.source) for event in itertools.chain(*trace.ranks)):
+        raise Failed(f"{n} ranks: some rank sends and receives in one call", _ALONE)
+    try:
+        return trace.steps
+    except ValueError:
+        circle = "if its sends waited for their receivers, they would wait in a circle"
+        raise Failed(f"{n} ranks: this program ends, but {circle}", _ALONE) from None
+
+
 def _shift_steps(attempt: Callable) -> str:
     for n in (4, 8, 7):
         _run(attempt, _numbers(n, 4))
         trace, needed = _ranks.world_of(n).trace, 2 + n % 2
-        if trace.steps > needed:
+        steps = _steps_of_blocking_calls(trace, n)
+        if steps > needed:
             raise Failed(
-                f"{n} ranks: {trace.steps} steps; {needed} are enough",
-                "No deadlock, but a queue: if only one rank sends first, each of the others waits "
-                "for the rank before it. Let every second rank send first.",
+                f"{n} ranks: {steps} steps; {needed} are enough",
+                "No deadlock, but a queue: where neighbors do the same thing first, one waits for "
+                "the other, and a chain of such ranks is passed one by one. Let every second rank "
+                "send first.",
             )
         if trace.sent.total > n * 4 * 8:
             raise Failed(
@@ -442,9 +467,15 @@ def _no_messages(x, comm):
     return x * comm.size
 
 
+def _said(attempt: Callable, all_reduce: Callable, ranks: world.World) -> object:
+    """The attempt's complaints; those that a generator yields as a list."""
+    found = attempt(all_reduce, ranks)
+    return list(found) if isinstance(found, Iterator) else found
+
+
 def _hunt_sound(attempt: Callable) -> str:
     with world.World(4, engine="threads", timeout=10) as four:
-        if complaints := attempt(collectives.all_reduce_ring, four):
+        if complaints := _said(attempt, collectives.all_reduce_ring, four):
             raise Failed(
                 f"your test complains about a sound ring: {complaints}",
                 "A ring adds in another order than sum(), so the last bits may differ from yours: "
@@ -469,7 +500,7 @@ IMPOSTORS: dict[str, Callable] = {
 def _catches(advice: dict[str, str], attempt: Callable) -> str:
     for told, hint in advice.items():
         with world.World(4, engine="threads", timeout=10) as four:
-            if not attempt(IMPOSTORS[told], four):
+            if not _said(attempt, IMPOSTORS[told], four):
                 raise Failed(f"your test lets pass {told}", hint)
     return f"{len(advice)} impostors"
 

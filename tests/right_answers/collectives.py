@@ -1,0 +1,196 @@
+"""Right answers to the exercises of `collectives`, written in other styles than the reference."""
+
+import numpy as np
+import torch
+
+from labutils import collectives
+from labutils.teach.exercises import collectives as exercises
+
+# ── order the sends ──────────────────────────────────────────────────────────────────────────────
+
+
+def _odd_ranks_send_first(x, comm):
+    n, i = comm.size, comm.rank
+    if n == 1:
+        return x
+    received = torch.zeros(x.shape, dtype=x.dtype)
+    if i % 2:
+        comm.send(x, (i + 1) % n)
+        comm.recv(received, i - 1)
+    else:
+        comm.recv(received, (i - 1) % n)
+        comm.send(x, (i + 1) % n)
+    return received
+
+
+def _two_calls_sorted(x, comm):
+    received, n = x.clone(), comm.size
+    calls = [(0, "send", x, (comm.rank + 1) % n), (1, "recv", received, (comm.rank - 1) % n)]
+    for _, name, tensor, peer in sorted(calls, key=lambda call: call[0] ^ comm.rank % 2)[: n * 2]:
+        if n > 1:
+            getattr(comm, name)(tensor, peer)
+    return received
+
+
+def _lambdas(x, comm):
+    n, take = comm.size, torch.empty_like(x)
+    acts = [lambda: comm.send(x, (comm.rank + 1) % n), lambda: comm.recv(take, comm.rank - 1)]
+    if comm.rank == 0:
+        acts[1] = lambda: comm.recv(take, n - 1)
+    if n == 1:
+        return x.detach().clone()
+    list(map(lambda act: act(), acts[:: -1 if comm.rank & 1 else 1]))
+    return take
+
+
+# ── a tree ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _from_the_largest_distance(x, comm):
+    """The binomial tree as MPI libraries have it: a rank's lowest bit says who its parent is."""
+    n, i, x = comm.size, comm.rank, x.clone()
+    mask = 1
+    while mask < n and not i & mask:
+        mask *= 2
+    if i:
+        comm.recv(x, i - mask)
+    while mask > 1:
+        mask //= 2
+        if i + mask < n:
+            comm.send(x, i + mask)
+    return x
+
+
+def _halves(x, comm):
+    """The first of a stretch of ranks sends to the first of its second half."""
+    x, first, stop = x.clone(), 0, comm.size
+    while stop - first > 1:
+        middle = (first + stop + 1) // 2
+        if comm.rank == first:
+            comm.send(x, middle)
+        elif comm.rank == middle:
+            comm.recv(x, first)
+        first, stop = (first, middle) if comm.rank < middle else (middle, stop)
+    return x
+
+
+def _in_rounds_of_numpy_integers(x, comm):
+    x = x.clone()
+    for width in 2 ** np.arange(np.ceil(np.log2(comm.size)), dtype=np.int64):
+        if comm.rank < width and comm.rank + width < comm.size:
+            comm.send(x, comm.rank + width)
+        if width <= comm.rank < 2 * width:
+            comm.recv(x, comm.rank - width)
+    return x
+
+
+# ── the ring ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _the_other_way_round(x, comm):
+    n, i, x = comm.size, comm.rank, x.clone()
+    pieces = x.tensor_split(n)
+    right, left = (i + 1) % n, (i - 1) % n
+    for hop in range(n - 1):
+        comm.send_recv(pieces[(i + hop) % n], left, pieces[(i + hop + 1) % n], right, reduce="sum")
+    for hop in range(n - 1):
+        comm.send_recv(pieces[(i + hop - 1) % n], left, pieces[(i + hop) % n], right)
+    return x
+
+
+def _adds_by_itself(x, comm):
+    n, i = comm.size, comm.rank
+    pieces = [piece.clone() for piece in x.split(collectives.shares(len(x), n))]
+    for hop in range(2 * (n - 1)):
+        give, take = (i - hop) % n, (i - hop - 1) % n
+        arrived = comm.send_recv(
+            pieces[give], (i + 1) % n, torch.empty_like(pieces[take]), (i - 1) % n
+        )
+        pieces[take] = pieces[take] + arrived if hop < n - 1 else arrived
+    return torch.cat(pieces)
+
+
+def _two_halves(x, comm):
+    mine = collectives.reduce_scatter_ring(x, comm)
+    return collectives.all_gather_ring(mine, comm, sizes=collectives.shares(len(x), comm.size))
+
+
+def _without_blocking(x, comm):
+    n, i, x = comm.size, comm.rank, x.clone()
+    pieces = x.split(collectives.shares(len(x), n))
+    for hop in range(2 * (n - 1)):
+        reduce = "sum" if hop < n - 1 else None
+        sending = comm.isend(pieces[(i - hop) % n], (i + 1) % n)
+        comm.irecv(pieces[(i - hop - 1) % n], (i - 1) % n, reduce=reduce).wait()
+        sending.wait()
+    return x
+
+
+# ── the missing test ─────────────────────────────────────────────────────────────────────────────
+
+
+def _results(all_reduce, world):
+    """Inputs, what became of them, and results, of random tensors."""
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(world.size, 1003, generator=draw)
+
+    def program(rank):
+        x = inputs[rank.rank].clone()
+        return all_reduce(x, rank.comm("dp")), x
+
+    results, after = zip(*world.run(program), strict=True)
+    return inputs, torch.stack(after), torch.stack(results)
+
+
+def _yields(all_reduce, world):
+    inputs, after, results = _results(all_reduce, world)
+    if not torch.equal(inputs, after):
+        yield "the input has changed"
+    if len(results.unique(dim=0)) > 1:
+        yield "ranks differ"
+    if not torch.allclose(results[0], inputs.sum(0), atol=1e-4):
+        yield "no sum"
+    if max(world.ledger.by("rank").values(), default=0) > 2 * inputs[0].nbytes:
+        yield "a rank sends more than 2 S"
+
+
+def _one_truth(all_reduce, world):
+    return np.bool_(bool(list(_yields(all_reduce, world))))
+
+
+def _by_assertions(all_reduce, world):
+    inputs, after, results = _results(all_reduce, world)
+    n, S = world.size, inputs[0].nbytes
+    try:
+        np.testing.assert_allclose(results[-1], inputs.double().sum(0), atol=1e-4)
+        assert (after == inputs).all() and (results == results[0]).all()
+        assert all(nbytes <= 2 * (n - 1) / n * S + 8 for nbytes in world.ledger.by("rank").values())
+    except AssertionError as error:
+        return [str(error) or "an assertion"]
+    return ()
+
+
+RIGHT = {
+    "collectives/ordered-sends": {
+        "odd ranks send first": _odd_ranks_send_first,
+        "two calls in an order": _two_calls_sorted,
+        "lambdas": _lambdas,
+    },
+    "collectives/broadcast-tree": {
+        "the tree of MPI libraries": _from_the_largest_distance,
+        "halves": _halves,
+        "NumPy integers": _in_rounds_of_numpy_integers,
+    },
+    "collectives/ring-all-reduce": {
+        "the other way round": _the_other_way_round,
+        "adds by itself": _adds_by_itself,
+        "two halves": _two_halves,
+        "isend and irecv": _without_blocking,
+    },
+    "collectives/missing-test": {
+        "a generator": _yields,
+        "one truth value": _one_truth,
+        "assertions": _by_assertions,
+        "another length": lambda all_reduce, world: exercises.faults(all_reduce, world, 77),
+    },
+}
