@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from labutils.ledger import Ledger
 
+COMMUNICATION = ("gather", "reduce")  # kinds of spans; all others compute, or are held
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -56,12 +58,22 @@ class Timeline:
     @property
     def computed(self) -> float:
         """Time at which the last computation on any rank ends."""
-        return max((span.end for span in self.spans if span.kind != "reduce"), default=0.0)
+        return max((s.end for s in self.spans if s.kind not in COMMUNICATION), default=0.0)
+
+    @property
+    def waits(self) -> tuple[tuple[float, float], ...]:
+        """Stretches of time in which no rank computes, the beginning and the end included."""
+        found, now = [], 0.0
+        for span in sorted(self.spans, key=lambda span: span.start):
+            if span.kind not in COMMUNICATION:
+                found += [(now, span.start)] * (span.start > now)
+                now = max(now, span.end)
+        return (*found, *[(now, self.makespan)] * (self.makespan > now))
 
     @property
     def exposed(self) -> float:
-        """Time from the last computation on any rank to the end: what nothing hides."""
-        return self.makespan - self.computed
+        """Time in which no rank computes: what no computation hides."""
+        return sum(end - start for start, end in self.waits)
 
     @property
     def hidden(self) -> float:
@@ -70,9 +82,10 @@ class Timeline:
         for rank in self.ranks:
             own = Timeline(tuple(span for span in self.spans if span.rank == rank))
             for span in own.spans:
-                if span.kind == "reduce":
+                if span.kind in COMMUNICATION:
                     total += span.end - span.start
-                    in_the_open += max(0.0, span.end - max(span.start, own.computed))
+                    pairs = [(max(span.start, a), min(span.end, b)) for a, b in own.waits]
+                    in_the_open += sum(max(0.0, end - start) for start, end in pairs)
         return 1 - in_the_open / total if total else 1.0
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from labutils import world, zero
+from labutils import collectives, world, zero
+from labutils.config import Link
 
 
 def _sharded(rank, count):
@@ -45,3 +46,29 @@ def test_at_most_two_units_are_whole_and_each_computes_twice():
         assert computed == [("forward", i) for i in range(count)] + [
             ("backward", i) for i in reversed(range(count))
         ]
+
+
+@pytest.mark.parametrize("n, tokens", [(8, 2_000), (8, 200_000), (64, 2_000), (64, 200_000)])
+def test_a_step_takes_what_the_longer_of_two_queues_takes(n, tokens):
+    """Many equal layers: either the gathers of the forward pass hide but the first one, or the
+    computation does."""
+    count, params, link, rate = 40, 10**8, Link(0, 50e9), 400e12
+    forward = 2 * params * tokens / rate
+    gather = collectives.cost("all_gather_ring", 2 * params, n, link)
+    step = zero.step_timeline(
+        zero.unit_order(count), [(2 * params, forward)] * count, n=n, link=link
+    )
+    assert step.computed <= step.makespan
+    if forward > gather:  # and backward, twice as long, hides a gather and a reduction
+        assert tokens > rate / link.bandwidth * (n - 1) / n
+        assert step.exposed == pytest.approx(2 * gather)  # the first gather, the last reduction
+    else:
+        assert step.makespan == pytest.approx((2 * count - 1 + count) * gather, rel=0.05)
+
+
+def test_what_nobody_hides_is_exposed_wherever_it_lies():
+    late = [("gather", 0), ("forward", 0), ("gather", 1), ("forward", 1), ("backward", 1)]
+    late += [("reduce", 1), ("backward", 0), ("reduce", 0)]
+    step = zero.step_timeline(late, [(1000, 1.0)] * 2, n=2, link=Link(0, 1000))
+    assert step.waits == ((0, 0.5), (1.5, 2.0), (7.0, 7.5))
+    assert step.exposed == 1.5 and step.hidden == pytest.approx(0.25)

@@ -1,5 +1,7 @@
 """Who owns what, the formulas from sizes alone, the paper's tables, and what cannot be."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,7 @@ from torch import nn
 from zero_training import LEVELS, TIED, UNTIED, build, ranks
 
 from labutils import collectives, memory, units, zero
-from labutils.config import TrainConfig
+from labutils.config import Mesh, TrainConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler
 
@@ -53,6 +55,17 @@ def test_what_a_step_sends_is_two_and_three_times_the_weights():
         for level, factor in ((0, 2), (1, 2), (2, 2), (3, 3)):
             sent = zero.predict_sent(TIED.num_params, n, level).by("rank")
             assert set(sent.values()) == {factor * TIED.num_params * (n - 1) // n * 4}
+
+
+@pytest.mark.parametrize("n", [3, 7, 64])
+def test_a_share_is_rounded_up_where_ranks_do_not_divide_the_model(n):
+    model = dataclasses.replace(TIED, d_ff=TIED.d_ff + 1)
+    share = -(-model.num_params // n)
+    assert model.num_params % n and share * n > model.num_params
+    train = TrainConfig(micro_batch=1, global_batch=n, zero=3, precision="fp32")
+    held = memory.model_states(model, train, mesh=Mesh(dp=n)).by("name")
+    assert held["exp_avg"] == held["exp_avg_sq"] == 4 * share
+    assert held["weights"] == 4 * share == 4 * zero.partition(model.num_params, n).share
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])

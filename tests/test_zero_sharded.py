@@ -43,6 +43,33 @@ def test_every_way_to_gather(options):
     assert_books(results, ranks(3).ledger, TIED, 3, **options)
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_how_many_units_are_whole_while_one_computes(prefetch, reshard):
+    """In the forward pass and in the backward pass: the peak of a step would show the latter."""
+
+    def program(rank):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        zero.shard(model, rank.comm("dp"), prefetch=prefetch, reshard=reshard)
+        groups, seen = model._sharded.groups, {"forward": [], "backward": []}
+
+        def look(phase):
+            seen[phase].append(sum(group.resident for group in groups[1:]))
+
+        for unit in model:
+            unit[1].register_forward_hook(lambda *_: look("forward"))
+            unit[1].register_full_backward_hook(lambda *_: look("backward"))
+        model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+        return seen
+
+    for seen in ranks(2).run(program):
+        if reshard:
+            assert seen["forward"] == ([2, 2, 2, 1] if prefetch else [1, 1, 1, 1])
+            assert seen["backward"][1:] == ([2, 2, 1] if prefetch else [1, 1, 1])
+        else:
+            assert seen["forward"] == ([2, 3, 4, 4] if prefetch else [1, 2, 3, 4])
+
+
 @pytest.mark.parametrize("order", [(0, 2), (2, 0, 1)], ids=["one unit skipped", "another order"])
 def test_units_that_do_not_compute_in_their_order(order):
     x = torch.ones(2, 4, dtype=torch.float64)

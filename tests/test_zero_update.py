@@ -246,6 +246,36 @@ def test_half_gradients_are_unscaled_in_the_fp32_copy(level):
     assert ranks(2).run(program, 1.0) == [(True, [0.0], 0.0, [0.0] * 4)] * 2
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_an_inf_in_one_of_several_buckets_is_an_overflow(level, which):
+    """Three flat parameters, one of them with an inf: nobody steps, whichever it is."""
+
+    def program(rank):
+        layers = [nn.Linear(4, 1, bias=False, dtype=torch.float64) for _ in range(3)]
+        model, comm = nn.Sequential(*layers), rank.comm("dp")
+        model.forward = lambda x: sum(layer(row) for layer, row in zip(layers, x, strict=True))
+        x = torch.ones(3, 4, dtype=torch.float64)
+        if rank.rank == 1:
+            x[which] = torch.inf  # and so is the gradient of that layer alone
+        if level == 3:
+            optimizer = OPTIMIZERS["sgd"](zero.shard(model, comm).parameters())
+        else:
+            options = dict(level=level, bucket_bytes=1)
+            optimizer = zero.Optimizer(model.parameters(), comm, OPTIMIZERS["sgd"], **options)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        scaler = LossScaler(4.0, comm=comm)
+        scaler.scale(model(x).sum()).backward()
+        stepped = scaler.step(optimizer)
+        scaler.update()
+        still = all(map(torch.equal, before, model.parameters()))
+        return len(layout(model, optimizer)), stepped, still, scaler.value
+
+    hooked = 3 if level < 3 else 4  # at level 3 the root has a unit, which is empty here
+    for flats, stepped, still, scale in ranks(2).run(program):
+        assert flats == hooked and (stepped, still, scale) == (False, True, 2.0)
+
+
 # ── other formats than float64 ─────────────────────────────────────────────────────────────────────────────────────
 
 

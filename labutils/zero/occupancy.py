@@ -2,14 +2,17 @@
 
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labutils.timeline import Occupancy, Span
+from labutils.world import Rank, World
 from labutils.zero.flat_parameter import FlatParameter
 from labutils.zero.optimizer import Optimizer
+from labutils.zero.sharded import shard
 
 Stretch = tuple[str, int, int]
 
@@ -45,6 +48,32 @@ def occupancy(
     numel = sum(flat.partition.padded for flat in flats)
     spans = tuple(_spans(flats[0].comm.rank, watch.held))
     return Occupancy(spans, numel, itemsizes, watch.phases, len(watch.held))
+
+
+def of_each_level(world: World, layers: int = 6, width: int = 16) -> dict[str, list[Occupancy]]:
+    """What every rank holds of a chain of equal layers over a step with Adam in fp32, by level."""
+    with World(1) as alone:  # every rank of plain data parallelism holds what one rank alone would
+        plain = alone.run(_held_over_a_step, 1, layers, width) * world.size
+    levels = {n: world.run(_held_over_a_step, n, layers, width) for n in (1, 2, 3)}
+    return {f"level_{n}": held for n, held in ({0: plain} | levels).items()}
+
+
+def _held_over_a_step(rank: Rank, level: int, layers: int, width: int) -> Occupancy:
+    chain = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
+    model, comm = nn.Sequential(*chain), rank.comm("dp")
+    if level == 3:
+        optimizer: Any = torch.optim.AdamW(shard(model, comm).parameters())
+    else:
+        a_layer = 4 * (width + 1) * width  # a bucket is a layer
+        optimizer = Optimizer(model.parameters(), comm, level=level, bucket_bytes=a_layer)
+
+    def step() -> None:
+        model(torch.ones(4, width)).square().mean().backward()
+        optimizer.step()
+
+    step()  # the first step makes the optimizer state
+    optimizer.zero_grad()
+    return occupancy(step, model, optimizer)
 
 
 class _Watch(TorchDispatchMode):

@@ -1,4 +1,11 @@
-"""The order of level 3: when a unit of a fully sharded module is gathered, used, freed."""
+"""The order of level 3: when a unit of a fully sharded module is gathered, used, freed, and how
+long a step takes in that order."""
+
+from collections.abc import Iterable, Sequence
+
+from labutils import collectives
+from labutils.config import Link
+from labutils.timeline import Span, Timeline
 
 
 def unit_order(num_units: int) -> list[tuple[str, int]]:
@@ -21,3 +28,36 @@ def unit_order(num_units: int) -> list[tuple[str, int]]:
         steps += [("gather", i - 1)] * (i > 0)
         steps += [("backward", i), ("free", i), ("reduce", i)]
     return steps
+
+
+def step_timeline(
+    order: Iterable[tuple[str, int]], layers: Sequence[tuple[int, float]], *, n: int, link: Link
+) -> Timeline:
+    """A step in an `order` as each of `n` ranks sees it, in seconds.
+
+    A rank computes one thing and sends one thing at a time. What an order names is begun when the
+    computations named before it are over; a computation waits for the weights of its unit, which
+    are there from the start if they have not been gathered yet.
+
+    layers: of each unit the bytes of its weights, and the seconds of its forward pass; its backward
+        pass takes twice as long, its gradient travels in as many bytes
+    link: gathers and reductions take what a ring costs on it
+
+    >>> order = unit_order(2)
+    >>> [step_timeline(order, [(1000, t)] * 2, n=2, link=Link(0, 500)).exposed for t in (1.0, 0.5)]
+    [2.0, 2.5]
+    """
+    now, sent, here, spans = 0.0, 0.0, {}, []
+    for what, i in order:
+        nbytes, seconds = layers[i]
+        if what in ("gather", "reduce"):
+            ring = {"gather": "all_gather_ring", "reduce": "reduce_scatter_ring"}[what]
+            start = max(now, sent)
+            sent = start + collectives.cost(ring, nbytes, n, link)
+            here |= {i: sent} if what == "gather" else {}
+            spans.append(Span(0, what, f"layer {i}", start, sent))
+        elif what in ("forward", "backward"):
+            start = max(now, here.get(i, 0.0))
+            now = start + (seconds if what == "forward" else 2 * seconds)
+            spans.append(Span(0, what, f"layer {i}", start, now))
+    return Timeline(tuple(spans))

@@ -18,9 +18,7 @@
 # ## Setup
 
 # %%
-import contextlib
 import dataclasses
-import functools
 import math
 import pathlib
 import statistics
@@ -34,8 +32,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from labutils import checkpointing, collectives, measure, units, zero
-from labutils.config import Hardware, ModelConfig
+from labutils import anatomy, checkpointing, collectives, measure, units, zero
+from labutils.config import Hardware, Link, Mesh, ModelConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler
 from labutils.teach import plots
@@ -52,36 +50,13 @@ world = World(4)
 # Six equal layers, four ranks, one training step with Adam in fp32. Each cell is one rank: painted is what it holds, the first layer on top, the step from
 # left to right. A painted area is bytes times time.
 
-
 # %%
-def held_over_a_step(rank, level):
-    layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)]
-    model = nn.Sequential(*layers)
-    comm, bucket_bytes = rank.comm("dp"), 4 * (16 * 16 + 16)  # a bucket is a layer
-    if level == 3:
-        optimizer = torch.optim.AdamW(zero.shard(model, comm).parameters())
-    else:
-        sizes = {"level": level, "bucket_bytes": bucket_bytes}
-        optimizer = zero.Optimizer(model.parameters(), comm, **sizes)
-
-    def step():
-        model(torch.ones(4, 16)).square().mean().backward()
-        optimizer.step()
-
-    step()  # the first step makes the optimizer state
-    optimizer.zero_grad()
-    return zero.occupancy(step, model, optimizer)
-
-
-# Every rank of plain data parallelism holds what one rank alone would hold.
-with World(1) as alone:
-    held = {"level_0": alone.run(held_over_a_step, 1) * 4}
-held |= {f"level_{level}": world.run(held_over_a_step, level) for level in (1, 2, 3)}
+held = zero.of_each_level(world)
 title = "Painted is what a rank holds. At level 3 a layer is whole while it computes"
 plots.who_holds(**held, title=title)
 
 # %% [markdown]
-# Level 0 is plain data parallelism: four times the same. **Level 1** deals out the optimizer state, **level 2** the gradients too, **level 3** also the
+# Level 0 is plain data parallelism: four times the same. **Level 1** shards the optimizer state, **level 2** the gradients too, **level 3** also the
 # weights. The thin lines are the shares that a rank keeps, of every layer another quarter. The steps of the staircase are layers that are whole for a
 # moment: gradients before they are reduced, weights while they compute, down through the forward pass and up again through the backward pass. At levels 0 and 1
 # gradients come with the backward pass, and stay.
@@ -99,7 +74,7 @@ plots.who_holds(**held, title=title)
 zero.model_states(7.5e9, 64, level=0)
 
 # %% [markdown]
-# All 64 hold the same 120 GB. Suppose you deal out the optimizer state alone, and every device keeps all weights and gradients. How many GB are left on each?
+# All 64 hold the same 120 GB. Suppose you shard the optimizer state alone, and every device keeps all weights and gradients. How many GB are left on each?
 
 # %%
 predict("zero/level-1-of-7.5B", GB=60)
@@ -114,7 +89,7 @@ reveal("zero/level-1-of-7.5B", GB=zero.model_states(7.5e9, 64, level=1).total / 
 [units.text(zero.model_states(7.5e9, 64, level).total) for level in range(4)]
 
 # %% [markdown]
-# Three quarters of the memory was optimizer state, which a rank needs once a step and only for the weights that it updates. Here are all 54 cells of the
+# Three quarters of the memory was optimizer state, which a rank needs once per step and only for the weights that it updates. Here are all 54 cells of the
 # paper's table, in GB, levels 1, 2 and 3 of each model beside each other:
 
 # %%
@@ -144,7 +119,7 @@ title = "Levels 1 and 2 stop at what stays whole, level 3 goes on"
 plots.curves(devices, title=title, measured=paper, **axes, **lines)
 
 # %% [markdown]
-# The other way round, the paper's table 2: how many billions of parameters fit into 32 GB, on 64 data-parallel ranks, each of which is 1 to 16 devices
+# And the paper's table 2: how many billions of parameters fit into 32 GB, on 64 data-parallel ranks, each of which is 1 to 16 devices
 # that divide the model among them (lab 10)? Levels 0 to 3:
 
 # %%
@@ -166,8 +141,8 @@ for parallel in (1, 2, 4, 8, 16):
 # Lay all parameters end to end and cut them into N equal shares. Where N does not divide Ψ, the end is padded, so that all ranks send alike.
 
 # %%
-dealt = zero.partition(10, 4)
-dealt.share, dealt.padding, [dealt.bounds(rank) for rank in range(4)]
+cut = zero.partition(10, 4)
+cut.share, cut.padding, [cut.bounds(rank) for rank in range(4)]
 
 # %% [markdown]
 # Rank r owns share r: it alone keeps the moments of these weights, and it alone steps them. For that it needs the mean gradient *of its share*, which is
@@ -185,6 +160,8 @@ def one_step(rank):
 world.run(one_step)[0]
 
 # %% [markdown]
+# That is plain SGD with learning rate 0.1: element i has the gradients 0, i, 2i and 3i, whose mean is 1.5i, and the weights go from 0 to −0.15i.
+#
 # Plain data parallelism needs one all-reduce of the gradient. Here there are two collectives. How many times as many bytes does a rank send?
 
 # %%
@@ -200,7 +177,7 @@ plots.comm_bars(all_reduce=world.ledger, level_1=sharded, title=title)
 reveal("zero/level-1-sends", times=sharded.total / world.ledger.total)
 
 # %% [markdown]
-# An all-reduce *is* a reduce-scatter and an all-gather (lab 07). The optimizer step fits between its halves: $2\Psi\,(N-1)/N$ elements a rank, as before.
+# An all-reduce *is* a reduce-scatter and an all-gather (lab 07). The optimizer step fits between its halves: $2\Psi\,(N-1)/N$ elements per rank, as before.
 #
 # **On a real model.** A GPT of four layers, in float64 so that equal can mean equal. `zero.Optimizer` takes the parameters and any function that makes a
 # torch optimizer, and is used like one. That function gets this rank's *pieces* of the parameters, under the same names. As in most training runs, there are
@@ -233,9 +210,11 @@ def in_groups(named):
 
 
 # %%
-def build(rank, level, dtype=torch.float64, **options):
+def build(rank, level, dtype=torch.float64, recompute=False, **options):
     """A model of this rank's own random weights, and its optimizer."""
     model, comm = GPT(config, generator=rank.generator).to(dtype), rank.comm("dp")
+    if recompute:
+        checkpointing.apply(model, "full")
     if level == 3:
         zero.shard(model, comm, **options)
         return model, adamw(in_groups(model.named_parameters()))
@@ -269,86 +248,37 @@ expected = [parameter.detach() for parameter in model.parameters()]
 
 # %% [markdown]
 # Three results, always together, each against its formula: **equal** weights on every rank after three steps, **bytes sent** in those steps, **bytes held**
-# at the fullest moment of the third.
-
-
-# %%
-def is_equal(model, level):
-    """Whether this rank's weights, gathered at level 3, are the plain model's."""
-    with zero.gathered(model) if level == 3 else contextlib.nullcontext():
-        pairs = zip(model.parameters(), expected, strict=True)
-        return all(torch.allclose(w, e, rtol=0, atol=1e-10) for w, e in pairs)
-
-
-def measured(fn, model, optimizer):
-    """What is alive of weights, gradients and optimizer state during fn()."""
-    inner = getattr(optimizer, "inner", optimizer)
-    return measure.history(fn, model, inner).only("weights", "gradients", "optimizer")
-
+# at the fullest moment of the third. `zero.three_results` builds, trains and compares on all ranks of a world:
 
 # %%
-def train(rank, level, recompute=False, **options):
-    """Three steps: are they equal, the flat parameters' layout, what the third held."""
-    model, optimizer = build(rank, level, **options)
-    for block in model.blocks if recompute else ():
-        block.forward = functools.partial(checkpointing.checkpoint, block.forward)
-    step(rank, model, optimizer, 0)
-    step(rank, model, optimizer, 1)
-    history = measured(lambda: step(rank, model, optimizer, 2), model, optimizer)
-    layout = zero.layout(model) if level == 3 else optimizer.layout
-    return is_equal(model, level), layout, history
-
-
-# %%
-def three_results(level, several, recompute=False, **options):
-    """A row of the table below, from a run on all ranks of a world."""
-    ranks, runs = several.size, several.run(train, level, recompute, **options)
-    equal, (_, layout, history) = all(each[0] for each in runs), runs[0]
-    kind = {"itemsize": 8, "reshard": options.get("reshard", True)}
-    predicted = zero.predict_sent(layout, ranks, level, steps=3, start=True, **kind)
-    if level == 3:  # comparing the weights takes one more gather, as a step of level 1
-        once = zero.predict_sent(layout, ranks, 1, itemsize=8)
-        predicted = (predicted + once.only(name="all_gather")).merged()
-    one_step = zero.predict_sent(layout, ranks, level, **kind).only(rank=0)
-    held = history.peak.ledger
-    peak = zero.predict_held(layout, ranks, level, itemsize=8, **options)
-    row = f"{level:5} {ranks:6} {equal!s:>6}"
-    sent = predicted.diff(several.ledger).unexplained
-    row += f" {units.text(one_step.total):>9} {sent:12}"
-    return row + f" {units.text(held.total):>9} {peak.diff(held).unexplained:12}"
-
-
-# %%
-head = "level  ranks  equal      sent  unexplained      held  unexplained"
 few = [World(ranks) for ranks in (1, 2, 3)]
-rows = [three_results(level, several) for level in (1, 2) for several in (*few, world)]
-print(head, *rows, sep="\n")
+print(zero.Results.HEAD)
+for level in (1, 2):
+    for several in (*few, world):
+        results = zero.three_results(several, level, build, step, expected)
+        print(results)
 
 # %% [markdown]
 # "Sent" is one step of rank 0. Levels 1 and 2 send the same. What they hold differs in the gradients: level 1 keeps them whole until the step, level 2
 # reduces them bucket by bucket *during* the backward pass and keeps a share. The peak of four ranks at level 2, line by line:
 
 # %%
-_, layout, history = world.run(train, 2)[0]
-zero.predict_held(layout, 4, 2, itemsize=8).diff(history.peak.ledger)
+held = zero.predict_held(results.layout, 4, 2, itemsize=8)
+held.diff(results.history.peak.ledger)
 
 # %% [markdown]
-# The buckets are the temporary part: one that fills and one that is on its way. The optimizer's lines are a quarter of the weights each, as promised.
+# The buckets are the temporary part: one that fills and one that is being reduced. The optimizer's lines are a quarter of the weights each, as promised.
 #
 # The settings of the two groups live where torch has them, in `optimizer.param_groups`, and a schedule of the learning rate takes the torch optimizer that
 # steps this rank's pieces: `LambdaLR(optimizer.inner, …)`. A piece is the stretch of a parameter that lies in the rank's share: most are empty.
 #
-# **What it buys with accumulation.** Level 1 keeps whole gradients, so it can add up micro-batches in silence and reduce once a step. Levels 2 and 3 have
+# **What it buys with accumulation.** Level 1 keeps whole gradients, so it can add up micro-batches and reduce once per step. Levels 2 and 3 have
 # nowhere to keep them, and reduce after every micro-batch. Eight micro-batches, Ψ = 1 million parameters in fp32, 4 ranks:
 
 # %%
-sent = {
-    level: zero.predict_sent(10**6, 4, level, accumulation=8) for level in (1, 2, 3)
-}
-{
-    f"level {level}": units.text(ledger.only(rank=0).total)
-    for level, ledger in sent.items()
-}
+for level in (1, 2, 3):
+    sent = zero.predict_sent(10**6, 4, level, accumulation=8, rank=0)
+    print(f"level {level}: {units.text(sent.total)}")
 
 # %% [markdown]
 # With long accumulation and a model that fits, level 1 is the one to choose.
@@ -406,25 +336,26 @@ reveal(
 # %% [markdown]
 # `zero.shard` changes a module in place: from then on its parameters *are* this rank's pieces, and they have their gradients after `backward()`. Any torch
 # optimizer steps them. Three results, with the two switches of level 3. `reshard=False` keeps the layers after the forward and saves the second gather. `prefetch` starts to
-# gather the next layer while this one computes, so that nobody waits, and pays with one more whole layer.
+# gather the next layer while this one computes, and pays with one more whole layer.
+
 
 # %%
-print(head)
-for switches in (
-    {"prefetch": True, "reshard": True},
-    {"prefetch": False},
-    {"reshard": False},
-):
-    print(three_results(3, world, **switches), "", switches)
+def level_3(several, **options):
+    return zero.three_results(several, 3, build, step, expected, **options)
+
+
+print(zero.Results.HEAD)
+for switches in ({}, {"prefetch": False}, {"reshard": False}):
+    print(level_3(world, **switches), "", switches or "as they are set")
 
 # %%
-print(head, *(three_results(3, several) for several in few), sep="\n")
+print(zero.Results.HEAD, *map(level_3, few), sep="\n")
 
 # %% [markdown]
 # **And with activation checkpointing?** Each layer computes its forward once more, in the backward pass (lab 04). Does it have to be gathered a third time?
 
 # %%
-print(head, three_results(3, world, recompute=True), sep="\n")
+print(zero.Results.HEAD, level_3(world, recompute=True), sep="\n")
 
 # %% [markdown]
 # No: it is computed again where it is whole anyway, for its own backward. Recomputation costs time and not a byte on the wire. It is the same
@@ -434,27 +365,29 @@ print(head, three_results(3, world, recompute=True), sep="\n")
 
 # %%
 processes = World(4, "processes")
-print(head, *(three_results(level, processes) for level in (1, 2, 3)), sep="\n")
+print(zero.Results.HEAD)
+for level in (1, 2, 3):
+    print(zero.three_results(processes, level, build, step, expected))
 
 # %% [markdown]
 # The same step of rank 0, over time:
 
 # %%
-_, layout, history = world.run(train, 3)[0]
+results = level_3(world)
 title = "A layer comes, computes and goes; what stays is a quarter of everything"
-plots.memory_timeline(history, title=title)
+plots.memory_timeline(results.history, title=title)
 
 # %%
-zero.predict_held(layout, 4, 3, itemsize=8).diff(history.peak.ledger)
+held = zero.predict_held(results.layout, 4, 3, itemsize=8)
+held.diff(results.history.peak.ledger)
 
 # %% [markdown]
 # A quarter of everything is what stays. The last three lines, here the larger part of a small model, are *transient*: the unit that computes, the next one,
-# and what belongs to no layer (embeddings, head) and is whole through the entire pass. The more layers, the smaller that part. It is why you shard layer by
-# layer, and never the whole model as one unit:
+# and what belongs to no layer (embeddings, head) and is whole through the entire pass. With the whole model as one unit, all of it would be transient:
 
 # %%
 one_unit = zero.predict_held(psi, 4, 3, itemsize=8).total
-units.text(one_unit), units.text(history.peak.ledger.total)
+units.text(one_unit), units.text(results.held)
 
 # %% [markdown]
 # **One rank of 16,384.** Nothing in a rank's books needs the other ranks, or numbers in its tensors. On `engine="dry"` one rank of any size runs alone: its
@@ -477,7 +410,7 @@ def dry_step(rank, config):
         piece.grad = torch.zeros_like(piece) if len(piece) else None
     optimizer.step()  # makes its state
     optimizer.zero_grad()
-    return zero.layout(model), measured(step, model, optimizer).peak.ledger
+    return zero.layout(model), zero.states_over(step, model, optimizer).peak.ledger
 
 
 # %%
@@ -496,12 +429,173 @@ with World(n, engine="dry") as dry:
 # %% [markdown]
 # Rank 11,111 ran all 126 layers, rank 0 and the last one two, to save your time. "Sent" is the start, where rank 0 sends its weights down a tree, and a step.
 # A share of the model states is 16Ψ/N, 0.4 GB; nearly all that is held is one layer and the next, with their gradients, and the embeddings.
+
+# %% [markdown]
+# ## Is level 3 slower, then?
+#
+# It sends 1.5 times as much. Whether that takes time depends on what a rank computes meanwhile. Take the blocks of Llama-3.1-8B in bf16 on 64 H100s that
+# reach 40 % of their peak, each with 50 GB/s to the others. One unit is one block; its forward pass is 2 FLOPs per weight and token.
+
+# %%
+block_params = sum(anatomy.units(ModelConfig.named("llama-3.1-8b"))["blocks.0"])
+rate = 0.4 * Hardware.named("H100").flops["bf16"]
+network = Link(latency=5e-6, bandwidth=50e9)
+
+
+def step_in(order, tokens, num_blocks=8):
+    """A step in that order, of a rank that has so many tokens of the batch."""
+    block = 2 * block_params, 2 * block_params * tokens / rate
+    return zero.step_timeline(order, [block] * num_blocks, n=64, link=network)
+
+
+# %% [markdown]
+# How many tokens must a rank have in a step until the gathers hide behind computation?
+
+# %%
+predict("zero/tokens-per-rank", tokens=1000)
+
+# %% [markdown]
+# A gather brings $2\Psi_l$ bytes of layer l, at bw bytes per second; meanwhile its neighbor computes $2\Psi_l$ FLOPs for each of T tokens, at F FLOPs per second:
+#
+# $$ \frac{2\Psi_l T}{F} \;\ge\; \frac{2\Psi_l}{\mathrm{bw}}\,\frac{N-1}{N} \quad\Longleftrightarrow\quad T \;\ge\; \frac{F}{\mathrm{bw}}\,\frac{N-1}{N}. $$
+#
+# The size of the layer cancels. The backward pass computes twice as long, and has a gather and a reduce-scatter to hide: the same condition.
+
+# %%
+reveal("zero/tokens-per-rank", tokens=round(rate / network.bandwidth * 63 / 64))
+
+# %% [markdown]
+# The order of a step with prefetch is `zero.unit_order`. Without it, each gather begins when its layer is needed:
+
+
+# %%
+def without_prefetch(num_blocks):
+    last, order = num_blocks - 1, []
+    for i in range(num_blocks):
+        order += [("gather", i), ("forward", i)]
+    for i in reversed(range(num_blocks)):
+        order += [("gather", i)] * (i < last)
+        order += [("backward", i), ("reduce", i)]
+    return order
+
+
+steps = {
+    "16,384 tokens, no prefetch": step_in(without_prefetch(8), 16_384),
+    "16,384 tokens": step_in(zero.unit_order(8), 16_384),
+    "4,096 tokens": step_in(zero.unit_order(8), 4_096),
+}
+title = "The next layer arrives while this one computes, if a rank has tokens enough"
+plots.overlap(title=title, **steps)
+
+# %% [markdown]
+# Communication is the lower lane, shaded is time in which the rank waits. With 16,384 tokens and prefetch two waits are left: the first gather and the last
+# reduction. With 4,096 tokens the rank waits before every layer.
+#
+# Now against level 2, which reduces each layer during the backward pass, and gathers all new weights after the step:
+
+
+# %%
+def level_2(num_blocks):
+    order = [("forward", i) for i in range(num_blocks)]
+    for i in reversed(range(num_blocks)):
+        order += [("backward", i), ("reduce", i)]
+    return order + [("gather", i) for i in range(num_blocks)]
+
+
+tokens = [2**k for k in range(10, 18)]
+orders = {"level 3": zero.unit_order(32), "no prefetch": without_prefetch(32)}
+orders["level 2"] = level_2(32)
+
+
+def stretched(order, count):
+    """The time of a step over that of its computation alone."""
+    timeline = step_in(order, count, num_blocks=32)
+    return timeline.makespan / (timeline.makespan - timeline.exposed)
+
+
+lines = {name: [stretched(order, k) for k in tokens] for name, order in orders.items()}
+axes = {"xlabel": "tokens per rank", "ylabel": "step / computation", "log": "xy"}
+title = "With tokens enough, level 3 sends more than level 2 and waits less"
+plots.curves(tokens, title=title, **axes, **lines)
+
+# %%
+{name: [round(time, 2) for time in times] for name, times in lines.items()}
+
+# %% [markdown]
+# With few tokens the step is as long as its messages, and level 3 pays for its third Ψ. With enough of them level 3 waits for its first gather and its last
+# reduction alone, and level 2 for all gathers, since nothing computes when they run. (Level 2 can do better: Megatron-LM's `--overlap-param-gather` hides them
+# behind the next forward pass, layer by layer.)
+#
+# This is a model: ranks alike, no contention, attention's own FLOPs left out. It says which quantity decides, tokens per rank, and about where.
+#
+# ## What if the network between machines is slow?
+#
+# **Hybrid sharding (HSDP)** shards inside a machine and replicates across machines: gathers and reduce-scatters stay on the fast links, and across goes an
+# all-reduce of the gradient's *share*. Two machines of two ranks: on the axis `tp` lie the ranks of one machine, on `dp` the machines.
+
+
+# %%
+def hybrid(rank):
+    """Three steps: are the weights the plain model's, and the layout."""
+    inside, across = rank.comm("tp"), rank.comm("dp")
+    model = GPT(config, generator=torch.Generator().manual_seed(0)).double()
+    optimizer = adamw(in_groups(zero.shard(model, inside).named_parameters()))
+    for sequences in text:
+        optimizer.zero_grad()
+        mine = sequences.chunk(rank.size)[rank.rank]
+        model.loss(mine[:, :-1], mine[:, 1:]).backward()
+        share = torch.cat([piece.grad for piece in model.parameters() if len(piece)])
+        share = across.all_reduce(share) / across.size
+        own = [piece for piece in model.parameters() if len(piece)]
+        for piece, gradient in zip(own, share.split([*map(len, own)]), strict=True):
+            piece.grad.copy_(gradient)
+        optimizer.step()
+    return zero.is_equal(model, expected), zero.layout(model)
+
+
+machines = World(Mesh(dp=2, tp=2))
+equal, layouts = zip(*machines.run(hybrid), strict=True)
+equal
+
+# %% [markdown]
+# Bytes of rank 0 in three steps, with the start and with the gather that compares the weights: first by formula, then counted.
+
+# %%
+shard = sum(part.share for unit in layouts[0] for part in unit.dealt(2))
+fixed = {"itemsize": 8, "rank": 0}
+inside = zero.predict_sent(layouts[0], 2, 3, steps=3, start=True, **fixed).total
+inside += zero.predict_sent(layouts[0], 2, 1, **fixed).only(name="all_gather").total
+across = collectives.sent("all_reduce_ring", nbytes=8 * shard, n=2, **fixed).total
+{"tp": inside, "dp": 3 * across}, machines.ledger.only(rank=0).by("axis")
+
+# %% [markdown]
+# Llama-3.1-8B in bf16, 64 devices, eight per machine. What a rank sends in a step, and what it holds of model states:
+
+# %%
+params = ModelConfig.named("llama-3.1-8b").num_params
+bf16 = {"itemsize": 2, "rank": 0}
+flat = zero.predict_sent(params, 64, 3, **bf16).total
+inside = zero.predict_sent(params, 8, 3, **bf16).total
+across = collectives.sent("all_reduce_ring", nbytes=2 * params // 8, n=8, **bf16).total
+held = [zero.model_states(params, n, 3).total for n in (64, 8)]
+print(
+    "sharded over 64:",
+    units.text(flat),
+    "on the slow network, holds",
+    units.text(held[0]),
+)
+print("hybrid:", units.text(inside), "inside,", units.text(across), "across,", end=" ")
+print("holds", units.text(held[1]))
+
+# %% [markdown]
+# Less than a tenth of the bytes crosses machines, for eight times the model states. (A ring over all 64 ranks goes as fast as its slowest hop, so all its bytes count
+# as slow ones.)
 #
 # ### Exercise 9.2 · Gather, use, free (15 min, ●●○)
 #
 # Write the schedule of level 3 for any number of units, as a list of pairs: `("gather", i)` starts to make unit i whole, `("forward", i)` and
-# `("backward", i)` need it whole, `("free", i)` keeps the share alone, `("reduce", i)` leaves a share of the gradient. At most two units are whole at once, and the next one
-# is on its way before this one computes.
+# `("backward", i)` need it whole, `("free", i)` keeps the share alone, `("reduce", i)` leaves a share of the gradient. At most two units are whole at once, and two
+# gradients; the gather of the next unit begins before this one computes.
 
 
 # %%
@@ -525,7 +619,7 @@ show(zero.unit_order)
 show(zero.Sharded)
 
 # %% [markdown]
-# ## What changes in half precision?
+# ## What changes with half-precision weights?
 #
 # The weights that compute are bf16, and travel as bf16. The optimizer steps an fp32 master copy (lab 02), and nobody needs more of that than the share
 # that it owns: so the master is sharded from the start, at every level. At level 3 the fp32 share is all that stays: with `param_dtype=torch.bfloat16` it is
@@ -561,6 +655,20 @@ for level in (1, 2, 3):
 # %%
 held = zero.predict_held(7_500_000_000, 64, 2, itemsize=2, shard_itemsize=4)
 held.only(component="optimizer")
+
+# %% [markdown]
+# Per step and device the link to the host carries a share of fp32 gradient down and a share of bf16 weights up. What a device holds, on it and on its host, in
+# all four combinations:
+
+# %%
+share = zero.partition(7_500_000_000, 64).share
+print("             on the device   on the host   per step to and from the host")
+for level in (1, 2):
+    states = zero.predict_held(7_500_000_000, 64, level, itemsize=2, shard_itemsize=4)
+    moved = states.only(component="optimizer").total
+    for name, host in {f"level {level}": 0, "  offloaded": moved}.items():
+        sizes = states.total - host, host, (4 + 2) * share * bool(host)
+        print(f"{name:12}", *(f"{units.text(nbytes):>14}" for nbytes in sizes))
 
 # %% [markdown]
 # **One rank's inf must be everybody's.** With fp16 the loss is scaled (lab 02), and a step whose gradient has overflowed is skipped. But after the reduce-scatter
@@ -676,7 +784,7 @@ def go_on(rank, level):
     model, optimizer = build(rank, level)
     zero.load(path, model, optimizer)
     step(rank, model, optimizer, 2)
-    return is_equal(model, level)
+    return zero.is_equal(model, expected)
 
 
 # %%
@@ -798,7 +906,11 @@ table = {name: torch.tensor([losses[name] for losses, _ in races]) for name in n
 # 32 GB: which is the lowest level that fits? And which, if gradients are kept in fp32?
 
 # %%
-conventions = {"16Ψ: half gradients": 2, "18Ψ: fp32 gradients": 4, "20Ψ: both": 6}
+conventions = {
+    "16Ψ: bf16 gradients": 2,
+    "18Ψ: fp32 gradients": 4,
+    "20Ψ: both of them": 6,
+}
 known = {
     name: ModelConfig.named(name).num_params for name in ("gpt2-xl", "llama-3.1-70b")
 }
@@ -806,7 +918,7 @@ known["7.5B"] = 7_500_000_000
 
 
 def memory_per_device(
-    model="7.5B", devices=64, precision="16Ψ: half gradients", device="V100"
+    model="7.5B", devices=64, precision="16Ψ: bf16 gradients", device="V100"
 ):
     """The four levels as stacked bars; hatched is what the dp axis shards."""
     width = {"gradient_bytes": conventions[precision]}
@@ -841,9 +953,9 @@ explore(memory_per_device, **knobs, device=["V100", "H100"])
 #
 # **FSDP2** is called bottom-up, on each block and then on the root, and each call makes one group that is gathered at once: our units. Left to itself it reshards blocks and leaves
 # the root's weights whole between forward and backward, and an integer for `reshard_after_forward` reshards to a smaller group, such as one machine. With `False` weights are
-# still sharded between *steps*: there it holds less than the paper's level 2, while it computes a share more, and it sends as much. torchtitan shards over `--parallelism.data_parallel_shard_degree` ranks and
+# still sharded between *steps*; from the forward pass on they are whole, and the bytes sent are those of level 2. torchtitan shards over `--parallelism.data_parallel_shard_degree` ranks and
 # replicates over `--parallelism.data_parallel_replicate_degree` of such groups (hybrid sharding): the gathers stay inside a group with a fast network.
-# `set_requires_gradient_sync(False)` keeps whole gradients through the micro-batches before the last: level 1's bargain, at level 3.
+# `set_requires_gradient_sync(False)` keeps whole gradients through the micro-batches before the last, and reduces once per step, as level 1 does.
 #
 # **DeepSpeed** overlaps by `"overlap_comm"`, in pieces of `"reduce_bucket_size"` and `"allgather_bucket_size"`. At stage 3, `"stage3_prefetch_bucket_size"` says how far to
 # prefetch, `"stage3_max_live_parameters"` how much may be whole, and parameters below `"stage3_param_persistence_threshold"` are never sharded: small messages cost latency, not bytes.
@@ -865,8 +977,8 @@ explore(memory_per_device, **knobs, device=["V100", "H100"])
 # %% [markdown]
 # ## Errata
 #
-# **"After the forward pass FSDP releases the unsharded data back to the other GPUs"** (a widely read memory guide). Nothing is sent back. Everything that one
-# forward of level 3 sends, with the frees in it:
+# **After the forward pass FSDP "releases the unsharded local data back to the other GPUs"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute
+# Optimization*, Medium, 12 February 2024). Nothing is sent back. Everything that one forward of level 3 sends, with the frees in it:
 
 
 # %%
@@ -883,10 +995,10 @@ world.run(forward_only)
 )
 
 # %% [markdown]
-# The broadcast is the start; the rest is one gather, $\Psi(N-1)/N$ of fp32. The same guide says that each GPU asks for "the necessary data" to rebuild "unsharded, local
+# The broadcast is the start; the rest is one gather, $\Psi(N-1)/N$ of fp32. The same article says that each GPU requests "the necessary data" to rebuild "unsharded, local
 # data". What is gathered are parameters; each rank keeps its own training data, which is why it is data parallelism.
 #
-# **"ZeRO-2 enables reduce-scatter instead of all-reduce"** (a scaling guide). Level 1 can do so as well, and above it did. What level 2 adds is to *free* the gradients of others. The
+# **Level 2 as "enabling reduce-scatter ... instead of all-reduce"** (an article on efficient training at scale, a digest of the Ultra-Scale Playbook). Level 1 can do so as well, and above it did. What level 2 adds is to *free* the gradients of others. The
 # misconception has a history: DeepSpeed's first stage 1 used an all-reduce, 3Ψ a step, and its release note of March 2020 counts 1.5 times less since:
 
 # %%
@@ -897,9 +1009,10 @@ both.total / zero.predict_sent(psi, 4, 1).total
 # **A flag copied too early.** PyTorch's scaler for FSDP once read its flag before the all-reduce of it had finished, where gradients were offloaded: rank 0 skipped a
 # step, the others took it (pytorch/pytorch, pull request 115710, December 2023). The test that came with the repair has an inf on one rank alone, as above.
 #
-# **"Optimizer states are momentum and variance"** (a book chapter), followed by K = 12. Two moments are K = 8; the other four bytes are the fp32 master copy. The lines above have all three.
+# **Optimizer states as "momentum and variance in the Adam optimization algorithm"** (chapter 15, "LLM Training Acceleration (WIP)", of an online book on large
+# language models), followed by K = 12. Two moments are K = 8; the other four bytes are the fp32 master copy. The lines above have all three.
 #
-# **A table of 16Ψ beside a text of 20Ψ** (widely shared notes). With fp32 gradients beside the half ones a parameter takes 2 + 6 + 12 = 20 bytes, and the floors of levels 1 and 2 are others than
+# **A table of 16Ψ beside a text of 20Ψ** (reading notes on the Ultra-Scale Playbook). With fp32 gradients beside the half-precision ones a parameter takes 2 + 6 + 12 = 20 bytes, and the floors of levels 1 and 2 are others than
 # the 25 % and 12.5 % of the table:
 
 # %%
@@ -945,13 +1058,16 @@ units.text(zero.predict_held(in_units, 64, 3, itemsize=2, shard_itemsize=4).tota
 # %% [markdown]
 # ## Summary
 #
-# > - Optimizer state, gradients, weights: each level of ZeRO deals out one more. 7.5B parameters on 64 devices: 120, 31.4, 16.6, 1.9 GB.
+# > - Optimizer state, gradients, weights: each level of ZeRO shards one more. 7.5B parameters on 64 devices: 120, 31.4, 16.6, 1.9 GB.
 # >   <!-- claim: [round(zero.model_states(7.5e9, 64, level).total / 1e9, 1) for level in range(4)] == [120.0, 31.4, 16.6, 1.9] -->
 # > - Levels 1 and 2 send what plain data parallelism sends, 2Ψ(N − 1)/N: an all-reduce with the step between its halves.
 # >   <!-- claim: all(zero.predict_sent(840, 4, level).total == collectives.sent("all_reduce_ring", nbytes=4 * 840, n=4).total for level in (1, 2)) -->
 # > - Level 3 sends 3Ψ(N − 1)/N, half as much again, or 2Ψ without resharding. Freeing sends nothing.
 # >   <!-- claim: 2 * zero.predict_sent(840, 4, 3).total == 3 * zero.predict_sent(840, 4, 2).total -->
 # >   <!-- claim: zero.predict_sent(840, 4, 3, reshard=False).total == zero.predict_sent(840, 4, 2).total -->
+# > - The gathers of level 3 hide if a rank has about F/bw tokens in a step, FLOP/s over bytes/s, whatever the size of a layer.
+# > - Hybrid sharding keeps gathers inside a machine; across goes the gradient's share, 2(Ψ/n)(N − 1)/N.
+# >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=840, n=4).by("rank")[0] * 4 == collectives.sent("all_reduce_ring", nbytes=4 * 840, n=4).by("rank")[0] -->
 # > - With micro-batches levels 2 and 3 reduce after each one, level 1 once: with eight, 4.5 times as much at level 2.
 # >   <!-- claim: zero.predict_sent(840, 4, 2, accumulation=8).total == 4.5 * zero.predict_sent(840, 4, 1, accumulation=8).total -->
 # > - The floors are 4Ψ and 2Ψ; level 3 has none, but layers that are whole for a moment come on top of 16Ψ/N.

@@ -74,6 +74,12 @@ class _KeepsPadding(_Sharded):
         self.w.data = self.comm.all_gather(self.mine.detach())
 
 
+class _KeepsAPaddedGradient(_Sharded):
+    def step(self) -> None:
+        self.buffer = self.padded(self.w.grad).clone()
+        super().step()
+
+
 class _ShardsNothing:
     def __init__(self, w: nn.Parameter, comm: world.Comm, make: exercises.Make) -> None:
         self.w, self.comm, self.inner = w, comm, make([w])
@@ -115,6 +121,15 @@ def _plan(
     return attempt
 
 
+def _reduces_two_late(count: int) -> list[exercises.Step]:
+    """Each gradient waits for the two units after it."""
+    steps = [step for step in zero.unit_order(count) if step[0] != "reduce"]
+    for i in range(count):
+        turn = steps.index(("backward", max(0, i - 2))) + 1
+        steps.insert(turn, ("reduce", i))
+    return steps
+
+
 def _frees_the_last(count: int) -> list[exercises.Step]:
     last, steps = count - 1, zero.unit_order(count)
     turn = steps.index(("forward", last)) + 1
@@ -144,7 +159,7 @@ class _Half:
     """The answer to the bug hunt, each slip a switch; the first two make the code of the lab."""
 
     local_norm = rereads = adds_norms = largest_norm = clips_early = gathers = whole_master = False
-    no_root = means_squares = scales_up = tells_nothing = False
+    no_root = means_squares = scales_up = tells_nothing = wide_weights = False
 
     def __init__(self, w: nn.Parameter, comm: world.Comm, make: exercises.Make) -> None:
         self.w, self.comm = w, comm
@@ -188,7 +203,8 @@ class _Half:
             if self.whole_master
             else self.master.detach()
         )
-        self.w.data.copy_(self.comm.all_gather(new.bfloat16())[: self.w.numel()])
+        new = new if self.wide_weights else new.bfloat16()
+        self.w.data.copy_(self.comm.all_gather(new)[: self.w.numel()])
         return None if self.tells_nothing else norm
 
 
@@ -198,6 +214,7 @@ _Published = type("_Published", (_Half,), {"local_norm": True, "rereads": True})
 WRONG = {
     "zero/optimizer": (
         Wrong("shards nothing", _ShardsNothing, "bytes held", "nothing is sharded"),
+        Wrong("keeps a padded gradient", _KeepsAPaddedGradient, "bytes held", "a padded gradient"),
         Wrong(
             "keeps a view of the whole",
             _slip(_Sharded, "keeps_a_view"),
@@ -248,6 +265,7 @@ WRONG = {
         Wrong(
             "reduces at the end", _plan(late=True), "bytes held", "right after the unit's backward"
         ),
+        Wrong("reduces two units late", _reduces_two_late, "bytes held", "2 are enough"),
         Wrong(
             "gathers for the step too",
             _plan(thrice=True),
@@ -304,6 +322,12 @@ WRONG = {
             _slip(_Half, "whole_master"),
             "bytes held",
             "this rank's share alone",
+        ),
+        Wrong(
+            "gathers fp32 weights",
+            _slip(_Half, "wide_weights"),
+            "bytes sent",
+            "the new weights travel in bf16",
         ),
         Wrong(
             "gathers the gradient for its norm", _slip(_Half, "gathers"), "bytes sent", "one number"

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import types
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -22,17 +23,21 @@ _SHARES = (
 
 def _inside(thing: object) -> list[object]:
     """What an object is made of, as far as tensors may hide in it."""
-    if isinstance(thing, (world.Comm, type, str, int, float)):
+    if isinstance(thing, (world.Comm, type, types.ModuleType, str, int, float)):
         return []
     attributes = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
+    attributes += [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
+    if not type(thing).__module__.startswith(("builtins", "torch")):
+        attributes += vars(type(thing)).values()
     if isinstance(thing, dict):
         return [*attributes, *thing.keys(), *thing.values()]
     return [*attributes, *thing] if isinstance(thing, (list, tuple, set)) else attributes
 
 
-def _kept(owner: object, w: Tensor) -> int:
-    """Bytes of all tensors that `owner` keeps beside `w` and its gradient, each storage once."""
-    storages = {}
+def _kept(owner: object, w: Tensor) -> tuple[int, int]:
+    """Bytes of all tensors that `owner` keeps beside `w` and its gradient, each storage once, and
+    of these the moments of torch optimizers."""
+    storages, moments = {}, 0
     seen: set[int] = set()
     todo = [owner]
     while todo:
@@ -43,10 +48,12 @@ def _kept(owner: object, w: Tensor) -> int:
         elif id(thing) not in seen:
             seen.add(id(thing))
             todo += _inside(thing)
+            states = thing.state.values() if isinstance(thing, torch.optim.Optimizer) else ()
+            moments += sum(x.nbytes for state in states for x in state.values() if x.dim())
     for known in (w, w.grad):
         if known is not None:
             storages.pop(known.untyped_storage()._cdata, None)
-    return sum(storages.values())
+    return sum(storages.values()), moments
 
 
 # ── a sharded optimizer ──────────────────────────────────────────────────────────────────────────
@@ -80,10 +87,10 @@ def _plain(n: int, numel: int, make: Make, steps: int) -> Tensor:
 
 def _stepped(
     attempt: Callable, n: int, numel: int, make: Make, steps: int = 3
-) -> tuple[list[Tensor], list[int]]:
-    """Each rank's weights after some steps, and the bytes its optimizer keeps beside w, w.grad."""
+) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """Each rank's weights after some steps, and what `_kept` finds in its optimizer."""
 
-    def program(rank: world.Rank) -> tuple[Tensor, int]:
+    def program(rank: world.Rank) -> tuple[Tensor, tuple[int, int]]:
         w = nn.Parameter(_start(numel))
         optimizer = attempt(w, rank.comm("dp"), make)
         for step in range(steps):
@@ -190,9 +197,10 @@ _ALL_MOMENTS = (
     "Your weights are right, and nothing is sharded: every rank has moments for all weights. "
     "Give `make` this rank's share alone."
 )
-_A_VIEW = (
-    "Something as long as all weights stays alive from step to step. "
-    "A view keeps all of what it is a piece of: clone this rank's share."
+_TOO_LONG = (
+    "The moments are of this rank's share alone, as they should be. But something as long as all "
+    "weights stays alive from step to step: a padded gradient that is an attribute? Or a view, "
+    "which keeps all of what it is a piece of: clone this rank's share."
 )
 
 
@@ -200,7 +208,7 @@ def _state_bytes(attempt: Callable) -> str:
     n, numel = 4, 1000
     _, kept = _stepped(attempt, n, numel, _adam)
     moments = 2 * 8 * zero.partition(numel, n).share
-    for rank, nbytes in enumerate(kept):
+    for rank, (nbytes, of_moments) in enumerate(kept):
         told = f"{n} ranks, {numel} weights, Adam: rank {rank} keeps {nbytes:,} B"
         if nbytes < moments:
             raise Failed(
@@ -212,7 +220,7 @@ def _state_bytes(attempt: Callable) -> str:
         if nbytes > 2 * moments + 64:
             raise Failed(
                 f"{told} beside weights and gradients, its share's moments are {moments:,} B",
-                _ALL_MOMENTS if nbytes >= 2 * 8 * numel else _A_VIEW,
+                _ALL_MOMENTS if of_moments >= 2 * 8 * numel else _TOO_LONG,
             )
     return "2 moments of 1/N"
 
@@ -228,12 +236,15 @@ _NOTHING_ELSE = (
 )
 
 
-def _sent_a_step(run: Callable[[int], Any], n: int, steps: tuple[int, int]) -> list[int]:
-    """Bytes that each rank sends in one more step, from two runs of so many steps."""
+def _sent_a_step(
+    run: Callable[[int], Any], n: int, steps: tuple[int, int], **only: str
+) -> list[int]:
+    """Bytes that each rank sends in one more step, from two runs of so many steps; `only` those of
+    a collective."""
     books = []
     for count in steps:
         run(count)
-        books.append(_ranks.world_of(n).ledger.by("rank"))
+        books.append(_ranks.world_of(n).ledger.only(**only).by("rank"))
     few, many = books
     return [(many.get(r, 0) - few.get(r, 0)) // (steps[1] - steps[0]) for r in range(n)]
 
@@ -468,13 +479,14 @@ def _schedule_held(attempt: Callable) -> str:
                 f"once, {units.text(run.whole * run.nbytes)}; 2 are enough",
                 why,
             )
-        if run.gradients > 1:
+        if run.gradients > 2:
             raise Failed(
                 f"{count} units of {units.text(run.nbytes)}: "
-                f"the whole gradients of {run.gradients} units are held at once",
-                "Reduce a gradient right after the unit's backward: then a rank keeps 1/N of it.",
+                f"the whole gradients of {run.gradients} units are held at once, 2 are enough",
+                "Reduce a gradient right after the unit's backward, or while the next one "
+                "computes: then a rank keeps 1/N of it.",
             )
-    return "2 units, 1 gradient"
+    return "2 units, at most 2 gradients"
 
 
 def _schedule_sent(attempt: Callable) -> str:
@@ -552,7 +564,7 @@ def _half(
     max_norm: float,
     steps: int = 1,
 ) -> tuple[list[Tensor], list[float], list[int]]:
-    """Each rank's bf16 weights, last norm and bytes kept, when rank r's gradient is slopes(r)."""
+    """Each rank's bf16 weights, last norm and bytes kept; rank r's gradient is slopes(r)."""
 
     def program(rank: world.Rank) -> tuple[Tensor, float, int]:
         w = nn.Parameter(torch.ones(numel, dtype=torch.bfloat16))
@@ -564,7 +576,7 @@ def _half(
         return (
             w.detach().clone(),
             float("nan") if norm is None else float(norm),
-            _kept(optimizer, w),
+            _kept(optimizer, w)[0],
         )
 
     results = _ranks.run(n, f"{_ranks.count(n)}, {numel} weights", program, _SHARES)
@@ -694,16 +706,19 @@ def _hunt_held(attempt: Callable) -> str:
 
 def _hunt_sent(attempt: Callable) -> str:
     n, numel = 4, 1000
-    least = 2 * (n - 1) * 2 * zero.partition(numel, n).share
+    least = (n - 1) * 2 * zero.partition(numel, n).share  # a bf16 share to every other rank
     steps = functools.partial(_half, attempt, n, numel, _coarse, _steep(numel), 1.0)
+    reduced = _sent_a_step(steps, n, (1, 2), name="reduce_scatter")
     for rank, each in enumerate(_sent_a_step(steps, n, (1, 2))):
-        if each > least + 64:
+        # Gradients may be reduced in fp32; the new weights are bf16, and a norm is one number.
+        if reduced[rank] > 2 * least or each - reduced[rank] > least + 64:
             raise Failed(
                 f"{n} ranks, Ψ = {numel} weights of 2 B: rank {rank} sends {each:,} B a step; "
-                f"2Ψ(N − 1)/N is {least:,} B, and the norm is one number",
+                f"2Ψ(N − 1)/N is {2 * least:,} B, or {3 * least:,} B with gradients reduced in "
+                "fp32, and the norm is one number",
                 "Whole gradients need not travel for a norm: each rank knows the squares of its "
                 "share, and their sum is one number. "
-                "And what does travel, gradients and weights, travels in bf16.",
+                "And the new weights travel in bf16.",
             )
     return "2Ψ(N − 1)/N and a number"
 

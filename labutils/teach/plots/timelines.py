@@ -10,7 +10,7 @@ from labutils import units
 from labutils.config import Hardware
 from labutils.teach.plots import bars, draw, style
 from labutils.teach.plots.picture import Picture
-from labutils.timeline import History, Occupancy, Span, Timeline
+from labutils.timeline import COMMUNICATION, History, Occupancy, Span, Timeline
 from labutils.trace import Trace
 
 # Memory over a step.
@@ -127,7 +127,8 @@ def _mark_peak(axes: Axes, x: int, y: float, label: str) -> None:
 KINDS = {
     "forward": ("forward pass", style.PASSES["forward"], ""),
     "backward": ("backward pass", style.PASSES["backward"], ""),
-    "reduce": ("all-reduce of a bucket", *style.AXES["dp"]),
+    "gather": ("all-gather of weights", style.COMPONENTS["weights"], "//"),
+    "reduce": ("reduction of gradients", *style.AXES["dp"]),
 }
 _LANE, _ROW = 0.17, 0.44  # inches: a lane (compute above, communication below), and a rank
 
@@ -136,8 +137,8 @@ _LANE, _ROW = 0.17, 0.44  # inches: a lane (compute above, communication below),
 def overlap(*, title: str | None = None, **timelines: Timeline) -> Picture:
     """Steps on one clock, a group of rows each.
 
-    For every rank a lane of computation, and a lane of communication under it. What is still sent
-    after the last computation on any rank is *exposed*: only that makes the step longer.
+    For every rank a lane of computation, and a lane of communication under it. Time in which no
+    rank computes is *exposed*, and shaded: only that makes the step longer.
     """
     timelines = style.spaced(timelines)
     for name, timeline in timelines.items():
@@ -166,8 +167,8 @@ def overlap(*, title: str | None = None, **timelines: Timeline) -> Picture:
             ticks[y + _LANE] = f"rank {rank}"
             _lanes(axes, y, [span for span in timeline.spans if span.rank == rank], factor)
             y += _ROW
-        if timeline.exposed > 0:
-            times = timeline.computed / factor, timeline.makespan / factor
+        for wait in timeline.waits:
+            times = [time / factor for time in wait]
             shares = 1 - (y - 0.06) / height, 1 - (top - 0.02) / height
             axes.axvspan(*times, *shares, facecolor=style.NEUTRAL[3], zorder=0)
         for line, weight in enumerate(("bold", "normal")):
@@ -190,7 +191,7 @@ def _lanes(axes: Axes, y: float, spans: Sequence[Span], factor: float) -> None:
     per_inch = axes.get_xlim()[1] / style.inches(axes)[0]
     for span in sorted(spans, key=lambda span: list(KINDS).index(span.kind)):
         _, color, hatch = KINDS[span.kind]
-        lane = y + _LANE * (span.kind == "reduce") + 0.02
+        lane = y + _LANE * (span.kind in COMMUNICATION) + 0.02
         start, length = span.start / factor, (span.end - span.start) / factor
         draw.box(axes, start, lane, length, _LANE, color, hatch=hatch * 2, linewidth=0.5)
         room = length / per_inch - 0.04

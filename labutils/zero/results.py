@@ -1,0 +1,108 @@
+"""The three results that a distributed step owes, each against its formula: equal weights, bytes
+sent, bytes held."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labutils import measure, units
+from labutils.timeline import History
+from labutils.world import Rank, World
+from labutils.zero.partition import Unit
+from labutils.zero.predict import predict_held, predict_sent
+from labutils.zero.sharded import gathered, layout
+
+
+@dataclass(frozen=True)
+class Results:
+    """What some steps of a level left: a row of a table, under `HEAD`.
+
+    sent, held: bytes of rank 0, in one step and at the fullest moment of the last one
+    sent_unexplained: bytes between all that ranks sent and `predict_sent`
+    held_unexplained: bytes between what rank 0 held and `predict_held`
+    layout, history: of rank 0
+    """
+
+    level: int
+    ranks: int
+    equal: bool
+    sent: int
+    sent_unexplained: int
+    held: int
+    held_unexplained: int
+    layout: tuple[Unit, ...]
+    history: History
+
+    HEAD = "level  ranks  equal      sent  unexplained      held  unexplained"
+
+    def __str__(self) -> str:
+        row = f"{self.level:5} {self.ranks:6} {self.equal!s:>6}"
+        row += f" {units.text(self.sent):>9} {self.sent_unexplained:12}"
+        return row + f" {units.text(self.held):>9} {self.held_unexplained:12}"
+
+
+def is_equal(module: nn.Module, expected: Sequence[Tensor]) -> bool:
+    """Whether the module's weights, gathered where they are sharded, are these up to 1e-10."""
+    with gathered(module) if hasattr(module, "_sharded") else contextlib.nullcontext():
+        pairs = zip(module.parameters(), expected, strict=True)
+        return all(torch.allclose(w, e, rtol=0, atol=1e-10) for w, e in pairs)
+
+
+def states_over(fn: Callable[[], object], module: nn.Module, optimizer: Any) -> History:
+    """What is alive of weights, gradients and optimizer state over `fn()`."""
+    history = measure.history(fn, module, getattr(optimizer, "inner", optimizer))
+    return history.only("weights", "gradients", "optimizer")
+
+
+def _train(
+    rank: Rank, build: Callable, step: Callable, expected: Sequence[Tensor], steps: int, *how: Any
+) -> tuple[bool, tuple[Unit, ...], History]:
+    level, options = how
+    module, optimizer = build(rank, level, **options)
+    for k in range(steps - 1):
+        step(rank, module, optimizer, k)
+    history = states_over(lambda: step(rank, module, optimizer, steps - 1), module, optimizer)
+    parts = layout(module) if level == 3 else optimizer.layout
+    return is_equal(module, expected), parts, history
+
+
+def three_results(
+    world: World,
+    level: int,
+    build: Callable[..., tuple[nn.Module, Any]],
+    step: Callable[[Rank, nn.Module, Any, int], object],
+    expected: Sequence[Tensor],
+    *,
+    steps: int = 3,
+    **options: Any,
+) -> Results:
+    """Trains on all ranks of a world, in float64, and compares.
+
+    build: build(rank, level, **options) makes the module and its optimizer
+    step: step(rank, module, optimizer, k) is step number k
+    expected: the weights that a plain model has after as many steps
+    """
+    runs = world.run(_train, build, step, expected, steps, level, options)
+    (_, parts, history), n = runs[0], world.size
+    kind = {"itemsize": 8, "reshard": options.get("reshard", True)}
+    predicted = predict_sent(parts, n, level, steps=steps, start=True, **kind)
+    if level == 3:  # comparing the weights takes one more gather, as a step of level 1
+        once = predict_sent(parts, n, 1, itemsize=8).only(name="all_gather")
+        predicted = (predicted + once).merged()
+    switches = {name: options[name] for name in ("reshard", "prefetch") if name in options}
+    peak = predict_held(parts, n, level, itemsize=8, **switches)
+    return Results(
+        level=level,
+        ranks=n,
+        equal=all(equal for equal, _, _ in runs),
+        sent=predict_sent(parts, n, level, rank=0, **kind).total,
+        sent_unexplained=predicted.diff(world.ledger).unexplained,
+        held=history.peak.ledger.total,
+        held_unexplained=peak.diff(history.peak.ledger).unexplained,
+        layout=parts,
+        history=history,
+    )

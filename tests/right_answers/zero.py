@@ -1,0 +1,165 @@
+"""Right answers to the exercises of `zero`, written in other styles than the reference."""
+
+import itertools
+
+import numpy as np
+import torch
+from torch import nn
+
+from labutils import collectives, zero
+
+# ── a sharded optimizer ──────────────────────────────────────────────────────────────────────────
+
+
+class _InPlace:
+    """Uneven shares, as `torch.tensor_split` cuts, and collectives that know their sizes."""
+
+    def __init__(self, w, comm, make):
+        self.w, self.comm = w, comm
+        self.sizes = collectives.shares(len(w), comm.size)
+        self.mine = nn.Parameter(w.detach().split(self.sizes)[comm.rank].clone())
+        self.inner = make([self.mine])
+
+    def step(self):
+        self.mine.grad = self.comm.reduce_scatter(self.w.grad).div_(self.comm.size)
+        self.inner.step()
+        self.mine.grad = None
+        whole = self.comm.all_gather(self.mine.detach(), sizes=self.sizes)
+        with torch.no_grad():
+            self.w.copy_(whole)
+
+
+def _of_closures(w, comm, make):
+    """No class: a function that keeps what it needs, and steps by lists of pieces."""
+    dealt = zero.partition(w.numel(), comm.size)
+    start = comm.rank * dealt.share
+    padded = torch.cat([w.detach(), torch.zeros(dealt.padding, dtype=w.dtype)])
+    mine = padded[start : start + dealt.share].clone().requires_grad_()
+    inner = make([mine])
+
+    class Closure:
+        state = inner
+
+        @staticmethod
+        def step():
+            gradient = torch.cat([w.grad / comm.size, w.new_zeros(dealt.padding)])
+            mine.grad = comm.reduce_scatter(gradient.detach())
+            inner.step()
+            w.data[:] = comm.all_gather(mine.detach())[: len(w)]
+
+    return Closure()
+
+
+class _ByAllToAll:
+    """A reduce-scatter written out: everybody's piece of my share comes to me, and is added."""
+
+    def __init__(self, w, comm, make):
+        self.w, self.comm, self.share = w, comm, -(-len(w) // comm.size)
+        self.mine = nn.Parameter(self.pieces(w.detach())[comm.rank].clone())
+        self.inner = make([self.mine])
+
+    def pieces(self, x):
+        padded = nn.functional.pad(x, (0, self.share * self.comm.size - len(x)))
+        return padded.view(self.comm.size, self.share)
+
+    def step(self):
+        came = self.comm.all_to_all(self.pieces(self.w.grad).flatten())
+        self.mine.grad = came.view(self.comm.size, -1).mean(0)
+        self.inner.step()
+        self.w.data.copy_(self.comm.all_gather(self.mine.detach())[: len(self.w)])
+
+
+# ── the schedule of level 3 ──────────────────────────────────────────────────────────────────────
+
+
+def _yields(count):
+    """A generator; gradients are reduced while the next unit computes, as FSDP does."""
+    yield "gather", 0
+    for i in range(count):
+        if i + 1 < count:
+            yield "gather", i + 1
+        yield "forward", i
+        if i + 1 < count:
+            yield "free", i
+    for i in range(count - 1, -1, -1):
+        if i:
+            yield "gather", i - 1
+        yield "backward", i
+        yield "free", i
+        if i + 1 < count:
+            yield "reduce", i + 1
+    yield "reduce", 0
+
+
+def _numpy_integers(count):
+    verbs, numbers = zip(*zero.unit_order(count), strict=True)
+    return list(zip(verbs, np.array(numbers), strict=True))
+
+
+def _iterator_of_lists(count):
+    return map(list, itertools.chain(zero.unit_order(count)))
+
+
+# ── bug hunt ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class _ReducesInFp32:
+    """Gradients travel in fp32, as MixedPrecisionPolicy(reduce_dtype=torch.float32) has it."""
+
+    def __init__(self, w, comm, make):
+        self.w, self.comm, self.dealt = w, comm, zero.partition(w.numel(), comm.size)
+        self.master = nn.Parameter(self.own(w.detach()).float().clone())
+        self.inner = make([self.master])
+
+    def own(self, x):
+        padded = nn.functional.pad(x, (0, self.dealt.padding))
+        return padded.split(self.dealt.share)[self.comm.rank]
+
+    def step(self, max_norm):
+        padded = nn.functional.pad(self.w.grad, (0, self.dealt.padding)).float()
+        self.master.grad = self.comm.reduce_scatter(padded) / self.comm.size
+        norm = self.clip(max_norm)
+        self.inner.step()
+        new = self.comm.all_gather(self.master.detach().bfloat16())
+        self.w.data.copy_(new[: self.w.numel()])
+        return norm
+
+    def clip(self, max_norm):
+        square = self.comm.all_reduce(self.master.grad.square().sum())
+        self.master.grad *= (max_norm / square.sqrt()).clamp(max=1)
+        return square.sqrt().item()
+
+
+class _ClipsByTheLibrary(_ReducesInFp32):
+    def clip(self, max_norm):
+        return zero.clip_grad_norm([self.master], self.comm, max_norm)
+
+
+class _NormsGathered(_ReducesInFp32):
+    """All norms at every rank, one number each; the answer is a NumPy scalar."""
+
+    def clip(self, max_norm):
+        norms = self.comm.all_gather(self.master.grad.norm().view(1))
+        whole = np.sqrt(np.float64(norms.double().square().sum().item()))
+        if whole > max_norm:
+            self.master.grad.mul_(float(max_norm / whole))
+        return np.float32(whole)
+
+
+RIGHT = {
+    "zero/optimizer": {
+        "uneven shares": _InPlace,
+        "a function with closures": _of_closures,
+        "all-to-all and a mean": _ByAllToAll,
+    },
+    "zero/schedule": {
+        "a generator that reduces one unit late": _yields,
+        "NumPy integers": _numpy_integers,
+        "an iterator of lists": _iterator_of_lists,
+    },
+    "zero/repair": {
+        "gradients reduced in fp32": _ReducesInFp32,
+        "the library's clipping": _ClipsByTheLibrary,
+        "norms gathered": _NormsGathered,
+    },
+}
