@@ -726,7 +726,7 @@ through_one.append(collectives.sent("all_reduce_ring", nbytes=1e9, n=32).by("ran
 # ## Does the model hold on this machine?
 #
 # So far the ranks were threads. Now they are processes that talk through the operating system. The functions are the same ones, and so must be what every
-# rank holds at the end, to the bit, and the books, to the byte:
+# rank holds at the end, to the bit, and what it has sent, to the byte:
 
 
 # %%

@@ -318,7 +318,7 @@ show(zero.FlatParameter)
 # While it computes. Level 3 gathers a layer right before its forward, frees it right after, gathers it once more for its backward,
 # and reduce-scatters the gradient of all its weights. Nothing is sent when a layer is freed: every owner still has its share.
 #
-# Plain data parallelism sends $2\Psi(N-1)/N$ elements a step. How many times as much does level 3 send?
+# Plain data parallelism sends $2\Psi(N-1)/N$ elements per step. How many times as much does level 3 send?
 
 # %%
 predict("zero/level-3-sends", times=2)
@@ -390,8 +390,8 @@ one_unit = zero.predict_held(psi, 4, 3, itemsize=8).total
 units.text(one_unit), units.text(results.held)
 
 # %% [markdown]
-# **One rank of 16,384.** Nothing in a rank's books needs the other ranks, or numbers in its tensors. On `engine="dry"` one rank of any size runs alone: its
-# tensors have shapes and no values, its messages are booked and arrive at once. The very same `zero.shard`, on Llama-3.1-405B in fp32:
+# **One rank of 16,384.** What a rank sends and holds can be counted without the other ranks, and without numbers in its tensors. On `engine="dry"` one rank of any size runs alone: its
+# tensors have shapes and no values, its messages are counted and arrive at once. The very same `zero.shard`, on Llama-3.1-405B in fp32:
 
 
 # %%
@@ -667,8 +667,8 @@ for level in (1, 2):
     states = zero.predict_held(7_500_000_000, 64, level, itemsize=2, shard_itemsize=4)
     moved = states.only(component="optimizer").total
     for name, host in {f"level {level}": 0, "  offloaded": moved}.items():
-        sizes = states.total - host, host, (4 + 2) * share * bool(host)
-        print(f"{name:12}", *(f"{units.text(nbytes):>14}" for nbytes in sizes))
+        amounts = states.total - host, host, (4 + 2) * share * bool(host)
+        print(f"{name:12}", *(f"{units.text(nbytes):>14}" for nbytes in amounts))
 
 # %% [markdown]
 # **One rank's inf must be everybody's.** With fp16 the loss is scaled (lab 02), and a step whose gradient has overflowed is skipped. But after the reduce-scatter
@@ -996,10 +996,10 @@ world.run(forward_only)
 
 # %% [markdown]
 # The broadcast is the start; the rest is one gather, $\Psi(N-1)/N$ of fp32. The same article says that each GPU requests "the necessary data" to rebuild "unsharded, local
-# data". What is gathered are parameters; each rank keeps its own training data, which is why it is data parallelism.
+# data". What is gathered are parameters; the training data of a rank stay its own.
 #
 # **Level 2 as "enabling reduce-scatter ... instead of all-reduce"** (an article on efficient training at scale, a digest of the Ultra-Scale Playbook). Level 1 can do so as well, and above it did. What level 2 adds is to *free* the gradients of others. The
-# misconception has a history: DeepSpeed's first stage 1 used an all-reduce, 3Ψ a step, and its release note of March 2020 counts 1.5 times less since:
+# misconception has a history: DeepSpeed's first stage 1 used an all-reduce, 3Ψ per step, and its release note of March 2020 counts 1.5 times less since:
 
 # %%
 both = all_reduce + collectives.sent("all_gather_ring", nbytes=4 * psi, n=4)
@@ -1050,8 +1050,8 @@ in_units = (norm, embedding, *blocks, head)
 units.text(zero.predict_held(in_units, 64, 3, itemsize=2, shard_itemsize=4).total)
 
 # %% [markdown]
-# The fullest moment is now the backward of the head: its weights and those of the layer before it, its gradient, and that gradient once more, on its way into
-# the flat tensor.
+# The fullest moment is now the backward of the head: its weights and those of the layer before it, its gradient, and that gradient once more, while it is copied
+# into the flat tensor.
 #
 # **Small print of the paper's table 1**: it truncates. 257.75 GB stand there as 257, 4187.5 as 4187.
 
@@ -1074,7 +1074,7 @@ units.text(zero.predict_held(in_units, 64, 3, itemsize=2, shard_itemsize=4).tota
 # >   <!-- claim: [round(zero.model_states(1, 10**9, level).total, 6) for level in (1, 2)] == [4, 2] -->
 # > - Recomputing a layer gathers nothing: it is whole for its backward anyway. Level 3 with checkpointing still sends 3Ψ(N − 1)/N.
 # >   <!-- claim: zero.predict_sent(840, 4, 3).by("rank")[0] == 3 * 4 * 840 * 3 // 4 -->
-# > - What was one number on one rank is a matter of all: clip by the root of all squares, skip a step together, keep the fp32 master of your share, save without N.
+# > - What was one number on one rank is a matter of all: clip by the root of all squares, skip a step together, keep the fp32 master of your share, save whole parameters that any N can load.
 
 # %% [markdown]
 # ## References
