@@ -489,7 +489,7 @@ plots.overlap(title=title, **steps)
 
 # %% [markdown]
 # Communication is the lower lane, shaded is time in which the rank waits. With 16,384 tokens and prefetch two waits are left: the first gather and the last
-# reduction. With 4,096 tokens the rank waits before every layer.
+# reduction. With 4,096 tokens the rank waits before nearly every layer.
 #
 # Now against level 2, which reduces each layer during the backward pass, and gathers all new weights after the step:
 
@@ -514,7 +514,7 @@ def stretched(order, count):
 
 
 lines = {name: [stretched(order, k) for k in tokens] for name, order in orders.items()}
-axes = {"xlabel": "tokens per rank", "ylabel": "step / computation", "log": "xy"}
+axes = {"xlabel": "tokens per rank", "ylabel": "step / computation", "log": "x"}
 title = "With tokens enough, level 3 sends more than level 2 and waits less"
 plots.curves(tokens, title=title, **axes, **lines)
 
