@@ -13,4 +13,13 @@ from labutils.flash.algorithms import (
     plain,
 )
 from labutils.flash.counting import block_sizes, counted, traffic
-from labutils.flash.fused import Roof, layernorm, moved, one_pass, passes, softmax, swiglu
+from labutils.flash.fused import (
+    Roof,
+    layernorm,
+    moved,
+    one_pass,
+    passes,
+    product_flops,
+    softmax,
+    swiglu,
+)

@@ -2,7 +2,7 @@
 
     plain            every score at once: s_q · s_k of them for each head
     online           one row of scores that arrives block by block, each block seen once
-    OnlineSoftmax    what it keeps: a maximum, a sum and an output a row
+    OnlineSoftmax    what it keeps: a maximum, a sum and an output per row
     forward          tiles of scores, one OnlineSoftmax for a block of queries
     backward         the same tiles once more, recomputed from the log-sum-exp
     attention        both as one autograd function that keeps q, k, v, out and lse
@@ -32,7 +32,7 @@ def plain(
     causal: bool = False,
     offset: int | None = None,
 ) -> tuple[Float[Tensor, "b a s_q d"], Float[Tensor, "b a s_q"]]:
-    """Attention and the log-sum-exp of each row, by the textbook: every score, then every weight.
+    """Plain attention and the log-sum-exp of each row: every score, then every weight.
 
     Cost: 4·s_q·s_k·d FLOPs a head forward, and s_q·s_k weights a head kept for the backward.
     """
@@ -129,7 +129,7 @@ class Tiling:
 
     @property
     def whole(self) -> tuple[slice, slice]:
-        """All queries and all keys: the one tile of the textbook."""
+        """All queries and all keys: the one tile of plain attention."""
         return slice(0, self.s_q), slice(0, self.s_k)
 
     @property
@@ -387,6 +387,8 @@ def problem_of(
             "attention takes q (b, a, s_q, d) and k, v (b, g, s_k, d) of one dtype, where g "
             f"divides a, got {got}"
         )
+    if not q.is_floating_point():
+        raise TypeError(f"attention takes floating-point q, k and v, got {q.dtype}: convert them")
     if offset is not None and not causal:
         raise ValueError(f"offset={offset} shifts a causal mask: give causal=True with it")
     (b, a, s_q, d), (_, g, s_k, _) = q.shape, k.shape

@@ -1,6 +1,9 @@
-"""Bytes that attention moves between slow and fast memory (HBM and SRAM): by formula, and counted.
+"""Bytes that attention moves into and out of fast memory (SRAM): by formula, and counted.
 
-plain      the textbook: scores and weights are written to slow memory and read back
+The border is that of one processor (SM). What a cache behind it (L2) spares the slow memory (HBM)
+is not seen: HBM moves at least each tensor once, as with one block of all queries.
+
+plain      scores and weights are written to slow memory and read back
 flash-1    FlashAttention, algorithm 1: keys outside, queries inside, the output revisited for every
            key block
 flash-2    FlashAttention-2, algorithms 1 and 2: queries outside, the output written once; what

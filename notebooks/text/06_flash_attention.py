@@ -9,16 +9,18 @@
 # ## Goals
 #
 # - Normalize a row of scores that you never see as a whole (exercise 6.1).
-# - Put attention over all keys together from attention over parts of them (exercise 6.2).
+# - Compute attention over all keys from its results over parts of the keys (exercise 6.2).
 # - Find the causal mask that is right on every square and wrong in every chat (exercise 6.3).
 #
-# On the way you see why one number a row is all that the backward pass has to keep, predict to the byte what attention moves, meet a case in which
-# tiling does *not* pay, and tell from two numbers of a device whether a kernel waits for arithmetic or for memory.
+# On the way you see why the backward pass needs one number per row beside the output, which numbers may be rounded to 16 bits, how many bytes attention
+# moves, to the byte, a case in which tiling does *not* pay, and which of a device's memories a roofline has to count.
 
 # %% [markdown]
 # ## Setup
 
 # %%
+import dataclasses
+import inspect
 import math
 import time
 
@@ -50,24 +52,36 @@ plots.tile_walk(walk, s_q=48, s_k=48)
 # %% [markdown]
 # - A block of queries stays. Blocks of keys and values come by. One tile of scores is computed, used, and overwritten by the next.
 # - At the end of a row of tiles the block of output is finished, and is written once.
-# - The crossed tiles are never touched: no query in them may look at any key. That is half of the work of a causal model, saved.
-#
-# Two things in this picture should bother you. A softmax divides by the sum of its *whole* row, and no tile ever sees a row.
-# And the backward pass wants the weights, which are gone. The first two questions of this lab answer the first and the second worry; the next two ask what it was all for.
+# - The crossed tiles are never touched: no query in them may look at any key. The smaller the tiles, the closer to half of the work this saves:
+
+
+# %%
+def untouched(block):
+    tiles = dataclasses.replace(tiling, block_q=block, block_k=block)
+    met = sum(len(list(tiles.keys_of(rows))) for rows in tiles.query_blocks)
+    return 1 - met / (48 // block) ** 2
+
+
+{f"blocks of {block}": f"{untouched(block):.0%}" for block in (8, 4, 2, 1)}
+
+# %% [markdown]
+# Two things in the picture should bother you. A softmax divides by the sum of its *whole* row, and no tile ever sees a row. And the backward pass needs the
+# weights, which are gone. The first question of this lab is how much memory is at stake; the second and the third answer the two worries.
 
 # %% [markdown]
 # ## How much memory do the scores take?
 #
-# Two tensors of this course will fight: the scores, s × s a head, and everything else, s × d a head. Heads are d = 64 wide.
+# *Plain attention* computes all scores, then all weights, then the output. Two sizes compete: the scores, s × s per head, and everything else, s × d per
+# head. Heads are d = 64 wide.
 #
-# > 4 heads, 2048 tokens, fp32: how many MB does the *textbook* keep from its forward to its backward pass?
+# > 4 heads, 2048 tokens, fp32: how many MB does plain attention keep from its forward to its backward pass?
 
 # %%
 predict("flash/kept", MB=20)
 
 
 # %%
-def textbook(q, k, v):
+def plain(q, k, v):
     return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
 
 
@@ -84,7 +98,8 @@ q, k, v = tensors(2048)
 #
 # $$ \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s^2}_{\text{weights}} \quad\text{against}\quad \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s\,d}_{\text{output}} + \underbrace{a\,s}_{\text{lse}} $$
 #
-# for an attention that keeps its output and one number a row (*lse*, soon) instead of the weights. Times 4 bytes:
+# for an attention that keeps its output and, in place of the weights, one number per row: *lse*, the log-sum-exp of the row's scores,
+# $\text{lse}_i = \log \sum_j e^{s_{ij}}$. It is the logarithm of what the softmax divides by; the third question shows that it is enough. Times 4 bytes:
 
 # %%
 a, s, d = 4, 2048, 64
@@ -96,10 +111,9 @@ line = {
     for name, nbytes in amounts.items()
 }
 kept = {
-    "textbook": Ledger([line["inputs"], line["weights"]]),
+    "plain": Ledger([line["inputs"], line["weights"]]),
     "tiled": Ledger([line["inputs"], line["output"], line["lse"]]),
 }
-reveal("flash/kept", MB=kept["textbook"].total / 1e6)
 
 # %% [markdown]
 # Measured, from what autograd holds on to:
@@ -110,21 +124,24 @@ def saved(attend):
     return measure.saved_activations(lambda: attend(q, k, v), nn.Module())
 
 
-kept["textbook"].diff(saved(textbook), by="component")
+kept["plain"].diff(saved(plain), by="component")
+
+# %%
+reveal("flash/kept", MB=saved(plain).total / 1e6)
 
 # %%
 kept["tiled"].diff(saved(lambda *qkv: flash.attention(*qkv)[0]), by="component")
 
 # %% [markdown]
-# Nothing is unexplained. PyTorch's own fused attention keeps exactly the same four tensors:
+# Nothing is unexplained. PyTorch's own fused attention keeps exactly the same five tensors, Q, K, V, the output and lse:
 
 # %%
 kept["tiled"].diff(saved(F.scaled_dot_product_attention), by="component")
 
 
 # %% [markdown]
-# What is kept is not the peak: during the backward pass the gradients of the weights and of the scores stand beside the weights. Measure the fullest moment of a
-# whole forward and backward pass, beyond the inputs:
+# What is kept is not the peak: during the backward pass the gradients of the weights and of the scores stand beside the weights. Measure the fullest moment
+# of a whole forward and backward pass, beyond the inputs:
 
 
 # %%
@@ -139,19 +156,39 @@ def tiled(*qkv):
     return flash.attention(*qkv, block_q=128, block_k=128)[0]
 
 
-lengths, ways = [256, 512, 1024, 2048], {"textbook": textbook, "tiled": tiled}
+lengths, ways = [256, 512, 1024, 2048], {"plain": plain, "tiled": tiled}
 peaks = {
     name: [extra_peak(attend, s) for s in lengths] for name, attend in ways.items()
 }
 {name: [units.text(p) for p in found] for name, found in peaks.items()}
 
+# %% [markdown]
+# Which tensors stand side by side at that moment? For plain attention it is the softmax's backward pass. For the tiled one it is a tile of the
+# backward pass, which holds one more number per row, $D$: it takes over from a sum over the whole row, which no tile sees, and you derive it below.
+
 # %%
-long, block = [256, 512, 1024, 2048, 4096, 8192], 128
+block = 128
+fullest = {  # numbers per head
+    "plain": lambda s: {
+        "weights and two gradients": 3 * s * s,
+        "output, dV": 2 * s * d,
+    },
+    "tiled": lambda s: {
+        "output, dQ, dK, dV": 4 * s * d,
+        "lse, its gradient, D": 3 * s,
+        "two tiles": 2 * block * block,
+        "dK, dV of a block": 2 * block * d,
+        "lse of a block": block,
+    },
+}
+for name, numbers in fullest.items():
+    print(name, {what: units.text(4 * a * n) for what, n in numbers(2048).items()})
+
+# %%
+long = [256, 512, 1024, 2048, 4096, 8192]
 formula = {
-    "textbook": [4 * a * (3 * s * s + 2 * s * d) for s in long],
-    "tiled": [
-        4 * a * (4 * s * d + 3 * s + block * (2 * block + 2 * d + 1)) for s in long
-    ],
+    name: [4 * a * sum(numbers(s).values()) for s in long]
+    for name, numbers in fullest.items()
 }
 title = "Three s × s tensors at once, against four s × d and two tiles"
 measured = {name: (lengths, found) for name, found in peaks.items()}
@@ -159,8 +196,7 @@ axes = dict(xlabel="sequence length s", ylabel="peak", unit="B", log="xy")
 plots.curves(long, title=title, measured=measured, **axes, **formula)
 
 # %% [markdown]
-# The markers lie *on* the lines. The textbook's peak is the softmax's backward pass: weights and two gradients of s × s, the output and $dV$. The tiled peak is the second product of a tile
-# of the backward pass: output and three gradients; lse, its gradient and one more number a row (D, soon); two tiles; a block of $dK$ and $dV$; a block of lse.
+# The markers lie *on* the lines:
 
 # %%
 {
@@ -172,7 +208,7 @@ plots.curves(long, title=title, measured=measured, **axes, **formula)
 # Zero bytes off, at every length. And the ratio grows with $s/d$: a *factor* of memory saved that a paper quotes belongs to one length.
 
 # %%
-[round(plain / tiled, 1) for plain, tiled in zip(*peaks.values(), strict=True)]
+[round(most / least, 1) for most, least in zip(*peaks.values(), strict=True)]
 
 # %% [markdown]
 # ## How can a softmax be finished before its row is?
@@ -184,9 +220,9 @@ plots.curves(long, title=title, measured=measured, **axes, **formula)
 #
 # $$ \ell \leftarrow e^{m-m'}\,\ell + \sum_{\text{block}} e^{x_j-m'} \qquad o \leftarrow e^{m-m'}\,o + \sum_{\text{block}} e^{x_j-m'}\,v_j \qquad m \leftarrow m' $$
 #
-# In the end the output is $o/\ell$, and $\text{lse} = m + \log \ell = \log \sum e^{x_j}$. A maximum, a sum and the d numbers of an output travel from block to block: for each row, and nothing more.
+# In the end the output is $o/\ell$, and $\text{lse} = m + \log \ell = \log \sum e^{x_j}$. A maximum, a sum and the d numbers of an output travel from block to block, per row, and nothing more.
 #
-# Follow two blocks, one number a block: score 0 with value 1, then score 5 with value 3.
+# Follow two blocks of one key each: score 0 with value 1, then score 5 with value 3.
 
 # %%
 factor = math.exp(0 - 5)
@@ -219,7 +255,7 @@ reveal("flash/inverse", output=f"{(1 / factor * 1 + 1 * 3) / total:.1f}")
 
 # %%
 def online_softmax(blocks):
-    """(output, log-sum-exp) of one row; each block is seen once."""
+    """(output, log-sum-exp) of one row, as two tensors; each block is seen once."""
     raise NotImplementedError
 
 
@@ -264,24 +300,33 @@ bool((over_keys - over_channels).abs().max() < 1e-14)
 
 
 # %% [markdown]
-# > Forward, each tile takes two matrix products ($QK^\top$, $PV$). How many does the backward pass take for each tile?
+# > Forward, a tile takes two matrix products ($QK^\top$, $PV$). Plain attention's backward pass takes four. How many does a tile of the backward pass take?
 
 # %%
 predict("flash/products", products=4)
 
-# %%
-reveal("flash/products", products=5)
-
 # %% [markdown]
-# $dV = P^\top dO$, $dP = dO\,V^\top$, $dQ = dS\,K$, $dK = dS^\top Q$, and once more $QK^\top$, because it was not kept. Five against two: 2.5 times the forward pass,
-# where the textbook's backward pass takes 4 and is twice the forward. **FlashAttention does more arithmetic, not less.**
+# Count them as they run, in units of one product of s × s × d:
+
 
 # %%
-forward = flash.attention_flops(2048, 64, heads=4)
-backward = flash.attention_flops(2048, 64, heads=4, backward=True)
-units.text(forward, "FLOP"), units.text(backward, "FLOP"), backward / forward
+def products(attend):
+    """Matrix products of the forward and of the backward pass."""
+    results, one = [], flash.attention_flops(256, 64, heads=4) / 2
+    qkv = tensors(256)
+    forward = flash.product_flops(lambda: results.append(attend(*qkv).sum()))
+    return forward / one, flash.product_flops(lambda: results[0].backward()) / one
+
+
+{name: products(attend) for name, attend in ways.items()}
+
+# %%
+reveal("flash/products", products=products(tiled)[1])
 
 # %% [markdown]
+# $dV = P^\top dO$, $dP = dO\,V^\top$, $dQ = dS\,K$, $dK = dS^\top Q$, and once more $QK^\top$, because it was not kept. Seven products in all against six:
+# **FlashAttention does more arithmetic, not less.**
+#
 # Here is the loop. Keys are outside now: $dK$ and $dV$ of a block collect from all queries, $dQ$ is added to in slow memory.
 
 # %%
@@ -289,7 +334,7 @@ show(flash.backward)
 
 
 # %% [markdown]
-# Is it right? In float64, against the textbook, causal, with fewer key–value heads than query heads and lengths that no block divides:
+# Is it right? In float64, against plain attention, causal, with fewer key–value heads than query heads and lengths that no block divides:
 
 
 # %%
@@ -309,91 +354,193 @@ all((exact - ours).abs().max() < 1e-12 for exact, ours in both)
 
 # %% [markdown]
 # The gradient through lse is in there, too: $\partial\,\text{lse}_i / \partial s_{ij} = P_{ij}$, so it joins as $dS = P \circ (dP - D + d\text{lse})$. Lab 11 will need it.
+
+# %% [markdown]
+# ## Which numbers of a tile may have 16 bits?
 #
+# In half-precision training (lab 02) Q, K and V arrive in bf16. What happens to them inside a tile is up to the kernel. Here is the loop of one head in fp32,
+# in which any of its five quantities can be rounded to bf16 after every block: the scores S, the maximum m, the weights P, the sum ℓ and the output o.
+
+
+# %%
+def in_tiles(q, k, v, short="", block=64):
+    def keep(name, x):
+        return x.bfloat16().float() if name in short else x
+
+    m, ell, o = (
+        q.new_full((len(q), 1), -1e30),
+        q.new_zeros(len(q), 1),
+        torch.zeros_like(q),
+    )
+    for keys, values in zip(k.split(block), v.split(block), strict=True):
+        S = keep("S", q @ keys.mT / math.sqrt(q.shape[1]))
+        m, old = keep("m", torch.maximum(m, S.amax(-1, keepdim=True))), m
+        P = (S - m).exp()
+        ell = keep("l", ell * (old - m).exp() + P.sum(-1, keepdim=True))
+        o = keep("o", o * (old - m).exp() + keep("P", P) @ values)
+    return o / ell
+
+
+# %% [markdown]
+# > One of the five can be rounded to bf16 after every block, and the result is as exact as in fp32. Which?
+
+# %%
+predict("flash/harmless", name="P")
+
+
+# %%
+def in_bf16(keys):
+    draw = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(n, 64, generator=draw).bfloat16().float() for n in (128, keys, keys)
+    ]
+
+
+def error(q, k, v, short=""):
+    exact = plain(q.double(), k.double(), v.double())
+    return ((in_tiles(q, k, v, short) - exact).norm() / exact.norm()).item()
+
+
+errors = {
+    name: [error(*in_bf16(keys), short=name) for keys in (4096, 16384)]
+    for name in ("", "m", "P", "S", "o", "l")
+}
+{name or "none": [f"{e:.0e}" for e in found] for name, found in errors.items()}
+
+# %%
+reveal(
+    "flash/harmless", name=min(("S", "m", "P", "l", "o"), key=lambda n: errors[n][0])
+)
+
+# %% [markdown]
+# The maximum $m$ is a unit, not a result: $o$ and $\ell$ are both counted in it, and it leaves in $o/\ell$, rounded or not. $P$ costs about what it costs to
+# round the output itself, which happens anyway:
+
+# %%
+out = plain(*in_bf16(4096))
+f"{((out.bfloat16() - out).norm() / out.norm()).item():.0e}"
+
+# %% [markdown]
+# The two sums $\ell$ and $o$ are the ones that must not: their error grows with the number of blocks (right: four times the keys). So kernels keep them in
+# fp32, and round $P$, because tensor cores multiply 16-bit factors:
+#
+# | | in slow memory | in a tile on a GPU (`triton_kernel`) | here (`flash.attention`) |
+# |---|---|---|---|
+# | Q, K, V, dO | bf16 | bf16 factors; products are summed in fp32 | fp32 |
+# | S, m, ℓ, o | never | fp32 | fp32 |
+# | P, dS | never | fp32; rounded to bf16 as a factor of the next product | fp32 |
+# | O, dK, dV | bf16 | summed in fp32, rounded once | the same |
+# | lse, D | fp32 | fp32 | fp32 |
+# | dQ | bf16 | summed in fp32 by a kernel of its own, rounded once | its fp32 sum is in slow memory |
+#
+# Plain attention in bf16 writes S to slow memory, rounded. Its error against that of a kernel, which rounds P alone:
+
+# %%
+data = in_bf16(4096)
+round(error(*data, short="SP") / error(*data, short="P"), 1)
+
+# %% [markdown]
+# A kernel is the more exact of the two. FlashAttention-3's authors measured the same in fp16: an error 1.7 times smaller than that of standard attention
+# (table 3). And lse has to stay in fp32, although it is one number per row. Recover the weights from a rounded lse, and add up each row, which should give 1:
+
+# %%
+q, k, v = data
+scores = q @ k.mT / 8
+sums = (scores - scores.logsumexp(-1, keepdim=True).bfloat16()).exp().sum(-1)
+f"{sums.min().item():.2f} to {sums.max().item():.2f}"
+
+# %% [markdown]
 # ## How many bytes move?
 #
-# Memory that is not taken is one gain. The other is time, and it does not come from arithmetic. A GPU has a large slow memory and a small fast one:
-# 40 to 80 GB at 1.5 to 2.0 TB/s against 192 kB for each of 108 processors, together about 19 TB/s, on an A100 (FlashAttention paper, section 2.1).
-# Scores that never leave the small one cost no trip to the large one.
+# Memory that is not taken is one gain. The other is time, and it does not come from arithmetic. A GPU has a large slow memory (HBM) and, in each of its
+# processors, a small fast one: 40 to 80 GB at 1.5 to 2.0 TB/s against 192 kB for each of 108 processors, together about 19 TB/s, on an A100
+# (FlashAttention paper, section 2.1). Scores that never leave the small one cost no trip.
 #
-# Count the numbers that cross the border. The textbook takes three steps, each from slow memory to slow memory: read Q, K, write S; read S, write P; read P, V, write O.
+# Count the numbers that enter and leave *a processor*. Plain attention takes three steps, each from slow memory to slow memory: read Q, K, write S; read S,
+# write P; read P, V, write O. The tiled one needs no scores outside, but every block of queries reads all keys and values again:
 #
-# $$ \text{plain} = 4 s^2 + 4 s d \qquad\qquad \text{tiled} = \underbrace{2 s d}_{Q,\,O} + \underbrace{2 s d \cdot \lceil s / B_q \rceil}_{K,\,V\text{ once for each block of queries}} + \underbrace{s}_{\text{lse}} $$
+# $$ \text{plain} = 4 s^2 + 4 s d \qquad\qquad \text{tiled} = \underbrace{2 s d}_{Q,\,O} + \underbrace{2 s d \cdot \lceil s / B_q \rceil}_{K,\,V\text{ once for each block of } B_q\text{ queries}} + \underbrace{s}_{\text{lse}} $$
 #
-# > 4096 tokens, d = 64, 16-bit numbers, one head. The textbook moves 136 MB. With blocks of 128 queries, how much does the tiled one move?
+# > 4096 tokens, d = 64, 16-bit numbers, one head. Plain attention moves 136 MB. With blocks of 128 queries, how many MB does the tiled one move?
 
 # %%
 predict("flash/moved", MB=20)
 
 # %%
-loops = {"textbook": "plain", "flash-1": "flash-1", "flash-2": "flash-2"}
 sizes = dict(s=4096, d=64, block_q=128, block_k=128)
-traffic = {name: flash.traffic(loop, **sizes) for name, loop in loops.items()}
+loops = ("plain", "flash-1", "flash-2")
+traffic = {name: flash.traffic(name, **sizes) for name in loops}
 plots.traffic_bars(guess=predictions["flash/moved"], **traffic)
 
 # %% [markdown]
 # **flash-1** and **flash-2** are the two papers' loops. The first has keys outside: the unfinished output of every query is read and written again for each block of keys.
-# The second has queries outside, as in the picture at the top, and writes each output once. Same tiles, same FLOPs, two thirds of the bytes.
+# The second has queries outside, as in the picture at the top, and writes each output once. It is the loop of `flash.attention`. Same tiles, same FLOPs, two
+# thirds of the bytes.
 #
-# The formula is worth nothing until a run agrees. Here the algorithms run with every tile passing a gate that counts (`SlowMemory.load` and `.store`; the very code
+# The formula is worth nothing until a run agrees. Here every tile that a run loads or stores is counted (`SlowMemory.load` and `.store`, in the very code
 # that `flash.attention` runs):
 
 # %%
 q, k, v = (x.detach() for x in tensors(1000, a=2))
 run = dict(causal=True, block_q=96, block_k=64)
-results, books = flash.counted("flash-2", q, k, v, **run)
-flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, **run).diff(books)
+_, crossed = flash.counted("flash-2", q, k, v, **run)
+flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, **run).diff(crossed)
 
 # %%
 d_out = torch.ones_like(q)
-_, books = flash.counted("flash-2", q, k, v, d_out=d_out, **run)
+_, crossed = flash.counted("flash-2", q, k, v, d_out=d_out, **run)
 sizes = dict(s=1000, d=64, heads=2, itemsize=4)
-flash.traffic("flash-2", **sizes, backward=True, **run).diff(books)
+flash.traffic("flash-2", **sizes, backward=True, **run).diff(crossed)
 
 # %% [markdown]
-# **The law.** A fast memory of M numbers holds a block of queries, keys, values and output, M/4 numbers each: $B = M/4d$ rows. Put that into the formula: the dominant term is
+# **The law.** A fast memory of M numbers holds a block of queries, keys, values and output, M/4 numbers each: $B = M/4d$ rows for the outer loop. flash-2
+# moves two tensors, K and V, once for each of s/B blocks of queries. flash-1 moves three, Q and O to and fro, once for each of s/B blocks of keys:
 #
-# $$ 2 s d \cdot \frac{s}{B} = \frac{8\, s^2 d^2}{M}, $$
+# $$ \text{flash-2} \approx 2 s d \cdot \frac{s}{B} = \frac{8\, s^2 d^2}{M} \qquad\qquad \text{flash-1} \approx 3 s d \cdot \frac{s}{B} = \frac{12\, s^2 d^2}{M} $$
 #
-# the $\Theta(s^2 d^2 / M)$ of the paper. It predicts: twice the tokens, 4 times the bytes; twice the fast memory, half; twice the head, 4 times. The paper's algorithm 1, counted:
+# Both are the $\Theta(s^2 d^2 / M)$ of the paper. It predicts: twice the tokens, 4 times the bytes; twice the fast memory, half; twice the head, 4 times. Counted:
 
 
 # %%
 def moved(algorithm, s, d, fast):
     """Numbers, not bytes, that cross the border; blocks fill `fast` numbers."""
-    block_q, block_k = flash.block_sizes(fast, d)
-    numbers = dict(itemsize=1, stat_itemsize=1, whole_blocks=True)
-    blocks = dict(block_q=block_q, block_k=block_k)
-    return flash.traffic(algorithm, s=s, d=d, **blocks, **numbers).total
+    inner, outer = flash.block_sizes(fast, d)
+    rows, columns = (outer, inner) if algorithm == "flash-2" else (inner, outer)
+    blocks = dict(block_q=rows, block_k=columns, itemsize=1, stat_itemsize=1)
+    return flash.traffic(algorithm, s=s, d=d, **blocks).total
 
 
-once = moved("flash-1", 4096, 64, 25600)
-twice = {"s": (8192, 64, 25600), "M": (4096, 64, 51200), "d": (4096, 128, 25600)}
-{
-    f"{letter} × 2": round(moved("flash-1", *sizes) / once, 2)
-    for letter, sizes in twice.items()
-}
+fast = 25_600  # numbers: 51 kB in 16 bits
+twice = {"s": (8192, 64, fast), "M": (4096, 64, 2 * fast), "d": (4096, 128, fast)}
+for loop in ("flash-1", "flash-2"):
+    once = moved(loop, 4096, 64, fast)
+    found = {f"{x} × 2": round(moved(loop, *to) / once, 2) for x, to in twice.items()}
+    print(loop, found)
 
 # %% [markdown]
-# The law has a price tag in it that is easily overlooked. **The gain is $M/2d^2$, not a constant.** With M = 25 600 numbers and heads of 128:
+# Against the $4s^2$ of plain attention, **the gain is $M/3d^2$ for flash-1 and $M/2d^2$ for flash-2, not a constant:**
 
 # %%
 for head in (64, 128):
-    plain, tiles = (
-        moved(algorithm, 4096, head, 25600) for algorithm in ("plain", "flash-1")
-    )
-    print(f"d = {head:3}: plain {plain:>11,}, flash-1 {tiles:>11,}")
+    for loop, tensors_again in (("flash-1", 3), ("flash-2", 2)):
+        law = fast / (tensors_again * head**2)
+        gain = moved("plain", 4096, head, fast) / moved(loop, 4096, head, fast)
+        print(f"{loop}, d = {head:3}: law {law:.2f}, counted {gain:.2f}")
 
 # %% [markdown]
-# Twice the head, and the clever algorithm moves *more* than the textbook, 131 million numbers against 69. FlashAttention pays where fast memory is large against d².
-# It also shows what a good block is. The paper's $B_q = \min(M/4d,\, d)$ suits its own loop. In the other loop K and V are read once for each block of *queries*,
-# so with that choice a larger fast memory buys nothing:
+# With heads of 128 and this little fast memory both loops move *more* than plain attention. At this border tiling pays where fast memory is large against d².
+#
+# The law also says what a good block is. The first paper's $B_q = \min(M/4d,\, d)$ suits its own loop. In flash-2 K and V are read once for each block of
+# *queries*, and with that choice a larger fast memory buys nothing:
 
 # %%
-round(moved("flash-2", 4096, 64, 51200) / moved("flash-2", 4096, 64, 25600), 2)
+for memory in (fast, 2 * fast):
+    rows, columns = flash.block_sizes(memory, 64)
+    total = flash.traffic("flash-2", s=4096, d=64, block_q=rows, block_k=columns).total
+    print(f"{rows} queries, {columns} keys: {units.text(total)}")
 
 # %% [markdown]
-# The outer block is the one to enlarge. Change the loop order and the best tile changes its shape.
+# The outer block is the one to enlarge. Change the loop order, and the best tile changes its shape.
 
 # %% [markdown]
 # ## Can the keys live in two places?
@@ -418,7 +565,7 @@ bool((whole - merged).abs().max() < 1e-6)
 #
 # ### Exercise 6.2 · Two halves of the keys (15 min, ●●○)
 #
-# Proves that you can put attention over all keys together from attention over parts of them. A part may be masked throughout; scores may be large.
+# Proves that you can compute attention over all keys from its results over parts of them. A part may be masked throughout; scores may be large.
 
 
 # %%
@@ -429,6 +576,9 @@ def merge(o1, lse1, o2, lse2):
 
 # %%
 check("flash/merge", merge)
+
+# %%
+hint("flash/merge")
 
 # %%
 show(flash.merge)
@@ -447,6 +597,9 @@ my_attention = buggy_attention  # replace this line by your corrected copy
 
 # %%
 check("flash/causal-hunt", my_attention)
+
+# %%
+hint("flash/causal-hunt")
 
 # %% [markdown]
 # ## What is a fused kernel, in general?
@@ -479,8 +632,8 @@ predicted.diff(flash.moved(lambda: flash.softmax(x)))
 # *Fusing* means: take a few rows into fast memory, do everything there, write the result. No arithmetic changes. `one_pass` does that to any row-wise function, 16 rows at a time:
 
 # %%
-fused, books = flash.one_pass(flash.softmax, x)
-flash.passes(flash.softmax, 4096, 4096, fused=True).diff(books)
+_, crossed = flash.one_pass(flash.softmax, x)
+flash.passes(flash.softmax, 4096, 4096, fused=True).diff(crossed)
 
 # %%
 work = {flash.softmax: [x], flash.layernorm: [x], flash.swiglu: [gate, up]}
@@ -514,30 +667,53 @@ for fn, inputs in work.items():
 # %% [markdown]
 # ### Where is the roof?
 #
-# A device does at most so many FLOPs a second, and moves at most so many bytes. With *intensity* = FLOPs per byte of slow memory,
+# A device does at most so many FLOPs per second, and moves at most so many bytes per second. With *intensity* = FLOPs per byte moved,
 #
 # $$ \text{FLOP/s} \;\le\; \min\left(\text{peak},\; \text{intensity} \times \text{bandwidth}\right). $$
 #
-# Left of the ridge, where the two meet, arithmetic waits for memory. The softmax above does about 5 FLOPs a number, in eight sweeps. It and attention, on an A100's data sheet:
+# Left of the ridge, where the two meet, memory is the limit. A roofline of the slow memory has to count the slow memory's bytes, and the ones you have
+# counted are those of a processor. Between the two lies a cache that all processors share, **L2**: 40 MB on an A100, 50 MB on an H100. What every block of
+# queries reads again is K and V of its head. Take heads of 128, 16 384 tokens, and one block of 128 queries on each of an H100's 132 processors. What K and V,
+# and what the scores, of all heads that are worked on at one time take:
 
 # %%
-roofs = [flash.Roof.of(Hardware.named(name)) for name in ("A100", "H100")]
-flops = flash.attention_flops(4096, 64)
-points = {name: (flops, books.total) for name, books in traffic.items()}
-softmax = flash.passes(flash.softmax, 4096, 4096, itemsize=2)
-points["softmax"] = 5 * 4096**2, softmax.total
-plots.roofline({roof.name: (roof.flops, roof.bandwidth) for roof in roofs}, points)
+s, d = 16_384, 128
+heads_at_once = 132 / (s / 128)
+units.text(heads_at_once * 2 * (2 * s * d)), units.text(heads_at_once * 2 * s * s)
 
 # %% [markdown]
-# The textbook's attention reaches a fifth of an A100. The tiled one, with blocks of 128, stands close to the ridge; blocks of 256 queries carry it over.
-# An H100 gained more FLOPs than bandwidth, its ridge lies further right, and the same kernel waits for memory again.
+# Keys and values fit L2 several times over, the scores do not. So what a tiled kernel moves in HBM lies between two bounds: *every read* again from HBM, and
+# each tensor *once*, as if one block held all queries. The scores of plain attention, and the softmax alone (about 5 FLOPs per number, in eight sweeps), have
+# to cross:
 
 # %%
-for roof in roofs:
-    print(f"{roof.name}: ridge at {roof.ridge:.0f}")
-    for rows in (128, 256, 512):
-        nbytes = flash.traffic("flash-2", s=4096, d=64, block_q=rows, block_k=128).total
-        print(f"  {rows} queries a block: waits for {roof.bound(flops, nbytes)}")
+roof = flash.Roof.of(Hardware.named("H100"))
+flops, sizes = flash.attention_flops(s, d), dict(s=s, d=d)
+moves = {
+    "plain": flash.traffic("plain", **sizes),
+    "tiled, every read": flash.traffic("flash-2", block_q=128, **sizes),
+    "tiled, once": flash.traffic("flash-2", block_q=s, **sizes),
+}
+points = {name: (flops, ledger.total) for name, ledger in moves.items()}
+points["softmax"] = 5 * s * s, flash.passes(flash.softmax, s, s, itemsize=2).total
+title = "What L2 serves decides where tiled attention lies"
+plots.roofline({roof.name: (roof.flops, roof.bandwidth)}, points, title=title)
+
+# %% [markdown]
+# Which is it? Ask a measurement. FlashAttention-3, which runs on Hopper GPUs alone, was timed at 621 TFLOP/s forward with this head and length (PyTorch's
+# benchmark suite, pull request 2391, which does not name the GPU); its paper reports up to 740 on an H100. At this head its source has blocks of 128 queries
+# (`hopper/tile_size.h`).
+
+# %%
+for name, ledger in moves.items():
+    at_most = flops / roof.time(flops, ledger.total)
+    said = f"at most {units.text(at_most, 'FLOP/s')}, {at_most / 621e12:.2f} of 621"
+    print(f"{name:18} {said}")
+
+# %% [markdown]
+# The kernel is faster than a bound in which HBM serves every read, so HBM serves at most 0.69 of them. It stays below the bound of *once*, which is
+# the peak of arithmetic. Do not read the slow memory's limit off the bytes of a processor. What holds the kernel below the peak, a roofline of one memory
+# cannot say.
 
 # %% [markdown]
 # And the machine you are sitting at, measured: the best of a few matrix products, and of a few sweeps over memory.
@@ -566,8 +742,7 @@ for s in (512, 1024, 2048):
         print(f"{s:4} tokens  {name:15} {units.text(took, 's'):>8}")
 
 # %% [markdown]
-# Ours is a Python loop around matrix products; PyTorch's is compiled C++ with the same tiles. With 2048 tokens both beat the textbook for the same reason.
-# With 512 there is next to nothing to win: four heads of scores are 4 MB, which a cache can hold, and the loop has its price.
+# Ours is a Python loop around matrix products; PyTorch's is compiled C++.
 #
 # ### How does it look on a GPU?
 #
@@ -577,17 +752,28 @@ for s in (512, 1024, 2048):
 # programs that run at the same time would overwrite each other's sums. FlashAttention-2 adds atomically. The kernels below do without: one has queries
 # outside and makes $dQ$, one has keys outside and makes $dK$ and $dV$, and both compute the scores.
 #
-# > `flash.backward` takes 5 products a tile. How many do these two kernels take together?
+# > `flash.backward` takes 5 products per tile. How many do these two kernels take together?
 
 # %%
 predict("flash/triton-products", products=10)
 
+# %% [markdown]
+# Count them in the source: each kernel has one loop over tiles, and products stand in it as `_dot` or `_scores`.
+
+
 # %%
-reveal("flash/triton-products", products=3 + 4)
+def products_in(kernel):
+    source = inspect.getsource(getattr(kernel, "fn", kernel))
+    return source.count("_dot(") + source.count("_scores(")
+
+
+kernels = triton_kernel._backward_queries, triton_kernel._backward_keys
+found = [products_in(kernel) for kernel in kernels]
+reveal("flash/triton-products", products=sum(found))
 
 # %% [markdown]
-# $QK^\top$, $dO\,V^\top$, $dS\,K$ in one; $QK^\top$, $dO\,V^\top$, $P^\top dO$, $dS^\top Q$ in the other. 40 % more arithmetic buys programs that
-# never wait for each other, and a result that is the same to the bit every time, which sums in changing order are not.
+# $QK^\top$, $dO\,V^\top$, $dS\,K$ in one; $QK^\top$, $dO\,V^\top$, $P^\top dO$, $dS^\top Q$ in the other. 40 % more arithmetic, and no two programs add to
+# the same number.
 # The language is *Triton*: Python syntax, compiled for the GPU. Lay it beside `flash.forward` and `flash.backward`:
 
 # %%
@@ -606,38 +792,37 @@ if triton_kernel.triton:
     took = units.text(time.perf_counter() - start, "s")
     pairs = zip(gradients(flash.plain), found, strict=True)
     worst = max((exact - ours.to(exact)).abs().max().item() for exact, ours in pairs)
-    what = f"output, lse and gradients within {worst:.0e} of the textbook in fp64"
+    what = f"output, lse and gradients within {worst:.0e} of plain attention in fp64"
     print(f"{device}, {took}: {what}")
 else:
     print("The package triton is made for Linux: nothing ran here.")
 
 # %% [markdown]
-# *Recorded GPU runs: none yet.* No GPU was at hand when this lab was written, so its place in `data/gpu_runs/` is empty. The kernels' values and gradients are
-# tested in the interpreter, and that they compile for an A100 and an H100, tensor cores included; how fast they are, nobody has measured. What others
-# measured stands in the errata, with its source. If you have a GPU, `python benchmarks/gpu.py` records what is missing: these kernels against SDPA
-# from 1024 to 16 384 tokens, the rates of matrix products, and predicted against measured peaks.
+# *Recorded GPU runs: none yet.* The kernels' values and gradients are tested in the interpreter, and that they compile for an A100 and an H100; how fast
+# they are, nobody has measured. If you have a GPU, `python benchmarks/gpu.py` records it in `data/gpu_runs/`: these kernels against SDPA from 1024 to
+# 16 384 tokens, the rates of matrix products, and predicted against measured peaks.
 
 # %% [markdown]
-# ## Try it: which side of the roof?
+# ## Try it: what would HBM have to carry?
 #
-# Choose a length, a head, a fast memory and a device. Blocks are what fits; the outer block gets M/4d rows.
+# Choose a length, a head, a fast memory and a device. Blocks are what fits; the outer block gets M/4d rows. The title lists what would take longer than the
+# arithmetic if HBM had to carry it all.
 
 
 # %%
 def side(s=4096, d=64, fast_kB=200, device="A100"):
-    outer, inner = flash.block_sizes(fast_kB * 500, d)[::-1]  # 2 bytes a number
-    roof = flash.Roof.of(Hardware.named(device))
-    sizes, flops = dict(s=s, d=d), flash.attention_flops(s, d)
+    inner, outer = flash.block_sizes(fast_kB * 1000 // 2, d)  # 2 bytes per number
     ledgers = {
-        "textbook": flash.traffic("plain", **sizes),
-        "flash-1": flash.traffic("flash-1", block_q=inner, block_k=outer, **sizes),
-        "flash-2": flash.traffic("flash-2", block_q=outer, block_k=inner, **sizes),
+        "plain": flash.traffic("plain", s=s, d=d),
+        "flash-1": flash.traffic("flash-1", s=s, d=d, block_q=inner, block_k=outer),
+        "flash-2": flash.traffic("flash-2", s=s, d=d, block_q=outer, block_k=inner),
+        "each tensor once": flash.traffic("flash-2", s=s, d=d, block_q=s),
     }
-    bounds = []
-    for name, books in ledgers.items():
-        took = units.text(roof.time(flops, books.total), "s")
-        bounds.append(f"{name} {took} ({roof.bound(flops, books.total)})")
-    title = f"At best on one {device}, a head: " + ", ".join(bounds)
+    roof, flops = flash.Roof.of(Hardware.named(device)), flash.attention_flops(s, d)
+    slow = [n for n, x in ledgers.items() if roof.bound(flops, x.total) == "memory"]
+    took = units.text(flops / roof.flops, "s")
+    longer = ", ".join(slow) or "nothing"
+    title = f"One head on an {device}: arithmetic {took}; longer in HBM: {longer}"
     return plots.traffic_bars(title=title, **ledgers)
 
 
@@ -645,20 +830,21 @@ widths, devices = [64, 128, 256], ["A100", "H100"]
 explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=devices)
 
 # %% [markdown]
-# Look for the settings where tiling moves *more*. How much fast memory would make it win at d = 256? By the law, 2d² = 131 072 numbers, 262 kB in 16 bits, and one processor of an
-# A100 has 192 kB, of an H100 228 kB. Real kernels win there all the same, because they keep the output in registers, 256 kB more that this model does not count.
+# Look for the settings where tiling moves *more* than plain attention. How much fast memory would make flash-2 win at d = 256? By the law 2d² = 131 072
+# numbers, 262 kB in 16 bits, and one processor of an A100 has 192 kB, of an H100 228 kB. Kernels for d = 256 exist all the same: this is the border of a
+# processor, and what HBM carries can come down to the last bar.
 
 # %% [markdown]
 # ## In practice
 #
-# - **PyTorch.** `F.scaled_dot_product_attention` chooses among `SDPBackend.FLASH_ATTENTION`, `EFFICIENT_ATTENTION`, `CUDNN_ATTENTION` and `MATH`; the last is the textbook and keeps
+# - **PyTorch.** `F.scaled_dot_product_attention` chooses among `SDPBackend.FLASH_ATTENTION`, `EFFICIENT_ATTENTION`, `CUDNN_ATTENTION` and `MATH`; the last is plain attention and keeps
 #   s × s. `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):` turns a silent fall-back into an error. `is_causal` is the *upper left* triangle of a rectangle; `torch.nn.attention.bias`
 #   has both. Any other mask or score change: `flex_attention`, compiled.
-# - **The flash-attn package.** fp16 and bf16 only. Since version 2.1 `causal=True` means the *lower right* corner, as here; before, and in PyTorch, the upper left. Exercise 6.3 happened to
-#   real code: PyTorch withdrew rectangles from its FlashAttention-2 backend over it (pull request 111007). Sequences of different lengths are packed (`flash_attn_varlen_func` with cumulative lengths) instead of padded.
+# - **The flash-attn package.** fp16 and bf16 only. Since version 2.1 `causal=True` means the *lower right* corner, as here; before, and in PyTorch, the upper left;
+#   PyTorch withdrew causal rectangles from its FlashAttention-2 backend when the convention changed (pull request 111007). Sequences of different lengths are packed (`flash_attn_varlen_func` with cumulative lengths) instead of padded.
 # - **Versions.** FA-1 (2022): tiles and recomputation. FA-2 (2023): queries outside, parallel over the sequence, fewer divisions, because outside the tensor cores a FLOP costs 16 times as much on an A100.
 #   FA-3 (2024): Hopper's asynchronous copies and products, softmax of one tile under the products of the next, fp8.
-# - **Hugging Face transformers.** `from_pretrained(…, attn_implementation="flash_attention_2")`; also `"flash_attention_3"`, `"sdpa"`, `"flex_attention"` and `"eager"`, the textbook.
+# - **Hugging Face transformers.** `from_pretrained(…, attn_implementation="flash_attention_2")`; also `"flash_attention_3"`, `"sdpa"`, `"flex_attention"` and `"eager"`, plain attention.
 # - **Megatron-LM.** `--attention-backend flash`, `fused`, `unfused`, `local` or `auto` (default). Fused passes are on and have switches to turn them off: `--no-masked-softmax-fusion`,
 #   `--no-bias-gelu-fusion`, `--no-bias-swiglu-fusion`, `--no-rope-fusion`, `--no-bias-dropout-fusion`.
 # - **torchtitan.** `attn_backend` of a model: `"flex"`, `"flex_flash"` (Hopper and later) or `"varlen"`; older versions also `"sdpa"`.
@@ -671,7 +857,8 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 #
 # Statements of published texts on this topic, each recomputed.
 #
-# **"FlashAttention reduces computation from O(n²) to O(n)."** Twice the tokens, four times the FLOPs, as ever, and four times the bytes moved. What becomes linear is the memory that is *kept*.
+# **Computation falls from O(n²) to O(n)** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, February 2024, on
+# FlashAttention). Twice the tokens, four times the FLOPs, as ever, and four times the bytes moved. What becomes linear is the memory that is *kept*.
 
 # %%
 once, twice = (moved("flash-1", s, 64, 25600) for s in (4096, 8192))
@@ -679,7 +866,8 @@ more_flops = flash.attention_flops(8192, 64) / flash.attention_flops(4096, 64)
 more_flops, round(twice / once, 2)
 
 # %% [markdown]
-# **"S = QKᵀ is computed entirely in SRAM."** Tile by tile. All scores of one head of 8192 tokens would take 134 MB in 16 bits; all fast memories of an A100 together have 20.7 MB.
+# **S = QKᵀ is computed "entirely" in SRAM** (reading notes on the *Ultra-Scale Playbook*). Tile by tile. All scores of one head of 8192 tokens would take
+# 134 MB in 16 bits; all fast memories of an A100 together have 20.7 MB.
 
 # %%
 units.text(2 * 8192**2), units.text(108 * 192_000)
@@ -696,37 +884,47 @@ backward = flash.attention_flops(1024, 64, heads=16 * 64, backward=True) / 1e9
 round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 
 # %% [markdown]
-# **"10–20 times less memory", "2–4 times faster".** Both are of the attention alone, against a textbook, at some length. The first grows with s/d without limit (here: 2 at 256 tokens, 22 at 2048),
-# the second was measured on GPUs of 2022.
+# **Memory reduced 10 to 20 times, 2 to 4 times faster** (the same Medium article; both figures stand in the introduction of the FlashAttention-2 paper).
+# Both are of the attention alone, against plain attention, at some length. The first grows with s/d without limit (here: 2 at 256 tokens, 22 at 2048),
+# the second was measured on GPUs of its time.
 #
-# **"Activation memory is quadratic in the sequence length."** While the s × s tensors are stored. In Korthikanti's $sbh\,(34 + 5as/h)$ the second term is what a fused attention removes; what is left is linear.
+# **Activation memory is quadratic in the sequence length** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models).
+# While the s × s tensors are stored. In Korthikanti's $sbh\,(34 + 5as/h)$ the second term is what a fused attention removes; what is left is linear.
 
 # %% [markdown]
 # ## Summary
 #
-# - Attention keeps a·s² weights in the textbook, and one number a row more than its output in tiles: 67 MB against 2 MB at 4 heads of 2048 tokens.
-#   <!-- arithmetic: (4*4*2048**2, 4*4*2048*(64+1)) == (67108864, 2129920) -->
+# - Plain attention keeps a·s² weights; tiled attention keeps its output and one number per row: 67 MB against 2 MB at 4 heads of 2048 tokens.
+#   <!-- claim: (flash.traffic("plain", s=2048, d=64, heads=4, itemsize=4).only(name="P", component="store").total, flash.traffic("flash-2", s=2048, d=64, heads=4, itemsize=4).only(component="store").total) == (67108864, 2129920) -->
 # - A softmax can be finished late: when the maximum grows from m to m', every sum so far is multiplied by e^(m − m'). Exact, not approximate.
 #   <!-- claim: abs(flash.online([(torch.tensor([0.0]), torch.tensor([[1.0]])), (torch.tensor([5.0]), torch.tensor([[3.0]]))])[0].item() - (math.exp(-5) + 3) / (math.exp(-5) + 1)) < 1e-6 -->
 # - The backward pass recomputes the weights from lse, and D = rowsum(dO ∘ O) spares it the sum over keys. It takes 5 products where the forward takes 2.
 #   <!-- claim: 2 * flash.attention_flops(4096, 64, backward=True) == 5 * flash.attention_flops(4096, 64) -->
-# - Bytes moved fall from 4s² to 8s²d²/M: a factor of M/2d² that depends on the head. FlashAttention-1 moves 2.35 against 4.46 million numbers at s = 1024, d = 64, M = 25 600, and 131 against 69 million at s = 4096, d = 128.
+# - In a bf16 kernel P may be rounded, and m as well; the sums ℓ and o, and lse, stay in fp32.
+#   <!-- claim: flash.attention(*torch.ones(3, 1, 1, 4, 8, dtype=torch.bfloat16))[1].dtype == torch.float32 -->
+# - Bytes that processors load and store fall from 4s² to 8s²d²/M: a factor of M/2d², or M/3d² in the first paper's loop. With M = 25 600 numbers that loop
+#   moves 2.35 against 4.46 million numbers at s = 1024, d = 64, and 131 against 69 million at s = 4096, d = 128.
 #   <!-- claim: [flash.traffic(n, s=s, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1, whole_blocks=True).total for s, d, q, k in ((1024, 64, 64, 100), (4096, 128, 50, 50)) for n in ("flash-1", "plain")] == [2348544, 4456448, 131495200, 69206016] -->
-# - Output and lse of two sets of keys give those of their union. Ring attention and split decoding are this one line.
+# - Output and lse of two sets of keys give those of their union. Ring attention and split decoding use this one line.
 #   <!-- claim: torch.allclose(flash.merge(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2), torch.zeros(1))[0], torch.full((1, 2), 0.5)) -->
 # - A fused kernel does the same arithmetic in fewer sweeps: softmax 2 instead of 8, LayerNorm 2 instead of 8, SwiGLU 3 instead of 8.
-#   <!-- claim: [round(flash.passes(f, 4096, 4096).total / (4 * 4096**2)) for f in (flash.softmax, flash.layernorm, flash.swiglu)] == [8, 8, 8] -->
-# - FLOPs per byte against the ridge of the roof says what a kernel waits for: 153 on an A100, 295 on an H100, in bf16.
-#   <!-- claim: [round(flash.Roof.of(config.Hardware.named(n)).ridge) for n in ("A100", "H100")] == [153, 295] -->
+#   <!-- claim: [round(flash.passes(f, 4096, 4096, fused=x).total / (4 * 4096**2)) for f in (flash.softmax, flash.layernorm, flash.swiglu) for x in (True, False)] == [2, 8, 2, 8, 3, 8] -->
+# - A roofline belongs to one memory. On an H100, with heads of 128 and 16 384 tokens: at most 425 TFLOP/s if HBM served every read of K and V, the full 989
+#   if each tensor crosses once; a published kernel reaches 621.
+#   <!-- claim: [(lambda r, f: round(f / r.time(f, flash.traffic("flash-2", s=16384, d=128, block_q=q).total) / 1e12))(flash.Roof.of(config.Hardware.named("H100")), flash.attention_flops(16384, 128)) for q in (128, 16384)] == [425, 989] -->
 #
 # Next: [lab 07](07_collectives.ipynb) leaves the single device. Its first question is what it costs to add numbers that live in different places.
 
 # %% [markdown]
 # ## References
 #
+# *(reported)*: quoted after others; we have not read it.
+#
 # - T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Ré, *FlashAttention: fast and memory-efficient exact attention with IO-awareness*, arXiv:2205.14135 (2022): algorithms 0, 1 and 3, theorems 1 and 2, figure 2.
 # - T. Dao, *FlashAttention-2: faster attention with better parallelism and work partitioning*, arXiv:2307.08691 (2023): algorithms 1 and 2, sections 3.1 and 4.1.
-# - J. Shah et al., *FlashAttention-3: fast and accurate attention with asynchrony and low-precision*, arXiv:2407.08608 (2024).
+# - J. Shah et al., *FlashAttention-3: fast and accurate attention with asynchrony and low-precision*, arXiv:2407.08608 (2024): abstract, table 3; its source, `hopper/tile_size.h`.
+# - PyTorch benchmark suite, pull request 2391 (2024): FlashAttention-3 against a Triton kernel, forward, heads of 128.
+# - NVIDIA, *Hopper architecture in depth* (2022): L2 caches of A100 and H100 (reported).
 # - M. Milakov, N. Gimelshein, *Online normalizer calculation for softmax*, arXiv:1805.02867 (2018): the change of units (reported).
 # - M. N. Rabe, C. Staats, *Self-attention does not need O(n²) memory*, arXiv:2112.05682 (2021) (reported).
 # - S. Williams, A. Waterman, D. Patterson, *Roofline: an insightful visual performance model*, Communications of the ACM 52 (2009) (reported).

@@ -96,6 +96,10 @@ def _one_graph(
     return len(groups)
 
 
+def _silent(*args: Any) -> None:
+    _loop()(*args)
+
+
 def _dirty(
     optimizer: torch.optim.Optimizer,
     loss: Callable,
@@ -158,6 +162,12 @@ WRONG = {
             "the largest that fits",
         ),
         Wrong("all at once", lambda t, s, g, fits: (t // s // g, 1), "memory", "ask it"),
+        Wrong(
+            "true division",
+            lambda t, s, g, fits: (1, t / s / g),
+            "tokens in the batch",
+            "two whole numbers",
+        ),
     ),
     "accumulation/bug-hunt": (
         Wrong(
@@ -178,6 +188,7 @@ WRONG = {
             "every micro-batch counts",
             "another denominator",
         ),
+        Wrong("no number returned", _silent, "every micro-batch counts", "number of optimizer"),
         Wrong("clipped at every micro-batch", _loop(clip_inside=True), "clipping", "Clip once"),
         Wrong("one graph for a step", _one_graph, "memory", "keeps all their graphs alive"),
         Wrong(

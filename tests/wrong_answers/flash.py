@@ -135,6 +135,10 @@ def _blind_nan(q: Tensor, k: Tensor, v: Tensor, **_: object) -> tuple[Tensor, Te
     return out.masked_fill((lse == -math.inf)[..., None], math.nan), lse
 
 
+def _always_causal(q: Tensor, k: Tensor, v: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    return flash.plain(q, k, v, causal=True)
+
+
 def _first_maximum(blocks: exercises.Blocks) -> tuple[Tensor, Tensor]:
     """Subtracts the maximum of the first block that has one, for ever."""
     top, total, out = None, 0.0, 0.0
@@ -227,5 +231,6 @@ WRONG = {
         Wrong("the offset's sign", _wrong_sign, "new tokens after a cache", "wrong sign"),
         Wrong("a query does not see itself", _strict, "as many queries as keys", "0 … i"),
         Wrong("NaN where no key is seen", _blind_nan, "more queries than keys", "without a NaN"),
+        Wrong("causal is not asked", _always_causal, "without a mask", "sees every key"),
     ),
 }

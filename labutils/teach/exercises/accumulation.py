@@ -1,6 +1,7 @@
 """Accumulate without changing the answer, fill a batch, and repair a loop that many copied."""
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -218,11 +219,12 @@ def _found(attempt: Callable, run: tuple[int, int, int, int]) -> tuple[int, int,
         f"{target:,} tokens in sequences of {seq_len:,} on {gpus} GPUs, at most {limit} at a time"
     )
     answer = attempt(target, seq_len, gpus, lambda b: b <= limit)
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-        raise Failed(
-            f"{case}: you returned {answer!r}", "Return two whole numbers: (micro_batch, steps)."
-        )
-    return *answer, case
+    try:
+        micro, steps = map(operator.index, answer)
+    except (TypeError, ValueError):
+        said = "Return two whole numbers: (micro_batch, steps). Divide by //."
+        raise Failed(f"{case}: you returned {answer!r}", said) from None
+    return micro, steps, case
 
 
 def _tokens(attempt: Callable) -> str:
@@ -345,6 +347,8 @@ def _full(attempt: Callable) -> str:
 def _all_used(attempt: Callable) -> str:
     for count, k in ((5, 4), (7, 3), (2, 4)):
         taken, _ = _trained(attempt, count, k, 1e9)
+        if taken is None:
+            raise Failed("you returned None", "Return the number of optimizer steps.")
         if taken != math.ceil(count / k):
             raise Failed(
                 f"{count} micro-batches, {k} to a step: {taken} steps instead of "

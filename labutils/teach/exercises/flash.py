@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,18 +30,15 @@ def _far(mine: Tensor, exact: Tensor) -> float:
 
 
 def _pair(found: object, what: str) -> tuple[Tensor, Tensor]:
-    if (
-        not isinstance(found, (tuple, list))
-        or len(found) != 2
-        or not all(isinstance(part, Tensor) for part in found)
-    ):
-        got = (
-            ", ".join(type(part).__name__ for part in found)
-            if isinstance(found, (tuple, list))
-            else type(found).__name__
-        )
-        raise Failed(f"you returned {got}", f"Return two tensors: {what}.")
-    return found[0], found[1]
+    """The two tensors of an answer; arrays, lists of numbers and numbers count as tensors."""
+    several = isinstance(found, Iterable) and not isinstance(found, Tensor)
+    parts = list(found) if several else [found]
+    try:
+        out, lse = (x if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x)) for x in parts)
+    except (TypeError, ValueError, RuntimeError):
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise Failed(f"you returned {got}", f"Return two tensors: {what}.") from None
+    return out, lse
 
 
 # Online softmax
@@ -361,7 +359,7 @@ MERGE = Exercise(
     title="Two halves of the keys",
     minutes=15,
     difficulty=2,
-    proves="you can put attention over all keys together from attention over parts of them",
+    proves="you can compute attention over all keys from its results over parts of them",
     reference=flash.merge,
     properties=(
         Property("outputs", _outputs),
@@ -409,14 +407,15 @@ def _attends(
     attempt: Attend,
     shapes: dict[str, tuple[int, int]],
     hint: Callable[[Tensor, Tensor, int, int], str],
+    causal: bool = True,
 ) -> str:
     for name, (s_q, s_k) in shapes.items():
         q, k, v = _noise(1, 2, s_q, 4), _noise(1, 2, s_k, 4, seed=1), _noise(1, 2, s_k, 4, seed=2)
         out, lse = _pair(
-            attempt(q.clone(), k.clone(), v.clone(), causal=True, block_q=3, block_k=2),
+            attempt(q.clone(), k.clone(), v.clone(), causal=causal, block_q=3, block_k=2),
             "the output and the log-sum-exp",
         )
-        exact, exact_lse = flash.plain(q, k, v, causal=True)
+        exact, exact_lse = flash.plain(q, k, v, causal=causal)
         if max(_far(out, exact), _far(lse, exact_lse)) > 1e-9:
             rows = [
                 i
@@ -484,6 +483,12 @@ def _more_queries(attempt: Attend) -> str:
     return _attends(attempt, {"more queries than keys": (8, 5)}, hint)
 
 
+def _unmasked(attempt: Attend) -> str:
+    shapes = {"causal=False": (5, 7)}
+    said = "With causal=False every query sees every key: no mask, and no way out of the loop."
+    return _attends(attempt, shapes, lambda *_: said, causal=False)
+
+
 HUNT = Exercise(
     id="flash/causal-hunt",
     title="Bug hunt: right on every square",
@@ -496,6 +501,7 @@ HUNT = Exercise(
         Property("as many queries as keys", _squares),
         Property("new tokens after a cache", _cache),
         Property("more queries than keys", _more_queries),
+        Property("without a mask", _unmasked),
     ),
     hints=(
         "Every test of the author had as many queries as keys. What is the position of the first "

@@ -1,0 +1,133 @@
+"""Right answers to the exercises of `accumulation`, written differently from the reference."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from labutils import accumulation
+
+
+def _seeded(loss: Callable, batches: Sequence[Any], weigh: Callable) -> float:
+    """The share goes into backward, not onto the loss; a Python number comes back."""
+    total, whole = sum(map(weigh, batches)), 0.0
+    for batch in batches:
+        if weigh(batch):
+            value = loss(batch)
+            value.backward(gradient=torch.full_like(value, weigh(batch) / total))
+            whole += value.item() * weigh(batch) / total
+    return whole
+
+
+def _no_empty_ones(loss: Callable, batches: Sequence[Any], weigh: Callable) -> np.float64:
+    batches = [batch for batch in batches if weigh(batch) > 0]
+    counts = np.array([weigh(batch) for batch in batches])
+    values = []
+    for batch, share in zip(batches, counts / counts.sum(), strict=True):
+        part = loss(batch) * float(share)
+        part.backward()
+        values.append(part.item())
+    return np.float64(sum(values))
+
+
+def _grown(loss: Callable, batches: Sequence[Any], weigh: Callable) -> Tensor:
+    """A 1-element tensor, filled on the way."""
+    shares = [weigh(batch) / sum(weigh(each) for each in batches) for batch in batches]
+    whole = torch.zeros(1, dtype=torch.float64)
+    for batch, share in zip(batches, shares, strict=True):
+        if share:
+            part = share * loss(batch)
+            part.backward()
+            with torch.no_grad():
+                whole += part
+    return whole
+
+
+def _sliced(optimizer: Any, loss: Callable, batches: Iterable[Any], k: int, most: float) -> int:
+    batches, steps = iter(batches), 0
+    while group := list(itertools.islice(batches, k)):
+        optimizer.zero_grad()
+        for batch in group:
+            (loss(batch) / len(group)).backward()
+        nn.utils.clip_grad_norm_(
+            [p for part in optimizer.param_groups for p in part["params"]], most
+        )
+        optimizer.step()
+        steps += 1
+    optimizer.zero_grad()
+    return steps
+
+
+def _rescaled(
+    optimizer: Any, loss: Callable, batches: Iterable[Any], k: int, most: float
+) -> np.int64:
+    """Sums first; divides the gradients once, before the step."""
+    weights = [p for part in optimizer.param_groups for p in part["params"]]
+    steps = waiting = 0
+
+    def finish() -> None:
+        nonlocal steps, waiting
+        for p in weights:
+            p.grad /= waiting
+        nn.utils.clip_grad_norm_(weights, most)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps, waiting = steps + 1, 0
+
+    for batch in batches:
+        loss(batch).backward()
+        waiting += 1
+        if waiting == k:
+            finish()
+    if waiting:
+        finish()
+    return np.int64(steps)
+
+
+def _through_step(
+    optimizer: Any, loss: Callable, batches: Iterable[Any], k: int, most: float
+) -> Tensor:
+    """`accumulation.step` does the work; a 0-d tensor comes back."""
+    batches = list(batches)
+    groups = [batches[i : i + k] for i in range(0, len(batches), k)]
+    for group in groups:
+        accumulation.step(optimizer, loss, group, max_norm=most)
+    for part in optimizer.param_groups:
+        for p in part["params"]:
+            p.grad = None
+    return torch.tensor(len(groups))
+
+
+def _from_above(target: int, seq_len: int, gpus: int, fits: Callable) -> list[int]:
+    share = target // seq_len // gpus
+    micro = next(b for b in range(share, 0, -1) if share % b == 0 and fits(b))
+    return [micro, share // micro]
+
+
+def _yielded(target: int, seq_len: int, gpus: int, fits: Callable) -> Iterator[Tensor]:
+    share = torch.tensor(target // seq_len // gpus)
+    steps = next(s for s in range(1, int(share) + 1) if share % s == 0 and fits(int(share) // s))
+    yield share // steps
+    yield torch.tensor(steps)
+
+
+RIGHT = {
+    "accumulation/accumulate": {
+        "backward(gradient=share), a float": _seeded,
+        "empty ones filtered, a NumPy scalar": _no_empty_ones,
+        "a tensor of one element": _grown,
+    },
+    "accumulation/bug-hunt": {
+        "islice": _sliced,
+        "gradients divided, a NumPy integer": _rescaled,
+        "accumulation.step, a 0-d tensor": _through_step,
+    },
+    "accumulation/configure": {
+        "from above, a list": _from_above,
+        "NumPy integers": lambda *args: tuple(map(np.int64, _from_above(*args))),
+        "fewest steps first, 0-d tensors, yielded": _yielded,
+    },
+}
