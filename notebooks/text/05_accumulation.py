@@ -19,23 +19,27 @@
 
 # %%
 import dataclasses
+import math
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils import accumulation, measure, memory, planner, units
+from labutils import accumulation, measure, memory, planner, units, zero
 from labutils.accumulation import micro_batches
+from labutils.checkpointing import overhead
 from labutils.config import Hardware, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
+from labutils.world import DeadlockError, World
 
 # %% [markdown]
 # ## The idea in one picture
 #
-# A small GPT and a batch of 16 sequences. First all at once: activations pile up, and go.
+# A small GPT and a batch of 16 sequences. First all at once: activations pile up, and go. Then the same batch four sequences at a time. The optimizer waits
+# until the last; gradients add up in `.grad` meanwhile.
 
 # %%
 config = ModelConfig(
@@ -51,23 +55,32 @@ def loss(part):
 
 
 # %%
-at_once = measure.history(lambda: loss(batch).backward(), model)
-plots.memory_timeline(at_once, title="All 16 sequences at once: one mountain")
+def both_ways():
+    loss(batch).backward()
+    model.zero_grad()
+    accumulation.accumulate(loss, micro_batches(batch, 4))
+
+
+title = "16 sequences: one mountain at once, four hills four at a time"
+plots.memory_timeline(measure.history(both_ways, model), title=title)
 
 # %% [markdown]
-# Then the same batch four sequences at a time. The optimizer waits until the last; gradients add up in `.grad` meanwhile.
+# Every micro-batch takes operations of its own, so the second part is longer. Each of them works on a quarter of the rows; in FLOPs nothing is lost, for
+# micro-batches of 16, 4 and 1:
+
 
 # %%
-model.zero_grad()
-in_fours = measure.history(
-    lambda: accumulation.accumulate(loss, micro_batches(batch, 4)), model
-)
-title = "Four at a time: four hills, and the gradients stay in between"
-plots.memory_timeline(in_fours, title=title)
+def flops(size):
+    with FlopCounterMode(display=False) as counter:
+        accumulation.accumulate(loss, micro_batches(batch, size))
+    return counter.get_total_flops()
+
+
+[units.text(flops(size), "FLOP") for size in (16, 4, 1)]
 
 # %% [markdown]
-# The hills are a quarter as high, the picture is as long. That is the whole trade: **activations are paid for one micro-batch, time for all.** What is left
-# to ask is whether the gradient at the end is the same one. It is, if you get one fraction right.
+# That is the whole trade: **activations are paid for one micro-batch, FLOPs for all.** What is left to ask is whether the gradient at the end is the same one.
+# It is, if you get one fraction right.
 
 # %% [markdown]
 # ## Is it the gradient of the whole batch?
@@ -120,7 +133,7 @@ reveal("accumulation/factor", times=round(times(8), 3))
 
 # %% [markdown]
 # **Why does nobody notice?** With SGD the step is k times too long, as if the learning rate were. Adam divides by the size of the gradient, so its step does not
-# change at all, and neither does the loss curve. What does change is everything that looks at the gradient's size: clipping, the logged norm, loss scaling.
+# change at all. How many times as long is the update with k = 2, 4, 8?
 
 
 # %%
@@ -139,6 +152,8 @@ for make in (torch.optim.SGD, torch.optim.Adam):
     print(make.__name__, longer)
 
 # %% [markdown]
+# What looks at the gradient's size does change, with Adam too: clipping, the logged norm, loss scaling.
+#
 # The cure is `(loss / k).backward()`, as long as all micro-batches are equal. `accumulate` does it, and the difference that remains is rounding:
 
 # %%
@@ -176,7 +191,7 @@ plots.token_weights(lengths)
 reveal("accumulation/short", times=max(lengths) / min(lengths))
 
 # %% [markdown]
-# Nothing crashes, and the loss goes down. It took until October 2024 for an issue to be taken up: accumulation came out worse than the batch
+# Nothing crashes. It took until October 2024 for an issue to be taken up: accumulation came out worse than the batch
 # that it stands for, and the most used trainers had to be repaired. Here is how far off the gradient is:
 
 # %%
@@ -191,16 +206,83 @@ for name, weigh in {"mean of means": None, "by tokens": accumulation.tokens}.ite
     print(f"{name}: off by {(found - right).norm() / right.norm():.0%}")
 
 # %% [markdown]
-# The cure: count the tokens of the whole batch *before* the first backward pass, and give each loss its share $n_i / \sum n_j$. On several GPUs the count has
-# to be that of all of them together; `accumulate` takes it as `total`.
+# The cure: count the tokens of the whole batch *before* the first backward pass, and give each loss its share $n_i / \sum n_j$.
 #
-# A micro-batch with *no* token that counts is the worst case: its mean is 0/0.
+# A micro-batch with *no* token that counts is the worst case: its mean is 0/0. `accumulate` leaves it out.
 
 # %%
 empty = (batch[0][:1], torch.full((1, 32), accumulation.IGNORED))
 parts = [*ragged, empty]
 weighed = accumulation.accumulate(loss, parts, weigh=accumulation.tokens)
 loss(empty), weighed.isfinite()
+
+# %% [markdown]
+# ### And on several GPUs?
+#
+# Two ranks with two of the four micro-batches each. Data parallelism (lab 08) *averages* the gradients of the ranks.
+#
+# > Each rank weighs its losses with $n_i / \sum n_j$, where the sum now runs over the tokens of *both* ranks. How many times the right length has the averaged
+# > gradient?
+
+# %%
+predict("accumulation/ranks", times=1)
+
+
+# %%
+def averaged(rank, all_tokens, factor):
+    """The gradient of ranks that hold two micro-batches each, averaged."""
+    comm = rank.comm("dp")
+    net = GPT(config, generator=torch.Generator().manual_seed(0))
+    mine = ragged[comm.rank :: comm.size]
+    total = torch.tensor(sum(map(accumulation.tokens, mine)))
+    if all_tokens:
+        total = comm.all_reduce(total)
+    weights = dict(weigh=accumulation.tokens, total=int(total))
+    accumulation.accumulate(lambda part: factor * net.loss(*part), mine, **weights)
+    found = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
+    return comm.all_reduce(found) / comm.size
+
+
+world, lengths_of = World(2), {}
+ways = {"own tokens": (False, 1), "all tokens": (True, 1), "all tokens, × 2": (True, 2)}
+for name, how in ways.items():
+    found = world.run(averaged, *how)[0]
+    lengths_of[name] = (found.norm() / right.norm()).item()
+    off = (found - right).norm() / right.norm()
+    print(f"{name:15} {lengths_of[name]:.2f} times as long, off by {off:.0%}")
+
+# %%
+reveal("accumulation/ranks", times=lengths_of["all tokens"])
+
+# %% [markdown]
+# The shares of all ranks add up to one, so the *sum* over ranks would be right, and the average is $N_d$ times too small. Weigh with the tokens of all ranks
+# (`accumulate` takes their number as `total`), and multiply the loss by $N_d$.
+#
+# Nor may a rank leave out an empty micro-batch where the forward pass communicates. With the weights sharded (FSDP, lab 09) every rank gathers them there.
+# Let rank 1 skip:
+
+
+# %%
+def skips(rank):
+    comm = rank.comm("dp")
+    net = GPT(config, generator=torch.Generator().manual_seed(0))
+    zero.shard(net, comm)
+    if comm.rank == 0:
+        net.loss(*ragged[0]).backward()
+
+
+try:
+    world.run(skips)
+except DeadlockError as error:
+    print(error)
+
+# %% [markdown]
+# The course's ranks say so at once; a cluster waits until a time-out. Run the empty micro-batch as well, with a *sum* over tokens in place of the mean, divided
+# by the total: the sum over no token is 0, and so is its gradient.
+
+# %%
+logits = model(empty[0]).flatten(0, 1)
+nn.functional.cross_entropy(logits, empty[1].flatten(), reduction="sum")
 
 # %% [markdown]
 # ### Exercise 5.1 · Accumulate (15 min, ●●○)
@@ -226,12 +308,12 @@ show(accumulation.accumulate)
 # %% [markdown]
 # ## Does memory really stay flat?
 #
-# "Effectively infinite batch sizes without more memory", it says in several places.
+# Accumulation gives "effectively infinite batch sizes without increasing activation memory", say notes on a widely read guide.
 #
-# > From a batch of 4 to a batch of 16, in micro-batches of 4: by how many percent do the activations grow? And what does *not* go away between micro-batches?
+# > From a batch of 4 to a batch of 16, in micro-batches of 4: by how many percent do the activations grow?
 
 # %%
-predict("accumulation/growth", percent=0)
+predict("accumulation/growth", percent=300)
 
 
 # %%
@@ -273,8 +355,7 @@ for slope in slopes:
 w.grad.item(), sum(slopes)
 
 # %% [markdown]
-# The sum never moves: beyond 256 a bf16 number's gap is 2, so adding 1 is rounded away (lab 01 again). The more micro-batches, the more is lost. So training codes
-# keep the sum in fp32, beside the bf16 gradients, for $4\Psi$ bytes:
+# The sum never moves: beyond 256 a bf16 number's gap is 2, so adding 1 is rounded away (lab 01). Training codes keep the sum in fp32, beside the bf16 gradients, for $4\Psi$ bytes:
 
 # %%
 w.grad = None
@@ -284,7 +365,7 @@ with accumulation.GradientBuffer([w]) as buffer:
 buffer[w].item()
 
 # %% [markdown]
-# This is the difference between the 16 and the 20 bytes a parameter of lab 03:
+# This is the difference between the 16 and the 20 bytes per parameter of lab 03:
 
 # %%
 gpt2 = ModelConfig.named("gpt2-xl")
@@ -292,43 +373,67 @@ for fp32 in (False, True):
     train = TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=fp32)
     amount = memory.model_states(gpt2, train).total
     each = amount / gpt2.num_params
-    print(f"fp32 sum: {fp32!s:5} {units.text(amount)}, {each:.2f} bytes a parameter")
+    print(f"fp32 sum: {fp32!s:5} {units.text(amount)}, {each:.2f} bytes per parameter")
 
 # %% [markdown]
 # ## What else changes when the batch comes in pieces?
 #
-# The gradient of a mean is the mean of gradients, so everything *linear* goes through. Three things in a training step are not.
+# The gradient of a mean is the mean of gradients, so what treats every token or row on its own goes through. Two things in a training step do not, and a third
+# only looks so.
 #
-# **Statistics of the batch.** `BatchNorm` subtracts the mean of the rows it sees. In pieces it sees fewer. `LayerNorm` looks at each row alone.
+# **Whatever looks across the batch.** In language models that is above all the *balancing loss* of a mixture of experts (lab 12): a router spreads the tokens
+# over E experts, and $E \sum_e f_e P_e$ punishes a crowded one, where $f_e$ is the share of the tokens that expert $e$ gets and $P_e$ its mean probability. A
+# product of two means over the batch is not a mean. A contrastive loss, whose negatives are the other rows, is of this kind too, and so is `BatchNorm`.
+# `LayerNorm` and `RMSNorm` look at each row alone. Off by how much, in four micro-batches of 4 rows?
 
 
 # %%
-def in_pieces(norm):
+def in_pieces(net, loss):
     rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
-    net = nn.Sequential(norm, nn.Linear(8, 1))
-    gradients = []
+    found = []
     for size in (16, 4):
         net.zero_grad()
-        accumulation.accumulate(
-            lambda part: net(part).square().mean(), micro_batches(rows, size)
+        accumulation.accumulate(lambda part: loss(net(part)), micro_batches(rows, size))
+        found.append(
+            torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
         )
-        gradients.append(net[0].weight.grad.clone())
-    return torch.allclose(*gradients, atol=1e-6)
+    return f"{(found[1] - found[0]).norm() / found[0].norm():.0%}"
 
 
+def mean(outputs):
+    return outputs.square().mean()
+
+
+def balancing(logits):
+    chosen = nn.functional.one_hot(logits.argmax(-1), 4).float()
+    return 4 * (chosen.mean(0) * logits.softmax(-1).mean(0)).sum()
+
+
+torch.manual_seed(0)
 norms = nn.LayerNorm(8), nn.RMSNorm(8), nn.BatchNorm1d(8)
-{type(norm).__name__: in_pieces(norm) for norm in norms}
+off = {
+    type(norm).__name__: in_pieces(nn.Sequential(norm, nn.Linear(8, 1)), mean)
+    for norm in norms
+}
+off | {"balancing loss": in_pieces(nn.Linear(8, 4), balancing)}
+
+# %% [markdown]
+# Over which rows a balancing loss is taken is therefore part of a recipe.
 
 # %% [markdown]
 # **Clipping.** The norm of a sum is not the sum of norms. Clip once, after the last micro-batch:
 
 
 # %%
+factors = []  # what each clipping inside the loop multiplies with
+
+
 def clipped(inside):
     for part in micro_batches(batch, 4):
         (loss(part) / 4).backward()
         if inside:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            factors.append((0.5 / norm).clamp(max=1).item())
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
@@ -341,8 +446,12 @@ angle = cosine.clamp(max=1).acos().rad2deg()
 f"same length: {same}, turned by {angle:.0f} degrees"
 
 # %% [markdown]
-# Clipping inside the loop shrinks the early micro-batches again and again; the last one counts most.
-#
+# Every clipping inside the loop also shrinks all micro-batches before it. What the four weigh in the end, compared with the last:
+
+# %%
+[round(math.prod(factors[i:]) / factors[-1], 2) for i in range(4)]
+
+# %% [markdown]
 # **Dropout.** Masks are drawn in another order, so the gradient differs. Is it wrong? Compare with what a new seed changes:
 
 # %%
@@ -363,12 +472,13 @@ for name, how in {"in fours": (0, 4), "another seed": (1, 16)}.items():
     print(f"{name}: {(with_dropout(*how) - base).norm() / base.norm():.0%}")
 
 # %% [markdown]
-# As much as another seed changes, and no more: another draw, the same distribution.
+# As much as another seed changes: it is another draw of the masks.
 
 # %% [markdown]
 # ### Exercise 5.2 · Bug hunt: the loop that everybody copies (15 min, ●●○)
 #
-# Repair it. It gets an iterator of micro-batches of equal weight, `k` to a step, and shall return the number of optimizer steps. Three things are wrong.
+# Repair it. It gets an iterator of micro-batches of equal weight, `k` to a step, and returns the number of optimizer steps. Three things are wrong. The check
+# also looks at memory.
 
 
 # %%
@@ -403,24 +513,16 @@ show(accumulation.epoch)
 # so you go from left to right:
 #
 # 1. **Tokens in a batch.** What the run needs: as many as still help (labs 00 and 16).
-# 2. **Sequence length.** What the model shall read: 2k to 8k in pre-training. Tokens / length = sequences.
+# 2. **Sequence length.** What the model is to read: 2k to 8k in pre-training. Tokens / length = sequences.
 # 3. **Micro-batch.** The largest that fits. It decides how busy the GPU is.
 # 4. **GPUs.** As many as you have or want to wait for. Each copy takes its share.
 # 5. **Accumulation.** What is left over.
 #
-# > 4 194 304 tokens, sequences of 4096, two fit at a time, 128 GPUs with a copy each. How many accumulation steps?
+# 4 194 304 tokens, sequences of 4096, two fit at a time, 128 GPUs with a copy each:
 
 # %%
-predict("accumulation/steps", steps=8)
-
-# %%
-recipe = planner.configure(
-    target=4_194_304, seq_len=4096, gpus=128, fits=lambda b: b <= 2
-)
-recipe
-
-# %%
-reveal("accumulation/steps", steps=recipe.train.accumulation(recipe.mesh.dp))
+batch_of = dict(target=4_194_304, seq_len=4096)
+planner.configure(**batch_of, gpus=128, fits=lambda b: b <= 2)
 
 # %% [markdown]
 # With 512 GPUs nothing is left to accumulate. Data parallelism and accumulation do the same work, one in space and one in time, and GPUs that you have come
@@ -452,15 +554,19 @@ planner.configure(target=2**19, seq_len=1024, gpus=16, fits=fits("none", "plain"
 # %%
 def setting(gpus=16, checkpointing="none", attention="plain"):
     fitting = fits(checkpointing, attention)
-    return planner.configure(target=2**19, seq_len=1024, gpus=gpus, fits=fitting)
+    recipe = planner.configure(target=2**19, seq_len=1024, gpus=gpus, fits=fitting)
+    extra = f"+{overhead(gpt2, checkpointing):.1%}"
+    cost = planner.Choice("recomputation", extra, "FLOPs of the step")
+    return dataclasses.replace(recipe, choices=(*recipe.choices, cost))
 
 
 policies, kinds = ["none", "selective", "full"], ["plain", "sdpa"]
 explore(setting, gpus=[4, 8, 16, 32, 64], checkpointing=policies, attention=kinds)
 
 # %% [markdown]
-# Full checkpointing makes the micro-batch larger and costs a third more FLOPs; accumulation costs none. As long as the micro-batch keeps the GPU busy,
-# accumulate rather than recompute.
+# Full checkpointing makes the micro-batch larger and computes 22 % more, as in lab 04; accumulation computes nothing twice. As long as the micro-batch keeps
+# the GPU busy, accumulate rather than recompute.
+# <!-- claim: round(100 * checkpointing.overhead(config.ModelConfig.named("gpt2-xl"), "full")) == 22 -->
 
 # %% [markdown]
 # ### Exercise 5.3 · Fill a batch (10 min, ●○○)
@@ -496,58 +602,52 @@ hint("accumulation/configure", 1)
 # - **Hugging Face Transformers.** `gradient_accumulation_steps`; since the repair of October 2024 (pull request 34191) the loss gets `num_items_in_batch`. A
 #   model with a loss function of its own has to accept it.
 #
-# In a pipeline (lab 13) micro-batches come anyway: they are what fills the stages, and accumulation is free.
+# In a pipeline (lab 13) micro-batches come anyway: they are what fills the stages.
 
 # %% [markdown]
 # ## Errata
 #
-# **Loops without the fraction.** The gradient is k times too large for a mean loss (2, 4, 8 above), SGD takes a step k times as long, Adam hides it.
+# **Loops without the fraction** (lecture slides on multi-GPU training: `loss.backward()` for every micro-batch, a step every `accumulation_steps`). The
+# gradient is k times too large for a mean loss (2, 4, 8 above), SGD takes a step k times as long, Adam hides it.
 #
-# **Loops that drop the tail.** `if (i + 1) % k == 0` with 10 batches and k = 4: two steps, and two batches whose gradients leak into the next epoch.
+# **Loops that drop the tail** (the same slides). `if (i + 1) % k == 0` with 10 batches and k = 4: two steps, and two batches whose gradients leak into the
+# next epoch.
 
 # %%
 10 // 4, 10 % 4
 
 # %% [markdown]
-# **"Larger batches without increasing memory."** Without increasing *activations*. The gradient stays between micro-batches, and an fp32 sum adds 4 bytes a
-# parameter: for GPT-2 XL
+# **A larger batch "without increasing per-step memory"** (an article on efficient training at scale that digests the *Ultra-Scale Playbook*). Without increasing
+# *activations*. The gradient stays between micro-batches, and an fp32 sum adds 4 bytes per parameter: for GPT-2 XL
 
 # %%
 units.text(4 * gpt2.num_params)
 
 # %% [markdown]
-# **"Accumulation increases the computation of an optimizer step."** k times, for k times as many samples. For the same 16 sequences the FLOPs are the same:
-
-
-# %%
-def flops(size):
-    with FlopCounterMode(display=False) as counter:
-        accumulation.accumulate(loss, micro_batches(batch, size))
-    return counter.get_total_flops()
-
-
-[units.text(flops(size), "FLOP") for size in (16, 4, 1)]
-
-# %% [markdown]
-# **"Micro-batches are independent, so they can run in parallel."** With LayerNorm and RMSNorm. With BatchNorm the result depends on the cut (Goyal et al.,
-# section 2.3, keep it per worker on purpose).
+# **Accumulation increases the computation of an optimizer step** (the same article). k times, for k times as many samples. For the same 16 sequences the
+# FLOPs are the same, as at the top.
 #
-# **"Splits a mini-batch into mini-batches."** The pieces are micro-batches; a mini-batch is what the optimizer sees.
+# **Micro-batches are independent and can run in parallel** (the same article). With LayerNorm and RMSNorm. With BatchNorm, or a balancing loss, the result
+# depends on the cut (Goyal et al., section 2.3, keep BatchNorm per worker on purpose).
+#
+# **"mini-batches" for the pieces** (the lecture slides). The pieces are micro-batches; a mini-batch is what the optimizer sees.
 
 # %% [markdown]
 # ## Summary
 #
 # - A micro-batch's loss enters with its share of the tokens. Without the fraction the gradient is k times too large; with 1/k short micro-batches count too
 #   much: a token among 2 counts 15 times one among 30.
-#   <!-- arithmetic: max([30, 30, 2, 18]) / min([30, 30, 2, 18]) == 15 -->
-# - Activations are those of one micro-batch, whatever the batch. Gradients stay, and an fp32 sum of them costs 4Ψ more: 20 bytes a parameter instead of 16.
+#   <!-- claim: (lambda w: [accumulation.accumulate(lambda x: x.mean(), w.split([30, 30, 2, 18]), weigh=lambda x: 1), round((w.grad.max() / w.grad.min()).item())][1])(torch.ones(80, requires_grad=True)) == 15 -->
+# - Data parallelism averages: weigh with the tokens of all ranks, and multiply the loss by their number. A rank that skips its forward pass stops the others
+#   where weights are sharded.
+# - Activations are those of one micro-batch, whatever the batch. Gradients stay, and an fp32 sum of them costs 4Ψ more: 20 bytes per parameter instead of 16.
 #   <!-- claim: [round(memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=f)).total / 1557611200) for f in (False, True)] == [16, 20] -->
 # - A bf16 sum stops growing at 256 times the addend. Accumulate in fp32.
 #   <!-- claim: floats.BF16.round(256 + 1) == 256 -->
-# - What is not linear does not come in pieces: batch statistics, clipping. Clip once, after the last micro-batch, and do not drop the tail: 10 batches, four
+# - What looks across the batch does not come in pieces: balancing losses, batch statistics, clipping. Clip once, after the last micro-batch, and do not drop the tail: 10 batches, four
 #   to a step, are three steps.
 #   <!-- claim: len(accumulation.micro_batches(torch.zeros(10, 1), 4)) == 3 -->
-# - gbs = mbs · ga · N_d. 4 million tokens of 4096 on 128 GPUs, two at a time: 4 steps; on 512 GPUs: one.
+# - gbs = mbs · ga · N_d. 4 million tokens in sequences of 4096 on 128 GPUs, two at a time: 4 accumulation steps; on 512 GPUs: one.
 #   <!-- claim: [config.TrainConfig(micro_batch=2, global_batch=1024).accumulation(dp) for dp in (128, 512)] == [4, 1] -->
 #
 # Next: lab 06 makes attention itself forget the large matrix.
@@ -555,10 +655,11 @@ def flops(size):
 # %% [markdown]
 # ## References
 #
-# - P. Goyal et al., *Accurate, large minibatch SGD*, arXiv:1706.02677 (2017): sections 2.3 (batch statistics) and 3 (remarks 2 and 3: normalize the loss by
-#   the whole batch).
+# - P. Goyal et al., *Accurate, large minibatch SGD*, arXiv:1706.02677 (2017): sections 2.3 (batch statistics) and 3 (remark 3: normalize the loss by the
+#   whole batch).
+# - W. Fedus, B. Zoph, N. Shazeer, *Switch Transformers*, arXiv:2101.03961 (2021): the balancing loss (from memory, not looked up).
 # - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): gradient accumulation, order of decisions.
-# - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054 (2020), section 3.1: bytes a parameter.
+# - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054 (2020), section 3.1: bytes per parameter.
 # - Hugging Face, *Fixing gradient accumulation* (blog, October 2024) and transformers pull request 34191; the issue that started it: trl 2175.
 # - PyTorch documentation of `DistributedDataParallel.no_sync` and `FSDPModule.set_requires_gradient_sync`; torchtitan pull request 1238; arguments of
 #   Megatron-LM and DeepSpeed, as of 2025.

@@ -101,10 +101,12 @@ def _through_step(
     return torch.tensor(len(groups))
 
 
-def _from_above(target: int, seq_len: int, gpus: int, fits: Callable) -> list[int]:
+def _dropped(target: int, seq_len: int, gpus: int, fits: Callable) -> list[int]:
     share = target // seq_len // gpus
-    micro = next(b for b in range(share, 0, -1) if share % b == 0 and fits(b))
-    return [micro, share // micro]
+    sizes = [share // steps for steps in range(1, share + 1) if share % steps == 0]
+    while not fits(sizes[0]):
+        sizes.pop(0)
+    return [sizes[0], share // sizes[0]]
 
 
 def _yielded(target: int, seq_len: int, gpus: int, fits: Callable) -> Iterator[Tensor]:
@@ -126,8 +128,8 @@ RIGHT = {
         "accumulation.step, a 0-d tensor": _through_step,
     },
     "accumulation/configure": {
-        "from above, a list": _from_above,
-        "NumPy integers": lambda *args: tuple(map(np.int64, _from_above(*args))),
+        "sizes dropped until one fits, a list": _dropped,
+        "NumPy integers": lambda *args: tuple(map(np.int64, _dropped(*args))),
         "fewest steps first, 0-d tensors, yielded": _yielded,
     },
 }
