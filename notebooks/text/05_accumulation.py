@@ -472,7 +472,7 @@ for name, how in {"in fours": (0, 4), "another seed": (1, 16)}.items():
     print(f"{name}: {(with_dropout(*how) - base).norm() / base.norm():.0%}")
 
 # %% [markdown]
-# As much as another seed changes: it is another draw of the masks.
+# About as much as another seed changes: it is another draw of the masks.
 
 # %% [markdown]
 # ### Exercise 5.2 · Bug hunt: the loop that everybody copies (15 min, ●●○)
