@@ -50,7 +50,7 @@ walk = [
 plots.tile_walk(walk, s_q=48, s_k=48)
 
 # %% [markdown]
-# - A block of queries stays. Blocks of keys and values come by. One tile of scores is computed, used, and overwritten by the next.
+# - A block of queries stays. Blocks of keys and values are loaded one after the other. One tile of scores is computed, used, and overwritten by the next.
 # - At the end of a row of tiles the block of output is finished, and is written once.
 # - The crossed tiles are never touched: no query in them may look at any key. The smaller the tiles, the closer to half of the work this saves:
 
