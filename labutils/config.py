@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ MOMENTS = {
 
 
 def _one_of(value: object, name: str, allowed: tuple) -> None:
-    if value not in allowed:
+    """Refuses what is none of `allowed`; 1 and "yes" are no True."""
+    if not any(type(value) is type(each) and value == each for each in allowed):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
@@ -72,6 +74,9 @@ class ModelConfig:
         _one_of(self.norm, "norm", ("layernorm", "rmsnorm"))
         _one_of(self.positions, "positions", ("learned", "rope"))
         _one_of(self.bias, "bias", (True, False, "qkv"))
+        _one_of(self.tied, "tied", (True, False))
+        if not isinstance(self.name, str):
+            raise TypeError(f"name must be text, got {self.name!r}")
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be a probability in [0, 1), got {self.dropout!r}")
         if self.top_k > self.num_experts:
@@ -145,18 +150,23 @@ class ModelConfig:
         """The model that a Hugging Face config.json describes: a path to the file or its folder, or
         the parsed dictionary.
 
-        Reads the GPT-2, Llama, Mistral, Qwen2 and Mixtral families. A sliding window changes no
-        parameter and is not kept.
+        Reads the GPT-2, Llama, Mistral, Mixtral, Phi-3 and Qwen2 families; a key that is not there
+        has its family's own default, if there is one. A sliding window, the scaling of RoPE and the
+        fused weights of Phi-3 change no parameter and are not kept.
 
         Raises ValueError for what a ModelConfig cannot express, such as DeepSeek's multi-head
         latent attention, and for a file that is missing or broken.
         """
         if isinstance(source, Mapping):
             config, origin = source, "this dictionary"
-        else:
+        elif isinstance(source, (str, os.PathLike)):
             config, origin = _read_json(Path(source))
+        else:
+            raise TypeError(f"from_hf takes a path or a dictionary, got {source!r}")
         family = config.get("model_type")
-        if family not in _HF_FAMILIES:
+        if reason := _HF_BEYOND.get(str(family)):
+            raise ValueError(f"{origin}: {family} has {reason}, which a ModelConfig has not")
+        if str(family) not in _HF_FAMILIES:
             read = f"from_hf reads {', '.join(_HF_FAMILIES)}. Build a ModelConfig by hand instead"
             raise ValueError(f"{origin}: model_type is {family!r}; {read}")
         try:
@@ -167,13 +177,13 @@ class ModelConfig:
 
 
 def _read_json(path: Path) -> tuple[dict, str]:
-    path = path / "config.json" if path.is_dir() else path
-    if not path.exists():
+    path = path / "config.json" if os.path.isdir(path) else path
+    if not os.path.isfile(path):
         remedy = "give the path of a config.json or of the folder that holds it"
-        raise ValueError(f"there is no file {path.name!r} at that path: {remedy}")
+        raise ValueError(f"there is no file {path.name[:80]!r} at that path: {remedy}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is not valid JSON ({error}): download it again") from None
     if not isinstance(config, dict):
         found = f"{path.name} holds a {type(config).__name__}, not an object with keys"
@@ -182,16 +192,20 @@ def _read_json(path: Path) -> tuple[dict, str]:
 
 
 def _from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
-    h = config["n_embd"]
+    h, activation = config["n_embd"], config.get("activation_function", "gelu_new")
+    if activation not in ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
+        raise ValueError(f"activation_function is {activation!r}: from_hf reads GPT-2s with a GELU")
+    if _flag(config, "add_cross_attention"):
+        raise ValueError("add_cross_attention is true: from_hf reads decoders that stand alone")
     return dict(
         num_layers=config["n_layer"],
         d_model=h,
         num_heads=config["n_head"],
-        d_ff=config.get("n_inner") or 4 * h,
+        d_ff=4 * h if config.get("n_inner") is None else config["n_inner"],
         vocab_size=config["vocab_size"],
         seq_len=config["n_positions"],
-        dropout=config.get("resid_pdrop", 0.1),
-        tied=config.get("tie_word_embeddings", True),
+        dropout=_dropout(config, 0.1, "embd_pdrop", "resid_pdrop", "attn_pdrop"),
+        tied=_flag(config, "tie_word_embeddings", True),
     )
 
 
@@ -201,15 +215,23 @@ def _from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
         only = "from_hf reads SwiGLU models, whose hidden_act is 'silu'"
         raise ValueError(f"hidden_act is {activation!r}: {only}")
     by_hand = "build a ModelConfig by hand with bias=False, 'qkv' or True"
-    if config.get("mlp_bias"):
+    if family == "llama" and _flag(config, "mlp_bias"):
         raise ValueError(f"mlp_bias is true, a bias on SwiGLU layers alone: {by_hand}")
-    if family == "llama" and config.get("attention_bias"):
+    if family == "llama" and _flag(config, "attention_bias"):
         raise ValueError(f"attention_bias is true, a bias on four projections alone: {by_hand}")
+    if config.get("partial_rotary_factor", 1) != 1:
+        turned = f"partial_rotary_factor is {config['partial_rotary_factor']!r}"
+        raise ValueError(f"{turned}: in a ModelConfig RoPE turns heads as wide as they are")
+    mixtral, places = family == "mixtral", ("attention_dropout",)
+    if family == "phi3":
+        places += ("embd_pdrop", "resid_pdrop")
+    if _dropout(config, 0.0, *places):
+        raise ValueError(f"{places[0]} is not 0: from_hf reads models of this kind without dropout")
     return dict(
         num_layers=config["num_hidden_layers"],
         d_model=config["hidden_size"],
         num_heads=config["num_attention_heads"],
-        num_kv_heads=config.get("num_key_value_heads"),
+        num_kv_heads=config.get("num_key_value_heads", _HF_KV_HEADS[family]),
         d_head=config.get("head_dim"),
         d_ff=config["intermediate_size"],
         vocab_size=config["vocab_size"],
@@ -218,15 +240,39 @@ def _from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
         norm="rmsnorm",
         positions="rope",
         bias="qkv" if family == "qwen2" else False,
-        tied=config.get("tie_word_embeddings", False),
-        dropout=config.get("attention_dropout", 0.0),
-        num_experts=config.get("num_local_experts", 1),
-        top_k=config.get("num_experts_per_tok", 1),
+        tied=_flag(config, "tie_word_embeddings"),
+        num_experts=config.get("num_local_experts", 8) if mixtral else 1,
+        top_k=config.get("num_experts_per_tok", 2) if mixtral else 1,
     )
 
 
-_HF_FAMILIES = {"gpt2": _from_gpt2}
-_HF_FAMILIES |= dict.fromkeys(("llama", "mistral", "qwen2", "mixtral"), _from_llama)
+def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    _one_of(config.get(key, default), key, (True, False))
+    return config.get(key, default)
+
+
+def _dropout(config: Mapping[str, Any], default: float, *keys: str) -> Any:
+    """The one rate of dropout that all `keys` have."""
+    rates = {key: config.get(key, default) for key in keys}
+    if any(rate != rates[keys[0]] for rate in rates.values()):
+        each = ", ".join(f"{key}={rate!r}" for key, rate in rates.items())
+        raise ValueError(f"{each}: a ModelConfig has one rate of dropout for all places")
+    return rates[keys[0]]
+
+
+# Key–value heads of a config.json that does not say; None: as many as query heads.
+_HF_KV_HEADS = {"llama": None, "mistral": 8, "mixtral": 8, "phi3": None, "qwen2": 32}
+_HF_FAMILIES = {"gpt2": _from_gpt2} | dict.fromkeys(_HF_KV_HEADS, _from_llama)
+_HF_BEYOND = {
+    "deepseek_v2": "multi-head latent attention",
+    "deepseek_v3": "multi-head latent attention",
+    "gemma": "a gated feed-forward layer with GELU",
+    "gemma2": "four norms per layer and a gated feed-forward layer with GELU",
+    "olmo2": "norms behind attention and feed-forward, and norms of queries and keys",
+    "qwen3": "norms of queries and keys",
+    "qwen3_moe": "norms of queries and keys, and experts of a width of their own",
+}
+"""Parts that the anatomy of a ModelConfig cannot express, by model_type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +311,7 @@ class TrainConfig:
             raise ValueError(f"{sizes}={self.global_batch}: the last micro-batch would be short")
         _one_of(self.precision, "precision", ("fp32", "bf16", "fp16"))
         _one_of(self.fp32_gradients, "fp32_gradients", (True, False, "only"))
+        _one_of(self.autocast, "autocast", (True, False))
         _one_of(self.attention, "attention", ("plain", "sdpa"))
         if self.autocast and self.precision == "fp32":
             remedy = "give precision='bf16' or 'fp16'"

@@ -13,7 +13,8 @@ _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
 _SMALL = {"m": -3, "µ": -6, "u": -6, "n": -9}
 _BASES = ("B", "FLOP", "B/s", "FLOP/s", "s")
 _QUANTITY = re.compile(
-    r"\s*([-+]?[0-9][0-9_ ]*(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?)\s*([A-Za-zµ]*(?:/s)?)\s*", re.IGNORECASE
+    r"\s*([-+]?[0-9][0-9_ ]{,99}(?:\.[0-9]{,99})?(?:e[-+]?[0-9]{1,3})?)\s*([A-Za-zµ]*(?:/s)?)\s*",
+    re.IGNORECASE,
 )
 
 
@@ -56,7 +57,7 @@ def parse(quantity: str) -> int | float:
     """
     match = _QUANTITY.fullmatch(quantity)
     remedy = "write a number and a unit, such as '64 MB', '2 GiB' or '25 us'"
-    unreadable = ValueError(f"cannot read {quantity!r} as a quantity: {remedy}")
+    unreadable = ValueError(f"cannot read {quantity[:100]!r} as a quantity: {remedy}")
     if not match:
         raise unreadable
     number, unit = match.groups()

@@ -290,6 +290,16 @@ def test_formulas_agree_with_each_other(algorithm, n, length, itemsize):
 
 
 @pytest.mark.parametrize("algorithm", collectives.FORMULAS)
+def test_a_rank_of_a_million_is_asked_for_alone(algorithm):
+    with pytest.raises(ValueError, match=r"each of 1000000 ranks .* sent\(…, rank=0\)"):
+        collectives.sent(algorithm, nbytes=4_000_004, n=10**6)
+    for rank in (0, 7, 999_999):
+        alone = collectives.sent(algorithm, nbytes=4_000_004, n=10**6, rank=rank)
+        few = collectives.sent(algorithm, nbytes=4_004, n=1000, rank=rank % 1000)
+        assert alone.only(rank=rank).total == alone.total and len(alone) == len(few)
+
+
+@pytest.mark.parametrize("algorithm", collectives.FORMULAS)
 @pytest.mark.parametrize("n", RANKS)
 def test_cost_is_the_makespan_of_a_real_run(algorithm, n):
     length = n * 8  # pieces of equal size, also for the largest power of two in n

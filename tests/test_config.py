@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -51,6 +52,7 @@ def test_training_flops_are_six_per_parameter_and_attention():
         (dict(num_layers=0), "num_layers must be at least 1"), (dict(d_model=-8), "d_model must be at least 1, got -8"), (dict(vocab_size=3.5), "vocab_size must be a whole"),
         (dict(num_heads=3), "num_heads=3 does not divide d_model=8"), (dict(num_kv_heads=3), "num_kv_heads=3 does not divide"), (dict(ffn="relu"), "ffn must be one of 'gelu'"),
         (dict(norm="batch"), "norm must be"), (dict(positions="alibi"), "positions must be"), (dict(bias="all"), "bias must be"), (dict(dropout=float("nan")), "dropout must be"),
+        (dict(tied="no"), "tied must be one of True, False, got 'no'"), (dict(tied=1), "tied must be"), (dict(bias=1), "bias must be"), (dict(bias="True"), "bias must be"), (dict(name=7), "name must be text"),
         (dict(dropout=1.0), "dropout must be"), (dict(top_k=2), "top_k=2 is more than num_experts=1"), (dict(num_experts=0), "num_experts must be"),
     ],
 )  # fmt: skip
@@ -68,7 +70,10 @@ def test_unknown_names_list_the_known_ones():
         ModelConfig(**TINY).letters("s q")
 
 
+PUBLISHED |= {"phi-3-mini": 3_821_079_552, "mistral-nemo": 12_247_782_400}
 HF = {
+    "phi-3-mini": dict(model_type="phi3", num_hidden_layers=32, hidden_size=3072, num_attention_heads=32, intermediate_size=8192, vocab_size=32064, max_position_embeddings=4096),
+    "mistral-nemo": dict(model_type="mistral", num_hidden_layers=40, hidden_size=5120, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=14336, vocab_size=131072, max_position_embeddings=128000),
     "gpt2": dict(model_type="gpt2", n_embd=768, n_layer=12, n_head=12, vocab_size=50257, n_positions=1024),
     "llama-3.1-8b": dict(model_type="llama", num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072, hidden_act="silu", tie_word_embeddings=False, attention_bias=False),
     "mistral-7b": dict(model_type="mistral", num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=32000, max_position_embeddings=32768),
@@ -87,8 +92,12 @@ def test_from_hf_reads_every_family(name, tmp_path):
 @pytest.mark.parametrize(
     "broken, message",
     [
-        ({}, "model_type is None"), (dict(model_type="deepseek_v3"), "model_type is 'deepseek_v3'; from_hf reads gpt2"), (dict(model_type="gpt2"), "needs the key 'n_embd'"),
+        ({}, "model_type is None"), (dict(model_type="bert"), "model_type is 'bert'; from_hf reads gpt2"), (dict(model_type=["gpt2"]), "model_type is"), (dict(model_type="gpt2"), "needs the key 'n_embd'"),
         (HF["llama-3.1-8b"] | dict(hidden_act="gelu"), "hidden_act is 'gelu'"), (HF["llama-3.1-8b"] | dict(attention_bias=True), "attention_bias is true"),
+        (dict(model_type="deepseek_v3"), "deepseek_v3 has multi-head latent attention, which"), (dict(model_type="qwen3"), "qwen3 has norms of queries and keys"), (dict(model_type="gemma2"), "gemma2 has four norms per layer"), (dict(model_type="olmo2"), "olmo2 has norms behind"),
+        (HF["llama-3.1-8b"] | dict(tie_word_embeddings="false"), "tie_word_embeddings must be one of True, False, got 'false'"), (HF["gpt2"] | dict(tie_word_embeddings=0), "tie_word_embeddings must be"), (HF["llama-3.1-8b"] | dict(mlp_bias="no"), "mlp_bias must be"),
+        (HF["gpt2"] | dict(activation_function="relu"), "activation_function is 'relu'"), (HF["gpt2"] | dict(resid_pdrop=0.0), "embd_pdrop=0.1, resid_pdrop=0.0, attn_pdrop=0.1: a ModelConfig has one"), (HF["gpt2"] | dict(add_cross_attention=True), "add_cross_attention is true"),
+        (HF["mistral-7b"] | dict(attention_dropout=0.1), "attention_dropout is not 0"), (HF["phi-3-mini"] | dict(partial_rotary_factor=0.75), "partial_rotary_factor is 0.75"), (HF["phi-3-mini"] | dict(resid_pdrop=0.1), "a ModelConfig has one rate"),
         (HF["llama-3.1-8b"] | dict(mlp_bias=True), "mlp_bias is true"), (HF["llama-3.1-8b"] | dict(hidden_size=None), "d_model must be a whole number, got None"),
     ],
 )  # fmt: skip
@@ -97,9 +106,33 @@ def test_from_hf_says_what_it_cannot_read(broken, message):
         ModelConfig.from_hf(broken)
 
 
+@pytest.mark.parametrize("family, kv", [("llama", 32), ("mistral", 8), ("mixtral", 8), ("phi3", 32), ("qwen2", 32)])  # fmt: skip
+def test_a_key_that_is_not_there_has_the_default_of_its_family(family, kv):
+    bare = {k: v for k, v in HF["phi-3-mini"].items()} | dict(model_type=family)
+    model = ModelConfig.from_hf(bare)
+    experts = (8, 2) if family == "mixtral" else (1, 1)
+    assert (model.num_kv_heads, model.tied) == (kv, False)
+    assert (model.num_experts, model.top_k) == experts
+    assert ModelConfig.from_hf(bare | dict(num_key_value_heads=None)).num_kv_heads == 32
+    assert ModelConfig.from_hf(HF["gpt2"]).dropout == 0.1
+    assert ModelConfig.from_hf(HF["gpt2"] | dict(n_inner=5)).d_ff == 5
+
+
+@pytest.mark.parametrize("source", [None, 5, ["config.json"]])
+def test_from_hf_takes_paths_and_dictionaries(source):
+    with pytest.raises(TypeError, match="takes a path or a dictionary, got"):
+        ModelConfig.from_hf(source)
+
+
 @pytest.mark.parametrize(
     "content, message",
-    [(None, "no file 'config.json'"), ("{", "not valid JSON"), ("[]", "holds a list")],
+    [
+        ("[" * 100_000, "not valid JSON"),
+        ('{"n": ' + "1" * 10_000 + "}", "not valid JSON"),
+        (None, "no file 'config.json'"),
+        ("{", "not valid JSON"),
+        ("[]", "holds a list"),
+    ],
 )
 def test_from_hf_on_missing_and_broken_files(content, message, tmp_path):
     path = tmp_path / "config.json"
@@ -107,6 +140,13 @@ def test_from_hf_on_missing_and_broken_files(content, message, tmp_path):
         path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf(path)
+
+
+def test_from_hf_does_not_wait_for_what_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    for source in (tmp_path, tmp_path / "config.json", "x" * 10_000):
+        with pytest.raises(ValueError, match="there is no file"):
+            ModelConfig.from_hf(source)
 
 
 def test_accumulation_recipe():
@@ -125,6 +165,10 @@ def test_accumulation_recipe():
         dict(precision="int4"),
         dict(optimizer="lion"),
         dict(zero=4),
+        dict(zero=True),
+        dict(zero=1.0),
+        dict(autocast="no"),
+        dict(fp32_gradients=1),
         dict(checkpointing="some"),
     ],
 )

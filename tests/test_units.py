@@ -35,6 +35,7 @@ def test_gb_and_gib_differ_by_seven_percent():
         ("3", 3),
         ("25 us", 25e-6),
         ("1.5e3 kB", 1_500_000),
+        ("1e21 FLOP", 10**21),
         ("450 GB/s", 450 * 10**9),
     ],
 )
@@ -42,7 +43,20 @@ def test_parse(quantity, amount):
     assert units.parse(quantity) == amount
 
 
-@pytest.mark.parametrize("quantity", ["", "MB", "5 XB", "5 uB", "4 4.4.4 B", "five GB"])
+@pytest.mark.parametrize(
+    "quantity",
+    [
+        "",
+        "MB",
+        "5 XB",
+        "5 uB",
+        "4 4.4.4 B",
+        "five GB",
+        "1e99999999 B",
+        "1e-99999999 s",
+        "1" * 10**6,
+    ],
+)
 def test_parse_names_what_it_cannot_read(quantity):
     with pytest.raises(ValueError, match="cannot read"):
         units.parse(quantity)

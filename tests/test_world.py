@@ -1065,6 +1065,16 @@ def test_worlds_that_cannot_be(make, error, text):
             lambda comm: comm.send(torch.ones(2), 9),
             "there is no rank 9 on axis 'world' of 4 ranks: use 0 … 3",
         ),
+        (lambda comm: comm.send(torch.ones(2), True), "there is no rank True on axis 'world'"),
+        (lambda comm: comm.recv(torch.ones(2), 1.0), "there is no rank 1.0 on axis 'world'"),
+        (
+            lambda comm: comm.broadcast(torch.ones(2), src=True),
+            "src=True is not a rank of this group of 4: use 0 … 3",
+        ),
+        (
+            lambda comm: comm.reduce(torch.ones(2), dst="0"),
+            "dst='0' is not a rank of this group of 4: use 0 … 3",
+        ),
         (
             lambda comm: comm.send(torch.ones(2), -1),
             "there is no rank -1 on axis 'world' of 4 ranks",

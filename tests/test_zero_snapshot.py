@@ -2,10 +2,15 @@
 
 import dataclasses
 import functools
+import json
 import os
+import struct
+import subprocess
+import sys
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from zero_training import (
@@ -250,3 +255,57 @@ def test_a_snapshot_is_a_file_of_weights_with_the_mode_of_other_files(tmp_path):
     assert stored["exp_avg/tokens.weight"].shape == written["tokens.weight"].shape
     (tmp_path / "other").touch()
     assert (tmp_path / "run").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_what_a_killed_run_has_left_is_cleared(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for name in (f".run.{gone.pid}", f".run.{os.getpid()}", f".run.{os.getppid()}", ".run.txt"):
+        (tmp_path / name).touch()
+    os.symlink(tmp_path / "run", tmp_path / "latest")
+    ranks(2).run(write, 3, tmp_path / "latest")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"run", "latest", f".run.{os.getppid()}", ".run.txt"}
+    assert (tmp_path / "latest").is_symlink()
+
+
+def changed(snapshot, change):
+    """The file with another description of itself."""
+    (size,) = struct.unpack("<Q", snapshot[:8])
+    header = json.loads(snapshot[8 : 8 + size])
+    own = json.loads(header["__metadata__"]["labutils.zero"])
+    own = change(own) or own
+    header["__metadata__"]["labutils.zero"] = own if isinstance(own, str) else json.dumps(own)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + snapshot[8 + size :]
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (lambda own: "[" * 100_000, "cannot be read"),
+        (lambda own: "[]", "cannot be read"),
+        (lambda own: own.pop("states") and None, "cannot be read"),
+        (lambda own: own["groups"][0].update(names=7), "cannot be read"),
+        (lambda own: own["groups"][0].update(lr={}), "cannot be read"),
+        (lambda own: own["groups"][0].update(params=[1.0]), "sets params of a group"),
+        (lambda own: own["groups"][0].update(lr="x"), "sets lr of a group to 'x'"),
+        (lambda own: own["states"]["tokens.weight"].update(step="x"), "lacks step/tokens.weight"),
+        (lambda own: own["states"]["tokens.weight"].update(step=[]), "cannot be read"),
+        (lambda own: own["states"].update(other={"exp_avg": "F32"}), "lacks exp_avg/other"),
+    ],
+)
+def test_a_description_that_cannot_be_is_refused_before_anything_changes(
+    change, told, snapshot, tmp_path
+):
+    assert told in refusal(changed(snapshot, change), tmp_path)
+
+
+def test_a_state_of_another_shape_is_refused_before_anything_changes(tmp_path):
+    ranks(1).run(write, 2, tmp_path / "run", groups="adamw")
+    with safe_open(tmp_path / "run", "pt") as file:
+        own, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}
+    tensors["exp_avg/tokens.weight"] = tensors["exp_avg/tokens.weight"][:-1].clone()
+    save_file(tensors, tmp_path / "run", own)
+    told = refusal((tmp_path / "run").read_bytes(), tmp_path)
+    assert "exp_avg/tokens.weight that is not like the weight" in told

@@ -41,6 +41,13 @@ Share = Shaped[Tensor, "share *rest"]
 Sizes = Sequence[int] | None  # rows of each rank; unless given, equally many
 
 
+def is_rank(number: object, size: int) -> bool:
+    """Whether this is the number of one of `size` ranks; True is none, though Python takes it
+    for 1."""
+    whole = hasattr(number, "__index__") and not isinstance(number, bool)
+    return whole and 0 <= number < size
+
+
 def _collective(algorithm: Callable) -> Callable:
     """The algorithm, which names its lines of the ledger, and refuses on every rank alike what no
     algorithm could do."""
@@ -53,9 +60,9 @@ def _collective(algorithm: Callable) -> Callable:
             other = "sum, then divide by comm.size" if mean else f"use {', '.join(REDUCTIONS)}"
             raise ValueError(f"{name} cannot reduce by op={op!r}: {other}")
         for peer in ("src", "dst"):
-            if not 0 <= (rank := kwargs.get(peer, 0)) < comm.size:
+            if not is_rank(rank := kwargs.get(peer, 0), comm.size):
                 group = f"a rank of this group of {comm.size}: use 0 … {comm.size - 1}"
-                raise ValueError(f"{name}: {peer}={rank} is not {group}")
+                raise ValueError(f"{name}: {peer}={rank!r} is not {group}")
         with comm.record(name):
             return algorithm(x, comm, *args, **kwargs)
 

@@ -75,11 +75,13 @@ class Seat:
 
     def piece(self, ahead: int = 0) -> int:
         """Bytes in the piece of the rank that many places ahead on the ring."""
-        return self.cut(self.n)[(self.rank + ahead) % self.n]
+        there = (self.rank + ahead) % self.n
+        return self.cut(self.n, there, there + 1)
 
-    def cut(self, parts: int) -> list[int]:
-        """Bytes in each of `parts` shares of the tensor."""
-        return [share * self.itemsize for share in shares(self.S // self.itemsize, parts)]
+    def cut(self, parts: int, first: int, end: int) -> int:
+        """Bytes in shares `first` to `end` (not included) of `parts` shares of the tensor."""
+        base, larger = divmod(self.S // self.itemsize, parts)
+        return ((end - first) * base + min(end, larger) - min(first, larger)) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,12 @@ def _halving_doubling(at: Seat) -> tuple[int, int]:
     p = power_of_two(at.n)
     if at.rank >= p:
         return 1, at.S
-    pieces, extra = at.cut(p), at.rank + p < at.n
-    up = sum(sum(pieces[at.rank - at.rank % width :][:width]) for width in widths(p))
-    return 2 * len(widths(p)) + extra, at.S - pieces[at.rank] + up + extra * at.S
+    extra, groups = at.rank + p < at.n, [at.rank // width * width for width in widths(p)]
+    up = sum(
+        at.cut(p, first, first + width) for first, width in zip(groups, widths(p), strict=True)
+    )
+    down = at.S - at.cut(p, at.rank, at.rank + 1)
+    return 2 * len(widths(p)) + extra, down + up + extra * at.S
 
 
 def _halving_doubling_path(n: int) -> tuple[int, Fraction]:
@@ -157,6 +162,8 @@ FORMULAS: dict[str, Formula] = {
 }
 """S is always the whole tensor: what is broadcast, what a scatter divides, what a gather puts
 together, what each rank brings to the rest."""
+
+_MOST = 100_000  # ranks that get a line of their own
 
 ALL_REDUCES = tuple(name for name in FORMULAS if name.startswith("all_reduce"))
 
@@ -232,6 +239,11 @@ def _seats(
         raise ValueError(f"{S} bytes are not {elements}: give the tensor's itemsize")
     if not 0 <= root < n:
         raise ValueError(f"root={root} is not one of {n} ranks: use 0 … {n - 1}")
+    if rank is None and n > _MOST:
+        raise ValueError(
+            f"a ledger with a line for each of {n} ranks is too long: use {_MOST:,} "
+            "ranks at most, or ask for one, as in sent(…, rank=0)"
+        )
     ranks = range(n) if rank is None else (rank,)
     return [Seat(n, each, root, S, itemsize) for each in ranks]
 

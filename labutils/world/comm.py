@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from labutils import collectives
+from labutils.collectives.algorithms import is_rank
 from labutils.trace import Event
 from labutils.world.errors import site
 from labutils.world.messages import REDUCE_OPS, CallSite, Request, Work, describe
@@ -183,10 +184,10 @@ class Comm:
             raise TypeError(f"{op} takes a dense tensor on {device}, got {got}: convert it first")
 
     def _peer(self, rank: int) -> int:
-        if not 0 <= rank < self.size:
+        if not is_rank(rank, self.size):
             known = f"use 0 … {self.size - 1}, as in (rank + 1) % size"
             here = f"on axis {self.axis!r} of {self.size} ranks"
-            raise ValueError(f"there is no rank {rank} {here}: {known}")
+            raise ValueError(f"there is no rank {rank!r} {here}: {known}")
         if rank == self.rank:
             itself = f"rank {rank} on axis {self.axis!r} sends to itself"
             raise ValueError(f"{itself}: nothing needs to travel, use x.clone()")

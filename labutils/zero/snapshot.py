@@ -4,10 +4,11 @@ A file has every parameter whole, in its own shape, under its name in the module
 the optimizer under "state/parameter"; numbers, such as Adam's step, and settings are its metadata.
 """
 
+import glob
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,13 @@ def save(
     It is written aside and takes its name when it is complete. Any number of ranks at any level can
     `load` it. Cost: rank 0 holds one flat parameter at a time, whole.
     """
-    run, path = _Run(module, optimizer), Path(path)
+    run, path = _Run(module, optimizer), Path(os.path.realpath(path))
     states = run.states()
     if run.comm.rank > 0:
         for _ in run.wholes(states):
             pass
     else:
+        _clear(path)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with open(aside, "xb") as file:
@@ -83,6 +85,24 @@ def load(
     if isinstance(optimizer, Optimizer):
         for flat in optimizer.flats:
             flat.gather()
+
+
+def _clear(path: Path) -> None:
+    """Remove what runs that were killed while they wrote have left beside `path`."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        if (pid := left.suffix[1:]).isdigit() and not _alive(int(pid)):
+            left.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    """Whether another process of this machine has that number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid != os.getpid()
 
 
 class _Run:
@@ -179,10 +199,11 @@ class _Run:
 
     def misfit(self, file: Any) -> str:
         """Why an open file cannot be loaded, if it cannot."""
-        own = (file.metadata() or {}).get(OWN)
-        if own is None:
+        if OWN not in (file.metadata() or {}):
             return f"is a safetensors file, but no snapshot of {OWN}"
-        own, inner = json.loads(own), type(self.inner).__name__
+        own, inner = _own(file), type(self.inner).__name__
+        if own is None:
+            return f"has a description in {OWN!r} that cannot be read: use an older one"
         if own["optimizer"] != inner:
             return f"was written by {own['optimizer']}, this optimizer is {inner}: use the same"
         here = {name: (x.shape, x.dtype) for name, x in self.constants.items()}
@@ -207,11 +228,27 @@ class _Run:
         if list(map(set, theirs)) != list(map(set, ours)):
             sizes = f"{list(map(len, theirs))} parameters, this optimizer of {list(map(len, ours))}"
             return f"has groups of {sizes}, or others: group them alike"
+        for mine, given in zip(self.groups(), own["groups"], strict=True):
+            for key, value in given.items():
+                if key not in mine or isinstance(value, str) != isinstance(mine[key], str):
+                    return f"sets {key} of a group to {value!r}, which this optimizer cannot take"
+        return self.misfit_of_states(file, own["states"], here)
+
+    def misfit_of_states(self, file: Any, states: States, here: Mapping[str, tuple]) -> str:
+        """Why the states of an open file cannot be loaded, if they cannot."""
+        keys = set(file.keys())
+        for name, state in states.items():
+            for key in (key for key, value in state.items() if isinstance(value, str)):
+                there = f"{key}/{name}"
+                if there not in keys or name not in here:
+                    return f"lacks {there}: use an older one"
+                if file.get_slice(there).get_shape() != list(here[name][0]):
+                    return f"has a {there} that is not like the weight: use an older one"
         return ""
 
     def fill(self, file: Any) -> None:
         """Weights, states and settings are those of the file."""
-        own, keys = json.loads(file.metadata()[OWN]), set(file.keys())
+        own, keys = _own(file), set(file.keys())
         found: dict[nn.Parameter, dict[str, Tensor]] = {}
         for flat in self.flats:
             for i, piece in enumerate(flat.pieces):
@@ -234,6 +271,21 @@ class _Run:
         pieces = [piece for group in self.inner.param_groups for piece in group["params"]]
         known = {i: found[piece] for i, piece in enumerate(pieces) if found.get(piece)}
         self.inner.load_state_dict({"state": known, "param_groups": groups})
+
+
+def _own(file: Any) -> dict[str, Any] | None:
+    """What `header` wrote of optimizer, groups and states; None for anything else."""
+    try:
+        own = json.loads(file.metadata()[OWN])
+        groups, states = own["groups"], own["states"]
+        texts = [own["optimizer"], *states, *(name for group in groups for name in group["names"])]
+        values = [value for state in states.values() for value in state.values()]
+        settings = [item for group in groups for item in group.items() if item[0] != "names"]
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        return None
+    right = all(isinstance(text, str) for text in texts)
+    right &= all(isinstance(value, (str, int, float)) for value in values)
+    return own if right and all(_plain(key, value) for key, value in settings) else None
 
 
 def _stretch(file: Any, key: str, first: int, count: int) -> Tensor:
