@@ -57,8 +57,8 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
   const problem = (name, message) => Object.assign(new Error(message), { field: name });
   const whole = (name, what, least) => {
     const given = field(name).value.trim();
-    if (!/^\d[\d, _]*$/.test(given)) throw problem(name, `The ${what} must be a whole number, not “${given}”.`);
-    const number = BigInt(given.replace(/[, _]/g, ""));
+    if (!/^[-−]?\d[\d, _]*$/.test(given)) throw problem(name, `The ${what} must be a whole number, not “${given}”.`);
+    const number = BigInt(given.replace(/[, _]/g, "").replace("−", "-"));
     if (number < BigInt(least)) throw problem(name, `The ${what} must be at least ${least}, not ${given}.`);
     if (number > 10n ** 12n) throw problem(name, `The ${what} must be at most 1,000,000,000,000, not ${given}.`);
     return number;
@@ -125,17 +125,27 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     });
     return link;
   };
+  let opened = null; // the phase whose ledger is shown; the fullest unless the reader has chosen one
+  const open = (phase) => {
+    const button = make("button", { type: "button", "data-phase": phase, title: `show what is alive at the fullest moment of this phase` }, phase);
+    button.addEventListener("click", () => {
+      opened = phase;
+      root.update();
+      result.querySelector(`[data-phase=${phase}]`).focus();
+    });
+    return button;
+  };
   const bars = (data, phases, room) => {
     const most = Object.values(phases).reduce((most, { total }) => (total > most ? total : most), room);
     const rows = Object.values(phases).map(({ phase, total, by }) => {
       const told = data.components.flatMap((component, i) => (by[i] > 0n ? [`${component} ${text(by[i])}`] : [])).join(", ");
       const parts = data.components.map((component, i) => make("span", { class: `lu-${component}`, style: `width:${share(by[i] > 0n ? by[i] : 0n, most)}` }));
       const limit = make("i", { style: `left:${share(room, most)}` });
-      return make("div", { class: "lu-phase" }, phase, make("div", { class: "lu-bar", role: "img", "aria-label": `${phase}: ${told}` }, ...parts, limit), text(total));
+      return make("div", { class: "lu-phase" }, open(phase), make("div", { class: "lu-bar", role: "img", "aria-label": `${phase}: ${told}` }, ...parts, limit), text(total));
     });
     return make("div", { class: "lu-phases" }, ...rows);
   };
-  const table = (data, peak, letters) => {
+  const table = (data, peak, letters, whole) => {
     const heads = ["what is alive", "bytes", "exactly", "formula, and with the numbers put in"].map((head) => make("th", { scope: "col" }, head));
     const body = data.components.flatMap((component, i) => {
       const lines = peak.lines.filter((line) => line[1] === component);
@@ -147,7 +157,7 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
           row(make("th", { scope: "row" }, name), nbytes, make("td", {}, make("code", {}, formula), make("small", {}, /[^\d]/.test(formula) ? putIn(formula, letters) : ""))))),
       ];
     });
-    const foot = ["peak", text(peak.total), grouped(peak.total), ""].map((cell, i) => make(i ? "td" : "th", i ? {} : { scope: "row" }, cell));
+    const foot = [whole, text(peak.total), grouped(peak.total), ""].map((cell, i) => make(i ? "td" : "th", i ? {} : { scope: "row" }, cell));
     return make("div", { class: "lu-scroll", role: "region", "aria-label": "Lines of the ledger", tabindex: 0 },
       make("table", {}, make("thead", {}, make("tr", {}, ...heads)), ...body, make("tfoot", {}, make("tr", { "data-bytes": peak.total }, ...foot))));
   };
@@ -158,15 +168,19 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
     const { room, letters } = setting;
     const fails = Object.values(phases).find(({ total }) => total > room);
     const device = field("room").value === field("device").value ? field("device").selectedOptions[0].textContent : "device";
+    const ledger = phases[opened] ?? peak;
     const verdict = fails
       ? `does not fit: ${text(peak.total - room)} too much, and fails first ${where[fails.phase]}.`
       : `fits, with ${text(room - peak.total)} to spare.`;
     const said = make("p", { class: "lu-verdict", "data-bytes": peak.total, "data-fits": !fails }, make("strong", {}, text(peak.total)),
       ` at the fullest moment, ${where[peak.phase]}, after `, make("code", {}, peak.event), ". ",
-      make("strong", {}, `The ${device} has ${text(room)}: the step ${verdict}`));
+      make("strong", {}, `The ${device} has ${text(room)}: the step ${verdict}`),
+      " Counted are the operations of PyTorch on a CPU; context, kernels and workspaces of a GPU come on top.");
+    const caption = make("p", { class: "lu-open" }, `What is alive ${where[ledger.phase]}, after `, make("code", {}, ledger.event), ":");
     const sizes = Object.entries(letters).filter(([letter]) => letters.N > 1n || !"NP".includes(letter)).map(([letter, size]) => `${letter} = ${grouped(size)}`);
     if (letters.N > 1n) sizes.push("P is Ψ / N, the share of each tensor rounded up");
-    result.replaceChildren(said, bars(data, phases, room), table(data, peak, letters), make("p", { class: "lu-note" }, sizes.join(" · ")));
+    else if (+field("zero").value) sizes.push("ZeRO shards over devices: on one there is nothing to shard");
+    result.replaceChildren(said, bars(data, phases, room), caption, table(data, ledger, letters, ledger === peak ? "peak" : "total"), make("p", { class: "lu-note" }, sizes.join(" · ")));
   };
 
   const start = async () => {
@@ -189,7 +203,9 @@ for (const root of document.querySelectorAll(".lu-calculator:not([data-ready])")
       result.hidden = wrong.textContent !== "";
     };
     form.addEventListener("submit", (submit) => submit.preventDefault());
+    root.update = update;
     form.addEventListener("input", (input) => {
+      opened = null;
       const { longest, grouped: shared } = data.models[field("model").value];
       if (input.target.name === "model") {
         shape();

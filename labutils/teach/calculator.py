@@ -28,10 +28,10 @@ _SCRIPT, _STYLE = (
 
 # What a person chooses beside the sizes: a label, and what it means for a TrainConfig.
 PRECISION = {
-    "bf16, fp32 master weights": dict(precision="bf16"),
-    "bf16, fp32 master weights and gradients": dict(precision="bf16", fp32_gradients="only"),
-    "bf16 autocast over fp32 weights": dict(precision="bf16", autocast=True),
-    "fp32": dict(precision="fp32"),
+    "bf16, fp32 master weights: 16 bytes with Adam": dict(precision="bf16"),
+    "bf16, fp32 masters and gradients: 18 bytes": dict(precision="bf16", fp32_gradients="only"),
+    "bf16 autocast over fp32 weights: 16 bytes": dict(precision="bf16", autocast=True),
+    "fp32: 16 bytes": dict(precision="fp32"),
 }
 OPTIMIZER = {
     "AdamW, foreach": dict(optimizer="adamw", stepping="foreach"),
@@ -70,7 +70,7 @@ SHAPE = {  # the letters that a model brings along
 ONE = TrainConfig(micro_batch=1, global_batch=1)
 MASTERS = "master weights"
 SECTIONS = {  # the headings of lab 03 under which each component is derived
-    "weights": "How many parameters has a model?",
+    "weights": "How many parameters does a model have?",
     "gradients": "What is there before the first token?",
     "optimizer": "What is there before the first token?",
     "activations": "What does the forward pass keep?",

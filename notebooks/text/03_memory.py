@@ -12,9 +12,9 @@
 #
 # - count the parameters of a model from its `config.json`, to the last one (exercise 3.1),
 # - say which tensors a layer keeps for the backward pass, and how large they are (exercise 3.2),
-# - look at a published memory table and see that it cannot be right (exercise 3.3, a bug hunt).
+# - find the fullest moment of a step, its phase and its bytes (exercise 3.3, a bug hunt).
 #
-# You also predict the peak of a step with its phase, watch an allocator fail with memory to spare, and leave with a calculator.
+# You also watch an allocator fail with memory to spare, recompute published tables, and leave with a calculator.
 
 # %% [markdown]
 # ## Setup
@@ -23,8 +23,9 @@
 import dataclasses
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from labutils import checkpointing, measure, memory, units
+from labutils import checkpointing, measure, memory, precision, units
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.teach import calculator, plots
@@ -35,17 +36,16 @@ from labutils.teach.widgets import explore, log
 # %% [markdown]
 # ## The idea in one picture
 #
-# A training step of a small GPT. The first picture is measured: every storage, from the operation that made it to the one that freed it. The second comes from the
-# configuration alone, and no tensor is made for it.
+# A training step of a small GPT, measured: every storage, from the operation that made it to the one that freed it.
 
 # %%
 dims = dict(num_layers=3, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=32)
 config = ModelConfig(**dims)
-train = TrainConfig(micro_batch=8, global_batch=8, precision="fp32")
+train = TrainConfig(micro_batch=8, global_batch=8, precision="fp32", stepping="foreach")
 model = GPT(config, generator=torch.Generator().manual_seed(0))
-optimizer = torch.optim.AdamW(model.parameters())
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 tokens = torch.randint(128, (2, 8, 32), generator=torch.Generator().manual_seed(1))
-x, y = tokens[0].clone(), tokens[1].clone()
+x, y = tokens[0].clone(), tokens[1].clone()  # storages of their own
 
 
 def step():
@@ -58,32 +58,29 @@ def step():
 # %%
 step()  # the optimizer's state comes with the first step
 measured = measure.history(step, model, optimizer)
-title = "Measured: a hill of activations on a plateau of model states"
+title = "A hill of activations on a plateau of model states"
 plots.memory_timeline(measured, title=title)
+
+# %% [markdown]
+# The same history can be had from the configuration alone, and no tensor is made for it. Compare all moments: their phase, their operation, their bytes.
 
 # %%
 predicted = memory.history(config, train)
-title = "Predicted from the configuration: the same hill, the same peak"
-plots.memory_timeline(predicted, title=title)
-
-
-# %%
-def alive(history):
-    passes = [m for m in history.moments if m.phase in ("forward", "backward")]
-    return [(m.event, m.ledger.total) for m in passes]
-
-
-peaks = predicted.peak.ledger.total, measured.peak.ledger.total
-alive(predicted) == alive(measured), len(alive(measured)), peaks[0] == peaks[1]
+pairs = list(zip(measured.moments, predicted.moments, strict=True))
+equal = sum(
+    (a.phase, a.event, a.ledger.total) == (b.phase, b.event, b.ledger.total)
+    for a, b in pairs
+)
+{"moments": len(pairs), "equal": equal}
 
 # %% [markdown]
-# Equal after every operation of the forward and the backward pass, to the byte, and at the peak. The lab takes this apart, from what is there all the time to what is there for a moment: parameters, model states,
+# All equal, to the byte, the optimizer's step included. The lab takes this apart, from what is there all the time to what is there for a moment: parameters, model states,
 # activations, temporaries, and at last what the allocator adds.
 
 # %% [markdown]
-# ## How many parameters has a model?
+# ## How many parameters does a model have?
 #
-# A decoder has a table of words, L equal layers, a norm at the end and a head. GPT-2's layers have four attention matrices of $h \times h$, two of the feed-forward network of
+# A decoder has an embedding (one vector per word), L equal layers, a norm at the end and a head. GPT-2's layers have four attention matrices of $h \times h$, two of the feed-forward network of
 # $h \times 4h$, biases, and two norms: $12h^2 + 13h$.
 
 # %%
@@ -91,7 +88,7 @@ gpt2 = ModelConfig.named("gpt2-xl")
 gpt2.parameters
 
 # %% [markdown]
-# > How many parameters has GPT-2 XL, the "1.5 billion" one, in billions?
+# > How many parameters does GPT-2 XL have, the "1.5 billion" one, in billions?
 
 # %%
 predict("memory/gpt2-xl", billions=1.5)
@@ -105,8 +102,19 @@ reveal("memory/gpt2-xl", billions=by_hand / 1e9)
 by_hand, by_hand == gpt2.num_params
 
 # %% [markdown]
-# Today's models differ in four places. SwiGLU has three matrices, not two. Grouped-query attention (GQA) has fewer key and value heads, $g$ of them. There are no biases, or three a
-# layer. And the head may be the table of words again, *tied*. All of it stands in the `config.json` that comes with the weights:
+# Today's models replace nearly every part. Here h is the width of the model, a the number of query heads, d = h/a the width of a head, g the number of key-value heads, f the feed-forward
+# width, v the vocabulary, b sequences of s tokens; the last column is in numbers, not bytes, of one layer.
+#
+# | part | what it computes | its parameters | what it keeps for the backward pass |
+# |---|---|---|---|
+# | RoPE, in place of learned positions | turns each pair of numbers of a query or key by an angle that grows with the position | none (learned: sh) | nothing beside queries and keys |
+# | RMSNorm, in place of LayerNorm | x divided by its root mean square, times a weight | h (LayerNorm: 2h) | its input sbh and 1/rms of each token |
+# | grouped-query attention (GQA) | g heads of keys and values, each shared by a/g query heads | 2hgd for keys and values (else 2h²) | 2sbgd for keys and values (else 2sbh) |
+# | SwiGLU, in place of GELU | W₂(SiLU(W₁x) · W₃x), with SiLU(z) = z·σ(z) | 3hf (GELU: 2hf) | 4sbf: W₁x, SiLU of it, W₃x, the product (GELU: 2sbf) |
+# | E experts, k per token | each token visits the k feed-forward networks that a router scores highest | E networks, and hE | k times those of one network, and the router's scores |
+# | tied head | the embedding is used again as the head (GPT-2's is) | none (else vh) | its input sbh |
+#
+# There are no biases, or only three in a layer (Qwen2: queries, keys, values). The sizes, f too, are in the `config.json` that comes with the weights:
 
 # %%
 llama = ModelConfig.from_hf(exercises.LLAMA_3)
@@ -121,7 +129,7 @@ for name in (
     print(f"{name:15}{named.num_params:>17,}")
 
 # %% [markdown]
-# The numbers are those of the released weights, to the last parameter. "405B" has 405.9, "GPT-3 175B" 174.6 and "7B" anything from 6.7 to 7.6. Mixtral's "8x7B" are 46.7, because the
+# These are the parameters of the released weights, to the last one (GPT-3's were never released: there the number is the formula's). "405B" has 405.9, "GPT-3 175B" 174.6 and "7B" anything from 6.7 to 7.6. Mixtral's "8x7B" are 46.7, because the
 # eight experts share one attention.
 #
 # ### Exercise 3.1 · Count the parameters of a config.json (15 min, ●●○)
@@ -146,7 +154,7 @@ show(exercises.count_parameters)
 # %% [markdown]
 # ## What is there before the first token?
 #
-# Weights, their gradients, and what the optimizer remembers: the *model states*, Ψ numbers each, whatever the batch.
+# Weights, their gradients, and what the optimizer remembers: the *model states*. With Ψ parameters, weights and gradients are Ψ numbers each, and the optimizer keeps 2Ψ or, with a master copy, 3Ψ, whatever the batch.
 #
 # > GPT-2 XL with AdamW in bf16, with an fp32 master copy of the weights: how many GB?
 
@@ -170,16 +178,25 @@ precisions = {
     "bf16, gradients in fp32 instead": {"precision": "bf16", "fp32_gradients": "only"},
     "bf16, gradients in fp32 as well": {"precision": "bf16", "fp32_gradients": True},
 }
+print(f"{'bytes per parameter at ZeRO level':35}", *(f"{n:6}" for n in range(4)))
 for name, options in precisions.items():
     runs = [
         TrainConfig(micro_batch=1, global_batch=8, zero=level, **options)
         for level in range(4)
     ]
     shares = [memory.model_states(gpt2, run, Mesh(dp=8)).total for run in runs]
-    print(f"{name:32}", *(f"{share / gpt2.num_params:6.2f}" for share in shares))
+    print(f"{name:35}", *(f"{share / gpt2.num_params:6.2f}" for share in shares))
 
 # %% [markdown]
-# So 16, 18 and 20 bytes per parameter are all right, for different recipes (lab 02 takes them apart). And the measured ones? The small model, between `backward` and `step`:
+# So 16, 18 and 20 bytes per parameter are all correct, each for another recipe (lab 02 takes them apart). Published totals follow at once: 8, 48, 112 and 1120 GB for models of 0.5, 3, 7 and
+# 70 billion parameters are 16 bytes each, and "168 GB" for 7 billion is 24 bytes, of which 8 stand for activations and buffers that do not depend on Ψ:
+
+# %%
+print(*(f"{size}B: {16 * size:g} GB" for size in (0.5, 3, 7, 70)), sep="   ")
+print(f"7B at 24 bytes: {24 * 7} GB")
+
+# %% [markdown]
+# And the measured ones? The small model, between `backward` and `step`:
 
 # %%
 model.loss(x, y).backward()
@@ -196,13 +213,15 @@ optimizer.zero_grad()
 #
 # | operation | its backward pass reads |
 # |---|---|
-# | $y = xW$ | $x$ (and $W$, which is there anyway) |
+# | $y = xW$ | $x$ for the gradient of $W$ (a frozen $W$ needs none), and $W$, which is there anyway |
 # | LayerNorm | its input, and mean and 1/σ of each token |
 # | softmax | its *output* |
 # | $QK^\top$, and weights times $V$ | both factors |
 # | GELU | its input |
 # | dropout | a mask |
 # | $x + y$ | nothing |
+# | cross-entropy | the log-probabilities, one number per token and word |
+# | embedding | the token numbers |
 #
 # > In bf16 with dropout: how many bytes does GPT-2 XL keep in one layer for a single sequence of 1024 tokens, in MB?
 
@@ -222,8 +241,8 @@ for line in layer:
 reveal("memory/one-layer", MB=sum(line.amount for line in layer) / 1e6)
 
 # %% [markdown]
-# Nearly three quarters are the s × s matrices of attention: the softmax of 25 heads, what dropout leaves of it, and the mask. That was the prediction; the measurement hooks every tensor that autograd packs
-# away, for the small model of the first picture:
+# Nearly three quarters are the s × s matrices of attention: the softmax of 25 heads, what dropout leaves of it, and the mask. This is counted from the configuration. The measurement hooks every tensor that autograd packs
+# away, for the small model of the first picture (the 1.5B model is measured at full size further down):
 
 # %%
 counted = memory.activations(config, train)
@@ -235,7 +254,8 @@ counted.diff(saved).unexplained
 #
 # ### Exercise 3.2 · Predict what attention keeps (15 min, ●●○)
 #
-# Plain causal attention with $a$ query and $g$ key-value heads, no dropout, no norm, the output projection included; `size` is the bytes of a number. Return the bytes that autograd keeps.
+# Plain causal attention with $a$ query and $g$ key-value heads, no dropout, no norm, the output projection included; `size` is the bytes of a number. Keys and values are not copied for the query heads that share them.
+# Return the bytes that autograd keeps.
 
 
 # %%
@@ -269,7 +289,7 @@ paper
 48 * paper.total - sum(line.amount for line in kept)
 
 # %% [markdown]
-# The formula counts less than PyTorch keeps. It is no rounding, and no "about": each byte of the difference has a name.
+# The formula counts less than PyTorch keeps, and each byte of the difference has a name.
 
 # %%
 beyond = memory.beyond_the_paper(with_dropout, run)
@@ -279,8 +299,16 @@ beyond
 kept.total, paper.scaled(48).total + beyond.total == kept.total
 
 # %% [markdown]
-# The paper assumes dropout masks of one byte; on a CPU PyTorch keeps them in the format of what they mask. It leaves out mean and 1/σ, the embedding, the head and the loss. With a vocabulary of
-# 50 257 words the log-probabilities alone are half as large as a layer.
+# The paper assumes dropout masks of one byte; on a CPU PyTorch keeps them in the format of what they mask. The formula of a layer also leaves out mean and 1/σ, the embedding, the head and the loss. The paper's
+# section 4.3 adds the last three: sbh for the embedding's dropout, 2sbh each for the last norm and the head's input, and the logits in fp32, 4sbv. Here the loss keeps log-probabilities in bf16, 2sbv:
+
+# %%
+s, h, v = gpt2.letters("s h v")
+outside = sum(line.amount for line in kept if not line.name.startswith("blocks."))
+{"section 4.3": units.text(5 * s * h + 4 * s * v), "here": units.text(outside)}
+
+# %% [markdown]
+# The words matter: with a vocabulary of 50 257 the log-probabilities alone are half as large as a layer. Models that compute the loss in fp32 (those of Hugging Face, Megatron-LM) keep twice as much of it.
 
 # %% [markdown]
 # ## What makes activations grow?
@@ -294,9 +322,11 @@ predict("memory/four-times-longer", times=4)
 lengths = [256, 512, 1024, 2048, 4096, 8192]
 
 
-def one(batch=1, **options):
-    """A run whose batch is one micro-batch."""
-    return TrainConfig(micro_batch=batch, global_batch=batch, **options)
+def one(batch=1, stepping="foreach", **options):
+    """A run whose batch is one micro-batch, stepped as PyTorch does on a GPU."""
+    return TrainConfig(
+        micro_batch=batch, global_batch=batch, stepping=stepping, **options
+    )
 
 
 def activations(tokens, **options):
@@ -321,13 +351,14 @@ plots.curves(
 )
 
 # %% [markdown]
-# In the batch and in the layers they are linear, always. In the sequence they are $34sbh + 5as^2b$: linear *and* quadratic, equal where $s = 34h/5a$, at
+# In the batch and in the layers they are linear, always. In the sequence they are $34sbh + 5as^2b$ by the formula: linear *and* quadratic, equal where $s = 34h/5a = 34d/5$. Without dropout, as
+# in the curves above, $32sbh$ stand against $2as^2b$, equal where $s = 16d$:
 
 # %%
-34 * 64 / 5, 34 * 128 / 5
+{d: {"with dropout": 34 * d / 5, "without": 16 * d} for d in (64, 128)}
 
 # %% [markdown]
-# tokens for heads 64 and 128 wide. Fused attention (lab 06) removes the square, so today's activations are linear in $s$ too.
+# tokens, for heads 64 and 128 wide. Fused attention (lab 06) removes the square, so today's activations are linear in $s$ too.
 #
 # **What do a modern model's parts change?** One layer of Llama-3.1-8B at 4096 tokens in bf16, each part put back to that of GPT-2:
 
@@ -351,22 +382,31 @@ for name, changes in parts.items():
     print(f"{name:28}{units.text(changed):>9}  {changed / base - 1:+.0%}")
 
 # %% [markdown]
-# GQA saves on keys and values. SwiGLU keeps four tensors of $sbf$ where GELU keeps two. And RMSNorm, as PyTorch runs it on a CPU, keeps its input in fp32 and the normalized one as well: simpler to compute, and
-# *larger* to remember, until somebody fuses it.
+# GQA saves on keys and values, SwiGLU keeps four tensors of $sbf$ where GELU keeps two. The last line is one of this implementation, not of RMSNorm: on a CPU PyTorch composes the norm of single operations, and keeps its input
+# in fp32 and the normalized one as well.
+
+# %%
+varied = dataclasses.replace(llama, num_layers=1, seq_len=4096)
+for line in memory.activations(varied, one(attention="sdpa")):
+    if "attention_norm" in line.name:
+        print(f"{units.text(line.amount):>8}  {line.note}")
+
+# %% [markdown]
+# A fused kernel keeps 2sbh bytes and 1/rms: a quarter of it.
 
 # %% [markdown]
 # ## When is memory fullest?
 #
 # Activations are largest at the end of the forward pass. Is that the peak?
 #
-# > GPT-2 XL in bf16, one sequence, full checkpointing, 24.9 GB of model states: how many GB at the fullest moment? And is it in the forward pass, in the backward pass or in the optimizer's step?
+# > GPT-2 XL in bf16, one sequence, full checkpointing, AdamW as PyTorch steps it on a GPU. The model states are 24.9 GB. How many GB at the fullest moment? (And in which pass is it?)
 
 # %%
 predict("memory/peak", GB=26)
 
 # %%
-setting = TrainConfig(micro_batch=1, global_batch=1, checkpointing="full")
-peak = memory.predict(gpt2, setting, hardware=Hardware.named("V100"))
+setting = one(checkpointing="full")
+peak = memory.predict(gpt2, setting)
 {name: units.text(amount) for name, amount in peak.phases.items()}
 
 # %%
@@ -376,10 +416,84 @@ reveal("memory/peak", GB=peak.total / 1e9)
 peak
 
 # %% [markdown]
-# Weights, gradients, moments, and an fp32 copy of the gradients that nobody budgets for: the optimizer steps the master weights, and those are fp32. Each line's note is its formula in the letters of the course.
-# That is the answer to the lab's question: of 32 GB two tenths of a gigabyte are left, for a batch of one, before the driver and the libraries have taken theirs.
+# In the optimizer's step no activation is left, and two things are there that are not model states. The optimizer steps the fp32 master weights, so it needs an fp32 copy of the gradients, 4 bytes per parameter. And *foreach*, PyTorch's
+# default on a GPU, steps all weights at once, with a working copy of all of them: 4 bytes more. Switch that off, one weight after the other (*loop*, the default on a CPU) or in one kernel (*fused*):
+
+# %%
+for stepping in ("foreach", "loop", "fused"):
+    top = memory.predict(gpt2, one(checkpointing="full", stepping=stepping))
+    per = f"{top.total / gpt2.num_params:.1f} bytes per parameter"
+    print(f"{stepping:8}{units.text(top.total)}, {per}, in the {top.phase}")
+
+# %% [markdown]
+# That is the answer to the lab's question: **37.4 GB**, for one sequence and with everything checkpointed. A V100 "with 32 GB" reports about 34.1·10⁹ bytes (32 510 MiB): it does not fit.
+# With a fused optimizer it does, for a batch of one.
 #
-# With 32 sequences and without checkpointing it is another moment: the loss has been taken, and over all saved activations stand the log-probabilities and *two* gradients of them.
+# Is it true? `FakeTensorMode` runs the real program at full size: tensors have shapes, types and lifetimes, and no memory (lab 00).
+
+
+# %%
+def second_step(model, run):
+    """Bytes alive in a training step after the first, measured."""
+    narrow = torch.float32 if run.precision == "fp32" else torch.bfloat16
+    torch.set_default_dtype(narrow)
+    net = GPT(model, attention=run.attention)
+    torch.set_default_dtype(torch.float32)
+    checkpointing.apply(net, run.checkpointing)
+    make = torch.optim.SGD if run.optimizer == "sgd" else torch.optim.AdamW
+    inner = make(net.parameters(), lr=0.1, foreach=run.stepping == "foreach")
+    half = narrow != torch.float32
+    optimizer = precision.MasterWeights(inner) if half else inner
+    size = run.micro_batch, model.seq_len
+    x, y = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
+
+    def update():
+        with measure.phase("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def step():
+        loss = net.loss(x, y)
+        loss.backward()
+        update()
+
+    for weight in net.parameters():  # an update from zeros: the state is there now
+        weight.grad = torch.zeros_like(weight)
+    update()
+    return measure.history(step, net, inner)
+
+
+# %%
+with FakeTensorMode():
+    full_size = second_step(gpt2, setting).peak
+{
+    "phase": full_size.phase,
+    "measured": units.text(full_size.ledger.total),
+    "unexplained bytes": full_size.ledger.total - peak.total,
+}
+
+# %% [markdown]
+# At full size the program and the formula give the same bytes. And the small model, really computed, at several settings:
+
+# %%
+tried = {
+    "as above": {},
+    "fused attention": {"attention": "sdpa"},
+    "checkpointed": {"checkpointing": "full"},
+    "SGD": {"optimizer": "sgd"},
+    "bf16, masters": {"precision": "bf16", "stepping": "loop"},
+}
+for name, options in tried.items():
+    run = dataclasses.replace(train, **options)
+    guess, found = memory.predict(config, run), second_step(config, run).peak
+    unexplained = guess.total - found.ledger.total
+    print(f"{name:16}{guess.phase:>10}{guess.total:>10,} B, unexplained: {unexplained}")
+
+# %% [markdown]
+# This holds for the course's GPT on a CPU, where every operation is known. On a GPU the allocator rounds (next section), and libraries add workspaces of their own (in practice, below).
+#
+# With 32 sequences and without checkpointing the fullest moment is another one: the loss has been taken. All activations are there, and on top of them *two* gradients as large as the log-probabilities, the one that comes into the
+# backward pass of the softmax and the one that goes out.
 
 # %%
 large = memory.predict(gpt2, one(32))
@@ -401,63 +515,74 @@ def fullest(micro_batch=2, checkpointing="none"):
     return plots.memory_bars(title=title, capacity=Hardware.named("H100"), peak=peak)
 
 
-explore(fullest, micro_batch=log(1, 32), checkpointing=["none", "selective", "full"])
+explore(fullest, micro_batch=log(1, 64), checkpointing=["none", "selective", "full"])
 
 # %% [markdown]
-# From 4 sequences on; with full checkpointing from 32. Then the memory is a question of the batch, before it one of the parameters.
+# A slider stops at powers of two. The exact number is one more loop:
+
+
+# %%
+def leaves_the_optimizer(**options):
+    """The smallest batch whose peak is not in the optimizer's step."""
+    for batch in range(1, 100):
+        if memory.predict(gpt2, one(batch, **options)).phase != "optimizer":
+            return batch
+
+
+for kind in ("none", "full"):
+    found = {
+        stepping: leaves_the_optimizer(
+            attention="sdpa", checkpointing=kind, stepping=stepping
+        )
+        for stepping in ("foreach", "loop", "fused")
+    }
+    print(f"checkpointing {kind}:", found)
+
+# %% [markdown]
+# Below these batches the number of parameters decides how much memory a step takes; above them the batch does.
 #
-# Is it true? The same prediction for the small model, against its measured peak, at several settings:
+# ### Exercise 3.3 · Bug hunt: the estimator that adds everything up (15 min, ●●○)
+#
+# Many estimators compute model states plus activations. No moment of a step holds both. Repair this one, for bf16 with fp32 master weights and AdamW, without checkpointing: `parameters` is Ψ, `activations` are the bytes kept at the end
+# of the forward pass, `logits` the bytes of one tensor of $bsv$ numbers, `stepping` is "foreach" or "fused". Return the phase and the bytes of the fullest moment, within a thousandth.
 
 
 # %%
-def measured_peak(setting):
-    """The fullest moment of a second step, measured."""
-    learner = GPT(config, attention=setting.attention)
-    checkpointing.apply(learner, setting.checkpointing)
-    make = torch.optim.SGD if setting.optimizer == "sgd" else torch.optim.AdamW
-    stepper = make(learner.parameters(), lr=0.1)
-
-    def one_step():
-        loss = learner.loss(x, y)
-        loss.backward()
-        stepper.step()
-        stepper.zero_grad()
-
-    one_step()
-    return measure.history(one_step, learner, stepper).peak
+def fullest_moment(parameters, activations, logits, stepping) -> tuple[str, int]:
+    return "forward", 16 * parameters + activations
 
 
 # %%
-tried = {
-    "as above": {},
-    "fused attention": {"attention": "sdpa"},
-    "checkpointed": {"checkpointing": "full"},
-    "SGD": {"optimizer": "sgd"},
-}
-for name, options in tried.items():
-    setting = dataclasses.replace(train, **options)
-    guess, found = memory.predict(config, setting), measured_peak(setting)
-    unexplained = guess.total - found.ledger.total
-    print(f"{name:16}{guess.phase:>10}{guess.total:>10,} B, unexplained: {unexplained}")
+check("memory/bug-hunt-peak", fullest_moment)
 
-# %% [markdown]
-# This holds for the course's GPT on a CPU, where every operation is known. On a GPU the allocator rounds (next section), and libraries add workspaces of their own; published
-# estimators state an error of a few percent there.
+# %%
+hint("memory/bug-hunt-peak", 1)
+
+# %%
+show(exercises.fullest_moment)
 
 # %% [markdown]
 # ## Why is there no room while bytes are free?
 #
-# What PyTorch asks of the driver is not what tensors ask of PyTorch. Asking is slow, so freed memory is kept in *segments* and handed out again in *blocks*: small tensors share segments of 2 MiB, larger
-# ones of 20 MiB, and from 10 MiB on a tensor has a segment to itself. `memory.Allocator` follows those rules, on a device of your choice.
+# What PyTorch asks of the driver is not what tensors ask of PyTorch. Asking is slow, so freed memory is kept in *segments* and handed out again in *blocks*. A request takes the smallest free block that holds it, cut to size.
+# Only where there is none does PyTorch ask for a new segment:
 #
-# > A device of 40 MiB. Eight tensors of 5 MiB, and every second one is freed. How many MiB does the largest tensor have that finds room now?
+# | request, rounded up to 512 bytes | takes blocks of | a new segment has |
+# |---|---|---|
+# | up to 1 MiB | segments for small requests | 2 MiB |
+# | more than 1 MiB, less than 10 MiB | segments for large requests | 20 MiB |
+# | 10 MiB and more | segments for large requests | its own size, rounded up to 2 MiB |
+#
+# `memory.Allocator` follows those rules, on a device of your choice.
+#
+# > A device of 40 MiB. Eight tensors of 5 MiB, and every second one is freed. What is the largest tensor that still fits, in MiB?
 
 # %%
 predict("memory/largest-free", MiB=20)
 
 # %%
 gpu = memory.Allocator(40 * units.MIB)
-addresses = [gpu.alloc(5 * units.MIB, name=f"tensor {i % 2}") for i in range(8)]
+addresses = [gpu.alloc(5 * units.MIB, name="tensor of 5 MiB") for _ in range(8)]
 for address in addresses[::2]:
     gpu.free(address)
 gpu
@@ -476,7 +601,7 @@ except memory.OutOfMemory as error:
     print(error)
 
 # %% [markdown]
-# That is fragmentation. Before it gives up the allocator hands back segments in which nothing is left; here every segment holds something.
+# That is *fragmentation*. Before it gives up, the allocator hands back segments in which nothing is left; here every segment holds something.
 #
 # **Two remedies.** It happens to large tensors too. A batch of 6 GiB comes and goes, the optimizer's state moves into the hole it left, and the next batch, as large as the first, finds 9 GiB free and no 6 in one piece:
 
@@ -502,6 +627,13 @@ devices = {
 }
 
 # %%
+stuck = devices["default"]
+f"{1 - stuck.allocated / stuck.capacity:.0%} of the memory is free"
+
+# %% [markdown]
+# The ZeRO paper reports failures with "over 30% of memory still available in some extreme cases" (section 3.2).
+
+# %%
 title = "Not cutting the large block helps, and so does a segment that can grow"
 layouts = {name: gpu.layout for name, gpu in devices.items()}
 plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **layouts)
@@ -510,31 +642,44 @@ plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **la
 # `max_split_size` leaves blocks above that size whole: the state gets a segment of its own, and the hole waits for the next batch. `expandable_segments` reserves addresses instead of memory: the segment grows
 # by the 1 GiB that is missing. Neither helps the eight small tensors above, whose holes are smaller than a page of 20 MiB.
 #
-# **On a real step.** The trace of the first picture, every storage with its birth and death, replayed on a device. The tensors are small, so they share segments; what is reserved beyond them is the price of
-# not asking the driver:
+# **On a real step: allocated against reserved.** A fresh optimizer, its first step, and its first two, every storage with its birth and death, replayed on a device. *Allocated* is in blocks that are in use, *reserved* in segments:
+
 
 # %%
-replayer = memory.Allocator(units.parse("1 GiB"))
-memory.replay(measure.storages(step, model, optimizer), replayer)
-peaks = {
-    "tensors": measured.peak.ledger.total,
-    "blocks": replayer.peak_allocated,
-    "segments": replayer.peak_reserved,
-}
-{name: units.text(amount) for name, amount in peaks.items()}
+def replayed(steps):
+    """The device after so many steps of a fresh optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def run():
+        for _ in range(steps):
+            model.loss(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    gpu = memory.Allocator(units.GIB)
+    memory.replay(measure.storages(run, model, optimizer), gpu)
+    return gpu
+
+
+for steps in (1, 2):
+    gpu = replayed(steps)
+    most = units.text(gpu.peak_allocated, binary=True)
+    held = units.text(gpu.peak_reserved, binary=True)
+    print(f"up to step {steps}: {most} allocated at the peak, {held} reserved")
 
 # %% [markdown]
-# Blocks are multiples of 512 bytes, segments of 2 MiB. A recorded run on a GPU belongs here; this course does not have one yet.
+# The second step allocates more, since the optimizer's state is there, and asks the driver for nothing: the first step has prepared the segments. (Where the state is large it is the other way round, and step 2 fails: lab 00.)
 
 # %% [markdown]
 # ## Where do the 60 GB of GPT-2 come from?
 #
-# The ZeRO paper's example: GPT-2 with 1.5 billion parameters, 1024 tokens, batch 32. Weights 3 GB; model states 24 GB; activations "about 60 GB"; with checkpointing "about 8 GB". Each number again:
+# The ZeRO paper's example (section 3): GPT-2 with 1.5 billion parameters, 1024 tokens, batch 32. Weights 3 GB; model states 24 GB; activations "about 60 GB", with checkpointing "about 8 GB"; and 6 GB of temporary buffers. Each number again:
 
 # %%
 states = memory.model_states(gpt2, one(32))
 weights = states.only(component="weights").total
 {"weights": units.text(weights), "model states": units.text(states.total)}
+
 
 # %%
 def kept_by(**options):
@@ -557,29 +702,23 @@ for name, amount in ways.items():
     print(f"{name:38}{units.text(amount):>9}")
 
 # %% [markdown]
-# The 60 GB are the paper's own count of 12 numbers for each token, layer and column, without the scores, which alone are
-# 165 − 84 = 81 GB. Its 8 GB with checkpointing come out at 8.5, log-probabilities included. So the model that is 3 GB takes 25 GB before the first token, and between 9 and 287 GB more after it,
-# by what you keep.
+# The 60 GB are the paper's own count of 12 numbers for each token, layer and column, without the scores. For its 8 GB with checkpointing the paper gives a rule of thumb: the memory goes down "by approximately the square root of the total
+# activations" (section 3.2), √60 = 7.7. Lab 04 shows which plans come near it. What full checkpointing of every layer keeps in PyTorch is the last line, log-probabilities included.
+#
+# The 6 GB are one fp32 number per parameter: a buffer that fuses all gradients for one all-reduce. So the stack of the example is
+
+# %%
+stack = {
+    "model states": 16 * 1.5e9,
+    "activations, checkpointed": 8e9,
+    "buffer for all gradients": 4 * 1.5e9,
+}
+stack["together"] = sum(stack.values())
+{name: units.text(amount) for name, amount in stack.items()}
 
 # %% [markdown]
-# ### Exercise 3.3 · Bug hunt: a table that fits one layer (10 min, ●○○)
-#
-# This function made a published table of activations, by the paper's formula. It is right for one layer. Repair it.
-
-
-# %%
-def activation_bytes(b: int, s: int, h: int, a: int, L: int) -> int:
-    return L * 34 * s * b * h + 5 * a * s * s * b
-
-
-# %%
-check("memory/bug-hunt-table", activation_bytes)
-
-# %%
-hint("memory/bug-hunt-table", 1)
-
-# %%
-show(exercises.activation_bytes)
+# more than the 32 GB of the device, before fragmentation. Across several devices PyTorch fuses gradients in buckets of 25 MiB instead (lab 08), and the 37.4 GB found above have no such buffer: they are 24.9 GB of model states and 12.5 GB that
+# the optimizer's step needs.
 
 # %% [markdown]
 # ## The calculator
@@ -595,12 +734,11 @@ calculator.Calculator(
 )  # fmt: skip
 
 # %% [markdown]
-# A step is one micro-batch: with accumulation (lab 05) the gradients lie there during the next forward pass as well. *foreach* is how PyTorch's AdamW steps on a GPU unless told otherwise: fast, with a
-# working copy of all weights, and that is where the peak of a small batch comes from. Like all predictions of this lab it counts the operations of a CPU; a sequence shorter than GPT's learned positions
-# counts as a model with fewer of them.
+# Choose a phase beside the bars to open its ledger: activations are in those of the forward and the backward pass. The recipe with 20 bytes per parameter keeps half-precision gradients beside the fp32 ones, 2 bytes more than the one with 18. A step is one micro-batch: with accumulation (lab 05) the gradients lie there during the next forward pass as well. Like all predictions of this lab it
+# counts the operations of a CPU; a sequence shorter than GPT's learned positions counts as a model with fewer of them.
 #
 # Find the cheapest way to train Llama-3.1-8B with 4096 tokens on 8 H100s. Which line decides? For another model or your own, `calculator.Calculator("qwen2-0.5b", mine=ModelConfig.from_hf("config.json"))`; for a sweep
-# `memory.predict`, about 0.1 ms each once it has met the kind of step:
+# `memory.predict`, some tenths of a millisecond each once it has met the kind of step:
 
 # %%
 short = dataclasses.replace(llama, seq_len=4096)
@@ -638,8 +776,11 @@ for zero in (1, 2):
 # %% [markdown]
 # ## In practice
 #
-# - **`torch.cuda.max_memory_allocated()`** is the peak of what tensors take, rounded up to blocks; **`max_memory_reserved()`** is what the driver sees. `nvidia-smi` shows more than either: the CUDA context and NCCL's
-#   buffers are outside of PyTorch.
+# - **`torch.cuda.max_memory_allocated()`** is the peak of what tensors take, rounded up to blocks; **`max_memory_reserved()`** is what PyTorch has asked of the driver. `nvidia-smi` shows more than either: the CUDA context and the kernels
+#   loaded into it, and NCCL's buffers, are outside of PyTorch. The documentation of Hugging Face Transformers ("Model training anatomy") speaks of 1–2 GB for the kernels; measure yours as what `nvidia-smi` shows minus
+#   `torch.cuda.memory_reserved()` after one small product.
+# - **Inside of PyTorch**, and in no formula: the workspace of cuBLAS, one per handle and stream, 8 MiB, or 32 MiB on an H100; scratch memory of fused kernels. `CUBLAS_WORKSPACE_CONFIG` sets the first.
+# - **Logits in fp32.** Hugging Face's models and Megatron-LM take the loss in fp32: log-probabilities and their two gradients are 4 bytes per number, not 2. For large vocabularies that is the largest buffer of a step.
 # - **`torch.cuda.memory._record_memory_history()`**, then `_dump_snapshot("file")`: every allocation with its stack, to be opened at pytorch.org/memory_viz.
 # - **`PYTORCH_ALLOC_CONF`** (before: `PYTORCH_CUDA_ALLOC_CONF`, still read) takes the two remedies: `expandable_segments:True` or `max_split_size_mb:512`. The first is what to try when the message of an error says that much
 #   is "reserved by PyTorch but unallocated".
@@ -653,7 +794,7 @@ for zero in (1, 2):
 # %% [markdown]
 # ## Errata
 #
-# **The Qwen2 table of a book chapter** gives activations at $b = 1$, $s = 4096$ as a linear and a quadratic term. With its own formula:
+# **The Qwen2 table** (chapter 15, "LLM Training Acceleration (WIP)", of an online book on large language models) gives activations at $b = 1$, $s = 4096$ as a linear and a quadratic term. With the chapter's own formula, 34sbh + 5as²b in each layer:
 
 # %%
 stated = {"qwen2-0.5b": (2.9, 2), "qwen2-7b": (3.9, 4), "qwen2-72b": (71, 8)}
@@ -661,10 +802,12 @@ for name, (linear, quadratic) in stated.items():
     h, a, L = ModelConfig.named(name).letters("h a L")
     right = L * 34 * 4096 * h / 1e9, L * 5 * a * 4096**2 / 1e9
     print(f"{name:11} stated {linear:5} + {quadratic} GB", end="   ")
-    print(f"by the formula {right[0]:5.1f} + {right[1]:5.1f} GB")
+    print(f"by the formula {right[0]:5.1f} + {right[1]:5.1f} GB", end="   ")
+    print(f"8as² of one layer: {8 * a * 4096**2 / units.GIB:4.2f} GiB")
 
 # %% [markdown]
-# The quadratic term has lost its factor L, 3.9 looks like a 13.9 that lost a digit, and 72B has 80 layers, not 64 as the table says. And Qwen2 is not the model of the formula: GQA, SwiGLU, RMSNorm, no dropout, fused attention. What it keeps, counted:
+# The quadratic term of one layer is not what the table states either (1.2, 2.3 and 5.4 GB). What gives its 2, 4 and 8, rounded up, is the last column: 8as² for one layer, in GiB. The linear term comes out at 2.9 and, with 64 layers, at 71 if 33 stands for 34; the
+# 3.9 of the 7B model is left unexplained. 72B has 80 layers, not 64 as the table says. And Qwen2 is not the model of the formula: GQA, SwiGLU, RMSNorm, no dropout, fused attention. What it keeps, counted:
 
 # %%
 for name in stated:
@@ -676,15 +819,16 @@ for name in stated:
     print(f"{name:11} plain {plain:>8}   fused {fused:>8}")
 
 # %% [markdown]
-# **"34 + 5·a/h"** (notes on a scaling guide): a factor $s$ is lost. For GPT-3 at 2048 tokens that is 82 GB instead of 275.
+# **"32bsd" for "34bsd"** (the same chapter): it drops 2bsd as "small", 5.9 % of the linear term. Its table of the feed-forward network states 4bsdp for the second linear layer, which keeps bsdp; the total below it, 9bsdp + bsd, is right.
 #
-# **"Activations scale linearly with sequence length"** (the same): linearly with the batch, and with the square of the sequence as long as scores are kept.
+# **"The multiplier 2 is because of both K and V are cached"** (the same chapter): that is a cache of *inference*. Training keeps queries, keys and values of the batch, once.
 #
-# **"Around 20 bytes per parameter for everything else"** (a handbook): 12 are states; the other 8 stand for activations and buffers, which do not depend on the number of parameters.
+# **"34 + 5·n_heads/h"** (reading notes on the Ultra-Scale Playbook): a factor $s$ is lost. For GPT-3 at 2048 tokens that is 82 GB instead of 275.
 #
-# **"The multiplier 2 is because both K and V are cached"** (the book chapter): that is a cache of *inference*. Training keeps queries, keys and values of the batch, once.
+# **"Around 20 bytes per parameter" for everything else** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 2024), beside 4 for an fp32 weight: 4 for the gradient and 8 for Adam's moments are model states; the other 8 stand for
+# activations and buffers, which do not depend on the number of parameters.
 #
-# **"2Ψ bytes for fp16 parameters and gradients"** (a summary of the ZeRO paper): 2Ψ each.
+# **20 bytes per parameter in a table whose listed parts sum to 16** (a digest of the Ultra-Scale Playbook): the list omits the fp32 gradients that the 20 include.
 
 # %% [markdown]
 # ## Summary
@@ -695,10 +839,12 @@ for name in stated:
 # >   <!-- claim: [memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, precision=p, fp32_gradients=g)).total // 1557611200 for p, g in (("fp32", False), ("bf16", False), ("bf16", "only"), ("bf16", True))] == [16, 16, 18, 20] -->
 # > - A layer keeps sbh(34 + 5as/h) bytes by the paper; what PyTorch keeps beyond it has a name, byte for byte.
 # >   <!-- claim: memory.korthikanti(b=1, s=2048, h=12288, a=96).total == 2048 * 12288 * (34 + 80) -->
-# > - Linear in batch and layers; in the sequence linear plus quadratic, until fused attention removes the square. They meet at 435 tokens for heads 64 wide, at 870 for 128.
-# >   <!-- arithmetic: [34 * d / 5 for d in (64, 128)] == [435.2, 870.4] -->
-# > - The peak is where most things meet: after the loss where activations are large, in the optimizer where they are not.
-# >   <!-- claim: [memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, checkpointing=p)).phase for b, p in ((32, "none"), (1, "full"))] == ["backward", "optimizer"] -->
+# > - Linear in batch and layers; in the sequence linear plus quadratic, until fused attention removes the square. With dropout they meet at 435 tokens for heads 64 wide, at 870 for 128; without it at 1024 and 2048.
+# >   <!-- claim: [(34 * d / 5, 16 * d) for d in (64, 128)] == [(435.2, 1024), (870.4, 2048)] and (lambda lines: (round(sum(n for what, n in lines if "as²b" not in what) / (1024 * 768), 1), sum(n for what, n in lines if "as²b" in what)))([(line.note, line.amount) for line in memory.activations(config.ModelConfig.named("gpt2"), config.TrainConfig(micro_batch=1, global_batch=1)) if line.name.startswith("blocks.0.")]) == (32.0, 2 * 12 * 1024**2) -->
+# > - The peak is where most things meet: after the loss where activations are large, in the optimizer where they are not. GPT-2 XL takes 37.4 GB with one sequence, in the optimizer, as PyTorch steps on a GPU; 31.2 GB with the fused one.
+# >   <!-- claim: [(peak.phase, round(peak.total / 1e9, 1)) for peak in (memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, checkpointing=p, stepping=s)) for b, p, s in ((32, "none", "foreach"), (1, "full", "foreach"), (1, "full", "fused")))] == [("backward", 193.0), ("optimizer", 37.4), ("optimizer", 31.2)] -->
+# > - Its peak leaves the optimizer from 6 sequences on with fused attention, with full checkpointing from 33.
+# >   <!-- claim: [[memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, attention="sdpa", checkpointing=p, stepping="foreach")).phase for b in (n - 1, n)] for p, n in (("none", 6), ("full", 33))] == [["optimizer", "backward"]] * 2 -->
 # > - Free is not the same as available: half of 40 MiB free, in pieces of 5, and 10 MiB find no room.
 # >   <!-- claim: (lambda gpu: [[gpu.free(a) for a in [gpu.alloc(5 * 2**20) for _ in range(8)][::2]], gpu.largest_free][1])(memory.Allocator(40 * 2**20)) == 5 * 2**20 -->
 # > - A large block that is not cut, or a segment that can grow, makes room again for the batch of 6 GiB.

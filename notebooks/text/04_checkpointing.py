@@ -23,6 +23,7 @@ import dataclasses
 import math
 import statistics
 import time
+import warnings
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labutils import checkpointing, measure, memory, units
 from labutils.checkpointing import Costs
-from labutils.config import ModelConfig, TrainConfig
+from labutils.config import Hardware, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, predictions, reveal, show
@@ -51,8 +52,8 @@ plans = [everything, segments, binomial, nothing]
 plots.plan_maps({plan.name: plan.timeline for plan in plans}, title=title)
 
 # %% [markdown]
-# The first is what PyTorch does unless told otherwise: nothing is computed twice, and at the summit everything is in memory at once. The last holds next
-# to nothing and is late. The two in between are why this lab exists. In the second, **fewer than twice the blue cells take away more than half of the red
+# The first is what PyTorch does unless told otherwise: nothing is computed twice, and at the peak everything is in memory at once. The last holds almost
+# nothing and takes longest. The two in between are the subject of this lab. In the second, **fewer than twice the blue cells take away more than half of the red
 # lines**; the third goes further down and pays more.
 
 # %% [markdown]
@@ -71,7 +72,7 @@ plots.plan_animation(checkpointing.segments(5, 1).timeline)
 plots.plan_animation(checkpointing.keep_nothing(5).timeline)
 
 # %% [markdown]
-# > With 10 layers, how many times is some $f_i$ computed in all?
+# > With 10 layers, how many forward evaluations is that in all?
 
 # %%
 predict("checkpointing/nothing-kept", evaluations=20)
@@ -97,7 +98,7 @@ executed = checkpointing.run(layers, plan, x, torch.ones(32, 64))
 executed.evaluations, plan.evaluations == executed.evaluations
 
 # %% [markdown]
-# The first layer is computed ten times, the last one once: $(n+1)/2$ times on average, not $n$. How much was held? `costs` measures each layer once (FLOPs,
+# The first layer is computed ten times, the last one once: $(n+1)/2$ times on average. How much was held? `costs` measures each layer once (FLOPs,
 # bytes of its output, bytes of its *interior*: what it records beside input and output), `simulate` follows the plan on paper, and `run` counted the
 # storages that were really alive after every step.
 
@@ -148,7 +149,7 @@ plots.plan_animation(checkpointing.segments(9, 3).timeline)
 
 # %% [markdown]
 # Papers count in different ways, so check before you compare. `Costs.uniform(n)` counts the input and every value of one unit, interiors and gradients of
-# none. Chen et al. leave the input out of "stored": 28 evaluations and 7 values for 16 layers in 4 segments.
+# none. Chen et al. do not count the input; by their count 16 layers in 4 segments hold 7 values:
 
 # %%
 for n, k in [(16, 4), (64, 8), (100, 10)]:
@@ -158,7 +159,7 @@ for n, k in [(16, 4), (64, 8), (100, 10)]:
 
 # %% [markdown]
 # **And a 1.5B model?** GPT-2 XL has 48 layers; with 32 sequences of 1024 tokens, each layer's output takes 105 MB in fp16, and ZeRO counts about 12
-# such tensors a layer. One of the twelve is the output, the others are interior.
+# such tensors per layer. One of the twelve is the output, the others are interior.
 
 # %%
 s, h, L = ModelConfig.named("gpt2-xl").letters("s h L")
@@ -168,16 +169,31 @@ plans = {k: checkpointing.segments(L, k) for k in (1, 4, 6, 8, 12, 16, 24, 48)}
 {k: units.text(checkpointing.simulate(plan, gpt2).peak) for k, plan in plans.items()}
 
 # %% [markdown]
-# 60 GB become 8.39 GB with 8 segments, which is the paper's "about 8 GB". But look to the right: with an interior of eleven outputs, $\sqrt n$ is no
-# longer the best choice. An open layer costs 12 units and a kept input 1, so the sum to minimize is $c + 12\,n/c$, and its best is
-# $c = \sqrt{12 \cdot 48} = 24$. Transformers checkpoint *every layer* for a reason: their layers are heavy inside.
+# The paper says "about 8 GB" with checkpointing, and gives a rule of thumb for it: memory goes down "by approximately the square root of the total activations"
+# (ZeRO, section 3.2). Which plan that is it does not say. 8 segments come near it (8.39 GB), but they are not the best plan: with an interior of eleven outputs
+# an open layer costs 12 units and a kept input 1, so $k + 12\,n/k$ is to be minimized, and the best k is $\sqrt{12 \cdot 48} = 24$, a segment of every *second* layer.
+#
+# Most libraries checkpoint every layer. Is that the best for layers that keep more inside? By lab 03's count, with what PyTorch keeps:
+
+# %%
+for attention in ("plain", "sdpa"):
+    run = TrainConfig(micro_batch=32, global_batch=32, attention=attention)
+    kept = memory.activations(ModelConfig.named("gpt2-xl"), run)
+    layer = sum(line.amount for line in kept if line.name.startswith("blocks.7."))
+    heavy = Costs.uniform(L, output=output, interior=layer - output)
+    peaks = {k: checkpointing.simulate(plans[k], heavy).peak for k in (12, 16, 24, 48)}
+    found = {k: units.text(peak) for k, peak in peaks.items()}
+    print(f"{attention:6}{layer / output:5.1f} outputs per layer:", found)
+
+# %% [markdown]
+# With the scores kept, a layer is 32 outputs heavy, and every layer is best. With fused attention it is 16, and every second layer would do.
 
 # %% [markdown]
 # ### Exercise 4.1 · Write a plan (20 min, ●●○)
 #
 # n layers, k segments, k divides n. Return the steps as a list of pairs: `("forward", i)`, `("record", i)`, `("backward", i)`, `("drop", i)`.
 # `forward` and `record` make $x_{i+1}$ from $x_i$, and `record` also keeps what `backward` needs. `backward i` frees the interior and $x_{i+1}$; `drop i`
-# frees $x_i$. Start with $x_0$, end with nothing else.
+# frees $x_i$. A value that is held may not be made again: drop it first. Start with $x_0$, end with nothing else.
 
 
 # %%
@@ -207,12 +223,18 @@ predict("checkpointing/best-plan", evaluations=1000)
 
 # %% [markdown]
 # Think of the *first* value to keep, $x_m$. Reaching it costs m evaluations. Then the right part, $n - m$ layers, is reversed with one snapshot less,
-# because $x_m$ occupies one. Then $x_m$ goes, and the left part has all snapshots again:
+# because $x_m$ occupies one. Then $x_m$ goes, and the left part has all snapshots again. With c snapshots:
 #
-# $$ e(n, s) = \min_{m}\; \bigl[\, m + e(n-m,\, s-1) + e(m,\, s) \,\bigr], \qquad e(1, s) = 1. $$
+# $$ e(n, c) = \min_{1 \le m < n}\; \bigl[\, m + e(n-m,\, c-1) + e(m,\, c) \,\bigr], \qquad e(1, c) = 1, \qquad e(n, 1) = \frac{n(n+1)}{2}. $$
 #
-# Griewank and Walther solved this in closed form: with $\binom{s+r}{s}$ layers, no layer is advanced over more than r times. So the reach of s snapshots
-# grows like a binomial coefficient, and 10 snapshots with $r = 4$ reach 1001 layers.
+# It ends in two places: one layer needs one evaluation, and with $x_0$ as the only snapshot every layer starts from $x_0$ again.
+#
+# Griewank and Walther solved this in closed form. With $\binom{c+r}{c}$ layers no layer is advanced over more than r times; take the least r for which that is
+# at least n:
+#
+# $$ e(n, c) = (r+1)\,n - \binom{c+r}{c+1}. $$
+#
+# So the reach of c snapshots grows like a binomial coefficient, and 10 snapshots with $r = 4$ reach 1001 layers.
 
 # %%
 for n, snapshots in [(10, 3), (100, 10), (1000, 10)]:
@@ -233,7 +255,7 @@ reveal(
 # %% [markdown]
 # ### Exercise 4.2 · Count the best plan (20 min, ●●○)
 #
-# Write the recurrence, with memory of what it has computed. `snapshots` counts $x_0$.
+# Write the recurrence, and remember each result (memoize it): without that, the longer chains of the check do not end. `snapshots` counts $x_0$.
 
 
 # %%
@@ -245,7 +267,7 @@ def fewest_evaluations(n: int, snapshots: int) -> int:
 check("checkpointing/fewest-evaluations", fewest_evaluations)
 
 # %%
-hint("checkpointing/fewest-evaluations", 2)
+hint("checkpointing/fewest-evaluations", 1)
 
 # %% [markdown]
 # **Real chains are not uniform.** An embedding costs no FLOPs, a head makes scores as wide as the vocabulary, blocks are heavy inside. Take a GPT apart into
@@ -269,8 +291,17 @@ for which, i in {"first": 0, "second": 1, "last": -1}.items():
 
 # %% [markdown]
 # The same recurrence works with bytes in place of snapshots, and one more choice: a stage may be *recorded* in the first sweep, where its interior is small
-# or memory is plenty. `frontier` solves it for every budget at once and returns all trades worth making.
+# or memory is plenty. To reverse stages $i \dots j$ with M bytes beside $x_i$, either record stage i first (its cost once, its interior and output held until the end), or go on to some $x_m$,
+# keep it, and come back:
 #
+# $$ C(i, j, M) = \min \begin{cases} f_i + C(i+1,\, j,\; M - \text{interior}_i - \text{output}_i) \\ \min_m\; \bigl[\, f_i + \dots + f_{m-1} + C(m,\, j,\; M - \text{size}(x_m)) + C(i,\, m-1,\; M) \,\bigr] \end{cases} $$
+#
+# `frontier` solves it for every budget at once (Beaumont et al. do it for one) and returns all trades worth making. On three equal layers without interior, 3 values cost 5 evaluations, 4 values 3:
+
+# %%
+checkpointing.frontier(Costs.uniform(3))
+
+# %% [markdown]
 # > The full step holds 33 MB of activations. With half of that, how many *extra* forward passes do you pay?
 
 # %%
@@ -285,18 +316,24 @@ for name, k in {"everything": 1, "3 segments": 3, "every stage": n}.items():
     fixed = checkpointing.simulate(checkpointing.segments(n, k), costs)
     marks[name] = fixed.peak, fixed.cost
 
-guess = trades[-1][0] / 2, once * (1 + predictions["checkpointing/half-the-memory"])
+most = trades[-1][0]  # bytes of the full step
+guess = most / 2, once * (1 + predictions["checkpointing/half-the-memory"])
 plots.trade_off(trades, once=once, marks=marks, guess=guess)
 
 # %%
-half = checkpointing.plan(costs, trades[-1][0] // 2)
+half = checkpointing.plan(costs, most // 2)
 extra = checkpointing.simulate(half, costs).cost / once - 1
 reveal("checkpointing/half-the-memory", extra_forward_passes=round(extra, 2))
 
 # %% [markdown]
-# Half the memory costs little more than half a forward pass, because little more than half of the layers have to be computed again. Nothing forces you to
-# checkpoint *all* layers, which is what most configurations do. Below the knee on the left the price explodes: there, what is open at one time no longer
-# fits.
+# Half the memory costs little more than half a forward pass: some stages are computed twice, the others once. By the number of evaluations:
+
+# %%
+times = half.evaluations
+{n: f"{times.count(n)} stages" for n in sorted(set(times))}
+
+# %% [markdown]
+# Nothing forces you to checkpoint *all* layers, which is what most configurations do. Below the knee on the left the price explodes.
 #
 # The plan is data. Carry it out, and compare loss, gradients, FLOPs, bytes:
 
@@ -341,27 +378,21 @@ except ValueError as error:
 
 # %%
 def plan_for(percent=50):
-    budget = least + (trades[-1][0] - least) * percent // 100
+    budget = max(least, most * percent // 100)
     found = checkpointing.plan(costs, budget)
     extra = checkpointing.simulate(found, costs).cost / once - 1
-    share = f"{units.text(budget)} of {units.text(trades[-1][0])}"
+    share = f"{units.text(budget)} of {units.text(most)}"
     title = f"{share}: {extra:.2f} extra forward passes"
     return plots.plan_maps({found.name: found.timeline}, until=60, title=title)
 
 
-explore(plan_for, percent=[0, 1, 2, 3, 5, 8, 12, 20, 30, 40, 50, 60, 70, 80, 90, 100])
+explore(plan_for, percent=[0, 13, 14, 15, 16, 20, 25, 30, 40, 50, 60, 70, 80, 90, 100])
 
 # %% [markdown]
 # ## How do you checkpoint without changing one bit?
 #
 # Plans move whole modules around. In a training loop you want less: *this function, please, without keeping its insides*. That is `checkpoint(fn, *args)`.
 #
-# > A block of a transformer holds 2 MB of activations; its input is 65.5 kB. `y = checkpoint(block, x)`. How many kB wait for the backward pass?
-
-# %%
-predict("checkpointing/kept", kB=1000)
-
-# %% [markdown]
 # Autograd asks for a place to put every tensor it saves. `checkpoint` hands out an empty slot instead and remembers the arguments. When the backward pass
 # opens the first slot, the function runs again, and this time the slots are filled.
 
@@ -371,11 +402,9 @@ x = torch.randn(4, 64, 64, requires_grad=True)
 for call in (lambda: block(x), lambda: checkpointing.checkpoint(block, x)):
     print(units.text(measure.saved_activations(call, block).total))
 
-# %%
-kept = measure.saved_activations(lambda: checkpointing.checkpoint(block, x), block)
-reveal("checkpointing/kept", kB=kept.total / 1000)
-
 # %% [markdown]
+# What waits for the backward pass is the input alone: 4 · 64 · 64 numbers of 4 bytes.
+#
 # **The trap is dropout.** The second run must drop the *same* elements, or the gradient belongs to a function that was never evaluated. Here is a step with
 # the trap open: the block runs again on whatever random numbers come next.
 
@@ -416,7 +445,7 @@ ways["torch"] = lambda x: torch_checkpoint(block, x, use_reentrant=False)
 }
 
 # %% [markdown]
-# The careless one is wrong by more than a fifth, and nothing complains: training would go on, only worse. So `checkpoint` keeps the state of the random
+# The careless one is wrong by more than a fifth, and nothing complains. So `checkpoint` keeps the state of the random
 # generators (5 kB on a CPU), sets it before the second run, and puts the newer state back afterwards. It does the same with autocast.
 #
 # Two more things that a second run can get wrong. A `BatchNorm` inside a checkpointed region updates its running statistics twice. And a function that does not
@@ -430,9 +459,47 @@ except RuntimeError as error:
     print(error)
 
 # %% [markdown]
+# **Reentrant or not.** There are two ways to build it. The older one is an `autograd.Function` like `Careless`: its backward pass starts another backward pass
+# inside (it *reenters* autograd). A Function sees its tensor arguments and not the weights inside `fn`. So if the input needs no gradient (tokens, a frozen
+# layer below, LoRA), the output needs none either, and the weights get nothing:
+
+# %%
+frozen = torch.randn(4, 64, 64)  # needs no gradient
+for reentrant in (True, False):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        y = torch_checkpoint(block, frozen, use_reentrant=reentrant)
+    said = str(told[0].message) if told else "no warning"
+    print(f"use_reentrant={reentrant}: requires_grad={y.requires_grad}, {said}")
+
+# %% [markdown]
+# The newer way, `use_reentrant=False` and ours, records the graph as usual and empties its slots with hooks, so that weights are seen, and the second run can stop
+# early. It is the one to use.
+#
+# **Or move them to the host.** The same hooks can keep a tensor instead of nothing: `torch.autograd.graph.save_on_cpu` copies what autograd saves into the host's memory and
+# brings it back. That costs no FLOPs, but bytes over the link, twice. A layer of GPT-2 XL with 32 sequences and fused attention, on an A100: how long does the link take for
+# its activations both ways, at the 32 GB/s of PCIe 4 in one direction, and how long does it take to compute them again?
+
+# %%
+b, width = 32, h
+tokens_in_layer = b * s
+flop = 24 * tokens_in_layer * width**2 + 4 * tokens_in_layer * s * width
+recompute = flop / Hardware.named("A100").flops["bf16"]
+times = {
+    "recompute": recompute,
+    "offload all of it": 2 * layer / 32e9,
+    "offload its input": 2 * output / 32e9,
+}
+{name: units.text(seconds, "s") for name, seconds in times.items()}
+
+# %% [markdown]
+# These are peak rates; at half of the FLOP/s recomputing takes twice as long and is still several times faster than the link. So recompute what lies inside a layer, and offload, if anything, the *inputs* of checkpointed layers:
+# copies run beside the computation, and an input takes no longer than its layer.
+
+# %% [markdown]
 # ### Exercise 4.3 · Write checkpoint (30 min, ●●●)
 #
-# `checkpoint(fn, x)` for a function of one tensor. The check looks at gradients (also those of weights inside `fn`), at the bytes that are kept, at the number
+# `checkpoint(fn, x)` for a function of one tensor. The check looks at gradients (also those of weights inside `fn`, and also where `x` needs none), at the bytes that are kept, at the number
 # of evaluations, and at dropout.
 
 
@@ -474,15 +541,14 @@ hint("checkpointing/bug-hunt", 1)
 #
 # "Full recomputation costs 33 %" stands in many places, and so does "30 to 40 %".
 #
-# > A backward pass takes twice the FLOPs of a forward pass. By how many percent do the FLOPs of a step grow if every layer is computed once more?
-
-# %%
-predict("checkpointing/overhead", percent=50)
-
-# %% [markdown]
+# A backward pass takes twice the FLOPs of a forward pass, so if every layer is computed once more, a step grows by
+#
 # $$ \frac{\text{one more forward}}{\text{forward} + \text{backward}} = \frac{1}{1 + 2} = 33\,\%. $$
 #
-# The measurement disagrees at first. PyTorch's FLOP counter, on the GPT above without dropout:
+# > PyTorch's FLOP counter, on the GPT above without dropout, every layer checkpointed: how many percent does it find?
+
+# %%
+predict("checkpointing/overhead", percent=33)
 
 
 # %%
@@ -505,7 +571,7 @@ reveal("checkpointing/overhead", percent=round(100 * more, 1))
 # %% [markdown]
 # Not 33. Two things are missing. The *head* is not checkpointed, and in a small model it has its share of the forward pass. And the second run *stops
 # early*: when the last saved tensor is there, the rest is not computed. The last thing a block saves is the input of its last product, `down`, so that
-# product, a third of the layer's weights, is never computed again. `overhead` knows both:
+# product, a third of the layer's weights, is not computed again. `overhead` counts both, and each can be switched off; "stops early" is what was measured:
 
 # %%
 for early in (False, True):
@@ -531,8 +597,8 @@ gpt3 = ModelConfig.named("gpt3-175b")
 # $$ \text{overhead} = \frac{1}{1 + r}, \quad r = \frac{\text{backward}}{\text{forward}}. $$
 
 # %%
-forward, backward = 7.7, 11.9  # ms, table 4
-timed = {"full": 27.2, "selective": 20.9}  # ms, forward and backward together
+forward, backward = 7.7, 11.9  # milliseconds, table 4
+timed = {"full": 27.2, "selective": 20.9}  # forward and backward together
 predicted = forward / (forward + backward)
 (
     f"predicted {predicted:.1%}",
@@ -643,14 +709,14 @@ plots.memory_bars(**kept, title=title)
 # %% [markdown]
 # ## Errata
 #
-# **"Checkpointing reduces activation memory by about 50 %."** The same text goes from 60 to 8 GB.
+# **"Activation checkpointing reduces activation memory by about 50 %"** (lecture slides on multi-GPU training). The same slides go from 60 to 8 GB:
 
 # %%
 f"{1 - 8 / 60:.0%}"
 
 # %% [markdown]
-# **"8 GB with checkpointing", without saying how.** The figure depends on what is counted. With one checkpoint a layer it is inputs alone, or inputs and the
-# layer that is open; with 8 segments it is the paper's; "the square root" is a rule of thumb that lands nearby.
+# **"About 8 GB" with checkpointing** (ZeRO, section 3.2). The paper's rule is the square root; its footnote counts 12 tensors per layer. Four ways to land near 8 with that count; what PyTorch does
+# when every layer is checkpointed is the second:
 
 # %%
 print("inputs alone      ", units.text(L * output))
@@ -666,12 +732,8 @@ print("total / √48       ", units.text(12 * L * output / math.sqrt(L)))
 units.text(2 * 32 * 1024 * 8192 * 125)
 
 # %% [markdown]
-# **"Each node is recomputed on the order of n times" with nothing kept.** The first one is. The average is $(n+1)/2$.
-
-# %%
-sum(checkpointing.keep_nothing(100).evaluations) / 100
-
-# %% [markdown]
+# The stated 33 are half of it.
+#
 # **"Missing activations are recomputed from the previous node."** From the closest *kept* one before it: the previous node is, as a rule, missing too.
 #
 # **"Selective recomputation costs 2.7 % of FLOPs"** (Korthikanti, equations 7 and 8, for GPT-3). One more forward pass of the two attention products is

@@ -11,7 +11,7 @@ from labutils.teach import calculator
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Memory</title>
 <style>@media (prefers-color-scheme: dark) {{ body {{ background: #121212; color: #ddd; }} }}</style><body><main><h1>Memory</h1>
-<h2 id="far">How many parameters has a model?</h2><div style="height:3000px"></div>{panel}</main>"""
+<h2 id="far">How many parameters does a model have?</h2><div style="height:3000px"></div>{panel}</main>"""
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_a_shape_of_ones_own_is_computed_as_well(page, panel):
     "name, given, message",
     [
         ("b", "0", "The micro-batch must be at least 1, not 0."),
-        ("b", "-3", "The micro-batch must be a whole number, not “-3”."),
+        ("b", "-3", "The micro-batch must be at least 1, not -3."),
         ("b", "", "The micro-batch must be a whole number, not “”."),
         ("s", "many", "The sequence length must be a whole number, not “many”."),
         ("s", "1.5", "The sequence length must be a whole number, not “1.5”."),
@@ -158,6 +158,28 @@ def test_the_keyboard_alone_will_do(page):
     expect(verdict).to_have_attribute("data-fits", "false")
     page.locator(".lu-scroll").focus()
     expect(page.locator(".lu-scroll")).to_be_focused()
+
+
+def test_the_ledger_of_each_phase_can_be_opened(page, panel):
+    set_to(page, {"b": 4, "s": 512}, {})
+    peak = panel.evaluate(model="gpt2", micro_batch=4, seq_len=512)
+    for phase in ("forward", "backward", "optimizer"):
+        button = page.get_by_role("button", name=phase)
+        button.click()
+        expect(button).to_be_focused()
+        lines = shown(page)
+        total = lines.pop("peak" if phase == peak.phase else "total")
+        assert total == sum(lines.values()) == peak.phases[phase]
+        expect(page.locator(".lu-open")).to_contain_text(phase)
+    page.locator("[name=b]").fill("5")
+    assert "peak" in shown(page)
+
+
+def test_zero_on_one_device_says_that_it_does_nothing(page):
+    set_to(page, {}, {"zero": "3: and weights"})
+    expect(page.locator(".lu-note")).to_contain_text("nothing to shard")
+    set_to(page, {"devices": 8}, {})
+    expect(page.locator(".lu-note")).not_to_contain_text("nothing to shard")
 
 
 def test_a_component_leads_to_where_it_is_derived(page):

@@ -60,6 +60,30 @@ def _drops_too_early(n: int, k: int) -> list[tuple[str, int]]:
     return steps + [("backward", i) for i in reversed(range(n))]
 
 
+def _changed(edit: Callable[[list], list]) -> Callable[[int, int], list]:
+    """The right plan, with its list of steps edited."""
+    return lambda n, k: edit([(step.op, step.at) for step in checkpointing.segments(n, k).steps])
+
+
+def _forward_first(n: int, k: int) -> list[tuple[str, int]]:
+    """Records the layers of a segment, and takes them backward in the same order."""
+    return [("record", i) for i in range(n)] + [("backward", i) for i in range(n)]
+
+
+def _as_printed(n: int, s: int) -> int:
+    """The recurrence with one of its two ends, e(1, s) = 1."""
+    return (
+        1 if n == 1 else min(m + _as_printed(n - m, s - 1) + _as_printed(m, s) for m in range(1, n))
+    )
+
+
+def _forgetful(n: int, s: int) -> int:
+    """Right, and never done: nothing is remembered."""
+    if n == 1 or s == 1:
+        return n * (n + 1) // 2
+    return min(m + _forgetful(n - m, s - 1) + _forgetful(m, s) for m in range(1, n))
+
+
 def _remembered(rule: Callable[[Callable, int, int], int]) -> Callable[[int, int], int]:
     @functools.cache
     def count(n: int, snapshots: int) -> int:
@@ -102,6 +126,17 @@ def _seeds(fn: Callable, x: torch.Tensor) -> torch.Tensor:
     return exercises.textbook("no")(seeded, x)
 
 
+def _trips(checkpoint: Callable) -> bool:
+    """Compares gradients without a look whether there are any."""
+    outcomes = []
+    for call in (lambda layer, x: layer(x), checkpoint):
+        torch.manual_seed(2)
+        layer = torch.nn.Linear(4, 4)
+        call(layer, torch.ones(2, 4, requires_grad=True)).sum().backward()
+        outcomes.append([parameter.grad for parameter in layer.parameters()])
+    return not all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+
+
 WRONG = {
     "checkpointing/segments": (
         Wrong(
@@ -132,6 +167,39 @@ WRONG = {
             "legal",
             "needs x1 for its backward pass",
         ),
+        Wrong(
+            "drops the caller's input",
+            _changed(lambda steps: [*steps, ("drop", 0)]),
+            "legal",
+            "except x0",
+        ),
+        Wrong(
+            "keeps what lies inside a segment",
+            _changed(lambda steps: [step for step in steps if step[0] != "drop"]),
+            "legal",
+            "may not be made again",
+        ),
+        Wrong("backward in the order of forward", _forward_first, "legal", "in reverse order"),
+        Wrong(
+            "forward where it should record",
+            _changed(
+                lambda steps: [("forward", i) if op == "record" else (op, i) for op, i in steps]
+            ),
+            "legal",
+            "keeps nothing for it",
+        ),
+        Wrong(
+            "stops before the end",
+            _changed(lambda steps: steps[:-1]),
+            "legal",
+            "Something is missing at the end",
+        ),
+        Wrong(
+            "counts from one",
+            _changed(lambda steps: [(op, i + 1) for op, i in steps]),
+            "legal",
+            "from a value that is gone",
+        ),
     ),
     "checkpointing/fewest-evaluations": (
         Wrong("recording for free", _without_recording, "fewest evaluations", "short by exactly n"),
@@ -160,6 +228,13 @@ WRONG = {
             "its m evaluations belong to the sum",
         ),
         Wrong(
+            "the recurrence with one of its two ends",
+            _as_printed,
+            "fewest evaluations",
+            "Where does your recurrence end?",
+        ),
+        Wrong("remembers nothing", _forgetful, "longer chains", "functools.cache"),
+        Wrong(
             "equal segments",
             lambda n, s: n + n - math.ceil(n / min(s, n)),
             "fewest evaluations",
@@ -186,6 +261,12 @@ WRONG = {
             "gradients",
             "use x.detach()",
         ),
+        Wrong(
+            "an input that needs no gradient",
+            exercises.textbook("fork", anchored=False),
+            "input without gradient",
+            "one more tensor",
+        ),
         Wrong("a seed of its own", _seeds, "dropout", "set no seed of your own"),
         Wrong("another dropout mask", exercises.textbook("no"), "dropout", "another dropout mask"),
         Wrong("the generator left behind", exercises.textbook("set"), "dropout", "left it there"),
@@ -210,5 +291,6 @@ WRONG = {
             "the weights",
         ),
         Wrong("everything is broken", lambda c: True, "lets right ones pass", "Set the seed"),
+        Wrong("trips over None", _trips, "catches lost weights", "None is the bug"),
     ),
 }

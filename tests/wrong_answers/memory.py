@@ -15,6 +15,21 @@ def _count(missing: Callable[[ModelConfig], int]) -> Callable[[Mapping[str, Any]
     )
 
 
+def _larger(moments: Callable, first: str = "backward") -> Callable:
+    """The larger of two moments; `first` is the phase of the one after the loss."""
+
+    def fullest(*asked: Any) -> tuple[str, int]:
+        after_the_loss, updating = moments(*asked)
+        return max((after_the_loss, first), (updating, "optimizer"))[::-1]
+
+    return fullest
+
+
+def _working(stepping: str) -> int:
+    """Bytes per parameter in the optimizer's step."""
+    return 24 if stepping == "foreach" else 20
+
+
 WRONG = {
     "memory/count-parameters": (
         Wrong(
@@ -157,48 +172,69 @@ WRONG = {
             "bytes of a number",
         ),
     ),
-    "memory/bug-hunt-table": (
+    "memory/bug-hunt-peak": (
         Wrong(
-            "the layers multiply one term",
-            lambda b, s, h, a, L: L * 34 * s * b * h + 5 * a * s * s * b,
-            "many layers",
-            "knows how many layers",
+            "everything at once",
+            lambda p, act, logits, how: ("forward", 16 * p + act),
+            "one sequence, fused",
+            "never there together",
         ),
         Wrong(
-            "the lost s",
-            lambda b, s, h, a, L: L * s * b * (34 * h + 5 * a),
-            "one layer",
-            "a factor s is lost",
+            "no fp32 gradients",
+            _larger(lambda p, act, logits, how: (14 * p + act + 2 * logits, 16 * p)),
+            "one sequence, fused",
+            "fp32 copy of all gradients",
         ),
         Wrong(
-            "masks of two bytes",
-            lambda b, s, h, a, L: L * (36 * s * b * h + 6 * a * s * s * b),
-            "one layer",
-            "one byte, not two",
+            "foreach as fused",
+            _larger(lambda p, act, logits, how: (14 * p + act + 2 * logits, 20 * p)),
+            "one sequence, foreach",
+            "working copy",
         ),
         Wrong(
-            "the layers multiply the other term",
-            lambda b, s, h, a, L: 34 * s * b * h + L * 5 * a * s * s * b,
-            "many layers",
-            "knows how many layers",
+            "fused as foreach",
+            _larger(lambda p, act, logits, how: (14 * p + act + 2 * logits, 24 * p)),
+            "one sequence, fused",
+            "working copy",
         ),
         Wrong(
-            "rounds before it multiplies",
-            lambda b, s, h, a, L: L * s * b * h * (34 + 5 * a * s // h),
-            "one layer",
-            "multiply first",
+            "gradients after the loss",
+            _larger(lambda p, act, logits, how: (16 * p + act + 2 * logits, _working(how) * p)),
+            "one sequence, foreach",
+            "there is none",
         ),
         Wrong(
-            "one sequence's scores",
-            lambda b, s, h, a, L: L * (34 * s * b * h + 5 * a * s * s),
-            "one layer",
-            "Each sequence has scores",
+            "one gradient of the logits",
+            _larger(lambda p, act, logits, how: (14 * p + act + logits, _working(how) * p)),
+            "more sequences",
+            "comes in and the gradient that goes out",
         ),
         Wrong(
-            "FlashAttention by mistake",
-            lambda b, s, h, a, L: L * 34 * s * b * h,
-            "one layer",
-            "scores are missing",
+            "no gradient of the logits",
+            _larger(lambda p, act, logits, how: (14 * p + act, _working(how) * p)),
+            "more sequences",
+            "two gradients of the log-probabilities",
+        ),
+        Wrong(
+            "the optimizer, whatever the batch",
+            lambda p, act, logits, how: ("optimizer", _working(how) * p),
+            "more sequences",
+            "Write down two moments",
+        ),
+        Wrong(
+            "in the forward pass",
+            _larger(
+                lambda p, act, logits, how: (14 * p + act + 2 * logits, _working(how) * p),
+                "forward",
+            ),
+            "more sequences",
+            "belong to the backward pass",
+        ),
+        Wrong(
+            "the total alone",
+            lambda p, act, logits, how: 16 * p + act,
+            "one sequence, fused",
+            "Return two things",
         ),
     ),
 }

@@ -1,8 +1,10 @@
 """Write a plan, count the best one, write `checkpoint`, and the test that a broken one fails."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +15,40 @@ from labutils.checkpointing import Plan, Step
 from labutils.teach.exercises import Exercise, Failed, Property
 
 # ── a plan of k segments ─────────────────────────────────────────────────────────────────────────
+
+
+_ON_PAPER = "Follow one segment on paper: what is held before each step, and what after it?"
+_ILLEGAL = {  # words of the error, and what they usually mean
+    "x0 belongs to the caller": (
+        "Every segment's input goes after its backward pass, except x0: it is the caller's."
+    ),
+    "needs x": (
+        "You drop a value too early: what a recorded stage has read, and what it has made, stays "
+        "until its backward pass."
+    ),
+    "is held already": (
+        "A value that is held may not be made again. In the first sweep drop what lies inside a "
+        "segment; a backward step frees its stage's output by itself."
+    ),
+    "its input": (
+        "Nothing can be computed from a value that is gone. Keep the input of each segment, and "
+        "start from it when you compute the segment again."
+    ),
+    "is not held": "You drop what is not there: `backward i` has freed the output of stage i.",
+    "has not been recorded": (
+        "A stage must be recorded before its backward pass: `forward` keeps nothing for it."
+    ),
+    "the gradient has reached": (
+        "Gradients come from the right: take the stages of a segment backward in reverse order, "
+        "and the last segment first."
+    ),
+    "must end with": (
+        "Something is missing at the end: each stage needs its backward pass, and the input of "
+        "each segment but the first must go."
+    ),
+    "the chain has stages": "Stages are counted from 0: the last one is n − 1.",
+    "a step is one of": "There are four operations: forward, record, backward and drop.",
+}
 
 
 def _plan(attempt: Callable, n: int, k: int) -> Plan:
@@ -29,11 +65,8 @@ def _plan(attempt: Callable, n: int, k: int) -> Plan:
     try:
         return Plan(n, tuple(Step(*step) for step in steps))
     except (TypeError, ValueError) as error:
-        raise Failed(
-            f"n = {n}, k = {k}: {error}",
-            "Follow one segment on paper: its input must still be held when you record its first "
-            "stage, and a value may go once no recorded stage needs it.",
-        ) from None
+        why = next((hint for words, hint in _ILLEGAL.items() if words in str(error)), _ON_PAPER)
+        raise Failed(f"n = {n}, k = {k}: {error}", why) from None
 
 
 _CASES = [(4, 2), (6, 1), (6, 6), (9, 3), (16, 4)]
@@ -109,7 +142,9 @@ SEGMENTS = Exercise(
 
 # ── the fewest evaluations ───────────────────────────────────────────────────────────────────────
 
-_KNOWN = [(1, 1, 1), (4, 1, 10), (10, 1, 55), (5, 5, 9), (10, 3, 25), (100, 10, 322)]
+_KNOWN = [(1, 1, 1), (4, 1, 10), (10, 1, 55), (5, 5, 9), (10, 3, 25)]
+_LONG = [(60, 6), (100, 10)]
+_CALLS = 1_000_000  # a cached recurrence makes some 50,000 for the longest chain
 
 
 def _why_not_fewest(n: int, snapshots: int, found: object, best: int) -> str:
@@ -131,6 +166,12 @@ def _why_not_fewest(n: int, snapshots: int, found: object, best: int) -> str:
         )
     if found == n:
         return "Reaching x_m is not free: its m evaluations belong to the sum."
+    if found == 2 * n - 1 and snapshots == 1:
+        return (
+            "Where does your recurrence end? With x0 alone no x_m can be kept: every stage starts "
+            "from x0 again, n(n + 1)/2 evaluations. And the right part has one snapshot less, "
+            "because x_m occupies it."
+        )
     if found == n + n - math.ceil(n / min(snapshots, n)):
         return (
             "You computed every segment twice, which needs its values all at once. "
@@ -159,13 +200,38 @@ def _fewest(attempt: Callable) -> str:
     return f"{len(_KNOWN)} cases"
 
 
+@contextmanager
+def _counted(n: int, snapshots: int) -> Iterator[None]:
+    """Raises Failed when more than `_CALLS` functions are called inside."""
+    calls = itertools.count(1)
+
+    def count(frame: object, event: str, argument: object) -> None:
+        if event == "call" and next(calls) > _CALLS:
+            sys.setprofile(before)
+            raise Failed(
+                f"n = {n}, {snapshots} snapshots: more than {_CALLS:,} calls, and no end in sight",
+                "Your recurrence computes the same pieces again and again. There are only "
+                "n · snapshots of them: remember each result, with functools.cache.",
+            )
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
 def _in_time(attempt: Callable) -> str:
-    if attempt(60, 6) != checkpointing.binomial_evaluations(60, 6):
-        raise Failed(
-            "n = 60 with 6 snapshots is not the fewest",
-            "Is a result remembered under the wrong key? It depends on n and on the snapshots.",
-        )
-    return "60 stages"
+    for n, snapshots in _LONG:
+        with _counted(n, snapshots):
+            found = attempt(n, snapshots)
+        if found != checkpointing.binomial_evaluations(n, snapshots):
+            raise Failed(
+                f"n = {n}, {snapshots} snapshots: {found} is not the fewest",
+                "Is a result remembered under the wrong key? It depends on n and on the snapshots.",
+            )
+    return f"{_LONG[-1][0]} stages"
 
 
 BINOMIAL = Exercise(
@@ -299,6 +365,22 @@ def _memory(attempt: Callable) -> str:
     )
 
 
+def _frozen_input(attempt: Callable) -> str:
+    block = _Block()
+    y = attempt(block, torch.linspace(-1, 1, 8 * 16).view(8, 16))
+    if y.requires_grad:
+        y.square().sum().backward()
+    if any(parameter.grad is None for parameter in block.parameters()):
+        raise Failed(
+            "for an input that needs no gradient the weights inside the block got none",
+            "That is how a frozen embedding stops all learning behind it. The output of an "
+            "autograd.Function requires gradients only if one of its tensor arguments does, and "
+            "it does not see the weights: hand apply(…) one more tensor that does, such as "
+            "torch.empty(0, requires_grad=True).",
+        )
+    return "the weights inside learn"
+
+
 def _twice(attempt: Callable) -> str:
     block, x = _Block(), torch.ones(8, 16, requires_grad=True)
     attempt(block, x).sum().backward()
@@ -340,7 +422,7 @@ class _Simple(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, fn: Callable, replay: str, through: str, x: Tensor, *weights: Tensor
+        ctx: Any, fn: Callable, replay: str, through: str, x: Tensor, *anchor: Tensor
     ) -> Tensor:
         ctx.fn, ctx.replay, ctx.through, ctx.state = fn, replay, through, torch.get_rng_state()
         ctx.save_for_backward(x)
@@ -357,20 +439,28 @@ class _Simple(torch.autograd.Function):
             if ctx.replay != "no":
                 torch.set_rng_state(ctx.state)
             y = ctx.fn(x)
-        weights = len(ctx.needs_input_grad) - 4
+        unused = [None] * (len(ctx.needs_input_grad) - 4)
         if ctx.through == "grad":
-            return None, None, None, torch.autograd.grad(y, x, slope)[0], *[None] * weights
+            return None, None, None, torch.autograd.grad(y, x, slope)[0], *unused
         torch.autograd.backward(y, slope)
-        return None, None, None, x.grad, *[None] * weights
+        return None, None, None, x.grad, *unused
 
 
-def textbook(replay: str, through: str = "backward") -> Callable[[Callable, Tensor], Tensor]:
+def textbook(
+    replay: str, through: str = "backward", *, anchored: bool = True
+) -> Callable[[Callable, Tensor], Tensor]:
     """The checkpoint of the textbooks.
 
     replay: the generator in the second evaluation: "fork" it, "set" it and leave it, or "no"
     through: where gradients go: "backward", "grad" (of the input), "the caller's x", "nothing"
+    anchored: whether the result requires gradients also where the input does not
     """
-    return lambda fn, x: _Simple.apply(fn, replay, through, x)
+
+    def checkpoint(fn: Callable, x: Tensor) -> Tensor:
+        anchor = [torch.empty(0, requires_grad=True)] * anchored
+        return _Simple.apply(fn, replay, through, x, *anchor)
+
+    return checkpoint
 
 
 CHECKPOINT = Exercise(
@@ -382,6 +472,7 @@ CHECKPOINT = Exercise(
     reference=checkpointing.checkpoint,
     properties=(
         Property("gradients", _gradients),
+        Property("input without gradient", _frozen_input),
         Property("bytes kept", _memory),
         Property("evaluations", _twice),
         Property("dropout", _masks),
@@ -393,6 +484,8 @@ CHECKPOINT = Exercise(
         "torch.autograd.backward(y, slope), return None, x.grad.",
         "Dropout: keep torch.get_rng_state() in forward; in backward set it inside `with "
         "torch.random.fork_rng(devices=[])`, which puts the old state back.",
+        "An input that needs no gradient: apply(fn, x, torch.empty(0, requires_grad=True)), so "
+        "that the result requires gradients all the same; backward returns one more None.",
     ),
 )
 
@@ -401,7 +494,16 @@ CHECKPOINT = Exercise(
 
 def _verdict(attempt: Callable, implementation: Callable) -> bool:
     torch.manual_seed(1)
-    found = attempt(implementation)
+    try:
+        found = attempt(implementation)
+    except (TypeError, AttributeError) as error:
+        if "NoneType" not in str(error):
+            raise
+        raise Failed(
+            f"your test stopped with {type(error).__name__}: {error}",
+            "A gradient that is None is the bug: a broken checkpoint gives a weight none. Look "
+            "for None before you compare.",
+        ) from None
     found = found.item() if getattr(found, "shape", None) == () else found  # of NumPy or torch
     if not isinstance(found, bool):
         raise Failed(

@@ -1,5 +1,6 @@
-"""Count a config.json's parameters, predict what attention keeps, repair a table without depth."""
+"""Count a config.json's parameters, predict what attention keeps, find the fullest moment."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from labutils import measure, memory, units
-from labutils.config import ModelConfig
+from labutils.config import ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.teach.exercises import Exercise, Failed, Property
 
@@ -42,9 +43,23 @@ def saved_by_attention(b: int, s: int, h: int, a: int, g: int, size: int) -> int
     return size * (s * b * h + s * b * h + 2 * s * b * g * d + a * s * s * b + s * b * h)
 
 
-def activation_bytes(b: int, s: int, h: int, a: int, L: int) -> int:
-    """Bytes of activations of L layers by the paper: every layer keeps 34sbh + 5as²b."""
-    return L * (34 * s * b * h + 5 * a * s * s * b)
+def fullest_moment(
+    parameters: int, activations: int, logits: int, stepping: str
+) -> tuple[str, int]:
+    """The phase of the fullest moment of a step in bf16 with fp32 master weights and AdamW, and
+    the bytes alive then.
+
+    parameters: how many the model has
+    activations: bytes kept for the backward pass, at the end of the forward pass
+    logits: bytes of one tensor of a score for each token and word
+    stepping: "foreach", or "fused"
+
+    >>> fullest_moment(10, 1000, 50, "fused")
+    ('backward', 1240)
+    """
+    after_the_loss = (2 + 12) * parameters + activations + 2 * logits
+    updating = (2 + 2 + 4 + 12 + (4 if stepping == "foreach" else 0)) * parameters
+    return max(("backward", after_the_loss), ("optimizer", updating), key=lambda moment: moment[1])
 
 
 LLAMA_3 = dict(
@@ -100,6 +115,7 @@ def _miscounts(model: ModelConfig) -> dict[int, str]:
         h - norms: "Norms have weights: two in every layer, one at the end.",
         norms: "A norm here is RMSNorm: a weight and no bias.",
         -h: "A last norm stands before the head.",
+        -L * h: "Two norms stand in every layer: before attention and before the feed-forward.",
         model.seq_len * h: (
             "There is no table of positions: RoPE turns queries and keys and has no weights."
         ),
@@ -205,6 +221,12 @@ def _misread(right: int, b: int, s: int, h: int, a: int, g: int, size: int) -> d
             "The mask makes half of the scores 0, but an s×s matrix keeps its zeros as well."
         ),
         head - scores: "Every head has an s×s matrix of its own.",
+        scores // b - scores: "Each sequence has scores of its own: they are as²b.",
+        size * s * s: "The causal mask need not be kept: it is added, and adding reads nothing.",
+        size
+        * b
+        * s
+        * s: "The causal mask need not be kept: it is added, and adding reads nothing.",
         head * g - scores: (
             "Every query head has an s×s matrix of its own, also those that share a key."
         ),
@@ -260,74 +282,124 @@ SAVED = Exercise(
     ),
 )
 
-# ── the table ────────────────────────────────────────────────────────────────────────────────────
+# ── the fullest moment ───────────────────────────────────────────────────────────────────────────
 
-_TABLE = {
-    "22B": dict(b=4, s=2048, h=6144, a=64, L=48),
-    "GPT-3": dict(b=1, s=2048, h=12288, a=96, L=96),
-}
+_STEPS = [  # model, tokens in a sequence, sequences, stepping
+    ("gpt2-xl", 1024, 1, "fused"),
+    ("gpt2-xl", 1024, 1, "foreach"),
+    ("gpt2-xl", 1024, 5, "foreach"),
+    ("gpt2-xl", 1024, 5, "fused"),
+    ("gpt2-xl", 1024, 32, "foreach"),
+    ("llama-3.1-8b", 4096, 8, "fused"),
+]
 
 
-def _table(attempt: Callable, sizes: dict[str, int], name: str) -> str:
-    b, s, h, a, L = sizes.values()
-    layer = memory.korthikanti(b=b, s=s, h=h, a=a)
-    right, got = layer.scaled(L).total, attempt(**sizes)
-    if isinstance(got, (int, float)) and math.isclose(got, right, rel_tol=1e-9):
-        return f"{name}: {units.text(right)}"
-    linear, square = 34 * s * b * h, 5 * a * s * s * b
-    layers = "Which of the two terms knows how many layers there are?"
-    reasons = {
-        L * linear + square: layers,
-        linear + L * square: layers,
-        L * s * b * h * (34 + 5 * a * s // h): (
-            "5as/h is no whole number here, and // throws the rest away: multiply first."
+@functools.cache
+def _predicted(name: str, tokens: int, batch: int, stepping: str) -> tuple[tuple, memory.Peak]:
+    """What an attempt is asked at a setting, and what is predicted there operation by operation."""
+    model = dataclasses.replace(ModelConfig.named(name), seq_len=tokens)
+    train = TrainConfig(micro_batch=batch, global_batch=batch, attention="sdpa", stepping=stepping)
+    kept = memory.activations(model, train).total
+    asked = model.num_params, kept, 2 * batch * tokens * model.vocab_size, stepping
+    return asked, memory.predict(model, train)
+
+
+def _why_not_fullest(
+    parameters: int, activations: int, logits: int, stepping: str
+) -> dict[int, str]:
+    """What it usually means to find so many bytes."""
+    extra = 4 * parameters * (stepping == "foreach")
+    loss, updating = 14 * parameters + activations, 20 * parameters
+    working = (
+        "The optimizer steps the fp32 master weights: during its step there is an fp32 copy of all "
+        "gradients beside the half-precision ones, four bytes per parameter."
+    )
+    return {
+        16 * parameters + activations: (
+            "You add up what is never there together. When the activations are complete there is "
+            "no gradient yet; when all gradients are there the activations are gone."
         ),
-        L * (linear + square // b): "Each sequence has scores of its own: they are as²b.",
-        L * (32 * s * b * h + square): (
-            "The two dropout masks of sbh count one byte each: 34, not 32."
+        16 * parameters + activations + 2 * logits: (
+            "Gradients of weights come one by one in the backward pass: right after the loss there "
+            "is none."
         ),
-        L * s * b * (34 * h + 5 * a): (
-            "The scores are s×s: a factor s is lost. "
-            "The printed formula has 5·a/h where 5·a·s/h belongs."
+        loss: (
+            "After the loss two gradients of the log-probabilities are alive beside them: each is "
+            "as large as the logits."
         ),
-        L * (36 * s * b * h + 6 * a * s * s * b): (
-            "The paper's dropout masks take one byte, not two."
+        loss + logits: (
+            "The gradient that comes in and the gradient that goes out are both alive while the "
+            "softmax goes backward: two times the logits."
         ),
-        L * linear: "The attention scores are missing: five bytes for each of a·s² scores.",
+        updating + activations + 2 * logits: (
+            "In the optimizer's step no activation is left: these are two moments, not one."
+        ),
+        16 * parameters: working,
+        16 * parameters + extra: working,
+        20 * parameters if extra else 24 * parameters: (
+            "foreach steps all weights at once and needs a working copy of them, four bytes per "
+            "parameter more; fused does it in the kernel."
+        ),
     }
-    number = isinstance(got, (int, float))
-    why = "Compute one layer first, line by line, and multiply the whole of it."
+
+
+def _fullest(attempt: Callable, setting: tuple[str, int, int, str]) -> None:
+    asked, peak = _predicted(*setting)
+    name, tokens, batch, stepping = setting
+    what = f"{name}, {batch} × {tokens} tokens, {stepping}"
+    got = attempt(*asked)
+    try:
+        phase, found = got
+        near = math.isclose(found := float(found), peak.total, rel_tol=1e-3)
+    except (TypeError, ValueError):
+        raise Failed(
+            f"{what}: you return {got!r}",
+            'Return two things: "forward", "backward" or "optimizer", and the bytes.',
+        ) from None
+    if near and str(phase) == peak.phase:
+        return
+    why = _why_not_fullest(*asked).get(
+        round(found),
+        "Write down two moments: right after the loss, and in the middle of the optimizer's step. "
+        "Which tensors are there? Return the larger sum.",
+    )
+    if near:
+        why = (
+            "The log-probabilities' gradients belong to the backward pass: it has begun when they "
+            "are made."
+        )
     raise Failed(
-        f"{name}: {units.text(got) if number else repr(got)}, "
-        f"but {L} layers of the paper's formula hold {units.text(right)}",
-        reasons.get(got, why) if number else why,
+        f"{what}: you find {units.text(found)} in the {phase}, "
+        f"it is {units.text(peak.total)} in the {peak.phase}",
+        why,
     )
 
 
-TABLE = Exercise(
-    id="memory/bug-hunt-table",
-    title="Bug hunt: a table that fits one layer",
-    untouched="9657dd6e",
-    minutes=10,
-    difficulty=1,
-    proves="you can tell a memory table that cannot be right",
-    reference=activation_bytes,
+def _fullest_at(*settings: int) -> Callable[[Callable], str]:
+    return lambda attempt: f"{len([_fullest(attempt, _STEPS[i]) for i in settings])} steps"
+
+
+FULLEST = Exercise(
+    id="memory/bug-hunt-peak",
+    title="Bug hunt: the estimator that adds everything up",
+    untouched="b6728bce",
+    minutes=15,
+    difficulty=2,
+    proves="you can say in which phase a step is fullest, and how full",
+    reference=fullest_moment,
     properties=(
-        Property(
-            "one layer",
-            lambda attempt: _table(attempt, _TABLE["22B"] | dict(L=1), "a layer of the 22B model"),
-        ),
-        Property(
-            "many layers",
-            lambda attempt: "; ".join(
-                _table(attempt, sizes, name) for name, sizes in _TABLE.items()
-            ),
-        ),
+        Property("one sequence, fused", _fullest_at(0)),
+        Property("one sequence, foreach", _fullest_at(1, 2)),
+        Property("more sequences", _fullest_at(3, 4, 5)),
     ),
     hints=(
-        "Try L = 1 and L = 2. By what factor must the result grow, and by what does it?",
-        "Every layer has attention scores of its own.",
+        "Two moments can be the fullest: right after the loss, and inside the optimizer's step. "
+        "Which of weights, gradients, optimizer state and activations are alive at each?",
+        "After the loss: weights, optimizer state, activations, and two gradients of the size of "
+        "the logits. No gradient of a weight is there yet.",
+        "In the optimizer's step: 2 + 2 + 12 bytes per parameter, an fp32 copy of the gradients, "
+        "and with foreach one more copy in fp32. No activation is left.",
     ),
 )
 
-EXERCISES = (PARAMETERS, SAVED, TABLE)
+EXERCISES = (PARAMETERS, SAVED, FULLEST)

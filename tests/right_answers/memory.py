@@ -1,0 +1,74 @@
+"""Right answers to the exercises of `memory`, in other styles than the reference."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from labutils.config import ModelConfig
+
+
+def _matrix_by_matrix(file: Mapping[str, Any]) -> int:
+    """A loop over the shapes of all tensors."""
+    h, f = file["hidden_size"], file["intermediate_size"]
+    heads = file["num_attention_heads"]
+    narrow = h // heads * file.get("num_key_value_heads", heads)
+    layer = [(h, h), (h, narrow), (h, narrow), (h, h), (h, f), (h, f), (f, h), (h,), (h,)]
+    if file["model_type"] == "qwen2":
+        layer += [(h,), (narrow,), (narrow,)]
+    shapes = [(file["vocab_size"], h), (h,)] + layer * file["num_hidden_layers"]
+    if not file["tie_word_embeddings"]:
+        shapes.append((file["vocab_size"], h))
+    return sum(int(np.prod(shape)) for shape in shapes)
+
+
+def _listed(b: int, s: int, h: int, a: int, g: int, size: int) -> int:
+    """A list of shapes."""
+    d = h // a
+    tensors = dict(
+        x=(b, s, h), q=(b, a, s, d), k=(b, g, s, d), v=(b, g, s, d), p=(b, a, s, s), out=(b, s, h)
+    )
+    return size * sum(int(np.prod(shape)) for shape in tensors.values())
+
+
+def _per_token(b: int, s: int, h: int, a: int, g: int, size: int) -> float:
+    return float(b * s * size * (3 * h + 2 * g * (h / a) + a * s))
+
+
+def _per_parameter(parameters: int, activations: int, logits: int, stepping: str) -> list:
+    copies = {"fused": 0, "foreach": 1}[stepping]
+    moments = {
+        "optimizer": parameters * (20 + 4 * copies),
+        "backward": 14 * parameters + activations + logits + logits,
+    }
+    phase = max(moments, key=moments.get)
+    return [phase, np.float64(moments[phase])]
+
+
+def _if_else(parameters: int, activations: int, logits: int, stepping: str) -> tuple:
+    step = 24 * parameters if stepping == "foreach" else 20 * parameters
+    loss = 14 * parameters + activations + 2 * logits
+    if loss > step:
+        return "backward", torch.tensor(loss)
+    return "optimizer", torch.tensor(step)
+
+
+RIGHT = {
+    "memory/count-parameters": {
+        "a loop over shapes": _matrix_by_matrix,
+        "a float": lambda file: float(ModelConfig.from_hf(file).num_params),
+        "a NumPy integer": lambda file: np.int64(ModelConfig.from_hf(file).num_params),
+    },
+    "memory/saved-by-attention": {
+        "a list of shapes": _listed,
+        "per token, a float": _per_token,
+        "a tensor": lambda **sizes: torch.tensor(_listed(**sizes)),
+        "a NumPy integer": lambda **sizes: np.int64(_listed(**sizes)),
+    },
+    "memory/bug-hunt-peak": {
+        "a dict of moments, a list, a NumPy float": _per_parameter,
+        "if and else, 0-d tensors": _if_else,
+        "a generator": lambda *asked: (part for part in _if_else(*asked)),
+    },
+}
