@@ -763,7 +763,7 @@ f"{one_more:.2%}, and three times that: {3 * one_more:.2%}"
 # - Full recomputation adds a third of the FLOPs, 22 % with early stop, and about 39 % of the time where the backward pass is 1.55 times the forward.
 #   <!-- claim: [round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "full", early_stop=e), 3) for e in (False, True)] == [0.332, 0.224] -->
 # - For GPT-3 the attention core is 70 % of a layer's activations and 0.9 % of its FLOPs.
-#   <!-- claim: (round(80 / 114, 2), round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "selective", early_stop=False), 3)) == (0.70, 0.009) -->
+#   <!-- claim: (round(1 - memory.korthikanti(b=1, s=2048, h=12288, a=96, checkpointing="selective").total / memory.korthikanti(b=1, s=2048, h=12288, a=96).total, 2), round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "selective", early_stop=False), 3)) == (0.70, 0.009) -->
 #
 # Next: [lab 05](05_accumulation.ipynb) leaves the layers alone and cuts the batch instead.
 
