@@ -168,8 +168,8 @@ def test_the_ledger_of_each_phase_can_be_opened(page, panel):
         button.click()
         expect(button).to_be_focused()
         lines = shown(page)
-        total = lines.pop("peak" if phase == peak.phase else "total")
-        assert total == sum(lines.values()) == peak.phases[phase]
+        assert lines["peak" if phase == peak.phase else "total"] == peak.phases[phase]
+        assert ("gradients" in lines) == (phase == "optimizer")
         expect(page.locator(".lu-open")).to_contain_text(phase)
     page.locator("[name=b]").fill("5")
     assert "peak" in shown(page)
