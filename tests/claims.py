@@ -1,0 +1,149 @@
+"""What the checks of data/ ask for that is more than a call: long checks have a name here."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from labutils import checkpointing, config, data_parallel, flash, measure, memory, world
+from labutils.config import Link, Mesh, ModelConfig, TrainConfig
+
+ONE = TrainConfig(micro_batch=1, global_batch=1)
+
+
+def _layer(**changes) -> dict[str, int]:
+    """Korthikanti's lines for a layer over sbh, or over as²b where they grow with s²."""
+    sizes = dict(b=1, s=64, h=1024, a=16)
+    units = {"s²": 16 * 64 * 64, "": 64 * 1024}
+    lines = memory.korthikanti(**sizes, **changes)
+    return {line.name: line.amount // units["s²" * ("s²" in line.note)] for line in lines}
+
+
+def feed_forward_sbh() -> int:
+    """Bytes over sbh that a feed-forward layer keeps: its input, GELU's input and output, a mask.
+
+    The input and the mask are one of two like them in the layer.
+    """
+    lines = _layer()
+    shared = lines["inputs of attention and feed-forward"] + lines["dropout masks after them"]
+    return shared // 2 + lines["input of GELU and its output"]
+
+
+def attention_sbh_and_as2b() -> tuple[int, int]:
+    """Bytes over sbh, and over as²b, that an attention layer keeps."""
+    lines = _layer()
+    linear = lines["inputs of attention and feed-forward"] + lines["dropout masks after them"]
+    linear = linear // 2 + lines["queries, keys and values"]
+    linear += lines["input of the output projection"]
+    square = lines["softmax, and after dropout"] + lines["dropout mask of the scores"]
+    return linear, square
+
+
+def growth_with_length(d: int, **changes) -> tuple[float, float]:
+    """A and B in A·s + B·s², the bytes of a layer with heads of width d, from two lengths."""
+    h, a, s = 16 * d, 16, 64
+    once, twice = (memory.korthikanti(b=1, s=n, h=h, a=a, **changes).total for n in (s, 2 * s))
+    return (4 * once - twice) / (2 * s), (twice - 2 * once) / (2 * s * s)
+
+
+def saved_by_grouping(name: str) -> float:
+    """What grouped queries save of a model's activations, in % of 34sbh a layer."""
+    model = ModelConfig.named(name)
+    alike = dataclasses.replace(model, num_kv_heads=model.num_heads)
+    saved = memory.activations(alike, ONE).total - memory.activations(model, ONE).total
+    s, h, L = model.letters("s h L")
+    return round(100 * saved / (34 * s * h * L), 1)
+
+
+def bytes_per_parameter(name: str) -> float:
+    """Bytes of one line of the model states of GPT-2 XL in bf16, for each parameter."""
+    model = ModelConfig.named("gpt2-xl")
+    return memory.model_states(model, ONE).by("name")[name] / model.num_params
+
+
+def fp32_buffer_per_parameter() -> float:
+    """Bytes for each parameter in an fp32 tensor as long as all half-precision gradients."""
+    parameter = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    flat = torch.zeros_like(parameter, dtype=torch.float32)
+    return flat.untyped_storage().nbytes() / parameter.numel()
+
+
+def most_activations(micro_batches: int) -> int:
+    """Bytes of activations at the fullest moment of a step that accumulates micro-batches of 2."""
+    train = TrainConfig(micro_batch=2, global_batch=2 * micro_batches)
+    step = memory.history(ModelConfig.named("gpt2"), train)
+    return step.only("activations").peak.ledger.total
+
+
+def plain_over_flash(s: int, d: int = 64) -> float:
+    """How many times as much plain attention holds as flash attention, measured, beside q, k, v."""
+    q, k, v = torch.randn(3, 1, 1, s, d, generator=torch.Generator().manual_seed(0))
+
+    def held(attend: Callable, **blocks) -> int:
+        alive = measure.peak(lambda: attend(q, k, v, **blocks), nn.Module())
+        return alive.total - q.untyped_storage().nbytes()
+
+    return held(flash.plain) / held(flash.attention, block_q=128, block_k=128)
+
+
+def states_of_a_rank(level: int, ranks: int) -> int:
+    """Bytes of GPT-2's model states on one of so many data-parallel ranks."""
+    train = TrainConfig(micro_batch=1, global_batch=ranks, zero=level)
+    return memory.model_states(ModelConfig.named("gpt2"), train, Mesh(dp=ranks)).total
+
+
+def seconds_of_a_step(dp: int) -> float:
+    """A step of 1,024 sequences on dp ranks: its micro-batches, and what the last leaves exposed."""
+    layers, link = [(2**20, 0.01)] * 12, Link(1e-5, 1e10)
+    backward = data_parallel.backward_timeline(layers, bucket_bytes=2**22, n=dp, link=link)
+    micro_batches = TrainConfig(micro_batch=2, global_batch=1024).accumulation(dp)
+    return micro_batches * 1.5 * backward.computed + backward.exposed
+
+
+def replicas_agree(ranks: int = 4, batch: int = 2) -> bool:
+    """Whether every rank has the gradient of the whole batch, each having seen a part of it."""
+    x = torch.randn(ranks * batch, 3, generator=torch.Generator().manual_seed(0)).double()
+
+    def gradient(x: torch.Tensor, comm: world.Comm | None = None) -> torch.Tensor:
+        layer = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+        nn.init.constant_(layer.weight, 0.5)
+        model = data_parallel.replicate(layer, comm) if comm else layer
+        model(x).square().mean().backward()
+        return layer.weight.grad
+
+    parts, whole = x.split(batch), gradient(x)
+    with world.World(ranks) as them:
+        found = them.run(lambda rank: gradient(parts[rank.rank], rank.comm("dp")))
+    return all(torch.allclose(each, whole) for each in found)
+
+
+def processes_of(ranks: int) -> int:
+    """How many processes so many ranks are."""
+    with world.World(ranks, engine="processes") as them:
+        return len(set(them.run(lambda rank: os.getpid())) - {os.getpid()})
+
+
+def fits_v100() -> bool:
+    """Whether a step of GPT-2 XL, one sequence in fp16 as on a GPU, fits in a V100's 32 GB."""
+    train = dataclasses.replace(ONE, precision="fp16", stepping="foreach")
+    v100 = config.Hardware.named("V100")
+    return memory.predict(ModelConfig.named("gpt2-xl"), train, hardware=v100).fits
+
+
+def utilization(
+    layers: int, width: int, heads: int, batch: int, seconds: float, gpus: int
+) -> tuple[float, float]:
+    """Model and hardware FLOPs utilization of A100s, in %, of a GPT with 2,048 tokens.
+
+    The hardware's is Korthikanti's equation (8): all three passes of attention's products again.
+    """
+    model = ModelConfig(
+        num_layers=layers, d_model=width, num_heads=heads, d_ff=4 * width, vocab_size=51200,
+        seq_len=2048,
+    )  # fmt: skip
+    done = batch * model.seq_len * model.flops_per_token() / seconds
+    used = 100 * done / (gpus * config.Hardware.named("A100").flops["bf16"])
+    again = 3 * checkpointing.overhead(model, "selective", early_stop=False)
+    return used, used * (1 + again)

@@ -1,0 +1,156 @@
+"""Small mistakes that no other test saw, each a line of `mistakes/planted.py` once."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from labutils import flash, floats, measure, memory, model, planner, timeline, units
+from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils.ledger import Ledger, Line
+
+TINY = ModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=16, vocab_size=8, seq_len=64)
+
+
+def test_the_minimum_itself_is_allowed():
+    assert units.whole(3, "ranks", 3) == 3
+
+
+def test_a_scaled_ledger_counts_as_often():
+    assert Ledger([Line("weights", 5, count=2)]).scaled(3).count == 6
+
+
+def test_a_thousand_bytes_have_a_unit():
+    assert str(Ledger([Line("weights", 1000)])).count("1.00 kB") == 2
+
+
+def test_what_ends_together_is_taken_away_together():
+    spans = [timeline.Span(0, "weights", "", 0, 2, (0, 10)) for _ in range(2)]
+    spans.append(timeline.Span(0, "weights", "", 3, 4, (0, 15)))
+    held = timeline.Occupancy(tuple(spans), 10, {"weights": 1}, {}, 4)
+    assert held.peak == 20
+
+
+def test_a_block_of_another_size_shares_its_scale_among_as_many():
+    assert floats.BlockFormat("nv", floats.E2M1, 16).bits_per_value == 4.5
+
+
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
+def test_a_block_with_inf_or_nan_has_the_scale_nan(odd):
+    scale, codes = floats.MXFP4.encode([1.0, odd])
+    assert math.isnan(floats.E8M0.decode(scale)) and codes == [0, 0]
+
+
+def test_a_recipe_says_how_its_steps_come_about_and_whether_the_batch_is_what_was_asked_for():
+    def fits(b):
+        return b <= 2
+
+    recipe = planner.configure(target=4_194_304, seq_len=4096, gpus=128, fits=fits)
+    said = {choice.what: choice.reason for choice in recipe.choices}
+    assert said["accumulation steps"] == "1,024 / (2 · 128)"
+    assert said["tokens in a batch"] == "what you asked for"
+    more = planner.configure(target=4_194_303, seq_len=4096, gpus=128, fits=fits)
+    assert more.choices[0].reason.startswith("the closest to 4,194,303")
+
+
+def test_a_graph_that_is_dropped_is_freed_while_it_is_recorded():
+    layer, x = nn.Linear(8, 8), torch.ones(4, 8)
+
+    def forwards(k):
+        def step():
+            for _ in range(k):
+                layer(x).exp()
+
+        return measure.history(step, layer).peak.ledger.total
+
+    assert forwards(8) == forwards(2)
+
+
+def test_a_storage_that_shrinks_leaves_room_below_the_capacity():
+    layer = nn.Linear(1, 1, bias=False)
+
+    def step():
+        big = torch.empty(1000)
+        for _ in range(5):
+            big.untyped_storage().resize_(0)
+            big.untyped_storage().resize_(4000)
+
+    measure.history(step, layer, capacity=4100)
+    with pytest.raises(measure.OutOfMemory):
+        measure.history(step, layer, capacity=3900)
+
+
+@pytest.mark.parametrize("name", model.ATTENTION)
+def test_attention_drops_as_often_as_it_is_told(name):
+    torch.manual_seed(0)
+    q = torch.zeros(4, 2, 64, 64)
+    v = torch.eye(64).expand(4, 2, 64, 64)  # so that the output is the weights
+    weights = model.ATTENTION[name](q, q, v, 0.3)
+    below = torch.ones(64, 64).tril().bool()
+    assert (weights[..., below] == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
+
+
+def test_the_stream_is_dropped_after_the_embedding_and_after_both_halves(monkeypatch):
+    gpt = model.GPT(dataclasses.replace(TINY, dropout=0.5))
+    shapes, dropout = [], F.dropout
+    monkeypatch.setattr(
+        F, "dropout", lambda x, *a, **k: (shapes.append(x.dim()), dropout(x, *a, **k))[1]
+    )
+    gpt(torch.zeros(1, 4, dtype=torch.long))
+    assert shapes == [3, 4, 3, 3]  # the embedding, the scores, and what each half adds
+
+
+def test_a_share_is_rounded_up_and_counts_one_step():
+    gpt2 = ModelConfig.named("gpt2")
+    ranks = next(n for n in range(2, 99) if gpt2.num_params % n)
+    train = TrainConfig(micro_batch=1, global_batch=ranks, zero=1)
+    lines = memory.model_states(gpt2, train, Mesh(dp=ranks)).by("name")
+    assert lines["exp_avg"] == 4 * math.ceil(gpt2.num_params / ranks) and lines["step"] == 4
+
+
+@pytest.mark.parametrize(
+    "kind, attention",
+    [({}, "sdpa"), (dict(positions="rope"), "sdpa"), (dict(num_experts=4, top_k=2), "plain")],
+)
+def test_what_is_kept_in_half_precision_is_predicted_to_the_byte(kind, attention):
+    config = dataclasses.replace(TINY, **kind)
+    train = TrainConfig(micro_batch=2, global_batch=2, attention=attention)
+    gpt = model.GPT(config, attention=attention).bfloat16()
+    tokens = torch.zeros(2, config.seq_len, dtype=torch.long)
+    kept = measure.saved_activations(lambda: gpt.loss(tokens, tokens.clone()), gpt)
+    assert kept.total == memory.activations(config, train).total
+
+
+@pytest.mark.parametrize("first", [-math.inf, -200.0])
+def test_merging_begins_where_the_first_part_sees_next_to_nothing(first):
+    one, two = torch.ones(1, 2), torch.full((1, 2), 3.0)
+    out, lse = flash.merge(one, torch.tensor([first]), two, torch.tensor([5.0]))
+    assert torch.equal(out, two) and lse.item() == 5.0
+    back, other = flash.merge(two, torch.tensor([5.0]), one, torch.tensor([first]))
+    assert torch.equal(back, two) and other.item() == 5.0
+
+
+def test_gradients_of_queries_are_summed_in_fp32():
+    """Over 64 key blocks a sum in 16 bits would be off by many of its roundings."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, slope = (torch.randn(1, 1, 512, 16, generator=draw).bfloat16() for _ in range(4))
+
+    def gradient(dtype, **blocks):
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        flash.attention(*inputs, **blocks)[0].backward(slope.to(dtype))
+        return inputs[0].grad.double()
+
+    exact = gradient(torch.float64)
+    few, many = ((gradient(torch.bfloat16, block_k=b) - exact).norm() for b in (512, 8))
+    assert many < 1.05 * few
+
+
+def test_the_bandwidth_of_a_sweep_counts_what_is_read_and_what_is_written(monkeypatch):
+    from labutils.flash import fused
+
+    monkeypatch.setattr(fused, "_best", lambda fn, repeats: 1.0)
+    roof = fused.Roof.measured(size=64, nbytes=4096)
+    assert (roof.flops, roof.bandwidth) == (2 * 64**3, 2 * 4096)
