@@ -405,7 +405,8 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        number = isinstance(self.latency, (int, float)) and math.isfinite(self.latency)
+        kind = isinstance(self.latency, (int, float)) and not isinstance(self.latency, bool)
+        number = kind and math.isfinite(self.latency)
         if not number or self.latency < 0:
             least = "a finite number of seconds, 0 or more"
             raise ValueError(f"latency must be {least}, got {self.latency!r}")

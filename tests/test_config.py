@@ -223,6 +223,13 @@ def test_hardware_is_what_the_data_sheets_say():
 
 
 def test_link_refuses():
-    for latency, bandwidth in [(-1, 1), (float("nan"), 1), (0, 0), (0, float("inf"))]:
-        with pytest.raises(ValueError, match="must be"):
+    for latency, bandwidth in [
+        (-1, 1),
+        (True, 1),
+        (float("nan"), 1),
+        (0, 0),
+        (0, float("inf")),
+        (0, True),
+    ]:
+        with pytest.raises((ValueError, TypeError), match="must be"):
             Link(latency, bandwidth)

@@ -11,6 +11,7 @@ from torch import nn
 from labutils import flash, floats, measure, memory, model, planner, timeline, units
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
+from labutils.teach import plots
 
 TINY = ModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=16, vocab_size=8, seq_len=64)
 
@@ -154,3 +155,41 @@ def test_the_bandwidth_of_a_sweep_counts_what_is_read_and_what_is_written(monkey
     monkeypatch.setattr(fused, "_best", lambda fn, repeats: 1.0)
     roof = fused.Roof.measured(size=64, nbytes=4096)
     assert (roof.flops, roof.bandwidth) == (2 * 64**3, 2 * 4096)
+
+
+def test_bars_and_their_parts_are_labelled_with_what_they_hold():
+    two = Ledger([Line("weights", 6 * 10**6, "weights"), Line("exp_avg", 3 * 10**6, "optimizer")])
+    picture = plots.memory_bars(a=two, b=two.scaled(2))
+    said = [text.get_text() for text in picture.figure.axes[0].texts]
+    for amount in ("6.00 MB", "3.00 MB", "9.00 MB", "12.0 MB", "18.0 MB"):
+        assert amount in said
+    assert said.count("6.00 MB") == 2 and picture.alt.count("in all") == 2
+    assert "9.00 MB in all" in picture.alt and "18.0 MB in all" in picture.alt
+
+
+def test_the_fullest_moment_is_labelled_with_its_bytes():
+    def moment(phase, nbytes):
+        held = Ledger([Line("weights", 10**6, "weights"), Line("x", nbytes, "activations")])
+        return timeline.Moment(phase, "mm", held)
+
+    step = timeline.History([moment("forward", 10**6), moment("backward", 4 * 10**6)])
+    picture = plots.memory_timeline(step)
+    axes = picture.figure.axes[0]
+    assert "peak 5.00 MB" in [text.get_text() for text in axes.texts]
+    low, high = (band.get_data() for band in axes.patches[:2])
+    assert list(low.values) == [1, 1] and list(high.values) == [2, 5]
+    assert list(high.baseline) == [1, 1]
+
+
+def test_spans_are_drawn_as_long_as_they_last_and_messages_below_what_is_computed():
+    spans = (
+        timeline.Span(0, "forward", "layer", 0.0, 1.0),
+        timeline.Span(0, "backward", "layer", 1.0, 3.0),
+        timeline.Span(0, "reduce", "bucket 0", 2.5, 4.0),
+    )
+    axes = plots.overlap(step=timeline.Timeline(spans)).figure.axes[0]
+    boxes = [patch for patch in axes.patches if patch.get_width() in (1.0, 2.0, 1.5)]
+    drawn = [(box.get_x(), box.get_width()) for box in boxes]
+    assert drawn[:3] == [(0.0, 1.0), (1.0, 2.0), (2.5, 1.5)]
+    above, same, below = (box.get_y() for box in boxes[:3])
+    assert above == same < below

@@ -310,12 +310,12 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('if verdicts and verdicts[-1].status != "passed":', "if False:"),
         ("if len(text) <= most:", "if True:"),
     ],
-    ("teach/plots/bars", "test_plots_bars"): [
+    ("teach/plots/bars", "test_plots_bars test_survivors"): [
         ("units.text(ledger.total)\n        # The line", "units.text(next(iter(ledger)).amount)\n        # The line"),
         ("size, label = amount / factor, units.text(amount)", "size, label = amount / factor, units.text(amount * 2)"),
         ("return f\"{said}, {units.text(ledger.total)} in all\"", "return f\"{said}, {units.text(0)} in all\""),
     ],
-    ("teach/plots/timelines", "test_plots_timelines"): [
+    ("teach/plots/timelines", "test_plots_timelines test_survivors"): [
         ('total / factor, f"peak {units.text(total)}")', 'total / factor, f"peak {units.text(moments[0].ledger.total)}")'),
         ("span.start / factor, (span.end - span.start) / factor", "span.start / factor, span.end / factor"),
         ("axes.stairs(high, edges, baseline=low,", "axes.stairs(high, edges, baseline=0,"),
