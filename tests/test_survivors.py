@@ -1,6 +1,7 @@
 """Small mistakes that no other test saw, each a line of `mistakes/planted.py` once."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from labutils import flash, floats, measure, memory, model, planner, timeline, units
+from labutils import (
+    checkpointing,
+    flash,
+    floats,
+    measure,
+    memory,
+    model,
+    planner,
+    timeline,
+    units,
+    world,
+    zero,
+)  # fmt: skip
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.teach import plots
@@ -193,3 +206,31 @@ def test_spans_are_drawn_as_long_as_they_last_and_messages_below_what_is_compute
     assert drawn[:3] == [(0.0, 1.0), (1.0, 2.0), (2.5, 1.5)]
     above, same, below = (box.get_y() for box in boxes[:3])
     assert above == same < below
+
+
+@pytest.mark.parametrize("n, k", [(10, 4), (7, 3), (11, 5), (9, 2)])
+def test_segments_are_as_equal_as_they_come(n, k):
+    plan = checkpointing.segments(n, k)
+    first = next(i for i, step in enumerate(plan.steps) if step.op == "record")
+    ends = [*sorted(plan.states[first].values), n]
+    lengths = [end - start for start, end in itertools.pairwise(ends)]
+    assert len(lengths) == k and max(lengths) - min(lengths) == (n % k > 0)
+
+
+@pytest.mark.parametrize("prefetch, ahead", [(False, 0), (True, 1)])
+def test_the_next_unit_is_gathered_ahead_only_if_asked_for(prefetch, ahead):
+    def program(rank):
+        chain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        zero.shard(chain, rank.comm("dp"), prefetch=prefetch)
+        groups, seen = chain._sharded.groups[1:], []
+
+        def look(*_):
+            seen.append([i for i, group in enumerate(groups) if group.resident])
+
+        for unit in chain:
+            unit.register_forward_pre_hook(look)
+        chain(torch.ones(2, 4))
+        return seen
+
+    there = [[i, i + 1][: 1 + ahead] for i in range(3)] + [[3]]
+    assert world.World(1).run(program)[0] == there
