@@ -5,7 +5,8 @@ Everything here is exact integer arithmetic, so it is the reference that the fas
 four bits of E2M1 and formats of your own.
 
 Sources: IEEE 754-2019 (fp64, fp32, fp16); OCP OFP8 r1.0 and arXiv:2209.05433 (e4m3, e5m2);
-OCP MX v1.0 (e3m2, e2m3, e2m1, e8m0, blocks of 32); CUDA Math API `__nv_tf32` (tf32).
+OCP MX v1.0 (e3m2, e2m3, e2m1, e8m0, blocks of 32); NVIDIA, arXiv:2509.25149 (NVFP4);
+CUDA Math API `__nv_tf32` (tf32).
 """
 
 import math
@@ -409,29 +410,35 @@ class IntFormat:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Small floats in blocks that share one scale, a power of two, as in OCP MX.
+    """Small floats in blocks that share one scale: OCP MX, where it is a power of two, and NVFP4,
+    where it is an e4m3 number.
 
-    >>> MXFP4.bits_per_value
-    4.25
-    >>> scale, codes = MXFP4.encode([100, -7, 0.5, 0])
-    >>> MXFP4.decode(scale, codes)
-    [96.0, -8.0, 0.0, 0.0]
+    NVFP4 divides a whole tensor by one number in fp32 first, so that the blocks' scales fit e4m3:
+    that is the caller's. `scale` is the format of the shared scale, e8m0 where none is given.
 
-    Source: OCP MX v1.0, section 6.3: the scale is 2^(⌊log₂ max|v|⌋ − max_exponent), elements
-    saturate.
+    >>> MXFP4.bits_per_value, NVFP4.bits_per_value
+    (4.25, 4.5)
+    >>> [block.decode(*block.encode([7, -3, 1, 0])) for block in (MXFP4, NVFP4)]
+    [[6.0, -3.0, 1.0, 0.0], [6.75, -3.375, 1.125, 0.0]]
+
+    Source: OCP MX v1.0, section 6.3: a power of two is 2^(⌊log₂ max|v|⌋ − max_exponent), elements
+    saturate; NVIDIA, arXiv:2509.25149: a scale with a mantissa is max|v| / max, to nearest.
     """
 
     name: str
     element: FloatFormat
     block_size: int = 32
+    scale: FloatFormat | None = None
 
     def __post_init__(self):
         _check_int("block_size", self.block_size, 1)
+        if self.scale is None:
+            object.__setattr__(self, "scale", E8M0)
 
     @property
     def bits_per_value(self) -> float:
         """Bits a value takes, its part of the shared scale included."""
-        return self.element.bits + E8M0.bits / self.block_size
+        return self.element.bits + self.scale.bits / self.block_size
 
     def encode(self, values: Sequence[Real]) -> tuple[int, list[int]]:
         """The scale's code and the elements' codes for one block (a last, short block is fine)."""
@@ -440,19 +447,25 @@ class BlockFormat:
                 f"{self.name} encodes 1 to {self.block_size} values at a time, got {len(values)}"
             )
         if not all(math.isfinite(v) for v in values):
-            return E8M0.encode(math.nan), [0] * len(values)
-        largest = max(abs(v) for v in values)
-        exponent = E8M0.min_exponent
-        if largest:
-            exponent = _exponent(*largest.as_integer_ratio()) - self.element.max_exponent
-        scale = E8M0.encode(Fraction(2) ** exponent, overflow="saturate")
-        unit = Fraction(E8M0.decode(scale))
-        return scale, [self.element.encode(Fraction(v) / unit, overflow="saturate") for v in values]
+            return self.scale.encode(math.nan), [0] * len(values)
+        scale = self.scale.encode(self._wanted(max(map(abs, values))), overflow="saturate")
+        unit = Fraction(self.scale.decode(scale))
+        quotients = [Fraction(v) / unit if unit else 0 for v in values]
+        return scale, [self.element.encode(q, overflow="saturate") for q in quotients]
 
     def decode(self, scale: int, codes: Sequence[int]) -> list[float]:
         """The block's values."""
-        unit = E8M0.decode(scale)
+        unit = self.scale.decode(scale)
         return [unit * self.element.decode(code) for code in codes]
+
+    def _wanted(self, largest: Real) -> Fraction:
+        """The scale that brings `largest` into the elements' range, before it is rounded."""
+        if self.scale.mantissa_bits:
+            return Fraction(largest) / Fraction(self.element.max)
+        exponent = self.scale.min_exponent
+        if largest:
+            exponent = _exponent(*largest.as_integer_ratio()) - self.element.max_exponent
+        return Fraction(2) ** exponent
 
 
 def _check_int(what: str, value: object, low: int, high: float = math.inf) -> None:
@@ -511,6 +524,7 @@ INT8 = IntFormat("int8", 8)
 MXFP8 = BlockFormat("mxfp8", E4M3)
 MXFP6 = BlockFormat("mxfp6", E2M3)
 MXFP4 = BlockFormat("mxfp4", E2M1)
+NVFP4 = BlockFormat("nvfp4", E2M1, block_size=16, scale=E4M3)
 
 FORMATS = {
     f.name: f

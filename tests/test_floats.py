@@ -260,6 +260,21 @@ def test_the_largest_of_a_block_is_never_off_by_more_than_a_quarter(values):
         )
 
 
+def test_nvfp4_is_what_its_definition_says():
+    """Blocks of 16, a scale in e4m3 of max|v| / 6; Source: NVIDIA, arXiv:2509.25149."""
+    nvfp4 = floats.NVFP4
+    assert (nvfp4.block_size, nvfp4.bits_per_value) == (16, 4.5)
+    values = np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
+    values[1] = 0
+    for row in values:
+        unit = (np.abs(row).max() / np.float32(6)).astype(ml_dtypes.float8_e4m3fn).astype(float)
+        elements = (row / unit if unit else 0 * row).astype(ml_dtypes.float4_e2m1fn).astype(float)
+        assert nvfp4.decode(*nvfp4.encode(row.tolist())) == (unit * elements).tolist()
+    assert nvfp4.decode(*nvfp4.encode([1e6, 1e-6])) == [448 * 6, 0.0]
+    assert nvfp4.decode(*nvfp4.encode([1e-6, 0.0])) == [0.0, 0.0]
+    assert all(math.isnan(v) for v in nvfp4.decode(*nvfp4.encode([1.0, math.inf])))
+
+
 def test_names():
     assert all(floats.named(name) is fmt for name, fmt in floats.FORMATS.items())
     assert floats.named("Float8_E4M3FN") is floats.E4M3 is floats.named(floats.E4M3)

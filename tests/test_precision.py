@@ -314,9 +314,36 @@ class TestSums:
         line = precision.running_sum(x, "bf16")[:, -1].double()
         assert ((tree - exact).abs() < (line - exact).abs()).all()
 
+    @pytest.mark.parametrize("fmt", ["bf16", "fp16", "fp32"])
+    def test_what_an_addition_loses_comes_with_the_next_term(self, fmt, monkeypatch):
+        """Source: Higham 1993: |error| ≤ (2u + O(nu²)) Σ|x|, u half of eps; 4 stands for its O."""
+        assert precision.kahan_sum(torch.ones(4096), fmt) == 4096
+        x = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
+        x = precision.round_to(x, fmt)
+        u = floats.named(fmt).eps / 2
+        error = (precision.kahan_sum(x, fmt).double() - x.double().sum(-1)).abs()
+        assert (error <= (2 * u + 4 * 1000 * u**2) * x.double().abs().sum(-1)).all()
+        line = precision.running_sum(x, fmt)[:, -1].double() - x.double().sum(-1)
+        assert error.square().mean() < line.square().mean() / 4
+        fast = precision.kahan_sum(x, fmt)
+        monkeypatch.setattr(sums, "MACHINE", {})
+        assert torch.equal(precision.kahan_sum(x, fmt), fast)
+
+    def test_compensation_is_kahans(self):
+        """The loop of the paper, in the machine's own fp32."""
+        x = torch.randn(500, generator=torch.Generator().manual_seed(0))
+        total = lost = np.float32(0)
+        for term in x.numpy():
+            y = term - lost
+            t = total + y
+            lost = (t - total) - y
+            total = t
+        assert precision.kahan_sum(x, "fp32").item() == total
+
     @pytest.mark.parametrize("n", [0, 1, 2, 3, 7])
     def test_any_length(self, n):
         x = torch.arange(n, dtype=torch.float32)
+        assert precision.kahan_sum(x, "fp16") == x.sum()
         assert precision.pairwise_sum(x, "fp16") == x.sum()
         assert precision.running_sum(x, "fp16").tolist() == x.cumsum(0).tolist()
 

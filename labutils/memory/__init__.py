@@ -9,7 +9,7 @@ from labutils.memory.activations import activations
 from labutils.memory.allocator import Allocator, OutOfMemory, replay
 from labutils.memory.peak import Peak, history, peak_bytes, predict
 from labutils.memory.published import beyond_the_paper, korthikanti
-from labutils.memory.states import first_failing_step, model_states
+from labutils.memory.states import model_states, step_peak
 
 __all__ = [
     "Allocator",
@@ -17,11 +17,11 @@ __all__ = [
     "Peak",
     "activations",
     "beyond_the_paper",
-    "first_failing_step",
     "history",
     "korthikanti",
     "model_states",
     "peak_bytes",
     "predict",
     "replay",
+    "step_peak",
 ]

@@ -97,20 +97,22 @@ def zero_level(train: TrainConfig, mesh: Mesh) -> int:
     return train.zero if mesh.dp > 1 else 0
 
 
-def first_failing_step(
-    weights: int, state: int, working: int, temporary: int, capacity: int
-) -> int | None:
-    """The first step, 1 or 2, whose peak is more than `capacity` bytes; None when training fits.
+def step_peak(
+    step: int, micro_batches: int, *, weights: int, state: int, working: int, temporary: int
+) -> int:
+    """Bytes at the fullest moment of optimizer step 1, 2, … in fp32, when the gradients of
+    `micro_batches` add up, then the optimizer steps and `zero_grad()` lets go of them.
 
     weights: bytes of the weights; gradients take as many
-    state: what the optimizer keeps between steps
-    working: what forward and backward hold at their peak besides the model states
+    state: what the optimizer keeps between steps, from its first `step()` on
+    working: what forward and backward of one micro-batch hold at their fullest, besides weights,
+        state and what is left of earlier micro-batches
     temporary: what `optimizer.step()` needs for a moment
 
-    >>> first_failing_step(weights=4, state=8, working=30, temporary=4, capacity=40)
-    2
+    >>> sizes = dict(weights=4, state=8, working=30, temporary=4)
+    >>> [step_peak(step, micro_batches, **sizes) for micro_batches in (1, 2) for step in (1, 2)]
+    [34, 42, 38, 46]
     """
-    updating = weights + weights + state + temporary
-    if max(weights + working, updating) > capacity:
-        return 1
-    return 2 if weights + state + working > capacity else None
+    kept = state if step > 1 else 0
+    summed = weights if micro_batches > 1 else 0
+    return max(weights + kept + summed + working, 2 * weights + state + temporary)

@@ -12,7 +12,7 @@
 #
 # After this lab you
 #
-# - read any pattern of bits in any format, down to four bits (exercise 1.1),
+# - read any pattern of bits in any format, down to four bits, infinities and NaN included (exercise 1.1),
 # - choose a format by its range and its gap, because you can write the cast that puts any number into it (exercise 1.2),
 # - find the input that a cast gets wrong although a thousand random tests pass (exercise 1.3, a bug hunt),
 # - predict where a sum stops growing, and keep it growing (exercise 1.4).
@@ -37,7 +37,7 @@ from labutils.teach.widgets import bits, explore, slider
 #
 # A floating-point number is a sign, a power of two, and a place between that power and the next.
 # Exponent bits buy *range*: how large and how small a number can be. Mantissa bits buy *precision*: how many places there are between two powers.
-# Every bit goes to one or the other, and all the formats of training are different answers to the question of how to split them.
+# One bit is the sign; every other bit goes to one or the other, and the formats of training are different answers to the question of how to split them.
 
 # %%
 formats = [FP32, TF32, BF16, FP16, E5M2, E4M3, E3M2, E2M3, E2M1]
@@ -45,7 +45,7 @@ title = "bf16 reaches as far as fp32 with half the bits; fp16 does not"
 plots.dynamic_range(formats, title=title)
 
 # %% [markdown]
-# Two things to see before any formula. bf16 is as wide as fp32 with half the bits; fp16 is not, and that one difference is why loss scaling exists.
+# Two things to see before any formula. bf16 is as wide as fp32 with half the bits; fp16 is not, and loss scaling (further down) makes up for that one difference.
 # And the formats below 8 bits span so little that they are of no use alone: a *scale* has to travel with them. You meet it in the last block.
 
 # %% [markdown]
@@ -59,6 +59,7 @@ predict("e4m3/largest-value", in_e4m3=240)  # your guess: change it
 
 # %% [markdown]
 # Write $e$ for the exponent field and $m$ for the mantissa field, both read as integers, and $M$ for the number of mantissa bits.
+# A *normal* number, which most are, has the value
 #
 # $$ \text{value} = (-1)^{\text{sign}} \cdot 2^{\,e - \text{bias}} \cdot \Bigl(1 + \frac{m}{2^M}\Bigr), \quad \text{bias} = 2^{\text{exponent bits} - 1} - 1 $$
 #
@@ -75,7 +76,8 @@ E4M3.bias, E4M3.fields(code), E4M3.decode(code)
 # %% [markdown]
 # Two exponent fields are special, and they are where formats differ.
 #
-# **Field 0: no leading 1.** With one, nothing would lie between 0 and the smallest power of two, and $a - b$ could be 0 for $a \ne b$.
+# **Field 0: no leading 1.** With one, 0 itself would have no code. If the whole field meant 0, nothing would lie between 0 and the smallest normal number,
+# and $a - b$ could be 0 for $a \ne b$.
 # So the stretch below the smallest normal number is filled evenly down to zero, with *subnormal* numbers: $\pm\, 2^{1-\text{bias}} \cdot m / 2^M$. The exponent is $1-\text{bias}$,
 # the one of the smallest normal number, so that no gap stays open.
 
@@ -125,6 +127,22 @@ for fmt, dtype in [(FP16, torch.float16), (BF16, torch.bfloat16)]:
     print(f"{fmt.name}: {differ.sum()} of {len(patterns):,} patterns differ")
 
 # %% [markdown]
+# **The same 8 bits, another meaning.** AMD's MI300 computes in *fnuz* formats: finite, NaN, unsigned zero. They have a bias that is larger by one, no infinity,
+# and their only NaN is the code of −0. Give the codes of one to a program that expects the other:
+
+# %%
+numbers = torch.tensor([1.0, 240.0, -0.0])
+written = numbers.to(torch.float8_e4m3fnuz)
+floats.E4M3FNUZ.max, written.view(torch.float8_e4m3fn).float().tolist()
+
+# %%
+written = numbers.to(torch.float8_e4m3fn)
+written.view(torch.float8_e4m3fnuz).float().tolist()
+
+# %% [markdown]
+# Numbers are off by a factor of 2, fnuz's largest is read as NaN, and in the other direction −0 is. No error is raised: who loads fp8 weights has to ask in which of the two they were written.
+
+# %% [markdown]
 # Flip the bits yourself. Look for the largest number, the smallest, the NaN; find two neighbors and watch the gap between them double when the exponent
 # goes up by one.
 
@@ -141,8 +159,8 @@ explore(what_it_means, states=256, code=bits(E4M3, start=0b0_0111_000))
 # %% [markdown]
 # ### Exercise 1.1 · Read a code (10 min, ●○○)
 #
-# You get a format and a code. Return its value, a Python float: normal, subnormal, ±0, ±inf and NaN, for any format with a sign and a zero.
-# `fmt.fields(code)` cuts the code into its fields for you.
+# You get a format and a code. Return its value as a number, for any format: IEEE's, e4m3, the formats of 4 and 6 bits, fnuz.
+# `fmt.fields(code)` cuts the code into its fields for you; `kind` is one of "normal", "subnormal", "zero", "inf" and "nan". A zero keeps its sign.
 
 
 # %%
@@ -202,8 +220,8 @@ plots.relative_error([FP16, BF16, E4M3, E5M2], title=title)
 [E4M3.round(x) for x in (17, 19, 21, 23)]  # the gap is 2 here: all four are ties
 
 # %% [markdown]
-# **Other ways to round.** Toward zero cuts the rest off. *Stochastic* rounding goes up with the probability of $x$'s place in the gap, so it is wrong
-# every time and right on average:
+# **Other ways to round.** Toward zero cuts the rest off. *Stochastic* rounding goes up with a probability that is $x$'s place in the gap, so each result is off,
+# unless $x$ is a value of the format, and their average is right:
 
 # %%
 g = torch.Generator().manual_seed(0)
@@ -213,16 +231,21 @@ for mode in ("nearest", "zero", "stochastic"):
     print(f"{mode:10} mean {rounded.mean():.2f}")
 
 # %% [markdown]
-# **Overflow has two conventions, and libraries differ.** Above 464, half a gap beyond 448, e4m3 has no value left. ml_dtypes then says NaN;
-# torch's cast on a CPU saturates, and takes even infinity to 448.
-# In this course `overflow="ieee"` is the first, `overflow="saturate"` the second. A training code has to know which one it has: the first hides nothing,
-# the second never stops.
+# **Overflow has two conventions, and libraries differ.** Above 464, half a gap beyond 448, e4m3 has no value left. ml_dtypes then says NaN.
+# torch's cast *saturates* since version 2.12 (2026): it stops at 448, even for infinity. Before, it gave NaN as well, and for e5m2 and e4m3fnuz it still leaves the range:
+# e5m2 has an infinity to go to, e4m3fnuz a NaN.
+# In this course `overflow="ieee"` leaves the range, `overflow="saturate"` does not. A training code has to know which one it has: NaN stops a run, and 448 lets it go on with
+# numbers that are too small.
 
 # %%
 beyond = torch.tensor([464.0, 465.0, math.inf])
 by_torch = beyond.to(torch.float8_e4m3fn)
 by_ml_dtypes = beyond.numpy().astype(ml_dtypes.float8_e4m3fn)
 by_torch.float().tolist(), by_ml_dtypes.astype("float32").tolist()
+
+# %%
+other = torch.float8_e5m2, torch.float8_e4m3fnuz
+{str(dtype): torch.tensor([1e6, math.inf]).to(dtype).float().tolist() for dtype in other}
 
 # %%
 rules = "saturate", "ieee"
@@ -258,6 +281,9 @@ check("floats/encode", encode)
 
 # %%
 hint("floats/encode", 1)
+
+# %% [markdown]
+# The library's own does more than you were asked for: other roundings, both conventions of overflow, formats without a zero.
 
 # %%
 show(floats.FloatFormat.encode)
@@ -307,7 +333,7 @@ wrong(torch.rand(1_000_000, dtype=torch.float64, generator=g))
 # %% [markdown]
 # ## Is 10 000 × 10 000 NaN in fp16?
 #
-# One widely read text says so. What do you say: a number, `inf` or `nan`?
+# One text on training says so (see the errata). What do you say: a number, `inf` or `nan`?
 
 # %%
 predict("fp16/ten-thousand-squared", result="nan")
@@ -342,7 +368,7 @@ wide = logits.bfloat16().exp()
 (stable / stable.sum()).tolist(), (wide / wide.sum()).tolist()
 
 # %% [markdown]
-# **The other end is quieter.** What is smaller than half of fp16's smallest subnormal, $2^{-25} \approx 3 \cdot 10^{-8}$, becomes zero, and nothing
+# **The other end is quieter.** fp16's smallest subnormal is $2^{-24}$. What is at most half of it, $2^{-25} \approx 3 \cdot 10^{-8}$, becomes zero, and nothing
 # tells you. Take gradients of the size $10^{-7}$:
 
 # %%
@@ -383,8 +409,21 @@ guesses = {name: predictions[f"sum-of-ones/{name}"] for name in sums}
 plots.running_sums(ones.cumsum(0).tolist(), **sums, guesses=guesses)
 
 # %% [markdown]
-# This is no curiosity of ones. It is a gradient accumulated over 4096 micro-steps, a mean over a sequence, a weight of 1 that gets updates of 0.001:
-# 0.001 is less than half of bf16's gap at 1, which is 0.0078.
+# The hollow diamonds are your guesses. The loop below adds in bf16 as well, by PyTorch this time; and then PyTorch is asked for the sum of the same tensor:
+
+# %%
+bf16 = torch.ones(4096, dtype=torch.bfloat16)
+total = torch.zeros((), dtype=torch.bfloat16)
+for one in bf16:
+    total += one
+total.item(), bf16.sum().item(), (bf16 @ bf16).item()
+
+# %% [markdown]
+# `total += one` rounds to bf16 every time, and stalls at 256. `sum()` and a dot product of the same tensor give 4096: PyTorch's reductions of 16-bit tensors add in fp32 and round once, at the end.
+# So what stalls is a sum that is *stored* in 16 bits between additions: a loop of yours, a gradient that accumulates in bf16, a weight that is updated in bf16.
+
+# %% [markdown]
+# The last of these, with a weight of 1 and a thousand updates of 0.001, less than half of bf16's gap at 1, which is 0.0078:
 
 # %%
 weight = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -393,10 +432,10 @@ for _ in range(1000):
 weight.item()
 
 # %% [markdown]
-# Three cures, all in daily use.
+# Four cures.
 #
-# **A wider accumulator.** Keep terms in 16 bits and the sum in fp32, whose gap reaches 2 only at 16.8 million. Tensor cores do this within a product,
-# and Megatron-LM does it for gradients.
+# **A wider accumulator.** Keep terms in 16 bits and the sum in fp32, whose gap reaches 2 only at 16.8 million. `sum()` above does this,
+# tensor cores do it within a product, and Megatron-LM for gradients.
 
 # %%
 precision.running_sum(ones, FP32)[-1].item(), 2 ** (FP32.mantissa_bits + 1)
@@ -409,8 +448,25 @@ precision.running_sum(ones, FP32)[-1].item(), 2 ** (FP32.mantissa_bits + 1)
 precision.pairwise_sum(ones, BF16).item()
 
 # %% [markdown]
-# **Stochastic rounding.** At 256 the gap is 2, and 1 goes up every second time. The sum wanders, but its *expected* value is right. That is how some
-# systems keep weights in bf16 with no fp32 copy.
+# **Compensated summation (Kahan).** Stay in 16 bits, and keep a second number: what the last addition lost, which joins the next term.
+#
+# $$ y = x + \text{lost}, \qquad t = \text{total} + y, \qquad \text{lost} = y - (t - \text{total}), \qquad \text{total} = t $$
+#
+# Every operation is rounded to the format. The 4096 ones again, and the weight with its thousand updates:
+
+# %%
+weight = torch.tensor([1.0] + [0.001] * 1000)
+precision.kahan_sum(ones, BF16).item(), precision.kahan_sum(weight, BF16).item()
+
+# %%
+show(precision.kahan_sum)
+
+# %% [markdown]
+# The price is four additions per term, and a second 16-bit number beside each sum. Zamirai et al. (2020) train in bf16 alone with such a number per weight.
+
+# %% [markdown]
+# **Stochastic rounding.** At 256 the gap is 2, and 1 goes up every second time. The sum wanders, but its *expected* value is right.
+# Weights in bf16 without an fp32 copy are trained in this way, too.
 
 # %%
 three = torch.ones(3, 4096)
@@ -425,7 +481,7 @@ plots.running_sums(
 # ### Exercise 1.4 · A sum that does not stall (10 min, ●●○)
 #
 # You get terms and a format, and `precision.round_to(x, fmt)`. Return their sum, every partial result rounded to the format, with an error that grows
-# with $\log n$ and not with $n$: build the tree.
+# with $\log n$ and not with $n$: build a tree. Which one is up to you.
 
 
 # %%
@@ -445,7 +501,7 @@ show(precision.pairwise_sum)
 # %% [markdown]
 # ## Does the order of a sum matter?
 #
-# Addition of real numbers commutes and associates. Take the first 2000 terms of $1 + \tfrac12 + \tfrac13 + \dots$, from the front and from the back.
+# Addition of real numbers commutes and associates. Floating-point addition still commutes, $a + b = b + a$, and no longer associates. Take the first 2000 terms of $1 + \tfrac12 + \tfrac13 + \dots$, from the front and from the back.
 
 # %%
 harmonic = 1 / torch.arange(1, 2001, dtype=torch.float64)
@@ -467,11 +523,12 @@ print(f"exact: {harmonic.sum().item():.4f}")
 terms = torch.rand(1000, generator=g) - 0.5
 shuffled = torch.stack([terms[torch.randperm(1000, generator=g)] for _ in range(100)])
 results = precision.running_sum(shuffled, FP32)[:, -1]
-len(set(results.tolist())) > 10, f"{(results.max() - results.min()).item():.0e}"
+apart = (results.max() - results.min()).item()
+f"{len(set(results.tolist()))} different sums, up to {apart:.0e} apart"
 
 # %% [markdown]
-# More than ten different answers, up to 0.000 02 apart. Keep this for lab 07: an all-reduce over other ranks, another algorithm or another number of
-# ranks adds in another order, and then two *correct* runs differ in their last bits. Equal to the last bit is a promise about order, not about quality.
+# Keep this for lab 07: another all-reduce algorithm or another number of
+# ranks adds in another order, and then two *correct* runs may differ in their last bits. Equal to the last bit is a promise about order, not about quality.
 #
 # **tf32 is the same story in one multiplication.** 1.0001 differs from 1 in the 14th bit of its fraction; tf32 keeps 10. 1024 of them add up to 1024:
 
@@ -481,8 +538,8 @@ by_tf32, by_fp32 = precision.round_to(operand, TF32) @ column, operand @ column
 TF32.round(1.0001), by_tf32.item(), round(by_fp32.item(), 3)
 
 # %% [markdown]
-# The sum itself ran in fp32; the loss happened before it, when the operand was rounded. In torch `torch.set_float32_matmul_precision("high")` allows
-# this on a GPU.
+# The sum itself ran in fp32: only the operand was rounded. In torch `torch.set_float32_matmul_precision("high")` allows
+# this on a GPU (newer versions also have `torch.backends.cuda.matmul.fp32_precision`).
 
 # %% [markdown]
 # ## What do 8, 6 and 4 bits buy?
@@ -505,8 +562,8 @@ elements = [E2M1.bit_string(code) for code in codes]
 floats.E8M0.decode(scale), elements, floats.MXFP4.decode(scale, codes)
 
 # %% [markdown]
-# The scale is a power of two, a whole number of exponent bits with no mantissa (e8m0), so applying it rounds nothing. Here is what formats do to a
-# weight matrix: first with one scale for all of it, chosen so that the largest entry becomes the format's largest.
+# The scale is a power of two (e8m0: eight exponent bits, no mantissa), so multiplying by it rounds nothing inside the range. Here is what formats do to
+# numbers drawn as weights are at the start of training: first with one scale for all of it, chosen so that the largest entry becomes the format's largest.
 
 
 # %%
@@ -526,7 +583,7 @@ candidates = BF16, E4M3, E5M2, floats.INT8, E2M3, E2M1
 {fmt.name: error(w, scaled(w, fmt)) for fmt in candidates}
 
 # %% [markdown]
-# int8 *beats* e4m3 here. Its 255 values lie evenly, and for numbers of one size that is the better use of 8 bits. Real weights and activations have
+# int8 *beats* e4m3 here: its 255 values lie evenly, and all these numbers are of one size. Real weights and activations have
 # outliers. Plant one, a thousand times as large as the rest, and look at what happens to the other 8191:
 
 # %%
@@ -534,9 +591,18 @@ spiked = torch.cat([torch.tensor([1000.0]), w[1:]])
 {fmt.name: error(w[1:], scaled(spiked, fmt)[1:]) for fmt in candidates}
 
 # %% [markdown]
-# The gap of an integer is the same everywhere: with the outlier in range it is 7.9, and everything else becomes zero. An e4m3 number has its own
-# exponent and does not notice.
-# Below 8 bits there are too few exponents left. So give 32 numbers at a time a scale of their own, and one outlier ruins one block instead of a tensor:
+# The gap of an integer is the same everywhere: with the outlier in range it is 7.9, and everything else becomes zero. An e4m3 number has an exponent of its
+# own, and keeps its error as long as the rest stays above its subnormal numbers. How large may the outlier be?
+
+# %%
+for size in (1e3, 1e4, 1e5, 1e6):
+    spiked[0] = size
+    print(f"outlier {size:9,.0f}: e4m3 {error(w[1:], scaled(spiked, E4M3)[1:])}")
+spiked[0] = 1000
+
+# %% [markdown]
+# **A scale for every 32 numbers.** One outlier then ruins one block instead of a tensor. Give *every* format the same blocks, int8 as well,
+# and look at the blocks without the outlier:
 
 
 # %%
@@ -545,14 +611,39 @@ def in_blocks(w, mx):
     return torch.tensor([value for block in blocks for value in block])
 
 
-for mx in (floats.MXFP8, floats.MXFP6, floats.MXFP4):
-    missed = error(w[32:], in_blocks(spiked, mx)[32:])
-    print(mx.name, f"{mx.bits_per_value} bits", missed)
+int8 = torch.cat([scaled(block, floats.INT8) for block in spiked.split(32)])
+block_formats = floats.MXFP8, floats.MXFP6, floats.MXFP4
+blocked = {"int8": int8} | {mx.name: in_blocks(spiked, mx) for mx in block_formats}
+{name: error(w[32:], rounded[32:]) for name, rounded in blocked.items()}
 
 # %% [markdown]
-# A quarter of a bit a value, and 4-bit numbers survive an outlier that costs int8 everything. (MXFP8 comes out a little behind plain e4m3: its scale is a power
-# of two, chosen by the exponent of the largest value alone, and that value may saturate.) That trade, one scale for a tensor, a row, a tile or a
-# block, is what lab 15 is about.
+# The block saves the values, not the format: int8 in blocks (with a scale in fp32) is again the best of 8 bits, and MXFP4, at half the bits, has about twenty times its error. In the ruined block things are different:
+
+# %%
+{name: error(w[1:32], rounded[1:32]) for name, rounded in blocked.items()}
+
+# %% [markdown]
+# Only MXFP8 has exponents enough for an outlier *and* its neighbors. (Outside the ruined block it is a little behind plain e4m3: its scale is a power
+# of two, chosen by the exponent of the largest value alone, and that value may saturate.)
+#
+# **NVFP4** is NVIDIA's answer at 4 bits: blocks of 16, and a scale that is an e4m3 number, so that a block's largest value lands near 6 and not just between 4 and 8.
+# e4m3 spans less than e8m0, so the tensor gets one more scale, in fp32. On numbers without an outlier:
+
+# %%
+unit = w.abs().max() / (E2M1.max * E4M3.max)
+nvfp4 = in_blocks(w / unit, floats.NVFP4) * unit
+fine = floats.BlockFormat("fp4 in blocks of 16", E2M1, block_size=16)
+four_bits = {"mxfp4": in_blocks(w, floats.MXFP4), "blocks of 16": in_blocks(w, fine)}
+{name: error(w, rounded) for name, rounded in (four_bits | {"nvfp4": nvfp4}).items()}
+
+# %%
+[mx.bits_per_value for mx in (floats.MXFP4, fine, floats.NVFP4)]
+
+# %% [markdown]
+# The middle one has NVFP4's blocks and MXFP4's scale, and gains nothing: on these numbers it is the scale's mantissa that makes the difference.
+# What a smaller block does is confine an outlier, to 15 neighbors instead of 31.
+#
+# One scale for a tensor, a row, a tile or a block: in this section that choice weighed more than the format.
 
 # %% [markdown]
 # ## In practice
@@ -569,10 +660,10 @@ for mx in (floats.MXFP8, floats.MXFP6, floats.MXFP4):
 # - **DeepSpeed.** `"bf16": {"enabled": true}`, or `"fp16"` with `"loss_scale": 0` (dynamic) and `"initial_scale_power"`;
 #   `"data_types": {"grad_accum_dtype": "fp32"}` for the sum of gradients.
 # - **Transformer Engine.** Recipes: `DelayedScaling` with `Format.HYBRID` (e4m3 forward, e5m2 backward), `MXFP8BlockScaling` (e4m3 both ways),
-#   `NVFP4BlockScaling` (e2m1).
+#   `NVFP4BlockScaling` (e2m1, blocks of 16).
 #
-# Each of them asks you two questions. *How fine and how far* for weights and activations: that is the format; gradients get e5m2 where
-# they need range more than precision.
+# Each of them asks you two questions. *How fine and how far* for weights and activations: that is the format; gradients get e5m2 in recipes that
+# want range for them.
 # *Where are sums kept*: that is this lab's fourth block, and the answer is fp32 nearly everywhere.
 # Ask it of the hardware, too: DeepSeek-V3 (section 3.3.2) found that fp8 products on Hopper kept about 14 bits while adding, and moves the partial sums to
 # fp32 registers every 128 terms.
@@ -580,35 +671,36 @@ for mx in (floats.MXFP8, floats.MXFP6, floats.MXFP4):
 # %% [markdown]
 # ## Errata
 #
-# Statements of published texts on this topic, each recomputed.
+# Statements of published texts on this topic, each recomputed. Unless another source is named they stand, in these or similar words, in an online book on large language models,
+# chapter 15, "LLM Training Acceleration (WIP)", in its part on float types.
 #
-# **"The largest fp16 number is 64k."** It is 65 504, 32 less than 64 · 1024, and what is below 65 520 still rounds down to it.
+# **The largest fp16 number is 64k.** It is 65 504, 32 less than 64 · 1024, and what is below 65 520 still rounds down to it.
 
 # %%
 64 * 1024 - FP16.max
 
 # %% [markdown]
-# **"10k · 10k becomes NaN."** It becomes infinity; NaN takes a second step.
+# **10k · 10k becomes NaN in fp16.** It becomes infinity; NaN takes a second step.
 
 # %%
 FP16.round(10_000 * 10_000), math.inf - math.inf
 
 # %% [markdown]
-# **"Absolutely no problem with huge numbers in bf16."** No overflow, but $10^8$ becomes a number that is 139 008 larger: 0.14 % off, and the next one up
+# **There is "absolutely no problem with huge numbers" in bf16.** No overflow, but $10^8$ becomes a number that is 139 008 larger: 0.14 % off, and the next one up
 # is half a million away.
 
 # %%
 BF16.round(1e8) - 1e8, BF16.spacing(1e8)
 
 # %% [markdown]
-# **"fp32 is two times slower than fp16."** True of memory traffic, 4 bytes against 2. In matrix products an A100 does 312 TFLOP/s in 16 bits, 156 in
+# **fp32 "is two times slower than FP16/BF16".** True of memory traffic, 4 bytes against 2. In matrix products an A100 does 312 TFLOP/s in 16 bits, 156 in
 # tf32 and 19.5 in fp32 outside the tensor cores: a factor of 2 or of 16, depending on which fp32 is meant.
 
 # %%
 312 / 156, 312 / 19.5
 
 # %% [markdown]
-# **"bf16 needs loss scaling, too."** Loss scaling moves gradients up into fp16's range. bf16's smallest normal number is fp32's.
+# **Mixed precision in bf16 needs loss scaling.** (Reading notes on the Ultra-Scale Playbook: "FP16/BF16 training requires FP32 master weights, loss scaling, and accumulation in FP32".) Loss scaling moves gradients up into fp16's range. bf16's smallest normal number is fp32's.
 
 # %%
 BF16.min_normal == FP32.min_normal, FP16.min_normal / FP32.min_normal
@@ -616,21 +708,22 @@ BF16.min_normal == FP32.min_normal, FP16.min_normal / FP32.min_normal
 # %% [markdown]
 # ## Summary
 #
-# - A format is two prices: exponent bits for range, mantissa bits for precision. The relative error of rounding is at most $2^{-M-1}$: 0.05 % in fp16,
+# - Exponent bits buy range, mantissa bits buy precision. The relative error of rounding is at most $2^{-M-1}$: 0.05 % in fp16,
 #   0.4 % in bf16, 6.25 % in e4m3.
 #   <!-- claim: [fmt.eps / 2 for fmt in (floats.FP16, floats.BF16, floats.E4M3)] == [2**-11, 2**-8, 0.0625] -->
 # - fp16 ends at 65 504 and loses what is below $2^{-25}$; bf16 reaches as far as fp32 with 3 bits less precision than fp16.
 #   <!-- claim: (floats.FP16.max, floats.FP16.round(2**-25), floats.FP16.mantissa_bits - floats.BF16.mantissa_bits) == (65504, 0, 3) -->
-# - e4m3 ends at 448 and has no infinity. What happens beyond is a convention: 448 in torch on a CPU, NaN in ml_dtypes. Ask.
+# - e4m3 ends at 448 and has no infinity. What happens beyond is a convention of the library: 448 in torch from version 2.12 on, NaN in ml_dtypes.
 #   <!-- claim: (floats.E4M3.max, floats.E4M3.round(1e6, overflow="saturate"), math.isnan(floats.E4M3.round(1e6))) == (448, 448, True) -->
 # - 10 000 × 10 000 is infinity in fp16. NaN is what the next operation makes of it.
 #   <!-- claim: floats.FP16.round(10_000 * 10_000) == math.inf -->
-# - A running sum of ones stops at $2^{M+1}$: 2048 in fp16, 256 in bf16. Keep sums in fp32, add in a tree, or round stochastically.
+# - A running sum of ones stops at $2^{M+1}$: 2048 in fp16, 256 in bf16. PyTorch's own `sum()` adds in fp32.
+#   Where a sum has to stay in 16 bits: a tree, compensation, or stochastic rounding.
 #   <!-- claim: [precision.running_sum(torch.ones(4096), name)[-1].item() for name in ("fp16", "bf16")] == [2048, 256] -->
-# - Round once. Two roundings in a row are wrong for one random number in 16 384, and right in every test that does not look for it.
+# - Round once. Two roundings in a row, fp32 and then fp16, are wrong for one random number in 16 384, which few tests contain.
 #   <!-- claim: floats.FP16.round(1 + 2**-11 + 2**-40) != floats.FP16.round(floats.FP32.round(1 + 2**-11 + 2**-40)) -->
-# - Below 8 bits a scale travels with every 32 values: 8.25, 6.25 and 4.25 bits a value.
-#   <!-- claim: [mx.bits_per_value for mx in (floats.MXFP8, floats.MXFP6, floats.MXFP4)] == [8.25, 6.25, 4.25] -->
+# - A scale that 32 values share confines an outlier to its block, whatever the format. It costs a quarter of a bit: 8.25, 6.25 and 4.25 bits per value; NVFP4 takes 4.5.
+#   <!-- claim: [mx.bits_per_value for mx in (floats.MXFP8, floats.MXFP6, floats.MXFP4, floats.NVFP4)] == [8.25, 6.25, 4.25, 4.5] -->
 #
 # Next: lab 02 trains with these formats, and takes away one safeguard at a time.
 
@@ -642,6 +735,10 @@ BF16.min_normal == FP32.min_normal, FP16.min_normal / FP32.min_normal
 # - IEEE 754-2019: fp16, fp32, fp64, rounding, overflow after rounding.
 # - P. Micikevicius et al., *Mixed precision training*, arXiv:1710.03740 (2018); *FP8 formats for deep learning*, arXiv:2209.05433 (2022).
 # - Open Compute Project, *OFP8*, revision 1.0 (2023), and *Microscaling formats (MX)*, version 1.0 (2023); B. D. Rouhani et al., arXiv:2310.10537.
+# - NVIDIA, *Pretraining large language models with NVFP4*, arXiv:2509.25149 (2025).
+# - W. Kahan, *Further remarks on reducing truncation errors*, Communications of the ACM 8 (1965); P. Zamirai et al., *Revisiting BFloat16 training*,
+#   arXiv:2010.06192 (2020).
+# - PyTorch [#178817](https://github.com/pytorch/pytorch/pull/178817) (merged in April 2026): the cast to `float8_e4m3fn` saturates.
 # - DeepSeek-AI, *DeepSeek-V3 technical report*, arXiv:2412.19437 (2024), section 3.3: fp8 in a large run, and where it accumulates.
 # - NVIDIA, Transformer Engine user guide (recipes); PyTorch documentation of `MixedPrecisionPolicy` and `set_float32_matmul_precision`; argument lists
-#   of Megatron-LM, torchtitan and DeepSpeed, as of 2025.
+#   of Megatron-LM, torchtitan and DeepSpeed, to mid-2026.

@@ -74,6 +74,14 @@ def _fp32_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return precision.round_to(x.sum(), fmt)
 
 
+def _two_levels(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """A running sum of running sums over √n terms each."""
+    parts = x.split(math.isqrt(len(x)))
+    return precision.running_sum(
+        torch.stack([precision.running_sum(part, fmt)[-1] for part in parts]), fmt
+    )[-1]
+
+
 def _blocked_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     while len(x) > 1:
         x = precision.round_to(x[: len(x) // 2] + x[len(x) // 2 : len(x) // 2 * 2], fmt)
@@ -176,6 +184,7 @@ WRONG = {
             "every addition in the format",
             "every partial sum",
         ),
+        Wrong("blocks as long as they are many", _two_levels, "a sum of ones", "half a gap"),
         Wrong("forgets the odd one", _blocked_sum, "any number of terms", "leaves one over"),
         Wrong(
             "sorts first",

@@ -24,10 +24,6 @@ def _stepwise(count):
     )
 
 
-def _first_over(capacity: int, *peaks: int) -> int | None:
-    return next((step for step, peak in enumerate(peaks, 1) if peak > capacity), None)
-
-
 WRONG = {
     "start/tokens-per-step": (
         Wrong(
@@ -57,56 +53,64 @@ WRONG = {
             "Every rank adds the same",
         ),
     ),
-    "start/first-failing-step": (
+    "start/step-peak": (
         Wrong(
             "everything is alive at once",
-            lambda weights, state, working, temporary, capacity: _first_over(
-                capacity, 2 * weights + working, 2 * weights + state + working + temporary
+            lambda step, micro_batches, weights, state, working, temporary: (
+                2 * weights + state + working + temporary
             ),
-            "enough memory",
-            "Peaks do not add up",
-        ),
-        Wrong(
-            "fails when it is full",
-            lambda weights, state, working, temporary, capacity: memory.first_failing_step(
-                weights, state, working, temporary, capacity - 1
-            ),
-            "enough memory",
-            "exactly the capacity",
-        ),
-        Wrong(
-            "state from the start",
-            lambda weights, state, working, temporary, capacity: (
-                1
-                if max(weights + state + working, 2 * weights + state + temporary) > capacity
-                else None
-            ),
-            "activations dominate",
-            "When is optimizer state allocated?",
+            "the first step",
+            "Not everything is alive at once",
         ),
         Wrong(
             "every step is like the first",
-            lambda weights, state, working, temporary, capacity: (
-                1 if max(weights + working, 2 * weights + state + temporary) > capacity else None
-            ),
-            "activations dominate",
-            "the second with it",
+            lambda step, micro_batches, **sizes: memory.step_peak(1, micro_batches, **sizes),
+            "later steps",
+            "From step 2 on",
         ),
         Wrong(
-            "the optimizer's step takes nothing",
-            lambda weights, state, working, temporary, capacity: _first_over(
-                capacity, weights + working, weights + state + working
+            "accumulation costs nothing",
+            lambda step, micro_batches, **sizes: memory.step_peak(step, 1, **sizes),
+            "two micro-batches",
+            "backward() adds to the gradients that are there",
+        ),
+        Wrong(
+            "gradients of their own for each micro-batch",
+            lambda step, micro_batches, weights, state, working, temporary: max(
+                weights * micro_batches + state * (step > 1) + working,
+                2 * weights + state + temporary,
             ),
-            "model states dominate",
-            "a peak too",
+            "many micro-batches",
+            "share one set of gradients",
+        ),
+        Wrong(
+            "activations of all micro-batches",
+            lambda step, micro_batches, weights, state, working, temporary: memory.step_peak(
+                step,
+                min(micro_batches, 2),
+                weights=weights,
+                state=state,
+                working=working + (micro_batches - min(micro_batches, 2)) * working,
+                temporary=temporary,
+            ),
+            "many micro-batches",
+            "frees its activations",
+        ),
+        Wrong(
+            "the update takes nothing",
+            lambda step, micro_batches, weights, state, working, temporary: (
+                weights + state * (step > 1) + weights * (micro_batches > 1) + working
+            ),
+            "the update",
+            "step() is a peak too",
         ),
         Wrong(
             "forgets what step() needs for a moment",
-            lambda weights, state, working, temporary, capacity: memory.first_failing_step(
-                weights, state, working, 0, capacity
+            lambda step, micro_batches, **sizes: memory.step_peak(
+                step, micro_batches, **sizes | {"temporary": 0}
             ),
-            "model states dominate",
-            "temporary tensors",
+            "the update",
+            "needs for a moment",
         ),
     ),
     "start/bug-hunt-state-bytes": (

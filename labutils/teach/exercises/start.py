@@ -1,6 +1,7 @@
-"""Tokens in a step, the step that runs out of memory, and a counter that counts too much."""
+"""Tokens in a step, the peak of a step that accumulates, and a counter that counts too much."""
 
 import functools
+from numbers import Real
 
 import torch
 from torch import nn
@@ -60,77 +61,79 @@ _WIDE = dict(weights=1, state=2, working=0.5, temporary=1)  # the model states d
 _SGD = dict(weights=1, state=0, working=20, temporary=0)
 
 
-def _expect(attempt, expected: int | None, why: str, capacity: int, **case: int) -> None:
-    got = attempt(**case, capacity=capacity)
-    if got != expected:
-        amounts = dict(case, capacity=capacity).items()
-        told = ", ".join(f"{name} {units.text(amount)}" for name, amount in amounts)
-        said = {"None": "no step fails", "1": "step 1 fails", "2": "step 2 fails"}
-        raise Failed(
-            f"{told}: you say {said.get(repr(got), repr(got))}, but {said[repr(expected)]}", why
-        )
-
-
-def _megabytes(
-    attempt, case: dict[str, float], capacity: float, expected: int | None, why: str
-) -> None:
+def _peaks(attempt, case: dict[str, float], peaks: dict[tuple[int, int], float], why: str) -> str:
+    """Hold the attempt against the peaks in MB of (step, micro-batches)."""
     sizes = {name: int(amount * units.MB) for name, amount in case.items()}
-    _expect(attempt, expected, why, int(capacity * units.MB), **sizes)
+    for (step, micro_batches), peak in peaks.items():
+        _peak(attempt, sizes, step, micro_batches, int(peak * units.MB), why)
+    return f"{len(peaks)} peaks"
 
 
-def _roomy(attempt) -> str:
+def _peak(
+    attempt, sizes: dict[str, int], step: int, micro_batches: int, peak: int, why: str
+) -> None:
+    got = attempt(step, micro_batches, **sizes)
+    if got != peak:
+        told = ", ".join(f"{name} {units.text(amount)}" for name, amount in sizes.items())
+        said = f"{got:,}" if isinstance(got, Real) else repr(got)
+        asked = f"peak of step {step} with micro_batches={micro_batches}"
+        raise Failed(f"{asked}, {told}: you say {said} bytes, it is {peak:,}", why)
+
+
+def _first_step(attempt) -> str:
     why = (
-        "Peaks do not add up: activations are gone when the optimizer steps, "
-        "and when they are fullest there is hardly a gradient yet."
+        "Not everything is alive at once. Optimizer state is allocated by the first step(), and "
+        "activations are gone by then."
     )
-    _megabytes(attempt, _DEEP, 23.5, None, why)
-    why = "A peak of exactly the capacity still fits: a step fails when it needs *more*."
-    _megabytes(attempt, _DEEP, 23, None, why)
-    return "exactly enough is enough"
+    return _peaks(attempt, _DEEP, {(1, 1): 21}, why)
 
 
-def _activations_first(attempt) -> str:
+def _second_step(attempt) -> str:
     why = (
-        "Activations alone, on top of the weights, are more than there is: "
-        "even the first backward pass does not fit."
+        "From step 2 on the optimizer's state lies under the forward and backward pass; plain SGD "
+        "keeps none."
     )
-    _megabytes(attempt, _DEEP, 20, 1, why)
+    _peaks(attempt, _DEEP, {(2, 1): 23, (7, 1): 23}, why)
+    return _peaks(attempt, _SGD, {(1, 1): 21, (2, 1): 21}, why)
+
+
+def _accumulating(attempt) -> str:
     why = (
-        "When is optimizer state allocated? Not before the first step() asks for it: "
-        "the first backward pass runs without it, the second with it."
+        "backward() adds to the gradients that are there. So from the second micro-batch on, "
+        "gradients as large as the weights lie under its forward pass."
     )
-    _megabytes(attempt, _DEEP, 22, 2, why)
-    return "a capacity below both peaks, and one between them"
+    _peaks(attempt, _DEEP, {(1, 2): 22, (2, 2): 24}, why)
+    return _peaks(attempt, _SGD, {(1, 2): 22, (3, 2): 22}, why)
 
 
-def _optimizer_first(attempt) -> str:
+def _many(attempt) -> str:
     why = (
-        "The optimizer's own step is a peak too: weights, gradients, state and its temporary "
-        "tensors are alive together, in step 1 already."
+        "All micro-batches share one set of gradients, and each frees its activations before the "
+        "next one begins: eight hold no more than two."
     )
-    for capacity, expected in ((4, 1), (4.5, 1), (5, None)):
-        _megabytes(attempt, _WIDE, capacity, expected, why)
-    return "a model whose states outweigh its activations"
+    return _peaks(attempt, _DEEP, {(1, 8): 22, (2, 8): 24, (3, 64): 24}, why)
 
 
-def _no_state(attempt) -> str:
-    why = "Plain SGD keeps no state, so its second step needs what its first one needed."
-    for capacity, expected in ((20, 1), (21, None)):
-        _megabytes(attempt, _SGD, capacity, expected, why)
-    return "plain SGD"
+def _updating(attempt) -> str:
+    why = (
+        "step() is a peak too: weights, one set of gradients, state and what it needs for a moment "
+        "are alive together, in step 1 already."
+    )
+    return _peaks(attempt, _WIDE, {(1, 1): 5, (2, 1): 5, (1, 4): 5, (2, 4): 5}, why)
 
 
-def _trained(batch: int):
+def _trained(name: str, batch: int):
     generator = torch.Generator().manual_seed(0)
     gpt = GPT(
         ModelConfig(num_layers=2, d_model=16, num_heads=2, d_ff=64, vocab_size=32, seq_len=16),
         generator=generator,
     )
-    optimizer = torch.optim.AdamW(gpt.parameters(), foreach=True)
+    optimizer = getattr(torch.optim, name)(gpt.parameters(), foreach=True)
     tokens = torch.randint(32, (batch, 16), generator=generator)
 
-    def step() -> None:
-        gpt.loss(tokens, tokens).backward()
+    def step(micro_batches: int) -> None:
+        for _ in range(micro_batches):
+            gpt.loss(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -138,35 +141,37 @@ def _trained(batch: int):
 
 
 @functools.cache
-def _run(batch: int) -> tuple[dict[str, int], tuple[int, int]]:
-    """The measured arguments of `memory.first_failing_step` and the measured peaks of two steps."""
-    gpt, optimizer, step = _trained(batch)
-    first, second = (measure.history(step, gpt, optimizer) for _ in range(2))
-    weights, state = (
-        measure.model_states(gpt, optimizer).by("component")[part]
-        for part in ("weights", "optimizer")
+def _run(name: str, batch: int) -> tuple[dict[str, int], dict[tuple[int, int], int]]:
+    """The measured arguments of `memory.step_peak`, and the measured peaks of some steps."""
+    gpt, optimizer, step = _trained(name, batch)
+    first = measure.history(lambda: step(1), gpt, optimizer)
+    held = measure.model_states(gpt, optimizer).by("component")
+    weights, state = held["weights"], held.get("optimizer", 0)
+    full = {phase: moment.ledger.total for phase, moment in first.phases.items()}
+    sizes = dict(
+        weights=weights,
+        state=state,
+        working=max(full["forward"], full["backward"]) - weights,
+        temporary=full["optimizer"] - 2 * weights - state,
     )
-    working = max(first.phases[phase].ledger.total for phase in ("forward", "backward")) - weights
-    temporary = first.phases["optimizer"].ledger.total - 2 * weights - state
-    return dict(weights=weights, state=state, working=working, temporary=temporary), (
-        first.peak.ledger.total,
-        second.peak.ledger.total,
-    )
+    peaks = {(1, 1): first.peak.ledger.total}
+    for micro_batches in (1, 3):
+        later = measure.history(functools.partial(step, micro_batches), gpt, optimizer)
+        peaks[2, micro_batches] = later.peak.ledger.total
+    gpt, optimizer, step = _trained(name, batch)
+    peaks[1, 2] = measure.history(lambda: step(2), gpt, optimizer).peak.ledger.total
+    return sizes, peaks
 
 
 def _real(attempt) -> str:
-    cases = 0
-    for batch in (1, 2, 32):
-        case, (first, second) = _run(batch)
-        for capacity in sorted({first - 1, first, (first + second) // 2, second - 1, second}):
-            failing = [k for k, peak in enumerate((first, second), 1) if peak > capacity]
-            why = (
-                f"Measured on a small GPT with a batch of {batch}: "
-                f"its steps peaked at {first:,} and {second:,} bytes."
-            )
-            _expect(attempt, failing[0] if failing else None, why, capacity, **case)
-            cases += 1
-    return f"{cases} capacities, measured on a real GPT"
+    count = 0
+    for name, batch in (("AdamW", 2), ("AdamW", 32), ("SGD", 2)):
+        sizes, peaks = _run(name, batch)
+        why = f"Measured on a small GPT with {name} and micro-batches of {batch}."
+        for (step, micro_batches), peak in peaks.items():
+            _peak(attempt, sizes, step, micro_batches, peak, why)
+            count += 1
+    return f"{count} peaks, measured on a real GPT"
 
 
 def _adam(tied: bool, dtype: torch.dtype = torch.float32, stepped: bool = True):
@@ -272,26 +277,28 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        id="start/first-failing-step",
-        title="Which step runs out of memory?",
+        id="start/step-peak",
+        title="What does the hill of an accumulating step stand on?",
         minutes=10,
         difficulty=2,
-        proves="you know what is alive when, and why a first step that succeeds promises nothing",
-        reference=memory.first_failing_step,
+        proves="you know what is alive at every moment of a step, also of one that accumulates",
+        reference=memory.step_peak,
         properties=(
-            Property("enough memory", _roomy),
-            Property("activations dominate", _activations_first),
-            Property("model states dominate", _optimizer_first),
-            Property("an optimizer without state", _no_state),
+            Property("the first step", _first_step),
+            Property("later steps", _second_step),
+            Property("two micro-batches", _accumulating),
+            Property("many micro-batches", _many),
+            Property("the update", _updating),
             Property("a real run", _real),
         ),
         hints=(
-            "Write down what is alive at two moments: when activations are fullest, and while the "
-            "optimizer steps.",
-            "In step 1 these are weights + working, and weights + gradients + state + temporary. "
-            "Which of the two changes in step 2, and by what?",
-            "From step 2 on, the state is there during forward and backward as well: "
-            "weights + state + working.",
+            "Write down what is alive at two moments: when the last micro-batch's activations are "
+            "fullest, and while the optimizer steps.",
+            "For one micro-batch the lab has both: weights + state (from step 2 on) + working, and "
+            "weights + gradients + state + temporary. What else is alive under the second "
+            "micro-batch?",
+            "The gradients of the first: as many bytes as the weights, however many micro-batches "
+            "have added to them.",
         ),
     ),
     Exercise(

@@ -1,0 +1,119 @@
+"""Right answers to the exercises of `floats` in other styles than the reference."""
+
+import bisect
+import functools
+import heapq
+import math
+from collections import deque
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from labutils import precision
+from labutils.floats import FloatFormat
+
+
+def _by_cases(fmt: FloatFormat, code: int) -> float:
+    """The definition, case by case."""
+    sign, exponent, mantissa, kind = fmt.fields(code)
+    leading = 0 if kind in ("zero", "subnormal") else 1
+    if kind == "nan":
+        return float("nan")
+    if kind == "inf":
+        return -math.inf if sign else math.inf
+    power = max(exponent, 1) - fmt.bias
+    return (-1.0) ** sign * 2.0**power * (leading + mantissa / 2**fmt.mantissa_bits)
+
+
+def _cut_by_hand(fmt: FloatFormat, code: int) -> float:
+    """Its own shifts and masks, and a significand that is an integer."""
+    if fmt.fields(code).kind in ("inf", "nan"):
+        infinite = fmt.inf and code & (1 << fmt.mantissa_bits) - 1 == 0
+        return (-math.inf if code >> fmt.bits - 1 else math.inf) if infinite else math.nan
+    exponent = code >> fmt.mantissa_bits & (1 << fmt.exponent_bits) - 1
+    significand = (code & (1 << fmt.mantissa_bits) - 1) + (bool(exponent) << fmt.mantissa_bits)
+    magnitude = math.ldexp(significand, max(exponent, 1) - fmt.bias - fmt.mantissa_bits)
+    return math.copysign(magnitude, -1 if code >> fmt.bits - 1 else 1)
+
+
+@functools.cache
+def _values(fmt: FloatFormat) -> list[float]:
+    return [fmt.decode(code) for code in range(fmt.encode(fmt.max) + 1)]
+
+
+def _nearest_of_all(fmt: FloatFormat, x: float) -> np.int64:
+    """Looks for the nearer of two values in the list of all, the even code at a tie."""
+    values = _values(fmt)
+    sign = (math.copysign(1, x) < 0) << fmt.bits - 1
+    beyond = fmt.max + fmt.spacing(fmt.max) / 2
+    even = not fmt.encode(fmt.max) & 1
+    if abs(x) > beyond or (abs(x) == beyond and not even):
+        return np.int64(fmt.encode(math.copysign(math.inf, x)))
+    low = max(bisect.bisect_right(values, abs(x)) - 1, 0)
+    high = min(low + 1, len(values) - 1)
+    below, above = abs(x) - values[low], values[high] - abs(x)
+    up = above < below or (above == below and low & 1)
+    return np.int64((high if up else low) | sign)
+
+
+def _heap(x: torch.Tensor, fmt: FloatFormat) -> float:
+    """The two smallest first."""
+    terms = x.tolist()
+    heapq.heapify(terms)
+    while len(terms) > 1:
+        heapq.heappush(terms, fmt.round(heapq.heappop(terms) + heapq.heappop(terms)))
+    return terms[0]
+
+
+def _queue(x: torch.Tensor, fmt: FloatFormat) -> np.float64:
+    """First in, first out."""
+    terms = deque(x.tolist())
+    while len(terms) > 1:
+        terms.append(fmt.round(terms.popleft() + terms.popleft()))
+    return np.float64(terms[0])
+
+
+def _blocks_of_8(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """A running sum in blocks of 8, then halves, as NumPy does."""
+    if len(x) <= 8:
+        return precision.running_sum(x, fmt)[-1]
+    half = len(x) // 2
+    both = _blocks_of_8(x[:half], fmt) + _blocks_of_8(x[half:], fmt)
+    return precision.round_to(both, fmt)
+
+
+def _halves(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """The first half onto the second, padded with zeros to a power of two."""
+    x = torch.cat([x, x.new_zeros(2 ** (len(x) - 1).bit_length() - len(x))])
+    while len(x) > 1:
+        x = precision.round_to(x[: len(x) // 2] + x[len(x) // 2 :], fmt)
+    return x
+
+
+RIGHT = {
+    "floats/decode": {
+        "case by case": _by_cases,
+        "a NumPy scalar": lambda fmt, code: np.float32(_by_cases(fmt, code)),
+        "a tensor without dims": lambda fmt, code: torch.tensor(_by_cases(fmt, code)),
+        "shifts and masks": _cut_by_hand,
+    },
+    "floats/encode": {
+        "the nearest of all values, as NumPy's integer": _nearest_of_all,
+        "a tensor without dims": lambda fmt, x: torch.tensor(int(_nearest_of_all(fmt, x))),
+        "a lambda": lambda fmt, x: fmt.encode(Fraction(x) if x else x),
+    },
+    "floats/pairwise-sum": {
+        "a heap, a Python float": _heap,
+        "a queue, a NumPy scalar": _queue,
+        "blocks of 8": _blocks_of_8,
+        "halves, a tensor of one dim": _halves,
+    },
+    "floats/rounds-twice": {
+        "a NumPy scalar": np.float64(1 + 2**-11 + 2**-40),
+        "a tensor": torch.tensor(1 + 2**-11 + 2**-26, dtype=torch.float64),
+        "a fraction": Fraction(2**40 + 2**29 + 1, 2**40),
+        "negative": -(1 + 2**-11 + 2**-30),
+        "the tie above an odd value, from below": 1 + 3 * 2**-11 - 2**-40,
+    },
+}
