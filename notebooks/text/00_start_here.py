@@ -387,8 +387,9 @@ def replayed(steps: int) -> memory.Allocator:
 
 
 for gpu, told in ((replayed(1), "after step 1"), (replayed(2), "after step 2")):
-    print(f"{told}: {units.text(gpu.allocated)} allocated", end=", ")
-    print(f"{units.text(gpu.peak_allocated)} at the peak, {units.text(gpu.reserved)} reserved")
+    amounts = gpu.allocated, gpu.peak_allocated, gpu.reserved
+    now, peak, reserved = map(units.text, amounts)
+    print(f"{told}: {now} allocated, {peak} at the peak, {reserved} reserved")
 
 # %% [markdown]
 # What is reserved follows the hill and stays there between the steps: a tool that shows it does not show what the model holds. It is also more than the hill, because
