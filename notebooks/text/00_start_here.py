@@ -478,7 +478,7 @@ tiny = dict(num_layers=2, d_model=32, num_heads=2, d_ff=128, vocab_size=32, seq_
 small = ModelConfig(**tiny)
 
 
-def trained(batch: int, total: int, lr: float, seed: int = 0) -> tuple[GPT, list[float]]:
+def trained(batch: int, total: int, lr: float, seed=0) -> tuple[GPT, list[float]]:
     """A small GPT that has seen `total` sequences in batches of `batch`; its losses."""
     generator = torch.Generator().manual_seed(seed)
     learner = GPT(small, generator=generator)
@@ -593,7 +593,8 @@ def bar(**parts: int) -> Ledger:
 
 def two_steps(model="gpt2-large", device="V100", optimizer="AdamW", batch=4):
     hardware, model = Hardware.named(device), ModelConfig.named(model)
-    psi, adam, held = model.num_params, optimizer == "AdamW", working_memory(model, batch)
+    psi, adam = model.num_params, optimizer == "AdamW"
+    held = working_memory(model, batch)
     kept = dict(weights=4 * psi, optimizer=8 * psi * adam)
     bars = dict(
         step_1_computes=bar(weights=4 * psi, activations=held),
@@ -601,7 +602,7 @@ def two_steps(model="gpt2-large", device="V100", optimizer="AdamW", batch=4):
         step_2_computes=bar(**kept, activations=held),
     )
     failing = [name for name, parts in bars.items() if parts.total > hardware.memory]
-    verdict = f"{failing[0][:6].replace('_', ' ')} fails" if failing else "training fits"
+    verdict = f"step {failing[0][5]} fails" if failing else "training fits"
     title = f"{model.name}, {batch} × {model.seq_len} tokens, {optimizer}: {verdict}"
     return plots.memory_bars(capacity=hardware, title=title, **bars)
 
