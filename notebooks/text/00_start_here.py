@@ -739,7 +739,7 @@ peaks = [measure.history(short_step, model, optimizer).peak for _ in range(2)]
 # > the first did not, if working memory is more than the weights and what the update needs for a moment.
 #
 # > **`backward()` adds to gradients that are there.** While micro-batches accumulate, gradients as large as the weights lie under the hill, however many there are.
-# > <!-- claim: [memory.step_peak(1, m, weights=1, state=2, working=20, temporary=1) for m in (1, 2, 64)] == [21, 22, 22] -->
+# > <!-- claim: (lambda peak: peak(1) < peak(2) == peak(64))(lambda m: memory.step_peak(1, m, weights=1, state=2, working=20, temporary=1)) -->
 #
 # > **The squared distance of a batch's gradient from the whole one falls with 1/B.** Sixteen times the batch, a sixteenth of the noise.
 

@@ -244,8 +244,8 @@ by_ml_dtypes = beyond.numpy().astype(ml_dtypes.float8_e4m3fn)
 by_torch.float().tolist(), by_ml_dtypes.astype("float32").tolist()
 
 # %%
-other = torch.float8_e5m2, torch.float8_e4m3fnuz
-{str(dtype): torch.tensor([1e6, math.inf]).to(dtype).float().tolist() for dtype in other}
+other, far = (torch.float8_e5m2, torch.float8_e4m3fnuz), torch.tensor([1e6, math.inf])
+{str(dtype): far.to(dtype).float().tolist() for dtype in other}
 
 # %%
 rules = "saturate", "ieee"
