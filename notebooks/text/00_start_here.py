@@ -544,20 +544,20 @@ reveal("start/noise", times=round(sum(measured[4]) / sum(measured[64]), 1))
 # The formula says 64/4 = 16; the measured number is from 32 draws of each size. Where the two lines cross, a batch's gradient is as much noise as signal.
 # McCandlish et al. call that crossing the *simple noise scale* (tr Σ over the squared length of the whole gradient), and find that it says roughly up to which size a larger batch pays.
 #
-# **On a loss curve.** Nine runs see 4096 sequences each: three batch sizes, three seeds. The larger the batch, the fewer the steps. (The learning rate
+# **On a loss curve.** Nine runs see 2048 sequences each: three batch sizes, three seeds. The larger the batch, the fewer the steps. (The learning rate
 # grows with the square root of the batch, a common rule for Adam; it is not tested here.)
 
 
 # %%
 def curve(batch: int, seed: int) -> list[float]:
     """The loss, averaged over 256 sequences at a time."""
-    _, losses = trained(batch, total=4096, lr=1e-3 * (batch / 4) ** 0.5, seed=seed)
+    _, losses = trained(batch, total=2048, lr=1e-3 * (batch / 4) ** 0.5, seed=seed)
     return torch.tensor(losses).view(-1, 256 // batch).mean(1).tolist()
 
 
 curves = {B: [curve(B, seed) for seed in range(3)] for B in (16, 64, 256)}
-tokens_seen = [256 * small.seq_len * (i + 1) for i in range(16)]
-lines = {f"batch {B}, {4096 // B} steps": runs for B, runs in curves.items()}
+tokens_seen = [256 * small.seq_len * (i + 1) for i in range(8)]
+lines = {f"batch {B}, {2048 // B} steps": runs for B, runs in curves.items()}
 title = "For the same tokens the smallest of three batches learns most, in every seed"
 axes = dict(xlabel="tokens seen", ylabel="loss (nats per token)")
 plots.curves(tokens_seen, title=title, **axes, **lines)
@@ -566,8 +566,8 @@ plots.curves(tokens_seen, title=title, **axes, **lines)
 {B: [round(run[-1], 2) for run in runs] for B, runs in curves.items()}
 
 # %% [markdown]
-# A line is the mean of three seeds, its band reaches from the lowest to the highest. If tokens are what you pay for, batch 16 is ahead here. If time is, batch 256 may be: it took 16 steps
-# instead of 256, and each can be spread over many ranks. The second half of this course is about making such steps fast.
+# A line is the mean of three seeds, its band reaches from the lowest to the highest. If tokens are what you pay for, batch 16 is ahead here. If time is, batch 256 may be: it took 8 steps
+# instead of 128, and each can be spread over many ranks. The second half of this course is about making such steps fast.
 
 # %% [markdown]
 # ## Play: which step fails on which device?
