@@ -45,7 +45,7 @@ def is_rank(number: object, size: int) -> bool:
     """Whether this is the number of one of `size` ranks; True is none, though Python takes it
     for 1."""
     whole = hasattr(number, "__index__") and not isinstance(number, bool)
-    return whole and 0 <= number < size
+    return whole and bool(0 <= number < size)
 
 
 def _collective(algorithm: Callable) -> Callable:

@@ -326,8 +326,13 @@ def written(terms: Terms) -> str:
     >>> written({"ass": 4, "Mh/": 2, "h": 1})
     '2Lh/N + 4as² − 6h/N + 1h'
     """
+    return _written(tuple(terms.items()))  # few differ, and the calculator asks for each many times
+
+
+@functools.lru_cache(maxsize=16384)
+def _written(terms: tuple[tuple[str, int], ...]) -> str:
     whole: Terms = defaultdict(int)
-    for letters, factor in terms.items():
+    for letters, factor in terms:
         if "M" in letters:
             letters = letters.replace("M", "")
             whole["L" + letters] += factor

@@ -3,7 +3,7 @@
 #
 # **A model trains its first step and runs out of memory in its second. Same model, same batch, same GPU. What changed?**
 #
-# *45 min · before this: Python, and a training loop in PyTorch that you have seen once · needs a laptop, no GPU and no network*
+# *95 min · before this: Python, and a training loop in PyTorch that you have seen once · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals

@@ -3,7 +3,7 @@
 #
 # **What do you lose when a weight, a gradient or a sum gets 16, 8 or 4 bits instead of 32, and when does training notice?**
 #
-# *70 min · before this: lab 00 · needs a laptop, no GPU and no network*
+# *125 min · before this: lab 00 · needs a laptop, no GPU and no network*
 #
 # Every format of this lab is computed bit by bit, down to those that your machine has no arithmetic for.
 

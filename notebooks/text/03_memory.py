@@ -3,7 +3,7 @@
 #
 # **A model of 1.5 billion parameters is 3 GB in 16 bits. Why does training it not fit in 32 GB, and can you tell beforehand, to the byte?**
 #
-# *90 min · before this: labs 00 and 02 · needs a laptop, no GPU and no network*
+# *140 min · before this: labs 00 and 02 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -23,7 +23,6 @@
 import dataclasses
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from labutils import checkpointing, measure, memory, precision, units
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
@@ -429,23 +428,20 @@ for stepping in ("foreach", "loop", "fused"):
 # That is the answer to the lab's question: **37.4 GB**, for one sequence and with everything checkpointed. A V100 "with 32 GB" reports about 34.1·10⁹ bytes (32 510 MiB): it does not fit.
 # With a fused optimizer it does, for a batch of one.
 #
-# Is it true? `FakeTensorMode` runs the real program at full size: tensors have shapes, types and lifetimes, and no memory (lab 00).
+# Is it true? On the device "meta" the real program runs at full size: tensors have shapes, types and lifetimes, and no memory (lab 00).
 
 
 # %%
 def second_step(model, run):
     """Bytes alive in a training step after the first, measured."""
-    narrow = torch.float32 if run.precision == "fp32" else torch.bfloat16
-    torch.set_default_dtype(narrow)
-    net = GPT(model, attention=run.attention)
-    torch.set_default_dtype(torch.float32)
+    half = run.precision == "bf16"
+    narrow = torch.bfloat16 if half else torch.float32
+    net = GPT(model, attention=run.attention).to(narrow)
     checkpointing.apply(net, run.checkpointing)
     make = torch.optim.SGD if run.optimizer == "sgd" else torch.optim.AdamW
     inner = make(net.parameters(), lr=0.1, foreach=run.stepping == "foreach")
-    half = narrow != torch.float32
     optimizer = precision.MasterWeights(inner) if half else inner
-    size = run.micro_batch, model.seq_len
-    x, y = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
+    x, y = (torch.zeros(run.micro_batch, model.seq_len).long() for _ in range(2))
 
     def update():
         with measure.phase("optimizer"):
@@ -464,7 +460,7 @@ def second_step(model, run):
 
 
 # %%
-with FakeTensorMode():
+with torch.device("meta"):
     full_size = second_step(gpt2, setting).peak
 {
     "phase": full_size.phase,
@@ -479,7 +475,6 @@ with FakeTensorMode():
 tried = {
     "as above": {},
     "fused attention": {"attention": "sdpa"},
-    "checkpointed": {"checkpointing": "full"},
     "SGD": {"optimizer": "sgd"},
     "bf16, masters": {"precision": "bf16", "stepping": "loop"},
 }
@@ -515,7 +510,7 @@ def fullest(micro_batch=2, checkpointing="none"):
     return plots.memory_bars(title=title, capacity=Hardware.named("H100"), peak=peak)
 
 
-explore(fullest, micro_batch=log(1, 64), checkpointing=["none", "selective", "full"])
+explore(fullest, micro_batch=log(1, 64), checkpointing=["none", "full"])
 
 # %% [markdown]
 # A slider stops at powers of two. The exact number is one more loop:
@@ -534,7 +529,7 @@ for kind in ("none", "full"):
         stepping: leaves_the_optimizer(
             attention="sdpa", checkpointing=kind, stepping=stepping
         )
-        for stepping in ("foreach", "loop", "fused")
+        for stepping in ("foreach", "fused")
     }
     print(f"checkpointing {kind}:", found)
 
@@ -728,47 +723,44 @@ stack["together"] = sum(stack.values())
 # that can be the fullest, and puts your numbers into them. So each amount stands beside its formula, and the name of a component leads to where it is derived. It needs no kernel.
 
 # %%
-calculator.Calculator(
-    "gpt2-xl", "gpt2", "gpt3-175b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b",
-    "llama-3.1-405b", "mistral-7b", "qwen2-7b", "qwen2-72b",
+panel = calculator.Calculator(
+    "gpt2-xl", "gpt2", "gpt3-175b", "llama-2-70b",
+    "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mistral-7b",
 )  # fmt: skip
+panel
 
 # %% [markdown]
 # Choose a phase beside the bars to open its ledger: activations are in those of the forward and the backward pass. The recipe with 20 bytes per parameter keeps half-precision gradients beside the fp32 ones, 2 bytes more than the one with 18. A step is one micro-batch: with accumulation (lab 05) the gradients lie there during the next forward pass as well. Like all predictions of this lab it
 # counts the operations of a CPU; a sequence shorter than GPT's learned positions counts as a model with fewer of them.
 #
 # Find the cheapest way to train Llama-3.1-8B with 4096 tokens on 8 H100s. Which line decides? For another model or your own, `calculator.Calculator("qwen2-0.5b", mine=ModelConfig.from_hf("config.json"))`; for a sweep
-# `memory.predict`, some tenths of a millisecond each once it has met the kind of step:
+# `panel.evaluate`, which puts numbers into the same formulas, a few milliseconds each:
 
 # %%
-short = dataclasses.replace(llama, seq_len=4096)
-eight, h100 = Mesh(dp=8), Hardware.named("H100")
+eight = {"model": "llama-3.1-8b", "devices": 8, "hardware": Hardware.named("H100")}
+eight |= {"seq_len": 4096, "attention": "fused", "optimizer": "AdamW, fused"}
 
 
 def largest_batch(**options):
     """The most sequences of 4096 tokens in a micro-batch on each of 8 H100s."""
-    options |= {"attention": "sdpa", "stepping": "fused"}
     for batch in range(1, 100):
-        run = TrainConfig(micro_batch=batch, global_batch=8 * batch, **options)
-        if not memory.predict(short, run, mesh=eight, hardware=h100).fits:
+        if not panel.evaluate(micro_batch=batch, **eight, **options).fits:
             return batch - 1
 
 
-for zero in range(4):
+for level in calculator.ZERO:
     policies = ("none", "full")
-    fits = {kind: largest_batch(zero=zero, checkpointing=kind) for kind in policies}
-    print(f"ZeRO {zero}:", fits)
+    fits = {kind: largest_batch(zero=level, checkpointing=kind) for kind in policies}
+    print(f"ZeRO {level:16}", fits)
 
 # %% [markdown]
 # With checkpointing, level 2 fits one sequence fewer than level 1. What does each hold at its peak with 11 of them?
 
 # %%
-options = {"checkpointing": "full", "attention": "sdpa", "stepping": "fused"}
-for zero in (1, 2):
-    run = TrainConfig(micro_batch=11, global_batch=88, zero=zero, **options)
-    top = memory.predict(short, run, mesh=eight)
+for level in ("1: optimizer", "2: and gradients"):
+    top = panel.evaluate(micro_batch=11, checkpointing="full", zero=level, **eight)
     held = {name: units.text(amount) for name, amount in top.by("component").items()}
-    print(f"ZeRO {zero}, {top.event}:", held)
+    print(f"ZeRO {level[0]}, {top.event}:", held)
 
 # %% [markdown]
 # The peak is at the loss, at both levels. At level 1 no gradient is there yet; at level 2 the course's ZeRO keeps each rank's share of them from one step to the next.

@@ -3,7 +3,7 @@
 #
 # **The activations of a 1.5B-parameter model take 60 GB, and each is used once. What if you throw them away and compute them again?**
 #
-# *90 min · before this: lab 03 · needs a laptop, no GPU and no network*
+# *165 min · before this: lab 03 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -23,7 +23,6 @@ import dataclasses
 import math
 import statistics
 import time
-import warnings
 
 import torch
 from torch import nn
@@ -461,18 +460,15 @@ except RuntimeError as error:
 # %% [markdown]
 # **Reentrant or not.** There are two ways to build it. The older one is an `autograd.Function` like `Careless`: its backward pass starts another backward pass
 # inside (it *reenters* autograd). A Function sees its tensor arguments and not the weights inside `fn`. So if the input needs no gradient (tokens, a frozen
-# layer below, LoRA), the output needs none either, and the weights get nothing:
+# layer below, LoRA), the output needs none either, and the weights get nothing. The three from above, where only "careless" is a Function:
 
 # %%
 frozen = torch.randn(4, 64, 64)  # needs no gradient
-for reentrant in (True, False):
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        y = torch_checkpoint(block, frozen, use_reentrant=reentrant)
-    said = str(told[0].message) if told else "no warning"
-    print(f"use_reentrant={reentrant}: requires_grad={y.requires_grad}, {said}")
+{name: way(frozen).requires_grad for name, way in ways.items()}
 
 # %% [markdown]
+# PyTorch's `use_reentrant=True` is such a Function. It returns the same, and warns: "None of the inputs have requires_grad=True. Gradients will be None".
+#
 # The newer way, `use_reentrant=False` and ours, records the graph as usual and empties its slots with hooks, so that weights are seen, and the second run can stop
 # early. It is the one to use.
 #

@@ -3,7 +3,7 @@
 #
 # **You want four million tokens in a batch, and two sequences fit on the GPU. Can you have the gradient of the whole batch anyway, exactly?**
 #
-# *60 min · before this: lab 04 · needs a laptop, no GPU and no network*
+# *100 min · before this: lab 04 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -394,9 +394,7 @@ def in_pieces(net, loss):
     for size in (16, 4):
         net.zero_grad()
         accumulation.accumulate(lambda part: loss(net(part)), micro_batches(rows, size))
-        found.append(
-            torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
-        )
+        found.append(nn.utils.parameters_to_vector(p.grad for p in net.parameters()))
     return f"{(found[1] - found[0]).norm() / found[0].norm():.0%}"
 
 
@@ -410,11 +408,9 @@ def balancing(logits):
 
 
 torch.manual_seed(0)
-norms = nn.LayerNorm(8), nn.RMSNorm(8), nn.BatchNorm1d(8)
-off = {
-    type(norm).__name__: in_pieces(nn.Sequential(norm, nn.Linear(8, 1)), mean)
-    for norm in norms
-}
+norms = nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d
+nets = {norm.__name__: nn.Sequential(norm(8), nn.Linear(8, 1)) for norm in norms}
+off = {name: in_pieces(net, mean) for name, net in nets.items()}
 off | {"balancing loss": in_pieces(nn.Linear(8, 4), balancing)}
 
 # %% [markdown]
@@ -657,7 +653,7 @@ units.text(4 * gpt2.num_params)
 #
 # - P. Goyal et al., *Accurate, large minibatch SGD*, arXiv:1706.02677 (2017): sections 2.3 (batch statistics) and 3 (remark 3: normalize the loss by the
 #   whole batch).
-# - W. Fedus, B. Zoph, N. Shazeer, *Switch Transformers*, arXiv:2101.03961 (2021): the balancing loss (from memory, not looked up).
+# - W. Fedus, B. Zoph, N. Shazeer, *Switch Transformers*, arXiv:2101.03961 (2021): the balancing loss.
 # - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): gradient accumulation, order of decisions.
 # - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054 (2020), section 3.1: bytes per parameter.
 # - Hugging Face, *Fixing gradient accumulation* (blog, October 2024) and transformers pull request 34191; the issue that started it: trl 2175.

@@ -3,7 +3,7 @@
 #
 # **Four devices hold a copy of the model each and a quarter of the batch. What must they tell each other, and when, so that training is the same as on one?**
 #
-# *75 min · before this: labs 05 and 07 · needs a laptop, no GPU and no network*
+# *110 min · before this: labs 05 and 07 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -347,7 +347,7 @@ plots.overlap(after_the_backward_pass=after, during_the_backward_pass=during)
 
 # %% tags=["nbval-ignore-output"]
 in_buckets = data_parallel.buckets([1_000_000] * 12, 1_000_000)
-f"{during.hidden:.0%} hidden, formula {hideable(in_buckets):.0%}"
+f"buckets of 1 MB: {during.hidden:.0%} hidden, formula {hideable(in_buckets):.0%}"
 
 # %% [markdown]
 # Keep the *last* bucket small: DDP's `bucket_cap_mb` sets the size of all, `bucket_cap_mb_list` (torch 2.13) that of each. By default only the *first* is small.
@@ -553,8 +553,7 @@ medium = ModelConfig(**sizes, vocab_size=128, seq_len=32)
 
 def train(net, wrapper, data):
     """Weights and states after three steps; `wrapper` returns what net returns."""
-    # eps is above the rounding noise of gradients that should be 0
-    optimizer = torch.optim.AdamW(net.parameters(), eps=1e-4)
+    optimizer = torch.optim.AdamW(net.parameters(), eps=1e-4)  # above rounding noise
     for _ in range(3):
         optimizer.zero_grad()
         outputs = wrapper(data[0]).flatten(0, 1)
