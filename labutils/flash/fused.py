@@ -174,11 +174,11 @@ class Roof:
         """FLOPs a byte at which the two ceilings meet: with fewer, memory is the limit."""
         return self.flops / self.bandwidth
 
-    def time(self, flops: float, nbytes: float) -> float:
+    def time(self, flops: int | float, nbytes: int | float) -> float:
         """Seconds at least, for that many FLOPs and bytes of slow memory."""
         return max(flops / self.flops, nbytes / self.bandwidth)
 
-    def bound(self, flops: float, nbytes: float) -> str:
+    def bound(self, flops: int | float, nbytes: int | float) -> str:
         """Which ceiling is met first: "compute" or "memory"."""
         return "compute" if flops / self.flops >= nbytes / self.bandwidth else "memory"
 

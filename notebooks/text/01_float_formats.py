@@ -626,7 +626,7 @@ blocked = {"int8": int8} | {mx.name: in_blocks(spiked, mx) for mx in block_forma
 # Only MXFP8 has exponents enough for an outlier *and* its neighbors. (Outside the ruined block it is a little behind plain e4m3: its scale is a power
 # of two, chosen by the exponent of the largest value alone, and that value may saturate.)
 #
-# **NVFP4** is NVIDIA's answer at 4 bits: blocks of 16, and a scale that is an e4m3 number, so that a block's largest value lands near 6 and not just between 4 and 8.
+# **NVFP4** is NVIDIA's answer at 4 bits: blocks of 16, and a scale that is an e4m3 number, so that a block's largest value lands near 6 rather than anywhere between 4 and 8.
 # e4m3 spans less than e8m0, so the tensor gets one more scale, in fp32. On numbers without an outlier:
 
 # %%

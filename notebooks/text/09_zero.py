@@ -1072,7 +1072,7 @@ units.text(zero.predict_held(in_units, 64, 3, itemsize=2, shard_itemsize=4).tota
 # >   <!-- claim: zero.predict_sent(840, 4, 3, reshard=False).total == zero.predict_sent(840, 4, 2).total -->
 # > - The gathers of level 3 hide if a rank has about F/bw tokens in a step, FLOP/s over bytes/s, whatever the size of a layer.
 # > - Hybrid sharding keeps gathers inside a machine; across goes the gradient's share, 2(Ψ/n)(N − 1)/N.
-# >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=840, n=4).by("rank")[0] * 4 == collectives.sent("all_reduce_ring", nbytes=4 * 840, n=4).by("rank")[0] -->
+# >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=960, n=4).by("rank")[0] * 4 == collectives.sent("all_reduce_ring", nbytes=4 * 960, n=4).by("rank")[0] -->
 # > - With micro-batches levels 2 and 3 reduce after each one, level 1 once: with eight, 4.5 times as much at level 2.
 # >   <!-- claim: zero.predict_sent(840, 4, 2, accumulation=8).total == 4.5 * zero.predict_sent(840, 4, 1, accumulation=8).total -->
 # > - The floors are 4Ψ and 2Ψ; level 3 has none, but layers that are whole for a moment come on top of 16Ψ/N.

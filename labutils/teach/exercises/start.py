@@ -9,7 +9,7 @@ from torch import nn
 from labutils import accumulation, measure, memory, units
 from labutils.config import ModelConfig
 from labutils.model import GPT
-from labutils.teach.exercises import Exercise, Failed, Property
+from labutils.teach.exercises import Exercise, Failed, Property, _clock
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -166,7 +166,8 @@ def _run(name: str, batch: int) -> tuple[dict[str, int], dict[tuple[int, int], i
 def _real(attempt) -> str:
     count = 0
     for name, batch in (("AdamW", 2), ("AdamW", 32), ("SGD", 2)):
-        sizes, peaks = _run(name, batch)
+        with _clock.spared():
+            sizes, peaks = _run(name, batch)
         why = f"Measured on a small GPT with {name} and micro-batches of {batch}."
         for (step, micro_batches), peak in peaks.items():
             _peak(attempt, sizes, step, micro_batches, peak, why)
