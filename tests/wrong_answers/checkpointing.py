@@ -49,6 +49,15 @@ def _keeps_all(n: int, k: int) -> list[tuple[str, int]]:
     return steps
 
 
+def _keeps_one(n: int, k: int) -> list[tuple[str, int]]:
+    """The right plan, but x1 stays until it is computed again."""
+    steps = [(step.op, step.at) for step in checkpointing.segments(n, k).steps]
+    if ("drop", 1) in steps:
+        steps.remove(("drop", 1))
+        steps.insert(steps.index(("record", 0)), ("drop", 1))
+    return steps
+
+
 def _records_at_once(n: int, k: int) -> list[tuple[str, int]]:
     return [("record", i) for i in range(n)] + [("backward", i) for i in reversed(range(n))]
 
@@ -160,6 +169,12 @@ WRONG = {
             _keeps_all,
             "values held",
             "after the first sweep has passed it",
+        ),
+        Wrong(
+            "one value too many",
+            _keeps_one,
+            "values held",
+            "a value inside a segment",
         ),
         Wrong(
             "drops what a recorded stage needs",
