@@ -1,6 +1,7 @@
 """One program on every engine: right values, every byte counted, and every kind of failure told at once and survived."""
 
 import gc
+import itertools
 import linecache
 import os
 import re
@@ -879,7 +880,7 @@ def test_an_interrupt_ends_all_ranks_and_the_next_run_works(four, tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name == "rank 1"]
 
 
-def test_ranks_survive_what_befalls_kernel_and_fork_server_or_die_with_them(tmp_path):
+def test_ranks_survive_what_befalls_kernel_and_fork_server_or_die_with_them(tmp_path, request):
     """A script without a main guard, because ranks are not to run it again."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -916,7 +917,10 @@ def test_ranks_survive_what_befalls_kernel_and_fork_server_or_die_with_them(tmp_
             except RuntimeError as error:
                 print(error)
             assert two.run(lambda rank: rank.rank) == [0, 1]
-            print(*two._engine.pids, server(), two._engine.folders[0], flush=True)
+            idle = World(2, engine="processes")
+            idle.run(lambda rank: None)
+            print(*two._engine.pids, *idle._engine.pids, server(), flush=True)
+            print(*two._engine.folders, *idle._engine.folders, flush=True)
 
             def program(rank):
                 while True:
@@ -928,16 +932,20 @@ def test_ranks_survive_what_befalls_kernel_and_fork_server_or_die_with_them(tmp_
     process = subprocess.Popen(
         [sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True
     )
+    request.addfinalizer(process.kill)
     assert process.stdout.readline() == "once\n"
     assert "fork server has not answered for 0.5 s" in process.stdout.readline()
     died = r"rank \d of 2 died: its process ended in a way that its fork server, which is gone"
     assert re.match(died, process.stdout.readline())
-    *pids, folder = process.stdout.readline().split()
-    assert all(alive(int(pid)) for pid in pids)
+    pids = list(map(int, process.stdout.readline().split()))
+    folders = process.stdout.readline().split()
+    assert all(map(alive, pids)) and all(map(os.path.exists, folders))
+    for folder, name in itertools.product(folders, range(100)):  # no rank ends before it is done
+        Path(folder, str(name)).touch()
     process.kill()
     process.wait()
     process.stdout.close()
-    assert gone([int(pid) for pid in pids]) and not Path(folder).exists()
+    assert gone(pids) and not any(map(os.path.exists, folders))
 
 
 def test_one_world_is_used_from_several_threads(processes):

@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import gc
 import mmap
+import multiprocessing.forkserver
 import os
 import pickle
 import shutil
@@ -67,6 +68,7 @@ def be_rank(spec: Spec, commands: Connection, control: Connection) -> None:
     os.setsid()  # so that the kernel can end it with all that it starts
     if sys.platform == "linux":  # with the fork server, which ends with the kernel
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)  # not with its ranks
     gc.freeze()  # leaves the memory shared that came with the fork
     log = os.open(log_path(spec.folder, spec.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -75,7 +77,8 @@ def be_rank(spec: Spec, commands: Connection, control: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     listening = (control, threading.get_ident(), spec.folder)
-    threading.Thread(target=_listen, args=listening, daemon=True).start()
+    listener = threading.Thread(target=_listen, args=listening, daemon=True)
+    listener.start()
     device, endpoint = _join(spec)
     groups = Groups(spec.mesh.size)
     commands.send_bytes(b"ready")
@@ -83,7 +86,7 @@ def be_rank(spec: Spec, commands: Connection, control: Connection) -> None:
         try:
             number, program = pickle.loads(commands.recv_bytes())
         except (EOFError, OSError):
-            os._exit(0)
+            listener.join()  # which tidies up and ends this process
         endpoint.reset(number)
         rank = Rank(spec.rank, spec.mesh, endpoint, device, groups)
         outcome = perform(rank, functools.partial(_call, program, rank), capture=True)

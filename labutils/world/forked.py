@@ -1,0 +1,25 @@
+"""What the ranks' fork server loads: all that a rank needs, and how the server itself ends."""
+
+import atexit
+import contextlib
+import os
+import signal
+
+import labutils.world.worker  # noqa: F401  so that ranks are forked with torch in memory
+
+_TIDYING = 5  # seconds
+
+
+def _outlive_ranks() -> None:
+    """Let ranks whose kernel is gone tidy up: they are killed where their fork server ends.
+
+    A rank that does not end by itself ends with the server, which its own alarm then kills.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_TIDYING)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+atexit.register(_outlive_ranks)
