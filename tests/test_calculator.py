@@ -62,7 +62,7 @@ def lines(peak):
     return sorted((line.name, line.component, line.amount) for line in peak)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     st.sampled_from(["gpt2", "tiny"]),
     st.sampled_from([1, 2, 3, 64, 10**9]),
