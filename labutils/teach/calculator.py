@@ -71,8 +71,8 @@ ONE = TrainConfig(micro_batch=1, global_batch=1)
 MASTERS = "master weights"
 SECTIONS = {  # the headings of lab 03 under which each component is derived
     "weights": "How many parameters does a model have?",
-    "gradients": "What is there before the first token?",
-    "optimizer": "What is there before the first token?",
+    "gradients": "What do the model states take?",
+    "optimizer": "What do the model states take?",
     "activations": "What does the forward pass keep?",
     "buffers": "When is memory fullest?",
 }

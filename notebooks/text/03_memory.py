@@ -3,7 +3,7 @@
 #
 # **A model of 1.5 billion parameters is 3 GB in 16 bits. Why does training it not fit in 32 GB, and can you tell beforehand, to the byte?**
 #
-# *140 min · before this: labs 00 and 02 · needs a laptop, no GPU and no network*
+# *125 min · before this: labs 00 and 02 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -25,7 +25,7 @@ import dataclasses
 import torch
 
 from labutils import checkpointing, measure, memory, precision, units
-from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
+from labutils.config import Hardware, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.teach import calculator, plots
 from labutils.teach.check import check, hint, predict, reveal, show
@@ -79,12 +79,12 @@ equal = sum(
 # %% [markdown]
 # ## How many parameters does a model have?
 #
-# A decoder has an embedding (one vector per word), L equal layers, a norm at the end and a head. GPT-2's layers have four attention matrices of $h \times h$, two of the feed-forward network of
-# $h \times 4h$, biases, and two norms: $12h^2 + 13h$.
+# A decoder has an embedding (one vector of $h$ numbers per word; GPT-2 also one per position), $L$ equal layers, a norm at the end and a head. GPT-2's layers have four attention matrices of
+# $h \times h$, two of the feed-forward network of $h \times 4h$, biases, and two norms: $12h^2 + 13h$ numbers. Its head is the embedding once more.
 
 # %%
 gpt2 = ModelConfig.named("gpt2-xl")
-gpt2.parameters
+gpt2.letters("h v s L")
 
 # %% [markdown]
 # > How many parameters does GPT-2 XL have, the "1.5 billion" one, in billions?
@@ -98,7 +98,7 @@ by_hand = v * h + s * h + L * (12 * h**2 + 13 * h) + 2 * h
 reveal("memory/gpt2-xl", billions=by_hand / 1e9)
 
 # %%
-by_hand, by_hand == gpt2.num_params
+by_hand, by_hand == gpt2.num_params, gpt2.parameters
 
 # %% [markdown]
 # Today's models replace nearly every part. Here h is the width of the model, a the number of query heads, d = h/a the width of a head, g the number of key-value heads, f the feed-forward
@@ -110,10 +110,11 @@ by_hand, by_hand == gpt2.num_params
 # | RMSNorm, in place of LayerNorm | x divided by its root mean square, times a weight | h (LayerNorm: 2h) | its input sbh and 1/rms of each token |
 # | grouped-query attention (GQA) | g heads of keys and values, each shared by a/g query heads | 2hgd for keys and values (else 2h²) | 2sbgd for keys and values (else 2sbh) |
 # | SwiGLU, in place of GELU | W₂(SiLU(W₁x) · W₃x), with SiLU(z) = z·σ(z) | 3hf (GELU: 2hf) | 4sbf: W₁x, SiLU of it, W₃x, the product (GELU: 2sbf) |
-# | E experts, k per token | each token visits the k feed-forward networks that a router scores highest | E networks, and hE | k times those of one network, and the router's scores |
+# | E experts, k per token | each token visits the k feed-forward networks that a router scores highest | E networks, and hE | k times those of one network, and the k outputs before and after weighting, 2ksbh |
+# | fused attention (lab 06), in place of plain | the same, and never stores the scores | none | its output sbh, and asb numbers (plain: the softmax, as²b) |
 # | tied head | the embedding is used again as the head (GPT-2's is) | none (else vh) | its input sbh |
 #
-# There are no biases, or only three in a layer (Qwen2: queries, keys, values). The sizes, f too, are in the `config.json` that comes with the weights:
+# There are no biases, or three in a layer (Qwen2: queries, keys, values). The sizes, f too, are in the `config.json` that comes with the weights:
 
 # %%
 llama = ModelConfig.from_hf(exercises.LLAMA_3)
@@ -128,7 +129,7 @@ for name in (
     print(f"{name:15}{named.num_params:>17,}")
 
 # %% [markdown]
-# These are the parameters of the released weights, to the last one (GPT-3's were never released: there the number is the formula's). "405B" has 405.9, "GPT-3 175B" 174.6 and "7B" anything from 6.7 to 7.6. Mixtral's "8x7B" are 46.7, because the
+# These are the parameters of the released weights, to the last one (GPT-3's were never released: there the number is the formula's). "GPT-3 175B" has 174.6 billion, "7B" anything from 6.7 to 7.6. Mixtral's "8x7B" are 46.7, not 56: the
 # eight experts share one attention.
 #
 # ### Exercise 3.1 · Count the parameters of a config.json (15 min, ●●○)
@@ -151,7 +152,7 @@ hint("memory/count-parameters", 1)
 show(exercises.count_parameters)
 
 # %% [markdown]
-# ## What is there before the first token?
+# ## What do the model states take?
 #
 # Weights, their gradients, and what the optimizer remembers: the *model states*. With Ψ parameters, weights and gradients are Ψ numbers each, and the optimizer keeps 2Ψ or, with a master copy, 3Ψ, whatever the batch.
 #
@@ -168,7 +169,7 @@ states
 reveal("memory/states", GB=states.total / 1e9)
 
 # %% [markdown]
-# Two bytes for a weight, two for its gradient, and twelve for the optimizer: the master copy and Adam's two moments, in fp32. In bytes per parameter, by precision and by what ZeRO (lab 09) leaves on each of 8 devices:
+# Two bytes for a weight, two for its gradient, and twelve for the optimizer: the master copy and Adam's two moments, in fp32. In bytes per parameter, by precision (lab 02 takes them apart):
 
 # %%
 precisions = {
@@ -177,24 +178,15 @@ precisions = {
     "bf16, gradients in fp32 instead": {"precision": "bf16", "fp32_gradients": "only"},
     "bf16, gradients in fp32 as well": {"precision": "bf16", "fp32_gradients": True},
 }
-print(f"{'bytes per parameter at ZeRO level':35}", *(f"{n:6}" for n in range(4)))
 for name, options in precisions.items():
-    runs = [
-        TrainConfig(micro_batch=1, global_batch=8, zero=level, **options)
-        for level in range(4)
-    ]
-    shares = [memory.model_states(gpt2, run, Mesh(dp=8)).total for run in runs]
-    print(f"{name:35}", *(f"{share / gpt2.num_params:6.2f}" for share in shares))
+    run = TrainConfig(micro_batch=1, global_batch=1, **options)
+    held = memory.model_states(gpt2, run)
+    print(f"{name:35}{held.total / gpt2.num_params:6.2f}")
 
 # %% [markdown]
-# So 16, 18 and 20 bytes per parameter are all correct, each for another recipe (lab 02 takes them apart). Published totals follow at once: 8, 48, 112 and 1120 GB for models of 0.5, 3, 7 and
-# 70 billion parameters are 16 bytes each, and "168 GB" for 7 billion is 24 bytes, of which 8 stand for activations and buffers that do not depend on Ψ:
-
-# %%
-print(*(f"{size}B: {16 * size:g} GB" for size in (0.5, 3, 7, 70)), sep="   ")
-print(f"7B at 24 bytes: {24 * 7} GB")
-
-# %% [markdown]
+# Published totals follow at once: 8, 48, 112 and 1120 GB for models of 0.5, 3, 7 and 70 billion parameters are 16 bytes each. "168 GB" for 7 billion is 24 bytes: 16 for the states, and 8 for everything else,
+# activations included, which do not follow the number of parameters.
+#
 # And the measured ones? The small model, between `backward` and `step`:
 
 # %%
@@ -209,7 +201,6 @@ optimizer.zero_grad()
 #
 # Model states do not know the batch. Activations do: autograd keeps a tensor when the backward pass of some operation reads it.
 #
-#
 # | operation | its backward pass reads |
 # |---|---|
 # | $y = xW$ | $x$ for the gradient of $W$ (a frozen $W$ needs none), and $W$, which is there anyway |
@@ -222,7 +213,7 @@ optimizer.zero_grad()
 # | cross-entropy | the log-probabilities, one number per token and word |
 # | embedding | the token numbers |
 #
-# > In bf16 with dropout: how many bytes does GPT-2 XL keep in one layer for a single sequence of 1024 tokens, in MB?
+# > In bf16 with dropout and plain attention: how many bytes does GPT-2 XL keep in one layer for a single sequence of 1024 tokens, in MB?
 
 # %%
 predict("memory/one-layer", MB=100)
@@ -241,7 +232,7 @@ reveal("memory/one-layer", MB=sum(line.amount for line in layer) / 1e6)
 
 # %% [markdown]
 # Nearly three quarters are the s × s matrices of attention: the softmax of 25 heads, what dropout leaves of it, and the mask. This is counted from the configuration. The measurement hooks every tensor that autograd packs
-# away, for the small model of the first picture (the 1.5B model is measured at full size further down):
+# away, in the small model of the first picture:
 
 # %%
 counted = memory.activations(config, train)
@@ -249,7 +240,7 @@ saved = measure.saved_activations(lambda: model.loss(x.clone(), y.clone()), mode
 counted.diff(saved).unexplained
 
 # %% [markdown]
-# Zero bytes. A test of this course does the same for random configurations: norms, feed-forward networks, GQA, RoPE, fused attention, autocast, dropout, checkpointing.
+# Zero bytes. A test of this course does the same for random configurations.
 #
 # ### Exercise 3.2 · Predict what attention keeps (15 min, ●●○)
 #
@@ -298,19 +289,14 @@ beyond
 kept.total, paper.scaled(48).total + beyond.total == kept.total
 
 # %% [markdown]
-# The paper assumes dropout masks of one byte; on a CPU PyTorch keeps them in the format of what they mask. The formula of a layer also leaves out mean and 1/σ, the embedding, the head and the loss. The paper's
-# section 4.3 adds the last three: sbh for the embedding's dropout, 2sbh each for the last norm and the head's input, and the logits in fp32, 4sbv. Here the loss keeps log-probabilities in bf16, 2sbv:
-
-# %%
-s, h, v = gpt2.letters("s h v")
-outside = sum(line.amount for line in kept if not line.name.startswith("blocks."))
-{"section 4.3": units.text(5 * s * h + 4 * s * v), "here": units.text(outside)}
-
-# %% [markdown]
-# The words matter: with a vocabulary of 50 257 the log-probabilities alone are half as large as a layer. Models that compute the loss in fp32 (those of Hugging Face, Megatron-LM) keep twice as much of it.
+# The paper assumes dropout masks of one byte; on a CPU PyTorch keeps them in the format of what they mask. Mean and 1/σ are not in the formula. The embedding, the head and the loss come on top of all layers
+# (the paper adds them in its section 4.3, with logits in fp32). With a vocabulary of 50 257 the log-probabilities alone are half as large as a layer; models that compute the loss in fp32 (those of Hugging Face, Megatron-LM)
+# keep twice as much of them.
 
 # %% [markdown]
 # ## What makes activations grow?
+#
+# Three ways to keep a sequence's activations: plain attention, fused attention (lab 06), and *full checkpointing* (lab 04), which keeps each layer's input alone and computes the layer again in the backward pass.
 #
 # > GPT-2 XL goes from 1024 to 4096 tokens. How many times as many bytes do its activations take, with plain attention?
 
@@ -350,14 +336,14 @@ plots.curves(
 )
 
 # %% [markdown]
-# In the batch and in the layers they are linear, always. In the sequence they are $34sbh + 5as^2b$ by the formula: linear *and* quadratic, equal where $s = 34h/5a = 34d/5$. Without dropout, as
+# In the batch and in the layers activations are linear, always. In the sequence they are $34sbh + 5as^2b$ by the formula: linear *and* quadratic, equal where $s = 34h/5a = 34d/5$. Without dropout, as
 # in the curves above, $32sbh$ stand against $2as^2b$, equal where $s = 16d$:
 
 # %%
 {d: {"with dropout": 34 * d / 5, "without": 16 * d} for d in (64, 128)}
 
 # %% [markdown]
-# tokens, for heads 64 and 128 wide. Fused attention (lab 06) removes the square, so today's activations are linear in $s$ too.
+# tokens, for heads 64 and 128 wide. Fused attention removes the square.
 #
 # **What do a modern model's parts change?** One layer of Llama-3.1-8B at 4096 tokens in bf16, each part put back to that of GPT-2:
 
@@ -382,7 +368,7 @@ for name, changes in parts.items():
 
 # %% [markdown]
 # GQA saves on keys and values, SwiGLU keeps four tensors of $sbf$ where GELU keeps two. The last line is one of this implementation, not of RMSNorm: on a CPU PyTorch composes the norm of single operations, and keeps its input
-# in fp32 and the normalized one as well.
+# in fp32 and, in fp32 too, that input divided by its rms.
 
 # %%
 varied = dataclasses.replace(llama, num_layers=1, seq_len=4096)
@@ -391,7 +377,7 @@ for line in memory.activations(varied, one(attention="sdpa")):
         print(f"{units.text(line.amount):>8}  {line.note}")
 
 # %% [markdown]
-# A fused kernel keeps 2sbh bytes and 1/rms: a quarter of it.
+# A fused kernel keeps the input in bf16, 2sbh bytes, and 1/rms: a quarter of it.
 
 # %% [markdown]
 # ## When is memory fullest?
@@ -426,21 +412,18 @@ for stepping in ("foreach", "loop", "fused"):
 
 # %% [markdown]
 # That is the answer to the lab's question: **37.4 GB**, for one sequence and with everything checkpointed. A V100 "with 32 GB" reports about 34.1·10⁹ bytes (32 510 MiB): it does not fit.
-# With a fused optimizer it does, for a batch of one.
+# With a fused optimizer the tensors do, for one sequence, with 2.9 GB left for all that is not a tensor.
 #
 # Is it true? On the device "meta" the real program runs at full size: tensors have shapes, types and lifetimes, and no memory (lab 00).
 
 
 # %%
 def second_step(model, run):
-    """Bytes alive in a training step after the first, measured."""
-    half = run.precision == "bf16"
-    narrow = torch.bfloat16 if half else torch.float32
-    net = GPT(model, attention=run.attention).to(narrow)
+    """What is alive in a training step after the first, measured."""
+    net = GPT(model).to(torch.bfloat16)
     checkpointing.apply(net, run.checkpointing)
-    make = torch.optim.SGD if run.optimizer == "sgd" else torch.optim.AdamW
-    inner = make(net.parameters(), lr=0.1, foreach=run.stepping == "foreach")
-    optimizer = precision.MasterWeights(inner) if half else inner
+    inner = torch.optim.AdamW(net.parameters(), foreach=True)
+    optimizer = precision.MasterWeights(inner)
     x, y = (torch.zeros(run.micro_batch, model.seq_len).long() for _ in range(2))
 
     def update():
@@ -469,26 +452,10 @@ with torch.device("meta"):
 }
 
 # %% [markdown]
-# At full size the program and the formula give the same bytes. And the small model, really computed, at several settings:
-
-# %%
-tried = {
-    "as above": {},
-    "fused attention": {"attention": "sdpa"},
-    "SGD": {"optimizer": "sgd"},
-    "bf16, masters": {"precision": "bf16", "stepping": "loop"},
-}
-for name, options in tried.items():
-    run = dataclasses.replace(train, **options)
-    guess, found = memory.predict(config, run), second_step(config, run).peak
-    unexplained = guess.total - found.ledger.total
-    print(f"{name:16}{guess.phase:>10}{guess.total:>10,} B, unexplained: {unexplained}")
-
-# %% [markdown]
-# This holds for the course's GPT on a CPU, where every operation is known. On a GPU the allocator rounds (next section), and libraries add workspaces of their own (in practice, below).
+# At full size the program and the formula give the same bytes. This holds for the course's GPT on a CPU, where every operation is known. On a GPU the allocator rounds (next section), and libraries add workspaces of their own (in practice, below).
 #
-# With 32 sequences and without checkpointing the fullest moment is another one: the loss has been taken. All activations are there, and on top of them *two* gradients as large as the log-probabilities, the one that comes into the
-# backward pass of the softmax and the one that goes out.
+# With 32 sequences and without checkpointing the fullest moment is another one: right after the loss. No gradient of a weight is there yet. All activations are, and on top of them *two* gradients as large as the log-probabilities:
+# the one that comes into the backward pass of the softmax, and the one that goes out.
 
 # %%
 large = memory.predict(gpt2, one(32))
@@ -525,20 +492,13 @@ def leaves_the_optimizer(**options):
 
 
 for kind in ("none", "full"):
-    found = {
-        stepping: leaves_the_optimizer(
-            attention="sdpa", checkpointing=kind, stepping=stepping
-        )
-        for stepping in ("foreach", "fused")
-    }
-    print(f"checkpointing {kind}:", found)
+    found = leaves_the_optimizer(attention="sdpa", checkpointing=kind)
+    print(f"checkpointing {kind}: from {found} sequences on")
 
 # %% [markdown]
-# Below these batches the number of parameters decides how much memory a step takes; above them the batch does.
-#
 # ### Exercise 3.3 · Bug hunt: the estimator that adds everything up (15 min, ●●○)
 #
-# Many estimators compute model states plus activations. No moment of a step holds both. Repair this one, for bf16 with fp32 master weights and AdamW, without checkpointing: `parameters` is Ψ, `activations` are the bytes kept at the end
+# Many estimators compute model states plus activations. In a step of one micro-batch no moment holds all of both. Repair this one, for bf16 with fp32 master weights and AdamW, without checkpointing: `parameters` is Ψ, `activations` are the bytes kept at the end
 # of the forward pass, `logits` the bytes of one tensor of $bsv$ numbers, `stepping` is "foreach" or "fused". Return the phase and the bytes of the fullest moment, within a thousandth.
 
 
@@ -589,14 +549,8 @@ reveal("memory/largest-free", MiB=gpu.largest_free / units.MIB)
 title = "Half of the memory is free, and a tensor of 10 MiB finds no room"
 plots.memory_map(title=title, asked=10 * units.MIB, after_freeing=gpu.layout)
 
-# %%
-try:
-    gpu.alloc(10 * units.MIB)
-except memory.OutOfMemory as error:
-    print(error)
-
 # %% [markdown]
-# That is *fragmentation*. Before it gives up, the allocator hands back segments in which nothing is left; here every segment holds something.
+# That is *fragmentation*. Before it gives up, the allocator hands back segments in which nothing is left; here each of the two holds something.
 #
 # **Two remedies.** It happens to large tensors too. A batch of 6 GiB comes and goes, the optimizer's state moves into the hole it left, and the next batch, as large as the first, finds 9 GiB free and no 6 in one piece:
 
@@ -621,12 +575,8 @@ devices = {
     "expandable_segments": second_batch(expandable_segments=True),
 }
 
-# %%
-stuck = devices["default"]
-f"{1 - stuck.allocated / stuck.capacity:.0%} of the memory is free"
-
 # %% [markdown]
-# The ZeRO paper reports failures with "over 30% of memory still available in some extreme cases" (section 3.2).
+# Here 90 % of the memory is free. The ZeRO paper reports failures with "over 30% of memory still available in some extreme cases" (section 3.2).
 
 # %%
 title = "Not cutting the large block helps, and so does a segment that can grow"
@@ -635,9 +585,9 @@ plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **la
 
 # %% [markdown]
 # `max_split_size` leaves blocks above that size whole: the state gets a segment of its own, and the hole waits for the next batch. `expandable_segments` reserves addresses instead of memory: the segment grows
-# by the 1 GiB that is missing. Neither helps the eight small tensors above, whose holes are smaller than a page of 20 MiB.
+# by the 1 GiB that is missing. (It grows in pages of 20 MiB.)
 #
-# **On a real step: allocated against reserved.** A fresh optimizer, its first step, and its first two, every storage with its birth and death, replayed on a device. *Allocated* is in blocks that are in use, *reserved* in segments:
+# **On a real step: allocated against reserved.** A fresh optimizer, its first step, and its first two, every storage with its birth and death, replayed on a device. *Allocated* are the blocks in use, *reserved* is what PyTorch has asked of the driver:
 
 
 # %%
@@ -668,12 +618,7 @@ for steps in (1, 2):
 # %% [markdown]
 # ## Where do the 60 GB of GPT-2 come from?
 #
-# The ZeRO paper's example (section 3): GPT-2 with 1.5 billion parameters, 1024 tokens, batch 32. Weights 3 GB; model states 24 GB; activations "about 60 GB", with checkpointing "about 8 GB"; and 6 GB of temporary buffers. Each number again:
-
-# %%
-states = memory.model_states(gpt2, one(32))
-weights = states.only(component="weights").total
-{"weights": units.text(weights), "model states": units.text(states.total)}
+# The ZeRO paper's example (section 3): GPT-2 with 1.5 billion parameters, 1024 tokens, batch 32. Weights 3 GB and model states 24 GB, as above; activations "about 60 GB", with checkpointing "about 8 GB"; and 6 GB of temporary buffers. The activations, counted in six ways:
 
 
 # %%
@@ -697,30 +642,18 @@ for name, amount in ways.items():
     print(f"{name:38}{units.text(amount):>9}")
 
 # %% [markdown]
-# The 60 GB are the paper's own count of 12 numbers for each token, layer and column, without the scores. For its 8 GB with checkpointing the paper gives a rule of thumb: the memory goes down "by approximately the square root of the total
-# activations" (section 3.2), √60 = 7.7. Lab 04 shows which plans come near it. What full checkpointing of every layer keeps in PyTorch is the last line, log-probabilities included.
+# The 60 GB are the paper's own count of 12 numbers for each token, layer and column, without the scores. Which plan its 8 GB belong to the paper does not say (lab 04 tries several); the last line is what PyTorch keeps
+# with every layer checkpointed, log-probabilities included.
 #
-# The 6 GB are one fp32 number per parameter: a buffer that fuses all gradients for one all-reduce. So the stack of the example is
-
-# %%
-stack = {
-    "model states": 16 * 1.5e9,
-    "activations, checkpointed": 8e9,
-    "buffer for all gradients": 4 * 1.5e9,
-}
-stack["together"] = sum(stack.values())
-{name: units.text(amount) for name, amount in stack.items()}
-
-# %% [markdown]
-# more than the 32 GB of the device, before fragmentation. Across several devices PyTorch fuses gradients in buckets of 25 MiB instead (lab 08), and the 37.4 GB found above have no such buffer: they are 24.9 GB of model states and 12.5 GB that
+# The 6 GB are one fp32 number per parameter: a buffer that fuses all gradients for one all-reduce. So the stack of the example is 24 + 8 + 6 = 38 GB,
+# more than the 32 GB of the device, before fragmentation. PyTorch fuses gradients in buckets of 25 MiB instead (lab 08), and the 37.4 GB found above have no such buffer: they are 24.9 GB of model states and 12.5 GB that
 # the optimizer's step needs.
 
 # %% [markdown]
 # ## The calculator
 #
-# Everything above in one panel. Where do its formulas come from? From the step itself, run once, small, with a prime for each letter: a storage of
-# $4 \cdot 13 \cdot 17 \cdot 29$ bytes can only be $4bsv$. So, for a given kind of step, every line of the ledger is a polynomial in the letters $L, b, s, h, a, g, d, f, v$, at every moment; the page holds those of the moments
-# that can be the fullest, and puts your numbers into them. So each amount stands beside its formula, and the name of a component leads to where it is derived. It needs no kernel.
+# Everything above in one panel, each amount beside its formula; the name of a component leads to where it is derived. The formulas are read off the step itself, run once, small, with a prime for each letter: a storage of
+# $4 \cdot 13 \cdot 17 \cdot 29$ bytes can only be $4bsv$.
 
 # %%
 panel = calculator.Calculator(
@@ -730,40 +663,9 @@ panel = calculator.Calculator(
 panel
 
 # %% [markdown]
-# Choose a phase beside the bars to open its ledger: activations are in those of the forward and the backward pass. The recipe with 20 bytes per parameter keeps half-precision gradients beside the fp32 ones, 2 bytes more than the one with 18. A step is one micro-batch: with accumulation (lab 05) the gradients lie there during the next forward pass as well. Like all predictions of this lab it
-# counts the operations of a CPU; a sequence shorter than GPT's learned positions counts as a model with fewer of them.
+# Find the cheapest way to train Llama-3.1-8B with 4096 tokens on 8 H100s (ZeRO, lab 09, divides what its level names among the devices). Which line decides? Choose a phase beside the bars to open its ledger.
 #
-# Find the cheapest way to train Llama-3.1-8B with 4096 tokens on 8 H100s. Which line decides? For another model or your own, `calculator.Calculator("qwen2-0.5b", mine=ModelConfig.from_hf("config.json"))`; for a sweep
-# `panel.evaluate`, which puts numbers into the same formulas, a few milliseconds each:
-
-# %%
-eight = {"model": "llama-3.1-8b", "devices": 8, "hardware": Hardware.named("H100")}
-eight |= {"seq_len": 4096, "attention": "fused", "optimizer": "AdamW, fused"}
-
-
-def largest_batch(**options):
-    """The most sequences of 4096 tokens in a micro-batch on each of 8 H100s."""
-    for batch in range(1, 100):
-        if not panel.evaluate(micro_batch=batch, **eight, **options).fits:
-            return batch - 1
-
-
-for level in calculator.ZERO:
-    policies = ("none", "full")
-    fits = {kind: largest_batch(zero=level, checkpointing=kind) for kind in policies}
-    print(f"ZeRO {level:16}", fits)
-
-# %% [markdown]
-# With checkpointing, level 2 fits one sequence fewer than level 1. What does each hold at its peak with 11 of them?
-
-# %%
-for level in ("1: optimizer", "2: and gradients"):
-    top = panel.evaluate(micro_batch=11, checkpointing="full", zero=level, **eight)
-    held = {name: units.text(amount) for name, amount in top.by("component").items()}
-    print(f"ZeRO {level[0]}, {top.event}:", held)
-
-# %% [markdown]
-# The peak is at the loss, at both levels. At level 1 no gradient is there yet; at level 2 the course's ZeRO keeps each rank's share of them from one step to the next.
+# A step is one micro-batch here: with accumulation (lab 05) the gradients are there during the next forward pass as well. For your own model, `calculator.Calculator("gpt2", mine=ModelConfig.from_hf("config.json"))`.
 
 # %% [markdown]
 # ## In practice
@@ -772,16 +674,13 @@ for level in ("1: optimizer", "2: and gradients"):
 #   loaded into it, and NCCL's buffers, are outside of PyTorch. The documentation of Hugging Face Transformers ("Model training anatomy") speaks of 1–2 GB for the kernels; measure yours as what `nvidia-smi` shows minus
 #   `torch.cuda.memory_reserved()` after one small product.
 # - **Inside of PyTorch**, and in no formula: the workspace of cuBLAS, one per handle and stream, 8 MiB, or 32 MiB on an H100; scratch memory of fused kernels. `CUBLAS_WORKSPACE_CONFIG` sets the first.
-# - **Logits in fp32.** Hugging Face's models and Megatron-LM take the loss in fp32: log-probabilities and their two gradients are 4 bytes per number, not 2. For large vocabularies that is the largest buffer of a step.
-# - **`torch.cuda.memory._record_memory_history()`**, then `_dump_snapshot("file")`: every allocation with its stack, to be opened at pytorch.org/memory_viz.
+#  - **`torch.cuda.memory._record_memory_history()`**, then `_dump_snapshot("file")`: every allocation with its stack, to be opened at pytorch.org/memory_viz.
 # - **`PYTORCH_ALLOC_CONF`** (before: `PYTORCH_CUDA_ALLOC_CONF`, still read) takes the two remedies: `expandable_segments:True` or `max_split_size_mb:512`. The first is what to try when the message of an error says that much
 #   is "reserved by PyTorch but unallocated".
-# - **Megatron-LM** prints its `report_theoretical_memory` beside the measured memory at the first log: formulas for sequence parallelism with selective recomputation. `--record-memory-history` writes PyTorch's snapshot
-#   to `--memory-snapshot-path`.
-# - **torchtitan** logs peak active and reserved memory; `scripts/estimate/estimation.py` runs the model on fake tensors (`--memory_estimation.enabled` in many versions, `.enable` in others).
-# - **`torch.distributed._tools.mem_tracker.MemTracker`** does the same in PyTorch: under `FakeTensorMode` it tracks a model that does not fit. The prediction above agrees with it; a test compares the two.
-# - **`accelerate estimate-memory`** counts weights, and a multiple of them for training with Adam; **DeepSpeed**'s `estimate_zero2_model_states_mem_needs_all_live` and `estimate_zero3_…` count
-#   weights, gradients and optimizer states. Activations are in neither.
+# - **Megatron-LM** prints its `report_theoretical_memory` beside the measured memory at the first log; `--record-memory-history` writes PyTorch's snapshot.
+# - **torchtitan** logs peak active and reserved memory; `scripts/estimate/estimation.py` runs the model on fake tensors, as PyTorch's `torch.distributed._tools.mem_tracker.MemTracker` does (a test of this course compares it with the
+#   prediction above).
+# - **`accelerate estimate-memory`** and **DeepSpeed**'s `estimate_zero2_model_states_mem_needs_all_live` count model states. Activations are in neither.
 
 # %% [markdown]
 # ## Errata
@@ -798,8 +697,8 @@ for name, (linear, quadratic) in stated.items():
     print(f"8as² of one layer: {8 * a * 4096**2 / units.GIB:4.2f} GiB")
 
 # %% [markdown]
-# The quadratic term of one layer is not what the table states either (1.2, 2.3 and 5.4 GB). What gives its 2, 4 and 8, rounded up, is the last column: 8as² for one layer, in GiB. The linear term comes out at 2.9 and, with 64 layers, at 71 if 33 stands for 34; the
-# 3.9 of the 7B model is left unexplained. 72B has 80 layers, not 64 as the table says. And Qwen2 is not the model of the formula: GQA, SwiGLU, RMSNorm, no dropout, fused attention. What it keeps, counted:
+# What gives the table's 2, 4 and 8, rounded up, is the last column: 8as² for one layer, in GiB. The 3.9 of the 7B model is left unexplained. 72B has 80 layers, not 64 as the table says. And Qwen2 is not the model of the
+# formula: GQA, SwiGLU, RMSNorm, no dropout, fused attention. What it keeps, counted:
 
 # %%
 for name in stated:
@@ -811,23 +710,19 @@ for name in stated:
     print(f"{name:11} plain {plain:>8}   fused {fused:>8}")
 
 # %% [markdown]
-# **"32bsd" for "34bsd"** (the same chapter): it drops 2bsd as "small", 5.9 % of the linear term. Its table of the feed-forward network states 4bsdp for the second linear layer, which keeps bsdp; the total below it, 9bsdp + bsd, is right.
+# **"32bsd" for "34bsd"** (the same chapter; d is our h): it drops 2bsd as "small", 5.9 % of the linear term. Its table of the feed-forward network charges each operation with its *output*, p bytes a number. For the second linear layer it states
+# 4bsdp, but that output is bsdp; the total below it, 9bsdp + bsd, is right.
 #
 # **"The multiplier 2 is because of both K and V are cached"** (the same chapter): that is a cache of *inference*. Training keeps queries, keys and values of the batch, once.
 #
 # **"34 + 5·n_heads/h"** (reading notes on the Ultra-Scale Playbook): a factor $s$ is lost. For GPT-3 at 2048 tokens that is 82 GB instead of 275.
-#
-# **"Around 20 bytes per parameter" for everything else** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 2024), beside 4 for an fp32 weight: 4 for the gradient and 8 for Adam's moments are model states; the other 8 stand for
-# activations and buffers, which do not depend on the number of parameters.
-#
-# **20 bytes per parameter in a table whose listed parts sum to 16** (a digest of the Ultra-Scale Playbook): the list omits the fp32 gradients that the 20 include.
 
 # %% [markdown]
 # ## Summary
 #
 # > - Parameters are counted from the configuration, to the last one: GPT-2 XL has 1 557 611 200, Llama-3.1-8B 8 030 261 248.
 # >   <!-- claim: [config.ModelConfig.named(name).num_params for name in ("gpt2-xl", "llama-3.1-8b")] == [1557611200, 8030261248] -->
-# > - Before the first token AdamW takes 16 bytes per parameter, in fp32 as in bf16 with master weights; 18 or 20 with gradients in fp32.
+# > - Weights, gradients and AdamW's state take 16 bytes per parameter, in fp32 as in bf16 with master weights; 18 or 20 with gradients in fp32.
 # >   <!-- claim: [memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, precision=p, fp32_gradients=g)).total // 1557611200 for p, g in (("fp32", False), ("bf16", False), ("bf16", "only"), ("bf16", True))] == [16, 16, 18, 20] -->
 # > - A layer keeps sbh(34 + 5as/h) bytes by the paper; what PyTorch keeps beyond it has a name, byte for byte.
 # >   <!-- claim: memory.korthikanti(b=1, s=2048, h=12288, a=96).total == 2048 * 12288 * (34 + 80) -->
