@@ -3,7 +3,7 @@
 #
 # **The activations of a 1.5B-parameter model take 60 GB, and each is used once. What if you throw them away and compute them again?**
 #
-# *165 min · before this: lab 03 · needs a laptop, no GPU and no network*
+# *150 min · before this: lab 03 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -20,7 +20,6 @@
 
 # %%
 import dataclasses
-import math
 import statistics
 import time
 
@@ -31,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labutils import checkpointing, measure, memory, units
 from labutils.checkpointing import Costs
-from labutils.config import Hardware, ModelConfig, TrainConfig
+from labutils.config import ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, predictions, reveal, show
@@ -59,7 +58,8 @@ plots.plan_maps({plan.name: plan.timeline for plan in plans}, title=title)
 # ## What must be held, and when?
 #
 # Call the layers $f_0, f_1, \dots$ and their backward passes $b_0, b_1, \dots$ A node $b_i$ needs two things: the gradient from $b_{i+1}$, and what $f_i$
-# has recorded. So the b nodes run from right to left, and the f nodes have to be there when their turn comes. Press play.
+# has recorded: its input $x_i$, its output $x_{i+1}$ (the *values*) and its *interior*, whatever else it keeps. So the b nodes run from right to left, and what they need has to be there when their turn comes. To compute one f node once is a
+# *forward evaluation*. Press play.
 
 # %%
 plots.plan_animation(checkpointing.segments(5, 1).timeline)
@@ -81,7 +81,7 @@ predict("checkpointing/nothing-kept", evaluations=20)
 #
 # $$ n + (n-1) + \dots + 1 = \frac{n(n+1)}{2}. $$
 #
-# A plan is a list of steps, so the answer can be counted as well. And the steps can be carried out, on real layers:
+# A plan is a list of steps, so the evaluations can be counted as well, and the steps can be carried out on real layers:
 
 # %%
 plan = checkpointing.keep_nothing(10)
@@ -98,20 +98,17 @@ executed.evaluations, plan.evaluations == executed.evaluations
 
 # %% [markdown]
 # The first layer is computed ten times, the last one once: $(n+1)/2$ times on average. How much was held? `costs` measures each layer once (FLOPs,
-# bytes of its output, bytes of its *interior*: what it records beside input and output), `simulate` follows the plan on paper, and `run` counted the
-# storages that were really alive after every step.
+# bytes of its output and of its interior), `simulate` follows the plan on paper, and `run` counted the
+# storages that were really alive after every step. Compare all 110 steps:
 
 # %%
 costs = checkpointing.costs(layers, x)
 predicted = checkpointing.simulate(plan, costs)
-predicted.history.peak.ledger.diff(executed.history.peak.ledger)
-
-# %%
 pairs = zip(predicted.history.moments, executed.history.moments, strict=True)
 sum(a.ledger.diff(b.ledger).unexplained for a, b in pairs), len(plan.steps)
 
 # %% [markdown]
-# Zero bytes unexplained, not at the peak alone but after each of the plan's steps.
+# Zero bytes unexplained, after each of the plan's steps.
 
 # %% [markdown]
 # ## How little memory does one more forward pass buy?
@@ -147,16 +144,8 @@ reveal("checkpointing/segments", values=held(144, 12))
 plots.plan_animation(checkpointing.segments(9, 3).timeline)
 
 # %% [markdown]
-# Papers count in different ways, so check before you compare. `Costs.uniform(n)` counts the input and every value of one unit, interiors and gradients of
-# none. Chen et al. do not count the input; by their count 16 layers in 4 segments hold 7 values:
-
-# %%
-for n, k in [(16, 4), (64, 8), (100, 10)]:
-    evaluations = sum(checkpointing.segments(n, k).evaluations)
-    values = f"{held(n, k) - 1} values beside the input"
-    print(f"n = {n:3}, k = {k:2}: {evaluations} evaluations, {values}")
-
-# %% [markdown]
+# `Costs.uniform(n)` counts the input and every value of one unit, interiors and gradients of none. (Chen et al. do not count the input: one less.)
+#
 # **And a 1.5B model?** GPT-2 XL has 48 layers; with 32 sequences of 1024 tokens, each layer's output takes 105 MB in fp16, and ZeRO counts about 12
 # such tensors per layer. One of the twelve is the output, the others are interior.
 
@@ -168,8 +157,8 @@ plans = {k: checkpointing.segments(L, k) for k in (1, 4, 6, 8, 12, 16, 24, 48)}
 {k: units.text(checkpointing.simulate(plan, gpt2).peak) for k, plan in plans.items()}
 
 # %% [markdown]
-# The paper says "about 8 GB" with checkpointing, and gives a rule of thumb for it: memory goes down "by approximately the square root of the total activations"
-# (ZeRO, section 3.2). Which plan that is it does not say. 8 segments come near it (8.39 GB), but they are not the best plan: with an interior of eleven outputs
+# The paper says "about 8 GB" with checkpointing, which reduces memory "by approximately the square root of the total activations"
+# (ZeRO, section 3.2). Which plan that is it does not say. 8 segments come near it, but they are not the best plan: with an interior of eleven outputs
 # an open layer costs 12 units and a kept input 1, so $k + 12\,n/k$ is to be minimized, and the best k is $\sqrt{12 \cdot 48} = 24$, a segment of every *second* layer.
 #
 # Most libraries checkpoint every layer. Is that the best for layers that keep more inside? By lab 03's count, with what PyTorch keeps:
@@ -212,21 +201,22 @@ show(checkpointing.segments)
 # %% [markdown]
 # ## What is the best plan for the memory you have?
 #
-# Segments recompute once. If memory is shorter than $2\sqrt n$, segments can be cut into segments again, and a layer is computed three times, four times.
+# Segments compute most layers twice. If memory is shorter than $2\sqrt n$, segments can be cut into segments again, and a layer is computed three times, four times.
 # What is the optimum?
 #
-# > 100 equal layers, and room for 10 kept values (the input is one of them). How many forward evaluations does the best plan need?
+# > 100 equal layers, and room for 10 *snapshots*: values that are kept for later, the input among them. How many forward evaluations does the best plan need?
 
 # %%
 predict("checkpointing/best-plan", evaluations=1000)
 
 # %% [markdown]
-# Think of the *first* value to keep, $x_m$. Reaching it costs m evaluations. Then the right part, $n - m$ layers, is reversed with one snapshot less,
+# Think of the *first* value to keep, $x_m$. Reaching it costs m evaluations. Then the right part, $n - m$ layers, is taken backward with one snapshot less,
 # because $x_m$ occupies one. Then $x_m$ goes, and the left part has all snapshots again. With c snapshots:
 #
 # $$ e(n, c) = \min_{1 \le m < n}\; \bigl[\, m + e(n-m,\, c-1) + e(m,\, c) \,\bigr], \qquad e(1, c) = 1, \qquad e(n, 1) = \frac{n(n+1)}{2}. $$
 #
-# It ends in two places: one layer needs one evaluation, and with $x_0$ as the only snapshot every layer starts from $x_0$ again.
+# It ends in two places: one layer needs one evaluation, and with $x_0$ as the only snapshot every layer starts from $x_0$ again. (What is held at the peak is a little more than c: the values of the layer that is being computed. In the first picture 4 snapshots
+# hold 6 values.)
 #
 # Griewank and Walther solved this in closed form. With $\binom{c+r}{c}$ layers no layer is advanced over more than r times; take the least r for which that is
 # at least n:
@@ -248,11 +238,7 @@ reveal(
 )
 
 # %% [markdown]
-# Counted here is every evaluation, the one that records a layer right before its backward pass included. Revolve leaves those n to the reverse sweep and
-# counts the steps that only advance: 15, 222 and 3636.
-
-# %% [markdown]
-# ### Exercise 4.2 · Count the best plan (20 min, ●●○)
+# ### Exercise 4.2 · Count the best plan (10 min, ●●○)
 #
 # Write the recurrence, and remember each result (memoize it): without that, the longer chains of the check do not end. `snapshots` counts $x_0$.
 
@@ -290,12 +276,12 @@ for which, i in {"first": 0, "second": 1, "last": -1}.items():
 
 # %% [markdown]
 # The same recurrence works with bytes in place of snapshots, and one more choice: a stage may be *recorded* in the first sweep, where its interior is small
-# or memory is plenty. To reverse stages $i \dots j$ with M bytes beside $x_i$, either record stage i first (its cost once, its interior and output held until the end), or go on to some $x_m$,
+# or memory is plenty. Let $w_i$ be the FLOPs of one evaluation of stage i. To take stages $i \dots j$ backward with M bytes beside $x_i$, either record stage i first (its cost once, its interior and output held until the end), or go on to some $x_m$,
 # keep it, and come back:
 #
-# $$ C(i, j, M) = \min \begin{cases} f_i + C(i+1,\, j,\; M - \text{interior}_i - \text{output}_i) \\ \min_m\; \bigl[\, f_i + \dots + f_{m-1} + C(m,\, j,\; M - \text{size}(x_m)) + C(i,\, m-1,\; M) \,\bigr] \end{cases} $$
+# $$ C(i, j, M) = \min \begin{cases} w_i + C(i+1,\, j,\; M - \text{interior}_i - \text{output}_i) \\ \min_m\; \bigl[\, w_i + \dots + w_{m-1} + C(m,\, j,\; M - \text{size}(x_m)) + C(i,\, m-1,\; M) \,\bigr] \end{cases} $$
 #
-# `frontier` solves it for every budget at once (Beaumont et al. do it for one) and returns all trades worth making. On three equal layers without interior, 3 values cost 5 evaluations, 4 values 3:
+# With no stage left C is 0, and where M would be negative there is no plan. `frontier` solves it for every budget at once (Beaumont et al. do it for one) and returns all trades worth making. On three equal layers without interior, 3 values cost 5 evaluations, 4 values 3:
 
 # %%
 checkpointing.frontier(Costs.uniform(3))
@@ -334,7 +320,7 @@ times = half.evaluations
 # %% [markdown]
 # Nothing forces you to checkpoint *all* layers, which is what most configurations do. Below the knee on the left the price explodes.
 #
-# The plan is data. Carry it out, and compare loss, gradients, FLOPs, bytes:
+# The plan is data. Carry it out, and compare gradients, FLOPs, bytes:
 
 # %%
 torch.manual_seed(2)
@@ -355,27 +341,17 @@ equal, executed.evaluations, *same
 title = "Half the memory: one mountain of activations becomes three smaller ones"
 plots.memory_timeline(executed.history, title=title)
 
-# %%
-predicted.history.peak.ledger.diff(executed.history.peak.ledger)
-
 # %% [markdown]
 # Every gradient is equal to the bit, dropout included. What is counted is what is *held between steps* of the plan; inside a step, an operation needs
 # temporary memory on top (lab 03).
 #
-# Ask for too little, and you are told the least:
-
-# %%
-least = checkpointing.smallest_budget(costs)
-try:
-    checkpointing.plan(costs, least - 1)
-except ValueError as error:
-    print(error)
-
-# %% [markdown]
 # Lower the budget and watch the plan change: the first sweep drops more and more, then the second sweep starts to leave gaps, too.
 
 
 # %%
+least = checkpointing.smallest_budget(costs)
+
+
 def plan_for(percent=50):
     budget = max(least, most * percent // 100)
     found = checkpointing.plan(costs, budget)
@@ -471,26 +447,6 @@ frozen = torch.randn(4, 64, 64)  # needs no gradient
 #
 # The newer way, `use_reentrant=False` and ours, records the graph as usual and empties its slots with hooks, so that weights are seen, and the second run can stop
 # early. It is the one to use.
-#
-# **Or move them to the host.** The same hooks can keep a tensor instead of nothing: `torch.autograd.graph.save_on_cpu` copies what autograd saves into the host's memory and
-# brings it back. That costs no FLOPs, but bytes over the link, twice. A layer of GPT-2 XL with 32 sequences and fused attention, on an A100: how long does the link take for
-# its activations both ways, at the 32 GB/s of PCIe 4 in one direction, and how long does it take to compute them again?
-
-# %%
-b, width = 32, h
-tokens_in_layer = b * s
-flop = 24 * tokens_in_layer * width**2 + 4 * tokens_in_layer * s * width
-recompute = flop / Hardware.named("A100").flops["bf16"]
-times = {
-    "recompute": recompute,
-    "offload all of it": 2 * layer / 32e9,
-    "offload its input": 2 * output / 32e9,
-}
-{name: units.text(seconds, "s") for name, seconds in times.items()}
-
-# %% [markdown]
-# These are peak rates; at half of the FLOP/s recomputing takes twice as long and is still several times faster than the link. So recompute what lies inside a layer, and offload, if anything, the *inputs* of checkpointed layers:
-# copies run beside the computation, and an input takes no longer than its layer.
 
 # %% [markdown]
 # ### Exercise 4.3 · Write checkpoint (30 min, ●●●)
@@ -577,7 +533,13 @@ for early in (False, True):
         print(f"{policy:10} {how:11} {overhead:.1%}")
 
 # %% [markdown]
-# With dropout after `down` the mask has to be drawn again, and the saving is gone. A large model has next to no head:
+# With dropout after `down`, as in `config`, the second run has to reach its mask, and the saving is gone:
+
+# %%
+f"{checkpointing.overhead(config, 'full'):.1%}"
+
+# %% [markdown]
+# A large model has next to no head:
 
 # %%
 gpt3 = ModelConfig.named("gpt3-175b")
@@ -602,10 +564,7 @@ predicted = forward / (forward + backward)
 )
 
 # %% [markdown]
-# 39 % where 33 % was the formula, and the whole difference is r. "30 to 40 %" says that r lies between 2.3 and 1.5:
-
-# %%
-{r: f"{1 / (1 + r):.0%}" for r in (1.5, 2, 2.33)}
+# The formula with the timed r gives 39.3 %, the clock 38.8 %. "30 to 40 %" says that r lies between 2.3 and 1.5.
 
 # %% [markdown]
 # And on your machine? Three ways, one step after the other in turn:
@@ -627,7 +586,7 @@ for _ in range(7):
 # ## Which part is cheapest to compute again?
 #
 # One layer holds, by Korthikanti's count, $34\,sbh$ bytes plus $5\,a s^2 b$ for the scores and what softmax and dropout make of them. Compare what they weigh
-# and what they cost to compute: the scores are large and cheap.
+# and what they cost to compute.
 #
 # > GPT-3: a = 96, s = 2048, h = 12 288. If only the attention core is computed again, what part of the activations goes away?
 
@@ -640,7 +599,7 @@ core = 5 * a * s / h  # 5as²b in units of sbh
 reveal("checkpointing/selective", percent=round(100 * core / (34 + core), 2))
 
 # %% [markdown]
-# 70 % of the memory. In FLOPs the core is the small s/6h beside the weights:
+# 70 % of the memory. In FLOPs the core (the two products of attention) is s/6h of the products with weights, 2.8 %, and to compute it once more adds to a step:
 
 # %%
 [
@@ -693,7 +652,7 @@ plots.memory_bars(**kept, title=title)
 # - **Megatron-LM.** `--recompute-granularity full` with `--recompute-method uniform` (segments of `--recompute-num-layers`) or `block` (only the first
 #   layers of each stage, the rest kept: what you saw at half the memory); `--recompute-granularity selective` with `--recompute-modules core_attn …`.
 # - **DeepSpeed.** `"activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true, …}`: kept values are sharded over tensor-parallel
-#   ranks, or moved to the host.
+#   ranks, or moved to the host's memory, as PyTorch's `torch.autograd.graph.save_on_cpu` does.
 # - **Hugging Face Transformers.** `gradient_checkpointing=True`: every layer, the last one too.
 #
 # Libraries wrap every layer, so the last one is computed twice although its backward pass comes next. On 8 layers that is an eighth of the extra work for
@@ -705,20 +664,7 @@ plots.memory_bars(**kept, title=title)
 # %% [markdown]
 # ## Errata
 #
-# **"Activation checkpointing reduces activation memory by about 50 %"** (lecture slides on multi-GPU training). The same slides go from 60 to 8 GB:
-
-# %%
-f"{1 - 8 / 60:.0%}"
-
-# %% [markdown]
-# **"About 8 GB" with checkpointing** (ZeRO, section 3.2). The paper's rule is the square root; its footnote counts 12 tensors per layer. Four ways to land near 8 with that count; what PyTorch does
-# when every layer is checkpointed is the second:
-
-# %%
-print("inputs alone      ", units.text(L * output))
-print("and one open layer", units.text((L + 12) * output))
-print("8 segments        ", units.text((8 + 6 * 12) * output))
-print("total / √48       ", units.text(12 * L * output / math.sqrt(L)))
+# **"Activation checkpointing reduces activation memory by about 50 %"** (lecture slides on multi-GPU training). The same slides go from 60 to 8 GB, which is 87 % less.
 
 # %% [markdown]
 # **"Around 33 GB of checkpoints" for a 100B model** (ZeRO, section 6.1; section 3.2 has 60). One fp16 input a layer, 125 layers of width 8192, 32
@@ -733,33 +679,30 @@ units.text(2 * 32 * 1024 * 8192 * 125)
 # **"Missing activations are recomputed from the previous node."** From the closest *kept* one before it: the previous node is, as a rule, missing too.
 #
 # **"Selective recomputation costs 2.7 % of FLOPs"** (Korthikanti, equations 7 and 8, for GPT-3). One more forward pass of the two attention products is
-# $4bs^2h$ a layer. Equation (8) adds $12bs^2h$, as if their backward pass were repeated as well. The measured 7 % of the 22B layer are neither:
-# softmax and dropout move bytes, and a FLOP count does not see them.
+# $4bs^2h$ a layer. Equation (8) adds $12bs^2h$, as if their backward pass were repeated as well. The 6.6 % timed above for a layer of the 22B model are more than either: softmax and dropout are
+# repeated as well, and a FLOP count does not see them.
 
 # %%
 one_more = checkpointing.overhead(gpt3, "selective", early_stop=False)
 f"{one_more:.2%}, and three times that: {3 * one_more:.2%}"
 
 # %% [markdown]
-# **"33 % overhead"** holds for layers whose backward pass takes twice the forward, computed again to the end. With early stop and no dropout it is 22 %.
-
-# %% [markdown]
 # ## Summary
 #
-# - With nothing kept, n layers take $n(n+1)/2$ evaluations: 55 for 10, 5050 for 100.
-#   <!-- claim: [sum(checkpointing.keep_nothing(n).evaluations) for n in (4, 10, 100)] == [10, 55, 5050] -->
-# - $\sqrt n$ segments hold $2\sqrt n$ values for less than one extra forward pass: 24 instead of 145 for 144 layers.
-#   <!-- claim: checkpointing.simulate(checkpointing.segments(144, 12), checkpointing.Costs.uniform(144)).peak == 24 -->
-# - The best plan for equal layers is binomial: 25 evaluations for 10 layers with 3 snapshots, 322 for 100 with 10, 4636 for 1000 with 10.
-#   <!-- claim: [checkpointing.binomial_evaluations(*case) for case in ((10, 3), (100, 10), (1000, 10))] == [25, 322, 4636] -->
-# - For unequal layers and a budget in bytes, dynamic programming finds the plan. Half the memory costs about half a forward pass.
-#   <!-- claim: min(cost for room, cost in checkpointing.frontier(checkpointing.Costs.uniform(20, interior=30)) if room <= 621 / 2) == 1.55 * 20 -->
-# - `checkpoint` keeps the arguments alone and changes no bit, if the second run sees the random state of the first.
-#   <!-- claim: measure.saved_activations(lambda: checkpointing.checkpoint(torch.exp, torch.ones(8, requires_grad=True)), torch.nn.Module()).total == 32 -->
-# - Full recomputation adds a third of the FLOPs, 22 % with early stop, and about 39 % of the time where the backward pass is 1.55 times the forward.
-#   <!-- claim: [round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "full", early_stop=e), 3) for e in (False, True)] == [0.332, 0.224] -->
-# - For GPT-3 the attention core is 70 % of a layer's activations and 0.9 % of its FLOPs.
-#   <!-- claim: (round(1 - memory.korthikanti(b=1, s=2048, h=12288, a=96, checkpointing="selective").total / memory.korthikanti(b=1, s=2048, h=12288, a=96).total, 2), round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "selective", early_stop=False), 3)) == (0.70, 0.009) -->
+# > - With nothing kept, n layers take $n(n+1)/2$ evaluations: 55 for 10, 5050 for 100.
+# >   <!-- claim: [sum(checkpointing.keep_nothing(n).evaluations) for n in (4, 10, 100)] == [10, 55, 5050] -->
+# > - $\sqrt n$ segments hold $2\sqrt n$ values for less than one extra forward pass: 24 instead of 145 for 144 layers.
+# >   <!-- claim: checkpointing.simulate(checkpointing.segments(144, 12), checkpointing.Costs.uniform(144)).peak == 24 -->
+# > - The best plan for equal layers is binomial: 25 evaluations for 10 layers with 3 snapshots, 322 for 100 with 10, 4636 for 1000 with 10.
+# >   <!-- claim: [checkpointing.binomial_evaluations(*case) for case in ((10, 3), (100, 10), (1000, 10))] == [25, 322, 4636] -->
+# > - For unequal layers and a budget in bytes, dynamic programming finds the plan. Half the memory costs about half a forward pass.
+# >   <!-- claim: min(cost for room, cost in checkpointing.frontier(checkpointing.Costs.uniform(20, interior=30)) if room <= 621 / 2) == 1.55 * 20 -->
+# > - `checkpoint` keeps the arguments alone and changes no bit, if the second run sees the random state of the first.
+# >   <!-- claim: measure.saved_activations(lambda: checkpointing.checkpoint(torch.exp, torch.ones(8, requires_grad=True)), torch.nn.Module()).total == 32 -->
+# > - Full recomputation adds a third of the FLOPs, 22 % with early stop and no dropout, and about 39 % of the time where the backward pass is 1.55 times the forward.
+# >   <!-- claim: [round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "full", early_stop=e), 3) for e in (False, True)] == [0.332, 0.224] -->
+# > - For GPT-3 the attention core is 70 % of a layer's activations, and to compute it again adds 0.9 % to the FLOPs.
+# >   <!-- claim: (round(1 - memory.korthikanti(b=1, s=2048, h=12288, a=96, checkpointing="selective").total / memory.korthikanti(b=1, s=2048, h=12288, a=96).total, 2), round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "selective", early_stop=False), 3)) == (0.70, 0.009) -->
 #
 # Next: [lab 05](05_accumulation.ipynb) leaves the layers alone and cuts the batch instead.
 

@@ -237,7 +237,7 @@ def _in_time(attempt: Callable) -> str:
 BINOMIAL = Exercise(
     id="checkpointing/fewest-evaluations",
     title="Count the best plan",
-    minutes=20,
+    minutes=10,
     difficulty=2,
     proves="you can find the optimum by dynamic programming",
     reference=checkpointing.binomial_evaluations,
