@@ -3,7 +3,7 @@
 #
 # **You want four million tokens in a batch, and two sequences fit on the GPU. Can you have the gradient of the whole batch anyway, exactly?**
 #
-# *100 min · before this: lab 04 · needs a laptop, no GPU and no network*
+# *95 min · before this: lab 04 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -19,13 +19,12 @@
 
 # %%
 import dataclasses
-import math
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils import accumulation, measure, memory, planner, units, zero
+from labutils import accumulation, measure, memory, planner, units
 from labutils.accumulation import micro_batches
 from labutils.checkpointing import overhead
 from labutils.config import Hardware, ModelConfig, TrainConfig
@@ -33,7 +32,7 @@ from labutils.model import GPT
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
-from labutils.world import DeadlockError, World
+from labutils.world import World
 
 # %% [markdown]
 # ## The idea in one picture
@@ -80,7 +79,6 @@ def flops(size):
 
 # %% [markdown]
 # That is the whole trade: **activations are paid for one micro-batch, FLOPs for all.** What is left to ask is whether the gradient at the end is the same one.
-# It is, if you get one fraction right.
 
 # %% [markdown]
 # ## Is it the gradient of the whole batch?
@@ -132,8 +130,8 @@ def times(k):
 reveal("accumulation/factor", times=round(times(8), 3))
 
 # %% [markdown]
-# **Why does nobody notice?** With SGD the step is k times too long, as if the learning rate were. Adam divides by the size of the gradient, so its step does not
-# change at all. How many times as long is the update with k = 2, 4, 8?
+# **Why does nobody notice?** With SGD a gradient k times as large is a learning rate k times as large. Adam divides by the size of the gradient. The length of the update with k = 2, 4, 8, compared
+# with the right one:
 
 
 # %%
@@ -152,7 +150,7 @@ for make in (torch.optim.SGD, torch.optim.Adam):
     print(make.__name__, longer)
 
 # %% [markdown]
-# What looks at the gradient's size does change, with Adam too: clipping, the logged norm, loss scaling.
+# Adam hides the mistake. What looks at the gradient's size does change, with Adam too: clipping, the logged norm, loss scaling.
 #
 # The cure is `(loss / k).backward()`, as long as all micro-batches are equal. `accumulate` does it, and the difference that remains is rounding:
 
@@ -219,13 +217,17 @@ loss(empty), weighed.isfinite()
 # %% [markdown]
 # ### And on several GPUs?
 #
-# Two ranks with two of the four micro-batches each. Data parallelism (lab 08) *averages* the gradients of the ranks.
+# Two ranks (processes that hold a copy of the model each) with two of the four micro-batches each. Data parallelism (lab 08) *averages* the gradients of the ranks.
 #
 # > Each rank weighs its losses with $n_i / \sum n_j$, where the sum now runs over the tokens of *both* ranks. How many times the right length has the averaged
 # > gradient?
 
 # %%
 predict("accumulation/ranks", times=1)
+
+
+# %% [markdown]
+# `World(2)` runs a function on two ranks, and `all_reduce` returns the sum over both (lab 07).
 
 
 # %%
@@ -258,31 +260,8 @@ reveal("accumulation/ranks", times=lengths_of["all tokens"])
 # The shares of all ranks add up to one, so the *sum* over ranks would be right, and the average is $N_d$ times too small. Weigh with the tokens of all ranks
 # (`accumulate` takes their number as `total`), and multiply the loss by $N_d$.
 #
-# Nor may a rank leave out an empty micro-batch where the forward pass communicates. With the weights sharded (FSDP, lab 09) every rank gathers them there.
-# Let rank 1 skip:
-
-
-# %%
-def skips(rank):
-    comm = rank.comm("dp")
-    net = GPT(config, generator=torch.Generator().manual_seed(0))
-    zero.shard(net, comm)
-    if comm.rank == 0:
-        net.loss(*ragged[0]).backward()
-
-
-try:
-    world.run(skips)
-except DeadlockError as error:
-    print(error)
-
-# %% [markdown]
-# The course's ranks say so at once; a cluster waits until a time-out. Run the empty micro-batch as well, with a *sum* over tokens in place of the mean, divided
-# by the total: the sum over no token is 0, and so is its gradient.
-
-# %%
-logits = model(empty[0]).flatten(0, 1)
-nn.functional.cross_entropy(logits, empty[1].flatten(), reduction="sum")
+# And a rank may not leave out an empty micro-batch where the forward pass communicates, as with sharded weights (FSDP, lab 09): the other ranks wait for it. Run it with a *sum* over tokens in place of the mean, divided by the total:
+# the sum over no token is 0, and so is its gradient.
 
 # %% [markdown]
 # ### Exercise 5.1 · Accumulate (15 min, ●●○)
@@ -310,10 +289,14 @@ show(accumulation.accumulate)
 #
 # Accumulation gives "effectively infinite batch sizes without increasing activation memory", say notes on a widely read guide.
 #
-# > From a batch of 4 to a batch of 16, in micro-batches of 4: by how many percent do the activations grow?
+# > From a batch of 4 to a batch of 16, in micro-batches of 4: by how many percent does the *peak* grow, between two steps of the optimizer?
 
 # %%
-predict("accumulation/growth", percent=300)
+predict("accumulation/growth", percent=0)
+
+
+# %% [markdown]
+# First the activations, of batches of 4, 8 and 16: at once, and in fours.
 
 
 # %%
@@ -328,24 +311,25 @@ def held(rows, size):
 
 {rows: (units.text(held(rows, rows)), units.text(held(rows, 4))) for rows in (4, 8, 16)}
 
-# %%
-reveal("accumulation/growth", percent=100 * (held(16, 4) / held(4, 4) - 1))
-
 # %% [markdown]
-# At once (left) they grow with the batch, in fours (right) they don't, not by a byte. What stays is the **gradient**: without accumulation it lives from the
-# backward pass to the step, with it from the first micro-batch on, all through every later forward pass. So at the top of a hill there is one gradient more:
+# At once (left) they grow with the batch, in fours (right) not by a byte. What stays is the **gradient**: without accumulation it lives from the
+# backward pass to the step, with it from the first micro-batch on, all through every later forward pass. So at the top of every later hill there is one gradient more:
 
 # %%
 model.zero_grad()
 parts = micro_batches(batch, 4)
 first = measure.peak(lambda: accumulation.accumulate(loss, parts[:1]), model)
 model.zero_grad()
-later = measure.peak(lambda: accumulation.accumulate(loss, parts[:2]), model)
+later = measure.peak(lambda: accumulation.accumulate(loss, parts), model)
 title = "From the second micro-batch on, the peak carries the gradients as well"
 plots.memory_bars(one_micro_batch=first, two_or_more=later, title=title)
 
+# %%
+growth = later.total / first.total - 1
+reveal("accumulation/growth", percent=round(100 * growth, 1))
+
 # %% [markdown]
-# And in mixed precision there may be a second one. Add 64 small gradients to a large one in bf16:
+# And in mixed precision there may be a second gradient. Add 64 small gradients to a large one in bf16:
 
 # %%
 w = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
@@ -365,15 +349,13 @@ with accumulation.GradientBuffer([w]) as buffer:
 buffer[w].item()
 
 # %% [markdown]
-# This is the difference between the 16 and the 20 bytes per parameter of lab 03:
+# This is the difference between the 16 and the 20 bytes per parameter of lab 03: for GPT-2 XL
 
 # %%
 gpt2 = ModelConfig.named("gpt2-xl")
 for fp32 in (False, True):
-    train = TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=fp32)
-    amount = memory.model_states(gpt2, train).total
-    each = amount / gpt2.num_params
-    print(f"fp32 sum: {fp32!s:5} {units.text(amount)}, {each:.2f} bytes per parameter")
+    run = TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=fp32)
+    print(f"fp32 sum: {fp32!s:5} {units.text(memory.model_states(gpt2, run).total)}")
 
 # %% [markdown]
 # ## What else changes when the batch comes in pieces?
@@ -414,22 +396,15 @@ off = {name: in_pieces(net, mean) for name, net in nets.items()}
 off | {"balancing loss": in_pieces(nn.Linear(8, 4), balancing)}
 
 # %% [markdown]
-# Over which rows a balancing loss is taken is therefore part of a recipe.
-
-# %% [markdown]
-# **Clipping.** The norm of a sum is not the sum of norms. Clip once, after the last micro-batch:
+# **Clipping.** Every clipping inside the loop also shrinks all micro-batches before it. Clipped to 0.5 after the last micro-batch, or after each:
 
 
 # %%
-factors = []  # what each clipping inside the loop multiplies with
-
-
 def clipped(inside):
     for part in micro_batches(batch, 4):
         (loss(part) / 4).backward()
         if inside:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            factors.append((0.5 / norm).clamp(max=1).item())
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
@@ -442,12 +417,8 @@ angle = cosine.clamp(max=1).acos().rad2deg()
 f"same length: {same}, turned by {angle:.0f} degrees"
 
 # %% [markdown]
-# Every clipping inside the loop also shrinks all micro-batches before it. What the four weigh in the end, compared with the last:
-
-# %%
-[round(math.prod(factors[i:]) / factors[-1], 2) for i in range(4)]
-
-# %% [markdown]
+# Clip once, after the last micro-batch.
+#
 # **Dropout.** Masks are drawn in another order, so the gradient differs. Is it wrong? Compare with what a new seed changes:
 
 # %%
@@ -517,8 +488,7 @@ show(accumulation.epoch)
 # 4 194 304 tokens, sequences of 4096, two fit at a time, 128 GPUs with a copy each:
 
 # %%
-batch_of = dict(target=4_194_304, seq_len=4096)
-planner.configure(**batch_of, gpus=128, fits=lambda b: b <= 2)
+planner.configure(target=2**22, seq_len=4096, gpus=128, fits=lambda b: b <= 2)
 
 # %% [markdown]
 # With 512 GPUs nothing is left to accumulate. Data parallelism and accumulation do the same work, one in space and one in time, and GPUs that you have come
@@ -589,35 +559,24 @@ hint("accumulation/configure", 1)
 #   forward pass included (lab 08).
 # - **FSDP2.** `model.set_requires_gradient_sync(False)` for all but the last. Gradients are then kept *unsharded* between micro-batches, which costs the memory
 #   that sharding saved; leaving it on reduces every time and keeps them small (lab 09). `set_is_last_backward` tells it when to wait.
-# - **torchtitan.** `training.local_batch_size` and `training.global_batch_size`: the second turns accumulation on. Newer versions count tokens:
-#   `training.num_tokens_per_train_step`.
+# - **torchtitan.** `training.local_batch_size` and `training.global_batch_size`: the second turns accumulation on.
 # - **Megatron-LM.** `--micro-batch-size`, `--global-batch-size`; accumulation steps follow from the data-parallel degree.
 #   `--accumulate-allreduce-grads-in-fp32` is the fp32 buffer, `--calculate-per-token-loss` the mean over tokens of the whole batch.
 # - **DeepSpeed.** `train_batch_size` = `train_micro_batch_size_per_gpu` · `gradient_accumulation_steps` · number of ranks; give two of the three.
 #   `"data_types": {"grad_accum_dtype": "fp32"}` for the sum.
 # - **Hugging Face Transformers.** `gradient_accumulation_steps`; since the repair of October 2024 (pull request 34191) the loss gets `num_items_in_batch`. A
 #   model with a loss function of its own has to accept it.
-#
-# In a pipeline (lab 13) micro-batches come anyway: they are what fills the stages.
 
 # %% [markdown]
 # ## Errata
 #
-# **Loops without the fraction** (lecture slides on multi-GPU training: `loss.backward()` for every micro-batch, a step every `accumulation_steps`). The
-# gradient is k times too large for a mean loss (2, 4, 8 above), SGD takes a step k times as long, Adam hides it.
-#
-# **Loops that drop the tail** (the same slides). `if (i + 1) % k == 0` with 10 batches and k = 4: two steps, and two batches whose gradients leak into the
-# next epoch.
-
-# %%
-10 // 4, 10 % 4
+# **Two faults in one loop** (lecture slides on multi-GPU training: `loss.backward()` for every micro-batch, `if (i + 1) % accumulation_steps == 0` before the step). The gradient is k times too large for a mean loss, as above. And with
+# 10 batches and k = 4 it takes two steps; the gradients of two batches leak into the next epoch.
 
 # %% [markdown]
 # **A larger batch "without increasing per-step memory"** (an article on efficient training at scale that digests the *Ultra-Scale Playbook*). Without increasing
-# *activations*. The gradient stays between micro-batches, and an fp32 sum adds 4 bytes per parameter: for GPT-2 XL
-
-# %%
-units.text(4 * gpt2.num_params)
+# *activations*. The gradient stays between micro-batches, and an fp32 sum adds 4 bytes per parameter: for GPT-2 XL 31.2 GB of
+# model states in place of 24.9, as above.
 
 # %% [markdown]
 # **Accumulation increases the computation of an optimizer step** (the same article). k times, for k times as many samples. For the same 16 sequences the
@@ -625,26 +584,23 @@ units.text(4 * gpt2.num_params)
 #
 # **Micro-batches are independent and can run in parallel** (the same article). With LayerNorm and RMSNorm. With BatchNorm, or a balancing loss, the result
 # depends on the cut (Goyal et al., section 2.3, keep BatchNorm per worker on purpose).
-#
-# **"mini-batches" for the pieces** (the lecture slides). The pieces are micro-batches; a mini-batch is what the optimizer sees.
 
 # %% [markdown]
 # ## Summary
 #
-# - A micro-batch's loss enters with its share of the tokens. Without the fraction the gradient is k times too large; with 1/k short micro-batches count too
-#   much: a token among 2 counts 15 times one among 30.
-#   <!-- claim: (lambda w: [accumulation.accumulate(lambda x: x.mean(), w.split([30, 30, 2, 18]), weigh=lambda x: 1), round((w.grad.max() / w.grad.min()).item())][1])(torch.ones(80, requires_grad=True)) == 15 -->
-# - Data parallelism averages: weigh with the tokens of all ranks, and multiply the loss by their number. A rank that skips its forward pass stops the others
-#   where weights are sharded.
-# - Activations are those of one micro-batch, whatever the batch. Gradients stay, and an fp32 sum of them costs 4Ψ more: 20 bytes per parameter instead of 16.
-#   <!-- claim: [round(memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=f)).total / 1557611200) for f in (False, True)] == [16, 20] -->
-# - A bf16 sum stops growing at 256 times the addend. Accumulate in fp32.
-#   <!-- claim: floats.BF16.round(256 + 1) == 256 -->
-# - What looks across the batch does not come in pieces: balancing losses, batch statistics, clipping. Clip once, after the last micro-batch, and do not drop the tail: 10 batches, four
-#   to a step, are three steps.
-#   <!-- claim: len(accumulation.micro_batches(torch.zeros(10, 1), 4)) == 3 -->
-# - gbs = mbs · ga · N_d. 4 million tokens in sequences of 4096 on 128 GPUs, two at a time: 4 accumulation steps; on 512 GPUs: one.
-#   <!-- claim: [config.TrainConfig(micro_batch=2, global_batch=1024).accumulation(dp) for dp in (128, 512)] == [4, 1] -->
+# > - A micro-batch's loss enters with its share of the tokens. Without the fraction the gradient is k times too large; with 1/k short micro-batches count too
+# >   much: a token among 2 counts 15 times one among 30.
+# >   <!-- claim: (lambda w: [accumulation.accumulate(lambda x: x.mean(), w.split([30, 30, 2, 18]), weigh=lambda x: 1), round((w.grad.max() / w.grad.min()).item())][1])(torch.ones(80, requires_grad=True)) == 15 -->
+# > - Data parallelism averages: weigh with the tokens of all ranks, and multiply the loss by the number of ranks.
+# > - Activations are those of one micro-batch, whatever the batch. Gradients stay from the first micro-batch to the step, and an fp32 sum of them costs 4Ψ more: 20 bytes per parameter instead of 16.
+# >   <!-- claim: [round(memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=f)).total / 1557611200) for f in (False, True)] == [16, 20] -->
+# > - A bf16 sum stops growing at 256 times the addend. Accumulate in fp32.
+# >   <!-- claim: floats.BF16.round(256 + 1) == 256 -->
+# > - What looks across the batch does not come in pieces: balancing losses, batch statistics, clipping. Clip once, after the last micro-batch, and do not drop the tail: 10 batches, four
+# >   to a step, are three steps.
+# >   <!-- claim: len(accumulation.micro_batches(torch.zeros(10, 1), 4)) == 3 -->
+# > - gbs = mbs · ga · N_d. 4 million tokens in sequences of 4096 on 128 GPUs, two at a time: 4 accumulation steps; on 512 GPUs: one.
+# >   <!-- claim: [config.TrainConfig(micro_batch=2, global_batch=1024).accumulation(dp) for dp in (128, 512)] == [4, 1] -->
 #
 # Next: lab 06 makes attention itself forget the large matrix.
 
