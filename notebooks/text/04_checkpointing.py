@@ -124,7 +124,9 @@ predict("checkpointing/segments", values=72)
 # %% [markdown]
 # The k inputs stay, and one segment of $n/k$ values is open at a time:
 #
-# $$ \text{held}(k) = k + \frac{n}{k}, \qquad \text{least where } 1 = \frac{n}{k^2}, \text{ so } k = \sqrt n \text{ and held} = 2\sqrt n. $$
+# $$ \text{held}(k) = k + \frac{n}{k}, $$
+#
+# least where the derivative $1 - n/k^2$ is zero: at $k = \sqrt n$, with $2\sqrt n$ values held.
 #
 # Every layer is computed twice, except those of the last segment: its backward pass comes next, so it is kept the first time. That is $2n - n/k$
 # evaluations, never more than one extra forward pass.
@@ -213,9 +215,9 @@ predict("checkpointing/best-plan", evaluations=1000)
 # Think of the *first* value to keep, $x_m$. Reaching it costs m evaluations. Then the right part, $n - m$ layers, is taken backward with one snapshot less,
 # because $x_m$ occupies one. Then $x_m$ goes, and the left part has all snapshots again. With c snapshots:
 #
-# $$ e(n, c) = \min_{1 \le m < n}\; \bigl[\, m + e(n-m,\, c-1) + e(m,\, c) \,\bigr], \qquad e(1, c) = 1, \qquad e(n, 1) = \frac{n(n+1)}{2}. $$
+# $$ e(n, c) = \min_{1 \le m < n}\; \bigl[\, m + e(n-m,\, c-1) + e(m,\, c) \,\bigr]. $$
 #
-# It ends in two places: one layer needs one evaluation, and with $x_0$ as the only snapshot every layer starts from $x_0$ again. (What is held at the peak is a little more than c: the values of the layer that is being computed. In the first picture 4 snapshots
+# It ends in two places: one layer needs one evaluation, $e(1, c) = 1$, and with $x_0$ as the only snapshot every layer starts from $x_0$ again, $e(n, 1) = n(n+1)/2$. (What is held at the peak is a little more than c: the values of the layer that is being computed. In the first picture 4 snapshots
 # hold 6 values.)
 #
 # Griewank and Walther solved this in closed form. With $\binom{c+r}{c}$ layers no layer is advanced over more than r times; take the least r for which that is
@@ -279,7 +281,7 @@ for which, i in {"first": 0, "second": 1, "last": -1}.items():
 # or memory is plenty. Let $w_i$ be the FLOPs of one evaluation of stage i. To take stages $i \dots j$ backward with M bytes beside $x_i$, either record stage i first (its cost once, its interior and output held until the end), or go on to some $x_m$,
 # keep it, and come back:
 #
-# $$ C(i, j, M) = \min \begin{cases} w_i + C(i+1,\, j,\; M - \text{interior}_i - \text{output}_i) \\ \min_m\; \bigl[\, w_i + \dots + w_{m-1} + C(m,\, j,\; M - \text{size}(x_m)) + C(i,\, m-1,\; M) \,\bigr] \end{cases} $$
+# $$ C(i, j, M) = \min \begin{cases} w_i + C(i+1,\, j,\; M - \text{interior}_i - \text{output}_i) \\ \min_m\; \bigl[\, w_i + \dots + w_{m-1} + C(i,\, m-1,\; M) \\ \qquad\quad + C(m,\, j,\; M - \text{size}(x_m)) \,\bigr] \end{cases} $$
 #
 # With no stage left C is 0, and where M would be negative there is no plan. `frontier` solves it for every budget at once (Beaumont et al. do it for one) and returns all trades worth making. On three equal layers without interior, 3 values cost 5 evaluations, 4 values 3:
 
