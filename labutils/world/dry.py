@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -27,6 +28,13 @@ _ASKED = {
     torch.ops.aten.equal.default: bool,
     torch.ops.aten.allclose.default: bool,
     torch.ops.aten.nonzero.default: int,  # how many
+}
+_VIEWS = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.view.default,
 }
 
 
@@ -123,6 +131,12 @@ class _Fake(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # most of what a fake tensor is asked
+            return args[0].fake_device
+        if func in _VIEWS and args[0].constant is None:  # half of all; no need to ask the cache
+            with in_kernel_invocation_manager(self):
+                view = func(*args, **(kwargs or {}))
+            return FakeTensor(self, view, args[0].fake_device)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         except (DataDependentOutputException, DynamicOutputShapeException):
