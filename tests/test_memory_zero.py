@@ -128,7 +128,7 @@ def test_what_is_predicted_is_what_a_rank_holds(ranks, processes, alone, level, 
 
 def test_a_device_holds_less_with_each_level():
     train = TrainConfig(micro_batch=1, global_batch=8, stepping="fused", checkpointing="full")
-    model = ModelConfig.named("gpt2-xl")
+    model = ModelConfig.named("gpt2")
     totals = []
     for level in range(4):
         options = TrainConfig(**{**vars(train), "zero": level})
