@@ -3,7 +3,7 @@
 #
 # **The activations of a 1.5B-parameter model take 60 GB, and each is used once. What if you throw them away and compute them again?**
 #
-# *150 min · before this: lab 03 · needs a laptop, no GPU and no network*
+# *145 min · before this: lab 03 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -176,7 +176,7 @@ for attention in ("plain", "sdpa"):
     print(f"{attention:6}{layer / output:5.1f} outputs per layer:", found)
 
 # %% [markdown]
-# With the scores kept, a layer is 32 outputs heavy, and every layer is best. With fused attention it is 16, and every second layer would do.
+# With the scores kept, a layer is 32 outputs heavy, and every layer is best. With fused attention it is 16, and every second layer takes less memory than every layer.
 
 # %% [markdown]
 # ### Exercise 4.1 · Write a plan (20 min, ●●○)
@@ -426,16 +426,8 @@ ways["torch"] = lambda x: torch_checkpoint(block, x, use_reentrant=False)
 # generators (5 kB on a CPU), sets it before the second run, and puts the newer state back afterwards. It does the same with autocast.
 #
 # Two more things that a second run can get wrong. A `BatchNorm` inside a checkpointed region updates its running statistics twice. And a function that does not
-# do the same both times is caught only if it saves different shapes:
-
-# %%
-calls, ones = iter([3, 2]), torch.ones(4, requires_grad=True)
-try:
-    checkpointing.checkpoint(lambda x: x[: next(calls)].sin().sum(), ones).backward()
-except RuntimeError as error:
-    print(error)
-
-# %% [markdown]
+# do the same both times is caught only if it saves different shapes.
+#
 # **Reentrant or not.** There are two ways to build it. The older one is an `autograd.Function` like `Careless`: its backward pass starts another backward pass
 # inside (it *reenters* autograd). A Function sees its tensor arguments and not the weights inside `fn`. So if the input needs no gradient (tokens, a frozen
 # layer below, LoRA), the output needs none either, and the weights get nothing. The three from above, where only "careless" is a Function:
@@ -649,8 +641,7 @@ plots.memory_bars(**kept, title=title)
 #   segments and leaves out the last, as here. `create_selective_checkpoint_contexts` takes a policy *per operation*: keep products, recompute the rest.
 #   With `torch.compile`, `torch._functorch.config.activation_memory_budget` (0 … 1) lets a solver choose.
 # - **FSDP2.** Wrap blocks with `apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=…)` first, call `fully_shard` after.
-# - **torchtitan.** `activation_checkpoint.mode` is `none`, `full`, `selective` or `memory_budget`. `selective` is per operation (in older versions also every k-th layer);
-#   `memory_budget` needs the compiler. `early_stop` and `preserve_rng_state` are settings of their own.
+# - **torchtitan.** `activation_checkpoint.mode` is `none`, `full`, `selective` (per operation) or `memory_budget` (needs the compiler).
 # - **Megatron-LM.** `--recompute-granularity full` with `--recompute-method uniform` (segments of `--recompute-num-layers`) or `block` (only the first
 #   layers of each stage, the rest kept: what you saw at half the memory); `--recompute-granularity selective` with `--recompute-modules core_attn …`.
 # - **DeepSpeed.** `"activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true, …}`: kept values are sharded over tensor-parallel
