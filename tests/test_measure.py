@@ -1,4 +1,5 @@
 import gc
+import weakref
 
 import pytest
 import torch
@@ -414,3 +415,20 @@ def test_recording_takes_as_long_for_an_operation_however_much_is_alive():
         return Counting.looked - before
 
     assert looks(10) == looks(1000)
+
+
+def test_counting_what_is_saved_keeps_nothing_alive():
+    """Without the collector: a saved output that held its own graph would wait for it."""
+    layers, outputs = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid()), []
+
+    def forward():
+        out = layers(torch.ones(2, 4))
+        outputs.append(weakref.ref(out))
+        return out.sum()
+
+    gc.disable()
+    try:
+        measure.saved_activations(forward, layers)
+        assert outputs[0]() is None
+    finally:
+        gc.enable()
