@@ -3,7 +3,7 @@
 #
 # **What do you lose when a weight, a gradient or a sum gets 16, 8 or 4 bits instead of 32, and when does training notice?**
 #
-# *125 min · before this: lab 00 · needs a laptop, no GPU and no network*
+# *115 min · before this: lab 00 · needs a laptop, no GPU and no network*
 #
 # Every format of this lab is computed bit by bit, down to those that your machine has no arithmetic for.
 
@@ -13,7 +13,7 @@
 # After this lab you
 #
 # - read any pattern of bits in any format, down to four bits, infinities and NaN included (exercise 1.1),
-# - choose a format by its range and its gap, because you can write the cast that puts any number into it (exercise 1.2),
+# - write the cast that puts any number into any format, and know its range and its gap (exercise 1.2),
 # - find the input that a cast gets wrong although a thousand random tests pass (exercise 1.3, a bug hunt),
 # - predict where a sum stops growing, and keep it growing (exercise 1.4).
 
@@ -37,7 +37,7 @@ from labutils.teach.widgets import bits, explore, slider
 #
 # A floating-point number is a sign, a power of two, and a place between that power and the next.
 # Exponent bits buy *range*: how large and how small a number can be. Mantissa bits buy *precision*: how many places there are between two powers.
-# One bit is the sign; every other bit goes to one or the other, and the formats of training are different answers to the question of how to split them.
+# One bit is the sign, and every other bit goes to one or the other.
 
 # %%
 formats = [FP32, TF32, BF16, FP16, E5M2, E4M3, E3M2, E2M3, E2M1]
@@ -45,17 +45,17 @@ title = "bf16 reaches as far as fp32 with half the bits; fp16 does not"
 plots.dynamic_range(formats, title=title)
 
 # %% [markdown]
-# Two things to see before any formula. bf16 is as wide as fp32 with half the bits; fp16 is not, and loss scaling (further down) makes up for that one difference.
-# And the formats below 8 bits span so little that they are of no use alone: a *scale* has to travel with them. You meet it in the last block.
+# bf16 is as wide as fp32 with half the bits, and fp16 is not.
+# The formats below 8 bits span so little that a *scale* has to travel with them. You meet it in the last block.
 
 # %% [markdown]
 # ## What does a pattern of bits mean?
 #
-# fp8 e4m3 has 1 sign bit, 4 exponent bits and 3 mantissa bits: 256 patterns in all. Which is the largest number among them? Write down a guess before
-# you go on.
+# fp8 e4m3 has 1 sign bit, 4 exponent bits and 3 mantissa bits: 256 patterns in all. How many of them are NaN,
+# "not a number"? Write down a guess before you go on.
 
 # %%
-predict("e4m3/largest-value", in_e4m3=240)  # your guess: change it
+predict("e4m3/nan-codes", codes=14)  # your guess: change it
 
 # %% [markdown]
 # Write $e$ for the exponent field and $m$ for the mantissa field, both read as integers, and $M$ for the number of mantissa bits.
@@ -63,7 +63,7 @@ predict("e4m3/largest-value", in_e4m3=240)  # your guess: change it
 #
 # $$ \text{value} = (-1)^{\text{sign}} \cdot 2^{\,e - \text{bias}} \cdot \Bigl(1 + \frac{m}{2^M}\Bigr), \quad \text{bias} = 2^{\text{exponent bits} - 1} - 1 $$
 #
-# The 1 in front is not stored: between two powers of two the leading bit is always 1, so storing it would waste a bit.
+# The 1 in front is not stored: a normal number's leading bit is always 1.
 # The bias puts the exponent field, which counts from 0, around 1.0.
 
 # %%
@@ -74,11 +74,10 @@ plots.bit_pattern(E4M3, code)
 E4M3.bias, E4M3.fields(code), E4M3.decode(code)
 
 # %% [markdown]
-# Two exponent fields are special, and they are where formats differ.
+# Two exponent fields are special.
 #
-# **Field 0: no leading 1.** With one, 0 itself would have no code. If the whole field meant 0, nothing would lie between 0 and the smallest normal number,
-# and $a - b$ could be 0 for $a \ne b$.
-# So the stretch below the smallest normal number is filled evenly down to zero, with *subnormal* numbers: $\pm\, 2^{1-\text{bias}} \cdot m / 2^M$. The exponent is $1-\text{bias}$,
+# **Field 0: no leading 1.** With one, 0 itself would have no code.
+# The stretch below the smallest normal number is filled evenly down to zero by *subnormal* numbers: $\pm\, 2^{1-\text{bias}} \cdot m / 2^M$. The exponent is $1-\text{bias}$,
 # the one of the smallest normal number, so that no gap stays open.
 
 # %%
@@ -86,15 +85,15 @@ E4M3.bias, E4M3.fields(code), E4M3.decode(code)
 
 # %% [markdown]
 # **The top field: infinity and NaN.** IEEE formats give up the whole top exponent: mantissa 0 is infinity, everything else NaN.
-# That is 2048 of fp16's 65 536 codes, which is affordable; of e4m3's 256 codes it would be 16, and the largest value would be 240.
-# e4m3 therefore keeps one code for NaN in each sign, has no infinity at all, and counts on to the top.
+# Of e4m3's 256 codes that would be 16, 2 infinities and 14 NaNs, and the largest value would be 240.
+# e4m3 keeps one code for NaN in each sign, has no infinity at all, and counts on to the top.
 
 # %%
 # What IEEE rules would have thrown away.
 [E4M3.decode(0b0_1111_000 + m) for m in range(8)]
 
 # %%
-reveal("e4m3/largest-value", in_e4m3=E4M3.max)
+reveal("e4m3/nan-codes", codes=E4M3.counts.nan)
 
 # %% [markdown]
 # All formats follow from a handful of numbers, so one class describes them all, also one that you make up.
@@ -111,8 +110,7 @@ for fmt in formats:
     print(f"{fmt.name:5} {fmt.bit_string(0):37} {limits}")
 
 # %% [markdown]
-# `eps` is the gap between 1 and the next number, $2^{-M}$. Three of these lines are worth keeping in mind: fp16 ends at 65 504, bf16 tells 1 from 1.0078
-# and no finer, e4m3 ends at 448.
+# `eps` is the gap between 1 and the next number, $2^{-M}$. Keep three of these lines in mind: fp16 ends at 65 504, e4m3 at 448, and the first bf16 number after 1 is 1.0078.
 # tf32 has 19 bits and takes 32 in memory: it exists only inside matrix multiplications, as what is left of an fp32 operand.
 #
 # Is all of this the real thing? Decode every 16-bit pattern and compare with torch.
@@ -128,7 +126,7 @@ for fmt, dtype in [(FP16, torch.float16), (BF16, torch.bfloat16)]:
 
 # %% [markdown]
 # **The same 8 bits, another meaning.** AMD's MI300 computes in *fnuz* formats: finite, NaN, unsigned zero. They have a bias that is larger by one, no infinity,
-# and their only NaN is the code of −0. Give the codes of one to a program that expects the other:
+# and their only NaN is the code of −0. Write e4m3fnuz codes, and read them as e4m3; then the other way round:
 
 # %%
 numbers = torch.tensor([1.0, 240.0, -0.0])
@@ -140,11 +138,10 @@ written = numbers.to(torch.float8_e4m3fn)
 written.view(torch.float8_e4m3fnuz).float().tolist()
 
 # %% [markdown]
-# Numbers are off by a factor of 2, fnuz's largest is read as NaN, and in the other direction −0 is. No error is raised: who loads fp8 weights has to ask in which of the two they were written.
+# Numbers are off by a factor of 2, and fnuz's largest, or in the other direction −0, becomes NaN. No error is raised.
 
 # %% [markdown]
-# Flip the bits yourself. Look for the largest number, the smallest, the NaN; find two neighbors and watch the gap between them double when the exponent
-# goes up by one.
+# Flip the bits yourself. Look for the largest number, the smallest, the NaN; watch the gap double when the exponent goes up by one.
 
 
 # %%
@@ -184,7 +181,7 @@ show(floats.FloatFormat.decode)
 # %% [markdown]
 # ## Which value does a number get?
 #
-# 0.3 is not in e4m3. By how many percent is it off once it has become one? Guess first.
+# 0.3 is no value of e4m3. By how many percent is the e4m3 number off that it becomes? Guess first.
 
 # %%
 predict("e4m3/error-of-0.3", percent=1)
@@ -194,9 +191,9 @@ predict("e4m3/error-of-0.3", percent=1)
 #
 # $$ \text{gap}(x) = 2^{\lfloor \log_2 |x| \rfloor - M}, \qquad \text{and below the smallest normal number the gap that it has there.} $$
 #
-# So rounding is counting: measure $x$ in gaps, round that to an integer, multiply back. Half a gap is the most you can be off, and since the gap is at
-# most $2^{-M}$ of $x$,
-# the relative error is at most $2^{-M-1}$, the same for 0.02 and for 400. That is what the exponent is for.
+# So rounding is counting: measure $x$ in gaps, round that to an integer, multiply back. Half a gap is the most you can be off. The gap is at
+# most $2^{-M}$ of $x$, so
+# the relative error is at most $2^{-M-1}$, the same for 0.02 and for 400.
 
 # %%
 gap = E4M3.spacing(0.3)
@@ -213,8 +210,7 @@ plots.relative_error([FP16, BF16, E4M3, E5M2], title=title)
 # The flat part of each line is $2^{-M-1}$, and it ends on the right with overflow. On the left it climbs: subnormal numbers keep their gap while $x$
 # shrinks, until half the smallest is reached and everything below becomes zero.
 #
-# **Ties.** Exactly between two values, the one with the even *significand* (the mantissa with its leading bit) wins: its last bit is 0. Always rounding
-# up would push every sum of many roundings upward; this rule sends half of the ties each way.
+# **Ties.** Exactly between two values, the one with the even *significand* (the mantissa with its leading bit) wins: its last bit is 0.
 
 # %%
 [E4M3.round(x) for x in (17, 19, 21, 23)]  # the gap is 2 here: all four are ties
@@ -234,8 +230,7 @@ for mode in ("nearest", "zero", "stochastic"):
 # **Overflow has two conventions, and libraries differ.** Above 464, half a gap beyond 448, e4m3 has no value left. ml_dtypes then says NaN.
 # torch's cast *saturates* since version 2.12 (2026): it stops at 448, even for infinity. Before, it gave NaN as well, and for e5m2 and e4m3fnuz it still leaves the range:
 # e5m2 has an infinity to go to, e4m3fnuz a NaN.
-# In this course `overflow="ieee"` leaves the range, `overflow="saturate"` does not. A training code has to know which one it has: NaN stops a run, and 448 lets it go on with
-# numbers that are too small.
+# In this course `overflow="ieee"` leaves the range, `overflow="saturate"` does not.
 
 # %%
 beyond = torch.tensor([464.0, 465.0, math.inf])
@@ -246,10 +241,6 @@ by_torch.float().tolist(), by_ml_dtypes.astype("float32").tolist()
 # %%
 other, far = (torch.float8_e5m2, torch.float8_e4m3fnuz), torch.tensor([1e6, math.inf])
 {str(dtype): far.to(dtype).float().tolist() for dtype in other}
-
-# %%
-rules = "saturate", "ieee"
-[precision.round_to(beyond, E4M3, overflow=rule).tolist() for rule in rules]
 
 # %% [markdown]
 # Drag a number and watch it land in five formats. From 1 on, e4m3 and e2m3 land on the same values, and so do e5m2 and e3m2: what did their other bits buy?
@@ -283,7 +274,7 @@ check("floats/encode", encode)
 hint("floats/encode", 1)
 
 # %% [markdown]
-# The library's own does more than you were asked for: other roundings, both conventions of overflow, formats without a zero.
+# The library's own also has other roundings, both conventions of overflow, and formats without a zero.
 
 # %%
 show(floats.FloatFormat.encode)
@@ -323,9 +314,8 @@ hint("floats/rounds-twice", 1)
 
 # %% [markdown]
 # How rare is it? Of $2^{13}$ float32 numbers between two fp16 values one is the midpoint, and half of what float32 rounds to it should have gone the
-# other way: one random number in $2^{14} = 16\,384$.
-# A thousand tests see none most of the time; a million see about 61. Test the ties and their *nearest neighbors in the wider format*, and you see one at
-# once.
+# other way: one random number in $2^{14} = 16\,384$, about 61 in a million.
+# Test the ties and their *nearest neighbors in the wider format*, and you see one at once.
 
 # %%
 wrong(torch.rand(1_000_000, dtype=torch.float64, generator=g))
@@ -350,17 +340,17 @@ reveal("fp16/ten-thousand-squared", result=str((a * a).item()))
 FP16.round(65519.99), FP16.round(65520)
 
 # %% [markdown]
-# Infinity is a value: it compares, it adds, and it tells you what happened. NaN comes one step later, when two infinities meet: $\infty - \infty$,
+# NaN comes one step later, when two infinities meet: $\infty - \infty$,
 # $\infty / \infty$, $\infty \cdot 0$.
-# In training the second step is never far. Here it is in a softmax of two harmless logits:
+# Here it is in a softmax of two harmless logits:
 
 # %%
 logits = torch.tensor([12.0, 11.0], dtype=torch.float16)
 logits.exp(), logits.exp() / logits.exp().sum()
 
 # %% [markdown]
-# $e^{12} = 162\,755$ is too large for fp16. Subtract the largest logit first, as every library does, and no exponential exceeds 1. bf16 would not need
-# it here, and pays with three bits of precision:
+# $e^{12} = 162\,755$ is too large for fp16. Subtract the largest logit first, and no exponential exceeds 1. bf16 does not need
+# that here, and has three bits of precision less:
 
 # %%
 stable = (logits - logits.max()).exp()
@@ -379,8 +369,7 @@ for scale in (1, 1024):
     print(f"× {scale:4}: {zeros[0]:5.1%} become 0 in fp16, {zeros[1]:.1%} in bf16")
 
 # %% [markdown]
-# Multiplying the loss by 1024 multiplies every gradient by 1024 and moves them all back into range: that is *loss scaling*, and it is a cure for
-# underflow in fp16. bf16 has no such illness: its exponent is fp32's. Lab 02 trains with and without.
+# Multiplying the loss by 1024 multiplies every gradient by 1024 and moves them all back into range: that is *loss scaling*. bf16 needs none: its exponent is fp32's. Lab 02 trains with and without.
 
 # %% [markdown]
 # ## Where does a sum of 4096 ones stop?
@@ -394,8 +383,7 @@ predict("sum-of-ones/fp16", ones=4096)
 predict("sum-of-ones/bf16", ones=2048)
 
 # %% [markdown]
-# The gap of fp16 at 2048 is $2^{11-10} = 2$. So $2048 + 1$ lies exactly between 2048 and 2050, a tie; the even significand is 2048's. You are where you
-# were, and every further 1 meets the same fate: it is *swamped*.
+# The gap of fp16 at 2048 is $2^{11-10} = 2$. So $2048 + 1$ lies exactly between 2048 and 2050, a tie; the even significand is 2048's. Every further 1 is lost in the same way: it is *swamped*.
 # In general a sum of ones stops where the gap becomes 2, at $2^{M+1}$.
 
 # %%
@@ -409,7 +397,7 @@ guesses = {name: predictions[f"sum-of-ones/{name}"] for name in sums}
 plots.running_sums(ones.cumsum(0).tolist(), **sums, guesses=guesses)
 
 # %% [markdown]
-# The hollow diamonds are your guesses. The loop below adds in bf16 as well, by PyTorch this time; and then PyTorch is asked for the sum of the same tensor:
+# The hollow diamonds are your guesses. Now PyTorch: a loop in bf16, then its own sum and dot product of the same tensor:
 
 # %%
 bf16 = torch.ones(4096, dtype=torch.bfloat16)
@@ -419,23 +407,22 @@ for one in bf16:
 total.item(), bf16.sum().item(), (bf16 @ bf16).item()
 
 # %% [markdown]
-# `total += one` rounds to bf16 every time, and stalls at 256. `sum()` and a dot product of the same tensor give 4096: PyTorch's reductions of 16-bit tensors add in fp32 and round once, at the end.
-# So what stalls is a sum that is *stored* in 16 bits between additions: a loop of yours, a gradient that accumulates in bf16, a weight that is updated in bf16.
-
-# %% [markdown]
-# The last of these, with a weight of 1 and a thousand updates of 0.001, less than half of bf16's gap at 1, which is 0.0078:
+# The loop rounds to bf16 every time, and stalls at 256. PyTorch's reductions of 16-bit tensors add in fp32 and round once, at the end. On terms where a tree
+# of bf16 sums gives another number:
 
 # %%
-weight = torch.tensor(1.0, dtype=torch.bfloat16)
-for _ in range(1000):
-    weight = weight + 0.001
-weight.item()
+many = torch.linspace(0, 1, 3000).bfloat16()
+once = many.float().sum().bfloat16()
+many.sum().item(), once.item(), precision.pairwise_sum(many.float(), BF16).item()
+
+# %% [markdown]
+# What stalls is a sum that is *stored* in 16 bits between additions: a loop of yours, a gradient that accumulates in bf16, a weight that is updated in bf16.
 
 # %% [markdown]
 # Four cures.
 #
-# **A wider accumulator.** Keep terms in 16 bits and the sum in fp32, whose gap reaches 2 only at 16.8 million. `sum()` above does this,
-# tensor cores do it within a product, and Megatron-LM for gradients.
+# **A wider accumulator.** Keep terms in 16 bits and the sum in fp32, whose gap reaches 2 only at 16.8 million. `sum()` above does this, and so do
+# tensor cores within a product of 16-bit operands.
 
 # %%
 precision.running_sum(ones, FP32)[-1].item(), 2 ** (FP32.mantissa_bits + 1)
@@ -452,7 +439,7 @@ precision.pairwise_sum(ones, BF16).item()
 #
 # $$ y = x + \text{lost}, \qquad t = \text{total} + y, \qquad \text{lost} = y - (t - \text{total}), \qquad \text{total} = t $$
 #
-# Every operation is rounded to the format. The 4096 ones again, and the weight with its thousand updates:
+# Every operation is rounded to the format. The 4096 ones again, and a weight of 1 with a thousand updates of 0.001, each less than half of bf16's gap at 1:
 
 # %%
 weight = torch.tensor([1.0] + [0.001] * 1000)
@@ -501,7 +488,7 @@ show(precision.pairwise_sum)
 # %% [markdown]
 # ## Does the order of a sum matter?
 #
-# Addition of real numbers commutes and associates. Floating-point addition still commutes, $a + b = b + a$, and no longer associates. Take the first 2000 terms of $1 + \tfrac12 + \tfrac13 + \dots$, from the front and from the back.
+# Floating-point addition commutes, $a + b = b + a$, and does not associate. Take the first 2000 terms of $1 + \tfrac12 + \tfrac13 + \dots$, from the front and from the back.
 
 # %%
 harmonic = 1 / torch.arange(1, 2001, dtype=torch.float64)
@@ -515,7 +502,7 @@ for fmt in (BF16, FP16, FP32):
 print(f"exact: {harmonic.sum().item():.4f}")
 
 # %% [markdown]
-# Large terms first, the small ones drown; small ones first, they gather weight before they meet a large sum. A tree does not care much.
+# Large terms first, the sum falls short the most in both 16-bit formats. Small ones first it comes closer, and as a tree closer still.
 #
 # Now the same thousand fp32 numbers in a hundred orders:
 
@@ -527,8 +514,8 @@ apart = (results.max() - results.min()).item()
 f"{len(set(results.tolist()))} different sums, up to {apart:.0e} apart"
 
 # %% [markdown]
-# Keep this for lab 07: another all-reduce algorithm or another number of
-# ranks adds in another order, and then two *correct* runs may differ in their last bits. Equal to the last bit is a promise about order, not about quality.
+# In lab 07 another all-reduce algorithm or another number of
+# ranks adds in another order, and two *correct* runs may then differ in their last bits.
 #
 # **tf32 is the same story in one multiplication.** 1.0001 differs from 1 in the 14th bit of its fraction; tf32 keeps 10. 1024 of them add up to 1024:
 
@@ -544,26 +531,11 @@ TF32.round(1.0001), by_tf32.item(), round(by_fp32.item(), 3)
 # %% [markdown]
 # ## What do 8, 6 and 4 bits buy?
 #
-# MXFP4 stores each value in 4 bits, and 32 values share one scale of 8 bits. How many bits does a value take?
+# Draw 8192 numbers from a normal distribution, as weights are at the start of training. Multiply them all by one *scale*, so that the largest becomes the format's
+# largest, and round. Which 8 bits have the smaller error: e4m3, whose gap follows the number, or int8, 255 values at one distance?
 
 # %%
-predict("mxfp4/bits-per-value", bits=4)
-
-# %%
-reveal("mxfp4/bits-per-value", bits=floats.MXFP4.bits_per_value)
-
-# %% [markdown]
-# $4 + 8/32 = 4.25$, and 6.25 and 8.25 for the larger ones. Why pay for the scale at all? Because of the last line of the picture at the top: e2m1 has the
-# magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and nothing else. Every tensor has to be brought into that window first.
-
-# %%
-scale, codes = floats.MXFP4.encode([0.011, -0.002, 0.0051, 0.0007])
-elements = [E2M1.bit_string(code) for code in codes]
-floats.E8M0.decode(scale), elements, floats.MXFP4.decode(scale, codes)
-
-# %% [markdown]
-# The scale is a power of two (e8m0: eight exponent bits, no mantissa), so multiplying by it rounds nothing inside the range. Here is what formats do to
-# numbers drawn as weights are at the start of training: first with one scale for all of it, chosen so that the largest entry becomes the format's largest.
+predict("eight-bits/smaller-error", format="e4m3")
 
 
 # %%
@@ -582,27 +554,35 @@ w = torch.randn(8192, generator=g)
 candidates = BF16, E4M3, E5M2, floats.INT8, E2M3, E2M1
 {fmt.name: error(w, scaled(w, fmt)) for fmt in candidates}
 
+# %%
+in_8_bits = {fmt.name: scaled(w, fmt) - w for fmt in (E4M3, floats.INT8)}
+smaller = min(in_8_bits, key=lambda name: in_8_bits[name].norm())
+reveal("eight-bits/smaller-error", format=smaller)
+
 # %% [markdown]
-# int8 *beats* e4m3 here: its 255 values lie evenly, and all these numbers are of one size. Real weights and activations have
-# outliers. Plant one, a thousand times as large as the rest, and look at what happens to the other 8191:
+# int8 beats e4m3 where all numbers are of one size. Real weights and activations have
+# outliers. Plant one of 1000, and look at what happens to the other 8191:
 
 # %%
 spiked = torch.cat([torch.tensor([1000.0]), w[1:]])
 {fmt.name: error(w[1:], scaled(spiked, fmt)[1:]) for fmt in candidates}
 
 # %% [markdown]
-# The gap of an integer is the same everywhere: with the outlier in range it is 7.9, and everything else becomes zero. An e4m3 number has an exponent of its
-# own, and keeps its error as long as the rest stays above its subnormal numbers. How large may the outlier be?
-
-# %%
-for size in (1e3, 1e4, 1e5, 1e6):
-    spiked[0] = size
-    print(f"outlier {size:9,.0f}: e4m3 {error(w[1:], scaled(spiked, E4M3)[1:])}")
-spiked[0] = 1000
+# The gap of an integer is the same everywhere: with the outlier in range it is 7.9, and nearly everything else becomes zero. An e4m3 number has an exponent of its
+# own, and keeps its error.
 
 # %% [markdown]
-# **A scale for every 32 numbers.** One outlier then ruins one block instead of a tensor. Give *every* format the same blocks, int8 as well,
-# and look at the blocks without the outlier:
+# **A scale for every 32 numbers.** e2m1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and nothing else: a scale has to bring every number into that window.
+# MXFP4 stores 4 bits per value, and one scale of 8 bits for every 32 values: $4 + 8/32 = 4.25$ bits per value. MXFP6 and MXFP8 take 6.25 and 8.25.
+
+# %%
+scale, codes = floats.MXFP4.encode([0.011, -0.002, 0.0051, 0.0007])
+elements = [E2M1.bit_string(code) for code in codes]
+floats.E8M0.decode(scale), elements, floats.MXFP4.decode(scale, codes)
+
+# %% [markdown]
+# The scale is a power of two (e8m0: eight exponent bits, no mantissa), so multiplying by it rounds nothing inside the range. Give *every* format such blocks,
+# int8 as well, on the numbers with the outlier of 1000, and look at the blocks without it:
 
 
 # %%
@@ -617,14 +597,13 @@ blocked = {"int8": int8} | {mx.name: in_blocks(spiked, mx) for mx in block_forma
 {name: error(w[32:], rounded[32:]) for name, rounded in blocked.items()}
 
 # %% [markdown]
-# The block saves the values, not the format: int8 in blocks (with a scale in fp32) is again the best of 8 bits, and MXFP4, at half the bits, has about twenty times its error. In the ruined block things are different:
+# One outlier now ruins one block, whatever the format: int8 in blocks (with a scale in fp32) is again the best of 8 bits, and MXFP4, at half the bits, has about twenty times its error. In the ruined block:
 
 # %%
 {name: error(w[1:32], rounded[1:32]) for name, rounded in blocked.items()}
 
 # %% [markdown]
-# Only MXFP8 has exponents enough for an outlier *and* its neighbors. (Outside the ruined block it is a little behind plain e4m3: its scale is a power
-# of two, chosen by the exponent of the largest value alone, and that value may saturate.)
+# Only MXFP8 has exponents enough for an outlier *and* its neighbors.
 #
 # **NVFP4** is NVIDIA's answer at 4 bits: blocks of 16, and a scale that is an e4m3 number, so that a block's largest value lands near 6 rather than anywhere between 4 and 8.
 # e4m3 spans less than e8m0, so the tensor gets one more scale, in fp32. On numbers without an outlier:
@@ -643,29 +622,23 @@ four_bits = {"mxfp4": in_blocks(w, floats.MXFP4), "blocks of 16": in_blocks(w, f
 # The middle one has NVFP4's blocks and MXFP4's scale, and gains nothing: on these numbers it is the scale's mantissa that makes the difference.
 # What a smaller block does is confine an outlier, to 15 neighbors instead of 31.
 #
-# One scale for a tensor, a row, a tile or a block: in this section that choice weighed more than the format.
+# With an outlier, the number of values that share a scale weighed more than the format.
 
 # %% [markdown]
 # ## In practice
 #
-# - **PyTorch.** `torch.autocast("cuda", dtype=torch.bfloat16)` for 16 bits; `torch.set_float32_matmul_precision("high")` lets fp32 products use tf32.
-#   `torch.float8_e4m3fn` and `torch.float8_e5m2` are for storage and scaled products, there is no arithmetic on them.
+# The flags for 16 bits stand in lab 02. For fewer, and for sums:
+#
+# - **PyTorch.** `torch.float8_e4m3fn` and `torch.float8_e5m2` are for storage and scaled products, there is no arithmetic on them.
 #   `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` is True by default: parts of an fp16 product may then be added in fp16.
-# - **FSDP2.** `fully_shard(…, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))`.
-#   Left out, `reduce_dtype` is `param_dtype`: gradients are then added in 16 bits.
-# - **torchtitan.** `training.mixed_precision_param` (bfloat16 by default) and `training.mixed_precision_reduce` (float32 by default);
-#   fp8 is a conversion of the model's linear layers, with tensorwise, rowwise or MXFP8 scales.
-# - **Megatron-LM.** `--bf16` or `--fp16`; `--fp8-format e4m3` or `hybrid`, with `--fp8-recipe delayed`, `tensorwise`, `blockwise` or `mxfp8`.
-#   `--accumulate-allreduce-grads-in-fp32` is turned on by `--bf16` unless gradients are asked for in bf16.
-# - **DeepSpeed.** `"bf16": {"enabled": true}`, or `"fp16"` with `"loss_scale": 0` (dynamic) and `"initial_scale_power"`;
-#   `"data_types": {"grad_accum_dtype": "fp32"}` for the sum of gradients.
+# - **FSDP2.** In `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` the second says where gradients are added; left out, it is the first.
+# - **torchtitan.** fp8 is a conversion of the model's linear layers, with tensorwise, rowwise or MXFP8 scales.
+# - **Megatron-LM.** `--fp8-format e4m3` or `hybrid`, with `--fp8-recipe delayed`, `tensorwise`, `blockwise` or `mxfp8`.
+# - **DeepSpeed.** `"data_types": {"grad_accum_dtype": "fp32"}` for the sum of gradients.
 # - **Transformer Engine.** Recipes: `DelayedScaling` with `Format.HYBRID` (e4m3 forward, e5m2 backward), `MXFP8BlockScaling` (e4m3 both ways),
 #   `NVFP4BlockScaling` (e2m1, blocks of 16).
 #
-# Each of them asks you two questions. *How fine and how far* for weights and activations: that is the format; gradients get e5m2 in recipes that
-# want range for them.
-# *Where are sums kept*: that is this lab's fourth block, and the answer is fp32 nearly everywhere.
-# Ask it of the hardware, too: DeepSeek-V3 (section 3.3.2) found that fp8 products on Hopper kept about 14 bits while adding, and moves the partial sums to
+# Where sums are kept is a question for the hardware, too: DeepSeek-V3 (section 3.3.2) found that fp8 products on Hopper kept about 14 bits while adding, and moves the partial sums to
 # fp32 registers every 128 terms.
 
 # %% [markdown]
@@ -698,12 +671,6 @@ BF16.round(1e8) - 1e8, BF16.spacing(1e8)
 
 # %%
 312 / 156, 312 / 19.5
-
-# %% [markdown]
-# **Mixed precision in bf16 needs loss scaling.** (Reading notes on the Ultra-Scale Playbook: "FP16/BF16 training requires FP32 master weights, loss scaling, and accumulation in FP32".) Loss scaling moves gradients up into fp16's range. bf16's smallest normal number is fp32's.
-
-# %%
-BF16.min_normal == FP32.min_normal, FP16.min_normal / FP32.min_normal
 
 # %% [markdown]
 # ## Summary
