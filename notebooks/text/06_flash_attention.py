@@ -3,7 +3,7 @@
 #
 # **A head that reads 8192 tokens computes 67 million scores to produce half a million numbers. The result must be exact. Can the scores never exist?**
 #
-# *145 min · before this: lab 03 (what a layer keeps), softmax and its derivative · needs a laptop, no GPU and no network*
+# *130 min · before this: lab 03 (what a layer keeps), softmax and its derivative · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -11,16 +11,11 @@
 # - Normalize a row of scores that you never see as a whole (exercise 6.1).
 # - Compute attention over all keys from its results over parts of the keys (exercise 6.2).
 # - Find the causal mask that is right on every square and wrong in every chat (exercise 6.3).
-#
-# On the way you see why the backward pass needs one number per row beside the output, which numbers may be rounded to 16 bits, how many bytes attention
-# moves, to the byte, a case in which tiling does *not* pay, and which of a device's memories a roofline has to count.
 
 # %% [markdown]
 # ## Setup
 
 # %%
-import dataclasses
-import inspect
 import math
 import time
 
@@ -52,17 +47,7 @@ plots.tile_walk(walk, s_q=48, s_k=48)
 # %% [markdown]
 # - A block of queries stays. Blocks of keys and values are loaded one after the other. One tile of scores is computed, used, and overwritten by the next.
 # - At the end of a row of tiles the block of output is finished, and is written once.
-# - The crossed tiles are never touched: no query in them may look at any key. The smaller the tiles, the closer to half of the work this saves:
-
-
-# %%
-def untouched(block):
-    tiles = dataclasses.replace(tiling, block_q=block, block_k=block)
-    met = sum(len(list(tiles.keys_of(rows))) for rows in tiles.query_blocks)
-    return 1 - met / (48 // block) ** 2
-
-
-{f"blocks of {block}": f"{untouched(block):.0%}" for block in (8, 4, 2, 1)}
+# - The crossed tiles, 15 of 36, are never touched: no query in them may look at any key.
 
 # %% [markdown]
 # Two things in the picture should bother you. A softmax divides by the sum of its *whole* row, and no tile ever sees a row. And the backward pass needs the
@@ -103,16 +88,10 @@ q, k, v = tensors(2048)
 
 # %%
 a, s, d = 4, 2048, 64
-amounts = dict(
-    inputs=4 * 3 * a * s * d, weights=4 * a * s * s, output=4 * a * s * d, lse=4 * a * s
-)
-line = {
-    name: Line(name, nbytes, component="activations")
-    for name, nbytes in amounts.items()
-}
+numbers = {"plain": 3 * a * s * d + a * s**2, "tiled": 4 * a * s * d + a * s}
 kept = {
-    "plain": Ledger([line["inputs"], line["weights"]]),
-    "tiled": Ledger([line["inputs"], line["output"], line["lse"]]),
+    name: Ledger([Line("kept", 4 * n, component="activations")])
+    for name, n in numbers.items()
 }
 
 # %% [markdown]
@@ -133,7 +112,7 @@ reveal("flash/kept", MB=saved(plain).total / 1e6)
 kept["tiled"].diff(saved(lambda *qkv: flash.attention(*qkv)[0]), by="component")
 
 # %% [markdown]
-# Nothing is unexplained. PyTorch's own fused attention keeps exactly the same five tensors, Q, K, V, the output and lse:
+# Nothing is unexplained. PyTorch's own fused attention keeps as much, to the byte:
 
 # %%
 kept["tiled"].diff(saved(F.scaled_dot_product_attention), by="component")
@@ -181,8 +160,6 @@ fullest = {  # numbers per head
         "lse of a block": block,
     },
 }
-for name, numbers in fullest.items():
-    print(name, {what: units.text(4 * a * n) for what, n in numbers(2048).items()})
 
 # %%
 long = [256, 512, 1024, 2048, 4096, 8192]
@@ -205,7 +182,7 @@ plots.curves(long, title=title, measured=measured, **axes, **formula)
 }
 
 # %% [markdown]
-# Zero bytes off, at every length. And the ratio grows with $s/d$: a *factor* of memory saved that a paper quotes belongs to one length.
+# Zero bytes off, at every length. The ratio of the two peaks grows with the length, so a *factor* of memory saved that a paper quotes belongs to one length:
 
 # %%
 [round(most / least, 1) for most, least in zip(*peaks.values(), strict=True)]
@@ -244,8 +221,8 @@ predict("flash/inverse", output="3")
 reveal("flash/inverse", output=f"{(1 / factor * 1 + 1 * 3) / total:.1f}")
 
 # %% [markdown]
-# An average of 1 and 3 cannot be 150. The inverse is a misprint, and the paper's own code does not have it. You will meet it again as one of the wrong answers of the
-# exercise. A second trap hides at the start: a masked block has the maximum −∞, and −∞ − (−∞) is not a number. `OnlineSoftmax` therefore starts from the lowest finite one.
+# An average of 1 and 3 cannot be 150. The inverse is a misprint, and the paper's own code does not have it.
+# A second trap hides at the start: a masked block has the maximum −∞, and −∞ − (−∞) is not a number. `OnlineSoftmax` therefore starts from the lowest finite one.
 
 # %% [markdown]
 # ### Exercise 6.1 · A softmax that is never complete (15 min, ●●○)
@@ -286,18 +263,7 @@ show(flash.forward)
 #
 # $$ D_i = \sum_j P_{ij} \sum_c dO_{ic} V_{jc} = \sum_c dO_{ic} \sum_j P_{ij} V_{jc} = \sum_c dO_{ic}\, O_{ic}. $$
 #
-# The sum over all keys is a sum over one row of the *output*. That is why the output is kept. In numbers:
-
-# %%
-q, k, v = tensors(32, a=1, d=8, dtype=torch.float64)
-weights = (q @ k.mT / math.sqrt(8)).softmax(-1)
-out = weights @ v
-d_out = torch.randn(
-    out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype
-)
-over_keys, over_channels = (weights * (d_out @ v.mT)).sum(-1), (d_out * out).sum(-1)
-bool((over_keys - over_channels).abs().max() < 1e-14)
-
+# The sum over all keys is a sum over one row of the *output*, which is kept.
 
 # %% [markdown]
 # > Forward, a tile takes two matrix products ($QK^\top$, $PV$). Plain attention's backward pass takes four. How many does a tile of the backward pass take?
@@ -354,6 +320,17 @@ all((exact - ours).abs().max() < 1e-12 for exact, ours in both)
 
 # %% [markdown]
 # The gradient through lse is in there, too: $\partial\,\text{lse}_i / \partial s_{ij} = P_{ij}$, so it joins as $dS = P \circ (dP - D + d\text{lse})$. Lab 11 will need it.
+#
+# In a batch, short sequences are *padded*: filled up at the end. With a causal mask that needs nothing more, since no token looks at what comes after it:
+
+# %%
+q, k, v = tensors(100)
+padded = [F.pad(x, (0, 0, 0, 28), value=9.0) for x in (q, k, v)]
+alone, in_batch = (flash.attention(*x, causal=True)[0] for x in ((q, k, v), padded))
+bool((in_batch[:, :, :100] - alone).abs().max() < 1e-6)
+
+# %% [markdown]
+# Without the causal mask, sequences of different lengths need a mask of their own, or are packed one behind the other (*In practice*).
 
 # %% [markdown]
 # ## Which numbers of a tile may have 16 bits?
@@ -413,38 +390,15 @@ reveal(
 )
 
 # %% [markdown]
-# The maximum $m$ is a unit, not a result: $o$ and $\ell$ are both counted in it, and it leaves in $o/\ell$, rounded or not. $P$ costs about what it costs to
-# round the output itself, which happens anyway:
-
-# %%
-out = plain(*in_bf16(4096))
-f"{((out.bfloat16() - out).norm() / out.norm()).item():.0e}"
-
-# %% [markdown]
-# The two sums $\ell$ and $o$ are the ones that must not: their error grows with the number of blocks (right: four times the keys). So kernels keep them in
-# fp32, and round $P$, because tensor cores multiply 16-bit factors:
+# The maximum $m$ is a unit, not a result: $o$ and $\ell$ are both counted in it, and it leaves in $o/\ell$, rounded or not.
 #
-# | | in slow memory | in a tile on a GPU (`triton_kernel`) | here (`flash.attention`) |
-# |---|---|---|---|
-# | Q, K, V, dO | bf16 | bf16 factors; products are summed in fp32 | fp32 |
-# | S, m, ℓ, o | never | fp32 | fp32 |
-# | P, dS | never | fp32; rounded to bf16 as a factor of the next product | fp32 |
-# | O, dK, dV | bf16 | summed in fp32, rounded once | the same |
-# | lse, D | fp32 | fp32 | fp32 |
-# | dQ | bf16 | summed in fp32 by a kernel of its own, rounded once | its fp32 sum is in slow memory |
+# The two sums $\ell$ and $o$ are the ones that must not be rounded: their error grows with the number of keys (right: four times as many). Kernels keep S, m, ℓ
+# and o in fp32 and round $P$ alone: tensor cores multiply 16-bit factors. Plain attention in bf16 writes S to slow memory, rounded, and so pays for S as well.
 #
-# Plain attention in bf16 writes S to slow memory, rounded. Its error against that of a kernel, which rounds P alone:
+# And lse has to stay in fp32. Recover the weights from a rounded lse, and add up each row, which should give 1:
 
 # %%
-data = in_bf16(4096)
-round(error(*data, short="SP") / error(*data, short="P"), 1)
-
-# %% [markdown]
-# A kernel is the more exact of the two. FlashAttention-3's authors measured the same in fp16: an error 1.7 times smaller than that of standard attention
-# (table 3). And lse has to stay in fp32, although it is one number per row. Recover the weights from a rounded lse, and add up each row, which should give 1:
-
-# %%
-q, k, v = data
+q, k, v = in_bf16(4096)
 scores = q @ k.mT / 8
 sums = (scores - scores.logsumexp(-1, keepdim=True).bfloat16()).exp().sum(-1)
 f"{sums.min().item():.2f} to {sums.max().item():.2f}"
@@ -452,14 +406,16 @@ f"{sums.min().item():.2f} to {sums.max().item():.2f}"
 # %% [markdown]
 # ## How many bytes move?
 #
-# Memory that is not taken is one gain. The other is time, and it does not come from arithmetic. A GPU has a large slow memory (HBM) and, in each of its
+# Memory that is not taken is one gain. Memory traffic that does not happen is another. A GPU has a large slow memory (HBM) and, in each of its
 # processors, a small fast one: 40 to 80 GB at 1.5 to 2.0 TB/s against 192 kB for each of 108 processors, together about 19 TB/s, on an A100
 # (FlashAttention paper, section 2.1). Scores that never leave the small one cost no trip.
 #
 # Count the numbers that enter and leave *a processor*. Plain attention takes three steps, each from slow memory to slow memory: read Q, K, write S; read S,
 # write P; read P, V, write O. The tiled one needs no scores outside, but every block of queries reads all keys and values again:
 #
-# $$ \text{plain} = 4 s^2 + 4 s d \qquad\qquad \text{tiled} = \underbrace{2 s d}_{Q,\,O} + \underbrace{2 s d \cdot \lceil s / B_q \rceil}_{K,\,V\text{ once for each block of } B_q\text{ queries}} + \underbrace{s}_{\text{lse}} $$
+# $$ \text{plain} = 4 s^2 + 4 s d $$
+#
+# $$ \text{tiled} = \underbrace{2 s d}_{Q,\,O} + \underbrace{2 s d \cdot \lceil s / B_q \rceil}_{K,\,V\text{ per block of } B_q} + \underbrace{s}_{\text{lse}} $$
 #
 # > 4096 tokens, d = 64, 16-bit numbers, one head. Plain attention moves 136 MB. With blocks of 128 queries, how many MB does the tiled one move?
 
@@ -477,8 +433,7 @@ plots.traffic_bars(guess=predictions["flash/moved"], **traffic)
 # The second has queries outside, as in the picture at the top, and writes each output once. It is the loop of `flash.attention`. Same tiles, same FLOPs, two
 # thirds of the bytes.
 #
-# The formula is worth nothing until a run agrees. Here every tile that a run loads or stores is counted (`SlowMemory.load` and `.store`, in the very code
-# that `flash.attention` runs):
+# Does a run agree? Every tile that `flash.attention` loads or stores is counted:
 
 # %%
 q, k, v = (x.detach() for x in tensors(1000, a=2))
@@ -486,17 +441,13 @@ run = dict(causal=True, block_q=96, block_k=64)
 _, crossed = flash.counted("flash-2", q, k, v, **run)
 flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, **run).diff(crossed)
 
-# %%
-d_out = torch.ones_like(q)
-_, crossed = flash.counted("flash-2", q, k, v, d_out=d_out, **run)
-sizes = dict(s=1000, d=64, heads=2, itemsize=4)
-flash.traffic("flash-2", **sizes, backward=True, **run).diff(crossed)
-
 # %% [markdown]
 # **The law.** A fast memory of M numbers holds a block of queries, keys, values and output, M/4 numbers each: $B = M/4d$ rows for the outer loop. flash-2
 # moves two tensors, K and V, once for each of s/B blocks of queries. flash-1 moves three, Q and O to and fro, once for each of s/B blocks of keys:
 #
-# $$ \text{flash-2} \approx 2 s d \cdot \frac{s}{B} = \frac{8\, s^2 d^2}{M} \qquad\qquad \text{flash-1} \approx 3 s d \cdot \frac{s}{B} = \frac{12\, s^2 d^2}{M} $$
+# $$ \text{flash-2} \approx 2 s d \cdot \frac{s}{B} = \frac{8\, s^2 d^2}{M} $$
+#
+# $$ \text{flash-1} \approx 3 s d \cdot \frac{s}{B} = \frac{12\, s^2 d^2}{M} $$
 #
 # Both are the $\Theta(s^2 d^2 / M)$ of the paper. It predicts: twice the tokens, 4 times the bytes; twice the fast memory, half; twice the head, 4 times. Counted:
 
@@ -529,18 +480,6 @@ for head in (64, 128):
 
 # %% [markdown]
 # With heads of 128 and this little fast memory both loops move *more* than plain attention. At this border tiling pays where fast memory is large against d².
-#
-# The law also says what a good block is. The first paper's $B_q = \min(M/4d,\, d)$ suits its own loop. In flash-2 K and V are read once for each block of
-# *queries*, and with that choice a larger fast memory buys nothing:
-
-# %%
-for memory in (fast, 2 * fast):
-    rows, columns = flash.block_sizes(memory, 64)
-    total = flash.traffic("flash-2", s=4096, d=64, block_q=rows, block_k=columns).total
-    print(f"{rows} queries, {columns} keys: {units.text(total)}")
-
-# %% [markdown]
-# The outer block is the one to enlarge. Change the loop order, and the best tile changes its shape.
 
 # %% [markdown]
 # ## Can the keys live in two places?
@@ -645,7 +584,7 @@ for fn in work:
 
 
 # %% [markdown]
-# Eight sweeps each, and a fused SwiGLU has two inputs to read: four, four, and two and two thirds times fewer bytes. Do fewer bytes take less time? On your machine the fast memory is the cache:
+# A fused SwiGLU has two inputs to read. Do fewer bytes take less time? On your machine the fast memory is the cache:
 
 
 # %% tags=["nbval-ignore-output"]
@@ -671,10 +610,11 @@ for fn, inputs in work.items():
 #
 # $$ \text{FLOP/s} \;\le\; \min\left(\text{peak},\; \text{intensity} \times \text{bandwidth}\right). $$
 #
-# Left of the ridge, where the two meet, memory is the limit. A roofline of the slow memory has to count the slow memory's bytes, and the ones you have
-# counted are those of a processor. Between the two lies a cache that all processors share, **L2**: 40 MB on an A100, 50 MB on an H100. What every block of
-# queries reads again is K and V of its head. Take heads of 128, 16 384 tokens, and one block of 128 queries on each of an H100's 132 processors. What K and V,
-# and what the scores, of all heads that are worked on at one time take:
+# Left of the *ridge*, where the two limits meet, memory is the limit.
+#
+# A roofline of HBM has to count HBM's bytes, and you have counted those of the processors. Between them lies a cache that all processors share, **L2**: 50 MB
+# on an H100. Take heads of 128, 16 384 tokens, and one block of 128 queries on each of its 132 processors. Of all heads that are worked on at one time, K and V
+# take, and the scores would take:
 
 # %%
 s, d = 16_384, 128
@@ -682,9 +622,8 @@ heads_at_once = 132 / (s / 128)
 units.text(heads_at_once * 2 * (2 * s * d)), units.text(heads_at_once * 2 * s * s)
 
 # %% [markdown]
-# Keys and values fit L2 several times over, the scores do not. So what a tiled kernel moves in HBM lies between two bounds: *every read* again from HBM, and
-# each tensor *once*, as if one block held all queries. The scores of plain attention, and the softmax alone (about 5 FLOPs per number, in eight sweeps), have
-# to cross:
+# K and V fit into L2 several times over, the scores do not. What a tiled kernel moves in HBM lies between two bounds: *every read* comes from HBM, or each
+# tensor crosses *once*. Beside them, plain attention, and a softmax alone (about 5 FLOPs per number, in eight sweeps):
 
 # %%
 roof = flash.Roof.of(Hardware.named("H100"))
@@ -700,33 +639,21 @@ title = "What L2 serves decides where tiled attention lies"
 plots.roofline({roof.name: (roof.flops, roof.bandwidth)}, points, title=title)
 
 # %% [markdown]
-# Which is it? Ask a measurement. FlashAttention-3, which runs on Hopper GPUs alone, was timed at 621 TFLOP/s forward with this head and length (PyTorch's
-# benchmark suite, pull request 2391, which does not name the GPU); its paper reports up to 740 on an H100. At this head its source has blocks of 128 queries
-# (`hopper/tile_size.h`).
+# Which is it? FlashAttention-3, with blocks of 128 queries at this head (`hopper/tile_size.h`), was timed at 621 TFLOP/s forward with this head and length
+# (PyTorch's benchmark suite, pull request 2391, which does not name the GPU; the kernel runs on Hopper GPUs alone). The roofs of the three:
 
 # %%
-for name, ledger in moves.items():
-    at_most = flops / roof.time(flops, ledger.total)
-    said = f"at most {units.text(at_most, 'FLOP/s')}, {at_most / 621e12:.2f} of 621"
-    print(f"{name:18} {said}")
+at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
+{name: units.text(rate, "FLOP/s") for name, rate in at_most.items()}
 
 # %% [markdown]
-# The kernel is faster than a bound in which HBM serves every read, so HBM serves at most 0.69 of them. It stays below the bound of *once*, which is
-# the peak of arithmetic. Do not read the slow memory's limit off the bytes of a processor. What holds the kernel below the peak, a roofline of one memory
-# cannot say.
-
-# %% [markdown]
-# And the machine you are sitting at, measured: the best of a few matrix products, and of a few sweeps over memory.
-
-# %% tags=["nbval-ignore-output"]
-here = flash.Roof.measured()
-print(units.text(here.flops, "FLOP/s"), "and", units.text(here.bandwidth, "B/s"))
-print(f"ridge at {here.ridge:.0f} FLOPs per byte")
+# 621 is more than HBM allows if it serves every read: it served at most 425/621 of them, about two thirds. What keeps the kernel below 989, a roofline of one
+# memory cannot say.
 
 # %% [markdown]
 # ### Is it faster here?
 #
-# Forward and backward, 4 heads, on this CPU. (`benchmarks/flash.py` does it properly, interleaved, up to 8192 tokens.)
+# Forward and backward, 4 heads, on this CPU:
 
 
 # %% tags=["nbval-ignore-output"]
@@ -742,46 +669,24 @@ for s in (512, 1024, 2048):
         print(f"{s:4} tokens  {name:15} {units.text(took, 's'):>8}")
 
 # %% [markdown]
-# Ours is a Python loop around matrix products; PyTorch's is compiled C++.
+# Both tiled ways gain on plain attention as the sequence grows; ours, a loop in Python, starts far behind.
 #
 # ### How does it look on a GPU?
 #
 # There the loop must live inside *one* kernel, or each tile goes back to slow memory after all. A kernel is a program that runs many times at once, each
-# time for another block. In the forward pass that is a block of queries of one head, as in the picture at the top. The backward pass has a conflict:
-# $dK$ and $dV$ of a block collect from all queries, $dQ$ from all keys. `flash.backward` adds to $dQ$ in slow memory, one block of keys after the other;
-# programs that run at the same time would overwrite each other's sums. FlashAttention-2 adds atomically. The kernels below do without: one has queries
-# outside and makes $dQ$, one has keys outside and makes $dK$ and $dV$, and both compute the scores.
+# time for another block: in the forward pass for a block of queries of one head, as in the picture at the top.
 #
-# > `flash.backward` takes 5 products per tile. How many do these two kernels take together?
-
-# %%
-predict("flash/triton-products", products=10)
-
-# %% [markdown]
-# Count them in the source: each kernel has one loop over tiles, and products stand in it as `_dot` or `_scores`.
-
-
-# %%
-def products_in(kernel):
-    source = inspect.getsource(getattr(kernel, "fn", kernel))
-    return source.count("_dot(") + source.count("_scores(")
-
-
-kernels = triton_kernel._backward_queries, triton_kernel._backward_keys
-found = [products_in(kernel) for kernel in kernels]
-reveal("flash/triton-products", products=sum(found))
-
-# %% [markdown]
-# $QK^\top$, $dO\,V^\top$, $dS\,K$ in one; $QK^\top$, $dO\,V^\top$, $P^\top dO$, $dS^\top Q$ in the other. 40 % more arithmetic, and no two programs add to
-# the same number.
+# The backward pass has a conflict: $dK$ and $dV$ of a block collect from all queries, $dQ$ from all keys, and programs that run at the same time would
+# overwrite each other's sums. FlashAttention-2 adds atomically. The kernels below do without: one has queries outside and makes $dQ$, one has keys outside and
+# makes $dK$ and $dV$. Both compute $QK^\top$ and $dO\,V^\top$, so a tile takes 3 + 4 = 7 products in place of 5.
+#
 # The language is *Triton*: Python syntax, compiled for the GPU. Lay it beside `flash.forward` and `flash.backward`:
 
 # %%
 show(triton_kernel)
 
 # %% [markdown]
-# Without a GPU, Triton's interpreter carries out the same programs on the CPU, one after the other: to see whether they are right, not how fast they are.
-# The test of above, with $q$, $k$ and $v$ in fp32:
+# Without a GPU, Triton's interpreter carries out the same programs on the CPU, to see whether they are right, not how fast they are. The test from above, with $q$, $k$ and $v$ in fp32:
 
 # %% tags=["nbval-ignore-output"]
 if triton_kernel.triton:
@@ -798,9 +703,7 @@ else:
     print("The package triton is made for Linux: nothing ran here.")
 
 # %% [markdown]
-# *Recorded GPU runs: none yet.* The kernels' values and gradients are tested in the interpreter, and that they compile for an A100 and an H100; how fast
-# they are, nobody has measured. If you have a GPU, `python benchmarks/gpu.py` records it in `data/gpu_runs/`: these kernels against SDPA from 1024 to
-# 16 384 tokens, the rates of matrix products, and predicted against measured peaks.
+# *Recorded GPU runs: none yet.* How fast these kernels are, nobody has measured. If you have a GPU, `python benchmarks/gpu.py` times them against SDPA and records it in `data/gpu_runs/`.
 
 # %% [markdown]
 # ## Try it: what would HBM have to carry?
@@ -839,7 +742,7 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 #
 # - **PyTorch.** `F.scaled_dot_product_attention` chooses among `SDPBackend.FLASH_ATTENTION`, `EFFICIENT_ATTENTION`, `CUDNN_ATTENTION` and `MATH`; the last is plain attention and keeps
 #   s × s. `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):` turns a silent fall-back into an error. `is_causal` is the *upper left* triangle of a rectangle; `torch.nn.attention.bias`
-#   has both. Any other mask or score change: `flex_attention`, compiled.
+#   has both. Any other mask: `flex_attention`.
 # - **The flash-attn package.** fp16 and bf16 only. Since version 2.1 `causal=True` means the *lower right* corner, as here; before, and in PyTorch, the upper left;
 #   PyTorch withdrew causal rectangles from its FlashAttention-2 backend when the convention changed (pull request 111007). Sequences of different lengths are packed (`flash_attn_varlen_func` with cumulative lengths) instead of padded.
 # - **Versions.** FA-1 (2022): tiles and recomputation. FA-2 (2023): queries outside, parallel over the sequence, fewer divisions, because outside the tensor cores a FLOP costs 16 times as much on an A100.
@@ -847,15 +750,13 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 # - **Hugging Face transformers.** `from_pretrained(…, attn_implementation="flash_attention_2")`; also `"flash_attention_3"`, `"sdpa"`, `"flex_attention"` and `"eager"`, plain attention.
 # - **Megatron-LM.** `--attention-backend flash`, `fused`, `unfused`, `local` or `auto` (default). Fused passes are on and have switches to turn them off: `--no-masked-softmax-fusion`,
 #   `--no-bias-gelu-fusion`, `--no-bias-swiglu-fusion`, `--no-rope-fusion`, `--no-bias-dropout-fusion`.
-# - **torchtitan.** `attn_backend` of a model: `"flex"`, `"flex_flash"` (Hopper and later) or `"varlen"`; older versions also `"sdpa"`.
+# - **torchtitan.** `attn_backend` of a model: `"flex"`, `"flex_flash"` (Hopper and later) or `"varlen"`.
 # - **DeepSpeed, FSDP2.** Attention is the model's own business there: choose it in the model.
 #
-# Dropout inside a fused attention stores no mask: the backward pass draws the same numbers again from the same seed. The library's `flash.attention` has no dropout; most large models train without.
+# Dropout inside a fused attention stores no mask: the backward pass draws the same numbers again from the same seed. `flash.attention` here has no dropout.
 
 # %% [markdown]
 # ## Errata
-#
-# Statements of published texts on this topic, each recomputed.
 #
 # **Computation falls from O(n²) to O(n)** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, February 2024, on
 # FlashAttention). Twice the tokens, four times the FLOPs, as ever, and four times the bytes moved. What becomes linear is the memory that is *kept*.
@@ -873,7 +774,7 @@ more_flops, round(twice / once, 2)
 units.text(2 * 8192**2), units.text(108 * 192_000)
 
 # %% [markdown]
-# **FlashAttention-2, algorithm 1, line 10** prints $\mathrm{diag}(e^{m_{old}-m_{new}})^{-1}$. You saw 150 where 2.99 was right. Without the inverse it is.
+# **FlashAttention-2, algorithm 1, line 10** prints $\mathrm{diag}(e^{m_{old}-m_{new}})^{-1}$. You saw 150 where 2.99 was right.
 #
 # **"66.6 and 75.2 GFLOPs"** (FlashAttention, figure 2: GPT-2 medium, s = 1024, d = 64, 16 heads, batch 64, forward and backward). The forward pass alone has 275 by the formula of the
 # second paper, forward and backward 962. Whatever was counted, only the ratio, 1.13 times more FLOPs with FlashAttention, can be used; the table's point stands: 40.3 GB against 4.4 GB moved, 41.7 ms against 7.3 ms.
@@ -900,11 +801,11 @@ round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 #   <!-- claim: abs(flash.online([(torch.tensor([0.0]), torch.tensor([[1.0]])), (torch.tensor([5.0]), torch.tensor([[3.0]]))])[0].item() - (math.exp(-5) + 3) / (math.exp(-5) + 1)) < 1e-6 -->
 # - The backward pass recomputes the weights from lse, and D = rowsum(dO ∘ O) spares it the sum over keys. It takes 5 products where the forward takes 2.
 #   <!-- claim: 2 * flash.attention_flops(4096, 64, backward=True) == 5 * flash.attention_flops(4096, 64) -->
-# - In a bf16 kernel P may be rounded, and m as well; the sums ℓ and o, and lse, stay in fp32.
+# - In a bf16 kernel P may be rounded; the sums ℓ and o, and lse, stay in fp32.
 #   <!-- claim: flash.attention(*torch.ones(3, 1, 1, 4, 8, dtype=torch.bfloat16))[1].dtype == torch.float32 -->
-# - Bytes that processors load and store fall from 4s² to 8s²d²/M: a factor of M/2d², or M/3d² in the first paper's loop. With M = 25 600 numbers that loop
-#   moves 2.35 against 4.46 million numbers at s = 1024, d = 64, and 131 against 69 million at s = 4096, d = 128.
-#   <!-- claim: [flash.traffic(n, s=s, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1, whole_blocks=True).total for s, d, q, k in ((1024, 64, 64, 100), (4096, 128, 50, 50)) for n in ("flash-1", "plain")] == [2348544, 4456448, 131495200, 69206016] -->
+# - Bytes that processors load and store fall from 4s² to 8s²d²/M, a factor of about M/2d². With M = 25 600 numbers and 4096 tokens they are 3.09 times
+#   fewer for heads of 64, and more, 0.80, for heads of 128.
+#   <!-- claim: [round(flash.traffic("plain", s=4096, d=d, itemsize=1).total / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1).total, 2) for d, q, k in ((64, 100, 64), (128, 50, 50))] == [3.09, 0.8] -->
 # - Output and lse of two sets of keys give those of their union. Ring attention and split decoding use this one line.
 #   <!-- claim: torch.allclose(flash.merge(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2), torch.zeros(1))[0], torch.full((1, 2), 0.5)) -->
 # - A fused kernel does the same arithmetic in fewer sweeps: softmax 2 instead of 8, LayerNorm 2 instead of 8, SwiGLU 3 instead of 8.

@@ -3,7 +3,7 @@
 #
 # **How does every rank get the sum of what all ranks hold, when no rank can hold or send everything?**
 #
-# *145 min · before this: lab 00 · needs a laptop, no GPU and no network*
+# *135 min · before this: lab 00 · needs a laptop, no GPU and no network*
 #
 # A training run on many devices needs a few exchanges in which all ranks of a group take part: *here is my gradient*, *give me your part of the weights*.
 # These exchanges are called collectives. In this lab you see all eight of them built from `send` and `recv`, write two yourself, count every byte they send,
@@ -15,7 +15,7 @@
 # After this lab you
 #
 # - order blocking sends so that nobody waits in a circle (exercise 7.1),
-# - reach a thousand ranks in ten steps (exercise 7.2),
+# - tell any number of ranks in as few steps as possible (exercise 7.2),
 # - write a ring all-reduce in which no rank works more than another (exercise 7.3),
 # - know what an all-reduce must be tested for besides its values (exercise 7.4).
 
@@ -24,13 +24,12 @@
 
 # %%
 import collections
-import dataclasses
 import time
 
 import torch
 
-from labutils import anatomy, collectives, units
-from labutils.config import Link, Mesh, ModelConfig
+from labutils import collectives, units
+from labutils.config import Link, Mesh
 from labutils.ledger import Ledger, Line
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, predictions, reveal, show
@@ -61,7 +60,7 @@ plots.ring_animation(world.trace)
 # The animation is drawn from the messages of a real run. After three steps each rank owns one finished piece; after three more, everybody owns all four.
 # No rank ever sent a whole tensor at once, and no rank did more than another.
 #
-# The rest of the lab takes this picture apart: why passing to a neighbor can hang, what the pieces save, and when another pattern is faster.
+# Why can passing to a neighbor hang, what do the pieces save, and when is another pattern faster? That is the rest of the lab.
 
 # %% [markdown]
 # ## What can two ranks say to each other?
@@ -143,25 +142,8 @@ hint("collectives/ordered-sends", 1)
 show(collectives.shift)
 
 # %% [markdown]
-# It is not enough that nobody hangs. If rank 0 alone sends first, rank 1 sends when it has received, rank 2 after that, and so on:
-
-
-# %%
-def one_after_the_other(rank):
-    comm, x = rank.comm("dp"), torch.full((3,), float(rank.rank))
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    if comm.rank == 0:
-        comm.send(x, right)
-    received = comm.recv(torch.empty_like(x), left)
-    if comm.rank > 0:
-        comm.send(x, right)
-    return received
-
-
-world.run(one_after_the_other)
-plots.messages(world.trace)
-
-# %% [markdown]
+# It is not enough that nobody hangs. If rank 0 alone sends first, rank 1 sends when it has received, rank 2 after that, and so on: N steps.
+#
 # Where both directions are always needed, `comm.send_recv(x, dst, out, src)` does them at once and leaves nothing to order. The ring below is made of it.
 #
 # A second way to get stuck: ranks that disagree about *what* they are doing. Rank 2 takes another branch here.
@@ -341,8 +323,8 @@ explore(who_sends, collective=list(collectives.FORMULAS), ranks=[2, 4, 6, 8])
 # Look for three shapes: *stars*, in which one rank meets all others; *trees*, in which the number of busy ranks doubles; and patterns in which every rank
 # does the same in every step, so that none waits.
 #
-# What does each cost? Let S be the whole tensor, here 24 MB on 4 ranks. For each collective: what all ranks send together, what the *busiest* rank sends
-# and receives, what ranks 0 to 3 hold at the end, and the steps.
+# What does each cost? Let S be the whole tensor, here 24 MB on 4 ranks. For each collective but the all-reduces, which are the next
+# question: what all ranks send together, what the *busiest* rank sends and receives, what ranks 0 to 3 hold at the end, and the steps.
 
 
 # %%
@@ -366,27 +348,24 @@ def bytes_unexplained(algorithm, trace, held, **sizes):
     sent = collectives.sent(algorithm, **sizes).diff(trace.sent)
     return sent.unexplained, collectives.held(algorithm, **sizes).diff(held).unexplained
 
-
+# %%
 print(f"{'in all':>37}{'sends':>9}{'receives':>9}{'held in MB':>14}", end="")
 print(f"{'steps':>6}{'unexplained':>13}")
 for algorithm in collectives.FORMULAS:
-    print(row(algorithm))
+    if algorithm not in collectives.ALL_REDUCES:
+        print(row(algorithm))
 
 # %% [markdown]
-# The last column compares every rank's bytes, sent and held, with their formulas: nothing is left over. Read the first two columns together. The four
-# all-reduces move the *same* total; what the busiest rank sends differs by a factor of two, and the factor grows with N. That is the next
-# question.
+# The last column compares every rank's bytes, sent and held, with their formulas: nothing is left over. The tree moves as many bytes as the star, in fewer
+# steps and with less work for the busiest rank.
 #
-# All thirteen are a few lines each. Here are two of the stars, and the four things that a formula says about each algorithm:
+# Two of the stars, in a few lines each:
 
 # %%
 show(collectives.scatter_star)
 
 # %%
 show(collectives.reduce_star)
-
-# %%
-show(collectives.costs.Formula)
 
 # %% [markdown]
 # ## How many bytes does each rank send in an all-reduce?
@@ -523,16 +502,6 @@ check("collectives/missing-test", complaints)
 # %%
 hint("collectives/missing-test", 1)
 
-# %% [markdown]
-# What the course's own test says about the published ring, on 8 ranks:
-
-# %%
-faults(published_ring, World(8), numel=1024)[:2]
-
-# %% [markdown]
-# It passes whole tensors, 8 times the bytes of a ring on 8 ranks. And every rank adds in an order of its own, so with real numbers the replicas of your
-# model end with *different bits*. In a ring of pieces, each piece is summed once, in one order, and then only copied.
-
 # %%
 show(faults)
 
@@ -580,9 +549,8 @@ for algorithm in collectives.ALL_REDUCES:
     print(f"{algorithm:28} {row}")
 
 # %% [markdown]
-# The two times agree, and that says less than it seems: the replay uses the same λ and bw, and the same rule that a rank sends one message and receives one at
-# a time. It shows that the formula counts the right messages in the right order. Whether a network behaves like the model is another question, and the subject
-# of the next section.
+# The two times agree: the formula counts the right messages in the right order. More it does not say, since the replay uses the same λ and bw. What a machine
+# says is asked further down.
 
 # %% [markdown]
 # Six ranks, and links of 10 µs and 10 GB/s. From which message size on is the ring the fastest? Guess before you look.
@@ -741,19 +709,16 @@ def same_on_both(algorithm):
 {algorithm: same_on_both(algorithm) for algorithm in collectives.FORMULAS}
 
 # %% [markdown]
-# All thirteen agree. One of them in full:
-
-# %%
-processes = World(4, engine="processes")
-processes.run(lambda rank: collectives.all_reduce_ring(torch.ones(10), rank.comm("dp")))
-collectives.sent("all_reduce_ring", nbytes=40, n=4).diff(processes.ledger)
-
-# %% [markdown]
+# All thirteen agree.
+#
 # To predict times we need λ and bw of *this* machine. Everybody passes a tensor to the right at once, ten times in a row, once with one number and once with
 # four million:
 
 
 # %%
+processes = World(4, engine="processes")
+
+
 def seconds(program, nbytes, repeats=15):
     """Median over repeats of the slowest rank's time for program(x, comm)."""
 
@@ -781,17 +746,6 @@ latency = seconds(pass_on, 4) / 10
 here = Link(latency, 16e6 / max(seconds(pass_on, 16_000_000, 5) / 10 - latency, 1e-9))
 print("latency", units.text(here.latency, "s"))
 print("bandwidth", units.text(here.bandwidth, "B/s"), "for each rank, all at once")
-
-# %% [markdown]
-# Why ten in a row? A single message is timed from a barrier on, and the ranks do not leave a barrier at the same moment: whoever comes first waits for a partner.
-# The time of one message, and of one out of ten:
-
-# %% tags=["nbval-ignore-output"]
-alone = seconds(lambda x, comm: pass_on(x, comm, times=1), 4)
-print("one", units.text(alone, "s"), " one of ten", units.text(latency, "s"))
-
-# %% [markdown]
-# A λ taken from single messages holds that wait. An algorithm of six steps pays it once, a prediction with such a λ counts it six times.
 
 # %% [markdown]
 # With these two numbers the model predicts every algorithm at every size. Lines are predictions, dots are measurements on four processes.
@@ -824,50 +778,13 @@ rate = 16e6 / max(seconds(only_two, 16_000_000, 5) / 10 - fewer, 1e-9)
 print("only two:    ", units.text(fewer, "s"), units.text(rate, "B/s"))
 
 # %% [markdown]
-# The difference is what four processes on this machine take from each other, and what the lines of the naive way and the tree leave out. So a benchmark on one
-# machine says little about the algorithm on a cluster, where each rank has a device and a link; a count of bytes says the same on both.
+# With two ranks silent, the other two get more than before. So the model holds, roughly, for the ring and for halving–doubling, in which all ranks send in every
+# step, as they did when λ and bw were measured. It makes the naive way and the tree too slow. A count of bytes needs no such care: it is the same everywhere.
 
 # %%
 processes.close()
 
 # %% [markdown]
-# ## What does a training step send?
-#
-# With exact formulas for single collectives, a whole step is a sum. GPT-2 on four data-parallel ranks, in bf16, at the four levels of ZeRO that lab 09
-# will build:
-
-# %%
-psi = ModelConfig.named("gpt2").num_params
-summed, scattered, gathered = (
-    collectives.sent(f"{op}_ring", nbytes=2 * psi, n=4, itemsize=2)
-    for op in ("all_reduce", "reduce_scatter", "all_gather")
-)
-levels = {"level 0": summed, "level 1": scattered + gathered}
-levels |= {"level 2": scattered + gathered, "level 3": scattered + gathered.scaled(2)}
-plots.comm_bars(**levels)
-
-# %% [markdown]
-# Level 0 is one all-reduce of the gradients; levels 1 and 2 split it into its halves, so sharding the optimizer and the gradients costs no byte;
-# level 3 gathers the weights once more and sends 1.5 times as much.
-#
-# On a mesh each axis has its own traffic. Llama-3.1-8B on 8 tensor-parallel × 4 data-parallel ranks, eight micro-batches of one sequence of 4096
-# tokens. Tensor parallelism (lab 10) splits every matrix over its ranks. For that it all-reduces an activation of s·h numbers four times in each layer and
-# twice at the ends of the model, and in the loss three numbers for each token:
-
-# %%
-llama = dataclasses.replace(ModelConfig.named("llama-3.1-8b"), seq_len=4096)
-s, h, L = llama.letters("s h L")
-gradients = 2 * anatomy.num_params(llama, tp=8)
-dp = collectives.sent("all_reduce_ring", nbytes=gradients, n=4, itemsize=2)
-activation = collectives.sent("all_reduce_ring", nbytes=2 * s * h, n=8, itemsize=2)
-loss = collectives.sent("all_reduce_ring", nbytes=4 * s, n=8).scaled(3)
-tp = (activation.scaled(4 * L + 2) + loss).scaled(8)
-{axis: units.text(sent.by("rank")[0]) for axis, sent in {"dp": dp, "tp": tp}.items()}
-
-# %% [markdown]
-# The tensor-parallel axis sends about twenty times as much as the data-parallel one, and a layer cannot go on before it has arrived. So `tp` is the
-# innermost axis of a mesh, inside one machine, and `dp` crosses the slow network.
-#
 # ## Turn the knobs
 #
 # Number of ranks, message size, latency, bandwidth: which all-reduce wins, and by how much? Try six ranks against eight, then a thousand. Is there any
@@ -895,30 +812,15 @@ explore(contest, states=36, **knobs)
 # %% [markdown]
 # ## In practice
 #
-# **You call, the library chooses.** `torch.distributed.all_reduce` hands the tensor to NCCL on GPUs and to gloo on CPUs. NCCL picks an algorithm and a
-# protocol for every call from a model like ours. Its source (`src/graph/tuning.cc`) computes
-# time = latency + bytes / bandwidth, with 2(N − 1) hops for a ring, log₂ of the number of nodes for a tree, and N / (2(N − 1)) to get from bus to
-# algorithm bandwidth.
-#
-# The plain tree never won above: halving–doubling takes as many steps and carries less. NCCL's trees are *pipelined*: chunks follow each other up and
-# down, so such a tree carries about 2S at best, instead of 2⌈log₂ N⌉ S. With that term, the place where the ring takes over moves out as N grows:
-
-# %%
-for ranks in (8, 64, 512):
-    ring = collectives.steps("all_reduce_ring", ranks)
-    tree = collectives.steps("all_reduce_tree", ranks)
-    bytes_added = 2 - collectives.FORMULAS["all_reduce_ring"].share(ranks)
-    place = units.text((ring - tree) * link.latency * link.bandwidth / bytes_added)
-    print(f"{ranks:4} ranks: the ring beats a pipelined tree from {place} on")
-
-# %% [markdown]
-# **NVLink and the switch.** Inside a machine with NVLink switches that can add (NVLS, "NVLink SHARP"), and between machines with switches that can
-# (CollNet, "SHARP"), a rank sends its tensor once and the network returns the sum. For such an all-reduce nccl-tests gives the factor (n − 1)/(n + 1).
+# **You call, the library chooses.** `torch.distributed.all_reduce` hands the tensor to NCCL on GPUs and to gloo on CPUs. NCCL picks an algorithm for every
+# call from a model like ours, latency + bytes / bandwidth (`src/graph/tuning.cc`). The plain tree never wins above: halving–doubling
+# takes as many steps and carries fewer bytes. NCCL's trees are *pipelined*: chunks follow each other up and down, so that such
+# a tree carries about 2S instead of 2⌈log₂ N⌉ S. With switches that add (NVLS inside a machine, SHARP between machines) a rank sends its tensor once and the
+# network returns the sum.
 #
 # **Reading nccl-tests.** `algbw` is S / t. `busbw` multiplies by the bytes that a link must carry at least, and is comparable with a data sheet for any
 # number of ranks. Look twice at the data sheet: a link is full duplex, and the 900 GB/s of an H100's NVLink are both directions together. A ring sends in
-# one of them, so its busbw is to be compared with 450 GB/s. Eight ranks, links of 10 GB/s in each direction without latency (for broadcast and reduce the
-# factor is 1):
+# one of them, so its busbw is to be compared with 450 GB/s. Eight ranks, links of 10 GB/s in each direction, no latency:
 
 # %%
 rings = ("all_reduce_ring", "reduce_scatter_ring", "all_gather_ring")
@@ -944,24 +846,7 @@ for name in (*rings, "all_to_all_pairwise"):
 # `fully_shard` on each), Megatron-LM keeps gradients in one contiguous buffer (`--overlap-grad-reduce`, and `--use-distributed-optimizer` to split the
 # all-reduce into its halves).
 #
-# **Gloo** has a ring in chunks, halving–doubling and bcube. Its older `allreduce_ring` passes whole tensors, and its documentation says so: P · S bytes on
-# the wire for it, 2 · S for the chunked one.
-#
-# **On a cluster** the functions of this lab run unchanged. Put this into `ring.py`; inside a `torchrun` job a `World` takes the ranks that are there:
-#
-# ```python
-# import torch
-# from labutils.config import Mesh
-# from labutils.world import World
-#
-# with World(Mesh(dp=16)) as world:
-#     world.run(lambda rank: rank.comm("dp").all_reduce(torch.ones(1_000_000, device=rank.device)))
-#     print(world.ledger)
-# ```
-#
-# ```
-# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 ring.py
-# ```
+# **On a cluster** the functions of this lab run unchanged: inside a `torchrun` job a `World` takes the ranks that are there. Labs 08 and 09 show the command.
 
 # %% [markdown]
 # ## Errata
@@ -994,16 +879,11 @@ ways = ("gather_star", "all_gather_ring")
 [max(run(way, 60, ranks=4)[1].sent.by("rank").values()) for way in ways]
 
 # %% [markdown]
-# **Gradients that are "all-reduced" and nothing else** (often said, and half of it): all-reduce *sums*; the mean that you would get from one large batch is
-# that sum over N. Without the division SGD has N times the learning rate.
-#
-# **A ring of whole tensors** (published code of a course, exercise 7.4): 2(N − 1)S per rank instead of 2(N − 1)S/N, N times too much, and a value test cannot see it.
+# **A ring of whole tensors** (published code of a course, exercise 7.4): 2(N − 1)S per rank instead of 2(N − 1)S/N, N times too much. And every rank adds in an
+# order of its own: with real numbers the replicas of a model end with *different bits*. Its value test, on whole numbers that are exact in fp32, sees neither:
 
 # %%
-with World(8) as eight:
-    eight.run(lambda rank: published_ring(torch.ones(1024), rank.comm("dp")))
-ring = collectives.sent("all_reduce_ring", nbytes=4096, n=8)
-eight.ledger.by("rank")[0] / ring.by("rank")[0]
+faults(published_ring, World(8), numel=1024)[:2]
 
 # %% [markdown]
 # ## Summary
@@ -1028,6 +908,4 @@ eight.ledger.by("rank")[0] / ring.by("rank")[0]
 #   that it is optimal.
 # - R. Thakur, R. Rabenseifner, W. Gropp, *Optimization of collective communication operations in MPICH*, IJHPCA 19, 2005: halving–doubling, and the cost model.
 # - P. Goyal et al., *Accurate, large minibatch SGD*, arXiv:1706.02677, section 4: both in training practice.
-# - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054, section 7: what a step of each level sends.
 # - NVIDIA, nccl-tests, `doc/PERFORMANCE.md`: algorithm and bus bandwidth; NCCL, `src/graph/tuning.cc`: the model by which it chooses.
-# - Gloo, `docs/algorithms.md`: steps and bytes of its algorithms.
