@@ -42,7 +42,7 @@ def test_the_ring_is_drawn_from_a_real_trace():
         world.run(lambda rank: collectives.all_reduce_ring(torch.ones(1000), rank.comm("dp")))
         animation = plots.ring_animation(world.trace)
     assert len(animation.frames) == 7 and animation.labels[-1].endswith(
-        "sent so far: 6.00 kB a rank."
+        "sent so far: 6.00 kB per rank."
     )
     html = animation._repr_html_()
     assert html.count('class="lu-frame"') == 7 and html.count('class="lu-frame" hidden') == 6

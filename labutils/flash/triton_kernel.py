@@ -9,7 +9,7 @@
 
 algorithms.backward has keys outside and adds to dQ in slow memory. Programs run at the same time
 and would add at the same time, so dQ has a kernel of its own, and the scores are computed twice: 7
-products a tile instead of 5. FlashAttention-2 (2307.08691, section 3.2) adds atomically.
+products per tile instead of 5. FlashAttention-2 (2307.08691, section 3.2) adds atomically.
 
 Without the package `triton` the module still loads, and `triton_attention` says what is missing.
 """

@@ -577,8 +577,8 @@ where = collectives.crossover("all_reduce_ring", "all_reduce_halving_doubling", 
 reveal("all-reduce/ring-wins-from", kB=round(where / 1000, 1))
 
 # %% [markdown]
-# Setting the two costs equal gives the place. On six ranks the ring takes 10 steps and 5/3 S one after the other; halving–doubling, which first folds
-# six ranks into four, takes 6 and 7/2 S: they meet at S = (10 − 6) · λ · bw / (7/2 − 5/3). The product λ · bw is what a link could have sent in the time of one latency,
+# Setting the two costs equal gives the place. On six ranks the ring takes 10 steps and 5/3 S one after the other; in halving–doubling
+# two of the six first hand their tensor to another rank and get the sum at the end, which makes 6 steps and (1 + 3/2 + 1) S. They meet at S = (10 − 6) · λ · bw / (7/2 − 5/3). The product λ · bw is what a link could have sent in the time of one latency,
 # here 100 kB. Far below it the steps decide, far above it the bytes.
 #
 # And on eight ranks?

@@ -44,7 +44,7 @@ def ring_animation(trace: Trace) -> Animation:
         adds = "adds its own values to" if step < adding else "keeps"
         labels.append(
             f"Step {step + 1} of {steps}. Each rank {adds} the piece that arrives; "
-            f"sent so far: {units.text(max(sent.values()))} a rank."
+            f"sent so far: {units.text(max(sent.values()))} per rank."
         )
     return Animation(
         frames,
