@@ -61,7 +61,9 @@ predict("e4m3/nan-codes", codes=14)  # your guess: change it
 # Write $e$ for the exponent field and $m$ for the mantissa field, both read as integers, and $M$ for the number of mantissa bits.
 # A *normal* number, which most are, has the value
 #
-# $$ \text{value} = (-1)^{\text{sign}} \cdot 2^{\,e - \text{bias}} \cdot \Bigl(1 + \frac{m}{2^M}\Bigr), \quad \text{bias} = 2^{\text{exponent bits} - 1} - 1 $$
+# $$ \text{value} = (-1)^{\text{sign}} \cdot 2^{\,e - \text{bias}} \cdot \Bigl(1 + \frac{m}{2^M}\Bigr) $$
+#
+# with a bias of $2^{\text{exponent bits} - 1} - 1$.
 #
 # The 1 in front is not stored: a normal number's leading bit is always 1.
 # The bias puts the exponent field, which counts from 0, around 1.0.
@@ -189,7 +191,9 @@ predict("e4m3/error-of-0.3", percent=1)
 # %% [markdown]
 # Around $x$ the values of a format lie evenly, one *gap* apart. The gap depends on the power of two below $x$ and on nothing else:
 #
-# $$ \text{gap}(x) = 2^{\lfloor \log_2 |x| \rfloor - M}, \qquad \text{and below the smallest normal number the gap that it has there.} $$
+# $$ \text{gap}(x) = 2^{\lfloor \log_2 |x| \rfloor - M} $$
+#
+# Below the smallest normal number the gap is what it is there.
 #
 # So rounding is counting: measure $x$ in gaps, round that to an integer, multiply back. Half a gap is the most you can be off. The gap is at
 # most $2^{-M}$ of $x$, so

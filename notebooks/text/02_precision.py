@@ -3,7 +3,7 @@
 #
 # **Half precision makes matrix products faster and activations smaller. What has to stay in fp32, so that the model still learns?**
 #
-# *145 min · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
+# *135 min · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -12,12 +12,9 @@
 #
 # - train weights in half precision although a step is smaller than the gap between two of their values (exercise 2.1),
 # - read a log of loss scales, and say what the next one will be (exercise 2.2),
-# - put scale, unscale, clip, step and update in their order, and know what every other order does (exercise 2.3, a bug hunt).
+# - put the parts of a step that scales and clips in their order, and know what other orders do (exercise 2.3, a bug hunt).
 #
-# You also switch the three techniques of mixed precision off, one at a time, and look at what breaks, and you count the bytes per parameter of
-# every convention: 12, 16, 18, 20 and 24.
-#
-# *Half precision* is a format of 16 bits, bf16 or fp16. Weights "in half precision" are all of the weights, each in 16 bits.
+# *Half precision* is a format of 16 bits, bf16 or fp16.
 
 # %% [markdown]
 # ## Setup
@@ -88,9 +85,9 @@ for fmt in formats:
 # bf16 covers everything: it has the exponents of fp32. fp16 loses three gradients in a thousand and keeps one in six with fewer digits. Of the two fp8 formats, e5m2
 # loses one in eleven, and e4m3 nearly half of them.
 #
-# So much for *range*. The other half of the story is *digits*: a weight of 1 has bf16 neighbors $2^{-7}$ above and $2^{-8}$ below it, and a training step
-# moves it by a thousandth or less. Mixed precision is three repairs: **master weights** against lost digits, **loss scaling** against lost range, **fp32
-# sums** against both. Each has a section, in which it is missing.
+# That is *range*. The other loss is of *digits*: a weight of 1 has bf16 neighbors $2^{-7}$ above and $2^{-8}$ below it, and a training step
+# moves it by a thousandth or less. Mixed precision is three repairs: **master weights** against digits that a weight loses, **loss scaling** against lost range, **fp32
+# sums** against digits that a sum loses. Each has a section, in which it is missing.
 
 # %% [markdown]
 # ## What does half precision buy?
@@ -110,7 +107,7 @@ for name in ("A100", "H100"):
     )
 
 # %% [markdown]
-# The operands are half as long, too, so that half as many bytes cross the memory bus. And on your machine? A smaller product, the fastest of five:
+# The operands have half as many bytes, too. And on your machine? A smaller product, the fastest of five:
 
 # %% tags=["nbval-ignore-output"]
 a, b = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
@@ -120,12 +117,10 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     print(f"{dtype!s:15} {1000 * fastest:.2f} ms")
 
 # %% [markdown]
-# Half precision is fast where there are units for it. A CPU that has none (no AVX-512 or AMX for 16 bits) forms these products one number at a time, and is many times *slower* than
-# in fp32. The stored numbers are from such a CPU.
+# Half precision is fast where there are units for it. The stored numbers are from a CPU that has none (no AVX-512 or AMX for 16 bits): there it is many times *slower* than fp32.
 #
-# So that the training runs of this lab take seconds on any machine, they form half-precision products as a matrix unit does, in a region called `wide_products`: multiply exactly, add in fp32,
-# round once.
-# The result is torch's own, up to the order in which the fp32 sums are added:
+# So this lab's training runs form half-precision products as a matrix unit does, in a region called `wide_products`: multiply exactly, add in fp32,
+# round once. The result is torch's own, up to the order in which the fp32 sums are added:
 
 # %%
 x = torch.randn(512, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -168,7 +163,7 @@ for lr in (1e-2, 1e-3, 1e-4, 1e-5):
     print(f"lr = {lr:g}:  bf16 {bf16:4.0%} fp16 {fp16:4.0%}")
 
 # %% [markdown]
-# fp16 has three bits more: it gets stuck at learning rates that are eight times lower. Schedules let the learning rate end low, so it is the end of training that is lost first.
+# fp16 has three bits more: it gets stuck at learning rates that are eight times lower. Schedules let the learning rate end low.
 #
 # **On the GPT.** Train it in fp32, three seeds. `Formats` says what is kept in which format: the weights' dtype, what is made of torch's AdamW, the loss, the loss scale. Without arguments all is fp32.
 
@@ -225,24 +220,23 @@ def changes(runs):
     return [[loss - run[0] for loss in run] for run in runs]
 
 
+def learning(runs, title, told="", ylabel="test loss (nats per letter)"):
+    steps = range(0, 10 * len(next(iter(runs.values()))[0]), 10)
+    told = dict(title=title, alt=f"{title}.{told} Three seeds each.")
+    return plots.curves(steps, xlabel="steps", ylabel=ylabel, **told, **runs)
+
+
 gained = {name: changes(three) for name, three in runs.items()}
 title = "At a low learning rate, rounded bf16 weights hardly learn"
-told = ". With master weights or stochastic rounding the loss falls as in fp32."
-plots.curves(
-    range(0, 41, 10),
-    xlabel="steps at lr = 0.00001",
-    ylabel="change of the test loss (nats)",
-    title=title,
-    alt=title + told + " Three seeds each.",
-    **gained,
-)
+told = " With master weights or stochastic rounding the loss falls as in fp32."
+learning(gained, title, told, ylabel="change of the test loss (nats)")
 
 # %%
 falls = {name: sum(run[-1] for run in three) for name, three in gained.items()}
 {name: f"{fall / falls['fp32']:.0%} of the gain" for name, fall in falls.items()}
 
 # %% [markdown]
-# The axis is short: forty such steps gain less than a hundredth of a nat, of a loss of about 3. Of that, bf16 weights get a tenth. Moments in fp32 do not help: the two curves are the same, so what is lost is lost when
+# Forty such steps gain less than a hundredth of a nat, of a loss of about 3 (a *nat* is the unit of a loss with the natural logarithm). Of that, bf16 weights get a tenth. Moments in fp32 do not help: the two curves are the same, so what is lost is lost when
 # the *weight* is rounded. A master copy or stochastic rounding brings nearly everything back. A step of a tenth of a gap, rounded stochastically, moves one weight in ten by a whole gap; on average that is the step.
 #
 # The master copy costs 4 bytes per parameter. It also makes the half-precision weights redundant: they can be made from it at any time. FSDP keeps only the fp32
@@ -343,7 +337,7 @@ for kind in ("query", "key", "value", "output", "up", "down"):
     )
 
 # %% [markdown]
-# Attention goes first: its query and key weights learn nothing more, and all other weights learn on.
+# At $2^{-7}$ query and key weights learn nothing, and all other weights learn on.
 #
 # At $2^{-13}$ it is everything. The backward pass begins with the gradients of the *logits*. At the start of training each of the 94 letters has a probability of about 1/94, and 512 tokens
 # share the mean: $\frac{1}{94 \cdot 512}$ for every logit that is not the target's. In powers of two, against the border of $2^{-25}$, and counted:
@@ -357,16 +351,14 @@ f"2^{border:.1f}: {of_logits['zero']:.0%} of the logits' gradients are zero"
 # **Loss scaling** moves the histogram back. The backward pass is linear, so the loss times $S$ gives gradients times $S$; they are divided by $S$ *in fp32*, where
 # that is exact for a power of two.
 #
-# **On the GPT.** Train with the share that a micro-batch of 256 tokens has in a batch of 34 million: $2^{-17}$. Adam divides by the size of the gradient, so in
-# fp32 the share makes no difference, as long as Adam's `eps` is far below the gradients: a weight moves by $\text{lr} \cdot g / (|g| + \text{eps})$ when its gradient $g$ is the same at every step. For a
-# gradient of 0.001 before the share:
+# **On the GPT.** Train with the share that a micro-batch of 256 tokens has in a batch of 34 million: $2^{-17}$. A weight whose gradient $g$ is the same at every step moves by $\text{lr} \cdot g / (|g| + \text{eps})$ under Adam. With $g = 0.001$ before the share:
 
 # %%
 g = 0.001 * 2.0**-17
 {f"eps = {eps}": f"{g / (g + eps):.0%} of lr" for eps in (1e-8, 1e-15)}
 
 # %% [markdown]
-# PyTorch's default of $10^{-8}$ would take part in every step here, in every format. So all runs of this lab use $10^{-15}$.
+# PyTorch's default of $10^{-8}$ would shorten every step here, in every format. All runs of this lab use $10^{-15}$.
 
 
 # %%
@@ -384,14 +376,7 @@ curves = precision.three_seeds(untrained(config), attempts, draw, steps=40)
 
 # %%
 title = "Without a loss scale fp16 learns nothing; with one it learns what fp32 learns"
-plots.curves(
-    range(0, 41, 10),
-    xlabel="steps",
-    ylabel="test loss (nats per letter)",
-    title=title,
-    alt=title + ". Three seeds each.",
-    **curves,
-)
+learning(curves, title)
 
 
 # %%
@@ -459,8 +444,8 @@ plots.curves(
 )
 
 # %% [markdown]
-# Every fall is a skipped step: the gradients of that batch are thrown away. With the loss in fp32 the falls come when a large gradient comes. With the loss in fp16 they come with perfect regularity, always at the same
-# scale: something overflows there that has nothing to do with the batch. It is the first gradient of all: the gradient of the scaled loss with respect to the loss *is* $S$, and in fp16 it has to be at most 65 504.
+# Every fall is a skipped step: the gradients of that batch are thrown away. With the loss in fp32 the falls come at different scales. With the loss in fp16 they come regularly, always at the same
+# scale. What overflows there is the first gradient of all: the gradient of the scaled loss with respect to the loss *is* $S$, and in fp16 it has to be at most 65 504.
 
 # %%
 largest = {
@@ -472,8 +457,7 @@ largest = {
 torch.tensor(2.0**15).half().item(), torch.tensor(2.0**16).half().item()
 
 # %% [markdown]
-# The regular one is a scaler that works and a loss in the wrong format. With PyTorch's growth interval of 2000, one step in two thousand is skipped, as a price for looking; here it is
-# 3, so that you see it. And a scale that halves at *every* step has another cause: an inf or NaN in the forward pass, which no scale removes.
+# PyTorch's growth interval is 2000: a scale that overflows each time it has grown then skips one step in about two thousand. Here the interval is 3, so that you see it.
 #
 # The rule is PyTorch's, and so are the numbers, step for step. Ours and `torch.amp.GradScaler`, on the same gradients, some of them infinite:
 
@@ -602,7 +586,7 @@ reveal("precision/half-sum", loss=round(reported["bf16"], 2))
 show(precision.sums._CrossEntropy)
 
 # %% [markdown]
-# The sum stands still at 256. The terms are measured from the largest logit of their row, so that none is above 1; on average over the batch that logit adds what is missing:
+# The sum stands still at 256. The terms are $e$ to the power of a logit less the largest logit of its row, so that none is above 1. The loss then also has the largest logit less the target's, on average over the batch:
 
 # %%
 with torch.no_grad():
@@ -612,8 +596,7 @@ stalled = math.log(256) + (logits.amax(1) - target).mean().item()
 f"reported {reported['bf16']:.3f}, ln 256 and the largest logit {stalled:.3f}"
 
 # %% [markdown]
-# Each word *looks* more probable than it is: all probabilities together are not 1, but much more. In fp16 they are a little less, because from 1024 on the gap is 1, and
-# a term between ½ and 1 is added as 1.
+# Each word *looks* more probable than it is: all probabilities together are not 1:
 
 # %%
 total = [math.exp(reported["fp32"] - reported[name]) for name in names]
@@ -635,21 +618,14 @@ sums = precision.three_seeds(fresh, choices, draw_pairs, steps=40)
 
 # %%
 title = "With that one sum in bf16 the model learns less, by every seed"
-plots.curves(
-    range(0, 41, 10),
-    xlabel="steps",
-    ylabel="test loss (nats per pair)",
-    title=title,
-    alt=title + ". With it in fp32 it learns what fp32 learns. Three seeds each.",
-    **sums,
-)
+told = " With it in fp32 it learns what fp32 learns."
+learning(sums, title, told, ylabel="test loss (nats per pair)")
 
 # %%
 {name: apart(three, sums["fp32"]) for name, three in sums.items()}
 
 # %% [markdown]
-# All else is as it should be: master weights, activations, range. Nothing overflowed and nothing is NaN.
-# The training log does not show it either, because it is written with the same sum. On a test batch, after training:
+# The training log does not show it: it is written with the same sum. On a test batch, after training:
 
 # %%
 learner = copy.deepcopy(fresh[0]).to(bf16)
@@ -660,7 +636,7 @@ off = true - in_the_log
 f"the log says {off:.1f} nats too little; probabilities add up to {math.exp(off):.1f}"
 
 # %% [markdown]
-# One after another is the worst order of a sum, and a tree loses far less (lab 01). PyTorch's own reductions and cross-entropy read bf16 and add in fp32, so you meet a stalled sum where you write the loop, or the kernel, yourself.
+# PyTorch's own reductions and cross-entropy read bf16 and add in fp32, so you meet a stalled sum where you write the loop, or the kernel, yourself.
 # In bf16, `.sum()` and the loss of 4096 equal words:
 
 # %%
@@ -711,17 +687,7 @@ plots.curves(
 )
 
 # %% [markdown]
-# Ours ends at 2048 tokens; a batch of four million goes on. Two other long sums are kept in fp32: gradients over micro-batches (lab 05), and Adam's second moment $v$, which moves by a
-# thousandth of its difference in each step. Let the gradients become zero:
-
-# %%
-v = torch.ones(1, dtype=torch.bfloat16)
-for _ in range(1000):
-    v += 0.001 * (0.0 - v)  # β₂ = 0.999
-v.item(), round(0.999**1000, 2)
-
-# %% [markdown]
-# In fp32 $v$ would have fallen to a third. In bf16 it never moves, and with it the step stays as short as it was.
+# Ours ends at 2048 tokens; a batch of four million goes on. The sum of gradients over micro-batches is another long one (lab 05).
 
 # %% [markdown]
 # ## What does autocast decide?
@@ -805,14 +771,10 @@ times = 1 + sum(copies) / (4 * config.num_params)
 reveal("precision/autocast-weights", times=round(times, 2))
 
 # %% [markdown]
-# The difference between prediction and measurement is 0 bytes, copies included. Not quite one and a half times: only what a matrix product multiplies with has a copy, and no bias, norm or position. Two bytes for each such weight, less the copies:
-
-# %%
-matrices = {id(layer.weight): layer.weight.numel() for _, layer in linears}
-2 * sum(matrices.values()) - sum(copies)
+# The difference between prediction and measurement is 0 bytes, copies included. It is not quite one and a half times: only what a matrix product multiplies with has a copy, and no bias, norm or position.
 
 # %% [markdown]
-# And activations shrink by a third, not by half: what is not a product, such as the residual stream, norms and the loss, stays in fp32.
+# Activations and copies together take a third less than in fp32, not half: what is not a product, such as the residual stream, norms and the loss, stays in fp32.
 
 # %% [markdown]
 # ## Do the three together match fp32?
@@ -828,14 +790,7 @@ choices = {
 halves = precision.three_seeds(untrained(config), choices, draw, steps=100)
 together = {"fp32": in_fp32, **halves}
 title = "With all three, half precision learns what fp32 learns"
-plots.curves(
-    range(0, 101, 10),
-    xlabel="steps",
-    ylabel="test loss (nats per letter)",
-    title=title,
-    alt=title + ". Three seeds each.",
-    **together,
-)
+learning(together, title)
 
 # %%
 ends = {name: [run[-1] for run in three] for name, three in together.items()}
@@ -852,7 +807,7 @@ apart_at_most = max(from_fp32) / between_seeds
 f"formats differ by at most {apart_at_most:.1f} of what seeds differ by"
 
 # %% [markdown]
-# The formats differ by less than the seeds do. bf16 needs no loss scale: its exponents are those of fp32. What it costs is accuracy, of which it has three bits less than fp16.
+# The formats differ by less than the seeds do, and bf16 needs no loss scale.
 
 # %% [markdown]
 # ## 12, 16, 18, 20 or 24 bytes per parameter?
@@ -914,7 +869,7 @@ for name, setting in formulas.items():
     print(f"{name:18} unexplained: {predicted.diff(conventions[name]).unexplained}")
 
 # %% [markdown]
-# Zero bytes are unexplained. So mixed precision saves *no* model states: 16 bytes before and 16 after. It saves activations, and time on hardware that has units for it.
+# So mixed precision saves *no* model states: 16 bytes before and 16 after. It saves activations (see the errata), and time on hardware that has units for it.
 #
 # **16 is what is held between steps.** An optimizer wants fp32 gradients, so while it steps, fp32 copies of the bf16 ones are there as well:
 
@@ -954,12 +909,8 @@ for name, shape in {"ours": config, "GPT-2 XL": gpt2}.items():
 
 # %%
 for billions in (1, 7, 70, 405):
-    listed, table = (
-        each[name] * billions for name in ("bf16 + master", "... bf16 and fp32")
-    )
-    print(
-        f"{billions:3} billion parameters: {listed:5g} listed, {table:5g} in the table"
-    )
+    listed, table = (each[n] * billions for n in ("bf16 + master", "... bf16 and fp32"))
+    print(f"{billions:3} billion: {listed:5g} listed, {table:5g} in the table")
 
 # %% [markdown]
 # **24** are 16 of states and 8 for "activations and temporary memory". Activations do not depend on parameters but on tokens (lab 03). In bytes per parameter, measured in fp32:
@@ -978,7 +929,7 @@ def activation_bytes(rows):
 # %% [markdown]
 # ## Turn the knobs
 #
-# Slide the loss scale. Which scale loses least in fp16? Is there any for e4m3, and what would you need for it? (A scale for each tensor, or for each block of it, as lab 01's block formats have.)
+# Slide the loss scale. Which scale loses least in fp16? Is there one that suits all gradients in e4m3?
 
 
 # %%
@@ -1003,14 +954,10 @@ explore(histogram, log2_scale=(-8, 24, 4), share=list(shares), fmt=names)
 # | Megatron-LM | `--bf16` or `--fp16` | kept by its optimizer | `--accumulate-allreduce-grads-in-fp32`, which `--bf16` implies unless `--grad-reduce-in-bf16` | `--initial-loss-scale`, `--min-loss-scale`, `--loss-scale-window`, `--hysteresis` |
 #
 # - **With accumulation** every micro-batch's loss is scaled; `unscale_`, clipping, `step` and `update` come once per batch, after the last one.
-# - **FSDP2 casts modules, not operations**: weights are gathered in `param_dtype`, so that half as many bytes travel, and activations are in half precision all through; autocast would keep the
-#   residual stream in fp32. There is no second copy of the weights either: the fp32 shard *is* the master.
+# - **FSDP2 casts modules, not operations**: weights are gathered in `param_dtype` and activations are in half precision all through; autocast would keep the
+#   residual stream in fp32.
 # - **Hysteresis** is how many overflows it takes before the scale comes down.
-# - **Softmax and norms** are the operations that people put back into fp32 by hand: `--attention-softmax-in-fp32` in Megatron-LM.
-# - **Megatron-LM's loss** is computed from fp32 logits unless you say `--fp16-lm-cross-entropy`. Its softmax sums in fp32 with that switch, too: `calculate_logits_max` in
-#   `megatron/core/tensor_parallel/cross_entropy.py` begins with `vocab_parallel_logits.float()`, whatever it is given.
 # - **Sums in fp16 inside matrix products** exist on GPUs, for speed, behind `torch.backends.cuda.matmul.allow_fp16_accumulation`: off unless you switch it on.
-# - **With bf16 there is no scaler.** A run that logs a loss scale was written for fp16.
 
 # %% [markdown]
 # ## Errata
