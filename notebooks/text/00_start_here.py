@@ -3,7 +3,7 @@
 #
 # **A model trains its first step and runs out of memory in its second. Same model, same batch, same GPU. What changed?**
 #
-# *95 min · before this: Python, and a training loop in PyTorch that you have seen once · needs a laptop, no GPU and no network*
+# *90 min · before this: Python, and a training loop in PyTorch that you have seen once · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -80,8 +80,7 @@ plots.memory_timeline(first, title=title)
 # on a run. The three must agree. Prediction and measurement have the same type, a `Ledger`, so the comparison is one line,
 # `predicted.diff(measured)`, and the last line of its table, *unexplained*, has to be zero.
 #
-# Before each answer comes a guess. Change the number below to yours and run the cell. A wrong guess is worth more than none: it shows you what you
-# believed.
+# Before each answer comes a guess. Change the number below to yours and run the cell.
 #
 # > An fp32 weight takes 4 bytes. How many bytes does each parameter take **while Adam trains it**, activations aside?
 
@@ -111,8 +110,6 @@ for i in range(torch.cuda.device_count()):
     print(device.name, units.text(device.total_memory))
 
 # %% [markdown]
-# A laptop is enough: every cell of this lab runs on two cores in seconds.
-#
 # Two units share one name. A **GB** is 10⁹ bytes, a **GiB** is 2³⁰, 7 % more. This course writes GB, and GiB only where a tool reports it.
 #
 # > `nvidia-smi` reports 81 559 MiB on an H100 that is sold as "80 GB". How many GB are that?
@@ -167,7 +164,7 @@ f"{sum(p.numel() for p in giant.parameters()):,}"
 #
 # A *rank* is one process, as a rule with a GPU of its own. A *micro-batch* is what it takes through the model at once: b sequences of s tokens.
 # A rank may run several before the optimizer steps (*gradient accumulation*, lab 05), and many ranks work side by side (*data parallelism*, lab 08).
-# People quote the product in samples or in tokens, and the factor between the two is s. Batches of papers with different sequence lengths are compared in tokens.
+# The product of these is a batch in samples; times s it is a batch in tokens.
 #
 # A recipe for choosing: tokens per step first, then the sequence length, then the largest micro-batch that fits, then the ranks you have;
 # accumulation is what is left.
@@ -229,7 +226,7 @@ predicted.diff(measure.model_states(model, optimizer))
 reveal("start/bytes-per-parameter", bytes=16)
 
 # %% [markdown]
-# Zero bytes are unexplained. (Labs 02 and 03 meet other conventions, 12 to 24 bytes, and reconcile them.) What GPT-2 XL would hold in this way,
+# Zero bytes are unexplained. (Lab 02 meets other conventions, 12 to 24 bytes.) What GPT-2 XL would hold in this way,
 # before its first activation:
 
 # %%
@@ -262,7 +259,7 @@ reveal("start/second-peak", MB=second.peak.ledger.total / units.MB)
 
 # %% [markdown]
 # **The two peaks, derived.** Gradients take as much as the weights. Call *state* what the optimizer keeps, *working* what forward and backward hold
-# at their fullest besides weights and state, and *temporary* what `optimizer.step()` needs for a moment. A step is fullest at one of two moments,
+# at their fullest besides weights and state, and *temporary* what `optimizer.step()` needs for a moment (with `foreach=True`, PyTorch's default on GPUs, about a copy of the parameters). A step is fullest at one of two moments,
 # while it computes or while it updates:
 #
 # $$ \begin{aligned}
@@ -313,8 +310,7 @@ for kind in (step, after_the_forward_pass, filled_with_zeros):
 optimizer.zero_grad()
 
 # %% [markdown]
-# Gradients that are filled with zeros stay, and the whole second hill stands on them: one more time the bytes of the weights. Gradients that are dropped after the forward pass lie under all of it,
-# and its end is the new peak. Let go of them before the forward pass.
+# Gradients that are filled with zeros stay, and the whole second hill stands on them: one more time the bytes of the weights. Let go of gradients before the forward pass.
 
 # %% [markdown]
 # A device between the two peaks lets the first step pass and stops the second. Give the step such a budget, a fresh optimizer, and watch:
@@ -392,8 +388,7 @@ for gpu, told in ((replayed(1), "after step 1"), (replayed(2), "after step 2")):
     print(f"{told}: {now} allocated, {peak} at the peak, {reserved} reserved")
 
 # %% [markdown]
-# What is reserved follows the hill and stays there between the steps: a tool that shows it does not show what the model holds. It is also more than the hill, because
-# the free pieces between tensors are not always large enough for the next request.
+# What is reserved follows the hill and stays there between the steps: a tool that shows it does not show what the model holds. It is also more than the hill.
 
 # %% [markdown]
 # ### Exercise 0.2 · What does the hill of an accumulating step stand on? (10 min, ●●○)
@@ -566,7 +561,7 @@ plots.curves(tokens_seen, title=title, **axes, **lines)
 {B: [round(run[-1], 2) for run in runs] for B, runs in curves.items()}
 
 # %% [markdown]
-# A line is the mean of three seeds, its band reaches from the lowest to the highest. If tokens are what you pay for, batch 16 is ahead here. If time is, batch 256 may be: it took 8 steps
+# If tokens are what you pay for, batch 16 is ahead here. If time is, batch 256 may be: it took 8 steps
 # instead of 128, and each can be spread over many ranks. The second half of this course is about making such steps fast.
 
 # %% [markdown]
@@ -647,8 +642,7 @@ except ValueError as error:
 # | torchtitan, to mid-2026 | `training.local_batch_size` | `training.global_batch_size` | follows from the two | `training.seq_len` |
 # | this course | `micro_batch` | `global_batch` | `TrainConfig.accumulation` | `seq_len` |
 #
-# DeepSpeed takes any two of its three numbers and infers the third; Megatron-LM's global batch is one rank's micro-batch times the data-parallel
-# degree if you leave it out. Newer versions of torchtitan count tokens, not sequences: `training.num_tokens_per_microbatch_per_dp_rank` and
+# DeepSpeed takes any two of its three numbers and infers the third. Newer versions of torchtitan count tokens, not sequences: `training.num_tokens_per_microbatch_per_dp_rank` and
 # `training.num_tokens_per_train_step`.
 #
 # **The same timeline on a GPU.** PyTorch's allocator can record every allocation with the line of Python that asked for it:
@@ -659,32 +653,11 @@ except ValueError as error:
 # torch.cuda.memory._dump_snapshot("two_steps.pickle")     # drop the file on pytorch.org/memory_viz
 # ```
 #
-# Megatron-LM has `--record-memory-history` and `--memory-snapshot-path` for it, torchtitan `profiling.enable_memory_snapshot`. You will recognize the
-# two hills. The allocator rounds every tensor up to 512 bytes and keeps freed memory for itself; what libraries such as NCCL allocate beside it the
-# tool does not show. `measure.peak_allocated` reads its peak.
+# Megatron-LM has `--record-memory-history` and `--memory-snapshot-path` for it, torchtitan `profiling.enable_memory_snapshot`. What libraries such as NCCL allocate beside it the tool does not show.
 #
 # **Let the second step fail early.** A job that dies in step 2 after an hour of loading is a waste. Run two steps on random tokens first, and load
 # weights and data after them.
-#
-# **`temporary` is a choice.** `foreach=True`, PyTorch's default on GPUs, updates all tensors together and needs a copy of the parameters for a
-# moment; `foreach=False` goes tensor by tensor and needs about two copies of the largest; `fused=True` needs none. Measured here:
 
-
-# %%
-def temporary_of(**options) -> str:
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
-
-    def step():
-        model.loss(tokens, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    update = measure.history(step, model, optimizer).phases["optimizer"].ledger
-    return units.text(update.by("component")["buffers"])
-
-
-model.zero_grad()
-temporary_of(foreach=True), temporary_of(foreach=False), temporary_of(fused=True)
 
 # %% [markdown]
 # ## Errata: what published texts get wrong here
@@ -716,9 +689,7 @@ peaks = [measure.history(short_step, model, optimizer).peak for _ in range(2)]
 
 # %% [markdown]
 # - **16 bytes per parameter in full precision** (the same article as in the first item). For fp32 Adam it is 16Ψ and 4 bytes for each tensor, and only while gradients are alive; between `zero_grad()` and
-#   the next backward pass it is 12Ψ. A small matter here. It stops being small when the parts that a text lists sum to 16 and its total says 20 (lab
-#   02).
-# - **"80 GB" on a box** (this one is no text's error). 80 GB, 80 GiB or 81 559 MiB? A plan that mixes them is off by 7 %.
+#   the next backward pass it is 12Ψ. Lab 02 works out a text whose listed parts sum to 16 while its total says 20.
 
 # %% [markdown]
 # ## Summary
