@@ -601,7 +601,7 @@ blocked = {"int8": int8} | {mx.name: in_blocks(spiked, mx) for mx in block_forma
 {name: error(w[32:], rounded[32:]) for name, rounded in blocked.items()}
 
 # %% [markdown]
-# One outlier now ruins one block, whatever the format: int8 in blocks (with a scale in fp32) is again the best of 8 bits, and MXFP4, at half the bits, has about twenty times its error. In the ruined block:
+# One outlier now ruins one block at most: int8 in blocks (with a scale in fp32) is again the best of 8 bits, and MXFP4, at half the bits, has about twenty times its error. In the ruined block:
 
 # %%
 {name: error(w[1:32], rounded[1:32]) for name, rounded in blocked.items()}
@@ -625,8 +625,6 @@ four_bits = {"mxfp4": in_blocks(w, floats.MXFP4), "blocks of 16": in_blocks(w, f
 # %% [markdown]
 # The middle one has NVFP4's blocks and MXFP4's scale, and gains nothing: on these numbers it is the scale's mantissa that makes the difference.
 # What a smaller block does is confine an outlier, to 15 neighbors instead of 31.
-#
-# With an outlier, the number of values that share a scale weighed more than the format.
 
 # %% [markdown]
 # ## In practice

@@ -3,7 +3,7 @@
 #
 # **Half precision makes matrix products faster and activations smaller. What has to stay in fp32, so that the model still learns?**
 #
-# *135 min · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
+# *130 min · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -444,14 +444,8 @@ plots.curves(
 )
 
 # %% [markdown]
-# Every fall is a skipped step: the gradients of that batch are thrown away. With the loss in fp32 the falls come at different scales. With the loss in fp16 they come regularly, always at the same
-# scale. What overflows there is the first gradient of all: the gradient of the scaled loss with respect to the loss *is* $S$, and in fp16 it has to be at most 65 504.
-
-# %%
-largest = {
-    name: max(scale for scale, taken in log if taken) for name, log in logs.items()
-}
-{name: f"2^{math.log2(scale):.0f}" for name, scale in largest.items()}
+# Every fall is a skipped step: the gradients of that batch are thrown away. With the loss in fp32 the falls come at different scales. With the loss in fp16 they come regularly, always at
+# $2^{16}$, which is 65 536. What overflows there is the first gradient of all: the gradient of the scaled loss with respect to the loss *is* $S$, and in fp16 it has to be at most 65 504.
 
 # %%
 torch.tensor(2.0**15).half().item(), torch.tensor(2.0**16).half().item()
@@ -533,12 +527,7 @@ show(precision.clipped_step)
 # %% [markdown]
 # ## When does a sum stop growing?
 #
-# Lab 01's counter: in a format with $m$ mantissa bits a running sum of ones ends at $2^{m+1}$, because there $n + 1$ is a tie that goes to the even neighbor, $n$.
-
-# %%
-ones = torch.ones(4096)
-names = ("bf16", "fp16", "fp32")
-{name: precision.running_sum(ones, name)[-1].item() for name in names}
+# Lab 01's counter: in a format with $m$ mantissa bits a running sum of ones ends at $2^{m+1}$, 256 in bf16 and 2048 in fp16.
 
 # %% [markdown]
 # A language model has such a counter in its last step. The softmax divides by a sum over the *vocabulary*, and before training all words are about equally likely: as
@@ -574,7 +563,7 @@ def draw_pairs(generator, rows):
     return draw(generator, rows, tokens=pairs)
 
 
-fresh = untrained(wide)
+fresh, names = untrained(wide), ("bf16", "fp16", "fp32")
 x, y = draw_pairs(torch.Generator().manual_seed(1), 16)
 reported = {name: summed_in(name)(fresh[0], x, y).item() for name in names}
 {name: round(loss, 2) for name, loss in reported.items()}
@@ -721,28 +710,17 @@ sorted(precision.FULL_OPS), len(precision.HALF_OPS)
 # %% [markdown]
 # `cross_entropy` is on the first list, and you have seen why.
 #
-# **On a GPU the lists are longer.** PyTorch registers its rules per device, and says which operations have one:
+# **On a GPU the lists are longer.** PyTorch registers its rules per device. Which of these operations have one?
 
 # %%
 has_rule = torch._C._dispatch_has_kernel_for_dispatch_key
-asked = {
-    "product": ["linear", "matmul"],
-    "loss": ["nll_loss", "mse_loss"],
-    "softmax, norms": ["softmax.int", "layer_norm", "rms_norm"],
-    "functions, sums": ["exp", "log", "rsqrt", "sum", "cumsum"],
-    "mixed operands": ["addcmul", "atan2"],
-    "no rule at all": ["add.Tensor", "gelu"],
-}
-for kind, ops in asked.items():
-    cpu, cuda = (
-        sum(has_rule(f"aten::{op}", f"Autocast{device}") for op in ops)
-        for device in ("CPU", "CUDA")
-    )
-    print(f"{kind:15} of {len(ops)} operations: CPU {cpu}, CUDA {cuda}")
+for op in ("linear", "nll_loss", "softmax.int", "layer_norm", "exp", "sum", "gelu"):
+    cpu, cuda = (has_rule(f"aten::{op}", f"Autocast{on}") for on in ("CPU", "CUDA"))
+    print(f"{op:12} CPU: {cpu!s:6} CUDA: {cuda}")
 
 # %% [markdown]
-# On CUDA, softmax, norms, exponentials, logarithms and sums run in fp32, too (the section "CUDA Ops that can autocast to float32" of the documentation of `torch.amp`). A third list is for operations with operands of
-# different formats: they run in the widest. What follows counts the bytes of a CPU's region.
+# On CUDA, softmax, norms, exponentials, logarithms and sums run in fp32, too (the section "CUDA Ops that can autocast to float32" of the documentation of `torch.amp`).
+# What follows counts the bytes of a CPU's region.
 #
 # > The GPT has $\Psi$ parameters. Inside the region, what happens to the memory of its weights: half of it, the same, or one and a half times as much?
 
@@ -796,18 +774,8 @@ learning(together, title)
 ends = {name: [run[-1] for run in three] for name, three in together.items()}
 {name: [f"{loss:.1f}" for loss in losses] for name, losses in ends.items()}
 
-# %%
-between_seeds = max(ends["fp32"]) - min(ends["fp32"])
-from_fp32 = [
-    abs(mine - other)
-    for name in halves
-    for mine, other in zip(ends[name], ends["fp32"], strict=True)
-]
-apart_at_most = max(from_fp32) / between_seeds
-f"formats differ by at most {apart_at_most:.1f} of what seeds differ by"
-
 # %% [markdown]
-# The formats differ by less than the seeds do, and bf16 needs no loss scale.
+# To a tenth of a nat each seed ends where fp32 does, and bf16 needs no loss scale.
 
 # %% [markdown]
 # ## 12, 16, 18, 20 or 24 bytes per parameter?
