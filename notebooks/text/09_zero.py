@@ -3,7 +3,7 @@
 #
 # **Every rank of data parallelism holds the same weights, gradients and optimizer state. What if each keeps a share, and asks for the rest when it is needed?**
 #
-# *165 min · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
+# *150 min · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -39,7 +39,7 @@ from labutils.precision import LossScaler
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
-from labutils.world import World, WorldError
+from labutils.world import World
 
 # %%
 world = World(4)
@@ -61,8 +61,7 @@ plots.who_holds(**held, title=title)
 # moment: gradients before they are reduced, weights while they compute, down through the forward pass and up again through the backward pass. At levels 0 and 1
 # gradients come with the backward pass, and stay.
 #
-# This is ZeRO, the zero redundancy optimizer; level 3 is what PyTorch calls FSDP, fully sharded data parallelism. The picture was drawn from a real run on
-# four ranks. The lab builds it, level by level.
+# This is ZeRO, the zero redundancy optimizer; level 3 is what PyTorch calls FSDP, fully sharded data parallelism.
 
 # %% [markdown]
 # ## What do 64 ranks hold 64 times?
@@ -80,6 +79,8 @@ zero.model_states(7.5e9, 64, level=0)
 predict("zero/level-1-of-7.5B", GB=60)
 
 # %% [markdown]
+# With K bytes of optimizer state and N_d data-parallel ranks:
+#
 # $$ \text{level 1: } 2\Psi + 2\Psi + \frac{K\Psi}{N_d}, \qquad \text{level 2: } 2\Psi + \frac{(2 + K)\Psi}{N_d}, \qquad \text{level 3: } \frac{(2 + 2 + K)\Psi}{N_d}. $$
 
 # %%
@@ -101,37 +102,6 @@ for n in (1, 4, 16, 64, 256, 1024):
     print(f"{n:4} ", *(f"{GB:9.2f}" for GB in held))
 
 # %% [markdown]
-# The paper's dots on our lines:
-
-# %%
-paper = {
-    "level 1": [120, 52.5, 35.6, 31.4, 30.4, 30.1],
-    "level 2": [120, 41.3, 21.6, 16.6, 15.4, 15.1],
-    "level 3": [120, 30, 7.5, 1.88, 0.47, 0.12],
-}
-devices = [1, 4, 16, 64, 256, 1024]
-lines = {
-    f"level {level}": [zero.model_states(7.5e9, n, level).total / 1e9 for n in devices]
-    for level in (1, 2, 3)
-}
-axes = {"xlabel": "devices", "ylabel": "GB on each, 7.5B parameters", "log": "xy"}
-title = "Levels 1 and 2 stop at what stays whole, level 3 goes on"
-plots.curves(devices, title=title, measured=paper, **axes, **lines)
-
-# %% [markdown]
-# And the paper's table 2: how many billions of parameters fit into 32 GB, on 64 data-parallel ranks, each of which is 1 to 16 devices
-# that divide the model among them (lab 10)? Levels 0 to 3:
-
-# %%
-for parallel in (1, 2, 4, 8, 16):
-    largest = [
-        parallel * zero.largest_model(32e9, 64, level) / 1e9 for level in range(4)
-    ]
-    print(f"{64 * parallel:4} devices", *(f"{billions:8.1f}" for billions in largest))
-
-# %% [markdown]
-# The paper prints 7.6, 14.4 and 128 times the number of devices in a group, and calls 2048 billion 2T.
-#
 # The floors are 4Ψ and 2Ψ, a quarter and an eighth of everything: no number of devices brings level 1 below a quarter. Level 3 has no floor, and 1024 devices of 32 GB
 # hold a model of a trillion parameters.
 
@@ -184,13 +154,7 @@ reveal("zero/level-1-sends", times=sharded.total / world.ledger.total)
 # two groups of them: matrices decay, biases and the weights of norms do not.
 
 # %%
-sizes = {
-    "num_layers": 4,
-    "num_heads": 4,
-    "vocab_size": 96,
-    "seq_len": 16,
-    "dropout": 0.0,
-}
+sizes = dict(num_layers=4, num_heads=4, vocab_size=96, seq_len=16, dropout=0.0)
 config = ModelConfig(d_model=32, d_ff=128, **sizes)
 draw = torch.Generator().manual_seed(0)
 text = torch.randint(96, (3, 12, 17), generator=draw)  # three steps of twelve sequences
@@ -269,8 +233,8 @@ held.diff(results.history.peak.ledger)
 # %% [markdown]
 # The buckets are the temporary part: one that fills and one that is being reduced. The optimizer's lines are a quarter of the weights each, as promised.
 #
-# The settings of the two groups live where torch has them, in `optimizer.param_groups`, and a schedule of the learning rate takes the torch optimizer that
-# steps this rank's pieces: `LambdaLR(optimizer.inner, …)`. A piece is the stretch of a parameter that lies in the rank's share: most are empty.
+# A schedule of the learning rate takes the torch optimizer inside: `LambdaLR(optimizer.inner, …)`. A piece is the stretch of a
+# parameter that lies in the rank's share: most are empty.
 #
 # **What it buys with accumulation.** Level 1 keeps whole gradients, so it can add up micro-batches and reduce once per step. Levels 2 and 3 have
 # nowhere to keep them, and reduce after every micro-batch. Eight micro-batches, Ψ = 1 million parameters in fp32, 4 ranks:
@@ -358,8 +322,7 @@ print(zero.Results.HEAD, *map(level_3, few), sep="\n")
 print(zero.Results.HEAD, level_3(world, recompute=True), sep="\n")
 
 # %% [markdown]
-# No: it is computed again where it is whole anyway, for its own backward. Recomputation costs time and not a byte on the wire. It is the same
-# with `torch.utils.checkpoint`, reentrant or not.
+# No: it is computed again where it is whole anyway, for its own backward. Recomputation costs time and not a byte on the wire.
 #
 # The same on two processes, which share no memory: the same weights, and the same bytes as two ranks above.
 
@@ -383,11 +346,7 @@ held.diff(results.history.peak.ledger)
 
 # %% [markdown]
 # A quarter of everything is what stays. The last three lines, here the larger part of a small model, are *transient*: the unit that computes, the next one,
-# and what belongs to no layer (embeddings, head) and is whole through the entire pass. With the whole model as one unit, all of it would be transient:
-
-# %%
-one_unit = zero.predict_held(psi, 4, 3, itemsize=8).total
-units.text(one_unit), units.text(results.held)
+# and what belongs to no layer (embeddings, head) and is whole through the entire pass.
 
 # %% [markdown]
 # **One rank of 16,384.** What a rank sends and holds can be counted without the other ranks, and without numbers in its tensors. On `engine="dry"` one rank of any size runs alone: its
@@ -427,8 +386,8 @@ with World(n, engine="dry") as dry:
         print(f"{rank:7,} {layers:7} {row}")
 
 # %% [markdown]
-# Rank 11,111 ran a third of the 126 layers, rank 0 and the last one two, to save your time. "Sent" is the start, where rank 0 sends its weights down a tree, and a step.
-# All layers are alike, so the formula takes the one that was laid out here 126 times:
+# No row is a run of all 126 layers, to save your time: rank 11,111 ran 42 of them, the other two ranks two. "Sent" is the start, where rank 0 sends its weights down a tree, and one step.
+# All layers are alike. So the bytes held with 126 come from the formula, which takes the layer that was laid out here 126 times, and not from a run:
 
 # %%
 root, layer, *_ = layout
@@ -531,8 +490,7 @@ plots.curves(tokens, title=title, **axes, **lines)
 
 # %% [markdown]
 # With few tokens the step is as long as its messages, and level 3 pays for its third Ψ. With enough of them level 3 waits for its first gather and its last
-# reduction alone, and level 2 for all gathers, since nothing computes when they run. (Level 2 can do better: Megatron-LM's `--overlap-param-gather` hides them
-# behind the next forward pass, layer by layer.)
+# reduction alone, and level 2 for all gathers, since nothing computes when they run.
 #
 # This is a model: ranks alike, no contention, attention's own FLOPs left out. It says which quantity decides, tokens per rank, and about where.
 #
@@ -585,15 +543,10 @@ bf16 = {"itemsize": 2, "rank": 0}
 flat = zero.predict_sent(params, 64, 3, **bf16).total
 inside = zero.predict_sent(params, 8, 3, **bf16).total
 across = collectives.sent("all_reduce_ring", nbytes=2 * params // 8, n=8, **bf16).total
-held = [zero.model_states(params, n, 3).total for n in (64, 8)]
-print(
-    "sharded over 64:",
-    units.text(flat),
-    "on the slow network, holds",
-    units.text(held[0]),
-)
-print("hybrid:", units.text(inside), "inside,", units.text(across), "across,", end=" ")
-print("holds", units.text(held[1]))
+held = [units.text(zero.model_states(params, n, 3).total) for n in (64, 8)]
+inside, across = units.text(inside), units.text(across)
+print(f"sharded over 64: {units.text(flat)} on the slow network, holds {held[0]}")
+print(f"hybrid: {inside} inside, {across} across, holds {held[1]}")
 
 # %% [markdown]
 # Less than a tenth of the bytes crosses machines, for eight times the model states. (A ring over all 64 ranks goes as fast as its slowest hop, so all its bytes count
@@ -652,12 +605,11 @@ for level in (1, 2, 3):
     )
 
 # %% [markdown]
-# Whole, weights are 2 bytes, and K = 4 + 4 + 4; divided by four, half a byte and one byte each. K is measured here, not remembered: it is the master copy and
-# two moments, and a rank has a quarter of it at every level. At level 3 the shares of the weights are the master copy. The share of the gradient is fp32 at every
+# Whole, weights are 2 bytes, and K = 4 + 4 + 4; divided by four, half a byte and one byte each. At level 3 the shares of the weights are the master copy. The share of the gradient is fp32 at every
 # level, since that is what the optimizer takes: divided by four, 4 bytes, where the paper counts 2.
 #
 # **Where the step runs is free to choose.** The share of the gradient can go to the host, and the share of the new weights come back, over a link that no other
-# rank uses: master copy, moments and the step itself then live in host memory, and to the other ranks goes what went before. These are the lines that leave the
+# rank uses: master copy, moments and the step itself then live in host memory. These are the lines that leave the
 # device, for the model of 7.5B parameters on 64 devices at level 2:
 
 # %%
@@ -665,18 +617,10 @@ held = zero.predict_held(7_500_000_000, 64, 2, itemsize=2, shard_itemsize=4)
 held.only(component="optimizer")
 
 # %% [markdown]
-# Per step and device the link to the host carries a share of fp32 gradient down and a share of bf16 weights up. What a device holds, on it and on its host, in
-# all four combinations:
+# It is the same at level 1. In each step the link to the host carries a share of fp32 gradient down, and a share of bf16 weights up:
 
 # %%
-share = zero.partition(7_500_000_000, 64).share
-print("             on the device   on the host   per step to and from the host")
-for level in (1, 2):
-    states = zero.predict_held(7_500_000_000, 64, level, itemsize=2, shard_itemsize=4)
-    moved = states.only(component="optimizer").total
-    for name, host in {f"level {level}": 0, "  offloaded": moved}.items():
-        amounts = states.total - host, host, (4 + 2) * share * bool(host)
-        print(f"{name:12}", *(f"{units.text(nbytes):>14}" for nbytes in amounts))
+units.text((4 + 2) * 7_500_000_000 / 64)
 
 # %% [markdown]
 # **One rank's inf must be everybody's.** With fp16 the loss is scaled (lab 02), and a step whose gradient has overflowed is skipped. But after the reduce-scatter
@@ -686,10 +630,8 @@ for level in (1, 2):
 # %%
 def overflow(rank):
     model, optimizer = build(rank, 2, torch.float16)
-    scaler, mine = (
-        LossScaler(2.0**10, comm=rank.comm("dp")),
-        text[0].chunk(4)[rank.rank],
-    )
+    scaler = LossScaler(2.0**10, comm=rank.comm("dp"))
+    mine = text[0].chunk(4)[rank.rank]
     if rank.rank == 2:
         model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
     scaler.scale(model.loss(mine[:, :-1], mine[:, 1:])).backward()
@@ -712,7 +654,7 @@ world.run(overflow)
 # %% [markdown]
 # ### Exercise 9.3 · Bug hunt: the optimizer that passed its test (15 min, ●●●)
 #
-# A colleague wrote level 2 for bf16 weights, with clipping. All ranks agree after a step, the update is that of one rank, and only shares are held.
+# A colleague wrote level 2 for bf16 weights, with clipping. All ranks agree after a step, the weights are those of one device, and only shares are held.
 
 
 # %%
@@ -799,19 +741,7 @@ def go_on(rank, level):
 world.run(begin)
 for ranks, level in ((3, 3), (2, 2), (2, 3), (1, 1)):
     with World(ranks) as fewer:
-        print(
-            f"{ranks} rank{'s' * (ranks > 1)}, level {level}: {fewer.run(go_on, level)}"
-        )
-
-# %% [markdown]
-# The file is complete or it does not count. Half of one, as an interrupted copy leaves it:
-
-# %%
-path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-try:
-    world.run(go_on, 2)
-except WorldError as error:
-    print(str(error).splitlines()[0])
+        print(f"ranks: {ranks}, level {level}: {fewer.run(go_on, level)}")
 
 # %%
 folder.cleanup()
@@ -838,11 +768,7 @@ def contestant(rank, name):
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh), adamw(model.parameters())
     module = DistributedDataParallel(model, process_group=comm.group)
-    options = {
-        "optimizer_class": torch.optim.AdamW,
-        "process_group": comm.group,
-        "lr": 1e-2,
-    }
+    options = dict(process_group=comm.group, optimizer_class=torch.optim.AdamW, lr=1e-2)
     return module, ZeroRedundancyOptimizer(model.parameters(), **options)
 
 
@@ -852,9 +778,8 @@ def timed_step(rank, module, optimizer, k):
     mine = text[k % 3].chunk(rank.size)[rank.rank]
     rank.comm("dp").barrier()
     start = time.perf_counter()
-    loss = nn.functional.cross_entropy(
-        module(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten()
-    )
+    outputs = module(mine[:, :-1]).flatten(0, 1)
+    loss = nn.functional.cross_entropy(outputs, mine[:, 1:].flatten())
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -879,10 +804,7 @@ names = ["zero.Optimizer", "ZeroRedundancyOptimizer", "zero.shard", "fully_shard
 races = processes.run(race, names)
 processes.close()
 table = {name: torch.tensor([losses[name] for losses, _ in races]) for name in names}
-{
-    name: torch.allclose(table[name], table["zero.Optimizer"], atol=1e-5)
-    for name in names
-}
+[torch.allclose(table[name], table["zero.Optimizer"], atol=1e-5) for name in names]
 
 # %% [markdown]
 # The same losses, on every rank and in every step. The times are of this machine:
@@ -905,8 +827,7 @@ table = {name: torch.tensor([losses[name] for losses, _ in races]) for name in n
 # | `fully_shard`, no resharding | Ψ, and shards Ψ/N | Ψ/N | 2Ψ/N | Ψ + 4Ψ/N |
 # | level 3, `fully_shard` with resharding | Ψ/N | Ψ/N | 2Ψ/N | 4Ψ/N |
 #
-# The end of the backward pass need not be the fullest moment. Activations are all there at its *beginning*, when level 1 has no gradient yet: it makes room for each bucket as
-# backward reaches it and frees all of them in `zero_grad`. `benchmarks/zero.py` runs all of these in turn, and takes their peaks with activations from PyTorch's own profiler.
+# `benchmarks/zero.py` takes their peaks, with activations.
 #
 # ## Turn the knobs
 #
@@ -914,10 +835,7 @@ table = {name: torch.tensor([losses[name] for losses, _ in races]) for name in n
 # 32 GB: which is the lowest level that fits? And which, if gradients are kept in fp32?
 
 # %%
-conventions = {
-    "16Ψ: bf16 gradients": 2,
-    "18Ψ: fp32 gradients": 4,
-}
+conventions = {"16Ψ: bf16 gradients": 2, "18Ψ: fp32 gradients": 4}
 psi_70b = ModelConfig.named("llama-3.1-70b").num_params
 known = {"7.5B": 7_500_000_000, "llama-3.1-70b": psi_70b}
 
@@ -953,31 +871,24 @@ explore(memory_per_device, **knobs, device=["V100", "H100"])
 # | `--training.mixed_precision_param`, `--training.mixed_precision_reduce`, `--training.enable_cpu_offload` | torchtitan: the two policies |
 # | `"zero_optimization": {"stage": 1}`, or 2, or 3 | DeepSpeed: the level |
 # | `"offload_optimizer": {"device": "cpu"}` in it, `"gradient_clipping": 1.0` beside it | DeepSpeed: offload; the global norm |
-# | `"fp16": {"enabled": true, "loss_scale": 0}` | DeepSpeed: fp16 with a dynamic loss scale |
 # | `--use-distributed-optimizer`, `--clip-grad 1.0` | Megatron-LM: level 1; the global norm |
 #
-# **FSDP2** is called bottom-up, on each block and then on the root, and each call makes one group that is gathered at once: our units. Left to itself it reshards blocks and leaves
-# the root's weights whole between forward and backward, and an integer for `reshard_after_forward` reshards to a smaller group, such as one machine. With `False` weights are
-# still sharded between *steps*; from the forward pass on they are whole, and the bytes sent are those of level 2. torchtitan shards over `--parallelism.data_parallel_shard_degree` ranks and
-# replicates over `--parallelism.data_parallel_replicate_degree` of such groups (hybrid sharding): the gathers stay inside a group with a fast network.
+# **FSDP2** is called bottom-up, on each block and then on the root, and each call makes one group that is gathered at once: our units. An integer for `reshard_after_forward` reshards to a smaller group, such
+# as one machine. torchtitan shards over `--parallelism.data_parallel_shard_degree` ranks and replicates over `--parallelism.data_parallel_replicate_degree` of such groups: hybrid sharding.
 # `set_requires_gradient_sync(False)` keeps whole gradients through the micro-batches before the last, and reduces once per step, as level 1 does.
 #
-# **DeepSpeed** overlaps by `"overlap_comm"`, in pieces of `"reduce_bucket_size"` and `"allgather_bucket_size"`. At stage 3, `"stage3_prefetch_bucket_size"` says how far to
-# prefetch, `"stage3_max_live_parameters"` how much may be whole, and parameters below `"stage3_param_persistence_threshold"` are never sharded: small messages cost latency, not bytes.
+# **DeepSpeed** overlaps by `"overlap_comm"`. At stage 3, `"stage3_prefetch_bucket_size"` says how far to prefetch, `"stage3_max_live_parameters"` how much may be whole, and parameters
+# below `"stage3_param_persistence_threshold"` are never sharded.
 #
-# **Megatron-LM's** distributed optimizer is level 1: its documentation answers "no" to distributing gradients and parameters, and counts 4 + 16/d, 6 + 12/d or 8 + 8/d bytes a
-# parameter on d ranks, by the precision of weights and gradients. `--overlap-grad-reduce` and `--overlap-param-gather` hide both halves behind computation.
+# **Megatron-LM's** distributed optimizer is level 1. `--overlap-grad-reduce` and `--overlap-param-gather` hide both halves behind computation.
 #
-# **On a cluster** the functions of this lab run unchanged. `examples/train_zero.py` trains a GPT at any level, as threads of one process, as processes, or under `torchrun`; on two
-# nodes of eight devices, type on both:
+# **On a cluster** of two nodes of eight devices, type on both:
 #
 # ```
 # torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 \
 #     examples/train_zero.py --level 3
 # ```
 #
-# A test of this course does the same with two agents of two ranks on one machine, and the losses are those of threads, digit by digit. `--save` and `--load` take a snapshot from one number of
-# ranks to another.
 
 # %% [markdown]
 # ## Errata
@@ -994,13 +905,10 @@ def forward_only(rank):
 
 
 world.run(forward_only)
-(
-    {name: nbytes // 4 for name, nbytes in world.ledger.by("name").items()},
-    4 * psi * 3 // 4,
-)
+world.ledger.by("name"), 4 * (4 * psi * 3 // 4)
 
 # %% [markdown]
-# The broadcast is the start; the rest is one gather, $\Psi(N-1)/N$ of fp32. The same article says that each GPU requests "the necessary data" to rebuild "unsharded, local
+# The broadcast is the start; the rest is one gather: each rank sends $\Psi(N-1)/N$ elements of 4 bytes. The same article says that each GPU requests "the necessary data" to rebuild "unsharded, local
 # data". What is gathered are parameters; the training data of a rank stay its own.
 #
 # **Level 2 as "enabling reduce-scatter ... instead of all-reduce"** (an article on efficient training at scale, a digest of the Ultra-Scale Playbook). Level 1 can do so as well, and above it did. What level 2 adds is to *free* the gradients of others. The
@@ -1011,9 +919,6 @@ both = all_reduce + collectives.sent("all_gather_ring", nbytes=4 * psi, n=4)
 both.total / zero.predict_sent(psi, 4, 1).total
 
 # %% [markdown]
-# **A flag copied too early.** PyTorch's scaler for FSDP once read its flag before the all-reduce of it had finished, where gradients were offloaded: rank 0 skipped a
-# step, the others took it (pytorch/pytorch, pull request 115710, December 2023). The test that came with the repair has an inf on one rank alone, as above.
-#
 # **Optimizer states as "momentum and variance in the Adam optimization algorithm"** (chapter 15, "LLM Training Acceleration (WIP)", of an online book on large
 # language models), followed by K = 12. Two moments are K = 8; the other four bytes are the fp32 master copy. The lines above have all three.
 #
@@ -1035,29 +940,13 @@ for size in (2, 4, 6):
 with torch.device("meta"):
     llama = GPT(ModelConfig.named("llama-3.1-8b"))
 blocks = [tuple(p.numel() for p in block.parameters()) for block in llama.blocks]
-root = tuple(
-    p.numel() for name, p in llama.named_parameters() if not name.startswith("blocks")
-)
+others = (p for name, p in llama.named_parameters() if not name.startswith("blocks"))
+root = tuple(p.numel() for p in others)
 on_paper = zero.model_states(sum(root) + sum(map(sum, blocks)), 64, 3).total
 in_truth = zero.predict_held((root, *blocks), 64, 3, itemsize=2, shard_itemsize=4)
 units.text(on_paper), units.text(in_truth.total)
 
-# %%
-in_truth
-
 # %% [markdown]
-# Most of it is the embeddings and the head, which belong to no layer: 128 256 words of 4096 numbers, twice. Where the vocabulary is large, give each a unit of
-# its own (`units=[model.tokens, *model.blocks, model.head]`):
-
-# %%
-embedding, norm, head = root
-in_units = (norm, embedding, *blocks, head)
-units.text(zero.predict_held(in_units, 64, 3, itemsize=2, shard_itemsize=4).total)
-
-# %% [markdown]
-# The fullest moment is now the backward of the head: its weights and those of the layer before it, its gradient, and that gradient once more, while it is copied
-# into the flat tensor.
-#
 # **Small print of the paper's table 1**: it truncates. 257.75 GB stand there as 257, 4187.5 as 4187.
 
 # %% [markdown]
@@ -1071,7 +960,7 @@ units.text(zero.predict_held(in_units, 64, 3, itemsize=2, shard_itemsize=4).tota
 # >   <!-- claim: 2 * zero.predict_sent(840, 4, 3).total == 3 * zero.predict_sent(840, 4, 2).total -->
 # >   <!-- claim: zero.predict_sent(840, 4, 3, reshard=False).total == zero.predict_sent(840, 4, 2).total -->
 # > - The gathers of level 3 hide if a rank has about F/bw tokens in a step, FLOP/s over bytes/s, whatever the size of a layer.
-# > - Hybrid sharding keeps gathers inside a machine; across goes the gradient's share, 2(Ψ/n)(N − 1)/N.
+# > - Hybrid sharding keeps gathers inside a machine; across N machines goes the gradient's share: 2(Ψ/n)(N − 1)/N with n ranks in each.
 # >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=960, n=4).by("rank")[0] * 4 == collectives.sent("all_reduce_ring", nbytes=4 * 960, n=4).by("rank")[0] -->
 # > - With micro-batches levels 2 and 3 reduce after each one, level 1 once: with eight, 4.5 times as much at level 2.
 # >   <!-- claim: zero.predict_sent(840, 4, 2, accumulation=8).total == 4.5 * zero.predict_sent(840, 4, 1, accumulation=8).total -->
