@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from labutils import collectives
+from labutils import collectives, units
 from labutils.collectives.algorithms import is_rank
 from labutils.trace import Event
 from labutils.world.errors import site
@@ -75,6 +75,19 @@ class Comm:
             remedy = 'use World(..., engine="processes")'
             raise RuntimeError(f"threads have no torch.distributed.ProcessGroup: {remedy}")
         return self._owner._groups(self.ranks)
+
+    def neighbours(self, count: int) -> "Comm":
+        """The communicator of this rank's block, of the blocks of `count` that the ranks fall into
+        (torch's new_subgroups)."""
+        if self.size % units.whole(count, "count", 1):
+            remedy = "choose a divisor"
+            raise ValueError(f"blocks of {count} do not fill {self.size} ranks: {remedy}")
+        first = self.rank - self.rank % count
+        ranks, known = self.ranks[first : first + count], self._owner._comms
+        name = f"{self.axis} of {ranks}"
+        if name not in known:
+            known[name] = type(self)(self._owner, self.axis, ranks, self._channel // 2)
+        return known[name]
 
     @contextlib.contextmanager
     def record(self, name: str) -> Iterator[None]:

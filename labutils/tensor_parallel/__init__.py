@@ -1,0 +1,11 @@
+"""Tensor parallelism: the ranks share out each matrix, and with it heads, widths and vocabulary.
+Sequence parallelism: they share out the tokens of everything between the matrices, too.
+"""
+
+# isort: off
+from labutils.tensor_parallel.layers import (
+    ColumnLinear, RowLinear, VocabEmbedding, copy_to, cross_entropy, gather_from, reduce_from,
+    scatter_to,
+)  # fmt: skip
+from labutils.tensor_parallel.predict import kept_activations, sent
+from labutils.tensor_parallel.transform import ParallelGPT, parallelize, rank_config, styles

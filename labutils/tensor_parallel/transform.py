@@ -1,0 +1,172 @@
+"""`parallelize`: a whole GPT becomes one rank's share of it, as the table of its parts says."""
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from labutils import anatomy
+from labutils.config import ModelConfig
+from labutils.model import GPT
+from labutils.tensor_parallel import layers
+from labutils.world import Comm
+
+_DRAWING = threading.Lock()
+
+
+def styles(model: ModelConfig) -> dict[str, str]:
+    """How each part of the model that has weights is split, by its path: of a matrix the dim with a
+    letter that tp divides (`anatomy.SPLITS`), the first ("column") or the second ("row"); of the
+    embedding its words ("vocabulary"); what has no such letter is "whole" on every rank.
+
+    >>> table = styles(ModelConfig.named("llama-3.1-8b"))
+    >>> [table[f"blocks.*.feed_forward{part}"] for part in ("_norm", ".gate", ".up", ".down")]
+    ['whole', 'column', 'column', 'row']
+    """
+    found = {}
+    for part in anatomy.parts(model):
+        dims = (part.weight or part.products).split()  # a tied head has no weight of its own
+        if len(dims) > 2 or not dims:  # softmax·v, and what has no weight
+            continue
+        split = [any(letter in anatomy.SPLITS["tp"] for letter in dim) for dim in dims]
+        style = ("column" if part.products else "vocabulary") if split[0] else "row"
+        found[part.name] = style if any(split) else "whole"
+    return found
+
+
+def rank_config(model: ModelConfig, n: int) -> ModelConfig:
+    """The model that each of n ranks has: fewer heads, narrower feed-forward layers and a smaller
+    vocabulary, at the same hidden width. With fewer key–value heads than ranks it has one.
+
+    >>> rank = rank_config(ModelConfig.named("llama-3.1-8b"), 16)
+    >>> rank.num_heads, rank.num_kv_heads, rank.d_ff, rank.d_model
+    (2, 1, 896, 4096)
+
+    Raises ValueError, with the size that n does not divide, and for a mixture of experts.
+    """
+    if model.num_experts > 1:
+        remedy = f"spread num_experts={model.num_experts} over ep"
+        raise ValueError(f"tp does not split experts: {remedy}")
+    shared = n % model.num_kv_heads == 0  # each key–value head on as many neighbouring ranks
+    divided = replace(model, num_kv_heads=model.num_heads) if shared else model
+    sizes = anatomy.letters(divided, tp=n)
+    a, g, f, v = (sizes[letter] for letter in "agfv")
+    g = 1 if shared else g
+    return replace(model, num_heads=a, num_kv_heads=g, d_ff=f, vocab_size=v)
+
+
+class ParallelGPT(GPT):
+    """A GPT of which this rank has its share; made by `parallelize`. A call returns this rank's
+    columns of the logits, [b, s, v_t], for `cross_entropy`."""
+
+    comm: Comm
+    sequence: bool
+
+    def embed(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s_or_s_t h"]:
+        """The residual stream as it enters the first layer; under sequence parallelism its share of
+        the tokens."""
+        s = tokens.shape[1]
+        if s > self.config.seq_len:
+            fits = "cut the sequence or build a longer model"
+            raise ValueError(f"{s} tokens do not fit seq_len={self.config.seq_len}: {fits}")
+        x = self.tokens(tokens)
+        if self.positions is not None and self.sequence:
+            share = layers.share_of_tokens(s, self.comm)
+            positions = layers.copy_to(self.positions.weight, self.comm, "gradients")
+            x = x + positions[self.comm.rank * share :][:share]
+        elif self.positions is not None:
+            x = x + self.positions.weight[:s]
+        return self.dropout(x)
+
+    def loss(self, tokens: Int[Tensor, "b s"], targets: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
+        """Mean cross-entropy in nats per token, the same on all ranks; a target of −100 counts for
+        nothing."""
+        return layers.cross_entropy(self(tokens), targets, self.comm)
+
+
+def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
+    """The GPT, changed in place into this rank's share of it: 1/n of each matrix of tp rank 0,
+    under the name that it had.
+
+    sequence: whether the ranks also share out the tokens of the residual stream, and what is
+        computed there
+
+    Its parameters have their whole gradients after a backward pass, so any optimizer can step them,
+    and `data_parallel.replicate` and `zero.shard` can follow on another axis. Dropout of what all
+    ranks have is the same on all, that of heads and of tokens which one rank has is its own.
+
+    Cost: bytes sent as in `sent`, activations kept as in `kept_activations`.
+    Invariant: loss, gradients and steps are those of the whole model, up to rounding.
+    Raises ValueError where comm.size does not divide heads, width or vocabulary, and neither
+    divides key–value heads nor is a multiple of them; in a pass, where it does not divide the
+    sequence that it splits.
+    Source: Shoeybi et al. 1909.08053, section 3; Korthikanti et al. 2205.05198, section 4.2.
+    """
+    if not isinstance(module, GPT) or isinstance(module, ParallelGPT):
+        got = type(module).__name__
+        raise TypeError(f"parallelize takes a whole labutils.model.GPT, got {got}")
+    config = module.config
+    rank_config(config, comm.size)  # or an error that says what does not fit
+    for parameter in module.parameters():
+        comm.broadcast(parameter.data, out=parameter.data)
+    for path, style in styles(config).items():
+        for i in range(config.num_layers if "*" in path else 1):
+            here = path.replace("*", str(i))
+            module.set_submodule(here, _share(module, here, style, comm, sequence))
+    if config.tied:
+        module.head.weight = module.tokens.weight
+    for block in module.blocks:
+        attention, feed_forward = block.attention, block.feed_forward
+        layers.ColumnLinear.together(attention.query, attention.key, attention.value)
+        if feed_forward.gate is not None:
+            layers.ColumnLinear.together(feed_forward.gate, feed_forward.up)
+    if config.dropout:
+        _draw_apart(module, comm, sequence)
+    module.__class__ = ParallelGPT
+    module.comm = comm
+    module.sequence = sequence
+    return module
+
+
+def _share(module: GPT, path: str, style: str, comm: Comm, sequence: bool) -> nn.Module:
+    """This rank's share of a part."""
+    whole, name = module.get_submodule(path), path.rpartition(".")[2]
+    if style == "column":
+        a, g = module.config.letters("a g")
+        heads = {"query": a, "key": g, "value": g}.get(name)
+        return layers.ColumnLinear.from_full(whole, comm, sequence=sequence, heads=heads)
+    if style == "row":
+        return layers.RowLinear.from_full(whole, comm, sequence=sequence)
+    if style == "vocabulary":
+        return layers.VocabEmbedding.from_full(whole, comm, sequence=sequence)
+    return layers.TokenNorm.from_full(whole, comm) if sequence and "norm" in name else whole
+
+
+def _draw_apart(module: GPT, comm: Comm, sequence: bool) -> None:
+    """Give dropout its random numbers: the same ones to all ranks where these have the same
+    tensors, its own to each for its heads and tokens."""
+    # Seeded by numbers in the world, so that the replicas of data parallelism differ too.
+    own = torch.Generator().manual_seed(2 * comm.ranks[comm.rank] + 1)
+    alike = own if sequence else torch.Generator().manual_seed(2 * comm.ranks[0])
+    for dropout in (module.dropout, *(block.dropout for block in module.blocks)):
+        dropout.forward = functools.partial(_drawn, dropout.forward, alike)
+    for block in module.blocks:
+        block.attention.attend = functools.partial(_drawn, block.attention.attend, own)
+
+
+def _drawn(fn: Callable, generator: torch.Generator, *args: Any) -> Tensor:
+    """What `fn` returns when torch's own random numbers, which rank threads share, are those of
+    this generator. (Megatron's RNG tracker does the same.)"""
+    with _DRAWING:
+        before = torch.get_rng_state()
+        torch.set_rng_state(generator.get_state())
+        try:
+            return fn(*args)
+        finally:
+            generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(before)

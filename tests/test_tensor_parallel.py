@@ -1,0 +1,633 @@
+"""Tensor and sequence parallelism: equal to the whole model, sent and kept as their formulas say, on threads, on processes and dry."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from labutils import anatomy, data_parallel, measure, memory, tensor_parallel, zero
+from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils.ledger import Ledger
+from labutils.model import GPT
+from labutils.world import RankError, World
+
+SIZES = dict(num_layers=1, d_model=8, num_heads=12, d_head=2, d_ff=12, vocab_size=24, seq_len=12)
+LLAMA_STYLE = dict(ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False)
+GPT2 = ModelConfig(**SIZES | dict(num_layers=2))
+LLAMA = ModelConfig(**SIZES, **LLAMA_STYLE, num_kv_heads=2)
+QWEN = ModelConfig(**SIZES, **LLAMA_STYLE | dict(bias="qkv", tied=True), num_kv_heads=1)
+MIXED = ModelConfig(**SIZES, ffn="swiglu", norm="rmsnorm", num_kv_heads=4, tied=False)
+ALL = {"gpt2": GPT2, "llama": LLAMA, "qwen": QWEN, "mixed": MIXED}
+# Of each kind the degrees that say something of their own.
+CASES = [
+    *(("gpt2", n) for n in (1, 2, 3)),
+    *(("llama", n) for n in (2, 4)),
+    ("qwen", 3),
+    ("mixed", 2),
+]
+each_case = pytest.mark.parametrize("kind, n", CASES, ids=[f"{k} on {n}" for k, n in CASES])
+each_way = pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+ROWS = tuple(
+    torch.randint(24, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+)
+ROWS[1][0, 3:7] = -100  # targets that count for nothing
+
+
+@functools.cache
+def ranks(n):
+    return World(Mesh(tp=n))
+
+
+@functools.cache
+def grid():
+    return World(Mesh(dp=2, tp=2))
+
+
+def build(config, seed, dtype=torch.float64):
+    """A model whose biases and norms, too, are random."""
+    model, generator = GPT(config).to(dtype), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+    return model
+
+
+def steps(model, optimizer, tokens, targets, count=3):
+    """Losses, the last gradients and the weights."""
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = model.loss(tokens, targets)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    named = dict(model.named_parameters())
+    gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    return losses, gradients, {name: p.detach().clone() for name, p in named.items()}
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def freeze(model, frozen):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    return model
+
+
+def trained(rank, config, sequence, frozen=()):
+    model = freeze(build(config, rank.rank), frozen)
+    assert tensor_parallel.parallelize(model, rank.comm("tp"), sequence) is model
+    return steps(model, adamw(model), *ROWS)
+
+
+@functools.cache
+def alone(config, frozen=()):
+    model = freeze(build(config, 0), frozen)
+    return steps(model, adamw(model), *ROWS)
+
+
+def joined(shares, whole):
+    """The whole of a tensor, whose shares the ranks have in their order, some of them perhaps the same."""
+    uneven = [dim for dim in range(whole.dim()) if shares[0].shape[dim] != whole.shape[dim]]
+    if not uneven:
+        assert all(torch.equal(share, shares[0]) for share in shares), "ranks drift apart"
+        return shares[0]
+    (dim,) = uneven
+    copies = len(shares) * shares[0].shape[dim] // whole.shape[dim]
+    for i, share in enumerate(shares):
+        assert torch.equal(share, shares[i - i % copies]), "neighbours drift apart"
+    return torch.cat(shares[::copies], dim)
+
+
+def assert_equal(results, expected):
+    """Losses, gradients and weights of a group of ranks are those of the whole model."""
+    losses, *tables = expected
+    for result in results:
+        assert result[0] == pytest.approx(losses, rel=1e-10, abs=1e-10)
+    for i, table in enumerate(tables, 1):
+        assert results[0][i].keys() == table.keys()
+        for name, whole in table.items():
+            found = joined([result[i][name] for result in results], whole)
+            assert torch.allclose(found, whole, rtol=1e-10, atol=1e-10), name
+
+
+# ── equal to the whole model ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@each_way
+@each_case
+def test_equal_to_the_whole_model_and_sent_as_predicted(kind, n, sequence):
+    """All ranks but the first begin with other weights, which do not count."""
+    config = ALL[kind]
+    assert_equal(ranks(n).run(trained, config, sequence), alone(config))
+    sizes = dict(micro_batch=2, sequence=sequence, itemsize=8)
+    predicted = tensor_parallel.sent(config, n, **sizes).scaled(3)
+    once = tensor_parallel.sent(config, n, **sizes, start=True).only(name="broadcast")
+    assert (predicted + once).diff(ranks(n).ledger).unexplained == 0
+    counted = {line.key: line.count for line in ranks(n).ledger}
+    assert {line.key: line.count for line in predicted + once} == counted
+
+
+@each_way
+def test_frozen_parameters_stay_as_they_are(sequence):
+    frozen = (
+        "tokens",
+        "positions",
+        "up",
+        "query.bias",
+        "attention_norm",
+        "blocks.0.feed_forward.down",
+    )
+    assert_equal(ranks(2).run(trained, MIXED, sequence, frozen), alone(MIXED, frozen))
+
+
+def test_processes_do_the_same():
+    short = replace(GPT2, num_layers=1)
+    with World(Mesh(tp=2), engine="processes") as two:
+        for config, sequence in ((QWEN, False), (short, True)):
+            assert_equal(two.run(trained, config, sequence), alone(config))
+            sent = tensor_parallel.sent(
+                config, 2, micro_batch=2, sequence=sequence, itemsize=8
+            ).scaled(3)
+            counted = Ledger(line for line in two.ledger if line.name != "broadcast")
+            assert sent.diff(counted).unexplained == 0
+
+
+def test_no_rank_has_the_logits_whole():
+    """The largest tensor that is not a weight or its gradient is a share of the logits."""
+    config = replace(GPT2, vocab_size=960)
+
+    def program(rank):
+        model = tensor_parallel.parallelize(GPT(config), rank.comm("tp"))
+        tokens = torch.zeros(4, 12, dtype=torch.long)
+        lives = measure.storages(lambda: model.loss(tokens, tokens).backward(), model)
+        return max(life.nbytes for life in lives if life.component in ("activations", "buffers"))
+
+    assert ranks(4).run(program) == [4 * 12 * 960 // 4 * 4] * 4
+
+
+def test_half_precision_stays_close():
+    def program(rank, sequence):
+        model = build(GPT2, 0, torch.bfloat16)
+        tensor_parallel.parallelize(model, rank.comm("tp"), sequence)
+        loss = model.loss(*ROWS)
+        loss.backward()
+        return loss.dtype, loss.item()
+
+    whole = build(GPT2, 0, torch.bfloat16).loss(*ROWS).item()
+    for sequence in (False, True):
+        for dtype, loss in ranks(2).run(program, sequence):
+            assert dtype is torch.bfloat16 and loss == pytest.approx(whole, rel=0.02)
+
+
+# ── layers of their own ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@each_way
+def test_a_column_and_a_row_make_a_feed_forward_layer(sequence):
+    """Inputs, weights and biases get the gradients that the whole layers give them."""
+    up, down = nn.Linear(4, 6, dtype=torch.float64), nn.Linear(6, 4, dtype=torch.float64)
+    x = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
+    y = down(up(x).tanh())
+    y.square().sum().backward()
+
+    def program(rank):
+        comm, n = rank.comm("tp"), rank.size
+        column = tensor_parallel.ColumnLinear.from_full(up, comm, sequence=sequence)
+        row = tensor_parallel.RowLinear.from_full(down, comm, sequence=sequence)
+        mine = (x.detach().chunk(n, 1)[rank.rank] if sequence else x.detach()).requires_grad_()
+        out = row(column(mine).tanh())
+        out.square().sum().backward()
+        parameters = [*column.parameters(), *row.parameters()]
+        return out.detach(), mine.grad, [p.grad for p in parameters]
+
+    for n in (2, 3):
+        results = ranks(n).run(program)
+        for found, whole in ((0, y.detach()), (1, x.grad)):
+            assert torch.allclose(joined([result[found] for result in results], whole), whole)
+        for i, p in enumerate((up.weight, up.bias, down.weight, down.bias)):
+            assert torch.allclose(joined([result[2][i] for result in results], p.grad), p.grad)
+
+
+def test_the_gather_and_the_scatter_are_conjugates():
+    """Over all ranks together, ⟨gather x, y⟩ = ⟨x, gatherᵀ y⟩, and so for the scatter, the copy and the sum."""
+
+    def program(rank):
+        comm, found = rank.comm("tp"), []
+        functions = {
+            tensor_parallel.copy_to: 6,
+            tensor_parallel.reduce_from: 6,
+            tensor_parallel.gather_from: 2,
+            tensor_parallel.scatter_to: 6,
+        }
+        for function, s in functions.items():
+            x = torch.randn(2, s, 4, generator=rank.generator, dtype=torch.float64).requires_grad_()
+            there = function(x, comm)
+            y = torch.randn(there.shape, generator=rank.generator, dtype=torch.float64)
+            there.backward(y)
+            found.append(((there * y).sum().item(), (x * x.grad).sum().item(), list(there.shape)))
+        return found
+
+    results = ranks(3).run(program)
+    shapes = [[shape for _, _, shape in result] for result in results]
+    assert shapes == [[[2, 6, 4], [2, 6, 4], [2, 6, 4], [2, 2, 4]]] * 3
+    gather, scatter = ([result[i] for result in results] for i in (2, 3))
+    for pairs in (gather, scatter):
+        assert sum(pair[0] for pair in pairs) == pytest.approx(sum(pair[1] for pair in pairs))
+
+
+def test_a_copy_sums_the_gradient_and_a_sum_copies_it():
+    def program(rank):
+        comm, found = rank.comm("tp"), []
+        for function in (tensor_parallel.copy_to, tensor_parallel.reduce_from):
+            x = torch.tensor([1.0 + rank.rank], requires_grad=True)
+            y = function(x, comm)
+            y.backward(torch.tensor([10.0]))
+            found += [y.item(), x.grad.item()]
+        return found
+
+    assert ranks(3).run(program) == [[1.0 + i, 30.0, 6.0, 10.0] for i in range(3)]
+
+
+def test_the_loss_is_torchs():
+    """Also of logits so large that their exponentials overflow, and of targets at the edges of a share."""
+    logits = torch.randn(5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits[0] += 1e4
+    logits.requires_grad_()
+    targets = torch.tensor([7, 8, 0, 23, -100])
+    expected = nn.functional.cross_entropy(logits, targets)
+    (3 * expected).backward()
+
+    def program(rank):
+        mine = logits.detach().chunk(rank.size, 1)[rank.rank].clone().requires_grad_()
+        loss = tensor_parallel.cross_entropy(mine, targets, rank.comm("tp"))
+        (3 * loss).backward()
+        return loss.item(), mine.grad
+
+    for n in (1, 2, 3):
+        results = ranks(n).run(program)
+        assert [loss for loss, _ in results] == pytest.approx([expected.item()] * n, rel=1e-12)
+        assert torch.allclose(torch.cat([grad for _, grad in results], 1), logits.grad, atol=1e-12)
+
+
+def test_half_precision_counts_all_targets():
+    """Of 257 equal tokens, as many as no bf16 can count, the loss is that of one."""
+
+    def program(rank):
+        logits = torch.zeros(257, 12, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.full((257,), 5)
+        loss = tensor_parallel.cross_entropy(logits, targets, rank.comm("tp"))
+        loss.backward()
+        return loss, logits.grad.dtype
+
+    one = torch.tensor(24.0).log().bfloat16()
+    assert all(loss == one and dtype is one.dtype for loss, dtype in ranks(2).run(program))
+
+
+def test_neighbours_are_a_group_of_their_own():
+    def program(rank):
+        block = rank.comm("tp").neighbours(2)
+        return block.ranks, block.rank, block.all_reduce(torch.tensor([rank.rank])).item()
+
+    assert ranks(4).run(program) == [((0, 1), 0, 1), ((0, 1), 1, 1), ((2, 3), 0, 5), ((2, 3), 1, 5)]
+    with pytest.raises(RankError, match="blocks of 2 do not fill 3 ranks: choose a divisor"):
+        ranks(3).run(program)
+
+
+# ── the table ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_table_says_which_part_is_split_how():
+    assert tensor_parallel.styles(replace(QWEN, norm="layernorm", positions="learned")) == {
+        "tokens": "vocabulary",
+        "positions": "whole",
+        "blocks.*.attention_norm": "whole",
+        "blocks.*.attention.query": "column",
+        "blocks.*.attention.key": "column",
+        "blocks.*.attention.value": "column",
+        "blocks.*.attention.output": "row",
+        "blocks.*.feed_forward_norm": "whole",
+        "blocks.*.feed_forward.gate": "column",
+        "blocks.*.feed_forward.up": "column",
+        "blocks.*.feed_forward.down": "row",
+        "norm": "whole",
+        "head": "column",
+    }
+
+
+@each_case
+def test_a_rank_has_a_model_of_its_own(kind, n):
+    """`rank_config` describes the share: its parameters by name and shape, and their number in `anatomy`."""
+
+    def program(rank):
+        model = tensor_parallel.parallelize(GPT(ALL[kind]), rank.comm("tp"))
+        return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    share = tensor_parallel.rank_config(ALL[kind], n)
+    dry = World(Mesh(tp=n), engine="dry").run(program, rank=n - 1)
+    assert dry == anatomy.tensors(share)
+    if ALL[kind].num_kv_heads % n == 0:
+        assert share.num_params == anatomy.num_params(ALL[kind], tp=n)
+
+
+ILLEGAL = [
+    (
+        replace(GPT2, num_heads=4, num_kv_heads=4),
+        3,
+        "tp=3 does not divide num_heads=4: choose another, or pad it",
+    ),
+    (LLAMA, 3, "tp=3 does not divide num_kv_heads=2: choose another"),
+    (replace(GPT2, d_ff=14), 4, "tp=4 does not divide d_ff=14: choose another, or pad it"),
+    (
+        replace(GPT2, vocab_size=50),
+        4,
+        "tp=4 does not divide vocab_size=50: choose another, or pad it",
+    ),
+    (replace(GPT2, num_experts=4, top_k=2), 2, "spread num_experts=4 over ep"),
+]
+
+
+@pytest.mark.parametrize("config, n, message", ILLEGAL, ids=[case[2] for case in ILLEGAL])
+def test_a_degree_that_does_not_divide_is_named(config, n, message):
+    with pytest.raises(ValueError, match=message):
+        tensor_parallel.rank_config(config, n)
+    with pytest.raises(RankError, match=message):
+        ranks(n).run(lambda rank: tensor_parallel.parallelize(GPT(config), rank.comm("tp")))
+
+
+def test_what_else_makes_no_sense_is_named():
+    def program(rank, make):
+        return make(rank.comm("tp"))
+
+    def passed(comm):
+        model = tensor_parallel.parallelize(GPT(GPT2), comm, sequence=True)
+        model.loss(*(side[:, :7] for side in ROWS))
+
+    def long(comm):
+        tensor_parallel.parallelize(GPT(replace(GPT2, seq_len=6)), comm).loss(*ROWS)
+
+    def again(comm):
+        tensor_parallel.parallelize(tensor_parallel.parallelize(GPT(GPT2), comm), comm)
+
+    layers = tensor_parallel
+    wrong = {
+        "tp=4 does not divide a sequence of 7 tokens: cut it to 4 tokens or pad it to 8": passed,
+        "12 tokens do not fit seq_len=6": long,
+        "takes a whole labutils.model.GPT, got ParallelGPT": again,
+        "tp=4 does not divide 6 outputs: pad them to 8": lambda comm: layers.ColumnLinear.from_full(
+            nn.Linear(4, 6), comm
+        ),
+        "tp=4 does not divide 2 inputs: pad them to 4": lambda comm: layers.RowLinear.from_full(
+            nn.Linear(2, 4), comm
+        ),
+        "tp=4 does not divide 3 heads: pad them to 4": lambda comm: layers.ColumnLinear.from_full(
+            nn.Linear(4, 12), comm, heads=3
+        ),
+        "tp=4 does not divide 50 words: pad them to 52": lambda comm: (
+            layers.VocabEmbedding.from_full(nn.Embedding(50, 4), comm)
+        ),
+    }
+    for message, make in wrong.items():
+        with pytest.raises(RankError, match=message):
+            ranks(4).run(program, make)
+    with pytest.raises(ValueError, match="tp=3 does not divide seq_len=10: choose another"):
+        tensor_parallel.sent(replace(GPT2, seq_len=10), 3, micro_batch=1, sequence=True)
+
+
+# ── dropout ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def masks(rank, sequence):
+    """What dropout leaves of ones: of the embedding, of a layer, of attention, in two passes."""
+    seen = []
+
+    def attend(q, k, v, dropout):
+        seen.append(nn.functional.dropout(torch.ones(40), dropout))
+        return q
+
+    config = replace(GPT2, num_layers=1, dropout=0.5)
+    model = GPT(config, attention=attend, generator=rank.generator)
+    tensor_parallel.parallelize(model, rank.comm("tp"), sequence)
+    for _ in range(2):
+        seen.append(model.dropout(torch.ones(40)))
+        seen.append(model.blocks[0].dropout(torch.ones(40)))
+        model.loss(*ROWS)
+    model.eval()
+    assert model.dropout(torch.ones(3)).sum() == 3
+    return torch.stack(seen)
+
+
+@each_way
+def test_dropout_agrees_where_it_must_and_differs_where_it_must(sequence):
+    first, again = (grid().run(masks, sequence) for _ in range(2))
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))  # whatever the timing
+    assert all(len(each.unique(dim=0)) == len(each) for each in first)  # anew in every pass
+    stream, attention = [0, 1, 3, 4], [2, 5]
+    for (i, one), (j, other) in ((a, b) for a in enumerate(first) for b in enumerate(first)):
+        if i < j:
+            alike = i // 2 == j // 2 and not sequence  # the same tokens: one data-parallel rank
+            assert torch.equal(one[stream], other[stream]) == alike
+            assert not any(torch.equal(one[k], other[k]) for k in attention)
+
+
+def test_dropout_leaves_torchs_own_random_numbers_alone():
+    config = replace(GPT2, num_layers=1, dropout=0.5)
+
+    def program(rank):
+        model = GPT(config, generator=rank.generator)
+        before = torch.get_rng_state()
+        tensor_parallel.parallelize(model, rank.comm("tp")).loss(*ROWS)
+        return torch.equal(torch.get_rng_state(), before)
+
+    assert ranks(1).run(program) == [True]
+
+
+# ── kept ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def saved(rank, config, sequence, dtype, attention):
+    model = GPT(config, attention=attention).to(dtype)
+    tensor_parallel.parallelize(model, rank.comm("tp"), sequence)
+    tokens, targets = torch.zeros(2, 3, config.seq_len, dtype=torch.long).unbind()
+    return measure.saved_activations(lambda: model.loss(tokens.clone(), targets.clone()), model)
+
+
+def paper(b, s, h, a, t, sequence):
+    """Korthikanti's bytes of a layer, and what PyTorch keeps beyond them: masks in two bytes, the norms' statistics."""
+    found = memory.korthikanti(b=b, s=s, h=h, a=a, t=t, sequence=sequence).total
+    equation = 34 * s * b * h // t if sequence else 10 * s * b * h + 24 * s * b * h // t
+    assert found == equation + 5 * a * s * s * b // t
+    tokens = s // t if sequence else s
+    return found + 2 * tokens * b * h + a * s * s * b // t + 2 * 2 * tokens * b * 2
+
+
+def of_layers(ledger):
+    return sum(line.amount for line in ledger if line.name.startswith("blocks."))
+
+
+@each_way
+@pytest.mark.parametrize("t", [1, 2, 4, 8])
+def test_korthikantis_equations_2_to_4_are_what_autograd_keeps(t, sequence):
+    sizes = dict(d_model=16, num_heads=8, d_ff=64, vocab_size=24, seq_len=16, dropout=0.1)
+    config = ModelConfig(num_layers=2, **sizes)
+    formula = tensor_parallel.kept_activations(
+        config, t, micro_batch=3, sequence=sequence, how=anatomy.Policy(2, 2)
+    )
+    assert of_layers(formula) == 2 * paper(b=3, s=16, h=16, a=8, t=t, sequence=sequence)
+    for found in ranks(t).run(saved, config, sequence, torch.bfloat16, "plain"):
+        assert formula.diff(found).unexplained == 0, formula.diff(found)
+
+
+@each_way
+@each_case
+def test_what_every_variant_keeps(kind, n, sequence):
+    """Grouped queries, SwiGLU, RMSNorm, the fused kernel: beyond the paper, and to the byte."""
+    for attention in ("plain", "sdpa"):
+        config = replace(ALL[kind], d_head=4)
+        formula = tensor_parallel.kept_activations(
+            config, n, micro_batch=3, sequence=sequence, how=anatomy.Policy(attention=attention)
+        )
+        for found in ranks(n).run(saved, config, sequence, torch.float32, attention):
+            assert formula.diff(found).unexplained == 0, formula.diff(found)
+    train = TrainConfig(micro_batch=3, global_batch=3, precision="fp32", attention="sdpa")
+    whole = tensor_parallel.kept_activations(
+        config, 1, micro_batch=3, how=anatomy.Policy(attention="sdpa")
+    )
+    mask = 3 * 12  # of the words of other ranks, a byte for each token
+    assert whole.total == memory.activations(config, train).total + mask
+
+
+def peaked(rank, config, sequence):
+    """The fullest moment of the second step."""
+    model = GPT(config, generator=rank.generator)
+    tensor_parallel.parallelize(model, rank.comm("tp"), sequence)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    tokens = torch.zeros(3, config.seq_len, dtype=torch.long)
+
+    def step():
+        model.loss(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return measure.peak(step, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "config, n, sequence",
+    [
+        (replace(GPT2, num_layers=1, dropout=0.1), 2, True),
+        (QWEN, 4, False),
+    ],
+    ids=["dropout on 2", "qwen on 4"],
+)
+def test_the_peak_of_a_step_is_that_of_the_dry_run(config, n, sequence):
+    real = ranks(n).run(peaked, config, sequence)
+    assert all(ledger == real[0] for ledger in real)
+    with World(Mesh(tp=n), engine="dry") as dry:
+        assert dry.run(peaked, config, sequence, rank=n - 1).diff(real[-1]).unexplained == 0
+        assert dry.ledger.diff(ranks(n).ledger.only(rank=n - 1)).unexplained == 0
+
+
+@pytest.fixture
+def bf16():
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@each_way
+def test_a_layer_of_gpt_3_on_one_of_8_ranks(sequence, bf16):
+    """175B at its full width, dry: bytes sent and kept by formula, and the paper's."""
+    whole = ModelConfig.named("gpt3-175b")
+    config = replace(whole, num_layers=1, vocab_size=51_200, dropout=0.1)
+    s, h, a = config.letters("s h a")
+
+    def program(rank):
+        model = tensor_parallel.parallelize(GPT(config), rank.comm("tp"), sequence)
+        tokens, targets = torch.zeros(2, 1, s, dtype=torch.long).unbind()
+        losses = []
+
+        def forward():
+            losses.append(model.loss(tokens.clone(), targets.clone()))
+
+        kept = measure.saved_activations(forward, model)
+        losses[0].backward()
+        return kept
+
+    sizes = dict(micro_batch=1, sequence=sequence)
+    with World(Mesh(tp=8), engine="dry") as dry:
+        kept = dry.run(program, rank=5)
+        sent = tensor_parallel.sent(config, 8, **sizes, itemsize=2, start=True, rank=5)
+        assert sent.diff(dry.ledger).unexplained == 0, sent.diff(dry.ledger)
+    formula = tensor_parallel.kept_activations(config, 8, **sizes, how=anatomy.Policy(2, 2))
+    assert formula.diff(kept).unexplained == 0, formula.diff(kept)
+    assert of_layers(kept) == paper(b=1, s=s, h=h, a=a, t=8, sequence=sequence)
+
+
+def test_the_volume_is_four_all_reduces_or_eight_halves():
+    """Of one layer, in b·s·h numbers and (n−1)/n of them a half; and two gathers more, of what is not kept whole."""
+    config = replace(LLAMA, num_layers=1)
+    half = 2 * 12 * 8 * 4 * 3 // 4
+    one, other = (
+        tensor_parallel.sent(config, 4, micro_batch=2, sequence=sequence, ends=False, rank=0)
+        for sequence in (False, True)
+    )
+    assert one.by("name") | {"gradients": 0} == {
+        "all_reduce forward": 4 * half,
+        "all_reduce backward": 4 * half,
+        "gradients": 0,
+    }
+    assert other.by("name") | {"gradients": 0} == {
+        "all_gather forward": 2 * half,
+        "reduce_scatter forward": 2 * half,
+        "all_gather backward": (2 + 2) * half,
+        "reduce_scatter backward": 2 * half,
+        "gradients": 0,
+    }
+
+
+# ── on a mesh with data parallelism ────────────────────────────────────────────────────────────────────────────────
+
+
+def on_a_grid(rank, config, sequence, level):
+    """Two data-parallel ranks with a sequence each, of two tensor-parallel ranks."""
+    model = build(config, rank.rank)
+    tensor_parallel.parallelize(model, rank.comm("tp"), sequence)
+    mine = [side[rank.coords["dp"], None] for side in (ROWS[0], ROWS[0].flip(1))]
+    if level == 3:
+        zero.shard(model, rank.comm("dp"))
+        optimizer = adamw(model)
+    elif level:
+        optimizer = zero.Optimizer(
+            model.parameters(),
+            rank.comm("dp"),
+            lambda params: torch.optim.AdamW(params, lr=1e-2),
+            level=level,
+        )
+    else:
+        replica = data_parallel.replicate(model, rank.comm("dp"))
+        optimizer = adamw(model)
+        comm = rank.comm("tp")
+        model.loss = lambda x, y: tensor_parallel.cross_entropy(replica(x), y, comm)
+    losses, gradients, weights = steps(model, optimizer, *mine)
+    if level == 3:
+        with zero.gathered(model):
+            weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return losses, {} if level else gradients, weights
+
+
+@each_way
+@pytest.mark.parametrize("level", [0, 1, 3], ids=["replicas", "level 1", "level 3"])
+def test_on_a_mesh_with_data_parallelism(level, sequence):
+    config = GPT2 if level else LLAMA
+    whole = build(config, 0)
+    _, gradients, weights = steps(whole, adamw(whole), ROWS[0], ROWS[0].flip(1))
+    results = grid().run(on_a_grid, config, sequence, level)
+    expected = {} if level else gradients, weights
+    for group in (results[:2], results[2:]):
+        assert_equal([(0.0, *result[1:]) for result in group], (0.0, *expected))
