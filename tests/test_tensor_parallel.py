@@ -376,6 +376,9 @@ def test_what_else_makes_no_sense_is_named():
     layers = tensor_parallel
     wrong = {
         "tp=4 does not divide a sequence of 7 tokens: cut it to 4 tokens or pad it to 8": passed,
+        "tp=4 does not divide a sequence of 5 tokens: cut it to 4 tokens or pad it to 8": lambda comm: (
+            layers.scatter_to(torch.ones(1, 5, 2), comm)
+        ),
         "12 tokens do not fit seq_len=6": long,
         "takes a whole labutils.model.GPT, got ParallelGPT": again,
         "tp=4 does not divide 6 outputs: pad them to 8": lambda comm: layers.ColumnLinear.from_full(
