@@ -194,10 +194,9 @@ show(accumulation.tokens_per_step)
 # %% [markdown]
 # ## What does a parameter cost while it trains?
 #
-# In fp32 everything takes 4 bytes: the weight, its gradient, and Adam's two moments, the running mean of the gradient and of its square.
+# In fp32 everything takes 4 bytes: the weight, its gradient, and Adam's two moments, the running mean of the gradient and of its square. In bytes:
 #
-# $$ \underbrace{4\Psi}_{\text{weights}} + \underbrace{4\Psi}_{\text{gradients}} + \underbrace{4\Psi + 4\Psi}_{\text{Adam}} = 16\,\Psi\ \text{bytes}
-# $$
+# $$ \underbrace{4\Psi}_{\text{weights}} + \underbrace{4\Psi}_{\text{gradients}} + \underbrace{4\Psi + 4\Psi}_{\text{Adam}} = 16\,\Psi $$
 #
 # The prediction as a ledger, with one line that textbooks leave out: PyTorch keeps a step counter of 4 bytes with every tensor.
 
@@ -263,8 +262,12 @@ reveal("start/second-peak", MB=second.peak.ledger.total / units.MB)
 # while it computes or while it updates:
 #
 # $$ \begin{aligned}
-# \text{step 1:}&\quad \max(\,\text{weights} + \text{working},\;\; 2\,\text{weights} + \text{state} + \text{temporary}\,) \\
-# \text{step 2:}&\quad \max(\,\text{weights} + \text{state} + \text{working},\;\; 2\,\text{weights} + \text{state} + \text{temporary}\,)
+# \text{updating} &= 2\,\text{weights} + \text{state} \\
+# &\quad + \text{temporary} \\
+# \text{step 1} &= \max(\text{weights} + \text{working}, \\
+# &\qquad\;\; \text{updating}) \\
+# \text{step 2} &= \max(\text{weights} + \text{state} \\
+# &\qquad\;\; + \text{working},\; \text{updating})
 # \end{aligned} $$
 #
 # Under the first hill there is no state yet. Under the second there is.

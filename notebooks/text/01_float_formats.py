@@ -441,7 +441,12 @@ precision.pairwise_sum(ones, BF16).item()
 # %% [markdown]
 # **Compensated summation (Kahan).** Stay in 16 bits, and keep a second number: what the last addition lost, which joins the next term.
 #
-# $$ y = x + \text{lost}, \qquad t = \text{total} + y, \qquad \text{lost} = y - (t - \text{total}), \qquad \text{total} = t $$
+# $$ \begin{aligned}
+# y &= x + \text{lost} \\
+# t &= \text{total} + y \\
+# \text{lost} &= y - (t - \text{total}) \\
+# \text{total} &= t
+# \end{aligned} $$
 #
 # Every operation is rounded to the format. The 4096 ones again, and a weight of 1 with a thousand updates of 0.001, each less than half of bf16's gap at 1:
 
