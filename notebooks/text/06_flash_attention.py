@@ -648,7 +648,12 @@ at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
 
 # %% [markdown]
 # 621 is more than HBM allows if it serves every read: it served at most 425/621 of them, about two thirds. What keeps the kernel below 989, a roofline of one
-# memory cannot say.
+# memory cannot say. The roof of the machine that you are sitting at:
+
+# %% tags=["nbval-ignore-output"]
+here = flash.Roof.measured()
+print(units.text(here.flops, "FLOP/s"), "and", units.text(here.bandwidth, "B/s"))
+print(f"ridge at {here.ridge:.0f} FLOPs per byte")
 
 # %% [markdown]
 # ### Is it faster here?
@@ -745,7 +750,7 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 #   has both. Any other mask: `flex_attention`.
 # - **The flash-attn package.** fp16 and bf16 only. Since version 2.1 `causal=True` means the *lower right* corner, as here; before, and in PyTorch, the upper left;
 #   PyTorch withdrew causal rectangles from its FlashAttention-2 backend when the convention changed (pull request 111007). Sequences of different lengths are packed (`flash_attn_varlen_func` with cumulative lengths) instead of padded.
-# - **Versions.** FA-1 (2022): tiles and recomputation. FA-2 (2023): queries outside, parallel over the sequence, fewer divisions, because outside the tensor cores a FLOP costs 16 times as much on an A100.
+# - **Versions.** FA-1 (2022): tiles and recomputation. FA-2 (2023): queries outside, parallel over the sequence.
 #   FA-3 (2024): Hopper's asynchronous copies and products, softmax of one tile under the products of the next, fp8.
 # - **Hugging Face transformers.** `from_pretrained(…, attn_implementation="flash_attention_2")`; also `"flash_attention_3"`, `"sdpa"`, `"flex_attention"` and `"eager"`, plain attention.
 # - **Megatron-LM.** `--attention-backend flash`, `fused`, `unfused`, `local` or `auto` (default). Fused passes are on and have switches to turn them off: `--no-masked-softmax-fusion`,
@@ -786,8 +791,7 @@ round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 
 # %% [markdown]
 # **Memory reduced 10 to 20 times, 2 to 4 times faster** (the same Medium article; both figures stand in the introduction of the FlashAttention-2 paper).
-# Both are of the attention alone, against plain attention, at some length. The first grows with s/d without limit (here: 2 at 256 tokens, 22 at 2048),
-# the second was measured on GPUs of its time.
+# Both are of the attention alone, at some length: the first grows with s/d without limit (here 2 at 256 tokens, 22 at 2048).
 #
 # **Activation memory is quadratic in the sequence length** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models).
 # While the s × s tensors are stored. In Korthikanti's $sbh\,(34 + 5as/h)$ the second term is what a fused attention removes; what is left is linear.

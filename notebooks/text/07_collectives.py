@@ -3,11 +3,10 @@
 #
 # **How does every rank get the sum of what all ranks hold, when no rank can hold or send everything?**
 #
-# *135 min · before this: lab 00 · needs a laptop, no GPU and no network*
+# *130 min · before this: lab 00 · needs a laptop, no GPU and no network*
 #
 # A training run on many devices needs a few exchanges in which all ranks of a group take part: *here is my gradient*, *give me your part of the weights*.
-# These exchanges are called collectives. In this lab you see all eight of them built from `send` and `recv`, write two yourself, count every byte they send,
-# and find out which way of summing wins, and when.
+# These exchanges are called collectives. There are eight, and each can be built from `send` and `recv`.
 
 # %% [markdown]
 # ## Goals
@@ -60,7 +59,7 @@ plots.ring_animation(world.trace)
 # The animation is drawn from the messages of a real run. After three steps each rank owns one finished piece; after three more, everybody owns all four.
 # No rank ever sent a whole tensor at once, and no rank did more than another.
 #
-# Why can passing to a neighbor hang, what do the pieces save, and when is another pattern faster? That is the rest of the lab.
+# Why can passing to a neighbor hang, what do the pieces save, and when is another pattern faster?
 
 # %% [markdown]
 # ## What can two ranks say to each other?
@@ -370,7 +369,7 @@ show(collectives.reduce_star)
 # %% [markdown]
 # ## How many bytes does each rank send in an all-reduce?
 #
-# Four ranks hold a gradient of 64 MB each. Every rank needs the sum of all four. Before you run anything, write down a guess: how many megabytes leave
+# Four ranks hold a gradient of 64 MB each. Every rank needs the sum of all four. How many megabytes leave
 # *your* rank?
 
 # %%
@@ -553,7 +552,7 @@ for algorithm in collectives.ALL_REDUCES:
 # says is asked further down.
 
 # %% [markdown]
-# Six ranks, and links of 10 µs and 10 GB/s. From which message size on is the ring the fastest? Guess before you look.
+# Six ranks, and links of 10 µs and 10 GB/s. From which message size on is the ring the fastest?
 
 # %%
 predict("all-reduce/ring-wins-from", kB=64)
@@ -578,8 +577,8 @@ reveal("all-reduce/ring-wins-from", kB=round(where / 1000, 1))
 
 # %% [markdown]
 # Setting the two costs equal gives the place. On six ranks the ring takes 10 steps and 5/3 S one after the other; in halving–doubling
-# two of the six first hand their tensor to another rank and get the sum at the end, which makes 6 steps and (1 + 3/2 + 1) S. They meet at S = (10 − 6) · λ · bw / (7/2 − 5/3). The product λ · bw is what a link could have sent in the time of one latency,
-# here 100 kB. Far below it the steps decide, far above it the bytes.
+# two of the six first hand their tensor to another rank and get the sum at the end, which makes 6 steps and (1 + 3/2 + 1) S. They meet at
+# S = (10 − 6) · λ · bw / (7/2 − 5/3). The product λ · bw is what a link could have sent in the time of one latency, here 100 kB. Far below it the steps decide, far above it the bytes.
 #
 # And on eight ranks?
 
