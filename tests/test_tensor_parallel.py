@@ -624,8 +624,11 @@ def on_a_grid(rank, config, sequence, level):
     return losses, {} if level else gradients, weights
 
 
-@each_way
-@pytest.mark.parametrize("level", [0, 1, 3], ids=["replicas", "level 1", "level 3"])
+@pytest.mark.parametrize(
+    "level, sequence",
+    [(0, False), (0, True), (1, False), (3, True)],
+    ids=["replicas", "replicas, sequence", "level 1", "level 3, sequence"],
+)
 def test_on_a_mesh_with_data_parallelism(level, sequence):
     config = GPT2 if level else LLAMA
     whole = build(config, 0)
