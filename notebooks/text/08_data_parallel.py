@@ -158,8 +158,13 @@ reveal("server/sends", GB=round(max(weights.by("rank").values()) / 1e9, 2))
 # %% [markdown]
 # These are the weights for seven workers, and the server receives as many gradients. On a ring no rank sends more than twice the gradient, however many there are.
 #
-# The outputs that `DataParallel` gathers grow with the batch: for eight sequences of 1024 tokens and GPT-2's 50 257 words, 1.65 GB in fp32. It runs a *thread* per device, and
-# all of them share Python's global interpreter lock; DDP runs a *process*.
+# The outputs that `DataParallel` gathers grow with the batch. Eight sequences, in fp32:
+
+# %%
+units.text(8 * gpt2.seq_len * gpt2.vocab_size * 4)
+
+# %% [markdown]
+# `DataParallel` runs a *thread* per device, and all of them share Python's global interpreter lock; DDP runs a *process*.
 
 # %% [markdown]
 # ## When may a gradient leave?

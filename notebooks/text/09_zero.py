@@ -81,7 +81,7 @@ predict("zero/level-1-of-7.5B", GB=60)
 # %% [markdown]
 # With K bytes of optimizer state and N_d data-parallel ranks:
 #
-# $$ \text{level 1: } 2\Psi + 2\Psi + \frac{K\Psi}{N_d}, \qquad \text{level 2: } 2\Psi + \frac{(2 + K)\Psi}{N_d}, \qquad \text{level 3: } \frac{(2 + 2 + K)\Psi}{N_d}. $$
+# $$ \begin{aligned} \text{level 1: } & 2\Psi + 2\Psi + \frac{K\Psi}{N_d} \\ \text{level 2: } & 2\Psi + \frac{(2 + K)\Psi}{N_d} \\ \text{level 3: } & \frac{(2 + 2 + K)\Psi}{N_d} \end{aligned} $$
 
 # %%
 reveal("zero/level-1-of-7.5B", GB=zero.model_states(7.5e9, 64, level=1).total / 1e9)
@@ -299,7 +299,7 @@ reveal(
 
 # %% [markdown]
 # `zero.shard` changes a module in place: from then on its parameters *are* this rank's pieces, and they have their gradients after `backward()`. Any torch
-# optimizer steps them. Three results, with the two switches of level 3. `reshard=False` keeps the layers after the forward and saves the second gather. `prefetch` starts to
+# optimizer steps them. A *unit*, here a layer, is what is gathered at once. Three results, with the two switches of level 3. `reshard=False` keeps the layers after the forward and saves the second gather. `prefetch` starts to
 # gather the next layer while this one computes, and pays with one more whole layer.
 
 
@@ -424,7 +424,7 @@ predict("zero/tokens-per-rank", tokens=1000)
 # %% [markdown]
 # A gather brings $2\Psi_l$ bytes of layer l, at bw bytes per second; meanwhile its neighbor computes $2\Psi_l$ FLOPs for each of T tokens, at F FLOPs per second:
 #
-# $$ \frac{2\Psi_l T}{F} \;\ge\; \frac{2\Psi_l}{\mathrm{bw}}\,\frac{N-1}{N} \quad\Longleftrightarrow\quad T \;\ge\; \frac{F}{\mathrm{bw}}\,\frac{N-1}{N}. $$
+# $$ \begin{aligned} \frac{2\Psi_l T}{F} \;&\ge\; \frac{2\Psi_l}{\mathrm{bw}}\,\frac{N-1}{N} \\ \Longleftrightarrow\quad T \;&\ge\; \frac{F}{\mathrm{bw}}\,\frac{N-1}{N} \end{aligned} $$
 #
 # The size of the layer cancels. The backward pass computes twice as long, and has a gather and a reduce-scatter to hide: the same condition.
 
