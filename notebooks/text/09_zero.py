@@ -376,7 +376,7 @@ def dry_step(rank, config):
 largest, n = ModelConfig.named("llama-3.1-405b"), 16_384
 print("   rank  layers              held  unexplained              sent  unexplained")
 with World(n, engine="dry") as dry:
-    for rank, layers in ((0, 2), (11_111, 42), (n - 1, 2)):
+    for rank, layers in ((0, 2), (11_111, 126), (n - 1, 2)):
         deep = dataclasses.replace(largest, num_layers=layers)
         layout, held = dry.run(dry_step, deep, rank=rank)
         states = zero.predict_held(layout, n, 3, rank=rank).diff(held)
@@ -386,15 +386,8 @@ with World(n, engine="dry") as dry:
         print(f"{rank:7,} {layers:7} {row}")
 
 # %% [markdown]
-# No row is a run of all 126 layers, to save your time: rank 11,111 ran 42 of them, the other two ranks two. "Sent" is the start, where rank 0 sends its weights down a tree, and one step.
-# All layers are alike. So the bytes held with 126 come from the formula, which takes the layer that was laid out here 126 times, and not from a run:
-
-# %%
-root, layer, *_ = layout
-deepest = zero.predict_held((root, *[layer] * 126), n, 3, rank=11_111)
-f"{deepest.total:,} B"
-
-# %% [markdown]
+# Rank 11,111 ran all 126 layers; the other two ran two, to save your time. "Sent" is the start, where rank 0 sends its weights down a tree, and one step.
+#
 # A share of the model states is 16Ψ/N, 0.4 GB; nearly all that is held is one layer and the next, with their gradients, and the embeddings.
 
 # %% [markdown]
