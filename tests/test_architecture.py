@@ -40,6 +40,8 @@ SIDEWAYS = {
     ("checkpointing", "precision"),
     # Levels 1 and 2 reduce in the buckets of data parallelism.
     ("zero", "data_parallel"),
+    # Ring attention merges what flash attention gives for blocks of keys.
+    ("context_parallel", "flash"),
     # The step that memory predicts is the one that the labs put together of these.
     ("memory", "accumulation"),
     ("memory", "checkpointing"),
@@ -156,7 +158,7 @@ def test_one_concept_has_one_name(name):
 
 # Public names that still stand in two modules.
 TWICE = {
-    "Block", "OutOfMemory", "checkpoint", "cross_entropy", "history", "model_states", "predict", "sent",
+    "Block", "OutOfMemory", "checkpoint", "cross_entropy", "history", "layout", "model_states", "predict", "sent",
 }  # fmt: skip
 
 

@@ -1,0 +1,7 @@
+"""Context parallelism: the ranks share out the tokens of each sequence, and attention, where tokens
+meet, passes keys and values round a ring or trades tokens for heads.
+"""
+
+from labutils.context_parallel.attention import ring_attention, ulysses_attention
+from labutils.context_parallel.sequence import SequenceLayout, Tile, layout
+from labutils.context_parallel.transform import ContextGPT, distribute, mean_loss, sent

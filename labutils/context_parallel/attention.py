@@ -1,0 +1,203 @@
+"""Causal attention over a sequence whose tokens lie on many ranks, [b, heads, s_c, d] on each.
+
+ring_attention      queries stay, keys and values go round; results are merged as they come
+ulysses_attention   each rank trades its tokens of all heads for all tokens of its heads
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from labutils import flash
+from labutils.context_parallel.sequence import SequenceLayout, Tile, layout
+from labutils.flash.algorithms import SlowMemory, problem_of
+from labutils.world import Comm, Work
+
+
+def ring_attention(
+    q: Float[Tensor, "b a s_c d"],
+    k: Float[Tensor, "b g s_c d"],
+    v: Float[Tensor, "b g s_c d"],
+    comm: Comm,
+    kind: str = "zigzag",
+) -> Float[Tensor, "b a s_c d"]:
+    """What causal attention over the tokens of all ranks gives those of this one.
+
+    While a rank computes with the keys and values that it has, those of the rank before arrive.
+    What the mask empties is passed on and not computed.
+
+    kind: how the sequence is laid out, "contiguous" or "zigzag"; positions must be in q and k
+
+    Cost: n − 1 times the keys and values of a rank are sent forward; backward they go round again,
+    and the sums of their gradients n − 1 times too, in fp32 or wider. Kept are q, k, v, the output
+    and its log-sum-exp, of s/n tokens. FLOPs in proportion to `SequenceLayout.work`.
+    Source: Liu et al. 2310.01889, section 3; the zig-zag after the Ultra-Scale Playbook.
+    """
+    return _Ring.apply(q, k, v, comm, _laid_out(q, k, comm, kind))
+
+
+def _laid_out(q: Tensor, k: Tensor, comm: Comm, kind: str) -> SequenceLayout:
+    """The layout of the whole sequence, of which the rank has q and k."""
+    if q.shape[2] != k.shape[2]:
+        got = f"{q.shape[2]} queries and {k.shape[2]} keys"
+        raise ValueError(f"each rank brings the queries and keys of the same tokens, got {got}")
+    return layout(q.shape[2] * comm.size, comm.size, kind)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, whole: SequenceLayout
+    ) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+        with comm.record("ring forward"):
+            for holder, (keys, values) in _round(torch.stack([k, v]), comm):
+                for tile in whole.tiles(comm.rank, holder):
+                    at = tile.rows
+                    found = flash.attention(*_cut(tile, q, keys, values), **_mask(tile))
+                    merged = flash.merge(out[:, :, at], lse[:, :, at], *found)
+                    out[:, :, at], lse[:, :, at] = merged
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.comm = comm
+        ctx.whole = whole
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        sums = _Sums(ctx.comm)
+        with ctx.comm.record("ring backward"):
+            for holder, kv in _round(torch.stack([k, v]), ctx.comm):
+                d_kv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
+                for tile in ctx.whole.tiles(ctx.comm.rank, holder):
+                    _backward_tile(tile, (q, out, lse, d_out, dq), kv, d_kv)
+                sums.add(d_kv)
+            dk, dv = sums.come_home()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _round(kv: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
+    """Whose, and the keys and values of each rank, one's own first; the next ones arrive while the
+    caller works with these, which must not be written to."""
+    n, i = comm.size, comm.rank
+    for step in range(n):
+        on_their_way: tuple[Work, ...] = ()
+        if step < n - 1:
+            out = comm.isend(kv, (i + 1) % n)
+            on_their_way = out, comm.irecv(torch.empty_like(kv), (i - 1) % n)
+        yield (i - step) % n, kv
+        for work in on_their_way:
+            kv = work.wait()
+
+
+class _Sums:
+    """The gradients of keys and values: a sum follows its keys one rank behind the work on them,
+    each rank adds its own, and the last one sends it home, where the owner's own part has waited.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.mine: Tensor | None = None
+        self.on_their_way: tuple[Work, ...] = ()
+
+    def add(self, d_kv: Tensor) -> None:
+        """This rank's part of the sum that is due, which then goes on."""
+        if self.mine is None:  # the first keys are one's own
+            self.mine = d_kv
+            return
+        if self.on_their_way:
+            d_kv += self._arrived()
+        n, i = self.comm.size, self.comm.rank
+        out = self.comm.isend(d_kv, (i + 1) % n)
+        self.on_their_way = out, self.comm.irecv(torch.empty_like(d_kv), (i - 1) % n)
+
+    def come_home(self) -> Tensor:
+        """The whole sum of one's own keys and values."""
+        return self.mine + self._arrived() if self.on_their_way else self.mine
+
+    def _arrived(self) -> Tensor:
+        return [work.wait() for work in self.on_their_way][-1]
+
+
+def _mask(tile: Tile) -> dict[str, Any]:
+    return {"causal": True, "offset": tile.offset}
+
+
+def _cut(tile: Tile, q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+    """The queries, and the keys and values, that meet."""
+    return q[:, :, tile.rows], *(x[:, :, tile.columns] for x in keys)
+
+
+def _backward_tile(tile: Tile, of_queries: tuple[Tensor, ...], kv: Tensor, d_kv: Tensor) -> None:
+    """Adds what a tile gives to dQ, dK and dV. Output and log-sum-exp are those over all keys: with
+    them the weights of a tile are their part of the whole softmax."""
+    q, out, lse, d_out, dq = (x[:, :, tile.rows] for x in of_queries)
+    k, v = kv[:, :, :, tile.columns]
+    dk, dv = torch.empty_like(k, dtype=lse.dtype), torch.empty_like(v, dtype=lse.dtype)
+    problem, lse = problem_of(q, k, v, **_mask(tile)), lse[..., None]
+    tensors = dict(Q=q, K=k, V=v, O=out, lse=lse, dO=d_out, D=torch.zeros_like(lse))
+    with torch.autocast(q.device.type, enabled=False):
+        memory = SlowMemory(problem.kv_heads, **tensors, dQ=dq, dK=dk, dV=dv)
+        flash.backward(memory, problem)
+    d_kv[:, :, :, tile.columns] += torch.stack([dk, dv])
+
+
+def ulysses_attention(
+    q: Float[Tensor, "b a s_c d"],
+    k: Float[Tensor, "b g s_c d"],
+    v: Float[Tensor, "b g s_c d"],
+    comm: Comm,
+    kind: str = "zigzag",
+) -> Float[Tensor, "b a s_c d"]:
+    """The same by all-to-all: each rank gets all tokens of its a/n heads, computes, and gives the
+    outputs back. Where there are fewer key–value heads than ranks, each is sent to n/g of them.
+
+    Cost: (a + 2·max(g, n))·b·s_c·d numbers go in and a·b·s_c·d come out, of which (n − 1)/n travel,
+    forward and backward alike. Kept are q, k, v, the output and its log-sum-exp of those heads.
+    Source: Jacobs et al. 2309.14509.
+    Raises ValueError where n does not divide a, and neither divides g nor is a multiple of it.
+    """
+    whole, n = _laid_out(q, k, comm, kind), comm.size
+    repeats = kv_heads(q.shape[1], k.shape[1], n) // k.shape[1]
+    k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
+    heads = [x.unflatten(1, (n, -1)) for x in (q, k, v)]
+    tokens = _Exchange.apply(torch.cat(heads, 2).movedim(1, 0).contiguous(), comm)
+    mine = whole.join(tokens.unbind(), 2).split([x.shape[2] for x in heads], 1)
+    out, _ = flash.attention(*mine, causal=True)
+    shares = torch.stack([whole.split(out, rank, 2) for rank in range(n)])
+    return _Exchange.apply(shares, comm).movedim(0, 1).flatten(1, 2)
+
+
+def kv_heads(a: int, g: int, n: int) -> int:
+    """How many key–value heads n ranks of Ulysses have together: g, or n where g is less.
+
+    >>> kv_heads(32, 8, 4), kv_heads(32, 8, 16)
+    (8, 16)
+    """
+    if a % n or (g % n and n % g):
+        both = f"{a} heads and {g} key–value heads"
+        raise ValueError(f"cp={n} does not share out {both}: use ring attention, or fewer ranks")
+    return max(g, n)
+
+
+class _Exchange(torch.autograd.Function):
+    """Row r of x to rank r, from each its row for this one; backward the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Shaped[Tensor, "n *row"], comm: Comm) -> Shaped[Tensor, "n *row"]:
+        ctx.comm = comm
+        with comm.record("all_to_all forward"):
+            return comm.all_to_all(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with ctx.comm.record("all_to_all backward"):
+            return ctx.comm.all_to_all(grad.contiguous()), None

@@ -1,0 +1,182 @@
+"""`distribute`: a whole GPT that works on one rank's tokens of each sequence."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from labutils import collectives, units
+from labutils.config import ModelConfig
+from labutils.context_parallel.attention import kv_heads, ring_attention, ulysses_attention
+from labutils.context_parallel.sequence import layout
+from labutils.ledger import Ledger, Line
+from labutils.model import GPT
+from labutils.world import Comm
+
+ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
+_IGNORED = -100  # the target that torch's cross-entropy leaves out
+
+
+class ContextGPT(GPT):
+    """A GPT whose ranks share out the tokens of each sequence; made by `distribute`. It is given
+    whole sequences, and a call returns the logits of this rank's tokens, [b, s_c, v]."""
+
+    comm: Comm
+    kind: str
+    tables: tuple[Tensor, Tensor] | None
+
+    def forward(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s_c v"]:
+        here = layout(tokens.shape[1], self.comm.size, self.kind)
+        return super().forward(here.split(tokens, self.comm.rank))
+
+    def embed(self, tokens: Int[Tensor, "b s_c"]) -> Float[Tensor, "b s_c h"]:
+        """The residual stream of this rank's tokens, each with its position in the sequence."""
+        s, longest = tokens.shape[1] * self.comm.size, self.config.seq_len
+        if s > longest:
+            fits = "cut the sequence or build a longer model"
+            raise ValueError(f"{s} tokens do not fit seq_len={longest}: {fits}")
+        at = layout(s, self.comm.size, self.kind).positions(self.comm.rank)
+        at = torch.tensor(at, device=tokens.device)
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions(at)
+        if self.tables is not None:  # all layers share one, whose rows are this rank's from now on
+            rotary = self.blocks[0].attention.rotary
+            rotary.cos, rotary.sin = (table[at] for table in self.tables)
+        return self.dropout(x)
+
+    def loss(self, tokens: Int[Tensor, "b s"], targets: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
+        """Mean cross-entropy in nats per token of the whole sequences, the same on all ranks; a
+        target of −100 counts for nothing."""
+        return mean_loss(self(tokens), targets, self.comm, self.kind)
+
+
+def mean_loss(
+    logits: Float[Tensor, "b s_c v"],
+    targets: Int[Tensor, "b s"],
+    comm: Comm,
+    kind: str = "zigzag",
+) -> Float[Tensor, ""]:
+    """Mean cross-entropy in nats per token of whole sequences, from the logits of each rank's
+    tokens and all targets; those of −100 count for nothing.
+
+    Invariant: the mean over ranks of the gradients of this loss is the gradient of the whole one,
+    however many targets each rank has. So what averages gradients for data parallelism is right.
+    """
+    mine = layout(targets.shape[1], comm.size, kind).split(targets, comm.rank)
+    each = F.cross_entropy(logits.flatten(0, 1), mine.flatten(), reduction="none")
+    total = each.sum(dtype=torch.promote_types(each.dtype, torch.float32))  # fp16 ends at 65,504
+    count = (targets != _IGNORED).sum()  # of all ranks: the mean of ranks' means would be wrong
+    return _SumOverRanks.apply(total / count, comm).to(logits.dtype)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a number over ranks. Each has it, and weighs it alike: n times the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
+        ctx.n = comm.size
+        with comm.record("loss"):
+            return comm.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.n, None
+
+
+def distribute(
+    module: GPT, comm: Comm, *, attention: str = "ring", kind: str = "zigzag"
+) -> ContextGPT:
+    """The GPT, changed in place so that each rank computes its tokens of the sequences it is given.
+
+    Its parameters stay whole. Each rank's gradients are of its own tokens; their mean over the
+    ranks is right, as of replicas: `data_parallel.replicate`, `zero.shard` or `zero.Optimizer` over
+    rank.comm("dp", "cp") are to follow, and make weights alike.
+
+    attention: "ring" or "ulysses"
+    kind: the layout of the tokens, "contiguous" or "zigzag"
+
+    Cost: bytes sent as in `sent`; of activations each rank keeps those of s/n tokens.
+    Invariant: loss, gradients and steps are those of the whole model, up to rounding.
+    Raises ValueError for dropout, whose masks would need the place of each token, and for heads
+    that Ulysses cannot share out; in a pass, for a sequence that the ranks cannot.
+    """
+    if type(module) is not GPT:  # nor a share of one
+        got = type(module).__name__
+        raise TypeError(f"distribute takes a whole labutils.model.GPT, got {got}")
+    _check(module.config, comm.size, attention, kind)
+    if module.config.dropout:
+        remedy = "build the model with dropout=0"
+        raise ValueError(f"dropout={module.config.dropout} on distributed tokens: {remedy}")
+    for block in module.blocks:
+        block.attention.attend = functools.partial(_attend, comm, ATTENTION[attention], kind)
+    rotary = module.blocks[0].attention.rotary
+    module.__class__ = ContextGPT
+    module.comm = comm
+    module.kind = kind
+    module.tables = None if rotary is None else (rotary.cos, rotary.sin)
+    return module
+
+
+def _attend(
+    comm: Comm, attention: Any, kind: str, q: Tensor, k: Tensor, v: Tensor, dropout: float
+) -> Tensor:
+    """Attention as the model calls it; `distribute` sees that there is no dropout."""
+    return attention(q, k, v, comm, kind)
+
+
+def _check(model: ModelConfig, n: int, attention: str, kind: str) -> None:
+    if attention not in ATTENTION:
+        known = " or ".join(map(repr, ATTENTION))
+        raise ValueError(f"unknown attention over ranks {attention!r}: use {known}")
+    layout(2 * n, n, kind)
+    if attention == "ulysses":
+        kv_heads(model.num_heads, model.num_kv_heads, n)
+
+
+def sent(
+    model: ModelConfig,
+    n: int,
+    *,
+    micro_batch: int,
+    attention: str = "ring",
+    itemsize: int = 4,
+    rank: int | None = None,
+) -> Ledger:
+    """Bytes that each of n ranks sends in the forward and backward pass of a micro-batch, gradients
+    of parameters aside (`data_parallel.bytes_to_reduce`); alike in both layouts.
+
+    itemsize: bytes of an element of weights and activations
+    rank: the only one that is asked for; all unless given
+
+    >>> layer = replace(ModelConfig.named("llama-3.1-8b"), num_layers=1)
+    >>> ring = sent(layer, 8, micro_batch=1, itemsize=2, rank=0).by("name")
+    >>> ring["ring forward"] == 7 * 2 * layer.seq_len // 8 * 8 * 128 * 2
+    True
+    """
+    _check(model, n, attention, "contiguous")
+    L, s, a, g, d = model.letters("L s a g d")
+    rows = units.whole(micro_batch, "micro_batch", 1) * d * layout(s, n, "contiguous").chunk
+    ranks = range(n) if rank is None else (rank,)
+    lines = [_loss_line(n, max(4, itemsize), i) for i in ranks if n > 1]
+    for i in ranks if n > 1 else ():
+        if attention == "ring":
+            kv, sums = 2 * g * rows * itemsize, 2 * g * rows * max(4, itemsize)
+            moves = [("ring forward", kv, 1), ("ring backward", kv + sums, 2)]
+        else:
+            each = (2 * a + 2 * kv_heads(a, g, n)) * rows * itemsize // n
+            moves = [("all_to_all forward", each, 2), ("all_to_all backward", each, 2)]
+        for name, nbytes, messages in moves:
+            times = (n - 1) * L
+            lines.append(Line(name, nbytes * times, axis="cp", rank=i, count=messages * times))
+    return Ledger(lines).merged()
+
+
+def _loss_line(n: int, itemsize: int, rank: int) -> Line:
+    at = {"n": n, "itemsize": itemsize, "axis": "cp", "rank": rank}
+    (line,) = collectives.sent("all_reduce_ring", nbytes=itemsize, **at)
+    return replace(line, name="loss")
