@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import multiprocessing.forkserver
 import os
 import signal
 
@@ -15,6 +16,9 @@ def _outlive_ranks() -> None:
 
     A rank that does not end by itself ends with the server, which its own alarm then kills.
     """
+    known = multiprocessing.forkserver._forkserver
+    if not known._forkserver_address or known._forkserver_pid:
+        return  # not a server: a process without one, or one that has started one
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_TIDYING)
     with contextlib.suppress(ChildProcessError):
