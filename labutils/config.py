@@ -3,7 +3,6 @@ validated, and free of torch."""
 
 import csv
 import functools
-import itertools
 import json
 import math
 import os
@@ -16,6 +15,8 @@ from labutils import anatomy, units
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 AXES = ("pp", "dp", "cp", "tp", "ep")
+COMM_AXES = (*AXES, "edp")
+"""The axes that a Comm can be of: also edp, the ranks that hold the same experts."""
 MOMENTS = {
     "sgd": (),
     "momentum": ("momentum_buffer",),
@@ -340,7 +341,8 @@ class Mesh:
     `tp` are neighbours in number.
 
     `ep` does not add ranks: experts are spread over the data- and context-parallel ranks, `ep` of
-    them at a time.
+    them at a time; those at the same place of such blocks hold the same experts, and are the group
+    "edp" (Megatron's expert data parallelism).
 
     >>> mesh = Mesh(dp=2, tp=4)
     >>> mesh.size, mesh.coords(5), mesh.group(5, "tp"), mesh.group(5, "dp")
@@ -378,15 +380,15 @@ class Mesh:
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks that `rank` shares the `axis` with, itself included, in order."""
-        if axis not in AXES:
-            raise ValueError(f"a mesh has no axis {axis!r}: it has {', '.join(AXES)}")
+        if axis not in COMM_AXES:
+            raise ValueError(f"a mesh has no axis {axis!r}: it has {', '.join(COMM_AXES)}")
         here = self.coords(rank)
-        if axis == "ep":
-            block = (here["dp"] * self.cp + here["cp"]) // self.ep
-            spread = itertools.product([here["pp"]], range(self.dp), range(self.cp), [here["tp"]])
-            return tuple(
-                self._rank(*at) for at in spread if (at[1] * self.cp + at[2]) // self.ep == block
-            )
+        if axis in ("ep", "edp"):
+            block, place = divmod(here["dp"] * self.cp + here["cp"], self.ep)
+            first, step = (block * self.ep, 1) if axis == "ep" else (place, self.ep)
+            n = self.ep if axis == "ep" else self.dp * self.cp // self.ep
+            spread = (divmod(first + step * i, self.cp) for i in range(n))
+            return tuple(self._rank(here["pp"], dp, cp, here["tp"]) for dp, cp in spread)
         return tuple(
             self._rank(**({key: here[key] for key in ("pp", "dp", "cp", "tp")} | {axis: i}))
             for i in range(getattr(self, axis))

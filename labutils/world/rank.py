@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from labutils.config import AXES, Mesh
+from labutils.config import COMM_AXES, Mesh
 from labutils.trace import Event, Trace
 from labutils.world.comm import Comm
 from labutils.world.errors import ABSENT, OVER, WAITS, Failure, State, Stopped, run_error
@@ -118,20 +118,21 @@ class Rank:
         Several axes are joined: `rank.comm("dp", "cp")` is named "dp_cp" and spans their product,
         in the order of rank numbers, whichever axis is named first.
         """
-        unknown = [axis for axis in axes if axis not in AXES]
+        unknown = [axis for axis in axes if axis not in COMM_AXES]
         if unknown and axes != (WORLD,):
-            raise ValueError(f"a mesh has no axis {unknown[0]!r}: it has {', '.join(AXES)}")
-        axes = tuple(axis for axis in AXES if axis in axes)
+            raise ValueError(f"a mesh has no axis {unknown[0]!r}: it has {', '.join(COMM_AXES)}")
+        axes = tuple(axis for axis in COMM_AXES if axis in axes)
         name = "_".join(axes) or WORLD
         if name not in self._comms:
-            if "ep" in axes and ("dp" in axes or "cp" in axes):
-                remedy = "ep lies on the ranks of dp and cp; join those"
+            on_dp_and_cp = {"ep", "edp"} & set(axes)
+            if on_dp_and_cp and len({"dp", "cp", "ep", "edp"} & set(axes)) > 1:
+                remedy = f"{min(on_dp_and_cp)} lies on the ranks of dp and cp; join those"
                 raise ValueError(f"axes {axes} cannot be joined: {remedy}")
             ranks = (self.rank,) if axes else tuple(range(self.size))
             for axis in axes:
                 groups = (self.mesh.group(rank, axis) for rank in ranks)
                 ranks = tuple(sorted(itertools.chain.from_iterable(groups)))
-            channel = sum(1 << AXES.index(axis) for axis in axes)
+            channel = sum(1 << COMM_AXES.index(axis) for axis in axes)
             self._comms[name] = self._comm_class(self, name, ranks, channel)
         return self._comms[name]
 
