@@ -52,6 +52,8 @@ SIDEWAYS = {
     ("trace", "ledger"),  # what was sent, as amounts
     ("trace", "config"),  # what it takes on a link
     ("timeline", "ledger"),  # what was alive, as amounts
+    ("schedule", "timeline"),  # when it runs
+    ("schedule", "config"),  # what a message takes on a link
 }
 # Layers without numpy and torch: they load in milliseconds and run in a browser.
 STANDARD_ONLY = {0, 1}
@@ -159,6 +161,7 @@ def test_one_concept_has_one_name(name):
 # Public names that still stand in two modules.
 TWICE = {
     "Block", "OutOfMemory", "checkpoint", "cross_entropy", "history", "layout", "model_states", "predict", "sent",
+    "simulate",
 }  # fmt: skip
 
 

@@ -1,0 +1,206 @@
+"""A schedule is data: the order of operations on each rank, and why an order is illegal."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+KINDS = "FBW"
+
+
+class Op(NamedTuple):
+    """One operation: `kind` F (forward), B (backward) or W (weight gradient) of a stage, for one
+    micro-batch. Where W is an operation of its own, B computes the gradient of the input only.
+
+    >>> str(Op("F", stage=2, micro_batch=5))
+    'F5@2'
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}@{self.stage}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The operations of one step, in the order in which each rank runs them.
+
+    name: what the schedule is called
+    ranks: the operations of each rank
+    places: the rank of each stage; two of them where half of the micro-batches flow the other way
+    micro_batches: how many flow through the pipeline in one step
+    split: whether W is an operation of its own; otherwise B is the whole backward
+    fused: (rank, index) of each F that runs at once with the B and the W that follow it
+    """
+
+    name: str
+    ranks: tuple[tuple[Op, ...], ...]
+    places: tuple[tuple[int, ...], ...]
+    micro_batches: int
+    split: bool = False
+    fused: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def stages(self) -> int:
+        """Stages of the model: chunks of all ranks."""
+        return len(self.places[0])
+
+    @property
+    def kinds(self) -> str:
+        """The operations that each stage owes each micro-batch."""
+        return KINDS if self.split else KINDS[:2]
+
+    def rank_of(self, stage: int, micro_batch: int) -> int:
+        """The rank that runs a stage for a micro-batch."""
+        return self.places[micro_batch * len(self.places) // self.micro_batches][stage]
+
+    def inputs(self, op: Op) -> tuple[Op, ...]:
+        """What must be done before `op`: F waits for the F below, B for its F and the B above,
+        W for its B."""
+        kind, stage, k = op
+        if kind == "W":
+            return (Op("B", stage, k),)
+        if kind == "F":
+            return (Op("F", stage - 1, k),) if stage else ()
+        above = (Op("B", stage + 1, k),) if stage + 1 < self.stages else ()
+        return (Op("F", stage, k), *above)
+
+    def in_flight(self, rank: int) -> Iterator[int]:
+        """Activations that a rank holds after it began each operation, in stages: from F until
+        W, or B where it is the whole backward, is over."""
+        held, freed = 0, 0
+        for op in self.ranks[rank]:
+            held += (op.kind == "F") - freed
+            freed = op.kind == self.kinds[-1]
+            yield held
+
+    def peak(self, rank: int) -> int:
+        """Most activations, of one stage and micro-batch each, that a rank holds at once."""
+        # Among fused operations F begins before anything is freed: the same as one by one.
+        return max(self.in_flight(rank), default=0)
+
+    def check(self, cap: int | None = None) -> "Schedule":
+        """This schedule, if every move in it is legal; with a `cap` on activations per rank.
+
+        Raises ValueError: which move is illegal, and why.
+        """
+        if reason := why_illegal(self, cap):
+            raise ValueError(f"{self.name}: {reason}")
+        return self
+
+
+class Board:
+    """A schedule of which some operations are done: says why a next move is illegal."""
+
+    def __init__(self, schedule: Schedule, cap: int | None = None) -> None:
+        self.schedule = schedule
+        self.cap = cap
+        self.done: set[Op] = set()
+        self.held = [0] * len(schedule.ranks)
+
+    def why_not(self, rank: int, op: Op) -> str | None:
+        """Why `rank` cannot run `op` now; None if it can."""
+        if reason := _foreign(self.schedule, rank, op):
+            return reason
+        if op in self.done:
+            return f"rank {rank} runs {op} twice"
+        for needed in self.schedule.inputs(op):
+            if needed not in self.done:
+                owner = self.schedule.rank_of(needed.stage, needed.micro_batch)
+                if owner == rank:
+                    return f"rank {rank} runs {op} before its own {needed}"
+                return f"rank {rank} runs {op} before {needed} has come from rank {owner}"
+        if self.cap is not None and op.kind == "F" and self.held[rank] >= self.cap:
+            held = self.held[rank] + 1
+            return f"rank {rank} holds {held} activations at {op}; its limit is {self.cap}"
+        return None
+
+    def play(self, rank: int, op: Op) -> None:
+        """Runs `op` on `rank`.
+
+        Raises ValueError: why it cannot.
+        """
+        if reason := self.why_not(rank, op):
+            raise ValueError(reason)
+        self.done.add(op)
+        self.held[rank] += (op.kind == "F") - (op.kind == self.schedule.kinds[-1])
+
+
+def _foreign(schedule: Schedule, rank: int, op: Op) -> str | None:
+    """Why an operation is none of this rank's at all."""
+    if op.kind not in schedule.kinds:
+        kinds = ", ".join(schedule.kinds)
+        return f"rank {rank} runs {op}: operations of this schedule are {kinds}"
+    if not 0 <= op.stage < schedule.stages:
+        return f"rank {rank} runs {op}: stages are 0 … {schedule.stages - 1}"
+    if not 0 <= op.micro_batch < schedule.micro_batches:
+        return f"rank {rank} runs {op}: micro-batches are 0 … {schedule.micro_batches - 1}"
+    if (owner := schedule.rank_of(op.stage, op.micro_batch)) != rank:
+        return f"rank {rank} runs {op}, which is rank {owner}'s"
+    return None
+
+
+def why_illegal(schedule: Schedule, cap: int | None = None) -> str | None:
+    """The first illegal move of a schedule and its reason; None if all are legal.
+
+    What a rank lacks, has twice or does not own is found first; then the ranks play, one operation
+    each per round, so that the first move is the first in time when all operations take as long.
+    """
+    if reason := _incomplete(schedule):
+        return reason
+    board = Board(schedule, cap)
+    at = [0] * len(schedule.ranks)
+    while True:
+        played = []
+        for rank, ops in enumerate(schedule.ranks):
+            if at[rank] < len(ops):
+                reason = board.why_not(rank, ops[at[rank]])
+                if reason is None:
+                    played.append((rank, ops[at[rank]]))
+                elif "its own" in reason or "its limit" in reason:  # no other rank can help
+                    return reason
+        if not played:
+            break
+        for rank, op in played:
+            board.play(rank, op)
+            at[rank] += 1
+    return _deadlock(schedule, at)
+
+
+def _incomplete(schedule: Schedule) -> str | None:
+    """The first operation that is foreign to its rank, there twice, or missing."""
+    for rank, ops in enumerate(schedule.ranks):
+        for op in ops:
+            if reason := _foreign(schedule, rank, op):
+                return reason
+        op, times = next(iter(Counter(ops).most_common(1)), (None, 0))
+        if times > 1:
+            return f"rank {rank} runs {op} twice"
+    known = {op for ops in schedule.ranks for op in ops}
+    for k in range(schedule.micro_batches):
+        for kind in schedule.kinds:
+            for stage in range(schedule.stages):
+                if Op(kind, stage, k) not in known:
+                    owner = schedule.rank_of(stage, k)
+                    return f"rank {owner} never runs {Op(kind, stage, k)}"
+    return None
+
+
+def _deadlock(schedule: Schedule, at: list[int]) -> str | None:
+    """Which ranks wait for each other in a ring, from where each has come to; None if all ended."""
+    stuck = [rank for rank, ops in enumerate(schedule.ranks) if at[rank] < len(ops)]
+    if not stuck:
+        return None
+    done = {op for rank, ops in enumerate(schedule.ranks) for op in ops[: at[rank]]}
+    rank, seen, ring = stuck[0], [], []
+    while rank not in seen:
+        seen.append(rank)
+        op = schedule.ranks[rank][at[rank]]
+        needed = next(need for need in schedule.inputs(op) if need not in done)
+        owner = schedule.rank_of(needed.stage, needed.micro_batch)
+        ring.append(f"rank {rank} waits at {op} for {needed} of rank {owner}")
+        rank = owner
+    return "deadlock: " + ", ".join(ring[seen.index(rank) :])
