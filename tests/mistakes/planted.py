@@ -146,9 +146,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("x.repeat_interleave(repeats, 1)", "x.repeat(1, repeats, 1, 1)"),
         ("whole.join(tokens.unbind(), 2)", "torch.cat(tokens.unbind(), 2)"),
         ("if a % n or (g % n and n % g):", "if a % n:"),
-        ("out = torch.zeros(q.shape, dtype=wide", "out = torch.zeros(q.shape, dtype=q.dtype"),
         ("if step < n - 1:", "if True:"),
-        ("        yield (i - step) % n, kv\n        for work in on_their_way:\n            kv = work.wait()\n", "        here = kv\n        for work in on_their_way:\n            kv = work.wait()\n        yield (i - step) % n, here\n"),
     ],
     ("context_parallel/transform", "test_context_parallel"): [
         (".positions(self.comm.rank)", ".positions(0)"),
