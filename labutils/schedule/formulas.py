@@ -37,7 +37,7 @@ def bubble(
         "naive": (m * plain[0], True, ""),
         **dict.fromkeys(("gpipe", "one_f_one_b", "eager_one_f_one_b"), plain),
         **dict.fromkeys(("interleaved", "breadth_first"), plain),
-        "zb_h1": ((p - 1) * (f + b - w), w_short, "W ≤ F and W ≤ B"),
+        "zb_h1": ((p - 1) * (f + b - w), w_short and m >= p, "W ≤ F, W ≤ B and m ≥ p"),
     }
     enough = w_short and m >= 2 * p - 1, "W ≤ F, W ≤ B and m ≥ 2p−1"
     if barrier:
