@@ -156,7 +156,10 @@ NOT_MADE = [
         lambda: schedule.simulate(schedule.gpipe(3, 2), Durations(B=(1, 2))),
         "B has 2 times for 3 stages: give one each",
     ),
-    (lambda: schedule.bubble("zb_h1", 4, 8, Durations(2, 2, 3)), "zb_h1 needs W ≤ F, W ≤ B and m ≥ p"),
+    (
+        lambda: schedule.bubble("zb_h1", 4, 8, Durations(2, 2, 3)),
+        "zb_h1 needs W ≤ F, W ≤ B and m ≥ p",
+    ),
     (lambda: schedule.bubble("zb_auto", 4, 8), "no formula for 'zb_auto' in a step that ends with"),
     (
         lambda: schedule.bubble("dualpipe_v", 4, 8, Durations(1, 1, 1, fused=4)),
