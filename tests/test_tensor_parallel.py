@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from labutils import anatomy, data_parallel, measure, memory, tensor_parallel, zero
+from labutils import (
+    anatomy,
+    context_parallel,
+    data_parallel,
+    measure,
+    memory,
+    tensor_parallel,
+    zero,
+)
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
@@ -373,6 +381,9 @@ def test_what_else_makes_no_sense_is_named():
     def again(comm):
         tensor_parallel.parallelize(tensor_parallel.parallelize(GPT(GPT2), comm), comm)
 
+    def of_tokens(comm):
+        tensor_parallel.parallelize(context_parallel.distribute(GPT(GPT2), comm), comm)
+
     layers = tensor_parallel
     wrong = {
         "tp=4 does not divide a sequence of 7 tokens: cut it to 4 tokens or pad it to 8": passed,
@@ -381,6 +392,7 @@ def test_what_else_makes_no_sense_is_named():
         ),
         "12 tokens do not fit seq_len=6": long,
         "takes a whole labutils.model.GPT, got ParallelGPT": again,
+        "takes a whole labutils.model.GPT, got ContextGPT": of_tokens,
         "tp=4 does not divide 6 outputs: pad them to 8": lambda comm: layers.ColumnLinear.from_full(
             nn.Linear(4, 6), comm
         ),

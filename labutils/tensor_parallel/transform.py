@@ -107,7 +107,7 @@ def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
     sequence that it splits.
     Source: Shoeybi et al. 1909.08053, section 3; Korthikanti et al. 2205.05198, section 4.2.
     """
-    if not isinstance(module, GPT) or isinstance(module, ParallelGPT):
+    if type(module) is not GPT:  # a share of one already knows its own tokens or words
         got = type(module).__name__
         raise TypeError(f"parallelize takes a whole labutils.model.GPT, got {got}")
     config = module.config
