@@ -341,12 +341,17 @@ def test_what_is_fused_runs_at_once_and_counts_once():
     assert run.ends[rank][index] - run.starts[rank][index] == 5
     alone = len(one.ranks[rank]) - 3 * sum(who == rank for who, _ in one.fused)
     assert run.busy(rank) == 2 * alone + 5 * sum(who == rank for who, _ in one.fused)
-    for who, i in one.fused:  # no input of a fused operation comes later than its start
-        for op in one.ranks[who][i : i + 2]:
+
+
+def test_nothing_fused_starts_before_its_last_input():
+    one = schedule.dualpipe_v(4, 9)
+    run = schedule.simulate(one, Durations((1,) * 7 + (5,), 1, 1, fused=4))
+    for rank, index in one.fused:
+        for op in one.ranks[rank][index : index + 2]:
             for need in one.inputs(op):
                 owner = one.rank_of(need.stage, need.micro_batch)
                 came = run.ends[owner][one.ranks[owner].index(need)]
-                assert came <= run.starts[who][i]
+                assert came <= run.starts[rank][index]
 
 
 def test_every_operation_starts_as_soon_as_it_can():
@@ -390,6 +395,7 @@ def test_zb_auto_meets_the_hand_made_ones_and_its_limit():
         for cap in range(4, 13)
     ]
     assert periods == sorted(periods, reverse=True) and periods[-1] < periods[0]
+    assert periods[1] == 395  # with as many forwards first on neighbours: 399
 
 
 def test_524_288_operations_take_less_than_a_second():
