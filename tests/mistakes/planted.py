@@ -40,20 +40,20 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("trace", "test_trace"): [
         ("max((message.end for message in replayed), default=0)", "max((message.start for message in replayed), default=0)"),
-        ("end = max(start, message.start) + self.cost(nbytes)", "end = message.start + self.cost(nbytes)"),
-        ("channel = self.under_way[event.source, rank, event.axis]", 'channel = self.under_way[event.source, rank, ""]'),
+        ("max(sender.clock, receiver.clock)", "sender.clock"),
+        ("self.source == source and self.axis == axis", "self.source == source"),
         ("latency + nbytes / bandwidth", "nbytes / bandwidth"),
     ],
     ("timeline", "test_timeline test_data_parallel test_survivors"): [
-        ("span.end - max(span.start, own.computed)", "span.end - max(span.start, self.computed)"),
-        ("return self.makespan - self.computed", "return self.computed"),
+        ("for a, b in own.waits]", "for a, b in self.waits]"),
+        ("now = max(now, span.end)", "now = span.end"),
         ("moment.ledger.total > peaks[moment.phase].ledger.total", "moment.ledger.total < peaks[moment.phase].ledger.total"),
         ("changes[span.end] = changes.get(span.end, 0) - nbytes", "changes[span.end] = -nbytes"),
     ],
     ("floats", "test_floats test_survivors"): [
         ("whole % 2 == 1)", "whole % 2 == 0)"),
         ("random.randrange(denominator) < rest", "random.randrange(denominator) <= rest"),
-        ("self.element.bits + E8M0.bits / self.block_size", "self.element.bits + 8 / 32"),
+        ("self.element.bits + self.scale.bits / self.block_size", "self.element.bits + 8 / 32"),
         ("if not all(math.isfinite(v) for v in values):", "if any(math.isnan(v) for v in values):"),
         ("- self.element.max_exponent", "- self.element.max_exponent + 1"),
         ('quiet = (1 << self.mantissa_bits >> 1) if self.nan == "ieee" else 0', "quiet = 0"),
@@ -252,7 +252,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("precision/master", "test_precision_training"): [
         ("if master.grad is None:\n            master.grad = weight", "if True:\n            master.grad = weight"),
         ("self.masters[weight] = nn.Parameter(weight.detach().float())", "self.masters[weight] = nn.Parameter(weight.detach())"),
-        ('mode="stochastic", generator', 'mode="nearest", generator'),
+        ('mode = "nearest" if self.generator is None else "stochastic"', 'mode = "nearest"'),
     ],
     ("precision/autocast", "test_precision_training"): [
         ("if not _here.regions:\n", "if _here.regions:\n"),
@@ -320,7 +320,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("share=-(-model.num_params // mesh.dp)", "share=model.num_params // mesh.dp"),
         ("1 if level else tensors, FP32", "tensors, FP32"),
         ("return train.zero if mesh.dp > 1 else 0", "return train.zero"),
-        ("weights + working, updating) > capacity", "weights + working, updating) >= capacity"),
+        ("2 * weights + state + temporary)", "weights + state + temporary)"),
         ("numbers * (2 if half else FP32)", "numbers * FP32"),
     ],
     ("memory/peak", "test_memory"): [
@@ -427,7 +427,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('total / factor, f"peak {units.text(total)}")', 'total / factor, f"peak {units.text(moments[0].ledger.total)}")'),
         ("span.start / factor, (span.end - span.start) / factor", "span.start / factor, span.end / factor"),
         ("axes.stairs(high, edges, baseline=low,", "axes.stairs(high, edges, baseline=0,"),
-        ("lane = y + _LANE * (span.kind == \"reduce\") + 0.02", "lane = y + 0.02"),
+        ("lane = y + _LANE * (span.kind in COMMUNICATION) + 0.02", "lane = y + 0.02"),
     ],
     ("teach/widgets", "test_widgets"): [
         ("math.floor((last - first) / pace) + 1", "math.floor((last - first) / pace)"),
