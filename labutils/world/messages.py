@@ -113,14 +113,17 @@ class Work:
         self._endpoint = endpoint
         self._request = request
         self._pending = pending
+        self._result: Any = None
 
     def wait(self) -> Any:
         """The result: the received tensor, the collective's value, or None for a send."""
         self._endpoint.wait(self._request)
-        self._pending.pop(self._request, None)  # the result is the caller's alone from now on
+        self._pending.pop(self._request, None)
         if self._request.error is not None:
             raise self._request.error
-        return self._request.result
+        if self._request.result is not None:  # the caller's alone from now on: a thread that has
+            self._result, self._request.result = self._request.result, None  # done it may live on
+        return self._result
 
     def done(self) -> bool:
         """Whether the result is there."""

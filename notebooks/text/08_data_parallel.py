@@ -312,7 +312,7 @@ plots.overlap(after_the_backward_pass=after, during_the_backward_pass=during)
 # Every rank's clock starts as it leaves a barrier. The hidden part, beside the formula:
 
 # %% tags=["nbval-ignore-output"]
-f"{during.hidden:.0%} hidden, formula {1 - 1 / len(twelve):.0%}"
+f"{during.hidden:.0%} hidden in {during.makespan:.2f} s, formula {1 - 1 / 12:.0%}"
 
 # %% [markdown]
 # So keep the *last* bucket small. DDP's default makes only the *first* small; `bucket_cap_mb_list` (torch 2.13) sets each.
@@ -473,6 +473,7 @@ def train(net, wrapper, data):
     return weights, measure.model_states(net, optimizer), min(seconds)
 
 
+# %%
 def trained(rank, whose):
     net = GPT(medium, generator=torch.Generator().manual_seed(rank.rank))
     comm = rank.comm("dp")
@@ -508,10 +509,10 @@ memory.model_states(medium, setting, Mesh(dp=4)).diff(states)
 processes.close()
 
 # %% [markdown]
-# Gradients are views of the buckets, so the buckets add nothing. Nobody counts what gloo sends. The fastest step here, in ms (`make bench` takes more care):
+# Gradients are views of the buckets, so the buckets add nothing. Nobody counts what gloo sends. The fastest step here (`make bench` takes more care):
 
 # %% tags=["nbval-ignore-output"]
-{whose: round(1e3 * seconds, 1) for whose, seconds in taken.items()}
+{whose: f"{1e3 * seconds:.1f} ms" for whose, seconds in taken.items()}
 #
 # %% [markdown]
 # ## Turn the knobs
