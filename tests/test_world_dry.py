@@ -349,12 +349,13 @@ def test_an_error_of_the_rank_is_raised_here_and_the_next_run_works():
     assert dry.run(lambda rank: rank.rank, rank=3) == 3
 
 
-def test_a_real_tensor_from_outside_is_told_how_to_come_in():
+@pytest.mark.parametrize("use", [lambda x: torch.ones(3) + x, lambda x: x.view(3, 1), torch.t])
+def test_a_real_tensor_from_outside_is_told_how_to_come_in(use):
     outside = torch.ones(3)
     with pytest.raises(
         RankError, match=r"real tensor, float32\[3\].*pass it as an argument of run"
     ):
-        World(2, engine="dry").run(lambda rank: torch.ones(3) + outside)
+        World(2, engine="dry").run(lambda rank: use(outside))
 
 
 def test_printing_shows_the_rank(capsys):

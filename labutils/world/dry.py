@@ -133,7 +133,7 @@ class _Fake(FakeTensorMode):
     ) -> Any:
         if func is torch.ops.prim.device.default:  # most of what a fake tensor is asked
             return args[0].fake_device
-        if func in _VIEWS and args[0].constant is None:  # half of all; no need to ask the cache
+        if func in _VIEWS and self._is_plain(args[0]):  # half of all; no need to ask the cache
             with in_kernel_invocation_manager(self):
                 view = func(*args, **(kwargs or {}))
             return FakeTensor(self, view, args[0].fake_device)
@@ -149,6 +149,9 @@ class _Fake(FakeTensorMode):
             got = f"{func.overloadpacket.__name__} got a real tensor, {describe(real[0])}"
             remedy = "make it inside the rank function, or pass it as an argument of run"
             raise RuntimeError(f"{_where()}: {got}, in a dry run: {remedy}") from None
+
+    def _is_plain(self, x: Tensor) -> bool:
+        return isinstance(x, FakeTensor) and x.fake_mode is self and x.constant is None
 
     def _assumed(self, func: Any, args: tuple) -> Any:
         x = args[0]
