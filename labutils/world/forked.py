@@ -1,12 +1,10 @@
-"""What the ranks' fork server loads: all that a rank needs, and how the server itself ends."""
+"""How the ranks' fork server, which loads this beside what a rank needs, ends."""
 
 import atexit
 import contextlib
 import multiprocessing.forkserver
 import os
 import signal
-
-import labutils.world.worker  # noqa: F401  so that ranks are forked with torch in memory
 
 _TIDYING = 5  # seconds
 

@@ -41,7 +41,8 @@ def start_server() -> None:
     """Start the standard library's fork server, which loads torch while the kernel goes on."""
     if _METHOD != "forkserver":
         return
-    multiprocessing.forkserver.set_forkserver_preload(["labutils.world.forked"])
+    loaded = ["labutils.world.worker", "labutils.world.forked"]
+    multiprocessing.forkserver.set_forkserver_preload(loaded)
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     with _environment(OMP_NUM_THREADS="1", PYTHONPATH=path, PYTHONSAFEPATH="1"):
         multiprocessing.forkserver.ensure_running()
