@@ -299,6 +299,9 @@ def test_half_precision_counts_all_targets():
 def test_neighbours_are_a_group_of_their_own():
     def program(rank):
         block = rank.comm("tp").neighbours(2)
+        assert block._channel != rank.comm("tp")._channel, (
+            "their messages could be taken for others"
+        )
         return block.ranks, block.rank, block.all_reduce(torch.tensor([rank.rank])).item()
 
     assert ranks(4).run(program) == [((0, 1), 0, 1), ((0, 1), 1, 1), ((2, 3), 0, 5), ((2, 3), 1, 5)]

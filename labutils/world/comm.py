@@ -14,6 +14,7 @@ from torch import Tensor
 
 from labutils import collectives, units
 from labutils.collectives.algorithms import is_rank
+from labutils.config import COMM_AXES
 from labutils.trace import Event
 from labutils.world.errors import site
 from labutils.world.messages import REDUCE_OPS, CallSite, Request, Work, describe
@@ -86,7 +87,8 @@ class Comm:
         ranks, known = self.ranks[first : first + count], self._owner._comms
         name = f"{self.axis} of {ranks}"
         if name not in known:
-            known[name] = type(self)(self._owner, self.axis, ranks, self._channel // 2)
+            channel = self._channel // 2 + (count << len(COMM_AXES))  # not that of all ranks
+            known[name] = type(self)(self._owner, self.axis, ranks, channel)
         return known[name]
 
     @contextlib.contextmanager
