@@ -54,7 +54,7 @@ def states(
         yield ModelState("step", "optimizer", 1 if level else tensors, FP32, False)
 
 
-def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> Ledger:  # noqa: B008
+def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> Ledger:
     """Bytes of weights, gradients and optimizer state after an optimizer step, under the names of
     `measure.model_states`.
 

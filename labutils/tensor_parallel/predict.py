@@ -106,7 +106,7 @@ def kept_activations(
     *,
     micro_batch: int,
     sequence: bool = False,
-    how: anatomy.Policy = anatomy.Policy(),  # noqa: B008
+    how: anatomy.Policy = anatomy.Policy(),
 ) -> Ledger:
     """Bytes that autograd keeps on each of n ranks for the backward pass of a micro-batch, as
     `memory.activations` has them of the whole model: divided where there are heads, a feed-forward
