@@ -36,8 +36,9 @@ from pictures import (
 )
 from PIL import Image
 
-from labutils import checkpointing, floats
+from labutils import checkpointing, floats, schedule
 from labutils.ledger import Ledger
+from labutils.schedule import Durations, simulate
 from labutils.teach import plots
 from labutils.teach.plots import draw, style
 from labutils.timeline import Occupancy, Timeline
@@ -144,6 +145,13 @@ GALLERY = {
     "token weights": lambda: plots.token_weights([6, 2, 9]),
     "plans": lambda: plots.plan_maps(TIMELINES),
     "overlap": lambda: plots.overlap(after_backward=timeline(True), during=timeline(False)),
+    "gantt": lambda: plots.gantt(simulate(schedule.one_f_one_b(4, 8))),
+    "gantt of several, in a row": lambda: plots.gantt(
+        simulate(schedule.interleaved(2, 4)), simulate(schedule.zb_h1(2, 4)), barrier=False
+    ),
+    "gantt of pairs": lambda: plots.gantt(
+        simulate(schedule.dualpipe_v(2, 4), Durations(fused=2.5)), unit="ms"
+    ),
     "who holds": lambda: plots.who_holds(
         level_1=[occupancy(1, rank) for rank in range(4)],
         level_3=[occupancy(3, rank) for rank in range(4)],

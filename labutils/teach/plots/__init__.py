@@ -29,6 +29,7 @@ from labutils.teach.plots.lines import (
     trade_off,
 )
 from labutils.teach.plots.picture import Animation, Picture
+from labutils.teach.plots.pipelines import gantt, schedule_animation
 from labutils.teach.plots.timelines import memory_timeline, messages, overlap, plan_maps, who_holds
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "curves",
     "dynamic_range",
     "exponent_histogram",
+    "gantt",
     "gradient_noise",
     "memory_bars",
     "memory_map",
@@ -54,6 +56,7 @@ __all__ = [
     "ring_animation",
     "roofline",
     "running_sums",
+    "schedule_animation",
     "tile_walk",
     "token_weights",
     "trade_off",
