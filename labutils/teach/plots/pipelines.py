@@ -107,18 +107,11 @@ def gantt(
     most = max(map(_peak, shown.values()))
     y, ticks = 0.0, {}
     for (name, run), high in zip(shown.items(), tops, strict=True):
-        axes.text(0, y + _HEAD - 0.1, name, weight="bold", va="bottom")
         after = style.width_of(f"{name}  ", weight="bold") / style.inches(axes)[0]
+        axes.text(0, y + _HEAD - 0.1, name, weight="bold", va="bottom")
         place = after * axes.get_xlim()[1], y + _HEAD - 0.1
         axes.text(*place, _measured(run, barrier, factor, said), va="bottom")
-        for rank in range(len(run.schedule.ranks)):
-            top = y + _HEAD + rank * _row(run)
-            _rank(axes, run, rank, top, factor, barrier)
-            for offset in (0,) if barrier else (0, run.period):
-                _held(axes, run, rank, top + _row(run) - _GAP, factor, most, offset)
-            middle = top + (_row(run) - _GAP - _STRIP) / 2
-            ticks[middle] = f"rank {rank}"
-            draw.beside(axes, 0.08, middle, f"holds {_holds(run, rank):.3g}")
+        ticks |= _ranks(axes, run, y + _HEAD, factor, barrier, most)
         y += high
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.tick_params(axis="y", length=0)
@@ -179,6 +172,22 @@ def _finding(shown: dict[str, PipelineRun], barrier: bool) -> str:
         holds = f"and a rank holds up to {held} micro-batches"
         return f"Bubble fraction ({metric}): {told[0]}, {holds}"
     return f"Bubble fraction ({metric}): {style.listed(told)}"
+
+
+def _ranks(
+    axes: Axes, run: PipelineRun, top: float, factor: float, barrier: bool, most: float
+) -> dict[float, str]:
+    """The rows of one run, from `top` downwards, and where their names go."""
+    ticks = {}
+    for rank in range(len(run.schedule.ranks)):
+        _rank(axes, run, rank, top, factor, barrier)
+        for offset in (0,) if barrier else (0, run.period):
+            _held(axes, run, rank, top + _row(run) - _GAP, factor, most, offset)
+        middle = top + (_row(run) - _GAP - _STRIP) / 2
+        ticks[middle] = f"rank {rank}"
+        draw.beside(axes, 0.08, middle, f"holds {_holds(run, rank):.3g}")
+        top += _row(run)
+    return ticks
 
 
 def _rank(
