@@ -266,6 +266,10 @@ class TestLossScaler:
         weight.grad = torch.full((4,), 2e38)
         assert LossScaler(1.0).unscale_(optimizer)
 
+    def test_where_no_gradient_is_there_is_no_overflow(self):
+        """A rank whose share is empty does not keep the others from stepping."""
+        assert LossScaler().unscale_(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+
     def test_fp16_gradients_need_master_weights(self):
         layer = line(dtype=FP16)
         sgd = torch.optim.SGD(layer.parameters(), lr=1.0)

@@ -234,3 +234,48 @@ def test_the_next_unit_is_gathered_ahead_only_if_asked_for(prefetch, ahead):
 
     there = [[i, i + 1][: 1 + ahead] for i in range(3)] + [[3]]
     assert world.World(1).run(program)[0] == there
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_after_a_barrier_every_rank_has_heard_of_all(n):
+    ranks = world.World(n)
+    ranks.run(lambda rank: rank.comm().barrier())
+    heard = [{i} for i in range(n)]
+    for events in zip(*ranks.trace.ranks, strict=True):
+        heard = [mine | heard[event.source] for mine, event in zip(heard, events, strict=True)]
+    assert heard == [set(range(n))] * n
+
+
+def test_the_norm_of_half_precision_gradients_is_summed_in_fp32():
+    def program(rank):
+        shards = [nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)) for _ in range(2)]
+        for shard, slope in zip(shards, (16.0, 1.0), strict=True):
+            shard.grad = torch.full_like(shard, slope)
+        return zero.clip_grad_norm(shards, rank.comm("dp"), 100.0)
+
+    for norm in world.World(2).run(program):
+        assert norm.item() == pytest.approx(math.sqrt(2 * (256 + 1)))
+
+
+def test_inputs_of_a_sharded_module_come_in_the_type_of_its_weights():
+    def program(rank):
+        layer = nn.Linear(4, 2)
+        zero.shard(layer, rank.comm("dp"), param_dtype=torch.bfloat16)
+        return layer(torch.ones(1, 4)).dtype
+
+    assert world.World(1).run(program) == [torch.bfloat16]
+
+
+def test_the_padding_of_a_gradient_is_zero_whatever_memory_held():
+    def program(rank):
+        layer = nn.Linear(5, 1, bias=False)
+        optimizer = zero.Optimizer(layer.parameters(), rank.comm("dp"), level=1)
+        (flat,) = optimizer.flats
+        flat.open()
+        return flat.buffer[5:].tolist()
+
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    try:
+        assert world.World(2).run(program) == [[0.0]] * 2
+    finally:
+        torch.use_deterministic_algorithms(False)

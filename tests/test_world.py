@@ -1110,6 +1110,13 @@ def test_worlds_that_cannot_be(make, error, text):
         ),
         (lambda comm: comm.all_reduce(torch.ones(4, device="meta")), "on meta: convert it first"),
         (lambda comm: comm.broadcast(torch.ones(4), 4), "src=4"),
+        *(
+            (
+                lambda comm, out=out: comm.broadcast(torch.ones(2), out=out),
+                r"the result of broadcast is float32\[2\] and out is .*: give an out like it",
+            )
+            for out in (torch.ones(3), torch.ones(2, dtype=torch.float64))
+        ),
     ],
 )
 def test_bad_calls_name_the_value_and_the_remedy(four, program, text):

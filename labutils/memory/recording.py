@@ -116,12 +116,13 @@ def _run(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.R
     optimizer.zero_grad()
     del value
 
-    def step() -> None:
-        value = forward_and_backward()  # noqa: F841 - held, as the caller of a step holds it
+    def step() -> Tensor:
+        value = forward_and_backward()
         places.enter_optimizer(optimizer, inner)
         with measure.phase("optimizer"):
             optimizer.step()
             optimizer.zero_grad()
+        return value  # held until here, as the caller of a step holds it
 
     with measure.recording(net, inner) as recorder:
         recorder.guess((x, y), "activations", BATCH)

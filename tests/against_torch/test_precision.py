@@ -255,6 +255,19 @@ def test_nested_regions_share_the_copies_of_weights(dtype):
     assert same(*[[grad] for grad in found])
 
 
+@HALVES
+def test_a_weight_that_is_a_view_is_copied_for_each_use_as_in_torch(dtype):
+    """So the gradients of its three uses are added in fp32."""
+    found = []
+    for region in REGIONS.values():
+        weight = torch.full((5, 4), 0.3)[1:].requires_grad_()
+        with region(dtype):
+            y = sum(factor * F.linear(X, weight) for factor in (1, 3, 7))
+        (y * W[:3, :4]).sum().backward()
+        found.append(weight.grad)
+    assert same(*[[grad] for grad in found])
+
+
 CHECKPOINTERS = {
     "none": lambda region, fn, x: fn(x),
     "ours": lambda region, fn, x: checkpointing.checkpoint(fn, x),

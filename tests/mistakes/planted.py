@@ -242,7 +242,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("torch.clamp(a, 2.0**fmt.min_exponent,", "torch.clamp(a, 2.0**(fmt.min_exponent - 1),"),
         ("a.clamp_(max=cap)", "a.clamp_(max=cap / 8)"),
     ],
-    ("precision/scaler", "test_precision_training"): [
+    ("precision/scaler", "test_precision_training test_zero_update against_torch/test_precision"): [
         ("self.good_steps == self.growth_interval", "self.good_steps > self.growth_interval"),
         ("return not any(beyond.values())", "return not all(beyond.values())"),
         ("self.value = grown if math.isfinite(grown) else self.value", "self.value = grown"),
@@ -254,7 +254,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("self.masters[weight] = nn.Parameter(weight.detach().float())", "self.masters[weight] = nn.Parameter(weight.detach())"),
         ('mode = "nearest" if self.generator is None else "stochastic"', 'mode = "nearest"'),
     ],
-    ("precision/autocast", "test_precision_training"): [
+    ("precision/autocast", "against_torch/test_precision"): [
         ("if not _here.regions:\n", "if _here.regions:\n"),
         ("value.is_leaf and not value._is_view()", "value.is_leaf"),
         ("id(value), value._version, dtype", "id(value), dtype"),
@@ -263,7 +263,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("grad / len(targets)", "grad"),
         ("terms = shifted.exp()", "terms = logits.exp()"),
     ],
-    ("precision/exponents", "test_precision"): [
+    ("precision/exponents", "test_precision_training"): [
         ("fmt.min_exponent - fmt.mantissa_bits - 1 else", "fmt.min_exponent - fmt.mantissa_bits else"),
         ("if exponent > fmt.max_exponent:", "if exponent >= fmt.max_exponent:"),
     ],
