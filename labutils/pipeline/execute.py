@@ -1,0 +1,237 @@
+"""A schedule carried out: operations on stages of a model, messages between its ranks."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from labutils.pipeline.messages import Action, actions
+from labutils.pipeline.stages import PipelineStage, placed
+from labutils.pipeline.weight_gradients import Later, Owed, pay
+from labutils.schedule import Durations, Op, PipelineRun, Schedule
+from labutils.world import Comm, Work
+
+Batch = tuple[Tensor, Tensor]  # tokens [b, s] and targets [b, s]
+Loss = Callable[[Tensor, Tensor], Tensor]
+Key = tuple[int, int]  # a stage and a micro-batch
+
+
+def mean_cross_entropy(
+    logits: Float[Tensor, "b s v"], targets: Int[Tensor, "b s"]
+) -> Float[Tensor, ""]:
+    """Mean cross-entropy in nats per token, as `GPT.loss`."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What a rank did in one step.
+
+    loss: of all micro-batches together, on a rank that runs the last stage (its part of it, where
+        micro-batches flow both ways); None elsewhere
+    ops: its operations in the order in which they ran
+    starts, ends: when, in seconds of `time.perf_counter`
+    in_flight: the activations held, of one stage and micro-batch each, during each operation
+    """
+
+    loss: Tensor | None
+    ops: tuple[Op, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    in_flight: tuple[int, ...]
+
+
+def run(
+    stages: nn.Module,
+    schedule: Schedule,
+    comm: Comm,
+    batches: Sequence[Batch],
+    *,
+    loss: Loss = mean_cross_entropy,
+    weigh: Callable[[Batch], int] | None = None,
+    messages: str | Iterable[Action] = "matched",
+    pace: Durations | None = None,
+) -> RankRun:
+    """One step of this rank: its operations of the schedule, as they stand there. The gradient of
+    the loss of all micro-batches together is added to `.grad`.
+
+    stages: those of this rank (`local`)
+    comm: the ranks of the pipeline, rank.comm("pp")
+    batches: all micro-batches, the same on every rank: (tokens, targets) with equally many tokens
+    loss: mean over what is weighed, of logits and targets; with tensor parallelism its own
+    weigh: how much a micro-batch counts; its rows, unless given
+    messages: how they are sent, or the actions of this rank: see `actions`
+    pace: seconds that each operation takes at least: a rank sleeps for the rest, as a host waits
+        for its GPU; fused ones run one after the other
+
+    Invariant: loss and gradients are those of the whole model on the whole batch, up to rounding.
+    Cost: bytes sent as in `sent`; activations as many as `schedule.in_flight` says. What is sent is
+    held until its receiver has it: a dry run, which waits for nobody, holds none of it.
+    Raises ValueError: where stages or batches are not those of the schedule, or that is illegal.
+    """
+    rank = _Execution(stages, schedule, comm, batches, loss, weigh, pace)
+    todo = actions(schedule, comm.rank, messages) if isinstance(messages, str) else messages
+    for action in todo:
+        getattr(rank, f"_{action.do}")(action.op, action.peer)
+    for work in rank.under_way:
+        work.wait()
+    _add_up(*rank.shared, comm)
+    times = zip(*rank.times, strict=True)
+    return RankRun(rank.loss, tuple(rank.ops), *times, tuple(rank.in_flight))
+
+
+class _Execution:
+    """Where a rank stands: what has come, what is kept for a backward pass, what is on its way."""
+
+    def __init__(
+        self,
+        stages: nn.Module,
+        schedule: Schedule,
+        comm: Comm,
+        batches: Sequence[Batch],
+        loss: Loss,
+        weigh: Callable[[Batch], int] | None,
+        pace: Durations | None,
+    ) -> None:
+        found = [part for part in stages.modules() if isinstance(part, PipelineStage)]
+        self.stages = {stage.index: stage for stage in found}
+        wanted = placed(schedule, comm.rank)
+        if sorted(self.stages) != wanted or any(s.count != schedule.stages for s in found):
+            got = ", ".join(f"{stage.index} of {stage.count}" for stage in found) or "none"
+            need = f"{', '.join(map(str, wanted))} of {schedule.stages}"
+            remedy = f"pass local(split(model, {schedule.stages}), schedule, comm.rank)"
+            raise ValueError(f"rank {comm.rank} runs stages {need}, got {got}: {remedy}")
+        if len(schedule.ranks) != comm.size or len(batches) != schedule.micro_batches:
+            need = f"{len(schedule.ranks)} ranks and {schedule.micro_batches} micro-batches"
+            got = f"{comm.size} and {len(batches)}"
+            raise ValueError(f"{schedule.name} is for {need}, got {got}: make one for these")
+        self.shared = _shared(self.stages, schedule, comm.rank)
+        self.schedule, self.comm, self.batches, self.compute_loss = schedule, comm, batches, loss
+        weights = [len(batch[0]) if weigh is None else weigh(batch) for batch in batches]
+        self.shares = [weight / sum(weights) for weight in weights]
+        self.pace = {kind: pace.of(kind, schedule.stages) for kind in "FBW"} if pace else None
+        self.came: dict[Op, Tensor] = {}
+        self.tapes: dict[Key, tuple[Tensor, GradientEdge | None]] = {}
+        self.owed: dict[Key, Owed] = {}
+        self.under_way: list[Work] = []
+        self.loss: Tensor | None = None
+        self.ops: list[Op] = []
+        self.times: list[tuple[float, float]] = []
+        self.in_flight: list[int] = []
+
+    # -- what an action does -----------------------------------------------------------------------
+
+    def _run(self, op: Op, _: int | None) -> None:
+        start = time.perf_counter()
+        held = self.tapes.keys() | self.owed.keys()
+        compute = {"F": self.forward, "B": self.backward, "W": self.weight}[op.kind]
+        result = compute(op.stage, op.micro_batch)
+        if result is not None:
+            self.came[op] = result
+        self.in_flight.append(len(held | self.tapes.keys()))
+        if self.pace:
+            seconds = self.pace[op.kind][op.stage]
+            if op.kind == "B" and not self.schedule.split:
+                seconds += self.pace["W"][op.stage]
+            time.sleep(max(0.0, start + seconds - time.perf_counter()))
+        self.ops.append(op)
+        self.times.append((start, time.perf_counter()))
+
+    def _isend(self, op: Op, peer: int) -> None:
+        with self.comm.record(_name(op)):
+            self.under_way.append(self.comm.isend(self.came.pop(op), peer))
+        for work in [work for work in self.under_way if work.done()]:
+            work.wait()  # lets go of what has arrived
+            self.under_way.remove(work)
+
+    def _send(self, op: Op, peer: int) -> None:
+        with self.comm.record(_name(op)):
+            self.comm.send(self.came.pop(op), peer)
+
+    def _recv(self, op: Op, peer: int) -> None:
+        stage = next(iter(self.stages.values()))
+        with self.comm.record(_name(op)):
+            self.came[op] = self.comm.recv(stage.message(self.batches[op.micro_batch][0]), peer)
+
+    # -- what an operation computes ----------------------------------------------------------------
+
+    def forward(self, s: int, k: int) -> Tensor | None:
+        """F: what the next stage reads; the graph behind it is kept, it itself is not."""
+        tokens, targets = self.batches[k]
+        x = self.came.pop(Op("F", s - 1, k)).requires_grad_() if s else tokens
+        later = self.owed.setdefault((s, k), []) if self.schedule.split else None
+        with nullcontext() if later is None else Later(later):
+            y = self.stages[s](x)
+        if s == self.schedule.stages - 1:
+            y = self.compute_loss(y, targets) * self.shares[k]
+            self.loss = y.detach() if self.loss is None else self.loss + y.detach()
+        self.tapes[s, k] = x, get_gradient_edge(y) if y.requires_grad else None
+        return y.detach() if s < self.schedule.stages - 1 else None
+
+    def backward(self, s: int, k: int) -> Tensor | None:
+        """B: what the stage before waits for; a W of its own is still owed then."""
+        x, edge = self.tapes.pop((s, k))
+        grad = self.came.pop(Op("B", s + 1, k), None)
+        if edge is not None:
+            torch.autograd.backward(edge, grad)
+        return x.grad if s else None
+
+    def weight(self, s: int, k: int) -> None:
+        """W: the gradients of the weights."""
+        pay(self.owed.pop((s, k)))
+
+
+def _name(op: Op) -> str:
+    return {"F": "send forward", "B": "send backward"}[op.kind]
+
+
+def shared_with(schedule: Schedule, rank: int, tied: bool) -> int | None:
+    """The rank that has parameters of this one, too: all of them where micro-batches flow both
+    ways, a tied embedding where first and last stage are apart."""
+    ends = schedule.places[0][0], schedule.places[0][-1]
+    if len(schedule.places) == 2:
+        return schedule.places[1][schedule.places[0].index(rank)]
+    if tied and rank in ends and ends[0] != ends[1]:
+        return ends[rank == ends[0]]
+    return None
+
+
+def _shared(
+    stages: dict[int, PipelineStage], schedule: Schedule, rank: int
+) -> tuple[list[nn.Parameter], int | None]:
+    """The parameters that another rank has, too, and which."""
+    ends = stages.get(0), stages.get(schedule.stages - 1)
+    peer = shared_with(schedule, rank, next(iter(stages.values())).config.tied)
+    if peer is None:
+        parameters = []
+    elif len(schedule.places) == 2:
+        parameters = list(nn.ModuleList(stages[s] for s in sorted(stages)).parameters())
+    else:
+        parameters = [ends[0].tokens.weight if ends[0] is not None else ends[1].head.weight]
+    if any(parameter.grad is not None for parameter in parameters):
+        twice = "what two ranks have would be added up twice: call zero_grad() before run"
+        raise ValueError(f"rank {rank} holds gradients from before, and {twice}")
+    return parameters, peer
+
+
+def _add_up(parameters: Sequence[nn.Parameter], peer: int | None, comm: Comm) -> None:
+    """Adds the gradients of parameters that a peer has, too."""
+    for grad in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        with comm.record("gradients"):
+            theirs = comm.send_recv(grad, peer, torch.empty_like(grad), peer)
+        grad.add_(theirs)
+
+
+def joined(schedule: Schedule, runs: Sequence[RankRun]) -> PipelineRun:
+    """What all ranks did, as one run that `simulate` could have given; times begin at 0. Its
+    schedule has the order in which operations ran."""
+    zero = min(start for each in runs for start in each.starts)
+    ran = replace(schedule, ranks=tuple(each.ops for each in runs))
+    starts = [[start - zero for start in each.starts] for each in runs]
+    return PipelineRun(ran, starts, [[end - zero for end in each.ends] for each in runs])

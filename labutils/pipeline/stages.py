@@ -1,0 +1,148 @@
+"""A GPT cut into stages: of equal time, each with the layers that its rank runs."""
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from labutils import anatomy, units
+from labutils.config import ModelConfig
+from labutils.model import GPT
+from labutils.schedule import Schedule
+
+
+def stage_flops(model: ModelConfig, layers: Sequence[int]) -> list[int]:
+    """FLOPs of each stage's matrix products in a forward pass, for one token, if the stages have so
+    many layers each; the head is the last one's, an embedding multiplies nothing.
+
+    They are the times of `Durations(F=…)`, in the time of a FLOP; W takes as long, and so does B
+    but for attention's products of activations, which it computes twice.
+
+    Raises ValueError: if these are not all layers of the model.
+    """
+    if sum(layers) != model.num_layers or min(layers) < 0:
+        got = f"stages of {', '.join(map(str, layers))} layers"
+        raise ValueError(f"{got} do not make a model of {model.num_layers}: they must add up to it")
+    flops = anatomy.token_flops(model)
+    layer = sum(n for name, n in flops.items() if "blocks" in name) // model.num_layers
+    return [
+        layer * count + flops["head"] * (i == len(layers) - 1) for i, count in enumerate(layers)
+    ]
+
+
+def cut(model: ModelConfig, n: int) -> tuple[int, ...]:
+    """The layers of each of n stages for which the longest stage is as short as it can be, the head
+    included; the first stages, which hold most activations, have fewer where it makes no odds.
+
+    >>> cut(ModelConfig.named("gpt2"), 4)  # its head takes the time of 5.5 layers
+    (4, 4, 4, 0)
+
+    Raises ValueError: if there is not a layer for each stage but the last.
+    """
+    L = model.num_layers
+    if units.whole(n, "n", 1) - 1 > L:
+        raise ValueError(f"{L} layers do not fill {n} stages: at most {L + 1}, the head alone last")
+    if n == 1:
+        return (L,)
+    found = []
+    for last in range(L - n + 2):
+        each, more = divmod(L - last, n - 1)
+        found.append((*[each] * (n - 1 - more), *[each + 1] * more, last))
+    return min(found, key=lambda layers: (max(stage_flops(model, layers)), -layers[-1]))
+
+
+class PipelineStage(GPT):
+    """Some consecutive layers of a GPT, with the embedding if it is the first stage and the head if
+    it is the last; made by `split`. Parameters have the names that they have in the whole model.
+
+    index, count: which stage it is, of how many
+    """
+
+    index: int
+    count: int
+
+    def forward(
+        self, x: Int[Tensor, "b s"] | Float[Tensor, "b s_or_s_t h"]
+    ) -> Float[Tensor, "b s_out h_or_v"]:
+        """The residual stream [b, s, h] behind these layers; in come tokens [b, s] at the first
+        stage, logits [b, s, v] come out of the last."""
+        x = self.embed(x) if self.index == 0 else x
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(self.norm(x)) if self.index == self.count - 1 else x
+
+    def message(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s_or_s_t h"]:
+        """Memory for what comes from a neighbour: the residual stream of these tokens [b, s], or
+        its gradient; under sequence parallelism this rank's tokens of it."""
+        b, s = tokens.shape
+        if getattr(self, "sequence", False):
+            s //= self.comm.size
+        dtype = next(self.parameters()).dtype
+        return torch.empty(b, s, self.config.d_model, dtype=dtype, device=tokens.device)
+
+
+@functools.cache
+def _stage_of(kind: type[GPT]) -> type[PipelineStage]:
+    """Stages of a GPT that tensor parallelism has changed embed as it does."""
+    return PipelineStage if kind is GPT else type("PipelineStage", (PipelineStage, kind), {})
+
+
+def split(model: GPT, n: int, layers: Sequence[int] | None = None) -> nn.ModuleList:
+    """The n stages of a model, which share its parameters; keep those of your rank (`local`).
+
+    layers: of each stage; as `cut` has them unless given
+
+    Tensor parallelism comes before (`tensor_parallel.parallelize`), data parallelism after. A tied
+    embedding is in the first stage and in the last: `run` adds the gradients of both up.
+
+    Raises ValueError: if layers are not those of the model, or not n; TypeError for a model with a
+    forward pass of its own, such as one that context parallelism has changed.
+    """
+    if not isinstance(model, GPT) or type(model).forward is not GPT.forward:
+        raise TypeError(f"split takes a labutils.model.GPT, whole, got {type(model).__name__}")
+    layers = cut(model.config, n) if layers is None else tuple(layers)
+    if len(layers) != units.whole(n, "n", 1):
+        raise ValueError(f"layers={layers} are for {len(layers)} stages, not for {n}")
+    stage_flops(model.config, layers)  # or an error
+    empty = [i for i in range(1, n - 1) if not layers[i]]
+    if empty:
+        raise ValueError(f"layers={layers}: stage {empty[0]} has nothing to do; give it a layer")
+    numbers = iter(range(model.config.num_layers))
+    return nn.ModuleList(
+        _stage(model, i, n, itertools.islice(numbers, count)) for i, count in enumerate(layers)
+    )
+
+
+def _stage(model: GPT, index: int, count: int, layers: Iterable[int]) -> PipelineStage:
+    """Stage `index` of `count`, with these layers of the model."""
+    kind = _stage_of(type(model))
+    stage = kind.__new__(kind)
+    nn.Module.__init__(stage)
+    known = {name: value for name, value in vars(model).items() if not name.startswith("_")}
+    vars(stage).update(known, index=index, count=count)  # its config, its comm
+    parts = ["tokens", "positions", "dropout"] if index == 0 else []
+    for name in [*parts, "blocks", *(["norm", "head"] if index == count - 1 else [])]:
+        setattr(stage, name, getattr(model, name))
+    stage.blocks = nn.ModuleDict({str(k): model.blocks[k] for k in layers})
+    return stage
+
+
+def local(stages: nn.ModuleList, schedule: Schedule, rank: int) -> nn.ModuleList:
+    """The stages that a rank runs: one, or a chunk for each that the schedule places there.
+
+    Raises ValueError: if the schedule has more or fewer stages.
+    """
+    if len(stages) != schedule.stages:
+        remedy = f"split(model, {schedule.stages})"
+        raise ValueError(
+            f"{schedule.name} has {schedule.stages} stages, not {len(stages)}: {remedy}"
+        )
+    return nn.ModuleList(stages[i] for i in placed(schedule, rank))
+
+
+def placed(schedule: Schedule, rank: int) -> list[int]:
+    """The stages that a schedule places on a rank."""
+    return [i for i in range(schedule.stages) if any(place[i] == rank for place in schedule.places)]

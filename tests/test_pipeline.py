@@ -1,0 +1,478 @@
+"""Schedules carried out on ranks: equal to the whole model, in the schedule's order, sent and held as predicted."""
+
+import functools
+import itertools
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from labutils import anatomy, data_parallel, measure, pipeline, schedule, tensor_parallel
+from labutils.config import Mesh, ModelConfig
+from labutils.model import GPT
+from labutils.pipeline import execute
+from labutils.schedule import Durations, Op
+from labutils.world import DeadlockError, RankError, World
+
+SIZES = dict(num_layers=6, d_model=8, num_heads=2, d_ff=12, vocab_size=14, seq_len=6)
+TIED = ModelConfig(**SIZES)
+LLAMA = ModelConfig(
+    **SIZES, ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False, num_kv_heads=1
+)
+PLANS = [
+    (schedule.naive(2, 2), TIED),
+    (schedule.gpipe(3, 3), LLAMA),
+    (schedule.one_f_one_b(1, 2), TIED),
+    (schedule.one_f_one_b(2, 4), LLAMA),
+    (schedule.one_f_one_b(4, 5), TIED),
+    (schedule.eager_one_f_one_b(3, 4), TIED),
+    (schedule.interleaved(2, 2, chunks=3), TIED),
+    (schedule.breadth_first(2, 2), LLAMA),
+    (schedule.zb_h1(3, 4), TIED),
+    (schedule.zb_h2(2, 4), LLAMA),
+    (schedule.zb_auto(3, 3, 3), LLAMA),
+    (schedule.interleaved_zb(2, 2), TIED),
+    (schedule.zb_v(1, 2), TIED),
+    (schedule.zb_v(3, 3), LLAMA),
+    (schedule.dualpipe_v(2, 4), TIED),
+    (schedule.dualpipe(4, 8), LLAMA),
+    (schedule.dualpipe(2, 4), TIED),
+]
+# A layer more than stages: some have two.
+ALL = [(plan, replace(config, num_layers=plan.stages + 1)) for plan, config in PLANS]
+each_schedule = pytest.mark.parametrize(
+    "plan, config", ALL, ids=[f"{one.name} {len(one.ranks)}x{one.micro_batches}" for one, _ in ALL]
+)
+FOUR = schedule.one_f_one_b(4, 5)
+
+
+@functools.cache
+def ranks(p):
+    return World(Mesh(pp=p))
+
+
+def batches(m, rows=1):
+    made = torch.Generator().manual_seed(0)
+    return [tuple(torch.randint(14, (rows, 6), generator=made) for _ in range(2)) for _ in range(m)]
+
+
+def build(config, seed=0):
+    """A model whose biases and norms, too, are random."""
+    model, made = GPT(config).double(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3, generator=made)
+    return model
+
+
+def own(plan, model, rank):
+    return pipeline.local(pipeline.split(model, plan.stages), plan, rank)
+
+
+def named(module):
+    """Gradients and weights by their names in the whole model."""
+    found = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        name = name if isinstance(module, GPT) else name.partition(".")[2]
+        found[name] = (None if p.grad is None else p.grad.clone(), p.detach().clone())
+    return found
+
+
+def trained(rank, plan, config, *, steps=2, given=None, frozen=(), **options):
+    """Losses and runs of some steps, the last gradients, the weights."""
+    comm = rank.comm("pp")
+    model = build(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    stages = own(plan, model, comm.rank)
+    optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-2)
+    runs = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        given = given or batches(plan.micro_batches)
+        runs.append(pipeline.run(stages, plan, comm, given, **options))
+        optimizer.step()
+    return runs, named(stages)
+
+
+@functools.cache
+def alone(config, m, steps=2, frozen=(), rows=1):
+    model = build(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, (tokens, targets) = [], map(torch.cat, zip(*batches(m, rows), strict=True))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model.loss(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, named(model)
+
+
+def assert_equal(results, expected):
+    """Losses, gradients and weights of all ranks together are those of the whole model."""
+    losses, whole = expected
+    for step, loss in enumerate(losses):
+        parts = [runs[step].loss for runs, _ in results if runs[step].loss is not None]
+        assert sum(map(float, parts)) == pytest.approx(loss, rel=1e-10)
+    assert set().union(*(table for _, table in results)) == set(whole)
+    for _, table in results:
+        for name, pair in table.items():
+            for found, wanted in zip(pair, whole[name], strict=True):
+                same = found is wanted or torch.allclose(found, wanted, rtol=1e-10, atol=1e-10)
+                assert same, name
+
+
+# ── equal to the whole model ───────────────────────────────────────────────────────────────────────
+
+
+@each_schedule
+def test_equal_to_the_whole_model_in_the_order_of_the_schedule(plan, config):
+    """Two steps; what ran, what was held meanwhile and what was sent are what the schedule says."""
+    world = ranks(len(plan.ranks))
+    results = world.run(trained, plan, config)
+    assert_equal(results, alone(config, plan.micro_batches))
+    for rank, (runs, _) in enumerate(results):
+        for one in runs:
+            assert one.ops == plan.ranks[rank]
+            assert one.in_flight == tuple(plan.in_flight(rank))
+    sent = pipeline.sent(plan, config, micro_batch=1, itemsize=8).scaled(2)
+    assert sent.diff(world.ledger).unexplained == 0
+    assert {line.key: line.count for line in sent} == {x.key: x.count for x in world.ledger}
+
+
+V = [schedule.zb_v(2, 4), schedule.interleaved(2, 4), schedule.dualpipe_v(3, 6)]
+
+
+@pytest.mark.parametrize("plan", [FOUR, *V], ids=lambda plan: plan.name)
+def test_blocking_sends_in_pairs_do_the_same(plan):
+    results = ranks(len(plan.ranks)).run(trained, plan, TIED, steps=1, messages="paired")
+    assert_equal(results, alone(TIED, plan.micro_batches, 1))
+
+
+def test_processes_do_the_same():
+    with World(Mesh(pp=2), engine="processes") as two:
+        for plan in (schedule.one_f_one_b(2, 5), schedule.zb_v(2, 4)):
+            results = two.run(trained, plan, TIED, steps=2)
+            assert_equal(results, alone(TIED, plan.micro_batches, 2))
+            assert all(runs[0].ops == plan.ranks[i] for i, (runs, _) in enumerate(results))
+
+
+def test_uneven_micro_batches_count_for_what_they_hold():
+    """Their rows, or whatever is counted: here the targets that are not −100."""
+    plan, whole = schedule.zb_h1(2, 3), batches(1, 4)[0]
+    whole[1][1:3, 2:] = -100
+    pieces = [tuple(half[a:b] for half in whole) for a, b in ((0, 1), (1, 3), (3, 4))]
+
+    def counted(batch):
+        return int((batch[1] != -100).sum())
+
+    results = ranks(2).run(trained, plan, LLAMA, steps=1, given=pieces, weigh=counted)
+    model = build(LLAMA)
+    loss = model.loss(*whole)
+    loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
+    assert_equal(results, ([loss.item()], named(model)))
+    full = [tuple(half[:n].clone().clamp(0) for half in whole) for n in (1, 3)]
+    shares = ranks(1).run(lambda rank: execute._Execution(
+        own(schedule.gpipe(1, 2), build(LLAMA), 0), schedule.gpipe(1, 2), rank.comm("pp"), full, pipeline.mean_cross_entropy, None, None,
+    ).shares)  # fmt: skip
+    assert shares == [[0.25, 0.75]]
+
+
+@pytest.mark.parametrize("make", [schedule.one_f_one_b, schedule.zb_h1])
+def test_frozen_parameters_stay_as_they_are(make):
+    """Also all of the first stage."""
+    frozen = (
+        "tokens",
+        "positions",
+        "blocks.0.",
+        "blocks.1.",
+        "blocks.2.",
+        "blocks.5.attention",
+        "down.weight",
+    )
+    results = ranks(3).run(trained, make(3, 3), replace(TIED, tied=False), frozen=frozen)
+    assert_equal(results, alone(replace(TIED, tied=False), 3, 2, frozen))
+
+
+# ── what hangs, and what is silently wrong ─────────────────────────────────────────────────────────
+
+
+def test_blocking_sends_hang():
+    """All but naive and GPipe."""
+    with pytest.raises(DeadlockError, match="rank 0 waits in send.*inside send forward"):
+        ranks(2).run(trained, schedule.one_f_one_b(2, 2), TIED, messages="blocking")
+    for plan in (schedule.naive(2, 2), schedule.gpipe(2, 2)):
+        results = ranks(2).run(trained, plan, TIED, steps=1, messages="blocking")
+        assert_equal(results, alone(TIED, 2, 1))
+
+
+def test_in_a_v_messages_are_swapped_unless_received_in_the_order_of_sends():
+    """Forwards and backwards go the same way, and are of one shape: nobody complains."""
+    ((_, first), _) = ranks(2).run(trained, V[0], TIED, steps=1, messages="unmatched")
+    _, right = alone(TIED, 4, 1)
+    name = "blocks.0.attention.query.weight"
+    assert (first[name][0] - right[name][0]).norm() > 0.1 * right[name][0].norm()
+    results = ranks(2).run(trained, schedule.zb_h1(2, 4), TIED, steps=1, messages="unmatched")
+    assert_equal(results, alone(TIED, 4, 1))
+
+
+@pytest.mark.parametrize("messages", pipeline.MESSAGES)
+def test_what_is_sent_is_received(messages):
+    """Each message once, between its two ranks; what runs is the schedule."""
+    for plan, _ in PLANS:
+        rows = [pipeline.actions(plan, rank, messages) for rank in range(len(plan.ranks))]
+        sends, receives = set(), set()
+        for rank, row in enumerate(rows):
+            assert tuple(each.op for each in row if each.do == "run") == plan.ranks[rank]
+            sends |= {(rank, each.peer, each.op) for each in row if "send" in each.do}
+            receives |= {(each.peer, rank, each.op) for each in row if each.do == "recv"}
+        count = sum(each.do != "run" for row in rows for each in row)
+        assert sends == receives and count == 2 * len(sends)
+
+
+# ── B and W ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_two_halves_of_a_backward_pass_compute_it_once():
+    """B the gradient of the input, W those of the matrices; together 2 FLOPs for each of the forward."""
+    config = replace(LLAMA, num_layers=2)
+    stage = pipeline.split(build(config), 2, (1, 1))[1]
+    x = torch.randn(1, 6, 8, dtype=torch.float64)
+    flops, found = {}, []
+    for later in (None, []):
+        stage.zero_grad()
+        given = x.clone().requires_grad_()
+        with FlopCounterMode(display=False) as forward:
+            if later is None:
+                y = stage(given)
+            else:
+                with pipeline.Later(later):
+                    y = stage(given)
+        with FlopCounterMode(display=False) as backward:
+            y.square().sum().backward()
+        missing = [name for name, p in stage.named_parameters() if p.grad is None]
+        with FlopCounterMode(display=False) as weights:
+            pipeline.pay(later or [])
+        flops[later is None] = [c.get_total_flops() for c in (forward, backward, weights)]
+        found.append([given.grad, *(p.grad.clone() for p in stage.parameters())])
+        matrices = [name for name, p in stage.named_parameters() if p.dim() == 2]
+        assert missing == ([] if later is None else matrices) and not later
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(*found, strict=True))
+    (forward, both, _), (same, b, w) = flops[True], flops[False]
+    products = 2 * 6 * sum(p.numel() for p in stage.parameters() if p.dim() == 2)
+    assert forward == same and both == b + w and w == products
+
+
+# ── times, memory, bytes ───────────────────────────────────────────────────────────────────────────
+
+
+class LogicalTime:
+    """A clock for each thread, which a sleep moves on; what is received was sent before."""
+
+    def __init__(self):
+        self.here, self.sent = threading.local(), {}
+
+    def perf_counter(self):
+        return getattr(self.here, "now", 100.0)
+
+    def sleep(self, seconds):
+        self.here.now = self.perf_counter() + seconds
+
+    def watch(self, monkeypatch):
+        send, receive = execute._Execution._isend, execute._Execution._recv
+
+        def isend(rank, op, peer):
+            self.sent[op] = self.perf_counter()
+            send(rank, op, peer)
+
+        def recv(rank, op, peer):
+            receive(rank, op, peer)
+            self.here.now = max(self.perf_counter(), self.sent[op])
+
+        monkeypatch.setattr(execute, "time", self)
+        monkeypatch.setattr(execute._Execution, "_isend", isend)
+        monkeypatch.setattr(execute._Execution, "_recv", recv)
+
+
+CLOCKED = [FOUR, schedule.zb_h1(3, 4), schedule.zb_v(2, 4)]
+
+
+@pytest.mark.parametrize("plan", CLOCKED, ids=lambda plan: plan.name)
+def test_measured_times_are_the_simulated_ones(plan, monkeypatch):
+    """On a clock that only operations move."""
+    LogicalTime().watch(monkeypatch)
+    pace = Durations([3 + i for i in range(plan.stages)], 5, 2)
+    results = ranks(len(plan.ranks)).run(trained, plan, TIED, steps=1, pace=pace)
+    found = pipeline.joined(plan, [runs[0] for runs, _ in results])
+    predicted = schedule.simulate(plan, pace)
+    assert found.schedule == plan and found.spans == predicted.spans
+    assert found.bubble_fraction == predicted.bubble_fraction > 0
+
+
+def held(rank, plan, config):
+    """Bytes held during a step; bytes that autograd keeps of a micro-batch at each stage."""
+    comm = rank.comm("pp")
+    stages = own(plan, build(config), comm.rank)
+    zeros = [tuple(torch.zeros(1, 6, dtype=torch.long) for _ in range(2))] * plan.micro_batches
+    found = measure.history(lambda: pipeline.run(stages, plan, comm, zeros), stages)
+    return found.only("weights", "gradients", "activations"), found
+
+
+@pytest.mark.parametrize("plan", [FOUR, V[0]], ids=lambda plan: plan.name)
+def test_a_dry_rank_holds_and_sends_what_a_real_one_does(plan):
+    """But for what is on its way to a receiver, which a dry rank does not wait for."""
+    config, p = replace(TIED, num_layers=4), len(plan.ranks)
+    real, books = ranks(p).run(held, plan, config), ranks(p).ledger
+    sent = pipeline.sent(plan, config, micro_batch=1, itemsize=8)
+    dry = World(Mesh(pp=p), engine="dry")
+    for rank in range(p):
+        (kept, whole), (kept_there, whole_there) = (
+            dry.run(held, plan, config, rank=rank),
+            real[rank],
+        )
+        assert kept.peak.ledger.diff(kept_there.peak.ledger).unexplained == 0
+        on_its_way = whole_there.peak.ledger.total - whole.peak.ledger.total
+        assert 0 <= on_its_way and on_its_way % (6 * 8 * 8) == 0
+        assert sent.only(rank=rank).diff(dry.ledger).unexplained == 0
+    assert sent.diff(books).unexplained == 0
+
+
+def test_activations_held_are_those_in_flight():
+    """Bytes at the peak: for each micro-batch in flight what autograd keeps of its stage."""
+    config = replace(TIED, num_layers=4)
+    real = ranks(4).run(held, FOUR, config)
+    stages = pipeline.split(build(config), 4)
+    for rank, stage in enumerate(stages):
+        x = torch.zeros(1, 6, dtype=torch.long)
+        given = stage.message(x).zero_().requires_grad_() if rank else x
+        targets = torch.zeros(1, 6, dtype=torch.long)
+
+        def forward(stage=stage, given=given, targets=targets):
+            y = stage(given)
+            return pipeline.mean_cross_entropy(y, targets) if stage.index == 3 else y
+
+        each = measure.saved_activations(forward, stage).total
+        kept = real[rank][0].only("activations").peak.ledger.total
+        shared = (FOUR.peak(rank) - 1) * (x.nbytes * (rank == 0) + targets.nbytes * (rank == 3))
+        assert kept + shared == FOUR.peak(rank) * each  # all micro-batches are the same tensor
+
+
+# ── composed ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def on_a_mesh(rank, plan, config, sequence):
+    """Tensor-parallel stages of replicas: gradients and weights after a few steps."""
+    model = tensor_parallel.parallelize(build(config), rank.comm("tp"), sequence)
+    comm, dp = rank.comm("pp"), rank.comm("dp")
+    stages = own(plan, model, comm.rank)
+    optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-2)
+    loss = functools.partial(tensor_parallel.cross_entropy, comm=rank.comm("tp"))
+    m = plan.micro_batches
+    for _ in range(2):
+        optimizer.zero_grad()
+        pipeline.run(stages, plan, comm, batches(2 * m)[dp.rank * m :][:m], loss=loss)
+        data_parallel.average_gradients(stages, dp)
+        optimizer.step()
+    return named(stages)
+
+
+@pytest.mark.parametrize(
+    "plan, sequence", [(schedule.one_f_one_b(2, 3), True), (schedule.zb_v(2, 4), False)]
+)
+def test_on_a_mesh_with_data_and_tensor_parallelism(plan, sequence):
+    config = replace(TIED, num_layers=4)
+    grid = World(Mesh(pp=2, dp=2, tp=2))
+    results = grid.run(on_a_mesh, plan, config, sequence)
+    _, whole = alone(config, 2 * plan.micro_batches, 2)
+    for i, table in enumerate(results):
+        tp = grid.mesh.coords(i)["tp"]
+        for name, pair in table.items():
+            for found, wanted in zip(pair, whole[name], strict=True):
+                for dim in range(wanted.dim()):
+                    if found.shape[dim] != wanted.shape[dim]:
+                        wanted = wanted.chunk(2, dim)[tp]
+                assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-10), name
+
+
+# ── cutting ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("vocabulary", [14, 300, 2000])
+def test_no_other_cut_has_a_shorter_longest_stage(vocabulary):
+    config = replace(TIED, vocab_size=vocabulary)
+    for n in (1, 2, 3, 5):
+        found = pipeline.cut(config, n)
+        assert len(found) == n and sum(found) == 6
+        flops = pipeline.stage_flops(config, found)
+        assert sum(flops) == sum(anatomy.token_flops(config).values())
+        others = (
+            layers
+            for layers in itertools.product(range(7), repeat=n)
+            if sum(layers) == 6 and all(layers[:-1])
+        )
+        assert max(flops) == min(max(pipeline.stage_flops(config, each)) for each in others)
+
+
+def test_stages_are_the_model():
+    """Its parameters under its names, each once; a stage alone computes its part."""
+    model = build(LLAMA)
+    stages = pipeline.split(model, 3, (3, 1, 2))
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert names == [name for name, _ in model.named_parameters()]
+    assert [len(stage.blocks) for stage in stages] == [3, 1, 2]
+    x = batches(1)[0][0]
+    assert torch.equal(functools.reduce(lambda x, stage: stage(x), stages, x), model(x))
+    shared = pipeline.split(build(TIED), 2)
+    assert shared[1].head.weight is shared[0].tokens.weight
+
+
+# ── what makes no sense ────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_makes_no_sense_is_named():
+    model, two = build(TIED), schedule.one_f_one_b(2, 2)
+    with pytest.raises(ValueError, match="stages of 4, 3 layers do not make a model of 6"):
+        pipeline.split(model, 2, (4, 3))
+    with pytest.raises(ValueError, match="are for 2 stages, not for 3"):
+        pipeline.split(model, 3, (3, 3))
+    with pytest.raises(ValueError, match="stage 1 has nothing to do"):
+        pipeline.split(model, 3, (3, 0, 3))
+    with pytest.raises(ValueError, match="6 layers do not fill 8 stages: at most 7"):
+        pipeline.cut(TIED, 8)
+    with pytest.raises(
+        TypeError, match="split takes a labutils.model.GPT, whole, got PipelineStage"
+    ):
+        pipeline.split(pipeline.split(model, 2)[0], 2)
+    with pytest.raises(ValueError, match=r"zb_v has 4 stages, not 2: split\(model, 4\)"):
+        pipeline.local(pipeline.split(model, 2), schedule.zb_v(2, 4), 0)
+    with pytest.raises(ValueError, match="no messages='loud': use one of matched, "):
+        pipeline.actions(two, 0, "loud")
+    wrong = replace(two, ranks=(two.ranks[0], two.ranks[1][::-1]))
+    with pytest.raises(ValueError, match="rank 1 runs B1@1 before its own F1@1"):
+        pipeline.actions(wrong, 0)
+
+
+def test_a_run_says_what_it_cannot_run():
+    two = schedule.one_f_one_b(2, 2)
+
+    def program(rank, stage, plan, m):
+        pipeline.run(pipeline.split(build(TIED), 2)[stage], plan, rank.comm("pp"), batches(m))
+
+    def twice(rank):
+        stages = own(two, build(TIED), rank.rank)
+        for _ in range(2):
+            pipeline.run(stages, two, rank.comm("pp"), batches(2))
+
+    with pytest.raises(RankError, match="rank 1 runs stages 1 of 2, got 0 of 2: pass local"):
+        ranks(2).run(program, 0, two, 2)
+    with pytest.raises(RankError, match="for 2 ranks and 2 micro-batches, got 2 and 3"):
+        ranks(2).run(lambda rank: program(rank, rank.rank, two, 3))
+    with pytest.raises(RankError, match=r"call zero_grad\(\) before run"):
+        ranks(2).run(twice)
+    assert Op("F", 0, 0) in two.ranks[0]
