@@ -1,7 +1,7 @@
 """A schedule is data: the order of operations on each rank, and why an order is illegal."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,19 +68,21 @@ class Schedule:
         above = (Op("B", stage + 1, k),) if stage + 1 < self.stages else ()
         return (Op("F", stage, k), *above)
 
-    def in_flight(self, rank: int) -> Iterator[int]:
-        """Activations that a rank holds after it began each operation, in stages: from F until
-        W, or B where it is the whole backward, is over."""
+    def in_flight(self, rank: int, nbytes: Sequence[int] | None = None) -> Iterator[int]:
+        """Activations that a rank holds after it began each operation, from F until W, or B where
+        it is the whole backward, is over: so many of a stage and a micro-batch each, or their bytes
+        when `nbytes` says how many each stage keeps."""
+        sizes = nbytes or [1] * self.stages
         held, freed = 0, 0
         for op in self.ranks[rank]:
-            held += (op.kind == "F") - freed
-            freed = op.kind == self.kinds[-1]
+            held += (op.kind == "F") * sizes[op.stage] - freed
+            freed = (op.kind == self.kinds[-1]) * sizes[op.stage]
             yield held
 
-    def peak(self, rank: int) -> int:
-        """Most activations, of one stage and micro-batch each, that a rank holds at once."""
+    def peak(self, rank: int, nbytes: Sequence[int] | None = None) -> int:
+        """Most that `in_flight` reaches."""
         # Among fused operations F begins before anything is freed: the same as one by one.
-        return max(self.in_flight(rank), default=0)
+        return max(self.in_flight(rank, nbytes), default=0)
 
     def check(self, cap: int | None = None) -> "Schedule":
         """This schedule, if every move in it is legal; with a `cap` on activations per rank.

@@ -1,0 +1,332 @@
+"""Write 1F1B, bound what a rank holds, place W, and repair an order that hangs from 3 ranks on."""
+
+import functools
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from labutils import schedule
+from labutils.schedule import Op, Schedule
+from labutils.teach.exercises import Exercise, Failed, Property
+
+# ── orders, rank by rank ─────────────────────────────────────────────────────────────────────────
+
+_FORM = "Return a list of operations such as 'F0', 'B0' (or ('F', 0)), in the order of this rank."
+
+
+def _op(made: Any, stage: int) -> Op | None:
+    """What a learner calls an operation: 'F0', 'F0@2', ('F', 0), ('F', stage, 0), an Op."""
+    if isinstance(made, str):
+        found = re.fullmatch(r"([FBW])(-?\d+)(?:@(-?\d+))?", made.strip())
+        return Op(found[1], int(found[3] or stage), int(found[2])) if found else None
+    try:
+        kind, *numbers = made
+        *given, k = map(operator.index, numbers)
+        (stage,) = given or [stage]
+    except (TypeError, ValueError):
+        return None
+    return Op(str(kind), stage, k)
+
+
+def _order(made: Any, case: str, stage: int) -> tuple[Op, ...]:
+    """The operations of one rank, whatever they are kept in."""
+    if isinstance(made, str):
+        made = made.split()
+    ops = list(made) if isinstance(made, Iterable) else [made]
+    found = [_op(op, stage) for op in ops]
+    if None in found:
+        raise Failed(f"{case}: {ops[found.index(None)]!r:.60} is no operation", _FORM)
+    return tuple(found)
+
+
+_MEANS = {  # words of `schedule.why_illegal`, and what they usually mean
+    "never runs": (
+        "Every micro-batch needs each of its operations once on every rank. What is still owed "
+        "after the last forward must come at the end."
+    ),
+    "twice": "Count the micro-batches of each kind on their own: the next F is not the next B.",
+    "micro-batches are": (
+        "With few micro-batches there are fewer forwards than the warm-up asks for: take "
+        "min(warm-up, m)."
+    ),
+    "stages are": "There are chunks·p stages, and a rank has each p-th of them, from its own on.",
+    "which is rank": "Stage rank + chunk·p belongs to the rank, for each chunk 0 … chunks − 1.",
+    "operations of this schedule": "The letters are F and B, and W where the backward is split.",
+    "its own": "A backward needs its own forward before it, and a W its own B.",
+    "deadlock": (
+        "A rank can begin its first backward only when the ranks after it have had all forwards "
+        "that they run first. So a rank may not run fewer forwards first than the next one does; "
+        "and of several chunks the last one comes back first."
+    ),
+}
+
+
+def _collected(
+    attempt: Callable, p: int, m: int, *chunks: int, split: bool = False
+) -> tuple[str, Schedule]:
+    """What the attempt gives for all ranks, as a schedule that can run."""
+    case = f"p = {p}, m = {m}" + (f", chunks = {chunks[0]}" if chunks else "")
+    rows = []
+    for rank in range(p):
+        rows.append(_order(attempt(rank, p, m, *chunks), f"{case}, rank {rank}", rank))
+    made = Schedule("yours", tuple(rows), (schedule.loop(p, *chunks),), m, split)
+    if reason := schedule.why_illegal(made):
+        why = next((hint for words, hint in _MEANS.items() if words in reason), "")
+        raise Failed(f"{case}: {reason}", why)
+    return case, made
+
+
+def _legal(attempt: Callable, cases: Sequence[tuple[int, ...]], split: bool = False) -> str:
+    for case in cases:
+        _collected(attempt, *case, split=split)
+    return f"{len(cases)} cases"
+
+
+def _fits(
+    attempt: Callable,
+    cases: Sequence[tuple[int, ...]],
+    bound: Callable[..., int],
+    why: str,
+    split: bool = False,
+) -> str:
+    """No rank holds more than `bound(p, m, *chunks, rank=rank)` activations."""
+    for numbers in cases:
+        case, made = _collected(attempt, *numbers, split=split)
+        for rank in range(numbers[0]):
+            peak, most = made.peak(rank), bound(*numbers, rank=rank)
+            if peak > most:
+                raise Failed(
+                    f"{case}: rank {rank} holds {peak} activations at once, {most} are enough", why
+                )
+    return f"{len(cases)} cases"
+
+
+def _lasts(
+    attempt: Callable,
+    cases: Sequence[tuple[int, ...]],
+    best: Callable[..., float],
+    why: str,
+    split: bool = False,
+) -> str:
+    """A step takes `best(p, m, *chunks)` units of time when F, B and W take one each."""
+    for numbers in cases:
+        case, made = _collected(attempt, *numbers, split=split)
+        found = schedule.simulate(made).makespan
+        if found > best(*numbers):
+            whole = "1 each" if split else "1, the backward 2"
+            raise Failed(
+                f"{case}: a step takes {found:g} units of time (F takes {whole}), "
+                f"{best(*numbers):g} are enough",
+                why,
+            )
+    return f"{len(cases)} cases"
+
+
+# ── 1F1B ─────────────────────────────────────────────────────────────────────────────────────────
+
+_LINES = ((1, 1), (2, 4), (4, 8), (3, 7))
+_SHORT = ((4, 2), (5, 1))
+
+ONE_F_ONE_B = Exercise(
+    id="pipeline/one-f-one-b",
+    title="Write 1F1B",
+    minutes=10,
+    difficulty=2,
+    proves="you know the order in which every rank works, and what it holds meanwhile",
+    reference=lambda rank, p, m: list(map(str, schedule.one_f_one_b(p, m).ranks[rank])),
+    properties=(
+        Property("every operation, in a legal order", functools.partial(_legal, cases=_LINES)),
+        Property(
+            "memory",
+            functools.partial(
+                _fits,
+                cases=_LINES,
+                bound=lambda p, m, rank: schedule.peak_in_flight("one_f_one_b", p, m, rank),
+                why="That is more than ranks follow, plus one. Rank i runs p − 1 − i forwards "
+                "first; from then on each forward is followed by a backward.",
+            ),
+        ),
+        Property(
+            "time",
+            functools.partial(
+                _lasts,
+                cases=_LINES,
+                best=lambda p, m: 3 * (m + p - 1),
+                why="A rank waits for its neighbor although it could run ahead: while its first "
+                "micro-batch travels to the last rank and back, it has p − 1 − i more to start. "
+                "And backwards come in the order of the forwards, B0 first.",
+            ),
+        ),
+        Property("fewer micro-batches than ranks", functools.partial(_legal, cases=_SHORT)),
+    ),
+    hints=(
+        "Three parts: forwards only, then a forward and a backward in turn, then backwards only. "
+        "How many forwards must rank 0 run before its first backward can come back?",
+        "warm = min(p − 1 − rank, m) forwards; then for k in range(m − warm): F of warm + k, "
+        "B of k; then the backwards that are left.",
+    ),
+)
+
+# ── what a rank holds ────────────────────────────────────────────────────────────────────────────
+
+
+def _peak(ops: Sequence[Op], nbytes: Sequence[int]) -> int:
+    m = 1 + max(op.micro_batch for op in ops)
+    split = any(op.kind == "W" for op in ops)
+    return Schedule("", (tuple(ops),), ((0,) * len(nbytes),), m, split).peak(0, nbytes)
+
+
+_HELD = (
+    ("1F1B", (schedule.one_f_one_b(4, 8), schedule.gpipe(3, 5), schedule.naive(2, 4))),
+    ("W apart", (schedule.zb_h1(4, 8), schedule.zb_h2(3, 7))),
+    ("several chunks", (schedule.interleaved(4, 8), schedule.breadth_first(2, 4, 3))),
+    ("several chunks, W apart", (schedule.zb_v(3, 7), schedule.interleaved_zb(2, 6))),
+)
+_WHY_HELD = {
+    "1F1B": "A forward adds the activations of its stage, and its backward lets them go: keep "
+    "count along the order, and the largest count is the peak.",
+    "W apart": "Where the order has W, B computes the gradient of the inputs only. The gradient of "
+    "the weights still needs the activations: they go with W.",
+    "several chunks": "A rank with several chunks has several stages, each with its own bytes: "
+    "nbytes[op.stage] for each operation.",
+}
+_WHY_HELD["several chunks, W apart"] = _WHY_HELD["W apart"] + " " + _WHY_HELD["several chunks"]
+
+
+def _counts(attempt: Callable, kind: str) -> str:
+    made = dict(_HELD)[kind]
+    for each in made:
+        for unequal in (False, True):
+            nbytes = [100 + 30 * stage * unequal for stage in range(each.stages)]
+            for rank, ops in enumerate(each.ranks):
+                found, peak = attempt(list(ops), list(nbytes)), each.peak(rank, nbytes)
+                if found != peak:
+                    raise Failed(
+                        f"{each.name}, rank {rank} of {len(each.ranks)}, nbytes = {nbytes}: "
+                        f"you say {found!r}, it holds {peak}",
+                        _WHY_HELD[kind],
+                    )
+    return f"{len(made)} schedules"
+
+
+PEAK = Exercise(
+    id="pipeline/peak",
+    title="Bound the memory",
+    minutes=8,
+    difficulty=1,
+    proves="you know from when to when a rank holds an activation",
+    reference=_peak,
+    properties=tuple(Property(kind, functools.partial(_counts, kind=kind)) for kind, _ in _HELD),
+    hints=(
+        "Walk along ops with a counter: an F adds nbytes[op.stage]. Which operation is the last "
+        "that reads the activations?",
+        "If any op.kind is 'W', then W frees, otherwise B. Keep the largest value that the counter "
+        "has had.",
+    ),
+)
+
+# ── place W ──────────────────────────────────────────────────────────────────────────────────────
+
+_SPLIT = ((1, 2), (2, 4), (4, 8), (4, 4), (6, 13))
+
+PLACE_W = Exercise(
+    id="pipeline/place-w",
+    title="Place W",
+    minutes=10,
+    difficulty=2,
+    proves="you can fill the drain of 1F1B with gradients of weights, in the same memory",
+    reference=lambda rank, p, m: list(map(str, schedule.zb_h1(p, m).ranks[rank])),
+    properties=(
+        Property(
+            "every operation, in a legal order",
+            functools.partial(_legal, cases=_SPLIT, split=True),
+        ),
+        Property(
+            "memory",
+            functools.partial(
+                _fits,
+                cases=_SPLIT,
+                bound=lambda p, m, rank: p,
+                why="Activations stay until W. Rank 0 of 1F1B holds p already, so it can delay no "
+                "W; rank i holds p − i, so it can delay i of them.",
+                split=True,
+            ),
+        ),
+        Property(
+            "time",
+            functools.partial(
+                _lasts,
+                cases=_SPLIT,
+                best=lambda p, m: 3 * m + p - 1,
+                why="A W right after its B makes the rank before wait: what others need comes "
+                "first. Keep as many W as memory allows, and run them where the rank would idle, "
+                "at the end.",
+                split=True,
+            ),
+        ),
+    ),
+    hints=(
+        "Take the order of 1F1B. W is wanted by no other rank, so it can wait; while it waits, its "
+        "activations stay. How many can wait on rank i, if every rank may hold p?",
+        "Go along 1F1B with a queue: after a B, append its W; whenever more than `rank` of them "
+        "wait, run the oldest. What still waits at the end runs at the end.",
+    ),
+)
+
+# ── bug hunt: an order that hangs from three ranks on ────────────────────────────────────────────
+
+_TWO = ((2, 2, 2), (2, 4, 2), (2, 8, 2))
+_MORE = ((3, 3, 2), (3, 6, 2), (4, 8, 2), (5, 5, 2), (8, 16, 2))
+_CHUNKS = ((2, 4, 1), (3, 6, 3), (4, 8, 3), (2, 4, 4))
+
+
+def _interleaved(rank: int, p: int, m: int, chunks: int) -> list[str]:
+    return list(map(str, schedule.interleaved(p, m, chunks).ranks[rank]))
+
+
+HUNT = Exercise(
+    id="pipeline/bug-hunt",
+    title="Bug hunt: the order that hangs from three ranks on",
+    minutes=12,
+    difficulty=2,
+    proves="you can read a deadlock, and know what a test of a schedule must try",
+    reference=_interleaved,
+    properties=(
+        Property("two ranks", functools.partial(_legal, cases=_TWO)),
+        Property("three ranks and more", functools.partial(_legal, cases=_MORE)),
+        Property("other numbers of chunks", functools.partial(_legal, cases=_CHUNKS)),
+        Property(
+            "memory",
+            functools.partial(
+                _fits,
+                cases=_TWO + _MORE + _CHUNKS,
+                bound=lambda p, m, chunks, rank: schedule.peak_in_flight(
+                    "interleaved", p, m, rank, chunks
+                ),
+                why="More forwards first than the interleaved schedule needs: 2(p − 1 − rank) + "
+                "(chunks − 1)·p of them are enough.",
+            ),
+        ),
+        Property(
+            "time",
+            functools.partial(
+                _lasts,
+                cases=_TWO + _MORE + _CHUNKS,
+                best=lambda p, m, chunks: 3 * (m * chunks + p - 1),
+                why="It runs, but ranks wait for each other: is the number of forwards first that "
+                "of the ranks behind, and does the last chunk come back first?",
+            ),
+        ),
+    ),
+    hints=(
+        "schedule.why_illegal names who waits for whom. Print the warm-up of each rank for p = 3: "
+        "which rank runs fewer forwards first than the rank after it?",
+        "`after` should be the number of ranks behind this one: 2, 1, 0 for p = 3. Python's % "
+        "never gives a negative number, so that a sign can be wrong and p = 2 does not tell.",
+        "Then try three chunks: which one comes back first, and which stage is that?",
+    ),
+    untouched="b02bdf9a",
+)
+
+EXERCISES = (ONE_F_ONE_B, PEAK, PLACE_W, HUNT)

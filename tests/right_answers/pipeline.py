@@ -1,0 +1,165 @@
+"""Right answers to the exercises of `pipeline`, in other styles than the reference."""
+
+import collections
+import itertools
+
+import numpy as np
+
+from labutils import schedule
+
+# ── 1F1B ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _generator(rank, p, m):
+    forward, backward = itertools.count(), itertools.count()
+    yield from (f"F{next(forward)}" for _ in range(min(p - 1 - rank, m)))
+    for done in range(m):
+        if (k := next(forward)) < m:
+            yield f"F{k}"
+        yield f"B{next(backward)}"
+
+
+def _capped(rank, p, m):
+    """A forward while there is memory, otherwise a backward."""
+    ops, f, b = [], 0, 0
+    while b < m:
+        kind, k = ("F", f) if f < m and f - b < p - rank else ("B", b)
+        f, b = f + (kind == "F"), b + (kind == "B")
+        ops.append((kind, np.int64(k)))
+    return ops
+
+
+def _sentence(rank, p, m):
+    """One string, micro-batches from the last to the first."""
+    warm = min(p - 1 - rank, m)
+    letters = "F" * warm + "FB" * (m - warm) + "B" * warm
+    count = collections.Counter()
+    words = []
+    for letter in letters:
+        count[letter] += 1
+        words.append(f"{letter}{m - count[letter]}")
+    return " ".join(words)
+
+
+# ── what a rank holds ────────────────────────────────────────────────────────────────────────────
+
+
+def _accumulated(ops, nbytes):
+    last = max(op.kind for op in ops)  # W comes after F and B in the alphabet
+    last = last if last == "W" else "B"
+    signs = {"F": 1, last: -1}
+    return max(itertools.accumulate(signs.get(op.kind, 0) * nbytes[op.stage] for op in ops))
+
+
+def _numpy(ops, nbytes):
+    frees = "W" if "W" in {op.kind for op in ops} else "B"
+    change = np.array([(op.kind == "F") * 1 - (op.kind == frees) for op in ops])
+    return np.cumsum(change * np.array(nbytes)[[op.stage for op in ops]]).max()
+
+
+def _alive(ops, nbytes):
+    """The set of what is alive, after every operation."""
+    kinds, alive, most = {kind for kind, _, _ in ops}, set(), 0.0
+    for kind, stage, k in ops:
+        if kind == "F":
+            alive.add((stage, k))
+            most = max(most, sum(nbytes[s] for s, _ in alive))
+        elif kind == "W" or "W" not in kinds:
+            alive.remove((stage, k))
+    return most
+
+
+# ── place W ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _queue(rank, p, m):
+    waiting = collections.deque()
+    for kind, _, k in schedule.one_f_one_b(p, m).ranks[rank]:
+        yield kind, k
+        if kind == "B":
+            waiting.append(("W", k))
+        if len(waiting) > rank:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _by_memory(rank, p, m):
+    """A W as soon as the next forward would find the memory full."""
+    ops, held, waiting = [], 0, []
+    for op in schedule.one_f_one_b(p, m).ranks[rank]:
+        if op.kind == "F" and held == p:
+            ops.append(f"W{waiting.pop(0)}")
+            held -= 1
+        ops.append(f"{op.kind}{op.micro_batch}")
+        held += op.kind == "F"
+        waiting += [op.micro_batch] * (op.kind == "B")
+        drains = op.kind == "B" and not any(w == m - 1 for w in waiting)
+        if drains and f"F{m - 1}" in ops and len(waiting) > rank:
+            ops.append(f"W{waiting.pop(0)}")
+            held -= 1
+    return ops + [f"W{k}" for k in waiting]
+
+
+def _inserted(rank, p, m):
+    """Into a list, from behind."""
+    ops = [(op.kind, op.micro_batch) for op in schedule.one_f_one_b(p, m).ranks[rank]]
+    for k in reversed(range(m)):
+        late = min(k + rank, m - 1)
+        at = ops.index(("B", late)) + 1 if k + rank < m else len(ops) - (m - 1 - k)
+        ops.insert(at, ("W", k))
+    return tuple(ops)
+
+
+# ── bug hunt ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _repaired(rank, p, m, chunks):
+    after = p - 1 - rank
+    jobs = [
+        (chunk, first + k)
+        for first, chunk, k in itertools.product(range(0, m, p), range(chunks), range(p))
+    ]
+    warm = min(2 * after + (chunks - 1) * p, len(jobs))
+    forward = (f"F{k}@{rank + chunk * p}" for chunk, k in jobs)
+    backward = (f"B{k}@{rank + (chunks - 1 - chunk) * p}" for chunk, k in jobs)
+    yield from itertools.islice(forward, warm)
+    for op in forward:
+        yield op
+        yield next(backward)
+    yield from backward
+
+
+def _less_ahead(rank, p, m, chunks):
+    """Fewer forwards first, which is enough where messages take no time."""
+    jobs = sorted(itertools.product(range(m), range(chunks)), key=lambda j: (j[0] // p, j[1], j[0]))
+    warm = min((p - 1 - rank) + (chunks - 1) * p, len(jobs))
+    forward = [("F", rank + c * p, k) for k, c in jobs]
+    backward = [("B", rank + (chunks - 1 - c) * p, k) for k, c in jobs]
+    ops = forward[:warm]
+    for f, b in itertools.zip_longest(forward[warm:], backward):
+        ops += filter(None, (f, b))
+    return ops
+
+
+RIGHT = {
+    "pipeline/one-f-one-b": {
+        "a generator": _generator,
+        "pairs with NumPy integers, by memory": _capped,
+        "one string, the last micro-batch first": _sentence,
+    },
+    "pipeline/peak": {
+        "accumulate": _accumulated,
+        "NumPy": _numpy,
+        "a set of what is alive": _alive,
+    },
+    "pipeline/place-w": {
+        "a generator with a queue": _queue,
+        "when memory is full": _by_memory,
+        "inserted from behind, a tuple": _inserted,
+    },
+    "pipeline/bug-hunt": {
+        "generators": _repaired,
+        "fewer forwards first": _less_ahead,
+        "the library's operations": lambda *case: schedule.interleaved(*case[1:]).ranks[case[0]],
+    },
+}
