@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from labutils.ledger import Ledger
 
-COMMUNICATION = ("gather", "reduce")  # kinds of spans; all others compute, or are held
+COMMUNICATION = ("gather", "reduce", "exchange")  # kinds of spans; all others compute, or are held
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from labutils import checkpointing, config, data_parallel, flash, measure, memory, world
+from labutils import (
+    checkpointing,
+    config,
+    data_parallel,
+    flash,
+    measure,
+    memory,
+    tensor_parallel,
+    world,
+)
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 
 ONE = TrainConfig(micro_batch=1, global_batch=1)
@@ -147,3 +156,14 @@ def utilization(
     used = 100 * done / (gpus * config.Hardware.named("A100").flops["bf16"])
     again = 3 * checkpointing.overhead(model, "selective", early_stop=False)
     return used, used * (1 + again)
+
+
+def tensor_parallel_exposed() -> tuple[int, int]:
+    """Percent of a layer's forward pass that no rank computes: Llama-3.1-70B, 8192 tokens, H100s
+    at half their peak, 8 in a node and 16 on a ring across two."""
+    model = dataclasses.replace(ModelConfig.named("llama-3.1-70b"), seq_len=8192)
+    device = config.Hardware.named("H100")
+    links = {8: Link(2e-6, device.link_bandwidth), 16: Link(5e-6, 50e9)}
+    rate = device.flops["bf16"] / 2
+    found = (tensor_parallel.layer_timeline(model, *at, flops=rate) for at in links.items())
+    return tuple(round(100 * each.exposed / each.makespan) for each in found)

@@ -95,3 +95,16 @@ def test_the_layout_of_an_allocator_names_what_is_used():
     gpu.alloc(5 * 2**20, "batch")
     (segment,) = gpu.layout
     assert segment == ((5 * 2**20, "batch"), (15 * 2**20, ""))
+
+
+def test_shares_of_tensors_are_painted_where_a_rank_has_them():
+    """Areas are shares of the tensors, and the text says how each is cut."""
+    tensors = [("norm", 1.0, "s"), ("gather", 0, ""), ("GELU", 4.0, "h"), ("whole", 1.0, "")]
+    picture = plots.tensor_shares(n=4, rank=1, title="a title", a_plan=tensors)
+    boxes = picture.figure.axes[0].patches
+    areas = [box.get_width() * box.get_height() for box in boxes]
+    for outline, painted, part in zip(areas[::2], areas[1::2], (4, 4, 1), strict=True):
+        assert painted * part == pytest.approx(outline)
+    assert boxes[5].get_width() == boxes[4].get_width() and boxes[1].get_y() > boxes[0].get_y()
+    assert "a plan: norm cut by tokens, GELU cut by width, whole whole: 38% of all" in picture.alt
+    assert "gather" not in picture.alt

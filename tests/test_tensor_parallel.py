@@ -16,7 +16,7 @@ from labutils import (
     tensor_parallel,
     zero,
 )
-from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
 from labutils.world import RankError, World
@@ -652,3 +652,80 @@ def test_on_a_mesh_with_data_parallelism(level, sequence):
     expected = {} if level else gradients, weights
     for group in (results[:2], results[2:]):
         assert_equal([(0.0, *result[1:]) for result in group], (0.0, *expected))
+
+
+# ── what the lab shows ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_comparison_sees_a_gradient_that_is_not_summed(monkeypatch):
+    config = replace(GPT2, num_layers=1)
+    fine = tensor_parallel.compared(ranks(2), config, sequence=True)
+    assert fine.equal and (fine.sent_unexplained, fine.kept_unexplained) == (0, 0)
+    assert str(fine).split() == [
+        "2",
+        "True",
+        "True",
+        *str(fine).split()[3:5],
+        "0",
+        *str(fine).split()[6:8],
+        "0",
+    ]
+    monkeypatch.setattr(tensor_parallel.layers, "copy_to", lambda x, *_: x)
+    broken = tensor_parallel.compared(ranks(2), config, sequence=True)
+    assert not broken.equal and broken.sent_unexplained > 0
+
+
+@pytest.mark.parametrize("t", [2, 8])
+def test_a_dry_rank_keeps_what_the_paper_prints(t):
+    sizes = dict(d_model=16, num_heads=8, d_ff=64, vocab_size=24, seq_len=16, dropout=0.1)
+    config = ModelConfig(num_layers=2, **sizes)
+    dry, unexplained, each = tensor_parallel.at_full_size(config, t, t - 1, micro_batch=3)
+    assert unexplained == 0 and dry.total > 2 * each
+    assert each == memory.korthikanti(b=3, s=16, h=16, a=8, t=t, sequence=True).total
+    assert torch.get_default_dtype() is torch.float32
+
+
+@each_way
+def test_the_picture_of_a_layer_is_what_it_keeps(sequence):
+    """Widths times tokens, over n where cut, are the bytes of `kept_activations` but for numbers per token and head."""
+    config, n = replace(GPT2, num_layers=1), 4
+    s, h, a = config.letters("s h a")
+    shares = tensor_parallel.layer_shares(config, sequence)
+    drawn = sum(4 * s * h * width / (n if cut else 1) for _, width, cut in shares)
+    kept = tensor_parallel.kept_activations(
+        config, n, micro_batch=1, sequence=sequence, how=anatomy.Policy(attention="sdpa")
+    )
+    statistics = 2 * 2 * 4 * s // (n if sequence else 1) + 4 * a // n * s
+    assert drawn == of_layers(kept) - statistics
+    between = ["gather", "scatter"] if sequence else ["f", "g"]
+    assert [name for name, width, _ in shares if not width] == 2 * between
+
+
+LINK = Link(1e-6, 1e9)
+
+
+def test_a_layer_waits_for_two_gathers_and_two_scatters():
+    """Nothing hides; what it computes are its FLOPs, of which each rank has its part."""
+    config, n, rate = replace(LLAMA, num_layers=1), 2, 1e9
+    timeline = tensor_parallel.layer_timeline(config, n, LINK, flops=rate, micro_batch=3)
+    half = (n - 1) * (LINK.latency + 3 * 12 * 8 * 2 / n / LINK.bandwidth)
+    assert timeline.hidden == 0 and timeline.exposed == pytest.approx(4 * half)
+    flops = sum(f for name, f in anatomy.token_flops(config).items() if "blocks" in name)
+    assert timeline.makespan - timeline.exposed == pytest.approx(3 * 12 * flops / n / rate)
+    assert tensor_parallel.layer_timeline(config, 1, LINK, flops=rate).exposed == 0
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e9, 1e12])
+def test_in_pieces_a_layer_takes_no_longer_and_no_less_than_either_alone(rate):
+    config, n = replace(LLAMA, num_layers=1), 4
+    config = replace(config, num_kv_heads=4)
+    whole, pieces = (
+        tensor_parallel.layer_timeline(config, n, LINK, flops=rate, pieces=each)
+        for each in (False, True)
+    )
+    computed, sent = whole.makespan - whole.exposed, whole.exposed
+    assert max(computed, sent) <= pieces.makespan * (1 + 1e-9)
+    assert pieces.makespan <= whole.makespan * (1 + 1e-9)
+    assert pieces.makespan - pieces.exposed == pytest.approx(computed)
+    if rate == 1e6:  # so slow that all but the last pieces hide
+        assert pieces.hidden > 0.8

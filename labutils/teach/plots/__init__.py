@@ -10,6 +10,7 @@ from labutils.teach.plots.bars import (
     comm_bars,
     memory_bars,
     memory_map,
+    tensor_shares,
     token_weights,
     traffic_bars,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "roofline",
     "running_sums",
     "schedule_animation",
+    "tensor_shares",
     "tile_walk",
     "token_weights",
     "trade_off",

@@ -422,3 +422,52 @@ def _tell_segments(segments: Sequence[Segment]) -> str:
     blocks = f"{len(free)} block{'s' * (len(free) != 1)}"
     unused, largest = units.text(sum(free), binary=True), units.text(max(free), binary=True)
     return f"{said}, {unused} free in {blocks}, the largest {largest}"
+
+
+# Which part of a tensor a rank has.
+
+
+@style.drawn
+def tensor_shares(
+    *, n: int, rank: int, title: str, **plans: Sequence[tuple[str, float, str]]
+) -> Picture:
+    """Tensors in the order of a forward pass, tokens downwards and width to the right, a row for
+    each plan; painted is what one of `n` ranks has.
+
+    plans: (name, width, how it is cut) of each tensor: "s" by tokens, "h" by width, "" not at all;
+        of width 0, what travels between two tensors
+    """
+    plans, gap, tall, row = style.spaced(plans), 0.14, 0.78, 1.6  # inches
+    most = max(sum(width for _, width, _ in plan) for plan in plans.values())
+    longest = max(len(plan) for plan in plans.values())
+    inch = (style.WIDE - 0.3 - gap * longest) / most  # of one unit of width
+    _, axes = style.canvas(title, height=row * len(plans), left=0.1, right=0.1, bottom=0.1)
+    axes.set(xlim=(0, style.WIDE - 0.2), ylim=(row * len(plans), 0))
+    axes.axis("off")
+    color, hatch = style.COMPONENTS["activations"], style.AXES["tp"][1]
+    for y, (plan, tensors) in zip(itertools.count(0, row), plans.items(), strict=False):
+        axes.text(0.05, y + 0.08, plan, weight="bold", va="center")
+        x, top = 0.05, y + 0.55
+        for name, width, cut in tensors:
+            if not width:
+                axes.plot([x, x], [top - 0.1, top + tall + 0.1], color=style.AXES["tp"][0], lw=2.5)
+                axes.text(x, top - 0.2, name, ha="center", va="center", color=style.AXES["tp"][0])
+                x += gap
+                continue
+            wide, part = width * inch, 1 / n if cut else 1
+            across, down = (wide * part, tall) if cut != "s" else (wide, tall * part)
+            draw.box(axes, x, top, wide, tall, style.PAPER)
+            corner = x + across * rank * (cut == "h"), top + down * rank * (cut == "s")
+            draw.box(axes, *corner, across, down, color, hatch=hatch if cut else "")
+            axes.text(x + wide / 2, top + tall + 0.12, name, ha="center", va="center", size=7.5)
+            x += wide + gap
+    told = "; ".join(f"{name}: {_tell_shares(tensors, n)}" for name, tensors in plans.items())
+    return Picture(axes.figure, f"What rank {rank} of {n} has of each tensor. {told}.")
+
+
+def _tell_shares(tensors: Sequence[tuple[str, float, str]], n: int) -> str:
+    said = {"s": "cut by tokens", "h": "cut by width", "": "whole"}
+    names = {how: [name for name, width, cut in tensors if width and cut == how] for how in said}
+    kept = sum(width / (n if cut else 1) for _, width, cut in tensors)
+    parts = [f"{style.listed(names[how])} {said[how]}" for how in said if names[how]]
+    return f"{', '.join(parts)}: {kept / sum(width for _, width, _ in tensors):.0%} of all"

@@ -129,13 +129,14 @@ KINDS = {
     "backward": ("backward pass", style.PASSES["backward"], ""),
     "gather": ("all-gather of weights", style.COMPONENTS["weights"], "//"),
     "reduce": ("reduction of gradients", *style.AXES["dp"]),
+    "exchange": ("activations of other ranks", *style.AXES["tp"]),
 }
 _LANE, _ROW = 0.17, 0.44  # inches: a lane (compute above, communication below), and a rank
 
 
 @style.drawn
-def overlap(*, title: str | None = None, **timelines: Timeline) -> Picture:
-    """Steps on one clock, a group of rows each.
+def overlap(*, title: str | None = None, per: str = "step", **timelines: Timeline) -> Picture:
+    """Steps, or what else one is `per`, on one clock, a group of rows each.
 
     For every rank a lane of computation, and a lane of communication under it. Time in which no
     rank computes is *exposed*, and shaded: only that makes the step longer.
@@ -146,7 +147,7 @@ def overlap(*, title: str | None = None, **timelines: Timeline) -> Picture:
             raise ValueError(f"{name}: this timeline has no spans: nothing was recorded")
     spans = list(itertools.chain(*(timeline.spans for timeline in timelines.values())))
     factor, unit = style.scale(max(span.end for span in spans), "s")
-    steps = {name: _step(timeline) for name, timeline in timelines.items()}
+    steps = {name: _step(timeline, per) for name, timeline in timelines.items()}
     gap = 0.34  # inches between groups, for the name of the next one
     height = sum(gap + _ROW * len(timeline.ranks) for timeline in timelines.values())
     _, axes = style.canvas(
@@ -202,9 +203,9 @@ def _lanes(axes: Axes, y: float, spans: Sequence[Span], factor: float) -> None:
                 break
 
 
-def _step(timeline: Timeline) -> tuple[str, str]:
+def _step(timeline: Timeline, per: str) -> tuple[str, str]:
     exposed = f"{units.text(timeline.exposed, 's')} exposed" if timeline.exposed else ""
-    return f"{units.text(timeline.makespan, 's')} per step", exposed or "nothing exposed"
+    return f"{units.text(timeline.makespan, 's')} per {per}", exposed or "nothing exposed"
 
 
 def _overlap_finding(timelines: Mapping[str, Timeline]) -> str:

@@ -1,0 +1,498 @@
+"""Split a feed-forward layer, take a loss from a share of the logits, and repair a layer of
+sequence parallelism whose outputs are right."""
+
+import functools
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labutils import collectives, tensor_parallel, world
+from labutils.teach.exercises import Exercise, Failed, Property, _ranks
+
+_SAME_CALLS = "All ranks must make the same collective calls in the same order, backward too."
+_NO_GRADIENT = (
+    "Autograd does not see through comm.all_reduce: what it returns has no history. Write f and g "
+    "as autograd Functions, each with a backward of its own."
+)
+Parts = dict[str, Tensor | None]
+
+
+def _near(found: Tensor | None, right: Tensor) -> bool:
+    return (
+        found is not None
+        and found.shape == right.shape
+        and torch.allclose(found.double(), right, rtol=1e-8, atol=1e-11)
+    )
+
+
+def _draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _sum_of(op: str, numel: int, n: int) -> int:
+    """Bytes that the busiest rank sends in an operation on so many numbers of eight bytes."""
+    cost = collectives.sent(f"{op}_ring", nbytes=8 * numel, n=n, itemsize=8)
+    return max(cost.by("rank").values(), default=0)
+
+
+def _busiest(n: int) -> int:
+    return max(_ranks.world_of(n).ledger.by("rank").values(), default=0)
+
+
+def _tensor(y: Any, case: str, shape: tuple[int, ...]) -> Tensor:
+    """What an attempt returned, if it is a tensor of that shape with a history."""
+    if not isinstance(y, Tensor) or tuple(y.shape) != shape:
+        got = f"shape {list(y.shape)}" if isinstance(y, Tensor) else repr(y)
+        raise Failed(f"{case}: got {got}", f"Return a tensor of shape {list(shape)}.")
+    return y
+
+
+# ── a feed-forward layer, whole or split ──────────────────────────────────────────────────────────
+
+_B, _S, _H, _F = 2, 12, 6, 24
+
+
+class _Layer(nn.Module):
+    """The whole layer on one device: the norm and the residual stream for 10.3 alone."""
+
+    def __init__(self, normed: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_H) if normed else nn.Identity()
+        self.up, self.down = nn.Linear(_H, _F), nn.Linear(_F, _H)
+        self.normed = normed
+        self.double()
+        for seed, parameter in enumerate(self.parameters()):
+            parameter.data = _draw(seed, *parameter.shape) / 2 + (parameter.dim() == 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        return x + y if self.normed else y
+
+
+def _passed(layer: nn.Module, x: Tensor, of_y: Tensor) -> Parts:
+    """Output, and gradients of the input and of each parameter."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    if y.requires_grad:
+        y.backward(of_y)
+    found: Parts = {"y": y.detach(), "x": x.grad}
+    return found | {name: p.grad for name, p in layer.named_parameters()}
+
+
+class _Seen:
+    """What came of an attempt on every rank, beside the whole layer and this rank's part of it."""
+
+    def __init__(self, attempt: Callable, n: int, normed: bool) -> None:
+        self.n, self.case, self.normed = n, _ranks.count(n), normed
+        x, of_y = _draw(50, _B, _S, _H), _draw(51, _B, _S, _H)
+        self.layer = _Layer(normed)
+        self.right = _passed(self.layer, x, of_y)
+        program = self._tokens if normed else self._columns
+        self.ranks = _ranks.run(
+            n, self.case, lambda rank: program(attempt, rank, x, of_y), _SAME_CALLS
+        )
+        self.sent = _busiest(n)
+
+    def _columns(self, attempt: Callable, rank: world.Rank, x: Tensor, of_y: Tensor) -> Parts:
+        mine, comm = deepcopy(self.layer), rank.comm("dp")
+
+        def forward(x: Tensor) -> Tensor:
+            return _tensor(attempt(x, mine.up, mine.down, comm), self.case, (_B, _S, _H))
+
+        mine.forward = forward
+        return _passed(mine, x, of_y)
+
+    def _tokens(self, attempt: Callable, rank: world.Rank, x: Tensor, of_y: Tensor) -> Parts:
+        mine, comm, i = deepcopy(self.layer), rank.comm("dp"), rank.rank
+        mine.up.weight = nn.Parameter(mine.up.weight.detach().chunk(self.n, 0)[i].clone())
+        mine.up.bias = nn.Parameter(mine.up.bias.detach().chunk(self.n, 0)[i].clone())
+        mine.down.weight = nn.Parameter(mine.down.weight.detach().chunk(self.n, 1)[i].clone())
+        shape = (_B, _S // self.n, _H)
+
+        def forward(x: Tensor) -> Tensor:
+            return _tensor(attempt(x, mine.norm, mine.up, mine.down, comm), self.case, shape)
+
+        mine.forward = forward
+        x, of_y = (side.chunk(self.n, 1)[i] for side in (x, of_y))
+        return _passed(mine, x, of_y)
+
+    def share(self, name: str, i: int) -> Tensor:
+        """What rank i should have of a tensor under sequence parallelism."""
+        whole, dims = self.right[name], {"y": 1, "x": 1, "up.weight": 0, "up.bias": 0}
+        dims["down.weight"] = 1
+        return whole.chunk(self.n, dims[name])[i] if name in dims else whole
+
+
+_TIMES = {2: "twice", 3: "three times", 4: "four times"}
+
+
+def _output(attempt: Callable, normed: bool) -> str:
+    for n in (1, 2, 3, 4):
+        seen = _Seen(attempt, n, normed)
+        for i, found in enumerate(seen.ranks):
+            right = seen.share("y", i) if normed else seen.right["y"]
+            if _near(found["y"], right):
+                continue
+            off, bias = found["y"] - right, seen.layer.down.bias.detach()
+            where = f"{seen.case}: the output on rank {i} is wrong"
+            if n > 1 and _near(off, (n - 1) * bias.expand_as(off)):
+                raise Failed(
+                    f"{where} by {n - 1} times the bias of `down`",
+                    f"Every rank added the bias, and the sum has it {_TIMES[n]}. "
+                    "Add it once, after the sum.",
+                )
+            parts = not normed and _near(sum(each["y"] - bias for each in seen.ranks) + bias, right)
+            if n > 1 and (parts or not seen.sent):
+                raise Failed(
+                    f"{where}: it is a part of the sum"
+                    if parts
+                    else f"{where}, and nothing is sent",
+                    "Each rank has a part of the sum over f: the ranks must add their parts up.",
+                )
+            raise Failed(
+                where,
+                "`up` is cut by its outputs (rows of its weight, and its bias), `down` by its "
+                "inputs (columns of its weight). GELU works on each of the f numbers alone; "
+                "GELU of a part of a sum is no part of anything.",
+            )
+    return "1, 2, 3 and 4 ranks"
+
+
+def _input_gradient(attempt: Callable) -> str:
+    for n in (2, 3, 4):
+        seen = _Seen(attempt, n, normed=False)
+        right, alike = seen.right["x"], True
+        for i, found in enumerate(seen.ranks):
+            where = f"{seen.case}: the gradient of x on rank {i}"
+            if found["x"] is None:
+                raise Failed(f"{where} never comes", _NO_GRADIENT)
+            alike = alike and _near(found["x"], right)
+            if _near(found["x"], n * right):
+                raise Failed(
+                    f"{where} is {n} times too large",
+                    "A sum passes its gradient on as it is: each rank has the gradient of the sum "
+                    "already. An all-reduce in the backward pass of g counts it n times.",
+                )
+        if not alike and _near(sum(found["x"] for found in seen.ranks), right):
+            raise Failed(
+                f"{seen.case}: each rank has only its own part of the gradient of x",
+                "All ranks read x, so its gradient is a sum over ranks: the backward pass of f is "
+                "an all-reduce. Without it the layers below learn from a part.",
+            )
+        if not alike:
+            raise Failed(
+                f"{seen.case}: the gradient of x is wrong",
+                "f passes x on, and sums its gradient; g sums y, and passes its gradient on.",
+            )
+    return "whole on every rank"
+
+
+def _weight_gradients(attempt: Callable) -> str:
+    for n in (2, 4):
+        seen = _Seen(attempt, n, normed=False)
+        for name in ("up.weight", "up.bias", "down.weight"):
+            whole = seen.right[name]
+            shares = [found[name] for found in seen.ranks]
+            found = sum(torch.zeros_like(whole) if g is None else g for g in shares)
+            if not _near(found, whole):
+                many = _near(found, n * whole)
+                raise Failed(
+                    f"{seen.case}: over all ranks, the gradient of {name} is not the whole one",
+                    "Every rank computed everything: each shall use its share of the f columns."
+                    if many
+                    else "Each rank has the gradient of its share, and zeros elsewhere.",
+                )
+        _bias_gradient(seen, [found["down.bias"] for found in seen.ranks])
+    return "of each rank's share; of the bias on every rank"
+
+
+def _bias_gradient(seen: _Seen, found: list[Tensor | None]) -> None:
+    whole = seen.right["down.bias"]
+    for i, mine in enumerate(found):
+        if _near(mine, whole):
+            continue
+        part = mine is not None and _near(mine * seen.n, whole)
+        raise Failed(
+            f"{seen.case}: the gradient of the bias of `down` on rank {i} is "
+            + (f"{seen.n} times too small" if part else "not that of the whole layer"),
+            "All ranks hold this bias and each steps it: what one rank adds, or a part that each "
+            "adds, is right in the output only. Add all of it on every rank, after the sum.",
+        )
+
+
+def _split_bytes(attempt: Callable) -> str:
+    for n in (2, 4):
+        seen = _Seen(attempt, n, normed=False)
+        most = 2 * _sum_of("all_reduce", _B * _S * _H, n)
+        if seen.sent > most:
+            raise Failed(
+                f"{seen.case}: the busiest rank sends {seen.sent:,} B, "
+                f"two all-reduces of b·s·h numbers are {most:,} B",
+                "Between the two products nothing has to travel: what GELU gives for a rank's "
+                "columns is what that rank's part of `down` reads.",
+            )
+    return "an all-reduce of b·s·h numbers each way"
+
+
+def _reference_split(x: Tensor, up: nn.Linear, down: nn.Linear, comm: world.Comm) -> Tensor:
+    """The library's functions, on shares that are views of the whole weights."""
+    n, i = comm.size, comm.rank
+    x = tensor_parallel.copy_to(x, comm)
+    inner = F.gelu(F.linear(x, up.weight.chunk(n)[i], up.bias.chunk(n)[i]))
+    y = F.linear(inner, down.weight.chunk(n, dim=1)[i])
+    return tensor_parallel.reduce_from(y, comm) + down.bias
+
+
+SPLIT = Exercise(
+    id="tensor_parallel/feed-forward",
+    title="Split a feed-forward layer",
+    minutes=15,
+    difficulty=2,
+    proves="you cut two matrices so that they need one sum each way, forward and backward",
+    reference=_reference_split,
+    properties=(
+        Property("the output", functools.partial(_output, normed=False)),
+        Property("the gradient of the input", _input_gradient),
+        Property("the gradients of the weights", _weight_gradients),
+        Property("bytes sent", _split_bytes),
+    ),
+    hints=(
+        "Rank i uses up.weight.chunk(n)[i], up.bias.chunk(n)[i] and "
+        "down.weight.chunk(n, dim=1)[i]. The bias of `down` comes once, after the sum.",
+        "f: forward returns x.view_as(x), backward returns comm.all_reduce(grad). "
+        "g: forward returns comm.all_reduce(y), backward returns grad.",
+        "y = g(linear(gelu(linear(f(x), up_i, bias_i)), down_i)) + down.bias, where f and g are "
+        "torch.autograd.Functions that keep comm in ctx.",
+    ),
+)
+
+# ── the loss, from shares of the logits ───────────────────────────────────────────────────────────
+
+_V = 48
+
+
+class _Loss:
+    """The loss of an attempt and the gradients of its shares of the logits."""
+
+    def __init__(self, attempt: Callable, n: int, scale: float = 1.0) -> None:
+        logits = scale * _draw(60, _S, _V)
+        targets = torch.arange(_S) * 5 % _V
+        self.case = _ranks.count(n)
+        whole = logits.clone().requires_grad_()
+        self.right = F.cross_entropy(whole, targets)
+        self.right.backward()
+        self.gradients = whole.grad.chunk(n, 1)
+
+        def program(rank: world.Rank) -> tuple[Tensor, Tensor | None]:
+            mine = logits.chunk(n, 1)[rank.rank].clone().requires_grad_()
+            loss = _tensor(attempt(mine, targets, rank.comm("dp")), self.case, ())
+            if loss.requires_grad:
+                loss.backward()
+            return loss.detach(), mine.grad
+
+        self.ranks = _ranks.run(n, self.case, program, _SAME_CALLS)
+        self.sent, self.n = _busiest(n), n
+
+
+def _loss_value(attempt: Callable) -> str:
+    for n in (1, 2, 3, 4):
+        seen = _Loss(attempt, n)
+        for i, (loss, _) in enumerate(seen.ranks):
+            if not _near(loss, seen.right):
+                own = n > 1 and not seen.sent
+                raise Failed(
+                    f"{seen.case}: the loss on rank {i} is {loss:.4f}, not {seen.right:.4f}",
+                    "This is the softmax over the rank's own words. Its denominator is a sum over "
+                    "all words, so over all ranks."
+                    if own
+                    else "Sum over ranks: of exponentials, all with the same number subtracted; "
+                    "and of the target's logit, which one rank has and the others count as 0.",
+                )
+    return "the same on 1, 2, 3 and 4 ranks"
+
+
+def _loss_of_large(attempt: Callable) -> str:
+    seen = _Loss(attempt, 2, scale=1000.0)
+    for i, (loss, _) in enumerate(seen.ranks):
+        if not _near(loss, seen.right):
+            raise Failed(
+                f"{seen.case}, logits of about 1,000: the loss on rank {i} is {loss:.4g}, "
+                f"not {seen.right:.4g}",
+                "exp(1000) is inf. Subtract the largest logit of all words first: "
+                'comm.all_reduce(x, "max").',
+            )
+    return "logits of about 1,000"
+
+
+def _loss_gradient(attempt: Callable) -> str:
+    for n in (2, 4):
+        seen = _Loss(attempt, n)
+        for i, (_, gradient) in enumerate(seen.ranks):
+            right = seen.gradients[i]
+            if _near(gradient, right):
+                continue
+            where = f"{seen.case}: the gradient of the logits on rank {i}"
+            if gradient is None:
+                raise Failed(f"{where} never comes", _NO_GRADIENT)
+            many = _near(gradient, n * right)
+            raise Failed(
+                f"{where} is {f'{n} times too large' if many else 'wrong'}",
+                "Every rank computes the same loss and has its gradient already: a sum passes it "
+                "on as it is, as g does (tensor_parallel.reduce_from). "
+                "The result is softmax − 1 at the target, for this rank's words.",
+            )
+    return "softmax − 1 at the target, for each rank's words"
+
+
+def _loss_bytes(attempt: Callable) -> str:
+    for n in (2, 4):
+        seen, most = _Loss(attempt, n), 4 * _sum_of("all_reduce", _S, n)
+        if seen.sent > most:
+            raise Failed(
+                f"{seen.case}: the busiest rank sends {seen.sent:,} B; three numbers for each of "
+                f"{_S} tokens are {3 * most // 4:,} B",
+                f"Are logits gathered? They are s·v numbers, here {8 * _S * _V:,} B. Of each token "
+                "the others need the maximum, the sum of exponentials, and the target's logit.",
+            )
+    return "a few numbers for each token"
+
+
+def _reference_loss(logits: Tensor, targets: Tensor, comm: world.Comm) -> Tensor:
+    return tensor_parallel.cross_entropy(logits, targets, comm)
+
+
+LOSS = Exercise(
+    id="tensor_parallel/cross-entropy",
+    title="A loss without the logits",
+    minutes=10,
+    difficulty=2,
+    proves="you compute loss and gradient from shares of the logits that nobody gathers",
+    reference=_reference_loss,
+    properties=(
+        Property("the loss", _loss_value),
+        Property("large logits", _loss_of_large),
+        Property("the gradient", _loss_gradient),
+        Property("bytes sent", _loss_bytes),
+    ),
+    hints=(
+        "loss = log Σ exp(z − m) − (z_target − m), with m the maximum over all ranks: it is a "
+        "constant, so detach it.",
+        "place = targets − comm.rank · v_t; a target is yours where 0 ≤ place < v_t. Look up "
+        "place.clamp(0, v_t − 1), and put 0 where it is not yours.",
+        "tensor_parallel.reduce_from(x, comm) sums over ranks, and its gradient is right.",
+    ),
+)
+
+# ── bug hunt: sequence parallelism ────────────────────────────────────────────────────────────────
+
+
+def _matrices(attempt: Callable) -> str:
+    for n in (2, 3):
+        seen = _Seen(attempt, n, normed=True)
+        for i, found in enumerate(seen.ranks):
+            for name in ("up.weight", "up.bias", "down.weight", "x"):
+                if _near(found[name], seen.share(name, i)):
+                    continue
+                what = "its tokens" if name == "x" else name
+                raise Failed(
+                    f"{seen.case}: the gradient of {what} on rank {i} is wrong",
+                    "A rank's columns work for all tokens, so the gradients of all tokens must "
+                    "come back to it. After an all-reduce each rank cuts out its own tokens, and "
+                    "the cut gives the others' gradients as zero. scatter_to sends them.",
+                )
+    return "2 and 3 ranks"
+
+
+def _held_alike(attempt: Callable, names: tuple[str, ...], why: str) -> str:
+    for n in (2, 3):
+        seen = _Seen(attempt, n, normed=True)
+        for name in names:
+            shares, whole = [found[name] for found in seen.ranks], seen.right[name]
+            for i, share in enumerate(shares):
+                if _near(share, whole):
+                    continue
+                if share is not None and _near(share / n, whole):
+                    raise Failed(
+                        f"{seen.case}: the gradient of {name} on rank {i} is {n} times too large",
+                        "It is summed twice: once is enough.",
+                    )
+                if share is not None and _near(share * n, whole):
+                    raise Failed(
+                        f"{seen.case}: the gradient of {name} on rank {i} is {n} times too small",
+                        "Ranks have different tokens of one batch: sum, do not average.",
+                    )
+                raise Failed(f"{seen.case}: the gradient of {name} on rank {i} is a part", why)
+    return "whole on every rank"
+
+
+_NORM = (
+    "Every rank norms its own tokens with the same weights, so their gradient is a sum over ranks. "
+    "Without it the copies drift apart, and no output shows it. "
+    "tensor_parallel.copy_to(parameter, comm) sums the gradient."
+)
+_BIAS = (
+    "The bias of `down` is added to this rank's tokens alone: its gradient, too, is a sum over "
+    "ranks. tensor_parallel.copy_to(parameter, comm) sums the gradient."
+)
+
+
+def _hunt_bytes(attempt: Callable) -> str:
+    for n in (2, 3):
+        seen = _Seen(attempt, n, normed=True)
+        halves = _sum_of("reduce_scatter", _B * _S * _H, n)
+        most = 5 * halves + 3 * _sum_of("all_reduce", _H, n) + 24 * n
+        if seen.sent > most:
+            raise Failed(
+                f"{seen.case}: the busiest rank sends {seen.sent:,} B, at most {most:,} B are due",
+                "A gather and a scatter each way, and sums of three gradients of h numbers.",
+            )
+    return "halves of all-reduces"
+
+
+def _reference_tokens(
+    x: Tensor, norm: nn.LayerNorm, up: nn.Linear, down: nn.Linear, comm: world.Comm
+) -> Tensor:
+    """The library's functions in their places."""
+    weight, bias, last = (
+        tensor_parallel.copy_to(p, comm, "gradients") for p in (norm.weight, norm.bias, down.bias)
+    )
+    normed = F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+    inner = F.gelu(up(tensor_parallel.gather_from(normed, comm)))
+    return x + tensor_parallel.scatter_to(F.linear(inner, down.weight), comm) + last
+
+
+HUNT = Exercise(
+    id="tensor_parallel/bug-hunt",
+    title="Bug hunt: the layer whose outputs are right",
+    minutes=10,
+    difficulty=3,
+    proves="you know whose gradients are parts of a sum when ranks share out the tokens",
+    reference=_reference_tokens,
+    untouched="84c035ae",
+    properties=(
+        Property("the output", functools.partial(_output, normed=True)),
+        Property("the gradients of the matrices", _matrices),
+        Property(
+            "the gradients of the norm",
+            functools.partial(_held_alike, names=("norm.weight", "norm.bias"), why=_NORM),
+        ),
+        Property(
+            "the gradient of the bias",
+            functools.partial(_held_alike, names=("down.bias",), why=_BIAS),
+        ),
+        Property("bytes sent", _hunt_bytes),
+    ),
+    hints=(
+        "Two mistakes are of one kind: a parameter that all ranks hold, and that each applies to "
+        "its own tokens. The third is how the sum comes back to the tokens.",
+        "reduce_from passes a gradient on as it is, so each rank's gradient of the sum must be "
+        "whole. After the cut it is zero for others' tokens. What belongs there is scatter_to.",
+        "F.layer_norm takes weight and bias as arguments: give it copy_to(norm.weight, comm).",
+    ),
+)
+
+EXERCISES = (SPLIT, LOSS, HUNT)

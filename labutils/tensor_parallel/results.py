@@ -1,0 +1,154 @@
+"""The three results that a tensor-parallel step owes, each against its formula: equal to the plain
+model, bytes sent, bytes kept; and what one rank keeps at full size."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from labutils import anatomy, measure, units
+from labutils.config import Mesh, ModelConfig
+from labutils.ledger import Ledger
+from labutils.model import GPT
+from labutils.tensor_parallel.predict import kept_activations, sent
+from labutils.tensor_parallel.transform import parallelize
+from labutils.world import Rank, World
+
+_STEPS, _BATCH = 3, 2
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What three steps left: a row of a table, under `HEAD`.
+
+    sent, kept: bytes of rank 0, in one step in float64, and for the backward pass of one in fp32
+    sent_unexplained: bytes between all that the ranks sent and `sent`
+    kept_unexplained: bytes between all that the ranks kept and `kept_activations`
+    """
+
+    ranks: int
+    sequence: bool
+    equal: bool
+    sent: int
+    sent_unexplained: int
+    kept: int
+    kept_unexplained: int
+
+    HEAD = "ranks  sequence  equal      sent  unexplained      kept  unexplained"
+
+    def __str__(self) -> str:
+        row = f"{self.ranks:5} {self.sequence!s:>9} {self.equal!s:>6}"
+        row += f" {units.text(self.sent):>9} {self.sent_unexplained:12}"
+        return row + f" {units.text(self.kept):>9} {self.kept_unexplained:12}"
+
+
+def _train(module: GPT) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of three steps of AdamW; the last gradients, and the weights after them."""
+    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-2), []
+    draw, config = torch.Generator().manual_seed(7), module.config
+    for _ in range(_STEPS):
+        shape = (2, _BATCH, config.seq_len)
+        optimizer.zero_grad()
+        loss = module.loss(*torch.randint(config.vocab_size, shape, generator=draw))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    found = {}
+    for name, parameter in module.named_parameters():
+        found[f"{name}, gradient"], found[name] = parameter.grad, parameter.detach()
+    return losses, found
+
+
+def _split(rank: Rank, config: ModelConfig, sequence: bool) -> tuple[list[float], dict]:
+    model = GPT(config, generator=rank.generator).double()
+    return _train(parallelize(model, rank.comm("tp"), sequence))
+
+
+def _shares(rank: Rank, config: ModelConfig, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's shares of weights and of gradients, cut as parameters are."""
+    found = {}
+    for which in ("", ", gradient"):
+        model = GPT(config).double()
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(whole[name + which])
+        shares = parallelize(model, rank.comm("tp")).named_parameters()
+        found |= {name + which: parameter.detach() for name, parameter in shares}
+    return found
+
+
+def _keep(rank: Rank, config: ModelConfig, micro_batch: int, sequence: bool) -> Ledger:
+    model = parallelize(GPT(config), rank.comm("tp"), sequence)
+    tokens, targets = torch.zeros(2, micro_batch, config.seq_len, dtype=torch.long).unbind()
+    return measure.saved_activations(lambda: model.loss(tokens.clone(), targets.clone()), model)
+
+
+def compared(world: World, config: ModelConfig, sequence: bool = False) -> Compared:
+    """Trains a model of that shape on all ranks of a world and on one alone, in float64, and
+    compares losses, gradients and weights up to 1e-10. Each rank draws other weights; those of
+    rank 0 count.
+
+    >>> sizes = dict(num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=6, seq_len=4)
+    >>> compared(World(Mesh(tp=2)), ModelConfig(**sizes)).equal
+    True
+    """
+    losses, whole = _train(GPT(config, generator=torch.Generator().manual_seed(0)).double())
+    runs, n = world.run(_split, config, sequence), world.size
+    books, how = world.ledger, dict(micro_batch=_BATCH, sequence=sequence)
+    pairs = list(zip(runs, world.run(_shares, config, whole), strict=True))
+    equal = all(
+        torch.allclose(torch.tensor(its_losses), torch.tensor(losses), rtol=0, atol=1e-10)
+        and all(torch.allclose(found[at], share[at], rtol=0, atol=1e-10) for at in share)
+        for (its_losses, found), share in pairs
+    )
+    predicted = sent(config, n, **how, itemsize=8).scaled(_STEPS)
+    predicted += sent(config, n, **how, itemsize=8, start=True).only(name="broadcast")
+    kept, expected = world.run(_keep, config, _BATCH, sequence), kept_activations(config, n, **how)
+    return Compared(
+        ranks=n,
+        sequence=sequence,
+        equal=equal,
+        sent=sent(config, n, **how, itemsize=8, rank=0).total,
+        sent_unexplained=predicted.diff(books).unexplained,
+        kept=kept[0].total,
+        kept_unexplained=sum(expected.diff(each).unexplained for each in kept),
+    )
+
+
+@contextlib.contextmanager
+def _born_in(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def kept_by_rank(
+    config: ModelConfig, n: int, *, rank: int, micro_batch: int, sequence: bool = False
+) -> Ledger:
+    """Bytes that one of n ranks keeps for the backward pass in bf16: a dry run of a forward pass,
+    at full size.
+
+    Cost: about 0.1 s for each layer, whatever its size.
+    """
+    with _born_in(torch.bfloat16), World(Mesh(tp=n), engine="dry") as dry:
+        return dry.run(_keep, config, micro_batch, sequence, rank=rank)
+
+
+def at_full_size(
+    config: ModelConfig, n: int, rank: int, *, micro_batch: int, sequence: bool = True
+) -> tuple[Ledger, int, float]:
+    """What a rank keeps by a dry run, the bytes of it that `kept_activations` leaves unexplained,
+    and the bytes of each layer as Korthikanti et al. count: a mask in one byte, where PyTorch's CPU
+    has two, and no statistics of norms."""
+    how = {"micro_batch": micro_batch, "sequence": sequence}
+    dry = kept_by_rank(config, n, rank=rank, **how)
+    formula = kept_activations(config, n, **how, how=anatomy.Policy(2, 2))
+    counted = 0.0
+    for line in formula:
+        if line.name.startswith("blocks.") and "1/σ" not in line.note:
+            counted += line.amount / (2 if "mask" in line.note else 1)
+    return dry, formula.diff(dry).unexplained, counted / config.num_layers

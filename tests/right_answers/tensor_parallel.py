@@ -1,0 +1,144 @@
+"""Right answers to the exercises of `tensor_parallel`, in other styles than the reference."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from labutils import tensor_parallel
+
+# ── a split feed-forward layer ────────────────────────────────────────────────────────────────────
+
+
+class _F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm):
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.comm.all_reduce(grad.contiguous()), None
+
+
+class _G(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm):
+        return comm.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def _functions(x, up, down, comm):
+    f_t = up.out_features // comm.size
+    mine = slice(comm.rank * f_t, (comm.rank + 1) * f_t)
+    inner = F.gelu(_F.apply(x, comm) @ up.weight[mine].T + up.bias[mine])
+    return _G.apply(inner @ down.weight[:, mine].T, comm) + down.bias
+
+
+def _hooks(x, up, down, comm):
+    """A hook for f; for g a sum whose history is the part's own."""
+    x = x.view_as(x)
+    x.register_hook(lambda grad: comm.all_reduce(grad))
+    rows = torch.tensor_split(torch.arange(up.out_features), comm.size)[comm.rank]
+    part = F.gelu(F.linear(x, up.weight[rows], up.bias[rows])) @ down.weight[:, rows].mT
+    others = (comm.all_reduce(part.detach()) - part.detach()).detach()
+    return part + others + down.bias
+
+
+def _strided(x, up, down, comm):
+    """Every n-th column: which ones a rank has is its own affair, as long as both agree."""
+    i, n = comm.rank, comm.size
+    x = tensor_parallel.copy_to(x, comm)
+    inner = F.gelu(F.linear(x, up.weight[i::n], up.bias[i::n]))
+    return tensor_parallel.reduce_from(F.linear(inner, down.weight[:, i::n]), comm) + down.bias
+
+
+# ── a loss from shares ────────────────────────────────────────────────────────────────────────────
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, comm):
+        s, v_t = logits.shape
+        m = comm.all_reduce(logits.amax(1), "max")
+        exponentials = (logits - m[:, None]).exp()
+        total = comm.all_reduce(exponentials.sum(1))
+        hit = torch.arange(v_t) + comm.rank * v_t == targets[:, None]
+        target = comm.all_reduce((logits * hit).sum(1))
+        ctx.save_for_backward((exponentials / total[:, None] - hit.double()) / s)
+        return (total.log() + m - target).mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None, None
+
+
+def _two_levels(logits, targets, comm):
+    """The log-sum-exp of the ranks' log-sum-exps."""
+    own = logits.logsumexp(-1)
+    m = comm.all_reduce(own.detach(), "max")
+    whole = m + tensor_parallel.reduce_from((own - m).exp(), comm).log()
+    lo = comm.rank * logits.shape[1]
+    mine = (targets >= lo) & (targets < lo + logits.shape[1])
+    rows = mine.nonzero()[:, 0]
+    target = torch.zeros_like(whole).index_put((rows,), logits[rows, targets[rows] - lo])
+    return (whole - tensor_parallel.reduce_from(target, comm)).mean()
+
+
+def _stacked(logits, targets, comm):
+    m = comm.all_reduce(logits.detach().max(-1).values, "max")
+    hit = F.one_hot(targets, logits.shape[1] * comm.size).chunk(comm.size, 1)[comm.rank]
+    z = logits - m[:, None]
+    both = tensor_parallel.reduce_from(torch.stack([z.exp().sum(1), (z * hit).sum(1)]), comm)
+    return torch.mean(both[0].log() - both[1])
+
+
+# ── sequence parallelism ──────────────────────────────────────────────────────────────────────────
+
+
+def _functional(x, norm, up, down, comm):
+    f = tensor_parallel.copy_to
+    y = F.layer_norm(x, (x.shape[-1],), f(norm.weight, comm), f(norm.bias, comm), norm.eps)
+    y = F.gelu(up(tensor_parallel.gather_from(y, comm)))
+    return tensor_parallel.scatter_to(y @ down.weight.T, comm) + f(down.bias, comm) + x
+
+
+def _modules(x, norm, up, down, comm):
+    """The library's layers, over the very parameters that were given."""
+    own = tensor_parallel.layers.TokenNorm(norm, comm)
+    column = tensor_parallel.ColumnLinear(nn.Linear(6, 24), comm, sequence=True)
+    column.weight, column.bias = up.weight, up.bias
+    row = tensor_parallel.RowLinear(nn.Linear(24, 6), comm, sequence=True)
+    row.weight, row.bias = down.weight, down.bias
+    return x + row(F.gelu(column(own(x))))
+
+
+def _hooked(x, norm, up, down, comm):
+    """Gradients are summed by hooks of the tensors that stand in for the parameters."""
+    weight, bias, last = (p.view_as(p) for p in (norm.weight, norm.bias, down.bias))
+    for each in (weight, bias, last):
+        each.register_hook(lambda grad: comm.all_reduce(grad.contiguous()))
+    y = F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+    y = F.linear(F.gelu(up(tensor_parallel.gather_from(y, comm))), down.weight)
+    return tensor_parallel.scatter_to(y, comm).add(last).add(x)
+
+
+RIGHT = {
+    "tensor_parallel/feed-forward": {
+        "autograd Functions": _functions,
+        "hooks": _hooks,
+        "every n-th column": _strided,
+    },
+    "tensor_parallel/cross-entropy": {
+        "an autograd Function": _Loss.apply,
+        "in two levels": _two_levels,
+        "stacked": _stacked,
+    },
+    "tensor_parallel/bug-hunt": {
+        "functional": _functional,
+        "the library's layers": _modules,
+        "hooks of tensors": _hooked,
+    },
+}
