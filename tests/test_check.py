@@ -258,7 +258,10 @@ def test_reveal_says_how_far_off():
     assert "made no guess" in str(check.reveal("q", MB=96))
     check.predict("q", MB=96)
     assert str(check.reveal("q", MB=96)) == "You guessed 96.0 MB, it is 96.0 MB: right."
-    assert "factor of 2" in str(check.reveal("q", MB=48))
+    for actual in (48, 192):
+        assert "off by a factor of 2." in str(check.reveal("q", MB=actual))
+    check.predict("q", GiB=1.5)
+    assert "1.50 GiB, it is 3.00 GiB: off" in str(check.reveal("q", GiB=3))
     check.predict("q", answer="nan")
     assert (
         str(check.reveal("q", answer="inf")) == "You guessed nan, it is inf: worth a second look."

@@ -653,6 +653,17 @@ def test_ranks_stay_warm_after_an_error_in_the_middle_of_a_message(segments):
         assert two._engine.pids == pids
 
 
+def test_who_was_ready_in_a_run_that_failed_is_not_in_the_next(processes):
+    def program(rank):
+        if rank.rank == 1:
+            rank.comm().recv(torch.empty(7), 0)
+        if rank.rank == 0:
+            until(lambda: select.select([rank.comm()._endpoint.links[1].sock], [], [], 0)[0])
+            raise ValueError("without a look at who is ready")
+
+    fails(processes, program, RankError)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_rank_is_reported_and_not_waited_for(processes, number):
     def program(rank):
@@ -834,10 +845,12 @@ def test_prints_are_kept_up_to_a_limit(four, capsys):
     def program(rank):
         for i in range(30_000 if rank.rank == 2 else 1):
             rank.print(f"{i:99}")
+        if rank.rank == 2:
+            rank.print("x" * 3_000_000)
 
     four.run(program)
     out = capsys.readouterr().out
-    assert "[rank 2] … and 2,000,000 characters more\n[rank 3]" in out and len(out) < 1_200_000
+    assert "[rank 2] … and 5,000,001 characters more\n[rank 3]" in out and len(out) < 1_200_000
 
 
 def test_what_cannot_travel_says_so(processes):

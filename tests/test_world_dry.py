@@ -101,6 +101,20 @@ def test_messages_are_booked_one_by_one():
         assert first[0] == first[1]
 
 
+def test_a_ring_is_booked_with_the_numbers_that_its_ranks_have_in_the_world():
+    def program(rank):
+        for axis in ("dp", "tp"):
+            rank.comm(axis).all_reduce(torch.ones(6))
+
+    mesh = Mesh(dp=2, tp=3)
+    threads, dry = World(mesh), World(mesh, engine="dry")
+    threads.run(program)
+    for r in range(6):
+        dry.run(program, rank=r)
+        peers = [{(e.to, e.source) for e in w.trace.ranks[r]} for w in (threads, dry)]
+        assert peers[0] == peers[1]
+
+
 def test_a_trace_of_one_rank_has_no_steps():
     dry = World(4, engine="dry")
     dry.run(lambda rank: rank.comm().all_reduce(torch.ones(4)))

@@ -109,7 +109,7 @@ class Rendezvous:
 
     def _settle(self) -> None:
         if self.settled:
-            self.deadlock |= bool(self.waiting) and not self.failed and not self.stopped
+            self.deadlock |= bool(self.waiting)
             self.changed.notify_all()
 
 

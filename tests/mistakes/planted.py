@@ -202,7 +202,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("config", "test_config test_expert_parallel"): [
         ("else (place, self.ep)", "else (place, 1)"),
     ],
-    ("world/comm", "test_world"): [
+    ("world/comm", "test_world test_survivors"): [
         ("value = x.detach().resolve_conj().resolve_neg()", "value = x.detach()"),
         ("before, self._name = self._name, self._name or name", "before, self._name = self._name, name or self._name"),
         ("distance *= 2", "distance += 2"),
@@ -224,7 +224,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("world/threads", "test_world"): [
         ("if not queue or queue[0].sending == request.sending:", "if not queue:"),
-        ("self.deadlock |= bool(self.waiting) and not self.failed", "self.deadlock |= bool(self.waiting)"),
+        ("self.deadlock |= bool(self.waiting)", "self.deadlock |= len(self.waiting) > 1"),
     ],
     ("world/processes", "test_world"): [
         ("if os.getpid() != owner:", "if False:"),
@@ -286,7 +286,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("rooms = np.unique(np.maximum(rooms, max(least,", "rooms = np.unique(np.maximum(rooms, max(0,"),
         ('if step.op in ("forward", "record"))', 'if step.op == "forward")'),
     ],
-    ("checkpointing/recompute", "test_checkpointing"): [
+    ("checkpointing/recompute", "test_checkpointing against_torch/test_precision"): [
         ("self._set(self.states)", "pass"),
         ("tensor, slot.tensor = slot.tensor, None", "tensor = slot.tensor"),
         ("if self.region or autocast.innermost():", "if self.region:"),
@@ -361,17 +361,17 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("padded = -(-length // size) * size", "padded = length // size * size"),
         ("return count * comm.size / total", "return count / total"),
     ],
-    ("zero/flat_parameter", "test_zero"): [
+    ("zero/flat_parameter", "test_zero test_survivors"): [
         ("view.add_(grad, alpha=1 / n)", "view.add_(grad)"),
         ("piece.grad.add_(mine[a:b])", "piece.grad = mine[a:b]"),
         ("self.buffer[self.partition.numel :].zero_()", "pass"),
         ("comm.broadcast(full, out=full)", "pass"),
     ],
-    ("zero/clipping", "test_zero_update"): [
+    ("zero/clipping", "test_zero_update test_survivors"): [
         ("norm = comm.all_reduce(square).sqrt()", "norm = square.sqrt()"),
         ("torch.promote_types(parameters[0].dtype, torch.float32)", "parameters[0].dtype"),
     ],
-    ("zero/optimizer", "test_zero"): [
+    ("zero/optimizer", "test_zero test_zero_update"): [
         ("for piece in gradients:\n            piece.grad = None", "for piece in gradients:\n            pass"),
         ("eager=level == 2", "eager=True"),
         ("comm.broadcast(parameter.data, out=parameter.data)", "pass"),
