@@ -13,7 +13,7 @@ from labutils import anatomy, data_parallel, measure, pipeline, schedule, tensor
 from labutils.config import Mesh, ModelConfig
 from labutils.model import GPT
 from labutils.pipeline import execute
-from labutils.schedule import Durations, Op
+from labutils.schedule import Durations
 from labutils.world import DeadlockError, RankError, World
 
 SIZES = dict(num_layers=6, d_model=8, num_heads=2, d_ff=12, vocab_size=14, seq_len=6)
@@ -400,6 +400,65 @@ def test_on_a_mesh_with_data_and_tensor_parallelism(plan, sequence):
                 assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-10), name
 
 
+# ── weights that change on the way ─────────────────────────────────────────────────────────────────
+
+UNTIED = replace(TIED, tied=False)
+STALE = [
+    (schedule.pipedream(4, 6), [4, 3, 2, 1]),
+    (schedule.pipedream_2bw(3, 6), [2, 2, 2]),
+    (schedule.pipedream_2bw(3, 6, 2), [2, 2, 2]),
+]
+
+
+def on_the_way(rank, plan):
+    stages = own(plan, build(UNTIED), rank.rank)
+    adamw = torch.optim.AdamW(stages.parameters(), lr=0.1)
+    found = pipeline.run(
+        stages, plan, rank.comm("pp"), batches(plan.micro_batches), optimizer=adamw
+    )
+    return found, {name: pair[1] for name, pair in named(stages).items()}
+
+
+def stale(plan):
+    """The same without ranks: each micro-batch meets old weights of each stage, as the schedule says; the newest are stepped."""
+    stages = pipeline.split(build(UNTIED), plan.stages)
+    adamws = [torch.optim.AdamW(stage.parameters(), lr=0.1) for stage in stages]
+    tables = [dict(stage.named_parameters()) for stage in stages]
+    past = [[{name: p.detach().clone() for name, p in table.items()}] for table in tables]
+    losses = []
+    for k, (x, targets) in enumerate(batches(plan.micro_batches)):
+        used = [
+            {name: w.clone().requires_grad_() for name, w in past[r][plan.version(r, k)].items()}
+            for r in range(plan.stages)
+        ]
+        for stage, weights in zip(stages, used, strict=True):
+            x = torch.func.functional_call(stage, weights, (x,))
+        losses.append(pipeline.mean_cross_entropy(x, targets))
+        (losses[-1] / plan.every).backward()
+        for table, weights, adamw, versions in zip(tables, used, adamws, past, strict=True):
+            for name, p in table.items():
+                p.grad = weights[name].grad if p.grad is None else p.grad + weights[name].grad
+            if (k + 1) % plan.every == 0:
+                adamw.step()
+                adamw.zero_grad()
+                versions.append({name: p.detach().clone() for name, p in table.items()})
+    return torch.stack(losses).mean().item(), dict(
+        (name, p.detach()) for table in tables for name, p in table.items()
+    )
+
+
+@pytest.mark.parametrize("plan, held", STALE, ids=["1", "2, every 3", "2, every 2"])
+def test_pipedream_applies_gradients_of_old_weights(plan, held):
+    """Rank i of p holds p−i versions of its weights; double-buffered, two."""
+    results = ranks(len(plan.ranks)).run(on_the_way, plan)
+    loss, weights = stale(plan)
+    assert results[-1][0].loss.item() == pytest.approx(loss, rel=1e-12)
+    assert [run.versions for run, _ in results] == held
+    for run, table in results:
+        assert run.ops in plan.ranks
+        assert all(torch.allclose(w, weights[name], rtol=1e-10) for name, w in table.items())
+
+
 # ── cutting ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -469,10 +528,21 @@ def test_a_run_says_what_it_cannot_run():
         for _ in range(2):
             pipeline.run(stages, two, rank.comm("pp"), batches(2))
 
+    def updated(rank, plan, config, stepped):
+        stages = own(plan, build(config), rank.rank)
+        adamw = torch.optim.AdamW(stages.parameters()) if stepped else None
+        pipeline.run(stages, plan, rank.comm("pp"), batches(2), optimizer=adamw)
+
+    for plan, config, stepped, message in (
+        (two, TIED, True, "one_f_one_b flushes: step the optimizer yourself, after run"),
+        (schedule.pipedream(2, 2), UNTIED, False, "updates weights as it goes: pass optimizer="),
+        (schedule.pipedream(2, 2), TIED, True, "build the model with tied=False"),
+    ):
+        with pytest.raises(RankError, match=message):
+            ranks(2).run(updated, plan, config, stepped)
     with pytest.raises(RankError, match="rank 1 runs stages 1 of 2, got 0 of 2: pass local"):
         ranks(2).run(program, 0, two, 2)
     with pytest.raises(RankError, match="for 2 ranks and 2 micro-batches, got 2 and 3"):
         ranks(2).run(lambda rank: program(rank, rank.rank, two, 3))
     with pytest.raises(RankError, match=r"call zero_grad\(\) before run"):
         ranks(2).run(twice)
-    assert Op("F", 0, 0) in two.ranks[0]

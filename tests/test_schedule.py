@@ -413,3 +413,37 @@ def test_a_simulation_does_as_much_for_an_operation_however_many_there_are():
         return (found["call"] + found["c_call"]) / (2 * p * m)
 
     assert calls(64, 256) <= 1.1 * calls(8, 64)
+
+
+# ── weights that change on the way ─────────────────────────────────────────────────────────────────
+
+
+@given(ranks, micro_batches)
+def test_pipedream_is_as_late_as_ranks_follow(p, m):
+    """A rank's gradient meets weights that as many updates have changed as ranks come after it."""
+    one = schedule.pipedream(p, m).check()
+    assert one.ranks == schedule.one_f_one_b(p, m).ranks
+    for rank in range(p):
+        for k in range(m):
+            assert k - one.version(rank, k) == min(k, p - 1 - rank)
+    assert schedule.one_f_one_b(p, m).version(0, m - 1) == 0
+
+
+@given(ranks, micro_batches, st.integers(1, 8))
+def test_double_buffered_weights_are_there_in_time(p, m, every):
+    """Each forward finds the update that it is to use made, or the schedule is refused: then one would not."""
+    late = 0
+    for rank in range(p):
+        ops = schedule.one_f_one_b(p, m * every).ranks[rank]
+        for index, op in enumerate(ops):
+            if op.kind == "F":
+                updates = sum(before.kind == "B" for before in ops[:index]) // every
+                late += updates < op.micro_batch // every - 1
+    try:
+        one = schedule.pipedream_2bw(p, m * every, every)
+    except ValueError as error:
+        assert "at least p−1" in str(error) and every < p - 1
+    else:
+        assert not late
+        versions = [one.version(0, k) for k in range(m * every)]
+        assert versions == [max(0, k // every - 1) for k in range(m * every)]

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from labutils.pipeline.messages import Action, actions
 from labutils.pipeline.stages import PipelineStage, placed
+from labutils.pipeline.stashing import Stash
 from labutils.pipeline.weight_gradients import Later, Owed, pay
 from labutils.schedule import Durations, Op, PipelineRun, Schedule
 from labutils.world import Comm, Work
@@ -38,6 +39,7 @@ class RankRun:
     ops: its operations in the order in which they ran
     starts, ends: when, in seconds of `time.perf_counter`
     in_flight: the activations held, of one stage and micro-batch each, during each operation
+    versions: most versions of its weights that it held at once
     """
 
     loss: Tensor | None
@@ -45,6 +47,7 @@ class RankRun:
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     in_flight: tuple[int, ...]
+    versions: int = 1
 
 
 def run(
@@ -57,9 +60,11 @@ def run(
     weigh: Callable[[Batch], int] | None = None,
     messages: str | Iterable[Action] = "matched",
     pace: Durations | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> RankRun:
     """One step of this rank: its operations of the schedule, as they stand there. The gradient of
-    the loss of all micro-batches together is added to `.grad`.
+    the loss of all micro-batches together is added to `.grad`; or, where the schedule updates as it
+    goes (PipeDream), the weights are stepped.
 
     stages: those of this rank (`local`)
     comm: the ranks of the pipeline, rank.comm("pp")
@@ -69,6 +74,8 @@ def run(
     messages: how they are sent, or the actions of this rank: see `actions`
     pace: seconds that each operation takes at least: a rank sleeps for the rest, as a host waits
         for its GPU; fused ones run one after the other
+    optimizer: over the parameters of `stages`, for a schedule that updates as it goes; its loss is
+        the mean of those that it met on the way
 
     Invariant: loss and gradients are those of the whole model on the whole batch, up to rounding.
     Cost: bytes sent as in `sent`; activations as many as `schedule.in_flight` says. What is sent is
@@ -76,6 +83,9 @@ def run(
     Raises ValueError: where stages or batches are not those of the schedule, or that is illegal.
     """
     rank = _Execution(stages, schedule, comm, batches, loss, weigh, pace)
+    if schedule.every or optimizer is not None:
+        rank.stash = Stash(rank.stages, schedule, comm.rank, optimizer)
+        rank.shares = [share * len(batches) / (schedule.every or 1) for share in rank.shares]
     todo = actions(schedule, comm.rank, messages) if isinstance(messages, str) else messages
     for action in todo:
         getattr(rank, f"_{action.do}")(action.op, action.peer)
@@ -83,7 +93,11 @@ def run(
         work.wait()
     _add_up(*rank.shared, comm)
     times = zip(*rank.times, strict=True)
-    return RankRun(rank.loss, tuple(rank.ops), *times, tuple(rank.in_flight))
+    versions = rank.stash.peak if rank.stash else 1
+    whole = rank.loss
+    if whole is not None and schedule.every:
+        whole = whole * schedule.every / len(batches)
+    return RankRun(whole, tuple(rank.ops), *times, tuple(rank.in_flight), versions)
 
 
 class _Execution:
@@ -120,6 +134,7 @@ class _Execution:
         self.tapes: dict[Key, tuple[Tensor, GradientEdge | None]] = {}
         self.owed: dict[Key, Owed] = {}
         self.under_way: list[Work] = []
+        self.stash: Stash | None = None
         self.loss: Tensor | None = None
         self.ops: list[Op] = []
         self.times: list[tuple[float, float]] = []
@@ -167,7 +182,7 @@ class _Execution:
         x = self.came.pop(Op("F", s - 1, k)).requires_grad_() if s else tokens
         later = self.owed.setdefault((s, k), []) if self.schedule.split else None
         with nullcontext() if later is None else Later(later):
-            y = self.stages[s](x)
+            y = self.stages[s](x) if self.stash is None else self.stash.forward(s, k, x)
         if s == self.schedule.stages - 1:
             y = self.compute_loss(y, targets) * self.shares[k]
             self.loss = y.detach() if self.loss is None else self.loss + y.detach()
@@ -180,6 +195,8 @@ class _Execution:
         grad = self.came.pop(Op("B", s + 1, k), None)
         if edge is not None:
             torch.autograd.backward(edge, grad)
+        if self.stash is not None:
+            self.stash.backward(k)
         return x.grad if s else None
 
     def weight(self, s: int, k: int) -> None:

@@ -3,6 +3,7 @@ rank's next forward, backward or weight gradient."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 
 from labutils import units
@@ -155,6 +156,34 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 def eager_one_f_one_b(p: int, m: int) -> Schedule:
     """1F1B with twice the warm-up, so that a message may take as long as an operation."""
     return spell_line("eager_one_f_one_b", p, m, lambda rank: 2 * (p - 1 - rank))
+
+
+def pipedream(p: int, m: int) -> Schedule:
+    """1F1B without a flush: each rank updates its weights after each of its backwards, and keeps
+    for B the weights of F (*weight stashing*): rank i holds p−i versions.
+
+    >>> one = pipedream(4, 8)
+    >>> [[k - one.version(rank, k) for k in range(8)] for rank in (0, 3)]  # staleness
+    [[0, 1, 2, 3, 3, 3, 3, 3], [0, 0, 0, 0, 0, 0, 0, 0]]
+
+    Source: PipeDream, as Narayanan et al. 2021, arXiv:2104.04473, tell it.
+    """
+    return replace(one_f_one_b(p, m), name="pipedream", every=1)
+
+
+def pipedream_2bw(p: int, m: int, every: int | None = None) -> Schedule:
+    """PipeDream with an update per `every` micro-batches, and weights one update old on all ranks:
+    two versions on each, however many ranks.
+
+    every: micro-batches per update; p unless given
+
+    Raises ValueError: if m is no multiple of it, or the weights would not be there in time.
+    """
+    every = units.whole(p if every is None else every, "every", 1)
+    if m % every or every < p - 1:
+        need = f"a divisor of m={m} that is at least p−1={p - 1}"
+        raise ValueError(f"pipedream_2bw updates every {every} micro-batches: give {need}")
+    return replace(one_f_one_b(p, m), name="pipedream_2bw", every=every, buffered=True)
 
 
 def _round(p: int, m: int) -> int:

@@ -1,5 +1,6 @@
 """A schedule is data: the order of operations on each rank, and why an order is illegal."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ class Schedule:
     micro_batches: how many flow through the pipeline in one step
     split: whether W is an operation of its own; otherwise B is the whole backward
     fused: (rank, index) of each F that runs at once with the B and the W that follow it
+    every: after how many of its backwards a rank updates its weights, without waiting for others;
+        0 where all ranks update once, after the step (they *flush* the pipeline)
+    buffered: whether a micro-batch then uses the weights that are one update old (double-buffered),
+        on all ranks alike; else the newest that its rank has when its forward begins
     """
 
     name: str
@@ -42,6 +47,8 @@ class Schedule:
     micro_batches: int
     split: bool = False
     fused: frozenset[tuple[int, int]] = frozenset()
+    every: int = 0
+    buffered: bool = False
 
     @property
     def stages(self) -> int:
@@ -56,6 +63,20 @@ class Schedule:
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """The rank that runs a stage for a micro-batch."""
         return self.places[micro_batch * len(self.places) // self.micro_batches][stage]
+
+    def version(self, rank: int, micro_batch: int) -> int:
+        """The weights with which a rank computes F and B of a micro-batch: how many of its updates
+        they have seen.
+
+        The micro-batch's own gradient makes update micro_batch // every + 1: with the weights of
+        version v it is micro_batch // every − v updates late (its *staleness*).
+        """
+        if not self.every:
+            return 0
+        if self.buffered:
+            return max(0, micro_batch // self.every - 1)
+        kinds = (op.kind for op in self.ranks[rank] if op[0] == "B" or op[2] == micro_batch)
+        return sum(1 for _ in itertools.takewhile(lambda kind: kind == "B", kinds)) // self.every
 
     def inputs(self, op: Op) -> tuple[Op, ...]:
         """What must be done before `op`: F waits for the F below, B for its F and the B above,

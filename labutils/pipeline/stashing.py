@@ -1,0 +1,73 @@
+"""Weight stashing: a rank that updates as it goes keeps, for each B, the weights of its F."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from labutils.pipeline.stages import PipelineStage
+from labutils.schedule import Schedule
+
+Weights = dict[str, Tensor]
+
+
+class Stash:
+    """The versions of a rank's weights that some micro-batch still needs, and how they change.
+
+    peak: most of them at once; the optimizer steps one more copy, the module's own
+
+    Raises ValueError: for a schedule that flushes, for tied weights on two ranks, without optimizer
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, PipelineStage],
+        schedule: Schedule,
+        rank: int,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        if not schedule.every:
+            raise ValueError(f"{schedule.name} flushes: step the optimizer yourself, after run")
+        if optimizer is None:
+            raise ValueError(f"{schedule.name} updates weights as it goes: pass optimizer=")
+        ((self.index, self.stage),) = stages.items()
+        if self.stage.config.tied and schedule.stages > 1:
+            apart = "its two ends update at different times: build the model with tied=False"
+            raise ValueError(f"{schedule.name} on a tied embedding: {apart}")
+        self.schedule, self.rank, self.optimizer = schedule, rank, optimizer
+        self.updates, self.peak = 0, 0
+        self.versions: dict[int, Weights] = {}
+        self._keep()
+
+    def _keep(self) -> None:
+        """A copy of the weights as they are now."""
+        self.versions[self.updates] = {
+            name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
+            for name, parameter in self.stage.named_parameters()
+        }
+        self.peak = max(self.peak, len(self.versions))
+
+    def forward(self, s: int, k: int, x: Tensor) -> Tensor:
+        """What the stage gives with the weights that this micro-batch uses."""
+        weights = self.versions[self.schedule.version(self.rank, k)]
+        return functional_call(self.stage, weights, (x,))
+
+    def backward(self, k: int) -> None:
+        """The gradient with respect to old weights is applied to the newest; what no later
+        micro-batch uses goes."""
+        weights = self.versions[self.schedule.version(self.rank, k)]
+        for name, parameter in self.stage.named_parameters():
+            if (grad := weights[name].grad) is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+                weights[name].grad = None
+        last = k == self.schedule.micro_batches - 1
+        oldest = self.updates + 1 if last else self.schedule.version(self.rank, k + 1)
+        for version in [version for version in self.versions if version < oldest]:
+            del self.versions[version]
+        if (k + 1) % self.schedule.every == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.updates += 1
+            if not last:
+                self._keep()
