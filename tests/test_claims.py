@@ -72,6 +72,8 @@ FINISHED = {
     "activation accounting",
     "Qwen2 table",
     "memory planning",
+    "tensor parallel",
+    "sequence parallel",
 }
 
 

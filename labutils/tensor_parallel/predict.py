@@ -150,5 +150,5 @@ def layer_shares(model: ModelConfig, sequence: bool = False) -> list[tuple[str, 
         name, (_, _, *width) = _SHORT.get(tensor.what, part), tensor.dims.split()
         cut = "h" if set(width) & set(anatomy.SPLITS["tp"]) else "s" * sequence
         found.append((name, anatomy.size("".join(width), sizes) / model.d_model, cut))
-        found += [(travels[name], 0, "")] if name in travels else []
+        found += [(travels[name], 0.0, "")] if name in travels else []
     return found

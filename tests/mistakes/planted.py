@@ -128,6 +128,17 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("max(4, itemsize)", "itemsize"),
         ('("all_gather backward", stream, 2 * each, n)', '("all_gather backward", stream, each, n)'),
         ("nbytes //= n if sequence and not divided else 1", "nbytes //= n if sequence else 1"),
+        ('else "s" * sequence', 'else "s"'),
+    ],
+    ("tensor_parallel/clock", "test_tensor_parallel"): [
+        ("arrivals = [*([now] if k > 1 else [])", "arrivals = [*([now])"),
+        ("now = max(span.end for span in summed)", "now = core.end"),
+        ("steps, spans, free = max(k - 1, 1), [], now\n    for i in range(k):", "steps, spans, free = k, [], now\n    for i in range(k):"),
+    ],
+    ("tensor_parallel/results", "test_tensor_parallel"): [
+        ('(2 if "mask" in line.note else 1)', "1"),
+        ('and "1/σ" not in line.note', "and True"),
+        ("torch.set_default_dtype(before)", "pass"),
     ],
     ("context_parallel/sequence", "test_context_parallel"): [
         ("yield Tile(rows, columns, (query - key) * c)", "yield Tile(rows, columns, 0)"),

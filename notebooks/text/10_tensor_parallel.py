@@ -1,0 +1,569 @@
+# %% [markdown]
+# # 10 · Split every matrix
+#
+# **A layer is too large, or too slow, for one device. Can several compute it together, each with a part of every matrix, and what must they tell each other on the way?**
+#
+# *90 min · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
+
+# %% [markdown]
+# ## Goals
+#
+# After this lab you
+#
+# - split two matrices so that they need one sum each way, forward and backward (exercise 10.1),
+# - compute loss and gradient from logits that nobody gathers (exercise 10.2),
+# - know which gradients are parts of a sum when ranks share out the tokens (exercise 10.3, a bug hunt).
+
+# %% [markdown]
+# ## Setup
+
+# %%
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from labutils import collectives, data_parallel, memory, tensor_parallel, units
+from labutils.config import Hardware, Link, Mesh, ModelConfig
+from labutils.measure import saved_activations
+from labutils.model import GPT
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.widgets import explore
+from labutils.world import World
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# These are the tensors that one layer of a GPT keeps for its backward pass, from left to right: tokens downwards, width to the right. Painted is what one of four
+# ranks has. Between the green lines each rank works alone.
+
+# %%
+gpt2 = ModelConfig.named("gpt2")
+plots.tensor_shares(
+    n=4,
+    rank=1,
+    title="No tensor is cut twice: by width between two lines, by tokens elsewhere",
+    tensor_parallel=tensor_parallel.layer_shares(gpt2),
+    with_sequence_parallelism=tensor_parallel.layer_shares(gpt2, sequence=True),
+)
+
+# %% [markdown]
+# *Tensor parallelism* (TP) cuts matrices, and with them heads and feed-forward width. *Sequence parallelism* (SP) cuts the tokens of everything between. The lines are what
+# this lab is about: **an all-reduce per line, or its two halves, and nothing that could hide them.**
+
+# %% [markdown]
+# ## What does half a layer send?
+#
+# A linear layer computes $Y = XW^{\mathsf T}$. W can be cut by its outputs (*column parallel*, after the columns of $W^{\mathsf T}$) or by its inputs (*row parallel*):
+#
+# $$ Y = [\,XW_1^{\mathsf T},\; XW_2^{\mathsf T},\,\dots] \qquad\text{or}\qquad Y = X_1W_1^{\mathsf T} + X_2W_2^{\mathsf T} + \dots $$
+#
+# By outputs, each rank needs the whole X and has some columns of Y. By inputs, it needs some *columns* of X and has a part of the sum. Standing alone, both begin and end with a collective:
+
+# %%
+s, h, f = 32, 64, 256
+draw = torch.Generator().manual_seed(0)
+shapes = (s, h), (f, h), (h, f)
+x, up, down = (torch.randn(shape, generator=draw).double() for shape in shapes)
+world = World(Mesh(tp=4))
+
+
+def by_column(rank):
+    """Broadcast X, multiply, gather the columns of Y (a comm gathers rows)."""
+    comm, mine = rank.comm("tp"), x if rank.rank == 0 else torch.empty_like(x)
+    y = comm.broadcast(mine) @ up.chunk(4)[comm.rank].T
+    return comm.all_gather(y.T.contiguous()).T
+
+
+def by_row(rank):
+    """Scatter the columns of X, multiply, sum the parts."""
+    comm, inner = rank.comm("tp"), F.gelu(x @ up.T)
+    columns = comm.scatter(inner.T.contiguous()).T
+    return comm.all_reduce(columns @ down.chunk(4, dim=1)[comm.rank].T)
+
+
+# %% [markdown]
+# A feed-forward layer is a product, a GELU, a product. Give it the first by columns and the second by rows, and X to all ranks:
+
+
+# %%
+def pair(rank):
+    comm, i = rank.comm("tp"), rank.rank
+    inner = F.gelu(x @ up.chunk(4)[i].T)
+    return comm.all_reduce(inner @ down.chunk(4, dim=1)[i].T)
+
+
+# %% [markdown]
+# > The two stand-alone layers in a row: how many times as many bytes does the busiest rank send as in the pair?
+
+# %%
+predict("pair/times", times=2)
+
+# %%
+sent = {}
+for fn in (by_column, by_row, pair):
+    right = (x @ up.T) if fn is by_column else F.gelu(x @ up.T) @ down.T
+    equal = all(torch.allclose(y, right) for y in world.run(fn))
+    sent[fn.__name__] = max(world.ledger.by("rank").values())
+    print(f"{fn.__name__:9}  equal: {equal}  busiest rank: {sent[fn.__name__]:,} B")
+
+# %%
+alone = sent["by_column"] + sent["by_row"]
+reveal("pair/times", times=round(alone / sent["pair"], 1))
+
+# %% [markdown]
+# What GELU gives for a rank's columns is what that rank's part of `down` reads. Nothing travels in between. The other order fails at GELU: each rank would have a part of a
+# sum.
+
+# %%
+a, b = x @ up.T, torch.flip(x, [0]) @ up.T
+apart = F.gelu(a) + F.gelu(b) - F.gelu(a + b)
+print(f"GELU of the parts, or of the sum: up to {apart.abs().max():.0f} apart")
+
+# %% [markdown]
+# ## What must the backward pass send?
+#
+# Between the residual stream and the split region stand two functions, Megatron's f and g. Each rank reads the same X, so X gets a gradient from each, and they must be summed.
+#
+# | | forward | backward |
+# |---|---|---|
+# | **f**, on the way in | X as it is | all-reduce of the gradient |
+# | **g**, on the way out | all-reduce of the parts | the gradient as it is |
+#
+# ### Exercise 10.1 · Split a feed-forward layer (15 min, ●●○)
+#
+# All ranks get the same x and the same whole layers. Use your share of them. Autograd does not see through `comm.all_reduce`: write f and g as
+# `torch.autograd.Function`s, or with hooks of tensors.
+
+
+# %%
+def split_feed_forward(x, up: nn.Linear, down: nn.Linear, comm):
+    """down(gelu(up(x))) for x[b, s, h], alike on all ranks; up and down have biases."""
+    raise NotImplementedError
+
+
+# %%
+check("tensor_parallel/feed-forward", split_feed_forward)
+
+# %%
+hint("tensor_parallel/feed-forward", 1)
+
+# %%
+show(tensor_parallel.RowLinear)
+
+# %% [markdown]
+# **Attention** is the same pair: queries, keys and values by columns, the output by rows. A rank gets whole heads, so softmax needs nobody. With fewer key–value heads than
+# ranks (GQA), neighbours hold the same head and sum its gradient. Llama-3.1-8B on 16 ranks:
+
+# %%
+rank_of_16 = tensor_parallel.rank_config(ModelConfig.named("llama-3.1-8b"), 16)
+rank_of_16.num_heads, rank_of_16.num_kv_heads, rank_of_16.d_ff, rank_of_16.vocab_size
+
+# %% [markdown]
+# A rank is a smaller GPT of the same width. `parallelize(model, comm)` cuts a whole one in place. Three results, for a GPT-2 and a Llama with two key–value heads, on four
+# ranks that draw different weights: **equal** losses, gradients and weights after three steps in float64, **bytes sent**, **bytes kept** for the backward pass.
+
+# %%
+sizes = dict(num_layers=2, d_model=32, num_heads=8, d_ff=128, vocab_size=96, seq_len=16)
+style = dict(ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False)
+small = ModelConfig(**sizes)
+grouped = ModelConfig(**sizes, **style, num_kv_heads=2)
+print(tensor_parallel.Compared.HEAD)
+for config in (small, grouped):
+    print(tensor_parallel.compared(world, config))
+
+# %% [markdown]
+# ## Who needs the logits?
+#
+# The head is a matrix [v, h], cut by words: each rank has the logits of its words, for every token. The embedding is cut the same way: a rank looks up its own words, gives zeros for
+# others, and g sums.
+#
+# The loss of a token with logits z is $\log\sum_j e^{z_j} - z_{\text{target}}$. Eight ranks, Llama-3.1-8B, 8192 tokens, fp32.
+#
+# > A rank that gathers all logits sends 3.68 GB. How much if it sends only what the loss needs?
+
+# %%
+predict("loss/sends", MB=100)
+
+# %% [markdown]
+# Of each token three numbers are reduced over ranks: the largest logit, the sum of exponentials, the target's logit.
+
+# %%
+llama = replace(ModelConfig.named("llama-3.1-8b"), seq_len=8192)
+parts = tensor_parallel.sent(llama, 8, micro_batch=1, rank=0)
+logits = 4 * llama.seq_len * llama.vocab_size
+gathered = collectives.sent("all_gather_ring", nbytes=logits, n=8, rank=0)
+print(f"{units.text(gathered.total)} or {units.text(parts.only(name='loss').total)}")
+
+# %%
+reveal("loss/sends", MB=parts.only(name="loss").total / 1e6)
+
+# %% [markdown]
+# ### Exercise 10.2 · A loss without the logits (10 min, ●●○)
+#
+# `tensor_parallel.reduce_from(x, comm)` is g: a sum whose gradient is right. `comm.all_reduce(x, "max")` is the largest.
+
+
+# %%
+def my_cross_entropy(logits, targets, comm):
+    """Mean loss; this rank has logits[s, v_t], words comm.rank · v_t and on."""
+    raise NotImplementedError
+
+
+# %%
+check("tensor_parallel/cross-entropy", my_cross_entropy)
+
+# %%
+hint("tensor_parallel/cross-entropy", 1)
+
+# %%
+show(tensor_parallel.layers._CrossEntropy)
+
+# %% [markdown]
+# ## What do all ranks still keep alike?
+#
+# A layer of GPT-3 (s = 2048, h = 12,288, a = 96 heads, b = 1), half-precision, as the paper counts:
+#
+# $$ \underbrace{sbh\Bigl(10 + \frac{24}{t} + \frac{5as}{ht}\Bigr)}_{\text{tensor parallelism}} \qquad \underbrace{\frac{sbh}{t}\Bigl(34 + \frac{5as}{h}\Bigr)}_{\text{with sequence parallelism}} $$
+#
+# on t ranks. The 10 are inputs of norms and of the two column layers, and the masks of dropout on the residual stream.
+
+# %%
+layer = dict(b=1, s=2048, h=12288, a=96)
+print("   t     TP   with SP   (GB)")
+for t in (1, 2, 4, 8):
+    ways = (memory.korthikanti(**layer, t=t, sequence=sp) for sp in (False, True))
+    print(f"{t:4} {next(ways).total / 1e9:7.3f} {next(ways).total / 1e9:7.3f}")
+
+# %% [markdown]
+# Norms and dropout need all of a token, or not even that, and nothing of other tokens. So each rank takes s/t tokens there. g becomes a
+# *reduce-scatter* (sum, and each rank keeps its tokens), f an *all-gather*; backward it is the other way round.
+#
+# > Four all-reduces per layer become four all-gathers and four reduce-scatters. How many times as many bytes?
+
+# %%
+predict("sp/times", times=2)
+
+# %%
+one_layer = replace(small, num_layers=1)
+plain, sequence = (
+    tensor_parallel.sent(one_layer, 4, micro_batch=1, sequence=sp, ends=False, rank=0)
+    for sp in (False, True)
+)
+print(plain, sequence, sep="\n")
+
+# %% [markdown]
+# Two things are more. Without them the volume is the same: an all-reduce *is* the two halves (lab 07).
+#
+# - "gradients": weights of norms and biases of row layers see only a rank's tokens, so their gradients are summed;
+# - "all_gather backward" is twice as large. A column layer that keeps its gathered input keeps it whole. The library keeps its own tokens, and gathers once more in the backward pass.
+
+# %%
+halves = sum(line.amount for line in sequence if line.name != "gradients")
+reveal("sp/times", times=halves / plain.total)
+
+# %% [markdown]
+# Formula, dry run and real run of that layer's pass, embedding, loss and the first broadcast included:
+
+
+# %%
+def one_pass(rank):
+    model = tensor_parallel.parallelize(GPT(one_layer), rank.comm("tp"), sequence=True)
+    model.loss(*torch.zeros(2, 1, 16, dtype=torch.long)).backward()
+
+
+dry = World(Mesh(tp=4), engine="dry")
+dry.run(one_pass, rank=0)
+how = dict(micro_batch=1, sequence=True, start=True, rank=0)
+tensor_parallel.sent(one_layer, 4, **how).diff(dry.ledger)
+
+# %%
+world.run(one_pass)
+dry.ledger.diff(world.ledger.only(rank=0))
+
+# %% [markdown]
+# A trade, then. One feed-forward layer on four ranks, with the gathered input kept and with it gathered again:
+
+# %%
+whole_up, whole_down = nn.Linear(h, f), nn.Linear(f, h)
+
+
+def trade(rank, keep):
+    comm = rank.comm("tp")
+    first = tensor_parallel.ColumnLinear.from_full(whole_up, comm, sequence=True)
+    second = tensor_parallel.RowLinear.from_full(whole_down, comm, sequence=True)
+    tokens, outputs = torch.ones(1, s // 4, h, requires_grad=True), []
+
+    def forward():
+        if keep:
+            x = tensor_parallel.gather_from(tokens, comm)
+            inner = F.linear(x, first.weight, first.bias)
+        else:
+            inner = first(tokens)
+        outputs.append(second(F.gelu(inner)))
+
+    kept = saved_activations(forward, nn.ModuleList([first, second]))
+    outputs[0].sum().backward()
+    return kept.total
+
+
+# %%
+found = {}
+for keep in (True, False):
+    kept = world.run(trade, keep)[0]
+    moved = world.ledger.only(rank=0)
+    found[keep] = kept, moved.total - moved.only(name="gradients").total
+(kept, moved), (less, more) = found[True], found[False]
+print(f"{more / moved - 1:.0%} more sent, {1 - less / kept:.0%} less kept")
+
+# %% [markdown]
+# The more ranks, the better: with t ranks the gathered input is t times the share. In a layer of GPT-3 without its scores (lab 04), on eight:
+
+# %%
+sbh = 2048 * 12288
+least = memory.korthikanti(**layer, t=8, sequence=True, checkpointing="selective").total
+extra = 2 * 2 * sbh * 7 // 8  # two inputs of 2sbh, whole instead of an eighth
+print(f"{1 - least / (least + extra):.0%} less kept")
+
+# %% [markdown]
+# ### Exercise 10.3 · Bug hunt: the layer whose outputs are right (10 min, ●●●)
+#
+# Each rank has its tokens, the whole norm, and its shares of `up` and `down` (the bias of `down` is whole). Every output passes the test. Three things are wrong.
+
+
+# %%
+def my_layer(x, norm, up, down, comm):
+    """x + down(gelu(up(norm(x)))) for this rank's tokens, x[b, s_t, h]."""
+    tokens = tensor_parallel.gather_from(norm(x), comm)
+    inner = F.gelu(F.linear(tokens, up.weight, up.bias))
+    y = tensor_parallel.reduce_from(F.linear(inner, down.weight), comm)
+    s_t = x.shape[1]
+    mine = y[:, comm.rank * s_t :][:, :s_t]
+    return x + mine + down.bias
+
+
+# %%
+check("tensor_parallel/bug-hunt", my_layer)
+
+# %%
+hint("tensor_parallel/bug-hunt", 1)
+
+# %%
+show(tensor_parallel.layers.TokenNorm)
+
+# %% [markdown]
+# In the library, with sequence parallelism, on four ranks and on two processes:
+
+# %%
+print(tensor_parallel.Compared.HEAD)
+for config in (small, grouped):
+    print(tensor_parallel.compared(world, config, sequence=True))
+with World(Mesh(tp=2), engine="processes") as processes:
+    print(tensor_parallel.compared(processes, small, sequence=True))
+
+# %% [markdown]
+# **At full size.** The four models of Korthikanti et al., t = 8 with sequence parallelism: rank 3 runs a forward pass of its pipeline stage, in bf16, on fake tensors. The formula says the
+# same to the byte. PyTorch on a CPU keeps masks in two bytes, not one, and two statistics per token and norm; without these, per layer:
+
+# %%
+published = {  # layers of a stage, width, heads, micro-batch; GB per layer in the paper
+    "22B": (48, 6144, 64, 4, 0.8850),
+    "175B": (12, 12288, 96, 1, 0.3586),
+    "530B": (3, 20480, 128, 1, 0.5138),
+    "1T": (2, 25600, 160, 1, 0.6423),
+}
+
+# %%
+print("       dry run  unexplained   GB per layer, as the paper counts   paper")
+for name, (layers, width, heads, b, printed) in published.items():
+    big = dict(num_layers=layers, d_model=width, num_heads=heads, d_ff=4 * width)
+    big = ModelConfig(**big, vocab_size=51_200, seq_len=2048, dropout=0.1)
+    dry, unexplained, each = tensor_parallel.at_full_size(big, 8, 3, micro_batch=b)
+    print(f"{name:5} {units.text(dry.total):>8} {unexplained:12}", end="")
+    print(f" {each / 1e9:36.4f} {printed:7.4f}")
+
+# %% [markdown]
+# ## Why is this communication hard to hide?
+#
+# Data parallelism sends gradients that nobody waits for. Here a product waits for the gather before it, and everything waits for the sum after it.
+#
+# A layer of Llama-3.1-70B, forward, 8192 tokens. H100s compute at half their peak. Within a node a link carries 450 GB/s. Between nodes it is 50 GB/s per rank, and a ring is as fast as its slowest link (lab 07).
+
+# %%
+model = replace(ModelConfig.named("llama-3.1-70b"), seq_len=8192)
+h100 = Hardware.named("H100")
+rate, inside = h100.flops["bf16"] / 2, Link(2e-6, h100.link_bandwidth)
+across = Link(5e-6, 50e9)
+
+
+def forward_of_a_layer(n, link, **how):
+    return tensor_parallel.layer_timeline(model, n, link, flops=rate, **how)
+
+
+# %% [markdown]
+# > Eight ranks in a node become sixteen in two nodes. How many times as long does a layer take?
+
+# %%
+predict("across/times", times=0.5)
+
+# %%
+eight, sixteen = forward_of_a_layer(8, inside), forward_of_a_layer(16, across)
+asynchronous = forward_of_a_layer(8, inside, pieces=True)
+waits = [f"{each.exposed / each.makespan:.0%}" for each in (eight, sixteen)]
+plots.overlap(
+    title=f"Nothing hides it: {waits[0]} exposed in a node, {waits[1]} across two",
+    per="layer",
+    eight_in_a_node=eight,
+    eight_in_a_node_asynchronous=asynchronous,
+    sixteen_across_two_nodes=sixteen,
+)
+
+# %%
+reveal("across/times", times=round(sixteen.makespan / eight.makespan, 1))
+
+# %% [markdown]
+# Twice the devices, and a layer takes longer: each computes half as much, and sends as much as before through a slower link. A *hierarchical* all-reduce (lab 07) sends an eighth
+# over the slow links. Beside one ring over all sixteen:
+
+# %%
+S = 2 * model.seq_len * model.d_model
+ring = collectives.cost("all_reduce_ring", S, 16, across)
+node = 2 * collectives.cost("all_gather_ring", S, 8, inside)
+levels = node + collectives.cost("all_reduce_ring", S / 8, 2, across)
+total = 2 * levels + sixteen.makespan - sixteen.exposed
+print(f"{units.text(ring, 's')} or {units.text(levels, 's')} per all-reduce,")
+print(f"{units.text(sixteen.makespan, 's')} or {units.text(total, 's')} per layer,")
+print(f"{total / eight.makespan:.2f} of what eight ranks take")
+
+# %% [markdown]
+# Faster than eight, and far from twice as fast. So TP stays within a node, as it did for T5 (11 billion parameters) and Megatron-LM (8.3 billion); the ZeRO paper reports for a model of 40 billion across two nodes
+# about 5 TFLOP/s per V100, under 5 % of the peak.
+#
+# **Asynchronous TP**, the second row, cuts the product into pieces: it starts with a rank's own tokens while others arrive, and finished rows leave while the next are computed. In this model
+# nearly everything hides; PyTorch's team measured up to about 20 % less time for the forward pass of Llama-3-70B.
+
+# %%
+f"{1 - asynchronous.makespan / eight.makespan:.0%} less time"
+
+# %% [markdown]
+# ## Which random numbers, and on which mesh?
+#
+# Dropout on a tensor that all ranks have must drop the same everywhere, or the copies differ. Dropout of a rank's own heads or tokens must differ. How many different masks do four ranks draw?
+
+# %%
+dropped = replace(small, dropout=0.5)
+
+
+def masks(rank, sequence):
+    model = GPT(dropped, generator=rank.generator)
+    tensor_parallel.parallelize(model, rank.comm("tp"), sequence)
+    keys = torch.ones(1, 2, 16, 4)
+    heads = model.blocks[0].attention.attend(keys, keys, keys, 0.5)
+    return [tuple(t.flatten().tolist()) for t in (model.dropout(torch.ones(64)), heads)]
+
+
+for sequence in (False, True):
+    drawn = zip(*world.run(masks, sequence), strict=True)
+    stream, heads = (len(set(each)) for each in drawn)
+    print(f"sequence: {sequence!s:5}  residual stream: {stream}  attention: {heads}")
+
+# %% [markdown]
+# **With data parallelism.** Neighbours share matrices (tp), the others batches (dp). After `parallelize` every gradient is whole when autograd delivers it, so replicas need to
+# know nothing. Two by two ranks, a sequence for each pair:
+
+# %%
+batch = torch.randint(96, (2, 2, 16), generator=draw)  # inputs and targets
+
+
+def on_a_mesh(rank):
+    model = GPT(small, generator=rank.generator).double()
+    tensor_parallel.parallelize(model, rank.comm("tp"), sequence=True)
+    replica = data_parallel.replicate(model, rank.comm("dp"))
+    tokens, targets = batch[:, rank.coords["dp"], None]
+    loss = tensor_parallel.cross_entropy(replica(tokens), targets, rank.comm("tp"))
+    loss.backward()
+    return model.norm.weight.grad
+
+
+# %%
+plain_model = GPT(small, generator=torch.Generator().manual_seed(0)).double()
+plain_model.loss(*batch).backward()
+grid = World(Mesh(dp=2, tp=2))
+gradients = grid.run(on_a_mesh)
+print(all(torch.allclose(g, plain_model.norm.weight.grad) for g in gradients))
+{axis: units.text(nbytes) for axis, nbytes in grid.ledger.by("axis").items()}
+
+# %% [markdown]
+# ## Turn the knobs
+#
+# The same layer. Find the slowest link on which four ranks still beat two, and where asynchronous TP stops helping. What do more tokens change?
+
+
+# %%
+def knobs(ranks=8, GBps=450, tokens=8192, asynchronous=False):
+    longer, link = replace(model, seq_len=tokens), Link(2e-6, GBps * 1e9)
+    how = dict(flops=rate, pieces=asynchronous)
+    forward = tensor_parallel.layer_timeline(longer, ranks, link, **how)
+    return plots.overlap(per="layer", forward=forward)
+
+
+explore(
+    knobs,
+    states=48,
+    ranks=[2, 4, 8],
+    GBps=[25, 50, 150, 450],
+    tokens=[1024, 8192],
+    asynchronous=False,
+)
+
+# %% [markdown]
+# ## In practice
+#
+# | | TP | SP | loss | asynchronous |
+# |---|---|---|---|---|
+# | Megatron-LM | `--tensor-model-parallel-size 8` | `--sequence-parallel` | by vocabulary, always | `--tp-comm-overlap` |
+# | torchtitan | `parallelism.tensor_parallel_degree` | with it | unless `disable_loss_parallel` | `enable_async_tensor_parallel` |
+# | PyTorch | `parallelize_module(model, mesh["tp"], plan)` with `ColwiseParallel`, `RowwiseParallel` | `SequenceParallel` in the plan | `loss_parallel()` | through `torch.compile` |
+#
+# Megatron-LM pads the vocabulary so that t divides it, and in the backward pass hides the all-reduce of f under the weight gradients of the same layer. It sums the gradients of norms after the backward pass, in one go.
+
+# %% [markdown]
+# ## Errata
+#
+# **"Multiply row blocks of X with W independently and sum partial results"** (an article on training at scale, on row parallelism). These are *columns* of X with rows of $W^{\mathsf T}$. Rows of X times the whole W are
+# other tokens: they are to be put together, not summed, and that is data parallelism. *The Ultra-Scale Playbook* has it right.
+#
+# **SP reduces the largest activation to b·s/N_sp·h/N_tp** (reading notes on the Playbook). SP uses the *same* t ranks, and a tensor is cut by tokens or by width, never both: b·s·h/t, as in the picture above. The text is t times too small.
+#   <!-- claim: (lambda m: {cut for _, width, cut in tensor_parallel.layer_shares(m, True) if width} == {"s", "h"})(config.ModelConfig.named("gpt2")) -->
+#
+# **"Minimizing communication"** (the same notes, on TP). No weights travel, and activations do, in every layer, on the critical path: 8·b·s·h·(t − 1)/t elements per layer and rank.
+#   <!-- claim: (lambda m: tensor_parallel.sent(m, 8, micro_batch=1, ends=False, rank=0).total == 4 * 8 * m.seq_len * m.d_model * 7 // 8)(config.ModelConfig(num_layers=1, d_model=64, num_heads=8, d_ff=256, vocab_size=64, seq_len=16)) -->
+#
+# **TP partitions activations** (the article). Not those of 10·sbh bytes; SP does. And **SP is for what needs "the full hidden dimension, such as LayerNorm and Dropout"**: dropout needs no other element at all. What counts is that no token needs another.
+
+# %% [markdown]
+# ## Summary
+#
+# > - Columns, then rows: nothing travels between, and one all-reduce sums at the end. f and g are conjugate: what one does forward, the other does backward.
+# > - Bias after the sum, once; heads whole; loss from three numbers per token, never from gathered logits.
+# > - A layer all-reduces b·s·h numbers four times. With sequence parallelism it sends the same in eight halves, and 25 % more if the gathered inputs are not kept.
+# >   <!-- claim: (lambda m: (lambda plain, split: round(100 * (split / plain - 1)))(*(sum(l.amount for l in tensor_parallel.sent(m, 4, micro_batch=1, sequence=sp, ends=False, rank=0) if l.name != "gradients") for sp in (False, True))))(config.ModelConfig(num_layers=1, d_model=64, num_heads=8, d_ff=256, vocab_size=64, seq_len=16)) == 25 -->
+# > - On eight ranks a layer of GPT-3 keeps 0.58 GB with TP, and 0.36 GB with SP, of 2.87.
+# >   <!-- claim: [round(memory.korthikanti(b=1, s=2048, h=12288, a=96, **how).total / 1e9, 2) for how in ({}, {"t": 8}, {"t": 8, "sequence": True})] == [2.87, 0.58, 0.36] -->
+# > - Parameters that each rank applies to its own tokens have gradients to be summed. No output shows it.
+# > - Its communication is exposed: 21 % of a layer's forward pass within a node, 83 % on a ring across two.
+# >   <!-- claim: claims.tensor_parallel_exposed() == (21, 83) -->
+#
+# Next: [lab 11](11_context_parallel.ipynb) cuts the sequence everywhere, also in attention.
+
+# %% [markdown]
+# ## References
+#
+# - M. Shoeybi et al., *Megatron-LM*, arXiv:1909.08053 (2019): section 3, f and g, vocabulary-parallel embedding and loss.
+# - V. Korthikanti et al., *Reducing activation recomputation in large transformer models*, arXiv:2205.05198 (2022): section 4.2 (equations 2 to 4), table 2.
+# - D. Narayanan et al., *Efficient large-scale language model training on GPU clusters using Megatron-LM*, arXiv:2104.04473 (2021): sections 2.3 and 3.2.
+# - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054 (2019): section 1, on T5, Megatron-LM and two nodes.
+# - H. He, L. Wright, L. Wehrstedt, T. Liu, W. Liang, *Introducing async tensor parallelism in PyTorch*, PyTorch forum, distributed with TorchTitan (2024).
+# - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025). PyTorch 2.13, *Tensor Parallelism – torch.distributed.tensor.parallel*.
