@@ -20,7 +20,7 @@ LAYERS = {
     2: {"collectives", "world", "model", "measure"},
     4: {"plots"},
     5: {"widgets"},
-    6: {"exercises", "check", "calculator"},
+    6: {"exercises", "check", "calculator", "editor"},
 }
 TOPIC = 3
 REACH = {
@@ -57,7 +57,7 @@ SIDEWAYS = {
 }
 # Layers without numpy and torch: they load in milliseconds and run in a browser.
 STANDARD_ONLY = {0, 1}
-NO_TORCH = {"memory", "planner", "scaling", "plots", "widgets"}
+NO_TORCH = {"memory", "planner", "scaling", "plots", "widgets", "editor"}
 # The one file of them that runs a step, to record it; it loads where a kind of step is new.
 RUNS_A_STEP = PACKAGE / "memory" / "recording.py"
 

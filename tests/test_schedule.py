@@ -447,3 +447,26 @@ def test_double_buffered_weights_are_there_in_time(p, m, every):
         assert not late
         versions = [one.version(0, k) for k in range(m * every)]
         assert versions == [max(0, k // every - 1) for k in range(m * every)]
+
+
+def test_an_order_is_read_as_it_is_written():
+    for made in (schedule.one_f_one_b(3, 5), schedule.zb_v(2, 4), schedule.interleaved(2, 4)):
+        found = schedule.read(made.text, made.name)
+        assert found == made and schedule.simulate(found).makespan
+    lines = "F0 F1 B0 B1\nF0 B0 F1 B1"
+    assert schedule.read(lines).check(2).ranks == schedule.one_f_one_b(2, 2).ranks
+    for text, message in (
+        ("F0 G1", "'G1' is no operation"),
+        ("F0@0 | F0@0", "rank 1 runs F0@0, but rank 0 has its stage"),
+        ("F0@1", r"got \[1\]"),
+        ("", r"got \[\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            schedule.read(text)
+
+
+def test_activations_are_counted_in_bytes():
+    one = schedule.interleaved(2, 4)
+    assert one.peak(0) == 5 and one.peak(0, [10, 0, 10, 0]) == 50
+    nbytes = [10, 10, 1, 1]
+    assert one.peak(0, nbytes) == schedule.simulate(one).peak(0, nbytes)

@@ -23,7 +23,7 @@ from labutils.schedule.generators import (
     zb_h2,
     zb_v,
 )
-from labutils.schedule.orders import Board, Op, Schedule, why_illegal
+from labutils.schedule.orders import Board, Op, Schedule, read, why_illegal
 from labutils.schedule.simulation import Durations, PipelineRun, simulate
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "peak_in_flight",
     "pipedream",
     "pipedream_2bw",
+    "read",
     "simulate",
     "spell",
     "spell_line",

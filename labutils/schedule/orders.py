@@ -1,6 +1,7 @@
 """A schedule is data: the order of operations on each rank, and why an order is illegal."""
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,11 @@ class Schedule:
         """The operations that each stage owes each micro-batch."""
         return KINDS if self.split else KINDS[:2]
 
+    @property
+    def text(self) -> str:
+        """The order of each rank in words that `read` understands; fused or not is not told."""
+        return " | ".join(" ".join(map(str, ops)) for ops in self.ranks)
+
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """The rank that runs a stage for a micro-batch."""
         return self.places[micro_batch * len(self.places) // self.micro_batches][stage]
@@ -113,6 +119,38 @@ class Schedule:
         if reason := why_illegal(self, cap):
             raise ValueError(f"{self.name}: {reason}")
         return self
+
+
+def read(text: str, name: str = "yours") -> Schedule:
+    """The schedule that `text` spells: operations such as F0@0, where the stage may be left out if
+    it has the number of its rank; a bar, or a new line, after each rank.
+
+    >>> read("F0 F1 B0 B1 | F0 B0 F1 B1") == read("F0@0 F1@0 B0@0 B1@0 | F0@1 B0@1 F1@1 B1@1")
+    True
+
+    Raises ValueError: which word is no operation, or which stage has no rank of its own.
+    """
+    rows, owners = [], {}
+    for rank, words in enumerate(text.strip().replace("|", "\n").splitlines()):
+        row = []
+        for word in words.split():
+            if not (found := re.fullmatch(r"([FBW])(\d+)(?:@(\d+))?", word)):
+                raise ValueError(
+                    f"{word!r} is no operation: write F0, B0 or W0, or F0@3 of stage 3"
+                )
+            op = Op(found[1], int(found[3] or rank), int(found[2]))
+            if owners.setdefault(op.stage, rank) != rank:
+                raise ValueError(
+                    f"rank {rank} runs {op}, but rank {owners[op.stage]} has its stage"
+                )
+            row.append(op)
+        rows.append(tuple(row))
+    if sorted(owners) != list(range(len(owners))) or not owners:
+        raise ValueError(f"stages 0, 1 … are needed, each on a rank: got {sorted(owners)}")
+    ops = [op for row in rows for op in row]
+    m, split = 1 + max(op.micro_batch for op in ops), any(op.kind == "W" for op in ops)
+    place = tuple(owners[stage] for stage in sorted(owners))
+    return Schedule(name, tuple(rows), (place,), m, split)
 
 
 class Board:

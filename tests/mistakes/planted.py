@@ -429,6 +429,32 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('if verdicts and verdicts[-1].status != "passed":', "if False:"),
         ("if len(text) <= most:", "if True:"),
     ],
+    ("teach/plots/pipelines", "test_plots_pipelines"): [
+        ("return len(schedule.ranks) / schedule.stages", "return 1"),
+        ("if any(end > now", "if any(end >= now"),
+        ("light = 0.55 * _chunk", "light = 0.0 * _chunk"),
+        ("idle = run.bubble_fraction if barrier else run.period_bubble_fraction", "idle = run.bubble_fraction"),
+        ("lanes[index : index + 3] = [(0, 3), (1, 3), (2, 3)]", "lanes[index : index + 3] = [(0, 1)] * 3"),
+        ("ends[op._replace(kind=last)] > now for", "ends[op] > now for"),
+    ],
+    ("teach/editor", "test_editor"): [
+        ('"time": run.makespan if self.barrier else run.period', '"time": run.makespan'),
+        ("self.best.check(self.cap)", "self.best.check()"),
+        ('data = data.replace("<"', 'data = data.replace("~"'),
+        ('"known": {each.text: pipelines.title_of(each) for each in (*self.others, best)}', '"known": {each.text: pipelines.title_of(each) for each in self.others}'),
+    ],
+    ("schedule/orders", "test_schedule"): [
+        ("Op(found[1], int(found[3] or rank), int(found[2]))", "Op(found[1], int(found[3] or 0), int(found[2]))"),
+        ('held += (op.kind == "F") * sizes[op.stage] - freed', 'held += (op.kind == "F") - freed'),
+        ("if owners.setdefault(op.stage, rank) != rank:", "if owners.setdefault(op.stage, rank) > rank:"),
+    ],
+    ("teach/exercises/pipeline", "test_exercises"): [
+        ("if found > best(*numbers):", "if found > 2 * best(*numbers):"),
+        ("if peak > most:", "if peak > most + 1:"),
+        ("bound=lambda p, m, rank: p,", "bound=lambda p, m, rank: 2 * p,"),
+        ('Property("fewer micro-batches than ranks", functools.partial(_legal, cases=_SHORT))', 'Property("fewer micro-batches than ranks", functools.partial(_legal, cases=_LINES))'),
+        ("_CHUNKS = ((2, 4, 1), (3, 6, 3), (4, 8, 3), (2, 4, 4))", "_CHUNKS = ((2, 4, 2),)"),
+    ],
     ("teach/plots/bars", "test_plots_bars test_survivors"): [
         ("units.text(ledger.total)\n        # The line", "units.text(next(iter(ledger)).amount)\n        # The line"),
         ("size, label = amount / factor, units.text(amount)", "size, label = amount / factor, units.text(amount * 2)"),

@@ -19,6 +19,8 @@ TITLES = {
     "zb_h2": "ZB-H2",
     "zb_v": "ZB-V",
     "zb_auto": "automatic zero-bubble",
+    "pipedream": "PipeDream",
+    "pipedream_2bw": "PipeDream-2BW",
     "dualpipe": "DualPipe",
     "dualpipe_v": "DualPipeV",
 }
@@ -28,7 +30,8 @@ _DIGIT = style.width_of("0", 1)  # of a point
 _HEAD, _BAR, _FUSED, _STRIP, _GAP = 0.36, 0.24, 0.39, 0.14, 0.06  # inches
 
 
-def _title(schedule: Schedule) -> str:
+def title_of(schedule: Schedule) -> str:
+    """What a schedule is called in prose."""
     return TITLES.get(schedule.name, schedule.name.replace("_", " "))
 
 
@@ -87,7 +90,7 @@ def gantt(
     A number is a micro-batch; later chunks are lighter; what runs at once stands one upon the
     other. A rank holds so many micro-batches' activations of all its layers.
     """
-    shown = {_title(run.schedule): run for run in runs} | style.spaced(named)
+    shown = {title_of(run.schedule): run for run in runs} | style.spaced(named)
     if len(shown) < max(1, len(runs) + len(named)):
         raise ValueError("give runs of different schedules, or each its name, such as fast=run")
     longest = max(run.makespan + (not barrier) * run.period for run in shown.values())
@@ -265,7 +268,7 @@ def schedule_animation(run: PipelineRun) -> Animation:
         waits = [_waits(run, rank, now, ends) for rank in range(len(run.schedule.ranks))]
         told = "; ".join(filter(None, waits)) or "every rank computes"
         labels.append(f"Time {now:.4g}: {told}.")
-    title = _title(run.schedule)
+    title = title_of(run.schedule)
     return Animation(
         [_frame(run, now, ends) for now in moments],
         labels,
