@@ -279,3 +279,18 @@ def test_the_padding_of_a_gradient_is_zero_whatever_memory_held():
         assert world.World(2).run(program) == [[0.0]] * 2
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_each_backward_pass_computes_again():
+    calls, x = [], torch.ones(3, requires_grad=True)
+    y = checkpointing.checkpoint(lambda x: calls.append("again") or x.exp().sin(), x)
+    for _ in range(2):
+        y.sum().backward(retain_graph=True)
+    assert len(calls) == 3  # nothing is kept from one pass to the next
+
+
+def test_an_input_that_needs_no_gradient_gets_none():
+    chain = [nn.Linear(3, 5), nn.Linear(5, 1)]
+    slope = torch.ones(4, 1)
+    run = checkpointing.run(chain, checkpointing.keep_nothing(2), torch.ones(4, 3), slope)
+    assert run.input_gradient is None and chain[0].weight.grad is not None

@@ -728,9 +728,10 @@ def test_a_ring_in_which_all_send_first_is_a_deadlock(four):
         )
 
 
-def test_waiting_for_a_rank_that_has_finished_is_a_deadlock(four):
+@pytest.mark.parametrize("waiting", [(1, 2, 3), (3,)], ids=["all others", "one"])
+def test_waiting_for_a_rank_that_has_finished_is_a_deadlock(four, waiting):
     def program(rank):
-        if rank.rank:
+        if rank.rank in waiting:
             with rank.comm().record("handshake"):
                 rank.comm().recv(torch.empty(3), 0)
 
