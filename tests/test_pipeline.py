@@ -324,18 +324,24 @@ def held(rank, plan, config):
     return found.only("weights", "gradients", "activations"), found
 
 
-@pytest.mark.parametrize("plan", [FOUR, V[0]], ids=lambda plan: plan.name)
+SMALL = replace(TIED, num_layers=4)
+THREE = schedule.one_f_one_b(3, 4)
+
+
+@functools.cache
+def really_held(plan):
+    """What all ranks hold, and the books."""
+    return ranks(len(plan.ranks)).run(held, plan, SMALL), ranks(len(plan.ranks)).ledger
+
+
+@pytest.mark.parametrize("plan", [THREE, V[0]], ids=lambda plan: plan.name)
 def test_a_dry_rank_holds_and_sends_what_a_real_one_does(plan):
     """But for what is on its way to a receiver, which a dry rank does not wait for."""
-    config, p = replace(TIED, num_layers=4), len(plan.ranks)
-    real, books = ranks(p).run(held, plan, config), ranks(p).ledger
-    sent = pipeline.sent(plan, config, micro_batch=1, itemsize=8)
-    dry = World(Mesh(pp=p), engine="dry")
-    for rank in range(p):
-        (kept, whole), (kept_there, whole_there) = (
-            dry.run(held, plan, config, rank=rank),
-            real[rank],
-        )
+    real, books = really_held(plan)
+    sent = pipeline.sent(plan, SMALL, micro_batch=1, itemsize=8)
+    dry = World(Mesh(pp=len(plan.ranks)), engine="dry")
+    for rank, (kept_there, whole_there) in enumerate(real):
+        kept, whole = dry.run(held, plan, SMALL, rank=rank)
         assert kept.peak.ledger.diff(kept_there.peak.ledger).unexplained == 0
         on_its_way = whole_there.peak.ledger.total - whole.peak.ledger.total
         assert 0 <= on_its_way and on_its_way % (6 * 8 * 8) == 0
@@ -345,9 +351,8 @@ def test_a_dry_rank_holds_and_sends_what_a_real_one_does(plan):
 
 def test_activations_held_are_those_in_flight():
     """Bytes at the peak: for each micro-batch in flight what autograd keeps of its stage."""
-    config = replace(TIED, num_layers=4)
-    real = ranks(4).run(held, FOUR, config)
-    stages = pipeline.split(build(config), 4)
+    real, _ = really_held(THREE)
+    stages = pipeline.split(build(SMALL), 3)
     for rank, stage in enumerate(stages):
         x = torch.zeros(1, 6, dtype=torch.long)
         given = stage.message(x).zero_().requires_grad_() if rank else x
@@ -355,12 +360,12 @@ def test_activations_held_are_those_in_flight():
 
         def forward(stage=stage, given=given, targets=targets):
             y = stage(given)
-            return pipeline.mean_cross_entropy(y, targets) if stage.index == 3 else y
+            return pipeline.mean_cross_entropy(y, targets) if stage.index == 2 else y
 
         each = measure.saved_activations(forward, stage).total
         kept = real[rank][0].only("activations").peak.ledger.total
-        shared = (FOUR.peak(rank) - 1) * (x.nbytes * (rank == 0) + targets.nbytes * (rank == 3))
-        assert kept + shared == FOUR.peak(rank) * each  # all micro-batches are the same tensor
+        shared = (THREE.peak(rank) - 1) * (x.nbytes * (rank == 0) + targets.nbytes * (rank == 2))
+        assert kept + shared == THREE.peak(rank) * each  # all micro-batches are the same tensor
 
 
 # ── composed ───────────────────────────────────────────────────────────────────────────────────────
@@ -383,10 +388,10 @@ def on_a_mesh(rank, plan, config, sequence):
 
 
 @pytest.mark.parametrize(
-    "plan, sequence", [(schedule.one_f_one_b(2, 3), True), (schedule.zb_v(2, 4), False)]
+    "plan, sequence", [(schedule.one_f_one_b(2, 2), True), (schedule.zb_v(2, 3), False)]
 )
 def test_on_a_mesh_with_data_and_tensor_parallelism(plan, sequence):
-    config = replace(TIED, num_layers=4)
+    config = replace(TIED, num_layers=plan.stages)
     grid = World(Mesh(pp=2, dp=2, tp=2))
     results = grid.run(on_a_mesh, plan, config, sequence)
     _, whole = alone(config, 2 * plan.micro_batches, 2)
@@ -476,6 +481,15 @@ def test_no_other_cut_has_a_shorter_longest_stage(vocabulary):
             if sum(layers) == 6 and all(layers[:-1])
         )
         assert max(flops) == min(max(pipeline.stage_flops(config, each)) for each in others)
+
+
+def test_the_head_is_the_last_stages_work():
+    """One that takes longer than a layer leaves it none; what remains is spread."""
+    config = replace(TIED, vocab_size=120)
+    head = 2 * 120 * 8
+    first, last = pipeline.stage_flops(config, (3, 3))
+    assert last - first == head
+    assert pipeline.cut(config, 5) == (1, 1, 2, 2, 0)
 
 
 def test_stages_are_the_model():
