@@ -178,14 +178,16 @@ def _attention(at: str, model: Model, how: Policy) -> Iterator[Part]:
     yield _linear(f"{at}.output", "h ad", how, bias=whole, reads="b s a d", shared=ready)
 
 
-def _feed_forward(at: str, model: Model, how: Policy, visits: str = "") -> Iterator[Part]:
+def _feed_forward(
+    at: str, model: Model, how: Policy, visits: str = "", shared: bool = False
+) -> Iterator[Part]:
     bias, reads, inner = model.bias is True, f"{visits} b s h", f"{visits} b s f"
     linear = functools.partial(_linear, how=how, bias=bias, copies="E" if visits else "")
     if model.ffn == "gelu":
-        yield linear(f"{at}.up", "f h", reads=reads)
+        yield linear(f"{at}.up", "f h", reads=reads, shared=shared)
         yield Part(at, keeps=(Kept("input of GELU, sbf", inner, how.compute),))
     else:
-        yield linear(f"{at}.gate", "f h", reads=reads)
+        yield linear(f"{at}.gate", "f h", reads=reads, shared=shared)
         yield linear(f"{at}.up", "f h", reads=reads, shared=not how.autocast)
         three = "input of SiLU, its output, and the factor beside it, sbf each"
         yield Part(at, keeps=(Kept(three, f"3 {inner}", how.compute),))
@@ -205,6 +207,8 @@ def _experts(at: str, model: Model, how: Policy) -> Iterator[Part]:
     )
     yield Part(at, keeps=keeps)
     yield from _feed_forward(f"{at}.experts.*", model, how, visits="k")
+    if model.shared_expert:  # it reads what the router has kept
+        yield from _feed_forward(f"{at}.shared", model, how, shared=not how.autocast)
 
 
 def _norm(name: str, model: Model, how: Policy) -> Part:

@@ -43,6 +43,7 @@ class ModelConfig:
     tied: the head multiplies with the token embedding.
     num_experts: above 1, every feed-forward layer is a mixture of experts with a router.
     top_k: experts that each token visits.
+    shared_expert: beside these, one that every token visits, as in DeepSeek's models.
 
     >>> ModelConfig.named("gpt2-xl").num_params
     1557611200
@@ -64,6 +65,7 @@ class ModelConfig:
     dropout: float = 0.0
     num_experts: int = 1
     top_k: int = 1
+    shared_expert: bool = False
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -76,6 +78,7 @@ class ModelConfig:
         _one_of(self.positions, "positions", ("learned", "rope"))
         _one_of(self.bias, "bias", (True, False, "qkv"))
         _one_of(self.tied, "tied", (True, False))
+        _one_of(self.shared_expert, "shared_expert", (True, False))
         if not isinstance(self.name, str):
             raise TypeError(f"name must be text, got {self.name!r}")
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
@@ -83,6 +86,9 @@ class ModelConfig:
         if self.top_k > self.num_experts:
             more = f"top_k={self.top_k} is more than num_experts={self.num_experts}"
             raise ValueError(f"{more}: a token cannot visit an expert twice")
+        if self.shared_expert and self.num_experts == 1:
+            remedy = "give num_experts of 2 or more"
+            raise ValueError(f"shared_expert=True stands beside experts with a router: {remedy}")
 
     def _fill_in(self) -> None:
         """Gives the heads that were left out their usual number and width."""

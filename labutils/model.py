@@ -132,9 +132,10 @@ class FeedForward(nn.Module):
 class MixtureOfExperts(nn.Module):
     """E feed-forward layers, of which each token visits the k that its router scores highest.
 
-    They are weighted by a softmax over those k.
+    They are weighted by a softmax over those k. With `shared` there is one more, which every token
+    visits, without a weight.
 
-    Source: Mixtral 2401.04088, section 2.1.
+    Source: Mixtral 2401.04088; shared: DeepSeekMoE 2401.06066.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -142,6 +143,7 @@ class MixtureOfExperts(nn.Module):
         self.top_k = config.top_k
         self.router = nn.Linear(config.d_model, config.num_experts, bias=False)
         self.experts = nn.ModuleList(FeedForward(config) for _ in range(config.num_experts))
+        self.shared = FeedForward(config) if config.shared_expert else None
 
     def forward(self, x: Float[Tensor, "b s h"]) -> Float[Tensor, "b s h"]:
         tokens = x.flatten(0, 1)
@@ -154,7 +156,7 @@ class MixtureOfExperts(nn.Module):
             out = out.index_add(
                 0, token, weighted.to(out.dtype)
             )  # autocast computes in half, the stream is fp32
-        return out.view_as(x)
+        return out.view_as(x) if self.shared is None else out.view_as(x) + self.shared(x)
 
 
 class Block(nn.Module):

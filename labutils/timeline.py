@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from labutils.ledger import Ledger
 
-COMMUNICATION = ("gather", "reduce", "exchange")  # kinds of spans; all others compute, or are held
+# Kinds of spans; all others compute, or are held.
+COMMUNICATION = ("gather", "reduce", "exchange", "route")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ FAMILIES = {
     "qwen": replace(TINY, ffn="swiglu", norm="rmsnorm", positions="rope", bias="qkv", d_head=6),
     "mixtral": replace(TINY, ffn="swiglu", norm="rmsnorm", bias=False, num_experts=4, top_k=2),
     "experts with biases": replace(TINY, num_experts=2, top_k=1),
+    "a shared expert": replace(TINY, num_experts=2, top_k=1, shared_expert=True),
 }
 each_family = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 
@@ -89,6 +90,7 @@ def test_what_tensor_parallelism_leaves_whole(config, tp):
     assert tp * mine["head"] == whole["head"]
     # A row-parallel layer adds its bias once, after the sum: every rank has it.
     assert tp * mine["attention"] == whole["attention"] + (tp - 1) * L * h * biased
+    E += config.shared_expert
     assert tp * mine["feed-forward"] == whole["feed-forward"] + (tp - 1) * L * E * h * biased
 
 
@@ -114,7 +116,7 @@ def test_a_share_that_does_not_exist_is_refused(share, message):
 @each_family
 def test_flops_are_those_that_torch_counts(config):
     if config.num_experts > 1:  # which expert a token visits is chosen by values, not by shapes
-        config = replace(config, num_experts=1, top_k=1)
+        config = replace(config, num_experts=1, top_k=1, shared_expert=False)
     with FlopCounterMode(display=False) as counted, torch.device("meta"):
         GPT(config)(torch.zeros(3, config.seq_len, dtype=torch.long))
     assert counted.get_total_flops() == 3 * config.seq_len * sum(

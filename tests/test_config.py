@@ -53,7 +53,7 @@ def test_training_flops_are_six_per_parameter_and_attention():
         (dict(num_heads=3), "num_heads=3 does not divide d_model=8"), (dict(num_kv_heads=3), "num_kv_heads=3 does not divide"), (dict(ffn="relu"), "ffn must be one of 'gelu'"),
         (dict(norm="batch"), "norm must be"), (dict(positions="alibi"), "positions must be"), (dict(bias="all"), "bias must be"), (dict(dropout=float("nan")), "dropout must be"),
         (dict(tied="no"), "tied must be one of True, False, got 'no'"), (dict(tied=1), "tied must be"), (dict(bias=1), "bias must be"), (dict(bias="True"), "bias must be"), (dict(name=7), "name must be text"),
-        (dict(dropout=1.0), "dropout must be"), (dict(top_k=2), "top_k=2 is more than num_experts=1"), (dict(num_experts=0), "num_experts must be"),
+        (dict(dropout=1.0), "dropout must be"), (dict(top_k=2), "top_k=2 is more than num_experts=1"), (dict(num_experts=0), "num_experts must be"), (dict(shared_expert=1), "shared_expert must be"), (dict(shared_expert=True), "give num_experts of 2"),
     ],
 )  # fmt: skip
 def test_model_config_refuses(change, message):

@@ -1,6 +1,7 @@
 """Expert parallelism: equal to the dense evaluation of the same experts, sent and held as its formulas say, on threads, on processes and dry."""
 
 import functools
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from labutils import expert_parallel, measure, zero
-from labutils.config import Mesh, ModelConfig
+from labutils import data_parallel, expert_parallel, measure, zero
+from labutils.config import Link, Mesh, ModelConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT, FeedForward, MixtureOfExperts
 from labutils.world import RankError, World
 
 SIZES = dict(num_layers=2, d_model=8, num_heads=2, vocab_size=16, seq_len=6)
-GPT2 = ModelConfig(**SIZES | dict(num_layers=1), d_ff=6, num_experts=6, top_k=2)
+GPT2 = ModelConfig(**SIZES | dict(num_layers=1), d_ff=6, num_experts=6, top_k=2, shared_expert=True)
 MIXTRAL = ModelConfig(
     **SIZES, d_ff=5, num_experts=4, top_k=3, ffn="swiglu", norm="rmsnorm", positions="rope",
     bias=False, tied=False,
@@ -81,7 +82,7 @@ class Dense(nn.Module):
 
     def __init__(self, moe, n, **how):
         super().__init__()
-        self.router, self.experts, self.n = moe.router, moe.experts, n
+        self.router, self.experts, self.shared, self.n = moe.router, moe.experts, moe.shared, n
         self.how = {"k": moe.top_k, **how}
 
     def forward(self, x):
@@ -89,9 +90,8 @@ class Dense(nn.Module):
         parts = [gates(part, **self.how) for part in self.router(tokens).chunk(self.n)]
         weights = torch.cat([part for part, _ in parts])
         self.balance = sum(balance for _, balance in parts) / self.n
-        return sum(
-            weights[:, i, None] * expert(tokens) for i, expert in enumerate(self.experts)
-        ).view_as(x)
+        out = sum(weights[:, i, None] * expert(tokens) for i, expert in enumerate(self.experts))
+        return (out + self.shared(tokens)).view_as(x)
 
 
 def adamw(model):
@@ -145,7 +145,7 @@ def trained(rank, config, frozen="", balance=False, **how):
     assert expert_parallel.spread_experts(model, rank.comm("ep"), replicas=dp, **how) is model
 
     def look(model):
-        routed.extend(block.feed_forward.counts.tolist() for block in model.blocks)
+        routed.extend(block.feed_forward.routing.counts.tolist() for block in model.blocks)
 
     result = steps(
         model,
@@ -200,11 +200,9 @@ def assert_sent(ledger, results, config, dp, ep):
 
 
 CASES = [
-    *((GPT2, n, n) for n in (1, 2, 3)),
-    *((MIXTRAL, n, n) for n in (2, 4)),
+    *((GPT2, n, n) for n in (1, 3)),
     (MIXTRAL, 4, 2),
-    (GPT2, 4, 2),
-    (MIXTRAL, 3, 1),
+    (GPT2, 3, 1),
 ]  # fmt: skip
 
 
@@ -224,9 +222,7 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind, dp, ep", [("sigmoid", 2, 2), ("dropping", 3, 3), ("both", 3, 3), ("both", 4, 2)]
-)
+@pytest.mark.parametrize("kind, dp, ep", [("sigmoid", 2, 2), ("dropping", 3, 3), ("both", 4, 2)])
 def test_equal_to_every_expert_on_every_token(kind, dp, ep):
     """Sigmoid scores, dropped tokens, the balance loss."""
     how = dict(HOW[kind])
@@ -245,10 +241,9 @@ def test_processes_do_the_same():
         results = two.run(trained, MIXTRAL)
         assert_equal(results, alone(MIXTRAL, 2), MIXTRAL, 2)
         assert_sent(two.ledger, results, MIXTRAL, 2, 2)
-        assert_dry_is_real(two, MIXTRAL, 2, 2)
 
 
-@pytest.mark.parametrize("frozen", ["experts", "router", "tokens"])
+@pytest.mark.parametrize("frozen", ["experts", "router"])
 def test_frozen_parameters_stay_as_they_are(frozen):
     results = ranks(2, 2).run(trained, MIXTRAL, frozen)
     assert not any(frozen in name for name in results[0].gradients)
@@ -266,7 +261,7 @@ def test_all_tokens_to_one_expert():
             block.feed_forward.router.weight.data.zero_()  # of equal scores the first expert wins
         model.loss(mine(rank), mine(rank)).backward()
         experts = expert_parallel.expert_parameters(model)
-        counts = model.blocks[0].feed_forward.counts.tolist()
+        counts = model.blocks[0].feed_forward.routing.counts.tolist()
         return counts, {name: p.grad.abs().sum().item() > 0 for name, p in experts.items()}
 
     for rank, (counts, reached) in enumerate(ranks(2, 2).run(program)):
@@ -386,7 +381,7 @@ def test_bias_moves_by_the_sign_of_the_load_of_all_ranks_until_it_is_balanced():
             expert_parallel.update_bias(model, rank.comm("dp"), rate=0.02)
         model.eval()
         model(x)
-        return first, moved, layer.load.tolist(), layer.counts.tolist()
+        return first, moved, layer.load.tolist(), layer.routing.counts.tolist()
 
     results = ranks(2, 2).run(program)
     before = torch.tensor([first for first, *_ in results]).sum(0)
@@ -395,6 +390,29 @@ def test_bias_moves_by_the_sign_of_the_load_of_all_ranks_until_it_is_balanced():
         assert left == [0] * 4
     after = torch.tensor([counts for *_, counts in results]).sum(0)
     assert before.sum() == 2 * after.sum() and after.max() * 2 < before.max()
+
+
+def test_a_language_in_which_few_words_are_frequent_and_each_is_followed_by_four():
+    said = expert_parallel.language(16, 9, seed=1)(50)
+    assert said.shape == (50, 9) and torch.equal(said, expert_parallel.language(16, 9, seed=1)(50))
+    pairs = {(a, b) for row in said.tolist() for a, b in itertools.pairwise(row)}
+    followers = torch.bincount(torch.tensor([a for a, _ in pairs]), minlength=16)
+    assert followers.max() == 4
+    frequent = torch.bincount(said[:, 1:].flatten(), minlength=16)
+    assert frequent[:4].sum() > frequent[4:].sum()
+
+
+def test_left_alone_few_experts_take_nearly_everything():
+    sizes = dict(num_layers=1, d_model=32, num_heads=4, d_ff=32, vocab_size=64, seq_len=32)
+    config = ModelConfig(**sizes, num_experts=8, top_k=2)
+
+    def busiest(**how):
+        taken, loss = ranks(1, 1).run(expert_parallel.loads, config, 2, steps=25, **how)[0]
+        assert taken.shape == (25, 8) and (taken.sum(1) == 8 * 32 * 2).all() and 0 < loss < 4
+        return (taken.max(1).values / taken.double().mean(1))[-5:].mean()
+
+    alone, balanced, biased = busiest(), busiest(alpha=0.1), busiest(rate=0.02)
+    assert alone > 2 and balanced < alone - 0.5 and biased < alone - 0.5
 
 
 # ── who reduces which gradients ────────────────────────────────────────────────────────────────────────────────────
@@ -455,6 +473,28 @@ def test_zero_shares_out_experts_over_fewer_ranks(level):
         assert 16 * (share - 1) <= held <= 16 * share + 4 * 100  # two moments, and steps
 
 
+def test_spread_experts_are_averaged_over_edp_or_not_at_all():
+    """Over dp they would become the mean of different experts, without an error in sight."""
+
+    def program(rank, transform):
+        model = expert_parallel.spread_experts(build(GPT2, 0), rank.comm("ep"))
+        model.loss(mine(rank), mine(rank)).backward()
+        return transform(model, rank.comm("dp")) and None
+
+    refused = (
+        r"experts, which differ along 'dp': call expert_parallel.reduce_gradients.*comm\('edp'\)"
+    )
+    for transform in (
+        data_parallel.replicate,
+        data_parallel.average_gradients,
+        zero.shard,
+        lambda model, comm: zero.Optimizer(model.parameters(), comm, level=1),
+    ):
+        with pytest.raises(RankError, match=refused):
+            ranks(2, 2).run(program, transform)
+        ranks(2, 1).run(program, transform)  # nothing is spread
+
+
 # ── dry runs: balanced routing is the caller's assumption ──────────────────────────────────────────────────────────
 
 
@@ -510,9 +550,8 @@ def assert_dry_is_real(real, config, dp, ep):
             assert predicted.diff(told).unexplained == 0
 
 
-@pytest.mark.parametrize("config, dp, ep", [(GPT2, 3, 3), (MIXTRAL, 4, 2)], ids=["gelu", "swiglu"])
-def test_formula_dry_run_and_threads_agree(config, dp, ep):
-    assert_dry_is_real(ranks(dp, ep), config, dp, ep)
+def test_formula_dry_run_and_threads_agree():
+    assert_dry_is_real(ranks(4, 2), replace(MIXTRAL, num_layers=1, shared_expert=True), 4, 2)
 
 
 def test_a_rank_of_mixtral_among_64():
@@ -538,6 +577,32 @@ def test_a_rank_of_mixtral_among_64():
     predicted = Ledger(replace(line, rank=rank) for line in routed)
     predicted += expert_parallel.reducing_sent(config, mesh, rank)
     assert predicted.diff(told).unexplained == 0
+
+
+# ── when ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_layer_takes_its_all_to_alls_and_its_busiest_rank():
+    """By hand: 8 visits a rank on 2 ranks, of which 4 stay; 1 s for each row that travels, 2 s for each computed."""
+    config = ModelConfig(**SIZES, d_ff=4, num_experts=2, top_k=1)
+    a_visit = 2 * 2 * 8 * 4
+    how = dict(flops=a_visit / 2, link=Link(0.0, 8.0), itemsize=1)
+    even = expert_parallel.routed_timeline(config, [[4, 4], [4, 4]], **how)
+    assert (even.makespan, even.exposed) == (4 + 16 + 4, 8)
+    halves = expert_parallel.routed_timeline(config, [[4, 4], [4, 4]], **how, chunks=2)
+    assert (halves.makespan, halves.exposed) == (2 + 16 + 2, 4)
+    busy = expert_parallel.routed_timeline(config, [[8, 0], [6, 2]], **how)
+    assert (busy.makespan, busy.exposed) == (6 + 28 + 6, 12)
+    shared = expert_parallel.routed_timeline(
+        replace(config, shared_expert=True), [[4, 4]] * 2, **how
+    )
+    assert (shared.makespan, shared.exposed) == (16 + 16 + 4, 4)
+    slow = expert_parallel.routed_timeline(
+        config, [[4, 4]] * 2, **how | dict(link=Link(3.0, 1.0)), chunks=2
+    )
+    assert slow.makespan == 4 * (3 + 16)
+    alone = expert_parallel.routed_timeline(config, [[8, 8]], **how)
+    assert (alone.makespan, alone.hidden) == (32, 1)
 
 
 # ── errors ─────────────────────────────────────────────────────────────────────────────────────────────────────────

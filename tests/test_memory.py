@@ -30,7 +30,7 @@ def models(draw):
         d_ff=draw(st.sampled_from([7, 24])), vocab_size=draw(st.sampled_from([11, 30])), seq_len=draw(st.sampled_from([1, 2, 9])),
         ffn=draw(st.sampled_from(["gelu", "swiglu"])), norm=draw(st.sampled_from(["layernorm", "rmsnorm"])), positions=draw(st.sampled_from(["learned", "rope"])),
         bias=draw(st.sampled_from([True, False, "qkv"])), tied=draw(st.booleans()), dropout=draw(st.sampled_from([0.0, 0.1])),
-        num_experts=experts, top_k=draw(st.integers(1, experts)),
+        num_experts=experts, top_k=draw(st.integers(1, experts)), shared_expert=experts > 1 and draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def timeline(history: History, masters: bool = False) -> list:
 @settings(max_examples=14, deadline=None)
 @given(models(), trainings())
 def test_every_moment_of_the_step_is_predicted(config, train):
-    config = replace(config, num_experts=1, top_k=1)
+    config = replace(config, num_experts=1, top_k=1, shared_expert=False)
     step, model, optimizer = step_of(config, train)
     step()  # the second step has the optimizer's state from the start
     masters = train.precision != "fp32" and not train.autocast
@@ -200,7 +200,7 @@ def test_every_moment_of_the_step_is_predicted(config, train):
 def test_the_peak_is_that_of_the_timeline(config, train, more, level):
     """The timeline walks through every layer and micro-batch, the peak through those that stand for all."""
     mesh = Mesh(dp=3 if level else 1)
-    config = replace(config, num_experts=1, top_k=1, num_layers=config.num_layers + more)
+    config = replace(config, num_experts=1, top_k=1, shared_expert=False, num_layers=config.num_layers + more)
     train = replace(train, global_batch=train.global_batch * mesh.dp, zero=level)
     peak, fullest = (
         memory.predict(config, train, mesh=mesh),

@@ -60,6 +60,7 @@ def configs(draw):
         ffn=draw(st.sampled_from(["gelu", "swiglu"])), norm=draw(st.sampled_from(["layernorm", "rmsnorm"])),
         positions=draw(st.sampled_from(["learned", "rope"])), bias=draw(st.sampled_from([True, False, "qkv"])), tied=draw(st.booleans()),
         dropout=draw(st.sampled_from([0.0, 0.1])), num_experts=experts, top_k=draw(st.integers(1, experts)),
+        shared_expert=experts > 1 and draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -217,8 +218,9 @@ def test_llama_block_equals_its_formulas():
     torch.testing.assert_close(block(x), y, rtol=1e-6, atol=1e-6)
 
 
-def test_routed_experts_equal_their_dense_evaluation():
-    cfg = ModelConfig(**TINY, num_experts=5, top_k=2)
+@pytest.mark.parametrize("shared", [False, True])
+def test_routed_experts_equal_their_dense_evaluation(shared):
+    cfg = ModelConfig(**TINY, num_experts=5, top_k=2, shared_expert=shared)
     moe = GPT(cfg).blocks[0].feed_forward
     for p in moe.parameters():
         nn.init.normal_(p, std=0.5)
@@ -227,7 +229,7 @@ def test_routed_experts_equal_their_dense_evaluation():
     kept = scores >= scores.sort(-1, descending=True).values[..., 1:2]  # the two highest
     weights = scores.masked_fill(~kept, -math.inf).softmax(-1)
     dense = sum(weights[..., i, None] * expert(x) for i, expert in enumerate(moe.experts))
-    torch.testing.assert_close(moe(x), dense)
+    torch.testing.assert_close(moe(x), dense + moe.shared(x) if shared else dense)
 
 
 def test_loss_is_mean_cross_entropy_and_ignores_masked_targets():

@@ -12,7 +12,7 @@ from labutils.data_parallel.buckets import (
     bytes_to_reduce,
     bytes_to_start,
 )
-from labutils.data_parallel.plain import average_gradients
+from labutils.data_parallel.plain import average_gradients, check_alike
 from labutils.data_parallel.replica import Replica, replicate
 from labutils.data_parallel.sampler import sampler, share
 from labutils.data_parallel.waiting import waiting_chain

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from labutils.data_parallel.buckets import BUCKET_BYTES, Bucket, buckets
+from labutils.data_parallel.plain import check_alike
 from labutils.timeline import Span, Timeline
 from labutils.world import Comm, MismatchError, Work
 
@@ -41,6 +42,7 @@ class Replica(nn.Module):
         self._named = {name: p for name, p in self._all.items() if p.requires_grad}
         if not self._named:
             raise ValueError("no parameter of this module is trained: nothing to replicate")
+        check_alike(self._all.values(), comm)
         self.buckets = self._grouped(bucket_bytes)
         _broadcast(module, comm)
         self._flat: list[Tensor] = []

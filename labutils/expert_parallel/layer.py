@@ -42,7 +42,7 @@ def dispatch(
     Between `dispatch` and `combine` gradients are 1/N_e of what they were: each rank's loss is the
     mean over its own tokens, so an expert's weights get the mean over the ranks, as data
     parallelism gives it to other weights; gradients of x are whole again.
-    Source: GShard 2006.16668, section 3; Megatron-LM's MoEAlltoAllTokenDispatcher.
+    Source: GShard 2006.16668; Megatron-LM's --moe-token-dispatcher-type alltoall.
     """
     mine = _experts_of_a_rank(len(routing.counts), comm)
     with comm.record("counts"):
@@ -105,10 +105,11 @@ def _experts_of_a_rank(num_experts: int, comm: Comm) -> int:
 
 class ExpertParallel(nn.Module):
     """A mixture of experts of which this rank has its share, `experts`, under the numbers that they
-    have in the whole layer, and all of the router. Made by `spread_experts`, which has the options.
+    have in the whole layer, and all of the router, and of the shared expert if there is one. Made
+    by `spread_experts`, which has the options.
 
-    After a forward pass `balance` is its balance loss, and `counts` how many of this rank's tokens
-    went to each expert; `load` sums what they asked for, until `update_bias`.
+    `routing` is that of the last forward pass, `balance` its balance loss; `load` sums what tokens
+    asked for, until `update_bias`.
     """
 
     def __init__(
@@ -129,11 +130,21 @@ class ExpertParallel(nn.Module):
         self.router = whole.router
         here = range(comm.rank * mine, (comm.rank + 1) * mine)
         self.experts = nn.ModuleDict({str(i): whole.experts[i] for i in here})
+        self.shared = whole.shared
+        for parameter in self.experts.parameters():
+            if comm.size > 1:
+                parameter.only_on = "edp"  # data parallelism refuses to average it over more
         zeros = torch.zeros(E, device=whole.router.weight.device)
         self.register_buffer("bias", zeros if biased else None)
         self.load = zeros.long()
-        self.counts: list[int] = []
-        self.balance: Tensor | None = None
+        self.routing: Routing | None = None
+
+    @property
+    def balance(self) -> Float[Tensor, ""]:
+        if self.routing is None:
+            remedy = "call spread_experts(module, comm), then module"
+            raise RuntimeError(f"no layer has routed tokens yet: {remedy}")
+        return router.balance_loss(self.routing)
 
     def forward(self, x: Float[Tensor, "b s h"]) -> Float[Tensor, "b s h"]:
         tokens, E = x.flatten(0, 1), self.router.out_features
@@ -146,11 +157,11 @@ class ExpertParallel(nn.Module):
         experts = self.experts.values()
         outputs = [expert(rows) for expert, rows in zip(experts, inputs, strict=True)]
         out = combine(outputs, trip, routing, self.comm)
-        self.counts = routing.counts
-        self.balance = router.balance_loss(routing)
+        self.routing = routing
         if self.training:
             self.load = self.load + routing.load
-        return out.to(x.dtype).view_as(x)
+        out = out.to(x.dtype).view_as(x)
+        return out if self.shared is None else out + self.shared(x)
 
 
 def spread_experts(
@@ -227,10 +238,8 @@ def auxiliary_loss(module: nn.Module) -> Float[Tensor, ""]:
     """The balance losses of the last forward pass, all layers together; times a small α it is added
     to the loss."""
     losses = [layer.balance for layer in _layers(module)]
-    if not losses or any(loss is None for loss in losses):
-        raise RuntimeError(
-            "no layer has routed tokens yet: call spread_experts(module, comm), then module"
-        )
+    if not losses:
+        raise RuntimeError("no layer has routed tokens yet: call spread_experts(module, comm)")
     return torch.stack(losses).sum()
 
 
@@ -238,7 +247,7 @@ def update_bias(module: nn.Module, comm: Comm, rate: float = 0.001) -> None:
     """Once a step: `rate` less bias for each expert that was asked for by more tokens of all ranks
     of `comm` than the mean, `rate` more for one asked by fewer.
 
-    Source: DeepSeek-V3 2412.19437, section 2.1.2, where the rate is called γ.
+    Source: DeepSeek-V3 2412.19437; Megatron-LM's --moe-router-bias-update-rate, 0.001.
     """
     for layer in _layers(module):
         if layer.bias is None:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from labutils import anatomy, collectives, units
-from labutils.config import MOMENTS, Mesh, ModelConfig
+from labutils.config import MOMENTS, Link, Mesh, ModelConfig
 from labutils.ledger import Ledger, Line
+from labutils.timeline import Span, Timeline
 
 INDEX = 8  # bytes of an int64
 Counts = Sequence[Sequence[int]]
@@ -108,6 +109,64 @@ def model_states(
         tables = 2 * model.seq_len * (model.d_head // 2) * width
         states.append(("buffers", "buffers", tables))
     return Ledger(Line(name, nbytes, component=component) for name, component, nbytes in states)
+
+
+def routed_timeline(
+    model: ModelConfig,
+    counts: Counts,
+    *,
+    flops: float,
+    link: Link,
+    itemsize: int = 2,
+    chunks: int = 1,
+) -> Timeline:
+    """The experts of one layer in the forward pass of n ranks: dispatch, experts, combine.
+
+    An all-to-all begins when the last rank is ready and takes as long as its busiest rank, by bytes
+    sent or received; the next one waits for it. A shared expert computes first, and needs none.
+
+    counts: of each rank, its visits to each expert, E of them
+    flops: FLOPs that a rank computes per second
+    link: between any two of the ranks
+    chunks: parts into which each rank cuts its tokens, so that one travels while another computes
+
+    >>> model = replace(ModelConfig.named("mixtral-8x7b"), num_layers=1)
+    >>> one = routed_timeline(model, [[1024] * 8] * 8, flops=989.4e12, link=Link(0, 450e9))
+    >>> round(1e6 * one.makespan), round(1e6 * one.exposed)
+    (2948, 33)
+    """
+    n, table = len(counts), [list(row) for row in counts]
+    E = anatomy.letters(model, ep=n)["E"]
+    each = {name: f for name, f in anatomy.token_flops(model).items() if "experts" in name}
+    a_visit = sum(each.values()) / (model.num_layers * model.top_k) / flops
+    own = [sum(row[i * E : (i + 1) * E]) for i, row in enumerate(table)]
+    came = [sum(sum(row[i * E : (i + 1) * E]) for row in table) for i in range(n)]
+    moved = [max(sum(table[i]), came[i]) - own[i] for i in range(n)]
+    trip = max(moved) * model.d_model * itemsize / chunks / link.bandwidth + (n - 1) * link.latency
+    trip = trip if n > 1 else 0.0
+    spans, free, ready = [], 0.0, [0.0] * n  # when the links, and each rank, can go on
+
+    def travel(name: str, start: float) -> float:
+        spans.extend(Span(i, "route", name, start, start + trip) for i in range(n) if trip)
+        return start + trip
+
+    def compute(name: str, visits: Sequence[float], start: float) -> None:
+        for i in range(n):
+            begin = max(ready[i], start)
+            ready[i] = begin + visits[i] * a_visit
+            spans.append(Span(i, "forward", name, begin, ready[i]))
+
+    if model.shared_expert:
+        compute("shared", [sum(row) / model.top_k for row in table], 0.0)
+    arrived = [travel("dispatch 0", 0.0)]
+    for chunk in range(chunks):
+        compute(f"experts {chunk}", [rows / chunks for rows in came], arrived[chunk])
+        free = max(free, arrived[-1])
+        if chunk + 1 < chunks:
+            free = travel(f"dispatch {chunk + 1}", free)
+            arrived.append(free)
+        free = travel(f"combine {chunk}", max(free, *ready))
+    return Timeline(tuple(spans))
 
 
 def _held(model: ModelConfig, ep: int, rank: int = 0) -> dict[str, tuple[int, ...]]:

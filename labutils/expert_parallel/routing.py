@@ -55,8 +55,8 @@ def route(
     ([0, 0, 1], [2, 1], [1, 1])
 
     Invariant: with k experts chosen by softmax it is `MixtureOfExperts`' softmax over those k.
-    Source: Mixtral 2401.04088, section 2.1; sigmoid and bias: DeepSeek-V3 2412.19437, section
-    2.1.2; room and order: GShard 2006.16668, section 2.2.
+    Source: Mixtral 2401.04088; sigmoid and bias: DeepSeek-V3 2412.19437; room and order: GShard
+    2006.16668.
     """
     E = logits.shape[-1]
     if not 1 <= k <= E:
@@ -92,7 +92,8 @@ def capacity(tokens: int, num_experts: int, k: int, factor: float) -> int:
     >>> capacity(tokens=4096, num_experts=64, k=1, factor=1.25)
     80
 
-    Source: Switch Transformer 2101.03961, equation 3, with the k choices of GShard.
+    Source: Switch Transformer 2101.03961, equation 3 (k = 1); k as in Megatron-LM's
+    --moe-expert-capacity-factor.
     """
     if factor <= 0:
         raise ValueError(f"capacity factor {factor} leaves no room: use 1.0 or more, or None")
@@ -104,8 +105,8 @@ def balance_loss(routing: Routing) -> Float[Tensor, ""]:
     probability. It is 1 where both are alike for all, E where one expert gets everything; only P
     has a gradient.
 
-    Source: Switch Transformer 2101.03961, equations 4 to 6 (k = 1), after GShard 2006.16668; for
-    k > 1 and normalized sigmoids DeepSeek-V3 2412.19437, section 2.1.2.
+    Source: Switch Transformer 2101.03961 (k = 1), after GShard 2006.16668, algorithm 1; for k > 1
+    and normalized sigmoids DeepSeek-V3 2412.19437.
     """
     probability = routing.probabilities.mean(0)
     share = routing.load.to(probability.dtype) / routing.chosen.numel()

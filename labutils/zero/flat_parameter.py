@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from labutils import measure
+from labutils import data_parallel, measure
 from labutils.world import Comm
 from labutils.zero.partition import partition
 
@@ -39,6 +39,7 @@ class FlatParameter:
         shard_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        data_parallel.check_alike(parameters, comm)
         self.comm = comm
         self.trained = parameters[0].requires_grad
         self.shapes = [parameter.shape for parameter in parameters]

@@ -26,6 +26,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("anatomy", "test_anatomy test_survivors"): [
         ('yield _linear(f"{at}.key", "gd h"', 'yield _linear(f"{at}.key", "ad h"'),
         ("each = sizes | {\"E\": model.num_experts}", "each = sizes"),
+        ("if model.shared_expert:", "if False:"),
         ('part.copies.replace("E", "k")', "part.copies"),
         ('yield Part(at, products="2 s a d"', 'yield Part(at, products="s a d"'),
         ('"log-sum-exp of each row of scores, asb", "b a s", FP32', '"log-sum-exp of each row of scores, asb", "b a s", how.compute'),
@@ -201,6 +202,15 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("load = comm.all_reduce(layer.load)", "load = layer.load"),
         ("layer.load = torch.zeros_like(layer.load)", "pass"),
         ("range(comm.rank * mine, (comm.rank + 1) * mine)", "range(comm.rank, E, comm.size)"),
+        ('parameter.only_on = "edp"', "pass"),
+        ("return out if self.shared is None else out + self.shared(x)", "return out"),
+    ],
+    ("expert_parallel/learning", "test_expert_parallel"): [
+        ("multinomial(4, generator=draw)", "multinomial(5, generator=draw)"),
+        ("torch.randint(4, (n,), generator=draw)", "torch.randint(1, (n,), generator=draw)"),
+        ("often = 1 / torch.arange(1, words + 1)", "often = torch.ones(words)"),
+        ("update_bias(model, rank.comm(\"dp\"), rate)", "pass"),
+        ("(loss + alpha * auxiliary_loss(model))", "loss"),
     ],
     ("expert_parallel/predict", "test_expert_parallel"): [
         ("back = sum(sum(table[j][mine]) for j in others)", "back = there"),
@@ -209,6 +219,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('axis = "edp" if "experts" in name else "dp"', 'axis = "dp"'),
         ("Ψ, width = anatomy.num_params(model, ep=ep), itemsize", "Ψ, width = model.num_params, itemsize"),
         ("4 * len(_held(model, ep))", "4 * anatomy.num_tensors(model)"),
+        ("moved = [max(sum(table[i]), came[i]) - own[i] for i in range(n)]", "moved = [sum(table[i]) - own[i] for i in range(n)]"),
+        ("free = travel(f\"combine {chunk}\", max(free, *ready))", "free = travel(f\"combine {chunk}\", max(free, min(ready)))"),
+        ("begin = max(ready[i], start)", "begin = start"),
+        ("trip = trip if n > 1 else 0.0", "pass"),
     ],
     ("config", "test_config test_expert_parallel"): [
         ("else (place, self.ep)", "else (place, 1)"),

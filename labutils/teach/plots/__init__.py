@@ -13,6 +13,7 @@ from labutils.teach.plots.bars import (
     tensor_shares,
     token_weights,
     traffic_bars,
+    visits,
 )
 from labutils.teach.plots.formats import (
     bit_pattern,
@@ -63,5 +64,6 @@ __all__ = [
     "token_weights",
     "trade_off",
     "traffic_bars",
+    "visits",
     "who_holds",
 ]

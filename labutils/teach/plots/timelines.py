@@ -130,6 +130,7 @@ KINDS = {
     "gather": ("all-gather of weights", style.COMPONENTS["weights"], "//"),
     "reduce": ("reduction of gradients", *style.AXES["dp"]),
     "exchange": ("activations of other ranks", *style.AXES["tp"]),
+    "route": ("all-to-all of tokens", *style.AXES["ep"]),
 }
 _LANE, _ROW = 0.17, 0.44  # inches: a lane (compute above, communication below), and a rank
 
