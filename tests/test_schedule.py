@@ -377,6 +377,10 @@ def test_a_run_is_a_timeline_that_perfetto_opens(tmp_path):
     run.to_perfetto(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
+    needed = {"X": {"name", "cat", "ts", "dur", "tid"}, "C": {"name", "ts", "args"}}
+    for event in events:  # Trace Event Format: complete events, counters, names of processes
+        assert event.keys() >= {"pid"} | needed.get(event["ph"], {"name", "args"})
+        assert event["ph"] in "XCM" and event.get("dur", 0) >= 0
     assert len(spans) == len(run.spans) == 2 * 2 * 4 * 3
     assert max(event["ts"] + event["dur"] for event in spans) == run.makespan * 1e6
     held = [
