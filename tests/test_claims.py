@@ -74,6 +74,7 @@ FINISHED = {
     "memory planning",
     "tensor parallel",
     "sequence parallel",
+    "pipeline",
 }
 
 

@@ -37,7 +37,7 @@ def cut(model: ModelConfig, n: int) -> tuple[int, ...]:
     """The layers of each of n stages for which the longest stage is as short as it can be, the head
     included; the first stages, which hold most activations, have fewer where it makes no odds.
 
-    >>> cut(ModelConfig.named("gpt2"), 4)  # its head takes the time of 5.5 layers
+    >>> cut(ModelConfig.named("gpt2"), 4)  # its head takes the time of 4.5 layers
     (4, 4, 4, 0)
 
     Raises ValueError: if there is not a layer for each stage but the last.

@@ -1,9 +1,11 @@
 """Right answers to the exercises of `pipeline`, in other styles than the reference."""
 
 import collections
+import functools
 import itertools
 
 import numpy as np
+import torch
 
 from labutils import schedule
 
@@ -141,6 +143,47 @@ def _less_ahead(rank, p, m, chunks):
     return ops
 
 
+# ── weight gradients later ───────────────────────────────────────────────────────────────────────
+
+
+def _add(weight, product):
+    weight.grad = product if weight.grad is None else weight.grad.add_(product)
+
+
+def _partials(weights, inputs, dy):
+    owed = []
+    for i in range(len(weights) - 1, -1, -1):
+        owed.append(functools.partial(torch.mm, dy.T, inputs[i]))
+        dy = dy @ weights[i]
+    return dy, lambda: [_add(*pair) for pair in zip(weights, (f() for f in reversed(owed)))]
+
+
+def _suspended(weights, inputs, dy):
+    """A generator that stops between B and W."""
+
+    def halves(dy):
+        grads = [dy]
+        for weight in reversed(weights):
+            grads.append(grads[-1] @ weight)
+        yield grads.pop()
+        for weight, x in zip(weights, inputs):
+            _add(weight, torch.einsum("no,ni->oi", grads.pop(), x))
+
+    run = halves(dy)
+    return next(run), functools.partial(list, run)
+
+
+class _Autograd:
+    """autograd computes both, at W from a graph of its own."""
+
+    def __new__(cls, weights, inputs, dy):
+        leaves = [weight.detach().requires_grad_() for weight in weights]
+        x = inputs[0].detach().requires_grad_()
+        y = functools.reduce(torch.nn.functional.linear, leaves, x)
+        (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+        return dx, lambda: list(map(_add, weights, torch.autograd.grad(y, leaves, dy)))
+
+
 RIGHT = {
     "pipeline/one-f-one-b": {
         "a generator": _generator,
@@ -161,5 +204,10 @@ RIGHT = {
         "generators": _repaired,
         "fewer forwards first": _less_ahead,
         "the library's operations": lambda *case: schedule.interleaved(*case[1:]).ranks[case[0]],
+    },
+    "pipeline/late-weights": {
+        "partials": _partials,
+        "a generator": _suspended,
+        "autograd": _Autograd,
     },
 }

@@ -86,6 +86,40 @@ def _interleaved(after=lambda rank, p: p - 1 - rank, back=lambda chunk, chunks: 
     return order
 
 
+# ── weight gradients later ───────────────────────────────────────────────────────────────────────
+
+
+def _halves(bound=True, adds=True, now=False, stale=False):
+    """B, and a function that is W, with the mistakes that are named."""
+
+    def backward(weights, inputs, dy):
+        owed, first = [], dy
+        for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
+            grad, dy = (first if stale else dy), dy @ weight
+            owed.append(lambda kept=(weight, grad, x): kept if bound else (weight, grad, x))
+
+        def w():
+            for each in owed:
+                weight, grad, x = each()
+                product = grad.mT @ x
+                weight.grad = product + (weight.grad if adds and weight.grad is not None else 0)
+
+        if now:
+            w()
+        return dy, (lambda: None) if now else w
+
+    return backward
+
+
+def _twice(weights, inputs, dy):
+    """Both gradients for each layer, W at its output's gradient times the weight."""
+    owed = []
+    for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
+        dy = dy @ weight
+        owed.append((weight, dy, x))
+    return dy, lambda: [setattr(each, "grad", grad.mT @ x) for each, grad, x in owed]
+
+
 _LEGAL = "every operation, in a legal order"
 WRONG = {
     "pipeline/one-f-one-b": (
@@ -248,5 +282,12 @@ WRONG = {
             "time",
             "ranks wait for each other",
         ),
+    ),
+    "pipeline/late-weights": (
+        Wrong("bound late", _halves(bound=False), "several layers", "not when it is made"),
+        Wrong("the last one stays", _halves(adds=False), "several micro-batches", "add to what"),
+        Wrong("W in B", _halves(now=True), "one layer", "belong to W"),
+        Wrong("one gradient for all layers", _halves(stale=True), "several layers", "layer's own"),
+        Wrong("the gradient of the input in place of that of the output", _twice, "one layer", ""),
     ),
 }

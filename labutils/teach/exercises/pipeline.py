@@ -1,10 +1,15 @@
-"""Write 1F1B, bound what a rank holds, place W, and repair an order that hangs from 3 ranks on."""
+"""Write 1F1B, bound what a rank holds, place W; repair an order that hangs from 3 ranks on, and a
+backward pass whose weight gradients come too late."""
 
 import functools
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from labutils import schedule
 from labutils.schedule import Op, Schedule
@@ -326,7 +331,106 @@ HUNT = Exercise(
         "never gives a negative number, so that a sign can be wrong and p = 2 does not tell.",
         "Then try three chunks: which one comes back first, and which stage is that?",
     ),
-    untouched="b02bdf9a",
+    untouched="1422f2a6",
 )
 
-EXERCISES = (ONE_F_ONE_B, PEAK, PLACE_W, HUNT)
+# ── bug hunt: weight gradients later ─────────────────────────────────────────────────────────────
+
+
+def _later(
+    weights: Sequence[Tensor], inputs: Sequence[Tensor], dy: Tensor
+) -> tuple[Tensor, Callable[[], None]]:
+    owed = []
+    for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
+        owed.append((weight, dy, x))
+        dy = dy @ weight
+
+    def w() -> None:
+        while owed:
+            weight, grad, x = owed.pop()
+            product = grad.mT @ x
+            weight.grad = product if weight.grad is None else weight.grad + product
+
+    return dy, w
+
+
+def _chain(sizes: Sequence[int], m: int) -> tuple[list[Tensor], list[tuple[list[Tensor], Tensor]]]:
+    """Weights of linear layers, and of m micro-batches the inputs of the layers and a gradient."""
+    draw = torch.Generator().manual_seed(len(sizes) + m)
+    make = functools.partial(torch.randn, generator=draw, dtype=torch.float64)
+    weights = [make(high, low) for low, high in itertools.pairwise(sizes)]
+    passes = []
+    for _ in range(m):
+        inputs = [make(3, sizes[0])]
+        for weight in weights[:-1]:
+            inputs.append(inputs[-1] @ weight.mT)
+        passes.append((inputs, make(3, sizes[-1])))
+    return weights, passes
+
+
+def _is(found: Any, wanted: Tensor, case: str, what: str, why: str) -> None:
+    if not isinstance(found, Tensor) or found.shape != wanted.shape:
+        got = tuple(found.shape) if isinstance(found, Tensor) else found
+        raise Failed(f"{case}: {what} is {got!r:.60}, not of shape {tuple(wanted.shape)}", why)
+    if not torch.allclose(found, wanted, rtol=1e-10, atol=1e-12):
+        off = (found - wanted).norm() / wanted.norm()
+        raise Failed(f"{case}: {what} is off by {off:.0%}", why)
+
+
+_LATE = (
+    "A function reads the variables around it when it is called, not when it is made: by then the "
+    "loop has moved on to the last layer. Keep each layer's own tensors."
+)
+_ADD = "Each micro-batch has a W of its own, and .grad is the sum over all: add to what is there."
+_DX = "B passes on dy @ weight, layer by layer from the last to the first."
+
+
+def _halves(attempt: Callable, cases: Sequence[tuple[Sequence[int], int]], why: str) -> str:
+    for sizes, m in cases:
+        case = f"layer widths {', '.join(map(str, sizes))}" + f", {m} micro-batches" * (m > 1)
+        weights, passes = _chain(sizes, m)
+        expected: list[Any] = [0] * len(weights)
+        owed = []
+        for inputs, dy in passes:
+            found, w = attempt(list(weights), list(inputs), dy)
+            owed.append(w)
+            for i in reversed(range(len(weights))):
+                expected[i] = expected[i] + dy.mT @ inputs[i]
+                dy = dy @ weights[i]
+            _is(found, dy, case, "the gradient of the input", _DX)
+        if any(weight.grad is not None for weight in weights):
+            raise Failed(f"{case}: there are gradients of weights before W", "They belong to W.")
+        for w in owed:
+            w()
+        for i, wanted in enumerate(expected):
+            _is(weights[i].grad, wanted, case, f"the gradient of layer {i}'s weight", why)
+    return f"{len(cases)} cases"
+
+
+LATE = Exercise(
+    id="pipeline/late-weights",
+    title="Bug hunt: the weight gradients that came too late",
+    minutes=12,
+    difficulty=2,
+    proves="you can split a backward pass in two without changing a gradient",
+    reference=_later,
+    properties=(
+        Property("one layer", functools.partial(_halves, cases=[((4, 4), 1)], why=_LATE)),
+        Property(
+            "several layers",
+            functools.partial(_halves, cases=[((4, 4, 4), 1), ((3, 5, 2, 4), 1)], why=_LATE),
+        ),
+        Property(
+            "several micro-batches",
+            functools.partial(_halves, cases=[((4, 4), 2), ((3, 5, 2), 3)], why=_ADD),
+        ),
+    ),
+    hints=(
+        "Print id(weight) inside w for two layers. Then run two micro-batches, W after both.",
+        "Bind now what W needs later: functools.partial(w, weight, grad, x), or a list of tuples. "
+        "And add to weight.grad if there is one.",
+    ),
+    untouched="765fb206",
+)
+
+EXERCISES = (ONE_F_ONE_B, PEAK, PLACE_W, HUNT, LATE)

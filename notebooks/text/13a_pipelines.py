@@ -1,0 +1,547 @@
+# %% [markdown]
+# # 13a · Cut the model into a pipeline
+#
+# **Four devices hold a quarter of the layers each. How long does each of them wait, what must it hold, and which order of work makes both small?**
+#
+# *80 min · before this: labs 03, 07 and 08 · needs a laptop, no GPU and no network*
+
+# %% [markdown]
+# ## Goals
+#
+# After this lab you
+#
+# - write the order of work that holds few activations and wastes no time (exercise 13.1),
+# - say how many activations each rank must hold, before it runs (exercise 13.2),
+# - find the ring in which ranks wait for each other (exercise 13.3, a bug hunt).
+
+# %% [markdown]
+# ## Setup
+
+# %%
+import dataclasses
+import functools
+
+import torch
+
+from labutils import measure, pipeline, schedule, units
+from labutils.config import Link, Mesh, ModelConfig
+from labutils.model import GPT
+from labutils.schedule import Durations, simulate
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.editor import LEVELS, Editor
+from labutils.teach.widgets import explore
+from labutils.world import DeadlockError, World
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# Rank 0 has the first layers, rank 3 the last. The forward pass (F) of a *micro-batch* walks from rank 0 to rank 3, its backward pass (B) walks back. Step through it, and look who is idle.
+
+# %%
+plots.schedule_animation(simulate(schedule.gpipe(4, 4)))
+
+# %% [markdown]
+# Pipeline parallelism is **a cut between layers, one small message per cut and micro-batch, and an order of work that keeps all ranks busy.** The time in which a rank waits is the *bubble*.
+
+# %% [markdown]
+# ## What does the cut cost, and what does it save?
+#
+# A GPT of eight layers on four ranks: a *stage* is what one rank runs. `split` cuts, `local` keeps the stages of this rank, and a `Schedule` says who does what in which order.
+
+# %%
+sizes = dict(num_layers=8, d_model=64, num_heads=4, d_ff=256)
+config = ModelConfig(**sizes, vocab_size=128, seq_len=32)
+naive = schedule.naive(4, 8)
+[str(op) for op in naive.ranks[3][:4]]
+
+# %% [markdown]
+# `F1@3` is the forward pass of micro-batch 1 through stage 3. `naive` sends one micro-batch there and back before it begins the next one.
+
+
+# %%
+def model(tied=True):
+    made = torch.Generator().manual_seed(0)
+    return GPT(dataclasses.replace(config, tied=tied), generator=made).double()
+
+
+draw = torch.Generator().manual_seed(1)
+tokens = torch.randint(128, (8, 2, 1, 32), generator=draw)
+batches = [tuple(pair) for pair in tokens]
+
+
+def step(plan, **options):
+    """A function of a rank, which runs its part of one step."""
+    data = batches[: plan.micro_batches]
+
+    def run(rank):
+        stages = pipeline.local(pipeline.split(model(), plan.stages), plan, rank.rank)
+        return pipeline.run(stages, plan, rank.comm("pp"), data, **options), stages
+
+    return run
+
+
+# %% [markdown]
+# All is in float64. The loss on the last rank, and each rank's gradients beside those of the whole model:
+
+# %%
+world = World(Mesh(pp=4))
+runs, stages = zip(*world.run(step(naive)), strict=True)
+whole = model()
+loss = whole.loss(*(torch.cat(side) for side in zip(*batches, strict=True)))
+loss.backward()
+f"{runs[3].loss.item():.12f} on rank 3, {loss.item():.12f} on one device"
+
+# %%
+wanted = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+errors = [
+    (p.grad - wanted[name.partition(".")[2]]).abs().max().item()
+    for rank in stages
+    for name, p in rank.named_parameters()
+]
+{"equal to 1e-12": max(errors) < 1e-12}
+
+# %% [markdown]
+# What travels is the *residual stream* of a micro-batch, b·s·h numbers, once up and once down per cut: b sequences of s tokens of width h. With the formula, on the wire:
+
+# %%
+formula = pipeline.sent(naive, config, micro_batch=1, itemsize=8)
+formula.diff(world.ledger)
+
+# %% [markdown]
+# Rank 0 and rank 3 exchange one gradient more: this model's head *is* its embedding, and the two stand at opposite ends. Both add up what the other computed.
+#
+# A cut is the cheapest thing to send in this course. GPT-2 per token, over a cut, beside lab 08's all-reduce on eight ranks, per token of a batch of eight times 1,024:
+
+# %%
+gpt2 = ModelConfig.named("gpt2")
+over_a_cut = 2 * 4 * gpt2.d_model
+all_reduce = 2 * 7 / 8 * 4 * gpt2.num_params / 1024
+f"{units.text(over_a_cut)} beside {units.text(all_reduce)}"
+
+# %% [markdown]
+# What it saves: each rank holds, and updates, its own parameters only.
+
+# %%
+[sum(p.numel() for p in rank.parameters()) for rank in stages]
+
+# %% [markdown]
+# And time? Let each F take one unit, each B two. One of four ranks works at any time:
+
+# %%
+plots.gantt(simulate(naive))
+
+# %% [markdown]
+# ## How many micro-batches fill the pipeline?
+#
+# *GPipe* sends all forwards first, then all backwards: rank 1 works on micro-batch 0 while rank 0 is at micro-batch 1.
+#
+# > On four ranks, how many micro-batches does it take until ranks are idle at most 10 % of the time?
+
+# %%
+predict("bubble/ten-percent", micro_batches=8)
+
+# %% [markdown]
+# The last rank's first F waits for p − 1 forwards before it, and after its last B come p − 1 backwards: every rank is idle for (p − 1)(F + B), whatever the number m of micro-batches.
+# Its work is m(F + B). So
+#
+# $$ \text{bubble overhead} = \frac{\text{idle}}{\text{ideal}} = \frac{p-1}{m}, \qquad \text{bubble fraction} = \frac{\text{idle}}{\text{total}} = \frac{p-1}{m+p-1}. $$
+
+
+# %%
+def fraction(m, p=4):
+    return simulate(schedule.gpipe(p, m)).bubble_fraction
+
+
+enough = next(m for m in range(1, 99) if fraction(m) <= 0.1)
+reveal("bubble/ten-percent", micro_batches=enough)
+
+# %% [markdown]
+# The simulator plays the operations one by one and knows neither formula. It agrees with both, for times that are no round numbers too:
+
+# %%
+run = simulate(schedule.gpipe(4, 8), Durations(F=1, B=1.1, W=0.9))
+idle = schedule.bubble("gpipe", 4, 8, Durations(F=1, B=1.1, W=0.9))
+[round(run.idle(rank) - idle, 9) for rank in range(4)]
+
+# %%
+{"idle/ideal": run.bubble_overhead, "idle/total": run.bubble_fraction}
+
+# %% [markdown]
+# The same 3/8 of the ideal time is 3/11 of the total time. **Papers use both and call both "the bubble"**: ask for the denominator.
+#
+# Now for real. Each rank computes its stage, then sleeps until its operation has taken 20 ms, or 40 ms for a B, as a host waits for its GPU:
+
+# %% tags=["nbval-ignore-output"]
+pace = Durations(F=0.02, B=0.02, W=0.02)
+plan = schedule.gpipe(4, 8)
+paced = pipeline.joined(plan, [run for run, _ in world.run(step(plan, pace=pace))])
+plots.gantt(simulated=simulate(plan, pace), measured=paced, unit="s")
+
+# %% [markdown]
+# Nobody told the ranks when to start. They wait for messages, and the bubble comes out.
+
+# %% [markdown]
+# ## What must each rank hold?
+#
+# Between F and B of a micro-batch a rank keeps its activations. Under GPipe all m are *in flight* on every rank when the first B begins. The strips of the chart show it, and lab 05's promise
+# that memory stays flat with more micro-batches is gone.
+#
+# > The optimum in time is (m + p − 1)(F + B). Which is the least that rank 0 of four can hold, and still reach it with eight micro-batches?
+
+# %%
+predict("pipeline/in-flight", micro_batches=8)
+
+# %% [markdown]
+# Find such an order by hand. Choose a rank, place F and B; a move that cannot be is refused with its reason. Level 2 asks for as little memory as level 1's time allows.
+
+# %%
+Editor(LEVELS[:2])
+
+# %% [markdown]
+# A finished order is a line of text. `schedule.read` makes a schedule of it, and ranks run it as it stands:
+
+# %%
+yours = schedule.read("F0 F1 B0 F2 B1 B2 | F0 B0 F1 B1 F2 B2")
+results = World(Mesh(pp=2)).run(step(yours))
+[" ".join(map(str, run.ops)) for run, _ in results]
+
+# %% [markdown]
+# ### Exercise 13.1 · Write 1F1B (10 min, ●●○)
+#
+# Begin each backward pass as soon as you can, and no forward pass earlier than you must. In the middle of the step a rank then does one forward and one backward in turn, which gives
+# the schedule its name, *1F1B*.
+
+
+# %%
+def my_order(rank: int, p: int, m: int) -> list[str]:
+    """The operations of `rank` of p in order: "F0" is the forward of micro-batch 0.
+
+    A step takes (m + p − 1)(F + B), and ranks hold as little as they then can.
+    """
+    raise NotImplementedError
+
+
+# %%
+check("pipeline/one-f-one-b", my_order)
+
+# %%
+hint("pipeline/one-f-one-b", 1)
+
+# %%
+show(schedule.one_f_one_b)
+
+# %% [markdown]
+# All schedules of this lab are made by one function, `spell_line`, from a sentence per rank: so many forwards first, then F and B in turn, then the backwards that are left. `gpipe` and
+# `one_f_one_b` differ in one number.
+
+# %%
+plan = schedule.one_f_one_b(4, 8)
+reveal("pipeline/in-flight", micro_batches=plan.peak(0))
+
+# %%
+plots.gantt(simulate(schedule.gpipe(4, 8)), simulate(plan))
+
+# %% [markdown]
+# The bubble is the same; what ranks hold is not: rank i holds the p − i micro-batches that are on their way between it and the end, and m no longer counts.
+# By formula, by simulation, and by the graphs that autograd kept on four real ranks:
+
+# %%
+by_formula = [schedule.peak_in_flight("one_f_one_b", 4, 8, rank) for rank in range(4)]
+simulated = [simulate(plan).peak(rank) for rank in range(4)]
+kept = [max(run.in_flight) for run, _ in world.run(step(plan))]
+by_formula, simulated, kept
+
+# %% [markdown]
+# In bytes: GPT-2's rank 0 of 4, every micro-batch one sequence of 1,024 tokens, by dry run of the same `pipeline.run` (lab 09). What a rank holds at its fullest, beyond model and gradients:
+
+
+# %%
+def activations(rank, plan):
+    whole = GPT(gpt2, attention="sdpa")
+    stages = pipeline.local(pipeline.split(whole, 4), plan, rank.rank)
+    data = [(torch.zeros(1, 1024, dtype=torch.long),) * 2] * plan.micro_batches
+    run = functools.partial(pipeline.run, stages, plan, rank.comm("pp"), data)
+    return measure.history(run, stages).only("activations").peak.ledger.total
+
+
+# %%
+dry = World(Mesh(pp=4), engine="dry")
+for m in (4, 8):
+    plans = {"GPipe": schedule.gpipe(4, m), "1F1B": schedule.one_f_one_b(4, m)}
+    held = {name: dry.run(activations, plan, rank=0) for name, plan in plans.items()}
+    print(f"m = {m:2}", *(f"{name} {units.text(n)}" for name, n in held.items()))
+
+# %% [markdown]
+# ### Exercise 13.2 · Bound the memory (8 min, ●○○)
+#
+# A rank may have several stages, and some schedules split the backward pass in two, B and W (lab 13b): then what F kept goes with W.
+
+
+# %%
+def my_peak(ops: list[schedule.Op], nbytes: list[int]) -> int:
+    """The most bytes that a rank holds, which runs `ops` in this order.
+
+    An op has .kind ("F", "B" or "W"), .stage and .micro_batch; a forward pass of
+    stage i keeps nbytes[i] bytes.
+    """
+    raise NotImplementedError
+
+
+# %%
+check("pipeline/peak", my_peak)
+
+# %%
+hint("pipeline/peak", 1)
+
+# %%
+show(schedule.Schedule.in_flight)
+
+# %% [markdown]
+# ## Where do you cut?
+#
+# The longest stage sets the pace for all. GPT-2 has twelve equal blocks, and behind them the head, a product with 50,257 words per token.
+#
+# > How many blocks should the last of four stages have, so that the step is shortest?
+
+# %%
+predict("cut/last-stage", blocks=2)
+
+# %%
+layers = pipeline.cut(gpt2, 4)
+reveal("cut/last-stage", blocks=layers[-1])
+
+# %% [markdown]
+# By FLOPs (the anatomy of lab 03), the head takes as long as so many blocks:
+
+# %%
+last = pipeline.stage_flops(gpt2, (12, 0))
+f"{last[1] / (last[0] / 12):.1f} blocks"
+
+
+# %%
+def timed(layers):
+    """1F1B with stages of so many layers; a block's forward pass takes 1, its B 2."""
+    block = pipeline.stage_flops(gpt2, (12, 0))[0] / 12
+    times = [flops / block for flops in pipeline.stage_flops(gpt2, layers)]
+    return simulate(schedule.one_f_one_b(4, 8), Durations(F=times, B=times, W=times))
+
+
+plots.gantt(equal=timed((3, 3, 3, 3)), by_time=timed(layers), unit="blocks")
+
+# %% [markdown]
+# Embedding and head are also why the *first* and *last* stage hold more parameters than the others: a cut by time is no cut by memory.
+
+# %% [markdown]
+# ## Who waits for whom?
+#
+# So far a send went on by itself (`isend`). On real networks, and on the course's ranks, a plain `send` waits for its receiver. With it, 1F1B as it stands:
+
+# %%
+try:
+    world.run(step(plan, messages="blocking"))
+except DeadlockError as stuck:
+    print(stuck)
+
+# %% [markdown]
+# In its first turn of 1F1B rank 2 sends a forward to rank 3, and rank 3 a backward to rank 2: each waits for the other to receive. GPipe has no such pair, and runs.
+#
+# Two cures run *every* legal schedule. Either sends do not wait, and each rank takes a neighbour's messages in the order in which they were sent (`"matched"`, the default here);
+# or both ends of a message know its place in one order of all operations (`"paired"`), which is correct with waiting sends too.
+
+# %%
+for messages in ("matched", "paired"):
+    world.run(step(plan, messages=messages))
+    books = pipeline.sent(plan, config, micro_batch=1, itemsize=8)
+    print(messages, books.diff(world.ledger).unexplained)
+
+# %% [markdown]
+# **A message takes time, too.** Let it take as long as a forward. GPipe pays for it on the way in and on the way out. 1F1B pays in every turn, since a rank has nothing to do while F travels on
+# and B comes back. *Eager* 1F1B runs twice as many forwards first:
+
+# %%
+link = Link(latency=1, bandwidth=1e30)
+ms = (8, 16, 32, 64)
+
+
+def extra(make, m):
+    return simulate(make(4, m), link=link).makespan - simulate(make(4, m)).makespan
+
+
+makers = schedule.gpipe, schedule.one_f_one_b, schedule.eager_one_f_one_b
+{make.__name__: [extra(make, m) for m in ms] for make in makers}
+
+# %% [markdown]
+# ## Can one rank have several stages?
+#
+# Give each rank u *chunks*, every p-th stage: with p = 4 and u = 2, rank 0 has stages 0 and 4. A micro-batch goes round twice, each stage is half as long, and so are the ramps at both ends:
+#
+# $$ \text{bubble overhead} = \frac1u\cdot\frac{p-1}{m}. $$
+
+# %%
+half = Durations(F=0.5, B=0.5, W=0.5)
+chunks = schedule.interleaved(4, 8, chunks=2)
+plots.gantt(simulate(plan), simulate(chunks, half))
+
+# %% [markdown]
+# The price: u times as many messages, and more in flight, p(1 + (p − 1)/(pu)) micro-batches on rank 0 in place of p.
+
+# %%
+both = plan, chunks
+sent = [pipeline.sent(each, config, micro_batch=1).by("rank")[1] for each in both]
+held = [each.peak(0) * 4 / each.stages for each in both]
+sent, held
+
+# %% [markdown]
+# ### Exercise 13.3 · Bug hunt: the order that hangs from three ranks on (12 min, ●●○)
+#
+# It passed its test, which had two ranks and two chunks.
+
+
+# %%
+def my_interleaved(rank: int, p: int, m: int, chunks: int) -> list[tuple[str, int, int]]:
+    """The operations of `rank` of p in order: ("F", stage, k) or ("B", stage, k) of
+    micro-batch k; stages are rank, rank + p, … for `chunks` chunks; p divides m."""
+    jobs = [(c, r + k) for r in range(0, m, p) for c in range(chunks) for k in range(p)]
+    forwards = [("F", rank + c * p, k) for c, k in jobs]
+    backwards = [("B", rank + (c + 1) % chunks * p, k) for c, k in jobs]
+    after = (rank + 1) % p
+    warm = min(2 * after + (chunks - 1) * p, len(jobs))
+    ops = forwards[:warm]
+    for k in range(warm, len(jobs)):
+        ops += [forwards[k], backwards[k - warm]]
+    return ops + backwards[len(jobs) - warm :]
+
+
+# %%
+check("pipeline/bug-hunt", my_interleaved)
+
+# %%
+hint("pipeline/bug-hunt", 1)
+
+# %%
+show(schedule.interleaved)
+
+# %% [markdown]
+# ## What if nobody waits for the update?
+#
+# *PipeDream* drops the end of the step. Each rank updates its weights after each of its backward passes and goes on, so the pipeline fills once, and drains when training ends. B must meet
+# the weights of its F, so each rank *stashes* them. Of micro-batch k = 0 … 7, how many updates behind is what rank 0, and rank 3, computes with?
+
+# %%
+dream = schedule.pipedream(4, 8)
+{rank: [k - dream.version(rank, k) for k in range(8)] for rank in (0, 3)}
+
+# %% [markdown]
+# On ranks, beside eight steps of SGD with one micro-batch each on one device:
+
+
+# %%
+def dreaming(rank):
+    stages = pipeline.local(pipeline.split(model(tied=False), 4), dream, rank.rank)
+    sgd = torch.optim.SGD(stages.parameters(), lr=0.1)
+    return pipeline.run(stages, dream, rank.comm("pp"), batches, optimizer=sgd)
+
+
+# %%
+alone, losses = model(tied=False), []
+sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
+for x, y in batches:
+    sgd.zero_grad()
+    losses.append(alone.loss(x, y))
+    losses[-1].backward()
+    sgd.step()
+
+runs = world.run(dreaming)
+f"mean loss {runs[3].loss.item():.4f}, on one device {sum(losses).item() / 8:.4f}"
+
+# %%
+{"versions of the weights that ranks hold": [run.versions for run in runs]}
+
+# %% [markdown]
+# It is another algorithm: rank 0 applies gradients of weights three updates old, and holds four versions of them. *PipeDream-2BW* updates once per p micro-batches, with gradients one update
+# old on all ranks, and two versions. Large models are trained with a flush.
+
+# %% [markdown]
+# ## Play with it
+#
+# Which order profits most from more micro-batches? Which one suffers from slow messages?
+
+
+# %%
+orders = {
+    "naive": schedule.naive,
+    "GPipe": schedule.gpipe,
+    "1F1B": schedule.one_f_one_b,
+    "eager 1F1B": schedule.eager_one_f_one_b,
+    "interleaved, 2 chunks": schedule.interleaved,
+}
+
+
+def view(order="1F1B", m=8, message=0):
+    """A step on four ranks; F takes 1, B 2, a message as long as you say."""
+    made = orders[order](4, m)
+    share = 4 / made.stages
+    wire = Link(latency=message, bandwidth=1e30)
+    return plots.gantt(simulate(made, Durations(share, share, share), wire))
+
+
+explore(view, order=list(orders), m=[4, 8], message=[0, 1])
+
+# %% [markdown]
+# ## In practice
+#
+# | | Megatron-LM | torch.distributed.pipelining, torchtitan |
+# |---|---|---|
+# | ranks | `--pipeline-model-parallel-size` | `parallelism.pipeline_parallel_degree` |
+# | micro-batches | global batch ÷ (micro-batch · dp) | `parallelism.pipeline_parallel_microbatch_size` |
+# | order | 1F1B | `Schedule1F1B`, `ScheduleGPipe`, …; `parallelism.pipeline_parallel_schedule` |
+# | chunks | `--num-layers-per-virtual-pipeline-stage` | `ScheduleInterleaved1F1B` |
+# | cut | `--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers` | `parallelism.module_fqns_per_model_part` |
+#
+# Clipping by the norm of all gradients needs every rank's part, so the step then ends in a barrier; without one the next step can begin on rank 0 while rank 3 still works (lab 13b).
+
+# %% [markdown]
+# ## Errata
+#
+# **"The ratio is proportional to p"** (reading notes on *The Ultra-Scale Playbook*, on the bubble): to p − 1. One rank has no bubble.
+#   <!-- claim: [schedule.simulate(schedule.gpipe(p, 8)).bubble_overhead for p in (1, 2, 4)] == [0, 1 / 8, 3 / 8] -->
+#
+# **Bubble.** (p − 1)/m in Narayanan et al. 2021 (section 2.2.1) and (K − 1)/(M + K − 1) in GPipe (section 2.3) are one idle time over two denominators.
+#   <!-- claim: (lambda run: (run.bubble_overhead, run.bubble_fraction))(schedule.simulate(schedule.gpipe(4, 8))) == (3 / 8, 3 / 11) -->
+#
+# **"Negligible when M ≥ 4K"** (GPipe, section 2.3). At M = 4K the fraction is 16 to 19 % for 4 to 16 stages.
+#   <!-- claim: [round(100 * schedule.simulate(schedule.gpipe(k, 4 * k)).bubble_fraction) for k in (4, 16)] == [16, 19] -->
+#
+# **"Allowing for overlapping computation and communication"** (lecture slides on multi-GPU training, on GPipe). What overlaps is the computing of different stages on different micro-batches.
+#
+# **"1F1B stores activations for p micro-batches instead of m"** (the same reading notes). On rank 0; rank i stores min(p − i, m).
+#   <!-- claim: [schedule.one_f_one_b(4, 8).peak(rank) for rank in range(4)] == [4, 3, 2, 1] -->
+
+# %% [markdown]
+# ## Summary
+#
+# > - A cut sends b·s·h numbers per micro-batch and direction, and nothing else unless head and embedding are one matrix.
+# > - p stages that are equally long wait (p − 1)(F + B) per step. That is (p − 1)/m of the ideal time and (p − 1)/(m + p − 1) of the total.
+# >   <!-- claim: [schedule.bubble("gpipe", p, m) == (p - 1) * 3 == schedule.simulate(schedule.gpipe(p, m)).idle(0) for p, m in ((2, 3), (4, 8))] == [True, True] -->
+# > - On four ranks it takes 27 micro-batches until that is 10 % of the total.
+# >   <!-- claim: [round(schedule.simulate(schedule.gpipe(4, m)).bubble_fraction, 3) for m in (26, 27)] == [0.103, 0.1] -->
+# > - 1F1B waits as long as GPipe and holds p − i micro-batches on rank i, whatever m is.
+# >   <!-- claim: [[schedule.one_f_one_b(4, m).peak(0), schedule.gpipe(4, m).peak(0)] for m in (8, 64)] == [[4, 8], [4, 64]] -->
+# > - The longest stage sets the pace. Count the head: GPT-2 cut in four has no block beside it.
+# >   <!-- claim: pipeline.cut(config.ModelConfig.named("gpt2"), 4) == (4, 4, 4, 0) -->
+# > - With sends that wait for their receiver 1F1B never ends; sends that do not wait, received in the sender's order, run every schedule.
+# > - u chunks per rank divide the bubble by u, and multiply the messages.
+# >   <!-- claim: schedule.simulate(schedule.interleaved(4, 8), schedule.Durations(0.5, 0.5, 0.5)).bubble_overhead == 3 / 16 -->
+# > - Without a flush there is no bubble, and gradients are of old weights: up to p − 1 updates old on rank 0.
+# >   <!-- claim: [7 - schedule.pipedream(4, 8).version(rank, 7) for rank in range(4)] == [3, 2, 1, 0] -->
+#
+# Next: [lab 13b](13b_zero_bubble.ipynb) fills the bubble.
+
+# %% [markdown]
+# ## References
+#
+# - Y. Huang et al., *GPipe: efficient training of giant neural networks using pipeline parallelism*, arXiv:1811.06965 (2019): section 2.3.
+# - D. Narayanan et al., *Efficient large-scale language model training on GPU clusters using Megatron-LM*, arXiv:2104.04473 (2021): sections 2.2.1 and 2.2.2.
+# - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): pipeline parallelism.
+# - PyTorch 2.13, documentation of `torch.distributed.pipelining`.

@@ -1,0 +1,416 @@
+# %% [markdown]
+# # 13b · Fill the bubble
+#
+# **1F1B leaves every rank idle for (p − 1)(F + B). Which work can be moved there, how much of the bubble goes, and what does each step of it cost in memory?**
+#
+# *60 min · before this: lab 13a · needs a laptop, no GPU and no network*
+
+# %% [markdown]
+# ## Goals
+#
+# After this lab you
+#
+# - move half of the backward pass without changing a gradient (exercise 13.4, a bug hunt),
+# - place that half where ranks would wait, in no more memory than before (exercise 13.5).
+
+# %% [markdown]
+# ## Setup
+
+# %%
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from labutils import data_parallel, pipeline, schedule, tensor_parallel
+from labutils.config import Mesh, ModelConfig
+from labutils.model import GPT
+from labutils.schedule import Durations, simulate
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.editor import LEVELS, Editor
+from labutils.teach.widgets import explore
+from labutils.world import World
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# A backward pass computes two things: the gradient of its input, for which the rank before waits, and those of its weights, for which nobody waits until the optimizer. Lab 13a kept them
+# together. From here on **B is the first half only, and W the second**. Each takes one unit:
+
+# %%
+plots.gantt(simulate(schedule.one_f_one_b(4, 6)))
+
+# %% [markdown]
+# White is idle. Filling the bubble is **running W later, in those places**, at the price of keeping what it needs.
+
+# %% [markdown]
+# ## Can a backward pass be cut in two?
+#
+# For a linear layer $Y = XW^\mathsf{T}$ it is two products that do not need each other:
+#
+# $$ \text{B:}\ \ \frac{\partial \ell}{\partial X} = \frac{\partial \ell}{\partial Y}\,W, \qquad \text{W:}\ \ \frac{\partial \ell}{\partial W} = \Bigl(\frac{\partial \ell}{\partial Y}\Bigr)^{\!\mathsf{T}} X. $$
+#
+# The plainest way is to ask autograd twice, first for the input, then for the weights. How many FLOPs is that, in units of the forward pass? An ordinary backward pass is 2.
+
+# %%
+predict("backward-in-two/flops", forwards=2)
+
+# %%
+sizes = dict(num_layers=8, d_model=64, num_heads=4, d_ff=256)
+config = ModelConfig(**sizes, vocab_size=128, seq_len=32)
+
+
+def model():
+    return GPT(config, generator=torch.Generator().manual_seed(0)).double()
+
+
+def flops(fn):
+    with FlopCounterMode(display=False) as counter:
+        result = fn()
+    return counter.get_total_flops(), result
+
+
+stage = pipeline.split(model(), 4)[1]
+x = torch.randn(1, 32, 64, dtype=torch.float64, requires_grad=True)
+forward, y = flops(lambda: stage(x))
+dy, weights = torch.ones_like(y), list(stage.parameters())
+
+# %%
+first, _ = flops(lambda: torch.autograd.grad(y, x, dy, retain_graph=True))
+second, twice = flops(lambda: torch.autograd.grad(y, weights, dy))
+reveal("backward-in-two/flops", forwards=round((first + second) / forward, 2))
+
+# %% [markdown]
+# The second call walks the whole graph again: to reach a weight it computes the gradients of all that lies behind it. What it adds is as long as what you wanted to move.
+#
+# So let each linear layer compute its input's gradient when autograd comes by, and write down the other product as a debt. `Later` does that to every `F.linear` of the forward pass inside it;
+# `pay` computes what is owed.
+
+# %%
+owed = []
+with pipeline.Later(owed):
+    forward, y = flops(lambda: stage(x))
+b, _ = flops(lambda: y.backward(dy))
+w, _ = flops(lambda: pipeline.pay(owed))
+{"B": round(b / forward, 2), "W": round(w / forward, 2)}
+
+# %%
+same = [torch.equal(p.grad, grad) for p, grad in zip(weights, twice, strict=True)]
+all(same)
+
+# %%
+show(pipeline.Later)
+
+# %% [markdown]
+# B is a little more than W: the products of activations in attention have two inputs, whose gradients are both needed at once, and no weight.
+#
+# ### Exercise 13.4 · Bug hunt: the weight gradients that came too late (12 min, ●●○)
+#
+# This backward pass of a chain of linear layers passed its test, which had one layer.
+
+
+# %%
+def my_backward(
+    weights: list[Tensor], inputs: list[Tensor], dy: Tensor
+) -> tuple[Tensor, Callable[[], None]]:
+    """The gradient of the first layer's input, and a function W, which adds to .grad of
+    each weight. Layer i computes y = x @ weights[i].mT, and its x is inputs[i]."""
+    owed = []
+    for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
+        grad, dy = dy, dy @ weight
+
+        def pay():
+            weight.grad = grad.mT @ x
+
+        owed.append(pay)
+    return dy, lambda: [pay() for pay in owed]
+
+
+# %%
+check("pipeline/late-weights", my_backward)
+
+# %%
+hint("pipeline/late-weights", 1)
+
+# %%
+show(pipeline.pay)
+
+# %% [markdown]
+# ## Where does W go?
+#
+# Until W has run, the rank keeps the inputs of its layers and the gradients of their outputs: W, and no longer B, is what frees. Under 1F1B rank 0 holds p micro-batches already and cannot
+# wait with any W. Rank i holds i fewer.
+#
+# ### Exercise 13.5 · Place W (10 min, ●●○)
+
+
+# %%
+def my_order(rank: int, p: int, m: int) -> list[str]:
+    """The operations "F0", "B0", "W0", … of `rank` of p, in order.
+
+    No rank holds more than p micro-batches at once. With one unit of time for each
+    operation a step takes 3m + p − 1.
+    """
+    raise NotImplementedError
+
+
+# %%
+check("pipeline/place-w", my_order)
+
+# %%
+hint("pipeline/place-w", 1)
+
+# %%
+show(schedule.zb_h1)
+
+# %%
+h1 = schedule.zb_h1(4, 8)
+plots.gantt(simulate(schedule.one_f_one_b(4, 8)), simulate(h1))
+
+# %% [markdown]
+# This is *ZB-H1* of Qi et al. (2023). A third of the bubble stays, if F, B and W take equally long: in general (p − 1)(F + B − W), as long as W is the shortest. Formula and simulation, for
+# other times:
+
+# %%
+times = Durations(F=1.0, B=1.2, W=0.8)
+schedule.bubble("zb_h1", 4, 8, times), simulate(h1, times).idle(0)
+
+# %% [markdown]
+# On real ranks: loss and gradients are those of the whole model, and autograd kept as many graphs as the simulator says.
+
+# %%
+draw = torch.Generator().manual_seed(1)
+tokens = torch.randint(128, (8, 2, 1, 32), generator=draw)
+batches = [tuple(pair) for pair in tokens]
+whole = model()
+whole.loss(*tokens.flatten(2).transpose(0, 1)).backward()
+wanted = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+
+
+def step(plan, **options):
+    """A function of a rank, which runs its part of one step."""
+
+    def run(rank):
+        stages = pipeline.local(pipeline.split(model(), plan.stages), plan, rank.rank)
+        return pipeline.run(stages, plan, rank.comm("pp"), batches, **options), stages
+
+    return run
+
+
+# %%
+def off(stages):
+    """Norm of the error of all gradients, relative to the norm of the gradients."""
+    pairs = [
+        (p.grad.flatten(), wanted[name.partition(".")[2]].flatten())
+        for rank in stages
+        for name, p in rank.named_parameters()
+    ]
+    found, right = (torch.cat(side) for side in zip(*pairs, strict=True))
+    return ((found - right).norm() / right.norm()).item()
+
+
+# %%
+world = World(Mesh(pp=4))
+runs, stages = zip(*world.run(step(h1)), strict=True)
+held = [max(run.in_flight) for run in runs]
+off(stages) < 1e-10, held, [h1.peak(rank) for rank in range(4)]
+
+# %%
+pipeline.sent(h1, config, micro_batch=1, itemsize=8).diff(world.ledger).unexplained
+
+# %% [markdown]
+# ## What stops the rest?
+#
+# *ZB-H2* takes twice the warm-up, and waits twice as long with W.
+#
+# > On four ranks with eight micro-batches, how much shorter is a step of ZB-H2, which ends in a barrier, than one of ZB-H1?
+
+# %%
+predict("h2/shorter", percent=10)
+
+# %%
+h2 = schedule.zb_h2(4, 8)
+shorter = 1 - simulate(h2).makespan / simulate(h1).makespan
+reveal("h2/shorter", percent=100 * shorter)
+
+# %% [markdown]
+# Nothing. On a line of stages the last rank waits p − 1 forwards for its first input, whatever the order, and has m(F + B + W) to do after that: a step that ends in a barrier takes
+# at least 3m + p − 1 units, which is what ZB-H1 takes.
+#
+# Take the barrier away. Rank 0 begins its next step while rank 3 still works at this one, and what counts is the *period*, the longest that one rank takes from its first operation to its last:
+
+# %%
+plots.gantt(simulate(h1), simulate(h2), barrier=False)
+
+# %%
+periods = {plan.name: (simulate(plan).period, plan.peak(0)) for plan in (h1, h2)}
+periods
+
+# %% [markdown]
+# No bubble at all, in the memory of 2p − 1 micro-batches. So "zero bubble" holds for steps that follow each other without a barrier. Clipping by the norm over all ranks, and the test for inf
+# under loss scaling, are barriers; the paper lets every rank step at once and takes a step back in the rare case that it should not have been taken.
+#
+# Between the two lies a choice. Give a limit on memory, and search for the shortest period, on eight ranks with 24 micro-batches:
+
+# %%
+limits = range(8, 17)
+found = [simulate(schedule.zb_auto(8, 24, limit)) for limit in limits]
+plots.curves(
+    list(limits),
+    searched=[100 * run.period_bubble_fraction for run in found],
+    xlabel="limit on micro-batches that a rank holds",
+    ylabel="bubble fraction, no barrier (%)",
+    title="Each micro-batch more buys a piece of the bubble, until none is left",
+)
+
+# %% [markdown]
+# ## Does it need the memory?
+#
+# Give each rank two chunks, as in lab 13a, but let the second one come *back*: stages 0 to 3 on ranks 0 to 3, stages 4 to 7 on ranks 3 to 0, a V. Rank 0 then has the first stage and the
+# last, so a micro-batch's first backward begins where its forward began.
+
+# %%
+zb_v = schedule.zb_v(4, 8)
+half = Durations(F=0.5, B=0.5, W=0.5)
+plots.gantt(simulate(zb_v, half), simulate(h2), barrier=False)
+
+# %%
+run = simulate(zb_v, half)
+{"period": run.period, "ideal": 8 * 3, "holds": [zb_v.peak(r) / 2 for r in range(4)]}
+
+# %% [markdown]
+# The period of ZB-H2 in the memory of 1F1B, for u = 2 chunks and equal times. Embedding and head, which may share a matrix, stand on one rank.
+#
+# **One channel, two kinds of messages.** In a V rank 0 sends rank 1 the forwards of stage 0 *and* the backwards of stage 7. All have the same shape. If each rank receives in the order in
+# which *it* needs them, what happens?
+
+# %%
+swapped = world.run(step(zb_v, messages="unmatched"))
+matched = world.run(step(zb_v))
+[f"{off(stages for _, stages in results):.1%}" for results in (swapped, matched)]
+
+# %% [markdown]
+# No error, no hang, and a wrong gradient: some ranks took another message than they thought. Received in the *sender's* order, early ones kept, all is right. A value test against one device
+# is the only thing that sees this.
+#
+# *DualPipe* (DeepSeek-V3) goes on from here: a forward of one chunk and a backward of the other run *at once*, so that each computes while the other's messages travel, expert parallelism's
+# above all (lab 12). That pays if the pair takes less time than its parts:
+
+# %%
+dual = schedule.dualpipe_v(4, 12)
+v = simulate(schedule.zb_v(4, 12), half).period
+for pair in (1.5, 1.3, 1.1):
+    both = simulate(dual, Durations(F=0.5, B=0.5, W=0.5, fused=pair)).period
+    print(f"F with B and W in {pair}, per step: DualPipeV {both:.1f}, ZB-V {v:.1f}")
+
+# %% [markdown]
+# Without a gain from running at once, 1.5 for all three, DualPipeV is the longer one.
+
+# %% [markdown]
+# Place it by hand: four levels, each with a constraint that leads to the schedules of this lab.
+
+# %%
+Editor(LEVELS[2:])
+
+# %% [markdown]
+# ## Does it still compose?
+#
+# Pipeline, data and tensor parallelism on a mesh of 2 × 2 × 2: `parallelize`, `split`, `run`, then the average over replicas.
+
+
+# %%
+def three_axes(rank):
+    dp, tp = rank.comm("dp"), rank.comm("tp")
+    plan = schedule.zb_v(2, 4)
+    net = tensor_parallel.parallelize(model(), tp)
+    stages = pipeline.local(pipeline.split(net, 4), plan, rank.comm("pp").rank)
+    mine = batches[4 * dp.rank :][:4]
+    loss = partial(tensor_parallel.cross_entropy, comm=tp)
+    pipeline.run(stages, plan, rank.comm("pp"), mine, loss=loss)
+    data_parallel.average_gradients(stages, dp)
+    return {
+        name.partition(".")[2]: parameter.grad
+        for name, parameter in stages.named_parameters()
+        if "norm" in name  # which tensor parallelism leaves whole
+    }
+
+
+grid = World(Mesh(pp=2, dp=2, tp=2))
+found = [item for table in grid.run(three_axes) for item in table.items()]
+errors = [(grad - wanted[name]).abs().max().item() for name, grad in found]
+{"equal to 1e-12": max(errors) < 1e-12}
+
+# %%
+grid.ledger.by("axis")
+
+# %% [markdown]
+# ## Play with it
+#
+# How short must W be until ZB-H1 leaves as much as 1F1B? When does the V lose its advantage?
+
+# %%
+orders = {
+    "1F1B": schedule.one_f_one_b,
+    "ZB-H1": schedule.zb_h1,
+    "ZB-H2": schedule.zb_h2,
+    "ZB-V": schedule.zb_v,
+}
+
+
+def view(order="ZB-H1", w=1.0, barrier=False):
+    """Four ranks, eight micro-batches; F and B take 1, W as long as you say."""
+    made = orders[order](4, 8)
+    share = 4 / made.stages
+    times = Durations(share, share, w * share)
+    return plots.gantt(simulate(made, times), barrier=barrier)
+
+
+explore(view, order=list(orders), w=[0.5, 1.0, 1.5], barrier=False)
+
+# %% [markdown]
+# ## In practice
+#
+# | schedule | torch.distributed.pipelining | elsewhere |
+# |---|---|---|
+# | ZB-H1, with chunks | `ScheduleInterleavedZeroBubble` | Sea AI Lab's fork of Megatron-LM |
+# | ZB-V | `ScheduleZBVZeroBubble` | the same |
+# | DualPipeV | `ScheduleDualPipeV` | DeepSeek's `dualpipe` |
+#
+# torchtitan takes their names in `parallelism.pipeline_parallel_schedule`. What they call B differs: in torch's lists a full backward pass is `B`, its halves are `I` and `W`.
+
+# %% [markdown]
+# ## Errata
+#
+# **"Split backward into B (input) and W (weights) to reach near-zero idle time"** (reading notes on *The Ultra-Scale Playbook*). Only without a barrier: with one, ZB-H2 takes as long as ZB-H1.
+#   <!-- claim: [schedule.simulate(make(4, 8)).makespan for make in (schedule.zb_h1, schedule.zb_h2)] == [27, 27] -->
+#
+# **Two meanings of B.** It is the input's half in Qi et al. (Table 2), the whole backward pass in DeepSeek-V3 (Table 2). Their ZB1P, (PP − 1)(F + B − 2W), is ZB-H1's (p − 1)(F + B − W).
+#   <!-- claim: (lambda f, b, w: schedule.bubble("zb_h1", 4, 8, schedule.Durations(f, b, w)) == 3 * (f + (b + w) - 2 * w))(2, 3, 1) == True -->
+#
+# **"2×" parameters of DualPipe** (DeepSeek-V3, Table 2) are per stage: each rank holds two. On as many devices DualPipeV holds what everybody holds.
+
+# %% [markdown]
+# ## Summary
+#
+# > - A backward pass is two halves. Nobody waits for W, and split in the layer it costs nothing; asked of autograd twice, it costs a forward pass.
+# > - ZB-H1 fills the bubble up to (p − 1)(F + B − W), in the memory of 1F1B.
+# >   <!-- claim: [schedule.simulate(schedule.zb_h1(4, 8)).idle(0), max(schedule.zb_h1(4, 8).peak(r) for r in range(4))] == [3, 4] -->
+# > - ZB-H2 fills it all, if no barrier ends the step, and holds 2p − 1.
+# >   <!-- claim: [schedule.simulate(schedule.zb_h2(4, 8)).period, schedule.zb_h2(4, 8).peak(0)] == [24, 7] -->
+# > - A V of two chunks fills it in the memory of p micro-batches, if F, B and W take equally long.
+# >   <!-- claim: [schedule.simulate(schedule.zb_v(4, 8)).period, schedule.zb_v(4, 8).peak(0)] == [48, 8] -->
+# > - In a V, forwards and backwards share a channel: receive in the sender's order.
+# > - Name the metric with every bubble: with or without a barrier, over ideal or over total.
+#
+# Next: lab 14 changes few weights of a large model.
+
+# %% [markdown]
+# ## References
+#
+# - P. Qi et al., *Zero bubble pipeline parallelism*, arXiv:2401.10241 (2023): Table 2, section 2.3.
+# - DeepSeek-AI, *DeepSeek-V3 technical report*, arXiv:2412.19437 (2024): section 3, Table 2.
+# - D. Narayanan et al., *Efficient large-scale language model training on GPU clusters using Megatron-LM*, arXiv:2104.04473 (2021): section 2.2.
+# - PyTorch 2.13, documentation of `torch.distributed.pipelining`.
