@@ -17,6 +17,7 @@ from labutils import (
     memory,
     model,
     planner,
+    precision,
     timeline,
     units,
     world,
@@ -294,3 +295,22 @@ def test_an_input_that_needs_no_gradient_gets_none():
     slope = torch.ones(4, 1)
     run = checkpointing.run(chain, checkpointing.keep_nothing(2), torch.ones(4, 3), slope)
     assert run.input_gradient is None and chain[0].weight.grad is not None
+
+
+def test_a_gradient_inside_a_region_is_taken_again_in_its_own_format():
+    """The backward pass lies in a region of its own, which the second evaluation must not see."""
+    seen, x = [], torch.ones(3, 4, requires_grad=True)
+
+    def product(x):
+        y = x @ x.T
+        seen.append(y.dtype)
+        return y.sin().exp()
+
+    def slope(x):
+        y = checkpointing.checkpoint(product, x)
+        return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+    y = checkpointing.checkpoint(slope, x)
+    with precision.autocast():
+        y.sum().backward()
+    assert set(seen) == {torch.float32}
