@@ -16,7 +16,7 @@ from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.teach import calculator, plots
 
 LAB = pathlib.Path(__file__).resolve().parents[1] / "notebooks" / "03_memory.ipynb"
-TINY = ModelConfig(
+TINY = ModelConfig(  # of the kind of Llama 3, whose formulas are stored
     num_layers=6,
     d_model=16,
     num_heads=4,
@@ -28,6 +28,7 @@ TINY = ModelConfig(
     norm="rmsnorm",
     positions="rope",
     bias=False,
+    tied=False,
 )
 
 

@@ -79,23 +79,50 @@ def _parts(nbytes: int, units: Mapping[int, list], primes: Mapping[str, int]) ->
     return [factored(nbytes, primes)]
 
 
+class _Weightless(TorchDispatchMode):
+    """Products of matrices without their values, which decide nothing here: they would be most of
+    the time that a step takes, above all in bf16, which few CPUs multiply."""
+
+    PRODUCTS = (
+        torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
+    )  # fmt: skip
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in self.PRODUCTS:
+            a, b = args[-2:]
+            return a.new_zeros((*a.shape[:-1], b.shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
 def _run(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.Recorder, _Places]":
+    with _Weightless():  # below the recorder, which sees each product asked for and delivered
+        return _step(rank, model, train)
+
+
+def _built(rank: Rank, model: ModelConfig, train: TrainConfig) -> tuple[GPT, list, Any]:
+    """The model, the sizes that ZeRO gathers at once, and the optimizer."""
     half = train.precision != "fp32" and not train.autocast
     narrow = torch.bfloat16 if half else torch.float32
     wide = torch.float32 if train.fp32_gradients else None
     net = GPT(model, attention=train.attention).to(torch.float32 if train.zero == 3 else narrow)
     checkpointing.apply(net, train.checkpointing)
-    units = _units(net) if train.zero == 3 else []
     make = functools.partial(OPTIMIZERS[train.optimizer], lr=1e-3, **STEPPING[train.stepping])
+    comm = rank.comm("dp")
     if train.zero == 3:
-        zero.shard(net, rank.comm("dp"), param_dtype=narrow, reduce_dtype=wide)
-    if train.zero in (1, 2):
+        units = _units(net)
+        zero.shard(net, comm, param_dtype=narrow, reduce_dtype=wide)
+        return net, units, make(net.parameters())
+    if train.zero:
         options: Any = dict(level=train.zero, reduce_dtype=wide, bucket_bytes=1)
-        optimizer: Any = zero.Optimizer(net.parameters(), rank.comm("dp"), make, **options)
-    else:
-        optimizer = make(net.parameters())
-        if half and not train.zero:
-            optimizer = precision.MasterWeights(optimizer, fp32_gradients=train.fp32_gradients)
+        return net, [], zero.Optimizer(net.parameters(), comm, make, **options)
+    optimizer = make(net.parameters())
+    if half:
+        optimizer = precision.MasterWeights(optimizer, fp32_gradients=train.fp32_gradients)
+    return net, [], optimizer
+
+
+def _step(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.Recorder, _Places]":
+    net, units, optimizer = _built(rank, model, train)
     inner = getattr(optimizer, "inner", getattr(optimizer, "optimizer", optimizer))
     x, y = (torch.zeros(train.global_batch, model.seq_len, dtype=torch.long) for _ in range(2))
 
