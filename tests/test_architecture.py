@@ -47,6 +47,11 @@ SIDEWAYS = {
     ("memory", "checkpointing"),
     ("memory", "precision"),
     ("memory", "zero"),
+    # QLoRA's frozen weights; the adapter of a split layer is split as the layer is; what is trained
+    # has the states of anything trained.
+    ("lora", "quantization"),
+    ("lora", "tensor_parallel"),
+    ("lora", "memory"),
     ("check", "exercises"),
     ("config", "anatomy"),  # a model counts its parameters in its table
     ("trace", "ledger"),  # what was sent, as amounts

@@ -1,0 +1,123 @@
+"""A task that a GPT of 100,000 weights learns in seconds, and another to fine-tune it for: sums of
+numbers of two digits, written in base 10 and then in base 8."""
+
+import csv
+import functools
+import itertools
+import math
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from labutils.config import DATA, ModelConfig
+from labutils.model import GPT
+
+WORDS = "0123456789+="
+ADDER = ModelConfig(
+    num_layers=2, d_model=64, num_heads=4, d_ff=256, vocab_size=len(WORDS), seq_len=8,
+    norm="rmsnorm", bias=False, tied=False, name="adder",
+)  # fmt: skip
+ANSWER = 3  # digits of a sum, the least significant one first, as they are carried
+HELD_OUT = 512
+_WARM_UP, _BETAS = 20, (0.9, 0.99)
+
+
+def sums(base: int) -> tuple[Int[Tensor, "n s"], Int[Tensor, "n s"]]:
+    """Every sum of two numbers of two digits: tokens, and targets, of which the three digits of the
+    answer count. They are shuffled, always alike; the first 512 are held out.
+
+    >>> tokens, targets = sums(10)
+    >>> "".join(WORDS[i] for i in tokens[0]), targets[0].tolist()
+    ('60+44=40', [-100, -100, -100, -100, -100, 4, 0, 1])
+    """
+    digits = list(itertools.product(range(base), repeat=4))
+    left, right = (torch.tensor([pair[i] * base + pair[i + 1] for pair in digits]) for i in (0, 2))
+    total, first = left + right, torch.tensor(digits)
+    answer = torch.stack([total // base**i % base for i in range(ANSWER)], 1)
+    plus, equals = (torch.full((len(digits), 1), WORDS.index(word)) for word in "+=")
+    text = torch.cat([first[:, :2], plus, first[:, 2:], equals, answer], 1)
+    text = text[torch.randperm(len(text), generator=torch.Generator().manual_seed(0))]
+    targets = text[:, 1:].clone()
+    targets[:, :-ANSWER] = -100
+    return text[:, :-1], targets
+
+
+@functools.cache
+def held_out(base: int) -> tuple[Int[Tensor, "n s"], Int[Tensor, "n s"]]:
+    """The sums of a base that training does not see."""
+    return tuple(side[:HELD_OUT] for side in sums(base))
+
+
+def learn_sums(
+    model: GPT, base: int, *, steps: int, batch: int, lr: float, seed: int = 0, decay: bool = False
+) -> GPT:
+    """The model, its trained parameters stepped by AdamW on random sums of a base.
+
+    lr: reached after 20 steps, and kept; with `decay` it falls to zero along a cosine
+    """
+    tokens, targets = (side[HELD_OUT:] for side in sums(base))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr, betas=_BETAS, weight_decay=0.0)
+    draw = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        rate = min(1.0, (step + 1) / _WARM_UP)
+        if decay:
+            rate *= (1 + math.cos(math.pi * step / steps)) / 2
+        optimizer.param_groups[0]["lr"] = lr * rate
+        chosen = torch.randint(len(tokens), (batch,), generator=draw)
+        model.loss(tokens[chosen], targets[chosen]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@torch.no_grad()
+def score_sums(model: nn.Module, base: int) -> tuple[float, float]:
+    """Mean loss in nats per digit of the answer, and the share of sums with every digit right, of
+    those held out."""
+    tokens, targets = held_out(base)
+    logits = model(tokens)[:, -ANSWER:]
+    wanted = targets[:, -ANSWER:]
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()).item()
+    return loss, (logits.argmax(-1) == wanted).all(1).double().mean().item()
+
+
+def carry_free(base: int) -> float:
+    """The share of held-out sums that carry nothing: they read the same in any larger base."""
+    tokens, _ = held_out(base)
+    ones, tens = tokens[:, 1] + tokens[:, 4], tokens[:, 0] + tokens[:, 3]
+    return ((ones < base) & (tens < base)).double().mean().item()
+
+
+class Sweep:
+    """The rows of data/lora_sweep.csv: what 60 steps at each learning rate led to, seed by seed."""
+
+    def __init__(self, rows: list[dict[str, str]]) -> None:
+        self.rows = rows
+
+    def losses(self, **wanted: str) -> tuple[list[float], list[list[float]]]:
+        """The learning rates, and for each seed the held-out loss at each of them; of all layers
+        unless a `pattern` is wanted."""
+        wanted = {"pattern": "*"} | wanted
+        rows = [row for row in self.rows if all(row[key] == v for key, v in wanted.items())]
+        rates = sorted({float(row["lr"]) for row in rows})
+        seeds = sorted({row["seed"] for row in rows})
+        found = {(row["seed"], float(row["lr"])): float(row["loss"]) for row in rows}
+        return rates, [[found[seed, lr] for lr in rates] for seed in seeds]
+
+    def best(self, **wanted: str) -> tuple[float, float]:
+        """The learning rate with the lowest mean loss, and that loss."""
+        rates, losses = self.losses(**wanted)
+        means = [sum(each) / len(each) for each in zip(*losses, strict=True)]
+        return min(zip(rates, means, strict=True), key=lambda pair: pair[1])
+
+    def trained(self, pattern: str) -> int:
+        """Numbers that were trained where layers of this pattern had adapters."""
+        return next(int(row["trained"]) for row in self.rows if row["pattern"] == pattern)
+
+
+def sweep() -> Sweep:
+    """The sweep over learning rates, LoRA ranks and layers that tools/lora_sweep.py records."""
+    with open(DATA / "lora_sweep.csv", encoding="utf-8") as file:
+        return Sweep(list(csv.DictReader(file)))

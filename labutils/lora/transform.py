@@ -1,0 +1,189 @@
+"""A GPT with adapters: which layers have one, which is active, its merging, its file."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from labutils import anatomy, quantization
+from labutils.config import ModelConfig
+from labutils.lora.layers import LoraLinear, SplitAdapter, wrap
+from labutils.model import GPT
+
+OWN = "labutils.lora"  # the key of the metadata
+
+
+def targets(model: ModelConfig, pattern: str | tuple[str, ...] = "*") -> list[anatomy.Part]:
+    """The parts of a model that a pattern names, of those that LoRA may adapt: the linear layers of
+    its blocks. A pattern is the end of a part's name, with * for any words, or several of them.
+
+    >>> gpt3 = ModelConfig.named("gpt3-175b")
+    >>> [part.name for part in targets(gpt3, ("query", "value"))]
+    ['blocks.*.attention.query', 'blocks.*.attention.value']
+
+    Raises ValueError for a pattern that names nothing.
+    """
+    able = [part for part in anatomy.parts(model) if part.lora]
+    patterns = (pattern,) if isinstance(pattern, str) else pattern
+    chosen = [p for p in able if any(fnmatchcase(p.name, f"*.{each}") for each in patterns)]
+    for each in patterns:
+        if not any(fnmatchcase(part.name, f"*.{each}") for part in able):
+            names = ", ".join(sorted({part.name.rpartition(".")[2] for part in able}))
+            raise ValueError(f"no layer's name ends in {each!r}: use *, or some of {names}")
+    return chosen
+
+
+def adapt(
+    module: GPT,
+    *,
+    rank: int,
+    alpha: int | float,
+    pattern: str | tuple[str, ...] = "*",
+    name: str = "default",
+    **options: Any,
+) -> GPT:
+    """The GPT, changed in place: all of it frozen, and beside each layer of `pattern` an adapter
+    that is trained. Called again with another `name` it adds a second set, and activates that.
+
+    After `tensor_parallel.parallelize`, before `data_parallel.replicate` and `zero.shard`;
+    checkpointing may come before or after.
+
+    Invariant: until the first step the outputs are those of the module without it, to the bit.
+    """
+    chosen = {part.name for part in targets(module.config, pattern)}
+    layers = [path for path, _ in module.named_modules() if _starred(path) in chosen]
+    module.requires_grad_(False)
+    for path in layers:
+        layer = module.get_submodule(path)
+        if isinstance(layer, LoraLinear):
+            layer.add(name, rank=rank, alpha=alpha, **options)
+        else:
+            layer = wrap(layer, rank=rank, alpha=alpha, name=name, **options)
+            module.set_submodule(path, layer)
+    activate(module, name)
+    return module
+
+
+def _starred(path: str) -> str:
+    return ".".join("*" if word.isdigit() else word for word in path.split("."))
+
+
+def adapted(module: nn.Module) -> dict[str, LoraLinear]:
+    """The layers with adapters, by path."""
+    found = module.named_modules()
+    return {path: layer for path, layer in found if isinstance(layer, LoraLinear)}
+
+
+def activate(module: nn.Module, name: str | None) -> None:
+    """Compute with the adapters of that name, which alone are trained, or with none; layers without
+    one of that name compute alone."""
+    layers = adapted(module).values()
+    if name is not None and not any(name in layer.adapters for layer in layers):
+        known = sorted({each for layer in layers for each in layer.adapters})
+        raise ValueError(f"no layer has an adapter {name!r}: the module has {known}")
+    for layer in layers:
+        layer.activate(name if name in layer.adapters else None)
+
+
+@contextmanager
+def merged(module: nn.Module) -> Iterator[nn.Module]:
+    """The module with its active adapters merged; behind it every weight is what it was."""
+    layers = [layer for layer in adapted(module).values() if layer.active is not None]
+    done: list[LoraLinear] = []
+    try:
+        for layer in layers:
+            layer.merge()
+            done.append(layer)
+        yield module
+    finally:
+        for layer in done:
+            layer.unmerge()
+
+
+def absorb(module: nn.Module) -> nn.Module:
+    """The module with its active adapters merged for good: plain layers, which cost what they cost
+    before."""
+    for path, layer in adapted(module).items():
+        if layer.active is not None:
+            layer.merge()
+        module.set_submodule(path, layer.base)
+    return module
+
+
+def quantize_base(module: GPT, *, double: bool = True) -> GPT:
+    """QLoRA's first step: every linear layer of the blocks keeps its weight in NF4, in place; then
+    `adapt` it."""
+    able = {part.name for part in targets(module.config)}
+    for path, layer in list(module.named_modules()):
+        if _starred(path) in able:
+            if type(layer) is not nn.Linear:
+                got = type(layer).__name__
+                raise TypeError(f"{path} is a {got}: quantize plain linear layers, then adapt them")
+            module.set_submodule(path, quantization.Nf4Linear(layer, double=double))
+    return module
+
+
+# ── adapters on disk ──────────────────────────────────────────────────────────────────────────────
+
+
+def save_adapter(path: str | os.PathLike, module: nn.Module, name: str = "default") -> None:
+    """Write the adapters of that name, and nothing of the model, to a safetensors file: A and B of
+    each layer under its path, LoRA rank, α and dropout of each as metadata.
+
+    Raises ValueError where a rank has only a share of them.
+    """
+    tensors, settings = {}, {}
+    for at, layer in adapted(module).items():
+        if name not in layer.adapters:
+            continue
+        adapter = layer.adapters[name]
+        if isinstance(adapter, SplitAdapter) or adapter.A.dim() != 2:
+            remedy = "save from a model that has them whole (zero.gathered, or one without tp)"
+            raise ValueError(f"{at}: this rank has a share of the adapter {name!r}: {remedy}")
+        tensors |= {f"{at}.A": adapter.A.detach(), f"{at}.B": adapter.B.detach()}
+        settings[at] = dict(rank=adapter.rank, alpha=adapter.alpha, dropout=adapter.dropout)
+    if not tensors:
+        raise ValueError(f"no layer has an adapter {name!r}: nothing to save")
+    save_file(tensors, path, metadata={OWN: json.dumps(settings)})
+
+
+@torch.no_grad()
+def load_adapter(path: str | os.PathLike, module: GPT, name: str = "default") -> GPT:
+    """The model with the adapters of a file, in place, under a `name` that is free, and active.
+
+    Raises ValueError for a file that is torn, or no adapter, or one of another model, before
+    anything changes.
+    """
+    file = Path(path).name
+    try:
+        with safe_open(path, "pt") as opened:
+            found = {key: opened.get_tensor(key) for key in opened.keys()}
+            settings = json.loads((opened.metadata() or {})[OWN])
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{file} is torn, or holds no adapter: {error}") from None
+    for at in settings:
+        layer = dict(module.named_modules()).get(at)
+        base = layer.base if isinstance(layer, LoraLinear) else layer
+        wanted = (getattr(base, "out_features", None), getattr(base, "in_features", None))
+        shape = (len(found[f"{at}.B"]), found[f"{at}.A"].shape[1])
+        if shape != wanted:
+            raise ValueError(f"{file}: {at} is {wanted} here and {shape} there: another model?")
+    module.requires_grad_(False)
+    for at, options in settings.items():
+        layer = module.get_submodule(at)
+        if not isinstance(layer, LoraLinear):
+            layer = LoraLinear(layer)
+            module.set_submodule(at, layer)
+        layer.add(name, **options)
+        for key, parameter in layer.adapters[name].named_parameters():
+            parameter.copy_(found[f"{at}.{key}"])
+    activate(module, name)
+    return module

@@ -1,0 +1,560 @@
+"""LoRA: equal to W + (α/r)·B·A written out, merged and unmerged to the bit, and what it costs: formula = dry run = measured."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from labutils import checkpointing, collectives, data_parallel, lora, measure, tensor_parallel, zero
+from labutils.config import Mesh, ModelConfig
+from labutils.flash import fused
+from labutils.lora import addition
+from labutils.model import GPT
+from labutils.world import RankError, World
+
+SIZES = dict(num_layers=2, d_model=16, num_heads=4, d_ff=24, vocab_size=12, seq_len=8)
+LLAMA_STYLE = dict(ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False)
+GPT2 = ModelConfig(**SIZES)
+LLAMA = ModelConfig(**SIZES, **LLAMA_STYLE, num_kv_heads=2)
+ROWS = tuple(
+    torch.randint(12, (4, 8), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+)
+PATTERNS = ["*", ("query", "value"), "value", "attention.*", "feed_forward.*", "down"]
+
+
+def build(config, dtype=torch.float64, adapters=True, seed=0, **options):
+    """A model with random weights, biases and norms included, and adapters of which B is too."""
+    generator = torch.Generator().manual_seed(seed)
+    model = GPT(config, generator=generator).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+    if not adapters:
+        return model
+    return lora.adapt(model, **(dict(rank=3, alpha=6.0, generator=generator) | options))
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def trained(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def steps(model, rows=ROWS, count=3, optimizer=None):
+    """Losses, and the adapters behind them."""
+    optimizer = optimizer or adamw(list(trained(model).values()))
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = model.loss(*rows)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, {name: p.detach().clone() for name, p in trained(model).items()}
+
+
+def written_out(model, adapters, scale, rows=ROWS):
+    """The loss of the plain model whose weights are W + (α/r)·B·A."""
+    weights = {
+        name.replace(".base.", "."): p
+        for name, p in model.named_parameters()
+        if ".adapters." not in name
+    }
+    for path in lora.adapted(model):
+        A, B = (adapters[f"{path}.adapters.default.{key}"] for key in "AB")
+        weights[f"{path}.weight"] = weights[f"{path}.weight"] + scale * (B @ A)
+    plain = GPT(model.config).double()
+    logits = torch.func.functional_call(plain, weights, (rows[0],))
+    return F.cross_entropy(logits.flatten(0, 1), rows[1].flatten())
+
+
+@pytest.mark.parametrize(
+    "config, pattern",
+    [(GPT2, "*"), (LLAMA, "*"), (GPT2, ("query", "value")), (LLAMA, "feed_forward.*")],
+    ids=str,
+)
+def test_three_steps_are_those_of_the_sum_written_out(config, pattern):
+    model = build(config, pattern=pattern)
+    adapters = {name: p.detach().clone().requires_grad_() for name, p in trained(model).items()}
+    optimizer, losses = adamw(list(adapters.values())), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = written_out(model, adapters, 2.0)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    got, after = steps(model)
+    assert got == pytest.approx(losses, rel=1e-12)
+    assert set(after) == set(adapters)
+    for name, value in adapters.items():
+        torch.testing.assert_close(after[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_it_begins_as_the_model_itself_and_only_adapters_are_trained():
+    plain, model = build(GPT2, adapters=False), build(GPT2)
+    assert torch.equal(plain(ROWS[0]), model(ROWS[0]))
+    assert all(".adapters.default." in name for name in trained(model))
+    model.loss(*ROWS).backward()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+        elif name.endswith(".A"):
+            assert parameter.grad.abs().max() == 0  # B is zero
+        else:
+            assert parameter.grad.abs().max() > 0
+    bound = 1 / 16**0.5
+    first = model.blocks[0].attention.query.adapters["default"].A
+    assert 0.5 * bound < first.abs().max() <= bound
+
+
+def test_with_both_zero_nothing_is_ever_learned():
+    model = build(GPT2)
+    for layer in lora.adapted(model).values():
+        nn.init.zeros_(layer.adapters["default"].A)
+    _, after = steps(model)
+    assert all(not value.any() for value in after.values())
+
+
+def test_dropout_acts_before_a_and_on_the_adapter_alone():
+    layer = lora.wrap(nn.Linear(64, 5).double(), rank=2, alpha=2, dropout=0.5)
+    adapter, x = layer.adapters["default"], torch.ones(3, 64, dtype=torch.float64)
+    nn.init.ones_(adapter.B)
+    torch.manual_seed(0)
+    got = layer(x)
+    torch.manual_seed(0)
+    low = F.linear(F.dropout(x, 0.5), adapter.A)
+    torch.testing.assert_close(got, layer.base(x) + low.sum(-1, keepdim=True).expand(3, 5))
+    layer.eval()
+    torch.testing.assert_close(layer(x), layer.base(x) + F.linear(x, adapter.delta()))
+
+
+# ── merging ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_merged_layer_computes_the_sum_and_unmerged_it_is_what_it_was(dtype):
+    model = build(LLAMA, dtype)
+    with torch.no_grad():
+        for name, parameter in trained(model).items():
+            parameter.uniform_(-0.3, 0.3)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    logits = model(ROWS[0])
+    with lora.merged(model):
+        close = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.5}[dtype]
+        assert (model(ROWS[0]) - logits).abs().max() < close
+    after = dict(model.named_parameters())
+    assert set(after) == set(before) and all(torch.equal(after[n], before[n]) for n in before)
+    assert torch.equal(model(ROWS[0]), logits)
+
+
+def test_subtracting_what_was_added_would_not_give_the_weight_back():
+    layer = lora.wrap(nn.Linear(64, 64), rank=4, alpha=4)
+    nn.init.normal_(layer.adapters["default"].B)
+    weight, delta = layer.base.weight.detach().clone(), layer.adapters["default"].delta()
+    layer.merge()
+    assert not torch.equal(layer.base.weight - delta, weight)
+    layer.unmerge()
+    assert torch.equal(layer.base.weight, weight)
+
+
+def test_merging_out_of_order_is_refused():
+    layer = lora.wrap(nn.Linear(4, 4), rank=1, alpha=1)
+    with pytest.raises(ValueError, match="not merged: call merge"):
+        layer.unmerge()
+    layer.merge()
+    with pytest.raises(ValueError, match="merged already"):
+        layer.merge()
+    with pytest.raises(ValueError, match=r"unmerge\(\) before another"):
+        layer.activate(None)
+    layer.unmerge()
+    layer.activate(None)
+    with pytest.raises(ValueError, match="no active adapter"):
+        layer.merge()
+
+
+def test_absorbed_it_is_a_plain_model_of_the_same_names_and_flops():
+    model, plain = build(GPT2), build(GPT2, adapters=False)
+    steps(model)
+    logits = model(ROWS[0])
+    beside = fused.product_flops(lambda: model(ROWS[0]))
+    lora.absorb(model)
+    torch.testing.assert_close(model(ROWS[0]), logits)
+    assert [*model.state_dict()] == [*plain.state_dict()]
+    flops = [fused.product_flops(lambda each=each: each(ROWS[0])) for each in (model, plain)]
+    added = 2 * lora.trainable(GPT2, rank=3) * ROWS[0].numel()
+    assert flops[0] == flops[1] == beside - added
+
+
+# ── several, and on disk ──────────────────────────────────────────────────────────────────────────
+
+
+def test_several_adapters_live_beside_each_other_and_one_is_trained():
+    model = build(GPT2)
+    plain = model(ROWS[0])
+    steps(model)
+    first = model(ROWS[0])
+    lora.adapt(model, rank=1, alpha=1, pattern="value", name="second")
+    assert torch.equal(model(ROWS[0]), plain)  # the new one is zero, the first is not active
+    assert {name.split(".")[-2] for name in trained(model)} == {"second"}
+    steps(model)
+    assert not torch.equal(model(ROWS[0]), plain)
+    lora.activate(model, "default")
+    assert torch.equal(model(ROWS[0]), first)
+    lora.activate(model, None)
+    assert torch.equal(model(ROWS[0]), plain) and not trained(model)
+    with pytest.raises(ValueError, match="there is an adapter 'second' already"):
+        lora.adapt(model, rank=1, alpha=1, pattern="value", name="second")
+    with pytest.raises(ValueError, match=r"no layer has an adapter 'third'.*'default', 'second'"):
+        lora.activate(model, "third")
+
+
+def test_adapters_alone_go_to_disk_and_come_back(tmp_path):
+    model, path = build(LLAMA, torch.float32, pattern=("query", "down")), tmp_path / "a.safetensors"
+    steps(model)
+    lora.save_adapter(path, model)
+    header = int.from_bytes(path.read_bytes()[:8], "little")
+    numbers = lora.trainable(LLAMA, rank=3, pattern=("query", "down"))
+    assert path.stat().st_size == 8 + header + 4 * numbers
+    fresh = build(LLAMA, torch.float32, adapters=False)
+    lora.load_adapter(path, fresh, "back")
+    assert torch.equal(fresh(ROWS[0]), model(ROWS[0]))
+    assert {name.split(".")[-2] for name in trained(fresh)} == {"back"}
+    assert fresh.blocks[0].attention.query.adapters["back"].scale == 2.0
+
+
+def test_files_that_do_not_fit_are_refused_before_anything_changes(tmp_path):
+    model, path = build(GPT2, torch.float32), tmp_path / "a.safetensors"
+    lora.save_adapter(path, model)
+    other = GPT(ModelConfig(**SIZES | dict(d_ff=32)))
+    with pytest.raises(ValueError, match=r"a.safetensors: blocks.0.feed_forward.up is \(32, 16\)"):
+        lora.load_adapter(path, other)
+    assert not lora.adapted(other)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="a.safetensors is torn, or holds no adapter"):
+        lora.load_adapter(path, other)
+    with pytest.raises(ValueError, match="no layer has an adapter 'x'"):
+        lora.save_adapter(path, model, "x")
+
+
+# ── which layers, and how many parameters ─────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "name, pattern, rank, wanted",
+    [  # Hu et al. 2106.09685, Tables 4 and 5, 175B; and the adapters of an 8B Llama
+        ("gpt3-175b", ("query", "value"), 1, 4_718_592),
+        ("gpt3-175b", ("query", "value"), 4, 18_874_368),
+        ("gpt3-175b", ("query", "value"), 8, 37_748_736),
+        ("gpt3-175b", "query", 8, 18_874_368),
+        ("gpt3-175b", ("query", "key", "value", "attention.output"), 2, 18_874_368),
+        ("llama-3.1-8b", "*", 16, 41_943_040),
+    ],
+)
+def test_counts_are_those_of_the_paper(name, pattern, rank, wanted):
+    assert lora.trainable(ModelConfig.named(name), rank=rank, pattern=pattern) == wanted
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_what_is_trained_is_what_was_counted(pattern):
+    experts = ModelConfig(**SIZES, **LLAMA_STYLE, num_experts=3, top_k=2)
+    for config in (GPT2, LLAMA, experts):
+        model = build(config, pattern=pattern)
+        counted = lora.trainable(config, rank=3, pattern=pattern)
+        assert sum(p.numel() for p in trained(model).values()) == counted
+        assert not [path for path in lora.adapted(model) if path.endswith(("router", "head"))]
+
+
+def test_a_pattern_that_names_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"ends in 'head': use \*, or some of down, gate, key"):
+        lora.targets(LLAMA, ("query", "head"))
+
+
+# ── bytes and FLOPs ───────────────────────────────────────────────────────────────────────────────
+
+
+def held(config, frozen, rows=None, **options):
+    """What a step leaves in memory."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if frozen == "fp32" else torch.bfloat16)
+    try:
+        model = GPT(config)
+        if frozen == "nf4":
+            lora.quantize_base(model)
+        lora.adapt(model, alpha=8, **options)
+        optimizer = adamw(list(trained(model).values()))
+        tokens = torch.zeros(1, 8, dtype=torch.long)
+        model.loss(tokens, tokens).backward()
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
+    return measure.model_states(model, optimizer)
+
+
+def dry_held(config, frozen, **options):
+    return World(Mesh(), engine="dry").run(lambda rank: held(config, frozen, **options))
+
+
+@pytest.mark.parametrize("frozen", ["fp32", "bf16", "nf4"])
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_model_states_formula_dry_run_and_measured_agree(config, frozen):
+    options = dict(rank=3, pattern=("query", "down"))
+    formula = lora.model_states(config, frozen=frozen, **options)
+    dry, measured = (each(config, frozen, **options) for each in (dry_held, held))
+    assert formula.diff(dry).unexplained == 0 == dry.diff(measured).unexplained
+
+
+def test_a_layer_of_a_70b_model_dry_in_nf4():
+    llama = replace(ModelConfig.named("llama-2-70b"), num_layers=1)
+    dry, formula = dry_held(llama, "nf4", rank=16), lora.model_states(llama, frozen="nf4", rank=16)
+    assert formula.diff(dry).unexplained == 0
+
+
+def test_what_has_no_formula_is_refused():
+    with pytest.raises(ValueError, match="got 'int8' and 0"):
+        lora.model_states(GPT2, rank=1, frozen="int8")
+    with pytest.raises(ValueError, match="num_experts=3"):
+        lora.training_flops(ModelConfig(**SIZES, num_experts=3), rank=1)
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, "query", "key", "attention.output", "up"], ids=str)
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_flops_of_a_training_step_are_counted_to_the_last(config, pattern):
+    model = build(config, torch.float32, pattern=pattern)
+    counted = fused.product_flops(lambda: model.loss(*ROWS).backward())
+    formula = lora.training_flops(config, rank=3, pattern=pattern)
+    assert sum(formula.values()) * ROWS[0].numel() == counted
+
+
+# ── with other techniques ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_checkpointing_changes_no_bit(policy):
+    losses, adapters = steps(build(LLAMA))
+    before = checkpointing.apply(build(LLAMA, adapters=False), policy)
+    behind = checkpointing.apply(build(LLAMA), policy)
+    lora.adapt(before, rank=3, alpha=6.0)
+    before.load_state_dict(behind.state_dict())
+    for model in (before, behind):
+        got, after = steps(model)
+        assert got == losses and all(torch.equal(after[name], adapters[name]) for name in adapters)
+
+
+def share(rank):
+    comm = rank.comm("dp")
+    return tuple(rows.chunk(comm.size)[comm.rank] for rows in ROWS)
+
+
+def test_replicas_reduce_the_gradients_of_adapters_alone():
+    def program(rank):
+        model = build(GPT2, torch.float32, seed=rank.comm("dp").rank)
+        replica = data_parallel.replicate(model, rank.comm("dp"))
+        with torch.no_grad():
+            for adapter in trained(model).values():
+                adapter.normal_(generator=torch.Generator().manual_seed(0))
+        x, y = share(rank)
+        F.cross_entropy(replica(x).flatten(0, 1), y.flatten()).backward()
+        return {name: p.grad for name, p in trained(model).items()}
+
+    alone = build(GPT2, torch.float32)
+    with torch.no_grad():
+        for adapter in trained(alone).values():
+            adapter.normal_(generator=torch.Generator().manual_seed(0))
+    alone.loss(*ROWS).backward()
+    with World(Mesh(dp=2)) as two:
+        for gradients in two.run(program):
+            for name, p in trained(alone).items():
+                torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-6)
+        nbytes = 4 * lora.trainable(GPT2, rank=3)
+        ring = collectives.sent("all_reduce_ring", nbytes=nbytes, n=2, itemsize=4)
+        assert two.ledger.only(name="all_reduce").total == ring.total
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_zero_shards_adapters_and_computes_the_same(level):
+    def program(rank):
+        model, comm = build(LLAMA, seed=rank.comm("dp").rank), rank.comm("dp")
+        names = list(trained(model))
+        if level == 3:
+            zero.shard(model, comm)
+            optimizer = adamw(list(trained(model).values()))
+        else:
+            parameters = list(model.parameters())
+            optimizer = zero.Optimizer(parameters, comm, adamw, level=level)
+        losses, _ = steps(model, share(rank), optimizer=optimizer)
+        states = measure.model_states(model, getattr(optimizer, "inner", optimizer))
+        with zero.gathered(model) if level == 3 else nullcontext():
+            found = dict(model.named_parameters())
+            return losses, {name: found[name].detach().clone() for name in names}, states
+
+    losses, after = steps(build(LLAMA))
+    with World(Mesh(dp=2)) as two:
+        results = two.run(program)
+    assert [sum(each) / 2 for each in zip(*(r[0] for r in results), strict=True)] == pytest.approx(
+        losses, rel=1e-12
+    )
+    for _, found, states in results:
+        for name, value in after.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+        share_of = -(-lora.trainable(LLAMA, rank=3) // 2)  # numbers in fp64
+        moments = states.only(component="optimizer").by("name")
+        assert moments["exp_avg"] == moments["exp_avg_sq"] >= 8 * share_of
+        assert moments["exp_avg"] <= 8 * (share_of + 4)  # padded, unit by unit
+
+
+@pytest.mark.parametrize(
+    "config, n, sequence",
+    [(GPT2, 2, False), (LLAMA, 4, False), (LLAMA, 4, True)],
+    ids=["gpt2 on 2", "llama on 4", "llama on 4, sequence"],
+)
+def test_the_adapters_of_a_split_model_learn_the_same(config, n, sequence):
+    config = replace(config, num_layers=1)
+
+    def program(rank):
+        comm = rank.comm("tp")
+        model = build(config, adapters=False)
+        tensor_parallel.parallelize(model, comm, sequence=sequence)
+        generator = torch.Generator().manual_seed(7 + comm.rank)  # rank 0's A is everybody's
+        lora.adapt(model, rank=3, alpha=6.0, generator=generator)
+        losses, after = steps(model, count=2)
+        with lora.merged(model):
+            return losses, after, model.loss(*ROWS).item()
+
+    whole = build(config, adapters=False)
+    lora.adapt(whole, rank=3, alpha=6.0, generator=torch.Generator().manual_seed(7))
+    losses, after = steps(whole, count=2)
+    final = whole.loss(*ROWS).item()
+    with World(Mesh(tp=n)) as world:
+        results = world.run(program)
+    for got, _, merged in results:
+        assert got == pytest.approx(losses, rel=1e-12) and merged == pytest.approx(final, rel=1e-12)
+    for name, value in after.items():
+        column = not name.split(".adapters")[0].endswith(("output", "down"))
+        shares = [found[name] for _, found, _ in results]
+        split = (0 if column else 1) if column == name.endswith(".B") else None
+        if split is None:
+            assert all(torch.equal(each, shares[0]) for each in shares)
+            shares = shares[:1]
+        elif sum(len(each) for each in shares) > len(value) and split == 0:
+            shares = shares[:: n // config.num_kv_heads]  # neighbours have the same head
+        whole_again = torch.cat(shares, split or 0)
+        torch.testing.assert_close(whole_again, value, rtol=1e-9, atol=1e-9)
+
+
+def test_a_split_adapter_adds_messages_of_r_numbers_a_token():
+    def program(rank, adapters):
+        model = build(GPT2, torch.float32, adapters=False)
+        tensor_parallel.parallelize(model, rank.comm("tp"))
+        if adapters:
+            lora.adapt(model, rank=3, alpha=6)
+        model.loss(*ROWS).backward()
+
+    sent = []
+    for adapters in (False, True):
+        with World(Mesh(tp=2)) as two:
+            two.run(program, adapters)
+            sent.append(
+                [two.ledger.only(name=f"all_reduce {way}") for way in ("forward", "backward")]
+            )
+    message = collectives.sent("all_reduce_ring", nbytes=4 * 3 * ROWS[0].numel(), n=2, itemsize=4)
+    plain, beside = sent
+    # Forward for output and down; backward for query, key, value and up.
+    assert beside[0].total - plain[0].total == 2 * 2 * message.total
+    # What stands before the first adapter sends no gradient: the first layer's attention.
+    stream = collectives.sent(
+        "all_reduce_ring", nbytes=4 * 16 * ROWS[0].numel(), n=2, itemsize=4
+    ).total
+    assert beside[1].total - plain[1].total == 2 * 4 * message.total - stream
+
+
+def test_what_does_not_compose_is_refused(tmp_path):
+    def split_the_adapted(rank):
+        tensor_parallel.parallelize(build(GPT2), rank.comm("tp"))
+
+    def drop_on_a_share(rank):
+        model = tensor_parallel.parallelize(build(GPT2, adapters=False), rank.comm("tp"))
+        lora.adapt(model, rank=1, alpha=1, dropout=0.1)
+
+    def save_a_share(rank):
+        model = tensor_parallel.parallelize(build(GPT2, adapters=False), rank.comm("tp"))
+        lora.save_adapter(tmp_path / "a", lora.adapt(model, rank=1, alpha=1))
+
+    def adapt_the_sharded(rank):
+        model = zero.shard(build(GPT2, adapters=False), rank.comm("dp"))
+        lora.adapt(model, rank=1, alpha=1)
+
+    def merge_the_sharded(rank):
+        model = zero.shard(build(GPT2), rank.comm("dp"))
+        model.blocks[0].attention.query.merge()
+
+    def shard_bytes(rank):
+        zero.shard(lora.adapt(lora.quantize_base(GPT(GPT2)), rank=1, alpha=1), rank.comm("dp"))
+
+    cases = {
+        split_the_adapted: "LoraLinear",
+        drop_on_a_share: "dropout=0.1 on a split layer",
+        save_a_share: "this rank has a share of the adapter 'default'",
+        adapt_the_sharded: "adapt the model before it is sharded",
+        merge_the_sharded: "merge before zero.shard, not after",
+        shard_bytes: "one dtype and one device, not torch.float32 on cpu, torch.uint8",
+    }
+    for program, words in cases.items():
+        axis = "dp" if program in (adapt_the_sharded, merge_the_sharded, shard_bytes) else "tp"
+        with World(Mesh(**{axis: 2})) as world, pytest.raises(RankError, match=words):
+            world.run(program)
+    model = lora.adapt(lora.quantize_base(GPT(GPT2)), rank=1, alpha=1)
+    with pytest.raises(TypeError, match="first split or convert the model, then adapt it"):
+        model.blocks[0].attention.query.weight  # noqa: B018
+    with pytest.raises(ValueError, match="has no code in NF4"):
+        model.blocks[0].attention.query.merge()
+    with pytest.raises(TypeError, match=r"query is a LoraLinear: quantize plain linear layers"):
+        lora.quantize_base(build(GPT2))
+
+
+# ── the task of the lab ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("base", [8, 10])
+def test_every_sum_is_right_and_there_once(base):
+    tokens, targets = addition.sums(base)
+    seen = set()
+    for row, wanted in zip(tokens.tolist(), targets.tolist(), strict=True):
+        text = "".join(addition.WORDS[i] for i in row)
+        left, right = int(text[:2], base), int(text[3:5], base)
+        digits = [int(each) for each in text[6:]] + wanted[-1:]
+        assert sum(digit * base**i for i, digit in enumerate(digits)) == left + right
+        assert wanted[:-3] == [-100] * 5 and wanted[-3:-1] == digits[:2]
+        seen.add((left, right))
+    assert len(seen) == len(tokens) == base**4
+
+
+def test_held_out_sums_are_not_trained_on_and_a_score_counts_whole_sums():
+    tokens, _ = addition.held_out(8)
+    assert torch.equal(tokens, addition.sums(8)[0][:512])
+
+    class Oracle(nn.Module):
+        def forward(self, tokens):
+            wanted = addition.held_out(8)[1].clamp(min=0)
+            wanted = torch.where(torch.arange(512)[:, None] < 128, (wanted + 1) % 8, wanted)
+            return 50.0 * F.one_hot(wanted, len(addition.WORDS)).float()
+
+    loss, right = addition.score_sums(Oracle(), 8)
+    assert right == 0.75 and loss == pytest.approx(12.5)
+    tens, ones = (tokens[:, i] + tokens[:, i + 3] for i in (0, 1))
+    assert addition.carry_free(8) == ((tens < 8) & (ones < 8)).double().mean().item()
+
+
+def test_training_follows_its_schedule_and_steps_what_is_trained():
+    draw = torch.Generator().manual_seed(0)
+    model = lora.adapt(GPT(addition.ADDER, generator=draw), rank=1, alpha=32, generator=draw)
+    frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    before = addition.score_sums(model, 8)[0]
+    addition.learn_sums(model, 8, steps=25, batch=32, lr=1e-2, decay=True)
+    assert addition.score_sums(model, 8)[0] < before
+    assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters() if n in frozen)
