@@ -399,7 +399,9 @@ sent, held
 
 
 # %%
-def my_interleaved(rank: int, p: int, m: int, chunks: int) -> list[tuple[str, int, int]]:
+def my_interleaved(
+    rank: int, p: int, m: int, chunks: int
+) -> list[tuple[str, int, int]]:
     """The operations of `rank` of p in order: ("F", stage, k) or ("B", stage, k) of
     micro-batch k; stages are rank, rank + p, … for `chunks` chunks; p divides m."""
     jobs = [(c, r + k) for r in range(0, m, p) for c in range(chunks) for k in range(p)]

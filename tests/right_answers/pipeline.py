@@ -155,7 +155,7 @@ def _partials(weights, inputs, dy):
     for i in range(len(weights) - 1, -1, -1):
         owed.append(functools.partial(torch.mm, dy.T, inputs[i]))
         dy = dy @ weights[i]
-    return dy, lambda: [_add(*pair) for pair in zip(weights, (f() for f in reversed(owed)))]
+    return dy, lambda: [_add(weight, owed.pop()()) for weight in weights]
 
 
 def _suspended(weights, inputs, dy):
@@ -166,7 +166,7 @@ def _suspended(weights, inputs, dy):
         for weight in reversed(weights):
             grads.append(grads[-1] @ weight)
         yield grads.pop()
-        for weight, x in zip(weights, inputs):
+        for weight, x in zip(weights, inputs, strict=True):
             _add(weight, torch.einsum("no,ni->oi", grads.pop(), x))
 
     run = halves(dy)

@@ -96,11 +96,11 @@ def _halves(bound=True, adds=True, now=False, stale=False):
         owed, first = [], dy
         for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
             grad, dy = (first if stale else dy), dy @ weight
-            owed.append(lambda kept=(weight, grad, x): kept if bound else (weight, grad, x))
+            owed.append((weight, grad, x))
 
         def w():
-            for each in owed:
-                weight, grad, x = each()
+            for kept in owed:
+                weight, grad, x = kept if bound else owed[-1]
                 product = grad.mT @ x
                 weight.grad = product + (weight.grad if adds and weight.grad is not None else 0)
 
