@@ -128,6 +128,7 @@ GALLERY = {
         guess=(16, 9e3),
     ),
     "traffic bars": lambda: plots.traffic_bars(plain=LOADS.scaled(4), tiled=LOADS, guess=2e6),
+    "visits": lambda: plots.visits([[5, 0, 2, 1], [3, 3, 1, 1]]),
     "a roofline": lambda: plots.roofline(
         {"A100": (312e12, 2e12), "laptop": (3e11, 4e10)},
         {"plain": (1e12, 4e10), "tiled": (1e12, 2e9), "close to it": (1e12, 2.4e9)},

@@ -108,3 +108,14 @@ def test_shares_of_tensors_are_painted_where_a_rank_has_them():
     assert boxes[5].get_width() == boxes[4].get_width() and boxes[1].get_y() > boxes[0].get_y()
     assert "a plan: norm cut by tokens, GELU cut by width, whole whole: 38% of all" in picture.alt
     assert "gather" not in picture.alt
+
+
+def test_visits_are_added_up_for_each_expert_and_those_at_home_are_hatched():
+    picture = plots.visits([[5, 0, 2, 1], [3, 3, 1, 1]])
+    *cells, a, b, c, d = picture.figure.axes[0].patches
+    at_home = [bool(cell.get_hatch()) for cell in cells]
+    assert at_home == [True, True, False, False, False, False, True, True]
+    heights = [bar.get_height() / a.get_height() for bar in (b, c, d)]
+    assert heights == pytest.approx([3 / 8, 3 / 8, 2 / 8])
+    assert picture.figure.texts[0].get_text() == "The busiest expert gets 2× the mean"
+    assert "rank 1: 3, 3, 1, 1. All ranks: 8, 3, 3, 2." in picture.alt

@@ -40,10 +40,12 @@ def loads(
     """The visits that the first layer's experts were asked for in each step of training on eight
     sequences a step, and the mean loss of the last ten steps.
 
+    In float64, so that rounding, which differs between machines, decides no choice.
+
     alpha: of the balance loss
     rate: γ of a bias, with sigmoid scores; without it there is none
     """
-    model = GPT(config, generator=torch.Generator().manual_seed(seed))
+    model = GPT(config, generator=torch.Generator().manual_seed(seed)).double()
     how = dict(score="sigmoid", biased=True) if rate else {}
     spread_experts(model, rank.comm("ep"), **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
