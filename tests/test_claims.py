@@ -68,6 +68,7 @@ FINISHED = {
     "mixed precision",
     "data parallel",
     "ZeRO",
+    "expert parallel",
     "model-state memory",
     "activation accounting",
     "Qwen2 table",

@@ -1,0 +1,573 @@
+# %% [markdown]
+# # 12 · Send tokens to their experts
+#
+# **A layer has many experts, and every token visits a few of them. If each rank holds only some experts, what travels, who waits for whom, and who averages which gradients?**
+#
+# *90 min · before this: labs 07, 08 and 09 · needs a laptop, no GPU and no network*
+
+# %% [markdown]
+# ## Goals
+#
+# After this lab you
+#
+# - write a router whose weights add up to 1 and can be learned (exercise 12.1),
+# - bring tokens to experts on other ranks, and every result home to its token (exercise 12.2),
+# - know which ranks average which gradients, and what a balance loss must reach (exercise 12.3, a bug hunt).
+
+# %% [markdown]
+# ## Setup
+
+# %%
+from dataclasses import replace
+
+import torch
+
+from labutils import expert_parallel, measure
+from labutils.config import Hardware, Link, Mesh, ModelConfig
+from labutils.ledger import Ledger
+from labutils.model import GPT
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.widgets import explore
+from labutils.world import World
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# Four ranks with 16 tokens each, eight experts, two on each rank. Every token visits two experts. A row says where the tokens of a rank go, a bar what an expert has to compute:
+
+# %%
+draw = torch.Generator().manual_seed(2)
+visits = [torch.randn(16, 8, generator=draw).topk(2).indices for _ in range(4)]
+plots.visits([torch.bincount(v.flatten(), minlength=8).tolist() for v in visits])
+
+# %% [markdown]
+# Expert parallelism is **an all-to-all of tokens to the ranks that hold their experts, and an all-to-all of results back.** How many go where, the data decide: so the shares are uneven, and the
+# busiest expert sets the pace.
+
+# %% [markdown]
+# ## How does a token choose its experts?
+#
+# A *mixture of experts* is a feed-forward layer in E versions, the experts $f_e$. A small linear layer, the *router*, scores each token x against each expert; the token visits the k that score highest:
+#
+# $$ y \;=\; \sum_{e\,\in\,\text{best } k} w_e\, f_e(x), \qquad w_e \;=\; \frac{s_e}{\sum_{j\,\in\,\text{best } k} s_j}. $$
+#
+# The scores s are a softmax over all experts (Mixtral), or the sigmoid of each one by itself (DeepSeek-V3). The division *renormalizes*: the weights of the chosen experts add up to 1.
+#
+# > Mixtral-8x7B has E = 8 experts in each layer and k = 2. How many billion parameters does it have?
+
+# %%
+predict("mixtral/parameters", billions=56)
+
+# %%
+mixtral = ModelConfig.named("mixtral-8x7b")
+reveal("mixtral/parameters", billions=round(mixtral.num_params / 1e9, 1))
+
+# %%
+{part: f"{n / 1e9:.2f} billion" for part, n in mixtral.parameters.items() if n > 1e7}
+
+# %% [markdown]
+# Only the feed-forward layers come in eight versions; attention and embeddings are there once. And a token computes with two of the eight:
+
+# %%
+met = mixtral.num_params - mixtral.parameters["feed-forward"] * 6 // 8
+f"a token meets {met / 1e9:.1f} of {mixtral.num_params / 1e9:.1f} billion parameters"
+
+# %% [markdown]
+# ### Exercise 12.1 · Choose the experts (10 min, ●○○)
+#
+# `bias` is a number for each expert, added where experts are *chosen*, and nowhere else. You will need it for balance.
+
+
+# %%
+def choose(logits, k: int, score: str, bias) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k experts of each token and their weights, both [T, k], from logits [T, E].
+
+    score is "softmax" or "sigmoid"; bias is [E].
+    """
+    raise NotImplementedError
+
+
+# %%
+check("expert_parallel/route", choose)
+
+# %%
+hint("expert_parallel/route", 1)
+
+# %%
+show(expert_parallel.route)
+
+# %% [markdown]
+# The router learns only through the weights: choosing has no gradient. With k = 1 a renormalized weight is 1, whatever the scores are:
+
+# %%
+for k in (1, 2):
+    logits = torch.tensor([[0.5, 0.2, -1.0]], requires_grad=True)
+    weights = expert_parallel.route(logits, k).weights
+    (weights * torch.tensor([3.0, 1.0])[:k]).sum().backward()
+    print(f"k = {k}: largest gradient of a logit {logits.grad.abs().max():.2f}")
+
+# %% [markdown]
+# So the Switch Transformer, whose k is 1, leaves the division out.
+
+# %% [markdown]
+# ## How do tokens reach an expert on another rank, and come home?
+#
+# Rank i holds the experts from i·E/N_e on; N_e is the number of ranks that share the E experts among them, the mesh axis `ep`. A *visit* is one token at one of its experts. Five steps:
+#
+# 1. **Count.** Sort the visits by expert. Tell every rank how many come: an all-to-all of E whole numbers.
+# 2. **Dispatch.** Send the rows, an all-to-all with uneven shares.
+# 3. **Compute.** Each expert gets its rows from all ranks, and runs once.
+# 4. **Combine.** Send the results back, with the shares reversed.
+# 5. **Add up.** Multiply each by its weight, and add it to the row of its token.
+#
+# ### Exercise 12.2 · Bring the tokens home (15 min, ●●○)
+#
+# `comm.all_to_all(rows, send_sizes, recv_sizes)` sends the first `send_sizes[0]` rows to rank 0, the next to rank 1, and so on, and returns what came, in rank order. Without sizes, all shares are equal. Forward pass only.
+
+
+# %%
+def moe(x, chosen, weights, experts, comm) -> torch.Tensor:
+    """[T, h]: for each of this rank's tokens the weighted sum of its experts' outputs.
+
+    x is [T, h]; chosen, weights are [T, k]; experts are functions of rows: this rank's,
+    equally many on each rank. T differs between ranks.
+    """
+    raise NotImplementedError
+
+
+# %%
+check("expert_parallel/travel", moe)
+
+# %%
+hint("expert_parallel/travel", 1)
+
+# %%
+show(expert_parallel.dispatch)
+
+# %%
+show(expert_parallel.combine)
+
+# %% [markdown]
+# The backward pass runs the same way in reverse: gradients of results travel out, gradients of tokens come back.
+#
+# > How many all-to-alls does *one* layer take in a training step, forward and backward?
+
+# %%
+predict("layer/all-to-alls", calls=2)
+
+# %% [markdown]
+# A small GPT with one expert layer of six experts and one that every token visits, on three ranks. Beside it the plain model, which holds all experts and reads all sequences:
+
+# %%
+sizes = dict(num_layers=1, d_model=32, num_heads=2, d_ff=32, vocab_size=64, seq_len=32)
+kind = dict(ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False)
+config = ModelConfig(**sizes, **kind, num_experts=6, top_k=2, shared_expert=True)
+data = torch.randint(64, (12, 32), generator=draw)
+
+
+def train(net, x, reduce=lambda net: None, steps=3):
+    """Losses, then gradients and weights by name, after some steps."""
+    optimizer, losses = torch.optim.AdamW(net.parameters(), lr=1e-2), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = net.loss(x, x)
+        loss.backward()
+        reduce(net)
+        optimizer.step()
+        losses.append(loss.item())
+    named = dict(net.named_parameters())
+    return losses, {n: p.grad for n, p in named.items()}, named
+
+
+# %%
+def spread(rank, n_e, steps=3):
+    net = GPT(config, generator=torch.Generator().manual_seed(rank.rank)).double()
+    dp, edp, ep = rank.comm("dp"), rank.comm("edp"), rank.comm("ep")
+    expert_parallel.spread_experts(net, ep, replicas=dp)
+    mine = data.chunk(rank.size)[rank.rank]
+
+    def reduce(net):
+        expert_parallel.reduce_gradients(net, dp, edp)
+
+    results = train(net, mine, reduce, steps)
+    return *results, net.blocks[0].feed_forward.routing.counts.tolist()
+
+
+def compare(ranks, whole):
+    """The largest difference of gradients and of weights from the plain model's."""
+    for what, here in (("gradients", 1), ("weights", 2)):
+        pairs = [(g, whole[here][n]) for rank in ranks for n, g in rank[here].items()]
+        worst = max((a - b).abs().max().item() for a, b in pairs)
+        print(f"{what}: {len(pairs)} tensors, all equal: {worst < 1e-9}")
+
+
+# %%
+whole = train(GPT(config, generator=torch.Generator().manual_seed(0)).double(), data)
+three = World(Mesh(dp=3, ep=3))
+ranks = three.run(spread, 3)
+compare(ranks, whole)
+
+# %% [markdown]
+# Equal, the router's gradient included. Now the bytes of one step. The formula takes what the router decided: for each layer, from each rank, the visits to each expert.
+
+# %%
+ranks = three.run(spread, 3, steps=1)
+routed = expert_parallel.sent(
+    config, 3, micro_batch=4, counts=[[rank[-1] for rank in ranks]], itemsize=8
+)
+told = Ledger(line for line in three.ledger if line.axis == "ep")
+routed.only(rank=0).diff(told.only(rank=0))
+
+# %%
+calls = {line.name: line.count // 2 for line in told.only(rank=0)}  # 2 other ranks
+reveal("layer/all-to-alls", calls=sum(calls.values()))
+
+# %% [markdown]
+# Five: one of counts, and four of rows. If the visits are spread evenly, each of the four carries
+#
+# $$ \frac{N_e-1}{N_e}\; k\, b\, s\, h \ \text{numbers} $$
+#
+# from each rank: b·s tokens, k visits each, h numbers per row, and of the visits 1/N_e stay at home.
+
+# %% [markdown]
+# ## Who averages which gradients?
+#
+# Expert parallelism adds no ranks. The data-parallel ranks are cut into blocks of N_e; each block holds all experts once, and every rank reads tokens of its own. On four ranks in blocks of two:
+
+# %%
+mesh = Mesh(dp=4, ep=2)
+for axis in ("dp", "ep", "edp"):
+    print(f"{axis:4}", sorted({mesh.group(rank, axis) for rank in range(4)}))
+
+# %% [markdown]
+# Attention, norms, embeddings, the router and a shared expert are on all ranks of `dp`, so their gradients are averaged over `dp`. An expert is on the ranks of `edp` alone (*expert data parallelism*), N_d/N_e of them.
+#
+# Its gradient has come from all tokens of its block already. Each rank's loss is a mean over its own tokens, so the sum over a block is N_e times a mean; `dispatch` divides it by N_e on the way back. Then
+# everybody divides by the size of its own group:
+
+# %%
+show(expert_parallel.reduce_gradients)
+
+# %%
+compare(World(mesh).run(spread, 2), whole)
+
+# %% [markdown]
+# The mean over the wrong group has the right shape and raises no error by itself: on rank 0 expert 0, on rank 1 expert 3 are the first in the list. So `replicate` and `zero.shard` refuse a model with spread experts.
+#
+# ### What does a rank hold?
+#
+# > Mixtral in bf16 with AdamW in bf16, eight bytes per parameter: 374 GB. On 8 ranks each has one expert per layer and holds 58 GB. What does a rank hold on 64 ranks, in blocks of eight?
+
+# %%
+predict("mixtral/64-ranks", GB=7.3)
+
+# %% [markdown]
+# A dry run of rank 43 of 64: all 32 layers, 4,096 tokens, one training step by the lab's own code. Where tokens go depends on data that a dry run doesn't have, so you state an assumption: `balanced`, each expert gets
+# equally many.
+
+# %%
+cluster, full = Mesh(dp=64, ep=8), replace(mixtral, seq_len=4096)
+
+
+def full_step(rank):
+    torch.set_default_dtype(torch.bfloat16)
+    net = GPT(full, attention="sdpa")
+    torch.set_default_dtype(torch.float32)
+    expert_parallel.spread_experts(net, rank.comm("ep"))
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=True)
+    tokens = torch.zeros(1, 4096, dtype=torch.long)
+    net.loss(tokens, tokens).backward()
+    expert_parallel.reduce_gradients(net, rank.comm("dp"), rank.comm("edp"))
+    optimizer.step()
+    return measure.model_states(net, optimizer)
+
+
+assume = expert_parallel.balanced(full, tokens=4096)
+with World(cluster, engine="dry", assume=assume) as dry:
+    held = dry.run(full_step, rank=43)
+
+# %%
+reveal("mixtral/64-ranks", GB=round(held.total / 1e9, 1))
+
+# %%
+expert_parallel.model_states(full, ep=8, itemsize=2).diff(held)
+
+# %% [markdown]
+# The same 58 GB: seven more copies share no states. What is left is for ZeRO (lab 09), over 64 ranks for what all hold and over 8 for an expert. And what rank 43 sends, in one step:
+
+# %%
+predicted = expert_parallel.sent(full, 8, micro_batch=1, itemsize=2, rank=43 % 8)
+predicted = Ledger(replace(line, rank=43) for line in predicted)
+predicted += expert_parallel.reducing_sent(full, cluster, 43, itemsize=2)
+predicted.diff(Ledger(line for line in dry.ledger if line.name != "broadcast"))
+
+# %% [markdown]
+# ### Exercise 12.3 · Bug hunt: the loss was right (10 min, ●●●)
+#
+# A training step with a balance loss, E·Σ f·P: f is the share of all visits that an expert gets, P its mean probability. More on it below. The test finds the right loss. Two things are wrong. Repair them.
+
+
+# %%
+def reduced_step(model, tokens, dp, edp, alpha):
+    loss = model.loss(tokens, tokens)
+    for block in model.blocks:
+        routing = block.feed_forward.routing
+        share = routing.load / routing.load.sum()
+        mean = torch.tensor(routing.probabilities.mean(0).tolist(), dtype=loss.dtype)
+        loss = loss + alpha * len(share) * (share * mean).sum()
+    loss.backward()
+    for parameter in model.parameters():
+        dp.all_reduce(parameter.grad, out=parameter.grad)
+        parameter.grad /= dp.size
+    return loss
+
+
+# %%
+def its_test(rank):
+    net = GPT(config, generator=torch.Generator().manual_seed(0)).double()
+    expert_parallel.spread_experts(net, rank.comm("ep"))
+    mine = data.chunk(4)[rank.rank]
+    loss = reduced_step(net, mine, rank.comm("dp"), rank.comm("edp"), alpha=0.1)
+    right = net.loss(mine, mine) + 0.1 * expert_parallel.auxiliary_loss(net)
+    return torch.allclose(loss, right)
+
+
+World(mesh).run(its_test)
+
+# %%
+check("expert_parallel/bug-hunt", reduced_step)
+
+# %%
+hint("expert_parallel/bug-hunt", 1)
+
+# %% [markdown]
+# ## What if all tokens want the same expert?
+#
+# Nothing in the loss asks for all experts. A GPT with eight of them and k = 2 learns a synthetic language from scratch: 64 words, each followed by one of four, and few of them frequent.
+# With k = 2 of 8 the busiest expert can have at most four times the mean.
+#
+# > How many times the mean does it have after 40 steps, on average over three seeds?
+
+# %%
+predict("unbalanced/busiest", times=1.5)
+
+# %%
+tiny = replace(config, num_experts=8, shared_expert=False)
+show(expert_parallel.loads)
+
+# %%
+ways = {"nothing": {}, "balance loss": dict(alpha=0.1), "bias": dict(rate=0.01)}
+one = World(1)
+runs = {
+    way: [one.run(expert_parallel.loads, tiny, seed, **how)[0] for seed in range(3)]
+    for way, how in ways.items()
+}
+
+
+def busiest(taken):
+    return (taken.max(1).values / taken.double().mean(1)).tolist()
+
+
+lines = {way: [busiest(taken) for taken, _ in three] for way, three in runs.items()}
+plots.curves(
+    range(1, 41),
+    **lines,
+    xlabel="training step",
+    ylabel="visits of the busiest expert over the mean",
+    title="Left alone, the busiest expert keeps three to four times the mean",
+)
+
+# %%
+last = [sum(run[-10:]) / 10 for run in lines["nothing"]]
+reveal("unbalanced/busiest", times=round(sum(last) / 3, 1))
+
+# %% [markdown]
+# Two cures are drawn beside it (three seeds each, the band from lowest to highest).
+#
+# **A balance loss** is added to the loss, times a small α:
+#
+# $$ E\sum_e f_e\,P_e, \qquad f_e = \text{share of visits}, \quad P_e = \text{mean probability}. $$
+#
+# It is 1 where both are even and E where one expert gets everything with certainty. Counting has no gradient; it flows through P, and lowers the probability of the experts whose f is high.
+#
+# **A bias** touches no gradient (DeepSeek-V3). After each step it falls by γ for every expert that was asked for more often than the mean, and rises by γ for the others; it chooses experts and weighs nothing.
+
+# %%
+show(expert_parallel.update_bias)
+
+# %% [markdown]
+# **Dropping** sets a limit. An expert has room for ⌈c·T·k/E⌉ visits, c being the *capacity factor* and T the tokens of a rank; what comes later is dropped, and its token goes on with the residual stream alone. What c = 1.25 would drop in
+# the last step, and the losses:
+
+# %%
+room = expert_parallel.capacity(8 * 32, 8, 2, factor=1.25)
+for way, seeds in runs.items():
+    late = sum((taken[-1] - room).clamp(min=0).sum().item() for taken, _ in seeds)
+    losses = " ".join(f"{loss:.2f}" for _, loss in seeds)
+    print(f"{way:13} dropped {late / (3 * 8 * 32 * 2):4.0%}   losses {losses}")
+
+# %% [markdown]
+# The losses of three seeds overlap. What balance buys is fewer visits dropped, and time:
+
+# %% [markdown]
+# ## When does the all-to-all dominate?
+#
+# An expert is three matrices of h × f (SwiGLU), so a visit takes 6·h·f FLOPs. In bf16 its row has 2·h bytes and travels twice, there and back. With V visits per rank, FLOPS per second and a link of bw bytes per second:
+#
+# $$ \frac{t_\text{experts}}{t_\text{one way}} \;=\; \frac{6hf\,V/\mathrm{FLOPS}}{2h\,V/\mathrm{bw}} \;=\; \frac{3\,f\cdot \mathrm{bw}}{\mathrm{FLOPS}}. $$
+#
+# The width h, the tokens, k and E have all gone (and (N_e − 1)/N_e is taken as 1). What counts is how *wide* an expert is, against FLOPs per byte.
+#
+# > An H100 has 989 TFLOP/s in bf16. Between nodes it sends 50 GB/s (InfiniBand at 400 Gbit/s). From which expert width f on does an expert compute as long as its rows travel one way?
+
+# %%
+predict("all-to-all/width", f=1000)
+
+# %%
+flops = Hardware.named("H100").flops["bf16"]
+NVLINK, NODES = Link(5e-6, 450e9), Link(10e-6, 50e9)
+even = {link: flops / (3 * link.bandwidth) for link in (NVLINK, NODES)}
+reveal("all-to-all/width", f=round(even[NODES]))
+
+# %%
+print(f"NVLink: {even[NVLINK]:.0f}; Mixtral's experts: 14336, DeepSeek-V3's: 2048")
+
+
+# %% [markdown]
+# DeepSeek-V3's narrow experts need NVLink: between nodes each all-to-all would take 3.2 times as long as the experts.
+#   <!-- claim: round(config.Hardware.named("H100").flops["bf16"] / (3 * 50e9) / 2048, 1) == 3.2 -->
+# One layer of Mixtral on eight ranks, 4,096 tokens each; peaks of the data sheet. "Halves" sends one half of the tokens while the other is
+# computed:
+
+
+# %%
+def layer(link, f=14336, counts=None, chunks=1):
+    counts = counts or [[1024] * 8] * 8
+    shape = replace(full, num_layers=1, d_ff=f)
+    how = dict(flops=flops, link=link, chunks=chunks)
+    return expert_parallel.routed_timeline(shape, counts, **how)
+
+
+def two(timeline):
+    """Two of the eight ranks: all eight look alike, or like one of these."""
+    return type(timeline)(tuple(span for span in timeline.spans if span.rank < 2))
+
+
+plots.overlap(
+    NVLink=two(layer(NVLINK)),
+    between_nodes=two(layer(NODES)),
+    between_nodes_in_halves=two(layer(NODES, chunks=2)),
+    narrow_experts_between_nodes_in_halves=two(layer(NODES, f=2048, chunks=2)),
+    title="Wide experts can hide their all-to-all, narrow ones between nodes cannot",
+)
+
+# %% [markdown]
+# In halves the first dispatch and the last combine have nothing to hide behind. If the experts are narrower than the width above, there is not enough computing to hide behind at all, however finely you cut.
+#
+# > Now one expert of eight gets twice the mean, the others share the rest. How many times as long does the layer take, on NVLink?
+
+# %%
+predict("imbalance/times", times=1.1)
+
+# %%
+skewed = [[2048, *[877] * 6, 882]] * 8
+reveal(
+    "imbalance/times",
+    times=round(layer(NVLINK, counts=skewed).makespan / layer(NVLINK).makespan, 2),
+)
+
+# %%
+plots.overlap(
+    balanced=two(layer(NVLINK)),
+    one_expert_with_twice_the_mean=two(layer(NVLINK, counts=skewed)),
+    title="One expert with twice the visits: seven ranks of eight wait for it",
+)
+
+# %% [markdown]
+# Nobody computes more in total. The layer takes as long as its slowest rank, in every layer and in both directions.
+
+# %% [markdown]
+# ## Turn the knobs
+#
+# Find a width at which inter-node links hide in halves. Then let one expert get three times its share.
+
+
+# %%
+def knobs(expert_width=2048, GBps=50, chunks=2, busiest=1.0):
+    most = round(1024 * busiest)
+    counts = [[most, *[(8192 - most) // 7] * 7]] * 8
+    timeline = layer(Link(10e-6, GBps * 1e9), expert_width, counts, chunks)
+    return plots.overlap(one_layer=two(timeline))
+
+
+explore(
+    knobs,
+    states=48,
+    expert_width=[1024, 2048, 4096, 14336],
+    GBps=[50, 450],
+    chunks=[1, 2, 4],
+    busiest=[1.0, 3.0],
+)
+
+# %% [markdown]
+# ## In practice
+#
+# | | Megatron-LM | torchtitan |
+# |---|---|---|
+# | experts over ranks | `--expert-model-parallel-size 8` | `parallelism.expert_parallel_degree` |
+# | all-to-all | `--moe-token-dispatcher-type alltoall` (default `allgather`), `flex` for DeepEP | its token dispatcher |
+# | score | `--moe-router-score-function sigmoid`, default `softmax` | |
+# | balance | `--moe-router-load-balancing-type aux_loss` with `--moe-aux-loss-coeff 1e-2` | |
+# | bias | `--moe-router-enable-expert-bias`, `--moe-router-bias-update-rate 1e-3` | |
+# | dropping | `--moe-expert-capacity-factor 1.0`; none by default | |
+# | shared expert | `--moe-shared-expert-intermediate-size`, `--moe-shared-expert-overlap` | |
+#
+# Megatron-LM counts capacity per rank, as here, and advises to keep the ranks of EP and TP inside one NVLink domain. For a from-scratch run it warns of running out of memory in the first 100 to 300 steps, when routing is most uneven.
+# Its shared experts are replicated over the ranks of EP, and can compute while tokens travel.
+#
+# DeepSeek-V3 lets a token visit experts on at most four nodes: a row crosses to a node once and spreads there over NVLink, 3.2 times as fast (160 against 50 GB/s).
+#
+# In all of them a rank's experts run as *one* grouped matrix product, not in a Python loop.
+
+# %% [markdown]
+# ## Errata
+#
+# **"8x7B"** in a model's name. It has 46.7 billion parameters, not 56: only feed-forward layers are there eight times.
+#   <!-- claim: round(config.ModelConfig.named("mixtral-8x7b").num_params / 1e9, 1) == 46.7 -->
+#
+# **Routing "by all-to-all"**, two per layer (reading notes on the Ultra-Scale Playbook; its own text counts dispatch and combine). A training step has five: two backward, and the counts before all of them.
+#   <!-- claim: len({line.name for line in expert_parallel.sent(config.ModelConfig.named("mixtral-8x7b"), 8, micro_batch=1, rank=0)}) == 5 -->
+#
+# **DeepSpeed's balance loss for k = 2** was multiplied by E twice; for k = 1 it was right. Its own correction (commit "Fix top2 aux loss to be similar to top1 aux loss") says so. With 64 experts α counts 64-fold.
+#
+# **NeMo Automodel's balance loss** had no gradient: the return value of the function that attaches it was thrown away (pull request 1412). The loss that was logged was right. That is the bug of exercise 12.3.
+
+# %% [markdown]
+# ## Summary
+#
+# > - Of Mixtral's 46.7 billion parameters a token meets 12.9 billion.
+# >   <!-- claim: [round((m.num_params - m.parameters["feed-forward"] * 6 // 8) / 1e9, 1) for m in [config.ModelConfig.named("mixtral-8x7b")]] == [12.9] -->
+# > - A layer takes five all-to-alls per step: counts, dispatch, combine, and two backward. Each of rows carries (N_e − 1)/N_e · k·b·s·h numbers if routing is even.
+# > - Experts are averaged over N_d/N_e ranks, all else over N_d. The wrong group has the right shape.
+# >   <!-- claim: [len(config.Mesh(dp=64, ep=8).group(43, axis)) for axis in ("edp", "dp")] == [8, 64] -->
+# > - Expert parallelism divides experts by N_e, and nothing else: Mixtral in bf16 holds 58 GB per rank in blocks of 8, on 8 ranks and on 64.
+# >   <!-- claim: round(expert_parallel.model_states(config.ModelConfig.named("mixtral-8x7b"), 8, itemsize=2).total / 1e9) == 58 -->
+# > - Choosing has no gradient. The router learns through weights, and from a balance loss through P.
+# > - Experts compute as long as their rows travel one way if f = FLOPS/(3·bw): 733 on an H100's NVLink, 6,596 between nodes.
+# >   <!-- claim: [round(config.Hardware.named("H100").flops["bf16"] / (3 * bw)) for bw in (450e9, 50e9)] == [733, 6596] -->
+# > - A layer is as slow as its busiest rank: twice the visits, nearly twice the time.
+#
+# Next: [lab 13a](13a_pipelines.ipynb) cuts the model between its layers.
+
+# %% [markdown]
+# ## References
+#
+# - D. Lepikhin et al., *GShard: scaling giant models with conditional computation and automatic sharding*, arXiv:2006.16668 (2020): dispatch, combine, capacity, balance loss (algorithm 1).
+# - W. Fedus, B. Zoph, N. Shazeer, *Switch Transformers*, arXiv:2101.03961 (2021): k = 1, capacity factor, balance loss.
+# - A. Q. Jiang et al., *Mixtral of experts*, arXiv:2401.04088 (2024).
+# - D. Dai et al., *DeepSeekMoE*, arXiv:2401.06066 (2024): shared experts, many narrow ones.
+# - DeepSeek-AI, *DeepSeek-V3 technical report*, arXiv:2412.19437 (2024): sigmoid scores, the bias, node-limited routing (section 3.2.2).
+# - L. Wang et al., *Auxiliary-loss-free load balancing strategy for mixture-of-experts*, arXiv:2408.15664 (2024).
+# - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): expert parallelism.
+# - Megatron-LM, `megatron/core/transformer/moe/README.md`; torchtitan, `config/job_config.py`: as of 2025.
