@@ -736,5 +736,7 @@ def test_in_pieces_a_layer_takes_no_longer_and_no_less_than_either_alone(rate):
     assert max(computed, sent) <= pieces.makespan * (1 + 1e-9)
     assert pieces.makespan <= whole.makespan * (1 + 1e-9)
     assert pieces.makespan - pieces.exposed == pytest.approx(computed)
+    # A rank's own piece does not travel.
+    assert sum(span.kind == "exchange" for span in pieces.spans) == 4 * (n - 1)
     if rate == 1e6:  # so slow that all but the last pieces hide
         assert pieces.hidden > 0.8

@@ -51,7 +51,7 @@ plots.tensor_shares(
 
 # %% [markdown]
 # *Tensor parallelism* (TP) cuts matrices, and with them heads and feed-forward width. *Sequence parallelism* (SP) cuts the tokens of everything between. The lines are what
-# this lab is about: **an all-reduce per line, or its two halves, and nothing that could hide them.**
+# this lab is about: **an all-reduce per line, or its two halves, and every rank waits for it.**
 
 # %% [markdown]
 # ## What does half a layer send?
@@ -413,7 +413,7 @@ eight, sixteen = forward_of_a_layer(8, inside), forward_of_a_layer(16, across)
 asynchronous = forward_of_a_layer(8, inside, pieces=True)
 waits = [f"{each.exposed / each.makespan:.0%}" for each in (eight, sixteen)]
 plots.overlap(
-    title=f"Nothing hides it: {waits[0]} exposed in a node, {waits[1]} across two",
+    title=f"Ranks wait {waits[0]} of a layer in a node, {waits[1]} across two",
     per="layer",
     eight_in_a_node=eight,
     eight_in_a_node_asynchronous=asynchronous,
@@ -442,7 +442,7 @@ print(f"{total / eight.makespan:.2f} of what eight ranks take")
 # about 5 TFLOP/s per V100, under 5 % of the peak.
 #
 # **Asynchronous TP**, the second row, cuts the product into pieces: it starts with a rank's own tokens while others arrive, and finished rows leave while the next are computed. In this model
-# nearly everything hides; PyTorch's team measured up to about 20 % less time for the forward pass of Llama-3-70B.
+# nearly everything hides; PyTorch's team reports a forward pass of Llama-3-70B that is up to about 20 % faster.
 
 # %%
 f"{1 - asynchronous.makespan / eight.makespan:.0%} less time"
@@ -524,7 +524,7 @@ explore(
 # | | TP | SP | loss | asynchronous |
 # |---|---|---|---|---|
 # | Megatron-LM | `--tensor-model-parallel-size 8` | `--sequence-parallel` | by vocabulary, always | `--tp-comm-overlap` |
-# | torchtitan | `parallelism.tensor_parallel_degree` | with it | unless `disable_loss_parallel` | `enable_async_tensor_parallel` |
+# | torchtitan | `parallelism.tensor_parallel_degree` | `parallelism.enable_sequence_parallel` | by vocabulary; in 2025 with a switch `disable_loss_parallel` | `compile.enable_async_tensor_parallel` |
 # | PyTorch | `parallelize_module(model, mesh["tp"], plan)` with `ColwiseParallel`, `RowwiseParallel` | `SequenceParallel` in the plan | `loss_parallel()` | through `torch.compile` |
 #
 # Megatron-LM pads the vocabulary so that t divides it, and in the backward pass hides the all-reduce of f under the weight gradients of the same layer. It sums the gradients of norms after the backward pass, in one go.
