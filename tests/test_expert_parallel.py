@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_models import adamw, build, random_
 from torch import nn
 
 from labutils import data_parallel, expert_parallel, measure, zero
@@ -29,19 +30,6 @@ ALPHA = 0.1  # of the balance loss
 @functools.cache
 def ranks(dp, ep):
     return World(Mesh(dp=dp, ep=ep))
-
-
-def random_(module, seed, std=0.3):
-    """All weights drawn, biases and norms too."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0, std, generator=generator)
-    return module
-
-
-def build(config, seed, dtype=torch.float64):
-    return random_(GPT(config).to(dtype), seed)
 
 
 def batch(n):
@@ -92,10 +80,6 @@ class Dense(nn.Module):
         self.balance = sum(balance for _, balance in parts) / self.n
         out = sum(weights[:, i, None] * expert(tokens) for i, expert in enumerate(self.experts))
         return (out + self.shared(tokens)).view_as(x)
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def steps(model, optimizer, x, reduce=None, balance=None, count=3, step_hook=None):

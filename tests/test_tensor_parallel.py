@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_models import adamw, build, steps
 from torch import nn
 
 from labutils import (
@@ -51,33 +52,6 @@ def ranks(n):
 @functools.cache
 def grid():
     return World(Mesh(dp=2, tp=2))
-
-
-def build(config, seed, dtype=torch.float64):
-    """A model whose biases and norms, too, are random."""
-    model, generator = GPT(config).to(dtype), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3, generator=generator)
-    return model
-
-
-def steps(model, optimizer, tokens, targets, count=3):
-    """Losses, the last gradients and the weights."""
-    losses = []
-    for _ in range(count):
-        optimizer.zero_grad()
-        loss = model.loss(tokens, targets)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    named = dict(model.named_parameters())
-    gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
-    return losses, gradients, {name: p.detach().clone() for name, p in named.items()}
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def freeze(model, frozen):
