@@ -12,6 +12,7 @@ from labutils import (
     config,
     data_parallel,
     flash,
+    lora,
     measure,
     memory,
     tensor_parallel,
@@ -178,3 +179,59 @@ def deepseek_v3(experts: int) -> int:
     expert, router = 3 * h * 2048, 256 * h + 256  # the bias that chooses is counted
     layers = L * (attention + 2 * h) + 3 * (3 * h * 18432)
     return layers + 58 * ((experts + 1) * expert + router) + h + 2 * 129280 * h
+
+
+def _adapted() -> tuple[lora.LoraLinear, torch.Tensor]:
+    torch.manual_seed(0)
+    return lora.wrap(nn.Linear(6, 5).double(), rank=2, alpha=8), torch.randn(3, 6).double()
+
+
+def lora_starts() -> tuple[str, str]:
+    """Which of A and B has a gradient in the first step; what is learned where both are zero."""
+    layer, x = _adapted()
+    layer(x).square().sum().backward()
+    factors = layer.adapters["default"]
+    zero = not factors.A.grad.any() and factors.B.grad.any()
+    nn.init.zeros_(factors.A)
+    layer.zero_grad()
+    layer(x).square().sum().backward()
+    nothing = not factors.A.grad.any() and not factors.B.grad.any()
+    return "A 0, B not" if zero else "other", "nothing" if nothing else "something"
+
+
+def lora_begins() -> str:
+    """The function at which fine-tuning begins."""
+    layer, x = _adapted()
+    return "pre-trained" if torch.equal(layer(x), layer.base(x)) else "another"
+
+
+def lora_scale() -> float:
+    """The factor before B·A·x at r = 2 and α = 8."""
+    layer, x = _adapted()
+    factors = layer.adapters["default"]
+    nn.init.ones_(factors.B)
+    added, low = layer(x) - layer.base(x), x @ factors.A.mT @ factors.B.mT
+    return round((added / low).mean().item(), 9)
+
+
+def lora_merges() -> bool:
+    """Whether a merged layer computes the same to 1e-6, with the products of the layer alone."""
+    layer, x = _adapted()
+    nn.init.ones_(layer.adapters["default"].B)
+    before, plain = layer(x), flash.fused.product_flops(lambda: layer.base(x))
+    layer.merge()
+    same = torch.allclose(layer(x), before, rtol=0, atol=1e-6)
+    return same and flash.fused.product_flops(lambda: layer(x)) == plain
+
+
+def lora_counts() -> tuple[str, str, str]:
+    """What becomes of the parameters of a layer with an adapter."""
+    layer, _ = _adapted()
+    trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+    every = sum(p.numel() for p in layer.parameters())
+    whole = tuple(layer.base.weight.shape) == (5, 6)
+    return (
+        "W whole" if whole else "W cut",
+        "trained fewer" if trained < 5 * 6 else "trained more",
+        "all more" if every > 5 * 6 + 5 else "all fewer",
+    )

@@ -76,6 +76,7 @@ FINISHED = {
     "tensor parallel",
     "sequence parallel",
     "pipeline",
+    "LoRA",
 }
 
 

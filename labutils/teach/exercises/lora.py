@@ -1,0 +1,386 @@
+"""Give a layer an adapter, count what is trained and held, and repair a layer that merges."""
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labutils import lora
+from labutils.flash import fused
+from labutils.teach.exercises import Exercise, Failed, Property
+
+_D, _K = 5, 7  # outputs and inputs, unlike each other and unlike every LoRA rank below
+_CASES = ((2, 8.0), (3, 3.0), (4, 1.0))
+
+
+def fine_tuned(linears: Sequence[nn.Linear], rank: int, itemsize: int) -> tuple[int, int]:
+    """The numbers that LoRA trains beside these layers, and the bytes that all hold after a step
+    of AdamW: the frozen layers with `itemsize` bytes per number; adapters, their gradients and two
+    moments each in fp32. AdamW's counters of steps are left out.
+
+    >>> fine_tuned([nn.Linear(6, 4)], rank=2, itemsize=2)
+    (20, 376)
+    """
+    trained = sum(rank * (each.out_features + each.in_features) for each in linears)
+    frozen = sum(parameter.numel() for each in linears for parameter in each.parameters())
+    return trained, itemsize * frozen + 4 * 4 * trained
+
+
+# ── what both layers are tried with ──────────────────────────────────────────────────────────────
+
+
+def _linear(d: int = _D, k: int = _K, dtype: torch.dtype = torch.float64) -> nn.Linear:
+    layer = nn.Linear(k, d, dtype=dtype)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw, dtype=dtype))
+    return layer
+
+
+def _x(k: int = _K, rows: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(rows, k, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def _made(attempt: Callable, linear: nn.Linear, rank: int, alpha: float) -> nn.Module:
+    layer = attempt(linear, rank, alpha)
+    if not isinstance(layer, nn.Module):
+        hint = "Write a class that derives from nn.Module and takes (linear, rank, alpha)."
+        raise Failed(f"you return {type(layer).__name__}", hint)
+    return layer.to(linear.weight.dtype)
+
+
+def _trained(layer: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in layer.parameters() if parameter.requires_grad]
+
+
+def _case(rank: int, alpha: float) -> str:
+    return f"r = {rank}, α = {alpha:g}, W[{_D}, {_K}]"
+
+
+# ── an adapter ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _begins(attempt: Callable) -> str:
+    for rank, alpha in _CASES:
+        before = _linear()(_x())
+        off = (_made(attempt, _linear(), rank, alpha)(_x()) - before).abs().max().item()
+        if off > 1e-12:
+            raise Failed(
+                f"{_case(rank, alpha)}: before any training the output is off by {off:.2g}",
+                "Fine-tuning begins at the pre-trained function: y = W·x + bias. "
+                "One of the two factors must be zero.",
+            )
+    return f"{len(_CASES)} cases"
+
+
+_NOT_TRAINED = {
+    _D * _K: "W itself is trained: set requires_grad_(False) on the layer that you were given.",
+    _D: "The bias is trained: freeze the whole layer, its bias too.",
+    _D * _K + _D: "The layer itself is trained: call linear.requires_grad_(False).",
+}
+
+
+def _what_is_trained(attempt: Callable) -> str:
+    for rank, alpha in _CASES:
+        layer = _made(attempt, _linear(), rank, alpha)
+        got, right = sum(p.numel() for p in _trained(layer)), rank * (_D + _K)
+        if got != right:
+            more = _NOT_TRAINED.get(got - right, "A has r·k numbers, B has d·r.")
+            raise Failed(
+                f"{_case(rank, alpha)}: {got} numbers are trained, A and B have {right}", more
+            )
+    return "A and B alone"
+
+
+def _learns(attempt: Callable) -> str:
+    rank, alpha = _CASES[0]
+    torch.manual_seed(0)
+    layer = _made(attempt, _linear(), rank, alpha)
+    target = torch.randn(3, _D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    optimizer = torch.optim.SGD(_trained(layer), lr=1e-2)
+    before = [parameter.detach().clone() for parameter in _trained(layer)]
+    for _ in range(2):
+        optimizer.zero_grad()
+        (layer(_x()) - target).square().mean().backward()
+        optimizer.step()
+    moved = [
+        not torch.equal(*pair)
+        for pair in zip(before, map(Tensor.detach, _trained(layer)), strict=True)
+    ]
+    if not any(moved):
+        raise Failed(
+            "after two steps of SGD no number has moved",
+            "The gradient of B is proportional to A and that of A to B: with both zero, both "
+            "gradients are zero for ever. One of them is drawn at random.",
+        )
+    if not all(moved):
+        hint = "From the second step on both factors have a gradient. Is one detached, or no part?"
+        raise Failed("after two steps of SGD one factor is what it was", hint)
+    drawn = max(before, key=lambda factor: factor.abs().max())
+    if torch.linalg.matrix_rank(drawn) < rank:
+        raise Failed(
+            f"the drawn factor has rank {torch.linalg.matrix_rank(drawn)}, not {rank}",
+            "Equal rows get equal gradients and stay equal: you train an update of a lower rank. "
+            "Draw the factor at random.",
+        )
+    return "two steps move A and B"
+
+
+def _factors(layer: nn.Module, rank: int) -> tuple[Tensor, Tensor]:
+    """A[r, k] and B[d, r], drawn anew; whichever way round they are kept."""
+    draw, found = torch.Generator().manual_seed(3), {}
+    with torch.no_grad():
+        for parameter in _trained(layer):
+            values = torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+            parameter.copy_(values)
+            shape = tuple(values.shape)
+            if sorted(shape) == sorted((rank, _K)):
+                found["A"] = values if shape == (rank, _K) else values.mT
+            elif sorted(shape) == sorted((_D, rank)):
+                found["B"] = values if shape == (_D, rank) else values.mT
+    if len(found) != 2:
+        got = ", ".join(str(list(parameter.shape)) for parameter in _trained(layer))
+        raise Failed(f"trained are tensors of {got}", f"A is [{rank}, {_K}], B is [{_D}, {rank}].")
+    return found["A"], found["B"]
+
+
+def _why_scaled(factor: float, rank: int, alpha: float) -> str:
+    for value, words in (
+        (1.0, "The factor α/r is missing: α then changes nothing, and r changes the step."),
+        (alpha, "α is there and 1/r is not: with a larger r the same update becomes larger."),
+        (1 / rank, "1/r is there and α is not."),
+        (alpha / rank**0.5, "This is α/√r (rank-stabilized LoRA); the paper's factor is α/r."),
+        (rank / alpha, "The factor is upside down."),
+    ):
+        if abs(factor - value) < 1e-9:
+            return words
+    return "Add (α/r)·B·A·x to what the layer gives."
+
+
+def _scaled(attempt: Callable) -> str:
+    for rank, alpha in _CASES:
+        linear = _linear()
+        layer = _made(attempt, linear, rank, alpha).eval()
+        A, B = _factors(layer, rank)
+        low = _x() @ A.mT @ B.mT
+        added = (layer(_x()) - _linear()(_x())).detach()
+        factor = ((added * low).sum() / low.square().sum()).item()
+        if (added - factor * low).abs().max() > 1e-9:
+            hint = "Add (α/r)·B·A·x: first A, which leaves r numbers, then B."
+            raise Failed(f"{_case(rank, alpha)}: what is added is no multiple of B·A·x", hint)
+        if abs(factor - alpha / rank) > 1e-9:
+            raise Failed(
+                f"{_case(rank, alpha)}: you add {factor:.3g}·B·A·x, α/r is {alpha / rank:.3g}",
+                _why_scaled(factor, rank, alpha),
+            )
+    return f"{len(_CASES)} cases"
+
+
+ADAPTER = Exercise(
+    id="lora/adapter",
+    title="Give a layer an adapter",
+    minutes=12,
+    difficulty=2,
+    proves="you train a low-rank update beside a frozen layer, from a start that changes nothing",
+    reference=lambda linear, rank, alpha: lora.wrap(linear, rank=rank, alpha=alpha),
+    properties=(
+        Property("it begins as the layer", _begins),
+        Property("what is trained", _what_is_trained),
+        Property("it learns", _learns),
+        Property("the factor α/r", _scaled),
+    ),
+    hints=(
+        "Keep the layer, frozen with requires_grad_(False). A is an nn.Parameter [r, k], drawn; "
+        "B is one [d, r], zero.",
+        "forward: self.linear(x) + (alpha / rank) * (x @ self.A.T @ self.B.T).",
+    ),
+)
+
+# ── what is trained and held ─────────────────────────────────────────────────────────────────────
+
+_LAYERS = {
+    "one layer without a bias": ([(64, 48, False)], 4, 4),
+    "a layer with a bias": ([(64, 48, True)], 4, 2),
+    "an attention layer in bf16": ([(64, 64, True), (64, 16, True), (64, 16, False)], 8, 2),
+}
+
+
+def _answer(attempt: Callable, case: str) -> tuple[list[nn.Linear], tuple[int, int], tuple, str]:
+    shapes, rank, itemsize = _LAYERS[case]
+    with torch.device("meta"):
+        linears = [nn.Linear(k, d, bias=bias) for k, d, bias in shapes]
+    got = attempt(linears, rank, itemsize)
+    if not isinstance(got, Sequence) or len(got) != 2:
+        raise Failed(f"you return {got!r}", "Return two numbers: how many are trained, and bytes.")
+    said = f"{case}, r = {rank}, {itemsize} bytes per frozen number"
+    return linears, fine_tuned(linears, rank, itemsize), tuple(got), said
+
+
+def _same(got: Any, right: int) -> bool:
+    return isinstance(got, Integral | float) and got == right
+
+
+def _counted(attempt: Callable) -> str:
+    for case in _LAYERS:
+        linears, (right, _), (got, _), said = _answer(attempt, case)
+        if _same(got, right):
+            continue
+        rank = _LAYERS[case][1]
+        biases = sum(each.out_features for each in linears if each.bias is not None)
+        whole = sum(each.weight.numel() for each in linears)
+        inputs = sum(rank * each.in_features for each in linears)
+        usually = {
+            right + biases: "The bias counts as trained. It is frozen with its layer.",
+            whole: "That is W: what is trained are A[r, k] and B[d, r].",
+            rank * whole: "r·d·k is more than W: A has r·k numbers and B has d·r.",
+            inputs: "That is A alone: B has d·r more.",
+            right - inputs: "That is B alone: A has r·k more.",
+            right + whole: "W is frozen: it counts as held, and not as trained.",
+        }
+        hint = usually.get(got, "A has r·k numbers and B has d·r, for each layer.")
+        raise Failed(f"{said}: you count {got}, trained are {right:,}", hint)
+    return f"{len(_LAYERS)} cases"
+
+
+def _held(attempt: Callable) -> str:
+    for case in _LAYERS:
+        linears, (trained, right), (_, got), said = _answer(attempt, case)
+        if _same(got, right):
+            continue
+        itemsize = _LAYERS[case][2]
+        frozen = sum(p.numel() for each in linears for p in each.parameters())
+        biases = sum(p.bias.numel() for p in linears if p.bias is not None)
+        usually = {
+            right - 4 * trained: "Weights, gradients and two moments are four numbers, not three.",
+            right - 8 * trained: "AdamW keeps two moments of each trained number.",
+            right - 12 * trained: "Gradients and moments of what is trained are missing.",
+            16 * trained: "The frozen weights are still there: every product needs them.",
+            right - itemsize * biases: "The biases are missing among what is frozen.",
+            16 * (frozen + trained): "A frozen weight has no gradient and no moments.",
+            right + itemsize * frozen: "A frozen weight has no gradient.",
+            itemsize * frozen + 4 * itemsize * trained: "Adapters stay fp32 beside a half model.",
+        }
+        hint = usually.get(got, "Frozen: itemsize per number. Trained: four numbers in fp32.")
+        raise Failed(f"{said}: you say {got} B, held are {right:,} B", hint)
+    return f"{len(_LAYERS)} cases"
+
+
+HELD = Exercise(
+    id="lora/held",
+    title="Count what is trained and held",
+    minutes=8,
+    difficulty=1,
+    proves="you know how many numbers LoRA trains, and which bytes it saves and which it does not",
+    reference=fine_tuned,
+    properties=(Property("numbers trained", _counted), Property("bytes held", _held)),
+    hints=(
+        "A layer of k inputs and d outputs: A is [r, k], B is [d, r]. Whose bias is it?",
+        "Frozen numbers take `itemsize` bytes each and nothing more. Each trained one is there "
+        "four times in fp32: itself, its gradient, two moments.",
+    ),
+)
+
+# ── merging ──────────────────────────────────────────────────────────────────────────────────────
+
+_N = 48  # inputs and outputs, of which rounding shows
+
+
+def _mergeable(attempt: Callable) -> tuple[nn.Module, Tensor, Tensor]:
+    """A layer whose adapter is not zero, an input, and its output."""
+    layer = _made(attempt, _linear(_N, _N, torch.float32), 4, 8.0).eval()
+    draw = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in _trained(layer):
+            parameter.copy_(torch.randn(parameter.shape, generator=draw))
+        x = _x(_N, 4, torch.float32)
+        return layer, x, layer(x)
+
+
+def _values(attempt: Callable) -> str:
+    layer, x, before = _mergeable(attempt)
+    with torch.no_grad():
+        layer.merge()
+        off = ((layer(x) - before).norm() / before.norm()).item()
+    if off > 1e-5:
+        raise Failed(
+            f"merged, the output is off by {off:.1%}",
+            "W + (α/r)·B·A takes the place of W, and the adapter's own product is left out.",
+        )
+    return "merged = beside"
+
+
+def _work(attempt: Callable) -> str:
+    layer, x, _ = _mergeable(attempt)
+    layer.merge()
+    with torch.no_grad():
+        got, right = fused.product_flops(lambda: layer(x)), 2 * x.numel() * _N
+    if got > right:
+        raise Failed(
+            f"merged, a forward takes {got:,} FLOPs, the layer alone {right:,}",
+            "A product times zero is still computed: return early while it is merged. That is what "
+            "one merges for.",
+        )
+    return f"{right:,} FLOPs"
+
+
+def _twice(attempt: Callable) -> str:
+    layer, x, before = _mergeable(attempt)
+    with torch.no_grad():
+        layer.merge()
+        try:
+            layer.merge()
+        except Exception:
+            return "the second merge() is refused"
+        off = ((layer(x) - before).norm() / before.norm()).item()
+    if off > 1e-5:
+        raise Failed(
+            f"merged twice, the output is off by {off:.1%}",
+            "The update is in W two times. Raise an error the second time, or do nothing.",
+        )
+    return "the second merge() changes nothing"
+
+
+def _back(attempt: Callable) -> str:
+    layer, x, before = _mergeable(attempt)
+    with torch.no_grad():
+        for _ in range(3):
+            layer.merge()
+            layer.unmerge()
+        after = layer(x)
+    if not torch.equal(after, before):
+        off = (after - before).abs().max().item()
+        raise Failed(
+            f"merged and unmerged three times, the output differs by {off:.1e}",
+            "W + Δ is rounded, and W + Δ − Δ is rounded again: that is not W. "
+            "Keep W itself, and put it back.",
+        )
+    return "equal to the bit"
+
+
+REPAIR = Exercise(
+    id="lora/bug-hunt",
+    title="Bug hunt: the layer that merges",
+    minutes=12,
+    difficulty=3,
+    proves="you merge an adapter so that it costs nothing, once, and can be taken out again",
+    reference=lambda linear, rank, alpha: lora.wrap(linear, rank=rank, alpha=alpha),
+    untouched="da9421e0",
+    properties=(
+        Property("merged, the same values", _values),
+        Property("merged twice", _twice),
+        Property("unmerged, the same bits", _back),
+        Property("no work left", _work),
+    ),
+    hints=(
+        "Call merge() two times. Call merge() and unmerge() in float32 and compare with "
+        "torch.equal. Count the products of a merged layer.",
+        "Floating-point sums are rounded: (W + Δ) − Δ is not W. What would have to be kept?",
+        "merge(): if self.merged: return; keep the old weight. unmerge(): put that back. "
+        "forward(): if self.merged, return self.linear(x) at once.",
+    ),
+)
+
+EXERCISES = (ADAPTER, HELD, REPAIR)

@@ -1,0 +1,129 @@
+"""Right answers to the exercises of `lora`, in other styles than the reference."""
+
+import copy
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class _Plain(nn.Module):
+    def __init__(self, linear, rank, alpha):
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        d, k = linear.weight.shape
+        self.A, self.B = (
+            nn.Parameter(each) for each in (torch.rand(rank, k), torch.zeros(d, rank))
+        )
+        self.scale, self.merged = alpha / rank, False
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y if self.merged else y + self.scale * (x @ self.A.T @ self.B.T)
+
+    @torch.no_grad()
+    def merge(self):
+        if not self.merged:
+            self.kept = self.linear.weight.clone()
+            self.linear.weight += self.scale * self.B @ self.A
+            self.merged = True
+
+    @torch.no_grad()
+    def unmerge(self):
+        if self.merged:
+            self.linear.weight.copy_(self.kept)
+            self.merged = False
+
+
+class _TwoLinears(nn.Module):
+    """PEFT's way: A and B are linear layers of their own."""
+
+    def __init__(self, linear, rank, alpha):
+        super().__init__()
+        self.base_layer, self.scaling = linear, alpha / rank
+        for parameter in linear.parameters():
+            parameter.requires_grad = False
+        self.lora_A = nn.Linear(linear.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, linear.out_features, bias=False)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B.weight)
+        self.merged_layer = None
+
+    def forward(self, x):
+        if self.merged_layer is not None:
+            return self.merged_layer(x)
+        return self.base_layer(x) + self.scaling * self.lora_B(self.lora_A(x))
+
+    def merge(self):
+        if self.merged_layer is not None:
+            raise RuntimeError("merged already")
+        merged = copy.deepcopy(self.base_layer)
+        merged.weight.data += self.scaling * (self.lora_B.weight @ self.lora_A.weight).detach()
+        self.merged_layer = merged
+
+    def unmerge(self):
+        self.merged_layer = None
+
+
+class _Mirrored(nn.Module):
+    """The factors the other way round, A·Bᵀ with the zero one first, and the whole weight summed."""
+
+    def __init__(self, linear, rank, alpha):
+        super().__init__()
+        self.frozen = linear.requires_grad_(False)
+        self.first = nn.Parameter(torch.zeros(linear.in_features, rank))
+        self.second = nn.Parameter(torch.rand(rank, linear.out_features) - 0.5)
+        self.factor, self.ready = alpha / rank, None
+
+    def forward(self, x):
+        if self.ready is not None:
+            return F.linear(x, self.ready, self.frozen.bias)
+        weight = self.frozen.weight + self.factor * (self.first @ self.second).T
+        return F.linear(x, weight, self.frozen.bias)
+
+    def merge(self):
+        with torch.no_grad():
+            self.ready = self.frozen.weight + self.factor * (self.first @ self.second).T
+
+    def unmerge(self):
+        self.ready = None
+
+
+def _loop(linears, rank, itemsize):
+    trained = frozen = 0
+    for layer in linears:
+        d, k = layer.weight.shape
+        trained += rank * d + rank * k
+        frozen += d * k + (d if layer.bias is not None else 0)
+    return trained, frozen * itemsize + trained * (4 + 4 + 8)
+
+
+def _numpy(linears, rank, itemsize):
+    shapes = np.array([layer.weight.shape for layer in linears])
+    trained = rank * shapes.sum()
+    frozen = sum(p.numel() for layer in linears for p in layer.parameters())
+    return [np.int64(trained), np.int64(itemsize * frozen + 16 * trained)]
+
+
+def _built(linears, rank, itemsize):
+    adapters = [
+        (torch.empty(rank, layer.in_features), torch.empty(layer.out_features, rank))
+        for layer in linears
+    ]
+    trained = sum(each.numel() for pair in adapters for each in pair)
+    frozen = sum(p.numel() for layer in linears for p in layer.parameters())
+    return float(trained), float(itemsize * frozen + 16 * trained)
+
+
+_LAYERS = {
+    "a flag and a copy": _Plain,
+    "two linear layers": _TwoLinears,
+    "the sum written out, mirrored": _Mirrored,
+}
+RIGHT = {
+    "lora/adapter": _LAYERS,
+    "lora/held": {"a loop": _loop, "NumPy, in a list": _numpy, "floats, of tensors": _built},
+    "lora/bug-hunt": _LAYERS,
+}

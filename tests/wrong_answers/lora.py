@@ -1,0 +1,154 @@
+"""Wrong answers to the exercises of `lora`."""
+
+import functools
+import math
+
+import torch
+from torch import nn
+
+from wrong_answers import Wrong
+
+
+class _Slips(nn.Module):
+    """A layer with an adapter, and slips switched on one at a time."""
+
+    def __init__(
+        self, linear, rank, alpha, *, a="drawn", b="zero", scale="both", frozen="all",
+        kept=True, once=True, early=True, added=True,
+    ):  # fmt: skip
+        super().__init__()
+        self.linear = linear
+        linear.weight.requires_grad_(frozen == "bias")
+        linear.bias.requires_grad_(frozen == "weight")
+        if frozen == "none":
+            linear.requires_grad_(True)
+        values = {"zero": torch.zeros, "drawn": torch.randn, "ones": torch.ones}
+        self.A = nn.Parameter(values[a](rank, linear.in_features))
+        self.B = nn.Parameter(values[b](linear.out_features, rank))
+        factors = {
+            "both": alpha / rank, "none": 1.0, "alpha": alpha, "rank": 1 / rank,
+            "root": alpha / math.sqrt(rank), "upside down": rank / alpha,
+        }  # fmt: skip
+        self.scale, self.kept, self.once, self.early = factors[scale], kept, once, early
+        self.added, self.merged, self.original = added, False, None
+
+    def forward(self, x):
+        if self.merged and self.early:
+            return self.linear(x)
+        factor = 0.0 if self.merged and self.added else self.scale
+        return self.linear(x) + factor * (x @ self.A.T @ self.B.T)
+
+    @torch.no_grad()
+    def merge(self):
+        if self.merged and self.once:
+            return
+        self.original = self.linear.weight.clone()
+        self.linear.weight += self.scale * self.B @ self.A
+        self.merged = True
+
+    @torch.no_grad()
+    def unmerge(self):
+        if self.kept:
+            self.linear.weight.copy_(self.original)
+        else:
+            self.linear.weight -= self.scale * self.B @ self.A
+        self.merged = False
+
+
+class _OfTheWeight(_Slips):
+    """h = W·x + B·A·(W·x): the adapter behind the layer, not beside it."""
+
+    def __init__(self, linear, rank, alpha):
+        super().__init__(linear, rank, alpha)
+        self.B = nn.Parameter(torch.zeros(linear.out_features, rank))
+
+    def forward(self, x):
+        return self.linear(x) + self.scale * (x.sin() @ self.A.T @ self.B.T)
+
+
+class _InFloat64(_Slips):
+    """Subtracted in float64, and rounded all the same."""
+
+    @torch.no_grad()
+    def merge(self):
+        if not self.merged:
+            self.linear.weight.copy_(self.linear.weight.double() + self._delta())
+            self.merged = True
+
+    @torch.no_grad()
+    def unmerge(self):
+        self.linear.weight.copy_(self.linear.weight.double() - self._delta())
+        self.merged = False
+
+    def _delta(self):
+        return self.scale * (self.B.double() @ self.A.double())
+
+
+def _slips(**slips):
+    return functools.partial(_Slips, **slips)
+
+
+def _count(*, bias=False, whole=False, a=True, b=True, per=16, frozen=True, biases=True, more=0):
+    """Trained numbers and bytes with slips."""
+
+    def attempt(linears, rank, itemsize):
+        trained = sum(
+            rank * (a * each.in_features + b * each.out_features)
+            + bias * (each.bias is not None) * each.out_features
+            + whole * each.weight.numel() * rank
+            for each in linears
+        )
+        numbers = sum(
+            p.numel() for each in linears for p in each.parameters() if biases or p.dim() == 2
+        )
+        right = sum(rank * (each.in_features + each.out_features) for each in linears)
+        return trained, (itemsize * frozen + more) * numbers + per * right
+
+    return attempt
+
+
+WRONG = {
+    "lora/adapter": (
+        Wrong("both drawn", _slips(b="drawn"), "it begins as the layer", "must be zero"),
+        Wrong("both zero", _slips(a="zero"), "it learns", "with both zero"),
+        Wrong("A of ones", _slips(a="ones"), "it learns", "update of a lower rank"),
+        Wrong("the bias trained", _slips(frozen="weight"), "what is trained", "its bias too"),
+        Wrong("W trained", _slips(frozen="bias"), "what is trained", "W itself is trained"),
+        Wrong("all trained", _slips(frozen="none"), "what is trained", "The layer itself"),
+        Wrong("no factor", _slips(scale="none"), "the factor α/r", "α/r is missing"),
+        Wrong("α alone", _slips(scale="alpha"), "the factor α/r", "1/r is not"),
+        Wrong("1/r alone", _slips(scale="rank"), "the factor α/r", "α is not"),
+        Wrong("α/√r", _slips(scale="root"), "the factor α/r", "rank-stabilized"),
+        Wrong("r/α", _slips(scale="upside down"), "the factor α/r", "upside down"),
+        Wrong("of another input", _OfTheWeight, "the factor α/r", "first A"),
+    ),
+    "lora/held": (
+        Wrong("the bias counts", _count(bias=True), "numbers trained", "frozen with its layer"),
+        Wrong("r·d·k", _count(a=False, b=False, whole=True), "numbers trained", "more than W"),
+        Wrong("A alone", _count(b=False), "numbers trained", "A alone"),
+        Wrong("B alone", _count(a=False), "numbers trained", "B alone"),
+        Wrong("one moment", _count(per=12), "bytes held", "four numbers, not three"),
+        Wrong("no moments", _count(per=8), "bytes held", "two moments"),
+        Wrong("adapters alone", _count(frozen=False), "bytes held", "still there"),
+        Wrong("no biases", _count(biases=False), "bytes held", "biases are missing"),
+        Wrong("frozen gradients", lambda linears, rank, itemsize: _count(more=itemsize)(
+            linears, rank, itemsize), "bytes held", "has no gradient"),
+    ),
+    "lora/bug-hunt": (
+        Wrong(
+            "the one of the lab",
+            _slips(kept=False, once=False, early=False),
+            "merged twice",
+            "in W two times",
+        ),
+        Wrong("subtracts", _slips(kept=False), "unmerged, the same bits", "Keep W itself"),
+        Wrong("in float64", _InFloat64, "unmerged, the same bits", "rounded again"),
+        Wrong("times zero", _slips(early=False), "no work left", "return early"),
+        Wrong(
+            "adds it again",
+            _slips(early=False, added=False),
+            "merged, the same values",
+            "takes the place of W",
+        ),
+    ),
+}  # fmt: skip
