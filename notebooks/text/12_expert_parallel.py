@@ -181,7 +181,7 @@ def train(net, x, reduce=lambda net: None, steps=3):
 
 
 # %%
-def spread(rank, n_e, steps=3):
+def spread(rank, steps=3):
     net = GPT(config, generator=torch.Generator().manual_seed(rank.rank)).double()
     dp, edp, ep = rank.comm("dp"), rank.comm("edp"), rank.comm("ep")
     expert_parallel.spread_experts(net, ep, replicas=dp)
@@ -205,14 +205,14 @@ def compare(ranks, whole):
 # %%
 whole = train(GPT(config, generator=torch.Generator().manual_seed(0)).double(), data)
 three = World(Mesh(dp=3, ep=3))
-ranks = three.run(spread, 3)
+ranks = three.run(spread)
 compare(ranks, whole)
 
 # %% [markdown]
 # Equal, the router's gradient included. Now the bytes of one step. The formula takes what the router decided: for each layer, from each rank, the visits to each expert.
 
 # %%
-ranks = three.run(spread, 3, steps=1)
+ranks = three.run(spread, steps=1)
 routed = expert_parallel.sent(
     config, 3, micro_batch=4, counts=[[rank[-1] for rank in ranks]], itemsize=8
 )
@@ -250,7 +250,7 @@ for axis in ("dp", "ep", "edp"):
 show(expert_parallel.reduce_gradients)
 
 # %%
-compare(World(mesh).run(spread, 2), whole)
+compare(World(mesh).run(spread), whole)
 
 # %% [markdown]
 # The mean over the wrong group has the right shape and raises no error by itself: on rank 0 expert 0, on rank 1 expert 3 are the first in the list. So `replicate` and `zero.shard` refuse a model with spread experts.
@@ -301,45 +301,6 @@ predicted = expert_parallel.sent(full, 8, micro_batch=1, itemsize=2, rank=43 % 8
 predicted = Ledger(replace(line, rank=43) for line in predicted)
 predicted += expert_parallel.reducing_sent(full, cluster, 43, itemsize=2)
 predicted.diff(Ledger(line for line in dry.ledger if line.name != "broadcast"))
-
-# %% [markdown]
-# ### Exercise 12.3 · Bug hunt: the loss was right (10 min, ●●●)
-#
-# A training step with a balance loss, E·Σ f·P: f is the share of all visits that an expert gets, P its mean probability. More on it below. The test finds the right loss. Two things are wrong. Repair them.
-
-
-# %%
-def reduced_step(model, tokens, dp, edp, alpha):
-    loss = model.loss(tokens, tokens)
-    for block in model.blocks:
-        routing = block.feed_forward.routing
-        share = routing.load / routing.load.sum()
-        mean = torch.tensor(routing.probabilities.mean(0).tolist(), dtype=loss.dtype)
-        loss = loss + alpha * len(share) * (share * mean).sum()
-    loss.backward()
-    for parameter in model.parameters():
-        dp.all_reduce(parameter.grad, out=parameter.grad)
-        parameter.grad /= dp.size
-    return loss
-
-
-# %%
-def its_test(rank):
-    net = GPT(config, generator=torch.Generator().manual_seed(0)).double()
-    expert_parallel.spread_experts(net, rank.comm("ep"))
-    mine = data.chunk(4)[rank.rank]
-    loss = reduced_step(net, mine, rank.comm("dp"), rank.comm("edp"), alpha=0.1)
-    right = net.loss(mine, mine) + 0.1 * expert_parallel.auxiliary_loss(net)
-    return torch.allclose(loss, right)
-
-
-World(mesh).run(its_test)
-
-# %%
-check("expert_parallel/bug-hunt", reduced_step)
-
-# %%
-hint("expert_parallel/bug-hunt", 1)
 
 # %% [markdown]
 # ## What if all tokens want the same expert?
@@ -408,7 +369,46 @@ for way, seeds in runs.items():
     print(f"{way:13} dropped {late / (3 * 8 * 32 * 2):4.0%}   losses {losses}")
 
 # %% [markdown]
-# The losses of three seeds overlap. What balance buys is fewer visits dropped, and time:
+# The losses of three seeds overlap. What balance buys is fewer visits dropped, and time: that is the next question, after an exercise.
+
+# %% [markdown]
+# ### Exercise 12.3 · Bug hunt: the loss was right (10 min, ●●●)
+#
+# A training step with a balance loss, on four ranks in blocks of two. Its test finds the right loss. Two things are wrong all the same. Repair them.
+
+
+# %%
+def reduced_step(model, tokens, dp, edp, alpha):
+    loss = model.loss(tokens, tokens)
+    for block in model.blocks:
+        routing = block.feed_forward.routing
+        share = routing.load / routing.load.sum()
+        mean = torch.tensor(routing.probabilities.mean(0).tolist(), dtype=loss.dtype)
+        loss = loss + alpha * len(share) * (share * mean).sum()
+    loss.backward()
+    for parameter in model.parameters():
+        dp.all_reduce(parameter.grad, out=parameter.grad)
+        parameter.grad /= dp.size
+    return loss
+
+
+# %%
+def its_test(rank):
+    net = GPT(config, generator=torch.Generator().manual_seed(0)).double()
+    expert_parallel.spread_experts(net, rank.comm("ep"))
+    mine = data.chunk(4)[rank.rank]
+    loss = reduced_step(net, mine, rank.comm("dp"), rank.comm("edp"), alpha=0.1)
+    right = net.loss(mine, mine) + 0.1 * expert_parallel.auxiliary_loss(net)
+    return torch.allclose(loss, right)
+
+
+World(mesh).run(its_test)
+
+# %%
+check("expert_parallel/bug-hunt", reduced_step)
+
+# %%
+hint("expert_parallel/bug-hunt", 1)
 
 # %% [markdown]
 # ## When does the all-to-all dominate?
@@ -539,9 +539,9 @@ explore(
 # **Routing "by all-to-all"**, two per layer (reading notes on the Ultra-Scale Playbook; its own text counts dispatch and combine). A training step has five: two backward, and the counts before all of them.
 #   <!-- claim: len({line.name for line in expert_parallel.sent(config.ModelConfig.named("mixtral-8x7b"), 8, micro_batch=1, rank=0)}) == 5 -->
 #
-# **DeepSpeed's balance loss for k = 2** was multiplied by E twice; for k = 1 it was right. Its own correction (commit "Fix top2 aux loss to be similar to top1 aux loss") says so. With 64 experts α counts 64-fold.
+# **A balance loss without a gradient** (NeMo Automodel, issue 1408, repaired in pull request 1412): the return value of the function that attaches it was thrown away, so it never reached the router. That is one bug of exercise 12.3.
 #
-# **NeMo Automodel's balance loss** had no gradient: the return value of the function that attaches it was thrown away (pull request 1412). The loss that was logged was right. That is the bug of exercise 12.3.
+# **A balance loss for each micro-batch** (NeMo Automodel, repaired in pull request 3359): the loss was divided by the number of micro-batches M, the balance loss was not, so α counted M-fold (lab 05).
 
 # %% [markdown]
 # ## Summary
