@@ -463,7 +463,7 @@ plots.overlap(
 )
 
 # %% [markdown]
-# In halves the first dispatch and the last combine have nothing to hide behind. If the experts are narrower than the width above, there is not enough computing to hide behind at all, however finely you cut.
+# In halves the first dispatch and the last combine have nothing to hide behind. Rows travel twice, so experts hide both ways only from twice that width on; narrower ones leave the rest exposed, however finely you cut.
 #
 # > Now one expert of eight gets twice the mean, the others share the rest. How many times as long does the layer take, on NVLink?
 
