@@ -4,7 +4,8 @@ ring_attention      queries stay, keys and values go round; results are merged a
 ulysses_attention   each rank trades its tokens of all heads for all tokens of its heads
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def ring_attention(
     v: Float[Tensor, "b g s_c d"],
     comm: Comm,
     kind: str = "zigzag",
+    block: int | None = None,
 ) -> Float[Tensor, "b a s_c d"]:
     """What causal attention over the tokens of all ranks gives those of this one.
 
@@ -30,13 +32,14 @@ def ring_attention(
     What the mask empties is passed on and not computed.
 
     kind: how the sequence is laid out, "contiguous" or "zigzag"; positions must be in q and k
+    block: rows and columns of the scores that exist at once; as in `flash.attention` unless given
 
     Cost: n − 1 times the keys and values of a rank are sent forward; backward they go round again,
     and the sums of their gradients n − 1 times too, in fp32 or wider. Kept are q, k, v, the output
     and its log-sum-exp, of s/n tokens. FLOPs in proportion to `SequenceLayout.work`.
     Source: Liu et al. 2310.01889, section 3; the zig-zag after the Ultra-Scale Playbook.
     """
-    return _Ring.apply(q, k, v, comm, _laid_out(q, k, comm, kind))
+    return _Ring.apply(q, k, v, comm, _laid_out(q, k, comm, kind), block)
 
 
 def _laid_out(q: Tensor, k: Tensor, comm: Comm, kind: str) -> SequenceLayout:
@@ -47,25 +50,53 @@ def _laid_out(q: Tensor, k: Tensor, comm: Comm, kind: str) -> SequenceLayout:
     return layout(q.shape[2] * comm.size, comm.size, kind)
 
 
+def ring(
+    q: Float[Tensor, "b a s_c d"],
+    k: Float[Tensor, "b g s_c d"],
+    v: Float[Tensor, "b g s_c d"],
+    whole: SequenceLayout,
+    comm: Comm,
+    attend: Callable[..., tuple[Tensor, Tensor]],
+) -> tuple[Float[Tensor, "b a s_c d"], Float[Tensor, "b a s_c"]]:
+    """The forward pass of `ring_attention`: output and log-sum-exp of this rank's queries.
+
+    attend: of (q, k, v, offset) of a tile gives its output and log-sum-exp
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros_like(q, dtype=wide)  # laid out like q, so ready for the next product
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    for holder, (keys, values) in _round(torch.stack([k, v]), comm):
+        for tile in whole.tiles(comm.rank, holder):
+            at = tile.rows
+            found = attend(*_cut(tile, q, keys, values), tile.offset)
+            merged = flash.merge(out[:, :, at], lse[:, :, at], *found)
+            out[:, :, at], lse[:, :, at] = merged
+    return out.to(q.dtype), lse
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, offset: int | None, block: int | None
+) -> tuple[Tensor, Tensor]:
+    return flash.attention(q, k, v, causal=True, offset=offset, block_q=block, block_k=block)
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, whole: SequenceLayout
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        comm: Comm,
+        whole: SequenceLayout,
+        block: int | None,
     ) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros(q.shape, dtype=wide, device=q.device)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
         with comm.record("ring forward"):
-            for holder, (keys, values) in _round(torch.stack([k, v]), comm):
-                for tile in whole.tiles(comm.rank, holder):
-                    at = tile.rows
-                    found = flash.attention(*_cut(tile, q, keys, values), **_mask(tile))
-                    merged = flash.merge(out[:, :, at], lse[:, :, at], *found)
-                    out[:, :, at], lse[:, :, at] = merged
-        out = out.to(q.dtype)
+            out, lse = ring(q, k, v, whole, comm, functools.partial(_attend, block=block))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.comm = comm
         ctx.whole = whole
+        ctx.block = block
         return out
 
     @staticmethod
@@ -78,10 +109,10 @@ class _Ring(torch.autograd.Function):
             for holder, kv in _round(torch.stack([k, v]), ctx.comm):
                 d_kv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
                 for tile in ctx.whole.tiles(ctx.comm.rank, holder):
-                    _backward_tile(tile, (q, out, lse, d_out, dq), kv, d_kv)
+                    _backward_tile(tile, (q, out, lse, d_out, dq), kv, d_kv, ctx.block)
                 sums.add(d_kv)
             dk, dv = sums.come_home()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 def _round(kv: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
@@ -127,22 +158,20 @@ class _Sums:
         return [work.wait() for work in self.on_their_way][-1]
 
 
-def _mask(tile: Tile) -> dict[str, Any]:
-    return {"causal": True, "offset": tile.offset}
-
-
 def _cut(tile: Tile, q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
     """The queries, and the keys and values, that meet."""
     return q[:, :, tile.rows], *(x[:, :, tile.columns] for x in keys)
 
 
-def _backward_tile(tile: Tile, of_queries: tuple[Tensor, ...], kv: Tensor, d_kv: Tensor) -> None:
+def _backward_tile(
+    tile: Tile, of_queries: tuple[Tensor, ...], kv: Tensor, d_kv: Tensor, block: int | None
+) -> None:
     """Adds what a tile gives to dQ, dK and dV. Output and log-sum-exp are those over all keys: with
     them the weights of a tile are their part of the whole softmax."""
     q, out, lse, d_out, dq = (x[:, :, tile.rows] for x in of_queries)
     k, v = kv[:, :, :, tile.columns]
     dk, dv = torch.empty_like(k, dtype=lse.dtype), torch.empty_like(v, dtype=lse.dtype)
-    problem, lse = problem_of(q, k, v, **_mask(tile)), lse[..., None]
+    problem, lse = problem_of(q, k, v, True, tile.offset, block, block), lse[..., None]
     tensors = dict(Q=q, K=k, V=v, O=out, lse=lse, dO=d_out, D=torch.zeros_like(lse))
     with torch.autocast(q.device.type, enabled=False):
         memory = SlowMemory(problem.kv_heads, **tensors, dQ=dq, dK=dk, dV=dv)
@@ -156,6 +185,7 @@ def ulysses_attention(
     v: Float[Tensor, "b g s_c d"],
     comm: Comm,
     kind: str = "zigzag",
+    block: int | None = None,
 ) -> Float[Tensor, "b a s_c d"]:
     """The same by all-to-all: each rank gets all tokens of its a/n heads, computes, and gives the
     outputs back. Where there are fewer key–value heads than ranks, each is sent to n/g of them.
@@ -169,10 +199,25 @@ def ulysses_attention(
     repeats = kv_heads(q.shape[1], k.shape[1], n) // k.shape[1]
     k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
     heads = [x.unflatten(1, (n, -1)) for x in (q, k, v)]
-    tokens = _Exchange.apply(torch.cat(heads, 2).movedim(1, 0).contiguous(), comm)
-    mine = whole.join(tokens.unbind(), 2).split([x.shape[2] for x in heads], 1)
-    out, _ = flash.attention(*mine, causal=True)
-    shares = torch.stack([whole.split(out, rank, 2) for rank in range(n)])
+    mine = heads_for_tokens(torch.cat(heads, 2).flatten(1, 2), whole, comm)
+    out, _ = _attend(*mine.split([x.shape[2] for x in heads], 1), None, block)
+    return tokens_for_heads(out, whole, comm)
+
+
+def heads_for_tokens(
+    x: Float[Tensor, "b a s_c d"], whole: SequenceLayout, comm: Comm
+) -> Float[Tensor, "b a_c s d"]:
+    """All tokens of this rank's heads, for this rank's tokens of all heads: rank r gets the r-th
+    n-th of the heads."""
+    tokens = _Exchange.apply(x.unflatten(1, (comm.size, -1)).movedim(1, 0).contiguous(), comm)
+    return whole.join(tokens.unbind(), 2)
+
+
+def tokens_for_heads(
+    x: Float[Tensor, "b a_c s d"], whole: SequenceLayout, comm: Comm
+) -> Float[Tensor, "b a s_c d"]:
+    """The way back."""
+    shares = torch.stack([whole.split(x, rank, 2) for rank in range(comm.size)])
     return _Exchange.apply(shares, comm).movedim(0, 1).flatten(1, 2)
 
 

@@ -29,7 +29,13 @@ class Tile:
     def pairs(self) -> int:
         """Pairs that the mask leaves."""
         rows, columns = (part.stop - part.start for part in (self.rows, self.columns))
-        return sum(min(max(i + self.offset + 1, 0), columns) for i in range(rows))
+        seen, beyond = self.offset, self.offset - columns  # of row −1, and how many too many
+        return _sum_to(seen + rows) - _sum_to(seen) - _sum_to(beyond + rows) + _sum_to(beyond)
+
+
+def _sum_to(m: int) -> int:
+    """1 + 2 + … + m."""
+    return m * (m + 1) // 2 if m > 0 else 0
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,17 @@ class SequenceLayout:
                 if key <= query:
                     rows, columns = slice(i * c, i * c + c), slice(j * c, j * c + c)
                     yield Tile(rows, columns, (query - key) * c)
+
+    def grid(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Of each chunk of queries and of keys that the mask lets meet, the rank that computes it,
+        and the step of the ring."""
+        has = {number: rank for rank in range(self.n) for number in self.numbers(rank)}
+        return {
+            (query, key): (has[query], (has[query] - has[key]) % self.n)
+            for query in has
+            for key in has
+            if key <= query
+        }
 
     def met(self, rank: int) -> tuple[int, ...]:
         """Pairs of query and key that a rank computes at each step of the ring, its own first: as

@@ -1,7 +1,6 @@
 """`distribute`: a whole GPT that works on one rank's tokens of each sequence."""
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,11 +8,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from labutils import collectives, units
 from labutils.config import ModelConfig
 from labutils.context_parallel.attention import kv_heads, ring_attention, ulysses_attention
 from labutils.context_parallel.sequence import layout
-from labutils.ledger import Ledger, Line
 from labutils.model import GPT
 from labutils.world import Comm
 
@@ -89,7 +86,12 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def distribute(
-    module: GPT, comm: Comm, *, attention: str = "ring", kind: str = "zigzag"
+    module: GPT,
+    comm: Comm,
+    *,
+    attention: str = "ring",
+    kind: str = "zigzag",
+    block: int | None = None,
 ) -> ContextGPT:
     """The GPT, changed in place so that each rank computes its tokens of the sequences it is given.
 
@@ -99,6 +101,7 @@ def distribute(
 
     attention: "ring" or "ulysses"
     kind: the layout of the tokens, "contiguous" or "zigzag"
+    block: as in `ring_attention`; one that is large makes a dry run short
 
     Cost: bytes sent as in `sent`; of activations each rank keeps those of s/n tokens.
     Invariant: loss, gradients and steps are those of the whole model, up to rounding.
@@ -108,12 +111,13 @@ def distribute(
     if type(module) is not GPT:  # nor a share of one
         got = type(module).__name__
         raise TypeError(f"distribute takes a whole labutils.model.GPT, got {got}")
-    _check(module.config, comm.size, attention, kind)
+    require(module.config, comm.size, attention, kind)
     if module.config.dropout:
         remedy = "build the model with dropout=0"
         raise ValueError(f"dropout={module.config.dropout} on distributed tokens: {remedy}")
-    for block in module.blocks:
-        block.attention.attend = functools.partial(_attend, comm, ATTENTION[attention], kind)
+    attend = functools.partial(ATTENTION[attention], comm=comm, kind=kind, block=block)
+    for layer in module.blocks:
+        layer.attention.attend = functools.partial(_attend, attend)
     rotary = module.blocks[0].attention.rotary
     module.__class__ = ContextGPT
     module.comm = comm
@@ -122,61 +126,16 @@ def distribute(
     return module
 
 
-def _attend(
-    comm: Comm, attention: Any, kind: str, q: Tensor, k: Tensor, v: Tensor, dropout: float
-) -> Tensor:
+def _attend(attend: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Attention as the model calls it; `distribute` sees that there is no dropout."""
-    return attention(q, k, v, comm, kind)
+    return attend(q, k, v)
 
 
-def _check(model: ModelConfig, n: int, attention: str, kind: str) -> None:
+def require(model: ModelConfig, n: int, attention: str, kind: str) -> None:
+    """Nothing, or a ValueError that says what n ranks cannot do with this model."""
     if attention not in ATTENTION:
         known = " or ".join(map(repr, ATTENTION))
         raise ValueError(f"unknown attention over ranks {attention!r}: use {known}")
     layout(2 * n, n, kind)
     if attention == "ulysses":
         kv_heads(model.num_heads, model.num_kv_heads, n)
-
-
-def sent(
-    model: ModelConfig,
-    n: int,
-    *,
-    micro_batch: int,
-    attention: str = "ring",
-    itemsize: int = 4,
-    rank: int | None = None,
-) -> Ledger:
-    """Bytes that each of n ranks sends in the forward and backward pass of a micro-batch, gradients
-    of parameters aside (`data_parallel.bytes_to_reduce`); alike in both layouts.
-
-    itemsize: bytes of an element of weights and activations
-    rank: the only one that is asked for; all unless given
-
-    >>> layer = replace(ModelConfig.named("llama-3.1-8b"), num_layers=1)
-    >>> ring = sent(layer, 8, micro_batch=1, itemsize=2, rank=0).by("name")
-    >>> ring["ring forward"] == 7 * 2 * layer.seq_len // 8 * 8 * 128 * 2
-    True
-    """
-    _check(model, n, attention, "contiguous")
-    L, s, a, g, d = model.letters("L s a g d")
-    rows = units.whole(micro_batch, "micro_batch", 1) * d * layout(s, n, "contiguous").chunk
-    ranks = range(n) if rank is None else (rank,)
-    lines = [_loss_line(n, max(4, itemsize), i) for i in ranks if n > 1]
-    for i in ranks if n > 1 else ():
-        if attention == "ring":
-            kv, sums = 2 * g * rows * itemsize, 2 * g * rows * max(4, itemsize)
-            moves = [("ring forward", kv, 1), ("ring backward", kv + sums, 2)]
-        else:
-            each = (2 * a + 2 * kv_heads(a, g, n)) * rows * itemsize // n
-            moves = [("all_to_all forward", each, 2), ("all_to_all backward", each, 2)]
-        for name, nbytes, messages in moves:
-            times = (n - 1) * L
-            lines.append(Line(name, nbytes * times, axis="cp", rank=i, count=messages * times))
-    return Ledger(lines).merged()
-
-
-def _loss_line(n: int, itemsize: int, rank: int) -> Line:
-    at = {"n": n, "itemsize": itemsize, "axis": "cp", "rank": rank}
-    (line,) = collectives.sent("all_reduce_ring", nbytes=itemsize, **at)
-    return replace(line, name="loss")

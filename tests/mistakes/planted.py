@@ -185,11 +185,15 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("if key <= query:", "if True:"),
         ("(rank, 2 * self.n - 1 - rank)", "(rank, self.n + rank)"),
         ("c * (c + 1) // 2", "c * c // 2"),
+        ("(has[query] - has[key]) % self.n", "(has[key] - has[query]) % self.n"),
+        ("- _sum_to(beyond + rows)", "+ _sum_to(beyond + rows)"),
         ("for number in sorted(chunks)", "for number in chunks"),
         ("if units.whole(s, \"s\", 1) % pieces:", "if units.whole(s, \"s\", 1) % n:"),
     ],
     ("context_parallel/attention", "test_context_parallel"): [
         ("merged = flash.merge(out[:, :, at], lse[:, :, at], *found)", "merged = out[:, :, at] + found[0], torch.logaddexp(lse[:, :, at], found[1])"),
+        ("wide = torch.promote_types(q.dtype, torch.float32)", "wide = q.dtype"),
+        ("yield (i - step) % n, kv\n        for work in on_their_way:\n            kv = work.wait()", "arrived = [work.wait() for work in on_their_way]\n        yield (i - step) % n, kv\n        kv = arrived[-1] if arrived else kv"),
         ("d_kv += self._arrived()", "self._arrived()"),
         ("return self.mine + self._arrived() if self.on_their_way", "return self._arrived() if self.on_their_way"),
         ("d_kv[:, :, :, tile.columns] +=", "d_kv[:, :, :, tile.columns] ="),
@@ -204,9 +208,17 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("(table[at] for table in self.tables)", "(table[: len(at)] for table in self.tables)"),
         ("count = (targets != _IGNORED).sum()", "count = (mine != _IGNORED).sum() * comm.size"),
         ("return grad * ctx.n, None", "return grad, None"),
+    ],
+    ("context_parallel/predict", "test_context_parallel"): [
         ("times = (n - 1) * L", "times = n * L"),
         ("2 * g * rows * max(4, itemsize)", "2 * g * rows * itemsize"),
         ("kv_heads(a, g, n)) * rows", "g) * rows"),
+        ("s * model.d_head * how.compute", "model.seq_len * model.d_head * how.compute"),
+        ("nbytes *= copies if", "nbytes *= 1 if"),
+    ],
+    ("context_parallel/time", "test_context_parallel"): [
+        ("start = max(begun[i], begun[(i + 1) % n])", "start = begun[i]"),
+        ("start = begun[i] if overlap else arrived[i]", "start = arrived[i]"),
     ],
     ("expert_parallel/routing", "test_expert_parallel"): [
         ("weights = weights / weights.sum(-1, keepdim=True)", "pass"),

@@ -1,0 +1,68 @@
+"""When the ranks of a ring compute and when they send, if each step takes what its work takes."""
+
+from labutils.config import Link, ModelConfig
+from labutils.context_parallel.sequence import layout
+from labutils.timeline import Span, Timeline
+
+
+def least_tokens(
+    flops: float, bandwidth: float, *, itemsize: int = 2, groups: float = 1, causal: bool = True
+) -> float:
+    """Tokens that a rank must have so that a step of the ring computes as long as it sends.
+
+    flops, bandwidth: of a rank, per second
+    groups: key–value heads by heads, g/a
+    causal: in a zig-zag, where a step computes half of what it does without a mask
+
+    >>> round(least_tokens(312e12, 300e9, causal=False))
+    1040
+
+    Source: Liu et al. 2310.01889, section 3, without a mask: c ≥ F/B in bf16.
+    """
+    return itemsize * groups * flops / bandwidth / (1 if causal else 2)
+
+
+def ring_timeline(
+    model: ModelConfig,
+    n: int,
+    *,
+    flops: float,
+    link: Link,
+    kind: str = "zigzag",
+    itemsize: int = 2,
+    overlap: bool = True,
+) -> Timeline:
+    """The forward pass of ring attention in one layer, of one sequence on n ranks.
+
+    As in `ring_attention`, a step begins when the keys and values of the step before have come and
+    gone, and a message when both its ranks have begun the step.
+
+    flops: what a rank computes per second
+    link: what carries the messages of each rank to the next
+    itemsize: bytes of an element of keys and values
+    overlap: False computes when the message of the step is through
+
+    >>> sizes = dict(num_layers=1, d_model=8, num_heads=1, d_ff=8)
+    >>> layer = ModelConfig(**sizes, vocab_size=8, seq_len=8)
+    >>> ring_timeline(layer, 2, flops=32.0, link=Link(0, 128)).makespan
+    18.0
+    """
+    a, g, d = model.letters("a g d")
+    whole, begun, spans = layout(model.seq_len, n, kind), [0.0] * n, []
+    per_pair, message = 4 * a * d / flops, 2 * g * d * (model.seq_len // n) * itemsize
+    hop = link.latency + message / link.bandwidth
+    met = [whole.met(rank) for rank in range(n)]
+    for step in range(n):
+        gone, done = list(begun), list(begun)
+        for i in range(n) if step < n - 1 else ():
+            start = max(begun[i], begun[(i + 1) % n])
+            gone[i] = start + hop
+            spans.append(Span(i, "pass", f"keys {step + 1}", start, gone[i]))
+        arrived = [max(gone[i], gone[i - 1]) for i in range(n)]
+        for i in range(n):
+            start = begun[i] if overlap else arrived[i]
+            done[i] = start + met[i][step] * per_pair
+            if met[i][step]:
+                spans.append(Span(i, "forward", str((i - step) % n), start, done[i]))
+        begun = [max(done[i], arrived[i]) for i in range(n)]
+    return Timeline(tuple(spans))
