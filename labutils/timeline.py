@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from labutils.ledger import Ledger
 
 # Kinds of spans; all others compute, or are held.
-COMMUNICATION = ("gather", "reduce", "exchange", "route")
+COMMUNICATION = ("gather", "reduce", "exchange", "route", "pass")
 
 
 @dataclass(frozen=True, slots=True)

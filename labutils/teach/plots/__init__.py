@@ -22,6 +22,7 @@ from labutils.teach.plots.formats import (
     number_line,
     relative_error,
 )
+from labutils.teach.plots.layouts import who_computes
 from labutils.teach.plots.lines import (
     cost_curves,
     curves,
@@ -65,5 +66,6 @@ __all__ = [
     "trade_off",
     "traffic_bars",
     "visits",
+    "who_computes",
     "who_holds",
 ]

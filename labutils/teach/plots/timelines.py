@@ -131,6 +131,7 @@ KINDS = {
     "reduce": ("reduction of gradients", *style.AXES["dp"]),
     "exchange": ("activations of other ranks", *style.AXES["tp"]),
     "route": ("all-to-all of tokens", *style.AXES["ep"]),
+    "pass": ("keys and values passed on", *style.AXES["cp"]),
 }
 _LANE, _ROW = 0.17, 0.44  # inches: a lane (compute above, communication below), and a rank
 
