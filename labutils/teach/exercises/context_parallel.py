@@ -1,0 +1,452 @@
+"""Pass keys round a ring, trade tokens for heads, and repair a model that passed its test."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labutils import context_parallel, data_parallel, flash, world
+from labutils.config import ModelConfig
+from labutils.model import GPT
+from labutils.teach.exercises import Exercise, Failed, Property, _ranks
+
+
+def _noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _near(found: Tensor, right: Tensor) -> bool:
+    return found.shape == right.shape and torch.allclose(
+        found.to(right.dtype), right, rtol=1e-9, atol=1e-9
+    )
+
+
+def _sent(n: int) -> int:
+    """Bytes that the busiest rank sent in the last run."""
+    return max(_ranks.world_of(n).ledger.by("rank").values(), default=0)
+
+
+# ── pass keys and values round ───────────────────────────────────────────────────────────────────
+
+_A, _G, _D = 4, 2, 4
+
+
+class _Seen:
+    """What came of an attempt at the ring on every rank: outputs, and what was computed when."""
+
+    def __init__(self, attempt: Callable, n: int, kind: str, s: int = 24) -> None:
+        self.n, self.whole = n, context_parallel.layout(s, n, kind)
+        self.case = f"{_ranks.count(n)}, {kind}"
+        self.qkv = [3 * _noise(2, heads, s, _D, seed=heads + n) for heads in (_A, _G, _G)]
+        circle = (
+            "Each rank waits for a receiver that is sending itself. Begin both with comm.isend and "
+            "comm.irecv, compute, and wait() afterwards."
+        )
+        results = _ranks.run(n, self.case, functools.partial(self._program, attempt), circle)
+        self.out, self.lse, self.pairs, self.hidden = zip(*results, strict=True)
+
+    def _program(self, attempt: Callable, rank: world.Rank) -> tuple:
+        comm, pairs, hidden = rank.comm("dp"), [], []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+            rows, columns = slice(0, q.shape[2]), slice(0, k.shape[2])
+            pairs.append(context_parallel.Tile(rows, columns, offset).pairs)
+            hidden.append(pairs[-1] if comm._owner._pending else 0)
+            return flash.attention(q, k, v, causal=True, offset=offset)
+
+        mine = (self.whole.split(x, comm.rank, 2) for x in self.qkv)
+        found = attempt(*mine, self.whole, comm, attend)
+        if not (isinstance(found, (tuple, list)) and len(found) == 2):
+            raise TypeError(f"ring returned {type(found).__name__}: return (out, lse)")
+        return *found, sum(pairs), sum(hidden)
+
+    def tiles(self, rank: int) -> list[tuple[slice, Tensor, Tensor]]:
+        """Rows, output and log-sum-exp of each tile that a rank should have computed."""
+        found, q = [], self.whole.split(self.qkv[0], rank, 2)
+        for step in range(self.n):
+            holder = (rank - step) % self.n
+            k, v = (self.whole.split(x, holder, 2) for x in self.qkv[1:])
+            for t in self.whole.tiles(rank, holder):
+                cut = q[:, :, t.rows], k[:, :, t.columns], v[:, :, t.columns]
+                found.append((t.rows, *flash.attention(*cut, causal=True, offset=t.offset)))
+        return found
+
+
+def _attends(attempt: Callable, kind: str) -> str:
+    for n in (1, 2, 3):
+        seen = _Seen(attempt, n, kind)
+        right, lse = flash.attention(*seen.qkv, causal=True)
+        for rank in range(n):
+            mine = seen.whole.split(right, rank, 2)
+            if _near(torch.as_tensor(seen.out[rank]), mine):
+                continue
+            apart = (torch.as_tensor(seen.out[rank]).double() - mine).abs().max().item()
+            raise Failed(
+                f"{seen.case}: outputs of rank {rank} are off by {apart:.2g}",
+                _why_wrong(seen, rank),
+            )
+        for rank in range(n):
+            if not _near(torch.as_tensor(seen.lse[rank]), seen.whole.split(lse, rank, 2)):
+                raise Failed(
+                    f"{seen.case}: outputs are right, the log-sum-exp of rank {rank} is not",
+                    "flash.merge returns both: keep the merged lse beside the merged output.",
+                )
+    return "1, 2 and 3 ranks"
+
+
+def _why_wrong(seen: _Seen, rank: int) -> str:
+    found, tiles = torch.as_tensor(seen.out[rank]).double(), seen.tiles(rank)
+    added, counted = torch.zeros_like(found), torch.zeros(found.shape[2], 1, dtype=found.dtype)
+    for rows, out, _ in tiles:
+        added[:, :, rows] += out
+        counted[rows] += 1
+    if any(_near(found, wrong) for wrong in (added, added / counted)):
+        return (
+            "You add outputs that were divided by different sums. Each tile's output is a mean in "
+            "units of its own: flash.merge rescales both by e^lse before it adds."
+        )
+    if seen.whole.kind == "zigzag":
+        return (
+            "A rank's two chunks are not neighbours. What a query sees depends on its position in "
+            "the *sequence*: take rows, columns and offset of each tile of `whole.tiles`."
+        )
+    return (
+        "Merge every tile of `whole.tiles(comm.rank, holder)` into its rows, with the tile's own "
+        "offset; holder is the rank whose keys you have, (rank − step) mod N."
+    )
+
+
+def _ring_bytes(attempt: Callable) -> str:
+    for n in (2, 3, 4):
+        seen, one = _Seen(attempt, n, "zigzag"), 2 * 2 * _G * 24 // n * _D * 8
+        if any(
+            "all_gather" in event.op for rank in _ranks.world_of(n).trace.ranks for event in rank
+        ):
+            raise Failed(
+                f"{seen.case}: an all-gather brings the keys of all ranks at once",
+                "The bytes are right, and the memory is O(s): at 131,072 tokens the keys of all "
+                "would be there together. Pass them on, and keep two sets at most.",
+            )
+        if (sent := _sent(n)) != (n - 1) * one:
+            last = sent == n * one
+            raise Failed(
+                f"{seen.case}: the busiest rank sends {sent} B, a ring {(n - 1) * one} B",
+                "The last step sends the keys home, where they are already."
+                if last
+                else "Each rank sends keys and values, of one rank, to the next, N − 1 times.",
+            )
+    return "2, 3 and 4 ranks"
+
+
+def _ring_work(attempt: Callable) -> str:
+    for kind in ("contiguous", "zigzag"):
+        seen = _Seen(attempt, 4, kind)
+        for rank in range(4):
+            due = seen.whole.work(rank)
+            if seen.pairs[rank] != due:
+                raise Failed(
+                    f"{seen.case}: rank {rank} computes {seen.pairs[rank]} pairs of query and key, "
+                    f"the mask leaves {due}",
+                    "A tile without a pair, or computed twice, costs time: compute what "
+                    "`whole.tiles` yields, once.",
+                )
+    return "contiguous and zig-zag"
+
+
+def _ring_hides(attempt: Callable) -> str:
+    seen = _Seen(attempt, 3, "zigzag")
+    for rank in range(3):
+        due = sum(seen.whole.met(rank)[:-1])
+        if seen.hidden[rank] < due:
+            raise Failed(
+                f"{seen.case}: while rank {rank} computes, nothing travels: "
+                f"{seen.hidden[rank]} of {due} pairs have a message to hide",
+                "Begin isend and irecv of a step *before* its tiles, and wait() *after* them.",
+            )
+    return "every step but the last"
+
+
+def _ring_reference(q: Tensor, k: Tensor, v: Tensor, whole: Any, comm: Any, attend: Any) -> Any:
+    return context_parallel.ring(q, k, v, whole, comm, attend)
+
+
+RING = Exercise(
+    id="context_parallel/ring",
+    title="Pass the keys round",
+    minutes=15,
+    difficulty=2,
+    proves="you compute attention over keys that are never on one rank together",
+    reference=_ring_reference,
+    properties=(
+        Property("contiguous", lambda attempt: _attends(attempt, "contiguous")),
+        Property("zig-zag", lambda attempt: _attends(attempt, "zigzag")),
+        Property("bytes sent", _ring_bytes),
+        Property("work", _ring_work),
+        Property("sends travel while you compute", _ring_hides),
+    ),
+    hints=(
+        "Start with out = 0 and lse = −inf. Keys and values can travel as one tensor: "
+        "torch.stack([k, v]).",
+        "Step by step: if it is not the last, isend what you have to the next rank and irecv the "
+        "next from the one before; for each tile of whole.tiles(comm.rank, holder) cut rows and "
+        "columns, attend, and merge into out[:, :, tile.rows]; then wait().",
+    ),
+)
+
+# ── trade tokens for heads ───────────────────────────────────────────────────────────────────────
+
+
+def _trade(attempt: Callable, n: int, kind: str, a: int, s: int = 24) -> tuple[Tensor, list]:
+    """The whole tensor, and what each rank returned."""
+    x, whole = _noise(2, a, s, 3, seed=n), context_parallel.layout(s, n, kind)
+
+    def program(rank: world.Rank) -> Any:
+        comm = rank.comm("dp")
+        return attempt(whole.split(x, comm.rank, 2), whole, comm)
+
+    same = "All ranks must make the same collective calls in the same order."
+    return x, _ranks.run(n, f"{_ranks.count(n)}, {kind}, {a} heads", program, same)
+
+
+def _trades(attempt: Callable, kind: str) -> str:
+    for n, a in ((1, 2), (2, 4), (3, 3), (4, 8)):
+        x, results = _trade(attempt, n, kind, a)
+        whole, each = context_parallel.layout(x.shape[2], n, kind), a // n
+        case = f"{_ranks.count(n)}, {kind}, {a} heads"
+        for rank, found in enumerate(results):
+            right = x[:, rank * each : (rank + 1) * each]
+            if not isinstance(found, Tensor) or found.shape != right.shape:
+                got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                raise Failed(
+                    f"{case}: rank {rank} got {got}, and not {tuple(right.shape)}",
+                    "From [b, a, s/n, d] to [b, a/n, s, d]: fewer heads, all tokens.",
+                )
+            if not _near(found, right):
+                raise Failed(f"{case}: rank {rank} has other numbers", _why_other(found, x, whole))
+    return "1, 2, 3 and 4 ranks"
+
+
+def _why_other(found: Tensor, x: Tensor, whole: context_parallel.SequenceLayout) -> str:
+    n = whole.n
+    if any(_near(found, x[:, rank::n]) for rank in range(n)):
+        return "Rank r gets neighbouring heads: the r-th n-th of them, not every n-th."
+    if {*found.flatten().tolist()} == {*x.flatten().tolist()} or any(
+        sorted(found.flatten().tolist()) == sorted(x.chunk(n, 1)[rank].flatten().tolist())
+        for rank in range(n)
+    ):
+        return (
+            "The right numbers in the wrong places. Rows come back in the order of *ranks*: put "
+            "each rank's tokens where they belong, whole.join(parts, dim=2), before or after you "
+            "move the dims."
+        )
+    return (
+        "all_to_all deals rows of dim 0: row r goes to rank r. So the dim of length n that says "
+        "whose heads they are has to come first, before the batch."
+    )
+
+
+def _trade_bytes(attempt: Callable) -> str:
+    for n, a in ((2, 4), (4, 8)):
+        _trade(attempt, n, "zigzag", a)
+        mine = 2 * a * 24 // n * 3 * 8
+        due, sent = mine * (n - 1) // n, _sent(n)
+        if sent != due:
+            whole = sent == mine * (n - 1)
+            raise Failed(
+                f"{_ranks.count(n)}: a rank sends {sent} B, it has {due} B that others need",
+                "All heads go to all ranks, and most are thrown away: comm.all_to_all sends each "
+                "rank its own."
+                if whole
+                else "Each rank sends what it has once, less its own part.",
+            )
+    return "2 and 4 ranks"
+
+
+TRADE = Exercise(
+    id="context_parallel/heads",
+    title="Trade tokens for heads",
+    minutes=8,
+    difficulty=2,
+    proves="you know what an all-to-all does to the dims of a tensor",
+    reference=context_parallel.heads_for_tokens,
+    properties=(
+        Property("contiguous", lambda attempt: _trades(attempt, "contiguous")),
+        Property("zig-zag", lambda attempt: _trades(attempt, "zigzag")),
+        Property("bytes sent", _trade_bytes),
+    ),
+    hints=(
+        "x.unflatten(1, (comm.size, -1)) says for each head whose it will be; movedim(1, 0) brings "
+        "that dim to the front. comm.all_to_all takes a contiguous tensor.",
+        "What comes back has a row for each rank: its tokens of your heads. "
+        "whole.join(rows.unbind(), 2) puts them in order.",
+    ),
+)
+
+# ── bug hunt: a model over ranks ─────────────────────────────────────────────────────────────────
+
+_CONFIG = ModelConfig(
+    num_layers=1, d_model=12, num_heads=6, num_kv_heads=1, d_ff=16, vocab_size=16, seq_len=12,
+    ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False,
+)  # fmt: skip
+
+
+def _model() -> GPT:
+    model, draw = GPT(_CONFIG).double(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.4, generator=draw)
+    return model
+
+
+def _batch(s: int = 12) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(s)
+    return tuple(torch.randint(16, (2, 2, s), generator=draw).unbind())
+
+
+def _gradient(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def _passes(
+    attempt: Callable, n: int, *batches: tuple[Tensor, Tensor], anew: bool = True
+) -> list[tuple]:
+    """Of each batch the logits, the mean over ranks of the losses, and that of the gradients.
+
+    anew: each with a model of its own
+    """
+
+    def program(rank: world.Rank) -> list:
+        comm, results, logits = rank.comm("dp"), [], []
+        for batch in batches:
+            if anew or not results:
+                model = _model()
+                model.head.register_forward_hook(lambda head, x, y: logits.append(y.detach()))
+                wrapped = attempt(model, comm)
+            model.zero_grad()
+            loss = wrapped.loss(*batch)
+            loss.backward()
+            data_parallel.average_gradients(model, comm)
+            mean = comm.all_reduce(loss.detach().reshape(1)) / comm.size
+            results.append((logits[-1], mean.item(), _gradient(model)))
+        return results
+
+    hint = "All ranks must make the same calls in the same order, also a rank without targets."
+    shares = _ranks.run(n, _ranks.count(n), program, hint)
+    found = []
+    for (tokens, _), of_ranks in zip(batches, zip(*shares, strict=True), strict=True):
+        whole = context_parallel.layout(tokens.shape[1], n)
+        logits = whole.join([share[0] for share in of_ranks])
+        found.append((logits, *of_ranks[0][1:]))
+    return found
+
+
+def _alone(tokens: Tensor, targets: Tensor) -> tuple[Tensor, float, Tensor]:
+    model = _model()
+    loss = model.loss(tokens, targets)
+    loss.backward()
+    return model(tokens).detach(), loss.item(), _gradient(model)
+
+
+def _one_rank(attempt: Callable) -> str:
+    batch = _batch()
+    (_, loss, gradient), (_, right, exact) = _passes(attempt, 1, batch)[0], _alone(*batch)
+    if abs(loss - right) > 1e-9 or not _near(gradient, exact):
+        raise Failed(
+            f"1 rank: the loss is {loss:.6f}, and not {right:.6f}",
+            "One rank has the whole sequence: there is nothing to send and nothing to weigh.",
+        )
+    return "the plain model"
+
+
+def _masks(attempt: Callable) -> str:
+    for n in (2, 3):
+        tokens, targets = _batch()
+        changed = {at: tokens.clone() for at in (5, 11)}
+        for at, other in changed.items():
+            other[:, at] = (other[:, at] + 1) % 16
+        first, *others = _passes(attempt, n, *((x, targets) for x in (tokens, *changed.values())))
+        for at, other in zip(changed, others, strict=True):
+            moved = (first[0] != other[0]).flatten(2).any(-1).any(0).tolist()
+            if early := [p for p in range(at) if moved[p]]:
+                raise Failed(
+                    f"{n} ranks: token {at} changes what is predicted at position {early[0]}",
+                    "A query saw a key that comes after it. The tokens are laid out in a zig-zag: "
+                    "does the ring know that?",
+                )
+            if blind := [p for p in range(at, 12) if not moved[p]]:
+                raise Failed(
+                    f"{n} ranks: token {at} changes nothing at position {blind[0]}",
+                    "A query did not see a key that comes before it. The tokens are laid out in a "
+                    "zig-zag: does the ring know that?",
+                )
+    return "2 and 3 ranks"
+
+
+def _positions(attempt: Callable) -> str:
+    for n in (2, 3):
+        batches = _batch(), _batch(4 * n % 12 or 6), _batch()
+        found = _passes(attempt, n, *batches, anew=False)
+        for (logits, *_), batch in zip(found, batches, strict=True):
+            if _near(logits, _alone(*batch)[0]):
+                continue
+            s = batch[0].shape[1]
+            raise Failed(
+                f"{n} ranks, {s} tokens: who sees whom is right, the numbers are not",
+                "On every rank RoPE counts its tokens from 0, as if they began the sequence. Each "
+                "needs its own position: rows of the tables rotary.cos and rotary.sin. (Take them "
+                "from the whole tables each time, not from what the pass before left.)",
+            )
+    return "2 and 3 ranks, long and short sequences in turn"
+
+
+def _weighs(attempt: Callable) -> str:
+    for n in (2, 3):
+        tokens, targets = _batch()
+        targets[0, 2:7] = targets[1, 9:] = -100
+        empty = targets.clone()
+        empty[:, context_parallel.layout(12, n).positions(1)] = -100
+        batches = (tokens, targets), (tokens, empty)
+        for (_, loss, gradient), batch in zip(_passes(attempt, n, *batches), batches, strict=True):
+            _, right, exact = _alone(*batch)
+            if abs(loss - right) < 1e-9 and _near(gradient, exact):
+                continue
+            counts = [
+                int((context_parallel.layout(12, n).split(batch[1], rank) != -100).sum())
+                for rank in range(n)
+            ]
+            raise Failed(
+                f"{n} ranks with {', '.join(map(str, counts))} targets: the loss is {loss:.4f}, "
+                f"and not {right:.4f}",
+                "A mean of means: a rank with few targets weighs as much as one with many. Divide "
+                "its sum by the targets of all ranks, and mind the division by N that follows.",
+            )
+    return "unequal targets, and a rank without any"
+
+
+HUNT = Exercise(
+    id="context_parallel/bug-hunt",
+    title="Bug hunt: the model that passed its test",
+    untouched="e9e986b3",
+    minutes=12,
+    difficulty=3,
+    proves="you know what must be told to a rank that sees a part of the sequence",
+    reference=context_parallel.distribute,
+    properties=(
+        Property("one rank", _one_rank),
+        Property("who sees whom", _masks),
+        Property("positions", _positions),
+        Property("every token weighs alike", _weighs),
+    ),
+    hints=(
+        "Three things depend on *where* a token stands: what it may see, how RoPE turns it, and "
+        "how many others share its mean. Ask of each what this rank knows.",
+        "Keep rotary.cos and rotary.sin in __init__. In loss, before the model runs, give "
+        "model.blocks[0].attention.rotary the rows whole.positions(comm.rank) of both.",
+        'Sum the losses (reduction="sum"), divide by the number of targets of *all* ranks, and '
+        "multiply by comm.size, since the gradients are averaged afterwards.",
+    ),
+)
+
+EXERCISES = (RING, TRADE, HUNT)

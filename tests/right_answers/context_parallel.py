@@ -1,0 +1,195 @@
+"""Right answers to the exercises of `context_parallel`, in other styles than the reference."""
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+
+from labutils import context_parallel, flash
+
+# ── pass keys and values round ───────────────────────────────────────────────────────────────────
+
+
+def _two_messages(q, k, v, whole, comm, attend):
+    """Keys and values travel as two tensors; the receive is begun first."""
+    n, i = comm.size, comm.rank
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
+    for step in range(n):
+        works = []
+        if step + 1 < n:
+            works = [comm.irecv(torch.empty_like(x), (i - 1) % n) for x in (k, v)]
+            works += [comm.isend(x.contiguous(), (i + 1) % n) for x in (k, v)]
+        for tile in whole.tiles(i, (i - step) % n):
+            r, c = tile.rows, tile.columns
+            pair = attend(q[:, :, r], k[:, :, c], v[:, :, c], tile.offset)
+            out[:, :, r], lse[:, :, r] = flash.merge(out[:, :, r], lse[:, :, r], *pair)
+        if works:
+            k, v, *_ = [work.wait() for work in works]
+    return out, lse
+
+
+def _numpy(q, k, v, whole, comm, attend):
+    """Rescaled by hand, in NumPy, and returned as a list."""
+    n, i = comm.size, comm.rank
+    total, top = np.zeros(q.shape), np.full(q.shape[:3], -1e300)
+    norm, kv = np.zeros(q.shape[:3]), torch.stack([k, v])
+    for step in range(n):
+        if step < n - 1:
+            going, coming = (
+                comm.isend(kv, (i + 1) % n),
+                comm.irecv(torch.empty_like(kv), (i - 1) % n),
+            )
+        for t in whole.tiles(i, (i - step) % n):
+            x, l = (  # noqa: E741
+                y.numpy() for y in attend(q[:, :, t.rows], *kv[:, :, :, t.columns], t.offset)
+            )
+            new = np.maximum(top[:, :, t.rows], l)
+            old = np.exp(top[:, :, t.rows] - new)
+            total[:, :, t.rows] = (
+                total[:, :, t.rows] * old[..., None] + x * np.exp(l - new)[..., None]
+            )
+            norm[:, :, t.rows] = norm[:, :, t.rows] * old + np.exp(l - new)
+            top[:, :, t.rows] = new
+        if step < n - 1:
+            going.wait()
+            kv = coming.wait()
+    return [torch.from_numpy(total / norm[..., None]), torch.from_numpy(top + np.log(norm))]
+
+
+def _recursive(q, k, v, whole, comm, attend):
+    """Each tile's result is kept, and all are merged in the end by their log-sum-exps."""
+    found = []
+
+    def go(kv, step):
+        works = ()
+        if step < comm.size - 1:
+            works = (
+                comm.isend(kv, (comm.rank + 1) % comm.size),
+                comm.irecv(torch.empty_like(kv), (comm.rank - 1) % comm.size),
+            )
+        for tile in whole.tiles(comm.rank, (comm.rank - step) % comm.size):
+            cut = q[:, :, tile.rows], *kv[:, :, :, tile.columns]
+            found.append((tile.rows, *attend(*cut, tile.offset)))
+        if works:
+            go([work.wait() for work in works][1], step + 1)
+
+    go(torch.stack((k, v)), 0)
+    lses = [torch.full_like(q[..., 0], -math.inf) for _ in found]
+    outs = [torch.zeros_like(q) for _ in found]
+    for (rows, out, lse), o, l in zip(found, outs, lses, strict=True):  # noqa: E741
+        o[:, :, rows], l[:, :, rows] = out, lse
+    lse = torch.stack(lses).logsumexp(0)
+    weights = (torch.stack(lses) - lse).exp()
+    return (weights[..., None] * torch.stack(outs)).sum(0), lse
+
+
+# ── trade tokens for heads ───────────────────────────────────────────────────────────────────────
+
+
+def _flat(x, whole, comm):
+    """Heads first, batch later."""
+    back = comm.all_to_all(x.transpose(0, 1).contiguous())
+    rows = back.unflatten(0, (comm.size, -1))
+    return torch.cat(
+        [whole.join([row[h : h + 1] for row in rows], 2) for h in range(rows.shape[1])]
+    ).transpose(0, 1)
+
+
+def _sized(x, whole, comm):
+    """Sizes given, a list of chunks joined by position."""
+    rows = torch.cat([part[None] for part in x.chunk(comm.size, dim=1)])
+    rows = comm.all_to_all(rows, [1] * comm.size, [1] * comm.size)
+    out = x.new_empty(x.shape[0], x.shape[1] // comm.size, whole.s, x.shape[3])
+    for rank in range(comm.size):
+        out[:, :, list(whole.positions(rank))] = rows[rank]
+    return out
+
+
+def _messages(x, whole, comm):
+    """Without a collective: a message to each."""
+    parts = [part.contiguous() for part in x.chunk(comm.size, 1)]
+    works = []
+    for other in range(comm.size):
+        if other != comm.rank:
+            works.append(comm.isend(parts[other], other))
+            works.append(comm.irecv(torch.empty_like(parts[0]), other))
+    rows = iter([work.wait() for work in works][1::2])
+    return whole.join([parts[r] if r == comm.rank else next(rows) for r in range(comm.size)], 2)
+
+
+# ── bug hunt ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Counts(nn.Module):
+    """A module; targets are counted by an all-reduce, the loss is the same on all ranks."""
+
+    def __init__(self, model, comm):
+        super().__init__()
+        self.model, self.comm = model, comm
+        self.rotary = model.blocks[0].attention.rotary
+        self.cos, self.sin = self.rotary.cos.clone(), self.rotary.sin.clone()
+        for block in model.blocks:
+            block.attention.attend = lambda q, k, v, dropout: context_parallel.ring_attention(
+                q, k, v, comm
+            )
+
+    def loss(self, tokens, targets):
+        n, rank = self.comm.size, self.comm.rank
+        whole = context_parallel.layout(tokens.shape[1], n)
+        places = list(whole.positions(rank))
+        self.rotary.cos, self.rotary.sin = self.cos[places], self.sin[places]
+        logits, right = self.model(tokens[:, places]), targets[:, places]
+        count = self.comm.all_reduce((right != -100).sum().reshape(1)).item()
+        picked = logits.log_softmax(-1).gather(-1, right.clamp(min=0)[..., None])[..., 0]
+        return -(picked * (right != -100)).sum() * n / count
+
+
+class _WeighsMeans:
+    """Ulysses; the mean of this rank's targets times its share of them."""
+
+    def __init__(self, model, comm):
+        self.model, self.comm = model, comm
+        table = model.blocks[0].attention.rotary
+        self.tables = {"cos": table.cos, "sin": table.sin}
+        for block in model.blocks:
+            block.attention.attend = self.attend
+
+    def attend(self, q, k, v, dropout):
+        return context_parallel.ulysses_attention(q, k, v, self.comm, "zigzag")
+
+    def loss(self, tokens, targets):
+        whole = context_parallel.layout(tokens.shape[1], self.comm.size)
+        for name, table in self.tables.items():
+            setattr(
+                self.model.blocks[0].attention.rotary,
+                name,
+                whole.split(table[: whole.s], self.comm.rank, 0),
+            )
+        logits = self.model(whole.split(tokens, self.comm.rank))
+        right = whole.split(targets, self.comm.rank)
+        mine, counted = (int((x != -100).sum()) for x in (right, targets))
+        if not mine:
+            return 0 * logits.sum()
+        mean = nn.functional.cross_entropy(logits.flatten(0, 1), right.flatten())
+        return mean * mine / counted * self.comm.size
+
+
+RIGHT = {
+    "context_parallel/ring": {
+        "two messages": _two_messages,
+        "rescaled by hand in NumPy, as a list": _numpy,
+        "recursive, merged at the end": _recursive,
+    },
+    "context_parallel/heads": {
+        "heads first": _flat,
+        "sizes given": _sized,
+        "messages": _messages,
+        "a lambda": lambda x, whole, comm: context_parallel.heads_for_tokens(x, whole, comm),
+    },
+    "context_parallel/bug-hunt": {
+        "counts by an all-reduce": _Counts,
+        "weighted means, with Ulysses": _WeighsMeans,
+        "the library": lambda model, comm: context_parallel.distribute(model, comm, kind="zigzag"),
+    },
+}
