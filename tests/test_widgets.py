@@ -368,6 +368,12 @@ def test_figures_without_alt_text_do_not_reach_a_panel():
     assert "TypeError" in result(explore(lambda n: Figure(), n=(1, 2)))
 
 
+def test_a_slider_has_ten_thousand_steps_at_most():
+    assert len(widgets.slider(1, 10_000).values) == 10_000
+    with pytest.raises(ValueError, match="a slider of 10,001 steps is finer than anyone can drag"):
+        widgets.slider(0, 10_000)
+
+
 def test_a_range_beyond_any_slider_is_refused_before_it_is_listed():
     with pytest.raises(ValueError, match="control 'n': a slider of 1,000,000,000 steps"):
         widgets.explore(lambda n: "", n=range(10**9))
