@@ -28,10 +28,18 @@ GPT2 = ModelConfig(**SIZES | dict(num_layers=2))
 LLAMA = ModelConfig(**SIZES, **LLAMA_STYLE, num_kv_heads=2)
 QWEN = ModelConfig(**SIZES, **LLAMA_STYLE | dict(bias="qkv", tied=True), num_kv_heads=1)
 MIXED = ModelConfig(**SIZES, ffn="swiglu", norm="rmsnorm", num_kv_heads=4, tied=False)
-ALL = {"gpt2": GPT2, "llama": LLAMA, "qwen": QWEN, "mixed": MIXED}
+ALL = {
+    "gpt2": GPT2,
+    "a layer": replace(GPT2, num_layers=1),
+    "llama": LLAMA,
+    "qwen": QWEN,
+    "mixed": MIXED,
+}
+STEPS = 2
 # Of each kind the degrees that say something of their own.
 CASES = [
-    *(("gpt2", n) for n in (1, 2, 3)),
+    ("gpt2", 2),
+    *(("a layer", n) for n in (1, 3)),
     *(("llama", n) for n in (2, 4)),
     ("qwen", 3),
     ("mixed", 2),
@@ -78,13 +86,13 @@ class Descent:
 def trained(rank, config, sequence, frozen=(), optimizer=adamw):
     model = freeze(build(config, rank.rank), frozen)
     assert tensor_parallel.parallelize(model, rank.comm("tp"), sequence) is model
-    return steps(model, optimizer(model), *ROWS)
+    return steps(model, optimizer(model), *ROWS, STEPS)
 
 
 @functools.cache
 def alone(config, frozen=(), optimizer=adamw):
     model = freeze(build(config, 0), frozen)
-    return steps(model, optimizer(model), *ROWS)
+    return steps(model, optimizer(model), *ROWS, STEPS)
 
 
 def joined(shares, whole):
@@ -122,7 +130,7 @@ def test_equal_to_the_whole_model_and_sent_as_predicted(kind, n, sequence):
     config = ALL[kind]
     assert_equal(ranks(n).run(trained, config, sequence), alone(config))
     sizes = dict(micro_batch=2, sequence=sequence, itemsize=8)
-    predicted = tensor_parallel.sent(config, n, **sizes).scaled(3)
+    predicted = tensor_parallel.sent(config, n, **sizes).scaled(STEPS)
     once = tensor_parallel.sent(config, n, **sizes, start=True).only(name="broadcast")
     assert (predicted + once).diff(ranks(n).ledger).unexplained == 0
     counted = {line.key: line.count for line in ranks(n).ledger}
@@ -150,7 +158,7 @@ def test_processes_do_the_same():
             assert_equal(results, alone(config, (), Descent))
             sent = tensor_parallel.sent(
                 config, 2, micro_batch=2, sequence=sequence, itemsize=8
-            ).scaled(3)
+            ).scaled(STEPS)
             counted = Ledger(line for line in two.ledger if line.name != "broadcast")
             assert sent.diff(counted).unexplained == 0
 
