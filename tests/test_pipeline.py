@@ -351,7 +351,7 @@ def test_a_dry_rank_holds_and_sends_what_a_real_one_does(plan):
         assert 0 <= on_its_way and on_its_way % (6 * 8 * 8) == 0
         for each in (whole, whole_there):
             after = each.moments[-1].ledger.by("component")
-            assert after["buffers"] == after["activations"] == 0, "a message was not let go"
+            assert after["buffers"] == 0, "a message was not let go"
         assert sent.only(rank=rank).diff(dry.ledger).unexplained == 0
     assert sent.diff(books).unexplained == 0
 
