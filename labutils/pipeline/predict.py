@@ -56,8 +56,6 @@ def _twice(
     mine = placed(schedule, rank)
     blocks = {f"blocks.{k}." for s in mine for k in range(sum(layers[:s]), sum(layers[: s + 1]))}
     ends = ("tokens", "positions") * (0 in mine) + ("norm", "head") * (schedule.stages - 1 in mine)
-    if model.tied and schedule.stages - 1 in mine:
-        ends += ("tokens",)
     return [
         math.prod(shape)
         for name, shape in anatomy.tensors(model).items()
