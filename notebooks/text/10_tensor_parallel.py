@@ -36,7 +36,7 @@ from labutils.world import World
 # %% [markdown]
 # ## The idea in one picture
 #
-# These are the tensors that one layer of a GPT keeps for its backward pass, from left to right: tokens downwards, width to the right. Painted is what one of four
+# These are the tensors that one layer of a GPT keeps for its backward pass, from left to right: tokens downwards, width to the right. A tensor has the name of the layer that reads it; q, k and v go into attention, heads come out of it. Painted is what one of four
 # ranks has. Between the green lines each rank works alone.
 
 # %%
@@ -114,18 +114,20 @@ alone = sent["by_column"] + sent["by_row"]
 reveal("pair/times", times=round(alone / sent["pair"], 1))
 
 # %% [markdown]
-# What GELU gives for a rank's columns is what that rank's part of `down` reads. Nothing travels in between. The other order fails at GELU: each rank would have a part of a
-# sum.
+# What GELU gives for a rank's columns is what that rank's part of `down` reads. Nothing travels in between, and one all-reduce is left. The other order fails at GELU: each rank would have
+# a part of a sum. On two ranks:
 
 # %%
-a, b = x @ up.T, torch.flip(x, [0]) @ up.T
+halves = zip(x.chunk(2, dim=1), up.chunk(2, dim=1), strict=True)
+a, b = (columns @ inputs.T for columns, inputs in halves)
 apart = F.gelu(a) + F.gelu(b) - F.gelu(a + b)
 print(f"GELU of the parts, or of the sum: up to {apart.abs().max():.0f} apart")
 
 # %% [markdown]
 # ## What must the backward pass send?
 #
-# Between the residual stream and the split region stand two functions, Megatron's f and g. Each rank reads the same X, so X gets a gradient from each, and they must be summed.
+# Between the residual stream and the split region stand two functions, Megatron's f and g. Each rank reads the same X, so X gets a gradient from each, and they must be summed. The gradient of a part of a sum is
+# that of the sum, which each rank has.
 #
 # | | forward | backward |
 # |---|---|---|
@@ -162,8 +164,9 @@ rank_of_16 = tensor_parallel.rank_config(ModelConfig.named("llama-3.1-8b"), 16)
 rank_of_16.num_heads, rank_of_16.num_kv_heads, rank_of_16.d_ff, rank_of_16.vocab_size
 
 # %% [markdown]
-# A rank is a smaller GPT of the same width. `parallelize(model, comm)` cuts a whole one in place. Three results, for a GPT-2 and a Llama with two key–value heads, on four
-# ranks that draw different weights: **equal** losses, gradients and weights after three steps in float64, **bytes sent**, **bytes kept** for the backward pass.
+# A rank is a smaller GPT of the same width. `parallelize(model, comm)` cuts a whole one in place. It begins with a broadcast of rank 0's weights, so ranks may draw different ones.
+#
+# Three results, for a GPT-2 and a Llama with two key–value heads: **equal** losses, gradients and weights after three steps in float64, **bytes sent**, **bytes kept** for the backward pass (unexplained: what the formula does not say).
 
 # %%
 sizes = dict(num_layers=2, d_model=32, num_heads=8, d_ff=128, vocab_size=96, seq_len=16)
@@ -188,7 +191,7 @@ for config in (small, grouped):
 predict("loss/sends", MB=100)
 
 # %% [markdown]
-# Of each token three numbers are reduced over ranks: the largest logit, the sum of exponentials, the target's logit.
+# Of each token three numbers are reduced over ranks: the largest logit (subtracted, so that no exponential overflows), the sum of exponentials, the target's logit.
 
 # %%
 llama = replace(ModelConfig.named("llama-3.1-8b"), seq_len=8192)
@@ -228,7 +231,7 @@ show(tensor_parallel.layers._CrossEntropy)
 #
 # $$ \underbrace{sbh\Bigl(10 + \frac{24}{t} + \frac{5as}{ht}\Bigr)}_{\text{tensor parallelism}} \qquad \underbrace{\frac{sbh}{t}\Bigl(34 + \frac{5as}{h}\Bigr)}_{\text{with sequence parallelism}} $$
 #
-# on t ranks. The 10 are inputs of norms and of the two column layers, and the masks of dropout on the residual stream.
+# on t ranks. The 10 are the inputs of norms and of column layers, and the masks of dropout on the residual stream.
 
 # %%
 layer = dict(b=1, s=2048, h=12288, a=96)
@@ -238,10 +241,11 @@ for t in (1, 2, 4, 8):
     print(f"{t:4} {next(ways).total / 1e9:7.3f} {next(ways).total / 1e9:7.3f}")
 
 # %% [markdown]
-# Norms and dropout need all of a token, or not even that, and nothing of other tokens. So each rank takes s/t tokens there. g becomes a
+# A norm needs all of a token, dropout not even that, and neither needs another token. So each rank takes s/t tokens there. g becomes a
 # *reduce-scatter* (sum, and each rank keeps its tokens), f an *all-gather*; backward it is the other way round.
 #
-# > Four all-reduces per layer become four all-gathers and four reduce-scatters. How many times as many bytes?
+# > Four all-reduces per layer become four all-gathers and four reduce-scatters. What is gathered is not kept: each of the two gathers of the forward pass is done once more in the
+# > backward pass, for the gradients of weights. How many times as many bytes?
 
 # %%
 predict("sp/times", times=2)
@@ -255,17 +259,17 @@ plain, sequence = (
 print(plain, sequence, sep="\n")
 
 # %% [markdown]
-# Two things are more. Without them the volume is the same: an all-reduce *is* the two halves (lab 07).
+# An all-reduce *is* the two halves (lab 07), so eight halves send the same. Two things come on top:
 #
-# - "gradients": weights of norms and biases of row layers see only a rank's tokens, so their gradients are summed;
-# - "all_gather backward" is twice as large. A column layer that keeps its gathered input keeps it whole. The library keeps its own tokens, and gathers once more in the backward pass.
+# - "all_gather backward" is twice as large: what was not kept is gathered again;
+# - "gradients": weights of norms and biases of row layers see only a rank's tokens, so their gradients are summed. The answer leaves them out:
 
 # %%
 halves = sum(line.amount for line in sequence if line.name != "gradients")
 reveal("sp/times", times=halves / plain.total)
 
 # %% [markdown]
-# Formula, dry run and real run of that layer's pass, embedding, loss and the first broadcast included:
+# Of that layer's pass, with embedding, loss and the first broadcast: formula beside dry run, then dry run beside real run.
 
 
 # %%
@@ -319,7 +323,7 @@ for keep in (True, False):
 print(f"{more / moved - 1:.0%} more sent, {1 - less / kept:.0%} less kept")
 
 # %% [markdown]
-# The more ranks, the better: with t ranks the gathered input is t times the share. In a layer of GPT-3 without its scores (lab 04), on eight:
+# On more ranks the extra gather costs the same quarter and saves more: the gathered input is t times the share. In a layer of GPT-3 without its scores (lab 04), on eight:
 
 # %%
 sbh = 2048 * 12288
@@ -330,7 +334,7 @@ print(f"{1 - least / (least + extra):.0%} less kept")
 # %% [markdown]
 # ### Exercise 10.3 · Bug hunt: the layer whose outputs are right (10 min, ●●●)
 #
-# Each rank has its tokens, the whole norm, and its shares of `up` and `down` (the bias of `down` is whole). Every output passes the test. Three things are wrong.
+# Each rank has its tokens, the whole norm, and its shares of `up` and `down` (the bias of `down` is whole). Every output passes the test. Three things are wrong. Of the library, f and g are `copy_to` and `reduce_from`; with SP `gather_from` and `scatter_to`.
 
 
 # %%
@@ -364,32 +368,33 @@ with World(Mesh(tp=2), engine="processes") as processes:
     print(tensor_parallel.compared(processes, small, sequence=True))
 
 # %% [markdown]
-# **At full size.** The four models of Korthikanti et al., t = 8 with sequence parallelism: rank 3 runs a forward pass of its pipeline stage, in bf16, on fake tensors. The formula says the
-# same to the byte. PyTorch on a CPU keeps masks in two bytes, not one, and two statistics per token and norm; without these, per layer:
+# **At full size.** The four models of Korthikanti et al., t = 8 with sequence parallelism: rank 3 runs a forward pass, in bf16, on fake tensors, of as many layers as the paper gives one device. The library's formula says the
+# same to the byte. PyTorch on a CPU keeps masks in two bytes, not one, and two statistics per token and norm; without these, a layer keeps what the paper's equation 4 says:
 
 # %%
-published = {  # layers of a stage, width, heads, micro-batch; GB per layer in the paper
-    "22B": (48, 6144, 64, 4, 0.8850),
-    "175B": (12, 12288, 96, 1, 0.3586),
-    "530B": (3, 20480, 128, 1, 0.5138),
-    "1T": (2, 25600, 160, 1, 0.6423),
+stages = {  # layers on a device, width, heads, micro-batch
+    "22B": (48, 6144, 64, 4),
+    "175B": (12, 12288, 96, 1),
+    "530B": (3, 20480, 128, 1),
+    "1T": (2, 25600, 160, 1),
 }
 
 # %%
-print("       dry run  unexplained   GB per layer, as the paper counts   paper")
-for name, (layers, width, heads, b, printed) in published.items():
+print("       dry run  unexplained   GB per layer   equation 4")
+for name, (layers, width, heads, b) in stages.items():
     big = dict(num_layers=layers, d_model=width, num_heads=heads, d_ff=4 * width)
     big = ModelConfig(**big, vocab_size=51_200, seq_len=2048, dropout=0.1)
     dry, unexplained, each = tensor_parallel.at_full_size(big, 8, 3, micro_batch=b)
+    paper = memory.korthikanti(b=b, s=2048, h=width, a=heads, t=8, sequence=True)
     print(f"{name:5} {units.text(dry.total):>8} {unexplained:12}", end="")
-    print(f" {each / 1e9:36.4f} {printed:7.4f}")
+    print(f" {each / 1e9:14.4f} {paper.total / 1e9:12.4f}")
 
 # %% [markdown]
 # ## Why is this communication hard to hide?
 #
-# Data parallelism sends gradients that nobody waits for. Here a product waits for the gather before it, and everything waits for the sum after it.
+# Data parallelism sends gradients that nobody waits for until the step. Here a product waits for the gather before it, and everything waits for the sum after it.
 #
-# A layer of Llama-3.1-70B, forward, 8192 tokens. H100s compute at half their peak. Within a node a link carries 450 GB/s. Between nodes it is 50 GB/s per rank, and a ring is as fast as its slowest link (lab 07).
+# A layer of Llama-3.1-70B, forward, 8192 tokens, with SP: gather, products, scatter, twice. H100s compute at half their peak. Within a node a link carries 450 GB/s. Between nodes it is 50 GB/s per rank, and a ring is as fast as its slowest link (lab 07).
 
 # %%
 model = replace(ModelConfig.named("llama-3.1-70b"), seq_len=8192)
@@ -424,7 +429,7 @@ plots.overlap(
 reveal("across/times", times=round(sixteen.makespan / eight.makespan, 1))
 
 # %% [markdown]
-# Twice the devices, and a layer takes longer: each computes half as much, and sends as much as before through a slower link. A *hierarchical* all-reduce (lab 07) sends an eighth
+# Twice the devices, and a layer takes longer: each computes half as much, and sends about as much as before through a slower link. A *hierarchical* all-reduce (lab 07) sends an eighth
 # over the slow links. Beside one ring over all sixteen:
 
 # %%
@@ -438,14 +443,14 @@ print(f"{units.text(sixteen.makespan, 's')} or {units.text(total, 's')} per laye
 print(f"{total / eight.makespan:.2f} of what eight ranks take")
 
 # %% [markdown]
-# Faster than eight, and far from twice as fast. So TP stays within a node, as it did for T5 (11 billion parameters) and Megatron-LM (8.3 billion); the ZeRO paper reports for a model of 40 billion across two nodes
-# about 5 TFLOP/s per V100, under 5 % of the peak.
+# Faster than eight, and far from twice as fast. So TP is best kept within a node. The ZeRO paper, whose examples of it are T5 (11 billion parameters) and Megatron-LM (8.3 billion),
+# reports for 40 billion across two nodes about 5 TFLOP/s per V100, under 5 % of the peak.
 #
-# **Asynchronous TP**, the second row, cuts the product into pieces: it starts with a rank's own tokens while others arrive, and finished rows leave while the next are computed. In this model
+# **Asynchronous TP**, the second row, cuts the product into pieces: it starts with a rank's own tokens while others arrive, and finished rows leave while the next are computed. In this cost model
 # nearly everything hides; PyTorch's team reports a forward pass of Llama-3-70B that is up to about 20 % faster.
 
 # %%
-f"{1 - asynchronous.makespan / eight.makespan:.0%} less time"
+f"{eight.makespan / asynchronous.makespan - 1:.0%} faster"
 
 # %% [markdown]
 # ## Which random numbers, and on which mesh?
@@ -498,7 +503,7 @@ print(all(torch.allclose(g, plain_model.norm.weight.grad) for g in gradients))
 # %% [markdown]
 # ## Turn the knobs
 #
-# The same layer. Find the slowest link on which four ranks still beat two, and where asynchronous TP stops helping. What do more tokens change?
+# The same layer. On which links do eight ranks take at most three quarters of the time of four? On the slowest, with asynchronous TP, how many ranks are fastest? Do fewer tokens make waiting a smaller part?
 
 
 # %%
@@ -524,16 +529,16 @@ explore(
 # | | TP | SP | loss | asynchronous |
 # |---|---|---|---|---|
 # | Megatron-LM | `--tensor-model-parallel-size 8` | `--sequence-parallel` | by vocabulary, always | `--tp-comm-overlap` |
-# | torchtitan | `parallelism.tensor_parallel_degree` | `parallelism.enable_sequence_parallel` | by vocabulary; in 2025 with a switch `disable_loss_parallel` | `compile.enable_async_tensor_parallel` |
+# | torchtitan | `parallelism.tensor_parallel_degree` | `parallelism.enable_sequence_parallel` | by vocabulary | `compile.enable_async_tensor_parallel` |
 # | PyTorch | `parallelize_module(model, mesh["tp"], plan)` with `ColwiseParallel`, `RowwiseParallel` | `SequenceParallel` in the plan | `loss_parallel()` | through `torch.compile` |
 #
-# Megatron-LM pads the vocabulary so that t divides it, and in the backward pass hides the all-reduce of f under the weight gradients of the same layer. It sums the gradients of norms after the backward pass, in one go.
+# Megatron-LM pads the vocabulary so that t divides it, and in the backward pass hides the all-reduce of f under the weight gradients of the same layer.
 
 # %% [markdown]
 # ## Errata
 #
 # **"Multiply row blocks of X with W independently and sum partial results"** (an article on training at scale, on row parallelism). These are *columns* of X with rows of $W^{\mathsf T}$. Rows of X times the whole W are
-# other tokens: they are to be put together, not summed, and that is data parallelism. *The Ultra-Scale Playbook* has it right.
+# other tokens: they are to be put together, not summed, and that is data parallelism.
 #
 # **SP reduces the largest activation to b·s/N_sp·h/N_tp** (reading notes on the Playbook). SP uses the *same* t ranks, and a tensor is cut by tokens or by width, never both: b·s·h/t, as in the picture above. The text is t times too small.
 #   <!-- claim: (lambda m: {cut for _, width, cut in tensor_parallel.layer_shares(m, True) if width} == {"s", "h"})(config.ModelConfig.named("gpt2")) -->
@@ -541,7 +546,7 @@ explore(
 # **"Minimizing communication"** (the same notes, on TP). No weights travel, and activations do, in every layer, on the critical path: 8·b·s·h·(t − 1)/t elements per layer and rank.
 #   <!-- claim: (lambda m: tensor_parallel.sent(m, 8, micro_batch=1, ends=False, rank=0).total == 4 * 8 * m.seq_len * m.d_model * 7 // 8)(config.ModelConfig(num_layers=1, d_model=64, num_heads=8, d_ff=256, vocab_size=64, seq_len=16)) -->
 #
-# **TP partitions activations** (the article). Not those of 10·sbh bytes; SP does. And **SP is for what needs "the full hidden dimension, such as LayerNorm and Dropout"**: dropout needs no other element at all. What counts is that no token needs another.
+# **TP partitions activations** (the article). Not those of 10·sbh bytes; SP does. And **SP is for what needs "the full hidden dimension, such as LayerNorm and Dropout"**: dropout needs no other element at all.
 
 # %% [markdown]
 # ## Summary
