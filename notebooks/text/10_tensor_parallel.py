@@ -229,7 +229,9 @@ show(tensor_parallel.layers._CrossEntropy)
 #
 # A layer of GPT-3 (s = 2048, h = 12,288, a = 96 heads, b = 1), half-precision, as the paper counts:
 #
-# $$ \underbrace{sbh\Bigl(10 + \frac{24}{t} + \frac{5as}{ht}\Bigr)}_{\text{tensor parallelism}} \qquad \underbrace{\frac{sbh}{t}\Bigl(34 + \frac{5as}{h}\Bigr)}_{\text{with sequence parallelism}} $$
+# $$ \underbrace{sbh\Bigl(10 + \frac{24}{t} + \frac{5as}{ht}\Bigr)}_{\text{tensor parallelism}} $$
+#
+# $$ \underbrace{\frac{sbh}{t}\Bigl(34 + \frac{5as}{h}\Bigr)}_{\text{with sequence parallelism}} $$
 #
 # on t ranks. The 10 are the inputs of norms and of column layers, and the masks of dropout on the residual stream.
 
