@@ -430,6 +430,8 @@ def test_pipedream_is_as_late_as_ranks_follow(p, m):
     for rank in range(p):
         for k in range(m):
             assert k - one.version(rank, k) == min(k, p - 1 - rank)
+            slower = dataclasses.replace(one, every=2)
+            assert slower.version(rank, k) == one.version(rank, k) // 2
     assert schedule.one_f_one_b(p, m).version(0, m - 1) == 0
 
 
