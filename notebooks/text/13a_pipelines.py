@@ -3,7 +3,7 @@
 #
 # **Four devices hold a quarter of the layers each. How long does each of them wait, what must it hold, and which order of work makes both small?**
 #
-# *80 min · before this: labs 03, 07 and 08 · needs a laptop, no GPU and no network*
+# *85 min · before this: labs 03, 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -111,7 +111,7 @@ formula.diff(world.ledger)
 # %% [markdown]
 # Rank 0 and rank 3 exchange one gradient more: this model's head *is* its embedding, and the two stand at opposite ends. Both add up what the other computed.
 #
-# A cut is the cheapest thing to send in this course. GPT-2 per token, over a cut, beside lab 08's all-reduce on eight ranks, per token of a batch of eight times 1,024:
+# That is little. Bytes that a rank of GPT-2 sends per token in float32: over a cut, up and down, beside lab 08's all-reduce on eight ranks that have 1,024 tokens each:
 
 # %%
 gpt2 = ModelConfig.named("gpt2")
@@ -126,7 +126,7 @@ f"{units.text(over_a_cut)} beside {units.text(all_reduce)}"
 [sum(p.numel() for p in rank.parameters()) for rank in stages]
 
 # %% [markdown]
-# And time? Let each F take one unit, each B two. One of four ranks works at any time:
+# And time? Let each F take one unit, each B two. `naive` lets one of four ranks work at a time:
 
 # %%
 plots.gantt(simulate(naive))
@@ -142,8 +142,8 @@ plots.gantt(simulate(naive))
 predict("bubble/ten-percent", micro_batches=8)
 
 # %% [markdown]
-# The last rank's first F waits for p − 1 forwards before it, and after its last B come p − 1 backwards: every rank is idle for (p − 1)(F + B), whatever the number m of micro-batches.
-# Its work is m(F + B). So
+# With p ranks and m micro-batches, F and B are also the times of a forward and a backward. The last rank waits p − 1 forwards for its first F, works m(F + B) without a pause, and after its
+# last B come p − 1 backwards: a step takes (m + p − 1)(F + B). Every rank works m(F + B) of it and is idle for (p − 1)(F + B), whatever m is. So
 #
 # $$ \text{bubble overhead} = \frac{\text{idle}}{\text{ideal}} = \frac{p-1}{m}, \qquad \text{bubble fraction} = \frac{\text{idle}}{\text{total}} = \frac{p-1}{m+p-1}. $$
 
@@ -157,7 +157,8 @@ enough = next(m for m in range(1, 99) if fraction(m) <= 0.1)
 reveal("bubble/ten-percent", micro_batches=enough)
 
 # %% [markdown]
-# The simulator plays the operations one by one and knows neither formula. It agrees with both, for times that are no round numbers too:
+# The simulator plays the operations one by one and knows neither formula. It agrees with both, for other times too. (`Durations` gives a backward pass in two parts, B and W, which lab 13b
+# takes apart; here it takes their sum.)
 
 # %%
 run = simulate(schedule.gpipe(4, 8), Durations(F=1, B=1.1, W=0.9))
@@ -170,7 +171,7 @@ idle = schedule.bubble("gpipe", 4, 8, Durations(F=1, B=1.1, W=0.9))
 # %% [markdown]
 # The same 3/8 of the ideal time is 3/11 of the total time. **Papers use both and call both "the bubble"**: ask for the denominator.
 #
-# Now for real. Each rank computes its stage, then sleeps until its operation has taken 20 ms, or 40 ms for a B, as a host waits for its GPU:
+# Now for real. Each rank computes its stage, then sleeps until its operation has taken 20 ms, or 40 ms for a B. (On a busy machine operations take longer.)
 
 # %% tags=["nbval-ignore-output"]
 pace = Durations(F=0.02, B=0.02, W=0.02)
@@ -193,7 +194,7 @@ plots.gantt(simulated=simulate(plan, pace), measured=paced, unit="s")
 predict("pipeline/in-flight", micro_batches=8)
 
 # %% [markdown]
-# Find such an order by hand. Choose a rank, place F and B; a move that cannot be is refused with its reason. Level 2 asks for as little memory as level 1's time allows.
+# Find such an order by hand; a move that cannot be is refused with its reason. Level 2 asks for as little memory as level 1's time allows.
 
 # %%
 Editor(LEVELS[:2])
@@ -202,7 +203,7 @@ Editor(LEVELS[:2])
 # A finished order is a line of text. `schedule.read` makes a schedule of it, and ranks run it as it stands:
 
 # %%
-yours = schedule.read("F0 F1 B0 F2 B1 B2 | F0 B0 F1 B1 F2 B2")
+yours = schedule.read("F0 F1 F2 B0 B1 B2 | F0 F1 B0 F2 B1 B2")
 results = World(Mesh(pp=2)).run(step(yours))
 [" ".join(map(str, run.ops)) for run, _ in results]
 
@@ -233,7 +234,7 @@ show(schedule.one_f_one_b)
 
 # %% [markdown]
 # All schedules of this lab are made by one function, `spell_line`, from a sentence per rank: so many forwards first, then F and B in turn, then the backwards that are left. `gpipe` and
-# `one_f_one_b` differ in one number.
+# `one_f_one_b` differ in that number only.
 
 # %%
 plan = schedule.one_f_one_b(4, 8)
@@ -243,8 +244,10 @@ reveal("pipeline/in-flight", micro_batches=plan.peak(0))
 plots.gantt(simulate(schedule.gpipe(4, 8)), simulate(plan))
 
 # %% [markdown]
-# The bubble is the same; what ranks hold is not: rank i holds the p − i micro-batches that are on their way between it and the end, and m no longer counts.
-# By formula, by simulation, and by the graphs that autograd kept on four real ranks:
+# The bubble is the same; what ranks hold is not: rank i holds the p − i micro-batches that are on their way between it and the end, and more micro-batches add nothing. With less, rank 0
+# would stand still: a micro-batch takes p(F + B) to the end and back, and p of them fill that time.
+#
+# In flight by formula, by simulation, and by the graphs that autograd kept on four real ranks:
 
 # %%
 by_formula = [schedule.peak_in_flight("one_f_one_b", 4, 8, rank) for rank in range(4)]
@@ -330,24 +333,26 @@ def timed(layers):
 plots.gantt(equal=timed((3, 3, 3, 3)), by_time=timed(layers), unit="blocks")
 
 # %% [markdown]
-# Embedding and head are also why the *first* and *last* stage hold more parameters than the others: a cut by time is no cut by memory.
+# Embedding and head are also why the *first* and *last* stage of the small model above hold more parameters than the others: a cut by time is no cut by memory.
 
 # %% [markdown]
 # ## Who waits for whom?
 #
-# So far a send went on by itself (`isend`). On real networks, and on the course's ranks, a plain `send` waits for its receiver. With it, 1F1B as it stands:
+# So far a send went on by itself (`isend`). A plain `send` may wait until its receiver takes the message; on the course's ranks it always does. GPipe ends with it. 1F1B as it stands:
 
 # %%
+world.run(step(schedule.gpipe(4, 8), messages="blocking"))
 try:
     world.run(step(plan, messages="blocking"))
 except DeadlockError as stuck:
     print(stuck)
 
 # %% [markdown]
-# In its first turn of 1F1B rank 2 sends a forward to rank 3, and rank 3 a backward to rank 2: each waits for the other to receive. GPipe has no such pair, and runs.
+# In the last two lines rank 2 sends a forward to rank 3, and rank 3 a backward to rank 2: each waits for the other to receive. GPipe has no such pair: a rank
+# sends its first backward when it has received all forwards.
 #
-# Two cures run *every* legal schedule. Either sends do not wait, and each rank takes a neighbour's messages in the order in which they were sent (`"matched"`, the default here);
-# or both ends of a message know its place in one order of all operations (`"paired"`), which is correct with waiting sends too.
+# Two cures serve any legal schedule. Either sends do not wait, and each rank takes a neighbour's messages in the order in which they were sent (`"matched"`, the default
+# here); or both ends of a message know its place in one order of all operations (`"paired"`), which is correct with waiting sends too.
 
 # %%
 for messages in ("matched", "paired"):
@@ -356,20 +361,28 @@ for messages in ("matched", "paired"):
     print(messages, books.diff(world.ledger).unexplained)
 
 # %% [markdown]
-# **A message takes time, too.** Let it take as long as a forward. GPipe pays for it on the way in and on the way out. 1F1B pays in every turn, since a rank has nothing to do while F travels on
-# and B comes back. *Eager* 1F1B runs twice as many forwards first:
+# **A message takes time, too.** Let it take as long as a forward. How much longer is a step of 8, 16, 32 and 64 micro-batches? *Eager* 1F1B runs twice as many forwards first:
 
 # %%
 link = Link(latency=1, bandwidth=1e30)
 ms = (8, 16, 32, 64)
 
 
-def extra(make, m):
-    return simulate(make(4, m), link=link).makespan - simulate(make(4, m)).makespan
+def extra(make, m, p=4):
+    return simulate(make(p, m), link=link).makespan - simulate(make(p, m)).makespan
 
 
 makers = schedule.gpipe, schedule.one_f_one_b, schedule.eager_one_f_one_b
 {make.__name__: [extra(make, m) for m in ms] for make in makers}
+
+# %% [markdown]
+# GPipe pays on the way in and on the way out, 2(p − 1) messages. 1F1B pays for every micro-batch: a way to the end and back now takes 2(p − 1) messages more, and the p micro-batches that
+# rank 0 has in flight no longer fill it. That is 2(p − 1)/p each, on 2, 4 and 8 ranks as on these. Eager 1F1B has more in flight, and holds them:
+
+# %%
+plain = functools.partial(extra, schedule.one_f_one_b)
+each = [(plain(64, p) - plain(32, p)) / 32 for p in (2, 4, 8)]
+each, [2 * (p - 1) / p for p in (2, 4, 8)], schedule.eager_one_f_one_b(4, 8).peak(0)
 
 # %% [markdown]
 # ## Can one rank have several stages?
@@ -384,7 +397,7 @@ chunks = schedule.interleaved(4, 8, chunks=2)
 plots.gantt(simulate(plan), simulate(chunks, half))
 
 # %% [markdown]
-# The price: u times as many messages, and more in flight, p(1 + (p − 1)/(pu)) micro-batches on rank 0 in place of p.
+# The price: u times as many messages from a rank in the middle, here rank 1, and more in flight, p(1 + (p − 1)/(pu)) micro-batches on rank 0 in place of p.
 
 # %%
 both = plan, chunks
@@ -399,9 +412,7 @@ sent, held
 
 
 # %%
-def my_interleaved(
-    rank: int, p: int, m: int, chunks: int
-) -> list[tuple[str, int, int]]:
+def my_interleaved(rank: int, p: int, m: int, chunks: int) -> list[tuple]:
     """The operations of `rank` of p in order: ("F", stage, k) or ("B", stage, k) of
     micro-batch k; stages are rank, rank + p, … for `chunks` chunks; p divides m."""
     jobs = [(c, r + k) for r in range(0, m, p) for c in range(chunks) for k in range(p)]
@@ -439,10 +450,10 @@ dream = schedule.pipedream(4, 8)
 
 
 # %%
-def dreaming(rank):
-    stages = pipeline.local(pipeline.split(model(tied=False), 4), dream, rank.rank)
+def dreaming(rank, plan):
+    stages = pipeline.local(pipeline.split(model(tied=False), 4), plan, rank.rank)
     sgd = torch.optim.SGD(stages.parameters(), lr=0.1)
-    return pipeline.run(stages, dream, rank.comm("pp"), batches, optimizer=sgd)
+    return pipeline.run(stages, plan, rank.comm("pp"), batches, optimizer=sgd)
 
 
 # %%
@@ -454,15 +465,16 @@ for x, y in batches:
     losses[-1].backward()
     sgd.step()
 
-runs = world.run(dreaming)
+runs = world.run(dreaming, dream)
 f"mean loss {runs[3].loss.item():.4f}, on one device {sum(losses).item() / 8:.4f}"
 
-# %%
-{"versions of the weights that ranks hold": [run.versions for run in runs]}
-
 # %% [markdown]
-# It is another algorithm: rank 0 applies gradients of weights three updates old, and holds four versions of them. *PipeDream-2BW* updates once per p micro-batches, with gradients one update
-# old on all ranks, and two versions. Large models are trained with a flush.
+# It is another algorithm: the losses differ, since rank 0 applies gradients of weights three updates old. *PipeDream-2BW* updates once per p micro-batches, with gradients one update old on all
+# ranks. Versions of the weights that ranks hold:
+
+# %%
+two = world.run(dreaming, schedule.pipedream_2bw(4, 8))
+{"PipeDream": [run.versions for run in runs], "2BW": [run.versions for run in two]}
 
 # %% [markdown]
 # ## Play with it
@@ -501,15 +513,15 @@ explore(view, order=list(orders), m=[4, 8], message=[0, 1])
 # | chunks | `--num-layers-per-virtual-pipeline-stage` | `ScheduleInterleaved1F1B` |
 # | cut | `--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers` | `parallelism.module_fqns_per_model_part` |
 #
-# Clipping by the norm of all gradients needs every rank's part, so the step then ends in a barrier; without one the next step can begin on rank 0 while rank 3 still works (lab 13b).
+# Clipping by the norm of all gradients needs every rank's part, so the step then ends in a barrier; without one a rank can begin its next step while others still work at this one (lab 13b).
 
 # %% [markdown]
 # ## Errata
 #
-# **"The ratio is proportional to p"** (reading notes on *The Ultra-Scale Playbook*, on the bubble): to p − 1. One rank has no bubble.
+# **"The ratio is proportional to p"** (reading notes on *The Ultra-Scale Playbook*, on the bubble): to p − 1. With m = 8 one rank has no bubble, two have 1/8 of the ideal time and four 3/8.
 #   <!-- claim: [schedule.simulate(schedule.gpipe(p, 8)).bubble_overhead for p in (1, 2, 4)] == [0, 1 / 8, 3 / 8] -->
 #
-# **Bubble.** (p − 1)/m in Narayanan et al. 2021 (section 2.2.1) and (K − 1)/(M + K − 1) in GPipe (section 2.3) are one idle time over two denominators.
+# **Bubble.** (p − 1)/m in Narayanan et al. 2021 (section 2.2.1) and (K − 1)/(M + K − 1) in GPipe (section 2.3) are one idle time over two denominators: 3/8 and 3/11 on four ranks with m = 8.
 #   <!-- claim: (lambda run: (run.bubble_overhead, run.bubble_fraction))(schedule.simulate(schedule.gpipe(4, 8))) == (3 / 8, 3 / 11) -->
 #
 # **"Negligible when M ≥ 4K"** (GPipe, section 2.3). At M = 4K the fraction is 16 to 19 % for 4 to 16 stages.
@@ -517,7 +529,7 @@ explore(view, order=list(orders), m=[4, 8], message=[0, 1])
 #
 # **"Allowing for overlapping computation and communication"** (lecture slides on multi-GPU training, on GPipe). What overlaps is the computing of different stages on different micro-batches.
 #
-# **"1F1B stores activations for p micro-batches instead of m"** (the same reading notes). On rank 0; rank i stores min(p − i, m).
+# **"1F1B stores activations for p micro-batches instead of m"** (the same reading notes). On rank 0; rank i stores min(p − i, m), four ranks 4, 3, 2 and 1.
 #   <!-- claim: [schedule.one_f_one_b(4, 8).peak(rank) for rank in range(4)] == [4, 3, 2, 1] -->
 
 # %% [markdown]
@@ -528,14 +540,14 @@ explore(view, order=list(orders), m=[4, 8], message=[0, 1])
 # >   <!-- claim: [schedule.bubble("gpipe", p, m) == (p - 1) * 3 == schedule.simulate(schedule.gpipe(p, m)).idle(0) for p, m in ((2, 3), (4, 8))] == [True, True] -->
 # > - On four ranks it takes 27 micro-batches until that is 10 % of the total.
 # >   <!-- claim: [round(schedule.simulate(schedule.gpipe(4, m)).bubble_fraction, 3) for m in (26, 27)] == [0.103, 0.1] -->
-# > - 1F1B waits as long as GPipe and holds p − i micro-batches on rank i, whatever m is.
+# > - 1F1B waits as long as GPipe and holds p − i micro-batches on rank i: on rank 0 of four 4, where GPipe holds all 8 or 64.
 # >   <!-- claim: [[schedule.one_f_one_b(4, m).peak(0), schedule.gpipe(4, m).peak(0)] for m in (8, 64)] == [[4, 8], [4, 64]] -->
 # > - The longest stage sets the pace. Count the head: GPT-2 cut in four has no block beside it.
 # >   <!-- claim: pipeline.cut(config.ModelConfig.named("gpt2"), 4) == (4, 4, 4, 0) -->
-# > - With sends that wait for their receiver 1F1B never ends; sends that do not wait, received in the sender's order, run every schedule.
+# > - With sends that wait for their receiver 1F1B never ends; with sends that do not wait, received in the sender's order, it does.
 # > - u chunks per rank divide the bubble by u, and multiply the messages.
 # >   <!-- claim: schedule.simulate(schedule.interleaved(4, 8), schedule.Durations(0.5, 0.5, 0.5)).bubble_overhead == 3 / 16 -->
-# > - Without a flush there is no bubble, and gradients are of old weights: up to p − 1 updates old on rank 0.
+# > - Without a flush there is no bubble, and gradients are of old weights: up to p − 1 updates old on rank 0, on four ranks 3, 2, 1 and 0.
 # >   <!-- claim: [7 - schedule.pipedream(4, 8).version(rank, 7) for rank in range(4)] == [3, 2, 1, 0] -->
 #
 # Next: [lab 13b](13b_zero_bubble.ipynb) fills the bubble.

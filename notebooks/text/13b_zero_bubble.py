@@ -3,7 +3,7 @@
 #
 # **1F1B leaves every rank idle for (p − 1)(F + B). Which work can be moved there, how much of the bubble goes, and what does each step of it cost in memory?**
 #
-# *60 min · before this: lab 13a · needs a laptop, no GPU and no network*
+# *65 min · before this: lab 13a · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -38,7 +38,7 @@ from labutils.world import World
 # ## The idea in one picture
 #
 # A backward pass computes two things: the gradient of its input, for which the rank before waits, and those of its weights, for which nobody waits until the optimizer. Lab 13a kept them
-# together. From here on **B is the first half only, and W the second**. Each takes one unit:
+# together. From here on **B is the first half only, and W the second**. Each takes one unit. 1F1B runs them in one piece of two units:
 
 # %%
 plots.gantt(simulate(schedule.one_f_one_b(4, 6)))
@@ -105,7 +105,8 @@ all(same)
 show(pipeline.Later)
 
 # %% [markdown]
-# B is a little more than W: the products of activations in attention have two inputs, whose gradients are both needed at once, and no weight.
+# Together they are the 2 of an ordinary backward pass. B is a little more than W: the two products of attention have no weight, so both halves of their backward pass belong to B. They are
+# 8 % of this forward pass, which makes B 1 + 0.08 and W 1 − 0.08.
 #
 # ### Exercise 13.4 · Bug hunt: the weight gradients that came too late (12 min, ●●○)
 #
@@ -141,8 +142,8 @@ show(pipeline.pay)
 # %% [markdown]
 # ## Where does W go?
 #
-# Until W has run, the rank keeps the inputs of its layers and the gradients of their outputs: W, and no longer B, is what frees. Under 1F1B rank 0 holds p micro-batches already and cannot
-# wait with any W. Rank i holds i fewer.
+# Until W has run, the rank keeps the inputs of its layers and the gradients of their outputs: W, and no longer B, is what frees. So a W that waits costs memory, and lab 13a says which ranks
+# have some to spare.
 #
 # ### Exercise 13.5 · Place W (10 min, ●●○)
 
@@ -224,7 +225,7 @@ pipeline.sent(h1, config, micro_batch=1, itemsize=8).diff(world.ledger).unexplai
 # %% [markdown]
 # ## What stops the rest?
 #
-# *ZB-H2* takes twice the warm-up, and waits twice as long with W.
+# *ZB-H2* runs twice as many forwards first, and waits twice as long with W.
 #
 # > On four ranks with eight micro-batches, how much shorter is a step of ZB-H2, which ends in a barrier, than one of ZB-H1?
 
@@ -282,9 +283,10 @@ run = simulate(zb_v, half)
 {"period": run.period, "ideal": 8 * 3, "holds": [zb_v.peak(r) / 2 for r in range(4)]}
 
 # %% [markdown]
-# The period of ZB-H2 in the memory of 1F1B, for u = 2 chunks and equal times. Embedding and head, which may share a matrix, stand on one rank.
+# The period of ZB-H2, and no rank holds more than the p micro-batches of 1F1B's rank 0, for u = 2 chunks and equal times. Embedding and head stand on one rank: if they share a matrix, nothing
+# has to be exchanged for it.
 #
-# **One channel, two kinds of messages.** In a V rank 0 sends rank 1 the forwards of stage 0 *and* the backwards of stage 7. All have the same shape. If each rank receives in the order in
+# **One channel, two kinds of messages.** In a V rank 0 sends rank 1 the forwards of stage 0 *and* the backwards of stage 7. If each rank receives in the order in
 # which *it* needs them, what happens?
 
 # %%
@@ -293,11 +295,11 @@ matched = world.run(step(zb_v))
 [f"{off(stages for _, stages in results):.1%}" for results in (swapped, matched)]
 
 # %% [markdown]
-# No error, no hang, and a wrong gradient: some ranks took another message than they thought. Received in the *sender's* order, early ones kept, all is right. A value test against one device
-# is the only thing that sees this.
+# No error, no hang, and a wrong gradient: some ranks took another message than they thought. Received in the *sender's* order, early ones kept, all is right. All messages have one
+# shape, so only a test of values against one device sees this.
 #
-# *DualPipe* (DeepSeek-V3) goes on from here: a forward of one chunk and a backward of the other run *at once*, so that each computes while the other's messages travel, expert parallelism's
-# above all (lab 12). That pays if the pair takes less time than its parts:
+# *DualPipe* (DeepSeek-V3) sends micro-batches in from both ends of a line, and runs a forward of one direction and a backward of the other *at once*, so that each computes while the other's
+# messages travel, such as those of expert parallelism (lab 12). *DualPipeV* does the same with the two legs of a V. That pays if the pair takes less time than its parts:
 
 # %%
 dual = schedule.dualpipe_v(4, 12)
@@ -310,7 +312,7 @@ for pair in (1.5, 1.3, 1.1):
 # Without a gain from running at once, 1.5 for all three, DualPipeV is the longer one.
 
 # %% [markdown]
-# Place it by hand: four levels, each with a constraint that leads to the schedules of this lab.
+# Place it by hand: four levels, each with a constraint that leads to a schedule of lab 13a or 13b.
 
 # %%
 Editor(LEVELS[2:])
@@ -343,13 +345,16 @@ found = [item for table in grid.run(three_axes) for item in table.items()]
 errors = [(grad - wanted[name]).abs().max().item() for name, grad in found]
 {"equal to 1e-12": max(errors) < 1e-12}
 
+# %% [markdown]
+# Gradients are those of one device. Of the bytes sent, the pipeline's are the fewest:
+
 # %%
 grid.ledger.by("axis")
 
 # %% [markdown]
 # ## Play with it
 #
-# How short must W be until ZB-H1 leaves as much as 1F1B? When does the V lose its advantage?
+# Which schedules have no bubble left when all three take equally long, and which when W is half as long, or half as long again? What does a barrier change?
 
 # %%
 orders = {
@@ -384,21 +389,22 @@ explore(view, order=list(orders), w=[0.5, 1.0, 1.5], barrier=False)
 # %% [markdown]
 # ## Errata
 #
-# **"Split backward into B (input) and W (weights) to reach near-zero idle time"** (reading notes on *The Ultra-Scale Playbook*). Only without a barrier: with one, ZB-H2 takes as long as ZB-H1.
+# **"Split backward into B (input) and W (weights) to reach near-zero idle time"** (reading notes on *The Ultra-Scale Playbook*). Only without a barrier: with one, ZB-H2 takes as long as ZB-H1, 27 units on four ranks with m = 8.
 #   <!-- claim: [schedule.simulate(make(4, 8)).makespan for make in (schedule.zb_h1, schedule.zb_h2)] == [27, 27] -->
 #
 # **Two meanings of B.** It is the input's half in Qi et al. (Table 2), the whole backward pass in DeepSeek-V3 (Table 2). Their ZB1P, (PP − 1)(F + B − 2W), is ZB-H1's (p − 1)(F + B − W).
 #   <!-- claim: (lambda f, b, w: schedule.bubble("zb_h1", 4, 8, schedule.Durations(f, b, w)) == 3 * (f + (b + w) - 2 * w))(2, 3, 1) == True -->
 #
-# **"2×" parameters of DualPipe** (DeepSeek-V3, Table 2) are per stage: each rank holds two. On as many devices DualPipeV holds what everybody holds.
+# **"2×" parameters of DualPipe** (DeepSeek-V3, Table 2): with both directions a rank of four holds two of 4 stages. In DualPipeV it holds two of 8, which is 1×.
+#   <!-- claim: [(made.stages, sum(place.count(0) for place in made.places)) for made in (schedule.dualpipe(4, 8), schedule.dualpipe_v(4, 8))] == [(4, 2), (8, 2)] -->
 
 # %% [markdown]
 # ## Summary
 #
-# > - A backward pass is two halves. Nobody waits for W, and split in the layer it costs nothing; asked of autograd twice, it costs a forward pass.
-# > - ZB-H1 fills the bubble up to (p − 1)(F + B − W), in the memory of 1F1B.
+# > - A backward pass is two halves. Nobody waits for W, and split in the layer it costs no FLOPs; asked of autograd twice, it costs a forward pass more.
+# > - ZB-H1 fills the bubble up to (p − 1)(F + B − W), and no rank holds more than the p micro-batches of 1F1B's rank 0: 3 units idle and 4 held, for p = 4 and times of 1.
 # >   <!-- claim: [schedule.simulate(schedule.zb_h1(4, 8)).idle(0), max(schedule.zb_h1(4, 8).peak(r) for r in range(4))] == [3, 4] -->
-# > - ZB-H2 fills it all, if no barrier ends the step, and holds 2p − 1.
+# > - ZB-H2 fills it all, if no barrier ends the step, and holds 2p − 1: a period of 24 for p = 4 and m = 8, and 7 held.
 # >   <!-- claim: [schedule.simulate(schedule.zb_h2(4, 8)).period, schedule.zb_h2(4, 8).peak(0)] == [24, 7] -->
 # > - A V of two chunks fills it in the memory of p micro-batches, if F, B and W take equally long.
 # >   <!-- claim: [schedule.simulate(schedule.zb_v(4, 8)).period, schedule.zb_v(4, 8).peak(0)] == [48, 8] -->

@@ -331,7 +331,7 @@ HUNT = Exercise(
         "never gives a negative number, so that a sign can be wrong and p = 2 does not tell.",
         "Then try three chunks: which one comes back first, and which stage is that?",
     ),
-    untouched="1422f2a6",
+    untouched="8b74ba29",
 )
 
 # ── bug hunt: weight gradients later ─────────────────────────────────────────────────────────────
@@ -426,8 +426,9 @@ LATE = Exercise(
         ),
     ),
     hints=(
-        "Print id(weight) inside w for two layers. Then run two micro-batches, W after both.",
-        "Bind now what W needs later: functools.partial(w, weight, grad, x), or a list of tuples. "
+        "Print id(weight) inside pay for two layers. Then run two micro-batches, W after both.",
+        "Bind now what W needs later: functools.partial(pay, weight, grad, x), with parameters for "
+        "pay, or a list of tuples. "
         "And add to weight.grad if there is one.",
     ),
     untouched="765fb206",
