@@ -102,8 +102,8 @@ def capacity(tokens: int, num_experts: int, k: int, factor: float) -> int:
 
 def balance_loss(routing: Routing) -> Float[Tensor, ""]:
     """E·Σ f·P over experts: f is the share of visits that an expert was asked for, P its mean
-    probability. It is 1 where both are alike for all, E where one expert gets everything; only P
-    has a gradient.
+    probability. It is 1 where both are alike for all, E/k where all tokens want the same k experts
+    with certainty; only P has a gradient.
 
     Source: Switch Transformer 2101.03961 (k = 1), after GShard 2006.16668, algorithm 1; for k > 1
     and normalized sigmoids DeepSeek-V3 2412.19437.

@@ -42,8 +42,8 @@ visits = [torch.randn(16, 8, generator=draw).topk(2).indices for _ in range(4)]
 plots.visits([torch.bincount(v.flatten(), minlength=8).tolist() for v in visits])
 
 # %% [markdown]
-# Expert parallelism is **an all-to-all of tokens to the ranks that hold their experts, and an all-to-all of results back.** How many go where, the data decide: so the shares are uneven, and the
-# busiest expert sets the pace.
+# Expert parallelism is **an all-to-all of tokens to the ranks that hold their experts, and an all-to-all of results back.** The data decide how many go where: the shares are uneven, and all
+# wait for the rank whose experts are busiest.
 
 # %% [markdown]
 # ## How does a token choose its experts?
@@ -113,7 +113,7 @@ for k in (1, 2):
 # %% [markdown]
 # ## How do tokens reach an expert on another rank, and come home?
 #
-# Rank i holds the experts from i·E/N_e on; N_e is the number of ranks that share the E experts among them, the mesh axis `ep`. A *visit* is one token at one of its experts. Five steps:
+# N_e ranks, the mesh axis `ep`, share the E experts: rank 0 holds the first E/N_e, rank 1 the next, and so on. A *visit* is one token at one of its experts. Five steps:
 #
 # 1. **Count.** Sort the visits by expert. Tell every rank how many come: an all-to-all of E whole numbers.
 # 2. **Dispatch.** Send the rows, an all-to-all with uneven shares.
@@ -241,10 +241,10 @@ for axis in ("dp", "ep", "edp"):
     print(f"{axis:4}", sorted({mesh.group(rank, axis) for rank in range(4)}))
 
 # %% [markdown]
-# Attention, norms, embeddings, the router and a shared expert are on all ranks of `dp`, so their gradients are averaged over `dp`. An expert is on the ranks of `edp` alone (*expert data parallelism*), N_d/N_e of them.
+# Attention, norms, embeddings, the router and a shared expert are on all ranks of `dp`, so their gradients are averaged over `dp`. An expert is on the ranks of `edp` alone (*expert data parallelism*): of N_d data-parallel ranks, N_d/N_e.
 #
-# Its gradient has come from all tokens of its block already. Each rank's loss is a mean over its own tokens, so the sum over a block is N_e times a mean; `dispatch` divides it by N_e on the way back. Then
-# everybody divides by the size of its own group:
+# Its gradient has come from all tokens of its block already. Each rank's loss is a mean over its own tokens, so the sum over a block is N_e times a mean. The backward pass of `combine` divides by N_e before gradients reach the experts; that of
+# `dispatch` multiplies by N_e again, for the tokens. Then everybody divides by the size of its own group:
 
 # %%
 show(expert_parallel.reduce_gradients)
@@ -294,7 +294,7 @@ reveal("mixtral/64-ranks", GB=round(held.total / 1e9, 1))
 expert_parallel.model_states(full, ep=8, itemsize=2).diff(held)
 
 # %% [markdown]
-# The same 58 GB: seven more copies share no states. What is left is for ZeRO (lab 09), over 64 ranks for what all hold and over 8 for an expert. And what rank 43 sends, in one step:
+# The same 58 GB: more blocks are more copies. ZeRO (lab 09) could divide further, by 64 what all ranks hold and by 8 an expert. And this is what rank 43 sends in one step:
 
 # %%
 predicted = expert_parallel.sent(full, 8, micro_batch=1, itemsize=2, rank=43 % 8)
@@ -305,10 +305,10 @@ predicted.diff(Ledger(line for line in dry.ledger if line.name != "broadcast"))
 # %% [markdown]
 # ## What if all tokens want the same expert?
 #
-# Nothing in the loss asks for all experts. A GPT with eight of them and k = 2 learns a synthetic language from scratch: 64 words, each followed by one of four, and few of them frequent.
+# Nothing in the loss asks a router to use all experts. A GPT with eight of them and k = 2 learns a synthetic language from scratch: 64 words, each followed by one of four, and few of them frequent.
 # With k = 2 of 8 the busiest expert can have at most four times the mean.
 #
-# > How many times the mean does it have after 40 steps, on average over three seeds?
+# > How many times the mean does it have in the last ten of 40 steps, on average over three seeds?
 
 # %%
 predict("unbalanced/busiest", times=1.5)
@@ -336,7 +336,7 @@ plots.curves(
     **lines,
     xlabel="training step",
     ylabel="visits of the busiest expert over the mean",
-    title="Left alone, the busiest expert keeps three to four times the mean",
+    title="Left alone, the busiest expert ends with three to four times the mean",
 )
 
 # %%
@@ -350,16 +350,17 @@ reveal("unbalanced/busiest", times=round(sum(last) / 3, 1))
 #
 # $$ E\sum_e f_e\,P_e, \qquad f_e = \text{share of visits}, \quad P_e = \text{mean probability}. $$
 #
-# It is 1 where both are even and E where one expert gets everything with certainty. Counting has no gradient; it flows through P, and lowers the probability of the experts whose f is high.
+# It is 1 where both are even, and E/k where all tokens want the same k experts, with certainty. Counting has no gradient: it flows through P, and lowers the probability of the experts whose f is high.
 #
-# **A bias** touches no gradient (DeepSeek-V3). After each step it falls by γ for every expert that was asked for more often than the mean, and rises by γ for the others; it chooses experts and weighs nothing.
+# **A bias** touches no gradient (DeepSeek-V3). After each step it falls by γ for every expert that was asked for more often than the mean, and rises by γ for the others; it chooses experts and weighs nothing. Its runs have sigmoid
+# scores; with them alone, the bias left at 0, the busiest expert ends at 3.5 times the mean as well.
 
 # %%
 show(expert_parallel.update_bias)
 
 # %% [markdown]
-# **Dropping** sets a limit. An expert has room for ⌈c·T·k/E⌉ visits, c being the *capacity factor* and T the tokens of a rank; what comes later is dropped, and its token goes on with the residual stream alone. What c = 1.25 would drop in
-# the last step, and the losses:
+# **Dropping** sets a limit. An expert has room for ⌈c·T·k/E⌉ visits, c being the *capacity factor* and T the tokens of a rank; visits that come later are dropped. A token that loses all its visits goes on with the residual stream alone. This is
+# what c = 1.25 would drop in the last step, and the losses:
 
 # %%
 room = expert_parallel.capacity(8 * 32, 8, 2, factor=1.25)
@@ -413,7 +414,7 @@ hint("expert_parallel/bug-hunt", 1)
 # %% [markdown]
 # ## When does the all-to-all dominate?
 #
-# An expert is three matrices of h × f (SwiGLU), so a visit takes 6·h·f FLOPs. In bf16 its row has 2·h bytes and travels twice, there and back. With V visits per rank, FLOPS per second and a link of bw bytes per second:
+# An expert is three matrices of h × f (SwiGLU), so a visit takes 6·h·f FLOPs. In bf16 its row has 2·h bytes and travels twice, there and back. With V visits per rank, a peak of FLOPS operations per second and a link of bw bytes per second:
 #
 # $$ \frac{t_\text{experts}}{t_\text{one way}} \;=\; \frac{6hf\,V/\mathrm{FLOPS}}{2h\,V/\mathrm{bw}} \;=\; \frac{3\,f\cdot \mathrm{bw}}{\mathrm{FLOPS}}. $$
 #
@@ -435,10 +436,10 @@ print(f"NVLink: {even[NVLINK]:.0f}; Mixtral's experts: 14336, DeepSeek-V3's: 204
 
 
 # %% [markdown]
-# DeepSeek-V3's narrow experts need NVLink: between nodes each all-to-all would take 3.2 times as long as the experts.
+# Mixtral's experts are wide enough for both links, DeepSeek-V3's for NVLink alone: between nodes each of their all-to-alls would take 3.2 times as long as the experts.
 #   <!-- claim: round(config.Hardware.named("H100").flops["bf16"] / (3 * 50e9) / 2048, 1) == 3.2 -->
-# One layer of Mixtral on eight ranks, 4,096 tokens each; peaks of the data sheet. "Halves" sends one half of the tokens while the other is
-# computed:
+# The forward pass of one layer ("step" in the figure) of Mixtral on eight ranks, 4,096 tokens each, at the peaks of the data sheet. "In halves" sends
+# one half of the tokens while the other is computed:
 
 
 # %%
@@ -459,7 +460,7 @@ plots.overlap(
     between_nodes=two(layer(NODES)),
     between_nodes_in_halves=two(layer(NODES, chunks=2)),
     narrow_experts_between_nodes_in_halves=two(layer(NODES, f=2048, chunks=2)),
-    title="Wide experts can hide their all-to-all, narrow ones between nodes cannot",
+    title="In halves, wide experts hide half of what travels, narrow ones a sixth",
 )
 
 # %% [markdown]
@@ -485,12 +486,12 @@ plots.overlap(
 )
 
 # %% [markdown]
-# Nobody computes more in total. The layer takes as long as its slowest rank, in every layer and in both directions.
+# In total nobody computes more, but all wait for the slowest rank.
 
 # %% [markdown]
 # ## Turn the knobs
 #
-# Find a width at which inter-node links hide in halves. Then let one expert get three times its share.
+# At which width do two halves hide half of what travels between nodes? Then let one expert get three times its share.
 
 
 # %%
@@ -513,22 +514,23 @@ explore(
 # %% [markdown]
 # ## In practice
 #
-# | | Megatron-LM | torchtitan |
-# |---|---|---|
-# | experts over ranks | `--expert-model-parallel-size 8` | `parallelism.expert_parallel_degree` |
-# | all-to-all | `--moe-token-dispatcher-type alltoall` (default `allgather`), `flex` for DeepEP | its token dispatcher |
-# | score | `--moe-router-score-function sigmoid`, default `softmax` | |
-# | balance | `--moe-router-load-balancing-type aux_loss` with `--moe-aux-loss-coeff 1e-2` | |
-# | bias | `--moe-router-enable-expert-bias`, `--moe-router-bias-update-rate 1e-3` | |
-# | dropping | `--moe-expert-capacity-factor 1.0`; none by default | |
-# | shared expert | `--moe-shared-expert-intermediate-size`, `--moe-shared-expert-overlap` | |
+# | | Megatron-LM |
+# |---|---|
+# | experts over ranks | `--expert-model-parallel-size 8` |
+# | all-to-all | `--moe-token-dispatcher-type alltoall`; default `allgather`; `flex` for DeepEP |
+# | score | `--moe-router-score-function sigmoid`; default `softmax` |
+# | balance loss | `--moe-router-load-balancing-type aux_loss` is the default, but `--moe-aux-loss-coeff` is 0 until you set it: 1e-2 |
+# | bias | `--moe-router-enable-expert-bias`, `--moe-router-bias-update-rate 1e-3` |
+# | dropping | `--moe-expert-capacity-factor 1.0`; none by default |
+# | shared expert | `--moe-shared-expert-intermediate-size`, `--moe-shared-expert-overlap` |
+# | one grouped product, no loop | `--moe-grouped-gemm` |
 #
 # Megatron-LM counts capacity per rank, as here, and advises to keep the ranks of EP and TP inside one NVLink domain. For a from-scratch run it warns of running out of memory in the first 100 to 300 steps, when routing is most uneven.
 # Its shared experts are replicated over the ranks of EP, and can compute while tokens travel.
 #
-# DeepSeek-V3 lets a token visit experts on at most four nodes: a row crosses to a node once and spreads there over NVLink, 3.2 times as fast (160 against 50 GB/s).
+# torchtitan has `parallelism.expert_parallel_degree`. As here, it takes no ranks of its own: it cuts those of FSDP, context and tensor parallelism into blocks.
 #
-# In all of them a rank's experts run as *one* grouped matrix product, not in a Python loop.
+# DeepSeek-V3 does send tokens between nodes, to at most four: a row crosses to a node once and spreads there over NVLink, 3.2 times as fast (160 against 50 GB/s).
 
 # %% [markdown]
 # ## Errata
@@ -536,10 +538,10 @@ explore(
 # **"8x7B"** in a model's name. It has 46.7 billion parameters, not 56: only feed-forward layers are there eight times.
 #   <!-- claim: round(config.ModelConfig.named("mixtral-8x7b").num_params / 1e9, 1) == 46.7 -->
 #
-# **Routing "by all-to-all"**, two per layer (reading notes on the Ultra-Scale Playbook; its own text counts dispatch and combine). A training step has five: two backward, and the counts before all of them.
+# **Routing "by all-to-all"**, two per layer (reading notes on the Ultra-Scale Playbook), holds for the rows of a forward pass. A training step has five: two more of rows backward, and the counts before all of them.
 #   <!-- claim: len({line.name for line in expert_parallel.sent(config.ModelConfig.named("mixtral-8x7b"), 8, micro_batch=1, rank=0)}) == 5 -->
 #
-# **A balance loss without a gradient** (NeMo Automodel, issue 1408, repaired in pull request 1412): the return value of the function that attaches it was thrown away, so it never reached the router. That is one bug of exercise 12.3.
+# **A balance loss without a gradient** (NeMo Automodel, issue 1408, repaired in pull request 1412): the return value of the function that attaches it was thrown away, so it never reached the router. One bug of exercise 12.3 has the same effect.
 #
 # **A balance loss for each micro-batch** (NeMo Automodel, repaired in pull request 3359): the loss was divided by the number of micro-batches M, the balance loss was not, so α counted M-fold (lab 05).
 
@@ -567,7 +569,7 @@ explore(
 # - W. Fedus, B. Zoph, N. Shazeer, *Switch Transformers*, arXiv:2101.03961 (2021): k = 1, capacity factor, balance loss.
 # - A. Q. Jiang et al., *Mixtral of experts*, arXiv:2401.04088 (2024).
 # - D. Dai et al., *DeepSeekMoE*, arXiv:2401.06066 (2024): shared experts, many narrow ones.
-# - DeepSeek-AI, *DeepSeek-V3 technical report*, arXiv:2412.19437 (2024): sigmoid scores, the bias, node-limited routing (section 3.2.2).
+# - DeepSeek-AI, *DeepSeek-V3 technical report*, arXiv:2412.19437 (2024): sigmoid scores, the bias, at most four nodes (section 3.2.2).
 # - L. Wang et al., *Auxiliary-loss-free load balancing strategy for mixture-of-experts*, arXiv:2408.15664 (2024).
 # - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): expert parallelism.
-# - Megatron-LM, `megatron/core/transformer/moe/README.md`; torchtitan, `config/job_config.py`: as of 2025.
+# - Megatron-LM, `megatron/core/transformer/moe/README.md`; as of 2025; torchtitan, `torchtitan/config/parallelism.py`, 2026.

@@ -461,8 +461,8 @@ def _mixed_up(rank: int, name: str, found: Tensor | None, right: Tensor) -> str:
     for times, said in ((2, "twice"), (0.5, "half"), (4, "four times"), (0.25, "a quarter of")):
         if _near(found, times * right):
             return (
-                f"It is {said} the right one. dispatch has made it a mean over the ranks of ep "
-                "already: divide by edp.size."
+                f"It is {said} the right one. The backward pass of combine has made it a mean over "
+                "the ranks of ep already: divide by edp.size."
             )
     return "Ranks 0 and 2 hold the same experts, and so do 1 and 3: the mean over edp."
 
