@@ -572,4 +572,4 @@ explore(
 # - DeepSeek-AI, *DeepSeek-V3 technical report*, arXiv:2412.19437 (2024): sigmoid scores, the bias, at most four nodes (section 3.2.2).
 # - L. Wang et al., *Auxiliary-loss-free load balancing strategy for mixture-of-experts*, arXiv:2408.15664 (2024).
 # - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): expert parallelism.
-# - Megatron-LM, `megatron/core/transformer/moe/README.md`; as of 2025; torchtitan, `torchtitan/config/parallelism.py`, 2026.
+# - Megatron-LM, `megatron/core/transformer/moe/README.md`, 2025; torchtitan, `torchtitan/config/parallelism.py`, 2026.
