@@ -40,6 +40,34 @@ def chain(one, steps):
     return dataclasses.replace(one, ranks=tuple(rows), micro_batches=steps * m)
 
 
+# ── why ranks wait ─────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.sampled_from(PLAIN + SPLIT[:3]), ranks, micro_batches, times, st.integers(0, 9))
+def test_every_wait_has_its_reason_and_the_longest_chain_is_the_step(make, p, m, durations, wire):
+    run = schedule.simulate(made(make, p, m), durations, Link(wire, 1))
+    when = {span.name: span for span in run.spans}
+    for rank in range(p):
+        waits = run.waits(rank)
+        assert sum(wait.end - wait.start for wait in waits) == run.idle(rank)
+        for wait in waits[:-1]:
+            apart = when[str(wait.needs)].rank != rank
+            assert (
+                apart and when[str(wait.needs)].end + wire == wait.end == when[str(wait.op)].start
+            )
+    path = [when[str(op)] for op in run.critical_path()]
+    assert path[0].start == 0 and path[-1].end == run.makespan
+    for one, other in itertools.pairwise(path):
+        assert one.end + wire * (one.rank != other.rank) == other.start
+
+
+def test_the_heaviest_stage_is_on_the_critical_path():
+    run = schedule.simulate(schedule.one_f_one_b(3, 6), Durations(F=(1, 1, 5), B=(1, 1, 5)))
+    assert sum(op.stage == 2 for op in run.critical_path()) == 12
+    assert str(run.waits(2)[0]) == "rank 2 waits from 0 to 2: F0@2 needs F0@1"
+    assert run.waits(0)[-1].op is None or run.waits(0)[-1].end < run.makespan
+
+
 # ── what is legal ──────────────────────────────────────────────────────────────────────────────────
 
 

@@ -24,7 +24,7 @@ from labutils.schedule.generators import (
     zb_v,
 )
 from labutils.schedule.orders import Board, Op, Schedule, read, why_illegal
-from labutils.schedule.simulation import Durations, PipelineRun, simulate
+from labutils.schedule.simulation import Durations, PipelineRun, Wait, simulate
 
 __all__ = [
     "Board",
@@ -32,6 +32,7 @@ __all__ = [
     "Op",
     "PipelineRun",
     "Schedule",
+    "Wait",
     "breadth_first",
     "bubble",
     "dualpipe",

@@ -6,12 +6,32 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from labutils.config import Link
-from labutils.schedule.orders import KINDS, Schedule, why_illegal
+from labutils.schedule.orders import KINDS, Op, Schedule, why_illegal
 from labutils.timeline import Span, Timeline
 
 Times = float | Sequence[float]
+
+
+class Wait(NamedTuple):
+    """A rank that stands still before `op`, for what another operation computes; at the end of the
+    step, where both are None, for the other ranks.
+
+    >>> str(Wait(2, 0, 2, Op("F", 2, 0), Op("F", 1, 0)))
+    'rank 2 waits from 0 to 2: F0@2 needs F0@1'
+    """
+
+    rank: int
+    start: float
+    end: float
+    op: Op | None
+    needs: Op | None
+
+    def __str__(self) -> str:
+        why = f"{self.op} needs {self.needs}" if self.op else "the step has not ended"
+        return f"rank {self.rank} waits from {self.start:g} to {self.end:g}: {why}"
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,49 @@ class PipelineRun(Timeline):
     def idle(self, rank: int) -> float:
         """The part of the makespan in which a rank does not compute."""
         return self.makespan - self.busy(rank)
+
+    @cached_property
+    def _when(self) -> dict[Op, tuple[int, float, float]]:
+        """Rank, start and end of each operation."""
+        return {
+            op: (rank, start, end)
+            for rank, ops in enumerate(self.schedule.ranks)
+            for op, start, end in zip(ops, self.starts[rank], self.ends[rank], strict=True)
+        }
+
+    def _last_input(self, op: Op) -> Op | None:
+        """Of the operations that an operation needs, the one that ends last."""
+        needed = self.schedule.inputs(op)
+        return max(needed, key=lambda each: self._when[each][2], default=None)
+
+    def waits(self, rank: int) -> tuple[Wait, ...]:
+        """The bubble of a rank, piece by piece, each with its reason; they add up to `idle`."""
+        found, free = [], 0
+        for op, start, end in zip(
+            self.schedule.ranks[rank], self.starts[rank], self.ends[rank], strict=True
+        ):
+            if start > free:
+                found.append(Wait(rank, free, start, op, self._last_input(op)))
+            free = max(free, end)
+        if self.makespan > free:
+            found.append(Wait(rank, free, self.makespan, None, None))
+        return tuple(found)
+
+    def critical_path(self) -> tuple[Op, ...]:
+        """Operations, each of which starts when the one before lets it, to the end of the step: the
+        step is as long as they and the messages between them. One path, where there are several.
+        """
+        before: dict[Op, Op] = {}
+        for ops in self.schedule.ranks:
+            before.update(zip(ops[1:], ops, strict=False))
+        op = max(self._when, key=lambda each: self._when[each][2], default=None)
+        path = []
+        while op is not None:
+            path.append(op)
+            _, start, _ = self._when[op]
+            mine, needed = before.get(op), self._last_input(op)
+            op = mine if mine and self._when[mine][2] >= start else needed
+        return tuple(reversed(path))
 
     @property
     def bubble_fraction(self) -> float:

@@ -169,6 +169,12 @@ idle = schedule.bubble("gpipe", 4, 8, Durations(F=1, B=1.1, W=0.9))
 {"idle/ideal": run.bubble_overhead, "idle/total": run.bubble_fraction}
 
 # %% [markdown]
+# It knows for what a rank waits, too. Rank 1's bubble, piece by piece:
+
+# %%
+print(*simulate(schedule.gpipe(4, 8)).waits(1), sep="\n")
+
+# %% [markdown]
 # The same 3/8 of the ideal time is 3/11 of the total time. **Papers use both and call both "the bubble"**: ask for the denominator.
 #
 # Now for real. Each rank computes its stage, then sleeps until its operation has taken 20 ms, or 40 ms for a B. (On a busy machine operations take longer.)
@@ -331,6 +337,13 @@ def timed(layers):
 
 
 plots.gantt(equal=timed((3, 3, 3, 3)), by_time=timed(layers), unit="blocks")
+
+# %% [markdown]
+# Go back from the last operation to the one that let it start, and on to the first: that is the *critical path*, and the step is as long as it. How many of its operations stage 3 has:
+
+# %%
+path = timed((3, 3, 3, 3)).critical_path()
+f"{sum(op.stage == 3 for op in path)} of {len(path)}"
 
 # %% [markdown]
 # Embedding and head are also why the *first* and *last* stage of the small model above hold more parameters than the others: a cut by time is no cut by memory.
