@@ -585,6 +585,8 @@ def test_a_layer_takes_its_all_to_alls_and_its_busiest_rank():
         config, [[4, 4]] * 2, **how | dict(link=Link(3.0, 1.0)), chunks=2
     )
     assert slow.makespan == 4 * (3 + 16)
+    crowd = replace(config, num_experts=3)  # two send 4 rows each, and one receives them all
+    assert expert_parallel.routed_timeline(crowd, [[4, 0, 0]] * 3, **how).makespan == 8 + 24 + 8
     alone = expert_parallel.routed_timeline(config, [[8, 8]], **how)
     assert (alone.makespan, alone.hidden) == (32, 1)
 

@@ -133,7 +133,7 @@ def routed_timeline(
     >>> model = replace(ModelConfig.named("mixtral-8x7b"), num_layers=1)
     >>> one = routed_timeline(model, [[1024] * 8] * 8, flops=989.4e12, link=Link(0, 450e9))
     >>> round(1e6 * one.makespan), round(1e6 * one.exposed)
-    (2948, 33)
+    (3178, 261)
     """
     n, table = len(counts), [list(row) for row in counts]
     E = anatomy.letters(model, ep=n)["E"]
@@ -143,7 +143,6 @@ def routed_timeline(
     came = [sum(sum(row[i * E : (i + 1) * E]) for row in table) for i in range(n)]
     moved = [max(sum(table[i]), came[i]) - own[i] for i in range(n)]
     trip = max(moved) * model.d_model * itemsize / chunks / link.bandwidth + (n - 1) * link.latency
-    trip = trip if n > 1 else 0.0
     spans, free, ready = [], 0.0, [0.0] * n  # when the links, and each rank, can go on
 
     def travel(name: str, start: float) -> float:

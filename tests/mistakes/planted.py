@@ -301,7 +301,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("return out if self.shared is None else out + self.shared(x)", "return out"),
     ],
     ("expert_parallel/learning", "test_expert_parallel"): [
-        ("multinomial(4, generator=draw)", "multinomial(5, generator=draw)"),
         ("torch.randint(4, (n,), generator=draw)", "torch.randint(1, (n,), generator=draw)"),
         ("often = 1 / torch.arange(1, words + 1)", "often = torch.ones(words)"),
         ("update_bias(model, rank.comm(\"dp\"), rate)", "pass"),
@@ -317,7 +316,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("moved = [max(sum(table[i]), came[i]) - own[i] for i in range(n)]", "moved = [sum(table[i]) - own[i] for i in range(n)]"),
         ("free = travel(f\"combine {chunk}\", max(free, *ready))", "free = travel(f\"combine {chunk}\", max(free, min(ready)))"),
         ("begin = max(ready[i], start)", "begin = start"),
-        ("trip = trip if n > 1 else 0.0", "pass"),
     ],
     ("config", "test_config test_expert_parallel"): [
         ("else (place, self.ep)", "else (place, 1)"),
