@@ -1,0 +1,591 @@
+# %% [markdown]
+# # 11 · Share out one long sequence
+#
+# **A sequence of 131,072 tokens does not fit on one device. Ranks can share out its tokens, but in attention every token meets all that came before it. How do they meet without being in one place?**
+#
+# *90 min · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
+
+# %% [markdown]
+# ## Goals
+#
+# After this lab you
+#
+# - compute exact attention over keys that are never on one rank together (exercise 11.1),
+# - know what must be told to a rank that sees a part of the sequence (exercise 11.2, a bug hunt),
+# - trade tokens for heads by an all-to-all, and know when that is the better way (exercise 11.3).
+
+# %% [markdown]
+# ## Setup
+
+# %%
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+from labutils import anatomy, context_parallel, data_parallel, flash, measure, units
+from labutils.config import Hardware, Link, Mesh, ModelConfig
+from labutils.model import GPT
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.widgets import explore
+from labutils.world import World
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# Four ranks hold a quarter of the sequence each. Queries stay; keys and values go round a ring. A cell is a chunk of queries (down) that meets a chunk of keys
+# (across): its color is the rank that computes it, its number the step in which those keys are there. White is masked.
+
+# %%
+quarters = context_parallel.layout(s=16, n=4, kind="contiguous")
+title = "In step t, rank i has the keys of rank i − t"
+plots.who_computes(title=title, shares=False, four_chunks=quarters.grid())
+
+# %% [markdown]
+# This is *context parallelism*. Everything but attention works on each token alone, so there a rank needs nothing but its tokens. Attention needs
+# **one ring of keys and values per layer, and the change of units of lab 06 to add up what the steps give.**
+
+# %% [markdown]
+# ## Can a query meet its keys one rank at a time?
+#
+# In lab 06 the keys were cut into blocks. Each block gives an output and a log-sum-exp (lse) of its scores, and `flash.merge` makes of two such pairs that of both
+# blocks together. It does not ask where a block was computed.
+#
+# A step on each of N ranks: start to send the keys and values that you have to the next rank, and to receive those of the rank before; compute with what you
+# have, and merge; then wait for the messages. `comm.isend(x, dst)` and `comm.irecv(out, src)` begin a message and return at once; `wait()` on what they
+# return ends it, and gives `out`.
+#
+# What may be computed in a step is a list of *tiles*. Rank 2 meets the keys of rank 1, then its own:
+
+# %%
+list(quarters.tiles(rank=2, holder=1)), list(quarters.tiles(rank=2, holder=2))
+
+# %% [markdown]
+# Rows and columns are places among the tokens that two ranks have; query i of `rows` sees key j of `columns` where j ≤ i + `offset`. Offset 0 is the usual
+# triangle, offset 4 is a square of 4 × 4 in which everything is seen.
+#
+# ### Exercise 11.1 · Pass the keys round (15 min, ●●○)
+#
+# Return output and lse of this rank's queries. Whatever the layout `whole`: its `tiles` know it.
+
+
+# %%
+def ring(q, k, v, whole, comm, attend):
+    """(out, lse) over the keys of all ranks. q: [b, a, s/N, d]; k, v: [b, g, s/N, d].
+
+    attend(q, k, v, offset) gives (out, lse) of one tile.
+    """
+    raise NotImplementedError
+
+
+# %%
+check("context_parallel/ring", ring)
+
+# %%
+hint("context_parallel/ring", 1)
+
+# %%
+show(context_parallel.ring)
+
+# %% [markdown]
+# **Backward** the keys go round once more. With the lse over *all* keys, $P = e^{s - \text{lse}}$ gives a tile its part of the whole softmax, so each tile's
+# gradients are right by themselves. $dQ$ stays with the queries. $dK$ and $dV$ collect from every rank, and have to come home: the sums travel behind their keys.
+#
+# > Keys and values travel in bf16. How many times the bytes of the forward pass does the backward pass send?
+
+# %%
+predict("ring/backward", times=2)
+
+# %% [markdown]
+# In each of N − 1 hops a rank sends keys and values of s/N tokens, g heads of width d, e bytes each:
+#
+# $$ \text{forward, per layer:}\quad (N-1)\cdot 2\,\frac{s}{N}\,g\,d\,e $$
+#
+# The backward pass sends that again, and as many sums, which are fp32 as all sums are: 2 + 4 bytes where there were 2.
+
+# %%
+llama = ModelConfig.named("llama-3.1-8b")
+sent = context_parallel.sent(llama, 8, micro_batch=1, itemsize=2, rank=0)
+sent
+
+# %%
+share = sent.by("name")
+reveal("ring/backward", times=share["ring backward"] / share["ring forward"])
+
+# %% [markdown]
+# Is the formula what is sent? A small model with RoPE and two key–value heads, on four ranks, and rank 2 alone in a dry run. `context_parallel.distribute` gives a GPT
+# that is called with whole sequences and works on this rank's tokens.
+
+# %%
+sizes = dict(num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_ff=64)
+style = dict(ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False)
+config = ModelConfig(**sizes, **style, vocab_size=64, seq_len=32)
+draw = torch.Generator().manual_seed(0)
+tokens, targets = torch.randint(64, (2, 4, 32), generator=draw)
+world = World(Mesh(cp=4))
+
+
+def one_pass(rank, tokens, targets, attention="ring"):
+    model = GPT(config)
+    context_parallel.distribute(model, rank.comm("cp"), attention=attention)
+    model.loss(tokens, targets).backward()
+
+
+# %%
+formula = context_parallel.sent(config, 4, micro_batch=4)
+world.run(one_pass, tokens, targets)
+formula.diff(world.ledger, by="name")
+
+# %%
+with World(Mesh(cp=4), engine="dry") as dry:
+    dry.run(one_pass, tokens, targets, rank=2)
+formula.only(rank=2).diff(dry.ledger).unexplained
+
+# %% [markdown]
+# In fp32, where keys are as wide as sums, backward is twice forward. "Loss" is one number, all-reduced: each rank has the loss of the whole sequences.
+
+# %% [markdown]
+# ## Who has the most to do?
+#
+# All ranks have equally many tokens. But the first rank's queries see few keys, and the last rank's nearly all. A step is over when the busiest rank is done.
+#
+# > Four ranks, four chunks, a long sequence. How many times the average does the last rank compute?
+
+# %%
+predict("imbalance/last-rank", times=1.5)
+
+# %% [markdown]
+# In the picture, rank i has i whole cells and a half one, $i + \tfrac12$. The average over N ranks is N/2, so the last has
+#
+# $$ \frac{N - \frac12}{N/2} \;=\; \frac{2N-1}{N} $$
+#
+# times the average, which nears 2: half of all devices' time is waiting. The *zig-zag* cuts 2N chunks, and gives rank i the chunks i and 2N − 1 − i, an early one and a
+# late one:
+
+# %%
+both = {
+    kind: context_parallel.layout(131_072, 4, kind) for kind in ("contiguous", "zigzag")
+}
+plots.who_computes(**{kind: whole.grid() for kind, whole in both.items()})
+
+# %% [markdown]
+# Counted pair by pair, in the tiles that the ring computes:
+
+# %%
+work = [sum(both["contiguous"].met(rank)) for rank in range(4)]
+reveal("imbalance/last-rank", times=round(work[3] / (sum(work) / 4), 4))
+
+# %%
+zigzag = both["zigzag"]
+[zigzag.work(rank) for rank in range(4)], {zigzag.met(rank) for rank in range(4)}
+
+# %% [markdown]
+# The same for all: four ranks, one set of pairs step by step. That matters as much, since ranks wait for each other's keys in every step.
+
+# %% [markdown]
+# What does that make of the time? One layer of Llama-3.1-8B, forward: H100s that reach 40 % of their peak, with 50 GB/s to the next one. Each rank's upper lane is
+# computing, with the rank whose keys it meets, the lower lane is what it sends.
+
+# %%
+rate = 0.4 * Hardware.named("H100").flops["bf16"]
+links = {"NVLink": Link(0, 450e9), "between nodes": Link(0, 50e9)}
+
+
+def layer(tokens, n=4, link="between nodes", **how):
+    """The forward pass of attention in one layer, with so many tokens per rank."""
+    long = dataclasses.replace(llama, seq_len=n * tokens)
+    options = dict(flops=rate, link=links[link], **how)
+    return context_parallel.ring_timeline(long, n, **options)
+
+
+# %%
+title = "With equal tokens per rank, the zig-zag takes little more than half the time"
+steps = {kind: layer(32_768, kind=kind) for kind in ("contiguous", "zigzag")}
+plots.overlap(title=title, **steps)
+
+# %%
+times = [step.makespan for step in steps.values()]
+f"{times[0] / times[1]:.2f} times as long; (2N − 1)/N = {7 / 4}"
+
+# %% [markdown]
+# ## When does the ring cost no time?
+#
+# A step of the zig-zag computes (T/2) · T pairs of query and key, for T tokens per rank: two chunks of queries with one of keys, or one with two. A pair costs 4 FLOPs per number of a head.
+#
+# > With 50 GB/s, how many tokens must a rank have until its messages hide behind computing?
+
+# %%
+predict("ring/tokens-per-rank", tokens=1000)
+
+# %% [markdown]
+# F is FLOP/s, bw bytes/s. Computing takes at least as long as sending if
+#
+# $$ \begin{aligned} \frac{4\,a\,d}{F}\cdot\frac{T^2}{2} \;&\ge\; \frac{2\,g\,d\,T\,e}{\mathrm{bw}} \\ \Longleftrightarrow\quad T \;&\ge\; e\,\frac{g}{a}\,\frac{F}{\mathrm{bw}} \end{aligned} $$
+#
+# The number of ranks and the width of a head cancel, and the length of the sequence is not in it: **tokens per rank** decide. Grouped queries help, since they send less.
+
+# %%
+groups = llama.num_kv_heads / llama.num_heads
+least = {
+    name: context_parallel.least_tokens(rate, link.bandwidth, groups=groups)
+    for name, link in links.items()
+}
+reveal("ring/tokens-per-rank", tokens=round(least["between nodes"]))
+
+# %%
+counts = [2**k for k in range(8, 16)]
+
+
+def stretched(tokens, link, **how):
+    """The time of a layer's attention over that of its computing alone."""
+    alone = context_parallel.layout(8 * tokens, 8).work(0) * 4 * llama.d_model / rate
+    return layer(tokens, 8, link, **how).makespan / alone
+
+
+lines = {link: [stretched(count, link) for count in counts] for link in links}
+title = "Tokens per rank decide whether a ring of 8 ranks waits for its messages"
+axes = dict(xlabel="tokens per rank", ylabel="time / computing", log="xy")
+plots.curves(counts, title=title, **axes, **lines)
+
+# %%
+for link, found in lines.items():
+    print(f"{link}, from {least[link]:.0f} tokens on:", [round(x, 2) for x in found])
+
+# %% [markdown]
+# Above the least number of tokens the factor is 1.00. What if the ring waited *before* it computed? The cause, switched off:
+
+# %%
+for count in (4096, 32_768):
+    waits = stretched(count, "between nodes", overlap=False)
+    print(f"{count:6} tokens: {waits:.2f} times the computing alone")
+
+# %% [markdown]
+# The backward pass computes 2.5 times as much and sends 3 times as much: it needs 1.2 times as many tokens. This is a model: ranks alike, no latency, nothing else on the links.
+
+# %% [markdown]
+# ## What must a rank be told about its tokens?
+#
+# Outside attention a rank needs to know nothing of the others, with three exceptions:
+#
+# | what | a rank alone would | so |
+# |---|---|---|
+# | positions (RoPE, or learned) | count its tokens from 0 | it takes the rows `whole.positions(rank)` of the tables |
+# | loss | average over *its* targets | sum, divided by the targets of all: ranks may have different numbers of targets that count (lab 05) |
+# | gradients | have those of its own tokens | a mean over `("dp", "cp")`, as if all were replicas |
+#
+# `distribute` does the first, `mean_loss` the second; `data_parallel.replicate` over the joint axis the third. Two sequences on each of two dp ranks, every sequence
+# over two cp ranks, some targets ignored; three steps of AdamW in float64:
+
+# %%
+targets[0, 3:9] = targets[1, 20:] = targets[2, 9:30] = targets[3, :6] = -100
+
+
+def plain(seed=0):
+    return GPT(config, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def train(model, loss):
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(loss())
+        losses[-1].backward()
+        optimizer.step()
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    return [loss.item() for loss in losses], weights
+
+
+# %%
+def trained(rank, attention="ring"):
+    model, cp = plain(seed=rank.rank), rank.comm("cp")
+    context_parallel.distribute(model, cp, attention=attention)
+    replica = data_parallel.replicate(model, rank.comm("dp", "cp"))
+    mine = slice(rank.coords["dp"], None, 2)
+    return train(
+        model,
+        lambda: context_parallel.mean_loss(replica(tokens[mine]), targets[mine], cp),
+    )
+
+
+grid = World(Mesh(dp=2, cp=2))
+results = grid.run(trained)
+
+# %% [markdown]
+# Replicas descend the mean over dp of each rank's mean loss (lab 08), and so must the plain model that they are compared with:
+
+
+# %%
+def mean_of_both():
+    halves = [(tokens[i::2], targets[i::2]) for i in range(2)]
+    return sum(alone.loss(*half) for half in halves) / 2
+
+
+alone = plain()
+losses, weights = train(alone, mean_of_both)
+
+
+def is_right(results):
+    """Whether all losses (their mean over dp) and weights are those of one device."""
+    both = torch.tensor([results[0][0], results[2][0]]).mean(0)
+    near = [(found - weights).abs().max() < 1e-9 for _, found in results]
+    return torch.allclose(both, torch.tensor(losses)) and all(near)
+
+
+is_right(results)
+
+# %% [markdown]
+# ### Exercise 11.2 · Bug hunt: the model that passed its test (12 min, ●●●)
+#
+# Written by hand: a model, its tokens in a zig-zag, the ring. `loss` is to be such that the *mean over ranks* of losses, and of gradients, is that of the whole sequences.
+# Its test compares the loss of a fresh model. Three things are wrong.
+
+
+# %%
+class LongContext:
+    def __init__(self, model, comm):
+        self.model, self.comm = model, comm
+        for block in model.blocks:
+            block.attention.attend = self.attend
+
+    def attend(self, q, k, v, dropout):
+        return context_parallel.ring_attention(q, k, v, self.comm, "contiguous")
+
+    def loss(self, tokens, targets):
+        whole = context_parallel.layout(tokens.shape[1], self.comm.size, "zigzag")
+        mine, right = (whole.split(x, self.comm.rank) for x in (tokens, targets))
+        logits = self.model(mine)
+        return F.cross_entropy(logits.flatten(0, 1), right.flatten())
+
+
+# %%
+def its_test(rank):
+    comm = rank.comm("cp")
+    loss = LongContext(plain(), comm).loss(tokens, tokens)
+    return (comm.all_reduce(loss.detach().reshape(1)) / comm.size).item()
+
+
+f"{world.run(its_test)[0]:.3f}, and in one place {plain().loss(tokens, tokens):.3f}"
+
+# %% [markdown]
+# The weights of a fresh model are small, so all scores are near 0, and nearly nothing depends on who sees whom, or where. Tests of attention need large scores.
+
+# %%
+check("context_parallel/bug-hunt", LongContext)
+
+# %%
+hint("context_parallel/bug-hunt", 1)
+
+# %% [markdown]
+# In the library, the positions and the loss:
+
+# %%
+show(context_parallel.ContextGPT.embed)
+
+# %%
+show(context_parallel.mean_loss)
+
+# %% [markdown]
+# ## What does a rank of 16 keep of 131,072 tokens?
+#
+# > Llama-3.1-8B in bf16, one sequence. One device would keep 984 GB for the backward pass. How many times less does one of 16 ranks keep: all ranks' keys pass through it?
+
+# %%
+predict("kept/of-16", times=12)
+
+# %% [markdown]
+# Keys that pass are used and dropped; kept are q, k, v, the output and its lse of a rank's own tokens. So a rank keeps what a model of s/N tokens keeps (lab 03). Two
+# things come on top: the rows of the RoPE tables, which are its own, and the number of all targets.
+#
+# The dry run takes the code at full width and length: one of the 32 layers, since all are alike, the last rank of N. `block` says how large a tile of scores may be, and without
+# values it may be huge.
+
+# %%
+one = dataclasses.replace(llama, num_layers=1)
+
+
+def kept_by(rank):
+    torch.set_default_dtype(torch.bfloat16)
+    model = context_parallel.distribute(GPT(one), rank.comm("cp"), block=2**17)
+    torch.set_default_dtype(torch.float32)
+    long = torch.zeros(1, one.seq_len, dtype=torch.long)
+    return measure.saved_activations(lambda: model.loss(long, long), model)
+
+
+# %%
+bf16 = dict(micro_batch=1, how=anatomy.Policy(2, 2, "sdpa"))
+print("ranks   1 layer, dry run  unexplained  32 layers by formula")
+for n in (1, 2, 4, 8, 16):
+    with World(Mesh(cp=n), engine="dry") as dry:
+        kept = dry.run(kept_by, rank=n - 1)
+    formula = context_parallel.kept_activations(one, n, **bf16)
+    whole = units.text(context_parallel.kept_activations(llama, n, **bf16).total)
+    off = formula.diff(kept).unexplained
+    print(f"{n:5}  {kept.total:16,} B  {off:11}  {whole:>20}")
+
+# %%
+by_1, by_16 = (context_parallel.kept_activations(llama, n, **bf16) for n in (1, 16))
+reveal("kept/of-16", times=round(by_1.total / by_16.total, 3))
+
+# %% [markdown]
+# Context parallelism divides activations and nothing else: every rank holds all weights. So the same ranks shard those, ZeRO over `("dp", "cp")` (lab 09).
+
+# %% [markdown]
+# ## Or trade tokens for heads?
+#
+# Heads do not meet in attention. *Ulysses* (Jacobs et al.) therefore trades: before attention, each rank gives away its tokens of the other ranks' heads, and gets all tokens of
+# its own. That is an all-to-all (lab 07); after attention comes the way back.
+#
+# ### Exercise 11.3 · Trade tokens for heads (8 min, ●●○)
+#
+# `comm.all_to_all(x)` sends row r of x to rank r, and returns the rows for this one. `whole.join(parts, dim)` puts the tokens of all ranks in the order of the sequence.
+
+
+# %%
+def heads_for_tokens(x, whole, comm):
+    """From [b, a, s/N, d], this rank's tokens, to [b, a/N, s, d], this rank's heads."""
+    raise NotImplementedError
+
+
+# %%
+check("context_parallel/heads", heads_for_tokens)
+
+# %%
+hint("context_parallel/heads", 1)
+
+# %%
+show(context_parallel.heads_for_tokens)
+
+# %% [markdown]
+# > Llama-3.1-8B has a = 32 query heads and g = 8 key–value heads. On 8 ranks, how many times the bytes of Ulysses does a ring send in a forward pass?
+
+# %%
+predict("ring/over-ulysses", times=1)
+
+# %% [markdown]
+# Ulysses moves queries and outputs, of a heads, and keys and values; where there are more ranks than key–value heads, each of these is copied to several. A rank keeps 1/N of what it moves:
+#
+# $$ \underbrace{\bigl(2a + 2\max(g, N)\bigr)\,\frac{s}{N}\,d\,e\cdot\frac{N-1}{N}}_{\text{Ulysses}} \qquad \underbrace{2\,g\,\frac{s}{N}\,d\,e\cdot(N-1)}_{\text{ring}} $$
+
+
+# %%
+def forward_bytes(way, n):
+    sent = context_parallel.sent(
+        llama, n, micro_batch=1, itemsize=2, attention=way, rank=0
+    )
+    return sum(line.amount for line in sent if "forward" in line.name)
+
+
+ratio = {
+    n: forward_bytes("ring", n) / forward_bytes("ulysses", n) for n in (2, 4, 8, 16, 32)
+}
+reveal("ring/over-ulysses", times=ratio[8])
+
+# %%
+{n: round(times, 2) for n, times in ratio.items()}
+
+# %% [markdown]
+# Ulysses sends less on many ranks, and computes with one kernel over the whole sequence, causal as ever. But it waits: attention cannot begin before the exchange is over. And it has no
+# more ranks than heads. The ring hides, given tokens enough, and has no such limit. The same model, trained: equal, and sent by its formula:
+
+# %%
+world.run(one_pass, tokens, targets, "ulysses")
+sent = context_parallel.sent(config, 4, micro_batch=4, attention="ulysses")
+is_right(grid.run(trained, "ulysses")), sent.diff(world.ledger).unexplained
+
+# %% [markdown]
+# **With tensor parallelism** (lab 10) the two ways stop competing: tp has given each rank its heads already, and the ring runs among the ranks that have the *same* heads.
+# Two by two ranks, each with half the tokens of half the heads:
+
+# %%
+q, k, v = torch.randn(3, 1, 4, 16, 8, generator=draw, dtype=torch.float64)
+right, _ = flash.attention(q, k, v, causal=True)
+
+
+def quarter(rank):
+    cp, tp = rank.comm("cp"), rank.comm("tp")
+    whole = context_parallel.layout(16, cp.size)
+    cut = lambda x: whole.split(x.chunk(tp.size, 1)[tp.rank], cp.rank, 2)  # noqa: E731
+    out = context_parallel.ring_attention(*map(cut, (q, k, v)), cp)
+    return (out - cut(right)).abs().max().item() < 1e-12
+
+
+square = World(Mesh(cp=2, tp=2))
+square.run(quarter), square.ledger.by("axis")
+
+# %% [markdown]
+# Legal is what divides: tp the heads, 2·cp the sequence, and with sequence parallelism tp the s/N_c tokens of a rank. `distribute` here
+# takes a whole GPT; putting both transforms on one model is left out.
+
+# %% [markdown]
+# ## Turn the knobs
+#
+# One layer of Llama-3.1-8B. Find a setting in which the zig-zag gains nothing, and one in which a faster link gains nothing.
+
+
+# %%
+def knobs(tokens_per_rank=4096, ranks=4, layout="zigzag", link="between nodes"):
+    return plots.overlap(forward=layer(tokens_per_rank, ranks, link, kind=layout))
+
+
+lengths = [512, 4096]
+kinds = ["contiguous", "zigzag"]
+explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(links))
+
+# %% [markdown]
+# ## In practice
+#
+# | | how to ask for it | what it does |
+# |---|---|---|
+# | Megatron-LM | `--context-parallel-size 4` | zig-zag; `--cp-comm-type p2p` is the ring, `a2a` Ulysses, `all_gather` gathers keys and values, `a2a+p2p` both on two levels |
+# | torchtitan | `parallelism.context_parallel_degree`, `parallelism.context_parallel_rotate_method` | PyTorch's own, below |
+# | PyTorch | `with context_parallel(mesh, buffers=[…], buffer_seq_dims=[…]):` from `torch.distributed.tensor.experimental` | cuts the buffers, RoPE tables among them, and replaces `scaled_dot_product_attention`; a CUDA device only |
+# | DeepSpeed | `DistributedAttention` around the attention of the model | Ulysses |
+#
+# PyTorch's rotate method is `"allgather"` unless you call `set_rotate_method("alltoall")`: all keys at once, whose memory grows with s. Its sums of gradients make N hops, one more than here,
+# where the owner's part waits at home.
+#
+# Megatron-LM reduces gradients over dp × cp, torchtitan shards over both. To weigh by tokens, Megatron-LM has `--calculate-per-token-loss`.
+
+# %% [markdown]
+# ## Errata
+#
+# **Table 2 of the Ring Attention paper** (Liu et al., arXiv:2310.01889) lists the least block to hide the ring as F/bw. For an A100 on InfiniBand, 312 TFLOP/s and 12.5 GB/s, it prints 24.5 thousand tokens and 149.5 thousand per host; the
+# ratio is 24.96, and six blocks are 149.76:
+
+# %%
+312e12 / 12.5e9, 6 * 312e12 / 12.5e9
+
+# %% [markdown]
+# Its condition c ≥ F/bw is for all keys, no mask and as many key–value heads as heads. Causal in a zig-zag is half the work for the same bytes, twice the tokens; grouped queries divide by a/g.
+#
+# **Table 1 of the same paper** gives 6bch *bytes* for the six blocks that a rank holds. In bf16 they are 12bch bytes: the table counts numbers.
+#
+# **"During training, we cannot afford large context windows"** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). True while s × s scores are stored. Above, no tensor of the kept ones grows faster than s, and each rank has 1/N of it.
+
+# %% [markdown]
+# ## Summary
+#
+# > - Queries stay, keys and values go round, results are merged by their log-sum-exps: exact attention over keys that are never in one place.
+# > - A ring sends keys and values N − 1 times. Backward they go again, with fp32 sums of their gradients: three times the bytes in bf16.
+# >   <!-- claim: (lambda x: x["ring backward"] / x["ring forward"])(context_parallel.sent(config.ModelConfig.named("llama-3.1-8b"), 8, micro_batch=1, itemsize=2, rank=0).by("name")) == 3 -->
+# > - Contiguous chunks give the last rank (2N − 1)/N times the average, 1.75 on four ranks. The zig-zag gives all the same, step by step.
+# >   <!-- claim: (lambda x: round(x.work(3) / (x.s * (x.s + 1) / 8), 3))(context_parallel.layout(131072, 4, "contiguous")) == 1.75 -->
+# >   <!-- claim: len({context_parallel.layout(131072, 4).work(rank) for rank in range(4)}) == 1 -->
+# > - Tokens per rank decide whether the ring hides: e·(g/a)·F/bw of them, 3,958 at 50 GB/s for Llama-3.1-8B on H100s at 40 % of their peak, 440 on NVLink.
+# >   <!-- claim: [round(context_parallel.least_tokens(0.4 * config.Hardware.named("H100").flops["bf16"], bw, groups=8 / 32)) for bw in (50e9, 450e9)] == [3958, 440] -->
+# > - A rank keeps 1/N of the activations: 61.5 GB instead of 984 GB for Llama-3.1-8B at 131,072 tokens on 16 ranks.
+# >   <!-- claim: [round(context_parallel.kept_activations(config.ModelConfig.named("llama-3.1-8b"), n, micro_batch=1, how=anatomy.Policy(2, 2, "sdpa")).total / 1e9, k) for n, k in ((16, 1), (1, None))] == [61.5, 984] -->
+# > - Positions, the number of targets and the mean of gradients belong to the whole sequence: over ("dp", "cp"), weighted by tokens.
+# > - Ulysses trades tokens for heads: on 8 ranks a ring sends 1.6 times as much, but hides it; no more ranks than heads.
+# >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(context_parallel.sent(config.ModelConfig.named("llama-3.1-8b"), 8, micro_batch=1, attention=way, rank=0).only(name=name).total for way, name in (("ring", "ring forward"), ("ulysses", "all_to_all forward")))) == 1.6 -->
+#
+# Next: [lab 12](12_expert_parallel.ipynb) shares out the experts of a layer.
+
+# %% [markdown]
+# ## References
+#
+# - H. Liu, M. Zaharia, P. Abbeel, *Ring Attention with blockwise transformers for near-infinite context*, arXiv:2310.01889 (2023): section 3, tables 1 and 2.
+# - S. A. Jacobs et al., *DeepSpeed Ulysses*, arXiv:2309.14509 (2023).
+# - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): context parallelism and the zig-zag.
+# - PyTorch 2.13, `torch.distributed.tensor.experimental`, source of its ring attention; Megatron-LM, argument list; torchtitan, job configuration: as of 2025.
