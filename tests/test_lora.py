@@ -558,3 +558,16 @@ def test_training_follows_its_schedule_and_steps_what_is_trained():
     addition.learn_sums(model, 8, steps=25, batch=32, lr=1e-2, decay=True)
     assert addition.score_sums(model, 8)[0] < before
     assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters() if n in frozen)
+
+
+def test_the_recorded_sweep_has_five_seeds_at_each_rate():
+    runs = addition.sweep()
+    for wanted in (dict(rank="full"), dict(rank="4"), dict(pattern="attention.*")):
+        rates, losses = runs.losses(**wanted)
+        assert len(losses) == 5 and all(len(each) == len(rates) for each in losses)
+        lr, mean, error = runs.best(**wanted)
+        column = [each[rates.index(lr)] for each in losses]
+        assert mean == pytest.approx(sum(column) / 5) and 0 < error < mean
+    assert runs.trained("attention.*") == lora.trainable(
+        addition.ADDER, rank=8, pattern="attention.*"
+    )

@@ -153,6 +153,8 @@ GALLERY = {
     "gantt of pairs": lambda: plots.gantt(
         simulate(schedule.dualpipe_v(2, 4), Durations(fused=2.5)), unit="ms"
     ),
+    "a thin update": lambda: plots.low_rank(4096, 4096, 16),
+    "an update of a flat matrix": lambda: plots.low_rank(256, 1024, 64),
     "who holds": lambda: plots.who_holds(
         level_1=[occupancy(1, rank) for rank in range(4)],
         level_3=[occupancy(3, rank) for rank in range(4)],

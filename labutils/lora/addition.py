@@ -5,6 +5,7 @@ import csv
 import functools
 import itertools
 import math
+import statistics
 
 import torch
 from jaxtyping import Int
@@ -106,11 +107,15 @@ class Sweep:
         found = {(row["seed"], float(row["lr"])): float(row["loss"]) for row in rows}
         return rates, [[found[seed, lr] for lr in rates] for seed in seeds]
 
-    def best(self, **wanted: str) -> tuple[float, float]:
-        """The learning rate with the lowest mean loss, and that loss."""
+    def best(self, **wanted: str) -> tuple[float, float, float]:
+        """The learning rate with the lowest mean loss, that loss, and its standard error over the
+        seeds."""
         rates, losses = self.losses(**wanted)
-        means = [sum(each) / len(each) for each in zip(*losses, strict=True)]
-        return min(zip(rates, means, strict=True), key=lambda pair: pair[1])
+        found = [
+            (lr, statistics.mean(each), statistics.stdev(each) / math.sqrt(len(each)))
+            for lr, each in zip(rates, zip(*losses, strict=True), strict=True)
+        ]
+        return min(found, key=lambda point: point[1])
 
     def trained(self, pattern: str) -> int:
         """Numbers that were trained where layers of this pattern had adapters."""

@@ -31,6 +31,7 @@ from labutils.teach.plots.lines import (
     running_sums,
     trade_off,
 )
+from labutils.teach.plots.matrices import low_rank
 from labutils.teach.plots.picture import Animation, Picture
 from labutils.teach.plots.pipelines import gantt, schedule_animation
 from labutils.teach.plots.timelines import memory_timeline, messages, overlap, plan_maps, who_holds
@@ -47,6 +48,7 @@ __all__ = [
     "exponent_histogram",
     "gantt",
     "gradient_noise",
+    "low_rank",
     "memory_bars",
     "memory_map",
     "memory_timeline",

@@ -1,0 +1,578 @@
+# %% [markdown]
+# # 14 · Fine-tune beside the weights
+#
+# **A model of 7 billion weights takes 108 GB to fine-tune, 16 bytes for each. What do you save, and what do you lose, if you freeze them all and train two thin matrices beside each?**
+#
+# *85 min · before this: labs 03, 04 and 08 · needs a laptop, no GPU and no network*
+
+# %% [markdown]
+# ## Goals
+#
+# After this lab you
+#
+# - train a low-rank update beside a frozen layer, from a start that changes nothing (exercise 14.1),
+# - know how many numbers LoRA trains, and which bytes it saves and which it does not (exercise 14.2),
+# - merge an adapter so that it costs nothing, once, and can be taken out again (exercise 14.3, a bug hunt).
+
+# %% [markdown]
+# ## Setup
+
+# %%
+import copy
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from labutils import (
+    collectives,
+    data_parallel,
+    lora,
+    measure,
+    memory,
+    quantization,
+    units,
+)
+from labutils.config import DATA, Hardware, Mesh, ModelConfig, TrainConfig
+from labutils.flash.fused import product_flops
+from labutils.lora import addition
+from labutils.model import GPT
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.widgets import explore
+from labutils.world import World
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# A linear layer computes y = W·x. **LoRA**, *low-rank adaptation*, freezes W and adds a product of two thin matrices, which alone are trained:
+#
+# $$ y \;=\; W x \;+\; \frac{\alpha}{r}\,B A\,x, \qquad W[d, k],\quad B[d, r],\quad A[r, k]. $$
+#
+# Here r is the *LoRA rank*, a small number, and α a constant that you choose. To scale, for a query matrix of a 7B model:
+
+# %%
+plots.low_rank(4096, 4096, 16)
+
+# %% [markdown]
+# A and B together are an **adapter**. LoRA is **W as it was, an update of rank r beside it, and only the update is trained.** W itself is not approximated by anything: it stays whole.
+
+# %% [markdown]
+# ## What does the first step change?
+#
+# A is drawn at random and B is zero: B·A·x is zero, and fine-tuning begins at the *pre-trained function*. Some texts say "at the identity"; the layer computes W·x, and not x.
+
+# %%
+torch.manual_seed(0)
+layer = lora.wrap(nn.Linear(64, 48), rank=4, alpha=8)
+x, adapter = torch.randn(10, 64), layer.adapters["default"]
+torch.equal(layer(x), layer.base(x))
+
+# %% [markdown]
+# > In the first backward pass, which of A and B has a gradient that is not zero: A, B, or both?
+
+# %%
+predict("first/gradient", of="both")
+
+# %%
+layer(x).square().mean().backward()
+sizes = {name: p.grad.norm().item() for name, p in adapter.named_parameters()}
+print({name: round(size, 3) for name, size in sizes.items()})
+reveal("first/gradient", of=" and ".join(name for name in sizes if sizes[name]))
+
+# %% [markdown]
+# With G the gradient of the output y,
+#
+# $$ \nabla_A = \tfrac{\alpha}{r}\,B^\top G\,x^\top, \qquad \nabla_B = \tfrac{\alpha}{r}\,G\,(A x)^\top . $$
+#
+# The gradient of A is zero as long as B is, and the other way round. What if *both* begin at zero? Switch the cause on:
+
+# %%
+zeros = lora.wrap(nn.Linear(64, 48), rank=4, alpha=8)
+nn.init.zeros_(zeros.adapters["default"].A)
+optimizer = torch.optim.AdamW(zeros.adapters.parameters(), lr=0.1)
+for _ in range(100):
+    zeros(x).square().mean().backward()
+    optimizer.step()
+sum(p.abs().sum().item() for p in zeros.adapters.parameters())
+
+# %% [markdown]
+# After a hundred steps of AdamW both are what they were.
+#
+# ### Exercise 14.1 · Give a layer an adapter (12 min, ●●○)
+#
+# Mind the factor α/r, and what is frozen.
+
+
+# %%
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter: W·x + bias + (α/r)·B·A·x."""
+
+    def __init__(self, linear: nn.Linear, rank: int, alpha: float):
+        super().__init__()
+        raise NotImplementedError
+
+    def forward(self, x):
+        raise NotImplementedError
+
+
+# %%
+check("lora/adapter", Adapted)
+
+# %%
+hint("lora/adapter", 1)
+
+# %%
+show(lora.Adapter)
+
+# %% [markdown]
+# ## How many numbers are trained, and which bytes does that save?
+#
+# An adapter of W[d, k] has r·(d + k) numbers. `lora.trainable` adds them up over the layers that a pattern names, from the table of the model's parts (`anatomy`).
+#
+# The paper adapts the query and value matrices of GPT-3, 96 layers of width 12,288.
+#
+# > With r = 1, how many million numbers are trained, of 175 billion?
+
+# %%
+predict("gpt3/trained", M=175)
+
+# %%
+gpt3 = ModelConfig.named("gpt3-175b")
+trained = lora.trainable(gpt3, rank=1, pattern=("query", "value"))
+reveal("gpt3/trained", M=round(trained / 1e6, 2))
+
+# %% [markdown]
+# ### Exercise 14.2 · Count what is trained and held (8 min, ●○○)
+#
+# Adapters are kept in fp32 whatever the frozen layers are, and AdamW steps them.
+
+
+# %%
+def fine_tuned(linears: list, rank: int, itemsize: int) -> tuple[int, int]:
+    """How many numbers LoRA trains beside these layers, and how many bytes all hold.
+
+    Frozen numbers take `itemsize` bytes; adapters, their gradients and two moments
+    are fp32. AdamW's counters of steps are left out.
+    """
+    raise NotImplementedError
+
+
+# %%
+check("lora/held", fine_tuned)
+
+# %%
+hint("lora/held", 1)
+
+# %% [markdown]
+# Now a whole model, and the three accounts of this course: a formula, the program on fake tensors, and the program. This GPT of 100,000 weights will learn to add below.
+
+# %%
+tokens, targets = (side[:32].clone() for side in addition.sums(8))
+
+
+def stepped(_, batch, config=addition.ADDER, r=4):
+    """What a step of fine-tuning leaves in memory."""
+    model = lora.adapt(GPT(config, attention="sdpa"), rank=r, alpha=32)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model.loss(*batch).backward()
+    optimizer.step()
+    return measure.model_states(model, optimizer)
+
+
+# %%
+formula = lora.model_states(addition.ADDER, rank=4, frozen="fp32")
+dry = World(Mesh(), engine="dry").run(stepped, (tokens, targets))
+formula.diff(dry)
+
+# %%
+dry.diff(stepped(None, (tokens, targets)))
+
+# %% [markdown]
+# The same step of Llama-2-7B, dry, and the formula:
+
+# %%
+llama, one = ModelConfig.named("llama-2-7b"), (tokens[:1], targets[:1])
+dry = World(Mesh(), engine="dry").run(stepped, one, config=llama, r=16)
+lora.model_states(llama, rank=16, frozen="fp32").diff(dry)
+
+# %% [markdown]
+# Usually the frozen weights are in bf16. Full fine-tuning takes 16 bytes for each weight (lab 02).
+#
+# > Llama-2-7B takes 107.8 GB for full fine-tuning. How many GB with LoRA at r = 16, activations left out?
+
+# %%
+predict("7b/lora", GB=54)
+
+# %%
+held = lora.model_states(llama, rank=16)
+print(f"trained: {lora.trainable(llama, rank=16) / llama.num_params:.2%}")
+reveal("7b/lora", GB=round(held.total / 1e9, 1))
+
+# %% [markdown]
+# What is left is nearly all frozen weights. Gradients and optimizer state belong to what is trained.
+#
+# **QLoRA** makes the frozen weights small too. *NF4*, 4-bit NormalFloat, has sixteen values, quantiles of a normal distribution; each block of 64 weights has a scale, and scales are quantized once more in blocks of 256 (*double quantization*). For each product a layer makes its weight whole again, and forgets it.
+
+# %%
+matrix = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+packed = quantization.to_nf4(matrix)
+back = quantization.from_nf4(packed, matrix.shape, torch.float32)
+error = ((back - matrix).norm() / matrix.norm()).item()
+print(f"{8 * packed.numel() / matrix.numel():.3f} bits per weight, off by {error:.1%}")
+
+# %%
+bars = {
+    f"LoRA over {name}": lora.model_states(llama, rank=16, frozen=name)
+    for name in ("bf16", "nf4")
+}
+full = memory.model_states(llama, TrainConfig(micro_batch=1, global_batch=1))
+plots.memory_bars(full_fine_tuning=full, **bars, capacity=Hardware.named("RTX-4090"))
+
+# %% [markdown]
+# ## Does LoRA shrink the activations, too?
+#
+# The small GPT again, 32 sums of 8 tokens. LoRA at r = 4 trains 9,216 numbers, and 100,672 are frozen.
+#
+# > Full fine-tuning keeps 2.59 MB of activations for the backward pass. How many does LoRA keep?
+
+# %%
+predict("activations/lora", MB=0.3)
+
+# %%
+def ready(r=0, attention="sdpa", pattern="*"):
+    model = GPT(addition.ADDER, attention=attention)
+    return lora.adapt(model, rank=r, alpha=32, pattern=pattern) if r else model
+
+
+def saved(model):
+    return measure.saved_activations(lambda: model.loss(tokens, targets), model)
+
+
+kept = {"full": saved(ready()), "LoRA": saved(ready(4))}
+print({name: units.text(ledger.total) for name, ledger in kept.items()})
+reveal("activations/lora", MB=round(kept["LoRA"].total / 1e6, 2))
+
+# %% [markdown]
+# The gradient of A needs x, the input of its layer, as the gradient of W did. And what stands between the layers (attention, GELU, norms) keeps what it kept, because gradients pass through on their way to the first layer. Take the adapters of the feed-forward layers away:
+
+# %%
+attention_alone = saved(ready(4, pattern="attention.*"))
+print(units.text(attention_alone.total))
+
+# %% [markdown]
+# Without them their inputs are not kept; what stands between still is. Over a step, with an adapter on every layer:
+
+# %%
+model = ready(4)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+
+def step():
+    model.loss(tokens, targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+step()
+plots.memory_timeline(measure.history(step, model, optimizer))
+
+# %% [markdown]
+# So a model whose activations fill the memory still needs checkpointing (lab 04), and LoRA composes with it: `checkpointing.apply(model, "full")` before or after `adapt`, and no bit of loss or gradient changes (tested).
+
+# %% [markdown]
+# ## What does it cost in time?
+#
+# Per token a training step multiplies three times: for outputs, for gradients of inputs, for gradients of weights. W has no gradient now. But gradients of inputs must still flow to the first layer, and each adapter adds 2·r·(d + k) FLOPs to each of the three.
+#
+# > Of the FLOPs of full fine-tuning, how many percent does LoRA at r = 16 take on Llama-2-7B?
+
+# %%
+predict("7b/flops", percent=1)
+
+# %%
+passes = lora.training_flops(llama, rank=16)
+share = sum(passes.values()) / llama.flops_per_token()
+for name, flops in passes.items():
+    print(f"{name:21}{flops / 1e9:6.2f} GFLOPs per token")
+reveal("7b/flops", percent=round(100 * share))
+
+# %% [markdown]
+# What is saved is the gradients of W, a third of the FLOPs of full fine-tuning, less what attention needs and the adapters add. The formula against a count of every product that runs:
+
+# %%
+model = ready(4, attention="plain")  # whose products can be counted one by one
+counted = product_flops(lambda: model.loss(tokens, targets).backward())
+sum(lora.training_flops(addition.ADDER, rank=4).values()) * tokens.numel(), counted
+
+# %% [markdown]
+# **On several devices** (lab 08) only what is trained has gradients to reduce. Four ranks, a quarter of the sums each: equal gradients, bytes sent, bytes held.
+
+# %%
+def replica(rank, r=4):
+    draw = torch.Generator().manual_seed(0)
+    model = GPT(addition.ADDER, attention="sdpa", generator=draw)
+    lora.adapt(model, rank=r, alpha=32, generator=draw)
+    if rank is None:
+        model.loss(tokens, targets).backward()
+        return model
+    wrapped = data_parallel.replicate(model, rank.comm("dp"))
+    mine, aims = (side[rank.rank :: rank.size] for side in (tokens, targets))
+    logits = wrapped(mine).flatten(0, 1)
+    nn.functional.cross_entropy(logits, aims.flatten()).backward()
+    return model
+
+
+# %%
+def gradients(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+
+world = World(4)
+alone, ranks = replica(None), world.run(replica)
+off = max((gradients(each) - gradients(alone)).abs().max().item() for each in ranks)
+print("gradients equal to those of one device:", off < 1e-6)
+
+# %%
+nbytes = 4 * lora.trainable(addition.ADDER, rank=4)
+ring = collectives.sent("all_reduce_ring", nbytes=nbytes, n=4, itemsize=4)
+ring.diff(world.ledger.only(name="all_reduce"), by="rank")
+
+# %%
+formula = lora.model_states(addition.ADDER, rank=4, frozen="fp32", optimizer="sgd")
+formula.diff(measure.model_states(ranks[0]))
+
+# %%
+part = nbytes / (4 * addition.ADDER.num_params)
+of_7b = lora.trainable(llama, rank=16) / llama.num_params
+f"{part:.0%} of what full fine-tuning sends; of Llama-2-7B at r = 16, {of_7b:.1%}"
+
+# %% [markdown]
+# ## Does it learn, and what does it forget?
+#
+# This model adds in base 10: "60+44=" is continued by "401", the digits of 104, the least significant one first. It was trained on 9,488 sums, and 512 are held out. Now it shall add in base 8.
+
+# %%
+adder = GPT(addition.ADDER, attention="sdpa")
+adder.load_state_dict(load_file(DATA / "adder.safetensors"))
+before = addition.score_sums(adder, 10)[1]
+print(f"base 10: {before:.1%} of the held-out sums are right")
+
+# %% [markdown]
+# > Of the held-out sums in base 8, how many percent does it get right before any fine-tuning?
+
+# %%
+predict("zero-shot/right", percent=0)
+
+# %%
+reveal("zero-shot/right", percent=round(100 * addition.score_sums(adder, 8)[1], 1))
+
+# %%
+print(f"{addition.carry_free(8):.1%} of the sums in base 8 carry nothing")
+
+# %% [markdown]
+# Those that carry nothing read the same in both bases. The rest must be learned: 60 steps of 32 sums, three seeds, full fine-tuning and LoRA, each at its best learning rate of the sweep below.
+
+
+# %%
+def tune(seed, r):
+    """The adder, fine-tuned to base 8."""
+    model, lr = copy.deepcopy(adder), 8e-4
+    if r:
+        draw, lr = torch.Generator().manual_seed(seed), 3.2e-3
+        lora.adapt(model, rank=r, alpha=32, generator=draw)
+    return addition.learn_sums(model, 8, steps=60, batch=32, lr=lr, seed=seed)
+
+
+def right(models, base):
+    return [f"{addition.score_sums(model, base)[1]:.0%}" for model in models]
+
+
+# %% tags=["nbval-ignore-output"]
+tuned = {r: [tune(seed, r) for seed in range(3)] for r in (0, 4)}
+print("on this CPU, a seed each:")
+for r, models in tuned.items():
+    name = f"LoRA, r = {r}" if r else "all weights"
+    print(f"{name:13} base 8: {right(models, 8)}  base 10: {right(models, 10)}")
+
+# %% [markdown]
+# Both learn, and both forget. What can you do that full fine-tuning cannot? Take the adapter out:
+
+# %%
+for model in tuned[4]:
+    lora.activate(model, None)
+same = [torch.equal(model(tokens), adder(tokens)) for model in tuned[4]]
+print("base 10:", right(tuned[4], 10), "the same bits:", same)
+
+# %% [markdown]
+# Several adapters may stand beside one frozen model, and one is active at a time. On disk an adapter is A and B alone (`lora.save_adapter`).
+#
+# **Which learning rate, and which r?** Recorded beforehand, five seeds for each point, by `python tools/lora_sweep.py`. The band is the range of the seeds:
+
+# %%
+runs = addition.sweep()
+series = {f"r {r}": runs.losses(rank=r) for r in ("1", "4", "16")}
+plots.curves(
+    xlabel="learning rate", ylabel="held-out loss (nats per digit)", log="x",
+    title="LoRA wants a larger learning rate than full fine-tuning, whatever its rank",
+    full=runs.losses(rank="full"), **series,
+)  # fmt: skip
+
+# %%
+best = {r: runs.best(rank=r) for r in ("full", "1", "4", "16")}
+for r, (lr, loss, error) in best.items():
+    times = lr / best["full"][0]
+    print(f"{r:>4}: {loss:.3f} ± {error:.3f} at {lr:.1e}, {times:.0f} times")
+
+# %% [markdown]
+# A loss is a mean ± its standard error; rates are tried by factors of two. *What shows:* LoRA's best rate is four to eight times that of full fine-tuning. (*LoRA without regret* finds about ten.)
+# One rate serves every LoRA rank here; r = 1 ends behind the others. *What does not show at this size:* an order of r = 4 and r = 16. And which layers?
+
+# %%
+for pattern in ("attention.*", "feed_forward.*"):
+    lr, loss, error = runs.best(pattern=pattern)
+    print(f"{pattern:15}{runs.trained(pattern):6,} trained: {loss:.3f} ± {error:.3f}")
+
+# %% [markdown]
+# ## What does it cost after training?
+#
+# Beside W, the adapter's two products run for each token. Merged, W + (α/r)·B·A takes the place of W:
+
+# %%
+lora.activate(tuned[4][0], "default")
+model = tuned[4][0]
+logits = model(tokens)
+flops = {"beside": product_flops(lambda: model(tokens))}
+with lora.merged(model):
+    flops["merged"] = product_flops(lambda: model(tokens))
+    close = torch.allclose(model(tokens), logits, atol=1e-3)
+flops["plain"] = product_flops(lambda: adder(tokens))
+print(flops, "the same logits:", close)
+
+# %% [markdown]
+# No FLOP is left of it.
+#
+# ### Exercise 14.3 · Bug hunt: the layer that merges (12 min, ●●●)
+#
+# Its test passes. Three things are wrong all the same. Repair them.
+
+
+# %%
+class Mergeable(nn.Module):
+    def __init__(self, linear, rank, alpha):
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.A = nn.Parameter(torch.randn(rank, linear.in_features))
+        self.B = nn.Parameter(torch.zeros(linear.out_features, rank))
+        self.scale, self.merged = alpha / rank, False
+
+    def forward(self, x):
+        low = x @ self.A.T @ self.B.T
+        return self.linear(x) + (0 if self.merged else self.scale) * low
+
+    @torch.no_grad()
+    def merge(self):
+        self.linear.weight += self.scale * self.B @ self.A
+        self.merged = True
+
+    @torch.no_grad()
+    def unmerge(self):
+        self.linear.weight -= self.scale * self.B @ self.A
+        self.merged = False
+
+
+# %%
+def its_test():
+    layer, x = Mergeable(nn.Linear(8, 8), 2, 4), torch.ones(1, 8)
+    nn.init.ones_(layer.B)
+    before = layer(x)
+    layer.merge()
+    merged = layer(x)
+    layer.unmerge()
+    return all(torch.allclose(y, before, atol=1e-4) for y in (merged, layer(x)))
+
+
+its_test()
+
+# %%
+check("lora/bug-hunt", Mergeable)
+
+# %%
+hint("lora/bug-hunt", 1)
+
+# %% [markdown]
+# In the library:
+
+# %%
+show(lora.LoraLinear.merge)
+
+# %% [markdown]
+# ## Turn the knobs
+#
+# Which models fit a card of 24 GB, and at which LoRA rank do the adapters begin to show?
+
+
+# %%
+def knobs(model="llama-2-7b", r=16):
+    config = ModelConfig.named(model)
+    bars = {
+        f"frozen in {name}": lora.model_states(config, rank=r, frozen=name)
+        for name in ("bf16", "nf4")
+    }
+    return plots.memory_bars(**bars, capacity=Hardware.named("RTX-4090"))
+
+
+models = ["llama-2-7b", "llama-2-13b", "llama-2-70b"]
+explore(knobs, states=12, model=models, r=[1, 16, 64, 256])
+
+# %% [markdown]
+# ## In practice
+#
+# | | PEFT | torchtune | Megatron Bridge |
+# |---|---|---|---|
+# | LoRA rank, α | `LoraConfig(r=16, lora_alpha=32)` | `lora_rank`, `lora_alpha` | `dim`, `alpha` |
+# | which layers | `target_modules=["q_proj", "v_proj"]`, or `"all-linear"` | `lora_attn_modules`, `apply_lora_to_mlp` | `target_modules` |
+# | merging | `merge_adapter()`, `unmerge_adapter()`, `merge_and_unload()` | `get_merged_lora_ckpt` | `merge_lora` |
+# | QLoRA | `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)` | `quantize_base=True` | none |
+#
+# With FSDP the bytes of NF4 must have a dtype in common with other weights (`bnb_4bit_quant_storage`); `zero.shard` here refuses them. Tensor parallelism comes first, then `adapt`, then replicas or shards: A or B is cut as its layer is (`lora.SplitAdapter`).
+
+# %% [markdown]
+# ## Errata
+#
+# **"LoRA reduces the number of parameters by approximating weight matrices with low-rank factorization"** (lecture slides on multi-GPU training). W stays whole and frozen; the *update* has low rank. Trained parameters become fewer, all parameters more.
+#
+# **B is zero "to start from identity mapping"** (the same slides), or **"resulting in an identity transform"** (PEFT's documentation, developer guide on LoRA). From the pre-trained function: the update is zero.
+#
+# **h = W·x + A·Bᵀ·x** (the same slides). The factor α/r is missing; the paper has it in section 4.1.
+#
+# **"r is typically between 2 and 64"** (the same slides). The paper's Table 6 begins at r = 1: 73.4 % and 91.3 %, where r = 64 has 73.5 % and 91.4 %.
+#
+# **4.7 million trained parameters of GPT-3** (Hu et al., Table 4). It is r = 1 on queries and values, 4,718,592; r = 8 has 37.7 million.
+#   <!-- claim: [lora.trainable(config.ModelConfig.named("gpt3-175b"), rank=r, pattern=("query", "value")) for r in (1, 8)] == [4718592, 37748736] -->
+#
+# **A checkpoint "roughly 10,000 times" smaller, 35 MB** (Hu et al., section 4.2, r = 4). 37.7 MB, and 9,272 times less than 350 GB.
+#   <!-- claim: (round(2 * lora.trainable(config.ModelConfig.named("gpt3-175b"), rank=4, pattern=("query", "value")) / 1e6, 1), round(350e9 / (2 * 18874368))) == (37.7, 9272) -->
+
+# %% [markdown]
+# ## Summary
+#
+# > - y = W·x + (α/r)·B·A·x: W is frozen, A drawn, B zero. With both zero nothing is ever learned.
+# > - An adapter has r·(d + k) numbers; on every matrix of Llama-2-7B, at r = 16, that is 0.59 % of the model.
+# >   <!-- claim: (lambda m: round(100 * lora.trainable(m, rank=16) / m.num_params, 2))(config.ModelConfig.named("llama-2-7b")) == 0.59 -->
+# > - It saves gradients and optimizer state: 107.8 GB become 14.1, of which 13.5 are the frozen weights. In NF4 with double quantization it is 4.5.
+# >   <!-- claim: (lambda m: [round(x / 1e9, 1) for x in (16 * m.num_params, lora.model_states(m, rank=16).total, lora.frozen_bytes(m, "bf16"), lora.model_states(m, rank=16, frozen="nf4").total)])(config.ModelConfig.named("llama-2-7b")) == [107.8, 14.1, 13.5, 4.5] -->
+# > - It saves few activations, and 28 % of the FLOPs on Llama-2-7B: gradients still flow to the first layer.
+# >   <!-- claim: (lambda m: round(100 - 100 * sum(lora.training_flops(m, rank=16).values()) / m.flops_per_token()))(config.ModelConfig.named("llama-2-7b")) == 28 -->
+# > - Merged it costs nothing. To take it out again to the bit, keep W: (W + Δ) − Δ is rounded twice.
+# > - The learning rate is several times that of full fine-tuning; removed, the adapter leaves the model as it was.
+#
+# Next: numbers of eight bits and fewer, for weights, activations and gradients.
+
+# %% [markdown]
+# ## References
+#
+# - E. Hu et al., *LoRA: low-rank adaptation of large language models*, arXiv:2106.09685 (2021): sections 4.1 and 4.2; Tables 4 to 6.
+# - T. Dettmers et al., *QLoRA: efficient finetuning of quantized LLMs*, arXiv:2305.14314 (2023): NF4 and double quantization.
+# - J. Schulman et al., *LoRA without regret*, Thinking Machines Lab (2025): learning rates, which layers.
+# - Hugging Face PEFT, documentation of `LoraConfig`; torchtune, documentation of its LoRA recipes.
