@@ -21,8 +21,6 @@ from labutils.world import World
 RANKS, ROUNDS = 4, 15
 B, HEADS, D = 1, 4, 64
 LENGTHS = (1024, 4096)
-KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def ours(comm, q, k, v, d_out) -> list[torch.Tensor]:
@@ -32,11 +30,14 @@ def ours(comm, q, k, v, d_out) -> list[torch.Tensor]:
 
 
 def torchs(rotate, comm, q, k, v, d_out) -> list[torch.Tensor]:
+    aten = vars(torch)["ops"].aten  # the name torch.ops would be pickled, and cannot be
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
+    kernel_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     theirs.set_rotate_method(rotate)
     how = dict(is_causal=True, dropout_p=0.0)
-    out, lse, *_ = theirs._templated_ring_attention(comm.group, 2, KERNEL, q, k, v, **how)
-    back = functools.partial(theirs._templated_ring_attention_backward, comm.group, 2, BACKWARD)
-    return [out, *back(d_out, "grad_out", q, k, v, out, lse, **how)[:3]]
+    out, lse, *_ = theirs._templated_ring_attention(comm.group, 2, kernel, q, k, v, **how)
+    back, given = theirs._templated_ring_attention_backward, (d_out, "grad_out", q, k, v, out, lse)
+    return [out, *back(comm.group, 2, kernel_backward, *given, **how)[:3]]
 
 
 CALLS = {
