@@ -12,7 +12,7 @@
 #
 # - compute exact attention over keys that are never on one rank together (exercise 11.1),
 # - know what must be told to a rank that sees a part of the sequence (exercise 11.2, a bug hunt),
-# - trade tokens for heads by an all-to-all, and know when that is the better way (exercise 11.3).
+# - trade tokens for heads by an all-to-all (exercise 11.3).
 
 # %% [markdown]
 # ## Setup
@@ -56,7 +56,7 @@ plots.who_computes(title=title, shares=False, four_chunks=quarters.grid())
 # have, and merge; then wait for the messages. `comm.isend(x, dst)` and `comm.irecv(out, src)` begin a message and return at once; `wait()` on what they
 # return ends it, and gives `out`.
 #
-# What may be computed in a step is a list of *tiles*. Rank 2 meets the keys of rank 1, then its own:
+# What a rank computes in a step is a list of *tiles*. Those of rank 2 with the keys of rank 1, and with its own:
 
 # %%
 list(quarters.tiles(rank=2, holder=1)), list(quarters.tiles(rank=2, holder=2))
@@ -67,7 +67,7 @@ list(quarters.tiles(rank=2, holder=1)), list(quarters.tiles(rank=2, holder=2))
 #
 # ### Exercise 11.1 · Pass the keys round (15 min, ●●○)
 #
-# Return output and lse of this rank's queries. Whatever the layout `whole`: its `tiles` know it.
+# Return output and lse of this rank's queries. Merge by `flash.merge(o1, lse1, o2, lse2)`; the `tiles` of `whole` are right for any layout.
 
 
 # %%
@@ -89,8 +89,9 @@ hint("context_parallel/ring", 1)
 show(context_parallel.ring)
 
 # %% [markdown]
-# **Backward** the keys go round once more. With the lse over *all* keys, $P = e^{s - \text{lse}}$ gives a tile its part of the whole softmax, so each tile's
-# gradients are right by themselves. $dQ$ stays with the queries. $dK$ and $dV$ collect from every rank, and have to come home: the sums travel behind their keys.
+# **Backward** the keys go round once more. With the lse over *all* keys, $P_{ij} = e^{s_{ij} - \text{lse}_i}$ (lab 06) gives a tile its part of the whole softmax, so each
+# tile's gradients are right by themselves. $dQ$ stays with the queries. $dK$ and $dV$ collect from every rank, and have to come home: the sums travel behind their
+# keys, and the owner's part waits at home.
 #
 # > Keys and values travel in bf16. How many times the bytes of the forward pass does the backward pass send?
 
@@ -102,7 +103,7 @@ predict("ring/backward", times=2)
 #
 # $$ \text{forward, per layer:}\quad (N-1)\cdot 2\,\frac{s}{N}\,g\,d\,e $$
 #
-# The backward pass sends that again, and as many sums, which are fp32 as all sums are: 2 + 4 bytes where there were 2.
+# The backward pass sends that again, and as many sums of gradients, in fp32: 2 + 4 bytes where there were 2.
 
 # %%
 llama = ModelConfig.named("llama-3.1-8b")
@@ -143,7 +144,7 @@ with World(Mesh(cp=4), engine="dry") as dry:
 formula.only(rank=2).diff(dry.ledger).unexplained
 
 # %% [markdown]
-# In fp32, where keys are as wide as sums, backward is twice forward. "Loss" is one number, all-reduced: each rank has the loss of the whole sequences.
+# In fp32, where keys are as wide as sums, backward is twice forward. "Loss" is one number, all-reduced.
 
 # %% [markdown]
 # ## Who has the most to do?
@@ -170,7 +171,7 @@ both = {
 plots.who_computes(**{kind: whole.grid() for kind, whole in both.items()})
 
 # %% [markdown]
-# Counted pair by pair, in the tiles that the ring computes:
+# Counted in the tiles that the ring computes:
 
 # %%
 work = [sum(both["contiguous"].met(rank)) for rank in range(4)]
@@ -184,8 +185,8 @@ zigzag = both["zigzag"]
 # The same for all: four ranks, one set of pairs step by step. That matters as much, since ranks wait for each other's keys in every step.
 
 # %% [markdown]
-# What does that make of the time? One layer of Llama-3.1-8B, forward: H100s that reach 40 % of their peak, with 50 GB/s to the next one. Each rank's upper lane is
-# computing, with the rank whose keys it meets, the lower lane is what it sends.
+# What does that make of the time? The attention of one layer of Llama-3.1-8B, forward, on H100s that reach 40 % of their peak, with 50 GB/s to the next one. A
+# number is the rank whose keys are met.
 
 # %%
 rate = 0.4 * Hardware.named("H100").flops["bf16"]
@@ -204,16 +205,12 @@ title = "With equal tokens per rank, the zig-zag takes little more than half the
 steps = {kind: layer(32_768, kind=kind) for kind in ("contiguous", "zigzag")}
 plots.overlap(title=title, **steps)
 
-# %%
-times = [step.makespan for step in steps.values()]
-f"{times[0] / times[1]:.2f} times as long; (2N − 1)/N = {7 / 4}"
-
 # %% [markdown]
 # ## When does the ring cost no time?
 #
-# A step of the zig-zag computes (T/2) · T pairs of query and key, for T tokens per rank: two chunks of queries with one of keys, or one with two. A pair costs 4 FLOPs per number of a head.
+# A step of the zig-zag computes (T/2) · T pairs of query and key, for T tokens per rank: two chunks of queries with one of keys, or one with two. A pair costs 4d FLOPs in each of a heads of width d.
 #
-# > With 50 GB/s, how many tokens must a rank have until its messages hide behind computing?
+# > On those H100s, with 50 GB/s, how many tokens must a rank have until its messages hide behind computing?
 
 # %%
 predict("ring/tokens-per-rank", tokens=1000)
@@ -253,7 +250,7 @@ for link, found in lines.items():
     print(f"{link}, from {least[link]:.0f} tokens on:", [round(x, 2) for x in found])
 
 # %% [markdown]
-# Above the least number of tokens the factor is 1.00. What if the ring waited *before* it computed? The cause, switched off:
+# Above the least number of tokens the factor is 1.00. What if the ring waited *before* it computed? The overlap, switched off:
 
 # %%
 for count in (4096, 32_768):
@@ -261,12 +258,12 @@ for count in (4096, 32_768):
     print(f"{count:6} tokens: {waits:.2f} times the computing alone")
 
 # %% [markdown]
-# The backward pass computes 2.5 times as much and sends 3 times as much: it needs 1.2 times as many tokens. This is a model: ranks alike, no latency, nothing else on the links.
+# The backward pass computes 2.5 times as much (lab 06) and sends 3 times as much: it needs 3 / 2.5 = 1.2 times as many tokens. This is a model: ranks alike, no latency, nothing else on the links.
 
 # %% [markdown]
 # ## What must a rank be told about its tokens?
 #
-# Outside attention a rank needs to know nothing of the others, with three exceptions:
+# Outside attention a rank needs to know nothing of the whole sequence, with three exceptions:
 #
 # | what | a rank alone would | so |
 # |---|---|---|
@@ -312,7 +309,7 @@ grid = World(Mesh(dp=2, cp=2))
 results = grid.run(trained)
 
 # %% [markdown]
-# Replicas descend the mean over dp of each rank's mean loss (lab 08), and so must the plain model that they are compared with:
+# Replicas descend the mean over dp of each rank's mean loss (lab 08); so must the plain model beside them:
 
 
 # %%
@@ -368,7 +365,16 @@ def its_test(rank):
 f"{world.run(its_test)[0]:.3f}, and in one place {plain().loss(tokens, tokens):.3f}"
 
 # %% [markdown]
-# The weights of a fresh model are small, so all scores are near 0, and nearly nothing depends on who sees whom, or where. Tests of attention need large scores.
+# The test passes. Could it fail? The same fresh model, with zeros in place of attention's outputs:
+
+# %%
+blind = plain()
+for block in blind.blocks:
+    block.attention.attend = lambda q, k, v, dropout: torch.zeros_like(q)
+f"{blind.loss(tokens, tokens):.3f} without attention"
+
+# %% [markdown]
+# Its loss hardly depends on attention: test with large weights.
 
 # %%
 check("context_parallel/bug-hunt", LongContext)
@@ -388,17 +394,17 @@ show(context_parallel.mean_loss)
 # %% [markdown]
 # ## What does a rank of 16 keep of 131,072 tokens?
 #
-# > Llama-3.1-8B in bf16, one sequence. One device would keep 984 GB for the backward pass. How many times less does one of 16 ranks keep: all ranks' keys pass through it?
+# > Llama-3.1-8B in bf16, one sequence. One device would keep 984 GB for the backward pass. How many times less does one of 16 ranks keep, through which the keys of all pass?
 
 # %%
 predict("kept/of-16", times=12)
 
 # %% [markdown]
-# Keys that pass are used and dropped; kept are q, k, v, the output and its lse of a rank's own tokens. So a rank keeps what a model of s/N tokens keeps (lab 03). Two
-# things come on top: the rows of the RoPE tables, which are its own, and the number of all targets.
+# Keys that pass are used and dropped; kept are q, k, v, the output and its lse of a rank's own tokens. So a rank keeps what a model of s/N tokens keeps (lab 03), its
+# rows of the RoPE tables, and the number of all targets.
 #
-# The dry run takes the code at full width and length: one of the 32 layers, since all are alike, the last rank of N. `block` says how large a tile of scores may be, and without
-# values it may be huge.
+# The dry run takes the code at full width and length, with one of the 32 layers, on the last rank of N. `block` says how large a tile of scores may be: without values,
+# huge.
 
 # %%
 one = dataclasses.replace(llama, num_layers=1)
@@ -423,6 +429,9 @@ for n in (1, 2, 4, 8, 16):
     off = formula.diff(kept).unexplained
     print(f"{n:5}  {kept.total:16,} B  {off:11}  {whole:>20}")
 
+# %% [markdown]
+# One layer keeps more than 1/32 of it all: the log-probabilities are there once.
+
 # %%
 by_1, by_16 = (context_parallel.kept_activations(llama, n, **bf16) for n in (1, 16))
 reveal("kept/of-16", times=round(by_1.total / by_16.total, 3))
@@ -433,7 +442,7 @@ reveal("kept/of-16", times=round(by_1.total / by_16.total, 3))
 # %% [markdown]
 # ## Or trade tokens for heads?
 #
-# Heads do not meet in attention. *Ulysses* (Jacobs et al.) therefore trades: before attention, each rank gives away its tokens of the other ranks' heads, and gets all tokens of
+# Heads do not meet in attention. *Ulysses* therefore trades: before attention, each rank gives away its tokens of the other ranks' heads, and gets all tokens of
 # its own. That is an all-to-all (lab 07); after attention comes the way back.
 #
 # ### Exercise 11.3 · Trade tokens for heads (8 min, ●●○)
@@ -463,7 +472,7 @@ show(context_parallel.heads_for_tokens)
 predict("ring/over-ulysses", times=1)
 
 # %% [markdown]
-# Ulysses moves queries and outputs, of a heads, and keys and values; where there are more ranks than key–value heads, each of these is copied to several. A rank keeps 1/N of what it moves:
+# Ulysses moves queries and outputs, of a heads each, and keys and values; where there are more ranks than key–value heads, each of these is copied to several. A rank keeps 1/N of what it moves:
 #
 # $$ \underbrace{\bigl(2a + 2\max(g, N)\bigr)\,\frac{s}{N}\,d\,e\cdot\frac{N-1}{N}}_{\text{Ulysses}} \qquad \underbrace{2\,g\,\frac{s}{N}\,d\,e\cdot(N-1)}_{\text{ring}} $$
 
@@ -485,7 +494,7 @@ reveal("ring/over-ulysses", times=ratio[8])
 {n: round(times, 2) for n, times in ratio.items()}
 
 # %% [markdown]
-# Ulysses sends less on many ranks, and computes with one kernel over the whole sequence, causal as ever. But it waits: attention cannot begin before the exchange is over. And it has no
+# Ulysses sends less on many ranks, and computes with one kernel over the whole sequence. But it waits: attention cannot begin before the exchange is over. And it has no
 # more ranks than heads. The ring hides, given tokens enough, and has no such limit. The same model, trained: equal, and sent by its formula:
 
 # %%
@@ -494,7 +503,7 @@ sent = context_parallel.sent(config, 4, micro_batch=4, attention="ulysses")
 is_right(grid.run(trained, "ulysses")), sent.diff(world.ledger).unexplained
 
 # %% [markdown]
-# **With tensor parallelism** (lab 10) the two ways stop competing: tp has given each rank its heads already, and the ring runs among the ranks that have the *same* heads.
+# **With tensor parallelism** (lab 10) each rank has its heads already, and the ring runs among the ranks that have the *same* heads.
 # Two by two ranks, each with half the tokens of half the heads:
 
 # %%
@@ -514,13 +523,13 @@ square = World(Mesh(cp=2, tp=2))
 square.run(quarter), square.ledger.by("axis")
 
 # %% [markdown]
-# Legal is what divides: tp the heads, 2·cp the sequence, and with sequence parallelism tp the s/N_c tokens of a rank. `distribute` here
-# takes a whole GPT; putting both transforms on one model is left out.
+# All outputs are right, and attention sends over cp alone. Legal is what divides: tp the heads, 2·cp the sequence, and with sequence parallelism (lab 10) tp the s/cp tokens that
+# tp ranks share. Both transforms on one model are left out.
 
 # %% [markdown]
 # ## Turn the knobs
 #
-# One layer of Llama-3.1-8B. Find a setting in which the zig-zag gains nothing, and one in which a faster link gains nothing.
+# One layer of Llama-3.1-8B. Find a setting in which the zig-zag gains next to nothing, and one in which a faster link gains nothing.
 
 
 # %%
@@ -539,11 +548,10 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # |---|---|---|
 # | Megatron-LM | `--context-parallel-size 4` | zig-zag; `--cp-comm-type p2p` is the ring, `a2a` Ulysses, `all_gather` gathers keys and values, `a2a+p2p` both on two levels |
 # | torchtitan | `parallelism.context_parallel_degree`, `parallelism.context_parallel_rotate_method` | PyTorch's own, below |
-# | PyTorch | `with context_parallel(mesh, buffers=[…], buffer_seq_dims=[…]):` from `torch.distributed.tensor.experimental` | cuts the buffers, RoPE tables among them, and replaces `scaled_dot_product_attention`; a CUDA device only |
+# | PyTorch | `with context_parallel(mesh, buffers=[…], buffer_seq_dims=[…]):` from `torch.distributed.tensor.experimental` | cuts the buffers (give it the RoPE tables, too) and replaces `scaled_dot_product_attention`; a CUDA device only |
 # | DeepSpeed | `DistributedAttention` around the attention of the model | Ulysses |
 #
-# PyTorch's rotate method is `"allgather"` unless you call `set_rotate_method("alltoall")`: all keys at once, whose memory grows with s. Its sums of gradients make N hops, one more than here,
-# where the owner's part waits at home.
+# PyTorch's rotate method is `"allgather"` unless you call `set_rotate_method("alltoall")`: all keys at once, whose memory grows with s.
 #
 # Megatron-LM reduces gradients over dp × cp, torchtitan shards over both. To weigh by tokens, Megatron-LM has `--calculate-per-token-loss`.
 
@@ -557,11 +565,11 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 312e12 / 12.5e9, 6 * 312e12 / 12.5e9
 
 # %% [markdown]
-# Its condition c ≥ F/bw is for all keys, no mask and as many key–value heads as heads. Causal in a zig-zag is half the work for the same bytes, twice the tokens; grouped queries divide by a/g.
+# Its condition c ≥ F/bw has no mask and no grouped queries: causal in a zig-zag takes twice the tokens, grouping divides them by a/g.
 #
 # **Table 1 of the same paper** gives 6bch *bytes* for the six blocks that a rank holds. In bf16 they are 12bch bytes: the table counts numbers.
 #
-# **"During training, we cannot afford large context windows"** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). True while s × s scores are stored. Above, no tensor of the kept ones grows faster than s, and each rank has 1/N of it.
+# **"During training, we cannot afford large context windows"** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). True while s × s scores are stored. Of what is kept above, no tensor grows faster than s, and each rank has 1/N of it.
 
 # %% [markdown]
 # ## Summary
@@ -572,12 +580,12 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # > - Contiguous chunks give the last rank (2N − 1)/N times the average, 1.75 on four ranks. The zig-zag gives all the same, step by step.
 # >   <!-- claim: (lambda x: round(x.work(3) / (x.s * (x.s + 1) / 8), 3))(context_parallel.layout(131072, 4, "contiguous")) == 1.75 -->
 # >   <!-- claim: len({context_parallel.layout(131072, 4).work(rank) for rank in range(4)}) == 1 -->
-# > - Tokens per rank decide whether the ring hides: e·(g/a)·F/bw of them, 3,958 at 50 GB/s for Llama-3.1-8B on H100s at 40 % of their peak, 440 on NVLink.
+# > - Tokens per rank decide whether the forward ring hides: e·(g/a)·F/bw of them, 3,958 at 50 GB/s for Llama-3.1-8B on H100s at 40 % of their peak, 440 on NVLink.
 # >   <!-- claim: [round(context_parallel.least_tokens(0.4 * config.Hardware.named("H100").flops["bf16"], bw, groups=8 / 32)) for bw in (50e9, 450e9)] == [3958, 440] -->
 # > - A rank keeps 1/N of the activations: 61.5 GB instead of 984 GB for Llama-3.1-8B at 131,072 tokens on 16 ranks.
 # >   <!-- claim: [round(context_parallel.kept_activations(config.ModelConfig.named("llama-3.1-8b"), n, micro_batch=1, how=anatomy.Policy(2, 2, "sdpa")).total / 1e9, k) for n, k in ((16, 1), (1, None))] == [61.5, 984] -->
-# > - Positions, the number of targets and the mean of gradients belong to the whole sequence: over ("dp", "cp"), weighted by tokens.
-# > - Ulysses trades tokens for heads: on 8 ranks a ring sends 1.6 times as much, but hides it; no more ranks than heads.
+# > - Positions and the number of targets are those of the whole sequence: each target weighs alike on all cp ranks. Gradients are averaged over ("dp", "cp").
+# > - Ulysses trades tokens for heads, and has no more ranks than heads. On 8 ranks of Llama-3.1-8B a ring sends 1.6 times as much forward, but can hide it.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(context_parallel.sent(config.ModelConfig.named("llama-3.1-8b"), 8, micro_batch=1, attention=way, rank=0).only(name=name).total for way, name in (("ring", "ring forward"), ("ulysses", "all_to_all forward")))) == 1.6 -->
 #
 # Next: [lab 12](12_expert_parallel.ipynb) shares out the experts of a layer.
