@@ -237,7 +237,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("context_parallel/attention", "test_context_parallel"): [
         ("merged = flash.merge(out[:, :, at], lse[:, :, at], *found)", "merged = out[:, :, at] + found[0], torch.logaddexp(lse[:, :, at], found[1])"),
-        ("wide = torch.promote_types(q.dtype, torch.float32)", "wide = q.dtype"),
+        ("out = torch.zeros_like(q, dtype=wide)", "out = torch.zeros_like(q)"),
         ("yield (i - step) % n, kv\n        for work in on_their_way:\n            kv = work.wait()", "arrived = [work.wait() for work in on_their_way]\n        yield (i - step) % n, kv\n        kv = arrived[-1] if arrived else kv"),
         ("d_kv += self._arrived()", "self._arrived()"),
         ("return self.mine + self._arrived() if self.on_their_way", "return self._arrived() if self.on_their_way"),
