@@ -195,6 +195,8 @@ def test_groups_partition_the_mesh_on_every_axis(pp, dp, cp, tp, data):
 def test_tensor_parallel_ranks_are_neighbors():
     assert Mesh(pp=2, dp=2, tp=2).group(5, "tp") == (4, 5)
     assert Mesh(pp=2, dp=2, tp=2).group(5, "pp") == (1, 5)
+    assert Mesh(dp=6, ep=3).group(4, "ep") == (3, 4, 5)  # a block has all experts,
+    assert Mesh(dp=6, ep=3).group(4, "edp") == (1, 4)  # each of them stands once per block
 
 
 @pytest.mark.parametrize(

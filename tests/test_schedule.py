@@ -48,7 +48,7 @@ def test_every_wait_has_its_reason_and_the_longest_chain_is_the_step(make, p, m,
     run = schedule.simulate(made(make, p, m), durations, Link(wire, 1))
     when = {span.name: span for span in run.spans}
     for rank in range(p):
-        waits = run.waits(rank)
+        waits = run.bubbles(rank)
         assert sum(wait.end - wait.start for wait in waits) == run.idle(rank)
         for wait in waits[:-1]:
             apart = when[str(wait.needs)].rank != rank
@@ -64,8 +64,8 @@ def test_every_wait_has_its_reason_and_the_longest_chain_is_the_step(make, p, m,
 def test_the_heaviest_stage_is_on_the_critical_path():
     run = schedule.simulate(schedule.one_f_one_b(3, 6), Durations(F=(1, 1, 5), B=(1, 1, 5)))
     assert sum(op.stage == 2 for op in run.critical_path()) == 12
-    assert str(run.waits(2)[0]) == "rank 2 waits from 0 to 2: F0@2 needs F0@1"
-    assert run.waits(0)[-1].op is None or run.waits(0)[-1].end < run.makespan
+    assert str(run.bubbles(2)[0]) == "rank 2 waits from 0 to 2: F0@2 needs F0@1"
+    assert run.bubbles(0)[-1].op is None or run.bubbles(0)[-1].end < run.makespan
 
 
 # ── what is legal ──────────────────────────────────────────────────────────────────────────────────

@@ -39,6 +39,12 @@ def test_a_timeline_of_ranks_that_differ():
     assert Timeline(()).makespan == 0 and Timeline(()).hidden == 1
 
 
+def test_who_computes_inside_another_rank_s_time_ends_no_wait():
+    long, short, late = Span(0, "forward", "a", 0, 10), Span(1, "forward", "b", 2, 4), (12, 13)
+    found = Timeline([long, short, Span(1, "forward", "c", *late)])
+    assert found.waits == ((10, 12),) and found.exposed == 2
+
+
 def test_an_occupancy_is_fullest_where_most_bytes_overlap():
     spans = (
         Span(0, "weights", "", 0, 9, (0, 4)),

@@ -140,7 +140,7 @@ class PipelineRun(Timeline):
         needed = self.schedule.inputs(op)
         return max(needed, key=lambda each: self._when[each][2], default=None)
 
-    def waits(self, rank: int) -> tuple[Wait, ...]:
+    def bubbles(self, rank: int) -> tuple[Wait, ...]:
         """The bubble of a rank, piece by piece, each with its reason; they add up to `idle`."""
         found, free = [], 0
         for op, start, end in zip(
