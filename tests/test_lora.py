@@ -122,6 +122,7 @@ def test_with_both_zero_nothing_is_ever_learned():
 
 def test_dropout_acts_before_a_and_on_the_adapter_alone():
     layer = lora.wrap(nn.Linear(64, 5).double(), rank=2, alpha=2, dropout=0.5)
+    assert {name.split(".")[0] for name in trained(layer)} == {"adapters"}  # W and bias are frozen
     adapter, x = layer.adapters["default"], torch.ones(3, 64, dtype=torch.float64)
     nn.init.ones_(adapter.B)
     torch.manual_seed(0)

@@ -203,7 +203,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("lora/transform", "test_lora"): [
         ("    module.requires_grad_(False)\n    for path in layers:", "    for path in layers:"),
-        ('fnmatchcase(p.name, f"*.{each}") for each', 'fnmatchcase(p.name, f"*{each[-3:]}") for each'),
+        ("any(fnmatchcase(p.name,", "all(fnmatchcase(p.name,"),
         ("layer.unmerge()", "pass"),
         ("parameter.copy_(found", "parameter.detach().clone().copy_(found"),
         ("if shape != wanted:", "if False:"),
