@@ -343,7 +343,7 @@ print("LoRA's part of full fine-tuning, on this CPU:")
 for config, rows in ((addition.ADDER, 32), (wide, 4)):
     work = sum(lora.training_flops(config, rank=4).values()) / config.flops_per_token()
     full, beside = seconds(config, rows)
-    print(f"width {config.d_model:3}: {work:.0%} of the FLOPs, {beside / full:.0%} of the time")
+    print(f"width {config.d_model:3}: {work:.0%} of FLOPs, {beside / full:.0%} of time")
 
 # %% [markdown]
 # Time falls less than the FLOPs do; in the narrow model LoRA may even take longer. A hypothesis: there the number of operations counts. On GPT-3 the paper has 43.1 tokens per second and GPU instead of 32.5 (section 4.2): 75 % of the time.
