@@ -601,14 +601,14 @@ explore(knobs, states=12, model=models, r=[1, 16, 64, 256])
 # ## Summary
 #
 # > - y = W·x + (α/r)·B·A·x: W is frozen, A drawn, B zero. With both zero nothing is ever learned.
-# > - An adapter has r·(d + k) numbers; on every matrix of Llama-2-7B, at r = 16, that is 0.59 % of the model.
+# > - An adapter has r·(d + k) numbers; on all matrices of Llama-2-7B's layers, at r = 16, that is 0.59 % of the model.
 # >   <!-- claim: (lambda m: round(100 * lora.trainable(m, rank=16) / m.num_params, 2))(config.ModelConfig.named("llama-2-7b")) == 0.59 -->
 # > - It saves gradients and optimizer state: 107.8 GB become 14.1, of which 13.5 are the frozen weights. In NF4 with double quantization it is 4.5.
 # >   <!-- claim: (lambda m: [round(x / 1e9, 1) for x in (16 * m.num_params, lora.model_states(m, rank=16).total, lora.frozen_bytes(m, "bf16"), lora.model_states(m, rank=16, frozen="nf4").total)])(config.ModelConfig.named("llama-2-7b")) == [107.8, 14.1, 13.5, 4.5] -->
-# > - It saves few activations, and 28 % of the FLOPs on Llama-2-7B: gradients still flow to the first layer.
+# > - It saves few activations, and 28 % of the FLOPs on Llama-2-7B: gradients still flow to the first adapter.
 # >   <!-- claim: (lambda m: round(100 - 100 * sum(lora.training_flops(m, rank=16).values()) / m.flops_per_token()))(config.ModelConfig.named("llama-2-7b")) == 28 -->
 # > - Merged it costs nothing. To take it out again to the bit, keep W: (W + Δ) − Δ is rounded twice.
-# > - The learning rate is several times that of full fine-tuning; removed, the adapter leaves the model as it was.
+# > - Its best learning rate is several times that of full fine-tuning; removed, the adapter leaves the model as it was.
 #
 # Next: numbers of eight bits and fewer, for weights, activations and gradients.
 
