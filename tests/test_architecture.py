@@ -17,7 +17,7 @@ PACKAGE = ROOT / "labutils"
 LAYERS = {
     0: {"units", "notation"},
     1: {"floats", "config", "anatomy", "ledger", "trace", "timeline", "schedule"},
-    2: {"collectives", "world", "model", "measure"},
+    2: {"collectives", "world", "model", "measure", "corpus"},
     4: {"plots"},
     5: {"widgets"},
     6: {"exercises", "check", "calculator", "editor"},

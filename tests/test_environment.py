@@ -74,7 +74,7 @@ def test_conda_environment_can_be_read_and_matches():
         assert rattler.VersionSpec(spec.version).matches(
             rattler.Version(here[spec.name.normalized])
         ), spec
-    assert pip == ["--constraint constraints.txt", "--editable .[lab]"]
+    assert pip == ["--constraint constraints.txt", "--editable .[lab,real]"]
     assert "lab" in PROJECT["optional-dependencies"] and CONDA["channels"] == ["conda-forge"]
 
 

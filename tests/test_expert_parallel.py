@@ -112,7 +112,10 @@ def alone(config, n, frozen="", balance=False, **how):
     if how or balance:
         for block in model.blocks:
             block.feed_forward = Dense(block.feed_forward, n, **how)
-    of = lambda model: sum(block.feed_forward.balance for block in model.blocks)  # noqa: E731
+
+    def of(model):
+        return sum(block.feed_forward.balance for block in model.blocks)
+
     return steps(model, adamw(model), batch(n), balance=of if balance else None)
 
 

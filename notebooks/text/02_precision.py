@@ -734,7 +734,10 @@ predict("precision/autocast-weights", times=0.5)
 saved = {}
 for name, enabled in {"fp32": False, "autocast": True}.items():
     with precision.autocast(torch.bfloat16, enabled=enabled):
-        run = lambda: model.loss(x.clone(), y.clone())  # noqa: E731
+
+        def run():
+            return model.loss(x.clone(), y.clone())
+
         saved[name] = measure.saved_activations(run, model)
 setting = TrainConfig(micro_batch=16, global_batch=16, precision="bf16", autocast=True)
 predicted = memory.activations(config, setting)

@@ -203,7 +203,7 @@ def layer(tokens, n=4, link="between nodes", **how):
 # %%
 title = "With equal tokens per rank, the zig-zag takes little more than half the time"
 steps = {kind: layer(32_768, kind=kind) for kind in ("contiguous", "zigzag")}
-plots.overlap(title=title, **steps)
+plots.overlap(title=title, per="layer", **steps)
 
 # %% [markdown]
 # ## When does the ring cost no time?
@@ -494,8 +494,8 @@ reveal("ring/over-ulysses", times=ratio[8])
 {n: round(times, 2) for n, times in ratio.items()}
 
 # %% [markdown]
-# Ulysses sends less on many ranks, and computes with one kernel over the whole sequence. But it waits: attention cannot begin before the exchange is over. And it has no
-# more ranks than heads. The ring hides, given tokens enough, and has no such limit. The same model, trained: equal, and sent by its formula:
+# Ulysses sends less on many ranks, and computes with one kernel over the whole sequence. But attention waits for the exchange, and there are no more ranks than heads.
+# The same model, trained: equal, and sent by its formula:
 
 # %%
 world.run(one_pass, tokens, targets, "ulysses")
@@ -514,7 +514,10 @@ right, _ = flash.attention(q, k, v, causal=True)
 def quarter(rank):
     cp, tp = rank.comm("cp"), rank.comm("tp")
     whole = context_parallel.layout(16, cp.size)
-    cut = lambda x: whole.split(x.chunk(tp.size, 1)[tp.rank], cp.rank, 2)  # noqa: E731
+
+    def cut(x):
+        return whole.split(x.chunk(tp.size, 1)[tp.rank], cp.rank, 2)
+
     out = context_parallel.ring_attention(*map(cut, (q, k, v)), cp)
     return (out - cut(right)).abs().max().item() < 1e-12
 
@@ -534,7 +537,8 @@ square.run(quarter), square.ledger.by("axis")
 
 # %%
 def knobs(tokens_per_rank=4096, ranks=4, layout="zigzag", link="between nodes"):
-    return plots.overlap(forward=layer(tokens_per_rank, ranks, link, kind=layout))
+    forward = layer(tokens_per_rank, ranks, link, kind=layout)
+    return plots.overlap(per="layer", forward=forward)
 
 
 lengths = [512, 4096]

@@ -460,6 +460,7 @@ plots.overlap(
     between_nodes=two(layer(NODES)),
     between_nodes_in_halves=two(layer(NODES, chunks=2)),
     narrow_experts_between_nodes_in_halves=two(layer(NODES, f=2048, chunks=2)),
+    per="layer",
     title="In halves, wide experts hide half of what travels, narrow ones a sixth",
 )
 
@@ -482,6 +483,7 @@ reveal(
 plots.overlap(
     balanced=two(layer(NVLINK)),
     one_expert_with_twice_the_mean=two(layer(NVLINK, counts=skewed)),
+    per="layer",
     title="One expert with twice the visits: seven ranks of eight wait for it",
 )
 
@@ -499,7 +501,7 @@ def knobs(expert_width=2048, GBps=50, chunks=2, busiest=1.0):
     most = round(1024 * busiest)
     counts = [[most, *[(8192 - most) // 7] * 7]] * 8
     timeline = layer(Link(10e-6, GBps * 1e9), expert_width, counts, chunks)
-    return plots.overlap(one_layer=two(timeline))
+    return plots.overlap(per="layer", forward=two(timeline))
 
 
 explore(

@@ -185,6 +185,9 @@ plan = schedule.gpipe(4, 8)
 paced = pipeline.joined(plan, [run for run, _ in world.run(step(plan, pace=pace))])
 plots.gantt(simulated=simulate(plan, pace), measured=paced, unit="s")
 
+# %%
+{"the order of the schedule": paced.schedule == plan}
+
 # %% [markdown]
 # Nobody told the ranks when to start. They wait for messages, and the bubble comes out.
 
@@ -259,7 +262,7 @@ plots.gantt(simulate(schedule.gpipe(4, 8)), simulate(plan))
 by_formula = [schedule.peak_in_flight("one_f_one_b", 4, 8, rank) for rank in range(4)]
 simulated = [simulate(plan).peak(rank) for rank in range(4)]
 kept = [max(run.in_flight) for run, _ in world.run(step(plan))]
-by_formula, simulated, kept
+{"formula": by_formula, "simulated": simulated, "kept": kept}
 
 # %% [markdown]
 # In bytes: GPT-2's rank 0 of 4, every micro-batch one sequence of 1,024 tokens, by dry run of the same `pipeline.run` (lab 09). What a rank holds at its fullest, beyond model and gradients:

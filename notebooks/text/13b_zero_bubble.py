@@ -177,7 +177,8 @@ plots.gantt(simulate(schedule.one_f_one_b(4, 8)), simulate(h1))
 
 # %%
 times = Durations(F=1.0, B=1.2, W=0.8)
-schedule.bubble("zb_h1", 4, 8, times), simulate(h1, times).idle(0)
+idle = simulate(h1, times).idle(0)
+{"formula": schedule.bubble("zb_h1", 4, 8, times), "simulated": round(idle, 9)}
 
 # %% [markdown]
 # On real ranks: loss and gradients are those of the whole model, and autograd kept as many graphs as the simulator says.
@@ -217,7 +218,8 @@ def off(stages):
 world = World(Mesh(pp=4))
 runs, stages = zip(*world.run(step(h1)), strict=True)
 held = [max(run.in_flight) for run in runs]
-off(stages) < 1e-10, held, [h1.peak(rank) for rank in range(4)]
+simulated = [h1.peak(rank) for rank in range(4)]
+{"equal": off(stages) < 1e-10, "kept": held, "simulated": simulated}
 
 # %%
 pipeline.sent(h1, config, micro_batch=1, itemsize=8).diff(world.ledger).unexplained
@@ -247,8 +249,8 @@ reveal("h2/shorter", percent=100 * shorter)
 plots.gantt(simulate(h1), simulate(h2), barrier=False)
 
 # %%
-periods = {plan.name: (simulate(plan).period, plan.peak(0)) for plan in (h1, h2)}
-periods
+for plan in (h1, h2):
+    print(f"{plan.name}: period {simulate(plan).period}, rank 0 holds {plan.peak(0)}")
 
 # %% [markdown]
 # No bubble at all, in the memory of 2p − 1 micro-batches. So "zero bubble" holds for steps that follow each other without a barrier. Clipping by the norm over all ranks, and the test for inf
@@ -411,7 +413,7 @@ explore(view, order=list(orders), w=[0.5, 1.0, 1.5], barrier=False)
 # > - In a V, forwards and backwards share a channel: receive in the sender's order.
 # > - Name the metric with every bubble: with or without a barrier, over ideal or over total.
 #
-# Next: lab 14 changes few weights of a large model.
+# Next: [lab 14](14_lora.ipynb) changes few weights of a large model.
 
 # %% [markdown]
 # ## References

@@ -41,15 +41,15 @@ def _numpy(q, k, v, whole, comm, attend):
                 comm.irecv(torch.empty_like(kv), (i - 1) % n),
             )
         for t in whole.tiles(i, (i - step) % n):
-            x, l = (  # noqa: E741
+            x, partial = (
                 y.numpy() for y in attend(q[:, :, t.rows], *kv[:, :, :, t.columns], t.offset)
             )
-            new = np.maximum(top[:, :, t.rows], l)
+            new = np.maximum(top[:, :, t.rows], partial)
             old = np.exp(top[:, :, t.rows] - new)
             total[:, :, t.rows] = (
-                total[:, :, t.rows] * old[..., None] + x * np.exp(l - new)[..., None]
+                total[:, :, t.rows] * old[..., None] + x * np.exp(partial - new)[..., None]
             )
-            norm[:, :, t.rows] = norm[:, :, t.rows] * old + np.exp(l - new)
+            norm[:, :, t.rows] = norm[:, :, t.rows] * old + np.exp(partial - new)
             top[:, :, t.rows] = new
         if step < n - 1:
             going.wait()
@@ -77,8 +77,8 @@ def _recursive(q, k, v, whole, comm, attend):
     go(torch.stack((k, v)), 0)
     lses = [torch.full_like(q[..., 0], -math.inf) for _ in found]
     outs = [torch.zeros_like(q) for _ in found]
-    for (rows, out, lse), o, l in zip(found, outs, lses, strict=True):  # noqa: E741
-        o[:, :, rows], l[:, :, rows] = out, lse
+    for (rows, out, lse), into, into_lse in zip(found, outs, lses, strict=True):
+        into[:, :, rows], into_lse[:, :, rows] = out, lse
     lse = torch.stack(lses).logsumexp(0)
     weights = (torch.stack(lses) - lse).exp()
     return (weights[..., None] * torch.stack(outs)).sum(0), lse

@@ -349,7 +349,8 @@ def visits(counts: Sequence[Sequence[int]], *, title: str | None = None) -> Pict
     for expert, total in enumerate(load):
         high = (tall - 0.6) * total / most
         draw.box(axes, expert - 0.32, floor - high, 0.64, high, color, hatch=hatch)
-        axes.text(expert, floor - high - 0.08, f"{total}", ha="center", va="bottom", weight="bold")
+        look = {"ha": "center", "va": "bottom", "weight": "bold", "bbox": draw.BLANK}
+        axes.text(expert, floor - high - 0.08, f"{total}", **look)
     level = floor - (tall - 0.6) * mean / most
     axes.axhline(level, color=style.INK, linestyle="--", linewidth=1.2)
     draw.beside(axes, 0.06, level, f"mean {mean:,.0f}")
