@@ -1,5 +1,30 @@
 """Fewer bits for a number: what is rounded, by which scale, and what that costs."""
 
+from labutils.quantization.fp8 import (
+    E4M3,
+    E5M2,
+    SCHEMES,
+    Eight,
+    Fp8Linear,
+    Scheme,
+    advance_scales,
+    cast,
+    fp8_layers,
+    largest,
+    product,
+    scale_for,
+    tile_amax,
+    to_eight,
+    use_fp8,
+)
+from labutils.quantization.moments import (
+    Adam8,
+    Blocks,
+    block_bytes,
+    dynamic_code,
+    from_blocks,
+    to_blocks,
+)
 from labutils.quantization.nf4 import (
     BLOCK,
     NF4,
@@ -9,3 +34,4 @@ from labutils.quantization.nf4 import (
     nf4_bytes,
     to_nf4,
 )
+from labutils.quantization.recipes import RECIPES, KeptAdam, StateFormats, fp8_states, kept_states

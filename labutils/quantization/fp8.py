@@ -1,0 +1,265 @@
+"""FP8 training: the three products of a linear layer on operands of 8 bits, emulated exactly on any
+machine (Transformer Engine's recipes, torchao's Float8Linear).
+
+A number of 8 bits is kept times a *scale*, which brings the largest |x| to the largest the format
+has; the *inverse* scale brings it back. Sums are fp32, of exact products, as on a matrix unit.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+GROUP = 128
+"""How many products are added up before a scale can be applied: the length of a tile."""
+
+ALONG, SQUARE = (1, GROUP), (GROUP, GROUP)
+"""Tiles of activations and gradients, along what is added up; and of weights, which are multiplied
+both ways round. Source: DeepSeek-V3 2412.19437, section 3.3.2."""
+
+SCALINGS = ("none", "current", "delayed", "tiles")
+OPERANDS = ("x", "weight", "grad")
+_SMALLEST = 1e-30  # of an amax: a tensor of zeros has a scale, too
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The largest number of an 8-bit format; int8 is used from −127 to 127.
+
+    >>> largest(E4M3), largest(E5M2), largest(torch.int8)
+    (448.0, 57344.0, 127.0)
+    """
+    return float((torch.iinfo if dtype == torch.int8 else torch.finfo)(dtype).max)
+
+
+def cast(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Shaped[Tensor, "*shape"]:
+    """x in 8 bits, to the nearest number, ties to even; what is too large becomes the largest.
+
+    It is clipped *before* it is rounded: e5m2 has an infinity, which torch's own cast goes to.
+
+    >>> cast(torch.tensor([0.3, 1e6]), E5M2).tolist(), cast(torch.tensor([-1e6]), E4M3).item()
+    ([0.3125, 57344.0], -448.0)
+    """
+    x = x.clamp(-largest(dtype), largest(dtype))
+    return x.round().to(dtype) if dtype == torch.int8 else x.to(dtype)
+
+
+def tile_amax(x: Float[Tensor, "m k"], tile: tuple[int, int] | None = None) -> Float[Tensor, "i j"]:
+    """The largest |x| of each tile, the last ones may be short; of the whole tensor without one."""
+    m, k = x.shape
+    rows, columns = tile or (max(m, 1), max(k, 1))
+    padded = F.pad(x.detach().float().abs(), (0, -k % columns, 0, -m % rows))
+    return padded.view(-(-m // rows), rows, -(-k // columns), columns).amax((1, 3))
+
+
+def scale_for(amax: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """The scale that brings `amax` to the largest number of the format."""
+    return largest(dtype) / amax.clamp(min=_SMALLEST)
+
+
+class Eight(NamedTuple):
+    """A matrix in 8 bits: codes, and an inverse scale for each tile."""
+
+    codes: Shaped[Tensor, "m k"]
+    inverse: Float[Tensor, "i j"]
+    tile: tuple[int, int]
+
+    @property
+    def mT(self) -> "Eight":
+        """The transpose: the same codes and scales, the other way round."""
+        return Eight(self.codes.mT, self.inverse.mT, self.tile[::-1])
+
+    def numbers(self) -> Float[Tensor, "m k"]:
+        """What the codes stand for, in fp32."""
+        return self.codes.float() * _spread(self.inverse, self.tile, self.codes.shape)
+
+
+def _spread(scales: Tensor, tile: tuple[int, int], shape: torch.Size) -> Tensor:
+    """Each tile's scale at each of its places."""
+    if scales.numel() == 1:
+        return scales
+    for dim in (0, 1):
+        scales = scales.repeat_interleave(tile[dim], dim).narrow(dim, 0, shape[dim])
+    return scales
+
+
+def to_eight(
+    x: Float[Tensor, "m k"],
+    dtype: torch.dtype,
+    tile: tuple[int, int] | None = None,
+    *,
+    scale: Tensor | None = None,
+) -> Eight:
+    """x in 8 bits, with a scale for each tile, or one for all of it, from its largest |x| now; or
+    with a `scale` that is known already.
+
+    >>> eight = to_eight(torch.tensor([[1.0, 0.3], [-2.0, 0.0]]), E4M3)
+    >>> eight.codes.tolist(), eight.inverse.item() == 2 / 448
+    ([[224.0, 64.0], [-448.0, 0.0]], True)
+    """
+    if scale is None:
+        scale = scale_for(tile_amax(x, tile), dtype)
+    scale, tile = scale.view(-1, scale.shape[-1] if scale.dim() else 1), tile or tuple(x.shape)
+    codes = cast(x.float() * _spread(scale, tile, x.shape), dtype)
+    return Eight(codes, 1 / scale, tile)
+
+
+def product(a: Eight, b: Eight) -> Float[Tensor, "m n"]:
+    """a·bᵀ in fp32: both operands lie along what is added up, as a matrix unit wants them.
+
+    Raises ValueError where a scale changes within the terms that are added up before it can be
+    applied.
+    """
+    for name, operand in (("a", a), ("b", b)):
+        step, k = operand.tile[1], operand.codes.shape[1]
+        if step < k and step % GROUP:
+            changes = f"the scale of {name} changes after {step} of {k} terms of each sum"
+            raise ValueError(f"{changes}: its tile must be {GROUP} long along its last dim")
+    if a.inverse.numel() == b.inverse.numel() == 1:
+        return (a.codes.float() @ b.codes.float().mT) * (a.inverse * b.inverse)
+    return a.numbers() @ b.numbers().mT
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the operands of the products become 8 bits.
+
+    forward: the format of inputs and weights; backward: of gradients of outputs
+    scaling: "none"; a scale per tensor from its "current" largest number, or "delayed", from the
+        largest of the last `history` steps; or per "tiles"
+
+    >>> Scheme(scaling="tenser")
+    Traceback (most recent call last):
+    ValueError: scaling='tenser': choose one of none, current, delayed, tiles
+    """
+
+    forward: torch.dtype = E4M3
+    backward: torch.dtype = E5M2
+    scaling: str = "current"
+    history: int = 16
+
+    def __post_init__(self) -> None:
+        if self.scaling not in SCALINGS:
+            known = ", ".join(SCALINGS)
+            raise ValueError(f"scaling={self.scaling!r}: choose one of {known}")
+
+    def dtype(self, operand: str) -> torch.dtype:
+        """The format of "x", "weight" or "grad"."""
+        return self.backward if operand == "grad" else self.forward
+
+
+SCHEMES = {
+    "unscaled": Scheme(scaling="none"),
+    "current": Scheme(),
+    "delayed": Scheme(scaling="delayed"),
+    "tiles": Scheme(backward=E4M3, scaling="tiles"),
+    "int8": Scheme(torch.int8, torch.int8),
+}
+"""The schemes of the lab by name."""
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer whose three products take operands of 8 bits. Weights stay what they are, and
+    the input is kept for the backward pass in 8 bits.
+
+    With delayed scaling `advance_scales` is called once a step.
+    """
+
+    def __init__(self, whole: nn.Linear, scheme: Scheme) -> None:
+        super().__init__()
+        self.out_features, self.in_features = whole.weight.shape
+        self.weight, self.bias, self.scheme = whole.weight, whole.bias, scheme
+        if scheme.scaling == "delayed":
+            like = {"dtype": torch.float32, "device": whole.weight.device}
+            self.register_buffer("scale", torch.ones(3, **like))
+            self.register_buffer("seen", torch.zeros(3, **like))  # the largest |x| of this step
+            self.register_buffer("history", torch.zeros(scheme.history, 3, **like))
+
+    def eight(self, x: Float[Tensor, "m k"], operand: str) -> Eight:
+        """An operand in 8 bits, which lies along what will be added up."""
+        dtype, scaling = self.scheme.dtype(operand), self.scheme.scaling
+        if operand == "weight" and x.dtype.itemsize == 1:  # the weights are kept in 8 bits
+            return Eight(x, self.weight_inverse, tuple(x.shape))
+        if scaling == "tiles":
+            return to_eight(x, dtype, SQUARE if operand == "weight" else ALONG)
+        if scaling == "current":
+            return to_eight(x, dtype)
+        if scaling == "none":
+            return to_eight(x, dtype, scale=torch.ones((), device=x.device))
+        at = OPERANDS.index(operand)
+        self.seen[at] = torch.maximum(self.seen[at], tile_amax(x)[0, 0])
+        return to_eight(x, dtype, scale=self.scale[at])
+
+    def across(self, x: Tensor, eight: Eight, operand: str) -> Eight:
+        """An operand of the product over tokens. One scale serves both ways round; tiles along
+        tokens are other tiles."""
+        return self.eight(x.mT, operand) if self.scheme.scaling == "tiles" else eight.mT
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """The history takes in this step's largest numbers, and gives the next step its scales."""
+        self.history.copy_(torch.cat([self.seen[None], self.history[:-1]]))
+        self.seen.zero_()
+        amax = self.history.amax(0)
+        for at, operand in enumerate(OPERANDS):
+            new = scale_for(amax[at], self.scheme.dtype(operand))
+            self.scale[at] = torch.where(amax[at] > 0, new, self.scale[at])  # 0: not seen yet
+
+    def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
+        y = _Products.apply(x.flatten(0, -2), self.weight, self).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias
+
+
+class _Products(torch.autograd.Function):
+    """x·Wᵀ, and behind it G·W and Gᵀ·x, each on operands of 8 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Linear) -> Tensor:
+        x8 = layer.eight(x, "x")
+        kept = layer.across(x, x8, "x")
+        ctx.layer, ctx.tile = layer, kept.tile
+        ctx.save_for_backward(kept.codes, kept.inverse, weight)
+        return product(x8, layer.eight(weight, "weight"))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        codes, inverse, weight = ctx.saved_tensors
+        layer, grad_x, grad_weight = ctx.layer, None, None
+        g8 = layer.eight(grad, "grad")
+        if ctx.needs_input_grad[0]:
+            grad_x = product(g8, layer.eight(weight, "weight").mT)
+        if ctx.needs_input_grad[1]:
+            grad_weight = product(layer.across(grad, g8, "grad"), Eight(codes, inverse, ctx.tile))
+        return grad_x, grad_weight, None
+
+
+def use_fp8(module: nn.Module, scheme: Scheme, skip: tuple[str, ...] = ("head",)) -> nn.Module:
+    """The module with every linear layer in 8 bits, in place, but those whose path ends in one of
+    `skip`. The parameters are the same objects: an optimizer, `data_parallel.replicate` or a
+    checkpointed region takes no notice.
+    """
+    for path, layer in list(module.named_modules()):
+        if type(layer) is nn.Linear and not path.endswith(skip):
+            module.set_submodule(path, Fp8Linear(layer, scheme))
+    return module
+
+
+def fp8_layers(module: nn.Module) -> dict[str, Fp8Linear]:
+    """The layers whose products are in 8 bits, by path."""
+    return {path: each for path, each in module.named_modules() if isinstance(each, Fp8Linear)}
+
+
+def advance_scales(module: nn.Module, comm: Any = None) -> None:
+    """Delayed scaling: call it once a step, after its last backward pass. With `comm` all ranks
+    scale by the largest number that any of them has seen (a max all-reduce of 12 bytes a layer).
+    """
+    layers = [each for each in fp8_layers(module).values() if each.scheme.scaling == "delayed"]
+    if layers and comm is not None:
+        seen = comm.all_reduce(torch.cat([each.seen for each in layers]), "max")
+        for each, mine in zip(layers, seen.split(3), strict=True):
+            each.seen.copy_(mine)
+    for each in layers:
+        each.advance()
