@@ -431,7 +431,6 @@ def _undisturbed() -> Iterator[None]:
             # The first dispatch imports it, and leaves frames with their tensors to the collector.
             importlib.import_module("torch._dynamo")
             _Shared.collecting = gc.isenabled()
-            gc.collect()
             gc.disable()
             torch.UntypedStorage.resize_ = _resize_
     try:

@@ -432,3 +432,26 @@ def test_counting_what_is_saved_keeps_nothing_alive():
         assert outputs[0]() is None
     finally:
         gc.enable()
+
+
+def test_when_the_collector_runs_changes_no_history():
+    """Garbage in a cycle: what waits for the collector since before is not counted, and what becomes garbage meanwhile stays, however eager the collector is."""
+    layer = nn.Linear(4, 4)
+
+    def step():
+        ring = [layer(torch.ones(2, 4))]
+        ring.append(ring)
+        del ring
+        return [[] for _ in range(100)], layer(torch.ones(3, 4))
+
+    seen = measure.history(step, layer)
+    ring = [torch.ones(1000)]
+    ring.append(ring)
+    del ring
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        assert measure.history(step, layer) == seen
+    finally:
+        gc.set_threshold(*before)
+    assert seen.moments[-1].ledger.total > 4 * (4 * 4 + 4)  # the ring is there to the end
