@@ -34,6 +34,18 @@ STATES = re.compile(r'"views": "([A-Za-z0-9+/=]*)"')
 # Of 255: antialiasing and fonts differ a little between platforms; a moved bar or a changed title
 # differs more. What is written in a picture is compared word by word.
 MOST = 10
+# Where the longest tests are. They come first, so that two workers end together.
+LONG = re.compile(
+    r"\.ipynb$|browser/|against_torch/|/test_(train_zero|exercises|triton|claims|right_answers|"
+    r"data_parallel|tensor_parallel|context_parallel|pipeline|calculator|world|world_dry|memory|"
+    r"memory_zero|zero_dry|zero|gpu_runs)\.py$"
+)
+
+
+def pytest_collection_modifyitems(items):
+    """With `--no-loadscope-reorder`, pytest-xdist hands files out in this order; by itself in that
+    of their number of tests, so that a few long ones come last."""
+    items.sort(key=lambda item: not LONG.search(item.path.as_posix()))
 
 
 def pages(outputs):
