@@ -52,6 +52,8 @@ SIDEWAYS = {
     ("lora", "quantization"),
     ("lora", "tensor_parallel"),
     ("lora", "memory"),
+    # An element of MXFP4 or NVFP4 is rounded as any number to a format.
+    ("quantization", "precision"),
     ("check", "exercises"),
     ("config", "anatomy"),  # a model counts its parameters in its table
     ("trace", "ledger"),  # what was sent, as amounts

@@ -109,6 +109,9 @@ GALLERY = {
     ),
     "dynamic range": lambda: plots.dynamic_range(FORMATS),
     "relative error": lambda: plots.relative_error(FORMATS),
+    "shared grids": lambda: plots.shared_grids(
+        alone=([0.2, -0.5, 1.0], [0.25] * 3), in_groups=([0.2, -0.5, 4.0], [0.25, 0.25, 4.0])
+    ),
     "curves": lambda: plots.curves(
         range(3),
         title="With loss scaling nothing is lost",

@@ -64,3 +64,9 @@ def test_bars_are_colored_by_their_fate_and_stay_inside():
     assert all(
         low <= patch.get_x() and patch.get_x() + patch.get_width() <= high for patch in axes.patches
     )
+
+
+def test_numbers_that_share_a_grid_land_on_fewer_values():
+    numbers = [0.1, 0.2, 0.4, 0.8]
+    picture = plots.shared_grids(fine=(numbers, [0.1] * 4), coarse=(numbers, [0.8] * 4))
+    assert "fine: 4 numbers land on 4 values; coarse: 4 numbers land on 2 values" in picture.alt

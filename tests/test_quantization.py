@@ -1,5 +1,9 @@
-"""NF4: the code book to the bit, the nearest code for every number, every byte counted."""
+"""Scales and codes against plain loops, every byte counted, integer products exact, an outlier traced.
 
+NF4: the code book to the bit, the nearest code for every number.
+"""
+
+import math
 import struct
 from statistics import NormalDist
 
@@ -9,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from labutils import measure, quantization
-from labutils.quantization import BLOCK, NF4, Nf4Linear, from_nf4, nf4_bytes, to_nf4
+from labutils import floats, measure, quantization
+from labutils.config import Mesh
+from labutils.quantization import BLOCK, NF4, Nf4Linear, from_nf4, nf4_bytes, quantize, to_nf4
+from labutils.world import World
 
 
 def drawn(*shape, seed=0):
@@ -128,3 +134,297 @@ def test_nothing_is_kept_for_the_backward_pass_and_no_conversion_touches_the_byt
     assert torch.equal(half.packed, before)
     assert half(x.detach().bfloat16()).dtype == torch.bfloat16
     assert quantization.nf4_bytes(960) == before.numel()
+
+
+# ── tiles that share a scale ─────────────────────────────────────────────────────────────────────
+
+GRAINS = {
+    "tensor": (6, 8),
+    "row": (1, 8),
+    4: (1, 4),
+    5: (1, 5),
+    (4, 3): (4, 3),
+    (6, 1): (6, 1),
+}  # some end short
+
+
+def by_hand(x, bits, tile, affine):
+    """Tile after tile, number after number."""
+    out, (r, c), top = torch.empty_like(x), tile, 2**bits - 1 if affine else 2 ** (bits - 1) - 1
+    for i in range(0, x.shape[0], r):
+        for j in range(0, x.shape[1], c):
+            part = x[i : i + r, j : j + c]
+            low, high = (
+                (min(part.min().item(), 0), max(part.max().item(), 0))
+                if affine
+                else (0, part.abs().max().item())
+            )
+            scale = (high - low) / top or 1.0
+            zero = round(-low / scale)
+            codes = (part / scale).round() + zero
+            out[i : i + r, j : j + c] = (codes.clamp(-top * (not affine), top) - zero) * scale
+    return out
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("grain", GRAINS, ids=str)
+def test_a_number_takes_the_nearest_value_of_the_grid_of_its_tile(grain, bits, affine):
+    x = drawn(6, 8) + 0.5
+    got = quantize(x, f"int{bits}", granularity=grain, affine=affine).dequantize()
+    torch.testing.assert_close(got, by_hand(x, bits, GRAINS[grain], affine), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fmt", [floats.MXFP4, floats.NVFP4], ids=lambda fmt: fmt.name)
+def test_floats_in_blocks_are_those_of_lab_01(fmt):
+    x = (drawn(3, 64) * torch.tensor([[1.0], [1e-3], [50.0]])).bfloat16().float()
+    x[0, :32] = 0
+    got = quantize(x, fmt)
+    whole = got.parts.get("scale of the tensor", torch.ones(1)).item()
+    for block, found in zip(
+        x.view(-1, fmt.block_size), got.dequantize().view(-1, fmt.block_size), strict=True
+    ):
+        right = fmt.decode(*fmt.encode([value / whole for value in block.double().tolist()]))
+        torch.testing.assert_close(found, torch.tensor(right) * whole, rtol=1e-6, atol=0)
+
+
+def test_nf4_is_the_frozen_weight_of_qlora():
+    x = drawn(3, 64)
+    right = from_nf4(to_nf4(x, double=False), x.shape, torch.float32, double=False)
+    assert torch.equal(quantize(x, "nf4").dequantize(), right)
+
+
+KINDS = [
+    ("int8", "tensor"),
+    ("int8", "row"),
+    ("int4", 16),
+    ("int3", (4, 24)),
+    ("mxfp4", None),
+    ("nvfp4", None),
+    ("nf4", None),
+]
+
+
+@pytest.mark.parametrize(("fmt", "grain"), KINDS, ids=str)
+@pytest.mark.parametrize("affine", [False, True])
+def test_bytes_formula_dry_run_and_kept_agree(fmt, grain, affine):
+    affine = affine and fmt.startswith("int")
+    settings = dict(granularity=grain, affine=affine)
+    formula = quantization.quantized_bytes((6, 64), fmt, **settings)
+    kept = quantize(drawn(6, 64), fmt, **settings).ledger
+    dry = World(Mesh(), engine="dry").run(
+        lambda rank: quantize(torch.randn(6, 64), fmt, **settings).ledger
+    )
+    assert formula.diff(dry).unexplained == 0 == dry.diff(kept).unexplained
+    assert {
+        line.name for line in formula.diff(kept).rows if line.predicted != line.measured
+    } == set()
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 8), st.lists(st.integers(0, 255), min_size=1, max_size=40))
+def test_packed_codes_come_back(bits, codes):
+    codes = torch.tensor(codes) % 2**bits
+    packed = quantization.pack_codes(codes, bits)
+    assert packed.numel() == math.ceil(len(codes) * bits / 8)
+    assert quantization.unpack_codes(packed, bits, len(codes)).tolist() == codes.tolist()
+    text = "".join(f"{code:0{bits}b}" for code in codes.tolist())
+    assert "".join(f"{byte:08b}" for byte in packed.tolist())[: len(text)] == text
+
+
+def test_zeros_and_one_sided_tiles():
+    for affine in (False, True):
+        assert (
+            quantize(torch.zeros(2, 4), "int4", affine=affine).dequantize().tolist()
+            == [[0.0] * 4] * 2
+        )
+        x = -torch.arange(1.0, 9)[None]
+        assert quantize(x, "int4", affine=affine).dequantize().min() == pytest.approx(-8, rel=1e-6)
+    # All of int8's numbers above 0, as behind a ReLU: twice as fine with a zero point.
+    x = drawn(1, 4096).abs()
+    errors = [
+        (quantize(x, "int8", affine=affine).dequantize() - x).norm() for affine in (True, False)
+    ]
+    assert errors[1] / errors[0] == pytest.approx(255 / 127, rel=0.05)
+
+
+def test_clipping_comes_before_rounding_and_mse_is_the_best_limit_tried():
+    x = drawn(2, 512)
+    x[0, 0] = 30.0
+    error = {}
+    for clip in (None, 0.99, "mse"):
+        y = quantize(x, "int4", granularity="row", clip=clip).dequantize()
+        error[clip] = (y - x).square().sum(1)
+        if clip == 0.99:
+            assert y[0].max() == pytest.approx(x[0].abs().quantile(0.99).item())
+            assert y[0, 0] == y[0].max()
+    assert (error["mse"] <= error[None]).all() and error["mse"][0] < 0.95 * error[None][0]
+    assert error["mse"][1] < error[None][1] and error["mse"].sum() < error[0.99].sum()
+
+
+def test_what_cannot_be_is_said():
+    x = drawn(4, 6)
+    for message, arguments in {
+        "no format 'int9'": ("int9",),
+        "granularity must be": ("int8", 0),
+        "granularity='column'": ("int8", "column"),
+        "scales of this format stand for 32": ("mxfp4", 16),
+        "are for integers, got 'nf4'": ("nf4", None, True),
+        "clip=1.5": ("int8", None, False, 1.5),
+    }.items():
+        options = dict(zip(("granularity", "affine", "clip"), arguments[1:], strict=False))
+        with pytest.raises(ValueError, match=message):
+            quantize(drawn(4, 64) if arguments[0] == "nf4" else x, arguments[0], **options)
+    with pytest.raises(ValueError, match=r"\[0, 4\] has no numbers"):
+        quantize(torch.zeros(0, 4), "int8")
+
+
+# ── layers ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def rounding(fmt, **settings):
+    return lambda x: quantize(x, fmt, **settings).dequantize()
+
+
+def test_integer_products_are_those_of_fp64_to_the_last():
+    draw = torch.Generator().manual_seed(0)
+    x, w = (torch.randint(-127, 128, (n, 96), generator=draw, dtype=torch.int8) for n in (5, 7))
+    got = quantization.int8_product(x, w)
+    assert got.dtype == torch.int32
+    assert torch.equal(got.double(), x.double() @ w.double().mT)
+
+
+@pytest.mark.parametrize("limit", [None, 1.5])
+def test_an_int8_layer_is_the_product_of_rounded_numbers(limit):
+    linear, x = nn.Linear(96, 10), drawn(5, 96)
+    x[0] = 0
+    read = x if limit is None else x.clamp(-limit, limit)
+    scale = limit / 127 if limit else None
+    rounded = (read / scale).round() * scale if limit else rounding("int8", granularity="row")(read)
+    right = rounded @ rounding("int8", granularity="row")(linear.weight).mT + linear.bias
+    layer = quantization.Int8Linear(linear, limit)
+    torch.testing.assert_close(layer(x), right, rtol=1e-5, atol=1e-5)
+    assert {name: tensor.nbytes for name, tensor in layer.named_buffers()} == {
+        "w": 960,
+        "w_scale": 40,
+    }
+
+
+def test_a_rounded_model_reads_and_multiplies_rounded_numbers_and_leaves_the_model_alone():
+    model, x = (
+        nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3)).requires_grad_(False),
+        drawn(4, 16),
+    )
+    first, _, last = model
+    weights, inputs = rounding("int4", granularity="row"), rounding("int8", granularity="row")
+    got = quantization.quantized(model, weights, inputs)(x)
+    middle = torch.tanh(inputs(x) @ weights(first.weight).mT + first.bias)
+    torch.testing.assert_close(got, inputs(middle) @ weights(last.weight).mT + last.bias)
+    assert not first._forward_pre_hooks and not torch.equal(first.weight, weights(first.weight))
+    torch.testing.assert_close(quantization.quantized(model)(x), model(x))
+
+
+def test_kept_columns_are_whole_and_outside_the_scale():
+    x = drawn(4, 16)
+    x[:, 3] *= 100
+    got = quantization.keeping(1, rounding("int8"))(x)
+    rest = [i for i in range(16) if i != 3]
+    assert torch.equal(got[:, 3], x[:, 3])
+    assert torch.equal(got[:, rest], rounding("int8")(x[:, rest]))
+
+
+def test_a_rotation_is_orthogonal_and_spreads_what_stands_out():
+    R = quantization.rotation(64, 1)
+    torch.testing.assert_close(R @ R.mT, torch.eye(64), rtol=0, atol=1e-5)
+    assert not torch.equal(R, quantization.rotation(64, 2))
+    x = drawn(8, 64)
+    x[:, 3] *= 10
+    plain, turned = (
+        rounding("int4", granularity="row"),
+        quantization.rotated(rounding("int4", granularity="row"), 1),
+    )
+    assert (turned(x) - x).norm() < 0.9 * (plain(x) - x).norm()
+    torch.testing.assert_close(quantization.rotated(lambda y: y, 1)(x), x, rtol=1e-4, atol=1e-4)
+
+
+# ── error feedback, Kashin ───────────────────────────────────────────────────────────────────────
+
+
+def test_error_feedback_by_cholesky_is_the_plain_loop_and_better_where_it_counts():
+    mix = drawn(24, 24, seed=1)
+    seen, new = drawn(400, 24) @ mix, drawn(400, 24, seed=2) @ mix
+    w, H = drawn(8, 24, seed=3), quantization.hessian(seen)
+    fed = quantization.error_feedback(w, H, "int3", 8)
+    torch.testing.assert_close(fed, quantization.error_feedback_plain(w, H, "int3", 8))
+    nearest = quantize(w, "int3", granularity=8)
+    scales = nearest.scale_of_each()
+    codes = fed / scales
+    assert (codes - codes.round()).abs().max() < 1e-5 and codes.abs().max() <= 3 + 1e-5
+    for x in (seen, new):
+        off = [
+            ((x @ (q.float() - w).mT).norm() / (x @ w.mT).norm()).item()
+            for q in (fed, nearest.dequantize())
+        ]
+        assert off[0] < 0.8 * off[1]
+    assert (fed - w).norm() > (nearest.dequantize() - w).norm()  # not by smaller errors of weights
+
+
+def test_with_inputs_that_know_nothing_of_one_another_nothing_is_fed_back():
+    w = drawn(8, 24)
+    fed = quantization.error_feedback(w, torch.eye(24, dtype=torch.float64), "int4")
+    torch.testing.assert_close(fed.float(), rounding("int4", granularity="row")(w))
+
+
+def test_a_pair_of_steps_leaves_one_minus_two_over_pi():
+    # Merkulov et al. 2404.09737; a Gaussian's mean |r| is √(2/π) of its root mean square.
+    norms = []
+    for seed in range(3):
+        x = drawn(512, seed=seed).double()
+        u, v, norm = quantization.kashin(x, quantization.rotation(512, seed).double(), 10)
+        rest = x - u - quantization.rotation(512, seed).double() @ v
+        assert rest.norm() / x.norm() == pytest.approx(norm[-1])
+        norms.append(norm[-1] ** 0.1)
+        assert max(u.abs().max(), v.abs().max()) < 0.6 * x.abs().max()
+    assert sum(norms) / 3 == pytest.approx(1 - 2 / math.pi, abs=0.02)
+
+
+def test_clusters_are_where_their_members_are():
+    x = torch.tensor([0.0, 0.1, -0.1, 5.0, 5.2, -3.0], dtype=torch.float64)
+    torch.testing.assert_close(
+        quantization.nearest_of(x, 3),
+        torch.tensor([0.0, 0, 0, 5.1, 5.1, -3.0], dtype=torch.float64),
+    )
+
+
+# ── a trained network ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    return quantization.load_minilm()
+
+
+def test_what_stands_out_in_minilm(minilm):
+    assert sum(p.numel() for p in minilm.parameters()) == 22_565_376
+    places = [divmod(layer.down.weight.abs().argmax().item(), 1536) for layer in minilm.layers]
+    assert places[:4] == [(99, 856), (99, 607), (99, 1004), (99, 358)]
+    sentences = quantization.token_ids(quantization.docstrings(6))
+    seen = {}
+    hook = minilm.layers[0].down.register_forward_pre_hook(lambda _, args: seen.update(x=args[0]))
+    embedded = minilm(sentences)
+    hook.remove()
+    first = [token for each in sentences for token in [True] + [False] * (len(each) - 1)]
+    assert ((seen["x"][:, 856] > 10).tolist()) == first  # the unit fires on [CLS] and nowhere else
+    torch.testing.assert_close(embedded.norm(dim=1), torch.ones(6))
+    torch.testing.assert_close(embedded[2:3], minilm(sentences[2:3]), rtol=0, atol=1e-5)
+
+
+def test_sentences_are_the_same_everywhere():
+    sentences = quantization.docstrings(137)
+    assert len(set(sentences)) == 137 and sentences[-1].startswith("Decorator to mark an object")
+
+
+def test_what_to_install_is_said(monkeypatch):
+    monkeypatch.setattr(quantization.minilm, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install -e ".\[real\]"'):
+        quantization.load_minilm()

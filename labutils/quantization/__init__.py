@@ -1,5 +1,6 @@
 """Fewer bits for a number: what is rounded, by which scale, and what that costs."""
 
+from labutils.quantization.error_feedback import error_feedback, error_feedback_plain, hessian
 from labutils.quantization.fp8 import (
     E4M3,
     E5M2,
@@ -17,6 +18,16 @@ from labutils.quantization.fp8 import (
     to_eight,
     use_fp8,
 )
+from labutils.quantization.kashin import kashin, nearest_of
+from labutils.quantization.layers import (
+    Int8Linear,
+    int8_product,
+    keeping,
+    quantized,
+    rotated,
+    rotation,
+)
+from labutils.quantization.minilm import MiniLM, docstrings, load_minilm, token_ids
 from labutils.quantization.moments import (
     Adam8,
     Blocks,
@@ -35,3 +46,10 @@ from labutils.quantization.nf4 import (
     to_nf4,
 )
 from labutils.quantization.recipes import RECIPES, KeptAdam, StateFormats, fp8_states, kept_states
+from labutils.quantization.tiles import (
+    Quantized,
+    pack_codes,
+    quantize,
+    quantized_bytes,
+    unpack_codes,
+)

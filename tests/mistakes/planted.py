@@ -217,6 +217,37 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("reads * (base + k) + d", "base + k + d"),
         ("(q + k + v + (q or k))", "4"),
     ],
+    ("quantization/tiles", "test_quantization"): [
+        ("_nonzero(tiles.abs().amax(1) / fmt.max)", "_nonzero(tiles.amax(1) / fmt.max)"),
+        ("zeros = (-low / scales).round()", "zeros = (1 - low / scales).round()"),
+        ("tiles.amin(1).clamp(max=0)", "tiles.amin(1)"),
+        ("tiles = tiles.clamp(-limit, limit)\n    codes", "tiles = tiles\n    codes"),
+        ("tiles.abs().quantile(", "tiles.quantile("),
+        ("transpose(1, 2).reshape(-1, r * c)", "reshape(-1, r * c)"),
+        ('Line("zero points", tiles)] * affine', 'Line("zero points", 4 * tiles)] * affine'),
+        ("half = 1 << bits - 1", "half = 1 << bits"),
+    ],
+    ("quantization/layers", "test_quantization"): [
+        (".clamp(-127, 127).round().char()", ".round().char()"),
+        ("topk(count)", "topk(count, largest=False)"),
+        ("return inner(x @ R) @ R.mT", "return inner(x @ R) @ R"),
+        ("model = copy.deepcopy(model)", "model = model"),
+    ],
+    ("quantization/error_feedback", "test_quantization"): [
+        ("error[:, None] * U[j, j + 1 :]", "error[:, None] * U[j + 1 :, j]"),
+        ("/ U[j, j]", "/ U[j, j] ** 2"),
+        ("inverse = inverse - inverse[:, j, None]", "inverse = inverse + inverse[:, j, None]"),
+    ],
+    ("quantization/kashin", "test_quantization"): [
+        ("step = turned.abs().mean() * turned.sign()", "step = turned.abs().amax() * turned.sign()"),
+        ("rest - Q @ step", "rest - Q.mT @ step"),
+        ("(book[1:] + book[:-1]) / 2)\n        count", "book[1:])\n        count"),
+    ],
+    ("quantization/minilm", "test_quantization against_torch/test_quantization"): [
+        ("owner[:, None] == owner", "owner[:, None] >= owner"),
+        ("torch.cat([torch.arange(length) for length in lengths])", "torch.arange(len(tokens))"),
+        ("F.gelu(self.up(x))", "F.relu(self.up(x))"),
+    ],
     ("quantization/nf4", "test_quantization test_lora"): [
         ("0.07958029955625534", "0.07958029955625535e1"),
         ("(book[1:] + book[:-1]) / 2)", "book[:-1])"),

@@ -21,6 +21,7 @@ from labutils.teach.plots.formats import (
     exponent_histogram,
     number_line,
     relative_error,
+    shared_grids,
 )
 from labutils.teach.plots.layouts import who_computes
 from labutils.teach.plots.lines import (
@@ -62,6 +63,7 @@ __all__ = [
     "roofline",
     "running_sums",
     "schedule_animation",
+    "shared_grids",
     "tensor_shares",
     "tile_walk",
     "token_weights",

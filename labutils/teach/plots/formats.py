@@ -362,3 +362,48 @@ def _number(value: float) -> str:
     mantissa, _, power = f"{value:.3g}".partition("e")
     said = f"{mantissa}e{int(power)}" if power else mantissa
     return said.replace("-", "−")
+
+
+@style.drawn
+def shared_grids(
+    *, title: str | None = None, **rows: tuple[Sequence[float], Sequence[float]]
+) -> Picture:
+    """A row for each (numbers, steps): the values that the numbers may take as ticks, and a filled
+    marker for each number where it lands.
+
+    steps: of each number the distance of its neighbors on the grid, the same for all of a group
+    """
+    rows = style.spaced(rows)
+    most = max(max(map(abs, numbers)) for numbers, _ in rows.values())
+    _, axes = style.canvas(
+        title or _grids_finding(rows),
+        height=0.62 * len(rows),
+        left=style.widest(rows, "bold") + 0.2,
+        right=0.3,
+        xlabel="value",
+    )
+    draw.rows(axes, list(rows), (-1.06 * most, 1.06 * most), weight="bold")
+    axes.spines["left"].set_visible(False)
+    told = []
+    for at, ((name, (numbers, steps)), color) in enumerate(
+        zip(rows.items(), itertools.cycle(style.SERIES), strict=False)
+    ):
+        axes.hlines(at, -most, most, color=style.NEUTRAL[0], linewidth=1, zorder=0)
+        landed = {step * round(x / step) for x, step in zip(numbers, steps, strict=True)}
+        if len(set(steps)) == 1:
+            places = math.floor(most / steps[0] + 1e-6)
+            grid = [k * steps[0] for k in range(-places, places + 1)]
+            axes.vlines(grid, at - 0.22, at + 0.22, color=style.NEUTRAL[1], linewidth=0.8)
+        axes.vlines(numbers, at - 0.42, at - 0.3, color=style.INK, linewidth=0.6)
+        draw.points(axes, sorted(landed), [at] * len(landed), color, markersize=4.5)
+        told.append(f"{name}: {len(numbers)} numbers land on {len(landed)} values")
+    return Picture(axes.figure, f"Number lines up to {_number(most)}. {'; '.join(told)}.")
+
+
+def _grids_finding(rows: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> str:
+    counts = {
+        name: len({step * round(x / step) for x, step in zip(*row, strict=True)})
+        for name, row in rows.items()
+    }
+    (first, most), *_, (last, least) = counts.items()
+    return f"{first}, the numbers land on {most} values; {last}, on {least}"

@@ -1,0 +1,96 @@
+"""A model whose linear layers round their weights and what they read, and a layer that multiplies
+the 8-bit integers themselves (W8A8).
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int8, Int32
+from torch import Tensor, nn
+
+from labutils.quantization.tiles import quantize
+
+RoundTrip = Callable[[Tensor], Tensor]
+"""Numbers to what is left of them: lambda x: quantize(x, "int8").dequantize()."""
+
+
+def quantized(
+    model: nn.Module, weights: RoundTrip | None = None, inputs: RoundTrip | None = None
+) -> nn.Module:
+    """A copy of a model in which each nn.Linear has rounded weights, and rounds what it reads.
+
+    The numbers stay fp32 and have the values of the codes; the products and all else are fp32.
+    """
+    model = copy.deepcopy(model)
+    for layer in model.modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        if weights is not None:
+            layer.weight = nn.Parameter(weights(layer.weight), requires_grad=False)
+        if inputs is not None:
+            layer.register_forward_pre_hook(lambda _, args: inputs(args[0]))
+    return model
+
+
+def keeping(count: int, inner: RoundTrip) -> RoundTrip:
+    """A round trip that leaves the `count` columns of the largest |x| as they are, and out of the
+    scales of the others: LLM.int8() 2208.07339 keeps every column with a number above 6."""
+
+    def round_trip(x: Float[Tensor, "... h"]) -> Float[Tensor, "... h"]:
+        largest = x.abs().flatten(0, -2).amax(0).topk(count).indices
+        rest = inner(x.index_fill(-1, largest, 0))
+        return rest.index_copy(-1, largest, x[..., largest])
+
+    return round_trip
+
+
+def rotated(inner: RoundTrip, seed: int = 0) -> RoundTrip:
+    """A round trip in another basis: x·R is rounded, and turned back by Rᵀ. With one R for a weight
+    and for what it is multiplied with, (x·R)(W·R)ᵀ = x·Wᵀ: in earnest nothing is turned back.
+    """
+
+    def round_trip(x: Float[Tensor, "... h"]) -> Float[Tensor, "... h"]:
+        R = rotation(x.shape[-1], seed)
+        return inner(x @ R) @ R.mT
+
+    return round_trip
+
+
+@functools.cache
+def rotation(h: int, seed: int = 0) -> Float[Tensor, "h h"]:
+    """A random orthogonal matrix."""
+    draw = torch.Generator().manual_seed(seed)
+    Q, R = torch.linalg.qr(torch.randn(h, h, generator=draw, dtype=torch.float64))
+    return (Q * R.diagonal().sign()).float()
+
+
+# ── products of integers ─────────────────────────────────────────────────────────────────────────
+
+
+def int8_product(x: Int8[Tensor, "tokens k"], w: Int8[Tensor, "d k"]) -> Int32[Tensor, "tokens d"]:
+    """x·wᵀ of integers, summed in int32: exact, since k·127² < 2³¹ for k up to 133,152."""
+    return torch._int_mm(x.contiguous(), w.mT.contiguous())
+
+
+class Int8Linear(nn.Module):
+    """y = s_x · s_w · (codes of x · codes of W) + bias, with a scale s_w for each output channel.
+
+    limit: the largest |x| that calibration saw: what is beyond is clipped. Without one each token
+        has a scale of its own, found as it comes.
+    """
+
+    def __init__(self, linear: nn.Linear, limit: float | None = None) -> None:
+        super().__init__()
+        kept = quantize(linear.weight, "int8", granularity="row")
+        self.register_buffer("w", kept.codes())
+        self.register_buffer("w_scale", kept.parts["scales"])
+        self.bias, self.limit = linear.bias, limit
+
+    def forward(self, x: Float[Tensor, "tokens k"]) -> Float[Tensor, "tokens d"]:
+        limit = x.abs().amax(1, keepdim=True) if self.limit is None else x.new_tensor(self.limit)
+        x_scale = torch.where(limit > 0, limit / 127, 1.0)
+        codes = (x / x_scale).clamp(-127, 127).round().char()  # clamped first: a cast wraps around
+        y = int8_product(codes, self.w) * x_scale * self.w_scale
+        return y if self.bias is None else y + self.bias
