@@ -54,6 +54,9 @@ SIDEWAYS = {
     ("lora", "memory"),
     # An element of MXFP4 or NVFP4 is rounded as any number to a format.
     ("quantization", "precision"),
+    # The same batch on ranks and in micro-batches.
+    ("scaling", "accumulation"),
+    ("scaling", "data_parallel"),
     ("check", "exercises"),
     ("config", "anatomy"),  # a model counts its parameters in its table
     ("trace", "ledger"),  # what was sent, as amounts
@@ -65,8 +68,14 @@ SIDEWAYS = {
 # Layers without numpy and torch: they load in milliseconds and run in a browser.
 STANDARD_ONLY = {0, 1}
 NO_TORCH = {"memory", "planner", "scaling", "plots", "widgets", "editor"}
-# The one file of them that runs a step, to record it; it loads where a kind of step is new.
-RUNS_A_STEP = PACKAGE / "memory" / "recording.py"
+# The files of them that run steps: to record one, loaded where a kind of step is new; and where the
+# networks train whose learning rates the rules scale, loaded by name alone.
+RUNS_A_STEP = {
+    PACKAGE / "memory" / "recording.py",
+    PACKAGE / "scaling" / "copies.py",
+    PACKAGE / "scaling" / "tasks.py",
+    PACKAGE / "scaling" / "ranks.py",
+}
 
 
 def module(path):
@@ -117,7 +126,7 @@ def test_imports_go_down(path):
             assert allowed, f"{mine} (layer {layer(mine)}) imports {theirs} (layer {layer(theirs)})"
         if layer(mine) in STANDARD_ONLY:
             assert first in {*sys.stdlib_module_names, "labutils"}, f"{mine} imports {name}"
-        if mine in NO_TORCH and path != RUNS_A_STEP:
+        if mine in NO_TORCH and path not in RUNS_A_STEP:
             assert first != "torch", f"{mine} imports {name}"
 
 

@@ -1,0 +1,187 @@
+"""Many copies of a small network trained at once, a flat row of parameters for each seed and each
+learning rate. All rates of a seed see the same examples in the same order."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+MOMENTUM, BETAS, ALPHA, EPS = 0.9, (0.9, 0.999), 0.99, 1e-8  # torch's, and what everybody takes
+
+
+@dataclass(frozen=True)
+class Network:
+    """Linear layers of these widths, as a function of rows of parameters.
+
+    activation: "tanh" or "relu"
+    norm: whether a LayerNorm without a gain stands before each activation
+    tokens, embed: where inputs are tokens, how many there are, and the width of their vectors
+    """
+
+    widths: tuple[int, ...]
+    activation: Literal["tanh", "relu"] = "tanh"
+    norm: bool = False
+    tokens: int = 0
+    embed: int = 0
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The tensors of a row, one after the other."""
+        layers = [shape for i, o in pairwise(self.widths) for shape in ((i, o), (o,))]
+        return [(self.tokens, self.embed)] * bool(self.tokens) + layers
+
+    def start(self, seeds: Sequence[int]) -> Float[Tensor, "S P"]:
+        """A row for each seed: weights drawn with variance 1 or 2 over fan-in, biases zero."""
+        rows, gain = [], 2.0 if self.activation == "relu" else 1.0
+        for seed in seeds:
+            draw, parts = torch.Generator().manual_seed(seed), []
+            for i, shape in enumerate(self.shapes):
+                fan_in = 1.0 if self.tokens and i == 0 else shape[0] / gain
+                scale = fan_in**-0.5 if len(shape) > 1 else 0.0
+                parts.append(scale * torch.randn(shape, generator=draw).flatten())
+            rows.append(torch.cat(parts))
+        return torch.stack(rows)
+
+    def logits(self, rows: Float[Tensor, "K P"], x: Tensor) -> Float[Tensor, "K n c"]:
+        """What each copy answers to its own n examples, x[K, n, …]."""
+        sizes = [torch.Size(shape).numel() for shape in self.shapes]
+        parts = [
+            p.view(len(rows), *s) for p, s in zip(rows.split(sizes, 1), self.shapes, strict=True)
+        ]
+        if self.tokens:
+            offset = self.tokens * torch.arange(len(rows)).view(-1, 1, 1)
+            x = functional.embedding(x + offset, parts.pop(0).flatten(0, 1)).flatten(2)
+        layers = list(zip(parts[::2], parts[1::2], strict=True))
+        for i, (weight, bias) in enumerate(layers):
+            x = torch.baddbmm(bias.unsqueeze(1), x, weight)
+            if i + 1 < len(layers):
+                x = functional.layer_norm(x, x.shape[-1:]) if self.norm else x
+                x = torch.tanh(x) if self.activation == "tanh" else torch.relu(x)
+        return x
+
+    def losses(self, rows: Tensor, x: Tensor, y: Int[Tensor, "K n"]) -> Float[Tensor, "K"]:
+        """Mean cross-entropy of each copy on its examples, in nats."""
+        logits = self.logits(rows, x)
+        each = functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+        return each.view(y.shape).mean(1)
+
+    def gradients(self, rows: Tensor, x: Tensor, y: Tensor) -> Float[Tensor, "K P"]:
+        """The gradient of each copy's loss."""
+        rows = rows.detach().requires_grad_()
+        return torch.autograd.grad(self.losses(rows, x, y).sum(), rows)[0]
+
+    def alone(self, row: Float[Tensor, "P"]) -> nn.Module:
+        """One copy as a module of one parameter, to be trained like any other."""
+        return _Alone(self, row)
+
+
+class _Alone(nn.Module):
+    def __init__(self, network: Network, row: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.row = nn.Parameter(row.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network.logits(self.row[None], x[None])[0]
+
+
+class Update:
+    """SGD with momentum, Adam or RMSProp on rows, a learning rate for each: torch's formulas."""
+
+    def __init__(self, name: str, rows: Tensor) -> None:
+        if name not in ("sgd", "adam", "rmsprop"):
+            raise ValueError(f"there is no optimizer {name!r}: take sgd, adam or rmsprop")
+        self.name, self.steps = name, 0
+        self.first, self.second = torch.zeros_like(rows), torch.zeros_like(rows)
+
+    def __call__(self, rows: Tensor, gradient: Tensor, lr: Float[Tensor, "K 1"]) -> None:
+        """Steps the rows in place."""
+        self.steps += 1
+        if self.name == "sgd":
+            self.first.mul_(MOMENTUM).add_(gradient)
+            rows.sub_(lr * self.first)
+            return
+        beta = BETAS[1] if self.name == "adam" else ALPHA
+        self.second.mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
+        root = self.second.sqrt()
+        if self.name == "adam":
+            gradient = self.first.lerp_(gradient, 1 - BETAS[0]) / (1 - BETAS[0] ** self.steps)
+            root /= (1 - beta**self.steps) ** 0.5
+        rows.sub_(lr * gradient / root.add_(EPS))
+
+
+def order(n: int, count: int, seed: int) -> Int[Tensor, "count"]:
+    """The indices of `count` examples out of n, shuffled anew in each epoch; a row of the order
+    for every learning rate of a seed."""
+    draw = torch.Generator().manual_seed(1000 + seed)
+    epochs = [torch.randperm(n, generator=draw) for _ in range(-(-count // n))]
+    return torch.cat(epochs)[:count]
+
+
+def train_copies(
+    network: Network,
+    data: tuple[Tensor, Tensor],
+    *,
+    lr: Sequence[float],
+    batch: int,
+    samples: int,
+    seeds: Sequence[int],
+    optimizer: str = "sgd",
+    schedule: Callable[[int, int], float] | None = None,
+    watch: Callable[[int, Tensor], None] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "S R P"]:
+    """The rows after `samples` examples in batches, for each seed and each learning rate.
+
+    data: inputs and targets to learn from
+    optimizer: "sgd" with momentum, "adam" or "rmsprop"
+    schedule: of (step, steps), what every learning rate is multiplied by
+    watch: called with the steps done and rows[S, R, P], after each step
+    """
+    x, y = data
+    steps, copies = samples // batch, len(lr)
+    rows = network.start(seeds).to(dtype).repeat_interleave(copies, 0)
+    rates = torch.tensor(lr, dtype=dtype).repeat(len(seeds)).unsqueeze(1)
+    orders = torch.stack([order(len(y), steps * batch, seed) for seed in seeds])
+    update = Update(optimizer, rows)
+    for step in range(steps):
+        chosen = orders[:, step * batch : (step + 1) * batch].repeat_interleave(copies, 0)
+        factor = schedule(step, steps) if schedule else 1.0
+        update(rows, network.gradients(rows, x[chosen], y[chosen]), factor * rates)
+        if watch:
+            watch(step + 1, rows.view(len(seeds), copies, -1))
+    return rows.view(len(seeds), copies, -1)
+
+
+@torch.no_grad()
+def score(network: Network, rows: Tensor, data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Loss in nats and share of errors of rows[…, P] on the same examples; a copy that has
+    diverged has a loss of infinity."""
+    x, y = data
+    flat = rows.flatten(0, -2)
+    logits = network.logits(flat, x.expand(len(flat), *x.shape))
+    each = functional.cross_entropy(
+        logits.flatten(0, 1), y.repeat(len(flat)), reduction="none"
+    ).view(len(flat), -1)
+    wrong = (logits.argmax(-1) != y).double().mean(1)
+    return each.mean(1).nan_to_num(torch.inf).view(rows.shape[:-1]), wrong.view(rows.shape[:-1])
+
+
+def squared_lengths(
+    network: Network, row: Float[Tensor, "P"], x: Tensor, y: Tensor, sizes: Sequence[int]
+) -> dict[int, float]:
+    """The mean squared length of the gradients that these examples have in batches of each size.
+
+    A batch of 1 is a copy that sees one example: all gradients of single examples at once.
+    """
+    rows = row.expand(len(y), -1)
+    each = network.gradients(rows, x.unsqueeze(1), y.unsqueeze(1))
+    return {
+        size: each.view(-1, size, each.shape[1]).mean(1).square().sum(1).mean().item()
+        for size in sizes
+    }

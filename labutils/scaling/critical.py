@@ -1,0 +1,56 @@
+"""Steps to a target against the batch size: S = Smin + Emin / B, and the critical batch size."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class Hyperbola(NamedTuple):
+    """S = Smin + Emin / B: no batch needs fewer steps than `smin`, none fewer examples than `emin`.
+
+    Source: S. McCandlish et al., 1812.06162, where it reads (S/Smin − 1)(E/Emin − 1) = 1.
+    """
+
+    smin: float
+    emin: float
+
+    @property
+    def critical(self) -> float:
+        """The critical batch size, in examples: it takes 2·Smin steps and 2·Emin examples."""
+        return self.emin / self.smin
+
+    def steps(self, batch: float) -> float:
+        """Steps to the target with this batch size."""
+        return self.smin + self.emin / batch
+
+    def seconds(self, batch: float, devices: int, *, example: float, reduce: float) -> float:
+        """Time to the target where `devices` share a batch: `example` seconds of one for each
+        example, and `reduce` for the all-reduce of a step."""
+        return self.steps(batch) * (example * batch / devices + reduce * (devices > 1))
+
+
+def fit(steps: Mapping[float, float]) -> Hyperbola:
+    """The hyperbola nearest to the steps that each batch size took, in relative distance.
+
+    >>> fit({1: 110.0, 10: 20.0, 100: 11.0})
+    Hyperbola(smin=10.0, emin=100.0)
+    """
+    # Divided by S: 1 = Smin·(1/S) + Emin·(1/(B·S)), two columns and the normal equations.
+    columns = [(1 / s, 1 / (b * s)) for b, s in steps.items()]
+    aa, ab, bb = (sum(c[i] * c[j] for c in columns) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b, det = sum(c[0] for c in columns), sum(c[1] for c in columns), aa * bb - ab * ab
+    return Hyperbola(round((a * bb - b * ab) / det, 9), round((b * aa - a * ab) / det, 9))
+
+
+def steps_to(target: float, steps: Sequence[int], losses: Sequence[float]) -> float:
+    """The step at which a curve first reaches `target`, between its points along a straight line;
+    infinite where it never does.
+
+    >>> steps_to(2.5, [0, 10, 20], [4.0, 3.0, 2.0])
+    15.0
+    """
+    for (s0, l0), (s1, l1) in pairwise(zip(steps, losses, strict=True)):
+        if l1 <= target < l0:
+            return s0 + (s1 - s0) * (l0 - target) / (l0 - l1)
+    return math.inf

@@ -1,0 +1,69 @@
+"""How the learning rate follows the batch size: linear and square-root scaling rules, gradual
+warm-up, cosine, and warm-up–stable–decay (WSD), all per iteration; what weight decay then does."""
+
+import math
+from typing import Literal
+
+from labutils import units
+
+Rule = Literal["linear", "square root", "none"]
+POWERS: dict[str, float] = {"none": 0.0, "square root": 0.5, "linear": 1.0}
+"""The power of the batch size that each rule raises the learning rate by."""
+
+
+def scale_lr(lr: float, ratio: float, rule: Rule) -> float:
+    """The learning rate for a batch `ratio` times as large as the one that `lr` was found for.
+
+    It is the learning rate alone that a rule scales: weight decay stays as it is (`shrinkage`).
+
+    >>> [round(scale_lr(0.1, 32, rule), 3) for rule in POWERS]
+    [0.1, 0.566, 3.2]
+
+    Source: P. Goyal et al., 1706.02677, section 2.1 (linear).
+    """
+    if rule not in POWERS:
+        raise ValueError(f"there is no rule {rule!r}: take one of {', '.join(POWERS)}")
+    return units.positive(lr, "lr") * units.positive(ratio, "ratio") ** POWERS[rule]
+
+
+def warm_up(step: int, steps: int, *, start: float, end: float) -> float:
+    """The learning rate of iteration `step` (from 0), which grows by equal amounts for `steps`
+    iterations and then stays at `end`.
+
+    Goyal's gradual warm-up starts at η and ends at kη; what is often told, and what most libraries
+    do, starts at 0.
+
+    >>> [warm_up(step, 2, start=1.0, end=3.0) for step in range(4)]
+    [1.0, 2.0, 3.0, 3.0]
+
+    Source: P. Goyal et al., 1706.02677, section 2.2: a constant increment at each iteration.
+    """
+    return start + (end - start) * min(step / steps, 1) if steps else end
+
+
+def cosine(step: int, steps: int, *, peak: float, end: float = 0.0) -> float:
+    """The learning rate of iteration `step` (from 0): from `peak` to `end` along half a cosine.
+
+    >>> [round(cosine(step, 4, peak=1.0), 2) for step in range(6)]
+    [1.0, 0.85, 0.5, 0.15, 0.0, 0.0]
+    """
+    return end + (peak - end) * (1 + math.cos(math.pi * min(step / steps, 1))) / 2
+
+
+def wsd(step: int, steps: int, *, peak: float, decay: int, end: float = 0.0) -> float:
+    """The learning rate of iteration `step` (from 0): `peak`, and in the last `decay` of `steps`
+    iterations down to `end` in equal amounts. Until then nothing depends on `steps`.
+
+    >>> [wsd(step, 6, peak=1.0, decay=2) for step in range(7)]
+    [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
+    """
+    return peak + (end - peak) * min(max(step - (steps - decay), 0) / decay, 1)
+
+
+def shrinkage(lr: float, decay: float, steps: float) -> float:
+    """What AdamW's decoupled weight decay alone leaves of a weight after so many steps.
+
+    Each step multiplies by 1 − lr·decay. A batch k times as large takes k times fewer steps per
+    epoch, so with a learning rate of k·lr as much is left as before; with k·decay too, much less.
+    """
+    return (1 - lr * decay) ** steps

@@ -1,0 +1,394 @@
+"""Take a recipe to more devices, measure the noise scale on ranks, and repair a large-batch SGD."""
+
+import functools
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labutils import scaling, world
+from labutils.scaling import ranks
+from labutils.teach.exercises import Exercise, Failed, Property, _ranks
+
+# ── a recipe for k times as many devices ─────────────────────────────────────────────────────────
+
+_RECIPES = [("sgd", 0.1, 1e-4, 32, 12), ("adam", 1e-3, 0.1, 16, 10), ("sgd", 0.02, 1e-3, 4, 7)]
+_RECIPES += [("rmsprop", 4e-3, 1e-2, 64, 5)]
+_WARM = 5  # epochs
+
+
+def scaled_recipe(
+    optimizer: str, lr: float, decay: float, k: float, steps: int
+) -> tuple[Callable[[int], float], float]:
+    """The learning rate of iteration t, a function of t, and the weight decay for k times the
+    batch: linear for "sgd" and a square root for others, warmed up as Goyal does over five epochs
+    of `steps` iterations each."""
+    peak = scaling.scale_lr(lr, k, "linear" if optimizer == "sgd" else "square root")
+    return functools.partial(scaling.warm_up, steps=_WARM * steps, start=lr, end=peak), decay
+
+
+def _answered(attempt: Callable, recipe: tuple) -> tuple[list[float], float, str]:
+    """The rates of seven epochs, the decay, and the case in words."""
+    optimizer, lr, _, k, steps = recipe
+    case = f"{optimizer}, lr = {lr:g}, k = {k}, {steps} iterations per epoch"
+    found = attempt(*recipe)
+    if not isinstance(found, tuple | list) or len(found) != 2 or not callable(found[0]):
+        hint = "Return a function of the iteration, and the weight decay."
+        raise Failed(f"{case}: you return {found!r}", hint)
+    rates = []
+    for t in range(7 * steps):
+        rate = found[0](t)
+        if not isinstance(rate, Real | Tensor):
+            raise Failed(f"{case}: at iteration {t} the rate is {rate!r}", "Return a number.")
+        rates.append(float(rate))
+    return rates, float(found[1]), case
+
+
+def _near(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12)
+
+
+def _peak(attempt: Callable) -> str:
+    for recipe in _RECIPES:
+        rates, _, case = _answered(attempt, recipe)
+        _, lr, _, k, _ = recipe
+        right = scaled_recipe(*recipe)[0](10**6)
+        if _near(rates[-1], right):
+            continue
+        usually = {
+            lr: "The rate is not scaled at all: k times the batch in as many steps less.",
+            lr * k: "The linear rule is SGD's. Adam and RMSProp divide a gradient by its own size: "
+            "a batch k times as large has noise smaller by √k, hence the square root.",
+            lr
+            * math.sqrt(k): "The square root fits Adam and RMSProp. k small steps of SGD are one "
+            "step of k·lr.",
+            lr / k: "Upside down: a larger batch takes larger steps.",
+            lr * k * k: "Scaled twice: once for the batch is enough.",
+        }
+        hint = next(
+            (words for value, words in usually.items() if _near(rates[-1], value)),
+            "After the warm-up: k·lr for SGD, √k·lr for the others.",
+        )
+        raise Failed(f"{case}: after the warm-up {rates[-1]:.4g}, not {right:.4g}", hint)
+    return f"{len(_RECIPES)} recipes"
+
+
+def _decay(attempt: Callable) -> str:
+    for recipe in _RECIPES:
+        _, decay, case = _answered(attempt, recipe)
+        if not _near(decay, recipe[2]):
+            raise Failed(
+                f"{case}: weight decay {decay:.4g}, it was {recipe[2]:.4g}",
+                "The rule is for the learning rate alone. A step already decays by lr times this "
+                "number: scaled too, the decay of an epoch is multiplied.",
+            )
+    return "as it was"
+
+
+def _begins(attempt: Callable) -> str:
+    for recipe in _RECIPES:
+        rates, _, case = _answered(attempt, recipe)
+        if _near(rates[0], recipe[1]):
+            continue
+        peak, warm = rates[-1], _WARM * recipe[4]
+        hint = "Iteration 0 runs at the rate of the small batch."
+        if rates[0] == 0 or _near(rates[0], peak / warm):
+            hint = (
+                "This grows from 0, as libraries do. Goyal's begins at η, which is known to work."
+            )
+        elif _near(rates[0], peak):
+            hint = "There is no warm-up: iteration 0 already runs at the scaled rate."
+        raise Failed(f"{case}: it begins at {rates[0]:.4g}, not at η = {recipe[1]:g}", hint)
+    return "at η"
+
+
+def _every_iteration(attempt: Callable) -> str:
+    for recipe in _RECIPES:
+        rates, _, case = _answered(attempt, recipe)
+        right = [scaled_recipe(*recipe)[0](t) for t in range(len(rates))]
+        wrong = [t for t, pair in enumerate(zip(rates, right, strict=True)) if not _near(*pair)]
+        if not wrong:
+            continue
+        t, steps = wrong[0], recipe[4]
+        hint = f"The increment is (kη − η) / {_WARM * steps} at each iteration."
+        if all(len(set(rates[e * steps : (e + 1) * steps])) == 1 for e in range(_WARM)):
+            hint = "The rate changes once per epoch, in leaps: it should grow at every iteration."
+        elif _near(rates[_WARM], rates[-1]):
+            hint = "The warm-up is over after five *iterations*: it lasts five epochs."
+        raise Failed(f"{case}: iteration {t} runs at {rates[t]:.4g}, not {right[t]:.4g}", hint)
+    return "equal amounts"
+
+
+RECIPE = Exercise(
+    id="scaling/recipe",
+    title="Take a recipe to k times the batch",
+    minutes=10,
+    difficulty=1,
+    proves="you know what a larger batch changes in a recipe, at every iteration, and what not",
+    reference=scaled_recipe,
+    properties=(
+        Property("the rule", _peak),
+        Property("weight decay", _decay),
+        Property("where the warm-up begins", _begins),
+        Property("every iteration", _every_iteration),
+    ),
+    hints=(
+        "k small steps of SGD are one of k·lr. Adam divides the gradient by its own size. Which of "
+        "the two numbers that you are given is scaled?",
+        "From lr at iteration 0 to the scaled rate at iteration 5 · steps, along a straight line, "
+        "and constant from there. The weight decay is returned as it came.",
+    ),
+)
+
+# ── the noise scale on ranks ─────────────────────────────────────────────────────────────────────
+
+_P, _SEEDS = 12, 6
+
+
+@functools.cache
+def _gradients(n: int, b: int) -> list[list[Tensor]]:
+    """For each rank, its gradient in each seed: a mean of b examples' gradients."""
+    draw = torch.Generator().manual_seed(n)
+    signal = 0.5 * torch.arange(1, _SEEDS + 1, dtype=torch.float64).view(_SEEDS, 1, 1, 1)
+    noise = torch.randn(_SEEDS, n, b, _P, generator=draw, dtype=torch.float64)
+    return [list(each) for each in (signal + 3 * noise).mean(2).transpose(0, 1)]
+
+
+_FORMS = "each rank must call all_reduce equally often"
+
+
+def _found(attempt: Callable, n: int, b: int) -> list[float]:
+    def program(rank: world.Rank) -> float:
+        own = [gradient.clone() for gradient in _gradients(n, b)[rank.rank]]
+        return float(attempt(own, b, rank.comm("dp")))
+
+    return _ranks.run(n, f"{_ranks.count(n)}, b = {b}", program, f"Deadlock: {_FORMS}.")
+
+
+def _slips(n: int, b: int) -> list[tuple[float, str]]:
+    """What usual mistakes would give, and the words for each."""
+    own = torch.stack([torch.stack(each) for each in _gradients(n, b)], 1)  # seed, rank, P
+    small, mean = own.square().sum(2).mean(1), own.mean(1).square().sum(1)
+    trace = (small - mean) / (1 / b - 1 / (n * b))
+    signal = small - trace / b
+    summed = (small - n * n * mean) / (1 / b - 1 / (n * b))
+    added = (n * small - mean) / (1 / b - 1 / (n * b))
+    ranks_alone = (small - mean) / (1 - 1 / n)
+    values = [
+        (trace.mean() / mean.mean(), "|G|² is biased: |mean gradient|² still holds tr Σ / (N·b) of "
+         "noise. Subtract it."),
+        ((trace / signal).mean(), "This is the mean of ratios, and one |G|² near zero is all "
+         "that counts. Average tr Σ and |G|² over seeds first, and divide once."),
+        ((trace / mean).mean(), "Ratios are averaged, and |G|² is biased: means first, then one "
+         "ratio, of estimates without bias."),
+        (summed.mean() / (small - summed / b).mean(), "all_reduce *sums*: the gradient of the "
+         "large batch is the mean over ranks. Divide by N before you take its length."),
+        (added.mean() / (n * small - added / b).mean(), "|g|² of the small batch is the mean over "
+         "ranks, and all_reduce sums: divide by N."),
+        (ranks_alone.mean() / (small - ranks_alone).mean(), "Counted in ranks, not in examples: "
+         "each rank's gradient is that of b examples."),
+        (trace.mean() / signal.mean() / n, "Too small by the number of ranks."),
+    ]  # fmt: skip
+    return [(value.item(), words) for value, words in values]
+
+
+def _value(attempt: Callable) -> str:
+    cases = [(4, 1), (4, 8), (2, 5), (3, 2)]
+    for n, b in cases:
+        found = _found(attempt, n, b)
+        own = [torch.stack(each) for each in _gradients(n, b)]
+        right = scaling.noise_scale(
+            scaling.estimate_spread(
+                sum(g[s].square().sum().item() for g in own) / n,
+                (sum(g[s] for g in own) / n).square().sum().item(),
+                b,
+                n * b,
+            )
+            for s in range(_SEEDS)
+        )
+        if len({round(each, 9) for each in found}) > 1:
+            raise Failed(
+                f"{_ranks.count(n)}: the ranks find {', '.join(f'{x:.3g}' for x in found)}",
+                "|g|² before the all-reduce differs from rank to rank: average it over ranks too.",
+            )
+        if not math.isclose(found[0], right, rel_tol=1e-6):
+            near = (w for v, w in _slips(n, b) if math.isclose(found[0], v, rel_tol=1e-6))
+            hint = next(near, "E|g|² = |G|² + tr Σ / batch, for a batch of b and one of N·b.")
+            raise Failed(
+                f"{_ranks.count(n)}, b = {b}, {_SEEDS} seeds: {found[0]:.4g}, not {right:.4g}", hint
+            )
+    return f"{len(cases)} cases"
+
+
+def _sent(attempt: Callable) -> str:
+    n, b = 4, 2
+    _found(attempt, n, b)
+    most = max(_ranks.world_of(n).ledger.by("rank").values())
+    right = _SEEDS * 2 * (n - 1) * 8 * (_P // n + 1)  # a ring of P numbers, and one of a single one
+    if most > right:
+        raise Failed(
+            f"{_ranks.count(n)}, {_SEEDS} gradients of {8 * _P} B: a rank sends {most:,} B, "
+            f"{right:,} B are enough",
+            "All-reduce each gradient once, as training does anyway, and beside it one number.",
+        )
+    return "one gradient and one number"
+
+
+NOISE = Exercise(
+    id="scaling/noise-on-ranks",
+    title="Measure the noise scale on ranks",
+    minutes=12,
+    difficulty=2,
+    proves="you get the noise scale from what ranks hold before and after their all-reduce",
+    reference=ranks.noise_scale_of_ranks,
+    properties=(Property("value", _value), Property("bytes sent", _sent)),
+    hints=(
+        "The small batch has b examples, the large one N·b. For each seed you need the mean over "
+        "ranks of |g|², and |mean over ranks of g|².",
+        "tr Σ = (small − large) / (1/b − 1/(N·b)), and |G|² = small − tr Σ / b. Average both over "
+        "seeds, then divide.",
+    ),
+)
+
+# ── bug hunt: SGD for large batches ──────────────────────────────────────────────────────────────
+
+
+class LargeBatchSGD:
+    """SGD with momentum for k micro-batches per step, on one tensor, the learning rate absorbed
+    in the velocity: the momentum correction of Goyal's section 3."""
+
+    def __init__(self, w: Tensor, lr: float, k: int, decay: float = 0.0, warm: int = 0) -> None:
+        self.w, self.lr, self.k, self.decay, self.warm = w, lr, k, decay, warm
+        self.velocity, self.last, self.step_number = torch.zeros_like(w), None, 0
+
+    def rate(self) -> float:
+        """The learning rate of this step."""
+        return scaling.warm_up(self.step_number, self.warm, start=self.lr, end=self.k * self.lr)
+
+    def step(self, gradients: list[Tensor]) -> None:
+        """A step along the mean of k micro-batches' gradients."""
+        rate = self.rate()
+        gradient = sum(gradients) / self.k + self.decay * self.w
+        correction = rate / (self.last or rate)
+        self.velocity = 0.9 * correction * self.velocity + rate * gradient
+        self.w -= self.velocity
+        self.last, self.step_number = rate, self.step_number + 1
+
+
+def _followed(
+    attempt: Callable, k: int, decay: float = 0.0, warm: int = 0, equal: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Where an attempt goes in eight steps, and where the right one and usual mistakes go."""
+    draw, size = torch.Generator().manual_seed(5), 6
+    start = torch.randn(size, generator=draw, dtype=torch.float64)
+    shape = (8, 1 if equal else k, size)
+    pieces = torch.randn(shape, generator=draw, dtype=torch.float64).expand(8, k, size)
+
+    def follow(make: Callable) -> Tensor:
+        w = start.clone()
+        optimizer = make(w, 0.05, k, decay=decay, warm=warm)
+        for each in pieces:
+            optimizer.step([piece.clone() for piece in each])
+        return getattr(optimizer, "w", w)
+
+    return follow(attempt), {name: follow(make) for name, make in _MISTAKES.items()}
+
+
+class _Summed(LargeBatchSGD):
+    def step(self, gradients: list[Tensor]) -> None:
+        super().step([self.k * each for each in gradients])
+
+
+class _DecayScaled(LargeBatchSGD):
+    def step(self, gradients: list[Tensor]) -> None:
+        more = (self.k - 1) * self.decay * self.w
+        super().step([each + more for each in gradients])
+
+
+class _Uncorrected(LargeBatchSGD):
+    def step(self, gradients: list[Tensor]) -> None:
+        self.last = None
+        super().step(gradients)
+
+
+class _CorrectedTwice(LargeBatchSGD):
+    def step(self, gradients: list[Tensor]) -> None:
+        self.velocity = self.velocity * (self.rate() / (self.last or self.rate()))
+        super().step(gradients)
+
+
+class _UpsideDown(LargeBatchSGD):
+    def step(self, gradients: list[Tensor]) -> None:
+        self.velocity = self.velocity * ((self.last or self.rate()) / self.rate()) ** 2
+        super().step(gradients)
+
+
+class _FromZero(LargeBatchSGD):
+    def rate(self) -> float:
+        return (
+            scaling.warm_up(self.step_number, self.warm, start=0.0, end=self.k * self.lr) or 1e-30
+        )
+
+
+class _Late(LargeBatchSGD):
+    def rate(self) -> float:
+        return scaling.warm_up(self.step_number + 1, self.warm, start=self.lr, end=self.k * self.lr)
+
+
+_MISTAKES = {
+    "right": LargeBatchSGD,
+    "The gradient is k times too large: micro-batches are *added*, and the rate is scaled by k as "
+    "well. The linear rule is for the mean.": _Summed,
+    "The weight decay is k times as large: the rule scales the rate, and this number stays.": (
+        _DecayScaled
+    ),
+    "The velocity holds steps taken at the old rate. When the rate changes, multiply it by new "
+    "rate / old rate: the momentum correction.": _Uncorrected,
+    "The momentum correction is there two times: once, by new rate / old rate.": _CorrectedTwice,
+    "The momentum correction is upside down: new rate / old rate.": _UpsideDown,
+    "The warm-up begins at 0: Goyal's begins at the rate of the small batch.": _FromZero,
+    "The first step already runs at the second rate.": _Late,
+}
+
+
+def _follows(attempt: Callable, **options: Any) -> str:
+    found, known = _followed(attempt, **options)
+    right = known.pop("right")
+    if not torch.allclose(found, right, rtol=1e-9, atol=1e-12):
+        same = (w for w, end in known.items() if torch.allclose(found, end, rtol=1e-9, atol=1e-12))
+        said = ", ".join(f"{name} = {value}" for name, value in options.items())
+        off = ((found - right).norm() / right.norm()).item()
+        raise Failed(
+            f"{said}: after 8 steps the weight is off by {off:.1%}",
+            next(same, "torch.optim.SGD with momentum 0.9 and this rate goes elsewhere."),
+        )
+    return "8 steps"
+
+
+REPAIR = Exercise(
+    id="scaling/bug-hunt",
+    title="Bug hunt: momentum for large batches",
+    minutes=12,
+    difficulty=3,
+    proves="you know what a changing rate, a weight decay and k micro-batches ask of SGD",
+    reference=LargeBatchSGD,
+    properties=(
+        Property("one micro-batch", functools.partial(_follows, k=1)),
+        Property("several micro-batches", functools.partial(_follows, k=4)),
+        Property("weight decay", functools.partial(_follows, k=4, decay=0.1)),
+        Property("while the rate grows", functools.partial(_follows, k=4, warm=5)),
+        Property("all together", functools.partial(_follows, k=3, decay=0.1, warm=4)),
+    ),
+    hints=(
+        "Its test has one micro-batch, no decay and no warm-up. Set k = 4, then decay, then warm, "
+        "one at a time, and compare with torch.optim.SGD.",
+        "A gradient of a batch is a mean. A decay is not scaled. And what does the velocity hold "
+        "when the rate changes: gradients, or steps?",
+        "velocity = 0.9 · (rate / last rate) · velocity + rate · gradient.",
+    ),
+)
+
+EXERCISES = (RECIPE, NOISE, REPAIR)

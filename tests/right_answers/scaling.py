@@ -1,0 +1,120 @@
+"""Right answers to the exercises of `scaling`, in other styles than the reference."""
+
+import itertools
+
+import numpy as np
+import torch
+
+# ── a recipe for k times the batch ───────────────────────────────────────────────────────────────
+
+
+def _plain(optimizer, lr, decay, k, steps):
+    peak = k * lr if optimizer == "sgd" else k**0.5 * lr
+
+    def rate(t):
+        if t >= 5 * steps:
+            return peak
+        return lr + t * (peak - lr) / (5 * steps)
+
+    return rate, decay
+
+
+def _numpy(optimizer, lr, decay, k, steps):
+    peak = lr * np.power(k, {"sgd": 1}.get(optimizer, 0.5))
+    return [lambda t: np.interp(t, [0, 5 * steps], [lr, peak]), np.float64(decay)]
+
+
+def _table(optimizer, lr, decay, k, steps):
+    """The rates written out, as tensors."""
+    peak = lr * (k if optimizer == "sgd" else k**0.5)
+    rates = torch.linspace(lr, peak, 5 * steps + 1, dtype=torch.float64)
+    return (lambda t: rates[min(t, 5 * steps)]), decay
+
+
+# ── the noise scale on ranks ─────────────────────────────────────────────────────────────────────
+
+
+def _loop(gradients, b, comm):
+    n, traces, signals = comm.size, 0.0, 0.0
+    for g in gradients:
+        small = comm.all_reduce((g @ g).reshape(1))[0] / n
+        mean = comm.all_reduce(g) / n
+        large = mean @ mean
+        traces += (small - large) * n * b / (n - 1)
+        signals += (n * large - small) / (n - 1)
+    return traces / signals
+
+
+def _at_once(gradients, b, comm):
+    """All seeds in one message: gradients, and their lengths beside them."""
+    own = torch.stack(gradients)
+    packed = torch.cat([own, own.square().sum(1, keepdim=True)], 1)
+    mean = comm.all_reduce(packed.flatten()).view(packed.shape) / comm.size
+    small, large = mean[:, -1], mean[:, :-1].square().sum(1)
+    trace = ((small - large) / (1 / b - 1 / (b * comm.size))).mean()
+    return (trace / ((small - trace / b).mean())).item()
+
+
+def _variance(gradients, b, comm):
+    """tr Σ as b times the unbiased variance of the ranks' gradients, in NumPy."""
+    trace, signal = [], []
+    for own in gradients:
+        mean = comm.all_reduce(own).numpy() / comm.size
+        apart = torch.tensor([float(((own.numpy() - mean) ** 2).sum())], dtype=torch.float64)
+        trace.append(b * comm.all_reduce(apart).item() / (comm.size - 1))
+        signal.append((mean**2).sum() - trace[-1] / (b * comm.size))
+    return np.mean(trace) / np.mean(signal)
+
+
+# ── SGD for large batches ────────────────────────────────────────────────────────────────────────
+
+
+class _Torch:
+    """torch.optim.SGD itself, with a rate for each step."""
+
+    def __init__(self, w, lr, k, decay=0.0, warm=0):
+        self.w = torch.nn.Parameter(w)
+        self.sgd = torch.optim.SGD([self.w], lr, momentum=0.9, weight_decay=decay)
+        grow = ((lr + t / warm * (k - 1) * lr) for t in range(warm))
+        self.rates = itertools.chain(grow, itertools.repeat(k * lr))
+
+    def step(self, gradients):
+        self.w.grad = torch.stack(gradients).mean(0)
+        self.sgd.param_groups[0]["lr"] = next(self.rates)
+        self.sgd.step()
+
+
+class _Gradients:
+    """The velocity holds gradients: then nothing is to be corrected."""
+
+    def __init__(self, w, lr, k, decay=0.0, warm=0):
+        self.w, self.lr, self.k, self.decay, self.warm = w, lr, k, decay, warm
+        self.u, self.t = 0, 0
+
+    def step(self, gradients):
+        share = 1 if self.t >= self.warm else self.t / self.warm
+        self.u = 0.9 * self.u + sum(gradients) / len(gradients) + self.decay * self.w
+        self.w -= self.lr * (1 + share * (self.k - 1)) * self.u
+        self.t += 1
+
+
+class _Absorbed:
+    def __init__(self, w, lr, k, decay=0.0, warm=0):
+        self.w, self.decay = w, decay
+        self.rates = [*np.linspace(lr, k * lr, warm, endpoint=False), k * lr]
+        self.v, self.before = torch.zeros_like(w), self.rates[0]
+
+    def step(self, gradients):
+        rate = self.rates.pop(0) if len(self.rates) > 1 else self.rates[0]
+        mean = torch.mean(torch.stack(gradients), dim=0)
+        self.v *= 0.9 * rate / self.before
+        self.v += rate * (mean + self.decay * self.w)
+        self.w.sub_(self.v)
+        self.before = rate
+
+
+RIGHT = {
+    "scaling/recipe": {"written out": _plain, "NumPy, in a list": _numpy, "a table": _table},
+    "scaling/noise-on-ranks": {"sums": _loop, "one message": _at_once, "variance": _variance},
+    "scaling/bug-hunt": {"torch's": _Torch, "gradients kept": _Gradients, "absorbed": _Absorbed},
+}

@@ -1,0 +1,181 @@
+"""Wrong answers to the exercises of `scaling`."""
+
+from collections.abc import Callable
+from statistics import fmean
+
+from torch import Tensor
+
+from labutils import scaling, world
+from labutils.teach.exercises.scaling import LargeBatchSGD
+from wrong_answers import Wrong
+
+WARM = 5
+
+
+def _recipe(
+    *,
+    power: Callable[[str], float] = lambda optimizer: 1.0 if optimizer == "sgd" else 0.5,
+    decay_power: float = 0.0,
+    origin: float = 1.0,
+    shift: int = 0,
+    by_epoch: bool = False,
+    epochs: int = WARM,
+    short: bool = False,
+    twice: bool = False,
+) -> Callable:
+    """A recipe with its slips switched on one at a time."""
+
+    def attempt(optimizer: str, lr: float, decay: float, k: float, steps: int) -> tuple:
+        peak = lr * k ** power(optimizer) * (k if twice else 1)
+
+        def rate(t: int) -> float:
+            total = epochs if short else epochs * steps
+            t = t + shift
+            t = t // steps * steps if by_epoch else t
+            start = origin * lr
+            return start + (peak - start) * min(t / total, 1) if total else peak
+
+        return rate, decay * k**decay_power
+
+    return attempt
+
+
+def _terms(
+    own: Tensor, b: int, comm: world.Comm, *, summed: bool, alone: bool, added: bool
+) -> tuple:
+    large = comm.all_reduce(own) / (1 if summed else comm.size)
+    small = own.square().sum().view(1)
+    small = small if alone else comm.all_reduce(small) / (1 if added else comm.size)
+    return small.item(), large.square().sum().item()
+
+
+def _noise(
+    *,
+    biased: bool = False,
+    of_ratios: bool = False,
+    summed: bool = False,
+    alone: bool = False,
+    added: bool = False,
+    in_ranks: bool = False,
+) -> Callable:
+    """B_simple with its slips switched on one at a time."""
+
+    def attempt(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+        b, found = 1 if in_ranks else b, []
+        for own in gradients:
+            small, large = _terms(own, b, comm, summed=summed, alone=alone, added=added)
+            each = scaling.estimate_spread(small, large, b, comm.size * b)
+            found.append((each.trace, large if biased else each.signal))
+        if of_ratios:
+            return fmean(trace / signal for trace, signal in found)
+        return fmean(trace for trace, _ in found) / fmean(signal for _, signal in found)
+
+    return attempt
+
+
+def _gathers(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    found = []
+    for own in gradients:
+        every = comm.all_gather(own).view(comm.size, -1)
+        small, large = every.square().sum(1).mean().item(), every.mean(0).square().sum().item()
+        found.append(scaling.estimate_spread(small, large, b, comm.size * b))
+    comm.all_gather(own.repeat(20))
+    return scaling.noise_scale(found)
+
+
+class _OfTheLab(LargeBatchSGD):
+    """The one that the lab hands out."""
+
+    def step(self, gradients: list[Tensor]) -> None:
+        gradient = sum(gradients) + self.k * self.decay * self.w
+        self.velocity = 0.9 * self.velocity + self.rate() * gradient
+        self.w -= self.velocity
+        self.step_number += 1
+
+
+def _sgd(
+    *,
+    summed: bool = False,
+    scaled: bool = False,
+    power: int = 1,
+    start: float = 1.0,
+    shift: int = 0,
+) -> type:
+    """The class with its slips switched on one at a time.
+
+    power: of new rate / old rate, in front of an absorbed velocity
+    """
+
+    class Attempt(LargeBatchSGD):
+        def rate(self) -> float:
+            low, high = start * self.lr, self.k * self.lr
+            return scaling.warm_up(self.step_number + shift, self.warm, start=low, end=high)
+
+        def step(self, gradients: list[Tensor]) -> None:
+            rate = self.rate()
+            gradient = sum(gradients) / (1 if summed else self.k)
+            gradient = gradient + self.decay * (self.k if scaled else 1) * self.w
+            factor = (rate / self.last) ** power if self.last else 1.0
+            self.velocity = 0.9 * factor * self.velocity + rate * gradient
+            self.w -= self.velocity
+            self.last, self.step_number = rate, self.step_number + 1
+
+    return Attempt
+
+
+class _NotAbsorbed(LargeBatchSGD):
+    """Torch's form, whose velocity holds gradients, corrected all the same."""
+
+    def step(self, gradients: list[Tensor]) -> None:
+        rate = self.rate()
+        gradient = sum(gradients) / self.k + self.decay * self.w
+        self.velocity = 0.9 * rate / (self.last or rate) * self.velocity + gradient
+        self.w -= rate * self.velocity
+        self.last, self.step_number = rate, self.step_number + 1
+
+
+WRONG = {
+    "scaling/recipe": (
+        Wrong("linear for all", _recipe(power=lambda _: 1.0), "the rule", "linear rule is SGD's"),
+        Wrong("a root for all", _recipe(power=lambda _: 0.5), "the rule", "fits Adam and RMSProp"),
+        Wrong("not scaled", _recipe(power=lambda _: 0.0), "the rule", "not scaled at all"),
+        Wrong("upside down", _recipe(power=lambda o: -1.0), "the rule", "Upside down"),
+        Wrong(
+            "scaled for the batch and for the devices",
+            _recipe(power=lambda _: 1.0, twice=True),
+            "the rule",
+            "Scaled twice",
+        ),
+        Wrong("the decay too", _recipe(decay_power=1), "weight decay", "learning rate alone"),
+        Wrong("the decay's root", _recipe(decay_power=0.5), "weight decay", "learning rate alone"),
+        Wrong("from 0", _recipe(origin=0), "where the warm-up begins", "grows from 0"),
+        Wrong(
+            "from 0, one early", _recipe(origin=0, shift=1), "where the warm-up begins", "from 0"
+        ),
+        Wrong("no warm-up", _recipe(epochs=0), "where the warm-up begins", "no warm-up"),
+        Wrong("per epoch", _recipe(by_epoch=True), "every iteration", "once per epoch"),
+        Wrong("five iterations", _recipe(short=True), "every iteration", "five *iterations*"),
+        Wrong("four epochs", _recipe(epochs=4), "every iteration", "The increment is"),
+    ),
+    "scaling/noise-on-ranks": (
+        Wrong("biased |G|²", _noise(biased=True), "value", "|G|² is biased"),
+        Wrong("mean of ratios", _noise(of_ratios=True), "value", "mean of ratios"),
+        Wrong("both", _noise(of_ratios=True, biased=True), "value", "Ratios are averaged"),
+        Wrong("a sum for the mean", _noise(summed=True), "value", "all_reduce *sums*"),
+        Wrong("lengths added", _noise(added=True), "value", "is the mean over ranks"),
+        Wrong("its own length", _noise(alone=True), "value", "differs from rank to rank"),
+        Wrong("in ranks", _noise(in_ranks=True), "value", "Counted in ranks"),
+        Wrong("all gradients to all ranks", _gathers, "bytes sent", "beside it one number"),
+    ),
+    "scaling/bug-hunt": (
+        Wrong("the one of the lab", _OfTheLab, "several micro-batches", "are *added*"),
+        Wrong("summed", _sgd(summed=True), "several micro-batches", "are *added*"),
+        Wrong("decay scaled", _sgd(scaled=True), "weight decay", "k times as large"),
+        Wrong("no correction", _sgd(power=0), "while the rate grows", "steps taken at the old"),
+        Wrong("corrected twice", _sgd(power=2), "while the rate grows", "two times"),
+        Wrong("upside down", _sgd(power=-1), "while the rate grows", "upside down"),
+        Wrong("corrected, not absorbed", _NotAbsorbed, "while the rate grows", "two times"),
+        Wrong("from 0", _sgd(start=1e-12), "while the rate grows", "begins at 0"),
+        Wrong("one early", _sgd(shift=1), "while the rate grows", "second rate"),
+    ),
+}

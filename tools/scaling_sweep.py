@@ -1,0 +1,170 @@
+"""Learning rates against batch sizes on two small tasks, over rules, optimizers and seeds: writes
+data/scaling_sweep.csv.
+
+    python tools/scaling_sweep.py
+"""
+
+import csv
+import platform
+import time
+from collections.abc import Iterator
+
+import torch
+
+from labutils import scaling
+from labutils.config import DATA
+from labutils.scaling import copies, tasks
+
+COLUMNS = "part optimizer norm batch rule lr seed target value".split()
+BASE = {"sgd": 2**-6, "adam": 2**-8, "rmsprop": 2**-8}  # the best at a batch of 16
+SAMPLES, SEEDS, BATCHES = 2**16, range(8), (16, 64, 256, 512, 1024, 4096)
+TARGETS = (2.7, 2.55, 2.4)
+STEPS = {8: 3000, 32: 800, 128: 260, 512: 110, 2048: 70}
+LOWEST = {  # the smallest of six rates, each twice the one before
+    "sgd": {8: 2**-9, 32: 2**-7, 128: 2**-5, 512: 2**-4, 2048: 2**-3},
+    "adam": {8: 2**-11, 32: 2**-10, 128: 2**-9, 512: 2**-8, 2048: 2**-8},
+}
+RUN = {"batch": 32, "lr": 2**-4, "steps": (1, 16, 64, 128, 256, 512)}
+
+
+def row(part: str, value: float, **columns: object) -> dict:
+    """A row of the file."""
+    given = {"part": part, "value": f"{value:.5g}", **columns}
+    return {name: given.get(name, "") for name in COLUMNS}
+
+
+def warmed(ratio: float, share: float):
+    """Goyal's warm-up over a share of all steps, as a factor."""
+    return lambda step, steps: scaling.warm_up(step, round(share * steps), start=1 / ratio, end=1.0)
+
+
+def losses(batch: int, lr: list[float], optimizer: str, schedule=None) -> torch.Tensor:
+    """Held-out losses of characters [seeds, rates]."""
+    data, held_out = tasks.characters()
+    rows = copies.train_copies(
+        tasks.CHARACTERS, data, lr=lr, batch=batch, samples=SAMPLES, seeds=SEEDS,
+        optimizer=optimizer, schedule=schedule,
+    )  # fmt: skip
+    return copies.score(tasks.CHARACTERS, rows, held_out)[0]
+
+
+def base() -> Iterator[dict]:
+    """Learning rates at the base batch."""
+    for optimizer, best in BASE.items():
+        rates = [best * 2.0**i for i in (-2, -1, 0, 1, 2)]
+        for seed, found in enumerate(losses(16, rates, optimizer).tolist()):
+            for lr, value in zip(rates, found, strict=True):
+                yield row("base", value, optimizer=optimizer, batch=16, lr=lr, seed=seed)
+
+
+def rules() -> Iterator[dict]:
+    """Three rules, and a warm-up over an eighth of the steps with the linear one."""
+    for optimizer, best in BASE.items():
+        for batch in BATCHES:
+            rates = {r: scaling.scale_lr(best, batch / 16, r) for r in scaling.POWERS}
+            found = dict(zip(rates, losses(batch, list(rates.values()), optimizer).T, strict=True))
+            if batch > 16:
+                warm = losses(batch, [rates["linear"]], optimizer, warmed(batch / 16, 1 / 8))
+                found["linear, warm-up"] = warm[:, 0]
+            for rule, values in found.items():
+                for seed, value in enumerate(values.tolist()):
+                    yield row(
+                        "rules", value, optimizer=optimizer, batch=batch, rule=rule, seed=seed
+                    )
+
+
+def warm_ups() -> Iterator[dict]:
+    """Digits, with a LayerNorm and without: errors in %, with warm-ups over parts of ten epochs."""
+    data, held_out = tasks.digits()
+    for norm, best in ((True, 2**-5), (False, 2**-7)):
+        for batch in (8, 64, 256, 512, 718):
+            for share in (0, 0.2, 0.4):
+                names = list(scaling.POWERS) if not share else ["linear"]
+                rates = [scaling.scale_lr(best, batch / 8, name) for name in names]
+                network = tasks.digits_network(norm)
+                rows = copies.train_copies(
+                    network, data, lr=rates, batch=batch, samples=14370, seeds=range(20),
+                    schedule=warmed(batch / 8, share) if share else None,
+                )  # fmt: skip
+                errors = 100 * copies.score(network, rows, held_out)[1]
+                for name, values in zip(names, errors.T.tolist(), strict=True):
+                    rule = f"{name}, warm-up {share:g}" if share else name
+                    for seed, value in enumerate(values):
+                        yield row(
+                            "warm-up", value, optimizer="sgd", norm=norm, batch=batch, rule=rule,
+                            seed=seed,
+                        )  # fmt: skip
+
+
+def steps_to_targets() -> Iterator[dict]:
+    """Steps until the held-out loss is at a target, for six rates at each batch size."""
+    data, held_out = tasks.characters()
+    for optimizer, lowest in LOWEST.items():
+        for batch, steps in STEPS.items():
+            rates = [lowest[batch] * 2.0**i for i in range(6)]
+            every, seen = max(steps // 70, 1), []
+
+            def watch(step, rows, every=every, seen=seen):
+                if step % every == 0:
+                    seen.append((step, copies.score(tasks.CHARACTERS, rows, held_out)[0]))
+
+            copies.train_copies(
+                tasks.CHARACTERS, data, lr=rates, batch=batch, samples=steps * batch,
+                seeds=range(5), optimizer=optimizer, watch=watch,
+            )  # fmt: skip
+            at = [0, *(step for step, _ in seen)]
+            for seed in range(5):
+                for i, lr in enumerate(rates):
+                    curve = [4.3, *(found[seed, i].item() for _, found in seen)]
+                    for target in TARGETS:
+                        yield row(
+                            "steps", scaling.steps_to(target, at, curve), optimizer=optimizer,
+                            batch=batch, lr=lr, seed=seed, target=target,
+                        )  # fmt: skip
+
+
+def noise() -> Iterator[dict]:
+    """tr Σ and |G|² from 2,048 gradients of single examples, along a run of SGD."""
+    (x, y), held_out = tasks.characters()
+    kept = {}
+
+    def watch(step, rows):
+        if step in RUN["steps"]:
+            kept[step] = rows[:, 0].clone()
+
+    copies.train_copies(
+        tasks.CHARACTERS, (x, y), lr=[RUN["lr"]], batch=RUN["batch"], seeds=SEEDS,
+        samples=RUN["batch"] * RUN["steps"][-1], watch=watch,
+    )  # fmt: skip
+    for step, rows in kept.items():
+        loss = copies.score(tasks.CHARACTERS, rows, held_out)[0].tolist()
+        for seed, copy in enumerate(rows):
+            chosen = torch.randint(
+                len(y), (2048,), generator=torch.Generator().manual_seed(7 * step + seed)
+            )
+            lengths = copies.squared_lengths(
+                tasks.CHARACTERS, copy, x[chosen], y[chosen], (1, 2048)
+            )
+            found = scaling.estimate_spread(lengths[1], lengths[2048], 1, 2048)
+            for name, value in (("loss", loss[seed]), *found._asdict().items()):
+                yield row(f"noise {name}", value, optimizer="sgd", seed=seed, target=step)
+
+
+def main() -> None:
+    """Run every part and write the file."""
+    torch.set_num_threads(1)
+    rows = []
+    for part in (noise, warm_ups, rules, steps_to_targets, base):
+        began = time.perf_counter()
+        rows += part()
+        print(f"{part.__name__}: {time.perf_counter() - began:.0f} s", flush=True)
+    with open(DATA / "scaling_sweep.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    said = f"torch {torch.__version__}, Python {platform.python_version()}"
+    print(len(rows), "rows;", said)
+
+
+if __name__ == "__main__":
+    main()
