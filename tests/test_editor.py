@@ -56,6 +56,48 @@ def test_a_page_needs_nothing_else():
     assert Editor([odd])._repr_html_().count("</script>") == 2
 
 
+def test_a_finished_order_runs_on_ranks_at_a_click():
+    page, order, button, result = Editor().live.children
+    assert Editor()._repr_html_() == page.outputs[0]["data"]["text/html"]
+    for plan in (schedule.zb_v(2, 3), schedule.read("F0 F1 F2 B0 B1 B2 | F0 B0 F1 F2 B1 B2")):
+        order.value = plan.text
+        button.click()
+        said = re.sub("<[^>]*>", " ", result.value)
+        assert ("ZB-V" if plan.split else "your order") + " on 2 ranks: loss" in said
+        assert "gradients are equal" in said and not button.disabled
+        rows = re.findall(r"<tr><td>(\d+)</td><td>(\d+)</td><td>(\d+)</td>(.*?)</tr>", result.value)
+        for rank, (number, kept, simulated, sent) in enumerate(rows):
+            assert (int(number), int(kept), int(simulated)) == (rank, *[plan.peak(rank)] * 2)
+            measured, formula = re.findall("[0-9,]+", sent)
+            assert measured == formula != "0"
+        assert len(rows) == 2 and "Gantt chart of simulated and measured" in result.value
+
+
+@pytest.mark.parametrize(
+    "order, reason",
+    [
+        ("  ", "there is no order yet"),
+        ("F0 <b>", "&lt;b&gt;&#x27; is no operation"),
+        ("F0 F1 B0 B1 | F0 F1 B1", "your order: rank 1 never runs B0@1"),
+        ("F0 B0 F1 B1 | F0 F1 B0 B1", "deadlock: rank 0 waits at B0@0"),
+        (" | ".join(["F0 B0"] * 12), "8 layers do not fill 12 stages"),
+        (schedule.naive(2, 300).text, "1,200 operations are too many"),
+    ],
+)
+def test_an_order_that_cannot_run_is_told_why(order, reason):
+    _, text, button, result = Editor().live.children
+    text.value = order
+    button.click()
+    assert "Not run: " in result.value and reason in result.value and not button.disabled
+
+
+def test_the_page_without_a_kernel_stands_beside_the_live_one():
+    shown = Editor()._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in shown
+    assert shown["text/html"] == Editor()._repr_html_()
+    assert shown["text/plain"] == "Schedule editor: 6 levels"
+
+
 def test_what_cannot_be_placed_by_hand_is_refused():
     with pytest.raises(ValueError, match="dualpipe_v cannot be placed by hand"):
         Level("pairs", "", schedule.dualpipe_v(2, 4))

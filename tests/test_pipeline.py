@@ -156,6 +156,18 @@ def test_blocking_sends_in_pairs_do_the_same(plan):
     assert_equal(results, alone(TIED, plan.micro_batches, 1))
 
 
+def test_a_comparison_finds_what_is_off():
+    """Swapped messages in a V: only values tell."""
+    for messages in ("matched", "unmatched"):
+        beside = pipeline.compare(V[0], TIED, messages=messages)
+        assert beside.equal == (messages == "matched")
+        assert (beside.error > 0.1) == (messages == "unmatched")
+        assert beside.kept == tuple(V[0].peak(rank) for rank in range(2))
+        assert beside.predicted.diff(beside.sent).unexplained == 0
+        assert beside.run.schedule == V[0]
+    assert not replace(beside, loss=beside.alone).equal
+
+
 def test_processes_do_the_same():
     with World(Mesh(pp=2), engine="processes") as two:
         for plan in (schedule.one_f_one_b(2, 5), schedule.zb_v(2, 4)):

@@ -111,8 +111,14 @@ for (const root of document.querySelectorAll(".lu-editor:not([data-ready])")) {
         : "No schedule with a name is shorter here.";
     tell(`${known ? `You built ${known}` : "An order without a name"}: ${numbers}. ${verdict}`, enough ? "lu-done" : "");
     const line = board.rows.map((row) => row.map(({ op }) => short(op)).join(" ")).join(" | ");
+    const field = root.closest(".lu-live")?.querySelector("input[type=text]");
+    if (field) {
+      field.value = line;
+      field.dispatchEvent(new Event("input", { bubbles: true }));
+    }
+    const real = field ? "the button below runs it on ranks" : "with a kernel, a button below runs it on ranks";
     result.replaceChildren(
-      make("p", {}, "In Python, ready for pipeline.run:"),
+      make("p", {}, `In Python, ready for pipeline.run; ${real}:`),
       make("code", { class: "lu-line", tabindex: 0 }, `mine = schedule.read("${line}")`),
     );
   };

@@ -1,19 +1,23 @@
 """The schedule editor: forwards, backwards and weight gradients placed by hand, on a page that
-needs no kernel.
+needs no kernel; with one, what was placed runs on ranks.
 
 A level is a board of `schedule.Board`, a limit, and a named schedule to compare with. Its rules in
 the page are held against those in Python by a test on random boards.
 """
 
+import contextlib
 import html
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from labutils import schedule
-from labutils.schedule import Schedule, simulate
+from labutils.config import ModelConfig
+from labutils.schedule import Durations, Schedule, simulate
+from labutils.teach import plots
 from labutils.teach.plots import picture, pipelines
 
 _SCRIPT, _STYLE = (
@@ -30,7 +34,6 @@ class Level:
     cap: most activations, of a stage and a micro-batch each, that a rank may hold
     barrier: whether the makespan counts, or the period
     total: most activations of all ranks' peaks together, if that is asked
-    others: further schedules of the same board that are known by name
     """
 
     title: str
@@ -39,7 +42,6 @@ class Level:
     cap: int | None = None
     barrier: bool = True
     total: int | None = None
-    others: tuple[Schedule, ...] = ()
 
     def __post_init__(self) -> None:
         self.best.check(self.cap)
@@ -63,13 +65,37 @@ class Level:
             "time": run.makespan if self.barrier else run.period,
             "best": pipelines.title_of(best),
             "peaks": [best.peak(rank) for rank in ranks],
-            "known": {each.text: pipelines.title_of(each) for each in (*self.others, best)},
+            "known": known(best),
         }
 
 
-def _line(p: int, m: int) -> tuple[Schedule, ...]:
-    made = (schedule.naive, schedule.gpipe, schedule.eager_one_f_one_b, schedule.one_f_one_b)
-    return tuple(make(p, m) for make in made)
+_NAMED = (
+    schedule.naive,
+    schedule.gpipe,
+    schedule.eager_one_f_one_b,
+    schedule.one_f_one_b,
+    schedule.breadth_first,
+    schedule.interleaved,
+    schedule.interleaved_zb,
+    schedule.zb_h2,
+    schedule.zb_h1,
+    schedule.zb_v,
+)
+
+
+def known(board: Schedule) -> dict[str, str]:
+    """The orders of a board that have a name: the name by `Schedule.text`.
+
+    >>> list(known(schedule.zb_h1(2, 4)).values())
+    ['ZB-H2', 'ZB-H1']
+    """
+    found = {}
+    for make in _NAMED:
+        with contextlib.suppress(ValueError):  # some are not for every number of micro-batches
+            made = make(len(board.ranks), board.micro_batches)
+            if (made.places, made.split) == (board.places, board.split):
+                found[made.text] = pipelines.title_of(made)
+    return found
 
 
 LEVELS = (
@@ -78,7 +104,6 @@ LEVELS = (
         "Three ranks, four micro-batches. A backward takes twice a forward. End the step as early "
         "as you can.",
         schedule.gpipe(3, 4),
-        others=_line(3, 4),
     ),
     Level(
         "2 · The same in less memory",
@@ -87,7 +112,6 @@ LEVELS = (
         schedule.one_f_one_b(3, 4),
         cap=3,
         total=6,
-        others=_line(3, 4),
     ),
     Level(
         "3 · Split the backward",
@@ -103,7 +127,6 @@ LEVELS = (
         schedule.zb_h2(2, 4),
         cap=3,
         barrier=False,
-        others=(schedule.zb_h1(2, 4),),
     ),
     Level(
         "5 · Two chunks per rank",
@@ -122,6 +145,44 @@ LEVELS = (
 )
 
 
+_MODEL = ModelConfig(num_layers=8, d_model=32, num_heads=2, d_ff=128, vocab_size=64, seq_len=16)
+_MOST = 1_000  # operations
+
+
+def on_ranks(order: str) -> str:
+    """What ranks do that run an order (`schedule.read`), each a thread, on stages of a small GPT,
+    beside one device, the formula and the simulator: HTML.
+
+    Raises ValueError: why it cannot run.
+    """
+    from labutils import pipeline  # here, because a page without a kernel needs no torch
+
+    if not order.strip():
+        raise ValueError("there is no order yet: place all operations, or write F0 B0 | F0 B0")
+    plan = schedule.read(order, "your order").check()
+    pipeline.cut(_MODEL, plan.stages)  # or an error
+    if (count := sum(map(len, plan.ranks))) > _MOST:
+        raise ValueError(f"{count:,} operations are too many for one picture: take up to {_MOST:,}")
+    plan = replace(plan, name=known(plan).get(plan.text, plan.name))
+    unit = 1 / max(100, simulate(plan).makespan)  # at most a second or so
+    pace = Durations(unit, unit, unit)
+    beside = pipeline.compare(plan, _MODEL, pace=pace)
+    rows = [
+        (rank, beside.kept[rank], plan.peak(rank), *(books.only(rank=rank).total for books in sent))
+        for sent in [(beside.sent, beside.predicted)]
+        for rank in range(len(plan.ranks))
+    ]
+    heads = "rank", "kept at once", "simulated", "bytes sent", "by formula"
+    cells = "".join(f"<tr>{''.join(f'<td>{n:,}</td>' for n in row)}</tr>" for row in rows)
+    table = f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{cells}</table>"
+    equal = "equal" if beside.equal else "not equal"
+    return (
+        f"<p>{html.escape(plan.name)} on {len(plan.ranks)} ranks: loss {beside.loss:.10f}, on one "
+        f"device {beside.alone:.10f}; gradients are {equal} (error {beside.error:.0e}).</p>{table}"
+        + plots.gantt(simulated=simulate(plan, pace), measured=beside.run, unit="s")._repr_html_()
+    )
+
+
 class Editor:
     """Boards on which a reader places operations by hand; those of the course without `levels`.
 
@@ -136,6 +197,37 @@ class Editor:
 
     def __repr__(self) -> str:
         return f"Schedule editor: {len(self.levels)} levels"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        live = self.live._repr_mimebundle_()
+        return live | {"text/plain": repr(self), "text/html": self._repr_html_()}
+
+    @cached_property
+    def live(self) -> Any:
+        """The boards as an ipywidgets box, in which a finished order runs on ranks."""
+        import ipywidgets  # here, because it starts what a page without a kernel never needs
+
+        page = {"output_type": "display_data", "metadata": {}}
+        page["data"] = {"text/html": self._repr_html_()}
+        order = ipywidgets.Text(
+            description="order",
+            placeholder="a finished board writes it here, or you: F0 B0 | F0 B0",
+            layout={"width": "100%"},
+        )
+        button = ipywidgets.Button(description="Run on ranks", tooltip="Run this order on ranks")
+        result = ipywidgets.HTML(layout={"width": "100%"})
+
+        def run(_button: Any) -> None:
+            button.disabled, result.value = True, "<p>The ranks run …</p>"
+            try:
+                said = on_ranks(order.value)
+            except Exception as error:  # the reader is told, whatever it is
+                said = f"<p>Not run: {html.escape(str(error))}.</p>"
+            button.disabled, result.value = False, f'<div aria-live="polite">{said}</div>'
+
+        button.on_click(run)
+        box = ipywidgets.VBox([ipywidgets.Output(outputs=(page,)), order, button, result])
+        return box.add_class("lu-live")
 
     def _repr_html_(self) -> str:
         data = json.dumps([level.told for level in self.levels], ensure_ascii=False)

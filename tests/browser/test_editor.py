@@ -103,17 +103,10 @@ def test_its_rules_are_those_of_the_board_and_its_times_those_of_the_simulator(e
     assert finished > 20 and reasons == set(REASONS)
 
 
-def played(level):
-    """The operations of its best schedule in an order in which they can be placed."""
-    best, done = level.best, []
-    while len(done) < sum(map(len, best.ranks)):
-        for rank, ops in enumerate(best.ranks):
-            mine = [op for owner, op in done if owner == rank]
-            if len(mine) < len(ops):
-                op = ops[len(mine)]
-                if all(any(need == other for _, other in done) for need in best.inputs(op)):
-                    done.append((rank, op))
-    return done
+def keys_of(best):
+    """The buttons of a schedule's operations, in an order in which they can be placed."""
+    spans = sorted(simulate(best).spans, key=lambda span: span.start)
+    return [f"{span.rank} {span.kind} {span.name.partition('@')[2]}" for span in spans]
 
 
 CLICKED = """(root, keys) => {
@@ -125,14 +118,33 @@ def test_a_finished_schedule_is_recognized_and_can_be_read(editor):
     status = editor.get_by_role("status")
     for number, level in enumerate(LEVELS):
         editor.get_by_label("level").select_option(str(number))
-        keys = [f"{rank} {op.kind} {op.stage}" for rank, op in played(level)]
-        editor.evaluate(CLICKED, keys)
+        editor.evaluate(CLICKED, keys_of(level.best))
         expect(status).to_contain_text(f"You built {level.told['best']}: {level.told['time']} per")
         expect(status).to_contain_text("No schedule with a name is shorter here.")
         line = editor.locator(".lu-line").text_content()
         assert line.startswith("mine = schedule.read(")
         mine = eval(line.removeprefix("mine = "), {"schedule": schedule})
         assert mine.ranks == level.best.ranks
+
+
+FIELD = """root => {
+    const live = document.createElement("div");
+    live.className = "lu-live";
+    root.replaceWith(live);
+    live.append(root, Object.assign(document.createElement("input"), { type: "text", ariaLabel: "order" }));
+    live.lastChild.addEventListener("input", ({ target }) => { document.title = target.value; });
+}"""
+
+
+def test_beside_a_kernel_s_field_a_finished_order_is_handed_over(page, editor):
+    keys = keys_of(LEVELS[0].best)
+    editor.evaluate(CLICKED, keys)
+    expect(editor).to_contain_text("with a kernel, a button below runs it on ranks")
+    editor.get_by_role("button", name="Clear").click()
+    editor.evaluate(FIELD)
+    editor.evaluate(CLICKED, keys)
+    expect(editor).to_contain_text("the button below runs it on ranks")
+    assert schedule.read(page.title()).ranks == LEVELS[0].best.ranks
 
 
 def test_the_keyboard_alone_will_do_and_what_is_illegal_is_refused_with_its_reason(page, editor):

@@ -21,6 +21,8 @@ import psutil
 import pytest
 from playwright.sync_api import expect
 
+from labutils.schedule import one_f_one_b, simulate
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAB = "notebooks/01_float_formats.ipynb"  # beside the lab that `make lab` opens first
 A_LAB = 120_000  # ms: a lab takes less than a minute, also beside another test
@@ -185,4 +187,34 @@ def test_a_learner_runs_a_lab_moves_a_slider_and_solves_an_exercise(browser, ser
         expect(report).to_contain_text(verdict, timeout=30_000)
         expect(report).to_contain_text("✗" if verdict == "not yet" else "✓")
     expect(report).not_to_contain_text("✗")
+    context.close()
+
+
+def test_an_order_placed_by_hand_runs_on_ranks_at_a_click(browser, server):
+    own = nbformat.v4.new_code_cell(
+        "from labutils.teach.editor import LEVELS, Editor\nEditor(LEVELS[1:2])"
+    )
+    nbformat.write(nbformat.v4.new_notebook(cells=[own]), server.folder / "notebooks/own.ipynb")
+    context = browser.new_context(viewport={"width": 1400, "height": 1000})
+    page = context.new_page()
+    page.goto(re.sub(r"/notebooks/\w+\.ipynb", "/notebooks/own.ipynb", server.url))
+    if page.get_by_role("dialog").get_by_role("button", name="Select").count():
+        page.get_by_role("dialog").get_by_role("button", name="Select").click()
+    expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
+    page.locator(".jp-CodeCell .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    editor = page.locator(".lu-live .lu-editor")
+    expect(editor.get_by_label("rank 0: idle")).to_be_visible(timeout=60_000)
+    page.get_by_role("button", name="Run on ranks").click()
+    live = page.locator(".lu-live")
+    expect(live).to_contain_text("Not run: there is no order yet", timeout=30_000)
+    for span in sorted(simulate(one_f_one_b(3, 4)).spans, key=lambda span: span.start):
+        editor.locator(f'[data-key="{span.rank} {span.kind} {span.rank}"]').click()
+    expect(editor).to_contain_text("You built 1F1B")
+    page.get_by_role("button", name="Run on ranks").click()
+    expect(live).to_contain_text("1F1B on 3 ranks: loss", timeout=60_000)
+    expect(live).to_contain_text("gradients are equal")
+    expect(
+        live.get_by_role("img", name=re.compile("Gantt chart of simulated and measured"))
+    ).to_be_visible()
     context.close()

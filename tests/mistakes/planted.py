@@ -99,6 +99,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("world/comm", "test_tensor_parallel"): [
         ("first = self.rank - self.rank % count", "first = 0"),
     ],
+    ("pipeline/comparison", "test_pipeline"): [
+        ("abs(self.loss - self.alone) < 1e-10 and self.error < 1e-10", "abs(self.loss - self.alone) < 1e-10"),
+        ("max(each.in_flight)", "len(each.in_flight)"),
+    ],
     ("pipeline/stages", "test_pipeline"): [
         ('flops["head"] * (i == len(layers) - 1)', 'flops["head"] * (i == 0)'),
         ('*[each] * (n - 1 - more), *[each + 1] * more, last', '*[each] * (n - 2), each + more, last'),
@@ -577,7 +581,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('"time": run.makespan if self.barrier else run.period', '"time": run.makespan'),
         ("self.best.check(self.cap)", "self.best.check()"),
         ('data = data.replace("<"', 'data = data.replace("~"'),
-        ('"known": {each.text: pipelines.title_of(each) for each in (*self.others, best)}', '"known": {each.text: pipelines.title_of(each) for each in self.others}'),
+        ("if (made.places, made.split) == (board.places, board.split):", "if made.places == board.places:"),
+        ("plan.peak(rank), *(books", "beside.kept[rank], *(books"),
+        ("    pipeline.cut(_MODEL, plan.stages)", "    pass"),
     ],
     ("schedule/orders", "test_schedule"): [
         ('max(0, micro_batch // self.every - 1)', 'micro_batch // self.every'),

@@ -1,0 +1,94 @@
+"""A schedule on ranks beside the whole model on one device: equal, sent as computed, kept as
+simulated."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labutils.config import Mesh, ModelConfig
+from labutils.ledger import Ledger
+from labutils.model import GPT
+from labutils.pipeline.execute import RankRun, joined, run
+from labutils.pipeline.predict import sent
+from labutils.pipeline.stages import local, split
+from labutils.schedule import PipelineRun, Schedule
+from labutils.world import Rank, World
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one step left.
+
+    loss, alone: of all micro-batches, on the ranks and on one device, in nats per token
+    error: norm of the error of all gradients, relative to that of the gradients
+    kept: most activations that each rank kept at once, of a stage and a micro-batch each
+    predicted, sent: bytes that ranks send by formula, and that they sent
+    run: when each operation ran, in s; its schedule has the order in which they did
+    """
+
+    loss: float
+    alone: float
+    error: float
+    kept: tuple[int, ...]
+    predicted: Ledger
+    sent: Ledger
+    run: PipelineRun
+
+    @property
+    def equal(self) -> bool:
+        """Whether loss and gradients are those of one device, up to rounding in float64."""
+        return abs(self.loss - self.alone) < 1e-10 and self.error < 1e-10
+
+
+def compare(schedule: Schedule, model: ModelConfig, **options: Any) -> Comparison:
+    """One step of a schedule on ranks (threads), and of the whole model on one device: random
+    weights and tokens, one sequence per micro-batch, float64.
+
+    options: of `run`, such as pace or messages
+
+    >>> from labutils.schedule import zb_h1
+    >>> small = ModelConfig(num_layers=2, d_model=8, num_heads=1, d_ff=8, vocab_size=8, seq_len=4)
+    >>> beside = compare(zb_h1(2, 3), small)
+    >>> beside.equal, beside.kept, beside.predicted.diff(beside.sent).unexplained
+    (True, (2, 2), 0)
+    """
+    m, made = schedule.micro_batches, torch.Generator().manual_seed(1)
+    tokens = torch.randint(model.vocab_size, (m, 2, 1, model.seq_len), generator=made)
+    world = World(Mesh(pp=len(schedule.ranks)))
+    found = world.run(_step, schedule, model, tokens, options)
+    whole = _model(model)
+    loss = whole.loss(*tokens.flatten(1, 2).unbind(1))
+    loss.backward()
+    wanted = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+    pairs = [(grad, wanted[name]) for _, grads in found for name, grad in grads.items()]
+    off, size = (
+        torch.stack([t.norm() for t in side]).norm().item()
+        for side in ([grad - right for grad, right in pairs], [right for _, right in pairs])
+    )
+    runs = [each for each, _ in found]
+    return Comparison(
+        loss=sum(each.loss.item() for each in runs if each.loss is not None),
+        alone=loss.item(),
+        error=off / size,
+        kept=tuple(max(each.in_flight) for each in runs),
+        predicted=sent(schedule, model, micro_batch=1, itemsize=8),
+        sent=world.ledger,
+        run=joined(schedule, runs),
+    )
+
+
+def _model(model: ModelConfig) -> GPT:
+    return GPT(model, generator=torch.Generator().manual_seed(0)).double()
+
+
+def _step(
+    rank: Rank, schedule: Schedule, model: ModelConfig, tokens: Tensor, options: dict[str, Any]
+) -> tuple[RankRun, dict[str, Tensor]]:
+    """What this rank did, and its gradients by their names in the whole model."""
+    comm = rank.comm("pp")
+    stages = local(split(_model(model), schedule.stages), schedule, comm.rank)
+    done = run(stages, schedule, comm, [tuple(pair) for pair in tokens], **options)
+    named = stages.named_parameters(remove_duplicate=False)
+    return done, {name.partition(".")[2]: p.grad for name, p in named}
