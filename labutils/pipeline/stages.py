@@ -95,8 +95,11 @@ def split(model: GPT, n: int, layers: Sequence[int] | None = None) -> nn.ModuleL
 
     layers: of each stage; as `cut` has them unless given
 
-    Tensor parallelism comes before (`tensor_parallel.parallelize`), data parallelism after. A tied
-    embedding is in the first stage and in the last: `run` adds the gradients of both up.
+    Tensor parallelism comes before (`tensor_parallel.parallelize`), data parallelism after: once a
+    step by `data_parallel.average_gradients` or `zero.Optimizer(level=1)`, after each backward pass
+    at level 2, which has one for each W, too. `replicate` and `zero.shard` are for a model whose
+    backward pass is one piece: their hooks know no W. A tied embedding is in the first stage and in
+    the last: `run` adds the gradients of both up.
 
     Raises ValueError: if layers are not those of the model, or not n; TypeError for a model with a
     forward pass of its own, such as one that context parallelism has changed.

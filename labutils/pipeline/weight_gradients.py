@@ -41,16 +41,17 @@ def pay(owed: Owed) -> None:
 
 
 def _linear(owed: Owed, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y = _Linear.apply(x, weight, owed)
+    wanted = weight.new_empty(0, requires_grad=weight.requires_grad)
+    y = _Linear.apply(x, wanted, (weight, owed))
     return y if bias is None else y + bias
 
 
 class _Linear(torch.autograd.Function):
-    """x·Wᵀ, whose weight has no gradient until it is computed by hand."""
+    """x·Wᵀ, whose weight B does not reach, nor the hooks on it: an empty tensor is in its place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, owed: Owed) -> Tensor:
-        ctx.owed = owed
+    def forward(ctx: Any, x: Tensor, wanted: Tensor, later: tuple[Tensor, Owed]) -> Tensor:
+        weight, ctx.owed = later
         ctx.weight = weight  # itself: hooks on saved tensors return another one
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight)
