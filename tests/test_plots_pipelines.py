@@ -72,6 +72,20 @@ def test_without_a_barrier_a_second_step_follows_as_close_as_it_can():
     assert np.allclose([box[1:] for box in twice], [box[1:] for box in sorted(both)])
 
 
+@pytest.mark.parametrize("barrier", [True, False])
+def test_updates_stand_where_they_begin(barrier):
+    run = simulate(schedule.zb_h2(4, 8), Durations(O=2))
+    found = [box for box in boxes(plots.gantt(run, barrier=barrier)) if box[0] == pipelines._UPDATE]
+    assert {box[2] for box in found} == {2}
+    assert {box[1] for box in found} == {
+        end + offset
+        for ends in run.ends
+        for offset in ((0,) if barrier else (0, run.period))
+        for end in ([27] if barrier else ends[-1:])
+    }
+    assert len(found) == 4 * (1 if barrier else 2)
+
+
 def test_activations_count_in_micro_batches_through_a_whole_rank():
     assert words(plots.gantt(V)).count("holds 2") == 2  # four of half a rank each
     interleaved = simulate(schedule.interleaved(4, 8))

@@ -180,6 +180,7 @@ NOT_MADE = [
     (lambda: schedule.dualpipe_v(4, 7), "needs m ≥ 2p micro-batches: m=7 at p=4, take 8"),
     (lambda: schedule.dualpipe(3, 8), "needs an even p and an even m ≥ 2p: got p=3, m=8"),
     (lambda: schedule.zb_auto(4, 8, 3), "cap=3 is too little for p=4: rank 0 needs 4"),
+    (lambda: Durations(O=-1), "O must be a time of at least 0, got -1"),
     (lambda: Durations(F=-1), "F must be a time of at least 0, got -1"),
     (
         lambda: schedule.simulate(schedule.gpipe(3, 2), Durations(B=(1, 2))),
@@ -358,6 +359,28 @@ def test_what_is_in_flight_over_time():
     assert run.peak(0, nbytes=(5, 7)) == 10
     fused = schedule.simulate(schedule.dualpipe_v(2, 4), Durations(fused=3))
     assert max(map(fused.peak, range(2))) == 5
+
+
+@given(st.sampled_from(PLAIN + SPLIT), ranks, micro_batches, times, st.integers(1, 9))
+def test_updates_come_after_all_or_after_ones_own(make, p, m, durations, update):
+    """What they add is the same, and no bubble, if ranks have equal ones."""
+    one = made(make, p, m)
+    plain = schedule.simulate(one, durations)
+    run = schedule.simulate(one, dataclasses.replace(durations, O=update))
+    each = run.updates[0]
+    assert set(run.updates) == {each} and each == update * (one.stages // p) * len(one.places)
+    assert (run.makespan, run.period) == (plain.makespan + each, plain.period + each)
+    for rank in range(p):
+        assert run.idle(rank) == plain.idle(rank)
+        assert sum(wait.end - wait.start for wait in run.bubbles(rank)) == run.idle(rank)
+
+
+def test_the_longest_update_counts_with_a_barrier_and_its_ranks_own_time_without():
+    run = schedule.simulate(schedule.one_f_one_b(2, 2), Durations(O=(5, 1)))
+    assert (run.updates, run.flushed) == ((5, 1), 9)
+    assert (run.makespan, run.period, run.idle(1)) == (14, 14, 7)
+    late = schedule.simulate(schedule.one_f_one_b(2, 2), Durations(O=(1, 5)))
+    assert (late.makespan, late.period) == (14, 11)
 
 
 def test_what_is_fused_runs_at_once_and_counts_once():

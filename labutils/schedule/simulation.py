@@ -42,22 +42,24 @@ class Durations:
     B: the gradient of the input; a schedule that is not split adds W to it
     W: the gradient of the weights
     fused: an F that runs at once with the B and W of another chunk; None for one after the other
+    O: the optimizer's update, after the last operation of the step
     """
 
     F: Times = 1
     B: Times = 1
     W: Times = 1
     fused: float | None = None
+    O: Times = 0  # noqa: E741
 
     def __post_init__(self) -> None:
-        for name in (*KINDS, "fused"):
+        for name in (*KINDS, "fused", "O"):
             value = getattr(self, name)
             for time in value if isinstance(value, Sequence) else (value,):
                 if time is not None and not (0 <= time < math.inf):
                     raise ValueError(f"{name} must be a time of at least 0, got {time!r}")
 
     def of(self, kind: str, stages: int) -> list[float]:
-        """The time of F, B or W on each of so many stages."""
+        """The time of F, B, W or O on each of so many stages."""
         value = getattr(self, kind)
         if not isinstance(value, Sequence):
             return [value] * stages
@@ -72,25 +74,30 @@ class PipelineRun(Timeline):
 
     schedule: what ran
     starts, ends: of each rank, the time of each operation in its order
+    updates: of each rank, the time of its optimizer's update; none without them
 
-    The *makespan* runs from 0 to the end of the last operation: a step that ends in a barrier, such
-    as the clipping of gradients, takes that long. The *period* is the longest time that a single
-    rank takes from its first start to its last end: how often steps can begin without a barrier.
+    The *makespan* runs from 0 to the end of the last operation, and of the updates that then begin
+    on all ranks: a step with a barrier before them, such as the clipping of gradients, takes that
+    long. The *period* is the longest time that a single rank takes from its first start to the end
+    of an update that waits for nobody: how often steps can begin without a barrier.
     """
 
     schedule: Schedule
     starts: tuple[Sequence[float], ...]
     ends: tuple[Sequence[float], ...]
+    updates: tuple[float, ...]
 
     def __init__(
         self,
         schedule: Schedule,
         starts: Iterable[Sequence[float]],
         ends: Iterable[Sequence[float]],
+        updates: Iterable[float] = (),
     ) -> None:
         object.__setattr__(self, "schedule", schedule)
         object.__setattr__(self, "starts", tuple(starts))
         object.__setattr__(self, "ends", tuple(ends))
+        object.__setattr__(self, "updates", tuple(updates) or (0,) * len(self.ends))
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -103,18 +110,23 @@ class PipelineRun(Timeline):
 
     @property
     def makespan(self) -> float:
-        """Time until the last rank is done."""
+        """Time until the last rank is done, when updates wait for all."""
+        return self.flushed + max(self.updates, default=0)
+
+    @property
+    def flushed(self) -> float:
+        """Time until the last operation ends; then updates can begin that wait for all."""
         return max((ends[-1] for ends in self.ends if ends), default=0)
 
     @property
     def period(self) -> float:
         """Time between the begins of steps that follow each other without a barrier."""
-        both = zip(self.starts, self.ends, strict=True)
-        return max((ends[-1] - starts[0] for starts, ends in both if ends), default=0)
+        each = zip(self.starts, self.ends, self.updates, strict=True)
+        return max((ends[-1] - starts[0] + o for starts, ends, o in each if ends), default=0)
 
     def busy(self, rank: int) -> float:
         """Time in which a rank computes; what is fused counts once."""
-        total: float = 0
+        total: float = self.updates[rank]
         until: float = -math.inf
         for start, end in zip(self.starts[rank], self.ends[rank], strict=True):
             if end > until:
@@ -149,13 +161,13 @@ class PipelineRun(Timeline):
             if start > free:
                 found.append(Wait(rank, free, start, op, self._last_input(op)))
             free = max(free, end)
-        if self.makespan > free:
-            found.append(Wait(rank, free, self.makespan, None, None))
+        if (until := self.makespan - self.updates[rank]) > free:
+            found.append(Wait(rank, free, until, None, None))
         return tuple(found)
 
     def critical_path(self) -> tuple[Op, ...]:
-        """Operations, each of which starts when the one before lets it, to the end of the step: the
-        step is as long as they and the messages between them. One path, where there are several.
+        """Operations, each of which starts when the one before lets it, to the last one's end: all
+        take as long as they and the messages between them. One path, where there are several.
         """
         before: dict[Op, Op] = {}
         for ops in self.schedule.ranks:
@@ -267,7 +279,12 @@ def simulate(
     owed = len(schedule.kinds) * schedule.stages * schedule.micro_batches
     if unmet or sum(map(len, schedule.ranks)) != owed:
         raise ValueError(f"{schedule.name}: {why_illegal(schedule)}")
-    return PipelineRun(schedule, starts, ends)
+    costs = (times or Durations()).of("O", schedule.stages)
+    updates: list[float] = [0] * len(schedule.ranks)
+    for stage, ranks in enumerate(zip(*schedule.places, strict=True)):
+        for rank in set(ranks):
+            updates[rank] += costs[stage]
+    return PipelineRun(schedule, starts, ends, updates)
 
 
 Clock = tuple[list[list[float]], list[list[float]], int]

@@ -25,6 +25,7 @@ TITLES = {
     "dualpipe_v": "DualPipeV",
 }
 FILLS = {kind[0].upper(): style.PASSES[kind] for kind in ("forward", "backward", "weight")}
+_UPDATE = style.NEUTRAL[0]
 HELD = style.COMPONENTS["activations"]
 _DIGIT = style.width_of("0", 1)  # of a point
 _HEAD, _BAR, _FUSED, _STRIP, _GAP = 0.36, 0.24, 0.39, 0.14, 0.06  # inches
@@ -97,6 +98,8 @@ def gantt(
     factor, said = style.scale(longest, "s") if unit == "s" else (1, unit)
     tops = [_HEAD + len(run.schedule.ranks) * _row(run) for run in shown.values()]
     entries = _entries([run.schedule for run in shown.values()])
+    if any(any(run.updates) for run in shown.values()):
+        entries.insert(-1, ("O: optimizer's update", _UPDATE, ""))
     _, axes = style.canvas(
         title or _finding(shown, barrier),
         height=sum(tops),
@@ -219,6 +222,9 @@ def _rank(
             if len(number) * _DIGIT * size < length * inch - 0.01:
                 place, ink = (start + length / 2, lane + deep / 2), style.on(color)
                 axes.text(*place, number, size=size, ha="center", va="center_baseline", color=ink)
+        begin = (run.flushed if barrier else run.ends[rank][-1]) / factor + offset
+        if lasts := run.updates[rank] / factor:
+            draw.box(axes, begin, top, lasts, high, _UPDATE, linewidth=thin)
     if not barrier:
         look = {"color": style.INK, "linewidth": 2.4, "solid_capstyle": "butt", "zorder": 4}
         axes.plot([starts[0] + period] * 2, [top - 0.02, top + high + 0.02], **look)
