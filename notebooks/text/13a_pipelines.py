@@ -189,7 +189,8 @@ plots.gantt(simulated=simulate(plan, pace), measured=paced, unit="s")
 {"the order of the schedule": paced.schedule == plan}
 
 # %% [markdown]
-# Nobody told the ranks when to start. They wait for messages, and the bubble comes out.
+# Nobody told the ranks when to start. They wait for messages, and the bubble comes out. `paced.to_perfetto("step.json")` writes it as a trace, a track per rank and what it holds below,
+# which ui.perfetto.dev opens.
 
 # %% [markdown]
 # ## What must each rank hold?
@@ -203,7 +204,8 @@ plots.gantt(simulated=simulate(plan, pace), measured=paced, unit="s")
 predict("pipeline/in-flight", micro_batches=8)
 
 # %% [markdown]
-# Find such an order by hand; a move that cannot be is refused with its reason. Level 2 asks for as little memory as level 1's time allows.
+# Find such an order by hand; a move that cannot be is refused with its reason. Level 2 asks for as little memory as level 1's time allows. With a kernel, *Run on ranks* below the
+# board carries a finished order out, on eight layers and in as many stages as it has, and shows loss, gradients, what ranks kept and what they sent beside one device, simulator and formula.
 
 # %%
 Editor(LEVELS[:2])

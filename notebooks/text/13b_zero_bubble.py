@@ -17,11 +17,14 @@
 # ## Setup
 
 # %%
+import re
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.distributed import pipelining
 from torch.utils.flop_counter import FlopCounterMode
 
 from labutils import data_parallel, pipeline, schedule, tensor_parallel
@@ -243,18 +246,22 @@ reveal("h2/shorter", percent=100 * shorter)
 # Nothing. On a line of stages the last rank waits p − 1 forwards for its first input, whatever the order, and has m(F + B + W) to do after that: a step that ends in a barrier takes
 # at least 3m + p − 1 units, which is what ZB-H1 takes.
 #
-# Take the barrier away. Rank 0 begins its next step while rank 3 still works at this one, and what counts is the *period*, the longest that one rank takes from its first operation to its last:
+# The barrier stands before the optimizer's update, O, here of one unit: clipping needs the norm of all ranks' gradients, loss scaling the test for inf. Take it away. Each rank updates as
+# soon as its own W are done, rank 0 begins its next step while rank 3 still works at this one, and what counts is the *period*, the longest that one rank takes from its first operation to
+# the end of its update:
 
 # %%
-plots.gantt(simulate(h1), simulate(h2), barrier=False)
+update = Durations(O=1)
+plots.gantt(simulate(h1, update), simulate(h2, update), barrier=False)
 
 # %%
 for plan in (h1, h2):
-    print(f"{plan.name}: period {simulate(plan).period}, rank 0 holds {plan.peak(0)}")
+    run = simulate(plan, update)
+    print(f"{plan.name}: {run.makespan} with a barrier before O, {run.period} without")
 
 # %% [markdown]
-# No bubble at all, in the memory of 2p − 1 micro-batches. So "zero bubble" holds for steps that follow each other without a barrier. Clipping by the norm over all ranks, and the test for inf
-# under loss scaling, are barriers; the paper lets every rank step at once and takes a step back in the rare case that it should not have been taken.
+# No bubble at all: 3m and the update. Rank 0 holds 2p − 1 micro-batches for it. So "zero bubble" holds for updates that wait for nobody; the paper lets every rank update at once, and
+# takes the update back in the rare case that clipping or inf asks for it (*post-validation*).
 #
 # Between the two lies a choice. Give a limit on memory, and search for the shortest period, on eight ranks with 24 micro-batches:
 
@@ -311,10 +318,11 @@ for pair in (1.5, 1.3, 1.1):
     print(f"F with B and W in {pair}, per step: DualPipeV {both:.1f}, ZB-V {v:.1f}")
 
 # %% [markdown]
-# Without a gain from running at once, 1.5 for all three, DualPipeV is the longer one.
+# Without a gain from running at once, 1.5 for all three, DualPipeV is the longer one. (`pipeline.run` has one device per rank and runs such pairs one after the other, F first: the same
+# gradients, and no gain.)
 
 # %% [markdown]
-# Place it by hand: four levels, each with a constraint that leads to a schedule of lab 13a or 13b.
+# Place it by hand, and run it on ranks: four levels, each with a constraint that leads to a schedule of lab 13a or 13b.
 
 # %%
 Editor(LEVELS[2:])
@@ -348,7 +356,8 @@ errors = [(grad - wanted[name]).abs().max().item() for name, grad in found]
 {"equal to 1e-12": max(errors) < 1e-12}
 
 # %% [markdown]
-# Gradients are those of one device. Of the bytes sent, the pipeline's are the fewest:
+# Gradients are those of one device. (With ZeRO, `zero.Optimizer(…, level=1)` takes the place of the average. `zero.shard` and `replicate` reduce in hooks at each backward pass, and know no
+# W.) Of the bytes sent, the pipeline's are the fewest:
 
 # %%
 grid.ledger.by("axis")
@@ -386,7 +395,25 @@ explore(view, order=list(orders), w=[0.5, 1.0, 1.5], barrier=False)
 # | ZB-V | `ScheduleZBVZeroBubble` | the same |
 # | DualPipeV | `ScheduleDualPipeV` | DeepSeek's `dualpipe` |
 #
-# torchtitan takes their names in `parallelism.pipeline_parallel_schedule`. What they call B differs: in torch's lists a full backward pass is `B`, its halves are `I` and `W`.
+# torchtitan takes their names in `parallelism.pipeline_parallel_schedule`. What they call B differs: in torch's lists a full backward pass is `B`, its halves are `I` and `W`. With that, its
+# ZB-V can be read, and simulated beside ours:
+
+# %%
+part = dict(group_size=4, num_stages=8, group_rank=0, stage_index=0, group=None)
+part |= dict(device="cpu", has_backward=True, is_first=True, submod=torch.nn.Module())
+made = pipelining.ScheduleZBVZeroBubble([SimpleNamespace(**part)] * 2, 8, loss_fn=max)
+rows = [" ".join(str(op) for op in row if op) for row in made.pipeline_order.values()]
+halves = re.sub(r"(\d+)B(\d+)", r"\1I\2 \1W\2", " | ".join(rows))
+theirs = re.sub(r"(\d+)([FIW])(\d+)", r"\2\3@\1", halves).replace("I", "B")
+print(rows[0][:31])
+
+# %%
+for name, order in {"torch": schedule.read(theirs), "ours": zb_v}.items():
+    run = simulate(order, half)
+    print(f"{name:5}", run.makespan, run.period, [order.peak(r) for r in range(4)])
+
+# %% [markdown]
+# The same makespan, period and memory. (Which W runs in the drain differs; our GPipe, interleaved and DualPipeV have torch's order to the letter.)
 
 # %% [markdown]
 # ## Errata
