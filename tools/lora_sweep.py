@@ -1,42 +1,66 @@
-"""LoRA against full fine-tuning, base-10 addition to base 8, over learning rates, LoRA ranks and
-seeds: writes data/adder.safetensors, the model before, and data/lora_sweep.csv, what became of it.
+"""LoRA against full fine-tuning over learning rates, LoRA ranks and seeds, on two tasks: from
+addition in base 10 to base 8, and from Python's reference to its source code. Writes
+data/adder.safetensors, the model before the first, and what became of both: data/lora_addition.csv
+and data/lora_text.csv, whose first line says how they were made.
 
     python tools/lora_sweep.py
 """
 
 import copy
 import csv
+import datetime
+import math
 import platform
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from labutils import lora
-from labutils.config import DATA
+from labutils import corpus, lora
+from labutils.config import DATA, ModelConfig
 from labutils.lora import addition
 from labutils.model import GPT
 
-SEEDS = range(5)
+ALPHA = 32
 RATES = [1e-4 * 2**i for i in range(8)]
+
+SEEDS = range(5)
 RUNS = {"full": RATES[:6], 1: RATES[3:], 4: RATES[3:], 16: RATES[3:]}
 PATTERNS = {"attention.*": 8, "feed_forward.*": 2}  # alone, with that LoRA rank
-STEPS, BATCH, ALPHA = 60, 32, 32
+
+WRITER = ModelConfig(
+    num_layers=2, d_model=64, num_heads=4, d_ff=256, vocab_size=len(corpus.CHARACTERS), seq_len=64,
+    positions="rope", norm="rmsnorm", bias=False, tied=False, name="writer",
+)  # fmt: skip
+TEXT_SEEDS = range(3)
+TEXT_RUNS = {"full": RATES[1:7], 1: RATES[3:], 4: RATES[3:], 16: RATES[3:]}
+HELD_OUT = 256  # rows of the end of a text
 
 
-def pretrained() -> GPT:
+def adapted(model: GPT, rank: int | str, pattern: str, seed: int) -> tuple[GPT, int]:
+    """A copy to train, whole or by adapters, and how many numbers of it are trained."""
+    model = copy.deepcopy(model)
+    if rank != "full":
+        draw = torch.Generator().manual_seed(seed)
+        lora.adapt(model, rank=rank, alpha=ALPHA, pattern=pattern, generator=draw)
+    return model, sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+# ── addition ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def adder() -> GPT:
     """A model that adds in base 10."""
     model = GPT(addition.ADDER, attention="sdpa", generator=torch.Generator().manual_seed(0))
     return addition.learn_sums(model, 10, steps=1200, batch=64, lr=5e-3, decay=True)
 
 
-def run(model: GPT, rank: int | str, pattern: str, lr: float, seed: int) -> dict:
-    """What a model has learned, and forgotten, after 60 steps."""
-    model = copy.deepcopy(model)
-    if rank != "full":
-        draw = torch.Generator().manual_seed(seed)
-        lora.adapt(model, rank=rank, alpha=ALPHA, pattern=pattern, generator=draw)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    addition.learn_sums(model, 8, steps=STEPS, batch=BATCH, lr=lr, seed=seed)
+def add(model: GPT, rank: int | str, pattern: str, lr: float, seed: int) -> dict[str, Any]:
+    """What a model has learned, and forgotten, after 60 steps of 32 sums."""
+    model, trained = adapted(model, rank, pattern, seed)
+    addition.learn_sums(model, 8, steps=60, batch=32, lr=lr, seed=seed)
     (loss, right), (_, kept) = (addition.score_sums(model, base) for base in (8, 10))
     return dict(
         rank=rank, pattern=pattern, trained=trained, lr=f"{lr:.1e}", seed=seed,
@@ -44,23 +68,101 @@ def run(model: GPT, rank: int | str, pattern: str, lr: float, seed: int) -> dict
     )  # fmt: skip
 
 
-def main() -> None:
-    """Train, sweep, and write both files."""
-    torch.set_num_threads(1)
-    model = pretrained()
-    said = f"torch {torch.__version__}, Python {platform.python_version()}"
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(weights, DATA / "adder.safetensors", metadata={"made": said})
-    rows = []
-    for rank, rates in RUNS.items():
-        rows += [run(model, rank, "*", lr, seed) for lr in rates for seed in SEEDS]
-    for pattern, rank in PATTERNS.items():
-        rows += [run(model, rank, pattern, lr, seed) for lr in RATES[3:] for seed in SEEDS]
-    with open(DATA / "lora_sweep.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+# ── text ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rows(name: str) -> tuple[Tensor, Tensor]:
+    """A text in rows of 65 characters: those that are trained on, and those held out."""
+    tokens = corpus.encoded(name)
+    whole = tokens[: len(tokens) // 65 * 65].view(-1, 65)
+    return whole[:-HELD_OUT], whole[-HELD_OUT:]
+
+
+def learn_text(
+    model: GPT, name: str, *, steps: int, batch: int, lr: float, seed: int, decay: bool = False
+) -> GPT:
+    """The model, its trained parameters stepped by AdamW on rows drawn from a text; the schedule is
+    that of `addition.learn_sums`."""
+    text, _ = rows(name)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
+    draw = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        falls = (1 + math.cos(math.pi * step / steps)) / 2 if decay else 1
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20) * falls
+        chosen = text[torch.randint(len(text), (batch,), generator=draw)]
+        model.loss(chosen[:, :-1], chosen[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@torch.no_grad()
+def score_text(model: GPT, name: str) -> float:
+    """Mean loss of the held-out rows, nats per character."""
+    _, text = rows(name)
+    return model.loss(text[:, :-1], text[:, 1:]).item()
+
+
+def writer() -> GPT:
+    """A model of Python's reference."""
+    model = GPT(WRITER, attention="sdpa", generator=torch.Generator().manual_seed(0))
+    return learn_text(model, "topics", steps=600, batch=16, lr=5e-3, seed=0, decay=True)
+
+
+def write(
+    model: GPT, rank: int | str, pattern: str, lr: float, seed: int, steps: int = 120
+) -> dict[str, Any]:
+    """What a model has learned of source code, and forgotten of the reference, after so many steps
+    of 8 rows."""
+    model, trained = adapted(model, rank, pattern, seed)
+    learn_text(model, "source", steps=steps, batch=8, lr=lr, seed=seed)
+    return dict(
+        rank=rank, pattern=pattern, trained=trained, lr=f"{lr:.1e}", seed=seed,
+        loss=f"{score_text(model, 'source'):.4f}", old=f"{score_text(model, 'topics'):.4f}",
+    )  # fmt: skip
+
+
+# ── all of it ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def sweep(
+    run: Callable[..., dict[str, Any]], model: GPT, runs: dict, seeds: Iterable[int]
+) -> list[dict[str, Any]]:
+    """A row for each LoRA rank, learning rate and seed, with adapters on all layers."""
+    return [
+        run(model, rank, "*", lr, seed)
+        for rank, rates in runs.items() for lr in rates for seed in seeds
+    ]  # fmt: skip
+
+
+def save(name: str, found: list[dict[str, Any]], made: str) -> None:
+    """Write a sweep to data/lora_{name}.csv, with how it was made in its first line."""
+    with open(DATA / f"lora_{name}.csv", "w", newline="", encoding="utf-8") as file:
+        file.write(f"# {made}\n")
+        writer = csv.DictWriter(file, found[0], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
-    print(len(rows), "runs;", said)
+        writer.writerows(found)
+
+
+def main() -> None:
+    """Train, sweep, and write the three files."""
+    torch.set_num_threads(1)
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    today = f"{datetime.date.today():%d %B %Y}, {platform.machine()}"
+    made = f"python tools/lora_sweep.py; {versions}; {today}"
+
+    model = writer()
+    found = [write(model, "full", "*", 0.0, 0, steps=0) | dict(rank="none", trained=0)]
+    save("text", found + sweep(write, model, TEXT_RUNS, TEXT_SEEDS), made)
+
+    model = adder()
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, DATA / "adder.safetensors", metadata={"made": made})
+    found = sweep(add, model, RUNS, SEEDS)
+    for pattern, rank in PATTERNS.items():
+        found += [add(model, rank, pattern, lr, seed) for lr in RATES[3:] for seed in SEEDS]
+    save("addition", found, made)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,14 @@ Source: Hu et al. 2106.09685.
 """
 
 from labutils.lora.layers import Adapter, LoraLinear, SplitAdapter, wrap
-from labutils.lora.predict import frozen_bytes, model_states, trainable, training_flops
+from labutils.lora.predict import (
+    at_the_loss,
+    frozen_bytes,
+    model_states,
+    saved,
+    trainable,
+    training_flops,
+)
 from labutils.lora.transform import (
     absorb,
     activate,

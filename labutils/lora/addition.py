@@ -1,17 +1,15 @@
 """A task that a GPT of 100,000 weights learns in seconds, and another to fine-tune it for: sums of
 numbers of two digits, written in base 10 and then in base 8."""
 
-import csv
 import functools
 import itertools
 import math
-import statistics
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from labutils.config import DATA, ModelConfig
+from labutils.config import ModelConfig
 from labutils.model import GPT
 
 WORDS = "0123456789+="
@@ -89,40 +87,3 @@ def carry_free(base: int) -> float:
     tokens, _ = held_out(base)
     ones, tens = tokens[:, 1] + tokens[:, 4], tokens[:, 0] + tokens[:, 3]
     return ((ones < base) & (tens < base)).double().mean().item()
-
-
-class Sweep:
-    """The rows of data/lora_sweep.csv: what 60 steps at each learning rate led to, seed by seed."""
-
-    def __init__(self, rows: list[dict[str, str]]) -> None:
-        self.rows = rows
-
-    def losses(self, **wanted: str) -> tuple[list[float], list[list[float]]]:
-        """The learning rates, and for each seed the held-out loss at each of them; of all layers
-        unless a `pattern` is wanted."""
-        wanted = {"pattern": "*"} | wanted
-        rows = [row for row in self.rows if all(row[key] == v for key, v in wanted.items())]
-        rates = sorted({float(row["lr"]) for row in rows})
-        seeds = sorted({row["seed"] for row in rows})
-        found = {(row["seed"], float(row["lr"])): float(row["loss"]) for row in rows}
-        return rates, [[found[seed, lr] for lr in rates] for seed in seeds]
-
-    def best(self, **wanted: str) -> tuple[float, float, float]:
-        """The learning rate with the lowest mean loss, that loss, and its standard error over the
-        seeds."""
-        rates, losses = self.losses(**wanted)
-        found = [
-            (lr, statistics.mean(each), statistics.stdev(each) / math.sqrt(len(each)))
-            for lr, each in zip(rates, zip(*losses, strict=True), strict=True)
-        ]
-        return min(found, key=lambda point: point[1])
-
-    def trained(self, pattern: str) -> int:
-        """Numbers that were trained where layers of this pattern had adapters."""
-        return next(int(row["trained"]) for row in self.rows if row["pattern"] == pattern)
-
-
-def sweep() -> Sweep:
-    """The sweep over learning rates, LoRA ranks and layers that tools/lora_sweep.py records."""
-    with open(DATA / "lora_sweep.csv", encoding="utf-8") as file:
-        return Sweep(list(csv.DictReader(file)))

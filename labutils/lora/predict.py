@@ -1,6 +1,7 @@
 """What LoRA costs, from the configuration alone: parameters, bytes, FLOPs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from labutils import anatomy, quantization
 from labutils.config import ModelConfig
@@ -94,44 +95,179 @@ def training_flops(model: ModelConfig, *, rank: int, pattern: Pattern = "*") -> 
 
     Raises ValueError for a mixture of experts: which of them need gradients, routing decides.
     """
-    if model.num_experts > 1:
-        fewer = "there is a formula for num_experts=1"
-        raise ValueError(f"num_experts={model.num_experts}: routing decides; {fewer}")
     head = 2 * anatomy.size("v h", anatomy.letters(model))
     found = dict(zip(PASSES, (head, head, 0), strict=True))
-    chosen = {part.name for part in targets(model, pattern)}
-    learns = False  # whether the residual stream depends on an adapter
-    for _ in range(model.num_layers):
-        learns = _layer_flops(model, rank, chosen, learns, found)
+    for step in _walk(model, pattern):
+        if step.part.products:
+            _add_flops(step, rank, anatomy.letters(model), found)
     return found
 
 
-def _layer_flops(
-    model: ModelConfig, rank: int, chosen: set[str], learns: bool, found: dict[str, int]
-) -> bool:
-    """Add the FLOPs of a layer to those `found`; whether the residual stream behind it depends on
-    an adapter."""
-    sizes, depends = anatomy.letters(model), {}
-    for part in (each for each in anatomy.parts(model) if each.copies and each.products):
-        word, dims = part.name.rpartition(".")[2], part.weight.split()
-        base, mine = 2 * anatomy.size(part.products, sizes), part.name in chosen
-        if word == "attention":  # q·kᵀ and softmax·v, each with a gradient for both factors
-            q, k, v = (depends[each] for each in ("query", "key", "value"))
-            found["outputs"] += base
-            found["gradients of inputs"] += base // 2 * (q + k + v + (q or k))
-            continue
-        d, k = (2 * rank * mine * anatomy.size(dim, sizes) for dim in dims)  # of B, and of A
-        reads = _reads(word, depends, learns)
-        found["outputs"] += base + d + k
-        found["gradients of inputs"] += reads * (base + k) + d  # A·x has a gradient always
-        found["gradients of weights"] += d + k
-        depends[word] = reads or mine
-    return learns or depends["output"] or depends["down"]
+def _add_flops(step: "_Step", rank: int, sizes: dict[str, int], found: dict[str, int]) -> None:
+    """Add the FLOPs of a part, forward and backward, to those `found`."""
+    base = 2 * anatomy.size(step.part.products, sizes)
+    if step.word == "attention":  # q·kᵀ and softmax·v, each with a gradient for both factors
+        q, k, v = step.qkv
+        found["outputs"] += base
+        found["gradients of inputs"] += base // 2 * (q + k + v + (q or k))
+        return
+    d, k = (2 * rank * step.mine * anatomy.size(dim, sizes) for dim in step.part.weight.split())
+    found["outputs"] += base + d + k  # d·r of B, and r·k of A
+    found["gradients of inputs"] += step.reads * (base + k) + d  # A·x has a gradient always
+    found["gradients of weights"] += d + k
 
 
-def _reads(word: str, depends: Mapping[str, bool], learns: bool) -> bool:
-    """Whether what a layer reads depends on an adapter."""
-    before = {"output": ("query", "key", "value"), "down": ("gate", "up")}.get(word)
-    if before:
-        return any(depends.get(each, False) for each in before)
-    return learns or depends.get("output", False)  # the residual stream, before or after attention
+# ── what autograd keeps ───────────────────────────────────────────────────────────────────────────
+
+
+def saved(
+    model: ModelConfig,
+    *,
+    rank: int,
+    batch: int,
+    pattern: Pattern = "*",
+    frozen: str = "bf16",
+    attention: str = "sdpa",
+) -> Ledger:
+    """Bytes that autograd keeps for the backward pass of so many rows of s tokens, under the names
+    of `measure.saved_activations`, for an adapter called "default" without dropout. Frozen weights
+    need none of it; gradients on their way to the first adapter do.
+
+    Raises ValueError where `training_flops` does, and for a model with dropout.
+    """
+    if model.dropout:
+        raise ValueError(f"dropout={model.dropout}: there is a formula for dropout=0")
+    width = 4 if frozen == "fp32" else 2
+    how = anatomy.Policy(compute=width, stream=width, attention=attention)
+    sizes = anatomy.letters(model) | {"b": batch, "r": rank}
+    *_, norm, _, loss = anatomy.parts(model, how)
+    lines, seen, step = [], set(), None
+    for step in _walk(model, pattern, how):
+        name = step.part.name.replace("*", str(step.layer))
+        for kept in _kept(step, how, seen):
+            lines.append((f"{name}.adapters.default" if step.mine else name, kept))
+    ends = step.learns or step.depends["output"] or step.depends["down"]
+    lines += [("norm", kept) for kept in _needed(norm) if ends]
+    lines += [("outside", kept) for kept in loss.keeps]
+    return Ledger(
+        Line(name, anatomy.size(kept.dims, sizes) * kept.itemsize, "activations", note=kept.what)
+        for name, kept in lines
+    )
+
+
+def at_the_loss(
+    model: ModelConfig,
+    *,
+    rank: int,
+    batch: int,
+    pattern: Pattern = "*",
+    frozen: str = "bf16",
+    attention: str = "sdpa",
+    optimizer: str = "adamw",
+) -> Ledger:
+    """Bytes alive when the logits have their gradient, where the backward pass begins: with as many
+    words as today's models have, the fullest moment of a step.
+
+    Of a step `loss(x, y).backward(); step(); zero_grad()` that is not the first.
+    """
+    width, tokens = 4 if frozen == "fp32" else 2, batch * model.seq_len
+    options: dict = dict(rank=rank, pattern=pattern, frozen=frozen)
+    states = model_states(model, optimizer=optimizer, **options)
+    lines = [line for line in states.lines if line.component != "gradients"]
+    for name, nbytes in {
+        "gradients of log-probabilities and logits, sbv each": 2
+        * tokens
+        * model.vocab_size
+        * width,
+        "token numbers, sb": tokens * anatomy.INDEX,
+        "the loss and its gradient": 2 * width,
+    }.items():
+        lines.append(Line(name, nbytes, component="buffers"))
+    kept = saved(model, batch=batch, attention=attention, **options)
+    gone = "number of targets"  # the mean has had its gradient
+    return Ledger([*lines, *(line for line in kept.lines if line.note != gone)])
+
+
+def _needed(norm: anatomy.Part) -> tuple[anatomy.Kept, ...]:
+    """What the gradient of a norm's input needs; its weight is frozen."""
+    return tuple(kept for kept in norm.keeps if not kept.what.startswith("input / rms"))
+
+
+def _kept(step: "_Step", how: anatomy.Policy, seen: set) -> Iterator[anatomy.Kept]:
+    """The tensors that a part keeps; `seen` are the inputs that several adapters share."""
+    part, word, width, depends = step.part, step.word, how.compute, step.depends
+    if word.endswith("norm"):
+        yield from _needed(part) if step.reads else ()
+    elif word == "attention":
+        q, k, v = step.qkv
+        if how.attention == "sdpa":
+            yield from part.keeps if q or k or v else ()
+        else:
+            needed = dict(queries=k, keys=q, values=q or k, softmax=q or k or v)
+            yield from (kept for kept in part.keeps if needed[kept.what.split()[0]])
+    elif word == "feed_forward":
+        needed = depends["up"] + 2 * depends.get("gate", 0)  # of SiLU and the product behind it
+        if needed:
+            what = "input of GELU, or of SiLU and its product"
+            yield anatomy.Kept(what, f"{needed} b s f", width)
+    elif step.mine:
+        d, k = part.weight.split()
+        shared = word == "output" and not part.keeps and any(step.qkv)
+        group = step.layer, word if word in ("output", "down") else part.group
+        if not shared and group not in seen:
+            yield anatomy.Kept("input", f"b s {k}", width)
+        seen.add(group)
+        yield anatomy.Kept("(α/r)·A·x", "b s r", width)
+        if width < anatomy.FP32:
+            yield anatomy.Kept("half copy of B", f"{d} r", width)
+            if step.reads:
+                yield anatomy.Kept("half copy of A", f"r {k}", width)
+
+
+# ── what depends on an adapter, and so has a gradient ─────────────────────────────────────────────
+
+
+class _Step(NamedTuple):
+    """A part of a layer, on the way forward."""
+
+    layer: int
+    part: anatomy.Part
+    mine: bool  # whether it has an adapter
+    learns: bool  # whether the residual stream depended on one before this layer
+    depends: dict[str, bool]  # whether the outputs of this layer's linear layers do
+
+    @property
+    def word(self) -> str:
+        return self.part.name.rpartition(".")[2]
+
+    @property
+    def qkv(self) -> tuple[bool, bool, bool]:
+        q, k, v = (self.depends[each] for each in ("query", "key", "value"))
+        return q, k, v
+
+    @property
+    def reads(self) -> bool:
+        """Whether what it reads depends on an adapter."""
+        before = {"output": ("query", "key", "value"), "down": ("gate", "up")}.get(self.word)
+        if before:
+            return any(self.depends.get(each, False) for each in before)
+        return self.learns or self.depends.get("output", False)  # the residual stream
+
+
+def _walk(
+    model: ModelConfig, pattern: Pattern, how: anatomy.Policy = anatomy.Policy()
+) -> Iterator[_Step]:
+    """The parts of every layer, in the order of the forward pass."""
+    if model.num_experts > 1:
+        fewer = "there is a formula for num_experts=1"
+        raise ValueError(f"num_experts={model.num_experts}: routing decides; {fewer}")
+    chosen, learns = {part.name for part in targets(model, pattern)}, False
+    rows = [part for part in anatomy.parts(model, how) if part.copies]
+    for layer in range(model.num_layers):
+        depends: dict[str, bool] = {}
+        for part in rows:
+            step = _Step(layer, part, part.name in chosen, learns, depends)
+            yield step
+            if part.weight and part.products:
+                depends[step.word] = step.reads or step.mine
+        learns = learns or depends["output"] or depends["down"]
