@@ -4,10 +4,15 @@
 
 Both run the same schedule on the same stages and batches and take turns; a ratio below 1 means that
 ours is faster. Bubbles are those of operations that wait instead of computing, as a host waits for
-its GPU, so that four ranks on two cores can work at the same time.
+its GPU, so that four ranks on two cores can work at the same time. Last, what it takes to make and
+time a large schedule, beside the orders that torch computes. What torch holds are the forward passes of
+which autograd still keeps a tensor; its split backward passes keep some to the end of the step.
 """
 
 import functools
+import gc
+import time
+import weakref
 
 import torch
 from _side_by_side import Times, interleave, slowest
@@ -45,12 +50,13 @@ def ours(rank, plan: Schedule, x, y) -> functools.partial:
     return functools.partial(pipeline.run, stages_of(rank, plan), plan, rank.comm("pp"), batches)
 
 
-def theirs(rank, name: str, x, y) -> functools.partial:
+def theirs(rank, name: str, x, y, watch=lambda stages: None) -> functools.partial:
     """A step of torch's."""
     from torch.distributed import pipelining
 
     plan, comm, cpu = SAME[name], rank.comm("pp"), torch.device("cpu")
     stages = stages_of(rank, plan)
+    watch(stages)
     parts = [
         pipelining.PipelineStage(stage, stage.index, stage.count, cpu, group=comm.group)
         for stage in stages
@@ -62,8 +68,30 @@ def theirs(rank, name: str, x, y) -> functools.partial:
     return functools.partial(engine.step, *(x,) * first, **({"target": y} if last else {}))
 
 
-def race(rank, name: str) -> tuple[dict[str, Times], int]:
-    """Step times of both, and the activations that ours held at once."""
+class Kept:
+    """Counts the forward passes of modules of which autograd keeps something."""
+
+    def __init__(self, modules: nn.ModuleList) -> None:
+        self.alive = self.peak = 0
+        gc.freeze()  # quicker below
+        for module in modules:
+            module.forward = functools.partial(self.watched, module.forward)
+
+    def watched(self, forward, *args):
+        gc.collect()  # what only waits for it is not kept
+        mark = type("Mark", (), {})()
+        weakref.finalize(mark, self.gone)
+        self.alive += 1
+        self.peak = max(self.peak, self.alive)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (x, mark), lambda kept: kept[0]):
+            return forward(*args)
+
+    def gone(self) -> None:
+        self.alive -= 1
+
+
+def race(rank, name: str) -> tuple[dict[str, Times], tuple[int, int]]:
+    """Step times of both, and the activations that ours and theirs held at once."""
     import torch.distributed as dist
 
     made = torch.Generator().manual_seed(0)
@@ -72,7 +100,13 @@ def race(rank, name: str) -> tuple[dict[str, Times], int]:
     for _ in range(WARM):
         for call in calls.values():
             call()
-    held = max(calls["ours"]().in_flight)
+    seen = []
+    watched = theirs(rank, name, x, y, lambda stages: seen.append(Kept(stages)))
+    watched()  # it also finds out shapes
+    gc.collect()
+    before, seen[0].peak = seen[0].alive, 0
+    watched()
+    held = max(calls["ours"]().in_flight), seen[0].peak - before
     group = rank.comm("pp").group
     return interleave(calls, ROUNDS, before=lambda: dist.barrier(group=group)), held
 
@@ -91,6 +125,19 @@ def waiting(rank, plan: Schedule) -> pipeline.RankRun:
     return pipeline.run(stages, plan, comm, batches, pace=PACE)
 
 
+def order_of(name: str, p: int, m: int, chunks: int) -> dict:
+    """Torch's order of all ranks, by the methods that its classes call, without ranks."""
+    from torch.distributed import pipelining
+
+    one = (kind := getattr(pipelining, name)).__new__(kind)
+    one._n_microbatches, one.pp_group_size, one.n_local_stages = m, p, chunks
+    one._num_stages = one.num_stages = p * chunks
+    one.number_of_rounds, one.microbatches_per_round = m // p, p
+    if chunks == 1:
+        return one._get_pipeline_order()
+    return {rank: one._calculate_single_rank_operations(rank) for rank in range(p)}
+
+
 def main() -> None:
     """Print the tables."""
     print(f"step time in ms, median (minimum), on {RANKS} processes, {BATCHES} micro-batches")
@@ -98,16 +145,30 @@ def main() -> None:
         for name, plan in SAME.items():
             results = world.run(race, name)
             times = slowest(each for each, _ in results)
-            held = [held for _, held in results]
-            assert held == [plan.peak(rank) for rank in range(RANKS)]
+            held, torchs = zip(*(held for _, held in results), strict=True)
+            assert held == tuple(plan.peak(rank) for rank in range(RANKS))
             ratio = times["ours"].ratio(times["torch"])
             print(f"{plan.name:>12}: ours {times['ours']}   torch {times['torch']}", end="   ")
-            print(f"ratio {ratio}   held at most {held}")
+            print(f"ratio {ratio}   held at most {held}, torch {torchs}")
         print("\nbubble fraction, operations that wait 30 ms: simulated, measured")
         for plan in (*SAME.values(), schedule.zb_h1(RANKS, BATCHES)):
             measured = pipeline.joined(plan, world.run(waiting, plan)).bubble_fraction
             simulated = schedule.simulate(plan, PACE).bubble_fraction
             print(f"{plan.name:>12}: {simulated:.1%} {measured:.1%}")
+    print("\n64 ranks, 4096 micro-batches, in s: made, timed; torch's order made")
+    for name, make in (
+        ("Schedule1F1B", schedule.one_f_one_b),
+        ("ScheduleInterleaved1F1B", schedule.interleaved),
+        ("ScheduleZBVZeroBubble", schedule.zb_v),
+    ):
+        start = time.perf_counter()
+        plan = make(64, 4096)
+        made = time.perf_counter()
+        schedule.simulate(plan)
+        timed = time.perf_counter()
+        order_of(name, 64, 4096, plan.stages // 64)
+        torchs = time.perf_counter() - timed
+        print(f"{plan.name:>12}: {made - start:.2f} {timed - made:.2f}   {torchs:.2f}")
 
 
 if __name__ == "__main__":

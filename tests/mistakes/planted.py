@@ -145,6 +145,11 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("pipeline/predict", "test_pipeline"): [
         ('counts = Counter(op.kind for op in ops if reader_of(schedule, op) is not None)', 'counts = Counter(op.kind for op in ops)'),
     ],
+    ("schedule/simulation", "test_schedule"): [
+        ("return self.flushed + max(self.updates, default=0)", "return self.flushed"),
+        ("max((ends[-1] - starts[0] + o for", "max((ends[-1] - starts[0] for"),
+        ("(until := self.makespan - self.updates[rank])", "(until := self.makespan)"),
+    ],
     ("schedule/generators", "test_schedule"): [
         ('if m % every or every < p - 1:', 'if m % every or every < p - 2:'),
     ],
@@ -581,6 +586,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("teach/plots/pipelines", "test_plots_pipelines"): [
         ("return len(schedule.ranks) / schedule.stages", "return 1"),
+        ("(run.flushed if barrier else run.ends[rank][-1])", "run.ends[rank][-1]"),
         ("if any(end > now", "if any(end >= now"),
         ("light = 0.55 * _chunk", "light = 0.0 * _chunk"),
         ("idle = run.bubble_fraction if barrier else run.period_bubble_fraction", "idle = run.bubble_fraction"),
@@ -593,7 +599,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('data = data.replace("<"', 'data = data.replace("~"'),
         ("if (made.places, made.split) == (board.places, board.split):", "if made.places == board.places:"),
         ("plan.peak(rank), *(books", "beside.kept[rank], *(books"),
-        ("    pipeline.cut(_MODEL, plan.stages)", "    pass"),
+        ("    pipeline.cut(_MODEL, plan.stages)  # or an error", "    pass"),
     ],
     ("schedule/orders", "test_schedule"): [
         ('max(0, micro_batch // self.every - 1)', 'micro_batch // self.every'),
