@@ -5,8 +5,8 @@
 Both run the same schedule on the same stages and batches and take turns; a ratio below 1 means that
 ours is faster. Bubbles are those of operations that wait instead of computing, as a host waits for
 its GPU, so that four ranks on two cores can work at the same time. Last, what it takes to make and
-time a large schedule, beside the orders that torch computes. What torch holds are the forward passes of
-which autograd still keeps a tensor; its split backward passes keep some to the end of the step.
+time a large schedule, beside the orders that torch computes. What torch holds are the forward
+passes of which autograd still keeps a tensor: in ZB-V more than its order needs.
 """
 
 import functools
