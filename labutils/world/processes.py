@@ -42,6 +42,8 @@ def start_server() -> None:
     if _METHOD != "forkserver":
         return
     loaded = ["labutils.world.worker", "labutils.world.forked"]
+    if "torch._dynamo" in sys.modules:  # an optimizer's first step loads it: once, not in each rank
+        loaded.append("torch._dynamo")
     multiprocessing.forkserver.set_forkserver_preload(loaded)
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     with _environment(OMP_NUM_THREADS="1", PYTHONPATH=path, PYTHONSAFEPATH="1"):
