@@ -1,5 +1,6 @@
 """Fewer bits for a number: what is rounded, by which scale, and what that costs."""
 
+from labutils.quantization import trials
 from labutils.quantization.error_feedback import error_feedback, error_feedback_plain, hessian
 from labutils.quantization.fp8 import (
     E4M3,

@@ -1,0 +1,163 @@
+"""What 8 bits do to a small GPT that learns text: gradient errors at fixed weights, outliers that
+are planted, training at the loss scale of a large batch. The rig of lab 15b.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from labutils import corpus
+from labutils.config import DATA, ModelConfig
+from labutils.model import GPT
+from labutils.quantization.fp8 import Scheme, advance_scales, fp8_layers, use_fp8
+
+READER = ModelConfig(
+    num_layers=2, d_model=128, num_heads=4, d_ff=512, vocab_size=len(corpus.CHARACTERS), seq_len=32,
+    positions="rope", norm="rmsnorm", bias=False,
+)  # fmt: skip
+"""A GPT of 406,144 parameters, 393,216 of them in the linear layers of its blocks."""
+
+ROWS, WARM_UP = 8, 10
+Batch = tuple[Tensor, Tensor]
+
+
+def excerpts(seed: int, rows: int = ROWS) -> Iterator[Batch]:
+    """Batches of inputs and targets, characters of Python's reference, without end."""
+    tokens, generator = corpus.encoded("topics"), torch.Generator().manual_seed(seed)
+    places = torch.arange(READER.seq_len + 1)
+    while True:
+        at = torch.randint(len(tokens) - len(places), (rows, 1), generator=generator)
+        window = tokens[at + places]
+        yield window[:, :-1], window[:, 1:]
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy, in nats per character."""
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def read(
+    seed: int, scheme: Scheme | None = None, *, share: float = 1.0, steps: int = 60,
+    optimizer: Callable[..., Any] = torch.optim.AdamW,
+) -> tuple[GPT, list[float]]:  # fmt: skip
+    """A GPT that has learned from text for some steps, and its test losses after each tenth.
+
+    share: the loss is multiplied by it, as that of a micro-batch is by its share of a large batch;
+        gradients are divided by it in fp32 before they are clipped
+    """
+    model = GPT(READER, attention="sdpa", generator=torch.Generator().manual_seed(seed))
+    model = use_fp8(model, scheme) if scheme else model
+    test, losses = next(excerpts(99, 64)), []
+    learner = optimizer(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-12)
+    batches = excerpts(seed)
+    for step in range(1, steps + 1):
+        for group in learner.param_groups:
+            group["lr"] = 2e-3 * min(1.0, step / WARM_UP)
+        learner.zero_grad()
+        (share * loss_of(model, next(batches))).backward()
+        advance_scales(model)
+        for parameter in model.parameters():
+            parameter.grad /= share
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        learner.step()
+        if step % 10 == 0:
+            with torch.no_grad():
+                losses.append(loss_of(model, test).item())
+    return model, losses
+
+
+def reader() -> GPT:
+    """The GPT of `read(0, steps=100)`, as it was recorded, in bf16: the same weights on every
+    machine (`python tools/reader.py`)."""
+    model = GPT(READER, attention="sdpa")
+    weights = load_file(DATA / "reader.safetensors")
+    model.load_state_dict(weights | {"head.weight": weights["tokens.weight"]})
+    return model
+
+
+def operands(model: GPT, batch: Batch) -> dict[str, list[Tensor]]:
+    """What the products of the blocks' linear layers take: inputs, weights, gradients of outputs.
+
+    Nothing of the model changes but its gradients.
+    """
+    found: dict[str, list[Tensor]] = {"x": [], "weight": [], "grad": []}
+
+    def arrived(layer: nn.Linear, into: tuple, out: tuple) -> None:
+        found["grad"].append(out[0].detach())
+
+    def entered(layer: nn.Linear, into: tuple, out: Tensor) -> None:
+        found["x"].append(into[0].detach())
+
+    hooks = []
+    for layer in (each for each in model.blocks.modules() if isinstance(each, nn.Linear)):
+        found["weight"].append(layer.weight.detach())
+        hooks.append(layer.register_forward_hook(entered))
+        hooks.append(layer.register_full_backward_hook(arrived))
+    loss_of(model, batch).backward()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def plant(model: nn.Module, k: float) -> nn.Module:
+    """The module, whose 8-bit layers find their first input channel k times as large, and its
+    weights k times as small: an outlier that changes nothing in exact arithmetic."""
+    for layer in fp8_layers(model).values():
+        factor = torch.ones(layer.in_features)
+        factor[0] = k
+        with torch.no_grad():
+            layer.weight /= factor
+        layer.register_forward_pre_hook(lambda _, inputs, factor=factor: (inputs[0] * factor,))
+    return model
+
+
+def gradient_error(
+    model: GPT, scheme: Scheme, batch: Batch, *, share: float = 1.0, k: float = 1.0, steps: int = 1
+) -> list[float]:
+    """How far the gradient of the blocks' matrices is off, relative to its length in fp32: in each
+    of so many backward passes at the same weights. The last one counts where scales are delayed.
+
+    k: that of `plant`; the gradient is compared in the coordinates without the outlier
+    """
+    right = _whole(matrix_gradients(model, batch))
+    twin = GPT(model.config, attention="sdpa")
+    twin.load_state_dict(model.state_dict())
+    twin = plant(use_fp8(twin, scheme), k)
+    errors = []
+    for _ in range(steps):
+        found = _whole(matrix_gradients(twin, batch, share=share, k=k))
+        errors.append(((found - right).norm() / right.norm()).item())
+        advance_scales(twin)
+    return errors
+
+
+def _whole(gradients: list[Tensor]) -> Tensor:
+    return torch.cat([each.flatten() for each in gradients])
+
+
+def matrix_gradients(
+    model: GPT, batch: Batch, *, share: float = 1.0, k: float = 1.0
+) -> list[Tensor]:
+    """The gradient of each matrix of the blocks, in float64, without the share; first columns
+    divided by k."""
+    model.zero_grad()
+    (share * loss_of(model, batch)).backward()
+    found = []
+    for name, parameter in model.named_parameters():
+        if name.startswith("blocks") and parameter.dim() == 2:
+            grad = parameter.grad.double() / share
+            grad[:, 0] /= k
+            found.append(grad)
+    return found
+
+
+def print_errors(rows: Mapping[str, Mapping[str, float]]) -> None:
+    """A table of errors, a row for each scheme, to two digits."""
+    columns = list(next(iter(rows.values())))
+    print(f"{'':10}", *(f"{column:>9}" for column in columns))
+    for name, errors in rows.items():
+        print(f"{name:10}", *(f"{errors[column]:9.2g}" for column in columns))

@@ -1,0 +1,408 @@
+"""Put a tensor into 8 bits, form three products by tiles, and repair a delayed scale."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labutils.quantization import E4M3, E5M2, Eight, cast, largest, product, scale_for, to_eight
+from labutils.teach.exercises import Exercise, Failed, Property
+
+_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+def in_eight_bits(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """x as codes of 8 bits, scaled so that `amax` becomes the format's largest number, and the
+    factor that brings codes back; what is beyond becomes ±amax.
+
+    >>> codes, inverse = in_eight_bits(torch.tensor([1.0, -4.0]), 2.0, E4M3)
+    >>> codes.tolist(), (codes.float() * inverse).tolist()
+    ([224.0, -448.0], [1.0, -2.0])
+    """
+    scale = scale_for(torch.tensor(amax), dtype).item()
+    return cast(x * scale, dtype), 1 / scale
+
+
+def _normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ── codes and their inverse ──────────────────────────────────────────────────────────────────────
+
+
+def _codes(attempt: Callable, x: Tensor, amax: float, name: str) -> tuple[Tensor, float]:
+    got = attempt(x.clone(), amax, _FORMATS[name])
+    if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[0], Tensor):
+        raise Failed(f"you return {type(got).__name__}", "Return two things: codes and a factor.")
+    codes, inverse = got
+    if codes.dtype != _FORMATS[name] or codes.shape != x.shape:
+        what = f"{codes.dtype} of shape {list(codes.shape)}"
+        raise Failed(f"{name}: the codes are {what}", f"Codes are x's shape in {_FORMATS[name]}.")
+    return codes, float(inverse)
+
+
+def _why_back(ratio: float, inverse: float, scale: float) -> str:
+    """What usually leads to codes · inverse = ratio · x."""
+    if abs(inverse - 1) < 1e-6 and abs(ratio / scale - 1) < 0.1:
+        return "The inverse scale is forgotten: codes stand for x times the scale."
+    if abs(inverse / scale - 1) < 1e-3:
+        return "That is the scale. What brings codes back is one over it."
+    if abs(ratio * scale - 1) < 0.1:
+        return (
+            "The inverse scale is applied twice, or the scale never: codes are cast(x · scale), "
+            "and the inverse waits until they have been multiplied and added up."
+        )
+    return "codes = cast(x · scale), and codes · inverse is x again."
+
+
+def _back(attempt: Callable) -> str:
+    for name, dtype in _FORMATS.items():
+        for size in (0.5, 1e-4, 3e5):
+            x = size * _normal(400).clamp(max=1.0)  # the largest |x| is negative
+            amax = x.abs().max().item()
+            codes, inverse = _codes(attempt, x, amax, name)
+            back, bound = codes.float() * inverse, 2 ** -(4 if name == "e4m3" else 3)
+            off = ((back - x).abs() / (x.abs() + amax * 1e-3)).max().item()
+            if not off <= 1.01 * bound:
+                ratio = (back.norm() / x.norm()).item()
+                hint = _why_back(ratio, inverse, largest(dtype) / amax)
+                if (codes.float().abs() == largest(dtype)).double().mean() > 0.05:
+                    hint = "Many codes are the format's largest: amax is the largest |x|. " + hint
+                raise Failed(f"{name}, numbers of about {size:g}: codes · inverse is off", hint)
+    return "2 formats, 3 sizes"
+
+
+def _whole_range(attempt: Callable) -> str:
+    for name, dtype in _FORMATS.items():
+        for x in (1e-7 * _normal(100), -_normal(100).abs(), 1e6 * _normal(100)):
+            amax = x.abs().max().item()
+            codes, _ = _codes(attempt, x, amax, name)
+            top = codes.float().abs().max().item()
+            if top != largest(dtype):
+                raise Failed(
+                    f"{name}: the largest |x| is {amax:.3g}, and its code {top:g}",
+                    f"The scale brings amax to {largest(dtype):g}, whatever its sign. It comes "
+                    "from the numbers *before* the cast: behind it the small are zero already, and "
+                    "the large clipped.",
+                )
+    return "small, negative, large"
+
+
+def _as_given(attempt: Callable) -> str:
+    for name, dtype in _FORMATS.items():
+        x = torch.tensor([1.0, -0.5, 0.25])
+        codes, _ = _codes(attempt, x, 4.0, name)
+        if codes.float()[0].item() != largest(dtype) / 4:
+            raise Failed(
+                f"{name}, amax = 4: 1 has the code {codes.float()[0].item():g}, "
+                f"not {largest(dtype) / 4:g}",
+                "amax is given. Delayed scaling hands in that of earlier steps: x's own is not "
+                "known until all of x has been read.",
+            )
+    return "amax is an input"
+
+
+def _saturates(attempt: Callable) -> str:
+    for name, dtype in _FORMATS.items():
+        x = torch.tensor([3.0, -5.0, 1e4, 1e30, 0.5])
+        codes, inverse = _codes(attempt, x, 2.0, name)
+        back = (codes.float() * inverse).tolist()
+        if not all(abs(b) <= 2.01 for b in back) or back[1] > -1.99:
+            raise Failed(
+                f"{name}, amax = 2: {x.tolist()} come back as {[round(b, 3) for b in back]}",
+                "What is beyond amax becomes ±amax. Clip before you round: e5m2's cast goes to "
+                "infinity, and inf clipped afterwards, or inf times 0 in a product, is no number.",
+            )
+    return "clipped, then rounded"
+
+
+def _zeros(attempt: Callable) -> str:
+    for name in _FORMATS:
+        codes, inverse = _codes(attempt, torch.zeros(4), 0.0, name)
+        back = (codes.float() * inverse).tolist()
+        if back != [0.0] * 4:
+            raise Failed(
+                f"{name}: zeros with amax = 0 come back as {back}",
+                "largest / 0 is inf, and 0 · inf is NaN: a tensor of zeros has a scale, too, any.",
+            )
+    return "a layer without gradients"
+
+
+CAST = Exercise(
+    id="fp8/cast",
+    title="Put a tensor into 8 bits",
+    minutes=10,
+    difficulty=1,
+    proves="you scale, clip and round in that order, and know what brings the codes back",
+    reference=in_eight_bits,
+    properties=(
+        Property("back again", _back),
+        Property("the whole range", _whole_range),
+        Property("amax as given", _as_given),
+        Property("what is beyond", _saturates),
+        Property("zeros", _zeros),
+    ),
+    hints=(
+        "torch.finfo(dtype).max is the format's largest number. By what do you multiply amax to "
+        "get there?",
+        "scale = largest / amax; (x * scale).clamp(-largest, largest).to(dtype); 1 / scale. And "
+        "amax may be 0.",
+    ),
+)
+
+# ── three products ───────────────────────────────────────────────────────────────────────────────
+
+_T, _N, _K = 256, 384, 512  # tokens, outputs, inputs
+
+
+def three_products(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y[t, n], and the gradients of x[t, k] and w[n, k], of y = x·wᵀ: operands in e4m3, tiles of
+    1×128 along what is added up, of 128×128 for the weights, which are put into 8 bits once.
+    """
+    along, square = (1, 128), (128, 128)
+    w8 = to_eight(w, E4M3, square)
+    y = product(to_eight(x, E4M3, along), w8)
+    grad_x = product(to_eight(grad, E4M3, along), w8.mT)
+    grad_w = product(to_eight(grad.mT, E4M3, along), to_eight(x.mT, E4M3, along))
+    return y, grad_x, grad_w
+
+
+def _operands() -> tuple[Tensor, Tensor, Tensor]:
+    """Some tokens and some channels are a thousand times as large as the others."""
+    x, w, grad = _normal(_T, _K), _normal(_N, _K, seed=1), 1e-5 * _normal(_T, _N, seed=2)
+    x[:, 3] *= 1e6
+    x[7] *= 1e4
+    grad[9] *= 1e4
+    grad[:, 5] *= 1e3
+    return x, w, grad
+
+
+_NAMES = ("y", "the gradient of x", "the gradient of w")
+
+
+def _three(attempt: Callable) -> tuple[Tensor, ...]:
+    try:
+        got = attempt(*(each.clone() for each in _operands()))
+    except ValueError as error:
+        if "scale of" not in str(error):
+            raise
+        raise Failed(
+            str(error),
+            "A matrix unit adds 128 products before a scale can be applied: a tile of 1×128 has to "
+            "lie along the dim that *this* product adds up. Transposed it lies across: x and the "
+            "gradient take other tiles for the gradient of w, from the transposed matrix; a square "
+            "tile serves w both ways round.",
+        ) from None
+    shapes = [(_T, _N), (_T, _K), (_N, _K)]
+    if not isinstance(got, (tuple, list)) or len(got) != 3:
+        raise Failed(f"you return {type(got).__name__}", "Return y, and two gradients.")
+    for name, found, shape in zip(_NAMES, got, shapes, strict=True):
+        if tuple(found.shape) != shape:
+            raise Failed(
+                f"{name} has shape {list(found.shape)}, not {list(shape)}",
+                "product(a, b) is a·bᵀ: y = product(x, w), and what is added up is the last dim of "
+                "both.",
+            )
+    return tuple(got)
+
+
+def _shapes(attempt: Callable) -> str:
+    _three(attempt)
+    return "every scale outside of its sums"
+
+
+def _variants() -> list[tuple[str, Callable[[Tensor], Eight]]]:
+    along = (1, 128)
+    return [
+        ("One scale for a whole tensor: the largest number ruins all others. Use tiles.",
+         lambda z: to_eight(z, E4M3)),
+        ("Without a scale: what is below 2⁻¹⁰ is rounded to zero in e4m3, most gradients are.",
+         lambda z: to_eight(z, E4M3, scale=torch.ones(()))),
+        ("Tiles of 128×128 are for weights: an activation's large token spoils 127 others.",
+         lambda z: to_eight(z, E4M3, (128, 128))),
+        ("That is e5m2. Its range is what tiles provide: take the bit of precision, e4m3.",
+         lambda z: to_eight(z, E5M2, along)),
+    ]  # fmt: skip
+
+
+def _values(attempt: Callable) -> str:
+    x, w, grad = _operands()
+    along, square = (1, 128), (128, 128)
+    w8 = to_eight(w, E4M3, square)
+    w1, w2 = to_eight(w, E4M3, along), to_eight(w.mT, E4M3, along)
+    pairs = [(x, w), (grad, w.mT), (grad.mT, x.mT)]
+    weights = [(w8, w1), (w8.mT, w2), (None, None)]
+    right = three_products(x, w, grad)
+    for at, (name, found) in enumerate(zip(_NAMES, _three(attempt), strict=True)):
+        if torch.allclose(found.float(), right[at], rtol=1e-4, atol=1e-5 * right[at].abs().max()):
+            continue
+        hint, (a, b), (square8, along8) = "", pairs[at], weights[at]
+        candidates = []
+        if along8 is not None:
+            words = "The tiles of w are 128×128, so that one set of codes serves both products."
+            candidates.append((words, product(to_eight(a, E4M3, along), along8)))
+        for words, put in _variants():
+            others = [square8] if square8 is not None else [to_eight(b, E4M3, along), put(b)]
+            candidates += [(words, product(put(a), each)) for each in others]
+            candidates.append((words, product(put(a), put(b))))
+        for words, value in candidates:
+            if torch.allclose(found.float(), value, rtol=1e-4, atol=1e-6 * value.abs().max()):
+                hint = words
+                break
+        off = ((found - right[at]).norm() / right[at].norm()).item()
+        raise Failed(
+            f"{name} is off by {off:.0%}",
+            hint or "Activations and gradients: to_eight(…, E4M3, (1, 128)); weights: (128, 128).",
+        )
+    return "y and two gradients"
+
+
+PRODUCTS = Exercise(
+    id="fp8/products",
+    title="Three products by tiles",
+    minutes=12,
+    difficulty=2,
+    proves="you know along which dim each product adds up, and what that asks of its tiles",
+    reference=three_products,
+    properties=(Property("scales", _shapes), Property("values", _values)),
+    hints=(
+        "y[t, n] adds up over k, the gradient of x[t, k] over n, that of w[n, k] over tokens. "
+        "product(a, b) adds up over the last dim of both.",
+        "grad_x = product(grad in tiles, w8.mT). grad_w: grad.mT and x.mT, each put into tiles.",
+    ),
+)
+
+# ── delayed scaling ──────────────────────────────────────────────────────────────────────────────
+
+
+class DelayedScale:
+    """The scale of one tensor from its largest numbers in the last `length` steps."""
+
+    def __init__(self, dtype: torch.dtype, length: int) -> None:
+        self.dtype, self.length = dtype, length
+        self.history: list[float] = []
+        self.seen, self.scale = 0.0, 1.0
+
+    def cast(self, x: Tensor) -> tuple[Tensor, float]:
+        """Codes, and the inverse of the scale that they were made with."""
+        self.seen = max(self.seen, x.abs().max().item())
+        return cast(x * self.scale, self.dtype), 1 / self.scale
+
+    def advance(self) -> None:
+        """Ends a step: what was seen in it gives the next one its scale."""
+        self.history = [*self.history, self.seen][-self.length :]
+        self.seen, amax = 0.0, max(self.history)
+        self.scale = scale_for(torch.tensor(amax), self.dtype).item() if amax else 1.0
+
+
+def _ran(attempt: Any, sizes: list, length: int = 3) -> list[tuple[float, float]]:
+    """What the largest number of each step comes back as, and the range its codes cover.
+
+    A step is a number, or a list of them: one for each micro-batch.
+    """
+    tracker, found = attempt(E4M3, length), []
+    for step in sizes:
+        for size in step if isinstance(step, list) else [step]:
+            codes, inverse = tracker.cast(torch.tensor([size, -size / 4]))
+            back = float(codes.float()[0]) * float(inverse)
+            found.append((back, largest(E4M3) * float(inverse)))
+        tracker.advance()
+    return found
+
+
+def _steady(attempt: Any) -> str:
+    for size in (2.0**-8, 1.0, 64.0):
+        (_, first), *later = _ran(attempt, [size] * 5)
+        if first != 448:
+            hint = "Before anything was seen the scale is 1."
+            raise Failed(f"the first step reaches to {first:g}, not to 448", hint)
+        for back, reach in later:
+            if abs(reach / size - 1) > 1e-3 or abs(back / size - 1) > 1e-3:
+                raise Failed(
+                    f"numbers of {size:g} in every step: one comes back as {back:g}, codes reach "
+                    f"to {reach:g}",
+                    "From the second step on the scale brings the largest number to 448, and the "
+                    "inverse is one over that same scale.",
+                )
+    return "3 sizes"
+
+
+def _late(attempt: Any) -> str:
+    found = _ran(attempt, [1.0, 1.0, 8.0])
+    if abs(found[2][1] - 1) > 1e-3:
+        raise Failed(
+            f"1, 1, then 8: in the third step codes reach to {found[2][1]:g}",
+            "The scale of a step is fixed before it: its own largest number is not known until the "
+            "tensor has been read, which is what delayed scaling saves. 8 is clipped to 1, once.",
+        )
+    return "a jump is clipped, once"
+
+
+def _grows(attempt: Any) -> str:
+    found = _ran(attempt, [1.0, 1.0, 8.0, 8.0])
+    if abs(found[3][1] - 8) > 1e-2:
+        raise Failed(
+            f"1, 1, 8, 8: in the fourth step codes reach to {found[3][1]:.3g}, not to 8",
+            "What was seen is measured *before* the cast. Behind it everything has been clipped to "
+            "the old range, and the history never learns of anything larger.",
+        )
+    return "the jump is seen"
+
+
+def _micro(attempt: Any) -> str:
+    found = _ran(attempt, [1.0, [1.0, 6.0, 0.5], [2.0, 2.0]])
+    reaches = [reach for _, reach in found]
+    if any(abs(reach - 1) > 1e-3 for reach in reaches[1:4]):
+        raise Failed(
+            f"three micro-batches of a step: codes reach to {reaches[1:4]}",
+            "A step has one scale: it changes in advance(), or the backward pass of a checkpointed "
+            "layer computes with another than the forward pass did.",
+        )
+    if abs(reaches[4] - 6) > 1e-2:
+        raise Failed(
+            f"micro-batches of 1, 6 and 0.5: then codes reach to {reaches[4]:g}, not to 6",
+            "The largest of all micro-batches counts, not that of the last one.",
+        )
+    return "3 micro-batches"
+
+
+def _forgets(attempt: Any) -> str:
+    sizes = [1.0, 100.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+    reaches = [reach for _, reach in _ran(attempt, sizes, length=3)]
+    right = [448.0, 1.0, 100.0, 100.0, 100.0, 1.0, 2.0, 2.0]
+    for step, (mine, expected) in enumerate(zip(reaches, right, strict=True), 1):
+        if abs(mine / expected - 1) > 1e-2:
+            raise Failed(
+                f"{sizes}, a history of 3: in step {step} codes reach to {mine:g}, "
+                f"not to {expected:g}",
+                "The history is advanced in every step: the newest goes in, the oldest goes out, "
+                "and the scale comes from the largest of those that are left.",
+            )
+    return "8 steps, a history of 3"
+
+
+HUNT = Exercise(
+    id="fp8/bug-hunt",
+    title="Bug hunt: the scale of the last steps",
+    untouched="132fcfbe",
+    minutes=12,
+    difficulty=3,
+    proves="you know when delayed scaling looks at a tensor, and when what it saw counts",
+    reference=DelayedScale,
+    properties=(
+        Property("a steady tensor", _steady),
+        Property("one step late", _late),
+        Property("a jump is learned", _grows),
+        Property("micro-batches", _micro),
+        Property("the history advances", _forgets),
+    ),
+    hints=(
+        "Play three cases on paper: a tensor that suddenly grows, one that is cast twice in a "
+        "step, and one that was large only once, long ago.",
+        "Look at x and not at the codes; keep the largest of a step; let the history drop the "
+        "oldest.",
+    ),
+)
+
+EXERCISES = (CAST, PRODUCTS, HUNT)

@@ -1,0 +1,145 @@
+"""Wrong answers to the exercises of `fp8`."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from labutils.quantization import E4M3, E5M2, cast, largest, product, to_eight
+from wrong_answers import Wrong
+
+
+def _slip(
+    *, amax: str = "given", order: str = "clip first", inverse: str = "one over", zero: bool = True
+) -> Callable:
+    """A cast with its slips switched on one at a time."""
+
+    def attempt(x: Tensor, given: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+        top = largest(dtype)
+        amaxes = {
+            "given": given, "own": x.abs().max().item(), "signed": x.max().item(),
+            "after": cast(x, dtype).float().abs().max().item() if amax == "after" else 0,
+            "none": top,
+        }  # fmt: skip
+        chosen = amaxes[amax]
+        if zero:
+            chosen = chosen or 1e-30
+        scale = top / torch.tensor(chosen)
+        scaled = x * scale
+        if order == "clip first":
+            codes = cast(scaled, dtype)
+        elif order == "clip after":
+            codes = scaled.to(dtype).float().clamp(-top, top).nan_to_num(nan=0.0).to(dtype)
+            codes = torch.where(scaled.to(dtype).float().isinf(), torch.nan, scaled).to(dtype)
+        else:
+            codes = scaled.to(dtype)
+        if inverse == "twice":
+            codes = cast(codes.float() / scale, dtype)
+        back = {"one over": 1 / scale, "forgotten": torch.tensor(1.0), "scale": scale}
+        return codes, back.get(inverse, 1 / scale).item()
+
+    return attempt
+
+
+def _products(
+    *, x: tuple | None = (1, 128), w: tuple | None = (128, 128), grad: tuple | None = (1, 128),
+    of_grad: torch.dtype = E4M3, scaled: bool = True, across: bool = False, again: bool = False,
+    turned: bool = False,
+) -> Callable:  # fmt: skip
+    """The three products with slips in tiles and formats.
+
+    across: the gradient of w from the transposed codes of the other products; again: w in 8 bits a
+    second time
+    """
+
+    def attempt(xs: Tensor, ws: Tensor, grads: Tensor) -> tuple[Tensor, ...]:
+        one = None if scaled else torch.ones(())
+        x8, w8 = to_eight(xs, E4M3, x), to_eight(ws, E4M3, w)
+        g8 = to_eight(grads, of_grad, grad, scale=one)
+        w_back = to_eight(ws.mT.contiguous(), E4M3, w) if again else w8.mT
+        if across:
+            of_w = product(g8.mT, x8.mT)
+        else:
+            of_w = product(to_eight(grads.mT, of_grad, grad, scale=one), to_eight(xs.mT, E4M3, x))
+        return product(x8, w8), product(g8, w_back), of_w.mT if turned else of_w
+
+    return attempt
+
+
+def _delayed(
+    *, own: bool = False, after: bool = False, last: bool = False, oldest: bool = False,
+    newest: bool = False, early: bool = False, new_inverse: bool = False,
+) -> type:  # fmt: skip
+    """A delayed scale with its slips switched on one at a time.
+
+    own: the current largest number; after: seen behind the cast; last: of the last micro-batch;
+    oldest: the history keeps the first steps; newest: only the last; early: advanced in cast
+    """
+
+    class Attempt:
+        def __init__(self, dtype: torch.dtype, length: int) -> None:
+            self.dtype, self.length = dtype, length
+            self.history, self.seen, self.scale = [], 0.0, 1.0
+
+        def cast(self, x: Tensor) -> tuple[Tensor, float]:
+            amax = x.abs().max().item()
+            if own and self.history:
+                self.scale = largest(self.dtype) / amax
+            codes, used = cast(x * self.scale, self.dtype), self.scale
+            if after:
+                amax = codes.float().abs().max().item() / self.scale
+            self.seen = amax if last else max(self.seen, amax)
+            if early:
+                self.note()
+            return codes, 1 / (largest(self.dtype) / amax if new_inverse else used)
+
+        def advance(self) -> None:
+            if not early:
+                self.note()
+
+        def note(self) -> None:
+            history = [*self.history, self.seen]
+            self.history = history[: self.length] if oldest else history[-self.length :]
+            self.seen = 0.0
+            top = self.history[-1] if newest else max(self.history)
+            self.scale = largest(self.dtype) / top
+
+    return Attempt
+
+
+WRONG = {
+    "fp8/cast": (
+        Wrong("the inverse forgotten", _slip(inverse="forgotten"), "back again", "forgotten"),
+        Wrong("the inverse applied twice", _slip(inverse="twice"), "back again", "applied twice"),
+        Wrong("the scale returned", _slip(inverse="scale"), "back again", "one over it"),
+        Wrong("amax after the cast", _slip(amax="after"), "back again", "codes"),
+        Wrong("the largest, not the largest |x|", _slip(amax="signed"), "back again", "the largest |x|"),
+        Wrong("no scale", _slip(amax="none"), "back again", "codes"),
+        Wrong("x's own amax", _slip(amax="own"), "amax as given", "amax is given"),
+        Wrong("not clipped", _slip(order="never"), "what is beyond", "Clip before"),
+        Wrong("clipped after rounding", _slip(order="clip after"), "what is beyond", "Clip before"),
+        Wrong("divided by zero", _slip(zero=False), "zeros", "NaN"),
+    ),
+    "fp8/products": (
+        Wrong("tiles of w 1×128", _products(w=(1, 128)), "scales", "a square tile"),
+        Wrong("w a second time", _products(w=(1, 128), again=True), "values", "both products"),
+        Wrong("transposed codes", _products(across=True), "scales", "other tiles"),
+        Wrong("tiles across", _products(x=(128, 1)), "scales", "has to lie along"),
+        Wrong("one scale per tensor", _products(x=None, grad=None), "values", "ruins all others"),
+        Wrong("square tiles", _products(x=(128, 128), grad=(128, 128)), "values", "for weights"),
+        Wrong("gradients unscaled", _products(scaled=False), "values", "Without a scale"),
+        Wrong("gradients in e5m2", _products(of_grad=E5M2), "values", "That is e5m2"),
+        Wrong("the wrong way round", _products(turned=True), "scales", "a·bᵀ"),
+    ),
+    "fp8/bug-hunt": (
+        Wrong("the one of the lab", _delayed(after=True, last=True, oldest=True),
+              "a jump is learned", "before"),
+        Wrong("the current amax", _delayed(own=True), "one step late", "not known until"),
+        Wrong("seen behind the cast", _delayed(after=True), "a jump is learned", "clipped to"),
+        Wrong("the last micro-batch", _delayed(last=True), "micro-batches", "not that of the last"),
+        Wrong("advanced in cast", _delayed(early=True), "micro-batches", "has one scale"),
+        Wrong("never advanced", _delayed(oldest=True), "the history advances", "oldest goes out"),
+        Wrong("only the newest", _delayed(newest=True), "the history advances", "the largest of"),
+        Wrong("another inverse", _delayed(new_inverse=True), "a steady tensor", "Before"),
+    ),
+}  # fmt: skip
