@@ -166,8 +166,9 @@ def test_what_is_public_says_what_it_is(path):
 )
 def test_one_concept_has_one_name(name):
     number, *words = name.split("_")
+    # A module, or a file of a topic: quantization/fp8.py.
     concepts = {word.removesuffix("s") for word in (*words, "_".join(words))} & {
-        known.removesuffix("s") for known in MODULES
+        known.removesuffix("s") for known in (*MODULES, *(path.stem for path in SOURCES))
     }
     assert number[:2].isdigit() and (concepts or number == "00"), (
         f"no module of labutils is called after the lab {name}"
