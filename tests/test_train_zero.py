@@ -38,7 +38,7 @@ def test_every_level_learns_the_same_on_one_rank_and_on_many(trained):
 
 
 def test_two_nodes_learn_the_same_as_threads_and_processes(trained, tmp_path):
-    """Two torchrun agents of two ranks each. They meet in a file, so that no port has to be free, and know each other as 127.0.0.1."""
+    """A torchrun agent of two ranks and one of a single rank. They meet in a file, so that no port has to be free, and know each other as 127.0.0.1."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
     }
@@ -53,22 +53,28 @@ def test_two_nodes_learn_the_same_as_threads_and_processes(trained, tmp_path):
         "--rdzv-endpoint": str(tmp_path / "meeting"),
         "--rdzv-conf": "store_type=file",
     }
-    size = {"--nnodes": "2", "--nproc-per-node": "2", "--local-addr": "127.0.0.1"}
+    size = {"--nnodes": "2", "--local-addr": "127.0.0.1"}
     options = [word for option in (size | meeting).items() for word in option]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT), "--steps", "2"]
+
+    def agent(ranks):
+        run = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc-per-node={ranks}"]
+        return [*run, str(SCRIPT), "--steps", "2"]
+
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    nodes = [subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes) for _ in range(2)]
+    started = dict(env=environment, cwd=tmp_path, **pipes)
+    nodes = [subprocess.Popen(agent(ranks), **started) for ranks in (2, 1)]
+    here = ("--ranks", 3, "--steps", 2, "--engine")
     try:
-        theirs = trained("--engine", "threads", "--steps", 2)  # while the nodes start
-        assert trained("--engine", "processes", "--steps", 2) == theirs and len(losses(theirs)) == 3
+        theirs = trained(*here, "threads")  # while the nodes start
+        assert trained(*here, "processes") == theirs and len(losses(theirs)) == 3
         told = [node.communicate(timeout=300) for node in nodes]
     finally:
         for node in nodes:
             node.terminate()  # an agent ends its ranks, too
             node.wait(timeout=60)
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(errors for _, errors in told)
-    (here,) = [out.splitlines() for out, _ in told if out]
-    assert here == theirs
+    (ours,) = [out.splitlines() for out, _ in told if out]
+    assert ours == theirs
 
 
 def test_a_snapshot_of_three_ranks_goes_on_with_two_at_another_level(trained, tmp_path):

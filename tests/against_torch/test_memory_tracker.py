@@ -136,10 +136,10 @@ PRECISIONS = {
 
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("kind", PRECISIONS)
-@pytest.mark.parametrize("name, layers", [("gpt2", 12), ("gpt2-xl", 6), ("llama-2-7b", 6)])
-def test_formula_dry_run_and_tracker_agree(name, layers, kind, policy):
-    """In full width; with so many of their layers, as each of them takes a dry run about 0.1 s."""
-    config = replace(ModelConfig.named(name), num_layers=layers)
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-xl", "llama-2-7b"])
+def test_formula_dry_run_and_tracker_agree(name, kind, policy):
+    """In full width; with six of their layers, as each of them takes a dry run about 0.1 s."""
+    config = replace(ModelConfig.named(name), num_layers=6)
     train = TrainConfig(
         micro_batch=2, global_batch=2, checkpointing=policy, stepping="foreach", **PRECISIONS[kind]
     )
