@@ -15,6 +15,7 @@ from labutils import (
     lora,
     measure,
     memory,
+    quantization,
     tensor_parallel,
     world,
 )
@@ -235,3 +236,31 @@ def lora_counts() -> tuple[str, str, str]:
         "trained fewer" if trained < 5 * 6 else "trained more",
         "all more" if every > 5 * 6 + 5 else "all fewer",
     )
+
+
+def _kashin(pairs: int, trained: bool = False) -> tuple[torch.Tensor, ...]:
+    """x, Q, u, v and the rests: x is Gaussian, or a row of trained weights."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1024, generator=draw, dtype=torch.float64)
+    if trained:
+        x = quantization.load_minilm().layers[0].up.weight[0].double()
+    Q = quantization.rotation(len(x)).double()
+    return (x, Q, *quantization.kashin(x, Q, pairs))
+
+
+def kashin_first_step() -> float:
+    """The norm that one greedy step leaves of a Gaussian vector of 1,024 numbers."""
+    x, _, u, *_ = _kashin(1)
+    return ((x - u).norm() / x.norm()).item()
+
+
+def kashin_rests(trained: bool = True) -> list[float]:
+    """The norm that each of twenty pairs of steps leaves."""
+    return _kashin(20, trained)[-1]
+
+
+def kashin_parts() -> bool:
+    """Whether x is the *sum* of u and Q·v, and both are flat: no number above half of x's largest."""
+    x, Q, u, v, _ = _kashin(20)
+    flat = max(u.abs().max(), v.abs().max()) < x.abs().max() / 2
+    return bool(flat) and torch.allclose(u + Q @ v, x, rtol=0, atol=1e-5)

@@ -409,12 +409,13 @@ def test_what_stands_out_in_minilm(minilm):
     places = [divmod(layer.down.weight.abs().argmax().item(), 1536) for layer in minilm.layers]
     assert places[:4] == [(99, 856), (99, 607), (99, 1004), (99, 358)]
     sentences = quantization.token_ids(quantization.docstrings(6))
-    seen = {}
-    hook = minilm.layers[0].down.register_forward_pre_hook(lambda _, args: seen.update(x=args[0]))
-    embedded = minilm(sentences)
-    hook.remove()
+    read, embedded = quantization.inputs_of(minilm, sentences), minilm(sentences)
+    assert not minilm.layers[0].down._forward_pre_hooks
+    assert list(read)[-1] == "layers.5.down" and len(read) == 36
     first = [token for each in sentences for token in [True] + [False] * (len(each) - 1)]
-    assert ((seen["x"][:, 856] > 10).tolist()) == first  # the unit fires on [CLS] and nowhere else
+    assert (
+        read["layers.0.down"][:, 856] > 10
+    ).tolist() == first  # the unit fires on [CLS] and nowhere else
     torch.testing.assert_close(embedded.norm(dim=1), torch.ones(6))
     torch.testing.assert_close(embedded[2:3], minilm(sentences[2:3]), rtol=0, atol=1e-5)
 

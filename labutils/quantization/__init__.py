@@ -22,6 +22,7 @@ from labutils.quantization.fp8 import (
 from labutils.quantization.kashin import kashin, nearest_of
 from labutils.quantization.layers import (
     Int8Linear,
+    inputs_of,
     int8_product,
     keeping,
     quantized,

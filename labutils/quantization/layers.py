@@ -34,6 +34,23 @@ def quantized(
     return model
 
 
+def inputs_of(model: nn.Module, *arguments: object) -> dict[str, Tensor]:
+    """What each nn.Linear reads while `model(*arguments)` runs, by its name."""
+    read: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Callable:
+        return lambda _, args: read.update({name: args[0].detach()})
+
+    linears = [(n, layer) for n, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in linears]
+    try:
+        model(*arguments)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return read
+
+
 def keeping(count: int, inner: RoundTrip) -> RoundTrip:
     """A round trip that leaves the `count` columns of the largest |x| as they are, and out of the
     scales of the others: LLM.int8() 2208.07339 keeps every column with a number above 6."""

@@ -391,7 +391,7 @@ def shared_grids(
         axes.hlines(at, -most, most, color=style.NEUTRAL[0], linewidth=1, zorder=0)
         landed = {step * round(x / step) for x, step in zip(numbers, steps, strict=True)}
         if len(set(steps)) == 1:
-            places = math.floor(most / steps[0] + 1e-6)
+            places = math.floor(max(map(abs, numbers)) / steps[0] + 1e-6)
             grid = [k * steps[0] for k in range(-places, places + 1)]
             axes.vlines(grid, at - 0.22, at + 0.22, color=style.NEUTRAL[1], linewidth=0.8)
         axes.vlines(numbers, at - 0.42, at - 0.3, color=style.INK, linewidth=0.6)
@@ -406,4 +406,4 @@ def _grids_finding(rows: Mapping[str, tuple[Sequence[float], Sequence[float]]]) 
         for name, row in rows.items()
     }
     (first, most), *_, (last, least) = counts.items()
-    return f"{first}, the numbers land on {most} values; {last}, on {least}"
+    return f"{first.capitalize()}, the numbers land on {most} values; {last}, on {least}"

