@@ -286,7 +286,7 @@ print([f"{read[n].abs().max():.0f} → {after[n].abs().max():.0f}" for n in ups[
 print(f"{lost(plain):.2g} % of the cosine lost")
 
 # %% [markdown]
-# The gain makes about half of it. Changing the gain changes the answers, by more than the remedies below will.
+# The gain makes about half of it. Changing the gain changes the answers, by more than the 8-bit remedies below will.
 #
 # **Products of integers.** A product of two codes has up to 127², a sum of k of them is exact in int32, and the scales come out of the sum if they do not depend on what is summed over:
 #
