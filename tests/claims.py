@@ -16,6 +16,7 @@ from labutils import (
     measure,
     memory,
     quantization,
+    scaling,
     tensor_parallel,
     world,
 )
@@ -264,3 +265,44 @@ def kashin_parts() -> bool:
     x, Q, u, v, _ = _kashin(20)
     flat = max(u.abs().max(), v.abs().max()) < x.abs().max() / 2
     return bool(flat) and torch.allclose(u + Q @ v, x, rtol=0, atol=1e-5)
+
+
+def rates_of_90_epochs() -> list[float]:
+    """Goyal's learning rates at 8k images: a tenth from epochs 30, 60 and 80 on."""
+    peak = scaling.scale_lr(0.1, 32, "linear")
+    optimizer = torch.optim.SGD([torch.zeros(1)], peak)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 60, 80])
+    rates = []
+    for _ in range(90):
+        rates.append(round(schedule.get_last_lr()[0], 9))
+        optimizer.step()
+        schedule.step()
+    return list(dict.fromkeys(rates))
+
+
+def momentum_correction() -> float:
+    """What a velocity of steps is multiplied by when 0.1 becomes 3.2, for SGD to go where torch's
+    goes, whose velocity holds gradients."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], 0.1, momentum=0.9)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    absorbed, before = -weight.item(), weight.item()
+    weight.grad = torch.zeros_like(weight)
+    optimizer.param_groups[0]["lr"] = scaling.scale_lr(0.1, 32, "linear")
+    optimizer.step()
+    return round((before - weight.item()) / (0.9 * absorbed), 9)
+
+
+def small_steps_are_a_large_one(k: int = 32) -> float:
+    """How far k steps and one with k times the rate end from each other, along one gradient."""
+    gradient = torch.arange(5, dtype=torch.float64)
+    ends = []
+    for rate, steps in ((0.1, k), (scaling.scale_lr(0.1, k, "linear"), 1)):
+        weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        optimizer = torch.optim.SGD([weight], rate)
+        for _ in range(steps):
+            weight.grad = gradient
+            optimizer.step()
+        ends.append(weight.detach())
+    return (ends[0] - ends[1]).abs().max().item()

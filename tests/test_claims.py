@@ -77,6 +77,7 @@ FINISHED = {
     "sequence parallel",
     "pipeline",
     "LoRA",
+    "LR scaling",
 }
 
 

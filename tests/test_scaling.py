@@ -44,6 +44,7 @@ def test_warm_up_grows_by_equal_amounts_at_each_iteration(steps, start, ratio):
 def test_schedules_meet_their_ends():
     # Goyal, section 2.2: 782 iterations from 0.1 to 3.2; half-way 1.65, not the 1.6 of a start at 0.
     assert scaling.warm_up(391, 782, start=0.1, end=3.2) == pytest.approx(1.65)
+    assert [scaling.gradual(8, 0.2)(t, 100) for t in (0, 10, 20, 99)] == [1 / 8, 4.5 / 8, 1, 1]
     assert scaling.warm_up(0, 0, start=0.1, end=3.2) == 3.2
     assert [scaling.cosine(t, 10, peak=2, end=1) for t in (0, 5, 10, 99)] == [2, 1.5, 1, 1]
     early = [scaling.wsd(t, n, peak=1, decay=4) for n in (10, 20) for t in range(6)]
@@ -241,6 +242,11 @@ def test_what_was_recorded_and_published():
     assert sorted(best) == [8, 32, 128, 512, 2048]
     rates = scaling.swept("steps", "lr", optimizer="sgd", target=2.55, batch=128)
     assert best[128][1] == min(rates.values()) and rates[best[128][0]] == best[128][1]
+    assert scaling.hyperbola("sgd", 2.55) == scaling.fit({b: m.value for b, (_, m) in best.items()})
+    places, (low, middle, high) = scaling.rule_curves("adam", most=256)["square root"]
+    value, error = scaling.swept("rules", optimizer="adam", rule="square root")[64]
+    assert places == [16, 64, 256] and middle[1] == value
+    assert (low[1], high[1]) == (value - 2 * error, value + 2 * error)
     with pytest.raises(ValueError, match="lion"):
         scaling.swept("rules", optimizer="lion")
     assert scaling.mean([1.0, math.inf]) == (math.inf, math.inf)

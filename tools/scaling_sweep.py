@@ -33,11 +33,6 @@ def row(part: str, value: float, **columns: object) -> dict:
     return {name: given.get(name, "") for name in COLUMNS}
 
 
-def warmed(ratio: float, share: float):
-    """Goyal's warm-up over a share of all steps, as a factor."""
-    return lambda step, steps: scaling.warm_up(step, round(share * steps), start=1 / ratio, end=1.0)
-
-
 def losses(batch: int, lr: list[float], optimizer: str, schedule=None) -> torch.Tensor:
     """Held-out losses of characters [seeds, rates]."""
     data, held_out = tasks.characters()
@@ -64,7 +59,9 @@ def rules() -> Iterator[dict]:
             rates = {r: scaling.scale_lr(best, batch / 16, r) for r in scaling.POWERS}
             found = dict(zip(rates, losses(batch, list(rates.values()), optimizer).T, strict=True))
             if batch > 16:
-                warm = losses(batch, [rates["linear"]], optimizer, warmed(batch / 16, 1 / 8))
+                warm = losses(
+                    batch, [rates["linear"]], optimizer, scaling.gradual(batch / 16, 1 / 8)
+                )
                 found["linear, warm-up"] = warm[:, 0]
             for rule, values in found.items():
                 for seed, value in enumerate(values.tolist()):
@@ -84,7 +81,7 @@ def warm_ups() -> Iterator[dict]:
                 network = tasks.digits_network(norm)
                 rows = copies.train_copies(
                     network, data, lr=rates, batch=batch, samples=14370, seeds=range(20),
-                    schedule=warmed(batch / 8, share) if share else None,
+                    schedule=scaling.gradual(batch / 8, share) if share else None,
                 )  # fmt: skip
                 errors = 100 * copies.score(network, rows, held_out)[1]
                 for name, values in zip(names, errors.T.tolist(), strict=True):

@@ -3,5 +3,14 @@ target. With torch, and imported by name: `copies`, `tasks` and `ranks`, where n
 
 from labutils.scaling.critical import Hyperbola, fit, steps_to
 from labutils.scaling.noise import Spread, estimate_spread, noise_scale
-from labutils.scaling.recorded import Mean, fewest_steps, goyal, mean, spreads, swept
-from labutils.scaling.rules import POWERS, cosine, scale_lr, shrinkage, warm_up, wsd
+from labutils.scaling.recorded import (
+    Mean,
+    fewest_steps,
+    goyal,
+    hyperbola,
+    mean,
+    rule_curves,
+    spreads,
+    swept,
+)
+from labutils.scaling.rules import POWERS, cosine, gradual, scale_lr, shrinkage, warm_up, wsd

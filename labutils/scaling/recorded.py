@@ -10,7 +10,9 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from labutils.config import DATA
+from labutils.scaling.critical import Hyperbola, fit
 from labutils.scaling.noise import Spread
+from labutils.scaling.rules import POWERS
 
 
 class Mean(NamedTuple):
@@ -61,6 +63,28 @@ def fewest_steps(optimizer: str, target: float) -> dict[int, tuple[float, Mean]]
     for batch in swept("steps", optimizer=optimizer, target=target):
         rates = swept("steps", "lr", optimizer=optimizer, target=target, batch=int(batch))
         found[int(batch)] = min(rates.items(), key=lambda item: item[1].value)
+    return found
+
+
+def hyperbola(optimizer: str, target: float) -> Hyperbola:
+    """The hyperbola through the fewest steps of each batch size."""
+    runs = fewest_steps(optimizer, target)
+    return fit({batch: steps.value for batch, (_, steps) in runs.items()})
+
+
+Band = tuple[list[float], list[list[float]]]
+
+
+def rule_curves(optimizer: str, most: int = 1024) -> dict[str, Band]:
+    """For each rule the batch sizes up to `most`, and the mean losses, between two standard errors
+    less and two more."""
+    found = {}
+    for rule in POWERS:
+        kept = {
+            b: m for b, m in swept("rules", optimizer=optimizer, rule=rule).items() if b <= most
+        }
+        band = [[value + i * error for value, error in kept.values()] for i in (-2, 0, 2)]
+        found[rule.replace("none", "unscaled")] = list(kept), band
     return found
 
 

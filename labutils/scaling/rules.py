@@ -2,6 +2,7 @@
 warm-up, cosine, and warm-up–stable–decay (WSD), all per iteration; what weight decay then does."""
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 from labutils import units
@@ -39,6 +40,16 @@ def warm_up(step: int, steps: int, *, start: float, end: float) -> float:
     Source: P. Goyal et al., 1706.02677, section 2.2: a constant increment at each iteration.
     """
     return start + (end - start) * min(step / steps, 1) if steps else end
+
+
+def gradual(ratio: float, share: float) -> Callable[[int, int], float]:
+    """Goyal's warm-up as a function of (step, steps): what to multiply the scaled learning rate of
+    a batch `ratio` times as large by, from 1/ratio to 1 in a share of all iterations.
+
+    >>> gradual(ratio=4, share=0.5)(0, 100)
+    0.25
+    """
+    return lambda step, steps: warm_up(step, round(share * steps), start=1 / ratio, end=1.0)
 
 
 def cosine(step: int, steps: int, *, peak: float, end: float = 0.0) -> float:

@@ -240,7 +240,7 @@ def _sent(attempt: Callable) -> str:
 NOISE = Exercise(
     id="scaling/noise-on-ranks",
     title="Measure the noise scale on ranks",
-    minutes=12,
+    minutes=10,
     difficulty=2,
     proves="you get the noise scale from what ranks hold before and after their all-reduce",
     reference=ranks.noise_scale_of_ranks,
@@ -375,6 +375,7 @@ REPAIR = Exercise(
     difficulty=3,
     proves="you know what a changing rate, a weight decay and k micro-batches ask of SGD",
     reference=LargeBatchSGD,
+    untouched="bf83d6b5",
     properties=(
         Property("one micro-batch", functools.partial(_follows, k=1)),
         Property("several micro-batches", functools.partial(_follows, k=4)),
