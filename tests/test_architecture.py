@@ -54,6 +54,8 @@ SIDEWAYS = {
     ("lora", "memory"),
     # An element of MXFP4 or NVFP4 is rounded as any number to a format.
     ("quantization", "precision"),
+    # A step knows the hooks of a replica around its stages.
+    ("pipeline", "data_parallel"),
     # The same batch on ranks and in micro-batches.
     ("scaling", "accumulation"),
     ("scaling", "data_parallel"),

@@ -1,5 +1,6 @@
 """Schedules carried out on ranks: equal to the whole model, in the schedule's order, sent and held as predicted."""
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -435,6 +436,72 @@ def test_on_a_mesh_with_data_and_tensor_parallelism_and_zero(plan, sequence, lev
             assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-10), name
 
 
+def replicated(stages, dp):
+    return torch.nn.ModuleList(data_parallel.replicate(stage, dp) for stage in stages)
+
+
+def sharded(stages, dp):
+    for stage in stages:
+        zero.shard(stage, dp, units=stage.blocks.values())
+    return stages
+
+
+def around_stages(rank, plan, config, wrap):
+    """Weights of this rank's stages after a few steps; replicas begin with other ones."""
+    comm, dp = rank.comm("pp"), rank.comm("dp")
+    stages = wrap(own(plan, build(config, seed=dp.rank), comm.rank), dp)
+    optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-2)
+    m = plan.micro_batches
+    for _ in range(2):
+        optimizer.zero_grad()
+        pipeline.run(stages, plan, comm, batches(2 * m)[dp.rank * m :][:m])
+        optimizer.step()
+    parts = [part for part in stages.modules() if isinstance(part, pipeline.PipelineStage)]
+    found = {}
+    for part in parts:
+        with zero.gathered(part) if wrap is sharded else contextlib.nullcontext():
+            for name, weight in part.named_parameters(remove_duplicate=False):
+                found[name] = weight.detach().clone()
+    return found
+
+
+@pytest.mark.parametrize("plan", [schedule.one_f_one_b(2, 3), schedule.interleaved(2, 2)])
+@pytest.mark.parametrize("wrap, tied", [(replicated, True), (sharded, False)])
+def test_replicas_and_shards_of_each_stage(plan, wrap, tied):
+    config = replace(TIED, num_layers=plan.stages + 1, tied=tied)
+    results = World(Mesh(pp=2, dp=2)).run(around_stages, plan, config, wrap)
+    _, whole = alone(config, 2 * plan.micro_batches, 2)
+    assert set().union(*results) == set(whole)
+    for table in results:
+        for name, found in table.items():
+            assert torch.allclose(found, whole[name][1], rtol=1e-10, atol=1e-10), name
+
+
+@pytest.mark.parametrize(
+    "plan, wrap, tied, reason",
+    [
+        (schedule.zb_h1(2, 3), replicated, True, "zb_h1 splits .* replicate .* average_grad"),
+        (schedule.zb_v(2, 2), sharded, False, "zb_v splits .* zero.shard .* level 1"),
+        (schedule.pipedream(2, 2), replicated, False, "keeps old .*step_pre_hook"),
+        (schedule.interleaved(2, 2), data_parallel.replicate, True, "by itself, not the list"),
+        (schedule.one_f_one_b(2, 3), zero.shard, False, "zero.shard .* by itself"),
+        (schedule.one_f_one_b(2, 3), sharded, True, "tied embedding .* tied=False"),
+    ],
+)
+def test_what_hooks_would_get_wrong_is_refused_with_a_remedy(plan, wrap, tied, reason):
+    config = replace(TIED, num_layers=plan.stages + 1, tied=tied)
+    with pytest.raises(RankError, match=f"ValueError: .*{reason}"):
+        World(Mesh(pp=2, dp=2)).run(around_stages, plan, config, wrap)
+
+
+def test_a_sharded_model_is_not_split():
+    def program(rank):
+        pipeline.split(zero.shard(build(TIED), rank.comm()), 2)
+
+    with pytest.raises(RankError, match="zero.shard each of its stages, later"):
+        World(1).run(program)
+
+
 # ── weights that change on the way ─────────────────────────────────────────────────────────────────
 
 UNTIED = replace(TIED, tied=False)
@@ -492,6 +559,35 @@ def test_pipedream_applies_gradients_of_old_weights(plan, held):
     for run, table in results:
         assert run.ops in plan.ranks
         assert all(torch.allclose(w, weights[name], rtol=1e-10) for name, w in table.items())
+
+
+def replicas_on_the_way(rank, plan, make):
+    """Weights after PipeDream on replicas that share the rows of each micro-batch."""
+    dp = rank.comm("dp")
+    stages = own(plan, build(UNTIED), rank.comm("pp").rank)
+    data = [(x[dp.rank :: dp.size], y[dp.rank :: dp.size]) for x, y in batches(4, rows=2)]
+    pipeline.run(stages, plan, rank.comm("pp"), data, optimizer=make(stages, dp))
+    return {name: pair[1] for name, pair in named(stages).items()}
+
+
+def averaging(stages, dp):
+    sgd = torch.optim.SGD(stages.parameters(), lr=0.1)
+    sgd.register_step_pre_hook(lambda *_: data_parallel.average_gradients(stages, dp))
+    return sgd
+
+
+def of_zero(stages, dp):
+    return zero.Optimizer(stages.parameters(), dp, torch.optim.SGD, level=1)
+
+
+def test_pipedream_averages_over_replicas_in_a_hook_of_its_optimizer():
+    plan = schedule.pipedream(2, 4)
+    wanted = ranks(2).run(replicas_on_the_way, plan, averaging)
+    for i, table in enumerate(World(Mesh(pp=2, dp=2)).run(replicas_on_the_way, plan, averaging)):
+        for name, weight in table.items():
+            assert torch.allclose(weight, wanted[i // 2][name], rtol=1e-10, atol=1e-10), name
+    with pytest.raises(RankError, match="TypeError|TypeCheckError"):
+        World(Mesh(pp=2, dp=2)).run(replicas_on_the_way, plan, of_zero)
 
 
 # ── cutting ────────────────────────────────────────────────────────────────────────────────────────

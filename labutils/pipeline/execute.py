@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from labutils.data_parallel import Replica
 from labutils.pipeline.messages import Action, actions
 from labutils.pipeline.stages import PipelineStage, placed
 from labutils.pipeline.stashing import Stash
@@ -80,7 +81,8 @@ def run(
     Invariant: loss and gradients are those of the whole model on the whole batch, up to rounding.
     Cost: bytes sent as in `sent`; activations as many as `schedule.in_flight` says. What is sent is
     held until its receiver has it: a dry run, which waits for nobody, holds none of it.
-    Raises ValueError: where stages or batches are not those of the schedule, or that is illegal.
+    Raises ValueError: where stages or batches are not those of the schedule, or that is illegal, or
+        what is around the stages does not go with it.
     """
     rank = _Execution(stages, schedule, comm, batches, loss, weigh, pace)
     if schedule.every or optimizer is not None:
@@ -125,6 +127,7 @@ class _Execution:
             need = f"{len(schedule.ranks)} ranks and {schedule.micro_batches} micro-batches"
             got = f"{comm.size} and {len(batches)}"
             raise ValueError(f"{schedule.name} is for {need}, got {got}: make one for these")
+        _check_around(stages, schedule)
         self.shared = _shared(self.stages, schedule, comm.rank)
         self.schedule, self.comm, self.batches, self.compute_loss = schedule, comm, batches, loss
         weights = [len(batch[0]) if weigh is None else weigh(batch) for batch in batches]
@@ -235,6 +238,26 @@ def _shared(
         twice = "what two ranks have would be added up twice: call zero_grad() before run"
         raise ValueError(f"rank {rank} holds gradients from before, and {twice}")
     return parameters, peer
+
+
+def _check_around(stages: nn.Module, schedule: Schedule) -> None:
+    """Raises ValueError if the hooks around stages would not see what they need: whole backward
+    passes, each of one stage, with all of its weights."""
+    replicas = [part.module for part in stages.modules() if isinstance(part, Replica)]
+    shards = [part for part in stages.modules() if hasattr(part, "_sharded")]
+    around = " and ".join(["replicate"] * bool(replicas) + ["zero.shard"] * bool(shards))
+    if around and (schedule.split or schedule.every):
+        why = "splits backward passes" if schedule.split else "keeps old weights"
+        remedy = "step a zero.Optimizer of level 1, or call average_gradients after run"
+        if schedule.every:
+            remedy = "call average_gradients in a hook of register_step_pre_hook of the optimizer"
+        raise ValueError(f"{schedule.name} {why}, and {around} knows whole ones only: {remedy}")
+    if not all(isinstance(part, PipelineStage) for part in (*replicas, *shards)):
+        remedy = "give it each stage by itself, not the list of them"
+        raise ValueError(f"{around} is around something that is no stage: {remedy}")
+    if schedule.stages > 1 and any(stage.config.tied for stage in shards):
+        remedy = "build the model with tied=False, or step a zero.Optimizer"
+        raise ValueError(f"zero.shard cuts a tied embedding differently at both ends: {remedy}")
 
 
 def _add_up(parameters: Sequence[nn.Parameter], peer: int | None, comm: Comm) -> None:

@@ -96,16 +96,19 @@ def split(model: GPT, n: int, layers: Sequence[int] | None = None) -> nn.ModuleL
     layers: of each stage; as `cut` has them unless given
 
     Tensor parallelism comes before (`tensor_parallel.parallelize`), data parallelism after: once a
-    step by `data_parallel.average_gradients` or `zero.Optimizer(level=1)`, after each backward pass
-    at level 2, which has one for each W, too. `replicate` and `zero.shard` are for a model whose
-    backward pass is one piece: their hooks know no W. A tied embedding is in the first stage and in
-    the last: `run` adds the gradients of both up.
+    step by `data_parallel.average_gradients` or `zero.Optimizer(level=1)`. What reduces in hooks
+    does so after each backward pass: `zero.Optimizer(level=2)`, after each W, too; `replicate` and
+    `zero.shard(stage, comm, units=stage.blocks.values())`, around each stage by itself, where
+    backward passes are whole, and `run` refuses them elsewhere. A tied embedding is in the first
+    stage and in the last: `run` adds the gradients of both up, and refuses shards of it.
 
     Raises ValueError: if layers are not those of the model, or not n; TypeError for a model with a
     forward pass of its own, such as one that context parallelism has changed.
     """
     if not isinstance(model, GPT) or type(model).forward is not GPT.forward:
         raise TypeError(f"split takes a labutils.model.GPT, whole, got {type(model).__name__}")
+    if hasattr(model, "_sharded"):
+        raise TypeError("split takes a model that is whole: zero.shard each of its stages, later")
     layers = cut(model.config, n) if layers is None else tuple(layers)
     if len(layers) != units.whole(n, "n", 1):
         raise ValueError(f"layers={layers} are for {len(layers)} stages, not for {n}")

@@ -17,7 +17,8 @@ class Stash:
 
     peak: most of them at once; the optimizer steps one more copy, the module's own
 
-    Raises ValueError: for a schedule that flushes, for tied weights on two ranks, without optimizer
+    Raises ValueError: for a schedule that flushes, for tied weights on two ranks, without an
+        optimizer; TypeError for a zero.Optimizer, whose hooks would never see a gradient
     """
 
     def __init__(
@@ -31,6 +32,10 @@ class Stash:
             raise ValueError(f"{schedule.name} flushes: step the optimizer yourself, after run")
         if optimizer is None:
             raise ValueError(f"{schedule.name} updates weights as it goes: pass optimizer=")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            got, hook = type(optimizer), "average_gradients as its step pre-hook"
+            got = f"{got.__module__}.{got.__name__}"
+            raise TypeError(f"optimizer= takes one of torch, got {got}: give one {hook}")
         ((self.index, self.stage),) = stages.items()
         if self.stage.config.tied and schedule.stages > 1:
             apart = "its two ends update at different times: build the model with tied=False"
