@@ -1,0 +1,572 @@
+# %% [markdown]
+# # 15b · Train with products in 8 bits
+#
+# **Every product of a training step takes operands of 8 bits. What goes wrong, what prevents it, and which bytes does it save?**
+#
+# *90 min · before this: labs 01, 02 and 03 · needs a laptop, no GPU and no network*
+
+# %% [markdown]
+# ## Goals
+#
+# After this lab you
+#
+# - put a tensor into 8 bits by a scale, and know what is clipped and what is lost (exercise 15.4),
+# - form the three products of a layer in 8 bits, with a scale for each tile (exercise 15.5),
+# - repair a scale that comes from earlier steps (exercise 15.6, a bug hunt).
+
+# %% [markdown]
+# ## Setup
+
+# %%
+import torch
+
+from labutils import anatomy, floats, measure, precision, quantization, units, zero
+from labutils.config import Hardware, Link, Mesh, ModelConfig
+from labutils.model import GPT
+from labutils.quantization import E4M3, E5M2, RECIPES, SCHEMES, Adam8, Scheme, trials
+from labutils.teach import plots
+from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.widgets import explore
+from labutils.world import World
+
+# %% [markdown]
+# ## The idea in one picture
+#
+# A linear layer multiplies three times in a training step: inputs by weights, and behind that the gradients of its outputs by weights and by inputs. Here are those gradients in a small GPT that has read Python's documentation for a while, by their exponents, over what the two formats of 8 bits can hold:
+
+# %%
+model = trials.reader()
+batch = next(trials.excerpts(seed=5))
+found = trials.operands(model, batch)
+counts = {name: precision.exponents(tensors) for name, tensors in found.items()}
+lost = precision.fate(counts["grad"], "e5m2")["zero"]
+title = f"As they are, e5m2 rounds {lost:.0%} of these gradients to zero"
+plots.exponent_histogram(counts["grad"], [floats.E5M2, floats.E4M3], title=title)
+
+# %% [markdown]
+# FP8 training is **8-bit operands for every product of the linear layers, a scale that moves each tensor into the format's range, sums in fp32, and everything else as it was.**
+
+# %% [markdown]
+# ## Why two formats?
+#
+# e4m3 has four exponent and three mantissa bits, e5m2 five and two (lab 01). One spends a bit on precision, the other on range. What becomes of inputs, weights and gradients, without a scale?
+
+# %%
+for name, exponents in counts.items():
+    for fmt in ("e4m3", "e5m2"):
+        fate = precision.fate(exponents, fmt)
+        zero_share, coarse = fate["zero"], fate["subnormal"]
+        print(f"{name:7}{fmt}: {zero_share:4.0%} zero, {coarse:4.0%} coarse")
+
+# %% [markdown]
+# *Coarse* numbers are subnormal: they have fewer digits. Inputs fit both formats; of the gradients e4m3 would leave nearly nothing. The usual choice is therefore e4m3 for inputs and weights, e5m2 for gradients (Transformer Engine calls it HYBRID).
+#
+# A **scale** moves a tensor: multiply by it, round, and keep its inverse, which brings the *result* of the product back. The largest |x|, the *amax*, goes to the format's largest number, 448 or 57,344.
+#
+# ### Exercise 15.4 · Put a tensor into 8 bits (10 min, ●○○)
+#
+# amax is given: it may be larger or smaller than what is in x.
+
+
+# %%
+def in_eight_bits(x: torch.Tensor, amax: float, dtype: torch.dtype):
+    """Codes of x in dtype, and the factor that brings them back.
+
+    amax becomes the format's largest number; what is beyond becomes ±amax.
+    """
+    raise NotImplementedError
+
+
+# %%
+check("fp8/cast", in_eight_bits)
+
+# %%
+hint("fp8/cast", 1)
+
+# %%
+show(quantization.cast)
+
+# %% [markdown]
+# ## How wrong does the gradient become?
+#
+# The model's weights are fixed now, and so is the batch. One backward pass in fp32, and one with 8-bit operands in all layers of the blocks; how far are the two gradients apart, relative to the first? (No training, no chance.) Five schemes:
+#
+# | scheme | forward, backward | scale |
+# |---|---|---|
+# | unscaled | e4m3, e5m2 | none |
+# | current | e4m3, e5m2 | one per tensor, from its amax now |
+# | delayed | e4m3, e5m2 | one per tensor, from the amax of earlier steps |
+# | tiles | e4m3, e4m3 | one for each 128 numbers of a row; for weights one for 128 × 128 |
+# | int8 | int8, int8 | one per tensor, from its amax now |
+#
+# > Which of the five has the smallest error?
+
+# %%
+predict("schemes/best", scheme="tiles")
+
+
+# %%
+def error(name, **options):
+    """Of the scheme's gradient; delayed scales get some passes to fill their history."""
+    options["steps"] = 6 if name == "delayed" else 1
+    return trials.gradient_error(model, SCHEMES[name], batch, **options)[-1]
+
+
+errors = {name: error(name) for name in SCHEMES}
+for name, each in errors.items():
+    print(f"{name:9}{each:.1%}")
+
+# %%
+reveal("schemes/best", scheme=min(errors, key=errors.get))
+
+# %% [markdown]
+# Integers, as in lab 01: where all numbers are of one size, 255 equal steps beat an exponent. And unscaled gradients are hardly worse than scaled ones. Both will change.
+#
+# Is it the mantissa or the range that makes the error of "current"? Switch each off:
+
+# %%
+for forward, backward in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E5M2)):
+    off = trials.gradient_error(model, Scheme(forward, backward), batch)[0]
+    print(str(forward)[13:17], str(backward)[13:17], f"{off:.1%}")
+
+# %% [markdown]
+# With a scale, e4m3 is the better format for gradients, too: here precision counts, and range does not. DeepSeek-V3 uses e4m3 throughout, with tiles.
+#
+# **A tile** is as long as the sum that a matrix unit adds up before a scale can be applied: 128 products. So it has to lie *along the dim that is added up*, and that is another dim in each product:
+#
+# | product | adds up over |
+# |---|---|
+# | y[t, n] = x[t, k] · w[n, k]ᵀ | inputs k |
+# | gradient of x[t, k] | outputs n |
+# | gradient of w[n, k] | tokens t |
+#
+# ### Exercise 15.5 · Three products by tiles (12 min, ●●○)
+#
+# `quantization.to_eight(matrix, E4M3, tile)` puts a matrix into 8 bits, `.mT` transposes the result, codes and scales, and `quantization.product(a, b)` is a·bᵀ. It refuses a scale that changes inside a sum. Put w into 8 bits once.
+
+
+# %%
+def three_products(x, w, grad):
+    """y[t, n], and the gradients of x[t, k] and w[n, k], of y = x·wᵀ."""
+    raise NotImplementedError
+
+
+# %%
+check("fp8/products", three_products)
+
+# %%
+hint("fp8/products", 1)
+
+# %%
+show(quantization.Fp8Linear)
+
+# %% [markdown]
+# **Is this what the hardware computes?** PyTorch has the product itself, `torch._scaled_mm`, for CPUs and for GPUs from the H100 on. The same operands, one scale per tensor:
+
+# %%
+fp8_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+device = "cuda" if fp8_gpu else "cpu"
+draw = torch.Generator().manual_seed(0)
+a, b = (
+    quantization.to_eight(torch.randn(size, 512, generator=draw).to(device), E4M3)
+    for size in (64, 256)
+)
+scales = dict(scale_a=a.inverse[0, 0], scale_b=b.inverse[0, 0])
+theirs = torch._scaled_mm(a.codes, b.codes.mT, **scales, out_dtype=torch.float32)
+ours = quantization.product(a, b)
+largest = (theirs - ours).abs().max() / ours.abs().max()
+close = largest < (1e-3 if fp8_gpu else 1e-6)
+print("equal but for the order of fp32 sums:", close.item())
+
+# %% [markdown]
+# ## When does it fail without a scale?
+#
+# The mean loss divides each gradient by the number of tokens, and 256 tokens are few. In a batch of a million, a micro-batch's loss is multiplied by its share, $2^{-12}$ here (lab 05).
+#
+# > The loss times $2^{-12}$, three seeds, thirty steps. How much of the fp32 run's gain does the unscaled run keep, in percent? (Gradients are divided by $2^{-12}$ in fp32, before clipping and AdamW.)
+
+# %%
+predict("unscaled/gain", percent=100)
+
+# %%
+shares = {"1": 1.0, "2⁻⁴": 2.0**-4, "2⁻⁸": 2.0**-8, "2⁻¹²": 2.0**-12}
+trials.print_errors(
+    {
+        name: {said: error(name, share=share) for said, share in shares.items()}
+        for name in ("unscaled", "current", "tiles")
+    }
+)
+
+
+# %%
+def losses(scheme=None, **options):
+    runs = [trials.read(seed, scheme, steps=30, **options) for seed in range(3)]
+    return [each for _, each in runs]
+
+
+runs = {
+    "fp32": losses(),
+    "unscaled": losses(SCHEMES["unscaled"], share=2.0**-12),
+    "delayed": losses(SCHEMES["delayed"], share=2.0**-12),
+}
+title = "Without a scale the blocks learn nothing at a large batch's loss scale"
+plots.curves(
+    range(10, 40, 10), xlabel="steps", ylabel="test loss (nats per character)",
+    title=title, alt=f"{title}. Three seeds each; delayed scaling learns as fp32 does.", **runs,
+)  # fmt: skip
+
+# %%
+gaps = {
+    name: [run[-1] - right[-1] for run, right in zip(three, runs["fp32"], strict=True)]
+    for name, three in runs.items()
+}
+print("unscaled worse by more than 0.1 in every seed:", min(gaps["unscaled"]) > 0.1)
+print("delayed within 0.1 of fp32 in every seed:", max(map(abs, gaps["delayed"])) < 0.1)
+
+# %%
+start = trials.loss_of(trials.read(0, steps=0)[0], next(trials.excerpts(99, 64))).item()
+gain = {name: sum(start - run[-1] for run in three) for name, three in runs.items()}
+reveal("unscaled/gain", percent=round(100 * gain["unscaled"] / gain["fp32"], -1))
+
+# %% [markdown]
+# An error of 1 is a gradient of zero. What still learns are the embeddings, the norms and the head. With a scale the run is back, and the share makes no difference to the error: the cause is range, below half of e5m2's smallest number, $2^{-17}$:
+
+# %%
+for said, share in shares.items():
+    gone = precision.fate(counts["grad"], "e5m2", share)["zero"]
+    print(f"loss times {said:4}: {gone:.0%} of the gradients of outputs become zero")
+
+# %% [markdown]
+# *What does not show at this size:* a gap in the loss between 8 bits and fp32, as long as the share is 1. A run of each scheme:
+
+# %%
+for name in ("unscaled", "current", "tiles", "int8"):
+    end = trials.read(0, SCHEMES[name], steps=30)[1][-1]
+    print(f"{name:9}within 0.1 of fp32:", abs(end - runs["fp32"][0][-1]) < 0.1)
+
+# %% [markdown]
+# ## What does a delayed scale cost?
+#
+# The current amax takes a pass over the tensor before the cast can begin. **Delayed scaling** takes the largest amax of earlier steps, and looks at this step's on the way. The first step has no history: its scale is 1.
+#
+# > At a loss times $2^{-12}$, in which backward pass is the gradient's error below 30 % for the first time?
+
+# %%
+predict("delayed/pass", number=2)
+
+# %%
+delayed = trials.gradient_error(
+    model, SCHEMES["delayed"], batch, share=2.0**-12, steps=7
+)
+print(*(f"{each:.2f}" for each in delayed))
+reveal("delayed/pass", number=1 + [each < 0.3 for each in delayed].index(True))
+
+# %% [markdown]
+# The backward pass starts at the last layer. As long as *its* scale is 1, zeros arrive at all layers before it, and they have nothing to put into their histories. So scales fill in from the last layer to the first, several products deep. Then this scheme is as good as the current one, until a tensor grows: what exceeds the history is clipped, once.
+#
+# ### Exercise 15.6 · Bug hunt: the scale of the last steps (10 min, ●●●)
+#
+# A step casts a tensor once, or several times with micro-batches, and then calls `advance()`. The test passes; three things are wrong all the same.
+
+
+# %%
+class Delayed:
+    def __init__(self, dtype, length):
+        self.dtype, self.length = dtype, length
+        self.history, self.seen, self.scale = [], 0.0, 1.0
+
+    def cast(self, x):
+        codes = quantization.cast(x * self.scale, self.dtype)
+        self.seen = codes.float().abs().max().item() / self.scale
+        return codes, 1 / self.scale
+
+    def advance(self):
+        self.history = [*self.history, self.seen][: self.length]
+        self.scale = quantization.largest(self.dtype) / max(self.history)
+
+
+# %%
+def its_test():
+    scale, x = Delayed(E4M3, 16), torch.tensor([8.0, -2.0])
+    for _ in range(3):
+        codes, inverse = scale.cast(x)
+        scale.advance()
+    return torch.allclose(codes.float() * inverse, x)
+
+
+its_test()
+
+# %%
+check("fp8/bug-hunt", Delayed)
+
+# %%
+hint("fp8/bug-hunt", 1)
+
+# %% [markdown]
+# In the library a step's end is a call, `advance_scales(model)`, so that a checkpointed layer computes twice with one scale; with a `comm`, all ranks take the largest amax of any:
+
+# %%
+show(quantization.advance_scales)
+
+# %% [markdown]
+# ## What does an outlier do?
+#
+# Real activations have channels that are a hundred times as large as the others (lab 15a). Plant one: the first input channel of every layer times k, its weights divided by k. In exact arithmetic nothing changes.
+
+# %%
+ks = [1, 10, 100, 1e3, 1e4, 1e5, 1e6]
+outlier = {
+    name: [error(name, k=k) for k in ks] for name in ("int8", "current", "tiles")
+}
+plots.curves(
+    ks, xlabel="outlier: times the other channels", ylabel="error of the gradient",
+    title="int8 breaks at an outlier of 100, e4m3 at one of 100,000", log="xy", **outlier,
+)  # fmt: skip
+
+# %%
+trials.print_errors(
+    {
+        name: {f"{k:g}": each for k, each in zip(ks, row, strict=True) if k != 10}
+        for name, row in outlier.items()
+    }
+)
+print("e4m3 spans a factor of", floats.E4M3.max / floats.E4M3.min_subnormal)
+
+# %% [markdown]
+# int8's steps are all as large as the outlier asks. e4m3 gives each number an exponent of its own, and up to the format's span the outlier costs nothing. That is why 8-bit *training* uses floats: their problem is precision, and integers' is range. Near that span tiles hold out longer. Beyond it nothing helps here: a row of 128 channels is one tile, and the outlier spoils all of it; in a wider model, 127 neighbours.
+
+# %% [markdown]
+# ## Which bytes are saved?
+#
+# Weights that are multiplied in 8 bits are still *stepped*. An fp32 weight of 1 moves by a thousandth; the next e4m3 number is an eighth away (lab 02's lesson). Which states live from step to step, and in which format, is a choice of its own:
+
+# | | weights | gradients | and their sum | master weights | moments |
+# |---|---|---|---|---|---|
+# | bf16, fp32 sums | bf16 | bf16 | fp32 | fp32 | fp32, fp32 |
+# | bf16 | bf16 | bf16 | – | fp32 | fp32, fp32 |
+# | Transformer Engine | fp32 | fp32 | – | – | fp32, fp32 |
+# | FP8-LM | fp8 | fp8 | fp16 | fp16 | fp8, fp16 |
+# | DeepSeek-V3 | fp8 | bf16 | fp32 | fp32 | bf16, bf16 |
+# | nanotron | fp8 | fp8 | fp32 | bf16 | fp8, fp8 |
+# | 8-bit Adam | bf16 | bf16 | – | fp32 | blocks of 8 bits |
+#
+# (The first six are the Ultra-Scale Playbook's; the last is below.)
+#
+# > bf16 training holds 16 bytes per parameter (lab 02). How many does Transformer Engine hold, whose products are all in 8 bits?
+
+# %%
+predict("te/bytes", bytes_per_parameter=8)
+
+# %%
+for name, kept in RECIPES.items():
+    print(f"{name:20}{kept.bytes_per_parameter:3} bytes per parameter")
+engine = RECIPES["Transformer Engine"].bytes_per_parameter
+reveal("te/bytes", bytes_per_parameter=engine)
+
+# %% [markdown]
+# Sixteen, as before: operands are made for a product and forgotten. What saves bytes is *keeping* weights, gradients and moments in few bits. On a small GPT: by the formula, by a dry run, by the real program. `KeptAdam` keeps the linear layers of the blocks as a recipe says, and the rest in fp32.
+
+
+# %%
+def stepped(_, batch, name):
+    """What two steps of a recipe leave in memory."""
+    net = quantization.use_fp8(GPT(trials.READER), Scheme())
+    optimizer = quantization.KeptAdam(net, RECIPES[name])
+    for _ in range(2):
+        trials.loss_of(net, batch).backward()
+        optimizer.step()
+    return measure.model_states(net, optimizer)
+
+
+formula = quantization.fp8_states(trials.READER, RECIPES["nanotron"])
+dry = World(Mesh(), engine="dry").run(stepped, batch, "nanotron")
+formula.diff(dry, by="name")
+
+# %%
+for name, kept in RECIPES.items():
+    real = stepped(None, batch, name)
+    off = quantization.fp8_states(trials.READER, kept).diff(real, by="name").unexplained
+    print(f"{name:20}{units.text(real.total)} held, {off} B unexplained")
+
+# %% [markdown]
+# The formula at full size, on Llama-2-7B:
+
+# %%
+llama = ModelConfig.named("llama-2-7b")
+bars = {name: quantization.fp8_states(llama, kept) for name, kept in RECIPES.items()}
+plots.memory_bars(**bars, capacity=Hardware.named("H100"))
+
+# %% [markdown]
+# **Activations** are saved, too: for the gradient of w a layer keeps its input, now in 8 bits.
+
+
+# %%
+def kept_by(scheme):
+    net = GPT(trials.READER, attention="sdpa")
+    net = quantization.use_fp8(net, scheme) if scheme else net
+    return measure.saved_activations(lambda: trials.loss_of(net, batch), net).total
+
+
+tokens, (h, f, L) = batch[0].numel(), trials.READER.letters("h f L")
+per_token = 4 * (3 * h + f) - (5 * h + f)
+saved = kept_by(None) - kept_by(Scheme())
+print(f"{saved / kept_by(None):.0%} of the activations saved,", end=" ")
+print("unexplained:", saved - L * (tokens * per_token - 6 * 4))
+
+# %% [markdown]
+# Not three quarters of them: norms, attention and GELU keep what they kept. And queries, keys and values read *one* input, which fp32 keeps once and these layers three times (libraries join the three; the 6 · 4 bytes are scales).
+#
+# **Messages** halve against bf16, if weights are gathered as codes. Ranks first agree on one amax:
+
+
+# %%
+weight = found["weight"][3]
+
+
+def gathered(rank, eight):
+    comm, mine = rank.comm("dp"), weight.chunk(4)[rank.rank].contiguous()
+    if not eight:
+        return comm.all_gather(mine.bfloat16())
+    amax = comm.all_reduce(mine.abs().max().reshape(1), "max")
+    codes = quantization.cast(mine * quantization.scale_for(amax, E4M3), E4M3)
+    return comm.all_gather(codes.view(torch.uint8)).view(E4M3)
+
+
+world = World(4)
+for eight in (False, True):
+    result, books = world.run(gathered, eight)[0], world.ledger.only(rank=0)
+    print({name: units.text(sent) for name, sent in books.by("name").items()})
+whole = quantization.to_eight(weight, E4M3).codes
+print("the codes of the whole matrix:", torch.equal(result.float(), whole.float()))
+
+# %% [markdown]
+# **And time?** An H100's data sheet has twice the FLOP/s for e4m3 as for bf16. Eight blocks of Llama-3.1-8B under ZeRO 3, 64 ranks, 8,192 tokens each, 40 % of the peak (lab 09); then products in half the time; then messages of half the bytes as well:
+
+# %%
+h100, network = Hardware.named("H100"), Link(latency=5e-6, bandwidth=50e9)
+block = sum(anatomy.units(ModelConfig.named("llama-3.1-8b"))["blocks.0"])
+
+
+def step(fmt, itemsize):
+    seconds = 2 * block * 8_192 / (0.4 * h100.flops[fmt])
+    layers = [(itemsize * block, seconds)] * 8
+    return zero.step_timeline(zero.unit_order(8), layers, n=64, link=network)
+
+
+ways = {
+    "products and messages in bf16": step("bf16", 2),
+    "products in 8 bits": step("fp8", 2),
+    "messages in 8 bits, too": step("fp8", 1),
+}
+title = "Products in half the time leave the messages little to hide behind"
+plots.overlap(title=title, **ways)
+
+# %% [markdown]
+# Products outside of the linear layers, attention's, stay in bf16 and are left out here; casts, too. FP8-LM sends gradients in 8 bits as well; most recipes do not.
+
+# %% [markdown]
+# ## Can the moments be in 8 bits?
+#
+# Eight of the sixteen bytes are Adam's moments. **8-bit Adam** keeps each in 256 values, the *dynamic code*: seven decades, in each twice as many values as in the one below. Each *block* of 2,048 numbers is divided by its own largest.
+
+# %%
+runs["8-bit Adam"] = losses(optimizer=Adam8)
+ends = [
+    (run[-1], eight[-1])
+    for run, eight in zip(runs["fp32"], runs["8-bit Adam"], strict=True)
+]
+spread = max(end for end, _ in ends) - min(end for end, _ in ends)
+apart = max(abs(eight - end) for end, eight in ends)
+print("8-bit Adam nearer to fp32 than seeds are to each other:", apart < spread)
+
+# %% [markdown]
+# Why blocks? Let one gradient of a matrix be a thousand times the largest, as a rare token's may be, and look at the second moment, which squares it.
+#
+# > In blocks of 2,048, how many percent of the matrix's second moments become zero? (And with one scale for all?)
+
+# %%
+predict("moments/zero", percent=50)
+
+# %%
+v = trials.matrix_gradients(model, batch)[4].square()
+v.view(-1)[0] = 1e6 * v.max()
+for block in (2048, None):
+    codes = quantization.to_blocks(v, signed=False, block=block)
+    back = quantization.from_blocks(codes, v.shape, signed=False, block=block)
+    zero_share = ((back == 0) & (v > 0)).double().mean().item()
+    print(f"block {block}: {zero_share:.0%} zero")
+    if block:
+        reveal("moments/zero", percent=round(100 * zero_share))
+
+# %% [markdown]
+# AdamW divides by the root of that moment, and a zero leaves only eps below the line. An outlier spoils its own block, and no others: it is the tile of the optimizer. A run of this size shows no difference between blocks and one scale per tensor: there is no such outlier in it.
+
+# %% [markdown]
+# ## Turn the knobs
+#
+# Build a recipe. Which is the smallest that still keeps a weight in more than 8 bits? Which single choice saves most?
+
+
+# %%
+def knobs(weights="bf16", gradients="bf16", master="fp32", moments="fp32"):
+    mine = quantization.StateFormats(weights, gradients, moments, moments, master)
+    title = f"{mine.bytes_per_parameter} bytes per parameter in the linear layers"
+    bars = {"your recipe": quantization.fp8_states(llama, mine)}
+    bars["bf16"] = quantization.fp8_states(llama, RECIPES["bf16"])
+    return plots.memory_bars(title=title, **bars, capacity=h100)
+
+
+explore(
+    knobs, states=24, weights=["bf16", "fp8"], gradients=["bf16", "fp8"],
+    master=["fp32", "bf16"], moments=["fp32", "bf16", "blocks"],
+)  # fmt: skip
+
+# %% [markdown]
+# ## In practice
+#
+# | | products in 8 bits | scaling |
+# |---|---|---|
+# | Transformer Engine | `with te.autocast(enabled=True, recipe=…)` | `DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max")`, `Float8CurrentScaling`, `Float8BlockScaling`, `MXFP8BlockScaling` |
+# | torchao | `convert_to_float8_training(model)` | `Float8LinearConfig`: tensorwise or rowwise, from the current amax |
+# | torchtitan | `--model.converters="quantize.linear.float8"` | `--quantize.linear.float8.recipe_name rowwise` |
+# | Megatron-LM | `--fp8-format hybrid` or `e4m3` | `--fp8-recipe delayed`, `tensorwise`, `blockwise` or `mxfp8` |
+#
+# Messages: torchao gathers FSDP2's weights in 8 bits with `enable_fsdp_float8_all_gather`, and `precompute_float8_dynamic_scale_for_fsdp(model)` computes all scales after the optimizer step in one all-reduce. Moments: bitsandbytes' `AdamW8bit`, in blocks of 256.
+
+# %% [markdown]
+# ## Errata
+#
+# **DeepSeek-V3's tiles as a technique to "reduce the parameter memory burden"** (reading notes on *The Ultra-Scale Playbook*). Tiles are against outliers; master weights and summed gradients stay in fp32. Its states take 15 bytes per parameter in the Playbook's own table.
+#   <!-- claim: quantization.RECIPES["DeepSeek-V3"].bytes_per_parameter == 15 -->
+#
+# **"About 10Ψ" for FP8 against 20Ψ** (the same notes). One of four FP8 recipes in that table has 10; the others have 16, 15 and 9. The 20 contain fp32 sums of gradients; without them bf16 has 16. And 8-bit moments alone bring bf16 to 10.
+#   <!-- claim: [quantization.RECIPES[name].bytes_per_parameter for name in ("nanotron", "Transformer Engine", "DeepSeek-V3", "FP8-LM", "bf16, fp32 sums", "bf16", "8-bit Adam")] == [10, 16, 15, 9, 20, 16, 10] -->
+#
+# **fp8 and int8 "reduce by 75 %"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024). Weights alone, against fp32, without scales: with a scale for each 32 numbers it is 74.2 %. In training nothing of the kind: 16 bytes before and after.
+#   <!-- claim: round(100 * (1 - floats.MXFP8.bits_per_value / 32), 1) == 74.2 -->
+
+# %% [markdown]
+# ## Summary
+#
+# > - e4m3 reaches to 448, e5m2 to 57,344 with one bit of precision less. A scale brings each tensor into range; clip before you round.
+# >   <!-- claim: (quantization.largest(quantization.E4M3), quantization.largest(quantization.E5M2)) == (448, 57344) -->
+# > - Without a scale, at the loss scale of a large batch, all gradients of the blocks are zero. With one, the loss scale does not matter.
+# >   <!-- claim: quantization.cast(torch.tensor([2.0**-18]), quantization.E5M2).float().item() == 0 -->
+# > - A delayed scale needs a step for each product between a layer and the loss, and clips what outgrows its history, once.
+# > - int8 is more precise than 8-bit floats without outliers, and breaks at one of 100. e4m3 spans a factor of 229,376.
+# >   <!-- claim: floats.E4M3.max / floats.E4M3.min_subnormal == 229376 -->
+# > - A tile lies along the dim that is added up: 1 × 128, and for weights, which are multiplied both ways, 128 × 128.
+# > - Products in 8 bits save no model states: 16 bytes remain 16. What is *kept* in few bits saves: 15, 10 or 9; two moments in blocks alone, 16 to 10.
+# >   <!-- claim: [quantization.RECIPES[n].bytes_per_parameter for n in ("Transformer Engine", "DeepSeek-V3", "nanotron", "FP8-LM", "8-bit Adam")] == [16, 15, 10, 9, 10] -->
+#
+# Next: how the learning rate follows the batch.
+
+# %% [markdown]
+# ## References
+#
+# - P. Micikevicius et al., *FP8 formats for deep learning*, arXiv:2209.05433 (2022).
+# - DeepSeek-AI, *DeepSeek-V3 technical report*, arXiv:2412.19437 (2024), section 3.3: tiles, e4m3 throughout, sums in fp32.
+# - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): the table of FP8 recipes.
+# - H. Peng et al., *FP8-LM: training FP8 large language models*, arXiv:2310.18313 (2023).
+# - T. Dettmers et al., *8-bit optimizers via block-wise quantization*, arXiv:2110.02861 (2021).
+# - NVIDIA, Transformer Engine user guide, *Common API*; torchao, documentation of `torchao.float8`; torchtitan and Megatron-LM, their arguments.
