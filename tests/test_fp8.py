@@ -437,5 +437,5 @@ def test_operands_are_those_of_the_products(reader):
 
 
 def test_training_steps_at_a_share_as_without_one():
-    runs = [trials.read(1, share=share, steps=10)[1] for share in (1.0, 2.0**-12)]
+    runs = [trials.train_reader(1, share=share, steps=10)[1] for share in (1.0, 2.0**-12)]
     assert runs[0] == pytest.approx(runs[1], abs=1e-4)

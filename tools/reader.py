@@ -6,7 +6,7 @@ from labutils.config import DATA
 from labutils.quantization import trials
 
 if __name__ == "__main__":
-    model, losses = trials.read(0, steps=100)
+    model, losses = trials.train_reader(0, steps=100)
     weights = {name: each.bfloat16().contiguous() for name, each in model.state_dict().items()}
     del weights["head.weight"]  # tied: the tokens' embedding
     save_file(weights, DATA / "reader.safetensors", metadata={"made by": "python tools/reader.py"})

@@ -40,7 +40,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-def read(
+def train_reader(
     seed: int, scheme: Scheme | None = None, *, share: float = 1.0, steps: int = 60,
     optimizer: Callable[..., Any] = torch.optim.AdamW,
 ) -> tuple[GPT, list[float]]:  # fmt: skip
@@ -71,7 +71,7 @@ def read(
 
 
 def reader() -> GPT:
-    """The GPT of `read(0, steps=100)`, as it was recorded, in bf16: the same weights on every
+    """The GPT of `train_reader(0, steps=100)` as it was recorded, in bf16: the same weights on any
     machine (`python tools/reader.py`)."""
     model = GPT(READER, attention="sdpa")
     weights = load_file(DATA / "reader.safetensors")

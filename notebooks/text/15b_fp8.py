@@ -107,7 +107,7 @@ predict("schemes/best", scheme="tiles")
 
 # %%
 def error(name, **options):
-    """Of the scheme's gradient; delayed scales get some passes to fill their history."""
+    """Of the scheme's gradient; delayed scales get passes to fill their history."""
     options["steps"] = 6 if name == "delayed" else 1
     return trials.gradient_error(model, SCHEMES[name], batch, **options)[-1]
 
@@ -120,7 +120,7 @@ for name, each in errors.items():
 reveal("schemes/best", scheme=min(errors, key=errors.get))
 
 # %% [markdown]
-# Integers, as in lab 01: where all numbers are of one size, 255 equal steps beat an exponent. And unscaled gradients are hardly worse than scaled ones. Both will change.
+# Integers, as in lab 01: where all numbers are of one size, 255 equal steps beat an exponent. And unscaled gradients are not much worse than scaled ones. Both will change.
 #
 # Is it the mantissa or the range that makes the error of "current"? Switch each off:
 
@@ -200,7 +200,7 @@ trials.print_errors(
 
 # %%
 def losses(scheme=None, **options):
-    runs = [trials.read(seed, scheme, steps=30, **options) for seed in range(3)]
+    runs = [trials.train_reader(seed, scheme, steps=30, **options) for seed in range(3)]
     return [each for _, each in runs]
 
 
@@ -210,9 +210,10 @@ runs = {
     "delayed": losses(SCHEMES["delayed"], share=2.0**-12),
 }
 title = "Without a scale the blocks learn nothing at a large batch's loss scale"
+alt = f"{title}. Three seeds each; delayed scaling learns as fp32 does."
 plots.curves(
     range(10, 40, 10), xlabel="steps", ylabel="test loss (nats per character)",
-    title=title, alt=f"{title}. Three seeds each; delayed scaling learns as fp32 does.", **runs,
+    title=title, alt=alt, **runs,
 )  # fmt: skip
 
 # %%
@@ -224,7 +225,8 @@ print("unscaled worse by more than 0.1 in every seed:", min(gaps["unscaled"]) > 
 print("delayed within 0.1 of fp32 in every seed:", max(map(abs, gaps["delayed"])) < 0.1)
 
 # %%
-start = trials.loss_of(trials.read(0, steps=0)[0], next(trials.excerpts(99, 64))).item()
+untrained, _ = trials.train_reader(0, steps=0)
+start = trials.loss_of(untrained, next(trials.excerpts(99, 64))).item()
 gain = {name: sum(start - run[-1] for run in three) for name, three in runs.items()}
 reveal("unscaled/gain", percent=round(100 * gain["unscaled"] / gain["fp32"], -1))
 
@@ -241,7 +243,7 @@ for said, share in shares.items():
 
 # %%
 for name in ("unscaled", "current", "tiles", "int8"):
-    end = trials.read(0, SCHEMES[name], steps=30)[1][-1]
+    end = trials.train_reader(0, SCHEMES[name], steps=30)[1][-1]
     print(f"{name:9}within 0.1 of fp32:", abs(end - runs["fp32"][0][-1]) < 0.1)
 
 # %% [markdown]
@@ -320,7 +322,8 @@ outlier = {
 }
 plots.curves(
     ks, xlabel="outlier: times the other channels", ylabel="error of the gradient",
-    title="int8 breaks at an outlier of 100, e4m3 at one of 100,000", log="xy", **outlier,
+    title="int8 breaks at an outlier of 100, e4m3 at one of 100,000", log="xy",
+    **outlier,
 )  # fmt: skip
 
 # %%
