@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from labutils import scaling
+from labutils import data_parallel, scaling
 from labutils.scaling import copies, ranks, tasks
 from labutils.world import World
 
@@ -90,6 +90,7 @@ def test_every_copy_is_trained_as_torch_trains_one(name, network, data):
         watch=lambda step, rows: seen.append((step, rows.shape)),
     )  # fmt: skip
     assert seen == [(step, rows.shape) for step in range(1, 11)]
+    assert not torch.equal(copies.order(48, 80, 3), copies.order(48, 80, 4))
     for s, seed in enumerate(seeds):
         indices = copies.order(48, 80, seed)
         assert sorted(indices[:48].tolist()) == list(range(48))
@@ -147,6 +148,10 @@ def test_the_same_batch_on_ranks_and_in_micro_batches(n, micro):
     with World(n) as world:
         for row in world.run(program):
             torch.testing.assert_close(row, rows[0, 0], rtol=0, atol=1e-10)
+        # Reduced once per step, whatever the number of micro-batches.
+        grouped = data_parallel.buckets([rows[0, 0].nbytes], itemsize=8)
+        sent = data_parallel.bytes_to_reduce(grouped, n, backwards=5)
+        assert world.ledger.only(name="all_reduce").total == sent.total
 
 
 def per_sample(network, row, x, y):
