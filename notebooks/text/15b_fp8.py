@@ -113,8 +113,7 @@ def error(name, **options):
 
 
 errors = {name: error(name) for name in SCHEMES}
-for name, each in errors.items():
-    print(f"{name:9}{each:.1%}")
+print({name: f"{each:.1%}" for name, each in errors.items()})
 
 # %%
 reveal("schemes/best", scheme=min(errors, key=errors.get))
@@ -142,7 +141,7 @@ for forward, backward in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E5M2)):
 #
 # ### Exercise 15.5 · Three products by tiles (12 min, ●●○)
 #
-# `quantization.to_eight(matrix, E4M3, tile)` puts a matrix into 8 bits, `.mT` transposes the result, codes and scales, and `quantization.product(a, b)` is a·bᵀ. It refuses a scale that changes inside a sum. Put w into 8 bits once.
+# `quantization.to_eight(matrix, E4M3, tile)` puts a matrix into 8 bits, `.mT` transposes the result, codes and scales, and `quantization.product(a, b)` is a·bᵀ. It refuses a scale that changes inside a sum. Cast w once.
 
 
 # %%
@@ -161,7 +160,7 @@ hint("fp8/products", 1)
 show(quantization.Fp8Linear)
 
 # %% [markdown]
-# **Is this what the hardware computes?** PyTorch has the product itself, `torch._scaled_mm`, for CPUs and for GPUs from the H100 on. The same operands, one scale per tensor:
+# **Is this what the hardware computes?** PyTorch has the product itself, `torch._scaled_mm`, for CPUs and for GPUs from the H100 on. One scale per tensor:
 
 # %%
 fp8_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -221,8 +220,8 @@ gaps = {
     name: [run[-1] - right[-1] for run, right in zip(three, runs["fp32"], strict=True)]
     for name, three in runs.items()
 }
-print("unscaled worse by more than 0.1 in every seed:", min(gaps["unscaled"]) > 0.1)
-print("delayed within 0.1 of fp32 in every seed:", max(map(abs, gaps["delayed"])) < 0.1)
+print("unscaled worse by more than 0.1, each seed:", min(gaps["unscaled"]) > 0.1)
+print("delayed within 0.1 of fp32, each seed:", max(map(abs, gaps["delayed"])) < 0.1)
 
 # %%
 untrained, _ = trials.train_reader(0, steps=0)
@@ -264,7 +263,20 @@ print(*(f"{each:.2f}" for each in delayed))
 reveal("delayed/pass", number=1 + [each < 0.3 for each in delayed].index(True))
 
 # %% [markdown]
-# The backward pass starts at the last layer. As long as *its* scale is 1, zeros arrive at all layers before it, and they have nothing to put into their histories. So scales fill in from the last layer to the first, several products deep. Then this scheme is as good as the current one, until a tensor grows: what exceeds the history is clipped, once.
+# A layer whose scale is 1 hands zeros on, and what is given zeros has nothing to put into its history. Look at the scales of gradients:
+
+# %%
+twin = quantization.use_fp8(trials.reader(), SCHEMES["delayed"])
+layers = quantization.fp8_layers(twin)
+for number in range(1, 5):
+    trials.matrix_gradients(twin, batch, share=2.0**-12)
+    quantization.advance_scales(twin)
+    scales = {path: layer.scale[2].log2().round() for path, layer in layers.items()}
+    known, first = sum(map(bool, scales.values())), scales["blocks.0.attention.output"]
+    print(f"pass {number}: {known} of 12 are not 1; block 0, output: 2^{first:.0f}")
+
+# %% [markdown]
+# The first pass reaches the four layers that write to the residual stream, whose gradient comes without a product in 8 bits; the second reaches the rest. But block 0 has still seen too little: its gradient grows by what arrives through block 1, and its scale falls once more. Then this scheme is as good as the current one, until a tensor grows: what exceeds the history is clipped, once.
 #
 # ### Exercise 15.6 · Bug hunt: the scale of the last steps (10 min, ●●●)
 #
@@ -320,20 +332,19 @@ ks = [1, 10, 100, 1e3, 1e4, 1e5, 1e6]
 outlier = {
     name: [error(name, k=k) for k in ks] for name in ("int8", "current", "tiles")
 }
+title = "int8 breaks at an outlier of 100, e4m3 at one of 100,000"
 plots.curves(
     ks, xlabel="outlier: times the other channels", ylabel="error of the gradient",
-    title="int8 breaks at an outlier of 100, e4m3 at one of 100,000", log="xy",
-    **outlier,
+    title=title, alt=f"{title}; the numbers are printed below.", log="xy", **outlier,
 )  # fmt: skip
 
 # %%
-trials.print_errors(
-    {
-        name: {f"{k:g}": each for k, each in zip(ks, row, strict=True) if k != 10}
-        for name, row in outlier.items()
-    }
-)
-print("e4m3 spans a factor of", floats.E4M3.max / floats.E4M3.min_subnormal)
+table = {
+    name: {f"{k:g}": each for k, each in list(zip(ks, row, strict=True))[:-1]}
+    for name, row in outlier.items()
+}
+trials.print_errors(table)
+print(f"e4m3 spans a factor of {floats.E4M3.max / floats.E4M3.min_subnormal:,.0f}")
 
 # %% [markdown]
 # int8's steps are all as large as the outlier asks. e4m3 gives each number an exponent of its own, and up to the format's span the outlier costs nothing. That is why 8-bit *training* uses floats: their problem is precision, and integers' is range. Near that span tiles hold out longer. Beyond it nothing helps here: a row of 128 channels is one tile, and the outlier spoils all of it; in a wider model, 127 neighbours.
@@ -353,7 +364,7 @@ print("e4m3 spans a factor of", floats.E4M3.max / floats.E4M3.min_subnormal)
 # | nanotron | fp8 | fp8 | fp32 | bf16 | fp8, fp8 |
 # | 8-bit Adam | bf16 | bf16 | – | fp32 | blocks of 8 bits |
 #
-# (The first six are the Ultra-Scale Playbook's; the last is below.)
+# (The Ultra-Scale Playbook's; the last is below.)
 #
 # > bf16 training holds 16 bytes per parameter (lab 02). How many does Transformer Engine hold, whose products are all in 8 bits?
 
@@ -417,7 +428,7 @@ print(f"{saved / kept_by(None):.0%} of the activations saved,", end=" ")
 print("unexplained:", saved - L * (tokens * per_token - 6 * 4))
 
 # %% [markdown]
-# Not three quarters of them: norms, attention and GELU keep what they kept. And queries, keys and values read *one* input, which fp32 keeps once and these layers three times (libraries join the three; the 6 · 4 bytes are scales).
+# Not three quarters of them: norms, attention and GELU keep what they kept. And queries, keys and values read *one* input, which fp32 keeps once and these layers three times (the 6 · 4 bytes are scales).
 #
 # **Messages** halve against bf16, if weights are gathered as codes. Ranks first agree on one amax:
 
@@ -465,7 +476,7 @@ title = "Products in half the time leave the messages little to hide behind"
 plots.overlap(title=title, **ways)
 
 # %% [markdown]
-# Products outside of the linear layers, attention's, stay in bf16 and are left out here; casts, too. FP8-LM sends gradients in 8 bits as well; most recipes do not.
+# Attention's products, which stay in bf16, and casts are left out. FP8-LM sends gradients in 8 bits; most recipes do not.
 
 # %% [markdown]
 # ## Can the moments be in 8 bits?
@@ -502,12 +513,12 @@ for block in (2048, None):
         reveal("moments/zero", percent=round(100 * zero_share))
 
 # %% [markdown]
-# AdamW divides by the root of that moment, and a zero leaves only eps below the line. An outlier spoils its own block, and no others: it is the tile of the optimizer. A run of this size shows no difference between blocks and one scale per tensor: there is no such outlier in it.
+# AdamW divides by the root of that moment, and a zero leaves only eps below the line. An outlier spoils its own block, and no others: it is the tile of the optimizer.
 
 # %% [markdown]
 # ## Turn the knobs
 #
-# Build a recipe. Which is the smallest that still keeps a weight in more than 8 bits? Which single choice saves most?
+# Build a recipe. Which is the smallest that keeps a weight in more than 8 bits?
 
 
 # %%
@@ -555,7 +566,7 @@ explore(
 # >   <!-- claim: (quantization.largest(quantization.E4M3), quantization.largest(quantization.E5M2)) == (448, 57344) -->
 # > - Without a scale, at the loss scale of a large batch, all gradients of the blocks are zero. With one, the loss scale does not matter.
 # >   <!-- claim: quantization.cast(torch.tensor([2.0**-18]), quantization.E5M2).float().item() == 0 -->
-# > - A delayed scale needs a step for each product between a layer and the loss, and clips what outgrows its history, once.
+# > - A delayed scale takes some steps to fill in, a product of 8 bits at a time, and clips what outgrows its history, once.
 # > - int8 is more precise than 8-bit floats without outliers, and breaks at one of 100. e4m3 spans a factor of 229,376.
 # >   <!-- claim: floats.E4M3.max / floats.E4M3.min_subnormal == 229376 -->
 # > - A tile lies along the dim that is added up: 1 × 128, and for weights, which are multiplied both ways, 128 × 128.
