@@ -2,10 +2,11 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
-from labutils import schedule
+from labutils import pipeline, schedule
 from labutils.schedule import simulate
 from labutils.teach import editor
 from labutils.teach.editor import LEVELS, Editor, Level
@@ -56,6 +57,25 @@ def test_a_page_needs_nothing_else():
     assert Editor([odd])._repr_html_().count("</script>") == 2
 
 
+@pytest.mark.parametrize(
+    "board, names",
+    [
+        (schedule.one_f_one_b(3, 4), ["naive", "GPipe", "eager 1F1B", "1F1B"]),
+        (schedule.zb_h1(2, 4), ["ZB-H2", "ZB-H1"]),
+    ],
+)
+def test_a_board_knows_the_orders_that_can_be_placed_on_it(board, names):
+    assert list(editor.known(board).values()) == names
+
+
+def test_what_ranks_kept_stands_beside_what_is_simulated(monkeypatch):
+    compare = pipeline.compare
+    more = lambda *args, **options: replace(compare(*args, **options), kept=(7, 8))  # noqa: E731
+    monkeypatch.setattr(pipeline, "compare", more)
+    said = editor.on_ranks("F0 F1 B0 B1 | F0 B0 F1 B1")
+    assert "<td>0</td><td>7</td><td>2</td>" in said and "<td>1</td><td>8</td><td>1</td>" in said
+
+
 def test_a_finished_order_runs_on_ranks_at_a_click():
     page, order, button, result = Editor().live.children
     assert Editor()._repr_html_() == page.outputs[0]["data"]["text/html"]
@@ -80,7 +100,7 @@ def test_a_finished_order_runs_on_ranks_at_a_click():
         ("F0 <b>", "&lt;b&gt;&#x27; is no operation"),
         ("F0 F1 B0 B1 | F0 F1 B1", "your order: rank 1 never runs B0@1"),
         ("F0 B0 F1 B1 | F0 F1 B0 B1", "deadlock: rank 0 waits at B0@0"),
-        (" | ".join(["F0 B0"] * 12), "8 layers do not fill 12 stages"),
+        (" | ".join(["F0 B0"] * 12), "Not run: 8 layers do not fill 12 stages"),
         (schedule.naive(2, 300).text, "1,200 operations are too many"),
     ],
 )
