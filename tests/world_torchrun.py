@@ -5,8 +5,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from labutils import collectives, world
-from labutils.config import Mesh
+from labutils import collectives, pipeline, schedule, world
+from labutils.config import Mesh, ModelConfig
 from labutils.trace import Event
 from labutils.world import World, WorldError
 
@@ -30,6 +30,14 @@ def differ(rank):
 
 def lock(rank):
     rank.comm().send(torch.zeros(3), (rank.rank + 1) % 4)
+
+
+def a_pipeline():
+    """1F1B over the stages of a small GPT, with a tied embedding: equal to one device, and sent as computed."""
+    small = ModelConfig(num_layers=4, d_model=8, num_heads=1, d_ff=8, vocab_size=8, seq_len=4)
+    beside = pipeline.compare(schedule.one_f_one_b(4, 5), small)
+    unexplained = beside.predicted.diff(beside.sent).unexplained
+    return f"{beside.loss:.12f} {beside.equal} {beside.kept} {unexplained}"
 
 
 def over_groups_of_ones_own():
@@ -72,6 +80,7 @@ def main():
     if first:
         print(mesh.engine, flush=True)
     lines = [str(mesh.run(step)), str(mesh.ledger.by("rank")), str(mesh.trace.steps)]
+    lines.append(a_pipeline())
     for program in (fail, differ, lock):
         try:
             mesh.run(program)
