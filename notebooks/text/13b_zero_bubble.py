@@ -260,8 +260,8 @@ for plan in (h1, h2):
     print(f"{plan.name}: {run.makespan} with a barrier before O, {run.period} without")
 
 # %% [markdown]
-# No bubble at all: 3m and the update. Rank 0 holds 2p − 1 micro-batches for it. So "zero bubble" holds for updates that wait for nobody; the paper lets every rank update at once, and
-# takes the update back in the rare case that clipping or inf asks for it (*post-validation*).
+# ZB-H2 now has no bubble at all: 3m and the update. Rank 0 holds 2p − 1 micro-batches for it. So "zero bubble" holds for updates that wait for nobody; the paper lets every rank update
+# without waiting, and takes the update back in the rare case that clipping or inf asks for it (*post-update validation*).
 #
 # Between the two lies a choice. Give a limit on memory, and search for the shortest period, on eight ranks with 24 micro-batches:
 
@@ -322,7 +322,7 @@ for pair in (1.5, 1.3, 1.1):
 # gradients, and no gain.)
 
 # %% [markdown]
-# Place it by hand, and run it on ranks: four levels, each with a constraint that leads to a schedule of lab 13a or 13b.
+# Place schedules of labs 13a and 13b by hand, and run them on ranks: four levels, each with a constraint that leads to one.
 
 # %%
 Editor(LEVELS[2:])
@@ -356,8 +356,8 @@ errors = [(grad - wanted[name]).abs().max().item() for name, grad in found]
 {"equal to 1e-12": max(errors) < 1e-12}
 
 # %% [markdown]
-# Gradients are those of one device. (With ZeRO, `zero.Optimizer(…, level=1)` takes the place of the average. `zero.shard` and `replicate` reduce in hooks at each backward pass, and know no
-# W.) Of the bytes sent, the pipeline's are the fewest:
+# Gradients are those of one device. (With ZeRO, `zero.Optimizer(…, level=1)` takes the place of the average. `replicate` and `zero.shard` go around each stage of 1F1B, say; where W is
+# apart `run` refuses them, since their hooks reduce after every backward pass, and each W would be one.) Of the bytes sent, the pipeline's are the fewest:
 
 # %%
 grid.ledger.by("axis")
@@ -396,7 +396,7 @@ explore(view, order=list(orders), w=[0.5, 1.0, 1.5], barrier=False)
 # | DualPipeV | `ScheduleDualPipeV` | DeepSeek's `dualpipe` |
 #
 # torchtitan takes their names in `parallelism.pipeline_parallel_schedule`. What they call B differs: in torch's lists a full backward pass is `B`, its halves are `I` and `W`. With that, its
-# ZB-V can be read, and simulated beside ours:
+# ZB-V can be read, and simulated beside ours. Its first operations on rank 0, the stage before the letter and the micro-batch behind it:
 
 # %%
 part = dict(group_size=4, num_stages=8, group_rank=0, stage_index=0, group=None)
@@ -413,7 +413,7 @@ for name, order in {"torch": schedule.read(theirs), "ours": zb_v}.items():
     print(f"{name:5}", run.makespan, run.period, [order.peak(r) for r in range(4)])
 
 # %% [markdown]
-# The same makespan, period and memory. (Which W runs in the drain differs; our GPipe, interleaved and DualPipeV have torch's order to the letter.)
+# The same makespan, period and memory.
 
 # %% [markdown]
 # ## Errata
