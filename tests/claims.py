@@ -21,6 +21,7 @@ from labutils import (
     world,
 )
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
+from labutils.lora import sweeps
 
 ONE = TrainConfig(micro_batch=1, global_batch=1)
 
@@ -237,6 +238,23 @@ def lora_counts() -> tuple[str, str, str]:
         "trained fewer" if trained < 5 * 6 else "trained more",
         "all more" if every > 5 * 6 + 5 else "all fewer",
     )
+
+
+def lora_learns() -> tuple[list[int], bool]:
+    """The range of LoRA's best learning rate over that of full fine-tuning, in both recorded
+    sweeps; and whether, on text, full fine-tuning has learned more where it has forgotten no more
+    than LoRA, up to the best rate of each."""
+    both = [sweeps.sweep(task) for task in ("addition", "text")]
+    times = [
+        runs.best(rank=r)[0] / runs.best(rank="full")[0] for runs in both for r in ("1", "4", "16")
+    ]
+    forgotten, learned = both[1].traded(rank="full")
+    more = all(
+        max(mine for mine, cost in zip(learned, forgotten, strict=True) if cost <= lost) > gained
+        for r in ("1", "4", "16")
+        for lost, gained in zip(*both[1].traded(rank=r), strict=True)
+    )
+    return [round(min(times)), round(max(times))], more
 
 
 def _kashin(pairs: int, trained: bool = False) -> tuple[torch.Tensor, ...]:

@@ -26,14 +26,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from labutils import (
-    collectives,
-    data_parallel,
-    lora,
-    measure,
-    memory,
-    units,
-)
+from labutils import collectives, data_parallel, lora, measure, memory, units
 from labutils.config import DATA, Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.flash.fused import product_flops
 from labutils.lora import addition, sweeps
@@ -289,7 +282,7 @@ formula = lora.at_the_loss(two, rank=16, batch=1, frozen="fp32")
 formula.diff(dry.peak.ledger, by="component")
 
 # %% [markdown]
-# So such a model still needs checkpointing (lab 04): `checkpointing.apply(model, "full")`, before or after `adapt`, changes no bit of loss or gradient (tested).
+# Against activations you still need checkpointing (lab 04): `checkpointing.apply(model, "full")`, before or after `adapt`, changes no bit of loss or gradient (tested).
 
 # %% [markdown]
 # ## What does it cost in time?
@@ -316,7 +309,8 @@ reveal("7b/flops", percent=round(100 * share))
 
 # %%
 def seconds(config, rows):
-    """CPU time of the fastest step of full fine-tuning, and of LoRA, by turns."""
+    """Of the fastest step on one core: full fine-tuning, and LoRA, by turns."""
+    torch.set_num_threads(1)
     runs = [(stepper(config, r, rows)[2], []) for r in (0, 4)]
     for step, took in 1536 // config.d_model * runs:
         start = time.process_time()
@@ -327,14 +321,19 @@ def seconds(config, rows):
 
 # %% tags=["nbval-ignore-output"]
 wide = replace(addition.ADDER, d_model=384, d_ff=1536, seq_len=128)
+falls_less = {}
 print("LoRA's part of full fine-tuning, on this CPU:")
 for config, rows in ((addition.ADDER, 32), (wide, 4)):
     work = sum(lora.training_flops(config, rank=4).values()) / config.flops_per_token()
     full, beside = seconds(config, rows)
+    falls_less[config.d_model] = beside / full > work
     print(f"width {config.d_model:3}: {work:.0%} of FLOPs, {beside / full:.0%} of time")
 
+# %%
+print("width 64: time falls less than the FLOPs:", falls_less[64])
+
 # %% [markdown]
-# Time falls less than the FLOPs do; in the narrow model LoRA may even take longer. (A hypothesis: operations count there.) On GPT-3 the paper has 43.1 tokens per second and GPU instead of 32.5 (section 4.2): 75 % of the time.
+# In the narrow model LoRA may even take longer; in the wide one time comes nearer to the FLOPs. On GPT-3 the paper has 43.1 tokens per second and GPU instead of 32.5 (section 4.2): 75 % of the time.
 
 # %% [markdown]
 # **On several devices** (lab 08) only what is trained has gradients to reduce. Four ranks, a quarter of the sums each: are gradients equal, and how many bytes are sent?
@@ -368,6 +367,7 @@ print("gradients equal to those of one device:", off < 1e-6)
 # %%
 nbytes = 4 * lora.trainable(addition.ADDER, rank=4)
 ring = collectives.sent("all_reduce_ring", nbytes=nbytes, n=4, itemsize=4)
+print(f"{nbytes / (4 * addition.ADDER.num_params):.0%} of full fine-tuning's bytes")
 ring.diff(world.ledger.only(name="all_reduce"), by="rank")
 
 # %% [markdown]
@@ -420,7 +420,7 @@ for scores_8, scores_10 in scores.values():
 
 # %%
 {
-    r: {"base 8 above 95%": min(eight) > 0.95, "base 10 below 30%": max(ten) < 0.3}
+    r: {"base 8 above 90%": min(eight) > 0.9, "base 10 below 30%": max(ten) < 0.3}
     for r, (eight, ten) in scores.items()
 }
 
@@ -477,9 +477,9 @@ text = sweeps.sweep("text")
 table(text)
 
 # %% [markdown]
-# Here LoRA *learns less*, and in the order of r.
+# Here LoRA *learns less*, with every seed, and the less, the smaller r is.
 #
-# > At a quarter of its best rate, full fine-tuning still learns more than r = 4 at its best. Which of the two forgets more of the reference?
+# > At half its best rate, full fine-tuning still learns more than r = 4 at its best. Which of the two forgets more of the reference?
 
 # %%
 predict("text/forgets_more", who="full")
@@ -487,7 +487,7 @@ predict("text/forgets_more", who="full")
 # %%
 series = {"full": text.traded(rank="full")}
 series |= {f"r {r}": text.traded(rank=r) for r in ("1", "4", "16")}
-small, beside = series["full"][0][0], series["r 4"][0][-1]
+small, beside = series["full"][0][-2], series["r 4"][0][-1]
 print(f"nats forgotten: full {small:.2f}, r = 4 {beside:.2f}")
 reveal("text/forgets_more", who="full" if small > beside else "r = 4")
 
@@ -495,11 +495,11 @@ reveal("text/forgets_more", who="full" if small > beside else "r = 4")
 plots.curves(
     xlabel="forgotten: reference (nats per character)",
     ylabel="learned: source code (nats per character)",
-    title="Larger rates: what is learned, and what it costs", **series,
+    title="For as much forgotten, full fine-tuning learns more", **series,
 )  # fmt: skip
 
 # %% [markdown]
-# Each curve ends at its best rate. *What shows:* at 0.0008 every LoRA rank learns less and forgets less than full fine-tuning. Each at its best rate, r = 1 alone forgets less. *What does not show:* that LoRA forgets less for what it learns; the highest curve is that of full fine-tuning.
+# From corner to corner the rate doubles; each curve ends at its best. *What shows:* at 0.0008, where full fine-tuning ends and LoRA begins, every LoRA rank learns less and forgets less. Each at its best rate, only r = 1 forgets less. *What does not show:* that LoRA forgets less for what it learns; the highest curve is that of full fine-tuning.
 
 # %% [markdown]
 # ## What does it cost after training?
@@ -602,7 +602,7 @@ explore(knobs, states=12, model=models, r=[1, 16, 64, 256])
 # | merging | `merge_adapter()`, `unmerge_adapter()`, `merge_and_unload()` | `get_merged_lora_ckpt` | `examples/peft/merge_lora.py` |
 # | QLoRA | `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)` | `quantize_base=True` | – |
 #
-# Outputs, gradients and twenty steps here are PEFT's to the bit where α/r is a power of two (`tests/against_torch/test_peft.py`). With FSDP the bytes of NF4 must have a dtype in common with other weights (`bnb_4bit_quant_storage`); `zero.shard` here refuses them. Tensor parallelism comes first, then `adapt`, then replicas or shards.
+# Outputs, gradients and twenty steps here are PEFT's to the bit where α/r is a power of two (`tests/against_torch/test_peft.py`). Tensor parallelism comes first, then `adapt`, then replicas or shards.
 
 # %% [markdown]
 # ## Errata
@@ -629,10 +629,11 @@ explore(knobs, states=12, model=models, r=[1, 16, 64, 256])
 # >   <!-- claim: (lambda m: round(100 * lora.trainable(m, rank=16) / m.num_params, 2))(config.ModelConfig.named("llama-2-7b")) == 0.59 -->
 # > - It saves gradients and optimizer state: 107.8 GB become 14.1, of which 13.5 are the frozen weights. In NF4 with double quantization it is 4.5.
 # >   <!-- claim: (lambda m: [round(x / 1e9, 1) for x in (16 * m.num_params, lora.model_states(m, rank=16).total, lora.frozen_bytes(m, "bf16"), lora.model_states(m, rank=16, frozen="nf4").total)])(config.ModelConfig.named("llama-2-7b")) == [107.8, 14.1, 13.5, 4.5] -->
-# > - It saves few activations, and 28 % of the FLOPs on Llama-2-7B: gradients still flow to the first adapter.
+# > - It saves few activations, and 28 % of the FLOPs on Llama-2-7B: gradients still flow to the first adapter. Data parallelism reduces the gradients of adapters alone.
 # >   <!-- claim: (lambda m: round(100 - 100 * sum(lora.training_flops(m, rank=16).values()) / m.flops_per_token()))(config.ModelConfig.named("llama-2-7b")) == 28 -->
 # > - Merged it costs nothing. To take it out again to the bit, keep W: (W + Δ) − Δ is rounded twice.
-# > - Its best learning rate is several times that of full fine-tuning; removed, the adapter leaves the model as it was.
+# > - Its best learning rate here is two to eight times that of full fine-tuning. On text it learns less, and less for what it forgets. Removed, the adapter leaves the model as it was.
+# >   <!-- claim: claims.lora_learns() == ([2, 8], True) -->
 #
 # Next: numbers of eight bits and fewer, for weights, activations and gradients.
 
