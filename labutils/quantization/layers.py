@@ -87,7 +87,7 @@ def rotation(h: int, seed: int = 0) -> Float[Tensor, "h h"]:
 
 
 def int8_product(x: Int8[Tensor, "tokens k"], w: Int8[Tensor, "d k"]) -> Int32[Tensor, "tokens d"]:
-    """x·wᵀ of integers, summed in int32: exact, since k·127² < 2³¹ for k up to 133,152."""
+    """x·wᵀ of integers, summed in int32: exact, since k·127² < 2³¹ for k up to 133,144."""
     return torch._int_mm(x.contiguous(), w.mT.contiguous())
 
 
