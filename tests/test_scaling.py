@@ -242,7 +242,7 @@ def test_what_was_recorded_and_published():
     tables = {name: scaling.goyal(name) for name in ("Table 1", "Table 2(a)", "Fig 3")}
     assert {name: len(table) for name, table in tables.items()} == {"Table 1": 4, "Table 2(a)": 8, "Fig 3": 10}  # fmt: skip
     assert tables["Table 2(a)"]["kn=256, η=0.10"] == (23.60, 0.12)
-    assert tables["Fig 3"]["8000"].value == 23.74
+    assert tables["Fig 3"]["8192"].value == 23.74
     best = scaling.fewest_steps("sgd", 2.55)
     assert sorted(best) == [8, 32, 128, 512, 2048]
     rates = scaling.swept("steps", "lr", optimizer="sgd", target=2.55, batch=128)

@@ -105,7 +105,8 @@ def spreads() -> dict[int, tuple[float, list[Spread]]]:
 
 def goyal(table: str) -> dict[str, Mean]:
     """Published top-1 errors of ResNet-50 on ImageNet, in %, by their inputs: Goyal's "Table 1",
-    "Table 2(a)", or the curve of "Fig 3" by batch size, without errors."""
+    "Table 2(a)", with the standard deviation of five runs, or the curve of "Fig 3" by batch size,
+    without."""
     with open(DATA / "paper_results.csv", encoding="utf-8") as file:
         rows = [
             row
@@ -113,7 +114,7 @@ def goyal(table: str) -> dict[str, Mean]:
             if row["source"].startswith("Goyal") and row["source"].endswith(table)
         ]
     if table == "Fig 3":
-        pairs = re.findall(r"(\w+) ([\d.]+)", rows[0]["value"])
-        return {batch.replace("k", "000"): Mean(float(value), 0.0) for batch, value in pairs}
+        found = re.findall(r"(\d+)(k?) ([\d.]+)", rows[0]["value"])
+        return {str(int(n) * (1024 if k else 1)): Mean(float(of), 0.0) for n, k, of in found}
     numbers = {row["inputs"]: row["value"].split(" ± ") for row in rows}
     return {inputs: Mean(*map(float, pair)) for inputs, pair in numbers.items()}
