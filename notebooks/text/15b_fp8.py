@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 15b · Train with products in 8 bits
 #
-# **Every product of a training step takes operands of 8 bits. What goes wrong, what prevents it, and which bytes does it save?**
+# **The linear layers of a training step multiply numbers of 8 bits. What goes wrong, what prevents it, and which bytes does it save?**
 #
 # *90 min · before this: labs 01, 02 and 03 · needs a laptop, no GPU and no network*
 
@@ -59,7 +59,7 @@ for name, exponents in counts.items():
         print(f"{name:7}{fmt}: {zero_share:4.0%} zero, {coarse:4.0%} coarse")
 
 # %% [markdown]
-# *Coarse* numbers are subnormal: they have fewer digits. Inputs fit both formats; of the gradients e4m3 would leave nearly nothing. The usual choice is therefore e4m3 for inputs and weights, e5m2 for gradients (Transformer Engine calls it HYBRID).
+# *Coarse* numbers are subnormal: they have fewer digits. Inputs fit both formats; half of the weights are coarse in e4m3, and of the gradients it would leave nearly nothing. The usual choice is e4m3 for inputs and weights, e5m2 for gradients.
 #
 # A **scale** moves a tensor: multiply by it, round, and keep its inverse, which brings the *result* of the product back. The largest |x|, the *amax*, goes to the format's largest number, 448 or 57,344.
 #
@@ -89,7 +89,7 @@ show(quantization.cast)
 # %% [markdown]
 # ## How wrong does the gradient become?
 #
-# The model's weights are fixed now, and so is the batch. One backward pass in fp32, and one with 8-bit operands in all layers of the blocks; how far are the two gradients apart, relative to the first? (No training, no chance.) Five schemes:
+# The model's weights are fixed now, and so is the batch. One backward pass in fp32, and one with 8-bit operands in all layers of the blocks; how far are the two gradients apart, relative to the first? Five schemes:
 #
 # | scheme | forward, backward | scale |
 # |---|---|---|
@@ -129,9 +129,9 @@ for forward, backward in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E5M2)):
     print(str(forward)[13:17], str(backward)[13:17], f"{off:.1%}")
 
 # %% [markdown]
-# With a scale, e4m3 is the better format for gradients, too: here precision counts, and range does not. DeepSeek-V3 uses e4m3 throughout, with tiles.
+# With a scale, e4m3 is the better format for gradients, too: here precision counts, and range does not. That is also most of what tiles gain above: they use e4m3 for gradients. DeepSeek-V3 uses e4m3 throughout, with tiles.
 #
-# **A tile** is as long as the sum that a matrix unit adds up before a scale can be applied: 128 products. So it has to lie *along the dim that is added up*, and that is another dim in each product:
+# **A tile** is as long as the part of a sum that is added up before a scale is applied: 128 products in DeepSeek-V3. So it has to lie *along the dim that is added up*, and that is another dim in each product:
 #
 # | product | adds up over |
 # |---|---|
@@ -141,7 +141,7 @@ for forward, backward in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E5M2)):
 #
 # ### Exercise 15.5 · Three products by tiles (12 min, ●●○)
 #
-# `quantization.to_eight(matrix, E4M3, tile)` puts a matrix into 8 bits, `.mT` transposes the result, codes and scales, and `quantization.product(a, b)` is a·bᵀ. It refuses a scale that changes inside a sum. Cast w once.
+# `quantization.to_eight(matrix, E4M3, tile)` puts a matrix into 8 bits, `tile` being (rows, columns); `.mT` transposes the result, codes and scales, and `quantization.product(a, b)` is a·bᵀ. It refuses a scale that changes inside a sum. Cast w once.
 
 
 # %%
@@ -160,7 +160,7 @@ hint("fp8/products", 1)
 show(quantization.Fp8Linear)
 
 # %% [markdown]
-# **Is this what the hardware computes?** PyTorch has the product itself, `torch._scaled_mm`, for CPUs and for GPUs from the H100 on. One scale per tensor:
+# **Is this what the hardware computes?** PyTorch has the product itself, `torch._scaled_mm`, for CPUs and for GPUs of the H100's generation and later. One scale per tensor:
 
 # %%
 fp8_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -174,8 +174,8 @@ scales = dict(scale_a=a.inverse[0, 0], scale_b=b.inverse[0, 0])
 theirs = torch._scaled_mm(a.codes, b.codes.mT, **scales, out_dtype=torch.float32)
 ours = quantization.product(a, b)
 largest = (theirs - ours).abs().max() / ours.abs().max()
-close = largest < (1e-3 if fp8_gpu else 1e-6)
-print("equal but for the order of fp32 sums:", close.item())
+close = largest < (1e-3 if fp8_gpu else 1e-5)
+print("equal but for the rounding of sums:", close.item())
 
 # %% [markdown]
 # ## When does it fail without a scale?
@@ -220,8 +220,9 @@ gaps = {
     name: [run[-1] - right[-1] for run, right in zip(three, runs["fp32"], strict=True)]
     for name, three in runs.items()
 }
-print("unscaled worse by more than 0.1, each seed:", min(gaps["unscaled"]) > 0.1)
-print("delayed within 0.1 of fp32, each seed:", max(map(abs, gaps["delayed"])) < 0.1)
+mean = {name: sum(three) / len(three) for name, three in gaps.items()}
+print("unscaled worse by more than 0.1 in the mean:", mean["unscaled"] > 0.1)
+print("delayed within 0.1 of fp32 in the mean:", abs(mean["delayed"]) < 0.1)
 
 # %%
 untrained, _ = trials.train_reader(0, steps=0)
@@ -230,7 +231,7 @@ gain = {name: sum(start - run[-1] for run in three) for name, three in runs.item
 reveal("unscaled/gain", percent=round(100 * gain["unscaled"] / gain["fp32"], -1))
 
 # %% [markdown]
-# An error of 1 is a gradient of zero. What still learns are the embeddings, the norms and the head. With a scale the run is back, and the share makes no difference to the error: the cause is range, below half of e5m2's smallest number, $2^{-17}$:
+# An error of 1 is a gradient of zero. What still learns are the embeddings, which are the head as well, and the last norm. With a scale the run is back, and the share makes no difference to the error. The cause is range: half of e5m2's smallest number is $2^{-17}$, and what is smaller becomes zero:
 
 # %%
 for said, share in shares.items():
@@ -243,7 +244,7 @@ for said, share in shares.items():
 # %%
 for name in ("unscaled", "current", "tiles", "int8"):
     end = trials.train_reader(0, SCHEMES[name], steps=30)[1][-1]
-    print(f"{name:9}within 0.1 of fp32:", abs(end - runs["fp32"][0][-1]) < 0.1)
+    print(f"{name:9}within 0.2 of fp32:", abs(end - runs["fp32"][0][-1]) < 0.2)
 
 # %% [markdown]
 # ## What does a delayed scale cost?
@@ -276,7 +277,7 @@ for number in range(1, 5):
     print(f"pass {number}: {known} of 12 are not 1; block 0, output: 2^{first:.0f}")
 
 # %% [markdown]
-# The first pass reaches the four layers that write to the residual stream, whose gradient comes without a product in 8 bits; the second reaches the rest. But block 0 has still seen too little: its gradient grows by what arrives through block 1, and its scale falls once more. Then this scheme is as good as the current one, until a tensor grows: what exceeds the history is clipped, once.
+# The first pass reaches the four layers that write to the residual stream, whose gradient comes without a product in 8 bits; the second reaches the rest. But block 0 has still seen too little: its gradient grows by what arrives through block 1, and its scale falls once more. Then this scheme is as good as the current one, until a tensor grows: what exceeds the history is clipped in that step.
 #
 # ### Exercise 15.6 · Bug hunt: the scale of the last steps (10 min, ●●●)
 #
@@ -347,7 +348,7 @@ trials.print_errors(table)
 print(f"e4m3 spans a factor of {floats.E4M3.max / floats.E4M3.min_subnormal:,.0f}")
 
 # %% [markdown]
-# int8's steps are all as large as the outlier asks. e4m3 gives each number an exponent of its own, and up to the format's span the outlier costs nothing. That is why 8-bit *training* uses floats: their problem is precision, and integers' is range. Near that span tiles hold out longer. Beyond it nothing helps here: a row of 128 channels is one tile, and the outlier spoils all of it; in a wider model, 127 neighbours.
+# int8's steps are all as large as the outlier asks. e4m3 gives each number an exponent of its own, and up to the format's span the outlier costs nothing. Here the floats' problem is precision, and the integers' is range. Near that span tiles hold out longer. Beyond it they break as well: the outlier spoils its own tile, 127 neighbours in the same row.
 
 # %% [markdown]
 # ## Which bytes are saved?
@@ -366,7 +367,7 @@ print(f"e4m3 spans a factor of {floats.E4M3.max / floats.E4M3.min_subnormal:,.0f
 #
 # (The Ultra-Scale Playbook's; the last is below.)
 #
-# > bf16 training holds 16 bytes per parameter (lab 02). How many does Transformer Engine hold, whose products are all in 8 bits?
+# > bf16 training holds 16 bytes per parameter (lab 02). How many does Transformer Engine hold, whose products are in 8 bits?
 
 # %%
 predict("te/bytes", bytes_per_parameter=8)
@@ -476,7 +477,7 @@ title = "Products in half the time leave the messages little to hide behind"
 plots.overlap(title=title, **ways)
 
 # %% [markdown]
-# Attention's products, which stay in bf16, and casts are left out. FP8-LM sends gradients in 8 bits; most recipes do not.
+# Attention's products, which stay in bf16, and casts are left out.
 
 # %% [markdown]
 # ## Can the moments be in 8 bits?
@@ -513,12 +514,12 @@ for block in (2048, None):
         reveal("moments/zero", percent=round(100 * zero_share))
 
 # %% [markdown]
-# AdamW divides by the root of that moment, and a zero leaves only eps below the line. An outlier spoils its own block, and no others: it is the tile of the optimizer.
+# AdamW divides by the root of that moment, and a zero leaves only eps below the line. A block is the optimizer's tile.
 
 # %% [markdown]
 # ## Turn the knobs
 #
-# Build a recipe. Which is the smallest that keeps a weight in more than 8 bits?
+# Build a recipe. How many bytes has the smallest one with fp32 master weights?
 
 
 # %%
@@ -545,7 +546,7 @@ explore(
 # | torchtitan | `--model.converters="quantize.linear.float8"` | `--quantize.linear.float8.recipe_name rowwise` |
 # | Megatron-LM | `--fp8-format hybrid` or `e4m3` | `--fp8-recipe delayed`, `tensorwise`, `blockwise` or `mxfp8` |
 #
-# Messages: torchao gathers FSDP2's weights in 8 bits with `enable_fsdp_float8_all_gather`, and `precompute_float8_dynamic_scale_for_fsdp(model)` computes all scales after the optimizer step in one all-reduce. Moments: bitsandbytes' `AdamW8bit`, in blocks of 256.
+# Messages: torchao gathers FSDP2's weights in 8 bits with `enable_fsdp_float8_all_gather`. Moments: bitsandbytes' `AdamW8bit`, in blocks of 256.
 
 # %% [markdown]
 # ## Errata
@@ -566,8 +567,8 @@ explore(
 # >   <!-- claim: (quantization.largest(quantization.E4M3), quantization.largest(quantization.E5M2)) == (448, 57344) -->
 # > - Without a scale, at the loss scale of a large batch, all gradients of the blocks are zero. With one, the loss scale does not matter.
 # >   <!-- claim: quantization.cast(torch.tensor([2.0**-18]), quantization.E5M2).float().item() == 0 -->
-# > - A delayed scale takes some steps to fill in, a product of 8 bits at a time, and clips what outgrows its history, once.
-# > - int8 is more precise than 8-bit floats without outliers, and breaks at one of 100. e4m3 spans a factor of 229,376.
+# > - A delayed scale needs some steps until every layer has seen its gradients, and clips what outgrows its history.
+# > - int8 is more precise than 8-bit floats without outliers, and breaks here at one of 100. e4m3 spans a factor of 229,376.
 # >   <!-- claim: floats.E4M3.max / floats.E4M3.min_subnormal == 229376 -->
 # > - A tile lies along the dim that is added up: 1 × 128, and for weights, which are multiplied both ways, 128 × 128.
 # > - Products in 8 bits save no model states: 16 bytes remain 16. What is *kept* in few bits saves: 15, 10 or 9; two moments in blocks alone, 16 to 10.
