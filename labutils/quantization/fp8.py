@@ -72,9 +72,9 @@ class Eight(NamedTuple):
         """The transpose: the same codes and scales, the other way round."""
         return Eight(self.codes.mT, self.inverse.mT, self.tile[::-1])
 
-    def numbers(self) -> Float[Tensor, "m k"]:
-        """What the codes stand for, in fp32."""
-        return self.codes.float() * _spread(self.inverse, self.tile, self.codes.shape)
+    def numbers(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "m k"]:
+        """What the codes stand for."""
+        return self.codes.to(dtype) * _spread(self.inverse, self.tile, self.codes.shape)
 
 
 def _spread(scales: Tensor, tile: tuple[int, int], shape: torch.Size) -> Tensor:
@@ -107,8 +107,8 @@ def to_eight(
     return Eight(codes, 1 / scale, tile)
 
 
-def product(a: Eight, b: Eight) -> Float[Tensor, "m n"]:
-    """a·bᵀ in fp32: both operands lie along what is added up, as a matrix unit wants them.
+def product(a: Eight, b: Eight, dtype: torch.dtype = torch.float32) -> Float[Tensor, "m n"]:
+    """a·bᵀ, summed in dtype: both operands lie along what is added up, as a matrix unit wants them.
 
     Raises ValueError where a scale changes within the terms that are added up before it can be
     applied.
@@ -119,8 +119,8 @@ def product(a: Eight, b: Eight) -> Float[Tensor, "m n"]:
             changes = f"the scale of {name} changes after {step} of {k} terms of each sum"
             raise ValueError(f"{changes}: its tile must be {GROUP} long along its last dim")
     if a.inverse.numel() == b.inverse.numel() == 1:
-        return (a.codes.float() @ b.codes.float().mT) * (a.inverse * b.inverse)
-    return a.numbers() @ b.numbers().mT
+        return (a.codes.to(dtype) @ b.codes.to(dtype).mT) * (a.inverse * b.inverse)
+    return a.numbers(dtype) @ b.numbers(dtype).mT
 
 
 @dataclass(frozen=True)
@@ -213,6 +213,11 @@ class Fp8Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+def _sums(x: Tensor) -> torch.dtype:
+    """fp32, as in hardware; float64 where a whole model is, to the same bits on any machine."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 class _Products(torch.autograd.Function):
     """x·Wᵀ, and behind it G·W and Gᵀ·x, each on operands of 8 bits."""
 
@@ -222,7 +227,7 @@ class _Products(torch.autograd.Function):
         kept = layer.across(x, x8, "x")
         ctx.layer, ctx.tile = layer, kept.tile
         ctx.save_for_backward(kept.codes, kept.inverse, weight)
-        return product(x8, layer.eight(weight, "weight"))
+        return product(x8, layer.eight(weight, "weight"), _sums(x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -230,9 +235,10 @@ class _Products(torch.autograd.Function):
         layer, grad_x, grad_weight = ctx.layer, None, None
         g8 = layer.eight(grad, "grad")
         if ctx.needs_input_grad[0]:
-            grad_x = product(g8, layer.eight(weight, "weight").mT)
+            grad_x = product(g8, layer.eight(weight, "weight").mT, _sums(grad))
         if ctx.needs_input_grad[1]:
-            grad_weight = product(layer.across(grad, g8, "grad"), Eight(codes, inverse, ctx.tile))
+            across = layer.across(grad, g8, "grad")
+            grad_weight = product(across, Eight(codes, inverse, ctx.tile), _sums(grad))
         return grad_x, grad_weight, None
 
 

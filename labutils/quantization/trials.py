@@ -2,6 +2,7 @@
 are planted, training at the loss scale of a large batch. The rig of lab 15b.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -118,14 +119,15 @@ def plant(model: nn.Module, k: float) -> nn.Module:
 def gradient_error(
     model: GPT, scheme: Scheme, batch: Batch, *, share: float = 1.0, k: float = 1.0, steps: int = 1
 ) -> list[float]:
-    """How far the gradient of the blocks' matrices is off, relative to its length in fp32: in each
-    of so many backward passes at the same weights. The last one counts where scales are delayed.
+    """How far the gradient of the blocks' matrices is off, relative to its length: in each of so
+    many backward passes at the same weights. The last one counts where scales are delayed. All
+    but the operands is in float64: in fp32 the order of sums, another on each machine, decides
+    which of two codes a number gets.
 
     k: that of `plant`; the gradient is compared in the coordinates without the outlier
     """
-    right = _whole(matrix_gradients(model, batch))
-    twin = GPT(model.config, attention="sdpa")
-    twin.load_state_dict(model.state_dict())
+    exact, twin = copy.deepcopy(model).double(), copy.deepcopy(model).double()
+    right = _whole(matrix_gradients(exact, batch))
     twin = plant(use_fp8(twin, scheme), k)
     errors = []
     for _ in range(steps):
