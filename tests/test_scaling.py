@@ -278,3 +278,16 @@ def test_a_row_of_the_sweep_is_recorded_again():
             pytest.approx(found[seed].trace, rel=0.01),
             pytest.approx(found[seed].signal, rel=0.02),
         )
+
+
+def test_the_held_out_places_are_the_same_on_every_cpu():
+    places = tasks._spread_out(418_544, 465_039)
+    assert places[[0, 1, 511, 512, 1022, 1023]].tolist() == [
+        418544,
+        418589,
+        441768,
+        441814,
+        464993,
+        465039,
+    ]
+    assert int(places.sum()) == 452_394_000
