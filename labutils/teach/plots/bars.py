@@ -82,9 +82,9 @@ def _stacked(
         hatch = style.AXES[axis][1] * 2 if axis in style.AXES else ""
         axes.barh(row, size, 0.62, left=start, color=color, hatch=hatch, **style.EDGE)
         if style.width_of(label) + 0.06 < size / per_inch:
-            look = {"bbox": {**draw.BLANK, "facecolor": color}} if hatch else {}
-            look |= {"ha": "center", "va": "center", "color": style.on(color)}
-            axes.text(start + size / 2, row, label, **look)
+            # Neither a hatch nor the line of the capacity runs through the amount.
+            look = {"ha": "center", "va": "center", "color": style.on(color), "zorder": 4}
+            axes.text(start + size / 2, row, label, bbox={**draw.BLANK, "facecolor": color}, **look)
         start += size
 
 

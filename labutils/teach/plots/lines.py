@@ -101,7 +101,7 @@ def _logarithmic(axes: Axes, log: str, every: Sequence[tuple[str, tuple]]) -> No
 
 def _places_on_x(axes: Axes, places: Sequence[float]) -> None:
     """Ticks on x as plain numbers: the very `places` that were tried, where there are any."""
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     if len(places):
         axes.xaxis.set(major_locator=FixedLocator(places), minor_locator=NullLocator())
 
