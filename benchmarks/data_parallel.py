@@ -17,6 +17,7 @@ from torch import nn
 from labutils import data_parallel, units
 from labutils.config import ModelConfig
 from labutils.model import GPT
+from labutils.teach import rigs
 from labutils.timeline import Timeline
 from labutils.world import World
 
@@ -83,7 +84,7 @@ def held(rank, name: str) -> int:
 
 def chain(rank, overlap: bool) -> Timeline:
     """The second step of a chain of such layers, a bucket each."""
-    net = data_parallel.waiting_chain([(NBYTES, SECONDS)] * LAYERS)
+    net = rigs.data_parallel.waiting_chain([(NBYTES, SECONDS)] * LAYERS)
     replica = data_parallel.replicate(net, rank.comm("dp"), bucket_bytes=NBYTES, overlap=overlap)
     for _ in range(2):
         rank.comm("dp").barrier()

@@ -21,7 +21,7 @@ from labutils import (
     world,
 )
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
-from labutils.lora import sweeps
+from labutils.teach import rigs
 
 ONE = TrainConfig(micro_batch=1, global_batch=1)
 
@@ -244,7 +244,7 @@ def lora_learns() -> tuple[list[int], bool]:
     """The range of LoRA's best learning rate over that of full fine-tuning, in both recorded
     sweeps; and whether, on text, full fine-tuning has learned more where it has forgotten no more
     than LoRA, up to the best rate of each."""
-    both = [sweeps.sweep(task) for task in ("addition", "text")]
+    both = [rigs.lora.sweep(task) for task in ("addition", "text")]
     times = [
         runs.best(rank=r)[0] / runs.best(rank="full")[0] for runs in both for r in ("1", "4", "16")
     ]
@@ -262,7 +262,7 @@ def _kashin(pairs: int, trained: bool = False) -> tuple[torch.Tensor, ...]:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(1024, generator=draw, dtype=torch.float64)
     if trained:
-        x = quantization.load_minilm().layers[0].up.weight[0].double()
+        x = rigs.quantization.load_minilm().layers[0].up.weight[0].double()
     Q = quantization.rotation(len(x)).double()
     return (x, Q, *quantization.kashin(x, Q, pairs))
 

@@ -17,10 +17,11 @@ PACKAGE = ROOT / "labutils"
 LAYERS = {
     0: {"units", "notation"},
     1: {"floats", "config", "anatomy", "ledger", "trace", "timeline", "schedule"},
-    2: {"collectives", "world", "model", "measure", "corpus"},
+    2: {"collectives", "world", "model", "measure"},
     4: {"plots"},
     5: {"widgets"},
-    6: {"exercises", "check", "calculator", "editor"},
+    6: {"rigs"},
+    7: {"exercises", "check", "calculator", "editor"},
 }
 TOPIC = 3
 REACH = {
@@ -30,7 +31,8 @@ REACH = {
     TOPIC: {0, 1, 2},
     4: {0, 1},
     5: {0, 1, 4},
-    6: {0, 1, 2, TOPIC, 4, 5},
+    6: {0, 1, 2, TOPIC},
+    7: {0, 1, 2, TOPIC, 4, 5, 6},
 }
 # The few steps sideways.
 SIDEWAYS = {
@@ -56,9 +58,6 @@ SIDEWAYS = {
     ("quantization", "precision"),
     # A step knows the hooks of a replica around its stages.
     ("pipeline", "data_parallel"),
-    # The same batch on ranks and in micro-batches.
-    ("scaling", "accumulation"),
-    ("scaling", "data_parallel"),
     ("check", "exercises"),
     ("config", "anatomy"),  # a model counts its parameters in its table
     ("trace", "ledger"),  # what was sent, as amounts
@@ -70,14 +69,9 @@ SIDEWAYS = {
 # Layers without numpy and torch: they load in milliseconds and run in a browser.
 STANDARD_ONLY = {0, 1}
 NO_TORCH = {"memory", "planner", "scaling", "plots", "widgets", "editor"}
-# The files of them that run steps: to record one, loaded where a kind of step is new; and where the
-# networks train whose learning rates the rules scale, loaded by name alone.
-RUNS_A_STEP = {
-    PACKAGE / "memory" / "recording.py",
-    PACKAGE / "scaling" / "copies.py",
-    PACKAGE / "scaling" / "tasks.py",
-    PACKAGE / "scaling" / "ranks.py",
-}
+# The files of them that run: to record a step, loaded where a kind of step is new; and on the ranks
+# whose gradients tell the noise scale, loaded by name alone.
+RUNS_A_STEP = {PACKAGE / "memory" / "recording.py", PACKAGE / "scaling" / "ranks.py"}
 
 
 def module(path):

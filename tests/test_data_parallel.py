@@ -19,6 +19,7 @@ from labutils.accumulation import micro_batches
 from labutils.config import Link, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler, autocast
+from labutils.teach import rigs
 from labutils.world import DeadlockError, MismatchError, RankError, World
 
 CONFIG = ModelConfig(
@@ -740,7 +741,7 @@ def test_a_chain_that_waits_is_reduced_as_the_simulation_says():
     simulated = data_parallel.backward_timeline(layers, **options, n=2, link=Link(0, 1e9))
 
     def run(rank):
-        chain, comm = data_parallel.waiting_chain(layers), rank.comm("dp")
+        chain, comm = rigs.data_parallel.waiting_chain(layers), rank.comm("dp")
         replica = data_parallel.replicate(chain, comm, **options)
         comm.barrier()
         replica(torch.ones(1)).backward()

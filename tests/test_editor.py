@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from labutils import pipeline, schedule
+from labutils import schedule
 from labutils.schedule import simulate
-from labutils.teach import editor
+from labutils.teach import editor, rigs
 from labutils.teach.editor import LEVELS, Editor, Level
 
 each_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.title)
@@ -69,12 +69,12 @@ def test_a_board_knows_the_orders_that_can_be_placed_on_it(board, names):
 
 
 def test_what_ranks_kept_stands_beside_what_is_simulated(monkeypatch):
-    compare = pipeline.compare
+    compare = rigs.pipeline.compare
 
     def more(*args, **options):
         return replace(compare(*args, **options), kept=(7, 8))
 
-    monkeypatch.setattr(pipeline, "compare", more)
+    monkeypatch.setattr(rigs.pipeline, "compare", more)
     said = editor.on_ranks("F0 F1 B0 B1 | F0 B0 F1 B1")
     assert "<td>0</td><td>7</td><td>2</td>" in said and "<td>1</td><td>8</td><td>1</td>" in said
 

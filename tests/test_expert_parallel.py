@@ -14,6 +14,7 @@ from labutils import data_parallel, expert_parallel, measure, zero
 from labutils.config import Link, Mesh, ModelConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT, FeedForward, MixtureOfExperts
+from labutils.teach import rigs
 from labutils.world import RankError, World
 
 SIZES = dict(num_layers=2, d_model=8, num_heads=2, vocab_size=16, seq_len=6)
@@ -380,8 +381,10 @@ def test_bias_moves_by_the_sign_of_the_load_of_all_ranks_until_it_is_balanced():
 
 
 def test_a_language_in_which_few_words_are_frequent_and_each_is_followed_by_four():
-    said = expert_parallel.language(16, 9, seed=1)(50)
-    assert said.shape == (50, 9) and torch.equal(said, expert_parallel.language(16, 9, seed=1)(50))
+    said = rigs.expert_parallel.language(16, 9, seed=1)(50)
+    assert said.shape == (50, 9) and torch.equal(
+        said, rigs.expert_parallel.language(16, 9, seed=1)(50)
+    )
     pairs = {(a, b) for row in said.tolist() for a, b in itertools.pairwise(row)}
     followers = torch.bincount(torch.tensor([a for a, _ in pairs]), minlength=16)
     assert followers.max() == 4
@@ -394,7 +397,7 @@ def test_left_alone_few_experts_take_nearly_everything():
     config = ModelConfig(**sizes, num_experts=8, top_k=2)
 
     def busiest(**how):
-        taken, loss = ranks(1, 1).run(expert_parallel.loads, config, 2, steps=25, **how)[0]
+        taken, loss = ranks(1, 1).run(rigs.expert_parallel.loads, config, 2, steps=25, **how)[0]
         assert taken.shape == (25, 8) and (taken.sum(1) == 8 * 32 * 2).all() and 0 < loss < 4
         return (taken.max(1).values / taken.double().mean(1))[-5:].mean()
 

@@ -35,9 +35,9 @@ from labutils.quantization import (
     tile_amax,
     to_blocks,
     to_eight,
-    trials,
     use_fp8,
 )
+from labutils.teach import rigs
 from labutils.world import World
 
 SMALL = ModelConfig(
@@ -404,47 +404,49 @@ def test_one_step_of_adam8_is_one_of_adamw():
 
 @pytest.fixture(scope="module")
 def reader():
-    return trials.reader(), next(trials.excerpts(5))
+    return rigs.fp8.reader(), next(rigs.fp8.excerpts(5))
 
 
 def test_the_reader_has_learned(reader):
     model, _ = reader
-    assert trials.loss_of(model, next(trials.excerpts(99, 64))).item() < 2.6
+    assert rigs.fp8.loss_of(model, next(rigs.fp8.excerpts(99, 64))).item() < 2.6
     assert model.config.num_params == sum(p.numel() for p in model.parameters())
 
 
 def test_gradient_errors_are_those_of_the_lab(reader):
     model, batch = reader
-    errors = {name: trials.gradient_error(model, each, batch)[0] for name, each in SCHEMES.items()}
+    errors = {
+        name: rigs.fp8.gradient_error(model, each, batch)[0] for name, each in SCHEMES.items()
+    }
     assert errors["int8"] < errors["tiles"] < errors["current"] < errors["unscaled"] < 0.1
-    tiny = trials.gradient_error(model, SCHEMES["unscaled"], batch, share=2.0**-12)
+    tiny = rigs.fp8.gradient_error(model, SCHEMES["unscaled"], batch, share=2.0**-12)
     assert tiny == [1.0]
     for name in ("current", "tiles", "int8"):
-        again = trials.gradient_error(model, SCHEMES[name], batch, share=2.0**-12)[0]
+        again = rigs.fp8.gradient_error(model, SCHEMES[name], batch, share=2.0**-12)[0]
         assert again == pytest.approx(errors[name], rel=1e-3)
 
 
 def test_a_planted_outlier_changes_nothing_in_fp32(reader):
     model, batch = reader
-    plain = trials.matrix_gradients(model, batch)
-    twin = trials.plant(use_fp8(trials.reader(), Scheme()), 64.0)
+    plain = rigs.fp8.matrix_gradients(model, batch)
+    twin = rigs.fp8.plant(use_fp8(rigs.fp8.reader(), Scheme()), 64.0)
     for layer in fp8_layers(twin).values():
         layer.forward = functools.partial(nn.functional.linear, weight=layer.weight)
-    found = trials.matrix_gradients(twin, batch, k=64.0)
+    found = rigs.fp8.matrix_gradients(twin, batch, k=64.0)
     for a, b in zip(plain, found, strict=True):
         assert torch.allclose(a, b, atol=1e-6)
 
 
 def test_operands_are_those_of_the_products(reader):
     model, batch = reader
-    found = trials.operands(model, batch)
+    found = rigs.fp8.operands(model, batch)
     assert [len(each) for each in found.values()] == [12, 12, 12]
     # Backward runs from the last layer; that layer's x and gradient give its weight's gradient.
     x, grad = found["x"][-1].flatten(0, 1), found["grad"][0].flatten(0, 1)
-    right = trials.matrix_gradients(model, batch)[-1]
+    right = rigs.fp8.matrix_gradients(model, batch)[-1]
     assert torch.allclose((grad.mT @ x).double(), right, atol=1e-6)
 
 
 def test_training_steps_at_a_share_as_without_one():
-    runs = [trials.train_reader(1, share=share, steps=10)[1] for share in (1.0, 2.0**-12)]
+    runs = [rigs.fp8.train_reader(1, share=share, steps=10)[1] for share in (1.0, 2.0**-12)]
     assert runs[0] == pytest.approx(runs[1], abs=1e-4)

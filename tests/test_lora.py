@@ -12,8 +12,8 @@ from labutils import checkpointing, collectives, data_parallel, lora, measure, t
 from labutils.config import Mesh, ModelConfig
 from labutils.flash import fused
 from labutils.ledger import Ledger
-from labutils.lora import addition, sweeps
 from labutils.model import GPT
+from labutils.teach import rigs
 from labutils.world import RankError, World
 
 SIZES = dict(num_layers=2, d_model=16, num_heads=4, d_ff=24, vocab_size=12, seq_len=8)
@@ -361,7 +361,7 @@ def at_the_loss(history):
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("config", [addition.ADDER, LLAMA], ids=["adder", "llama"])
+@pytest.mark.parametrize("config", [rigs.lora.ADDER, LLAMA], ids=["adder", "llama"])
 def test_a_step_moment_by_moment_dry_and_measured(config, frozen):
     options = dict(rank=3, pattern=("query", "down"))
     dry, measured = (run(config, frozen, 4, **options) for run in (dry_second_step, second_step))
@@ -634,10 +634,10 @@ def test_what_does_not_compose_is_refused(tmp_path):
 
 @pytest.mark.parametrize("base", [8, 10])
 def test_every_sum_is_right_and_there_once(base):
-    tokens, targets = addition.sums(base)
+    tokens, targets = rigs.lora.sums(base)
     seen = set()
     for row, wanted in zip(tokens.tolist(), targets.tolist(), strict=True):
-        text = "".join(addition.WORDS[i] for i in row)
+        text = "".join(rigs.lora.WORDS[i] for i in row)
         left, right = int(text[:2], base), int(text[3:5], base)
         digits = [int(each) for each in text[6:]] + wanted[-1:]
         assert sum(digit * base**i for i, digit in enumerate(digits)) == left + right
@@ -647,33 +647,33 @@ def test_every_sum_is_right_and_there_once(base):
 
 
 def test_held_out_sums_are_not_trained_on_and_a_score_counts_whole_sums():
-    tokens, _ = addition.held_out(8)
-    assert torch.equal(tokens, addition.sums(8)[0][:512])
+    tokens, _ = rigs.lora.held_out(8)
+    assert torch.equal(tokens, rigs.lora.sums(8)[0][:512])
 
     class Oracle(nn.Module):
         def forward(self, tokens):
-            wanted = addition.held_out(8)[1].clamp(min=0)
+            wanted = rigs.lora.held_out(8)[1].clamp(min=0)
             wanted = torch.where(torch.arange(512)[:, None] < 128, (wanted + 1) % 8, wanted)
-            return 50.0 * F.one_hot(wanted, len(addition.WORDS)).float()
+            return 50.0 * F.one_hot(wanted, len(rigs.lora.WORDS)).float()
 
-    loss, right = addition.score_sums(Oracle(), 8)
+    loss, right = rigs.lora.score_sums(Oracle(), 8)
     assert right == 0.75 and loss == pytest.approx(12.5)
     tens, ones = (tokens[:, i] + tokens[:, i + 3] for i in (0, 1))
-    assert addition.carry_free(8) == ((tens < 8) & (ones < 8)).double().mean().item()
+    assert rigs.lora.carry_free(8) == ((tens < 8) & (ones < 8)).double().mean().item()
 
 
 def test_training_follows_its_schedule_and_steps_what_is_trained():
     draw = torch.Generator().manual_seed(0)
-    model = lora.adapt(GPT(addition.ADDER, generator=draw), rank=1, alpha=32, generator=draw)
+    model = lora.adapt(GPT(rigs.lora.ADDER, generator=draw), rank=1, alpha=32, generator=draw)
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    before = addition.score_sums(model, 8)[0]
-    addition.learn_sums(model, 8, steps=25, batch=32, lr=1e-2, decay=True)
-    assert addition.score_sums(model, 8)[0] < before
+    before = rigs.lora.score_sums(model, 8)[0]
+    rigs.lora.learn_sums(model, 8, steps=25, batch=32, lr=1e-2, decay=True)
+    assert rigs.lora.score_sums(model, 8)[0] < before
     assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters() if n in frozen)
 
 
 def test_recorded_sweeps_have_their_seeds_at_each_rate_and_say_how_they_were_made():
-    adding, text = map(sweeps.sweep, ("addition", "text"))
+    adding, text = map(rigs.lora.sweep, ("addition", "text"))
     every = (dict(rank="full"), dict(rank="1"), dict(rank="4"), dict(rank="16"))
     cases = [(adding, 5, each) for each in (*every, dict(pattern="attention.*"))]
     cases += [(text, 3, each) for each in every]
@@ -684,7 +684,7 @@ def test_recorded_sweeps_have_their_seeds_at_each_rate_and_say_how_they_were_mad
         column = [each[rates.index(lr)] for each in losses]
         assert mean == pytest.approx(sum(column) / seeds) and 0 < error < mean
     assert adding.trained("attention.*") == lora.trainable(
-        addition.ADDER, rank=8, pattern="attention.*"
+        rigs.lora.ADDER, rank=8, pattern="attention.*"
     )
     old = text.losses("old", rank="none"), text.losses("old", rank="full")
     ((before,),) = old[0][1]

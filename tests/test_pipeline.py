@@ -17,6 +17,7 @@ from labutils.config import Mesh, ModelConfig
 from labutils.model import GPT
 from labutils.pipeline import execute
 from labutils.schedule import Durations
+from labutils.teach import rigs
 from labutils.world import DeadlockError, RankError, World
 
 SIZES = dict(num_layers=6, d_model=8, num_heads=2, d_ff=12, vocab_size=14, seq_len=6)
@@ -160,7 +161,7 @@ def test_blocking_sends_in_pairs_do_the_same(plan):
 def test_a_comparison_finds_what_is_off():
     """Swapped messages in a V: only values tell."""
     for messages in ("matched", "unmatched"):
-        beside = pipeline.compare(V[0], TIED, messages=messages)
+        beside = rigs.pipeline.compare(V[0], TIED, messages=messages)
         assert beside.equal == (messages == "matched")
         assert (beside.error > 0.1) == (messages == "unmatched")
         assert beside.kept == tuple(V[0].peak(rank) for rank in range(2))

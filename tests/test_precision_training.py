@@ -11,6 +11,7 @@ from labutils import floats, measure, memory, precision
 from labutils.config import ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler, MasterWeights, RoundedWeights
+from labutils.teach import rigs
 
 CONFIG = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=65, seq_len=12)
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -363,7 +364,7 @@ class TestFormats:
         ours, theirs = gpt(torch.float32), gpt(torch.float32)
         optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, eps=1e-15, fused=True)
         batches = [self.draw(torch.Generator().manual_seed(k), 4) for k in range(3)]
-        log = list(precision.train(ours, batches, precision.Formats(), lr=1e-3))
+        log = list(rigs.precision.train(ours, batches, rigs.precision.Formats(), lr=1e-3))
         for x, y in batches:
             optimizer.zero_grad()
             theirs.loss(x, y).backward()
@@ -372,28 +373,31 @@ class TestFormats:
 
     def test_a_log_says_the_scale_of_each_step_and_whether_it_was_taken(self):
         def overflows(model, x, y):
-            return precision.fp32_loss(model, x, y) * (math.inf if len(x) == 1 else 1.0)
+            return rigs.precision.fp32_loss(model, x, y) * (math.inf if len(x) == 1 else 1.0)
 
         scale = {"init_scale": 64.0, "growth_interval": 1}
-        formats = precision.Formats(FP16, MasterWeights, overflows, scale)
+        formats = rigs.precision.Formats(FP16, MasterWeights, overflows, scale)
         generator = torch.Generator().manual_seed(0)
         batches = [self.draw(generator, rows) for rows in (2, 1, 2)]
-        log = list(precision.train(gpt(FP16), batches, formats))
+        log = list(rigs.precision.train(gpt(FP16), batches, formats))
         assert log == [(64.0, True), (128.0, False), (64.0, True)]
 
     def test_the_gradient_of_the_loss_is_the_scale(self):
         """2¹⁶ is beyond fp16: a loss in fp16 overflows there, whatever the batch, and one in fp32 does not."""
         batches = [self.draw(torch.Generator().manual_seed(0), 4)] * 2
-        for loss, expected in [(GPT.loss, [False, True]), (precision.fp32_loss, [True, True])]:
+        for loss, expected in [(GPT.loss, [False, True]), (rigs.precision.fp32_loss, [True, True])]:
             scale = {"init_scale": 2.0**16}
-            formats = precision.Formats(FP16, MasterWeights, loss, scale)
-            log = precision.train(gpt(FP16), batches, formats)
+            formats = rigs.precision.Formats(FP16, MasterWeights, loss, scale)
+            log = rigs.precision.train(gpt(FP16), batches, formats)
             assert [taken for _, taken in log] == expected
 
     def test_seeds_are_runs_of_their_own_from_copies(self):
         models = [gpt(torch.float32), gpt(torch.float32)]
-        choices = {"fp32": precision.Formats(), "bf16": precision.Formats(BF16, MasterWeights)}
-        found = precision.three_seeds(models, choices, self.draw, steps=20, lr=1e-3)
+        choices = {
+            "fp32": rigs.precision.Formats(),
+            "bf16": rigs.precision.Formats(BF16, MasterWeights),
+        }
+        found = rigs.precision.three_seeds(models, choices, self.draw, steps=20, lr=1e-3)
         assert same(models[0].parameters(), gpt(torch.float32).parameters())
         assert {name: [len(run) for run in runs] for name, runs in found.items()} == {
             "fp32": [3, 3],
@@ -402,11 +406,11 @@ class TestFormats:
         first, second = found["fp32"]
         assert first[0] == second[0] and first[1] != second[1]
         alone = gpt(torch.float32)
-        assert first == precision.learn(
-            alone, precision.Formats(), self.draw, steps=20, seed=0, lr=1e-3
+        assert first == rigs.precision.learn(
+            alone, rigs.precision.Formats(), self.draw, steps=20, seed=0, lr=1e-3
         )
         x, y = self.draw(torch.Generator().manual_seed(99), 16)
-        assert first[-1] == precision.fp32_loss(alone, x, y).item()
+        assert first[-1] == rigs.precision.fp32_loss(alone, x, y).item()
 
 
 class TestAutocast:

@@ -16,6 +16,7 @@ from torch import nn
 from labutils import floats, measure, quantization
 from labutils.config import Mesh
 from labutils.quantization import BLOCK, NF4, Nf4Linear, from_nf4, nf4_bytes, quantize, to_nf4
+from labutils.teach import rigs
 from labutils.world import World
 
 
@@ -401,14 +402,14 @@ def test_clusters_are_where_their_members_are():
 
 @pytest.fixture(scope="module")
 def minilm():
-    return quantization.load_minilm()
+    return rigs.quantization.load_minilm()
 
 
 def test_what_stands_out_in_minilm(minilm):
     assert sum(p.numel() for p in minilm.parameters()) == 22_565_376
     places = [divmod(layer.down.weight.abs().argmax().item(), 1536) for layer in minilm.layers]
     assert places[:4] == [(99, 856), (99, 607), (99, 1004), (99, 358)]
-    sentences = quantization.token_ids(quantization.docstrings(6))
+    sentences = rigs.quantization.token_ids(rigs.quantization.docstrings(6))
     read, embedded = quantization.inputs_of(minilm, sentences), minilm(sentences)
     assert not minilm.layers[0].down._forward_pre_hooks
     assert list(read)[-1] == "layers.5.down" and len(read) == 36
@@ -421,11 +422,11 @@ def test_what_stands_out_in_minilm(minilm):
 
 
 def test_sentences_are_the_same_everywhere():
-    sentences = quantization.docstrings(137)
+    sentences = rigs.quantization.docstrings(137)
     assert len(set(sentences)) == 137 and sentences[-1].startswith("Decorator to mark an object")
 
 
 def test_what_to_install_is_said(monkeypatch):
-    monkeypatch.setattr(quantization.minilm, "find_spec", lambda name: None)
+    monkeypatch.setattr(rigs.quantization, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install -e ".\[real\]"'):
-        quantization.load_minilm()
+        rigs.quantization.load_minilm()

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from labutils import data_parallel, scaling
-from labutils.scaling import copies, ranks, tasks
+from labutils.scaling import ranks
+from labutils.teach import rigs
 from labutils.world import World
 
-SMALL = copies.Network((6, 5, 4), "relu", norm=True)
-TOKENS = copies.Network((6, 5, 7), tokens=7, embed=2)
+SMALL = rigs.copies.Network((6, 5, 4), "relu", norm=True)
+TOKENS = rigs.copies.Network((6, 5, 7), tokens=7, embed=2)
 RANDOM = torch.Generator().manual_seed(0)
 NUMBERS = torch.randn(48, 6, generator=RANDOM, dtype=torch.float64), torch.arange(48) % 4
 LETTERS = torch.randint(7, (48, 3), generator=RANDOM), torch.arange(48) % 7
@@ -84,15 +85,15 @@ TORCH = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam
 def test_every_copy_is_trained_as_torch_trains_one(name, network, data):
     x, y = data
     lr, seeds, seen = [0.03, 0.01], [3, 4], []
-    rows = copies.train_copies(
+    rows = rigs.copies.train_copies(
         network, data, lr=lr, batch=8, samples=80, seeds=seeds, optimizer=name,
         schedule=lambda step, steps: (step + 1) / steps, dtype=torch.float64,
         watch=lambda step, rows: seen.append((step, rows.shape)),
     )  # fmt: skip
     assert seen == [(step, rows.shape) for step in range(1, 11)]
-    assert not torch.equal(copies.order(48, 80, 3), copies.order(48, 80, 4))
+    assert not torch.equal(rigs.copies.order(48, 80, 3), rigs.copies.order(48, 80, 4))
     for s, seed in enumerate(seeds):
-        indices = copies.order(48, 80, seed)
+        indices = rigs.copies.order(48, 80, seed)
         assert sorted(indices[:48].tolist()) == list(range(48))
         for r, rate in enumerate(lr):
             module = network.alone(network.start([seed])[0].double())
@@ -108,41 +109,41 @@ def test_every_copy_is_trained_as_torch_trains_one(name, network, data):
 
 def test_losses_and_errors_of_all_copies():
     rows = SMALL.start(range(6)).double().view(2, 3, -1)
-    losses, errors = copies.score(SMALL, rows, NUMBERS)
+    losses, errors = rigs.copies.score(SMALL, rows, NUMBERS)
     one = SMALL.alone(rows[1, 2])(NUMBERS[0])
     assert losses[1, 2].item() == pytest.approx(nn.functional.cross_entropy(one, NUMBERS[1]).item())
     assert errors[1, 2].item() == pytest.approx(
         (one.argmax(1) != NUMBERS[1]).double().mean().item()
     )
     rows[0, 0] = torch.nan
-    assert copies.score(SMALL, rows, NUMBERS)[0][0, 0] == torch.inf
+    assert rigs.copies.score(SMALL, rows, NUMBERS)[0][0, 0] == torch.inf
     with pytest.raises(ValueError, match="sgd, adam or rmsprop"):
-        copies.Update("lion", rows[0])
+        rigs.copies.Update("lion", rows[0])
 
 
 def test_where_networks_start():
-    rows = copies.Network((400, 300, 10), "relu").start([0, 1])
+    rows = rigs.copies.Network((400, 300, 10), "relu").start([0, 1])
     assert not torch.equal(rows[0], rows[1])
     weight, bias = rows[0, : 400 * 300], rows[0, 400 * 300 :][:300]
     assert weight.var().item() == pytest.approx(2 / 400, rel=0.02) and not bias.any()
-    tanh = copies.Network((400, 300), "tanh").start([0])[0, : 400 * 300]
+    tanh = rigs.copies.Network((400, 300), "tanh").start([0])[0, : 400 * 300]
     assert tanh.var().item() == pytest.approx(1 / 400, rel=0.02)
-    assert sum(math.prod(shape) for shape in tasks.CHARACTERS.shapes) == 8832
+    assert sum(math.prod(shape) for shape in rigs.scaling.CHARACTERS.shapes) == 8832
 
 
 @pytest.mark.parametrize("n, micro", [(1, 12), (2, 3), (4, 3), (4, 2), (3, 4)])
 def test_the_same_batch_on_ranks_and_in_micro_batches(n, micro):
-    rows = copies.train_copies(
+    rows = rigs.copies.train_copies(
         SMALL, NUMBERS, lr=[0.1], batch=12, samples=60, seeds=[0], dtype=torch.float64
     )  # fmt: skip
-    chosen = copies.order(48, 60, 0).split(12)
+    chosen = rigs.copies.order(48, 60, 0).split(12)
     batches = [(NUMBERS[0][each], NUMBERS[1][each]) for each in chosen]
 
     def program(rank):
         module = SMALL.alone(SMALL.start([0])[0].double() + rank.rank)
         sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
         cross_entropy = nn.functional.cross_entropy
-        ranks.train_replica(module, cross_entropy, batches, sgd, rank.comm("dp"), micro)
+        rigs.copies.train_replica(module, cross_entropy, batches, sgd, rank.comm("dp"), micro)
         return module.row.detach()
 
     with World(n) as world:
@@ -166,7 +167,7 @@ def test_the_noise_scale_three_ways():
     each = per_sample(SMALL, row, *NUMBERS)
     covariance = each.var(0).sum().item()  # unbiased: n − 1
     signal = each.mean(0).square().sum().item() - covariance / 48
-    lengths = copies.squared_lengths(SMALL, row, *NUMBERS, (1, 12, 48))
+    lengths = rigs.copies.squared_lengths(SMALL, row, *NUMBERS, (1, 12, 48))
     found = scaling.estimate_spread(lengths[1], lengths[48], 1, 48)
     assert found == (pytest.approx(covariance), pytest.approx(signal))
     # Four ranks with twelve examples each, before and after their all-reduce.
@@ -224,10 +225,10 @@ def test_a_target_is_met_between_two_points():
 
 
 def test_the_data_are_what_they_are():
-    (x, y), (_, held_y) = tasks.characters()
+    (x, y), (_, held_y) = rigs.scaling.characters()
     assert x.shape == (418536, 8) and y.max() < 64 and len(held_y) == 1024
     assert torch.equal(x[:8, 0], x[0]) and torch.equal(x[1:8, -1], y[:7])  # what follows
-    (x, y), held_out = tasks.digits()
+    (x, y), held_out = rigs.scaling.digits()
     assert x.shape == (1437, 64) and len(held_out[1]) == 360
     assert x.mean(0).abs().max() < 1e-5 and x.var().item() == pytest.approx(0.518, abs=0.01)
 
@@ -235,43 +236,45 @@ def test_the_data_are_what_they_are():
 def test_without_scikit_learn_the_remedy_is_said(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match=r'pip install -e "\.\[real\]"'):
-        tasks.digits()
+        rigs.scaling.digits()
 
 
 def test_what_was_recorded_and_published():
-    tables = {name: scaling.goyal(name) for name in ("Table 1", "Table 2(a)", "Fig 3")}
+    tables = {name: rigs.scaling.goyal(name) for name in ("Table 1", "Table 2(a)", "Fig 3")}
     assert {name: len(table) for name, table in tables.items()} == {"Table 1": 4, "Table 2(a)": 8, "Fig 3": 10}  # fmt: skip
     assert tables["Table 2(a)"]["kn=256, η=0.10"] == (23.60, 0.12)
     assert tables["Fig 3"]["8192"].value == 23.74
-    best = scaling.fewest_steps("sgd", 2.55)
+    best = rigs.scaling.fewest_steps("sgd", 2.55)
     assert sorted(best) == [8, 32, 128, 512, 2048]
-    rates = scaling.swept("steps", "lr", optimizer="sgd", target=2.55, batch=128)
+    rates = rigs.scaling.swept("steps", "lr", optimizer="sgd", target=2.55, batch=128)
     assert best[128][1] == min(rates.values()) and rates[best[128][0]] == best[128][1]
-    assert scaling.hyperbola("sgd", 2.55) == scaling.fit({b: m.value for b, (_, m) in best.items()})
-    places, (low, middle, high) = scaling.rule_curves("adam", most=256)["square root"]
-    value, error = scaling.swept("rules", optimizer="adam", rule="square root")[64]
+    assert rigs.scaling.hyperbola("sgd", 2.55) == scaling.fit(
+        {b: m.value for b, (_, m) in best.items()}
+    )
+    places, (low, middle, high) = rigs.scaling.rule_curves("adam", most=256)["square root"]
+    value, error = rigs.scaling.swept("rules", optimizer="adam", rule="square root")[64]
     assert places == [16, 64, 256] and middle[1] == value
     assert (low[1], high[1]) == (value - 2 * error, value + 2 * error)
     with pytest.raises(ValueError, match="lion"):
-        scaling.swept("rules", optimizer="lion")
-    assert scaling.mean([1.0, math.inf]) == (math.inf, math.inf)
-    assert scaling.mean([1.0, 3.0]) == (2.0, 1.0)
+        rigs.scaling.swept("rules", optimizer="lion")
+    assert rigs.scaling.mean([1.0, math.inf]) == (math.inf, math.inf)
+    assert rigs.scaling.mean([1.0, 3.0]) == (2.0, 1.0)
 
 
 def test_a_row_of_the_sweep_is_recorded_again():
     """The noise at the first checkpoint, with two of its eight seeds."""
-    (x, y), held_out = tasks.characters()
-    rows = copies.train_copies(
-        tasks.CHARACTERS, (x, y), lr=[2**-4], batch=32, samples=32, seeds=[0, 1]
+    (x, y), held_out = rigs.scaling.characters()
+    rows = rigs.copies.train_copies(
+        rigs.scaling.CHARACTERS, (x, y), lr=[2**-4], batch=32, samples=32, seeds=[0, 1]
     )
-    loss, found = scaling.spreads()[1]
-    assert copies.score(tasks.CHARACTERS, rows, held_out)[0].mean().item() == pytest.approx(
-        loss, rel=0.01
-    )
+    loss, found = rigs.scaling.spreads()[1]
+    assert rigs.copies.score(rigs.scaling.CHARACTERS, rows, held_out)[
+        0
+    ].mean().item() == pytest.approx(loss, rel=0.01)
     for seed in (0, 1):
         chosen = torch.randint(len(y), (2048,), generator=torch.Generator().manual_seed(7 + seed))
-        lengths = copies.squared_lengths(
-            tasks.CHARACTERS, rows[seed, 0], x[chosen], y[chosen], (1, 2048)
+        lengths = rigs.copies.squared_lengths(
+            rigs.scaling.CHARACTERS, rows[seed, 0], x[chosen], y[chosen], (1, 2048)
         )
         again = scaling.estimate_spread(lengths[1], lengths[2048], 1, 2048)
         assert again == (
@@ -281,7 +284,7 @@ def test_a_row_of_the_sweep_is_recorded_again():
 
 
 def test_the_held_out_places_are_the_same_on_every_cpu():
-    places = tasks._spread_out(418_544, 465_039)
+    places = rigs.scaling._spread_out(418_544, 465_039)
     assert places[[0, 1, 511, 512, 1022, 1023]].tolist() == [
         418544,
         418589,

@@ -20,6 +20,7 @@ from labutils import (
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
+from labutils.teach import rigs
 from labutils.world import RankError, World
 
 SIZES = dict(num_layers=1, d_model=8, num_heads=12, d_head=2, d_ff=12, vocab_size=24, seq_len=12)
@@ -651,7 +652,7 @@ def test_on_a_mesh_with_data_parallelism(level, sequence):
 
 def test_a_comparison_sees_a_gradient_that_is_not_summed(monkeypatch):
     config = replace(GPT2, num_layers=1)
-    fine = tensor_parallel.compared(ranks(2), config, sequence=True)
+    fine = rigs.tensor_parallel.compared(ranks(2), config, sequence=True)
     assert fine.equal and (fine.sent_unexplained, fine.kept_unexplained) == (0, 0)
     assert str(fine).split() == [
         "2",
@@ -663,14 +664,14 @@ def test_a_comparison_sees_a_gradient_that_is_not_summed(monkeypatch):
         "0",
     ]
     monkeypatch.setattr(tensor_parallel.layers, "copy_to", lambda x, *_: x)
-    broken = tensor_parallel.compared(ranks(2), config, sequence=True)
+    broken = rigs.tensor_parallel.compared(ranks(2), config, sequence=True)
     assert not broken.equal and broken.sent_unexplained > 0
 
 
 def test_a_dry_rank_keeps_what_the_paper_prints():
     t, sizes = 8, dict(d_model=16, num_heads=8, d_ff=64, vocab_size=24, seq_len=16, dropout=0.1)
     config = ModelConfig(num_layers=2, **sizes)
-    dry, unexplained, each = tensor_parallel.at_full_size(config, t, t - 1, micro_batch=3)
+    dry, unexplained, each = rigs.tensor_parallel.at_full_size(config, t, t - 1, micro_batch=3)
     assert unexplained == 0 and dry.total > 2 * each
     assert each == memory.korthikanti(b=3, s=16, h=16, a=8, t=t, sequence=True).total
     assert torch.get_default_dtype() is torch.float32

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from labutils import measure, world, zero
-from labutils.teach import plots
+from labutils.teach import plots, rigs
 
 
 def layers():
@@ -29,7 +29,7 @@ def program(rank, level):
         owner.step()
 
     step()
-    return zero.occupancy(step, model, owner), measure.model_states(
+    return rigs.occupancy.occupancy(step, model, owner), measure.model_states(
         model, getattr(owner, "inner", owner)
     )
 

@@ -5,8 +5,9 @@ import os
 import torch
 import torch.distributed as dist
 
-from labutils import collectives, pipeline, schedule, world
+from labutils import collectives, schedule, world
 from labutils.config import Mesh, ModelConfig
+from labutils.teach import rigs
 from labutils.trace import Event
 from labutils.world import World, WorldError
 
@@ -35,7 +36,7 @@ def lock(rank):
 def a_pipeline():
     """1F1B over the stages of a small GPT, with a tied embedding: equal to one device, and sent as computed."""
     small = ModelConfig(num_layers=4, d_model=8, num_heads=1, d_ff=8, vocab_size=8, seq_len=4)
-    beside = pipeline.compare(schedule.one_f_one_b(4, 5), small)
+    beside = rigs.pipeline.compare(schedule.one_f_one_b(4, 5), small)
     unexplained = beside.predicted.diff(beside.sent).unexplained
     return f"{beside.loss:.12f} {beside.equal} {beside.kept} {unexplained}"
 

@@ -1,4 +1,4 @@
-"""Freeze the two texts of `labutils.corpus` as they are in the Python that runs this:
+"""Freeze the two texts of `labutils.teach.rigs.corpus` as they are in the Python that runs this:
 `python tools/corpus.py` writes data/python_topics.txt.gz and data/python_source.txt.gz.
 
 Another Python has other words, and every stored output that learns from them would differ.
@@ -16,7 +16,7 @@ import random
 import typing
 from pydoc_data import topics
 
-from labutils.corpus import CHARACTERS, file
+from labutils.teach.rigs.corpus import CHARACTERS, file
 
 PLAIN = str.maketrans("–—‘’“”…°ß", "--''\"\".. ")
 SOURCES = (argparse, ast, collections, dataclasses, difflib, enum, random, typing)

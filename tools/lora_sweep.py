@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from labutils import corpus, lora
+from labutils import lora
 from labutils.config import DATA, ModelConfig
-from labutils.lora import addition
 from labutils.model import GPT
+from labutils.teach import rigs
 
 ALPHA = 32
 RATES = [1e-4 * 2**i for i in range(8)]
@@ -31,8 +31,8 @@ RUNS = {"full": RATES[:6], 1: RATES[3:], 4: RATES[3:], 16: RATES[3:]}
 PATTERNS = {"attention.*": 8, "feed_forward.*": 2}  # alone, with that LoRA rank
 
 WRITER = ModelConfig(
-    num_layers=2, d_model=64, num_heads=4, d_ff=256, vocab_size=len(corpus.CHARACTERS), seq_len=64,
-    positions="rope", norm="rmsnorm", bias=False, tied=False, name="writer",
+    num_layers=2, d_model=64, num_heads=4, d_ff=256, vocab_size=len(rigs.corpus.CHARACTERS),
+    seq_len=64, positions="rope", norm="rmsnorm", bias=False, tied=False, name="writer",
 )  # fmt: skip
 TEXT_SEEDS = range(3)
 TEXT_RUNS = {"full": RATES[1:7], 1: RATES[3:], 4: RATES[3:], 16: RATES[3:]}
@@ -53,15 +53,15 @@ def adapted(model: GPT, rank: int | str, pattern: str, seed: int) -> tuple[GPT, 
 
 def adder() -> GPT:
     """A model that adds in base 10."""
-    model = GPT(addition.ADDER, attention="sdpa", generator=torch.Generator().manual_seed(0))
-    return addition.learn_sums(model, 10, steps=1200, batch=64, lr=5e-3, decay=True)
+    model = GPT(rigs.lora.ADDER, attention="sdpa", generator=torch.Generator().manual_seed(0))
+    return rigs.lora.learn_sums(model, 10, steps=1200, batch=64, lr=5e-3, decay=True)
 
 
 def add(model: GPT, rank: int | str, pattern: str, lr: float, seed: int) -> dict[str, Any]:
     """What a model has learned, and forgotten, after 60 steps of 32 sums."""
     model, trained = adapted(model, rank, pattern, seed)
-    addition.learn_sums(model, 8, steps=60, batch=32, lr=lr, seed=seed)
-    (loss, right), (_, kept) = (addition.score_sums(model, base) for base in (8, 10))
+    rigs.lora.learn_sums(model, 8, steps=60, batch=32, lr=lr, seed=seed)
+    (loss, right), (_, kept) = (rigs.lora.score_sums(model, base) for base in (8, 10))
     return dict(
         rank=rank, pattern=pattern, trained=trained, lr=f"{lr:.1e}", seed=seed,
         loss=f"{loss:.4f}", base_8=f"{right:.4f}", base_10=f"{kept:.4f}",
@@ -73,7 +73,7 @@ def add(model: GPT, rank: int | str, pattern: str, lr: float, seed: int) -> dict
 
 def rows(name: str) -> tuple[Tensor, Tensor]:
     """A text in rows of 65 characters: those that are trained on, and those held out."""
-    tokens = corpus.encoded(name)
+    tokens = rigs.corpus.encoded(name)
     whole = tokens[: len(tokens) // 65 * 65].view(-1, 65)
     return whole[:-HELD_OUT], whole[-HELD_OUT:]
 
@@ -82,7 +82,7 @@ def learn_text(
     model: GPT, name: str, *, steps: int, batch: int, lr: float, seed: int, decay: bool = False
 ) -> GPT:
     """The model, its trained parameters stepped by AdamW on rows drawn from a text; the schedule is
-    that of `addition.learn_sums`."""
+    that of `rigs.lora.learn_sums`."""
     text, _ = rows(name)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)

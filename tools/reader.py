@@ -3,10 +3,10 @@
 from safetensors.torch import save_file
 
 from labutils.config import DATA
-from labutils.quantization import trials
+from labutils.teach import rigs
 
 if __name__ == "__main__":
-    model, losses = trials.train_reader(0, steps=100)
+    model, losses = rigs.fp8.train_reader(0, steps=100)
     weights = {name: each.bfloat16().contiguous() for name, each in model.state_dict().items()}
     del weights["head.weight"]  # tied: the tokens' embedding
     save_file(weights, DATA / "reader.safetensors", metadata={"made by": "python tools/reader.py"})

@@ -13,7 +13,8 @@ import torch
 
 from labutils import scaling
 from labutils.config import DATA
-from labutils.scaling import copies, tasks
+from labutils.teach.rigs import copies
+from labutils.teach.rigs.scaling import CHARACTERS, characters, digits, digits_network
 
 COLUMNS = "part optimizer norm batch rule lr seed target value".split()
 BASE = {"sgd": 2**-6, "adam": 2**-8, "rmsprop": 2**-8}  # the best at a batch of 16
@@ -35,12 +36,12 @@ def row(part: str, value: float, **columns: object) -> dict:
 
 def losses(batch: int, lr: list[float], optimizer: str, schedule=None) -> torch.Tensor:
     """Held-out losses of characters [seeds, rates]."""
-    data, held_out = tasks.characters()
+    data, held_out = characters()
     rows = copies.train_copies(
-        tasks.CHARACTERS, data, lr=lr, batch=batch, samples=SAMPLES, seeds=SEEDS,
+        CHARACTERS, data, lr=lr, batch=batch, samples=SAMPLES, seeds=SEEDS,
         optimizer=optimizer, schedule=schedule,
     )  # fmt: skip
-    return copies.score(tasks.CHARACTERS, rows, held_out)[0]
+    return copies.score(CHARACTERS, rows, held_out)[0]
 
 
 def base() -> Iterator[dict]:
@@ -72,13 +73,13 @@ def rules() -> Iterator[dict]:
 
 def warm_ups() -> Iterator[dict]:
     """Digits, with a LayerNorm and without: errors in %, with warm-ups over parts of ten epochs."""
-    data, held_out = tasks.digits()
+    data, held_out = digits()
     for norm, best in ((True, 2**-5), (False, 2**-7)):
         for batch in (8, 64, 256, 512, 718):
             for share in (0, 0.2, 0.4):
                 names = list(scaling.POWERS) if not share else ["linear"]
                 rates = [scaling.scale_lr(best, batch / 8, name) for name in names]
-                network = tasks.digits_network(norm)
+                network = digits_network(norm)
                 rows = copies.train_copies(
                     network, data, lr=rates, batch=batch, samples=14370, seeds=range(20),
                     schedule=scaling.gradual(batch / 8, share) if share else None,
@@ -95,7 +96,7 @@ def warm_ups() -> Iterator[dict]:
 
 def steps_to_targets() -> Iterator[dict]:
     """Steps until the held-out loss is at a target, for six rates at each batch size."""
-    data, held_out = tasks.characters()
+    data, held_out = characters()
     for optimizer, lowest in LOWEST.items():
         for batch, steps in STEPS.items():
             rates = [lowest[batch] * 2.0**i for i in range(6)]
@@ -103,10 +104,10 @@ def steps_to_targets() -> Iterator[dict]:
 
             def watch(step, rows, every=every, seen=seen):
                 if step % every == 0:
-                    seen.append((step, copies.score(tasks.CHARACTERS, rows, held_out)[0]))
+                    seen.append((step, copies.score(CHARACTERS, rows, held_out)[0]))
 
             copies.train_copies(
-                tasks.CHARACTERS, data, lr=rates, batch=batch, samples=steps * batch,
+                CHARACTERS, data, lr=rates, batch=batch, samples=steps * batch,
                 seeds=range(5), optimizer=optimizer, watch=watch,
             )  # fmt: skip
             at = [0, *(step for step, _ in seen)]
@@ -122,7 +123,7 @@ def steps_to_targets() -> Iterator[dict]:
 
 def noise() -> Iterator[dict]:
     """tr Σ and |G|² from 2,048 gradients of single examples, along a run of SGD."""
-    (x, y), held_out = tasks.characters()
+    (x, y), held_out = characters()
     kept = {}
 
     def watch(step, rows):
@@ -130,17 +131,17 @@ def noise() -> Iterator[dict]:
             kept[step] = rows[:, 0].clone()
 
     copies.train_copies(
-        tasks.CHARACTERS, (x, y), lr=[RUN["lr"]], batch=RUN["batch"], seeds=SEEDS,
+        CHARACTERS, (x, y), lr=[RUN["lr"]], batch=RUN["batch"], seeds=SEEDS,
         samples=RUN["batch"] * RUN["steps"][-1], watch=watch,
     )  # fmt: skip
     for step, rows in kept.items():
-        loss = copies.score(tasks.CHARACTERS, rows, held_out)[0].tolist()
+        loss = copies.score(CHARACTERS, rows, held_out)[0].tolist()
         for seed, copy in enumerate(rows):
             chosen = torch.randint(
                 len(y), (2048,), generator=torch.Generator().manual_seed(7 * step + seed)
             )
             lengths = copies.squared_lengths(
-                tasks.CHARACTERS, copy, x[chosen], y[chosen], (1, 2048)
+                CHARACTERS, copy, x[chosen], y[chosen], (1, 2048)
             )
             found = scaling.estimate_spread(lengths[1], lengths[2048], 1, 2048)
             for name, value in (("loss", loss[seed]), *found._asdict().items()):

@@ -1,7 +1,7 @@
 """Data parallelism: a copy of the model per rank, a part of the batch each, one mean of gradients.
 
 `replicate` is the course's own DistributedDataParallel (DDP), `average_gradients` what came before
-it. `waiting_chain` is a model to see overlap with where there are fewer cores than ranks.
+it.
 """
 
 from labutils.data_parallel.buckets import (
@@ -15,4 +15,3 @@ from labutils.data_parallel.buckets import (
 from labutils.data_parallel.plain import average_gradients, check_alike
 from labutils.data_parallel.replica import Replica, replicate
 from labutils.data_parallel.sampler import sampler, share
-from labutils.data_parallel.waiting import waiting_chain

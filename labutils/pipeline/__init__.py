@@ -2,7 +2,6 @@
 the ranks that have them, forward, backward and weight gradients, as they stand there.
 """
 
-from labutils.pipeline.comparison import Comparison, compare
 from labutils.pipeline.execute import RankRun, joined, mean_cross_entropy, run
 from labutils.pipeline.messages import MESSAGES, Action, actions
 from labutils.pipeline.predict import sent

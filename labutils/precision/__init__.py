@@ -6,4 +6,3 @@ from labutils.precision.master import MasterWeights, RoundedWeights, half_sgd
 from labutils.precision.rounding import round_to
 from labutils.precision.scaler import LossScaler, clipped_step, scales
 from labutils.precision.sums import cross_entropy, kahan_sum, pairwise_sum, running_sum
-from labutils.precision.training import Formats, fp32_loss, learn, three_seeds, train

@@ -1,6 +1,5 @@
 """Fewer bits for a number: what is rounded, by which scale, and what that costs."""
 
-from labutils.quantization import trials
 from labutils.quantization.error_feedback import error_feedback, error_feedback_plain, hessian
 from labutils.quantization.fp8 import (
     E4M3,
@@ -29,7 +28,6 @@ from labutils.quantization.layers import (
     rotated,
     rotation,
 )
-from labutils.quantization.minilm import MiniLM, docstrings, load_minilm, token_ids
 from labutils.quantization.moments import (
     Adam8,
     Blocks,

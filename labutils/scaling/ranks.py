@@ -1,42 +1,11 @@
-"""The same batch on ranks and in micro-batches, and the noise scale from gradients of ranks."""
+"""The noise scale from gradients of ranks."""
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from labutils import accumulation, data_parallel
 from labutils.scaling.noise import estimate_spread, noise_scale
 from labutils.world import Comm
-
-
-def train_replica(
-    module: nn.Module,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    batches: Sequence[tuple[Tensor, Tensor]],
-    make_optimizer: Callable,
-    comm: Comm,
-    micro: int,
-) -> nn.Module:
-    """The module after a step on each batch: each rank takes its share, in micro-batches of
-    `micro` rows, and reduces once per step.
-
-    loss: of outputs and targets, the mean over rows
-    """
-    replica = data_parallel.replicate(module, comm)
-    optimizer = make_optimizer(module.parameters())
-    for batch in batches:
-        mine = tuple(side[comm.rank :: comm.size] for side in batch)
-        *quiet, last = accumulation.micro_batches(mine, micro)
-        optimizer.zero_grad()
-        for pieces, context in ((quiet, replica.no_sync()), ([last], contextlib.nullcontext())):
-            if pieces:
-                with context:
-                    accumulation.accumulate(
-                        lambda piece: loss(replica(piece[0]), piece[1]), pieces, total=len(mine[1])
-                    )
-        optimizer.step()
-    return module
 
 
 def noise_scale_of_ranks(gradients: Sequence[Tensor], b: int, comm: Comm) -> float:

@@ -156,6 +156,7 @@ def on_ranks(order: str) -> str:
     Raises ValueError: why it cannot run.
     """
     from labutils import pipeline  # here, because a page without a kernel needs no torch
+    from labutils.teach import rigs
 
     if not order.strip():
         raise ValueError("there is no order yet: place all operations, or write F0 B0 | F0 B0")
@@ -166,7 +167,7 @@ def on_ranks(order: str) -> str:
     plan = replace(plan, name=known(plan).get(plan.text, plan.name))
     unit = 1 / max(100, simulate(plan).makespan)  # at most a second or so
     pace = Durations(unit, unit, unit)
-    beside = pipeline.compare(plan, _MODEL, pace=pace)
+    beside = rigs.pipeline.compare(plan, _MODEL, pace=pace)
     rows = [
         (rank, beside.kept[rank], plan.peak(rank), *(books.only(rank=rank).total for books in sent))
         for sent in [(beside.sent, beside.predicted)]

@@ -9,5 +9,4 @@ from labutils.tensor_parallel.layers import (
     scatter_to,
 )  # fmt: skip
 from labutils.tensor_parallel.predict import kept_activations, layer_shares, sent
-from labutils.tensor_parallel.results import Compared, at_full_size, compared, kept_by_rank
 from labutils.tensor_parallel.transform import ParallelGPT, parallelize, rank_config, styles

@@ -18,19 +18,16 @@ Level 1 shares the optimizer state, level 2 the gradients too, level 3 also the 
 
 from labutils.zero.clipping import clip_grad_norm
 from labutils.zero.flat_parameter import FlatParameter
-from labutils.zero.occupancy import occupancy, of_each_level
 from labutils.zero.optimizer import Optimizer
 from labutils.zero.order import step_timeline, unit_order
 from labutils.zero.partition import Partition, Unit, partition
 from labutils.zero.predict import largest_model, model_states, predict_held, predict_sent
 from labutils.zero.reducer import Reducer
-from labutils.zero.results import Results, is_equal, states_over, three_results
 from labutils.zero.sharded import ParamGroup, Sharded, gathered, layout, shard
 from labutils.zero.snapshot import SnapshotError, load, save
 
 __all__ = [
-    "FlatParameter", "Optimizer", "ParamGroup", "Partition", "Reducer", "Results", "Sharded",
-    "SnapshotError", "Unit", "clip_grad_norm", "gathered", "is_equal", "largest_model", "layout",
-    "load", "model_states", "occupancy", "of_each_level", "partition", "predict_held",
-    "predict_sent", "save", "shard", "states_over", "step_timeline", "three_results", "unit_order",
+    "FlatParameter", "Optimizer", "ParamGroup", "Partition", "Reducer", "Sharded", "SnapshotError",
+    "Unit", "clip_grad_norm", "gathered", "largest_model", "layout", "load", "model_states",
+    "partition", "predict_held", "predict_sent", "save", "shard", "step_timeline", "unit_order",
 ]  # fmt: skip

@@ -32,9 +32,10 @@ from torch import _torch_docs, nn
 from labutils import floats, measure, memory, precision, units
 from labutils.config import Hardware, ModelConfig, TrainConfig
 from labutils.model import GPT
-from labutils.precision import Formats, LossScaler, MasterWeights, RoundedWeights
-from labutils.teach import plots
+from labutils.precision import LossScaler, MasterWeights, RoundedWeights
+from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
+from labutils.teach.rigs.precision import Formats
 from labutils.teach.widgets import explore
 
 # %% [markdown]
@@ -67,7 +68,7 @@ def draw(generator, rows, tokens=codes):
 # %%
 model = GPT(config, generator=torch.Generator().manual_seed(0))
 first_batch = draw(torch.Generator().manual_seed(1), rows=16)
-precision.fp32_loss(model, *first_batch).backward()
+rigs.precision.fp32_loss(model, *first_batch).backward()
 gradients = precision.exponents(parameter.grad for parameter in model.parameters())
 formats = [floats.FP16, floats.BF16, floats.E5M2, floats.E4M3]
 in_fp16 = precision.fate(gradients, "fp16")
@@ -176,7 +177,7 @@ def untrained(config):
 
 trained = untrained(config)
 in_fp32 = [
-    precision.learn(gpt, Formats(), draw, steps=100, seed=seed)
+    rigs.precision.learn(gpt, Formats(), draw, steps=100, seed=seed)
     for seed, gpt in enumerate(trained)
 ]
 {
@@ -185,7 +186,7 @@ in_fp32 = [
 }
 
 # %%
-show(precision.train)
+show(rigs.precision.train)
 
 # %% [markdown]
 # Then go on with a low learning rate, in five ways:
@@ -212,7 +213,7 @@ ways = {
     "rounded stochastically": Formats(bf16, stochastic),
     "master weights": Formats(bf16, MasterWeights),
 }
-runs = precision.three_seeds(trained, ways, draw, steps=40, lr=1e-5)
+runs = rigs.precision.three_seeds(trained, ways, draw, steps=40, lr=1e-5)
 
 
 # %%
@@ -289,7 +290,7 @@ def flushed(scale):
     """Where gradients are zero in the fp16 model and not in fp32, by parameter."""
     small = copy.deepcopy(model).half()
     small.zero_grad()
-    (precision.fp32_loss(small, *first_batch) * scale).backward()
+    (rigs.precision.fp32_loss(small, *first_batch) * scale).backward()
     pairs = zip(model.named_parameters(), small.parameters(), strict=True)
     return {name: (low.grad == 0) & (p.grad != 0) for (name, p), low in pairs}
 
@@ -322,7 +323,7 @@ def noted(name):
 
 linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
 handles = [layer.register_full_backward_hook(noted(name)) for name, layer in linears]
-precision.fp32_loss(model, *first_batch).backward()
+rigs.precision.fp32_loss(model, *first_batch).backward()
 for handle in handles:
     handle.remove()
 
@@ -363,7 +364,7 @@ g = 0.001 * 2.0**-17
 
 # %%
 def tiny(model, x, y):
-    return precision.fp32_loss(model, x, y) * 2.0**-17
+    return rigs.precision.fp32_loss(model, x, y) * 2.0**-17
 
 
 scaling = {"init_scale": 2.0**16, "growth_interval": 20}
@@ -372,7 +373,7 @@ attempts = {
     "fp16 without a scale": Formats(fp16, MasterWeights, tiny),
     "fp16 with loss scaling": Formats(fp16, MasterWeights, tiny, scaling),
 }
-curves = precision.three_seeds(untrained(config), attempts, draw, steps=40)
+curves = rigs.precision.three_seeds(untrained(config), attempts, draw, steps=40)
 
 # %%
 title = "Without a loss scale fp16 learns nothing; with one it learns what fp32 learns"
@@ -406,15 +407,14 @@ def log_of(loss, steps=60):
     """The scale of each step in fp16, and whether the step was taken."""
     learner = untrained(config)[0].half()
     generator = torch.Generator().manual_seed(7)
-    formats = Formats(
-        fp16, MasterWeights, loss, {"init_scale": 2.0**10, "growth_interval": 3}
-    )
-    return list(
-        precision.train(learner, (draw(generator, 8) for _ in range(steps)), formats)
-    )
+    scale = {"init_scale": 2.0**10, "growth_interval": 3}
+    formats = Formats(fp16, MasterWeights, loss, scale)
+    batches = (draw(generator, 8) for _ in range(steps))
+    return list(rigs.precision.train(learner, batches, formats))
 
 
-logs = {"loss in fp32": log_of(precision.fp32_loss), "loss in fp16": log_of(half_loss)}
+losses = {"loss in fp32": rigs.precision.fp32_loss, "loss in fp16": half_loss}
+logs = {name: log_of(loss) for name, loss in losses.items()}
 
 
 # %%
@@ -603,7 +603,7 @@ choices = {
     "bf16, sum in bf16": Formats(bf16, MasterWeights, summed_in("bf16")),
     "bf16, sum in fp32": Formats(bf16, MasterWeights),
 }
-sums = precision.three_seeds(fresh, choices, draw_pairs, steps=40)
+sums = rigs.precision.three_seeds(fresh, choices, draw_pairs, steps=40)
 
 # %%
 title = "With that one sum in bf16 the model learns less, by every seed"
@@ -617,10 +617,10 @@ learning(sums, title, told, ylabel="test loss (nats per pair)")
 # The training log does not show it: it is written with the same sum. On a test batch, after training:
 
 # %%
-learner = copy.deepcopy(fresh[0]).to(bf16)
-precision.learn(learner, choices["bf16, sum in bf16"], draw_pairs, steps=40, seed=0)
-learner.float()
-in_the_log, true = (summed_in(name)(learner, x, y).item() for name in names[::2])
+net = copy.deepcopy(fresh[0]).to(bf16)
+rigs.precision.learn(net, choices["bf16, sum in bf16"], draw_pairs, steps=40, seed=0)
+net.float()
+in_the_log, true = (summed_in(name)(net, x, y).item() for name in names[::2])
 off = true - in_the_log
 f"the log says {off:.1f} nats too little; probabilities add up to {math.exp(off):.1f}"
 
@@ -768,7 +768,7 @@ choices = {
     "bf16, master weights": Formats(bf16, MasterWeights),
     "fp16, all three": Formats(fp16, MasterWeights, scale=scaling),
 }
-halves = precision.three_seeds(untrained(config), choices, draw, steps=100)
+halves = rigs.precision.three_seeds(untrained(config), choices, draw, steps=100)
 together = {"fp32": in_fp32, **halves}
 title = "With all three, half precision learns what fp32 learns"
 learning(together, title)

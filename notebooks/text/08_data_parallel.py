@@ -28,7 +28,7 @@ from labutils import collectives, data_parallel, measure, memory, units
 from labutils.accumulation import micro_batches
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
-from labutils.teach import plots
+from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore, log
 from labutils.world import World
@@ -289,7 +289,8 @@ processes = World(4, engine="processes")
 
 
 def sleeping(rank, overlap):
-    chain, comm, timelines = data_parallel.waiting_chain(twelve), rank.comm("dp"), []
+    chain = rigs.data_parallel.waiting_chain(twelve)
+    comm, timelines = rank.comm("dp"), []
     options = dict(bucket_bytes=1_000_000, overlap=overlap)
     replica = data_parallel.replicate(chain, comm, **options)
     for _ in range(3):

@@ -36,7 +36,7 @@ from labutils import anatomy, checkpointing, collectives, measure, units, zero
 from labutils.config import Hardware, Link, Mesh, ModelConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler
-from labutils.teach import plots
+from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
 from labutils.world import World
@@ -51,7 +51,7 @@ world = World(4)
 # left to right. A painted area is bytes times time.
 
 # %%
-held = zero.of_each_level(world)
+held = rigs.occupancy.of_each_level(world)
 title = "Painted is what a rank holds. At level 3 a layer is whole while it computes"
 plots.who_holds(**held, title=title)
 
@@ -212,14 +212,14 @@ expected = [parameter.detach() for parameter in model.parameters()]
 
 # %% [markdown]
 # Three results, always together, each against its formula: **equal** weights on every rank after three steps, **bytes sent** in those steps, **bytes held**
-# at the fullest moment of the third. `zero.three_results` builds, trains and compares on all ranks of a world:
+# at the fullest moment of the third. `rigs.zero.three_results` builds, trains and compares on all ranks of a world:
 
 # %%
 few = [World(ranks) for ranks in (2, 3)]
-print(zero.Results.HEAD)
+print(rigs.zero.Results.HEAD)
 for level in (1, 2):
     for several in (*few, world):
-        results = zero.three_results(several, level, build, step, expected)
+        results = rigs.zero.three_results(several, level, build, step, expected)
         print(results)
 
 # %% [markdown]
@@ -305,21 +305,21 @@ reveal(
 
 # %%
 def level_3(several, **options):
-    return zero.three_results(several, 3, build, step, expected, **options)
+    return rigs.zero.three_results(several, 3, build, step, expected, **options)
 
 
-print(zero.Results.HEAD)
+print(rigs.zero.Results.HEAD)
 for switches in ({}, {"prefetch": False}, {"reshard": False}):
     print(level_3(world, **switches), "", switches or "as they are set")
 
 # %%
-print(zero.Results.HEAD, *map(level_3, few), sep="\n")
+print(rigs.zero.Results.HEAD, *map(level_3, few), sep="\n")
 
 # %% [markdown]
 # **And with activation checkpointing?** Each layer computes its forward once more, in the backward pass (lab 04). Does it have to be gathered a third time?
 
 # %%
-print(zero.Results.HEAD, level_3(world, recompute=True), sep="\n")
+print(rigs.zero.Results.HEAD, level_3(world, recompute=True), sep="\n")
 
 # %% [markdown]
 # No: it is computed again where it is whole anyway, for its own backward. Recomputation costs time and not a byte on the wire.
@@ -328,9 +328,9 @@ print(zero.Results.HEAD, level_3(world, recompute=True), sep="\n")
 
 # %%
 processes = World(2, "processes")
-print(zero.Results.HEAD)
+print(rigs.zero.Results.HEAD)
 for level in (1, 2, 3):
-    print(zero.three_results(processes, level, build, step, expected))
+    print(rigs.zero.three_results(processes, level, build, step, expected))
 
 # %% [markdown]
 # The same step of rank 0, over time:
@@ -369,7 +369,7 @@ def dry_step(rank, config):
         piece.grad = torch.zeros_like(piece) if len(piece) else None
     optimizer.step()  # makes its state
     optimizer.zero_grad()
-    return zero.layout(model), zero.states_over(step, model, optimizer).peak.ledger
+    return zero.layout(model), rigs.zero.states_over(step, model, optimizer).peak.ledger
 
 
 # %%
@@ -509,7 +509,7 @@ def hybrid(rank):
         for piece, gradient in zip(own, share.split([*map(len, own)]), strict=True):
             piece.grad.copy_(gradient)
         optimizer.step()
-    return zero.is_equal(model, expected), zero.layout(model)
+    return rigs.zero.is_equal(model, expected), zero.layout(model)
 
 
 machines = World(Mesh(dp=2, tp=2))
@@ -727,7 +727,7 @@ def go_on(rank, level):
     model, optimizer = build(rank, level)
     zero.load(path, model, optimizer)
     step(rank, model, optimizer, 2)
-    return zero.is_equal(model, expected)
+    return rigs.zero.is_equal(model, expected)
 
 
 # %%

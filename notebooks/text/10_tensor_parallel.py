@@ -28,7 +28,7 @@ from labutils import collectives, data_parallel, memory, tensor_parallel, units
 from labutils.config import Hardware, Link, Mesh, ModelConfig
 from labutils.measure import saved_activations
 from labutils.model import GPT
-from labutils.teach import plots
+from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
 from labutils.world import World
@@ -173,9 +173,9 @@ sizes = dict(num_layers=2, d_model=32, num_heads=8, d_ff=128, vocab_size=96, seq
 style = dict(ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False)
 small = ModelConfig(**sizes)
 grouped = ModelConfig(**sizes, **style, num_kv_heads=2)
-print(tensor_parallel.Compared.HEAD)
+print(rigs.tensor_parallel.Compared.HEAD)
 for config in (small, grouped):
-    print(tensor_parallel.compared(world, config))
+    print(rigs.tensor_parallel.compared(world, config))
 
 # %% [markdown]
 # ## Who needs the logits?
@@ -363,11 +363,11 @@ show(tensor_parallel.layers.TokenNorm)
 # In the library, with sequence parallelism, on four ranks and on two processes:
 
 # %%
-print(tensor_parallel.Compared.HEAD)
+print(rigs.tensor_parallel.Compared.HEAD)
 for config in (small, grouped):
-    print(tensor_parallel.compared(world, config, sequence=True))
+    print(rigs.tensor_parallel.compared(world, config, sequence=True))
 with World(Mesh(tp=2), engine="processes") as processes:
-    print(tensor_parallel.compared(processes, small, sequence=True))
+    print(rigs.tensor_parallel.compared(processes, small, sequence=True))
 
 # %% [markdown]
 # **At full size.** The four models of Korthikanti et al., t = 8 with sequence parallelism: rank 3 runs a forward pass, in bf16, on fake tensors, of as many layers as the paper gives one device. The library's formula says the
@@ -386,7 +386,7 @@ print("       dry run  unexplained   GB per layer   equation 4")
 for name, (layers, width, heads, b) in stages.items():
     big = dict(num_layers=layers, d_model=width, num_heads=heads, d_ff=4 * width)
     big = ModelConfig(**big, vocab_size=51_200, seq_len=2048, dropout=0.1)
-    dry, unexplained, each = tensor_parallel.at_full_size(big, 8, 3, micro_batch=b)
+    dry, unexplained, each = rigs.tensor_parallel.at_full_size(big, 8, 3, micro_batch=b)
     paper = memory.korthikanti(b=b, s=2048, h=width, a=heads, t=8, sequence=True)
     print(f"{name:5} {units.text(dry.total):>8} {unexplained:12}", end="")
     print(f" {each / 1e9:14.4f} {paper.total / 1e9:12.4f}")

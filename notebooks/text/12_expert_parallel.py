@@ -26,7 +26,7 @@ from labutils import expert_parallel, measure
 from labutils.config import Hardware, Link, Mesh, ModelConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
-from labutils.teach import plots
+from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
 from labutils.world import World
@@ -315,13 +315,15 @@ predict("unbalanced/busiest", times=1.5)
 
 # %%
 tiny = replace(config, num_experts=8, shared_expert=False)
-show(expert_parallel.loads)
+show(rigs.expert_parallel.loads)
 
 # %%
 ways = {"nothing": {}, "balance loss": dict(alpha=0.1), "bias": dict(rate=0.01)}
 one = World(1)
 runs = {
-    way: [one.run(expert_parallel.loads, tiny, seed, **how)[0] for seed in range(3)]
+    way: [
+        one.run(rigs.expert_parallel.loads, tiny, seed, **how)[0] for seed in range(3)
+    ]
     for way, how in ways.items()
 }
 

@@ -29,9 +29,8 @@ from torch import nn
 from labutils import collectives, data_parallel, lora, measure, memory, units
 from labutils.config import DATA, Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.flash.fused import product_flops
-from labutils.lora import addition, sweeps
 from labutils.model import GPT
-from labutils.teach import plots
+from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
 from labutils.world import World
@@ -162,10 +161,10 @@ hint("lora/held", 1)
 # Now a whole model: by a formula, by a dry run (the program on fake tensors), and by the program. This GPT of 100,000 weights will learn to add below.
 
 # %%
-tokens, targets = (side[:32].clone() for side in addition.sums(8))
+tokens, targets = (side[:32].clone() for side in rigs.lora.sums(8))
 
 
-def stepper(config=addition.ADDER, r=4, rows=32, nf4=False):
+def stepper(config=rigs.lora.ADDER, r=4, rows=32, nf4=False):
     """A GPT, its optimizer, and a step of fine-tuning; with r = 0 of all of it."""
     model = GPT(config, attention="sdpa")
     model = lora.quantize_base(model.bfloat16()) if nf4 else model
@@ -187,7 +186,7 @@ def held(_, **options):
 
 
 # %%
-formula = lora.model_states(addition.ADDER, rank=4, frozen="fp32")
+formula = lora.model_states(rigs.lora.ADDER, rank=4, frozen="fp32")
 dry = World(Mesh(), engine="dry").run(held)
 formula.diff(dry)
 
@@ -221,7 +220,7 @@ reveal("7b/lora", GB=round(states.total / 1e9, 1))
 # **QLoRA** makes the frozen weights small too. *NF4*, 4-bit NormalFloat, has sixteen values, quantiles of a normal distribution; each block of 64 weights has a scale, and scales are quantized once more in blocks of 256 (*double quantization*). For each product a layer makes its weight whole again, and forgets it (lab 15 builds it). The small GPT over NF4, formula and program, and then Llama-2-7B by the formula:
 
 # %%
-formula = lora.model_states(addition.ADDER, rank=4, frozen="nf4")
+formula = lora.model_states(rigs.lora.ADDER, rank=4, frozen="nf4")
 formula.diff(held(None, nf4=True))
 
 # %%
@@ -257,7 +256,7 @@ reveal("activations/lora", MB=round(kept["LoRA"].total / 1e6, 2))
 # The gradient of A needs x, the input of its layer, as the gradient of W did. And attention and GELU keep what they kept: gradients pass through them on their way to the first adapter. Gone is what only the gradients of frozen weights need: the input of the head, and one of the two tensors that each norm keeps. Tensor by tensor:
 
 # %%
-formula = lora.saved(addition.ADDER, rank=4, batch=32, frozen="fp32")
+formula = lora.saved(rigs.lora.ADDER, rank=4, batch=32, frozen="fp32")
 formula.diff(kept["LoRA"]).unexplained
 
 # %% [markdown]
@@ -320,10 +319,10 @@ def seconds(config, rows):
 
 
 # %% tags=["nbval-ignore-output"]
-wide = replace(addition.ADDER, d_model=384, d_ff=1536, seq_len=128)
+wide = replace(rigs.lora.ADDER, d_model=384, d_ff=1536, seq_len=128)
 falls_less = {}
 print("LoRA's part of full fine-tuning, on this CPU:")
-for config, rows in ((addition.ADDER, 32), (wide, 4)):
+for config, rows in ((rigs.lora.ADDER, 32), (wide, 4)):
     work = sum(lora.training_flops(config, rank=4).values()) / config.flops_per_token()
     full, beside = seconds(config, rows)
     falls_less[config.d_model] = beside / full > work
@@ -342,7 +341,7 @@ print("width 64: time falls less than the FLOPs:", falls_less[64])
 # %%
 def replica(rank, r=4):
     draw = torch.Generator().manual_seed(0)
-    model = GPT(addition.ADDER, attention="sdpa", generator=draw)
+    model = GPT(rigs.lora.ADDER, attention="sdpa", generator=draw)
     lora.adapt(model, rank=r, alpha=32, generator=draw)
     if rank is None:
         model.loss(tokens, targets).backward()
@@ -365,9 +364,9 @@ off = max((gradients(each) - gradients(alone)).abs().max().item() for each in ra
 print("gradients equal to those of one device:", off < 1e-6)
 
 # %%
-nbytes = 4 * lora.trainable(addition.ADDER, rank=4)
+nbytes = 4 * lora.trainable(rigs.lora.ADDER, rank=4)
 ring = collectives.sent("all_reduce_ring", nbytes=nbytes, n=4, itemsize=4)
-print(f"{nbytes / (4 * addition.ADDER.num_params):.0%} of full fine-tuning's bytes")
+print(f"{nbytes / (4 * rigs.lora.ADDER.num_params):.0%} of full fine-tuning's bytes")
 ring.diff(world.ledger.only(name="all_reduce"), by="rank")
 
 # %% [markdown]
@@ -376,9 +375,9 @@ ring.diff(world.ledger.only(name="all_reduce"), by="rank")
 # This model adds in base 10: "60+44=" is continued by "401", the digits of 104, the least significant one first. It was trained on 9,488 sums, and 512 are held out. Now it must learn to add in base 8.
 
 # %%
-adder = GPT(addition.ADDER, attention="sdpa")
+adder = GPT(rigs.lora.ADDER, attention="sdpa")
 adder.load_state_dict(load_file(DATA / "adder.safetensors"))
-before = addition.score_sums(adder, 10)[1]
+before = rigs.lora.score_sums(adder, 10)[1]
 print(f"base 10: {before:.1%} of the held-out sums are right")
 
 # %% [markdown]
@@ -388,10 +387,10 @@ print(f"base 10: {before:.1%} of the held-out sums are right")
 predict("zero-shot/right", percent=0)
 
 # %%
-reveal("zero-shot/right", percent=round(100 * addition.score_sums(adder, 8)[1], 1))
+reveal("zero-shot/right", percent=round(100 * rigs.lora.score_sums(adder, 8)[1], 1))
 
 # %%
-print(f"{addition.carry_free(8):.1%} of the sums in base 8 carry nothing")
+print(f"{rigs.lora.carry_free(8):.1%} of the sums in base 8 carry nothing")
 
 # %% [markdown]
 # Those that carry nothing read the same in both bases. The rest must be learned: 150 steps of 32 sums, two seeds, full fine-tuning and LoRA (r = 4, α = 32), each at its best learning rate of the sweep below.
@@ -403,11 +402,11 @@ def tune(seed, r):
     if r:
         draw, lr = torch.Generator().manual_seed(seed), 3.2e-3
         lora.adapt(model, rank=r, alpha=32, generator=draw)
-    return addition.learn_sums(model, 8, steps=150, batch=32, lr=lr, seed=seed)
+    return rigs.lora.learn_sums(model, 8, steps=150, batch=32, lr=lr, seed=seed)
 
 
 def right(models, base):
-    return [addition.score_sums(model, base)[1] for model in models]
+    return [rigs.lora.score_sums(model, base)[1] for model in models]
 
 
 # %% tags=["nbval-ignore-output"]
@@ -439,7 +438,7 @@ print("base 10:", right(tuned[4], 10), "the same bits:", same)
 # **Which learning rate, and which r?** Recorded beforehand, 60 steps, α = 32 and five seeds for each point, by `python tools/lora_sweep.py`. The band is the range of the seeds:
 
 # %%
-runs = sweeps.sweep("addition")
+runs = rigs.lora.sweep("addition")
 series = {f"r {r}": runs.losses(rank=r) for r in ("1", "4", "16")}
 plots.curves(
     xlabel="learning rate", ylabel="held-out loss (nats per digit)", log="x",
@@ -473,7 +472,7 @@ for pattern in ("attention.*", "feed_forward.*"):
 # **On text.** A GPT that has read Python's reference is fine-tuned to its source code, 120 steps, three seeds (the same tool):
 
 # %%
-text = sweeps.sweep("text")
+text = rigs.lora.sweep("text")
 table(text)
 
 # %% [markdown]

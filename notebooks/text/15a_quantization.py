@@ -32,7 +32,7 @@ from labutils.config import Hardware, ModelConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
 from labutils.quantization import inputs_of, quantize, quantized, quantized_bytes
-from labutils.teach import plots
+from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
 from labutils.world import World
@@ -72,8 +72,8 @@ plots.shared_grids(alone=on_a_grid(numbers, 4), with_an_outlier=on_a_grid(with_i
 # calibrate with, fifty unseen ones to judge by.
 
 # %%
-model = quantization.load_minilm()
-sentences = quantization.token_ids(quantization.docstrings(100))
+model = rigs.quantization.load_minilm()
+sentences = rigs.quantization.token_ids(rigs.quantization.docstrings(100))
 calibration, unseen = sentences[:50], sentences[50:]
 whole = model(unseen)
 linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}

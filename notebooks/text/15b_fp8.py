@@ -23,8 +23,8 @@ import torch
 from labutils import anatomy, floats, measure, precision, quantization, units, zero
 from labutils.config import Hardware, Link, Mesh, ModelConfig
 from labutils.model import GPT
-from labutils.quantization import E4M3, E5M2, RECIPES, SCHEMES, Adam8, Scheme, trials
-from labutils.teach import plots
+from labutils.quantization import E4M3, E5M2, RECIPES, SCHEMES, Adam8, Scheme
+from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
 from labutils.world import World
@@ -35,9 +35,9 @@ from labutils.world import World
 # A linear layer multiplies three times in a training step: inputs by weights, and behind that the gradients of its outputs by weights and by inputs. Here are those gradients in a small GPT that has read Python's documentation for a while, by their exponents, over what the two formats of 8 bits can hold:
 
 # %%
-model = trials.reader()
-batch = next(trials.excerpts(seed=5))
-found = trials.operands(model, batch)
+model = rigs.fp8.reader()
+batch = next(rigs.fp8.excerpts(seed=5))
+found = rigs.fp8.operands(model, batch)
 counts = {name: precision.exponents(tensors) for name, tensors in found.items()}
 lost = precision.fate(counts["grad"], "e5m2")["zero"]
 title = f"As they are, e5m2 rounds {lost:.0%} of these gradients to zero"
@@ -109,7 +109,7 @@ predict("schemes/best", scheme="tiles")
 def error(name, **options):
     """Of the scheme's gradient; delayed scales get passes to fill their history."""
     options["steps"] = 6 if name == "delayed" else 1
-    return trials.gradient_error(model, SCHEMES[name], batch, **options)[-1]
+    return rigs.fp8.gradient_error(model, SCHEMES[name], batch, **options)[-1]
 
 
 errors = {name: error(name) for name in SCHEMES}
@@ -125,7 +125,7 @@ reveal("schemes/best", scheme=min(errors, key=errors.get))
 
 # %%
 for forward, backward in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E5M2)):
-    off = trials.gradient_error(model, Scheme(forward, backward), batch)[0]
+    off = rigs.fp8.gradient_error(model, Scheme(forward, backward), batch)[0]
     print(str(forward)[13:17], str(backward)[13:17], f"{off:.1%}")
 
 # %% [markdown]
@@ -189,7 +189,7 @@ predict("unscaled/gain", percent=100)
 
 # %%
 shares = {"1": 1.0, "2⁻⁴": 2.0**-4, "2⁻⁸": 2.0**-8, "2⁻¹²": 2.0**-12}
-trials.print_errors(
+rigs.fp8.print_errors(
     {
         name: {said: error(name, share=share) for said, share in shares.items()}
         for name in ("unscaled", "current", "tiles")
@@ -198,8 +198,8 @@ trials.print_errors(
 
 
 # %%
-def losses(scheme=None, **options):
-    runs = [trials.train_reader(seed, scheme, steps=30, **options) for seed in range(3)]
+def losses(scheme=None, **more):
+    runs = [rigs.fp8.train_reader(seed, scheme, steps=30, **more) for seed in range(3)]
     return [each for _, each in runs]
 
 
@@ -225,8 +225,8 @@ print("unscaled worse by more than 0.1 in the mean:", mean["unscaled"] > 0.1)
 print("delayed within 0.1 of fp32 in the mean:", abs(mean["delayed"]) < 0.1)
 
 # %%
-untrained, _ = trials.train_reader(0, steps=0)
-start = trials.loss_of(untrained, next(trials.excerpts(99, 64))).item()
+untrained, _ = rigs.fp8.train_reader(0, steps=0)
+start = rigs.fp8.loss_of(untrained, next(rigs.fp8.excerpts(99, 64))).item()
 gain = {name: sum(start - run[-1] for run in three) for name, three in runs.items()}
 reveal("unscaled/gain", percent=round(100 * gain["unscaled"] / gain["fp32"], -1))
 
@@ -243,7 +243,7 @@ for said, share in shares.items():
 
 # %%
 for name in ("unscaled", "current", "tiles", "int8"):
-    end = trials.train_reader(0, SCHEMES[name], steps=30)[1][-1]
+    end = rigs.fp8.train_reader(0, SCHEMES[name], steps=30)[1][-1]
     print(f"{name:9}within 0.2 of fp32:", abs(end - runs["fp32"][0][-1]) < 0.2)
 
 # %% [markdown]
@@ -257,7 +257,7 @@ for name in ("unscaled", "current", "tiles", "int8"):
 predict("delayed/pass", number=2)
 
 # %%
-delayed = trials.gradient_error(
+delayed = rigs.fp8.gradient_error(
     model, SCHEMES["delayed"], batch, share=2.0**-12, steps=7
 )
 print(*(f"{each:.2f}" for each in delayed))
@@ -267,10 +267,10 @@ reveal("delayed/pass", number=1 + [each < 0.3 for each in delayed].index(True))
 # A layer whose scale is 1 hands zeros on, and what is given zeros has nothing to put into its history. Look at the scales of gradients:
 
 # %%
-twin = quantization.use_fp8(trials.reader(), SCHEMES["delayed"])
+twin = quantization.use_fp8(rigs.fp8.reader(), SCHEMES["delayed"])
 layers = quantization.fp8_layers(twin)
 for number in range(1, 5):
-    trials.matrix_gradients(twin, batch, share=2.0**-12)
+    rigs.fp8.matrix_gradients(twin, batch, share=2.0**-12)
     quantization.advance_scales(twin)
     scales = {path: layer.scale[2].log2().round() for path, layer in layers.items()}
     known, first = sum(map(bool, scales.values())), scales["blocks.0.attention.output"]
@@ -344,7 +344,7 @@ table = {
     name: {f"{k:g}": each for k, each in list(zip(ks, row, strict=True))[:-1]}
     for name, row in outlier.items()
 }
-trials.print_errors(table)
+rigs.fp8.print_errors(table)
 print(f"e4m3 spans a factor of {floats.E4M3.max / floats.E4M3.min_subnormal:,.0f}")
 
 # %% [markdown]
@@ -385,22 +385,23 @@ reveal("te/bytes", bytes_per_parameter=engine)
 # %%
 def stepped(_, batch, name):
     """What two steps of a recipe leave in memory."""
-    net = quantization.use_fp8(GPT(trials.READER), Scheme())
+    net = quantization.use_fp8(GPT(rigs.fp8.READER), Scheme())
     optimizer = quantization.KeptAdam(net, RECIPES[name])
     for _ in range(2):
-        trials.loss_of(net, batch).backward()
+        rigs.fp8.loss_of(net, batch).backward()
         optimizer.step()
     return measure.model_states(net, optimizer)
 
 
-formula = quantization.fp8_states(trials.READER, RECIPES["nanotron"])
+formula = quantization.fp8_states(rigs.fp8.READER, RECIPES["nanotron"])
 dry = World(Mesh(), engine="dry").run(stepped, batch, "nanotron")
 formula.diff(dry, by="name")
 
 # %%
 for name, kept in RECIPES.items():
     real = stepped(None, batch, name)
-    off = quantization.fp8_states(trials.READER, kept).diff(real, by="name").unexplained
+    formula = quantization.fp8_states(rigs.fp8.READER, kept)
+    off = formula.diff(real, by="name").unexplained
     print(f"{name:20}{units.text(real.total)} held, {off} B unexplained")
 
 # %% [markdown]
@@ -417,12 +418,12 @@ plots.memory_bars(**bars, capacity=Hardware.named("H100"))
 
 # %%
 def kept_by(scheme):
-    net = GPT(trials.READER, attention="sdpa")
+    net = GPT(rigs.fp8.READER, attention="sdpa")
     net = quantization.use_fp8(net, scheme) if scheme else net
-    return measure.saved_activations(lambda: trials.loss_of(net, batch), net).total
+    return measure.saved_activations(lambda: rigs.fp8.loss_of(net, batch), net).total
 
 
-tokens, (h, f, L) = batch[0].numel(), trials.READER.letters("h f L")
+tokens, (h, f, L) = batch[0].numel(), rigs.fp8.READER.letters("h f L")
 per_token = 4 * (3 * h + f) - (5 * h + f)
 saved = kept_by(None) - kept_by(Scheme())
 print(f"{saved / kept_by(None):.0%} of the activations saved,", end=" ")
@@ -503,7 +504,7 @@ print("8-bit Adam nearer to fp32 than seeds are to each other:", apart < spread)
 predict("moments/zero", percent=50)
 
 # %%
-v = trials.matrix_gradients(model, batch)[4].square()
+v = rigs.fp8.matrix_gradients(model, batch)[4].square()
 v.view(-1)[0] = 1e6 * v.max()
 for block in (2048, None):
     codes = quantization.to_blocks(v, signed=False, block=block)

@@ -25,8 +25,7 @@ import torch
 from torch import nn
 
 from labutils import scaling
-from labutils.scaling import copies, ranks, tasks
-from labutils.teach import plots
+from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
 from labutils.world import World
@@ -57,8 +56,8 @@ plots.curves(
 # A network of 8,832 weights predicts the next character of a text from the last eight. It is small, so that many copies train at once: five seeds times several learning rates are the rows of one tensor. All rates of a seed see the same examples in the same order.
 
 # %%
-network = tasks.CHARACTERS
-data, held_out = tasks.characters()
+network = rigs.scaling.CHARACTERS
+data, held_out = rigs.scaling.characters()
 rows = network.start(range(5))
 print(f"{len(data[1]):,} examples to learn from; rows {list(rows.shape)}")
 
@@ -71,10 +70,10 @@ print(f"{len(data[1]):,} examples to learn from; rows {list(rows.shape)}")
 predict("ranks/apart", times=1e-6)
 
 # %%
-row = copies.train_copies(
+row = rigs.copies.train_copies(
     network, data, lr=[0.25], batch=64, samples=320, seeds=[0], dtype=torch.float64
 )[0, 0]
-places = copies.order(len(data[1]), 320, seed=0).split(64)
+places = rigs.copies.order(len(data[1]), 320, seed=0).split(64)
 batches = [(data[0][each], data[1][each]) for each in places]
 
 
@@ -82,7 +81,7 @@ def on_ranks(rank):
     module = network.alone(network.start([rank.rank])[0].double())
     sgd = functools.partial(torch.optim.SGD, lr=0.25, momentum=0.9)
     loss = nn.functional.cross_entropy
-    ranks.train_replica(module, loss, batches, sgd, rank.comm("dp"), micro=8)
+    rigs.copies.train_replica(module, loss, batches, sgd, rank.comm("dp"), micro=8)
     return module.row.detach()
 
 
@@ -108,14 +107,14 @@ def losses(optimizer, base, batch):
     lr = [scaling.scale_lr(base, batch / 16, rule) for rule in scaling.POWERS]
     lr = lr if batch > 16 else lr[:1]
     options = dict(lr=lr, batch=batch, samples=32768, seeds=range(5))
-    rows = copies.train_copies(network, data, optimizer=optimizer, **options)
-    return copies.score(network, rows, held_out)[0].expand(5, 3)
+    rows = rigs.copies.train_copies(network, data, optimizer=optimizer, **options)
+    return rigs.copies.score(network, rows, held_out)[0].expand(5, 3)
 
 
 def table(found):
     print("on this CPU, by batch: unscaled, square root, linear")
     for batch, each in found.items():
-        means = [scaling.mean(column.tolist()) for column in each.T]
+        means = [rigs.scaling.mean(column.tolist()) for column in each.T]
         print(f"{batch:5}", *means, sep="   ")
 
 
@@ -135,7 +134,7 @@ table(sgd)
 # %%
 def worse(a, b):
     """By more than two standard errors of the difference, seed by seed."""
-    mean, error = scaling.mean((a - b).tolist())
+    mean, error = rigs.scaling.mean((a - b).tolist())
     return mean > 2 * error
 
 
@@ -155,12 +154,12 @@ reveal("unscaled/loss", nats="above 2.7" if none.min() > 2.7 else "below 2.7")
 
 # %%
 axes = dict(xlabel="batch size in examples", ylabel="held-out loss (nats)", log="x")
-curves = scaling.rule_curves("sgd")
+curves = rigs.scaling.rule_curves("sgd")
 plots.curves(title="SGD: the linear rule keeps the loss", **axes, **curves)
 
 # %%
 for rule in scaling.POWERS:
-    found = scaling.swept("rules", optimizer="sgd", rule=rule)
+    found = rigs.scaling.swept("rules", optimizer="sgd", rule=rule)
     print(f"{rule:12}", *(f"{batch:4.0f}: {mean}" for batch, mean in found.items()))
 
 # %% [markdown]
@@ -169,10 +168,10 @@ for rule in scaling.POWERS:
 # **The published table.** Goyal et al. trained ResNet-50 on ImageNet at k = 32 (256 to 8k images). Their errors in %, beside our losses at the same k:
 
 # %%
-theirs, ours = scaling.goyal("Table 2(a)"), {}
+theirs, ours = rigs.scaling.goyal("Table 2(a)"), {}
 inputs = {"linear": "η=0.10·32", "square root": "η=0.10·√32", "none": "η=0.10"}
 for rule, eta in inputs.items():
-    ours = scaling.swept("rules", optimizer="sgd", rule=rule)[512.0]
+    ours = rigs.scaling.swept("rules", optimizer="sgd", rule=rule)[512.0]
     published = theirs[f"kn=8k, {eta}"]
     print(f"{rule:12} {published.value:.2f} ± {published.error:.2f} %     {ours} nats")
 
@@ -208,11 +207,11 @@ best = worse(linear, root) and worse(none, root)
 reveal("adam/rule", rule="square root" if best else "another")
 
 # %%
-curves = scaling.rule_curves("adam")
+curves = rigs.scaling.rule_curves("adam")
 plots.curves(title="Adam: the square root keeps it", **axes, **curves)
 
 # %%
-curves = scaling.rule_curves("rmsprop", most=512)
+curves = rigs.scaling.rule_curves("rmsprop", most=512)
 plots.curves(title="RMSProp: the square root, again", **axes, **curves)
 
 # %% [markdown]
@@ -220,7 +219,7 @@ plots.curves(title="RMSProp: the square root, again", **axes, **curves)
 
 # %%
 for optimizer in ("adam", "rmsprop"):
-    found = scaling.swept("rules", optimizer=optimizer, rule="square root")
+    found = rigs.scaling.swept("rules", optimizer=optimizer, rule="square root")
     print(f"{optimizer:8}", *(f"{b:5}: {found[b]}" for b in (16, 1024, 4096)))
 
 # %% [markdown]
@@ -275,11 +274,11 @@ plots.curves(
 # %%
 def digit_errors(norm, base, schedule):
     """Test errors in %, ten seeds, at a batch of 718 under the linear rule."""
-    images, test = tasks.digits()
+    network, (images, test) = rigs.scaling.digits_network(norm), rigs.scaling.digits()
     options = dict(batch=718, samples=14370, seeds=range(10), schedule=schedule)
     lr = [scaling.scale_lr(base, 718 / 8, "linear")]
-    rows = copies.train_copies(tasks.digits_network(norm), images, lr=lr, **options)
-    return 100 * copies.score(tasks.digits_network(norm), rows, test)[1][:, 0]
+    rows = rigs.copies.train_copies(network, images, lr=lr, **options)
+    return 100 * rigs.copies.score(network, rows, test)[1][:, 0]
 
 
 # %% [markdown]
@@ -305,7 +304,7 @@ reveal("warm-up/helps", where={(True, False): "with"}.get(tuple(rescued.values()
 # %%
 for norm in (True, False):
     for rule in ("square root", "linear", "linear, warm-up 0.4"):
-        found = scaling.swept("warm-up", norm=norm, rule=rule)
+        found = rigs.scaling.swept("warm-up", norm=norm, rule=rule)
         cells = [f"{b:3.0f}: {m.value:.1f}±{m.error:.1f}" for b, m in found.items()]
         print(f"LayerNorm {norm!s:5} {rule:20}", *cells)
 
@@ -315,8 +314,8 @@ for norm in (True, False):
 # **Goyal's curve, and ours.** Errors above that of the base batch, in points, against k, with warm-up; theirs is Figure 3:
 
 # %%
-theirs = {int(b) / 256: m.value for b, m in scaling.goyal("Fig 3").items()}
-digits = scaling.swept("warm-up", norm=True, rule="linear, warm-up 0.4")
+theirs = {int(b) / 256: m.value for b, m in rigs.scaling.goyal("Fig 3").items()}
+digits = rigs.scaling.swept("warm-up", norm=True, rule="linear, warm-up 0.4")
 ours = {b / 8: mean.value for b, mean in digits.items()}
 above = {
     name: ([k for k in of if k >= 1], [e - of[1] for k, e in of.items() if k >= 1])
@@ -380,12 +379,12 @@ def keep(step, rows):
 
 
 options = dict(lr=[1 / 16], batch=32, samples=32 * 256, seeds=range(4), watch=keep)
-copies.train_copies(network, data, **options)
+rigs.copies.train_copies(network, data, **options)
 x, y = (side[:: len(side) // 1024][:1024] for side in data)
 pairs, scales = ((1, 1024), (16, 1024)), {}
-for step, copies_then in kept.items():
+for step, copies in kept.items():
     lengths = [
-        copies.squared_lengths(network, w, x, y, (1, 16, 1024)) for w in copies_then
+        rigs.copies.squared_lengths(network, w, x, y, (1, 16, 1024)) for w in copies
     ]
     for b, B in pairs:
         found = [scaling.estimate_spread(of[b], of[B], b, B) for of in lengths]
@@ -402,7 +401,7 @@ print("it grows as the loss falls:", scales[256][0] > scales[1][0])
 # The means over seeds of tr Σ *and* of |G|² are divided once. Seed by seed the ratio is of little use; from the record, at step 128:
 
 # %%
-loss, found = scaling.spreads()[128]
+loss, found = rigs.scaling.spreads()[128]
 print("each seed:", *(round(each.trace / each.signal) for each in found))
 print(f"loss {loss:.2f}: ratio of means {scaling.noise_scale(found):.0f}")
 
@@ -443,8 +442,8 @@ hint("scaling/noise-on-ranks", 1)
 predict("steps/fewer", times=64)
 
 # %%
-runs = scaling.fewest_steps("sgd", 2.55)
-line = scaling.hyperbola("sgd", 2.55)
+runs = rigs.scaling.fewest_steps("sgd", 2.55)
+line = rigs.scaling.hyperbola("sgd", 2.55)
 for batch, (lr, mean) in runs.items():
     steps, fitted = f"{mean.value:4.0f} ± {mean.error:2.0f}", line.steps(batch)
     print(f"batch {batch:4}: best rate {lr:.3g}, {steps} steps, {fitted:4.0f} fitted")
@@ -462,9 +461,9 @@ plots.curves(
 # And look at the learning rates: four times the batch, four times the best rate, up to 512, a little past the bend. At 2,048 the best rate is the same. *The linear rule holds where the steps fall as fast as the batch grows.* Now three targets, each with the noise scale that was measured nearest to that loss:
 
 # %%
-measured = scaling.spreads()
+measured = rigs.scaling.spreads()
 for target in (2.7, 2.55, 2.4):
-    critical = scaling.hyperbola("sgd", target).critical
+    critical = rigs.scaling.hyperbola("sgd", target).critical
     near = min(measured.values(), key=lambda each: abs(each[0] - target))
     simple = scaling.noise_scale(near[1])
     times = f"{simple / critical:.1f} times"
@@ -538,8 +537,9 @@ hint("scaling/bug-hunt", 1)
 
 # %%
 def knobs(optimizer="sgd", target=2.55):
-    best = {b: lr for b, (lr, _) in scaling.fewest_steps(optimizer, target).items()}
-    bend = scaling.hyperbola(optimizer, target).critical
+    runs = rigs.scaling.fewest_steps(optimizer, target)
+    best = {b: lr for b, (lr, _) in runs.items()}
+    bend = rigs.scaling.hyperbola(optimizer, target).critical
     lines = {
         rule: [scaling.scale_lr(best[8], b / 8, rule) for b in best]
         for rule in ("linear", "square root")
@@ -570,7 +570,7 @@ explore(knobs, optimizer=["sgd", "adam"], target=[2.7, 2.55, 2.4])
 # ## Errata
 #
 # **"α = 0.1 works best for kn = 256 (23.68 % error)"** (lecture slides on multi-GPU training; the caption of Goyal's Table 2(a) has the same slip). 23.68 % is the row of 0.20; that of 0.10 is 23.60 %, also in Table 1.
-#   <!-- claim: [scaling.goyal("Table 2(a)")["kn=256, η=" + eta].value for eta in ("0.20", "0.10")] == [23.68, 23.60] -->
+#   <!-- claim: [rigs.scaling.goyal("Table 2(a)")["kn=256, η=" + eta].value for eta in ("0.20", "0.10")] == [23.68, 23.60] -->
 #
 # **α_t = α_max · t / T_w** (the same slides, on Goyal's warm-up). It begins at η and not at 0; halfway from 0.1 to 3.2 it is at 1.65 and not at 1.60 (section 2.2).
 #   <!-- claim: round(scaling.warm_up(391, 782, start=0.1, end=3.2), 6) == 1.65 -->
@@ -583,13 +583,13 @@ explore(knobs, optimizer=["sgd", "adam"], target=[2.7, 2.55, 2.4])
 # > - k times the batch: k times the learning rate for SGD, √k for Adam and RMSProp. At k = 32, 0.1 becomes 3.2, or 0.566.
 # >   <!-- claim: [round(scaling.scale_lr(0.1, 32, rule), 3) for rule in ("linear", "square root")] == [3.2, 0.566] -->
 # > - The linear rule holds, and then fails: here it costs 0.11 from a batch of 16 to 1,024, and at 4,096 it diverges.
-# >   <!-- claim: (lambda of: round(of[1024].value - of[16].value, 2) == 0.11 and of[4096].value > 10)(scaling.swept("rules", optimizer="sgd", rule="linear")) is True -->
+# >   <!-- claim: (lambda of: round(of[1024].value - of[16].value, 2) == 0.11 and of[4096].value > 10)(rigs.scaling.swept("rules", optimizer="sgd", rule="linear")) is True -->
 # > - Weight decay is not scaled: 32 times the rate in 1/32 of the steps decays as much as before.
 # >   <!-- claim: round(scaling.shrinkage(32e-3, 0.1, 100) / scaling.shrinkage(1e-3, 0.1, 3200), 2) == 1.0 -->
 # > - Goyal's warm-up begins at η, grows at every iteration, and rescues large batches of a network with normalization; without, it does not.
-# >   <!-- claim: (lambda at: at(True, "linear") > 2 * at(True, "linear, warm-up 0.4") and at(False, "linear, warm-up 0.4") > 30)(lambda norm, rule: scaling.swept("warm-up", norm=norm, rule=rule)[718].value) is True -->
+# >   <!-- claim: (lambda at: at(True, "linear") > 2 * at(True, "linear, warm-up 0.4") and at(False, "linear, warm-up 0.4") > 30)(lambda norm, rule: rigs.scaling.swept("warm-up", norm=norm, rule=rule)[718].value) is True -->
 # > - tr Σ / |G|², from ranks before and after the all-reduce, predicts the critical batch size within a factor of 2, and grows from the start of a run.
-# >   <!-- claim: max(scaling.noise_scale(min(scaling.spreads().values(), key=lambda e: abs(e[0] - t))[1]) / scaling.fit({b: m.value for b, (_, m) in scaling.fewest_steps("sgd", t).items()}).critical for t in (2.7, 2.55, 2.4)) < 2 -->
+# >   <!-- claim: max(scaling.noise_scale(min(rigs.scaling.spreads().values(), key=lambda e: abs(e[0] - t))[1]) / scaling.fit({b: m.value for b, (_, m) in rigs.scaling.fewest_steps("sgd", t).items()}).critical for t in (2.7, 2.55, 2.4)) < 2 -->
 # > - At the critical batch a run takes twice its fewest steps and twice its fewest examples.
 # >   <!-- claim: (lambda h: h.steps(h.critical) / h.smin)(scaling.Hyperbola(10.0, 100.0)) == 2 -->
 #

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from labutils import quantization
 from labutils.quantization import quantize
+from labutils.teach import rigs
 
 
 def drawn(*shape):
@@ -29,8 +29,11 @@ def test_affine_codes_are_pytorchs_with_the_same_scale_and_zero_point():
 
 def test_minilm_is_bert():
     transformers = pytest.importorskip("transformers")
-    bert = transformers.BertModel.from_pretrained(quantization.minilm.folder()).eval()
-    ours, sentences = quantization.load_minilm(), quantization.token_ids(quantization.docstrings(3))
+    bert = transformers.BertModel.from_pretrained(rigs.quantization.folder()).eval()
+    ours, sentences = (
+        rigs.quantization.load_minilm(),
+        rigs.quantization.token_ids(rigs.quantization.docstrings(3)),
+    )
     with torch.no_grad():
         for sentence in sentences:
             theirs = bert(torch.tensor([sentence])).last_hidden_state[0]

@@ -99,7 +99,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("world/comm", "test_tensor_parallel"): [
         ("first = self.rank - self.rank % count", "first = 0"),
     ],
-    ("pipeline/comparison", "test_pipeline"): [
+    ("teach/rigs/pipeline", "test_pipeline"): [
         ("abs(self.loss - self.alone) < 1e-10 and self.error < 1e-10", "abs(self.loss - self.alone) < 1e-10"),
         ("max(each.in_flight)", "len(each.in_flight)"),
     ],
@@ -193,7 +193,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("now = max(span.end for span in summed)", "now = core.end"),
         ("steps, spans, free = max(k - 1, 1), [], now\n    for i in range(k):", "steps, spans, free = k, [], now\n    for i in range(k):"),
     ],
-    ("tensor_parallel/results", "test_tensor_parallel"): [
+    ("teach/rigs/tensor_parallel", "test_tensor_parallel"): [
         ('(2 if "mask" in line.note else 1)', "1"),
         ('and "1/σ" not in line.note', "and True"),
         ("torch.set_default_dtype(before)", "pass"),
@@ -234,7 +234,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("            if step.reads:\n", "            if True:\n"),
         ("if line.note != gone", "if line"),
     ],
-    ("lora/sweeps", "test_lora"): [
+    ("teach/rigs/lora", "test_lora"): [
         ("if lr <= best", "if lr < best"),
         ("sign * (mean - before)", "mean - before"),
     ],
@@ -259,7 +259,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("reduce * (devices > 1)", "reduce"),
         ("l1 <= target < l0", "l1 < target < l0"),
     ],
-    ("scaling/copies", "test_scaling"): [
+    ("teach/rigs/copies", "test_scaling"): [
         ("(1 - BETAS[0] ** self.steps)", "1"),
         ("(1 - beta**self.steps) ** 0.5", "(1 - beta**self.steps)"),
         ("ALPHA, EPS = 0.9, (0.9, 0.999), 0.99", "ALPHA, EPS = 0.9, (0.9, 0.999), 0.9"),
@@ -267,14 +267,14 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         (".manual_seed(1000 + seed)", ".manual_seed(1000)"),
         ("2.0 if self.activation", "1.0 if self.activation"),
         ("each.mean(1).nan_to_num(torch.inf)", "each.mean(1)"),
-    ],
-    ("scaling/ranks", "test_scaling"): [
         ("replica.no_sync()", "contextlib.nullcontext()"),
         ("total=len(mine[1])", "total=None"),
+    ],
+    ("scaling/ranks", "test_scaling"): [
         ("mean = comm.all_reduce(own) / comm.size", "mean = comm.all_reduce(own)"),
         ("own.square().sum().view(1)).item() / comm.size", "own.square().sum().view(1)).item()"),
     ],
-    ("scaling/recorded", "test_scaling"): [
+    ("teach/rigs/scaling", "test_scaling"): [
         ("stdev(values) / math.sqrt(len(values))", "stdev(values)"),
         ("key=lambda item: item[1].value", "key=lambda item: item[0]"),
         ("(-2, 0, 2)", "(-1, 0, 1)"),
@@ -305,7 +305,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("whole = self.read(p, \"master weights\")", "whole = whole"),
         ("layer.weight.grad_dtype = torch.float32", "pass"),
     ],
-    ("quantization/trials", "test_fp8"): [
+    ("teach/rigs/fp8", "test_fp8"): [
         ("grad[:, 0] /= k", "grad[:, 0] *= 1"),
         ("parameter.grad /= share", "parameter.grad /= 1"),
     ],
@@ -335,7 +335,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("rest - Q @ step", "rest - Q.mT @ step"),
         ("(book[1:] + book[:-1]) / 2)\n        count", "book[1:])\n        count"),
     ],
-    ("quantization/minilm", "test_quantization against_torch/test_quantization"): [
+    ("teach/rigs/quantization", "test_quantization against_torch/test_quantization"): [
         ("owner[:, None] == owner", "owner[:, None] >= owner"),
         ("torch.cat([torch.arange(length) for length in lengths])", "torch.arange(len(tokens))"),
         ("F.gelu(self.up(x))", "F.relu(self.up(x))"),
@@ -424,11 +424,11 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('parameter.only_on = "edp"', "pass"),
         ("return out if self.shared is None else out + self.shared(x)", "return out"),
     ],
-    ("expert_parallel/learning", "test_expert_parallel"): [
+    ("teach/rigs/expert_parallel", "test_expert_parallel"): [
         ("torch.randint(4, (n,), generator=draw)", "torch.randint(1, (n,), generator=draw)"),
         ("often = 1 / torch.arange(1, words + 1)", "often = torch.ones(words)"),
-        ("update_bias(model, rank.comm(\"dp\"), rate)", "pass"),
-        ("(loss + alpha * auxiliary_loss(model))", "loss"),
+        ("expert_parallel.update_bias(model, rank.comm(\"dp\"), rate)", "pass"),
+        ("(loss + alpha * expert_parallel.auxiliary_loss(model))", "loss"),
     ],
     ("expert_parallel/predict", "test_expert_parallel"): [
         ("back = sum(sum(table[j][mine]) for j in others)", "back = there"),

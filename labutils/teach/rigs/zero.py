@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labutils import measure, units
+from labutils import measure, units, zero
 from labutils.timeline import History
 from labutils.world import Rank, World
-from labutils.zero.partition import Unit
-from labutils.zero.predict import predict_held, predict_sent
-from labutils.zero.sharded import gathered, layout
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Results:
     sent_unexplained: int
     held: int
     held_unexplained: int
-    layout: tuple[Unit, ...]
+    layout: tuple[zero.Unit, ...]
     history: History
 
     HEAD = "level  ranks  equal      sent  unexplained      held  unexplained"
@@ -47,7 +44,7 @@ class Results:
 
 def is_equal(module: nn.Module, expected: Sequence[Tensor]) -> bool:
     """Whether the module's weights, gathered where they are sharded, are these up to 1e-10."""
-    with gathered(module) if hasattr(module, "_sharded") else contextlib.nullcontext():
+    with zero.gathered(module) if hasattr(module, "_sharded") else contextlib.nullcontext():
         pairs = zip(module.parameters(), expected, strict=True)
         return all(torch.allclose(w, e, rtol=0, atol=1e-10) for w, e in pairs)
 
@@ -60,13 +57,13 @@ def states_over(fn: Callable[[], object], module: nn.Module, optimizer: Any) -> 
 
 def _train(
     rank: Rank, build: Callable, step: Callable, expected: Sequence[Tensor], steps: int, *how: Any
-) -> tuple[bool, tuple[Unit, ...], History]:
+) -> tuple[bool, tuple[zero.Unit, ...], History]:
     level, options = how
     module, optimizer = build(rank, level, **options)
     for k in range(steps - 1):
         step(rank, module, optimizer, k)
     history = states_over(lambda: step(rank, module, optimizer, steps - 1), module, optimizer)
-    parts = layout(module) if level == 3 else optimizer.layout
+    parts = zero.layout(module) if level == 3 else optimizer.layout
     return is_equal(module, expected), parts, history
 
 
@@ -89,12 +86,12 @@ def three_results(
     runs = world.run(_train, build, step, expected, steps, level, options)
     (_, parts, history), n = runs[0], world.size
     kind = {"itemsize": 8, "reshard": options.get("reshard", True)}
-    predicted = predict_sent(parts, n, level, steps=steps, start=True, **kind)
+    predicted = zero.predict_sent(parts, n, level, steps=steps, start=True, **kind)
     if level == 3:  # comparing the weights takes one more gather, as a step of level 1
-        once = predict_sent(parts, n, 1, itemsize=8).only(name="all_gather")
+        once = zero.predict_sent(parts, n, 1, itemsize=8).only(name="all_gather")
         predicted = (predicted + once).merged()
     switches = {name: options[name] for name in ("reshard", "prefetch") if name in options}
-    peak = predict_held(parts, n, level, itemsize=8, **switches)
+    peak = zero.predict_held(parts, n, level, itemsize=8, **switches)
     return Results(
         level=level,
         ranks=n,

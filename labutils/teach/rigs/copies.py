@@ -1,6 +1,8 @@
 """Many copies of a small network trained at once, a flat row of parameters for each seed and each
-learning rate. All rates of a seed see the same examples in the same order."""
+learning rate. All rates of a seed see the same examples in the same order. And one of them on
+ranks."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,6 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
+
+from labutils import accumulation, data_parallel
+from labutils.world import Comm
 
 MOMENTUM, BETAS, ALPHA, EPS = 0.9, (0.9, 0.999), 0.99, 1e-8  # torch's, and what everybody takes
 
@@ -185,3 +190,32 @@ def squared_lengths(
         size: each.view(-1, size, each.shape[1]).mean(1).square().sum(1).mean().item()
         for size in sizes
     }
+
+
+def train_replica(
+    module: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    make_optimizer: Callable,
+    comm: Comm,
+    micro: int,
+) -> nn.Module:
+    """The module after a step on each batch: each rank takes its share, in micro-batches of
+    `micro` rows, and reduces once per step.
+
+    loss: of outputs and targets, the mean over rows
+    """
+    replica = data_parallel.replicate(module, comm)
+    optimizer = make_optimizer(module.parameters())
+    for batch in batches:
+        mine = tuple(side[comm.rank :: comm.size] for side in batch)
+        *quiet, last = accumulation.micro_batches(mine, micro)
+        optimizer.zero_grad()
+        for pieces, context in ((quiet, replica.no_sync()), ([last], contextlib.nullcontext())):
+            if pieces:
+                with context:
+                    accumulation.accumulate(
+                        lambda piece: loss(replica(piece[0]), piece[1]), pieces, total=len(mine[1])
+                    )
+        optimizer.step()
+    return module

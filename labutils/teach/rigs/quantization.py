@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from labutils import corpus
+from labutils.teach.rigs import corpus
 
 _H, _HEADS, _F, _LAYERS = 384, 12, 1536, 6
 

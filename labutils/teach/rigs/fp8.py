@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from labutils import corpus
 from labutils.config import DATA, ModelConfig
 from labutils.model import GPT
-from labutils.quantization.fp8 import Scheme, advance_scales, fp8_layers, use_fp8
+from labutils.quantization import Scheme, advance_scales, fp8_layers, use_fp8
+from labutils.teach.rigs import corpus
 
 READER = ModelConfig(
     num_layers=2, d_model=128, num_heads=4, d_ff=512, vocab_size=len(corpus.CHARACTERS), seq_len=32,

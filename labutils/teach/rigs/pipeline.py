@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labutils import pipeline
 from labutils.config import Mesh, ModelConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
-from labutils.pipeline.execute import RankRun, joined, run
-from labutils.pipeline.predict import sent
-from labutils.pipeline.stages import local, split
 from labutils.schedule import PipelineRun, Schedule
 from labutils.world import Rank, World
 
@@ -73,9 +71,9 @@ def compare(schedule: Schedule, model: ModelConfig, **options: Any) -> Compariso
         alone=loss.item(),
         error=off / size,
         kept=tuple(max(each.in_flight) for each in runs),
-        predicted=sent(schedule, model, micro_batch=1, itemsize=8),
+        predicted=pipeline.sent(schedule, model, micro_batch=1, itemsize=8),
         sent=world.ledger,
-        run=joined(schedule, runs),
+        run=pipeline.joined(schedule, runs),
     )
 
 
@@ -85,10 +83,10 @@ def _model(model: ModelConfig) -> GPT:
 
 def _step(
     rank: Rank, schedule: Schedule, model: ModelConfig, tokens: Tensor, options: dict[str, Any]
-) -> tuple[RankRun, dict[str, Tensor]]:
+) -> tuple[pipeline.RankRun, dict[str, Tensor]]:
     """What this rank did, and its gradients by their names in the whole model."""
     comm = rank.comm("pp")
-    stages = local(split(_model(model), schedule.stages), schedule, comm.rank)
-    done = run(stages, schedule, comm, [tuple(pair) for pair in tokens], **options)
+    stages = pipeline.local(pipeline.split(_model(model), schedule.stages), schedule, comm.rank)
+    done = pipeline.run(stages, schedule, comm, [tuple(pair) for pair in tokens], **options)
     named = stages.named_parameters(remove_duplicate=False)
     return done, {name.partition(".")[2]: p.grad for name, p in named}

@@ -2,18 +2,17 @@
 model, bytes sent, bytes kept; and what one rank keeps at full size."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from labutils import anatomy, measure, units
+from labutils import anatomy, measure, tensor_parallel, units
 from labutils.config import Mesh, ModelConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
-from labutils.tensor_parallel.predict import kept_activations, sent
-from labutils.tensor_parallel.transform import parallelize
 from labutils.world import Rank, World
 
 _STEPS, _BATCH = 3, 2
@@ -63,7 +62,7 @@ def _train(module: GPT) -> tuple[list[float], dict[str, Tensor]]:
 
 def _split(rank: Rank, config: ModelConfig, sequence: bool) -> tuple[list[float], dict]:
     model = GPT(config, generator=rank.generator).double()
-    return _train(parallelize(model, rank.comm("tp"), sequence))
+    return _train(tensor_parallel.parallelize(model, rank.comm("tp"), sequence))
 
 
 def _shares(rank: Rank, config: ModelConfig, whole: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -73,13 +72,13 @@ def _shares(rank: Rank, config: ModelConfig, whole: dict[str, Tensor]) -> dict[s
         model = GPT(config).double()
         for name, parameter in model.named_parameters():
             parameter.data.copy_(whole[name + which])
-        shares = parallelize(model, rank.comm("tp")).named_parameters()
+        shares = tensor_parallel.parallelize(model, rank.comm("tp")).named_parameters()
         found |= {name + which: parameter.detach() for name, parameter in shares}
     return found
 
 
 def _keep(rank: Rank, config: ModelConfig, micro_batch: int, sequence: bool) -> Ledger:
-    model = parallelize(GPT(config), rank.comm("tp"), sequence)
+    model = tensor_parallel.parallelize(GPT(config), rank.comm("tp"), sequence)
     tokens, targets = torch.zeros(2, micro_batch, config.seq_len, dtype=torch.long).unbind()
     return measure.saved_activations(lambda: model.loss(tokens.clone(), targets.clone()), model)
 
@@ -102,14 +101,15 @@ def compared(world: World, config: ModelConfig, sequence: bool = False) -> Compa
         and all(torch.allclose(found[at], share[at], rtol=0, atol=1e-10) for at in share)
         for (its_losses, found), share in pairs
     )
-    predicted = sent(config, n, **how, itemsize=8).scaled(_STEPS)
-    predicted += sent(config, n, **how, itemsize=8, start=True).only(name="broadcast")
-    kept, expected = world.run(_keep, config, _BATCH, sequence), kept_activations(config, n, **how)
+    step = functools.partial(tensor_parallel.sent, config, n, **how, itemsize=8)
+    predicted = step().scaled(_STEPS) + step(start=True).only(name="broadcast")
+    kept = world.run(_keep, config, _BATCH, sequence)
+    expected = tensor_parallel.kept_activations(config, n, **how)
     return Compared(
         ranks=n,
         sequence=sequence,
         equal=equal,
-        sent=sent(config, n, **how, itemsize=8, rank=0).total,
+        sent=step(rank=0).total,
         sent_unexplained=predicted.diff(books).unexplained,
         kept=kept[0].total,
         kept_unexplained=sum(expected.diff(each).unexplained for each in kept),
@@ -146,7 +146,7 @@ def at_full_size(
     has two, and no statistics of norms."""
     how = {"micro_batch": micro_batch, "sequence": sequence}
     dry = kept_by_rank(config, n, rank=rank, **how)
-    formula = kept_activations(config, n, **how, how=anatomy.Policy(2, 2))
+    formula = tensor_parallel.kept_activations(config, n, **how, how=anatomy.Policy(2, 2))
     counted = 0.0
     for line in formula:
         if line.name.startswith("blocks.") and "1/σ" not in line.note:

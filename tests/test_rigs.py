@@ -1,10 +1,10 @@
-"""Two frozen texts: the same tokens on every Python."""
+"""What the experiments of the labs stand on: two frozen texts, the same tokens on every Python."""
 
 import hashlib
 
 import pytest
 
-from labutils import corpus
+from labutils.teach.rigs import corpus
 
 
 @pytest.mark.parametrize(

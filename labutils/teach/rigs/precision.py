@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labutils.precision.autocast import wide_products
-from labutils.precision.scaler import LossScaler
+from labutils.precision import LossScaler, wide_products
 
 Draw = Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
 """A batch of so many rows: inputs and targets."""

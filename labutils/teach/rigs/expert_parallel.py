@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from labutils import expert_parallel
 from labutils.config import ModelConfig
-from labutils.expert_parallel.layer import auxiliary_loss, spread_experts, update_bias
 from labutils.model import GPT
 from labutils.world import Rank
 
@@ -47,18 +47,18 @@ def loads(
     """
     model = GPT(config, generator=torch.Generator().manual_seed(seed)).double()
     how = dict(score="sigmoid", biased=True) if rate else {}
-    spread_experts(model, rank.comm("ep"), **how)
+    expert_parallel.spread_experts(model, rank.comm("ep"), **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sequences = language(config.vocab_size, config.seq_len + 1, seed)
     taken, losses = [], []
     for _ in range(steps):
         words = sequences(8)
         loss = model.loss(words[:, :-1], words[:, 1:])
-        (loss + alpha * auxiliary_loss(model)).backward()
+        (loss + alpha * expert_parallel.auxiliary_loss(model)).backward()
         optimizer.step()
         optimizer.zero_grad()
         if rate:
-            update_bias(model, rank.comm("dp"), rate)
+            expert_parallel.update_bias(model, rank.comm("dp"), rate)
         taken.append(model.blocks[0].feed_forward.routing.load)
         losses.append(loss.item())
     return torch.stack(taken), sum(losses[-10:]) / len(losses[-10:])

@@ -8,29 +8,27 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labutils import zero
 from labutils.timeline import Occupancy, Span
 from labutils.world import Rank, World
-from labutils.zero.flat_parameter import FlatParameter
-from labutils.zero.optimizer import Optimizer
-from labutils.zero.sharded import shard
 
 Stretch = tuple[str, int, int]
 
 
 def occupancy(
-    fn: Callable[[], object], module: nn.Module, optimizer: Optimizer | torch.optim.Optimizer
+    fn: Callable[[], object], module: nn.Module, optimizer: zero.Optimizer | torch.optim.Optimizer
 ) -> Occupancy:
     """What this rank holds of weights, gradients and optimizer state over the operations of `fn()`.
 
     Elements are numbered from the first unit of the model to the last, padding included. Gradients
     of single parameters, on their way into their flat parameter, are not in it.
     """
-    inner = optimizer.inner if isinstance(optimizer, Optimizer) else optimizer
+    inner = optimizer.inner if isinstance(optimizer, zero.Optimizer) else optimizer
     if inner is optimizer:
         flats = [flat for group in module._sharded.groups for flat in group.flats]
     else:
         flats = optimizer.flats[::-1]
-    buffers: dict[FlatParameter, weakref.ref] = {}
+    buffers: dict[zero.FlatParameter, weakref.ref] = {}
     watch = _Watch(lambda: set(_stretches(flats, inner, buffers)))
     entering = inner.register_step_pre_hook(lambda *_: watch.enter("step"))
     try:
@@ -62,10 +60,10 @@ def _held_over_a_step(rank: Rank, level: int, layers: int, width: int) -> Occupa
     chain = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
     model, comm = nn.Sequential(*chain), rank.comm("dp")
     if level == 3:
-        optimizer: Any = torch.optim.AdamW(shard(model, comm).parameters())
+        optimizer: Any = torch.optim.AdamW(zero.shard(model, comm).parameters())
     else:
         a_layer = 4 * (width + 1) * width  # a bucket is a layer
-        optimizer = Optimizer(model.parameters(), comm, level=level, bucket_bytes=a_layer)
+        optimizer = zero.Optimizer(model.parameters(), comm, level=level, bucket_bytes=a_layer)
 
     def step() -> None:
         model(torch.ones(4, width)).square().mean().backward()
@@ -97,9 +95,9 @@ class _Watch(TorchDispatchMode):
 
 
 def _stretches(
-    flats: list[FlatParameter],
+    flats: list[zero.FlatParameter],
     inner: torch.optim.Optimizer,
-    buffers: dict[FlatParameter, weakref.ref],
+    buffers: dict[zero.FlatParameter, weakref.ref],
 ) -> Iterator[Stretch]:
     """What is there now: (component, start, stop). A buffer is there as long as its memory is."""
     place = 0
