@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from numbers import Real
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from labutils import units
 
@@ -45,11 +45,10 @@ class Counts(NamedTuple):
 class FloatFormat:
     """A binary floating-point format: sign, exponent, mantissa, and what the corner codes mean.
 
-    nan: where the NaNs live: "ieee" (top exponent, mantissa not 0; comes with `inf`), "all_ones"
-        (one code per sign, as in e4m3), "negative_zero" (the code of −0, as in the fnuz formats)
-        or "none"
+    nan: where the NaNs live: "ieee" (top exponent, mantissa not 0; mantissa 0 is infinity),
+        "all_ones" (one code per sign, as in e4m3), "negative_zero" (the code of −0, as in the fnuz
+        formats) or "none"
     zero: False makes exponent field 0 an ordinary power of two (e8m0)
-    storage_bits: what a value takes in memory where that is more
 
     >>> mine = FloatFormat("1-3-4", 3, 4)
     >>> mine.bits, mine.max, mine.eps
@@ -65,36 +64,25 @@ class FloatFormat:
     mantissa_bits: int
     _: KW_ONLY
     bias: int | None = None
-    inf: bool = True
     nan: str = "ieee"
     signed: bool = True
     zero: bool = True
-    storage_bits: int | None = None
 
     def __post_init__(self):
         _check_int("exponent_bits", self.exponent_bits, 1, 11)
         _check_int("mantissa_bits", self.mantissa_bits, 0, 52)
         _check_choice("nan", self.nan, NANS)
-        if self.inf != (self.nan == "ieee"):
-            raise ValueError(
-                f"inf={self.inf} does not go with nan={self.nan!r}: IEEE formats have both "
-                "(inf=True, nan='ieee'), the others neither (inf=False and nan='all_ones', "
-                "'negative_zero' or 'none')"
-            )
         if self.nan == "negative_zero" and not (self.signed and self.zero):
             raise ValueError(
                 "nan='negative_zero' needs a format with a sign and a zero: choose nan='all_ones'"
             )
         if self.bias is None:
             object.__setattr__(self, "bias", (1 << self.exponent_bits - 1) - 1)
-        if self.storage_bits is None:
-            object.__setattr__(self, "storage_bits", self.bits)
         _check_int("bias", self.bias, -(1 << 11), 1 << 11)
-        _check_int("storage_bits", self.storage_bits, self.bits)
         if self._max_code >> self.mantissa_bits < self._first_exponent:
             raise ValueError(
-                f"{self.exponent_bits} exponent bit(s) with inf={self.inf}, nan={self.nan!r} leave "
-                "no normal number: take one exponent bit more, or inf=False, nan='none'"
+                f"{self.exponent_bits} exponent bit(s) with nan={self.nan!r} leave no normal "
+                "number: take one exponent bit more, or nan='none'"
             )
         if self.min_exponent < -1022 or self.max_exponent > 1023:
             raise ValueError(
@@ -111,6 +99,11 @@ class FloatFormat:
         return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
+    def inf(self) -> bool:
+        """Whether there are infinities."""
+        return self.nan == "ieee"
+
+    @property
     def max(self) -> float:
         """The largest finite value."""
         return self.decode(self._max_code)
@@ -123,11 +116,7 @@ class FloatFormat:
     @property
     def min_subnormal(self) -> float:
         """The smallest positive value at all; `min_normal` where there are no subnormals."""
-        return (
-            math.ldexp(1.0, self.min_exponent - self.mantissa_bits)
-            if self.zero
-            else self.min_normal
-        )
+        return self.spacing(0) if self.zero else self.min_normal
 
     @property
     def eps(self) -> float:
@@ -179,10 +168,7 @@ class FloatFormat:
         """
         if not abs(x) <= self.max:
             return math.nan
-        numerator, denominator = abs(x).as_integer_ratio()
-        return math.ldexp(
-            1.0, max(_exponent(numerator, denominator), self.min_exponent) - self.mantissa_bits
-        )
+        return math.ldexp(1.0, max(_exponent(x), self.min_exponent) - self.mantissa_bits)
 
     # Code → value
 
@@ -193,12 +179,8 @@ class FloatFormat:
         Fields(sign=1, exponent=7, mantissa=4, kind='normal')
         """
         _check_int(f"code of {self.name}", code, 0, (1 << self.bits) - 1)
-        magnitude_bits = self.exponent_bits + self.mantissa_bits
-        sign, magnitude = code >> magnitude_bits, code & ((1 << magnitude_bits) - 1)
-        exponent, mantissa = (
-            magnitude >> self.mantissa_bits,
-            magnitude & ((1 << self.mantissa_bits) - 1),
-        )
+        sign, magnitude = divmod(code, 1 << self.exponent_bits + self.mantissa_bits)
+        exponent, mantissa = divmod(magnitude, 1 << self.mantissa_bits)
         if magnitude > self._max_code:
             kind = "inf" if self.inf and mantissa == 0 else "nan"
         elif sign and magnitude == 0 and self.nan == "negative_zero":
@@ -235,12 +217,9 @@ class FloatFormat:
         '1 0111 100'
         """
         sign, exponent, mantissa, _ = self.fields(code)
-        fields = (
-            (sign, int(self.signed)),
-            (exponent, self.exponent_bits),
-            (mantissa, self.mantissa_bits),
-        )
-        return " ".join(f"{value:0{width}b}" for value, width in fields if width)
+        widths = self.signed, self.exponent_bits, self.mantissa_bits
+        fields = zip((sign, exponent, mantissa), widths, strict=True)
+        return " ".join(f"{value:0{int(width)}b}" for value, width in fields if width)
 
     def explain(self, code: int) -> str:
         """How the fields of a code make its value, as a line of text.
@@ -254,14 +233,11 @@ class FloatFormat:
             return "NaN"
         if kind in ("zero", "inf"):
             return minus + {"zero": "0", "inf": "∞"}[kind]
-        power = exponent if kind == "normal" else self._first_exponent
-        fraction = (
-            f" · ({int(kind == 'normal')} + {mantissa}/{1 << self.mantissa_bits})"
-            if self.mantissa_bits
-            else ""
-        )
+        lead, power, note = 1, exponent, ""
+        if kind == "subnormal":
+            lead, power, note = 0, self._first_exponent, ", subnormal"
+        fraction = f" · ({lead} + {mantissa}/{1 << self.mantissa_bits})" * (self.mantissa_bits > 0)
         value = f"{abs(self.decode(code)):g}".replace("-", "−")
-        note = ", subnormal" * (kind == "subnormal")
         return f"{minus}2^({power}−{self.bias}){fraction} = {minus}{value}{note}"
 
     # Value → code
@@ -301,34 +277,25 @@ class FloatFormat:
         # Count x in units of the gap between its neighbors. Consecutive values have consecutive
         # codes, so a significand that rounds up to the next power of two carries into the exponent
         # field by itself.
-        numerator, denominator = abs(x).as_integer_ratio()
-        exponent = max(_exponent(numerator, denominator), self.min_exponent)
+        exponent = max(_exponent(x), self.min_exponent)
         shift = self.mantissa_bits - exponent
-        whole, parts = numerator << max(shift, 0), denominator << max(-shift, 0)
+        numerator, denominator = abs(x).as_integer_ratio()
+        ratio = numerator << max(shift, 0), denominator << max(-shift, 0)
         code = exponent - self.min_exponent << self.mantissa_bits
-        if self.zero:
-            code += _round_ratio(whole, parts, mode, random)
-        else:
-            leading = 1 << self.mantissa_bits
-            code += max(_round_ratio(whole, parts, mode, random), leading) - leading
+        code += _round_ratio(*ratio, mode, random)
+        if not self.zero:
+            code = max(code - (1 << self.mantissa_bits), 0)
         if code > self._max_code:
             return self._overflow_code(negative, "saturate" if mode == "zero" else overflow)
         return self._signed(code, negative and (code > 0 or self.nan != "negative_zero"))
 
-    def round(
-        self,
-        x: Real,
-        *,
-        mode: str = "nearest",
-        overflow: str = "ieee",
-        random: Random | None = None,
-    ) -> float:
-        """The value that x becomes in this format: `decode(encode(x))`.
+    def round(self, x: Real, **how: Any) -> float:
+        """The value that x becomes in this format: `decode(encode(x, **how))`.
 
         >>> FP16.round(0.1), BF16.round(0.1)
         (0.0999755859375, 0.10009765625)
         """
-        return self.decode(self.encode(x, mode=mode, overflow=overflow, random=random))
+        return self.decode(self.encode(x, **how))
 
     # Details
 
@@ -363,12 +330,84 @@ class FloatFormat:
         return self._signed(self._max_code + 1, negative) if self.inf else self._nan_code(negative)
 
 
+def _check_int(what: str, value: object, low: int, high: float = math.inf) -> None:
+    if units.whole(value, what, low) > high:
+        raise ValueError(f"{what} must be at most {high}, got {value}")
+
+
+def _check_choice(what: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"{what}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}"
+        )
+
+
+def _check_encoding(x: object, mode: str, overflow: str, random: object) -> None:
+    _check_choice("mode", mode, MODES)
+    _check_choice("overflow", overflow, OVERFLOWS)
+    if mode == "stochastic" and not isinstance(random, Random):
+        raise TypeError(f"mode='stochastic' needs random=random.Random(seed), got {random!r}")
+    if not hasattr(x, "as_integer_ratio"):
+        raise TypeError(f"cannot encode {x!r} ({type(x).__name__}): pass an int, float or Fraction")
+
+
+def _exponent(x: Real) -> int:
+    """⌊log₂ |x|⌋; some very negative number for 0."""
+    if x == 0:
+        return -(1 << 20)
+    numerator, denominator = abs(x).as_integer_ratio()
+    guess = numerator.bit_length() - denominator.bit_length()
+    return guess if numerator << max(-guess, 0) >= denominator << max(guess, 0) else guess - 1
+
+
+def _round_ratio(numerator: int, denominator: int, mode: str, random: Random | None) -> int:
+    """numerator / denominator, rounded to an integer."""
+    whole, rest = divmod(numerator, denominator)
+    if mode == "nearest":
+        return whole + (2 * rest > denominator or (2 * rest == denominator and whole % 2 == 1))
+    if mode == "stochastic":
+        return whole + (random.randrange(denominator) < rest)
+    return whole
+
+
+FP64 = FloatFormat("fp64", 11, 52)
+FP32 = FloatFormat("fp32", 8, 23)
+TF32 = FloatFormat("tf32", 8, 10)
+FP16 = FloatFormat("fp16", 5, 10)
+BF16 = FloatFormat("bf16", 8, 7)
+E4M3 = FloatFormat("e4m3", 4, 3, nan="all_ones")
+E5M2 = FloatFormat("e5m2", 5, 2)
+E4M3FNUZ = FloatFormat("e4m3fnuz", 4, 3, bias=8, nan="negative_zero")
+E5M2FNUZ = FloatFormat("e5m2fnuz", 5, 2, bias=16, nan="negative_zero")
+E3M2 = FloatFormat("e3m2", 3, 2, nan="none")
+E2M3 = FloatFormat("e2m3", 2, 3, nan="none")
+E2M1 = FloatFormat("e2m1", 2, 1, nan="none")
+E8M0 = FloatFormat("e8m0", 8, 0, nan="all_ones", signed=False, zero=False)
+
+FORMATS = {
+    f.name: f
+    for f in (FP64, FP32, TF32, FP16, BF16, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E3M2, E2M3, E2M1, E8M0)
+}
+
+
+def named(name: str | FloatFormat) -> FloatFormat:
+    """The format of that name, such as "e4m3"; a format is itself."""
+    if isinstance(name, FloatFormat):
+        return name
+    if name not in FORMATS:
+        raise ValueError(
+            f"unknown format {name!r}: choose one of {', '.join(FORMATS)}, or describe your own "
+            "with FloatFormat(name, exponent_bits, mantissa_bits)"
+        )
+    return FORMATS[name]
+
+
 @dataclass(frozen=True)
 class IntFormat:
     """Two's-complement integers: one spacing, 1, everywhere (a scale is kept apart).
 
-    >>> INT8.min, INT8.max, INT8.encode(-1), INT8.round(2.5), INT8.round(1e9)
-    (-128, 127, 255, 2, 127)
+    >>> INT8.min, INT8.max
+    (-128, 127)
     """
 
     name: str
@@ -387,26 +426,6 @@ class IntFormat:
         """The largest value."""
         return (1 << self.bits - 1) - 1
 
-    def encode(self, x: Real) -> int:
-        """The code of x, rounded to the nearest integer (ties to even), saturated at both ends."""
-        if math.isnan(x):
-            raise ValueError(f"{self.name} has no NaN: replace NaN before encoding")
-        value = min(max(x, self.min), self.max)
-        return round(value) & ((1 << self.bits) - 1)
-
-    def decode(self, code: int) -> int:
-        """The value of a code."""
-        _check_int(f"code of {self.name}", code, 0, (1 << self.bits) - 1)
-        return code - (code >> self.bits - 1 << self.bits)
-
-    def round(self, x: Real) -> int:
-        """The value that x becomes."""
-        return self.decode(self.encode(x))
-
-    def representable(self) -> list[int]:
-        """All values, in ascending order."""
-        return list(range(self.min, self.max + 1))
-
 
 @dataclass(frozen=True)
 class BlockFormat:
@@ -414,7 +433,7 @@ class BlockFormat:
     where it is an e4m3 number.
 
     NVFP4 divides a whole tensor by one number in fp32 first, so that the blocks' scales fit e4m3:
-    that is the caller's. `scale` is the format of the shared scale, e8m0 where none is given.
+    that is the caller's. `scale` is the format of the shared scale.
 
     >>> MXFP4.bits_per_value, NVFP4.bits_per_value
     (4.25, 4.5)
@@ -428,12 +447,10 @@ class BlockFormat:
     name: str
     element: FloatFormat
     block_size: int = 32
-    scale: FloatFormat | None = None
+    scale: FloatFormat = E8M0
 
     def __post_init__(self):
         _check_int("block_size", self.block_size, 1)
-        if self.scale is None:
-            object.__setattr__(self, "scale", E8M0)
 
     @property
     def bits_per_value(self) -> float:
@@ -464,96 +481,12 @@ class BlockFormat:
             return Fraction(largest) / Fraction(self.element.max)
         exponent = self.scale.min_exponent
         if largest:
-            exponent = _exponent(*largest.as_integer_ratio()) - self.element.max_exponent
+            exponent = _exponent(largest) - self.element.max_exponent
         return Fraction(2) ** exponent
 
 
-def _check_int(what: str, value: object, low: int, high: float = math.inf) -> None:
-    if units.whole(value, what, low) > high:
-        raise ValueError(f"{what} must be at most {high}, got {value}")
-
-
-def _check_choice(what: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(
-            f"{what}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}"
-        )
-
-
-def _check_encoding(x: object, mode: str, overflow: str, random: object) -> None:
-    _check_choice("mode", mode, MODES)
-    _check_choice("overflow", overflow, OVERFLOWS)
-    if mode == "stochastic" and not isinstance(random, Random):
-        raise TypeError(f"mode='stochastic' needs random=random.Random(seed), got {random!r}")
-    if not hasattr(x, "as_integer_ratio"):
-        raise TypeError(f"cannot encode {x!r} ({type(x).__name__}): pass an int, float or Fraction")
-
-
-def _exponent(numerator: int, denominator: int) -> int:
-    """⌊log₂(numerator / denominator)⌋; some very negative number for 0."""
-    if numerator == 0:
-        return -(1 << 20)
-    guess = numerator.bit_length() - denominator.bit_length()
-    return guess if numerator << max(-guess, 0) >= denominator << max(guess, 0) else guess - 1
-
-
-def _round_ratio(numerator: int, denominator: int, mode: str, random: Random | None) -> int:
-    """numerator / denominator, rounded to an integer."""
-    whole, rest = divmod(numerator, denominator)
-    if mode == "nearest":
-        return whole + (2 * rest > denominator or (2 * rest == denominator and whole % 2 == 1))
-    if mode == "stochastic":
-        return whole + (random.randrange(denominator) < rest)
-    return whole
-
-
-FP64 = FloatFormat("fp64", 11, 52)
-FP32 = FloatFormat("fp32", 8, 23)
-TF32 = FloatFormat("tf32", 8, 10, storage_bits=32)
-FP16 = FloatFormat("fp16", 5, 10)
-BF16 = FloatFormat("bf16", 8, 7)
-E4M3 = FloatFormat("e4m3", 4, 3, inf=False, nan="all_ones")
-E5M2 = FloatFormat("e5m2", 5, 2)
-E4M3FNUZ = FloatFormat("e4m3fnuz", 4, 3, bias=8, inf=False, nan="negative_zero")
-E5M2FNUZ = FloatFormat("e5m2fnuz", 5, 2, bias=16, inf=False, nan="negative_zero")
-E3M2 = FloatFormat("e3m2", 3, 2, inf=False, nan="none")
-E2M3 = FloatFormat("e2m3", 2, 3, inf=False, nan="none")
-E2M1 = FloatFormat("e2m1", 2, 1, inf=False, nan="none")
-E8M0 = FloatFormat("e8m0", 8, 0, inf=False, nan="all_ones", signed=False, zero=False)
 INT8 = IntFormat("int8", 8)
 MXFP8 = BlockFormat("mxfp8", E4M3)
 MXFP6 = BlockFormat("mxfp6", E2M3)
 MXFP4 = BlockFormat("mxfp4", E2M1)
 NVFP4 = BlockFormat("nvfp4", E2M1, block_size=16, scale=E4M3)
-
-FORMATS = {
-    f.name: f
-    for f in (FP64, FP32, TF32, FP16, BF16, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E3M2, E2M3, E2M1, E8M0)
-}
-ALIASES = {
-    "float64": "fp64", "float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16",
-    "float8_e4m3fn": "e4m3", "float8_e4m3fnuz": "e4m3fnuz",
-    "float8_e5m2": "e5m2", "float8_e5m2fnuz": "e5m2fnuz", "float8_e8m0fnu": "e8m0",
-    "float6_e3m2fn": "e3m2", "float6_e2m3fn": "e2m3", "float4_e2m1fn": "e2m1",
-}  # fmt: skip
-
-
-def named(name: str | FloatFormat) -> FloatFormat:
-    """The format of that name: ours ("e4m3"), or torch's and ml_dtypes' ("float8_e4m3fn").
-
-    >>> named("bfloat16").name
-    'bf16'
-    """
-    if isinstance(name, FloatFormat):
-        return name
-    if not isinstance(name, str):
-        raise TypeError(
-            f"a format is given by name or as a FloatFormat, got {name!r} ({type(name).__name__})"
-        )
-    key = ALIASES.get(name.lower(), name.lower())
-    if key not in FORMATS:
-        raise ValueError(
-            f"unknown format {name!r}: choose one of {', '.join(FORMATS)}, or describe your own "
-            "with FloatFormat(name, exponent_bits, mantissa_bits)"
-        )
-    return FORMATS[key]

@@ -31,7 +31,7 @@ PEERS = [
     (FloatFormat("1-3-4", 3, 4), ml_dtypes.float8_e3m4),
     (FloatFormat("1-4-3", 4, 3), ml_dtypes.float8_e4m3),
     (
-        FloatFormat("b11", 4, 3, bias=11, inf=False, nan="negative_zero"),
+        FloatFormat("b11", 4, 3, bias=11, nan="negative_zero"),
         ml_dtypes.float8_e4m3b11fnuz,
     ),
 ]
@@ -223,16 +223,6 @@ def test_spacing_is_the_distance_to_the_next_value():
     assert math.isnan(floats.FP16.spacing(70000)) and math.isnan(floats.FP16.spacing(math.nan))
 
 
-def test_int8_is_twos_complement():
-    patterns = np.arange(256, dtype=np.uint8)
-    assert [floats.INT8.decode(code) for code in range(256)] == patterns.view(np.int8).tolist()
-    assert [floats.INT8.encode(v) for v in floats.INT8.representable()] == [
-        *range(128, 256),
-        *range(128),
-    ]
-    assert [floats.INT8.round(x) for x in (0.5, 1.5, -1e9, math.inf)] == [0, 2, -128, 127]
-
-
 def test_a_block_shares_its_scale():
     scale, codes = floats.MXFP4.encode([5.0, -0.75, 0.0, 1.1])
     assert floats.E8M0.decode(scale) == 1
@@ -277,7 +267,7 @@ def test_nvfp4_is_what_its_definition_says():
 
 def test_names():
     assert all(floats.named(name) is fmt for name, fmt in floats.FORMATS.items())
-    assert floats.named("Float8_E4M3FN") is floats.E4M3 is floats.named(floats.E4M3)
+    assert floats.named(floats.E4M3) is floats.E4M3
 
 
 @pytest.mark.parametrize(
@@ -288,7 +278,7 @@ def test_names():
             ValueError,
             "unknown format 'fp12': choose one of fp64, fp32",
         ),
-        (lambda: floats.named(8), TypeError, "by name or as a FloatFormat"),
+        (lambda: floats.named(8), ValueError, "unknown format 8: choose one of fp64, fp32"),
         (lambda: FloatFormat("x", 0, 3), ValueError, "exponent_bits must be at least 1, got 0"),
         (lambda: FloatFormat("x", 12, 3), ValueError, "exponent_bits must be at most 11, got 12"),
         (lambda: FloatFormat("x", 4, -1), ValueError, "mantissa_bits must be at least 0, got -1"),
@@ -304,21 +294,11 @@ def test_names():
         ),
         (lambda: FloatFormat("x", 4, 3, bias=1200), ValueError, "choose a bias nearer to 7"),
         (
-            lambda: FloatFormat("x", 4, 3, inf=False),
-            ValueError,
-            "inf=False does not go with nan='ieee'",
-        ),
-        (
             lambda: FloatFormat("x", 4, 3, nan="many"),
             ValueError,
             "nan='many' is unknown: choose one of 'ieee'",
         ),
         (lambda: FloatFormat("x", 1, 3), ValueError, "leave no normal number"),
-        (
-            lambda: FloatFormat("x", 4, 3, storage_bits=7),
-            ValueError,
-            "storage_bits must be at least 8, got 7",
-        ),
         (lambda: floats.E4M3.decode(256), ValueError, "code of e4m3 must be at most 255, got 256"),
         (lambda: floats.E4M3.decode(-1), ValueError, "code of e4m3 must be at least 0, got -1"),
         (lambda: floats.E4M3.decode(1.0), TypeError, "code of e4m3 must be a whole number"),
@@ -333,7 +313,6 @@ def test_names():
         (lambda: floats.E2M1.encode(math.nan), ValueError, "e2m1 has no NaN"),
         (lambda: floats.FP32.representable(), ValueError, "too many to list"),
         (lambda: floats.IntFormat("int0", 0), ValueError, "bits must be at least 1, got 0"),
-        (lambda: floats.INT8.encode(math.nan), ValueError, "int8 has no NaN"),
         (
             lambda: floats.MXFP4.encode([1.0] * 33),
             ValueError,

@@ -58,7 +58,7 @@ class TestMasterWeights:
                 weight.grad = p.grad.float()
             masters.step()
             by_hand.step()
-            assert same([masters[p] for p in model.parameters()], plain)
+            assert same([masters.masters[p] for p in model.parameters()], plain)
             assert same(model.parameters(), [weight.to(dtype) for weight in plain])
 
     def test_small_steps_add_up(self):
@@ -67,8 +67,8 @@ class TestMasterWeights:
         layer.weight.grad = torch.ones_like(layer.weight)
         for _ in range(100):
             masters.step()
-        assert masters[layer.weight].item() == pytest.approx(0.9, abs=1e-5)
-        assert layer.weight.item() == floats.BF16.round(masters[layer.weight].item())
+        assert masters.masters[layer.weight].item() == pytest.approx(0.9, abs=1e-5)
+        assert layer.weight.item() == floats.BF16.round(masters.masters[layer.weight].item())
 
     def test_groups_frozen_weights_tied_weights_and_fp32_weights(self):
         model = GPT(
@@ -92,7 +92,7 @@ class TestMasterWeights:
             p is model.norm.weight for p in masters.param_groups[1]["params"]
         )
         with pytest.raises(KeyError):
-            masters[model.norm.weight]
+            masters.masters[model.norm.weight]
 
     def test_a_schedule_and_clipping_work_on_the_masters(self):
         layer = line()
@@ -103,10 +103,10 @@ class TestMasterWeights:
             layer.weight.grad = torch.full_like(layer.weight, 3.0)
             masters.collect()
             nn.utils.clip_grad_norm_(masters.param_groups[0]["params"], 1.0)
-            before = masters[layer.weight].item()
+            before = masters.masters[layer.weight].item()
             masters.step()
             schedule.step()
-            found.append(round(before - masters[layer.weight].item(), 4))
+            found.append(round(before - masters.masters[layer.weight].item(), 4))
         assert found == [1.0, 0.5, 0.25]
 
     @pytest.mark.parametrize("fp32_gradients", [True, "only"])
@@ -117,18 +117,18 @@ class TestMasterWeights:
         )
         for slope in (256.0, 1.0, 1.0, 1.0):
             (layer.weight * slope).sum().backward()
-        assert masters[layer.weight].grad.item() == 259
+        assert masters.masters[layer.weight].grad.item() == 259
         assert (
             layer.weight.grad is None if fp32_gradients == "only" else layer.weight.grad.item() == 0
         )
         masters.zero_grad()
-        assert masters[layer.weight].grad is None and layer.weight.grad is None
+        assert masters.masters[layer.weight].grad is None and layer.weight.grad is None
         plain = line()
         halves = MasterWeights(torch.optim.SGD(plain.parameters(), lr=1.0))
         for slope in (256.0, 1.0, 1.0, 1.0):
             (plain.weight * slope).sum().backward()
         halves.collect()
-        assert halves[plain.weight].grad.item() == 256
+        assert halves.masters[plain.weight].grad.item() == 256
 
     @pytest.mark.parametrize(
         ("fp32_gradients", "per_parameter"), [(False, 16), (True, 20), ("only", 18)]
@@ -286,7 +286,7 @@ class TestLossScaler:
             masters = MasterWeights(torch.optim.SGD(layer.parameters(), lr=1.0))
             scaler.scale(layer.weight.sum().float() * 1e-8).backward()
             scaler.unscale_(masters)
-            assert masters[layer.weight].grad.item() == pytest.approx(
+            assert masters.masters[layer.weight].grad.item() == pytest.approx(
                 expected, rel=2**-8
             )  # subnormal in fp16: few digits are left
 
@@ -299,7 +299,7 @@ class TestLossScaler:
 
     def test_an_endless_overflow_ends(self):
         with pytest.raises(FloatingPointError, match="the loss itself is inf or NaN"):
-            self.drive(LossScaler(1.0, backoff_factor=1e-30), [math.nan] * 3)
+            self.drive(LossScaler(2.0**-145), [math.nan] * 5)
 
     def test_calls_out_of_order(self):
         weight = nn.Parameter(torch.ones(1))
@@ -326,8 +326,6 @@ class TestLossScaler:
             ({"init_scale": math.inf}, "init_scale must be a finite number above 0, got inf"),
             ({"init_scale": math.nan}, "init_scale must be a finite number above 0, got nan"),
             ({"init_scale": 1e39}, "init_scale=1e+39 is 0 or inf in fp32"),
-            ({"growth_factor": 1.0}, "for one that stays, pass dynamic=False"),
-            ({"backoff_factor": 1.0}, "grows by more than 1 and backs off by less"),
         ],
     )
     def test_bad_settings(self, settings, says):

@@ -79,7 +79,7 @@ def broadcast_star(x: Same, comm: Peers, *, src: int = 0) -> Same:
     Elsewhere than at src only the shape and dtype of x matter, as in torch.
     """
     if comm.rank != src:
-        return comm.recv(_room(x), src)
+        return comm.recv(x.new_empty(x.shape), src)
     x = _copy(x)
     for rank in _others(comm):
         comm.send(x, rank)
@@ -90,8 +90,12 @@ def broadcast_star(x: Same, comm: Peers, *, src: int = 0) -> Same:
 def broadcast_tree(x: Same, comm: Peers, *, src: int = 0) -> Same:
     """Rank src's x, on every rank: whoever has it passes it on, so that the number of ranks that
     have it doubles in each step."""
-    x = _copy(x)
-    _tree_down(x, comm, src)
+    x, me = _copy(x), (comm.rank - src) % comm.size
+    for width in widths(comm.size):
+        if width <= me < 2 * width:
+            comm.recv(x, (comm.rank - width) % comm.size)
+        elif me < width and me + width < comm.size:
+            comm.send(x, (comm.rank + width) % comm.size)
     return x
 
 
@@ -100,7 +104,8 @@ def scatter_star(x: Rows, comm: Peers, *, src: int = 0) -> Share:
     """This rank's share of the rows of src's x; elsewhere only the shape and dtype of x matter."""
     pieces = _Pieces(x.contiguous(), shares(len(x), comm.size))
     if comm.rank != src:
-        return comm.recv(_room(pieces[comm.rank]), src)
+        mine = pieces[comm.rank]
+        return comm.recv(mine.new_empty(mine.shape), src)
     for rank in _others(comm):
         comm.send(pieces[rank], rank)
     return pieces[src].clone()
@@ -136,10 +141,15 @@ def reduce_star(x: Same, comm: Peers, *, dst: int = 0, op: str = "sum") -> Same 
 
 @_collective
 def reduce_tree(x: Same, comm: Peers, *, dst: int = 0, op: str = "sum") -> Same | None:
-    """At rank dst the sum (or `op`) over all ranks, and None elsewhere: the tree of
-    `broadcast_tree`, climbed from its leaves."""
-    x = _copy(x)
-    _tree_up(x, comm, dst, op)
+    """At rank dst the sum (or `op`) over all ranks, and None elsewhere: `broadcast_tree` run
+    backwards. In each step the upper half of the ranks that are left send to the lower half, and
+    are done."""
+    x, me = _copy(x), (comm.rank - dst) % comm.size
+    for width in reversed(widths(comm.size)):
+        if width <= me < 2 * width:
+            comm.send(x, (comm.rank - width) % comm.size)
+        elif me < width and me + width < comm.size:
+            comm.recv(x, (comm.rank + width) % comm.size, reduce=op)
     return x if comm.rank == dst else None
 
 
@@ -163,7 +173,7 @@ def reduce_scatter_ring(
     if in_place and not (_same_place(out, mine) and out.shape == mine.shape):
         piece = f"its piece {comm.rank} of {comm.size}: give that piece, or memory of its own"
         raise ValueError(f"rank {comm.rank}: out lies in x, but is not {piece}")
-    ring_reduce(pieces, comm, op)
+    ring(pieces, comm, comm.rank - 1, op)
     return out if in_place else _into(out, mine)
 
 
@@ -174,7 +184,7 @@ def all_gather_ring(x: Share, comm: Peers, *, sizes: Sizes = None, out: Rows | N
     `sizes` are the rows that each rank brings, if they differ; x may be a piece of `out`.
     """
     whole, pieces = _gathered(x, comm, sizes, out)
-    ring_gather(pieces, comm)
+    ring(pieces, comm, comm.rank)
     return whole
 
 
@@ -190,48 +200,25 @@ def all_reduce_ring(x: Same, comm: Peers, *, op: str = "sum", out: Same | None =
     """
     out, flat = _result(x, out)
     pieces = _Pieces(flat, shares(flat.numel(), comm.size))
-    ring_reduce(pieces, comm, op)
-    ring_gather(pieces, comm)
+    ring(pieces, comm, comm.rank - 1, op)
+    ring(pieces, comm, comm.rank)
     return out
 
 
-def _ring(last: int) -> Callable:
-    """Decorates a ring after which a rank has given every piece but number rank + `last`, and taken
-    every piece but the one before that. A comm with no one behind it, as in a dry run, has no hops
-    to wait for: it can `book` them as one."""
+def ring(pieces: Sequence[Tensor], comm: Peers, first: int, op: str | None = None) -> None:
+    """n − 1 hops: give piece `first` to the next rank, then pass on what came in the hop before,
+    reduced by `op` with this rank's own.
 
-    def decorate(ring: Callable) -> Callable:
-        @functools.wraps(ring)
-        def hops(pieces: Sequence[Tensor], comm: Peers, *op: str) -> None:
-            if not hasattr(comm, "book"):
-                return ring(pieces, comm, *op)
-            n, i = comm.size, comm.rank
-            left = [pieces.nbytes - pieces[(i + last - k) % n].nbytes for k in (0, 1)]
-            comm.book((i + 1) % n, left[0], (i - 1) % n, left[1], n - 1)
-
-        return hops
-
-    return decorate
-
-
-@_ring(last=0)
-def ring_reduce(pieces: Sequence[Tensor], comm: Peers, op: str) -> None:
-    """Leaves in pieces[rank] the sum over all ranks: in every hop a half-done piece moves on, and
-    meets the next rank's own."""
+    From piece rank − 1 on, it leaves the sum over all ranks in pieces[rank]. Without an `op`, when
+    each rank begins with pieces[rank] and gives that first, it fills every piece.
+    """
     n, i = comm.size, comm.rank
+    if hasattr(comm, "book"):  # a dry run: no one is behind it, so that all hops can be one
+        given, taken = (pieces.nbytes - pieces[(first + k) % n].nbytes for k in (1, 0))
+        return comm.book((i + 1) % n, given, (i - 1) % n, taken, n - 1)
     for hop in range(n - 1):
-        give, take = (i - 1 - hop) % n, (i - 2 - hop) % n
+        give, take = (first - hop) % n, (first - 1 - hop) % n
         comm.send_recv(pieces[give], (i + 1) % n, pieces[take], (i - 1) % n, reduce=op)
-
-
-@_ring(last=1)
-def ring_gather(pieces: Sequence[Tensor], comm: Peers) -> None:
-    """Fills every piece, when each rank begins with pieces[rank]: pass on what you received in the
-    hop before."""
-    n, i = comm.size, comm.rank
-    for hop in range(n - 1):
-        give, take = (i - hop) % n, (i - 1 - hop) % n
-        comm.send_recv(pieces[give], (i + 1) % n, pieces[take], (i - 1) % n)
 
 
 # ── all-reduce in other ways ──────────────────────────────────────────────────────────────────────
@@ -241,26 +228,18 @@ def ring_gather(pieces: Sequence[Tensor], comm: Peers) -> None:
 def all_reduce_naive(x: Same, comm: Peers, *, op: str = "sum", out: Same | None = None) -> Same:
     """The sum (or `op`) over all ranks, on every rank: all send to rank 0, which adds in rank order
     and sends the result back to each."""
-    out, flat = _result(x, out)
-    if comm.rank != 0:
-        comm.send(flat, 0)
-        comm.recv(flat, 0)
-        return out
-    for rank in _others(comm):
-        comm.recv(flat, rank, reduce=op)
-    for rank in _others(comm):
-        comm.send(flat, rank)
-    return out
+    total = reduce_star(x, comm, op=op)
+    total = broadcast_star(x if total is None else total, comm)
+    return total if out is None else _into(out, total)
 
 
 @_collective
 def all_reduce_tree(x: Same, comm: Peers, *, op: str = "sum", out: Same | None = None) -> Same:
     """The sum (or `op`) over all ranks, on every rank: up the binomial tree to rank 0, and down
     again."""
-    out, flat = _result(x, out)
-    _tree_up(flat, comm, 0, op)
-    _tree_down(flat, comm, 0)
-    return out
+    total = reduce_tree(x, comm, op=op)
+    total = broadcast_tree(x if total is None else total, comm)
+    return total if out is None else _into(out, total)
 
 
 @_collective
@@ -300,27 +279,6 @@ def all_reduce_halving_doubling(
     return out
 
 
-def _tree_up(x: Tensor, comm: Peers, dst: int, op: str) -> None:
-    """Adds up x along the binomial tree: in each step the upper half of the ranks that are left
-    send to the lower half, and are done."""
-    me = (comm.rank - dst) % comm.size
-    for width in reversed(widths(comm.size)):
-        if width <= me < 2 * width:
-            comm.send(x, (comm.rank - width) % comm.size)
-        elif me < width and me + width < comm.size:
-            comm.recv(x, (comm.rank + width) % comm.size, reduce=op)
-
-
-def _tree_down(x: Tensor, comm: Peers, src: int) -> None:
-    """Spreads src's x along the binomial tree: `_tree_up` run backwards."""
-    me = (comm.rank - src) % comm.size
-    for width in widths(comm.size):
-        if width <= me < 2 * width:
-            comm.recv(x, (comm.rank - width) % comm.size)
-        elif me < width and me + width < comm.size:
-            comm.send(x, (comm.rank + width) % comm.size)
-
-
 # ── everybody to everybody ────────────────────────────────────────────────────────────────────────
 
 
@@ -335,10 +293,8 @@ def all_to_all_pairwise(
     that each rank has for this one.
     """
     n, i = comm.size, comm.rank
-    equal = shares(len(x), n) if send_sizes is None else send_sizes
-    send_sizes = _row_counts(equal, n, "send_sizes")
-    same = (send_sizes[i],) * n if recv_sizes is None else recv_sizes
-    recv_sizes = _row_counts(same, n, "recv_sizes")
+    send_sizes = _row_counts(send_sizes, shares(len(x), n), "send_sizes")
+    recv_sizes = _row_counts(recv_sizes, (send_sizes[i],) * n, "recv_sizes")
     if sum(send_sizes) != len(x) or send_sizes[i] != recv_sizes[i]:
         both = f"send_sizes={send_sizes} and recv_sizes={recv_sizes}"
         raise ValueError(f"{both} must add up to the {len(x)} rows of x and agree on rank {i}")
@@ -360,7 +316,8 @@ def shift(x: Same, comm: Peers) -> Same:
     """
     if comm.size == 1:
         return _copy(x)
-    received, right, left = _room(x), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    received = x.new_empty(x.shape)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if comm.rank % 2 == 0:
         comm.send(x.contiguous(), right)
         comm.recv(received, left)
@@ -375,10 +332,6 @@ def shift(x: Same, comm: Peers) -> Same:
 
 def _others(comm: Peers) -> list[int]:
     return [rank for rank in range(comm.size) if rank != comm.rank]
-
-
-def _room(x: Tensor) -> Tensor:
-    return _fitting(None, tuple(x.shape), x)
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -408,17 +361,20 @@ def _same_place(x: Tensor, y: Tensor) -> bool:
     return (_storage(x), x.storage_offset()) == (_storage(y), y.storage_offset())
 
 
-def _row_counts(sizes: Sequence[int], n: int, name: str) -> tuple[int, ...]:
+def _row_counts(sizes: Sizes, default: tuple[int, ...], name: str) -> tuple[int, ...]:
+    n = len(default)
+    if sizes is None:
+        return default
     if len(sizes) != n:
         raise ValueError(f"{name}={tuple(sizes)} names {len(sizes)} ranks, but the group has {n}")
     return tuple(units.whole(int(size), name) for size in sizes)
 
 
 def _gathered(
-    x: Tensor, comm: Peers, sizes: Sequence[int] | None, out: Tensor | None = None
-) -> tuple[Tensor, Sequence[Tensor]]:
+    x: Tensor, comm: Peers, sizes: Sizes, out: Tensor | None = None
+) -> tuple[Tensor, _Pieces]:
     """Room for the rows of all ranks, whole and cut by rank, with this rank's own in place."""
-    sizes = (len(x),) * comm.size if sizes is None else _row_counts(sizes, comm.size, "sizes")
+    sizes = _row_counts(sizes, (len(x),) * comm.size, "sizes")
     if sizes[comm.rank] != len(x):
         raise ValueError(f"rank {comm.rank} brings {len(x)} rows, not as in sizes={sizes}")
     whole = _fitting(out, (sum(sizes), *x.shape[1:]), x)

@@ -2,6 +2,7 @@
 and the bus bandwidth of nccl-tests. S is bytes of the whole tensor, n the number of ranks."""
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -44,34 +45,27 @@ def _log(n: int) -> int:
 @dataclass(frozen=True)
 class Seat:
     """Where a formula is evaluated: one rank of n, and S bytes that are cut between elements (or
-    rows) of `itemsize` bytes. The root is the rank that has the tensor first, or gets the result:
-    the algorithm's src or dst."""
+    rows) of `itemsize` bytes. Rank 0 is the root, which has the tensor first or gets the result."""
 
     n: int
     rank: int
-    root: int
     S: int
     itemsize: int
 
     @property
-    def v(self) -> int:
-        """This rank's number, counted from the root."""
-        return (self.rank - self.root) % self.n
-
-    @property
     def others(self) -> int:
         """How many ranks a root has to serve; 0 for a rank that is not the root."""
-        return self.n - 1 if self.v == 0 else 0
+        return self.n - 1 if self.rank == 0 else 0
 
     @property
     def leaf(self) -> int:
         """1 for every rank that is not the root."""
-        return int(self.v > 0)
+        return int(self.rank > 0)
 
     @property
     def children(self) -> int:
         """Ranks to which this one passes the tensor down the binomial tree."""
-        return sum(self.v < width and self.v + width < self.n for width in widths(self.n))
+        return sum(self.rank < width < self.n - self.rank for width in widths(self.n))
 
     def piece(self, ahead: int = 0) -> int:
         """Bytes in the piece of the rank that many places ahead on the ring."""
@@ -88,40 +82,39 @@ class Seat:
 class Formula:
     """What an algorithm costs.
 
-    steps: messages that wait for each other, by n.
-    share: what these carry together, as a multiple of S, by n.
-    messages: messages that the rank at a seat sends.
-    sent: bytes in them.
+    steps: messages that wait for each other, by n
+    share: what these carry together, as a multiple of S, by n
+    sent: messages that the rank at a seat sends, and bytes in them
     """
 
     steps: Callable[[int], int]
     share: Callable[[int], Fraction | int]
-    messages: Callable[[Seat], int]
-    sent: Callable[[Seat], int]
+    sent: Callable[[Seat], tuple[int, int]]
 
-
-def _twice(path: tuple[Callable, Callable]) -> tuple[Callable, Callable]:
-    steps, share = path
-    return lambda n: 2 * steps(n), lambda n: 2 * share(n)
-
-
-def _halving_doubling(at: Seat) -> tuple[int, int]:
-    """Messages and bytes: all but your own piece on the way down; you, your pair, your quartet, …
-    on the way up; and a left-over rank's tensor."""
-    p = power_of_two(at.n)
-    if at.rank >= p:
-        return 1, at.S
-    extra, groups = at.rank + p < at.n, [at.rank // width * width for width in widths(p)]
-    up = sum(
-        at.cut(p, first, first + width) for first, width in zip(groups, widths(p), strict=True)
-    )
-    down = at.S - at.cut(p, at.rank, at.rank + 1)
-    return 2 * len(widths(p)) + extra, down + up + extra * at.S
+    def __add__(self, then: "Formula") -> "Formula":
+        """Of one algorithm after the other."""
+        return Formula(
+            lambda n: self.steps(n) + then.steps(n),
+            lambda n: self.share(n) + then.share(n),
+            lambda at: tuple(map(operator.add, self.sent(at), then.sent(at))),
+        )
 
 
 def _halving_doubling_path(n: int) -> tuple[int, Fraction]:
     p, left_over = power_of_two(n), n != power_of_two(n)
     return 2 * _log(p) + 2 * left_over, Fraction(2 * (p - 1), p) + 2 * left_over
+
+
+def _halving_doubling(at: Seat) -> tuple[int, int]:
+    """All but your own piece on the way down; you, your pair, your quartet, … on the way up; and a
+    left-over rank's tensor."""
+    p = power_of_two(at.n)
+    if at.rank >= p:
+        return 1, at.S
+    extra, down = at.rank + p < at.n, at.S - at.cut(p, at.rank, at.rank + 1)
+    groups = [(at.rank // width * width, width) for width in widths(p)]
+    up = sum(at.cut(p, first, first + width) for first, width in groups)
+    return 2 * len(groups) + extra, down + up + extra * at.S
 
 
 # Steps, and the multiple of S that they carry: n − 1 whole tensors, n − 1 pieces, or a whole tensor
@@ -131,34 +124,25 @@ _PIECES = (lambda n: n - 1, lambda n: Fraction(n - 1, n))
 _LEVELS = (_log, _log)
 
 FORMULAS: dict[str, Formula] = {
-    "broadcast_star": Formula(*_TENSORS, lambda at: at.others, lambda at: at.others * at.S),
-    "broadcast_tree": Formula(*_LEVELS, lambda at: at.children, lambda at: at.children * at.S),
-    "scatter_star": Formula(
-        *_PIECES, lambda at: at.others, lambda at: (1 - at.leaf) * (at.S - at.piece())
-    ),
-    "gather_star": Formula(*_PIECES, lambda at: at.leaf, lambda at: at.leaf * at.piece()),
-    "reduce_star": Formula(*_TENSORS, lambda at: at.leaf, lambda at: at.leaf * at.S),
-    "reduce_tree": Formula(*_LEVELS, lambda at: at.leaf, lambda at: at.leaf * at.S),
-    "reduce_scatter_ring": Formula(*_PIECES, lambda at: at.n - 1, lambda at: at.S - at.piece()),
-    "all_gather_ring": Formula(*_PIECES, lambda at: at.n - 1, lambda at: at.S - at.piece(1)),
-    "all_reduce_naive": Formula(
-        *_twice(_TENSORS), lambda at: at.leaf + at.others, lambda at: (at.leaf + at.others) * at.S
-    ),
-    "all_reduce_ring": Formula(
-        *_twice(_PIECES), lambda at: 2 * (at.n - 1), lambda at: 2 * at.S - at.piece() - at.piece(1)
-    ),
-    "all_reduce_tree": Formula(
-        *_twice(_LEVELS),
-        lambda at: at.leaf + at.children,
-        lambda at: (at.leaf + at.children) * at.S,
-    ),
+    "broadcast_star": Formula(*_TENSORS, lambda at: (at.others, at.others * at.S)),
+    "broadcast_tree": Formula(*_LEVELS, lambda at: (at.children, at.children * at.S)),
+    "scatter_star": Formula(*_PIECES, lambda at: (at.others, (1 - at.leaf) * (at.S - at.piece()))),
+    "gather_star": Formula(*_PIECES, lambda at: (at.leaf, at.leaf * at.piece())),
+    "reduce_star": Formula(*_TENSORS, lambda at: (at.leaf, at.leaf * at.S)),
+    "reduce_tree": Formula(*_LEVELS, lambda at: (at.leaf, at.leaf * at.S)),
+    "reduce_scatter_ring": Formula(*_PIECES, lambda at: (at.n - 1, at.S - at.piece())),
+    "all_gather_ring": Formula(*_PIECES, lambda at: (at.n - 1, at.S - at.piece(1))),
+}
+FORMULAS |= {
+    "all_reduce_naive": FORMULAS["reduce_star"] + FORMULAS["broadcast_star"],
+    "all_reduce_ring": FORMULAS["reduce_scatter_ring"] + FORMULAS["all_gather_ring"],
+    "all_reduce_tree": FORMULAS["reduce_tree"] + FORMULAS["broadcast_tree"],
     "all_reduce_halving_doubling": Formula(
         lambda n: _halving_doubling_path(n)[0],
         lambda n: _halving_doubling_path(n)[1],
-        lambda at: _halving_doubling(at)[0],
-        lambda at: _halving_doubling(at)[1],
+        _halving_doubling,
     ),
-    "all_to_all_pairwise": Formula(*_PIECES, lambda at: at.n - 1, lambda at: at.S - at.piece()),
+    "all_to_all_pairwise": Formula(*_PIECES, lambda at: (at.n - 1, at.S - at.piece())),
 }
 """S is always the whole tensor: what is broadcast, what a scatter divides, what a gather puts
 together, what each rank brings to the rest."""
@@ -183,32 +167,28 @@ def sent(
     nbytes: int | float,
     n: int,
     itemsize: int = 4,
-    root: int = 0,
     axis: str = "dp",
     rank: int | None = None,
 ) -> Ledger:
     """Bytes that each rank sends, a line for each that sends anything, exact also where n does not
-    divide the tensor.
+    divide the tensor. The algorithm's src or dst is rank 0.
 
-    nbytes: the whole tensor S.
-    itemsize: bytes of an element (of a row, for an operation on rows): cuts fall between them.
-    root: the algorithm's src or dst.
-    rank: the only one that is asked for; all unless given.
+    nbytes: the whole tensor S
+    itemsize: bytes of an element (of a row, for an operation on rows): cuts fall between them
+    rank: the only one that is asked for; all unless given
 
     >>> sent("all_reduce_ring", nbytes=64e6, n=4).by("rank")
     {0: 96000000, 1: 96000000, 2: 96000000, 3: 96000000}
     """
-    formula = _formula(algorithm)
-    return Ledger(
-        Line(algorithm, formula.sent(at), axis=axis, rank=at.rank, count=formula.messages(at))
-        for at in _seats(nbytes, n, itemsize, root, rank)
-        if formula.messages(at)
-    )
+    formula, lines = _formula(algorithm), []
+    for at in _seats(nbytes, n, itemsize, rank):
+        messages, amount = formula.sent(at)
+        if messages:
+            lines.append(Line(algorithm, amount, axis=axis, rank=at.rank, count=messages))
+    return Ledger(lines)
 
 
-def held(
-    algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4, root: int = 0
-) -> Ledger:
+def held(algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4) -> Ledger:
     """Bytes of the result on each rank: the whole tensor, a share of it, or nothing where only the
     root gets it. The sizes are those of `sent`.
 
@@ -224,28 +204,24 @@ def held(
             return 0 if at.leaf else at.S
         return at.n * at.piece() if algorithm.startswith("all_to_all") else at.S
 
-    seats = _seats(nbytes, n, itemsize, root)
+    seats = _seats(nbytes, n, itemsize)
     return Ledger(Line("result", result(at), rank=at.rank) for at in seats)
 
 
-def _seats(
-    nbytes: int | float, n: int, itemsize: int, root: int, rank: int | None = None
-) -> list[Seat]:
+def _seats(nbytes: int | float, n: int, itemsize: int, rank: int | None = None) -> list[Seat]:
     S = int(nbytes) if isinstance(nbytes, float) and nbytes.is_integer() else nbytes
     units.whole(S, "nbytes")
     units.whole(n, "n", 1)
     if S % units.whole(itemsize, "itemsize", 1):
         elements = f"a whole number of elements of {itemsize} bytes"
         raise ValueError(f"{S} bytes are not {elements}: give the tensor's itemsize")
-    if not 0 <= root < n:
-        raise ValueError(f"root={root} is not one of {n} ranks: use 0 … {n - 1}")
     if rank is None and n > _MOST:
         raise ValueError(
             f"a ledger with a line for each of {n} ranks is too long: use {_MOST:,} "
             "ranks at most, or ask for one, as in sent(…, rank=0)"
         )
     ranks = range(n) if rank is None else (rank,)
-    return [Seat(n, each, root, S, itemsize) for each in ranks]
+    return [Seat(n, each, S, itemsize) for each in ranks]
 
 
 # ── time ──────────────────────────────────────────────────────────────────────────────────────────

@@ -76,7 +76,7 @@ def reducing_sent(model: ModelConfig, mesh: Mesh, rank: int, *, itemsize: int = 
     """Bytes that a rank sends in `reduce_gradients`: a ring over N_d ranks for each tensor that all
     hold, over N_d/N_e for each of its experts'."""
     lines = []
-    for name, shape in _held(model, mesh.ep, rank=mesh.coords(rank)["ep"]).items():
+    for name, shape in _held(model, mesh.ep).items():
         axis = "edp" if "experts" in name else "dp"
         group = mesh.group(rank, axis)
         nbytes = math.prod(shape) * itemsize
@@ -86,10 +86,8 @@ def reducing_sent(model: ModelConfig, mesh: Mesh, rank: int, *, itemsize: int = 
     return Ledger(lines).merged()
 
 
-def model_states(
-    model: ModelConfig, ep: int, *, optimizer: str = "adamw", itemsize: int = 4
-) -> Ledger:
-    """Bytes of weights, gradients and optimizer state on each rank, under the names of
+def model_states(model: ModelConfig, ep: int, *, itemsize: int = 4) -> Ledger:
+    """Bytes of weights, gradients and Adam's state on each rank, under the names of
     `measure.model_states`: those of Ψ less the experts of others, E·(1 − 1/N_e) of each layer.
 
     That is the same whatever N_d is: data parallelism copies what a rank holds. Only the optimizer
@@ -102,9 +100,8 @@ def model_states(
     """
     Ψ, width = anatomy.num_params(model, ep=ep), itemsize
     states = [("weights", "weights", Ψ * width), ("gradients", "gradients", Ψ * width)]
-    states += [(moment, "optimizer", Ψ * width) for moment in MOMENTS[optimizer]]
-    if len(MOMENTS[optimizer]) == 2:  # Adam counts its steps once for each tensor, in fp32
-        states.append(("step", "optimizer", 4 * len(_held(model, ep))))
+    states += [(moment, "optimizer", Ψ * width) for moment in MOMENTS["adamw"]]
+    states.append(("step", "optimizer", 4 * len(_held(model, ep))))  # one of each tensor, in fp32
     if model.positions == "rope":
         tables = 2 * model.seq_len * (model.d_head // 2) * width
         states.append(("buffers", "buffers", tables))
@@ -168,15 +165,12 @@ def routed_timeline(
     return Timeline(tuple(spans))
 
 
-def _held(model: ModelConfig, ep: int, rank: int = 0) -> dict[str, tuple[int, ...]]:
-    """The shapes of a rank's parameters by name."""
-    E = anatomy.letters(model, ep=ep)["E"]
-    others = {str(e) for e in range(model.num_experts) if e // E != rank}
-    shapes = anatomy.tensors(model).items()
-    return {name: shape for name, shape in shapes if not _expert(name) & others}
+def _held(model: ModelConfig, ep: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the first rank's parameters by name; others' experts have other numbers."""
+    E, shapes = anatomy.letters(model, ep=ep)["E"], anatomy.tensors(model).items()
+    return {name: shape for name, shape in shapes if _expert(name) < E}
 
 
-def _expert(name: str) -> set[str]:
-    """The number of the expert that a parameter belongs to, if any."""
-    _, found, rest = name.partition("experts.")
-    return {rest.partition(".")[0]} if found else set()
+def _expert(name: str) -> int:
+    """The number of the expert that a parameter belongs to; 0 where it belongs to none."""
+    return int(name.partition("experts.")[2].partition(".")[0] or 0)

@@ -28,7 +28,8 @@ class MasterWeights:
     """An optimizer of half-precision weights that really steps fp32 copies, the *master weights*.
 
     Each result is handed back rounded. Give it any optimizer that has not stepped yet; its groups
-    and settings stay. Weights that are fp32 already are stepped as they are.
+    and settings stay. Weights that are fp32 already are stepped as they are; `masters` has the
+    copies of the others.
 
     >>> layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     >>> _ = layer.weight.data.fill_(1.0)
@@ -36,7 +37,7 @@ class MasterWeights:
     >>> for _ in range(4):
     ...     layer.weight.grad = torch.ones_like(layer.weight)
     ...     masters.step()
-    >>> round(masters[layer.weight].item(), 4), layer.weight.item()
+    >>> round(masters.masters[layer.weight].item(), 4), layer.weight.item()
     (0.996, 0.99609375)
 
     fp32_gradients: as in `TrainConfig`. False: gradients stay in half precision, fp32 copies of
@@ -65,10 +66,6 @@ class MasterWeights:
         if self.fp32_gradients:
             weight.register_post_accumulate_grad_hook(self._take)
         self.masters[weight] = nn.Parameter(weight.detach().float())
-        return self.masters[weight]
-
-    def __getitem__(self, weight: Tensor) -> nn.Parameter:
-        """The master copy of a half-precision weight."""
         return self.masters[weight]
 
     @property

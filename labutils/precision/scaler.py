@@ -23,10 +23,10 @@ class LossScaler:
     """A factor on the loss that keeps small gradients out of fp16's underflow, like GradScaler.
 
     The dynamic scale climbs until gradients overflow: `growth_interval` steps in a row without an
-    inf or NaN multiply it by `growth_factor`; a step with one is skipped and multiplies it by
-    `backoff_factor`. A static scale (dynamic=False) stays; steps that overflow are skipped all the
-    same. Over a `comm`, where each rank has another shard of the gradients, all skip or none: one
-    number is all-reduced, booked as "finite". An optimizer is torch's, `MasterWeights` or `zero`'s.
+    inf or NaN double it; a step with one is skipped and halves it. A static scale (dynamic=False)
+    stays; steps that overflow are skipped all the same. Over a `comm`, where each rank has another
+    shard of the gradients, all skip or none: one number is all-reduced, booked as "finite". An
+    optimizer is torch's, `MasterWeights` or `zero`'s.
 
     >>> weight = torch.nn.Parameter(torch.tensor(2.0))
     >>> optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -51,8 +51,6 @@ class LossScaler:
         init_scale: float | int = 2.0**16,
         *,
         dynamic: bool = True,
-        growth_factor: float | int = 2.0,
-        backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         comm: Any = None,
     ) -> None:
@@ -60,22 +58,11 @@ class LossScaler:
         self.value = floats.FP32.round(units.positive(init_scale, "init_scale"))
         if not 0 < self.value < math.inf:
             raise ValueError(f"init_scale={init_scale} is 0 or inf in fp32: 2**16 is usual")
-        if not backoff_factor < 1 < growth_factor:
-            raise ValueError(
-                f"a scale grows by more than 1 and backs off by less, got {growth_factor} and "
-                f"{backoff_factor}: for one that stays, pass dynamic=False"
-            )
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
         self.dynamic = dynamic
         self.comm = comm
         self.good_steps = 0  # in a row, since the scale last moved
         self._turns: dict[int, _Turn] = {}
-
-    def __repr__(self) -> str:
-        kind = "dynamic" if self.dynamic else "static"
-        return f"LossScaler({self.value:g}, {kind}, {self.good_steps} good steps in a row)"
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in fp32 or wider: 65536 itself is beyond fp16."""
@@ -116,20 +103,19 @@ class LossScaler:
         """Moves the scale by what the last step found; once after every step, of all optimizers."""
         if not self._turns:
             raise RuntimeError("no gradients were looked at since the last update(): step() first")
-        if self.dynamic:
-            self._move(all(turn.finite for turn in self._turns.values()))
+        finite = all(turn.finite for turn in self._turns.values())
         self._turns.clear()
-
-    def _move(self, finite: bool) -> None:
+        if not self.dynamic:
+            return
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
-            self.value = floats.FP32.round(self.value * self.backoff_factor)
+            self.value = floats.FP32.round(self.value / 2)
             if not self.value:
                 raise FloatingPointError("the scale is 0: the loss itself is inf or NaN")
         elif self.good_steps == self.growth_interval:
-            grown = floats.FP32.round(self.value * self.growth_factor)
-            self.value = grown if math.isfinite(grown) else self.value
             self.good_steps = 0
+            if 2 * self.value <= floats.FP32.max:
+                self.value *= 2
 
 
 def scales(finite: Iterable[bool], start: float, interval: int) -> list[float]:
@@ -175,10 +161,10 @@ def _gradients(optimizer: Any) -> list[Tensor]:
 
 
 def _multiply_(gradients: list[Tensor], factor: float) -> bool:
-    """Multiplies in place; whether all were finite before. One pass on each device does both."""
-    beyond = {gradient.device: torch.zeros(1, device=gradient.device) for gradient in gradients}
-    for device, found in beyond.items():
-        here = [gradient for gradient in gradients if gradient.device == device]
-        inverse = torch.full_like(found, factor)
-        torch._amp_foreach_non_finite_check_and_unscale_(here, found, inverse)
-    return not any(beyond.values())
+    """Multiplies in place; whether all were finite before. One pass does both."""
+    if not gradients:
+        return True
+    found = torch.zeros(1, device=gradients[0].device)
+    inverse = torch.full_like(found, factor)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+    return not found

@@ -84,12 +84,8 @@ def slopes(n, seed=0):
 
 SETTINGS = [
     {"init_scale": 2.0**16, "growth_interval": 3},
-    {"init_scale": 3.7, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 2},
-    {
-        "init_scale": 2.0**126,
-        "growth_factor": 4.0,
-        "growth_interval": 1,
-    },  # growth stops below infinity
+    {"init_scale": 3.7, "growth_interval": 2},
+    {"init_scale": 2.0**126, "growth_interval": 1},  # growth stops below infinity
     {"init_scale": 1e-3, "growth_interval": 1},
 ]
 
