@@ -140,7 +140,7 @@ def routed_timeline(
     came = [sum(sum(row[i * E : (i + 1) * E]) for row in table) for i in range(n)]
     moved = [max(sum(table[i]), came[i]) - own[i] for i in range(n)]
     trip = max(moved) * model.d_model * itemsize / chunks / link.bandwidth + (n - 1) * link.latency
-    spans, free, ready = [], 0.0, [0.0] * n  # when the links, and each rank, can go on
+    spans, ready = [], [0.0] * n  # when each rank can go on
 
     def travel(name: str, start: float) -> float:
         spans.extend(Span(i, "route", name, start, start + trip) for i in range(n) if trip)
@@ -154,13 +154,11 @@ def routed_timeline(
 
     if model.shared_expert:
         compute("shared", [sum(row) / model.top_k for row in table], 0.0)
-    arrived = [travel("dispatch 0", 0.0)]
+    arrived = free = travel("dispatch 0", 0.0)  # free: when the links can go on
     for chunk in range(chunks):
-        compute(f"experts {chunk}", [rows / chunks for rows in came], arrived[chunk])
-        free = max(free, arrived[-1])
+        compute(f"experts {chunk}", [rows / chunks for rows in came], arrived)
         if chunk + 1 < chunks:
-            free = travel(f"dispatch {chunk + 1}", free)
-            arrived.append(free)
+            arrived = free = travel(f"dispatch {chunk + 1}", free)
         free = travel(f"combine {chunk}", max(free, *ready))
     return Timeline(tuple(spans))
 

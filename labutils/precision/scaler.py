@@ -2,21 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labutils import floats, units
-
-
-@dataclass
-class _Turn:
-    """What happened to one optimizer since the last update()."""
-
-    finite: bool
-    stepped: bool = False
 
 
 class LossScaler:
@@ -62,7 +53,9 @@ class LossScaler:
         self.dynamic = dynamic
         self.comm = comm
         self.good_steps = 0  # in a row, since the scale last moved
-        self._turns: dict[int, _Turn] = {}
+        # Since the last update(), by id of an optimizer: were its gradients finite; did it step?
+        self._finite: dict[int, bool] = {}
+        self._stepped: set[int] = set()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in fp32 or wider: 65536 itself is beyond fp16."""
@@ -74,8 +67,9 @@ class LossScaler:
 
         What clips comes after it.
         """
-        if turn := self._turns.get(id(optimizer)):
-            what = "this optimizer has stepped" if turn.stepped else "these gradients are unscaled"
+        if id(optimizer) in self._finite:
+            stepped = id(optimizer) in self._stepped
+            what = "this optimizer has stepped" if stepped else "these gradients are unscaled"
             raise RuntimeError(f"{what} already: unscale_() once between two calls of update()")
         factor = floats.FP32.round(1 / self.value)
         if hasattr(optimizer, "collect"):
@@ -84,27 +78,27 @@ class LossScaler:
         if self.comm is not None:
             with self.comm.record("finite"):
                 finite = not self.comm.all_reduce(torch.tensor(float(not finite)), "max").item()
-        self._turns[id(optimizer)] = _Turn(finite)
+        self._finite[id(optimizer)] = finite
         return finite
 
     def step(self, optimizer: Any) -> bool:
         """Steps the optimizer, unless a gradient is inf or NaN; whether it did. Unscales first."""
-        if id(optimizer) not in self._turns:
-            self.unscale_(optimizer)
-        turn = self._turns[id(optimizer)]
-        if turn.stepped:
+        key = id(optimizer)
+        if key in self._stepped:
             raise RuntimeError("step() was called twice: call update() once after every step")
-        turn.stepped = True
-        if turn.finite:
+        finite = self._finite[key] if key in self._finite else self.unscale_(optimizer)
+        self._stepped.add(key)
+        if finite:
             optimizer.step()
-        return turn.finite
+        return finite
 
     def update(self) -> None:
         """Moves the scale by what the last step found; once after every step, of all optimizers."""
-        if not self._turns:
+        if not self._finite:
             raise RuntimeError("no gradients were looked at since the last update(): step() first")
-        finite = all(turn.finite for turn in self._turns.values())
-        self._turns.clear()
+        finite = all(self._finite.values())
+        self._finite.clear()
+        self._stepped.clear()
         if not self.dynamic:
             return
         self.good_steps = self.good_steps + 1 if finite else 0

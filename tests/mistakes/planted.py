@@ -488,7 +488,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("self.good_steps == self.growth_interval", "self.good_steps > self.growth_interval"),
         ("return not found", "return bool(found)"),
         ("if 2 * self.value <= floats.FP32.max:", "if True:"),
-        ("finite = all(turn.finite", "finite = any(turn.finite"),
+        ("finite = all(self._finite", "finite = any(self._finite"),
         ('torch.tensor(float(not finite)), "max")', 'torch.tensor(float(not finite)), "min")'),
     ],
     ("precision/master", "test_precision_training"): [
