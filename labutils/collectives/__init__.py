@@ -10,7 +10,8 @@ the code, so that the two can disagree.
 from labutils.collectives.algorithms import (
     REDUCTIONS, Peers, all_gather_ring, all_reduce_halving_doubling, all_reduce_naive,
     all_reduce_ring, all_reduce_tree, all_to_all_pairwise, broadcast_star, broadcast_tree,
-    gather_star, reduce_scatter_ring, reduce_star, reduce_tree, ring, scatter_star, shift,
+    gather_star, reduce_scatter_ring, reduce_star, reduce_tree, ring_hops, scatter_star,
+    shift,
 )  # fmt: skip
 from labutils.collectives.costs import (
     ALL_REDUCES, FORMULAS, algbw, bus_factor, busbw, cost, crossover, fastest, held, sent, shares,

@@ -173,7 +173,7 @@ def reduce_scatter_ring(
     if in_place and not (_same_place(out, mine) and out.shape == mine.shape):
         piece = f"its piece {comm.rank} of {comm.size}: give that piece, or memory of its own"
         raise ValueError(f"rank {comm.rank}: out lies in x, but is not {piece}")
-    ring(pieces, comm, comm.rank - 1, op)
+    ring_hops(pieces, comm, comm.rank - 1, op)
     return out if in_place else _into(out, mine)
 
 
@@ -184,7 +184,7 @@ def all_gather_ring(x: Share, comm: Peers, *, sizes: Sizes = None, out: Rows | N
     `sizes` are the rows that each rank brings, if they differ; x may be a piece of `out`.
     """
     whole, pieces = _gathered(x, comm, sizes, out)
-    ring(pieces, comm, comm.rank)
+    ring_hops(pieces, comm, comm.rank)
     return whole
 
 
@@ -200,12 +200,12 @@ def all_reduce_ring(x: Same, comm: Peers, *, op: str = "sum", out: Same | None =
     """
     out, flat = _result(x, out)
     pieces = _Pieces(flat, shares(flat.numel(), comm.size))
-    ring(pieces, comm, comm.rank - 1, op)
-    ring(pieces, comm, comm.rank)
+    ring_hops(pieces, comm, comm.rank - 1, op)
+    ring_hops(pieces, comm, comm.rank)
     return out
 
 
-def ring(pieces: Sequence[Tensor], comm: Peers, first: int, op: str | None = None) -> None:
+def ring_hops(pieces: Sequence[Tensor], comm: Peers, first: int, op: str | None = None) -> None:
     """n − 1 hops: give piece `first` to the next rank, then pass on what came in the hop before,
     reduced by `op` with this rank's own.
 

@@ -451,7 +451,7 @@ hint("collectives/ring-all-reduce", 1)
 # The library's ring is two rounds of the same four lines; the first one adds.
 
 # %%
-show(collectives.ring)
+show(collectives.ring_hops)
 
 # %%
 show(collectives.all_reduce_ring)
