@@ -96,7 +96,7 @@ def three_results(
         level=level,
         ranks=n,
         equal=all(equal for equal, _, _ in runs),
-        sent=predict_sent(parts, n, level, rank=0, **kind).total,
+        sent=zero.predict_sent(parts, n, level, rank=0, **kind).total,
         sent_unexplained=predicted.diff(world.ledger).unexplained,
         held=history.peak.ledger.total,
         held_unexplained=peak.diff(history.peak.ledger).unexplained,
