@@ -91,11 +91,12 @@ def whole(value: object, name: str, minimum: int = 0) -> int:
     return value
 
 
-def positive(value: object, name: str) -> float:
-    """`value` as a float, after checking that it is a finite number above zero; the error names
-    `name`, the value and the remedy."""
+def positive(value: object, name: str, *, or_zero: bool = False) -> float:
+    """`value` as a float, after checking that it is a finite number above zero, `or_zero`; the
+    error names `name`, the value and the remedy."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    if not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} must be a finite number above 0, got {value}")
+    if not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
+        least = "of at least 0" if or_zero else "above 0"
+        raise ValueError(f"{name} must be a finite number {least}, got {value}")
     return float(value)

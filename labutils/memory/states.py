@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from labutils import anatomy
 from labutils.config import MOMENTS, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 
@@ -77,7 +78,7 @@ def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) ->
             optimizer=train.optimizer,
             level=level,
             parameters=model.num_params,
-            tensors=model.num_tensors,
+            tensors=anatomy.num_tensors(model),
             share=-(-model.num_params // mesh.dp),
         )
     ]
