@@ -89,15 +89,14 @@ class Ledger(_Table):
     (60, {0: 40, 1: 20}, {'weights': 20, 'gradients': 20})
     """
 
-    lines: tuple[Line, ...] = ()
+    lines: tuple[Line, ...] = ()  # made of any iterable
 
-    def __init__(self, lines: Iterable[Line] = ()) -> None:
-        lines = tuple(lines)
-        for line in lines:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lines", tuple(self.lines))
+        for line in self.lines:
             if not isinstance(line, Line):
                 remedy = "write Line(name, amount)"
                 raise TypeError(f"a Ledger is made of Lines, got {line!r}; {remedy}")
-        object.__setattr__(self, "lines", lines)
 
     def __iter__(self) -> Iterator[Line]:
         return iter(self.lines)

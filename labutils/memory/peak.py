@@ -4,7 +4,8 @@ device has room for it."""
 import functools
 import operator
 from collections import Counter
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
 ALONE = Mesh()
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class Peak(Ledger):
     """What is alive at the fullest moment of a step, and where in the step that is.
 
@@ -24,45 +26,26 @@ class Peak(Ledger):
     `phases` the peak of each phase in bytes.
     """
 
-    phase: str
-    event: str
-    phases: dict[str, int]
-    hardware: Hardware | None
-
-    def __init__(
-        self, lines: Any, phase: str, event: str, phases: dict[str, int], hardware: Hardware | None
-    ) -> None:
-        super().__init__(lines)
-        object.__setattr__(self, "phase", phase)
-        object.__setattr__(self, "event", event)
-        object.__setattr__(self, "phases", phases)
-        object.__setattr__(self, "hardware", hardware)
+    phase: str = ""
+    event: str = ""
+    phases: dict[str, int] = field(default_factory=dict)
+    hardware: Hardware | None = None
 
     @property
     def spare(self) -> int:
         """Bytes of the hardware that are left at the peak; negative where it does not fit."""
-        return self._device.memory - self.total
+        if self.hardware is None:
+            raise ValueError(
+                "this prediction knows no device: "
+                'memory.predict(model, train, hardware=Hardware.named("H100"))'
+            )
+        return self.hardware.memory - self.total
 
     @property
     def fits(self) -> bool:
         """Whether the hardware holds the peak. Not counted: what the driver, the libraries and the
         allocator's rounding take."""
         return self.spare >= 0
-
-    @property
-    def fails_in(self) -> str | None:
-        """The first phase that needs more than the hardware has, or None."""
-        room = self._device.memory
-        return next((phase for phase, amount in self.phases.items() if amount > room), None)
-
-    @property
-    def _device(self) -> Hardware:
-        if self.hardware is None:
-            raise ValueError(
-                "this prediction knows no device: "
-                'memory.predict(model, train, hardware=Hardware.named("H100"))'
-            )
-        return self.hardware
 
 
 def predict(

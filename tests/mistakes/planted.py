@@ -516,10 +516,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("for start in range(0, len(batches), k)]", "for start in range(0, len(batches) - k + 1, k)]"),
     ],
     ("planner", "test_planner test_survivors"): [
-        ("share = round(target / seq_len / copies)", "share = target // seq_len // copies"),
+        ("share = round(target / seq_len / gpus)", "share = target // seq_len // gpus"),
         ('f"{batch:,} / ({largest} · {copies:,})"', 'f"{batch:,} / ({copies} · {copies:,})"'),
         ("if tokens == target:", "if tokens >= target:"),
-        ("mesh = Mesh(dp=copies, tp=gpus_per_copy)", "mesh = Mesh(dp=copies)"),
+        ("if size == 1 or fits(size)", "if size == 1"),
     ],
     ("checkpointing/plans", "test_checkpointing test_survivors"): [
         ("part * (n // k) + min(part, n % k)", "part * (n // k)"),
@@ -566,7 +566,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("memory/peak", "test_memory"): [
         ("return self.spare >= 0", "return self.spare > 0"),
-        ("if amount > room), None)", "if amount >= room), None)"),
+        ("return self.hardware.memory - self.total", "return self.total - self.hardware.memory"),
         ("phases[form.phase] = max(phases.get(form.phase, 0), total)", "phases[form.phase] = total"),
     ],
     ("memory/published", "test_published"): [
