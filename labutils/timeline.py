@@ -57,6 +57,11 @@ class Timeline:
         return max((span.end for span in self.spans), default=0.0)
 
     @property
+    def computed(self) -> float:
+        """Time at which the last computation on any rank ends."""
+        return max((s.end for s in self.spans if s.kind not in COMMUNICATION), default=0.0)
+
+    @property
     def waits(self) -> tuple[tuple[float, float], ...]:
         """Stretches of time in which no rank computes, the beginning and the end included."""
         found, now = [], 0.0

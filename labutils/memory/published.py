@@ -7,8 +7,6 @@ from labutils.ledger import Ledger, Line
 from labutils.memory.activations import activations
 from labutils.memory.states import WIDTHS
 
-_RUN = {"autocast": False, "attention": "plain", "checkpointing": "none"}
-
 # The paper's lines, and the tensors of `anatomy` that each of them counts: module, and what.
 _PAPER = {
     ("inputs of the two LayerNorms", "4sbh"): (
@@ -98,14 +96,12 @@ def beyond_the_paper(model: ModelConfig, train: TrainConfig) -> Ledger:
     byte.
     """
     b, (s, h, a, L) = train.micro_batch, model.letters("s h a L")
-    shape = {"d_ff": 4 * h, "num_kv_heads": a, "d_head": h // a, "num_experts": 1}
-    made_for = {"norm": "layernorm", "ffn": "gelu", **shape}
-    odd = [
-        f"{name}={getattr(chosen, name)!r}"
-        for chosen, only in ((model, made_for), (train, _RUN))
-        for name, value in only.items()
-        if getattr(chosen, name) != value
-    ]
+    made_for = {
+        "norm": "layernorm", "ffn": "gelu", "d_ff": 4 * h, "num_kv_heads": a, "d_head": h // a,
+        "num_experts": 1, "autocast": False, "attention": "plain", "checkpointing": "none",
+    }  # fmt: skip
+    given = vars(model) | vars(train)
+    odd = [f"{name}={given[name]!r}" for name, only in made_for.items() if given[name] != only]
     odd += ["precision='fp32'"] * (train.precision == "fp32") + ["dropout=0"] * (not model.dropout)
     if odd:
         so = "memory.activations counts such a model as it is"
@@ -113,11 +109,10 @@ def beyond_the_paper(model: ModelConfig, train: TrainConfig) -> Ledger:
     size = WIDTHS[train.precision]
     masks = L * (size - 1) * (2 * s * b * h + a * s * s * b)
     statistics = L * 2 * 2 * s * b * size
-    lines = [
-        Line("masks in two bytes, not one", masks, "activations", note="2sbh + as²b a layer"),
-        Line(
-            "mean and 1/σ of each token", statistics, "activations", note="two LayerNorms a layer"
-        ),
-    ]
+    layers = {
+        "masks in two bytes, not one": (masks, "2sbh + as²b a layer"),
+        "mean and 1/σ of each token": (statistics, "two LayerNorms a layer"),
+    }
+    lines = [Line(name, n, "activations", note=note) for name, (n, note) in layers.items()]
     outside = [line for line in activations(model, train) if not line.name.startswith("blocks.")]
     return Ledger([*lines, *outside])

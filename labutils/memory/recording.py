@@ -32,8 +32,6 @@ OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
 }
 STEPPING = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}
-
-
 BATCH = "tokens and targets"
 SHARES = {
     "weight shards", "gradient shards", "master weights", "exp_avg", "exp_avg_sq",
@@ -109,7 +107,8 @@ def _built(rank: Rank, model: ModelConfig, train: TrainConfig) -> tuple[GPT, lis
     make = functools.partial(OPTIMIZERS[train.optimizer], lr=1e-3, **STEPPING[train.stepping])
     comm = rank.comm("dp")
     if train.zero == 3:
-        units = _units(net)
+        root = [p.numel() for name, p in net.named_parameters() if not name.startswith("blocks.")]
+        units = [root, [parameter.numel() for parameter in net.blocks[0].parameters()]]
         zero.shard(net, comm, param_dtype=narrow, reduce_dtype=wide)
         return net, units, make(net.parameters())
     if train.zero:
@@ -260,9 +259,3 @@ class _Places(TorchDispatchMode):
 
     def _follow(self, i: int, block: nn.Module, inputs: object, output: Tensor) -> None:
         output.register_hook(lambda gradient: self.go(i))
-
-
-def _units(net: GPT) -> list[list[int]]:
-    """The sizes of the parameters of a layer, and of what surrounds the layers."""
-    root = [p.numel() for name, p in net.named_parameters() if not name.startswith("blocks.")]
-    return [root, [parameter.numel() for parameter in net.blocks[0].parameters()]]

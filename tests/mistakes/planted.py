@@ -558,11 +558,11 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("2 * size**3 / product", "size**3 / product"),
     ],
     ("memory/states", "test_memory test_memory_zero test_survivors"): [
-        ("share=-(-model.num_params // mesh.dp)", "share=model.num_params // mesh.dp"),
-        ("1 if level else tensors, FP32", "tensors, FP32"),
+        ("-(-parameters // dp) if sharded", "parameters // dp if sharded"),
+        ("(1 if level else tensors) * FP32", "tensors * FP32"),
         ("return train.zero if mesh.dp > 1 else 0", "return train.zero"),
         ("2 * weights + state + temporary)", "weights + state + temporary)"),
-        ("numbers * (2 if half else FP32)", "numbers * FP32"),
+        ("buffers(model, 2 if half else FP32)", "buffers(model, FP32)"),
     ],
     ("memory/peak", "test_memory"): [
         ("return self.spare >= 0", "return self.spare > 0"),
