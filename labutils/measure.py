@@ -73,9 +73,8 @@ def saved_activations(fn: Callable[[], object], module: nn.Module) -> Ledger:
     activations · 1   64  float32 [2, 8]
     total             96
     """
-    known = {
-        tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())
-    }
+    there = (*module.parameters(), *module.buffers())
+    known = {tensor.untyped_storage()._cdata for tensor in there}
     # Holding the storage keeps its address from being used again.
     saved: dict[int, tuple[torch.UntypedStorage, Line]] = {}
     inside: list[str] = []

@@ -150,14 +150,12 @@ def predictable(
 ) -> None:
     """Raises TypeError or ValueError where there is no formula for a step, and says what would
     help."""
-    given = (model, ModelConfig), (train, TrainConfig), (mesh, Mesh), (hardware, Hardware | None)
-    for value, wanted in given:
-        if not isinstance(value, wanted):
-            name = getattr(wanted, "__name__", "Hardware")
-            raise TypeError(
-                f"memory.predict takes a {name} here, got {value!r}: "
-                f"build one, or take {name}.named(…) where there is one"
-            )
+    given = {ModelConfig: model, TrainConfig: train, Mesh: mesh, Hardware: hardware}
+    for kind, value in given.items():
+        if not isinstance(value, kind) and (kind, value) != (Hardware, None):
+            name = kind.__name__
+            remedy = f"build one, or take {name}.named(…) where there is one"
+            raise TypeError(f"memory.predict takes a {name} here, got {value!r}: {remedy}")
     states.zero_level(train, mesh)
     if model.num_experts > 1:
         raise ValueError(

@@ -570,8 +570,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("phases[form.phase] = max(phases.get(form.phase, 0), total)", "phases[form.phase] = total"),
     ],
     ("memory/published", "test_published"): [
-        ("mine = whole // t if sequence else share", "mine = share"),
-        ('width = 1 if "mask" in kept.what else kept.itemsize', "width = kept.itemsize"),
+        ("(t if divided or sequence else 1)", "(t if divided else 1)"),
+        ('("dropout masks after them", 2,', '("dropout masks after them", 4,'),
         ("statistics = L * 2 * 2 * s * b * size", "statistics = L * 2 * s * b * size"),
     ],
     ("memory/formulas", "test_memory test_calculator"): [
