@@ -121,20 +121,17 @@ def factored(nbytes: int, primes: Sizes) -> tuple[int, str]:
     if "g" in primes:  # a is a multiple of g
         letters = letters.replace("g", "", letters.count("a"))
     if rest & (rest - 1) or not rest:
-        raise ValueError(
-            f"{nbytes} bytes are {rest} times the letters {letters!r}: a sum of products?"
-        )
+        found = f"{nbytes} bytes are {rest} times the letters {letters!r}"
+        raise ValueError(f"{found}: a sum of products?")
     return rest, "".join(sorted(letters, key=LETTERS.index))
 
 
 class Storage(NamedTuple):
-    """A storage: what it is, its bytes as a factor and letters, the moments of its birth and its
+    """A storage: what it is, its bytes as letters and a factor, the moments of its birth and its
     death."""
 
-    name: str
-    component: str
+    column: Column
     factor: int
-    letters: str
     birth: int
     death: int
 
@@ -150,15 +147,13 @@ class Recording(NamedTuple):
     def held(self) -> "tuple[list[Column], np.ndarray]":
         """What is alive: a column for each product of letters in a line of the ledger, a row of
         factors for each moment."""
-        columns: dict[Column, int] = {}
-        places = [
-            columns.setdefault((*life[:2], life.letters), len(columns)) for life in self.lives
-        ]
+        columns = list(dict.fromkeys(life.column for life in self.lives))
+        places = {column: place for place, column in enumerate(columns)}
         changes = np.zeros((len(self.moments) + 1, len(columns)), dtype=np.int64)
-        for life, place in zip(self.lives, places, strict=True):
-            changes[life.birth, place] += life.factor
-            changes[life.death, place] -= life.factor
-        return list(columns), changes[:-1].cumsum(0)
+        for life in self.lives:
+            changes[life.birth, places[life.column]] += life.factor
+            changes[life.death, places[life.column]] -= life.factor
+        return columns, changes[:-1].cumsum(0)
 
     def chunks(self) -> dict[tuple[int | None, int], list[int]]:
         """Stretches of moments of one layer: by layer, and how often it has come before."""
@@ -322,12 +317,9 @@ def _written(terms: tuple[tuple[str, int], ...]) -> str:
             whole["L" + letters] += factor
             factor *= -DEPTH
         whole[letters] += factor
-
-    def order(letters: str) -> tuple:
-        return -len(letters), [LETTERS.index(letter) for letter in letters]
-
     parts = []
-    for letters in sorted(filter(whole.get, whole), key=order):
+    order = sorted(whole, key=lambda letters: (-len(letters), *map(LETTERS.index, letters)))
+    for letters in filter(whole.get, order):
         sign, product = "−" if whole[letters] < 0 else "+", letters.replace("/", "/N")
         for letter in LETTERS:
             product = product.replace(3 * letter, letter + "³").replace(2 * letter, letter + "²")

@@ -65,7 +65,8 @@ def record(model: ModelConfig, train: TrainConfig, primes: Mapping[str, int]) ->
         more = "m" * (batches > 1) + "/" * (train.zero > 0 and name in SHARES)
         sizes = _parts(life.nbytes // batches, units, primes) if life.nbytes else ()
         for factor, letters in sizes:
-            lives.append(Storage(name, life.component, factor, letters + more, life.birth, death))
+            column = name, life.component, letters + more
+            lives.append(Storage(column, factor, life.birth, death))
     return Recording(recorder.events, places.layers, lives)
 
 
