@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from labutils import accumulation, checkpointing, data_parallel, measure, precision, zero
+from labutils.collectives import algorithms
 from labutils.config import Mesh, ModelConfig
 from labutils.model import GPT
 from labutils.world import RankError, World
@@ -36,9 +37,9 @@ def collectives(rank):
         "all_reduce": lambda: comm.all_reduce(rows),
         "all_reduce out": lambda: comm.all_reduce(rows, out=rows),
         "all_reduce max": lambda: comm.all_reduce(rows, "max"),
-        "naive": lambda: comm.all_reduce(rows, algorithm="naive"),
-        "tree": lambda: comm.all_reduce(rows, algorithm="tree"),
-        "halving_doubling": lambda: comm.all_reduce(rows, algorithm="halving_doubling"),
+        "naive": lambda: algorithms.all_reduce_naive(rows, comm),
+        "tree": lambda: algorithms.all_reduce_tree(rows, comm),
+        "halving_doubling": lambda: algorithms.all_reduce_halving_doubling(rows, comm),
         "reduce_scatter": lambda: comm.reduce_scatter(rows),
         "reduce_scatter out": lambda: comm.reduce_scatter(rows, out=share),
         "reduce_scatter in place": lambda: comm.reduce_scatter(rows, out=pieces[i]),
@@ -353,7 +354,6 @@ def test_bad_input_is_refused():
 
 def test_an_error_of_the_rank_is_raised_here_and_the_next_run_works():
     def fails(rank):
-        rank.print("before")
         raise ValueError("wrong")
 
     dry = World(8, engine="dry")
@@ -370,11 +370,6 @@ def test_a_real_tensor_from_outside_is_told_how_to_come_in(use):
         RankError, match=r"real tensor, float32\[3\].*pass it as an argument of run"
     ):
         World(2, engine="dry").run(lambda rank: use(outside))
-
-
-def test_printing_shows_the_rank(capsys):
-    World(9, engine="dry").run(lambda rank: rank.print("here"), rank=7)
-    assert capsys.readouterr().out == "[rank 7] here\n"
 
 
 def test_ranks_have_random_numbers_of_their_own():

@@ -1,4 +1,4 @@
-"""A script for `python` and for `torchrun --nproc-per-node 4`: it prints the same, the engine's name aside."""
+"""A script for `python` and for `torchrun --nproc-per-node 4`: it prints the same, the engine's name and what ranks print aside."""
 
 import os
 
@@ -13,7 +13,8 @@ from labutils.world import World, WorldError
 
 
 def step(rank):
-    rank.print("is at", rank.coords)
+    if "RANK" in os.environ:
+        print("is at", rank.coords)
     comm = rank.comm("tp")
     work = comm.all_reduce(torch.arange(4.0) + rank.rank, async_op=True)
     return rank.comm("dp").all_gather(torch.tensor([rank.rank])).tolist(), work.wait().tolist()

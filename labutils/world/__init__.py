@@ -75,10 +75,7 @@ class World:
         timeout: float = 30.0,
         assume: Assume | None = None,
     ) -> None:
-        if not isinstance(mesh, Mesh):
-            if mesh == 0:
-                raise ValueError("a world has at least one rank, got 0: use World(1) or more")
-            mesh = Mesh(dp=mesh)
+        mesh = mesh if isinstance(mesh, Mesh) else Mesh(dp=mesh)
         engine = engine or ("torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "threads")
         if engine not in ENGINES:
             raise ValueError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
@@ -110,7 +107,10 @@ class World:
             remedy = "write world.run(fn, …), without calling fn"
             raise TypeError(f"run takes a function of a rank, got {fn!r}: {remedy}")
         self.trace = Trace()
-        alone = self._one(rank)
+        if self.engine != "dry" and rank is not None:
+            remedy = f'leave rank={rank} out, or use engine="dry"'
+            raise ValueError(f"on {self.engine} all ranks run: {remedy}")
+        alone = (rank or 0,) if self.engine == "dry" else ()
         try:
             results, self.trace = self._engine.run(fn, args, kwargs, *alone)
         except WorldError as error:
@@ -118,21 +118,10 @@ class World:
             raise error.with_traceback(None) from None
         return results
 
-    def _one(self, rank: int | None) -> tuple[int, ...]:
-        """The rank that a dry run is of; on other engines all run."""
-        if self.engine != "dry":
-            if rank is not None:
-                remedy = f'leave rank={rank} out, or use engine="dry"'
-                raise ValueError(f"on {self.engine} all ranks run: {remedy}")
-            return ()
-        rank = units.whole(rank or 0, "rank")
-        if rank >= self.size:
-            raise ValueError(f"rank={rank} is none of {self.size}: use 0 … {self.size - 1}")
-        return (rank,)
-
     def close(self) -> None:
         """End all ranks; a later run would start new ones."""
-        self._engine.close()
+        if isinstance(self._engine, Processes):  # of the others nothing stays between runs
+            self._engine.close()
 
     def __enter__(self) -> "World":
         return self

@@ -6,14 +6,15 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from labutils import collectives, units
-from labutils.collectives.algorithms import is_rank
+from labutils.collectives.algorithms import Sizes, is_rank
 from labutils.config import COMM_AXES
 from labutils.trace import Event
 from labutils.world.errors import site
@@ -22,6 +23,7 @@ from labutils.world.messages import REDUCE_OPS, CallSite, Request, Work, describ
 if TYPE_CHECKING:
     from labutils.world.rank import Rank
 
+_CALLS = 64  # the last ones, which are compared between ranks
 _BY_ROWS = ("all_gather", "reduce_scatter", "scatter", "gather", "all_to_all")
 _WRITES_OUT = ("all_reduce", "reduce_scatter", "all_gather")  # algorithms that know `out`
 
@@ -42,14 +44,7 @@ class Comm:
     once, whose `wait()` gives the result.
     """
 
-    def __init__(
-        self,
-        owner: "Rank",
-        axis: str,
-        ranks: tuple[int, ...],
-        channel: int,
-        asynchronous: bool = False,
-    ) -> None:
+    def __init__(self, owner: "Rank", axis: str, ranks: tuple[int, ...], channel: int) -> None:
         self.axis = axis
         self.ranks = ranks
         self.rank = ranks.index(owner.rank)
@@ -57,8 +52,9 @@ class Comm:
         self._owner = owner
         self._endpoint = owner._endpoint
         self._events = owner._events
-        self._calls = owner._calls(axis + " (async)" * asynchronous, ranks)
-        self._channel = 2 * channel + asynchronous
+        name = axis + " (async)" * (channel % 2)
+        self._calls = owner._called.setdefault((name, ranks), deque(maxlen=_CALLS))
+        self._channel = channel  # odd: that of asynchronous collectives
         self._name: str | None = None
         self._call: CallSite | None = None
         self._background: Background | None = None
@@ -87,7 +83,7 @@ class Comm:
         ranks, known = self.ranks[first : first + count], self._owner._comms
         name = f"{self.axis} of {ranks}"
         if name not in known:
-            channel = self._channel // 2 + (count << len(COMM_AXES))  # not that of all ranks
+            channel = self._channel + (2 * count << len(COMM_AXES))  # not that of all ranks
             known[name] = type(self)(self._owner, self.axis, ranks, channel)
         return known[name]
 
@@ -138,9 +134,7 @@ class Comm:
 
     def irecv(self, out: Tensor, src: int, *, reduce: str | None = None) -> Work:
         """A `Work` whose result is `out`, filled or reduced; don't touch `out` before."""
-        request = self._recv(out, src, reduce)
-        request.result = out
-        return self._watched(request)
+        return self._watched(self._recv(out, src, reduce))
 
     def _send(self, x: Tensor, dst: int) -> Request:
         request = self._outgoing(x, dst, self._call_site("send"))
@@ -157,11 +151,7 @@ class Comm:
 
     def _watched(self, request: Request) -> Work:
         self._endpoint.watch(request)
-        return self._later(request)
-
-    def _later(self, request: Request) -> Work:
-        self._owner._pending[request] = None
-        return Work(self._endpoint, request, self._owner._pending)
+        return Work(self._owner, request)
 
     def _call_site(self, op: str) -> CallSite:
         """The collective that this message is part of, or the line that asks for it."""
@@ -171,7 +161,8 @@ class Comm:
         """What travels is a value: no autograd graph spans two ranks, no conjugation is pending."""
         self._contiguous(x, call.op)
         value = x.detach().resolve_conj().resolve_neg()
-        return Request(call, self._peer(dst), self._channel, value, sending=True)
+        ends = self._owner.rank, self._peer(dst)
+        return Request(call, *ends, self._channel, value, sending=True)
 
     def _incoming(self, out: Tensor, src: int, reduce: str | None, call: CallSite) -> Request:
         self._contiguous(out, call.op)
@@ -181,7 +172,8 @@ class Comm:
         reduce = reduce or "copy"
         if reduce not in REDUCE_OPS:
             raise ValueError(f"cannot reduce by {reduce!r}: use one of {', '.join(REDUCE_OPS)}")
-        return Request(call, self._peer(src), self._channel, out.detach(), reduce=reduce)
+        ends = self._owner.rank, self._peer(src)
+        return Request(call, *ends, self._channel, out.detach(), reduce=reduce, result=out)
 
     def _contiguous(self, x: Tensor, op: str) -> None:
         self._dense(x, op)
@@ -210,28 +202,16 @@ class Comm:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def all_reduce(
-        self, x: Tensor, op: str = "sum", *, algorithm: str = "ring", **how: Unpack[How]
-    ) -> Any:
-        """The sum (or `op`) of x over all ranks, on every rank.
-
-        algorithm: "ring", "naive", "tree" or "halving_doubling"
-        """
-        if f"all_reduce_{algorithm}" not in collectives.ALL_REDUCES:
-            known = ", ".join(map(repr, collectives.ALL_REDUCES))
-            remedy = f"use {known} without the 'all_reduce_'"
-            raise ValueError(f"no all-reduce called {algorithm!r}: {remedy}")
-        run = getattr(collectives, f"all_reduce_{algorithm}")
-        return self._collective("all_reduce", run, x, {"op": op}, **how)
+    def all_reduce(self, x: Tensor, op: str = "sum", **how: Unpack[How]) -> Any:
+        """The sum (or `op`) of x over all ranks, on every rank."""
+        return self._collective("all_reduce", collectives.all_reduce_ring, x, {"op": op}, **how)
 
     def reduce_scatter(self, x: Tensor, op: str = "sum", **how: Unpack[How]) -> Any:
         """This rank's share of the rows of the sum (or `op`) of x over all ranks."""
         run = collectives.reduce_scatter_ring
         return self._collective("reduce_scatter", run, x, {"op": op}, **how)
 
-    def all_gather(
-        self, x: Tensor, *, sizes: Sequence[int] | None = None, **how: Unpack[How]
-    ) -> Any:
+    def all_gather(self, x: Tensor, *, sizes: Sizes = None, **how: Unpack[How]) -> Any:
         """The rows of all ranks, in rank order, on every rank.
 
         sizes: the rows that each rank brings, if they differ
@@ -247,28 +227,21 @@ class Comm:
         """This rank's share of the rows of rank `src`'s x; elsewhere only its form matters."""
         return self._collective("scatter", collectives.scatter_star, x, {"src": src}, **how)
 
-    def gather(
-        self, x: Tensor, dst: int = 0, *, sizes: Sequence[int] | None = None, async_op: bool = False
-    ) -> Any:
+    def gather(self, x: Tensor, dst: int = 0, *, sizes: Sizes = None, **how: Unpack[How]) -> Any:
         """At rank `dst` the rows of all ranks, in rank order, and None elsewhere.
 
         sizes: the rows that each rank brings, if they differ
         """
         arguments = {"dst": dst} if sizes is None else {"dst": dst, "sizes": list(sizes)}
-        run = collectives.gather_star
-        return self._collective("gather", run, x, arguments, async_op=async_op)
+        return self._collective("gather", collectives.gather_star, x, arguments, **how)
 
-    def reduce(self, x: Tensor, dst: int = 0, op: str = "sum", *, async_op: bool = False) -> Any:
+    def reduce(self, x: Tensor, dst: int = 0, op: str = "sum", **how: Unpack[How]) -> Any:
         """At rank `dst` the sum (or `op`) of x over all ranks, and None elsewhere."""
         arguments = {"dst": dst, "op": op}
-        return self._collective("reduce", collectives.reduce_tree, x, arguments, async_op=async_op)
+        return self._collective("reduce", collectives.reduce_tree, x, arguments, **how)
 
     def all_to_all(
-        self,
-        x: Tensor,
-        send_sizes: Sequence[int] | None = None,
-        recv_sizes: Sequence[int] | None = None,
-        **how: Unpack[How],
+        self, x: Tensor, send_sizes: Sizes = None, recv_sizes: Sizes = None, **how: Unpack[How]
     ) -> Any:
         """The rows that every rank has for this one, in rank order.
 
@@ -278,13 +251,13 @@ class Comm:
         arguments = {} if send_sizes is None and recv_sizes is None else sizes
         return self._collective("all_to_all", collectives.all_to_all_pairwise, x, arguments, **how)
 
-    def barrier(self, *, async_op: bool = False) -> Any:
-        """None, once every rank has come here.
+    def barrier(self) -> None:
+        """Nothing, once every rank has come here.
 
         In step k each rank hears from the rank 2ᵏ before it: after ⌈log₂ N⌉ it has heard of all.
         """
         nothing = torch.empty(0, dtype=torch.uint8, device=self._owner.device)
-        return self._collective("barrier", _dissemination_barrier, nothing, {}, async_op=async_op)
+        self._collective("barrier", _dissemination_barrier, nothing, {})
 
     def _collective(
         self,
@@ -307,26 +280,24 @@ class Comm:
         run = functools.partial(algorithm, x.resolve_conj().resolve_neg(), **arguments)
         if not async_op:
             return self._run(call, run, out)
-        self._background = self._background or self._new_background()
-        return self._later(self._background.start(call, run, out))
+        if self._background is None:
+            twin = type(self)(self._owner, self.axis, self.ranks, self._channel + 1)
+            self._background = self._in_background(twin)
+        return Work(self._owner, self._background.start(call, run, out))
 
-    def _new_background(self) -> "Background":
-        """What runs the asynchronous collectives of this axis."""
-        return Background(self._twin())
-
-    def _twin(self) -> "Comm":
-        """The same ranks, on the channel of the asynchronous collectives."""
-        return type(self)(self._owner, self.axis, self.ranks, self._channel // 2, asynchronous=True)
+    def _in_background(self, twin: "Comm") -> "Background":
+        """What runs asynchronous collectives, over these ranks on a channel of their own."""
+        return Background(twin)
 
     def _run(self, call: CallSite, run: Callable[["Comm"], Any], out: Tensor | None) -> Any:
-        outer, self._call = self._call, self._call or call
+        number, _ = self._calls[-1] if self._calls else (0, None)
+        self._calls.append((number + 1, call))
+        self._call = call
         try:
-            if outer is None:
-                self._calls.append(call)
             with self.record(call.op):
                 result = run(self)
         finally:
-            self._call = outer
+            self._call = None
         if out is None or result is None:
             return result
         if out.shape != result.shape or out.dtype != result.dtype:
@@ -367,9 +338,9 @@ class Background:
 
     def start(self, call: CallSite, run: Callable[[Comm], Any], out: Tensor | None) -> Request:
         """The pending result; its messages are booked at this point of the rank's program."""
-        request = Request(call)
-        events: list[Event] = []
-        self.comm._owner._events.append(events)
+        owner, events = self.comm._owner, []
+        request = Request(call, owner.rank)
+        owner._events.append(events)
         self.comm._endpoint.add_actor(+1)
         self.jobs.put((request, events, run, out))
         return request

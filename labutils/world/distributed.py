@@ -11,7 +11,7 @@ import torch.distributed as dist
 from labutils.config import Mesh
 from labutils.trace import Event
 from labutils.world.comm import Comm
-from labutils.world.errors import Stopped, TimeoutError
+from labutils.world.errors import TimeoutError
 from labutils.world.messages import Endpoint, Request
 from labutils.world.rank import Rank
 
@@ -22,27 +22,15 @@ class DistributedEndpoint(Endpoint):
     A failure elsewhere shows as a time-out, and so does a deadlock.
     """
 
-    def __init__(
-        self, rank: int, device: torch.device, timeout: float, group: Any | None = None
-    ) -> None:
-        self.rank = rank
-        self.device = device
+    def __init__(self, timeout: float, group: Any | None = None) -> None:
         self.timeout = timeout
         self.group = group
-        self.stopped = False
-
-    def reset(self, run: int) -> None:
-        self.stopped = False
-
-    def leave(self, over: bool) -> None:
-        self.stopped = True
 
     def post(self, *requests: Request) -> None:
         parts = []
         for request in requests:
-            request.result = request.result if request.sending else request.tensor
-            reduces = request.reduce != "copy"
-            landing = torch.empty_like(request.tensor) if reduces else request.tensor
+            x = request.tensor
+            landing = x if request.reduce == "copy" else torch.empty_like(x)
             call = dist.isend if request.sending else dist.irecv
             peer, channel = request.peer, request.channel
             parts.append(dist.P2POp(call, landing, peer, group=self.group, tag=channel))
@@ -62,9 +50,7 @@ class DistributedEndpoint(Endpoint):
         try:
             work.wait(datetime.timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            if self.stopped:
-                raise Stopped(str(request)) from None
-            waited = f"rank {self.rank} waited {self.timeout:g} s in {request}"
+            waited = f"rank {request.rank} waited {self.timeout:g} s in {request}"
             raise TimeoutError(f"{waited}, and then: {str(error).splitlines()[0]}") from None
         if request.reduce != "copy":
             request.accept(landing.view(-1))
@@ -72,17 +58,13 @@ class DistributedEndpoint(Endpoint):
 
 
 def comm_of(
-    group: Any | None = None,
-    *,
-    timeout: float = 30.0,
-    device: torch.device | None = None,
-    events: list[Event] | None = None,
+    group: Any | None = None, *, timeout: float = 30.0, events: list[Event] | None = None
 ) -> Comm:
-    """A Comm over a `torch.distributed.ProcessGroup` that exists already, as under torchrun.
+    """A Comm over a `torch.distributed.ProcessGroup` that exists already, as under torchrun; under
+    NCCL its tensors lie on this process's GPU.
 
     group: the process group; without one, that of all ranks
     timeout: seconds that a rank waits for another one; then it raises TimeoutError
-    device: where its tensors lie; without one, this rank's GPU under NCCL, else the CPU
     events: a list that gets an entry for each message, for `Trace`; without one, nobody keeps books
 
     The script is yours, and so are its failures: each process raises its own, and calls are not
@@ -97,11 +79,10 @@ def comm_of(
         remedy = "call torch.distributed.init_process_group() first"
         raise RuntimeError(f"there is no process group yet: {remedy}")
     group = group or dist.group.WORLD
-    if device is None:
-        nccl = "nccl" in dist.get_backend(group)
-        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    nccl = "nccl" in dist.get_backend(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     rank, size = dist.get_rank(), dist.get_world_size()
-    endpoint = DistributedEndpoint(rank, device, timeout, group)
+    endpoint = DistributedEndpoint(timeout, group)
     owner = Rank(rank, Mesh(dp=size), endpoint, device, lambda ranks: group)
     owner._events = collections.deque(maxlen=0) if events is None else events
     return Comm(owner, group.group_desc or "group", tuple(dist.get_process_group_ranks(group)), 0)

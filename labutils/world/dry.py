@@ -15,12 +15,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from labutils import units
 from labutils.config import Mesh
 from labutils.trace import Event, Trace
 from labutils.world.comm import Background, Comm
 from labutils.world.errors import Failure, internal, place, run_error, site
-from labutils.world.messages import CallSite, Endpoint, Request, describe
-from labutils.world.rank import Outcome, Rank, show_output
+from labutils.world.messages import Endpoint, Request, describe
+from labutils.world.rank import Outcome, Rank
 
 Assume = Mapping[type, Any]
 _TORCH = torch.__path__[0]
@@ -56,7 +57,10 @@ class Dry:
 
     def run(self, fn: Callable, args: tuple, kwargs: dict, rank: int) -> tuple[Any, Trace]:
         size = self.mesh.size
-        me = DryRank(rank, self.mesh, _Alone(), torch.device("cpu"))
+        if units.whole(rank, "rank") >= size:
+            raise ValueError(f"rank={rank} is none of {size}: use 0 … {size - 1}")
+        me = Rank(rank, self.mesh, _Alone(), torch.device("cpu"))
+        me._comm_class = DryComm
         try:
             with self.mode:
                 args, kwargs = tree_map_only(Tensor, self.mode.from_tensor, (args, kwargs))
@@ -66,12 +70,7 @@ class Dry:
             outcomes = [Outcome()] * size
             outcomes[rank] = Outcome(failure=Failure.of(error))
             raise run_error(outcomes) from None
-        finally:
-            show_output(rank, str(me._output))
         return value, Trace([()] * rank + [events] + [()] * (size - rank - 1))
-
-    def close(self) -> None:
-        """Nothing stays open between runs."""
 
 
 class DryComm(Comm):
@@ -84,30 +83,19 @@ class DryComm(Comm):
             event = Event(self._name or "", self.axis, to, sent, source, received, count)
             self._events.append(event)
 
-    def _new_background(self) -> Background:
-        return _AtOnce(self._twin())
-
-
-class DryRank(Rank):
-    """A rank whose doors are dry."""
-
-    _comm_class = DryComm
+    def _in_background(self, twin: Comm) -> Background:
+        return _AtOnce(twin)
 
 
 class _AtOnce(Background):
-    """Runs an asynchronous collective where it is started: a FakeTensorMode has one thread."""
+    """Its jobs are done as they come: a FakeTensorMode has one thread."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
+        self.jobs = self
 
-    def start(self, call: CallSite, run: Callable[[Comm], Any], out: Tensor | None) -> Request:
-        request, events = Request(call), []
-        self.comm._owner._events.append(events)
-        request.done = True
-        return self._do(request, events, run, out)
-
-    def close(self) -> None:
-        """There is no thread to end."""
+    def put(self, job: tuple) -> None:
+        self._do(*job).done = True
 
 
 class _Alone(Endpoint):
@@ -116,9 +104,6 @@ class _Alone(Endpoint):
     def post(self, *requests: Request) -> None:
         for request in requests:
             request.done = True
-
-    def wait(self, request: Request) -> None:
-        """Everything is there."""
 
 
 class _Fake(FakeTensorMode):

@@ -27,7 +27,11 @@ State = tuple[str, str]  # what a rank does, one of the three, and where
 
 
 class WorldError(RuntimeError):
-    """Anything that stops a run of ranks."""
+    """Anything that stops a run of ranks; on a rank, `waits` is the message that it waited for."""
+
+    def __init__(self, message: str, waits: str = "") -> None:
+        super().__init__(message)
+        self.waits = waits
 
 
 class RankError(WorldError):
@@ -40,26 +44,15 @@ class RankError(WorldError):
 
 
 class DeadlockError(WorldError):
-    """Every rank waits for another one; on a rank, `waits` says in what."""
-
-    def __init__(self, message: str, waits: str = "") -> None:
-        super().__init__(message)
-        self.waits = waits
+    """Every rank waits for another one."""
 
 
 class TimeoutError(WorldError, builtins.TimeoutError):
-    """A rank waited longer than the world's time-out; on a rank, `waits` says in what."""
-
-    def __init__(self, message: str, waits: str = "", op: str = "") -> None:
-        super().__init__(message)
-        self.waits = waits
-        self.op = op
+    """A rank waited longer than the world's time-out."""
 
 
 class MismatchError(WorldError):
-    """Ranks made different calls where they should agree; `misfit`: a message showed it."""
-
-    misfit = False
+    """Ranks made different calls where they should agree."""
 
 
 class Stopped(BaseException):
@@ -112,7 +105,6 @@ class Failure:
     Source lines are looked up where the cells were written.
     """
 
-    kind: str
     links: tuple[tuple[str, tuple[tuple[Site, str], ...], str], ...]
     error: WorldError | None = None
 
@@ -128,33 +120,32 @@ class Failure:
             joint = "which caused" if cause else "and while that was handled"
             step = cause or (None if step.__suppress_context__ else step.__context__)
         ours = error if isinstance(error, WorldError) else None
-        return cls(type(error).__name__, tuple(reversed(links)), ours)
+        return cls(tuple(reversed(links)), ours)
 
     def __str__(self) -> str:
         text = []
         for joint, frames, last in self.links:
-            for where, line in frames:
-                if not where[0]:
-                    text.append(f"  … {where[1]:,} more calls …")
-                    continue
-                source = line or linecache.getline(where[0], where[1]).strip()
-                text.append(f"  {place(where)}" + f"\n    {source}" * bool(source))
-            text.append(last + f"\n\n{joint}:\n" * bool(joint))
+            own = [_frame_text(*frame) for frame in frames]
+            if len(own) > _FRAMES:  # a recursion without end
+                own[_FRAMES // 2 : -_FRAMES // 2] = [f"  … {len(own) - _FRAMES:,} more calls …"]
+            text += [*own, last + f"\n\n{joint}:\n" * bool(joint)]
         return "\n".join(text)
 
     @property
     def summary(self) -> str:
         """The exception's kind and message, in its first line."""
-        return self.links[-1][2].splitlines()[0] if self.links[-1][2] else self.kind
+        return self.links[-1][2].splitlines()[0]
 
 
 def _own_frames(error: BaseException) -> tuple[tuple[Site, str], ...]:
-    """Where `error` passed through the rank's own program, without the middle of a long way."""
+    """Where `error` passed through the rank's own program, and the source lines known here."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not internal(f.filename)]
-    own = [((f.filename, f.lineno or 0, f.name), f.line or "") for f in frames]
-    if len(own) > _FRAMES:  # a recursion without end
-        own[_FRAMES // 2 : -_FRAMES // 2] = [(("", len(own) - _FRAMES, ""), "")]
-    return tuple(own)
+    return tuple(((f.filename, f.lineno or 0, f.name), f.line or "") for f in frames)
+
+
+def _frame_text(where: Site, line: str) -> str:
+    source = line or linecache.getline(where[0], where[1]).strip()
+    return f"  {place(where)}" + f"\n    {source}" * bool(source)
 
 
 def run_error(outcomes: Sequence[Outcome]) -> WorldError:
@@ -164,13 +155,13 @@ def run_error(outcomes: Sequence[Outcome]) -> WorldError:
     first, *others = sorted(failures, key=lambda rank: kinds.index(type(failures[rank].error)))
     failure, error = failures[first], failures[first].error
     states = [outcome.state for outcome in outcomes]
-    if isinstance(error, (DeadlockError, TimeoutError)) or getattr(error, "misfit", False):
+    if isinstance(error, (DeadlockError, TimeoutError)) or getattr(error, "waits", ""):
         if different := _different_calls(outcomes):
             return MismatchError(different)
     if isinstance(error, DeadlockError):
         text = "every rank waits for another one, and none can go on"
         return DeadlockError(f"{text}:\n{_whereabouts(states)}")
-    if isinstance(error, TimeoutError) and error.op:
+    if isinstance(error, TimeoutError) and error.waits:
         return TimeoutError(_late(error, states))
     if error is not None:
         return error
@@ -189,10 +180,7 @@ def _different_calls(outcomes: Sequence[Outcome]) -> str:
     """Who called what where ranks of one communicator differ for the first time; else nothing."""
     communicators = {key: None for outcome in outcomes for key in outcome.calls}
     for axis, ranks in communicators:
-        calls = {}
-        for rank in ranks:
-            known = outcomes[rank].calls.get((axis, ranks))
-            calls[rank] = dict(known.last) if known else {}
+        calls = {rank: dict(outcomes[rank].calls.get((axis, ranks), ())) for rank in ranks}
         for number in sorted(set().union(*calls.values())):
             made = {rank: calls[rank].get(number) for rank in ranks}
             if len({call.signature for call in made.values() if call}) > 1:

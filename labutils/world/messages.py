@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from labutils.world.errors import MismatchError, Site, TimeoutError, place
+
+if TYPE_CHECKING:
+    from labutils.world.rank import Rank
 
 # What a receiver may do with what arrives; the result is left in the receiver's own tensor.
 REDUCE_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -21,18 +24,12 @@ REDUCE_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(slots=True, eq=False)
 class CallSite:
-    """A call in a rank's program and the line it stands in.
-
-    op: the name of the operation
-    axis: the axis of its communicator
-    where: file, line and function
-    signature: of a collective, what all ranks must agree on, as in "all_reduce(float32[4], op=sum)"
-    """
+    """A call in a rank's program and the line it stands in."""
 
     op: str
-    axis: str
+    axis: str  # of its communicator
     where: Site
-    signature: str = ""
+    signature: str = ""  # what all ranks must agree on, as in "all_reduce(float32[4], op=sum)"
 
     def __str__(self) -> str:
         return f"{self.signature} on axis {self.axis!r} at {place(self.where)}"
@@ -40,30 +37,21 @@ class CallSite:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One side of a message under way, or (without a tensor) an asynchronous collective under way.
+    """One side of a message under way, or (without a tensor) an asynchronous collective."""
 
-    call: the line that asked for it
-    peer: the other side's rank in the world
-    channel: messages of one channel between two ranks arrive in the order in which they were sent
-    tensor: contiguous memory that is read, or written to
-    sending: which side this is
-    reduce: what is done with what arrives, a key of REDUCE_OPS
-    state: the endpoint's own
-    wakeup: what a thread that waits for it sleeps on
-    """
-
-    call: CallSite
-    peer: int = -1
-    channel: int = -1
-    tensor: Tensor | None = None
+    call: CallSite  # the line that asked for it
+    rank: int  # of this side, in the world
+    peer: int = -1  # the rank of the other side
+    channel: int = -1  # what one rank sends to another on one channel arrives in that order
+    tensor: Tensor | None = None  # contiguous memory that is read, or written to
     sending: bool = False
-    reduce: str = "copy"
+    reduce: str = "copy"  # what is done with what arrives, a key of REDUCE_OPS
     done: bool = False
     error: BaseException | None = None
     result: Any = None
     span: tuple[float, float] | None = None
-    state: Any = None
-    wakeup: Any = None
+    state: Any = None  # the endpoint's own
+    wakeup: Any = None  # what a thread that waits for it sleeps on
 
     def __str__(self) -> str:
         if self.call.signature or self.tensor is None:
@@ -82,15 +70,16 @@ class Request:
 
 
 class Endpoint:
-    """How one rank reaches the others: what an engine provides; half of it few engines need."""
+    """How ranks reach each other: what an engine provides; half of it few engines need."""
+
+    def reset(self, run: int) -> None:
+        """Begin a run."""
 
     def post(self, *requests: Request) -> None:
         """Start messages; several at once go both ways at the same time."""
-        raise NotImplementedError
 
     def wait(self, request: Request) -> None:
         """Return when `request` is done; raise Stopped if another rank has failed."""
-        raise NotImplementedError
 
     def watch(self, request: Request) -> None:
         """See that `request` moves on while the rank computes."""
@@ -109,16 +98,16 @@ class Endpoint:
 class Work:
     """Something under way: `wait()` returns its result, `done()` tells whether it is there."""
 
-    def __init__(self, endpoint: Endpoint, request: Request, pending: dict[Request, None]) -> None:
-        self._endpoint = endpoint
+    def __init__(self, owner: "Rank", request: Request) -> None:
+        self._owner = owner
         self._request = request
-        self._pending = pending
         self._result: Any = None
+        owner._pending[self] = None
 
     def wait(self) -> Any:
         """The result: the received tensor, the collective's value, or None for a send."""
-        self._endpoint.wait(self._request)
-        self._pending.pop(self._request, None)
+        self._owner._endpoint.wait(self._request)
+        self._owner._pending.pop(self, None)
         if self._request.error is not None:
             raise self._request.error
         if self._request.result is not None:  # the caller's alone from now on: a thread that has
@@ -143,15 +132,12 @@ def describe(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
-def misfit(sender: int, send: object, receiver: int, receive: object) -> MismatchError:
+def misfit(send: Request, receive: object) -> MismatchError:
     """The error for a message that is not what its receiver expects."""
-    both = f"  rank {sender}: {send}\n  rank {receiver}: {receive}"
-    error = MismatchError(f"a message does not fit where it is received:\n{both}")
-    error.misfit = True
-    return error
+    both = f"  rank {send.rank}: {send}\n  rank {send.peer}: {receive}"
+    return MismatchError(f"a message does not fit where it is received:\n{both}", str(send))
 
 
 def out_of_time(seconds: float, request: Request) -> TimeoutError:
     """The error of a rank that has waited too long for a message."""
-    op = request.call.op
-    return TimeoutError(f"waited {seconds:g} s in {op}", str(request), op)
+    return TimeoutError(f"waited {seconds:g} s in {request.call.op}", str(request))

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import itertools
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -16,7 +17,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
@@ -26,8 +27,9 @@ from labutils.config import Mesh
 from labutils.trace import Trace
 from labutils.world.errors import ABSENT, Failure, RankError, TimeoutError, place
 from labutils.world.rank import Outcome, conclude
+from labutils.world.sockets import create_memory, open_memory
 from labutils.world.threads import GRACE
-from labutils.world.worker import Spec, be_rank, create_memory, log_path, open_memory
+from labutils.world.worker import be_rank
 
 MAX_RANKS = 250  # of one machine
 _LOOK = 0.02  # seconds between looks at ranks that are to end
@@ -41,25 +43,39 @@ def start_server() -> None:
     """Start the standard library's fork server, which loads torch while the kernel goes on."""
     if _METHOD != "forkserver":
         return
-    loaded = ["labutils.world.worker", "labutils.world.forked"]
+    loaded = ["labutils.world.worker"]
     if "torch._dynamo" in sys.modules:  # an optimizer's first step loads it: once, not in each rank
         loaded.append("torch._dynamo")
     multiprocessing.forkserver.set_forkserver_preload(loaded)
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    with _environment(OMP_NUM_THREADS="1", PYTHONPATH=path, PYTHONSAFEPATH="1"):
+    before = dict(os.environ)
+    for name in before:
+        if name.startswith("TORCHELASTIC"):  # its ranks are in no torchrun job
+            del os.environ[name]
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=path, PYTHONSAFEPATH="1")
+    try:
         multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class RankProcess:
-    """A rank as seen from the kernel."""
+    """A rank as seen from the kernel.
 
-    def __init__(self, spec: Spec) -> None:
+    outcome: how the program ended there, once that is known
+    """
+
+    def __init__(self, rank: int, mesh: Mesh, timeout: float, folder: str) -> None:
+        self.rank = rank
+        self.size = mesh.size
+        self.outcome: Outcome | None = None
+        self.log = os.path.join(folder, f"log-{rank}")  # what it writes by itself
         self.commands, commands = connection.Pipe()
         self.control, control = connection.Pipe()
-        self.log = log_path(spec.folder, spec.rank)
-        self.process = multiprocessing.get_context(_METHOD).Process(
-            target=be_rank, args=(spec, commands, control), name=f"rank {spec.rank}"
-        )
+        args = (rank, mesh, timeout, folder, commands, control)
+        context = multiprocessing.get_context(_METHOD)
+        self.process = context.Process(target=be_rank, args=args, name=f"rank {rank}")
         with commands, control:
             try:
                 _start(self.process)
@@ -67,8 +83,26 @@ class RankProcess:
                 self.commands.close()
                 self.control.close()
                 raise
-        self.pid = self.process.pid
         multiprocessing.process._children.discard(self.process)  # Python's exit would wait for it
+
+    def fileno(self) -> int:
+        """What tells when it has something to say."""
+        return self.commands.fileno()
+
+    def begin(self, message: bytes) -> None:
+        """Send it a program."""
+        with contextlib.suppress(OSError):  # it is dead, and its end of the line will tell
+            self.commands.send_bytes(message)
+
+    def hear(self) -> None:
+        """Take its outcome; that of a dead rank is its death."""
+        try:
+            self.outcome = pickle.loads(self.commands.recv_bytes())
+        except (EOFError, OSError):
+            how, tail = self.end(), self.tail()
+            text = f"rank {self.rank} of {self.size} died: its process {how}"
+            text += f"; it last wrote:\n{tail}" * bool(tail)
+            self.outcome = Outcome(failure=Failure.of(RankError(text, self.rank)))
 
     def where(self) -> str:
         """The line at which its program is, or why that is not known."""
@@ -80,10 +114,10 @@ class RankProcess:
 
     def kill(self) -> None:
         """End it, with all that it started."""
-        for kill in (os.kill, os.killpg):  # it may not have become the leader of its group yet
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if kill is os.killpg or self.process.exitcode is None:
-                    kill(self.pid, signal.SIGKILL)
+        if self.process.exitcode is None:  # it may not have become the leader of its group yet
+            self.process.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> str:
         """How it ended, once it is over."""
@@ -98,10 +132,10 @@ class RankProcess:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
 
-    def tail(self, lines: int = 12) -> str:
+    def tail(self) -> str:
         """The last lines that its process wrote by itself."""
         with contextlib.suppress(OSError), open(self.log, errors="replace") as log:
-            return "\n".join(log.read().splitlines()[-lines:])
+            return "\n".join(log.read().splitlines()[-12:])
         return ""
 
 
@@ -122,9 +156,15 @@ class Processes:
         start_server()
 
     @property
-    def pids(self) -> list[int]:
-        """Process ids of the ranks that are up, in rank order."""
-        return [rank.pid for rank in self.ranks]
+    def running(self) -> list[RankProcess]:
+        """The ranks that have not been heard of in this run."""
+        return [rank for rank in self.ranks if rank.outcome is None]
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What has been heard of failures in this run."""
+        outcomes = [rank.outcome for rank in self.ranks if rank.outcome]
+        return [outcome.failure for outcome in outcomes if outcome.failure]
 
     def run(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Trace]:
         _by_value(fn)
@@ -150,95 +190,51 @@ class Processes:
         start_server()
         folder = tempfile.mkdtemp(prefix="ranks-")
         self.folders.append(folder)
-        size = self.mesh.size
-        path, memory = create_memory(folder, size)
-        with memory:
-            self.progress = open_memory(path, size)
-            for rank in range(size):
-                self.ranks.append(RankProcess(Spec(rank, self.mesh, self.timeout, folder, path)))
-            for index, rank in enumerate(self.ranks):
+        with create_memory(folder, self.mesh.size):
+            self.progress = open_memory(folder, self.mesh.size)
+            for rank in range(self.mesh.size):
+                self.ranks.append(RankProcess(rank, self.mesh, self.timeout, folder))
+            for rank in self.ranks:
                 try:
                     rank.commands.recv_bytes()
                 except (EOFError, OSError):
-                    raise RuntimeError(f"rank {index} did not start:\n{rank.tail()}") from None
+                    text = f"rank {rank.rank} did not start:\n{rank.tail()}"
+                    raise RuntimeError(text) from None
 
     def _run(self, message: bytes) -> list[Outcome]:
         """How the program ended on each rank; after a failure the others get a moment to end."""
         for rank in self.ranks:
-            with contextlib.suppress(OSError):  # it is dead, and its end of the line will tell
-                rank.commands.send_bytes(message)
-        gathering = Gathering(self.ranks)
-        while gathering.running and not gathering.failed:
-            gathering.collect(None)
-        gathering.collect_for(GRACE, lambda running: all(map(self.progress.rests, running)))
-        computing = [i for i in gathering.running if not self.progress.rests(i)]
-        places = {i: self.ranks[i].where() for i in computing} if gathering.late else {}
+            rank.begin(message)
+        self._hear(until=lambda: self.failures)
+        self._hear(GRACE, until=lambda: not self._computing())
+        late = any(isinstance(failure.error, TimeoutError) for failure in self.failures)
+        places = {rank.rank: rank.where() for rank in self._computing()} if late else {}
         self.progress.stop()
-        gathering.collect_for(_PATIENCE)
-        outcomes = gathering.outcomes
-        for index in (*gathering.running, *gathering.dead):
-            outcomes[index] = Outcome()
-        for index, where in places.items():
-            outcomes[index].state = (ABSENT, where)
-        for index in gathering.dead:
-            outcomes[index].failure = self._death(index)
-        touched = any(outcome.touched_group for outcome in outcomes.values())
-        if gathering.running or gathering.dead or (gathering.failed and touched):
+        self._hear(_PATIENCE)
+        outcomes = [rank.outcome or Outcome() for rank in self.ranks]
+        for i, where in places.items():
+            outcomes[i].state = (ABSENT, where)
+        touched = any(outcome.touched_group for outcome in outcomes)
+        dead = any(rank.commands.closed for rank in self.ranks)
+        if self.running or dead or (self.failures and touched):
             self.close()  # a process group that has lost a rank is of no more use
-        return [outcomes[index] for index in range(self.mesh.size)]
+        for rank in self.ranks:
+            rank.outcome = None  # what it returned is the caller's alone
+        return outcomes
 
-    def _death(self, index: int) -> Failure:
-        rank = self.ranks[index]
-        how, tail = rank.end(), rank.tail()
-        text = f"rank {index} of {self.mesh.size} died: its process {how}"
-        text += f"; it last wrote:\n{tail}" * bool(tail)
-        return Failure("death", (("", (), text),), RankError(text, index))
+    def _computing(self) -> list[RankProcess]:
+        return [rank for rank in self.running if not self.progress.rests(rank.rank)]
+
+    def _hear(self, seconds: float = math.inf, until: Callable[[], Any] = lambda: False) -> None:
+        """Take outcomes as they come, until all are there, something holds, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while self.running and time.monotonic() < deadline and not until():
+            for rank in connection.wait(self.running, _LOOK):
+                rank.hear()
 
     def close(self) -> None:
         """End all ranks; the next run starts new ones."""
         _end(self.ranks, self.folders, os.getpid())
-
-
-class Gathering:
-    """The outcomes of one run, as they come in."""
-
-    def __init__(self, ranks: Sequence[RankProcess]) -> None:
-        self.waiting = {rank.commands: index for index, rank in enumerate(ranks)}
-        self.outcomes: dict[int, Outcome] = {}
-        self.dead: list[int] = []
-
-    @property
-    def running(self) -> list[int]:
-        """The ranks of which nothing has been heard."""
-        return list(self.waiting.values())
-
-    @property
-    def failed(self) -> bool:
-        """Whether a rank has failed or died."""
-        return bool(self.dead) or any(each.failure for each in self.outcomes.values())
-
-    @property
-    def late(self) -> bool:
-        """Whether a rank has waited too long."""
-        failures = [each.failure for each in self.outcomes.values() if each.failure]
-        return any(isinstance(failure.error, TimeoutError) for failure in failures)
-
-    def collect(self, seconds: float | None) -> None:
-        """Take what comes within some time."""
-        for ready in connection.wait(list(self.waiting), seconds):
-            index = self.waiting.pop(ready)
-            try:
-                self.outcomes[index] = pickle.loads(ready.recv_bytes())
-            except (EOFError, OSError):
-                self.dead.append(index)
-
-    def collect_for(
-        self, seconds: float, until: Callable[[Sequence[int]], bool] = lambda running: False
-    ) -> None:
-        """Take what comes until all is there, or the time is over."""
-        deadline = time.monotonic() + seconds
-        while self.waiting and time.monotonic() < deadline and not until(self.running):
-            self.collect(_LOOK)
 
 
 def _end(ranks: list[RankProcess], folders: list[str], owner: int) -> None:
@@ -292,21 +288,6 @@ def _check_files(size: int) -> None:
         what = f"{size} ranks need more open files than the {limit} that a process may have here"
         remedy = f"start the notebook after `ulimit -n {max(4096, 16 * size)}`"
         raise RuntimeError(f"{what}: {remedy}, take fewer ranks, or the threads engine")
-
-
-@contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Inside, these are this process's environment variables, and it is no torchrun job."""
-    before = dict(os.environ)
-    for name in before:
-        if name.startswith("TORCHELASTIC"):
-            del os.environ[name]
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _by_value(fn: Callable) -> None:

@@ -2,72 +2,52 @@
 
 import mmap
 
+import numpy as np
+
 RUNNING, BLOCKED, OVER = range(3)
-_STATE, _LOOKS, _MOVED, _WIDTH = range(4)
 
 
 class Progress:
     """A row a rank: what it does, how often it looked around in vain, what it moved."""
 
     def __init__(self, memory: mmap.mmap, size: int) -> None:
-        self.size = size
         self.memory = memory
-        self.numbers = memoryview(memory)[: self.nbytes(size)].cast("q")
-
-    @staticmethod
-    def nbytes(size: int) -> int:
-        """Bytes of memory for `size` ranks."""
-        return 8 * (1 + size * _WIDTH)
+        numbers = np.frombuffer(memory, np.int64, 1 + 3 * size)
+        self.flag = numbers[:1]
+        self.rows = numbers[1:].reshape(size, 3)
+        self.seen: np.ndarray | None = None
 
     def clear(self) -> None:
         """Every rank runs."""
-        for i in range(1 + self.size * _WIDTH):
-            self.numbers[i] = 0
+        self.flag[:] = 0
+        self.rows[:] = 0
 
     @property
     def stopped(self) -> bool:
         """Whether the run is to end at once."""
-        return bool(self.numbers[0])
+        return bool(self.flag[0])
 
     def stop(self) -> None:
         """Tell every rank that waits to give up."""
-        self.numbers[0] = 1
+        self.flag[0] = 1
 
     def publish(self, rank: int, state: int, looks: int, moved: int) -> None:
         """Write what `rank` does."""
-        at = 1 + rank * _WIDTH
-        self.numbers[at + _MOVED] = moved
-        self.numbers[at + _LOOKS] = looks
-        self.numbers[at + _STATE] = state
-
-    def row(self, rank: int) -> tuple[int, int, int]:
-        """What `rank` wrote last: state, looks, moved."""
-        at = 1 + rank * _WIDTH
-        return self.numbers[at], self.numbers[at + _LOOKS], self.numbers[at + _MOVED]
+        self.rows[rank] = state, looks, moved
 
     def rests(self, rank: int) -> bool:
         """Whether `rank` is over, or has looked around in vain, twice."""
-        state, looks, _ = self.row(rank)
-        return state == OVER or (state == BLOCKED and looks >= 2)
+        state, looks, _ = self.rows[rank]
+        return bool(state == OVER or (state == BLOCKED and looks >= 2))
 
-
-class DeadlockWatch:
-    """Tells one rank whether every rank waits for another one."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.seen: list[tuple[int, int]] = []
-        self.since: list[int] = []
-
-    def sees(self) -> bool:
-        """Whether every rank has looked twice, in vain, since nothing moved anywhere."""
-        rows = [self.progress.row(rank) for rank in range(self.progress.size)]
-        if any(state == RUNNING for state, _, _ in rows):
-            self.seen = []
+    def deadlock(self) -> bool:
+        """Whether every rank has looked twice, in vain, since it was first seen that none runs, and
+        nothing has moved since then."""
+        rows = self.rows.copy()
+        states, looks = rows[:, 0], rows[:, 1]
+        if (states == RUNNING).any():
+            self.seen = None
             return False
-        now = [(state, moved) for state, _, moved in rows]
-        if self.seen != now:
-            self.seen = now
-            self.since = [looks for _, looks, _ in rows]
-        each = zip(rows, self.since, strict=True)
-        return all(state == OVER or looks >= before + 2 for (state, looks, _), before in each)
+        if self.seen is None or (self.seen[:, ::2] != rows[:, ::2]).any():
+            self.seen = rows
+        return bool(((states == OVER) | (looks >= self.seen[:, 1] + 2)).all())

@@ -9,6 +9,8 @@ ready, and the sender knows by then that dtype, length and collective fit.
 """
 
 import ctypes
+import itertools
+import mmap
 import os
 import selectors
 import socket
@@ -16,30 +18,44 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from labutils.world.errors import DeadlockError, Stopped, place
 from labutils.world.messages import Endpoint, Request, misfit, out_of_time
-from labutils.world.progress import BLOCKED, OVER, RUNNING, DeadlockWatch, Progress
+from labutils.world.progress import BLOCKED, OVER, RUNNING, Progress
 
-# kind, dtype, bytes of the receiver's call that follow, channel, run, elements or bytes
-_HEADER = struct.Struct("<BBHIIQ")
+_HEADER = struct.Struct("<BIIQ")  # kind, channel, run, bytes of what follows, or of a part
 _READY, _EAGER, _PART, _FREE = range(4)
 _SMALL = 1 << 13  # bytes up to which a message is eager
 _SLOT = 1 << 20  # bytes; each slot costs a look at the sockets
 _SLOTS = 4  # for each direction of a pair
+_SLOTS_AT = 1 << 16  # bytes; before them ranks say what they do
 _LOOK = 0.02  # seconds without news after which a waiting rank looks around
-_DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-    torch.int16, torch.int8, torch.uint8, torch.bool,
-    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16,
-    torch.uint32, torch.uint64,
-    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32,
-)  # fmt: skip
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+def create_memory(folder: str, size: int) -> BinaryIO:
+    """What `size` ranks share: a file that they open by `open_memory` while it is open here.
+
+    It has slots for every pair, which take room once touched.
+    """
+    path = os.path.join(folder, "memory")
+    if hasattr(os, "memfd_create"):  # which no disk holds, and no limit on /dev/shm concerns
+        file = os.fdopen(os.memfd_create("ranks"), "r+b")
+        os.symlink(f"/proc/{os.getpid()}/fd/{file.fileno()}", path)
+    else:
+        file = open(path, "w+b")
+    file.truncate(_SLOTS_AT + size * size * _SLOTS * _SLOT)
+    return file
+
+
+def open_memory(folder: str, size: int) -> Progress:
+    """The shared memory, with what the ranks say that they do at its beginning."""
+    with open(os.path.join(folder, "memory"), "r+b") as file:
+        return Progress(mmap.mmap(file.fileno(), 0), size)
 
 
 def connect(
@@ -61,15 +77,6 @@ def connect(
     return peers
 
 
-def nbytes(size: int) -> int:
-    """Bytes of shared memory: progress, and slots for every pair, which take room once touched."""
-    return _slots_at(size) + size * size * _SLOTS * _SLOT
-
-
-def _slots_at(size: int) -> int:
-    return -(-Progress.nbytes(size) // 4096) * 4096
-
-
 class PeerLink:
     """The connection to one peer: frames under way, and the ring buffers of both directions."""
 
@@ -81,11 +88,9 @@ class PeerLink:
         self.inbox = bytearray()
         self.full = False  # the socket would not take all of the outbox
         self.lost = False  # the peer's process is gone
-        self.outgoing = outgoing
-        self.incoming = incoming
+        self.outgoing = itertools.cycle(outgoing)  # the next slot to fill
+        self.incoming = itertools.cycle(incoming)
         self.free = _SLOTS  # slots that may be filled
-        self.filled = 0  # slots so far
-        self.emptied = 0
         self.reset()
 
     def reset(self) -> None:
@@ -95,28 +100,25 @@ class PeerLink:
         self.arriving: Request | None = None
         self.arrived = 0  # bytes
 
-    def put(
-        self, kind: int, count: int, run: int, channel: int = 0, code: int = 0, extra: int = 0
-    ) -> None:
+    def put(self, kind: int, run: int, channel: int, count: int, body: bytes = b"") -> None:
         """Let a frame wait to leave."""
-        self.outbox += _HEADER.pack(kind, code, extra, channel, run, count)
+        self.outbox += _HEADER.pack(kind, channel, run, count) + body
 
 
 class SocketEndpoint(Endpoint):
     """One rank's side: whichever of its threads waits drives all its sockets meanwhile."""
 
     def __init__(
-        self, rank: int, sockets: Mapping[int, socket.socket], progress: Progress, timeout: float
+        self, folder: str, rank: int, size: int, timeout: float, barrier: Callable[[], None]
     ) -> None:
         self.rank = rank
-        self.progress = progress
         self.timeout = timeout
-        size = progress.size
-        shared = torch.frombuffer(progress.memory, dtype=torch.uint8, offset=_slots_at(size))
+        self.progress = open_memory(folder, size)
+        shared = torch.frombuffer(self.progress.memory, dtype=torch.uint8, offset=_SLOTS_AT)
         slots = shared.view(size, size, _SLOTS, _SLOT)  # from, to
         self.links = {
             peer: PeerLink(peer, sock, slots[rank, peer], slots[peer, rank])
-            for peer, sock in sockets.items()
+            for peer, sock in connect(folder, rank, size, barrier).items()
         }
         self.selector = selectors.DefaultSelector()
         for link in self.links.values():
@@ -133,12 +135,12 @@ class SocketEndpoint(Endpoint):
         self.actors = 1
         self.moved = 0
         self.looks = 0
-        self.deadlock = DeadlockWatch(self.progress)
+        self.progress.seen = None
         self.waiting: dict[Request, float] = {}
         self.watched: deque[Request] = deque()
         self.sends: dict[tuple, deque[Request]] = defaultdict(deque)
         self.recvs: dict[tuple, deque[Request]] = defaultdict(deque)
-        self.ready: dict[tuple, deque[tuple]] = defaultdict(deque)
+        self.ready: dict[tuple, deque[str]] = defaultdict(deque)
         self.early: dict[tuple, deque[bytes]] = defaultdict(deque)
         for link in self.links.values():
             link.reset()
@@ -164,8 +166,7 @@ class SocketEndpoint(Endpoint):
 
     def _post_send(self, link: PeerLink, key: tuple, request: Request) -> None:
         if self.ready[key]:
-            self._matched(link, request, *self.ready[key].popleft())
-            return
+            return self._matched(link, request, self.ready[key].popleft())
         pending = self.sends[key]
         first = not pending or pending[-1].state == "left"  # not past a large one that still waits
         if request.tensor.nbytes <= _SMALL and first:
@@ -174,10 +175,9 @@ class SocketEndpoint(Endpoint):
         pending.append(request)
 
     def _post_recv(self, link: PeerLink, key: tuple, request: Request) -> None:
-        x, call = request.tensor, request.call
-        text = "\t".join((call.signature, *map(str, call.where))).encode()
-        link.put(_READY, x.numel(), self.run, request.channel, _CODES[x.dtype], len(text))
-        link.outbox += text
+        call = request.call
+        text = "\t".join((_form(request), call.signature, *map(str, call.where))).encode()
+        link.put(_READY, self.run, request.channel, len(text), text)
         if self.early[key]:
             self._take_early(request, self.early[key].popleft())
         else:
@@ -277,7 +277,7 @@ class SocketEndpoint(Endpoint):
         self.looks += 1
         blocked = len(self.waiting) >= self.actors
         self.progress.publish(self.rank, BLOCKED if blocked else RUNNING, self.looks, self.moved)
-        if blocked and self.deadlock.sees():
+        if blocked and self.progress.deadlock():
             for request in self.waiting:
                 _done(request, DeadlockError("every rank waits for another one", str(request)))
         for request, deadline in self.waiting.items():
@@ -286,20 +286,15 @@ class SocketEndpoint(Endpoint):
 
     # -- moving bytes (the lock is held) -----------------------------------------------------------
 
-    def _matched(
-        self, link: PeerLink, request: Request, code: int, numel: int, receiver: str
-    ) -> None:
+    def _matched(self, link: PeerLink, request: Request, receiver: str) -> None:
         """The receiver is ready for `request`: send it, or if it has left, let it be done."""
-        x = request.tensor
-        signature, file, line, function = receiver.split("\t")
-        if (_CODES[x.dtype], x.numel(), request.call.signature) != (code, numel, signature):
-            kind = str(_DTYPES[code]).removeprefix("torch.")
-            call = signature or f"recv({kind}[{numel} elements]) from rank {self.rank}"
-            receive = f"{call} at {place((file, int(line), function))}"
-            _done(request, misfit(self.rank, request, link.peer, receive))
+        form, signature, file, line, function = receiver.split("\t")
+        if (form, signature) != (_form(request), request.call.signature):
+            call = signature or f"recv({form}) from rank {self.rank}"
+            _done(request, misfit(request, f"{call} at {place((file, int(line), function))}"))
         elif request.state == "left":
             _done(request)
-        elif x.nbytes <= _SMALL:
+        elif request.tensor.nbytes <= _SMALL:
             self._send_eagerly(link, request)
             _done(request)
         else:
@@ -308,19 +303,18 @@ class SocketEndpoint(Endpoint):
 
     def _send_eagerly(self, link: PeerLink, request: Request) -> None:
         x = request.tensor
-        link.put(_EAGER, x.nbytes, self.run, request.channel)
         # Not by way of numpy, which would forbid its storage ever to be resized.
-        link.outbox += ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""
+        body = ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""
+        link.put(_EAGER, self.run, request.channel, x.nbytes, body)
 
     def _fill(self, link: PeerLink) -> None:
         """Fill free slots with the next parts of what leaves, and tell the peer about each."""
         while link.free and link.leaving:
             request = link.leaving[0]
             data = request.tensor.view(-1).view(torch.uint8)[link.left : link.left + _SLOT]
-            link.outgoing[link.filled % _SLOTS, : len(data)].copy_(data)
-            link.put(_PART, len(data), self.run, request.channel)
+            next(link.outgoing)[: len(data)].copy_(data)
+            link.put(_PART, self.run, request.channel, len(data))
             link.free -= 1
-            link.filled += 1
             link.left += len(data)
             if link.left == request.tensor.nbytes:
                 link.leaving.popleft()
@@ -330,19 +324,19 @@ class SocketEndpoint(Endpoint):
 
     def _empty(self, link: PeerLink, key: tuple, count: int, current: bool) -> None:
         """Take the part in the next slot, and give the slot back."""
+        slot = next(link.incoming)
         if current:
             request = link.arriving or self.recvs[key].popleft()
             link.arriving = request
             x = request.tensor
-            theirs = link.incoming[link.emptied % _SLOTS, :count].view(x.dtype)
+            theirs = slot[:count].view(x.dtype)
             request.accept(theirs, link.arrived // x.element_size())
             link.arrived += count
             if link.arrived == x.nbytes:
                 link.arriving = None
                 link.arrived = 0
                 _done(request)
-        link.emptied += 1
-        link.put(_FREE, 0, self.run)
+        link.put(_FREE, self.run, 0, 0)
         self._flush(link)
 
     def _take_early(self, request: Request, data: bytes) -> None:
@@ -381,9 +375,9 @@ class SocketEndpoint(Endpoint):
         link.inbox += news
         inbox, at = bytes(link.inbox), 0
         while len(inbox) - at >= _HEADER.size:
-            kind, code, extra, channel, run, count = _HEADER.unpack_from(inbox, at)
+            kind, channel, run, count = _HEADER.unpack_from(inbox, at)
             body = at + _HEADER.size
-            end = body + (count if kind == _EAGER else extra)
+            end = body + count * (kind in (_READY, _EAGER))
             if end > len(inbox):
                 break
             at = end
@@ -394,25 +388,31 @@ class SocketEndpoint(Endpoint):
             elif kind == _PART:
                 self._empty(link, key, count, current)
             elif current and kind == _READY:
-                self._heard_ready(link, key, code, count, inbox[body:end].decode())
+                self._heard_ready(link, key, inbox[body:end].decode())
             elif current and self.recvs[key]:
                 self._take_early(self.recvs[key].popleft(), inbox[body:end])
             elif current:
                 self.early[key].append(inbox[body:end])
         del link.inbox[:at]
 
-    def _heard_ready(self, link: PeerLink, key: tuple, *message: object) -> None:
+    def _heard_ready(self, link: PeerLink, key: tuple, receiver: str) -> None:
         if self.sends[key]:
-            self._matched(link, self.sends[key].popleft(), *message)
+            self._matched(link, self.sends[key].popleft(), receiver)
             self._flush(link)
         else:
-            self.ready[key].append(message)
+            self.ready[key].append(receiver)
 
     def _lost(self, link: PeerLink) -> None:
         """A peer's process is gone: whoever runs the ranks sees that too, and stops this one."""
         link.lost = True
         link.outbox.clear()
         self.selector.unregister(link.sock)
+
+
+def _form(request: Request) -> str:
+    """What both sides of a message must agree on."""
+    x = request.tensor
+    return f"{str(x.dtype).removeprefix('torch.')}[{x.numel()} elements]"
 
 
 def _done(request: Request, error: Exception | None = None) -> None:

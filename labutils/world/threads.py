@@ -1,7 +1,6 @@
 """Ranks as threads: they start in microseconds, and a deadlock is seen when the last one blocks."""
 
 import ctypes
-import functools
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from labutils.world.rank import Outcome, Rank, conclude, perform
 GRACE = 0.2  # seconds that the other ranks get to come to their own end after one has failed
 
 
-class Rendezvous:
+class Rendezvous(Endpoint):
     """Where threads meet: of the two sides of a message, whoever comes second moves the bytes."""
 
     def __init__(self, size: int, timeout: float) -> None:
@@ -28,7 +27,7 @@ class Rendezvous:
         self.timeout = timeout
         self.changed = threading.Condition()
         self.posted: dict[tuple[int, int, int], deque[Request]] = defaultdict(deque)
-        self.waiting: dict[Request, int] = {}  # what blocks, and the rank that it blocks
+        self.waiting: set[Request] = set()
         self.actors = size  # threads that could still move: ranks, and their Backgrounds
         self.stopped = False
         self.deadlock = False
@@ -36,19 +35,24 @@ class Rendezvous:
 
     # -- what ranks call ---------------------------------------------------------------------------
 
-    def post(self, rank: int, request: Request) -> None:
-        """Meet the other side of a message, or wait here for it to come."""
-        ends = (rank, request.peer) if request.sending else (request.peer, rank)
-        with self.changed:
-            queue = self.posted[request.channel, *ends]
-            if not queue or queue[0].sending == request.sending:
-                queue.append(request)
-                return
-            partner = queue.popleft()
-        send, receive = (request, partner) if request.sending else (partner, request)
+    def post(self, *requests: Request) -> None:
+        """Meet the other sides of messages, or wait here for them to come."""
+        for request in requests:
+            rank, peer = request.rank, request.peer
+            ends = (rank, peer) if request.sending else (peer, rank)
+            with self.changed:
+                queue = self.posted[request.channel, *ends]
+                if not queue or queue[0].sending == request.sending:
+                    queue.append(request)
+                    continue
+                partner = queue.popleft()
+            self._meet(request, partner)
+
+    def _meet(self, one: Request, other: Request) -> None:
+        send, receive = (one, other) if one.sending else (other, one)
         forms = {(x.tensor.dtype, x.tensor.numel(), x.call.signature) for x in (send, receive)}
         if len(forms) > 1:
-            raise misfit(ends[0], send, ends[1], receive)
+            raise misfit(send, receive)
         receive.accept(send.tensor.view(-1))
         self.finish(send)
         self.finish(receive)
@@ -56,10 +60,11 @@ class Rendezvous:
     def finish(self, request: Request) -> None:
         with self.changed:
             request.done = True
-            if self.waiting.pop(request, None) is not None:
+            if request in self.waiting:
+                self.waiting.remove(request)
                 request.wakeup.release()
 
-    def wait(self, rank: int, request: Request) -> None:
+    def wait(self, request: Request) -> None:
         with self.changed:
             if request.done:
                 return
@@ -67,7 +72,7 @@ class Rendezvous:
                 raise Stopped(str(request))
             request.wakeup = threading.Lock()
             request.wakeup.acquire()
-            self.waiting[request] = rank
+            self.waiting.add(request)
             self._settle()
         if not request.wakeup.acquire(timeout=self.timeout):
             raise out_of_time(self.timeout, request)
@@ -85,8 +90,7 @@ class Rendezvous:
         """A rank's program is over, well or badly."""
         with self.changed:
             self.outcomes[rank] = outcome
-            self.actors -= 1
-            self._settle()
+            self.add_actor(-1)
             self.changed.notify_all()
 
     def stop(self) -> None:
@@ -98,37 +102,20 @@ class Rendezvous:
             self.waiting.clear()
 
     @property
-    def failed(self) -> bool:
-        """Whether a rank has failed."""
-        return any(outcome.failure for outcome in self.outcomes.values())
+    def over(self) -> bool:
+        """Whether all ranks have ended, or one has failed, or none can go on."""
+        failed = any(outcome.failure for outcome in self.outcomes.values())
+        return failed or self.deadlock or len(self.outcomes) == self.size
 
     @property
     def settled(self) -> bool:
         """Whether no rank can move any more."""
-        return sum(rank not in self.outcomes for rank in self.waiting.values()) == self.actors
+        return sum(each.rank not in self.outcomes for each in self.waiting) == self.actors
 
     def _settle(self) -> None:
         if self.settled:
             self.deadlock |= bool(self.waiting)
             self.changed.notify_all()
-
-
-class ThreadEndpoint(Endpoint):
-    """One rank's side; a message needs no watching, and the engine sees when its program ends."""
-
-    def __init__(self, meeting: Rendezvous, rank: int) -> None:
-        self.meeting = meeting
-        self.rank = rank
-        self.finish = meeting.finish
-        self.add_actor = meeting.add_actor
-
-    def post(self, *requests: Request) -> None:
-        for request in requests:
-            self.meeting.post(self.rank, request)
-
-    def wait(self, request: Request) -> None:
-        if not request.done:
-            self.meeting.wait(self.rank, request)
 
 
 class Threads:
@@ -141,12 +128,10 @@ class Threads:
     def run(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Trace]:
         size = self.mesh.size
         meeting = Rendezvous(size, self.timeout)
-        cpu = torch.device("cpu")
-        ranks = [Rank(i, self.mesh, ThreadEndpoint(meeting, i), cpu) for i in range(size)]
+        ranks = [Rank(i, self.mesh, meeting, torch.device("cpu")) for i in range(size)]
 
         def program(rank: Rank) -> None:
-            outcome = perform(rank, functools.partial(fn, rank, *args, **kwargs))
-            meeting.end(rank.rank, outcome)
+            meeting.end(rank.rank, perform(rank, fn, args, kwargs))
 
         threads = [
             threading.Thread(target=program, args=(rank,), name=f"rank {rank.rank}", daemon=True)
@@ -156,24 +141,17 @@ class Threads:
             for thread in threads:
                 thread.start()
             with meeting.changed:
-                meeting.changed.wait_for(
-                    lambda: len(meeting.outcomes) == size or meeting.failed or meeting.deadlock
-                )
+                meeting.changed.wait_for(lambda: meeting.over)
                 meeting.changed.wait_for(lambda: meeting.settled, timeout=GRACE)
         finally:
             places = _stop(meeting, threads)
-        for rank in ranks:
-            meeting.outcomes.setdefault(rank.rank, Outcome(printed=str(rank._output)))
-        for i, where in places.items():
-            meeting.outcomes[i].state = (ABSENT, where)
         # Popped: what a rank returned is not to wait for the garbage collector with this cycle.
-        outcomes = [meeting.outcomes.pop(i) for i in range(size)]
+        outcomes = [meeting.outcomes.pop(i, None) or Outcome() for i in range(size)]
+        for i, where in places.items():
+            outcomes[i].state = (ABSENT, where)
         if meeting.deadlock and not any(outcome.failure for outcome in outcomes):
             outcomes[0].failure = Failure.of(DeadlockError(""))
         return conclude(outcomes)
-
-    def close(self) -> None:
-        """Nothing stays open between runs."""
 
 
 def _stop(meeting: Rendezvous, threads: Sequence[threading.Thread]) -> dict[int, str]:
@@ -182,10 +160,9 @@ def _stop(meeting: Rendezvous, threads: Sequence[threading.Thread]) -> dict[int,
     Waiting ones are woken, computing ones interrupted at their next line of Python.
     """
     with meeting.changed:
-        idle = {*meeting.outcomes, *meeting.waiting.values()}
-    busy = [i for i in range(meeting.size) if i not in idle]
+        idle = {*meeting.outcomes, *(request.rank for request in meeting.waiting)}
     places = {}
-    for i in busy:
+    for i in set(range(meeting.size)) - idle:
         where = site(sys._current_frames().get(threads[i].ident))
         places[i] = f"and is at {place(where)}"
     if len(meeting.outcomes) < meeting.size:

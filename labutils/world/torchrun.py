@@ -1,8 +1,6 @@
 """Ranks that torchrun has started: each process runs its own and learns what all returned."""
 
 import atexit
-import datetime
-import functools
 import os
 import tempfile
 import time
@@ -16,10 +14,10 @@ from labutils.config import Mesh
 from labutils.trace import Trace
 from labutils.world.distributed import DistributedEndpoint
 from labutils.world.progress import Progress
-from labutils.world.rank import Outcome, Rank, conclude, perform
-from labutils.world.sockets import SocketEndpoint, connect
+from labutils.world.rank import Outcome, conclude
+from labutils.world.sockets import SocketEndpoint, create_memory
 from labutils.world.threads import GRACE
-from labutils.world.worker import Groups, create_memory, loopback, open_memory, own_device, pack
+from labutils.world.worker import Member, begin_groups, loopback, own_device
 
 
 class Torchrun:
@@ -33,56 +31,43 @@ class Torchrun:
         if mesh.size != started:
             remedy = f"use --nproc-per-node {mesh.size}, or a mesh of {started}"
             raise ValueError(f"torchrun started {started} ranks of {mesh.size}: {remedy}")
-        self.mesh = mesh
-        self.rank = int(os.environ["RANK"])
-        self.runs = 0
-        self.device = own_device(int(os.environ["LOCAL_RANK"]), here)
-        gpus = self.device.type == "cuda"
-        if here == started and not gpus:
+        rank, device = int(os.environ["RANK"]), own_device(int(os.environ["LOCAL_RANK"]), here)
+        same_memory = here == started and device.type == "cpu"
+        if same_memory:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
         self.ours = not dist.is_initialized()
         if self.ours:
-            wait = datetime.timedelta(seconds=timeout)
-            dist.init_process_group("nccl" if gpus else "gloo", timeout=wait)
-        self.groups = Groups(mesh.size)
+            begin_groups(device, timeout)
+        self.progress: Progress | None = None
+        endpoint = DistributedEndpoint(timeout)
+        if same_memory:
+            endpoint = _by_sockets(rank, started, timeout)
+            self.progress = endpoint.progress
+        self.member = Member(rank, mesh, device, endpoint)
+        self.runs = 0
         atexit.register(self._leave)
-        self.progress: Progress | None = None  # only where all ranks see the same memory
-        if gpus or here != started:
-            self.endpoint = DistributedEndpoint(self.rank, self.device, timeout)
-            return
-        with tempfile.TemporaryDirectory(prefix="ranks-") as own:
-            path, memory = create_memory(own, started)
-            shared = [own, path]
-            dist.broadcast_object_list(shared, src=0)
-            folder, path = shared
-            self.progress = open_memory(path, started)
-            peers = connect(folder, self.rank, started, dist.barrier)
-            self.endpoint = SocketEndpoint(self.rank, peers, self.progress, timeout)
-            dist.barrier()
-            memory.close()
 
     def run(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Trace]:
+        member, size = self.member, self.member.mesh.size
         self.runs += 1
         dist.barrier()  # nobody looks at the last run any more
-        if self.rank == 0 and self.progress:
+        if member.rank == 0 and self.progress:
             self.progress.clear()
         dist.barrier()
-        self.endpoint.reset(self.runs)
-        rank = Rank(self.rank, self.mesh, self.endpoint, self.device, self.groups)
-        outcome = perform(rank, functools.partial(fn, rank, *args, **kwargs), capture=True)
+        outcome = member.run(self.runs, fn, args, kwargs)
         if outcome.failure and self.progress:
             self._stop_others(self.progress)
-        packed: list[bytes | None] = [None] * self.mesh.size
-        dist.all_gather_object(packed, pack(outcome, self.rank))
+        packed: list[bytes | None] = [None] * size
+        dist.all_gather_object(packed, member.pack(outcome))
         outcomes: list[Outcome] = [cloudpickle.loads(each) for each in packed]
-        if self.rank != 0:
+        if member.rank != 0:
             for each in outcomes:
                 each.printed = ""
         return conclude(outcomes)
 
     def _stop_others(self, progress: Progress) -> None:
         """Give the other ranks a moment to come to their own end, then wake those that wait."""
-        others = [rank for rank in range(self.mesh.size) if rank != self.rank]
+        others = [rank for rank in range(self.member.mesh.size) if rank != self.member.rank]
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline and not all(map(progress.rests, others)):
             time.sleep(0.005)
@@ -90,9 +75,15 @@ class Torchrun:
 
     def _leave(self) -> None:
         """End the process groups, whose own threads do not survive the end of Python."""
-        self.groups.known.clear()
+        self.member.groups.clear()
         if self.ours and dist.is_initialized():
             dist.destroy_process_group()
 
-    def close(self) -> None:
-        """Nothing: the processes are torchrun's."""
+
+def _by_sockets(rank: int, size: int, timeout: float) -> SocketEndpoint:
+    with tempfile.TemporaryDirectory(prefix="ranks-") as own, create_memory(own, size):
+        folder = [own]
+        dist.broadcast_object_list(folder, src=0)
+        endpoint = SocketEndpoint(folder[0], rank, size, timeout, dist.barrier)
+        dist.barrier()
+        return endpoint
