@@ -2,9 +2,9 @@
 validated, and free of torch."""
 
 import csv
+import dataclasses
 import functools
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,10 +26,12 @@ MOMENTS = {
 """What an optimizer keeps for each weight, under PyTorch's names."""
 
 
-def _one_of(value: object, name: str, allowed: tuple) -> None:
-    """Refuses what is none of `allowed`; 1 and "yes" are no True."""
-    if not any(type(value) is type(each) and value == each for each in allowed):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+def _one_of(fields: Mapping[str, Any], **allowed: tuple) -> None:
+    """Refuses fields whose value is none of those allowed; 1 and "yes" are no True."""
+    for name, values in allowed.items():
+        value = fields[name]
+        if type(value) not in map(type, values) or value not in values:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,26 +74,6 @@ class ModelConfig:
         sizes = ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "seq_len")
         for field in (*sizes, "num_experts", "top_k"):
             units.whole(getattr(self, field), field, 1)
-        self._fill_in()
-        _one_of(self.ffn, "ffn", ("gelu", "swiglu"))
-        _one_of(self.norm, "norm", ("layernorm", "rmsnorm"))
-        _one_of(self.positions, "positions", ("learned", "rope"))
-        _one_of(self.bias, "bias", (True, False, "qkv"))
-        _one_of(self.tied, "tied", (True, False))
-        _one_of(self.shared_expert, "shared_expert", (True, False))
-        if not isinstance(self.name, str):
-            raise TypeError(f"name must be text, got {self.name!r}")
-        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be a probability in [0, 1), got {self.dropout!r}")
-        if self.top_k > self.num_experts:
-            more = f"top_k={self.top_k} is more than num_experts={self.num_experts}"
-            raise ValueError(f"{more}: a token cannot visit an expert twice")
-        if self.shared_expert and self.num_experts == 1:
-            remedy = "give num_experts of 2 or more"
-            raise ValueError(f"shared_expert=True stands beside experts with a router: {remedy}")
-
-    def _fill_in(self) -> None:
-        """Gives the heads that were left out their usual number and width."""
         h, a = self.d_model, self.num_heads
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", a)
@@ -105,6 +87,25 @@ class ModelConfig:
                 raise ValueError(f"num_heads={a} does not divide d_model={h}: {remedy}")
             object.__setattr__(self, "d_head", h // a)
         units.whole(self.d_head, "d_head", 1)
+        _one_of(
+            vars(self),
+            ffn=("gelu", "swiglu"),
+            norm=("layernorm", "rmsnorm"),
+            positions=("learned", "rope"),
+            bias=(True, False, "qkv"),
+            tied=(True, False),
+            shared_expert=(True, False),
+        )
+        if not isinstance(self.name, str):
+            raise TypeError(f"name must be text, got {self.name!r}")
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be a probability in [0, 1), got {self.dropout!r}")
+        if self.top_k > self.num_experts:
+            more = f"top_k={self.top_k} is more than num_experts={self.num_experts}"
+            raise ValueError(f"{more}: a token cannot visit an expert twice")
+        if self.shared_expert and self.num_experts == 1:
+            remedy = "give num_experts of 2 or more"
+            raise ValueError(f"shared_expert=True stands beside experts with a router: {remedy}")
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -115,11 +116,6 @@ class ModelConfig:
     def num_params(self) -> int:
         """Ψ: all parameters, exact; for the models of data/models.csv the published count."""
         return sum(self.parameters.values())
-
-    @functools.cached_property
-    def num_tensors(self) -> int:
-        """Tensors that they come in: an optimizer keeps a little for each, whatever its size."""
-        return anatomy.num_tensors(self)
 
     def flops_per_token(self, training: bool = True) -> int:
         """FLOPs of all matrix products for one token: forward, or forward and backward (three times
@@ -145,12 +141,19 @@ class ModelConfig:
     @classmethod
     def named(cls, name: str) -> "ModelConfig":
         """The model of that name in data/models.csv."""
-        return cls(name=name, **_row(_models(), name, "model"))
+        row, told = _row("models.csv", name, "model"), {"True": True, "False": False}
+        return cls(
+            **{
+                field.name: int(cell) if cell.isdigit() else told.get(cell, cell)
+                for field in dataclasses.fields(cls)
+                if (cell := row.get(field.name))
+            }
+        )
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """The names that `named` knows."""
-        return tuple(_models())
+        return tuple(_table("models.csv"))
 
     @classmethod
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> "ModelConfig":
@@ -221,19 +224,18 @@ def _from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     if activation != "silu":
         only = "from_hf reads SwiGLU models, whose hidden_act is 'silu'"
         raise ValueError(f"hidden_act is {activation!r}: {only}")
-    by_hand = "build a ModelConfig by hand with bias=False, 'qkv' or True"
-    if family == "llama" and _flag(config, "mlp_bias"):
-        raise ValueError(f"mlp_bias is true, a bias on SwiGLU layers alone: {by_hand}")
-    if family == "llama" and _flag(config, "attention_bias"):
-        raise ValueError(f"attention_bias is true, a bias on four projections alone: {by_hand}")
+    for key, places in (("mlp_bias", "SwiGLU layers"), ("attention_bias", "four projections")):
+        if family == "llama" and _flag(config, key):
+            by_hand = "build a ModelConfig by hand with bias=False, 'qkv' or True"
+            raise ValueError(f"{key} is true, a bias on {places} alone: {by_hand}")
     if config.get("partial_rotary_factor", 1) != 1:
         turned = f"partial_rotary_factor is {config['partial_rotary_factor']!r}"
         raise ValueError(f"{turned}: in a ModelConfig RoPE turns heads as wide as they are")
-    mixtral, places = family == "mixtral", ("attention_dropout",)
-    if family == "phi3":
-        places += ("embd_pdrop", "resid_pdrop")
-    if _dropout(config, 0.0, *places):
-        raise ValueError(f"{places[0]} is not 0: from_hf reads models of this kind without dropout")
+    others = ("embd_pdrop", "resid_pdrop") if family == "phi3" else ()
+    if _dropout(config, 0.0, "attention_dropout", *others):
+        no = "from_hf reads models of this kind without dropout"
+        raise ValueError(f"attention_dropout is not 0: {no}")
+    mixtral = family == "mixtral"
     return dict(
         num_layers=config["num_hidden_layers"],
         d_model=config["hidden_size"],
@@ -254,8 +256,9 @@ def _from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    _one_of(config.get(key, default), key, (True, False))
-    return config.get(key, default)
+    value = config.get(key, default)
+    _one_of({key: value}, **{key: (True, False)})
+    return value
 
 
 def _dropout(config: Mapping[str, Any], default: float, *keys: str) -> Any:
@@ -316,17 +319,20 @@ class TrainConfig:
         if self.global_batch % self.micro_batch:
             sizes = f"micro_batch={self.micro_batch} does not divide global_batch"
             raise ValueError(f"{sizes}={self.global_batch}: the last micro-batch would be short")
-        _one_of(self.precision, "precision", ("fp32", "bf16", "fp16"))
-        _one_of(self.fp32_gradients, "fp32_gradients", (True, False, "only"))
-        _one_of(self.autocast, "autocast", (True, False))
-        _one_of(self.attention, "attention", ("plain", "sdpa"))
+        _one_of(
+            vars(self),
+            precision=("fp32", "bf16", "fp16"),
+            fp32_gradients=(True, False, "only"),
+            autocast=(True, False),
+            attention=("plain", "sdpa"),
+            optimizer=tuple(MOMENTS),
+            checkpointing=("none", "selective", "full"),
+            stepping=("loop", "foreach", "fused"),
+            zero=(0, 1, 2, 3),
+        )
         if self.autocast and self.precision == "fp32":
             remedy = "give precision='bf16' or 'fp16'"
             raise ValueError(f"autocast=True computes in a half format: {remedy}")
-        _one_of(self.optimizer, "optimizer", tuple(MOMENTS))
-        _one_of(self.checkpointing, "checkpointing", ("none", "selective", "full"))
-        _one_of(self.stepping, "stepping", ("loop", "foreach", "fused"))
-        _one_of(self.zero, "zero", (0, 1, 2, 3))
 
     def accumulation(self, dp: int) -> int:
         """Micro-batches that each of `dp` ranks accumulates before an optimizer step.
@@ -373,35 +379,33 @@ class Mesh:
         """Number of ranks: pp · dp · cp · tp."""
         return self.pp * self.dp * self.cp * self.tp
 
+    @property
+    def _axes(self) -> dict[str, tuple[int, int]]:
+        """How far apart the ranks of a group are in number, and how many they are, by axis."""
+        return {
+            "pp": (self.dp * self.cp * self.tp, self.pp),
+            "dp": (self.cp * self.tp, self.dp),
+            "cp": (self.tp, self.cp),
+            "tp": (1, self.tp),
+            "ep": (self.tp, self.ep),
+            "edp": (self.ep * self.tp, self.dp * self.cp // self.ep),
+        }
+
     def coords(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on each axis."""
         if units.whole(rank, "rank") >= self.size:
             there = f"this mesh of {self.size} ranks: use 0 … {self.size - 1}"
             raise ValueError(f"rank {rank} is not on {there}")
-        where, rest = {}, rank
-        for axis in ("tp", "cp", "dp", "pp"):
-            rest, where[axis] = divmod(rest, getattr(self, axis))
-        where["ep"] = (where["dp"] * self.cp + where["cp"]) % self.ep
-        return {axis: where[axis] for axis in AXES}
+        return {axis: rank // step % n for axis, (step, n) in self._axes.items() if axis in AXES}
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks that `rank` shares the `axis` with, itself included, in order."""
         if axis not in COMM_AXES:
             raise ValueError(f"a mesh has no axis {axis!r}: it has {', '.join(COMM_AXES)}")
-        here = self.coords(rank)
-        if axis in ("ep", "edp"):
-            block, place = divmod(here["dp"] * self.cp + here["cp"], self.ep)
-            first, step = (block * self.ep, 1) if axis == "ep" else (place, self.ep)
-            n = self.ep if axis == "ep" else self.dp * self.cp // self.ep
-            spread = (divmod(first + step * i, self.cp) for i in range(n))
-            return tuple(self._rank(here["pp"], dp, cp, here["tp"]) for dp, cp in spread)
-        return tuple(
-            self._rank(**({key: here[key] for key in ("pp", "dp", "cp", "tp")} | {axis: i}))
-            for i in range(getattr(self, axis))
-        )
-
-    def _rank(self, pp: int, dp: int, cp: int, tp: int) -> int:
-        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+        self.coords(rank)  # or an error
+        step, n = self._axes[axis]
+        first = rank - rank // step % n * step
+        return tuple(range(first, first + n * step, step))
 
 
 @dataclass(frozen=True)
@@ -413,11 +417,7 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        kind = isinstance(self.latency, (int, float)) and not isinstance(self.latency, bool)
-        number = kind and math.isfinite(self.latency)
-        if not number or self.latency < 0:
-            least = "a finite number of seconds, 0 or more"
-            raise ValueError(f"latency must be {least}, got {self.latency!r}")
+        units.positive(self.latency, "latency", or_zero=True)
         units.positive(self.bandwidth, "bandwidth")
 
 
@@ -442,56 +442,31 @@ class Hardware:
         >>> units.text(Hardware.named("H100").memory)
         '80.0 GB'
         """
-        return cls(name=name, **_row(_devices(), name, "device"))
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """The names that `named` knows."""
-        return tuple(_devices())
-
-
-def _row(table: dict[str, dict], name: str, kind: str) -> dict:
-    if name not in table:
-        raise ValueError(f"no {kind} called {name!r}: there are {', '.join(table)}")
-    return table[name]
-
-
-def _read_csv(name: str) -> list[dict[str, str]]:
-    with open(DATA / name, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-@functools.cache
-def _models() -> dict[str, dict]:
-    skip, words = {"name", "published_params", "source"}, {"True": True, "False": False}
-
-    def value(field: str, cell: str) -> object:
-        if field == "dropout":
-            return float(cell)
-        return int(cell) if cell.isdigit() else words.get(cell, cell)
-
-    return {
-        row["name"]: {
-            field: value(field, cell) for field, cell in row.items() if cell and field not in skip
-        }
-        for row in _read_csv("models.csv")
-    }
-
-
-@functools.cache
-def _devices() -> dict[str, dict]:
-    def device(row: dict[str, str]) -> dict:
-        flops = {
-            column.removeprefix("tflops_"): float(cell) * 1e12
-            for column, cell in row.items()
-            if column.startswith("tflops_") and cell
-        }
-        return dict(
+        row = _row("hardware.csv", name, "device")
+        rates = {key.removeprefix("tflops_"): row[key] for key in row if key.startswith("tflops_")}
+        return cls(
+            name=name,
             memory=int(row["memory_GB"]) * units.GB,
             memory_bandwidth=float(row["memory_bandwidth_GBps"]) * 1e9,
-            flops=flops,
+            flops={fmt: float(rate) * 1e12 for fmt, rate in rates.items() if rate},
             link_bandwidth=float(row["link_GBps_per_direction"]) * 1e9,
             source=row["source"],
         )
 
-    return {row["name"]: device(row) for row in _read_csv("hardware.csv")}
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names that `named` knows."""
+        return tuple(_table("hardware.csv"))
+
+
+@functools.cache
+def _table(file: str) -> dict[str, dict[str, str]]:
+    with open(DATA / file, newline="", encoding="utf-8") as text:
+        return {row["name"]: row for row in csv.DictReader(text)}
+
+
+def _row(file: str, name: str, kind: str) -> dict[str, str]:
+    table = _table(file)
+    if name not in table:
+        raise ValueError(f"no {kind} called {name!r}: there are {', '.join(table)}")
+    return table[name]

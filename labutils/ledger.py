@@ -6,7 +6,7 @@ lab is `predicted.diff(measured)`.
 """
 
 import html
-import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -40,8 +40,47 @@ class Line:
         return self.component, self.name, self.axis, self.rank
 
 
-@dataclass(frozen=True)
-class Ledger:
+class _Table:
+    """What is shown as a table, in text and in a notebook: a header, lines of cells, a total."""
+
+    _header: tuple[str, ...]
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        raise NotImplementedError
+
+    def _columns(self) -> list[tuple[str, ...]]:
+        columns = zip(self._header, *self._cells(), strict=True)
+        return [column for column in columns if any(column[1:])]
+
+    def __str__(self) -> str:
+        aligned = []
+        for i, column in enumerate(self._columns()):
+            width = max(map(len, column))
+            aligned.append([cell.rjust(width) if i else cell.ljust(width) for cell in column])
+        return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        header, *body, total = zip(*self._columns(), strict=True)
+        lines = "".join(f"<tr>{_html(line, 'td')}</tr>" for line in body)
+        rule = "border-top:1px solid;font-weight:bold"
+        return (
+            f'<table class="ledger"><thead><tr>{_html(header, "th")}</tr></thead><tbody>{lines}'
+            f'</tbody><tfoot><tr style="{rule}">{_html(total, "td")}</tr></tfoot></table>'
+        )
+
+
+def _html(line: tuple[str, ...], tag: str) -> str:
+    cells = ""
+    for i, cell in enumerate(line):
+        style = f"text-align:{'right' if i else 'left'};padding:2px 12px"
+        cells += f'<{tag} style="{style}">{html.escape(cell)}</{tag}>'
+    return cells
+
+
+@dataclass(frozen=True, repr=False)
+class Ledger(_Table):
     """A list of lines; its totals are computed, never stored.
 
     >>> first = [Line("weights", 20, rank=0), Line("gradients", 20, rank=0)]
@@ -50,15 +89,14 @@ class Ledger:
     (60, {0: 40, 1: 20}, {'weights': 20, 'gradients': 20})
     """
 
-    lines: tuple[Line, ...] = ()
+    lines: tuple[Line, ...] = ()  # made of any iterable
 
-    def __init__(self, lines: Iterable[Line] = ()) -> None:
-        lines = tuple(lines)
-        for line in lines:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lines", tuple(self.lines))
+        for line in self.lines:
             if not isinstance(line, Line):
                 remedy = "write Line(name, amount)"
                 raise TypeError(f"a Ledger is made of Lines, got {line!r}; {remedy}")
-        object.__setattr__(self, "lines", lines)
 
     def __iter__(self) -> Iterator[Line]:
         return iter(self.lines)
@@ -83,11 +121,10 @@ class Ledger:
         """Bytes for each value of `key` ("component", "name", "axis" or "rank"), in order of first
         appearance."""
         _check_keys([key])
-        totals: dict = {}
+        totals: Counter = Counter()
         for line in self.lines:
-            value = getattr(line, key)
-            totals[value] = totals.get(value, 0) + line.amount
-        return totals
+            totals[getattr(line, key)] += line.amount
+        return dict(totals)
 
     def only(self, **wanted: object) -> "Ledger":
         """The lines whose `name`, `component`, `axis` or `rank` is the wanted one."""
@@ -129,11 +166,10 @@ class Ledger:
         if not isinstance(other, Ledger):
             raise TypeError(f"a Ledger is compared with a Ledger, got {type(other).__name__}")
         predicted, measured = self._sums(by), other._sums(by)
-        keys = dict.fromkeys([*predicted, *measured])
         return Diff(
             tuple(
                 DiffRow(_label(key, by), predicted.get(key, 0), measured.get(key, 0))
-                for key in keys
+                for key in predicted | measured
             )
         )
 
@@ -143,17 +179,11 @@ class Ledger:
             return {(value,): amount for value, amount in self.by(by).items()}
         return {line.key: line.amount for line in self.merged()}
 
+    _header = ("", "bytes", "", "note")
+
     def _cells(self) -> list[tuple[str, ...]]:
         rows = [(_label(line.key), *_amounts(line.amount), line.note) for line in self.lines]
         return [*rows, ("total", *_amounts(self.total), "")]
-
-    def __str__(self) -> str:
-        return _plain(("", "bytes", "", "note"), self._cells())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return _table(("", "bytes", "", "note"), self._cells())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +200,8 @@ class DiffRow:
         return self.measured - self.predicted
 
 
-@dataclass(frozen=True)
-class Diff:
+@dataclass(frozen=True, repr=False)
+class Diff(_Table):
     """A prediction beside a measurement; the last line says how many bytes are left unexplained."""
 
     rows: tuple[DiffRow, ...]
@@ -182,24 +212,18 @@ class Diff:
         cancel."""
         return sum(abs(row.unexplained) for row in self.rows)
 
+    _header = ("", "predicted", "measured", "unexplained")
+
     def _cells(self) -> list[tuple[str, ...]]:
-        # Differences of a few bytes must stay visible beside megabytes, so an unequal pair is
-        # written out in full.
-        def pair(row: DiffRow) -> tuple[str, str, str]:
-            if row.unexplained:
-                return f"{row.predicted:,} B", f"{row.measured:,} B", f"{row.unexplained:,} B"
-            return units.text(row.predicted), units.text(row.measured), "0"
-
+        cells = []
+        for row in self.rows:
+            amounts = row.predicted, row.measured, row.unexplained
+            if row.unexplained:  # a few bytes must stay visible beside megabytes
+                cells.append((row.name, *(f"{amount:,} B" for amount in amounts)))
+            else:
+                cells.append((row.name, *map(units.text, amounts[:2]), "0"))
         total = f"{self.unexplained:,} B" if self.unexplained else "0"
-        return [*((row.name, *pair(row)) for row in self.rows), ("unexplained", "", "", total)]
-
-    def __str__(self) -> str:
-        return _plain(("", "predicted", "measured", "unexplained"), self._cells())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return _table(("", "predicted", "measured", "unexplained"), self._cells())
+        return [*cells, ("unexplained", "", "", total)]
 
 
 def _check_keys(keys: Iterable[str]) -> None:
@@ -219,36 +243,3 @@ def _label(key: tuple, by: str | None = None) -> str:
 
 def _amounts(amount: int) -> tuple[str, str]:
     return f"{amount:,}", units.text(amount) if abs(amount) >= 1000 else ""
-
-
-def _plain(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    used = [i for i in range(len(header)) if any(row[i] for row in rows)]
-    table = [[line[i] for i in used] for line in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    aligned = [
-        [
-            cell.ljust(width) if j == 0 else cell.rjust(width)
-            for j, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in table
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in aligned)
-
-
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    used = [i for i in range(len(header)) if any(row[i] for row in rows)]
-
-    def cells(row: tuple[str, ...], tag: str) -> str:
-        aligned = zip(itertools.chain(["left"], itertools.repeat("right")), used, strict=False)
-        return "".join(
-            f'<{tag} style="text-align:{side};padding:2px 12px">{html.escape(row[i])}</{tag}>'
-            for side, i in aligned
-        )
-
-    *body, last = rows
-    lines = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in body)
-    rule = "border-top:1px solid;font-weight:bold"
-    return (
-        f'<table class="ledger"><thead><tr>{cells(header, "th")}</tr></thead>'
-        f'<tbody>{lines}</tbody><tfoot><tr style="{rule}">{cells(last, "td")}</tr></tfoot></table>'
-    )

@@ -10,7 +10,7 @@ import gc
 import importlib
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -73,9 +73,8 @@ def saved_activations(fn: Callable[[], object], module: nn.Module) -> Ledger:
     activations · 1   64  float32 [2, 8]
     total             96
     """
-    known = {
-        tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())
-    }
+    there = (*module.parameters(), *module.buffers())
+    known = {tensor.untyped_storage()._cdata for tensor in there}
     # Holding the storage keeps its address from being used again.
     saved: dict[int, tuple[torch.UntypedStorage, Line]] = {}
     inside: list[str] = []
@@ -152,19 +151,6 @@ def storages(
     return tuple(recorder.lives)
 
 
-def peak_allocated(fn: Callable[[], object], device: torch.device | str = "cuda") -> int:
-    """Bytes that PyTorch's CUDA allocator had handed out at the fullest moment of `fn()`: each
-    tensor rounded up to 512, workspaces included."""
-    if not torch.cuda.is_available():
-        raise ValueError(
-            f"there is no {device} device here: measure.history counts the same step on the CPU"
-        )
-    torch.cuda.reset_peak_memory_stats(device)
-    fn()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device)
-
-
 # ── what a technique tells ────────────────────────────────────────────────────────────────────────
 
 
@@ -220,8 +206,8 @@ def recording(
     *,
     capacity: int | None = None,
 ) -> "Iterator[Recorder]":
-    """A recorder of what this thread does inside: `held()` is what is alive now, `history()` what
-    was alive at every moment, `lives` the storages one by one."""
+    """A recorder of what this thread does inside: `history()` is what was alive at every moment,
+    `lives` the storages one by one."""
     recorder = Recorder(module, optimizer, capacity)
     with ExitStack() as stack:
         stack.enter_context(_undisturbed())
@@ -377,33 +363,23 @@ class Recorder(TorchDispatchMode):
 
     # -- results -----------------------------------------------------------------------------------
 
-    def held(self) -> Ledger:
-        """Bytes alive now, by component and name; `count` is the number of storages."""
-        return Ledger(
-            Line(life.name or life.component, life.nbytes, component=life.component)
-            for life in self.current.values()
-            if life.nbytes
-        ).merged()
-
     def history(self) -> History:
         """Bytes alive at every moment; each component has a line of its own name, also of 0."""
-        changes: defaultdict[int, list[tuple[tuple[str, str], int]]] = defaultdict(list)
+        changes: defaultdict[int | None, Counter] = defaultdict(Counter)
         for life in self.lives:
             key = life.component, life.name or life.component
-            changes[life.birth].append((key, life.nbytes))
-            if life.death is not None:
-                changes[life.death].append((key, -life.nbytes))
+            changes[life.birth][key] += life.nbytes
+            changes[life.death][key] -= life.nbytes  # at None, where it is still alive
         lines = {(name, name): Line(name, 0, component=name) for name in COMPONENTS}
         moments = []
         for i, (phase, event) in enumerate(self.events):
-            totals = {key: lines[key].amount if key in lines else 0 for key, _ in changes[i]}
-            for key, amount in changes[i]:
-                totals[key] += amount
-            for (component, name), amount in totals.items():
+            for (component, name), change in changes[i].items():
+                before = lines.get((component, name))
+                amount = change + (before.amount if before else 0)
                 if amount or component == name:
                     lines[component, name] = Line(name, amount, component=component)
-                else:
-                    lines.pop((component, name), None)
+                elif before:
+                    del lines[component, name]
             moments.append(Moment(phase, event, Ledger(lines.values())))
         return History(moments)
 

@@ -3,7 +3,6 @@
 import html
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from labutils import units
 from labutils.config import Mesh, TrainConfig
@@ -54,14 +53,10 @@ def configure(
     seq_len: int,
     gpus: int,
     fits: Callable[[int], bool],
-    gpus_per_copy: int = 1,
-    settings: dict[str, Any] | None = None,
 ) -> Recipe:
     """A configuration for a batch of about `target` tokens on `gpus` devices, found step by step.
 
     fits: whether that many sequences fit on one device beside everything else
-    gpus_per_copy: devices that hold one copy of the model together
-    settings: what goes into the TrainConfig as it is
 
     >>> recipe = configure(target=4_194_304, seq_len=4096, gpus=128, fits=lambda b: b <= 2)
     >>> train = recipe.train
@@ -71,21 +66,14 @@ def configure(
     Source: the order of decisions of the Ultra-Scale Playbook: tokens in a batch, sequence length,
     micro-batch, GPUs, accumulation.
     """
-    sizes = dict(target=target, seq_len=seq_len, gpus=gpus, gpus_per_copy=gpus_per_copy)
-    for name, value in sizes.items():
+    for name, value in dict(target=target, seq_len=seq_len, gpus=gpus).items():
         units.whole(value, name, 1)
-    if gpus % gpus_per_copy:
-        raise ValueError(
-            f"gpus_per_copy={gpus_per_copy} does not divide gpus={gpus}: some devices would hold "
-            "no whole copy of the model"
-        )
-    copies = gpus // gpus_per_copy
     # Each copy takes equally many sequences, so the batch is rounded to a multiple of the copies.
-    share = round(target / seq_len / copies)
+    share = round(target / seq_len / gpus)
     if share < 1:
         raise ValueError(
             f"{target:,} tokens are {target // seq_len:,} sequences of {seq_len:,}, fewer than "
-            f"{copies} copies of the model: use fewer GPUs, shorter sequences, or put several GPUs "
+            f"{gpus} copies of the model: use fewer GPUs, shorter sequences, or put several GPUs "
             "on one copy (tensor or context parallelism)"
         )
     if not fits(1):
@@ -93,16 +81,14 @@ def configure(
             f"not even one sequence of {seq_len:,} tokens fits on a device: checkpoint "
             "activations, shard the states, or shorten the sequence"
         )
-    largest = max(size for size in _divisors(share) if size == 1 or fits(size))
-    train = TrainConfig(micro_batch=largest, global_batch=share * copies, **(settings or {}))
-    mesh = Mesh(dp=copies, tp=gpus_per_copy)
-    return Recipe(_choices(target, seq_len, gpus, train, mesh), train, mesh)
+    divisors = [size for size in range(1, share + 1) if share % size == 0]
+    largest = max(size for size in divisors if size == 1 or fits(size))
+    train = TrainConfig(micro_batch=largest, global_batch=share * gpus)
+    return Recipe(_choices(target, seq_len, gpus, train), train, Mesh(dp=gpus))
 
 
-def _choices(
-    target: int, seq_len: int, gpus: int, train: TrainConfig, mesh: Mesh
-) -> tuple[Choice, ...]:
-    batch, largest, copies = train.global_batch, train.micro_batch, mesh.dp
+def _choices(target: int, seq_len: int, copies: int, train: TrainConfig) -> tuple[Choice, ...]:
+    batch, largest = train.global_batch, train.micro_batch
     share, tokens, steps = batch // copies, batch * seq_len, train.accumulation(copies)
     asked = f"the closest to {target:,} that {copies:,} copies can share"
     if tokens == target:
@@ -110,8 +96,7 @@ def _choices(
     found = f"the largest divisor of {share} that fits"
     if largest == share:
         found = "a copy's whole share fits at once"
-    each = "one for each copy" if mesh.tp == 1 else f"{mesh.tp} for each copy"
-    shares = f"{gpus:,} GPUs, {each}: {share} sequences a copy"
+    shares = f"{copies:,} GPUs, one for each copy: {share} sequences a copy"
     return (
         Choice("tokens in a batch", f"{tokens:,}", asked),
         Choice("sequence length", f"{seq_len:,}", "what the model is to learn to read"),
@@ -120,7 +105,3 @@ def _choices(
         Choice("micro-batch", f"{largest:,}", found),
         Choice("accumulation steps", f"{steps:,}", f"{batch:,} / ({largest} · {copies:,})"),
     )
-
-
-def _divisors(n: int) -> list[int]:
-    return [size for size in range(1, n + 1) if n % size == 0]

@@ -1,6 +1,5 @@
 """What happens when: who does or holds what, from when to when, and the bytes alive."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from labutils.ledger import Ledger
@@ -141,10 +140,10 @@ class Moment:
 class History:
     """Bytes resident over the course of a step: one ledger a moment."""
 
-    moments: tuple[Moment, ...]
+    moments: tuple[Moment, ...]  # made of any iterable
 
-    def __init__(self, moments: Iterable[Moment]) -> None:
-        object.__setattr__(self, "moments", tuple(moments))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "moments", tuple(self.moments))
         if not self.moments:
             raise ValueError("a History needs at least one Moment: nothing was recorded")
 

@@ -1,5 +1,5 @@
-"""Bytes, FLOPs and seconds to text and back. GB is 10⁹ bytes, GiB is 2³⁰, and nothing here guesses
-between them."""
+"""Bytes, FLOPs and seconds to text, and bytes back. GB is 10⁹ bytes, GiB is 2³⁰, and nothing here
+guesses between them."""
 
 import math
 import re
@@ -8,14 +8,10 @@ from fractions import Fraction
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
-_DECIMAL = {"": 0, "k": 3, "K": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18, "Z": 21}
-_BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
-_SMALL = {"m": -3, "µ": -6, "u": -6, "n": -9}
+_DECIMAL = {"": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18, "Z": 21}
+_BINARY = {"": 0, "Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
 _BASES = ("B", "FLOP", "B/s", "FLOP/s", "s")
-_QUANTITY = re.compile(
-    r"\s*([-+]?[0-9][0-9_ ]{,99}(?:\.[0-9]{,99})?(?:e[-+]?[0-9]{1,3})?)\s*([A-Za-zµ]*(?:/s)?)\s*",
-    re.IGNORECASE,
-)
+_QUANTITY = re.compile(r"\s*([0-9][0-9_]{,99}(?:\.[0-9]{,99})?)\s*(?:([kKMGTPEZ]|[KMGTP]i)?B)?\s*")
 
 
 def text(amount: float, unit: str = "B", *, digits: int = 3, binary: bool = False) -> str:
@@ -32,12 +28,11 @@ def text(amount: float, unit: str = "B", *, digits: int = 3, binary: bool = Fals
     if not math.isfinite(amount):
         return f"{amount} {unit}"
     size = abs(amount)
+    steps = [(prefix, 10.0**power) for prefix, power in _DECIMAL.items()]
     if binary:
-        steps = [("", 1.0)] + [(prefix, 2.0**power) for prefix, power in _BINARY.items()]
-    else:
-        steps = [(p, 10.0**power) for p, power in _DECIMAL.items() if p != "K"]
-        if unit == "s":
-            steps = [("n", 1e-9), ("µ", 1e-6), ("m", 1e-3), ("", 1.0)]
+        steps = [(prefix, 2.0**power) for prefix, power in _BINARY.items()]
+    elif unit == "s":
+        steps = [("n", 1e-9), ("µ", 1e-6), ("m", 1e-3), ("", 1.0)]
     if size == 0 or (size < (1024 if binary else 1000) and float(amount).is_integer()):
         return f"{int(amount)} {unit}"
     for prefix, factor in reversed(steps):
@@ -49,31 +44,21 @@ def text(amount: float, unit: str = "B", *, digits: int = 3, binary: bool = Fals
 
 
 def parse(quantity: str) -> int | float:
-    """The amount that a text such as "64 MB", "2 GiB", "25 us" or "312 TFLOP/s" names, in base
-    units; whole amounts are exact integers.
+    """The bytes that a text such as "64 MB" or "2 GiB" names; whole amounts are exact integers.
 
-    >>> parse("64 MB"), parse("2GiB"), parse("1_000 B"), parse("312 TFLOP/s")
-    (64000000, 2147483648, 1000, 312000000000000)
+    >>> parse("64 MB"), parse("2GiB"), parse("1_000 B")
+    (64000000, 2147483648, 1000)
     """
     match = _QUANTITY.fullmatch(quantity)
-    remedy = "write a number and a unit, such as '64 MB', '2 GiB' or '25 us'"
-    unreadable = ValueError(f"cannot read {quantity[:100]!r} as a quantity: {remedy}")
     if not match:
-        raise unreadable
-    number, unit = match.groups()
-    bases = (base for base in sorted(_BASES, key=len, reverse=True) if unit.endswith(base))
-    base = next(bases, None)
-    if base is None and unit:
-        raise unreadable
-    prefix = unit.removesuffix(base or "")
-    decimal = _SMALL if base == "s" else _DECIMAL
+        remedy = "write a number and a unit, such as '64 MB' or '2 GiB'"
+        raise ValueError(f"cannot read {quantity[:100]!r} as a quantity: {remedy}")
+    number, prefix = match[1], match[2] or ""
     if prefix in _BINARY:
-        factor = Fraction(2) ** _BINARY[prefix]
-    elif prefix in decimal or not prefix:
-        factor = Fraction(10) ** decimal.get(prefix, 0)
+        factor = 2 ** _BINARY[prefix]
     else:
-        raise unreadable
-    amount = Fraction(number.replace("_", "").replace(" ", "")) * factor
+        factor = 10 ** _DECIMAL[prefix.replace("K", "k")]
+    amount = Fraction(number.replace("_", "")) * factor
     return int(amount) if amount.denominator == 1 else float(amount)
 
 
@@ -91,11 +76,12 @@ def whole(value: object, name: str, minimum: int = 0) -> int:
     return value
 
 
-def positive(value: object, name: str) -> float:
-    """`value` as a float, after checking that it is a finite number above zero; the error names
-    `name`, the value and the remedy."""
+def positive(value: object, name: str, *, or_zero: bool = False) -> float:
+    """`value` as a float, after checking that it is a finite number above zero, `or_zero`; the
+    error names `name`, the value and the remedy."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    if not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} must be a finite number above 0, got {value}")
+    if not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
+        least = "of at least 0" if or_zero else "above 0"
+        raise ValueError(f"{name} must be a finite number {least}, got {value}")
     return float(value)

@@ -270,12 +270,6 @@ def test_the_garbage_collector_is_left_as_it_was():
     assert gc.isenabled()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what to do without a GPU")
-def test_the_allocators_peak_needs_a_gpu():
-    with pytest.raises(ValueError, match="no cuda device here"):
-        measure.peak_allocated(lambda: None)
-
-
 # ── on ranks, and told by those who know ──────────────────────────────────────────────────────────
 
 
@@ -371,7 +365,9 @@ def test_labels_name_what_is_held_from_the_beginning_to_the_end():
         measure.label([bucket[:10]], "gradients", "buckets")
         with measure.phase("optimizer"):
             torch.ones(1)
-        assert recorder.held().by("name") == {"shards": 24, "weights": 8, "buckets": 400}
+        assert [(life.name, life.nbytes) for life in recorder.current.values()] == [
+            ("shards", 24), ("weights", 8), ("buckets", 400),
+        ]  # fmt: skip
         return bucket
 
     layer = nn.Linear(3, 2)

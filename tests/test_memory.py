@@ -282,17 +282,14 @@ def test_the_peak_of_one_kind_is_a_formula():
         )
 
 
-def test_a_device_says_which_phase_fails_first():
-    model, train = ModelConfig.named("gpt2-xl"), TrainConfig(micro_batch=8, global_batch=8)
-    peak = memory.predict(model, train, hardware=Hardware.named("H100"))
-    assert (peak.fits, peak.fails_in) == (
-        peak.total <= 80 * 10**9,
-        None if peak.fits else "forward",
-    )
-    small = memory.predict(
-        model, replace(train, micro_batch=1, global_batch=1), hardware=Hardware.named("H100")
-    )
-    assert small.fits and small.spare == 80 * 10**9 - small.total and small.fails_in is None
+def test_a_device_says_whether_a_step_fits():
+    model, train = ModelConfig.named("gpt2-xl"), TrainConfig(micro_batch=1, global_batch=1)
+    small = memory.predict(model, train, hardware=Hardware.named("H100"))
+    assert small.fits and small.spare == 80 * 10**9 - small.total
+    exactly = replace(Hardware.named("H100"), memory=small.total)
+    assert memory.predict(model, train, hardware=exactly).fits
+    train = replace(train, micro_batch=64, global_batch=64)
+    assert not memory.predict(model, train, hardware=Hardware.named("H100")).fits
     with pytest.raises(
         ValueError,
         match=r'knows no device: memory.predict\(model, train, hardware=Hardware.named\("H100"\)\)',

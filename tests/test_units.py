@@ -33,10 +33,8 @@ def test_gb_and_gib_differ_by_seven_percent():
         ("2GiB", 2**31),
         ("1_000 B", 1000),
         ("3", 3),
-        ("25 us", 25e-6),
-        ("1.5e3 kB", 1_500_000),
-        ("1e21 FLOP", 10**21),
-        ("450 GB/s", 450 * 10**9),
+        ("1.5 KB", 1500),
+        ("0.0005 kB", 0.5),
     ],
 )
 def test_parse(quantity, amount):
@@ -52,8 +50,9 @@ def test_parse(quantity, amount):
         "5 uB",
         "4 4.4.4 B",
         "five GB",
-        "1e99999999 B",
-        "1e-99999999 s",
+        "1e3 kB",
+        "450 GB/s",
+        "64 M",
         "1" * 10**6,
     ],
 )

@@ -62,15 +62,9 @@ def model_states(
     numel, matrices = trainable(model, rank=rank, pattern=pattern), _matrices(model, pattern)
     held = states.states(
         half=False, fp32_gradients=False, optimizer=optimizer, level=level if dp > 1 else 0,
-        parameters=numel, tensors=2 * sum(count for count, _, _ in matrices), share=-(-numel // dp),
+        parameters=numel, tensors=2 * sum(count for count, _, _ in matrices), dp=dp,
     )  # fmt: skip
-    for name, component, elements, itemsize, sharded in held:
-        axis = "dp" if sharded else ""
-        lines.append(Line(name, elements * itemsize, component=component, axis=axis))
-    if model.positions == "rope":
-        tables = 2 * model.seq_len * (model.d_head // 2)
-        lines.append(Line("buffers", tables * width, component="buffers"))
-    return Ledger(lines).merged()
+    return Ledger([*lines, *held, *states.buffers(model, width)]).merged()
 
 
 def frozen_bytes(model: ModelConfig, frozen: str) -> int:

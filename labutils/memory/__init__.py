@@ -10,18 +10,3 @@ from labutils.memory.allocator import Allocator, OutOfMemory, replay
 from labutils.memory.peak import Peak, history, peak_bytes, predict
 from labutils.memory.published import beyond_the_paper, korthikanti
 from labutils.memory.states import model_states, step_peak
-
-__all__ = [
-    "Allocator",
-    "OutOfMemory",
-    "Peak",
-    "activations",
-    "beyond_the_paper",
-    "history",
-    "korthikanti",
-    "model_states",
-    "peak_bytes",
-    "predict",
-    "replay",
-    "step_peak",
-]

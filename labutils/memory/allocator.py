@@ -11,7 +11,7 @@ memory management in its documentation.
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,22 +34,20 @@ class OutOfMemory(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """`size` bytes at `address`: "used" for a request of `requested` bytes by `name`, "free",
-    or address space that is "unmapped"."""
+    """`size` bytes at `address` of a segment: "used" for a request of `requested` bytes by `name`,
+    "free", or address space that is "unmapped"."""
 
     address: int
     size: int
     pool: str
-    state: str = "free"
+    state: str
+    segment: "list[Block]" = field(repr=False)
     requested: int = 0
     name: str = ""
-    before: "Block | None" = field(default=None, repr=False)
-    after: "Block | None" = field(default=None, repr=False)
 
-    @property
-    def alone(self) -> bool:
-        """Whether the block is its whole segment, never split or whole again."""
-        return self.before is None and self.after is None
+
+def _order(block: Block) -> tuple[int, int]:
+    return block.size, block.address
 
 
 class Allocator:
@@ -73,7 +71,6 @@ class Allocator:
     Traceback (most recent call last):
     labutils.memory.allocator.OutOfMemory: no room for 6.00 GiB: 1.00 GiB of 10.0 GiB are ...
 
-    Cost: O(log n) comparisons a request, n free blocks.
     Invariant: blocks of a segment tile it without gaps; no two neighbors are both free; used and
     free bytes add up to `reserved`.
     """
@@ -91,11 +88,10 @@ class Allocator:
         self.expandable = expandable_segments
         self.allocated = self.reserved = self.requested = 0
         self.peak_allocated = self.peak_reserved = 0
-        self.retries = 0
+        self.segments: list[list[Block]] = []  # oldest first, its blocks in order of address
         self._used: dict[int, Block] = {}
         # Sorted, so that the first that fits is the best.
-        self._free: dict[str, list[tuple[int, int, Block]]] = {"small": [], "large": []}
-        self._segments: list[Block] = []  # the first block of each
+        self._free: dict[str, list[Block]] = {"small": [], "large": []}
         self._next_address = 0
 
     def alloc(self, nbytes: int, name: str = "") -> int:
@@ -104,16 +100,13 @@ class Allocator:
         size = _up(nbytes, BLOCK)
         pool = "small" if size <= SMALL else "large"
         block = self._best_fit(pool, size) or self._grow(pool, size)
-        if block is None and self._release_oversize(pool, size):
-            block = self._grow(pool, size)
         if block is None:
-            self.retries += 1
             self.empty_cache()
             block = self._grow(pool, size)
         if block is None:
             raise OutOfMemory(self._refusal(nbytes))
         if self._splits(block, size):
-            self._cut(block, size)
+            self._cache(self._cut(block, size))
         block.state, block.requested, block.name = "used", nbytes, name or "used"
         self._used[block.address] = block
         self.allocated += block.size
@@ -132,22 +125,20 @@ class Allocator:
         block.state, block.requested, block.name = "free", 0, ""
         self._cache(self._joined(block))
 
-    def empty_cache(self) -> int:
-        """Gives segments (of expandable ones: pages) that hold nothing back to the device; returns
-        their bytes."""
-        held = self.reserved
-        for blocks in self._free.values():
-            for _, _, block in list(blocks):
-                if self.expandable:
-                    self._unmap(block)
-                elif block.alone:
-                    self._release(block)
-        return held - self.reserved
+    def empty_cache(self) -> None:
+        """Gives segments (of expandable ones: pages) that hold nothing back to the device."""
+        for block in [*self._free["small"], *self._free["large"]]:
+            if self.expandable:
+                self._unmap(block)
+            elif block.segment == [block]:
+                self._free[block.pool].remove(block)
+                self.segments.remove(block.segment)
+                self.reserved -= block.size
 
     @property
     def largest_free(self) -> int:
         """Bytes of the largest free block: more than that cannot be had without a new segment."""
-        return max((blocks[-1][0] for blocks in self._free.values() if blocks), default=0)
+        return max((blocks[-1].size for blocks in self._free.values() if blocks), default=0)
 
     @property
     def cached(self) -> int:
@@ -158,11 +149,6 @@ class Allocator:
     def available(self) -> int:
         """Bytes that the device still has."""
         return self.capacity - self.reserved
-
-    @property
-    def segments(self) -> tuple[tuple[Block, ...], ...]:
-        """Every segment as its blocks in order of address, small and large alike, oldest first."""
-        return tuple(tuple(_chain(first)) for first in self._segments)
 
     @property
     def layout(self) -> tuple[tuple[tuple[int, str], ...], ...]:
@@ -187,19 +173,18 @@ class Allocator:
 
     def _best_fit(self, pool: str, size: int) -> Block | None:
         free = self._free[pool]
-        place = bisect_left(free, (size,))
+        place = bisect_left(free, (size,), key=_order)
+        if self.expandable:  # what is free at the end counts with all that it can grow into
+            while place + 1 < len(free) and _reach(free[place + 1]) < _reach(free[place]):
+                place += 1
         if place == len(free):
             return None
-        if self.expandable:  # what is free at the end counts with all that it can grow into
-            while place + 1 < len(free) and _reach(free[place + 1][2]) < _reach(free[place][2]):
-                place += 1
-        block = free[place][2]
+        block = free[place]
         if size < self.max_split_size <= block.size:
             return None
         if size >= self.max_split_size and block.size >= size + LARGE_SEGMENT:
             return None
-        del free[place]
-        return block
+        return free.pop(place)
 
     def _splits(self, block: Block, size: int) -> bool:
         rest = block.size - size
@@ -207,30 +192,27 @@ class Allocator:
             return rest >= BLOCK
         return rest > SMALL and size < self.max_split_size
 
-    def _cut(self, block: Block, size: int) -> None:
+    def _cut(self, block: Block, size: int) -> Block:
         """Leaves `size` bytes to the block; the rest becomes a block in the same state."""
-        rest = Block(block.address + size, block.size - size, block.pool, block.state)
-        rest.before, rest.after = block, block.after
-        if rest.after is not None:
-            rest.after.before = rest
-        block.after, block.size = rest, size
-        if rest.state == "free":
-            self._cache(rest)
+        segment = block.segment
+        rest = Block(block.address + size, block.size - size, block.pool, block.state, segment)
+        segment.insert(segment.index(block) + 1, rest)
+        block.size = size
+        return rest
 
     def _cache(self, block: Block) -> None:
-        insort(self._free[block.pool], (block.size, block.address, block))
-
-    def _uncache(self, block: Block) -> None:
-        free = self._free[block.pool]
-        del free[bisect_left(free, (block.size, block.address))]
+        insort(self._free[block.pool], block, key=_order)
 
     def _joined(self, block: Block) -> Block:
         """The block with its neighbors of the same state; free ones leave the cache."""
-        for neighbor in (block.before, block.after):
-            if neighbor is not None and neighbor.state == block.state:
+        segment, place = block.segment, block.segment.index(block)
+        for neighbor in segment[max(place - 1, 0) : place + 2]:
+            if neighbor is not block and neighbor.state == block.state:
                 if block.state == "free":
-                    self._uncache(neighbor)
-                block = _merge(*sorted((block, neighbor), key=lambda part: part.address))
+                    self._free[block.pool].remove(neighbor)
+                segment.remove(neighbor)
+                block.address = min(block.address, neighbor.address)
+                block.size += neighbor.size
         return block
 
     def _grow(self, pool: str, size: int) -> Block | None:
@@ -244,49 +226,28 @@ class Allocator:
         return self._segment(pool, wanted, "free")
 
     def _segment(self, pool: str, size: int, state: str) -> Block:
-        block = Block(self._next_address, size, pool, state)
+        segment: list[Block] = []
+        segment.append(Block(self._next_address, size, pool, state, segment))
         self._next_address += _up(size, LARGE_SEGMENT)  # where a page of any pool may start
-        self._segments.append(block)
-        return block
+        self.segments.append(segment)
+        return segment[0]
 
     def _reserve(self, nbytes: int) -> None:
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
-    def _release(self, block: Block) -> None:
-        self._uncache(block)
-        self._segments.remove(block)
-        self.reserved -= block.size
-
-    def _release_oversize(self, pool: str, size: int) -> bool:
-        """Gives blocks that may not be split back: one that is large enough, or the largest until
-        they make up the size."""
-        free, wanted = self._free[pool], max(size, self.max_split_size)
-        place = bisect_left(free, (wanted,))
-        if place < len(free):
-            self._release(free[place][2])
-            return True
-        released = 0
-        while free and released < wanted and free[-1][0] >= self.max_split_size:
-            released += free[-1][0]
-            self._release(free[-1][2])
-        return released >= wanted
-
     def _map(self, pool: str, size: int) -> Block | None:
         """`_grow` by pages, within addresses that are set aside for the whole device once."""
-        blocks = itertools.chain.from_iterable(self.segments)
-        places = (block for block in blocks if block.pool == pool and _room(block) >= size)
-        block = next(places, None)
+        mine = [segment for segment in self.segments if segment[0].pool == pool]
+        unused = itertools.chain.from_iterable(map(_unused, mine))
+        block = next((run[0] for run in unused if sum(b.size for b in run) >= size), None)
         if block is None:
             addresses = _up(self.capacity + self.capacity // 8, LARGE_SEGMENT)
             block = self._segment(pool, addresses, "unmapped")
-        while True:
+        while block.state == "unmapped" or block.size < size:
             hole, missing = block, size
             if block.state == "free":
-                if block.size >= size:
-                    self._uncache(block)
-                    return block
-                hole, missing = block.after, size - block.size
+                hole, missing = _after(block), size - block.size
             nbytes = min(_up(missing, SEGMENT[pool]), hole.size)
             if nbytes > self.available:
                 return None
@@ -296,6 +257,8 @@ class Allocator:
             hole.state = "free"
             block = self._joined(hole)
             self._cache(block)
+        self._free[pool].remove(block)
+        return block
 
     def _unmap(self, block: Block) -> None:
         """Takes the memory away from all pages that lie in a free block."""
@@ -303,14 +266,12 @@ class Allocator:
         start, stop = _up(block.address, page), end // page * page
         if start >= stop:
             return
-        self._uncache(block)
+        self._free[block.pool].remove(block)
         if stop < end:
-            self._cut(block, stop - block.address)
+            self._cache(self._cut(block, stop - block.address))
         if start > block.address:
-            self._cut(block, start - block.address)
-            block, whole = block.after, block
-            self._cache(whole)
-            self._uncache(block)
+            before, block = block, self._cut(block, start - block.address)
+            self._cache(before)
         block.state = "unmapped"
         self.reserved -= block.size
         self._joined(block)
@@ -349,31 +310,18 @@ def _up(nbytes: int, step: int) -> int:
     return -(-nbytes // step) * step
 
 
-def _chain(first: Block | None) -> Iterator[Block]:
-    while first is not None:
-        yield first
-        first = first.after
+def _unused(segment: list[Block]) -> list[list[Block]]:
+    """The runs of blocks between used ones."""
+    runs = itertools.groupby(segment, key=lambda block: block.state == "used")
+    return [list(run) for used, run in runs if not used]
 
 
-def _merge(first: Block, second: Block) -> Block:
-    first.size += second.size
-    first.after = second.after
-    if second.after is not None:
-        second.after.before = first
-    return first
-
-
-def _room(block: Block) -> int:
-    """Bytes from a block on until the next used one, if some of them are unmapped and no free block
-    lies right before; else 0."""
-    if block.before is not None and block.before.state != "used":
-        return 0
-    run = list(itertools.takewhile(lambda other: other.state != "used", _chain(block)))
-    grows = any(other.state == "unmapped" for other in run)
-    return sum(other.size for other in run) if grows else 0
+def _after(block: Block) -> Block | None:
+    place = block.segment.index(block) + 1
+    return block.segment[place] if place < len(block.segment) else None
 
 
 def _reach(block: Block) -> int:
     """Bytes that a free block has or can grow into."""
-    grows = block.after is not None and block.after.state == "unmapped"
-    return block.size + (block.after.size if grows else 0)
+    after = _after(block)
+    return block.size + (after.size if after and after.state == "unmapped" else 0)

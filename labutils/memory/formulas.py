@@ -8,9 +8,10 @@ the first, the last and a middle layer, on each way through them.
 
 import functools
 import gzip
+import itertools
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -23,9 +24,7 @@ from labutils.memory.states import zero_level
 PHASES = ("forward", "backward", "optimizer")
 STORED = DATA / "step_formulas.json.gz"
 LETTERS = "Lbashgdfvm/"
-DEPTH = (
-    3  # layers that stand for all, M = L − 3 more of them: a first one, a middle one and a last one
-)
+DEPTH = 3  # layers that stand for all, M = L − 3 more of them: a first, a middle and a last one
 SUMMED = 3  # micro-batches that stand for all: from the third on a step goes on as it was
 # A prime for each letter; for a that of a / g, which is whole, and for d that of d / 2.
 PRIMES = ({"b": 13, "s": 17, "h": 19, "a": 7, "g": 5, "d": 11, "f": 23, "v": 29},
@@ -86,11 +85,8 @@ def sizes(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> dict[str, int]:
 
 def smallest(of: Kind, layers: int, primes: Sizes) -> tuple[ModelConfig, TrainConfig, Sizes]:
     """A step of this kind at prime sizes, and the primes as they stand in its storages."""
-    own = {letter: prime for letter, prime in primes.items() if letter not in "bsag"}
-    own |= {"b": primes["b"]} if of.batch else {}
-    own |= {"s": primes["s"]} if of.tokens else {}
-    own |= {"a": primes["a"]} if of.heads else {}
-    own |= {"g": primes["g"]} if of.groups and of.grouped else {}
+    more = {"b": of.batch, "s": of.tokens, "a": of.heads, "g": of.groups and of.grouped}
+    own = {letter: prime for letter, prime in primes.items() if more.get(letter, True)}
     groups = own.get("g", 1)
     heads = groups * own.get("a", 1)
     model = ModelConfig(
@@ -125,20 +121,17 @@ def factored(nbytes: int, primes: Sizes) -> tuple[int, str]:
     if "g" in primes:  # a is a multiple of g
         letters = letters.replace("g", "", letters.count("a"))
     if rest & (rest - 1) or not rest:
-        raise ValueError(
-            f"{nbytes} bytes are {rest} times the letters {letters!r}: a sum of products?"
-        )
+        found = f"{nbytes} bytes are {rest} times the letters {letters!r}"
+        raise ValueError(f"{found}: a sum of products?")
     return rest, "".join(sorted(letters, key=LETTERS.index))
 
 
 class Storage(NamedTuple):
-    """A storage: what it is, its bytes as a factor and letters, the moments of its birth and its
+    """A storage: what it is, its bytes as letters and a factor, the moments of its birth and its
     death."""
 
-    name: str
-    component: str
+    column: Column
     factor: int
-    letters: str
     birth: int
     death: int
 
@@ -154,25 +147,22 @@ class Recording(NamedTuple):
     def held(self) -> "tuple[list[Column], np.ndarray]":
         """What is alive: a column for each product of letters in a line of the ledger, a row of
         factors for each moment."""
-        columns: dict[Column, int] = {}
-        places = [
-            columns.setdefault((*life[:2], life.letters), len(columns)) for life in self.lives
-        ]
+        columns = list(dict.fromkeys(life.column for life in self.lives))
+        places = {column: place for place, column in enumerate(columns)}
         changes = np.zeros((len(self.moments) + 1, len(columns)), dtype=np.int64)
-        for life, place in zip(self.lives, places, strict=True):
-            changes[life.birth, place] += life.factor
-            changes[life.death, place] -= life.factor
-        return list(columns), changes[:-1].cumsum(0)
+        for life in self.lives:
+            changes[life.birth, places[life.column]] += life.factor
+            changes[life.death, places[life.column]] -= life.factor
+        return columns, changes[:-1].cumsum(0)
 
     def chunks(self) -> dict[tuple[int | None, int], list[int]]:
         """Stretches of moments of one layer: by layer, and how often it has come before."""
         found: dict[tuple[int | None, int], list[int]] = {}
-        passes: dict[int | None, int] = defaultdict(int)
-        for i, layer in enumerate(self.layers):
-            if i == 0 or layer != self.layers[i - 1]:
-                passes[layer] += 1
-                here = found[layer, passes[layer]] = []
-            here.append(i)
+        passes: Counter[int | None] = Counter()
+        moments = range(len(self.layers))
+        for layer, places in itertools.groupby(moments, key=self.layers.__getitem__):
+            passes[layer] += 1
+            found[layer, passes[layer]] = list(places)
         return found
 
 
@@ -205,14 +195,9 @@ def fullest(of: Kind) -> tuple[Form, ...]:
     if of not in kinds:
         return find_fullest(of)
     forms = []
-    for phase, event, alive in kinds[of]:
-        forms.append(
-            Form(
-                phase,
-                event,
-                {(name, part): terms for name, part, terms in map(lines.__getitem__, alive)},
-            )
-        )
+    for phase, event, numbers in kinds[of]:
+        alive = {(name, part): terms for name, part, terms in map(lines.__getitem__, numbers)}
+        forms.append(Form(phase, event, alive))
     return tuple(forms)
 
 
@@ -234,9 +219,8 @@ def store(found_of: Mapping[Kind, Iterable[Form]], path: Path) -> None:
         moments = []
         for form in forms:
             alive = [json.dumps([*line, terms]) for line, terms in form.lines.items()]
-            moments.append(
-                [form.phase, form.event, [lines.setdefault(each, len(lines)) for each in alive]]
-            )
+            numbers = [lines.setdefault(line, len(lines)) for line in alive]
+            moments.append([form.phase, form.event, numbers])
         found.append([of, moments])
     data = {"lines": [json.loads(line) for line in lines], "kinds": found}
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
@@ -245,7 +229,7 @@ def store(found_of: Mapping[Kind, Iterable[Form]], path: Path) -> None:
 
 def find_fullest(of: Kind) -> tuple[Form, ...]:
     """The same, recorded now."""
-    columns, moments, held = _any_depth(of) if of.layers == DEPTH else _one_depth(of)
+    columns, moments, held = _table(of)
     products = list(dict.fromkeys(letters for _, _, letters in columns))
     belongs = np.array([[letters == product for product in products] for _, _, letters in columns])
     totals, found = held @ belongs.astype(np.int64), []
@@ -260,20 +244,15 @@ def find_fullest(of: Kind) -> tuple[Form, ...]:
     return tuple(found)
 
 
-Table = tuple[list[Column], list[tuple[str, str]], np.ndarray]
-
-
-def _one_depth(of: Kind) -> Table:
-    step = recorded(of, of.layers)
-    columns, held = step.held()
-    return columns, step.moments, held
-
-
-def _any_depth(of: Kind) -> Table:
+def _table(of: Kind) -> tuple[list[Column], list[tuple[str, str]], np.ndarray]:
     """The moments of the first, a middle and the last layer, and of what belongs to none, for 3 + M
-    layers."""
-    three, four = recorded(of, DEPTH), recorded(of, DEPTH + 1)
-    (columns, less), (deeper, more) = three.held(), four.held()
+    layers; or those of a step of fewer layers."""
+    three = recorded(of, of.layers)
+    columns, less = three.held()
+    if of.layers < DEPTH:
+        return columns, three.moments, less
+    four = recorded(of, DEPTH + 1)
+    deeper, more = four.held()
     order = [deeper.index(column) for column in columns]
     if sorted(order) != list(range(len(deeper))):
         raise ValueError(f"a fourth layer holds something new: {set(deeper) - set(columns)}")
@@ -338,12 +317,9 @@ def _written(terms: tuple[tuple[str, int], ...]) -> str:
             whole["L" + letters] += factor
             factor *= -DEPTH
         whole[letters] += factor
-
-    def order(letters: str) -> tuple:
-        return -len(letters), [LETTERS.index(letter) for letter in letters]
-
     parts = []
-    for letters in sorted(filter(whole.get, whole), key=order):
+    order = sorted(whole, key=lambda letters: (-len(letters), *map(LETTERS.index, letters)))
+    for letters in filter(whole.get, order):
         sign, product = "−" if whole[letters] < 0 else "+", letters.replace("/", "/N")
         for letter in LETTERS:
             product = product.replace(3 * letter, letter + "³").replace(2 * letter, letter + "²")

@@ -4,7 +4,7 @@ device has room for it."""
 import functools
 import operator
 from collections import Counter
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,9 +14,9 @@ from labutils.memory import formulas, states
 from labutils.timeline import History, Moment
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
-ALONE = Mesh()
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class Peak(Ledger):
     """What is alive at the fullest moment of a step, and where in the step that is.
 
@@ -24,24 +24,20 @@ class Peak(Ledger):
     `phases` the peak of each phase in bytes.
     """
 
-    phase: str
-    event: str
-    phases: dict[str, int]
-    hardware: Hardware | None
-
-    def __init__(
-        self, lines: Any, phase: str, event: str, phases: dict[str, int], hardware: Hardware | None
-    ) -> None:
-        super().__init__(lines)
-        object.__setattr__(self, "phase", phase)
-        object.__setattr__(self, "event", event)
-        object.__setattr__(self, "phases", phases)
-        object.__setattr__(self, "hardware", hardware)
+    phase: str = ""
+    event: str = ""
+    phases: dict[str, int] = field(default_factory=dict)
+    hardware: Hardware | None = None
 
     @property
     def spare(self) -> int:
         """Bytes of the hardware that are left at the peak; negative where it does not fit."""
-        return self._device.memory - self.total
+        if self.hardware is None:
+            raise ValueError(
+                "this prediction knows no device: "
+                'memory.predict(model, train, hardware=Hardware.named("H100"))'
+            )
+        return self.hardware.memory - self.total
 
     @property
     def fits(self) -> bool:
@@ -49,24 +45,9 @@ class Peak(Ledger):
         allocator's rounding take."""
         return self.spare >= 0
 
-    @property
-    def fails_in(self) -> str | None:
-        """The first phase that needs more than the hardware has, or None."""
-        room = self._device.memory
-        return next((phase for phase, amount in self.phases.items() if amount > room), None)
-
-    @property
-    def _device(self) -> Hardware:
-        if self.hardware is None:
-            raise ValueError(
-                "this prediction knows no device: "
-                'memory.predict(model, train, hardware=Hardware.named("H100"))'
-            )
-        return self.hardware
-
 
 def predict(
-    model: ModelConfig, train: TrainConfig, *, mesh: Mesh = ALONE, hardware: Hardware | None = None
+    model: ModelConfig, train: TrainConfig, *, mesh: Mesh = Mesh(), hardware: Hardware | None = None
 ) -> Peak:
     """Bytes alive at the fullest moment of a training step, temporaries included; the note of each
     line is its formula.
@@ -85,13 +66,13 @@ def predict(
     """
     predictable(model, train, mesh, hardware)
     letters = formulas.sizes(model, train, mesh)
-    plan = _plan(formulas.kind(model, train, mesh))
-    worth = plan.worth(letters)
-    totals = [sum(map(operator.mul, row, worth)) for row in plan.rows]
+    forms, products, rows, _ = _moments(formulas.kind(model, train, mesh))
+    worth = [formulas.worth(product, letters) for product in products]
+    totals = [sum(map(operator.mul, row, worth)) for row in rows]
     phases: dict[str, int] = {}
-    for form, total in zip(plan.forms, totals, strict=True):
+    for form, total in zip(forms, totals, strict=True):
         phases[form.phase] = max(phases.get(form.phase, 0), total)
-    top = plan.forms[totals.index(max(totals))]
+    top = forms[totals.index(max(totals))]
     lines = [
         Line(name, amount, component=component, note=formulas.written(terms))
         for (name, component), terms in top.lines.items()
@@ -101,18 +82,19 @@ def predict(
     return Peak(lines, top.phase, top.event, phases, hardware)
 
 
-def peak_bytes(model: ModelConfig, train: TrainConfig, mesh: Mesh = ALONE) -> int:
+def peak_bytes(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> int:
     """Bytes alive at the fullest moment of a training step: the total of `predict` alone, for
     sweeps over many configurations."""
     predictable(model, train, mesh)
-    plan = _plan(formulas.kind(model, train, mesh))
-    worth = plan.worth(formulas.sizes(model, train, mesh))
-    about = plan.table @ np.array(worth, dtype=float)
+    letters = formulas.sizes(model, train, mesh)
+    _, products, rows, factors = _moments(formulas.kind(model, train, mesh))
+    worth = [formulas.worth(product, letters) for product in products]
+    about = factors @ np.array(worth, dtype=float)
     near = np.flatnonzero(about >= (1 - 1e-9) * about.max())  # to be computed exactly
-    return max(sum(map(operator.mul, plan.rows[i], worth)) for i in near)
+    return max(sum(map(operator.mul, rows[i], worth)) for i in near)
 
 
-def history(model: ModelConfig, train: TrainConfig, mesh: Mesh = ALONE) -> History:
+def history(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> History:
     """Bytes alive after every operation of a training step, by component and by phase: what
     `measure.history` finds, predicted.
 
@@ -134,23 +116,10 @@ def history(model: ModelConfig, train: TrainConfig, mesh: Mesh = ALONE) -> Histo
     return History(moments)
 
 
-class _Plan(NamedTuple):
-    """The moments that may be the fullest, each a row of factors over the same products of
-    letters."""
-
-    forms: tuple[formulas.Form, ...]
-    products: tuple[str, ...]
-    rows: tuple[tuple[int, ...], ...]
-
-    table: np.ndarray  # the rows again
-
-    def worth(self, letters: formulas.Sizes) -> list[int]:
-        """The numbers in each product."""
-        return [formulas.worth(product, letters) for product in self.products]
-
-
 @functools.lru_cache(maxsize=4096)
-def _plan(of: formulas.Kind) -> _Plan:
+def _moments(of: formulas.Kind) -> tuple:
+    """The moments that may be the fullest, the products of letters in them, the factors of these at
+    each moment, and the same factors as floats."""
     forms = formulas.fullest(of)
     totals = []
     for form in forms:
@@ -158,23 +127,21 @@ def _plan(of: formulas.Kind) -> _Plan:
         for terms in form.lines.values():
             totals[-1].update(terms)
     products = tuple(dict.fromkeys(letters for total in totals for letters in total))
-    rows = tuple(tuple(total[letters] for letters in products) for total in totals)
-    return _Plan(forms, products, rows, np.array(rows, dtype=float))
+    rows = [[total[letters] for letters in products] for total in totals]
+    return forms, products, rows, np.array(rows, dtype=float)
 
 
 def predictable(
-    model: ModelConfig, train: TrainConfig, mesh: Mesh = ALONE, hardware: Hardware | None = None
+    model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), hardware: Hardware | None = None
 ) -> None:
     """Raises TypeError or ValueError where there is no formula for a step, and says what would
     help."""
-    given = (model, ModelConfig), (train, TrainConfig), (mesh, Mesh), (hardware, Hardware | None)
-    for value, wanted in given:
-        if not isinstance(value, wanted):
-            name = getattr(wanted, "__name__", "Hardware")
-            raise TypeError(
-                f"memory.predict takes a {name} here, got {value!r}: "
-                f"build one, or take {name}.named(…) where there is one"
-            )
+    given = {ModelConfig: model, TrainConfig: train, Mesh: mesh, Hardware: hardware}
+    for kind, value in given.items():
+        if not isinstance(value, kind) and (kind, value) != (Hardware, None):
+            name = kind.__name__
+            remedy = f"build one, or take {name}.named(…) where there is one"
+            raise TypeError(f"memory.predict takes a {name} here, got {value!r}: {remedy}")
     states.zero_level(train, mesh)
     if model.num_experts > 1:
         raise ValueError(

@@ -1,38 +1,23 @@
 """Korthikanti's formula for activations, line by line, and what PyTorch keeps beyond it: every byte
 of the difference has a name."""
 
-from labutils import anatomy, units
+from labutils import units
 from labutils.config import ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.memory.activations import activations
 from labutils.memory.states import WIDTHS
 
-_RUN = {"autocast": False, "attention": "plain", "checkpointing": "none"}
-
-# The paper's lines, and the tensors of `anatomy` that each of them counts: module, and what.
-_PAPER = {
-    ("inputs of the two LayerNorms", "4sbh"): (
-        ("attention_norm", "input, sbh"),
-        ("feed_forward_norm", "input, sbh"),
-    ),
-    ("inputs of attention and feed-forward", "4sbh"): (("query", "input"), ("up", "input")),
-    ("dropout masks after them", "2sbh"): (("dropout", "dropout mask, sbh"),),
-    ("queries, keys and values", "6sbh"): (
-        ("attention", "queries"),
-        ("attention", "keys"),
-        ("attention", "values"),
-    ),
-    ("input of the output projection", "2sbh"): (("output", "input"),),
-    ("input of GELU and its output", "16sbh"): (
-        ("feed_forward", "input of GELU, sbf"),
-        ("down", "input"),
-    ),
-    ("softmax, and after dropout", "4as²b"): (
-        ("attention", "softmax of the scores, as²b"),
-        ("attention", "softmax after dropout, as²b"),
-    ),
-    ("dropout mask of the scores", "as²b"): (("attention", "dropout mask, as²b"),),
-}
+# The paper's lines: how many bytes of which product, and whether tensor parallelism divides them.
+_PAPER = (
+    ("inputs of the two LayerNorms", 4, "sbh", False),
+    ("inputs of attention and feed-forward", 4, "sbh", False),
+    ("dropout masks after them", 2, "sbh", False),
+    ("queries, keys and values", 6, "sbh", True),
+    ("input of the output projection", 2, "sbh", True),
+    ("input of GELU and its output", 16, "sbh", True),
+    ("softmax, and after dropout", 4, "as²b", True),
+    ("dropout mask of the scores", 1, "as²b", True),
+)
 
 
 def korthikanti(
@@ -66,28 +51,19 @@ def korthikanti(
         raise ValueError(f"checkpointing={checkpointing!r} is unknown: {choices}")
     if sequence and s % t:
         raise ValueError(f"{t} ranks do not divide {s} tokens evenly: choose a divisor")
+    if a % t:
+        raise ValueError(f"tp={t} does not divide num_heads={a}: choose a divisor")
+    products = {"sbh": s * b * h, "as²b": a * s * s * b}
     if checkpointing == "full":
-        whole = Line("input of the layer", 2 * s * b * h, component="activations", note="2sbh")
-        return Ledger([whole])
-    model = ModelConfig(
-        num_layers=1, d_model=h, num_heads=a, d_ff=4 * h, vocab_size=t, seq_len=s, dropout=0.1
-    )
-    sizes, here = anatomy.letters(model), anatomy.letters(model, tp=t)
-    keeps: dict[tuple[str, str], int] = {}
-    for name, kept in anatomy.kept(model, anatomy.Policy(2, 2, checkpointing=checkpointing)):
-        if not name.startswith("blocks"):
+        return Ledger([Line("input of the layer", 2 * s * b * h, "activations", note="2sbh")])
+    lines = []
+    for name, factor, product, divided in _PAPER:
+        if checkpointing == "selective" and product == "as²b":
             continue
-        whole = anatomy.size(kept.dims, sizes | {"b": b})
-        share = anatomy.size(kept.dims, here | {"b": b})
-        mine = whole // t if sequence else share
-        place = name.rpartition(".")[2], kept.what
-        width = 1 if "mask" in kept.what else kept.itemsize
-        keeps[place] = keeps.get(place, 0) + mine * width
-    return Ledger(
-        Line(name, sum(map(keeps.get, places)), component="activations", note=note)
-        for (name, note), places in _PAPER.items()
-        if keeps.keys() >= set(places)
-    )
+        nbytes = factor * products[product] // (t if divided or sequence else 1)
+        note = f"{factor}{product}" if factor > 1 else product
+        lines.append(Line(name, nbytes, "activations", note=note))
+    return Ledger(lines)
 
 
 def beyond_the_paper(model: ModelConfig, train: TrainConfig) -> Ledger:
@@ -98,14 +74,12 @@ def beyond_the_paper(model: ModelConfig, train: TrainConfig) -> Ledger:
     byte.
     """
     b, (s, h, a, L) = train.micro_batch, model.letters("s h a L")
-    shape = {"d_ff": 4 * h, "num_kv_heads": a, "d_head": h // a, "num_experts": 1}
-    made_for = {"norm": "layernorm", "ffn": "gelu", **shape}
-    odd = [
-        f"{name}={getattr(chosen, name)!r}"
-        for chosen, only in ((model, made_for), (train, _RUN))
-        for name, value in only.items()
-        if getattr(chosen, name) != value
-    ]
+    made_for = {
+        "norm": "layernorm", "ffn": "gelu", "d_ff": 4 * h, "num_kv_heads": a, "d_head": h // a,
+        "num_experts": 1, "autocast": False, "attention": "plain", "checkpointing": "none",
+    }  # fmt: skip
+    given = vars(model) | vars(train)
+    odd = [f"{name}={given[name]!r}" for name, only in made_for.items() if given[name] != only]
     odd += ["precision='fp32'"] * (train.precision == "fp32") + ["dropout=0"] * (not model.dropout)
     if odd:
         so = "memory.activations counts such a model as it is"
@@ -113,11 +87,10 @@ def beyond_the_paper(model: ModelConfig, train: TrainConfig) -> Ledger:
     size = WIDTHS[train.precision]
     masks = L * (size - 1) * (2 * s * b * h + a * s * s * b)
     statistics = L * 2 * 2 * s * b * size
-    lines = [
-        Line("masks in two bytes, not one", masks, "activations", note="2sbh + as²b a layer"),
-        Line(
-            "mean and 1/σ of each token", statistics, "activations", note="two LayerNorms a layer"
-        ),
-    ]
+    layers = {
+        "masks in two bytes, not one": (masks, "2sbh + as²b a layer"),
+        "mean and 1/σ of each token": (statistics, "two LayerNorms a layer"),
+    }
+    lines = [Line(name, n, "activations", note=note) for name, (n, note) in layers.items()]
     outside = [line for line in activations(model, train) if not line.name.startswith("blocks.")]
     return Ledger([*lines, *outside])

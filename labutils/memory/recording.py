@@ -32,8 +32,6 @@ OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
 }
 STEPPING = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}
-
-
 BATCH = "tokens and targets"
 SHARES = {
     "weight shards", "gradient shards", "master weights", "exp_avg", "exp_avg_sq",
@@ -67,7 +65,8 @@ def record(model: ModelConfig, train: TrainConfig, primes: Mapping[str, int]) ->
         more = "m" * (batches > 1) + "/" * (train.zero > 0 and name in SHARES)
         sizes = _parts(life.nbytes // batches, units, primes) if life.nbytes else ()
         for factor, letters in sizes:
-            lives.append(Storage(name, life.component, factor, letters + more, life.birth, death))
+            column = name, life.component, letters + more
+            lives.append(Storage(column, factor, life.birth, death))
     return Recording(recorder.events, places.layers, lives)
 
 
@@ -109,7 +108,8 @@ def _built(rank: Rank, model: ModelConfig, train: TrainConfig) -> tuple[GPT, lis
     make = functools.partial(OPTIMIZERS[train.optimizer], lr=1e-3, **STEPPING[train.stepping])
     comm = rank.comm("dp")
     if train.zero == 3:
-        units = _units(net)
+        root = [p.numel() for name, p in net.named_parameters() if not name.startswith("blocks.")]
+        units = [root, [parameter.numel() for parameter in net.blocks[0].parameters()]]
         zero.shard(net, comm, param_dtype=narrow, reduce_dtype=wide)
         return net, units, make(net.parameters())
     if train.zero:
@@ -260,9 +260,3 @@ class _Places(TorchDispatchMode):
 
     def _follow(self, i: int, block: nn.Module, inputs: object, output: Tensor) -> None:
         output.register_hook(lambda gradient: self.go(i))
-
-
-def _units(net: GPT) -> list[list[int]]:
-    """The sizes of the parameters of a layer, and of what surrounds the layers."""
-    root = [p.numel() for name, p in net.named_parameters() if not name.startswith("blocks.")]
-    return [root, [parameter.numel() for parameter in net.blocks[0].parameters()]]

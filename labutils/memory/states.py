@@ -1,8 +1,8 @@
 """Model states: weights, gradients and what the optimizer keeps, whole or as one rank's shard."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
+from labutils import anatomy
 from labutils.config import MOMENTS, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 
@@ -13,45 +13,43 @@ WIDTHS = {"fp32": FP32, "bf16": 2, "fp16": 2}  # bytes of a number
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}
 
 
-class ModelState(NamedTuple):
-    """So many numbers of so many bytes, which live from step to step."""
-
-    name: str
-    component: str
-    elements: Any
-    width: int
-    sharded: bool
-
-
 def states(
     *,
     half: bool,
     fp32_gradients: bool | str,
     optimizer: str,
     level: int,
-    parameters: Any,
-    tensors: Any,
-    share: Any,
-) -> Iterator[ModelState]:
-    """Weights, gradients and optimizer state of `parameters` numbers in so many `tensors`, or the
-    `share` that is left of them at a ZeRO level."""
+    parameters: int,
+    tensors: int,
+    dp: int,
+) -> Iterator[Line]:
+    """Bytes of weights, gradients and optimizer state of `parameters` numbers in so many `tensors`,
+    on one of `dp` ranks at a ZeRO level."""
 
-    def state(name: str, component: str, width: int) -> ModelState:
+    def line(name: str, component: str, width: int) -> Line:
         sharded = level >= SHARDED_FROM[component]
-        return ModelState(name, component, share if sharded else parameters, width, sharded)
+        elements = -(-parameters // dp) if sharded else parameters
+        return Line(name, elements * width, component, axis="dp" if sharded else "")
 
     width = 2 if half else FP32
-    yield state("weights", "weights", width)
+    yield line("weights", "weights", width)
     if not (half and fp32_gradients == "only"):
-        yield state("gradients", "gradients", width)
+        yield line("gradients", "gradients", width)
     if half and fp32_gradients:
-        yield state("fp32 gradients", "gradients", FP32)
+        yield line("fp32 gradients", "gradients", FP32)
     if half:
-        yield state("master weights", "optimizer", FP32)
+        yield line("master weights", "optimizer", FP32)
     for name in MOMENTS[optimizer]:
-        yield state(name, "optimizer", FP32)
+        yield line(name, "optimizer", FP32)
     if len(MOMENTS[optimizer]) == 2:  # Adam counts its steps once for each tensor; a shard is one
-        yield ModelState("step", "optimizer", 1 if level else tensors, FP32, False)
+        yield Line("step", (1 if level else tensors) * FP32, "optimizer")
+
+
+def buffers(model: ModelConfig, width: int) -> Iterator[Line]:
+    """Bytes of RoPE's tables of cos and sin, in numbers of so many bytes."""
+    if model.positions == "rope":
+        numbers = 2 * model.seq_len * (model.d_head // 2)
+        yield Line("buffers", numbers * width, "buffers")
 
 
 def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> Ledger:
@@ -68,23 +66,13 @@ def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) ->
 
     Source: ZeRO 1910.02054, section 3.1: 2Ψ + 2Ψ + 12Ψ.
     """
-    level, half = zero_level(train, mesh), train.precision != "fp32" and not train.autocast
-    lines = [
-        Line(name, elements * width, component=component, axis="dp" if sharded else "")
-        for name, component, elements, width, sharded in states(
-            half=half,
-            fp32_gradients=train.fp32_gradients,
-            optimizer=train.optimizer,
-            level=level,
-            parameters=model.num_params,
-            tensors=model.num_tensors,
-            share=-(-model.num_params // mesh.dp),
-        )
-    ]
-    if model.positions == "rope":  # tables of cos and sin
-        numbers = 2 * model.seq_len * (model.d_head // 2)
-        lines.append(Line("buffers", numbers * (2 if half else FP32), component="buffers"))
-    return Ledger(lines)
+    half = train.precision != "fp32" and not train.autocast
+    held = states(
+        half=half, fp32_gradients=train.fp32_gradients, optimizer=train.optimizer,
+        level=zero_level(train, mesh), parameters=model.num_params,
+        tensors=anatomy.num_tensors(model), dp=mesh.dp,
+    )  # fmt: skip
+    return Ledger([*held, *buffers(model, 2 if half else FP32)])
 
 
 def zero_level(train: TrainConfig, mesh: Mesh) -> int:
