@@ -479,10 +479,8 @@ class BlockFormat:
         """The scale that brings `largest` into the elements' range, before it is rounded."""
         if self.scale.mantissa_bits:
             return Fraction(largest) / Fraction(self.element.max)
-        exponent = self.scale.min_exponent
-        if largest:
-            exponent = _exponent(largest) - self.element.max_exponent
-        return Fraction(2) ** exponent
+        exponent = _exponent(largest) - self.element.max_exponent
+        return Fraction(2) ** max(exponent, self.scale.min_exponent)
 
 
 INT8 = IntFormat("int8", 8)

@@ -184,8 +184,8 @@ def spread_experts(
     to rounding; the balance loss is that of each rank's own tokens.
     Raises ValueError where comm.size does not divide the experts, TypeError where there are none.
     """
-    named = dict(module.named_modules())
-    layers = {name: part for name, part in named.items() if isinstance(part, MixtureOfExperts)}
+    named = module.named_modules()
+    layers = {name: part for name, part in named if isinstance(part, MixtureOfExperts)}
     if not layers or module in layers.values():
         got = type(module).__name__
         raise TypeError(f"spread_experts takes a module with MixtureOfExperts inside, got {got}")

@@ -74,7 +74,7 @@ class LossScaler:
         factor = floats.FP32.round(1 / self.value)
         if hasattr(optimizer, "collect"):
             optimizer.collect()
-        finite = _multiply_(_gradients(optimizer), factor)
+        finite = _multiply_gradients_(optimizer, factor)
         if self.comm is not None:
             with self.comm.record("finite"):
                 finite = not self.comm.all_reduce(torch.tensor(float(not finite)), "max").item()
@@ -144,18 +144,13 @@ def clipped_step(
     scaler.update()
 
 
-def _gradients(optimizer: Any) -> list[Tensor]:
-    """The optimizer's gradients, which can be unscaled, or an error that says why not."""
+def _multiply_gradients_(optimizer: Any, factor: float) -> bool:
+    """Multiplies in place; whether all gradients were finite before. One pass does both."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
     if any(gradient.dtype == torch.float16 for gradient in gradients):
         remedy = "Keep fp32 weights, or wrap the optimizer in MasterWeights"
         raise ValueError(f"fp16 gradients would underflow again when unscaled. {remedy}")
-    return gradients
-
-
-def _multiply_(gradients: list[Tensor], factor: float) -> bool:
-    """Multiplies in place; whether all were finite before. One pass does both."""
     if not gradients:
         return True
     found = torch.zeros(1, device=gradients[0].device)
