@@ -41,6 +41,17 @@ Share = Shaped[Tensor, "share *rest"]
 Sizes = Sequence[int] | None  # rows of each rank; unless given, equally many
 
 
+class _Pieces:
+    """x cut along its rows; a piece is made when it is asked for, as groups may have many ranks."""
+
+    def __init__(self, x: Tensor, sizes: Sequence[int]) -> None:
+        self.x, self.nbytes = x.detach(), x.nbytes
+        self.starts = [0, *itertools.accumulate(sizes)]
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self.x[self.starts[i] : self.starts[i + 1]]
+
+
 def is_rank(number: object, size: int) -> bool:
     """Whether this is the number of one of `size` ranks; True is none, though Python takes it
     for 1."""
@@ -198,14 +209,15 @@ def all_reduce_ring(x: Same, comm: Peers, *, op: str = "sum", out: Same | None =
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", 2009; Goyal et al. 1706.02677, section 4.1.
     """
-    out, flat = _result(x, out)
+    out = _into(out, x)
+    flat = out.detach().view(-1)
     pieces = _Pieces(flat, shares(flat.numel(), comm.size))
     ring_hops(pieces, comm, comm.rank - 1, op)
     ring_hops(pieces, comm, comm.rank)
     return out
 
 
-def ring_hops(pieces: Sequence[Tensor], comm: Peers, first: int, op: str | None = None) -> None:
+def ring_hops(pieces: _Pieces, comm: Peers, first: int, op: str | None = None) -> None:
     """n − 1 hops: give piece `first` to the next rank, then pass on what came in the hop before,
     reduced by `op` with this rank's own.
 
@@ -254,7 +266,8 @@ def all_reduce_halving_doubling(
     Source: Rabenseifner, "Optimization of collective reduction operations", 2004; Thakur,
     Rabenseifner and Gropp, 2005.
     """
-    out, flat = _result(x, out)
+    out = _into(out, x)
+    flat = out.detach().view(-1)
     i, p = comm.rank, power_of_two(comm.size)
     extra = i + p if i + p < comm.size else None
     if i >= p:
@@ -338,20 +351,6 @@ def _copy(x: Tensor) -> Tensor:
     return _into(None, x)
 
 
-class _Pieces(Sequence):
-    """x cut along its rows; a piece is made when it is asked for, as groups may have many ranks."""
-
-    def __init__(self, x: Tensor, sizes: Sequence[int]) -> None:
-        self.x, self.nbytes = x.detach(), x.nbytes
-        self.starts = [0, *itertools.accumulate(sizes)]
-
-    def __getitem__(self, i: int) -> Tensor:
-        return self.x[self.starts[i] : self.starts[i + 1]]
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-
 def _storage(x: Tensor) -> int:
     """The identity of the memory under x; unlike an address, a fake tensor has one too."""
     return x.untyped_storage()._cdata
@@ -382,12 +381,6 @@ def _gathered(
     if not _same_place(pieces[comm.rank], x):
         pieces[comm.rank].copy_(x.detach())
     return whole, pieces
-
-
-def _result(x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A copy of x to work in (or `out`, filled with x), and a flat view of it."""
-    out = _into(out, x)
-    return out, out.detach().view(-1)
 
 
 def _into(out: Tensor | None, x: Tensor) -> Tensor:
