@@ -7,7 +7,7 @@ tokens counts as much as one with many.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from labutils import units
-from labutils.ledger import Ledger, Line
 
 IGNORED = -100  # the target that cross-entropy leaves out
 
@@ -127,66 +126,43 @@ def epoch(
     return len(groups)
 
 
-class GradientBuffer(AbstractContextManager):
-    """Megatron-LM's main_grad: sums of gradients in `dtype` beside low-precision parameters.
+@contextmanager
+def gradient_buffer(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
+    """Megatron-LM's main_grad: sums of gradients in fp32 beside low-precision parameters.
 
     Inside `with`, every gradient moves here as soon as it is complete.
 
     >>> w = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    >>> with GradientBuffer([w]) as buffer:
+    >>> with gradient_buffer([w]) as buffer:
     ...     for slope in (256.0, 1.0, 1.0): (w * slope).sum().backward()
-    >>> buffer[w], buffer.ledger.total
-    (tensor([258.]), 4)
+    >>> buffer[w]
+    tensor([258.])
 
-    Cost: one number of `dtype` for every parameter, from the first micro-batch to the step: 4Ψ
-    bytes in fp32.
+    Cost: 4Ψ bytes, from the first micro-batch to the step.
     Source: the Ultra-Scale Playbook's fp32 gradient accumulation.
     """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if any(parameter.grad is not None for parameter in trained):
+        raise ValueError("a parameter already holds a gradient: call zero_grad() first")
+    sums: dict[nn.Parameter, Tensor] = {}
 
-    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype = torch.float32):
-        self.dtype = dtype
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.sums: dict[nn.Parameter, Tensor] = {}
-        self.hooks: list[Any] = []
-
-    def __enter__(self) -> "GradientBuffer":
-        if any(parameter.grad is not None for parameter in self.parameters):
-            raise ValueError("a parameter already holds a gradient: call zero_grad() first")
-        for parameter in self.parameters:
-            self.hooks.append(parameter.register_post_accumulate_grad_hook(self._take))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-    def _take(self, parameter: Tensor) -> None:
-        if parameter not in self.sums:
-            self.sums[parameter] = torch.zeros_like(parameter, dtype=self.dtype)
-        self.sums[parameter] += parameter.grad
+    def take(parameter: nn.Parameter) -> None:
+        if parameter not in sums:
+            sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+        sums[parameter] += parameter.grad
         parameter.grad = None
 
-    def __getitem__(self, parameter: nn.Parameter) -> Tensor:
-        return self.sums[parameter]
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self.sums)
-
-    @property
-    def ledger(self) -> Ledger:
-        """Bytes that the sums hold."""
-        amounts = [total.untyped_storage().nbytes() for total in self.sums.values()]
-        line = Line("gradient buffer", sum(amounts), component="gradients", count=len(amounts))
-        return Ledger([line])
+    with ExitStack() as hooks:
+        for parameter in trained:
+            hooks.callback(parameter.register_post_accumulate_grad_hook(take).remove)
+        yield sums
 
 
 def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) -> int:
-    """Tokens that one optimizer step learns from, over all ranks.
+    """Tokens that one optimizer step learns from, over all `dp` ranks.
 
     micro_batch: sequences in a micro-batch
     accumulation: micro-batches of a rank
-    dp: ranks
-    seq_len: tokens in a sequence
 
     >>> tokens_per_step(micro_batch=2, accumulation=4, dp=128, seq_len=4096)
     4194304

@@ -29,12 +29,8 @@ def attend_plain(
     Source: Vaswani et al. 1706.03762, eq. 1; groups as in Ainslie et al. 2305.13245.
     """
     b, a, s, d = q.shape
-    stacked = (
-        b,
-        k.shape[1],
-        -1,
-        d,
-    )  # a group's queries stacked into one tall matrix: k and v are never repeated
+    # A group's queries are stacked into one tall matrix: k and v are never repeated.
+    stacked = b, k.shape[1], -1, d
     scores = (q.reshape(stacked) @ k.mT).view(b, a, s, s) / math.sqrt(d)
     # Added, not filled in: an addition keeps nothing for the backward pass.
     future = torch.full((s, s), -math.inf, dtype=scores.dtype, device=scores.device).triu(1)
@@ -69,10 +65,8 @@ class Rotary(nn.Module):
     def __init__(self, seq_len: int, d_head: int, base: float = ROPE_BASE) -> None:
         super().__init__()
         if d_head % 2:
-            raise ValueError(
-                f"d_head={d_head} is odd: RoPE turns pairs of numbers, so give the heads an even "
-                "width"
-            )
+            remedy = "RoPE turns pairs of numbers, so give the heads an even width"
+            raise ValueError(f"d_head={d_head} is odd: {remedy}")
         angle = torch.outer(torch.arange(seq_len), base ** (-torch.arange(0, d_head, 2) / d_head))
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
@@ -153,9 +147,8 @@ class MixtureOfExperts(nn.Module):
         for i, expert in enumerate(self.experts):
             token, slot = (chosen == i).nonzero(as_tuple=True)
             weighted = expert(tokens[token]) * weights[token, slot, None]
-            out = out.index_add(
-                0, token, weighted.to(out.dtype)
-            )  # autocast computes in half, the stream is fp32
+            # Under autocast this is in half precision, and the stream is in fp32.
+            out = out.index_add(0, token, weighted.to(out.dtype))
         return out.view_as(x) if self.shared is None else out.view_as(x) + self.shared(x)
 
 
@@ -167,9 +160,7 @@ class Block(nn.Module):
         self.attention_norm = _norm(config)
         self.attention = Attention(config, rotary, attend)
         self.feed_forward_norm = _norm(config)
-        self.feed_forward = (
-            MixtureOfExperts(config) if config.num_experts > 1 else FeedForward(config)
-        )
+        self.feed_forward = (MixtureOfExperts if config.num_experts > 1 else FeedForward)(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Float[Tensor, "b s h"]) -> Float[Tensor, "b s h"]:
@@ -204,18 +195,16 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         if not callable(attention) and attention not in ATTENTION:
-            raise ValueError(
-                f"unknown attention {attention!r}: use {', '.join(map(repr, ATTENTION))} or a "
-                "function of (q, k, v, dropout)"
-            )
+            known = ", ".join(map(repr, ATTENTION))
+            own = "a function of (q, k, v, dropout)"
+            raise ValueError(f"unknown attention {attention!r}: use {known} or {own}")
         attend = attention if callable(attention) else ATTENTION[attention]
         h, L, s, v = config.letters("h L s v")
         self.config = config
         self.tokens = nn.Embedding(v, h)
         self.positions = nn.Embedding(s, h) if config.positions == "learned" else None
-        rotary = (
-            Rotary(s, config.d_head) if config.positions == "rope" else None
-        )  # one table, shared by all layers
+        # One table, shared by all layers.
+        rotary = Rotary(s, config.d_head) if config.positions == "rope" else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, rotary, attend) for _ in range(L))
         self.norm = _norm(config)
@@ -232,12 +221,11 @@ class GPT(nn.Module):
 
         Source: Radford et al. 2019, section 2.3 (L layers add to the stream twice each).
         """
+        smaller = math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 adds_to_stream = name.endswith(("output.weight", "down.weight"))
-                std = (
-                    INIT_STD / math.sqrt(2 * self.config.num_layers) if adds_to_stream else INIT_STD
-                )
+                std = INIT_STD / smaller if adds_to_stream else INIT_STD
                 parameter.normal_(0, std, generator=generator)
             else:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
@@ -245,10 +233,8 @@ class GPT(nn.Module):
     def embed(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s h"]:
         """The residual stream as it enters the first layer."""
         if tokens.shape[1] > self.config.seq_len:
-            raise ValueError(
-                f"{tokens.shape[1]} tokens do not fit seq_len={self.config.seq_len}: cut the "
-                "sequence or build a longer model"
-            )
+            fits = f"{tokens.shape[1]} tokens do not fit seq_len={self.config.seq_len}"
+            raise ValueError(f"{fits}: cut the sequence or build a longer model")
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
@@ -266,8 +252,6 @@ class GPT(nn.Module):
 
 
 def _norm(config: ModelConfig) -> nn.Module:
-    return (
-        nn.LayerNorm(config.d_model)
-        if config.norm == "layernorm"
-        else nn.RMSNorm(config.d_model, eps=1e-5)
-    )
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.d_model)
+    return nn.RMSNorm(config.d_model, eps=1e-5)

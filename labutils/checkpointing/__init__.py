@@ -3,7 +3,6 @@
 from labutils.checkpointing.execute import POLICIES, apply, costs, overhead, run, stages
 from labutils.checkpointing.plans import (
     Costs,
-    Held,
     Plan,
     Run,
     Stage,
@@ -16,6 +15,5 @@ from labutils.checkpointing.plans import (
     segments,
     simulate,
     smallest_budget,
-    unroll,
 )
 from labutils.checkpointing.recompute import checkpoint

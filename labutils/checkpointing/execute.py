@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from labutils import anatomy
-from labutils.checkpointing.plans import Costs, Plan, Run, Stage, add_moment
+from labutils.checkpointing.plans import Costs, Plan, Run, Stage, Step, history, require_length
 from labutils.checkpointing.recompute import Ambient, checkpoint
 from labutils.config import ModelConfig
-from labutils.timeline import History, Moment
 
 POLICIES = ("none", "selective", "full")
 
@@ -33,75 +32,14 @@ def run(chain: Sequence[nn.Module], plan: Plan, x: Tensor, gradient: Tensor | No
     Invariant: gradients are equal to the bit to those of running the modules one after the other;
     evaluations, FLOPs and bytes held are those that `simulate(plan, costs(chain, x))` predicts.
     """
-    if plan.n != len(chain):
-        raise ValueError(f"the plan is for {plan.n} stages, the chain has {len(chain)}")
+    require_length(plan, len(chain))
     now = _Execution(chain, x, gradient)
-    moments: list[Moment] = []
-    add_moment(moments, "start", *now.held)
+    amounts = [now.held]
     for step in plan.steps:
-        if step.op == "drop":
-            del now.values[step.at]
-        elif step.op == "backward":
-            now.backward(step.at)
-        else:
-            now.evaluate(step.at, record=step.op == "record")
-        add_moment(moments, str(step), *now.held)
-    evaluations = tuple(now.evaluations)
-    return Run(evaluations, now.flops.total, History(moments), now.output, now.slopes[0])
-
-
-class _Execution:
-    """Where a run stands: the values held, what stages have recorded, the gradient so far."""
-
-    def __init__(self, chain: Sequence[nn.Module], x: Tensor, gradient: Tensor | None) -> None:
-        self.chain = chain
-        self.input_needs_gradient = x.requires_grad
-        self.books = _Books(chain, x, gradient)
-        self.flops = _Flops()
-        self.values: dict[int, Tensor] = {0: x}
-        self.tapes: dict[int, tuple[Tensor, Tensor]] = {}
-        self.slopes: dict[int, Tensor | None] = {}
-        if gradient is not None:
-            self.slopes[len(chain)] = gradient
-        self.ambients: dict[int, Ambient] = {}
-        self.evaluations = [0] * len(chain)
-        self.output: Tensor | None = None
-
-    @property
-    def held(self) -> tuple[tuple[int, int, int], tuple[int, int]]:
-        """Bytes of values, interiors and gradient that are alive; how many values and interiors."""
-        for slope in self.slopes.values():
-            if slope is not None:
-                self.books.enter(slope, "gradient")
-        values, interiors, gradient = map(self.books.alive, ("values", "interiors", "gradient"))
-        return (sum(values), sum(interiors), sum(gradient)), (len(values), len(self.tapes))
-
-    def evaluate(self, i: int, *, record: bool) -> None:
-        """Makes xᵢ₊₁ from xᵢ, and records what the backward pass of stage i needs, or not."""
-        again = self.ambients.get(i)
-        if again is None:
-            self.ambients[i] = Ambient([self.values[i]])
-        self.evaluations[i] += 1
-        module, x = self.chain[i], self.values[i]
-        with self.flops:
-            if record:
-                wanted = i > 0 or self.input_needs_gradient
-                self.tapes[i] = _record(module, x, again, self.books, wanted=wanted)
-                self.values[i + 1] = self.tapes[i][1].detach()
-            else:
-                with torch.no_grad():
-                    self.values[i + 1] = _evaluated(module, x, again)
-        self.books.enter(self.values[i + 1], "values")
-        if i + 1 == len(self.chain):
-            self.output = self.values[i + 1].clone()
-
-    def backward(self, i: int) -> None:
-        """Takes the gradient from xᵢ₊₁ to xᵢ; the interior, xᵢ₊₁ and its gradient go."""
-        entered, left = self.tapes.pop(i)
-        if left.requires_grad:
-            torch.autograd.backward(left, self.slopes.get(i + 1))
-        self.slopes = {i: entered.grad}
-        del self.values[i + 1]
+        now.take(step)
+        amounts.append(now.held)
+    evaluations, cost = tuple(now.evaluations), now.flops.total
+    return Run(evaluations, cost, history(plan, amounts), now.output, now.gradient)
 
 
 def costs(chain: Sequence[nn.Module], x: Tensor) -> Costs:
@@ -112,49 +50,103 @@ def costs(chain: Sequence[nn.Module], x: Tensor) -> Costs:
     >>> costs([nn.Linear(4, 8)], torch.ones(2, 4)).stages
     (Stage(forward=128, output=64, interior=0, gradient=64),)
     """
+    now = _Execution(chain, x)
+    given, *_ = now.held  # 0 where the input shares its storage with something of the chain's
     measured = []
-    given = x
     with Ambient([x]).replayed():  # looking at the chain draws nothing from the generators
-        for i, module in enumerate(chain):
-            books = _Books(chain, given)
-            with _Flops() as flops:
-                tape = _record(module, given, None, books, wanted=i > 0 or x.requires_grad)
-            given = tape[1].detach()
-            books.enter(given, "values")
-            size = given.untyped_storage().nbytes()
-            interior = sum(books.alive("interiors"))
-            gradient = size if given.is_floating_point() else 0
-            measured.append(Stage(flops.total, size, interior, gradient))
-            del tape
-    # 0 where the input shares its storage with something that the chain owns.
-    given = sum(_Books(chain, x).alive("values"))
-    return Costs(measured, given, x.untyped_storage().nbytes() if x.requires_grad else 0)
+        for i in range(len(chain)):
+            before = now.flops.total
+            now.evaluate(i, record=True)
+            size = now.values[i + 1].untyped_storage().nbytes()
+            gradient = size if now.values[i + 1].is_floating_point() else 0
+            _, interior, _ = now.held
+            measured.append(Stage(now.flops.total - before, size, interior, gradient))
+            del now.values[i], now.tapes[i]
+    input_gradient = x.untyped_storage().nbytes() if x.requires_grad else 0
+    return Costs(measured, given, input_gradient)
 
 
-def _evaluated(module: nn.Module, x: Tensor, ambient: Ambient | None) -> Tensor:
-    with contextlib.nullcontext() if ambient is None else ambient.replayed():
-        out = module(x)
-    if out.untyped_storage()._cdata == x.untyped_storage()._cdata:
-        name = type(module).__name__
-        raise ValueError(f"{name} returns a view of its input: join it with its neighbor")
-    return out
+class _Execution:
+    """Where a run stands: the values held, what stages have recorded, the gradient so far."""
 
+    def __init__(
+        self, chain: Sequence[nn.Module], x: Tensor, gradient: Tensor | None = None
+    ) -> None:
+        self.chain = chain
+        self.input_needs_gradient = x.requires_grad
+        self.flops = _Flops()
+        self.values: dict[int, Tensor] = {0: x}
+        self.tapes: dict[int, tuple[Tensor, Tensor]] = {}
+        self.gradient = gradient
+        self.ambients: dict[int, Ambient] = {}
+        self.evaluations = [0] * len(chain)
+        self.output: Tensor | None = None
+        # Every storage that the run has seen and that is still alive, by name.
+        self.books: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        owned = [] if gradient is None else [gradient]
+        for module in chain:
+            owned += [*module.parameters(), *module.buffers()]
+        for tensor in owned:
+            self.enter(tensor, "owned")
+        self.enter(x, "values")
 
-def _record(
-    module: nn.Module, x: Tensor, ambient: Ambient | None, books: "_Books", *, wanted: bool
-) -> tuple[Tensor, Tensor]:
-    """The module's input, cut off from what came before, and its output with the graph between.
+    def enter(self, tensor: Tensor, name: str) -> None:
+        storage = tensor.untyped_storage()
+        known = self.books.get(storage)
+        if known != "owned" and not (known and name == "interiors"):
+            self.books[storage] = name
 
-    wanted: whether the input gets a gradient
-    """
-    entered = x.detach().requires_grad_(wanted and x.is_floating_point())
+    @property
+    def held(self) -> tuple[int, int, int]:
+        """Bytes of values, of interiors and of the gradient that are alive."""
+        if self.gradient is not None:
+            self.enter(self.gradient, "gradient")
+        total = dict(values=0, interiors=0, gradient=0, owned=0)
+        for storage, name in self.books.items():
+            total[name] += storage.nbytes()
+        return total["values"], total["interiors"], total["gradient"]
 
-    def keep(tensor: Tensor) -> Tensor:
-        books.enter(tensor, "interiors")
-        return tensor
+    def take(self, step: Step) -> None:
+        i = step.at
+        if step.op == "drop":
+            del self.values[i]
+        elif step.op == "backward":
+            entered, left = self.tapes.pop(i)
+            if left.requires_grad:
+                torch.autograd.backward(left, self.gradient)
+            self.gradient = entered.grad
+            del self.values[i + 1]
+        else:
+            self.evaluate(i, record=step.op == "record")
 
-    with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
-        return entered, _evaluated(module, entered, ambient)
+    def evaluate(self, i: int, *, record: bool) -> None:
+        """Makes xᵢ₊₁ from xᵢ, and records what the backward pass of stage i needs, or not."""
+        x, again = self.values[i], self.ambients.get(i)
+        if again is None:
+            self.ambients[i] = Ambient([x])
+        self.evaluations[i] += 1
+        wanted = i > 0 or self.input_needs_gradient
+        entered = x.detach().requires_grad_(record and wanted and x.is_floating_point())
+        with (
+            self.flops,
+            contextlib.nullcontext() if again is None else again.replayed(),
+            torch.set_grad_enabled(record),
+            saved_tensors_hooks(self.keep, lambda tensor: tensor),
+        ):
+            left = self.chain[i](entered)
+        if left.untyped_storage()._cdata == x.untyped_storage()._cdata:
+            name = type(self.chain[i]).__name__
+            raise ValueError(f"{name} returns a view of its input: join it with its neighbor")
+        if record:
+            self.tapes[i] = entered, left
+        self.values[i + 1] = left.detach()
+        self.enter(self.values[i + 1], "values")
+        if i + 1 == len(self.chain):
+            self.output = self.values[i + 1].clone()
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        self.enter(tensor, "interiors")
+        return tensor.detach()  # the tensor itself would close a cycle with its own graph
 
 
 class _Flops(TorchDispatchMode):
@@ -169,35 +161,6 @@ class _Flops(TorchDispatchMode):
         if formula := flop_registry.get(func.overloadpacket):
             self.total += formula(*args, **(kwargs or {}), out_val=out)
         return out
-
-
-class _Books:
-    """Every storage that the run has seen and that is still alive, by name.
-
-    Weights, buffers and the `gradient` that the caller gave are not in the books.
-    """
-
-    def __init__(self, chain: Sequence[nn.Module], x: Tensor, gradient: Tensor | None = None):
-        owned = [] if gradient is None else [gradient]
-        for module in chain:
-            owned += [*module.parameters(), *module.buffers()]
-        self.owned = {tensor.untyped_storage()._cdata for tensor in owned}
-        self.entries: dict[int, tuple[weakref.ref, int, str]] = {}
-        self.enter(x, "values")
-
-    def enter(self, tensor: Tensor, name: str) -> None:
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        known = self.entries.get(address)
-        if address in self.owned or (known and known[0]() is not None and name == "interiors"):
-            return
-        self.entries[address] = weakref.ref(storage), storage.nbytes(), name
-
-    def alive(self, name: str) -> list[int]:
-        """Bytes of each storage of that name."""
-        entries = self.entries.items()
-        self.entries = {address: entry for address, entry in entries if entry[0]() is not None}
-        return [nbytes for _, nbytes, called in self.entries.values() if called == name]
 
 
 class _Embedding(nn.Module):

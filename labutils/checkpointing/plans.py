@@ -14,11 +14,10 @@ the weights belong to the caller.
 
 import functools
 import math
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -126,7 +125,6 @@ class Plan:
 
     def __post_init__(self) -> None:
         units.whole(self.n, "n", 1)
-        object.__setattr__(self, "steps", tuple(self.steps))
         *_, end = self.states
         if end.gradient or len(end.values) > 1:
             end_is = f"the gradient of x{end.gradient} and values {sorted(end.values)}"
@@ -231,35 +229,39 @@ def simulate(plan: Plan, costs: Costs) -> Run:
     >>> sum(sweep.evaluations), sweep.peak
     (28, 8)
     """
-    if plan.n != len(costs):
-        raise ValueError(f"the plan is for {plan.n} stages, the chain has {len(costs)}")
+    require_length(plan, len(costs))
     sizes = [costs.input, *(stage.output for stage in costs.stages)]
-    moments: list[Moment] = []
-    for event, held in zip(["start", *map(str, plan.steps)], plan.states, strict=True):
+    amounts = []
+    for held in plan.states:
         values = sum(sizes[i] for i in held.values)
         interiors = sum(costs.stages[i].interior for i in held.recorded)
-        counts = len(held.values), len(held.recorded)
-        add_moment(moments, event, (values, interiors, costs.gradients[held.gradient]), counts)
+        amounts.append((values, interiors, costs.gradients[held.gradient]))
     evaluated = zip(costs.stages, plan.evaluations, strict=True)
     cost = sum(stage.forward * times for stage, times in evaluated)
-    return Run(plan.evaluations, cost, History(moments))
+    return Run(plan.evaluations, cost, history(plan, amounts))
 
 
-def add_moment(
-    moments: list[Moment], event: str, held: tuple[int, int, int], counts: tuple[int, int]
-) -> None:
-    """Appends what is held after a step; from the first backward step on it is the backward pass.
+def history(plan: Plan, amounts: Iterable[tuple[int, int, int]]) -> History:
+    """The history of a plan, from the bytes of values, interiors and gradient at its start and
+    after every step; from the first backward step on it is the backward pass."""
+    moments = []
+    events = ("start", *map(str, plan.steps))
+    for event, state, amount in zip(events, plan.states, amounts, strict=True):
+        phase = "forward" if state.gradient == plan.n else "backward"
+        values, interiors, gradient = amount
+        lines = [
+            Line("values", values, component="activations"),
+            Line("interiors", interiors, component="activations"),
+            Line("gradient", gradient, component="gradients"),
+        ]
+        moments.append(Moment(phase, event, Ledger(lines)))
+    return History(moments)
 
-    held: bytes of values, of interiors and of the gradient
-    counts: how many values and interiors these are
-    """
-    turned = event.startswith("backward") or (moments and moments[-1].phase == "backward")
-    lines = [
-        Line("values", held[0], component="activations", count=counts[0]),
-        Line("interiors", held[1], component="activations", count=counts[1]),
-        Line("gradient", held[2], component="gradients"),
-    ]
-    moments.append(Moment("backward" if turned else "forward", event, Ledger(lines)))
+
+def require_length(plan: Plan, n: int) -> None:
+    """Nothing, or a ValueError where a chain of n stages is not the plan's."""
+    if plan.n != n:
+        raise ValueError(f"the plan is for {plan.n} stages, the chain has {n}")
 
 
 # Every plan below is one rule, asked about ever smaller pieces of the chain. For stages s … t, with
@@ -268,14 +270,11 @@ def add_moment(
 Rule = Callable[[int, int, Any], tuple[int | None, Any, Any]]
 
 
-def unroll(n: int, rule: Rule, state: Any = None, name: str = "") -> Plan:
+def _unroll(n: int, rule: Rule, state: Any = None, name: str = "") -> Plan:
     """The plan that a rule makes for n stages.
 
     Asked about stages s … t, the rule returns (split or None, state for the right part, state for
     the left part).
-
-    >>> print(unroll(2, lambda s, t, _: (None, None, None)))
-    record 0 · record 1 · backward 1 · backward 0
     """
     units.whole(n, "n", 1)
     steps: list[Step] = []
@@ -289,8 +288,7 @@ def unroll(n: int, rule: Rule, state: Any = None, name: str = "") -> Plan:
         split, right, left = rule(s, t, state)
         if split is None:
             steps.append(Step("record", s))
-            todo.append(Step("backward", s))
-            todo += [(s + 1, t, right)] if s < t else []
+            todo += [Step("backward", s), *([(s + 1, t, right)] if s < t else [])]
         else:
             for i in range(s, split):
                 steps += [Step("forward", i), *([Step("drop", i)] if i > s else [])]
@@ -320,7 +318,7 @@ def segments(n: int, k: int) -> Plan:
     def rule(s: int, t: int, rest: tuple[int, ...]) -> tuple:
         return (rest[0], rest[1:], ()) if rest else (None, (), ())
 
-    return unroll(n, rule, starts, name)
+    return _unroll(n, rule, starts, name)
 
 
 def keep_nothing(n: int) -> Plan:
@@ -328,7 +326,7 @@ def keep_nothing(n: int) -> Plan:
 
     Cost: n(n + 1)/2 forward evaluations, beside x₀ no more than one value and one recorded stage.
     """
-    return unroll(n, lambda s, t, _: (None if s == t else t, None, None), None, "keep nothing")
+    return _unroll(n, lambda s, t, _: (None if s == t else t, None, None), None, "keep nothing")
 
 
 def binomial_evaluations(n: int, snapshots: int) -> int:
@@ -356,19 +354,16 @@ def binomial(n: int, snapshots: int) -> Plan:
     fewest = functools.cache(binomial_evaluations)
     fewest(n, snapshots)
 
-    @functools.cache
-    def ahead(length: int, free: int) -> int:
-        def evaluations(m: int) -> int:
-            return m + fewest(length - m, free - 1) + fewest(m, free)
-
-        return min(range(1, length), key=evaluations)
-
     def rule(s: int, t: int, free: int) -> tuple:
+        def evaluations(split: int) -> int:
+            return split - s + fewest(t - split + 1, free - 1) + fewest(split - s, free)
+
         if s == t:
             return None, 0, 0
-        return (t if free == 1 else s + ahead(t - s + 1, free)), free - 1, free
+        split = t if free == 1 else min(range(s + 1, t + 1), key=evaluations)
+        return split, free - 1, free
 
-    return unroll(n, rule, snapshots, f"{snapshots} snapshots")
+    return _unroll(n, rule, snapshots, f"{snapshots} snapshots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,15 +376,13 @@ class _Front:
     bytes: np.ndarray
     costs: np.ndarray
 
-    def cost(self, room: int) -> Any:
-        place = bisect_right(self.bytes, room) - 1
-        return self.costs[place] if place >= 0 else math.inf
+    def cost(self, room: Any) -> Any:
+        """The cost in a room, or in each of many; none may be below the least."""
+        return self.costs[np.searchsorted(self.bytes, room, "right") - 1]
 
     @classmethod
-    def of(cls, needs: list[np.ndarray], costs: list[np.ndarray], limit: Cost) -> "_Front":
+    def of(cls, needs: list[np.ndarray], costs: list[np.ndarray]) -> "_Front":
         need, cost = np.concatenate(needs), np.concatenate(costs)
-        possible = need <= limit
-        need, cost = need[possible], cost[possible]
         order = np.lexsort((cost, need))
         need, cost = need[order], cost[order]
         better = np.ones(len(cost), bool)
@@ -397,85 +390,85 @@ class _Front:
         return cls(need[better], cost[better])
 
 
+class _Way(NamedTuple):
+    """A way to reverse a piece: forward passes for `cost`, the right part beside `kept` bytes, then
+    the left part.
+
+    split: where the right part begins if x_split is kept, None where the first stage is recorded
+    fullest: most bytes that these forward passes, and the gradients around them, hold
+    """
+
+    split: int | None
+    kept: int
+    fullest: int
+    cost: Cost
+    right: _Front
+    left: _Front
+
+    @property
+    def least(self) -> int:
+        """The least room for it."""
+        return max(self.fullest, self.right.bytes[0] + self.kept, self.left.bytes[0])
+
+    def total(self, room: Any) -> Any:
+        """The cost of all of it in a room, or in each of many."""
+        return self.cost + self.right.cost(room - self.kept) + self.left.cost(room)
+
+
 class _Optimum:
     """Dynamic programming over the pieces s … t of a chain.
-
-    `need` is what a piece holds at its fullest moment on top of its input x_s.
 
     C(s, t) = best of  record s, then C(s+1, t)
                   and, for every split j,  forward s … j−1, C(j, t), C(s, j−1).
 
-    A piece's answer is a whole front of (need, cost), exact to the byte, so that one pass serves
-    every budget. Equal pieces share one front.
+    A piece's answer is a whole front of (bytes held at its fullest moment on top of x_s, cost),
+    exact to the byte, so that one pass serves every budget. Equal pieces share one front.
     """
 
-    def __init__(self, costs: Costs, limit: Cost = math.inf) -> None:
-        self.costs = costs
-        self.limit = limit - costs.input
-        self.n = len(costs)
+    def __init__(self, costs: Costs) -> None:
+        self.stages = costs.stages
         self.gradient = costs.gradients  # of xᵢ: held while stage i−1 waits for its backward pass
         around = zip(costs.stages, self.gradient[:-1], self.gradient[1:], strict=True)
         kinds: dict[tuple, int] = {}
-        self.kinds = [kinds.setdefault(kind, len(kinds)) for kind in around]
-        self.known: dict[tuple[int, ...], _Front] = {}
-        for length in range(1, self.n + 1):
-            for s in range(self.n - length + 1):
-                key = tuple(self.kinds[s : s + length])
+        self.kinds = tuple(kinds.setdefault(kind, len(kinds)) for kind in around)
+        self.known = {(): _Front(np.array([0]), np.array([0]))}  # of a piece without stages
+        for length in range(1, len(costs) + 1):
+            for s in range(len(costs) - length + 1):
+                key = self.kinds[s : s + length]
                 if key not in self.known:
                     self.known[key] = self.solve(s, s + length - 1)
 
     def front(self, s: int, t: int) -> _Front:
-        return self.known[tuple(self.kinds[s : t + 1])]
+        return self.known[self.kinds[s : t + 1]]
 
-    def first(self, s: int, t: int) -> tuple[int, int]:
-        """Bytes held once s is recorded, and the least that any way of reversing s … t needs."""
-        stage = self.costs.stages[s]
-        held = stage.interior + stage.output
-        return held, max(held + self.gradient[t + 1], self.gradient[s])
-
-    def sweeps(self, s: int, t: int) -> Iterator[tuple[int, int, int, Cost]]:
-        """For every split j: j, the bytes of x_j, the fullest moment on the way, and its cost."""
-        stages = self.costs.stages
-        fullest = cost = previous = 0
-        for j in range(s + 1, t + 1):
-            size = stages[j - 1].output
-            fullest = max(fullest, previous + size + self.gradient[t + 1])
-            cost += stages[j - 1].forward
-            previous = size
-            yield j, size, max(fullest, self.gradient[s]), cost
+    def ways(self, s: int, t: int) -> Iterator[_Way]:
+        first, before, after = self.stages[s], self.gradient[s], self.gradient[t + 1]
+        kept = first.interior + first.output
+        rest = self.front(s + 1, t), self.front(s, s - 1)
+        yield _Way(None, kept, max(kept + after, before), first.forward, *rest)
+        fullest, cost, previous = before, 0, 0
+        for j, stage in enumerate(self.stages[s:t], s + 1):
+            fullest = max(fullest, previous + stage.output + after)
+            cost += stage.forward
+            previous = stage.output
+            yield _Way(j, stage.output, fullest, cost, self.front(j, t), self.front(s, j - 1))
 
     def solve(self, s: int, t: int) -> _Front:
-        held, least = self.first(s, t)
-        cost = self.costs.stages[s].forward
-        if s == t:
-            return _Front.of([np.array([least])], [np.array([cost])], self.limit)
-        rest = self.front(s + 1, t)
-        needs, costs = [np.maximum(rest.bytes + held, least)], [rest.costs + cost]
-        for j, size, least, cost in self.sweeps(s, t):
-            right, left = self.front(j, t), self.front(s, j - 1)
-            if not len(right.bytes) or not len(left.bytes):
-                continue
-            rooms = np.concatenate([right.bytes + size, left.bytes])
-            rooms = np.unique(np.maximum(rooms, max(least, right.bytes[0] + size, left.bytes[0])))
-            at_right = np.searchsorted(right.bytes, rooms - size, "right") - 1
-            at_left = np.searchsorted(left.bytes, rooms, "right") - 1
+        needs, costs = [], []
+        for way in self.ways(s, t):
+            rooms = np.concatenate([way.right.bytes + way.kept, way.left.bytes])
+            rooms = np.unique(np.maximum(rooms, way.least))
             needs.append(rooms)
-            costs.append(cost + right.costs[at_right] + left.costs[at_left])
-        return _Front.of(needs, costs, self.limit)
+            costs.append(way.total(rooms))
+        return _Front.of(needs, costs)
 
     def rule(self, s: int, t: int, room: int) -> tuple[int | None, int, int]:
-        held, least = self.first(s, t)
-        if s == t:
-            return None, 0, 0
-        best: Cost = math.inf
-        choice: tuple[int | None, int, int] = (None, room - held, 0)
-        if least <= room:
-            best = self.front(s + 1, t).cost(room - held) + self.costs.stages[s].forward
-        for j, size, least, cost in self.sweeps(s, t):
-            total = cost + self.front(j, t).cost(room - size) + self.front(s, j - 1).cost(room)
-            if least <= room and total < best:
-                best, choice = total, (j, room - size, room)
-        return choice
+        possible = (way for way in self.ways(s, t) if way.least <= room)
+        best = min(possible, key=lambda way: way.total(room))
+        return best.split, room - best.kept, room
+
+
+_optimum = functools.lru_cache(maxsize=8)(_Optimum)
 
 
 def frontier(costs: Costs) -> tuple[tuple[int, Cost], ...]:
@@ -486,15 +479,14 @@ def frontier(costs: Costs) -> tuple[tuple[int, Cost], ...]:
     >>> frontier(Costs.uniform(3))
     ((3, 5), (4, 3))
     """
-    front = _Optimum(costs).front(0, len(costs) - 1)
+    front = _optimum(costs).front(0, len(costs) - 1)
     needs = (front.bytes + costs.input).tolist()
     return tuple(zip(needs, front.costs.tolist(), strict=True))
 
 
 def smallest_budget(costs: Costs) -> int:
     """The fewest bytes that any plan of `plan` can peak at, x₀ included."""
-    free = [replace(stage, forward=0) for stage in costs.stages]
-    return frontier(replace(costs, stages=free))[0][0]
+    return frontier(costs)[0][0]
 
 
 def plan(costs: Costs, budget: int) -> Plan:
@@ -512,12 +504,13 @@ def plan(costs: Costs, budget: int) -> Plan:
     Source: Beaumont et al. 1911.13214 (forward, record and drop on heterogeneous chains); here the
     recurrence is solved for all budgets at once.
     """
-    optimum = _Optimum(costs, budget)
-    front = optimum.front(0, len(costs) - 1)
-    if not len(front.bytes):
-        least = smallest_budget(costs)
+    optimum = _optimum(costs)
+    needs = optimum.front(0, len(costs) - 1).bytes
+    rooms = needs[needs <= budget - costs.input]
+    if not len(rooms):
+        least = int(needs[0]) + costs.input
         smallest = f"the smallest possible one is {least:,} ({units.text(least)})"
         refused = f"no plan fits a budget of {budget:,} bytes ({units.text(budget)})"
         raise ValueError(f"{refused}: {smallest}")
     name = f"optimal for {units.text(budget)}"
-    return unroll(len(costs), optimum.rule, int(front.bytes[-1]), name)
+    return _unroll(len(costs), optimum.rule, int(rooms[-1]), name)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from labutils.precision import autocast
 
@@ -47,10 +47,10 @@ class Ambient:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors}
-        indices = [device.index for device in devices if device.type == "cuda"]
-        cuda = [torch.cuda.default_generators[index] for index in indices]
-        self.generators = [torch.default_generator, *cuda]
-        self.states = [generator.get_state() for generator in self.generators]
+        self.cuda = [device.index for device in devices if device.type == "cuda"]
+        cuda = [torch.cuda.default_generators[index] for index in self.cuda]
+        generators = torch.default_generator, *cuda
+        self.states = [(generator, generator.get_state()) for generator in generators]
         kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -62,23 +62,16 @@ class Ambient:
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Inside, generators and autocast are as they were; afterwards, as if nothing happened."""
-        now = [generator.get_state() for generator in self.generators]
-        with ExitStack() as settings:
+        with torch.random.fork_rng(self.cuda), ExitStack() as settings:
             for kind, dtype, enabled in self.autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     casts = torch.autocast(kind, dtype, enabled, cache_enabled=self.cached)
                     settings.enter_context(casts)
             if self.region or autocast.innermost():
                 settings.enter_context(self.region or autocast(enabled=False))
-            try:
-                self._set(self.states)
-                yield
-            finally:
-                self._set(now)
-
-    def _set(self, states: list[Tensor]) -> None:
-        for generator, state in zip(self.generators, states, strict=True):
-            generator.set_state(state)
+            for generator, state in self.states:
+                generator.set_state(state)
+            yield
 
 
 class _Slot:
@@ -117,11 +110,10 @@ class _Region:
     """
 
     def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> None:
-        leaves, self.shape = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.fn = fn
-        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        # A type stands where each tensor was.
+        self.given = tree_map(lambda x: Tensor if isinstance(x, Tensor) else x, (args, kwargs))
         self.kept = _Keep.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
         self.ambient = Ambient(tensors)
         self.slots: list[weakref.ref[_Slot]] = []
@@ -146,8 +138,7 @@ class _Region:
         def capture(tensor: Tensor) -> Tensor:
             place = next(places)
             tensor = tensor.detach()
-            slot = slots[place]
-            if slot is not None:
+            if (slot := slots[place]) is not None:
                 if slot.kind != (now := _kind(tensor)):
                     before = f"{slot.kind} as tensor {place}"
                     raise self.complaint(f"saved {before} the first time and {now} now")
@@ -156,10 +147,8 @@ class _Region:
                 raise _Enough(self)
             return tensor
 
-        leaves = list(self.constants)
-        for place, tensor in zip(self.places, self.kept.saved_tensors, strict=True):
-            leaves[place] = tensor
-        args, kwargs = tree_unflatten(leaves, self.shape)
+        tensors = iter(self.kept.saved_tensors)
+        args, kwargs = tree_map(lambda x: next(tensors) if x is Tensor else x, self.given)
         try:
             with (
                 self.ambient.replayed(),

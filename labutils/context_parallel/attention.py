@@ -65,10 +65,10 @@ def ring(
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros_like(q, dtype=wide)  # laid out like q, so ready for the next product
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-    for holder, (keys, values) in _round(torch.stack([k, v]), comm):
+    for holder, kv in _round(torch.stack([k, v]), comm):
         for tile in whole.tiles(comm.rank, holder):
             at = tile.rows
-            found = attend(*_cut(tile, q, keys, values), tile.offset)
+            found = attend(q[:, :, at], *kv[:, :, :, tile.columns], tile.offset)
             merged = flash.merge(out[:, :, at], lse[:, :, at], *found)
             out[:, :, at], lse[:, :, at] = merged
     return out.to(q.dtype), lse
@@ -103,15 +103,24 @@ class _Ring(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        comm, mine, on_their_way = ctx.comm, None, ()
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        sums = _Sums(ctx.comm)
-        with ctx.comm.record("ring backward"):
-            for holder, kv in _round(torch.stack([k, v]), ctx.comm):
+        with comm.record("ring backward"):
+            for holder, kv in _round(torch.stack([k, v]), comm):
                 d_kv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
-                for tile in ctx.whole.tiles(ctx.comm.rank, holder):
+                for tile in ctx.whole.tiles(comm.rank, holder):
                     _backward_tile(tile, (q, out, lse, d_out, dq), kv, d_kv, ctx.block)
-                sums.add(d_kv)
-            dk, dv = sums.come_home()
+                # A sum follows its keys one rank behind the work on them, each rank adds its own,
+                # and the last one sends it home, where the owner's own part has waited.
+                if mine is None:
+                    mine = d_kv
+                    continue
+                if on_their_way:
+                    d_kv += _arrived(on_their_way)
+                on_their_way = _pass_on(d_kv, comm)
+            if on_their_way:
+                mine = mine + _arrived(on_their_way)
+        dk, dv = mine
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
@@ -119,48 +128,24 @@ def _round(kv: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
     """Whose, and the keys and values of each rank, one's own first; the next ones arrive while the
     caller works with these, which must not be written to."""
     n, i = comm.size, comm.rank
-    for step in range(n):
-        on_their_way: tuple[Work, ...] = ()
-        if step < n - 1:
-            out = comm.isend(kv, (i + 1) % n)
-            on_their_way = out, comm.irecv(torch.empty_like(kv), (i - 1) % n)
+    for step in range(n - 1):
+        on_their_way = _pass_on(kv, comm)
         yield (i - step) % n, kv
-        for work in on_their_way:
-            kv = work.wait()
+        kv = _arrived(on_their_way)
+    yield (i + 1) % n, kv
 
 
-class _Sums:
-    """The gradients of keys and values: a sum follows its keys one rank behind the work on them,
-    each rank adds its own, and the last one sends it home, where the owner's own part has waited.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-        self.mine: Tensor | None = None
-        self.on_their_way: tuple[Work, ...] = ()
-
-    def add(self, d_kv: Tensor) -> None:
-        """This rank's part of the sum that is due, which then goes on."""
-        if self.mine is None:  # the first keys are one's own
-            self.mine = d_kv
-            return
-        if self.on_their_way:
-            d_kv += self._arrived()
-        n, i = self.comm.size, self.comm.rank
-        out = self.comm.isend(d_kv, (i + 1) % n)
-        self.on_their_way = out, self.comm.irecv(torch.empty_like(d_kv), (i - 1) % n)
-
-    def come_home(self) -> Tensor:
-        """The whole sum of one's own keys and values."""
-        return self.mine + self._arrived() if self.on_their_way else self.mine
-
-    def _arrived(self) -> Tensor:
-        return [work.wait() for work in self.on_their_way][-1]
+def _pass_on(x: Tensor, comm: Comm) -> tuple[Work, Work]:
+    """x goes to the next rank, and a tensor like it comes from the one before, both by and by."""
+    n, i = comm.size, comm.rank
+    return comm.isend(x, (i + 1) % n), comm.irecv(torch.empty_like(x), (i - 1) % n)
 
 
-def _cut(tile: Tile, q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
-    """The queries, and the keys and values, that meet."""
-    return q[:, :, tile.rows], *(x[:, :, tile.columns] for x in keys)
+def _arrived(on_their_way: tuple[Work, Work]) -> Tensor:
+    """What came, once both messages are through."""
+    out, back = on_their_way
+    out.wait()
+    return back.wait()
 
 
 def _backward_tile(

@@ -33,11 +33,14 @@ def sent(
     require(model, n, attention, "contiguous")
     L, s, a, g, d = model.letters("L s a g d")
     rows = units.whole(micro_batch, "micro_batch", 1) * d * layout(s, n, "contiguous").chunk
-    ranks = range(n) if rank is None else (rank,)
-    lines = [_loss_line(n, max(4, itemsize), i) for i in ranks if n > 1]
-    for i in ranks if n > 1 else ():
+    if n == 1:
+        return Ledger()
+    wide = max(4, itemsize)
+    losses = collectives.sent("all_reduce_ring", nbytes=wide, n=n, itemsize=wide, axis="cp")
+    lines = [replace(line, name="loss") for line in losses if rank in (None, line.rank)]
+    for i in range(n) if rank is None else (rank,):
         if attention == "ring":
-            kv, sums = 2 * g * rows * itemsize, 2 * g * rows * max(4, itemsize)
+            kv, sums = 2 * g * rows * itemsize, 2 * g * rows * wide
             moves = [("ring forward", kv, 1), ("ring backward", kv + sums, 2)]
         else:
             each = (2 * a + 2 * kv_heads(a, g, n)) * rows * itemsize // n
@@ -84,24 +87,13 @@ def kept_activations(
         rotary = "rows of the tables of RoPE, sd"
         lines.append(Line("blocks.0.attention.rotary", tables, "activations", note=rotary))
     elif attention == "ulysses":
-        lines += _laid_out_anew(model, s, micro_batch * how.compute)
+        # Without RoPE a fused kernel's output is ready for the next product; the exchange makes it
+        # anew, tokens innermost.
+        output = micro_batch * how.compute * s * a * model.d_head
+        for i in range(model.num_layers):
+            at = f"blocks.{i}.attention.output"
+            lines.append(Line(at, output, "activations", note="input"))
     if model.positions == "learned":
         lines.append(Line("positions", 8 * s, "activations", note="places of the tokens, s"))
     lines.append(Line("outside", 8, "activations", note="targets of all ranks"))
     return Ledger(lines)
-
-
-def _laid_out_anew(model: ModelConfig, s: int, each: int) -> list[Line]:
-    """Without RoPE a fused kernel's output is ready for the next product; the exchange makes it
-    anew, tokens innermost."""
-    L, a, d = model.letters("L a d")
-    return [
-        Line(f"blocks.{i}.attention.output", each * s * a * d, "activations", note="input")
-        for i in range(L)
-    ]
-
-
-def _loss_line(n: int, itemsize: int, rank: int) -> Line:
-    at = {"n": n, "itemsize": itemsize, "axis": "cp", "rank": rank}
-    (line,) = collectives.sent("all_reduce_ring", nbytes=itemsize, **at)
-    return replace(line, name="loss")

@@ -6,9 +6,9 @@ from labutils.timeline import Span, Timeline
 
 
 def least_tokens(
-    flops: float, bandwidth: float, *, itemsize: int = 2, groups: float = 1, causal: bool = True
+    flops: float, bandwidth: float, *, groups: float = 1, causal: bool = True
 ) -> float:
-    """Tokens that a rank must have so that a step of the ring computes as long as it sends.
+    """Tokens that a rank must have so that a step of the ring computes as long as it sends in bf16.
 
     flops, bandwidth: of a rank, per second
     groups: key–value heads by heads, g/a
@@ -17,9 +17,9 @@ def least_tokens(
     >>> round(least_tokens(312e12, 300e9, causal=False))
     1040
 
-    Source: Liu et al. 2310.01889, section 3, without a mask: c ≥ F/B in bf16.
+    Source: Liu et al. 2310.01889, section 3, without a mask: c ≥ F/B.
     """
-    return itemsize * groups * flops / bandwidth / (1 if causal else 2)
+    return 2 * groups * flops / bandwidth / (1 if causal else 2)
 
 
 def ring_timeline(
@@ -29,17 +29,15 @@ def ring_timeline(
     flops: float,
     link: Link,
     kind: str = "zigzag",
-    itemsize: int = 2,
     overlap: bool = True,
 ) -> Timeline:
-    """The forward pass of ring attention in one layer, of one sequence on n ranks.
+    """The forward pass of ring attention in one layer, of one sequence on n ranks, in bf16.
 
     As in `ring_attention`, a step begins when the keys and values of the step before have come and
     gone, and a message when both its ranks have begun the step.
 
     flops: what a rank computes per second
     link: what carries the messages of each rank to the next
-    itemsize: bytes of an element of keys and values
     overlap: False computes when the message of the step is through
 
     >>> sizes = dict(num_layers=1, d_model=8, num_heads=1, d_ff=8)
@@ -49,7 +47,8 @@ def ring_timeline(
     """
     a, g, d = model.letters("a g d")
     whole, begun, spans = layout(model.seq_len, n, kind), [0.0] * n, []
-    per_pair, message = 4 * a * d / flops, 2 * g * d * (model.seq_len // n) * itemsize
+    per_pair = 4 * a * d / flops
+    message = 2 * 2 * g * d * (model.seq_len // n)  # keys and values, 2 bytes for each number
     hop = link.latency + message / link.bandwidth
     met = [whole.met(rank) for rank in range(n)]
     for step in range(n):

@@ -54,7 +54,7 @@ class OnlineSoftmax:
 
     It keeps a maximum, a sum and an output per row, and nothing else.
 
-    >>> state = OnlineSoftmax(1, 1, 1, dtype=torch.float64)
+    >>> state = OnlineSoftmax(torch.zeros(1, 1, 1, dtype=torch.float64))
     >>> for pair in [(0.0, 1.0), (1000.0, 2.0), (1000.0, 4.0)]:
     ...     score, value = torch.tensor(pair, dtype=torch.float64).view(2, 1, 1, 1)
     ...     state.add(score, value)
@@ -68,19 +68,11 @@ class OnlineSoftmax:
     − m_new))⁻¹, that must not be there.
     """
 
-    def __init__(
-        self,
-        heads: int,
-        rows: int,
-        width: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.out = torch.zeros(heads, rows, width, dtype=dtype, device=device)
-        self.total = torch.zeros(heads, rows, 1, dtype=dtype, device=device)
+    def __init__(self, zeros: Float[Tensor, "heads rows width"]) -> None:
+        self.out = zeros
+        self.total = zeros.new_zeros(*zeros.shape[:2], 1)
         # The lowest finite number: a row that has seen nothing must not compute −inf − (−inf).
-        self.top = torch.full_like(self.total, torch.finfo(dtype).min)
+        self.top = torch.full_like(self.total, torch.finfo(zeros.dtype).min)
 
     def add(
         self, scores: Float[Tensor, "heads rows block"], values: Float[Tensor, "heads block width"]
@@ -111,7 +103,7 @@ def online(
     for scores, values in blocks:
         dtype = _accumulator(values.dtype)
         if state is None:
-            state = OnlineSoftmax(1, 1, values.shape[1], dtype=dtype, device=values.device)
+            state = OnlineSoftmax(values.new_zeros(1, 1, values.shape[1], dtype=dtype))
         state.add(scores[None, None].to(dtype, copy=True), values[None].to(dtype))
     out, lse = state.finish()
     return out[0, 0], lse[0, 0, 0]
@@ -216,7 +208,7 @@ def forward(memory: SlowMemory, problem: Problem) -> None:
     dtype = problem.dtype
     for rows in problem.tiling.query_blocks:
         q = memory.load("Q", rows, dtype)
-        state = OnlineSoftmax(*q.shape, dtype=dtype, device=q.device)
+        state = OnlineSoftmax(q.new_zeros(q.shape))
         for columns in problem.tiling.keys_of(rows):
             k, v = memory.load("K", columns, dtype), memory.load("V", columns, dtype)
             state.add(problem.scores(q, k, (rows, columns)), v)
@@ -343,7 +335,7 @@ def merge(
 
 
 def attention_flops(
-    s: int, d: int, heads: int = 1, *, s_k: int = 0, causal: bool = False, backward: bool = False
+    s: int, d: int, heads: int = 1, *, causal: bool = False, backward: bool = False
 ) -> int:
     """FLOPs of attention's matrix products, forward or backward; causal is half, as in the papers.
 
@@ -352,12 +344,10 @@ def attention_flops(
     >>> attention_flops(1024, 64, backward=True) / attention_flops(1024, 64)
     2.5
 
-    s_k: keys, where they are not as many as queries
-
     Source: FlashAttention-2 (2307.08691), section 4.1: two products of s × s_k × d, five backward.
     """
     products = 5 if backward else 2
-    return 2 * heads * s * (s_k or s) * d * products // (2 if causal else 1)
+    return 2 * heads * s * s * d * products // (2 if causal else 1)
 
 
 def _blocks(n: int, block: int) -> list[slice]:

@@ -1,7 +1,6 @@
 """Fused kernels: row-wise functions in many passes over memory or in one, and the roofline."""
 
-import math
-import time
+import timeit
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,12 +160,13 @@ class Roof:
         return cls(f"{hardware.name} {dtype}", hardware.flops[dtype], hardware.memory_bandwidth)
 
     @classmethod
-    def measured(cls, *, size: int = 1024, nbytes: int = 2**26, repeats: int = 5) -> "Roof":
+    def measured(cls, *, size: int = 1024, nbytes: int = 2**26) -> "Roof":
         """This machine's own roof in fp32: the best of a few products, and of a few sweeps."""
         a, x = torch.randn(size, size), torch.randn(nbytes // 4)
         out = torch.empty_like(x)
-        product = _best(lambda: a @ a, repeats)
-        sweep = _best(lambda: torch.add(x, 1, out=out), repeats)
+        # The first run warms up; a minimum forgets it.
+        product = min(timeit.repeat(lambda: a @ a, number=1, repeat=6))
+        sweep = min(timeit.repeat(lambda: torch.add(x, 1, out=out), number=1, repeat=6))
         return cls("this machine fp32", 2 * size**3 / product, 2 * x.nbytes / sweep)
 
     @property
@@ -181,12 +181,3 @@ class Roof:
     def bound(self, flops: int | float, nbytes: int | float) -> str:
         """Which ceiling is met first: "compute" or "memory"."""
         return "compute" if flops / self.flops >= nbytes / self.bandwidth else "memory"
-
-
-def _best(fn: Callable[[], object], repeats: int) -> float:
-    best = math.inf
-    for _ in range(repeats + 1):  # the first warms up; a minimum forgets it
-        start = time.perf_counter()
-        fn()
-        best = min(best, time.perf_counter() - start)
-    return best

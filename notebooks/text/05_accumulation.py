@@ -343,7 +343,7 @@ w.grad.item(), sum(slopes)
 
 # %%
 w.grad = None
-with accumulation.GradientBuffer([w]) as buffer:
+with accumulation.gradient_buffer([w]) as buffer:
     for slope in slopes:
         (slope * w).sum().backward()
 buffer[w].item()

@@ -441,7 +441,7 @@ plots.traffic_bars(guess=predictions["flash/moved"], **traffic)
 # %%
 q, k, v = (x.detach() for x in tensors(1000, a=2))
 run = dict(causal=True, block_q=96, block_k=64)
-_, crossed = flash.counted("flash-2", q, k, v, **run)
+crossed = flash.counted(q, k, v, **run)
 flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, **run).diff(crossed)
 
 # %% [markdown]
