@@ -109,13 +109,13 @@ def test_equal_to_one_device_and_bytes_sent(size, bucket_bytes):
         check(world, bucket_bytes=bucket_bytes)
 
 
-@pytest.mark.parametrize("options", [dict(find_unused=True), dict(overlap=False)])
-def test_equal_to_one_device_and_bytes_sent_on_both_engines(four, options):
-    check(four, bucket_bytes=5000, **options)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_equal_to_one_device_and_bytes_sent_on_both_engines(four, overlap):
+    check(four, bucket_bytes=5000, overlap=overlap)
 
 
 def check(world, **options):
-    """Loss, weights and gradients are those of one device, and every message is accounted for: those of the start, of the steps, and of who has what."""
+    """Loss, weights and gradients are those of one device, and every message is accounted for: those of the start and of the steps."""
     expected, gradients, loss = alone()
     results = world.run(trained, **options)
     assert sum(found for *_, found in results) / world.size == pytest.approx(loss, rel=0, abs=1e-10)
@@ -126,10 +126,8 @@ def check(world, **options):
             torch.allclose(means[name], gradients[name], rtol=0, atol=1e-10) for name in means
         )
         assert torch.equal(found, results[0][0]), "replicas that differ in a bit drift apart"
-    travel = {name: options[name] for name in ("find_unused",) if name in options}
-    predicted = data_parallel.bytes_to_reduce(
-        results[0][2], world.size, backwards=3, **travel
-    ) + data_parallel.bytes_to_start(model(), world.size)
+    predicted = data_parallel.bytes_to_reduce(results[0][2], world.size, backwards=3)
+    predicted += data_parallel.bytes_to_start(model(), world.size)
     assert predicted.diff(world.ledger).unexplained == 0 and predicted.count == world.ledger.count
     assert world.ledger.only(name="broadcast").total == (world.size - 1) * sum(
         parameter.nbytes for parameter in model().parameters()
@@ -246,53 +244,14 @@ def test_uneven_batches_are_weighed_by_their_share(four):
     )
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right, self.never = (nn.Linear(2, 1, bias=False) for _ in range(3))
-
-    def forward(self, x, both):
-        return self.left(x) + self.right(x) if both else self.left(x)
-
-
-def branching(rank, find_unused):
-    replica = data_parallel.replicate(
-        Branches(), rank.comm("dp"), bucket_bytes=8, find_unused=find_unused
-    )
-    for _ in range(2):
-        replica.zero_grad()
-        replica(torch.ones(1, 2), both=rank.rank == 0).sum().backward()
-    return [
-        None if parameter.grad is None else parameter.grad.flatten().tolist()
-        for parameter in replica.parameters()
-    ]
-
-
-def test_a_gradient_that_does_not_come_is_named_or_counts_as_zero(four):
-    with pytest.raises(RankError, match=r"no gradient came for .*never.weight.*find_unused=True"):
-        four.run(branching, find_unused=False)
-    assert four.run(branching, find_unused=True) == [[[1.0, 1.0], [0.25, 0.25], None]] * 4
-
-
-def test_a_rank_that_uses_nothing_still_takes_part():
-    """Its loss is that of its input alone; with find_unused it brings zeros, and a gradient that nobody has stays None."""
-
+def test_a_gradient_that_does_not_come_is_named(four):
     def run(rank):
-        layer, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2, requires_grad=True)
+        model = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("used", "never")})
+        model.forward = model["used"].forward
+        data_parallel.replicate(model, rank.comm("dp"))(torch.ones(1, 2)).sum().backward()
 
-        class Maybe(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer, self.never = layer, nn.Linear(1, 1)
-
-            def forward(self, x):
-                return self.layer(x) if rank.rank == 0 else 1 * x
-
-        replica = data_parallel.replicate(Maybe(), rank.comm("dp"), find_unused=True)
-        replica(x).sum().backward()
-        return layer.weight.grad.tolist(), replica.module.never.weight.grad
-
-    assert World(2).run(run) == [([[0.5, 0.5], [0.5, 0.5]], None)] * 2
+    with pytest.raises(RankError, match="no gradient came for never.bias, never.weight: freeze"):
+        four.run(run)
 
 
 def test_gradients_of_inputs_are_nobody_elses_business():

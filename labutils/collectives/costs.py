@@ -169,6 +169,7 @@ def sent(
     itemsize: int = 4,
     axis: str = "dp",
     rank: int | None = None,
+    name: str | None = None,
 ) -> Ledger:
     """Bytes that each rank sends, a line for each that sends anything, exact also where n does not
     divide the tensor. The algorithm's src or dst is rank 0.
@@ -176,6 +177,7 @@ def sent(
     nbytes: the whole tensor S
     itemsize: bytes of an element (of a row, for an operation on rows): cuts fall between them
     rank: the only one that is asked for; all unless given
+    name: of the lines, as in the books of a run; the algorithm's unless given
 
     >>> sent("all_reduce_ring", nbytes=64e6, n=4).by("rank")
     {0: 96000000, 1: 96000000, 2: 96000000, 3: 96000000}
@@ -184,7 +186,7 @@ def sent(
     for at in _seats(nbytes, n, itemsize, rank):
         messages, amount = formula.sent(at)
         if messages:
-            lines.append(Line(algorithm, amount, axis=axis, rank=at.rank, count=messages))
+            lines.append(Line(name or algorithm, amount, "", axis, at.rank, messages))
     return Ledger(lines)
 
 

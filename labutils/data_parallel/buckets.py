@@ -1,7 +1,7 @@
 """Gradient buckets: which gradients travel together, the bytes and the time of their way."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -61,25 +61,16 @@ def buckets(
     return tuple(Bucket(names, nbytes, itemsize) for names, nbytes in parts)
 
 
-def bytes_to_reduce(
-    grouped: Sequence[Bucket], n: int, *, backwards: int = 1, find_unused: bool = False
-) -> Ledger:
+def bytes_to_reduce(grouped: Sequence[Bucket], n: int, *, backwards: int = 1) -> Ledger:
     """Bytes that each of `n` ranks sends to all-reduce these buckets on a ring.
 
     backwards: backward passes that reduce; those under `no_sync` send nothing
-    find_unused: ranks also tell each other, in a byte per parameter, which gradients they have
 
     >>> bytes_to_reduce(buckets({"a": 400, "b": 400}, 400), 4).by("rank")
     {0: 1200, 1: 1200, 2: 1200, 3: 1200}
     """
-    calls = [("all_reduce", bucket.nbytes, bucket.itemsize) for bucket in grouped]
-    if find_unused:
-        calls.append(("unused", sum(len(bucket.names) for bucket in grouped), 1))
-    lines: list[Line] = []
-    for name, nbytes, itemsize in calls:
-        sent = collectives.sent("all_reduce_ring", nbytes=nbytes, n=n, itemsize=itemsize)
-        lines += _named(name, sent)
-    return Ledger(lines).scaled(backwards).merged()
+    sizes = [(bucket.nbytes, bucket.itemsize) for bucket in grouped]
+    return _sent("all_reduce", "ring", sizes, n).scaled(backwards)
 
 
 def bytes_to_start(module: nn.Module, n: int) -> Ledger:
@@ -88,10 +79,16 @@ def bytes_to_start(module: nn.Module, n: int) -> Ledger:
     >>> bytes_to_start(nn.Linear(3, 1), 4).by("rank")
     {0: 32, 1: 16}
     """
+    sizes = [(x.nbytes, x.itemsize) for x in (*module.parameters(), *module.buffers())]
+    return _sent("broadcast", "tree", sizes, n)
+
+
+def _sent(name: str, how: str, sizes: Iterable[tuple[int, int]], n: int) -> Ledger:
+    """A collective of each of the tensors of so many bytes, and bytes of an element."""
     lines: list[Line] = []
-    for x in (*module.parameters(), *module.buffers()):
-        sent = collectives.sent("broadcast_tree", nbytes=x.nbytes, n=n, itemsize=x.itemsize)
-        lines += _named("broadcast", sent)
+    for nbytes, itemsize in sizes:
+        each = {"nbytes": nbytes, "n": n, "itemsize": itemsize, "name": name}
+        lines += collectives.sent(f"{name}_{how}", **each)
     return Ledger(lines).merged()
 
 
@@ -127,8 +124,3 @@ def backward_timeline(
         free = start + collectives.cost("all_reduce_ring", bucket.nbytes, n, link)
         spans.append(Span(0, "reduce", f"bucket {k}", start, free))
     return Timeline(tuple(spans))
-
-
-def _named(name: str, ledger: Ledger) -> Iterable[Line]:
-    """The lines under the name that they have in the books of a run."""
-    return (replace(line, name=name) for line in ledger)

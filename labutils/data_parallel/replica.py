@@ -3,7 +3,7 @@
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,27 +29,23 @@ class Replica(nn.Module):
     the reduction.
     """
 
-    def __init__(
-        self, module: nn.Module, comm: Comm, bucket_bytes: int, overlap: bool, find_unused: bool
-    ) -> None:
+    def __init__(self, module: nn.Module, comm: Comm, bucket_bytes: int, overlap: bool) -> None:
         super().__init__()
         self.module = module
         self.comm = comm
         self.overlap = overlap
-        self.find_unused = find_unused
         self.synchronize = True
-        self._all = dict(module.named_parameters())
-        self._named = {name: p for name, p in self._all.items() if p.requires_grad}
-        if not self._named:
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not trained:
             raise ValueError("no parameter of this module is trained: nothing to replicate")
-        check_alike(self._all.values(), comm)
-        self.buckets = self._grouped(bucket_bytes)
+        check_alike(module.parameters(), comm)
+        self.buckets = _grouped(trained, bucket_bytes)
         _broadcast(module, comm)
         self._flat: list[Tensor] = []
         # Of each parameter: its name, its bucket, and where in it its gradient lives.
         self._home: dict[Tensor, tuple[str, int, Tensor]] = {}
         for bucket in self.buckets:
-            self._lay_out(bucket)
+            self._lay_out(bucket.names, [trained[name] for name in bucket.names])
         self._began = 0.0
         self._stamps: list[tuple[str, str, float]] = []
         self._travelled: list[tuple[float, float]] = []
@@ -79,37 +75,26 @@ class Replica(nn.Module):
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """The hook: puts a complete gradient into its bucket, and sends buckets that are full."""
-        name, bucket, _ = self._home[parameter]
+        name, bucket, view = self._home[parameter]
         self._start()
         self._stamps.append(("backward", name.rpartition(".")[0] or name, time.perf_counter()))
-        if not self.synchronize:
-            return self._put(parameter)
         if parameter in self._came:
             remedy = "give reentrant checkpoints use_reentrant=False"
             raise RuntimeError(f"the gradient of {name} comes twice in one backward pass: {remedy}")
-        self._came.add(parameter)
-        self._put(parameter)
-        self._left[bucket] -= 1
-        if self.overlap:
-            self._send(lambda: not self._left[len(self._works)])
-
-    def _put(self, parameter: Tensor) -> None:
-        """The gradient, as a view of its bucket.
-
-        Divided before anything is added, so that a sum over many ranks cannot overflow.
-        """
-        _, _, view = self._home[parameter]
-        if parameter.grad is None:
-            view.zero_()
-        elif self.synchronize:
+        if self.synchronize:  # divided before anything is added, so that no sum can overflow
             torch.div(parameter.grad.detach(), self.comm.size, out=view)
         elif parameter.grad is not view:  # it is where gradients accumulate, or are set to zero
             view.copy_(parameter.grad)
         parameter.grad = view
+        if self.synchronize:
+            self._came.add(parameter)
+            self._left[bucket] -= 1
+            if self.overlap:
+                self._send()
 
-    def _send(self, may_go: Callable[[], bool]) -> None:
-        """Start reducing buckets, always in their order: all ranks must make the same calls."""
-        while len(self._works) < len(self.buckets) and may_go():
+    def _send(self) -> None:
+        """Start to reduce full buckets, in their order: all ranks must make the same calls."""
+        while len(self._works) < len(self.buckets) and not self._left[len(self._works)]:
             flat = self._flat[len(self._works)]
             self._works.append(self.comm.all_reduce(flat, out=flat, async_op=True))
 
@@ -122,43 +107,26 @@ class Replica(nn.Module):
         self._step_is_over = True
 
     def _start(self, *_: Tensor) -> None:
-        """A backward pass begins: however few gradients come, it shall end in `backward_done`."""
+        """A backward pass begins, and shall end in `backward_done`: the outer one, not those that
+        reentrant checkpoints have within it."""
         self._step_is_over = False
         if self.synchronize and not self._end_is_queued:
             self._end_is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_done)
 
     def backward_done(self) -> None:
-        """Runs when the backward pass is over: every gradient has come, or counts as zero."""
-        missing = {p: name for p, (name, _, _) in self._home.items() if p not in self._came}
-        if self._came and missing and not self.find_unused:
-            remedy = "freeze what the loss does not use, or pass find_unused=True"
-            names = ", ".join(missing.values())
-            raise RuntimeError(f"rank {self.comm.rank}: no gradient came for {names}: {remedy}")
-        # Where none came it was a backward pass to somewhere else, as of torch.autograd.grad.
-        if self._came or self.find_unused:
-            self._reduce(missing)
+        """Runs when the backward pass is over: waits until all buckets have travelled."""
+        missing = [name for p, (name, _, _) in self._home.items() if p not in self._came]
+        if self._came and missing:
+            rank, names = self.comm.rank, ", ".join(missing)
+            remedy = "freeze what the loss does not use"
+            raise RuntimeError(f"rank {rank}: no gradient came for {names}: {remedy}")
+        if self._came:  # else it was a backward pass to somewhere else, as of torch.autograd.grad
+            self._send()
+            for work in self._works:
+                work.wait()
+            self._travelled = [work.span for work in self._works]
         self._begin()
-
-    def _reduce(self, missing: Iterable[Tensor]) -> None:
-        """Send what has not left, and wait for all; what no rank has a gradient for keeps None."""
-        used = self._used_anywhere() if self.find_unused else set(self._home)
-        for parameter in missing:
-            self._put(parameter)
-        self._send(lambda: True)
-        for work in self._works:
-            work.wait()
-        self._travelled = [work.span for work in self._works]
-        for parameter in self._home.keys() - used:
-            parameter.grad = None
-
-    def _used_anywhere(self) -> set[Tensor]:
-        """The parameters that have a gradient on any rank."""
-        flags = [parameter.grad is not None for parameter in self._home]
-        here = torch.tensor(flags, dtype=torch.uint8, device=self._flat[0].device)
-        with self.comm.record("unused"):
-            anywhere = self.comm.all_reduce(here, "max").tolist()
-        return {parameter for parameter, used in zip(self._home, anywhere, strict=True) if used}
 
     @property
     def timeline(self) -> Timeline:
@@ -175,17 +143,7 @@ class Replica(nn.Module):
             spans.append(Span(rank, "reduce", f"bucket {k}", start - began, end - began))
         return Timeline(tuple(spans))
 
-    def _grouped(self, bucket_bytes: int) -> tuple[Bucket, ...]:
-        """The buckets: what is reduced together has one dtype and one device."""
-        kinds: dict[tuple, dict[str, int]] = {}
-        for name, parameter in self._named.items():
-            kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter.nbytes
-        grouped: tuple[Bucket, ...] = ()
-        for (dtype, _), sizes in kinds.items():
-            grouped += buckets(sizes, bucket_bytes, itemsize=dtype.itemsize)
-        return grouped
-
-    def _lay_out(self, bucket: Bucket) -> None:
+    def _lay_out(self, names: Sequence[str], parameters: list[nn.Parameter]) -> None:
         """Memory for a bucket, and a hook on each of its parameters."""
         # A hook that held its replica would keep both alive until the garbage collector comes by.
         watched = weakref.ref(self)
@@ -196,11 +154,10 @@ class Replica(nn.Module):
                 raise RuntimeError("this replica is gone: keep what replicate(…) returned")
             replica.gradient_ready(parameter)
 
-        parameters = [self._named[name] for name in bucket.names]
         numels = [parameter.numel() for parameter in parameters]
         flat = parameters[0].new_zeros(sum(numels))
         views = flat.split(numels)
-        for name, parameter, view in zip(bucket.names, parameters, views, strict=True):
+        for name, parameter, view in zip(names, parameters, views, strict=True):
             self._home[parameter] = name, len(self._flat), view.view_as(parameter)
             if parameter in _HOOKS:  # of an earlier replica
                 _HOOKS[parameter].remove()
@@ -209,7 +166,8 @@ class Replica(nn.Module):
 
     def _check(self) -> None:
         """Raises an error if this replica can no longer keep its promise."""
-        changed = [n for n, p in self._all.items() if p.requires_grad != (n in self._named)]
+        named = self.module.named_parameters()
+        changed = [name for name, p in named if p.requires_grad != (p in self._home)]
         if changed:
             names = ", ".join(changed)
             raise RuntimeError(f"{names} frozen or thawed since replicate(…): replicate again")
@@ -224,7 +182,6 @@ def replicate(
     *,
     bucket_bytes: int = BUCKET_BYTES,
     overlap: bool = True,
-    find_unused: bool = False,
 ) -> Replica:
     """The module as one of `comm.size` replicas, as DistributedDataParallel makes them.
 
@@ -233,7 +190,6 @@ def replicate(
 
     bucket_bytes: gradients travel in buckets of at most this size
     overlap: a bucket leaves as soon as it is complete; False waits for the whole backward pass
-    find_unused: a parameter may be without a gradient on some ranks, or on all
 
     >>> from labutils import world
     >>> def program(rank):
@@ -250,7 +206,18 @@ def replicate(
     many examples (else see `share`); the same bits on all ranks, so replicas never drift apart.
     Source: S. Li et al., PyTorch Distributed, 2006.15704, sections 3.2 and 4.
     """
-    return Replica(module, comm, bucket_bytes, overlap, find_unused)
+    return Replica(module, comm, bucket_bytes, overlap)
+
+
+def _grouped(trained: dict[str, nn.Parameter], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """The buckets: what is reduced together has one dtype and one device."""
+    kinds: dict[tuple, dict[str, int]] = {}
+    for name, parameter in trained.items():
+        kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter.nbytes
+    grouped: tuple[Bucket, ...] = ()
+    for (dtype, _), sizes in kinds.items():
+        grouped += buckets(sizes, bucket_bytes, itemsize=dtype.itemsize)
+    return grouped
 
 
 def _broadcast(module: nn.Module, comm: Comm) -> None:

@@ -1,5 +1,6 @@
 """What a layer of tensor parallelism waits for: its forward pass in time, by a cost model."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from labutils import anatomy, collectives, units
@@ -50,41 +51,28 @@ def layer_timeline(
     """
     tokens = units.whole(micro_batch, "micro_batch", 1) * model.seq_len
     nbytes, spans, now = tokens * model.d_model * itemsize, [], 0.0
+    k, steps = (n, max(n - 1, 1)) if pieces else (1, 1)  # of several pieces one is the rank's own
+    gather, scatter = (
+        collectives.cost(f"{op}_ring", nbytes, n, link) / steps
+        for op in ("all_gather", "reduce_scatter")
+    )
     for half, counts in _products(model, n).items():
         column, between, row = (count * tokens / flops for count in counts)
-        times = [
-            collectives.cost(f"{op}_ring", nbytes, n, link)
-            for op in ("all_gather", "reduce_scatter")
-        ]
-        computed = _product(half, now, times[0], column, n if pieces else 1)
-        core = Span(0, "forward", half, computed[-1].end, computed[-1].end + between)
-        summed = _sums(half, core.end, row, times[1], n if pieces else 1)
-        spans += [*computed, *[core] * (between > 0), *summed]
-        now = max(span.end for span in summed)
+        tokens_come = _in_turn("exchange", "gather", [now] * steps, gather)
+        there = [now] * (k > 1) + [span.end for span in tokens_come]
+        by_column = _in_turn("forward", half, there, column / k)
+        core = Span(0, "forward", half, by_column[-1].end, by_column[-1].end + between)
+        by_row = _in_turn("forward", half, [core.end] * k, row / k)
+        sums = _in_turn("exchange", "scatter", [span.end for span in by_row[:steps]], scatter)
+        spans += [*tokens_come, *by_column, *[core] * (between > 0), *by_row, *sums]
+        now = max(by_row[-1].end, sums[-1].end)
     return Timeline(tuple(spans))
 
 
-def _product(half: str, now: float, gather: float, column: float, k: int) -> list[Span]:
-    """Tokens arrive in k pieces, the first of several is the rank's own; each is multiplied."""
-    steps, spans, free = max(k - 1, 1), [], now
-    for i in range(steps):
-        spans.append(
-            Span(0, "exchange", "gather", now + gather * i / steps, now + gather * (i + 1) / steps)
-        )
-    arrivals = [*([now] if k > 1 else []), *(span.end for span in spans)]
-    for there in arrivals:
-        start, free = max(free, there), max(free, there) + column / k
-        spans.append(Span(0, "forward", half, start, free))
-    return spans
-
-
-def _sums(half: str, now: float, row: float, scatter: float, k: int) -> list[Span]:
-    """Products in k pieces; each leaves when it is there, of several all but the rank's own."""
-    steps, spans, free = max(k - 1, 1), [], now
-    for i in range(k):
-        done = now + row * (i + 1) / k
-        spans.append(Span(0, "forward", half, now + row * i / k, done))
-        if i < steps:
-            start, free = max(free, done), max(free, done) + scatter / steps
-            spans.append(Span(0, "exchange", "scatter", start, free))
+def _in_turn(kind: str, name: str, ready: Iterable[float], seconds: float) -> list[Span]:
+    """What is done one after the other, each when it is ready."""
+    spans, free = [], 0.0
+    for there in ready:
+        start, free = max(free, there), max(free, there) + seconds
+        spans.append(Span(0, kind, name, start, free))
     return spans

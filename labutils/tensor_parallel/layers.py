@@ -114,14 +114,10 @@ class _GatheredProducts(torch.autograd.Function):
             products = (grad @ weight for grad, weight in zip(grads, weights, strict=True))
             x_grad = _scattered(ctx.comm, "backward", functools.reduce(torch.add, products))
         if any(trained):
-            rows, pairs = _gathered(ctx.comm, "backward", x), zip(grads, trained, strict=True)
-            found = [_outer(grad, rows) if learns else None for grad, learns in pairs]
+            rows = _gathered(ctx.comm, "backward", x).flatten(0, 1)
+            pairs = zip(grads, trained, strict=True)
+            found = [grad.flatten(0, 1).mT @ rows if learns else None for grad, learns in pairs]
         return x_grad, None, *found
-
-
-def _outer(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of W in x·Wᵀ."""
-    return grad.flatten(0, 1).mT @ x.flatten(0, 1)
 
 
 # ── layers ────────────────────────────────────────────────────────────────────────────────────────

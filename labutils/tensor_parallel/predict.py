@@ -46,11 +46,9 @@ def sent(
     if start:
         shapes = anatomy.tensors(model).values()
         calls += [("broadcast", math.prod(shape), 1, n) for shape in shapes]
+    calls += [("loss", numel, int(ends), n) for numel in (tokens, 2 * tokens)]
     ranks = range(n) if rank is None else (rank,)
-    lines = [line for call in calls for line in _lines(*call, itemsize, s, ranks)]
-    for numel in (tokens, 2 * tokens) if ends else ():
-        lines += _lines("loss", numel, 1, n, max(4, itemsize), s, ranks)
-    return Ledger(lines).merged()
+    return Ledger(line for call in calls for line in _lines(*call, itemsize, s, ranks)).merged()
 
 
 def _calls(
@@ -85,19 +83,15 @@ def _lines(
     name: str, numel: int, times: int, ring: int, itemsize: int, s: int, ranks: Iterable[int]
 ) -> Iterator[Line]:
     """The lines of so many equal calls."""
-    whole = {
-        "gradients": "all_reduce_ring",
-        "loss": "all_reduce_ring",
-        "broadcast": "broadcast_tree",
-    }
-    op = whole.get(name, name.split()[0] + "_ring")
+    whole = {"gradients": "all_reduce", "loss": "all_reduce"}
+    op = "broadcast_tree" if name == "broadcast" else whole.get(name, name.split()[0]) + "_ring"
+    width = max(4, itemsize) if name == "loss" else itemsize
     # What deals in rows is cut between tokens, the rest between elements.
-    row = numel // s * itemsize if "_scatter" in op or "_gather" in op else itemsize
+    row = numel // s * width if "_scatter" in op or "_gather" in op else width
     for rank in ranks if times else ():
-        at = {"n": ring, "itemsize": row, "rank": rank % ring, "axis": "tp"}
-        for line in collectives.sent(op, nbytes=numel * itemsize, **at):
-            amount, count = line.amount * times, line.count * times
-            yield replace(line, name=name, rank=rank, amount=amount, count=count)
+        at = {"n": ring, "itemsize": row, "rank": rank % ring, "axis": "tp", "name": name}
+        for line in collectives.sent(op, nbytes=numel * width, **at).scaled(times):
+            yield replace(line, rank=rank)
 
 
 def kept_activations(

@@ -16,9 +16,10 @@ from labutils.zero.partition import partition
 class FlatParameter:
     """Parameters of one dtype, all trained or all frozen, end to end and padded: a share a rank.
 
-    `whole` is what computes, `shard` is this rank's share, which is stepped, and `pieces` are what
-    the shard has of each parameter: the parameters that an optimizer takes, of one dimension, most
-    of them empty. Gradients are collected in `buffer`, like `whole`, and reduced to the pieces'.
+    `whole` is what computes, as the parameters `wholes`: where it is `sharded` new ones, else those
+    that were given. `shard` is this rank's share, which is stepped, and `pieces` are what the shard
+    has of each parameter: the parameters that an optimizer takes, of one dimension, most of them
+    empty. Gradients are collected in `buffer`, like `whole`, and reduced to the pieces'.
 
     parameters    as they are; all ranks go on with the values of rank 0
     sharded       whether `whole` is there only between `gather` and `release`
@@ -56,9 +57,14 @@ class FlatParameter:
         self.sharded = sharded
         self.apart = sharded or self.shard.dtype != self.whole.dtype  # from the whole, in memory
         self.reduce_dtype = reduce_dtype or self.whole.dtype
-        ends = [min(max(start - self.own.start, 0), share) for start in self.starts]
-        self.cuts = list(itertools.pairwise(ends))
+        self.cuts = self.partition.cuts(self.numels, comm.rank)
         self.pieces = [nn.Parameter(self.shard[a:b], self.trained) for a, b in self.cuts]
+        if sharded:
+            self.wholes = [nn.Parameter(view, self.trained) for view in self.views(self.whole)]
+        else:
+            self.wholes = list(parameters)
+            for parameter, view in zip(parameters, self.views(self.whole), strict=True):
+                parameter.data = view
         self.gradient: Tensor | None = None  # memory for the gradient of the shard, if it has any
         self.buffer: Tensor | None = None
         self.arrived: set[int] = set()

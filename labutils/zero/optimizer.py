@@ -1,6 +1,5 @@
 """Levels 1 and 2: every rank has all weights and steps its share of them."""
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +12,6 @@ from labutils.zero.flat_parameter import FlatParameter
 from labutils.zero.partition import Unit
 from labutils.zero.reducer import Reducer
 
-HALF = (torch.float16, torch.bfloat16)
 Make = Callable[[list[Any]], torch.optim.Optimizer]
 
 
@@ -52,24 +50,26 @@ class Optimizer:
         if level not in (1, 2):
             remedy = {0: "data_parallel.replicate", 3: "zero.shard"}.get(level, "1 or 2")
             raise ValueError(f"level={level!r} is not of this optimizer, 1 or 2: use {remedy}")
-        params = list(params)
-        parameters = [each[1] if isinstance(each, tuple) else each for each in params]
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        for parameter in parameters:
+        named = [each if isinstance(each, tuple) else (None, each) for each in params]
+        trained = [parameter for _, parameter in named if parameter.requires_grad]
+        for _, parameter in named:
             if not parameter.requires_grad:
                 comm.broadcast(parameter.data, out=parameter.data)
         buckets = data_parallel.buckets([parameter.nbytes for parameter in trained], bucket_bytes)
         members = [[trained[i] for i in bucket.names] for bucket in buckets]
-        self.flats = [_flat(each, comm, reduce_dtype) for each in members]
+        self.flats = [
+            FlatParameter(
+                each, comm, sharded=False, reduce_dtype=reduce_dtype,
+                shard_dtype=torch.promote_types(each[0].dtype, torch.float32),
+            )
+            for each in members
+        ]  # fmt: skip
         self.reducer = Reducer(self.flats, eager=level == 2)
         self.pieces: dict[nn.Parameter, nn.Parameter] = {}
-        for flat, each in zip(self.flats, members, strict=True):
-            for i, parameter in enumerate(each):
-                parameter.data = flat.view(flat.whole, i)
-                hook = functools.partial(self.reducer.collect, flat, i)
-                parameter.register_post_accumulate_grad_hook(hook)
-                self.pieces[parameter] = flat.pieces[i]
-        self.inner = make(_like(params, self.pieces))
+        for flat in self.flats:
+            self.pieces |= zip(flat.wholes, flat.pieces, strict=True)
+        mine = [(name, self.pieces[p]) for name, p in named if p.requires_grad]
+        self.inner = make([piece if name is None else (name, piece) for name, piece in mine])
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -87,46 +87,28 @@ class Optimizer:
             self.reducer.finish()
         return list(self.pieces.values())
 
+    @torch.no_grad()
     def step(self) -> None:
         """Step this rank's shards, bucket by bucket, and gather each as soon as it is done."""
-        with torch.no_grad(), measure.phase("optimizer"):
-            self._step()
-
-    def _step(self) -> None:
-        gradients = {piece: piece.grad for piece in self.collect()}
-        under_way = []
-        for piece in gradients:
-            piece.grad = None
-        for flat in self.flats:
-            for piece in flat.pieces:
-                piece.grad = gradients[piece]
-            self.inner.step()  # of this bucket alone: the others have no gradient now
-            for piece in flat.pieces:
+        with measure.phase("optimizer"):
+            gradients = {piece: piece.grad for piece in self.collect()}
+            under_way = []
+            for piece in gradients:
                 piece.grad = None
-            under_way.append(flat.gather(async_op=True))
-        for work in under_way:
-            work.wait()
-        for piece, gradient in gradients.items():
-            piece.grad = gradient
+            for flat in self.flats:
+                for piece in flat.pieces:
+                    piece.grad = gradients[piece]
+                self.inner.step()  # of this bucket alone: the others have no gradient now
+                for piece in flat.pieces:
+                    piece.grad = None
+                under_way.append(flat.gather(async_op=True))
+            for work in under_way:
+                work.wait()
+            for piece, gradient in gradients.items():
+                piece.grad = gradient
 
     def zero_grad(self) -> None:
         """Forget the gradients, also those of a backward pass that failed."""
         self.reducer.reset()
         for piece in self.pieces.values():
             piece.grad = None
-
-
-def _flat(
-    parameters: list[nn.Parameter], comm: Comm, reduce_dtype: torch.dtype | None
-) -> FlatParameter:
-    master = torch.float32 if parameters[0].dtype in HALF else None
-    return FlatParameter(
-        parameters, comm, sharded=False, shard_dtype=master, reduce_dtype=reduce_dtype
-    )
-
-
-def _like(params: list[Any], piece_of: dict[nn.Parameter, nn.Parameter]) -> list[Any]:
-    """The pieces of the trained ones of `params`, with names where these have names."""
-    named = [each if isinstance(each, tuple) else (None, each) for each in params]
-    found = [(name, piece_of[p]) for name, p in named if p in piece_of]
-    return [piece if name is None else (name, piece) for name, piece in found]

@@ -1,5 +1,6 @@
 """How parameters are dealt out: in equal shares, the end padded."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,13 @@ class Partition:
         if not 0 <= units.whole(rank, "rank") < self.n:
             raise ValueError(f"rank {rank} has no share: there are {self.n}, use 0 … {self.n - 1}")
         return min(rank * self.share, self.numel), min((rank + 1) * self.share, self.numel)
+
+    def cuts(self, numels: Iterable[int], rank: int) -> list[tuple[int, int]]:
+        """Where in the share of `rank` parameters of so many elements begin and end, one after the
+        other; most have nothing there."""
+        first, _ = self.bounds(rank)
+        starts = itertools.accumulate(numels, initial=0)
+        return list(itertools.pairwise(min(max(x - first, 0), self.share) for x in starts))
 
 
 def partition(numel: int, n: int) -> Partition:
@@ -78,14 +86,10 @@ def units_of(sizes: Layout) -> tuple[Unit, ...]:
     >>> [unit.trained for unit in units_of((8, (3, 2)))]
     [(8,), (3, 2)]
     """
-    if isinstance(sizes, int):
-        sizes = (sizes,)
     known = []
-    for unit in sizes:
-        if isinstance(unit, Unit):
-            known.append(unit)
-        else:
-            known.append(Unit((unit,) if isinstance(unit, int) else tuple(unit)))
+    for unit in (sizes,) if isinstance(sizes, int) else sizes:
+        numels = (unit,) if isinstance(unit, int) else unit
+        known.append(unit if isinstance(unit, Unit) else Unit(tuple(numels)))
     if not known:
         raise ValueError("a layout needs at least one unit: give Ψ, or the sizes of the units")
     return tuple(known)

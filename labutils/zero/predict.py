@@ -1,14 +1,12 @@
 """What ZeRO sends and holds, from the sizes alone, and the paper's two tables."""
 
-import dataclasses
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
 from labutils import collectives, units
 from labutils.config import MOMENTS
 from labutils.ledger import Ledger, Line
-from labutils.zero.partition import Layout, Unit, units_of
+from labutils.zero.partition import Layout, Partition, Unit, units_of
 
 STEP = 4  # Adam counts its steps, once for each parameter of which a rank has a piece
 
@@ -31,7 +29,6 @@ def predict_sent(
     scaled: bool = False,
     start: bool = False,
     frozen: int = 0,
-    axis: str = "dp",
     rank: int | None = None,
 ) -> Ledger:
     """Bytes that each of `n` ranks sends in `steps` steps: a line for each operation and rank.
@@ -52,64 +49,70 @@ def predict_sent(
     rank             the only rank that is asked for; all unless given
 
     With P = Ψ + padding that is 2·P·(n − 1)/n elements a rank and step, and 3·P·(n − 1)/n at
-    level 3; the padding is in the notes.
+    level 3.
 
     >>> [predict_sent(1000, n=4, level=level).by("rank")[0] for level in (0, 1, 2, 3)]
     [6000, 6000, 6000, 9000]
 
     Source: Rajbhandari et al. 1910.02054, section 7: 2Ψ, 2Ψ and 3Ψ.
     """
-    reduce_itemsize = _checked(level, itemsize, reduce_itemsize)
-    shard_itemsize = _checked(level, itemsize, shard_itemsize)
+    _require_level(level)
+    reduce_itemsize, shard_itemsize = reduce_itemsize or itemsize, shard_itemsize or itemsize
     units.whole(accumulation, "accumulation", 1)
-    dealt = units_of(sizes)
-    trained = [part for unit in dealt for part in unit.dealt(n)]
-    gathered = trained + [part for unit in dealt for part in unit.dealt(n, frozen=True)]
+    dealt, cut = units_of(sizes), n if level else 1  # at level 0 nothing is cut, nor padded
+    trained = [part.padded for part in _parts(dealt, cut)]
+    weights = trained + [part.padded for part in _parts(dealt, cut, frozen=True)]
     begun = shard_itemsize if level == 3 else itemsize  # the type of the model that is sharded
-    gathers = accumulation * (1 + reshard) if level == 3 else 1
-    reduces = accumulation if level > 1 else 1
-    norm = max(4, shard_itemsize if level == 3 else itemsize)
+    gathers = steps * (accumulation * (1 + reshard) if level == 3 else 1)
+    reduces = steps * (accumulation if level > 1 else 1)
 
-    calls = []  # name, algorithm, elements, padding of them, bytes of one, times
-    for part in trained:
-        if level == 0:
-            calls.append(("all_reduce", "all_reduce_ring", part.numel, 0, reduce_itemsize, steps))
-        else:
-            size = part.padded, part.padding, reduce_itemsize, steps * reduces
-            calls.append(("reduce_scatter", "reduce_scatter_ring", *size))
-    for part in gathered:
-        size = part.padded, part.padding
-        calls.append(
-            ("all_gather", "all_gather_ring", *size, itemsize, steps * gathers * bool(level))
-        )
-        size = size if level else (part.numel, 0)
-        calls.append(("broadcast", "broadcast_tree", *size, begun, start))
-    calls.append(("broadcast", "broadcast_tree", frozen, 0, itemsize, start * bool(frozen)))
-    calls.append(("finite", "all_reduce_ring", 1, 0, 4, steps * scaled * bool(level)))
-    calls.append(("gradient norm", "all_reduce_ring", 1, 0, norm, steps * clip * bool(level)))
-    lines = [line for call in calls for line in _called(*call, n, axis, rank)]
-    return Ledger(lines).merged()
+    reduced = "reduce_scatter" if level else "all_reduce"
+    calls = [(reduced, numel, reduce_itemsize, reduces) for numel in trained]
+    if level:
+        calls += [("all_gather", numel, itemsize, gathers) for numel in weights]
+        calls += [("finite", 1, 4, steps * scaled)]
+        calls += [("gradient norm", 1, max(4, begun), steps * clip)]
+    if start:
+        calls += [("broadcast", numel, begun, 1) for numel in (*weights, frozen) if numel]
+    lines: list[Line] = []
+    for name, numel, width, times in calls:
+        algorithm = _ALGORITHMS.get(name, f"{name}_ring")
+        each = {"nbytes": numel * width, "n": n, "itemsize": width, "rank": rank, "name": name}
+        lines += collectives.sent(algorithm, **each).scaled(times)
+    return Ledger(line for line in lines if line.count).merged()
 
 
-def _called(
-    name: str, algorithm: str, numel: int, padding: int, itemsize: int, times: int, n: int,
-    axis: str, rank: int | None,
-) -> Iterator[Line]:  # fmt: skip
-    """The lines of an operation that is done so many times, under the name of its books."""
-    note = f"{padding:,} of {numel:,} elements are padding" if padding else ""
-    sizes = {"nbytes": numel * itemsize, "n": n, "itemsize": itemsize, "axis": axis, "rank": rank}
-    for line in collectives.sent(algorithm, **sizes) if times else ():
-        amount, count = line.amount * times, line.count * times
-        yield dataclasses.replace(line, name=name, amount=amount, count=count, note=note)
+_ALGORITHMS = {
+    "broadcast": "broadcast_tree",
+    "finite": "all_reduce_ring",
+    "gradient norm": "all_reduce_ring",
+}
 
 
-def _checked(level: int, itemsize: int, other: int | None) -> int:
+def _require_level(level: int) -> None:
     if level not in (0, 1, 2, 3):
         raise ValueError(
             f"level={level!r} is no level of ZeRO: use 0 (nothing is sharded), 1, 2 or 3"
         )
-    units.whole(itemsize, "itemsize", 1)
-    return itemsize if other is None else units.whole(other, "itemsize", 1)
+
+
+def _parts(dealt: Iterable[Unit], n: int, *, frozen: bool = False) -> list[Partition]:
+    """The partitions of the flat parameters of all units."""
+    return [part for unit in dealt for part in unit.dealt(n, frozen=frozen)]
+
+
+def _padded(dealt: Iterable[Unit], n: int, *, frozen: bool = False) -> int:
+    """The elements of these, padding included."""
+    return sum(part.padded for part in _parts(dealt, n, frozen=frozen))
+
+
+def _cuts(dealt: Iterable[Unit], n: int, rank: int) -> list[tuple[int, int]]:
+    """Where in its shares a rank has the trained parameters of all units."""
+    found = []
+    for unit in dealt:
+        for part in unit.dealt(n):
+            found += part.cuts(unit.trained + unit.after, rank)
+    return found
 
 
 # ── held ────────────────────────────────────────────────────────────────────────────────────────
@@ -147,58 +150,40 @@ def predict_held(
     >>> predict_held(1000, n=4, level=1).by("component")
     {'weights': 4000, 'optimizer': 2004, 'gradients': 8000}
     """
-    reduce_itemsize = _checked(level, itemsize, reduce_itemsize)
-    shard_itemsize = _checked(level, itemsize, shard_itemsize)
+    _require_level(level)
+    reduce_itemsize, shard_itemsize = reduce_itemsize or itemsize, shard_itemsize or itemsize
     if optimizer not in MOMENTS:
         raise ValueError(f"optimizer={optimizer!r}: use one of {', '.join(MOMENTS)}")
+    n, rank = (n, rank) if level else (1, 0)
     dealt = units_of(sizes)
-    parts = [part for unit in dealt for part in unit.dealt(n if level else 1)]
-    owned = [part.bounds(rank if level else 0) for part in parts]
-    stepped = sum(stop - start for start, stop in owned)
-    shares = sum(part.share for part in parts)
-    lines = []
-
-    def book(component: str, name: str, nbytes: int) -> None:
-        lines.append(Line(name, nbytes, component=component))
-
+    shares = _padded(dealt, n) // n
+    cuts = _cuts(dealt, n, rank)
+    stepped = sum(b - a for a, b in cuts)
     if level == 3:
-        resting = sum(part.share for unit in dealt for part in unit.dealt(n, frozen=True))
-        book("weights", "weight shards", (shares + resting) * shard_itemsize)
+        resting = _padded(dealt, n, frozen=True) // n
+        held = {("weights", "weight shards"): (shares + resting) * shard_itemsize}
     else:
-        book("weights", "weights", (sum(part.padded for part in parts) + frozen) * itemsize)
+        held = {("weights", "weights"): (_padded(dealt, n) + frozen) * itemsize}
     if level > 1:
-        book("gradients", "gradient shards", shares * shard_itemsize)
+        held["gradients", "gradient shards"] = shares * shard_itemsize
     if level < 3 and shard_itemsize != itemsize:
-        book("optimizer", "master weights", (shares if level else stepped) * shard_itemsize)
+        held["optimizer", "master weights"] = shares * shard_itemsize
     for name in MOMENTS[optimizer]:
-        book("optimizer", name, stepped * shard_itemsize)
+        held["optimizer", name] = stepped * shard_itemsize
     if len(MOMENTS[optimizer]) == 2:
-        bounds = owned if level else [(0, part.numel) for part in parts]
-        book("optimizer", "step", STEP * _pieces(dealt, bounds))
+        held["optimizer", "step"] = STEP * sum(a < b for a, b in cuts)
 
-    widths = itemsize, reduce_itemsize, shard_itemsize
     if level == 0:
-        moments = iter([{"gradients": sum(part.numel for part in parts) * reduce_itemsize}])
+        moments = [{"gradients": _padded(dealt, n) * reduce_itemsize}]
     elif level < 3:
+        widths = itemsize, reduce_itemsize, shard_itemsize
         moments = _buckets_come(dealt, n, level, rank, *widths, accumulation)
     else:
         moments = _units_come(dealt, n, itemsize, reduce_itemsize, reshard, prefetch)
     for name, nbytes in max(moments, key=lambda moment: sum(moment.values())).items():
-        book("weights" if "weights" in name else "gradients", name, nbytes)
-    return Ledger(line for line in lines if line.amount).merged()
-
-
-def _pieces(dealt: tuple[Unit, ...], bounds: list[tuple[int, int]]) -> int:
-    """Of how many trained parameters something lies within the bounds of the flat parameters."""
-    found = 0
-    trained = [unit.trained + unit.after for unit in dealt if unit.trained + unit.after]
-    for numels, (start, stop) in zip(trained, bounds, strict=True):
-        starts = itertools.accumulate(numels, initial=0)
-        found += sum(
-            max(start, first) < min(stop, first + numel)
-            for first, numel in zip(starts, numels, strict=False)
-        )
-    return found
+        held["weights" if "weights" in name else "gradients", name] = nbytes
+    lines = (Line(name, nbytes, component) for (component, name), nbytes in held.items())
+    return Ledger(line for line in lines if line.amount)
 
 
 def _buckets_come(
@@ -206,20 +191,18 @@ def _buckets_come(
     shard_itemsize: int, accumulation: int,
 ) -> Iterator[dict[str, int]]:  # fmt: skip
     """Of levels 1 and 2 the gradients that come and go, at moments that may be the fullest."""
-    parts = [part for unit in dealt for part in unit.dealt(n)]
+    padded, landed = [_padded([unit], n) for unit in dealt], 0
     for i, unit in enumerate(dealt):
         coming = max(unit.trained) * itemsize
         if level == 2:
-            filling = sum(part.padded for part in parts[max(0, i - 1) : i + 1])
-            yield {"gradient buckets": filling * reduce_itemsize, "gradient on its way": coming}
+            filling = sum(padded[max(0, i - 1) : i + 1]) * reduce_itemsize
+            yield {"gradient buckets": filling, "gradient on its way": coming}
             continue
-        here = sum(part.padded for part in (parts if accumulation > 1 else parts[: i + 1]))
-        yield {"gradients": here * reduce_itemsize, "gradient on its way": coming}
+        here = sum(padded if accumulation > 1 else padded[: i + 1]) * reduce_itemsize
+        yield {"gradients": here, "gradient on its way": coming}
+        landed += sum(b - a for a, b in _cuts([unit], n, rank)) * shard_itemsize
         if shard_itemsize != reduce_itemsize:
-            whole = sum(part.padded for part in parts[i:]) * reduce_itemsize
-            bounds = [part.bounds(rank) for part in parts[: i + 1]]
-            landed = sum(stop - start for start, stop in bounds) * shard_itemsize
-            yield {"gradients": whole, "gradient shards": landed}
+            yield {"gradients": sum(padded[i:]) * reduce_itemsize, "gradient shards": landed}
 
 
 def _units_come(
@@ -227,18 +210,17 @@ def _units_come(
     prefetch: bool,
 ) -> Iterator[dict[str, int]]:  # fmt: skip
     """Of level 3 what is gathered and collected, at moments that may be the fullest."""
+    trained = [_padded([unit], n) for unit in dealt]
+    weights = [_padded([unit], n, frozen=True) + trained[i] for i, unit in enumerate(dealt)]
     root, last = dealt[0], len(dealt) - 1
 
     def moment(computing: int, ahead: int, buckets: set[int], coming: tuple[int, ...]) -> dict:
         whole = {0, computing} | ({ahead} if prefetch and 0 < ahead <= last else set())
         if not reshard:
             whole |= set(range(computing + 1))
-        parts = [part for i in whole for part in dealt[i].dealt(n)]
-        parts += [part for i in whole for part in dealt[i].dealt(n, frozen=True)]
-        collected = sum(part.padded for i in buckets for part in dealt[i].dealt(n))
         return {
-            "gathered weights": sum(part.padded for part in parts) * itemsize,
-            "gradient buckets": collected * reduce_itemsize,
+            "gathered weights": sum(weights[i] for i in whole) * itemsize,
+            "gradient buckets": sum(trained[i] for i in buckets) * reduce_itemsize,
             "gradient on its way": max(coming, default=0) * itemsize,
         }
 
@@ -293,11 +275,14 @@ def _bytes_a_parameter(
     n: int, level: int, K: int, gradient_bytes: int
 ) -> list[tuple[str, Fraction, bool]]:
     """Component, bytes on each device, whether it is divided: first the optimizer state is."""
-    _checked(level, 1, None)
+    _require_level(level)
     units.whole(n, "n", 1)
-    sizes = {"weights": (2, 3), "gradients": (units.whole(gradient_bytes, "gradient_bytes"), 2)}
-    sizes["optimizer"] = units.whole(K, "K"), 1
+    sizes = [
+        ("weights", 2, 3),
+        ("gradients", units.whole(gradient_bytes, "gradient_bytes"), 2),
+        ("optimizer", units.whole(K, "K"), 1),
+    ]
     return [
         (name, Fraction(size, n if level >= first else 1), level >= first)
-        for name, (size, first) in sizes.items()
+        for name, size, first in sizes
     ]

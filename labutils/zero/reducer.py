@@ -1,5 +1,6 @@
 """DDP's reducer, with a reduce-scatter: gradients come one by one, and go as shards."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,8 +32,12 @@ class Reducer:
         self._flight: tuple[FlatParameter, Any] | None = None
         self._next = 0
         self.queued = False  # the end of the backward pass that runs now has still to come
-        for flat in self.flats if eager else ():
-            flat.gradient = torch.empty_like(flat.shard)
+        for flat in self.flats:
+            if eager:
+                flat.gradient = torch.empty_like(flat.shard)
+            for i, whole in enumerate(flat.wholes):
+                hook = functools.partial(self.collect, flat, i)
+                whole.register_post_accumulate_grad_hook(hook)
 
     def collect(self, flat: FlatParameter, i: int, parameter: nn.Parameter) -> None:
         """A hook: the gradient of parameter `i` is there. Take it, and reduce what is complete."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -83,7 +84,13 @@ def layout(module: nn.Module) -> tuple[Unit, ...]:
 
     As `predict_sent` and `predict_held` take them.
     """
-    return module._sharded.layout
+    units = []
+    for group in module._sharded.groups:
+        numels = {flat.trained: flat.numels for flat in group.flats}
+        trained, frozen = numels.get(True, ()), numels.get(False, ())
+        before = len(trained) - module._sharded.after * (not units)
+        units.append(Unit(trained[:before], frozen, trained[before:]))
+    return tuple(units)
 
 
 Place = tuple[nn.Module, str, nn.Parameter]  # where a parameter hangs; a tied one hangs in several
@@ -107,7 +114,6 @@ class ParamGroup:
         self.pinned = False
         self.under_way: list[Any] = []
         self.flats: list[FlatParameter] = []
-        self.wholes: list[list[nn.Parameter]] = []
         self.slots: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         for trained in (True, False):
             found = [place for place in places if place[2].requires_grad is trained]
@@ -117,12 +123,10 @@ class ParamGroup:
             flat = FlatParameter(
                 parameters, comm, sharded=True, param_dtype=param_dtype, reduce_dtype=reduce_dtype
             )
-            wholes = [nn.Parameter(view, trained) for view in flat.views(flat.whole)]
             flat.release()
-            now = dict(zip(parameters, zip(wholes, flat.pieces, strict=True), strict=True))
+            now = dict(zip(parameters, zip(flat.wholes, flat.pieces, strict=True), strict=True))
             self.slots += [(home, name, *now[parameter]) for home, name, parameter in found]
             self.flats.append(flat)
-            self.wholes.append(wholes)
         self._put(whole=False)
 
     def _put(self, whole: bool) -> None:
@@ -176,8 +180,8 @@ class Sharded:
         self.prefetch = prefetch
         self.param_dtype = param_dtype
         self.learning = False  # a forward is under way that a backward will follow
-        places = {parameter: i for i, parameter in enumerate(module.parameters())}
-        self.after = _after(groups, places)
+        self.flats = [flat for group in groups for flat in group.flats]
+        self.after = _after(list(module.parameters()), groups[0])
         order = [*reversed(groups[1:]), groups[0]]
         trained = [flat for group in order for flat in group.flats if flat.trained]
         self.reducer = Reducer(trained, eager=True, ended=self._free_all)
@@ -185,27 +189,6 @@ class Sharded:
             before = functools.partial(self._before_forward, i)
             group.module.register_forward_pre_hook(before, with_kwargs=True)
             group.module.register_forward_hook(functools.partial(self._after_forward, i))
-            for flat, wholes in zip(group.flats, group.wholes, strict=True):
-                for k, whole in enumerate(wholes if flat.trained else ()):
-                    hook = functools.partial(self.reducer.collect, flat, k)
-                    whole.register_post_accumulate_grad_hook(hook)
-
-    @property
-    def layout(self) -> tuple[Unit, ...]:
-        """The elements of every parameter, group by group."""
-        units = []
-        for group in self.groups:
-            trained = [n for flat in group.flats if flat.trained for n in flat.numels]
-            frozen = [n for flat in group.flats if not flat.trained for n in flat.numels]
-            after = self.after if group is self.groups[0] else 0
-            units.append(
-                Unit(
-                    tuple(trained[: len(trained) - after]),
-                    tuple(frozen),
-                    tuple(trained[len(trained) - after :]),
-                )
-            )
-        return tuple(units)
 
     # -- around a group's computation ------------------------------------------------------------
 
@@ -293,22 +276,18 @@ def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _after(groups: list[ParamGroup], places: dict[nn.Parameter, int]) -> int:
+def _after(pieces: list[nn.Parameter], root: ParamGroup) -> int:
     """How many trained parameters of the root come after all those of the units, in the module."""
-    root, *units = groups
-    behind = [places[p] for group in units for flat in group.flats for p in flat.pieces]
-    own = [places[piece] for flat in root.flats if flat.trained for piece in flat.pieces]
-    return sum(place > max(behind) for place in own) if behind else 0
+    own = {piece for flat in root.flats for piece in flat.pieces}
+    last = itertools.takewhile(own.__contains__, reversed(pieces))
+    return sum(piece.requires_grad for piece in last) if len(own) < len(pieces) else 0
 
 
 def _default_units(module: nn.Module) -> list[nn.Module]:
     """The members of the lists that a module consists of."""
-    lists = [
-        child for child in module.children() if isinstance(child, (nn.ModuleList, nn.Sequential))
-    ]
-    members = [
-        unit for each in ([module] if isinstance(module, nn.Sequential) else lists) for unit in each
-    ]
+    parts = [module] if isinstance(module, nn.Sequential) else module.children()
+    lists = [part for part in parts if isinstance(part, (nn.ModuleList, nn.Sequential))]
+    members = itertools.chain.from_iterable(lists)
     return [unit for unit in members if any(True for _ in unit.parameters())]
 
 
@@ -323,7 +302,8 @@ def _homes(module: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Module, lis
                     f"a unit of type {type(unit).__name__} is no part of the module: give "
                     "submodules of it"
                 )
-            if unit is module or (home[submodule] is not module and _holds_any(submodule)):
+            taken = home[submodule] is not module and list(submodule.parameters(recurse=False))
+            if unit is module or taken:
                 raise ValueError(
                     f"{label[submodule]} is in two units, {label[home[submodule]]} and "
                     f"{label[unit]}: units lie side by side, below the root"
@@ -343,7 +323,3 @@ def _homes(module: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Module, lis
                 )
             found[first].append((submodule, attribute, parameter))
     return found
-
-
-def _holds_any(module: nn.Module) -> bool:
-    return any(parameter is not None for parameter in module._parameters.values())
