@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labutils import memory
-from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
+from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.teach import calculator, plots
 
 LAB = pathlib.Path(__file__).resolve().parents[1] / "notebooks" / "03_memory.ipynb"
@@ -46,7 +46,7 @@ def small():
 labels = {name: st.sampled_from(list(options)) for name, options in calculator.CHOICES.items()}
 
 
-def asked(model, b, s, n, chosen, hardware=None):
+def asked(model, b, s, n, chosen):
     """The same setting, predicted without the panel."""
     options = {
         key: value
@@ -54,9 +54,7 @@ def asked(model, b, s, n, chosen, hardware=None):
         for key, value in calculator.CHOICES[name][label].items()
     }
     train = TrainConfig(micro_batch=b, global_batch=b * n, **options)
-    return memory.predict(
-        dataclasses.replace(model, seq_len=s), train, mesh=Mesh(dp=n), hardware=hardware
-    )
+    return memory.predict(dataclasses.replace(model, seq_len=s), train, mesh=Mesh(dp=n))
 
 
 def lines(peak):
@@ -180,14 +178,6 @@ def test_a_multiple_of_all_parameters_is_written_so(small):
         ("exp_avg", "4Ψ"),
         ("exp_avg", "4P"),
     } <= named
-
-
-def test_hardware_decides_what_fits(panel):
-    small, large = (
-        panel.evaluate(model="gpt2", micro_batch=64, seq_len=1024, hardware=Hardware.named(name))
-        for name in ("T4", "H200")
-    )
-    assert (small.fits, large.fits) == (False, True)
 
 
 def test_models_that_predict_refuses_are_refused_at_once():

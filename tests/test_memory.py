@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from labutils import accumulation, checkpointing, measure, memory, precision
-from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
+from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.memory import formulas
 from labutils.model import GPT
@@ -282,21 +282,6 @@ def test_the_peak_of_one_kind_is_a_formula():
         )
 
 
-def test_a_device_says_whether_a_step_fits():
-    model, train = ModelConfig.named("gpt2-xl"), TrainConfig(micro_batch=1, global_batch=1)
-    small = memory.predict(model, train, hardware=Hardware.named("H100"))
-    assert small.fits and small.spare == 80 * 10**9 - small.total
-    exactly = replace(Hardware.named("H100"), memory=small.total)
-    assert memory.predict(model, train, hardware=exactly).fits
-    train = replace(train, micro_batch=64, global_batch=64)
-    assert not memory.predict(model, train, hardware=Hardware.named("H100")).fits
-    with pytest.raises(
-        ValueError,
-        match=r'knows no device: memory.predict\(model, train, hardware=Hardware.named\("H100"\)\)',
-    ):
-        _ = memory.predict(model, train).fits
-
-
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_zero_shards_model_states(level):
     model = ModelConfig.named("gpt2")
@@ -330,7 +315,5 @@ def test_what_cannot_be_predicted_is_said():
         memory.predict(replace(model, num_experts=4), train)
     with pytest.raises(TypeError, match="takes a ModelConfig here, got 'gpt2'"):
         memory.predict("gpt2", train)
-    with pytest.raises(TypeError, match="takes a Hardware here, got 'H100'"):
-        memory.predict(model, train, hardware="H100")
     with pytest.raises(ValueError, match="d_head=3 is odd"):
         memory.predict(replace(model, positions="rope", d_head=3), train)

@@ -1,5 +1,4 @@
-"""The fullest moment of a training step: which phase it is in, what is alive then, and whether a
-device has room for it."""
+"""The fullest moment of a training step: which phase it is in, and what is alive then."""
 
 import functools
 import operator
@@ -8,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
+from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.memory import formulas, states
 from labutils.timeline import History, Moment
@@ -27,28 +26,9 @@ class Peak(Ledger):
     phase: str = ""
     event: str = ""
     phases: dict[str, int] = field(default_factory=dict)
-    hardware: Hardware | None = None
-
-    @property
-    def spare(self) -> int:
-        """Bytes of the hardware that are left at the peak; negative where it does not fit."""
-        if self.hardware is None:
-            raise ValueError(
-                "this prediction knows no device: "
-                'memory.predict(model, train, hardware=Hardware.named("H100"))'
-            )
-        return self.hardware.memory - self.total
-
-    @property
-    def fits(self) -> bool:
-        """Whether the hardware holds the peak. Not counted: what the driver, the libraries and the
-        allocator's rounding take."""
-        return self.spare >= 0
 
 
-def predict(
-    model: ModelConfig, train: TrainConfig, *, mesh: Mesh = Mesh(), hardware: Hardware | None = None
-) -> Peak:
+def predict(model: ModelConfig, train: TrainConfig, *, mesh: Mesh = Mesh()) -> Peak:
     """Bytes alive at the fullest moment of a training step, temporaries included; the note of each
     line is its formula.
 
@@ -57,14 +37,14 @@ def predict(
     `measure.history` sees it.
 
     >>> train = TrainConfig(micro_batch=1, global_batch=1)
-    >>> peak = predict(ModelConfig.named("gpt2-xl"), train, hardware=Hardware.named("H100"))
-    >>> peak.phase, peak.fits
-    ('optimizer', True)
+    >>> peak = predict(ModelConfig.named("gpt2-xl"), train)
+    >>> peak.phase, peak.total
+    ('optimizer', 31795533074)
 
     Cost: about 0.2 ms; the first model of its kind some tenths of a second, in which a small one of
     that kind is run.
     """
-    predictable(model, train, mesh, hardware)
+    predictable(model, train, mesh)
     letters = formulas.sizes(model, train, mesh)
     forms, products, rows, _ = _moments(formulas.kind(model, train, mesh))
     worth = [formulas.worth(product, letters) for product in products]
@@ -79,7 +59,7 @@ def predict(
         if (amount := formulas.value(terms, letters))
     ]
     lines.sort(key=lambda line: COMPONENTS.index(line.component))
-    return Peak(lines, top.phase, top.event, phases, hardware)
+    return Peak(lines, top.phase, top.event, phases)
 
 
 def peak_bytes(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> int:
@@ -131,14 +111,11 @@ def _moments(of: formulas.Kind) -> tuple:
     return forms, products, rows, np.array(rows, dtype=float)
 
 
-def predictable(
-    model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), hardware: Hardware | None = None
-) -> None:
+def predictable(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> None:
     """Raises TypeError or ValueError where there is no formula for a step, and says what would
     help."""
-    given = {ModelConfig: model, TrainConfig: train, Mesh: mesh, Hardware: hardware}
-    for kind, value in given.items():
-        if not isinstance(value, kind) and (kind, value) != (Hardware, None):
+    for kind, value in {ModelConfig: model, TrainConfig: train, Mesh: mesh}.items():
+        if not isinstance(value, kind):
             name = kind.__name__
             remedy = f"build one, or take {name}.named(…) where there is one"
             raise TypeError(f"memory.predict takes a {name} here, got {value!r}: {remedy}")

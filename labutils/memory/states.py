@@ -7,7 +7,6 @@ from labutils.config import MOMENTS, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 
 FP32 = 4
-INDEX = 8  # bytes of an int64
 WIDTHS = {"fp32": FP32, "bf16": 2, "fp16": 2}  # bytes of a number
 # The ZeRO level from which a component is one rank's share.
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}

@@ -59,7 +59,7 @@ CHOICES = {
     "checkpointing": CHECKPOINTING,
     "zero": ZERO,
 }
-START = {"micro_batch": 1, "seq_len": 4096, "devices": 1, "hardware": None} | {
+START = {"micro_batch": 1, "seq_len": 4096, "devices": 1} | {
     name: next(iter(options)) for name, options in CHOICES.items()
 }
 SHAPE = {  # the letters that a model brings along
@@ -161,7 +161,7 @@ class Calculator:
         """The peak at one setting of the panel, in bytes, from the same formulas: what the page
         computes, computed in Python.
 
-        `chosen` may have model, micro_batch, seq_len, devices, hardware; precision, optimizer,
+        `chosen` may have model, micro_batch, seq_len, devices; precision, optimizer,
         attention, checkpointing and zero by their labels; and letters of `SHAPE` that differ from
         the model's.
         """
@@ -191,7 +191,7 @@ class Calculator:
             if amount := _value(formula, letters):
                 lines.append(Line(name, amount, component, note=formula))
         lines.sort(key=lambda line: peak.COMPONENTS.index(line.component))
-        return peak.Peak(lines, *top[:2], phases, chosen["hardware"])
+        return peak.Peak(lines, *top[:2], phases)
 
     def _repr_html_(self) -> str:
         data = self.tables | {"shape": SHAPE, "components": peak.COMPONENTS, "sections": SECTIONS}
