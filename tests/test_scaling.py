@@ -218,10 +218,10 @@ def test_the_hyperbola_is_found_again(smin, emin):
 
 
 def test_a_target_is_met_between_two_points():
-    assert scaling.steps_to(2.5, [0, 10, 20], [4.0, 3.0, 2.0]) == 15
-    assert scaling.steps_to(2.0, [0, 10, 20], [4.0, 3.0, 2.0]) == 20
-    assert scaling.steps_to(3.5, [0, 10, 20, 30], [4.0, 3.0, 5.0, 3.0]) == 5  # the first time
-    assert scaling.steps_to(1.0, [0, 10], [4.0, 3.0]) == math.inf
+    assert rigs.scaling.steps_to(2.5, [0, 10, 20], [4.0, 3.0, 2.0]) == 15
+    assert rigs.scaling.steps_to(2.0, [0, 10, 20], [4.0, 3.0, 2.0]) == 20
+    assert rigs.scaling.steps_to(3.5, [0, 10, 20, 30], [4.0, 3.0, 5.0, 3.0]) == 5  # the first time
+    assert rigs.scaling.steps_to(1.0, [0, 10], [4.0, 3.0]) == math.inf
 
 
 def test_the_data_are_what_they_are():

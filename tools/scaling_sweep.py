@@ -14,7 +14,7 @@ import torch
 from labutils import scaling
 from labutils.config import DATA
 from labutils.teach.rigs import copies
-from labutils.teach.rigs.scaling import CHARACTERS, characters, digits, digits_network
+from labutils.teach.rigs.scaling import CHARACTERS, characters, digits, digits_network, steps_to
 
 COLUMNS = "part optimizer norm batch rule lr seed target value".split()
 BASE = {"sgd": 2**-6, "adam": 2**-8, "rmsprop": 2**-8}  # the best at a batch of 16
@@ -116,7 +116,7 @@ def steps_to_targets() -> Iterator[dict]:
                     curve = [4.3, *(found[seed, i].item() for _, found in seen)]
                     for target in TARGETS:
                         yield row(
-                            "steps", scaling.steps_to(target, at, curve), optimizer=optimizer,
+                            "steps", steps_to(target, at, curve), optimizer=optimizer,
                             batch=batch, lr=lr, seed=seed, target=target,
                         )  # fmt: skip
 

@@ -38,9 +38,9 @@ class Adapter(nn.Module):
         (d, k), r = shape, units.whole(rank, "rank", 1)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}")
-        made: Any = dict(dtype=torch.float32, device=like.device if like is not None else None)
-        if like is not None and like.dtype == torch.float64:
-            made["dtype"] = torch.float64
+        made: Any = {}
+        if like is not None:  # in fp32 beside weights of fewer bits
+            made = dict(dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
         drawn = torch.empty(r, k, **made).uniform_(-1, 1, generator=generator) / math.sqrt(k)
         self.A = nn.Parameter(drawn)
         self.B = nn.Parameter(torch.zeros(d, r, **made))

@@ -39,30 +39,25 @@ def model_states(
     rank: int,
     pattern: Pattern = "*",
     frozen: str = "bf16",
-    optimizer: str = "adamw",
-    level: int = 0,
-    dp: int = 1,
 ) -> Ledger:
     """Bytes after an optimizer step, under the names of `measure.model_states`: frozen weights,
-    and adapters in fp32 with their gradients and what the optimizer keeps of them.
+    and adapters in fp32 with their gradients and what AdamW keeps of them.
 
     frozen: "fp32" or "bf16"; or "nf4", where the linear layers of the blocks are in NF4 with double
         quantization and the rest is in bf16 (QLoRA)
-    level, dp: the level of ZeRO at which what is trained is sharded over dp ranks: 0, 1 or 2
 
     >>> llama = ModelConfig.named("llama-2-7b")
     >>> [f"{model_states(llama, rank=16, frozen=f).total / 1e9:.1f} GB" for f in ("bf16", "nf4")]
     ['14.1 GB', '4.5 GB']
     """
-    if frozen not in ("fp32", "bf16", "nf4") or level not in (0, 1, 2):
-        wanted = "frozen='fp32', 'bf16' or 'nf4', and level=0, 1 or 2"
-        raise ValueError(f"wanted {wanted}; got {frozen!r} and {level!r}")
+    if frozen not in ("fp32", "bf16", "nf4"):
+        raise ValueError(f"frozen={frozen!r}: there are formulas for 'fp32', 'bf16' and 'nf4'")
     width = 4 if frozen == "fp32" else 2
     lines = [Line("weights", frozen_bytes(model, frozen), component="weights")]
     numel, matrices = trainable(model, rank=rank, pattern=pattern), _matrices(model, pattern)
     held = states.states(
-        half=False, fp32_gradients=False, optimizer=optimizer, level=level if dp > 1 else 0,
-        parameters=numel, tensors=2 * sum(count for count, _, _ in matrices), dp=dp,
+        half=False, fp32_gradients=False, optimizer="adamw", level=0,
+        parameters=numel, tensors=2 * sum(count for count, _, _ in matrices), dp=1,
     )  # fmt: skip
     return Ledger([*lines, *held, *states.buffers(model, width)]).merged()
 
@@ -121,18 +116,17 @@ def saved(
     batch: int,
     pattern: Pattern = "*",
     frozen: str = "bf16",
-    attention: str = "sdpa",
 ) -> Ledger:
     """Bytes that autograd keeps for the backward pass of so many rows of s tokens, under the names
-    of `measure.saved_activations`, for an adapter called "default" without dropout. Frozen weights
-    need none of it; gradients on their way to the first adapter do.
+    of `measure.saved_activations`, for an adapter called "default" without dropout and attention
+    by SDPA. Frozen weights need none of it; gradients on their way to the first adapter do.
 
     Raises ValueError where `training_flops` does, and for a model with dropout.
     """
     if model.dropout:
         raise ValueError(f"dropout={model.dropout}: there is a formula for dropout=0")
     width = 4 if frozen == "fp32" else 2
-    how = anatomy.Policy(compute=width, stream=width, attention=attention)
+    how = anatomy.Policy(compute=width, stream=width, attention="sdpa")
     sizes = anatomy.letters(model) | {"b": batch, "r": rank}
     *_, norm, _, loss = anatomy.parts(model, how)
     lines, seen, step = [], set(), None
@@ -156,8 +150,6 @@ def at_the_loss(
     batch: int,
     pattern: Pattern = "*",
     frozen: str = "bf16",
-    attention: str = "sdpa",
-    optimizer: str = "adamw",
 ) -> Ledger:
     """Bytes alive when the logits have their gradient, where the backward pass begins: with as many
     words as today's models have, the fullest moment of a step.
@@ -166,18 +158,16 @@ def at_the_loss(
     """
     width, tokens = 4 if frozen == "fp32" else 2, batch * model.seq_len
     options: dict = dict(rank=rank, pattern=pattern, frozen=frozen)
-    states = model_states(model, optimizer=optimizer, **options)
+    states = model_states(model, **options)
+    logits = tokens * model.vocab_size * width
     lines = [line for line in states.lines if line.component != "gradients"]
     for name, nbytes in {
-        "gradients of log-probabilities and logits, sbv each": 2
-        * tokens
-        * model.vocab_size
-        * width,
+        "gradients of log-probabilities and logits, sbv each": 2 * logits,
         "token numbers, sb": tokens * anatomy.INDEX,
         "the loss and its gradient": 2 * width,
     }.items():
         lines.append(Line(name, nbytes, component="buffers"))
-    kept = saved(model, batch=batch, attention=attention, **options)
+    kept = saved(model, batch=batch, **options)
     gone = "number of targets"  # the mean has had its gradient
     return Ledger([*lines, *(line for line in kept.lines if line.note != gone)])
 
@@ -193,12 +183,7 @@ def _kept(step: "_Step", how: anatomy.Policy, seen: set) -> Iterator[anatomy.Kep
     if word.endswith("norm"):
         yield from _needed(part) if step.reads else ()
     elif word == "attention":
-        q, k, v = step.qkv
-        if how.attention == "sdpa":
-            yield from part.keeps if q or k or v else ()
-        else:
-            needed = dict(queries=k, keys=q, values=q or k, softmax=q or k or v)
-            yield from (kept for kept in part.keeps if needed[kept.what.split()[0]])
+        yield from part.keeps if any(step.qkv) else ()
     elif word == "feed_forward":
         needed = depends["up"] + 2 * depends.get("gate", 0)  # of SiLU and the product behind it
         if needed:

@@ -118,7 +118,7 @@ def absorb(module: nn.Module) -> nn.Module:
     return module
 
 
-def quantize_base(module: GPT, *, double: bool = True) -> GPT:
+def quantize_base(module: GPT) -> GPT:
     """QLoRA's first step: every linear layer of the blocks keeps its weight in NF4, in place; then
     `adapt` it."""
     able = {part.name for part in targets(module.config)}
@@ -127,7 +127,7 @@ def quantize_base(module: GPT, *, double: bool = True) -> GPT:
             if type(layer) is not nn.Linear:
                 got = type(layer).__name__
                 raise TypeError(f"{path} is a {got}: quantize plain linear layers, then adapt them")
-            module.set_submodule(path, quantization.Nf4Linear(layer, double=double))
+            module.set_submodule(path, quantization.Nf4Linear(layer))
     return module
 
 

@@ -1,7 +1,7 @@
 """A schedule carried out: operations on stages of a model, messages between its ranks."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from labutils.data_parallel import Replica
-from labutils.pipeline.messages import Action, actions
+from labutils.pipeline.messages import actions
 from labutils.pipeline.stages import PipelineStage, placed
 from labutils.pipeline.stashing import Stash
 from labutils.pipeline.weight_gradients import Later, Owed, pay
@@ -58,8 +58,7 @@ def run(
     batches: Sequence[Batch],
     *,
     loss: Loss = mean_cross_entropy,
-    weigh: Callable[[Batch], int] | None = None,
-    messages: str | Iterable[Action] = "matched",
+    messages: str = "matched",
     pace: Durations | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> RankRun:
@@ -70,9 +69,8 @@ def run(
     stages: those of this rank (`local`)
     comm: the ranks of the pipeline, rank.comm("pp")
     batches: all micro-batches, the same on every rank: (tokens, targets) with equally many tokens
-    loss: mean over what is weighed, of logits and targets; with tensor parallelism its own
-    weigh: how much a micro-batch counts; its rows, unless given
-    messages: how they are sent, or the actions of this rank: see `actions`
+    loss: mean over rows, of logits and targets; with tensor parallelism its own
+    messages: how they are sent: see `actions`
     pace: seconds that each operation takes at least: a rank sleeps for the rest, as a host waits
         for its GPU; fused ones run one after the other
     optimizer: over the parameters of `stages`, for a schedule that updates as it goes; its loss is
@@ -84,12 +82,11 @@ def run(
     Raises ValueError: where stages or batches are not those of the schedule, or that is illegal, or
         what is around the stages does not go with it.
     """
-    rank = _Execution(stages, schedule, comm, batches, loss, weigh, pace)
+    rank = _Execution(stages, schedule, comm, batches, loss, pace)
     if schedule.every or optimizer is not None:
         rank.stash = Stash(rank.stages, schedule, comm.rank, optimizer)
         rank.shares = [share * len(batches) / (schedule.every or 1) for share in rank.shares]
-    todo = actions(schedule, comm.rank, messages) if isinstance(messages, str) else messages
-    for action in todo:
+    for action in actions(schedule, comm.rank, messages):
         getattr(rank, f"_{action.do}")(action.op, action.peer)
     for work in rank.under_way:
         work.wait()
@@ -112,7 +109,6 @@ class _Execution:
         comm: Comm,
         batches: Sequence[Batch],
         loss: Loss,
-        weigh: Callable[[Batch], int] | None,
         pace: Durations | None,
     ) -> None:
         found = [part for part in stages.modules() if isinstance(part, PipelineStage)]
@@ -130,8 +126,8 @@ class _Execution:
         _check_around(stages, schedule)
         self.shared = _shared(self.stages, schedule, comm.rank)
         self.schedule, self.comm, self.batches, self.compute_loss = schedule, comm, batches, loss
-        weights = [len(batch[0]) if weigh is None else weigh(batch) for batch in batches]
-        self.shares = [weight / sum(weights) for weight in weights]
+        rows = sum(len(tokens) for tokens, _ in batches)
+        self.shares = [len(tokens) / rows for tokens, _ in batches]
         self.pace = {kind: pace.of(kind, schedule.stages) for kind in "FBW"} if pace else None
         self.came: dict[Op, Tensor] = {}
         self.tapes: dict[Key, tuple[Tensor, GradientEdge | None]] = {}

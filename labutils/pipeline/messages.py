@@ -18,9 +18,6 @@ class Action(NamedTuple):
     op: Op
     peer: int | None = None
 
-    def __str__(self) -> str:
-        return f"{self.do} {self.op}" + (f" ({self.peer})" if self.peer is not None else "")
-
 
 def reader_of(schedule: Schedule, op: Op) -> int | None:
     """The rank that needs an operation's result, if it is not the one that has it: an F's stage

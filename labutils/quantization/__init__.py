@@ -1,6 +1,6 @@
 """Fewer bits for a number: what is rounded, by which scale, and what that costs."""
 
-from labutils.quantization.error_feedback import error_feedback, error_feedback_plain, hessian
+from labutils.quantization.error_feedback import error_feedback, hessian
 from labutils.quantization.fp8 import (
     E4M3,
     E5M2,
@@ -28,23 +28,8 @@ from labutils.quantization.layers import (
     rotated,
     rotation,
 )
-from labutils.quantization.moments import (
-    Adam8,
-    Blocks,
-    block_bytes,
-    dynamic_code,
-    from_blocks,
-    to_blocks,
-)
-from labutils.quantization.nf4 import (
-    BLOCK,
-    NF4,
-    SCALES,
-    Nf4Linear,
-    from_nf4,
-    nf4_bytes,
-    to_nf4,
-)
+from labutils.quantization.moments import Adam8, Blocks, dynamic_code, from_blocks, to_blocks
+from labutils.quantization.nf4 import BLOCK, NF4, SCALES, Nf4Linear, from_nf4, nf4_bytes, to_nf4
 from labutils.quantization.recipes import RECIPES, KeptAdam, StateFormats, fp8_states, kept_states
 from labutils.quantization.tiles import (
     Quantized,

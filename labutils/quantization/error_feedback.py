@@ -20,13 +20,14 @@ def hessian(x: Float[Tensor, "tokens k"], damping: float = 0.01) -> Float[Tensor
     return H + damping * H.diagonal().mean() * torch.eye(len(H), dtype=H.dtype)
 
 
-def error_feedback_plain(
+def error_feedback(
     w: Float[Tensor, "d k"], H: Float[Tensor, "k k"], fmt: str, granularity: Granularity = "row"
 ) -> Float[Tensor, "d k"]:
     """w in values of `quantize`'s grid, fp64. Column after column is rounded; what that changes in
     the output goes to the later ones, by the inverse of H, from which each finished column is then
     eliminated."""
-    scales, top = _grid(w, fmt, granularity)
+    kept = quantize(w, fmt, granularity=granularity)
+    scales, top = kept.scale_of_each().double(), kept.fmt.max
     w, inverse = w.double().clone(), torch.linalg.inv(H)
     for j in range(w.shape[1]):
         rounded = (w[:, j] / scales[:, j]).round().clamp(-top, top) * scales[:, j]
@@ -35,28 +36,3 @@ def error_feedback_plain(
         w[:, j + 1 :] -= error[:, None] * inverse[j, j + 1 :]
         inverse = inverse - inverse[:, j, None] * inverse[j] / inverse[j, j]
     return w
-
-
-def error_feedback(
-    w: Float[Tensor, "d k"], H: Float[Tensor, "k k"], fmt: str, granularity: Granularity = "row"
-) -> Float[Tensor, "d k"]:
-    """The same: row j of the Cholesky factor of H⁻¹ is what the plain loop finds when it comes to
-    column j, divided by the root of its diagonal.
-
-    Cost: O(k³) for the factor and O(d·k²) for the columns; the plain loop takes k times O(k²) more.
-    """
-    scales, top = _grid(w, fmt, granularity)
-    w = w.double().clone()
-    U = torch.linalg.cholesky(torch.linalg.inv(H), upper=True)
-    for j in range(w.shape[1]):
-        rounded = (w[:, j] / scales[:, j]).round().clamp(-top, top) * scales[:, j]
-        error = (w[:, j] - rounded) / U[j, j]
-        w[:, j] = rounded
-        w[:, j + 1 :] -= error[:, None] * U[j, j + 1 :]
-    return w
-
-
-def _grid(w: Tensor, fmt: str, granularity: Granularity) -> tuple[Tensor, int]:
-    """The scale of each weight, as `quantize` finds it in w, and the largest code."""
-    kept = quantize(w, fmt, granularity=granularity)
-    return kept.scale_of_each().double(), kept.fmt.max

@@ -143,8 +143,7 @@ class Scheme:
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
-            known = ", ".join(SCALINGS)
-            raise ValueError(f"scaling={self.scaling!r}: choose one of {known}")
+            raise ValueError(f"scaling={self.scaling!r}: choose one of {', '.join(SCALINGS)}")
 
     def dtype(self, operand: str) -> torch.dtype:
         """The format of "x", "weight" or "grad"."""
@@ -242,13 +241,12 @@ class _Products(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def use_fp8(module: nn.Module, scheme: Scheme, skip: tuple[str, ...] = ("head",)) -> nn.Module:
-    """The module with every linear layer in 8 bits, in place, but those whose path ends in one of
-    `skip`. The parameters are the same objects: an optimizer, `data_parallel.replicate` or a
-    checkpointed region takes no notice.
+def use_fp8(module: nn.Module, scheme: Scheme) -> nn.Module:
+    """The module with every linear layer but the head in 8 bits, in place. The parameters are the
+    same objects: an optimizer, `data_parallel.replicate` or a checkpointed region takes no notice.
     """
     for path, layer in list(module.named_modules()):
-        if type(layer) is nn.Linear and not path.endswith(skip):
+        if type(layer) is nn.Linear and not path.endswith("head"):
             module.set_submodule(path, Fp8Linear(layer, scheme))
     return module
 

@@ -7,7 +7,6 @@ Source: Dettmers et al. 2110.02861.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -85,15 +84,6 @@ def from_blocks(
     return rows.flatten()[:n].view(shape)
 
 
-def block_bytes(numel: int, block: int = STATE_BLOCK) -> int:
-    """Bytes of `numel` numbers: one each, and an fp32 for each block.
-
-    >>> block_bytes(4096), block_bytes(4097)
-    (4104, 4109)
-    """
-    return numel + 4 * -(-numel // block)
-
-
 class Adam8(torch.optim.Optimizer):
     """AdamW whose two moments are kept in the dynamic code: 2 bytes per parameter instead of 8.
 
@@ -118,7 +108,7 @@ class Adam8(torch.optim.Optimizer):
         self.block, self.smallest = block, smallest
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
+    def step(self) -> None:
         """One step for every parameter that has a gradient."""
         for group in self.param_groups:
             for p in group["params"]:

@@ -25,8 +25,6 @@ that of QLoRA 2305.14314 and of bitsandbytes."""
 
 BLOCK = 64  # numbers that share a scale
 SCALES = 256  # scales that share a scale of theirs
-_E4M3_MAX = 448.0
-_FP32 = 4
 
 
 def nf4_bytes(numel: int, *, double: bool = True) -> int:
@@ -41,7 +39,7 @@ def nf4_bytes(numel: int, *, double: bool = True) -> int:
     Source: QLoRA 2305.14314, section 3.
     """
     blocks = -(-units.whole(numel, "numel", 1) // BLOCK)
-    scales = blocks + _FP32 * (-(-blocks // SCALES) + 1) if double else _FP32 * blocks
+    scales = blocks + 4 * (-(-blocks // SCALES) + 1) if double else 4 * blocks
     return scales + -(-numel // 2)
 
 
@@ -65,7 +63,7 @@ def to_nf4(x: Float[Tensor, "..."], *, double: bool = True) -> UInt8[Tensor, " n
         return torch.cat([scales.view(torch.uint8), packed])
     mean = scales.mean()
     groups = F.pad(scales - mean, (0, -len(scales) % SCALES)).view(-1, SCALES)
-    second = groups.abs().amax(1) / _E4M3_MAX
+    second = groups.abs().amax(1) / torch.finfo(torch.float8_e4m3fn).max
     small = groups / torch.where(second > 0, second, 1.0)[:, None]
     small = small.to(torch.float8_e4m3fn).flatten()[: len(scales)]
     wide = torch.cat([mean[None], second])
@@ -104,17 +102,15 @@ class Nf4Linear(nn.Module):
     `packed` is one frozen tensor of bytes, which no conversion of the model's dtype touches.
     """
 
-    def __init__(self, whole: nn.Linear, *, double: bool = True) -> None:
+    def __init__(self, whole: nn.Linear) -> None:
         super().__init__()
         self.out_features, self.in_features = whole.weight.shape
-        self.double = double
-        self.packed = nn.Parameter(to_nf4(whole.weight, double=double), requires_grad=False)
+        self.packed = nn.Parameter(to_nf4(whole.weight), requires_grad=False)
         self.bias = whole.bias
 
     def dequantized(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         """The weight, whole."""
-        shape = (self.out_features, self.in_features)
-        return from_nf4(self.packed, shape, dtype, double=self.double)
+        return from_nf4(self.packed, (self.out_features, self.in_features), dtype)
 
     def forward(self, x: Float[Tensor, "... in"]) -> Float[Tensor, "... out"]:
         y = _FrozenProduct.apply(x, self)

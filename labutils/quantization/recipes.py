@@ -2,7 +2,6 @@
 function, and an optimizer that really keeps it so.
 """
 
-from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -13,13 +12,7 @@ from labutils import anatomy
 from labutils.config import ModelConfig
 from labutils.ledger import Ledger, Line
 from labutils.quantization.fp8 import E4M3, fp8_layers, scale_for, tile_amax, to_eight
-from labutils.quantization.moments import (
-    Blocks,
-    adamw_,
-    block_bytes,
-    from_blocks,
-    to_blocks,
-)
+from labutils.quantization.moments import STATE_BLOCK, Blocks, adamw_, from_blocks, to_blocks
 
 DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -88,14 +81,11 @@ def kept_states(kept: StateFormats, *sizes: int) -> Ledger:
     for name, fmt in kept.formats.items():
         component = COMPONENTS.get(name, "optimizer")
         lines.append(Line(name, DTYPES[fmt].itemsize * sum(sizes), component=component))
-        extra = {
-            "fp8": 4 * len(sizes),
-            "blocks": sum(block_bytes(size) - size for size in sizes),
-        }.get(fmt, 0)
-        if extra and name == "weights":
-            lines.append(Line("buffers", extra, component="buffers"))
-        elif extra:
-            lines.append(Line(f"{name} · scales", extra, component="optimizer"))
+        blocks = sum(-(-size // STATE_BLOCK) for size in sizes)
+        if scales := {"fp8": len(sizes), "blocks": blocks}.get(fmt):
+            component = "buffers" if name == "weights" else "optimizer"
+            label = component if name == "weights" else f"{name} · scales"
+            lines.append(Line(label, 4 * scales, component=component))
     return Ledger(lines)
 
 
@@ -200,7 +190,7 @@ class KeptAdam(torch.optim.Optimizer):
         p.grad, state["done"] = None, False
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
+    def step(self) -> None:
         """One step of AdamW for every parameter."""
         self.steps += 1
         for group in self.param_groups:
@@ -210,8 +200,7 @@ class KeptAdam(torch.optim.Optimizer):
 
     def _step(self, p: Tensor, group: dict[str, Any]) -> None:
         kept = self.kept[p].formats
-        names = [name for name in ("master weights",) if name in kept]
-        whole = self.read(p, names[0]) if names else p
+        whole = self.read(p, "master weights") if "master weights" in kept else p
         if p in self.layers:
             g = self.read(p, "summed gradients" if "summed gradients" in kept else "gradients")
         else:

@@ -19,7 +19,7 @@ from labutils.ledger import Ledger, Line
 from labutils.quantization import nf4
 
 Granularity = str | int | tuple[int, int] | None
-_SHRINK = torch.arange(1.0, 0.29, -0.05).tolist()  # of the largest |x|: limits that "mse" tries
+_SHRINK = torch.arange(1.0, 0.29, -0.05).tolist()  # of the largest |x|: limits that clipping tries
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ def quantize(
     *,
     granularity: Granularity = None,
     affine: bool = False,
-    clip: float | str | None = None,
+    clip: str = "",
 ) -> Quantized:
     """x in few bits: each number rounded to the nearest value of its tile's grid.
 
@@ -73,8 +73,7 @@ def quantize(
     granularity: what shares a scale: "tensor" (the default of integers), "row", a number of
         neighbors in a row, or (rows, columns) of a rectangle
     affine: integers from min to max of the tile with a zero point, instead of ±max|x|
-    clip: what is beyond a limit is brought to it before rounding: a share of each tile's |x| to
-        keep, such as 0.999 (what fills up a short tile counts as zeros), or "mse", the limit of the
+    clip: "mse" brings what is beyond a limit to it before rounding: in each tile to that of the
         smallest squared error
 
     >>> quantize(torch.tensor([[1.0, -0.4, 0.26, 0.0]]), "int4").dequantize()
@@ -84,7 +83,9 @@ def quantize(
     """
     fmt = _named(fmt)
     tile = _tile(x.shape, fmt, granularity)
-    if not isinstance(fmt, IntFormat) and (affine or clip is not None):
+    if clip not in ("", "mse"):
+        raise ValueError(f"{clip=}: give 'mse', or leave it out")
+    if not isinstance(fmt, IntFormat) and (affine or clip):
         raise ValueError(f"affine=True and clip= are for integers, got {fmt!r}: leave them out")
     if fmt == "nf4":
         packed, scales = nf4.to_nf4(x, double=False), 4 * -(-x.numel() // nf4.BLOCK)
@@ -97,8 +98,8 @@ def quantize(
         codes, parts = encode(values, fmt)
         return codes, Quantized(fmt, tuple(x.shape), tile, affine, parts)
 
-    if clip is not None:
-        limit = _limit(tiles, clip, lambda values: _decoded(*encoded(values)))
+    if clip:
+        limit = _limit(tiles, lambda values: _decoded(*encoded(values)))
         tiles = tiles.clamp(-limit, limit)
     codes, kept = encoded(tiles)
     bits = fmt.bits if isinstance(fmt, IntFormat) else fmt.element.bits
@@ -189,13 +190,9 @@ def _decoded(codes: Tensor, kept: Quantized) -> Tensor:
     return values.view(codes.shape) * scales[:, None]
 
 
-def _limit(tiles: Tensor, clip: float | str, round_trip: Callable[[Tensor], Tensor]) -> Tensor:
-    """The largest |x| that stays, for each tile."""
+def _limit(tiles: Tensor, round_trip: Callable[[Tensor], Tensor]) -> Tensor:
+    """The largest |x| that stays, for each tile: that of the smallest squared error."""
     largest = tiles.abs().amax(1, keepdim=True)
-    if clip != "mse":
-        if not isinstance(clip, int | float) or not 0 < clip <= 1:
-            raise ValueError(f"clip={clip!r}: give a share of numbers to keep (0.999) or 'mse'")
-        return tiles.abs().quantile(float(clip), dim=1, keepdim=True)
     best, least = largest, torch.full_like(largest, math.inf)
     for shrink in _SHRINK:
         limit = shrink * largest
@@ -235,11 +232,13 @@ def _places(width: int, bits: int) -> Tensor:
 
 
 def _named(fmt: str | IntFormat | BlockFormat) -> IntFormat | BlockFormat | str:
-    blocks = {"mxfp4": floats.MXFP4, "nvfp4": floats.NVFP4, "nf4": "nf4"}
-    integers = {f"int{bits}": IntFormat(f"int{bits}", bits) for bits in range(2, 9)}
-    if isinstance(fmt, str) and fmt not in (known := blocks | integers):
+    if not isinstance(fmt, str):
+        return fmt
+    known = {"mxfp4": floats.MXFP4, "nvfp4": floats.NVFP4, "nf4": "nf4"}
+    known |= {f"int{bits}": IntFormat(f"int{bits}", bits) for bits in range(2, 9)}
+    if fmt not in known:
         raise ValueError(f"there is no format {fmt!r}: take one of {', '.join(known)}")
-    return (blocks | integers)[fmt] if isinstance(fmt, str) else fmt
+    return known[fmt]
 
 
 def _tile(shape: tuple[int, ...], fmt: object, granularity: Granularity) -> tuple[int, int]:
@@ -273,13 +272,8 @@ def _tiled(x: Tensor, tile: tuple[int, int]) -> Shaped[Tensor, "tiles n"]:
 
 def _untiled(tiles: Tensor, shape: tuple[int, ...], tile: tuple[int, int]) -> Tensor:
     (r, c), rows, columns = tile, math.prod(shape[:-1]), shape[-1]
-    x = (
-        tiles.reshape(-(-rows // r), -(-columns // c), r, c)
-        .transpose(1, 2)
-        .flatten(2)
-        .flatten(0, 1)
-    )
-    return x[:rows, :columns].reshape(shape)
+    x = tiles.reshape(-(-rows // r), -(-columns // c), r, c).transpose(1, 2)
+    return x.flatten(2).flatten(0, 1)[:rows, :columns].reshape(shape)
 
 
 def _nonzero(scales: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 """Steps to a target against the batch size: S = Smin + Emin / B, and the critical batch size."""
 
-import math
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -41,16 +39,3 @@ def fit(steps: Mapping[float, float]) -> Hyperbola:
     aa, ab, bb = (sum(c[i] * c[j] for c in columns) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b, det = sum(c[0] for c in columns), sum(c[1] for c in columns), aa * bb - ab * ab
     return Hyperbola(round((a * bb - b * ab) / det, 9), round((b * aa - a * ab) / det, 9))
-
-
-def steps_to(target: float, steps: Sequence[int], losses: Sequence[float]) -> float:
-    """The step at which a curve first reaches `target`, between its points along a straight line;
-    infinite where it never does.
-
-    >>> steps_to(2.5, [0, 10, 20], [4.0, 3.0, 2.0])
-    15.0
-    """
-    for (s0, l0), (s1, l1) in pairwise(zip(steps, losses, strict=True)):
-        if l1 <= target < l0:
-            return s0 + (s1 - s0) * (l0 - target) / (l0 - l1)
-    return math.inf

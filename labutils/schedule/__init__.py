@@ -25,36 +25,3 @@ from labutils.schedule.generators import (
 )
 from labutils.schedule.orders import Board, Op, Schedule, read, why_illegal
 from labutils.schedule.simulation import Durations, PipelineRun, Wait, simulate
-
-__all__ = [
-    "Board",
-    "Durations",
-    "Op",
-    "PipelineRun",
-    "Schedule",
-    "Wait",
-    "breadth_first",
-    "bubble",
-    "dualpipe",
-    "dualpipe_v",
-    "eager_one_f_one_b",
-    "gpipe",
-    "interleaved",
-    "interleaved_zb",
-    "loop",
-    "naive",
-    "one_f_one_b",
-    "peak_in_flight",
-    "pipedream",
-    "pipedream_2bw",
-    "read",
-    "simulate",
-    "spell",
-    "spell_line",
-    "vee",
-    "why_illegal",
-    "zb_auto",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-]

@@ -4,7 +4,7 @@ rank's next forward, backward or weight gradient."""
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import product
 
 from labutils import units
 from labutils.config import Link
@@ -64,29 +64,6 @@ def spell(
     return Schedule(name, tuple(rows), (place,), m, split, frozenset(fused))
 
 
-Jobs = list[tuple[int, int]]  # (chunk, micro-batch) in the order of the forwards
-
-
-def by_micro_batch(chunks: int, m: int) -> Jobs:
-    """The chunks of a micro-batch, then the next micro-batch."""
-    return [(chunk, k) for k in range(m) for chunk in range(chunks)]
-
-
-def by_chunk(chunks: int, m: int) -> Jobs:
-    """All micro-batches through a chunk, then the next chunk."""
-    return [(chunk, k) for chunk in range(chunks) for k in range(m)]
-
-
-def by_round(n: int) -> Callable[[int, int], Jobs]:
-    """Rounds of n micro-batches: these through all chunks, then the next n."""
-
-    def order(chunks: int, m: int) -> Jobs:
-        jobs = by_chunk(chunks, m)
-        return sorted(jobs, key=lambda job: (job[1] // n, *job))
-
-    return order
-
-
 def spell_line(
     name: str,
     p: int,
@@ -94,23 +71,26 @@ def spell_line(
     warm: Callable[[int], int],
     *,
     chunks: int = 1,
-    order: Callable[[int, int], Jobs] = by_micro_batch,
+    a_round: int = 1,
+    last_first: bool = False,
     lag: Callable[[int], int] | None = None,
 ) -> Schedule:
     """F^warm, then F and B in turn, then the rest of B; the chunks go round the ranks.
 
     warm: of a rank, the forwards before its first backward
-    order: the order of forwards; backwards take the chunks the other way
+    a_round: how many micro-batches go through all chunks before the next ones follow; backwards
+        take the chunks the other way
+    last_first: backwards take the forwards from the last to the first
     lag: of a rank, how many backwards W trails B by; None where B is the whole backward
     """
     units.whole(p, "p", 1)
     n = units.whole(m, "m", 1) * units.whole(chunks, "chunks", 1)
-    jobs = order(chunks, m)
+    jobs = sorted(product(range(chunks), range(m)), key=lambda job: (job[1] // a_round, *job))
     w_after = "" if lag is None else "W"
 
     def streams(mine: list[int]) -> dict[str, Iterator[Op]]:
         forward = (Op("F", mine[chunk], k) for chunk, k in jobs)
-        if order is by_chunk:  # what went in last comes out first
+        if last_first:
             return {"F": forward, "B": (Op("B", mine[chunk], k) for chunk, k in reversed(jobs))}
         return {"F": forward, "B": (Op("B", mine[-1 - chunk], k) for chunk, k in jobs)}
 
@@ -202,13 +182,9 @@ def interleaved(p: int, m: int, chunks: int = 2) -> Schedule:
     m as in torch.distributed.pipelining.
     """
     n = _round(units.whole(p, "p", 1), units.whole(m, "m", 1))
+    more = (chunks - 1) * n
     return spell_line(
-        "interleaved",
-        p,
-        m,
-        lambda rank: 2 * (p - 1 - rank) + (chunks - 1) * n,
-        chunks=chunks,
-        order=by_round(n),
+        "interleaved", p, m, lambda rank: 2 * (p - 1 - rank) + more, chunks=chunks, a_round=n
     )
 
 
@@ -217,7 +193,8 @@ def breadth_first(p: int, m: int, chunks: int = 2) -> Schedule:
 
     Source: the order of torch.distributed.pipelining's ScheduleLoopedBFS.
     """
-    return spell_line("breadth_first", p, m, lambda rank: m * chunks, chunks=chunks, order=by_chunk)
+    everything = dict(chunks=chunks, a_round=m, last_first=True)
+    return spell_line("breadth_first", p, m, lambda rank: m * chunks, **everything)
 
 
 def zb_h1(p: int, m: int) -> Schedule:
@@ -258,19 +235,15 @@ def zb_auto(
     if units.whole(cap, "cap", 1) < min(units.whole(p, "p", 1), units.whole(m, "m", 1)):
         raise ValueError(f"cap={cap} is too little for p={p}: rank 0 needs {min(p, m)} activations")
     caps = {cap, *(less for less in (m, m + 1, 2 * p - 1, 2 * p) if p <= less < cap)}
-    best: tuple[float, Schedule] | None = None
-    tried = set()
+    found: dict[tuple, Schedule] = {}
     for limit in sorted(caps):
         for tenths in range(10, 41):
             ahead = tuple(_ahead(limit, tenths, p, m, rank) for rank in range(p))
-            if (limit, ahead) not in tried:
-                tried.add((limit, ahead))
-                lag = tuple(limit - 1 - forwards for forwards in ahead)
-                found = spell_line("zb_auto", p, m, ahead.__getitem__, lag=lag.__getitem__)
-                period = simulate(found, times, link, nbytes).period
-                if best is None or period < best[0]:
-                    best = period, found
-    return best[1]
+            lag = tuple(limit - 1 - forwards for forwards in ahead)
+            if (ahead, lag) not in found:
+                one = spell_line("zb_auto", p, m, ahead.__getitem__, lag=lag.__getitem__)
+                found[ahead, lag] = one
+    return min(found.values(), key=lambda one: simulate(one, times, link, nbytes).period)
 
 
 def _ahead(cap: int, tenths: int, p: int, m: int, rank: int) -> int:
@@ -284,26 +257,18 @@ def interleaved_zb(p: int, m: int, chunks: int = 2) -> Schedule:
     Source: the order of torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
     """
     n = _round(units.whole(p, "p", 1), units.whole(m, "m", 1))
-    return spell_line(
-        "interleaved_zb",
-        p,
-        m,
-        lambda rank: (p - 1 - rank) + (chunks - 1) * n,
-        chunks=chunks,
-        order=by_round(n),
-        lag=lambda rank: rank,
-    )
+    late = dict(chunks=chunks, a_round=n, lag=lambda rank: rank)
+    return spell_line("interleaved_zb", p, m, lambda rank: p - 1 - rank + (chunks - 1) * n, **late)
 
 
 def _v_streams(m: int) -> Callable[[list[int]], dict[str, Iterator[Op]]]:
     """Two chunks per rank: capital letters for the first, small ones for the second."""
 
     def streams(mine: list[int]) -> dict[str, Iterator[Op]]:
-        letters = chain.from_iterable((("F", "B"), ("f", "b")))
-        chunks = (mine[0], mine[0], mine[1], mine[1])
+        first, second = mine
         return {
             letter: iter([Op(letter.upper(), stage, k) for k in range(m)])
-            for letter, stage in zip(letters, chunks, strict=True)
+            for letter, stage in {"F": first, "B": first, "f": second, "b": second}.items()
         }
 
     return streams

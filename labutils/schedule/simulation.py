@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,7 +68,6 @@ class Durations:
         return list(value)
 
 
-@dataclass(frozen=True)
 class PipelineRun(Timeline):
     """A schedule and when each of its operations ran: one step, simulated or measured.
 
@@ -82,31 +81,26 @@ class PipelineRun(Timeline):
     of an update that waits for nobody: how often steps can begin without a barrier.
     """
 
-    schedule: Schedule
-    starts: tuple[Sequence[float], ...]
-    ends: tuple[Sequence[float], ...]
-    updates: tuple[float, ...]
-
     def __init__(
         self,
         schedule: Schedule,
-        starts: Iterable[Sequence[float]],
-        ends: Iterable[Sequence[float]],
+        starts: Sequence[Sequence[float]],
+        ends: Sequence[Sequence[float]],
         updates: Iterable[float] = (),
     ) -> None:
-        object.__setattr__(self, "schedule", schedule)
-        object.__setattr__(self, "starts", tuple(starts))
-        object.__setattr__(self, "ends", tuple(ends))
-        object.__setattr__(self, "updates", tuple(updates) or (0,) * len(self.ends))
+        self.schedule, self.starts, self.ends = schedule, starts, ends
+        self.updates = tuple(updates) or (0,) * len(ends)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Every operation as a span of kind F, B or W, named after it; fused ones overlap."""
         return tuple(
-            Span(rank, op.kind, str(op), start, end)
-            for rank, ops in enumerate(self.schedule.ranks)
-            for op, start, end in zip(ops, self.starts[rank], self.ends[rank], strict=True)
+            Span(rank, op.kind, str(op), *when) for op, (rank, *when) in self._when.items()
         )
+
+    def _ran(self, rank: int) -> Iterator[tuple[Op, float, float]]:
+        """The operations of a rank, each with its start and end."""
+        return zip(self.schedule.ranks[rank], self.starts[rank], self.ends[rank], strict=True)
 
     @property
     def makespan(self) -> float:
@@ -128,7 +122,7 @@ class PipelineRun(Timeline):
         """Time in which a rank computes; what is fused counts once."""
         total: float = self.updates[rank]
         until: float = -math.inf
-        for start, end in zip(self.starts[rank], self.ends[rank], strict=True):
+        for _, start, end in self._ran(rank):
             if end > until:
                 total += end - max(start, until)
                 until = end
@@ -143,8 +137,8 @@ class PipelineRun(Timeline):
         """Rank, start and end of each operation."""
         return {
             op: (rank, start, end)
-            for rank, ops in enumerate(self.schedule.ranks)
-            for op, start, end in zip(ops, self.starts[rank], self.ends[rank], strict=True)
+            for rank in range(len(self.ends))
+            for op, start, end in self._ran(rank)
         }
 
     def _last_input(self, op: Op) -> Op | None:
@@ -155,9 +149,7 @@ class PipelineRun(Timeline):
     def bubbles(self, rank: int) -> tuple[Wait, ...]:
         """The bubble of a rank, piece by piece, each with its reason; they add up to `idle`."""
         found, free = [], 0
-        for op, start, end in zip(
-            self.schedule.ranks[rank], self.starts[rank], self.ends[rank], strict=True
-        ):
+        for op, start, end in self._ran(rank):
             if start > free:
                 found.append(Wait(rank, free, start, op, self._last_input(op)))
             free = max(free, end)
@@ -203,30 +195,25 @@ class PipelineRun(Timeline):
         total = ranks * duration
         return (1 - ideal / total, total / ideal - 1) if ideal else (0.0, 0.0)
 
-    def in_flight(
-        self, rank: int, nbytes: Sequence[int] | None = None
-    ) -> tuple[tuple[float, float], ...]:
-        """(time, held) at every change: activations of a stage and micro-batch each, or their bytes
-        when `nbytes` says how many each stage keeps; from the start of F to the end of the last
-        operation that needs them."""
-        sizes = nbytes or [1] * self.schedule.stages
+    def in_flight(self, rank: int) -> tuple[tuple[float, int], ...]:
+        """(time, held) at every change: activations of a stage and micro-batch each, from the start
+        of F to the end of the last operation that needs them."""
         last = self.schedule.kinds[-1]
         changes = []
-        ops = self.schedule.ranks[rank]
-        for op, start, end in zip(ops, self.starts[rank], self.ends[rank], strict=True):
+        for op, start, end in self._ran(rank):
             if op.kind == "F":
-                changes.append((start, sizes[op.stage]))
+                changes.append((start, 1))
             if op.kind == last:
-                changes.append((end, -sizes[op.stage]))
+                changes.append((end, -1))
         held, steps = 0, {}
         for time, change in sorted(changes):  # what is freed makes room for what begins then
             held += change
             steps[time] = held
         return tuple(steps.items())
 
-    def peak(self, rank: int, nbytes: Sequence[int] | None = None) -> float:
+    def peak(self, rank: int) -> int:
         """The most that `in_flight` reaches."""
-        return max((held for _, held in self.in_flight(rank, nbytes)), default=0)
+        return max((held for _, held in self.in_flight(rank)), default=0)
 
     def to_perfetto(self, path: str | Path) -> None:
         """Writes a Chrome trace, which ui.perfetto.dev opens: a track per rank, its activations
@@ -235,16 +222,9 @@ class PipelineRun(Timeline):
         for rank in range(len(self.schedule.ranks)):
             named = {"name": f"rank {rank}"}
             events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": named})
-            events += [
-                {
-                    "ph": "C",
-                    "name": "in flight",
-                    "pid": rank,
-                    "ts": time * 1e6,
-                    "args": {"in flight": held},
-                }
-                for time, held in self.in_flight(rank)
-            ]
+            for time, held in self.in_flight(rank):
+                count = {"ph": "C", "name": "in flight", "pid": rank, "ts": time * 1e6}
+                events.append(count | {"args": {"in flight": held}})
         for span in self.spans:
             when = {"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
             what = {"ph": "X", "name": span.name, "cat": span.kind}
@@ -271,15 +251,15 @@ def simulate(
 
     Cost: about 0.5 µs per operation.
     """
-    wire = link.latency + nbytes / link.bandwidth if link else 0
+    times, wire = times or Durations(), link.latency + nbytes / link.bandwidth if link else 0
     try:
-        starts, ends, unmet = _clock(schedule, times or Durations(), wire)
+        starts, ends, unmet = _clock(schedule, times, wire)
     except (KeyError, IndexError):  # no such kind, or no such stage
         unmet = True
     owed = len(schedule.kinds) * schedule.stages * schedule.micro_batches
     if unmet or sum(map(len, schedule.ranks)) != owed:
         raise ValueError(f"{schedule.name}: {why_illegal(schedule)}")
-    costs = (times or Durations()).of("O", schedule.stages)
+    costs = times.of("O", schedule.stages)
     updates: list[float] = [0] * len(schedule.ranks)
     for stage, ranks in enumerate(zip(*schedule.places, strict=True)):
         for rank in set(ranks):

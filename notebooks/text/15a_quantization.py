@@ -415,13 +415,13 @@ for name, weights in four.items():
 # that are still free make up for what the last one has done; $H = X^{\top}X$ of calibration inputs says how well they can.
 
 # %%
-show(quantization.error_feedback_plain)
+show(quantization.error_feedback)
 
 # %%
 name = "layers.2.up"
 weight, seen = linears[name].weight, inputs_of(model, calibration)[name]
 H = quantization.hessian(seen, damping=0.1)
-fed = quantization.error_feedback_plain(weight, H, "int4")
+fed = quantization.error_feedback(weight, H, "int4")
 nearest = int4(weight)
 for what, inputs in {"calibration": seen, "unseen": read[name]}.items():
     for how, rounded in {"to nearest": nearest, "with feedback": fed.float()}.items():

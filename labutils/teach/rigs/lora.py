@@ -6,7 +6,6 @@ import csv
 import functools
 import itertools
 import math
-import statistics
 
 import torch
 from jaxtyping import Int
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from labutils.config import DATA, ModelConfig
 from labutils.model import GPT
+from labutils.teach.rigs.scaling import mean
 
 WORDS = "0123456789+="
 ADDER = ModelConfig(
@@ -112,10 +112,8 @@ class Sweep:
         """The learning rate with the lowest mean loss, that loss, and its standard error over the
         seeds."""
         rates, losses = self.losses(**wanted)
-        found = [
-            (lr, statistics.mean(each), statistics.stdev(each) / math.sqrt(len(each)))
-            for lr, each in zip(rates, zip(*losses, strict=True), strict=True)
-        ]
+        means = map(mean, zip(*losses, strict=True))
+        found = [(lr, *each) for lr, each in zip(rates, means, strict=True)]
         return min(found, key=lambda point: point[1])
 
     def traded(self, **wanted: str) -> tuple[list[float], list[float]]:
@@ -126,9 +124,8 @@ class Sweep:
         for of, sign in (("old", 1), ("loss", -1)):
             _, ((before,),) = self.losses(of, rank="none")
             rates, losses = self.losses(of, **wanted)
-            means = map(statistics.mean, zip(*losses, strict=True))
-            points = zip(rates, means, strict=True)
-            found.append([sign * (mean - before) for lr, mean in points if lr <= best])
+            points = zip(rates, map(mean, zip(*losses, strict=True)), strict=True)
+            found.append([sign * (now.value - before) for lr, now in points if lr <= best])
         return found[0], found[1]
 
     def trained(self, pattern: str) -> int:

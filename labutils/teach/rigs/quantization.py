@@ -61,14 +61,11 @@ class BertLayer(nn.Module):
     def forward(
         self, x: Float[Tensor, "tokens h"], seen: Bool[Tensor, "tokens tokens"]
     ) -> Float[Tensor, "tokens h"]:
-        heads = (part(x).unflatten(-1, (_HEADS, -1)).transpose(0, 1) for part in self.projections())
+        projections = self.query, self.key, self.value
+        heads = (part(x).unflatten(-1, (_HEADS, -1)).transpose(0, 1) for part in projections)
         mixed = F.scaled_dot_product_attention(*heads, attn_mask=seen).transpose(0, 1).flatten(1)
         x = self.attention_norm(x + self.output(mixed))
         return self.norm(x + self.down(F.gelu(self.up(x))))
-
-    def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        """Those of queries, keys and values."""
-        return self.query, self.key, self.value
 
 
 _NAMES = (

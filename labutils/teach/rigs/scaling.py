@@ -7,6 +7,8 @@ import functools
 import math
 import re
 from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -86,7 +88,7 @@ class Mean(NamedTuple):
         return f"{self.value:.3f} ± {self.error:.3f}"
 
 
-def mean(values: list[float]) -> Mean:
+def mean(values: Sequence[float]) -> Mean:
     """The mean of some seeds and its standard error; infinite where one has diverged.
 
     >>> mean([1.0, 2.0, 3.0]).value
@@ -131,6 +133,19 @@ def hyperbola(optimizer: str, target: float) -> Hyperbola:
     """The hyperbola through the fewest steps of each batch size."""
     runs = fewest_steps(optimizer, target)
     return fit({batch: steps.value for batch, (_, steps) in runs.items()})
+
+
+def steps_to(target: float, steps: Sequence[int], losses: Sequence[float]) -> float:
+    """The step at which a curve first reaches `target`, between its points along a straight line;
+    infinite where it never does.
+
+    >>> steps_to(2.5, [0, 10, 20], [4.0, 3.0, 2.0])
+    15.0
+    """
+    for (s0, l0), (s1, l1) in pairwise(zip(steps, losses, strict=True)):
+        if l1 <= target < l0:
+            return s0 + (s1 - s0) * (l0 - target) / (l0 - l1)
+    return math.inf
 
 
 Band = tuple[list[float], list[list[float]]]

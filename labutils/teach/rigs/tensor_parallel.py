@@ -126,27 +126,21 @@ def _born_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def kept_by_rank(
-    config: ModelConfig, n: int, *, rank: int, micro_batch: int, sequence: bool = False
-) -> Ledger:
-    """Bytes that one of n ranks keeps for the backward pass in bf16: a dry run of a forward pass,
-    at full size.
+def at_full_size(
+    config: ModelConfig, n: int, rank: int, *, micro_batch: int
+) -> tuple[Ledger, int, float]:
+    """What a rank keeps of a forward pass in bf16 under sequence parallelism, by a dry run; the
+    bytes of it that `kept_activations` leaves unexplained; and the bytes of each layer as
+    Korthikanti et al. count: a mask in one byte, where PyTorch's CPU has two, and no statistics of
+    norms.
 
     Cost: about 0.1 s for each layer, whatever its size.
     """
-    with _born_in(torch.bfloat16), World(Mesh(tp=n), engine="dry") as dry:
-        return dry.run(_keep, config, micro_batch, sequence, rank=rank)
-
-
-def at_full_size(
-    config: ModelConfig, n: int, rank: int, *, micro_batch: int, sequence: bool = True
-) -> tuple[Ledger, int, float]:
-    """What a rank keeps by a dry run, the bytes of it that `kept_activations` leaves unexplained,
-    and the bytes of each layer as Korthikanti et al. count: a mask in one byte, where PyTorch's CPU
-    has two, and no statistics of norms."""
-    how = {"micro_batch": micro_batch, "sequence": sequence}
-    dry = kept_by_rank(config, n, rank=rank, **how)
-    formula = tensor_parallel.kept_activations(config, n, **how, how=anatomy.Policy(2, 2))
+    with _born_in(torch.bfloat16), World(Mesh(tp=n), engine="dry") as alone:
+        dry = alone.run(_keep, config, micro_batch, True, rank=rank)
+    formula = tensor_parallel.kept_activations(
+        config, n, micro_batch=micro_batch, sequence=True, how=anatomy.Policy(2, 2)
+    )
     counted = 0.0
     for line in formula:
         if line.name.startswith("blocks.") and "1/σ" not in line.note:
