@@ -468,8 +468,8 @@ def ways_to_spend(seed):
     x, Q = student(seed), quantization.rotation(1024, seed).double()
     u, v, _ = quantization.kashin(x, Q, 10)
     few = quantization.nearest_of
-    even = lambda z: int4(z[None])[0].double()  # noqa: E731
-    found = dict(int4=even(x), rotated_int4=Q @ even(Q.mT @ x), k_means_16=few(x, 16))
+    plain, turned = int4(torch.stack([x, Q.mT @ x])).double()
+    found = dict(int4=plain, rotated_int4=Q @ turned, k_means_16=few(x, 16))
     found["kashin_2_and_2"] = few(u, 4) + Q @ few(v, 4)
     return {name: ((y - x).norm() / x.norm()).item() for name, y in found.items()}
 
