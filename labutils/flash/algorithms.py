@@ -13,6 +13,7 @@ the last query see the last key, as FlashAttention has done since version 2.1; t
 is offset 0. A row that sees no key gives out = 0 and lse = −inf.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -124,12 +125,12 @@ class Tiling:
         """All queries and all keys: the one tile of plain attention."""
         return slice(0, self.s_q), slice(0, self.s_k)
 
-    @property
+    @functools.cached_property
     def query_blocks(self) -> list[slice]:
         """Blocks of queries; the last may be short."""
         return _blocks(self.s_q, self.block_q)
 
-    @property
+    @functools.cached_property
     def key_blocks(self) -> list[slice]:
         """Blocks of keys; the last may be short."""
         return _blocks(self.s_k, self.block_k)
