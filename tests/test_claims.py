@@ -9,7 +9,6 @@ import math
 import pkgutil
 import re
 
-import jupytext
 import numpy as np
 import pytest
 
@@ -119,8 +118,9 @@ TEXTS = sorted((NOTEBOOKS[0].parent / "text").glob("*.py"))
 
 def takeaways(path):
     """(kind, expression, the words it stands behind) of every claim in a lab."""
-    for cell in jupytext.read(path, fmt="py:percent").cells:
-        for item in re.split(r"\n[> ]*\n|\n(?=[> ]*- )", cell.source):
+    for cell in re.split(r"^# %%.*\n", path.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        source = re.sub(r"^# ?", "", cell, flags=re.MULTILINE)
+        for item in re.split(r"\n[> ]*\n|\n(?=[> ]*- )", source):
             words = " ".join(CLAIM.sub("", item).split())
             yield from ((kind, expression, words) for kind, expression in CLAIM.findall(item))
 
