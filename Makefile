@@ -9,7 +9,7 @@ lab: $(READY)  # reached over loopback only, with Jupyter's token: that is why r
 	JUPYTER_CONFIG_PATH="$(CURDIR)" $(BIN)/python -m jupyterlab --ip=127.0.0.1 --allow-root --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 notebooks: $(READY)
 	$(BIN)/python tools/notebooks.py

@@ -34,7 +34,7 @@ STATES = re.compile(r'"views": "([A-Za-z0-9+/=]*)"')
 # Of 255: antialiasing and fonts differ a little between platforms; a moved bar or a changed title
 # differs more. What is written in a picture is compared word by word.
 MOST = 10
-# Where the longest tests are. They come first, so that two workers end together.
+# Where the longest tests are. They come first, so that the workers end together.
 LONG = re.compile(
     r"\.ipynb$|browser/|against_torch/|/test_(train_zero|exercises|triton|claims|right_answers|"
     r"data_parallel|tensor_parallel|context_parallel|pipeline|calculator|world|world_dry|memory|"
