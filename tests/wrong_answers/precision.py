@@ -105,7 +105,8 @@ def _bugged(
         if update == "last":
             scaler.update()
         else:
-            scaler._turns.clear()  # ready for the next step
+            scaler._finite.clear()  # ready for the next step
+            scaler._stepped.clear()
 
     return attempt
 
