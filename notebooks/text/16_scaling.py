@@ -116,7 +116,8 @@ def table(found):
     for batch, each in found.items():
         columns = each.T if batch <= 512 else each.T[:2]
         means = [rigs.scaling.mean(column.tolist()) for column in columns]
-        print(f"{batch:5}", *(f"{m.value:.2f} ± {m.error:.2f}" for m in means), sep="   ")
+        said = [f"{m.value:.2f} ± {m.error:.2f}" for m in means]
+        print(f"{batch:5}", *said, sep="   ")
 
 
 # %% [markdown]
