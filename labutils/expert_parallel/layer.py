@@ -108,8 +108,8 @@ class ExpertParallel(nn.Module):
     have in the whole layer, and all of the router, and of the shared expert if there is one. Made
     by `spread_experts`, which has the options.
 
-    `routing` is that of the last forward pass; `load` sums what tokens asked for, until
-    `update_bias`.
+    `routing` is that of the last forward pass, `balance` its balance loss; `load` sums what tokens
+    asked for, until `update_bias`.
     """
 
     def __init__(
@@ -138,6 +138,13 @@ class ExpertParallel(nn.Module):
         self.register_buffer("bias", zeros if biased else None)
         self.load = zeros.long()
         self.routing: Routing | None = None
+
+    @property
+    def balance(self) -> Float[Tensor, ""]:
+        if self.routing is None:
+            remedy = "call spread_experts(module, comm), then module"
+            raise RuntimeError(f"no layer has routed tokens yet: {remedy}")
+        return router.balance_loss(self.routing)
 
     def forward(self, x: Float[Tensor, "b s h"]) -> Float[Tensor, "b s h"]:
         tokens, E = x.flatten(0, 1), self.router.out_features
@@ -227,11 +234,10 @@ def reduce_gradients(module: nn.Module, comm: Comm, experts: Comm) -> None:
 def auxiliary_loss(module: nn.Module) -> Float[Tensor, ""]:
     """The balance losses of the last forward pass, all layers together; times a small α it is added
     to the loss."""
-    routed = [layer.routing for layer in _layers(module)]
-    if not routed or None in routed:
-        remedy = "call spread_experts(module, comm), then module"
-        raise RuntimeError(f"no layer has routed tokens yet: {remedy}")
-    return torch.stack([router.balance_loss(routing) for routing in routed]).sum()
+    losses = [layer.balance for layer in _layers(module)]
+    if not losses:
+        raise RuntimeError("no layer has routed tokens yet: call spread_experts(module, comm)")
+    return torch.stack(losses).sum()
 
 
 def update_bias(module: nn.Module, comm: Comm, rate: float = 0.001) -> None:
