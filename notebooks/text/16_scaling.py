@@ -114,10 +114,8 @@ def losses(optimizer, base, batch):
 def table(found):
     print("by batch: unscaled, square root, linear (up to 512)")
     for batch, each in found.items():
-        columns = each.T if batch <= 512 else each.T[:2]
-        means = [rigs.scaling.mean(column.tolist()) for column in columns]
-        said = [f"{m.value:.2f} ± {m.error:.2f}" for m in means]
-        print(f"{batch:5}", *said, sep="   ")
+        means = map(rigs.scaling.mean, each.T[: 2 + (batch <= 512)].tolist())
+        print(f"{batch:5}", *(f"  {m.value:.2f} ± {m.error:.2f}" for m in means))
 
 
 # %% [markdown]

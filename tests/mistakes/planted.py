@@ -65,7 +65,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("weights = F.dropout((scores + future).softmax(-1), dropout)", "weights = F.dropout((scores + future).softmax(-1), dropout / 2)"),
         ("q, k, v, dropout_p=dropout, is_causal=True", "q, k, v, dropout_p=dropout / 2, is_causal=True"),
         ("right * cos + left * sin", "right * cos - left * sin"),
-        ("INIT_STD / math.sqrt(2 * self.config.num_layers)", "INIT_STD / math.sqrt(self.config.num_layers)"),
+        ("smaller = math.sqrt(2 * self.config.num_layers)", "smaller = math.sqrt(self.config.num_layers)"),
         ("weights = scores.softmax(-1)", "weights = scores.sigmoid()"),
         ('approximate="tanh"', 'approximate="none"'),
         ("self.dropout if self.training else 0.0", "self.dropout"),
@@ -439,9 +439,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("moved = [max(sum(table[i]), came[i]) - own[i] for i in range(n)]", "moved = [sum(table[i]) - own[i] for i in range(n)]"),
         ("free = travel(f\"combine {chunk}\", max(free, *ready))", "free = travel(f\"combine {chunk}\", max(free, min(ready)))"),
         ("begin = max(ready[i], start)", "begin = start"),
-    ],
-    ("config", "test_config test_expert_parallel"): [
-        ("else (place, self.ep)", "else (place, 1)"),
     ],
     ("world/comm", "test_world test_survivors"): [
         ("value = x.detach().resolve_conj().resolve_neg()", "value = x.detach()"),
