@@ -221,7 +221,16 @@ def recording(
         recorder.events.append(("end", ""))
 
 
-class Recorder(TorchDispatchMode):
+class Mode(TorchDispatchMode):
+    """Sees each operation of a thread, and nothing is asked of torch.compile before and after it,
+    which takes as long as the operation of a small model itself."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Recorder(Mode):
     """Writes down the birth and death of every storage. What each was for is known only later, so
     the ledgers are made at the end.
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from labutils import accumulation, checkpointing, measure, precision, zero
 from labutils.config import Mesh, ModelConfig, TrainConfig
@@ -78,7 +77,7 @@ def _parts(nbytes: int, units: Mapping[int, list], primes: Mapping[str, int]) ->
     return [factored(nbytes, primes)]
 
 
-class _Weightless(TorchDispatchMode):
+class _Weightless(measure.Mode):
     """Products of matrices without their values, which decide nothing here: they would be most of
     the time that a step takes, above all in bf16, which few CPUs multiply."""
 
@@ -161,7 +160,7 @@ def _step(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.
     return recorder, places
 
 
-class _Places(TorchDispatchMode):
+class _Places(measure.Mode):
     """Writes down beside a recorder which layer each moment belongs to, and which part of the model
     made each storage."""
 

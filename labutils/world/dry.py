@@ -113,6 +113,10 @@ class _Fake(FakeTensorMode):
         super().__init__()
         self.assume = assume
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # nothing is asked of torch.compile
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
@@ -123,7 +127,7 @@ class _Fake(FakeTensorMode):
                 view = func(*args, **(kwargs or {}))
             return FakeTensor(self, view, args[0].fake_device)
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
+            return self.dispatch(func, types, args, kwargs or {})
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._assumed(func, args)
         except Exception:
