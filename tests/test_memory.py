@@ -200,7 +200,9 @@ def test_every_moment_of_the_step_is_predicted(config, train):
 def test_the_peak_is_that_of_the_timeline(config, train, more, level):
     """The timeline walks through every layer and micro-batch, the peak through those that stand for all."""
     mesh = Mesh(dp=3 if level else 1)
-    config = replace(config, num_experts=1, top_k=1, shared_expert=False, num_layers=config.num_layers + more)
+    config = replace(
+        config, num_experts=1, top_k=1, shared_expert=False, num_layers=config.num_layers + more
+    )
     train = replace(train, global_batch=train.global_batch * mesh.dp, zero=level)
     peak, fullest = (
         memory.predict(config, train, mesh=mesh),

@@ -37,7 +37,11 @@ def test_the_line_of_the_capacity_runs_through_no_number():
     held = ledger(("weights", 60 * 10**9, ""), ("optimizer", 60 * 10**9, "dp"))
     axes = plots.memory_bars(held=held, capacity=H100).figure.axes[0]
     (line,) = axes.lines
-    amounts = [text for text in axes.texts if text.get_text().endswith("GB") and text.get_position()[1] == 0]
+    amounts = [
+        text
+        for text in axes.texts
+        if text.get_text().endswith("GB") and text.get_position()[1] == 0
+    ]
     assert [text.get_text() for text in amounts] == ["60.0 GB", "60.0 GB", "120 GB"]
     for text in amounts:
         assert text.get_zorder() > line.get_zorder() and text.get_bbox_patch() is not None

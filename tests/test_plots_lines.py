@@ -85,6 +85,8 @@ def test_a_trade_off_tells_both_ends():
 
 
 def test_a_million_is_written_out():
-    axes = plots.curves(a=([1, 1000, 10**6], [1, 2, 3]), log="x", xlabel="x", ylabel="y", title="t").figure.axes[0]
+    axes = plots.curves(
+        a=([1, 1000, 10**6], [1, 2, 3]), log="x", xlabel="x", ylabel="y", title="t"
+    ).figure.axes[0]
     axes.figure.draw_without_rendering()
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "1,000", "1,000,000"]

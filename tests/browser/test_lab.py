@@ -198,7 +198,9 @@ def test_an_order_placed_by_hand_runs_on_ranks_at_a_click(browser, server):
     context = browser.new_context(viewport={"width": 1400, "height": 1000})
     page = context.new_page()
     # A workspace of its own: that of the tests before would open their notebook, too.
-    page.goto(re.sub(r"/lab/tree/.*\.ipynb", "/lab/workspaces/own/tree/notebooks/own.ipynb", server.url))
+    page.goto(
+        re.sub(r"/lab/tree/.*\.ipynb", "/lab/workspaces/own/tree/notebooks/own.ipynb", server.url)
+    )
     if page.get_by_role("dialog").get_by_role("button", name="Select").count():
         page.get_by_role("dialog").get_by_role("button", name="Select").click()
     expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle", timeout=60_000)
