@@ -58,8 +58,8 @@ class Allocator:
     stays cached. Only when the device has nothing left do segments without a single used block go
     back.
 
-    `max_split_size` in bytes keeps larger blocks whole (where the device is full PyTorch gives these
-    back first; here all unused segments go at once); `expandable_segments` lets each pool grow one
+    `max_split_size` in bytes keeps larger blocks whole (on a full device PyTorch gives these back
+    first; here all unused segments go at once); `expandable_segments` lets each pool grow one
     segment page by page instead.
 
     >>> gpu = Allocator(units.parse("10 GiB"))
