@@ -204,15 +204,15 @@ def test_the_peak_is_that_of_the_timeline(config, train, more, level):
         config, num_experts=1, top_k=1, shared_expert=False, num_layers=config.num_layers + more
     )
     train = replace(train, global_batch=train.global_batch * mesh.dp, zero=level)
-    peak, fullest = (
-        memory.predict(config, train, mesh=mesh),
-        memory.history(config, train, mesh).peak,
-    )
+    peak, history = memory.predict(config, train, mesh=mesh), memory.history(config, train, mesh)
+    fullest = history.peak
     assert peak.total == memory.peak_bytes(config, train, mesh) == fullest.ledger.total
     assert peak.by("component") == {
         name: amount for name, amount in fullest.ledger.by("component").items() if amount
     }
     assert (peak.phase, peak.event) == (fullest.phase, fullest.event)
+    of_phases = {phase: moment.ledger.total for phase, moment in history.phases.items()}
+    assert peak.phases == {phase: of_phases[phase] for phase in peak.phases}
 
 
 def kinds(examples: int):

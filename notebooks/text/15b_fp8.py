@@ -254,14 +254,14 @@ for name in ("unscaled", "current", "tiles", "int8"):
 # > At a loss times $2^{-12}$, in which backward pass is the gradient's error below 30 % for the first time?
 
 # %%
-predict("delayed/pass", number=2)
+predict("delayed/pass", passes=2)
 
 # %%
 delayed = rigs.fp8.gradient_error(
     model, SCHEMES["delayed"], batch, share=2.0**-12, steps=7
 )
 print(*(f"{each:.2f}" for each in delayed))
-reveal("delayed/pass", number=1 + [each < 0.3 for each in delayed].index(True))
+reveal("delayed/pass", passes=1 + [each < 0.3 for each in delayed].index(True))
 
 # %% [markdown]
 # A layer whose scale is 1 hands zeros on, and what is given zeros has nothing to put into its history. Look at the scales of gradients:
