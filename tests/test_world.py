@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from labutils import collectives, world
 from labutils.config import Mesh
-from labutils.world import DeadlockError, MismatchError, RankError, World
+from labutils.world import DeadlockError, MismatchError, RankError, World, threads
 from labutils.world.distributed import DistributedEndpoint
+from labutils.world.threads import Rendezvous
 
 ROOT = Path(__file__).parent.parent
 PROMPT = 2.0  # seconds; an error takes a tenth of one, and a second where a rank has to be killed, on a machine that does nothing else
@@ -296,6 +297,45 @@ def test_nothing_of_an_asynchronous_collective_stays_alive(four):
         return [tensor() for tensor in alive]
 
     assert four.run(program) == [[None] * 3] * 4
+
+
+def test_memory_is_given_up_when_its_rank_has_waited_whenever_the_other_one_came(monkeypatch):
+    """Rank 1 comes second, moves the bytes, and is stopped before it returns from doing so."""
+    come, done, looked = (threading.Event() for _ in range(3))
+
+    class Stopping(Rendezvous):
+        def post(self, *requests):
+            if requests[0].rank == 1:
+                assert come.wait(30)
+            super().post(*requests)
+            if requests[0].rank == 0:
+                come.set()
+
+        def _meet(self, one, other):
+            super()._meet(one, other)
+            done.set()
+            assert looked.wait(30)
+
+    def program(rank, sending):
+        comm, x = rank.comm(), torch.ones(3)
+        if rank.rank == 1:
+            return comm.recv(x, 0) if sending else comm.send(x, 0)
+        memory = weakref.ref(x.untyped_storage())
+        work = comm.isend(x, 1) if sending else comm.irecv(x, 1)
+        del x
+        assert done.wait(30)
+        before = memory() is not None
+        work.wait()
+        del work
+        after = memory() is not None
+        looked.set()
+        return before, after
+
+    monkeypatch.setattr(threads, "Rendezvous", Stopping)
+    for sending in True, False:
+        for event in come, done, looked:
+            event.clear()
+        assert World(2).run(program, sending)[0] == (True, False)
 
 
 def test_what_was_sent_and_received_can_still_be_resized(four):

@@ -134,7 +134,7 @@ class Comm:
 
     def irecv(self, out: Tensor, src: int, *, reduce: str | None = None) -> Work:
         """A `Work` whose result is `out`, filled or reduced; don't touch `out` before."""
-        return self._watched(self._recv(out, src, reduce))
+        return self._watched(self._recv(out, src, reduce), out)
 
     def _send(self, x: Tensor, dst: int) -> Request:
         request = self._outgoing(x, dst, self._call_site("send"))
@@ -149,9 +149,9 @@ class Comm:
         self._events.append(Event(name, self.axis, source=request.peer, received=out.nbytes))
         return request
 
-    def _watched(self, request: Request) -> Work:
+    def _watched(self, request: Request, result: Tensor | None = None) -> Work:
         self._endpoint.watch(request)
-        return Work(self._owner, request)
+        return Work(self._owner, request, result)
 
     def _call_site(self, op: str) -> CallSite:
         """The collective that this message is part of, or the line that asks for it."""
@@ -173,7 +173,7 @@ class Comm:
         if reduce not in REDUCE_OPS:
             raise ValueError(f"cannot reduce by {reduce!r}: use one of {', '.join(REDUCE_OPS)}")
         ends = self._owner.rank, self._peer(src)
-        return Request(call, *ends, self._channel, out.detach(), reduce=reduce, result=out)
+        return Request(call, *ends, self._channel, out.detach(), reduce=reduce)
 
     def _contiguous(self, x: Tensor, op: str) -> None:
         self._dense(x, op)

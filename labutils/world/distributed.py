@@ -39,7 +39,7 @@ class DistributedEndpoint(Endpoint):
         for i, request in enumerate(requests):  # NCCL answers with one work for the whole batch
             request.state = request.state, works[min(i, len(works) - 1)]
 
-    def wait(self, request: Request) -> None:
+    def until_done(self, request: Request) -> None:
         if request.done:
             return
         if request.tensor is None:  # an asynchronous collective, at which another thread works
@@ -54,7 +54,7 @@ class DistributedEndpoint(Endpoint):
             raise TimeoutError(f"{waited}, and then: {str(error).splitlines()[0]}") from None
         if request.reduce != "copy":
             request.accept(landing.view(-1))
-        request.done = True
+        request.state, request.done = None, True
 
 
 def comm_of(

@@ -48,7 +48,7 @@ class Request:
     reduce: str = "copy"  # what is done with what arrives, a key of REDUCE_OPS
     done: bool = False
     error: BaseException | None = None
-    result: Any = None
+    result: Any = None  # of a collective, until its rank takes it
     span: tuple[float, float] | None = None
     state: Any = None  # the endpoint's own
     wakeup: Any = None  # what a thread that waits for it sleeps on
@@ -79,7 +79,16 @@ class Endpoint:
         """Start messages; several at once go both ways at the same time."""
 
     def wait(self, request: Request) -> None:
-        """Return when `request` is done; raise Stopped if another rank has failed."""
+        """Return when `request` is done; raise Stopped if another rank has failed.
+
+        Its memory is given up here and not before, so that what a rank holds at a line of its
+        program does not depend on when the others came.
+        """
+        self.until_done(request)
+        request.tensor = None
+
+    def until_done(self, request: Request) -> None:
+        """What an engine does in `wait`."""
 
     def watch(self, request: Request) -> None:
         """See that `request` moves on while the rank computes."""
@@ -98,10 +107,10 @@ class Endpoint:
 class Work:
     """Something under way: `wait()` returns its result, `done()` tells whether it is there."""
 
-    def __init__(self, owner: "Rank", request: Request) -> None:
+    def __init__(self, owner: "Rank", request: Request, result: Tensor | None = None) -> None:
         self._owner = owner
         self._request = request
-        self._result: Any = None
+        self._result: Any = result
         owner._pending[self] = None
 
     def wait(self) -> Any:

@@ -183,7 +183,7 @@ class SocketEndpoint(Endpoint):
         else:
             self.recvs[key].append(request)
 
-    def wait(self, request: Request) -> None:
+    def until_done(self, request: Request) -> None:
         if not request.done:
             with self.lock:
                 self.waiting[request] = time.monotonic() + self.timeout

@@ -54,8 +54,6 @@ class Rendezvous(Endpoint):
         if len(forms) > 1:
             raise misfit(send, receive)
         receive.accept(send.tensor.view(-1))
-        # Who sees that its message is done may measure: nothing of it is held by this thread.
-        send.tensor = receive.tensor = None
         self.finish(send)
         self.finish(receive)
 
@@ -66,7 +64,7 @@ class Rendezvous(Endpoint):
                 self.waiting.remove(request)
                 request.wakeup.release()
 
-    def wait(self, request: Request) -> None:
+    def until_done(self, request: Request) -> None:
         with self.changed:
             if request.done:
                 return
