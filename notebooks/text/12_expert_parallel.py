@@ -319,11 +319,9 @@ show(rigs.expert_parallel.loads)
 
 # %%
 ways = {"nothing": {}, "balance loss": dict(alpha=0.1), "bias": dict(rate=0.01)}
-one = World(1)
+one, loads = World(1), rigs.expert_parallel.loads
 runs = {
-    way: [
-        one.run(rigs.expert_parallel.loads, tiny, seed, **how)[0] for seed in range(3)
-    ]
+    way: [one.run(loads, tiny, seed, **how)[0] for seed in range(3)]
     for way, how in ways.items()
 }
 
@@ -361,18 +359,19 @@ reveal("unbalanced/busiest", times=round(sum(last) / 3, 1))
 show(expert_parallel.update_bias)
 
 # %% [markdown]
-# **Dropping** sets a limit. An expert has room for ⌈c·T·k/E⌉ visits, c being the *capacity factor* and T the tokens of a rank; visits that come later are dropped. A token that loses all its visits goes on with the residual stream alone. This is
-# what c = 1.25 would drop in the last step, and the losses:
+# **Dropping** sets a limit. An expert has room for ⌈c·T·k/E⌉ visits, c being the *capacity factor* and T the tokens of a rank; visits that come later are dropped. A token that loses all its visits goes on with the residual stream alone. In the last step
+# c = 1.25 would drop this much, or, switched on all along, does:
 
 # %%
+cut = [one.run(loads, tiny, seed, factor=1.25)[0] for seed in range(3)]
 room = expert_parallel.capacity(8 * 32, 8, 2, factor=1.25)
-for way, seeds in runs.items():
+for way, seeds in {**runs, "dropping": cut}.items():
     late = sum((taken[-1] - room).clamp(min=0).sum().item() for taken, _ in seeds)
     losses = " ".join(f"{loss:.2f}" for _, loss in seeds)
     print(f"{way:13} dropped {late / (3 * 8 * 32 * 2):4.0%}   losses {losses}")
 
 # %% [markdown]
-# The losses of three seeds overlap. What balance buys is fewer visits dropped, and time: that is the next question, after an exercise.
+# The losses of three seeds overlap. What balance buys is fewer visits dropped, and time: the next question, after an exercise.
 
 # %% [markdown]
 # ### Exercise 12.3 · Bug hunt: the loss was right (10 min, ●●●)

@@ -201,7 +201,7 @@ def test_a_page_fits_a_phone(reader, name):
     assert page.locator("article *:visible").evaluate_all(sticking_out) == []
 
 
-@pytest.mark.parametrize("name", LABS)
+@each_lab
 def test_a_figure_on_a_phone_scrolls_rather_than_shrinks(reader, name):
     reader.page.set_viewport_size(PHONE)
     figures = reader.open(name).locator("article figure:has(> img[width]):visible")

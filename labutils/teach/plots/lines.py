@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from labutils import units
 from labutils.teach.plots import draw, style
@@ -358,7 +358,7 @@ def roofline(
         axes.plot([low, ridges[name], high], [low * bw, peak, peak], color=colors[name])
     axes.set(xscale="log", yscale="log", xlim=(low, high))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
     style.in_units(axes.yaxis, "FLOP/s")
     axes.set_ylim(axes.get_ylim()[0] / 3, axes.get_ylim()[1] * 1.6)
     at_most = {name: min(flops, x * bandwidth) for name, x in intensity.items()}

@@ -191,11 +191,12 @@ def scale(largest: float, unit: str) -> tuple[float, str]:
 
 
 def in_units(axis: matplotlib.axis.Axis, unit: str) -> None:
-    """Ticks of a logarithmic axis written as amounts of `unit`: 1 kB, 1 MB; 10 µs, 1 ms."""
+    """Ticks of a logarithmic axis written as amounts of `unit`: 1 kB, 1 MB; 10 µs, 1 ms; none
+    between them."""
     axis.set_major_formatter(
         matplotlib.ticker.FuncFormatter(lambda value, _: units.text(value, unit, digits=1))
     )
-    axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    axis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
 def times(ratio: float) -> str:

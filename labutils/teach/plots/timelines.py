@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
+from matplotlib.patches import StepPatch
 
 from labutils import units
 from labutils.config import Hardware
@@ -48,7 +49,9 @@ def memory_timeline(
     )
     edges = [i - 0.5 for i in range(len(moments) + 1)]
     for name, (low, high) in bands.items():
-        axes.stairs(high, edges, baseline=low, fill=True, facecolor=colors[name], **style.EDGE)
+        # Not axes.stairs, which looks at every step for limits that are set below.
+        band = StepPatch(high, edges, baseline=low, fill=True, facecolor=colors[name], **style.EDGE)
+        axes.add_artist(band)
         if homes[name]:
             look = {"ha": "center", "va": "center", "color": style.on(colors[name])}
             axes.text(*homes[name], name, **look)

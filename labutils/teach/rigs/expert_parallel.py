@@ -35,6 +35,7 @@ def loads(
     *,
     alpha: float = 0.0,
     rate: float | None = None,
+    factor: float | None = None,
     steps: int = 40,
 ) -> tuple[Int[Tensor, "steps E"], float]:
     """The visits that the first layer's experts were asked for in each step of training on eight
@@ -44,10 +45,11 @@ def loads(
 
     alpha: of the balance loss
     rate: γ of a bias, with sigmoid scores; without it there is none
+    factor: c of the room that an expert has; without it no visit is dropped
     """
     model = GPT(config, generator=torch.Generator().manual_seed(seed)).double()
     how = dict(score="sigmoid", biased=True) if rate else {}
-    expert_parallel.spread_experts(model, rank.comm("ep"), **how)
+    expert_parallel.spread_experts(model, rank.comm("ep"), capacity_factor=factor, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sequences = language(config.vocab_size, config.seq_len + 1, seed)
     taken, losses = [], []
