@@ -692,7 +692,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("teach/plots/timelines", "test_plots_timelines test_survivors"): [
         ('total / factor, f"peak {units.text(total)}")', 'total / factor, f"peak {units.text(moments[0].ledger.total)}")'),
         ("span.start / factor, (span.end - span.start) / factor", "span.start / factor, span.end / factor"),
-        ("axes.stairs(high, edges, baseline=low,", "axes.stairs(high, edges, baseline=0,"),
+        ("StepPatch(high, edges, baseline=low,", "StepPatch(high, edges, baseline=0,"),
         ("lane = y + _LANE * (span.kind in COMMUNICATION) + 0.02", "lane = y + 0.02"),
     ],
     ("teach/widgets", "test_widgets"): [

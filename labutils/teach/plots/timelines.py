@@ -94,6 +94,8 @@ def _home(
     """The middle of the widest stretch of a band that holds a text `wanted` inches long, if any."""
     best, home = wanted + 0.1, None
     for first in range(0, len(low), max(1, len(low) // 200)):
+        if (len(low) - first) * step <= best:  # too little is left
+            break
         floor, ceiling = low[first], high[first]
         for last in range(first, len(low)):
             floor, ceiling = max(floor, low[last]), min(ceiling, high[last])
