@@ -195,15 +195,16 @@ def fullest(of: Kind) -> tuple[Form, ...]:
     if of not in kinds:
         return find_fullest(of)
     forms = []
-    for phase, event, numbers in kinds[of]:
+    for phase, event, numbers in json.loads(kinds[of]):
         alive = {(name, part): terms for name, part, terms in map(lines.__getitem__, numbers)}
         forms.append(Form(phase, event, alive))
     return tuple(forms)
 
 
 @functools.cache
-def stored() -> tuple[list, dict[Kind, list]]:
-    """What data/step_formulas.json.gz has: lines, and the moments of each kind by their numbers."""
+def stored() -> tuple[list, dict[Kind, str]]:
+    """What data/step_formulas.json.gz has: lines, and the moments of each kind by their numbers, as
+    JSON in JSON: few kinds are asked for, and to read all takes ten times as long."""
     if not STORED.exists():
         return [], {}
     with gzip.open(STORED, "rt", encoding="utf-8") as file:
@@ -221,7 +222,7 @@ def store(found_of: Mapping[Kind, Iterable[Form]], path: Path) -> None:
             alive = [json.dumps([*line, terms]) for line, terms in form.lines.items()]
             numbers = [lines.setdefault(line, len(lines)) for line in alive]
             moments.append([form.phase, form.event, numbers])
-        found.append([of, moments])
+        found.append([of, json.dumps(moments, separators=(",", ":"))])
     data = {"lines": [json.loads(line) for line in lines], "kinds": found}
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     path.write_bytes(gzip.compress(text.encode(), mtime=0))

@@ -137,10 +137,9 @@ def _step(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.
         batches = accumulation.micro_batches((x, y), train.micro_batch)
         return accumulation.accumulate(loss, batches)
 
-    value = forward_and_backward()
-    optimizer.step()
+    loss((x[: train.micro_batch], y[: train.micro_batch])).backward()
+    optimizer.step()  # makes its state
     optimizer.zero_grad()
-    del value
 
     def step() -> Tensor:
         value = forward_and_backward()
