@@ -138,13 +138,6 @@ def processes_of(ranks: int) -> int:
         return len(set(them.run(lambda rank: os.getpid())) - {os.getpid()})
 
 
-def fits_v100() -> bool:
-    """Whether a step of GPT-2 XL, one sequence in fp16 as on a GPU, fits in a V100's 32 GB."""
-    train = dataclasses.replace(ONE, precision="fp16", stepping="foreach")
-    v100 = config.Hardware.named("V100")
-    return memory.predict(ModelConfig.named("gpt2-xl"), train).total <= v100.memory
-
-
 def utilization(
     layers: int, width: int, heads: int, batch: int, seconds: float, gpus: int
 ) -> tuple[float, float]:
