@@ -129,20 +129,17 @@ def _step(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=train.autocast):
             return net.loss(*batch)
 
-    def forward_and_backward() -> Tensor:
-        if train.global_batch == train.micro_batch:
-            value = loss((x, y))
-            value.backward()
-            return value
-        batches = accumulation.micro_batches((x, y), train.micro_batch)
-        return accumulation.accumulate(loss, batches)
-
     loss((x[: train.micro_batch], y[: train.micro_batch])).backward()
     optimizer.step()  # makes its state
     optimizer.zero_grad()
 
     def step() -> Tensor:
-        value = forward_and_backward()
+        if train.global_batch == train.micro_batch:
+            value = loss((x, y))
+            value.backward()
+        else:
+            batches = accumulation.micro_batches((x, y), train.micro_batch)
+            value = accumulation.accumulate(loss, batches)
         places.enter_optimizer(optimizer, inner)
         with measure.phase("optimizer"):
             optimizer.step()

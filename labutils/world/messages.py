@@ -88,7 +88,7 @@ class Endpoint:
         request.tensor = None
 
     def until_done(self, request: Request) -> None:
-        """What an engine does in `wait`."""
+        """Return when `request` is done: what an engine provides for `wait`."""
 
     def watch(self, request: Request) -> None:
         """See that `request` moves on while the rank computes."""

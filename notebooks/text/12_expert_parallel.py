@@ -359,8 +359,8 @@ reveal("unbalanced/busiest", times=round(sum(last) / 3, 1))
 show(expert_parallel.update_bias)
 
 # %% [markdown]
-# **Dropping** sets a limit. An expert has room for ⌈c·T·k/E⌉ visits, c being the *capacity factor* and T the tokens of a rank; visits that come later are dropped. A token that loses all its visits goes on with the residual stream alone. In the last step
-# c = 1.25 would drop this much, or, switched on all along, does:
+# **Dropping** sets a limit. An expert has room for ⌈c·T·k/E⌉ visits, c being the *capacity factor* and T the tokens of a rank; visits that come later are dropped. A token that loses all its visits goes on with the residual stream alone. With c = 1.25
+# the last step above would have lost this much; the last run drops all along:
 
 # %%
 cut = [one.run(loads, tiny, seed, factor=1.25)[0] for seed in range(3)]
@@ -371,7 +371,7 @@ for way, seeds in {**runs, "dropping": cut}.items():
     print(f"{way:13} dropped {late / (3 * 8 * 32 * 2):4.0%}   losses {losses}")
 
 # %% [markdown]
-# The losses of three seeds overlap. What balance buys is fewer visits dropped, and time: the next question, after an exercise.
+# The losses of three seeds overlap. The run that drops ends no better balanced than the one left alone. What balance buys is fewer visits dropped, and time: the next question.
 
 # %% [markdown]
 # ### Exercise 12.3 · Bug hunt: the loss was right (10 min, ●●●)
