@@ -375,9 +375,8 @@ def _reduced(
     return loss
 
 
-@functools.lru_cache(maxsize=4)
-def _after(attempt: Callable, alpha: float) -> list[tuple[float, dict[str, Tensor]]]:
-    """The loss and the gradients of each rank, of which several properties are asked."""
+def _results(attempt: Callable, alpha: float) -> list[tuple[float, dict[str, Tensor]]]:
+    """The loss and the gradients of each rank."""
 
     def program(rank: world.Rank) -> tuple[float, dict[str, Tensor]]:
         model = _spread(rank)
@@ -390,9 +389,12 @@ def _after(attempt: Callable, alpha: float) -> list[tuple[float, dict[str, Tenso
     return _ranks.run(_MESH, f"4 ranks, ep=2, α={alpha}", program, _SAME)
 
 
+_after = functools.lru_cache(maxsize=2)(_results)  # of an attempt; all properties ask for it
+
+
 @functools.cache
 def _expected(alpha: float) -> list[tuple[float, dict[str, Tensor]]]:
-    return _after(_reduced, alpha)
+    return _results(_reduced, alpha)
 
 
 @functools.cache
@@ -404,7 +406,7 @@ def _own() -> list[tuple[float, dict[str, Tensor]]]:
         loss.backward()
         return loss.detach()
 
-    return _after(alone, 0.0)
+    return _results(alone, 0.0)
 
 
 def _losses(attempt: Callable) -> str:
