@@ -1,7 +1,8 @@
 """A recording of what only a GPU can say: peaks, our Triton attention against SDPA, matrix rates.
 
 python benchmarks/gpu.py              on a machine with a GPU: predicted peaks against the
-    allocator's and all the rest, to data/gpu_runs/<device>-<date>.json; elsewhere says so and ends
+    allocator's and all the rest, to labutils/data/gpu_runs/<device>-<date>.json; elsewhere says so
+    and ends
 python benchmarks/gpu.py --rehearse   the same in small, on whatever is here, printed and not kept:
     it shows that the recorder works
 """
@@ -25,12 +26,12 @@ import torch.nn.functional as F
 from _side_by_side import interleave
 
 from labutils import checkpointing, flash, measure, memory
-from labutils.config import ModelConfig, TrainConfig
+from labutils.config import DATA, ModelConfig, TrainConfig
 from labutils.model import GPT
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-RUNS = pathlib.Path(__file__).resolve().parents[1] / "data" / "gpu_runs"
+RUNS = DATA / "gpu_runs"
 FULL = dict(
     model=ModelConfig.named("gpt2"),
     rows=8,
@@ -205,10 +206,10 @@ def record(command: str, *, model, rows, lengths, heads, width, sizes, rounds) -
 
 
 def keep(recording: dict, folder: pathlib.Path = RUNS) -> pathlib.Path:
-    """Writes a recording to data/gpu_runs/, unless it comes from a CPU or is a rehearsal."""
+    """Writes a recording to gpu_runs/, unless it comes from a CPU or is a rehearsal."""
     if recording["device"] == "cpu" or "--rehearse" in recording["command"]:
         raise ValueError(
-            f"data/gpu_runs/ holds full runs of GPUs; this is {recording['command']!r} on "
+            f"gpu_runs/ holds full runs of GPUs; this is {recording['command']!r} on "
             f"{recording['device']}"
         )
     if missing := [name for name, value in recording.items() if not value]:

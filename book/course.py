@@ -10,9 +10,9 @@ from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
-from labutils import notation
+from labutils import config, notation
 
-CLAIMS = pathlib.Path(__file__).resolve().parents[1] / "data" / "claims.csv"
+CLAIMS = config.DATA / "claims.csv"
 MATHJAX = [
     "tex-chtml.js",
     "input/tex/extensions",

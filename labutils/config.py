@@ -13,7 +13,7 @@ from typing import Any
 
 from labutils import anatomy, units
 
-DATA = Path(__file__).resolve().parent.parent / "data"
+DATA = Path(__file__).resolve().parent / "data"
 AXES = ("pp", "dp", "cp", "tp", "ep")
 COMM_AXES = (*AXES, "edp")
 """The axes that a Comm can be of: also edp, the ranks that hold the same experts."""

@@ -1,4 +1,4 @@
-"""What the checks of data/ ask for that is more than a call: long checks have a name here."""
+"""What the checks of labutils/data/ ask for that is more than a call: long checks have a name here."""
 
 import dataclasses
 import os

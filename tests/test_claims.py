@@ -1,4 +1,4 @@
-"""Every number that the course states is recomputed: the rows of data/, and the claims behind the takeaways of the labs."""
+"""Every number that the course states is recomputed: the rows of labutils/data/, and the claims behind the takeaways of the labs."""
 
 import ast
 import contextlib
@@ -6,6 +6,7 @@ import csv
 import importlib
 import itertools
 import math
+import pathlib
 import pkgutil
 import re
 
@@ -15,7 +16,8 @@ import pytest
 import labutils
 from labutils import config, teach
 
-DATA, NOTEBOOKS = config.DATA, sorted((config.DATA.parent / "notebooks").glob("*.ipynb"))
+DATA = config.DATA
+NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 MODULES = {
     info.name.rpartition(".")[2]: info.name
     for folder in (labutils, teach)
@@ -25,7 +27,7 @@ ARITHMETIC = "Arithmetic on stated numbers."  # in the note of a row that nothin
 
 
 class Names(dict):
-    """What an expression of data/ may name: the modules of labutils, torch, np and math; each is imported when it is first named."""
+    """What an expression of labutils/data/ may name: the modules of labutils, torch, np and math; each is imported when it is first named."""
 
     def __missing__(self, name: str):
         if name in MODULES:

@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import linecache
+import pathlib
 import re
 
 import jupytext
@@ -11,10 +12,9 @@ import pytest
 import wrong_answers
 
 import notebooks as tool  # tools/notebooks.py
-from labutils import config
 from labutils.teach import check, exercises
 
-NOTEBOOKS = sorted((config.DATA.parent / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 ALL = exercises.every()
 WRONG_ANSWERS = wrong_answers.every()
 WRONG = [

@@ -1,5 +1,5 @@
 """Freeze the two texts of `labutils.teach.rigs.corpus` as they are in the Python that runs this:
-`python tools/corpus.py` writes data/python_topics.txt.gz and data/python_source.txt.gz.
+`python tools/corpus.py` writes python_topics.txt.gz and python_source.txt.gz in labutils/data.
 
 Another Python has other words, and every stored output that learns from them would differ.
 """

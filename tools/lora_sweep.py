@@ -1,7 +1,7 @@
 """LoRA against full fine-tuning over learning rates, LoRA ranks and seeds, on two tasks: from
 addition in base 10 to base 8, and from Python's reference to its source code. Writes
-data/adder.safetensors, the model before the first, and what became of both: data/lora_addition.csv
-and data/lora_text.csv, whose first line says how they were made.
+in labutils/data adder.safetensors, the model before the first, and what became of both:
+lora_addition.csv and lora_text.csv, whose first line says how they were made.
 
     python tools/lora_sweep.py
 """
@@ -137,7 +137,7 @@ def sweep(
 
 
 def save(name: str, found: list[dict[str, Any]], made: str) -> None:
-    """Write a sweep to data/lora_{name}.csv, with how it was made in its first line."""
+    """Write a sweep to lora_{name}.csv, with how it was made in its first line."""
     with open(DATA / f"lora_{name}.csv", "w", newline="", encoding="utf-8") as file:
         file.write(f"# {made}\n")
         writer = csv.DictWriter(file, found[0], lineterminator="\n")

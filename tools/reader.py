@@ -1,4 +1,4 @@
-"""Train the small GPT of lab 15b, and keep its weights in bf16: data/reader.safetensors."""
+"""Train the small GPT of lab 15b; its weights in bf16 are labutils/data/reader.safetensors."""
 
 from safetensors.torch import save_file
 

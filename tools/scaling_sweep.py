@@ -1,5 +1,5 @@
 """Learning rates against batch sizes on two small tasks, over rules, optimizers and seeds: writes
-data/scaling_sweep.csv.
+labutils/data/scaling_sweep.csv.
 
     python tools/scaling_sweep.py
 """
@@ -140,9 +140,7 @@ def noise() -> Iterator[dict]:
             chosen = torch.randint(
                 len(y), (2048,), generator=torch.Generator().manual_seed(7 * step + seed)
             )
-            lengths = copies.squared_lengths(
-                CHARACTERS, copy, x[chosen], y[chosen], (1, 2048)
-            )
+            lengths = copies.squared_lengths(CHARACTERS, copy, x[chosen], y[chosen], (1, 2048))
             found = scaling.estimate_spread(lengths[1], lengths[2048], 1, 2048)
             for name, value in (("loss", loss[seed]), *found._asdict().items()):
                 yield row(f"noise {name}", value, optimizer="sgd", seed=seed, target=step)

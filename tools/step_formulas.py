@@ -1,5 +1,5 @@
-"""Records data/step_formulas.json.gz: the formulas behind the memory calculator, for all models
-that it offers. Twenty minutes of processor time.
+"""Records labutils/data/step_formulas.json.gz: the formulas behind the memory calculator, for all
+models that it offers. Twenty minutes of processor time.
 
 python tools/step_formulas.py
 """

@@ -711,7 +711,7 @@ else:
     print("The package triton is made for Linux: nothing ran here.")
 
 # %% [markdown]
-# *Recorded GPU runs: none yet.* How fast these kernels are, nobody has measured. If you have a GPU, `python benchmarks/gpu.py` times them against SDPA and records it in `data/gpu_runs/`.
+# *Recorded GPU runs: none yet.* How fast these kernels are, nobody has measured. If you have a GPU, `python benchmarks/gpu.py` times them against SDPA and records it in `labutils/data/gpu_runs/`.
 
 # %% [markdown]
 # ## Try it: what would HBM have to carry?
