@@ -72,12 +72,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "seq_len")
-        for field in (*sizes, "num_experts", "top_k"):
-            units.whole(getattr(self, field), field, 1)
+        units.whole_fields(self, *sizes, "num_experts", "top_k")
         h, a = self.d_model, self.num_heads
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", a)
-        g = units.whole(self.num_kv_heads, "num_kv_heads", 1)
+        units.whole_fields(self, "num_kv_heads")
+        g = self.num_kv_heads
         if a % g:
             remedy = "each group shares one key–value head"
             raise ValueError(f"num_kv_heads={g} does not divide num_heads={a}: {remedy}")
@@ -86,7 +86,7 @@ class ModelConfig:
                 remedy = "change one of them or give d_head"
                 raise ValueError(f"num_heads={a} does not divide d_model={h}: {remedy}")
             object.__setattr__(self, "d_head", h // a)
-        units.whole(self.d_head, "d_head", 1)
+        units.whole_fields(self, "d_head")
         _one_of(
             vars(self),
             ffn=("gelu", "swiglu"),
@@ -314,8 +314,7 @@ class TrainConfig:
     zero: int = 0
 
     def __post_init__(self) -> None:
-        units.whole(self.micro_batch, "micro_batch", 1)
-        units.whole(self.global_batch, "global_batch", 1)
+        units.whole_fields(self, "micro_batch", "global_batch")
         if self.global_batch % self.micro_batch:
             sizes = f"micro_batch={self.micro_batch} does not divide global_batch"
             raise ValueError(f"{sizes}={self.global_batch}: the last micro-batch would be short")
@@ -340,7 +339,7 @@ class TrainConfig:
         >>> TrainConfig(micro_batch=2, global_batch=1024).accumulation(dp=128)
         4
         """
-        units.whole(dp, "dp", 1)
+        dp = units.whole(dp, "dp", 1)
         if self.global_batch % (self.micro_batch * dp):
             product = f"micro_batch · dp = {self.micro_batch} · {dp}"
             raise ValueError(f"global_batch={self.global_batch} is not a multiple of {product}")
@@ -368,8 +367,7 @@ class Mesh:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        for axis in AXES:
-            units.whole(getattr(self, axis), axis, 1)
+        units.whole_fields(self, *AXES)
         if (self.dp * self.cp) % self.ep:
             ranks = f"dp · cp = {self.dp * self.cp}: experts are spread over those ranks"
             raise ValueError(f"ep={self.ep} does not divide {ranks}")
@@ -393,7 +391,7 @@ class Mesh:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on each axis."""
-        if units.whole(rank, "rank") >= self.size:
+        if (rank := units.whole(rank, "rank")) >= self.size:
             there = f"this mesh of {self.size} ranks: use 0 … {self.size - 1}"
             raise ValueError(f"rank {rank} is not on {there}")
         return {axis: rank // step % n for axis, (step, n) in self._axes.items() if axis in AXES}

@@ -6,6 +6,7 @@ lab is `predicted.diff(measured)`.
 """
 
 import html
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -29,10 +30,13 @@ class Line:
     note: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.amount, bool) or not isinstance(self.amount, int):
+        if not units.is_whole(self.amount):
             whole = f"bytes come in whole numbers, got {self.amount!r}; round it where you know why"
             raise TypeError(f"{self.name!r}: {whole}")
-        units.whole(self.count, f"{self.name!r}: count")
+        count = units.whole(self.count, f"{self.name!r}: count")
+        if type(self.amount) is not int or type(self.count) is not int:
+            object.__setattr__(self, "amount", operator.index(self.amount))
+            object.__setattr__(self, "count", count)
 
     @property
     def key(self) -> tuple[str, str, str, int | None]:
@@ -146,7 +150,7 @@ class Ledger(_Table):
 
     def scaled(self, factor: int) -> "Ledger":
         """`factor` times every line: the ledger of `factor` layers, steps or micro-batches."""
-        units.whole(factor, "factor")
+        factor = units.whole(factor, "factor")
         return Ledger(
             replace(line, amount=line.amount * factor, count=line.count * factor)
             for line in self.lines

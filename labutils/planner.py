@@ -66,8 +66,8 @@ def configure(
     Source: the order of decisions of the Ultra-Scale Playbook: tokens in a batch, sequence length,
     micro-batch, GPUs, accumulation.
     """
-    for name, value in dict(target=target, seq_len=seq_len, gpus=gpus).items():
-        units.whole(value, name, 1)
+    given = dict(target=target, seq_len=seq_len, gpus=gpus)
+    target, seq_len, gpus = (units.whole(value, name, 1) for name, value in given.items())
     # Each copy takes equally many sequences, so the batch is rounded to a multiple of the copies.
     share = round(target / seq_len / gpus)
     if share < 1:

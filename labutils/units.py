@@ -2,6 +2,8 @@
 guesses between them."""
 
 import math
+import numbers
+import operator
 import re
 from fractions import Fraction
 
@@ -62,24 +64,53 @@ def parse(quantity: str) -> int | float:
     return int(amount) if amount.denominator == 1 else float(amount)
 
 
-def whole(value: object, name: str, minimum: int = 0) -> int:
-    """`value` as an int, after checking that it is a whole number ≥ `minimum`; the error names
-    `name`, the value and the remedy.
+def is_whole(value: object) -> bool:
+    """Whether `value` is one whole number: an int, or what `operator.index` takes for one, as
+    numpy's and torch's integers; True is none.
 
-    >>> whole(4, "num_layers", 1)
+    >>> import numpy
+    >>> [is_whole(value) for value in (4, numpy.int8(4), 4.0, True, numpy.array([4, 4]))]
+    [True, True, False, False, False]
+    """
+    if type(value) is int:
+        return True
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def whole(value: object, name: str, minimum: int = 0) -> int:
+    """`value` as a Python int, after checking that it is a whole number ≥ `minimum`.
+
+    Compute with what it returns: a numpy.int8 that is left as it is overflows without a word.
+
+    Raises TypeError and ValueError with `name` and the value.
+
+    >>> import numpy
+    >>> whole(numpy.int64(4), "num_layers", 1)
     4
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_whole(value):
         raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
-    if value < minimum:
+    if (number := operator.index(value)) < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
-    return value
+    return number
+
+
+def whole_fields(record: object, *names: str, minimum: int = 1) -> None:
+    """Makes these fields of a frozen dataclass Python ints, each checked by `whole`."""
+    for name in names:
+        object.__setattr__(record, name, whole(getattr(record, name), name, minimum))
 
 
 def positive(value: object, name: str, *, or_zero: bool = False) -> float:
     """`value` as a float, after checking that it is a finite number above zero, `or_zero`; the
     error names `name`, the value and the remedy."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
     if not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
         least = "of at least 0" if or_zero else "above 0"

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -190,6 +191,18 @@ def test_groups_partition_the_mesh_on_every_axis(pp, dp, cp, tp, data):
         assert {len(group) for group in groups} == {getattr(mesh, axis)}
         for rank in range(mesh.size):
             assert mesh.group(rank, axis)[mesh.coords(rank)[axis]] == rank
+
+
+def test_sizes_from_numpy_are_python_ints_and_do_not_overflow():
+    sizes = dict(num_layers=2, d_model=64, num_heads=4, d_ff=120, vocab_size=100, seq_len=8)
+    small = ModelConfig(**{name: np.int8(size) for name, size in sizes.items()})
+    assert small == ModelConfig(**sizes) and small.num_params == ModelConfig(**sizes).num_params
+    assert {type(getattr(small, name)) for name in (*sizes, "num_kv_heads", "d_head")} == {int}
+    mesh = Mesh(dp=np.int8(100), tp=np.int8(100))
+    assert mesh.size == 10_000 and repr(mesh) == repr(Mesh(dp=100, tp=100))
+    assert mesh.coords(np.int64(150)) == mesh.coords(150) and mesh.group(np.int64(7), "tp")[7] == 7
+    train = TrainConfig(micro_batch=np.int8(2), global_batch=np.int64(8))
+    assert train.accumulation(np.int8(4)) == 1 and type(train.micro_batch) is int
 
 
 def test_tensor_parallel_ranks_are_neighbors():

@@ -1,8 +1,11 @@
 """Quantities to text and back."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,6 +87,26 @@ def test_unknown_unit_is_named():
 def test_whole_names_value_and_remedy(value, error):
     with pytest.raises(error, match="ranks must be"):
         units.whole(value, "ranks")
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint64, np.array, torch.tensor])
+def test_integers_of_numpy_and_torch_are_whole_numbers(kind):
+    assert type(units.whole(kind(4), "n", 1)) is int
+    with pytest.raises(ValueError, match="n must be at least 5, got"):
+        units.whole(kind(4), "n", 5)
+
+
+@pytest.mark.parametrize(
+    "value", [np.bool_(True), np.float64(4), torch.tensor(True), torch.tensor(4.0), np.ones(2, int)]
+)
+def test_what_is_no_whole_number_is_none_in_numpy_and_torch_either(value):
+    with pytest.raises(TypeError, match="n must be a whole number, got"):
+        units.whole(value, "n")
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.int64(1), Fraction(1, 2)])
+def test_any_real_number_is_a_number(value):
+    assert type(units.positive(value, "bandwidth")) is float
 
 
 @pytest.mark.parametrize(

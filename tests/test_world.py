@@ -18,6 +18,7 @@ import time
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -169,6 +170,21 @@ def test_axes_can_be_joined(axes):
         assert set(grid.ledger.by("axis")) == {"dp_cp"}
         everyone = grid.run(lambda rank: rank.comm("tp", "pp", "cp", "dp").ranks)
         assert everyone == [tuple(range(mesh.size))] * mesh.size
+
+
+def test_numbers_from_numpy_are_numbers_of_ranks(engine):
+    def program(rank, i):
+        comm, one = rank.comm(), np.int64(1)
+        sizes = [one, 2] if rank.rank else [1, 2]  # of one kind here, of two kinds there
+        rows = comm.all_gather(torch.ones(sizes[rank.rank], 2), sizes=sizes)
+        comm.gather(rows[: rank.rank + 1], dst=one, sizes=np.array([1, 2]))
+        return comm.broadcast(torch.tensor(float(rank.rank)), src=i).item(), len(rows)
+
+    with World(np.int64(2), engine=engine) as two:
+        assert two.run(program, np.int8(1)) == [(1.0, 3)] * 2
+    dry = World(np.int64(3), engine="dry")
+    dry.run(lambda rank: rank.comm().all_reduce(torch.ones(3)), rank=np.int64(2))
+    assert dry.ledger.by("rank") == {2: 16} and type(dry.size) is int
 
 
 def test_random_numbers_differ_between_ranks_and_repeat_between_runs(four):
@@ -1158,6 +1174,14 @@ def test_worlds_that_cannot_be(make, error, text):
         ),
         (lambda comm: comm.all_reduce(torch.ones(4, device="meta")), "on meta: convert it first"),
         (lambda comm: comm.broadcast(torch.ones(4), 4), "src=4"),
+        (
+            lambda comm: comm.all_gather(torch.ones(4), sizes=4),
+            r"sizes must be a list: give the rows of each rank, as in \[2, 3\]; got {'sizes': 4}",
+        ),
+        (
+            lambda comm: comm.all_to_all(torch.ones(4), [1, 1, 1, 1.5]),
+            "send_sizes must be a whole number, got 1.5",
+        ),
         *(
             (
                 lambda comm, out=out: comm.broadcast(torch.ones(2), out=out),

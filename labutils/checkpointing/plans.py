@@ -124,7 +124,7 @@ class Plan:
     name: str = ""
 
     def __post_init__(self) -> None:
-        units.whole(self.n, "n", 1)
+        units.whole_fields(self, "n")
         *_, end = self.states
         if end.gradient or len(end.values) > 1:
             end_is = f"the gradient of x{end.gradient} and values {sorted(end.values)}"
@@ -276,7 +276,7 @@ def _unroll(n: int, rule: Rule, state: Any = None, name: str = "") -> Plan:
     Asked about stages s … t, the rule returns (split or None, state for the right part, state for
     the left part).
     """
-    units.whole(n, "n", 1)
+    n = units.whole(n, "n", 1)
     steps: list[Step] = []
     todo: list[Any] = [(0, n - 1, state)]
     while todo:
@@ -309,8 +309,8 @@ def segments(n: int, k: int) -> Plan:
     Cost: n + (n − last segment) forward evaluations; about k + n/k values held.
     Source: Chen et al. 1604.06174, algorithm 1 and eq. (1).
     """
-    units.whole(n, "n", 1)
-    if units.whole(k, "k", 1) > n:
+    n = units.whole(n, "n", 1)
+    if (k := units.whole(k, "k", 1)) > n:
         raise ValueError(f"{n} stages cannot be cut into {k} segments: use 1 … {n}")
     starts = tuple(part * (n // k) + min(part, n % k) for part in range(1, k))
     name = {n: "every stage", 1: "keep everything"}.get(k, f"{k} segments")
@@ -341,8 +341,8 @@ def binomial_evaluations(n: int, snapshots: int) -> int:
     advance, for the least r with C(c + r, c) ≥ n; plus the n that record, which the paper counts
     with the reverse sweep.
     """
-    units.whole(n, "n", 1)
-    units.whole(snapshots, "snapshots", 1)
+    n = units.whole(n, "n", 1)
+    snapshots = units.whole(snapshots, "snapshots", 1)
     r = 0
     while math.comb(snapshots + r, snapshots) < n:
         r += 1

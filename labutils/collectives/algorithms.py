@@ -55,8 +55,7 @@ class _Pieces:
 def is_rank(number: object, size: int) -> bool:
     """Whether this is the number of one of `size` ranks; True is none, though Python takes it
     for 1."""
-    whole = hasattr(number, "__index__") and not isinstance(number, bool)
-    return whole and bool(0 <= number < size)
+    return units.is_whole(number) and bool(0 <= number < size)
 
 
 def _collective(algorithm: Callable) -> Callable:
@@ -366,7 +365,7 @@ def _row_counts(sizes: Sizes, default: tuple[int, ...], name: str) -> tuple[int,
         return default
     if len(sizes) != n:
         raise ValueError(f"{name}={tuple(sizes)} names {len(sizes)} ranks, but the group has {n}")
-    return tuple(units.whole(int(size), name) for size in sizes)
+    return tuple(units.whole(size, name) for size in sizes)
 
 
 def _gathered(

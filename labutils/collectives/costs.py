@@ -19,8 +19,8 @@ def shares(amount: int, n: int) -> tuple[int, ...]:
     >>> shares(10, 4), shares(2, 4)
     ((3, 3, 2, 2), (1, 1, 0, 0))
     """
-    units.whole(amount, "amount")
-    base, larger = divmod(amount, units.whole(n, "n", 1))
+    n = units.whole(n, "n", 1)
+    base, larger = divmod(units.whole(amount, "amount"), n)
     return (base + 1,) * larger + (base,) * (n - larger)
 
 
@@ -212,9 +212,9 @@ def held(algorithm: str, *, nbytes: int | float, n: int, itemsize: int = 4) -> L
 
 def _seats(nbytes: int | float, n: int, itemsize: int, rank: int | None = None) -> list[Seat]:
     S = int(nbytes) if isinstance(nbytes, float) and nbytes.is_integer() else nbytes
-    units.whole(S, "nbytes")
-    units.whole(n, "n", 1)
-    if S % units.whole(itemsize, "itemsize", 1):
+    S, n = units.whole(S, "nbytes"), units.whole(n, "n", 1)
+    itemsize = units.whole(itemsize, "itemsize", 1)
+    if S % itemsize:
         elements = f"a whole number of elements of {itemsize} bytes"
         raise ValueError(f"{S} bytes are not {elements}: give the tensor's itemsize")
     if rank is None and n > _MOST:
@@ -254,7 +254,8 @@ def cost(algorithm: str, nbytes: int | float, n: int, link: Link) -> float:
     if not (math.isfinite(nbytes) and nbytes >= 0):
         least = "a size is a number of bytes, 0 or more, neither infinite nor NaN"
         raise ValueError(f"nbytes={nbytes!r}: {least}")
-    waits = formula.steps(units.whole(n, "n", 1)) * Fraction(link.latency)
+    n = units.whole(n, "n", 1)
+    waits = formula.steps(n) * Fraction(link.latency)
     return float(waits + formula.share(n) * Fraction(nbytes) / Fraction(link.bandwidth))
 
 

@@ -53,7 +53,7 @@ class SequenceLayout:
 
     def numbers(self, rank: int) -> tuple[int, ...]:
         """The chunks of a rank, in the order of the sequence and of its memory."""
-        if units.whole(rank, "rank") >= self.n:
+        if (rank := units.whole(rank, "rank")) >= self.n:
             raise ValueError(f"rank {rank} has no tokens: use 0 … {self.n - 1}")
         return (rank,) if self.kind == "contiguous" else (rank, 2 * self.n - 1 - rank)
 
@@ -135,8 +135,9 @@ def layout(s: int, n: int, kind: str = "zigzag") -> SequenceLayout:
     """
     if kind not in CHUNKS:
         raise ValueError(f"unknown layout {kind!r}: use {' or '.join(map(repr, CHUNKS))}")
-    pieces = CHUNKS[kind] * units.whole(n, "n", 1)
-    if units.whole(s, "s", 1) % pieces:
+    s, n = units.whole(s, "s", 1), units.whole(n, "n", 1)
+    pieces = CHUNKS[kind] * n
+    if s % pieces:
         cut = f"cut it to {s - s % pieces} tokens or " if s > pieces else ""
         remedy = f"{cut}pad it to {s + -s % pieces}"
         raise ValueError(f"{s} tokens are not {pieces} equal chunks ({kind}, cp={n}): {remedy}")

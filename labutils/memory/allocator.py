@@ -97,7 +97,7 @@ class Allocator:
 
     def alloc(self, nbytes: int, name: str = "") -> int:
         """The address of `nbytes` of memory."""
-        units.whole(nbytes, "nbytes", 1)
+        nbytes = units.whole(nbytes, "nbytes", 1)
         size = _up(nbytes, BLOCK)
         pool = "small" if size <= SMALL else "large"
         block = self._best_fit(pool, size) or self._grow(pool, size)

@@ -44,8 +44,8 @@ def korthikanti(
 
     Source: Korthikanti et al. 2205.05198, section 4.1, equations 1 to 6 and table 2.
     """
-    for name, value in {"b": b, "s": s, "h": h, "a": a, "t": t}.items():
-        units.whole(value, name, 1)
+    sizes = {"b": b, "s": s, "h": h, "a": a, "t": t}
+    b, s, h, a, t = (units.whole(value, name, 1) for name, value in sizes.items())
     if checkpointing not in ("none", "selective", "full"):
         choices = "use 'none', 'selective' or 'full'"
         raise ValueError(f"checkpointing={checkpointing!r} is unknown: {choices}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 import queue
 import sys
 import threading
@@ -76,7 +77,7 @@ class Comm:
     def neighbours(self, count: int) -> "Comm":
         """The communicator of this rank's block, of the blocks of `count` that the ranks fall into
         (torch's new_subgroups)."""
-        if self.size % units.whole(count, "count", 1):
+        if self.size % (count := units.whole(count, "count", 1)):
             remedy = "choose a divisor"
             raise ValueError(f"blocks of {count} do not fill {self.size} ranks: {remedy}")
         first = self.rank - self.rank % count
@@ -216,7 +217,7 @@ class Comm:
 
         sizes: the rows that each rank brings, if they differ
         """
-        arguments = {} if sizes is None else {"sizes": list(sizes)}
+        arguments = _given(sizes=sizes)
         return self._collective("all_gather", collectives.all_gather_ring, x, arguments, **how)
 
     def broadcast(self, x: Tensor, src: int = 0, **how: Unpack[How]) -> Any:
@@ -232,7 +233,7 @@ class Comm:
 
         sizes: the rows that each rank brings, if they differ
         """
-        arguments = {"dst": dst} if sizes is None else {"dst": dst, "sizes": list(sizes)}
+        arguments = {"dst": dst} | _given(sizes=sizes)
         return self._collective("gather", collectives.gather_star, x, arguments, **how)
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum", **how: Unpack[How]) -> Any:
@@ -247,8 +248,7 @@ class Comm:
 
         send_sizes, recv_sizes: the rows for and from each rank; without them all shares are equal
         """
-        sizes = {"send_sizes": send_sizes, "recv_sizes": recv_sizes}
-        arguments = {} if send_sizes is None and recv_sizes is None else sizes
+        arguments = _given(send_sizes=send_sizes, recv_sizes=recv_sizes)
         return self._collective("all_to_all", collectives.all_to_all_pairwise, x, arguments, **how)
 
     def barrier(self) -> None:
@@ -274,6 +274,8 @@ class Comm:
         if x.ndim == 0 and op in _BY_ROWS:
             got = f"{op} deals in rows and got a tensor without dimensions"
             raise ValueError(f"{got}: pass x.reshape(1)")
+        for name, value in arguments.items():  # numpy's numbers read as Python's do
+            arguments[name] = operator.index(value) if units.is_whole(value) else value
         call = CallSite(op, self.axis, site(sys._getframe(2)), _signature(op, x, arguments))
         if op in _WRITES_OUT:
             arguments, out = arguments | {"out": out}, None
@@ -307,12 +309,22 @@ class Comm:
         return out
 
 
+def _given(**sizes: Sizes) -> dict[str, list[int]]:
+    """The rows of each rank where they are given, in Python's numbers whoever made them."""
+    try:
+        given = {name: list(each) for name, each in sizes.items() if each is not None}
+    except TypeError:
+        remedy = "give the rows of each rank, as in [2, 3]"
+        raise TypeError(f"{', '.join(sizes)} must be a list: {remedy}; got {sizes}") from None
+    return {name: [units.whole(size, name) for size in each] for name, each in given.items()}
+
+
 def _signature(op: str, x: Tensor, arguments: dict[str, Any]) -> str:
     """What all ranks must agree on in a collective; shapes differ where sizes are given."""
     texts = [describe(x)] if op != "barrier" else []
     if any(name.endswith("sizes") for name in arguments):
         texts = [f"dtype={str(x.dtype).removeprefix('torch.')}"]
-    if "send_sizes" in arguments:
+    if op == "all_to_all" and arguments:
         return f"{op}({texts[0]}, sizes given)"
     return f"{op}({', '.join(texts + [f'{name}={value}' for name, value in arguments.items()])})"
 

@@ -57,7 +57,7 @@ class Dry:
 
     def run(self, fn: Callable, args: tuple, kwargs: dict, rank: int) -> tuple[Any, Trace]:
         size = self.mesh.size
-        if units.whole(rank, "rank") >= size:
+        if (rank := units.whole(rank, "rank")) >= size:
             raise ValueError(f"rank={rank} is none of {size}: use 0 … {size - 1}")
         me = Rank(rank, self.mesh, _Alone(), torch.device("cpu"))
         me._comm_class = DryComm

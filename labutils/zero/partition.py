@@ -31,7 +31,7 @@ class Partition:
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Where the elements of `rank` begin and end, without padding; a rank may have none."""
-        if not 0 <= units.whole(rank, "rank") < self.n:
+        if not 0 <= (rank := units.whole(rank, "rank")) < self.n:
             raise ValueError(f"rank {rank} has no share: there are {self.n}, use 0 … {self.n - 1}")
         return min(rank * self.share, self.numel), min((rank + 1) * self.share, self.numel)
 

@@ -58,7 +58,7 @@ def predict_sent(
     """
     _require_level(level)
     reduce_itemsize, shard_itemsize = reduce_itemsize or itemsize, shard_itemsize or itemsize
-    units.whole(accumulation, "accumulation", 1)
+    accumulation = units.whole(accumulation, "accumulation", 1)
     dealt, cut = units_of(sizes), n if level else 1  # at level 0 nothing is cut, nor padded
     trained = [part.padded for part in _parts(dealt, cut)]
     weights = trained + [part.padded for part in _parts(dealt, cut, frozen=True)]
@@ -276,7 +276,7 @@ def _bytes_a_parameter(
 ) -> list[tuple[str, Fraction, bool]]:
     """Component, bytes on each device, whether it is divided: first the optimizer state is."""
     _require_level(level)
-    units.whole(n, "n", 1)
+    n = units.whole(n, "n", 1)
     sizes = [
         ("weights", 2, 3),
         ("gradients", units.whole(gradient_bytes, "gradient_bytes"), 2),
