@@ -4,7 +4,10 @@ import dataclasses
 import functools
 import json
 import os
+import random
 import struct
+import tracemalloc
+import zlib
 
 import pytest
 import torch
@@ -28,6 +31,7 @@ from zero_training import (
 )
 
 from labutils import world, zero
+from labutils.zero import snapshot as snapshots
 
 
 def lr(i):
@@ -187,7 +191,7 @@ def test_a_file_of_something_else_is_refused(snapshot, tmp_path):
     assert "torn, or no snapshot" in refusal((tmp_path / "other").read_bytes(), tmp_path)
     save_file({"model": torch.zeros(3)}, tmp_path / "other")
     other = refusal((tmp_path / "other").read_bytes(), tmp_path)
-    assert other == "run is a safetensors file, but no snapshot of labutils.zero"
+    assert other.startswith("run is a safetensors file, but no snapshot of labutils.zero: ")
     assert "it has blocks.0.attention.key.bias besides" in refusal(snapshot, tmp_path, UNTIED)
     wider = dataclasses.replace(TIED, d_ff=28)
     told = refusal(snapshot, tmp_path, wider)
@@ -272,7 +276,14 @@ def changed(snapshot, change):
     own = change(own) or own
     header["__metadata__"]["labutils.zero"] = own if isinstance(own, str) else json.dumps(own)
     text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + snapshot[8 + size :]
+    return summed(struct.pack("<Q", len(text)) + text + snapshot[8 + size :])
+
+
+def summed(data):
+    """The file with the check sum that it should have, which is taken over eight zeros."""
+    place = data.index(b'"crc32": "') + len(b'"crc32": "')
+    blank = data[:place] + b"00000000" + data[place + 8 :]
+    return data[:place] + format(zlib.crc32(blank), "08x").encode() + data[place + 8 :]
 
 
 @pytest.mark.parametrize(
@@ -301,6 +312,107 @@ def test_a_state_of_another_shape_is_refused_before_anything_changes(tmp_path):
     with safe_open(tmp_path / "run", "pt") as file:
         own, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}
     tensors["exp_avg/tokens.weight"] = tensors["exp_avg/tokens.weight"][:-1].clone()
-    save_file(tensors, tmp_path / "run", own)
-    told = refusal((tmp_path / "run").read_bytes(), tmp_path)
+    save_file(tensors, tmp_path / "run", {"own": own["labutils.zero"]})
+    data = (tmp_path / "run").read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    header = {"__metadata__": {"crc32": "00000000", **own}} | {
+        name: place for name, place in header.items() if name != "__metadata__"
+    }
+    text = json.dumps(header).encode()
+    told = refusal(summed(struct.pack("<Q", len(text)) + text + data[8 + size :]), tmp_path)
     assert "exp_avg/tokens.weight that is not like the weight" in told
+
+
+def told(files, path, config=TIED):
+    """What `load` says to one rank of each of these files; "" for the last if it takes it."""
+
+    def program(rank):
+        model = build(config, 1)
+        owner = own(model, rank.comm("dp"), 3, OPTIMIZERS["adamw"], GROUPS["adamw"])
+        before, said = weights(model, owner), []
+        for data in files:
+            path.write_bytes(data)
+            try:
+                zero.load(path, model, owner)
+                said.append("")
+            except zero.SnapshotError as error:
+                said.append(str(error))
+                now = weights(model, owner)
+                assert all(torch.equal(now[name], before[name]) for name in now)
+        return said
+
+    return ranks(1).run(program)[0]
+
+
+def test_a_flipped_bit_is_refused_wherever_it_is(snapshot, tmp_path):
+    """At random places of the header and of the data, and at each of the first bytes."""
+    (size,) = struct.unpack("<Q", snapshot[:8])
+    draw, files = random.Random(0), []
+    places = [*range(64), *(draw.randrange(8, 8 + size) for _ in range(30))]
+    places += [draw.randrange(8 + size, len(snapshot)) for _ in range(50)]
+    for place in places:
+        flipped = bytearray(snapshot)
+        flipped[place] ^= 1 << draw.randrange(8)
+        files.append(bytes(flipped))
+    *said, right = told([*files, summed(snapshot)], tmp_path / "run")
+    assert right == "" and summed(snapshot) == snapshot
+    for place, text in zip(places, said, strict=True):
+        assert "use an older one, or copy it again" in text or "give one that zero.save" in text
+        assert place < 8 + size or "is damaged: the sum of its bytes is " in text
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("num_heads", 4), ("num_kv_heads", 1), ("norm", "rmsnorm"), ("ffn", "swiglu"),
+        ("bias", "qkv"), ("positions", "rope"), ("top_k", 2), ("name", "mine"), ("dropout", 0.5),
+    ],
+)  # fmt: skip
+def test_a_file_of_another_config_is_refused_by_the_name_of_the_field(
+    field, value, snapshot, tmp_path
+):
+    """By hand in the file, so that shapes and names of the weights say nothing."""
+
+    def change(own):
+        assert own["config"].get(field) != value
+        if field in own["config"]:
+            own["config"][field] = value
+
+    (said,) = told([changed(snapshot, change)], tmp_path / "run")
+    if field in ("name", "dropout"):
+        assert said == ""  # no weight means anything else by it
+    else:
+        mine = getattr(TIED, field)
+        assert f"is of another model: {field} is {value!r} there and {mine!r} here; build" in said
+
+
+def test_as_many_heads_of_another_width_are_another_model(snapshot, tmp_path):
+    """The very case: all shapes are the same."""
+    heads = dataclasses.replace(TIED, num_heads=4, num_kv_heads=4, d_head=4)
+    (said,) = told([snapshot], tmp_path / "run", heads)
+    assert "is of another model: num_heads is 2 there and 4 here, num_kv_heads is 2 " in said
+
+
+def test_a_file_without_a_sum_is_refused(snapshot, tmp_path):
+    (size,) = struct.unpack("<Q", snapshot[:8])
+    text = snapshot[8 : 8 + size].replace(b'"crc32": "' + snapshot[36:44] + b'", ', b"")
+    older = struct.pack("<Q", len(text)) + text + snapshot[8 + size :]
+    assert len(older) == len(snapshot) - 21
+    (said,) = told([older], tmp_path / "run")
+    assert "has no check sum" in said and "load it with what wrote it" in said
+
+
+def test_a_file_is_summed_up_by_little(tmp_path):
+    """Not in one piece beside the tensors: memory must not double."""
+    (tmp_path / "run").write_bytes(b"x" * (1 << 24))
+    tracemalloc.start()
+    try:
+        assert "has no check sum" in snapshots._damage(tmp_path / "run")
+        head = b" " * 8 + b'{"__metadata__": {"crc32": "'
+        (tmp_path / "run").write_bytes(head + b"x" * (1 << 24))
+        tracemalloc.reset_peak()
+        assert "is damaged" in snapshots._damage(tmp_path / "run")
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20
+    finally:
+        tracemalloc.stop()

@@ -1,12 +1,16 @@
 """The state of a run in one safetensors file: written by any number of ranks, read by any other.
 
 A file has every parameter whole, in its own shape, under its name in the module, and every state of
-the optimizer under "state/parameter"; numbers, such as Adam's step, and settings are its metadata.
+the optimizer under "state/parameter"; numbers, such as Adam's step, settings and the ModelConfig
+are its metadata. So is a check sum of every byte of the file, the header's too: at the same place
+in every file, where zeros stand while it is computed.
 """
 
+import dataclasses
 import json
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,16 +19,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from labutils.config import ModelConfig
 from labutils.zero.flat_parameter import FlatParameter
 from labutils.zero.optimizer import Optimizer
 
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 OWN = "labutils.zero"  # the key of the metadata
+# How every file goes on behind the length of its header: with the check sum, in eight digits.
+BEFORE_SUM, BLANK = b'{"__metadata__": {"crc32": "', b"00000000"
+FREE = {"name", "dropout", "seq_len"}  # of a ModelConfig: what a weight means hangs on none
+CHUNK = 1 << 20
+REMEDY = "use an older one, or copy it again"
 States = dict[str, dict[str, str | float]]  # by parameter and key: the type of a tensor, a number
 
 
 class SnapshotError(ValueError):
-    """A file that cannot be loaded: torn, no snapshot, or one of another model or optimizer."""
+    """A file that cannot be loaded: torn, damaged, no snapshot, or of another model or
+    optimizer."""
 
 
 @torch.no_grad()
@@ -34,7 +45,8 @@ def save(
     """Write weights and optimizer state to a file; all ranks do, and it is there when they return.
 
     It is written aside and takes its name when it is complete. Any number of ranks at any level can
-    `load` it. Cost: rank 0 holds one flat parameter at a time, whole.
+    `load` it. Cost: rank 0 holds one flat parameter at a time, whole, and sums the bytes up as it
+    writes them.
     """
     run, path = _Run(module, optimizer), Path(os.path.realpath(path))
     states = run.states()
@@ -46,9 +58,15 @@ def save(
         aside = path.with_name(f".{path.name}.{run.comm.ranks[0]}")
         try:
             with open(aside, "wb") as file:
-                file.write(run.header(states))
+                head = run.header(states)
+                file.write(head)
+                total = zlib.crc32(head)
                 for whole in run.wholes(states):
-                    file.write(whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                    data = whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                    file.write(data)
+                    total = zlib.crc32(data, total)
+                file.seek(head.index(BLANK))
+                file.write(b"%08x" % total)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(aside, path)
@@ -64,9 +82,13 @@ def load(
     """Go on from a file that `save` wrote, which every rank must be able to read.
 
     Trained parameters must be the same by name, shape and group; frozen ones that the file does not
-    know stay as they are.
+    know stay as they are. The ModelConfig must be the same in all that gives weights their meaning:
+    another dropout or, with RoPE, another seq_len is none of it.
 
     Raises SnapshotError for a file that does not fit, before anything changes.
+
+    Cost: every rank reads the file once for its check sum, a mebibyte at a time, and then of the
+    tensors, which are mapped, its own pieces.
     """
     run, name = _Run(module, optimizer), Path(path).name
     try:
@@ -74,10 +96,12 @@ def load(
             told = (file.metadata() or {}).get(OWN)
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # mapped, not yet read
     except SafetensorError as error:
-        remedy = "use an older one, or copy it again"
-        raise SnapshotError(f"{name} is torn, or no snapshot: {error}; {remedy}") from error
+        raise SnapshotError(f"{name} is torn, or no snapshot: {error}; {REMEDY}") from error
     if told is None:
-        raise SnapshotError(f"{name} is a safetensors file, but no snapshot of {OWN}")
+        remedy = "give one that zero.save wrote"
+        raise SnapshotError(f"{name} is a safetensors file, but no snapshot of {OWN}: {remedy}")
+    if reason := _damage(path):
+        raise SnapshotError(f"{name} {reason}")
     try:
         own = json.loads(told)
         reason = run.misfit(tensors, own)
@@ -93,6 +117,24 @@ def load(
             flat.gather()
 
 
+def _damage(path: str | os.PathLike) -> str:
+    """Why the bytes of a file are not those that were written, if they are not."""
+    with open(path, "rb") as file:
+        head = file.read(8 + len(BEFORE_SUM))
+        told = file.read(len(BLANK))
+        if not head.endswith(BEFORE_SUM):
+            which = "files that an earlier version wrote, or another tool, have none"
+            remedy = "load it with what wrote it, or its weights with safetensors.torch.load_file"
+            return f"has no check sum where snapshots have it: {which}; {remedy}. If not, {REMEDY}"
+        total = zlib.crc32(head + BLANK)
+        while chunk := file.read(CHUNK):
+            total = zlib.crc32(chunk, total)
+    if told == b"%08x" % total:
+        return ""
+    sums = f"the sum of its bytes is {total:08x}, {told.decode('ascii', 'replace')} when written"
+    return f"is damaged: {sums}; {REMEDY}"
+
+
 class _Run:
     """What a snapshot is of: flat parameters, the names of their pieces, an optimizer of these."""
 
@@ -106,6 +148,9 @@ class _Run:
         else:
             self.flats, self.inner = module._sharded.flats, optimizer
         self.comm = self.flats[0].comm
+        config = getattr(module, "config", None)
+        known = dataclasses.asdict(config) if isinstance(config, ModelConfig) else {}
+        self.config = {field: value for field, value in known.items() if field not in FREE}
 
     def groups(self) -> list[dict[str, Any]]:
         """The settings of the optimizer's groups, and the names of the trained in each."""
@@ -167,13 +212,17 @@ class _Run:
         yield from (flat.view(whole, i) for i in members if whole is not None)
 
     def header(self, states: States) -> bytes:
-        """The beginning of the file: what stands where."""
+        """The beginning of the file: what stands where, and a BLANK for the check sum."""
         sized = []
         for flat, _, members in self.plan(states):
             sized += [(key, flat.shard.dtype, flat.shapes[i]) for key, i in members.items()]
         sized += [(name, x.dtype, x.shape) for name, x in self.constants.items()]
-        own = {"optimizer": type(self.inner).__name__, "groups": self.groups(), "states": states}
-        index: dict[str, dict] = {"__metadata__": {OWN: json.dumps(own)}}
+        own = {
+            "optimizer": type(self.inner).__name__, "groups": self.groups(), "states": states,
+            "config": self.config,
+        }  # fmt: skip
+        about = {"crc32": BLANK.decode(), OWN: json.dumps(own)}
+        index: dict[str, dict] = {"__metadata__": about}
         end = 0
         for key, dtype, shape in sized:
             start, end = end, end + shape.numel() * dtype.itemsize
@@ -206,6 +255,12 @@ class _Run:
             if there.dtype not in CODES or torch.promote_types(there.dtype, dtype) != dtype:
                 dtypes = f"is {there.dtype} there and {dtype} here"
                 return f"would lose digits: {name} {dtypes}; use weights, or a master copy, as wide"
+        found, missing = [own["config"], self.config], "nothing"
+        values = [(key, *(c.get(key, missing) for c in found)) for key in found[0] | found[1]]
+        other = [f"{key} is {a!r} there and {b!r} here" for key, a, b in values if a != b]
+        if other:
+            remedy = "build the module from the same ModelConfig"
+            return f"is of another model: {', '.join(other)}; {remedy}"
         theirs, ours = ([group["names"] for group in g] for g in (own["groups"], self.groups()))
         if list(map(set, theirs)) != list(map(set, ours)):
             sizes = f"{list(map(len, theirs))} parameters, this optimizer of {list(map(len, ours))}"
