@@ -10,7 +10,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('"G": 9', '"G": 10'),
         ('"Gi": 30', '"Gi": 31'),
         (">= 1:", "> 1:"),
-        ("if value < minimum", "if value <= minimum"),
+        ("operator.index(value)) < minimum", "operator.index(value)) <= minimum"),
         ("(value == 0 and not or_zero)", "False"),
     ],
     ("config", "test_config"): [
