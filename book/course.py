@@ -12,7 +12,8 @@ from sphinx.util.docutils import SphinxDirective
 
 from labutils import config, notation
 
-CLAIMS = config.DATA / "claims.csv"
+CLAIMS, PAPERS = config.DATA / "claims.csv", config.DATA / "paper_results.csv"
+VERDICTS = ("wrong", "true under a condition")
 MATHJAX = [
     "tex-chtml.js",
     "input/tex/extensions",
@@ -44,20 +45,26 @@ class Notation(Written):
 
 
 class Errata(Written):
-    """```{errata}```: the claims that recomputation refutes or qualifies, by topic."""
+    """```{errata}```: what recomputation refutes or qualifies, by verdict and topic."""
 
     source = CLAIMS
 
     def markdown(self):
-        rows = csv.DictReader(CLAIMS.read_text(encoding="utf-8").splitlines())
-        topics = {}
-        for row in rows:
-            if row["verdict"] in ("wrong", "imprecise"):
-                topics.setdefault(row["topic"], []).append(erratum(row))
-        return "\n".join(
-            f"\n## {topic[:1].upper()}{topic[1:]}\n\n" + "\n".join(found)
-            for topic, found in topics.items()
-        )
+        self.env.note_dependency(str(PAPERS))
+        tables = [path.read_text(encoding="utf-8").splitlines() for path in (CLAIMS, PAPERS)]
+        rows = [*csv.DictReader(tables[0]), *csv.DictReader(tables[1])]
+        pages = []
+        for verdict in VERDICTS:
+            pages.append(f"\n## {verdict.capitalize()}\n")
+            topics = {}
+            for row in rows:
+                if row["verdict"] == verdict:
+                    topics.setdefault(row["topic"], []).append(erratum(row))
+            pages += [
+                f"\n### {topic[:1].upper()}{topic[1:]}\n\n" + "\n".join(found)
+                for topic, found in topics.items()
+            ]
+        return "\n".join(pages)
 
 
 WHOLE = re.compile(
@@ -65,22 +72,36 @@ WHOLE = re.compile(
 )  # worth saying is only that a source was read in part, or not seen
 
 
+# Line numbers in texts that the reader doesn't have, and what the tests of the data ask for.
+HIDDEN = re.compile(
+    r"^(no number of ours: [^;]*; )?L[\d, –L-]+\.\s*"
+    r"|Arithmetic on stated numbers\.|^no number of ours: "
+)
+
+
 def erratum(row):
-    """One claim as a definition: what is said, and what comes out."""
-    said, found = (
-        f"{row[key]} {row['unit'] * row[key].replace('.', '').isdigit()}"
-        for key in ("stated_value", "recomputed")
-    )
+    """One statement as a definition: what is said, and what comes out."""
+    if "claim" in row:
+        text, claim, source = row["source_text"].split()[0], row["claim"], row["source"]
+        said, found = (
+            f"{row[key]} {row['unit'] * row[key].replace('.', '').isdigit()}"
+            for key in ("stated_value", "recomputed")
+        )
+    else:  # of a paper, of documentation, of published code: the source is the text itself
+        text, claim, source = WHOLE.sub("", row["source"]), row["quantity"], ""
+        said, found = "", ""
+    words = re.sub(r"[$*]", "", row["quote"]).rstrip(".")
+    # A formula, or a row of a table, is said and not quoted.
+    quoted = words and not re.search(r"[\\|]", words)
     sentences = [
+        quoted and f"In its words: “{plain(words)}”",
         said.strip() and f"Said: {plain(said)}",
         found.strip() and f"Recomputed: **{plain(found)}**",
-        plain(
-            re.sub(r"^L[\d, –L-]+\.\s*", "", row["note"])
-        ),  # line numbers, in texts that the reader doesn't have
-        row["source"].strip("—") and f"Checked against {plain(WHOLE.sub('', row['source']))}",
+        plain(HIDDEN.sub("", row["note"])),
+        source.strip("—") and f"Checked against {plain(WHOLE.sub('', source))}",
     ]
     body = " ".join(f"{s[0].upper()}{s[1:]}".rstrip(" .") + "." for s in sentences if s)
-    return f"{row['source_text'].split()[0]}, *{row['verdict']}*: {plain(row['claim'])}\n: {body}\n"
+    return f"{plain(text)}: {plain(claim)}\n: {body}\n"
 
 
 def plain(text):

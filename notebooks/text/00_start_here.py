@@ -665,10 +665,12 @@ except ValueError as error:
 # %% [markdown]
 # ## Errata: what published texts get wrong here
 #
-# In these texts' sense, not in their words, unless quoted.
+# In every lab this section has two parts: what is *wrong*, and what is *true under a condition* that its text leaves out. Words in quotation marks stand so in the text. In this lab all of it is of the second kind.
 #
-# - **The first step may succeed and later ones run out of memory, because optimizer states appear** (an article on efficient training at scale, a digest of the Ultra-Scale Playbook, on the memory of a step).
-#   True under a condition that is left out: with one short sequence instead of eight, the same model peaks in the optimizer, in every step alike.
+# ### True under a condition
+#
+# - **The first step may fit and a later one not**, "which can make the first step appear successful while later steps fail due to increased memory usage from optimizer state" (an article on efficient training at scale, on the memory of a step). <!-- erratum: S1-007 -->
+#   It depends on what the forward and backward passes hold: with one short sequence instead of eight, the same model peaks in the optimizer, in every step alike.
 
 # %%
 optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -684,15 +686,11 @@ peaks = [measure.history(short_step, model, optimizer).peak for _ in range(2)]
 [(peak.phase, units.text(peak.ledger.total)) for peak in peaks]
 
 # %% [markdown]
-# - **A100 and H100 have at most 80 GB** (A. Khandelwal, "Efficient LLM Training: Memory & Compute Optimization", Medium, 12 February 2024). The H100 NVL has 94 GB, and the next device of the same generation, the H200, 141. The course's table of
-#   devices, from the data sheets, in GB:
+# - **"NVIDIA’s A100 and H100 have a maximum of 80GB RAM"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024). <!-- erratum: S2-002 -->
+#   True of those on an SXM or a PCIe board. The H100 NVL has 94 GB. The course's table of devices, from the data sheets, in GB:
 
 # %%
 {name: Hardware.named(name).memory // units.GB for name in Hardware.names()}
-
-# %% [markdown]
-# - **16 bytes per parameter in full precision** (the same article as in the first item). For fp32 Adam it is 16Ψ and 4 bytes for each tensor, and only while gradients are alive; between `zero_grad()` and
-#   the next backward pass it is 12Ψ. Lab 02 works out a text whose listed parts sum to 16 while its total says 20.
 
 # %% [markdown]
 # ## Summary

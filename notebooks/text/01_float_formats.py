@@ -327,7 +327,7 @@ wrong(torch.rand(1_000_000, dtype=torch.float64, generator=g))
 # %% [markdown]
 # ## Is 10 000 × 10 000 NaN in fp16?
 #
-# One text on training says so (see the errata). What do you say: a number, `inf` or `nan`?
+# A book multiplies these two (see the errata). What comes out: a number, `inf` or `nan`?
 
 # %%
 predict("fp16/ten-thousand-squared", result="nan")
@@ -651,29 +651,25 @@ four_bits = {"mxfp4": in_blocks(w, floats.MXFP4), "blocks of 16": in_blocks(w, f
 # %% [markdown]
 # ## Errata
 #
-# Statements of published texts on this topic, each recomputed. Unless another source is named they stand, in these or similar words, in an online book on large language models,
-# chapter 15, "LLM Training Acceleration (WIP)", in its part on float types.
+# Unless another source is named, the statements stand in chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models, in its part on float types.
 #
-# **The largest fp16 number is 64k.** It is 65 504, 32 less than 64 · 1024, and what is below 65 520 still rounds down to it.
-
-# %%
-64 * 1024 - FP16.max
-
-# %% [markdown]
-# **10k · 10k becomes NaN in fp16.** It becomes infinity; NaN takes a second step.
+# ### Wrong
+#
+# **10k · 10k: "And thus you’d end up with NaN (Not a Number) result"** in fp16. It becomes infinity; NaN takes a second step. <!-- erratum: S0-075 -->
 
 # %%
 FP16.round(10_000 * 10_000), math.inf - math.inf
 
 # %% [markdown]
-# **There is "absolutely no problem with huge numbers" in bf16.** No overflow, but $10^8$ becomes a number that is 139 008 larger: 0.14 % off, and the next one up
-# is half a million away.
+# ### True under a condition
+#
+# **"the largest number possible is 64k"** in fp16. True as a round number: it is 65 504, 32 less than 64 · 1024, and what is below 65 520 still rounds down to it. <!-- erratum: S0-074 -->
 
 # %%
-BF16.round(1e8) - 1e8, BF16.spacing(1e8)
+64 * 1024 - FP16.max
 
 # %% [markdown]
-# **fp32 "is two times slower than FP16/BF16".** True of memory traffic, 4 bytes against 2. In matrix products an A100 does 312 TFLOP/s in 16 bits, 156 in
+# **fp32: "it is two times slower than FP16/BF16".** True of memory traffic, 4 bytes against 2, and of tf32. In matrix products an A100 does 312 TFLOP/s in 16 bits, 156 in <!-- erratum: S0-085 -->
 # tf32 and 19.5 in fp32 outside the tensor cores: a factor of 2 or of 16, depending on which fp32 is meant.
 
 # %%

@@ -933,15 +933,21 @@ explore(histogram, log2_scale=(-8, 24, 4), share=list(shares), fmt=names)
 # %% [markdown]
 # ## Errata
 #
-# **"FP16/BF16 training requires FP32 master weights, loss scaling, and accumulation in FP32"** (reading notes on *The Ultra-Scale Playbook*). Not bf16, as for loss scaling: its smallest normal number is that of fp32.
+# ### Wrong
+#
+# **"FP16/BF16 Training requires FP32 master weights, loss scaling, and accumulation in FP32"** (reading notes on *The Ultra-Scale Playbook*). bf16 needs no loss scaling: its smallest normal number is that of fp32. <!-- erratum: S3-043 -->
 
 # %%
 floats.BF16.min_normal == floats.FP32.min_normal, floats.FP16.min_subnormal
 
 # %% [markdown]
-# **"Usually, loss scaling is used to overcome this issue"**, the issue being overflow (an online book on large language models, chapter 15, "LLM Training Acceleration"). It is there against *underflow*. Overflow is what it causes when it goes too far, and then the step is skipped.
+# **"20 GB" for a billion parameters** in mixed precision (an article on efficient training at scale). The parts that it lists sum to 16 GB, as worked out above. <!-- erratum: S1-012 -->
 #
-# **"Reduced memory footprint"** of mixed precision (the same chapter). Model states stay at 16 bytes per parameter; weights alone grow from 4 to 6. The saving is in activations:
+# ### True under a condition
+#
+# **"Usually, loss scaling is used to overcome this issue"** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). True of *underflow*. The issue that stands before it is overflow, which a scale causes when it is too large; then the step is skipped. <!-- erratum: S0-076 -->
+#
+# **"Reduced memory footprint"** of mixed precision (the same chapter). True of activations. Model states stay at 16 bytes per parameter, and weights alone grow from 4 to 6: <!-- erratum: S0-048 -->
 
 # %%
 fp32_run = TrainConfig(micro_batch=1, global_batch=1, precision="fp32")
@@ -951,10 +957,10 @@ for count in (memory.model_states, memory.activations):
     print(f"{count.__name__}: {in_32} in fp32, {in_16} in bf16")
 
 # %% [markdown]
-# **fp32 parameters updated with fp16 gradients** (the same chapter, in its list of steps). Between the two stands a division by the scale, in fp32; in fp16 the gradients would vanish again, and
+# **"Use fp16 gradients to update model parameters that are saved as fp32."** (the same chapter, in its list of steps). Where the loss is scaled, a division by the scale stands between the two, in fp32: in fp16 the gradients would vanish again, and <!-- erratum: S0-053 -->
 # `GradScaler` refuses fp16 gradients.
 #
-# **24 bytes per parameter**, of which **"around 20 bytes per parameter"** are everything but the weights (Amit Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 2024), and **20 GB** for the billion parameters of a list that sums to 16 (a digest of the Playbook): both worked out above.
+# **"24 bytes of memory are required for one fp32 parameter"**, of which **"around 20 bytes per parameter"** are everything but the weights (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024). A rule of thumb: 16 are states, and the other 8 hold only where activations happen to take them. <!-- erratum: S2-005, S2-006 -->
 
 # %% [markdown]
 # ## Summary

@@ -685,7 +685,11 @@ panel
 # %% [markdown]
 # ## Errata
 #
-# **The Qwen2 table** (chapter 15, "LLM Training Acceleration (WIP)", of an online book on large language models) gives activations at $b = 1$, $s = 4096$ as a linear and a quadratic term. With the chapter's own formula, 34sbh + 5as²b in each layer:
+# Unless another source is named, the statements stand in chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models.
+#
+# ### Wrong
+#
+# **The Qwen2 table: "2.9 GB + 2 GB = 4.9 GB", "3.9 GB + 4 GB = 7.9GB", "71 GB + 8 GB = 79GB"** of activations at $b = 1$, $s = 4096$, as a linear and a quadratic term. With the chapter's own formula, 34sbh + 5as²b in each layer: <!-- erratum: S0-041, S0-042, S0-043 -->
 
 # %%
 stated = {"qwen2-0.5b": (2.9, 2), "qwen2-7b": (3.9, 4), "qwen2-72b": (71, 8)}
@@ -697,8 +701,20 @@ for name, (linear, quadratic) in stated.items():
     print(f"8as² of one layer: {8 * a * 4096**2 / units.GIB:4.2f} GiB")
 
 # %% [markdown]
-# What gives the table's 2, 4 and 8, rounded up, is the last column: 8as² for one layer, in GiB. The 3.9 of the 7B model is left unexplained. 72B has 80 layers, not 64 as the table says. And Qwen2 is not the model of the
-# formula: GQA, SwiGLU, RMSNorm, no dropout, fused attention. What it keeps, counted:
+# What gives the table's 2, 4 and 8, rounded up, is the last column: 8as² for one layer, in GiB. The 3.9 of the 7B model is left unexplained.
+#
+# **Qwen2-72B with 64 layers** (the same table). It has 80. <!-- erratum: S0-037 -->
+#
+# **4bsdp for the second linear layer** of the feed-forward network (d is our h, p the bytes of a number). The table charges each operation with its *output*, and that output is bsdp; the total below it, 9bsdp + bsd, is right. <!-- erratum: S0-011 -->
+#
+# **"The multiplier 2 is because of both K and V are cached."** That is a cache of *inference*. Training keeps queries, keys and values of the batch, once. <!-- erratum: S0-008 -->
+#
+# **34 + 5·n_heads/h** (reading notes on *The Ultra-Scale Playbook*): a factor $s$ is lost. For GPT-3 at 2048 tokens that is 82 GB instead of 275. It goes with their sentence that this memory "scales linearly with both sequence length ($seq$) and batch size in samples ($bs$)": <!-- erratum: S3-006, S3-007 -->
+# what scales so is the first term alone.
+#
+# ### True under a condition
+#
+# **"Using the model training config from Qwen2 model"**, the formula of a GPT: Qwen2 has GQA, SwiGLU, RMSNorm, no dropout and a fused attention. What it keeps, counted: <!-- erratum: S0-044 -->
 
 # %%
 for name in stated:
@@ -710,12 +726,7 @@ for name in stated:
     print(f"{name:11} plain {plain:>8}   fused {fused:>8}")
 
 # %% [markdown]
-# **"32bsd" for "34bsd"** (the same chapter; d is our h): it drops 2bsd as "small", 5.9 % of the linear term. Its table of the feed-forward network charges each operation with its *output*, p bytes a number. For the second linear layer it states
-# 4bsdp, but that output is bsdp; the total below it, 9bsdp + bsd, is right.
-#
-# **"The multiplier 2 is because of both K and V are cached"** (the same chapter): that is a cache of *inference*. Training keeps queries, keys and values of the batch, once.
-#
-# **"34 + 5·n_heads/h"** (reading notes on the Ultra-Scale Playbook): a factor $s$ is lost. For GPT-3 at 2048 tokens that is 82 GB instead of 275.
+# **"If we ignore the small quantity"** 2bsd, 34bsd becomes 32bsd: 5.9 % of the linear term, small where the other term is large. <!-- erratum: S0-023 -->
 
 # %% [markdown]
 # ## Summary

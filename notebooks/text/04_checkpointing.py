@@ -657,10 +657,12 @@ plots.memory_bars(**kept, title=title)
 # %% [markdown]
 # ## Errata
 #
-# **"Activation checkpointing reduces activation memory by about 50 %"** (lecture slides on multi-GPU training). The same slides go from 60 to 8 GB, which is 87 % less.
+# ### Wrong
+#
+# **"Activation checkpointing can reduce activation memory by about 50%"** (lecture slides on multi-GPU training). The same slides go from 60 to 8 GB, which is 87 % less. <!-- erratum: S4-009 -->
 
 # %% [markdown]
-# **"Around 33 GB of checkpoints" for a 100B model** (ZeRO, section 6.1; section 3.2 has 60). One fp16 input a layer, 125 layers of width 8192, 32
+# **About 33 GB of checkpoints for a 100B model** (ZeRO, section 6.1; section 3.2 has 60). One fp16 input per layer, 125 layers of width 8192, 32 <!-- erratum: ACT-76 -->
 # sequences of 1024:
 
 # %%
@@ -669,10 +671,10 @@ units.text(2 * 32 * 1024 * 8192 * 125)
 # %% [markdown]
 # The stated 33 are half of it.
 #
-# **"Missing activations are recomputed from the previous node."** From the closest *kept* one before it: the previous node is, as a rule, missing too.
+# ### True under a condition
 #
-# **"Selective recomputation costs 2.7 % of FLOPs"** (Korthikanti, equations 7 and 8, for GPT-3). One more forward pass of the two attention products is
-# $4bs^2h$ a layer. Equation (8) adds $12bs^2h$, as if their backward pass were repeated as well. The 6.6 % timed above for a layer of the 22B model are more than either: softmax and dropout are
+# **Selective recomputation costs 2.7 % more FLOPs** (Korthikanti, equations 7 and 8, for GPT-3). One more forward pass of the two attention products is <!-- erratum: ACT-40 -->
+# $4bs^2h$ per layer. Equation (8) adds $12bs^2h$: that is true if their backward pass is repeated as well. The 6.6 % timed above for a layer of the 22B model are more than either: softmax and dropout are
 # repeated as well, and a FLOP count does not see them.
 
 # %%

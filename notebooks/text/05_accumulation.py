@@ -570,19 +570,20 @@ hint("accumulation/configure", 1)
 # %% [markdown]
 # ## Errata
 #
-# **Two faults in one loop** (lecture slides on multi-GPU training: `loss.backward()` for every micro-batch, `if (i + 1) % accumulation_steps == 0` before the step). The gradient is k times too large for a mean loss, as above. And with
+# ### Wrong
+#
+# **Two faults in one loop** (lecture slides on multi-GPU training: `loss.backward()` for every micro-batch, "if (i+1) % accumulation_steps == 0:" before the step). The gradient is k times too large for a mean loss, as above. And with <!-- erratum: S4-041 -->
 # 10 batches and k = 4 it takes two steps; the gradients of two batches leak into the next epoch.
 
 # %% [markdown]
-# **A larger batch "without increasing per-step memory"** (an article on efficient training at scale that digests the *Ultra-Scale Playbook*). Without increasing
+# ### True under a condition
+#
+# **A larger batch "without increasing per-step memory"** (an article on efficient training at scale). Without increasing <!-- erratum: S1-026 -->
 # *activations*. The gradient stays between micro-batches, and an fp32 sum adds 4 bytes per parameter: for GPT-2 XL 31.2 GB of
 # model states in place of 24.9, as above.
 
 # %% [markdown]
-# **Accumulation increases the computation of an optimizer step** (the same article). k times, for k times as many samples. For the same 16 sequences the
-# FLOPs are the same, as at the top.
-#
-# **Micro-batches are independent and can run in parallel** (the same article). With LayerNorm and RMSNorm. With BatchNorm, or a balancing loss, the result
+# **"The independent nature of micro-batch computations"** (the same article). True with LayerNorm and RMSNorm. With BatchNorm, or a balancing loss, the result <!-- erratum: S1-029 -->
 # depends on the cut (Goyal et al., section 2.3, keep BatchNorm per worker on purpose).
 
 # %% [markdown]

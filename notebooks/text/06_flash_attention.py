@@ -766,7 +766,9 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 # %% [markdown]
 # ## Errata
 #
-# **Computation falls from O(n²) to O(n)** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, February 2024, on
+# ### Wrong
+#
+# **Computation falls from O(n²) "to linear (O(n))"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024, on <!-- erratum: S2-013 -->
 # FlashAttention). Twice the tokens, four times the FLOPs, as ever, and four times the bytes moved. What becomes linear is the memory that is *kept*.
 
 # %%
@@ -775,16 +777,9 @@ more_flops = flash.attention_flops(8192, 64) / flash.attention_flops(4096, 64)
 more_flops, round(twice / once, 2)
 
 # %% [markdown]
-# **S = QKᵀ is computed "entirely" in SRAM** (reading notes on the *Ultra-Scale Playbook*). Tile by tile. All scores of one head of 8192 tokens would take
-# 134 MB in 16 bits; all fast memories of an A100 together have 20.7 MB.
-
-# %%
-units.text(2 * 8192**2), units.text(108 * 192_000)
-
-# %% [markdown]
-# **FlashAttention-2, algorithm 1, line 10** prints $\mathrm{diag}(e^{m_{old}-m_{new}})^{-1}$. You saw 150 where 2.99 was right.
+# **FlashAttention-2, algorithm 1, line 10** prints $\mathrm{diag}(e^{m_{old}-m_{new}})^{-1}$. You saw 150 where 2.99 was right. <!-- erratum: FA-08 -->
 #
-# **"66.6 and 75.2 GFLOPs"** (FlashAttention, figure 2: GPT-2 medium, s = 1024, d = 64, 16 heads, batch 64, forward and backward). The forward pass alone has 275 by the formula of the
+# **66.6 and 75.2 GFLOPs** (FlashAttention, figure 2: GPT-2 medium, s = 1024, d = 64, 16 heads, batch 64, forward and backward). The forward pass alone has 275 by the formula of the <!-- erratum: FA-09 -->
 # second paper, forward and backward 962. Whatever was counted, only the ratio, 1.13 times more FLOPs with FlashAttention, can be used; the table's point stands: 40.3 GB against 4.4 GB moved, 41.7 ms against 7.3 ms.
 
 # %%
@@ -793,10 +788,12 @@ backward = flash.attention_flops(1024, 64, heads=16 * 64, backward=True) / 1e9
 round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 
 # %% [markdown]
-# **Memory reduced 10 to 20 times, 2 to 4 times faster** (the same Medium article; both figures stand in the introduction of the FlashAttention-2 paper).
+# ### True under a condition
+#
+# **"a reduction in memory requirements by 10–20 times and a performance improvement of 2–4 times"** (the same Medium article; both figures stand in the introduction of the FlashAttention-2 paper). <!-- erratum: S2-015, S2-016 -->
 # Both are of the attention alone, at some length: the first grows with s/d without limit (here 2 at 256 tokens, 22 at 2048).
 #
-# **Activation memory is quadratic in the sequence length** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models).
+# **Activation memory "scales quadratically with sequence length."** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). <!-- erratum: S0-026 -->
 # While the s × s tensors are stored. In Korthikanti's $sbh\,(34 + 5as/h)$ the second term is what a fused attention removes; what is left is linear.
 
 # %% [markdown]

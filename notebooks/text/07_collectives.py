@@ -850,9 +850,10 @@ for name in (*rings, "all_to_all_pairwise"):
 # %% [markdown]
 # ## Errata
 #
-# **Totals that look like loads.** Chapter 15, "LLM Training Acceleration (WIP)", of an online book on large language models lists the volume of each
-# collective in a column headed "Storage Size". It is no storage: it is the sum over all links. For N = 4 and Φ = 240 elements of 1 byte, totals beside what
-# the busiest rank sends or receives:
+# ### Wrong
+#
+# **"Storage Size"** is the heading over the volume of each collective in chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models. It is no storage: it is the sum over all links. <!-- erratum: S0-103 -->
+# For N = 4 and Φ = 240 elements of 1 byte, these totals, and what the busiest rank sends or receives:
 
 # %%
 table = {
@@ -868,9 +869,9 @@ for algorithm, published in table.items():
     print(f"{algorithm:20} published {published:12} {counted}")
 
 # %% [markdown]
-# Every published entry is right as a *total*, and the last two rows are equal: the table shows no reason to use a ring. The busiest rank is the reason.
+# Every published entry is right as a *total*. The text says that the ring balances the load; its table, in which the last two rows are equal, cannot show that. The busiest rank does.
 #
-# **A gather in which every device "broadcasts" its partition to one device** (the same chapter): a message to one rank is a send. A broadcast by each of N ranks
+# **"Gather operation: every device broadcasts their data patition to a designated devices."** (the same chapter): a message to one rank is a send. A broadcast by each of N ranks <!-- erratum: S0-089 -->
 # would be an all-gather, in which every rank sends N − 1 times as much:
 
 # %%
@@ -878,7 +879,7 @@ ways = ("gather_star", "all_gather_ring")
 [max(run(way, 60, ranks=4)[1].sent.by("rank").values()) for way in ways]
 
 # %% [markdown]
-# **A ring of whole tensors** (published code of a course, exercise 7.4): 2(N − 1)S per rank instead of 2(N − 1)S/N, N times too much. And every rank adds in an
+# **A ring of whole tensors** (published code of a course, exercise 7.4): 2(N − 1)S per rank instead of 2(N − 1)S/N, N times too much. And every rank adds in an <!-- erratum: CODE-01 -->
 # order of its own: with real numbers the replicas of a model end with *different bits*. Its value test, on whole numbers that are exact in fp32, sees neither:
 
 # %%

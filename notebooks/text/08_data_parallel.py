@@ -316,7 +316,8 @@ plots.overlap(after_the_backward_pass=after, during_the_backward_pass=during)
 f"{during.hidden:.0%} hidden in {during.makespan:.2f} s, formula {1 - 1 / 12:.0%}"
 
 # %% [markdown]
-# So keep the *last* bucket small. DDP's default makes only the *first* small; `bucket_cap_mb_list` (torch 2.13) sets each.
+# So keep the *last* bucket small. DDP's default, `bucket_cap_mb=25`, counts MiB: buckets of 26.2 MB, and only the *first* is smaller, 1 MiB; `bucket_cap_mb_list` (torch 2.13) sets each.
+#   <!-- claim: (torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB * torch.nn.parallel.distributed._MB_TO_BYTES, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES) == (25 * 2**20, 2**20) -->
 
 # %% [markdown]
 # ## What do micro-batches change?
@@ -553,15 +554,14 @@ explore(knobs, states=30, bucket=sizes, ranks=[8, 128], bandwidth_GBps=[1, 10, 1
 # %% [markdown]
 # ## Errata
 #
-# **"A synchronization phase where the outputs from all GPUs are harmonized"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024, on DDP). DDP averages *gradients*; outputs and losses stay
+# ### Wrong
+#
+# **"a synchronization phase where the outputs from all GPUs are harmonized"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024, on DDP). DDP averages *gradients*; outputs and losses stay <!-- erratum: S2-019 -->
 # where they are.
 #
-# **Gradients synchronized by all-reduce**, without a word on the division (an article on training at scale): N times too large.
+# ### True under a condition
 #
-# **A default bucket of 25 MB** (the same article, and *The Ultra-Scale Playbook*): `bucket_cap_mb=25` counts MiB, 26.2 MB, and the first bucket to leave has 1 MiB.
-#   <!-- claim: (torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB * torch.nn.parallel.distributed._MB_TO_BYTES, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES) == (25 * 2**20, 2**20) -->
-#
-# **"Each node computes gradients locally"** (lecture slides on multi-GPU training). Each *process* does, and there is one per device: two nodes of eight GPUs are sixteen data-parallel ranks.
+# **"Each node computes gradients locally"** (lecture slides on multi-GPU training). True where a node has one device. Each *process* does, and there is one per device: two nodes of eight GPUs are sixteen data-parallel ranks. <!-- erratum: S4-044 -->
 
 # %% [markdown]
 # ## Summary

@@ -886,7 +886,9 @@ explore(memory_per_device, **knobs, device=["V100", "H100"])
 # %% [markdown]
 # ## Errata
 #
-# **After the forward pass FSDP "releases the unsharded local data back to the other GPUs"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute
+# ### Wrong
+#
+# **"Once the forward pass is complete, FSDP releases the unsharded local data back to the other GPUs."** (A. Khandelwal, *Efficient LLM Training: Memory & Compute <!-- erratum: S2-024 -->
 # Optimization*, Medium, 12 February 2024). Nothing is sent back. Everything that one forward of level 3 sends, with the frees in it:
 
 
@@ -901,21 +903,24 @@ world.run(forward_only)
 world.ledger.by("name"), 4 * (4 * psi * 3 // 4)
 
 # %% [markdown]
-# The broadcast is the start; the rest is one gather: each rank sends $\Psi(N-1)/N$ elements of 4 bytes. The same article says that each GPU requests "the necessary data" to rebuild "unsharded, local
-# data". What is gathered are parameters; the training data of a rank stay its own.
+# The broadcast is the start; the rest is one gather: each rank sends $\Psi(N-1)/N$ elements of 4 bytes.
 #
-# **Level 2 as "enabling reduce-scatter ... instead of all-reduce"** (an article on efficient training at scale, a digest of the Ultra-Scale Playbook). Level 1 can do so as well, and above it did. What level 2 adds is to *free* the gradients of others. The
-# misconception has a history: DeepSpeed's first stage 1 used an all-reduce, 3Ψ per step, and its release note of March 2020 counts 1.5 times less since:
+# ### True under a condition
+#
+# **"requests the necessary data from the other GPUs as needed to reconstruct a complete set of unsharded, local data"** (the same article). True where *data* means parameters; the training data of a rank stay its own. <!-- erratum: S2-023 -->
+#
+# **ZeRO-2 as "enabling reduce-scatter in the backward pass instead of all-reduce"** (an article on efficient training at scale). True where level 1 uses an all-reduce. Level 1 can do without as well, and above it did; what level 2 adds is to *free* the gradients of others. The <!-- erratum: S1-040 -->
+# sentence has a history: DeepSpeed's first stage 1 used an all-reduce, 3Ψ per step, and its release note of March 2020 counts 1.5 times less since:
 
 # %%
 both = all_reduce + collectives.sent("all_gather_ring", nbytes=4 * psi, n=4)
 both.total / zero.predict_sent(psi, 4, 1).total
 
 # %% [markdown]
-# **Optimizer states as "momentum and variance in the Adam optimization algorithm"** (chapter 15, "LLM Training Acceleration (WIP)", of an online book on large
-# language models), followed by K = 12. Two moments are K = 8; the other four bytes are the fp32 master copy. The lines above have all three.
+# **Optimizer states as "momentum and variance in the Adam optimization algorithm"** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large <!-- erratum: S0-064 -->
+# language models), followed by K = 12. Two moments are K = 8; the other four bytes are the fp32 master copy, which the chapter's first section does count. The lines above have all three.
 #
-# **A table of 16Ψ beside a text of 20Ψ** (reading notes on the Ultra-Scale Playbook). With fp32 gradients beside the half-precision ones a parameter takes 2 + 6 + 12 = 20 bytes, and the floors of levels 1 and 2 are others than
+# **A table of 16Ψ in a text that calls 20Ψ the standard** (reading notes on *The Ultra-Scale Playbook*). With fp32 gradients in addition to the half-precision ones a parameter takes 2 + 6 + 12 = 20 bytes, and the floors of levels 1 and 2 are others than <!-- erratum: S3-019 -->
 # the 25 % and 12.5 % of the table:
 
 # %%
@@ -927,7 +932,7 @@ for size in (2, 4, 6):
     print(f"{states_of[0]:g}Ψ: level 1 stops at {floors[0]}, level 2 at {floors[1]}")
 
 # %% [markdown]
-# **"16Ψ/N at level 3"** leaves out what is whole for a moment. Llama-3.1-8B in bf16 on 64 devices, layer by layer, with and without it:
+# **(2Ψ + 2Ψ + kΨ)/N_d at level 3** (the same notes, after the ZeRO paper's table 1). True between units; it leaves out the unit that is whole for a moment. Llama-3.1-8B in bf16 on 64 devices, layer by layer, with and without it: <!-- erratum: S3-018 -->
 
 # %%
 with torch.device("meta"):
@@ -940,7 +945,7 @@ in_truth = zero.predict_held((root, *blocks), 64, 3, itemsize=2, shard_itemsize=
 units.text(on_paper), units.text(in_truth.total)
 
 # %% [markdown]
-# **Small print of the paper's table 1**: it truncates. 257.75 GB stand there as 257, 4187.5 as 4187.
+# **The paper's table 1** truncates: 257.75 GB stand there as 257, 4187.5 as 4187. <!-- erratum: ZE-30 -->
 
 # %% [markdown]
 # ## Summary

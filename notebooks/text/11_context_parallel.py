@@ -562,18 +562,22 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # %% [markdown]
 # ## Errata
 #
-# **Table 2 of the Ring Attention paper** (Liu et al., arXiv:2310.01889) lists the least block to hide the ring as F/bw. For an A100 on InfiniBand, 312 TFLOP/s and 12.5 GB/s, it prints 24.5 thousand tokens and 149.5 thousand per host; the
+# ### Wrong
+#
+# **Table 2 of the Ring Attention paper** (Liu et al., arXiv:2310.01889) lists the least block to hide the ring as F/bw. For an A100 on InfiniBand, 312 TFLOP/s and 12.5 GB/s, it prints 24.5 thousand tokens and 149.5 thousand per host; the <!-- erratum: CP-02 -->
 # ratio is 24.96, and six blocks are 149.76:
 
 # %%
 312e12 / 12.5e9, 6 * 312e12 / 12.5e9
 
 # %% [markdown]
-# Its condition c ≥ F/bw has no mask and no grouped queries: causal in a zig-zag takes twice the tokens, grouping divides them by a/g.
+# **Table 1 of the same paper** gives 6bch *bytes* for the six blocks that a rank holds. In bf16 they are 12bch bytes: the table counts numbers. <!-- erratum: CP-07 -->
 #
-# **Table 1 of the same paper** gives 6bch *bytes* for the six blocks that a rank holds. In bf16 they are 12bch bytes: the table counts numbers.
+# ### True under a condition
 #
-# **"During training, we cannot afford large context windows"** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). True while s × s scores are stored. Of what is kept above, no tensor grows faster than s, and each rank has 1/N of it.
+# **Its condition c ≥ F/bw** has no mask and no grouped queries: causal in a zig-zag takes twice the tokens, grouping divides them by a/g. <!-- erratum: CP-06 -->
+#
+# **"During training, we cannot afford large context windows."** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large language models). True while s × s scores are stored. Of what is kept above, no tensor grows faster than s, and each rank has 1/N of it. <!-- erratum: S0-027 -->
 
 # %% [markdown]
 # ## Summary

@@ -538,15 +538,16 @@ explore(
 # %% [markdown]
 # ## Errata
 #
-# **"8x7B"** in a model's name. It has 46.7 billion parameters, not 56: only feed-forward layers are there eight times.
+# ### Wrong
+#
+# **A balance loss without a gradient** (NeMo Automodel, issue 1408, repaired in pull request 1412): the return value of the function that attaches it was thrown away, so it never reached the router. One bug of exercise 12.3 has the same effect. <!-- erratum: CODE-02 -->
+#
+# **A balance loss for each micro-batch** (NeMo Automodel, repaired in pull request 3359): the loss was divided by the number of micro-batches M, the balance loss was not, so α counted M-fold (lab 05). <!-- erratum: CODE-03 -->
+#
+# ### True under a condition
+#
+# **8x7B** in a model's name. Only feed-forward layers are there eight times: it has 46.7 billion parameters, not 56. <!-- erratum: EP-01 -->
 #   <!-- claim: round(config.ModelConfig.named("mixtral-8x7b").num_params / 1e9, 1) == 46.7 -->
-#
-# **Routing "by all-to-all"**, two per layer (reading notes on the Ultra-Scale Playbook), holds for the rows of a forward pass. A training step has five: two more of rows backward, and the counts before all of them.
-#   <!-- claim: len({line.name for line in expert_parallel.sent(config.ModelConfig.named("mixtral-8x7b"), 8, micro_batch=1, rank=0)}) == 5 -->
-#
-# **A balance loss without a gradient** (NeMo Automodel, issue 1408, repaired in pull request 1412): the return value of the function that attaches it was thrown away, so it never reached the router. One bug of exercise 12.3 has the same effect.
-#
-# **A balance loss for each micro-batch** (NeMo Automodel, repaired in pull request 3359): the loss was divided by the number of micro-batches M, the balance loss was not, so α counted M-fold (lab 05).
 
 # %% [markdown]
 # ## Summary

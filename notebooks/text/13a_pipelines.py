@@ -540,18 +540,15 @@ explore(view, order=list(orders), m=[4, 8], message=[0, 1])
 # %% [markdown]
 # ## Errata
 #
-# **"The ratio is proportional to p"** (reading notes on *The Ultra-Scale Playbook*, on the bubble): to p − 1. With m = 8 one rank has no bubble, two have 1/8 of the ideal time and four 3/8.
-#   <!-- claim: [schedule.simulate(schedule.gpipe(p, 8)).bubble_overhead for p in (1, 2, 4)] == [0, 1 / 8, 3 / 8] -->
+# ### True under a condition
 #
-# **Bubble.** (p − 1)/m in Narayanan et al. 2021 (section 2.2.1) and (K − 1)/(M + K − 1) in GPipe (section 2.3) are one idle time over two denominators: 3/8 and 3/11 on four ranks with m = 8.
+# **The bubble** is (p − 1)/m in Narayanan et al. 2021 (section 2.2.1) and in reading notes on *The Ultra-Scale Playbook*, and (K − 1)/(M + K − 1) in GPipe (section 2.3): one idle time over two denominators, 3/8 of the ideal time and 3/11 of the whole on four ranks with m = 8. <!-- erratum: S3-033, PP-02 -->
 #   <!-- claim: (lambda run: (run.bubble_overhead, run.bubble_fraction))(schedule.simulate(schedule.gpipe(4, 8))) == (3 / 8, 3 / 11) -->
 #
-# **"Negligible when M ≥ 4K"** (GPipe, section 2.3). At M = 4K the fraction is 16 to 19 % for 4 to 16 stages.
+# **"we found the bubble overhead to be negligible when M ≥ 4 × K"** (GPipe, section 2.3). By its formula the fraction at M = 4K is 16 to 19 % for 4 to 16 stages. The paper's next sentence says that recomputation may start while a stage waits, which the formula leaves out. <!-- erratum: PP-03 -->
 #   <!-- claim: [round(100 * schedule.simulate(schedule.gpipe(k, 4 * k)).bubble_fraction) for k in (4, 16)] == [16, 19] -->
 #
-# **"Allowing for overlapping computation and communication"** (lecture slides on multi-GPU training, on GPipe). What overlaps is the computing of different stages on different micro-batches.
-#
-# **"1F1B stores activations for p micro-batches instead of m"** (the same reading notes). On rank 0; rank i stores min(p − i, m), four ranks 4, 3, 2 and 1.
+# **1F1B as "requiring memory storage for only $p$ micro-batches, versus $m$ micro-batches in the naive AFAB schedule"** (the same reading notes). True of rank 0 where m ≥ p. Rank i stores min(p − i, m), four ranks 4, 3, 2 and 1. <!-- erratum: S3-035 -->
 #   <!-- claim: [schedule.one_f_one_b(4, 8).peak(rank) for rank in range(4)] == [4, 3, 2, 1] -->
 
 # %% [markdown]

@@ -418,13 +418,15 @@ for name, order in {"torch": schedule.read(theirs), "ours": zb_v}.items():
 # %% [markdown]
 # ## Errata
 #
-# **"Split backward into B (input) and W (weights) to reach near-zero idle time"** (reading notes on *The Ultra-Scale Playbook*). Only without a barrier: with one, ZB-H2 takes as long as ZB-H1, 27 units on four ranks with m = 8.
+# ### True under a condition
+#
+# **"split the backward pass into computation for input (B) and weights (W) to fill pipeline gaps and achieve near-zero idle time"** (reading notes on *The Ultra-Scale Playbook*). True without a barrier before the update. With one, and F = B = W, ZB-H2 takes as long as ZB-H1, 27 units on four ranks with m = 8. <!-- erratum: S3-036 -->
 #   <!-- claim: [schedule.simulate(make(4, 8)).makespan for make in (schedule.zb_h1, schedule.zb_h2)] == [27, 27] -->
 #
-# **Two meanings of B.** It is the input's half in Qi et al. (Table 2), the whole backward pass in DeepSeek-V3 (Table 2). Their ZB1P, (PP − 1)(F + B − 2W), is ZB-H1's (p − 1)(F + B − W).
+# **Two meanings of B.** It is the input's half in Qi et al. (Table 2), the whole backward pass in DeepSeek-V3 (Table 2). Their ZB1P, (PP − 1)(F + B − 2W), is ZB-H1's (p − 1)(F + B − W). <!-- erratum: PP-11 -->
 #   <!-- claim: (lambda f, b, w: schedule.bubble("zb_h1", 4, 8, schedule.Durations(f, b, w)) == 3 * (f + (b + w) - 2 * w))(2, 3, 1) == True -->
 #
-# **"2×" parameters of DualPipe** (DeepSeek-V3, Table 2): with both directions a rank of four holds two of 4 stages. In DualPipeV it holds two of 8, which is 1×.
+# **2× parameters of DualPipe** (DeepSeek-V3, Table 2): with both directions a rank of four holds two of 4 stages. In DualPipeV it holds two of 8, which is 1×. <!-- erratum: PP-12 -->
 #   <!-- claim: [(made.stages, sum(place.count(0) for place in made.places)) for made in (schedule.dualpipe(4, 8), schedule.dualpipe_v(4, 8))] == [(4, 2), (8, 2)] -->
 
 # %% [markdown]

@@ -606,18 +606,17 @@ explore(knobs, states=12, model=models, r=[1, 16, 64, 256])
 # %% [markdown]
 # ## Errata
 #
-# **"LoRA reduces the number of parameters by approximating weight matrices with low-rank factorization"** (lecture slides on multi-GPU training). W stays whole and frozen; the *update* has low rank. Trained parameters become fewer, all parameters more.
+# ### Wrong
 #
-# **B is zero "to start from identity mapping"** (the same slides), or **"resulting in an identity transform"** (PEFT's documentation, developer guide on LoRA). From the pre-trained function: the update is zero.
+# **B is zero "in order to start from identity mapping"** (lecture slides on multi-GPU training), or **"resulting in an identity transform"** (PEFT's documentation, developer guide on LoRA). It starts from the pre-trained function: the update is zero. <!-- erratum: S4-056, LO-17 -->
 #
-# **h = W·x + A·Bᵀ·x** (the same slides). The factor α/r is missing; the paper has it in section 4.1.
+# ### True under a condition
 #
-# **"r is typically between 2 and 64"** (the same slides). The paper's Table 6 begins at r = 1: on queries and values of GPT-3 73.4 % (WikiSQL) and 91.3 % (MultiNLI), where r = 64 has 73.5 % and 91.4 %.
+# **"LoRA reduces the number of parameters by approximating weight matrices with low-rank factorization"** (the same slides). True of the *trained* parameters, and of the *update*: W stays whole and frozen, and all parameters become more. <!-- erratum: S4-052 -->
 #
-# **4.7 million trained parameters of GPT-3** (Hu et al., Table 4). 4,718,592 is r = 1 on queries and values, or r = 2 on values alone; r = 8 on both has 37.7 million.
-#   <!-- claim: [lora.trainable(config.ModelConfig.named("gpt3-175b"), rank=r, pattern=("query", "value")) for r in (1, 8)] == [4718592, 37748736] -->
+# **h = W·x + A·Bᵀ·x** (the same slides). True for α = r. The paper's factor α/r (section 4.1) is missing. <!-- erratum: S4-059 -->
 #
-# **A checkpoint "roughly 10,000 times" smaller, 35 MB** (Hu et al., section 4.2, r = 4). 37.7 MB, and 9,272 times less than 350 GB.
+# **"the checkpoint size is reduced by roughly 10,000×", from 350 GB to 35 MB** (Hu et al., section 4.2, r = 4). Rounded twice: 37.7 MB, and 9,272 times less than 350 GB. <!-- erratum: LO-10 -->
 #   <!-- claim: (round(2 * lora.trainable(config.ModelConfig.named("gpt3-175b"), rank=4, pattern=("query", "value")) / 1e6, 1), round(350e9 / (2 * 18874368))) == (37.7, 9272) -->
 
 # %% [markdown]

@@ -563,14 +563,18 @@ explore(knobs, states=40, bits=(2, 8), outlier=[3, 5, 10, 20, 40])
 # %% [markdown]
 # ## Errata
 #
-# **"Quantization"** as weights and activations in int8, *float16 or bfloat16* (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024): a cast to 16 bits has no scale and no zero point.
+# The first three stand in A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024.
 #
-# **int8 saves 75 %** (the same article): of fp32, and without scales. With groups of 64 and an fp32 each it is 73.4 %, and 46.9 % of bf16.
+# ### True under a condition
+#
+# **Quantization as "representing the weights and activations with low-precision data types like an 8-bit integer (int8), float16, or bfloat16"**. A cast to 16 bits has no scale and no zero point, which are the subject of this lab. <!-- erratum: S2-008 -->
+#
+# **"using fp8 or int8 reduces by 75%"**: of fp32, and without scales. With groups of 64 and an fp32 each it is 73.4 %, and 46.9 % of bf16. <!-- erratum: S2-010 -->
 #   <!-- claim: [round(100 * (1 - quantization.quantized_bytes((64, 64), "int8", granularity=64).total / (n * 64 * 64)), 1) for n in (4, 2)] == [73.4, 46.9] -->
 #
-# **Faster and with less energy** (the same article says "in theory"): faster where the step above waits for bytes, or where the device multiplies integers at a higher rate.
+# **"operations like matrix multiplication can be performed much faster with integer arithmetic"**: faster where the step above waits for bytes, or where the device multiplies integers at a higher rate. <!-- erratum: S2-009 -->
 #
-# **"Factors"** (lecture slides on multi-GPU training, after the abstract of arXiv:2404.09737): the two parts are *added*, u + Qv; nothing is factored.
+# **"Split the weight matrix into 2 well clustered factors"** (lecture slides on multi-GPU training, after the abstract of arXiv:2404.09737): factors in the sense of parts. The two are *added*, u + Qv; nothing is factored. <!-- erratum: S4-070 -->
 
 # %% [markdown]
 # ## Summary

@@ -552,14 +552,14 @@ explore(
 # %% [markdown]
 # ## Errata
 #
-# **DeepSeek-V3's tiles as a technique to "reduce the parameter memory burden"** (reading notes on *The Ultra-Scale Playbook*). Tiles are against outliers; master weights and summed gradients stay in fp32. Its states take 15 bytes per parameter in the Playbook's own table.
-#   <!-- claim: quantization.RECIPES["DeepSeek-V3"].bytes_per_parameter == 15 -->
+# ### True under a condition
 #
-# **"About 10Ψ" for FP8 against 20Ψ** (the same notes). One of four FP8 recipes in that table has 10; the others have 16, 15 and 9. The 20 contain fp32 sums of gradients; without them bf16 has 16. And 8-bit moments alone bring bf16 to 10.
-#   <!-- claim: [quantization.RECIPES[name].bytes_per_parameter for name in ("nanotron", "Transformer Engine", "DeepSeek-V3", "FP8-LM", "bf16, fp32 sums", "bf16", "8-bit Adam")] == [10, 16, 15, 9, 20, 16, 10] -->
+# **"DeepSeek-V3’s tile quantization" among techniques that "aim to reduce the parameter memory burden significantly"** (reading notes on *The Ultra-Scale Playbook*). Its recipe takes 15 bytes per parameter in the Playbook's own table, where bf16 with the same fp32 gradients takes 20. Of the 5 bytes 1 is the weights', in 8 bits, and 4 are the moments', in 16; the tiles, which are against outliers, change none. <!-- erratum: S3-045 -->
+#   <!-- claim: [quantization.RECIPES[name].bytes_per_parameter for name in ("DeepSeek-V3", "bf16, fp32 sums")] == [15, 20] -->
 #
-# **fp8 and int8 "reduce by 75 %"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024). Weights alone, against fp32, without scales: with a scale for each 32 numbers it is 74.2 %. In training nothing of the kind: 16 bytes before and after.
+# **"using fp8 or int8 reduces by 75%"** (A. Khandelwal, *Efficient LLM Training: Memory & Compute Optimization*, Medium, 12 February 2024). Weights alone, against fp32, without scales: with a scale for each 32 numbers it is 74.2 %. The states of training take 9 to 16 bytes per parameter in the FP8 recipes above, where bf16 takes 16. <!-- erratum: S2-010 -->
 #   <!-- claim: round(100 * (1 - floats.MXFP8.bits_per_value / 32), 1) == 74.2 -->
+#   <!-- claim: sorted(quantization.RECIPES[name].bytes_per_parameter for name in ("nanotron", "Transformer Engine", "DeepSeek-V3", "FP8-LM", "bf16")) == [9, 10, 15, 16, 16] -->
 
 # %% [markdown]
 # ## Summary

@@ -569,13 +569,15 @@ explore(knobs, optimizer=["sgd", "adam"], target=[2.7, 2.55, 2.4])
 # %% [markdown]
 # ## Errata
 #
-# **"α = 0.1 works best for kn = 256 (23.68 % error)"** (lecture slides on multi-GPU training; the caption of Goyal's Table 2(a) has the same slip). 23.68 % is the row of 0.20; that of 0.10 is 23.60 %, also in Table 1.
+# ### Wrong
+#
+# **α = 0.1 "works best for kn=256 (23.68% error)"** (lecture slides on multi-GPU training; the caption of Goyal's Table 2(a) has the same slip). 23.68 % is the row of 0.20; that of 0.10 is 23.60 %, also in Table 1. <!-- erratum: S4-031 -->
 #   <!-- claim: [rigs.scaling.goyal("Table 2(a)")["kn=256, η=" + eta].value for eta in ("0.20", "0.10")] == [23.68, 23.60] -->
 #
-# **α_t = α_max · t / T_w** (the same slides, on Goyal's warm-up). It begins at η and not at 0; halfway from 0.1 to 3.2 it is at 1.65 and not at 1.60 (section 2.2).
-#   <!-- claim: round(scaling.warm_up(391, 782, start=0.1, end=3.2), 6) == 1.65 -->
+# ### True under a condition
 #
-# **The square root "suits adaptive optimizers"** (the same slides). Granziol et al. derive it for Adam; McCandlish et al. find powers between 0.5 and 1.
+# **α_t = α_max · t / T_w** (the same slides, on Goyal's warm-up). True where warm-up begins at 0. Goyal's begins at η; halfway from 0.1 to 3.2 it is at 1.65 and not at 1.60 (section 2.2). <!-- erratum: S4-037 -->
+#   <!-- claim: round(scaling.warm_up(391, 782, start=0.1, end=3.2), 6) == 1.65 -->
 
 # %% [markdown]
 # ## Summary
