@@ -83,6 +83,28 @@ def fp32_buffer_per_parameter() -> float:
     return flat.untyped_storage().nbytes() / parameter.numel()
 
 
+def full_precision_bytes() -> float:
+    """Bytes of weights, gradients and both moments for each parameter of GPT-2 XL in fp32; Adam's
+    step counters, 4 bytes a tensor, are left out.
+    """
+    model = ModelConfig.named("gpt2-xl")
+    train = TrainConfig(micro_batch=1, global_batch=1, precision="fp32")
+    kinds = memory.model_states(model, train).by("name")
+    named = ("weights", "gradients", "exp_avg", "exp_avg_sq")
+    return sum(kinds[name] for name in named) / model.num_params
+
+
+def largest_activation(n: int) -> float:
+    """What one of n ranks keeps of the stream between two layers with sequence parallelism, over
+    what one device keeps.
+    """
+    model, streams = ModelConfig.named("llama-3.1-8b"), []
+    for ranks in (1, n):
+        kept = tensor_parallel.kept_activations(model, ranks, micro_batch=2, sequence=True)
+        streams.append(max(line.amount for line in kept if line.note == "input in fp32, sbh"))
+    return streams[1] / streams[0]
+
+
 def most_activations(micro_batches: int) -> int:
     """Bytes of activations at the fullest moment of a step that accumulates micro-batches of 2."""
     train = TrainConfig(micro_batch=2, global_batch=2 * micro_batches)

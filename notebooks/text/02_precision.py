@@ -3,7 +3,7 @@
 #
 # **Half precision makes matrix products faster and activations smaller. What has to stay in fp32, so that the model still learns?**
 #
-# *130 min · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
+# *135 min · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals

