@@ -301,7 +301,7 @@ def test_neighbours_are_a_group_of_their_own():
         assert block._channel != rank.comm("tp")._channel, (
             "their messages could be taken for others"
         )
-        return tuple(block.ranks), block.rank, block.all_reduce(torch.tensor([rank.rank])).item()
+        return block.ranks, block.rank, block.all_reduce(torch.tensor([rank.rank])).item()
 
     assert ranks(4).run(program) == [((0, 1), 0, 1), ((0, 1), 1, 1), ((2, 3), 0, 5), ((2, 3), 1, 5)]
     with pytest.raises(RankError, match="blocks of 2 do not fill 3 ranks: choose a divisor"):
@@ -723,3 +723,43 @@ def test_in_pieces_a_layer_takes_no_longer_and_no_less_than_either_alone(rate):
     assert sum(span.kind == "exchange" for span in pieces.spans) == 4 * (n - 1)
     if rate == 1e6:  # so slow that all but the last pieces hide
         assert pieces.hidden > 0.8
+
+
+# ── words that the vocabulary does not have ────────────────────────────────────────────────────────────────────────
+
+
+def beyond(rank, add, target_add):
+    model = tensor_parallel.parallelize(build(GPT2, 0), rank.comm("tp"))
+    tokens, targets = (x.clone() for x in ROWS)
+    tokens[1, 5] += add
+    targets[1, 5] += target_add
+    return model.loss(tokens, targets).item()
+
+
+@pytest.mark.parametrize(
+    "add, target_add, said",
+    [
+        (1000, 0, r"token 10\d\d is not in the vocabulary of 24 words: use 0 … 23; do tokenizer"),
+        (-70, 0, r"token -\d\d is not in the vocabulary of 24 words"),
+        (0, 1000, r"target 10\d\d is not in the vocabulary of 24 words"),
+        (0, -50, r"target -\d\d is not in the vocabulary of 24 words"),
+    ],
+)
+def test_a_word_that_no_rank_has_is_an_error(add, target_add, said):
+    """Each rank would take it for a word of the other's; one device raises an IndexError, too."""
+    with pytest.raises(RankError, match="IndexError: " + said):
+        ranks(2).run(beyond, add, target_add)
+    with pytest.raises(IndexError):
+        build(GPT2, 0).loss(ROWS[0] + add, ROWS[1].clamp(min=0) + target_add)
+
+
+@pytest.mark.parametrize("word", [0, 23])
+def test_the_first_and_the_last_word_are_words_and_100_is_no_target(word):
+    def program(rank):
+        model = tensor_parallel.parallelize(build(GPT2, 0), rank.comm("tp"))
+        tokens, targets = torch.full((2, 4), word), torch.tensor([[word, -100, word, -100]] * 2)
+        return model.loss(tokens, targets).item()
+
+    tokens, targets = torch.full((2, 4), word), torch.tensor([[word, -100, word, -100]] * 2)
+    expected = build(GPT2, 0).loss(tokens, targets).item()
+    assert ranks(2).run(program) == [pytest.approx(expected, rel=1e-12)] * 2

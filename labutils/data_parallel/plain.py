@@ -4,13 +4,14 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from labutils.world import Comm
+from labutils.world import Comm, marked
 
 
 def check_alike(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
     """Raises ValueError if some of the parameters are other ones on other ranks of `comm`, as
-    those of experts are that `expert_parallel.spread_experts` has spread."""
-    others = {getattr(p, "only_on", comm.axis) for p in parameters} - {comm.axis}
+    those of experts are that `expert_parallel.spread_experts` has spread; if not, they say from now
+    on that they are alike (`world.marked`)."""
+    others = {getattr(marked(p), "only_on", comm.axis) for p in parameters} - {comm.axis}
     if others and comm.size > 1:
         raise ValueError(
             f"some of these parameters are experts, which differ along {comm.axis!r}: call "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from labutils.expert_parallel import routing as router
 from labutils.expert_parallel.routing import Routing
 from labutils.model import MixtureOfExperts
-from labutils.world import Comm
+from labutils.world import Comm, marked
 
 Rows = Float[Tensor, "visits h"]
 
@@ -132,6 +132,7 @@ class ExpertParallel(nn.Module):
         self.experts = nn.ModuleDict({str(i): whole.experts[i] for i in here})
         self.shared = whole.shared
         for parameter in self.experts.parameters():
+            marked(parameter, shares=comm.size)
             if comm.size > 1:
                 parameter.only_on = "edp"  # data parallelism refuses to average it over more
         zeros = torch.zeros(E, device=whole.router.weight.device)
@@ -198,7 +199,7 @@ def spread_experts(
         raise TypeError(f"spread_experts takes a module with MixtureOfExperts inside, got {got}")
     start = replicas or comm
     for parameter in module.parameters():
-        start.broadcast(parameter.data, out=parameter.data)
+        start.broadcast(marked(parameter).data, out=parameter.data)
     for name, layer in layers.items():
         spread = ExpertParallel(layer, comm, score, capacity_factor, biased)
         module.set_submodule(name, spread)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from labutils import quantization, tensor_parallel, units
 from labutils.tensor_parallel import ColumnLinear, RowLinear
+from labutils.world import marked
 
 Linear = nn.Linear | quantization.Nf4Linear | ColumnLinear | RowLinear
 
@@ -84,7 +85,9 @@ class SplitAdapter(Adapter):
             one = "each rank would draw masks of its own"
             raise ValueError(f"dropout={self.dropout} on a split layer: {one}; use dropout=0")
         base.comm.broadcast(self.A.data, out=self.A.data)
-        if not column:
+        if column:
+            marked(self.B, base.weight)
+        else:
             self.A = base.share(self.A, 1, k * n, "inputs", n)
         self.comm, self.sequence, self.column = base.comm, base.sequence, column
         self.sharing = base.sharing if column else None
@@ -133,6 +136,8 @@ class LoraLinear(nn.Module):
         else:
             shape = (base.out_features, base.in_features)
             self.adapters[name] = Adapter(shape, like=like, **options)
+            for parameter in self.adapters[name].parameters():
+                marked(parameter, like)  # an expert's is of the ranks that have the expert
 
     def activate(self, name: str | None) -> None:
         """Compute with this adapter, which alone is trained, or with none."""

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from labutils.data_parallel import Replica
 from labutils.pipeline.messages import actions
-from labutils.pipeline.stages import PipelineStage, placed
+from labutils.pipeline.stages import PipelineStage, common, placed, shared_with
 from labutils.pipeline.stashing import Stash
 from labutils.pipeline.weight_gradients import Later, Owed, pay
 from labutils.schedule import Durations, Op, PipelineRun, Schedule
@@ -207,29 +207,12 @@ def _name(op: Op) -> str:
     return {"F": "send forward", "B": "send backward"}[op.kind]
 
 
-def shared_with(schedule: Schedule, rank: int, tied: bool) -> int | None:
-    """The rank that has parameters of this one, too: all of them where micro-batches flow both
-    ways, a tied embedding where first and last stage are apart."""
-    ends = schedule.places[0][0], schedule.places[0][-1]
-    if len(schedule.places) == 2:
-        return schedule.places[1][schedule.places[0].index(rank)]
-    if tied and rank in ends and ends[0] != ends[1]:
-        return ends[rank == ends[0]]
-    return None
-
-
 def _shared(
     stages: dict[int, PipelineStage], schedule: Schedule, rank: int
 ) -> tuple[list[nn.Parameter], int | None]:
     """The parameters that another rank has, too, and which."""
-    ends = stages.get(0), stages.get(schedule.stages - 1)
     peer = shared_with(schedule, rank, next(iter(stages.values())).config.tied)
-    if peer is None:
-        parameters = []
-    elif len(schedule.places) == 2:
-        parameters = list(nn.ModuleList(stages[s] for s in sorted(stages)).parameters())
-    else:
-        parameters = [ends[0].tokens.weight if ends[0] is not None else ends[1].head.weight]
+    parameters = common([stages[s] for s in sorted(stages)], schedule, rank)
     if any(parameter.grad is not None for parameter in parameters):
         twice = "what two ranks have would be added up twice: call zero_grad() before run"
         raise ValueError(f"rank {rank} holds gradients from before, and {twice}")

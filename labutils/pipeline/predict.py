@@ -6,9 +6,8 @@ from collections import Counter
 from labutils import anatomy, units
 from labutils.config import ModelConfig
 from labutils.ledger import Ledger, Line
-from labutils.pipeline.execute import shared_with
 from labutils.pipeline.messages import reader_of
-from labutils.pipeline.stages import cut, placed
+from labutils.pipeline.stages import cut, placed, shared_with
 from labutils.schedule import Schedule
 
 

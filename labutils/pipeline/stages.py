@@ -12,6 +12,7 @@ from labutils import anatomy, units
 from labutils.config import ModelConfig
 from labutils.model import GPT
 from labutils.schedule import Schedule
+from labutils.world import marked
 
 
 def stage_flops(model: ModelConfig, layers: Sequence[int]) -> list[int]:
@@ -146,9 +147,36 @@ def local(stages: nn.ModuleList, schedule: Schedule, rank: int) -> nn.ModuleList
         raise ValueError(
             f"{schedule.name} has {schedule.stages} stages, not {len(stages)}: {remedy}"
         )
-    return nn.ModuleList(stages[i] for i in placed(schedule, rank))
+    mine = nn.ModuleList(stages[i] for i in placed(schedule, rank))
+    for parameter in mine.parameters():
+        vars(marked(parameter))["ends"] = 1
+    for parameter in common(mine, schedule, rank):
+        vars(parameter)["ends"] = 2  # a norm over ranks counts each of its numbers once
+    return mine
 
 
 def placed(schedule: Schedule, rank: int) -> list[int]:
     """The stages that a schedule places on a rank."""
     return [i for i in range(schedule.stages) if any(place[i] == rank for place in schedule.places)]
+
+
+def shared_with(schedule: Schedule, rank: int, tied: bool) -> int | None:
+    """The rank that has parameters of this one, too: all of them where micro-batches flow both
+    ways, a tied embedding where first and last stage are apart."""
+    ends = schedule.places[0][0], schedule.places[0][-1]
+    if len(schedule.places) == 2:
+        return schedule.places[1][schedule.places[0].index(rank)]
+    if tied and rank in ends and ends[0] != ends[1]:
+        return ends[rank == ends[0]]
+    return None
+
+
+def common(stages: Iterable[PipelineStage], schedule: Schedule, rank: int) -> list[nn.Parameter]:
+    """The parameters of a rank's stages that another rank has, too (`shared_with`)."""
+    stages = list(stages)
+    if shared_with(schedule, rank, stages[0].config.tied) is None:
+        return []
+    if len(schedule.places) == 2:
+        return list(nn.ModuleList(stages).parameters())
+    first = next((stage for stage in stages if stage.index == 0), None)
+    return [stages[-1].head.weight if first is None else first.tokens.weight]

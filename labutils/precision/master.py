@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from labutils import floats
 from labutils.precision.rounding import round_to
+from labutils.world import marked
 
 HALF = {torch.float16: floats.FP16, torch.bfloat16: floats.BF16}
 
@@ -65,7 +66,7 @@ class MasterWeights:
             return weight
         if self.fp32_gradients:
             weight.register_post_accumulate_grad_hook(self._take)
-        self.masters[weight] = nn.Parameter(weight.detach().float())
+        self.masters[weight] = marked(nn.Parameter(weight.detach().float()), weight)
         return self.masters[weight]
 
     @property

@@ -15,9 +15,9 @@ class LossScaler:
 
     The dynamic scale climbs until gradients overflow: `growth_interval` steps in a row without an
     inf or NaN double it; a step with one is skipped and halves it. A static scale (dynamic=False)
-    stays; steps that overflow are skipped all the same. Over a `comm`, where each rank has another
-    shard of the gradients, all skip or none: one number is all-reduced, booked as "finite". An
-    optimizer is torch's, `MasterWeights` or `zero`'s.
+    stays; steps that overflow are skipped all the same. Over a `comm`, rank.comm(), where ranks
+    have other shards of the gradients, or other stages, all skip or none: one number is
+    all-reduced, booked as "finite". An optimizer is torch's, `MasterWeights` or `zero`'s.
 
     >>> weight = torch.nn.Parameter(torch.tensor(2.0))
     >>> optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -49,6 +49,8 @@ class LossScaler:
         self.value = floats.FP32.round(units.positive(init_scale, "init_scale"))
         if not 0 < self.value < math.inf:
             raise ValueError(f"init_scale={init_scale} is 0 or inf in fp32: 2**16 is usual")
+        if comm is not None:
+            comm.check_all("whether a step is skipped")
         self.growth_interval = growth_interval
         self.dynamic = dynamic
         self.comm = comm
@@ -77,7 +79,8 @@ class LossScaler:
         finite = _multiply_gradients_(optimizer, factor)
         if self.comm is not None:
             with self.comm.record("finite"):
-                finite = not self.comm.all_reduce(torch.tensor(float(not finite)), "max").item()
+                found = torch.tensor(float(not finite), device=self.comm.device)
+                finite = not self.comm.all_reduce(found, "max").item()
         self._finite[id(optimizer)] = finite
         return finite
 
@@ -134,7 +137,14 @@ def scales(finite: Iterable[bool], start: float, interval: int) -> list[float]:
 def clipped_step(
     loss: Callable[[], Tensor], optimizer: Any, scaler: LossScaler, max_norm: float
 ) -> None:
-    """One training step with a loss scale and clipping, in the order in which it is right."""
+    """One training step with a loss scale and clipping, in the order in which it is right.
+
+    On one device: ValueError for a scaler with a comm, whose gradients are clipped by the norm of
+    all ranks.
+    """
+    if scaler.comm is not None:
+        remedy = "unscale_, then zero.clip_grad_norm over rank.comm(), then step and update"
+        raise ValueError(f"clipped_step knows the gradients of one device alone: {remedy}")
     optimizer.zero_grad()
     scaler.scale(loss()).backward()
     scaler.unscale_(optimizer)

@@ -13,6 +13,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from labutils import units
+from labutils.world import marked
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -105,7 +106,8 @@ class Nf4Linear(nn.Module):
     def __init__(self, whole: nn.Linear) -> None:
         super().__init__()
         self.out_features, self.in_features = whole.weight.shape
-        self.packed = nn.Parameter(to_nf4(whole.weight), requires_grad=False)
+        packed = nn.Parameter(to_nf4(whole.weight), requires_grad=False)
+        self.packed = marked(packed, whole.weight)
         self.bias = whole.bias
 
     def dequantized(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from labutils.world import Comm
+from labutils.world import Comm, marked
 
 Same = Shaped[Tensor, "*shape"]
 _IGNORED = -100  # the target that torch's cross-entropy leaves out
@@ -147,7 +148,8 @@ class Split(nn.Module):
             padded = pieces + -pieces % n
             raise ValueError(f"tp={n} does not divide {pieces} {what}: pad them to {padded}")
         mine = p.detach().tensor_split(parts, dim)[i * parts // n]
-        return nn.Parameter(mine.clone(memory_format=torch.contiguous_format), p.requires_grad)
+        made = nn.Parameter(mine.clone(memory_format=torch.contiguous_format), p.requires_grad)
+        return marked(made, p, shares=parts)
 
 
 class ColumnLinear(Split):
@@ -236,7 +238,7 @@ class TokenNorm(Split):
 class VocabEmbedding(Split):
     """An embedding of which each rank has the rows of its words, W[v_t, h], and zeros for others'.
 
-    Out comes [b, s, h], with `sequence` [b, s_t, h].
+    Out comes [b, s, h], with `sequence` [b, s_t, h]. IndexError for a token that is no word.
     """
 
     def __init__(self, whole: nn.Embedding, comm: Comm, sequence: bool = False) -> None:
@@ -244,6 +246,7 @@ class VocabEmbedding(Split):
         self.weight = self.share(whole.weight, 0, whole.num_embeddings, "words", comm.size)
 
     def forward(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s_or_s_t h"]:
+        _check_words("token", tokens, len(self.weight) * self.comm.size)
         place, others = _place(tokens, len(self.weight), self.comm)
         x = F.embedding(place, self.weight).masked_fill(others[..., None], 0)
         return scatter_to(x, self.comm) if self.sequence else reduce_from(x, self.comm)
@@ -260,6 +263,7 @@ def cross_entropy(
 
     Cost: of each token the largest logit, then the sum of exponentials and the target's logit, are
     all-reduced, in fp32 or wider. Kept are the probabilities of this rank's words.
+    Raises IndexError for a target that is no word.
     Source: Shoeybi et al. 1909.08053, section 3; Megatron-LM's vocab_parallel_cross_entropy.
     """
     return _CrossEntropy.apply(logits, targets, comm)
@@ -268,6 +272,7 @@ def cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, comm: Comm) -> Tensor:
+        _check_words("target", targets, logits.shape[-1] * comm.size, _IGNORED)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         place, others = _place(targets, logits.shape[-1], comm)
         with comm.record("loss"):
@@ -290,6 +295,21 @@ class _CrossEntropy(torch.autograd.Function):
         scale = scale.masked_fill(targets == _IGNORED, 0)[..., None]
         hit = scale.masked_fill(others[..., None], 0)
         return (softmax * scale).scatter_add_(-1, place[..., None], -hit), None, None
+
+
+def _check_words(what: str, words: Tensor, v: int, ignored: int = 0) -> None:
+    """Raises IndexError for a number that is none of v words, as one device does: it would be taken
+    for a word that another rank has. (On a GPU an assertion there, for which nobody waits; fake
+    tensors have no values to look at.)"""
+    if isinstance(words, FakeTensor) or words.is_meta or not words.numel():
+        return
+    wrong = ((words < 0) | (words >= v)) & (words != ignored)
+    if words.is_cuda:
+        torch._assert_async(~wrong.any(), f"a {what} is none of {v} words")
+    elif wrong.any():
+        first = words[wrong][0].item()
+        remedy = f"use 0 … {v - 1}; do tokenizer and model belong together?"
+        raise IndexError(f"{what} {first} is not in the vocabulary of {v} words: {remedy}")
 
 
 def _place(words: Tensor, v_t: int, comm: Comm) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from labutils import anatomy
 from labutils.config import ModelConfig
 from labutils.model import GPT
 from labutils.tensor_parallel import layers
-from labutils.world import Comm
+from labutils.world import Comm, marked
 
 _DRAWING = threading.Lock()
 
@@ -101,7 +101,9 @@ def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
     ranks have is the same on all, that of heads and of tokens which one rank has is its own.
 
     Cost: bytes sent as in `sent`, activations kept as in `kept_activations`.
-    Invariant: loss, gradients and steps are those of the whole model, up to rounding.
+    Invariant: loss, gradients and steps are those of the whole model, up to rounding, where all
+    ranks are given the same tokens and targets; nobody compares them, and with others the loss is
+    a plausible number.
     Raises ValueError where comm.size does not divide heads, width or vocabulary, and neither
     divides key–value heads nor is a multiple of them; in a pass, where it does not divide the
     sequence that it splits.
@@ -125,6 +127,8 @@ def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
         layers.ColumnLinear.together(attention.query, attention.key, attention.value)
         if feed_forward.gate is not None:
             layers.ColumnLinear.together(feed_forward.gate, feed_forward.up)
+    for parameter in module.parameters():
+        marked(parameter)  # that of a norm is whole
     if config.dropout:
         _draw_apart(module, comm, sequence)
     module.__class__ = ParallelGPT

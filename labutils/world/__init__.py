@@ -30,6 +30,7 @@ from labutils.world.errors import (
 from labutils.world.messages import Work
 from labutils.world.processes import Processes
 from labutils.world.rank import Rank
+from labutils.world.shares import copies, marked
 from labutils.world.threads import Threads
 from labutils.world.torchrun import Torchrun
 
@@ -44,6 +45,8 @@ __all__ = [
     "World",
     "WorldError",
     "comm_of",
+    "copies",
+    "marked",
 ]
 
 ENGINES = {"threads": Threads, "processes": Processes, "torchrun": Torchrun, "dry": Dry}

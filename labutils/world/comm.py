@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from labutils import collectives, units
 from labutils.collectives.algorithms import Sizes, is_rank
-from labutils.config import COMM_AXES
+from labutils.config import COMM_AXES, Mesh
 from labutils.trace import Event
 from labutils.world.errors import site
 from labutils.world.messages import REDUCE_OPS, CallSite, Request, Work, describe
@@ -45,7 +45,7 @@ class Comm:
     once, whose `wait()` gives the result.
     """
 
-    def __init__(self, owner: "Rank", axis: str, ranks: Sequence[int], channel: int) -> None:
+    def __init__(self, owner: "Rank", axis: str, ranks: tuple[int, ...], channel: int) -> None:
         self.axis = axis
         self.ranks = ranks
         self.rank = ranks.index(owner.rank)
@@ -64,6 +64,28 @@ class Comm:
         return f"Comm(axis={self.axis!r}, rank={self.rank}, size={self.size})"
 
     @property
+    def mesh(self) -> Mesh:
+        """The mesh of the world that its ranks are of."""
+        return self._owner.mesh
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors lie."""
+        return self._owner.device
+
+    def check_all(self, what: str) -> None:
+        """Raises ValueError if these are not all ranks of the mesh, who must answer `what`
+        together."""
+        if self.size < self.mesh.size:
+            of = f"{what} is a matter of all {self.mesh.size} ranks of the mesh"
+            raise ValueError(f"{of}, and {self.axis!r} has {self.size} of them: give rank.comm()")
+
+    def __deepcopy__(self, memo: Any) -> "Comm":
+        """Refused: a copy of a module would call the others where they do not call it."""
+        remedy = "copy the module first, and change the copy"
+        raise TypeError(f"{self!r} is this rank's door to others and has no copy: {remedy}")
+
+    @property
     def group(self) -> Any:
         """The real `torch.distributed.ProcessGroup` of these ranks, whose bytes nobody counts.
 
@@ -72,7 +94,7 @@ class Comm:
         if self._owner._groups is None:
             remedy = 'use World(..., engine="processes")'
             raise RuntimeError(f"threads have no torch.distributed.ProcessGroup: {remedy}")
-        return self._owner._groups(tuple(self.ranks))
+        return self._owner._groups(self.ranks)
 
     def neighbours(self, count: int) -> "Comm":
         """The communicator of this rank's block, of the blocks of `count` that the ranks fall into

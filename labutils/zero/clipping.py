@@ -1,4 +1,4 @@
-"""Gradient clipping where every rank has a shard of the gradient: one norm for all."""
+"""Gradient clipping over ranks: one norm, that of the whole mesh."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from labutils import units
+from labutils import units, world
 from labutils.world import Comm
 
 
@@ -16,18 +16,34 @@ def clip_grad_norm(
 ) -> Float[Tensor, ""]:
     """The norm of the whole gradient, the same on all ranks, after scaling it to at most max_norm.
 
-    parameters  this rank's shards: of a module that is sharded, or what `Optimizer.collect` returns
-    comm        the ranks that have the rest
+    parameters  this rank's, with their gradients reduced: of a module, whatever changed it, or what
+                `Optimizer.collect` returns
+    comm        all ranks, rank.comm()
 
-    Cost: one all-reduce of a single number, booked as "gradient norm".
+    A number that several ranks have (a norm under tensor parallelism, all weights of replicas, a
+    tied embedding at both ends of a pipeline) counts once: each of them adds its part of the
+    square. How many have it, transforms say on the parameter (`world.copies`).
+
+    Cost: one all-reduce of a single number in fp64, booked as "gradient norm".
+    Raises ValueError for fewer than all ranks of the mesh, for parameters of which nobody said how
+    ranks share them out, and for those that a zero.Optimizer steps in pieces.
     """
-    parameters = list(parameters)
-    wide = torch.promote_types(parameters[0].dtype, torch.float32)
-    square = torch.zeros((), dtype=wide, device=parameters[0].device)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            square += torch.linalg.vector_norm(parameter.grad, dtype=wide) ** 2
+    comm.check_all("the norm of a gradient")
+    units.positive(max_norm, "max_norm")
+    found = [p for p in dict.fromkeys(parameters) if _has_gradient(p)]
+    square = torch.zeros((), dtype=torch.float64, device=comm.device)
+    for p in found:
+        wide = torch.promote_types(p.grad.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(p.grad, dtype=wide).double()
+        square += norm**2 / float(world.copies(p, comm))
     with comm.record("gradient norm"):
         norm = comm.all_reduce(square).sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, units.positive(max_norm, "max_norm"), norm)
+    nn.utils.clip_grads_with_norm_(found, max_norm, norm)
     return norm
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    if hasattr(parameter, "piece"):
+        remedy = "give what its collect() returns"
+        raise ValueError(f"a zero.Optimizer has the gradients of these parameters: {remedy}")
+    return parameter.grad is not None

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from labutils import data_parallel, measure
+from labutils import data_parallel, measure, world
 from labutils.world import Comm
 from labutils.zero.partition import partition
 
@@ -58,13 +58,18 @@ class FlatParameter:
         self.apart = sharded or self.shard.dtype != self.whole.dtype  # from the whole, in memory
         self.reduce_dtype = reduce_dtype or self.whole.dtype
         self.cuts = self.partition.cuts(self.numels, comm.rank)
-        self.pieces = [nn.Parameter(self.shard[a:b], self.trained) for a, b in self.cuts]
+        pieces = [nn.Parameter(self.shard[a:b], self.trained) for a, b in self.cuts]
+        self.pieces = [
+            world.marked(piece, whole, shares=comm.size)
+            for piece, whole in zip(pieces, parameters, strict=True)
+        ]
         if sharded:
             self.wholes = [nn.Parameter(view, self.trained) for view in self.views(self.whole)]
         else:
             self.wholes = list(parameters)
-            for parameter, view in zip(parameters, self.views(self.whole), strict=True):
-                parameter.data = view
+            for i, parameter in enumerate(parameters):
+                parameter.data = self.view(self.whole, i)
+                parameter.piece = self.pieces[i]
         self.gradient: Tensor | None = None  # memory for the gradient of the shard, if it has any
         self.buffer: Tensor | None = None
         self.arrived: set[int] = set()

@@ -71,7 +71,7 @@ def predict_sent(
     if level:
         calls += [("all_gather", numel, itemsize, gathers) for numel in weights]
         calls += [("finite", 1, 4, steps * scaled)]
-        calls += [("gradient norm", 1, max(4, begun), steps * clip)]
+        calls += [("gradient norm", 1, 8, steps * clip)]
     if start:
         calls += [("broadcast", numel, begun, 1) for numel in (*weights, frozen) if numel]
     lines: list[Line] = []

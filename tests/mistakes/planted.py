@@ -109,6 +109,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('s //= self.comm.size', 'pass'),
         ('itertools.islice(numbers, count)', 'itertools.islice(numbers, 1)'),
         ('any(place[i] == rank for place in schedule.places)', 'schedule.places[0][i] == rank'),
+        ('return ends[rank == ends[0]]', 'return ends[rank != ends[0]]'),
     ],
     ("pipeline/messages", "test_pipeline"): [
         ('came = next(sent[peer]) if messages == "matched" else need', 'came = need'),
@@ -130,7 +131,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('self.shares = [len(tokens) / rows for tokens, _ in batches]', 'self.shares = [1 / len(batches) for _ in batches]'),
         ('work.wait()  # lets go of what has arrived', 'pass'),
         ('grad.add_(theirs)', 'pass'),
-        ('return ends[rank == ends[0]]', 'return ends[rank != ends[0]]'),
         ('get_gradient_edge(y) if y.requires_grad else None', 'get_gradient_edge(y)'),
         ('seconds += self.pace["W"][op.stage]', 'pass'),
         ('whole = whole * schedule.every / len(batches)', 'pass'),
@@ -345,7 +345,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("pairs[:, 0] * 16 + pairs[:, 1]", "pairs[:, 1] * 16 + pairs[:, 0]"),
         ("(-(-blocks // SCALES) + 1)", "-(-blocks // SCALES)"),
         ("groups = F.pad(scales - mean,", "groups = F.pad(scales,"),
-        ("self.packed = nn.Parameter(to_nf4(whole.weight), requires_grad=False)", "self.packed = nn.Parameter(to_nf4(whole.weight, double=double).float(), requires_grad=False)"),
+        ("packed = nn.Parameter(to_nf4(whole.weight), requires_grad=False)", "packed = nn.Parameter(to_nf4(whole.weight).float(), requires_grad=False)"),
     ],
     ("context_parallel/sequence", "test_context_parallel"): [
         ("yield Tile(rows, columns, (query - key) * c)", "yield Tile(rows, columns, 0)"),
@@ -356,7 +356,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("(has[query] - has[key]) % self.n", "(has[key] - has[query]) % self.n"),
         ("- _sum_to(beyond + rows)", "+ _sum_to(beyond + rows)"),
         ("for number in sorted(chunks)", "for number in chunks"),
-        ("if units.whole(s, \"s\", 1) % pieces:", "if units.whole(s, \"s\", 1) % n:"),
+        ("if s % pieces:", "if s % n:"),
     ],
     ("context_parallel/attention", "test_context_parallel"): [
         ("merged = flash.merge(out[:, :, at], lse[:, :, at], *found)", "merged = out[:, :, at] + found[0], torch.logaddexp(lse[:, :, at], found[1])"),
@@ -413,7 +413,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("group = experts if name in ours else comm", "group = comm"),
         ("group = experts if name in ours else comm", "group = experts"),
         ("parameter.grad.div_(group.size)", "parameter.grad.div_(comm.size)"),
-        ("start.broadcast(parameter.data, out=parameter.data)", "pass"),
+        ("start.broadcast(marked(parameter).data, out=parameter.data)", "pass"),
         ("start = replicas or comm", "start = comm"),
         ("self.load = self.load + routing.load", "self.load = routing.load"),
         ("(load.mean() - load).sign()", "(load - load.mean()).sign()"),
@@ -488,11 +488,11 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("return not found", "return bool(found)"),
         ("if 2 * self.value <= floats.FP32.max:", "if True:"),
         ("finite = all(self._finite", "finite = any(self._finite"),
-        ('torch.tensor(float(not finite)), "max")', 'torch.tensor(float(not finite)), "min")'),
+        ('all_reduce(found, "max")', 'all_reduce(found, "min")'),
     ],
     ("precision/master", "test_precision_training"): [
         ("if master.grad is None:\n            master.grad = weight", "if True:\n            master.grad = weight"),
-        ("self.masters[weight] = nn.Parameter(weight.detach().float())", "self.masters[weight] = nn.Parameter(weight.detach())"),
+        ("marked(nn.Parameter(weight.detach().float()), weight)", "marked(nn.Parameter(weight.detach()), weight)"),
         ('mode = "nearest" if self.generator is None else "stochastic"', 'mode = "nearest"'),
     ],
     ("precision/autocast", "against_torch/test_precision"): [
@@ -606,9 +606,18 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("self.buffer[self.partition.numel :].zero_()", "pass"),
         ("comm.broadcast(full, out=full)", "pass"),
     ],
-    ("zero/clipping", "test_zero_update test_survivors"): [
+    ("zero/clipping", "test_zero_clipping test_survivors"): [
         ("norm = comm.all_reduce(square).sqrt()", "norm = square.sqrt()"),
-        ("torch.promote_types(parameters[0].dtype, torch.float32)", "parameters[0].dtype"),
+        ("torch.promote_types(p.grad.dtype, torch.float32)", "p.grad.dtype"),
+        ("norm**2 / float(world.copies(p, comm))", "norm**2"),
+        ("dict.fromkeys(parameters)", "list(parameters)"),
+        ('comm.check_all("the norm of a gradient")', "pass"),
+    ],
+    ("world/shares", "test_zero_clipping"): [
+        ('return held * marks.get("ends", 1)', "return held"),
+        ("comm.mesh.pp * marks", "marks"),
+        ('marks.get("shares", 1) * shares', "shares"),
+        ('if "shares" not in marks', "if False"),
     ],
     ("zero/optimizer", "test_zero test_zero_update"): [
         ("for piece in gradients:\n                piece.grad = None", "for piece in gradients:\n                pass"),
@@ -624,7 +633,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("if self.resident and not self.pinned:", "if self.resident:"),
     ],
     ("zero/predict", "test_zero test_zero_sharded test_zero_dry"): [
-        ("max(4, begun)", "4"),
+        ('("gradient norm", 1, 8,', '("gradient norm", 1, 4,'),
         ("(accumulation * (1 + reshard) if", "(accumulation * 2 if"),
         ("(accumulation if level > 1 else 1)", "accumulation"),
         ("max(0, i - 1) : i + 1", "i : i + 1"),

@@ -132,6 +132,7 @@ class _ReducesInFp32:
 
 class _ClipsByTheLibrary(_ReducesInFp32):
     def clip(self, max_norm):
+        self.master.shares = self.comm.size  # each rank has another one
         return zero.clip_grad_norm([self.master], self.comm, max_norm)
 
 
