@@ -255,6 +255,8 @@ def letters(model: Model, *, tp: int = 1, ep: int = 1) -> dict[str, int]:
     sizes = {letter: getattr(model, field) for letter, field in LETTERS.items()}
     for axis, n in (("tp", tp), ("ep", ep)):
         for letter in SPLITS[axis]:
+            if letter == "f" and axis == "tp" and model.num_experts > 1:
+                continue  # experts are whole: ep spreads them
             if sizes[letter] % n:
                 field = f"{LETTERS[letter]}={sizes[letter]}"
                 raise ValueError(f"{axis}={n} does not divide {field}: choose another, or pad it")

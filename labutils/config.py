@@ -24,6 +24,12 @@ MOMENTS = {
     "adamw": ("exp_avg", "exp_avg_sq"),
 }
 """What an optimizer keeps for each weight, under PyTorch's names."""
+BUCKET_BYTES = 25 * units.MIB  # PyTorch's bucket_cap_mb=25 counts MiB
+SCHEDULES = (
+    "naive", "gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "breadth_first",
+    "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "dualpipe_v", "dualpipe",
+)  # fmt: skip
+"""The functions of `schedule` whose steps end before the optimizer's begins."""
 
 
 def _one_of(fields: Mapping[str, Any], **allowed: tuple) -> None:
@@ -286,35 +292,80 @@ _HF_BEYOND = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """What LoRA trains beside frozen weights.
+
+    rank, alpha: r and α of each adapter, whose product is weighed with α/r
+    pattern: the layers that have one, by the ends of their names, as in `lora.targets`
+    base: the format of the frozen linear layers: their own ("") or "nf4", as in QLoRA
+    """
+
+    rank: int
+    alpha: float
+    pattern: str | tuple[str, ...] = "*"
+    base: str = ""
+
+    def __post_init__(self) -> None:
+        units.whole_fields(self, "rank")
+        units.positive(self.alpha, "alpha")
+        _one_of(vars(self), base=("", "nf4"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How a model is trained; batch sizes are in sequences.
+
+    optimizer, lr: what steps the weights, "momentum" being SGD with 0.9 of it, and how far.
+    clip: the norm of the whole gradient to which a step is clipped; None leaves it as it is.
 
     precision: "fp32", or a half format ("bf16", "fp16"): weights and gradients are half, and an
         fp32 master copy goes with the optimizer.
     fp32_gradients: with a half precision, gradients are accumulated in fp32: beside the half ones
         (True), or in their place ("only").
     autocast: weights and gradients stay fp32 and only the matrix products are half.
-    attention: "plain" writes the s×s scores out, "sdpa" is PyTorch's fused kernel.
-    checkpointing: "none", "selective" (attention is computed again), or "full" (each layer is).
+    fp8: the scheme of `quantization.SCHEMES` by which linear layers multiply 8 bits; None: none do.
+    adapters: what LoRA trains; None trains the weights themselves.
     stepping: how the optimizer goes through the weights: one after the other ("loop", PyTorch's
         default on a CPU), all in each operation ("foreach", its default on a GPU), or all in one
         ("fused").
+
+    attention: "plain" writes the s×s scores out, "sdpa" is PyTorch's fused kernel; over the ranks
+        of cp, "ring" or "ulysses".
+    layout: which tokens of a sequence a rank of cp has, "zigzag" or "contiguous".
+    sequence: sequence parallelism around tensor parallelism.
+    checkpointing: "none", "selective" (attention is computed again), or "full" (each layer is).
+    schedule: of the pipeline, a name of `SCHEDULES`.
+    chunks: stages of a rank, where a schedule goes round the ranks ("interleaved" and its kin).
+    layers: of each stage; cut so that the longest stage is short unless given.
     zero: the level of ZeRO.
+    bucket_bytes: what levels 1 and 2 reduce and gather at once.
+    reshard: whether level 3 frees weights between the forward and the backward pass.
     """
 
     micro_batch: int
     global_batch: int
     precision: str = "bf16"
     optimizer: str = "adamw"
+    lr: float = 1e-3
+    clip: float | None = None
     fp32_gradients: bool | str = False
     autocast: bool = False
+    fp8: str | None = None
+    adapters: Adapters | None = None
     attention: str = "plain"
+    layout: str = "zigzag"
+    sequence: bool = False
     checkpointing: str = "none"
+    schedule: str = "one_f_one_b"
+    chunks: int = 2
+    layers: tuple[int, ...] | None = None
     stepping: str = "loop"
     zero: int = 0
+    bucket_bytes: int = BUCKET_BYTES
+    reshard: bool = True
 
     def __post_init__(self) -> None:
-        units.whole_fields(self, "micro_batch", "global_batch")
+        units.whole_fields(self, "micro_batch", "global_batch", "chunks", "bucket_bytes")
         if self.global_batch % self.micro_batch:
             sizes = f"micro_batch={self.micro_batch} does not divide global_batch"
             raise ValueError(f"{sizes}={self.global_batch}: the last micro-batch would be short")
@@ -323,12 +374,24 @@ class TrainConfig:
             precision=("fp32", "bf16", "fp16"),
             fp32_gradients=(True, False, "only"),
             autocast=(True, False),
-            attention=("plain", "sdpa"),
+            fp8=(None, "unscaled", "current", "delayed", "tiles", "int8"),
+            attention=("plain", "sdpa", "ring", "ulysses"),
+            layout=("zigzag", "contiguous"),
+            sequence=(True, False),
             optimizer=tuple(MOMENTS),
             checkpointing=("none", "selective", "full"),
+            schedule=SCHEDULES,
             stepping=("loop", "foreach", "fused"),
             zero=(0, 1, 2, 3),
+            reshard=(True, False),
         )
+        units.positive(self.lr, "lr")
+        if self.clip is not None:
+            units.positive(self.clip, "clip")
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(self.layers))
+        if not isinstance(self.adapters, Adapters | None):
+            raise TypeError(f"adapters must be config.Adapters or None, got {self.adapters!r}")
         if self.autocast and self.precision == "fp32":
             remedy = "give precision='bf16' or 'fp16'"
             raise ValueError(f"autocast=True computes in a half format: {remedy}")

@@ -1,7 +1,7 @@
 """The one GPT of the course, built from a `ModelConfig`: every lab trains or shards this model."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ ROPE_BASE = 10_000.0
 INIT_STD = 0.02
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+Places = Callable[[int], Sequence[int]]
 
 
 def attend_plain(
@@ -70,9 +71,20 @@ class Rotary(nn.Module):
         angle = torch.outer(torch.arange(seq_len), base ** (-torch.arange(0, d_head, 2) / d_head))
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
+        self.places_: Places | None = None  # as of the GPT
+        self.picked: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def rows(self, s: int) -> tuple[Float[Tensor, "s half"], Float[Tensor, "s half"]]:
+        """The tables where the s tokens at hand stand; picked out once for all layers and steps."""
+        if self.places_ is None:
+            return self.cos[:s], self.sin[:s]
+        if self.picked is None or self.picked[0] is not self.cos or len(self.picked[1]) != s:
+            at = torch.tensor(self.places_(s), device=self.cos.device)
+            self.picked = self.cos, self.cos[at], self.sin[at]
+        return self.picked[1:]
 
     def forward(self, x: Float[Tensor, "b heads s d"]) -> Float[Tensor, "b heads s d"]:
-        cos, sin = (table[: x.shape[2]].to(x.dtype) for table in (self.cos, self.sin))
+        cos, sin = (table.to(x.dtype) for table in self.rows(x.shape[2]))
         left, right = x.chunk(2, dim=-1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
@@ -201,6 +213,7 @@ class GPT(nn.Module):
         attend = attention if callable(attention) else ATTENTION[attention]
         h, L, s, v = config.letters("h L s v")
         self.config = config
+        self.places_: Places | None = None  # context parallelism has its own
         self.tokens = nn.Embedding(v, h)
         self.positions = nn.Embedding(s, h) if config.positions == "learned" else None
         # One table, shared by all layers.
@@ -230,14 +243,25 @@ class GPT(nn.Module):
             else:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
 
-    def embed(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s h"]:
-        """The residual stream as it enters the first layer."""
-        if tokens.shape[1] > self.config.seq_len:
-            fits = f"{tokens.shape[1]} tokens do not fit seq_len={self.config.seq_len}"
+    def places(self, s: int) -> slice | Int[Tensor, " s"]:
+        """Where in their sequence the s tokens stand that this model is given: at its beginning,
+        but for a rank of context parallelism. ValueError for a sequence that is too long."""
+        at = range(s) if self.places_ is None else self.places_(s)
+        longest, needed = self.config.seq_len, max(at, default=-1) + 1
+        if needed > longest:
+            fits = f"{needed} tokens do not fit seq_len={longest}"
             raise ValueError(f"{fits}: cut the sequence or build a longer model")
+        if self.places_ is None:
+            return slice(s)
+        return torch.tensor(at, device=self.tokens.weight.device)
+
+    def embed(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s_or_s_t h"]:
+        """The residual stream as it enters the first layer; of all tokens, but for a rank that has
+        a share of them."""
+        at = self.places(tokens.shape[1])
         x = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions.weight[: tokens.shape[1]]
+            x = x + (self.positions.weight[at] if isinstance(at, slice) else self.positions(at))
         return self.dropout(x)
 
     def forward(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s v"]:

@@ -18,6 +18,7 @@ LAYERS = {
     0: {"units", "notation"},
     1: {"floats", "config", "anatomy", "ledger", "trace", "timeline", "schedule"},
     2: {"collectives", "world", "model", "measure"},
+    3.5: {"step"},  # a training step is put together of all topics
     4: {"plots"},
     5: {"widgets"},
     6: {"rigs"},
@@ -29,10 +30,11 @@ REACH = {
     1: {0},
     2: {0, 1},
     TOPIC: {0, 1, 2},
+    3.5: {0, 1, 2, TOPIC},
     4: {0, 1},
     5: {0, 1, 4},
-    6: {0, 1, 2, TOPIC},
-    7: {0, 1, 2, TOPIC, 4, 5, 6},
+    6: {0, 1, 2, TOPIC, 3.5},
+    7: {0, 1, 2, TOPIC, 3.5, 4, 5, 6},
 }
 # The few steps sideways.
 SIDEWAYS = {

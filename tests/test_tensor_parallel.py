@@ -357,7 +357,6 @@ ILLEGAL = [
         4,
         "tp=4 does not divide vocab_size=50: choose another, or pad it",
     ),
-    (replace(GPT2, num_experts=4, top_k=2), 2, "spread num_experts=4 over ep"),
 ]
 
 

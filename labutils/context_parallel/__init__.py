@@ -13,4 +13,4 @@ from labutils.context_parallel.attention import (
 from labutils.context_parallel.predict import kept_activations, sent
 from labutils.context_parallel.sequence import SequenceLayout, Tile, layout
 from labutils.context_parallel.time import least_tokens, ring_timeline
-from labutils.context_parallel.transform import ContextGPT, distribute, mean_loss
+from labutils.context_parallel.transform import ContextGPT, distribute, mean_loss, place, require

@@ -24,27 +24,10 @@ class ContextGPT(GPT):
 
     comm: Comm
     kind: str
-    tables: tuple[Tensor, Tensor] | None
 
     def forward(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s_c v"]:
         here = layout(tokens.shape[1], self.comm.size, self.kind)
         return super().forward(here.split(tokens, self.comm.rank))
-
-    def embed(self, tokens: Int[Tensor, "b s_c"]) -> Float[Tensor, "b s_c h"]:
-        """The residual stream of this rank's tokens, each with its position in the sequence."""
-        s, longest = tokens.shape[1] * self.comm.size, self.config.seq_len
-        if s > longest:
-            fits = "cut the sequence or build a longer model"
-            raise ValueError(f"{s} tokens do not fit seq_len={longest}: {fits}")
-        at = layout(s, self.comm.size, self.kind).positions(self.comm.rank)
-        at = torch.tensor(at, device=tokens.device)
-        x = self.tokens(tokens)
-        if self.positions is not None:
-            x = x + self.positions(at)
-        if self.tables is not None:  # all layers share one, whose rows are this rank's from now on
-            rotary = self.blocks[0].attention.rotary
-            rotary.cos, rotary.sin = (table[at] for table in self.tables)
-        return self.dropout(x)
 
     def loss(self, tokens: Int[Tensor, "b s"], targets: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
         """Mean cross-entropy in nats per token of the whole sequences, the same on all ranks; a
@@ -108,9 +91,32 @@ def distribute(
     Raises ValueError for dropout, whose masks would need the place of each token, and for heads
     that Ulysses cannot share out; in a pass, for a sequence that the ranks cannot.
     """
-    if type(module) is not GPT:  # nor a share of one
+    place(module, comm, attention=attention, kind=kind, block=block)
+    module.__class__ = ContextGPT
+    module.comm = comm
+    module.kind = kind
+    return module
+
+
+def place(
+    module: GPT,
+    comm: Comm,
+    *,
+    attention: str = "ring",
+    kind: str = "zigzag",
+    block: int | None = None,
+) -> GPT:
+    """The GPT, changed in place so that it takes this rank's tokens of each sequence, with their
+    places, and its attention those of all ranks. It is given the tokens that `layout` gives the
+    rank, and returns their logits.
+
+    That is all of `distribute` but for cutting sequences and the loss; tensor parallelism, stages
+    and the rest can follow, as after a plain GPT. The options are those of `distribute`.
+    """
+    if type(module) is not GPT or module.places_ is not None:  # nor a share of one
         got = type(module).__name__
-        raise TypeError(f"distribute takes a whole labutils.model.GPT, got {got}")
+        again = ", which has its tokens" if type(module) is GPT else ""
+        raise TypeError(f"distribute takes a whole labutils.model.GPT, got {got}{again}")
     require(module.config, comm.size, attention, kind)
     if module.config.dropout:
         remedy = "build the model with dropout=0"
@@ -118,12 +124,15 @@ def distribute(
     attend = functools.partial(ATTENTION[attention], comm=comm, kind=kind, block=block)
     for layer in module.blocks:
         layer.attention.attend = functools.partial(_attend, attend)
-    rotary = module.blocks[0].attention.rotary
-    module.__class__ = ContextGPT
-    module.comm = comm
-    module.kind = kind
-    module.tables = None if rotary is None else (rotary.cos, rotary.sin)
+    module.places_ = functools.partial(_places, comm, kind)
+    if (rotary := module.blocks[0].attention.rotary) is not None:  # one for all layers
+        rotary.places_ = module.places_
     return module
+
+
+def _places(comm: Comm, kind: str, s: int) -> tuple[int, ...]:
+    """Where in their sequence the s tokens stand that this rank has."""
+    return layout(s * comm.size, comm.size, kind).positions(comm.rank)
 
 
 def _attend(attend: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from labutils import collectives, units
-from labutils.config import Link
+from labutils import collectives
+from labutils.config import BUCKET_BYTES, Link
 from labutils.ledger import Ledger, Line
 from labutils.timeline import Span, Timeline
-
-BUCKET_BYTES = 25 * units.MIB  # PyTorch's bucket_cap_mb=25 counts MiB
 
 
 @dataclass(frozen=True, slots=True)

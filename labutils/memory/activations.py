@@ -4,7 +4,7 @@ pass. Which these are stands in `anatomy`."""
 from labutils import anatomy
 from labutils.config import ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
-from labutils.memory.states import FP32, WIDTHS
+from labutils.memory.states import FP32, WIDTHS, require_formula
 
 
 def activations(model: ModelConfig, train: TrainConfig) -> Ledger:
@@ -16,6 +16,7 @@ def activations(model: ModelConfig, train: TrainConfig) -> Ledger:
     Source: read off `torch.autograd.graph.saved_tensors_hooks`; a test compares it byte by byte
     over random configurations.
     """
+    require_formula(train)
     compute = WIDTHS[train.precision]
     how = anatomy.Policy(
         compute=compute,

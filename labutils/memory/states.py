@@ -74,9 +74,22 @@ def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) ->
     return Ledger([*held, *buffers(model, 2 if half else FP32)])
 
 
+def require_formula(train: TrainConfig) -> None:
+    """Nothing, or a ValueError for what changes the bytes of a step and has no formula here."""
+    plain = dict(adapters=None, fp8=None, sequence=False, reshard=True)
+    for name, value in plain.items():
+        if getattr(train, name) != value:
+            remedy = f"leave {name}={value!r}, or run step.build dry (World(mesh, engine='dry'))"
+            raise ValueError(f"memory has no formula for {name}={getattr(train, name)!r}: {remedy}")
+    if train.attention not in ("plain", "sdpa"):
+        remedy = "give 'plain' or 'sdpa', or ask context_parallel.kept_activations"
+        raise ValueError(f"memory has no formula for attention={train.attention!r}: {remedy}")
+
+
 def zero_level(train: TrainConfig, mesh: Mesh) -> int:
     """The ZeRO level at which states are really sharded on `mesh`: 0 where there is one
     data-parallel rank."""
+    require_formula(train)
     for axis in ("tp", "pp", "cp", "ep"):
         if (n := getattr(mesh, axis)) > 1:
             remedy = f"leave {axis}=1 and use dp with TrainConfig(zero=1, 2 or 3)"

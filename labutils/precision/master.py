@@ -111,7 +111,8 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Rounds every master weight into its half-precision weight."""
-        torch._foreach_copy_(list(self.masters), list(self.masters.values()))
+        if self.masters:  # adapters are fp32 beside weights that are not
+            torch._foreach_copy_(list(self.masters), list(self.masters.values()))
 
     def zero_grad(self) -> None:
         """Frees every gradient, of the model's weights and of the master weights."""

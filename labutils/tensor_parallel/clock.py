@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from labutils import anatomy, collectives, units
 from labutils.config import Link, ModelConfig
-from labutils.tensor_parallel.transform import rank_config, styles
+from labutils.tensor_parallel.transform import rank_config, require_dense, styles
 from labutils.timeline import Span, Timeline
 
 _HALVES = {"attention": ".attention", "feed-forward": ".feed_forward"}
@@ -49,6 +49,7 @@ def layer_timeline(
     >>> layer_timeline(model, 8, link, flops=500e12, pieces=True).hidden > 0
     True
     """
+    require_dense(model)
     tokens = units.whole(micro_batch, "micro_batch", 1) * model.seq_len
     nbytes, spans, now = tokens * model.d_model * itemsize, [], 0.0
     k, steps = (n, max(n - 1, 1)) if pieces else (1, 1)  # of several pieces one is the rank's own

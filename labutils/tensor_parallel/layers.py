@@ -235,6 +235,20 @@ class TokenNorm(Split):
         return self.normalize(x, self.shape, *used, eps=self.eps)
 
 
+class TokenLinear(Split):
+    """A whole linear layer of this rank's tokens, as a router or an expert is under sequence
+    parallelism: the gradients of its weight and bias are summed over the ranks that have the other
+    tokens."""
+
+    def __init__(self, whole: nn.Linear, comm: Comm) -> None:
+        super().__init__(whole, comm, sequence=True)
+        self.out_features, self.in_features = whole.weight.shape
+
+    def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... d"]:
+        used = [copy_to(p, self.comm, "gradients") for p in self.parameters()]
+        return F.linear(x, *used)
+
+
 class VocabEmbedding(Split):
     """An embedding of which each rank has the rows of its words, W[v_t, h], and zeros for others'.
 
@@ -256,22 +270,29 @@ class VocabEmbedding(Split):
 
 
 def cross_entropy(
-    logits: Float[Tensor, "*tokens v_t"], targets: Int[Tensor, "*tokens"], comm: Comm
+    logits: Float[Tensor, "*tokens v_t"],
+    targets: Int[Tensor, "*tokens"],
+    comm: Comm,
+    reduction: str = "mean",
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy in nats, from this rank's columns of logits that nobody has whole; targets
     of −100 count for nothing.
 
+    reduction: "mean", or "sum", in fp32 or wider: what a batch of several micro-batches adds up
+
     Cost: of each token the largest logit, then the sum of exponentials and the target's logit, are
     all-reduced, in fp32 or wider. Kept are the probabilities of this rank's words.
-    Raises IndexError for a target that is no word.
+    Raises IndexError for a target that is no word, ValueError for another reduction.
     Source: Shoeybi et al. 1909.08053, section 3; Megatron-LM's vocab_parallel_cross_entropy.
     """
-    return _CrossEntropy.apply(logits, targets, comm)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r}: use 'mean' or 'sum'")
+    return _CrossEntropy.apply(logits, targets, comm, reduction)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, comm: Comm) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, comm: Comm, reduction: str) -> Tensor:
         _check_words("target", targets, logits.shape[-1] * comm.size, _IGNORED)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         place, others = _place(targets, logits.shape[-1], comm)
@@ -282,19 +303,21 @@ class _CrossEntropy(torch.autograd.Function):
             total, target = comm.all_reduce(torch.stack([exponentials.sum(-1), target]))
         ignored = targets == _IGNORED
         count = (~ignored).sum().to(wide.dtype)  # half formats cannot count so far
+        count = torch.ones_like(count) if reduction == "sum" else count
         softmax = exponentials.div_(total[..., None]).to(logits.dtype)
         ctx.comm = comm
         ctx.save_for_backward(softmax, targets, count)
-        return ((total.log() - target).masked_fill(ignored, 0).sum() / count).to(logits.dtype)
+        whole = (total.log() - target).masked_fill(ignored, 0).sum()
+        return whole if reduction == "sum" else (whole / count).to(logits.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, targets, count = ctx.saved_tensors
         place, others = _place(targets, softmax.shape[-1], ctx.comm)
         scale = (grad / count).to(softmax.dtype).expand(targets.shape)
         scale = scale.masked_fill(targets == _IGNORED, 0)[..., None]
         hit = scale.masked_fill(others[..., None], 0)
-        return (softmax * scale).scatter_add_(-1, place[..., None], -hit), None, None
+        return (softmax * scale).scatter_add_(-1, place[..., None], -hit), None, None, None
 
 
 def _check_words(what: str, words: Tensor, v: int, ignored: int = 0) -> None:

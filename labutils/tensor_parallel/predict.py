@@ -7,7 +7,7 @@ from dataclasses import replace
 from labutils import anatomy, collectives, units
 from labutils.config import ModelConfig
 from labutils.ledger import Ledger, Line
-from labutils.tensor_parallel.transform import rank_config
+from labutils.tensor_parallel.transform import rank_config, require_dense
 
 
 def sent(
@@ -41,6 +41,7 @@ def sent(
 
     Raises ValueError with the size that n does not divide.
     """
+    require_dense(model)
     s, tokens = model.seq_len, units.whole(micro_batch, "micro_batch", 1) * model.seq_len
     calls = _calls(model, n, tokens * model.d_model, sequence, ends)
     if start:
@@ -108,6 +109,7 @@ def kept_activations(
 
     Source: Korthikanti et al. 2205.05198, section 4.2, equations 2 to 4.
     """
+    require_dense(model)
     local = rank_config(model, n)
     sizes = anatomy.letters(local) | {"b": units.whole(micro_batch, "micro_batch", 1)}
     words = Line("tokens", micro_batch * model.seq_len, "activations", note="words of other ranks")

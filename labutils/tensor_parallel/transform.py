@@ -1,12 +1,14 @@
 """`parallelize`: a whole GPT becomes one rank's share of it, as the table of its parts says."""
 
 import functools
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -22,18 +24,19 @@ _DRAWING = threading.Lock()
 def styles(model: ModelConfig) -> dict[str, str]:
     """How each part of the model that has weights is split, by its path: of a matrix the dim with a
     letter that tp divides (`anatomy.SPLITS`), the first ("column") or the second ("row"); of the
-    embedding its words ("vocabulary"); what has no such letter is "whole" on every rank.
+    embedding its words ("vocabulary"); what has no such letter is "whole" on every rank, and so are
+    routers and experts, which ep spreads.
 
     >>> table = styles(ModelConfig.named("llama-3.1-8b"))
     >>> [table[f"blocks.*.feed_forward{part}"] for part in ("_norm", ".gate", ".up", ".down")]
     ['whole', 'column', 'column', 'row']
     """
-    found = {}
+    found, letters = {}, set(anatomy.SPLITS["tp"]) - set("f" * (model.num_experts > 1))
     for part in anatomy.parts(model):
         dims = (part.weight or part.products).split()  # a tied head has no weight of its own
         if len(dims) > 2 or not dims:  # softmax·v, and what has no weight
             continue
-        split = [any(letter in anatomy.SPLITS["tp"] for letter in dim) for dim in dims]
+        split = [bool(letters & set(dim)) for dim in dims]
         style = ("column" if part.products else "vocabulary") if split[0] else "row"
         found[part.name] = style if any(split) else "whole"
     return found
@@ -41,23 +44,28 @@ def styles(model: ModelConfig) -> dict[str, str]:
 
 def rank_config(model: ModelConfig, n: int) -> ModelConfig:
     """The model that each of n ranks has: fewer heads, narrower feed-forward layers and a smaller
-    vocabulary, at the same hidden width. With fewer key–value heads than ranks it has one.
+    vocabulary, at the same hidden width. With fewer key–value heads than ranks it has one. Experts
+    stay as wide as they are.
 
     >>> rank = rank_config(ModelConfig.named("llama-3.1-8b"), 16)
     >>> rank.num_heads, rank.num_kv_heads, rank.d_ff, rank.d_model
     (2, 1, 896, 4096)
 
-    Raises ValueError, with the size that n does not divide, and for a mixture of experts.
+    Raises ValueError, with the size that n does not divide.
     """
-    if model.num_experts > 1:
-        remedy = f"spread num_experts={model.num_experts} over ep"
-        raise ValueError(f"tp does not split experts: {remedy}")
     shared = n % model.num_kv_heads == 0  # each key–value head on as many neighbouring ranks
     divided = replace(model, num_kv_heads=model.num_heads) if shared else model
     sizes = anatomy.letters(divided, tp=n)
     a, g, f, v = (sizes[letter] for letter in "agfv")
     g = 1 if shared else g
     return replace(model, num_heads=a, num_kv_heads=g, d_ff=f, vocab_size=v)
+
+
+def require_dense(model: ModelConfig) -> None:
+    """Nothing, or a ValueError for a mixture of experts, whose costs under tp have no formula."""
+    if model.num_experts > 1:
+        remedy = "a dry run counts it (World(mesh, engine='dry'))"
+        raise ValueError(f"no formula for num_experts={model.num_experts} under tp: {remedy}")
 
 
 class ParallelGPT(GPT):
@@ -70,18 +78,17 @@ class ParallelGPT(GPT):
     def embed(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s_or_s_t h"]:
         """The residual stream as it enters the first layer; under sequence parallelism its share of
         the tokens."""
+        if self.positions is None or not self.sequence:
+            return super().embed(tokens)
         s = tokens.shape[1]
-        if s > self.config.seq_len:
-            fits = "cut the sequence or build a longer model"
-            raise ValueError(f"{s} tokens do not fit seq_len={self.config.seq_len}: {fits}")
-        x = self.tokens(tokens)
-        if self.positions is not None and self.sequence:
-            share = layers.share_of_tokens(s, self.comm)
-            positions = layers.copy_to(self.positions.weight, self.comm, "gradients")
-            x = x + positions[self.comm.rank * share :][:share]
-        elif self.positions is not None:
-            x = x + self.positions.weight[:s]
-        return self.dropout(x)
+        at, share = self.places(s), layers.share_of_tokens(s, self.comm)
+        first = self.comm.rank * share
+        weight = layers.copy_to(self.positions.weight, self.comm, "gradients")
+        if isinstance(at, slice):
+            positions = weight[first:][:share]
+        else:
+            positions = F.embedding(at[first:][:share], weight)
+        return self.dropout(self.tokens(tokens) + positions)
 
     def loss(self, tokens: Int[Tensor, "b s"], targets: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
         """Mean cross-entropy in nats per token, the same on all ranks; a target of −100 counts for
@@ -116,16 +123,16 @@ def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
     rank_config(config, comm.size)  # or an error that says what does not fit
     for parameter in module.parameters():
         comm.broadcast(parameter.data, out=parameter.data)
-    for path, style in styles(config).items():
-        for i in range(config.num_layers if "*" in path else 1):
-            here = path.replace("*", str(i))
-            module.set_submodule(here, _share(module, here, style, comm, sequence))
+    table = styles(config)
+    for path in [name for name, _ in module.named_modules()]:
+        if (style := table.get(re.sub(r"\d+", "*", path))) is not None:
+            module.set_submodule(path, _share(module, path, style, comm, sequence))
     if config.tied:
         module.head.weight = module.tokens.weight
     for block in module.blocks:
         attention, feed_forward = block.attention, block.feed_forward
         layers.ColumnLinear.together(attention.query, attention.key, attention.value)
-        if feed_forward.gate is not None:
+        if getattr(feed_forward, "gate", None) is not None:
             layers.ColumnLinear.together(feed_forward.gate, feed_forward.up)
     for parameter in module.parameters():
         marked(parameter)  # that of a norm is whole
@@ -148,7 +155,10 @@ def _share(module: GPT, path: str, style: str, comm: Comm, sequence: bool) -> nn
         return layers.RowLinear.from_full(whole, comm, sequence=sequence)
     if style == "vocabulary":
         return layers.VocabEmbedding.from_full(whole, comm, sequence=sequence)
-    return layers.TokenNorm.from_full(whole, comm) if sequence and "norm" in name else whole
+    if not sequence or isinstance(whole, nn.Embedding):
+        return whole
+    kind = layers.TokenLinear if isinstance(whole, nn.Linear) else layers.TokenNorm
+    return kind.from_full(whole, comm)
 
 
 def _draw_apart(module: GPT, comm: Comm, sequence: bool) -> None:

@@ -386,7 +386,10 @@ hint("context_parallel/bug-hunt", 1)
 # In the library, the positions and the loss:
 
 # %%
-show(context_parallel.ContextGPT.embed)
+show(GPT.places)
+
+# %%
+show(GPT.embed)
 
 # %%
 show(context_parallel.mean_loss)

@@ -1,0 +1,372 @@
+"""One step of training on any mesh, put together in one place from the course's own transforms.
+
+Their order is what makes them compose: attention over ranks and the places of tokens (cp), shares
+of every layer (tp), adapters, experts (ep), stages (pp), what is computed again, replicas or ZeRO,
+the optimizer, clipping. Every mesh runs `pipeline.run`: a pipeline of one stage accumulates
+micro-batches.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labutils import (
+    checkpointing,
+    context_parallel,
+    expert_parallel,
+    lora,
+    pipeline,
+    precision,
+    quantization,
+    schedule,
+    tensor_parallel,
+    zero,
+)
+from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils.memory.recording import OPTIMIZERS, STEPPING
+from labutils.model import ATTENTION, GPT
+from labutils.world import Comm, Rank
+
+Batch = tuple[Tensor, Tensor]  # tokens [b, s] and targets [b, s]
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOOPED = {"interleaved", "breadth_first", "interleaved_zb"}
+SEED = 0  # of all weights that are drawn: the same numbers on all ranks
+_IGNORED = -100  # the target that torch's cross-entropy leaves out
+
+
+def build(
+    model: ModelConfig,
+    train: TrainConfig,
+    mesh: Mesh,
+    *,
+    whole: Callable[[], GPT] | None = None,
+) -> "Callable[[Rank], RankStep]":
+    """What every rank of the mesh runs: of a rank, its step, to be called with its micro-batches.
+
+    whole: makes the model that training begins with, frozen where it is to stay; all ranks go on
+        with that of rank 0. Unless given, weights are drawn as `GPT` draws them
+
+    >>> from labutils.world import World
+    >>> sizes = dict(num_layers=2, d_model=8, num_heads=2, d_ff=8, vocab_size=16, seq_len=4)
+    >>> train = TrainConfig(micro_batch=1, global_batch=4, precision="fp32", clip=1.0)
+    >>> mesh, rows = Mesh(pp=2, dp=2), torch.arange(4 * 5).view(4, 5) % 16
+    >>> def program(rank):
+    ...     step = make(rank)
+    ...     mine = step.share(rows[:, :-1], rows[:, 1:])
+    ...     return [step(mine).loss.item() for _ in range(3)]
+    >>> make = build(ModelConfig(**sizes), train, mesh)
+    >>> with World(mesh) as world:
+    ...     first, *others = world.run(program)
+    >>> first[0] > first[2], all(losses == first for losses in others)
+    (True, True)
+
+    Invariant: weights, loss and norm are those of one device with the whole batch, up to rounding,
+    however the mesh cuts it.
+    Raises ValueError for what does not go together, with the reason and what would (`check`).
+    """
+    check(model, train, mesh)
+    plan = schedule_of(train, mesh)
+    return functools.partial(RankStep, model=model, train=train, plan=plan, whole=whole)
+
+
+def schedule_of(train: TrainConfig, mesh: Mesh) -> schedule.Schedule:
+    """The schedule of a step; on one stage micro-batches come one after the other."""
+    name = train.schedule if mesh.pp > 1 else "one_f_one_b"
+    options = {"chunks": train.chunks} if name in LOOPED else {}
+    return getattr(schedule, name)(mesh.pp, train.accumulation(mesh.dp), **options)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step that was taken.
+
+    loss: the mean over all targets of the global batch, the same on all ranks
+    norm: that of the whole gradient before clipping, if `clip` is given
+    run: the operations of this rank
+    """
+
+    loss: Tensor
+    norm: Tensor | None
+    run: pipeline.RankRun
+
+
+class RankStep:
+    """What a rank holds of a model and its optimizer, and a step of both; made by `build`.
+
+    stages: the rank's part of the model
+    plan: the schedule
+    optimizers: one for each group of ranks that have the same parameters
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        model: ModelConfig,
+        train: TrainConfig,
+        plan: schedule.Schedule,
+        whole: Callable[[], GPT] | None,
+    ) -> None:
+        self.rank, self.train, self.plan = rank, train, plan
+        self.replicas = rank.comm("dp", "cp")
+        half = HALF.get(train.precision) if not train.autocast else None
+        with torch.device(rank.device):
+            net = GPT(model, generator=_seeded(rank)) if whole is None else whole()
+        with rank.comm().record("start"):
+            for parameter in net.parameters():
+                rank.comm().broadcast(parameter.data, out=parameter.data)
+        if half is not None and train.zero < 3:
+            net.to(half)
+        self.stages = self._cut(self._change(net))
+        if train.zero == 3:
+            self._shard(half)
+        self.sides = list(self._sides())
+        self.optimizers = [self._optimizer(named, comm) for named, comm in self.sides]
+        fp16 = train.precision == "fp16"
+        self.scaler = precision.LossScaler(comm=rank.comm()) if fp16 else None
+
+    # ── what a rank has ───────────────────────────────────────────────────────────────────────────
+
+    def _change(self, net: GPT) -> GPT:
+        """The whole model, each layer of which does this rank's part."""
+        rank, train, mesh = self.rank, self.train, self.rank.mesh
+        if train.attention in ATTENTION:
+            for block in net.blocks:
+                block.attention.attend = ATTENTION[train.attention]
+        else:
+            how = dict(attention=train.attention, kind=train.layout)
+            context_parallel.place(net, rank.comm("cp"), **how)
+        if train.adapters and train.adapters.base == "nf4":
+            lora.quantize_base(net)
+        if mesh.tp > 1:
+            tensor_parallel.parallelize(net, rank.comm("tp"), train.sequence)
+        if train.fp8:
+            quantization.use_fp8(net, quantization.SCHEMES[train.fp8])
+        if chosen := train.adapters:
+            sizes = dict(rank=chosen.rank, alpha=chosen.alpha, pattern=chosen.pattern)
+            lora.adapt(net, **sizes, generator=_seeded(rank))
+        if mesh.ep > 1:
+            expert_parallel.spread_experts(net, rank.comm("ep"), replicas=self.replicas)
+        return checkpointing.apply(net, train.checkpointing)
+
+    def _cut(self, net: GPT) -> nn.ModuleList:
+        """The stages of this rank, and in which precision they compute."""
+        stages = pipeline.split(net, self.plan.stages, self.train.layers)
+        mine = pipeline.local(stages, self.plan, self.rank.coords["pp"])
+        for stage in mine:
+            if self.train.autocast:
+                region = precision.autocast(HALF[self.train.precision])
+                stage.forward = functools.partial(_inside, region, stage.forward)
+        return mine
+
+    def _shard(self, half: torch.dtype | None) -> None:
+        """Level 3: each stage keeps its share of every layer."""
+        wide = torch.float32 if self.train.fp32_gradients else None
+        how: Any = dict(reshard=self.train.reshard, param_dtype=half, reduce_dtype=wide)
+        for stage in self.stages:
+            zero.shard(stage, self.replicas, units=list(stage.blocks.values()), **how)
+
+    def _sides(self) -> Iterator[tuple[dict[str, nn.Parameter], Comm]]:
+        """What is trained, by the ranks that have it alike: experts, and all else."""
+        trained = {n: p for n, p in self.stages.named_parameters() if p.requires_grad}
+        experts = {n: p for n, p in trained.items() if getattr(p, "only_on", "") == "edp"}
+        others = {n: p for n, p in trained.items() if n not in experts}
+        for named, comm in ((others, self.replicas), (experts, self.rank.comm("edp"))):
+            if named:
+                yield named, comm
+
+    def _optimizer(self, named: dict[str, nn.Parameter], comm: Comm) -> Any:
+        train = self.train
+        kind, how = OPTIMIZERS[train.optimizer], STEPPING[train.stepping]
+        make = functools.partial(kind, lr=train.lr, **how)
+        if train.zero in (1, 2):
+            wide = torch.float32 if train.fp32_gradients else None
+            sizes: Any = dict(level=train.zero, bucket_bytes=train.bucket_bytes)
+            return zero.Optimizer(named.items(), comm, make, reduce_dtype=wide, **sizes)
+        optimizer = make(named.values())
+        if train.zero == 0 and train.precision != "fp32" and not train.autocast:
+            return precision.MasterWeights(optimizer, fp32_gradients=train.fp32_gradients)
+        return optimizer
+
+    # ── a step ────────────────────────────────────────────────────────────────────────────────────
+
+    def share(self, tokens: Tensor, targets: Tensor) -> list[Batch]:
+        """This rank's micro-batches of a global batch: the rows of its place on dp, and of these
+        the tokens of its place on cp."""
+        coords, mesh, batch = self.rank.coords, self.rank.mesh, self.train.global_batch
+        if len(tokens) != batch:
+            raise ValueError(f"these are {len(tokens)} sequences: give global_batch={batch}")
+        layout = context_parallel.layout(tokens.shape[1], mesh.cp, self.train.layout)
+        pairs = (side.chunk(mesh.dp)[coords["dp"]] for side in (tokens, targets))
+        mine = [layout.split(side, coords["cp"]) for side in pairs]
+        return list(zip(*(side.split(self.train.micro_batch) for side in mine), strict=True))
+
+    def __call__(self, batches: Sequence[Batch]) -> Taken:
+        """One step with this rank's micro-batches, as `share` cuts them."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        comm, loss = self.rank.comm("pp"), self._loss(batches)
+        run = pipeline.run(self.stages, self.plan, comm, batches, loss=loss)
+        gradients = self._reduced()
+        norm = None
+        if self.train.clip:
+            norm = zero.clip_grad_norm(gradients, self.rank.comm(), self.train.clip)
+        for optimizer in self.optimizers:
+            (self.scaler or _Steps).step(optimizer)
+        if self.scaler is not None:
+            self.scaler.update()
+        if self.train.fp8 == "delayed":
+            quantization.advance_scales(self.stages, self.rank.comm("dp", "cp", "tp"))
+        return Taken(self._whole(run), norm, run)
+
+    def _loss(self, batches: Sequence[Batch]) -> Callable[[Tensor, Tensor], Tensor]:
+        """The loss of a micro-batch such that all of them, averaged over this rank's and then over
+        replicas, are the mean over the targets of the global batch."""
+        counted = torch.stack([(targets != _IGNORED).sum() for _, targets in batches]).sum()
+        with self.replicas.record("targets"):
+            total = self.replicas.all_reduce(counted)
+        share = len(batches) * self.replicas.size / total.double()
+
+        def loss(logits: Tensor, targets: Tensor) -> Tensor:
+            if self.rank.mesh.tp > 1:
+                tp = self.rank.comm("tp")
+                found = tensor_parallel.cross_entropy(logits, targets, tp, reduction="sum") * share
+            else:
+                rows = (logits.flatten(0, 1), targets.flatten())
+                each = F.cross_entropy(*rows, reduction="none")
+                wide = torch.promote_types(each.dtype, torch.float32)  # fp16 ends at 65,504
+                found = each.sum(dtype=wide) * share
+            return found if self.scaler is None else self.scaler.scale(found)
+
+        return loss
+
+    def _reduced(self) -> list[nn.Parameter]:
+        """What the optimizers step, with the mean gradient of all replicas."""
+        found: list[nn.Parameter] = []
+        for optimizer, (_, comm) in zip(self.optimizers, self.sides, strict=True):
+            if hasattr(optimizer, "collect"):
+                optimizer.collect()
+            mine = [p for group in optimizer.param_groups for p in group["params"]]
+            if self.train.zero == 0:
+                _average(mine, comm)
+            if self.scaler is not None:
+                self.scaler.unscale_(optimizer)
+            found += mine
+        return found
+
+    def _whole(self, run: pipeline.RankRun) -> Tensor:
+        """The loss of the global batch, on all ranks."""
+        mine = torch.zeros((), device=self.rank.device) if run.loss is None else run.loss
+        if self.scaler is not None:
+            mine = mine / self.scaler.value
+        ranks = self.rank.comm("pp", "dp", "cp")
+        with ranks.record("loss"):
+            return ranks.all_reduce(mine.double()) / self.replicas.size
+
+
+class _Steps:
+    """An optimizer's step, where no loss is scaled."""
+
+    @staticmethod
+    def step(optimizer: Any) -> None:
+        optimizer.step()
+
+
+def _seeded(rank: Rank) -> torch.Generator:
+    return torch.Generator(rank.device).manual_seed(SEED)
+
+
+def _inside(region: precision.autocast, forward: Callable, *args: Any) -> Any:
+    with region:
+        return forward(*args)
+
+
+def _average(parameters: Sequence[nn.Parameter], comm: Comm) -> None:
+    """Plain data parallelism: the mean of each gradient over ranks."""
+    with comm.record("gradients"):
+        for grad in (p.grad for p in parameters if p.grad is not None):
+            comm.all_reduce(grad, out=grad).div_(comm.size)
+
+
+# ── what does not go together ─────────────────────────────────────────────────────────────────────
+
+
+def check(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> None:
+    """Nothing, or a ValueError that says what does not go together, and what would, before a
+    message is sent."""
+    for wrong, why, remedy in _reasons(model, train, mesh):
+        if wrong:
+            raise ValueError(f"{why}: {remedy}")
+    local = tensor_parallel.rank_config(model, mesh.tp)
+    if mesh.cp > 1 or train.attention not in ATTENTION:
+        context_parallel.require(local, mesh.cp, train.attention, train.layout)
+        context_parallel.layout(model.seq_len, mesh.cp, train.layout)
+    if train.sequence and (mine := model.seq_len // mesh.cp) % mesh.tp:
+        whole = f"the {mine} tokens of a rank"
+        raise ValueError(f"tp={mesh.tp} does not divide {whole}: pad seq_len or set sequence=False")
+    if model.num_experts % mesh.ep:
+        sizes = f"ep={mesh.ep} does not divide num_experts={model.num_experts}"
+        raise ValueError(f"{sizes}: choose another ep, or another number of experts")
+    plan = schedule_of(train, mesh)
+    if train.layers is None:
+        pipeline.cut(model, plan.stages)
+    elif len(train.layers) != plan.stages:
+        sizes = f"layers={train.layers} are for {len(train.layers)} stages"
+        raise ValueError(f"{sizes}, and {plan.name} has {plan.stages}: give as many")
+
+
+def _reasons(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Iterator[tuple[bool, str, str]]:
+    """Whether something is wrong, why, and what to do."""
+    plan, ring = schedule_of(train, mesh), train.attention not in ATTENTION
+    full, apart = train.zero == 3, mesh.pp > 1
+    yield (
+        mesh.cp > 1 and not ring,
+        f"attention={train.attention!r} sees the tokens of one rank, and cp={mesh.cp}",
+        "give attention='ring' or 'ulysses'",
+    )
+    yield (
+        ring and model.dropout > 0,
+        f"dropout={model.dropout} in attention={train.attention!r}: no mask for keys that travel",
+        "build the model with dropout=0",
+    )
+    yield (
+        train.sequence and mesh.tp == 1,
+        "sequence=True shares out tokens over tp, and tp=1",
+        "set sequence=False or tp of 2 or more",
+    )
+    yield (
+        train.fp8 is not None and train.precision != "fp32" and not train.autocast,
+        f"fp8={train.fp8!r} adds up in fp32, and weights of precision={train.precision!r} do not",
+        "set autocast=True, or precision='fp32'",
+    )
+    yield (
+        mesh.ep > 1 and model.num_experts == 1,
+        f"ep={mesh.ep} spreads experts, and the model has none",
+        "set ep=1 or num_experts",
+    )
+    yield (
+        full and plan.split,
+        f"{plan.name} splits backward passes, and zero=3 gathers weights for whole ones",
+        "set zero=2, or schedule='one_f_one_b'",
+    )
+    yield (
+        full and apart and model.tied,
+        "zero=3 cuts a tied embedding differently in the first and the last stage",
+        "set zero=2, or build the model with tied=False",
+    )
+    yield (
+        full and mesh.ep > 1,
+        f"zero=3 shares all weights of a layer over dp, and ep={mesh.ep} has experts apart",
+        "set zero=2",
+    )
+    packed = train.adapters is not None and train.adapters.base == "nf4"
+    yield (
+        full and packed,
+        "zero=3 gathers weights of one dtype, and a layer in nf4 has two",
+        "set zero=2, or adapters with base=''",
+    )

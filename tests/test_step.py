@@ -1,0 +1,146 @@
+"""One step of any mesh: what it takes and gives, and what it refuses. That it is right on every mesh is the table's business (test_compositions)."""
+
+import itertools
+from dataclasses import replace
+
+import equivalence
+import pytest
+import torch
+from small_models import random_
+
+from labutils import step
+from labutils.config import Adapters, Mesh, ModelConfig, TrainConfig
+from labutils.model import GPT
+from labutils.world import World
+
+MODEL = ModelConfig(**equivalence.MODEL)
+TRAIN = TrainConfig(micro_batch=1, global_batch=8, precision="fp32", optimizer="sgd", lr=0.1)
+ROWS = torch.arange(8 * 17).view(8, 17) * 5 % 24
+BATCH = ROWS[:, :-1], ROWS[:, 1:]
+
+
+def trained(train, mesh, *, whole=None, steps=1, model=MODEL):
+    """Of each rank the losses of a few steps, and its weights."""
+    make = step.build(model, train, mesh, whole=whole)
+
+    def program(rank):
+        mine = make(rank)
+        taken = [mine(mine.share(*BATCH)) for _ in range(steps)]
+        weights = {n: p.detach().clone() for n, p in mine.stages.named_parameters()}
+        return [one.loss.item() for one in taken], weights, mine, taken
+
+    with World(mesh, timeout=60) as world:
+        return world.run(program)
+
+
+def test_weights_are_drawn_as_those_of_a_gpt():
+    mesh = Mesh(dp=2)
+    wanted = GPT(MODEL, generator=torch.Generator().manual_seed(step.SEED))
+    loss = wanted.loss(*BATCH).item()
+    for losses, *_ in trained(TRAIN, mesh):
+        assert losses == [pytest.approx(loss, rel=1e-6)]
+
+
+def test_all_ranks_begin_with_the_model_of_the_first():
+    """Also where each rank would make another one: the loss of two stages is that of one of the four."""
+    seeds = itertools.count(3)
+    found = trained(
+        TRAIN, Mesh(pp=2, dp=2), whole=lambda: random_(GPT(MODEL).double(), next(seeds))
+    )
+    losses = [random_(GPT(MODEL).double(), seed).loss(*BATCH).item() for seed in range(3, 7)]
+    assert {loss for (loss,), *_ in found} == {found[0][0][0]}
+    assert min(abs(found[0][0][0] - loss) for loss in losses) < 1e-12
+
+
+def test_a_rank_has_its_rows_and_of_these_its_tokens():
+    train = replace(TRAIN, attention="ring", micro_batch=2)
+    mesh = Mesh(dp=2, cp=2)
+    make = step.build(MODEL, train, mesh)
+    with World(mesh) as world:
+        shares = world.run(lambda rank: make(rank).share(*BATCH))
+    for rank, batches in enumerate(shares):
+        dp, cp = mesh.coords(rank)["dp"], mesh.coords(rank)["cp"]
+        at = [[0, 1, 2, 3, 12, 13, 14, 15], list(range(4, 12))][cp]
+        tokens = torch.cat([tokens for tokens, _ in batches])
+        assert len(batches) == 2 and (tokens == BATCH[0][4 * dp : 4 * dp + 4][:, at]).all()
+
+
+def test_the_loss_is_that_of_the_whole_batch_on_every_rank():
+    mesh = Mesh(pp=2, dp=2, tp=2)
+    loss = random_(GPT(MODEL).double(), 3).loss(*BATCH).item()
+    train = replace(TRAIN, schedule="dualpipe")
+    for losses, *_ in trained(train, mesh, whole=lambda: random_(GPT(MODEL).double(), 3)):
+        assert losses == [pytest.approx(loss, rel=1e-12)]
+
+
+def test_where_one_rank_overflows_in_fp16_all_skip():
+    """A scale of 2^16 is too large for gradients beyond 1; who has none that are waits for the others."""
+    train = replace(TRAIN, precision="fp16", autocast=True, clip=1.0)
+
+    def whole():
+        model = random_(GPT(MODEL), 3)
+        model.head.weight.data.mul_(100)  # the last stage's alone overflow
+        return model
+
+    found = trained(train, Mesh(pp=2, tp=2), whole=whole, steps=2)
+    assert {mine.scaler.value for _, _, mine, _ in found} == {2.0**14}
+    for losses, weights, *_ in found:
+        assert losses[0] == losses[1], "the weights are those of the beginning"
+
+
+MESH = Mesh()
+WRONG = [
+    (dict(mesh=Mesh(cp=2)), "attention='plain' sees the tokens of one rank, and cp=2: give attention='ring'"),
+    (dict(attention="ring", dropout=0.1), "no mask for keys that travel: build the model with dropout=0"),
+    (dict(sequence=True), "tp=1: set sequence=False or tp of 2 or more"),
+    (dict(mesh=Mesh(dp=2, ep=2)), "ep=2 spreads experts, and the model has none"),
+    (dict(mesh=Mesh(dp=3, ep=3), num_experts=4, top_k=1, global_batch=9), "ep=3 does not divide num_experts=4"),
+    (dict(mesh=Mesh(tp=4), num_heads=2), "tp=4 does not divide num_heads=2"),
+    (dict(mesh=Mesh(cp=4), attention="ulysses", num_heads=6, d_model=12), "cp=4 does not share out 6 heads"),
+    (dict(mesh=Mesh(cp=2, tp=4), attention="ulysses"), "cp=2 does not share out 1 heads"),
+    (dict(mesh=Mesh(cp=8, tp=2), attention="ring", sequence=True, seq_len=24, layout="contiguous"), "tp=2 does not divide the 3 tokens of a rank"),
+    (dict(mesh=Mesh(cp=3), attention="ring"), "16 tokens are not 6 equal chunks"),
+    (dict(mesh=Mesh(pp=2), schedule="dualpipe", micro_batch=4), "m ≥ 2p: got p=2, m=2"),
+    (dict(mesh=Mesh(pp=4), schedule="interleaved"), "2 layers do not fill 8 stages"),
+    (dict(mesh=Mesh(pp=2), layers=(1, 1, 0)), "are for 3 stages, and one_f_one_b has 2"),
+    (dict(mesh=Mesh(dp=3)), "global_batch=8 is not a multiple of micro_batch · dp = 1 · 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given, message", WRONG, ids=[message for _, message in WRONG])
+def test_what_cannot_be_is_refused_before_anything_is_built(given, message):
+    given = dict(given)
+    mesh = given.pop("mesh", MESH)
+    sizes = {key: given.pop(key) for key in list(given) if key in ModelConfig.__dataclass_fields__}
+    with pytest.raises(ValueError) as refused:
+        model = ModelConfig(**(equivalence.MODEL | sizes))
+        step.build(model, replace(TRAIN, **given), mesh, whole=None)
+    assert message in str(refused.value)
+
+
+CONFIG = [
+    (dict(schedule="1f1b"), "schedule must be one of 'naive', 'gpipe', 'one_f_one_b'"),
+    (dict(attention="rings"), "attention must be one of 'plain', 'sdpa', 'ring', 'ulysses'"),
+    (dict(fp8="e4m3"), "fp8 must be one of None, 'unscaled', 'current'"),
+    (dict(clip=0.0), "clip must be a finite number above 0, got 0.0"),
+    (dict(chunks=0), "chunks must be at least 1"),
+    (dict(adapters=8), "adapters must be config.Adapters or None, got 8"),
+]
+
+
+@pytest.mark.parametrize("given, message", CONFIG, ids=[message for _, message in CONFIG])
+def test_a_plan_says_what_it_takes(given, message):
+    with pytest.raises((ValueError, TypeError)) as refused:
+        replace(TRAIN, **given)
+    assert message in str(refused.value)
+
+
+def test_adapters_say_what_they_take():
+    with pytest.raises(ValueError, match="base must be one of '', 'nf4', got 'int4'"):
+        Adapters(rank=1, alpha=1, base="int4")
+
+
+def test_a_batch_of_another_size_is_named():
+    make = step.build(MODEL, TRAIN, MESH)
+    with World(MESH) as world, pytest.raises(Exception, match="7 sequences: give global_batch=8"):
+        world.run(lambda rank: make(rank).share(*(side[:7] for side in BATCH)))
