@@ -83,15 +83,17 @@ def test_lora_adapts_the_linear_layers_of_a_block(config):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_tensor_parallelism_leaves_whole(config, tp):
     mine, whole = anatomy.parameters(config, tp=tp), anatomy.parameters(config)
-    h, E, L, biased = config.d_model, config.num_experts, config.num_layers, config.bias is True
+    h, L, biased = config.d_model, config.num_layers, config.bias is True
     for group in ("position embedding", "router", "norms"):
         assert mine[group] == whole[group]
     assert tp * mine["token embedding"] == whole["token embedding"]
     assert tp * mine["head"] == whole["head"]
     # A row-parallel layer adds its bias once, after the sum: every rank has it.
     assert tp * mine["attention"] == whole["attention"] + (tp - 1) * L * h * biased
-    E += config.shared_expert
-    assert tp * mine["feed-forward"] == whole["feed-forward"] + (tp - 1) * L * E * h * biased
+    if config.num_experts > 1:  # experts are whole: ep spreads them
+        assert mine["feed-forward"] == whole["feed-forward"]
+    else:
+        assert tp * mine["feed-forward"] == whole["feed-forward"] + (tp - 1) * L * h * biased
 
 
 def test_what_expert_parallelism_leaves_whole():
