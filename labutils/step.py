@@ -67,9 +67,9 @@ def build(
 
     Invariant: weights, loss and norm are those of one device with the whole batch, up to rounding,
     however the mesh cuts it.
-    Raises ValueError for what does not go together, with the reason and what would (`check`).
+    Raises ValueError for what does not go together, with the reason and what would (`check_plan`).
     """
-    check(model, train, mesh)
+    check_plan(model, train, mesh)
     plan = schedule_of(train, mesh)
     return functools.partial(RankStep, model=model, train=train, plan=plan, whole=whole)
 
@@ -140,7 +140,7 @@ class RankStep:
                 block.attention.attend = ATTENTION[train.attention]
         else:
             how = dict(attention=train.attention, kind=train.layout)
-            context_parallel.place(net, rank.comm("cp"), **how)
+            context_parallel.share_tokens(net, rank.comm("cp"), **how)
         if train.adapters and train.adapters.base == "nf4":
             lora.quantize_base(net)
         if mesh.tp > 1:
@@ -296,7 +296,7 @@ def _average(parameters: Sequence[nn.Parameter], comm: Comm) -> None:
 # ── what does not go together ─────────────────────────────────────────────────────────────────────
 
 
-def check(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> None:
+def check_plan(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> None:
     """Nothing, or a ValueError that says what does not go together, and what would, before a
     message is sent."""
     for wrong, why, remedy in _reasons(model, train, mesh):

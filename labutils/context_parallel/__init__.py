@@ -13,4 +13,10 @@ from labutils.context_parallel.attention import (
 from labutils.context_parallel.predict import kept_activations, sent
 from labutils.context_parallel.sequence import SequenceLayout, Tile, layout
 from labutils.context_parallel.time import least_tokens, ring_timeline
-from labutils.context_parallel.transform import ContextGPT, distribute, mean_loss, place, require
+from labutils.context_parallel.transform import (
+    ContextGPT,
+    distribute,
+    mean_loss,
+    require,
+    share_tokens,
+)

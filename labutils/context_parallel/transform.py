@@ -91,14 +91,14 @@ def distribute(
     Raises ValueError for dropout, whose masks would need the place of each token, and for heads
     that Ulysses cannot share out; in a pass, for a sequence that the ranks cannot.
     """
-    place(module, comm, attention=attention, kind=kind, block=block)
+    share_tokens(module, comm, attention=attention, kind=kind, block=block)
     module.__class__ = ContextGPT
     module.comm = comm
     module.kind = kind
     return module
 
 
-def place(
+def share_tokens(
     module: GPT,
     comm: Comm,
     *,
