@@ -4,9 +4,12 @@ validated, and free of torch."""
 import csv
 import dataclasses
 import functools
+import itertools
 import json
+import math
+import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ DATA = Path(__file__).resolve().parent / "data"
 AXES = ("pp", "dp", "cp", "tp", "ep")
 COMM_AXES = (*AXES, "edp")
 """The axes that a Comm can be of: also edp, the ranks that hold the same experts."""
+_MOST = 10**6  # ranks in a list
 MOMENTS = {
     "sgd": (),
     "momentum": ("momentum_buffer",),
@@ -461,12 +465,39 @@ class Mesh:
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks that `rank` shares the `axis` with, itself included, in order."""
-        if axis not in COMM_AXES:
-            raise ValueError(f"a mesh has no axis {axis!r}: it has {', '.join(COMM_AXES)}")
+        return tuple(_listed(self.ranks(rank, axis)))
+
+    def ranks(self, rank: int, *axes: str) -> Sequence[int]:
+        """The ranks that `rank` shares these axes with, in order: a range, which costs nothing
+        however many they are, unless the axes are not neighbours on the mesh.
+
+        >>> Mesh(dp=10**6, tp=1000).ranks(2024, "dp")
+        range(24, 1000000024, 1000)
+        """
+        for axis in axes:
+            if axis not in COMM_AXES:
+                raise ValueError(f"a mesh has no axis {axis!r}: it has {', '.join(COMM_AXES)}")
         self.coords(rank)  # or an error
-        step, n = self._axes[axis]
-        first = rank - rank // step % n * step
-        return tuple(range(first, first + n * step, step))
+        rank, known, apart = operator.index(rank), self._axes, []
+        for step, n in sorted(known[axis] for axis in set(axes)):
+            rank -= rank // step % n * step
+            if apart and apart[-1].step * len(apart[-1]) == step:  # begins where that one ends
+                step, n = apart[-1].step, len(apart.pop()) * n
+            if n > 1:
+                apart.append(range(0, n * step, step))
+        if len(apart) < 2:
+            along = apart[0] if apart else range(1)
+            return range(rank, rank + along.stop, along.step)
+        _listed(range(math.prod(map(len, apart))))
+        return tuple(rank + sum(places) for places in itertools.product(*reversed(apart)))
+
+
+def _listed(ranks: range) -> range:
+    """`ranks`, after checking that a list of so many is not too long."""
+    if len(ranks) > _MOST:
+        few = f"at most {_MOST:,} can be listed"
+        raise ValueError(f"{len(ranks):,} ranks share this: {few}; give a smaller mesh")
+    return ranks
 
 
 @dataclass(frozen=True)

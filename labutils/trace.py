@@ -2,10 +2,11 @@
 steps that wait for each other."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 from labutils.config import Link
 from labutils.ledger import Ledger, Line
@@ -42,6 +43,24 @@ class Message:
     end: float = 0
 
 
+class OneRank(Sequence):
+    """The programs of `size` ranks of which only one ran, in a dry run: the others have no
+    events, and cost nothing."""
+
+    def __init__(self, size: int, rank: int, events: Iterable[Event]) -> None:
+        self.size = size
+        self.rank = rank
+        self.events = tuple(events)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, at: int | slice) -> Any:
+        if isinstance(at, slice):
+            return tuple(self[i] for i in range(self.size)[at])
+        return self.events if range(self.size)[at] == self.rank else ()
+
+
 @dataclass(frozen=True)
 class Trace:
     """What every rank sent and received, in its own program order: the books of one run.
@@ -52,14 +71,21 @@ class Trace:
     ({0: 16, 1: 16}, 2)
     """
 
-    ranks: tuple[tuple[Event, ...], ...] = ()
+    ranks: Sequence[tuple[Event, ...]] = ()
 
     def __init__(self, ranks: Iterable[Iterable[Event]] = ()) -> None:
-        object.__setattr__(self, "ranks", tuple(tuple(events) for events in ranks))
+        told = ranks if isinstance(ranks, OneRank) else tuple(tuple(events) for events in ranks)
+        object.__setattr__(self, "ranks", told)
+
+    @property
+    def _programs(self) -> Iterable[tuple[int, tuple[Event, ...]]]:
+        """Ranks with their events; of a dry run the one that there is."""
+        one = self.ranks
+        return [(one.rank, one.events)] if isinstance(one, OneRank) else enumerate(one)
 
     def _ledger(self, amount: str, peer: str) -> Ledger:
         lines = []
-        for rank, events in enumerate(self.ranks):
+        for rank, events in self._programs:
             for event in events:
                 if getattr(event, peer) is not None:
                     nbytes = getattr(event, amount)
@@ -99,21 +125,21 @@ class Trace:
     def _replay(self, cost: Callable[[int], float]) -> tuple[Message, ...]:
         """All messages with start and end. Each is a rendezvous: it starts when its sender has come
         to the send and its receiver to the receive, and both go on when it has arrived."""
-        places = [_Place(events) for events in self.ranks]
+        places = {rank: _Place(events) for rank, events in self._programs}
         done: list[Message] = []
         moved = True
         while moved:
             moved = False
-            for source, sender in enumerate(places):
-                while sender.to is not None and places[sender.to].awaits(source, sender.axis):
-                    to, receiver = sender.to, places[sender.to]
+            for source, sender in places.items():
+                while (to := sender.to) in places and places[to].awaits(source, sender.axis):
+                    receiver = places[to]
                     event, start = sender.todo[0], max(sender.clock, receiver.clock)
                     end = start + cost(event.sent)
                     done.append(Message(event.op, event.axis, source, to, event.sent, start, end))
                     sender.finish("to", end)
                     receiver.finish("source", end)
                     moved = True
-        if waiting := [rank for rank, place in enumerate(places) if place.todo]:
+        if waiting := [rank for rank, place in places.items() if place.todo]:
             lost = "wait for each other, or for a message that nobody sends"
             raise ValueError(f"ranks {waiting} {lost}: this is no trace of a finished run")
         return tuple(sorted(done, key=lambda message: (message.start, message.source)))

@@ -205,6 +205,32 @@ def test_sizes_from_numpy_are_python_ints_and_do_not_overflow():
     assert train.accumulation(np.int8(4)) == 1 and type(train.micro_batch) is int
 
 
+@given(pp=degrees, dp=degrees, cp=degrees, tp=degrees, data=st.data())
+def test_ranks_that_share_several_axes_are_those_alike_on_the_others(pp, dp, cp, tp, data):
+    mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp)
+    axes = data.draw(st.lists(st.sampled_from(("pp", "dp", "cp", "tp")), unique=True))
+    rank = data.draw(st.integers(0, mesh.size - 1))
+    fixed = {"pp", "dp", "cp", "tp"} - set(axes)
+    alike = [
+        other
+        for other in range(mesh.size)
+        if all(mesh.coords(other)[axis] == mesh.coords(rank)[axis] for axis in fixed)
+    ]
+    assert list(mesh.ranks(rank, *axes)) == alike
+
+
+def test_ranks_of_a_mesh_of_a_billion_are_a_range_or_refused():
+    mesh = Mesh(pp=1000, dp=1000, tp=1000)
+    assert mesh.ranks(123_456_789, "dp") == range(123_000_789, 124_000_789, 1000)
+    assert mesh.ranks(7, "pp", "dp", "tp") == range(10**9)
+    assert mesh.ranks(7, "dp", "pp") == range(7, 10**9 + 7, 1000)
+    assert len(mesh.ranks(7, "pp", "tp")) == 10**6  # not neighbors: each of them is written down
+    for axes in [("pp", "tp"), ("dp",)]:
+        with pytest.raises(ValueError, match="at most 1,000,000 can be listed"):
+            big = Mesh(pp=10**4, dp=10**7, tp=10**4)
+            big.ranks(0, *axes) if axes[1:] else big.group(0, *axes)
+
+
 def test_tensor_parallel_ranks_are_neighbors():
     assert Mesh(pp=2, dp=2, tp=2).group(5, "tp") == (4, 5)
     assert Mesh(pp=2, dp=2, tp=2).group(5, "pp") == (1, 5)

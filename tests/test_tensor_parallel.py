@@ -301,7 +301,7 @@ def test_neighbours_are_a_group_of_their_own():
         assert block._channel != rank.comm("tp")._channel, (
             "their messages could be taken for others"
         )
-        return block.ranks, block.rank, block.all_reduce(torch.tensor([rank.rank])).item()
+        return tuple(block.ranks), block.rank, block.all_reduce(torch.tensor([rank.rank])).item()
 
     assert ranks(4).run(program) == [((0, 1), 0, 1), ((0, 1), 1, 1), ((2, 3), 0, 5), ((2, 3), 1, 5)]
     with pytest.raises(RankError, match="blocks of 2 do not fill 3 ranks: choose a divisor"):

@@ -126,8 +126,8 @@ def test_a_rank_knows_its_place_on_the_mesh(engine):
         seen = grid.run(
             lambda rank: (
                 rank.coords,
-                rank.comm("tp").ranks,
-                rank.comm("pp").ranks,
+                tuple(rank.comm("tp").ranks),
+                tuple(rank.comm("pp").ranks),
                 rank.comm("pp").rank,
                 rank.comm().size,
                 rank.mesh,
@@ -155,7 +155,7 @@ def test_axes_can_be_joined(axes):
         assert joined is rank.comm("dp", "cp")
         work = joined.all_reduce(torch.tensor([rank.rank]), async_op=True)
         gathered = joined.all_gather(torch.tensor([rank.rank])).tolist()
-        return joined.axis, joined.ranks, joined.rank, gathered, work.wait().item()
+        return joined.axis, tuple(joined.ranks), joined.rank, gathered, work.wait().item()
 
     with World(mesh) as grid:
         for i, seen in enumerate(grid.run(program)):
@@ -169,7 +169,7 @@ def test_axes_can_be_joined(axes):
             assert seen == ("dp_cp", tuple(alike), place, alike, sum(alike))
         assert set(grid.ledger.by("axis")) == {"dp_cp"}
         everyone = grid.run(lambda rank: rank.comm("tp", "pp", "cp", "dp").ranks)
-        assert everyone == [tuple(range(mesh.size))] * mesh.size
+        assert everyone == [range(mesh.size)] * mesh.size
 
 
 def test_numbers_from_numpy_are_numbers_of_ranks(engine):
@@ -1106,6 +1106,11 @@ def test_nothing_but_the_loopback_is_opened(processes):
             lambda: World(9999, engine="processes"),
             ValueError,
             "9999 ranks are too many processes for one machine",
+        ),
+        (
+            lambda: World(10**5, engine="threads"),
+            ValueError,
+            '100,000 ranks are too many threads .*: use at most 1,024, or engine="dry"',
         ),
         (
             lambda: World(2).run(3),

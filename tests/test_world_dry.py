@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from labutils import accumulation, checkpointing, data_parallel, measure, precision, zero
-from labutils.collectives import algorithms
+from labutils.collectives import algorithms, sent
 from labutils.config import Mesh, ModelConfig
 from labutils.model import GPT
 from labutils.world import RankError, World
@@ -80,6 +80,74 @@ def test_a_rank_alone_books_what_it_sends_and_holds_among_the_others(n):
         assert dry.run(collectives, rank=r) == results[r]
         assert lines(dry.ledger) == lines(threads.ledger.only(rank=r))
         assert lines(dry.trace.received) == lines(threads.trace.received.only(rank=r))
+
+
+@pytest.mark.parametrize("n", range(2, 18))
+def test_a_ring_booked_at_once_is_the_ring_hop_by_hop(n):
+    """Bytes, messages and peers, whether n divides the rows or not, and with fewer rows than
+    ranks."""
+
+    def program(rank):
+        comm = rank.comm("dp")
+        for rows in (1, n, 2 * n + 3):
+            x = torch.ones(rows, 3)
+            with comm.record(f"{rows} rows"):
+                algorithms.all_reduce_ring(x, comm)
+                algorithms.reduce_scatter_ring(x, comm)
+                algorithms.all_gather_ring(x, comm)
+                algorithms.all_to_all_pairwise(x.repeat(n, 1)[: n * rows], comm)
+
+    def peers(events):
+        return {(e.op, e.to, e.source) for e in events}
+
+    threads, dry = World(n), World(n, engine="dry")
+    threads.run(program)
+    for r in {0, 1, n // 2, n - 1}:
+        dry.run(program, rank=r)
+        assert lines(dry.ledger) == lines(threads.ledger.only(rank=r))
+        assert lines(dry.trace.received) == lines(threads.trace.received.only(rank=r))
+        assert peers(dry.trace.ranks[r]) == peers(threads.trace.ranks[r])
+
+
+def test_one_rank_of_a_billion_costs_nothing():
+    mesh = Mesh(pp=100, dp=10**5, tp=100)
+    dry = World(mesh, engine="dry")
+
+    def program(rank):
+        x = torch.ones(10**9 + 7)
+        for axes in ((), ("dp",), ("pp", "dp"), ("tp", "pp")):
+            rank.comm(*axes).all_reduce(x, out=x)
+        rank.comm().barrier()
+        rank.comm().broadcast(torch.ones(4), src=5)
+        rank.comm().all_gather(torch.ones(1))
+        return rank
+
+    assert repr(dry.run(program, rank=123_456_789)) == "Rank(123456789 of 1000000000)"
+    seats = {"world": 10**9, "dp": 10**5, "pp_dp": 10**7, "pp_tp": 10**4}
+    places = {"world": 123_456_789, "dp": 34_567, "pp_dp": 1_234_567, "pp_tp": 12 * 100 + 89}
+    for axis, n in seats.items():
+        whole = dict(nbytes=4 * (10**9 + 7), n=n, rank=places[axis])
+        (expected,) = sent("all_reduce_ring", **whole)
+        found = dry.ledger.only(name="all_reduce", axis=axis)
+        assert (found.total, found.count) == (expected.amount, expected.count)
+    assert dry.ledger.only(name="barrier").count == 30
+    assert dry.ledger.only(name="all_gather").count == 10**9 - 1
+    assert len(dry.trace.ranks) == 10**9 and dry.trace.ranks[-1] == ()
+
+    def fails(rank):
+        raise ValueError("wrong")
+
+    with pytest.raises(RankError, match="rank 5 of 1000000000 raised ValueError: wrong"):
+        dry.run(fails, rank=5)
+    with pytest.raises(ValueError, match=r"ranks \[7\] wait"):
+        dry.run(lambda rank: rank.comm().barrier(), rank=7)
+        dry.trace.steps  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["scatter", "all_to_all", "gather"])
+def test_messages_one_by_one_to_a_billion_ranks_are_refused(name):
+    with pytest.raises(RankError, match="each of 1,000,000,000 ranks .*: use 16,384 at most"):
+        World(10**9, engine="dry").run(lambda rank: getattr(rank.comm(), name)(torch.ones(4, 1)))
 
 
 def test_messages_are_booked_one_by_one():

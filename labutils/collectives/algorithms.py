@@ -15,7 +15,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from labutils import units
-from labutils.collectives.costs import power_of_two, shares, widths
+from labutils.collectives.costs import power_of_two, widths
 
 
 @runtime_checkable
@@ -33,6 +33,7 @@ class Peers(Protocol):
     def record(self, name: str) -> AbstractContextManager: ...
 
 
+_MOST = 1 << 14  # ranks that a star's root, or a pairwise exchange, deals with one by one
 REDUCTIONS = ("sum", "product", "min", "max")
 
 Same = Shaped[Tensor, "*shape"]
@@ -42,14 +43,25 @@ Sizes = Sequence[int] | None  # rows of each rank; unless given, equally many
 
 
 class _Pieces:
-    """x cut along its rows; a piece is made when it is asked for, as groups may have many ranks."""
+    """x cut along its rows, into pieces of these sizes or, of a number n, into n shares as
+    `costs.shares` cuts; where a piece lies is worked out when it is asked for, as groups may have a
+    billion ranks."""
 
-    def __init__(self, x: Tensor, sizes: Sequence[int]) -> None:
+    def __init__(self, x: Tensor, sizes: Sequence[int] | int) -> None:
         self.x, self.nbytes = x.detach(), x.nbytes
-        self.starts = [0, *itertools.accumulate(sizes)]
+        if isinstance(sizes, int):
+            base, larger = divmod(len(x), sizes)
+            self.start = lambda i: i * base + min(i, larger)
+        else:
+            self.start = [0, *itertools.accumulate(sizes)].__getitem__
 
     def __getitem__(self, i: int) -> Tensor:
-        return self.x[self.starts[i] : self.starts[i + 1]]
+        return self.x[self.start(i) : self.start(i + 1)]
+
+    def bytes_of(self, i: int) -> int:
+        """The bytes of piece i, without making it."""
+        rows = self.start(i + 1) - self.start(i)
+        return rows * self.nbytes // max(len(self.x), 1)
 
 
 def is_rank(number: object, size: int) -> bool:
@@ -112,7 +124,7 @@ def broadcast_tree(x: Same, comm: Peers, *, src: int = 0) -> Same:
 @_collective
 def scatter_star(x: Rows, comm: Peers, *, src: int = 0) -> Share:
     """This rank's share of the rows of src's x; elsewhere only the shape and dtype of x matter."""
-    pieces = _Pieces(x.contiguous(), shares(len(x), comm.size))
+    pieces = _Pieces(x.contiguous(), comm.size)
     if comm.rank != src:
         mine = pieces[comm.rank]
         return comm.recv(mine.new_empty(mine.shape), src)
@@ -178,7 +190,7 @@ def reduce_scatter_ring(
     rank j, whatever the timing.
     """
     in_place = out is not None and _storage(out) == _storage(x)
-    pieces = _Pieces(x if in_place else _copy(x), shares(len(x), comm.size))
+    pieces = _Pieces(x if in_place else _copy(x), comm.size)
     mine = pieces[comm.rank]
     if in_place and not (_same_place(out, mine) and out.shape == mine.shape):
         piece = f"its piece {comm.rank} of {comm.size}: give that piece, or memory of its own"
@@ -210,7 +222,7 @@ def all_reduce_ring(x: Same, comm: Peers, *, op: str = "sum", out: Same | None =
     """
     out = _into(out, x)
     flat = out.detach().view(-1)
-    pieces = _Pieces(flat, shares(flat.numel(), comm.size))
+    pieces = _Pieces(flat, comm.size)
     ring_hops(pieces, comm, comm.rank - 1, op)
     ring_hops(pieces, comm, comm.rank)
     return out
@@ -224,8 +236,10 @@ def ring_hops(pieces: _Pieces, comm: Peers, first: int, op: str | None = None) -
     each rank begins with pieces[rank] and gives that first, it fills every piece.
     """
     n, i = comm.size, comm.rank
-    if hasattr(comm, "book"):  # a dry run: no one is behind it, so that all hops can be one
-        given, taken = (pieces.nbytes - pieces[(first + k) % n].nbytes for k in (1, 0))
+    # In a dry run no one is behind it, and the hops are booked as one: the loop's n − 1 messages to
+    # one rank, in which it gives every piece but first + 1 and takes every piece but first.
+    if hasattr(comm, "book"):
+        given, taken = (pieces.nbytes - pieces.bytes_of((first + k) % n) for k in (1, 0))
         return comm.book((i + 1) % n, given, (i - 1) % n, taken, n - 1)
     for hop in range(n - 1):
         give, take = (first - hop) % n, (first - 1 - hop) % n
@@ -275,12 +289,12 @@ def all_reduce_halving_doubling(
         return out
     if extra is not None:
         comm.recv(flat, extra, reduce=op)
-    starts = [0, *itertools.accumulate(shares(flat.numel(), p))]
+    start = _Pieces(flat, p).start
 
     def block(rank: int, width: int) -> Tensor:
         """The pieces of the `width` ranks among whom `rank` stands, a stretch of the whole."""
         first = rank - rank % width
-        return flat[starts[first] : starts[first + width]]
+        return flat[start(first) : start(first + width)]
 
     for width in reversed(widths(p)):
         comm.send_recv(block(i ^ width, width), i ^ width, block(i, width), i ^ width, reduce=op)
@@ -305,16 +319,22 @@ def all_to_all_pairwise(
     that each rank has for this one.
     """
     n, i = comm.size, comm.rank
-    send_sizes = _row_counts(send_sizes, shares(len(x), n), "send_sizes")
-    recv_sizes = _row_counts(recv_sizes, (send_sizes[i],) * n, "recv_sizes")
-    if sum(send_sizes) != len(x) or send_sizes[i] != recv_sizes[i]:
+    send_sizes = _row_counts(send_sizes, n, "send_sizes")
+    recv_sizes = _row_counts(recv_sizes, n, "recv_sizes")
+    outbox = _Pieces(x.contiguous(), send_sizes or n)
+    mine = outbox.start(i + 1) - outbox.start(i)
+    if outbox.start(n) != len(x) or (recv_sizes and recv_sizes[i] != mine):
         both = f"send_sizes={send_sizes} and recv_sizes={recv_sizes}"
         raise ValueError(f"{both} must add up to the {len(x)} rows of x and agree on rank {i}")
-    out = x.new_empty(sum(recv_sizes), *x.shape[1:])
-    outbox, inbox = _Pieces(x.contiguous(), send_sizes), _Pieces(out, recv_sizes)
+    out = x.new_empty(sum(recv_sizes) if recv_sizes else n * mine, *x.shape[1:])
+    inbox = _Pieces(out, recv_sizes or n)
     inbox[i].copy_(outbox[i])
-    for k in range(1, n):
-        comm.send_recv(outbox[(i + k) % n], (i + k) % n, inbox[(i - k) % n], (i - k) % n)
+    for k in range(1, _countable(n)):
+        to, source = (i + k) % n, (i - k) % n
+        if hasattr(comm, "book"):  # as `ring_hops` in a dry run, but each has a peer of its own
+            comm.book(to, outbox.bytes_of(to), source, inbox.bytes_of(source), 1)
+        else:
+            comm.send_recv(outbox[to], to, inbox[source], source)
     return out
 
 
@@ -342,8 +362,16 @@ def shift(x: Same, comm: Peers) -> Same:
 # ── small helpers ─────────────────────────────────────────────────────────────────────────────────
 
 
+def _countable(n: int) -> int:
+    """n, after checking that one rank can deal with each of so many, one after the other."""
+    if n > _MOST:
+        many = f"each of {n:,} ranks would get a message of its own"
+        raise ValueError(f"{many}: use {_MOST:,} at most, or what goes by a ring or a tree")
+    return n
+
+
 def _others(comm: Peers) -> list[int]:
-    return [rank for rank in range(comm.size) if rank != comm.rank]
+    return [rank for rank in range(_countable(comm.size)) if rank != comm.rank]
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -359,10 +387,10 @@ def _same_place(x: Tensor, y: Tensor) -> bool:
     return (_storage(x), x.storage_offset()) == (_storage(y), y.storage_offset())
 
 
-def _row_counts(sizes: Sizes, default: tuple[int, ...], name: str) -> tuple[int, ...]:
-    n = len(default)
+def _row_counts(sizes: Sizes, n: int, name: str) -> tuple[int, ...] | None:
+    """The rows that each of n ranks brings or takes; None where all are alike."""
     if sizes is None:
-        return default
+        return None
     if len(sizes) != n:
         raise ValueError(f"{name}={tuple(sizes)} names {len(sizes)} ranks, but the group has {n}")
     return tuple(units.whole(size, name) for size in sizes)
@@ -372,11 +400,11 @@ def _gathered(
     x: Tensor, comm: Peers, sizes: Sizes, out: Tensor | None = None
 ) -> tuple[Tensor, _Pieces]:
     """Room for the rows of all ranks, whole and cut by rank, with this rank's own in place."""
-    sizes = _row_counts(sizes, (len(x),) * comm.size, "sizes")
-    if sizes[comm.rank] != len(x):
+    sizes = _row_counts(sizes, comm.size, "sizes")
+    if sizes and sizes[comm.rank] != len(x):
         raise ValueError(f"rank {comm.rank} brings {len(x)} rows, not as in sizes={sizes}")
-    whole = _fitting(out, (sum(sizes), *x.shape[1:]), x)
-    pieces = _Pieces(whole, sizes)
+    whole = _fitting(out, (sum(sizes) if sizes else len(x) * comm.size, *x.shape[1:]), x)
+    pieces = _Pieces(whole, sizes or comm.size)
     if not _same_place(pieces[comm.rank], x):
         pieces[comm.rank].copy_(x.detach())
     return whole, pieces

@@ -78,7 +78,7 @@ def reducing_sent(model: ModelConfig, mesh: Mesh, rank: int, *, itemsize: int = 
     lines = []
     for name, shape in _held(model, mesh.ep).items():
         axis = "edp" if "experts" in name else "dp"
-        group = mesh.group(rank, axis)
+        group = mesh.ranks(rank, axis)
         nbytes = math.prod(shape) * itemsize
         sizes = dict(nbytes=nbytes, n=len(group), itemsize=itemsize, axis=axis)
         for line in collectives.sent("all_reduce_ring", rank=group.index(rank), **sizes):

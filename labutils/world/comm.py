@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
@@ -45,7 +45,7 @@ class Comm:
     once, whose `wait()` gives the result.
     """
 
-    def __init__(self, owner: "Rank", axis: str, ranks: tuple[int, ...], channel: int) -> None:
+    def __init__(self, owner: "Rank", axis: str, ranks: Sequence[int], channel: int) -> None:
         self.axis = axis
         self.ranks = ranks
         self.rank = ranks.index(owner.rank)
@@ -94,7 +94,7 @@ class Comm:
         if self._owner._groups is None:
             remedy = 'use World(..., engine="processes")'
             raise RuntimeError(f"threads have no torch.distributed.ProcessGroup: {remedy}")
-        return self._owner._groups(self.ranks)
+        return self._owner._groups(tuple(self.ranks))
 
     def neighbours(self, count: int) -> "Comm":
         """The communicator of this rank's block, of the blocks of `count` that the ranks fall into

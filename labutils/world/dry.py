@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labutils import units
 from labutils.config import Mesh
-from labutils.trace import Event, Trace
+from labutils.trace import Event, OneRank, Trace
 from labutils.world.comm import Background, Comm
-from labutils.world.errors import Failure, internal, place, run_error, site
+from labutils.world.errors import Failure, internal, place, rank_error, site
 from labutils.world.messages import Endpoint, Request, describe
-from labutils.world.rank import Outcome, Rank
+from labutils.world.rank import Rank
 
 Assume = Mapping[type, Any]
 _TORCH = torch.__path__[0]
@@ -67,10 +67,9 @@ class Dry:
                 value = fn(me, *args, **kwargs)
                 events = me._finish()
         except Exception as error:
-            outcomes = [Outcome()] * size
-            outcomes[rank] = Outcome(failure=Failure.of(error))
-            raise run_error(outcomes) from None
-        return value, Trace([()] * rank + [events] + [()] * (size - rank - 1))
+            failure = Failure.of(error)
+            raise failure.error or rank_error(rank, size, failure) from None
+        return value, Trace(OneRank(size, rank, events))
 
 
 class DryComm(Comm):

@@ -171,9 +171,15 @@ def run_error(outcomes: Sequence[Outcome]) -> WorldError:
     if 1 < size == len(same) + 1:
         head, also = f"all {size} ranks raised {failure.summary}; this is rank {first}", []
     else:
-        head = f"rank {first} of {size} raised {failure.summary}"
+        head = ""
     tail = "".join(f"\nrank {rank} failed as well: {failures[rank].summary}" for rank in also)
-    return RankError(f"{head}\n\n{failure}{tail}", first, str(failure))
+    return rank_error(first, size, failure, head, tail)
+
+
+def rank_error(rank: int, size: int, failure: Failure, head: str = "", tail: str = "") -> RankError:
+    """What a rank's program raised, where, and what else happened."""
+    head = head or f"rank {rank} of {size} raised {failure.summary}"
+    return RankError(f"{head}\n\n{failure}{tail}", rank, str(failure))
 
 
 def _different_calls(outcomes: Sequence[Outcome]) -> str:

@@ -1,7 +1,6 @@
 """Rank, what a rank's program is given, and Outcome, how the program ended there."""
 
 import io
-import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -103,10 +102,7 @@ class Rank:
             if on_dp_and_cp and len({"dp", "cp", "ep", "edp"} & set(axes)) > 1:
                 remedy = f"{min(on_dp_and_cp)} lies on the ranks of dp and cp; join those"
                 raise ValueError(f"axes {axes} cannot be joined: {remedy}")
-            ranks = (self.rank,) if axes else tuple(range(self.size))
-            for axis in axes:
-                groups = (self.mesh.group(rank, axis) for rank in ranks)
-                ranks = tuple(sorted(itertools.chain.from_iterable(groups)))
+            ranks = self.mesh.ranks(self.rank, *axes) if axes else range(self.size)
             channel = 2 * sum(1 << COMM_AXES.index(axis) for axis in axes)
             self._comms[name] = self._comm_class(self, name, ranks, channel)
         return self._comms[name]

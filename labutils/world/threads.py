@@ -16,6 +16,7 @@ from labutils.world.errors import ABSENT, DeadlockError, Failure, Stopped, place
 from labutils.world.messages import Endpoint, Request, misfit, out_of_time
 from labutils.world.rank import Outcome, Rank, conclude, perform
 
+MAX_THREADS = 1024
 GRACE = 0.2  # seconds that the other ranks get to come to their own end after one has failed
 
 
@@ -122,6 +123,9 @@ class Threads:
     """The engine: a rendezvous and a thread a rank for each run, so that nothing is left over."""
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
+        if mesh.size > MAX_THREADS:
+            remedy = f'use at most {MAX_THREADS:,}, or engine="dry" for one rank of any mesh'
+            raise ValueError(f"{mesh.size:,} ranks are too many threads for one process: {remedy}")
         self.mesh = mesh
         self.timeout = timeout
 
