@@ -9,6 +9,7 @@ import resource
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,12 +26,12 @@ import torch.distributed as dist
 
 from labutils import collectives, world
 from labutils.config import Mesh
-from labutils.world import DeadlockError, MismatchError, RankError, World, threads
+from labutils.world import DeadlockError, MismatchError, RankError, World, sockets, threads
 from labutils.world.distributed import DistributedEndpoint
 from labutils.world.threads import Rendezvous
 
 ROOT = Path(__file__).parent.parent
-PROMPT = 2.0  # seconds; an error takes a tenth of one, and a second where a rank has to be killed, on a machine that does nothing else
+PROMPT = 15.0  # seconds: half the time-out of a world, so that what only the time-out ends fails; an error takes a tenth of one, on a machine that does nothing else
 
 
 @pytest.fixture(scope="module", params=["threads", "processes"])
@@ -893,16 +894,100 @@ def test_a_recursion_without_end_is_told_in_few_lines(four):
     assert len(text.splitlines()) < 60
 
 
-def test_prints_are_kept_up_to_a_limit(processes, capsys):
+def test_prints_are_kept_up_to_a_limit(four, capsys):
     def program(rank):
         for i in range(30_000 if rank.rank == 2 else 1):
             print(f"{i:99}")
         if rank.rank == 2:
             print("x" * 3_000_000)
 
-    processes.run(program)
+    before = sys.stdout, sys.stderr
+    four.run(program)
     out = capsys.readouterr().out
-    assert "[rank 2] … and 5,000,001 characters more\n[rank 3]" in out and len(out) < 1_200_000
+    assert out.count("[rank 2] … and 5,000,001 characters more\n") == 1
+    assert out.count(" characters more") == 1 and len(out) < 1_200_000
+    assert (sys.stdout, sys.stderr) == before
+
+
+def test_the_limit_of_prints_is_that_of_ranks_and_not_of_other_threads(capsys):
+    def program(rank):
+        if rank.rank == 0:
+            other = threading.Thread(target=print, args=("y" * 2_000_000,))
+            other.start()
+            other.join()
+        print("x" * 1_000_001, file=sys.stderr)
+
+    World(2).run(program)
+    out, err = capsys.readouterr()
+    assert out == "y" * 2_000_000 + "\n"
+    assert sorted(re.findall(r"\[rank \d\] … and 2 characters more", err)) == [
+        f"[rank {i}] … and 2 characters more" for i in (0, 1)
+    ]
+
+
+def test_what_cannot_be_read_back_names_its_rank(processes):
+    class Broken:
+        def __reduce__(self):
+            return int, ("no number",)
+
+    error = fails(processes, lambda rank: Broken() if rank.rank == 1 else 0, RankError)
+    text = "rank 1 of 4 returned what cannot be read back in the notebook (ValueError: invalid lit"
+    assert str(error).startswith(text) and error.rank == 1
+
+
+@pytest.mark.parametrize("place", ["short", "x" * 120])
+def test_folders_of_owners_that_are_gone_are_swept(place, tmp_path, monkeypatch):
+    (tmp_path / place).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / place))
+    folder, lock = sockets.make_folder()
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(os.path.join(folder, "249"))
+    sockets.sweep()
+    assert os.path.exists(folder)
+    lock.close()
+    sockets.sweep()
+    assert not os.path.exists(folder)
+
+
+def test_a_world_that_starts_sweeps_and_its_own_folder_stays(processes):
+    stale, lock = sockets.make_folder()
+    lock.close()
+    processes.close()
+    processes.run(lambda rank: None)
+    sockets.sweep()
+    assert not os.path.exists(stale) and all(map(os.path.exists, processes._engine.folders))
+
+
+def test_a_limit_on_files_is_named_with_its_remedy(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(RuntimeError, match="share a file of .*`ulimit -f unlimited`, take few"):
+            sockets.create_memory(str(tmp_path), 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_without_posix_and_type_checks_threads_run_and_wrong_types_are_told():
+    missing = "resource", "fcntl", "pwd", "grp", "termios"
+    hide = f"import sys; sys.modules.update(dict.fromkeys({missing}))"
+    program = f"""
+        {hide}
+        from labutils import collectives
+        from labutils.world import World
+        print(World(2).run(lambda rank: rank.rank))
+        for wrong in (None, [1.0]):
+            try:
+                collectives.all_reduce_ring(wrong, None)
+            except TypeError as error:
+                print(error)
+    """
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    asked = "write all_reduce_ring(x, rank.comm()): got"
+    said = ["[0, 1]", f"{asked} None and None", f"{asked} a list and None"]
+    assert ended.stdout.splitlines() == said, ended.stderr
 
 
 def test_what_cannot_travel_says_so(processes):
@@ -1209,7 +1294,7 @@ def test_a_tensor_is_asked_for():
 # ── torchrun ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_same_script_runs_under_torchrun(tmp_path, capsys):
+def test_the_same_script_runs_under_torchrun(tmp_path, capsys, monkeypatch):
     script = str(ROOT / "tests" / "world_torchrun.py")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
@@ -1226,6 +1311,8 @@ def test_the_same_script_runs_under_torchrun(tmp_path, capsys):
     ]
     job = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert job.returncode == 0, job.stderr
+    monkeypatch.chdir(tmp_path)
+    Path("freed").unlink()
     runpy.run_path(script, run_name="__main__")
     torchrun, threads = job.stdout.splitlines(), capsys.readouterr().out.splitlines()
     assert torchrun[0] == "torchrun" and threads[0] == "threads"
@@ -1233,5 +1320,6 @@ def test_the_same_script_runs_under_torchrun(tmp_path, capsys):
         torchrun[5:] == threads[1:]
         and torchrun[4].startswith("[rank 3] is at")
         and any(line.endswith(" True (4, 3, 2, 1) 0") for line in torchrun)  # the pipeline
-        and torchrun[-1] == "DeadlockError"
+        and torchrun[-2] == "DeadlockError"
+        and torchrun[-1] == "ranks 0, 1, 3 waited 0.5 s in barrier for rank 2:"
     )

@@ -416,7 +416,9 @@ def test_bad_input_is_refused():
         World(4, assume={bool: True})
     with pytest.raises(TypeError, match="assume"):
         World(4, engine="dry", assume={"bool": True})
-    with pytest.raises(RankError, match="ProcessGroup"):
+    with pytest.raises(TypeError, match=r"assume says what to answer .* \{bool: True.*: got 5"):
+        World(4, engine="dry", assume=5)
+    with pytest.raises(RankError, match="neither threads nor a dry run have a ProcessGroup"):
         dry.run(lambda rank: rank.comm().group)
 
 

@@ -34,6 +34,22 @@ def lock(rank):
     rank.comm().send(torch.zeros(3), (rank.rank + 1) % 4)
 
 
+def stuck(rank, freed):
+    while rank.rank == 2 and not os.path.exists(freed):
+        torch.ones(8) + 1
+    rank.comm().barrier()
+
+
+def named_while_it_is_stuck(freed):
+    """The first line of the error, told while rank 2 goes on; then it is let go."""
+    impatient = World(4, timeout=0.5)
+    try:
+        impatient.run(stuck, freed)
+    except TimeoutError as error:
+        open(freed, "a").close()
+        return str(error).partition("\n")[0]
+
+
 def a_pipeline():
     """1F1B over the stages of a small GPT, with a tied embedding: equal to one device, and sent as computed."""
     small = ModelConfig(num_layers=4, d_model=8, num_heads=1, d_ff=8, vocab_size=8, seq_len=4)
@@ -88,6 +104,7 @@ def main():
             mesh.run(program)
         except WorldError as error:
             lines.append(f"{error}\n{type(error).__name__}")
+    lines.append(named_while_it_is_stuck("freed"))
     if first:
         print("\n".join(lines))
     if mesh.engine == "torchrun":

@@ -77,6 +77,9 @@ def _collective(algorithm: Callable) -> Callable:
 
     @functools.wraps(algorithm)
     def collective(x: Tensor, comm: Peers, *args, **kwargs):
+        if not (isinstance(x, Tensor) and hasattr(comm, "send_recv")):
+            example = f"{name}(x, rank.comm())"
+            raise TypeError(f"write {example}: got {_kind(x)} and {_kind(comm)}")
         if (op := kwargs.get("op", "sum")) not in REDUCTIONS:
             mean = op in ("mean", "avg")
             other = "sum, then divide by comm.size" if mean else f"use {', '.join(REDUCTIONS)}"
@@ -360,6 +363,10 @@ def shift(x: Same, comm: Peers) -> Same:
 
 
 # ── small helpers ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _kind(x: object) -> str:
+    return "None" if x is None else f"a {type(x).__name__}"
 
 
 def _countable(n: int) -> int:

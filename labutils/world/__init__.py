@@ -55,7 +55,8 @@ ENGINES = {"threads": Threads, "processes": Processes, "torchrun": Torchrun, "dr
 class World:
     """Ranks that run functions: `world.run(fn, …)` returns `fn(rank, …)` of each, in order.
 
-    `timeout` is how long a rank may wait for the others, in seconds. Don't write into arguments:
+    `timeout` is how long a rank may wait for the others, in seconds. A rank that computes has no
+    limit: interrupt it, and the next run works. Don't write into arguments:
     on threads all ranks share them, on processes each rank has its own copy.
 
     The engine "dry" runs one rank alone on fake tensors, which have shapes and no values; `assume`

@@ -89,11 +89,11 @@ class Comm:
     def group(self) -> Any:
         """The real `torch.distributed.ProcessGroup` of these ranks, whose bytes nobody counts.
 
-        Raises RuntimeError on threads, which have none.
+        Raises RuntimeError on threads and in a dry run, which have none.
         """
         if self._owner._groups is None:
             remedy = 'use World(..., engine="processes")'
-            raise RuntimeError(f"threads have no torch.distributed.ProcessGroup: {remedy}")
+            raise RuntimeError(f"neither threads nor a dry run have a ProcessGroup: {remedy}")
         return self._owner._groups(tuple(self.ranks))
 
     def neighbours(self, count: int) -> "Comm":

@@ -49,6 +49,9 @@ class Dry:
     """
 
     def __init__(self, mesh: Mesh, timeout: float, assume: Assume | None = None) -> None:
+        if not isinstance(assume or {}, Mapping):
+            example = "{bool: True, int: lambda x: x.numel() // 8}"
+            raise TypeError(f"assume says what to answer for a type, as {example}: got {assume!r}")
         for kind in assume or {}:
             if kind not in (bool, float, int):
                 raise TypeError(f"assume={{{kind!r}: …}} names no type: use bool, float or int")

@@ -8,33 +8,31 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
-import resource
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import types
 import weakref
 from collections.abc import Callable
 from multiprocessing import connection
-from typing import Any
+from typing import Any, BinaryIO
 
 import cloudpickle
 
 from labutils.config import Mesh
 from labutils.trace import Trace
 from labutils.world.errors import ABSENT, Failure, RankError, TimeoutError, place
-from labutils.world.rank import Outcome, conclude
-from labutils.world.sockets import create_memory, open_memory
+from labutils.world.rank import Outcome, conclude, unpack
+from labutils.world.sockets import create_memory, make_folder, open_memory, sweep
 from labutils.world.threads import GRACE
 from labutils.world.worker import be_rank
 
 MAX_RANKS = 250  # of one machine
 _LOOK = 0.02  # seconds between looks at ranks that are to end
 _PATIENCE = 0.3  # seconds that ranks get to end once they are told to
-_START = 60.0  # seconds that the fork server gets to load torch
+_START = 300.0  # seconds that the fork server gets to load torch, on a busy machine
 # Elsewhere the system's own libraries don't survive a fork, and each rank loads torch for itself.
 _METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
@@ -97,7 +95,7 @@ class RankProcess:
     def hear(self) -> None:
         """Take its outcome; that of a dead rank is its death."""
         try:
-            self.outcome = pickle.loads(self.commands.recv_bytes())
+            self.outcome = unpack(self.commands.recv_bytes(), self.rank, self.size)
         except (EOFError, OSError):
             how, tail = self.end(), self.tail()
             text = f"rank {self.rank} of {self.size} died: its process {how}"
@@ -150,9 +148,10 @@ class Processes:
         self.timeout = timeout
         self.ranks: list[RankProcess] = []
         self.folders: list[str] = []
+        self.locks: list[BinaryIO] = []  # files of the folders, locked while this process lives
         self.runs = itertools.count(1)
         self.lock = threading.Lock()  # one run at a time
-        weakref.finalize(self, _end, self.ranks, self.folders, os.getpid())
+        weakref.finalize(self, _end, self.ranks, self.folders, self.locks, os.getpid())
         start_server()
 
     @property
@@ -188,8 +187,10 @@ class Processes:
     def _start(self) -> None:
         _check_files(self.mesh.size)
         start_server()
-        folder = tempfile.mkdtemp(prefix="ranks-")
+        sweep()
+        folder, lock = make_folder()
         self.folders.append(folder)
+        self.locks.append(lock)
         with create_memory(folder, self.mesh.size):
             self.progress = open_memory(folder, self.mesh.size)
             for rank in range(self.mesh.size):
@@ -234,10 +235,10 @@ class Processes:
 
     def close(self) -> None:
         """End all ranks; the next run starts new ones."""
-        _end(self.ranks, self.folders, os.getpid())
+        _end(self.ranks, self.folders, self.locks, os.getpid())
 
 
-def _end(ranks: list[RankProcess], folders: list[str], owner: int) -> None:
+def _end(ranks: list[RankProcess], folders: list[str], locks: list[BinaryIO], owner: int) -> None:
     if os.getpid() != owner:
         return  # a fork of the kernel that ends: these ranks are not its own
     for rank in ranks:
@@ -246,8 +247,11 @@ def _end(ranks: list[RankProcess], folders: list[str], owner: int) -> None:
         rank.end()
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+    for lock in locks:
+        lock.close()
     ranks.clear()
     folders.clear()
+    locks.clear()
 
 
 def _start(process: multiprocessing.Process) -> None:
@@ -282,6 +286,8 @@ def _start(process: multiprocessing.Process) -> None:
 
 def _check_files(size: int) -> None:
     """Raise RuntimeError where the system allows fewer open files than a world needs."""
+    import resource  # POSIX only, as what this module runs; importing it stays possible elsewhere
+
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     here, there = len(os.listdir("/dev/fd")) + 4 * size + 16, 2 * size + 40
     if max(here, there) > limit:

@@ -1,9 +1,12 @@
 """Rank, what a rank's program is given, and Outcome, how the program ended there."""
 
+import contextlib
 import io
+import pickle
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +15,16 @@ import torch
 from labutils.config import COMM_AXES, Mesh
 from labutils.trace import Event, Trace
 from labutils.world.comm import Comm
-from labutils.world.errors import ABSENT, OVER, WAITS, Failure, State, Stopped, run_error
+from labutils.world.errors import (
+    ABSENT,
+    OVER,
+    WAITS,
+    Failure,
+    RankError,
+    State,
+    Stopped,
+    run_error,
+)
 from labutils.world.messages import CallSite, Endpoint, Work
 
 WORLD = "world"
@@ -35,6 +47,67 @@ class Output(io.StringIO):
     def __str__(self) -> str:
         lost = self.length - _PRINTS
         return self.getvalue() + f"\n… and {lost:,} characters more" * (lost > 0)
+
+
+class Metered:
+    """A stream that the rank threads of a process share: each writes up to the limit of `Output`,
+    and what is beyond it is counted. Other threads write as before."""
+
+    lock = threading.Lock()
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # of the stream in sys
+        self.stream: Any = None
+        self.users = 0
+        self.lengths: dict[int, int] = {}  # characters of each rank's thread, by its identity
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        me = threading.get_ident()
+        if me in self.lengths:
+            room = max(_PRINTS - self.lengths[me], 0)
+            self.lengths[me] += len(text)
+            self.stream.write(text[:room])
+            return len(text)
+        return self.stream.write(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    @contextlib.contextmanager
+    def among(self, streams: Any) -> Iterator[None]:
+        """In place of the stream while a run lasts, and of runs at once while the last one does."""
+        with self.lock:
+            self.users += 1
+            if self.users == 1 and getattr(streams, self.name) is not self:
+                self.stream = getattr(streams, self.name)
+                setattr(streams, self.name, self)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.users -= 1
+                if self.users == 0:
+                    self.lengths.clear()
+                    if getattr(streams, self.name) is self:
+                        setattr(streams, self.name, self.stream)
+
+    @contextlib.contextmanager
+    def counted(self, rank: int) -> Iterator[None]:
+        """What this thread writes is that of `rank`; it is told in the end what was too much."""
+        me = threading.get_ident()
+        self.lengths[me] = 0
+        try:
+            yield
+        finally:
+            lost = self.lengths.pop(me, 0) - _PRINTS
+            if lost > 0:
+                self.stream.write(f"\n[rank {rank}] … and {lost:,} characters more\n")
+
+
+OUT, ERR = Metered("stdout"), Metered("stderr")
 
 
 @dataclass
@@ -134,6 +207,16 @@ def perform(rank: Rank, fn: Callable, args: tuple, kwargs: dict) -> Outcome:
         if comm._background is not None:
             comm._background.close()
     return outcome
+
+
+def unpack(packed: bytes, rank: int, size: int) -> Outcome:
+    """The outcome that a rank's process has sent; what cannot be read back is that rank's error."""
+    try:
+        return pickle.loads(packed)
+    except Exception as error:
+        what = f"rank {rank} of {size} returned what cannot be read back in the notebook"
+        why = f"({type(error).__name__}: {error}): return numbers, text or tensors"
+        return Outcome(failure=Failure.of(RankError(f"{what} {why}", rank)))
 
 
 def conclude(outcomes: Sequence[Outcome]) -> tuple[list[Any], Trace]:

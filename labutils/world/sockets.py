@@ -8,13 +8,17 @@ another one, and adding overlaps with receiving. Either way a send is done when 
 ready, and the sender knows by then that dtype, length and collective fit.
 """
 
+import contextlib
 import ctypes
+import glob
 import itertools
 import mmap
 import os
 import selectors
+import shutil
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections import defaultdict, deque
@@ -24,6 +28,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from labutils import units
 from labutils.world.errors import DeadlockError, Stopped, place
 from labutils.world.messages import Endpoint, Request, misfit, out_of_time
 from labutils.world.progress import BLOCKED, OVER, RUNNING, Progress
@@ -34,7 +39,38 @@ _SMALL = 1 << 13  # bytes up to which a message is eager
 _SLOT = 1 << 20  # bytes; each slot costs a look at the sockets
 _SLOTS = 4  # for each direction of a pair
 _SLOTS_AT = 1 << 16  # bytes; before them ranks say what they do
+_PATH = 80  # bytes of a folder's path; a socket's own has 104 at most (macOS)
+_PREFIX = "ranks-"
 _LOOK = 0.02  # seconds without news after which a waiting rank looks around
+
+
+def make_folder() -> tuple[str, BinaryIO]:
+    """A folder where ranks meet, and a locked file in it, by which `sweep` sees that its owner
+    lives: the lock ends with the process, however it ends."""
+    import fcntl
+
+    folder = tempfile.mkdtemp(prefix=_PREFIX, dir=_short_place())
+    lock = open(os.path.join(folder, "new"), "wb")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(lock.name, os.path.join(folder, "owner"))  # not before it is locked
+    return folder, lock
+
+
+def sweep() -> None:
+    """Remove the folders of owners that are gone, as when a kernel is killed with all its
+    processes."""
+    import fcntl
+
+    for path in glob.glob(os.path.join(_short_place(), _PREFIX + "*", "owner")):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+
+
+def _short_place() -> str:
+    """The folder for temporary files, or /tmp where its path leaves no room for a socket's name."""
+    place = tempfile.gettempdir()
+    return place if len(os.fsencode(place)) <= _PATH else "/tmp"
 
 
 def create_memory(folder: str, size: int) -> BinaryIO:
@@ -48,7 +84,14 @@ def create_memory(folder: str, size: int) -> BinaryIO:
         os.symlink(f"/proc/{os.getpid()}/fd/{file.fileno()}", path)
     else:
         file = open(path, "w+b")
-    file.truncate(_SLOTS_AT + size * size * _SLOTS * _SLOT)
+    nbytes = _SLOTS_AT + size * size * _SLOTS * _SLOT
+    try:
+        file.truncate(nbytes)
+    except OSError as error:
+        file.close()
+        what = f"{size} ranks share a file of {units.text(nbytes)}, which this system refuses"
+        remedy = "start the notebook after `ulimit -f unlimited`, take fewer ranks, or threads"
+        raise RuntimeError(f"{what} ({error.strerror}): {remedy}") from None
     return file
 
 

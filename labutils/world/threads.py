@@ -14,7 +14,7 @@ from labutils.config import Mesh
 from labutils.trace import Trace
 from labutils.world.errors import ABSENT, DeadlockError, Failure, Stopped, place, site
 from labutils.world.messages import Endpoint, Request, misfit, out_of_time
-from labutils.world.rank import Outcome, Rank, conclude, perform
+from labutils.world.rank import ERR, OUT, Outcome, Rank, conclude, perform
 
 MAX_THREADS = 1024
 GRACE = 0.2  # seconds that the other ranks get to come to their own end after one has failed
@@ -135,20 +135,23 @@ class Threads:
         ranks = [Rank(i, self.mesh, meeting, torch.device("cpu")) for i in range(size)]
 
         def program(rank: Rank) -> None:
-            meeting.end(rank.rank, perform(rank, fn, args, kwargs))
+            with OUT.counted(rank.rank), ERR.counted(rank.rank):
+                outcome = perform(rank, fn, args, kwargs)
+            meeting.end(rank.rank, outcome)
 
         threads = [
             threading.Thread(target=program, args=(rank,), name=f"rank {rank.rank}", daemon=True)
             for rank in ranks
         ]
-        try:
-            for thread in threads:
-                thread.start()
-            with meeting.changed:
-                meeting.changed.wait_for(lambda: meeting.over)
-                meeting.changed.wait_for(lambda: meeting.settled, timeout=GRACE)
-        finally:
-            places = _stop(meeting, threads)
+        with OUT.among(sys), ERR.among(sys):
+            try:
+                for thread in threads:
+                    thread.start()
+                with meeting.changed:
+                    meeting.changed.wait_for(lambda: meeting.over)
+                    meeting.changed.wait_for(lambda: meeting.settled, timeout=GRACE)
+            finally:
+                places = _stop(meeting, threads)
         # Popped: what a rank returned is not to wait for the garbage collector with this cycle.
         outcomes = [meeting.outcomes.pop(i, None) or Outcome() for i in range(size)]
         for i, where in places.items():

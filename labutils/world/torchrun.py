@@ -1,23 +1,29 @@
 """Ranks that torchrun has started: each process runs its own and learns what all returned."""
 
 import atexit
+import dataclasses
+import itertools
+import math
 import os
-import tempfile
+import shutil
 import time
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import torch.distributed as dist
 
 from labutils.config import Mesh
 from labutils.trace import Trace
 from labutils.world.distributed import DistributedEndpoint
+from labutils.world.errors import ABSENT
 from labutils.world.progress import Progress
-from labutils.world.rank import Outcome, conclude
-from labutils.world.sockets import SocketEndpoint, create_memory
+from labutils.world.rank import Outcome, conclude, unpack
+from labutils.world.sockets import SocketEndpoint, create_memory, make_folder
 from labutils.world.threads import GRACE
 from labutils.world.worker import Member, begin_groups, loopback, own_device
+
+_RUNS = itertools.count(1)  # of all worlds of this job, which all ranks count alike
+_PATIENCE = 2.0  # seconds that the other ranks get to come to their end once one has failed
 
 
 class Torchrun:
@@ -44,26 +50,50 @@ class Torchrun:
             endpoint = _by_sockets(rank, started, timeout)
             self.progress = endpoint.progress
         self.member = Member(rank, mesh, device, endpoint)
-        self.runs = 0
         atexit.register(self._leave)
 
     def run(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Trace]:
-        member, size = self.member, self.member.mesh.size
-        self.runs += 1
+        member, number = self.member, next(_RUNS)
         dist.barrier()  # nobody looks at the last run any more
         if member.rank == 0 and self.progress:
             self.progress.clear()
         dist.barrier()
-        outcome = member.run(self.runs, fn, args, kwargs)
+        outcome = member.run(number, fn, args, kwargs)
         if outcome.failure and self.progress:
             self._stop_others(self.progress)
-        packed: list[bytes | None] = [None] * size
-        dist.all_gather_object(packed, member.pack(outcome))
-        outcomes: list[Outcome] = [cloudpickle.loads(each) for each in packed]
+        outcomes = self._meet(number, outcome) or self._gather(member.pack(outcome))
         if member.rank != 0:
             for each in outcomes:
                 each.printed = ""
         return conclude(outcomes)
+
+    def _meet(self, number: int, mine: Outcome) -> list[Outcome] | None:
+        """None once all ranks are here and well; else how each ended, as far as that is known.
+
+        A store is asked and no collective called, in which all would wait for a rank that is stuck.
+        """
+        member, size = self.member, self.member.mesh.size
+        store = dist.PrefixStore(f"run {number}", dist.distributed_c10d._get_default_store())
+        packed = member.pack(dataclasses.replace(mine, value=None, events=()))
+        store.add("failed", int(mine.failure is not None))  # before others see that it is here
+        store.set(str(member.rank), packed)
+        here, deadline = {member.rank: mine}, math.inf
+        while len(here) < size and time.monotonic() < deadline:
+            for rank in set(range(size)) - set(here):
+                if store.check([str(rank)]):
+                    here[rank] = unpack(store.get(str(rank)), rank, size)
+            if deadline == math.inf and store.add("failed", 0):
+                deadline = time.monotonic() + _PATIENCE
+            time.sleep(0.005)
+        if not store.add("failed", 0):
+            return None
+        return [here.get(rank) or Outcome(state=(ABSENT, "")) for rank in range(size)]
+
+    def _gather(self, packed: bytes) -> list[Outcome]:
+        size = self.member.mesh.size
+        all_packed: list[bytes] = [b""] * size
+        dist.all_gather_object(all_packed, packed)
+        return [unpack(each, rank, size) for rank, each in enumerate(all_packed)]
 
     def _stop_others(self, progress: Progress) -> None:
         """Give the other ranks a moment to come to their own end, then wake those that wait."""
@@ -81,9 +111,13 @@ class Torchrun:
 
 
 def _by_sockets(rank: int, size: int, timeout: float) -> SocketEndpoint:
-    with tempfile.TemporaryDirectory(prefix="ranks-") as own, create_memory(own, size):
-        folder = [own]
-        dist.broadcast_object_list(folder, src=0)
-        endpoint = SocketEndpoint(folder[0], rank, size, timeout, dist.barrier)
-        dist.barrier()
-        return endpoint
+    own, lock = make_folder()
+    try:
+        with lock, create_memory(own, size):
+            folder = [own]
+            dist.broadcast_object_list(folder, src=0)
+            endpoint = SocketEndpoint(folder[0], rank, size, timeout, dist.barrier)
+            dist.barrier()
+            return endpoint
+    finally:
+        shutil.rmtree(own)
