@@ -942,10 +942,10 @@ def test_folders_of_owners_that_are_gone_are_swept(place, tmp_path, monkeypatch)
     folder, lock = sockets.make_folder()
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(os.path.join(folder, "249"))
-    sockets.sweep()
+    sockets.sweep_folders()
     assert os.path.exists(folder)
     lock.close()
-    sockets.sweep()
+    sockets.sweep_folders()
     assert not os.path.exists(folder)
 
 
@@ -954,7 +954,7 @@ def test_a_world_that_starts_sweeps_and_its_own_folder_stays(processes):
     lock.close()
     processes.close()
     processes.run(lambda rank: None)
-    sockets.sweep()
+    sockets.sweep_folders()
     assert not os.path.exists(stale) and all(map(os.path.exists, processes._engine.folders))
 
 

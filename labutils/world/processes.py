@@ -25,7 +25,7 @@ from labutils.config import Mesh
 from labutils.trace import Trace
 from labutils.world.errors import ABSENT, Failure, RankError, TimeoutError, place
 from labutils.world.rank import Outcome, conclude, unpack
-from labutils.world.sockets import create_memory, make_folder, open_memory, sweep
+from labutils.world.sockets import create_memory, make_folder, open_memory, sweep_folders
 from labutils.world.threads import GRACE
 from labutils.world.worker import be_rank
 
@@ -187,7 +187,7 @@ class Processes:
     def _start(self) -> None:
         _check_files(self.mesh.size)
         start_server()
-        sweep()
+        sweep_folders()
         folder, lock = make_folder()
         self.folders.append(folder)
         self.locks.append(lock)

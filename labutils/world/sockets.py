@@ -45,7 +45,7 @@ _LOOK = 0.02  # seconds without news after which a waiting rank looks around
 
 
 def make_folder() -> tuple[str, BinaryIO]:
-    """A folder where ranks meet, and a locked file in it, by which `sweep` sees that its owner
+    """A folder where ranks meet, and a locked file in it, by which `sweep_folders` sees that its owner
     lives: the lock ends with the process, however it ends."""
     import fcntl
 
@@ -56,7 +56,7 @@ def make_folder() -> tuple[str, BinaryIO]:
     return folder, lock
 
 
-def sweep() -> None:
+def sweep_folders() -> None:
     """Remove the folders of owners that are gone, as when a kernel is killed with all its
     processes."""
     import fcntl
