@@ -45,8 +45,8 @@ _LOOK = 0.02  # seconds without news after which a waiting rank looks around
 
 
 def make_folder() -> tuple[str, BinaryIO]:
-    """A folder where ranks meet, and a locked file in it, by which `sweep_folders` sees that its owner
-    lives: the lock ends with the process, however it ends."""
+    """A folder where ranks meet, and a locked file in it, by which `sweep_folders` sees that its
+    owner lives: the lock ends with the process, however it ends."""
     import fcntl
 
     folder = tempfile.mkdtemp(prefix=_PREFIX, dir=_short_place())
