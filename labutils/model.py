@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from labutils import randomness
 from labutils.config import ModelConfig
 
 ROPE_BASE = 10_000.0
@@ -35,7 +39,7 @@ def attend_plain(
     scores = (q.reshape(stacked) @ k.mT).view(b, a, s, s) / math.sqrt(d)
     # Added, not filled in: an addition keeps nothing for the backward pass.
     future = torch.full((s, s), -math.inf, dtype=scores.dtype, device=scores.device).triu(1)
-    weights = F.dropout((scores + future).softmax(-1), dropout)
+    weights = randomness.dropout((scores + future).softmax(-1), dropout)
     return (weights.view(b, k.shape[1], -1, s) @ v).view(b, a, s, d)
 
 
@@ -112,7 +116,10 @@ class Attention(nn.Module):
         )
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
-        heads = self.attend(q, k, v, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        # Torch's kernels, and an attention of the learner's own, name no generator.
+        with randomness.own() if dropout else nullcontext():
+            heads = self.attend(q, k, v, dropout)
         return self.output(heads.transpose(1, 2).flatten(2))
 
 
@@ -164,6 +171,17 @@ class MixtureOfExperts(nn.Module):
         return out.view_as(x) if self.shared is None else out.view_as(x) + self.shared(x)
 
 
+class Dropout(nn.Dropout):
+    """Dropout of what a rank has, by its own random numbers; of what a group of ranks has, each the
+    same tensor, by those that the `group`, a Comm, has in common."""
+
+    group: Any = None
+
+    def forward(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        generator = self.group.generator if self.group and self.training else None
+        return randomness.dropout(x, self.p, self.training, generator)
+
+
 class Block(nn.Module):
     """One layer: each half reads the normalized residual stream and adds to it (pre-norm)."""
 
@@ -173,7 +191,7 @@ class Block(nn.Module):
         self.attention = Attention(config, rotary, attend)
         self.feed_forward_norm = _norm(config)
         self.feed_forward = (MixtureOfExperts if config.num_experts > 1 else FeedForward)(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Float[Tensor, "b s h"]) -> Float[Tensor, "b s h"]:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
@@ -211,30 +229,37 @@ class GPT(nn.Module):
             own = "a function of (q, k, v, dropout)"
             raise ValueError(f"unknown attention {attention!r}: use {known} or {own}")
         attend = attention if callable(attention) else ATTENTION[attention]
-        h, L, s, v = config.letters("h L s v")
         self.config = config
         self.places_: Places | None = None  # context parallelism has its own
+        with _Undrawn():
+            self._build(attend)
+        self.initialize(generator)
+
+    def _build(self, attend: Attend) -> None:
+        config = self.config
+        h, L, s, v = config.letters("h L s v")
         self.tokens = nn.Embedding(v, h)
         self.positions = nn.Embedding(s, h) if config.positions == "learned" else None
         # One table, shared by all layers.
         rotary = Rotary(s, config.d_head) if config.positions == "rope" else None
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, rotary, attend) for _ in range(L))
         self.norm = _norm(config)
         self.head = nn.Linear(h, v, bias=False)
         if config.tied:
             self.head.weight = self.tokens.weight
-        self.initialize(generator)
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None = None) -> None:
         """Draws the weights as GPT-2 does: N(0, 0.02²), biases zero.
 
-        What adds to the residual stream is smaller by √(2L).
+        What adds to the residual stream is smaller by √(2L). Without a generator ranks draw from
+        one that all have in common, and a single device from torch's own.
 
         Source: Radford et al. 2019, section 2.3 (L layers add to the stream twice each).
         """
         smaller = math.sqrt(2 * self.config.num_layers)
+        generator = generator or randomness.alike(self.tokens.weight.device)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 adds_to_stream = name.endswith(("output.weight", "down.weight"))
@@ -273,6 +298,18 @@ class GPT(nn.Module):
     def loss(self, tokens: Int[Tensor, "b s"], targets: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
         """Mean cross-entropy in nats per token; a target of −100 counts for nothing."""
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves the weights of new layers as memory comes, where torch would draw values from its own
+    generator, only for `initialize` to draw them again."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return None
+        return func(*args, **(kwargs or {}))
 
 
 def _norm(config: ModelConfig) -> nn.Module:

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "labutils"
 LAYERS = {
     0: {"units", "notation"},
     1: {"floats", "config", "anatomy", "ledger", "trace", "timeline", "schedule"},
-    2: {"collectives", "world", "model", "measure"},
+    2: {"collectives", "world", "model", "measure", "randomness"},
     3.5: {"step"},  # a training step is put together of all topics
     4: {"plots"},
     5: {"widgets"},
@@ -40,6 +40,9 @@ REACH = {
 SIDEWAYS = {
     # A Comm's collectives are those of lab 07, so that every byte they send is counted.
     ("world", "collectives"),
+    # What a rank draws is its own: its program runs with its random numbers, and dropout asks there.
+    ("world", "randomness"),
+    ("model", "randomness"),
     # What is computed again sees the autocast region of the first time.
     ("checkpointing", "precision"),
     # Levels 1 and 2 reduce in the buckets of data parallelism.

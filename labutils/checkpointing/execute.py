@@ -1,6 +1,5 @@
 """A plan carried out on a chain of modules, and a GPT as such a chain, or told to checkpoint."""
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Sequence
@@ -129,7 +128,7 @@ class _Execution:
         entered = x.detach().requires_grad_(record and wanted and x.is_floating_point())
         with (
             self.flops,
-            contextlib.nullcontext() if again is None else again.replayed(),
+            self.ambients[i].random.drawing() if again is None else again.replayed(),
             torch.set_grad_enabled(record),
             saved_tensors_hooks(self.keep, lambda tensor: tensor),
         ):

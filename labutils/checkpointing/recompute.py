@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
+from labutils import randomness
 from labutils.precision import autocast
 
 
@@ -35,22 +36,19 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     region = _Region(fn, args, kwargs)
-    with saved_tensors_hooks(region.pack, region.unpack):
+    with region.ambient.random.drawing(), saved_tensors_hooks(region.pack, region.unpack):
         return fn(*args, **kwargs)
 
 
 class Ambient:
     """What a function's result depends on beside its arguments, to be replayed.
 
-    The state of random generators, and the autocast setting, torch's and ours.
+    Where random numbers stand, and the autocast setting, torch's and ours.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors}
-        self.cuda = [device.index for device in devices if device.type == "cuda"]
-        cuda = [torch.cuda.default_generators[index] for index in self.cuda]
-        generators = torch.default_generator, *cuda
-        self.states = [(generator, generator.get_state()) for generator in generators]
+        self.random = randomness.Standing(devices)
         kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -62,15 +60,13 @@ class Ambient:
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Inside, generators and autocast are as they were; afterwards, as if nothing happened."""
-        with torch.random.fork_rng(self.cuda), ExitStack() as settings:
+        with self.random.replayed(), ExitStack() as settings:
             for kind, dtype, enabled in self.autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     casts = torch.autocast(kind, dtype, enabled, cache_enabled=self.cached)
                     settings.enter_context(casts)
             if self.region or autocast.innermost():
                 settings.enter_context(self.region or autocast(enabled=False))
-            for generator, state in self.states:
-                generator.set_state(state)
             yield
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from labutils import quantization, tensor_parallel, units
+from labutils import quantization, randomness, tensor_parallel, units
 from labutils.tensor_parallel import ColumnLinear, RowLinear
 from labutils.world import marked
 
@@ -42,8 +42,9 @@ class Adapter(nn.Module):
         made: Any = {}
         if like is not None:  # in fp32 beside weights of fewer bits
             made = dict(dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-        drawn = torch.empty(r, k, **made).uniform_(-1, 1, generator=generator) / math.sqrt(k)
-        self.A = nn.Parameter(drawn)
+        A = torch.empty(r, k, **made)
+        generator = generator or randomness.alike(A.device)
+        self.A = nn.Parameter(A.uniform_(-1, 1, generator=generator) / math.sqrt(k))
         self.B = nn.Parameter(torch.zeros(d, r, **made))
         self.alpha = units.positive(alpha, "alpha")
         self.dropout = dropout
@@ -65,7 +66,7 @@ class Adapter(nn.Module):
     def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... d"]:
         """In the dtype of x; the parameters themselves stay fp32 beside half-precision weights."""
         A, B = (weight.to(x.dtype) for weight in (self.A, self.B))
-        low = F.linear(F.dropout(x, self.dropout, self.training), A)
+        low = F.linear(randomness.dropout(x, self.dropout, self.training), A)
         return F.linear(self.scale * low, B)
 
 

@@ -1,13 +1,8 @@
 """`parallelize`: a whole GPT becomes one rank's share of it, as the table of its parts says."""
 
-import functools
 import re
-import threading
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -17,8 +12,6 @@ from labutils.config import ModelConfig
 from labutils.model import GPT
 from labutils.tensor_parallel import layers
 from labutils.world import Comm, marked
-
-_DRAWING = threading.Lock()
 
 
 def styles(model: ModelConfig) -> dict[str, str]:
@@ -136,8 +129,9 @@ def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
             layers.ColumnLinear.together(feed_forward.gate, feed_forward.up)
     for parameter in module.parameters():
         marked(parameter)  # that of a norm is whole
-    if config.dropout:
-        _draw_apart(module, comm, sequence)
+    if not sequence:  # what all ranks have is to stay the same
+        for part in (module, *module.blocks):
+            part.dropout.group = comm
     module.__class__ = ParallelGPT
     module.comm = comm
     module.sequence = sequence
@@ -159,28 +153,3 @@ def _share(module: GPT, path: str, style: str, comm: Comm, sequence: bool) -> nn
         return whole
     kind = layers.TokenLinear if isinstance(whole, nn.Linear) else layers.TokenNorm
     return kind.from_full(whole, comm)
-
-
-def _draw_apart(module: GPT, comm: Comm, sequence: bool) -> None:
-    """Give dropout its random numbers: the same ones to all ranks where these have the same
-    tensors, its own to each for its heads and tokens."""
-    # Seeded by numbers in the world, so that the replicas of data parallelism differ too.
-    own = torch.Generator().manual_seed(2 * comm.ranks[comm.rank] + 1)
-    alike = own if sequence else torch.Generator().manual_seed(2 * comm.ranks[0])
-    for dropout in (module.dropout, *(block.dropout for block in module.blocks)):
-        dropout.forward = functools.partial(_drawn, dropout.forward, alike)
-    for block in module.blocks:
-        block.attention.attend = functools.partial(_drawn, block.attention.attend, own)
-
-
-def _drawn(fn: Callable, generator: torch.Generator, *args: Any) -> Tensor:
-    """What `fn` returns when torch's own random numbers, which rank threads share, are those of
-    this generator. (Megatron's RNG tracker does the same.)"""
-    with _DRAWING:
-        before = torch.get_rng_state()
-        torch.set_rng_state(generator.get_state())
-        try:
-            return fn(*args)
-        finally:
-            generator.set_state(torch.get_rng_state())
-            torch.set_rng_state(before)

@@ -96,6 +96,11 @@ class Comm:
             raise RuntimeError(f"neither threads nor a dry run have a ProcessGroup: {remedy}")
         return self._owner._groups(tuple(self.ranks))
 
+    @property
+    def generator(self) -> torch.Generator:
+        """Random numbers that these ranks have in common, as long as all draw the same of them."""
+        return self._owner._random.shared(self.axis, self.ranks[0])
+
     def neighbours(self, count: int) -> "Comm":
         """The communicator of this rank's block, of the blocks of `count` that the ranks fall into
         (torch's new_subgroups)."""

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from labutils import units
+from labutils import randomness, units
 from labutils.config import Mesh
 from labutils.trace import Event, OneRank, Trace
 from labutils.world.comm import Background, Comm
@@ -65,7 +65,7 @@ class Dry:
         me = Rank(rank, self.mesh, _Alone(), torch.device("cpu"))
         me._comm_class = DryComm
         try:
-            with self.mode:
+            with self.mode, randomness.within(me._random):
                 args, kwargs = tree_map_only(Tensor, self.mode.from_tensor, (args, kwargs))
                 value = fn(me, *args, **kwargs)
                 events = me._finish()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from labutils import randomness
 from labutils.config import COMM_AXES, Mesh
 from labutils.trace import Event, Trace
 from labutils.world.comm import Comm
@@ -130,7 +131,7 @@ class Rank:
     size: the number of ranks
     mesh, coords: the mesh, and where this rank stands on each axis
     device: where its tensors lie
-    generator: its own random numbers, which repeat from run to run
+    generator: its own random numbers, dropout's too, which repeat from run to run
     """
 
     _comm_class = Comm
@@ -142,13 +143,15 @@ class Rank:
         endpoint: Endpoint,
         device: torch.device,
         groups: Callable[[tuple[int, ...]], Any] | None = None,
+        private: bool = True,
     ) -> None:
         self.rank = rank
         self.mesh = mesh
         self.size = mesh.size
         self.coords = mesh.coords(rank)
         self.device = device
-        self.generator = torch.Generator(device=device).manual_seed(rank)
+        self._random = randomness.Numbers(rank, device, private)
+        self.generator = self._random.own
         self._endpoint = endpoint
         self._groups = groups
         self._events: list[Event | list[Event]] = []
@@ -194,8 +197,9 @@ def perform(rank: Rank, fn: Callable, args: tuple, kwargs: dict) -> Outcome:
     """How `fn(rank, *args, **kwargs)` ends on this rank."""
     outcome = Outcome(calls=rank._called)
     try:
-        outcome.value = fn(rank, *args, **kwargs)
-        outcome.events = rank._finish()
+        with randomness.within(rank._random):
+            outcome.value = fn(rank, *args, **kwargs)
+            outcome.events = rank._finish()
     except Stopped as stopped:
         outcome.state = (WAITS, str(stopped)) if stopped.args else (ABSENT, "")
     except BaseException as error:

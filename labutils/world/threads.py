@@ -132,7 +132,8 @@ class Threads:
     def run(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Trace]:
         size = self.mesh.size
         meeting = Rendezvous(size, self.timeout)
-        ranks = [Rank(i, self.mesh, meeting, torch.device("cpu")) for i in range(size)]
+        cpu, alone = torch.device("cpu"), dict(private=False)
+        ranks = [Rank(i, self.mesh, meeting, cpu, **alone) for i in range(size)]
 
         def program(rank: Rank) -> None:
             with OUT.counted(rank.rank), ERR.counted(rank.rank):
