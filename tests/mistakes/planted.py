@@ -62,7 +62,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("return -magnitude if sign else magnitude", "return -magnitude if sign and magnitude else magnitude"),
     ],
     ("model", "test_model test_survivors"): [
-        ("weights = F.dropout((scores + future).softmax(-1), dropout)", "weights = F.dropout((scores + future).softmax(-1), dropout / 2)"),
+        ("randomness.dropout((scores + future).softmax(-1), dropout)", "randomness.dropout((scores + future).softmax(-1), dropout / 2)"),
         ("q, k, v, dropout_p=dropout, is_causal=True", "q, k, v, dropout_p=dropout / 2, is_causal=True"),
         ("right * cos + left * sin", "right * cos - left * sin"),
         ("smaller = math.sqrt(2 * self.config.num_layers)", "smaller = math.sqrt(self.config.num_layers)"),
@@ -172,10 +172,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("tensor_parallel/transform", "test_tensor_parallel"): [
         ('layers.copy_to(self.positions.weight, self.comm, "gradients")', "self.positions.weight"),
-        ("manual_seed(2 * comm.ranks[comm.rank] + 1)", "manual_seed(2 * comm.ranks[0] + 1)"),
-        ("own if sequence else torch", "own if True else torch"),
-        ("else torch.Generator().manual_seed(2 * comm.ranks[0])", "else torch.Generator().manual_seed(0)"),
-        ("torch.set_rng_state(before)", "pass"),
+        ("if not sequence:  # what all ranks have", "if True:  # what all ranks have"),
+        ("part.dropout.group = comm", "pass"),
         ("comm.broadcast(parameter.data, out=parameter.data)", "pass"),
         ("layers.ColumnLinear.together(feed_forward.gate, feed_forward.up)", "pass"),
         ("module.head.weight = module.tokens.weight", "pass"),
@@ -202,7 +200,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("return self.alpha / self.rank", "return self.alpha"),
         ("torch.zeros(d, r, **made)", "torch.ones(d, r, **made)"),
         ("return F.linear(self.scale * low, B)", "return F.linear(low, B)"),
-        ("F.linear(F.dropout(x, self.dropout, self.training), A)", "F.dropout(F.linear(x, A), self.dropout, self.training)"),
+        ("F.linear(randomness.dropout(x, self.dropout, self.training), A)", "randomness.dropout(F.linear(x, A), self.dropout, self.training)"),
         ("self.base = base.requires_grad_(False)", "self.base = base"),
         ("adapter.requires_grad_(each == name)", "adapter.requires_grad_(True)"),
         ("self.base.weight, self.original = self.original, None", "self.base.weight -= self.adapters[self.active].delta(); self.original = None"),
@@ -450,7 +448,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("world/rank", "test_world"): [
         ("if self.length < _PRINTS:", "if True:"),
-        ("manual_seed(rank)", "manual_seed(0)"),
         ("tuple(axis for axis in COMM_AXES if axis in axes)", "tuple(axes)"),
     ],
     ("world/sockets", "test_world"): [
@@ -518,6 +515,29 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("if tokens == target:", "if tokens >= target:"),
         ("if size == 1 or fits(size)", "if size == 1"),
     ],
+    ("randomness", "test_randomness"): [
+        ("self.own = self.seeded(rank, device)", "self.own = self.seeded(0, device)"),
+        ('f"{axis} {first}"', 'f"{axis}"'),
+        ('f"{axis} {first}"', 'f"{first}"'),
+        ("generator = numbers.near(generator or numbers.own, x.device)", "generator = numbers.near(numbers.own, x.device)"),
+        ("torch.empty_like(x).bernoulli_(1 - p, generator=generator).div_(1 - p)", "torch.empty_like(x).bernoulli_(1 - p, generator=generator)"),
+        ("and not numbers.replaying", "and False"),
+        ("self.numbers.owns or not self.numbers.private", "self.numbers.owns"),
+        ("self.numbers.owns or not self.numbers.private", "not self.numbers.private"),
+        ("stack.callback(now._put_back)", "pass"),
+        ("stack.enter_context(self.drawing())", "pass"),
+        ("generator.set_state(state)", "pass"),
+        ("generator.manual_seed(seed)", "pass"),
+        ('numbers.near(numbers.shared("world", 0), device)', "numbers.near(numbers.own, device)"),
+    ],
+    ("model", "test_randomness"): [
+        ("with _Undrawn():", "with nullcontext():"),
+        ("with randomness.own() if dropout else", "with randomness.own() if False else"),
+        ("generator = generator or randomness.alike(self.tokens.weight.device)", "pass"),
+    ],
+    ("world/threads", "test_randomness"): [
+        ("dict(private=False)", "dict(private=True)"),
+    ],
     ("checkpointing/plans", "test_checkpointing test_survivors"): [
         ("part * (n // k) + min(part, n % k)", "part * (n // k)"),
         ("kept = first.interior + first.output", "kept = first.interior"),
@@ -525,8 +545,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("return max(self.fullest, self.right", "return max(0, self.right"),
         ('if step.op in ("forward", "record"))', 'if step.op == "forward")'),
     ],
-    ("checkpointing/recompute", "test_checkpointing test_survivors"): [
-        ("generator.set_state(state)", "pass"),
+    ("checkpointing/recompute", "test_checkpointing test_randomness test_survivors"): [
+        ("with region.ambient.random.drawing(), saved", "with saved"),
         ("tensor, slot.tensor = slot.tensor, None", "tensor = slot.tensor"),
         ("if self.region or autocast.innermost():", "if self.region:"),
     ],
