@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from labutils import units
+from labutils import gradients, units
 
 IGNORED = -100  # the target that cross-entropy leaves out
 
@@ -144,7 +144,7 @@ def gradient_buffer(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Para
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if any(parameter.grad is not None for parameter in trained):
         raise ValueError("a parameter already holds a gradient: call zero_grad() first")
-    sums: dict[nn.Parameter, Tensor] = {}
+    sums = _Sums()
 
     def take(parameter: nn.Parameter) -> None:
         if parameter not in sums:
@@ -155,7 +155,20 @@ def gradient_buffer(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Para
     with ExitStack() as hooks:
         for parameter in trained:
             hooks.callback(parameter.register_post_accumulate_grad_hook(take).remove)
-        yield sums
+            gradients.kept_by(sums, parameter)
+        try:
+            yield sums
+        finally:
+            sums.taking = False
+
+
+class _Sums(dict):
+    """The sum of the gradients of each parameter."""
+
+    taking = True  # new gradients, out of `.grad`
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        return self.get(parameter) if self.taking else parameter.grad
 
 
 def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) -> int:

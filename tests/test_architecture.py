@@ -17,7 +17,7 @@ PACKAGE = ROOT / "labutils"
 LAYERS = {
     0: {"units", "notation"},
     1: {"floats", "config", "anatomy", "ledger", "trace", "timeline", "schedule"},
-    2: {"collectives", "world", "model", "measure", "randomness"},
+    2: {"collectives", "world", "model", "measure", "randomness", "gradients"},
     3.5: {"step"},  # a training step is put together of all topics
     4: {"plots"},
     5: {"widgets"},

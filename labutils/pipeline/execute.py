@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from labutils.data_parallel import Replica
+from labutils.gradients import gradient_of
 from labutils.pipeline.messages import actions
 from labutils.pipeline.stages import PipelineStage, common, placed, shared_with
 from labutils.pipeline.stashing import Stash
@@ -213,7 +214,7 @@ def _shared(
     """The parameters that another rank has, too, and which."""
     peer = shared_with(schedule, rank, next(iter(stages.values())).config.tied)
     parameters = common([stages[s] for s in sorted(stages)], schedule, rank)
-    if any(parameter.grad is not None for parameter in parameters):
+    if any(gradient_of(parameter) is not None for parameter in parameters):
         twice = "what two ranks have would be added up twice: call zero_grad() before run"
         raise ValueError(f"rank {rank} holds gradients from before, and {twice}")
     return parameters, peer
@@ -240,11 +241,13 @@ def _check_around(stages: nn.Module, schedule: Schedule) -> None:
 
 
 def _add_up(parameters: Sequence[nn.Parameter], peer: int | None, comm: Comm) -> None:
-    """Adds the gradients of parameters that a peer has, too."""
-    for grad in (parameter.grad for parameter in parameters if parameter.grad is not None):
-        with comm.record("gradients"):
-            theirs = comm.send_recv(grad, peer, torch.empty_like(grad), peer)
-        grad.add_(theirs)
+    """Adds the gradients of parameters that a peer has, too, wherever they are: a rank of ZeRO has
+    the same share of them as its peer."""
+    for grad in map(gradient_of, parameters):
+        if grad is not None:
+            with comm.record("gradients"):
+                theirs = comm.send_recv(grad, peer, torch.empty_like(grad), peer)
+            grad.add_(theirs)
 
 
 def joined(schedule: Schedule, runs: Sequence[RankRun]) -> PipelineRun:

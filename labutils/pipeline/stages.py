@@ -98,10 +98,11 @@ def split(model: GPT, n: int, layers: Sequence[int] | None = None) -> nn.ModuleL
 
     Tensor parallelism comes before (`tensor_parallel.parallelize`), data parallelism after: once a
     step by `data_parallel.average_gradients` or `zero.Optimizer(level=1)`. What reduces in hooks
-    does so after each backward pass: `zero.Optimizer(level=2)`, after each W, too; `replicate` and
+    does so after each backward pass of a stage: `zero.Optimizer(level=2)`; `replicate` and
     `zero.shard(stage, comm, units=stage.blocks.values())`, around each stage by itself, where
     backward passes are whole, and `run` refuses them elsewhere. A tied embedding is in the first
-    stage and in the last: `run` adds the gradients of both up, and refuses shards of it.
+    stage and in the last: `run` adds the gradients of both up, and refuses `zero.shard` of it.
+    Each parameter knows its stages, `parameter.stages`.
 
     Raises ValueError: if layers are not those of the model, or not n; TypeError for a model with a
     forward pass of its own, such as one that context parallelism has changed.
@@ -118,9 +119,15 @@ def split(model: GPT, n: int, layers: Sequence[int] | None = None) -> nn.ModuleL
     if empty:
         raise ValueError(f"layers={layers}: stage {empty[0]} has nothing to do; give it a layer")
     numbers = iter(range(model.config.num_layers))
-    return nn.ModuleList(
+    stages = nn.ModuleList(
         _stage(model, i, n, itertools.islice(numbers, count)) for i, count in enumerate(layers)
     )
+    for parameter in stages.parameters():
+        parameter.stages = ()
+    for i, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            parameter.stages += (i,)  # whose backward passes give its gradient
+    return stages
 
 
 def _stage(model: GPT, index: int, count: int, layers: Iterable[int]) -> PipelineStage:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labutils import floats
+from labutils import floats, gradients
 from labutils.precision.rounding import round_to
 from labutils.world import marked
 
@@ -66,6 +66,7 @@ class MasterWeights:
             return weight
         if self.fp32_gradients:
             weight.register_post_accumulate_grad_hook(self._take)
+            gradients.kept_by(self, weight)
         self.masters[weight] = marked(nn.Parameter(weight.detach().float()), weight)
         return self.masters[weight]
 
@@ -80,6 +81,10 @@ class MasterWeights:
             weight.grad = None
         else:
             weight.grad.zero_()
+
+    def gradient_of(self, weight: Tensor) -> Tensor | None:
+        """Where the gradient of a weight that is half-precision is added up in fp32."""
+        return self.masters[weight].grad
 
     def _add(self, weight: Tensor) -> None:
         master = self.masters[weight]

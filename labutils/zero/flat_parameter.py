@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from labutils import data_parallel, measure, world
+from labutils import data_parallel, gradients, measure, world
 from labutils.world import Comm
 from labutils.zero.partition import partition
 
@@ -70,6 +70,7 @@ class FlatParameter:
             for i, parameter in enumerate(parameters):
                 parameter.data = self.view(self.whole, i)
                 parameter.piece = self.pieces[i]
+                gradients.kept_by(self, parameter)
         self.gradient: Tensor | None = None  # memory for the gradient of the shard, if it has any
         self.buffer: Tensor | None = None
         self.arrived: set[int] = set()
@@ -172,6 +173,12 @@ class FlatParameter:
         if self.gradient is not None:
             measure.label([self.gradient], "gradients", "gradient shards")
         self.forget()
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Where the gradient of one of `wholes` is: in `buffer`, divided by the ranks, until it is
+        reduced; then this rank's stretch of the mean."""
+        i = next(i for i, whole in enumerate(self.wholes) if whole is parameter)
+        return self.view(self.buffer, i) if i in self.arrived else self.pieces[i].grad
 
     def forget(self) -> None:
         """Drop what is collected and not reduced."""

@@ -55,16 +55,20 @@ class Optimizer:
         for _, parameter in named:
             if not parameter.requires_grad:
                 comm.broadcast(parameter.data, out=parameter.data)
-        buckets = data_parallel.buckets([parameter.nbytes for parameter in trained], bucket_bytes)
-        members = [[trained[i] for i in bucket.names] for bucket in buckets]
-        self.flats = [
-            FlatParameter(
-                each, comm, sharded=False, reduce_dtype=reduce_dtype,
-                shard_dtype=torch.promote_types(each[0].dtype, torch.float32),
-            )
-            for each in members
-        ]  # fmt: skip
-        self.reducer = Reducer(self.flats, eager=level == 2)
+        self.reducers = []
+        for together in _passes(trained):
+            sizes = [parameter.nbytes for parameter in together]
+            buckets = data_parallel.buckets(sizes, bucket_bytes)
+            flats = [
+                FlatParameter(
+                    [together[i] for i in bucket.names], comm, sharded=False,
+                    reduce_dtype=reduce_dtype,
+                    shard_dtype=torch.promote_types(together[0].dtype, torch.float32),
+                )
+                for bucket in buckets
+            ]  # fmt: skip
+            self.reducers.append(Reducer(flats, eager=level == 2))
+        self.flats = [flat for reducer in self.reducers for flat in reducer.flats]
         self.pieces: dict[nn.Parameter, nn.Parameter] = {}
         for flat in self.flats:
             self.pieces |= zip(flat.wholes, flat.pieces, strict=True)
@@ -83,8 +87,9 @@ class Optimizer:
 
     def collect(self) -> list[nn.Parameter]:
         """This rank's pieces with their mean gradient, which at level 1 is reduced by this."""
-        if self.reducer.pending:
-            self.reducer.finish()
+        for reducer in self.reducers:
+            if reducer.pending:
+                reducer.finish()
         return list(self.pieces.values())
 
     @torch.no_grad()
@@ -109,6 +114,16 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forget the gradients, also those of a backward pass that failed."""
-        self.reducer.reset()
+        for reducer in self.reducers:
+            reducer.reset()
         for piece in self.pieces.values():
             piece.grad = None
+
+
+def _passes(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those whose gradients come in the same backward passes, the last ones first: of a pipeline
+    each stage has its own, and a tied embedding has those of both ends (`pipeline.split`)."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(getattr(parameter, "stages", None), []).append(parameter)
+    return list(reversed(found.values()))

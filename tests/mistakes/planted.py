@@ -111,6 +111,24 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('any(place[i] == rank for place in schedule.places)', 'schedule.places[0][i] == rank'),
         ('return ends[rank == ends[0]]', 'return ends[rank != ends[0]]'),
     ],
+    ("gradients", "test_gradients"): [
+        ('_KEEPERS[parameter] = weakref.ref(keeper)', 'pass'),
+    ],
+    ("accumulation", "test_gradients"): [
+        ('self.get(parameter) if self.taking else parameter.grad', 'self.get(parameter)'),
+    ],
+    ("precision/master", "test_gradients"): [
+        ('            gradients.kept_by(self, weight)\n', ''),
+    ],
+    ("pipeline/stages", "test_pipeline_composed"): [
+        ('return ends[rank == ends[0]]', 'return ends[rank != ends[0]]'),
+        ('parameter.stages += (i,)', 'pass'),
+    ],
+    ("zero/flat_parameter", "test_pipeline_composed"): [
+        ('self.view(self.buffer, i) if i in self.arrived else self.pieces[i].grad', 'self.pieces[i].grad'),
+        ('else self.pieces[i].grad', 'else None'),
+        ('gradients.kept_by(self, parameter)', 'pass'),
+    ],
     ("pipeline/messages", "test_pipeline"): [
         ('came = next(sent[peer]) if messages == "matched" else need', 'came = need'),
         ('"send" if messages == "blocking" else "isend"', '"isend"'),
@@ -136,7 +154,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('whole = whole * schedule.every / len(batches)', 'pass'),
         ('rank.shares = [share * len(batches) / (schedule.every or 1) for share in rank.shares]', 'pass'),
         ('self.in_flight.append(len(held | self.tapes.keys()))', 'self.in_flight.append(len(self.tapes))'),
-        ('if any(parameter.grad is not None for parameter in parameters):', 'if False:'),
+        ('if any(gradient_of(parameter) is not None for parameter in parameters):', 'if any(parameter.grad is not None for parameter in parameters):'),
     ],
     ("pipeline/stashing", "test_pipeline"): [
         ('weights = self.versions[self.schedule.version(self.rank, k)]\n        return', 'weights = self.versions[max(self.versions)]\n        return'),
