@@ -59,13 +59,13 @@ class Optimizer:
         for together in _passes(trained):
             sizes = [parameter.nbytes for parameter in together]
             buckets = data_parallel.buckets(sizes, bucket_bytes)
+            members = [[together[i] for i in bucket.names] for bucket in buckets]
             flats = [
                 FlatParameter(
-                    [together[i] for i in bucket.names], comm, sharded=False,
-                    reduce_dtype=reduce_dtype,
-                    shard_dtype=torch.promote_types(together[0].dtype, torch.float32),
+                    each, comm, sharded=False, reduce_dtype=reduce_dtype,
+                    shard_dtype=torch.promote_types(each[0].dtype, torch.float32),
                 )
-                for bucket in buckets
+                for each in members
             ]  # fmt: skip
             self.reducers.append(Reducer(flats, eager=level == 2))
         self.flats = [flat for reducer in self.reducers for flat in reducer.flats]
