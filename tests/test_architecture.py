@@ -52,6 +52,7 @@ SIDEWAYS = {
     # The step that memory predicts is the one that the labs put together of these.
     ("memory", "accumulation"),
     ("memory", "checkpointing"),
+    ("memory", "data_parallel"),
     ("memory", "precision"),
     ("memory", "zero"),
     # QLoRA's frozen weights; the adapter of a split layer is split as the layer is; what is trained

@@ -1,4 +1,4 @@
-"""The memory calculator: its formulas give what `memory.predict` gives, byte for byte, and the panel says what it needs to say."""
+"""The memory calculator: its formulas give what `memory.peak.by_formula` gives, byte for byte, and the panel says what it needs to say."""
 
 import dataclasses
 import html
@@ -54,7 +54,8 @@ def asked(model, b, s, n, chosen):
         for key, value in calculator.CHOICES[name][label].items()
     }
     train = TrainConfig(micro_batch=b, global_batch=b * n, **options)
-    return memory.predict(dataclasses.replace(model, seq_len=s), train, mesh=Mesh(dp=n))
+    model = dataclasses.replace(model, seq_len=s)
+    return memory.peak.by_formula(model, train, Mesh(dp=n))
 
 
 def lines(peak):
@@ -69,7 +70,7 @@ def lines(peak):
     st.sampled_from([1, 2, 3, 1000]),
     st.fixed_dictionaries(labels),
 )
-def test_its_formulas_give_what_predict_gives(panel, name, b, s, n, chosen):
+def test_its_formulas_give_what_the_closed_form_gives(panel, name, b, s, n, chosen):
     found = panel.evaluate(model=name, micro_batch=b, seq_len=s, devices=n, **chosen)
     wanted = asked(panel.models[name], b, s, n, chosen)
     assert (found.total, found.phases, found.phase, found.event) == (

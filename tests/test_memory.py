@@ -286,17 +286,17 @@ def test_the_peak_of_one_kind_is_a_formula():
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_zero_shards_model_states(level):
+    """By the byte in test_memory_zero; here what each level divides, but for the padding of 13
+    units or of some tens of buckets."""
     model = ModelConfig.named("gpt2")
-    train = TrainConfig(micro_batch=1, global_batch=3, zero=level)
-    whole, shard = model.num_params, -(-model.num_params // 3)
+    train = TrainConfig(micro_batch=1, global_batch=3, zero=level, precision="fp32")
+    whole, shard = 4 * model.num_params, 4 * model.num_params / 3
     states = memory.model_states(model, train, Mesh(dp=3)).by("name")
-    assert states["weights"] == 2 * (shard if level == 3 else whole)
-    assert states["gradients"] == 2 * (shard if level >= 2 else whole)
-    assert states["exp_avg"] == states["master weights"] == 4 * (shard if level else whole)
-    peaks = [
-        memory.peak_bytes(model, replace(train, zero=zero), Mesh(dp=3)) for zero in range(level + 1)
-    ]
-    assert all(peak < peaks[0] for peak in peaks[1:])
+    padding = 4 * 3 * 40
+    assert 0 <= states["weights"] - (shard if level == 3 else whole) < padding
+    assert 0 <= states["gradients"] - (shard if level >= 2 else whole) < padding
+    assert states["exp_avg"] == states["exp_avg_sq"]
+    assert 0 <= states["exp_avg"] - (shard if level else whole) < padding
     assert (
         memory.model_states(model, train, Mesh()).total
         == memory.model_states(model, replace(train, zero=0)).total

@@ -23,7 +23,7 @@ from labutils import (
     world,
     zero,
 )  # fmt: skip
-from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils.config import ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.teach import plots
 
@@ -116,14 +116,6 @@ def test_the_stream_is_dropped_after_the_embedding_and_after_both_halves(monkeyp
     )
     gpt(torch.zeros(1, 4, dtype=torch.long))
     assert shapes == [3, 4, 3, 3]  # the embedding, the scores, and what each half adds
-
-
-def test_a_share_is_rounded_up_and_counts_one_step():
-    gpt2 = ModelConfig.named("gpt2")
-    ranks = next(n for n in range(2, 99) if gpt2.num_params % n)
-    train = TrainConfig(micro_batch=1, global_batch=ranks, zero=1)
-    lines = memory.model_states(gpt2, train, Mesh(dp=ranks)).by("name")
-    assert lines["exp_avg"] == 4 * math.ceil(gpt2.num_params / ranks) and lines["step"] == 4
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def model_states(
     lines = [Line("weights", frozen_bytes(model, frozen), component="weights")]
     numel, matrices = trainable(model, rank=rank, pattern=pattern), _matrices(model, pattern)
     held = states.states(
-        half=False, fp32_gradients=False, optimizer="adamw", level=0,
-        parameters=numel, tensors=2 * sum(count for count, _, _ in matrices), dp=1,
+        half=False, fp32_gradients=False, optimizer="adamw",
+        parameters=numel, tensors=2 * sum(count for count, _, _ in matrices),
     )  # fmt: skip
     return Ledger([*lines, *held, *states.buffers(model, width)]).merged()
 

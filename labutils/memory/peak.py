@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class Peak(Ledger):
     phases: dict[str, int] = field(default_factory=dict)
 
 
-def predict(model: ModelConfig, train: TrainConfig, *, mesh: Mesh = Mesh()) -> Peak:
+def predict(model: ModelConfig, train: TrainConfig, *, mesh: Mesh = Mesh(), rank: int = 0) -> Peak:
     """Bytes alive at the fullest moment of a training step, temporaries included; the note of each
     line is its formula.
 
@@ -36,15 +36,29 @@ def predict(model: ModelConfig, train: TrainConfig, *, mesh: Mesh = Mesh()) -> P
     with the optimizer's state there from the start. Exact for `model.GPT` on a CPU as
     `measure.history` sees it.
 
+    With ZeRO on several ranks there is no closed form: which tensors share a bucket, and what of
+    each lies on `rank`, depends on all sizes. There a dry run of that rank answers, with the
+    `bucket_bytes` of `train`, and says so in the notes.
+
     >>> train = TrainConfig(micro_batch=1, global_batch=1)
     >>> peak = predict(ModelConfig.named("gpt2-xl"), train)
     >>> peak.phase, peak.total
     ('optimizer', 31795533074)
 
     Cost: about 0.2 ms; the first model of its kind some tenths of a second, in which a small one of
-    that kind is run.
+    that kind is run. Dry, two steps without values: some tenths of a second for each layer.
     """
     predictable(model, train, mesh)
+    if states.zero_level(train, mesh):
+        return _rehearsed(model, train, mesh, rank)
+    mesh.coords(rank)  # or an error
+    return by_formula(model, train, mesh)
+
+
+def by_formula(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> Peak:
+    """`predict` where it has a closed form. With ZeRO it is what the calculator can say on a page:
+    that of a device for which each parameter is a bucket and N divides the elements of each, with a
+    counter of Adam's steps for every one."""
     letters = formulas.sizes(model, train, mesh)
     forms, products, rows, _ = _moments(formulas.kind(model, train, mesh))
     worth = [formulas.worth(product, letters) for product in products]
@@ -62,10 +76,22 @@ def predict(model: ModelConfig, train: TrainConfig, *, mesh: Mesh = Mesh()) -> P
     return Peak(lines, top.phase, top.event, phases)
 
 
-def peak_bytes(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> int:
+@functools.lru_cache(maxsize=256)
+def _rehearsed(model: ModelConfig, train: TrainConfig, mesh: Mesh, rank: int) -> Peak:
+    found = history(model, train, mesh, rank)
+    top, note = found.peak, f"dry run of rank {rank}"
+    lines = [replace(line, note=note) for line in top.ledger if line.amount]
+    phases = {phase: found.phases[phase].ledger.total for phase in formulas.PHASES}
+    return Peak(lines, top.phase, top.event, phases)
+
+
+def peak_bytes(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0) -> int:
     """Bytes alive at the fullest moment of a training step: the total of `predict` alone, for
     sweeps over many configurations."""
     predictable(model, train, mesh)
+    if states.zero_level(train, mesh):
+        return _rehearsed(model, train, mesh, rank).total
+    mesh.coords(rank)
     letters = formulas.sizes(model, train, mesh)
     _, products, rows, factors = _moments(formulas.kind(model, train, mesh))
     worth = [formulas.worth(product, letters) for product in products]
@@ -74,13 +100,19 @@ def peak_bytes(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> i
     return max(sum(map(operator.mul, rows[i], worth)) for i in near)
 
 
-def history(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> History:
+def history(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0) -> History:
     """Bytes alive after every operation of a training step, by component and by phase: what
     `measure.history` finds, predicted.
 
-    Cost: a step of as many layers and micro-batches at tiny sizes, once for each kind.
+    Cost: a step of as many layers and micro-batches at tiny sizes, once for each kind; with ZeRO on
+    several ranks a dry run of `rank`, as in `predict`.
     """
     predictable(model, train, mesh)
+    mesh.coords(rank)
+    if states.zero_level(train, mesh):
+        from labutils.memory import recording  # the one file that needs torch
+
+        return recording.rehearse(model, train, mesh, rank)
     letters = formulas.sizes(model, train, mesh)
     of = formulas.kind(model, train, mesh)._replace(micro_batches=letters["m"])
     step = formulas.recorded(of, model.num_layers)

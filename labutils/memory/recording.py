@@ -5,14 +5,17 @@ Give each letter of the shape (b, s, h, a, g, d, f, v) a prime of its own and ru
 step. A storage of 2,002 bytes can then only be 2·7·11·13: two bytes for each of b·s·v numbers. So
 one run of a few milliseconds says what every step of its kind holds, at any sizes.
 
-Of `memory` this file alone loads torch; the rest evaluates what it finds.
+Of `memory` this file alone loads torch; the rest evaluates what it finds. It also runs the step of
+one rank of ZeRO dry, at its own sizes: which tensors share a bucket depends on these.
 """
 
 import bisect
 import functools
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from labutils import accumulation, checkpointing, measure, precision, zero
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.memory.formulas import Recording, Storage, factored
 from labutils.model import GPT
+from labutils.timeline import History
 from labutils.world import Rank, World
 
 OPTIMIZERS = {
@@ -92,9 +96,25 @@ class _Weightless(measure.Mode):
         return func(*args, **(kwargs or {}))
 
 
+def rehearse(model: ModelConfig, train: TrainConfig, mesh: Mesh, rank: int) -> History:
+    """The second step of a training on one rank of ZeRO, run dry at the sizes that are given."""
+
+    def alone() -> History:
+        with World(mesh, engine="dry") as world:
+            return world.run(_rehearsed, model, train, rank=rank)
+
+    with ThreadPoolExecutor(1) as pool:  # for the reason of `record`
+        return pool.submit(alone).result()
+
+
+def _rehearsed(rank: Rank, model: ModelConfig, train: TrainConfig) -> History:
+    step, net, inner = _begun(rank, model, train)[:3]
+    return measure.history(step, net, inner)
+
+
 def _run(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.Recorder, _Places]":
     with _Weightless():  # below the recorder, which sees each product asked for and delivered
-        return _step(rank, model, train)
+        return _step(rank, model, replace(train, bucket_bytes=1))
 
 
 def _built(rank: Rank, model: ModelConfig, train: TrainConfig) -> tuple[GPT, list, Any]:
@@ -102,17 +122,19 @@ def _built(rank: Rank, model: ModelConfig, train: TrainConfig) -> tuple[GPT, lis
     half = train.precision != "fp32" and not train.autocast
     narrow = torch.bfloat16 if half else torch.float32
     wide = torch.float32 if train.fp32_gradients else None
-    net = GPT(model, attention=train.attention).to(torch.float32 if train.zero == 3 else narrow)
+    net = GPT(model, attention=train.attention)
+    for tensor in (*net.parameters(), *net.buffers()):  # of fake tensors no module can go `.to`
+        tensor.data = tensor.data.to(torch.float32 if train.zero == 3 else narrow)
     checkpointing.apply(net, train.checkpointing)
     make = functools.partial(OPTIMIZERS[train.optimizer], lr=1e-3, **STEPPING[train.stepping])
     comm = rank.comm("dp")
     if train.zero == 3:
         root = [p.numel() for name, p in net.named_parameters() if not name.startswith("blocks.")]
         units = [root, [parameter.numel() for parameter in net.blocks[0].parameters()]]
-        zero.shard(net, comm, param_dtype=narrow, reduce_dtype=wide)
+        zero.shard(net, comm, param_dtype=narrow, reduce_dtype=wide, reshard=train.reshard)
         return net, units, make(net.parameters())
     if train.zero:
-        options: Any = dict(level=train.zero, reduce_dtype=wide, bucket_bytes=1)
+        options: Any = dict(level=train.zero, reduce_dtype=wide, bucket_bytes=train.bucket_bytes)
         return net, [], zero.Optimizer(net.parameters(), comm, make, **options)
     optimizer = make(net.parameters())
     if half:
@@ -120,10 +142,13 @@ def _built(rank: Rank, model: ModelConfig, train: TrainConfig) -> tuple[GPT, lis
     return net, [], optimizer
 
 
-def _step(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.Recorder, _Places]":
+def _begun(rank: Rank, model: ModelConfig, train: TrainConfig) -> tuple:
+    """A training after its first step: a step, the model, what steps its weights; then the batch,
+    the optimizer around that, and the sizes that ZeRO gathers at once."""
     net, units, optimizer = _built(rank, model, train)
     inner = getattr(optimizer, "inner", getattr(optimizer, "optimizer", optimizer))
-    x, y = (torch.zeros(train.global_batch, model.seq_len, dtype=torch.long) for _ in range(2))
+    rows = train.micro_batch * train.accumulation(rank.size)
+    x, y = (torch.zeros(rows, model.seq_len, dtype=torch.long) for _ in range(2))
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=train.autocast):
@@ -133,25 +158,30 @@ def _step(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.
     optimizer.step()  # makes its state
     optimizer.zero_grad()
 
-    def step() -> Tensor:
-        if train.global_batch == train.micro_batch:
+    def step(before_optimizer: Callable[[], None] = lambda: None) -> Tensor:
+        if rows == train.micro_batch:
             value = loss((x, y))
             value.backward()
         else:
             batches = accumulation.micro_batches((x, y), train.micro_batch)
             value = accumulation.accumulate(loss, batches)
-        places.enter_optimizer(optimizer, inner)
+        before_optimizer()
         with measure.phase("optimizer"):
             optimizer.step()
             optimizer.zero_grad()
         return value  # held until here, as the caller of a step holds it
 
+    return step, net, inner, (x, y), optimizer, units
+
+
+def _step(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.Recorder, _Places]":
+    step, net, inner, batch, optimizer, units = _begun(rank, model, train)
     with measure.recording(net, inner) as recorder:
-        recorder.guess((x, y), "activations", BATCH)
+        recorder.guess(batch, "activations", BATCH)
         for table in net.buffers():
             recorder.life(table).name = "tables of cos and sin"
         with _Places(recorder, net, train.checkpointing, units) as places, places.hooks():
-            step()
+            step(functools.partial(places.enter_optimizer, optimizer, inner))
     places.catch_up()
     return recorder, places
 

@@ -1,6 +1,8 @@
 """Model states: weights, gradients and what the optimizer keeps, whole or as one rank's shard."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from labutils import anatomy
 from labutils.config import MOMENTS, Mesh, ModelConfig, TrainConfig
@@ -8,40 +10,55 @@ from labutils.ledger import Ledger, Line
 
 FP32 = 4
 WIDTHS = {"fp32": FP32, "bf16": 2, "fp16": 2}  # bytes of a number
-# The ZeRO level from which a component is one rank's share.
-SHARDED_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}
 
 
 def states(
-    *,
-    half: bool,
-    fp32_gradients: bool | str,
-    optimizer: str,
-    level: int,
-    parameters: int,
-    tensors: int,
-    dp: int,
+    *, half: bool, fp32_gradients: bool | str, optimizer: str, parameters: int, tensors: int
 ) -> Iterator[Line]:
     """Bytes of weights, gradients and optimizer state of `parameters` numbers in so many `tensors`,
-    on one of `dp` ranks at a ZeRO level."""
-
-    def line(name: str, component: str, width: int) -> Line:
-        sharded = level >= SHARDED_FROM[component]
-        elements = -(-parameters // dp) if sharded else parameters
-        return Line(name, elements * width, component, axis="dp" if sharded else "")
-
+    all on one device."""
     width = 2 if half else FP32
-    yield line("weights", "weights", width)
+    yield Line("weights", parameters * width, "weights")
     if not (half and fp32_gradients == "only"):
-        yield line("gradients", "gradients", width)
+        yield Line("gradients", parameters * width, "gradients")
     if half and fp32_gradients:
-        yield line("fp32 gradients", "gradients", FP32)
+        yield Line("fp32 gradients", parameters * FP32, "gradients")
     if half:
-        yield line("master weights", "optimizer", FP32)
+        yield Line("master weights", parameters * FP32, "optimizer")
     for name in MOMENTS[optimizer]:
-        yield line(name, "optimizer", FP32)
-    if len(MOMENTS[optimizer]) == 2:  # Adam counts its steps once for each tensor; a shard is one
-        yield Line("step", (1 if level else tensors) * FP32, "optimizer")
+        yield Line(name, parameters * FP32, "optimizer")
+    if len(MOMENTS[optimizer]) == 2:  # Adam counts its steps once for each tensor
+        yield Line("step", tensors * FP32, "optimizer")
+
+
+def _shares(
+    model: ModelConfig, train: TrainConfig, level: int, n: int, rank: int
+) -> Iterator[Line]:
+    """Bytes of the same on one of `n` ranks at a ZeRO level, whose partition says what it has."""
+    from labutils import data_parallel, zero  # where these facts stand; they load torch
+
+    half = train.precision != "fp32" and not train.autocast
+    width = 2 if half and level < 3 else FP32
+    units = list(anatomy.units(model).values())
+    if level < 3:
+        numels = [math.prod(shape) for shape in anatomy.tensors(model).values()]
+        sizes = [numel * width for numel in numels]
+        grouped = data_parallel.buckets(sizes, train.bucket_bytes)
+        units = [tuple(numels[i] for i in bucket.names) for bucket in grouped]
+    options: dict = {"itemsize": width, "shard_itemsize": FP32, "optimizer": train.optimizer}
+    gradients = "fp32 gradients" if half and level < 3 else "gradients"
+    kept = {"weight shards": "weights"} | ({"gradient shards": gradients} if level > 1 else {})
+    kept |= {name: name for name in ("weights", "master weights", "step")}
+    kept |= {name: name for name in MOMENTS[train.optimizer]}
+    for line in zero.predict_held(units, n, level, rank=rank, **options):
+        if line.name in kept:
+            yield replace(line, name=kept[line.name], axis="dp" * (line.name != "weights"))
+    if level == 1:  # what has been reduced lies in its bucket, or is fp32 beside half ones
+        dealt = [(zero.partition(sum(unit), n), unit) for unit in units]
+        own = [sum(b - a for a, b in part.cuts(unit, rank)) for part, unit in dealt]
+        if not half or train.fp32_gradients:
+            own = [part.padded for (part, _), mine in zip(dealt, own, strict=True) if mine]
+        yield Line(gradients, sum(own) * FP32, "gradients", axis="dp")
 
 
 def buffers(model: ModelConfig, width: int) -> Iterator[Line]:
@@ -51,13 +68,16 @@ def buffers(model: ModelConfig, width: int) -> Iterator[Line]:
         yield Line("buffers", numbers * width, "buffers")
 
 
-def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> Ledger:
+def model_states(
+    model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0
+) -> Ledger:
     """Bytes of weights, gradients and optimizer state after an optimizer step, under the names of
     `measure.model_states`.
 
     Adam keeps two moments in fp32; with half-precision weights an fp32 master copy goes along, and
     fp32 gradients if asked for. On a `mesh` with several data-parallel ranks, the ZeRO level of
-    `train` decides what of it a rank holds its share of: ⌈Ψ/N_d⌉ numbers of one flat, padded list.
+    `train` decides what of it `rank` holds its share of; no two ranks need hold the same. Gradients
+    of a half-precision share are fp32, as its master copy is, and at level 3 the share is that.
 
     >>> train = TrainConfig(micro_batch=1, global_batch=1)
     >>> model_states(ModelConfig.named("gpt2-xl"), train).only(component="weights").total
@@ -65,13 +85,16 @@ def model_states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) ->
 
     Source: ZeRO 1910.02054, section 3.1: 2Ψ + 2Ψ + 12Ψ.
     """
+    mesh.coords(rank)  # or an error
     half = train.precision != "fp32" and not train.autocast
-    held = states(
-        half=half, fp32_gradients=train.fp32_gradients, optimizer=train.optimizer,
-        level=zero_level(train, mesh), parameters=model.num_params,
-        tensors=anatomy.num_tensors(model), dp=mesh.dp,
-    )  # fmt: skip
-    return Ledger([*held, *buffers(model, 2 if half else FP32)])
+    if level := zero_level(train, mesh):
+        held = _shares(model, train, level, mesh.dp, rank)
+    else:
+        held = states(
+            half=half, fp32_gradients=train.fp32_gradients, optimizer=train.optimizer,
+            parameters=model.num_params, tensors=anatomy.num_tensors(model),
+        )  # fmt: skip
+    return Ledger([*held, *buffers(model, 2 if half and level < 3 else FP32)])
 
 
 def require_formula(train: TrainConfig) -> None:

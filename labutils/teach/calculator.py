@@ -83,7 +83,8 @@ class Calculator:
     for all that the course knows if there are none.
 
     It evaluates what `memory.predict` evaluates, in the reader's browser. A step is one
-    micro-batch.
+    micro-batch. With ZeRO, where `predict` runs a rank dry, the page takes each parameter for a
+    bucket that the devices divide, as `memory.peak.by_formula` says.
 
     >>> Calculator("gpt2", mine=ModelConfig.named("llama-2-7b"))
     Memory calculator: gpt2, mine

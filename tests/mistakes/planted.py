@@ -593,13 +593,18 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("2 * size**3 / product", "size**3 / product"),
     ],
     ("memory/states", "test_memory test_memory_zero test_survivors"): [
-        ("-(-parameters // dp) if sharded", "parameters // dp if sharded"),
-        ("(1 if level else tensors) * FP32", "tensors * FP32"),
+        ('Line("step", tensors * FP32, "optimizer")', 'Line("step", FP32, "optimizer")'),
+        ("data_parallel.buckets(sizes, train.bucket_bytes)", "data_parallel.buckets(sizes)"),
+        ("zero.predict_held(units, n, level, rank=rank, **options)", "zero.predict_held(units, n, level, **options)"),
+        ("own = [part.padded for", "own = [part.numel for"),
+        ("if not half or train.fp32_gradients:", "if not half:"),
+        ("width = 2 if half and level < 3 else FP32", "width = 2 if half else FP32"),
         ("return train.zero if mesh.dp > 1 else 0", "return train.zero"),
         ("2 * weights + state + temporary)", "weights + state + temporary)"),
-        ("buffers(model, 2 if half else FP32)", "buffers(model, FP32)"),
+        ("buffers(model, 2 if half and level < 3 else FP32)", "buffers(model, 2 if half else FP32)"),
     ],
-    ("memory/peak", "test_memory"): [
+    ("memory/peak", "test_memory test_memory_zero"): [
+        ("recording.rehearse(model, train, mesh, rank)", "recording.rehearse(model, train, mesh, 0)"),
         ("top = forms[totals.index(max(totals))]", "top = forms[0]"),
         ("about >= (1 - 1e-9) * about.max()", "about > about.max()"),
         ("phases[form.phase] = max(phases.get(form.phase, 0), total)", "phases[form.phase] = total"),
