@@ -43,7 +43,7 @@ def step_of(rank, config: ModelConfig, train: TrainConfig):
     adamw = functools.partial(torch.optim.AdamW, **options)
     comm = rank.comm("dp")
     if train.zero == 3:
-        zero.shard(model, comm, param_dtype=narrow, reduce_dtype=wide)
+        zero.shard(model, comm, param_dtype=narrow, reduce_dtype=wide, reshard=train.reshard)
         owner = inner = adamw(model.parameters())
     else:
         options = dict(level=train.zero, reduce_dtype=wide)
@@ -112,7 +112,7 @@ def test_what_is_predicted_is_what_a_rank_holds(case):
     train = TrainConfig(
         micro_batch=2, global_batch=2 * n * (1 + more), zero=level, **FORMATS[precision],
         stepping="foreach" if more else "fused", checkpointing="full" if more else "none",
-        bucket_bytes=bucket,
+        bucket_bytes=bucket, reshard=precision != "fp32",
     )  # fmt: skip
     with World(Mesh(dp=n)) as ranks:
         real = ranks.run(training, config, train)
@@ -177,6 +177,12 @@ def test_what_is_held_is_one_fact(n, level):
             assert lines["step"] == 4 * counters
         total += numbers
     assert total == GPT2.num_params
+
+
+def test_a_step_that_clips_is_refused():
+    train = TrainConfig(micro_batch=1, global_batch=2, zero=1, clip=1.0)
+    with pytest.raises(ValueError, match=r"clips \(clip=1.0\) has none: leave clip=None"):
+        memory.predict(GPT2, train, mesh=Mesh(dp=2))
 
 
 def test_a_rank_that_is_not_there_is_refused():

@@ -99,7 +99,7 @@ def model_states(
 
 def require_formula(train: TrainConfig) -> None:
     """Nothing, or a ValueError for what changes the bytes of a step and has no formula here."""
-    plain = dict(adapters=None, fp8=None, sequence=False, reshard=True)
+    plain = dict(adapters=None, fp8=None, sequence=False)
     for name, value in plain.items():
         if getattr(train, name) != value:
             remedy = f"leave {name}={value!r}, or run step.build dry (World(mesh, engine='dry'))"
