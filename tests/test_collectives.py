@@ -418,6 +418,14 @@ def on_two(fn):
             ),
             "the 3 rows",
         ),
+        (
+            lambda: on_two(
+                lambda comm: collectives.all_to_all_pairwise(
+                    torch.ones(4), comm, send_sizes=(2, 2), recv_sizes=(1, 1)
+                )
+            ),
+            "agree on rank",
+        ),
         (lambda: collectives.sent("all_reduce_ring", nbytes=10, n=4), "itemsize"),
         (lambda: collectives.sent("all_reduce_ring", nbytes=-4, n=4), "nbytes"),
         (lambda: collectives.sent("all_reduce_ring", nbytes=0.5, n=4), "nbytes"),

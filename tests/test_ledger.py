@@ -1,5 +1,6 @@
 """The books: totals and pairs."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,14 @@ def test_totals_add_whatever_the_grouping(left, right):
     for key in ("name", "component", "axis", "rank"):
         assert sum(both.by(key).values()) == both.total
     assert both.merged().total == both.total and both.merged().count == both.count
+
+
+def test_amounts_from_numpy_are_kept_as_python_ints():
+    line = Line("weights", np.int32(2**31 - 1), count=np.int8(3))
+    assert type(line.amount) is int and type(line.count) is int
+    assert Ledger([line]).scaled(np.int8(100)).total == 100 * (2**31 - 1)
+    with pytest.raises(TypeError, match="bytes come in whole numbers, got True"):
+        Line("weights", True)
 
 
 @given(ledgers)

@@ -89,7 +89,7 @@ def test_a_ring_booked_at_once_is_the_ring_hop_by_hop(n):
 
     def program(rank):
         comm = rank.comm("dp")
-        for rows in (1, n, 2 * n + 3):
+        for rows in (0, 1, n, 2 * n + 3):
             x = torch.ones(rows, 3)
             with comm.record(f"{rows} rows"):
                 algorithms.all_reduce_ring(x, comm)
@@ -133,6 +133,9 @@ def test_one_rank_of_a_billion_costs_nothing():
     assert dry.ledger.only(name="barrier").count == 30
     assert dry.ledger.only(name="all_gather").count == 10**9 - 1
     assert len(dry.trace.ranks) == 10**9 and dry.trace.ranks[-1] == ()
+    mine = dry.trace.ranks[123_456_789]
+    assert mine and dry.trace.ranks[123_456_789 - 10**9] == mine
+    assert dry.trace.ranks[123_456_788:123_456_791] == ((), mine, ())
 
     def fails(rank):
         raise ValueError("wrong")
