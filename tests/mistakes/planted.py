@@ -183,7 +183,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("tensor_parallel/layers", "test_tensor_parallel"): [
         ("return _Conjugates.apply(x, _itself, functools.partial(_summed, comm, name))", "return _Conjugates.apply(x, _itself, _itself)"),
         ("y = F.linear(x, self.weight)\n", "y = F.linear(x, self.weight, self.bias)\n"),
-        ('used = [copy_to(p, self.comm, "gradients") for p in self.parameters()]', "used = list(self.parameters())"),
+        ('used = [copy_to(p, self.comm, "gradients") for p in self.parameters()]\n        return self.n', "used = list(self.parameters())\n        return self.n"),
         ("if self.sequence else self.bias)", "if False else self.bias)"),
         ("place, others = _place(targets, logits.shape[-1], comm)", "place, others = _place(targets, logits.shape[-1], comm); comm.all_gather(logits.mT.contiguous())"),
         ('wide = wide - comm.all_reduce(wide.max(-1, keepdim=True).values, "max")', "wide = wide - wide.max(-1, keepdim=True).values"),
