@@ -60,6 +60,12 @@ SIDEWAYS = {
     ("lora", "quantization"),
     ("lora", "tensor_parallel"),
     ("lora", "memory"),
+    # What no region sees, since it is inside an autograd function, is cast as a region casts.
+    ("flash", "precision"),
+    ("context_parallel", "precision"),
+    ("tensor_parallel", "precision"),
+    # The scales of a layer that ranks share out are those of the whole one.
+    ("quantization", "tensor_parallel"),
     # An element of MXFP4 or NVFP4 is rounded as any number to a format.
     ("quantization", "precision"),
     # A step knows the hooks of a replica around its stages.

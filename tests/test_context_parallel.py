@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import adamw, build, steps, weights
 
-from labutils import context_parallel, data_parallel, flash, measure, zero
+from labutils import context_parallel, data_parallel, flash, measure, precision, zero
 from labutils.config import Link, Mesh, ModelConfig
 from labutils.context_parallel import attention as over_ranks
 from labutils.model import GPT, attend_plain
@@ -605,3 +605,33 @@ def test_bad_input_is_named_with_its_remedy(attempt, said):
     with pytest.raises((ValueError, TypeError, RankError)) as error:
         attempt()
     assert said in str(error.value)
+
+
+# ── autocast ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_autocast_goes_through_attention_over_ranks(kind):
+    """In torch's region and in ours, to the same bits; the loss is in fp32, as on one device."""
+    config = ModelConfig(num_layers=1, d_model=16, num_heads=2, d_ff=16, vocab_size=12, seq_len=8)
+    x = torch.randint(12, (2, 8), generator=torch.Generator().manual_seed(0))
+
+    def program(rank, ours):
+        model = build(config, 0, torch.float32)
+        if rank is not None:
+            context_parallel.distribute(model, rank.comm("cp"), attention=kind)
+        region = precision.autocast() if ours else torch.autocast("cpu", torch.bfloat16)
+        with region:
+            loss = model.loss(x, x)
+        loss.backward()
+        return loss.detach(), model.head.weight.grad, model.blocks[0].attention.query.weight.grad
+
+    theirs, ours = (World(Mesh(cp=2)).run(program, own) for own in (False, True))
+    whole = program(None, False)
+    for one, other in zip(theirs, ours, strict=True):
+        assert all(map(torch.equal, one, other))
+        assert one[0].dtype == torch.float32 and one[0].item() == pytest.approx(
+            whole[0].item(), rel=0.01
+        )
+    mean = (ours[0][2] + ours[1][2]) / 2
+    assert (mean - whole[2]).norm() <= 0.05 * whole[2].norm()

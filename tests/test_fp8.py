@@ -8,11 +8,13 @@ import math
 
 import pytest
 import torch
+from small_models import build
 from torch import nn
 
-from labutils import checkpointing, data_parallel, floats, measure
+from labutils import checkpointing, data_parallel, floats, measure, tensor_parallel
 from labutils.config import Mesh, ModelConfig
 from labutils.model import GPT
+from labutils.precision import LossScaler
 from labutils.quantization import (
     E4M3,
     E5M2,
@@ -37,7 +39,7 @@ from labutils.quantization import (
     use_fp8,
 )
 from labutils.teach import rigs
-from labutils.world import World
+from labutils.world import RankError, World
 
 SMALL = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=48, seq_len=16,
@@ -449,3 +451,140 @@ def test_operands_are_those_of_the_products(reader):
 def test_training_steps_at_a_share_as_without_one():
     runs = [rigs.fp8.train_reader(1, share=share, steps=10)[1] for share in (1.0, 2.0**-12)]
     assert runs[0] == pytest.approx(runs[1], abs=1e-4)
+
+
+# ── split over ranks ──────────────────────────────────────────────────────────────────────────────
+
+SPLIT = ModelConfig(num_layers=2, d_model=8, num_heads=4, d_ff=12, vocab_size=12, seq_len=8)
+WIDE = ModelConfig(num_layers=1, d_model=256, num_heads=2, d_ff=256, vocab_size=12, seq_len=8)
+MIXED = ModelConfig(**vars(SPLIT) | dict(num_layers=1, num_experts=2, top_k=1, tied=False))
+ROWS = torch.randint(12, (2, 2, 8), generator=torch.Generator().manual_seed(5))
+
+
+def steps_of(model):
+    """Losses, and the gradients of three steps, of SGD that does not hide their size."""
+    found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model.loss(*ROWS)
+        loss.backward()
+        found.append((loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}))
+        optimizer.step()
+        advance_scales(model)
+    return found
+
+
+def split(rank, config, scheme, first, sequence):
+    """FP8 before tensor parallelism, or after; how many layers are in 8 bits; the steps."""
+    model, comm = build(config, 0), rank.comm("tp")
+    if first:
+        use_fp8(model, scheme)
+    tensor_parallel.parallelize(model, comm, sequence)
+    if not first:
+        use_fp8(model, scheme)
+    return len(fp8_layers(model)), steps_of(model)
+
+
+@pytest.mark.parametrize(
+    "config, name, first, sequence",
+    [
+        (SPLIT, "current", True, False),
+        (SPLIT, "current", False, True),
+        (SPLIT, "delayed", False, False),
+        (SPLIT, "delayed", True, True),
+        (SPLIT, "int8", True, True),
+        (SPLIT, "unscaled", False, False),
+        (WIDE, "tiles", True, False),
+        (MIXED, "current", True, True),
+        (MIXED, "delayed", False, True),
+    ],
+)
+def test_a_split_layer_multiplies_in_8_bits_with_the_scales_of_the_whole(
+    config, name, first, sequence
+):
+    """To rounding in float64: the codes are the same, and sums of their products are cut in two."""
+    scheme = SCHEMES[name]
+    model = use_fp8(build(config, 0), scheme)
+    layers = len(fp8_layers(model))
+    expected = steps_of(model)
+    results = World(Mesh(tp=2)).run(split, config, scheme, first, sequence)
+    for i, (count, found) in enumerate(results):
+        assert count == layers
+        for (loss, gradients), (wanted, whole) in zip(found, expected, strict=True):
+            assert loss == pytest.approx(wanted, rel=1e-9)
+            for at, gradient in gradients.items():
+                mine = whole[at]
+                for dim in range(mine.dim()):
+                    if mine.shape[dim] != gradient.shape[dim]:
+                        mine = mine.chunk(2, dim)[i]
+                assert torch.allclose(gradient, mine, rtol=1e-8, atol=1e-9), at
+    plain = steps_of(build(config, 0))
+    assert abs(plain[0][0] - expected[0][0]) > 1e-6  # 8 bits show
+
+
+def test_a_share_that_cuts_a_tile_is_refused():
+    with pytest.raises(RankError, match=r"a share of \d+ cuts a tile of 128: .* scaling='current'"):
+        World(Mesh(tp=2)).run(split, SPLIT, SCHEMES["tiles"], True, False)
+
+
+def test_recipes_of_states_are_for_whole_layers():
+    def program(rank, first):
+        model = GPT(SPLIT)
+        if first:
+            KeptAdam(use_fp8(model, Scheme()), RECIPES["nanotron"])
+        tensor_parallel.parallelize(model, rank.comm("tp"))
+        KeptAdam(use_fp8(model, Scheme()), RECIPES["nanotron"])
+
+    with pytest.raises(RankError, match="of a layer that ranks share out: train without"):
+        World(Mesh(tp=2)).run(program, False)
+    with pytest.raises(RankError, match="kept in 8 bits are not split: parallelize the model, th"):
+        World(Mesh(tp=2)).run(program, True)
+    with pytest.raises(ValueError, match="no layer of this module is an Fp8Linear: call use_fp8"):
+        KeptAdam(nn.Linear(2, 2), RECIPES["nanotron"])
+
+
+def test_a_module_without_a_layer_for_8_bits_is_refused():
+    with pytest.raises(ValueError, match="no linear layer that could be in 8 bits"):
+        use_fp8(nn.LayerNorm(4), Scheme())
+
+
+# ── what is no number ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8])
+@pytest.mark.parametrize("scale", [None, torch.ones(())])
+def test_what_is_no_number_is_none_in_8_bits(dtype, wrong, scale):
+    x = torch.ones(2, 4)
+    x[1, 2] = wrong
+    assert to_eight(x, dtype, scale=scale).numbers()[1, 2].isnan()
+    tiles = to_eight(torch.ones(2, 4).index_fill(0, torch.tensor(1), wrong), dtype, (1, 128))
+    assert tiles.numbers()[1].isnan().all() and tiles.numbers()[0].isfinite().all()
+
+
+def test_what_overflows_by_its_scale_is_a_large_number():
+    eight = to_eight(torch.tensor([[1e30, -1.0]]), E4M3, scale=torch.tensor(1e20))
+    assert eight.codes.tolist() == [[448.0, -448.0]]
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "tiles", "int8", "unscaled"])
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_a_loss_scale_sees_a_gradient_that_is_no_number_once(name, wrong):
+    """Of one layer whose output has it: the step is skipped, and no scale remembers it."""
+    model = use_fp8(gpt(), SCHEMES[name])
+    layer = model.blocks[1].feed_forward.down
+    optimizer, scaler = torch.optim.SGD([layer.weight], lr=0.1), LossScaler(1.0)
+    stepped = []
+    for bad in (False, True, False):
+        optimizer.zero_grad()
+        factor = torch.ones(16, 1)
+        factor[3] = wrong if bad else 1.0
+        hook = layer.register_forward_hook(
+            lambda *args, by=factor: args[2].register_hook(lambda grad: grad * by) and None
+        )
+        scaler.scale(model.loss(tokens(1), tokens(1))).backward()
+        hook.remove()
+        stepped.append(scaler.step(optimizer))
+        scaler.update()
+        advance_scales(model)
+    assert stepped == [True, False, True]

@@ -15,7 +15,18 @@ from torch import nn
 
 from labutils import floats, measure, quantization
 from labutils.config import Mesh
-from labutils.quantization import BLOCK, NF4, Nf4Linear, from_nf4, nf4_bytes, quantize, to_nf4
+from labutils.quantization import (
+    BLOCK,
+    NF4,
+    Int8Linear,
+    Nf4Linear,
+    from_blocks,
+    from_nf4,
+    nf4_bytes,
+    quantize,
+    to_blocks,
+    to_nf4,
+)
 from labutils.teach import rigs
 from labutils.world import World
 
@@ -441,3 +452,57 @@ def test_what_to_install_is_said(monkeypatch):
     monkeypatch.setattr(rigs.quantization, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install -e ".\[real\]"'):
         rigs.quantization.load_minilm()
+
+
+# ── what is no number ──────────────────────────────────────────────────────────────────────────────────────────────
+
+FORMATS = [
+    ("int8", dict(granularity=4)), ("int8", dict(granularity="tensor", affine=True)),
+    ("int4", dict(granularity="row", affine=True)), ("int3", dict(granularity=4, clip="mse")),
+    ("mxfp4", {}), ("nvfp4", {}), ("nf4", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("fmt, how", FORMATS)
+def test_what_is_no_number_comes_back_as_nan_with_all_that_share_its_scale(fmt, how, wrong):
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
+    x[1, 5] = wrong
+    y = quantize(x, fmt, **how).dequantize()
+    size = {"mxfp4": 32, "nf4": 64, "nvfp4": 512}.get(fmt)
+    size = size or {"row": 128, "tensor": 512}.get(how["granularity"], how["granularity"])
+    shared = torch.arange(512).view(4, 128) // size == (128 + 5) // size
+    assert y[shared].isnan().all() and y[~shared].isfinite().all()
+    x[1, 5] = 0.0
+    plain = quantize(x, fmt, **how).dequantize()
+    assert torch.equal(y[~shared], plain[~shared])
+
+
+@pytest.mark.parametrize("fmt, how", FORMATS)
+def test_the_largest_numbers_of_fp32_are_numbers(fmt, how):
+    x = torch.tensor([[3e38, -3e38] + [1e38] * 62])
+    y = quantize(x, fmt, **how).dequantize()
+    assert y.isfinite().all()
+    assert (y[0, 0] - 3e38).abs() <= 0.35 * 3e38 and (y[0, 1] + 3e38).abs() <= 0.35 * 3e38
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_layer_of_integers_shows_what_is_no_number(wrong):
+    """In the token that has it, and in no other."""
+    for limit in (None, 1.0):
+        layer = Int8Linear(nn.Linear(8, 4), limit)
+        x = torch.ones(17, 8)
+        x[3, 2] = wrong
+        y = layer(x)
+        assert y[3].isnan().all() and y[[0, 1, 2, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_nf4_and_moments_show_what_is_no_number(wrong):
+    x = torch.ones(512)
+    x[300] = wrong
+    assert from_nf4(to_nf4(x), (512,), torch.float32).isnan().all()  # the mean of scales is shared
+    y = from_nf4(to_nf4(x, double=False), (512,), torch.float32, double=False)
+    assert y[256:320].isnan().all() and y[:256].isfinite().all() and y[320:].isfinite().all()
+    y = from_blocks(to_blocks(x, block=64), (512,), block=64)
+    assert y[256:320].isnan().all() and y[:256].isfinite().all() and y[320:].isfinite().all()

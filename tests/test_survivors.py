@@ -241,11 +241,10 @@ def test_after_a_barrier_every_rank_has_heard_of_all(n):
 
 def test_the_norm_of_half_precision_gradients_is_summed_in_fp32():
     def program(rank):
-        shards = [nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)) for _ in range(2)]
-        for shard, slope in zip(shards, (16.0, 1.0), strict=True):
-            shard.grad = torch.full_like(shard, slope)
-            shard.shares = 2
-        return zero.clip_grad_norm(shards, rank.comm("dp"), 100.0)
+        shard = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+        shard.grad = torch.tensor([16.0, 1.0], dtype=torch.bfloat16)
+        shard.shares = 2
+        return zero.clip_grad_norm([shard], rank.comm("dp"), 100.0)
 
     for norm in world.World(2).run(program):
         assert norm.item() == pytest.approx(math.sqrt(2 * (256 + 1)))

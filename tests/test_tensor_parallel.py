@@ -14,6 +14,7 @@ from labutils import (
     data_parallel,
     measure,
     memory,
+    precision,
     tensor_parallel,
     zero,
 )
@@ -762,3 +763,37 @@ def test_the_first_and_the_last_word_are_words_and_100_is_no_target(word):
     tokens, targets = torch.full((2, 4), word), torch.tensor([[word, -100, word, -100]] * 2)
     expected = build(GPT2, 0).loss(tokens, targets).item()
     assert ranks(2).run(program) == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+# ── autocast ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+REGIONS = {
+    "torch": lambda: torch.autocast("cpu", torch.bfloat16),
+    "ours": lambda: precision.autocast(torch.bfloat16),
+}
+
+
+def half_products(rank, region, config, sequence):
+    model = build(config, 0, torch.float32)
+    if rank is not None:
+        tensor_parallel.parallelize(model, rank.comm("tp"), sequence)
+    with REGIONS[region]():
+        loss = model.loss(*ROWS)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("config", [GPT2, QWEN], ids=["gpt2", "qwen"])
+@each_way
+def test_autocast_goes_through_split_layers(sequence, config):
+    """In torch's region and in ours, to the same bits, as near to one device as bf16 is; the loss is fp32."""
+    found = [ranks(2).run(half_products, region, config, sequence) for region in REGIONS]
+    whole, gradients = half_products(None, "torch", config, False)
+    for (loss, ours), (again, theirs) in zip(*found, strict=True):
+        assert loss.dtype == torch.float32 and torch.equal(loss, again)
+        assert loss.item() == pytest.approx(whole.item(), rel=0.01)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name, wanted in gradients.items():
+        mine = joined([result[1][name] for result in found[0]], wanted)
+        assert mine.dtype == torch.float32
+        assert (mine - wanted).norm() <= 0.05 * wanted.norm() + 1e-4, name

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from labutils import flash
+from labutils import flash, precision
 from labutils.context_parallel.sequence import SequenceLayout, Tile, layout
 from labutils.flash.algorithms import SlowMemory, problem_of
 from labutils.world import Comm, Work
@@ -158,7 +158,7 @@ def _backward_tile(
     dk, dv = torch.empty_like(k, dtype=lse.dtype), torch.empty_like(v, dtype=lse.dtype)
     problem, lse = problem_of(q, k, v, True, tile.offset, block, block), lse[..., None]
     tensors = dict(Q=q, K=k, V=v, O=out, lse=lse, dO=d_out, D=torch.zeros_like(lse))
-    with torch.autocast(q.device.type, enabled=False):
+    with precision.own_formats(q.device.type):
         memory = SlowMemory(problem.kv_heads, **tensors, dQ=dq, dK=dk, dV=dv)
         flash.backward(memory, problem)
     d_kv[:, :, :, tile.columns] += torch.stack([dk, dv])

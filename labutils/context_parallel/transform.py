@@ -51,7 +51,7 @@ def mean_loss(
     each = F.cross_entropy(logits.flatten(0, 1), mine.flatten(), reduction="none")
     total = each.sum(dtype=torch.promote_types(each.dtype, torch.float32))  # fp16 ends at 65,504
     count = (targets != _IGNORED).sum()  # of all ranks: the mean of ranks' means would be wrong
-    return _SumOverRanks.apply(total / count, comm).to(logits.dtype)
+    return _SumOverRanks.apply(total / count, comm).to(each.dtype)  # fp32 under autocast
 
 
 class _SumOverRanks(torch.autograd.Function):

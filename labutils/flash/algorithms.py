@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from labutils import units
+from labutils import precision, units
 
 
 def plain(
@@ -265,7 +265,7 @@ class _Attention(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(*q.shape[:3], 1, dtype=problem.dtype)
         # The dtypes are the algorithm's own business.
-        with torch.autocast(q.device.type, enabled=False):
+        with precision.own_formats(q.device.type):
             forward(SlowMemory(problem.kv_heads, Q=q, K=k, V=v, O=out, lse=lse), problem)
         lse = lse.squeeze(-1)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -281,7 +281,7 @@ class _Attention(torch.autograd.Function):
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         tensors = dict(Q=q, K=k, V=v, O=out, lse=lse[..., None])
         tensors |= dict(dO=d_out, D=-d_lse[..., None], dQ=dq, dK=dk, dV=dv)
-        with torch.autocast(q.device.type, enabled=False):
+        with precision.own_formats(q.device.type):
             backward(SlowMemory(ctx.problem.kv_heads, **tensors), ctx.problem)
         return dq.to(q.dtype), dk, dv, None
 

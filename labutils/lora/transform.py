@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from labutils import anatomy, quantization
+from labutils import anatomy, quantization, tensor_parallel
 from labutils.config import ModelConfig
 from labutils.lora.layers import LoraLinear, SplitAdapter, wrap
 from labutils.model import GPT
@@ -125,8 +125,14 @@ def quantize_base(module: GPT) -> GPT:
     for path, layer in list(module.named_modules()):
         if _starred(path) in able:
             if type(layer) is not nn.Linear:
-                got = type(layer).__name__
-                raise TypeError(f"{path} is a {got}: quantize plain linear layers, then adapt them")
+                got = f"{path} is a {type(layer).__name__}"
+                remedy = "quantize plain linear layers, then adapt them"
+                if isinstance(layer, tensor_parallel.Split):
+                    remedy = (
+                        "its share would have other blocks than the whole; keep it as it is, or "
+                        "share out the batch by data_parallel.replicate or zero.Optimizer instead"
+                    )
+                raise TypeError(f"{got}: {remedy}")
             module.set_submodule(path, quantization.Nf4Linear(layer))
     return module
 

@@ -3,6 +3,7 @@
 And half-precision products where a machine has no units for them.
 """
 
+import contextlib
 import threading
 from typing import Any
 
@@ -107,6 +108,29 @@ class autocast(TorchFunctionMode):
         if key not in _here.copies:
             _here.copies[key] = value, CAST[dtype](value)
         return _here.copies[key][1]
+
+
+def half_here(x: Tensor) -> torch.dtype | None:
+    """The half format in which products of x compute here, in torch's region or ours; None where
+    they compute in that of x. For products that a region does not see, as in an autograd function.
+    """
+    region = autocast.innermost()
+    if x.dtype == torch.float64:
+        return None
+    if region is not None and region.enabled:
+        return region.dtype
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def own_formats(device: str) -> contextlib.ExitStack:
+    """Inside, operations leave every format as it is, in torch's region and in ours: for kernels
+    that choose them on their own."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.autocast(device, enabled=False))
+    if autocast.innermost() is not None:
+        stack.enter_context(autocast(enabled=False))
+    return stack
 
 
 class wide_products(TorchFunctionMode):

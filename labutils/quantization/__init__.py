@@ -7,6 +7,7 @@ from labutils.quantization.fp8 import (
     SCHEMES,
     Eight,
     Fp8Linear,
+    Fp8Products,
     Scheme,
     advance_scales,
     cast,

@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from labutils.tensor_parallel import ColumnLinear, RowLinear, Split, TokenLinear
+from labutils.world import Comm
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GROUP = 128
 """How many products are added up before a scale can be applied: the length of a tile."""
@@ -23,6 +26,7 @@ both ways round. Source: DeepSeek-V3 2412.19437, section 3.3.2."""
 
 SCALINGS = ("none", "current", "delayed", "tiles")
 OPERANDS = ("x", "weight", "grad")
+Cut = tuple[str, ...]
 _SMALLEST = 1e-30  # of an amax: a tensor of zeros has a scale, too
 
 
@@ -38,7 +42,8 @@ def largest(dtype: torch.dtype) -> float:
 def cast(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Shaped[Tensor, "*shape"]:
     """x in 8 bits, to the nearest number, ties to even; what is too large becomes the largest.
 
-    It is clipped *before* it is rounded: e5m2 has an infinity, which torch's own cast goes to.
+    It is clipped *before* it is rounded: e5m2 has an infinity, which torch's own cast goes to. So
+    is an infinity; `to_eight` makes a NaN of it, which a loss scale sees.
 
     >>> cast(torch.tensor([0.3, 1e6]), E5M2).tolist(), cast(torch.tensor([-1e6]), E4M3).item()
     ([0.3125, 57344.0], -448.0)
@@ -50,6 +55,8 @@ def cast(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Shaped[Tensor, "*sha
 def tile_amax(x: Float[Tensor, "m k"], tile: tuple[int, int] | None = None) -> Float[Tensor, "i j"]:
     """The largest |x| of each tile, the last ones may be short; of the whole tensor without one."""
     m, k = x.shape
+    if tile is None and not x.numel():  # as of an expert that no token visits
+        return x.new_zeros(1, 1, dtype=torch.float32)
     rows, columns = tile or (max(m, 1), max(k, 1))
     padded = F.pad(x.detach().float().abs(), (0, -k % columns, 0, -m % rows))
     return padded.view(-(-m // rows), rows, -(-k // columns), columns).amax((1, 3))
@@ -94,17 +101,21 @@ def to_eight(
     scale: Tensor | None = None,
 ) -> Eight:
     """x in 8 bits, with a scale for each tile, or one for all of it, from its largest |x| now; or
-    with a `scale` that is known already.
+    with a `scale` that is known already. What comes back of a NaN or an infinity is NaN.
 
     >>> eight = to_eight(torch.tensor([[1.0, 0.3], [-2.0, 0.0]]), E4M3)
     >>> eight.codes.tolist(), round(1 / eight.inverse.item(), 3)
     ([[224.0, 64.0], [-448.0, 0.0]], 224.0)
     """
+    known, top = scale is not None, torch.finfo(torch.float32).max
     if scale is None:
         scale = scale_for(tile_amax(x, tile), dtype)
     scale, tile = scale.view(-1, scale.shape[-1] if scale.dim() else 1), tile or tuple(x.shape)
-    codes = cast(x.float() * _spread(scale, tile, x.shape), dtype)
-    return Eight(codes, 1 / scale, tile)
+    scaled, inverse = (x.float() * _spread(scale, tile, x.shape)).clamp(-top, top), 1 / scale
+    finite = x.isfinite()
+    if known and dtype == torch.int8:  # which has no NaN
+        inverse = inverse.where(finite.all(), torch.nan)
+    return Eight(cast(scaled.where(finite, torch.nan), dtype), inverse, tile)
 
 
 def product(a: Eight, b: Eight, dtype: torch.dtype = torch.float32) -> Float[Tensor, "m n"]:
@@ -160,19 +171,21 @@ SCHEMES = {
 """The schemes of the lab by name."""
 
 
-class Fp8Linear(nn.Module):
-    """A linear layer whose three products take operands of 8 bits. Weights stay what they are, and
-    the input is kept for the backward pass in 8 bits.
+class Fp8Products(nn.Module):
+    """The three products of a linear layer on operands of 8 bits, and their scales. The input is
+    kept for the backward pass in 8 bits.
 
-    With delayed scaling `advance_scales` is called once a step.
+    comm, cut: the ranks that share the layer out, and those operands of which each has a part: all
+        scale them by the largest number of any, as one device would
     """
 
-    def __init__(self, whole: nn.Linear, scheme: Scheme) -> None:
+    def __init__(
+        self, scheme: Scheme, device: Any = None, comm: Comm | None = None, cut: Cut = ()
+    ) -> None:
         super().__init__()
-        self.out_features, self.in_features = whole.weight.shape
-        self.weight, self.bias, self.scheme = whole.weight, whole.bias, scheme
+        self.scheme, self.comm, self.cut = scheme, comm, cut
         if scheme.scaling == "delayed":
-            like = {"dtype": torch.float32, "device": whole.weight.device}
+            like = {"dtype": torch.float32, "device": device}
             self.register_buffer("scale", torch.ones(3, **like))
             self.register_buffer("seen", torch.zeros(3, **like))  # the largest |x| of this step
             self.register_buffer("history", torch.zeros(scheme.history, 3, **like))
@@ -185,7 +198,11 @@ class Fp8Linear(nn.Module):
         if scaling == "tiles":
             return to_eight(x, dtype, SQUARE if operand == "weight" else ALONG)
         if scaling == "current":
-            return to_eight(x, dtype)
+            amax = tile_amax(x)
+            if operand in self.cut:
+                with self.comm.record("largest number"):
+                    amax = self.comm.all_reduce(amax, "max")
+            return to_eight(x, dtype, scale=scale_for(amax, dtype))
         if scaling == "none":
             return to_eight(x, dtype, scale=torch.ones((), device=x.device))
         at = OPERANDS.index(operand)
@@ -200,16 +217,58 @@ class Fp8Linear(nn.Module):
     @torch.no_grad()
     def advance(self) -> None:
         """The history takes in this step's largest numbers, and gives the next step its scales."""
-        self.history.copy_(torch.cat([self.seen[None], self.history[:-1]]))
+        seen = self.seen.where(self.seen.isfinite(), 0)  # a loss scale has skipped such a step
+        self.history.copy_(torch.cat([seen[None], self.history[:-1]]))
         self.seen.zero_()
         amax = self.history.amax(0)
         for at, operand in enumerate(OPERANDS):
             new = scale_for(amax[at], self.scheme.dtype(operand))
             self.scale[at] = torch.where(amax[at] > 0, new, self.scale[at])  # 0: not seen yet
 
+    def forward(self, x: Float[Tensor, "... k"], weight: Tensor) -> Float[Tensor, "... n"]:
+        return _Products.apply(x.flatten(0, -2), weight, self).unflatten(0, x.shape[:-1])
+
+
+class Fp8Linear(Fp8Products):
+    """A linear layer whose three products take operands of 8 bits. Weights stay what they are.
+
+    With delayed scaling `advance_scales` is called once a step.
+    """
+
+    def __init__(self, whole: nn.Linear, scheme: Scheme) -> None:
+        super().__init__(scheme, whole.weight.device)
+        self.out_features, self.in_features = whole.weight.shape
+        self.weight, self.bias = whole.weight, whole.bias
+
+    def share_with(self, split: Split) -> None:
+        """Give the share of this layer that tensor parallelism has made products of 8 bits, too."""
+        if self.weight.dtype.itemsize == 1:
+            remedy = "parallelize the model, then use_fp8, and step another optimizer than KeptAdam"
+            raise TypeError(f"weights that are kept in 8 bits are not split: {remedy}")
+        split.products = _products_of(split, self.scheme)
+
     def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
-        y = _Products.apply(x.flatten(0, -2), self.weight, self).unflatten(0, x.shape[:-1])
+        y = super().forward(x, self.weight)
         return y if self.bias is None else y + self.bias
+
+
+_CUT: dict[type, Cut] = {
+    ColumnLinear: ("weight", "grad"),
+    RowLinear: ("x", "weight"),
+    TokenLinear: ("x", "grad"),
+}
+
+
+def _products_of(split: Split, scheme: Scheme) -> Fp8Products:
+    """The products of a layer that tensor parallelism has split; ValueError where tiles do not fit
+    into the shares."""
+    share = split.weight.shape[0 if isinstance(split, ColumnLinear) else 1]
+    if isinstance(split, TokenLinear):
+        share = 1  # of tokens, as many as come
+    if scheme.scaling == "tiles" and share % GROUP and split.comm.size > 1:
+        remedy = f"choose sizes of which each rank has a multiple of {GROUP}, or scaling='current'"
+        raise ValueError(f"a share of {share} cuts a tile of {GROUP}: {remedy}")
+    return Fp8Products(scheme, split.weight.device, split.comm, _CUT[type(split)])
 
 
 def _sums(x: Tensor) -> torch.dtype:
@@ -221,7 +280,7 @@ class _Products(torch.autograd.Function):
     """x·Wᵀ, and behind it G·W and Gᵀ·x, each on operands of 8 bits."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Linear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Products) -> Tensor:
         x8 = layer.eight(x, "x")
         kept = layer.across(x, x8, "x")
         ctx.layer, ctx.tile = layer, kept.tile
@@ -244,26 +303,40 @@ class _Products(torch.autograd.Function):
 def use_fp8(module: nn.Module, scheme: Scheme) -> nn.Module:
     """The module with every linear layer but the head in 8 bits, in place. The parameters are the
     same objects: an optimizer, `data_parallel.replicate` or a checkpointed region takes no notice.
+
+    Before or after `tensor_parallel.parallelize`: the scales are those of the whole layer, on which
+    its ranks agree by a max all-reduce of a number for each operand that is split ("current"), or
+    once a step ("delayed"). ValueError for tiles that a share would cut, and for a module without
+    linear layers.
     """
-    for path, layer in list(module.named_modules()):
-        if type(layer) is nn.Linear and not path.endswith("head"):
+    found = [(at, layer) for at, layer in module.named_modules() if not at.endswith("head")]
+    for path, layer in found:
+        if type(layer) is nn.Linear:
             module.set_submodule(path, Fp8Linear(layer, scheme))
+        elif type(layer) in _CUT:
+            layer.products = _products_of(layer, scheme)
+    if not fp8_layers(module):
+        raise ValueError("this module has no linear layer that could be in 8 bits")
     return module
 
 
-def fp8_layers(module: nn.Module) -> dict[str, Fp8Linear]:
-    """The layers whose products are in 8 bits, by path."""
-    return {path: each for path, each in module.named_modules() if isinstance(each, Fp8Linear)}
+def fp8_layers(module: nn.Module) -> dict[str, Fp8Products]:
+    """The layers whose products are in 8 bits, by path; of one that tensor parallelism has split
+    its `products`."""
+    return {path: each for path, each in module.named_modules() if isinstance(each, Fp8Products)}
 
 
 def advance_scales(module: nn.Module, comm: Any = None) -> None:
     """Delayed scaling: call it once a step, after its last backward pass. With `comm` all ranks
-    scale by the largest number that any of them has seen (a max all-reduce of 12 bytes a layer).
+    scale by the largest number that any of them has seen (a max all-reduce of 12 bytes a layer), as
+    the ranks of tensor parallelism do anyway.
     """
     layers = [each for each in fp8_layers(module).values() if each.scheme.scaling == "delayed"]
-    if layers and comm is not None:
-        seen = comm.all_reduce(torch.cat([each.seen for each in layers]), "max")
-        for each, mine in zip(layers, seen.split(3), strict=True):
-            each.seen.copy_(mine)
+    for group in dict.fromkeys([*(each.comm for each in layers), comm]):
+        ours = [each for each in layers if group in (comm, each.comm)]
+        if ours and group is not None:
+            seen = group.all_reduce(torch.cat([each.seen for each in ours]), "max")
+            for each, mine in zip(ours, seen.split(3), strict=True):
+                each.seen.copy_(mine)
     for each in layers:
         each.advance()

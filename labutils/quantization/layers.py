@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int8, Int32
 from torch import Tensor, nn
 
+from labutils.quantization import nf4
 from labutils.quantization.tiles import quantize
 
 RoundTrip = Callable[[Tensor], Tensor]
@@ -95,7 +96,8 @@ class Int8Linear(nn.Module):
     """y = s_x · s_w · (codes of x · codes of W) + bias, with a scale s_w for each output channel.
 
     limit: the largest |x| that calibration saw: what is beyond is clipped. Without one each token
-        has a scale of its own, found as it comes.
+        has a scale of its own, found as it comes. What a token with a NaN or an infinity gives is
+        NaN
     """
 
     def __init__(self, linear: nn.Linear, limit: float | None = None) -> None:
@@ -106,8 +108,9 @@ class Int8Linear(nn.Module):
         self.bias, self.limit = linear.bias, limit
 
     def forward(self, x: Float[Tensor, "tokens k"]) -> Float[Tensor, "tokens d"]:
-        limit = x.abs().amax(1, keepdim=True) if self.limit is None else x.new_tensor(self.limit)
-        x_scale = torch.where(limit > 0, limit / 127, 1.0)
+        largest = nf4.seen(x.abs().amax(1, keepdim=True))
+        limit = largest if self.limit is None else x.new_tensor(self.limit)
+        x_scale = torch.where(limit == 0, 1.0, limit / 127).where(largest.isfinite(), torch.nan)
         codes = (x / x_scale).clamp(-127, 127).round().char()  # clamped first: a cast wraps around
         y = int8_product(codes, self.w) * x_scale * self.w_scale
         return y if self.bias is None else y + self.bias

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from labutils.quantization.nf4 import seen
+
 STATE_BLOCK = 2048
 """Numbers that share a scale, in the paper; bitsandbytes has since gone to 256."""
 
@@ -52,7 +54,8 @@ class Blocks(NamedTuple):
 def to_blocks(
     x: Float[Tensor, "..."], *, signed: bool = True, block: int | None = STATE_BLOCK
 ) -> Blocks:
-    """x in the dynamic code, `block` numbers to a scale; None makes one block of all.
+    """x in the dynamic code, `block` numbers to a scale; None makes one block of all. A block with
+    a NaN or an infinity comes back as NaN.
 
     >>> to_blocks(torch.tensor([1e-9, 1e-9, 1.0]), block=2).codes.tolist()
     [255, 255, 255]
@@ -61,9 +64,9 @@ def to_blocks(
     """
     n, block = x.numel(), block or max(x.numel(), 1)
     rows = F.pad(x.detach().flatten().float(), (0, -n % block)).view(-1, block)
-    amax = rows.abs().amax(1)
+    amax = seen(rows.abs().amax(1))
     book = dynamic_code(signed, x.device)
-    unit = rows / torch.where(amax > 0, amax, 1.0)[:, None]
+    unit = rows / torch.where(amax == 0, 1.0, amax)[:, None]
     codes = torch.bucketize(unit, (book[1:] + book[:-1]) / 2).to(torch.uint8)
     return Blocks(codes.flatten()[:n].clone(), amax)  # without the padding's memory
 

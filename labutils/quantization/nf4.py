@@ -28,6 +28,11 @@ BLOCK = 64  # numbers that share a scale
 SCALES = 256  # scales that share a scale of theirs
 
 
+def seen(largest: Float[Tensor, "*tiles"]) -> Float[Tensor, "*tiles"]:
+    """The largest |x| of tiles; NaN for an infinity, too, so that a run shows that it diverged."""
+    return torch.where(largest.isfinite(), largest, torch.nan)
+
+
 def nf4_bytes(numel: int, *, double: bool = True) -> int:
     """Bytes of `numel` numbers in NF4: half a byte each, and the scales.
 
@@ -51,12 +56,14 @@ def to_nf4(x: Float[Tensor, "..."], *, double: bool = True) -> UInt8[Tensor, " n
     Each number of a block, divided by the largest |x| in it, takes the nearest code; of two that
     are as near the lower one. The second time scales are stored as e4m3, less their mean, so that
     both signs are used (bitsandbytes has an 8-bit format of its own there; the bytes are as many).
+    All numbers that share a scale with a NaN or an infinity, the second time the whole tensor, come
+    back as NaN.
     """
     n = x.numel()
     rows = F.pad(x.detach().flatten().float(), (0, -n % BLOCK)).view(-1, BLOCK)
-    scales = rows.abs().amax(1)
+    scales = seen(rows.abs().amax(1))
     book = torch.tensor(NF4, device=x.device)
-    unit = rows / torch.where(scales > 0, scales, 1.0)[:, None]
+    unit = rows / torch.where(scales == 0, 1.0, scales)[:, None]
     codes = torch.bucketize(unit, (book[1:] + book[:-1]) / 2).to(torch.uint8).flatten()[:n]
     pairs = F.pad(codes, (0, n % 2)).view(-1, 2)
     packed = pairs[:, 0] * 16 + pairs[:, 1]
@@ -65,7 +72,7 @@ def to_nf4(x: Float[Tensor, "..."], *, double: bool = True) -> UInt8[Tensor, " n
     mean = scales.mean()
     groups = F.pad(scales - mean, (0, -len(scales) % SCALES)).view(-1, SCALES)
     second = groups.abs().amax(1) / torch.finfo(torch.float8_e4m3fn).max
-    small = groups / torch.where(second > 0, second, 1.0)[:, None]
+    small = groups / torch.where(second == 0, 1.0, second)[:, None]
     small = small.to(torch.float8_e4m3fn).flatten()[: len(scales)]
     wide = torch.cat([mean[None], second])
     return torch.cat([wide.view(torch.uint8), small.view(torch.uint8), packed])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from labutils import anatomy
 from labutils.config import ModelConfig
 from labutils.ledger import Ledger, Line
-from labutils.quantization.fp8 import E4M3, fp8_layers, scale_for, tile_amax, to_eight
+from labutils.quantization.fp8 import E4M3, Fp8Linear, fp8_layers, scale_for, tile_amax, to_eight
 from labutils.quantization.moments import STATE_BLOCK, Blocks, adamw_, from_blocks, to_blocks
 
 DTYPES = {
@@ -120,11 +120,16 @@ class KeptAdam(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.01,
     ) -> None:  # fmt: skip
         self.layers, masters = {}, {}
-        for layer in fp8_layers(module).values():
+        for path, layer in fp8_layers(module).items():
+            if not isinstance(layer, Fp8Linear):
+                remedy = "train without tensor parallelism, or step torch.optim.AdamW"
+                raise TypeError(f"{path} is of a layer that ranks share out: {remedy}")
             whole = layer.weight.detach().float()
             layer.weight = nn.Parameter(torch.empty_like(whole, dtype=DTYPES[kept.weights]))
             layer.weight.grad_dtype = torch.float32
             self.layers[layer.weight], masters[layer.weight] = layer, whole
+        if not self.layers:
+            raise ValueError("no layer of this module is an Fp8Linear: call use_fp8 first")
         options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(module.parameters(), options)
         self.kept, self.steps = {}, 0

@@ -19,6 +19,7 @@ from labutils.ledger import Ledger, Line
 from labutils.quantization import nf4
 
 Granularity = str | int | tuple[int, int] | None
+_NO_NUMBER = 255  # the scale of a block with a NaN, in E8M0 of the MX formats
 _SHRINK = torch.arange(1.0, 0.29, -0.05).tolist()  # of the largest |x|: limits that clipping tries
 
 
@@ -79,7 +80,8 @@ def quantize(
     >>> quantize(torch.tensor([[1.0, -0.4, 0.26, 0.0]]), "int4").dequantize()
     tensor([[ 1.0000, -0.4286,  0.2857,  0.0000]])
 
-    Invariant: the bytes of what is returned are those of `quantized_bytes`.
+    Invariant: the bytes of what is returned are those of `quantized_bytes`. A NaN or an infinity
+    does not get lost: all numbers that share a scale with it (in "nvfp4" the whole tensor) are NaN.
     """
     fmt = _named(fmt)
     tile = _tile(x.shape, fmt, granularity)
@@ -147,7 +149,8 @@ def _affine(tiles: Tensor, fmt: IntFormat) -> tuple[Tensor, dict[str, Tensor]]:
     """Codes 0 … 2ᵇ − 1 from min to max, zero among the values: the zero point is its code."""
     top = (1 << fmt.bits) - 1
     low, high = tiles.amin(1).clamp(max=0), tiles.amax(1).clamp(min=0)
-    scales = _nonzero((high - low) / top)
+    span = (high - low) / top  # which may be beyond fp32 where both ends are not
+    scales = _nonzero(torch.where(span.isinf(), high / top - low / top, span))
     zeros = (-low / scales).round().clamp(0, top)
     codes = ((tiles / scales[:, None]).round() + zeros[:, None]).clamp(0, top)
     return codes.short(), {"scales": scales, "zero points": zeros.to(torch.uint8)}
@@ -167,9 +170,11 @@ def _floats(tiles: Tensor, fmt: BlockFormat) -> tuple[Tensor, dict[str, Tensor]]
         low, high = fmt.scale.min_exponent, fmt.scale.max_exponent
         exponents = torch.where(largest > 0, exponents, low).clamp(low, high)
         scales, kept = torch.ldexp(torch.ones_like(largest), exponents), exponents - low
+        kept = torch.where(largest.isfinite(), kept, _NO_NUMBER)
     parts["scales"] = kept if kept.dtype == torch.float8_e4m3fn else kept.to(torch.uint8)
     values = precision.round_to(tiles / _nonzero(scales)[:, None], fmt.element, overflow="saturate")
     magnitudes = _magnitudes(fmt, tiles.device)
+    values = values.nan_to_num()  # whose scale says that they are none
     codes = torch.searchsorted(magnitudes, values.abs().contiguous()).short()
     return codes + values.signbit() * len(magnitudes), parts
 
@@ -186,7 +191,9 @@ def _decoded(codes: Tensor, kept: Quantized) -> Tensor:
     if fmt.scale.mantissa_bits:
         scales = scales.float() * kept.parts["scale of the tensor"]
     else:
-        scales = torch.ldexp(torch.ones(len(scales)), scales.int() + fmt.scale.min_exponent)
+        exponents = scales.int() + fmt.scale.min_exponent
+        ones = torch.ones_like(exponents, dtype=torch.float32)
+        scales = torch.where(scales == _NO_NUMBER, torch.nan, torch.ldexp(ones, exponents))
     return values.view(codes.shape) * scales[:, None]
 
 
@@ -277,7 +284,8 @@ def _untiled(tiles: Tensor, shape: tuple[int, ...], tile: tuple[int, int]) -> Te
 
 
 def _nonzero(scales: Tensor) -> Tensor:
-    return torch.where(scales > 0, scales, 1.0)
+    """1 for a tile of zeros, and NaN for one with a NaN or an infinity."""
+    return nf4.seen(torch.where(scales == 0, 1.0, scales))
 
 
 def _signed(codes: Tensor, bits: int) -> Tensor:

@@ -5,8 +5,8 @@ Sequence parallelism: they share out the tokens of everything between the matric
 # isort: off
 from labutils.tensor_parallel.clock import layer_timeline
 from labutils.tensor_parallel.layers import (
-    ColumnLinear, RowLinear, TokenLinear, VocabEmbedding, copy_to, cross_entropy, gather_from,
-    reduce_from, scatter_to,
+    ColumnLinear, RowLinear, Split, TokenLinear, VocabEmbedding, copy_to, cross_entropy,
+    gather_from, reduce_from, scatter_to,
 )  # fmt: skip
 from labutils.tensor_parallel.predict import kept_activations, layer_shares, sent
 from labutils.tensor_parallel.transform import ParallelGPT, parallelize, rank_config, styles

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from labutils import precision
 from labutils.world import Comm, marked
 
 Same = Shaped[Tensor, "*shape"]
@@ -126,19 +127,41 @@ class _GatheredProducts(torch.autograd.Function):
 
 class Split(nn.Module):
     """A layer of which this rank has a share, made of one that all ranks have whole. With
-    `sequence`, its side towards the residual stream is this rank's tokens."""
+    `sequence`, its side towards the residual stream is this rank's tokens.
+
+    products: of x and the weight, where they are not F.linear's but of fewer bits
+    """
 
     def __init__(self, whole: nn.Module, comm: Comm, sequence: bool = False) -> None:
         super().__init__()
         self.comm = comm
         self.sequence = sequence
+        self.products: nn.Module | None = None
+        if "weight" not in whole._parameters and not hasattr(type(whole), "weight"):
+            why = f"{type(whole).__name__} has no matrix of numbers that could be cut"
+            remedy = (
+                "parallelize plain linear layers, or keep these and share out the batch by "
+                "data_parallel.replicate or zero.Optimizer"
+            )
+            raise TypeError(f"{why}: {remedy}")
         self.weight = whole.weight
         self.bias = getattr(whole, "bias", None)
 
     @classmethod
     def from_full(cls, whole: nn.Module, comm: Comm, **options: Any) -> "Split":
-        """This rank's share; ValueError where the ranks do not divide what is split."""
-        return cls(whole, comm, **options)
+        """This rank's share; ValueError where the ranks do not divide what is split, TypeError for
+        a layer that has no matrix to split."""
+        made = cls(whole, comm, **options)
+        if hasattr(whole, "share_with"):
+            whole.share_with(made)
+        return made
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x·Wᵀ + bias."""
+        if self.products is None:
+            return F.linear(x, weight, bias)
+        y = self.products(x, weight)
+        return y if bias is None else y + bias
 
     def share(self, p: nn.Parameter, dim: int, pieces: int, what: str, parts: int) -> nn.Parameter:
         """A copy of this rank's of so many `parts` of a parameter, which is cut along `dim`, never
@@ -161,7 +184,7 @@ class ColumnLinear(Split):
     """
 
     def __init__(
-        self, whole: nn.Linear, comm: Comm, sequence: bool = False, heads: int | None = None
+        self, whole: nn.Module, comm: Comm, sequence: bool = False, heads: int | None = None
     ) -> None:
         super().__init__(whole, comm, sequence)
         pieces, what = (heads, "heads") if heads else (whole.out_features, "outputs")
@@ -188,11 +211,16 @@ class ColumnLinear(Split):
 
     def _products(self, x: Tensor) -> list[Tensor]:
         weights, biases = zip(*(linear._used() for linear in self.readers), strict=True)
-        if self.sequence:
+        if self.sequence and self.products is None:
+            half = precision.half_here(x)  # as autocast would cast, which sees no product inside
+            if half is not None:
+                x, *weights = (t.to(half) for t in (x, *weights))
             products = _GatheredProducts.apply(x, self.comm, *weights)
-            return [y if b is None else y + b for y, b in zip(products, biases, strict=True)]
-        x = copy_to(x, self.comm)
-        return [F.linear(x, *pair) for pair in zip(weights, biases, strict=True)]
+            pairs = zip(products, biases, strict=True)
+            return [y if b is None else y + b.to(y.dtype) for y, b in pairs]
+        x = gather_from(x, self.comm) if self.sequence else copy_to(x, self.comm)
+        whole = zip(self.readers, weights, biases, strict=True)
+        return [linear.multiply(x, weight, bias) for linear, weight, bias in whole]
 
     def _used(self) -> list[Tensor | None]:
         pair = [self.weight, self.bias]
@@ -207,12 +235,12 @@ class RowLinear(Split):
     In goes x[b, s, f_t]; out comes [b, s, h], with `sequence` [b, s_t, h].
     """
 
-    def __init__(self, whole: nn.Linear, comm: Comm, sequence: bool = False) -> None:
+    def __init__(self, whole: nn.Module, comm: Comm, sequence: bool = False) -> None:
         super().__init__(whole, comm, sequence)
         self.weight = self.share(whole.weight, 1, whole.in_features, "inputs", comm.size)
 
     def forward(self, x: Float[Tensor, "b s f_t"]) -> Float[Tensor, "b s_or_s_t h"]:
-        y = F.linear(x, self.weight)
+        y = self.multiply(x, self.weight)
         y = scatter_to(y, self.comm) if self.sequence else reduce_from(y, self.comm)
         if self.bias is None:
             return y
@@ -240,13 +268,14 @@ class TokenLinear(Split):
     parallelism: the gradients of its weight and bias are summed over the ranks that have the other
     tokens."""
 
-    def __init__(self, whole: nn.Linear, comm: Comm) -> None:
+    def __init__(self, whole: nn.Module, comm: Comm) -> None:
         super().__init__(whole, comm, sequence=True)
         self.out_features, self.in_features = whole.weight.shape
 
     def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... d"]:
-        used = [copy_to(p, self.comm, "gradients") for p in self.parameters()]
-        return F.linear(x, *used)
+        pair = (self.weight, self.bias)
+        used = (p if p is None else copy_to(p, self.comm, "gradients") for p in pair)
+        return self.multiply(x, *used)
 
 
 class VocabEmbedding(Split):
@@ -287,6 +316,8 @@ def cross_entropy(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r}: use 'mean' or 'sum'")
+    if precision.half_here(logits) is not None:  # as autocast has it
+        logits = logits.float()
     return _CrossEntropy.apply(logits, targets, comm, reduction)
 
 

@@ -151,5 +151,6 @@ def _share(module: GPT, path: str, style: str, comm: Comm, sequence: bool) -> nn
         return layers.VocabEmbedding.from_full(whole, comm, sequence=sequence)
     if not sequence or isinstance(whole, nn.Embedding):
         return whole
-    kind = layers.TokenLinear if isinstance(whole, nn.Linear) else layers.TokenNorm
+    norm = isinstance(whole, (nn.LayerNorm, nn.RMSNorm))
+    kind = layers.TokenNorm if norm else layers.TokenLinear
     return kind.from_full(whole, comm)

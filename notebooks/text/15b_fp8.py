@@ -157,7 +157,7 @@ check("fp8/products", three_products)
 hint("fp8/products", 1)
 
 # %%
-show(quantization.Fp8Linear)
+show(quantization.Fp8Products)
 
 # %% [markdown]
 # **Is this what the hardware computes?** PyTorch has the product itself, `torch._scaled_mm`, for CPUs and for GPUs of the H100's generation and later. One scale per tensor:
