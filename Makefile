@@ -6,7 +6,7 @@ READY  := .venv/ready
 .PHONY: lab test notebooks book bench
 
 lab: $(READY)  # reached over loopback only, with Jupyter's token: that is why root may start it too
-	JUPYTER_CONFIG_PATH="$(CURDIR)" $(BIN)/python -m jupyterlab --ip=127.0.0.1 --allow-root --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
+	JUPYTER_CONFIG_PATH="$(CURDIR)" $(BIN)/python tools/sums.py $(BIN)/python -m jupyterlab --ip=127.0.0.1 --allow-root --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder

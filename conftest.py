@@ -1,9 +1,11 @@
-"""What tests, kernels and ranks share: one thread, the same random cases, an eye for pictures."""
+"""What tests, kernels and ranks share: the order of sums, the same random cases, an eye for
+pictures."""
 
 import os
 
-# Before torch is imported; a sum's last digits depend on the number of threads.
-os.environ["OMP_NUM_THREADS"] = "1"
+import sums  # tools/sums.py
+
+os.environ.update(sums.settings())  # before torch is imported
 # Notebooks run in this environment, whatever kernels the user has.
 os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
 

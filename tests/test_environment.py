@@ -12,6 +12,7 @@ import tomllib
 
 import pytest
 import rattler
+import sums  # tools/sums.py
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -24,6 +25,7 @@ CONSTRAINTS = [
     if not line.startswith("#")
 ]
 PINS = dict(line.split("==") for line in CONSTRAINTS)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONDA = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
 
 
@@ -129,6 +131,27 @@ def test_make_lab_stays_on_loopback_and_keeps_the_token(clone):
     )
 
 
+def test_lab_and_tests_fix_what_sums_depend_on(clone):
+    (call,) = [call for call in make(clone, "lab") if "jupyterlab" in call]
+    assert call.startswith("tools/sums.py .venv/bin/python -m jupyterlab ")
+    assert sums.settings() == {}, "conftest.py makes them before torch is imported"
+    command = [sys.executable, str(ROOT / "tools" / "sums.py"), "env"]
+    asked = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "3"}
+    run = subprocess.run(command, env=asked, capture_output=True, text=True, check=True)
+    assert "OMP_NUM_THREADS=3" in run.stdout.split(), "what a learner sets wins"
+
+
+def test_settings_are_those_that_the_processor_has_and_nobody_made(tmp_path):
+    cpu = tmp_path / "cpuinfo"
+    assert sums.settings({}, cpu) == {"OMP_NUM_THREADS": "1"}, "macOS has no such file"
+    cpu.write_text("processor\t: 0\nFeatures\t: fp asimd avx2ish\n")
+    assert sums.settings({}, cpu) == {"OMP_NUM_THREADS": "1"}, "ARM"
+    cpu.write_text("processor\t: 0\nflags\t\t: fpu sse4_2 avx avx2 avx512f\nprocessor\t: 1\n")
+    both = {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2"}
+    assert sums.settings({}, cpu) == both
+    assert sums.settings({"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "4"}, cpu) == {}
+
+
 def test_make_bench_runs_every_benchmark_and_stops_at_a_failure(clone):
     assert make(clone, "bench")[2:] == ["benchmarks/a.py", "benchmarks/b.py"]
     broken = clone / ".venv" / "bin" / "python"
@@ -146,6 +169,16 @@ def test_an_old_python_is_refused_in_words(clone):
         finished.returncode == 1
         and "needs Python 3.11 or later, and python3 is 3.9" in finished.stderr
     )
+
+
+def test_windows_is_refused_in_words_and_the_readme_says_where_it_runs():
+    program = "import sys; sys.platform = 'win32'; import labutils.world"
+    finished = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert finished.returncode == 1 and "No module named" not in finished.stderr
+    assert "ImportError: labutils runs on Linux and macOS" in finished.stderr
+    assert "wsl --install" in finished.stderr and "wsl --install" in README
 
 
 def test_ci_runs_what_make_test_runs():

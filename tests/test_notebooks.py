@@ -306,6 +306,19 @@ def test_normalizing_drops_what_belongs_to_one_run():
     assert cell.metadata == {"tags": ["hide-input"]} and notebook.metadata == tool.METADATA
 
 
+def test_a_kernel_has_what_sums_depend_on(monkeypatch):
+    source = "import os; print(os.environ['OMP_NUM_THREADS'])"
+    threads = []
+    for mine in (None, "3"):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if mine:
+            monkeypatch.setenv("OMP_NUM_THREADS", mine)
+        cells = [nbformat.v4.new_code_cell(source)]
+        notebook = tool.execute(nbformat.v4.new_notebook(cells=cells), tool.NOTEBOOKS)
+        threads.append(notebook.cells[0].outputs[0].text)
+    assert threads == ["1\n", "3\n"]
+
+
 def test_memory_is_that_of_the_processes_a_lab_starts():
     greedy = "import sys; x = bytearray(200_000_000); x[::4096] = bytes([1]) * len(x[::4096]); print(flush=True); sys.stdin.read()"
     before = tool.held()

@@ -26,6 +26,7 @@ import jupytext
 import nbclient
 import nbformat
 import psutil
+import sums  # beside this file
 
 NOTEBOOKS = pathlib.Path(__file__).resolve().parents[1] / "notebooks"
 FIRST, COVER = "00_start_here", NOTEBOOKS.parent / "book" / "static" / "cover.png"
@@ -134,9 +135,7 @@ def execute(notebook, directory):
     client = nbclient.NotebookClient(
         notebook, kernel_name="python3", timeout=CELL_TIMEOUT, record_timing=False, resources=where
     )
-    client.execute(
-        env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )  # as in the tests: sums must not depend on the cores
+    client.execute(env=os.environ | sums.settings())
     return notebook
 
 

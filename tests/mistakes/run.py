@@ -60,7 +60,7 @@ def outcome(mistake: Mistake) -> str:
             ended = subprocess.run(
                 [*command, *mistake.tests],
                 cwd=folder,
-                env=os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"PYTHONPATH": folder},
                 capture_output=True,
                 text=True,
                 timeout=SECONDS,
