@@ -445,7 +445,16 @@ def test_operands_are_those_of_the_products(reader):
     # Backward runs from the last layer; that layer's x and gradient give its weight's gradient.
     x, grad = found["x"][-1].flatten(0, 1), found["grad"][0].flatten(0, 1)
     right = rigs.fp8.matrix_gradients(model, batch)[-1]
-    assert torch.allclose((grad.mT @ x).double(), right, atol=1e-6)
+    assert torch.allclose(grad.mT @ x, right, atol=1e-6)
+
+
+def test_no_gradient_of_the_operands_is_rounding(reader):
+    """The first token of a sequence has one key: nothing that its query does changes a weight."""
+    model, batch = reader
+    grads = rigs.fp8.operands(model, batch)["grad"]
+    queries = [grads[place] for place in (5, 11)]
+    assert all((each[:, 0] == 0).all() and (each[:, -1] != 0).all() for each in queries)
+    assert min(each[each != 0].abs().min().item() for each in grads) > 2.0**-45
 
 
 def test_training_steps_at_a_share_as_without_one():

@@ -10,6 +10,7 @@ import sys
 
 import jupytext
 import nbformat
+import printed
 import pytest
 
 import notebooks as tool  # tools/notebooks.py
@@ -27,6 +28,12 @@ each_lab = pytest.mark.parametrize("lab, name", LABS)
 SETUP, IGNORED = "Setup", "nbval-ignore-output"
 SECTIONS = ["Goals", SETUP, "In practice", "Errata", "Summary", "References"]
 ALLOWED_TAGS = {IGNORED, "hide-input", "hide-output", "hide-cell"}
+# More than six digits are compared to the last one. The same on any machine are those of a lab about
+# digits, and numbers of Python's own: each comes from one operation, or from whole numbers.
+ABOUT_DIGITS = {"01_float_formats"}
+EXACT = {"8.317766166719343", "5.960464477539063e-08", "2.9866142981514305"}
+EXACT |= {"0.2727272727272727", "16000.00", "149760.0"}
+PAPER = re.compile(r"\b[0-9]{4}\.[0-9]{5}\b")  # a number of arXiv's
 FOREIGN_PATH = re.compile(
     r"(?:/(?:home|Users|root|tmp|private|var/folders)/|site-packages|[A-Z]:\\)\S*"
 )
@@ -174,6 +181,22 @@ def test_only_what_belongs_to_this_machine_is_left_uncompared(lab, name):
     assert len(ignored) <= len(tags) / 5, (
         "most of a lab can be compared: print ratios, counts and bytes rather than times"
     )
+
+
+def long_numbers(lab):
+    """The numbers with a point or an exponent that compared cells print in more than six digits."""
+    for cell in code(lab):
+        if IGNORED not in cell.metadata.get("tags", []):
+            shown = re.sub(r'"views": "[^"]*"', "", "".join(texts(cell)))
+            for number in printed.NUMBER.findall(PAPER.sub("", shown)):
+                if re.search(r"[.eE]", number) and printed.digits(number) > printed.MOST_DIGITS:
+                    yield number
+
+
+@each_lab
+def test_digits_that_depend_on_the_machine_are_not_printed(lab, name):
+    if name not in ABOUT_DIGITS:
+        assert set(long_numbers(lab)) <= EXACT, "print at most six digits of a float"
 
 
 @each_lab

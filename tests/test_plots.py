@@ -277,9 +277,10 @@ def test_ink_on_every_fill_can_be_read():
 def test_spread_labels_neither_touch_nor_change_their_order(labels):
     places, sizes = zip(*labels, strict=True)
     found = draw.spread(places, sizes, 0, 10)
-    order = sorted(range(len(places)), key=lambda i: (places[i], found[i]))
+    order = sorted(range(len(places)), key=lambda i: (found[i], places[i]))
     for a, b in itertools.pairwise(order):
         assert found[b] - found[a] >= (sizes[a] + sizes[b]) / 2 - 1e-9
+        assert places[a] - places[b] < max(sizes) / 16
     assert (
         found[order[0]] >= sizes[order[0]] / 2 - 1e-9
         and found[order[-1]] <= 10 - sizes[order[-1]] / 2 + 1e-9
@@ -292,6 +293,13 @@ def test_spread_labels_neither_touch_nor_change_their_order(labels):
             and places[order[-1]] <= 10 - sizes[order[-1]] / 2
         )
         assert not inside or found == pytest.approx(list(places))
+
+
+@given(st.permutations([1.0, 1.0 + 1e-6, 1.05, 5.0]))
+def test_rounding_does_not_decide_the_order_of_labels(places):
+    found = draw.spread(places, [1] * 4, 0, 10)
+    close = [place for place, at in sorted(zip(found, places, strict=True)) if at != 5]
+    assert close == [place for place, at in zip(found, places, strict=True) if at != 5]
 
 
 BAD = {

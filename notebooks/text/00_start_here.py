@@ -519,7 +519,7 @@ signal = whole.square().sum().item()
 # %%
 distances = [(gradient([i]) - whole).square().sum().item() for i in range(256)]
 noise = sum(distances) / 256
-noise, signal
+f"σ² = {noise:.4g}; the squared length of the whole gradient is {signal:.4g}"
 
 # %% [markdown]
 # **The measurement** draws 32 batches of each size.

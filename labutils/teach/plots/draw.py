@@ -160,14 +160,15 @@ def beside_lines(axes: Axes, ends: Mapping[str, float], colors: Mapping[str, str
 def spread(places: Sequence[float], sizes: Sequence[float], low: float, high: float) -> list[float]:
     """`places` of labels that are `sizes` long, moved apart as little as needed.
 
-    They stay within `low` and `high` where there is room.
+    They stay within `low` and `high` where there is room. Labels closer than a sixteenth of their
+    length keep the order in which they are given: which of two is higher may be rounding.
 
-    >>> spread([1, 1, 5], [1, 1, 1], 0, 10)
-    [0.5, 1.5, 5.0]
+    >>> spread([1, 1, 5], [1, 1, 1], 0, 10), spread([1.01, 1, 5], [1, 1, 1], 0, 10)[:2]
+    ([0.5, 1.5, 5.0], [0.505, 1.505])
     """
     if not places:
         return []
-    order = sorted(range(len(places)), key=lambda i: places[i])
+    order = _ranked(places, sizes)
     offsets = [0.0]
     for previous, i in itertools.pairwise(order):
         offsets.append(offsets[-1] + (sizes[previous] + sizes[i]) / 2)
@@ -188,3 +189,14 @@ def spread(places: Sequence[float], sizes: Sequence[float], low: float, high: fl
     for i, offset, place in zip(order, offsets, ascending, strict=True):
         placed[i] = max(least, min(place, most)) + offset
     return placed
+
+
+def _ranked(places: Sequence[float], sizes: Sequence[float]) -> list[int]:
+    """The labels in ascending order; those that are close, as they are given."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(places)), key=lambda i: places[i]):
+        if groups and places[i] - places[groups[-1][0]] < sizes[i] / 16:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return [i for group in groups for i in sorted(group)]

@@ -43,14 +43,20 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 def train_reader(
     seed: int, scheme: Scheme | None = None, *, share: float = 1.0, steps: int = 60,
-    optimizer: Callable[..., Any] = torch.optim.AdamW,
+    optimizer: Callable[..., Any] = torch.optim.AdamW, in_fp64: bool = False,
 ) -> tuple[GPT, list[float]]:  # fmt: skip
     """A GPT that has learned from text for some steps, and its test losses after each tenth.
 
     share: the loss is multiplied by it, as that of a micro-batch is by its share of a large batch;
-        gradients are divided by it in fp32 before they are clipped
+        gradients are divided by it before they are clipped
+    in_fp64: the weights are drawn in fp64, and with a scheme all but the operands is. Else the last
+        digits of a drawn weight, which differ between machines, decide which of two codes a number
+        gets, and after twenty steps the run is another one
     """
     model = GPT(READER, attention="sdpa", generator=torch.Generator().manual_seed(seed))
+    if in_fp64:
+        model.double().initialize(torch.Generator().manual_seed(seed))
+        model = model if scheme else model.float()
     model = use_fp8(model, scheme) if scheme else model
     test, losses = next(excerpts(99, 64)), []
     learner = optimizer(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-12)
@@ -83,24 +89,24 @@ def reader() -> GPT:
 def operands(model: GPT, batch: Batch) -> dict[str, list[Tensor]]:
     """What the products of the blocks' linear layers take: inputs, weights, gradients of outputs.
 
-    Nothing of the model changes but its gradients.
+    In fp64, where rounding can be told from a gradient: that of a query whose keys are all alike is
+    zero, softmax having nothing to choose, and what comes out instead is below 2⁻⁶⁰.
     """
     found: dict[str, list[Tensor]] = {"x": [], "weight": [], "grad": []}
+    model = copy.deepcopy(model).double()
 
     def arrived(layer: nn.Linear, into: tuple, out: tuple) -> None:
-        found["grad"].append(out[0].detach())
+        gradient = out[0].detach()
+        found["grad"].append(gradient.where(gradient.abs() > 2.0**-60, 0.0))
 
     def entered(layer: nn.Linear, into: tuple, out: Tensor) -> None:
         found["x"].append(into[0].detach())
 
-    hooks = []
     for layer in (each for each in model.blocks.modules() if isinstance(each, nn.Linear)):
         found["weight"].append(layer.weight.detach())
-        hooks.append(layer.register_forward_hook(entered))
-        hooks.append(layer.register_full_backward_hook(arrived))
+        layer.register_forward_hook(entered)
+        layer.register_full_backward_hook(arrived)
     loss_of(model, batch).backward()
-    for hook in hooks:
-        hook.remove()
     return found
 
 

@@ -1,0 +1,75 @@
+"""Do the stored outputs hold on another machine? Labs under other settings, as a table.
+
+    python tools/machines.py                              every lab under every variant: an hour
+    python tools/machines.py 00_start_here 02_precision   two labs under every variant
+    python tools/machines.py --only default 2             every lab under two variants
+
+It is not part of `make test`. A variant replaces what `tools/sums.py` fixes: the vector
+instructions of PyTorch, oneDNN and MKL, and the number of threads. One that this processor lacks is
+left out, which is said. Cells are compared as `make test` compares them.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import sums
+
+from notebooks import twins
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+VARIANTS = {
+    "default": {"ATEN_CPU_CAPABILITY": "default"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "avx512": {"ATEN_CPU_CAPABILITY": "avx512"},
+    "2": {"OMP_NUM_THREADS": "2"},
+    "4": {"OMP_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE"},  # also on two cores
+    "default, 2": {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2"},
+    "onednn": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "mkl": {"MKL_CBWR": "COMPATIBLE"},
+}
+NEEDED = {"avx2": "avx2", "avx512": "avx512f"}
+CELL_SECONDS = 600  # threads beyond the cores are slow, and time is not what is looked at
+FAILED = re.compile(r"^(?:FAILED|ERROR) \S+\.ipynb(?:::Cell (\d+))?", re.MULTILINE)
+
+
+def failing(notebook, variant):
+    """The cells of a lab that fail under a variant, as text: "passed", or "45 51"."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
+    command += [f"--nbval-cell-timeout={CELL_SECONDS}", str(notebook)]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | sums.settings() | VARIANTS[variant] | {"PYTHONPATH": path}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if run.returncode == 0:
+        return "passed"
+    cells = FAILED.findall(run.stdout)
+    return " ".join(cells) if all(cells) and cells else f"pytest ended with {run.returncode}"
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NN_topic", help="labs; all when none is named")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, help="variants; all when not given")
+    options = parser.parse_args(arguments)
+    have = sums.flags()
+    variants = options.only or list(VARIANTS)
+    for lacking in [each for each in variants if NEEDED.get(each, "") not in {"", *have}]:
+        print(f"left out: this processor has no {lacking}")
+        variants.remove(lacking)
+    print("| lab |", " | ".join(variants), "|\n" + "|---" * (1 + len(variants)) + "|")
+    good = True
+    for notebook, _ in twins(options.names):
+        print(f"| {notebook.stem}", end=" ", flush=True)
+        for variant in variants:
+            found = failing(notebook, variant)
+            good &= found == "passed"
+            print(f"| {found}", end=" ", flush=True)
+        print("|")
+    return int(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
