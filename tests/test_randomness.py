@@ -1,6 +1,8 @@
 """Random numbers of ranks: masks and gradients are the same whatever other threads draw, with checkpointing and without, under every transform."""
 
+import ast
 import functools
+import pathlib
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -444,3 +446,38 @@ def test_torchs_checkpoint_is_refused_on_a_rank_and_right_elsewhere(engine, reen
             RankError, match=r"another mask: use labutils\.checkpointing\.checkpoint"
         ):
             world.run(run)
+
+
+# ── the source ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+PACKAGE = pathlib.Path(randomness.__file__).parent
+GLOBAL = {"get_rng_state", "set_rng_state", "fork_rng", "set_default_dtype", "initial_seed"}
+DRAWING = (
+    "rand randn randint randperm bernoulli normal multinomial poisson rand_like randn_like "
+    "randint_like uniform_ normal_ bernoulli_ random_ exponential_"
+).split()
+TORCHS = {"dropout", "dropout1d", "alpha_dropout", "rrelu", "Dropout", "RReLU", "manual_seed"}
+
+
+def draws_from_torch(node):
+    """Whether a call draws from torch's own generator, or sets it, or the default dtype."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    name, of = node.func.attr, ast.unparse(node.func.value)
+    if name in DRAWING:
+        return "generator" not in {word.arg for word in node.keywords}
+    of_torch = of.split(".")[0] in ("torch", "F", "nn")
+    return of_torch and name in GLOBAL | TORCHS and not of.startswith("torch.Generator(")
+
+
+def test_nothing_on_a_rank_draws_from_torch_or_sets_what_threads_share():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        if "exercises" not in path.parts  # they judge code that runs on no rank
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if draws_from_torch(node)
+    ]
+    assert [place.partition(":")[0] for place in found] == ["randomness.py"]  # where no rank is
+    assert draws_from_torch(ast.parse("torch.rand(3)").body[0].value)
+    assert not draws_from_torch(ast.parse("torch.Generator().manual_seed(3)").body[0].value)

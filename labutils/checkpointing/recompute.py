@@ -19,7 +19,9 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What `fn(*args, **kwargs)` returns; what autograd saves inside `fn` does not stay in memory.
 
     Only the arguments do. The second evaluation sees the random state and the autocast setting of
-    the first, so dropout draws the same mask.
+    the first, so dropout draws the same mask: on a rank from the rank's own generators. On rank
+    threads, which share torch's, what is drawn in `fn` without a generator (`nn.Dropout`,
+    `torch.rand`) is drawn from the rank's own, too.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> checkpoint(lambda x: x.exp().sin(), x).sum().backward()
@@ -30,6 +32,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     is still needed has been saved.
     Invariant: gradients are equal to the bit to those of a plain call, if `fn` computes the same
     both times. What `fn` does to the outside (batch-norm statistics, counters) happens twice.
+    Raises RuntimeError, on rank threads, where an operation can only draw from torch's generator.
     Source: the same contract as torch.utils.checkpoint(use_reentrant=False); Chen et al.
     1604.06174, section 3.
     """

@@ -55,7 +55,7 @@ def record(model: ModelConfig, train: TrainConfig, primes: Mapping[str, int]) ->
     gc.freeze()  # what was there before is not searched for garbage
     try:
         # In a thread of its own, where no mode, hook, autocast or no_grad of the caller's is seen.
-        with World(Mesh()) as one, torch.random.fork_rng(devices=[]):
+        with World(Mesh()) as one:
             ((recorder, places),) = one.run(_run, model, train)
     finally:
         gc.unfreeze()

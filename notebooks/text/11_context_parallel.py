@@ -414,9 +414,8 @@ one = dataclasses.replace(llama, num_layers=1)
 
 
 def kept_by(rank):
-    torch.set_default_dtype(torch.bfloat16)
-    model = context_parallel.distribute(GPT(one), rank.comm("cp"), block=2**17)
-    torch.set_default_dtype(torch.float32)
+    model = GPT(one).to(torch.bfloat16)
+    context_parallel.distribute(model, rank.comm("cp"), block=2**17)
     long = torch.zeros(1, one.seq_len, dtype=torch.long)
     return measure.saved_activations(lambda: model.loss(long, long), model)
 

@@ -271,9 +271,7 @@ cluster, full = Mesh(dp=64, ep=8), replace(mixtral, seq_len=4096)
 
 
 def full_step(rank):
-    torch.set_default_dtype(torch.bfloat16)
-    net = GPT(full, attention="sdpa")
-    torch.set_default_dtype(torch.float32)
+    net = GPT(full, attention="sdpa").to(torch.bfloat16)
     expert_parallel.spread_experts(net, rank.comm("ep"))
     optimizer = torch.optim.AdamW(net.parameters(), foreach=True)
     tokens = torch.zeros(1, 4096, dtype=torch.long)

@@ -222,7 +222,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("teach/rigs/tensor_parallel", "test_tensor_parallel"): [
         ('(2 if "mask" in line.note else 1)', "1"),
         ('and "1/σ" not in line.note', "and True"),
-        ("torch.set_default_dtype(before)", "pass"),
+        ("GPT(config).to(dtype)", "GPT(config)"),
     ],
     ("lora/layers", "test_lora"): [
         ("return self.alpha / self.rank", "return self.alpha"),

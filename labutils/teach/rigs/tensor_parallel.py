@@ -1,9 +1,7 @@
 """The three results that a tensor-parallel step owes, each against its formula: equal to the plain
 model, bytes sent, bytes kept; and what one rank keeps at full size."""
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -77,8 +75,14 @@ def _shares(rank: Rank, config: ModelConfig, whole: dict[str, Tensor]) -> dict[s
     return found
 
 
-def _keep(rank: Rank, config: ModelConfig, micro_batch: int, sequence: bool) -> Ledger:
-    model = tensor_parallel.parallelize(GPT(config), rank.comm("tp"), sequence)
+def _keep(
+    rank: Rank,
+    config: ModelConfig,
+    micro_batch: int,
+    sequence: bool,
+    dtype: torch.dtype = torch.float32,
+) -> Ledger:
+    model = tensor_parallel.parallelize(GPT(config).to(dtype), rank.comm("tp"), sequence)
     tokens, targets = torch.zeros(2, micro_batch, config.seq_len, dtype=torch.long).unbind()
     return measure.saved_activations(lambda: model.loss(tokens.clone(), targets.clone()), model)
 
@@ -116,16 +120,6 @@ def compared(world: World, config: ModelConfig, sequence: bool = False) -> Compa
     )
 
 
-@contextlib.contextmanager
-def _born_in(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def at_full_size(
     config: ModelConfig, n: int, rank: int, *, micro_batch: int
 ) -> tuple[Ledger, int, float]:
@@ -136,8 +130,8 @@ def at_full_size(
 
     Cost: about 0.1 s for each layer, whatever its size.
     """
-    with _born_in(torch.bfloat16), World(Mesh(tp=n), engine="dry") as alone:
-        dry = alone.run(_keep, config, micro_batch, True, rank=rank)
+    with World(Mesh(tp=n), engine="dry") as alone:
+        dry = alone.run(_keep, config, micro_batch, True, torch.bfloat16, rank=rank)
     formula = tensor_parallel.kept_activations(
         config, n, micro_batch=micro_batch, sequence=True, how=anatomy.Policy(2, 2)
     )
