@@ -6,6 +6,7 @@ gradient is too large by the number of micro-batches; use 1/k for all and a micr
 tokens counts as much as one with many.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -34,6 +35,7 @@ def micro_batches(batch: Any, size: int) -> list[Any]:
     def piece(start: int) -> Any:
         return tree_map(lambda tensor: tensor[start : start + size], batch)
 
+    size = units.whole(size, "size", 1)
     return [piece(start) for start in range(0, _rows(batch), size)]
 
 
@@ -180,7 +182,8 @@ def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) 
     >>> tokens_per_step(micro_batch=2, accumulation=4, dp=128, seq_len=4096)
     4194304
     """
-    return micro_batch * accumulation * dp * seq_len
+    sizes = dict(micro_batch=micro_batch, accumulation=accumulation, dp=dp, seq_len=seq_len)
+    return math.prod(units.wholes(1, **sizes))
 
 
 def _rows(batch: Any) -> int:

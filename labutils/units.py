@@ -25,6 +25,8 @@ def text(amount: float, unit: str = "B", *, digits: int = 3, binary: bool = Fals
     >>> text(-1536), text(0), text(7)
     ('-1.54 kB', '0 B', '7 B')
     """
+    if not is_whole(digits) or digits < 1:
+        raise ValueError(f"digits must be a whole number of at least 1, got {digits!r}")
     if unit not in _BASES:
         raise ValueError(f"unknown unit {unit!r}: use one of {', '.join(_BASES)}")
     if not math.isfinite(amount):
@@ -99,6 +101,15 @@ def whole(value: object, name: str, minimum: int = 0) -> int:
     if (number := operator.index(value)) < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
     return number
+
+
+def wholes(minimum: int = 0, /, **values: object) -> tuple[int, ...]:
+    """These values as Python ints, each checked by `whole` under its name.
+
+    >>> wholes(1, n=4, itemsize=2)
+    (4, 2)
+    """
+    return tuple(whole(value, name, minimum) for name, value in values.items())
 
 
 def whole_fields(record: object, *names: str, minimum: int = 1) -> None:

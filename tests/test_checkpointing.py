@@ -530,7 +530,7 @@ def test_a_value_left_over_is_not_a_finished_plan():
         (lambda: checkpointing.keep_nothing(0), ValueError, "n must be at least 1"),
         (lambda: checkpointing.binomial(4, 0), ValueError, "snapshots must be at least 1"),
         (lambda: Step("undo", 1), ValueError, "forward, record, backward, drop"),
-        (lambda: checkpointing.plan(Costs.uniform(3), -1), ValueError, "budget of -1 bytes"),
+        (lambda: checkpointing.plan(Costs.uniform(3), -1), ValueError, "budget must be at least 0"),
         (
             lambda: checkpointing.simulate(checkpointing.segments(3, 1), Costs.uniform(4)),
             ValueError,

@@ -79,6 +79,7 @@ class Costs:
 
         Gradients are left out unless given: they are the same in every plan.
         """
+        n = units.whole(n, "n", 1)
         return cls((Stage(forward, output, interior, gradient),) * n, output, gradient)
 
 
@@ -504,6 +505,7 @@ def plan(costs: Costs, budget: int) -> Plan:
     Source: Beaumont et al. 1911.13214 (forward, record and drop on heterogeneous chains); here the
     recurrence is solved for all budgets at once.
     """
+    budget = units.whole(budget, "budget")
     optimum = _optimum(costs)
     needs = optimum.front(0, len(costs) - 1).bytes
     rooms = needs[needs <= budget - costs.input]

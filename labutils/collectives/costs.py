@@ -1,7 +1,6 @@
 """What a collective costs by formula: bytes sent and held by each rank, steps, α–β (Hockney) time,
 and the bus bandwidth of nccl-tests. S is bytes of the whole tensor, n the number of ranks."""
 
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ def shares(amount: int, n: int) -> tuple[int, ...]:
 
 def power_of_two(n: int) -> int:
     """The largest power of two in n."""
-    return 1 << (n.bit_length() - 1)
+    return 1 << (units.whole(n, "n", 1).bit_length() - 1)
 
 
 def widths(n: int) -> list[int]:
@@ -36,7 +35,7 @@ def widths(n: int) -> list[int]:
 
 def _log(n: int) -> int:
     """⌈log₂ n⌉."""
-    return (n - 1).bit_length()
+    return (units.whole(n, "n", 1) - 1).bit_length()
 
 
 # ── one row for each algorithm ────────────────────────────────────────────────────────────────────
@@ -222,6 +221,8 @@ def _seats(nbytes: int | float, n: int, itemsize: int, rank: int | None = None) 
             f"a ledger with a line for each of {n} ranks is too long: use {_MOST:,} "
             "ranks at most, or ask for one, as in sent(…, rank=0)"
         )
+    if rank is not None and (rank := units.whole(rank, "rank")) >= n:
+        raise ValueError(f"rank {rank} is none of {n}: use 0 … {n - 1}")
     ranks = range(n) if rank is None else (rank,)
     return [Seat(n, each, S, itemsize) for each in ranks]
 
@@ -250,13 +251,17 @@ def cost(algorithm: str, nbytes: int | float, n: int, link: Link) -> float:
     >>> cost("all_reduce_ring", 64e6, 4, Link(1e-5, 1e9))
     0.09606
     """
-    formula = _formula(algorithm)
-    if not (math.isfinite(nbytes) and nbytes >= 0):
-        least = "a size is a number of bytes, 0 or more, neither infinite nor NaN"
-        raise ValueError(f"nbytes={nbytes!r}: {least}")
-    n = units.whole(n, "n", 1)
+    formula, n = _formula(algorithm), units.whole(n, "n", 1)
+    nbytes = _size(nbytes)
     waits = formula.steps(n) * Fraction(link.latency)
     return float(waits + formula.share(n) * Fraction(nbytes) / Fraction(link.bandwidth))
+
+
+def _size(nbytes: int | float) -> int | float:
+    """A number of bytes, which may be one that no tensor has, as one of Python's."""
+    if units.is_whole(nbytes):
+        return units.whole(nbytes, "nbytes")
+    return units.positive(nbytes, "nbytes", or_zero=True)
 
 
 def fastest(nbytes: int | float, n: int, link: Link) -> str:
@@ -271,6 +276,7 @@ def crossover(first: str, second: str, n: int, link: Link) -> float | None:
     >>> round(crossover("all_reduce_ring", "all_reduce_tree", 8, Link(1e-5, 1e9)))
     18824
     """
+    n = units.whole(n, "n", 1)
     steps_apart = _formula(first).steps(n) - _formula(second).steps(n)
     share_apart = Fraction(_formula(second).share(n) - _formula(first).share(n))
     if steps_apart * share_apart <= 0:
@@ -303,7 +309,7 @@ def bus_factor(op: str, n: int) -> Fraction:
 
 def algbw(nbytes: int | float, seconds: float) -> float:
     """Algorithm bandwidth in bytes per second: the tensor's size over the time."""
-    return nbytes / units.positive(seconds, "seconds")
+    return _size(nbytes) / units.positive(seconds, "seconds")
 
 
 def busbw(op: str, nbytes: int | float, seconds: float, n: int) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from labutils import collectives
+from labutils import collectives, units
 from labutils.config import BUCKET_BYTES, Link
 from labutils.ledger import Ledger, Line
 from labutils.timeline import Span, Timeline
@@ -47,6 +47,8 @@ def buckets(
     """
     if not isinstance(sizes, Mapping):
         sizes = dict(enumerate(sizes))
+    bucket_bytes, itemsize = units.wholes(1, bucket_bytes=bucket_bytes, itemsize=itemsize)
+    sizes = {name: units.whole(size, f"size of {name!r}") for name, size in sizes.items()}
     grouped: list[list[Hashable]] = []
     held = 0
     for name in reversed(sizes):
@@ -68,7 +70,7 @@ def bytes_to_reduce(grouped: Sequence[Bucket], n: int, *, backwards: int = 1) ->
     {0: 1200, 1: 1200, 2: 1200, 3: 1200}
     """
     sizes = [(bucket.nbytes, bucket.itemsize) for bucket in grouped]
-    return _sent("all_reduce", "ring", sizes, n).scaled(backwards)
+    return _sent("all_reduce", "ring", sizes, n).scaled(units.whole(backwards, "backwards"))
 
 
 def bytes_to_start(module: nn.Module, n: int) -> Ledger:
@@ -112,6 +114,7 @@ def backward_timeline(
     """
     sizes = {f"layer {i}": nbytes for i, (nbytes, _) in enumerate(layers)}
     spans, now, ready = [], 0.0, {}
+    layers = [(nbytes, units.positive(t, "seconds", or_zero=True)) for nbytes, t in layers]
     for name, (_, seconds) in reversed(list(zip(sizes, layers, strict=True))):
         start, now = now, now + seconds
         spans.append(Span(0, "backward", name, start, now))

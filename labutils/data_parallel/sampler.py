@@ -2,6 +2,7 @@
 
 import torch
 
+from labutils import units
 from labutils.world import Comm
 
 
@@ -16,7 +17,9 @@ def sampler(length: int, rank: int, size: int, *, epoch: int = 0, seed: int = 0)
     Invariant: every example is read, −length mod size of them twice, so that no rank has a batch
     that others wait for. The same as `torch.utils.data.DistributedSampler`.
     """
-    if not 0 <= rank < size:
+    length, size = units.wholes(1, length=length, size=size)
+    rank, epoch, seed = units.wholes(rank=rank, epoch=epoch, seed=seed)
+    if rank >= size:
         raise ValueError(f"there is no rank {rank} of {size}: use 0 … {size - 1}")
     # One permutation for all ranks: they agree without talking.
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()

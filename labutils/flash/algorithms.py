@@ -347,6 +347,7 @@ def attention_flops(
 
     Source: FlashAttention-2 (2307.08691), section 4.1: two products of s × s_k × d, five backward.
     """
+    s, d, heads = units.wholes(1, s=s, d=d, heads=heads)
     products = 5 if backward else 2
     return 2 * heads * s * s * d * products // (2 if causal else 1)
 

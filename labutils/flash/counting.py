@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from labutils import units
 from labutils.flash.algorithms import SlowMemory, Tiling, forward, problem_of
 from labutils.ledger import Ledger, Line
 
@@ -29,6 +30,7 @@ def block_sizes(fast: int, d: int) -> tuple[int, int]:
 
     Source: FlashAttention (2205.14135), algorithm 1, line 1.
     """
+    fast, d = units.wholes(1, fast=fast, d=d)
     block_k = -(-fast // (4 * d))
     return min(block_k, d), block_k
 
@@ -61,6 +63,10 @@ def traffic(
     Source: FlashAttention (2205.14135), algorithms 0 and 1; FlashAttention-2 (2307.08691),
     algorithm 1.
     """
+    s, d, block_q, block_k, heads, itemsize, stat_itemsize = units.wholes(
+        1, s=s, d=d, block_q=block_q, block_k=block_k, heads=heads, itemsize=itemsize,
+        stat_itemsize=stat_itemsize,
+    )  # fmt: skip
     s_q = s_k = s
     if whole_blocks and algorithm != "plain":
         s_q, s_k = -(-s // block_q) * block_q, -(-s // block_k) * block_k

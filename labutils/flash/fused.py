@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from labutils import units
 from labutils.config import Hardware
 from labutils.flash.algorithms import SlowMemory
 from labutils.flash.counting import ledger_of
@@ -149,6 +150,10 @@ class Roof:
     name: str
     flops: float
     bandwidth: float
+
+    def __post_init__(self) -> None:
+        units.positive(self.flops, "flops")
+        units.positive(self.bandwidth, "bandwidth")
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str = "bf16") -> "Roof":

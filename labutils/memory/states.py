@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from labutils import anatomy
+from labutils import anatomy, units
 from labutils.config import MOMENTS, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 
@@ -39,25 +39,25 @@ def _shares(
 
     half = train.precision != "fp32" and not train.autocast
     width = 2 if half and level < 3 else FP32
-    units = list(anatomy.units(model).values())
+    dealt = list(anatomy.units(model).values())
     if level < 3:
         numels = [math.prod(shape) for shape in anatomy.tensors(model).values()]
         sizes = [numel * width for numel in numels]
         grouped = data_parallel.buckets(sizes, train.bucket_bytes)
-        units = [tuple(numels[i] for i in bucket.names) for bucket in grouped]
+        dealt = [tuple(numels[i] for i in bucket.names) for bucket in grouped]
     options: dict = {"itemsize": width, "shard_itemsize": FP32, "optimizer": train.optimizer}
     gradients = "fp32 gradients" if half and level < 3 else "gradients"
     kept = {"weight shards": "weights"} | ({"gradient shards": gradients} if level > 1 else {})
     kept |= {name: name for name in ("weights", "master weights", "step")}
     kept |= {name: name for name in MOMENTS[train.optimizer]}
-    for line in zero.predict_held(units, n, level, rank=rank, **options):
+    for line in zero.predict_held(dealt, n, level, rank=rank, **options):
         if line.name in kept:
             yield replace(line, name=kept[line.name], axis="dp" * (line.name != "weights"))
     if level == 1:  # what has been reduced lies in its bucket, or is fp32 beside half ones
-        dealt = [(zero.partition(sum(unit), n), unit) for unit in units]
-        own = [sum(b - a for a, b in part.cuts(unit, rank)) for part, unit in dealt]
+        parts = [(zero.partition(sum(unit), n), unit) for unit in dealt]
+        own = [sum(b - a for a, b in part.cuts(unit, rank)) for part, unit in parts]
         if not half or train.fp32_gradients:
-            own = [part.padded for (part, _), mine in zip(dealt, own, strict=True) if mine]
+            own = [part.padded for (part, _), mine in zip(parts, own, strict=True) if mine]
         yield Line(gradients, sum(own) * FP32, "gradients", axis="dp")
 
 
@@ -136,6 +136,10 @@ def step_peak(
     >>> [step_peak(step, micro_batches, **sizes) for micro_batches in (1, 2) for step in (1, 2)]
     [34, 42, 38, 46]
     """
+    step, micro_batches = units.wholes(1, step=step, micro_batches=micro_batches)
+    weights, state, working, temporary = units.wholes(
+        weights=weights, state=state, working=working, temporary=temporary
+    )
     kept = state if step > 1 else 0
     summed = weights if micro_batches > 1 else 0
     return max(weights + kept + summed + working, 2 * weights + state + temporary)

@@ -3,7 +3,7 @@ long a step takes in that order."""
 
 from collections.abc import Iterable, Sequence
 
-from labutils import collectives
+from labutils import collectives, units
 from labutils.config import Link
 from labutils.timeline import Span, Timeline
 
@@ -18,6 +18,7 @@ def unit_order(num_units: int) -> list[tuple[str, int]]:
 
     Cost: two gathers and a reduce-scatter of every unit but the last, which is gathered once.
     """
+    num_units = units.whole(num_units, "num_units", 1)
     last = num_units - 1
     steps: list[tuple[str, int]] = [("gather", 0)]
     for i in range(num_units):
@@ -49,7 +50,7 @@ def step_timeline(
     """
     now, sent, here, spans = 0.0, 0.0, {}, []
     for what, i in order:
-        nbytes, seconds = layers[i]
+        nbytes, seconds = layers[i][0], units.positive(layers[i][1], "seconds", or_zero=True)
         if what in ("gather", "reduce"):
             ring = {"gather": "all_gather_ring", "reduce": "reduce_scatter_ring"}[what]
             start = max(now, sent)

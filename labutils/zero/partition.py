@@ -87,8 +87,8 @@ def units_of(sizes: Layout) -> tuple[Unit, ...]:
     [(8,), (3, 2)]
     """
     known = []
-    for unit in (sizes,) if isinstance(sizes, int) else sizes:
-        numels = (unit,) if isinstance(unit, int) else unit
+    for unit in (sizes,) if units.is_whole(sizes) else sizes:
+        numels = (unit,) if units.is_whole(unit) else unit
         known.append(unit if isinstance(unit, Unit) else Unit(tuple(numels)))
     if not known:
         raise ValueError("a layout needs at least one unit: give Ψ, or the sizes of the units")

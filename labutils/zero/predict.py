@@ -56,9 +56,10 @@ def predict_sent(
 
     Source: Rajbhandari et al. 1910.02054, section 7: 2Ψ, 2Ψ and 3Ψ.
     """
-    _require_level(level)
-    reduce_itemsize, shard_itemsize = reduce_itemsize or itemsize, shard_itemsize or itemsize
+    level, n = _level(level), units.whole(n, "n", 1)
+    itemsize, reduce_itemsize, shard_itemsize = _widths(itemsize, reduce_itemsize, shard_itemsize)
     accumulation = units.whole(accumulation, "accumulation", 1)
+    steps, frozen = units.wholes(steps=steps, frozen=frozen)
     dealt, cut = units_of(sizes), n if level else 1  # at level 0 nothing is cut, nor padded
     trained = [part.padded for part in _parts(dealt, cut)]
     weights = trained + [part.padded for part in _parts(dealt, cut, frozen=True)]
@@ -89,11 +90,18 @@ _ALGORITHMS = {
 }
 
 
-def _require_level(level: int) -> None:
-    if level not in (0, 1, 2, 3):
+def _level(level: int) -> int:
+    if not units.is_whole(level) or level not in (0, 1, 2, 3):
         raise ValueError(
             f"level={level!r} is no level of ZeRO: use 0 (nothing is sharded), 1, 2 or 3"
         )
+    return int(level)
+
+
+def _widths(itemsize: int, reduce: int | None, shard: int | None) -> tuple[int, ...]:
+    """Bytes of an element: of a weight, a gradient on its way, and a weight that is stepped."""
+    reduce, shard = (itemsize if each is None else each for each in (reduce, shard))
+    return units.wholes(1, itemsize=itemsize, reduce_itemsize=reduce, shard_itemsize=shard)
 
 
 def _parts(dealt: Iterable[Unit], n: int, *, frozen: bool = False) -> list[Partition]:
@@ -150,8 +158,12 @@ def predict_held(
     >>> predict_held(1000, n=4, level=1).by("component")
     {'weights': 4000, 'optimizer': 2004, 'gradients': 8000}
     """
-    _require_level(level)
-    reduce_itemsize, shard_itemsize = reduce_itemsize or itemsize, shard_itemsize or itemsize
+    level = _level(level)
+    itemsize, reduce_itemsize, shard_itemsize = _widths(itemsize, reduce_itemsize, shard_itemsize)
+    n, accumulation = units.wholes(1, n=n, accumulation=accumulation)
+    frozen, rank = units.wholes(frozen=frozen, rank=rank)
+    if rank >= n:
+        raise ValueError(f"rank {rank} has no share: there are {n}, use 0 … {n - 1}")
     if optimizer not in MOMENTS:
         raise ValueError(f"optimizer={optimizer!r}: use one of {', '.join(MOMENTS)}")
     n, rank = (n, rank) if level else (1, 0)
@@ -248,6 +260,7 @@ def model_states(
 
     Source: Rajbhandari et al. 1910.02054, figure 1 and table 1.
     """
+    units.positive(num_params, "num_params")
     each = _bytes_a_parameter(n, level, K, gradient_bytes)
     return Ledger(
         Line(name, round(size * Fraction(num_params)), component=name, axis="dp" * sharded)
@@ -267,6 +280,7 @@ def largest_model(
 
     Source: Rajbhandari et al. 1910.02054, table 2.
     """
+    units.positive(memory, "memory", or_zero=True)
     each = _bytes_a_parameter(n, level, K, gradient_bytes)
     return float(Fraction(memory) / sum(size for _, size, _ in each))
 
@@ -275,8 +289,7 @@ def _bytes_a_parameter(
     n: int, level: int, K: int, gradient_bytes: int
 ) -> list[tuple[str, Fraction, bool]]:
     """Component, bytes on each device, whether it is divided: first the optimizer state is."""
-    _require_level(level)
-    n = units.whole(n, "n", 1)
+    level, n = _level(level), units.whole(n, "n", 1)
     sizes = [
         ("weights", 2, 3),
         ("gradients", units.whole(gradient_bytes, "gradient_bytes"), 2),

@@ -633,7 +633,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("memory/states", "test_memory test_memory_zero test_survivors"): [
         ('Line("step", tensors * FP32, "optimizer")', 'Line("step", FP32, "optimizer")'),
         ("data_parallel.buckets(sizes, train.bucket_bytes)", "data_parallel.buckets(sizes)"),
-        ("zero.predict_held(units, n, level, rank=rank, **options)", "zero.predict_held(units, n, level, **options)"),
+        ("zero.predict_held(dealt, n, level, rank=rank, **options)", "zero.predict_held(dealt, n, level, **options)"),
         ("own = [part.padded for", "own = [part.numel for"),
         ("if not half or train.fp32_gradients:", "if not half:"),
         ("width = 2 if half and level < 3 else FP32", "width = 2 if half else FP32"),

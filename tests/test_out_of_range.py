@@ -1,0 +1,222 @@
+"""Formulas refuse what is out of their range, by the name of the argument; numbers of numpy are
+numbers."""
+
+import math
+import os
+import pathlib
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from labutils import (
+    accumulation,
+    checkpointing,
+    collectives,
+    config,
+    data_parallel,
+    flash,
+    ledger,
+    memory,
+    units,
+    zero,
+)
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+LINK = config.Link(1e-6, 1e9)
+MODEL = config.ModelConfig(
+    num_layers=2, d_model=8, num_heads=2, d_ff=16, vocab_size=8, seq_len=4
+)  # fmt: skip
+TRAIN = config.TrainConfig(micro_batch=1, global_batch=4, zero=1)
+RING = "all_reduce_ring"
+CHAIN = checkpointing.Costs.uniform(4)
+
+
+def micro_batches(size):
+    return accumulation.micro_batches(torch.arange(4), size)
+
+
+def model_states(rank):
+    return memory.model_states(MODEL, TRAIN, config.Mesh(dp=4), rank)
+
+
+def buckets(size, bucket_bytes, itemsize):
+    return data_parallel.buckets([8, size], bucket_bytes, itemsize=itemsize)
+
+
+def timeline(seconds, bucket_bytes, n):
+    layers = [(8, seconds)] * 2
+    return data_parallel.backward_timeline(layers, bucket_bytes=bucket_bytes, n=n, link=LINK)
+
+
+def order_timeline(seconds, n):
+    return zero.step_timeline(zero.unit_order(1), [(8, seconds)], n=n, link=LINK)
+
+
+def to_reduce(n, backwards):
+    return data_parallel.bytes_to_reduce(data_parallel.buckets([8, 8]), n, backwards=backwards)
+
+
+def named(fn, *args):
+    """A function of its other arguments, which stand by name."""
+    return lambda **options: fn(*args, **options)
+
+
+def row(fn, **options):
+    """A formula, and for each argument a good value and its range: "1" and "0" are whole numbers
+    from there on, "+" are numbers above 0 and "0+" from 0 on."""
+    name = getattr(fn, "__name__", "")
+    return SimpleNamespace(fn=fn, name=name, options=options)
+
+
+SENT = dict(
+    n=(4, "1"), itemsize=(4, "1"), reduce_itemsize=(4, "1"), shard_itemsize=(4, "1"),
+    accumulation=(2, "1"), frozen=(8, "0"), rank=(1, "0"),
+)  # fmt: skip
+TABLE = {
+    "zero.predict_sent": row(
+        named(lambda **o: zero.predict_sent(100, level=1, **o)), **SENT, steps=(1, "0")
+    ),
+    "zero.predict_held": row(named(lambda **o: zero.predict_held(100, level=1, **o)), **SENT),
+    "zero.model_states": row(
+        named(lambda **o: zero.model_states(level=1, **o)),
+        num_params=(100, "+"), n=(4, "1"), K=(12, "0"), gradient_bytes=(2, "0"),
+    ),
+    "zero.largest_model": row(
+        named(lambda **o: zero.largest_model(level=1, **o)), memory=(100, "0+"), n=(4, "1")
+    ),
+    "zero.level": row(lambda level: zero.model_states(100, 4, level), level=(1, "0")),
+    "zero.partition": row(zero.partition, numel=(10, "1"), n=(4, "1")),
+    "zero.bounds": row(zero.partition(10, 4).bounds, rank=(0, "0")),
+    "zero.unit_order": row(zero.unit_order, num_units=(3, "1")),
+    "zero.step_timeline": row(order_timeline, seconds=(1.0, "0+"), n=(2, "1")),
+    "memory.step_peak": row(
+        memory.step_peak, step=(1, "1"), micro_batches=(1, "1"), weights=(4, "0"), state=(8, "0"),
+        working=(30, "0"), temporary=(4, "0"),
+    ),
+    "memory.model_states": row(model_states, rank=(1, "0")),
+    "accumulation.tokens_per_step": row(
+        accumulation.tokens_per_step, micro_batch=(1, "1"), accumulation=(2, "1"), dp=(1, "1"),
+        seq_len=(4, "1"),
+    ),
+    "accumulation.micro_batches": row(micro_batches, size=(2, "1")),
+    "checkpointing.segments": row(checkpointing.segments, n=(4, "1"), k=(2, "1")),
+    "checkpointing.binomial": row(checkpointing.binomial, n=(4, "1"), snapshots=(2, "1")),
+    "checkpointing.evaluations": row(
+        checkpointing.binomial_evaluations, n=(4, "1"), snapshots=(2, "1")
+    ),
+    "checkpointing.uniform": row(checkpointing.Costs.uniform, n=(4, "1")),
+    "checkpointing.plan": row(named(checkpointing.plan, CHAIN), budget=(100, "0")),
+    "collectives.sent": row(
+        named(collectives.sent, RING), nbytes=(64, "0"), n=(4, "1"), itemsize=(4, "1"),
+        rank=(1, "0"),
+    ),
+    "collectives.held": row(
+        named(collectives.held, RING), nbytes=(64, "0"), n=(4, "1"), itemsize=(4, "1")
+    ),
+    "collectives.steps": row(named(collectives.steps, RING), n=(4, "1")),
+    "collectives.cost": row(
+        named(lambda **o: collectives.cost(RING, link=LINK, **o)), nbytes=(64, "0+"), n=(4, "1")
+    ),
+    "collectives.crossover": row(
+        lambda n: collectives.crossover(RING, "all_reduce_tree", n, LINK), n=(4, "1")
+    ),
+    "collectives.busbw": row(
+        named(collectives.busbw, "all_reduce"), nbytes=(64, "0+"), seconds=(1.0, "+"), n=(4, "1")
+    ),
+    "data_parallel.buckets": row(
+        buckets, size=(8, "0"), bucket_bytes=(16, "1"), itemsize=(4, "1")
+    ),
+    "data_parallel.bytes_to_reduce": row(to_reduce, n=(4, "1"), backwards=(1, "0")),
+    "data_parallel.backward_timeline": row(
+        timeline, seconds=(1.0, "0+"), bucket_bytes=(16, "1"), n=(2, "1")
+    ),
+    "data_parallel.sampler": row(
+        data_parallel.sampler, length=(10, "1"), rank=(0, "0"), size=(4, "1"), epoch=(0, "0"),
+        seed=(0, "0"),
+    ),
+    "flash.attention_flops": row(
+        flash.attention_flops, s=(8, "1"), d=(4, "1"), heads=(2, "1")
+    ),
+    "flash.block_sizes": row(flash.block_sizes, fast=(1000, "1"), d=(8, "1")),
+    "flash.traffic": row(
+        named(flash.traffic, "flash-2"), s=(8, "1"), d=(4, "1"), block_q=(4, "1"),
+        block_k=(4, "1"), heads=(2, "1"), itemsize=(2, "1"), stat_itemsize=(4, "1"),
+    ),
+    "flash.Roof": row(named(flash.Roof, "a roof"), flops=(1e9, "+"), bandwidth=(1e9, "+")),
+    "config.accumulation": row(TRAIN.accumulation, dp=(2, "1")),
+    "config.coords": row(config.Mesh(dp=4).coords, rank=(0, "0")),
+    "config.Link": row(config.Link, latency=(1e-6, "0+"), bandwidth=(1e9, "+")),
+    "units.text": row(named(units.text, 10.0), digits=(3, "1")),
+    "ledger.Line": row(named(ledger.Line, "weights", 8), count=(1, "0")),
+    "ledger.scaled": row(ledger.Ledger([ledger.Line("weights", 8)]).scaled, factor=(2, "0")),
+}  # fmt: skip
+OUT = {  # of each range; True is no number, and text is none either
+    "1": (0, -1, 1.5, math.nan, True, "2"),
+    "0": (-1, 1.5, math.nan, True, "2"),
+    "+": (0, -1, math.nan, math.inf, True, "2"),
+    "0+": (-1, math.nan, math.inf, True, "2"),
+}
+
+
+def good_ones(name):
+    return {key: value for key, (value, _) in TABLE[name].options.items()}
+
+
+def check_refused(name):
+    formula, good = TABLE[name], good_ones(name)
+    formula.fn(**good)
+    for key, (_, kind) in formula.options.items():
+        for bad in OUT[kind]:
+            with pytest.raises((ValueError, TypeError)) as error:
+                formula.fn(**good | {key: bad})
+            assert key in str(error.value) and str(bad) in str(error.value), (key, bad)
+
+
+def check_numpy(name):
+    """The answer is the same, of the same types."""
+    good = good_ones(name)
+    numpys = {key: np.int64(x) if isinstance(x, int) else x for key, x in good.items()}
+    found, wanted = (repr(TABLE[name].fn(**each)) for each in (numpys, good))
+    assert found == wanted, (found, wanted)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_is_out_of_range_is_refused_by_name(name):
+    check_refused(name)
+
+
+def test_the_same_where_no_annotation_is_enforced_and_numbers_of_numpy_are_numbers():
+    """As a learner has it: in here jaxtyping refuses some of it before we can."""
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    finished = subprocess.run(
+        [sys.executable, __file__],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0 and not finished.stdout, finished.stdout + finished.stderr
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zero.predict_sent", "zero.predict_held", "zero.bounds", "memory.model_states",
+        "collectives.sent", "config.coords", "data_parallel.sampler",
+    ],
+)  # fmt: skip
+def test_a_rank_beyond_the_last_is_refused(name):
+    with pytest.raises(ValueError, match="rank 4 .*use 0 … 3"):
+        TABLE[name].fn(**good_ones(name) | {"rank": 4})
+
+
+if __name__ == "__main__":
+    for name in TABLE:
+        for check in (check_refused, check_numpy):
+            try:
+                check(name)
+            except (Exception, pytest.fail.Exception) as error:
+                print(f"{check.__name__} of {name}: {type(error).__name__}: {error}")
