@@ -5,6 +5,8 @@ import importlib.resources
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 
 from docutils import nodes
 from docutils.statemachine import StringList
@@ -12,6 +14,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from labutils import config, notation
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 CLAIMS, PAPERS = config.DATA / "claims.csv", config.DATA / "paper_results.csv"
 VERDICTS = ("wrong", "true under a condition")
 MATHJAX = [
@@ -42,6 +45,16 @@ class Notation(Written):
 
     def markdown(self):
         return notation.markdown(self.arguments[0])
+
+
+class Compositions(Written):
+    """```{compositions}```: which techniques compose, and why some do not."""
+
+    source = config.DATA / "compositions.csv"
+
+    def markdown(self):
+        command = [sys.executable, ROOT / "tools" / "compositions.py"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 class Errata(Written):
@@ -124,5 +137,6 @@ def copy_mathjax(app, exception):
 def setup(app):
     app.add_directive("notation", Notation)
     app.add_directive("errata", Errata)
+    app.add_directive("compositions", Compositions)
     app.connect("build-finished", copy_mathjax)
     return {"parallel_read_safe": True}

@@ -121,7 +121,7 @@ class RankStep:
             for parameter in net.parameters():
                 rank.comm().broadcast(parameter.data, out=parameter.data)
         if half is not None and train.zero < 3:
-            net.to(half)
+            _halve(net, half)
         self.stages = self._cut(self._change(net))
         if train.zero == 3:
             self._shard(half)
@@ -279,6 +279,19 @@ class _Steps:
 
 def _seeded(rank: Rank) -> torch.Generator:
     return torch.Generator(rank.device).manual_seed(SEED)
+
+
+def _halve(net: GPT, half: torch.dtype) -> None:
+    """The model in another format, as `to` makes it, also where tensors are fake."""
+    found: dict[Tensor, nn.Parameter] = {}  # a tied weight stays one
+    for part in net.modules():
+        for name, p in part._parameters.items():
+            if p is not None:
+                made = nn.Parameter(p.detach().to(half), p.requires_grad)
+                part._parameters[name] = found.setdefault(p, made)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[name] = buffer.to(half)
 
 
 def _inside(region: precision.autocast, forward: Callable, *args: Any) -> Any:

@@ -59,6 +59,7 @@ LARGER = [tuple(names.split(", ")) for names in (
     "1F1B, ZeRO-1, tp + sp",
     "interleaved, ZeRO-2, tp",
     "1F1B, ZeRO-1, tied",
+    "1F1B, ZeRO-3, tied",
     "ZB-H1, ZeRO-2, tied",
     "ZB-H1, ZeRO-1, full, tied",
     "DualPipe, ZeRO-2, full, tied",
@@ -68,6 +69,8 @@ LARGER = [tuple(names.split(", ")) for names in (
     "1F1B, ZeRO-1, Ulysses, tp + sp, selective",
     "1F1B, tp + sp, ep, full",
     "ring, tp + sp, ep",
+    "tp + sp, ep, LoRA",
+    "tp, ep, LoRA",
     "ZB-V, ZeRO-2, tp + sp, LoRA",
     "interleaved, tp + sp, full, NF4",
     "1F1B, ZeRO-1, tp, autocast",
@@ -90,6 +93,8 @@ def case(names, **changes):
     given = dict(GPT2) if sum(map(ord, "".join(names))) % 2 else {}
     for name in names:
         given |= FEATURES[name][1]
+    if "base" in changes:  # of the adapters
+        changes = {"adapters": replace(LORA, base=changes["base"])}
     given |= changes
     if given.get("ep", 1) > 1 and given.get("dp", 1) * given.get("cp", 1) == 1:
         given["dp"] = 2  # experts are spread over ranks that there are anyway

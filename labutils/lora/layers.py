@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from labutils import quantization, randomness, tensor_parallel, units
-from labutils.tensor_parallel import ColumnLinear, RowLinear
+from labutils.tensor_parallel import ColumnLinear, RowLinear, TokenLinear
 from labutils.world import marked
 
-Linear = nn.Linear | quantization.Nf4Linear | ColumnLinear | RowLinear
+Linear = nn.Linear | quantization.Nf4Linear | ColumnLinear | RowLinear | TokenLinear
 
 
 class Adapter(nn.Module):
@@ -111,6 +111,27 @@ class SplitAdapter(Adapter):
         return F.linear(low, B)
 
 
+class TokenAdapter(Adapter):
+    """The adapter of a whole layer that sees this rank's tokens alone, as an expert does under
+    sequence parallelism: its gradients are summed over the ranks that have the others."""
+
+    def __init__(self, base: TokenLinear, **options: Any) -> None:
+        super().__init__((base.out_features, base.in_features), **options)
+        base.comm.broadcast(self.A.data, out=self.A.data)
+        self.comm = base.comm
+        for parameter in self.parameters():
+            marked(parameter, base.weight)
+
+    def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... d"]:
+        """As that of a whole layer."""
+        A, B = (
+            tensor_parallel.copy_to(weight, self.comm, "gradients").to(x.dtype)
+            for weight in (self.A, self.B)
+        )
+        low = F.linear(randomness.dropout(x, self.dropout, self.training), A)
+        return F.linear(self.scale * low, B)
+
+
 class LoraLinear(nn.Module):
     """A frozen linear layer, `base`, and its adapters by name, of which one is active or none."""
 
@@ -134,6 +155,8 @@ class LoraLinear(nn.Module):
         base, like = self.base, next(self.base.parameters())
         if isinstance(base, ColumnLinear | RowLinear):
             self.adapters[name] = SplitAdapter(base, like=like, **options)
+        elif isinstance(base, TokenLinear):
+            self.adapters[name] = TokenAdapter(base, like=like, **options)
         else:
             shape = (base.out_features, base.in_features)
             self.adapters[name] = Adapter(shape, like=like, **options)
