@@ -14,7 +14,7 @@ from small_models import random_
 from labutils import lora, precision, quantization, step, tensor_parallel, zero
 from labutils.config import DATA, Adapters, Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
-from labutils.world import World
+from labutils.world import RankError, World
 
 STEPS, ROWS, LR, CLIP = 2, 8, 0.3, 0.05
 MODEL = dict(
@@ -102,6 +102,8 @@ def case(names, **changes):
         **{axis: given.pop(axis) for axis in ("pp", "dp", "cp", "tp", "ep") if axis in given}
     )
     model = {key: given.pop(key) for key in list(given) if key in ModelConfig.__dataclass_fields__}
+    if mesh.pp == 1 and given.get("zero") != 3:
+        model["num_layers"] = 1
     many = 4 if given.get("schedule") == "dualpipe" else 2
     sizes = dict(micro_batch=ROWS // many // mesh.dp, global_batch=ROWS)
     return Case(ModelConfig(**(MODEL | model)), TrainConfig(**(TRAIN | sizes | given)), mesh)
@@ -231,6 +233,19 @@ def bounds(case):
     if adapted and train.adapters.base == "nf4":  # adapters are fp32
         return 1e-6, 1e-6, 1e-6
     return 1e-12, 1e-12, 1e-12
+
+
+def outcome(case):
+    """What comes of a case: refused, equal or wrong, and the words of the error or the differences."""
+    try:
+        step.check_plan(case.model, case.train, case.mesh)
+    except ValueError as error:
+        return "refused", str(error)
+    try:
+        same, found = equal(case)
+    except RankError as error:
+        return "wrong", str(error).strip().partition("\n")[0]
+    return "equal" if same else "wrong", "weights {:.0e}, norm {:.0e}, loss {:.0e}".format(*found)
 
 
 def remedies(text):

@@ -12,30 +12,14 @@ from concurrent.futures import ProcessPoolExecutor
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
 import equivalence
 
-from labutils import step
-
 MARKS = {"equal": "✓", "refused": "R", "wrong": "✗"}
-
-
-def outcome(names: tuple[str, ...]) -> tuple[str, str]:
-    """What comes of a case, and how far it is from one device, or the words of its error."""
-    case = equivalence.case(names)
-    try:
-        step.check_plan(case.model, case.train, case.mesh)
-    except ValueError as error:
-        return "refused", str(error)
-    try:
-        same, found = equivalence.equal(case)
-    except Exception as error:
-        return "wrong", str(error).strip().partition("\n")[0]
-    return "equal" if same else "wrong", "weights {:.0e}, norm {:.0e}, loss {:.0e}".format(*found)
 
 
 def record() -> None:
     """Train every case, write what comes of it, and print what is wrong."""
     cases = [*equivalence.pairs(), *equivalence.LARGER]
-    with ProcessPoolExecutor(2) as pool:
-        found = list(pool.map(outcome, cases))
+    with ProcessPoolExecutor() as pool:
+        found = list(pool.map(equivalence.outcome, map(equivalence.case, cases)))
     with open(equivalence.TABLE, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["case", "outcome"])
@@ -43,6 +27,11 @@ def record() -> None:
             writer.writerow([equivalence.JOIN.join(names), what])
             if what == "wrong":
                 print(equivalence.JOIN.join(names), text)
+
+
+def reason(names: tuple[str, ...]) -> str:
+    """Why a case is refused, and what to set instead."""
+    return equivalence.outcome(equivalence.case(names))[1]
 
 
 def markdown() -> str:
@@ -56,7 +45,7 @@ def markdown() -> str:
     lines += ["", "Refused (R), with what to set instead:", ""]
     for case, what in known.items():
         if what == "refused":
-            lines.append(f"- {equivalence.JOIN.join(case)}: {outcome(case)[1]}")
+            lines.append(f"- {equivalence.JOIN.join(case)}: {reason(case)}")
     lines += ["", "Equal as well:", ""]
     larger = [case for case, what in known.items() if len(case) > 2 and what == "equal"]
     return "\n".join(lines + [f"- {equivalence.JOIN.join(case)}" for case in larger]) + "\n"
