@@ -217,6 +217,35 @@ def on_ranks(case):
         return tuple(map(max, zip(*world.run(program), strict=True)))
 
 
+def trained(case):
+    """The weights of all ranks after training, and their losses and norms."""
+    tokens, targets = data(case)
+    make = step.build(case.model, case.train, case.mesh, whole=functools.partial(whole, case))
+
+    def program(rank):
+        mine = make(rank)
+        taken = [mine(mine.share(tokens, targets)) for _ in range(STEPS)]
+        return dict(full(mine)), [(one.loss, one.norm) for one in taken]
+
+    with World(case.mesh, timeout=60) as world:
+        return world.run(program)
+
+
+def alike(one, two):
+    """Whether two trainings are the same to the bit."""
+    same = (
+        torch.equal(a[name], b[name]) for (a, _), (b, _) in zip(one, two, strict=True) for name in a
+    )
+    return all(same) and [taken for _, taken in one] == [taken for _, taken in two]
+
+
+def same_masks(names, policy):
+    """With dropout one device cannot be matched, as masks are a rank's own; but a rank that computes again draws again what it drew, and a second training is the first one."""
+    plain, again = case(names, dropout=0.1), case(names, dropout=0.1, checkpointing=policy)
+    kept = trained(plain)
+    return alike(kept, trained(plain)), alike(kept, trained(again))
+
+
 def equal(case):
     """Whether ranks and one device agree, and by how much they differ."""
     found = on_ranks(case)

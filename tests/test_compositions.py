@@ -4,16 +4,22 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
-from equivalence import JOIN, LARGER, case, outcome, pairs, remedies, rows
+from equivalence import FEATURES, JOIN, LARGER, case, outcome, pairs, remedies, rows, same_masks
 
 ROWS = dict(rows())
 
 
 @pytest.fixture(scope="module")
-def run():
-    """The outcome of a case, found in a process where no argument is checked: four times as fast."""
+def spawned():
+    """Calls a function in a process where no argument is checked: four times as fast."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        yield lambda *names, **changes: pool.submit(outcome, case(names, **changes)).result()
+        yield lambda fn, *args: pool.submit(fn, *args).result()
+
+
+@pytest.fixture
+def run(spawned):
+    """The outcome of a case."""
+    return lambda *names, **changes: spawned(outcome, case(names, **changes))
 
 
 def of(result):
@@ -44,3 +50,16 @@ def test_refused_with_a_remedy_that_works(names, run):
 def test_still_wrong(names, run):
     """Fails once it is right: then the table says so."""
     assert run(*names)[0] == "wrong", "record it: python tools/compositions.py --record"
+
+
+DROPPED = [(name,) for name, (kind, _) in FEATURES.items() if kind in ("pp", "dp", "tp", "ep")]
+DROPPED += [tuple(names.split(", ")) for names in (
+    "1F1B, tp", "1F1B, tp + sp", "ZeRO-3, tp + sp", "tp, ep", "tp + sp, ep",
+    "ZB-V, ZeRO-1, tp + sp", "1F1B, ZeRO-2, tp, ep", "tp + sp, LoRA", "1F1B, tp, autocast",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize("names", DROPPED, ids=[JOIN.join(names) for names in DROPPED])
+def test_dropout_repeats_and_is_computed_again(names, policy, spawned):
+    assert spawned(same_masks, names, policy) == (True, True)
