@@ -383,3 +383,8 @@ def _reasons(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Iterator[tup
         "zero=3 gathers weights of one dtype, and a layer in nf4 has two",
         "set zero=2, or adapters with base=''",
     )
+    yield (
+        mesh.tp > 1 and packed,
+        f"a weight in nf4 is no matrix of numbers that tp={mesh.tp} could cut",
+        "give adapters with base=''",
+    )
