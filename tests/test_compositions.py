@@ -62,4 +62,6 @@ DROPPED += [tuple(names.split(", ")) for names in (
 @pytest.mark.parametrize("policy", ["selective", "full"])
 @pytest.mark.parametrize("names", DROPPED, ids=[JOIN.join(names) for names in DROPPED])
 def test_dropout_repeats_and_is_computed_again(names, policy, spawned):
+    if ROWS.get((names[0], policy)) == "wrong":
+        pytest.skip(f"{names[0]} × {policy} is wrong without dropout, too")
     assert spawned(same_masks, names, policy) == (True, True)
