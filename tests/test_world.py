@@ -53,6 +53,7 @@ def processes():
 
 def fails(four, fn, kind, *args):
     """The error of a run that fails promptly, after which the next run works."""
+    four.run(lambda rank: None)  # processes start with their first run, which takes its time
     start = time.monotonic()
     with pytest.raises(kind) as caught:
         four.run(fn, *args)
@@ -949,6 +950,16 @@ def test_folders_of_owners_that_are_gone_are_swept(place, tmp_path, monkeypatch)
     lock.close()
     sockets.sweep_folders()
     assert not os.path.exists(folder)
+
+
+def test_processes_start_where_the_path_of_temporary_files_is_long(tmp_path):
+    (long := tmp_path / ("x" * 120)).mkdir()
+    program = "from labutils.world import World; w = World(1, 'processes'); print(w.run(print))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(long)}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.stdout == "[rank 0] Rank(0 of 1)\n[None]\n", ended.stderr
+    assert not list(long.iterdir())
 
 
 def test_a_world_that_starts_sweeps_and_its_own_folder_stays(processes):

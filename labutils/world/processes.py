@@ -11,6 +11,7 @@ import pickle
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -25,7 +26,13 @@ from labutils.config import Mesh
 from labutils.trace import Trace
 from labutils.world.errors import ABSENT, Failure, RankError, TimeoutError, place
 from labutils.world.rank import Outcome, conclude, unpack
-from labutils.world.sockets import create_memory, make_folder, open_memory, sweep_folders
+from labutils.world.sockets import (
+    create_memory,
+    make_folder,
+    open_memory,
+    short_place,
+    sweep_folders,
+)
 from labutils.world.threads import GRACE
 from labutils.world.worker import be_rank
 
@@ -51,9 +58,11 @@ def start_server() -> None:
         if name.startswith("TORCHELASTIC"):  # its ranks are in no torchrun job
             del os.environ[name]
     os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=path, PYTHONSAFEPATH="1")
+    kept, tempfile.tempdir = tempfile.tempdir, short_place()  # where the server's own socket lies
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
+        tempfile.tempdir = kept
         os.environ.clear()
         os.environ.update(before)
 

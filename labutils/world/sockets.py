@@ -49,7 +49,7 @@ def make_folder() -> tuple[str, BinaryIO]:
     owner lives: the lock ends with the process, however it ends."""
     import fcntl
 
-    folder = tempfile.mkdtemp(prefix=_PREFIX, dir=_short_place())
+    folder = tempfile.mkdtemp(prefix=_PREFIX, dir=short_place())
     lock = open(os.path.join(folder, "new"), "wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.rename(lock.name, os.path.join(folder, "owner"))  # not before it is locked
@@ -61,13 +61,13 @@ def sweep_folders() -> None:
     processes."""
     import fcntl
 
-    for path in glob.glob(os.path.join(_short_place(), _PREFIX + "*", "owner")):
+    for path in glob.glob(os.path.join(short_place(), _PREFIX + "*", "owner")):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
 
-def _short_place() -> str:
+def short_place() -> str:
     """The folder for temporary files, or /tmp where its path leaves no room for a socket's name."""
     place = tempfile.gettempdir()
     return place if len(os.fsencode(place)) <= _PATH else "/tmp"
