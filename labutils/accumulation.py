@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from labutils import gradients, units
-
-IGNORED = -100  # the target that cross-entropy leaves out
+from labutils.model import IGNORED
 
 
 def micro_batches(batch: Any, size: int) -> list[Any]:

@@ -1,6 +1,9 @@
 """Where the gradient of a parameter is: in `.grad`, unless a hook has taken it elsewhere."""
 
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -41,3 +44,30 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     """
     keeper = keeper_of(parameter)
     return parameter.grad if keeper is None else keeper.gradient_of(parameter)
+
+
+class _Here(threading.local):
+    """What is so on this thread: the parameters whose gradients wait, inside `postponed`."""
+
+    waiting: list[Tensor] | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def postponed() -> Iterator[list[Tensor]]:
+    """Inside, a backward pass is the first part of one: who reduces gradients at the end of a pass
+    leaves them in `.grad`. Gives the parameters of which that is so, each once."""
+    _here.waiting = []
+    try:
+        yield _here.waiting
+    finally:
+        _here.waiting = None
+
+
+def postpone(parameter: Tensor) -> bool:
+    """Whether the gradient of this parameter is to be left in `.grad` until a later pass."""
+    if _here.waiting is not None:
+        _here.waiting.append(parameter)
+    return _here.waiting is not None

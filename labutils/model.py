@@ -16,6 +16,7 @@ from labutils.config import ModelConfig
 
 ROPE_BASE = 10_000.0
 INIT_STD = 0.02
+IGNORED = -100  # the target that cross-entropy leaves out
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 Places = Callable[[int], Sequence[int]]

@@ -29,14 +29,13 @@ from labutils import (
 )
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.memory.recording import OPTIMIZERS, STEPPING
-from labutils.model import ATTENTION, GPT
+from labutils.model import ATTENTION, GPT, IGNORED
 from labutils.world import Comm, Rank
 
 Batch = tuple[Tensor, Tensor]  # tokens [b, s] and targets [b, s]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOOPED = {"interleaved", "breadth_first", "interleaved_zb"}
 SEED = 0  # of all weights that are drawn: the same numbers on all ranks
-_IGNORED = -100  # the target that torch's cross-entropy leaves out
 
 
 def build(
@@ -210,8 +209,10 @@ class RankStep:
         """One step with this rank's micro-batches, as `share` cuts them."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        comm, loss = self.rank.comm("pp"), self._loss(batches)
-        run = pipeline.run(self.stages, self.plan, comm, batches, loss=loss)
+        comm = self.rank.comm("pp")
+        run = pipeline.run(
+            self.stages, self.plan, comm, batches, loss=self._loss, replicas=self.replicas
+        )
         gradients = self._reduced()
         norm = None
         if self.train.clip:
@@ -224,26 +225,17 @@ class RankStep:
             quantization.advance_scales(self.stages, self.rank.comm("dp", "cp", "tp"))
         return Taken(self._whole(run), norm, run)
 
-    def _loss(self, batches: Sequence[Batch]) -> Callable[[Tensor, Tensor], Tensor]:
-        """The loss of a micro-batch such that all of them, averaged over this rank's and then over
-        replicas, are the mean over the targets of the global batch."""
-        counted = torch.stack([(targets != _IGNORED).sum() for _, targets in batches]).sum()
-        with self.replicas.record("targets"):
-            total = self.replicas.all_reduce(counted)
-        share = len(batches) * self.replicas.size / total.double()
-
-        def loss(logits: Tensor, targets: Tensor) -> Tensor:
-            if self.rank.mesh.tp > 1:
-                tp = self.rank.comm("tp")
-                found = tensor_parallel.cross_entropy(logits, targets, tp, reduction="sum") * share
-            else:
-                rows = (logits.flatten(0, 1), targets.flatten())
-                each = F.cross_entropy(*rows, reduction="none")
-                wide = torch.promote_types(each.dtype, torch.float32)  # fp16 ends at 65,504
-                found = each.sum(dtype=wide) * share
-            return found if self.scaler is None else self.scaler.scale(found)
-
-        return loss
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean over the targets of a micro-batch, in fp32 or wider; scaled, if losses are."""
+        if self.rank.mesh.tp > 1:
+            tp = self.rank.comm("tp")
+            total = tensor_parallel.cross_entropy(logits, targets, tp, reduction="sum")
+        else:
+            each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+            wide = torch.promote_types(each.dtype, torch.float32)  # fp16 ends at 65,504
+            total = each.sum(dtype=wide)
+        found = total / (targets != IGNORED).sum().clamp(min=1)
+        return found if self.scaler is None else self.scaler.scale(found)
 
     def _reduced(self) -> list[nn.Parameter]:
         """What the optimizers step, with the mean gradient of all replicas."""

@@ -15,6 +15,7 @@ from labutils import anatomy
 from labutils.checkpointing.plans import Costs, Plan, Run, Stage, Step, history, require_length
 from labutils.checkpointing.recompute import Ambient, checkpoint
 from labutils.config import ModelConfig
+from labutils.model import Block
 
 POLICIES = ("none", "selective", "full")
 
@@ -196,6 +197,7 @@ def stages(model: nn.Module, targets: Tensor | None = None) -> list[nn.Module]:
 def apply(model: nn.Module, policy: str) -> nn.Module:
     """The same model, told to checkpoint itself.
 
+    model: a GPT, or stages of one, alone or in a list
     policy: "none", "selective" (the attention core of every block) or "full" (every block)
 
     Invariant: loss and gradients stay equal to the bit, parameters keep their names; a second call
@@ -204,7 +206,7 @@ def apply(model: nn.Module, policy: str) -> nn.Module:
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}")
-    for block in model.blocks:
+    for block in (part for part in model.modules() if isinstance(part, Block)):
         # On the instance, over the class: every parameter keeps its name.
         block.__dict__.pop("forward", None)
         attend = block.attention.attend

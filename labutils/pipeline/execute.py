@@ -1,5 +1,6 @@
 """A schedule carried out: operations on stages of a model, messages between its ranks."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -9,14 +10,16 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from labutils.data_parallel import Replica
-from labutils.gradients import gradient_of
+from labutils.gradients import gradient_of, postponed
+from labutils.model import IGNORED
 from labutils.pipeline.messages import actions
 from labutils.pipeline.stages import PipelineStage, common, placed, shared_with
 from labutils.pipeline.stashing import Stash
-from labutils.pipeline.weight_gradients import Later, Owed, pay
+from labutils.pipeline.weight_gradients import Later, pay
 from labutils.schedule import Durations, Op, PipelineRun, Schedule
 from labutils.world import Comm, Work
 
@@ -28,7 +31,7 @@ Key = tuple[int, int]  # a stage and a micro-batch
 def mean_cross_entropy(
     logits: Float[Tensor, "b s v"], targets: Int[Tensor, "b s"]
 ) -> Float[Tensor, ""]:
-    """Mean cross-entropy in nats per token, as `GPT.loss`."""
+    """Mean cross-entropy in nats per token, as `GPT.loss`; a target of −100 counts for nothing."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -62,6 +65,7 @@ def run(
     messages: str = "matched",
     pace: Durations | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    replicas: Comm | None = None,
 ) -> RankRun:
     """One step of this rank: its operations of the schedule, as they stand there. The gradient of
     the loss of all micro-batches together is added to `.grad`; or, where the schedule updates as it
@@ -69,24 +73,27 @@ def run(
 
     stages: those of this rank (`local`)
     comm: the ranks of the pipeline, rank.comm("pp")
-    batches: all micro-batches, the same on every rank: (tokens, targets) with equally many tokens
-    loss: mean over rows, of logits and targets; with tensor parallelism its own
+    batches: all micro-batches, the same on every rank: (tokens, targets), of any size
+    loss: mean over the targets that count, which are not −100, of logits and targets; with tensor
+        parallelism its own
     messages: how they are sent: see `actions`
     pace: seconds that each operation takes at least: a rank sleeps for the rest, as a host waits
         for its GPU; fused ones run one after the other
     optimizer: over the parameters of `stages`, for a schedule that updates as it goes; its loss is
         the mean of those that it met on the way
+    replicas: the ranks of data parallelism, rank.comm("dp"), where these may have other numbers of
+        targets: the means over them of losses and gradients are then those of all batches as one
 
-    Invariant: loss and gradients are those of the whole model on the whole batch, up to rounding.
+    Invariant: loss and gradients are those of the whole model on the whole batch, up to rounding;
+    a micro-batch counts for its targets, and one without any adds nothing.
     Cost: bytes sent as in `sent`; activations as many as `schedule.in_flight` says. What is sent is
     held until its receiver has it: a dry run, which waits for nobody, holds none of it.
     Raises ValueError: where stages or batches are not those of the schedule, or that is illegal, or
-        what is around the stages does not go with it.
+        what is around the stages does not go with it; where no target counts at all.
     """
-    rank = _Execution(stages, schedule, comm, batches, loss, pace)
+    rank = _Execution(stages, schedule, comm, batches, loss, pace, replicas)
     if schedule.every or optimizer is not None:
         rank.stash = Stash(rank.stages, schedule, comm.rank, optimizer)
-        rank.shares = [share * len(batches) / (schedule.every or 1) for share in rank.shares]
     for action in actions(schedule, comm.rank, messages):
         getattr(rank, f"_{action.do}")(action.op, action.peer)
     for work in rank.under_way:
@@ -111,6 +118,7 @@ class _Execution:
         batches: Sequence[Batch],
         loss: Loss,
         pace: Durations | None,
+        replicas: Comm | None,
     ) -> None:
         found = [part for part in stages.modules() if isinstance(part, PipelineStage)]
         self.stages = {stage.index: stage for stage in found}
@@ -127,12 +135,12 @@ class _Execution:
         _check_around(stages, schedule)
         self.shared = _shared(self.stages, schedule, comm.rank)
         self.schedule, self.comm, self.batches, self.compute_loss = schedule, comm, batches, loss
-        rows = sum(len(tokens) for tokens, _ in batches)
-        self.shares = [len(tokens) / rows for tokens, _ in batches]
+        self.shares = _shares(batches, schedule.every, replicas)
         self.pace = {kind: pace.of(kind, schedule.stages) for kind in "FBW"} if pace else None
         self.came: dict[Op, Tensor] = {}
         self.tapes: dict[Key, tuple[Tensor, GradientEdge | None]] = {}
-        self.owed: dict[Key, Owed] = {}
+        self.later: dict[Key, Later] = {}  # of each split backward pass
+        self.seeds: dict[int, Tensor] = {}  # of each micro-batch: its part in the loss
         self.under_way: list[Work] = []
         self.stash: Stash | None = None
         self.loss: Tensor | None = None
@@ -144,7 +152,7 @@ class _Execution:
 
     def _run(self, op: Op, _: int | None) -> None:
         start = time.perf_counter()
-        held = self.tapes.keys() | self.owed.keys()
+        held = self.tapes.keys() | self.later.keys()
         compute = {"F": self.forward, "B": self.backward, "W": self.weight}[op.kind]
         result = compute(op.stage, op.micro_batch)
         if result is not None:
@@ -180,28 +188,67 @@ class _Execution:
         """F: what the next stage reads; the graph behind it is kept, it itself is not."""
         tokens, targets = self.batches[k]
         x = self.came.pop(Op("F", s - 1, k)).requires_grad_() if s else tokens
-        later = self.owed.setdefault((s, k), []) if self.schedule.split else None
-        with nullcontext() if later is None else Later(later):
+        if self.schedule.split:
+            self.later[s, k] = Later([])
+        with self.later.get((s, k), nullcontext()):
             y = self.stages[s](x) if self.stash is None else self.stash.forward(s, k, x)
         if s == self.schedule.stages - 1:
-            y = self.compute_loss(y, targets) * self.shares[k]
-            self.loss = y.detach() if self.loss is None else self.loss + y.detach()
+            y = self.compute_loss(y, targets)
+            self.seeds[k] = self.shares[k].to(y.dtype)
+            part = y.detach() * self.seeds[k]
+            part = part.where(self.shares[k] > 0, 0)  # a mean over no target is 0/0
+            self.loss = part if self.loss is None else self.loss + part
         self.tapes[s, k] = x, get_gradient_edge(y) if y.requires_grad else None
         return y.detach() if s < self.schedule.stages - 1 else None
 
     def backward(self, s: int, k: int) -> Tensor | None:
         """B: what the stage before waits for; a W of its own is still owed then."""
         x, edge = self.tapes.pop((s, k))
-        grad = self.came.pop(Op("B", s + 1, k), None)
-        if edge is not None:
-            torch.autograd.backward(edge, grad)
+        last = s == self.schedule.stages - 1
+        grad = self.seeds.pop(k) if last else self.came.pop(Op("B", s + 1, k), None)
         if self.stash is not None:
-            self.stash.backward(k)
+            self.stash.backward(k, lambda: torch.autograd.backward(edge, grad))
+        elif edge is not None and self.schedule.split:
+            self._first_half(s, k, edge, grad)
+        elif edge is not None:
+            torch.autograd.backward(edge, grad)
         return x.grad if s else None
+
+    def _first_half(self, s: int, k: int, edge: GradientEdge, grad: Tensor) -> None:
+        """B where W is an operation of its own. Gradients that are reduced when a backward pass
+        ends wait for that of W, in the order in which a whole one has them."""
+        later = self.later[s, k]
+        with later, postponed() as waiting:
+            torch.autograd.backward(edge, grad)
+        if waiting:
+            later.owed += [(each, functools.partial(_taken, each)) for each in waiting]
+            place = {weight: i for i, weight in enumerate(self.stages[s].parameters())}
+            later.owed.sort(key=lambda due: -place.get(due[0], 0))
 
     def weight(self, s: int, k: int) -> None:
         """W: the gradients of the weights."""
-        pay(self.owed.pop((s, k)))
+        pay(self.later.pop((s, k)).owed)
+
+
+def _shares(batches: Sequence[Batch], every: int, replicas: Comm | None) -> Float[Tensor, " m"]:
+    """The part of each micro-batch in the loss of the update to which it belongs: its targets that
+    count, of those of all. Weights are updated after `every` micro-batches, or after the last."""
+    counts = torch.stack([(targets != IGNORED).sum() for _, targets in batches]).double()
+    updates = counts.split(every or len(batches))
+    totals = torch.stack([each.sum() for each in updates])
+    if replicas is not None and replicas.size > 1:
+        with replicas.record("targets"):
+            totals = replicas.all_reduce(totals) / replicas.size
+    if not isinstance(totals, FakeTensor) and not totals.all():  # fake ones have no values
+        nothing = "all targets of an update are −100, and a mean over none is 0/0"
+        raise ValueError(f"{nothing}: leave these micro-batches out")
+    return torch.cat([each / total for each, total in zip(updates, totals, strict=True)])
+
+
+def _taken(parameter: nn.Parameter) -> Tensor:
+    """The gradients that wait in `.grad`, out of it: of all B until now, unless a W had them."""
+    grad, parameter.grad = parameter.grad, None
+    return torch.zeros_like(parameter) if grad is None else grad
 
 
 def _name(op: Op) -> str:

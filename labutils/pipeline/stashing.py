@@ -1,9 +1,9 @@
 """Weight stashing: a rank that updates as it goes keeps, for each B, the weights of its F."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from labutils.pipeline.stages import PipelineStage
@@ -41,6 +41,7 @@ class Stash:
             apart = "its two ends update at different times: build the model with tied=False"
             raise ValueError(f"{schedule.name} on a tied embedding: {apart}")
         self.schedule, self.rank, self.optimizer = schedule, rank, optimizer
+        self.doing = _Doing(self.stage)
         self.updates, self.peak = 0, 0
         self.versions: dict[int, Weights] = {}
         self._keep()
@@ -58,10 +59,12 @@ class Stash:
         weights = self.versions[self.schedule.version(self.rank, k)]
         return functional_call(self.stage, weights, (x,))
 
-    def backward(self, k: int) -> None:
-        """The gradient with respect to old weights is applied to the newest; what no later
-        micro-batch uses goes."""
+    def backward(self, k: int, compute: Callable[[], None]) -> None:
+        """`compute` the gradient with respect to old weights, which are those of what a checkpoint
+        computes again; it is applied to the newest. What no later micro-batch uses goes."""
         weights = self.versions[self.schedule.version(self.rank, k)]
+        old = {f"stage.{name}": weight for name, weight in weights.items()}
+        functional_call(self.doing, old, (compute,))
         for name, parameter in self.stage.named_parameters():
             if (grad := weights[name].grad) is not None:
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
@@ -76,3 +79,14 @@ class Stash:
             self.updates += 1
             if not last:
                 self._keep()
+
+
+class _Doing(nn.Module):
+    """Does what it is told, while `functional_call` gives the stage other weights."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, what: Callable[[], None]) -> None:
+        what()

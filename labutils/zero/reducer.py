@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from labutils import measure
+from labutils import gradients, measure
 from labutils.zero.flat_parameter import FlatParameter
 
 
@@ -41,6 +41,8 @@ class Reducer:
 
     def collect(self, flat: FlatParameter, i: int, parameter: nn.Parameter) -> None:
         """A hook: the gradient of parameter `i` is there. Take it, and reduce what is complete."""
+        if self.eager and gradients.postpone(parameter):
+            return
         if self.eager:
             self.on_backward()
             if self.flats.index(flat) < self._next:

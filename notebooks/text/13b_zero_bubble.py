@@ -357,7 +357,7 @@ errors = [(grad - wanted[name]).abs().max().item() for name, grad in found]
 
 # %% [markdown]
 # Gradients are those of one device. (With ZeRO, `zero.Optimizer(…, level=1)` takes the place of the average. `replicate` and `zero.shard` go around each stage of 1F1B, say; where W is
-# apart `run` refuses them, since their hooks reduce after every backward pass, and each W would be one.) Of the bytes sent, the pipeline's are the fewest:
+# apart `run` refuses them, since their hooks reduce after every backward pass, and know nothing of half a one.) Of the bytes sent, the pipeline's are the fewest:
 
 # %%
 grid.ledger.by("axis")
