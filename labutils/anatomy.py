@@ -294,9 +294,10 @@ def num_tensors(model: Model) -> int:
     return sum(size(row.copies, sizes) * (bool(row.weight) + bool(row.bias)) for row in rows)
 
 
-def tensors(model: Model) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter by its name, as `GPT(model).named_parameters()` has them."""
-    sizes, found = letters(model), {}
+def tensors(model: Model, *, tp: int = 1) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter by its name, as `GPT(model).named_parameters()` has them, or one
+    rank of tp."""
+    sizes, found = letters(model, tp=tp), {}
     blocks = _numbered(parts(model), "blocks", model.num_layers)
     for part in _numbered(blocks, "experts", model.num_experts):
         for kind, dims in (("weight", part.weight), ("bias", part.bias)):

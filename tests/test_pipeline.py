@@ -600,6 +600,32 @@ def test_no_other_cut_has_a_shorter_longest_stage(vocabulary):
         assert max(flops) == min(max(pipeline.stage_flops(config, each)) for each in others)
 
 
+def test_two_stages_more_than_layers_have_the_ends_alone():
+    assert pipeline.cut(TIED, 8) == (0, 1, 1, 1, 1, 1, 1, 0)
+    stages = pipeline.split(build(TIED), 8)
+    x = batches(1)[0][0]
+    whole = functools.reduce(lambda x, stage: stage(x), stages, x)
+    assert torch.equal(whole, build(TIED)(x))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 60, 120, 700])
+def test_of_equally_long_cuts_the_first_stages_have_fewer_layers(vocabulary):
+    """The last stage has as many as the longest lets it, the others as alike as can be."""
+    config = replace(TIED, vocab_size=vocabulary)
+    for n in (2, 3, 4, 5):
+        cuts = [
+            layers
+            for layers in itertools.product(range(7), repeat=n)
+            if sum(layers) == 6 and all(layers[:-1])
+        ]
+        longest = {layers: max(pipeline.stage_flops(config, layers)) for layers in cuts}
+        best = [layers for layers in cuts if longest[layers] == min(longest.values())]
+        last = max(layers[-1] for layers in best)
+        *others, found = pipeline.cut(config, n)
+        assert found == last
+        assert others == sorted(others) and max(others) - min(others) <= 1
+
+
 def test_the_head_is_the_last_stages_work():
     """One that takes longer than a layer leaves it none; what remains is spread."""
     config = replace(TIED, vocab_size=120)
@@ -633,8 +659,8 @@ def test_what_makes_no_sense_is_named():
         pipeline.split(model, 3, (3, 3))
     with pytest.raises(ValueError, match="stage 1 has nothing to do"):
         pipeline.split(model, 3, (3, 0, 3))
-    with pytest.raises(ValueError, match="6 layers do not fill 8 stages: at most 7"):
-        pipeline.cut(TIED, 8)
+    with pytest.raises(ValueError, match="6 layers do not fill 9 stages: at most 8"):
+        pipeline.cut(TIED, 9)
     with pytest.raises(
         TypeError, match="split takes a labutils.model.GPT, whole, got PipelineStage"
     ):

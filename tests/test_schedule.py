@@ -525,3 +525,31 @@ def test_activations_are_counted_in_bytes():
     one = schedule.interleaved(2, 4)
     assert one.peak(0) == 5 and one.peak(0, [10, 0, 10, 0]) == 50
     assert one.peak(0, [10, 10, 1, 1]) == 41  # four of stage 0, one of stage 2
+
+
+WRONG_SIZES = [
+    (lambda: schedule.bubble("one_f_one_b", 0, 8), "p must be at least 1, got 0"),
+    (lambda: schedule.bubble("one_f_one_b", 4, -8), "m must be at least 1, got -8"),
+    (lambda: schedule.peak_in_flight("one_f_one_b", 4, 8, 9), "rank=9 is none of p=4: use 0 … 3"),
+    (lambda: schedule.peak_in_flight("one_f_one_b", 4, 8, -1), "rank must be at least 0, got -1"),
+    (lambda: schedule.peak_in_flight("interleaved", 4, 8, chunks=0), "chunks must be at least 1"),
+    (lambda: schedule.gpipe(4, 10**7), "p=4 and m=10000000 make 80,000,000 operations: at most"),
+    (lambda: schedule.one_f_one_b(10**9, 10**9), "at most 10,000,000 can be written down: take"),
+    (lambda: schedule.zb_auto(10**9, 10**9, 10**9), "can be written down"),
+    (lambda: schedule.zb_v(10**4, 10**4), "can be written down"),
+    (lambda: schedule.dualpipe(10**4, 10**5), "can be written down"),
+    (lambda: schedule.interleaved(10**4, 10**4, 3), "can be written down"),
+    (lambda: schedule.pipedream_2bw(10**4, 10**5), "can be written down"),
+]
+
+
+@pytest.mark.parametrize("call, message", WRONG_SIZES, ids=[text for _, text in WRONG_SIZES])
+def test_sizes_out_of_range_are_refused_at_once(call, message):
+    with pytest.raises(ValueError) as refused:
+        call()
+    assert message in str(refused.value)
+
+
+def test_a_bubble_of_no_number_of_micro_batches_is_refused():
+    with pytest.raises(TypeError, match="m must be a whole number, got nan"):
+        schedule.bubble("one_f_one_b", 4, float("nan"))

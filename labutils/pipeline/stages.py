@@ -41,11 +41,16 @@ def cut(model: ModelConfig, n: int) -> tuple[int, ...]:
     >>> cut(ModelConfig.named("gpt2"), 4)  # its head takes the time of 4.5 layers
     (4, 4, 4, 0)
 
-    Raises ValueError: if there is not a layer for each stage but the last.
+    Two stages more than layers have the embedding alone first, and the head alone last.
+
+    Raises ValueError: if there are still more.
     """
     L = model.num_layers
-    if units.whole(n, "n", 1) - 1 > L:
-        raise ValueError(f"{L} layers do not fill {n} stages: at most {L + 1}, the head alone last")
+    if units.whole(n, "n", 1) > L + 2:
+        most = f"at most {L + 2}, the embedding alone first, the head alone last"
+        raise ValueError(f"{L} layers do not fill {n} stages: {most}")
+    if n == L + 2:
+        return (0, *[1] * L, 0)
     if n == 1:
         return (L,)
     found = []

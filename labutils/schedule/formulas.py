@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from labutils import units
 from labutils.schedule.simulation import Durations
 
 
@@ -21,13 +22,13 @@ def bubble(
     >>> bubble("one_f_one_b", 4, 8), bubble("zb_h1", 4, 8), bubble("zb_h2", 4, 8, barrier=False)
     (9, 3, 0)
 
-    Raises ValueError: if no formula is known for these times.
+    Raises ValueError: if no formula is known for these times, or p or m is less than 1.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, sections 2.2.1 and 2.2.2; Qi et al. 2023,
     arXiv:2401.10241, Table 2 (without a barrier); DeepSeek-V3, arXiv:2412.19437, Table 2, whose B
     is B+W here; those of zb_v and interleaved_zb are by simulation.
     """
-    times = times or Durations()
+    p, m, times = units.whole(p, "p", 1), units.whole(m, "m", 1), times or Durations()
     f, b, w, fused = times.F, times.B, times.W, times.fused or 0
     if any(isinstance(time, Sequence) for time in (f, b, w)):
         raise ValueError("the formulas are for stages that are alike: give F, B, W one time each")
@@ -70,11 +71,15 @@ def peak_in_flight(name: str, p: int, m: int, rank: int = 0, chunks: int = 1) ->
     11
 
     Invariant: the same as `schedule.peak(rank)`; interleaved where p divides m.
+    Raises ValueError: if no formula is known, or there is no such rank.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1 (1F1B); Qi et al. 2023,
     arXiv:2401.10241, section 2.3 (ZB-H1 and ZB-H2); DeepSeek-V3, arXiv:2412.19437, Table 2
     (DualPipe: p+1); the others by simulation.
     """
+    p, m, chunks = units.whole(p, "p", 1), units.whole(m, "m", 1), units.whole(chunks, "chunks", 1)
+    if units.whole(rank, "rank") >= p:
+        raise ValueError(f"rank={rank} is none of p={p}: use 0 … {p - 1}")
     after = p - 1 - rank
     known = {
         "naive": 1,

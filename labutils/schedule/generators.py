@@ -13,6 +13,8 @@ from labutils.schedule.simulation import Durations, simulate
 
 Sentence = Iterable[tuple[int, str]]
 
+_MOST = 10**7  # operations of a schedule, which take some ten seconds to write down
+
 
 def loop(p: int, chunks: int = 1) -> tuple[int, ...]:
     """The rank of each stage when the chunks go round the ranks.
@@ -26,6 +28,15 @@ def loop(p: int, chunks: int = 1) -> tuple[int, ...]:
 def vee(p: int) -> tuple[int, ...]:
     """The rank of each of 2p stages when the second chunks come back the way of the first."""
     return (*range(p), *reversed(range(p)))
+
+
+def _sizes(p: int, m: int, chunks: int = 1, kinds: int = 2) -> None:
+    """Raises TypeError or ValueError for sizes of no schedule, or of one that is too long to be
+    written down."""
+    each = units.whole(m, "m", 1) * units.whole(chunks, "chunks", 1) * kinds
+    if (operations := units.whole(p, "p", 1) * each) > _MOST:
+        few = f"at most {_MOST:,} can be written down: take fewer ranks or micro-batches"
+        raise ValueError(f"p={p} and m={m} make {operations:,} operations: {few}")
 
 
 def spell(
@@ -83,8 +94,8 @@ def spell_line(
     last_first: backwards take the forwards from the last to the first
     lag: of a rank, how many backwards W trails B by; None where B is the whole backward
     """
-    units.whole(p, "p", 1)
-    n = units.whole(m, "m", 1) * units.whole(chunks, "chunks", 1)
+    _sizes(p, m, chunks, 2 if lag is None else 3)
+    n = m * chunks
     jobs = sorted(product(range(chunks), range(m)), key=lambda job: (job[1] // a_round, *job))
     w_after = "" if lag is None else "W"
 
@@ -232,7 +243,8 @@ def zb_auto(
 
     Source: the aim, not the search, of Qi et al. 2023, arXiv:2401.10241.
     """
-    if units.whole(cap, "cap", 1) < min(units.whole(p, "p", 1), units.whole(m, "m", 1)):
+    _sizes(p, m, kinds=3)
+    if units.whole(cap, "cap", 1) < min(p, m):
         raise ValueError(f"cap={cap} is too little for p={p}: rank 0 needs {min(p, m)} activations")
     caps = {cap, *(less for less in (m, m + 1, 2 * p - 1, 2 * p) if p <= less < cap)}
     found: dict[tuple, Schedule] = {}
@@ -279,8 +291,7 @@ def zb_v(p: int, m: int) -> Schedule:
 
     Source: the order of torch.distributed.pipelining's ScheduleZBVZeroBubble.
     """
-    units.whole(p, "p", 1)
-    units.whole(m, "m", 1)
+    _sizes(p, m, 2, kinds=3)
 
     def say(r: int) -> Sentence:
         return [
@@ -303,7 +314,8 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     Source: DeepSeek's DualPipe repository, dualpipev.py; torch.distributed.pipelining's
     ScheduleDualPipeV.
     """
-    if units.whole(m, "m", 1) < 2 * units.whole(p, "p", 1):
+    _sizes(p, m, 2, kinds=3)
+    if m < 2 * p:
         raise ValueError(f"dualpipe_v needs m ≥ 2p micro-batches: m={m} at p={p}, take {2 * p}")
 
     def say(r: int) -> Sentence:

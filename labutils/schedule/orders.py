@@ -164,6 +164,10 @@ class Board:
 
     def why_not(self, rank: int, op: Op) -> str | None:
         """Why `rank` cannot run `op` now; None if it can."""
+        return self.why_never(rank, op) or self.why_later(rank, op) or self.why_full(rank, op)
+
+    def why_never(self, rank: int, op: Op) -> str | None:
+        """Why `rank` cannot run `op`, whatever the others do before; None if it may."""
         if reason := _foreign(self.schedule, rank, op):
             return reason
         if op in self.done:
@@ -173,7 +177,18 @@ class Board:
                 owner = self.schedule.rank_of(needed.stage, needed.micro_batch)
                 if owner == rank:
                     return f"rank {rank} runs {op} before its own {needed}"
+        return None
+
+    def why_later(self, rank: int, op: Op) -> str | None:
+        """What another rank has to do before; None if nothing."""
+        for needed in self.schedule.inputs(op):
+            if needed not in self.done:
+                owner = self.schedule.rank_of(needed.stage, needed.micro_batch)
                 return f"rank {rank} runs {op} before {needed} has come from rank {owner}"
+        return None
+
+    def why_full(self, rank: int, op: Op) -> str | None:
+        """How the limit on activations is in the way; None if it is not."""
         if self.cap is not None and op.kind == "F" and self.held[rank] >= self.cap:
             held = self.held[rank] + 1
             return f"rank {rank} holds {held} activations at {op}; its limit is {self.cap}"
@@ -218,11 +233,12 @@ def why_illegal(schedule: Schedule, cap: int | None = None) -> str | None:
         played = []
         for rank, ops in enumerate(schedule.ranks):
             if at[rank] < len(ops):
-                reason = board.why_not(rank, ops[at[rank]])
-                if reason is None:
-                    played.append((rank, ops[at[rank]]))
-                elif "its own" in reason or "its limit" in reason:  # no other rank can help
-                    return reason
+                op = ops[at[rank]]
+                later = board.why_later(rank, op)
+                if reason := board.why_never(rank, op) or (not later and board.why_full(rank, op)):
+                    return reason  # no other rank can help
+                if not later:
+                    played.append((rank, op))
         if not played:
             break
         for rank, op in played:

@@ -111,6 +111,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("max(each.in_flight)", "len(each.in_flight)"),
     ],
     ("pipeline/stages", "test_pipeline"): [
+        ('(max(stage_flops(model, layers)), -layers[-1])', 'max(stage_flops(model, layers))'),
+        ('if n == L + 2:', 'if n == L + 3:'),
         ('flops["head"] * (i == len(layers) - 1)', 'flops["head"] * (i == 0)'),
         ('*[each] * (n - 1 - more), *[each + 1] * more, last', '*[each] * (n - 2), each + more, last'),
         ('s //= self.comm.size', 'pass'),
@@ -189,6 +191,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('if version < oldest', 'if version < oldest - 1'),
         ('self.optimizer.zero_grad()', 'pass'),
     ],
+    ("pipeline/predict", "test_pipeline_composed"): [
+        ('each //= t if sequence else 1', 'each //= t'),
+        ('anatomy.tensors(model, tp=tp)["tokens.weight"]', 'anatomy.tensors(model)["tokens.weight"]'),
+    ],
     ("pipeline/predict", "test_pipeline"): [
         ('counts = Counter(op.kind for op in ops if reader_of(schedule, op) is not None)', 'counts = Counter(op.kind for op in ops)'),
     ],
@@ -197,7 +203,11 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("max((ends[-1] - starts[0] + o for", "max((ends[-1] - starts[0] for"),
         ("(until := self.makespan - self.updates[rank])", "(until := self.makespan)"),
     ],
+    ("schedule/formulas", "test_schedule"): [
+        ('if units.whole(rank, "rank") >= p:', 'if units.whole(rank, "rank") > p:'),
+    ],
     ("schedule/generators", "test_schedule"): [
+        ('units.whole(p, "p", 1) * each) > _MOST', 'units.whole(p, "p", 1) * each) > _MOST**2'),
         ('if m % every or every < p - 1:', 'if m % every or every < p - 2:'),
     ],
     ("tensor_parallel/layers", "test_tensor_parallel"): [
