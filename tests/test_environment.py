@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 
+import machines  # tools/machines.py
 import pytest
 import rattler
 import sums  # tools/sums.py
@@ -150,6 +151,29 @@ def test_settings_are_those_that_the_processor_has_and_nobody_made(tmp_path):
     both = {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2"}
     assert sums.settings({}, cpu) == both
     assert sums.settings({"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "4"}, cpu) == {}
+
+
+def test_a_table_of_machines_names_the_cells_that_fail(monkeypatch, capsys):
+    ran = []
+
+    def run(command, env, **options):
+        ran.append((command[-1], env.get("ATEN_CPU_CAPABILITY"), env["OMP_NUM_THREADS"]))
+        failed = "FAILED notebooks/05_accumulation.ipynb::Cell 4 - x\n" * (len(ran) == 2)
+        return subprocess.CompletedProcess(command, len(ran) - 1, failed, "")
+
+    monkeypatch.setattr(machines.subprocess, "run", run)
+    monkeypatch.setattr(machines.sums, "flags", lambda *cpu: {"avx2"})
+    variants = ["default", "avx512", "2", "mkl"]
+    assert machines.main(["05_accumulation", "--only", *variants]) == 1
+    notebook = str(ROOT / "notebooks" / "05_accumulation.ipynb")
+    assert [each[0] for each in ran] == [notebook] * 3
+    assert ran[0][1] == "default" and ran[1][2] == "2"
+    assert capsys.readouterr().out.splitlines() == [
+        "left out: this processor has no avx512",
+        "| lab | default | 2 | mkl |",
+        "|---|---|---|---|",
+        "| 05_accumulation | passed | 4 | pytest ended with 2 |",
+    ]
 
 
 def test_make_bench_runs_every_benchmark_and_stops_at_a_failure(clone):

@@ -36,17 +36,22 @@ CELL_SECONDS = 600  # threads beyond the cores are slow, and time is not what is
 FAILED = re.compile(r"^(?:FAILED|ERROR) \S+\.ipynb(?:::Cell (\d+))?", re.MULTILINE)
 
 
-def failing(notebook, variant):
-    """The cells of a lab that fail under a variant, as text: "passed", or "45 51"."""
+def verdict(returncode, told):
+    """What pytest says of a lab, as a cell of the table: "passed", or the cells that fail."""
+    if returncode == 0:
+        return "passed"
+    cells = FAILED.findall(told)
+    return " ".join(cells) if cells and all(cells) else f"pytest ended with {returncode}"
+
+
+def held(notebook, variant):
+    """The `verdict` on a lab under a variant."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
     command += [f"--nbval-cell-timeout={CELL_SECONDS}", str(notebook)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | sums.settings() | VARIANTS[variant] | {"PYTHONPATH": path}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    if run.returncode == 0:
-        return "passed"
-    cells = FAILED.findall(run.stdout)
-    return " ".join(cells) if all(cells) and cells else f"pytest ended with {run.returncode}"
+    return verdict(run.returncode, run.stdout)
 
 
 def main(arguments=None):
@@ -64,7 +69,7 @@ def main(arguments=None):
     for notebook, _ in twins(options.names):
         print(f"| {notebook.stem}", end=" ", flush=True)
         for variant in variants:
-            found = failing(notebook, variant)
+            found = held(notebook, variant)
             good &= found == "passed"
             print(f"| {found}", end=" ", flush=True)
         print("|")
