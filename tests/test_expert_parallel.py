@@ -608,7 +608,7 @@ def test_what_does_not_fit_says_so():
             ValueError,
             "unknown score 'relu'",
         ),
-        (lambda: expert_parallel.capacity(4, 2, 1, 0.0), ValueError, "leaves no room"),
+        (lambda: expert_parallel.capacity(4, 2, 1, 0.0), ValueError, "capacity_factor must be"),
         (lambda: expert_parallel.balanced(GPT2, 5), ValueError, "10 visits over num_experts=6"),
         (
             lambda: expert_parallel.sent(GPT2, 5, micro_batch=1),
@@ -640,3 +640,61 @@ def test_what_does_not_fit_says_so():
     with pytest.raises(RankError, match="this module has no bias: spread_experts"):
         ranks(1, 1).run(lambda rank: expert_parallel.update_bias(
             expert_parallel.spread_experts(GPT(MIXTRAL), rank.comm("ep")), rank.comm("dp")))  # fmt: skip
+
+
+# ── numbers out of range, and none at all ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "attempt, said",
+    [
+        (lambda: expert_parallel.capacity(-4096, 8, 1, 1.0), "tokens must be at least 0"),
+        (lambda: expert_parallel.capacity(4096, 0, 1, 1.0), "num_experts must be at least 1"),
+        (lambda: expert_parallel.model_states(MIXTRAL, 2, itemsize=-4), "itemsize must be at"),
+        (lambda: expert_parallel.model_states(MIXTRAL, 0), "ep must be at least 1"),
+        (lambda: expert_parallel.route(torch.ones(2, 4), 1, capacity=-1), "capacity must be at"),
+        (lambda: expert_parallel.sent(MIXTRAL, 2, micro_batch=2, itemsize=0), "itemsize must be"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(attempt, said):
+    with pytest.raises(ValueError, match=said):
+        attempt()
+
+
+@pytest.mark.parametrize("wrong", [dict(capacity_factor=-1.0), dict(score="tanh")])
+def test_spreading_says_at_once_what_no_pass_could_do(wrong):
+    with pytest.raises(RankError, match=r"capacity_factor must be|unknown score 'tanh'"):
+        ranks(2, 2).run(
+            lambda rank: expert_parallel.spread_experts(GPT(MIXTRAL), rank.comm("ep"), **wrong)
+        )
+
+
+def test_no_token_goes_nowhere():
+    routing = expert_parallel.route(torch.ones(0, 4), 2, capacity=3)
+    assert routing.counts.tolist() == routing.load.tolist() == [0] * 4 and not len(routing.order)
+
+
+@pytest.mark.parametrize(
+    "tokens, experts, k, factor, wanted",
+    [
+        (10, 4, 1, 1.0, 3),
+        (9, 4, 1, 1.0, 3),
+        (8, 4, 1, 1.0, 2),
+        (7, 3, 2, 1.1, 6),
+        (1, 8, 1, 1.25, 1),
+    ],
+)
+def test_a_room_is_rounded_up(tokens, experts, k, factor, wanted):
+    """By hand: 2.5 → 3, 2.25 → 3, 2 → 2, 5.13 → 6, 0.16 → 1."""
+    assert expert_parallel.capacity(tokens, experts, k, factor) == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_tables_of_positions_are_as_wide_as_the_model(dtype):
+    """RoPE's cosines and sines are buffers, which `.to(dtype)` converts, too."""
+    model = GPT(MIXTRAL).to(dtype)
+    rotary = model.blocks[0].attention.rotary
+    tables = rotary.cos.nbytes + rotary.sin.nbytes
+    assert rotary.cos.dtype == dtype
+    formula = expert_parallel.model_states(MIXTRAL, 1, itemsize=dtype.itemsize)
+    assert formula.only(name="buffers").total == tables

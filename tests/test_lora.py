@@ -4,11 +4,21 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from labutils import checkpointing, collectives, data_parallel, lora, measure, tensor_parallel, zero
+from labutils import (
+    checkpointing,
+    collectives,
+    data_parallel,
+    expert_parallel,
+    lora,
+    measure,
+    tensor_parallel,
+    zero,
+)
 from labutils.config import Mesh, ModelConfig
 from labutils.flash import fused
 from labutils.ledger import Ledger
@@ -606,12 +616,12 @@ def test_what_does_not_compose_is_refused(tmp_path):
         zero.shard(lora.adapt(lora.quantize_base(GPT(GPT2)), rank=1, alpha=1), rank.comm("dp"))
 
     cases = {
-        split_the_adapted: "LoraLinear",
+        split_the_adapted: "first split or convert the model, then adapt it",
         drop_on_a_share: "dropout=0.1 on a split layer",
         save_a_share: "this rank has a share of the adapter 'default'",
         adapt_the_sharded: "adapt the model before it is sharded",
         merge_the_sharded: "merge before zero.shard, not after",
-        shard_bytes: "one dtype and one device, not torch.float32 on cpu, torch.uint8",
+        shard_bytes: "lie beside others in each layer: keep them whole, .* zero.Optimizer of level 1",
     }
     for program, words in cases.items():
         axis = "dp" if program in (adapt_the_sharded, merge_the_sharded, shard_bytes) else "tp"
@@ -695,3 +705,116 @@ def test_recorded_sweeps_have_their_seeds_at_each_rate_and_say_how_they_were_mad
     )
     for runs in (adding, text):
         assert runs.made.startswith("python tools/lora_sweep.py; torch ") and "2026" in runs.made
+
+
+# ── what does not go together, and what does instead ───────────────────────────────────────────────────────────────
+
+
+def test_adapters_of_experts_are_those_of_the_ranks_that_have_the_experts():
+    """Whichever comes first; averaged over all replicas they would be of different experts."""
+    config = ModelConfig(**SIZES | dict(num_experts=4, top_k=2, tied=False))
+
+    def program(rank, first):
+        model = build(config, adapters=first)
+        expert_parallel.spread_experts(model, rank.comm("ep"))
+        if not first:
+            lora.adapt(model, rank=2, alpha=4)
+        mine = {at: p for at, p in trained(model).items() if "experts" in at}
+        assert mine and all(p.only_on == "edp" and p.shares == 2 for p in mine.values())
+        rest = [p for at, p in trained(model).items() if at not in mine]
+        zero.Optimizer(mine.values(), rank.comm("edp"), level=1)
+        zero.Optimizer(rest, rank.comm("dp"), level=1)
+        zero.Optimizer(trained(model).values(), rank.comm("dp"), level=1)
+
+    for first in (True, False):
+        with pytest.raises(RankError, match="some of these parameters are experts"):
+            World(Mesh(dp=4, ep=2)).run(program, first)
+
+
+def test_nf4_and_tensor_parallelism_are_refused_and_replicas_of_it_train():
+    def split_the_quantized(rank):
+        tensor_parallel.parallelize(
+            lora.quantize_base(build(GPT2, adapters=False)), rank.comm("tp")
+        )
+
+    def quantize_the_split(rank):
+        lora.quantize_base(
+            tensor_parallel.parallelize(build(GPT2, adapters=False), rank.comm("tp"))
+        )
+
+    for program in (split_the_quantized, quantize_the_split):
+        with pytest.raises(
+            RankError, match=r"share out the batch by data_parallel.replicate or ze"
+        ):
+            World(Mesh(tp=2)).run(program)
+
+    def remedy(rank, replicated):
+        model = lora.adapt(lora.quantize_base(GPT(GPT2)), rank=1, alpha=1)
+        if replicated:
+            replica = data_parallel.replicate(model, rank.comm("dp"))
+            optimizer, run = adamw(trained(model).values()), replica
+        else:
+            optimizer = zero.Optimizer(trained(model).items(), rank.comm("dp"), level=2)
+            run = model
+        run(ROWS[0]).sum().backward()
+        optimizer.step()
+        return True
+
+    for replicated in (True, False):
+        assert World(2).run(remedy, replicated) == [True, True]
+
+
+@pytest.mark.parametrize("name", ["a.b", "", "keys"])
+def test_a_name_that_no_module_can_have(name):
+    with pytest.raises(ValueError, match="give a word without a dot"):
+        lora.adapt(GPT(GPT2), rank=1, alpha=1, name=name)
+
+
+def test_a_rank_beyond_the_matrix_and_numbers_that_are_none():
+    with pytest.raises(
+        ValueError, match="rank=1000: the update of a matrix of 32 × 64 has rank 32"
+    ):
+        lora.wrap(nn.Linear(64, 32), rank=1000, alpha=1)
+    for formula in (lora.trainable, lora.training_flops, lora.model_states):
+        for rank in (-4, 0, 1000):
+            with pytest.raises(ValueError, match="rank"):
+                formula(GPT2, rank=rank)
+        with pytest.raises(TypeError, match="1.5"):
+            formula(GPT2, rank=1.5)
+    for formula in (lora.saved, lora.at_the_loss):
+        with pytest.raises(ValueError, match="batch must be at least 1"):
+            formula(GPT2, rank=1, batch=0)
+
+
+def test_a_file_of_another_depth_or_without_a_tensor_is_refused(tmp_path):
+    save_file, safe_open = safetensors.torch.save_file, safetensors.safe_open
+    model = build(GPT2, dtype=torch.float32)
+    lora.save_adapter(tmp_path / "two", model)
+    deeper = GPT(replace(GPT2, num_layers=3))
+    with pytest.raises(ValueError, match=r"another model: layers and width are \[3, 16\] here and"):
+        lora.load_adapter(tmp_path / "two", deeper)
+    assert not lora.adapted(deeper)
+    with safe_open(tmp_path / "two", "pt") as opened:
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}
+        metadata = opened.metadata()
+    lost = "blocks.1.attention.key.B"
+    kept = {key: tensor for key, tensor in tensors.items() if key != lost}
+    save_file(kept, tmp_path / "torn", metadata=metadata)
+    with pytest.raises(ValueError, match=f"torn is torn: {lost} is not on both sides"):
+        lora.load_adapter(tmp_path / "torn", GPT(GPT2))
+    save_file(tensors | {"more": torch.ones(1)}, tmp_path / "more", metadata=metadata)
+    with pytest.raises(ValueError, match="more is not on both sides"):
+        lora.load_adapter(tmp_path / "more", GPT(GPT2))
+
+
+def test_what_is_added_to_a_weight_is_rounded_once():
+    """In bf16: the sum of fp32 numbers, and not of a rounded update."""
+    layer = lora.wrap(nn.Linear(64, 64, dtype=torch.bfloat16), rank=4, alpha=4)
+    adapter = layer.adapters["default"]
+    with torch.no_grad():
+        adapter.B.normal_(0, 0.05, generator=torch.Generator().manual_seed(0))
+    weight, delta = layer.base.weight.clone(), adapter.delta()
+    layer.merge()
+    exact = (weight.double() + delta.double()).to(torch.bfloat16)
+    assert torch.equal(layer.base.weight, exact)
+    assert not torch.equal(exact, weight + delta.to(torch.bfloat16))

@@ -506,3 +506,26 @@ def test_nf4_and_moments_show_what_is_no_number(wrong):
     assert y[256:320].isnan().all() and y[:256].isfinite().all() and y[320:].isfinite().all()
     y = from_blocks(to_blocks(x, block=64), (512,), block=64)
     assert y[256:320].isnan().all() and y[:256].isfinite().all() and y[320:].isfinite().all()
+
+
+@pytest.mark.parametrize("granularity", [(0, 4), (4, 0), (4,), (1, 2, 3), 0])
+def test_a_tile_has_two_sides(granularity):
+    with pytest.raises((ValueError, TypeError)):
+        quantize(torch.ones(4, 4), "int8", granularity=granularity)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [dict(lr=-1.0), dict(lr=math.nan), dict(betas=(1.5, 2.0)), dict(block=0), dict(eps=-1.0),
+     dict(weight_decay=-0.1)],
+)  # fmt: skip
+def test_settings_of_an_optimizer_that_are_none(wrong):
+    with pytest.raises(ValueError):
+        quantization.Adam8([nn.Parameter(torch.ones(2))], **wrong)
+
+
+def test_a_scheme_of_another_format():
+    with pytest.raises((ValueError, TypeError)):
+        quantization.Scheme(forward=torch.float16)
+    with pytest.raises(ValueError, match="history must be at least 1"):
+        quantization.Scheme(scaling="delayed", history=0)

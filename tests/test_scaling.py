@@ -294,3 +294,23 @@ def test_the_held_out_places_are_the_same_on_every_cpu():
         465039,
     ]
     assert int(places.sum()) == 452_394_000
+
+
+@pytest.mark.parametrize(
+    "attempt, said",
+    [
+        (lambda: scaling.cosine(-3, 5, peak=1.0), "step must be at least 0, got -3"),
+        (lambda: scaling.cosine(5, 0, peak=1.0), "steps must be at least 1, got 0"),
+        (lambda: scaling.warm_up(5, -10, start=0.0, end=1.0), "steps must be at least 0, got -10"),
+        (lambda: scaling.wsd(0, 10, peak=1.0, decay=20), "a decay of 20 does not fit 10 steps"),
+        (lambda: scaling.wsd(0, 10, peak=1.0, decay=0), "decay must be at least 1"),
+        (lambda: scaling.shrinkage(1.0, 3.0, 2.5), "lr·decay = 3 turns the sign of a weight"),
+        (lambda: scaling.fit({}), "0 batch sizes fix no hyperbola"),
+        (lambda: scaling.fit({1: 10.0, 2: 20.0}), "is of no hyperbola"),
+        (lambda: scaling.fit({1: float("nan"), 2: 20.0}), "steps of a batch of 1 must be a finite"),
+        (lambda: scaling.Hyperbola(1.0, 2.0).steps(0), "batch must be a finite number above 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(attempt, said):
+    with pytest.raises(ValueError, match=said):
+        attempt()

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from labutils import units
 from labutils.expert_parallel import routing as router
 from labutils.expert_parallel.routing import Routing
 from labutils.model import MixtureOfExperts
@@ -197,6 +198,9 @@ def spread_experts(
     if not layers or module in layers.values():
         got = type(module).__name__
         raise TypeError(f"spread_experts takes a module with MixtureOfExperts inside, got {got}")
+    router.check_score(score)
+    if capacity_factor is not None:
+        units.positive(capacity_factor, "capacity_factor")
     start = replicas or comm
     for parameter in module.parameters():
         start.broadcast(marked(parameter).data, out=parameter.data)

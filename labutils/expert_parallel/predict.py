@@ -53,7 +53,10 @@ def sent(
     >>> one.total - one.by("name")["counts"] == 4 * 7 * 2 * 4096 // 8 * model.d_model * 2
     True
     """
-    E = anatomy.letters(model, ep=n)["E"]  # of a rank; or an error that says what does not fit
+    units.whole(itemsize, "itemsize", 1)
+    E = anatomy.letters(model, ep=units.whole(n, "n", 1))[
+        "E"
+    ]  # of a rank; or an error that says what does not fit
     if counts is None:
         (each,) = balanced(model, micro_batch * model.seq_len).values()
         row = [each] * model.num_experts
@@ -98,7 +101,8 @@ def model_states(model: ModelConfig, ep: int, *, itemsize: int = 4) -> Ledger:
     >>> [round(model_states(model, ep).total / 1e9) for ep in (1, 2, 4, 8)]
     [747, 386, 206, 116]
     """
-    Ψ, width = anatomy.num_params(model, ep=ep), itemsize
+    Ψ = anatomy.num_params(model, ep=units.whole(ep, "ep", 1))
+    width = units.whole(itemsize, "itemsize", 1)
     states = [("weights", "weights", Ψ * width), ("gradients", "gradients", Ψ * width)]
     states += [(moment, "optimizer", Ψ * width) for moment in MOMENTS["adamw"]]
     states.append(("step", "optimizer", 4 * len(_held(model, ep))))  # one of each tensor, in fp32

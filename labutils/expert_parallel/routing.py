@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from labutils import units
+
 SCORES = ("softmax", "sigmoid")
 
 
@@ -61,8 +63,9 @@ def route(
     E = logits.shape[-1]
     if not 1 <= k <= E:
         raise ValueError(f"k={k} of {E} experts cannot be chosen: use 1 … {E}")
-    if score not in SCORES:
-        raise ValueError(f"unknown score {score!r}: use {' or '.join(map(repr, SCORES))}")
+    check_score(score)
+    if capacity is not None:
+        capacity = units.whole(capacity, "capacity")
     scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
     chosen = (scores if bias is None else scores + bias).detach().topk(k).indices
     weights = scores.gather(-1, chosen)
@@ -71,13 +74,19 @@ def route(
     return Routing(chosen, weights, *_queued(chosen.T.flatten(), E, capacity), scores / total)
 
 
+def check_score(score: str) -> None:
+    """Raises ValueError for another way to score experts than those known."""
+    if score not in SCORES:
+        raise ValueError(f"unknown score {score!r}: use {' or '.join(map(repr, SCORES))}")
+
+
 def _queued(
     visits: Int[Tensor, "Tk"], E: int, capacity: int | None
 ) -> tuple[Int[Tensor, "Tk"], Int[Tensor, " E"], Int[Tensor, " E"]]:
     """The order of the visits, how many of each expert take place, how many were asked for. All
     shapes are known beforehand, so that a dry run can do it too."""
     experts, order = visits.sort(stable=True)
-    load = torch.zeros_like(visits[:1]).expand(E).scatter_add(0, visits, torch.ones_like(visits))
+    load = visits.new_zeros(E).scatter_add(0, visits, torch.ones_like(visits))
     if capacity is None:
         return order, load, load
     first = load.cumsum(0) - load
@@ -95,9 +104,9 @@ def capacity(tokens: int, num_experts: int, k: int, factor: float) -> int:
     Source: Switch Transformer 2101.03961, equation 3 (k = 1); k as in Megatron-LM's
     --moe-expert-capacity-factor.
     """
-    if factor <= 0:
-        raise ValueError(f"capacity factor {factor} leaves no room: use 1.0 or more, or None")
-    return ceil(Fraction(str(factor)) * tokens * k / num_experts)
+    units.positive(factor, "capacity_factor")
+    visits = units.whole(tokens, "tokens") * units.whole(k, "k", 1)
+    return ceil(Fraction(str(factor)) * visits / units.whole(num_experts, "num_experts", 1))
 
 
 def balance_loss(routing: Routing) -> Float[Tensor, ""]:

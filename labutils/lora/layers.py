@@ -18,6 +18,15 @@ from labutils.world import marked
 Linear = nn.Linear | quantization.Nf4Linear | ColumnLinear | RowLinear | TokenLinear
 
 
+def checked_rank(rank: int, d: int, k: int) -> int:
+    """The LoRA rank as an int; ValueError where a matrix of d × k has more use for a whole one."""
+    rank = units.whole(rank, "rank", 1)
+    if rank > max(d, k):
+        most = f"the update of a matrix of {d} × {k} has rank {min(d, k)} at most"
+        raise ValueError(f"rank={rank}: {most}; take a smaller one")
+    return rank
+
+
 class Adapter(nn.Module):
     """(α/r)·B·A·x, with dropout before A where it is asked for: what is trained.
 
@@ -36,7 +45,7 @@ class Adapter(nn.Module):
         like: Tensor | None = None,
     ) -> None:
         super().__init__()
-        (d, k), r = shape, units.whole(rank, "rank", 1)
+        (d, k), r = shape, checked_rank(rank, *shape)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}")
         made: Any = {}
@@ -149,7 +158,10 @@ class LoraLinear(nn.Module):
         raise TypeError(f"a layer with adapters has no weight of its own: {remedy}")
 
     def add(self, name: str, **options: Any) -> None:
-        """One more adapter; ValueError for a name that is taken."""
+        """One more adapter; ValueError for a name that is taken, or that no module can have."""
+        taken = hasattr(self.adapters, name) and name not in self.adapters
+        if not name or "." in name or taken:
+            raise ValueError(f"an adapter cannot be called {name!r}: give a word without a dot")
         if name in self.adapters:
             raise ValueError(f"there is an adapter {name!r} already: give another name")
         base, like = self.base, next(self.base.parameters())

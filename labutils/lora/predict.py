@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from labutils import anatomy, quantization
+from labutils import anatomy, quantization, units
 from labutils.config import ModelConfig
 from labutils.ledger import Ledger, Line
+from labutils.lora.layers import checked_rank
 from labutils.lora.transform import targets
 from labutils.memory import states
 
@@ -22,7 +23,8 @@ def trainable(model: ModelConfig, *, rank: int, pattern: Pattern = "*") -> int:
 
     Source: Hu et al. 2106.09685, section 5.1.
     """
-    return rank * sum(count * (d + k) for count, d, k in _matrices(model, pattern))
+    matrices = _matrices(model, pattern)
+    return sum(checked_rank(rank, d, k) * count * (d + k) for count, d, k in matrices)
 
 
 def _matrices(model: ModelConfig, pattern: Pattern) -> Iterator[tuple[int, int, int]]:
@@ -84,6 +86,7 @@ def training_flops(model: ModelConfig, *, rank: int, pattern: Pattern = "*") -> 
 
     Raises ValueError for a mixture of experts: which of them need gradients, routing decides.
     """
+    trainable(model, rank=rank, pattern=pattern)  # or an error
     head = 2 * anatomy.size("v h", anatomy.letters(model))
     found = dict(zip(PASSES, (head, head, 0), strict=True))
     for step in _walk(model, pattern):
@@ -125,6 +128,8 @@ def saved(
     """
     if model.dropout:
         raise ValueError(f"dropout={model.dropout}: there is a formula for dropout=0")
+    model_states(model, rank=rank, pattern=pattern, frozen=frozen)  # or an error
+    units.whole(batch, "batch", 1)
     width = 4 if frozen == "fp32" else 2
     how = anatomy.Policy(compute=width, stream=width, attention="sdpa")
     sizes = anatomy.letters(model) | {"b": batch, "r": rank}

@@ -18,7 +18,7 @@ from labutils.config import ModelConfig
 from labutils.lora.layers import LoraLinear, SplitAdapter, wrap
 from labutils.model import GPT
 
-OWN = "labutils.lora"  # the key of the metadata
+OWN, MODEL = "labutils.lora", "labutils.lora.model"  # the keys of the metadata
 
 
 def targets(model: ModelConfig, pattern: str | tuple[str, ...] = "*") -> list[anatomy.Part]:
@@ -158,7 +158,14 @@ def save_adapter(path: str | os.PathLike, module: nn.Module, name: str = "defaul
         settings[at] = dict(rank=adapter.rank, alpha=adapter.alpha, dropout=adapter.dropout)
     if not tensors:
         raise ValueError(f"no layer has an adapter {name!r}: nothing to save")
-    save_file(tensors, path, metadata={OWN: json.dumps(settings)})
+    shape = json.dumps(_shape(module))
+    save_file(tensors, path, metadata={OWN: json.dumps(settings), MODEL: shape})
+
+
+def _shape(module: nn.Module) -> list[int] | None:
+    """Layers and width of a GPT."""
+    config = getattr(module, "config", None)
+    return None if config is None else [config.num_layers, config.d_model]
 
 
 @torch.no_grad()
@@ -173,8 +180,16 @@ def load_adapter(path: str | os.PathLike, module: GPT, name: str = "default") ->
         with safe_open(path, "pt") as opened:
             found = {key: opened.get_tensor(key) for key in opened.keys()}
             settings = json.loads((opened.metadata() or {})[OWN])
+            shape = json.loads(opened.metadata().get(MODEL, "null"))
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"{file} is torn, or holds no adapter: {error}") from None
+    wanted = {f"{at}.{part}" for at in settings for part in "AB"}
+    if wanted != found.keys():
+        lacks = ", ".join(sorted(wanted ^ found.keys()))
+        raise ValueError(f"{file} is torn: {lacks} is not on both sides, tensors and settings")
+    if shape is not None and shape != _shape(module):
+        both = f"{_shape(module)} here and {shape} there"
+        raise ValueError(f"{file} is of another model: layers and width are {both}")
     for at in settings:
         layer = dict(module.named_modules()).get(at)
         base = layer.base if isinstance(layer, LoraLinear) else layer

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from labutils import units
 from labutils.tensor_parallel import ColumnLinear, RowLinear, Split, TokenLinear
 from labutils.world import Comm
 
@@ -155,6 +156,11 @@ class Scheme:
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
             raise ValueError(f"scaling={self.scaling!r}: choose one of {', '.join(SCALINGS)}")
+        for dtype in (self.forward, self.backward):
+            if dtype not in (E4M3, E5M2, torch.int8):
+                known = ", ".join(map(str, (E4M3, E5M2, torch.int8)))
+                raise ValueError(f"{dtype!r} is no format of 8 bits here: choose one of {known}")
+        units.whole(self.history, "history", 1)
 
     def dtype(self, operand: str) -> torch.dtype:
         """The format of "x", "weight" or "grad"."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from labutils import units
 from labutils.quantization.nf4 import seen
 
 STATE_BLOCK = 2048
@@ -107,6 +108,13 @@ class Adam8(torch.optim.Optimizer):
         block: int | None = STATE_BLOCK,
         smallest: int = 4096,
     ) -> None:
+        units.positive(lr, "lr", or_zero=True)
+        units.positive(eps, "eps", or_zero=True)
+        units.positive(weight_decay, "weight_decay", or_zero=True)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas}: both are at least 0 and below 1, as (0.9, 0.999)")
+        if block is not None:
+            block = units.whole(block, "block", 1)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.block, self.smallest = block, smallest
 

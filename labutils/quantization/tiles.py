@@ -261,10 +261,12 @@ def _tile(shape: tuple[int, ...], fmt: object, granularity: Granularity) -> tupl
             return 1, size
         granularity = size
     named = {None: (rows, columns), "tensor": (rows, columns), "row": (1, columns)}
-    if isinstance(granularity, int):
+    if units.is_whole(granularity):
         tile = 1, units.whole(granularity, "granularity", 1)
+    elif isinstance(granularity, tuple) and len(granularity) == 2:
+        tile = tuple(units.whole(each, "a side of granularity", 1) for each in granularity)
     else:
-        tile = granularity if isinstance(granularity, tuple) else named.get(granularity)
+        tile = None if isinstance(granularity, tuple) else named.get(granularity)
     if tile is None:
         raise ValueError(f"{granularity=}: give 'tensor', 'row', a number, or (rows, columns)")
     return tile

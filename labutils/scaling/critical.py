@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from labutils import units
+
 
 class Hyperbola(NamedTuple):
     """S = Smin + Emin / B: no batch needs fewer steps than `smin`, none fewer examples than `emin`.
@@ -20,7 +22,7 @@ class Hyperbola(NamedTuple):
 
     def steps(self, batch: float) -> float:
         """Steps to the target with this batch size."""
-        return self.smin + self.emin / batch
+        return self.smin + self.emin / units.positive(batch, "batch")
 
     def seconds(self, batch: float, devices: int, *, example: float, reduce: float) -> float:
         """Time to the target where `devices` share a batch: `example` seconds of one for each
@@ -34,8 +36,18 @@ def fit(steps: Mapping[float, float]) -> Hyperbola:
     >>> fit({1: 110.0, 10: 20.0, 100: 11.0})
     Hyperbola(smin=10.0, emin=100.0)
     """
+    if len(steps) < 2:
+        raise ValueError(
+            f"{len(steps)} batch sizes fix no hyperbola: give the steps of two or more"
+        )
+    for batch, each in steps.items():
+        units.positive(batch, "batch"), units.positive(each, f"steps of a batch of {batch}")
     # Divided by S: 1 = Smin·(1/S) + Emin·(1/(B·S)), two columns and the normal equations.
     columns = [(1 / s, 1 / (b * s)) for b, s in steps.items()]
     aa, ab, bb = (sum(c[i] * c[j] for c in columns) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b, det = sum(c[0] for c in columns), sum(c[1] for c in columns), aa * bb - ab * ab
-    return Hyperbola(round((a * bb - b * ab) / det, 9), round((b * aa - a * ab) / det, 9))
+    found = Hyperbola(round((a * bb - b * ab) / det, 9), round((b * aa - a * ab) / det, 9))
+    if min(found) < 0:
+        fall = "steps fall as the batch grows, and by less than it grows"
+        raise ValueError(f"{found} is of no hyperbola: {fall}; measure batches farther apart")
+    return found

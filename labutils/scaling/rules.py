@@ -39,6 +39,7 @@ def warm_up(step: int, steps: int, *, start: float, end: float) -> float:
 
     Source: P. Goyal et al., 1706.02677, section 2.2: a constant increment at each iteration.
     """
+    step, steps = units.whole(step, "step"), units.whole(steps, "steps")
     return start + (end - start) * min(step / steps, 1) if steps else end
 
 
@@ -58,6 +59,7 @@ def cosine(step: int, steps: int, *, peak: float, end: float = 0.0) -> float:
     >>> [round(cosine(step, 4, peak=1.0), 2) for step in range(6)]
     [1.0, 0.85, 0.5, 0.15, 0.0, 0.0]
     """
+    step, steps = units.whole(step, "step"), units.whole(steps, "steps", 1)
     return end + (peak - end) * (1 + math.cos(math.pi * min(step / steps, 1))) / 2
 
 
@@ -68,6 +70,9 @@ def wsd(step: int, steps: int, *, peak: float, decay: int, end: float = 0.0) -> 
     >>> [wsd(step, 6, peak=1.0, decay=2) for step in range(7)]
     [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
+    step, steps = units.whole(step, "step"), units.whole(steps, "steps", 1)
+    if units.whole(decay, "decay", 1) > steps:
+        raise ValueError(f"a decay of {decay} does not fit {steps} steps: use {steps} at most")
     return peak + (end - peak) * min(max(step - (steps - decay), 0) / decay, 1)
 
 
@@ -77,4 +82,7 @@ def shrinkage(lr: float, decay: float, steps: float) -> float:
     Each step multiplies by 1 − lr·decay. A batch k times as large takes k times fewer steps per
     epoch, so with a learning rate of k·lr as much is left as before; with k·decay too, much less.
     """
-    return (1 - lr * decay) ** steps
+    product = units.positive(lr, "lr", or_zero=True) * units.positive(decay, "decay", or_zero=True)
+    if product > 1:
+        raise ValueError(f"lr·decay = {product:g} turns the sign of a weight: use 1 at most")
+    return (1 - product) ** units.positive(steps, "steps", or_zero=True)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from labutils import anatomy
+from labutils import anatomy, units
 from labutils.config import ModelConfig
 from labutils.model import GPT
 from labutils.tensor_parallel import layers
@@ -46,6 +46,7 @@ def rank_config(model: ModelConfig, n: int) -> ModelConfig:
 
     Raises ValueError, with the size that n does not divide.
     """
+    n = units.whole(n, "n", 1)
     shared = n % model.num_kv_heads == 0  # each key–value head on as many neighbouring ranks
     divided = replace(model, num_kv_heads=model.num_heads) if shared else model
     sizes = anatomy.letters(divided, tp=n)

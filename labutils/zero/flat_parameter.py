@@ -77,6 +77,12 @@ class FlatParameter:
 
     def _flattened(self, parameters: Sequence[nn.Parameter]) -> Shaped[Tensor, " padded"]:
         kinds = sorted({f"{p.dtype} on {p.device}" for p in parameters})
+        if len(kinds) > 1 and not all(p.is_floating_point() for p in parameters):
+            raise ValueError(
+                f"a flat parameter has one dtype, and weights of few bits ({', '.join(kinds)}) lie "
+                "beside others in each layer: keep them whole, and step what is trained by a "
+                "zero.Optimizer of level 1 or 2"
+            )
         if len(kinds) > 1:
             raise ValueError(
                 f"a flat parameter has one dtype and one device, not {', '.join(kinds)}: convert "
