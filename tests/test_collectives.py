@@ -435,9 +435,18 @@ def on_two(fn):
             "all_reduce_naive, all_reduce_ring, all_reduce_tree",
         ),
         (lambda: collectives.cost("all_reduce", 8, 2, LINK), "no algorithm 'all_reduce'"),
-        (lambda: collectives.cost("all_reduce_ring", float("nan"), 2, LINK), "finite number of at least 0, got nan"),
-        (lambda: collectives.cost("all_reduce_ring", -1, 2, LINK), "nbytes must be at least 0, got -1"),
-        (lambda: collectives.cost("all_reduce_ring", float("inf"), 2, LINK), "nbytes must be a finite number of at least 0, got inf"),
+        (
+            lambda: collectives.cost("all_reduce_ring", float("nan"), 2, LINK),
+            "finite number of at least 0, got nan",
+        ),
+        (
+            lambda: collectives.cost("all_reduce_ring", -1, 2, LINK),
+            "nbytes must be at least 0, got -1",
+        ),
+        (
+            lambda: collectives.cost("all_reduce_ring", float("inf"), 2, LINK),
+            "nbytes must be a finite number of at least 0, got inf",
+        ),
         (lambda: collectives.bus_factor("barrier", 4), "nccl-tests"),
         (lambda: collectives.algbw(8, 0), "seconds"),
         (lambda: collectives.shares(4, 0), "n must be at least 1"),
