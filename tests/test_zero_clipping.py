@@ -352,7 +352,10 @@ def test_the_weights_of_a_zero_optimizer_are_refused_and_its_pieces_taken():
 @pytest.mark.parametrize("shares, norm", [(1, 12**0.5), (4, 48**0.5)])
 def test_a_parameter_of_ones_own_says_what_it_is(shares, norm):
     def program(rank):
-        return zero.clip_grad_norm([one(rank, shares=shares)], rank.comm(), 1.0).item()
+        mine = one(rank, shares=shares)
+        return zero.clip_grad_norm(
+            [mine, mine], rank.comm(), 1.0
+        ).item()  # named twice, counts once
 
     assert World(Mesh(dp=2, tp=2)).run(program) == [pytest.approx(norm)] * 4
 
