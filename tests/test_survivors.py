@@ -11,6 +11,7 @@ from torch import nn
 
 from labutils import (
     checkpointing,
+    collectives,
     flash,
     floats,
     measure,
@@ -23,7 +24,7 @@ from labutils import (
     world,
     zero,
 )  # fmt: skip
-from labutils.config import ModelConfig, TrainConfig
+from labutils.config import Link, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.teach import plots
 
@@ -306,3 +307,15 @@ def test_a_gradient_inside_a_region_is_taken_again_in_its_own_format():
     with precision.autocast():
         y.sum().backward()
     assert set(seen) == {torch.float32}
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_of_equally_fast_algorithms_the_first_is_named(n):
+    free = Link(0, 1e9)  # of nothing, over a link without latency, each takes no time
+    assert collectives.fastest(0, n, free) == collectives.ALL_REDUCES[0]
+
+
+def test_a_tile_as_large_as_the_cache_is_taken():
+    assert [flash.algorithms.default_blocks(heads) for heads in (1, 2, 4, 8, 9)] == [
+        (512, 512), (256, 512), (256, 256), (128, 256), (128, 256),
+    ]  # fmt: skip

@@ -95,7 +95,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('else n * mine, *x', 'else len(x), *x'),
         (' or (recv_sizes and recv_sizes[i] != mine)', ''),
     ],
-    ("collectives/costs", "test_collectives"): [
+    ("collectives/costs", "test_collectives test_survivors"): [
+        ("min(ALL_REDUCES, key", "min(reversed(ALL_REDUCES), key"),
         ("at.S - at.piece(1))", "at.S - at.piece())"),
         ("return 2 * _log(p) + 2 * left_over, Fraction(2 * (p - 1), p) + 2 * left_over", "return 2 * _log(p) + 2 * left_over, Fraction(2 * (p - 1), p)"),
         ("min(end, larger) - min(first, larger)", "min(end, larger)"),
@@ -648,6 +649,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("wanted = i > 0 or self.input_needs_gradient", "wanted = True"),
     ],
     ("flash/algorithms", "test_flash test_survivors"): [
+        ("math.prod(size) <= 2**18", "math.prod(size) < 2**18"),
         ("top = torch.maximum(lse1, lse2).detach()", "top = lse1.detach()"),
         ("dq = torch.zeros(q.shape, dtype=ctx.problem.dtype, device=q.device)", "dq = torch.zeros_like(q)"),
         ("offset = s_k - s_q", "offset = 0"),
