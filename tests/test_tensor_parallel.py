@@ -15,6 +15,7 @@ from labutils import (
     measure,
     memory,
     precision,
+    quantization,
     tensor_parallel,
     zero,
 )
@@ -797,3 +798,23 @@ def test_autocast_goes_through_split_layers(sequence, config):
         mine = joined([result[1][name] for result in found[0]], wanted)
         assert mine.dtype == torch.float32
         assert (mine - wanted).norm() <= 0.05 * wanted.norm() + 1e-4, name
+
+
+def test_a_hook_that_a_share_would_lose_is_refused_and_no_model_of_ranks_is_copied():
+    """Rounded weights are kept, rounded inputs would not be."""
+
+    def program(rank, inputs):
+        model = quantization.quantized(build(LLAMA, 0), torch.round, inputs)
+        return tensor_parallel.parallelize(model, rank.comm("tp")).loss(*ROWS).item()
+
+    with pytest.raises(RankError, match=r"hooked to a Linear \(quantized inputs\?\) would be lost"):
+        ranks(2).run(program, torch.round)
+    expected = quantization.quantized(build(LLAMA, 0), torch.round).loss(*ROWS).item()
+    assert ranks(2).run(program, None) == [pytest.approx(expected, rel=1e-12)] * 2
+
+    def late(rank):
+        model = tensor_parallel.parallelize(build(LLAMA, 0), rank.comm("tp"))
+        quantization.quantized(model, torch.round)
+
+    with pytest.raises(RankError, match="has no copy: copy the module first, and change the copy"):
+        ranks(2).run(late)

@@ -144,6 +144,9 @@ class Split(nn.Module):
                 "data_parallel.replicate or zero.Optimizer"
             )
             raise TypeError(f"{why}: {remedy}")
+        if whole._forward_pre_hooks or whole._forward_hooks:
+            what = f"what was hooked to a {type(whole).__name__} (quantized inputs?) would be lost"
+            raise TypeError(f"{what}: parallelize the model first, then hook to its shares")
         self.weight = whole.weight
         self.bias = getattr(whole, "bias", None)
 
