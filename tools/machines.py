@@ -25,8 +25,8 @@ VARIANTS = {
     "default": {"ATEN_CPU_CAPABILITY": "default"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "avx512": {"ATEN_CPU_CAPABILITY": "avx512"},
-    "2": {"OMP_NUM_THREADS": "2"},
-    "4": {"OMP_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE"},  # also on two cores
+    "2": {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},  # who waits spins else
+    "4": {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE", "MKL_DYNAMIC": "FALSE"},
     "default, 2": {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2"},
     "onednn": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
     "mkl": {"MKL_CBWR": "COMPATIBLE"},
