@@ -249,7 +249,7 @@ predict("warm-up/half", lr=1.6)
 # %%
 steps = round(5 * 1281167 / 8192)
 print(f"{steps} iterations, each adds {(3.2 - 0.1) / steps:.6f}")
-reveal("warm-up/half", lr=scaling.warm_up(steps / 2, steps, start=0.1, end=3.2))
+reveal("warm-up/half", lr=scaling.warm_up(steps // 2, steps, start=0.1, end=3.2))
 
 # %%
 shapes = {
