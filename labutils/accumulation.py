@@ -150,6 +150,7 @@ def gradient_buffer(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Para
     def take(parameter: nn.Parameter) -> None:
         if parameter not in sums:
             sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+        assert parameter.grad is not None  # the hook says that it is there
         sums[parameter] += parameter.grad
         parameter.grad = None
 

@@ -235,7 +235,7 @@ def _linear(
 ) -> Part:
     """A linear layer, which keeps its input unless that is `shared` with a tensor already kept;
     autocast adds a half copy of each of its weights."""
-    keeps = () if shared else (Kept("input", reads, how.compute),)
+    keeps: tuple[Kept, ...] = () if shared else (Kept("input", reads, how.compute),)
     if how.autocast:
         keeps += (Kept("half copy of the weight", f"{copies} {weight}", how.compute),)
     return Part(name, weight, weight.split()[0] if bias else "", products=weight, keeps=keeps)
@@ -345,7 +345,7 @@ def kept(model: Model, how: Policy) -> Iterator[tuple[str, Kept]]:
 def _numbered(rows: Iterable[Part], word: str, n: int) -> Iterator[Part]:
     """The rows, in which those of a layer (or of an expert) come once for each of `n`."""
     for repeated, group in itertools.groupby(rows, lambda part: word in part.name):
-        group = tuple(group)
+        same = tuple(group)
         for i in range(n if repeated else 1):
-            for part in group:
+            for part in same:
                 yield replace(part, name=part.name.replace(f"{word}.*", f"{word}.{i}"))

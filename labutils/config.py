@@ -34,6 +34,7 @@ SCHEDULES = (
     "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "dualpipe_v", "dualpipe",
 )  # fmt: skip
 """The functions of `schedule` whose steps end before the optimizer's begins."""
+_FROM_OTHERS: Any = None  # the default of a field that is worked out of others: never None later
 
 
 def _one_of(fields: Mapping[str, Any], **allowed: tuple) -> None:
@@ -67,8 +68,8 @@ class ModelConfig:
     d_ff: int
     vocab_size: int
     seq_len: int
-    num_kv_heads: int | None = None
-    d_head: int | None = None
+    num_kv_heads: int = _FROM_OTHERS
+    d_head: int = _FROM_OTHERS
     ffn: str = "gelu"
     norm: str = "layernorm"
     positions: str = "learned"
@@ -152,13 +153,12 @@ class ModelConfig:
     def named(cls, name: str) -> "ModelConfig":
         """The model of that name in data/models.csv."""
         row, told = _row("models.csv", name, "model"), {"True": True, "False": False}
-        return cls(
-            **{
-                field.name: int(cell) if cell.isdigit() else told.get(cell, cell)
-                for field in dataclasses.fields(cls)
-                if (cell := row.get(field.name))
-            }
-        )
+        given: dict[str, Any] = {
+            field.name: int(cell) if cell.isdigit() else told.get(cell, cell)
+            for field in dataclasses.fields(cls)
+            if (cell := row.get(field.name))
+        }
+        return cls(**given)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -183,12 +183,12 @@ class ModelConfig:
             config, origin = _read_json(Path(source))
         else:
             raise TypeError(f"from_hf takes a path or a dictionary, got {source!r}")
-        family = config.get("model_type")
-        if reason := _HF_BEYOND.get(str(family)):
+        family = str(config.get("model_type"))
+        if reason := _HF_BEYOND.get(family):
             raise ValueError(f"{origin}: {family} has {reason}, which a ModelConfig has not")
-        if str(family) not in _HF_FAMILIES:
+        if family not in _HF_FAMILIES:
             read = f"from_hf reads {', '.join(_HF_FAMILIES)}. Build a ModelConfig by hand instead"
-            raise ValueError(f"{origin}: model_type is {family!r}; {read}")
+            raise ValueError(f"{origin}: model_type is {config.get('model_type')!r}; {read}")
         try:
             return cls(**_HF_FAMILIES[family](config))
         except KeyError as missing:
@@ -478,7 +478,8 @@ class Mesh:
             if axis not in COMM_AXES:
                 raise ValueError(f"a mesh has no axis {axis!r}: it has {', '.join(COMM_AXES)}")
         self.coords(rank)  # or an error
-        rank, known, apart = operator.index(rank), self._axes, []
+        rank, known = operator.index(rank), self._axes
+        apart: list[range] = []
         for step, n in sorted(known[axis] for axis in set(axes)):
             rank -= rank // step % n * step
             if apart and apart[-1].step * len(apart[-1]) == step:  # begins where that one ends
@@ -492,7 +493,7 @@ class Mesh:
         return tuple(rank + sum(places) for places in itertools.product(*reversed(apart)))
 
 
-def _listed(ranks: range) -> range:
+def _listed(ranks: Sequence[int]) -> Sequence[int]:
     """`ranks`, after checking that a list of so many is not too long."""
     if len(ranks) > _MOST:
         few = f"at most {_MOST:,} can be listed"

@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
-from numbers import Real
 from random import Random
 from typing import Any, NamedTuple
 
@@ -22,6 +21,9 @@ from labutils import units
 MODES = ("nearest", "zero", "stochastic")
 OVERFLOWS = ("ieee", "saturate")
 NANS = ("ieee", "all_ones", "negative_zero", "none")
+_FROM_OTHERS: Any = None  # the default of a field that is worked out of others: never None later
+
+Real = float | Fraction
 
 
 class Fields(NamedTuple):
@@ -63,7 +65,7 @@ class FloatFormat:
     exponent_bits: int
     mantissa_bits: int
     _: KW_ONLY
-    bias: int | None = None
+    bias: int = _FROM_OTHERS
     nan: str = "ieee"
     signed: bool = True
     zero: bool = True
@@ -166,7 +168,7 @@ class FloatFormat:
         >>> FP16.spacing(2048), BF16.spacing(256), E4M3.spacing(0)
         (2.0, 2.0, 0.001953125)
         """
-        if not abs(x) <= self.max:
+        if not -self.max <= x <= self.max:
             return math.nan
         return math.ldexp(1.0, max(_exponent(x), self.min_exponent) - self.mantissa_bits)
 
@@ -279,7 +281,7 @@ class FloatFormat:
         # field by itself.
         exponent = max(_exponent(x), self.min_exponent)
         shift = self.mantissa_bits - exponent
-        numerator, denominator = abs(x).as_integer_ratio()
+        numerator, denominator = (-x if negative else x).as_integer_ratio()
         ratio = numerator << max(shift, 0), denominator << max(-shift, 0)
         code = exponent - self.min_exponent << self.mantissa_bits
         code += _round_ratio(*ratio, mode, random)
@@ -355,7 +357,8 @@ def _exponent(x: Real) -> int:
     """⌊log₂ |x|⌋; some very negative number for 0."""
     if x == 0:
         return -(1 << 20)
-    numerator, denominator = abs(x).as_integer_ratio()
+    numerator, denominator = x.as_integer_ratio()
+    numerator = abs(numerator)
     guess = numerator.bit_length() - denominator.bit_length()
     return guess if numerator << max(-guess, 0) >= denominator << max(guess, 0) else guess - 1
 
@@ -365,7 +368,7 @@ def _round_ratio(numerator: int, denominator: int, mode: str, random: Random | N
     whole, rest = divmod(numerator, denominator)
     if mode == "nearest":
         return whole + (2 * rest > denominator or (2 * rest == denominator and whole % 2 == 1))
-    if mode == "stochastic":
+    if random is not None and mode == "stochastic":
         return whole + (random.randrange(denominator) < rest)
     return whole
 
@@ -465,7 +468,8 @@ class BlockFormat:
             )
         if not all(math.isfinite(v) for v in values):
             return self.scale.encode(math.nan), [0] * len(values)
-        scale = self.scale.encode(self._wanted(max(map(abs, values))), overflow="saturate")
+        largest = max(-v if v < 0 else v for v in values)
+        scale = self.scale.encode(self._wanted(largest), overflow="saturate")
         unit = Fraction(self.scale.decode(scale))
         quotients = [Fraction(v) / unit if unit else 0 for v in values]
         return scale, [self.element.encode(q, overflow="saturate") for q in quotients]

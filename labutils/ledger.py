@@ -93,10 +93,10 @@ class Ledger(_Table):
     (60, {0: 40, 1: 20}, {'weights': 20, 'gradients': 20})
     """
 
-    lines: tuple[Line, ...] = ()  # made of any iterable
+    lines: tuple[Line, ...] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lines", tuple(self.lines))
+    def __init__(self, lines: Iterable[Line] = ()) -> None:
+        object.__setattr__(self, "lines", tuple(lines))
         for line in self.lines:
             if not isinstance(line, Line):
                 remedy = "write Line(name, amount)"

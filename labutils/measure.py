@@ -417,7 +417,7 @@ def _undisturbed() -> Iterator[None]:
             importlib.import_module("torch._dynamo")
             _Shared.collecting = gc.isenabled()
             gc.disable()
-            torch.UntypedStorage.resize_ = _resize_
+            type.__setattr__(torch.UntypedStorage, "resize_", _resize_)
     try:
         yield
     finally:
@@ -431,7 +431,7 @@ def _undisturbed() -> Iterator[None]:
 
 def _resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     before = storage.nbytes()
-    torch._C.StorageBase.resize_(storage, size)
+    torch._C.StorageBase.resize_(storage, size)  # type: ignore[attr-defined]  # not in its stub
     for recorder in _recorders():
         if recorder.resized(storage, before):
             recorder.happened("resize_")

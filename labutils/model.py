@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +67,9 @@ class Rotary(nn.Module):
     Source: Su et al. 2104.09864, section 3.2.2, with the halves paired as in the released Llama
     weights.
     """
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, seq_len: int, d_head: int, base: float = ROPE_BASE) -> None:
         super().__init__()
@@ -191,7 +194,8 @@ class Block(nn.Module):
         self.attention_norm = _norm(config)
         self.attention = Attention(config, rotary, attend)
         self.feed_forward_norm = _norm(config)
-        self.feed_forward = (MixtureOfExperts if config.num_experts > 1 else FeedForward)(config)
+        kind: type[nn.Module] = MixtureOfExperts if config.num_experts > 1 else FeedForward
+        self.feed_forward = kind(config)
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Float[Tensor, "b s h"]) -> Float[Tensor, "b s h"]:
@@ -244,7 +248,8 @@ class GPT(nn.Module):
         # One table, shared by all layers.
         rotary = Rotary(s, config.d_head) if config.positions == "rope" else None
         self.dropout = Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, rotary, attend) for _ in range(L))
+        blocks = nn.ModuleList(Block(config, rotary, attend) for _ in range(L))
+        self.blocks = cast("Sequence[Block]", blocks)
         self.norm = _norm(config)
         self.head = nn.Linear(h, v, bias=False)
         if config.tied:

@@ -79,7 +79,7 @@ def alike(device: torch.device) -> torch.Generator | None:
     """What weights are drawn from that nobody gave a generator: on ranks one that all have in
     common, so that they begin alike; elsewhere None, which is torch's own."""
     numbers = here()
-    return numbers and numbers.near(numbers.shared("world", 0), device)
+    return None if numbers is None else numbers.near(numbers.shared("world", 0), device)
 
 
 def dropout(
@@ -180,8 +180,9 @@ class _Own(TorchDispatchMode):
         kwargs = kwargs or {}
         if _draws(func) and kwargs.get("generator") is None:
             func = _with_generator(func)
-            on = [x.device for x in args if isinstance(x, Tensor)] or [kwargs.get("device")]
-            generator = self.numbers.near(self.numbers.own, on[0] or torch.device("cpu"))
+            asked = kwargs.get("device") or torch.device("cpu")
+            on = next((x.device for x in args if isinstance(x, Tensor)), asked)
+            generator = self.numbers.near(self.numbers.own, on)
             kwargs = kwargs | dict(generator=generator)
         return func(*args, **kwargs)
 
@@ -196,7 +197,7 @@ def _arguments(func: Any) -> set[tuple[str, str]]:
 
 
 @functools.cache
-def _with_generator(func: Callable) -> Callable:
+def _with_generator(func: Any) -> Callable:
     """The same operation, in the form that takes a generator; RuntimeError where there is none."""
     wanted = _arguments(func) | {("generator", "Optional[Generator]")}
     for name in func.overloadpacket.overloads():

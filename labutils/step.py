@@ -138,8 +138,8 @@ class RankStep:
             for block in net.blocks:
                 block.attention.attend = ATTENTION[train.attention]
         else:
-            how = dict(attention=train.attention, kind=train.layout)
-            context_parallel.share_tokens(net, rank.comm("cp"), **how)
+            cp, kind = rank.comm("cp"), train.layout
+            context_parallel.share_tokens(net, cp, attention=train.attention, kind=kind)
         if train.adapters and train.adapters.base == "nf4":
             lora.quantize_base(net)
         if mesh.tp > 1:
@@ -147,7 +147,7 @@ class RankStep:
         if train.fp8:
             quantization.use_fp8(net, quantization.SCHEMES[train.fp8])
         if chosen := train.adapters:
-            sizes = dict(rank=chosen.rank, alpha=chosen.alpha, pattern=chosen.pattern)
+            sizes: Any = dict(rank=chosen.rank, alpha=chosen.alpha, pattern=chosen.pattern)
             lora.adapt(net, **sizes, generator=_seeded(rank))
         if mesh.ep > 1:
             expert_parallel.spread_experts(net, rank.comm("ep"), replicas=self.replicas)
@@ -168,7 +168,9 @@ class RankStep:
         wide = torch.float32 if self.train.fp32_gradients else None
         how: Any = dict(reshard=self.train.reshard, param_dtype=half, reduce_dtype=wide)
         for stage in self.stages:
-            zero.shard(stage, self.replicas, units=list(stage.blocks.values()), **how)
+            zero.shard(
+                stage, self.replicas, units=list(stage.get_submodule("blocks").children()), **how
+            )
 
     def _sides(self) -> Iterator[tuple[dict[str, nn.Parameter], Comm]]:
         """What is trained, by the ranks that have it alike: experts, and all else."""

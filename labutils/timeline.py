@@ -1,5 +1,6 @@
 """What happens when: who does or holds what, from when to when, and the bytes alive."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from labutils.ledger import Ledger
@@ -116,6 +117,7 @@ class Occupancy:
         """Bytes held at the fullest operation."""
         changes: dict[float, int] = {}
         for span in self.spans:
+            assert span.elements, f"{span} holds a stretch of no elements"
             first, stop = span.elements
             nbytes = (stop - first) * self.itemsizes[span.kind]
             changes[span.start] = changes.get(span.start, 0) + nbytes
@@ -140,10 +142,10 @@ class Moment:
 class History:
     """Bytes resident over the course of a step: one ledger a moment."""
 
-    moments: tuple[Moment, ...]  # made of any iterable
+    moments: tuple[Moment, ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "moments", tuple(self.moments))
+    def __init__(self, moments: Iterable[Moment]) -> None:
+        object.__setattr__(self, "moments", tuple(moments))
         if not self.moments:
             raise ValueError("a History needs at least one Moment: nothing was recorded")
 

@@ -122,7 +122,7 @@ class Trace:
         replayed = self._replay(lambda nbytes: latency + nbytes / bandwidth)
         return float(max((message.end for message in replayed), default=0))
 
-    def _replay(self, cost: Callable[[int], float]) -> tuple[Message, ...]:
+    def _replay(self, cost: Callable[[int], float | Fraction]) -> tuple[Message, ...]:
         """All messages with start and end. Each is a rendezvous: it starts when its sender has come
         to the send and its receiver to the receive, and both go on when it has arrived."""
         places = {rank: _Place(events) for rank, events in self._programs}

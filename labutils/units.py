@@ -6,6 +6,7 @@ import numbers
 import operator
 import re
 from fractions import Fraction
+from typing import Any
 
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
@@ -66,7 +67,7 @@ def parse(quantity: str) -> int | float:
     return int(amount) if amount.denominator == 1 else float(amount)
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: Any) -> bool:
     """Whether `value` is one whole number: an int, or what `operator.index` takes for one, as
     numpy's and torch's integers; True is none.
 
@@ -85,7 +86,7 @@ def is_whole(value: object) -> bool:
     return True
 
 
-def whole(value: object, name: str, minimum: int = 0) -> int:
+def whole(value: Any, name: str, minimum: int = 0) -> int:
     """`value` as a Python int, after checking that it is a whole number ≥ `minimum`.
 
     Compute with what it returns: a numpy.int8 that is left as it is overflows without a word.

@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,9 @@ from labutils import anatomy
 from labutils.checkpointing.plans import Costs, Plan, Run, Stage, Step, history, require_length
 from labutils.checkpointing.recompute import Ambient, checkpoint
 from labutils.config import ModelConfig
-from labutils.model import Block
+from labutils.model import GPT, Block
 
+Of = TypeVar("Of", bound=nn.Module)
 POLICIES = ("none", "selective", "full")
 
 
@@ -164,7 +166,7 @@ class _Flops(TorchDispatchMode):
 
 
 class _Embedding(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: GPT) -> None:
         super().__init__()
         self.model = model
 
@@ -173,7 +175,9 @@ class _Embedding(nn.Module):
 
 
 class _Head(nn.Module):
-    def __init__(self, model: nn.Module, targets: Tensor | None) -> None:
+    targets: Tensor | None
+
+    def __init__(self, model: GPT, targets: Tensor | None) -> None:
         super().__init__()
         self.norm = model.norm
         self.scores = model.head
@@ -186,7 +190,7 @@ class _Head(nn.Module):
         return F.cross_entropy(scores.flatten(0, 1), self.targets.flatten())
 
 
-def stages(model: nn.Module, targets: Tensor | None = None) -> list[nn.Module]:
+def stages(model: GPT, targets: Tensor | None = None) -> list[nn.Module]:
     """A GPT as a chain: the embedding, its blocks, and the head, which ends in the loss if it can.
 
     Invariant: run one after the other they compute model(tokens), or model.loss(tokens, targets).
@@ -194,7 +198,7 @@ def stages(model: nn.Module, targets: Tensor | None = None) -> list[nn.Module]:
     return [_Embedding(model), *model.blocks, _Head(model, targets)]
 
 
-def apply(model: nn.Module, policy: str) -> nn.Module:
+def apply(model: Of, policy: str) -> Of:
     """The same model, told to checkpoint itself.
 
     model: a GPT, or stages of one, alone or in a list
@@ -215,7 +219,7 @@ def apply(model: nn.Module, policy: str) -> nn.Module:
         if policy == "selective":
             block.attention.attend = functools.partial(checkpoint, attend)
         elif policy == "full":
-            block.forward = functools.partial(checkpoint, block.forward)
+            block.__dict__["forward"] = functools.partial(checkpoint, block.forward)
     return model
 
 

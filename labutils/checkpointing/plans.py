@@ -26,6 +26,7 @@ from labutils.ledger import Ledger, Line
 from labutils.timeline import History, Moment, Span, Timeline
 
 Cost = int | float
+_AS_OUTPUT: Any = None  # the default of a gradient's bytes: never None later
 OPERATIONS = ("forward", "record", "backward", "drop")
 
 
@@ -42,7 +43,7 @@ class Stage:
     forward: Cost = 1
     output: int = 1
     interior: int = 0
-    gradient: int | None = None
+    gradient: int = _AS_OUTPUT
 
     def __post_init__(self) -> None:
         if self.gradient is None:
@@ -432,7 +433,9 @@ class _Optimum:
         around = zip(costs.stages, self.gradient[:-1], self.gradient[1:], strict=True)
         kinds: dict[tuple, int] = {}
         self.kinds = tuple(kinds.setdefault(kind, len(kinds)) for kind in around)
-        self.known = {(): _Front(np.array([0]), np.array([0]))}  # of a piece without stages
+        self.known: dict[tuple[int, ...], _Front] = {
+            (): _Front(np.array([0]), np.array([0]))
+        }  # of a piece without stages
         for length in range(1, len(costs) + 1):
             for s in range(len(costs) - length + 1):
                 key = self.kinds[s : s + length]
@@ -447,7 +450,8 @@ class _Optimum:
         kept = first.interior + first.output
         rest = self.front(s + 1, t), self.front(s, s - 1)
         yield _Way(None, kept, max(kept + after, before), first.forward, *rest)
-        fullest, cost, previous = before, 0, 0
+        fullest, previous = before, 0
+        cost: Cost = 0
         for j, stage in enumerate(self.stages[s:t], s + 1):
             fullest = max(fullest, previous + stage.output + after)
             cost += stage.forward

@@ -126,6 +126,7 @@ class _Region:
         if slot.tensor is None:
             self.recompute()
         tensor, slot.tensor = slot.tensor, None
+        assert tensor is not None  # `recompute` fills every slot, or raises
         return tensor
 
     def recompute(self) -> None:

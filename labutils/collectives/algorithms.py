@@ -8,7 +8,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Shaped
@@ -64,7 +64,7 @@ class _Pieces:
         return rows * self.nbytes // max(len(self.x), 1)
 
 
-def is_rank(number: object, size: int) -> bool:
+def is_rank(number: Any, size: int) -> bool:
     """Whether this is the number of one of `size` ranks; True is none, though Python takes it
     for 1."""
     return units.is_whole(number) and bool(0 <= number < size)
@@ -192,14 +192,14 @@ def reduce_scatter_ring(
     Invariant: piece j is summed in the order of the ring, starting at rank j + 1 and ending at
     rank j, whatever the timing.
     """
-    in_place = out is not None and _storage(out) == _storage(x)
-    pieces = _Pieces(x if in_place else _copy(x), comm.size)
+    own = out if out is not None and _storage(out) == _storage(x) else None
+    pieces = _Pieces(_copy(x) if own is None else x, comm.size)
     mine = pieces[comm.rank]
-    if in_place and not (_same_place(out, mine) and out.shape == mine.shape):
+    if own is not None and not (_same_place(own, mine) and own.shape == mine.shape):
         piece = f"its piece {comm.rank} of {comm.size}: give that piece, or memory of its own"
         raise ValueError(f"rank {comm.rank}: out lies in x, but is not {piece}")
     ring_hops(pieces, comm, comm.rank - 1, op)
-    return out if in_place else _into(out, mine)
+    return _into(out, mine) if own is None else own
 
 
 @_collective

@@ -103,7 +103,9 @@ class _Ring(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        comm, mine, on_their_way = ctx.comm, None, ()
+        comm: Comm = ctx.comm
+        mine: Tensor | None = None
+        on_their_way: tuple[Any, ...] = ()
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         with comm.record("ring backward"):
             for holder, kv in _round(torch.stack([k, v]), comm):
@@ -118,6 +120,7 @@ class _Ring(torch.autograd.Function):
                 if on_their_way:
                     d_kv += _arrived(on_their_way)
                 on_their_way = _pass_on(d_kv, comm)
+            assert mine is not None  # a round begins with one's own
             if on_their_way:
                 mine = mine + _arrived(on_their_way)
         dk, dv = mine
@@ -185,7 +188,8 @@ def ulysses_attention(
     k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
     heads = [x.unflatten(1, (n, -1)) for x in (q, k, v)]
     mine = heads_for_tokens(torch.cat(heads, 2).flatten(1, 2), whole, comm)
-    out, _ = _attend(*mine.split([x.shape[2] for x in heads], 1), None, block)
+    q, k, v = mine.split([x.shape[2] for x in heads], 1)
+    out, _ = _attend(q, k, v, None, block)
     return tokens_for_heads(out, whole, comm)
 
 

@@ -74,7 +74,7 @@ class SequenceLayout:
         """The whole sequence, from what each rank has of it."""
         if len(shares) != self.n:
             raise ValueError(f"there are {self.n} shares, got {len(shares)}: one from each rank")
-        chunks = {}
+        chunks: dict[int, Tensor] = {}
         for rank, share in enumerate(shares):
             chunks |= zip(self.numbers(rank), share.split(self.chunk, dim), strict=True)
         return torch.cat([chunks[number] for number in sorted(chunks)], dim)

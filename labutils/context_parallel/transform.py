@@ -93,6 +93,7 @@ def distribute(
     """
     share_tokens(module, comm, attention=attention, kind=kind, block=block)
     module.__class__ = ContextGPT
+    assert isinstance(module, ContextGPT)
     module.comm = comm
     module.kind = kind
     return module

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -20,7 +21,7 @@ class Bucket:
     itemsize: bytes of an element
     """
 
-    names: tuple[Hashable, ...]
+    names: tuple[Any, ...]
     sizes: tuple[int, ...]
     itemsize: int = 4
 
@@ -31,7 +32,7 @@ class Bucket:
 
 
 def buckets(
-    sizes: Mapping[Hashable, int] | Sequence[int],
+    sizes: Mapping[str, int] | Mapping[int, int] | Sequence[int],
     bucket_bytes: int = BUCKET_BYTES,
     *,
     itemsize: int = 4,
@@ -45,19 +46,18 @@ def buckets(
 
     Invariant: each is in one bucket; one that is larger than a bucket has a bucket of its own.
     """
-    if not isinstance(sizes, Mapping):
-        sizes = dict(enumerate(sizes))
     bucket_bytes, itemsize = units.wholes(1, bucket_bytes=bucket_bytes, itemsize=itemsize)
-    sizes = {name: units.whole(size, f"size of {name!r}") for name, size in sizes.items()}
+    given: Mapping[Any, int] = sizes if isinstance(sizes, Mapping) else dict(enumerate(sizes))
+    of = {name: units.whole(size, f"size of {name!r}") for name, size in given.items()}
     grouped: list[list[Hashable]] = []
     held = 0
-    for name in reversed(sizes):
-        if not grouped or held + sizes[name] > bucket_bytes:
+    for name in reversed(list(of)):
+        if not grouped or held + of[name] > bucket_bytes:
             grouped.append([])
             held = 0
         grouped[-1].append(name)
-        held += sizes[name]
-    parts = [(tuple(names), tuple(sizes[name] for name in names)) for names in grouped]
+        held += of[name]
+    parts = [(tuple(names), tuple(of[name] for name in names)) for names in grouped]
     return tuple(Bucket(names, nbytes, itemsize) for names, nbytes in parts)
 
 
@@ -87,8 +87,7 @@ def _sent(name: str, how: str, sizes: Iterable[tuple[int, int]], n: int) -> Ledg
     """A collective of each of the tensors of so many bytes, and bytes of an element."""
     lines: list[Line] = []
     for nbytes, itemsize in sizes:
-        each = {"nbytes": nbytes, "n": n, "itemsize": itemsize, "name": name}
-        lines += collectives.sent(f"{name}_{how}", **each)
+        lines += collectives.sent(f"{name}_{how}", nbytes=nbytes, n=n, itemsize=itemsize, name=name)
     return Ledger(lines).merged()
 
 
@@ -113,7 +112,8 @@ def backward_timeline(
     0.5
     """
     sizes = {f"layer {i}": nbytes for i, (nbytes, _) in enumerate(layers)}
-    spans, now, ready = [], 0.0, {}
+    spans, now = list[Span](), 0.0
+    ready: dict[Hashable, float] = {}
     layers = [(nbytes, units.positive(t, "seconds", or_zero=True)) for nbytes, t in layers]
     for name, (_, seconds) in reversed(list(zip(sizes, layers, strict=True))):
         start, now = now, now + seconds

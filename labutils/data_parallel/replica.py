@@ -81,10 +81,13 @@ class Replica(nn.Module):
         if parameter in self._came:
             remedy = "give reentrant checkpoints use_reentrant=False"
             raise RuntimeError(f"the gradient of {name} comes twice in one backward pass: {remedy}")
+        grad = parameter.grad
+        assert grad is not None  # the hook says that it is there
         if self.synchronize:  # divided before anything is added, so that no sum can overflow
-            torch.div(parameter.grad.detach(), self.comm.size, out=view)
-        elif parameter.grad is not view:  # it is where gradients accumulate, or are set to zero
-            view.copy_(parameter.grad)
+            torch.div(grad.detach(), self.comm.size, out=view)
+        elif grad is not view:  # it is where gradients accumulate, or are set to zero
+            view.copy_(grad)
+        del grad  # its memory is free before anything is sent
         parameter.grad = view
         if self.synchronize:
             self._came.add(parameter)
@@ -132,7 +135,7 @@ class Replica(nn.Module):
     def timeline(self) -> Timeline:
         """When this rank computed in its last step, and when its buckets travelled."""
         rank, began = self.comm.rank, self._began
-        last, spans = began, []
+        last, spans = began, list[Span]()
         for kind, name, stamp in self._stamps:
             if spans and (spans[-1].kind, spans[-1].name) == (kind, name):  # weight, then bias
                 spans[-1] = replace(spans[-1], end=stamp - began)

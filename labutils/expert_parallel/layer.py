@@ -135,8 +135,10 @@ class ExpertParallel(nn.Module):
         for parameter in self.experts.parameters():
             marked(parameter, shares=comm.size)
             if comm.size > 1:
-                parameter.only_on = "edp"  # data parallelism refuses to average it over more
+                # Data parallelism refuses to average it over more.
+                vars(parameter)["only_on"] = "edp"
         zeros = torch.zeros(E, device=whole.router.weight.device)
+        self.bias: Tensor | None
         self.register_buffer("bias", zeros if biased else None)
         self.load = zeros.long()
         self.routing: Routing | None = None

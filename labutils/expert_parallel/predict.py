@@ -67,8 +67,8 @@ def sent(
         for table in counts:
             there = sum(table[i]) - sum(table[i][mine])
             back = sum(sum(table[j][mine]) for j in others)
-            ways = ("dispatch forward", there), ("combine forward", back)
-            ways += ("dispatch backward", back), ("combine backward", there)
+            ways = [("dispatch forward", there), ("combine forward", back)]
+            ways += [("dispatch backward", back), ("combine backward", there)]
             amounts = [(name, rows * model.d_model * itemsize) for name, rows in ways]
             for name, amount in (("counts", INDEX * E * (n - 1)), *amounts):
                 lines.append(Line(name, amount, axis="ep", rank=i, count=n - 1))
@@ -83,8 +83,11 @@ def reducing_sent(model: ModelConfig, mesh: Mesh, rank: int, *, itemsize: int = 
         axis = "edp" if "experts" in name else "dp"
         group = mesh.ranks(rank, axis)
         nbytes = math.prod(shape) * itemsize
-        sizes = dict(nbytes=nbytes, n=len(group), itemsize=itemsize, axis=axis)
-        for line in collectives.sent("all_reduce_ring", rank=group.index(rank), **sizes):
+        of = collectives.sent(
+            "all_reduce_ring", nbytes=nbytes, n=len(group), itemsize=itemsize, axis=axis,
+            rank=group.index(rank),
+        )  # fmt: skip
+        for line in of:
             lines.append(replace(line, name="gradients", rank=rank))
     return Ledger(lines).merged()
 
@@ -144,7 +147,8 @@ def routed_timeline(
     came = [sum(sum(row[i * E : (i + 1) * E]) for row in table) for i in range(n)]
     moved = [max(sum(table[i]), came[i]) - own[i] for i in range(n)]
     trip = max(moved) * model.d_model * itemsize / chunks / link.bandwidth + (n - 1) * link.latency
-    spans, ready = [], [0.0] * n  # when each rank can go on
+    spans: list[Span] = []
+    ready = [0.0] * n  # when each rank can go on
 
     def travel(name: str, start: float) -> float:
         spans.extend(Span(i, "route", name, start, start + trip) for i in range(n) if trip)

@@ -106,6 +106,8 @@ def online(
         if state is None:
             state = OnlineSoftmax(values.new_zeros(1, 1, values.shape[1], dtype=dtype))
         state.add(scores[None, None].to(dtype, copy=True), values[None].to(dtype))
+    if state is None:
+        raise ValueError("no block has come: give one at least")
     out, lse = state.finish()
     return out[0, 0], lse[0, 0, 0]
 

@@ -4,7 +4,8 @@ Source: Hu et al. 2106.09685, section 4.1.
 """
 
 import math
-from typing import Any
+from collections.abc import MutableMapping
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -87,7 +88,7 @@ class SplitAdapter(Adapter):
     under sequence parallelism a gather and a scatter instead, and the gradient of what all hold.
     """
 
-    def __init__(self, base: Linear, **options: Any) -> None:
+    def __init__(self, base: ColumnLinear | RowLinear, **options: Any) -> None:
         n, (d, k) = base.comm.size, base.weight.shape
         column = isinstance(base, ColumnLinear)
         super().__init__((d, k if column else k * n), **options)
@@ -100,7 +101,7 @@ class SplitAdapter(Adapter):
         else:
             self.A = base.share(self.A, 1, k * n, "inputs", n)
         self.comm, self.sequence, self.column = base.comm, base.sequence, column
-        self.sharing = base.sharing if column else None
+        self.sharing = base.sharing if isinstance(base, ColumnLinear) else None
 
     def forward(self, x: Float[Tensor, "b s_in k"]) -> Float[Tensor, "b s_out d"]:
         """As tensor parallelism calls it: f, or g, around the r numbers of each token."""
@@ -147,9 +148,9 @@ class LoraLinear(nn.Module):
     def __init__(self, base: Linear) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.adapters = nn.ModuleDict()
+        self.adapters = cast("MutableMapping[str, Adapter]", nn.ModuleDict())
         self.active: str | None = None
-        self.original: nn.Parameter | None = None  # the base's own weight, while another is merged
+        self.original: Tensor | None = None  # the base's own weight, while another is merged
 
     @property
     def weight(self) -> Tensor:

@@ -99,9 +99,9 @@ def _add_flops(step: "_Step", rank: int, sizes: dict[str, int], found: dict[str,
     """Add the FLOPs of a part, forward and backward, to those `found`."""
     base = 2 * anatomy.size(step.part.products, sizes)
     if step.word == "attention":  # q·kᵀ and softmax·v, each with a gradient for both factors
-        q, k, v = step.qkv
+        query, key, value = step.qkv
         found["outputs"] += base
-        found["gradients of inputs"] += base // 2 * (q + k + v + (q or k))
+        found["gradients of inputs"] += base // 2 * (query + key + value + (query or key))
         return
     d, k = (2 * rank * step.mine * anatomy.size(dim, sizes) for dim in step.part.weight.split())
     found["outputs"] += base + d + k  # d·r of B, and r·k of A
@@ -134,7 +134,7 @@ def saved(
     how = anatomy.Policy(compute=width, stream=width, attention="sdpa")
     sizes = anatomy.letters(model) | {"b": batch, "r": rank}
     *_, norm, _, loss = anatomy.parts(model, how)
-    lines, seen, step = [], set(), None
+    lines, seen = [], set[str]()
     for step in _walk(model, pattern, how):
         name = step.part.name.replace("*", str(step.layer))
         for kept in _kept(step, how, seen):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,7 +15,7 @@ from torch import nn
 
 from labutils import anatomy, quantization, tensor_parallel
 from labutils.config import ModelConfig
-from labutils.lora.layers import LoraLinear, SplitAdapter, wrap
+from labutils.lora.layers import Linear, LoraLinear, SplitAdapter, wrap
 from labutils.model import GPT
 
 OWN, MODEL = "labutils.lora", "labutils.lora.model"  # the keys of the metadata
@@ -66,7 +66,7 @@ def adapt(
         if isinstance(layer, LoraLinear):
             layer.add(name, rank=rank, alpha=alpha, **options)
         else:
-            layer = wrap(layer, rank=rank, alpha=alpha, name=name, **options)
+            layer = wrap(cast("Linear", layer), rank=rank, alpha=alpha, name=name, **options)
             module.set_submodule(path, layer)
     activate(module, name)
     return module
@@ -146,7 +146,8 @@ def save_adapter(path: str | os.PathLike, module: nn.Module, name: str = "defaul
 
     Raises ValueError where a rank has only a share of them.
     """
-    tensors, settings = {}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    settings: dict[str, dict[str, Any]] = {}
     for at, layer in adapted(module).items():
         if name not in layer.adapters:
             continue
@@ -193,15 +194,15 @@ def load_adapter(path: str | os.PathLike, module: GPT, name: str = "default") ->
     for at in settings:
         layer = dict(module.named_modules()).get(at)
         base = layer.base if isinstance(layer, LoraLinear) else layer
-        wanted = (getattr(base, "out_features", None), getattr(base, "in_features", None))
+        here = (getattr(base, "out_features", None), getattr(base, "in_features", None))
         shape = (len(found[f"{at}.B"]), found[f"{at}.A"].shape[1])
-        if shape != wanted:
-            raise ValueError(f"{file}: {at} is {wanted} here and {shape} there: another model?")
+        if shape != here:
+            raise ValueError(f"{file}: {at} is {here} here and {shape} there: another model?")
     module.requires_grad_(False)
     for at, options in settings.items():
         layer = module.get_submodule(at)
         if not isinstance(layer, LoraLinear):
-            layer = LoraLinear(layer)
+            layer = LoraLinear(cast("Linear", layer))
             module.set_submodule(at, layer)
         layer.add(name, **options)
         for key, parameter in layer.adapters[name].named_parameters():

@@ -174,7 +174,7 @@ class Allocator:
 
     def _best_fit(self, pool: str, size: int) -> Block | None:
         free = self._free[pool]
-        place = bisect_left(free, (size,), key=_order)
+        place = bisect_left(free, (size, 0), key=_order)
         if self.expandable:  # what is free at the end counts with all that it can grow into
             while place + 1 < len(free) and _reach(free[place + 1]) < _reach(free[place]):
                 place += 1
@@ -248,7 +248,9 @@ class Allocator:
         while block.state == "unmapped" or block.size < size:
             hole, missing = block, size
             if block.state == "free":
-                hole, missing = _after(block), size - block.size
+                after, missing = _after(block), size - block.size
+                assert after is not None  # what is set aside ends with a block that is unmapped
+                hole = after
             nbytes = min(_up(missing, SEGMENT[pool]), hole.size)
             if nbytes > self.available:
                 return None

@@ -258,7 +258,8 @@ def _table(of: Kind) -> tuple[list[Column], list[tuple[str, str]], np.ndarray]:
     if sorted(order) != list(range(len(deeper))):
         raise ValueError(f"a fourth layer holds something new: {set(deeper) - set(columns)}")
     # A middle layer stands for the one that follows the first, and for the one before the last.
-    same, chunks, pairs = {None: [None], 0: [0], 1: [1, 2], 2: [3]}, four.chunks(), []
+    same: dict[int | None, list] = {None: [None], 0: [0], 1: [1, 2], 2: [3]}
+    chunks, pairs = four.chunks(), list[tuple[int, int]]()
     for (layer, way), places in three.chunks().items():
         for other in same[layer]:
             pairs += zip(places, chunks[other, way], strict=True)

@@ -27,6 +27,9 @@ class Peak(Ledger):
     event: str = ""
     phases: dict[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        super().__init__(self.lines)
+
 
 def predict(model: ModelConfig, train: TrainConfig, *, mesh: Mesh = Mesh(), rank: int = 0) -> Peak:
     """Bytes alive at the fullest moment of a training step, temporaries included; the note of each
@@ -73,7 +76,7 @@ def by_formula(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> P
         if (amount := formulas.value(terms, letters))
     ]
     lines.sort(key=lambda line: COMPONENTS.index(line.component))
-    return Peak(lines, top.phase, top.event, phases)
+    return Peak(tuple(lines), top.phase, top.event, phases)
 
 
 @functools.lru_cache(maxsize=256)
@@ -82,7 +85,7 @@ def _rehearsed(model: ModelConfig, train: TrainConfig, mesh: Mesh, rank: int) ->
     top, note = found.peak, f"dry run of rank {rank}"
     lines = [replace(line, note=note) for line in top.ledger if line.amount]
     phases = {phase: found.phases[phase].ledger.total for phase in formulas.PHASES}
-    return Peak(lines, top.phase, top.event, phases)
+    return Peak(tuple(lines), top.phase, top.event, phases)
 
 
 def peak_bytes(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0) -> int:
@@ -133,7 +136,7 @@ def _moments(of: formulas.Kind) -> tuple:
     """The moments that may be the fullest, the products of letters in them, the factors of these at
     each moment, and the same factors as floats."""
     forms = formulas.fullest(of)
-    totals = []
+    totals: list[Counter] = []
     for form in forms:
         totals.append(Counter())
         for terms in form.lines.values():

@@ -28,7 +28,7 @@ from labutils.model import GPT
 from labutils.timeline import History
 from labutils.world import Rank, World
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
@@ -136,7 +136,7 @@ def _built(rank: Rank, model: ModelConfig, train: TrainConfig) -> tuple[GPT, lis
     if train.zero:
         options: Any = dict(level=train.zero, reduce_dtype=wide, bucket_bytes=train.bucket_bytes)
         return net, [], zero.Optimizer(net.parameters(), comm, make, **options)
-    optimizer = make(net.parameters())
+    optimizer: Any = make(net.parameters())
     if half:
         optimizer = precision.MasterWeights(optimizer, fp32_gradients=train.fp32_gradients)
     return net, [], optimizer

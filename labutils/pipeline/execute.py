@@ -99,12 +99,12 @@ def run(
     for work in rank.under_way:
         work.wait()
     _add_up(*rank.shared, comm)
-    times = zip(*rank.times, strict=True)
+    starts, ends = zip(*rank.times, strict=True)
     versions = rank.stash.peak if rank.stash else 1
     whole = rank.loss
     if whole is not None and schedule.every:
         whole = whole * schedule.every / len(batches)
-    return RankRun(whole, tuple(rank.ops), *times, tuple(rank.in_flight), versions)
+    return RankRun(whole, tuple(rank.ops), starts, ends, tuple(rank.in_flight), versions)
 
 
 class _Execution:
@@ -207,6 +207,7 @@ class _Execution:
         last = s == self.schedule.stages - 1
         grad = self.seeds.pop(k) if last else self.came.pop(Op("B", s + 1, k), None)
         if self.stash is not None:
+            assert edge is not None  # what keeps old weights trains them
             self.stash.backward(k, lambda: torch.autograd.backward(edge, grad))
         elif edge is not None and self.schedule.split:
             self._first_half(s, k, edge, grad)
@@ -214,7 +215,7 @@ class _Execution:
             torch.autograd.backward(edge, grad)
         return x.grad if s else None
 
-    def _first_half(self, s: int, k: int, edge: GradientEdge, grad: Tensor) -> None:
+    def _first_half(self, s: int, k: int, edge: GradientEdge, grad: Tensor | None) -> None:
         """B where W is an operation of its own. Gradients that are reduced when a backward pass
         ends wait for that of W, in the order in which a whole one has them."""
         later = self.later[s, k]
@@ -222,7 +223,9 @@ class _Execution:
             torch.autograd.backward(edge, grad)
         if waiting:
             later.owed += [(each, functools.partial(_taken, each)) for each in waiting]
-            place = {weight: i for i, weight in enumerate(self.stages[s].parameters())}
+            place: dict[Tensor, int] = {
+                weight: i for i, weight in enumerate(self.stages[s].parameters())
+            }
             later.owed.sort(key=lambda due: -place.get(due[0], 0))
 
     def weight(self, s: int, k: int) -> None:
@@ -245,7 +248,7 @@ def _shares(batches: Sequence[Batch], every: int, replicas: Comm | None) -> Floa
     return torch.cat([each / total for each, total in zip(updates, totals, strict=True)])
 
 
-def _taken(parameter: nn.Parameter) -> Tensor:
+def _taken(parameter: Tensor) -> Tensor:
     """The gradients that wait in `.grad`, out of it: of all B until now, unless a W had them."""
     grad, parameter.grad = parameter.grad, None
     return torch.zeros_like(parameter) if grad is None else grad
@@ -257,7 +260,7 @@ def _name(op: Op) -> str:
 
 def _shared(
     stages: dict[int, PipelineStage], schedule: Schedule, rank: int
-) -> tuple[list[nn.Parameter], int | None]:
+) -> tuple[list[Tensor], int | None]:
     """The parameters that another rank has, too, and which."""
     peer = shared_with(schedule, rank, next(iter(stages.values())).config.tied)
     parameters = common([stages[s] for s in sorted(stages)], schedule, rank)
@@ -282,16 +285,16 @@ def _check_around(stages: nn.Module, schedule: Schedule) -> None:
     if not all(isinstance(part, PipelineStage) for part in (*replicas, *shards)):
         remedy = "give it each stage by itself, not the list of them"
         raise ValueError(f"{around} is around something that is no stage: {remedy}")
-    if schedule.stages > 1 and any(stage.config.tied for stage in shards):
+    if schedule.stages > 1 and any(isinstance(s, PipelineStage) and s.config.tied for s in shards):
         remedy = "build the model with tied=False, or step a zero.Optimizer"
         raise ValueError(f"zero.shard cuts a tied embedding differently at both ends: {remedy}")
 
 
-def _add_up(parameters: Sequence[nn.Parameter], peer: int | None, comm: Comm) -> None:
+def _add_up(parameters: Sequence[Tensor], peer: int | None, comm: Comm) -> None:
     """Adds the gradients of parameters that a peer has, too, wherever they are: a rank of ZeRO has
     the same share of them as its peer."""
     for grad in map(gradient_of, parameters):
-        if grad is not None:
+        if grad is not None and peer is not None:
             with comm.record("gradients"):
                 theirs = comm.send_recv(grad, peer, torch.empty_like(grad), peer)
             grad.add_(theirs)

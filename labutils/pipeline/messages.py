@@ -66,8 +66,8 @@ def actions(schedule: Schedule, rank: int, messages: str = "matched") -> list[Ac
                     here.add(came)
                     found.append(Action("recv", came, peer))
         found.append(Action("run", op))
-        if (peer := reader_of(schedule, op)) is not None:
-            found.append(Action("send" if messages == "blocking" else "isend", op, peer))
+        if (reader := reader_of(schedule, op)) is not None:
+            found.append(Action("send" if messages == "blocking" else "isend", op, reader))
     return found
 
 

@@ -76,7 +76,7 @@ class PipelineStage(GPT):
         """The residual stream [b, s, h] behind these layers; in come tokens [b, s] at the first
         stage, logits [b, s, v] come out of the last."""
         x = self.embed(x) if self.index == 0 else x
-        for block in self.blocks.values():
+        for block in self.get_submodule("blocks").children():
             x = block(x)
         return self.head(self.norm(x)) if self.index == self.count - 1 else x
 
@@ -85,7 +85,7 @@ class PipelineStage(GPT):
         its gradient; under sequence parallelism this rank's tokens of it."""
         b, s = tokens.shape
         if getattr(self, "sequence", False):
-            s //= self.comm.size
+            s //= vars(self)["comm"].size
         dtype = next(self.parameters()).dtype
         return torch.empty(b, s, self.config.d_model, dtype=dtype, device=tokens.device)
 
@@ -128,16 +128,16 @@ def split(model: GPT, n: int, layers: Sequence[int] | None = None) -> nn.ModuleL
         _stage(model, i, n, itertools.islice(numbers, count)) for i, count in enumerate(layers)
     )
     for parameter in stages.parameters():
-        parameter.stages = ()
+        vars(parameter)["stages"] = ()
     for i, stage in enumerate(stages):
         for parameter in stage.parameters():
-            parameter.stages += (i,)  # whose backward passes give its gradient
+            vars(parameter)["stages"] += (i,)  # whose backward passes give its gradient
     return stages
 
 
 def _stage(model: GPT, index: int, count: int, layers: Iterable[int]) -> PipelineStage:
     """Stage `index` of `count`, with these layers of the model."""
-    kind = _stage_of(type(model))
+    kind = _stage_of(type(model))  # type: ignore[arg-type]  # a class has a hash, too
     stage = kind.__new__(kind)
     nn.Module.__init__(stage)
     known = {name: value for name, value in vars(model).items() if not name.startswith("_")}
@@ -145,7 +145,7 @@ def _stage(model: GPT, index: int, count: int, layers: Iterable[int]) -> Pipelin
     parts = ["tokens", "positions", "dropout"] if index == 0 else []
     for name in [*parts, "blocks", *(["norm", "head"] if index == count - 1 else [])]:
         setattr(stage, name, getattr(model, name))
-    stage.blocks = nn.ModuleDict({str(k): model.blocks[k] for k in layers})
+    stage.add_module("blocks", nn.ModuleDict({str(k): model.blocks[k] for k in layers}))
     return stage
 
 
@@ -162,8 +162,8 @@ def local(stages: nn.ModuleList, schedule: Schedule, rank: int) -> nn.ModuleList
     mine = nn.ModuleList(stages[i] for i in placed(schedule, rank))
     for parameter in mine.parameters():
         vars(marked(parameter))["ends"] = 1
-    for parameter in common(mine, schedule, rank):
-        vars(parameter)["ends"] = 2  # a norm over ranks counts each of its numbers once
+    for shared in common(mine, schedule, rank):
+        vars(shared)["ends"] = 2  # a norm over ranks counts each of its numbers once
     return mine
 
 
@@ -183,12 +183,12 @@ def shared_with(schedule: Schedule, rank: int, tied: bool) -> int | None:
     return None
 
 
-def common(stages: Iterable[PipelineStage], schedule: Schedule, rank: int) -> list[nn.Parameter]:
+def common(stages: Iterable[nn.Module], schedule: Schedule, rank: int) -> list[Tensor]:
     """The parameters of a rank's stages that another rank has, too (`shared_with`)."""
-    stages = list(stages)
-    if shared_with(schedule, rank, stages[0].config.tied) is None:
+    mine = [stage for stage in stages if isinstance(stage, PipelineStage)]
+    if shared_with(schedule, rank, mine[0].config.tied) is None:
         return []
     if len(schedule.places) == 2:
-        return list(nn.ModuleList(stages).parameters())
-    first = next((stage for stage in stages if stage.index == 0), None)
-    return [stages[-1].head.weight if first is None else first.tokens.weight]
+        return list(nn.ModuleList(mine).parameters())
+    first = next((stage for stage in mine if stage.index == 0), None)
+    return [mine[-1].head.weight if first is None else first.tokens.weight]

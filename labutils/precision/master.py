@@ -76,22 +76,25 @@ class MasterWeights:
         return self.optimizer.param_groups
 
     def _take(self, weight: Tensor) -> None:
-        self._add(weight)
+        grad = self._add(weight)
         if self.fp32_gradients == "only":
             weight.grad = None
         else:
-            weight.grad.zero_()
+            grad.zero_()
 
     def gradient_of(self, weight: Tensor) -> Tensor | None:
         """Where the gradient of a weight that is half-precision is added up in fp32."""
         return self.masters[weight].grad
 
-    def _add(self, weight: Tensor) -> None:
-        master = self.masters[weight]
+    def _add(self, weight: Tensor) -> Tensor:
+        """The gradient of a weight, which its master weight has now, too."""
+        master, grad = self.masters[weight], weight.grad
+        assert grad is not None  # who calls this has seen it
         if master.grad is None:
-            master.grad = weight.grad.float()
+            master.grad = grad.float()
         else:
-            master.grad += weight.grad
+            master.grad += grad
+        return grad
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -173,9 +176,9 @@ class RoundedWeights(MasterWeights):
     def publish(self) -> None:
         """Rounds the stepped weights back to half precision, and lets the fp32 ones go."""
         mode = "nearest" if self.generator is None else "stochastic"
-        how = {"mode": mode, "generator": self.generator}
         for weight, master in self.masters.items():
-            weight.copy_(round_to(master.detach(), HALF[weight.dtype], **how))
+            fmt = HALF[weight.dtype]
+            weight.copy_(round_to(master.detach(), fmt, mode=mode, generator=self.generator))
         self._narrow()
 
     def zero_grad(self) -> None:

@@ -152,7 +152,7 @@ def _round_to_even_(a: Tensor, mantissa_bits: int) -> None:
         a.round_()  # the same, but it wakes every thread of torch, however small the tensor
 
 
-def _round_stochastically_(a: Tensor, cap: float, generator: torch.Generator) -> None:
+def _round_stochastically_(a: Tensor, cap: float, generator: torch.Generator | None) -> None:
     """Round a ≥ 0 in place to ⌊a⌋ or ⌈a⌉, up with probability a − ⌊a⌋."""
     a.clamp_(max=cap)  # far above every significand: keeps inf − inf from making a NaN
     floor = a.floor()
@@ -173,4 +173,4 @@ def _overflow_(a: Tensor, source: Tensor, rule: _Rule) -> None:
         # masked_fill_.
         beyond = fmt.max + fmt.spacing(fmt.max)
         beyond = beyond if beyond <= torch.finfo(a.dtype).max else math.inf
-        torch.nn.functional.threshold_(a.neg_(), -beyond, special).abs_()
+        torch.threshold_(a.neg_(), -beyond, special).abs_()

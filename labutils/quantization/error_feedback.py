@@ -27,7 +27,7 @@ def error_feedback(
     the output goes to the later ones, by the inverse of H, from which each finished column is then
     eliminated."""
     kept = quantize(w, fmt, granularity=granularity)
-    scales, top = kept.scale_of_each().double(), kept.fmt.max
+    scales, top = kept.scale_of_each().double(), kept.integers.max
     w, inverse = w.double().clone(), torch.linalg.inv(H)
     for j in range(w.shape[1]):
         rounded = (w[:, j] / scales[:, j]).round().clamp(-top, top) * scales[:, j]

@@ -111,7 +111,9 @@ def to_eight(
     known, top = scale is not None, torch.finfo(torch.float32).max
     if scale is None:
         scale = scale_for(tile_amax(x, tile), dtype)
-    scale, tile = scale.view(-1, scale.shape[-1] if scale.dim() else 1), tile or tuple(x.shape)
+    scale = scale.view(-1, scale.shape[-1] if scale.dim() else 1)
+    if tile is None:
+        tile = x.shape[0], x.shape[1]
     scaled, inverse = (x.float() * _spread(scale, tile, x.shape)).clamp(-top, top), 1 / scale
     finite = x.isfinite()
     if known and dtype == torch.int8:  # which has no NaN
@@ -185,13 +187,18 @@ class Fp8Products(nn.Module):
         scale them by the largest number of any, as one device would
     """
 
+    scale: Tensor
+    seen: Tensor
+    history: Tensor
+    weight_inverse: Tensor
+
     def __init__(
         self, scheme: Scheme, device: Any = None, comm: Comm | None = None, cut: Cut = ()
     ) -> None:
         super().__init__()
         self.scheme, self.comm, self.cut = scheme, comm, cut
         if scheme.scaling == "delayed":
-            like = {"dtype": torch.float32, "device": device}
+            like: dict[str, Any] = {"dtype": torch.float32, "device": device}
             self.register_buffer("scale", torch.ones(3, **like))
             self.register_buffer("seen", torch.zeros(3, **like))  # the largest |x| of this step
             self.register_buffer("history", torch.zeros(scheme.history, 3, **like))
@@ -200,12 +207,12 @@ class Fp8Products(nn.Module):
         """An operand in 8 bits, which lies along what will be added up."""
         dtype, scaling = self.scheme.dtype(operand), self.scheme.scaling
         if operand == "weight" and x.dtype.itemsize == 1:  # the weights are kept in 8 bits
-            return Eight(x, self.weight_inverse, tuple(x.shape))
+            return Eight(x, self.weight_inverse, (x.shape[0], x.shape[1]))
         if scaling == "tiles":
             return to_eight(x, dtype, SQUARE if operand == "weight" else ALONG)
         if scaling == "current":
             amax = tile_amax(x)
-            if operand in self.cut:
+            if operand in self.cut and self.comm is not None:
                 with self.comm.record("largest number"):
                     amax = self.comm.all_reduce(amax, "max")
             return to_eight(x, dtype, scale=scale_for(amax, dtype))
@@ -253,7 +260,9 @@ class Fp8Linear(Fp8Products):
             raise TypeError(f"weights that are kept in 8 bits are not split: {remedy}")
         split.products = _products_of(split, self.scheme)
 
-    def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
+    def forward(  # type: ignore[override]  # the weight is its own
+        self, x: Float[Tensor, "... k"]
+    ) -> Float[Tensor, "... n"]:
         y = super().forward(x, self.weight)
         return y if self.bias is None else y + self.bias
 

@@ -100,6 +100,9 @@ class Int8Linear(nn.Module):
         NaN
     """
 
+    w: Tensor
+    w_scale: Tensor
+
     def __init__(self, linear: nn.Linear, limit: float | None = None) -> None:
         super().__init__()
         kept = quantize(linear.weight, "int8", granularity="row")

@@ -119,18 +119,18 @@ class Adam8(torch.optim.Optimizer):
         self.block, self.smallest = block, smallest
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # it takes no closure
         """One step for every parameter that has a gradient."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._step(p, group)
+                    self._step(p, p.grad, group)
 
-    def _step(self, p: Tensor, group: dict[str, Any]) -> None:
+    def _step(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         state["step"] = state.get("step", 0) + 1
         m, v = (self.moment(p, name) for name in ("exp_avg", "exp_avg_sq"))
-        adamw_(p, p.grad.float(), m, v, state["step"], group)
+        adamw_(p, grad.float(), m, v, state["step"], group)
         for name, moment in (("exp_avg", m), ("exp_avg_sq", v)):
             if p.numel() < self.smallest:
                 state[name] = moment

@@ -166,7 +166,7 @@ class KeptAdam(torch.optim.Optimizer):
         return state[name].float()
 
     @torch.no_grad()
-    def _publish(self, p: Tensor, whole: Tensor) -> None:
+    def _publish(self, p: nn.Parameter, whole: Tensor) -> None:
         """New weights: into the master weights, and from there into the layer."""
         if "master weights" in self.kept[p].formats:
             self._keep(p, "master weights", whole)
@@ -185,6 +185,7 @@ class KeptAdam(torch.optim.Optimizer):
     def _take(self, p: Tensor) -> None:
         """A gradient, as it comes: into its format, and into the sum."""
         state, summed = self.state[p], "summed gradients" in self.kept[p].formats
+        assert p.grad is not None  # the hook says that it is there
         before = 0 if summed or state.get("done", True) else self.read(p, "gradients")
         self._keep(p, "gradients", p.grad + before)
         if summed:
@@ -195,7 +196,7 @@ class KeptAdam(torch.optim.Optimizer):
         p.grad, state["done"] = None, False
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # it takes no closure
         """One step of AdamW for every parameter."""
         self.steps += 1
         for group in self.param_groups:
@@ -203,11 +204,13 @@ class KeptAdam(torch.optim.Optimizer):
                 if p in self.layers or p.grad is not None:
                     self._step(p, group)
 
-    def _step(self, p: Tensor, group: dict[str, Any]) -> None:
+    def _step(self, p: nn.Parameter, group: dict[str, Any]) -> None:
         kept = self.kept[p].formats
         whole = self.read(p, "master weights") if "master weights" in kept else p
         if p in self.layers:
             g = self.read(p, "summed gradients" if "summed gradients" in kept else "gradients")
+        elif p.grad is None:
+            return
         else:
             g = p.grad
         m, v = self.read(p, "exp_avg"), self.read(p, "exp_avg_sq")

@@ -7,6 +7,7 @@ token of activations), a group of neighbors in a row, or a rectangle.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from labutils.ledger import Ledger, Line
 from labutils.quantization import nf4
 
 Granularity = str | int | tuple[int, int] | None
+Format = IntFormat | BlockFormat | Literal["nf4"]
 _NO_NUMBER = 255  # the scale of a block with a NaN, in E8M0 of the MX formats
 _SHRINK = torch.arange(1.0, 0.29, -0.05).tolist()  # of the largest |x|: limits that clipping tries
 
@@ -27,7 +29,7 @@ _SHRINK = torch.arange(1.0, 0.29, -0.05).tolist()  # of the largest |x|: limits 
 class Quantized:
     """What is kept of a tensor: packed codes, and scales (and zero points) of its tiles."""
 
-    fmt: IntFormat | BlockFormat | str
+    fmt: Format
     shape: tuple[int, ...]
     tile: tuple[int, int]
     affine: bool
@@ -38,9 +40,16 @@ class Quantized:
         """The bytes of the tensors that are kept."""
         return Ledger(Line(name, part.nbytes) for name, part in self.parts.items())
 
+    @property
+    def integers(self) -> IntFormat:
+        """The format, which must be one of integers."""
+        if not isinstance(self.fmt, IntFormat):
+            raise TypeError(f"these codes are no integers but {self.fmt!r}: quantize to int8, say")
+        return self.fmt
+
     def codes(self) -> Tensor:
         """The integers, int8 in x's shape: those of a symmetric int8 weight go into products."""
-        bits, count = self.fmt.bits, math.prod(self.shape)
+        bits, count = self.integers.bits, math.prod(self.shape)
         return _signed(unpack_codes(self.parts["codes"], bits, count), bits).view(self.shape).char()
 
     def scale_of_each(self) -> Float[Tensor, "..."]:
@@ -50,7 +59,7 @@ class Quantized:
 
     def dequantize(self) -> Float[Tensor, "..."]:
         """The numbers that the codes stand for, fp32."""
-        if self.fmt == "nf4":
+        if isinstance(self.fmt, str):
             packed = torch.cat([self.parts["scales"], self.parts["codes"]])
             return nf4.from_nf4(packed, self.shape, torch.float32, double=False)
         bits = self.fmt.bits if isinstance(self.fmt, IntFormat) else self.fmt.element.bits
@@ -89,15 +98,17 @@ def quantize(
         raise ValueError(f"{clip=}: give 'mse', or leave it out")
     if not isinstance(fmt, IntFormat) and (affine or clip):
         raise ValueError(f"affine=True and clip= are for integers, got {fmt!r}: leave them out")
-    if fmt == "nf4":
+    if isinstance(fmt, str):
         packed, scales = nf4.to_nf4(x, double=False), 4 * -(-x.numel() // nf4.BLOCK)
         parts = {"codes": packed[scales:], "scales": packed[:scales]}
         return Quantized(fmt, tuple(x.shape), tile, False, parts)
     tiles = _tiled(x.detach().float(), tile)
-    encode = _affine if affine else _symmetric if isinstance(fmt, IntFormat) else _floats
 
     def encoded(values: Tensor) -> tuple[Tensor, Quantized]:
-        codes, parts = encode(values, fmt)
+        if isinstance(fmt, IntFormat):
+            codes, parts = (_affine if affine else _symmetric)(values, fmt)
+        else:
+            codes, parts = _floats(values, fmt)
         return codes, Quantized(fmt, tuple(x.shape), tile, affine, parts)
 
     if clip:
@@ -124,7 +135,7 @@ def quantized_bytes(
     """
     fmt, numel = _named(fmt), math.prod(shape)
     rows, columns = _tile(shape, fmt, granularity)
-    if fmt == "nf4":
+    if isinstance(fmt, str):
         codes, tiles = -(-numel // 2), -(-numel // nf4.BLOCK)
         return Ledger([Line("codes", codes), Line("scales", 4 * tiles)])
     tiles = -(-math.prod(shape[:-1]) // rows) * -(-shape[-1] // columns)
@@ -186,6 +197,7 @@ def _decoded(codes: Tensor, kept: Quantized) -> Tensor:
         return (codes - kept.parts["zero points"][:, None].int()) * scales[:, None]
     if isinstance(fmt, IntFormat):
         return _signed(codes, fmt.bits) * scales[:, None]
+    assert isinstance(fmt, BlockFormat)  # nf4 has no tiles
     magnitudes = _magnitudes(fmt, codes.device)
     values = torch.cat([magnitudes, -magnitudes]).index_select(0, codes.flatten().int())
     if fmt.scale.mantissa_bits:
@@ -238,35 +250,39 @@ def _places(width: int, bits: int) -> Tensor:
     return torch.arange(width - bits, -1, -bits, dtype=torch.uint8)
 
 
-def _named(fmt: str | IntFormat | BlockFormat) -> IntFormat | BlockFormat | str:
+def _named(fmt: str | IntFormat | BlockFormat) -> Format:
     if not isinstance(fmt, str):
         return fmt
-    known = {"mxfp4": floats.MXFP4, "nvfp4": floats.NVFP4, "nf4": "nf4"}
+    known: dict[str, Format] = {"mxfp4": floats.MXFP4, "nvfp4": floats.NVFP4, "nf4": "nf4"}
     known |= {f"int{bits}": IntFormat(f"int{bits}", bits) for bits in range(2, 9)}
     if fmt not in known:
         raise ValueError(f"there is no format {fmt!r}: take one of {', '.join(known)}")
     return known[fmt]
 
 
-def _tile(shape: tuple[int, ...], fmt: object, granularity: Granularity) -> tuple[int, int]:
+def _tile(shape: tuple[int, ...], fmt: Format, granularity: Granularity) -> tuple[int, int]:
     """Rows and columns of what shares a scale."""
     if not len(shape) or not math.prod(shape):
         raise ValueError(f"a tensor of shape {list(shape)} has no numbers to quantize")
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if not isinstance(fmt, IntFormat):
-        size = nf4.BLOCK if fmt == "nf4" else fmt.block_size
+        size = nf4.BLOCK if isinstance(fmt, str) else fmt.block_size
         if granularity not in (None, size):
             raise ValueError(f"the scales of this format stand for {size} numbers: leave it out")
         if fmt == "nf4":
             return 1, size
         granularity = size
     named = {None: (rows, columns), "tensor": (rows, columns), "row": (1, columns)}
+    tile: tuple[int, int] | None
     if units.is_whole(granularity):
         tile = 1, units.whole(granularity, "granularity", 1)
     elif isinstance(granularity, tuple) and len(granularity) == 2:
-        tile = tuple(units.whole(each, "a side of granularity", 1) for each in granularity)
+        rows, columns = (units.whole(each, "a side of granularity", 1) for each in granularity)
+        tile = rows, columns
+    elif isinstance(granularity, str) or granularity is None:
+        tile = named.get(granularity)
     else:
-        tile = None if isinstance(granularity, tuple) else named.get(granularity)
+        tile = None
     if tile is None:
         raise ValueError(f"{granularity=}: give 'tensor', 'row', a number, or (rows, columns)")
     return tile

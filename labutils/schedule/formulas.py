@@ -30,7 +30,7 @@ def bubble(
     """
     p, m, times = units.whole(p, "p", 1), units.whole(m, "m", 1), times or Durations()
     f, b, w, fused = times.F, times.B, times.W, times.fused or 0
-    if any(isinstance(time, Sequence) for time in (f, b, w)):
+    if isinstance(f, Sequence) or isinstance(b, Sequence) or isinstance(w, Sequence):
         raise ValueError("the formulas are for stages that are alike: give F, B, W one time each")
     plain = (p - 1) * (f + b + w), True, ""
     w_short = w <= min(f, b)

@@ -204,8 +204,11 @@ def breadth_first(p: int, m: int, chunks: int = 2) -> Schedule:
 
     Source: the order of torch.distributed.pipelining's ScheduleLoopedBFS.
     """
-    everything = dict(chunks=chunks, a_round=m, last_first=True)
-    return spell_line("breadth_first", p, m, lambda rank: m * chunks, **everything)
+
+    def warm(rank: int) -> int:
+        return m * chunks
+
+    return spell_line("breadth_first", p, m, warm, chunks=chunks, a_round=m, last_first=True)
 
 
 def zb_h1(p: int, m: int) -> Schedule:
@@ -269,8 +272,14 @@ def interleaved_zb(p: int, m: int, chunks: int = 2) -> Schedule:
     Source: the order of torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
     """
     n = _round(units.whole(p, "p", 1), units.whole(m, "m", 1))
-    late = dict(chunks=chunks, a_round=n, lag=lambda rank: rank)
-    return spell_line("interleaved_zb", p, m, lambda rank: p - 1 - rank + (chunks - 1) * n, **late)
+
+    def warm(rank: int) -> int:
+        return p - 1 - rank + (chunks - 1) * n
+
+    def lag(rank: int) -> int:
+        return rank
+
+    return spell_line("interleaved_zb", p, m, warm, chunks=chunks, a_round=n, lag=lag)
 
 
 def _v_streams(m: int) -> Callable[[list[int]], dict[str, Iterator[Op]]]:

@@ -130,7 +130,8 @@ def read(text: str, name: str = "yours") -> Schedule:
 
     Raises ValueError: which word is no operation, or which stage has no rank of its own.
     """
-    rows, owners = [], {}
+    rows: list[tuple[Op, ...]] = []
+    owners: dict[int, int] = {}
     for rank, words in enumerate(text.strip().replace("|", "\n").splitlines()):
         row = []
         for word in words.split():
@@ -235,7 +236,8 @@ def why_illegal(schedule: Schedule, cap: int | None = None) -> str | None:
             if at[rank] < len(ops):
                 op = ops[at[rank]]
                 later = board.why_later(rank, op)
-                if reason := board.why_never(rank, op) or (not later and board.why_full(rank, op)):
+                full = None if later else board.why_full(rank, op)
+                if reason := board.why_never(rank, op) or full:
                     return reason  # no other rank can help
                 if not later:
                     played.append((rank, op))
@@ -253,9 +255,8 @@ def _incomplete(schedule: Schedule) -> str | None:
         for op in ops:
             if reason := _foreign(schedule, rank, op):
                 return reason
-        op, times = next(iter(Counter(ops).most_common(1)), (None, 0))
-        if times > 1:
-            return f"rank {rank} runs {op} twice"
+        if ops and (most := Counter(ops).most_common(1)[0])[1] > 1:
+            return f"rank {rank} runs {most[0]} twice"
     known = {op for ops in schedule.ranks for op in ops}
     for k in range(schedule.micro_batches):
         for kind in schedule.kinds:

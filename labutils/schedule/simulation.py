@@ -95,7 +95,8 @@ class PipelineRun(Timeline):
     def spans(self) -> tuple[Span, ...]:
         """Every operation as a span of kind F, B or W, named after it; fused ones overlap."""
         return tuple(
-            Span(rank, op.kind, str(op), *when) for op, (rank, *when) in self._when.items()
+            Span(rank, op.kind, str(op), start, end)
+            for op, (rank, start, end) in self._when.items()
         )
 
     def _ran(self, rank: int) -> Iterator[tuple[Op, float, float]]:
@@ -148,7 +149,8 @@ class PipelineRun(Timeline):
 
     def bubbles(self, rank: int) -> tuple[Wait, ...]:
         """The bubble of a rank, piece by piece, each with its reason; they add up to `idle`."""
-        found, free = [], 0
+        found: list[Wait] = []
+        free: float = 0
         for op, start, end in self._ran(rank):
             if start > free:
                 found.append(Wait(rank, free, start, op, self._last_input(op)))
@@ -277,8 +279,8 @@ def _clock(schedule: Schedule, times: Durations, wire: float) -> Clock:
     leaves its number for whoever computes it: nothing has to be taken in the order of time.
     """
     rows = _rows(schedule, times, wire)
-    end: list[float | None] = [None] * len(schedule.kinds) * schedule.stages
-    end = end * schedule.micro_batches + [0]  # the last one stands for no input
+    count = len(schedule.kinds) * schedule.stages * schedule.micro_batches
+    end: list[float | None] = [*[None] * count, 0]  # the last one stands for no input
     waiting: dict[int, int] = {}
     starts: list[list[float]] = [[] for _ in rows]
     ends: list[list[float]] = [[] for _ in rows]
@@ -312,9 +314,10 @@ def _clock(schedule: Schedule, times: Durations, wire: float) -> Clock:
 
 def _later(need: int, other: int, end: list[float | None]) -> tuple[int, float | None]:
     """Of two inputs the one that is not there yet, or the later one; and when it came."""
-    if end[need] is None or (end[other] is not None and end[need] >= end[other]):
-        return need, end[need]
-    return other, end[other]
+    first, second = end[need], end[other]
+    if first is None or (second is not None and first >= second):
+        return need, first
+    return other, second
 
 
 Row = tuple[list[int], list[int], list[float], list[float], dict[int, int]]

@@ -16,13 +16,11 @@ def _products(model: ModelConfig, n: int) -> dict[str, tuple[int, int, int]]:
     attention between them, of those by row."""
     layer = replace(model, num_layers=1)
     flops, style = anatomy.token_flops(rank_config(layer, n)), styles(layer)
-    return {
-        half: tuple(
-            sum(f for name, f in flops.items() if word in name and style.get(name) == kind)
-            for kind in ("column", None, "row")
-        )
-        for half, word in _HALVES.items()
-    }
+
+    def of(word: str, kind: str | None) -> int:
+        return sum(f for name, f in flops.items() if word in name and style.get(name) == kind)
+
+    return {half: (of(w, "column"), of(w, None), of(w, "row")) for half, w in _HALVES.items()}
 
 
 def layer_timeline(

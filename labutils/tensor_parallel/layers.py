@@ -111,7 +111,8 @@ class _GatheredProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        trained, x_grad, found = ctx.needs_input_grad[2:], None, [None] * len(weights)
+        trained, x_grad = ctx.needs_input_grad[2:], None
+        found: list[Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
             products = (grad @ weight for grad, weight in zip(grads, weights, strict=True))
             x_grad = _scattered(ctx.comm, "backward", functools.reduce(torch.add, products))
@@ -132,7 +133,7 @@ class Split(nn.Module):
     products: of x and the weight, where they are not F.linear's but of fewer bits
     """
 
-    def __init__(self, whole: nn.Module, comm: Comm, sequence: bool = False) -> None:
+    def __init__(self, whole: Any, comm: Comm, sequence: bool = False) -> None:
         super().__init__()
         self.comm = comm
         self.sequence = sequence
@@ -147,11 +148,11 @@ class Split(nn.Module):
         if whole._forward_pre_hooks or whole._forward_hooks:
             what = f"what was hooked to a {type(whole).__name__} (quantized inputs?) would be lost"
             raise TypeError(f"{what}: parallelize the model first, then hook to its shares")
-        self.weight = whole.weight
-        self.bias = getattr(whole, "bias", None)
+        self.weight: Tensor = whole.weight
+        self.bias: Tensor | None = getattr(whole, "bias", None)
 
     @classmethod
-    def from_full(cls, whole: nn.Module, comm: Comm, **options: Any) -> "Split":
+    def from_full(cls, whole: Any, comm: Comm, **options: Any) -> "Split":
         """This rank's share; ValueError where the ranks do not divide what is split, TypeError for
         a layer that has no matrix to split."""
         made = cls(whole, comm, **options)
@@ -166,7 +167,7 @@ class Split(nn.Module):
         y = self.products(x, weight)
         return y if bias is None else y + bias
 
-    def share(self, p: nn.Parameter, dim: int, pieces: int, what: str, parts: int) -> nn.Parameter:
+    def share(self, p: Tensor, dim: int, pieces: int, what: str, parts: int) -> nn.Parameter:
         """A copy of this rank's of so many `parts` of a parameter, which is cut along `dim`, never
         within one of its `pieces`; of fewer parts than ranks, neighbours have the same one."""
         n, i = self.comm.size, self.comm.rank
@@ -187,7 +188,7 @@ class ColumnLinear(Split):
     """
 
     def __init__(
-        self, whole: nn.Module, comm: Comm, sequence: bool = False, heads: int | None = None
+        self, whole: Any, comm: Comm, sequence: bool = False, heads: int | None = None
     ) -> None:
         super().__init__(whole, comm, sequence)
         pieces, what = (heads, "heads") if heads else (whole.out_features, "outputs")
@@ -200,36 +201,40 @@ class ColumnLinear(Split):
         self.product: Tensor | None = None
 
     @staticmethod
-    def together(*linears: "ColumnLinear") -> None:
+    def together(*linears: nn.Module) -> None:
         """Tell the layers that they will read the same x, each once, and always in this order."""
-        for linear in linears:
-            linear.readers = list(linears)
+        readers = [linear for linear in linears if isinstance(linear, ColumnLinear)]
+        for linear in readers:
+            linear.readers = readers
 
     def forward(self, x: Float[Tensor, "b s_or_s_t h"]) -> Float[Tensor, "b s f_t"]:
         if self.product is None:  # the first one computes for all
-            for linear, product in zip(self.readers, self._products(x), strict=True):
-                linear.product = product
+            for linear, y in zip(self.readers, self._products(x), strict=True):
+                linear.product = y
         product, self.product = self.product, None
+        assert product is not None  # `_products` made one for each reader
         return product
 
     def _products(self, x: Tensor) -> list[Tensor]:
-        weights, biases = zip(*(linear._used() for linear in self.readers), strict=True)
+        pairs = [linear._used() for linear in self.readers]
+        weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
         if self.sequence and self.products is None:
             half = precision.half_here(x)  # as autocast would cast, which sees no product inside
             if half is not None:
                 x, *weights = (t.to(half) for t in (x, *weights))
             products = _GatheredProducts.apply(x, self.comm, *weights)
-            pairs = zip(products, biases, strict=True)
-            return [y if b is None else y + b.to(y.dtype) for y, b in pairs]
+            added = zip(products, biases, strict=True)
+            return [y if b is None else y + b.to(y.dtype) for y, b in added]
         x = gather_from(x, self.comm) if self.sequence else copy_to(x, self.comm)
         whole = zip(self.readers, weights, biases, strict=True)
         return [linear.multiply(x, weight, bias) for linear, weight, bias in whole]
 
-    def _used(self) -> list[Tensor | None]:
-        pair = [self.weight, self.bias]
-        if self.sharing is None:
-            return pair
-        return [p if p is None else copy_to(p, self.sharing, "gradients") for p in pair]
+    def _used(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias, sharing = self.weight, self.bias, self.sharing
+        if sharing is not None:
+            weight = copy_to(weight, sharing, "gradients")
+            bias = bias if bias is None else copy_to(bias, sharing, "gradients")
+        return weight, bias
 
 
 class RowLinear(Split):
@@ -238,7 +243,7 @@ class RowLinear(Split):
     In goes x[b, s, f_t]; out comes [b, s, h], with `sequence` [b, s_t, h].
     """
 
-    def __init__(self, whole: nn.Module, comm: Comm, sequence: bool = False) -> None:
+    def __init__(self, whole: Any, comm: Comm, sequence: bool = False) -> None:
         super().__init__(whole, comm, sequence)
         self.weight = self.share(whole.weight, 1, whole.in_features, "inputs", comm.size)
 
@@ -255,9 +260,12 @@ class TokenNorm(Split):
     """A LayerNorm or RMSNorm of this rank's tokens: the gradients of its weight and bias, which are
     whole, are summed over the ranks that have the other tokens."""
 
-    def __init__(self, whole: nn.Module, comm: Comm) -> None:
+    def __init__(self, whole: nn.LayerNorm | nn.RMSNorm, comm: Comm) -> None:
         super().__init__(whole, comm, sequence=True)
-        self.normalize = F.layer_norm if isinstance(whole, nn.LayerNorm) else F.rms_norm
+        kind: Callable[..., Tensor] = F.rms_norm
+        if isinstance(whole, nn.LayerNorm):
+            kind = F.layer_norm
+        self.normalize = kind
         self.shape = whole.normalized_shape
         self.eps = whole.eps
 
@@ -271,14 +279,14 @@ class TokenLinear(Split):
     parallelism: the gradients of its weight and bias are summed over the ranks that have the other
     tokens."""
 
-    def __init__(self, whole: nn.Module, comm: Comm) -> None:
+    def __init__(self, whole: Any, comm: Comm) -> None:
         super().__init__(whole, comm, sequence=True)
         self.out_features, self.in_features = whole.weight.shape
 
     def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... d"]:
-        pair = (self.weight, self.bias)
-        used = (p if p is None else copy_to(p, self.comm, "gradients") for p in pair)
-        return self.multiply(x, *used)
+        weight, bias = copy_to(self.weight, self.comm, "gradients"), self.bias
+        bias = bias if bias is None else copy_to(bias, self.comm, "gradients")
+        return self.multiply(x, weight, bias)
 
 
 class VocabEmbedding(Split):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from labutils import anatomy, collectives, units
 from labutils.config import ModelConfig
@@ -90,7 +91,13 @@ def _lines(
     # What deals in rows is cut between tokens, the rest between elements.
     row = numel // s * width if "_scatter" in op or "_gather" in op else width
     for rank in ranks if times else ():
-        at = {"n": ring, "itemsize": row, "rank": rank % ring, "axis": "tp", "name": name}
+        at: dict[str, Any] = {
+            "n": ring,
+            "itemsize": row,
+            "rank": rank % ring,
+            "axis": "tp",
+            "name": name,
+        }
         for line in collectives.sent(op, nbytes=numel * width, **at).scaled(times):
             yield replace(line, rank=rank)
 

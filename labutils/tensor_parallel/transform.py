@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from labutils import anatomy, units
 from labutils.config import ModelConfig
-from labutils.model import GPT
+from labutils.model import GPT, FeedForward
 from labutils.tensor_parallel import layers
 from labutils.world import Comm, marked
 
@@ -126,14 +126,15 @@ def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
     for block in module.blocks:
         attention, feed_forward = block.attention, block.feed_forward
         layers.ColumnLinear.together(attention.query, attention.key, attention.value)
-        if getattr(feed_forward, "gate", None) is not None:
+        if isinstance(feed_forward, FeedForward) and feed_forward.gate is not None:
             layers.ColumnLinear.together(feed_forward.gate, feed_forward.up)
     for parameter in module.parameters():
         marked(parameter)  # that of a norm is whole
     if not sequence:  # what all ranks have is to stay the same
-        for part in (module, *module.blocks):
-            part.dropout.group = comm
+        for dropout in (module.dropout, *(block.dropout for block in module.blocks)):
+            dropout.group = comm
     module.__class__ = ParallelGPT
+    assert isinstance(module, ParallelGPT)
     module.comm = comm
     module.sequence = sequence
     return module

@@ -49,7 +49,12 @@ __all__ = [
     "marked",
 ]
 
-ENGINES = {"threads": Threads, "processes": Processes, "torchrun": Torchrun, "dry": Dry}
+ENGINES: dict[str, Any] = {
+    "threads": Threads,
+    "processes": Processes,
+    "torchrun": Torchrun,
+    "dry": Dry,
+}
 
 
 class World:

@@ -372,12 +372,12 @@ class Background:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self.jobs: Any = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"{comm.axis}-async", daemon=True).start()
 
     def start(self, call: CallSite, run: Callable[[Comm], Any], out: Tensor | None) -> Request:
         """The pending result; its messages are booked at this point of the rank's program."""
-        owner, events = self.comm._owner, []
+        owner, events = self.comm._owner, list[Event]()
         request = Request(call, owner.rank)
         owner._events.append(events)
         self.comm._endpoint.add_actor(+1)

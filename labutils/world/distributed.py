@@ -12,7 +12,7 @@ from labutils.config import Mesh
 from labutils.trace import Event
 from labutils.world.comm import Comm
 from labutils.world.errors import TimeoutError
-from labutils.world.messages import Endpoint, Request
+from labutils.world.messages import NO_TENSOR, Endpoint, Request
 from labutils.world.rank import Rank
 
 
@@ -42,7 +42,7 @@ class DistributedEndpoint(Endpoint):
     def until_done(self, request: Request) -> None:
         if request.done:
             return
-        if request.tensor is None:  # an asynchronous collective, at which another thread works
+        if request.tensor is NO_TENSOR:  # an asynchronous collective, at which another thread works
             while not request.done:
                 time.sleep(1e-4)
             return
@@ -79,6 +79,7 @@ def comm_of(
         remedy = "call torch.distributed.init_process_group() first"
         raise RuntimeError(f"there is no process group yet: {remedy}")
     group = group or dist.group.WORLD
+    assert group is not None  # the default one of what is initialized
     nccl = "nccl" in dist.get_backend(group)
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -25,7 +25,7 @@ from labutils.world.rank import Rank
 
 Assume = Mapping[type, Any]
 _TORCH = torch.__path__[0]
-_ASKED = {
+_ASKED: dict[Any, type] = {
     torch.ops.aten.equal.default: bool,
     torch.ops.aten.allclose.default: bool,
     torch.ops.aten.nonzero.default: int,  # how many
@@ -119,9 +119,7 @@ class _Fake(FakeTensorMode):
     def _should_skip_dynamo(cls) -> bool:  # nothing is asked of torch.compile
         return False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # most of what a fake tensor is asked
             return args[0].fake_device
         if func in _VIEWS and self._is_plain(args[0]):  # half of all; no need to ask the cache
@@ -146,8 +144,9 @@ class _Fake(FakeTensorMode):
 
     def _assumed(self, func: Any, args: tuple) -> Any:
         x = args[0]
-        kind = _ASKED.get(func) or (func is torch.ops.aten._local_scalar_dense.default and _kind(x))
-        if kind in self.assume:
+        scalar = _kind(x) if func is torch.ops.aten._local_scalar_dense.default else None
+        kind = _ASKED.get(func, scalar)
+        if kind is not None and kind in self.assume:
             value = self.assume[kind]
             value = kind(value(x) if callable(value) else value)
             counted = func is torch.ops.aten.nonzero.default

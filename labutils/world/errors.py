@@ -111,7 +111,8 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """`error` with its causes, each as (how it led to the next one, frames, last line)."""
-        links, joint = [], ""
+        links: list[tuple[str, tuple[tuple[Site, str], ...], str]] = []
+        joint = ""
         step: BaseException | None = error
         while step is not None and len(links) < 8:
             last = "".join(traceback.format_exception_only(step)).rstrip()
@@ -155,7 +156,7 @@ def run_error(outcomes: Sequence[Outcome]) -> WorldError:
     first, *others = sorted(failures, key=lambda rank: kinds.index(type(failures[rank].error)))
     failure, error = failures[first], failures[first].error
     states = [outcome.state for outcome in outcomes]
-    if isinstance(error, (DeadlockError, TimeoutError)) or getattr(error, "waits", ""):
+    if isinstance(error, (DeadlockError, TimeoutError)) or getattr(error, "waits", False):
         if different := _different_calls(outcomes):
             return MismatchError(different)
     if isinstance(error, DeadlockError):
@@ -201,7 +202,7 @@ def _different_calls(outcomes: Sequence[Outcome]) -> str:
 
 def _late(error: TimeoutError, states: Sequence[State]) -> str:
     """The text of a time-out, from the state of every rank."""
-    ranks = {kind: [] for kind in (WAITS, ABSENT, OVER)}
+    ranks: dict[str, list[int]] = {kind: [] for kind in (WAITS, ABSENT, OVER)}
     for rank, (what, _) in enumerate(states):
         ranks[what].append(rank)
     missing = ranks[ABSENT] or ranks[OVER]

@@ -22,6 +22,9 @@ REDUCE_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+NO_TENSOR = torch.empty(0)  # stands in a request that is no message
+
+
 @dataclass(slots=True, eq=False)
 class CallSite:
     """A call in a rank's program and the line it stands in."""
@@ -43,7 +46,7 @@ class Request:
     rank: int  # of this side, in the world
     peer: int = -1  # the rank of the other side
     channel: int = -1  # what one rank sends to another on one channel arrives in that order
-    tensor: Tensor | None = None  # contiguous memory that is read, or written to
+    tensor: Tensor = NO_TENSOR  # contiguous memory that is read, or written to
     sending: bool = False
     reduce: str = "copy"  # what is done with what arrives, a key of REDUCE_OPS
     done: bool = False
@@ -54,7 +57,7 @@ class Request:
     wakeup: Any = None  # what a thread that waits for it sleeps on
 
     def __str__(self) -> str:
-        if self.call.signature or self.tensor is None:
+        if self.call.signature or self.tensor is NO_TENSOR:
             return str(self.call)
         what = describe(self.tensor)
         verb = f"send({what}) to" if self.sending else f"recv({what}) from"
@@ -85,7 +88,7 @@ class Endpoint:
         program does not depend on when the others came.
         """
         self.until_done(request)
-        request.tensor = None
+        request.tensor = NO_TENSOR
 
     def until_done(self, request: Request) -> None:
         """Return when `request` is done: what an engine provides for `wait`."""

@@ -81,7 +81,7 @@ class RankProcess:
         self.commands, commands = connection.Pipe()
         self.control, control = connection.Pipe()
         args = (rank, mesh, timeout, folder, commands, control)
-        context = multiprocessing.get_context(_METHOD)
+        context: Any = multiprocessing.get_context(_METHOD)
         self.process = context.Process(target=be_rank, args=args, name=f"rank {rank}")
         with commands, control:
             try:
@@ -90,7 +90,9 @@ class RankProcess:
                 self.commands.close()
                 self.control.close()
                 raise
-        multiprocessing.process._children.discard(self.process)  # Python's exit would wait for it
+        vars(multiprocessing.process)["_children"].discard(
+            self.process
+        )  # Python's exit would wait for it
 
     def fileno(self) -> int:
         """What tells when it has something to say."""
@@ -204,11 +206,11 @@ class Processes:
             self.progress = open_memory(folder, self.mesh.size)
             for rank in range(self.mesh.size):
                 self.ranks.append(RankProcess(rank, self.mesh, self.timeout, folder))
-            for rank in self.ranks:
+            for process in self.ranks:
                 try:
-                    rank.commands.recv_bytes()
+                    process.commands.recv_bytes()
                 except (EOFError, OSError):
-                    text = f"rank {rank.rank} did not start:\n{rank.tail()}"
+                    text = f"rank {process.rank} did not start:\n{process.tail()}"
                     raise RuntimeError(text) from None
 
     def _run(self, message: bytes) -> list[Outcome]:
@@ -239,7 +241,8 @@ class Processes:
         """Take outcomes as they come, until all are there, something holds, or the time is over."""
         deadline = time.monotonic() + seconds
         while self.running and time.monotonic() < deadline and not until():
-            for rank in connection.wait(self.running, _LOOK):
+            ready = connection.wait([rank.commands for rank in self.running], _LOOK)
+            for rank in [rank for rank in self.running if rank.commands in ready]:
                 rank.hear()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import pickle
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,7 +154,7 @@ class Rank:
         self.generator = self._random.own
         self._endpoint = endpoint
         self._groups = groups
-        self._events: list[Event | list[Event]] = []
+        self._events: MutableSequence[Any] = []  # Event, or a list of those of a collective
         self._pending: dict[Work, None] = {}
         self._comms: dict[str, Comm] = {}
         self._called: dict[tuple, Calls] = {}

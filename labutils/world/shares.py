@@ -1,23 +1,25 @@
 """What ranks share out and what they all have: marks on parameters, for whoever sums over ranks."""
 
 from fractions import Fraction
+from typing import TypeVar
 
 from torch import Tensor
 
 from labutils.world.comm import Comm
 
 _MARKS = ("shares", "only_on", "ends")
+Of = TypeVar("Of", bound=Tensor)
 
 
-def marked(parameter: Tensor, like: Tensor | None = None, *, shares: int = 1) -> Tensor:
+def marked(parameter: Of, like: Tensor | None = None, *, shares: int = 1) -> Of:
     """The parameter, which says from now on in how many different `shares` the ranks have the
     tensor that it is a part of: so many times as many as those of `like`.
 
     like: what it was made of, whose other marks it gets, too; itself unless given. Without a mark
         that is whole
     """
-    like = parameter if like is None else like
-    marks = {name: vars(like)[name] for name in _MARKS if name in vars(like)}
+    known = vars(parameter if like is None else like)
+    marks = {name: known[name] for name in _MARKS if name in known}
     vars(parameter).update(marks, shares=marks.get("shares", 1) * shares)
     return parameter
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from labutils import units
 from labutils.world.errors import DeadlockError, Stopped, place
-from labutils.world.messages import Endpoint, Request, misfit, out_of_time
+from labutils.world.messages import NO_TENSOR, Endpoint, Request, misfit, out_of_time
 from labutils.world.progress import BLOCKED, OVER, RUNNING, Progress
 
 _HEADER = struct.Struct("<BIIQ")  # kind, channel, run, bytes of what follows, or of a part
@@ -264,7 +264,7 @@ class SocketEndpoint(Endpoint):
         Who waits for an asynchronous collective leaves the driving to the thread that runs it,
         unless nothing is heard for a while: taking turns would cost a change of threads a message.
         """
-        patient = request.tensor is None
+        patient = request.tensor is NO_TENSOR
         while not request.done:
             if self.stopped:
                 raise Stopped(str(request))
@@ -289,7 +289,7 @@ class SocketEndpoint(Endpoint):
         """Wake another thread that waits, so that it drives."""
         with self.lock:
             for request in (*self.waiting, *self.watched):
-                if request.tensor is not None and request.wakeup and not request.done:
+                if request.tensor is not NO_TENSOR and request.wakeup and not request.done:
                     return request.wakeup.set()
 
     def _watch(self) -> None:

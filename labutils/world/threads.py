@@ -132,8 +132,8 @@ class Threads:
     def run(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Trace]:
         size = self.mesh.size
         meeting = Rendezvous(size, self.timeout)
-        cpu, alone = torch.device("cpu"), dict(private=False)
-        ranks = [Rank(i, self.mesh, meeting, cpu, **alone) for i in range(size)]
+        cpu = torch.device("cpu")
+        ranks = [Rank(i, self.mesh, meeting, cpu, private=False) for i in range(size)]
 
         def program(rank: Rank) -> None:
             with OUT.counted(rank.rank), ERR.counted(rank.rank):
@@ -154,7 +154,7 @@ class Threads:
             finally:
                 places = _stop(meeting, threads)
         # Popped: what a rank returned is not to wait for the garbage collector with this cycle.
-        outcomes = [meeting.outcomes.pop(i, None) or Outcome() for i in range(size)]
+        outcomes = [meeting.outcomes.pop(i, Outcome()) for i in range(size)]
         for i, where in places.items():
             outcomes[i].state = (ABSENT, where)
         if meeting.deadlock and not any(outcome.failure for outcome in outcomes):
@@ -171,14 +171,14 @@ def _stop(meeting: Rendezvous, threads: Sequence[threading.Thread]) -> dict[int,
         idle = {*meeting.outcomes, *(request.rank for request in meeting.waiting)}
     places = {}
     for i in set(range(meeting.size)) - idle:
-        where = site(sys._current_frames().get(threads[i].ident))
+        where = site(sys._current_frames().get(threads[i].ident or 0))
         places[i] = f"and is at {place(where)}"
     if len(meeting.outcomes) < meeting.size:
         meeting.stop()
         _join(threads)
         for thread in threads:
             if thread.is_alive():
-                ident = ctypes.c_ulong(thread.ident)
+                ident = ctypes.c_ulong(thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Stopped))
         _join(threads)
     return places

@@ -16,6 +16,7 @@ from labutils.config import Mesh
 from labutils.trace import Trace
 from labutils.world.distributed import DistributedEndpoint
 from labutils.world.errors import ABSENT
+from labutils.world.messages import Endpoint
 from labutils.world.progress import Progress
 from labutils.world.rank import Outcome, conclude, unpack
 from labutils.world.sockets import SocketEndpoint, create_memory, make_folder
@@ -45,10 +46,10 @@ class Torchrun:
         if self.ours:
             begin_groups(device, timeout)
         self.progress: Progress | None = None
-        endpoint = DistributedEndpoint(timeout)
+        endpoint: Endpoint = DistributedEndpoint(timeout)
         if same_memory:
-            endpoint = _by_sockets(rank, started, timeout)
-            self.progress = endpoint.progress
+            endpoint = sockets = _by_sockets(rank, started, timeout)
+            self.progress = sockets.progress
         self.member = Member(rank, mesh, device, endpoint)
         atexit.register(self._leave)
 
@@ -76,7 +77,7 @@ class Torchrun:
         store = dist.PrefixStore(f"run {number}", dist.distributed_c10d._get_default_store())
         packed = member.pack(dataclasses.replace(mine, value=None, events=()))
         store.add("failed", int(mine.failure is not None))  # before others see that it is here
-        store.set(str(member.rank), packed)
+        store.set(str(member.rank), packed)  # type: ignore[arg-type]  # it takes bytes, too
         here, deadline = {member.rank: mine}, math.inf
         while len(here) < size and time.monotonic() < deadline:
             for rank in set(range(size)) - set(here):

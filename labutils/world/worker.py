@@ -86,7 +86,8 @@ def be_rank(
     os.setsid()  # so that the kernel can end it with all that it starts
     if sys.platform == "linux":  # with the fork server, which ends with the kernel
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)  # not with its ranks
+        server = vars(multiprocessing.forkserver._forkserver)
+        os.close(server["_forkserver_alive_fd"])  # not with its ranks
     gc.freeze()  # leaves the memory shared that came with the fork
     log = os.open(os.path.join(folder, f"log-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -162,8 +163,8 @@ def _outlive_ranks() -> None:
 
     A rank that does not end by itself ends with the server, which its own alarm then kills.
     """
-    known = multiprocessing.forkserver._forkserver
-    if not known._forkserver_address or known._forkserver_pid:
+    known = vars(multiprocessing.forkserver._forkserver)
+    if not known["_forkserver_address"] or known["_forkserver_pid"]:
         return  # not a server: a process without one, or one that has started one
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_TIDYING)

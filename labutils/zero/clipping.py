@@ -33,8 +33,10 @@ def clip_grad_norm(
     found = [p for p in dict.fromkeys(parameters) if _has_gradient(p)]
     square = torch.zeros((), dtype=torch.float64, device=comm.device)
     for p in found:
-        wide = torch.promote_types(p.grad.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(p.grad, dtype=wide).double()
+        grad = p.grad
+        assert grad is not None  # `_has_gradient` has looked
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(grad, dtype=wide).double()
         square += norm**2 / float(world.copies(p, comm))
     with comm.record("gradient norm"):
         norm = comm.all_reduce(square).sqrt()

@@ -69,7 +69,7 @@ class FlatParameter:
             self.wholes = list(parameters)
             for i, parameter in enumerate(parameters):
                 parameter.data = self.view(self.whole, i)
-                parameter.piece = self.pieces[i]
+                vars(parameter)["piece"] = self.pieces[i]
                 gradients.kept_by(self, parameter)
         self.gradient: Tensor | None = None  # memory for the gradient of the shard, if it has any
         self.buffer: Tensor | None = None
@@ -127,18 +127,18 @@ class FlatParameter:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Make room for the gradients of all parameters, those of the padding being zero."""
+    def open(self) -> Tensor:
+        """Room for the gradients of all parameters, those of the padding being zero."""
         if self.buffer is None:
             self.buffer = self.whole.new_empty(self.partition.padded, dtype=self.reduce_dtype)
             name = "gradients" if self.gradient is None else "gradient buckets"
             measure.label([self.buffer], "gradients", name)
             self.buffer[self.partition.numel :].zero_()
+        return self.buffer
 
     def take(self, i: int, grad: Tensor) -> None:
         """Collect the gradient of parameter `i`, divided by the ranks: they sum to the mean."""
-        self.open()
-        view, n = self.view(self.buffer, i), self.comm.size
+        view, n = self.view(self.open(), i), self.comm.size
         if i in self.arrived:
             view.add_(grad, alpha=1 / n)
         elif view.dtype == grad.dtype:
@@ -154,11 +154,11 @@ class FlatParameter:
 
     def reduce(self, async_op: bool = False) -> Any:
         """This rank's share of the mean gradient, left where it lies in `buffer`."""
-        self.open()
+        buffer = self.open()
         for i in range(len(self.shapes)):
             if i not in self.arrived:  # it took no part in the loss
-                self.view(self.buffer, i).zero_()
-        return self.comm.reduce_scatter(self.buffer, out=self.buffer[self.own], async_op=async_op)
+                self.view(buffer, i).zero_()
+        return self.comm.reduce_scatter(buffer, out=buffer[self.own], async_op=async_op)
 
     def land(self, mine: Shaped[Tensor, " share"]) -> None:
         """Give the pieces what `reduce` gave, or add it to the gradients that they have.
@@ -184,7 +184,7 @@ class FlatParameter:
         """Where the gradient of one of `wholes` is: in `buffer`, divided by the ranks, until it is
         reduced; then this rank's stretch of the mean."""
         i = next(i for i, whole in enumerate(self.wholes) if whole is parameter)
-        return self.view(self.buffer, i) if i in self.arrived else self.pieces[i].grad
+        return self.view(self.open(), i) if i in self.arrived else self.pieces[i].grad
 
     def forget(self) -> None:
         """Drop what is collected and not reduced."""

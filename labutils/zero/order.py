@@ -48,7 +48,9 @@ def step_timeline(
     >>> [step_timeline(order, [(1000, t)] * 2, n=2, link=Link(0, 500)).exposed for t in (1.0, 0.5)]
     [2.0, 2.5]
     """
-    now, sent, here, spans = 0.0, 0.0, {}, []
+    now, sent = 0.0, 0.0
+    here: dict[int, float] = {}
+    spans: list[Span] = []
     for what, i in order:
         nbytes, seconds = layers[i][0], units.positive(layers[i][1], "seconds", or_zero=True)
         if what in ("gather", "reduce"):

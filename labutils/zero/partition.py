@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from labutils import units
 
@@ -87,7 +88,8 @@ def units_of(sizes: Layout) -> tuple[Unit, ...]:
     [(8,), (3, 2)]
     """
     known = []
-    for unit in (sizes,) if units.is_whole(sizes) else sizes:
+    given: Any = (sizes,) if units.is_whole(sizes) else sizes
+    for unit in given:
         numels = (unit,) if units.is_whole(unit) else unit
         known.append(unit if isinstance(unit, Unit) else Unit(tuple(numels)))
     if not known:

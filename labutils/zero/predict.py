@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
+from typing import Any
 
 from labutils import collectives, units
 from labutils.config import MOMENTS
@@ -78,7 +79,13 @@ def predict_sent(
     lines: list[Line] = []
     for name, numel, width, times in calls:
         algorithm = _ALGORITHMS.get(name, f"{name}_ring")
-        each = {"nbytes": numel * width, "n": n, "itemsize": width, "rank": rank, "name": name}
+        each: dict[str, Any] = {
+            "nbytes": numel * width,
+            "n": n,
+            "itemsize": width,
+            "rank": rank,
+            "name": name,
+        }
         lines += collectives.sent(algorithm, **each).scaled(times)
     return Ledger(line for line in lines if line.count).merged()
 
@@ -186,7 +193,7 @@ def predict_held(
         held["optimizer", "step"] = STEP * sum(a < b for a, b in cuts)
 
     if level == 0:
-        moments = [{"gradients": _padded(dealt, n) * reduce_itemsize}]
+        moments: Iterable[dict[str, int]] = [{"gradients": _padded(dealt, n) * reduce_itemsize}]
     elif level < 3:
         widths = itemsize, reduce_itemsize, shard_itemsize
         moments = _buckets_come(dealt, n, level, rank, *widths, accumulation)

@@ -51,8 +51,11 @@ class Reducer:
                     "in a backward pass within another: checkpoint with use_reentrant=False, or "
                     "call zero_grad() after a backward pass that failed"
                 )
-        measure.label([parameter.grad], "gradients", "gradient on its way", anew=True)
-        flat.take(i, parameter.grad)
+        grad = parameter.grad
+        assert grad is not None  # the hook says that it is there
+        measure.label([grad], "gradients", "gradient on its way", anew=True)
+        flat.take(i, grad)
+        del grad
         parameter.grad = None
         while self.eager and self._next < len(self.flats) and self.flats[self._next].complete:
             self._launch()

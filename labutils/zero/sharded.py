@@ -54,8 +54,13 @@ def shard(
     groups = [
         ParamGroup(home, places, comm, param_dtype, reduce_dtype) for home, places in homes.items()
     ]
-    module._sharded = Sharded(module, groups, reshard, prefetch, param_dtype)
+    vars(module)["_sharded"] = Sharded(module, groups, reshard, prefetch, param_dtype)
     return module
+
+
+def sharded_of(module: nn.Module) -> "Sharded":
+    """What `shard` left with a module."""
+    return vars(module)["_sharded"]
 
 
 @contextlib.contextmanager
@@ -64,7 +69,7 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
 
     To be evaluated, saved or looked at: changes made inside are lost.
     """
-    groups = module._sharded.groups
+    groups = sharded_of(module).groups
     for group in groups:
         group.free()  # what a pass has left here may have been stepped since
         group.pinned = True
@@ -84,11 +89,11 @@ def layout(module: nn.Module) -> tuple[Unit, ...]:
 
     As `predict_sent` and `predict_held` take them.
     """
-    units = []
-    for group in module._sharded.groups:
+    units: list[Unit] = []
+    for group in sharded_of(module).groups:
         numels = {flat.trained: flat.numels for flat in group.flats}
         trained, frozen = numels.get(True, ()), numels.get(False, ())
-        before = len(trained) - module._sharded.after * (not units)
+        before = len(trained) - sharded_of(module).after * (not units)
         units.append(Unit(trained[:before], frozen, trained[before:]))
     return tuple(units)
 

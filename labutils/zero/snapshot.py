@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from labutils.config import ModelConfig
 from labutils.zero.flat_parameter import FlatParameter
 from labutils.zero.optimizer import Optimizer
+from labutils.zero.sharded import sharded_of
 
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 OWN = "labutils.zero"  # the key of the metadata
@@ -139,14 +140,16 @@ class _Run:
     """What a snapshot is of: flat parameters, the names of their pieces, an optimizer of these."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | torch.optim.Optimizer) -> None:
-        self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self.names: dict[Tensor, str] = {
+            parameter: name for name, parameter in module.named_parameters()
+        }
         self.constants: dict[str, Tensor] = {}  # frozen weights that every rank has whole
         if isinstance(optimizer, Optimizer):
             self.constants = {n: p for p, n in self.names.items() if p not in optimizer.pieces}
             self.names = {piece: self.names[p] for p, piece in optimizer.pieces.items()}
             self.flats, self.inner = optimizer.flats, optimizer.inner
         else:
-            self.flats, self.inner = module._sharded.flats, optimizer
+            self.flats, self.inner = sharded_of(module).flats, optimizer
         self.comm = self.flats[0].comm
         config = getattr(module, "config", None)
         known = dataclasses.asdict(config) if isinstance(config, ModelConfig) else {}
