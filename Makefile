@@ -18,7 +18,7 @@ book: $(READY)
 	$(BIN)/python $(BIN)/jupyter-book build . --config book/_config.yml --toc book/_toc.yml --path-output book -W --keep-going --all
 
 bench: $(READY)
-	for benchmark in benchmarks/[!_]*.py; do $(BIN)/python "$$benchmark" || exit 1; done
+	$(BIN)/python benchmarks
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"The course needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12")'

@@ -1,10 +1,19 @@
-"""Timing things in turn, so that what else the machine does slows all alike; what they hold."""
+"""Timing things in turn, so that what else the machine does slows all alike; what they hold;
+and the rows that `python benchmarks` makes its table of."""
 
 import gc
+import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SECONDS = 12.0  # of a row
 
 
 @dataclass(frozen=True)
@@ -33,22 +42,58 @@ def interleave(
     calls: Mapping[str, Callable[[], object]],
     rounds: int,
     *,
-    before: Callable[[], object] = lambda: None,
+    group: Any = None,
+    seconds: float = SECONDS,
 ) -> dict[str, Times]:
     """The times of `rounds` calls of each, in ms; every second round goes backward.
 
-    So nobody is always first.
+    So nobody is always first. No round begins after so many seconds, but for the first: on a
+    machine that emulates fp16 a single call can take as long.
 
-    `before` is called before each call and not timed: among ranks, their barrier.
+    `group` is the process group of the ranks that do this together: they meet before each call,
+    which is not timed, and agree on the end.
     """
     taken: dict[str, list[float]] = {name: [] for name in calls}
+    begun = time.perf_counter()
     for turn in range(rounds):
+        if turn and _late(time.perf_counter() - begun > seconds, group):
+            break
         for name in list(calls)[:: -1 if turn % 2 else 1]:
-            before()
+            if group is not None:
+                dist.barrier(group=group)
             start = time.perf_counter()
             calls[name]()
             taken[name].append(1e3 * (time.perf_counter() - start))
     return {name: Times(tuple(found)) for name, found in taken.items()}
+
+
+def _late(mine: bool, group: Any) -> bool:
+    """Whether the time is over, for any rank of the group."""
+    late = torch.tensor(float(mine))
+    if group is not None:
+        dist.all_reduce(late, dist.ReduceOp.MAX, group=group)
+    return bool(late)
+
+
+def owe(peer: str, aims: Mapping[str, float]) -> None:
+    """Tells `python benchmarks` which rows are to come, and the ratio that each aims at."""
+    for row, aim in aims.items():
+        _tell({"row": row, "peer": peer, "aim": aim})
+
+
+def report(row: str, peer: str, ours: Times, theirs: Times) -> None:
+    """Tells `python benchmarks` what a row came to: medians in ms, their ratio, how many rounds."""
+    rounds = len(ours.taken)
+    numbers = {"ours": ours.median, "theirs": theirs.median, "rounds": rounds}
+    ratio = ours.median / theirs.median
+    note = f"{rounds} round{'s' * (rounds > 1)} only" if rounds < 3 else ""
+    _tell({"row": row, "peer": peer, "ratio": ratio, "note": note} | numbers)
+
+
+def _tell(row: Mapping[str, object]) -> None:
+    if path := os.environ.get("BENCHMARK_ROWS"):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def slowest(ranks: Iterable[Mapping[str, Times]]) -> dict[str, Times]:

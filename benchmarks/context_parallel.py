@@ -11,7 +11,7 @@ means that ours is faster.
 import functools
 
 import torch
-from _side_by_side import Times, interleave, slowest
+from _side_by_side import Times, interleave, owe, report, slowest
 from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
 from labutils import context_parallel
@@ -49,25 +49,27 @@ CALLS = {
 
 def race(rank, s: int) -> tuple[dict[str, Times], float]:
     """Times of each, and how far ours is from torch's."""
-    import torch.distributed as dist
-
     comm, draw = rank.comm("cp"), torch.Generator().manual_seed(rank.rank)
     tensors = torch.randn(4, B, HEADS, s // comm.size, D, generator=draw).unbind()
     results = {name: call(comm, *tensors) for name, call in CALLS.items()}
     pairs = zip(results["ours"], results["torch, alltoall"], strict=True)
     apart = max((a - b).abs().max().item() for a, b in pairs)
     calls = {name: functools.partial(call, comm, *tensors) for name, call in CALLS.items()}
-    return interleave(calls, ROUNDS, before=lambda: dist.barrier(group=comm.group)), apart
+    return interleave(calls, ROUNDS, group=comm.group), apart
 
 
 def main() -> None:
     """Print the table."""
     print(f"{HEADS} heads of {D}, {RANKS} processes; ms by medians (minima), ratio ours / theirs")
+    for peer in list(CALLS)[1:]:
+        owe(peer, {f"{s} tokens": 1.0 for s in LENGTHS})
     with World(Mesh(cp=RANKS), engine="processes", timeout=300) as world:
         for s in LENGTHS:
             ranks = world.run(race, s)
             times, apart = slowest(times for times, _ in ranks), max(x for _, x in ranks)
             for name, each in times.items():
+                if name != "ours":
+                    report(f"{s} tokens", name, times["ours"], each)
                 ratio = "" if name == "ours" else f"   ratio {times['ours'].ratio(each)}"
                 print(f"{s:6} tokens {name:>17}: {each} ms{ratio}")
             print(f"{s:6} tokens, largest difference {apart:.0e}")

@@ -12,7 +12,7 @@ not pay for the way.
 import os
 
 import torch
-from _side_by_side import Times, interleave, slowest
+from _side_by_side import Times, interleave, owe, report, slowest
 
 from labutils import expert_parallel, units
 from labutils.config import Mesh, ModelConfig
@@ -20,6 +20,7 @@ from labutils.model import MixtureOfExperts
 from labutils.world import World
 
 RANKS, ROUNDS, TOKENS, WIDTHS = 4, 11, 512, (64, 512, 2048)
+PEER = "a loop over all experts"
 SIZES = dict(num_layers=1, d_model=256, num_heads=4, vocab_size=16, seq_len=TOKENS)
 
 
@@ -42,10 +43,10 @@ def race(rank, width: int) -> tuple[dict[str, Times], float, int]:
 
     counts = spread[0].routing.counts
     calls = {
-        "a loop over all experts": lambda: step(whole, tokens) if rank.rank == 0 else None,
+        PEER: lambda: step(whole, tokens) if rank.rank == 0 else None,
         "experts on four ranks": lambda: step(spread, mine),
     }
-    times = interleave(calls, ROUNDS, before=rank.comm("dp").barrier)
+    times = interleave(calls, ROUNDS, group=rank.comm("dp").group)
     return times, apart, int(counts.sum() - counts[2 * rank.rank : 2 * rank.rank + 2].sum())
 
 
@@ -54,11 +55,13 @@ def main() -> None:
     print(
         f"{TOKENS} tokens per rank, {RANKS} ranks on {os.cpu_count()} cores; ms, median (fastest)"
     )
+    owe(PEER, {f"width {width}": 1.0 for width in WIDTHS})
     with World(Mesh(dp=RANKS, ep=RANKS), engine="processes", timeout=120) as world:
         for width in WIDTHS:
             ranks = world.run(race, width)
             times = slowest(times for times, *_ in ranks)
             loop, spread = times.values()
+            report(f"width {width}", PEER, spread, loop)
             rows = max(rows for *_, rows in ranks)
             sent = units.text(2 * rows * 256 * 4)
             print(f"experts of width {width}: up to {sent} sent to experts, and as many gradients")

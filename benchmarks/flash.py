@@ -10,7 +10,7 @@ scores would not fit. Aims: from s = 2048 on faster than the textbook in 1/20 of
 
 import torch
 import torch.nn.functional as F
-from _side_by_side import interleave
+from _side_by_side import interleave, owe, report
 from torch import nn
 
 from labutils import flash, measure, units
@@ -52,6 +52,10 @@ def steps(s, causal):
     }
 
 
+def row(s, causal):
+    return f"{s} tokens{', causal' * causal}"
+
+
 def extra_peak(step, s):
     return measure.peak(step, nn.Module()).total - 4 * 4 * HEADS * s * WIDTH
 
@@ -65,6 +69,7 @@ def main():
         "   s  causal  textbook             ours                 sdpa              | ours/textbook "
         " ours/sdpa    | memory: textbook  ours  sdpa   textbook/ours"
     )
+    owe("SDPA", {row(s, causal): 1.1 for causal in (False, True) for s in ROUNDS})
     for causal in (False, True):
         for s, rounds in ROUNDS.items():
             calls = steps(s, causal)
@@ -77,6 +82,7 @@ def main():
                 raise SystemExit(f"s = {s}: the results differ, the times mean nothing")
             del results
             times = interleave(calls, rounds)
+            report(row(s, causal), "SDPA", times["ours"], times["sdpa"])
             held = {way: extra_peak(call, s) for way, call in calls.items()}
             cells = "  ".join(str(times.get(way, f"{'–':>19}")) for way in WAYS)
             textbook, sdpa = (

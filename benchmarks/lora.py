@@ -11,7 +11,7 @@ import copy
 import os
 
 import torch
-from _side_by_side import interleave
+from _side_by_side import interleave, owe, report
 
 from labutils import lora
 from labutils.config import ModelConfig
@@ -61,6 +61,7 @@ def steps(width: int, length: int, rows: int):
 def main():
     print("a training step of a 4-layer GPT, interleaved; ms, median (minimum)")
     print("size    full                 ours                 theirs               ours/theirs")
+    owe("peft", dict.fromkeys(SIZES, 1.0))
     for name, (width, length, rows, rounds) in SIZES.items():
         calls = steps(width, length, rows)
         for _ in range(3):
@@ -68,6 +69,7 @@ def main():
             if mine != other:
                 raise SystemExit(f"{name}: the losses differ, the times mean nothing")
         times = interleave(calls, rounds)
+        report(name, "peft", times["ours"], times["theirs"])
         cells = "  ".join(map(str, times.values()))
         print(f"{name:7} {cells}  {times['ours'].ratio(times['theirs'])}")
 

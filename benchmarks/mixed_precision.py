@@ -8,7 +8,7 @@ is 1.10 at most. Whether weights stay equal is checked before and after.
 import copy
 
 import torch
-from _side_by_side import interleave
+from _side_by_side import interleave, owe, report
 from torch import nn
 
 from labutils import precision
@@ -20,6 +20,7 @@ SIZES = {
     "medium": (256, 128, 4, 24),
     "large": (512, 256, 4, 8),
 }  # width, tokens, rows, rounds
+PEER = "torch.autocast, GradScaler"
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -62,6 +63,7 @@ def steps(width, length, rows, dtype):
 def main():
     print("a step of a 4-layer GPT in mixed precision, interleaved; ms, median (minimum)")
     print("size    format  ours                 theirs               ours/theirs")
+    owe(PEER, {f"{size}, {half}": 1.1 for half in HALVES for size in SIZES})
     for size, (width, length, rows, rounds) in SIZES.items():
         for half, dtype in HALVES.items():
             calls, models = steps(width, length, rows, dtype)
@@ -72,6 +74,7 @@ def main():
                     map(torch.equal, models["ours"].parameters(), models["theirs"].parameters())
                 ):
                     raise SystemExit(f"{size}, {half}: the weights differ, the times mean nothing")
+            report(f"{size}, {half}", PEER, times["ours"], times["theirs"])
             print(
                 f"{size:7} {half:7} {'  '.join(str(times[way]) for way in calls)}  "
                 f"{times['ours'].ratio(times['theirs'])}"

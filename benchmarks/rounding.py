@@ -8,7 +8,7 @@ however many torch has.
 import ml_dtypes
 import numpy as np
 import torch
-from _side_by_side import interleave
+from _side_by_side import interleave, owe, report
 
 from labutils import precision
 
@@ -30,6 +30,7 @@ def main():
         f"rounding {ELEMENTS:,} float32 numbers, {ROUNDS} rounds interleaved, ms, median (minimum)"
     )
     print("format ours                 peer                 peer/ours")
+    owe("ml_dtypes, numpy", dict.fromkeys(PEERS, 1.0))
     for name, peer in PEERS.items():
 
         def ours(name=name):
@@ -43,6 +44,7 @@ def main():
         times = interleave(
             {"ours": ours, "peer": theirs}, ROUNDS
         )  # the comparison was everybody's warm-up
+        report(name, "ml_dtypes, numpy", times["ours"], times["peer"])
         print(f"{name:6} {times['ours']}  {times['peer']}  {times['peer'].ratio(times['ours'])}")
 
 

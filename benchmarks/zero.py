@@ -13,7 +13,7 @@ too.
 import statistics
 
 import torch
-from _side_by_side import Times, fullest, interleave, slowest
+from _side_by_side import Times, fullest, interleave, owe, report, slowest
 
 from labutils import units, zero
 from labutils.config import ModelConfig
@@ -99,8 +99,6 @@ class Contestant:
 
 def race(rank) -> tuple[dict[str, Times], dict[str, float]]:
     """Step times of all contestants, and how far their weights are apart after as many steps."""
-    import torch.distributed as dist
-
     contestants = {name: Contestant(name, rank) for name in (*OURS, *THEIRS)}
     for contestant in contestants.values():
         for _ in range(STEPS):
@@ -116,7 +114,7 @@ def race(rank) -> tuple[dict[str, Times], dict[str, float]]:
     return interleave(
         {name: each.step for name, each in contestants.items()},
         ROUNDS,
-        before=lambda: dist.barrier(group=group),
+        group=group,
     ), apart
 
 
@@ -131,9 +129,13 @@ def main() -> None:
         f"{units.text(4 * MODEL.num_params)} of fp32 weights on {RANKS} processes; ratios "
         "ours / theirs: step time by medians (by minima), bytes held"
     )
+    for ours, theirs in PAIRS:
+        owe(theirs, {ours: 0.61})
     with World(RANKS, engine="processes", timeout=120) as world:
         ranks = world.run(race)
         times, apart = slowest(times for times, _ in ranks), ranks[0][1]
+        for ours, theirs in PAIRS:
+            report(ours, theirs, times[ours], times[theirs])
         peaks = {name: int(statistics.median(world.run(held, name))) for name in (*OURS, *THEIRS)}
     for name, each in times.items():
         print(

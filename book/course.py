@@ -16,6 +16,8 @@ from labutils import config, notation
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CLAIMS, PAPERS = config.DATA / "claims.csv", config.DATA / "paper_results.csv"
+TABLE = ROOT / "benchmarks" / "table.csv"
+NUMBERS = ("ours", "theirs", "ratio", "aim")
 VERDICTS = ("wrong", "true under a condition")
 MATHJAX = [
     "tex-chtml.js",
@@ -80,6 +82,23 @@ class Errata(Written):
         return "\n".join(pages)
 
 
+class Benchmarks(Written):
+    """```{benchmarks}```: the table of `make bench`, and where it was measured."""
+
+    source = TABLE
+
+    def markdown(self):
+        if not TABLE.exists():
+            return "*No run is recorded yet.*"
+        first, *lines = TABLE.read_text(encoding="utf-8").splitlines()
+        table = ["| | beside | ours | theirs | ratio | aim | |", "|---|---|--:|--:|--:|--:|---|"]
+        for row in csv.DictReader(lines):
+            numbers = [f"{float(row[key]):.2f}" if row[key] else "" for key in NUMBERS]
+            cells = plain(f"{row['benchmark']}: {row['row']}"), plain(row["peer"]), *numbers
+            table.append(f"| {' | '.join(cells)} | {plain(row['note'])} |")
+        return "\n".join([plain(first.partition(": ")[2]), "", *table])
+
+
 WHOLE = re.compile(
     r" \[(?:full text read[^\]]*|read)\]"
 )  # worth saying is only that a source was read in part, or not seen
@@ -138,5 +157,6 @@ def setup(app):
     app.add_directive("notation", Notation)
     app.add_directive("errata", Errata)
     app.add_directive("compositions", Compositions)
+    app.add_directive("benchmarks", Benchmarks)
     app.connect("build-finished", copy_mathjax)
     return {"parallel_read_safe": True}

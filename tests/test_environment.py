@@ -92,9 +92,6 @@ echo "$@" >> {tmp_path}/calls
 case "$*" in "-c "*) exec {sys.executable} "$@";; "-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/python;; esac
 """)
     fake.chmod(0o755)
-    (tmp_path / "benchmarks").mkdir()
-    for name in ("a.py", "b.py"):
-        (tmp_path / "benchmarks" / name).touch()
     return tmp_path
 
 
@@ -176,13 +173,8 @@ def test_a_table_of_machines_names_the_cells_that_fail(monkeypatch, capsys):
     ]
 
 
-def test_make_bench_runs_every_benchmark_and_stops_at_a_failure(clone):
-    assert make(clone, "bench")[2:] == ["benchmarks/a.py", "benchmarks/b.py"]
-    broken = clone / ".venv" / "bin" / "python"
-    broken.write_text(broken.read_text() + 'case "$*" in *a.py) exit 3;; esac\n')
-    with pytest.raises(subprocess.CalledProcessError):
-        make(clone, "bench")
-    assert (clone / "calls").read_text().split() == ["benchmarks/a.py"]
+def test_make_bench_runs_every_benchmark(clone):
+    assert make(clone, "bench")[2:] == ["benchmarks"]
 
 
 def test_an_old_python_is_refused_in_words(clone):

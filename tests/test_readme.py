@@ -31,6 +31,12 @@ def test_every_link_leads_somewhere():
         assert (ROOT / target).exists(), target
 
 
+def test_the_code_prints_what_stands_below_it(capsys):
+    code, printed = re.search(r"```python\n(.+?)```\n```text\n(.+?)```", README, re.DOTALL).groups()
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
 def test_the_commands_are_targets():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"\bmake (\w+)", README)):
