@@ -818,3 +818,21 @@ def test_a_hook_that_a_share_would_lose_is_refused_and_no_model_of_ranks_is_copi
 
     with pytest.raises(RankError, match="has no copy: copy the module first, and change the copy"):
         ranks(2).run(late)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_routers_and_experts_are_whole_and_learn_from_all_tokens(sequence):
+    config = replace(MIXED, num_experts=4, top_k=2, shared_expert=True, bias=True)
+    losses, gradients, weights = alone(config)
+    for mine, found, stepped in ranks(2).run(trained, config, sequence):
+        assert mine == pytest.approx(losses, rel=1e-12)
+        for name in (name for name in weights if "feed_forward." in name):
+            torch.testing.assert_close(found[name], gradients[name], rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(stepped[name], weights[name], rtol=1e-9, atol=1e-12)
+
+
+def test_costs_of_experts_have_no_formula():
+    config = replace(MIXED, num_experts=4, top_k=2)
+    for ask in (tensor_parallel.sent, tensor_parallel.kept_activations):
+        with pytest.raises(ValueError, match="no formula for num_experts=4 under tp: a dry run"):
+            ask(config, 2, micro_batch=1)

@@ -76,6 +76,15 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("x = x + self.dropout(self.attention(", "x = x + (self.attention("),
         ("return self.dropout(x)", "return x"),
     ],
+    ("step", "test_step"): [
+        ('side.chunk(mesh.dp)[coords["dp"]]', 'side.chunk(mesh.dp)[coords["cp"]]'),
+        ('layout.split(side, coords["cp"])', 'layout.split(side, 0)'),
+        ("precision.LossScaler(comm=rank.comm())", "precision.LossScaler()"),
+        ("rank.comm().broadcast(parameter.data, out=parameter.data)", "pass"),
+        ("ranks.all_reduce(mine.double()) / self.replicas.size", "mine.double()"),
+        ("mesh.cp > 1 and not ring,", "False,"),
+        ("ring and model.dropout > 0,", "False,"),
+    ],
     ("measure", "test_measure test_survivors"): [
         ("return tensor.detach()  # the tensor itself", "return tensor  # the tensor itself"),
         ("self.alive += nbytes - life.nbytes", "self.alive += nbytes"),
