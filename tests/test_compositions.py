@@ -30,6 +30,7 @@ def of(result):
 
 def test_the_table_has_all_pairs():
     assert {*pairs(), *LARGER} == set(ROWS)
+    assert set(ROWS.values()) == {"equal", "refused"}
 
 
 @of("equal")
@@ -46,12 +47,6 @@ def test_refused_with_a_remedy_that_works(names, run):
         assert run(*names, **changes)[0] == "equal", changes
 
 
-@of("wrong")
-def test_still_wrong(names, run):
-    """Fails once it is right: then the table says so."""
-    assert run(*names)[0] == "wrong", "record it: python tools/compositions.py --record"
-
-
 DROPPED = [(name,) for name in ("1F1B", "ZB-V", "DualPipe", "dp", "ZeRO-3", "tp", "tp + sp", "ep")]
 DROPPED += [tuple(names.split(", ")) for names in (
     "1F1B, tp", "1F1B, tp + sp", "ZeRO-3, tp + sp", "tp, ep", "tp + sp, ep",
@@ -62,6 +57,4 @@ DROPPED += [tuple(names.split(", ")) for names in (
 @pytest.mark.parametrize("policy", ["selective", "full"])
 @pytest.mark.parametrize("names", DROPPED, ids=[JOIN.join(names) for names in DROPPED])
 def test_dropout_repeats_and_is_computed_again(names, policy, spawned):
-    if ROWS.get((names[0], policy)) == "wrong":
-        pytest.skip(f"{names[0]} × {policy} is wrong without dropout, too")
     assert spawned(same_masks, names, policy) == (True, True)

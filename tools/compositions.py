@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
 import equivalence
 
-MARKS = {"equal": "✓", "refused": "R", "wrong": "✗"}
+MARKS = {"equal": "✓", "refused": "R"}
 
 
 def record() -> None:

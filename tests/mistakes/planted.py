@@ -224,6 +224,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("((words < 0) | (words >= v))", "(words >= v)"),
         ("((words < 0) | (words >= v))", "((words < 0) | (words > v))"),
         ("& (words != ignored)", ""),
+        ('used = (p if p is None else copy_to(p, self.comm, "gradients") for p in pair)', "used = pair"),
         ("return _Conjugates.apply(x, _itself, functools.partial(_summed, comm, name))", "return _Conjugates.apply(x, _itself, _itself)"),
         ("y = self.multiply(x, self.weight)\n", "y = self.multiply(x, self.weight, self.bias)\n"),
         ('used = [copy_to(p, self.comm, "gradients") for p in self.parameters()]\n        return self.n', "used = list(self.parameters())\n        return self.n"),
@@ -458,6 +459,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         (".positions(comm.rank)", ".positions(0)"),
         ("count = (targets != _IGNORED).sum()", "count = (mine != _IGNORED).sum() * comm.size"),
         ("return grad * ctx.n, None", "return grad, None"),
+    ],
+    ("model", "test_context_parallel"): [
+        ("else self.positions(at))", "else self.positions.weight[: len(at)])"),
+        ("self.picked = self.cos, self.cos[at], self.sin[at]", "self.picked = self.cos, self.cos[: len(at)], self.sin[: len(at)]"),
     ],
     ("context_parallel/predict", "test_context_parallel"): [
         ("times = (n - 1) * L", "times = n * L"),
