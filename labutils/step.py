@@ -378,6 +378,11 @@ def _reasons(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Iterator[tup
         "set zero=2, or adapters with base=''",
     )
     yield (
+        train.fp8 is not None and packed,
+        f"fp8={train.fp8!r} finds no layer of a block whose weight is not in nf4",
+        "set fp8=None, or adapters with base=''",
+    )
+    yield (
         mesh.tp > 1 and packed,
         f"a weight in nf4 is no matrix of numbers that tp={mesh.tp} could cut",
         "give adapters with base=''",
