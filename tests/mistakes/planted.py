@@ -224,7 +224,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("((words < 0) | (words >= v))", "(words >= v)"),
         ("((words < 0) | (words >= v))", "((words < 0) | (words > v))"),
         ("& (words != ignored)", ""),
-        ('used = (p if p is None else copy_to(p, self.comm, "gradients") for p in pair)', "used = pair"),
+        ('weight, bias = copy_to(self.weight, self.comm, "gradients"), self.bias', 'weight, bias = self.weight, self.bias'),
         ("return _Conjugates.apply(x, _itself, functools.partial(_summed, comm, name))", "return _Conjugates.apply(x, _itself, _itself)"),
         ("y = self.multiply(x, self.weight)\n", "y = self.multiply(x, self.weight, self.bias)\n"),
         ('used = [copy_to(p, self.comm, "gradients") for p in self.parameters()]\n        return self.n', "used = list(self.parameters())\n        return self.n"),
