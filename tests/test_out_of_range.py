@@ -135,7 +135,7 @@ TABLE = {
         timeline, seconds=(1.0, "0+"), bucket_bytes=(16, "1"), n=(2, "1")
     ),
     "data_parallel.sampler": row(
-        data_parallel.sampler, length=(10, "1"), rank=(0, "0"), size=(4, "1"), epoch=(0, "0"),
+        data_parallel.sampler, length=(10, "0"), rank=(0, "0"), size=(4, "1"), epoch=(0, "0"),
         seed=(0, "0"),
     ),
     "flash.attention_flops": row(

@@ -17,8 +17,8 @@ def sampler(length: int, rank: int, size: int, *, epoch: int = 0, seed: int = 0)
     Invariant: every example is read, −length mod size of them twice, so that no rank has a batch
     that others wait for. The same as `torch.utils.data.DistributedSampler`.
     """
-    length, size = units.wholes(1, length=length, size=size)
-    rank, epoch, seed = units.wholes(rank=rank, epoch=epoch, seed=seed)
+    size = units.whole(size, "size", 1)
+    length, rank, epoch, seed = units.wholes(length=length, rank=rank, epoch=epoch, seed=seed)
     if rank >= size:
         raise ValueError(f"there is no rank {rank} of {size}: use 0 … {size - 1}")
     # One permutation for all ranks: they agree without talking.
