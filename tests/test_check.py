@@ -12,6 +12,7 @@ import torch
 
 from labutils import collectives, units
 from labutils.teach import check, exercises
+from labutils.teach.exercises import _ranks
 
 
 @pytest.fixture
@@ -94,6 +95,18 @@ def wrapped(n):
 def test_an_untouched_stub_is_not_attempted(doubling, attempt):
     report = check.check("demo/double", attempt)
     assert not report.attempted and str(report) == "not attempted · Double it (2 min, ●○○)"
+
+
+def adds_in_eight_bits(n):
+    eight = torch.ones(2).to(torch.float8_e4m3fn)
+    return eight + eight
+
+
+def test_what_torch_cannot_do_is_an_attempt(doubling):
+    report = check.check("demo/double", adds_in_eight_bits)
+    assert report.attempted and "not implemented for" in str(report)
+    with pytest.raises(exercises.Failed, match="not implemented for"):
+        _ranks.run(2, "two ranks", adds_in_eight_bits, "")
 
 
 def test_an_exception_is_part_of_the_report_and_shows_the_learners_line(doubling):

@@ -208,7 +208,7 @@ print(f"{embedding:.0%} of all gradient bytes come last")
 # ### Exercise 8.2 · Reduce as you go (15 min, ●●○)
 #
 # Make `module` a replica: all ranks start from rank 0's weights, and after every `backward()` each `.grad` is the mean over ranks. You need
-# `comm.broadcast(x, out=x)` and `comm.all_reduce(x)`. The check looks at values, at bytes, and at *when* you send.
+# `comm.broadcast(x, out=x)` and `comm.all_reduce(x)`. A layer may be frozen. The check looks at values, at bytes, and at *when* you send.
 
 
 # %%

@@ -101,6 +101,47 @@ def _through_step(
     return torch.tensor(len(groups))
 
 
+def _clipped_by_hand(
+    optimizer: Any, loss: Callable, batches: Iterable[Any], k: int, most: float
+) -> int:
+    """min(1, max_norm/norm), without the 1e-6 that torch adds."""
+    weights, steps, batches = optimizer.param_groups, 0, iter(batches)
+    while group := list(itertools.islice(batches, k)):
+        for batch in group:
+            loss(batch).div(len(group)).backward()
+        grads = [p.grad for part in weights for p in part["params"]]
+        norm = float(sum(grad.square().sum() for grad in grads)) ** 0.5
+        factor = min(1.0, most / norm)
+        for grad in grads:
+            grad.mul_(factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return steps
+
+
+def _sum_clipped(
+    optimizer: Any, loss: Callable, batches: Iterable[Any], k: int, most: float
+) -> int:
+    """The sum is clipped to n · max_norm, then divided by n."""
+    weights, steps, batches = (
+        [p for part in optimizer.param_groups for p in part["params"]],
+        0,
+        list(batches),
+    )
+    for start in range(0, len(batches), k):
+        group = batches[start : start + k]
+        for batch in group:
+            loss(batch).backward()
+        nn.utils.clip_grad_norm_(weights, most * len(group))
+        for p in weights:
+            p.grad /= len(group)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return steps
+
+
 def _dropped(target: int, seq_len: int, gpus: int, fits: Callable) -> list[int]:
     share = target // seq_len // gpus
     sizes = [share // steps for steps in range(1, share + 1) if share % steps == 0]
@@ -126,6 +167,8 @@ RIGHT = {
         "islice": _sliced,
         "gradients divided, a NumPy integer": _rescaled,
         "accumulation.step, a 0-d tensor": _through_step,
+        "clipped by hand": _clipped_by_hand,
+        "the sum clipped to n times the norm": _sum_clipped,
     },
     "accumulation/configure": {
         "sizes dropped until one fits, a list": _dropped,

@@ -37,7 +37,8 @@ def _tensor_hooks(module, comm):
     """Hooks of the tensor, which return the gradient, where hooks after accumulation return None."""
     for parameter in module.parameters():
         parameter.data = comm.broadcast(parameter.data)
-        parameter.register_hook(lambda gradient: comm.all_reduce(gradient) / comm.size)
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: comm.all_reduce(gradient) / comm.size)
 
 
 def _in_place(module, comm):
@@ -48,7 +49,7 @@ def _in_place(module, comm):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(comm.broadcast(parameter.detach().clone()))
-    for parameter in module.parameters():
+    for parameter in filter(lambda p: p.requires_grad, module.parameters()):
         parameter.register_post_accumulate_grad_hook(average)
 
 
@@ -60,7 +61,8 @@ class _Under(nn.Module):
         self.module, self.comm, self.works = module, comm, []
         for parameter in module.parameters():
             comm.broadcast(parameter, out=parameter)
-            parameter.register_post_accumulate_grad_hook(functools.partial(self.send))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self.send))
 
     def send(self, parameter):
         if not self.works:

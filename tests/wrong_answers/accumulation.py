@@ -33,6 +33,71 @@ def _weighted(weight: Callable[[int, int, int], float], *, together: bool = Fals
     return attempt
 
 
+def _own_count(loss: Callable, batches: Sequence[Any], weigh: Callable) -> Tensor:
+    """Counts targets itself, whatever the loss is a mean over."""
+    return _weighted(lambda here, total, k: here / total if here else 0.0)(
+        lambda batch: loss(batch) if int((batch[1] != -100).sum()) else loss(batch).nan_to_num(),
+        batches,
+        lambda batch: int((batch[1] != -100).sum()),
+    )
+
+
+def _rounded_up(
+    target: int, seq_len: int, gpus: int, fits: Callable[[int], bool]
+) -> tuple[int, int]:
+    share = target // seq_len // gpus
+    most = max(size for size in range(1, share + 1) if fits(size))
+    steps = -(-share // most)
+    return share // steps, steps
+
+
+def _halved(target: int, seq_len: int, gpus: int, fits: Callable[[int], bool]) -> tuple[int, int]:
+    micro, steps = target // seq_len // gpus, 1
+    while not fits(micro):
+        micro, steps = micro // 2, 2 * steps
+    return micro, steps
+
+
+def _by_hand(clip: Callable[[Any, float], None]) -> Callable:
+    """The right loop, with a clipping of its own."""
+
+    def attempt(
+        optimizer: torch.optim.Optimizer,
+        loss: Callable,
+        batches: Iterable[Any],
+        k: int,
+        max_norm: float,
+    ) -> int:
+        batches = list(batches)
+        groups = [batches[start : start + k] for start in range(0, len(batches), k)]
+        for group in groups:
+            for batch in group:
+                (loss(batch) / len(group)).backward()
+            clip(optimizer, max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        return len(groups)
+
+    return attempt
+
+
+def _always(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.stack([p.grad.norm() for p in weights]).norm()
+    for p in weights:
+        p.grad *= max_norm / norm
+
+
+def _first_group(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_norm)
+
+
+def _each_alone(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            nn.utils.clip_grad_norm_([p], max_norm)
+
+
 def _largest_that_fits(
     target: int, seq_len: int, gpus: int, fits: Callable[[int], bool]
 ) -> tuple[int, int]:
@@ -140,6 +205,7 @@ WRONG = {
             "a micro-batch without targets",
             "the mean 0/0",
         ),
+        Wrong("tokens counted, not asked for", _own_count, "what weigh counts", "ask it"),
         Wrong(
             "one backward for all",
             _weighted(lambda here, total, k: here / total, together=True),
@@ -148,6 +214,8 @@ WRONG = {
         ),
     ),
     "accumulation/configure": (
+        Wrong("steps rounded up", _rounded_up, "tokens in the batch", "must divide"),
+        Wrong("halved until it fits", _halved, "tokens in the batch", "must divide"),
         Wrong("GPUs forgotten", _without_the_gpus, "tokens in the batch", "gbs = mbs · ga · dp"),
         Wrong(
             "a micro-batch that does not divide",
@@ -190,6 +258,9 @@ WRONG = {
         ),
         Wrong("no number returned", _silent, "every micro-batch counts", "number of optimizer"),
         Wrong("clipped at every micro-batch", _loop(clip_inside=True), "clipping", "Clip once"),
+        Wrong("made as long as max_norm", _by_hand(_always), "full steps", "at most 1"),
+        Wrong("the first group clipped", _by_hand(_first_group), "clipping", "Clip once"),
+        Wrong("each parameter clipped alone", _by_hand(_each_alone), "clipping", "Clip once"),
         Wrong("one graph for a step", _one_graph, "memory", "keeps all their graphs alive"),
         Wrong(
             "the last gradients of an epoch left",

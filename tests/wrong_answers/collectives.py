@@ -251,6 +251,12 @@ def _test_too_strict(all_reduce, ranks):
     return not all(torch.equal(result, sum(inputs)) for result in _tried(all_reduce, ranks, inputs))
 
 
+def _test_steps(all_reduce, ranks):
+    """Every all-reduce but a ring is told that it is none."""
+    complaints = exercises.faults(all_reduce, ranks)
+    return complaints or ["not a ring"] * (ranks.trace.steps != 2 * (ranks.size - 1))
+
+
 def _test_total(all_reduce, ranks):
     complaints = [line for line in exercises.faults(all_reduce, ranks) if "sent" not in line]
     return (
@@ -313,6 +319,14 @@ def _padded_ring(x, comm):
 
 WRONG = {
     "collectives/ring-all-reduce": (
+        Wrong(
+            "comm's two halves",
+            lambda x, comm: comm.all_gather(
+                comm.reduce_scatter(x), sizes=collectives.shares(len(x), comm.size)
+            ),
+            "values",
+            "yours to write",
+        ),
         Wrong("whole tensor in each hop", _whole_tensors, "bytes sent", "whole tensor"),
         Wrong(
             "whole tensors, two rounds",
@@ -358,8 +372,8 @@ WRONG = {
         Wrong(
             "calls the collective",
             lambda x, comm: comm.all_reduce(x),
-            "bytes sent",
-            "make it of comm.send_recv",
+            "values",
+            "yours to write",
         ),
         Wrong("not alone", _cannot_be_alone, "small tensors", "only one rank"),
         Wrong("converts to fp32", _float32_inside, "dtypes", "dtype of x"),
@@ -375,6 +389,7 @@ WRONG = {
         Wrong("sends to itself", _shift_to_itself, "one rank", "1 rank"),
     ),
     "collectives/broadcast-tree": (
+        Wrong("comm.broadcast", lambda x, comm: comm.broadcast(x), "values", "yours to write"),
         Wrong("a star", collectives.broadcast_star, "steps", "Rank 0 sends to everybody"),
         Wrong("a heap", _tree_of_a_heap, "steps", "Some who have the tensor wait"),
         Wrong("a round too few", _tree_a_round_short, "any number of ranks", "is a round missing"),
@@ -389,6 +404,7 @@ WRONG = {
         Wrong("twice", _tree_everybody_tells_everybody, "steps", "twice"),
     ),
     "collectives/missing-test": (
+        Wrong("steps of a ring demanded", _test_steps, "lets a sound ring pass", "steps are free"),
         Wrong(
             "the published test", _test_published, "catches ranks that drift apart", "torch.randn"
         ),

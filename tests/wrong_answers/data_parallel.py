@@ -13,6 +13,16 @@ from labutils import collectives, world
 from wrong_answers import Wrong
 
 
+def _trainable_only(module: nn.Module, comm: world.Comm) -> None:
+    def average(parameter: Tensor) -> None:
+        parameter.grad.copy_(comm.all_reduce(parameter.grad) / comm.size)
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            comm.broadcast(parameter, out=parameter)
+            parameter.register_post_accumulate_grad_hook(average)
+
+
 def _rotated(length: int, rank: int, size: int, epoch: int) -> list[int]:
     order = list(range(length))
     random.Random(0).shuffle(order)
@@ -285,6 +295,8 @@ WRONG = {
         ),
     ),
     "data_parallel/hooks": (
+        Wrong("frozen weights left alone", _trainable_only, "a frozen layer", "all the same"),
+        Wrong("a hook for each parameter", _hooked(_MEAN), "a frozen layer", "no hook for it"),
         Wrong(
             "a hook that returns a tensor",
             _returning,

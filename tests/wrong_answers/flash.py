@@ -100,6 +100,11 @@ def _sigmoid(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor
     return share * o1 + (1 - share) * o2, torch.logaddexp(lse1, lse2)
 
 
+def _lse_detached(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = flash.merge(o1, lse1, o2, lse2)
+    return out, lse.detach()
+
+
 def _detached(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     return flash.merge(o1, lse1.detach(), o2, lse2.detach())
 
@@ -213,6 +218,7 @@ WRONG = {
         Wrong("exponentials without a shift", _unshifted, "large scores", "subtract the larger"),
         Wrong("sigmoid of the difference", _sigmoid, "parts without keys", "NaN"),
         Wrong("NaN mended afterwards", _mended_nan, "gradients", "not the gradient"),
+        Wrong("a detached lse returned", _lse_detached, "gradients", "the one you return"),
         Wrong("detached weights", _detached, "gradients", "lse needs its gradient"),
     ),
     "flash/causal-hunt": (

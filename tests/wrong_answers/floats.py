@@ -35,6 +35,11 @@ def _decode_with(
     return decode
 
 
+def _ieee_bias(fmt: FloatFormat, code: int) -> float:
+    usual = 2 ** (fmt.exponent_bits - 1) - 1
+    return fmt.decode(code) * 2.0 ** (fmt.bias - usual)
+
+
 def _knows_the_name(fmt: FloatFormat, code: int) -> float:
     """IEEE for every format but the one called e4m3."""
     top = fmt.fields(code).exponent == 2**fmt.exponent_bits - 1
@@ -91,6 +96,12 @@ def _blocked_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
 WRONG = {
     "floats/decode": (
         Wrong(
+            "IEEE's bias for all",
+            _ieee_bias,
+            "other formats, down to four bits",
+            "Ask fmt.bias",
+        ),
+        Wrong(
             "no leading one",
             _decode_with(leading_one=False),
             "normal numbers",
@@ -133,6 +144,18 @@ WRONG = {
         ),
     ),
     "floats/encode": (
+        Wrong(
+            "the sign of x < 0, so none for -0.0",
+            lambda fmt, x: fmt.encode(x) if x else fmt.encode(0.0),
+            "subnormal numbers",
+            "what underflows keeps its own",
+        ),
+        Wrong(
+            "zero where nothing is left",
+            lambda fmt, x: fmt.encode(x) if fmt.decode(fmt.encode(x)) else fmt.encode(0.0),
+            "subnormal numbers",
+            "what underflows keeps its own",
+        ),
         Wrong("cuts off", _encode_with(math.floor), "the nearer neighbor", "cut the rest off"),
         Wrong(
             "rounds half up",

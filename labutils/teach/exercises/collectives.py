@@ -61,6 +61,18 @@ def _untouched(before: list[Tensor], after: list[Tensor]) -> None:
             )
 
 
+_BUILT_IN = frozenset(
+    "broadcast scatter reduce gather all_gather reduce_scatter all_reduce all_to_all".split()
+)
+
+
+def _by_hand(n: int, hint: str) -> None:
+    """Raise Failed if one of Comm's own collectives did the work of the run before."""
+    events = itertools.chain(*_ranks.world_of(n).trace.ranks)
+    if used := sorted({event.op for event in events} & _BUILT_IN):
+        raise Failed(f"{n} ranks: comm.{used[0]} did it", f"Here it is yours to write: {hint}")
+
+
 # ── the ring ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -123,6 +135,7 @@ def _sums(attempt: Callable, n: int, length: int) -> None:
         attempt, [torch.full((length,), 100**rank, dtype=torch.float64) for rank in range(n)]
     )
     _diagnose(n, length, marked)
+    _by_hand(n, "comm.send_recv passes one piece to the right and takes one from the left.")
     inputs = _numbers(n, length)
     results, after = _run(attempt, inputs)
     for rank, result in enumerate(results):
@@ -365,6 +378,7 @@ def _tree_values(sizes: tuple[int, ...], attempt: Callable) -> str:
                     "Send only to ranks that exist.",
                 ) from None
             raise
+        _by_hand(n, "comm.send and comm.recv, one rank to another.")
         for rank, result in enumerate(results):
             if not torch.equal(result, inputs[0]):
                 events = itertools.chain(*_ranks.world_of(n).trace.ranks)
@@ -474,14 +488,17 @@ def _said(attempt: Callable, all_reduce: Callable, ranks: world.World) -> object
 
 
 def _hunt_sound(attempt: Callable) -> str:
-    with world.World(4, engine="threads", timeout=10) as four:
-        if complaints := _said(attempt, collectives.all_reduce_ring, four):
-            raise Failed(
-                f"your test complains about a sound ring: {complaints}",
-                "A ring adds in another order than sum(), so the last bits may differ from yours: "
-                "use allclose for values; and its bound is 2·(N − 1)/N·S.",
-            )
-    return "nothing to complain about in collectives.all_reduce_ring"
+    sound = {"ring": collectives.all_reduce_ring}
+    sound["halving and doubling"] = collectives.all_reduce_halving_doubling
+    for name, all_reduce in sound.items():
+        with world.World(4, engine="threads", timeout=10) as four:
+            if complaints := _said(attempt, all_reduce, four):
+                raise Failed(
+                    f"your test complains about a sound all-reduce by {name}: {complaints}",
+                    "It adds in another order than sum(), so the last bits may differ from yours: "
+                    "use allclose for values. In bytes both send 2·(N − 1)/N·S; steps are free.",
+                )
+    return "nothing to complain about in a ring, nor in halving and doubling"
 
 
 IMPOSTORS: dict[str, Callable] = {

@@ -453,6 +453,34 @@ def _early(attempt: Callable) -> str:
     return "the last layers leave while the first are computed"
 
 
+def _frozen(attempt: Callable) -> str:
+    """The first layer learns nothing: no gradient, and rank 0's weights all the same."""
+    case = "2 ranks, the first layer frozen"
+
+    def program(rank: world.Rank) -> tuple:
+        module = _Net(rank.rank, rank.comm("dp"))
+        module.first.requires_grad_(False)
+        net = attempt(module, rank.comm("dp"))
+        _loss(module if net is None else net, _rows(2, 0)[rank.rank]).backward()
+        return _weights(module), _gradients(module)
+
+    hint = "A frozen parameter gets no gradient: no hook for it, and rank 0's weights all the same."
+    try:
+        (first, _), (second, gradients) = _ranks.run(2, case, program, _SAME_CALLS)
+    except Failed as failure:
+        raise Failed(str(failure), hint) from None
+    for name, weight in second.items():
+        if not torch.equal(weight, first[name]):
+            raise Failed(f"{case}: {name} on rank 1 is not rank 0's", hint)
+    net = _Net(0)
+    whole = tuple(torch.cat(side) for side in zip(*_rows(2, 0), strict=True))
+    _loss(net, whole).backward()
+    for name, right in _gradients(net).items():
+        if not name.startswith("first") and not _near(gradients[name], right):
+            raise Failed(f"{case}: {name} does not hold the gradient of the whole batch", hint)
+    return "a frozen layer"
+
+
 # ── reduce as you go ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -475,6 +503,7 @@ HOOKS = Exercise(
         ),
         Property("bytes sent", _bytes),
         Property("during the backward pass", _early),
+        Property("a frozen layer", _frozen),
     ),
     hints=(
         "Before the first step: for every parameter, comm.broadcast(parameter, out=parameter). "

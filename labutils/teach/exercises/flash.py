@@ -325,20 +325,17 @@ def _gradient(attempt: Merge) -> str:
     q, k, v = _noise(1, 1, 3, 4), _noise(1, 1, 6, 4, seed=1), _noise(1, 1, 6, 4, seed=2)
     for leaf in (q, k, v):
         leaf.requires_grad_()
-    parts = [
-        *flash.attention(q, k[:, :, :3], v[:, :, :3]),
-        *flash.attention(q, k[:, :, 3:], v[:, :, 3:]),
-    ]
     weights = _noise(1, 1, 3, 4, seed=3)
-    mine = torch.autograd.grad(
-        (_merged(attempt, *parts)[0] * weights).sum(), (q, k, v), allow_unused=True
-    )
+    # Three parts, as on a ring of three: what the first merge returns goes into the second.
+    parts = [flash.attention(q, k[:, :, i : i + 2], v[:, :, i : i + 2]) for i in (0, 2, 4)]
+    out, _ = _merged(attempt, *_merged(attempt, *parts[0], *parts[1]), *parts[2])
+    mine = torch.autograd.grad((out * weights).sum(), (q, k, v), allow_unused=True)
     exact = torch.autograd.grad((flash.plain(q, k, v)[0] * weights).sum(), (q, k, v))
     if any(g is None or _far(g, e) > 1e-9 for g, e in zip(mine, exact, strict=True)):
         raise Failed(
-            "the gradients of q, k and v through your merge are wrong",
-            "The weights depend on lse, so lse needs its gradient: no detach() on what remains in "
-            "the result.",
+            "three parts, merged in a row: the gradients of q, k and v are wrong",
+            "The weights depend on lse, so lse needs its gradient, the one you return as well: no "
+            "detach() on what remains in the result.",
         )
     o1, lse1, o2, lse2, *_ = (x.detach().clone() for x in _halves())
     for out, lse in ((o1, lse1), (o2, lse2)):  # a row that neither part sees

@@ -135,6 +135,12 @@ def _small_formats(attempt: Decode) -> str:
     def hint(fmt, code, got):
         if math.isnan(fmt.decode(code)):
             return f"{fmt.name} has one NaN, the code of −0: look at fmt.nan and fmt.fields(code)."
+        usual = 2 ** (fmt.exponent_bits - 1) - 1
+        if got and math.isfinite(got) and got / fmt.decode(code) == 2.0 ** (fmt.bias - usual) != 1:
+            return (
+                f"Your value is {2.0 ** (fmt.bias - usual):g} times the right one: the bias of "
+                f"{fmt.name} is {fmt.bias} and not {usual}. Ask fmt.bias."
+            )
         return (
             f"{fmt.name} is no IEEE format: its top exponent holds numbers. "
             "Ask fmt.fields(code) for the kind, not the name of the format."
@@ -187,9 +193,9 @@ def _encodes(attempt: Encode, fmt: FloatFormat, numbers: Sequence[float], hint: 
             if got ^ exact == 1 << fmt.exponent_bits + fmt.mantissa_bits:
                 hint = (
                     "All but the sign is right: its bit stands above those of exponent and "
-                    "mantissa."
+                    "mantissa. Zero has one, too, and what underflows keeps its own."
                 )
-            if x == 0:
+            elif x == 0:
                 hint = (
                     "Zero lies between no two powers of two, and math.frexp(0) says exponent 0 "
                     "all the same: all its bits are 0, but for the sign."
@@ -255,8 +261,9 @@ def _small(attempt: Encode) -> str:
     )
     step = E4M3.min_subnormal
     numbers = [step * k / 4 for k in range(33)] + [-step * k for k in range(1, 9)]
-    count = _encodes(attempt, E4M3, numbers, hint)
-    return f"{count + _encodes(attempt, FP16, [1e-8, 3e-8, 6e-8, 1e-5], hint)} numbers"
+    count = _encodes(attempt, E4M3, [*numbers, -0.0, -step / 4, -step / 2], hint)
+    numbers = [1e-8, 3e-8, 6e-8, 1e-5, -0.0, -1e-9]
+    return f"{count + _encodes(attempt, FP16, numbers, hint)} numbers"
 
 
 def _large(attempt: Encode) -> str:
