@@ -578,7 +578,15 @@ spiked = torch.cat([torch.tensor([1000.0]), w[1:]])
 
 # %% [markdown]
 # The gap of an integer is the same everywhere: with the outlier in range it is 7.9, and nearly everything else becomes zero. An e4m3 number has an exponent of its
-# own, and keeps its error.
+# own, and keeps its error, as long as the outlier leaves the others above the subnormal numbers. Larger ones:
+
+# %%
+for outlier in (1e4, 1e5, 1e6):
+    spiked[0] = outlier
+    print(f"{outlier:9,.0f}: {error(w[1:], scaled(spiked, E4M3)[1:]):.0%}")
+
+# %% [markdown]
+# e4m3 has 18 binades, subnormal numbers included. What lies further under the outlier than that is lost as in an integer.
 
 # %% [markdown]
 # **A scale for every 32 numbers.** e2m1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and nothing else: a scale has to bring every number into that window.

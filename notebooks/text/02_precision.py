@@ -705,13 +705,14 @@ differing = sum((a != b).sum().item() for a, b in zip(mine, torchs, strict=True)
 (loss - their_loss).item(), differing
 
 # %% [markdown]
-# Not a bit of difference, in the loss or in any gradient. Two lists are all the knowledge in it:
+# Not a bit of difference, in the loss or in any gradient. For the operations of this GPT two lists are enough:
 
 # %%
 sorted(precision.FULL_OPS), len(precision.HALF_OPS)
 
 # %% [markdown]
-# `cross_entropy` is on the first list, and you have seen why.
+# PyTorch has a third list, of operations that convert their operands to the widest format among them: `cat`, `stack`, `index_copy` on a CPU. This GPT calls none of them, and
+# our region does not know it.
 #
 # **On a GPU the lists are longer.** PyTorch registers its rules per device. Which of these operations have one?
 
@@ -866,7 +867,7 @@ f"{most:g} bytes of gradients per parameter at the most, {last:g} in the end"
 # That is how Megatron-LM's guide comes to 20 bytes for fp16 weights and gradients: it counts those copies. It has 18 for half-precision weights whose gradients are summed in
 # fp32, and 16 for fp32.
 #
-# **Hugging Face's 18** are others: fp32 weights, gradients and moments, and the half-precision copies that autocast makes, 4 + 4 + 8 + 2. On our GPT, measured, and on GPT-2 XL, by the formula:
+# **Hugging Face's 18** are others: fp32 weights, gradients and moments, and the half-precision copies that autocast makes, 4 + 4 + 8 + 2. For our GPT and for GPT-2 XL, by the formula:
 
 # %%
 gpt2 = ModelConfig.named("gpt2-xl")

@@ -106,12 +106,12 @@ by_hand, by_hand == gpt2.num_params, gpt2.parameters
 #
 # | part | what it computes | its parameters | what it keeps for the backward pass |
 # |---|---|---|---|
-# | RoPE, in place of learned positions | turns each pair of numbers of a query or key by an angle that grows with the position | none (learned: sh) | nothing beside queries and keys |
+# | RoPE, in place of learned positions | turns each pair of numbers of a query or key by an angle that grows with the position | none (learned: sh) | nothing but the turned queries and keys; after a fused attention sbh more, since the projection's input is then a copy of its output |
 # | RMSNorm, in place of LayerNorm | x divided by its root mean square, times a weight | h (LayerNorm: 2h) | its input sbh and 1/rms of each token |
 # | grouped-query attention (GQA) | g heads of keys and values, each shared by a/g query heads | 2hgd for keys and values (else 2h²) | 2sbgd for keys and values (else 2sbh) |
 # | SwiGLU, in place of GELU | W₂(SiLU(W₁x) · W₃x), with SiLU(z) = z·σ(z) | 3hf (GELU: 2hf) | 4sbf: W₁x, SiLU of it, W₃x, the product (GELU: 2sbf) |
 # | E experts, k per token | each token visits the k feed-forward networks that a router scores highest | E networks, and hE | k times those of one network, and the k outputs before and after weighting, 2ksbh |
-# | fused attention (lab 06), in place of plain | the same, and never stores the scores | none | its output sbh, and asb numbers (plain: the softmax, as²b) |
+# | fused attention (lab 06), in place of plain | the same, and never stores the scores | none | asb numbers (plain: the softmax, as²b), and its output sbh, which the projection keeps in any case |
 # | tied head | the embedding is used again as the head (GPT-2's is) | none (else vh) | its input sbh |
 #
 # There are no biases, or three in a layer (Qwen2: queries, keys, values). The sizes, f too, are in the `config.json` that comes with the weights:
@@ -701,7 +701,8 @@ for name, (linear, quadratic) in stated.items():
     print(f"8as² of one layer: {8 * a * 4096**2 / units.GIB:4.2f} GiB")
 
 # %% [markdown]
-# What gives the table's 2, 4 and 8, rounded up, is the last column: 8as² for one layer, in GiB. The 3.9 of the 7B model is left unexplained.
+# What gives the table's 2, 4 and 8, rounded up, is the last column: 8as² for one layer, in GiB. The linear terms 2.9 and 71 are 33bsd per layer, with the table's own 64 layers for 72B; the 3.9 of the 7B model is left unexplained.
+#   <!-- arithmetic: [round(33 * 4096 * d * L / 1e9, 1) for d, L in ((896, 24), (8192, 64))] == [2.9, 70.9] -->
 #
 # **Qwen2-72B with 64 layers** (the same table). It has 80. <!-- erratum: S0-037 -->
 #

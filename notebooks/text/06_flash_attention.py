@@ -382,10 +382,10 @@ def error(q, k, v, short=""):
 
 
 errors = {
-    name: [error(*in_bf16(keys), short=name) for keys in (4096, 16384)]
+    name: [error(*in_bf16(keys), short=name) for keys in (1024, 4096, 16384)]
     for name in ("", "m", "P", "S", "o", "l")
 }
-{name or "none": [f"{e:.0e}" for e in found] for name, found in errors.items()}
+{name or "none": [f"{e:.1e}" for e in found] for name, found in errors.items()}
 
 # %%
 reveal(
@@ -395,7 +395,7 @@ reveal(
 # %% [markdown]
 # The maximum $m$ is a unit, not a result: $o$ and $\ell$ are both counted in it, and it leaves in $o/\ell$, rounded or not.
 #
-# The two sums $\ell$ and $o$ are the ones that must not be rounded: their error grows with the number of keys (right: four times as many). Kernels keep S, m, ℓ
+# The two sums $\ell$ and $o$ are the ones that must not be rounded: their error grows with the number of keys (from left to right, four times as many each), and that of $P$ does not. Kernels keep S, m, ℓ
 # and o in fp32 and round $P$ alone: tensor cores multiply 16-bit factors. Plain attention in bf16 writes S to slow memory, rounded, and so pays for S as well.
 #
 # And lse has to stay in fp32. Recover the weights from a rounded lse, and add up each row, which should give 1:
@@ -638,7 +638,7 @@ moves = {
 }
 points = {name: (flops, ledger.total) for name, ledger in moves.items()}
 points["softmax"] = 5 * s * s, flash.passes(flash.softmax, s, s, itemsize=2).total
-title = "What L2 serves decides where tiled attention lies"
+title = "Where tiled attention lies depends on who shares a read"
 plots.roofline({roof.name: (roof.flops, roof.bandwidth)}, points, title=title)
 
 # %% [markdown]
@@ -650,7 +650,8 @@ at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
 {name: units.text(rate, "FLOP/s") for name, rate in at_most.items()}
 
 # %% [markdown]
-# 621 is more than HBM allows if it serves every read: it served at most 425/621 of them, about two thirds. What keeps the kernel below 989, a roofline of one
+# 621 is more than HBM allows if it serves every read: it served at most 425/621 of them, about two thirds. L2 is one that shares reads. Another may be the kernel itself: for heads of 128
+# without a mask it groups thread blocks in pairs, which can take K and V from one load. Which of them it was, this number does not say. What keeps the kernel below 989, a roofline of one
 # memory cannot say. The roof of the machine that you are sitting at:
 
 # %% tags=["nbval-ignore-output"]

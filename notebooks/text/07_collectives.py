@@ -674,14 +674,16 @@ flat = collectives.cost("all_reduce_ring", 1e9, 32, slow)
 reveal("hierarchy/one-ring-takes", times=round(flat / seconds_on_two_levels(1e9), 1))
 
 # %%
-for nbytes in (1e3, 1e6, 1e9):
-    one_ring = collectives.cost("all_reduce_ring", nbytes, 32, slow)
-    times = one_ring, seconds_on_two_levels(nbytes)
-    print(units.text(nbytes), *(units.text(seconds, "s") for seconds in times))
+print("          one ring   eight rings   two levels")
+for nbytes in (1e3, 1e6, 1e8, 1e9):
+    rings = [collectives.cost("all_reduce_ring", nbytes / k, 32, slow) for k in (1, 8)]
+    times = [units.text(t, "s") for t in (*rings, seconds_on_two_levels(nbytes))]
+    print(f"{units.text(nbytes):>6}", *(f"{each:>11}" for each in times))
 
 # %% [markdown]
-# Two things change. There are fewer slow steps, 6 in place of 62: that decides for small tensors. And all eight links that leave a machine carry an eighth
-# each, where one ring leaves a machine through a single one of them: that decides for large tensors. With one such link for the whole machine the eighths
+# Two levels have fewer slow steps, 6 in place of 62: that decides for small tensors. For large ones the number of links decides. One ring leaves a machine through a single one of its
+# eight links. *Eight rings*, an eighth of the tensor each, leave through all of them; NCCL builds as many. Against those the two levels lose at 1 GB: their fast and slow parts come one
+# after the other. With one such link for the whole machine the eighths
 # would share it, and the bytes through it would be nearly the ring's:
 
 # %%
@@ -761,7 +763,7 @@ plots.cost_curves(sizes, measured=measured, **curves(4, here, sizes), title=titl
 # %% [markdown]
 # Where the dots leave their lines, ask what the ranks share. In the model every rank has a link of its own; these processes share a few cores and one memory.
 # λ and bw were measured while all four sent at once. In a step of the naive way or the tree only some of them send. Measure both numbers again while ranks 2
-# and 3 are silent:
+# and 3 are silent; and three messages into one rank, which the model counts as three steps:
 
 
 # %% tags=["nbval-ignore-output"]
@@ -771,14 +773,25 @@ def only_two(x, comm):
             comm.send_recv(x, 1 - comm.rank, torch.empty_like(x), 1 - comm.rank)
 
 
+def into_rank_0(x, comm):
+    for _ in range(10):
+        if comm.rank:
+            comm.send(x, 0)
+        else:
+            for source in (1, 2, 3):
+                comm.recv(torch.empty_like(x), source)
+
+
 print("four at once:", units.text(here.latency, "s"), units.text(here.bandwidth, "B/s"))
 fewer = seconds(only_two, 4) / 10
 rate = 16e6 / max(seconds(only_two, 16_000_000, 5) / 10 - fewer, 1e-9)
 print("only two:    ", units.text(fewer, "s"), units.text(rate, "B/s"))
+print("three into rank 0:", units.text(seconds(into_rank_0, 4) / 10, "s"))
 
 # %% [markdown]
-# With two ranks silent, the other two get more than before. So the model holds, roughly, for the ring and for halving–doubling, in which all ranks send in every
-# step, as they did when λ and bw were measured. It makes the naive way and the tree too slow. A count of bytes needs no such care: it is the same everywhere.
+# With two ranks silent, the other two get more than before. And three messages into one rank take less than three times as long as one: they overlap. Both make the naive way and the tree
+# faster than the model says. For the ring and for halving–doubling, in which all ranks send in every
+# step, as they did when λ and bw were measured, the model holds roughly. A count of bytes needs no such care: it is the same everywhere.
 
 # %%
 processes.close()
@@ -895,7 +908,7 @@ faults(published_ring, World(8), numel=1024)[:2]
 # > - Naive and ring send the same total; the busiest rank sends 192 MB against 96 MB.
 # >   <!-- claim: max(collectives.sent("all_reduce_naive", nbytes=64e6, n=4).by("rank").values()) == 192_000_000 -->
 # >   <!-- claim: len({collectives.sent(f"all_reduce_{way}", nbytes=64e6, n=4).total for way in ("naive", "ring")}) == 1 -->
-# > - Where links differ, sum inside a machine first: a rank then sends a piece, not the tensor, through the slow network.
+# > - Where links differ, use all that leave a machine: by summing inside it first, in few steps, or by as many rings as there are links. Either way a rank sends a piece, not the tensor, through the slow network.
 # >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=64e6 / 8, n=4).by("rank")[0] * 8 == collectives.sent("all_reduce_ring", nbytes=64e6, n=4).by("rank")[0] -->
 # > - Few bytes or few steps: below about λ · bw the steps decide, above it the bytes. On 8 ranks the ring takes 14 steps, halving–doubling 6.
 # >   <!-- claim: (collectives.steps("all_reduce_ring", 8), collectives.steps("all_reduce_halving_doubling", 8)) == (14, 6) -->

@@ -102,8 +102,8 @@ for n in (1, 4, 16, 64, 256, 1024):
     print(f"{n:4} ", *(f"{GB:9.2f}" for GB in held))
 
 # %% [markdown]
-# The floors are 4Ψ and 2Ψ, a quarter and an eighth of everything: no number of devices brings level 1 below a quarter. Level 3 has no floor, and 1024 devices of 32 GB
-# hold a model of a trillion parameters.
+# The floors are 4Ψ and 2Ψ, a quarter and an eighth of everything: no number of devices brings level 1 below a quarter. Level 3 has none in this table: by it, 1024 devices of 32 GB
+# hold the states of a model of a trillion parameters. What is whole for a moment is not in it, and comes below.
 
 # %% [markdown]
 # ## What has to travel when everybody steps a share?
@@ -388,7 +388,26 @@ with World(n, engine="dry") as dry:
 # %% [markdown]
 # Rank 11,111 ran all 126 layers; the other two ran two, to save your time. "Sent" is the start, where rank 0 sends its weights down a tree, and one step.
 #
-# A share of the model states is 16Ψ/N, 0.4 GB; nearly all that is held is one layer and the next, with their gradients, and the embeddings.
+# A share of the model states is 16Ψ/N, 0.4 GB; nearly all that is held is one layer and the next, with their gradients, and the embeddings. That is the floor of level 3, and no number
+# of devices lowers it. A GPT of a trillion parameters in bf16 on 1024 devices, on paper and at its peak:
+
+# %%
+sizes = dict(num_heads=160, d_ff=102_400, vocab_size=50_304, seq_len=2048)
+trillion = ModelConfig(num_layers=128, d_model=25_600, **sizes)
+layers = [tuple(sizes) for sizes in anatomy.units(trillion).values()]
+at_most = zero.predict_held(layers, 1024, 3, itemsize=2, shard_itemsize=4).total
+units.text(zero.model_states(trillion.num_params, 1024, 3).total), units.text(at_most)
+
+# %% [markdown]
+# And the bytes of one step of Llama-3.1-405B, on a link of 50 GB/s:
+
+# %%
+sent = zero.predict_sent(largest.num_params, n, 3, rank=0).total
+units.text(sent), f"{sent / 50e9:.0f} s"
+
+# %% [markdown]
+# **Level 3 alone trains none of these models.** 88.5 GB are more than an H100 has, and 97 s of messages per step are longer than a step may take. Labs 10 and 13 divide both: a rank that
+# has an eighth of each layer, or one layer in sixteen, makes that much less whole and gathers that much less.
 
 # %% [markdown]
 # ## Is level 3 slower, then?
@@ -409,7 +428,7 @@ def step_in(order, tokens, num_blocks=8):
 
 
 # %% [markdown]
-# How many tokens must a rank have in a step until the gathers hide behind computation?
+# How many tokens must a rank have in a micro-batch until the gathers hide behind computation?
 
 # %%
 predict("zero/tokens-per-rank", tokens=1000)
@@ -419,7 +438,8 @@ predict("zero/tokens-per-rank", tokens=1000)
 #
 # $$ \begin{aligned} \frac{2\Psi_l T}{F} \;&\ge\; \frac{2\Psi_l}{\mathrm{bw}}\,\frac{N-1}{N} \\ \Longleftrightarrow\quad T \;&\ge\; \frac{F}{\mathrm{bw}}\,\frac{N-1}{N} \end{aligned} $$
 #
-# The size of the layer cancels. The backward pass computes twice as long, and has a gather and a reduce-scatter to hide: the same condition.
+# The size of the layer cancels. The backward pass computes twice as long, and has a gather and a reduce-scatter to hide: the same condition, if gradients travel in 16 bits; in fp32 the
+# reduce-scatter takes twice as long, and it needs one and a half times as many tokens.
 
 # %%
 reveal("zero/tokens-per-rank", tokens=round(rate / network.bandwidth * 63 / 64))
@@ -451,7 +471,21 @@ plots.overlap(title=title, **steps)
 # Communication is the lower lane, shaded is time in which the rank waits. With 16,384 tokens and prefetch two waits are left: the first gather and the last
 # reduction. With 4,096 tokens the rank waits before nearly every layer.
 #
-# Now against level 2, which reduces each layer during the backward pass, and gathers all new weights after the step:
+# Level 3 gathers in every micro-batch, so tokens of other micro-batches hide nothing. 8,192 tokens per step, taken as 1, 2, 4 and 8 micro-batches; the time of a step over that of its
+# computation:
+
+
+# %%
+def stretched(order, count):
+    timeline = step_in(order, count, num_blocks=32)
+    return timeline.makespan / (timeline.makespan - timeline.exposed)
+
+
+[round(stretched(zero.unit_order(32), 8192 // k), 2) for k in (1, 2, 4, 8)]
+
+# %% [markdown]
+# Now against level 2, which reduces each layer during the backward pass. It gathers all new weights after the step, or, as `--overlap-param-gather` of Megatron-LM does, each layer's while the
+# layer before it computes in the next forward pass:
 
 
 # %%
@@ -462,28 +496,27 @@ def level_2(num_blocks):
     return order + [("gather", i) for i in range(num_blocks)]
 
 
+def level_2_ahead(num_blocks):
+    order = [("gather", 0)]
+    for i in range(num_blocks):
+        order += [("gather", i + 1)] * (i < num_blocks - 1) + [("forward", i)]
+    return order + level_2(num_blocks)[num_blocks : 3 * num_blocks]
+
+
 tokens = [2**k for k in range(10, 18)]
 orders = {"level 3": zero.unit_order(32), "no prefetch": without_prefetch(32)}
-orders["level 2"] = level_2(32)
-
-
-def stretched(order, count):
-    """The time of a step over that of its computation alone."""
-    timeline = step_in(order, count, num_blocks=32)
-    return timeline.makespan / (timeline.makespan - timeline.exposed)
-
-
+orders |= {"level 2": level_2(32), "level 2, gathers ahead": level_2_ahead(32)}
 lines = {name: [stretched(order, k) for k in tokens] for name, order in orders.items()}
 axes = {"xlabel": "tokens per rank", "ylabel": "step / computation", "log": "x"}
-title = "With tokens enough, level 3 sends more than level 2 and waits less"
+title = "What is sent beside computation hides, if a rank has tokens enough"
 plots.curves(tokens, title=title, **axes, **lines)
 
 # %%
 {name: [round(time, 2) for time in times] for name, times in lines.items()}
 
 # %% [markdown]
-# With few tokens the step is as long as its messages, and level 3 pays for its third Ψ. With enough of them level 3 waits for its first gather and its last
-# reduction alone, and level 2 for all gathers, since nothing computes when they run.
+# With few tokens the step is as long as its messages, and level 3 pays for its third Ψ. With enough of them it waits for its first gather and its last
+# reduction alone. Level 2 waits for all gathers if nothing computes when they run, and is never slower than level 3 if they run ahead.
 #
 # This is a model: ranks alike, no contention, attention's own FLOPs left out. It says which quantity decides, tokens per rank, and about where.
 #
@@ -537,13 +570,21 @@ flat = zero.predict_sent(params, 64, 3, **bf16).total
 inside = zero.predict_sent(params, 8, 3, **bf16).total
 across = collectives.sent("all_reduce_ring", nbytes=2 * params // 8, n=8, **bf16).total
 held = [units.text(zero.model_states(params, n, 3).total) for n in (64, 8)]
-inside, across = units.text(inside), units.text(across)
-print(f"sharded over 64: {units.text(flat)} on the slow network, holds {held[0]}")
-print(f"hybrid: {inside} inside, {across} across, holds {held[1]}")
+print(f"sharded over 64: a rank sends {units.text(flat)}, holds {held[0]}")
+print(f"hybrid: {units.text(inside)} inside, {units.text(across)} across, holds {held[1]}")
 
 # %% [markdown]
-# Less than a tenth of the bytes crosses machines, for eight times the model states. (A ring over all 64 ranks goes as fast as its slowest hop, so all its bytes count
-# as slow ones.)
+# These are bytes per *rank*. What leaves a *machine*? In one ring over all ranks a single rank of eight sends to another machine; in the hybrid all eight do. A rank has a link of its own:
+
+# %%
+leaves = {"one ring": (flat, 1), "eight rings": (flat, 8), "hybrid": (8 * across, 8)}
+for how, (nbytes, links) in leaves.items():
+    each = units.text(nbytes / links)
+    print(f"{how:11} {units.text(nbytes)} leave a machine, {each} through each of {links}")
+
+# %% [markdown]
+# So more than half of the bytes still cross machines, for eight times the model states. Against one ring the gain is in the links, eight in place of one. Against eight rings,
+# which use all links as well, 5.9 GB through each become 3.5.
 #
 # ### Exercise 9.2 · Gather, use, free (15 min, ●●○)
 #
@@ -957,12 +998,12 @@ units.text(on_paper), units.text(in_truth.total)
 # > - Level 3 sends 3Ψ(N − 1)/N, half as much again, or 2Ψ without resharding. Freeing sends nothing.
 # >   <!-- claim: 2 * zero.predict_sent(840, 4, 3).total == 3 * zero.predict_sent(840, 4, 2).total -->
 # >   <!-- claim: zero.predict_sent(840, 4, 3, reshard=False).total == zero.predict_sent(840, 4, 2).total -->
-# > - The gathers of level 3 hide if a rank has about F/bw tokens in a step, FLOP/s over bytes/s, whatever the size of a layer.
+# > - The gathers of level 3 hide if a rank has about F/bw tokens in a micro-batch, FLOP/s over bytes/s, whatever the size of a layer.
 # > - Hybrid sharding keeps gathers inside a machine; across N machines goes the gradient's share: 2(Ψ/n)(N − 1)/N with n ranks in each.
 # >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=960, n=4).by("rank")[0] * 4 == collectives.sent("all_reduce_ring", nbytes=4 * 960, n=4).by("rank")[0] -->
 # > - With micro-batches levels 2 and 3 reduce after each one, level 1 once: with eight, 4.5 times as much at level 2.
 # >   <!-- claim: zero.predict_sent(840, 4, 2, accumulation=8).total == 4.5 * zero.predict_sent(840, 4, 1, accumulation=8).total -->
-# > - The floors are 4Ψ and 2Ψ; level 3 has none, but layers that are whole for a moment come on top of 16Ψ/N.
+# > - The floors are 4Ψ and 2Ψ; that of level 3 is two layers, their gradients and the embeddings, whole for a moment on top of 16Ψ/N.
 # >   <!-- claim: [round(zero.model_states(1, 10**9, level).total, 6) for level in (1, 2)] == [4, 2] -->
 # > - Recomputing a layer gathers nothing: it is whole for its backward anyway. Level 3 with checkpointing still sends 3Ψ(N − 1)/N.
 # >   <!-- claim: zero.predict_sent(840, 4, 3).by("rank")[0] == 3 * 4 * 840 * 3 // 4 -->
