@@ -179,10 +179,10 @@ def utilization(
 
 def tensor_parallel_exposed() -> tuple[int, int]:
     """Percent of a layer's forward pass that no rank computes: Llama-3.1-70B, 8192 tokens, H100s
-    at half their peak, 8 in a node and 16 on a ring across two."""
+    at half their peak, 8 in a node and 16 on eight rings across two."""
     model = dataclasses.replace(ModelConfig.named("llama-3.1-70b"), seq_len=8192)
     device = config.Hardware.named("H100")
-    links = {8: Link(2e-6, device.link_bandwidth), 16: Link(5e-6, 50e9)}
+    links = {8: Link(2e-6, device.link_bandwidth), 16: Link(5e-6, 8 * 50e9)}
     rate = device.flops["bf16"] / 2
     found = (tensor_parallel.layer_timeline(model, *at, flops=rate) for at in links.items())
     return tuple(round(100 * each.exposed / each.makespan) for each in found)

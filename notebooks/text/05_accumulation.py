@@ -91,7 +91,7 @@ def seconds(size):
 
 runs = [(seconds(1), seconds(16)) for _ in range(7)]
 alone, together = map(min, zip(*runs, strict=True))
-alone > 1.5 * together
+f"slower by half or more: {alone > 1.5 * together}"
 
 # %% [markdown]
 # So take the largest micro-batch that fits. What is left to ask is whether the gradient at the end is the same one.

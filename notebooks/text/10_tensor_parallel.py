@@ -96,22 +96,24 @@ def pair(rank):
 
 
 # %% [markdown]
-# > The two stand-alone layers in a row: how many times as many bytes does the busiest rank send as in the pair?
+# > In a model every rank has X already, so neither layer needs the collective that it begins with. How many times as many bytes does the busiest rank then send in the two layers, one after
+# > the other, as in the pair?
 
 # %%
 predict("pair/times", times=2)
 
 # %%
-sent = {}
-for fn in (by_column, by_row, pair):
+sent, last = {}, {by_column: "all_gather", by_row: "all_reduce", pair: "all_reduce"}
+for fn, name in last.items():
     right = (x @ up.T) if fn is by_column else F.gelu(x @ up.T) @ down.T
     equal = all(torch.allclose(y, right) for y in world.run(fn))
-    sent[fn.__name__] = max(world.ledger.by("rank").values())
-    print(f"{fn.__name__:9}  equal: {equal}  busiest rank: {sent[fn.__name__]:,} B")
+    books = world.ledger, world.ledger.only(name=name)
+    whole, sent[fn] = (max(each.by("rank").values()) for each in books)
+    print(f"{fn.__name__:9}  equal: {equal}  busiest rank: {whole:,} B", end="")
+    print(f", with X there: {sent[fn]:,} B")
 
 # %%
-alone = sent["by_column"] + sent["by_row"]
-reveal("pair/times", times=round(alone / sent["pair"], 1))
+reveal("pair/times", times=(sent[by_column] + sent[by_row]) / sent[pair])
 
 # %% [markdown]
 # What GELU gives for a rank's columns is what that rank's part of `down` reads. Nothing travels in between, and one all-reduce is left. The other order fails at GELU: each rank would have
@@ -290,7 +292,7 @@ world.run(one_pass)
 dry.ledger.diff(world.ledger.only(rank=0))
 
 # %% [markdown]
-# A trade, then. One feed-forward layer on four ranks, with the gathered input kept and with it gathered again:
+# A trade of bytes, then. (In time the extra gather need cost nothing: Megatron-LM runs it beside the product that gives the input's gradient, section 4.2.2 of the paper.) One feed-forward layer on four ranks, with the gathered input kept and with it gathered again:
 
 # %%
 whole_up, whole_down = nn.Linear(h, f), nn.Linear(f, h)
@@ -396,13 +398,15 @@ for name, (layers, width, heads, b) in stages.items():
 #
 # Data parallelism sends gradients that nobody waits for until the step. Here a product waits for the gather before it, and everything waits for the sum after it.
 #
-# A layer of Llama-3.1-70B, forward, 8192 tokens, with SP: gather, products, scatter, twice. H100s compute at half their peak. Within a node a link carries 450 GB/s. Between nodes it is 50 GB/s per rank, and a ring is as fast as its slowest link (lab 07).
+# A layer of Llama-3.1-70B, forward, 8192 tokens, with SP: gather, products, scatter, twice. H100s compute at half their peak. Within a node a link carries 450 GB/s. Between nodes
+# it is 50 GB/s per rank: eight rings, an eighth of the tensor each, leave a node through all of its eight links (lab 07).
 
 # %%
 model = replace(ModelConfig.named("llama-3.1-70b"), seq_len=8192)
 h100 = Hardware.named("H100")
 rate, inside = h100.flops["bf16"] / 2, Link(2e-6, h100.link_bandwidth)
-across = Link(5e-6, 50e9)
+across = Link(5e-6, 8 * 50e9)  # eight rings at once
+one_ring = Link(5e-6, 50e9)
 
 
 def forward_of_a_layer(n, link, **how):
@@ -417,6 +421,7 @@ predict("across/times", times=0.5)
 
 # %%
 eight, sixteen = forward_of_a_layer(8, inside), forward_of_a_layer(16, across)
+through_one = forward_of_a_layer(16, one_ring)
 asynchronous = forward_of_a_layer(8, inside, pieces=True)
 waits = [f"{each.exposed / each.makespan:.0%}" for each in (eight, sixteen)]
 plots.overlap(
@@ -425,31 +430,35 @@ plots.overlap(
     eight_in_a_node=eight,
     eight_in_a_node_asynchronous=asynchronous,
     sixteen_across_two_nodes=sixteen,
+    sixteen_on_a_single_ring=through_one,
 )
 
 # %%
-reveal("across/times", times=round(sixteen.makespan / eight.makespan, 1))
+reveal("across/times", times=round(sixteen.makespan / eight.makespan, 2))
+
+# %%
+f"on a single ring: {through_one.makespan / eight.makespan:.1f} times as long"
 
 # %% [markdown]
-# Twice the devices, and a layer takes longer: each computes half as much, and sends about as much as before through a slower link. A *hierarchical* all-reduce (lab 07) sends an eighth
-# over the slow links. Beside one ring over all sixteen:
+# Twice the devices do not halve the time: each computes half as much, and sends about as much as before. A single ring, through one of eight links, would even take longer than one node does. A
+# *hierarchical* all-reduce (lab 07) sends an eighth over the slow links, in fewer steps. Compared with the eight rings:
 
 # %%
 S = 2 * model.seq_len * model.d_model
-ring = collectives.cost("all_reduce_ring", S, 16, across)
+rings = collectives.cost("all_reduce_ring", S, 16, across)
 node = 2 * collectives.cost("all_gather_ring", S, 8, inside)
-levels = node + collectives.cost("all_reduce_ring", S / 8, 2, across)
+levels = node + collectives.cost("all_reduce_ring", S / 8, 2, one_ring)
 total = 2 * levels + sixteen.makespan - sixteen.exposed
-print(f"{units.text(ring, 's')} or {units.text(levels, 's')} per all-reduce,")
+print(f"{units.text(rings, 's')} or {units.text(levels, 's')} per all-reduce,")
 print(f"{units.text(sixteen.makespan, 's')} or {units.text(total, 's')} per layer,")
 print(f"{total / eight.makespan:.2f} of what eight ranks take")
 
 # %% [markdown]
-# Faster than eight, and far from twice as fast. So TP is best kept within a node. The ZeRO paper, whose examples of it are T5 (11 billion parameters) and Megatron-LM (8.3 billion),
+# Both are faster than eight ranks, and far from twice as fast: of the sixteen about a third is wasted. So TP is best kept within a node. The ZeRO paper, whose examples of it are T5 (11 billion parameters) and Megatron-LM (8.3 billion),
 # reports for 40 billion across two nodes about 5 TFLOP/s per V100, under 5 % of the peak.
 #
 # **Asynchronous TP**, the second row, cuts the product into pieces: it starts with a rank's own tokens while others arrive, and finished rows leave while the next are computed. In this cost model
-# nearly everything hides; PyTorch's team reports a forward pass of Llama-3-70B that is up to about 20 % faster.
+# nearly everything hides; PyTorch's team reports up to about 20 % for the forward pass of Llama-3-70B, and about 8 % for its training.
 
 # %%
 f"{eight.makespan / asynchronous.makespan - 1:.0%} faster"
@@ -566,8 +575,8 @@ explore(
 # > - On eight ranks a layer of GPT-3 keeps 0.58 GB with TP, and 0.36 GB with SP, of 2.87.
 # >   <!-- claim: [round(memory.korthikanti(b=1, s=2048, h=12288, a=96, **how).total / 1e9, 2) for how in ({}, {"t": 8}, {"t": 8, "sequence": True})] == [2.87, 0.58, 0.36] -->
 # > - Parameters that each rank applies to its own tokens have gradients to be summed. No output shows it.
-# > - Its communication is exposed: 21 % of a layer's forward pass within a node, 83 % on a ring across two.
-# >   <!-- claim: claims.tensor_parallel_exposed() == (21, 83) -->
+# > - Its communication is exposed: 21 % of a layer's forward pass within a node, 43 % across two that are joined by eight links.
+# >   <!-- claim: claims.tensor_parallel_exposed() == (21, 43) -->
 #
 # Next: [lab 11](11_context_parallel.ipynb) cuts the sequence everywhere, also in attention.
 

@@ -468,7 +468,7 @@ hint("context_parallel/heads", 1)
 show(context_parallel.heads_for_tokens)
 
 # %% [markdown]
-# > Llama-3.1-8B has a = 32 query heads and g = 8 key–value heads. On 8 ranks, how many times the bytes of Ulysses does a ring send in a forward pass?
+# > Llama-3.1-8B has a = 32 query heads and g = 8 key–value heads. On 8 ranks, how many times the bytes of Ulysses does a ring send in a forward pass? And in a whole training step?
 
 # %%
 predict("ring/over-ulysses", times=1)
@@ -496,7 +496,20 @@ reveal("ring/over-ulysses", times=ratio[8])
 {n: round(times, 2) for n, times in ratio.items()}
 
 # %% [markdown]
-# Ulysses sends less on many ranks, and computes with one kernel over the whole sequence. But attention waits for the exchange, and there are no more ranks than heads.
+# For N up to g both are equal at N = a/g + 1, here five ranks. That is a forward pass. Backward, the ring sends keys and values again, with fp32 sums of their gradients, three times its forward
+# bytes; Ulysses sends what it sent forward. In a training step:
+
+
+# %%
+def step_bytes(way, n):
+    how = dict(micro_batch=1, itemsize=2, attention=way, rank=0)
+    return context_parallel.sent(llama, n, **how).total
+
+
+{n: round(step_bytes("ring", n) / step_bytes("ulysses", n), 1) for n in ratio}
+
+# %% [markdown]
+# On four ranks the ring sends less forward and more in the whole step. Ulysses sends less on many ranks, and computes with one kernel over the whole sequence. But attention waits for the exchange, and there are no more ranks than heads.
 # The same model, trained: equal, and sent by its formula:
 
 # %%
@@ -595,8 +608,9 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # > - A rank keeps 1/N of the activations: 61.5 GB instead of 984 GB for Llama-3.1-8B at 131,072 tokens on 16 ranks.
 # >   <!-- claim: [round(context_parallel.kept_activations(config.ModelConfig.named("llama-3.1-8b"), n, micro_batch=1, how=anatomy.Policy(2, 2, "sdpa")).total / 1e9, k) for n, k in ((16, 1), (1, None))] == [61.5, 984] -->
 # > - Positions and the number of targets are those of the whole sequence: each target weighs alike on all cp ranks. Gradients are averaged over ("dp", "cp").
-# > - Ulysses trades tokens for heads, and has no more ranks than heads. On 8 ranks of Llama-3.1-8B a ring sends 1.6 times as much forward, but can hide it.
+# > - Ulysses trades tokens for heads, and has no more ranks than heads. On 8 ranks of Llama-3.1-8B a ring sends 1.6 times as much forward and 3.2 times as much in a training step, but can hide it.
 # >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(context_parallel.sent(config.ModelConfig.named("llama-3.1-8b"), 8, micro_batch=1, attention=way, rank=0).only(name=name).total for way, name in (("ring", "ring forward"), ("ulysses", "all_to_all forward")))) == 1.6 -->
+# >   <!-- claim: round((lambda ring, ulysses: ring / ulysses)(*(context_parallel.sent(config.ModelConfig.named("llama-3.1-8b"), 8, micro_batch=1, itemsize=2, attention=way, rank=0).total for way in ("ring", "ulysses"))), 1) == 3.2 -->
 #
 # Next: [lab 12](12_expert_parallel.ipynb) shares out the experts of a layer.
 
