@@ -583,7 +583,7 @@ spiked = torch.cat([torch.tensor([1000.0]), w[1:]])
 # %%
 for outlier in (1e4, 1e5, 1e6):
     spiked[0] = outlier
-    print(f"{outlier:9,.0f}: {error(w[1:], scaled(spiked, E4M3)[1:]):.0%}")
+    print(f"{outlier:9,.0f}: {error(w[1:], scaled(spiked, E4M3)[1:])}")
 
 # %% [markdown]
 # e4m3 has 18 binades, subnormal numbers included. What lies further under the outlier than that is lost as in an integer.
