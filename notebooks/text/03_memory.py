@@ -702,7 +702,7 @@ for name, (linear, quadratic) in stated.items():
 
 # %% [markdown]
 # What gives the table's 2, 4 and 8, rounded up, is the last column: 8as² for one layer, in GiB. The linear terms 2.9 and 71 are 33bsd per layer, with the table's own 64 layers for 72B; the 3.9 of the 7B model is left unexplained.
-#   <!-- arithmetic: [round(33 * 4096 * d * L / 1e9, 1) for d, L in ((896, 24), (8192, 64))] == [2.9, 70.9] -->
+#   <!-- arithmetic: (round(33 * 4096 * 896 * 24 / 1e9, 1), round(33 * 4096 * 8192 * 64 / 1e9)) == (2.9, 71) -->
 #
 # **Qwen2-72B with 64 layers** (the same table). It has 80. <!-- erratum: S0-037 -->
 #

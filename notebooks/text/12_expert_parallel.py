@@ -561,7 +561,7 @@ explore(
 # > - Of Mixtral's 46.7 billion parameters a token meets 12.9 billion.
 # >   <!-- claim: [round((m.num_params - m.parameters["feed-forward"] * 6 // 8) / 1e9, 1) for m in [config.ModelConfig.named("mixtral-8x7b")]] == [12.9] -->
 # > - A layer takes five all-to-alls per step: counts, dispatch, combine, and two backward. Each of rows carries (N_e − 1)/N_e · k·b·s·h numbers if routing is even.
-# > - Experts are averaged over N_d/N_e ranks, all else over N_d; here, where `combine` has divided by N_e. Megatron-LM averages over the same ranks and scales by 1/N_e itself. The wrong group has the right shape.
+# > - Experts are averaged over N_d/N_e ranks, all else over N_d; here, where `combine` has divided by N_e. Megatron-LM averages over the same ranks and divides by N_e itself. The wrong group has the right shape.
 # >   <!-- claim: [len(config.Mesh(dp=64, ep=8).group(43, axis)) for axis in ("edp", "dp")] == [8, 64] -->
 # > - Expert parallelism divides experts by N_e, and nothing else: Mixtral in bf16 holds 58 GB per rank in blocks of 8, on 8 ranks and on 64.
 # >   <!-- claim: round(expert_parallel.model_states(config.ModelConfig.named("mixtral-8x7b"), 8, itemsize=2).total / 1e9) == 58 -->
