@@ -135,7 +135,8 @@ class _Execution:
         _check_around(stages, schedule)
         self.shared = _shared(self.stages, schedule, comm.rank)
         self.schedule, self.comm, self.batches, self.compute_loss = schedule, comm, batches, loss
-        self.shares = _shares(batches, schedule.every, replicas)
+        last = schedule.stages - 1 in self.stages  # where the loss is; elsewhere nobody asks
+        self.shares = _shares(batches, schedule.every, replicas) if last else torch.empty(0)
         self.pace = {kind: pace.of(kind, schedule.stages) for kind in "FBW"} if pace else None
         self.came: dict[Op, Tensor] = {}
         self.tapes: dict[Key, tuple[Tensor, GradientEdge | None]] = {}

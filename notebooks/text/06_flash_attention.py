@@ -3,7 +3,7 @@
 #
 # **A head that reads 8192 tokens computes 67 million scores to produce half a million numbers. The result must be exact. Can the scores never exist?**
 #
-# *130 min · before this: lab 03 (what a layer keeps), softmax and its derivative · needs a laptop, no GPU and no network*
+# *135 min · before this: lab 03 (what a layer keeps), softmax and its derivative · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals

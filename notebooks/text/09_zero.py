@@ -3,7 +3,7 @@
 #
 # **Every rank of data parallelism holds the same weights, gradients and optimizer state. What if each keeps a share, and asks for the rest when it is needed?**
 #
-# *150 min · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
+# *155 min · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -392,9 +392,9 @@ with World(n, engine="dry") as dry:
 # of devices lowers it. A GPT of a trillion parameters in bf16 on 1024 devices, on paper and at its peak:
 
 # %%
-sizes = dict(num_heads=160, d_ff=102_400, vocab_size=50_304, seq_len=2048)
-trillion = ModelConfig(num_layers=128, d_model=25_600, **sizes)
-layers = [tuple(sizes) for sizes in anatomy.units(trillion).values()]
+wide = dict(num_heads=160, d_ff=102_400, vocab_size=50_304, seq_len=2048)
+trillion = ModelConfig(num_layers=128, d_model=25_600, **wide)
+layers = [tuple(unit) for unit in anatomy.units(trillion).values()]
 at_most = zero.predict_held(layers, 1024, 3, itemsize=2, shard_itemsize=4).total
 units.text(zero.model_states(trillion.num_params, 1024, 3).total), units.text(at_most)
 

@@ -3,7 +3,7 @@
 #
 # **A layer is too large, or too slow, for one device. Can several compute it together, each with a part of every matrix, and what must they tell each other on the way?**
 #
-# *90 min · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
+# *95 min · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
