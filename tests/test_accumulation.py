@@ -255,7 +255,7 @@ def test_micro_batches_are_the_batch(rows, size):
 @pytest.mark.parametrize(
     "call, error, why",
     [
-        (lambda: micro_batches(torch.ones(4), 0), ValueError, "must not be zero"),
+        (lambda: micro_batches(torch.ones(4), 0), ValueError, "size must be at least 1"),
         (
             lambda: micro_batches((torch.ones(4), torch.ones(3)), 2),
             ValueError,

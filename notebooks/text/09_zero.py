@@ -571,7 +571,8 @@ inside = zero.predict_sent(params, 8, 3, **bf16).total
 across = collectives.sent("all_reduce_ring", nbytes=2 * params // 8, n=8, **bf16).total
 held = [units.text(zero.model_states(params, n, 3).total) for n in (64, 8)]
 print(f"sharded over 64: a rank sends {units.text(flat)}, holds {held[0]}")
-print(f"hybrid: {units.text(inside)} inside, {units.text(across)} across, holds {held[1]}")
+inside, shared = units.text(inside), units.text(across)
+print(f"hybrid: {inside} inside, {shared} across, holds {held[1]}")
 
 # %% [markdown]
 # These are bytes per *rank*. What leaves a *machine*? In one ring over all ranks a single rank of eight sends to another machine; in the hybrid all eight do. A rank has a link of its own:
@@ -580,7 +581,7 @@ print(f"hybrid: {units.text(inside)} inside, {units.text(across)} across, holds 
 leaves = {"one ring": (flat, 1), "eight rings": (flat, 8), "hybrid": (8 * across, 8)}
 for how, (nbytes, links) in leaves.items():
     each = units.text(nbytes / links)
-    print(f"{how:11} {units.text(nbytes)} leave a machine, {each} through each of {links}")
+    print(f"{how:11} {units.text(nbytes)} leave a machine, {each} per link of {links}")
 
 # %% [markdown]
 # So more than half of the bytes still cross machines, for eight times the model states. Against one ring the gain is in the links, eight in place of one. Against eight rings,
