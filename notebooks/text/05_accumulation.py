@@ -79,7 +79,7 @@ def flops(size):
 [units.text(flops(size), "FLOP") for size in (16, 4, 1)]
 
 # %% [markdown]
-# **Activations are paid for one micro-batch, FLOPs for all.** Time is the third part of the trade: the same FLOPs in smaller pieces keep the processor less busy. Is one sequence at a
+# **Activations are paid for one micro-batch, FLOPs for all.** Time is the third part of the trade: the same FLOPs may take longer in smaller pieces. Is one sequence at a
 # time slower than sixteen, by half or more? The least of seven runs each:
 
 # %%
@@ -94,7 +94,7 @@ alone, together = map(min, zip(*runs, strict=True))
 f"slower by half or more: {alone > 1.5 * together}"
 
 # %% [markdown]
-# So take the largest micro-batch that fits. What is left to ask is whether the gradient at the end is the same one.
+# So, here, take the largest micro-batch that fits. What is left to ask is whether the gradient at the end is the same one.
 
 # %% [markdown]
 # ## Is it the gradient of the whole batch?

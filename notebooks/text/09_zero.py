@@ -406,7 +406,7 @@ sent = zero.predict_sent(largest.num_params, n, 3, rank=0).total
 units.text(sent), f"{sent / 50e9:.0f} s"
 
 # %% [markdown]
-# **Level 3 alone trains none of these models.** 88.5 GB are more than an H100 has, and 97 s of messages per step are longer than a step may take. Labs 10 and 13 divide both: a rank that
+# **Level 3 alone fits neither model into the 80 GB of an H100**, activations not counted. And 97 s of messages, in fp32, hide behind nothing shorter: the next question. Labs 10 and 13 divide both: a rank that
 # has an eighth of each layer, or one layer in sixteen, makes that much less whole and gathers that much less.
 
 # %% [markdown]
