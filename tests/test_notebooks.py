@@ -25,6 +25,7 @@ LABS = [
 ]
 each_lab = pytest.mark.parametrize("lab, name", LABS)
 
+MOST = 90  # minutes that a core takes
 SETUP, IGNORED = "Setup", "nbval-ignore-output"
 SECTIONS = ["Goals", SETUP, "In practice", "Errata", "Summary", "References"]
 ALLOWED_TAGS = {IGNORED, "hide-input", "hide-output", "hide-cell"}
@@ -235,8 +236,8 @@ def test_it_has_the_anatomy_of_a_lab(lab, name):
 @pytest.mark.parametrize("notebook, text", PAIRS, ids=[path.stem for path, _ in PAIRS])
 def test_the_stated_minutes_are_honest(notebook, text):
     lab = tool.build(text)
-    stated, takes = tool.STATED.search(lab.cells[0].source)[0], f"{tool.minutes(lab)} min"
-    assert stated == takes, "run: python tools/notebooks.py --minutes"
+    said = tool.STATED.search(lab.cells[0].source)[0]
+    assert said == tool.stated(lab), "run: python tools/notebooks.py --minutes"
 
 
 def test_minutes_count_prose_code_and_exercises(tmp_path):
@@ -244,9 +245,29 @@ def test_minutes_count_prose_code_and_exercises(tmp_path):
     text = f"# %% [markdown]\n{prose}\n\n# %%\n" + "x = 1  # one\n\n# two\n" * 40
     card = "\n# %% [markdown]\n# ### Exercise 1.1 · A (15 min, ●○○)\n#\n# ## References\n# more\n"
     (tmp_path / "a.py").write_text(text, encoding="utf-8")
-    assert tool.minutes(tool.build(tmp_path / "a.py")) == 10 + 5
+    assert tool.minutes(tool.build(tmp_path / "a.py")) == (10 + 5, 0)
     (tmp_path / "a.py").write_text(text + card, encoding="utf-8")
-    assert tool.minutes(tool.build(tmp_path / "a.py")) == 10 + 5 + 15
+    assert tool.minutes(tool.build(tmp_path / "a.py")) == (10 + 5 + 15, 0)
+
+
+def test_minutes_tell_the_core_from_what_goes_further(tmp_path):
+    def part(heading, minutes):
+        return f"# %% [markdown]\n# {heading}\n# " + "word " * (70 * minutes) + "\n\n"
+
+    text = part("# Title", 5) + part("## Why?", 5) + part("### Further: and when?", 10)
+    text += part("#### Even so", 5) + part("### Exercise 1.1 · A (20 min, ●○○)", 0)
+    text += part("## Further: who?", 5) + part("### Below", 10) + part("### Further: still", 10)
+    text += part("## Summary", 5) + part("## References", 5)
+    (tmp_path / "a.py").write_text(text, encoding="utf-8")
+    lab = tool.build(tmp_path / "a.py")
+    assert tool.minutes(lab) == (35, 40) and tool.stated(lab) == "35 min, and 40 further"
+    assert tool.STATED.search("*35 min, and 40 further · a*")[0] == "35 min, and 40 further"
+
+
+@each_lab
+def test_a_core_fits_a_class(lab, name):
+    core, further = tool.minutes(lab)
+    assert core <= MOST or not further, f"move more under a heading 'Further: …' than {further} min"
 
 
 @each_lab

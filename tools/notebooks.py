@@ -39,7 +39,8 @@ LAB_SECONDS, LAB_BYTES = (
 # numbers; lines of code. An exercise takes what its card says.
 WORDS_PER_MINUTE, LINES_PER_MINUTE = 70, 8
 CARD = re.compile(r"^### Exercise .*\((\d+) min, [●○]{3}\)$", re.MULTILINE)
-STATED = re.compile(r"\b\d+ min\b")
+STATED = re.compile(r"\b\d+ min\b(?:, and \d+ further)?")
+HEADING = re.compile(r"^(#+) (Further: )?", re.MULTILINE)  # what a class of 90 minutes leaves out
 README = NOTEBOOKS.parent / "README.md"
 KEPT_METADATA = ("tags", "mystnb")
 # Refers to a kernel's model; the HTML beside it needs none.
@@ -105,25 +106,57 @@ def build(text_path):
 
 
 def minutes(notebook):
-    """How long a lab takes, exercises included, to 5 minutes."""
-    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    read = re.sub(r"<!--.*?-->", "", prose.partition("## References")[0], flags=re.DOTALL)
-    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
-    lines = [line for line in code.splitlines() if line.strip() and line.lstrip()[0] != "#"]
-    reading = len(read.split()) / WORDS_PER_MINUTE + len(lines) / LINES_PER_MINUTE
-    return 5 * round((reading + sum(map(int, CARD.findall(prose)))) / 5)
+    """How long a lab's core takes, and what goes further, to 5 minutes, exercises included.
+
+    Further is what stands under a heading "Further: …", to the next heading of its level.
+    """
+    takes, level = {False: 0.0, True: 0.0}, 0  # of the heading "Further: …" above; 0 in the core
+    for is_code, text in _parts(notebook):
+        if not is_code and (heading := HEADING.match(text)):
+            depth, further = len(heading[1]), bool(heading[2])
+            level = depth if further and not 0 < level < depth else level * (depth > level)
+        takes[level > 0] += _reading(is_code, text)
+    return tuple(5 * round(each / 5) for each in takes.values())
+
+
+def _parts(notebook):
+    """(is code, text) of every cell up to the references, Markdown cut at its headings."""
+    for cell in notebook.cells:
+        text, references, _ = cell.source.partition("## References")
+        if cell.cell_type == "code":
+            yield True, cell.source
+            continue
+        yield from ((False, part) for part in re.split(r"^(?=#+ )", text, flags=re.MULTILINE))
+        if references:
+            return
+
+
+def _reading(is_code, text):
+    """Minutes for a piece of a lab; an exercise takes what its card says."""
+    if is_code:
+        lines = [line for line in text.splitlines() if line.strip() and line.lstrip()[0] != "#"]
+        return len(lines) / LINES_PER_MINUTE
+    words = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL).split()
+    return len(words) / WORDS_PER_MINUTE + sum(map(int, CARD.findall(text)))
+
+
+def stated(notebook):
+    """The minutes as a lab's title cell says them: "90 min", or "90 min, and 40 further"."""
+    core, further = minutes(notebook)
+    return f"{core} min" + f", and {further} further" * bool(further)
 
 
 def state_minutes(notebook_path, text_path):
     """Write how long a lab takes into its title cell, in both twins, and into the README's map."""
-    takes = minutes(build(text_path))
-    said = STATED.sub(f"{takes} min", text_path.read_text(encoding="utf-8"), count=1)
+    takes = stated(build(text_path))
+    said = STATED.sub(takes, text_path.read_text(encoding="utf-8"), count=1)
     text_path.write_text(said, encoding="utf-8")
     notebook = nbformat.read(notebook_path, as_version=4)
     notebook.cells[0] = build(text_path).cells[0]
     nbformat.write(notebook, notebook_path)
-    row = rf"(\(notebooks/{notebook_path.name}\) \| )\d+"
-    README.write_text(re.sub(row, rf"\g<1>{takes}", README.read_text("utf-8")), encoding="utf-8")
+    row = rf"(\(notebooks/{notebook_path.name}\) \| )\d+(?: \+ \d+)?"
+    told = takes.removesuffix(" further").replace(" min, and", " +").removesuffix(" min")
+    README.write_text(re.sub(row, rf"\g<1>{told}", README.read_text("utf-8")), encoding="utf-8")
 
 
 def execute(notebook, directory):
