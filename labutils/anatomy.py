@@ -27,6 +27,11 @@ LETTERS = {
     "E": "num_experts",
     "k": "top_k",
 }
+LATENT = {"q": "q_rank", "c": "kv_rank", "r": "d_rope", "w": "d_value"}
+"""Further letters of models with multi-head latent attention; n = d − r."""
+EXPERTS = {"x": "d_expert", "z": "d_shared", "D": "dense_layers"}
+"""Further letters of models whose experts have widths of their own or stand behind dense layers;
+M = L − D."""
 SPLITS = {"tp": "agfv", "ep": "E", "pp": "L"}
 """The letters that an axis divides: tp those of a tensor, ep and pp those of a part's copies."""
 
@@ -67,7 +72,8 @@ class Kept:
 class Part:
     """One row of the table.
 
-    name: its module in `model.GPT`, with * for the number of a layer or an expert.
+    name: its module in `model.GPT`, with * for the number of a layer or an expert; dense.* and
+        sparse.* are layers of a model that has both kinds.
     weight: the shape of its weight, empty for a part that has none.
     bias: the shape of its bias, likewise.
     products: multiplications in its matrix products, for one token.
@@ -83,7 +89,8 @@ class Part:
     @property
     def copies(self) -> str:
         """How many there are: one, L, or L·E; a token meets k of the E."""
-        return "L" * ("blocks.*" in self.name) + "E" * ("experts.*" in self.name)
+        layers = next((n for word, n in LAYERS.items() if f"{word}.*" in self.name), "")
+        return layers + "E" * ("experts.*" in self.name)
 
     @property
     def group(self) -> str:
@@ -107,6 +114,9 @@ GROUPS = {
 }
 """The lines of `parameters`, by a word in a part's name; of two such words the later one counts."""
 
+LAYERS = {"blocks": "L", "dense": "D", "sparse": "M"}
+"""What counts the layers of each kind."""
+
 # ── the table ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -114,6 +124,10 @@ GROUPS = {
 def parts(model: Model, how: Policy = Policy()) -> tuple[Part, ...]:
     """The table of a model, in the order of its forward pass, which is that of its parameters."""
     block = tuple(_block(model, how))
+    if model.dense_layers:
+        alone = tuple(_block(model, how, experts=False))
+        rows = (replace(p, name=p.name.replace("blocks", "dense")) for p in alone)
+        block = (*rows, *(replace(p, name=p.name.replace("blocks", "sparse")) for p in block))
     if how.checkpointing == "full":
         whole = Kept("input of the checkpointed block, sbh", "b s h", how.stream)
         block = (Part("blocks.*", keeps=(whole,)), *(replace(part, keeps=()) for part in block))
@@ -134,12 +148,13 @@ def parts(model: Model, how: Policy = Policy()) -> tuple[Part, ...]:
     )
 
 
-def _block(model: Model, how: Policy) -> Iterator[Part]:
+def _block(model: Model, how: Policy, experts: bool = True) -> Iterator[Part]:
     yield _norm("blocks.*.attention_norm", model, how)
-    yield from _attention("blocks.*.attention", model, how)
+    kind = _latent_attention if model.kv_rank else _attention
+    yield from kind("blocks.*.attention", model, how)
     yield Part("blocks.*.dropout", keeps=_mask(model, "b s h", how.compute))
     yield _norm("blocks.*.feed_forward_norm", model, how)
-    if model.num_experts == 1:
+    if model.num_experts == 1 or not experts:
         yield from _feed_forward("blocks.*.feed_forward", model, how)
         yield Part("blocks.*.dropout", keeps=_mask(model, "b s h", how.compute))
     else:  # experts add their outputs up in the dtype of the stream
@@ -178,20 +193,41 @@ def _attention(at: str, model: Model, how: Policy) -> Iterator[Part]:
     yield _linear(f"{at}.output", "h ad", how, bias=whole, reads="b s a d", shared=ready)
 
 
+def _latent_attention(at: str, model: Model, how: Policy) -> Iterator[Part]:
+    """What multi-head latent attention has, for counting: no code of the course keeps anything.
+
+    A released checkpoint stacks `key_value` on `rotary_key`, and each head's `key` on its `value`.
+    Source: DeepSeek-V2 2405.04434, section 2.1 and appendix C.
+    """
+
+    def linear(name: str, weight: str) -> Part:
+        return Part(f"{at}.{name}", weight, products=weight)
+
+    if model.q_rank:
+        yield from (linear("query_latent", "q h"), Part(f"{at}.query_norm", "q"))
+    yield linear("query", "ad q" if model.q_rank else "ad h")
+    yield from (linear("key_value_latent", "c h"), linear("rotary_key", "r h"))
+    yield Part(f"{at}.key_value_norm", "c")
+    yield from (linear("key", "an c"), linear("value", "aw c"))
+    yield Part(at, products="s a d")  # q·kᵀ
+    yield Part(f"{at}.weighted", products="s a w")  # softmax·v
+    yield linear("output", "h aw")
+
+
 def _feed_forward(
-    at: str, model: Model, how: Policy, visits: str = "", shared: bool = False
+    at: str, model: Model, how: Policy, visits: str = "", shared: bool = False, f: str = "f"
 ) -> Iterator[Part]:
-    bias, reads, inner = model.bias is True, f"{visits} b s h", f"{visits} b s f"
+    bias, reads, inner = model.bias is True, f"{visits} b s h", f"{visits} b s {f}"
     linear = functools.partial(_linear, how=how, bias=bias, copies="E" if visits else "")
     if model.ffn == "gelu":
-        yield linear(f"{at}.up", "f h", reads=reads, shared=shared)
+        yield linear(f"{at}.up", f"{f} h", reads=reads, shared=shared)
         yield Part(at, keeps=(Kept("input of GELU, sbf", inner, how.compute),))
     else:
-        yield linear(f"{at}.gate", "f h", reads=reads, shared=shared)
-        yield linear(f"{at}.up", "f h", reads=reads, shared=not how.autocast)
+        yield linear(f"{at}.gate", f"{f} h", reads=reads, shared=shared)
+        yield linear(f"{at}.up", f"{f} h", reads=reads, shared=not how.autocast)
         three = "input of SiLU, its output, and the factor beside it, sbf each"
         yield Part(at, keeps=(Kept(three, f"3 {inner}", how.compute),))
-    yield linear(f"{at}.down", "h f", reads=inner)
+    yield linear(f"{at}.down", f"h {f}", reads=inner)
 
 
 def _experts(at: str, model: Model, how: Policy) -> Iterator[Part]:
@@ -206,9 +242,15 @@ def _experts(at: str, model: Model, how: Policy) -> Iterator[Part]:
         Kept("the same, weighted", "k b s h", how.stream),
     )
     yield Part(at, keeps=keeps)
-    yield from _feed_forward(f"{at}.experts.*", model, how, visits="k")
+    x, z = ("x", "z") if _own_experts(model) else ("f", "f")
+    yield from _feed_forward(f"{at}.experts.*", model, how, visits="k", f=x)
     if model.shared_expert:  # it reads what the router has kept
-        yield from _feed_forward(f"{at}.shared", model, how, shared=not how.autocast)
+        yield from _feed_forward(f"{at}.shared", model, how, shared=not how.autocast, f=z)
+
+
+def _own_experts(model: Model) -> bool:
+    """Whether experts have letters of their own."""
+    return bool(model.dense_layers or model.d_expert or model.d_shared)
 
 
 def _norm(name: str, model: Model, how: Policy) -> Part:
@@ -252,7 +294,16 @@ def _mask(model: Model, dims: str, width: int, *whats: str) -> tuple[Kept, ...]:
 
 def letters(model: Model, *, tp: int = 1, ep: int = 1) -> dict[str, int]:
     """The sizes behind the letters, or what is left of them on one rank of tp and of ep."""
-    sizes = {letter: getattr(model, field) for letter, field in LETTERS.items()}
+    fields = LETTERS | (LATENT if model.kv_rank else {})
+    fields |= EXPERTS if _own_experts(model) else {}
+    sizes = {letter: getattr(model, field) for letter, field in fields.items()}
+    for letter, as_wide in (("w", "d"), ("x", "f"), ("z", "f")):
+        if letter in sizes:
+            sizes[letter] = sizes[letter] or sizes[as_wide]
+    if "c" in sizes:
+        sizes["n"] = sizes["d"] - sizes["r"]
+    if "D" in sizes:
+        sizes["M"] = sizes["L"] - sizes["D"]
     for axis, n in (("tp", tp), ("ep", ep)):
         for letter in SPLITS[axis]:
             if letter == "f" and axis == "tp" and model.num_experts > 1:
@@ -297,6 +348,7 @@ def num_tensors(model: Model) -> int:
 def tensors(model: Model, *, tp: int = 1) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter by its name, as `GPT(model).named_parameters()` has them, or one
     rank of tp."""
+    model.require_gpt()
     sizes, found = letters(model, tp=tp), {}
     blocks = _numbered(parts(model), "blocks", model.num_layers)
     for part in _numbered(blocks, "experts", model.num_experts):
@@ -337,6 +389,7 @@ def token_flops(model: Model) -> dict[str, int]:
 def kept(model: Model, how: Policy) -> Iterator[tuple[str, Kept]]:
     """Each tensor that is kept for the backward pass, with the module that keeps it, in the order
     of the forward pass. A layer's experts stand together: a router decides which keeps what."""
+    model.require_gpt()
     for part in _numbered(parts(model, how), "blocks", model.num_layers):
         for tensor in part.keeps:
             yield part.name.replace("experts.*", "experts"), tensor

@@ -57,6 +57,12 @@ class ModelConfig:
     num_experts: above 1, every feed-forward layer is a mixture of experts with a router.
     top_k: experts that each token visits.
     shared_expert: beside these, one that every token visits, as in DeepSeek's models.
+    d_expert, d_shared: widths of a routed and of the shared expert; 0: d_ff.
+    dense_layers: the first layers, which have one feed-forward layer of width d_ff and no experts.
+    kv_rank: above 0, multi-head latent attention: keys and values are made of one latent vector of
+        this width and of one key of width d_rope, turned by RoPE, that all heads share. d_head is
+        the width of a query or key (d_rope of it turned), d_value that of a value (0: as wide).
+    q_rank: the width of the latent vector that queries are made of; 0: they are made of the input.
 
     >>> ModelConfig.named("gpt2-xl").num_params
     1557611200
@@ -79,6 +85,13 @@ class ModelConfig:
     num_experts: int = 1
     top_k: int = 1
     shared_expert: bool = False
+    d_expert: int = 0
+    d_shared: int = 0
+    dense_layers: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    d_rope: int = 0
+    d_value: int = 0
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -117,6 +130,45 @@ class ModelConfig:
         if self.shared_expert and self.num_experts == 1:
             remedy = "give num_experts of 2 or more"
             raise ValueError(f"shared_expert=True stands beside experts with a router: {remedy}")
+        self._check_widths()
+
+    def _check_widths(self) -> None:
+        """What only DeepSeek's models have."""
+        experts, latent = ("d_expert", "d_shared", "dense_layers"), ("q_rank", "d_rope", "d_value")
+        units.whole_fields(self, *experts, *latent, "kv_rank", minimum=0)
+        if self.num_experts == 1 and any(getattr(self, name) for name in experts):
+            given = ", ".join(f"{name}={getattr(self, name)}" for name in experts)
+            raise ValueError(f"{given} are of models with experts: give num_experts of 2 or more")
+        if self.dense_layers >= self.num_layers:
+            every = f"dense_layers={self.dense_layers} of num_layers={self.num_layers}"
+            raise ValueError(f"{every} leaves no layer for experts: give num_experts=1")
+        if not self.kv_rank and any(getattr(self, name) for name in latent):
+            given = ", ".join(f"{name}={getattr(self, name)}" for name in latent)
+            raise ValueError(f"{given} are of multi-head latent attention: give kv_rank")
+        if self.kv_rank and not 0 < self.d_rope < self.d_head:
+            given = f"d_rope={self.d_rope} is the part of d_head={self.d_head} that RoPE turns"
+            raise ValueError(f"{given}: give a width between them")
+        if self.kv_rank and self.num_kv_heads != self.num_heads:
+            heads = f"num_kv_heads={self.num_kv_heads} with kv_rank={self.kv_rank}"
+            raise ValueError(f"{heads}: every head has keys of its own, leave it out")
+
+    @property
+    def beyond(self) -> str:
+        """What the model has and the course's `GPT` has not, in words; empty if there is none.
+        Parameters and FLOPs of such a model are counted, and `planner` plans for it."""
+        has = {
+            f"multi-head latent attention (kv_rank={self.kv_rank})": self.kv_rank,
+            f"experts of a width of their own (d_expert={self.d_expert})": self.d_expert,
+            f"a shared expert of a width of its own (d_shared={self.d_shared})": self.d_shared,
+            f"leading layers without experts (dense_layers={self.dense_layers})": self.dense_layers,
+        }
+        return " and ".join(what for what, there in has.items() if there)
+
+    def require_gpt(self) -> None:
+        """Raises ValueError for a model that the course's `GPT` does not run."""
+        if self.beyond:
+            remedy = "ask num_params, flops_per_token or the planner, or build another model"
+            raise ValueError(f"the course's GPT does not run {self.beyond}: {remedy}")
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -170,12 +222,12 @@ class ModelConfig:
         """The model that a Hugging Face config.json describes: a path to the file or its folder, or
         the parsed dictionary.
 
-        Reads the GPT-2, Llama, Mistral, Mixtral, Phi-3 and Qwen2 families; a key that is not there
-        has its family's own default, if there is one. A sliding window, the scaling of RoPE and the
-        fused weights of Phi-3 change no parameter and are not kept.
+        Reads the GPT-2, Llama, Mistral, Mixtral, Phi-3, Qwen2 and DeepSeek families; a key that is
+        not there has its family's own default, if there is one. A sliding window, the scaling of
+        RoPE and the fused weights of Phi-3 change no parameter and are not kept.
 
-        Raises ValueError for what a ModelConfig cannot express, such as DeepSeek's multi-head
-        latent attention, and for a file that is missing or broken.
+        Raises ValueError for what a ModelConfig cannot express, such as Qwen3's norms of queries
+        and keys, and for a file that is missing or broken.
         """
         if isinstance(source, Mapping):
             config, origin = source, "this dictionary"
@@ -265,6 +317,38 @@ def _from_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
+def _from_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
+    if (every := config.get("moe_layer_freq", 1)) != 1:
+        raise ValueError(f"moe_layer_freq is {every!r}: from_hf reads models with experts in all")
+    if config.get("hidden_act", "silu") != "silu" or _flag(config, "attention_bias"):
+        raise ValueError("from_hf reads DeepSeek models with SwiGLU and without biases")
+    width, shared = config["moe_intermediate_size"], config.get("n_shared_experts") or 0
+    return dict(
+        num_layers=config["num_hidden_layers"],
+        d_model=config["hidden_size"],
+        num_heads=config["num_attention_heads"],
+        d_head=config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        d_ff=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        seq_len=config["max_position_embeddings"],
+        ffn="swiglu",
+        norm="rmsnorm",
+        positions="rope",
+        bias=False,
+        tied=_flag(config, "tie_word_embeddings"),
+        num_experts=config["n_routed_experts"],
+        top_k=config["num_experts_per_tok"],
+        shared_expert=shared > 0,
+        d_expert=width,
+        d_shared=shared * width or width,
+        dense_layers=config.get("first_k_dense_replace", 0),
+        q_rank=config.get("q_lora_rank") or 0,
+        kv_rank=config["kv_lora_rank"],
+        d_rope=config["qk_rope_head_dim"],
+        d_value=config["v_head_dim"],
+    )
+
+
 def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
     value = config.get(key, default)
     _one_of({key: value}, **{key: (True, False)})
@@ -283,9 +367,8 @@ def _dropout(config: Mapping[str, Any], default: float, *keys: str) -> Any:
 # Key–value heads of a config.json that does not say; None: as many as query heads.
 _HF_KV_HEADS = {"llama": None, "mistral": 8, "mixtral": 8, "phi3": None, "qwen2": 32}
 _HF_FAMILIES = {"gpt2": _from_gpt2} | dict.fromkeys(_HF_KV_HEADS, _from_llama)
+_HF_FAMILIES |= dict.fromkeys(("deepseek_v2", "deepseek_v3"), _from_deepseek)
 _HF_BEYOND = {
-    "deepseek_v2": "multi-head latent attention",
-    "deepseek_v3": "multi-head latent attention",
     "gemma": "a gated feed-forward layer with GELU",
     "gemma2": "four norms per layer and a gated feed-forward layer with GELU",
     "olmo2": "norms behind attention and feed-forward, and norms of queries and keys",

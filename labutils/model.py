@@ -234,6 +234,7 @@ class GPT(nn.Module):
             own = "a function of (q, k, v, dropout)"
             raise ValueError(f"unknown attention {attention!r}: use {known} or {own}")
         attend = attention if callable(attention) else ATTENTION[attention]
+        config.require_gpt()
         self.config = config
         self.places_: Places | None = None  # context parallelism has its own
         with _Undrawn():

@@ -306,6 +306,7 @@ def _average(parameters: Sequence[nn.Parameter], comm: Comm) -> None:
 def check_plan(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> None:
     """Nothing, or a ValueError that says what does not go together, and what would, before a
     message is sent."""
+    model.require_gpt()
     for wrong, why, remedy in _reasons(model, train, mesh):
         if wrong:
             raise ValueError(f"{why}: {remedy}")

@@ -190,13 +190,10 @@ def tensor_parallel_exposed() -> tuple[int, int]:
 
 def deepseek_v3(experts: int) -> int:
     """Parameters of DeepSeek-V3's main model, of which a token meets so many routed experts per
-    layer: 256 for all of them. Multi-head latent attention is none of a ModelConfig's."""
-    h, L, heads, q, kv = 7168, 61, 128, 1536, 512
-    attention = h * q + q + q * heads * (128 + 64)  # queries: down, norm, up
-    attention += h * (kv + 64) + kv + kv * heads * (128 + 128) + heads * 128 * h
-    expert, router = 3 * h * 2048, 256 * h + 256  # the bias that chooses is counted
-    layers = L * (attention + 2 * h) + 3 * (3 * h * 18432)
-    return layers + 58 * ((experts + 1) * expert + router) + h + 2 * 129280 * h
+    layer: 256 for all of them. The bias that chooses experts is counted."""
+    model = config.ModelConfig.named("deepseek-v3")
+    layers, each = model.num_layers - model.dense_layers, 3 * model.d_model * model.d_expert
+    return model.num_params + layers * (256 - (256 - experts) * each)
 
 
 def _adapted() -> tuple[lora.LoraLinear, torch.Tensor]:

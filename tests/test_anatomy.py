@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils import anatomy, zero
+from labutils import anatomy, config, memory, step, zero
 from labutils.config import ModelConfig
 from labutils.model import GPT
 
@@ -45,7 +45,10 @@ def test_names_shapes_and_order_are_those_of_the_model(config):
     )
 
 
-@pytest.mark.parametrize("name", ModelConfig.names())
+RUN = [name for name in ModelConfig.names() if not ModelConfig.named(name).beyond]
+
+
+@pytest.mark.parametrize("name", RUN)
 def test_every_known_model_is_its_table(name):
     config = replace(ModelConfig.named(name), num_layers=2)
     model = gpt(config)
@@ -138,3 +141,42 @@ def test_a_token_pays_for_the_experts_that_it_visits(experts, visited):
         config.flops_per_token(False)
         == one.flops_per_token(False) + (visited - 1) * expert + router
     )
+
+
+LATENT = replace(TINY, d_head=6, kv_rank=8, d_rope=2, num_kv_heads=6)
+OWN = dict(num_experts=4, top_k=2, shared_expert=True)
+BEYOND = {
+    "multi-head latent attention": LATENT,
+    "experts of a width": replace(TINY, **OWN, d_expert=8, d_shared=16),
+    "a shared expert of a width": replace(TINY, **OWN, d_shared=32),
+    "leading layers": replace(TINY, **OWN, dense_layers=1),
+}
+
+
+@pytest.mark.parametrize("what", BEYOND)
+def test_what_the_gpt_does_not_run_is_counted_and_refused(what):
+    model, mesh = BEYOND[what], config.Mesh()
+    train = config.TrainConfig(micro_batch=1, global_batch=1)
+    assert model.num_params == sum(model.parameters.values()) > 0 < model.flops_per_token()
+    for refuses in (
+        lambda: gpt(model),
+        lambda: step.build(model, train, mesh),
+        lambda: memory.predict(model, train),
+        lambda: memory.activations(model, train),
+    ):
+        with pytest.raises(ValueError, match=f"GPT does not run {what}"):
+            refuses()
+
+
+def test_the_latent_attention_of_deepseek_by_hand():
+    # DeepSeek-V2, 2405.04434, section 2.1: down, norm, up for queries and for keys and values.
+    h, a, q, c, rope, nope, value = 5120, 128, 1536, 512, 64, 128, 128
+    by_hand = h * q + q * a * (nope + rope) + h * (c + rope) + c * a * (nope + value) + a * value * h
+    model = ModelConfig.named("deepseek-v2")
+    assert model.parameters["attention"] == 60 * by_hand
+    assert model.parameters["norms"] == 60 * (2 * h + q + c) + h
+    # A token meets 6 of 160 experts: 21 B of the 236 B (the paper's table 1).
+    idle = 3 * h * 1536 * 59 * (160 - 6)
+    assert round((model.num_params - idle) / 1e9, 1) == 21.4
+    direct = replace(model, q_rank=0)
+    assert direct.parameters["attention"] == 60 * (by_hand - h * q - q * a * 192 + h * a * 192)

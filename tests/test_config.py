@@ -55,6 +55,8 @@ def test_training_flops_are_six_per_parameter_and_attention():
         (dict(norm="batch"), "norm must be"), (dict(positions="alibi"), "positions must be"), (dict(bias="all"), "bias must be"), (dict(dropout=float("nan")), "dropout must be"),
         (dict(tied="no"), "tied must be one of True, False, got 'no'"), (dict(tied=1), "tied must be"), (dict(bias=1), "bias must be"), (dict(bias="True"), "bias must be"), (dict(name=7), "name must be text"),
         (dict(dropout=1.0), "dropout must be"), (dict(top_k=2), "top_k=2 is more than num_experts=1"), (dict(num_experts=0), "num_experts must be"), (dict(shared_expert=1), "shared_expert must be"), (dict(shared_expert=True), "give num_experts of 2"),
+        (dict(d_expert=16), "d_expert=16, d_shared=0, dense_layers=0 are of models with experts"), (dict(num_experts=2, dense_layers=2), "dense_layers=2 of num_layers=2 leaves no layer"), (dict(d_expert=-1, num_experts=2), "d_expert must be at least 0"),
+        (dict(q_rank=4), "q_rank=4, d_rope=0, d_value=0 are of multi-head latent"), (dict(kv_rank=4), "d_rope=0 is the part of d_head=2"), (dict(kv_rank=4, d_rope=1, num_kv_heads=2), "every head has keys of its own"), (dict(kv_rank=-1), "kv_rank must be at least 0"),
     ],
 )  # fmt: skip
 def test_model_config_refuses(change, message):
@@ -79,6 +81,7 @@ HF = {
     "llama-3.1-8b": dict(model_type="llama", num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072, hidden_act="silu", tie_word_embeddings=False, attention_bias=False),
     "mistral-7b": dict(model_type="mistral", num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=32000, max_position_embeddings=32768),
     "qwen2-0.5b": dict(model_type="qwen2", num_hidden_layers=24, hidden_size=896, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864, vocab_size=151936, max_position_embeddings=131072, tie_word_embeddings=True),
+    "deepseek-v2": dict(model_type="deepseek_v2", num_hidden_layers=60, hidden_size=5120, num_attention_heads=128, num_key_value_heads=128, intermediate_size=12288, moe_intermediate_size=1536, n_routed_experts=160, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, vocab_size=102400, max_position_embeddings=163840),
     "mixtral-8x7b": dict(model_type="mixtral", num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=32000, max_position_embeddings=32768, num_local_experts=8, num_experts_per_tok=2),
 }  # fmt: skip
 
@@ -95,7 +98,7 @@ def test_from_hf_reads_every_family(name, tmp_path):
     [
         ({}, "model_type is None"), (dict(model_type="bert"), "model_type is 'bert'; from_hf reads gpt2"), (dict(model_type=["gpt2"]), "model_type is"), (dict(model_type="gpt2"), "needs the key 'n_embd'"),
         (HF["llama-3.1-8b"] | dict(hidden_act="gelu"), "hidden_act is 'gelu'"), (HF["llama-3.1-8b"] | dict(attention_bias=True), "attention_bias is true"),
-        (dict(model_type="deepseek_v3"), "deepseek_v3 has multi-head latent attention, which"), (dict(model_type="qwen3"), "qwen3 has norms of queries and keys"), (dict(model_type="gemma2"), "gemma2 has four norms per layer"), (dict(model_type="olmo2"), "olmo2 has norms behind"),
+(dict(model_type="qwen3"), "qwen3 has norms of queries and keys"), (dict(model_type="gemma2"), "gemma2 has four norms per layer"), (dict(model_type="olmo2"), "olmo2 has norms behind"),
         (HF["llama-3.1-8b"] | dict(tie_word_embeddings="false"), "tie_word_embeddings must be one of True, False, got 'false'"), (HF["gpt2"] | dict(tie_word_embeddings=0), "tie_word_embeddings must be"), (HF["llama-3.1-8b"] | dict(mlp_bias="no"), "mlp_bias must be"),
         (HF["gpt2"] | dict(activation_function="relu"), "activation_function is 'relu'"), (HF["gpt2"] | dict(resid_pdrop=0.0), "embd_pdrop=0.1, resid_pdrop=0.0, attn_pdrop=0.1: a ModelConfig has one"), (HF["gpt2"] | dict(add_cross_attention=True), "add_cross_attention is true"),
         (HF["mistral-7b"] | dict(attention_dropout=0.1), "attention_dropout is not 0"), (HF["phi-3-mini"] | dict(partial_rotary_factor=0.75), "partial_rotary_factor is 0.75"), (HF["phi-3-mini"] | dict(resid_pdrop=0.1), "a ModelConfig has one rate"),

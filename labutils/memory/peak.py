@@ -155,6 +155,7 @@ def predictable(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> 
             remedy = f"build one, or take {name}.named(…) where there is one"
             raise TypeError(f"memory.predict takes a {name} here, got {value!r}: {remedy}")
     states.zero_level(train, mesh)
+    model.require_gpt()
     if train.clip is not None:
         remedy = "leave clip=None, or run step.build dry (World(mesh, engine='dry'))"
         raise ValueError(f"the peak of a step that clips (clip={train.clip}) has none: {remedy}")
