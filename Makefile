@@ -2,26 +2,30 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/ready
+TESTS  := .venv/ready-tests
 
 .PHONY: lab test notebooks book bench
 
 lab: $(READY)  # reached over loopback only, with Jupyter's token: that is why root may start it too
 	JUPYTER_CONFIG_PATH="$(CURDIR)" $(BIN)/python tools/sums.py $(BIN)/python -m jupyterlab --ip=127.0.0.1 --allow-root --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
-test: $(READY)
+test: $(TESTS)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-notebooks: $(READY)
+notebooks: $(TESTS)
 	$(BIN)/python tools/notebooks.py
 
-book: $(READY)
+book: $(TESTS)
 	$(BIN)/python $(BIN)/jupyter-book build . --config book/_config.yml --toc book/_toc.yml --path-output book -W --keep-going --all
 
-bench: $(READY)
+bench: $(TESTS)
 	$(BIN)/python benchmarks
 
-$(READY): pyproject.toml constraints.txt
+# What labs need; with the tests' tools it is a gigabyte more. Both live in one environment, in either order.
+$(READY): EXTRAS = lab,real
+$(TESTS): EXTRAS = dev
+$(READY) $(TESTS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"The course needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev]"
-	@touch $@
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	@touch $@ $(READY)

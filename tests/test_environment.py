@@ -26,6 +26,7 @@ CONSTRAINTS = [
     if not line.startswith("#")
 ]
 PINS = dict(line.split("==") for line in CONSTRAINTS)
+EXTRAS = PROJECT["optional-dependencies"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONDA = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
 
@@ -42,7 +43,7 @@ def test_every_requirement_is_pinned_within_its_range():
     pins = {canonicalize_name(name): version for name, version in PINS.items()}
     wanted = [
         *PROJECT["dependencies"],
-        *(text for extra in PROJECT["optional-dependencies"].values() for text in extra),
+        *(text for extra in EXTRAS.values() for text in extra),
     ]
     for requirement in map(Requirement, wanted):
         if requirement.name != PROJECT["name"]:
@@ -78,7 +79,7 @@ def test_conda_environment_can_be_read_and_matches():
             rattler.Version(here[spec.name.normalized])
         ), spec
     assert pip == ["--constraint constraints.txt", "--editable .[lab,real]"]
-    assert "lab" in PROJECT["optional-dependencies"] and CONDA["channels"] == ["conda-forge"]
+    assert "lab" in EXTRAS and CONDA["channels"] == ["conda-forge"]
 
 
 @pytest.fixture
@@ -115,11 +116,26 @@ def make(clone, *arguments):
 
 
 def test_make_installs_once_and_again_when_the_pins_change(clone):
-    install = ["-m venv .venv", "-m pip install --constraint constraints.txt --editable .[dev]"]
     first, second = make(clone, "test"), make(clone, "test")
-    assert first == install + second and len(second) == 1
+    assert first == installs("dev") + second and len(second) == 1
     os.utime(clone / "constraints.txt", (2**31, 2**31))
     assert make(clone, "test") == first
+
+
+def installs(extras):
+    """The calls that install these extras of the course."""
+    pip = "-m pip install --constraint constraints.txt --editable"
+    return ["-m venv .venv", f"{pip} .[{extras}]"]
+
+
+def test_a_learner_installs_no_tools_of_tests_and_a_contributor_has_the_labs(clone):
+    assert make(clone, "lab")[:-1] == installs("lab,real") and len(make(clone, "lab")) == 1
+    assert make(clone, "test")[:-1] == installs("dev") and len(make(clone, "test")) == 1
+    shutil.rmtree(clone / ".venv")
+    make(clone, "test")
+    assert len(make(clone, "lab")) == 1, "the tests' tools include what labs need"
+    (everything,) = [text for text in EXTRAS["dev"] if text.startswith("labutils[")]
+    assert set(re.findall(r"\w+", everything)) >= {"lab", "real"}
 
 
 def test_make_lab_stays_on_loopback_and_keeps_the_token(clone):

@@ -4,8 +4,12 @@ import base64
 import json
 import pathlib
 import re
+import tomllib
 
 import pytest
+import yaml
+
+import labutils
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,12 +26,38 @@ def test_the_map_names_every_lab_with_its_minutes(path):
 
 
 def test_the_map_names_no_lab_that_is_not_there():
-    assert len(re.findall(r"\]\(notebooks/\d", README)) == len(LABS)
+    assert len(re.findall(r"^\| \[.+?\]\(notebooks/\d", README, re.MULTILINE)) == len(LABS)
 
 
-def test_every_link_leads_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text(encoding="utf-8")):
         assert (ROOT / target).exists(), target
+
+
+def test_the_routes_take_the_hours_that_they_say():
+    map_of_labs = dict(re.findall(r"^\| \[(\w+) · .+?\) \| ([\d +]+) \|", README, re.MULTILINE))
+    hours = {
+        number: sum(map(int, minutes.split("+"))) / 60 for number, minutes in map_of_labs.items()
+    }
+    before = dict(re.findall(r"^\| \[(\w+) · .+?\| [\d +]+ \| (.+?) \|", README, re.MULTILINE))
+    routes = re.findall(r"(labs [\w, ]+|all) \(about (\d+) hours\)", README)
+    assert len(routes) == 3 and len(hours) == len(LABS)
+    for labs, said in routes:
+        route = list(hours) if labs == "all" else labs.removeprefix("labs ").split(", ")
+        assert sum(hours[number] for number in route) == pytest.approx(int(said), rel=0.1), labs
+        for place, number in enumerate(route):
+            assert set(re.findall(r"\b\d\d[ab]?\b", before[number])) <= set(route[:place]), number
+
+
+def test_who_may_use_it_is_said_once():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert cited["version"] == labutils.__version__ and cited["license"] == project["license"]
+    assert f"## {labutils.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for name, words in {"LICENSE": "BSD 3-Clause", "LICENSE-text": "licenses/by/4.0/"}.items():
+        assert words in (ROOT / name).read_text(encoding="utf-8") and name in README
+        assert name in project["license-files"]
 
 
 def test_the_code_prints_what_stands_below_it(capsys):

@@ -709,7 +709,7 @@ if triton_kernel.triton:
     what = f"output, lse and gradients within {worst:.0e} of plain attention in fp64"
     print(f"{device}, {took}: {what}")
 else:
-    print("The package triton is made for Linux: nothing ran here.")
+    print("The package triton is not installed: nothing ran here.")
 
 # %% [markdown]
 # *Recorded GPU runs: none yet.* How fast these kernels are, nobody has measured. If you have a GPU, `python benchmarks/gpu.py` times them against SDPA and records it in `labutils/data/gpu_runs/`.
