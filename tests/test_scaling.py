@@ -53,9 +53,13 @@ def test_schedules_meet_their_ends():
     assert [scaling.wsd(t, 10, peak=1, decay=4, end=0.5) for t in (8, 10, 11)] == [0.75, 0.5, 0.5]
 
 
-def test_weight_decay_of_an_epoch_stays_when_the_learning_rate_alone_is_scaled():
+def test_weight_decay_of_an_epoch_stays_under_every_rule():
     before = scaling.shrinkage(1e-3, 0.1, 3200)
-    assert scaling.shrinkage(32e-3, 0.1, 100) == pytest.approx(before, rel=2e-3)
+    for rule in scaling.POWERS:
+        lr, decay = scaling.scale_lr(1e-3, 32, rule), scaling.scale_decay(0.1, 32, rule)
+        assert scaling.shrinkage(lr, decay, 100) == pytest.approx(before, rel=2e-3)
+    assert scaling.scale_decay(0.1, 32, "linear") == 0.1
+    assert scaling.shrinkage(32**0.5 * 1e-3, 0.1, 100) == pytest.approx(0.945, abs=1e-3)
     assert scaling.shrinkage(32e-3, 3.2, 100) < before / 1000
     weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
     optimizer = torch.optim.AdamW([weight], lr=0.01, weight_decay=0.3)

@@ -3,4 +3,13 @@ target. With torch, and imported by name: `ranks`."""
 
 from labutils.scaling.critical import Hyperbola, fit
 from labutils.scaling.noise import Spread, estimate_spread, noise_scale
-from labutils.scaling.rules import POWERS, cosine, gradual, scale_lr, shrinkage, warm_up, wsd
+from labutils.scaling.rules import (
+    POWERS,
+    cosine,
+    gradual,
+    scale_decay,
+    scale_lr,
+    shrinkage,
+    warm_up,
+    wsd,
+)

@@ -15,7 +15,7 @@ POWERS: dict[str, float] = {"none": 0.0, "square root": 0.5, "linear": 1.0}
 def scale_lr(lr: float, ratio: float, rule: Rule) -> float:
     """The learning rate for a batch `ratio` times as large as the one that `lr` was found for.
 
-    It is the learning rate alone that a rule scales: weight decay stays as it is (`shrinkage`).
+    What weight decay goes with it: `scale_decay`.
 
     >>> [round(scale_lr(0.1, 32, rule), 3) for rule in POWERS]
     [0.1, 0.566, 3.2]
@@ -25,6 +25,18 @@ def scale_lr(lr: float, ratio: float, rule: Rule) -> float:
     if rule not in POWERS:
         raise ValueError(f"there is no rule {rule!r}: take one of {', '.join(POWERS)}")
     return units.positive(lr, "lr") * units.positive(ratio, "ratio") ** POWERS[rule]
+
+
+def scale_decay(decay: float, ratio: float, rule: Rule) -> float:
+    """The weight decay for a batch `ratio` times as large, with which an epoch decays a weight as
+    much as before: it has 1/ratio of the steps, and each decays by learning rate · decay.
+
+    >>> [round(scale_decay(0.1, 16, rule), 3) for rule in POWERS]
+    [1.6, 0.4, 0.1]
+
+    Source: X. Wang and L. Aitchison, 2405.13698: the time scale 1 / (lr·decay) counts in epochs.
+    """
+    return units.positive(decay, "decay", or_zero=True) * ratio / scale_lr(1.0, ratio, rule)
 
 
 def warm_up(step: int, steps: int, *, start: float, end: float) -> float:
@@ -80,7 +92,8 @@ def shrinkage(lr: float, decay: float, steps: float) -> float:
     """What AdamW's decoupled weight decay alone leaves of a weight after so many steps.
 
     Each step multiplies by 1 − lr·decay. A batch k times as large takes k times fewer steps per
-    epoch, so with a learning rate of k·lr as much is left as before; with k·decay too, much less.
+    epoch, so as much is left as before with a learning rate of k·lr and the same decay, or with
+    √k·lr and √k·decay.
     """
     product = units.positive(lr, "lr", or_zero=True) * units.positive(decay, "decay", or_zero=True)
     if product > 1:

@@ -173,15 +173,77 @@ def _suspended(weights, inputs, dy):
     return next(run), functools.partial(list, run)
 
 
-class _Autograd:
-    """autograd computes both, at W from a graph of its own."""
+def _zipped(weights, inputs, dy):
+    """All gradients first, each kept beside its layer by zip."""
+    grads = [dy]
+    for weight in weights[::-1]:
+        grads.insert(0, torch.matmul(grads[0], weight))
 
-    def __new__(cls, weights, inputs, dy):
-        leaves = [weight.detach().requires_grad_() for weight in weights]
-        x = inputs[0].detach().requires_grad_()
-        y = functools.reduce(torch.nn.functional.linear, leaves, x)
-        (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
-        return dx, lambda: list(map(_add, weights, torch.autograd.grad(y, leaves, dy)))
+    def w():
+        for weight, x, grad in zip(weights, inputs, grads[1:], strict=True):
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            weight.grad += grad.T @ x
+
+    return grads[0], w
+
+
+def _defaults(weights, inputs, dy):
+    """Bound by default arguments."""
+    w = lambda: None  # noqa: E731
+    for x, weight in reversed(list(zip(inputs, weights, strict=True))):
+
+        def w(rest=w, x=x, weight=weight, grad=dy):
+            rest()
+            _add(weight, torch.tensordot(grad, x, dims=([0], [0])))
+
+        dy = dy @ weight
+    return dy, w
+
+
+def _greedy(rank, p, m):
+    """A simulation of one rank: F while fewer than p − rank wait for their B; W when full."""
+    ops, f, b, w = [], 0, 0, 0
+    while w < m:
+        if f < m and f - b < p - rank and f - w < p:
+            ops, f = [*ops, ("F", f)], f + 1
+        elif b < m and (f - b >= p - rank or f == m) and b - w <= rank:
+            ops, b = [*ops, ("B", b)], b + 1
+        else:
+            ops, w = [*ops, ("W", w)], w + 1
+    return ops
+
+
+def _by_formula(rank, p, m):
+    """Places and not loops: where in the order the forward k of a rank stands."""
+    warm = min(p - 1 - rank, m)
+    place = {("F", k): k if k < warm else warm + 2 * (k - warm) for k in range(m)}
+    for k in range(m):
+        place["B", k] = warm + 2 * k + 1 if k < m - warm else m + k
+    return sorted(place, key=place.get)
+
+
+def _recursive(ops, nbytes):
+    """The largest sum of any beginning, from behind."""
+    ops, split = list(ops), any(op.kind == "W" for op in ops)
+    best = 0
+    for op in reversed(ops):
+        gone = op.kind == ("W" if split else "B")
+        best = max(0, best + nbytes[op.stage] * ((op.kind == "F") - gone))
+    return best
+
+
+def _swapped(rank, p, m, chunks):
+    """Forwards as they are; backwards are those of the mirrored stages."""
+    total, jobs = p * chunks, []
+    for first in range(0, m, p):
+        jobs += [(c * p + rank, k) for c in range(chunks) for k in range(first, first + p)]
+    warm = min(2 * (p - 1 - rank) + (chunks - 1) * p, len(jobs))
+    back = [(total - 1 - (s - rank + p - 1 - rank), k) for s, k in jobs]
+    ops = [f"F{k}@{s}" for s, k in jobs[:warm]]
+    for (s, k), (t, n) in zip(jobs[warm:], back, strict=False):
+        ops += [f"F{k}@{s}", f"B{n}@{t}"]
+    return ops + [f"B{n}@{t}" for t, n in back[len(jobs) - warm :]]
 
 
 RIGHT = {
@@ -189,25 +251,30 @@ RIGHT = {
         "a generator": _generator,
         "pairs with NumPy integers, by memory": _capped,
         "one string, the last micro-batch first": _sentence,
+        "by places": _by_formula,
     },
     "pipeline/peak": {
         "accumulate": _accumulated,
         "NumPy": _numpy,
         "a set of what is alive": _alive,
+        "from behind": _recursive,
     },
     "pipeline/place-w": {
         "a generator with a queue": _queue,
         "when memory is full": _by_memory,
         "inserted from behind, a tuple": _inserted,
+        "step by step": _greedy,
     },
     "pipeline/bug-hunt": {
         "generators": _repaired,
         "fewer forwards first": _less_ahead,
+        "mirrored stages": _swapped,
         "the library's operations": lambda *case: schedule.interleaved(*case[1:]).ranks[case[0]],
     },
     "pipeline/late-weights": {
         "partials": _partials,
         "a generator": _suspended,
-        "autograd": _Autograd,
+        "zip": _zipped,
+        "default arguments": _defaults,
     },
 }

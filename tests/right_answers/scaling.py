@@ -16,19 +16,27 @@ def _plain(optimizer, lr, decay, k, steps):
             return peak
         return lr + t * (peak - lr) / (5 * steps)
 
-    return rate, decay
+    return rate, decay if optimizer == "sgd" else k**0.5 * decay
 
 
 def _numpy(optimizer, lr, decay, k, steps):
     peak = lr * np.power(k, {"sgd": 1}.get(optimizer, 0.5))
-    return [lambda t: np.interp(t, [0, 5 * steps], [lr, peak]), np.float64(decay)]
+    return [lambda t: np.interp(t, [0, 5 * steps], [lr, peak]), np.float64(decay * k * lr / peak)]
 
 
 def _table(optimizer, lr, decay, k, steps):
     """The rates written out, as tensors."""
     peak = lr * (k if optimizer == "sgd" else k**0.5)
     rates = torch.linspace(lr, peak, 5 * steps + 1, dtype=torch.float64)
-    return (lambda t: rates[min(t, 5 * steps)]), decay
+    return (lambda t: rates[min(t, 5 * steps)]), decay * k * lr / peak
+
+
+def _per_epoch(optimizer, lr, decay, k, steps):
+    """In amounts per iteration, with the decay of an epoch held."""
+    power = 1 if optimizer in ("sgd",) else 1 / 2
+    step = (lr * k**power - lr) / (5 * steps)
+    taken = lr * decay * steps * k  # by an epoch of the small batch
+    return (lambda t: lr + step * min(t, 5 * steps)), taken / (lr * k**power * steps)
 
 
 # ── the noise scale on ranks ─────────────────────────────────────────────────────────────────────
@@ -64,6 +72,17 @@ def _variance(gradients, b, comm):
         trace.append(b * comm.all_reduce(apart).item() / (comm.size - 1))
         signal.append((mean**2).sum() - trace[-1] / (b * comm.size))
     return np.mean(trace) / np.mean(signal)
+
+
+def _distances(gradients, b, comm):
+    """|G|² from products of different ranks' gradients, by the sum's length less the own ones."""
+    n, trace, signal = comm.size, 0.0, 0.0
+    for g in gradients:
+        total, own = comm.all_reduce(g), comm.all_reduce(g.norm().pow(2)[None]).item()
+        cross = (total.norm().item() ** 2 - own) / (n * (n - 1))
+        signal += cross
+        trace += b * (own / n - cross)
+    return trace / signal
 
 
 # ── SGD for large batches ────────────────────────────────────────────────────────────────────────
@@ -113,8 +132,38 @@ class _Absorbed:
         self.before = rate
 
 
+class _Factor:
+    """The velocity over its rate: the corrected one, by other words."""
+
+    def __init__(self, w, lr, k, decay=0.0, warm=0):
+        self.w, self.decay, self.k, self.v, self.t = w, decay, k, None, 0
+        self.rates = lambda t: lr * (k if t >= warm else 1 + (k - 1) * t / warm)
+
+    def step(self, gradients):
+        g = torch.stack(gradients).sum(0) / self.k + self.decay * self.w
+        now, before = self.rates(self.t), self.rates(max(self.t - 1, 0))
+        self.v = now * g if self.v is None else now * (0.9 * self.v / before + g)
+        self.w.copy_(self.w - self.v)
+        self.t += 1
+
+
 RIGHT = {
-    "scaling/recipe": {"written out": _plain, "NumPy, in a list": _numpy, "a table": _table},
-    "scaling/noise-on-ranks": {"sums": _loop, "one message": _at_once, "variance": _variance},
-    "scaling/bug-hunt": {"torch's": _Torch, "gradients kept": _Gradients, "absorbed": _Absorbed},
+    "scaling/recipe": {
+        "written out": _plain,
+        "NumPy, in a list": _numpy,
+        "a table": _table,
+        "the decay of an epoch": _per_epoch,
+    },
+    "scaling/noise-on-ranks": {
+        "sums": _loop,
+        "one message": _at_once,
+        "variance": _variance,
+        "products of ranks": _distances,
+    },
+    "scaling/bug-hunt": {
+        "torch's": _Torch,
+        "gradients kept": _Gradients,
+        "absorbed": _Absorbed,
+        "over its rate": _Factor,
+    },
 }

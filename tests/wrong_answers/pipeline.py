@@ -1,6 +1,9 @@
 """Wrong answers to the exercises of `pipeline`."""
 
+import functools
 import itertools
+
+import torch
 
 from labutils import schedule
 
@@ -29,6 +32,36 @@ def _same_number(rank, p, m):
     return [f"F{k}" for k in range(warm)] + pairs + [f"B{k}" for k in range(warm)]
 
 
+def _naive_with_few(rank, p, m):
+    """Right from m = p on; with fewer, each micro-batch there and back before the next."""
+    return _warmed(lambda *_: p - 1 - rank if m >= p else 0)(rank, p, m)
+
+
+def _from_one(rank, p, m):
+    return [f"{op[0]}{int(op[1:]) + 1}" for op in _warmed(lambda *_: p - 1 - rank)(rank, p, m)]
+
+
+def _youngest(rank, p, m):
+    """A stack in place of a queue: the last forward comes back first."""
+    waiting, ops = [], []
+    for k in range(m):
+        ops.append(("F", k))
+        waiting.append(k)
+        if len(waiting) > p - 1 - rank:
+            ops.append(("B", waiting.pop()))
+    return ops + [("B", waiting.pop()) for _ in range(len(waiting))]
+
+
+def _in_waves(rank, p, m):
+    """GPipe in waves of p micro-batches."""
+    return " ".join(
+        f"{kind}{k}"
+        for first in range(0, m, p)
+        for kind in "FB"
+        for k in range(first, min(first + p, m))
+    )
+
+
 # ── what a rank holds ────────────────────────────────────────────────────────────────────────────
 
 
@@ -42,6 +75,43 @@ def _walk(ops, nbytes, frees, most=max):
 
 def _last_kind(ops):
     return "W" if any(op.kind == "W" for op in ops) else "B"
+
+
+def _largest_times_most(ops, nbytes):
+    """The most passes in flight, each as large as the largest stage."""
+    count = _walk(ops, [1] * len(nbytes), _last_kind(ops))
+    return count * max(nbytes[op.stage] for op in ops)
+
+
+def _after_each(ops, nbytes):
+    """Counted behind each pair of operations: a peak between F and its B is not seen."""
+    held, most, frees = 0, 0, _last_kind(ops)
+    for n, op in enumerate(ops):
+        held += nbytes[op.stage] * ((op.kind == "F") - (op.kind == frees))
+        most = max(most, held) if n % 2 else most
+    return most
+
+
+def _by_micro_batch(ops, nbytes):
+    """A dictionary by micro-batch: a second chunk takes the place of the first."""
+    alive, most, frees = {}, 0, _last_kind(ops)
+    for kind, stage, k in ops:
+        if kind == "F":
+            alive[k] = nbytes[stage]
+        elif kind == frees:
+            alive.pop(k, None)
+        most = max(most, sum(alive.values()))
+    return most
+
+
+def _half_each(ops, nbytes):
+    """B frees a half and W the other."""
+    held = most = 0
+    split = any(op.kind == "W" for op in ops)
+    for op in ops:
+        held += nbytes[op.stage] * {"F": 1, "B": -0.5 if split else -1, "W": -0.5}[op.kind]
+        most = max(most, held)
+    return most
 
 
 # ── place W ──────────────────────────────────────────────────────────────────────────────────────
@@ -64,7 +134,54 @@ def _lagging(lag, before=False):
     return order
 
 
+def _unclipped(rank, p, m):
+    """p − 1 − rank forwards first, whatever m is."""
+    ops = [f"F{k}" for k in range(p - 1 - rank)]
+    owed = []
+    for k in range(m):
+        forward = k + p - 1 - rank
+        ops += [f"F{forward}"] * (forward < m) + [f"B{k}"]
+        owed.append(f"W{k}")
+        ops += [owed.pop(0)] if len(owed) > rank else []
+    return ops + owed
+
+
+def _gpipe_split(rank, p, m):
+    return [f"{kind}{k}" for kind in "FBW" for k in range(m)]
+
+
+def _full_first(rank, p, m):
+    """Forwards until p are held, on every rank."""
+    ops, f, b, w = [], 0, 0, 0
+    while w < m:
+        if f < m and f - w < p:
+            ops, f = [*ops, ("F", f)], f + 1
+        elif b < f:
+            ops, b = [*ops, ("B", b)], b + 1
+        else:
+            ops, w = [*ops, ("W", w)], w + 1
+    return ops
+
+
+def _by_name(make):
+    """The order of a schedule of the library."""
+    return lambda rank, p, m: list(map(str, make(p, m).ranks[rank]))
+
+
 # ── bug hunt ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _interleaved_warm(warm):
+    """The interleaved order with another number of forwards first."""
+
+    def order(rank, p, m, chunks):
+        ops = schedule.interleaved(p, m, chunks).ranks[rank]
+        forward, backward = ([op for op in ops if op.kind == kind] for kind in "FB")
+        first = min(warm(p - 1 - rank, p, chunks), len(forward))
+        pairs = itertools.chain(*zip(forward[first:], backward, strict=False))
+        return [*forward[:first], *pairs, *backward[len(forward) - first :]]
+
+    return order
 
 
 def _interleaved(after=lambda rank, p: p - 1 - rank, back=lambda chunk, chunks: chunks - 1 - chunk):
@@ -120,6 +237,66 @@ def _twice(weights, inputs, dy):
     return dy, lambda: [setattr(each, "grad", grad.mT @ x) for each, grad, x in owed]
 
 
+def _moves_nothing(weights, inputs, dy):
+    """All products in B; W only adds what is there."""
+    products = []
+    for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
+        products.append((weight, dy.mT @ x))
+        dy = dy @ weight
+
+    def w():
+        for weight, product in products:
+            weight.grad = product if weight.grad is None else weight.grad + product
+
+    return dy, w
+
+
+def _walks_again(weights, inputs, dy):
+    """W goes along the whole chain a second time."""
+    first = dy
+    for weight in reversed(weights):
+        dy = dy @ weight
+
+    def w():
+        grad = first
+        for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
+            product, grad = grad.mT @ x, grad @ weight
+            weight.grad = product if weight.grad is None else weight.grad + product
+
+    return dy, w
+
+
+def _asks_autograd(weights, inputs, dy):
+    """autograd, first for the input and then for the weights, from a graph of its own."""
+    leaves = [weight.detach().requires_grad_() for weight in weights]
+    x = inputs[0].detach().requires_grad_()
+    y = functools.reduce(torch.nn.functional.linear, leaves, x)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+
+    def w():
+        for weight, product in zip(weights, torch.autograd.grad(y, leaves, dy), strict=True):
+            weight.grad = product if weight.grad is None else weight.grad + product
+
+    return dx, w
+
+
+def _transposed(weights, inputs, dy):
+    owed = []
+    for x, weight in zip(reversed(inputs), reversed(weights), strict=True):
+        owed.append((weight, dy, x))
+        dy = dy @ weight
+    return dy, lambda: [setattr(weight, "grad", x.mT @ grad) for weight, grad, x in owed]
+
+
+def _last_layer_first(weights, inputs, dy):
+    """Inputs are paired with weights from the wrong end."""
+    owed = []
+    for x, weight in zip(inputs, reversed(weights), strict=True):
+        owed.append((weight, dy, x))
+        dy = dy @ weight
+    return dy, lambda: [setattr(weight, "grad", grad.mT @ x) for weight, grad, x in owed]
+
+
 _LEGAL = "every operation, in a legal order"
 WRONG = {
     "pipeline/one-f-one-b": (
@@ -163,6 +340,16 @@ WRONG = {
             _LEGAL,
             "needs its own forward",
         ),
+        Wrong("naive with few", _naive_with_few, "as short as it can be with few", "travel alone"),
+        Wrong("numbers from 1", _from_one, _LEGAL, "count from 0"),
+        Wrong("a stack", _youngest, "time", "B0 first"),
+        Wrong("waves of p", _in_waves, "memory", "more than ranks follow"),
+        Wrong(
+            "half of the warm-up",
+            _warmed(lambda rank, p, m: (p - 1 - rank) // 2),
+            "time",
+            "could run ahead",
+        ),
         Wrong("words", lambda rank, p, m: ["forward"] * m, _LEGAL, "'F0', 'B0'"),
     ),
     "pipeline/peak": (
@@ -175,6 +362,11 @@ WRONG = {
         Wrong(
             "W frees, always", lambda ops, nbytes: _walk(ops, nbytes, "W"), "1F1B", "lets them go"
         ),
+        Wrong("count × largest", _largest_times_most, "several chunks", "nbytes[op.stage]"),
+        Wrong("every second operation", _after_each, "1F1B", "the largest count"),
+        Wrong("a dictionary by micro-batch", _by_micro_batch, "several chunks", "several stages"),
+        Wrong("B frees a half", _half_each, "W apart", "they go with W"),
+        Wrong("a constant", lambda ops, nbytes: sum(nbytes), "1F1B", "keep count"),
         Wrong(
             "all forwards",
             lambda ops, nbytes: sum(nbytes[op.stage] for op in ops if op.kind == "F"),
@@ -204,6 +396,16 @@ WRONG = {
         ),
     ),
     "pipeline/place-w": (
+        Wrong("not cut to m", _unclipped, _LEGAL, "min(warm-up, m)"),
+        Wrong("GPipe, W behind", _gpipe_split, "memory", "can delay no W"),
+        Wrong("full first", _full_first, "time", ""),
+        Wrong("ZB-H2", _by_name(schedule.zb_h2), "memory", "can delay no W"),
+        Wrong(
+            "two late at most",
+            _lagging(lambda rank, p, m: min(rank, 2)),
+            "time",
+            "as many W as memory allows",
+        ),
         Wrong(
             "W right after its B",
             _lagging(lambda rank, p, m: 0),
@@ -272,6 +474,24 @@ WRONG = {
             "may not run fewer forwards first",
         ),
         Wrong(
+            "no room for the chunks",
+            _interleaved_warm(lambda after, p, chunks: 2 * after),
+            "two ranks",
+            "its own forward",
+        ),
+        Wrong(
+            "all forwards first",
+            _interleaved_warm(lambda after, p, chunks: 10**9),
+            "memory",
+            "2(p − 1 − rank)",
+        ),
+        Wrong(
+            "one more on each rank",
+            _interleaved_warm(lambda after, p, chunks: 2 * after + (chunks - 1) * p + 1),
+            "memory",
+            "2(p − 1 − rank)",
+        ),
+        Wrong(
             "one rank at a time",
             lambda rank, p, m, chunks: [
                 (kind, rank + c * p, k)
@@ -289,5 +509,10 @@ WRONG = {
         Wrong("W in B", _halves(now=True), "one layer", "belong to W"),
         Wrong("one gradient for all layers", _halves(stale=True), "several layers", "layer's own"),
         Wrong("the gradient of the input in place of that of the output", _twice, "one layer", ""),
+        Wrong("moves nothing", _moves_nothing, "what is multiplied when", "moves nothing"),
+        Wrong("walks again", _walks_again, "what is multiplied when", "second walk"),
+        Wrong("autograd, twice", _asks_autograd, "what is multiplied when", "B needs one product"),
+        Wrong("transposed", _transposed, "one layer", "grad.mT @ x"),
+        Wrong("inputs from the wrong end", _last_layer_first, "several layers", ""),
     ),
 }

@@ -1,8 +1,11 @@
 """Wrong answers to the exercises of `scaling`."""
 
+import math
 from collections.abc import Callable
+from functools import partial
 from statistics import fmean
 
+import torch
 from torch import Tensor
 
 from labutils import scaling, world
@@ -15,7 +18,7 @@ WARM = 5
 def _recipe(
     *,
     power: Callable[[str], float] = lambda optimizer: 1.0 if optimizer == "sgd" else 0.5,
-    decay_power: float = 0.0,
+    decay_power: Callable[[str], float] = lambda optimizer: 0.0 if optimizer == "sgd" else 0.5,
     origin: float = 1.0,
     shift: int = 0,
     by_epoch: bool = False,
@@ -35,9 +38,29 @@ def _recipe(
             start = origin * lr
             return start + (peak - start) * min(t / total, 1) if total else peak
 
-        return rate, decay * k**decay_power
+        return rate, decay * k ** decay_power(optimizer)
 
     return attempt
+
+
+def _bent(optimizer: str, lr: float, decay: float, k: float, steps: int) -> tuple:
+    """Along an exponential from η to the scaled rate: equal factors, and not equal amounts."""
+    ratio = k if optimizer == "sgd" else math.sqrt(k)
+    grow = [lr * ratio ** (t / (5 * steps)) for t in range(5 * steps)]
+    return (lambda t: grow[t] if t < len(grow) else lr * ratio), decay * k / ratio
+
+
+def _grown_late(optimizer: str, lr: float, decay: float, k: float, steps: int) -> tuple:
+    """One epoch at η, then four that grow."""
+    ratio = k if optimizer == "sgd" else k**0.5
+    share = lambda t: min(max(t - steps, 0) / (4 * steps), 1)  # noqa: E731
+    return (lambda t: lr + share(t) * (ratio - 1) * lr), decay * k / ratio
+
+
+def _of_the_words(optimizer: str, lr: float, decay: float, k: float, steps: int) -> tuple:
+    """A table of rules in which RMSProp is no adaptive optimizer."""
+    ratio = {"adam": k**0.5}.get(optimizer, k)
+    return (lambda t: min(lr + t * (ratio - 1) * lr / (5 * steps), ratio * lr)), decay * k / ratio
 
 
 def _terms(
@@ -134,6 +157,59 @@ class _NotAbsorbed(LargeBatchSGD):
         self.last, self.step_number = rate, self.step_number + 1
 
 
+class _Torch:
+    """torch.optim.SGD with the scaled rate, in front of what a learner gets wrong there."""
+
+    def __init__(self, w, lr, k, decay=0.0, warm=0, *, total=False, nesterov=False, adamw=False):
+        self.w, self.lr, self.k, self.warm, self.t = torch.nn.Parameter(w), lr, k, warm, 0
+        self.total, self.adamw = total, decay if adamw else 0.0
+        decay = 0.0 if adamw else decay
+        options = dict(momentum=0.9, weight_decay=decay, nesterov=nesterov)
+        self.sgd = torch.optim.SGD([self.w], lr, **options)
+
+    def step(self, gradients: list[Tensor]) -> None:
+        rate = scaling.warm_up(self.t, self.warm, start=self.lr, end=self.k * self.lr)
+        self.w.grad = sum(gradients) if self.total else sum(gradients) / len(gradients)
+        self.sgd.param_groups[0]["lr"] = rate
+        with torch.no_grad():
+            self.w.mul_(1 - rate * self.adamw)
+        self.sgd.step()
+        self.t += 1
+
+
+def _of_one_rank(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    """Differences of single ranks' gradients to the mean, over n and not n − 1."""
+    trace, signal = [], []
+    for own in gradients:
+        mean = comm.all_reduce(own) / comm.size
+        apart = comm.all_reduce((own - mean).square().sum().view(1)).item() / comm.size
+        trace.append(b * apart)
+        signal.append(mean.square().sum().item() - b * apart / (b * comm.size))
+    return fmean(trace) / fmean(signal)
+
+
+def _upside_down(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    return 1 / _noise()(gradients, b, comm)
+
+
+def _per_rank(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    return _noise()(gradients, b, comm) / b
+
+
+def _last_seed(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    found = 0.0
+    for own in gradients:
+        found = _noise()([own], b, comm)
+    return found
+
+
+def _double(gradients: list[Tensor], b: int, comm: world.Comm) -> float:
+    """The mean gradient is reduced twice: once for its length, once for the update."""
+    for own in gradients:
+        comm.all_reduce(own)
+    return _noise()(gradients, b, comm)
+
+
 WRONG = {
     "scaling/recipe": (
         Wrong("linear for all", _recipe(power=lambda _: 1.0), "the rule", "linear rule is SGD's"),
@@ -146,8 +222,17 @@ WRONG = {
             "the rule",
             "Scaled twice",
         ),
-        Wrong("the decay too", _recipe(decay_power=1), "weight decay", "learning rate alone"),
-        Wrong("the decay's root", _recipe(decay_power=0.5), "weight decay", "learning rate alone"),
+        Wrong(
+            "the decay as it was", _recipe(decay_power=lambda _: 0), "weight decay", "the rest, √k"
+        ),
+        Wrong("k·decay", _recipe(decay_power=lambda _: 1), "weight decay", "32 times as much"),
+        Wrong("√k·decay for all", _recipe(decay_power=lambda _: 0.5), "weight decay", "two cancel"),
+        Wrong(
+            "the decay over √k", _recipe(decay_power=lambda _: -0.5), "weight decay", "two cancel"
+        ),
+        Wrong("RMSProp like SGD", _of_the_words, "the rule", "linear rule is SGD's"),
+        Wrong("an exponential", _bent, "every iteration", "The increment is"),
+        Wrong("an epoch at η first", _grown_late, "every iteration", "The increment is"),
         Wrong("from 0", _recipe(origin=0), "where the warm-up begins", "grows from 0"),
         Wrong(
             "from 0, one early", _recipe(origin=0, shift=1), "where the warm-up begins", "from 0"
@@ -165,6 +250,11 @@ WRONG = {
         Wrong("lengths added", _noise(added=True), "value", "is the mean over ranks"),
         Wrong("its own length", _noise(alone=True), "value", "differs from rank to rank"),
         Wrong("in ranks", _noise(in_ranks=True), "value", "Counted in ranks"),
+        Wrong("variance over n", _of_one_rank, "value", "over n − 1"),
+        Wrong("upside down", _upside_down, "value", "one over"),
+        Wrong("in batches of a rank", _per_rank, "value", "Counted in ranks"),
+        Wrong("the last seed alone", _last_seed, "value", "last seed"),
+        Wrong("reduced twice", _double, "bytes sent", "beside it one number"),
         Wrong("all gradients to all ranks", _gathers, "bytes sent", "beside it one number"),
     ),
     "scaling/bug-hunt": (
@@ -175,6 +265,11 @@ WRONG = {
         Wrong("corrected twice", _sgd(power=2), "while the rate grows", "two times"),
         Wrong("upside down", _sgd(power=-1), "while the rate grows", "upside down"),
         Wrong("corrected, not absorbed", _NotAbsorbed, "while the rate grows", "two times"),
+        Wrong(
+            "torch's, added up", partial(_Torch, total=True), "several micro-batches", "are *added*"
+        ),
+        Wrong("Nesterov", partial(_Torch, nesterov=True), "one micro-batch", "goes elsewhere"),
+        Wrong("AdamW's decay", partial(_Torch, adamw=True), "weight decay", "AdamW's"),
         Wrong("from 0", _sgd(start=1e-12), "while the rate grows", "begins at 0"),
         Wrong("one early", _sgd(shift=1), "while the rate grows", "second rate"),
     ),

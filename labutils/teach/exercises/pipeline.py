@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from labutils import schedule
+from labutils.flash import fused
 from labutils.schedule import Op, Schedule
 from labutils.teach.exercises import Exercise, Failed, Property
 
@@ -76,6 +77,8 @@ def _collected(
     for rank in range(p):
         rows.append(_order(attempt(rank, p, m, *chunks), f"{case}, rank {rank}", rank))
     made = Schedule("yours", tuple(rows), (schedule.loop(p, *chunks),), m, split)
+    if min((op.micro_batch for row in rows for op in row), default=0) == 1:
+        raise Failed(f"{case}: there is no micro-batch 0", "Micro-batches count from 0 to m − 1.")
     if reason := schedule.why_illegal(made):
         why = next((hint for words, hint in _MEANS.items() if words in reason), "")
         raise Failed(f"{case}: {reason}", why)
@@ -164,6 +167,16 @@ ONE_F_ONE_B = Exercise(
             ),
         ),
         Property("fewer micro-batches than ranks", functools.partial(_legal, cases=_SHORT)),
+        Property(
+            "as short as it can be with few",
+            functools.partial(
+                _lasts,
+                cases=_SHORT,
+                best=lambda p, m: 3 * (m + p - 1),
+                why="With m below p all forwards go first, min(p − 1 − rank, m) of them before "
+                "the first backward: one after the other they would travel alone.",
+            ),
+        ),
     ),
     hints=(
         "Three parts: forwards only, then a forward and a backward in turn, then backwards only. "
@@ -234,6 +247,7 @@ PEAK = Exercise(
 # ── place W ──────────────────────────────────────────────────────────────────────────────────────
 
 _SPLIT = ((1, 2), (2, 4), (4, 8), (4, 4), (6, 13))
+_FEW = ((4, 2), (5, 1))
 
 PLACE_W = Exercise(
     id="pipeline/place-w",
@@ -245,7 +259,7 @@ PLACE_W = Exercise(
     properties=(
         Property(
             "every operation, in a legal order",
-            functools.partial(_legal, cases=_SPLIT, split=True),
+            functools.partial(_legal, cases=_SPLIT + _FEW, split=True),
         ),
         Property(
             "memory",
@@ -371,6 +385,8 @@ def _chain(sizes: Sequence[int], m: int) -> tuple[list[Tensor], list[tuple[list[
 def _is(found: Any, wanted: Tensor, case: str, what: str, why: str) -> None:
     if not isinstance(found, Tensor) or found.shape != wanted.shape:
         got = tuple(found.shape) if isinstance(found, Tensor) else found
+        if isinstance(found, Tensor) and found.mT.shape == wanted.shape:
+            why = "It is transposed: the gradient of weight[o, i] is grad.mT @ x."
         raise Failed(f"{case}: {what} is {got!r:.60}, not of shape {tuple(wanted.shape)}", why)
     if not torch.allclose(found, wanted, rtol=1e-10, atol=1e-12):
         off = (found - wanted).norm() / wanted.norm()
@@ -381,6 +397,7 @@ _LATE = (
     "A function reads the variables around it when it is called, not when it is made: by then the "
     "loop has moved on to the last layer. Keep each layer's own tensors."
 )
+_DW = "W adds grad.mT @ x to .grad, where grad is the gradient of the layer's output."
 _ADD = "Each micro-batch has a W of its own, and .grad is the sum over all: add to what is there."
 _DX = "B passes on dy @ weight, layer by layer from the last to the first."
 
@@ -407,6 +424,24 @@ def _halves(attempt: Callable, cases: Sequence[tuple[Sequence[int], int]], why: 
     return f"{len(cases)} cases"
 
 
+def _products(attempt: Callable) -> str:
+    """Each product of a backward pass once: the inputs' half in B, the weights' half in W."""
+    case = "layer widths 3, 5, 2, 4"
+    weights, ((inputs, dy),) = _chain((3, 5, 2, 4), 1)
+    enough = sum(2 * len(dy) * weight.numel() for weight in weights)
+    found: list[Callable] = []
+    b = fused.product_flops(lambda: found.append(attempt(list(weights), list(inputs), dy)[1]))
+    w = fused.product_flops(found[0])
+    for name, flops, half in (("B", b, "dy @ weight"), ("W", w, "grad.mT @ x")):
+        if flops > enough:
+            raise Failed(
+                f"{case}: {name} multiplies {flops:,} FLOPs, {enough:,} are enough",
+                f"{name} needs one product for each layer, {half}. Work that is done in B moves "
+                "nothing, and a second walk along the chain costs what you wanted to save.",
+            )
+    return "each product once"
+
+
 LATE = Exercise(
     id="pipeline/late-weights",
     title="Bug hunt: the weight gradients that came too late",
@@ -415,7 +450,9 @@ LATE = Exercise(
     proves="you can split a backward pass in two without changing a gradient",
     reference=_later,
     properties=(
-        Property("one layer", functools.partial(_halves, cases=[((4, 4), 1)], why=_LATE)),
+        Property(
+            "one layer", functools.partial(_halves, cases=[((4, 4), 1), ((3, 5), 1)], why=_DW)
+        ),
         Property(
             "several layers",
             functools.partial(_halves, cases=[((4, 4, 4), 1), ((3, 5, 2, 4), 1)], why=_LATE),
@@ -424,6 +461,7 @@ LATE = Exercise(
             "several micro-batches",
             functools.partial(_halves, cases=[((4, 4), 2), ((3, 5, 2), 3)], why=_ADD),
         ),
+        Property("what is multiplied when", _products),
     ),
     hints=(
         "Print id(weight) inside pay for two layers. Then run two micro-batches, W after both.",

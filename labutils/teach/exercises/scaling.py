@@ -25,9 +25,12 @@ def scaled_recipe(
 ) -> tuple[Callable[[int], float], float]:
     """The learning rate of iteration t, a function of t, and the weight decay for k times the
     batch: linear for "sgd" and a square root for others, warmed up as Goyal does over five epochs
-    of `steps` iterations each."""
-    peak = scaling.scale_lr(lr, k, "linear" if optimizer == "sgd" else "square root")
-    return functools.partial(scaling.warm_up, steps=_WARM * steps, start=lr, end=peak), decay
+    of `steps` iterations each; each step multiplies a weight by 1 − rate·decay, and the decay of
+    an epoch at the scaled rate stays what it was."""
+    rule = "linear" if optimizer == "sgd" else "square root"
+    peak = scaling.scale_lr(lr, k, rule)
+    warmed = functools.partial(scaling.warm_up, steps=_WARM * steps, start=lr, end=peak)
+    return warmed, scaling.scale_decay(decay, k, rule)
 
 
 def _answered(attempt: Callable, recipe: tuple) -> tuple[list[float], float, str]:
@@ -79,13 +82,24 @@ def _peak(attempt: Callable) -> str:
 def _decay(attempt: Callable) -> str:
     for recipe in _RECIPES:
         _, decay, case = _answered(attempt, recipe)
-        if not _near(decay, recipe[2]):
-            raise Failed(
-                f"{case}: weight decay {decay:.4g}, it was {recipe[2]:.4g}",
-                "The rule is for the learning rate alone. A step already decays by lr times this "
-                "number: scaled too, the decay of an epoch is multiplied.",
-            )
-    return "as it was"
+        optimizer, _, old, k, _ = recipe
+        right = scaled_recipe(*recipe)[1]
+        if _near(decay, right):
+            continue
+        grown = k if optimizer == "sgd" else math.sqrt(k)
+        times = decay * grown / (old * k)
+        raise Failed(
+            f"{case}: weight decay {decay:.4g} where it was {old:.4g}; at the scaled rate an epoch "
+            f"then decays {times:.3g} times as much as before",
+            f"A step decays by rate · decay. An epoch has 1/{k} of the steps, and the rate is "
+            f"{grown:.3g} times as large: "
+            + (
+                "the two cancel, and the decay stays as it is."
+                if optimizer == "sgd"
+                else "the decay has to make up for the rest, √k."
+            ),
+        )
+    return "an epoch decays as before"
 
 
 def _begins(attempt: Callable) -> str:
@@ -127,7 +141,7 @@ RECIPE = Exercise(
     title="Take a recipe to k times the batch",
     minutes=10,
     difficulty=1,
-    proves="you know what a larger batch changes in a recipe, at every iteration, and what not",
+    proves="you know what a larger batch changes in a recipe, and what an epoch of it then decays",
     reference=scaled_recipe,
     properties=(
         Property("the rule", _peak),
@@ -136,10 +150,11 @@ RECIPE = Exercise(
         Property("every iteration", _every_iteration),
     ),
     hints=(
-        "k small steps of SGD are one of k·lr. Adam divides the gradient by its own size. Which of "
-        "the two numbers that you are given is scaled?",
+        "k small steps of SGD are one of k·lr. Adam divides the gradient by its own size. How many "
+        "steps has an epoch now, and by how much does each of them decay a weight?",
         "From lr at iteration 0 to the scaled rate at iteration 5 · steps, along a straight line, "
-        "and constant from there. The weight decay is returned as it came.",
+        "and constant from there. rate · decay · steps of an epoch stays what it was: "
+        "decay under the linear rule, √k · decay under the square root.",
     ),
 )
 
@@ -177,6 +192,7 @@ def _slips(n: int, b: int) -> list[tuple[float, str]]:
     summed = (small - n * n * mean) / (1 / b - 1 / (n * b))
     added = (n * small - mean) / (1 / b - 1 / (n * b))
     ranks_alone = (small - mean) / (1 - 1 / n)
+    biased = trace * (n - 1) / n
     values = [
         (trace.mean() / mean.mean(), "|G|² is biased: |mean gradient|² still holds tr Σ / (N·b) of "
          "noise. Subtract it."),
@@ -191,6 +207,12 @@ def _slips(n: int, b: int) -> list[tuple[float, str]]:
         (ranks_alone.mean() / (small - ranks_alone).mean(), "Counted in ranks, not in examples: "
          "each rank's gradient is that of b examples."),
         (trace.mean() / signal.mean() / n, "Too small by the number of ranks."),
+        (trace.mean() / signal.mean() / b, "Counted in ranks, not in examples: each rank's "
+         "gradient is that of b examples."),
+        (signal.mean() / trace.mean(), "That is one over the noise scale: tr Σ / |G|²."),
+        (trace[-1] / signal[-1], "That is the last seed alone: average tr Σ and |G|² over all."),
+        (biased.mean() / (mean - biased / (n * b)).mean(), "The variance of n gradients around "
+         "their own mean is their squared distance over n − 1, not over n."),
     ]  # fmt: skip
     return [(value.item(), words) for value, words in values]
 
@@ -308,6 +330,15 @@ class _DecayScaled(LargeBatchSGD):
         super().step([each + more for each in gradients])
 
 
+class _Decoupled(LargeBatchSGD):
+    def step(self, gradients: list[Tensor]) -> None:
+        decay, rate, w = self.decay, self.rate(), self.w.clone()
+        self.decay = 0.0
+        super().step(gradients)
+        self.w -= rate * decay * w
+        self.decay = decay
+
+
 class _Uncorrected(LargeBatchSGD):
     def step(self, gradients: list[Tensor]) -> None:
         self.last = None
@@ -345,6 +376,8 @@ _MISTAKES = {
     "The weight decay is k times as large: the rule scales the rate, and this number stays.": (
         _DecayScaled
     ),
+    "This decay is AdamW's, beside the step. That of this class goes through the velocity: "
+    "gradient + decay · w.": _Decoupled,
     "The velocity holds steps taken at the old rate. When the rate changes, multiply it by new "
     "rate / old rate: the momentum correction.": _Uncorrected,
     "The momentum correction is there two times: once, by new rate / old rate.": _CorrectedTwice,

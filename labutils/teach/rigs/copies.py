@@ -96,17 +96,21 @@ class _Alone(nn.Module):
 
 
 class Update:
-    """SGD with momentum, Adam or RMSProp on rows, a learning rate for each: torch's formulas."""
+    """SGD with momentum, Adam or RMSProp on rows, a learning rate for each: torch's formulas.
 
-    def __init__(self, name: str, rows: Tensor) -> None:
+    decay: before each step a row is multiplied by 1 − its learning rate · its decay, as in AdamW
+    """
+
+    def __init__(self, name: str, rows: Tensor, decay: Float[Tensor, "K 1"] | float = 0.0) -> None:
         if name not in ("sgd", "adam", "rmsprop"):
             raise ValueError(f"there is no optimizer {name!r}: take sgd, adam or rmsprop")
-        self.name, self.steps = name, 0
+        self.name, self.steps, self.decay = name, 0, decay
         self.first, self.second = torch.zeros_like(rows), torch.zeros_like(rows)
 
     def __call__(self, rows: Tensor, gradient: Tensor, lr: Float[Tensor, "K 1"]) -> None:
         """Steps the rows in place."""
         self.steps += 1
+        rows.mul_(1 - lr * self.decay)
         if self.name == "sgd":
             self.first.mul_(MOMENTUM).add_(gradient)
             rows.sub_(lr * self.first)
@@ -137,6 +141,7 @@ def train_copies(
     samples: int,
     seeds: Sequence[int],
     optimizer: str = "sgd",
+    decay: Sequence[float] = (0.0,),
     schedule: Callable[[int, int], float] | None = None,
     watch: Callable[[int, Tensor], None] | None = None,
     dtype: torch.dtype = torch.float32,
@@ -145,6 +150,7 @@ def train_copies(
 
     data: inputs and targets to learn from
     optimizer: "sgd" with momentum, "adam" or "rmsprop"
+    decay: AdamW's weight decay, one for all or one for each learning rate
     schedule: of (step, steps), what every learning rate is multiplied by
     watch: called with the steps done and rows[S, R, P], after each step
     """
@@ -153,7 +159,8 @@ def train_copies(
     rows = network.start(seeds).to(dtype).repeat_interleave(copies, 0)
     rates = torch.tensor(lr, dtype=dtype).repeat(len(seeds)).unsqueeze(1)
     orders = torch.stack([order(len(y), steps * batch, seed) for seed in seeds])
-    update = Update(optimizer, rows)
+    decays = torch.tensor(decay, dtype=dtype).expand(copies).repeat(len(seeds)).unsqueeze(1)
+    update = Update(optimizer, rows, decays)
     for step in range(steps):
         chosen = orders[:, step * batch : (step + 1) * batch].repeat_interleave(copies, 0)
         factor = schedule(step, steps) if schedule else 1.0
