@@ -249,7 +249,7 @@ for lr, decay, steps in (
     (root * 1e-3, root * 0.1, 100),
 ):
     left = scaling.shrinkage(lr, decay, steps)
-    print(f"lr {lr:.4f}, wd {decay:.3f}, {steps:4} steps: {left:.3f} of a weight is left")
+    print(f"lr {lr:.4f}, wd {decay:.3f}, {steps:4} steps: {left:.3f} of a weight left")
 
 # %% [markdown]
 # Under the linear rule the rate makes up for the steps, and wd stays as it was. Under the square root it makes up for half of it: an epoch decays √k times less, unless wd becomes √k·wd. The number to keep is lr·wd·steps per epoch (Wang and Aitchison 2024). On our task, AdamW with wd = 0.1:
