@@ -66,7 +66,7 @@ def main():
             torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True)
         ):
             raise SystemExit(f"{name}: the gradients differ, the times mean nothing")
-        times = interleave(calls, rounds)
+        times = interleave(calls, rounds, seconds=5)
         report(name, PEER, times["ours"], times["theirs"])
         cells = "  ".join(str(times[way]) for way in calls)
         median, least = (

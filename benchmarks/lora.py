@@ -68,7 +68,7 @@ def main():
             _, mine, other = [call() for call in calls.values()]
             if mine != other:
                 raise SystemExit(f"{name}: the losses differ, the times mean nothing")
-        times = interleave(calls, rounds)
+        times = interleave(calls, rounds, seconds=6)
         report(name, "peft", times["ours"], times["theirs"])
         cells = "  ".join(map(str, times.values()))
         print(f"{name:7} {cells}  {times['ours'].ratio(times['theirs'])}")

@@ -64,12 +64,12 @@ def main():
     print("a step of a 4-layer GPT in mixed precision, interleaved; ms, median (minimum)")
     print("size    format  ours                 theirs               ours/theirs")
     owe(PEER, {f"{size}, {half}": 1.1 for half in HALVES for size in SIZES})
-    for size, (width, length, rows, rounds) in SIZES.items():
-        for half, dtype in HALVES.items():
+    for half, dtype in HALVES.items():
+        for size, (width, length, rows, rounds) in SIZES.items():
             calls, models = steps(width, length, rows, dtype)
             times = None
             for turns in (2, rounds):
-                times = interleave(calls, turns)
+                times = interleave(calls, turns, seconds=5)
                 if not all(
                     map(torch.equal, models["ours"].parameters(), models["theirs"].parameters())
                 ):

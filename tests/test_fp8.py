@@ -339,6 +339,28 @@ def test_kept_in_fp32_it_is_adamw():
     assert kept_states(RECIPES["Transformer Engine"], 10).total == 160
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_that_stops_and_goes_on_is_the_run_that_does_not(name):
+    def made():
+        model = use_fp8(gpt(), Scheme())
+        return model, KeptAdam(model, RECIPES[name], lr=1e-2)
+
+    def train(model, optimizer, steps=2):
+        for _ in range(steps):
+            model.zero_grad()
+            model.loss(tokens(), tokens()).backward()
+            optimizer.step()
+
+    straight, stopped, resumed = made(), made(), made()
+    train(*straight, steps=4)
+    train(*stopped)
+    for there, here in zip(resumed, stopped, strict=True):
+        there.load_state_dict(here.state_dict())
+    train(*resumed)
+    for a, b in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a.float(), b.float())
+
+
 # ── moments ───────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -3,6 +3,7 @@
 NF4: the code book to the bit, the nearest code for every number.
 """
 
+import copy
 import math
 import struct
 from statistics import NormalDist
@@ -231,6 +232,39 @@ def test_bytes_formula_dry_run_and_kept_agree(fmt, grain, affine):
     assert {
         line.name for line in formula.diff(kept).rows if line.predicted != line.measured
     } == set()
+
+
+def test_what_is_asked_of_the_formula_is_what_quantize_does():
+    own = floats.BlockFormat("own", floats.E2M1, 8, floats.E4M3)
+    kept = quantize(drawn(6, 64), own).ledger
+    assert quantization.quantized_bytes((6, 64), own).diff(kept).unexplained == 0
+    with pytest.raises(ValueError, match="affine=True and clip= are for integers"):
+        quantization.quantized_bytes((6, 64), "nvfp4", affine=True)
+
+
+@pytest.mark.parametrize(("fmt", "grain"), KINDS, ids=str)
+def test_codes_are_where_the_numbers_are(fmt, grain):
+    kept = quantize(torch.empty(6, 64, device="meta"), fmt, granularity=grain)
+    assert {part.device.type for part in kept.parts.values()} == {"meta"}
+    assert kept.dequantize().device.type == "meta"
+
+
+def test_moments_of_few_bits_come_back_as_they_were():
+    def trained(steps, state=None, weights=None):
+        p = nn.Parameter(drawn(64, 128) if weights is None else weights)
+        optimizer = quantization.Adam8([p], lr=0.1)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for step in steps:
+            p.grad = torch.roll(drawn(64, 128), step)
+            optimizer.step()
+        return p.detach().clone(), optimizer.state_dict()
+
+    whole, _ = trained(range(4))
+    half, state = trained(range(2))
+    again, resumed = trained(range(2, 4), copy.deepcopy(state), half)
+    assert torch.equal(again, whole)
+    assert resumed["state"][0]["exp_avg"].dtype == torch.uint8
 
 
 @settings(max_examples=30)

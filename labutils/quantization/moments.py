@@ -88,7 +88,21 @@ def from_blocks(
     return rows.flatten()[:n].view(shape)
 
 
-class Adam8(torch.optim.Optimizer):
+class LowBits(torch.optim.Optimizer):
+    """An optimizer whose states come back from `state_dict` in the formats they are kept in;
+    torch's own turns each of them into the dtype of its parameter."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        here = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(saved, here, strict=True):
+            for name, value in state_dict["state"].get(i, {}).items():
+                copied = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
+                self.state[p][name] = copied
+
+
+class Adam8(LowBits):
     """AdamW whose two moments are kept in the dynamic code: 2 bytes per parameter instead of 8.
 
     A step brings them back to fp32, moves the weights as AdamW does, and rounds them again. Tensors

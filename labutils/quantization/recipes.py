@@ -12,7 +12,9 @@ from labutils import anatomy
 from labutils.config import ModelConfig
 from labutils.ledger import Ledger, Line
 from labutils.quantization.fp8 import E4M3, Fp8Linear, fp8_layers, scale_for, tile_amax, to_eight
-from labutils.quantization.moments import STATE_BLOCK, Blocks, adamw_, from_blocks, to_blocks
+from labutils.quantization.moments import (
+    STATE_BLOCK, Blocks, LowBits, adamw_, from_blocks, to_blocks,
+)  # fmt: skip
 
 DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -105,7 +107,7 @@ def fp8_states(model: ModelConfig, kept: StateFormats) -> Ledger:
     return (kept_states(kept, *sizes) + rest + buffers).merged()
 
 
-class KeptAdam(torch.optim.Optimizer):
+class KeptAdam(LowBits):
     """AdamW over a module with `Fp8Linear` layers, whose weights and states are kept as a recipe
     says; everything else in fp32. Layers are given new weights: make it before anything else holds
     the parameters.
@@ -130,9 +132,9 @@ class KeptAdam(torch.optim.Optimizer):
             self.layers[layer.weight], masters[layer.weight] = layer, whole
         if not self.layers:
             raise ValueError("no layer of this module is an Fp8Linear: call use_fp8 first")
-        options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, steps=0)
         super().__init__(module.parameters(), options)
-        self.kept, self.steps = {}, 0
+        self.kept = {}
         for group in self.param_groups:
             for p in group["params"]:
                 self.kept[p] = kept if p in self.layers else RECIPES["Transformer Engine"]
@@ -198,8 +200,8 @@ class KeptAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # it takes no closure
         """One step of AdamW for every parameter."""
-        self.steps += 1
         for group in self.param_groups:
+            group["steps"] += 1
             for p in group["params"]:
                 if p in self.layers or p.grad is not None:
                     self._step(p, group)
@@ -214,7 +216,7 @@ class KeptAdam(torch.optim.Optimizer):
         else:
             g = p.grad
         m, v = self.read(p, "exp_avg"), self.read(p, "exp_avg_sq")
-        adamw_(whole, g, m, v, self.steps, group)
+        adamw_(whole, g, m, v, group["steps"], group)
         self._keep(p, "exp_avg", m)
         self._keep(p, "exp_avg_sq", v)
         if p in self.layers:

@@ -96,8 +96,7 @@ def quantize(
     tile = _tile(x.shape, fmt, granularity)
     if clip not in ("", "mse"):
         raise ValueError(f"{clip=}: give 'mse', or leave it out")
-    if not isinstance(fmt, IntFormat) and (affine or clip):
-        raise ValueError(f"affine=True and clip= are for integers, got {fmt!r}: leave them out")
+    _only_integers(fmt, affine or clip)
     if isinstance(fmt, str):
         packed, scales = nf4.to_nf4(x, double=False), 4 * -(-x.numel() // nf4.BLOCK)
         parts = {"codes": packed[scales:], "scales": packed[:scales]}
@@ -134,6 +133,7 @@ def quantized_bytes(
     [4.0625, 4.5]
     """
     fmt, numel = _named(fmt), math.prod(shape)
+    _only_integers(fmt, affine)
     rows, columns = _tile(shape, fmt, granularity)
     if isinstance(fmt, str):
         codes, tiles = -(-numel // 2), -(-numel // nf4.BLOCK)
@@ -143,7 +143,7 @@ def quantized_bytes(
         lines = [Line("codes", -(-numel * fmt.bits // 8)), Line("scales", 4 * tiles)]
         return Ledger(lines + [Line("zero points", tiles)] * affine)
     lines = [Line("codes", -(-numel * fmt.element.bits // 8)), Line("scales", tiles)]
-    return Ledger(lines + [Line("scale of the tensor", 4)] * (fmt == floats.NVFP4))
+    return Ledger(lines + [Line("scale of the tensor", 4)] * bool(fmt.scale.mantissa_bits))
 
 
 # ── codes of a tile ──────────────────────────────────────────────────────────────────────────────
@@ -231,23 +231,23 @@ def pack_codes(codes: Tensor, bits: int) -> UInt8[Tensor, " nbytes"]:
     """
     codes = codes.flatten().to(torch.uint8)
     if 8 % bits:  # a code may lie across two bytes: bit by bit
-        codes, bits = (codes[:, None] >> _places(bits, 1) & 1).flatten(), 1
+        codes, bits = (codes[:, None] >> _places(bits, 1, codes.device) & 1).flatten(), 1
     each = F.pad(codes, (0, -len(codes) % (8 // bits))).view(-1, 8 // bits)
-    return (each << _places(8, bits)).sum(1, dtype=torch.uint8)
+    return (each << _places(8, bits, codes.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack_codes(packed: UInt8[Tensor, " nbytes"], bits: int, count: int) -> Tensor:
     """The first `count` codes of `pack_codes`, int16."""
     if 8 % bits == 0:
-        codes = packed[:, None] >> _places(8, bits) & (1 << bits) - 1
+        codes = packed[:, None] >> _places(8, bits, packed.device) & (1 << bits) - 1
         return codes.flatten()[:count].short()
-    each = (packed[:, None] >> _places(8, 1) & 1).flatten()[: count * bits].view(count, bits)
-    return (each << _places(bits, 1)).sum(1, dtype=torch.int16)
+    each = (packed[:, None] >> _places(8, 1, packed.device) & 1).flatten()[: count * bits].view(count, bits)
+    return (each << _places(bits, 1, packed.device)).sum(1, dtype=torch.int16)
 
 
-def _places(width: int, bits: int) -> Tensor:
+def _places(width: int, bits: int, device: torch.device) -> Tensor:
     """By how much to shift each code of so many bits to its place in `width` bits."""
-    return torch.arange(width - bits, -1, -bits, dtype=torch.uint8)
+    return torch.arange(width - bits, -1, -bits, dtype=torch.uint8, device=device)
 
 
 def _named(fmt: str | IntFormat | BlockFormat) -> Format:
@@ -258,6 +258,11 @@ def _named(fmt: str | IntFormat | BlockFormat) -> Format:
     if fmt not in known:
         raise ValueError(f"there is no format {fmt!r}: take one of {', '.join(known)}")
     return known[fmt]
+
+
+def _only_integers(fmt: Format, asked: object) -> None:
+    if asked and not isinstance(fmt, IntFormat):
+        raise ValueError(f"affine=True and clip= are for integers, got {fmt!r}: leave them out")
 
 
 def _tile(shape: tuple[int, ...], fmt: Format, granularity: Granularity) -> tuple[int, int]:
