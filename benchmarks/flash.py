@@ -4,8 +4,8 @@ All three run in turn on the same tensors (8 heads of width 64, fp32), so that w
 machine does slows all alike. Ratios are ours over theirs, below 1 where ours is faster or smaller.
 Memory is the peak beyond q, k, v and the gradient that comes in, counted from live storages; what
 SDPA's kernel takes and gives back within one call is not seen. The textbook is left out where its
-scores would take most of the time. Aims: from s = 2048 on faster than the textbook in 1/20 of its memory; within
-4 × SDPA.
+scores would take most of the time. Aims: from s = 2048 on faster than the textbook in 1/20 of its
+memory; within 4 × SDPA.
 """
 
 import torch

@@ -13,8 +13,13 @@ from labutils.config import ModelConfig
 from labutils.ledger import Ledger, Line
 from labutils.quantization.fp8 import E4M3, Fp8Linear, fp8_layers, scale_for, tile_amax, to_eight
 from labutils.quantization.moments import (
-    STATE_BLOCK, Blocks, LowBits, adamw_, from_blocks, to_blocks,
-)  # fmt: skip
+    STATE_BLOCK,
+    Blocks,
+    LowBits,
+    adamw_,
+    from_blocks,
+    to_blocks,
+)
 
 DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,

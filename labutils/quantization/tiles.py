@@ -231,23 +231,23 @@ def pack_codes(codes: Tensor, bits: int) -> UInt8[Tensor, " nbytes"]:
     """
     codes = codes.flatten().to(torch.uint8)
     if 8 % bits:  # a code may lie across two bytes: bit by bit
-        codes, bits = (codes[:, None] >> _places(bits, 1, codes.device) & 1).flatten(), 1
+        codes, bits = (codes[:, None] >> _places(bits, 1, codes) & 1).flatten(), 1
     each = F.pad(codes, (0, -len(codes) % (8 // bits))).view(-1, 8 // bits)
-    return (each << _places(8, bits, codes.device)).sum(1, dtype=torch.uint8)
+    return (each << _places(8, bits, codes)).sum(1, dtype=torch.uint8)
 
 
 def unpack_codes(packed: UInt8[Tensor, " nbytes"], bits: int, count: int) -> Tensor:
     """The first `count` codes of `pack_codes`, int16."""
     if 8 % bits == 0:
-        codes = packed[:, None] >> _places(8, bits, packed.device) & (1 << bits) - 1
+        codes = packed[:, None] >> _places(8, bits, packed) & (1 << bits) - 1
         return codes.flatten()[:count].short()
-    each = (packed[:, None] >> _places(8, 1, packed.device) & 1).flatten()[: count * bits].view(count, bits)
-    return (each << _places(bits, 1, packed.device)).sum(1, dtype=torch.int16)
+    each = (packed[:, None] >> _places(8, 1, packed) & 1).flatten()[: count * bits]
+    return (each.view(count, bits) << _places(bits, 1, packed)).sum(1, dtype=torch.int16)
 
 
-def _places(width: int, bits: int, device: torch.device) -> Tensor:
+def _places(width: int, bits: int, like: Tensor) -> Tensor:
     """By how much to shift each code of so many bits to its place in `width` bits."""
-    return torch.arange(width - bits, -1, -bits, dtype=torch.uint8, device=device)
+    return torch.arange(width - bits, -1, -bits, dtype=torch.uint8, device=like.device)
 
 
 def _named(fmt: str | IntFormat | BlockFormat) -> Format:
