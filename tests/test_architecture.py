@@ -16,7 +16,7 @@ PACKAGE = ROOT / "labutils"
 # layers 0 to 2.
 LAYERS = {
     0: {"units", "notation"},
-    1: {"floats", "config", "anatomy", "ledger", "trace", "timeline", "schedule"},
+    1: {"floats", "config", "anatomy", "ledger", "trace", "timeline", "clock", "schedule"},
     2: {"collectives", "world", "model", "measure", "randomness", "gradients"},
     3.5: {"step"},  # a training step is put together of all topics
     4: {"plots"},
@@ -75,7 +75,9 @@ SIDEWAYS = {
     ("trace", "ledger"),  # what was sent, as amounts
     ("trace", "config"),  # what it takes on a link
     ("timeline", "ledger"),  # what was alive, as amounts
-    ("schedule", "timeline"),  # when it runs
+    ("clock", "timeline"),  # when tasks run
+    ("schedule", "clock"),
+    ("schedule", "timeline"),
     ("schedule", "config"),  # what a message takes on a link
 }
 # Layers without numpy and torch: they load in milliseconds and run in a browser.

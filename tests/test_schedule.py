@@ -48,7 +48,7 @@ def test_every_wait_has_its_reason_and_the_longest_chain_is_the_step(make, p, m,
     run = schedule.simulate(made(make, p, m), durations, Link(wire, 1))
     when = {span.name: span for span in run.spans}
     for rank in range(p):
-        waits = run.bubbles(rank)
+        waits = run.waits_of(rank)
         assert sum(wait.end - wait.start for wait in waits) == run.idle(rank)
         for wait in waits[:-1]:
             apart = when[str(wait.needs)].rank != rank
@@ -64,8 +64,8 @@ def test_every_wait_has_its_reason_and_the_longest_chain_is_the_step(make, p, m,
 def test_the_heaviest_stage_is_on_the_critical_path():
     run = schedule.simulate(schedule.one_f_one_b(3, 6), Durations(F=(1, 1, 5), B=(1, 1, 5)))
     assert sum(op.stage == 2 for op in run.critical_path()) == 12
-    assert str(run.bubbles(2)[0]) == "rank 2 waits from 0 to 2: F0@2 needs F0@1"
-    assert run.bubbles(0)[-1].op is None or run.bubbles(0)[-1].end < run.makespan
+    assert str(run.waits_of(2)[0]) == "rank 2 waits from 0 to 2: F0@2 needs F0@1"
+    assert run.waits_of(0)[-1].op is None or run.waits_of(0)[-1].end < run.makespan
 
 
 # ── what is legal ──────────────────────────────────────────────────────────────────────────────────
@@ -371,7 +371,7 @@ def test_updates_come_after_all_or_after_ones_own(make, p, m, durations, update)
     assert (run.makespan, run.period) == (plain.makespan + each, plain.period + each)
     for rank in range(p):
         assert run.idle(rank) == plain.idle(rank)
-        assert sum(wait.end - wait.start for wait in run.bubbles(rank)) == run.idle(rank)
+        assert sum(wait.end - wait.start for wait in run.waits_of(rank)) == run.idle(rank)
 
 
 def test_the_longest_update_counts_with_a_barrier_and_its_ranks_own_time_without():

@@ -1,8 +1,8 @@
 """When the ranks of a ring compute and when they send, if each step takes what its work takes."""
 
+from labutils.clock import Played, Task, play
 from labutils.config import Link, ModelConfig
 from labutils.context_parallel.sequence import layout
-from labutils.timeline import Span, Timeline
 
 
 def least_tokens(
@@ -30,7 +30,7 @@ def ring_timeline(
     link: Link,
     kind: str = "zigzag",
     overlap: bool = True,
-) -> Timeline:
+) -> Played:
     """The forward pass of ring attention in one layer, of one sequence on n ranks, in bf16.
 
     As in `ring_attention`, a step begins when the keys and values of the step before have come and
@@ -46,22 +46,22 @@ def ring_timeline(
     18.0
     """
     a, g, d = model.letters("a g d")
-    whole, begun, spans = layout(model.seq_len, n, kind), [0.0] * n, []
+    whole, tasks = layout(model.seq_len, n, kind), list[Task]()
     per_pair = 4 * a * d / flops
     message = 2 * 2 * g * d * (model.seq_len // n)  # keys and values, 2 bytes for each number
     hop = link.latency + message / link.bandwidth
     met = [whole.met(rank) for rank in range(n)]
+    begun: list[tuple[Task, ...]] = [()] * n  # what must be over before each rank begins a step
     for step in range(n):
-        gone, done = list(begun), list(begun)
-        for i in range(n) if step < n - 1 else ():
-            start = max(begun[i], begun[(i + 1) % n])
-            gone[i] = start + hop
-            spans.append(Span(i, "pass", f"keys {step + 1}", start, gone[i]))
-        arrived = [max(gone[i], gone[i - 1]) for i in range(n)]
-        for i in range(n):
-            start = begun[i] if overlap else arrived[i]
-            done[i] = start + met[i][step] * per_pair
-            if met[i][step]:
-                spans.append(Span(i, "forward", str((i - step) % n), start, done[i]))
-        begun = [max(done[i], arrived[i]) for i in range(n)]
-    return Timeline(tuple(spans))
+        gone = begun
+        if step < n - 1:
+            both = [(*begun[i], *begun[(i + 1) % n]) for i in range(n)]
+            name = f"keys {step + 1}"
+            tasks += [Task(("link", i), hop, both[i], "pass", name, i) for i in range(n)]
+            gone = [(passed,) for passed in tasks[-n:]]
+        arrived = [(*gone[i], *gone[i - 1]) for i in range(n)]
+        for i, needs in enumerate(begun if overlap else arrived):
+            kind, name = "forward" * bool(met[i][step]), str((i - step) % n)
+            tasks.append(Task(i, met[i][step] * per_pair, needs, kind, name, i))
+        begun = [(done, *arrived[i]) for i, done in enumerate(tasks[-n:])]
+    return play(tasks)

@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from labutils import collectives, units
+from labutils import clock, collectives, units
 from labutils.config import BUCKET_BYTES, Link
 from labutils.ledger import Ledger, Line
-from labutils.timeline import Span, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def backward_timeline(
     n: int,
     link: Link,
     overlap: bool = True,
-) -> Timeline:
+) -> clock.Played:
     """The backward pass of a chain of layers on `n` ranks, as every one of them sees it.
 
     Buckets are reduced one after the other, each when its last gradient is there.
@@ -112,16 +111,13 @@ def backward_timeline(
     0.5
     """
     sizes = {f"layer {i}": nbytes for i, (nbytes, _) in enumerate(layers)}
-    spans, now = list[Span](), 0.0
-    ready: dict[Hashable, float] = {}
-    layers = [(nbytes, units.positive(t, "seconds", or_zero=True)) for nbytes, t in layers]
+    backward: dict[Hashable, clock.Task] = {}
     for name, (_, seconds) in reversed(list(zip(sizes, layers, strict=True))):
-        start, now = now, now + seconds
-        spans.append(Span(0, "backward", name, start, now))
-        ready[name] = now
-    free = 0.0 if overlap else now
+        seconds = units.positive(seconds, "seconds", or_zero=True)
+        backward[name] = clock.Task("rank", seconds, (), "backward", name)
+    last, reduced = list(backward)[-1:], []
     for k, bucket in enumerate(buckets(sizes, bucket_bytes)):
-        start = max(free, ready[bucket.names[-1]])
-        free = start + collectives.cost("all_reduce_ring", bucket.nbytes, n, link)
-        spans.append(Span(0, "reduce", f"bucket {k}", start, free))
-    return Timeline(tuple(spans))
+        needs = [backward[name] for name in (bucket.names[-1:] if overlap else last)]
+        seconds = collectives.cost("all_reduce_ring", bucket.nbytes, n, link)
+        reduced.append(clock.Task("link", seconds, needs, "reduce", f"bucket {k}"))
+    return clock.play([*backward.values(), *reduced])

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from labutils import anatomy, collectives, units
+from labutils.clock import Played, Task, play
 from labutils.config import MOMENTS, Link, Mesh, ModelConfig
 from labutils.ledger import Ledger, Line
-from labutils.timeline import Span, Timeline
 
 INDEX = 8  # bytes of an int64
 Counts = Sequence[Sequence[int]]
@@ -123,7 +123,7 @@ def routed_timeline(
     link: Link,
     itemsize: int = 2,
     chunks: int = 1,
-) -> Timeline:
+) -> Played:
     """The experts of one layer in the forward pass of n ranks: dispatch, experts, combine.
 
     An all-to-all begins when the last rank is ready and takes as long as its busiest rank, by bytes
@@ -147,28 +147,26 @@ def routed_timeline(
     came = [sum(sum(row[i * E : (i + 1) * E]) for row in table) for i in range(n)]
     moved = [max(sum(table[i]), came[i]) - own[i] for i in range(n)]
     trip = max(moved) * model.d_model * itemsize / chunks / link.bandwidth + (n - 1) * link.latency
-    spans: list[Span] = []
-    ready = [0.0] * n  # when each rank can go on
+    tasks: list[Task] = []
 
-    def travel(name: str, start: float) -> float:
-        spans.extend(Span(i, "route", name, start, start + trip) for i in range(n) if trip)
-        return start + trip
+    def travel(name: str, needs: Sequence[Task]) -> list[Task]:
+        kind = "route" * bool(trip)
+        tasks.extend(Task(("link", i), trip, needs, kind, name, i) for i in range(n))
+        return tasks[-n:]
 
-    def compute(name: str, visits: Sequence[float], start: float) -> None:
-        for i in range(n):
-            begin = max(ready[i], start)
-            ready[i] = begin + visits[i] * a_visit
-            spans.append(Span(i, "forward", name, begin, ready[i]))
+    def compute(name: str, visits: Sequence[float], needs: Sequence[Task]) -> list[Task]:
+        tasks.extend(Task(i, visits[i] * a_visit, needs, "forward", name, i) for i in range(n))
+        return tasks[-n:]
 
     if model.shared_expert:
-        compute("shared", [sum(row) / model.top_k for row in table], 0.0)
-    arrived = free = travel("dispatch 0", 0.0)  # free: when the links can go on
+        compute("shared", [sum(row) / model.top_k for row in table], ())
+    arrived = travel("dispatch 0", ())
     for chunk in range(chunks):
-        compute(f"experts {chunk}", [rows / chunks for rows in came], arrived)
+        done = compute(f"experts {chunk}", [rows / chunks for rows in came], arrived[:1])
         if chunk + 1 < chunks:
-            arrived = free = travel(f"dispatch {chunk + 1}", free)
-        free = travel(f"combine {chunk}", max(free, *ready))
-    return Timeline(tuple(spans))
+            arrived = travel(f"dispatch {chunk + 1}", ())
+        travel(f"combine {chunk}", done)
+    return play(tasks)
 
 
 def _held(model: ModelConfig, ep: int) -> dict[str, tuple[int, ...]]:

@@ -24,4 +24,4 @@ from labutils.schedule.generators import (
     zb_v,
 )
 from labutils.schedule.orders import Board, Op, Schedule, read, why_illegal
-from labutils.schedule.simulation import Durations, PipelineRun, Wait, simulate
+from labutils.schedule.simulation import Durations, PipelineRun, simulate

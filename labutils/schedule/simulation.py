@@ -6,32 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
+from labutils import clock
 from labutils.config import Link
 from labutils.schedule.orders import KINDS, Op, Schedule, why_illegal
-from labutils.timeline import Span, Timeline
+from labutils.timeline import Span
 
 Times = float | Sequence[float]
-
-
-class Wait(NamedTuple):
-    """A rank that stands still before `op`, for what another operation computes; at the end of the
-    step, where both are None, for the other ranks.
-
-    >>> str(Wait(2, 0, 2, Op("F", 2, 0), Op("F", 1, 0)))
-    'rank 2 waits from 0 to 2: F0@2 needs F0@1'
-    """
-
-    rank: int
-    start: float
-    end: float
-    op: Op | None
-    needs: Op | None
-
-    def __str__(self) -> str:
-        why = f"{self.op} needs {self.needs}" if self.op else "the step has not ended"
-        return f"rank {self.rank} waits from {self.start:g} to {self.end:g}: {why}"
 
 
 @dataclass(frozen=True)
@@ -68,7 +49,7 @@ class Durations:
         return list(value)
 
 
-class PipelineRun(Timeline):
+class PipelineRun(clock.Played):
     """A schedule and when each of its operations ran: one step, simulated or measured.
 
     schedule: what ran
@@ -96,8 +77,14 @@ class PipelineRun(Timeline):
         """Every operation as a span of kind F, B or W, named after it; fused ones overlap."""
         return tuple(
             Span(rank, op.kind, str(op), start, end)
-            for op, (rank, start, end) in self._when.items()
+            for rank in range(len(self.ends))
+            for op, start, end in self._ran(rank)
         )
+
+    @cached_property
+    def _when(self) -> dict[Op, tuple[float, float]]:  # type: ignore[override]
+        ran = (each for rank in range(len(self.ends)) for each in self._ran(rank))
+        return {op: (start, end) for op, start, end in ran}
 
     def _ran(self, rank: int) -> Iterator[tuple[Op, float, float]]:
         """The operations of a rank, each with its start and end."""
@@ -119,61 +106,18 @@ class PipelineRun(Timeline):
         each = zip(self.starts, self.ends, self.updates, strict=True)
         return max((ends[-1] - starts[0] + o for starts, ends, o in each if ends), default=0)
 
+    def _lanes(self) -> tuple[tuple[Op, ...], ...]:
+        return self.schedule.ranks
+
+    def _inputs(self, op: Op) -> tuple[Op, ...]:
+        return self.schedule.inputs(op)
+
+    def _done(self, rank: int) -> float:
+        return self.makespan - self.updates[rank]
+
     def busy(self, rank: int) -> float:
-        """Time in which a rank computes; what is fused counts once."""
-        total: float = self.updates[rank]
-        until: float = -math.inf
-        for _, start, end in self._ran(rank):
-            if end > until:
-                total += end - max(start, until)
-                until = end
-        return total
-
-    def idle(self, rank: int) -> float:
-        """The part of the makespan in which a rank does not compute."""
-        return self.makespan - self.busy(rank)
-
-    @cached_property
-    def _when(self) -> dict[Op, tuple[int, float, float]]:
-        """Rank, start and end of each operation."""
-        return {
-            op: (rank, start, end)
-            for rank in range(len(self.ends))
-            for op, start, end in self._ran(rank)
-        }
-
-    def _last_input(self, op: Op) -> Op | None:
-        """Of the operations that an operation needs, the one that ends last."""
-        needed = self.schedule.inputs(op)
-        return max(needed, key=lambda each: self._when[each][2], default=None)
-
-    def bubbles(self, rank: int) -> tuple[Wait, ...]:
-        """The bubble of a rank, piece by piece, each with its reason; they add up to `idle`."""
-        found: list[Wait] = []
-        free: float = 0
-        for op, start, end in self._ran(rank):
-            if start > free:
-                found.append(Wait(rank, free, start, op, self._last_input(op)))
-            free = max(free, end)
-        if (until := self.makespan - self.updates[rank]) > free:
-            found.append(Wait(rank, free, until, None, None))
-        return tuple(found)
-
-    def critical_path(self) -> tuple[Op, ...]:
-        """Operations, each of which starts when the one before lets it, to the last one's end: all
-        take as long as they and the messages between them. One path, where there are several.
-        """
-        before: dict[Op, Op] = {}
-        for ops in self.schedule.ranks:
-            before.update(zip(ops[1:], ops, strict=False))
-        op = max(self._when, key=lambda each: self._when[each][2], default=None)
-        path = []
-        while op is not None:
-            path.append(op)
-            _, start, _ = self._when[op]
-            mine, needed = before.get(op), self._last_input(op)
-            op = mine if mine and self._when[mine][2] >= start else needed
-        return tuple(reversed(path))
+        """Time in which a rank computes, its update included; what is fused counts once."""
+        return super().busy(rank) + self.updates[rank]
 
     @property
     def bubble_fraction(self) -> float:
@@ -254,13 +198,19 @@ def simulate(
     Cost: about 0.5 µs per operation.
     """
     times, wire = times or Durations(), link.latency + nbytes / link.bandwidth if link else 0
+    count = len(schedule.kinds) * schedule.stages * schedule.micro_batches
     try:
-        starts, ends, unmet = _clock(schedule, times, wire)
+        rows = _rows(schedule, times, wire)
+        start, end = clock.run(rows, count)
     except (KeyError, IndexError):  # no such kind, or no such stage
-        unmet = True
-    owed = len(schedule.kinds) * schedule.stages * schedule.micro_batches
-    if unmet or sum(map(len, schedule.ranks)) != owed:
+        start, end = [], [None]
+    if None in end or sum(map(len, schedule.ranks)) != count:
         raise ValueError(f"{schedule.name}: {why_illegal(schedule)}")
+    ran = [[code for code in codes if code != clock.PAUSE] for codes, *_ in rows]
+    starts, ends = ([[time[code] for code in codes] for codes in ran] for time in (start, end))
+    if times.fused is not None:
+        for rank, index in schedule.fused:
+            starts[rank][index + 1 : index + 3] = [starts[rank][index]] * 2
     costs = times.of("O", schedule.stages)
     updates: list[float] = [0] * len(schedule.ranks)
     for stage, ranks in enumerate(zip(*schedule.places, strict=True)):
@@ -269,63 +219,9 @@ def simulate(
     return PipelineRun(schedule, starts, ends, updates)
 
 
-Clock = tuple[list[list[float]], list[list[float]], int]
-
-
-def _clock(schedule: Schedule, times: Durations, wire: float) -> Clock:
-    """Start and end of what each rank comes to do, and how many operations never run.
-
-    An operation starts when its rank is free and its input is there. A rank that lacks an input
-    leaves its number for whoever computes it: nothing has to be taken in the order of time.
-    """
-    rows = _rows(schedule, times, wire)
-    count = len(schedule.kinds) * schedule.stages * schedule.micro_batches
-    end: list[float | None] = [*[None] * count, 0]  # the last one stands for no input
-    waiting: dict[int, int] = {}
-    starts: list[list[float]] = [[] for _ in rows]
-    ends: list[list[float]] = [[] for _ in rows]
-    todo = list(range(len(rows)))
-    while todo:
-        rank = todo.pop()
-        codes, needs, lags, costs, also = rows[rank]
-        began, over = starts[rank], ends[rank]
-        now = over[-1] if over else 0
-        for index in range(len(over), len(codes)):
-            need = needs[index]
-            arrived = end[need]
-            if also and index in also:
-                need, arrived = _later(need, also[index], end)
-            if arrived is None:
-                waiting[need] = rank
-                break
-            if arrived + lags[index] > now:
-                now = arrived + lags[index]
-            began.append(now)
-            now += costs[index]
-            over.append(now)
-            end[codes[index]] = now
-            if codes[index] in waiting:
-                todo.append(waiting.pop(codes[index]))
-    if times.fused is not None:
-        for rank, index in schedule.fused:
-            starts[rank][index + 1 : index + 3] = [starts[rank][index]] * 2
-    return starts, ends, end.count(None)
-
-
-def _later(need: int, other: int, end: list[float | None]) -> tuple[int, float | None]:
-    """Of two inputs the one that is not there yet, or the later one; and when it came."""
-    first, second = end[need], end[other]
-    if first is None or (second is not None and first >= second):
-        return need, first
-    return other, second
-
-
-Row = tuple[list[int], list[int], list[float], list[float], dict[int, int]]
-
-
-def _rows(schedule: Schedule, times: Durations, wire: float) -> list[Row]:
+def _rows(schedule: Schedule, times: Durations, wire: float) -> list[clock.Row]:
     """Of each rank's operations: their numbers, (kind · stages + stage) · m + micro-batch; the one
-    input that implies all others; its delay; their time; and of a fused F the input of its B.
+    input that implies all others; its delay; their time. A fused F pauses for the input of its B.
 
     That F precedes B on a rank needs no look: the B above would never have come.
     """
@@ -344,11 +240,21 @@ def _rows(schedule: Schedule, times: Durations, wire: float) -> list[Row]:
         lines = [base[kind] + stage for kind, stage, _ in ops]
         codes = [at * m + op[2] for at, op in zip(lines, ops, strict=True)]
         needs = [code + step[at] if at else -1 for at, code in zip(lines, codes, strict=True)]
-        spent = [costs[at] for at in lines]
-        also = {}
-        if times.fused is not None:
-            for index in (index for who, index in schedule.fused if who == rank):
-                also[index] = needs[index + 1]
-                spent[index : index + 3] = [times.fused, 0, 0]
-        rows.append((codes, needs, [lag[at] for at in lines], spent, also))
+        row = codes, needs, [lag[at] for at in lines], [costs[at] for at in lines]
+        pairs = sorted(index for who, index in schedule.fused if who == rank)
+        rows.append(_fused(row, pairs, times.fused) if pairs and times.fused is not None else row)
     return rows
+
+
+def _fused(row: clock.Row, pairs: Sequence[int], seconds: float) -> clock.Row:
+    """A row in which each of these F takes so long, for the B and W after it too, and begins when
+    the input of B is there as well."""
+    codes, needs, lags, costs = map(list, row)
+    for index in pairs:
+        costs[index : index + 3] = [seconds, 0, 0]
+    whole = list(zip(codes, needs, lags, costs, strict=True))
+    found, copied = [], 0
+    for index in pairs:
+        found += [*whole[copied:index], (clock.PAUSE, needs[index + 1], lags[index + 1], 0)]
+        copied = index
+    return clock.columns([*found, *whole[copied:]])

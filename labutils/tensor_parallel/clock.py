@@ -1,12 +1,12 @@
 """What a layer of tensor parallelism waits for: its forward pass in time, by a cost model."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from labutils import anatomy, collectives, units
+from labutils.clock import Played, Task, play
 from labutils.config import Link, ModelConfig
 from labutils.tensor_parallel.transform import rank_config, require_dense, styles
-from labutils.timeline import Span, Timeline
 
 _HALVES = {"attention": ".attention", "feed-forward": ".feed_forward"}
 
@@ -32,7 +32,7 @@ def layer_timeline(
     micro_batch: int = 1,
     itemsize: int = 2,
     pieces: bool = False,
-) -> Timeline:
+) -> Played:
     """The forward pass of one layer on n ranks, as each of them sees it: tokens are gathered,
     multiplied, and their sums scattered, twice.
 
@@ -49,7 +49,7 @@ def layer_timeline(
     """
     require_dense(model)
     tokens = units.whole(micro_batch, "micro_batch", 1) * model.seq_len
-    nbytes, spans, now = tokens * model.d_model * itemsize, [], 0.0
+    nbytes, tasks, now = tokens * model.d_model * itemsize, list[Task](), list[Task]()
     k, steps = (n, max(n - 1, 1)) if pieces else (1, 1)  # of several pieces one is the rank's own
     gather, scatter = (
         collectives.cost(f"{op}_ring", nbytes, n, link) / steps
@@ -57,21 +57,18 @@ def layer_timeline(
     )
     for half, counts in _products(model, n).items():
         column, between, row = (count * tokens / flops for count in counts)
-        tokens_come = _in_turn("exchange", "gather", [now] * steps, gather)
-        there = [now] * (k > 1) + [span.end for span in tokens_come]
-        by_column = _in_turn("forward", half, there, column / k)
-        core = Span(0, "forward", half, by_column[-1].end, by_column[-1].end + between)
-        by_row = _in_turn("forward", half, [core.end] * k, row / k)
-        sums = _in_turn("exchange", "scatter", [span.end for span in by_row[:steps]], scatter)
-        spans += [*tokens_come, *by_column, *[core] * (between > 0), *by_row, *sums]
-        now = max(by_row[-1].end, sums[-1].end)
-    return Timeline(tuple(spans))
+        come = _each("exchange", "gather", [now] * steps, gather)
+        there = [now] * (k > 1) + [[piece] for piece in come]
+        by_column = _each("forward", half, there, column / k)
+        core = _each("forward" * (between > 0), half, [by_column[-1:]], between)
+        by_row = _each("forward", half, [core] * k, row / k)
+        sums = _each("exchange", "scatter", [[piece] for piece in by_row[:steps]], scatter)
+        tasks += [*come, *by_column, *core, *by_row, *sums]
+        now = [by_row[-1], sums[-1]]
+    return play(tasks)
 
 
-def _in_turn(kind: str, name: str, ready: Iterable[float], seconds: float) -> list[Span]:
-    """What is done one after the other, each when it is ready."""
-    spans, free = [], 0.0
-    for there in ready:
-        start, free = max(free, there), max(free, there) + seconds
-        spans.append(Span(0, kind, name, start, free))
-    return spans
+def _each(kind: str, name: str, needs: Iterable[Sequence[Task]], seconds: float) -> list[Task]:
+    """A task for each of these needs, on the link or on the rank."""
+    lane = "link" if kind == "exchange" else "rank"
+    return [Task(lane, seconds, each, kind, name) for each in needs]

@@ -3,9 +3,8 @@ long a step takes in that order."""
 
 from collections.abc import Iterable, Sequence
 
-from labutils import collectives, units
+from labutils import clock, collectives, units
 from labutils.config import Link
-from labutils.timeline import Span, Timeline
 
 
 def unit_order(num_units: int) -> list[tuple[str, int]]:
@@ -33,7 +32,7 @@ def unit_order(num_units: int) -> list[tuple[str, int]]:
 
 def step_timeline(
     order: Iterable[tuple[str, int]], layers: Sequence[tuple[int, float]], *, n: int, link: Link
-) -> Timeline:
+) -> clock.Played:
     """A step in an `order` as each of `n` ranks sees it, in seconds.
 
     A rank computes one thing and sends one thing at a time. What an order names is begun when the
@@ -48,19 +47,20 @@ def step_timeline(
     >>> [step_timeline(order, [(1000, t)] * 2, n=2, link=Link(0, 500)).exposed for t in (1.0, 0.5)]
     [2.0, 2.5]
     """
-    now, sent = 0.0, 0.0
-    here: dict[int, float] = {}
-    spans: list[Span] = []
+    rings = {"gather": "all_gather_ring", "reduce": "reduce_scatter_ring"}
+    tasks: list[clock.Task] = []
+    computed: list[clock.Task] = []  # the last one
+    here: dict[int, list[clock.Task]] = {}
     for what, i in order:
         nbytes, seconds = layers[i][0], units.positive(layers[i][1], "seconds", or_zero=True)
-        if what in ("gather", "reduce"):
-            ring = {"gather": "all_gather_ring", "reduce": "reduce_scatter_ring"}[what]
-            start = max(now, sent)
-            sent = start + collectives.cost(ring, nbytes, n, link)
-            here |= {i: sent} if what == "gather" else {}
-            spans.append(Span(0, what, f"layer {i}", start, sent))
-        elif what in ("forward", "backward"):
-            start = max(now, here.get(i, 0.0))
-            now = start + (seconds if what == "forward" else 2 * seconds)
-            spans.append(Span(0, what, f"layer {i}", start, now))
-    return Timeline(tuple(spans))
+        name = f"layer {i}"
+        if what in rings:
+            seconds = collectives.cost(rings[what], nbytes, n, link)
+            tasks.append(clock.Task("link", seconds, computed, what, name))
+            if what == "gather":
+                here[i] = tasks[-1:]
+        elif what != "free":
+            seconds = seconds if what == "forward" else 2 * seconds
+            tasks.append(clock.Task("rank", seconds, here.get(i, ()), what, name))
+            computed = tasks[-1:]
+    return clock.play(tasks)

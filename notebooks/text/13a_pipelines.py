@@ -173,7 +173,7 @@ idle = schedule.bubble("gpipe", 4, 8, Durations(F=1, B=1.1, W=0.9))
 # It knows for what a rank waits, too. Rank 1's bubble, piece by piece:
 
 # %%
-print(*simulate(schedule.gpipe(4, 8)).bubbles(1), sep="\n")
+print(*simulate(schedule.gpipe(4, 8)).waits_of(1), sep="\n")
 
 # %% [markdown]
 # The same 3/8 of the ideal time is 3/11 of the total time. **Papers use both and call both "the bubble"**: ask for the denominator.

@@ -55,6 +55,20 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("moment.ledger.total > peaks[moment.phase].ledger.total", "moment.ledger.total < peaks[moment.phase].ledger.total"),
         ("changes[span.end] = changes.get(span.end, 0) - nbytes", "changes[span.end] = -nbytes"),
     ],
+    ("clock", "test_clock"): [
+        ("if arrived + lags[index] > now:", "if arrived > now:"),
+        ("waiting.setdefault(needs[index], []).append(lane)", "waiting[needs[index]] = [lane]"),
+        ("row += [(PAUSE, need, 0, 0) for need in more]", "pass"),
+        ("row.append((numbers[task], last, 0, task.seconds))", "row.append((numbers[task], last, 0, task.seconds or 1))"),
+        ("if before is not None and self._end(before) >= self._when[op][0]:", "if before is not None:"),
+        ("return max(self._inputs(op), key=self._end, default=None)", "return next(iter(self._inputs(op)), None)"),
+        ("op, path = max(self._when, key=self._end, default=None), []", "op, path = next(reversed(self._when), None), []"),
+        ("now, op = start, self.cause(op)", "now, op = start, None"),
+        ("for task, times in when.items() if task.kind)", "for task, times in when.items())"),
+        ('yield "pass", now - end  # on its way', 'yield "bubble", now - end'),
+        ("if (until := self._done(rank)) > end:", "if (until := self.busy(rank)) > end:"),
+        ("        if end is None:\n", "        if False:\n"),
+    ],
     ("floats", "test_floats test_survivors"): [
         ("whole % 2 == 1)", "whole % 2 == 0)"),
         ("random.randrange(denominator) < rest", "random.randrange(denominator) <= rest"),
@@ -211,7 +225,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("schedule/simulation", "test_schedule"): [
         ("return self.flushed + max(self.updates, default=0)", "return self.flushed"),
         ("max((ends[-1] - starts[0] + o for", "max((ends[-1] - starts[0] for"),
-        ("(until := self.makespan - self.updates[rank])", "(until := self.makespan)"),
+        ("return self.makespan - self.updates[rank]", "return self.makespan"),
+        ("back = 0 if schedule.split else 1", "back = 1"),
+        ("(clock.PAUSE, needs[index + 1], lags[index + 1], 0)", "(clock.PAUSE, needs[index], lags[index], 0)"),
     ],
     ("schedule/formulas", "test_schedule"): [
         ('if units.whole(rank, "rank") >= p:', 'if units.whole(rank, "rank") > p:'),
@@ -257,8 +273,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("tensor_parallel/clock", "test_tensor_parallel"): [
         ("there = [now] * (k > 1)", "there = [now]"),
-        ("now = max(by_row[-1].end, sums[-1].end)", "now = core.end"),
-        ("for span in by_row[:steps]]", "for span in by_row]"),
+        ("there = [now] * (k > 1)", "there = [[]] * (k > 1)"),
+        ("now = [by_row[-1], sums[-1]]", "now = [by_row[-1]]"),
+        ("for piece in by_row[:steps]]", "for piece in by_row]"),
     ],
     ("teach/rigs/tensor_parallel", "test_tensor_parallel"): [
         ('(2 if "mask" in line.note else 1)', "1"),
@@ -472,8 +489,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("nbytes *= copies if", "nbytes *= 1 if"),
     ],
     ("context_parallel/time", "test_context_parallel"): [
-        ("start = max(begun[i], begun[(i + 1) % n])", "start = begun[i]"),
-        ("start = begun[i] if overlap else arrived[i]", "start = arrived[i]"),
+        ("(*begun[i], *begun[(i + 1) % n])", "begun[i]"),
+        ("enumerate(begun if overlap else arrived)", "enumerate(arrived)"),
+        ("begun = [(done, *arrived[i])", "begun = [(done,)"),
     ],
     ("expert_parallel/routing", "test_expert_parallel"): [
         ("return ceil(Fraction(str(factor))", "return int(Fraction(str(factor))"),
@@ -527,8 +545,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("Ψ = anatomy.num_params(model, ep=units.whole(ep, \"ep\", 1))", "Ψ = model.num_params"),
         ("4 * len(_held(model, ep))", "4 * anatomy.num_tensors(model)"),
         ("moved = [max(sum(table[i]), came[i]) - own[i] for i in range(n)]", "moved = [sum(table[i]) - own[i] for i in range(n)]"),
-        ("free = travel(f\"combine {chunk}\", max(free, *ready))", "free = travel(f\"combine {chunk}\", max(free, min(ready)))"),
-        ("begin = max(ready[i], start)", "begin = start"),
+        ('travel(f"combine {chunk}", done)', 'travel(f"combine {chunk}", done[:1])'),
+        ("arrived[:1])", "())"),
     ],
     ("world/comm", "test_world test_survivors"): [
         ("value = x.detach().resolve_conj().resolve_neg()", "value = x.detach()"),
@@ -717,7 +735,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("data_parallel/buckets", "test_data_parallel"): [
         ("held + of[name] > bucket_bytes", "held + of[name] >= bucket_bytes"),
         ("for name in reversed(list(of)):", "for name in of:"),
-        ("start = max(free, ready[bucket.names[-1]])", "start = max(free, ready[bucket.names[0]])"),
+        ("(bucket.names[-1:] if overlap else last)", "(bucket.names[:1] if overlap else last)"),
+        ("(bucket.names[-1:] if overlap else last)", "bucket.names[-1:]"),
         ("*module.parameters(), *module.buffers()", "*module.parameters(),"),
     ],
     ("data_parallel/replica", "test_data_parallel"): [
@@ -777,6 +796,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("zero/order", "test_zero_order"): [
         ('[("free", i)] * (i < last)', '[("free", i)]'),
         ('("backward", i), ("free", i), ("reduce", i)', '("backward", i), ("reduce", i), ("free", i)'),
+        ("here.get(i, ())", "()"),
+        ('clock.Task("link", seconds, computed, what, name)', 'clock.Task("link", seconds, (), what, name)'),
     ],
     ("zero/snapshot", "test_zero_snapshot"): [
         ('if told == b"%08x" % total:', "if True:"),
