@@ -81,7 +81,7 @@ def test_k_small_steps_are_a_large_one_where_the_gradient_does_not_change():
     torch.testing.assert_close(p, large, rtol=0, atol=1e-12)
 
 
-TORCH = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam, "rmsprop": torch.optim.RMSprop}  # fmt: skip
+TORCH = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}  # fmt: skip
 
 
 @pytest.mark.parametrize("network, data", [(SMALL, NUMBERS), (TOKENS, LETTERS)])
@@ -89,9 +89,10 @@ TORCH = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam
 def test_every_copy_is_trained_as_torch_trains_one(name, network, data):
     x, y = data
     lr, seeds, seen = [0.03, 0.01], [3, 4], []
+    decay = [0.1, 0.5] if name == "adam" else [0.0]
     rows = rigs.copies.train_copies(
         network, data, lr=lr, batch=8, samples=80, seeds=seeds, optimizer=name,
-        schedule=lambda step, steps: (step + 1) / steps, dtype=torch.float64,
+        decay=decay, schedule=lambda step, steps: (step + 1) / steps, dtype=torch.float64,
         watch=lambda step, rows: seen.append((step, rows.shape)),
     )  # fmt: skip
     assert seen == [(step, rows.shape) for step in range(1, 11)]
@@ -101,7 +102,9 @@ def test_every_copy_is_trained_as_torch_trains_one(name, network, data):
         assert sorted(indices[:48].tolist()) == list(range(48))
         for r, rate in enumerate(lr):
             module = network.alone(network.start([seed])[0].double())
-            optimizer = TORCH[name](module.parameters(), lr=rate)
+            optimizer = TORCH[name](
+                module.parameters(), lr=rate, weight_decay=decay[r * (name == "adam")]
+            )
             for step in range(10):
                 chosen = indices[8 * step :][:8]
                 optimizer.zero_grad()

@@ -3,7 +3,7 @@
 #
 # **1F1B leaves every rank idle for (p − 1)(F + B). Which work can be moved there, how much of the bubble goes, and what does each step of it cost in memory?**
 #
-# *65 min · before this: lab 13a · needs a laptop, no GPU and no network*
+# *70 min, and 5 further · before this: lab 13a · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -11,7 +11,7 @@
 # After this lab you
 #
 # - move half of the backward pass without changing a gradient (exercise 13.4, a bug hunt),
-# - place that half where ranks would wait, in no more memory than before (exercise 13.5).
+# - place that half where ranks would wait, with no more micro-batches held than before, and know what that costs in bytes (exercise 13.5).
 
 # %% [markdown]
 # ## Setup
@@ -19,6 +19,7 @@
 # %%
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -27,11 +28,11 @@ from torch import Tensor
 from torch.distributed import pipelining
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils import data_parallel, pipeline, schedule, tensor_parallel
+from labutils import data_parallel, measure, pipeline, schedule, tensor_parallel
 from labutils.config import Mesh, ModelConfig
 from labutils.model import GPT
 from labutils.schedule import Durations, simulate
-from labutils.teach import plots
+from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.editor import LEVELS, Editor
 from labutils.teach.widgets import explore
@@ -87,7 +88,7 @@ second, twice = flops(lambda: torch.autograd.grad(y, weights, dy))
 reveal("backward-in-two/flops", forwards=round((first + second) / forward, 2))
 
 # %% [markdown]
-# The second call walks the whole graph again: to reach a weight it computes the gradients of all that lies behind it. What it adds is as long as what you wanted to move.
+# The second call walks the whole graph again: to reach a weight it computes the gradients of all that lies behind it. What it adds, B once more, is longer than the W that you wanted to move.
 #
 # So let each linear layer compute its input's gradient when autograd comes by, and write down the other product as a debt. `Later` does that to every `F.linear` of the forward pass inside it;
 # `pay` computes what is owed.
@@ -145,7 +146,7 @@ show(pipeline.pay)
 # %% [markdown]
 # ## Where does W go?
 #
-# Until W has run, the rank keeps the inputs of its layers and the gradients of their outputs: W, and no longer B, is what frees. So a W that waits costs memory, and lab 13a says which ranks
+# Until W has run, the rank keeps the inputs of its layers and the gradients of their outputs: where the two are apart, memory is freed by W and not by B. So a W that waits costs memory, and lab 13a says which ranks
 # have some to spare.
 #
 # ### Exercise 13.5 · Place W (10 min, ●●○)
@@ -156,7 +157,7 @@ def my_order(rank: int, p: int, m: int) -> list[str]:
     """The operations "F0", "B0", "W0", … of `rank` of p, in order.
 
     No rank holds more than p micro-batches at once. With one unit of time for each
-    operation a step takes 3m + p − 1.
+    operation, and m ≥ p, a step takes 3m + p − 1.
     """
     raise NotImplementedError
 
@@ -228,6 +229,58 @@ simulated = [h1.peak(rank) for rank in range(4)]
 pipeline.sent(h1, config, micro_batch=1, itemsize=8).diff(world.ledger).unexplained
 
 # %% [markdown]
+# ## Is that the same memory?
+#
+# In micro-batches it is: no rank holds more than p, as rank 0 of 1F1B does. In bytes? GPT-2 on four ranks, eight micro-batches of one sequence of 1,024 tokens, by dry run (lab 13a): all that a rank holds at its fullest beyond weights and their gradients.
+#
+# > Under 1F1B the last rank holds 0.62 GB. How many GB under ZB-H1?
+
+# %%
+predict("h1/last-rank", GB=0.62)
+
+# %%
+gpt2, dry = ModelConfig.named("gpt2"), World(Mesh(pp=4), engine="dry")
+
+
+def beyond(rank, plan):
+    """GB at the fullest moment of a step, beyond weights and their gradients."""
+    stages = pipeline.split(GPT(gpt2, attention="sdpa"), plan.stages)
+    stages = pipeline.local(stages, plan, rank.rank)
+    data = [(torch.zeros(1, 1024, dtype=torch.long),) * 2] * plan.micro_batches
+    run = partial(pipeline.run, stages, plan, rank.comm("pp"), data)
+    peak = measure.history(run, stages).peak.ledger.total
+    return (peak - 2 * sum(p.nbytes for p in stages.parameters())) / 1e9
+
+
+for plan in (schedule.one_f_one_b(4, 8), h1):
+    most = [dry.run(beyond, plan, rank=rank) for rank in (0, 3)]
+    print(f"{plan.name:12} rank 0: {most[0]:.2f} GB, rank 3: {most[1]:.2f} GB")
+reveal("h1/last-rank", GB=round(most[1], 2))
+
+# %% [markdown]
+# The last rank also has the head. Its W waits with the head's input *and the gradient of its output*, the logits: b·s·v numbers, 206 MB for each micro-batch. So the rank that had most to spare under 1F1B becomes the fullest. How many W of the last rank should wait? Let it be q at most, and all else as in ZB-H1:
+
+
+# %%
+def waiting(q):
+    """ZB-H1 whose last rank lets at most q of its W wait."""
+    last, owed = [], []
+    for op in schedule.one_f_one_b(4, 8).ranks[3]:
+        last.append(op)
+        owed += [op._replace(kind="W")] * (op.kind == "B")
+        last += [owed.pop(0)] if len(owed) > q else []
+    return replace(h1, ranks=(*h1.ranks[:3], (*last, *owed)))
+
+
+for q in range(4):
+    plan = waiting(q)
+    held, takes = dry.run(beyond, plan, rank=3), simulate(plan).makespan
+    print(f"q = {q}: {held:.2f} GB, a step of {takes} units")
+
+# %% [markdown]
+# Each W that waits on the last rank buys one unit of time, and costs the logits of one micro-batch. (The head's own W could be paid at once and those of the blocks alone be put off: `Later` makes no such difference.)
+
+# %% [markdown]
 # ## What stops the rest?
 #
 # *ZB-H2* runs twice as many forwards first, and waits twice as long with W.
@@ -243,8 +296,17 @@ shorter = 1 - simulate(h2).makespan / simulate(h1).makespan
 reveal("h2/shorter", percent=100 * shorter)
 
 # %% [markdown]
-# Nothing. On a line of stages the last rank waits p − 1 forwards for its first input, whatever the order, and has m(F + B + W) to do after that: a step that ends in a barrier takes
-# at least 3m + p − 1 units, which is what ZB-H1 takes.
+# Nothing, as long as B and W take equally long. On a line of stages the last rank waits p − 1 forwards for its first input, whatever the order, and has m(F + B + W) to do after that: a step that ends in a barrier takes
+# at least 3m + p − 1 units, which is what ZB-H1 takes. With the B and W counted above, and others:
+
+# %%
+for b, w in ((1.0, 1.0), (1.08, 0.92), (1.2, 0.8), (1.5, 0.5)):
+    times = Durations(F=1.0, B=b, W=w)
+    shorter = 1 - simulate(h2, times).makespan / simulate(h1, times).makespan
+    print(f"B {b:.2f}, W {w:.2f}: ZB-H2 is {shorter:.1%} shorter")
+
+# %% [markdown]
+# The longer B is than W, the more ZB-H2 gains with a barrier, too. Its bubble in the paper is (p − 1)(F + B − 2W): none for equal times.
 #
 # The barrier stands before the optimizer's update, O, here of one unit: clipping needs the norm of all ranks' gradients, loss scaling the test for inf. Take it away. Each rank updates as
 # soon as its own W are done, rank 0 begins its next step while rank 3 still works at this one, and what counts is the *period*, the longest that one rank takes from its first operation to
@@ -260,7 +322,7 @@ for plan in (h1, h2):
     print(f"{plan.name}: {run.makespan} with a barrier before O, {run.period} without")
 
 # %% [markdown]
-# ZB-H2 now has no bubble at all: 3m and the update. Rank 0 holds 2p − 1 micro-batches for it. So "zero bubble" holds for updates that wait for nobody; the paper lets every rank update
+# With equal times ZB-H2 now has no bubble at all: 3m and the update. Rank 0 holds 2p − 1 micro-batches for it. So "zero bubble" holds for updates that wait for nobody; the paper lets every rank update
 # without waiting, and takes the update back in the rare case that clipping or inf asks for it (*post-update validation*).
 #
 # Between the two lies a choice. Give a limit on memory, and search for the shortest period, on eight ranks with 24 micro-batches:
@@ -275,6 +337,23 @@ plots.curves(
     ylabel="bubble fraction, no barrier (%)",
     title="Each micro-batch more buys a piece of the bubble, until none is left",
 )
+
+# %% [markdown]
+# **Measured on GPUs.** Bubbles of GPTs on 8 to 32 GPUs, of the whole time (Qi et al., Table 5, m = 3p), and those of our simulator, where F = B = W and messages take no time:
+
+# %%
+for row in ("PZ-01", "PZ-04", "PZ-07", "PZ-10"):
+    case, paper = rigs.pipeline.published_bubbles(row)
+    p = int(re.search(r"p=(\d+)", case)[1])
+    makers = schedule.one_f_one_b, schedule.zb_h1, schedule.zb_h2
+    plans = [make(p, 3 * p) for make in makers]
+    ours = [simulate(plan).period_bubble_fraction for plan in plans]
+    pairs = zip(("1F1B", "ZB-H1", "ZB-H2"), ours, strict=True)
+    print(case, *(f"{name} {paper[name]:.3f} ({each:.3f})" for name, each in pairs))
+    print(" " * 8, "searched, in 2p micro-batches:", paper["ZB-2p"])
+
+# %% [markdown]
+# The order is the same, and each is larger by 0.01 to 0.11 than with equal times: on GPUs B is not W, and messages take time. ZB-H2 has only its shape. What was searched for with the times of those GPUs in hand comes near zero.
 
 # %% [markdown]
 # ## Does it need the memory?
@@ -311,6 +390,10 @@ matched = world.run(step(zb_v))
 # messages travel, such as those of expert parallelism (lab 12). *DualPipeV* does the same with the two legs of a V. That pays if the pair takes less time than its parts:
 
 # %%
+shown = Durations(F=0.5, B=0.5, W=0.5, fused=1.1)
+plots.gantt(simulate(schedule.dualpipe_v(4, 8), shown))
+
+# %%
 dual = schedule.dualpipe_v(4, 12)
 v = simulate(schedule.zb_v(4, 12), half).period
 for pair in (1.5, 1.3, 1.1):
@@ -328,7 +411,7 @@ for pair in (1.5, 1.3, 1.1):
 Editor(LEVELS[2:])
 
 # %% [markdown]
-# ## Does it still compose?
+# ## Further: does it still compose?
 #
 # Pipeline, data and tensor parallelism on a mesh of 2 × 2 × 2: `parallelize`, `split`, `run`, then the average over replicas.
 
@@ -356,14 +439,14 @@ errors = [(grad - wanted[name]).abs().max().item() for name, grad in found]
 {"equal to 1e-12": max(errors) < 1e-12}
 
 # %% [markdown]
-# Gradients are those of one device. (With ZeRO, `zero.Optimizer(…, level=1)` takes the place of the average. `replicate` and `zero.shard` go around each stage of 1F1B, say; where W is
-# apart `run` refuses them, since their hooks reduce after every backward pass, and know nothing of half a one.) Of the bytes sent, the pipeline's are the fewest:
+# Gradients are those of one device. With ZeRO, `zero.Optimizer(…, level=1)` takes the place of the average. `replicate` and `zero.shard` reduce after a backward pass; where W is
+# apart `run` refuses them, since half a backward pass has not all gradients. Of the bytes sent, the pipeline's are the fewest:
 
 # %%
 grid.ledger.by("axis")
 
 # %% [markdown]
-# ## Play with it
+# ## Further: play with it
 #
 # Which schedules have no bubble left when all three take equally long, and which when W is half as long, or half as long again? What does a barrier change?
 
@@ -433,7 +516,7 @@ for name, order in {"torch": schedule.read(theirs), "ours": zb_v}.items():
 # ## Summary
 #
 # > - A backward pass is two halves. Nobody waits for W, and split in the layer it costs no FLOPs; asked of autograd twice, it costs a forward pass more.
-# > - ZB-H1 fills the bubble up to (p − 1)(F + B − W), and no rank holds more than the p micro-batches of 1F1B's rank 0: 3 units idle and 4 held, for p = 4 and times of 1.
+# > - ZB-H1 fills all of the bubble but (p − 1)(F + B − W), and no rank holds more micro-batches than the p of 1F1B's rank 0: 3 units idle and 4 held, for p = 4 and times of 1. In bytes the last rank holds more: with each W of the head waits a gradient of logits.
 # >   <!-- claim: [schedule.simulate(schedule.zb_h1(4, 8)).idle(0), max(schedule.zb_h1(4, 8).peak(r) for r in range(4))] == [3, 4] -->
 # > - ZB-H2 fills it all, if no barrier ends the step, and holds 2p − 1: a period of 24 for p = 4 and m = 8, and 7 held.
 # >   <!-- claim: [schedule.simulate(schedule.zb_h2(4, 8)).period, schedule.zb_h2(4, 8).peak(0)] == [24, 7] -->
@@ -448,6 +531,8 @@ for name, order in {"torch": schedule.read(theirs), "ours": zb_v}.items():
 # ## References
 #
 # - P. Qi et al., *Zero bubble pipeline parallelism*, arXiv:2401.10241 (2023): Table 2, section 2.3.
+# - P. Qi et al., *Pipeline parallelism with controllable memory*, arXiv:2405.15362 (2024): V-shaped schedules in a half or a third of the memory.
+# - DeepSeek's `dualpipe`, its README: DualPipeV is the *cut-in-half* of Sea AI Lab, whose ZB-V is in Qi et al. (2023).
 # - DeepSeek-AI, *DeepSeek-V3 technical report*, arXiv:2412.19437 (2024): section 3, Table 2.
 # - D. Narayanan et al., *Efficient large-scale language model training on GPU clusters using Megatron-LM*, arXiv:2104.04473 (2021): section 2.2.
 # - PyTorch 2.13, documentation of `torch.distributed.pipelining`.

@@ -91,6 +91,46 @@ class _Mirrored(nn.Module):
         self.ready = None
 
 
+class _Buffers(nn.Module):
+    """W and the bias are buffers, and F.linear takes the merged weight or adds the two products."""
+
+    def __init__(self, linear, rank, alpha):
+        super().__init__()
+        self.register_buffer("weight", linear.weight.detach().clone())
+        self.register_buffer("bias", linear.bias.detach().clone())
+        self.low = nn.ParameterList([torch.randn(rank, linear.in_features) / 8])
+        self.low.append(torch.zeros(linear.out_features, rank))
+        self.alpha, self.delta = alpha, None
+
+    def _update(self):
+        A, B = self.low
+        return (self.alpha / len(A)) * (B @ A)
+
+    def forward(self, x):
+        if self.delta is not None:
+            return F.linear(x, self.delta, self.bias)
+        A, B = self.low
+        return F.linear(x, self.weight, self.bias) + F.linear(F.linear(x, A), B) * (
+            self.alpha / len(A)
+        )
+
+    def merge(self):
+        if self.delta is not None:
+            raise ValueError("it is merged already")
+        self.delta = (self.weight + self._update()).detach()
+
+    def unmerge(self):
+        self.delta = None
+
+
+def _tensors(linears, rank, itemsize):
+    """0-d tensors."""
+    sizes = torch.tensor([[each.in_features, each.out_features] for each in linears])
+    trained = rank * sizes.sum()
+    biases = sum(each.out_features for each in linears if each.bias is not None)
+    return trained, itemsize * (sizes.prod(1).sum() + biases) + 16 * trained
+
+
 def _loop(linears, rank, itemsize):
     trained = frozen = 0
     for layer in linears:
@@ -121,9 +161,15 @@ _LAYERS = {
     "a flag and a copy": _Plain,
     "two linear layers": _TwoLinears,
     "the sum written out, mirrored": _Mirrored,
+    "buffers": _Buffers,
 }
 RIGHT = {
     "lora/adapter": _LAYERS,
-    "lora/held": {"a loop": _loop, "NumPy, in a list": _numpy, "floats, of tensors": _built},
+    "lora/held": {
+        "a loop": _loop,
+        "NumPy, in a list": _numpy,
+        "floats, of tensors": _built,
+        "0-d tensors": _tensors,
+    },
     "lora/bug-hunt": _LAYERS,
 }

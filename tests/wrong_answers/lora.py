@@ -84,6 +84,88 @@ class _InFloat64(_Slips):
         return self.scale * (self.B.double() @ self.A.double())
 
 
+class _NoGradBase(_Slips):
+    """It is frozen, after all."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = self.linear(x)
+        return y + self.scale * (x @ self.A.T @ self.B.T)
+
+
+class _DetachedInput(_Slips):
+    def forward(self, x):
+        return self.linear(x) + self.scale * (x.detach() @ self.A.T @ self.B.T)
+
+
+class _Detached(_Slips):
+    """The sum is right, and the base's part is cut off behind it."""
+
+    def forward(self, x):
+        return self.linear(x).detach() + self.scale * (x @ self.A.T @ self.B.T)
+
+
+class _TwoDims(_Slips):
+    def forward(self, x):
+        low = torch.mm(torch.mm(x.reshape(x.shape), self.A.T), self.B.T)
+        return self.linear(x) + self.scale * low
+
+
+class _NoBias(_Slips):
+    def forward(self, x):
+        return x @ self.linear.weight.T + self.scale * (x @ self.A.T @ self.B.T)
+
+
+class _KeptAtTheStart(_Slips):
+    """W is kept when the layer is made."""
+
+    def __init__(self, linear, rank, alpha):
+        super().__init__(linear, rank, alpha)
+        self.at_first = None
+
+    def _apply(self, fn, recurse=True):  # to() another dtype: still the first one
+        made = super()._apply(fn, recurse)
+        made.at_first = made.linear.weight.detach().clone()
+        return made
+
+    @torch.no_grad()
+    def merge(self):
+        if not self.merged:
+            self.linear.weight += self.scale * self.B @ self.A
+            self.merged = True
+
+    @torch.no_grad()
+    def unmerge(self):
+        if self.merged:
+            self.linear.weight.copy_(self.at_first)
+            self.merged = False
+
+
+class _NeverAsked(_Slips):
+    """unmerge() takes for granted that merge() came before."""
+
+    @torch.no_grad()
+    def unmerge(self):
+        self.linear.weight.copy_(self.original)
+        self.original, self.merged = None, False
+
+
+class _ZeroedB(_Slips):
+    """Merging throws the adapter away."""
+
+    @torch.no_grad()
+    def merge(self):
+        super().merge()
+        self.B.zero_()
+
+
+class _LosesTheBias(_Slips):
+    def forward(self, x):
+        if self.merged:
+            return x @ self.linear.weight.T
+        return super().forward(x)
+
+
 def _slips(**slips):
     return functools.partial(_Slips, **slips)
 
@@ -121,6 +203,11 @@ WRONG = {
         Wrong("α/√r", _slips(scale="root"), "the factor α/r", "rank-stabilized"),
         Wrong("r/α", _slips(scale="upside down"), "the factor α/r", "upside down"),
         Wrong("of another input", _OfTheWeight, "the factor α/r", "first A"),
+        Wrong("the base under no_grad", _NoGradBase, "the layer below", "Frozen is W"),
+        Wrong("the base's output detached", _Detached, "the layer below", "Frozen is W"),
+        Wrong("x detached", _DetachedInput, "the layer below", "must not be detached"),
+        Wrong("two dims only", _TwoDims, "the layer below", "[b, s, k]"),
+        Wrong("no bias", _NoBias, "it begins as the layer", "bias"),
     ),
     "lora/held": (
         Wrong("the bias counts", _count(bias=True), "numbers trained", "frozen with its layer"),
@@ -131,6 +218,19 @@ WRONG = {
         Wrong("no moments", _count(per=8), "bytes held", "two moments"),
         Wrong("adapters alone", _count(frozen=False), "bytes held", "still there"),
         Wrong("no biases", _count(biases=False), "bytes held", "biases are missing"),
+        Wrong("the last layer alone", lambda linears, rank, itemsize: _count()(
+            linears[-1:], rank, itemsize), "numbers trained", "for each layer"),
+        Wrong("once for all layers", lambda linears, rank, itemsize: (
+            rank * (linears[0].in_features + linears[0].out_features),
+            _count()(linears, rank, itemsize)[1]), "numbers trained", "for each layer"),
+        Wrong("as words", lambda linears, rank, itemsize: tuple(
+            f"{n} numbers" for n in _count()(linears, rank, itemsize)), "numbers trained", ""),
+        Wrong("in numbers", lambda linears, rank, itemsize: (
+            _count()(linears, rank, itemsize)[0],
+            sum(p.numel() for each in linears for p in each.parameters())
+            + 4 * _count()(linears, rank, itemsize)[0]), "bytes held", "itemsize"),
+        Wrong("adapters in half", lambda linears, rank, itemsize: _count(per=4 * itemsize)(
+            linears, rank, itemsize), "bytes held", "stay fp32"),
         Wrong("frozen gradients", lambda linears, rank, itemsize: _count(more=itemsize)(
             linears, rank, itemsize), "bytes held", "has no gradient"),
     ),
@@ -141,6 +241,11 @@ WRONG = {
             "merged twice",
             "in W two times",
         ),
+        Wrong("kept at the start", _KeptAtTheStart, "weights loaded later", "of that moment"),
+        Wrong("unmerge first", _NeverAsked, "unmerged without a merge", "Nothing was merged"),
+        Wrong("B zeroed", _ZeroedB, "unmerged, the same bits", ""),
+        Wrong("the bias lost", _LosesTheBias, "merged, the same values", ""),
+        Wrong("merged twice, refused late", _slips(once=False), "merged twice", "in W two times"),
         Wrong("subtracts", _slips(kept=False), "unmerged, the same bits", "Keep W itself"),
         Wrong("in float64", _InFloat64, "unmerged, the same bits", "rounded again"),
         Wrong("times zero", _slips(early=False), "no work left", "return early"),

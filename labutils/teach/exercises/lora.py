@@ -1,7 +1,6 @@
 """Give a layer an adapter, count what is trained and held, and repair a layer that merges."""
 
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -179,6 +178,37 @@ def _scaled(attempt: Callable) -> str:
     return f"{len(_CASES)} cases"
 
 
+def _passes_on(attempt: Callable) -> str:
+    """The gradient of x is that of the function which the layer computes, in any shape."""
+    rank, alpha = _CASES[0]
+    layer = _made(attempt, _linear(), rank, alpha).eval()
+    _factors(layer, rank)
+    x, g = _x(rows=6).view(2, 3, _K), torch.linspace(-1, 1, 6 * _D, dtype=torch.float64)
+    g = g.view(2, 3, _D)
+    try:
+        y = layer(x.requires_grad_())
+    except RuntimeError as error:
+        hint = "Activations are [b, s, k]: multiply with @ or F.linear, which take more dims."
+        raise Failed(f"x[2, 3, {_K}]: {error}", hint) from None
+    with torch.no_grad():
+        whole = (layer(torch.eye(_K, dtype=torch.float64)) - layer(g.new_zeros(1, _K))).mT
+    W = _linear().weight.detach()
+    (found,) = torch.autograd.grad((y * g).sum(), x, allow_unused=True)
+    found = torch.zeros_like(x) if found is None else found
+    if (found - g @ whole).abs().max() > 1e-9:
+        hint = "The gradient of x is (W + (α/r)·B·A)ᵀ times that of y."
+        if (found - g @ (whole - W)).abs().max() < 1e-9:
+            hint = (
+                "It flows through B·A alone. Frozen is W, and not what flows through it: under "
+                "no_grad or detach the adapters of all layers below learn nothing from this path."
+            )
+        elif (found - g @ W).abs().max() < 1e-9:
+            hint = "It flows through W alone: what goes into A must not be detached."
+        norms = f"{found.norm():.3g}, of which {(g @ whole).norm():.3g} should arrive"
+        raise Failed(f"two layers, one on the other: the lower gets a gradient of {norms}", hint)
+    return "x[2, 3, k]"
+
+
 ADAPTER = Exercise(
     id="lora/adapter",
     title="Give a layer an adapter",
@@ -191,6 +221,7 @@ ADAPTER = Exercise(
         Property("what is trained", _what_is_trained),
         Property("it learns", _learns),
         Property("the factor α/r", _scaled),
+        Property("the layer below", _passes_on),
     ),
     hints=(
         "Keep the layer, frozen with requires_grad_(False). A is an nn.Parameter [r, k], drawn; "
@@ -220,7 +251,10 @@ def _answer(attempt: Callable, case: str) -> tuple[list[nn.Linear], tuple[int, i
 
 
 def _same(got: Any, right: int) -> bool:
-    return isinstance(got, Integral | float) and got == right
+    try:
+        return float(got) == right
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _counted(attempt: Callable) -> str:
@@ -241,7 +275,7 @@ def _counted(attempt: Callable) -> str:
             right + whole: "W is frozen: it counts as held, and not as trained.",
         }
         hint = usually.get(got, "A has r·k numbers and B has d·r, for each layer.")
-        raise Failed(f"{said}: you count {got}, trained are {right:,}", hint)
+        raise Failed(f"{said}: you count {got!r}, trained are {right:,}", hint)
     return f"{len(_LAYERS)} cases"
 
 
@@ -264,7 +298,7 @@ def _held(attempt: Callable) -> str:
             itemsize * frozen + 4 * itemsize * trained: "Adapters stay fp32 beside a half model.",
         }
         hint = usually.get(got, "Frozen: itemsize per number. Trained: four numbers in fp32.")
-        raise Failed(f"{said}: you say {got} B, held are {right:,} B", hint)
+        raise Failed(f"{said}: you say {got!r} B, held are {right:,} B", hint)
     return f"{len(_LAYERS)} cases"
 
 
@@ -364,6 +398,45 @@ def _back(attempt: Callable) -> str:
     return "equal to the bit"
 
 
+def _loaded(attempt: Callable) -> str:
+    """Weights that are loaded after the adapter was put beside them are those that come back."""
+    layer, x, _ = _mergeable(attempt)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if not parameter.requires_grad and parameter.shape == (_N, _N):
+                parameter.copy_(parameter.mT * 3)
+        before = layer(x)
+        layer.merge()
+        off = _off(layer, x, before)
+        layer.unmerge()
+        after = layer(x)
+    if off > 1e-5 or not torch.equal(after, before):
+        raise Failed(
+            "weights loaded into the frozen layer, then merged and unmerged: the output differs "
+            f"by {max(off, _off(layer, x, before)):.1%}",
+            "What merge() keeps are the weights of that moment. Kept when the layer was made, "
+            "they are older than what was loaded since.",
+        )
+    return "what merge() found"
+
+
+def _not_merged(attempt: Callable) -> str:
+    layer, x, before = _mergeable(attempt)
+    try:
+        layer.unmerge()
+    except (RuntimeError, ValueError):
+        return "refused"
+    except Exception as error:
+        hint = "Nothing was merged, so nothing is to be taken out: return, or raise a clear error."
+        raise Failed(
+            f"unmerge() of an unmerged layer: {type(error).__name__}: {error}", hint
+        ) from None
+    if _off(layer, x, before) > 0:
+        hint = "Nothing was merged, so nothing is to be taken out: return, or raise an error."
+        raise Failed("unmerge() of an unmerged layer changes the output", hint)
+    return "changes nothing"
+
+
 REPAIR = Exercise(
     id="lora/bug-hunt",
     title="Bug hunt: the layer that merges",
@@ -377,6 +450,8 @@ REPAIR = Exercise(
         Property("merged twice", _twice),
         Property("unmerged, the same bits", _back),
         Property("no work left", _work),
+        Property("weights loaded later", _loaded),
+        Property("unmerged without a merge", _not_merged),
     ),
     hints=(
         "Call merge() two times. Call merge() and unmerge() in float32 and compare with "

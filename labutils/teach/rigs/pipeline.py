@@ -1,6 +1,7 @@
 """A schedule on ranks beside the whole model on one device: equal, sent as computed, kept as
-simulated."""
+simulated. And published bubbles."""
 
+import csv
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from labutils import pipeline
-from labutils.config import Mesh, ModelConfig
+from labutils.config import DATA, Mesh, ModelConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
 from labutils.schedule import PipelineRun, Schedule
@@ -90,3 +91,16 @@ def _step(
     done = pipeline.run(stages, schedule, comm, [tuple(pair) for pair in tokens], **options)
     named = stages.named_parameters(remove_duplicate=False)
     return done, {name.partition(".")[2]: p.grad for name, p in named}
+
+
+def published_bubbles(row: str) -> tuple[str, dict[str, float]]:
+    """A case of Qi et al. 2401.10241, Table 5, and the measured bubble of each schedule, of the
+    whole time; by its row of paper_results.csv.
+
+    >>> published_bubbles("PZ-01")[1]["ZB-H1"]
+    0.1585
+    """
+    with open(DATA / "paper_results.csv", encoding="utf-8") as file:
+        found = next(each for each in csv.DictReader(file) if each["id"] == row)
+    names = found["quantity"].removeprefix("bubble rates ").split(" / ")
+    return found["inputs"], dict(zip(names, map(float, found["value"].split(" / ")), strict=True))
