@@ -11,7 +11,7 @@ import torch
 from small_models import build
 from torch import nn
 
-from labutils import checkpointing, data_parallel, floats, measure, tensor_parallel
+from labutils import checkpointing, data_parallel, floats, measure, tensor_parallel, zero
 from labutils.config import Mesh, ModelConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler
@@ -337,6 +337,14 @@ def test_kept_in_fp32_it_is_adamw():
     for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-4)
     assert kept_states(RECIPES["Transformer Engine"], 10).total == 160
+
+
+def test_a_gradient_that_is_rounded_already_is_neither_clipped_nor_added_to():
+    model = use_fp8(gpt(), Scheme())
+    _optimizer = KeptAdam(model, RECIPES["DeepSeek-V3"])
+    model.loss(tokens(), tokens()).backward()
+    with pytest.raises(RankError, match=r"has rounded this gradient .* already: step torch.optim.A"):
+        World(1).run(lambda rank: zero.clip_grad_norm(model.parameters(), rank.comm(), 1.0))
 
 
 @pytest.mark.parametrize("name", RECIPES)

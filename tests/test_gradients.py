@@ -1,13 +1,16 @@
 """Where a gradient is once a hook has taken it: found there by a pipeline that adds up two halves."""
 
+import functools
+
 import pytest
 import torch
 from small_models import build
+from torch import nn
 
-from labutils import accumulation, pipeline, precision, schedule
+from labutils import accumulation, pipeline, precision, schedule, zero
 from labutils.config import Mesh, ModelConfig
 from labutils.gradients import gradient_of
-from labutils.world import World
+from labutils.world import RankError, World
 
 TIED = ModelConfig(num_layers=3, d_model=8, num_heads=2, d_ff=12, vocab_size=14, seq_len=6)
 MADE = torch.Generator().manual_seed(1)
@@ -54,3 +57,23 @@ def test_it_is_in_grad_again_when_nobody_takes_it_any_more():
     layer.zero_grad()
     layer(torch.ones(1, 1).bfloat16()).backward()
     assert gradient_of(layer.weight) is masters.masters[layer.weight].grad is not None
+
+
+@pytest.mark.parametrize("fp32_gradients", [True, "only"])
+def test_gradients_that_are_not_in_grad_are_not_clipped_as_if_there_were_none(fp32_gradients):
+    layer = nn.Linear(4, 4, dtype=torch.bfloat16)
+    masters = precision.MasterWeights(
+        torch.optim.SGD(layer.parameters()), fp32_gradients=fp32_gradients
+    )
+    other = nn.Linear(4, 4)
+    layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    clip = functools.partial(zero.clip_grad_norm, max_norm=1.0)
+    with pytest.raises(RankError, match="taken out of .grad as they come: clip what its collect"):
+        World(1).run(lambda rank: clip(layer.parameters(), rank.comm()))
+    masters.collect()
+    kept = list(masters.masters.values())
+    assert World(1).run(lambda rank: clip(kept, rank.comm()))[0] > 1
+    with accumulation.gradient_buffer(other.parameters()):
+        other(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(RankError, match="taken out of .grad as they come"):
+            World(1).run(lambda rank: clip(other.parameters(), rank.comm()))

@@ -396,6 +396,11 @@ def test_what_else_makes_no_sense_is_named():
         "12 tokens do not fit seq_len=6": long,
         "takes a whole labutils.model.GPT, got ParallelGPT": again,
         "takes a whole labutils.model.GPT, got ContextGPT": of_tokens,
+        "the head of this tied model has a weight of its own: give it tied=False": lambda comm: (
+            tensor_parallel.parallelize(
+                quantization.quantized(GPT(GPT2), torch.Tensor.round), comm
+            )
+        ),
         "tp=4 does not divide 6 outputs: pad them to 8": lambda comm: layers.ColumnLinear.from_full(
             nn.Linear(4, 6), comm
         ),

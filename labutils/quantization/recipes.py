@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from labutils import anatomy
 from labutils.config import ModelConfig
+from labutils.gradients import kept_by
 from labutils.ledger import Ledger, Line
 from labutils.quantization.fp8 import E4M3, Fp8Linear, fp8_layers, scale_for, tile_amax, to_eight
 from labutils.quantization.moments import (
@@ -119,7 +120,8 @@ class KeptAdam(LowBits):
 
     A gradient is put into its format as soon as it is there, and added to the sum. Master weights
     are stepped, in fp32 for the moment, and rounded into the weights. Formats of 16 bits are
-    rounded to nearest, fp8 with a scale per tensor from its largest number now.
+    rounded to nearest, fp8 with a scale per tensor from its largest number now. So nobody else can
+    read or change a gradient: clipping and DualPipe are refused.
     """
 
     def __init__(
@@ -145,7 +147,13 @@ class KeptAdam(LowBits):
                 self.kept[p] = kept if p in self.layers else RECIPES["Transformer Engine"]
         for p, whole in masters.items():
             p.register_post_accumulate_grad_hook(self._take)
+            kept_by(self, p)
             self._publish(p, whole)
+
+    def gradient_of(self, p: Tensor) -> Tensor:
+        """Raises ValueError: it is rounded as soon as it is there."""
+        remedy = "step torch.optim.AdamW, or neither clip nor take a schedule with two copies"
+        raise ValueError(f"KeptAdam has rounded this gradient of {list(p.shape)} already: {remedy}")
 
     # -- what is kept, and in which format ---------------------------------------------------------
 

@@ -115,6 +115,8 @@ def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
         raise TypeError(f"parallelize takes a whole labutils.model.GPT, got {got}")
     config = module.config
     rank_config(config, comm.size)  # or an error that says what does not fit
+    if config.tied and module.head.weight is not module.tokens.weight:  # rounded alone, say
+        raise ValueError("the head of this tied model has a weight of its own: give it tied=False")
     for parameter in module.parameters():
         comm.broadcast(parameter.data, out=parameter.data)
     table = styles(config)

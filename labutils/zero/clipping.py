@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from labutils import units, world
+from labutils.gradients import gradient_of
 from labutils.world import Comm
 
 
@@ -26,7 +27,8 @@ def clip_grad_norm(
 
     Cost: one all-reduce of a single number in fp64, booked as "gradient norm".
     Raises ValueError for fewer than all ranks of the mesh, for parameters of which nobody said how
-    ranks share them out, and for those that a zero.Optimizer steps in pieces.
+    ranks share them out, for those that a zero.Optimizer steps in pieces, and where gradients are
+    taken out of `.grad`: of them there would be no norm.
     """
     comm.check_all("the norm of a gradient")
     units.positive(max_norm, "max_norm")
@@ -48,4 +50,8 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
     if hasattr(parameter, "piece"):
         remedy = "give what its collect() returns"
         raise ValueError(f"a zero.Optimizer has the gradients of these parameters: {remedy}")
+    kept = gradient_of(parameter)
+    if kept is not None and kept is not parameter.grad:
+        remedy = "clip what its collect() returns, or when it has put them into .grad"
+        raise ValueError(f"these gradients are taken out of .grad as they come: {remedy}")
     return parameter.grad is not None
