@@ -171,7 +171,9 @@ def test_what_the_gpt_does_not_run_is_counted_and_refused(what):
 def test_the_latent_attention_of_deepseek_by_hand():
     # DeepSeek-V2, 2405.04434, section 2.1: down, norm, up for queries and for keys and values.
     h, a, q, c, rope, nope, value = 5120, 128, 1536, 512, 64, 128, 128
-    by_hand = h * q + q * a * (nope + rope) + h * (c + rope) + c * a * (nope + value) + a * value * h
+    by_hand = (
+        h * q + q * a * (nope + rope) + h * (c + rope) + c * a * (nope + value) + a * value * h
+    )
     model = ModelConfig.named("deepseek-v2")
     assert model.parameters["attention"] == 60 * by_hand
     assert model.parameters["norms"] == 60 * (2 * h + q + c) + h

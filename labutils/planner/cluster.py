@@ -1,0 +1,73 @@
+"""Where a plan runs: nodes of alike devices, and the links between them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from labutils import units
+from labutils.config import Hardware
+from labutils.planner.work import Numbers, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """`nodes` of `gpus_per_node` devices.
+
+    between: bytes per second that each device sends out of its node (50 GB/s is 400 Gbit/s)
+    reserve: the share of a device's memory that a plan leaves alone. Allocators reserve more than
+        is allocated (2.8 to 9.3 % in data/measured_b200.csv), and contexts and NCCL come on top
+    price: of a device per hour, in any currency; 0: not known
+    """
+
+    device: Hardware
+    nodes: int
+    gpus_per_node: int = 8
+    between: float = 50e9
+    reserve: float = 0.10
+    price: float = 0.0
+
+    def __post_init__(self) -> None:
+        units.whole_fields(self, "nodes", "gpus_per_node")
+        units.positive(self.between, "between")
+        units.positive(self.price, "price", or_zero=True)
+        if not 0 <= self.reserve < 1:
+            raise ValueError(f"reserve={self.reserve} is a share of the memory: give 0 ≤ … < 1")
+
+    @property
+    def gpus(self) -> int:
+        """All devices."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def room(self) -> float:
+        """Bytes that a plan may allocate on a device."""
+        return self.device.memory * (1 - self.reserve)
+
+    def slowness(self, p: Plan, whole_heads: Numbers = True) -> dict[str, Numbers]:
+        """By axis: how many times longer a byte takes than on links within a node.
+
+        A collective's ring that leaves its node takes all the links that the node has for it; a
+        message, also one of ring attention (where there are no `whole_heads` for Ulysses), takes
+        its sender's. Of what is exchanged by all, the part that leaves counts. Neighbours are in
+        the order tp, cp, dp, pp.
+        """
+        apart = self.device.link_bandwidth / self.between
+        inside, G = p.tp * p.cp, self.gpus_per_node
+
+        def ring(inner: Numbers, n: Numbers) -> Numbers:
+            slow = np.maximum(1, apart * np.minimum(inner, G) / G)
+            return np.where(inner * n > G, slow, 1.0)
+
+        def exchange(inner: Numbers, n: Numbers) -> Numbers:
+            near = np.clip(G // inner, 1, n)
+            others = np.maximum(n - 1, 1)
+            return np.where(n > 1, np.maximum(near - 1, (n - near) * apart) / others, 1.0)
+
+        far = p.pp * inside * p.dp > G
+        return {
+            "tp": ring(np.ones_like(p.tp), p.tp),
+            "cp": np.where(whole_heads, exchange(p.tp, p.cp), np.where(inside > G, apart, 1.0)),
+            "ep": exchange(p.tp, p.ep),
+            "pp": np.where(far, np.maximum(1, apart), 1.0),
+            "dp": ring(p.tp, p.replicas),
+        }

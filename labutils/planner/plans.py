@@ -1,0 +1,383 @@
+"""All legal plans of a model on a cluster, evaluated as columns: which fit, which is fastest, which
+are as good within the error of the model, and why another is not.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from labutils import units
+from labutils.config import ModelConfig
+from labutils.planner import rates as rates_
+from labutils.planner import stages, work
+from labutils.planner.cluster import Cluster
+from labutils.planner.rates import ZB_H1, Rates
+from labutils.planner.work import RECOMPUTE, SCHEDULES, Numbers, Plan
+
+TIE = 0.03  # plans whose steps differ less are alike: the model errs by as much
+CHUNKS = (2, 3, 4, 6, 8)
+MICRO_BATCHES = (1, 2, 4, 8)
+INTERLEAVED = SCHEDULES.index("interleaved")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is asked: a model, a cluster, and tokens.
+
+    batch_tokens: of a global batch, which is rounded to whole sequences of model.seq_len
+    tokens: of the whole training
+    stack: whose memory is counted, "megatron" or "course"
+    rates: what devices reach; `Rates.of` the device unless given
+    """
+
+    model: ModelConfig
+    cluster: Cluster
+    batch_tokens: int = 2**24
+    tokens: float = 0.0
+    stack: str = "megatron"
+    rates: Rates | None = None
+
+    def __post_init__(self) -> None:
+        units.whole_fields(self, "batch_tokens")
+        units.positive(self.tokens, "tokens", or_zero=True)
+        if self.stack not in stages.STACKS:
+            known = " or ".join(map(repr, stages.STACKS))
+            raise ValueError(f"stack={self.stack!r} is unknown: use {known}")
+        if self.stack == "course":
+            self.model.require_gpt()
+        if self.batch < 1:
+            short = f"batch_tokens={self.batch_tokens:,} is less than half of a sequence"
+            raise ValueError(f"{short} of {self.model.seq_len:,}: give at least one")
+        if self.rates is None:
+            object.__setattr__(self, "rates", Rates.of(self.cluster.device))
+
+    @property
+    def batch(self) -> int:
+        """Sequences in a global batch."""
+        return round(self.batch_tokens / self.model.seq_len)
+
+
+# ── what is legal ─────────────────────────────────────────────────────────────────────────────────
+
+
+def rules(task: Task, p: Plan) -> Iterator[tuple[Numbers, str]]:
+    """Where a plan, or a column of plans, is illegal, and the sentence that says so of a plan q."""
+    model, n, batch = task.model, task.cluster.gpus, task.batch
+    yield p.gpus != n, f"pp·dp·cp·tp = {{q.gpus:,}} ranks, and the cluster has {n:,} GPUs"
+    for name in ("num_heads", "num_kv_heads", "d_ff", "vocab_size"):
+        size = getattr(model, name)
+        yield size % p.tp != 0, f"tp={{q.tp}} does not divide {name}={size:,}"
+    s = model.seq_len
+    yield s % (p.cp * (1 + (p.cp > 1))) != 0, f"2·cp, cp={{q.cp}}, does not divide seq_len={s:,}"
+    yield s // p.cp % p.tp != 0, f"tp={{q.tp}} does not divide a rank's {s:,} / {{q.cp}} tokens"
+    given = "dp={q.dp}, micro_batch={q.micro_batch}, micro_batches={q.micro_batches}"
+    sequences = p.dp * p.micro_batch * p.micro_batches
+    yield sequences != batch, f"{given} do not make up the batch of {batch:,} sequences"
+    yield p.replicas % p.ep != 0, "ep={q.ep} does not divide dp·cp = {q.replicas}"
+    experts = model.num_experts
+    yield experts % p.ep != 0, f"ep={{q.ep}} does not divide num_experts={experts}"
+    apart = (p.zero > 0) & (p.replicas == 1)
+    yield apart, "zero={q.zero} shares states out over dp·cp, which is 1"
+    whole = "zero=3 shares all weights of a layer over dp·cp, and ep={q.ep} has experts apart"
+    yield (p.zero == 3) & (p.ep > 1), whole
+    most = model.num_layers + 2
+    stages_ = f"pp={{q.pp}} ranks of {{q.chunks}} chunks are more stages than the {most} that fill"
+    yield p.pp * p.chunks > most, stages_
+    looped, split = p.schedule == INTERLEAVED, p.schedule == ZB_H1
+    yield looped != (p.chunks > 1), "chunks={q.chunks}: interleaved has several, others have one"
+    turns = (
+        "interleaved takes pp micro-batches in turn: pp={q.pp} does not divide {q.micro_batches}"
+    )
+    yield looped & (p.micro_batches % p.pp != 0), turns
+    yield (p.schedule > 0) & (p.pp == 1), "this is a schedule of a pipeline, and pp=1"
+    gathers = "zb_h1 splits backward passes, and zero=3 gathers weights for whole ones"
+    yield split & (p.zero == 3), gathers
+    yield split & (task.stack == "megatron"), "Megatron-LM has no zb_h1"
+
+
+def illegal(task: Task, plan: Plan) -> str:
+    """Why a plan is illegal, in a sentence; empty if it is legal."""
+    return next((said.format(q=plan) for wrong, said in rules(task, plan) if np.any(wrong)), "")
+
+
+def _divisors(n: int, most: float = math.inf) -> list[int]:
+    return [i for i in range(1, int(min(n, most)) + 1) if n % i == 0]
+
+
+def enumerate_plans(task: Task) -> Plan:
+    """A column of all legal plans: meshes and micro-batches from divisors, times schedules, levels
+    of ZeRO and recomputation, less what a rule forbids."""
+    model, n, batch = task.model, task.cluster.gpus, task.batch
+    meshes = []
+    for tp in _divisors(math.gcd(n, model.num_kv_heads), 16):
+        for cp in _divisors(n // tp, model.seq_len / tp):
+            for pp in _divisors(n // tp // cp, model.num_layers + 2):
+                dp = n // tp // cp // pp
+                for ep in _divisors(math.gcd(dp * cp, model.num_experts)):
+                    if batch % dp == 0:
+                        sizes = (b for b in MICRO_BATCHES if batch // dp % b == 0)
+                        meshes += [(tp, cp, pp, dp, ep, b, batch // dp // b) for b in sizes]
+    how = [(0, 1), (1, 1), *((INTERLEAVED, v) for v in CHUNKS), (ZB_H1, 1)]
+    options = [(s, v, zero, again) for s, v in how for zero in range(4) for again in range(3)]
+    if not meshes:
+        return _columns(np.zeros((0, 11), dtype=np.int64))
+    left, right = np.array(meshes), np.array(options)
+    # Rules on parts of a row first, so that few whole rows are made.
+    one = np.repeat(left, len(options), axis=0)
+    rows = np.concatenate([one, np.tile(right, (len(left), 1))], axis=1)
+    pp, chunks, schedule = rows[:, 2], rows[:, 8], rows[:, 7]
+    rows = rows[(pp * chunks <= model.num_layers + 2) & ((schedule == 0) | (pp > 1))]
+    p = _columns(rows)
+    legal = np.ones(len(rows), dtype=bool)
+    for wrong, _ in rules(task, p):
+        legal &= np.logical_not(wrong)
+    return p[legal]
+
+
+def _columns(rows: np.ndarray) -> Plan:
+    names = (
+        "tp", "cp", "pp", "dp", "ep", "micro_batch", "micro_batches", "schedule", "chunks", "zero",
+        "recompute",
+    )  # fmt: skip
+    rest = {f.name: np.full(len(rows), f.default) for f in fields(Plan) if f.name not in names}
+    return Plan(**dict(zip(names, np.ascontiguousarray(rows.T), strict=True)), **rest)
+
+
+# ── what they cost ────────────────────────────────────────────────────────────────────────────────
+
+
+def evaluate(task: Task, p: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of a step, and bytes of the fullest rank, of a column of plans."""
+    seconds, peaks = np.empty(len(p.tp)), np.empty(len(p.tp))
+    for begin in range(0, len(p.tp), 4096):  # so much stays in the cache
+        part = slice(begin, begin + 4096)
+        some = p[part]
+        at = stages.places(task.model, some)
+        peaks[part] = stages.bytes_of(task.model, some, task.stack, at).max(axis=0)
+        path = rates_.critical_path(task.model, some, task.rates, task.cluster, at)
+        seconds[part] = path.total(task.rates)
+    return seconds, peaks
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One plan of a task: seconds of a step, bytes of its fullest rank, and what follows."""
+
+    task: Task
+    plan: Plan
+    seconds: float
+    peak: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether what it allocates leaves the cluster's reserve alone."""
+        return self.peak <= self.task.cluster.room
+
+    @property
+    def headroom(self) -> float:
+        """Bytes between its peak and what it may allocate."""
+        return self.task.cluster.room - self.peak
+
+    @functools.cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the step by what they are for."""
+        p = self.plan.column()
+        path = rates_.critical_path(self.task.model, p, self.task.rates, self.task.cluster)
+        return {name: float(np.squeeze(s)) for name, s in path.parts(self.task.rates).items()}
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        tokens = self.task.batch * self.task.model.seq_len
+        return tokens / self.seconds / self.task.cluster.gpus
+
+    def mfu(self, convention: str = "causal") -> float:
+        """Model FLOPs per second as a share of the bf16 peak.
+
+        convention: "6N": six for each parameter that a token meets; "causal": all products, of
+            attention the half that is not masked; "full": attention in full, as Korthikanti et al.
+        """
+        per_token = flops_per_token(self.task.model)[convention]
+        return per_token * self.tokens_per_second / self.task.cluster.device.flops["bf16"]
+
+    @property
+    def days(self) -> float:
+        """Of the whole training."""
+        per_day = self.tokens_per_second * self.task.cluster.gpus * 86400
+        return self.task.tokens / per_day
+
+    @property
+    def cost(self) -> float:
+        """GPU-hours of the whole training, times the price of one."""
+        return self.days * 24 * self.task.cluster.gpus * self.task.cluster.price
+
+    def complexity(self) -> int:
+        """How many things beside plain data parallelism a plan has."""
+        p = self.plan
+        return int(_complexity(p))
+
+
+def flops_per_token(model: ModelConfig) -> dict[str, float]:
+    """FLOPs of a token's forward and backward pass, by convention."""
+    known = work.shape(model)
+    heads = model.num_heads * (known.letters["d"] + known.letters["w"])
+    attention = 3 * 2 * model.num_layers * model.seq_len * heads
+    full, idle = model.flops_per_token(), model.num_experts - model.top_k
+    active = model.num_params - known.num_sparse * idle * known.sparse.expert
+    return {"6N": 6 * active, "causal": full - attention / 2, "full": full}
+
+
+def _complexity(p: Plan) -> Numbers:
+    """Axes in use, and 1 for each other thing: a schedule other than 1F1B, ZeRO above level 1,
+    recomputation."""
+    axes = sum(1 * (n > 1) for n in (p.tp, p.cp, p.pp, p.ep))
+    return axes + (p.schedule > 0) + (p.zero > 1) + (p.recompute > 0)
+
+
+class Found:
+    """All legal plans of a task with seconds and peaks; made by `search`.
+
+    plans, seconds, peaks: columns
+    fits: which plans leave the reserve alone
+    """
+
+    def __init__(self, task: Task, plans: Plan) -> None:
+        self.task, self.plans = task, plans
+        self.seconds, self.peaks = evaluate(task, plans)
+        self.fits = self.peaks <= task.cluster.room
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def __getitem__(self, i: int) -> Estimate:
+        return Estimate(self.task, self.plans[i], float(self.seconds[i]), float(self.peaks[i]))
+
+    @functools.cached_property
+    def order(self) -> np.ndarray:
+        """Places of the plans that fit: ties of the fastest first, by headroom in tenths of the
+        device, then by simplicity, then by seconds; then the others by seconds."""
+        fit = np.flatnonzero(self.fits)
+        seconds = self.seconds[fit]
+        tied = seconds <= seconds.min(initial=math.inf) * (1 + TIE)
+        spare = np.floor(10 * (1 - self.peaks[fit] / self.task.cluster.room))
+        simple = _complexity(self.plans[fit])
+        keys = (seconds, simple * tied, -spare * tied, np.logical_not(tied))
+        return fit[np.lexsort(keys)]
+
+    def best(self, n: int = 1) -> list[Estimate]:
+        """The first n plans in `order`."""
+        return [self[i] for i in self.order[:n]]
+
+    @property
+    def fastest(self) -> Estimate:
+        """The plan with the shortest step of those that fit.
+
+        Raises ValueError: if none fits, with the one that comes closest.
+        """
+        if not self.fits.any():
+            raise ValueError(self._none())
+        return self[int(np.where(self.fits, self.seconds, np.inf).argmin())]
+
+    @property
+    def ties(self) -> list[Estimate]:
+        """The plans that are within the model's error of the fastest, as in `order`."""
+        most = self.fastest.seconds * (1 + TIE)
+        return [self[i] for i in self.order if self.seconds[i] <= most]
+
+    def pareto(self) -> list[Estimate]:
+        """The plans that fit and that no other beats in both seconds and peak, fastest first."""
+        fit = np.flatnonzero(self.fits)
+        fit = fit[np.lexsort((self.peaks[fit], self.seconds[fit]))]
+        least = np.minimum.accumulate(np.concatenate([[np.inf], self.peaks[fit]]))
+        return [self[i] for i in fit[self.peaks[fit] < least[:-1]]]
+
+    def _none(self) -> str:
+        room, device = units.text(self.task.cluster.room), self.task.cluster.device.name
+        if not len(self):
+            return (
+                f"no plan is legal for {self.task.batch:,} sequences on "
+                f"{self.task.cluster.gpus:,} GPUs: change the batch or the number of nodes, so "
+                "that they have divisors in common"
+            )
+        near = self[int(self.peaks.argmin())]
+        return (
+            f"none of {len(self):,} legal plans fits: the leanest needs {units.text(near.peak)} of "
+            f"{room} ({1 - self.task.cluster.reserve:.0%} of a {device}): use more nodes, a larger "
+            "device or a shorter sequence"
+        )
+
+
+def search(task: Task) -> Found:
+    """All legal plans of the task, evaluated."""
+    return Found(task, enumerate_plans(task))
+
+
+def estimate(task: Task, plan: Plan) -> Estimate:
+    """One plan, evaluated, legal or not."""
+    seconds, peaks = evaluate(task, plan.column())
+    return Estimate(task, plan, float(seconds[0]), float(peaks[0]))
+
+
+def why(found: Found, plan: Plan) -> str:
+    """Why a plan is not the first: the sentence, with numbers, that it is illegal, does not fit, or
+    is slower, and by what."""
+    task = found.task
+    if reason := illegal(task, plan):
+        return f"illegal: {reason}"
+    mine = estimate(task, plan)
+    if not mine.fits:
+        at = stages.places(task.model, plan.column())
+        held = stages.bytes_of(task.model, plan.column(), task.stack, at)
+        rank = int(at.rank[held.argmax(), 0])
+        lines = stages.ledger(task.model, plan, rank, task.stack)
+        largest = max(lines, key=lambda line: line.amount)
+        return (
+            f"does not fit: rank {rank} of the pipeline needs {units.text(mine.peak)} of "
+            f"{units.text(task.cluster.room)}, {units.text(largest.amount)} of it {largest.name}"
+        )
+    best = found.fastest
+    more = mine.seconds / best.seconds - 1
+    if more <= 1e-12:
+        return "it is the fastest of the plans that fit"
+    change = {name: mine.parts[name] - best.parts[name] for name in best.parts}
+    most = max(change, key=lambda name: change[name])
+    said = (
+        f"{more:.1%} slower than {best.seconds:.2f} s: {most} takes {mine.parts[most]:.2f} s, "
+        f"there {best.parts[most]:.2f} s"
+    )
+    return f"a tie, {said}" if more <= TIE else said
+
+
+def sensitivity(found: Found) -> dict[str, float]:
+    """By how much the fastest step gets shorter, as a share: for rates that are 10 % higher with
+    the same plan, and for 1 GB more on each device and 10 % more nodes (as many as go on sharing
+    the batch) with the plan that is then the fastest."""
+    task, best = found.task, found.fastest
+    p, changed = best.plan.column(), {}
+    for name in ("products", "attention", "memory", "link"):
+        faster = replace(task.rates, **{name: 1.1 * getattr(task.rates, name)})
+        path = rates_.critical_path(task.model, p, faster, task.cluster)
+        changed[f"{name} + 10 %"] = 1 - float(path.total(faster)[0]) / best.seconds
+    wider = replace(task.cluster, between=1.1 * task.cluster.between)
+    path = rates_.critical_path(task.model, p, task.rates, wider)
+    changed["links between nodes + 10 %"] = 1 - float(path.total(task.rates)[0]) / best.seconds
+    roomy = found.peaks <= task.cluster.room + units.GB
+    changed["1 GB more"] = 1 - found.seconds[roomy].min() / best.seconds
+    return changed
+
+
+def text_of(plan: Plan) -> str:
+    """A plan in a line.
+
+    >>> text_of(Plan(tp=8, pp=16, dp=128, micro_batches=16, schedule=2, chunks=7))
+    'dp128 tp8 pp16 interleaved×7, 16 micro-batches of 1, ZeRO-1'
+    """
+    axes = ((n, getattr(plan, n)) for n in ("dp", "tp", "cp", "ep", "pp"))
+    said = " ".join(f"{name}{size}" for name, size in axes if size > 1 or name == "dp")
+    if plan.pp > 1:
+        said += f" {SCHEDULES[plan.schedule]}" + (f"×{plan.chunks}" if plan.chunks > 1 else "")
+    said += f", {plan.micro_batches} micro-batches of {plan.micro_batch}, ZeRO-{plan.zero}"
+    return said + (f", {RECOMPUTE[plan.recompute]} recomputation" if plan.recompute else "")

@@ -1,0 +1,289 @@
+"""What every stage of a pipeline holds at its fullest moment, each byte under a name, in one of two
+stacks that are never mixed: the course's own code, and Megatron-LM with Transformer Engine.
+
+Only the ranks that can be the fullest are asked: the first, the second, the first of those with
+most layers, and the last.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from labutils import anatomy, units
+from labutils.config import ModelConfig
+from labutils.ledger import Ledger, Line
+from labutils.planner import work
+from labutils.planner.work import BF16, FP32, Numbers, Plan
+
+STACKS = ("course", "megatron")
+# Fitted to the measured runs: workspaces and what else has no name, and the bytes for each weight
+# of a rank's experts that the measured mixtures of experts hold and nothing explains.
+WORKSPACES = 0.1 * units.GIB
+UNEXPLAINED = 0.177
+
+
+@dataclass(frozen=True)
+class Place:
+    """Ranks of pipelines [ranks, plans]: which, their layers without and with experts, and whether
+    (1 or 0) they have the embedding and the head."""
+
+    rank: Numbers
+    plain: Numbers
+    sparse: Numbers
+    first: Numbers
+    last: Numbers
+
+
+def rank_layers(model: ModelConfig, pp: int, chunks: int, even: bool) -> list[list[int]]:
+    """Layers without and with experts of each rank of a pipeline, all its chunks together."""
+    layers = work.stage_layers(model, pp * chunks, even)
+    plain, begin, found = work.shape(model).num_plain, 0, [[0, 0] for _ in range(pp)]
+    for i, count in enumerate(layers):
+        without = max(0, min(begin + count, plain) - begin)
+        found[i % pp][0] += without
+        found[i % pp][1] += count - without
+        begin += count
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranks(model: ModelConfig, pp: int, chunks: int, even: bool) -> tuple[tuple[int, ...], ...]:
+    """(rank, layers without experts, layers with) of the ranks that can be the fullest."""
+    found = rank_layers(model, pp, chunks, even)
+    most = max(range(pp), key=lambda rank: sum(found[rank]))
+    return tuple((rank, *found[rank]) for rank in (0, min(1, pp - 1), most, pp - 1))
+
+
+def places(model: ModelConfig, p: Plan) -> Place:
+    """The ranks of a column of plans that can be the fullest, and the slowest [4, plans]."""
+    width = 1 + int(p.chunks.max())
+    keys, where = np.unique((p.pp * width + p.chunks) * 2 + p.even, return_inverse=True)
+    pipelines = [(*divmod(key // 2, width), bool(key % 2)) for key in keys.tolist()]
+    rank, plain, sparse = np.array([_ranks(model, *one) for one in pipelines]).T[:, :, where]
+    return Place(rank, plain, sparse, 1 * (rank == 0), 1 * (rank == p.pp - 1))
+
+
+def in_flight(p: Plan, rank: Numbers) -> Numbers:
+    """Micro-batches whose activations a rank holds at once; of chunks, the share of a rank's layers
+    that they are.
+
+    Source: as `schedule.peak_in_flight`, with which a test compares it.
+    """
+    after, m = p.pp - 1 - rank, p.micro_batches
+    looped = np.minimum(2 * after + (p.chunks - 1) * p.pp + 1, p.chunks * m) / p.chunks
+    return np.choose(p.schedule, [np.minimum(after + 1, m), m, looped, np.minimum(p.pp, m)])
+
+
+def held_weights(model: ModelConfig, p: Plan, at: Place) -> tuple[Numbers, Numbers]:
+    """Weights of a rank: outside of experts, and in them."""
+    dense, expert = work.weights(model, p, at.plain, at.sparse)
+    h, table = model.d_model, model.vocab_size * model.d_model / p.tp
+    shared = at.first * at.last * model.tied
+    norm = h * (1 + (model.norm == "layernorm"))
+    learned = at.first * model.seq_len * h * (model.positions == "learned")
+    ends = table * (at.first + at.last - shared) + norm * at.last + learned
+    return dense + ends, expert
+
+
+def stage_states(model: ModelConfig, p: Plan, at: Place, copies: Numbers = 1) -> dict[str, Numbers]:
+    """Bytes of weights in bf16, gradients in fp32, and Adam's moments with a master copy in fp32,
+    each cut as the level of ZeRO says; experts over dp · cp / ep, times `copies`."""
+    alike = p.replicas, p.replicas / p.ep * copies
+    dense, expert = held_weights(model, p, at)
+    found = {}
+    sizes = {"weights": BF16, "gradients": p.gradient_bytes, "optimizer": 3 * FP32}
+    for level, (name, each) in zip((3, 2, 1), sizes.items(), strict=True):
+        shares = (np.where(p.zero >= level, ranks, 1) for ranks in alike)
+        found[name] = each * (dense / next(shares) + expert / next(shares))
+    return found
+
+
+# ── Megatron-LM with Transformer Engine ───────────────────────────────────────────────────────────
+
+
+def megatron(model: ModelConfig, p: Plan, at: Place) -> dict[str, Numbers]:
+    """Bytes of a rank at its fullest moment, by name, for bf16 with fused kernels.
+
+    The last rank is fullest in the head's backward pass, any other in the last layer's, as its
+    activation function is computed backward.
+
+    Source: the names were found from the residuals of data/measured_b200.csv (dense within 0.1 %,
+    with experts within 1.2 %); levels 0, 2 and 3 of ZeRO and recomputation follow the same rules
+    and were not among the runs.
+    """
+    known, found = work.shape(model), stage_states(model, p, at, copies=p.tp)
+    full, T, busy = p.recompute == 2, work.rank_tokens(model, p), in_flight(p, at.rank)
+    once = 0
+    for experts, count in ((False, at.plain), (True, at.sparse)):
+        if known.num_sparse if experts else known.num_plain:
+            lines = kept_by_megatron(model, p, experts)
+            times = count * busy * ~full
+            for name, nbytes in lines.items():
+                found[name] = found.get(name, 0) + nbytes * times
+            once = np.maximum(once, sum(lines.values()))
+    found["inputs of layers"] = (
+        BF16 * T * model.d_model / p.tp * (at.plain + at.sparse) * busy * full
+    )
+    found["the layer computed again"] = once * full
+    found["backward"] = np.where(at.last, _head_backward(model, p), _layer_backward(model, p, at))
+    found["dummy weight gradients"] = _dummies(model, p, at)
+    if np.any(p.zero >= 2):
+        found["gathered layers"] = _gathered(model, p)
+    if known.num_sparse:
+        expert = work.weights(model, p, at.plain, at.sparse)[1]
+        found["experts, not explained"] = UNEXPLAINED * expert
+    return found | {"workspaces": WORKSPACES}
+
+
+def kept_by_megatron(model: ModelConfig, p: Plan, experts: bool) -> dict[str, Numbers]:
+    """Bytes that a layer keeps of one micro-batch for its backward pass, by name."""
+    known = work.shape(model)
+    at, size = known.letters, known.sparse if experts else known.plain
+    T, t = work.rank_tokens(model, p), p.tp
+    h, a, g, d, w, k = (at[letter] for letter in "hagdwk")
+    latent, turned = at.get("q", 0) + at.get("c", 0), at.get("r", 0)
+    wide = a * (2 * d + w) if latent else (a + 2 * g) * d
+    # Transformer Engine keeps the output of Ulysses' attention before and behind the exchange.
+    outputs = np.where((p.cp > 1) & work.ulysses(model, p) & (latent == 0), 2, 1)
+    found = {
+        "norms": 4 * BF16 * T * h / t,
+        "queries, keys, values": BF16 * T * wide / t,
+        "attention": BF16 * T * a * w / t * outputs + FP32 * T * a / t * (p.recompute != 1),
+    }
+    if latent:
+        found["latent vectors"] = BF16 * T * (2 * latent + turned)
+    if size.inner:
+        found["feed-forward"] = BF16 * T / t * size.inner * (1 + at["gated"])
+    if experts:
+        found["inputs of experts"] = BF16 * T / t * k * h
+        found["experts"] = BF16 * T / t * size.visited * (1 + at["gated"])
+    return found
+
+
+def _head_backward(model: ModelConfig, p: Plan) -> Numbers:
+    """The last norm's input and output, what tp gathers of it, the scores in bf16 with their
+    gradient in place, and the gradient of the gathered input, and its own share."""
+    T, t, h = work.rank_tokens(model, p), p.tp, model.d_model
+    streams, gathered = T * h / t, T * h * (t > 1)
+    scores = T * model.vocab_size / t
+    return BF16 * (2 * streams + gathered + scores + T * h + streams * (t > 1))
+
+
+def _layer_backward(model: ModelConfig, p: Plan, at: Place) -> Numbers:
+    """The gradient of what the activation function reads, in the last layer of a rank; behind
+    experts also its output's, and the gradients of their outputs before and behind an exchange."""
+    known, T, t = work.shape(model), work.rank_tokens(model, p), p.tp
+    gated, h, k = (known.letters[letter] for letter in ("gated", "h", "k"))
+    plain = known.plain.inner * gated
+    sparse = known.sparse.visited * (1 + gated) + 2 * k * h
+    return BF16 * T / t * np.where(at.sparse > 0, sparse, plain)
+
+
+def _dummies(model: ModelConfig, p: Plan, at: Place) -> Numbers:
+    """Transformer Engine keeps a gradient of each shape of a weight that it never writes, in bf16,
+    since the true one is added into fp32."""
+    known, t = work.shape(model), p.tp
+    at_, h, f = known.letters, model.d_model, model.d_ff
+    a, g, d, w, gated = (at_[letter] for letter in ("a", "g", "d", "w", "gated"))
+    if model.kv_rank:
+        q, c, r, n = (at_[letter] for letter in "qcrn")
+        from_latent = q * h + a * d * q / t if q else a * d * h / t
+        attention = from_latent + (c + r) * h + a * (n + w) * c / t + a * w * h / t
+    else:
+        attention = (a + 2 * g) * d * h / t + a * d * h / t
+    found = attention + (1 + gated) * h * f / t * (at.plain > 0)  # [ranks, plans]
+    if model.num_experts > 1:
+        shared = (1 + gated) * h * known.sparse.inner / t
+        found = found + (shared + known.sparse.expert) * (at.sparse > 0)
+    return BF16 * (found + model.vocab_size * h / t * at.last)
+
+
+def _gathered(model: ModelConfig, p: Plan) -> Numbers:
+    """Level 3: two whole layers at a time; from level 2 a whole layer's gradient."""
+    n = np.maximum(*(sum(work.weights(model, p, *one)) for one in ((1, 0), (0, 1))))
+    return 2 * BF16 * n * (p.zero >= 3) + p.gradient_bytes * n * (p.zero >= 2)
+
+
+# ── the course's own code ─────────────────────────────────────────────────────────────────────────
+
+
+def course(model: ModelConfig, p: Plan, at: Place) -> dict[str, Numbers]:
+    """States and kept activations of a rank in the course's code, by name. What lives for a moment
+    has no closed form: `proof.dry` adds it.
+
+    Raises ValueError: for a model that the course's GPT does not run.
+    """
+    found, busy = stage_states(model, p, at), in_flight(p, at.rank)
+    for name, nbytes in kept_by_course(model, p).items():
+        count = {"layers": at.plain + at.sparse, "embedding": at.first, "head": at.last}[name]
+        found[f"kept by {name}"] = nbytes * count * busy
+    return found
+
+
+def kept_by_course(model: ModelConfig, p: Plan) -> dict[str, Numbers]:
+    """Bytes that one layer, the embedding and the head keep of a micro-batch.
+
+    Invariant: those of `anatomy.kept` on a rank of tp with sequence parallelism and of cp.
+    """
+    named = {0: "none", 1: "selective", 2: "full"}
+    found: dict[str, Any] = {}
+    for level in np.unique(p.recompute):
+        how = anatomy.Policy(BF16, BF16, "sdpa", named[int(level)])
+        chosen = p.recompute == level
+        for part, nbytes in _kept(model, p, how).items():
+            found[part] = found.get(part, 0) + nbytes * chosen
+    return found
+
+
+def _kept(model: ModelConfig, p: Plan, how: anatomy.Policy) -> dict[str, Numbers]:
+    at: dict[str, Any] = dict(anatomy.letters(model)) | {
+        "b": p.micro_batch,
+        "s": model.seq_len / p.cp,
+    }
+    split = set(anatomy.SPLITS["tp"])
+    if model.num_experts > 1:
+        split.discard("f")
+    at |= {letter: at[letter] / p.tp for letter in split}
+    found: dict[str, Any] = {"layers": 0.0, "embedding": 0.0, "head": 0.0}
+    for name, tensor in anatomy.kept(model, how):
+        begin = name.split(".")[0]
+        if begin == "blocks" and not name.startswith("blocks.0"):
+            continue
+        where = {"blocks": "layers", "norm": "head", "head": "head", "outside": "head"}
+        nbytes = anatomy.size(tensor.dims, at) * tensor.itemsize
+        if not set(tensor.dims) & split and begin not in ("tokens", "outside"):
+            nbytes = nbytes / p.tp
+        found[where.get(begin, "embedding")] += nbytes
+    return found
+
+
+# ── what a person reads ───────────────────────────────────────────────────────────────────────────
+
+
+def bytes_of(model: ModelConfig, p: Plan, stack: str, at: Place) -> np.ndarray:
+    """Bytes of these ranks at their fullest [ranks, plans]."""
+    return sum({"course": course, "megatron": megatron}[stack](model, p, at).values())
+
+
+def ledger(model: ModelConfig, plan: Plan, rank: int = 0, stack: str = "megatron") -> Ledger:
+    """What a rank of the pipeline holds at its fullest moment: a line in bytes for each name.
+
+    Raises ValueError: for a stack that there is not, or a rank.
+    """
+    if stack not in STACKS:
+        raise ValueError(f"stack={stack!r} is unknown: use {' or '.join(map(repr, STACKS))}")
+    if units.whole(rank, "rank") >= plan.pp:
+        raise ValueError(f"rank={rank} is none of pp={plan.pp}: use 0 … {plan.pp - 1}")
+    p = plan.column()
+    counts = rank_layers(model, plan.pp, plan.chunks, plan.even)[rank]
+    at = Place(*np.array([[(rank, *counts, rank == 0, rank == plan.pp - 1)]]).T)
+    found = {"course": course, "megatron": megatron}[stack](model, p, at)
+    rows = {name: round(np.squeeze(n).item()) for name, n in found.items()}
+    group = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer"}
+    for name in ("backward", "dummy weight gradients", "gathered layers", "workspaces"):
+        group[name] = "buffers"
+    return Ledger(
+        [Line(name, n, group.get(name, "activations"), rank=rank) for name, n in rows.items() if n]
+    )

@@ -1,0 +1,330 @@
+"""The work of a training step, counted: what each place of a pipeline computes, moves and sends.
+
+Everything is linear in what a device does per second, and holds for one plan as for a column of
+plans: sizes are numbers or numpy arrays. A row of work is an array [9, plans] in the order of
+`WORK`: FLOPs of large products and of attention, bytes of memory-bound work, kernels, and bytes
+sent on each axis.
+"""
+
+import functools
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from labutils import anatomy
+from labutils.config import Mesh, ModelConfig, TrainConfig
+
+WORK = ("products", "attention", "memory", "kernels", "tp", "cp", "ep", "pp", "dp")
+LINKS = WORK[4:]
+SCHEDULES = ("one_f_one_b", "gpipe", "interleaved", "zb_h1")
+RECOMPUTE = ("none", "selective", "full")
+# Kernels of a layer, forward and backward, beside its collectives: of any layer, of experts, of
+# multi-head latent attention. A collective costs as much as three.
+KERNELS = {"layer": (12, 19), "experts": (20, 30), "latent": (10, 15), "ends": (6, 10)}
+COLLECTIVE = 3
+BF16, FP32 = 2, 4
+
+Numbers = Any  # a number, or a column of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a mesh trains a model; also, with arrays for numbers, a column of plans.
+
+    pp, dp, cp, tp, ep: degrees, as of a `Mesh`; with tp there is sequence parallelism, cp is
+        Ulysses where there are heads enough and a ring elsewhere, and experts are whole
+    micro_batch, micro_batches: sequences in each, and how many a rank takes in a step
+    schedule, chunks: of the pipeline, a place in `SCHEDULES`, and its chunks per rank
+    zero: the level of ZeRO over dp · cp
+    recompute: a place in `RECOMPUTE`
+    even: whether stages have equally many layers, instead of a share that counts the head
+    modern: whether attention is one kernel, which skips what is masked, and chunks send while
+        another computes; False: the s² scores are written out and sends are waited for, as in
+        Megatron-LM of 2021 and 2022
+    gradient_bytes: of a gradient that is added up and reduced
+    """
+
+    tp: Numbers = 1
+    cp: Numbers = 1
+    pp: Numbers = 1
+    dp: Numbers = 1
+    ep: Numbers = 1
+    micro_batch: Numbers = 1
+    micro_batches: Numbers = 1
+    schedule: Numbers = 0
+    chunks: Numbers = 1
+    zero: Numbers = 1
+    recompute: Numbers = 0
+    even: Any = False
+    modern: Any = True
+    gradient_bytes: Numbers = 4
+
+    @property
+    def replicas(self) -> Numbers:
+        """Ranks that hold the same weights: dp · cp."""
+        return self.dp * self.cp
+
+    @property
+    def gpus(self) -> Numbers:
+        """Ranks of the mesh."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of one plan."""
+        return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, ep=self.ep)
+
+    def train(self, model: ModelConfig) -> TrainConfig:
+        """What `step.build` takes of one plan: bf16 with gradients in fp32."""
+        name, batch = SCHEDULES[self.schedule], self.micro_batch * self.micro_batches * self.dp
+        cut = stage_layers(model, self.pp * self.chunks, self.even) if self.pp > 1 else None
+        return TrainConfig(
+            micro_batch=self.micro_batch,
+            global_batch=batch,
+            fp32_gradients=self.gradient_bytes == FP32,
+            attention="sdpa" if self.cp == 1 else "ulysses" if ulysses(model, self) else "ring",
+            sequence=self.tp > 1,
+            checkpointing=RECOMPUTE[self.recompute],
+            schedule=name,
+            chunks=self.chunks if name == "interleaved" else 2,
+            layers=cut,
+            zero=self.zero,
+        )
+
+    def column(self) -> "Plan":
+        """The plan as columns of length one."""
+        return Plan(**{f.name: np.atleast_1d(getattr(self, f.name)) for f in fields(self)})
+
+    def __getitem__(self, i: Any) -> "Plan":
+        """One plan of a column (a whole number), or some (anything else that picks)."""
+        picked = {f.name: getattr(self, f.name)[i] for f in fields(self)}
+        if np.ndim(picked["tp"]) == 0:
+            picked = {name: value.item() for name, value in picked.items()}
+        return Plan(**picked)
+
+
+# ── the model, as sums over its anatomy ───────────────────────────────────────────────────────────
+
+
+class Layer(NamedTuple):
+    """Weights of a layer of one kind: in matrices that tp divides, in others, in one expert, in
+    norms; and the widths between its two feed-forward products that tp divides, and of all the
+    experts that a token visits."""
+
+    split: int
+    whole: int
+    expert: int
+    norms: int
+    inner: int
+    visited: int
+
+
+class Shape(NamedTuple):
+    """A model as the planner sees it: the letters, a layer without experts and one with them, and
+    how many there are of each."""
+
+    letters: dict[str, int]
+    plain: Layer
+    sparse: Layer
+    num_plain: int
+    num_sparse: int
+
+
+@functools.lru_cache(maxsize=256)
+def shape(model: ModelConfig) -> Shape:
+    """The sums over the anatomy of `model` that work and memory hang on."""
+    at, experts = anatomy.letters(model), model.num_experts > 1
+    L, plain = model.num_layers, model.dense_layers if experts else model.num_layers
+    f, visited, shared = model.d_ff, model.top_k * at.get("x", model.d_ff), 0
+    if model.shared_expert:
+        shared = at.get("z", f)
+    words = ("dense.", "sparse.") if plain and experts else ("blocks.", "blocks.")
+    return Shape(
+        at | {"w": at.get("w", at["d"]), "gated": 1 + (model.ffn == "swiglu")},
+        _layer(model, words[0])._replace(inner=f),
+        _layer(model, words[1])._replace(inner=shared, visited=visited),
+        plain,
+        L - plain,
+    )
+
+
+def _layer(model: ModelConfig, word: str) -> Layer:
+    at, found = anatomy.letters(model), dict.fromkeys(Layer._fields, 0)
+    for part in anatomy.parts(model):
+        if part.name.startswith(word) and part.weight:
+            split = set(part.weight) & {*anatomy.SPLITS["tp"], "z"}
+            kind = "split" if split else "whole"
+            kind = "expert" if "experts" in part.name else kind if part.products else "norms"
+            found[kind] += anatomy.size(part.weight, at)
+            found["norms"] += anatomy.size(part.bias, at) if part.bias else 0
+    return Layer(**found)
+
+
+@functools.lru_cache(maxsize=4096)
+def stage_layers(model: ModelConfig, n: int, even: bool = False) -> tuple[int, ...]:
+    """Layers of each of n stages: equally many, or so that the longest is short, its head included;
+    two stages more than layers have the embedding alone first and the head alone last.
+
+    Invariant: the uneven cut is `pipeline.cut`, which needs torch.
+    Raises ValueError: if they cannot be filled.
+    """
+    L = model.num_layers
+    if even and L % n:
+        raise ValueError(f"{n} stages do not divide num_layers={L}: choose another, or even=False")
+    if n > L + 2:
+        raise ValueError(f"{L} layers do not fill {n} stages: at most {L + 2}")
+    if even or n == 1:
+        return (L // n,) * n
+    if n == L + 2:
+        return (0, *[1] * L, 0)
+    flops = anatomy.token_flops(model)
+    head = flops["head"]
+    layer = (sum(flops.values()) - head) // L
+
+    def longest(last: int) -> tuple[int, int]:
+        return max(-(-(L - last) // (n - 1)) * layer, last * layer + head), -last
+
+    last = min(range(L - n + 2), key=longest)
+    each, more = divmod(L - last, n - 1)
+    return (*[each] * (n - 1 - more), *[each + 1] * more, last)
+
+
+def ulysses(model: ModelConfig, p: Plan) -> Numbers:
+    """Whether every rank of cp gets whole key–value heads."""
+    return model.num_kv_heads % (p.tp * p.cp) == 0
+
+
+# ── the work of one rank for one micro-batch ──────────────────────────────────────────────────────
+
+
+def rank_tokens(model: ModelConfig, p: Plan) -> Numbers:
+    """Tokens of a micro-batch that a rank of cp has."""
+    return p.micro_batch * model.seq_len / p.cp
+
+
+def _row(p: Plan, **amounts: Numbers) -> np.ndarray:
+    shape = np.broadcast_shapes(*(np.shape(amount) for amount in amounts.values()), np.shape(p.tp))
+    found = np.zeros((len(WORK), *shape))
+    for name, amount in amounts.items():
+        found[WORK.index(name)] = amount
+    return found
+
+
+def layer(model: ModelConfig, p: Plan, experts: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Work of a layer's forward and of its backward pass for one micro-batch.
+
+    Fused attention is causal: half of the s² products, computed 2.5 times backward. Under tp
+    activations are gathered and scattered four times forward and six times backward around two
+    halves; Ulysses sends queries, keys, values and outputs (a ring is in `sent_beside`); experts
+    get and give back k copies of a token. Bytes of memory-bound work are those of fused norms,
+    RoPE, SwiGLU and additions.
+    """
+    at, size = shape(model).letters, shape(model)[2 if experts else 1]
+    T, t, c, e = rank_tokens(model, p), p.tp, p.cp, p.ep
+    h, a, d, w, k = (at[letter] for letter in "hadwk")
+    g, latent = at["g"], at.get("q", 0) + at.get("c", 0)
+    visits = T / t * k if experts else 0  # what a rank's own tokens add up to
+    F = 2 * T * (size.split / t + size.whole) + 2 * visits * size.expert
+    scores = p.micro_batch * model.seq_len**2 * a / (t * c)
+    A, written = (2 - p.modern) * scores * (d + w), (1 - p.modern) * scores
+    inner = T / t * (size.inner + size.visited)
+    streams, turned = T * h / t, 4 * T * (a + g) * d / t + 4 * T * latent
+    moved = 16 * visits * h  # to the experts' order and back, read and written
+    around = 2 * T * h * (t - 1) / t  # one gather or scatter under tp
+    halves = 2 if not experts or size.inner else 1
+    exchanged = 2 * T * (2 * a + 2 * g) * d / t * (c - 1) / c
+    routed = 2 * 2 * visits * h * (e - 1) / e
+    found, whole_heads = [], ulysses(model, p)
+    for i, (times, core, base) in enumerate(((1, 1, 20), (2, 2 + p.modern / 2, 24))):
+        calls = halves * (2 + i) * (t > 1) + 2 * (whole_heads & (c > 1)) + experts * 2 * (e > 1)
+        calls = calls + np.where(whole_heads, 0, 2 * (c - 1))  # a message and a part of attention
+        kernels = KERNELS["layer"][i] + COLLECTIVE * calls + (latent > 0) * KERNELS["latent"][i]
+        if experts:  # each expert has products of its own
+            kernels = kernels + KERNELS["experts"][i] + 2 * times * at["E"] / e
+        found.append(
+            _row(
+                p,
+                products=times * F,
+                attention=core * A,
+                memory=base * streams + turned + (6 + 4 * i) * inner + moved + 12 * written,
+                kernels=kernels,
+                tp=halves * (2 + i) * around,
+                cp=np.where(whole_heads, exchanged, 0),
+                ep=routed * experts,
+            )
+        )
+    return found[0], found[1]
+
+
+def embedding(model: ModelConfig, p: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Work of the embedding, forward and backward."""
+    streams, around = rank_tokens(model, p) * model.d_model / p.tp, p.tp > 1
+    sent = 2 * streams * (p.tp - 1)
+    kernels = 2 + COLLECTIVE * around
+    return (
+        _row(p, memory=4 * streams, kernels=kernels, tp=sent),
+        _row(p, memory=8 * streams, kernels=kernels, tp=sent),
+    )
+
+
+def head(model: ModelConfig, p: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Work of the last norm, the head and the fused cross-entropy, forward and backward."""
+    T, t, h = rank_tokens(model, p), p.tp, model.d_model
+    scores, around = T * model.vocab_size / t, 2 * T * h * (t - 1) / t
+    found = []
+    for i in (1, 2):
+        memory = 4 * i * scores + (4 + 4 * i) * T * h / t
+        kernels = 4 * i + COLLECTIVE * i * (t > 1)
+        found.append(
+            _row(p, products=2 * i * scores * h, memory=memory, kernels=kernels, tp=i * around)
+        )
+    return found[0], found[1]
+
+
+def message(model: ModelConfig, p: Plan) -> np.ndarray:
+    """Work of sending a micro-batch's activations, or their gradient, to the next stage."""
+    apart = p.pp > 1
+    sent = BF16 * rank_tokens(model, p) * model.d_model / p.tp * apart
+    return _row(p, kernels=COLLECTIVE * apart, pp=sent)
+
+
+def update(model: ModelConfig, p: Plan, dense: Numbers, expert: Numbers) -> np.ndarray:
+    """Work of a step that is no micro-batch's, of a rank with so many weights outside of experts
+    and in them, which ranks of tp have alike: gradients reduced, Adam, weights gathered. Levels 2
+    and 3 of ZeRO reduce in every backward pass, and level 3 gathers before every pass: that is in
+    `sharded`."""
+    memory, kernels, sent = 0.0, 0.0, 0.0
+    back = np.choose(p.zero, [p.gradient_bytes, BF16, BF16, 0])
+    each = p.gradient_bytes * (p.zero < 2) + back
+    sides = [(dense, p.replicas), (expert, p.replicas * p.tp / p.ep)]
+    for weights, ranks in sides[: 1 + (model.num_experts > 1)]:
+        memory = memory + weights * (34 / np.where(p.zero > 0, ranks, 1) + 12)
+        kernels = kernels + (weights > 0) * (10 + 2 * COLLECTIVE * (ranks > 1))
+        sent = sent + each * weights * (ranks - 1) / ranks
+    return _row(p, memory=memory, kernels=kernels, dp=sent)
+
+
+def sent_beside(
+    model: ModelConfig, p: Plan, weights: Numbers, layers: Numbers, messages: Numbers
+) -> np.ndarray:
+    """What is sent while a micro-batch is computed, of a rank with so many weights and layers: by
+    levels 2 and 3 of ZeRO, round the ring of attention (keys and values forward, with their
+    gradients backward), and so many `message`s between chunks."""
+    known = shape(model).letters
+    pairs = 2 * rank_tokens(model, p) * 2 * known["g"] * known["d"] / p.tp * (p.cp - 1)
+    ring = 3 * pairs * layers * np.logical_not(ulysses(model, p))
+    share, gathers = (p.replicas - 1) / p.replicas, 2 * BF16 * (p.zero == 3)
+    sent = (p.gradient_bytes * (p.zero >= 2) + gathers) * weights * share
+    return _row(p, dp=sent, cp=ring) + messages * message(model, p)
+
+
+def weights(model: ModelConfig, p: Plan, plain: Numbers, sparse: Numbers) -> tuple:
+    """Weights of a rank with so many layers without and with experts: outside of experts, in them;
+    embedding and head aside."""
+    known, t = shape(model), p.tp
+    one, other = (
+        size.split / t + (size.whole + size.norms) for size in (known.plain, known.sparse)
+    )
+    expert = known.sparse.expert * known.letters["E"] * known.num_sparse // max(known.num_sparse, 1)
+    return plain * one + sparse * other, sparse * (expert / p.ep)
