@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ TIE = 0.03  # plans whose steps differ less are alike: the model errs by as much
 CHUNKS = (2, 3, 4, 6, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
 INTERLEAVED = SCHEDULES.index("interleaved")
+_FROM_CLUSTER: Any = None  # the default of a field that is worked out of another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class Task:
     batch_tokens: int = 2**24
     tokens: float = 0.0
     stack: str = "megatron"
-    rates: Rates | None = None
+    rates: Rates = _FROM_CLUSTER
 
     def __post_init__(self) -> None:
         units.whole_fields(self, "batch_tokens")
@@ -126,10 +128,10 @@ def enumerate_plans(task: Task) -> Plan:
         return _columns(np.zeros((0, 11), dtype=np.int64))
     left, right = np.array(meshes), np.array(options)
     # Rules on parts of a row first, so that few whole rows are made.
-    one = np.repeat(left, len(options), axis=0)
-    rows = np.concatenate([one, np.tile(right, (len(left), 1))], axis=1)
-    pp, chunks, schedule = rows[:, 2], rows[:, 8], rows[:, 7]
-    rows = rows[(pp * chunks <= model.num_layers + 2) & ((schedule == 0) | (pp > 1))]
+    each = np.repeat(left, len(options), axis=0)
+    rows = np.concatenate([each, np.tile(right, (len(left), 1))], axis=1)
+    ranks, schedule, chunks = rows[:, 2], rows[:, 7], rows[:, 8]
+    rows = rows[(ranks * chunks <= model.num_layers + 2) & ((schedule == 0) | (ranks > 1))]
     p = _columns(rows)
     legal = np.ones(len(rows), dtype=bool)
     for wrong, _ in rules(task, p):
@@ -210,14 +212,14 @@ class Estimate:
         return self.task.tokens / per_day
 
     @property
+    def gpu_hours(self) -> float:
+        """Of the whole training."""
+        return self.days * 24 * self.task.cluster.gpus
+
+    @property
     def cost(self) -> float:
         """GPU-hours of the whole training, times the price of one."""
-        return self.days * 24 * self.task.cluster.gpus * self.task.cluster.price
-
-    def complexity(self) -> int:
-        """How many things beside plain data parallelism a plan has."""
-        p = self.plan
-        return int(_complexity(p))
+        return self.gpu_hours * self.task.cluster.price
 
 
 def flops_per_token(model: ModelConfig) -> dict[str, float]:

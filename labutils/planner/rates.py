@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,7 @@ class Rates:
         """Usual shares of a data sheet, for a device of which no run is known."""
         peak = max(device.flops.get(name, 0) for name in ("bf16", "fp16"))
         sheet = (peak, peak, device.memory_bandwidth, device.link_bandwidth, 1)
-        named = dict(zip(NAMES, np.multiply(sheet, FRACTIONS).tolist(), strict=True))
+        named: Any = dict(zip(NAMES, np.multiply(sheet, FRACTIONS).tolist(), strict=True))
         return cls(**named, source=f"usual shares of the data sheet of {device.name}, no run seen")
 
     @classmethod
@@ -289,7 +290,8 @@ def which_runs(
     """
     rates = Rates.assumed(device)
     told = np.array([_shares(run, rates, None)[1] for run in runs])
-    begin, best = np.diag(1 / np.square(UNSURE)), (math.inf, ())
+    begin = np.diag(1 / np.square(UNSURE))
+    best: tuple[float, tuple[int, ...]] = (math.inf, ())
     for chosen in itertools.combinations(range(len(runs)), n):
         sure = begin + told[list(chosen)].T @ told[list(chosen)] / NOISE**2
         doubt = float(np.einsum("ri,ij,rj->", told, np.linalg.inv(sure), told))

@@ -220,7 +220,8 @@ def layer(model: ModelConfig, p: Plan, experts: bool) -> tuple[np.ndarray, np.nd
     get and give back k copies of a token. Bytes of memory-bound work are those of fused norms,
     RoPE, SwiGLU and additions.
     """
-    at, size = shape(model).letters, shape(model)[2 if experts else 1]
+    known = shape(model)
+    at, size = known.letters, known.sparse if experts else known.plain
     T, t, c, e = rank_tokens(model, p), p.tp, p.cp, p.ep
     h, a, d, w, k = (at[letter] for letter in "hadwk")
     g, latent = at["g"], at.get("q", 0) + at.get("c", 0)

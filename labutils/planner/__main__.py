@@ -1,0 +1,176 @@
+"""The planner from a shell: `python -m labutils.planner --model llama-3.1-70b --nodes 8`."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from labutils import units
+from labutils.config import Hardware, ModelConfig
+from labutils.planner import export, stages
+from labutils.planner.cluster import Cluster
+from labutils.planner.plans import Estimate, Found, Task, search, text_of, why
+
+EXAMPLE = """example, Llama-3.1-70B for 15 T tokens on 64 H100:
+  python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100 --tokens 15e12
+
+"Fits" means: allocated at most 90 % of the device (--reserve), since allocators reserve 3 to 9 %
+more than is allocated. Plans within 3 % of the fastest are ties, ordered by headroom, then by
+simplicity.
+"""
+
+
+def options() -> argparse.ArgumentParser:
+    """What the command takes."""
+    shell = argparse.ArgumentParser(
+        prog="python -m labutils.planner",
+        description="All legal plans of a training run, ranked by the time of a step.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = shell.add_argument
+    add("--model", required=True, help="a name of data/models.csv, or the path of a config.json")
+    add("--nodes", type=int, required=True, help="how many nodes")
+    add("--gpu", default="H100", help="a name of data/hardware.csv (H100)")
+    add("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (8)")
+    add("--between", default="50GB", metavar="SIZE", help="each GPU sends out of its node (50GB/s)")
+    add("--seq-len", type=int, default=8192, metavar="N", help="tokens of a sequence (8192)")
+    add("--batch-tokens", type=float, default=2**22, metavar="N", help="of a global batch (2^22)")
+    add("--tokens", type=float, default=0, metavar="N", help="of the whole training, as 15e12")
+    add("--reserve", type=float, default=0.10, help="share of a device left alone (0.10)")
+    add("--price", type=float, default=0, help="of a GPU-hour")
+    add("--stack", default="megatron", choices=("megatron", "course"), help="whose memory")
+    add("--top", type=int, default=10, metavar="N", help="rows of the table (10)")
+    add("--plan", type=int, metavar="N", help="the ledger and the seconds of row N, from 1")
+    add("--explain", action="store_true", help="why the other rows are not the first")
+    add("--json", action="store_true", help="the rows as JSON")
+    formats = ("torchtitan", "torchtitan-recipe", "megatron", "accelerate")
+    add("--export", choices=formats, help="flags of row --plan (1) for a framework")
+    return shell
+
+
+def asked(given: argparse.Namespace) -> Task:
+    """The task that the options describe; ValueError names the option and the remedy."""
+
+    def of(option: str, make: Callable, *args: Any) -> Any:
+        try:
+            return make(*args)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--{option}: {error}") from None
+
+    path = Path(given.model)
+    is_file = path.exists() or given.model.endswith(".json")
+    model = of("model", ModelConfig.from_hf if is_file else ModelConfig.named, given.model)
+    model = of("seq-len", lambda: dataclasses.replace(model, seq_len=given.seq_len))
+    cluster = of(
+        "nodes, --gpus-per-node, --reserve or --price",
+        lambda: Cluster(
+            device=of("gpu", Hardware.named, given.gpu),
+            nodes=given.nodes,
+            gpus_per_node=given.gpus_per_node,
+            between=of("between", lambda: float(units.parse(given.between.removesuffix("/s")))),
+            reserve=given.reserve,
+            price=given.price,
+        ),
+    )
+    numbers = dict(batch_tokens=int(given.batch_tokens), tokens=given.tokens)
+    return of(
+        "batch-tokens, --tokens or --stack",
+        lambda: Task(model=model, cluster=cluster, stack=given.stack, **numbers),
+    )
+
+
+def row(estimate: Estimate) -> dict:
+    """A plan and what it gives, as JSON has it."""
+    task, plan = estimate.task, dataclasses.asdict(estimate.plan)
+    found = {
+        "plan": plan,
+        "step_seconds": estimate.seconds,
+        "peak_bytes": round(estimate.peak),
+        "tokens_per_second_and_gpu": estimate.tokens_per_second,
+        "mfu": {kind: estimate.mfu(kind) for kind in ("6N", "causal", "full")},
+        "seconds": estimate.parts,
+    }
+    if task.tokens:
+        found |= {"days": estimate.days, "gpu_hours": estimate.gpu_hours}
+    return found | ({"cost": estimate.cost} if task.tokens and task.cluster.price else {})
+
+
+def table(found: Found, top: int) -> Iterator[str]:
+    """The first plans in lines."""
+    task, cluster = found.task, found.task.cluster
+    yield (
+        f"{found.task.model.name or 'model'} · {cluster.gpus:,} × {cluster.device.name} · "
+        f"{task.batch:,} sequences of {task.model.seq_len:,} a step · memory of {task.stack}"
+    )
+    yield (
+        f"{len(found):,} legal plans, {found.fits.sum():,} allocate at most "
+        f"{units.text(cluster.room)} ({1 - cluster.reserve:.0%} of the device), "
+        f"{len(found.ties)} within 3 % of the fastest (=)"
+    )
+    yield f"rates: {task.rates.source}"
+    days = "     days" if task.tokens else ""
+    yield f"{'':>4} {'step s':>8} {'peak GB':>8} {'MFU':>6} {'tok/s/GPU':>10}{days}  plan"
+    most = found.fastest.seconds * 1.03
+    for i, one in enumerate(found.best(top), 1):
+        mark = "=" if one.seconds <= most else " "
+        days = f" {one.days:8.1f}" if task.tokens else ""
+        yield (
+            f"{i:>3}{mark} {one.seconds:8.3f} {one.peak / 1e9:8.1f} {one.mfu():6.1%} "
+            f"{one.tokens_per_second:10,.0f}{days}  {text_of(one.plan)}"
+        )
+    yield "MFU: all products of the model, of attention the half that is not masked"
+    if task.tokens and cluster.price:
+        (first,) = found.best()
+        yield f"row 1: {first.gpu_hours:,.0f} GPU-hours, {first.cost:,.0f} at the price given"
+
+
+def details(estimate: Estimate) -> Iterator[str]:
+    """What each stage holds, and where the step's seconds go."""
+    plan, task = estimate.plan, estimate.task
+    yield text_of(plan)
+    for name, seconds in estimate.parts.items():
+        yield f"{name:>16} {seconds:9.3f} s {seconds / estimate.seconds:6.1%}"
+    for rank in sorted({0, min(1, plan.pp - 1), plan.pp - 1}):
+        yield f"rank {rank} of {plan.pp} of the pipeline"
+        yield str(stages.ledger(task.model, plan, rank, task.stack))
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command; the exit status."""
+    shell = options()
+    given = shell.parse_args(words)
+    try:
+        task = asked(given)
+        found = search(task)
+        chosen = 0 if given.plan is None else given.plan - 1
+        rows = found.best(max(given.top, chosen + 1))
+        _ = found.fastest  # or an error
+        if not 0 <= chosen < len(rows):
+            raise ValueError(f"--plan {given.plan}: there are rows 1 to {len(rows)}, give one")
+        said = ""
+        if given.export:
+            said = export.export(given.export, task, rows[chosen].plan)
+    except ValueError as error:
+        shell.exit(2, f"{shell.prog}: {error}\n")
+    if given.export:
+        print(said, end="")
+    elif given.json:
+        picked = rows[chosen : chosen + 1] if given.plan else rows[: given.top]
+        print(json.dumps([row(one) for one in picked], indent=1))
+    elif given.plan:
+        print("\n".join(details(rows[chosen])))
+    else:
+        print("\n".join(table(found, given.top)))
+    if given.explain:
+        for i, one in enumerate(rows[: given.top], 1):
+            print(f"{i:>3}  {why(found, one.plan)}", file=sys.stderr if given.json else sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""A plan in the words of the frameworks that train it, from tables of their names by version.
+
+torchtitan 0.2.2 reads TOML, 0.3.0 and later a Python function; Megatron-LM and Accelerate take
+flags. What a framework cannot do of a plan is refused, with what would.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from labutils.config import ModelConfig
+from labutils.planner.plans import Task
+from labutils.planner.work import RECOMPUTE, SCHEDULES, Plan, ulysses
+
+TORCHTITAN = "0.2.2"
+SECTIONS = {
+    "training": ("local_batch_size", "global_batch_size", "seq_len", "mixed_precision_param",
+        "mixed_precision_reduce"),
+    "parallelism": ("data_parallel_replicate_degree", "data_parallel_shard_degree",
+        "fsdp_reshard_after_forward", "tensor_parallel_degree", "context_parallel_degree",
+        "pipeline_parallel_degree", "pipeline_parallel_schedule",
+        "pipeline_parallel_microbatch_size", "expert_parallel_degree",
+        "module_fqns_per_model_part"),
+    "activation_checkpoint": ("mode",),
+}  # fmt: skip
+"""The names that the TOML of torchtitan 0.2.2 may have, by section."""
+_SCHEDULES = {"one_f_one_b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
+
+
+def torchtitan_values(task: Task, plan: Plan) -> dict[str, dict[str, Any]]:
+    """Values by section and name, as torchtitan 0.2.2 has them.
+
+    Raises ValueError: for ZB-H1, which it has not, and for level 0 or 1 of ZeRO over several ranks:
+        its replicas hold whole states, and its shards are levels 2 and 3.
+    """
+    name = SCHEDULES[plan.schedule]
+    if name not in _SCHEDULES:
+        raise ValueError(f"torchtitan has no {name}: choose {', '.join(_SCHEDULES)}")
+    if plan.zero == 1 and plan.replicas > 1:
+        raise ValueError("torchtitan has no level 1 of ZeRO: choose zero=2 or zero=3")
+    replicated = plan.zero == 0
+    found: dict[str, dict[str, Any]] = {
+        "training": {
+            "local_batch_size": plan.micro_batch * (plan.micro_batches if plan.pp > 1 else 1),
+            "global_batch_size": task.batch,
+            "seq_len": task.model.seq_len,
+            "mixed_precision_param": "bfloat16",
+            "mixed_precision_reduce": "float32",
+        },
+        "parallelism": {
+            "data_parallel_replicate_degree": plan.dp if replicated else 1,
+            "data_parallel_shard_degree": 1 if replicated else plan.dp,
+            "fsdp_reshard_after_forward": "always" if plan.zero == 3 else "never",
+            "tensor_parallel_degree": plan.tp,
+            "context_parallel_degree": plan.cp,
+            "pipeline_parallel_degree": plan.pp,
+            "expert_parallel_degree": plan.ep,
+        },
+        "activation_checkpoint": {"mode": RECOMPUTE[plan.recompute]},
+    }
+    if plan.pp > 1:
+        found["parallelism"] |= {
+            "pipeline_parallel_schedule": _SCHEDULES[name],
+            "pipeline_parallel_microbatch_size": plan.micro_batch,
+            "module_fqns_per_model_part": _modules(task.model, plan),
+        }
+    return found
+
+
+def _cut(model: ModelConfig, plan: Plan) -> tuple[int, ...]:
+    """Layers of each stage."""
+    train = plan.train(model)
+    return train.layers or (model.num_layers,)
+
+
+def _modules(model: ModelConfig, plan: Plan) -> list[list[str]]:
+    """torchtitan's names of the modules of each stage."""
+    found: list[list[str]] = []
+    begin = 0
+    for count in _cut(model, plan):
+        found.append([f"layers.{i}" for i in range(begin, begin + count)])
+        begin += count
+    found[0].insert(0, "tok_embeddings")
+    found[-1] += ["norm", "output"]
+    return found
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()
+
+
+def torchtitan(task: Task, plan: Plan) -> str:
+    """The TOML of torchtitan 0.2.2: the sections that a plan decides."""
+    lines = [f"# torchtitan {TORCHTITAN}; with pp, local_batch_size is of all micro-batches"]
+    for section, values in torchtitan_values(task, plan).items():
+        lines += ["", f"[{section}]", *(f"{name} = {_toml(v)}" for name, v in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def torchtitan_recipe(task: Task, plan: Plan) -> str:
+    """A Python function for torchtitan 0.3.0 and later, which reads no TOML: the same names, less
+    what went, and with sequence parallelism named."""
+    values = torchtitan_values(task, plan)
+    values["parallelism"]["enable_sequence_parallel"] = plan.tp > 1
+    kind = {"none": "None", "selective": "SelectiveAC()", "full": "FullAC()"}
+    again = kind[values.pop("activation_checkpoint")["mode"]]
+    lines = ["# torchtitan 0.3.0: give it the config of your model", "def planned(config):"]
+    for section, named in values.items():
+        lines += [f"    config.{section}.{name} = {value!r}" for name, value in named.items()]
+    lines += [f"    config.activation_checkpoint = {again}", "    return config"]
+    return "\n".join(lines) + "\n"
+
+
+def megatron_values(task: Task, plan: Plan) -> dict[str, Any]:
+    """Flags of Megatron-LM core 0.16.1 and later, without dashes; True stands alone.
+
+    Raises ValueError: for ZB-H1, which it has not.
+    """
+    if SCHEDULES[plan.schedule] not in ("one_f_one_b", "interleaved"):
+        name = SCHEDULES[plan.schedule]
+        raise ValueError(f"Megatron-LM has no {name}: choose one_f_one_b or interleaved")
+    model = task.model
+    found: dict[str, Any] = {
+        "tensor-model-parallel-size": plan.tp,
+        "pipeline-model-parallel-size": plan.pp,
+        "context-parallel-size": plan.cp,
+        "expert-model-parallel-size": plan.ep,
+        "expert-tensor-parallel-size": 1,
+        "micro-batch-size": plan.micro_batch,
+        "global-batch-size": task.batch,
+        "seq-length": model.seq_len,
+        "bf16": True,
+        "accumulate-allreduce-grads-in-fp32": True,
+        "sequence-parallel": plan.tp > 1,
+        "use-distributed-optimizer": plan.zero > 0,
+        "use-megatron-fsdp": plan.zero > 1,
+    }
+    if model.num_experts == 1:
+        del found["expert-model-parallel-size"], found["expert-tensor-parallel-size"]
+    if plan.zero > 1:
+        strategy = "optim_grads" if plan.zero == 2 else "optim_grads_params"
+        found["data-parallel-sharding-strategy"] = strategy
+    if plan.cp > 1:
+        found["cp-comm-type"] = "a2a" if ulysses(model, plan) else "p2p"
+    if plan.pp > 1:
+        stages = [f"t*{n}" if n > 1 else "t" * n for n in _cut(model, plan)]
+        stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
+        found["pipeline-model-parallel-layout"] = "|".join(stages)
+    if RECOMPUTE[plan.recompute] == "full":
+        found |= {"recompute-granularity": "full", "recompute-method": "uniform"}
+        found["recompute-num-layers"] = 1
+    elif RECOMPUTE[plan.recompute] == "selective":
+        found["recompute-granularity"] = "selective"
+    return {name: value for name, value in found.items() if value is not False}
+
+
+def megatron(task: Task, plan: Plan) -> str:
+    """Flags of Megatron-LM for a shell; those of the model and the data are left to you."""
+    flags = [_flag("--" + name, value) for name, value in megatron_values(task, plan).items()]
+    return " \\\n  ".join(["torchrun pretrain_gpt.py", *flags]) + "\n"
+
+
+def accelerate_values(task: Task, plan: Plan) -> dict[str, Any]:
+    """Flags of `accelerate launch` 1.15 with FSDP2.
+
+    Raises ValueError: for pipelines and experts, which it has not, and levels 0 and 1 of ZeRO.
+    """
+    if plan.pp > 1 or plan.ep > 1:
+        raise ValueError(f"Accelerate's FSDP2 has no pp={plan.pp}, ep={plan.ep}: choose 1 of both")
+    if plan.zero < 2 and plan.replicas > 1:
+        raise ValueError(f"FSDP2 has no level {plan.zero} of ZeRO: choose zero=2 or zero=3")
+    return {
+        "num_processes": plan.gpus,
+        "num_machines": task.cluster.nodes,
+        "mixed_precision": "bf16",
+        "use_fsdp": True,
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": "true" if plan.zero == 3 else "false",
+        "fsdp_activation_checkpointing": "true" if plan.recompute else "false",
+        "use_parallelism_config": True,
+        "parallelism_config_dp_replicate_size": 1,
+        "parallelism_config_dp_shard_size": plan.dp,
+        "parallelism_config_tp_size": plan.tp,
+        "parallelism_config_cp_size": plan.cp,
+    }
+
+
+def accelerate(task: Task, plan: Plan) -> str:
+    """`accelerate launch` with FSDP2 for a shell; batch and sequence are the script's."""
+    flags = [_flag("--" + name, value) for name, value in accelerate_values(task, plan).items()]
+    return " \\\n  ".join(["accelerate launch", *flags, "train.py"]) + "\n"
+
+
+def _flag(name: str, value: Any) -> str:
+    quoted = f"'{value}'" if isinstance(value, str) and {"|", "*"} & set(value) else value
+    return name if value is True else f"{name} {quoted}"
+
+
+FORMATS: dict[str, Callable[[Task, Plan], str]] = {
+    "torchtitan": torchtitan,
+    "torchtitan-recipe": torchtitan_recipe,
+    "megatron": megatron,
+    "accelerate": accelerate,
+}
+
+
+def export(name: str, task: Task, plan: Plan) -> str:
+    """The plan for a framework: a name of `FORMATS`.
+
+    Raises ValueError: for what the framework has not, and for an unknown name.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"no format {name!r}: there are {', '.join(FORMATS)}")
+    return FORMATS[name](task, plan)

@@ -1,0 +1,153 @@
+"""The planner from a shell, and its plans in the words of frameworks."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+
+import pytest
+
+from labutils import planner
+from labutils.config import Hardware, ModelConfig
+from labutils.planner import __main__ as command
+from labutils.planner import export
+
+# Names in the frameworks' sources: torchtitan 0.2.2 torchtitan/config/job_config.py; Megatron-LM
+# core_v0.16.1 and core_v0.19.0; Accelerate 1.15.0 commands/launch.py.
+MEGATRON = set(
+    """tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size
+    expert-model-parallel-size expert-tensor-parallel-size micro-batch-size global-batch-size
+    seq-length bf16 accumulate-allreduce-grads-in-fp32 sequence-parallel use-distributed-optimizer
+    use-megatron-fsdp data-parallel-sharding-strategy cp-comm-type pipeline-model-parallel-layout
+    recompute-granularity recompute-method recompute-num-layers""".split()
+)
+TASK = planner.Task(
+    model=replace(ModelConfig.named("llama-3.1-8b"), seq_len=8192),
+    cluster=planner.Cluster(device=Hardware.named("H100"), nodes=8), batch_tokens=2**22,
+)  # fmt: skip
+PLANS = {
+    "pipeline": planner.Plan(tp=2, pp=4, dp=8, micro_batches=64, schedule=2, chunks=2, zero=2),
+    "1f1b": planner.Plan(tp=8, pp=2, cp=2, dp=2, micro_batches=256, zero=3, recompute=2),
+    "shards": planner.Plan(tp=4, dp=16, micro_batch=2, micro_batches=16, zero=3, recompute=1),
+    "level 1": planner.Plan(tp=4, cp=2, dp=8, micro_batches=64),
+}
+
+
+def run(capsys, words):
+    try:
+        status = command.main(words.split())
+    except SystemExit as stop:
+        status = stop.code
+    return status, *capsys.readouterr()
+
+
+BASE = "--model llama-3.1-8b --nodes 2 --gpu H100 --batch-tokens 1e6"
+
+
+def test_the_table_the_rows_and_the_reasons(capsys):
+    status, out, err = run(capsys, f"{BASE} --tokens 15e12 --price 2 --explain --top 4")
+    assert status == 0 and not err and "90% of the device" in out and "GPU-hours" in out
+    rows = json.loads(run(capsys, f"{BASE} --tokens 15e12 --json --top 3")[1])
+    assert len(rows) == 3 and sum(rows[0]["seconds"].values()) == pytest.approx(
+        rows[0]["step_seconds"]
+    )
+    plan = planner.Plan(**rows[0]["plan"])
+    asked = command.asked(command.options().parse_args(BASE.split()))
+    assert planner.estimate(asked, plan).seconds == rows[0]["step_seconds"]
+    tokens = 16 * 86400 * rows[0]["days"] * rows[0]["tokens_per_second_and_gpu"]
+    assert tokens == pytest.approx(15e12)
+    status, out, _ = run(capsys, f"{BASE} --plan 2")
+    assert status == 0 and "optimizer · rank 0" in out and "bubble" in out
+    status, out, _ = run(capsys, f"{BASE} --export megatron")
+    assert status == 0 and out.startswith("torchrun pretrain_gpt.py")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--model gpt9 --nodes 1", "--model: no model called 'gpt9': there are"),
+        ("--model none.json --nodes 1", "--model: there is no file 'none.json'"),
+        ("--model gpt2 --nodes 1 --gpu B9", "--gpu: no device called 'B9': there are"),
+        ("--model gpt2 --nodes 0", "nodes must be at least 1, got 0"),
+        ("--model gpt2 --nodes 1 --reserve 2", "reserve=2.0 is a share of the memory"),
+        ("--model gpt2 --nodes 1 --between fast", "--between: cannot read 'fast' as a quantity"),
+        ("--model gpt2 --nodes 1 --batch-tokens 100", "--batch-tokens, --tokens or --stack: batch"),
+        ("--model deepseek-v3 --nodes 1 --stack course", "GPT does not run multi-head latent"),
+        ("--model llama-3.1-405b --nodes 1", "none of"),
+        (f"{BASE} --plan 0", "--plan 0: there are"),
+        (f"{BASE} --plans 3", "unrecognized arguments: --plans 3"),
+    ],
+)
+def test_errors_name_the_option_and_what_would_do(capsys, words, said):
+    status, out, err = run(capsys, words)
+    assert status == 2 and not out and said in err
+
+
+def test_it_starts_without_torch_and_helps():
+    program = (
+        "import sys\nfrom labutils.planner import __main__ as m\n"
+        "try: m.main(['--help'])\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "example, Llama-3.1-70B" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["pipeline", "1f1b", "shards"])
+def test_torchtitans_toml_has_its_names_and_our_numbers(name):
+    plan = PLANS[name]
+    found = tomllib.loads(export.export("torchtitan", TASK, plan))
+    for section, values in found.items():
+        assert set(values) <= set(export.SECTIONS[section])
+    there, batch = found["parallelism"], found["training"]
+    assert (there["tensor_parallel_degree"], there["context_parallel_degree"]) == (plan.tp, plan.cp)
+    assert there["data_parallel_shard_degree"] == plan.dp
+    accumulated = batch["global_batch_size"] // (batch["local_batch_size"] * plan.dp)
+    assert accumulated == (1 if plan.pp > 1 else plan.micro_batches)
+    assert there["fsdp_reshard_after_forward"] == ("always" if plan.zero == 3 else "never")
+    if plan.pp > 1:
+        parts = there["module_fqns_per_model_part"]
+        assert len(parts) == plan.pp * plan.chunks
+        assert [m for part in parts for m in part] == [
+            "tok_embeddings", *(f"layers.{i}" for i in range(32)), "norm", "output"
+        ]  # fmt: skip
+    recipe = {}
+    exec(
+        export.export("torchtitan-recipe", TASK, plan), {"FullAC": str, "SelectiveAC": str}, recipe
+    )
+    assert callable(recipe["planned"])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_megatrons_flags_are_its_names(name):
+    plan = PLANS[name]
+    found = export.megatron_values(TASK, plan)
+    assert set(found) <= MEGATRON
+    assert found["global-batch-size"] == plan.dp * plan.micro_batch * plan.micro_batches == 512
+    if plan.pp > 1:
+        layout = found["pipeline-model-parallel-layout"]
+        layers = sum(
+            int(part.strip("EL").partition("*")[2] or len(part.strip("EL")))
+            for part in layout.split("|")
+        )
+        assert layers == 32 and layout.count("|") == plan.pp * plan.chunks - 1
+        assert layout.startswith("E") and layout.endswith("L")
+    said = export.export("megatron", TASK, plan)
+    assert all(f"--{flag}" in said for flag in found) and "False" not in said
+
+
+def test_what_a_framework_has_not_is_refused():
+    for name, plan, why in (
+        ("torchtitan", PLANS["level 1"], "no level 1 of ZeRO: choose zero=2"),
+        ("torchtitan", replace(PLANS["pipeline"], schedule=3, chunks=1), "no zb_h1"),
+        ("megatron", replace(PLANS["1f1b"], schedule=1), "no gpipe: choose one_f_one_b"),
+        ("accelerate", PLANS["pipeline"], "no pp=4, ep=1"),
+        ("accelerate", PLANS["level 1"], "no level 1"),
+        ("jax", PLANS["shards"], "no format 'jax': there are torchtitan"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            export.export(name, TASK, plan)
+    flags = export.export("accelerate", TASK, PLANS["shards"])
+    assert "--parallelism_config_dp_shard_size 16" in flags and "--fsdp_version 2" in flags
