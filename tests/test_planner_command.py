@@ -22,7 +22,7 @@ MEGATRON = set(
     use-megatron-fsdp data-parallel-sharding-strategy cp-comm-type pipeline-model-parallel-layout
     recompute-granularity recompute-method recompute-num-layers""".split()
 )
-TASK = planner.Task(
+JOB = planner.Job(
     model=replace(ModelConfig.named("llama-3.1-8b"), seq_len=8192),
     cluster=planner.Cluster(device=Hardware.named("H100"), nodes=8), batch_tokens=2**22,
 )  # fmt: skip
@@ -98,7 +98,7 @@ def test_it_starts_without_torch_and_helps():
 @pytest.mark.parametrize("name", ["pipeline", "1f1b", "shards"])
 def test_torchtitans_toml_has_its_names_and_our_numbers(name):
     plan = PLANS[name]
-    found = tomllib.loads(export.export("torchtitan", TASK, plan))
+    found = tomllib.loads(export.export("torchtitan", JOB, plan))
     for section, values in found.items():
         assert set(values) <= set(export.SECTIONS[section])
     there, batch = found["parallelism"], found["training"]
@@ -114,16 +114,14 @@ def test_torchtitans_toml_has_its_names_and_our_numbers(name):
             "tok_embeddings", *(f"layers.{i}" for i in range(32)), "norm", "output"
         ]  # fmt: skip
     recipe = {}
-    exec(
-        export.export("torchtitan-recipe", TASK, plan), {"FullAC": str, "SelectiveAC": str}, recipe
-    )
+    exec(export.export("torchtitan-recipe", JOB, plan), {"FullAC": str, "SelectiveAC": str}, recipe)
     assert callable(recipe["planned"])
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_megatrons_flags_are_its_names(name):
     plan = PLANS[name]
-    found = export.megatron_values(TASK, plan)
+    found = export.megatron_values(JOB, plan)
     assert set(found) <= MEGATRON
     assert found["global-batch-size"] == plan.dp * plan.micro_batch * plan.micro_batches == 512
     if plan.pp > 1:
@@ -134,7 +132,7 @@ def test_megatrons_flags_are_its_names(name):
         )
         assert layers == 32 and layout.count("|") == plan.pp * plan.chunks - 1
         assert layout.startswith("E") and layout.endswith("L")
-    said = export.export("megatron", TASK, plan)
+    said = export.export("megatron", JOB, plan)
     assert all(f"--{flag}" in said for flag in found) and "False" not in said
 
 
@@ -148,6 +146,6 @@ def test_what_a_framework_has_not_is_refused():
         ("jax", PLANS["shards"], "no format 'jax': there are torchtitan"),
     ):
         with pytest.raises(ValueError, match=why):
-            export.export(name, TASK, plan)
-    flags = export.export("accelerate", TASK, PLANS["shards"])
+            export.export(name, JOB, plan)
+    flags = export.export("accelerate", JOB, PLANS["shards"])
     assert "--parallelism_config_dp_shard_size 16" in flags and "--fsdp_version 2" in flags

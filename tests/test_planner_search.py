@@ -18,9 +18,9 @@ SMALL = ModelConfig(
 MIXTURE = replace(SMALL, num_experts=8, top_k=2)
 
 
-def task(model=SMALL, nodes=2, **given):
+def job(model=SMALL, nodes=2, **given):
     cluster = planner.Cluster(device=given.pop("device", H100), nodes=nodes)
-    return planner.Task(model=model, cluster=cluster, batch_tokens=2**16, **given)
+    return planner.Job(model=model, cluster=cluster, batch_tokens=2**16, **given)
 
 
 def brute(asked):
@@ -41,7 +41,7 @@ def brute(asked):
 
 @pytest.mark.parametrize("model, stack", [(SMALL, "course"), (MIXTURE, "megatron")])
 def test_the_winner_is_that_of_brute_force(model, stack):
-    asked = replace(task(model, stack=stack), batch_tokens=2**13)
+    asked = replace(job(model, stack=stack), batch_tokens=2**13)
     asked = replace(asked, cluster=replace(asked.cluster, nodes=1, gpus_per_node=4))
     found, every = planner.search(asked), list(brute(asked))
     listed = [found.plans[i] for i in range(len(found))]
@@ -58,7 +58,7 @@ def test_the_winner_is_that_of_brute_force(model, stack):
 
 def test_405b_on_16384_gpus():
     model = replace(ModelConfig.named("llama-3.1-405b"), seq_len=8192)
-    asked = task(model, nodes=2048)
+    asked = job(model, nodes=2048)
     asked = replace(asked, batch_tokens=2**24)
     found = planner.search(asked)
     assert len(found) > 50_000 and 10_000 < found.fits.sum() < len(found)
@@ -97,14 +97,14 @@ def test_405b_on_16384_gpus():
     ],
 )
 def test_an_illegal_plan_says_why(change, reason):
-    asked = task()
+    asked = job()
     plan = planner.Plan(**dict(tp=2, dp=8, micro_batches=4) | change)
     said = plans.illegal(asked, plan)
     assert reason in said and bool(said) == bool(reason)
 
 
 def test_why_not():
-    found = planner.search(task())
+    found = planner.search(job())
     best, listed = found.fastest, [found[i] for i in found.order]
     assert planner.why(found, best.plan) == "it is the fastest of the plans that fit"
     slow = listed[-1]
@@ -113,7 +113,7 @@ def test_why_not():
     tie = next((e for e in listed if 1 < e.seconds / best.seconds <= 1.03), None)
     assert tie is None or planner.why(found, tie.plan).startswith("a tie, ")
     narrow = replace(H100, memory=10**8)
-    tight = planner.search(task(device=narrow))
+    tight = planner.search(job(device=narrow))
     with pytest.raises(ValueError, match="none of .* legal plans fits: the leanest needs"):
         _ = tight.fastest
     assert "does not fit: rank 0 of the pipeline needs" in planner.why(tight, best.plan)
@@ -121,14 +121,14 @@ def test_why_not():
 
 def test_what_a_task_refuses():
     with pytest.raises(ValueError, match="less than half of a sequence of 2,048"):
-        replace(task(), batch_tokens=100)
+        replace(job(), batch_tokens=100)
     with pytest.raises(ValueError, match="stack='jax' is unknown: use 'course' or 'megatron'"):
-        task(stack="jax")
+        job(stack="jax")
     with pytest.raises(ValueError, match="GPT does not run multi-head latent attention"):
-        task(ModelConfig.named("deepseek-v2"), stack="course")
+        job(ModelConfig.named("deepseek-v2"), stack="course")
     with pytest.raises(ValueError, match="reserve=1.5 is a share"):
         planner.Cluster(device=H100, nodes=1, reserve=1.5)
-    none = replace(task(nodes=11), batch_tokens=2048)
+    none = replace(job(nodes=11), batch_tokens=2048)
     with pytest.raises(ValueError, match="no plan is legal for 1 sequences on 88 GPUs"):
         _ = planner.search(none).fastest
 

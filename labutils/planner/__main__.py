@@ -12,7 +12,7 @@ from labutils import units
 from labutils.config import Hardware, ModelConfig
 from labutils.planner import export, stages
 from labutils.planner.cluster import Cluster
-from labutils.planner.plans import Estimate, Found, Task, search, text_of, why
+from labutils.planner.plans import Estimate, Found, Job, search, text_of, why
 
 EXAMPLE = """example, Llama-3.1-70B for 15 T tokens on 64 H100:
   python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100 --tokens 15e12
@@ -53,8 +53,8 @@ def options() -> argparse.ArgumentParser:
     return shell
 
 
-def asked(given: argparse.Namespace) -> Task:
-    """The task that the options describe; ValueError names the option and the remedy."""
+def asked(given: argparse.Namespace) -> Job:
+    """The job that the options describe; ValueError names the option and the remedy."""
 
     def of(option: str, make: Callable, *args: Any) -> Any:
         try:
@@ -80,13 +80,13 @@ def asked(given: argparse.Namespace) -> Task:
     numbers = dict(batch_tokens=int(given.batch_tokens), tokens=given.tokens)
     return of(
         "batch-tokens, --tokens or --stack",
-        lambda: Task(model=model, cluster=cluster, stack=given.stack, **numbers),
+        lambda: Job(model=model, cluster=cluster, stack=given.stack, **numbers),
     )
 
 
 def row(estimate: Estimate) -> dict:
     """A plan and what it gives, as JSON has it."""
-    task, plan = estimate.task, dataclasses.asdict(estimate.plan)
+    job, plan = estimate.job, dataclasses.asdict(estimate.plan)
     found = {
         "plan": plan,
         "step_seconds": estimate.seconds,
@@ -95,49 +95,49 @@ def row(estimate: Estimate) -> dict:
         "mfu": {kind: estimate.mfu(kind) for kind in ("6N", "causal", "full")},
         "seconds": estimate.parts,
     }
-    if task.tokens:
+    if job.tokens:
         found |= {"days": estimate.days, "gpu_hours": estimate.gpu_hours}
-    return found | ({"cost": estimate.cost} if task.tokens and task.cluster.price else {})
+    return found | ({"cost": estimate.cost} if job.tokens and job.cluster.price else {})
 
 
 def table(found: Found, top: int) -> Iterator[str]:
     """The first plans in lines."""
-    task, cluster = found.task, found.task.cluster
+    job, cluster = found.job, found.job.cluster
     yield (
-        f"{found.task.model.name or 'model'} · {cluster.gpus:,} × {cluster.device.name} · "
-        f"{task.batch:,} sequences of {task.model.seq_len:,} a step · memory of {task.stack}"
+        f"{found.job.model.name or 'model'} · {cluster.gpus:,} × {cluster.device.name} · "
+        f"{job.batch:,} sequences of {job.model.seq_len:,} a step · memory of {job.stack}"
     )
     yield (
         f"{len(found):,} legal plans, {found.fits.sum():,} allocate at most "
         f"{units.text(cluster.room)} ({1 - cluster.reserve:.0%} of the device), "
         f"{len(found.ties)} within 3 % of the fastest (=)"
     )
-    yield f"rates: {task.rates.source}"
-    days = "     days" if task.tokens else ""
+    yield f"rates: {job.rates.source}"
+    days = "     days" if job.tokens else ""
     yield f"{'':>4} {'step s':>8} {'peak GB':>8} {'MFU':>6} {'tok/s/GPU':>10}{days}  plan"
     most = found.fastest.seconds * 1.03
     for i, one in enumerate(found.best(top), 1):
         mark = "=" if one.seconds <= most else " "
-        days = f" {one.days:8.1f}" if task.tokens else ""
+        days = f" {one.days:8.1f}" if job.tokens else ""
         yield (
             f"{i:>3}{mark} {one.seconds:8.3f} {one.peak / 1e9:8.1f} {one.mfu():6.1%} "
             f"{one.tokens_per_second:10,.0f}{days}  {text_of(one.plan)}"
         )
     yield "MFU: all products of the model, of attention the half that is not masked"
-    if task.tokens and cluster.price:
+    if job.tokens and cluster.price:
         (first,) = found.best()
         yield f"row 1: {first.gpu_hours:,.0f} GPU-hours, {first.cost:,.0f} at the price given"
 
 
 def details(estimate: Estimate) -> Iterator[str]:
     """What each stage holds, and where the step's seconds go."""
-    plan, task = estimate.plan, estimate.task
+    plan, job = estimate.plan, estimate.job
     yield text_of(plan)
     for name, seconds in estimate.parts.items():
         yield f"{name:>16} {seconds:9.3f} s {seconds / estimate.seconds:6.1%}"
     for rank in sorted({0, min(1, plan.pp - 1), plan.pp - 1}):
         yield f"rank {rank} of {plan.pp} of the pipeline"
-        yield str(stages.ledger(task.model, plan, rank, task.stack))
+        yield str(stages.ledger(job.model, plan, rank, job.stack))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -145,8 +145,8 @@ def main(words: Sequence[str] | None = None) -> int:
     shell = options()
     given = shell.parse_args(words)
     try:
-        task = asked(given)
-        found = search(task)
+        job = asked(given)
+        found = search(job)
         chosen = 0 if given.plan is None else given.plan - 1
         rows = found.best(max(given.top, chosen + 1))
         _ = found.fastest  # or an error
@@ -154,7 +154,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise ValueError(f"--plan {given.plan}: there are rows 1 to {len(rows)}, give one")
         said = ""
         if given.export:
-            said = export.export(given.export, task, rows[chosen].plan)
+            said = export.export(given.export, job, rows[chosen].plan)
     except ValueError as error:
         shell.exit(2, f"{shell.prog}: {error}\n")
     if given.export:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from labutils.config import ModelConfig
-from labutils.planner.plans import Task
+from labutils.planner.plans import Job
 from labutils.planner.work import RECOMPUTE, SCHEDULES, Plan, ulysses
 
 TORCHTITAN = "0.2.2"
@@ -26,7 +26,7 @@ SECTIONS = {
 _SCHEDULES = {"one_f_one_b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
 
 
-def torchtitan_values(task: Task, plan: Plan) -> dict[str, dict[str, Any]]:
+def torchtitan_values(job: Job, plan: Plan) -> dict[str, dict[str, Any]]:
     """Values by section and name, as torchtitan 0.2.2 has them.
 
     Raises ValueError: for ZB-H1, which it has not, and for level 0 or 1 of ZeRO over several ranks:
@@ -41,8 +41,8 @@ def torchtitan_values(task: Task, plan: Plan) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {
         "training": {
             "local_batch_size": plan.micro_batch * (plan.micro_batches if plan.pp > 1 else 1),
-            "global_batch_size": task.batch,
-            "seq_len": task.model.seq_len,
+            "global_batch_size": job.batch,
+            "seq_len": job.model.seq_len,
             "mixed_precision_param": "bfloat16",
             "mixed_precision_reduce": "float32",
         },
@@ -61,7 +61,7 @@ def torchtitan_values(task: Task, plan: Plan) -> dict[str, dict[str, Any]]:
         found["parallelism"] |= {
             "pipeline_parallel_schedule": _SCHEDULES[name],
             "pipeline_parallel_microbatch_size": plan.micro_batch,
-            "module_fqns_per_model_part": _modules(task.model, plan),
+            "module_fqns_per_model_part": _modules(job.model, plan),
         }
     return found
 
@@ -90,18 +90,18 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
-def torchtitan(task: Task, plan: Plan) -> str:
+def torchtitan(job: Job, plan: Plan) -> str:
     """The TOML of torchtitan 0.2.2: the sections that a plan decides."""
     lines = [f"# torchtitan {TORCHTITAN}; with pp, local_batch_size is of all micro-batches"]
-    for section, values in torchtitan_values(task, plan).items():
+    for section, values in torchtitan_values(job, plan).items():
         lines += ["", f"[{section}]", *(f"{name} = {_toml(v)}" for name, v in values.items())]
     return "\n".join(lines) + "\n"
 
 
-def torchtitan_recipe(task: Task, plan: Plan) -> str:
+def torchtitan_recipe(job: Job, plan: Plan) -> str:
     """A Python function for torchtitan 0.3.0 and later, which reads no TOML: the same names, less
     what went, and with sequence parallelism named."""
-    values = torchtitan_values(task, plan)
+    values = torchtitan_values(job, plan)
     values["parallelism"]["enable_sequence_parallel"] = plan.tp > 1
     kind = {"none": "None", "selective": "SelectiveAC()", "full": "FullAC()"}
     again = kind[values.pop("activation_checkpoint")["mode"]]
@@ -112,7 +112,7 @@ def torchtitan_recipe(task: Task, plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def megatron_values(task: Task, plan: Plan) -> dict[str, Any]:
+def megatron_values(job: Job, plan: Plan) -> dict[str, Any]:
     """Flags of Megatron-LM core 0.16.1 and later, without dashes; True stands alone.
 
     Raises ValueError: for ZB-H1, which it has not.
@@ -120,7 +120,7 @@ def megatron_values(task: Task, plan: Plan) -> dict[str, Any]:
     if SCHEDULES[plan.schedule] not in ("one_f_one_b", "interleaved"):
         name = SCHEDULES[plan.schedule]
         raise ValueError(f"Megatron-LM has no {name}: choose one_f_one_b or interleaved")
-    model = task.model
+    model = job.model
     found: dict[str, Any] = {
         "tensor-model-parallel-size": plan.tp,
         "pipeline-model-parallel-size": plan.pp,
@@ -128,7 +128,7 @@ def megatron_values(task: Task, plan: Plan) -> dict[str, Any]:
         "expert-model-parallel-size": plan.ep,
         "expert-tensor-parallel-size": 1,
         "micro-batch-size": plan.micro_batch,
-        "global-batch-size": task.batch,
+        "global-batch-size": job.batch,
         "seq-length": model.seq_len,
         "bf16": True,
         "accumulate-allreduce-grads-in-fp32": True,
@@ -155,13 +155,13 @@ def megatron_values(task: Task, plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not False}
 
 
-def megatron(task: Task, plan: Plan) -> str:
+def megatron(job: Job, plan: Plan) -> str:
     """Flags of Megatron-LM for a shell; those of the model and the data are left to you."""
-    flags = [_flag("--" + name, value) for name, value in megatron_values(task, plan).items()]
+    flags = [_flag("--" + name, value) for name, value in megatron_values(job, plan).items()]
     return " \\\n  ".join(["torchrun pretrain_gpt.py", *flags]) + "\n"
 
 
-def accelerate_values(task: Task, plan: Plan) -> dict[str, Any]:
+def accelerate_values(job: Job, plan: Plan) -> dict[str, Any]:
     """Flags of `accelerate launch` 1.15 with FSDP2.
 
     Raises ValueError: for pipelines and experts, which it has not, and levels 0 and 1 of ZeRO.
@@ -172,7 +172,7 @@ def accelerate_values(task: Task, plan: Plan) -> dict[str, Any]:
         raise ValueError(f"FSDP2 has no level {plan.zero} of ZeRO: choose zero=2 or zero=3")
     return {
         "num_processes": plan.gpus,
-        "num_machines": task.cluster.nodes,
+        "num_machines": job.cluster.nodes,
         "mixed_precision": "bf16",
         "use_fsdp": True,
         "fsdp_version": 2,
@@ -186,9 +186,9 @@ def accelerate_values(task: Task, plan: Plan) -> dict[str, Any]:
     }
 
 
-def accelerate(task: Task, plan: Plan) -> str:
+def accelerate(job: Job, plan: Plan) -> str:
     """`accelerate launch` with FSDP2 for a shell; batch and sequence are the script's."""
-    flags = [_flag("--" + name, value) for name, value in accelerate_values(task, plan).items()]
+    flags = [_flag("--" + name, value) for name, value in accelerate_values(job, plan).items()]
     return " \\\n  ".join(["accelerate launch", *flags, "train.py"]) + "\n"
 
 
@@ -197,7 +197,7 @@ def _flag(name: str, value: Any) -> str:
     return name if value is True else f"{name} {quoted}"
 
 
-FORMATS: dict[str, Callable[[Task, Plan], str]] = {
+FORMATS: dict[str, Callable[[Job, Plan], str]] = {
     "torchtitan": torchtitan,
     "torchtitan-recipe": torchtitan_recipe,
     "megatron": megatron,
@@ -205,11 +205,11 @@ FORMATS: dict[str, Callable[[Task, Plan], str]] = {
 }
 
 
-def export(name: str, task: Task, plan: Plan) -> str:
+def export(name: str, job: Job, plan: Plan) -> str:
     """The plan for a framework: a name of `FORMATS`.
 
     Raises ValueError: for what the framework has not, and for an unknown name.
     """
     if name not in FORMATS:
         raise ValueError(f"no format {name!r}: there are {', '.join(FORMATS)}")
-    return FORMATS[name](task, plan)
+    return FORMATS[name](job, plan)

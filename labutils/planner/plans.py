@@ -26,7 +26,7 @@ _FROM_CLUSTER: Any = None  # the default of a field that is worked out of anothe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class Job:
     """What is asked: a model, a cluster, and tokens.
 
     batch_tokens: of a global batch, which is rounded to whole sequences of model.seq_len
@@ -65,9 +65,9 @@ class Task:
 # ── what is legal ─────────────────────────────────────────────────────────────────────────────────
 
 
-def rules(task: Task, p: Plan) -> Iterator[tuple[Numbers, str]]:
+def rules(job: Job, p: Plan) -> Iterator[tuple[Numbers, str]]:
     """Where a plan, or a column of plans, is illegal, and the sentence that says so of a plan q."""
-    model, n, batch = task.model, task.cluster.gpus, task.batch
+    model, n, batch = job.model, job.cluster.gpus, job.batch
     yield p.gpus != n, f"pp·dp·cp·tp = {{q.gpus:,}} ranks, and the cluster has {n:,} GPUs"
     for name in ("num_heads", "num_kv_heads", "d_ff", "vocab_size"):
         size = getattr(model, name)
@@ -97,22 +97,22 @@ def rules(task: Task, p: Plan) -> Iterator[tuple[Numbers, str]]:
     yield (p.schedule > 0) & (p.pp == 1), "this is a schedule of a pipeline, and pp=1"
     gathers = "zb_h1 splits backward passes, and zero=3 gathers weights for whole ones"
     yield split & (p.zero == 3), gathers
-    yield split & (task.stack == "megatron"), "Megatron-LM has no zb_h1"
+    yield split & (job.stack == "megatron"), "Megatron-LM has no zb_h1"
 
 
-def illegal(task: Task, plan: Plan) -> str:
+def illegal(job: Job, plan: Plan) -> str:
     """Why a plan is illegal, in a sentence; empty if it is legal."""
-    return next((said.format(q=plan) for wrong, said in rules(task, plan) if np.any(wrong)), "")
+    return next((said.format(q=plan) for wrong, said in rules(job, plan) if np.any(wrong)), "")
 
 
 def _divisors(n: int, most: float = math.inf) -> list[int]:
     return [i for i in range(1, int(min(n, most)) + 1) if n % i == 0]
 
 
-def enumerate_plans(task: Task) -> Plan:
+def enumerate_plans(job: Job) -> Plan:
     """A column of all legal plans: meshes and micro-batches from divisors, times schedules, levels
     of ZeRO and recomputation, less what a rule forbids."""
-    model, n, batch = task.model, task.cluster.gpus, task.batch
+    model, n, batch = job.model, job.cluster.gpus, job.batch
     meshes = []
     for tp in _divisors(math.gcd(n, model.num_kv_heads), 16):
         for cp in _divisors(n // tp, model.seq_len / tp):
@@ -134,7 +134,7 @@ def enumerate_plans(task: Task) -> Plan:
     rows = rows[(ranks * chunks <= model.num_layers + 2) & ((schedule == 0) | (ranks > 1))]
     p = _columns(rows)
     legal = np.ones(len(rows), dtype=bool)
-    for wrong, _ in rules(task, p):
+    for wrong, _ in rules(job, p):
         legal &= np.logical_not(wrong)
     return p[legal]
 
@@ -151,24 +151,24 @@ def _columns(rows: np.ndarray) -> Plan:
 # ── what they cost ────────────────────────────────────────────────────────────────────────────────
 
 
-def evaluate(task: Task, p: Plan) -> tuple[np.ndarray, np.ndarray]:
+def evaluate(job: Job, p: Plan) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a step, and bytes of the fullest rank, of a column of plans."""
     seconds, peaks = np.empty(len(p.tp)), np.empty(len(p.tp))
     for begin in range(0, len(p.tp), 4096):  # so much stays in the cache
         part = slice(begin, begin + 4096)
         some = p[part]
-        at = stages.places(task.model, some)
-        peaks[part] = stages.bytes_of(task.model, some, task.stack, at).max(axis=0)
-        path = rates_.critical_path(task.model, some, task.rates, task.cluster, at)
-        seconds[part] = path.total(task.rates)
+        at = stages.places(job.model, some)
+        peaks[part] = stages.bytes_of(job.model, some, job.stack, at).max(axis=0)
+        path = rates_.critical_path(job.model, some, job.rates, job.cluster, at)
+        seconds[part] = path.total(job.rates)
     return seconds, peaks
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One plan of a task: seconds of a step, bytes of its fullest rank, and what follows."""
+    """One plan of a job: seconds of a step, bytes of its fullest rank, and what follows."""
 
-    task: Task
+    job: Job
     plan: Plan
     seconds: float
     peak: float
@@ -176,25 +176,25 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether what it allocates leaves the cluster's reserve alone."""
-        return self.peak <= self.task.cluster.room
+        return self.peak <= self.job.cluster.room
 
     @property
     def headroom(self) -> float:
         """Bytes between its peak and what it may allocate."""
-        return self.task.cluster.room - self.peak
+        return self.job.cluster.room - self.peak
 
     @functools.cached_property
     def parts(self) -> dict[str, float]:
         """Seconds of the step by what they are for."""
         p = self.plan.column()
-        path = rates_.critical_path(self.task.model, p, self.task.rates, self.task.cluster)
-        return {name: float(np.squeeze(s)) for name, s in path.parts(self.task.rates).items()}
+        path = rates_.critical_path(self.job.model, p, self.job.rates, self.job.cluster)
+        return {name: float(np.squeeze(s)) for name, s in path.parts(self.job.rates).items()}
 
     @property
     def tokens_per_second(self) -> float:
         """Of one GPU."""
-        tokens = self.task.batch * self.task.model.seq_len
-        return tokens / self.seconds / self.task.cluster.gpus
+        tokens = self.job.batch * self.job.model.seq_len
+        return tokens / self.seconds / self.job.cluster.gpus
 
     def mfu(self, convention: str = "causal") -> float:
         """Model FLOPs per second as a share of the bf16 peak.
@@ -202,24 +202,24 @@ class Estimate:
         convention: "6N": six for each parameter that a token meets; "causal": all products, of
             attention the half that is not masked; "full": attention in full, as Korthikanti et al.
         """
-        per_token = flops_per_token(self.task.model)[convention]
-        return per_token * self.tokens_per_second / self.task.cluster.device.flops["bf16"]
+        per_token = flops_per_token(self.job.model)[convention]
+        return per_token * self.tokens_per_second / self.job.cluster.device.flops["bf16"]
 
     @property
     def days(self) -> float:
         """Of the whole training."""
-        per_day = self.tokens_per_second * self.task.cluster.gpus * 86400
-        return self.task.tokens / per_day
+        per_day = self.tokens_per_second * self.job.cluster.gpus * 86400
+        return self.job.tokens / per_day
 
     @property
     def gpu_hours(self) -> float:
         """Of the whole training."""
-        return self.days * 24 * self.task.cluster.gpus
+        return self.days * 24 * self.job.cluster.gpus
 
     @property
     def cost(self) -> float:
         """GPU-hours of the whole training, times the price of one."""
-        return self.gpu_hours * self.task.cluster.price
+        return self.gpu_hours * self.job.cluster.price
 
 
 def flops_per_token(model: ModelConfig) -> dict[str, float]:
@@ -240,22 +240,22 @@ def _complexity(p: Plan) -> Numbers:
 
 
 class Found:
-    """All legal plans of a task with seconds and peaks; made by `search`.
+    """All legal plans of a job with seconds and peaks; made by `search`.
 
     plans, seconds, peaks: columns
     fits: which plans leave the reserve alone
     """
 
-    def __init__(self, task: Task, plans: Plan) -> None:
-        self.task, self.plans = task, plans
-        self.seconds, self.peaks = evaluate(task, plans)
-        self.fits = self.peaks <= task.cluster.room
+    def __init__(self, job: Job, plans: Plan) -> None:
+        self.job, self.plans = job, plans
+        self.seconds, self.peaks = evaluate(job, plans)
+        self.fits = self.peaks <= job.cluster.room
 
     def __len__(self) -> int:
         return len(self.seconds)
 
     def __getitem__(self, i: int) -> Estimate:
-        return Estimate(self.task, self.plans[i], float(self.seconds[i]), float(self.peaks[i]))
+        return Estimate(self.job, self.plans[i], float(self.seconds[i]), float(self.peaks[i]))
 
     @functools.cached_property
     def order(self) -> np.ndarray:
@@ -264,7 +264,7 @@ class Found:
         fit = np.flatnonzero(self.fits)
         seconds = self.seconds[fit]
         tied = seconds <= seconds.min(initial=math.inf) * (1 + TIE)
-        spare = np.floor(10 * (1 - self.peaks[fit] / self.task.cluster.room))
+        spare = np.floor(10 * (1 - self.peaks[fit] / self.job.cluster.room))
         simple = _complexity(self.plans[fit])
         keys = (seconds, simple * tied, -spare * tied, np.logical_not(tied))
         return fit[np.lexsort(keys)]
@@ -297,48 +297,48 @@ class Found:
         return [self[i] for i in fit[self.peaks[fit] < least[:-1]]]
 
     def _none(self) -> str:
-        room, device = units.text(self.task.cluster.room), self.task.cluster.device.name
+        room, device = units.text(self.job.cluster.room), self.job.cluster.device.name
         if not len(self):
             return (
-                f"no plan is legal for {self.task.batch:,} sequences on "
-                f"{self.task.cluster.gpus:,} GPUs: change the batch or the number of nodes, so "
+                f"no plan is legal for {self.job.batch:,} sequences on "
+                f"{self.job.cluster.gpus:,} GPUs: change the batch or the number of nodes, so "
                 "that they have divisors in common"
             )
         near = self[int(self.peaks.argmin())]
         return (
             f"none of {len(self):,} legal plans fits: the leanest needs {units.text(near.peak)} of "
-            f"{room} ({1 - self.task.cluster.reserve:.0%} of a {device}): use more nodes, a larger "
+            f"{room} ({1 - self.job.cluster.reserve:.0%} of a {device}): use more nodes, a larger "
             "device or a shorter sequence"
         )
 
 
-def search(task: Task) -> Found:
-    """All legal plans of the task, evaluated."""
-    return Found(task, enumerate_plans(task))
+def search(job: Job) -> Found:
+    """All legal plans of the job, evaluated."""
+    return Found(job, enumerate_plans(job))
 
 
-def estimate(task: Task, plan: Plan) -> Estimate:
+def estimate(job: Job, plan: Plan) -> Estimate:
     """One plan, evaluated, legal or not."""
-    seconds, peaks = evaluate(task, plan.column())
-    return Estimate(task, plan, float(seconds[0]), float(peaks[0]))
+    seconds, peaks = evaluate(job, plan.column())
+    return Estimate(job, plan, float(seconds[0]), float(peaks[0]))
 
 
 def why(found: Found, plan: Plan) -> str:
     """Why a plan is not the first: the sentence, with numbers, that it is illegal, does not fit, or
     is slower, and by what."""
-    task = found.task
-    if reason := illegal(task, plan):
+    job = found.job
+    if reason := illegal(job, plan):
         return f"illegal: {reason}"
-    mine = estimate(task, plan)
+    mine = estimate(job, plan)
     if not mine.fits:
-        at = stages.places(task.model, plan.column())
-        held = stages.bytes_of(task.model, plan.column(), task.stack, at)
+        at = stages.places(job.model, plan.column())
+        held = stages.bytes_of(job.model, plan.column(), job.stack, at)
         rank = int(at.rank[held.argmax(), 0])
-        lines = stages.ledger(task.model, plan, rank, task.stack)
+        lines = stages.ledger(job.model, plan, rank, job.stack)
         largest = max(lines, key=lambda line: line.amount)
         return (
             f"does not fit: rank {rank} of the pipeline needs {units.text(mine.peak)} of "
-            f"{units.text(task.cluster.room)}, {units.text(largest.amount)} of it {largest.name}"
+            f"{units.text(job.cluster.room)}, {units.text(largest.amount)} of it {largest.name}"
         )
     best = found.fastest
     more = mine.seconds / best.seconds - 1
@@ -357,16 +357,16 @@ def sensitivity(found: Found) -> dict[str, float]:
     """By how much the fastest step gets shorter, as a share: for rates that are 10 % higher with
     the same plan, and for 1 GB more on each device and 10 % more nodes (as many as go on sharing
     the batch) with the plan that is then the fastest."""
-    task, best = found.task, found.fastest
+    job, best = found.job, found.fastest
     p, changed = best.plan.column(), {}
     for name in ("products", "attention", "memory", "link"):
-        faster = replace(task.rates, **{name: 1.1 * getattr(task.rates, name)})
-        path = rates_.critical_path(task.model, p, faster, task.cluster)
+        faster = replace(job.rates, **{name: 1.1 * getattr(job.rates, name)})
+        path = rates_.critical_path(job.model, p, faster, job.cluster)
         changed[f"{name} + 10 %"] = 1 - float(path.total(faster)[0]) / best.seconds
-    wider = replace(task.cluster, between=1.1 * task.cluster.between)
-    path = rates_.critical_path(task.model, p, task.rates, wider)
-    changed["links between nodes + 10 %"] = 1 - float(path.total(task.rates)[0]) / best.seconds
-    roomy = found.peaks <= task.cluster.room + units.GB
+    wider = replace(job.cluster, between=1.1 * job.cluster.between)
+    path = rates_.critical_path(job.model, p, job.rates, wider)
+    changed["links between nodes + 10 %"] = 1 - float(path.total(job.rates)[0]) / best.seconds
+    roomy = found.peaks <= job.cluster.room + units.GB
     changed["1 GB more"] = 1 - found.seconds[roomy].min() / best.seconds
     return changed
 

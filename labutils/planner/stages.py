@@ -103,7 +103,7 @@ def stage_states(model: ModelConfig, p: Plan, at: Place, copies: Numbers = 1) ->
 # ── Megatron-LM with Transformer Engine ───────────────────────────────────────────────────────────
 
 
-def megatron(model: ModelConfig, p: Plan, at: Place) -> dict[str, Numbers]:
+def held_by_megatron(model: ModelConfig, p: Plan, at: Place) -> dict[str, Numbers]:
     """Bytes of a rank at its fullest moment, by name, for bf16 with fused kernels.
 
     The last rank is fullest in the head's backward pass, any other in the last layer's, as its
@@ -209,7 +209,7 @@ def _gathered(model: ModelConfig, p: Plan) -> Numbers:
 # ── the course's own code ─────────────────────────────────────────────────────────────────────────
 
 
-def course(model: ModelConfig, p: Plan, at: Place) -> dict[str, Numbers]:
+def held_by_course(model: ModelConfig, p: Plan, at: Place) -> dict[str, Numbers]:
     """States and kept activations of a rank in the course's code, by name. What lives for a moment
     has no closed form: `proof.dry` adds it.
 
@@ -264,7 +264,9 @@ def _kept(model: ModelConfig, p: Plan, how: anatomy.Policy) -> dict[str, Numbers
 
 def bytes_of(model: ModelConfig, p: Plan, stack: str, at: Place) -> np.ndarray:
     """Bytes of these ranks at their fullest [ranks, plans]."""
-    return sum({"course": course, "megatron": megatron}[stack](model, p, at).values())
+    return sum(
+        {"course": held_by_course, "megatron": held_by_megatron}[stack](model, p, at).values()
+    )
 
 
 def ledger(model: ModelConfig, plan: Plan, rank: int = 0, stack: str = "megatron") -> Ledger:
@@ -279,7 +281,7 @@ def ledger(model: ModelConfig, plan: Plan, rank: int = 0, stack: str = "megatron
     p = plan.column()
     counts = rank_layers(model, plan.pp, plan.chunks, plan.even)[rank]
     at = Place(*np.array([[(rank, *counts, rank == 0, rank == plan.pp - 1)]]).T)
-    found = {"course": course, "megatron": megatron}[stack](model, p, at)
+    found = {"course": held_by_course, "megatron": held_by_megatron}[stack](model, p, at)
     rows = {name: round(np.squeeze(n).item()) for name, n in found.items()}
     group = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer"}
     for name in ("backward", "dummy weight gradients", "gathered layers", "workspaces"):
