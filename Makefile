@@ -4,7 +4,7 @@ BIN    := .venv/bin
 READY  := .venv/ready
 TESTS  := .venv/ready-tests
 
-.PHONY: lab test notebooks book bench
+.PHONY: lab test notebooks book bench student
 
 lab: $(READY)  # reached over loopback only, with Jupyter's token: that is why root may start it too
 	JUPYTER_CONFIG_PATH="$(CURDIR)" $(BIN)/python tools/sums.py $(BIN)/python -m jupyterlab --ip=127.0.0.1 --allow-root --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
@@ -20,6 +20,9 @@ book: $(TESTS)
 
 bench: $(TESTS)
 	$(BIN)/python benchmarks
+
+student: $(READY)  # SHOW="lessons zero.clip_grad_norm": what may be shown
+	$(BIN)/python tools/student.py $(addprefix --show ,$(SHOW))
 
 # What labs need; with the tests' tools it is a gigabyte more. Both live in one environment, in either order.
 $(READY): EXTRAS = lab,real

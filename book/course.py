@@ -49,14 +49,24 @@ class Notation(Written):
         return notation.markdown(self.arguments[0])
 
 
-class Compositions(Written):
-    """```{compositions}```: which techniques compose, and why some do not."""
-
-    source = config.DATA / "compositions.csv"
+class Printed(Written):
+    """A directive that stands for what a tool prints."""
 
     def markdown(self):
-        command = [sys.executable, ROOT / "tools" / "compositions.py"]
+        command = [sys.executable, ROOT / "tools" / self.tool]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+class Compositions(Printed):
+    """```{compositions}```: which techniques compose, and why some do not."""
+
+    source, tool = config.DATA / "compositions.csv", "compositions.py"
+
+
+class Lessons(Printed):
+    """```{lessons}```: a class of 90 minutes for each lab."""
+
+    source, tool = config.DATA / "exercises.csv", "teaching.py"
 
 
 class Errata(Written):
@@ -158,5 +168,6 @@ def setup(app):
     app.add_directive("errata", Errata)
     app.add_directive("compositions", Compositions)
     app.add_directive("benchmarks", Benchmarks)
+    app.add_directive("lessons", Lessons)
     app.connect("build-finished", copy_mathjax)
     return {"parallel_read_safe": True}

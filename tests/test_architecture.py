@@ -22,7 +22,8 @@ LAYERS = {
     4: {"plots"},
     5: {"widgets"},
     6: {"rigs"},
-    7: {"exercises", "check", "calculator", "editor"},
+    7: {"exercises", "check", "progress", "calculator", "editor"},
+    8: {"grade"},
 }
 TOPIC = 3
 REACH = {
@@ -35,6 +36,7 @@ REACH = {
     5: {0, 1, 4},
     6: {0, 1, 2, TOPIC, 3.5},
     7: {0, 1, 2, TOPIC, 3.5, 4, 5, 6},
+    8: {0, 1, 2, TOPIC, 3.5, 4, 5, 6, 7},
 }
 # The few steps sideways.
 SIDEWAYS = {
@@ -71,6 +73,8 @@ SIDEWAYS = {
     # A step knows the hooks of a replica around its stages.
     ("pipeline", "data_parallel"),
     ("check", "exercises"),
+    ("check", "progress"),
+    ("progress", "exercises"),
     ("config", "anatomy"),  # a model counts its parameters in its table
     ("trace", "ledger"),  # what was sent, as amounts
     ("trace", "config"),  # what it takes on a link

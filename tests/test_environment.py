@@ -189,6 +189,12 @@ def test_a_table_of_machines_names_the_cells_that_fail(monkeypatch, capsys):
     ]
 
 
+def test_make_student_passes_on_what_may_be_shown(clone):
+    assert make(clone, "student")[2:] == ["tools/student.py"]
+    asked = make(clone, "student", "SHOW=lessons zero.Sharded")
+    assert asked == ["tools/student.py --show lessons --show zero.Sharded"]
+
+
 def test_make_bench_runs_every_benchmark(clone):
     assert make(clone, "bench")[2:] == ["benchmarks"]
 

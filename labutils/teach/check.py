@@ -16,7 +16,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 from labutils import units
-from labutils.teach import exercises
+from labutils.teach import exercises, progress
 from labutils.teach.exercises import _clock
 from labutils.world.rank import Output
 
@@ -111,9 +111,12 @@ def check(exercise_id: str, attempt: Any) -> Report:
     printed = Output()
     try:
         with contextlib.redirect_stdout(printed):
-            return Report(exercise, _verdicts(exercise, attempt))
+            report = Report(exercise, _verdicts(exercise, attempt))
     finally:
         sys.stdout.write(_cut(str(printed), 10_000))
+    if report.passed:
+        progress.remember(exercise_id)
+    return report
 
 
 def _verdicts(exercise: exercises.Exercise, attempt: Any) -> tuple[Verdict, ...]:

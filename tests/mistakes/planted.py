@@ -130,6 +130,23 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("world/comm", "test_tensor_parallel"): [
         ("first = self.rank - self.rank % count", "first = 0"),
     ],
+    ("teach/grade/judge", "test_grade"): [
+        ('f"changed {name}" for name in seal.broken()', 'f"changed {name}" for name in ()'),
+        ("if changed := seal.broken():", "if changed := []:"),
+        ("if getpid() == me:", "if True:"),
+    ],
+    ("teach/grade/__init__", "test_grade"): [
+        ('secrets.compare_digest(outcome.pop("token"), token)', 'outcome.pop("token") is not None'),
+    ],
+    ("teach/grade/answers", "test_grade test_student"): [
+        ("{*made[-1:], *earlier[-1:], *touched}", "{*made[-1:], *earlier[-1:]}"),
+        ("reads |= now - binds", "reads |= now"),
+    ],
+    ("teach/progress", "test_progress"): [
+        ('not hasattr(builtins, "__IPYTHON__") or ', ""),
+        ("before | {exercise: when}", "{exercise: when}"),
+        ("if not isinstance(found, dict):", "if False:"),
+    ],
     ("teach/rigs/pipeline", "test_pipeline"): [
         ("abs(self.loss - self.alone) < 1e-10 and self.error < 1e-10", "abs(self.loss - self.alone) < 1e-10"),
         ("max(each.in_flight)", "len(each.in_flight)"),

@@ -4,6 +4,7 @@ Each module of this folder holds the exercises of one topic in a tuple `EXERCISE
 `every` are the only ways in. Wrong answers, which the checks must reject, stand in the tests.
 """
 
+import csv
 import functools
 import hashlib
 import importlib
@@ -15,9 +16,9 @@ import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from labutils import units
+from labutils import config, units
 
 
 class Failed(Exception):
@@ -127,3 +128,19 @@ def find(exercise_id: str) -> Exercise:
     if exercise_id not in _of(topic):
         raise ValueError(f"no exercise {exercise_id!r}: {topic} has {', '.join(_of(topic))}")
     return _of(topic)[exercise_id]
+
+
+class Card(NamedTuple):
+    """Where an exercise stands: its lab, its number there, its id, and the name of the answer."""
+
+    lab: str
+    number: str
+    exercise: str
+    answer: str
+
+
+@functools.cache
+def cards() -> tuple[Card, ...]:
+    """The cards of all labs, in order, from a table of the course's data."""
+    with open(config.DATA / "exercises.csv", newline="", encoding="utf-8") as table:
+        return tuple(Card(**row) for row in csv.DictReader(table))

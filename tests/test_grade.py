@@ -1,0 +1,214 @@
+"""Grading: right, wrong and hostile submissions, each contained, the others graded, nothing touched."""
+
+import csv
+import html
+import io
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import hostile
+import pytest
+
+from labutils.teach import exercises, grade
+from labutils.teach.grade import __main__ as command
+from labutils.teach.grade import answers
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+EXPOSED = {"files", "network", "signals"} - grade.out_of_reach()
+CHECK = 'check("accumulation/configure", fill)'
+
+
+def notebook(*cells):
+    return json.dumps({"cells": [dict(cell_type="code", source=source) for source in cells]})
+
+
+FILES = {
+    "text.ipynb": ("hello", "no notebook"),
+    "empty.ipynb": ("", "no notebook"),
+    "list.ipynb": ("[1, 2, 3]", "no list of cells"),
+    "number.ipynb": ('{"cells": 5}', "no list of cells"),
+    "deep.ipynb": ("[" * 100_000, "no notebook"),
+    "odd cells.ipynb": ('{"cells": [null, 3, {"cell_type": []}]}', "no code cell"),
+    "binary.ipynb": (b"\xff\xfe\x00" * 9, "no notebook"),
+    "huge.ipynb": ("x" * (answers.MOST_BYTES + 1), "bytes"),
+    "another.ipynb": (notebook("print(1)"), "no check of the course"),
+    "essay.pdf": (b"%PDF", "no notebook"),
+}
+
+
+@pytest.fixture(scope="module")
+def graded(tmp_path_factory):
+    """The rows of grades.csv by submission, what the run printed, and the folder of it all."""
+    folder = tmp_path_factory.mktemp("class")
+    submissions, outside = folder / "submissions", folder / "teacher" / "marks.csv"
+    for each in (submissions, outside.parent):
+        each.mkdir()
+    outside.write_text("untouched")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        known = dict(outside=str(outside), other=str(submissions / "honest.ipynb"))
+        for name, code, _, _ in hostile.CODE:
+            if hostile.HARM.get(name) in EXPOSED:
+                continue
+            for key, value in (known | dict(port=server.getsockname()[1])).items():
+                code = code.replace(f"{{{key}!r}}", repr(value)).replace(f"{{{key}}}", str(value))
+            text = notebook(hostile.SETUP, code.replace("{{}}", "{}"), CHECK)
+            (submissions / f"{name}.ipynb").write_text(text)
+        honest = notebook(hostile.SETUP, hostile.RIGHT, CHECK)
+        for name in ("honest", "=cmd()", "z <b>last"):
+            (submissions / f"{name}.ipynb").write_text(honest)
+        (submissions / "no check.ipynb").write_text(notebook(hostile.SETUP, hostile.RIGHT))
+        for name, (content, _) in FILES.items():
+            content = content if isinstance(content, bytes) else content.encode()
+            (submissions / name).write_bytes(content)
+        (submissions / "link.ipynb").symlink_to("/etc/passwd")
+        os.mkfifo(submissions / "pipe.ipynb")
+        (submissions / "empty folder").mkdir()
+        (submissions / "honest.pdf").write_bytes(b"")
+        (submissions / "bob").mkdir()
+        (submissions / "bob" / "lab 5.ipynb").write_text(honest)
+        points = folder / "points.csv"
+        points.write_text("exercise,points\naccumulation/configure,10\n")
+        command = [sys.executable, "-m", "labutils.teach.grade", str(submissions), "--out"]
+        command += [str(folder / "grades"), "--points", str(points), "--memory", "0.5"]
+        run = subprocess.run(
+            [*command, "--seconds", "3", "--jobs", "2"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert run.returncode == 0, run.stderr
+        with pytest.raises(TimeoutError):
+            server.accept()
+    table = (folder / "grades" / "grades.csv").read_text(encoding="utf-8")
+    rows = csv.DictReader(io.StringIO(table))
+    return {row["submission"]: row for row in rows}, run.stdout, folder
+
+
+@pytest.mark.parametrize(
+    "name, code, status, words", hostile.CODE, ids=lambda value: str(value)[:40]
+)
+def test_a_hostile_submission_is_contained_and_the_reason_said(graded, name, code, status, words):
+    if hostile.HARM.get(name) in EXPOSED:
+        pytest.skip(f"here submitted code can reach: {', '.join(EXPOSED)}")
+    row = graded[0][name]
+    assert row["status"] == status or not status, row
+    assert words in f"{row['said']} {row['remarks']}", row
+    assert float(row["points"]) <= 10 * (row["status"] == "solved") or row["status"] == "not yet"
+
+
+@pytest.mark.parametrize(
+    "name, content, words", [(n, *c) for n, c in FILES.items()], ids=list(FILES)
+)
+def test_what_is_no_notebook_is_named(graded, name, content, words):
+    row = graded[0][name.removesuffix(".ipynb")]
+    assert (row["status"], row["points"]) == ("refused", "0") and words in row["said"], row
+
+
+def test_links_pipes_and_empty_folders_are_named(graded):
+    said = [graded[0][name]["said"] for name in ("link", "pipe", "empty folder/")]
+    assert said == ["it is a link", "it is no plain file", "its folder has no notebook"]
+
+
+def test_the_honest_get_their_points(graded):
+    rows, printed, _ = graded
+    for name in ("honest", "bob/lab 5", "z <b>last", "'=cmd()"):
+        assert (rows[name]["status"], float(rows[name]["points"])) == ("solved", 10), rows[name]
+    assert "name its lab with --lab" in rows["no check"]["said"]
+    assert f"{len(rows)} of {len(rows)} graded" in printed
+
+
+def test_nothing_of_the_teachers_is_touched(graded):
+    folder = graded[2]
+    kept = folder / "teacher" / "marks.csv"
+    assert kept.read_text() == "untouched" and kept.stat().st_mode & 0o600 == 0o600
+    assert kept.stat().st_mtime > 0 and os.listdir(kept.parent) == ["marks.csv"]
+    commands = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert "sleep 98765" not in commands
+
+
+def test_the_page_and_gradescopes_file_say_the_same(graded):
+    rows, _, folder = graded
+    page = (folder / "grades" / "grades.html").read_text(encoding="utf-8")
+    assert "z <b>last" not in page and html.escape("z <b>last") in page
+    for name in ("honest", "exits", "bob/lab 5", "text"):
+        path = folder / "grades" / "gradescope" / name / "results.json"
+        found = json.loads(path.read_text(encoding="utf-8"))
+        assert found["score"] == float(rows[name]["points"])
+        for test in found["tests"]:
+            assert test["output"] == rows[name]["said"] and test["max_score"] == 10
+    assert "no notebook" in found["output"] and found["tests"] == []
+
+
+CELLS = [
+    hostile.SETUP,
+    "heavy = 1 / 0",
+    "def half(x):\n    return x // table['two']",
+    "table = {}",
+    "table['two'] = 2",
+    "def fill(x):\n    heavy = 3\n    return half(x)",
+    "half = None",
+    CHECK + "\nfill = None",
+    "def fill(x):\n    return 0",
+]
+CARD = exercises.Card("05_accumulation", "5.3", "accumulation/configure", "fill")
+
+
+def test_an_answer_runs_the_cells_that_it_needs():
+    assert answers.what_is_checked(CARD, CELLS) == (8, "fill")
+    assert answers.needed(CELLS, 6, "fill") == [2, 3, 4, 5]
+    fill, remarks = answers.attempt(CARD, CELLS[:6])
+    assert fill(9) == 4 and not remarks
+
+
+def test_what_the_last_check_names_counts():
+    cells = [
+        hostile.SETUP,
+        "def mine(x): return 1",
+        CHECK,
+        CHECK.replace("fill", "mine"),
+        "mine = 2",
+    ]
+    assert answers.what_is_checked(CARD, cells) == (4, "mine")
+    assert answers.attempt(CARD, cells)[0](0) == 1
+
+
+def test_a_part_of_a_check_is_a_part_of_the_points():
+    outcome = {"status": "not yet", "said": "", "passed": 1, "of": 4, "remarks": []}
+    assert grade.mark("ada", CARD, 10, outcome, "", partial=True).points == 2.5
+    assert grade.mark("ada", CARD, 10, outcome, "", partial=False).points == 0
+    assert grade.mark("ada", CARD, 10, None, "it left", partial=True).status == "stopped"
+
+
+def test_a_table_of_points_is_checked(tmp_path):
+    assert grade.points_of(None)["accumulation/configure"] == 10
+    table = tmp_path / "points.csv"
+    for row, words in {
+        "accumulation/configur,1": "accumulation has",
+        "floats/decode,-1": "0 or more",
+    }.items():
+        table.write_text(f"exercise,points\n{row}\n")
+        with pytest.raises(ValueError, match=words):
+            grade.points_of(table)
+
+
+@pytest.mark.parametrize("where", [".", "inside"])
+def test_grades_are_not_written_into_submissions(tmp_path, where, capsys):
+    with pytest.raises(SystemExit):
+        command.from_command_line([str(tmp_path), "--out", str(tmp_path / where)])
+    assert "name a folder beside them" in capsys.readouterr().err
+
+
+def test_other_graders_get_points():
+    def half(target, seq_len, gpus, fits):
+        return 1, target // seq_len // gpus
+
+    card = exercises.find("accumulation/configure")
+    assert grade.earned(card.id, card.reference) == card.minutes
+    assert grade.earned(card.id, ...) == 0
+    assert 0 < grade.earned(card.id, half, most=4) < 4

@@ -1,0 +1,73 @@
+"""Progress: kept when a check passes in a notebook, nowhere else; no file disturbs a learner."""
+
+import builtins
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from labutils.teach import check, exercises, progress
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SOLVED, ALL = "accumulation/configure", len(exercises.cards())
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABUTILS_PROGRESS", str(tmp_path / "new" / "progress.json"))
+    return tmp_path / "new" / "progress.json"
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
+
+
+def answer(exercise=SOLVED):
+    return check.check(exercise, exercises.find(exercise).reference)
+
+
+def test_a_check_that_passes_in_a_notebook_is_kept(place, notebook, capsys):
+    assert answer().passed and answer("accumulation/accumulate").passed
+    assert json.loads(place.read_text()).keys() == {SOLVED, "accumulation/accumulate"}
+    assert capsys.readouterr().out == "" and [each.name for each in place.parent.iterdir()] == [
+        place.name
+    ]
+    text = str(progress.overview())
+    assert "05_accumulation        2 of 3  5.2 · Bug hunt" in text
+    assert f"2 of {ALL} exercises are solved." in text and "It goes on with 5.2" in text
+    assert "5.2 · Bug hunt" in progress.overview()._repr_html_()
+
+
+def test_what_fails_or_is_not_attempted_is_not_kept(place, notebook):
+    check.check(SOLVED, lambda *arguments: (1, 1))
+    check.check(SOLVED, ...)
+    assert not place.exists() and f"0 of {ALL}" in str(progress.overview())
+
+
+def test_outside_a_notebook_nothing_is_kept(place):
+    assert answer().passed and not place.exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1, 2]", '{"a": ', "[" * 100_000, b"\xff\xfe", '{"gone/gone": 3}']
+)
+def test_a_bad_file_is_no_reason_to_fail(place, notebook, text):
+    place.parent.mkdir()
+    place.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert f"0 of {ALL}" in str(progress.overview())
+    assert answer().passed and SOLVED in progress.solved()
+
+
+def test_a_place_that_cannot_be_written_is_no_reason_to_fail(place, notebook):
+    place.parent.write_text("a file where a folder should be")
+    assert answer().passed and progress.solved() == {}
+
+
+def test_the_command_prints_every_lab(place):
+    command = [sys.executable, "-m", "labutils.teach.progress"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for card in exercises.cards():
+        assert card.lab in run.stdout

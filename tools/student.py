@@ -1,0 +1,97 @@
+"""The student edition: the labs as they stand, without solutions and without shown library code.
+
+    python tools/student.py                          every lab, into student/
+    python tools/student.py 05_accumulation          one lab
+    python tools/student.py --show lessons           with the code that belongs to no exercise
+    python tools/student.py --show flash.forward     with this one cell; --show may be repeated
+    python tools/student.py --table                  the table of exercises in labutils/data
+
+A cell `show(…)` is left out, with what it printed. Code that an exercise hands out stays, and so do
+stubs, bug hunts, checks, hints and stored outputs: every check says "not attempted". Whoever has
+the library has its code: this edition keeps solutions out of sight, not out of reach.
+"""
+
+import argparse
+import csv
+import pathlib
+import re
+import sys
+
+import nbformat
+
+import notebooks  # beside this file
+from labutils.config import DATA
+from labutils.teach import exercises
+
+STUDENT = notebooks.NOTEBOOKS.parent / "student"
+TABLE = DATA / "exercises.csv"
+CARD = re.compile(r"^### Exercise (\d+\.\d+) · ", re.MULTILINE)
+CHECK = re.compile(r"^check\(\s*\"([^\"]+)\",\s*(\w+)", re.MULTILINE)
+SHOW = re.compile(r"^show\((.+)\)$", re.MULTILINE)
+LEFT_OUT = "*The code that the full edition shows here is left out.*"
+
+
+def shown(notebook):
+    """(cell, name, role) of every cell that shows code.
+
+    A solution stands below the check of its exercise, what is handed out between card and check;
+    all else belongs to a lesson.
+    """
+    role = "lesson"
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            heading = re.search(r"^#+ ", cell.source, re.MULTILINE)
+            role = "handed out" if CARD.search(cell.source) else "lesson" if heading else role
+        elif CHECK.search(cell.source):
+            role = "solution"
+        elif found := SHOW.search(cell.source):
+            yield cell, found[1], role
+
+
+def edition(notebook, allowed=()):
+    """The notebook for students; `allowed` says what may be shown: "lessons", or a cell's name."""
+    for cell, name, role in list(shown(notebook)):
+        kept = name in allowed or (role == "lesson" and "lessons" in allowed)
+        if role == "handed out" or kept:
+            continue
+        if role == "solution":
+            notebook.cells.remove(cell)
+        else:
+            left_out = nbformat.v4.new_markdown_cell(LEFT_OUT, id=cell.id)
+            notebook.cells[notebook.cells.index(cell)] = left_out
+    return notebook
+
+
+def table():
+    """A `Card` for every exercise of the course, from the labs."""
+    for _, text_path in notebooks.twins():
+        number = None
+        for cell in notebooks.build(text_path).cells:
+            if cell.cell_type == "markdown":
+                number = (CARD.findall(cell.source) or [number])[-1]
+            elif found := CHECK.search(cell.source):
+                yield exercises.Card(text_path.stem, number, *found.groups())
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NN_topic", help="labs; all when none is named")
+    parser.add_argument("--show", action="append", default=[], metavar="NAME", help="may be shown")
+    parser.add_argument("--out", type=pathlib.Path, default=STUDENT, help="a folder; student/")
+    parser.add_argument("--table", action="store_true", help=f"write {TABLE.name} and nothing else")
+    options = parser.parse_args(arguments)
+    if options.table:
+        with open(TABLE, "w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerows([exercises.Card._fields, *table()])
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    for path, _ in notebooks.twins(options.names):
+        made = edition(nbformat.read(path, as_version=4), options.show)
+        nbformat.write(made, options.out / path.name)
+        print(f"{options.out.name}/{path.name}: {len(made.cells)} cells")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""A plan of 90 minutes for every lab, as Markdown, from the labs and from the wrong answers.
+
+Minutes are those of `tools/notebooks.py`; misconceptions are the wrong answers that the checks are
+tested with, beside words of the diagnosis that each must get.
+"""
+
+import re
+import sys
+
+import notebooks  # beside this file
+from labutils.teach import exercises
+
+CLASS = 90  # minutes
+sys.path.insert(0, str(notebooks.NOTEBOOKS.parent / "tests"))
+import wrong_answers  # noqa: E402
+
+NO_BLOCK = {"Goals", "Setup", "In practice", "Errata", "Summary", "References"}
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+
+
+def blocks(notebook):
+    """[title, minutes] of every part of a lab in order, its exercises in their parts."""
+    found = [["", 0.0]]
+    for is_code, text in notebooks._parts(notebook):
+        if not is_code and (title := re.match(r"## (.+)", text)):
+            found.append([title[1], 0.0])
+        found[-1][1] += notebooks._reading(is_code, text)
+    return [block for block in found[1:] if block[0] not in NO_BLOCK]
+
+
+def plan(parts):
+    """(what fits into a class, what is left for home), in order; what goes further is for home."""
+    spent, fits = 0.0, []
+    for part in parts:
+        if part[0].startswith("Further: ") or spent + part[1] > CLASS:
+            break
+        spent += part[1]
+        fits.append(part)
+    return fits, parts[len(fits) :]
+
+
+def polls(notebook):
+    """The questions that the lab asks before it measures, as it words them."""
+    asked = ""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            text = COMMENT.sub("", cell.source)
+            quoted = re.findall(r"^> ?(.*)$", text, re.MULTILINE)
+            paragraphs = [part for part in text.split("\n\n") if "?" in part and part[0] != "#"]
+            asked = " ".join(quoted) if quoted else " ".join(paragraphs[-1:]).replace("\n", " ")
+        elif re.match(r"predict\(", cell.source) and asked:
+            yield asked.strip()
+            asked = ""
+
+
+def disputed(notebook):
+    """The statements of its errata, in bold there: (heading, statement)."""
+    text = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    errata = text.partition("\n## Errata")[2].partition("\n## Summary")[0]
+    for part in re.split(r"^### ", errata, flags=re.MULTILINE)[1:]:
+        heading, _, body = part.partition("\n")
+        for statement in re.findall(r"^\*\*.+?\*\*", COMMENT.sub("", body), re.MULTILINE):
+            yield heading, statement
+
+
+def misconceptions(lab):
+    """A line for each exercise of a lab: wrong answers, and what the check says to each."""
+    known = wrong_answers.every()
+    for card in exercises.cards():
+        if card.lab == lab:
+            said = "; ".join(f"{each.name} (“{each.hint}”)" for each in known[card.exercise])
+            said = re.sub(r"([*_`$<\[\]\\])", r"\\\1", said)
+            yield f"{card.number} {exercises.find(card.exercise).title}: {said}."
+
+
+def page(lab, notebook):
+    """What a teacher needs to know about one lab."""
+    title, _, rest = notebook.cells[0].source.partition("\n")
+    question = next(line for line in rest.splitlines() if line.startswith("**"))
+    fits, home = plan(blocks(notebook))
+    yield f"## {title.removeprefix('# ')}\n\n{question}\n"
+    yield "| minutes | in class |\n|--:|---|"
+    yield from (f"| {minutes:.0f} | {part} |" for part, minutes in fits)
+    if home:
+        minutes = sum(minutes for _, minutes in home)
+        yield f"\n**At home** ({minutes:.0f} min): {' · '.join(part for part, _ in home)}\n"
+    yield f"\n**Poll before you run** `reveal`\n\n{bullets(polls(notebook))}"
+    yield f"\n**What goes wrong in the exercises**\n\n{bullets(misconceptions(lab))}"
+    if found := list(disputed(notebook)):
+        yield "\n**Discuss: is this right?** The lab's errata have the answers.\n"
+        yield bullets(f"{statement} — *{heading.lower()}*" for heading, statement in found) + "\n"
+
+
+def bullets(lines):
+    return "\n".join(f"- {line}" for line in lines) + "\n"
+
+
+def main():
+    for _, text_path in notebooks.twins():
+        print("\n".join(page(text_path.stem, notebooks.build(text_path))))
+
+
+if __name__ == "__main__":
+    main()
