@@ -180,3 +180,14 @@ def _stages(model, p, pp, side):
         own = own + work.embedding(model, p)[side] * (i == 0)
         found.append(own + work.head(model, p)[side] * (i == pp - 1))
     return found
+
+
+def test_the_courses_ledger_of_405b_is_its_dry_run():
+    """pp16 dp128 tp8, level 1, 1F1B, as dry runs of these ranks found it."""
+    model = replace(ModelConfig.named("llama-3.1-405b"), seq_len=8192)
+    plan = planner.Plan(tp=8, pp=16, dp=128, micro_batches=16)
+    for rank, kept in {0: 98_241_085_440, 1: 105_257_041_920, 15: 6_570_438_668}.items():
+        held = planner.ledger(model, plan, rank, "course").by("component")
+        assert held["activations"] == kept and held["gradients"] == 2 * held["weights"]
+        assert held["optimizer"] * 128 == 6 * held["weights"]
+    assert planner.ledger(model, plan, 0, "course").by("component")["weights"] == 6_104_219_648

@@ -74,7 +74,7 @@ class Rates:
         with open(DATA / "rates.csv", newline="", encoding="utf-8") as text:
             for row in csv.DictReader(text):
                 if row["device"] == device.name:
-                    named = {name: float(row[name]) for name in NAMES}
+                    named: Any = {name: float(row[name]) for name in NAMES}
                     return cls(**named, source=row["source"])
         return cls.assumed(device)
 

@@ -6,7 +6,7 @@ most layers, and the last.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -246,16 +246,19 @@ def _kept(model: ModelConfig, p: Plan, how: anatomy.Policy) -> dict[str, Numbers
     if model.num_experts > 1:
         split.discard("f")
     at |= {letter: at[letter] / p.tp for letter in split}
-    found: dict[str, Any] = {"layers": 0.0, "embedding": 0.0, "head": 0.0}
-    for name, tensor in anatomy.kept(model, how):
-        begin = name.split(".")[0]
-        if begin == "blocks" and not name.startswith("blocks.0"):
-            continue
+    # Under tp words of other ranks are masked; the head counts the targets that count, in int64.
+    found: dict[str, Any] = {"layers": 0.0, "head": 8.0 + 0.0 * p.tp}
+    found["embedding"] = at["b"] * at["s"] * (p.tp > 1)
+    for name, tensor in anatomy.kept(replace(model, num_layers=1), how):
+        begin, one = name.split(".")[0], tensor.dims == "1"
         where = {"blocks": "layers", "norm": "head", "head": "head", "outside": "head"}
-        nbytes = anatomy.size(tensor.dims, at) * tensor.itemsize
+        nbytes = anatomy.size(tensor.dims, at) * (
+            max(4, tensor.itemsize) if one else tensor.itemsize
+        )
         if not set(tensor.dims) & split and begin not in ("tokens", "outside"):
             nbytes = nbytes / p.tp
-        found[where.get(begin, "embedding")] += nbytes
+        if tensor.what != "targets, sb":  # the batch is nobody's activation
+            found[where.get(begin, "embedding")] += nbytes
     return found
 
 
