@@ -27,7 +27,7 @@ _SCRIPT, _STYLE = (
 )
 
 # What a person chooses beside the sizes: a label, and what it means for a TrainConfig.
-PRECISION = {
+PRECISION: dict[str, dict[str, Any]] = {
     "bf16, fp32 master weights: 16 bytes with Adam": dict(precision="bf16"),
     "bf16, fp32 masters and gradients: 18 bytes": dict(precision="bf16", fp32_gradients="only"),
     "bf16 autocast over fp32 weights: 16 bytes": dict(precision="bf16", autocast=True),
@@ -52,14 +52,14 @@ ZERO = {
     "2: and gradients": dict(zero=2),
     "3: and weights": dict(zero=3),
 }
-CHOICES = {
+CHOICES: dict[str, Mapping[str, dict[str, Any]]] = {
     "precision": PRECISION,
     "optimizer": OPTIMIZER,
     "attention": ATTENTION,
     "checkpointing": CHECKPOINTING,
     "zero": ZERO,
 }
-START = {"micro_batch": 1, "seq_len": 4096, "devices": 1} | {
+START: dict[str, Any] = {"micro_batch": 1, "seq_len": 4096, "devices": 1} | {
     name: next(iter(options)) for name, options in CHOICES.items()
 }
 SHAPE = {  # the letters that a model brings along
@@ -129,7 +129,8 @@ class Calculator:
             each = [(phase, event, numbered(alive)) for phase, event, alive in found]
             return [moments.setdefault(moment, len(moments)) for moment in each]
 
-        states, passes = [], []
+        states: list[Any] = []
+        passes: list[Any] = []
         for model in self.kinds.values():
             for at in _every("precision", "optimizer", "zero"):
                 held, stepping = _states(model, *at)
@@ -192,7 +193,7 @@ class Calculator:
             if amount := _value(formula, letters):
                 lines.append(Line(name, amount, component, note=formula))
         lines.sort(key=lambda line: peak.COMPONENTS.index(line.component))
-        return peak.Peak(lines, *top[:2], phases)
+        return peak.Peak(tuple(lines), *top[:2], phases)
 
     def _repr_html_(self) -> str:
         data = self.tables | {"shape": SHAPE, "components": peak.COMPONENTS, "sections": SECTIONS}

@@ -134,7 +134,7 @@ def log(
     return _sliding(values, unit, start)
 
 
-def bits(layout: int | Mapping[str, int] | Any, *, start: int = 0) -> Control:
+def bits(layout: Any, *, start: int = 0) -> Control:
     """A row of bits to flip, most significant first; the view receives the pattern as an int.
 
     `layout` is a number of bits, the width of each field by name, or a `floats.FloatFormat`.
@@ -142,21 +142,21 @@ def bits(layout: int | Mapping[str, int] | Any, *, start: int = 0) -> Control:
     >>> bits({"sign": 1, "exponent": 4, "mantissa": 3}, start=0b0_0111_000).start
     56
     """
-    if isinstance(layout, int) and not isinstance(layout, bool):
-        fields = {"bits": units.whole(layout, "bits", 1)}
-    elif isinstance(layout, Mapping):
-        fields = {
+    if isinstance(layout, Mapping):
+        widths = {
             str(name): units.whole(width, f"bits of {name!r}", 0) for name, width in layout.items()
         }
     elif hasattr(layout, "exponent_bits"):
-        fields = {"exponent": layout.exponent_bits, "mantissa": layout.mantissa_bits}
-        fields = {"sign": layout.bits - sum(fields.values()), **fields}
+        widths = {"exponent": layout.exponent_bits, "mantissa": layout.mantissa_bits}
+        widths = {"sign": layout.bits - sum(widths.values()), **widths}
+    elif isinstance(layout, int) and not isinstance(layout, bool):
+        widths = {"bits": units.whole(layout, "bits", 1)}
     else:
         raise TypeError(
             "bits() takes a number of bits, the widths of fields by name, or a FloatFormat, "
             f"got {layout!r}"
         )
-    fields = tuple((name, width) for name, width in fields.items() if width)
+    fields = tuple((name, width) for name, width in widths.items() if width)
     count = sum(width for _, width in fields)
     if not 1 <= count <= 32:
         raise ValueError(f"a row of bits holds 1 to 32 of them, got {count}")
@@ -318,19 +318,19 @@ class Panel:
         )
 
 
-class _Patterns(Sequence):
-    """The labels of all 2**count patterns of `count` bits, written only when asked for."""
+class _Patterns(Sequence[str]):
+    """The labels of all 2**bits patterns of `bits` bits, written only when asked for."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
 
     def __len__(self) -> int:
-        return 2**self.count
+        return 2**self.bits
 
-    def __getitem__(self, code: int) -> str:
+    def __getitem__(self, code: Any) -> str:  # an int: nobody asks for a slice
         if not -len(self) <= code < len(self):
             raise IndexError(code)
-        return f"{code % len(self):0{self.count}b}"
+        return f"{code % len(self):0{self.bits}b}"
 
 
 def _sliding(values: list, unit: str, start: Any) -> Control:

@@ -11,7 +11,7 @@ WAITING = 3
 
 
 _spared = [0.0, 0.0]  # seconds that passed, and that were computed, in what is not the attempt's
-_sparing = []  # when what runs now and is not the attempt's began
+_sparing: list[tuple[float, float]] = []  # when what runs now and is not the attempt's began
 
 
 class TimeIsUp(KeyboardInterrupt):

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 from labutils import world
+from labutils.config import Mesh
 from labutils.teach.exercises import Failed
 
 
 @functools.cache
-def world_of(n: int) -> world.World:
-    """The world of `n` ranks that all checks share; its ledger and trace are of its last run."""
+def world_of(n: int | Mesh) -> world.World:
+    """The world that all checks share; its ledger and trace are of its last run."""
     return world.World(n, engine="threads", timeout=10)
 
 
@@ -20,9 +21,13 @@ def count(n: int) -> str:
 
 
 def run(
-    n: int, case: str, program: Callable[[world.Rank], Any], hint: str, mismatch: str | None = None
+    n: int | Mesh,
+    case: str,
+    program: Callable[[world.Rank], Any],
+    hint: str,
+    mismatch: str | None = None,
 ) -> list[Any]:
-    """What `program` returns on each of `n` ranks.
+    """What `program` returns on each of `n` ranks, or ranks of a mesh.
 
     case: what was run, the first words of a failure
     hint: what it usually means when ranks wait for each other for ever, or make different calls

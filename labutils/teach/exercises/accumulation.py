@@ -1,5 +1,6 @@
 """Accumulate without changing the answer, fill a batch, and repair a loop that many copied."""
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -48,13 +49,18 @@ def _data(lengths: Sequence[int], width: int = 8) -> list[tuple[Tensor, Tensor]]
     return list(zip(inputs.split(1), targets.split(1), strict=True))
 
 
+def _gradient(net: nn.Module) -> Tensor:
+    """The gradients that there are, one after the other."""
+    return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+
 def _taken(attempt: Callable, lengths: Sequence[int]) -> tuple[Any, Tensor, Tensor, Tensor]:
     """What the attempt returned and left in .grad; loss and gradient of the whole batch at once."""
     net, parts = _Words(), _data(lengths)
-    whole = tuple(torch.cat(side) for side in zip(*parts, strict=True))
-    loss = net.loss(whole)
+    inputs, targets = (torch.cat(side) for side in zip(*parts, strict=True))
+    loss = net.loss((inputs, targets))
     loss.backward()
-    expected = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
+    expected = _gradient(net)
     net.zero_grad()
     value = attempt(net.loss, parts, weigh=accumulation.tokens)
     if any(parameter.grad is None for parameter in net.parameters()):
@@ -62,12 +68,7 @@ def _taken(attempt: Callable, lengths: Sequence[int]) -> tuple[Any, Tensor, Tens
             f"{len(parts)} micro-batches: the parameters have no gradient afterwards",
             "Call backward() for every micro-batch; .grad adds them up by itself.",
         )
-    return (
-        value,
-        torch.cat([parameter.grad.flatten() for parameter in net.parameters()]),
-        loss.detach(),
-        expected,
-    )
+    return value, _gradient(net), loss.detach(), expected
 
 
 def _compare(attempt: Callable, lengths: Sequence[int], hint: str) -> None:
@@ -124,17 +125,15 @@ def _weighed(attempt: Callable) -> str:
         pairs = zip(*(side.split(1) for side in batch), strict=True)
         return torch.stack([net.loss(pair) for pair in pairs]).mean()
 
-    def joined(part: list) -> tuple[Tensor, ...]:
-        return tuple(torch.cat(side) for side in zip(*part, strict=True))
+    def joined(part: list) -> tuple[Tensor, Tensor]:
+        inputs, targets = (torch.cat(side) for side in zip(*part, strict=True))
+        return inputs, targets
 
     loss(joined(rows)).backward()
-    expected = [parameter.grad.clone() for parameter in net.parameters()]
+    expected = _gradient(net)
     net.zero_grad()
     attempt(loss, [joined(rows[:3]), joined(rows[3:])], weigh=lambda batch: len(batch[0]))
-    if not all(
-        torch.allclose(parameter.grad, right, rtol=1e-9, atol=1e-14)
-        for parameter, right in zip(net.parameters(), expected, strict=True)
-    ):
+    if not torch.allclose(_gradient(net), expected, rtol=1e-9, atol=1e-14):
         raise Failed(
             "a loss that is a mean over sequences, 3 and 1 of them: the gradient is another",
             "What a mean is over, only `weigh` knows: ask it, and count nothing yourself.",
@@ -293,7 +292,7 @@ def _fits(attempt: Callable) -> str:
 def _steps(attempt: Callable) -> str:
     for run in _RUNS:
         micro, steps, case = _found(attempt, run)
-        best = batches_of(*run[:3], lambda b, run=run: b <= run[3])
+        best = batches_of(*run[:3], functools.partial(operator.ge, run[3]))
         if (micro, steps) != best:
             raise Failed(
                 f"{case}: {steps} steps of {micro}, where {best[1]} of {best[0]} do",

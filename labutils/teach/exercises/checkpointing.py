@@ -274,6 +274,10 @@ class _Block(nn.Module):
         return self.layers(x)
 
 
+def _same(found: Tensor | None, right: Tensor | None) -> bool:
+    return found is not None and right is not None and torch.equal(found, right)
+
+
 def _step(
     call: Callable, dropout: float
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None], Tensor]:
@@ -320,6 +324,7 @@ def _gradients(attempt: Callable) -> str:
             "and call torch.autograd.backward on the result: "
             "that reaches the weights too, which torch.autograd.grad(y, x) does not.",
         )
+    assert expected_slope is not None
     if torch.allclose(slope, 2 * expected_slope):
         raise Failed(
             "the input's gradient is twice that of block(x)",
@@ -327,7 +332,7 @@ def _gradients(attempt: Callable) -> str:
             "and what you return reaches it again: use x.detach().",
         )
     if not torch.equal(slope, expected_slope) or not all(
-        torch.equal(a, b) for a, b in zip(weights, expected_weights, strict=True)
+        _same(a, b) for a, b in zip(weights, expected_weights, strict=True)
     ):
         raise Failed(
             "the gradients differ from those of block(x)",
@@ -393,21 +398,22 @@ def _twice(attempt: Callable) -> str:
 
 
 def _masks(attempt: Callable) -> str:
-    found, expected = _step(attempt, 0.5), _step(lambda block, x: block(x), 0.5)
-    if not torch.equal(found[0], expected[0]):
+    y, slope, _, later = _step(attempt, 0.5)
+    expected, right, _, expected_later = _step(lambda block, x: block(x), 0.5)
+    if not torch.equal(y, expected):
         raise Failed(
             "with dropout the output differs from block(x) with the same generator",
             "The first evaluation takes the generator as it finds it: "
             "set no seed of your own, or all blocks draw the same mask.",
         )
-    if not torch.equal(found[1], expected[1]):
-        off = float((found[1] - expected[1]).abs().max())
+    if slope is None or right is None or not torch.equal(slope, right):
+        off = math.inf if slope is None or right is None else float((slope - right).abs().max())
         raise Failed(
             f"with dropout the input's gradient is off by up to {off:.2g}",
             "The second evaluation drew another dropout mask. Keep torch.get_rng_state() "
             "from before the first, and set it before the second.",
         )
-    if not torch.equal(found[3], expected[3]):
+    if not torch.equal(later, expected_later):
         raise Failed(
             "after the backward pass the next random number differs from a step without "
             "checkpointing",
@@ -552,7 +558,7 @@ def differs(checkpoint: Callable, *, dropout: float, after: bool, grads: str = "
             + [later] * after
         )
     plain, found = outcomes
-    return not all(b is not None and torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    return not all(_same(a, b) for a, b in zip(plain, found, strict=True))
 
 
 def is_broken(checkpoint: Callable) -> bool:

@@ -32,12 +32,13 @@ def _dealt(attempt: Callable, length: int, size: int, epoch: int = 0) -> list[li
     parts = []
     for rank in range(size):
         given = attempt(length, rank, size, epoch)
-        parts.append(_indices(given, length))
-        if parts[-1] is None:
+        indices = _indices(given, length)
+        if indices is None:
             raise Failed(
                 f"{length} examples on {_ranks.count(size)}: rank {rank} got {given!r}",
                 f"Return a list of indices, 0 … {length - 1}.",
             )
+        parts.append(indices)
     return parts
 
 
@@ -115,8 +116,8 @@ def _shuffled(attempt: Callable) -> str:
         )
     if any(part == sorted(part) for part in first):
         raise Failed(f"{case}: not shuffled", "Shuffle before you cut.")
-    for (i, before), (k, after) in itertools.combinations(enumerate(map(_neighbors, epochs)), 2):
-        if len(before & after) > length // 2:
+    for (i, one), (k, other) in itertools.combinations(enumerate(map(_neighbors, epochs)), 2):
+        if len(one & other) > length // 2:
             raise Failed(
                 f"{case}: epoch {k} has the order of epoch {i}, begun at another place or reversed",
                 "A rotation is no new order: the same examples meet again. Shuffle in every epoch.",
@@ -196,7 +197,9 @@ class _Net(nn.Module):
                     torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype) / 4
                 )
         if reordered:
-            self.first = self._modules.pop("first")
+            first = self.first
+            del self.first
+            self.first = first
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).tanh()
@@ -217,6 +220,12 @@ def _rows(n: int, step: int) -> list[tuple[Tensor, Tensor]]:
     )
 
 
+def _whole(n: int, step: int) -> tuple[Tensor, Tensor]:
+    """The rows of all ranks."""
+    x, y = (torch.cat(side) for side in zip(*_rows(n, step), strict=True))
+    return x, y
+
+
 def _loss(net: Callable, rows: tuple[Tensor, Tensor]) -> Tensor:
     return (net(rows[0]) - rows[1]).square().mean()
 
@@ -226,6 +235,11 @@ def _gradients(net: nn.Module) -> dict[str, Tensor | None]:
         name: None if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in net.named_parameters()
     }
+
+
+def _exact(net: nn.Module) -> dict[str, Tensor]:
+    """The gradients after a backward pass through all of the network."""
+    return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
 
 
 def _weights(net: nn.Module) -> dict[str, Tensor]:
@@ -257,8 +271,8 @@ class _Seen:
         def program(rank: world.Rank) -> tuple:
             comm = rank.comm("dp")
             module = _Net(rank.rank, comm, reordered)
-            net = attempt(module, comm)
-            net = module if net is None else net
+            made = attempt(module, comm)
+            net: Any = module if made is None else made
             if interrupted:
                 with suppress(KeyboardInterrupt), net.no_sync():
                     raise KeyboardInterrupt
@@ -294,18 +308,15 @@ class _Seen:
         """The gradient of the whole batch on one device."""
         net = _Net(0)
         for k in range(self.micro):
-            whole = tuple(
-                torch.cat(side) for side in zip(*_rows(self.n, step * self.micro + k), strict=True)
-            )
-            (_loss(net, whole) / self.micro).backward()
-        return _gradients(net)
+            (_loss(net, _whole(self.n, step * self.micro + k)) / self.micro).backward()
+        return _exact(net)
 
     def alone(self, rank: int, step: int) -> dict[str, Tensor]:
         """The gradient that one rank would have by itself."""
         net = _Net(0)
         for k in range(self.micro):
             (_loss(net, _rows(self.n, step * self.micro + k)[rank]) / self.micro).backward()
-        return _gradients(net)
+        return _exact(net)
 
 
 def _starts(attempt: Callable) -> str:
@@ -357,6 +368,12 @@ def _mean(attempt: Callable, n: int, *shape: int, hint: str = "", **options: boo
                         "Replicas that differ in a bit drift apart. "
                         "Let all of them take the result of one all-reduce.",
                     )
+
+
+def _means(attempt: Callable) -> str:
+    for n in (1, 2, 3):
+        _mean(attempt, n)
+    return "1, 2 and 3 ranks"
 
 
 _RESULT_LOST = (
@@ -473,9 +490,8 @@ def _frozen(attempt: Callable) -> str:
         if not torch.equal(weight, first[name]):
             raise Failed(f"{case}: {name} on rank 1 is not rank 0's", hint)
     net = _Net(0)
-    whole = tuple(torch.cat(side) for side in zip(*_rows(2, 0), strict=True))
-    _loss(net, whole).backward()
-    for name, right in _gradients(net).items():
+    _loss(net, _whole(2, 0)).backward()
+    for name, right in _exact(net).items():
         if not name.startswith("first") and not _near(gradients[name], right):
             raise Failed(f"{case}: {name} does not hold the gradient of the whole batch", hint)
     return "a frozen layer"
@@ -498,9 +514,7 @@ HOOKS = Exercise(
     reference=lambda module, comm: data_parallel.replicate(module, comm, bucket_bytes=1),
     properties=(
         Property("equal starts", _starts),
-        Property(
-            _BATCH, lambda attempt: [_mean(attempt, n) for n in (1, 2, 3)] and "1, 2 and 3 ranks"
-        ),
+        Property(_BATCH, _means),
         Property("bytes sent", _bytes),
         Property("during the backward pass", _early),
         Property("a frozen layer", _frozen),

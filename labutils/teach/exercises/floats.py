@@ -30,7 +30,7 @@ def _decodes(
     attempt: Decode,
     fmt: FloatFormat,
     codes: Sequence[int],
-    hint: Callable[[FloatFormat, int, float], str],
+    hint: Callable[[FloatFormat, int, Any], str],
 ) -> int:
     for code in codes:
         got, exact = _scalar(attempt(fmt, code)), fmt.decode(code)
@@ -182,7 +182,7 @@ DECODE = Exercise(
 def _encodes(attempt: Encode, fmt: FloatFormat, numbers: Sequence[float], hint: str) -> int:
     for x in numbers:
         got, exact = _scalar(attempt(fmt, x)), fmt.encode(x)
-        if not isinstance(got, Integral) or not 0 <= got < 2**fmt.bits:
+        if not isinstance(got, Integral) or not 0 <= int(got) < 2**fmt.bits:
             raise Failed(
                 f"encode({fmt.name}, {x}) returned {got!r}",
                 f"A code of {fmt.name} is an int from 0 to {2**fmt.bits - 1}.",

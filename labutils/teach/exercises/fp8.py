@@ -226,6 +226,11 @@ def _variants() -> list[tuple[str, Callable[[Tensor], Eight]]]:
     ]  # fmt: skip
 
 
+def _near(found: Tensor, right: Tensor, share: float) -> bool:
+    """Equal but for 1e-4 of each number and a share of the largest."""
+    return torch.allclose(found, right, rtol=1e-4, atol=share * right.abs().max().item())
+
+
 def _values(attempt: Callable) -> str:
     x, w, grad = _operands()
     along, square = (1, 128), (128, 128)
@@ -235,7 +240,7 @@ def _values(attempt: Callable) -> str:
     weights = [(w8, w1), (w8.mT, w2), (None, None)]
     right = three_products(x, w, grad)
     for at, (name, found) in enumerate(zip(_NAMES, _three(attempt), strict=True)):
-        if torch.allclose(found.float(), right[at], rtol=1e-4, atol=1e-5 * right[at].abs().max()):
+        if _near(found.float(), right[at], 1e-5):
             continue
         hint, (a, b), (square8, along8) = "", pairs[at], weights[at]
         candidates = []
@@ -247,7 +252,7 @@ def _values(attempt: Callable) -> str:
             candidates += [(words, product(put(a), each)) for each in others]
             candidates.append((words, product(put(a), put(b))))
         for words, value in candidates:
-            if torch.allclose(found.float(), value, rtol=1e-4, atol=1e-6 * value.abs().max()):
+            if _near(found.float(), value, 1e-6):
                 hint = words
                 break
         off = ((found - right[at]).norm() / right[at].norm()).item()

@@ -322,7 +322,7 @@ HELD = Exercise(
 _N = 48  # inputs and outputs, of which rounding shows
 
 
-def _mergeable(attempt: Callable) -> tuple[nn.Module, Tensor, Tensor]:
+def _mergeable(attempt: Callable) -> tuple[Any, Tensor, Tensor]:
     """A layer whose adapter is not zero, an input, and its output."""
     layer = _made(attempt, _linear(_N, _N, torch.float32), 4, 8.0).eval()
     draw = torch.Generator().manual_seed(4)

@@ -40,9 +40,11 @@ def _order(made: Any, case: str, stage: int) -> tuple[Op, ...]:
     if isinstance(made, str):
         made = made.split()
     ops = list(made) if isinstance(made, Iterable) else [made]
-    found = [_op(op, stage) for op in ops]
-    if None in found:
-        raise Failed(f"{case}: {ops[found.index(None)]!r:.60} is no operation", _FORM)
+    found = []
+    for given in ops:
+        if (op := _op(given, stage)) is None:
+            raise Failed(f"{case}: {given!r:.60} is no operation", _FORM)
+        found.append(op)
     return tuple(found)
 
 

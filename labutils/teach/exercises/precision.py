@@ -218,7 +218,8 @@ class _Bowl:
         return torch.cat([state[weight]["momentum_buffer"] for weight in self.weights])
 
     def loss(self) -> Tensor:
-        return self.slope * sum(weight.square().sum() for weight in self.weights) / 2
+        first, *others = (weight.square().sum() for weight in self.weights)
+        return self.slope * sum(others, first) / 2
 
     def step(self, attempt: Callable, max_norm: float = 1e9) -> None:
         attempt(self.loss, self.optimizer, self.scaler, max_norm)

@@ -111,9 +111,9 @@ def _scales(attempt: Callable) -> str:
         _, right = group_codes(w, bits, group)
         if not torch.allclose(scales, right.double(), rtol=1e-4):
             mistakes = _mistaken_scales(w, bits, group).items()
-            found = (said for said, bad in mistakes if torch.allclose(scales, bad.double(), 1e-4))
-            hint = next(found, "The largest |w| of a group gets the top code.")
-            at = (scales - right).abs().argmax().item()
+            likely = (said for said, bad in mistakes if torch.allclose(scales, bad.double(), 1e-4))
+            hint = next(likely, "The largest |w| of a group gets the top code.")
+            at = (scales - right).abs().argmax()
             found, wanted = scales.flatten()[at], right.flatten()[at]
             raise Failed(f"{case}: a scale is {found:.3g}, it should be {wanted:.3g}", hint)
     return f"{len(_GROUPS)} cases"

@@ -225,7 +225,7 @@ def _value(attempt: Callable) -> str:
         right = scaling.noise_scale(
             scaling.estimate_spread(
                 sum(g[s].square().sum().item() for g in own) / n,
-                (sum(g[s] for g in own) / n).square().sum().item(),
+                torch.stack([g[s] for g in own]).mean(0).square().sum().item(),
                 b,
                 n * b,
             )
@@ -281,6 +281,8 @@ NOISE = Exercise(
 class LargeBatchSGD:
     """SGD with momentum for k micro-batches per step, on one tensor, the learning rate absorbed
     in the velocity: the momentum correction of Goyal's section 3."""
+
+    last: float | None  # the learning rate of the step before
 
     def __init__(self, w: Tensor, lr: float, k: int, decay: float = 0.0, warm: int = 0) -> None:
         self.w, self.lr, self.k, self.decay, self.warm = w, lr, k, decay, warm

@@ -1,6 +1,7 @@
 """Tokens in a step, the peak of a step that accumulates, and a counter that counts too much."""
 
 import functools
+from collections.abc import Mapping
 from numbers import Real
 
 import torch
@@ -61,7 +62,9 @@ _WIDE = dict(weights=1, state=2, working=0.5, temporary=1)  # the model states d
 _SGD = dict(weights=1, state=0, working=20, temporary=0)
 
 
-def _peaks(attempt, case: dict[str, float], peaks: dict[tuple[int, int], float], why: str) -> str:
+def _peaks(
+    attempt, case: Mapping[str, float], peaks: dict[tuple[int, int], float], why: str
+) -> str:
     """Hold the attempt against the peaks in MB of (step, micro-batches)."""
     sizes = {name: int(amount * units.MB) for name, amount in case.items()}
     for (step, micro_batches), peak in peaks.items():

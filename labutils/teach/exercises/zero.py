@@ -80,7 +80,7 @@ def _plain(n: int, numel: int, make: Make, steps: int) -> Tensor:
     w = nn.Parameter(_start(numel))
     optimizer = make([w])
     for step in range(steps):
-        w.grad = sum(_slope(numel, rank, step) for rank in range(n)) / n
+        w.grad = sum((_slope(numel, rank, step) for rank in range(n)), torch.zeros(())) / n
         optimizer.step()
     return w.detach()
 

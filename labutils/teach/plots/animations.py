@@ -111,7 +111,7 @@ def _circle(holds: Sequence[Sequence[set]], arrivals: Mapping[int, int], layered
         parts += _strip(
             x - wide / 2, y - tall / 2, cell, tall, mine, layered, arrivals.get(rank), way
         )
-        halo = {"stroke": "#fff", "stroke_width": 5, "paint_order": "stroke"}
+        halo: style.Look = {"stroke": "#fff", "stroke_width": 5, "paint_order": "stroke"}
         parts.append(
             svg.words(
                 x, y + tall / 2 + 16, f"rank {rank}",
@@ -198,7 +198,9 @@ def _buckets(
     totals: Sequence[int], arriving: Sequence[tuple[int, str, int]], count: int, bucket_bytes: int
 ) -> str:
     """One frame: parameters in a row, each over the bucket that its gradient falls into."""
-    places, spans, x = {}, {}, 12
+    places: dict[str, float] = {}
+    spans: dict[int, tuple[float, float]] = {}
+    x: float = 12
     for k, name, _ in reversed(arriving):  # from the first layer, left, to the last
         x += _BUCKETS_GAP if spans and k not in spans else 0
         places[name] = x

@@ -83,8 +83,9 @@ def _stacked(
         axes.barh(row, size, 0.62, left=start, color=color, hatch=hatch, **style.EDGE)
         if style.width_of(label) + 0.06 < size / per_inch:
             # Neither a hatch nor the line of the capacity runs through the amount.
-            look = {"ha": "center", "va": "center", "color": style.on(color), "zorder": 4}
-            axes.text(start + size / 2, row, label, bbox={**draw.BLANK, "facecolor": color}, **look)
+            look: style.Look = {"color": style.on(color), "zorder": 4}
+            look["bbox"] = {**draw.BLANK, "facecolor": color}
+            axes.text(start + size / 2, row, label, ha="center", va="center", **look)
         start += size
 
 
@@ -116,7 +117,7 @@ def _memory_finding(ledgers: Mapping[str, Ledger], capacity: Hardware | None) ->
         if len(fitting) < len(ledgers):
             return f"Only {style.listed(fitting)} fit{'s' * (len(fitting) == 1)} {of_one}"
     totals = {name: ledger.total for name, ledger in ledgers.items()}
-    most, least = max(totals, key=totals.get), min(totals, key=totals.get)
+    most, least = max(totals, key=totals.__getitem__), min(totals, key=totals.__getitem__)
     if len(ledgers) == 1:
         (component, _), amount = max(by_part(ledgers[most]).items(), key=lambda part: part[1])
         return f"{amount / totals[most]:.0%} of the {units.text(totals[most])} is {component}"
@@ -140,11 +141,11 @@ def traffic_bars(
     """
     moved = {name: held.by("component") for name, held in style.spaced(ledgers).items()}
     totals = {name: sum(sides.values()) for name, sides in moved.items()}
-    guessed = isinstance(guess, int | float) and math.isfinite(guess)
-    rows = [*moved, "your guess"] if guessed else list(moved)
-    largest = max([*totals.values(), guess if guessed else 0, 1])
+    guessed = [guess] if isinstance(guess, int | float) and math.isfinite(guess) else []
+    rows = [*moved, *["your guess"] * len(guessed)]
+    largest = max([*totals.values(), *guessed, 1])
     factor, unit = style.scale(largest, "B")
-    most, least = max(totals, key=totals.get), min(totals, key=totals.get)
+    most, least = max(totals, key=totals.__getitem__), min(totals, key=totals.__getitem__)
     ratio = totals[most] / max(totals[least], 1)
     finding = f"{most} moves {style.times(ratio)} the bytes of {least}"
     _, axes = style.canvas(
@@ -165,9 +166,9 @@ def traffic_bars(
         total = units.text(totals[name])
         draw.note(axes, (start, row), (5, 0), total, va="center", weight="bold")
     told = "; ".join(f"{name}: {units.text(total)}" for name, total in totals.items()) + "."
-    if guessed:
-        said = units.text(guess)
-        draw.guess(axes, (guess / factor, len(moved)), said, (9, 0), va="center")
+    for number in guessed:
+        said = units.text(number)
+        draw.guess(axes, (number / factor, len(moved)), said, (9, 0), va="center")
         told += f" Your guess: {said}."
     draw.key(axes, [(f"{side}s", color, "") for side, color in MOVES.items()], above=0.1)
     return Picture(axes.figure, f"Bars of bytes moved between slow and fast memory. {told}")
@@ -263,9 +264,9 @@ def _sent_finding(sent: Mapping[str, Mapping[int, int]]) -> str:
         ((name, amounts),) = sent.items()
         if len(set(amounts.values())) == 1:
             return f"{name}: every rank sends the same {units.text(busiest[name])}"
-        rank = max(amounts, key=amounts.get)
+        rank = max(amounts, key=amounts.__getitem__)
         return f"{name}: rank {rank} sends {amounts[rank] / sum(amounts.values()):.0%} of all bytes"
-    low, high = min(busiest, key=busiest.get), max(busiest, key=busiest.get)
+    low, high = min(busiest, key=busiest.__getitem__), max(busiest, key=busiest.__getitem__)
     if busiest[low] == busiest[high]:
         return f"The busiest rank sends {units.text(busiest[low])}, whatever the algorithm"
     ratio = style.times(busiest[high] / max(busiest[low], 1))
@@ -303,7 +304,7 @@ def token_weights(counts: Sequence[int], *, title: str | None = None) -> Picture
     axes.axhline(1, color=style.INK, linestyle="--", linewidth=1.2)
     axes.set(xlim=(0, total), ylim=(0, max(*weights, 1) * 1.15))
     draw.note(axes, (total, 1), (5, 0), "every token\nequal", va="center")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    style.whole_ticks(axes.xaxis)
     told = [f"{n} tokens: {weight:.2f} each" for n, weight in zip(counts, weights, strict=True)]
     return Picture(
         axes.figure,
@@ -341,7 +342,7 @@ def visits(counts: Sequence[Sequence[int]], *, title: str | None = None) -> Pict
     busiest = max(map(max, counts))
     for rank, row in enumerate(counts):
         for expert, count in enumerate(row):
-            look = {"hatch": "//"} if expert // each == rank else {}
+            look: style.Look = {"hatch": "//"} if expert // each == rank else {}
             fill = _mixed(color, count / busiest)
             draw.box(axes, expert - 0.5, rank - 0.5, 1, 1, fill, linewidth=0.5, **look)
             axes.text(expert, rank, f"{count}", ha="center", va="center", bbox=draw.BLANK)
@@ -349,8 +350,8 @@ def visits(counts: Sequence[Sequence[int]], *, title: str | None = None) -> Pict
     for expert, total in enumerate(load):
         high = (tall - 0.6) * total / most
         draw.box(axes, expert - 0.32, floor - high, 0.64, high, color, hatch=hatch)
-        look = {"ha": "center", "va": "bottom", "weight": "bold", "bbox": draw.BLANK}
-        axes.text(expert, floor - high - 0.08, f"{total}", **look)
+        look = {"va": "bottom", "weight": "bold", "bbox": draw.BLANK}
+        axes.text(expert, floor - high - 0.08, f"{total}", ha="center", **look)
     level = floor - (tall - 0.6) * mean / most
     axes.axhline(level, color=style.INK, linestyle="--", linewidth=1.2)
     draw.beside(axes, 0.06, level, f"mean {mean:,.0f}")
@@ -413,8 +414,8 @@ def memory_map(
         for segment in segments:
             _blocks(axes, x, row, segment, factor, colors)
             x += _nbytes(segment) / factor + gap
-    told = [f"{name}: {_tell_segments(segments)}" for name, segments in moments.items()]
-    told = f"Map of reserved memory. {'; '.join(told)}."
+    maps = [f"{name}: {_tell_segments(segments)}" for name, segments in moments.items()]
+    told = f"Map of reserved memory. {'; '.join(maps)}."
     if asked:
         label = units.text(asked, binary=True)
         _request(axes, len(moments), asked / factor, label)
@@ -463,7 +464,7 @@ def _blocks(
         edge = {"edgecolor": style.FAINT, "linewidth": 0.4}
         draw.box(axes, x, row - 0.3, size, 0.6, fill, hatch=hatch, **edge)
         if style.width_of(label) + 0.08 < size / per_inch:
-            look = {"bbox": None if name else draw.BLANK, "color": style.on(fill)}
+            look: style.Look = {"bbox": None if name else draw.BLANK, "color": style.on(fill)}
             axes.text(x + size / 2, row, label, ha="center", va="center", **look)
         x += size
     draw.box(axes, start, row - 0.3, x - start, 0.6, "none", linewidth=1.2)

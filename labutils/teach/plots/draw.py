@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -11,10 +12,11 @@ from labutils.teach.plots import style
 
 LINE = 0.17  # inches from one line of text to the next
 Swatch = tuple[str, str, str]  # label, color, hatch
-BLANK = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1}  # behind a label on a pattern
+# Behind a label on a pattern.
+BLANK: style.Look = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1}
 
 
-def rows(axes: Axes, names: Sequence[str], xlim: tuple[float, float], **font: object) -> None:
+def rows(axes: Axes, names: Sequence[str], xlim: tuple[float, float], **font: Any) -> None:
     """A row for each name, the first on top, one unit high."""
     axes.set(xlim=xlim, ylim=(len(names) - 0.5, -0.5))
     axes.set_yticks(range(len(names)), names, **font)
@@ -22,21 +24,21 @@ def rows(axes: Axes, names: Sequence[str], xlim: tuple[float, float], **font: ob
 
 
 def box(
-    axes: Axes, x: float, y: float, width: float, height: float, fill: str, **look: object
+    axes: Axes, x: float, y: float, width: float, height: float, fill: str, **look: Any
 ) -> None:
     """A filled rectangle with a dark thin edge, unless `look` says otherwise."""
     look = {**style.EDGE, **look}
     axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, **look))
 
 
-def points(axes: Axes, x: object, y: object, color: str, **look: object) -> None:
+def points(axes: Axes, x: Any, y: Any, color: str, **look: Any) -> None:
     """Filled markers: what was measured, where it lands."""
     look = {"zorder": 3, "markeredgecolor": style.INK, "markeredgewidth": 0.7, **look}
     axes.plot(x, y, "o", color=color, **look)
 
 
 def note(
-    axes: Axes, place: tuple[float, float], offset: tuple[float, float], said: str, **look: object
+    axes: Axes, place: tuple[float, float], offset: tuple[float, float], said: str, **look: Any
 ) -> None:
     """Text `offset` points away from a place on the axes."""
     axes.annotate(said, place, offset, textcoords="offset points", **look)
@@ -47,7 +49,7 @@ def guess(
     place: tuple[float, float],
     said: str = "",
     offset: tuple[float, float] = (0, 8),
-    **look: object,
+    **look: Any,
 ) -> None:
     """A hollow diamond with its name, centered above it or at the `offset`."""
     axes.plot(*place, clip_on=False, zorder=look.pop("zorder", 4), **style.GUESS)
@@ -56,27 +58,27 @@ def guess(
     note(axes, place, offset, said, **look)
 
 
-def beside(axes: Axes, inches: float, y: float, said: str, **look: object) -> None:
+def beside(axes: Axes, inches: float, y: float, said: str, **look: Any) -> None:
     """Text to the right of the axes, `inches` away, at the height `y` of the data."""
     x = 1 + inches / style.inches(axes)[0]
     axes.text(x, y, said, transform=axes.get_yaxis_transform(), va="center", **look)
 
 
-def below(axes: Axes, x: float, inches: float, said: str, **look: object) -> None:
+def below(axes: Axes, x: float, inches: float, said: str, **look: Any) -> None:
     """Text centered under the axes, `inches` lower, at the place `x` of the data."""
     look = {"ha": "center", "va": "top", **look}
     y = -inches / style.inches(axes)[1]
     axes.text(x, y, said, transform=axes.get_xaxis_transform(), **look)
 
 
-def over(axes: Axes, x: float, inches: float, said: str, **look: object) -> None:
+def over(axes: Axes, x: float, inches: float, said: str, **look: Any) -> None:
     """Text over the axes, `inches` higher, centered at the share `x` of their width."""
     look = {"ha": "center", "va": "bottom", **look}
     axes.text(x, 1 + inches / style.inches(axes)[1], said, transform=axes.transAxes, **look)
 
 
 def over_spread(
-    axes: Axes, labels: Sequence[tuple[float, str]], inches: float, pad: float, **look: object
+    axes: Axes, labels: Sequence[tuple[float, str]], inches: float, pad: float, **look: Any
 ) -> None:
     """Texts over the axes at inches from their left end, moved apart where they would touch."""
     width, _ = style.inches(axes)
@@ -88,7 +90,8 @@ def over_spread(
 
 def key_rows(entries: Sequence[Swatch], width: float = style.WIDE) -> list[list[Swatch]]:
     """The swatches of a key, in as many rows as a figure of that width needs."""
-    found, used = [], width
+    found: list[list[Swatch]] = []
+    used = width
     for entry in entries:
         size = 0.41 + style.width_of(entry[0])
         if used + size > width - 0.1:
@@ -104,12 +107,12 @@ def key(axes: Axes, entries: Sequence[Swatch], *, above: float = 0.08) -> None:
 
     Each row of them takes 0.2 inches.
     """
-    box, (width, height) = axes.get_position(), axes.figure.get_size_inches()
+    box, (width, height) = axes.get_position(), style.figure_inches(axes)
     for row, swatches in enumerate(reversed(key_rows(entries, width))):
         x, y = 0.1, box.y1 * height + above + 0.2 * row
         for label, color, hatch in swatches:
             corner, size = (x / width, y / height), (0.13 / width, 0.13 / height)
-            look = {"facecolor": color, "hatch": hatch * 2, **style.EDGE}
+            look: style.Look = {"facecolor": color, "hatch": hatch * 2, **style.EDGE}
             axes.figure.add_artist(Rectangle(corner, *size, **look))
             axes.figure.text((x + 0.19) / width, (y + 0.065) / height, label, va="center_baseline")
             x += 0.41 + style.width_of(label)
@@ -141,7 +144,7 @@ def name_ends(
     heights = spread([y * height for _, y in places], [LINE] * len(places), 0, height)
     tie = {"arrowstyle": "-", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
     for (name, end), y in zip(zip(ends, places, strict=True), heights, strict=True):
-        look = {"va": "center", "color": colors[name], "weight": "bold"}
+        look: style.Look = {"va": "center", "color": colors[name], "weight": "bold"}
         to, arrow = (1 + 0.14 / width, y / height), {**tie, "color": colors[name]}
         axes.annotate(name, end, to, "axes fraction", "axes fraction", arrow, **look)
 
@@ -153,7 +156,7 @@ def beside_lines(axes: Axes, ends: Mapping[str, float], colors: Mapping[str, str
     places = [(end - low) / (high - low) * height for end in ends.values()]
     heights = spread(places, [LINE] * len(places), 0, height)
     for label, y in zip(ends, heights, strict=True):
-        look = {"va": "center", "color": colors[label], "weight": "bold"}
+        look: style.Look = {"va": "center", "color": colors[label], "weight": "bold"}
         axes.text(1 + 0.15 / width, y / height, label, transform=axes.transAxes, **look)
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 
 from labutils.floats import FloatFormat
 from labutils.teach.plots import draw, style
@@ -35,7 +36,7 @@ def bit_pattern(fmt: FloatFormat, code: int, *, title: str | None = None) -> Pic
         for _, digit in run:
             fill = color if digit == "1" else style.PAPER
             draw.box(axes, x, 0.5, cell, 0.4, fill, clip_on=False)
-            look = {"color": style.on(fill), "size": 11 if cell > 0.2 else 8}
+            look: style.Look = {"color": style.on(fill), "size": 11 if cell > 0.2 else 8}
             axes.text(x + cell / 2, 0.7, digit, ha="center", va="center", **look)
             x += cell
         axes.plot([start, x], [0.96] * 2, color=color, linewidth=3, solid_capstyle="butt")
@@ -90,14 +91,13 @@ def number_line(
     low = -high if low is None else low
     values = {fmt: _between(fmt, low, high) for fmt in formats}
     counts = {fmt.name: f"{fmt.name} has {len(found):,} values" for fmt, found in values.items()}
-    marked = mark is not None
     _, axes = style.canvas(
         title
         or f"Between {_number(low)} and {_number(high)}, {style.listed(list(counts.values()))}",
         height=0.5 * len(formats),
         left=style.widest(counts, "bold") + 0.2,
-        right=0.95 if marked else 0.3,
-        top=0.22 if marked else 0.05,
+        right=0.95 if mark is not None else 0.3,
+        top=0.22 if mark is not None else 0.05,
         xlabel="value",
     )
     draw.rows(axes, list(counts), (low, high), weight="bold")
@@ -105,12 +105,12 @@ def number_line(
     colors = style.series_colors(formats)
     for row, (fmt, found) in enumerate(values.items()):
         dense = len(found) > style.inches(axes)[0] * 40
-        look = {"color": colors[fmt], "linewidth": 0.35 if dense else 1.0, "clip_on": False}
+        look: style.Look = {"linewidth": 0.35 if dense else 1.0, "clip_on": False}
         axes.hlines(row, low, high, color=style.NEUTRAL[0], linewidth=1, zorder=0)
-        axes.vlines(found, row - 0.3, row + 0.3, **look)
-    told = [f"{count} there" for count in counts.values()]
-    told = f"Number line from {_number(low)} to {_number(high)}. {style.listed(told)}."
-    if marked:
+        axes.vlines(found, row - 0.3, row + 0.3, color=colors[fmt], **look)
+    there = [f"{count} there" for count in counts.values()]
+    told = f"Number line from {_number(low)} to {_number(high)}. {style.listed(there)}."
+    if mark is not None:
         _landing(axes, mark, colors)
         landed = [f"{_number(fmt.round(mark))} in {fmt.name}" for fmt in formats]
         told += f" {_number(mark)} lands on {style.listed(landed)}."
@@ -132,8 +132,8 @@ def _landing(axes: Axes, mark: float, colors: Mapping[FloatFormat, str]) -> None
     for row, (fmt, color) in enumerate(colors.items()):
         landed = fmt.round(mark)
         if low <= landed <= high:
-            look = {"markersize": 6, "markeredgewidth": 1, "zorder": 4, "clip_on": False}
-            draw.points(axes, landed, row, color, **look)
+            look: style.Look = {"markersize": 6, "markeredgewidth": 1, "zorder": 4}
+            draw.points(axes, landed, row, color, clip_on=False, **look)
         draw.beside(axes, 0.1, row, _number(landed), color=color, weight="bold")
     if low <= mark <= high:
         axes.axvline(mark, color=style.INK, linewidth=1, linestyle="--", zorder=3)
@@ -153,7 +153,7 @@ def dynamic_range(formats: Sequence[FloatFormat], *, title: str | None = None) -
     """
     reach = {fmt: _reach(fmt) for fmt in formats}
     span = {fmt: largest - smallest for fmt, (smallest, _, largest) in reach.items()}
-    widest, narrowest = max(span, key=span.get), min(span, key=span.get)
+    widest, narrowest = max(span, key=span.__getitem__), min(span, key=span.__getitem__)
     finding = f"{widest.name} spans {span[widest]:.0f} powers of two"
     if widest is not narrowest:
         finding += f", {narrowest.name} only {span[narrowest]:.0f}"
@@ -170,8 +170,8 @@ def dynamic_range(formats: Sequence[FloatFormat], *, title: str | None = None) -
     draw.rows(axes, names, (low, high), weight="bold")
     for row, (fmt, color) in enumerate(style.series_colors(formats).items()):
         (smallest, normal, largest), (first, last) = reach[fmt], texts[fmt]
-        hollow = {"color": style.PAPER, "hatch": "////", "edgecolor": color, "linewidth": 0.7}
-        axes.barh(row, normal - smallest, 0.5, left=smallest, **hollow)
+        hollow: style.Look = {"hatch": "////", "edgecolor": color, "linewidth": 0.7}
+        axes.barh(row, normal - smallest, 0.5, left=smallest, color=style.PAPER, **hollow)
         axes.barh(row, largest - normal, 0.5, left=normal, color=color, **style.EDGE)
         axes.text(smallest - 0.06 * per_inch, row, first, ha="right", va="center")
         axes.text(largest + 0.06 * per_inch, row, last, ha="left", va="center")
@@ -204,8 +204,8 @@ def _with_room(
     return low - (before + 0.12) * per_inch, high + (after + 0.12) * per_inch, per_inch
 
 
-def _powers_of_two(axis: object) -> None:
-    axis.get_major_locator().set_params(integer=True)
+def _powers_of_two(axis: Axis) -> None:
+    style.whole_ticks(axis)
     axis.set_major_formatter(lambda power, _: f"$2^{{{power:.0f}}}$")
 
 
@@ -302,8 +302,8 @@ def exponent_histogram(
     return Picture(
         axes.figure,
         f"Histogram of {sum(counts.values()):,} numbers by exponent, times {scale:g}: most have "
-        f"the exponent {max(shares, key=shares.get)}; in {first.name} {fates[LOST]:.0%} are lost "
-        f"and {fates[COARSE]:.0%} are subnormal. "
+        f"the exponent {max(shares, key=shares.__getitem__)}; "
+        f"in {first.name} {fates[LOST]:.0%} are lost and {fates[COARSE]:.0%} are subnormal. "
         f"Under it the ranges of {style.listed([fmt.name for fmt in formats])}.",
     )
 

@@ -72,8 +72,8 @@ def _square(axes: Axes, grid: Grid, left: float, top: float) -> None:
         else:
             draw.box(axes, x, y, c, c, color)
         place = (x + c * (0.3 if row == column else 0.5), y + c * (0.7 if row == column else 0.5))
-        look = {"ha": "center", "va": "center", "color": style.on(color)}
-        axes.text(*place, str(step), size=min(9, 22 * c), **look)
+        look: style.Look = {"size": min(9, 22 * c), "color": style.on(color)}
+        axes.text(*place, str(step), ha="center", va="center", **look)
 
 
 def _shares(grid: Grid) -> list[float]:

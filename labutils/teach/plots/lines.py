@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -46,13 +47,13 @@ def curves(
     dots = {name: _series(name, values, x) for name, values in style.spaced(measured or {}).items()}
     colors = style.series_colors(dict.fromkeys([*runs, *dots]))
     right = style.widest(colors, "bold") + 0.3
-    labels = {"xlabel": xlabel, "ylabel": ylabel}
+    labels: style.Look = {"xlabel": xlabel, "ylabel": ylabel}
     _, axes = style.canvas(title, left=0.85, right=right, top=0.12, **labels)
     _logarithmic(axes, log, [*runs.items(), *dots.items()])
     for name, (at, rows) in runs.items():
         axes.plot(at, rows.mean(0), color=colors[name])
         if len(rows) > 1:
-            look = {"color": colors[name], "alpha": 0.2, "linewidth": 0}
+            look: style.Look = {"color": colors[name], "alpha": 0.2, "linewidth": 0}
             axes.fill_between(at, rows.min(0), rows.max(0), **look)
     for name, (at, rows) in dots.items():
         for values in rows:
@@ -61,7 +62,7 @@ def curves(
         draw.guess(axes, guess, "your guess")
     axes.margins(x=0.02)
     places = np.unique([place for at, _ in (*runs.values(), *dots.values()) for place in at])
-    _places_on_x(axes, places if "x" in log and len(places) <= 12 else ())
+    _places_on_x(axes, places.tolist() if "x" in log and len(places) <= 12 else [])
     if unit:
         style.in_units(axes.yaxis, unit)
     ends = {name: (at[-1], rows.mean(0)[-1]) for name, (at, rows) in (dots | runs).items()}
@@ -73,18 +74,19 @@ def curves(
 def _series(name: str, values: Series, x: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """The places of a series and its values, one row for each run."""
     paired = isinstance(values, tuple) and len(values) == 2 and np.ndim(values[0])
-    at, values = values if paired else (x, values)
+    pair: Any = values if paired else (x, values)
     try:
-        at, rows = np.asarray(at, dtype=float), np.atleast_2d(np.asarray(values, dtype=float))
+        at, rows = (np.asarray(numbers, dtype=float) for numbers in pair)
     except ValueError:
         raise ValueError(
             f"{name}: a series is a sequence of numbers, or one such sequence for each run, "
             "all of one length"
         ) from None
+    rows = np.atleast_2d(rows)
     if not len(at) or rows.shape[1] != len(at):
         raise ValueError(
             f"{name}: {at.size} places on x need as many values, at least one, "
-            f"got shape {np.shape(values)}"
+            f"got shape {np.shape(pair[1])}"
         )
     return at, rows
 
@@ -155,7 +157,8 @@ def cost_curves(
     for name, times in lines.items():
         axes.plot(nbytes, times, color=colors[name])
         if name in dots:
-            draw.points(axes, *dots[name], colors[name], clip_on=False)
+            at, took = dots[name]
+            draw.points(axes, at, took, colors[name], clip_on=False)
     low, high = min(nbytes), max(nbytes)
     axes.set(xscale="log", yscale="log", xlim=(low, high))
     style.in_units(axes.xaxis, "B")
@@ -243,7 +246,7 @@ def running_sums(
         if isinstance(guess, int | float) and math.isfinite(guess)
     }
     for name, guess in guesses.items():
-        look = {**style.GUESS, "markeredgecolor": colors.get(name, style.INK)}
+        look: style.Look = {**style.GUESS, "markeredgecolor": colors.get(name, style.INK)}
         axes.plot(len(exact), guess, **look, clip_on=False)
     every = [*exact, *itertools.chain(*lines.values())]
     top = max(*every, *guesses.values())
@@ -300,7 +303,7 @@ def gradient_noise(
     axes.set(xscale="log", yscale="log", xlim=(low, high))
     color, level = style.SERIES[:2]
     for size in sizes:
-        look = {"color": style.NEUTRAL[0], "markersize": 7, "zorder": 1}
+        look: style.Look = {"color": style.NEUTRAL[0], "markersize": 7, "zorder": 1}
         axes.plot([size] * len(measured[size]), measured[size], "_", **look)
     axes.plot([low, high], [noise / low, noise / high], color=color)
     draw.points(axes, sizes, means, color)
@@ -390,7 +393,7 @@ def _hung(axes: Axes, places: Mapping[str, tuple[float, float]], color: str) -> 
         at_x = math.log(x / low) / math.log(high / low) * width + 0.07
         at_y = math.log(y / bottom) / math.log(top / bottom) * height - 0.13
         at_y = min(at_y, free_y - 0.16) if at_x + style.width_of(name) > free_x else at_y
-        look = {"va": "center", "bbox": {**draw.BLANK, "pad": 0.8}}
+        look: style.Look = {"va": "center", "bbox": {**draw.BLANK, "pad": 0.8}}
         axes.text(at_x / width, at_y / height, name, transform=axes.transAxes, **look)
         free_x, free_y = at_x, at_y
 
@@ -416,9 +419,9 @@ def trade_off(
     plans = marks or {}
     every = [*trades, *plans.values()]
     factor, unit = style.scale(max(nbytes for nbytes, _ in every), "B")
-    labels = {"xlabel": f"most held after any step ({unit})", "ylabel": "forward passes"}
+    axis: style.Look = {"xlabel": f"most held after any step ({unit})", "ylabel": "forward passes"}
     title = title or _trade_finding(trades, once)
-    _, axes = style.canvas(title, height=2.6, left=0.6, right=0.3, top=0.15, **labels)
+    _, axes = style.canvas(title, height=2.6, left=0.6, right=0.3, top=0.15, **axis)
     xs, ys = [nbytes / factor for nbytes, _ in trades], [cost / once for _, cost in trades]
     right = max(nbytes for nbytes, _ in every) / factor * 1.06
     axes.step([*xs, right], [*ys, ys[-1]], where="post", color=style.INK)

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import matplotlib
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.text import Text
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -27,7 +27,7 @@ _HERE = Path(__file__).parent
 class Picture:
     """A figure and the text that says the same to whoever cannot see it."""
 
-    def __init__(self, figure: Figure, alt: str) -> None:
+    def __init__(self, figure: Figure | SubFigure, alt: str) -> None:
         if not isinstance(figure, Figure):
             raise TypeError(f"a Picture holds a matplotlib Figure, got {type(figure).__name__}")
         self.figure = figure

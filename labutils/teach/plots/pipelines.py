@@ -111,7 +111,8 @@ def gantt(
     axes.set(xlim=(0, longest / factor), ylim=(sum(tops), 0))
     draw.key(axes, entries)
     most = max(map(_peak, shown.values()))
-    y, ticks = 0.0, {}
+    y = 0.0
+    ticks: dict[float, str] = {}
     for (name, run), high in zip(shown.items(), tops, strict=True):
         after = style.width_of(f"{name}  ", weight="bold") / style.inches(axes)[0]
         axes.text(0, y + _HEAD - 0.1, name, weight="bold", va="bottom")
@@ -218,16 +219,17 @@ def _rank(
             start, length = starts[index] + offset, ends[index] - starts[index]
             color = fill(run.schedule, op)
             draw.box(axes, start, lane, length, deep, color, linewidth=thin)
-            number, size = str(op.micro_batch), 7 if deep > 0.15 else 6
-            if len(number) * _DIGIT * size < length * inch - 0.01:
+            label, size = str(op.micro_batch), 7 if deep > 0.15 else 6
+            if len(label) * _DIGIT * size < length * inch - 0.01:
                 place, ink = (start + length / 2, lane + deep / 2), style.on(color)
-                axes.text(*place, number, size=size, ha="center", va="center_baseline", color=ink)
+                axes.text(*place, label, size=size, ha="center", va="center_baseline", color=ink)
         begin = (run.flushed if barrier else run.ends[rank][-1]) / factor + offset
         if lasts := run.updates[rank] / factor:
             draw.box(axes, begin, top, lasts, high, _UPDATE, linewidth=thin)
     if not barrier:
-        look = {"color": style.INK, "linewidth": 2.4, "solid_capstyle": "butt", "zorder": 4}
-        axes.plot([starts[0] + period] * 2, [top - 0.02, top + high + 0.02], **look)
+        look: style.Look = {"linewidth": 2.4, "solid_capstyle": "butt", "zorder": 4}
+        ends_at = [top - 0.02, top + high + 0.02]
+        axes.plot([starts[0] + period] * 2, ends_at, color=style.INK, **look)
 
 
 def _held(
@@ -243,7 +245,7 @@ def _held(
     times, held = zip(*run.in_flight(rank), strict=True)
     scale = (_STRIP - 0.02) * _share(run.schedule) / most
     heights = [floor - scale * count for count in held]
-    look = {"facecolor": HELD, "edgecolor": style.INK, "linewidth": 0.4, "step": "post"}
+    look: style.Look = {"facecolor": HELD, "edgecolor": style.INK, "linewidth": 0.4, "step": "post"}
     axes.fill_between([(time + offset) / factor for time in times], floor, heights, **look)
 
 

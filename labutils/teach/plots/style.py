@@ -4,7 +4,7 @@ import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -13,6 +13,9 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
 from labutils import units
+
+Name = TypeVar("Name")
+Look = dict[str, Any]  # keywords of a method of matplotlib
 
 INK, FAINT, PAPER = "#1B1B1B", "#6B6B6B", "#FFFFFF"
 
@@ -42,7 +45,7 @@ NEUTRAL = ("#B9BEC4", "#8A9199", "#5C636B", "#DDE0E3")
 WIDE, SIZE = 7.2, 9
 NARROWEST = 560  # pixels to which a picture shrinks; on a narrower page it scrolls
 
-RC = {
+RC: dict[Any, Any] = {  # matplotlib types its keys one by one
     "font.family": "sans-serif",
     # DejaVu comes with matplotlib, so text is as wide everywhere as when the figure was looked at;
     # the others stand in for it in an SVG.
@@ -74,8 +77,8 @@ RC = {
 
 drawn = matplotlib.rc_context(RC)  # decorates every function that draws
 
-EDGE = {"edgecolor": INK, "linewidth": 0.7}
-GUESS = {
+EDGE: Look = {"edgecolor": INK, "linewidth": 0.7}
+GUESS: Look = {
     "marker": "D",
     "markersize": 8,
     "markerfacecolor": "none",
@@ -94,13 +97,13 @@ def legible(width: float) -> str:
     return f"max-width:100%;min-width:{min(round(width), NARROWEST)}px;height:auto"
 
 
-def component_colors(components: Sequence[str]) -> dict[str, str]:
+def component_colors(components: Iterable[str]) -> dict[str, str]:
     """The hue of every component of memory; those without one of their own take grays in turn."""
     grays = itertools.cycle(NEUTRAL)
     return {component: COMPONENTS.get(component) or next(grays) for component in components}
 
 
-def series_colors(names: Iterable[str]) -> dict[str, str]:
+def series_colors(names: Iterable[Name]) -> dict[Name, str]:
     """A color for each series, in turn."""
     return dict(zip(names, itertools.cycle(SERIES)))
 
@@ -164,16 +167,24 @@ def canvas(
     axes = figure.add_axes(
         (left / width, bottom / total, (width - left - right) / width, height / total)
     )
-    place, look = (0.1 / width, 1 - 0.08 / total), {"weight": "bold", "linespacing": 1.25}
-    figure.text(*place, "\n".join(lines), size=SIZE + 1, va="top", ha="left", **look)
+    look: Look = {"size": SIZE + 1, "weight": "bold", "linespacing": 1.25}
+    figure.text(0.1 / width, 1 - 0.08 / total, "\n".join(lines), va="top", ha="left", **look)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     return figure, axes
 
 
+def figure_inches(axes: Axes) -> tuple[float, float]:
+    """Width and height of the whole figure in inches."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None  # axes come from `canvas`
+    width, height = figure.get_size_inches()
+    return width, height
+
+
 def inches(axes: Axes) -> tuple[float, float]:
     """Width and height of the axes in inches."""
-    box, (width, height) = axes.get_position(), axes.figure.get_size_inches()
+    box, (width, height) = axes.get_position(), figure_inches(axes)
     return box.width * width, box.height * height
 
 
@@ -183,11 +194,19 @@ def scale(largest: float, unit: str) -> tuple[float, str]:
     >>> scale(96e6, "B"), scale(0.004, "s")
     ((1000000, 'MB'), (0.001, 'ms'))
     """
+    steps: list[tuple[float, str]]
     steps = [(10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"), (1, "")]
     if unit == "s":
         steps = [(1, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n")]
     fitting = [(factor, prefix + unit) for factor, prefix in steps if abs(largest) >= factor]
     return fitting[0] if fitting else (steps[-1][0], steps[-1][1] + unit)
+
+
+def whole_ticks(axis: matplotlib.axis.Axis) -> None:
+    """Ticks at whole numbers only."""
+    locator = matplotlib.ticker.AutoLocator()
+    locator.set_params(integer=True)
+    axis.set_major_locator(locator)
 
 
 def in_units(axis: matplotlib.axis.Axis, unit: str) -> None:

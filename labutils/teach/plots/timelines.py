@@ -50,14 +50,14 @@ def memory_timeline(
     edges = [i - 0.5 for i in range(len(moments) + 1)]
     for name, (low, high) in bands.items():
         # Not axes.stairs, which looks at every step for limits that are set below.
-        band = StepPatch(high, edges, baseline=low, fill=True, facecolor=colors[name], **style.EDGE)
-        axes.add_artist(band)
-        if homes[name]:
-            look = {"ha": "center", "va": "center", "color": style.on(colors[name])}
-            axes.text(*homes[name], name, **look)
+        look: style.Look = {"baseline": low, "fill": True, "facecolor": colors[name]}
+        axes.add_artist(StepPatch(high, edges, **look, **style.EDGE))
+        if (home := homes[name]) is not None:
+            ink = style.on(colors[name])
+            axes.text(*home, name, ha="center", va="center", color=ink)
     draw.key(axes, entries, above=0.3)
     axes.set(xlim=(edges[0], edges[-1]), ylim=(0, top))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    style.whole_ticks(axes.xaxis)
     _name_phases(axes, [moment.phase for moment in moments])
     _mark_peak(axes, moments.index(peak), total / factor, f"peak {units.text(total)}")
     if capacity is not None and capacity.memory / factor <= top:
@@ -76,8 +76,8 @@ def memory_timeline(
 def _bands(history: History, factor: float) -> dict[str, Band]:
     """Where each component lies on the others, known ones at the bottom."""
     held = [moment.ledger.by("component") for moment in history.moments]
-    present = dict.fromkeys(itertools.chain(*held))
-    present = [name for name in present if any(moment.get(name) for moment in held)]
+    named = dict.fromkeys(itertools.chain(*held))
+    present = [name for name in named if any(moment.get(name) for moment in held)]
     known = [name for name in style.COMPONENTS if name in present]
     bands, floor = {}, [0.0] * len(held)
     for name in [*known, *(name for name in present if name not in known)]:
@@ -109,7 +109,8 @@ def _home(
 def _name_phases(axes: Axes, phases: list[str]) -> None:
     """A thin line between phases, and over the axes the name of each that is wide enough to see."""
     step = style.inches(axes)[0] / len(phases)
-    labels, start = [], 0
+    labels: list[tuple[float, str]] = []
+    start = 0
     for phase, run in itertools.groupby(phases):
         length = len(list(run))
         if length * step > 0.08:
@@ -176,9 +177,9 @@ def overlap(*, title: str | None = None, per: str = "step", **timelines: Timelin
             _lanes(axes, y, [span for span in timeline.spans if span.rank == rank], factor)
             y += _ROW
         for wait in timeline.waits:
-            times = [time / factor for time in wait]
-            shares = 1 - (y - 0.06) / height, 1 - (top - 0.02) / height
-            axes.axvspan(*times, *shares, facecolor=style.NEUTRAL[3], zorder=0)
+            start, end = (time / factor for time in wait)
+            low, high = 1 - (y - 0.06) / height, 1 - (top - 0.02) / height
+            axes.axvspan(start, end, low, high, facecolor=style.NEUTRAL[3], zorder=0)
         for line, weight in enumerate(("bold", "normal")):
             draw.beside(
                 axes, 0.1, (top + y) / 2 - 0.12 + 0.18 * line, steps[name][line], weight=weight
@@ -205,8 +206,8 @@ def _lanes(axes: Axes, y: float, spans: Sequence[Span], factor: float) -> None:
         room = length / per_inch - 0.04
         for said in (span.name, span.name.rsplit(" ")[-1]):
             if room > 0.06 and not hatch and style.width_of(said, 7) < room:
-                place, look = (start + length / 2, lane + _LANE / 2), {"color": style.on(color)}
-                axes.text(*place, said, size=7, ha="center", va="center_baseline", **look)
+                place, ink = (start + length / 2, lane + _LANE / 2), style.on(color)
+                axes.text(*place, said, size=7, ha="center", va="center_baseline", color=ink)
                 break
 
 
@@ -286,8 +287,8 @@ def _tell_messages(trace: Trace, amounts: Mapping[str, Mapping[int, int]]) -> st
         [units.text(by_rank.get(rank, 0)) for rank in range(len(trace.ranks))]
         for by_rank in amounts.values()
     )
-    told = enumerate(zip(sent, received, strict=True))
-    return "; ".join(f"rank {rank} sends {a} and receives {b}" for rank, (a, b) in told)
+    both = enumerate(zip(sent, received, strict=True))
+    return "; ".join(f"rank {rank} sends {a} and receives {b}" for rank, (a, b) in both)
 
 
 def _messages_finding(trace: Trace) -> str:
@@ -340,7 +341,7 @@ def plan_maps(
     floors = [pitch * k for k in reversed(range(len(plans)))]
     for (name, plan), floor, note in zip(plans.items(), floors, notes, strict=True):
         _plan_row(axes, plan, floor)
-        look = {"va": "center", "ha": "left", "clip_on": False}
+        look: style.Look = {"va": "center", "ha": "left", "clip_on": False}
         indented = "  " + note.replace("\n", "\n  ")
         axes.text(len(work[name]), floor + (n + 1) / 2, indented, **look)
     width = max(until or 0, *map(len, work.values()))
@@ -369,8 +370,8 @@ def _plan_row(axes: Axes, plan: Timeline, floor: float) -> None:
         for span in plan.spans
         if span.kind == "value" and span.end > span.start
     ]
-    look = {"colors": style.COMPONENTS["activations"], "linewidths": 1.3, "zorder": 2}
-    axes.add_collection(LineCollection(lines, **look))
+    color = style.COMPONENTS["activations"]
+    axes.add_collection(LineCollection(lines, colors=color, linewidths=1.3, zorder=2))
 
 
 def most_values(plan: Timeline) -> int:
@@ -416,8 +417,8 @@ def who_holds(*, title: str | None = None, **levels: Sequence[Occupancy]) -> Pic
         for row, held in enumerate(ranks):
             _holding(axes, held, colors, x, row * (cell + gap), width, cell)
         for k, phase in enumerate(ranks[0].phases):
-            middle, look = x + (k + 0.5) / len(ranks[0].phases) * width, {"color": style.FAINT}
-            axes.text(middle, height + 0.05, phase, va="top", ha="center", size=7, **look)
+            middle, ink = x + (k + 0.5) / len(ranks[0].phases) * width, style.FAINT
+            axes.text(middle, height + 0.05, phase, va="top", ha="center", size=7, color=ink)
     told = []
     for name, ranks in levels.items():
         peaks = [f"{units.text(held.peak)} on rank {row}" for row, held in enumerate(ranks)]
@@ -449,13 +450,15 @@ def _holding(
         for span in held.spans:
             if span.kind == component:
                 start, end = (x + width * _share(held, at) for at in (span.start, span.end))
+                assert span.elements is not None  # an Occupancy has checked it
                 top, bottom = (y + deep * element / held.numel for element in span.elements)
-                look = {"linewidth": 0, "edgecolor": "none", "zorder": 2}
+                look: style.Look = {"linewidth": 0, "edgecolor": "none", "zorder": 2}
                 draw.box(axes, start, top, end - start, bottom - top, color, **look)
         draw.box(axes, x, y, width, deep, "none", **thin, zorder=4)
         for k in range(1, len(held.phases)):
-            at, look = x + width * k / len(held.phases), {"linewidth": 0.5, "linestyle": ":"}
-            axes.plot([at, at], [y, y + deep], color=style.INK, zorder=3, **look)
+            at = [x + width * k / len(held.phases)] * 2
+            look = {"linewidth": 0.5, "linestyle": ":", "zorder": 3}
+            axes.plot(at, [y, y + deep], color=style.INK, **look)
         y += deep + gap
 
 
@@ -469,7 +472,7 @@ def _share(held: Occupancy, operation: float) -> float:
 
 
 def _holding_finding(shares: Mapping[str, float]) -> str:
-    most, least = max(shares, key=shares.get), min(shares, key=shares.get)
+    most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
     if len(shares) == 1:
         everything = "all weights, gradients and optimizer state"
         return f"At {most} a rank never holds more than {shares[most]:.0%} of {everything}"

@@ -37,8 +37,10 @@ class Network:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The tensors of a row, one after the other."""
-        layers = [shape for i, o in pairwise(self.widths) for shape in ((i, o), (o,))]
-        return [(self.tokens, self.embed)] * bool(self.tokens) + layers
+        shapes: list[tuple[int, ...]] = [(self.tokens, self.embed)] * bool(self.tokens)
+        for i, o in pairwise(self.widths):
+            shapes += [(i, o), (o,)]
+        return shapes
 
     def start(self, seeds: Sequence[int]) -> Float[Tensor, "S P"]:
         """A row for each seed: weights drawn with variance 1 or 2 over fan-in, biases zero."""

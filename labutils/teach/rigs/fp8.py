@@ -57,7 +57,8 @@ def train_reader(
     if in_fp64:
         model.double().initialize(torch.Generator().manual_seed(seed))
         model = model if scheme else model.float()
-    model = use_fp8(model, scheme) if scheme else model
+    if scheme:
+        use_fp8(model, scheme)
     test, losses = next(excerpts(99, 64)), []
     learner = optimizer(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-12)
     batches = excerpts(seed)
@@ -68,6 +69,7 @@ def train_reader(
         (share * loss_of(model, next(batches))).backward()
         advance_scales(model)
         for parameter in model.parameters():
+            assert parameter.grad is not None
             parameter.grad /= share
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         learner.step()
@@ -95,14 +97,16 @@ def operands(model: GPT, batch: Batch) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {"x": [], "weight": [], "grad": []}
     model = copy.deepcopy(model).double()
 
-    def arrived(layer: nn.Linear, into: tuple, out: tuple) -> None:
+    def arrived(layer: nn.Module, into: tuple, out: tuple) -> None:
         gradient = out[0].detach()
         found["grad"].append(gradient.where(gradient.abs() > 2.0**-60, 0.0))
 
     def entered(layer: nn.Linear, into: tuple, out: Tensor) -> None:
         found["x"].append(into[0].detach())
 
-    for layer in (each for each in model.blocks.modules() if isinstance(each, nn.Linear)):
+    for name, layer in model.named_modules():
+        if not name.startswith("blocks") or not isinstance(layer, nn.Linear):
+            continue
         found["weight"].append(layer.weight.detach())
         layer.register_forward_hook(entered)
         layer.register_full_backward_hook(arrived)
@@ -114,10 +118,11 @@ def plant(model: nn.Module, k: float) -> nn.Module:
     """The module, whose 8-bit layers find their first input channel k times as large, and its
     weights k times as small: an outlier that changes nothing in exact arithmetic."""
     for layer in fp8_layers(model).values():
-        factor = torch.ones(layer.in_features)
+        weight = layer.get_parameter("weight")
+        factor = torch.ones(weight.shape[1])
         factor[0] = k
         with torch.no_grad():
-            layer.weight /= factor
+            weight.div_(factor)
         layer.register_forward_pre_hook(lambda _, inputs, factor=factor: (inputs[0] * factor,))
     return model
 
@@ -134,7 +139,7 @@ def gradient_error(
     """
     exact, twin = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     right = _whole(matrix_gradients(exact, batch))
-    twin = plant(use_fp8(twin, scheme), k)
+    plant(use_fp8(twin, scheme), k)
     errors = []
     for _ in range(steps):
         found = _whole(matrix_gradients(twin, batch, share=share, k=k))
@@ -157,6 +162,7 @@ def matrix_gradients(
     found = []
     for name, parameter in model.named_parameters():
         if name.startswith("blocks") and parameter.dim() == 2:
+            assert parameter.grad is not None, name
             grad = parameter.grad.double() / share
             grad[:, 0] /= k
             found.append(grad)

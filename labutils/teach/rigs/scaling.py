@@ -166,7 +166,7 @@ def rule_curves(optimizer: str, most: int = 1024) -> dict[str, Band]:
 
 def spreads() -> dict[int, tuple[float, list[Spread]]]:
     """By step of a run of SGD, the mean held-out loss, and tr Σ and |G|² for each seed."""
-    of = defaultdict(lambda: defaultdict(list))
+    of: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in _rows():
         if row["part"] in ("noise loss", "noise trace", "noise signal"):
             of[int(row["target"])][row["part"]].append(float(row["value"]))
