@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from labutils import randomness
+from labutils import randomness, units
 from labutils.config import ModelConfig
 
 ROPE_BASE = 10_000.0
@@ -234,6 +234,7 @@ class GPT(nn.Module):
             own = "a function of (q, k, v, dropout)"
             raise ValueError(f"unknown attention {attention!r}: use {known} or {own}")
         attend = attention if callable(attention) else ATTENTION[attention]
+        units.require(config, ModelConfig, "GPT")
         config.require_gpt()
         self.config = config
         self.places_: Places | None = None  # context parallelism has its own

@@ -104,6 +104,18 @@ def whole(value: Any, name: str, minimum: int = 0) -> int:
     return number
 
 
+def require(value: object, kind: type, call: str) -> None:
+    """Raises TypeError where what `call` is given is no `kind`; the error says both.
+
+    >>> require([3], dict, "shard")
+    Traceback (most recent call last):
+    TypeError: shard takes a dict, got [3] (list)
+    """
+    if not isinstance(value, kind):
+        said = f"{value!r:.60} ({type(value).__name__})"
+        raise TypeError(f"{call} takes a {kind.__name__}, got {said}")
+
+
 def wholes(minimum: int = 0, /, **values: object) -> tuple[int, ...]:
     """These values as Python ints, each checked by `whole` under its name.
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from labutils import anatomy
+from labutils import anatomy, units
 from labutils.checkpointing.plans import Costs, Plan, Run, Stage, Step, history, require_length
 from labutils.checkpointing.recompute import Ambient, checkpoint
 from labutils.config import ModelConfig
@@ -195,6 +195,7 @@ def stages(model: GPT, targets: Tensor | None = None) -> list[nn.Module]:
 
     Invariant: run one after the other they compute model(tokens), or model.loss(tokens, targets).
     """
+    units.require(model, nn.Module, "stages")
     return [_Embedding(model), *model.blocks, _Head(model, targets)]
 
 
@@ -208,6 +209,7 @@ def apply(model: Of, policy: str) -> Of:
     replaces the first.
     Source: selective: Korthikanti et al. 2205.05198, section 5.
     """
+    units.require(model, nn.Module, "apply")
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}")
     for block in (part for part in model.modules() if isinstance(part, Block)):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from labutils import units
 from labutils.data_parallel.buckets import BUCKET_BYTES, Bucket, buckets
 from labutils.data_parallel.plain import check_alike
 from labutils.timeline import Span, Timeline
@@ -209,6 +210,7 @@ def replicate(
     many examples (else see `share`); the same bits on all ranks, so replicas never drift apart.
     Source: S. Li et al., PyTorch Distributed, 2006.15704, sections 3.2 and 4.
     """
+    units.require(module, nn.Module, "replicate")
     return Replica(module, comm, bucket_bytes, overlap)
 
 

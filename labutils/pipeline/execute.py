@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from labutils import units
 from labutils.data_parallel import Replica
 from labutils.gradients import gradient_of, postponed
 from labutils.model import IGNORED
@@ -91,6 +92,8 @@ def run(
     Raises ValueError: where stages or batches are not those of the schedule, or that is illegal, or
         what is around the stages does not go with it; where no target counts at all.
     """
+    units.require(stages, nn.Module, "run")
+    units.require(schedule, Schedule, "run")
     rank = _Execution(stages, schedule, comm, batches, loss, pace, replicas)
     if schedule.every or optimizer is not None:
         rank.stash = Stash(rank.stages, schedule, comm.rank, optimizer)

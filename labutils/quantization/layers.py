@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int8, Int32
 from torch import Tensor, nn
 
+from labutils import units
 from labutils.quantization import nf4
 from labutils.quantization.tiles import quantize
 
@@ -24,6 +25,7 @@ def quantized(
 
     The numbers stay fp32 and have the values of the codes; the products and all else are fp32.
     """
+    units.require(model, nn.Module, "quantized")
     model = copy.deepcopy(model)
     for layer in model.modules():
         if not isinstance(layer, nn.Linear):
@@ -37,6 +39,7 @@ def quantized(
 
 def inputs_of(model: nn.Module, *arguments: object) -> dict[str, Tensor]:
     """What each nn.Linear reads while `model(*arguments)` runs, by its name."""
+    units.require(model, nn.Module, "inputs_of")
     read: dict[str, Tensor] = {}
 
     def watch(name: str) -> Callable:

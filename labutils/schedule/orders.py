@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from labutils import units
+
 KINDS = "FBW"
 
 
@@ -226,6 +228,7 @@ def why_illegal(schedule: Schedule, cap: int | None = None) -> str | None:
     What a rank lacks, has twice or does not own is found first; then the ranks play, one operation
     each per round, so that the first move is the first in time when all operations take as long.
     """
+    units.require(schedule, Schedule, "why_illegal")
     if reason := _incomplete(schedule):
         return reason
     board = Board(schedule, cap)

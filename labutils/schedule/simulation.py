@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from labutils import clock
+from labutils import clock, units
 from labutils.config import Link
 from labutils.schedule.orders import KINDS, Op, Schedule, why_illegal
 from labutils.timeline import Span
@@ -197,6 +197,7 @@ def simulate(
 
     Cost: about 0.5 µs per operation.
     """
+    units.require(schedule, Schedule, "simulate")
     times, wire = times or Durations(), link.latency + nbytes / link.bandwidth if link else 0
     count = len(schedule.kinds) * schedule.stages * schedule.micro_batches
     try:

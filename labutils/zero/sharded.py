@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from labutils import units
 from labutils.world import Comm
 from labutils.zero.flat_parameter import FlatParameter
 from labutils.zero.partition import Unit
@@ -60,6 +61,9 @@ def shard(
 
 def sharded_of(module: nn.Module) -> "Sharded":
     """What `shard` left with a module."""
+    units.require(module, nn.Module, "zero")
+    if "_sharded" not in vars(module):
+        raise ValueError(f"this {type(module).__name__} is whole: zero.shard it first")
     return vars(module)["_sharded"]
 
 

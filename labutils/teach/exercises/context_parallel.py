@@ -302,8 +302,7 @@ def _model() -> GPT:
 
 def _batch(s: int = 12) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(s)
-    tokens, targets = torch.randint(16, (2, 2, s), generator=draw)
-    return tokens, targets
+    return tuple(torch.randint(16, (2, 2, s), generator=draw).unbind())
 
 
 def _gradient(model: nn.Module) -> Tensor:
@@ -319,9 +318,7 @@ def _passes(
     """
 
     def program(rank: world.Rank) -> list:
-        comm = rank.comm("dp")
-        results: list[tuple] = []
-        logits: list[Tensor] = []
+        comm, results, logits = rank.comm("dp"), [], []
         for batch in batches:
             if anew or not results:
                 model = _model()
@@ -340,7 +337,8 @@ def _passes(
     found = []
     for (tokens, _), of_ranks in zip(batches, zip(*shares, strict=True), strict=True):
         whole = context_parallel.layout(tokens.shape[1], n)
-        found.append((whole.join([share[0] for share in of_ranks]), *of_ranks[0][1:]))
+        logits = whole.join([share[0] for share in of_ranks])
+        found.append((logits, *of_ranks[0][1:]))
     return found
 
 
@@ -369,8 +367,8 @@ def _masks(attempt: Callable) -> str:
         for at, other in changed.items():
             other[:, at] = (other[:, at] + 1) % 16
         first, *others = _passes(attempt, n, *((x, targets) for x in (tokens, *changed.values())))
-        for at, passed in zip(changed, others, strict=True):
-            moved = (first[0] != passed[0]).flatten(2).any(-1).any(0).tolist()
+        for at, other in zip(changed, others, strict=True):
+            moved = (first[0] != other[0]).flatten(2).any(-1).any(0).tolist()
             if early := [p for p in range(at) if moved[p]]:
                 raise Failed(
                     f"{n} ranks: token {at} changes what is predicted at position {early[0]}",

@@ -74,8 +74,7 @@ def _best(attempt: Callable) -> str:
     for k, score in _CASES:
         chosen, (right, *_) = _routed(attempt, k, score)[0], _right(k, score)
         if not torch.equal(chosen.sort(-1).values, right.sort(-1).values):
-            wrong = (chosen.sort(-1).values != right.sort(-1).values).any(-1)
-            token = int(wrong.nonzero()[0])
+            token = (chosen.sort(-1).values != right.sort(-1).values).any(-1).nonzero()[0].item()
             raise Failed(
                 f"k={k}, {score}: token {token} visits {chosen[token].tolist()}, "
                 f"its best are {right[token].tolist()}",
@@ -359,15 +358,16 @@ def _tokens() -> Tensor:
     return torch.randint(16, (4, 2, 8), generator=torch.Generator().manual_seed(3))
 
 
-def _spread(rank: world.Rank) -> GPT:
+def _spread(rank: world.Rank) -> torch.nn.Module:
     model = GPT(_MODEL, generator=torch.Generator().manual_seed(0)).double()
     for parameter in model.parameters():
         parameter.data.mul_(10)
-    expert_parallel.spread_experts(model, rank.comm("ep"))
-    return model
+    return expert_parallel.spread_experts(model, rank.comm("ep"))
 
 
-def _reduced(model: GPT, tokens: Tensor, dp: world.Comm, edp: world.Comm, alpha: float) -> Tensor:
+def _reduced(
+    model: torch.nn.Module, tokens: Tensor, dp: world.Comm, edp: world.Comm, alpha: float
+) -> Tensor:
     loss = model.loss(tokens, tokens)
     loss = loss + alpha * expert_parallel.auxiliary_loss(model)
     loss.backward()
@@ -401,7 +401,7 @@ def _expected(alpha: float) -> list[tuple[float, dict[str, Tensor]]]:
 def _own() -> list[tuple[float, dict[str, Tensor]]]:
     """Gradients before any reduction."""
 
-    def alone(model: GPT, tokens: Tensor, *_: Any) -> Tensor:
+    def alone(model: torch.nn.Module, tokens: Tensor, *_: Any) -> Tensor:
         loss = model.loss(tokens, tokens)
         loss.backward()
         return loss.detach()
@@ -457,8 +457,7 @@ def _mixed_up(rank: int, name: str, found: Tensor | None, right: Tensor) -> str:
     place = [n for n in before[rank] if n.endswith(kind) and "experts." in n].index(name)
     alike = [[g for n, g in own.items() if n.endswith(kind) and "experts." in n][place]
              for own in before]  # fmt: skip
-    total = sum(alike[1:], alike[0])
-    if _near(found, total / 4) or _near(found, total / 2):
+    if _near(found, sum(alike) / 4) or _near(found, sum(alike) / 2):
         return (
             "It is a mean of *different* experts: along dp the ranks of one block hold different "
             "ones. No shape gives it away. Reduce experts over edp, the ranks with the same ones."

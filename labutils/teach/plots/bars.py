@@ -342,7 +342,7 @@ def visits(counts: Sequence[Sequence[int]], *, title: str | None = None) -> Pict
     busiest = max(map(max, counts))
     for rank, row in enumerate(counts):
         for expert, count in enumerate(row):
-            look: style.Look = {"hatch": "//"} if expert // each == rank else {}
+            look = {"hatch": "//"} if expert // each == rank else {}
             fill = _mixed(color, count / busiest)
             draw.box(axes, expert - 0.5, rank - 0.5, 1, 1, fill, linewidth=0.5, **look)
             axes.text(expert, rank, f"{count}", ha="center", va="center", bbox=draw.BLANK)
@@ -350,8 +350,8 @@ def visits(counts: Sequence[Sequence[int]], *, title: str | None = None) -> Pict
     for expert, total in enumerate(load):
         high = (tall - 0.6) * total / most
         draw.box(axes, expert - 0.32, floor - high, 0.64, high, color, hatch=hatch)
-        look = {"va": "bottom", "weight": "bold", "bbox": draw.BLANK}
-        axes.text(expert, floor - high - 0.08, f"{total}", ha="center", **look)
+        above: style.Look = {"va": "bottom", "weight": "bold", "bbox": draw.BLANK}
+        axes.text(expert, floor - high - 0.08, f"{total}", ha="center", **above)
     level = floor - (tall - 0.6) * mean / most
     axes.axhline(level, color=style.INK, linestyle="--", linewidth=1.2)
     draw.beside(axes, 0.06, level, f"mean {mean:,.0f}")

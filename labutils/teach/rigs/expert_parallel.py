@@ -48,13 +48,8 @@ def loads(
     factor: c of the room that an expert has; without it no visit is dropped
     """
     model = GPT(config, generator=torch.Generator().manual_seed(seed)).double()
-    expert_parallel.spread_experts(
-        model,
-        rank.comm("ep"),
-        capacity_factor=factor,
-        score="sigmoid" if rate else "softmax",
-        biased=bool(rate),
-    )
+    how = dict(score="sigmoid", biased=True) if rate else {}
+    expert_parallel.spread_experts(model, rank.comm("ep"), capacity_factor=factor, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sequences = language(config.vocab_size, config.seq_len + 1, seed)
     taken, losses = [], []
@@ -66,8 +61,6 @@ def loads(
         optimizer.zero_grad()
         if rate:
             expert_parallel.update_bias(model, rank.comm("dp"), rate)
-        layer = model.blocks[0].feed_forward
-        assert isinstance(layer, expert_parallel.ExpertParallel) and layer.routing is not None
-        taken.append(layer.routing.load)
+        taken.append(model.blocks[0].feed_forward.routing.load)
         losses.append(loss.item())
     return torch.stack(taken), sum(losses[-10:]) / len(losses[-10:])

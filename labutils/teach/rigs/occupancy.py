@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from labutils import zero
 from labutils.timeline import Occupancy, Span
 from labutils.world import Rank, World
+from labutils.zero.sharded import sharded_of
 
 Stretch = tuple[str, int, int]
 
@@ -26,7 +27,7 @@ def occupancy(
     if isinstance(optimizer, zero.Optimizer):
         inner, flats = optimizer.inner, optimizer.flats[::-1]
     else:
-        groups = vars(module)["_sharded"].groups
+        groups = sharded_of(module).groups
         inner, flats = optimizer, [flat for group in groups for flat in group.flats]
     buffers: dict[zero.FlatParameter, weakref.ref] = {}
     watch = _Watch(lambda: set(_stretches(flats, inner, buffers)))
