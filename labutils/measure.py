@@ -73,7 +73,7 @@ def saved_activations(fn: Callable[[], object], module: nn.Module) -> Ledger:
     activations · 1   64  float32 [2, 8]
     total             96
     """
-    units.require(module, nn.Module, "measure")
+    units.instance(module, nn.Module, "measure")
     there = (*module.parameters(), *module.buffers())
     known = {tensor.untyped_storage()._cdata for tensor in there}
     # Holding the storage keeps its address from being used again.
@@ -130,7 +130,7 @@ def history(
     that makes or resizes it until its last reference dies; what is older counts from the start.
     Memory that a kernel takes and returns within one operation is not seen.
     """
-    units.require(module, nn.Module, "measure")
+    units.instance(module, nn.Module, "measure")
     with recording(module, optimizer, capacity=capacity) as recorder:
         fn()
     return recorder.history()
@@ -148,7 +148,7 @@ def storages(
 ) -> "tuple[Life, ...]":
     """Every storage that is alive during `fn()`: its bytes, between which operations it lives, what
     it is for. A trace for `memory.replay`."""
-    units.require(module, nn.Module, "measure")
+    units.instance(module, nn.Module, "measure")
     with recording(module, optimizer) as recorder:
         fn()
     return tuple(recorder.lives)

@@ -234,7 +234,7 @@ class GPT(nn.Module):
             own = "a function of (q, k, v, dropout)"
             raise ValueError(f"unknown attention {attention!r}: use {known} or {own}")
         attend = attention if callable(attention) else ATTENTION[attention]
-        units.require(config, ModelConfig, "GPT")
+        units.instance(config, ModelConfig, "GPT")
         config.require_gpt()
         self.config = config
         self.places_: Places | None = None  # context parallelism has its own

@@ -104,10 +104,10 @@ def whole(value: Any, name: str, minimum: int = 0) -> int:
     return number
 
 
-def require(value: object, kind: type, call: str) -> None:
+def instance(value: object, kind: type, call: str) -> None:
     """Raises TypeError where what `call` is given is no `kind`; the error says both.
 
-    >>> require([3], dict, "shard")
+    >>> instance([3], dict, "shard")
     Traceback (most recent call last):
     TypeError: shard takes a dict, got [3] (list)
     """

@@ -304,4 +304,4 @@ def test_it_says_what_it_holds():
         repr(gpu)
         == "Allocator: 5.00 MiB allocated, 20.0 MiB reserved of 1.00 GiB, largest free block 15.0 MiB"
     )
-    assert gpu.segments[0][0].name == "weights" and allocator.BLOCK == 512
+    assert gpu.segments[0][0].name == "weights" and allocator.ALIGNMENT == 512

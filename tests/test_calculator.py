@@ -136,7 +136,7 @@ def test_a_table_goes_through_its_choices_the_last_one_fastest(small):
     one, several = calculator._passes(
         model, *(chosen[name] for name in ("precision", "attention", "checkpointing", "zero"))
     )
-    place = ((1 * len(calculator.ATTENTION) + 1) * len(calculator.CHECKPOINTING) + 1) * len(
+    place = ((1 * len(calculator.CORES) + 1) * len(calculator.CHECKPOINTING) + 1) * len(
         calculator.ZERO
     ) + 1
     assert [told(moments) for moments in small.tables["passes"][2 * place : 2 * place + 2]] == [

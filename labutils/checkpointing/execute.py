@@ -195,7 +195,7 @@ def stages(model: GPT, targets: Tensor | None = None) -> list[nn.Module]:
 
     Invariant: run one after the other they compute model(tokens), or model.loss(tokens, targets).
     """
-    units.require(model, nn.Module, "stages")
+    units.instance(model, nn.Module, "stages")
     return [_Embedding(model), *model.blocks, _Head(model, targets)]
 
 
@@ -209,7 +209,7 @@ def apply(model: Of, policy: str) -> Of:
     replaces the first.
     Source: selective: Korthikanti et al. 2205.05198, section 5.
     """
-    units.require(model, nn.Module, "apply")
+    units.instance(model, nn.Module, "apply")
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}")
     for block in (part for part in model.modules() if isinstance(part, Block)):

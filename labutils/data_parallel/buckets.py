@@ -78,7 +78,7 @@ def bytes_to_start(module: nn.Module, n: int) -> Ledger:
     >>> bytes_to_start(nn.Linear(3, 1), 4).by("rank")
     {0: 32, 1: 16}
     """
-    units.require(module, nn.Module, "bytes_to_start")
+    units.instance(module, nn.Module, "bytes_to_start")
     sizes = [(x.nbytes, x.itemsize) for x in (*module.parameters(), *module.buffers())]
     return _sent("broadcast", "tree", sizes, n)
 

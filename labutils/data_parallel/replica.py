@@ -210,7 +210,7 @@ def replicate(
     many examples (else see `share`); the same bits on all ranks, so replicas never drift apart.
     Source: S. Li et al., PyTorch Distributed, 2006.15704, sections 3.2 and 4.
     """
-    units.require(module, nn.Module, "replicate")
+    units.instance(module, nn.Module, "replicate")
     return Replica(module, comm, bucket_bytes, overlap)
 
 

@@ -195,7 +195,7 @@ def spread_experts(
     to rounding; the balance loss is that of each rank's own tokens.
     Raises ValueError where comm.size does not divide the experts, TypeError where there are none.
     """
-    units.require(module, nn.Module, "spread_experts")
+    units.instance(module, nn.Module, "spread_experts")
     named = module.named_modules()
     layers = {name: part for name, part in named if isinstance(part, MixtureOfExperts)}
     if not layers or module in layers.values():
@@ -214,7 +214,7 @@ def spread_experts(
 
 
 def _layers(module: nn.Module) -> list[ExpertParallel]:
-    units.require(module, nn.Module, "expert_parallel")
+    units.instance(module, nn.Module, "expert_parallel")
     return [part for part in module.modules() if isinstance(part, ExpertParallel)]
 
 

@@ -41,7 +41,7 @@ def swiglu(
 
 # Each operation of the functions above: its name, what it reads and what it writes, in whole
 # tensors "n" and in columns "r" of one number per row.
-PASSES: dict[Callable, str] = {
+_PASSES: dict[Callable, str] = {
     softmax: "amax n r, sub nr n, exp n n, sum n r, div nr n",
     layernorm: "mean n r, sub nr n, pow n n, mean n r, add r r, rsqrt r r, mul nr n",
     swiglu: "sigmoid n n, mul nn n, mul nn n",
@@ -63,7 +63,7 @@ def passes(
         loads = ("x0", "x1") if fn is swiglu else ("x0",)
         return ledger_of({("load", x): size["n"] for x in loads} | {("store", "out"): size["n"]})
     moved: Counter = Counter()
-    for operation in PASSES[fn].split(", "):
+    for operation in _PASSES[fn].split(", "):
         name, reads, writes = operation.split()
         moved["load", name] += sum(size[what] for what in reads)
         moved["store", name] += sum(size[what] for what in writes)

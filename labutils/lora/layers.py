@@ -229,7 +229,7 @@ def wrap(
     >>> sum(p.numel() for p in layer.parameters() if p.requires_grad)
     20
     """
-    units.require(linear, nn.Module, "wrap")
+    units.instance(linear, nn.Module, "wrap")
     if getattr(linear, "weight", torch.empty(0, 0)).dim() != 2:
         raise ValueError("the weight is a piece of one: adapt the model before it is sharded")
     layer = LoraLinear(linear)

@@ -17,7 +17,7 @@ from labutils import anatomy, quantization, tensor_parallel
 from labutils.config import ModelConfig
 from labutils.lora.layers import Linear, LoraLinear, SplitAdapter, wrap
 from labutils.model import GPT
-from labutils.units import require
+from labutils.units import instance
 
 OWN, MODEL = "labutils.lora", "labutils.lora.model"  # the keys of the metadata
 
@@ -59,7 +59,7 @@ def adapt(
 
     Invariant: until the first step the outputs are those of the module without it, to the bit.
     """
-    require(module, nn.Module, "adapt")
+    instance(module, nn.Module, "adapt")
     chosen = {part.name for part in targets(module.config, pattern)}
     layers = [path for path, _ in module.named_modules() if _starred(path) in chosen]
     module.requires_grad_(False)
@@ -80,7 +80,7 @@ def _starred(path: str) -> str:
 
 def adapted(module: nn.Module) -> dict[str, LoraLinear]:
     """The layers with adapters, by path."""
-    require(module, nn.Module, "lora")
+    instance(module, nn.Module, "lora")
     found = module.named_modules()
     return {path: layer for path, layer in found if isinstance(layer, LoraLinear)}
 
@@ -124,7 +124,7 @@ def absorb(module: nn.Module) -> nn.Module:
 def quantize_base(module: GPT) -> GPT:
     """QLoRA's first step: every linear layer of the blocks keeps its weight in NF4, in place; then
     `adapt` it."""
-    require(module, nn.Module, "quantize_base")
+    instance(module, nn.Module, "quantize_base")
     able = {part.name for part in targets(module.config)}
     for path, layer in list(module.named_modules()):
         if _starred(path) in able:

@@ -19,7 +19,7 @@ from labutils import units
 from labutils.ledger import Ledger, Line
 from labutils.timeline import History, Moment
 
-BLOCK = 512  # every size is a multiple of it
+ALIGNMENT = 512  # every size is a multiple of it
 SMALL = units.MIB  # requests up to this size share small segments
 LARGE_SEGMENT = 20 * units.MIB
 SEGMENT = {"small": 2 * units.MIB, "large": LARGE_SEGMENT}  # also the pages of expandable ones
@@ -98,7 +98,7 @@ class Allocator:
     def alloc(self, nbytes: int, name: str = "") -> int:
         """The address of `nbytes` of memory."""
         nbytes = units.whole(nbytes, "nbytes", 1)
-        size = _up(nbytes, BLOCK)
+        size = _up(nbytes, ALIGNMENT)
         pool = "small" if size <= SMALL else "large"
         block = self._best_fit(pool, size) or self._grow(pool, size)
         if block is None:
@@ -190,7 +190,7 @@ class Allocator:
     def _splits(self, block: Block, size: int) -> bool:
         rest = block.size - size
         if block.pool == "small" or self.expandable:
-            return rest >= BLOCK
+            return rest >= ALIGNMENT
         return rest > SMALL and size < self.max_split_size
 
     def _cut(self, block: Block, size: int) -> Block:

@@ -23,7 +23,7 @@ from labutils.memory.states import zero_level
 
 PHASES = ("forward", "backward", "optimizer")
 STORED = DATA / "step_formulas.json.gz"
-LETTERS = "Lbashgdfvm/"
+_LETTERS = "Lbashgdfvm/"
 DEPTH = 3  # layers that stand for all, M = L − 3 more of them: a first, a middle and a last one
 SUMMED = 3  # micro-batches that stand for all: from the third on a step goes on as it was
 # A prime for each letter; for a that of a / g, which is whole, and for d that of d / 2.
@@ -123,7 +123,7 @@ def factored(nbytes: int, primes: Sizes) -> tuple[int, str]:
     if rest & (rest - 1) or not rest:
         found = f"{nbytes} bytes are {rest} times the letters {letters!r}"
         raise ValueError(f"{found}: a sum of products?")
-    return rest, "".join(sorted(letters, key=LETTERS.index))
+    return rest, "".join(sorted(letters, key=_LETTERS.index))
 
 
 class Storage(NamedTuple):
@@ -320,10 +320,10 @@ def _written(terms: tuple[tuple[str, int], ...]) -> str:
             factor *= -DEPTH
         whole[letters] += factor
     parts = []
-    order = sorted(whole, key=lambda letters: (-len(letters), *map(LETTERS.index, letters)))
+    order = sorted(whole, key=lambda letters: (-len(letters), *map(_LETTERS.index, letters)))
     for letters in filter(whole.get, order):
         sign, product = "−" if whole[letters] < 0 else "+", letters.replace("/", "/N")
-        for letter in LETTERS:
+        for letter in _LETTERS:
             product = product.replace(3 * letter, letter + "³").replace(2 * letter, letter + "²")
         parts.append(f"{sign} {abs(whole[letters])}{product}")
     return " ".join(parts).removeprefix("+ ")

@@ -92,8 +92,8 @@ def run(
     Raises ValueError: where stages or batches are not those of the schedule, or that is illegal, or
         what is around the stages does not go with it; where no target counts at all.
     """
-    units.require(stages, nn.Module, "run")
-    units.require(schedule, Schedule, "run")
+    units.instance(stages, nn.Module, "run")
+    units.instance(schedule, Schedule, "run")
     rank = _Execution(stages, schedule, comm, batches, loss, pace, replicas)
     if schedule.every or optimizer is not None:
         rank.stash = Stash(rank.stages, schedule, comm.rank, optimizer)

@@ -34,8 +34,8 @@ def sent(
     >>> step.by("rank") == dict.fromkeys(range(3), 8 * 4 * gpt2.seq_len * gpt2.d_model)
     True
     """
-    units.require(schedule, Schedule, "sent")
-    units.require(model, ModelConfig, "sent")
+    units.instance(schedule, Schedule, "sent")
+    units.instance(model, ModelConfig, "sent")
     s, t = model.seq_len, units.whole(tp, "tp", 1)
     if sequence and s % t:
         raise ValueError(f"tp={t} does not divide seq_len={s}: pad it, or set sequence=False")

@@ -154,7 +154,7 @@ def local(stages: nn.ModuleList, schedule: Schedule, rank: int) -> nn.ModuleList
 
     Raises ValueError: if the schedule has more or fewer stages.
     """
-    units.require(schedule, Schedule, "local")
+    units.instance(schedule, Schedule, "local")
     if len(stages) != schedule.stages:
         remedy = f"split(model, {schedule.stages})"
         raise ValueError(

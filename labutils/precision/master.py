@@ -10,7 +10,7 @@ from labutils import floats, gradients
 from labutils.precision.rounding import round_to
 from labutils.world import marked
 
-HALF = {torch.float16: floats.FP16, torch.bfloat16: floats.BF16}
+_HALF = {torch.float16: floats.FP16, torch.bfloat16: floats.BF16}
 
 
 def half_sgd(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
@@ -62,7 +62,7 @@ class MasterWeights:
             group["params"] = [self._master(weight) for weight in group["params"]]
 
     def _master(self, weight: Tensor) -> Tensor:
-        if weight.dtype not in HALF:
+        if weight.dtype not in _HALF:
             return weight
         if self.fp32_gradients:
             weight.register_post_accumulate_grad_hook(self._take)
@@ -177,7 +177,7 @@ class RoundedWeights(MasterWeights):
         """Rounds the stepped weights back to half precision, and lets the fp32 ones go."""
         mode = "nearest" if self.generator is None else "stochastic"
         for weight, master in self.masters.items():
-            fmt = HALF[weight.dtype]
+            fmt = _HALF[weight.dtype]
             weight.copy_(round_to(master.detach(), fmt, mode=mode, generator=self.generator))
         self._narrow()
 

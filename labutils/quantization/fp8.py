@@ -324,7 +324,7 @@ def use_fp8(module: nn.Module, scheme: Scheme) -> nn.Module:
     once a step ("delayed"). ValueError for tiles that a share would cut, and for a module without
     linear layers.
     """
-    units.require(module, nn.Module, "use_fp8")
+    units.instance(module, nn.Module, "use_fp8")
     found = [(at, layer) for at, layer in module.named_modules() if not at.endswith("head")]
     for path, layer in found:
         if type(layer) is nn.Linear:
@@ -339,7 +339,7 @@ def use_fp8(module: nn.Module, scheme: Scheme) -> nn.Module:
 def fp8_layers(module: nn.Module) -> dict[str, Fp8Products]:
     """The layers whose products are in 8 bits, by path; of one that tensor parallelism has split
     its `products`."""
-    units.require(module, nn.Module, "fp8_layers")
+    units.instance(module, nn.Module, "fp8_layers")
     return {path: each for path, each in module.named_modules() if isinstance(each, Fp8Products)}
 
 

@@ -25,7 +25,7 @@ def quantized(
 
     The numbers stay fp32 and have the values of the codes; the products and all else are fp32.
     """
-    units.require(model, nn.Module, "quantized")
+    units.instance(model, nn.Module, "quantized")
     model = copy.deepcopy(model)
     for layer in model.modules():
         if not isinstance(layer, nn.Linear):
@@ -39,7 +39,7 @@ def quantized(
 
 def inputs_of(model: nn.Module, *arguments: object) -> dict[str, Tensor]:
     """What each nn.Linear reads while `model(*arguments)` runs, by its name."""
-    units.require(model, nn.Module, "inputs_of")
+    units.instance(model, nn.Module, "inputs_of")
     read: dict[str, Tensor] = {}
 
     def watch(name: str) -> Callable:

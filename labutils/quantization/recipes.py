@@ -75,7 +75,7 @@ RECIPES = {
 }
 """Recipes by name. Source: the FP8 table of *The Ultra-Scale Playbook*; 8-bit Adam: 2110.02861."""
 
-COMPONENTS = {"weights": "weights", "gradients": "gradients", "summed gradients": "gradients"}
+_COMPONENTS = {"weights": "weights", "gradients": "gradients", "summed gradients": "gradients"}
 
 
 def kept_states(kept: StateFormats, *sizes: int) -> Ledger:
@@ -87,7 +87,7 @@ def kept_states(kept: StateFormats, *sizes: int) -> Ledger:
     """
     lines = []
     for name, fmt in kept.formats.items():
-        component = COMPONENTS.get(name, "optimizer")
+        component = _COMPONENTS.get(name, "optimizer")
         lines.append(Line(name, DTYPES[fmt].itemsize * sum(sizes), component=component))
         blocks = sum(-(-size // STATE_BLOCK) for size in sizes)
         if scales := {"fp8": len(sizes), "blocks": blocks}.get(fmt):

@@ -5,6 +5,7 @@ from labutils.scaling.critical import Hyperbola, fit
 from labutils.scaling.noise import Spread, estimate_spread, noise_scale
 from labutils.scaling.rules import (
     POWERS,
+    Rule,
     cosine,
     gradual,
     scale_decay,

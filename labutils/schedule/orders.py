@@ -228,7 +228,7 @@ def why_illegal(schedule: Schedule, cap: int | None = None) -> str | None:
     What a rank lacks, has twice or does not own is found first; then the ranks play, one operation
     each per round, so that the first move is the first in time when all operations take as long.
     """
-    units.require(schedule, Schedule, "why_illegal")
+    units.instance(schedule, Schedule, "why_illegal")
     if reason := _incomplete(schedule):
         return reason
     board = Board(schedule, cap)

@@ -197,7 +197,7 @@ def simulate(
 
     Cost: about 0.5 µs per operation.
     """
-    units.require(schedule, Schedule, "simulate")
+    units.instance(schedule, Schedule, "simulate")
     times, wire = times or Durations(), link.latency + nbytes / link.bandwidth if link else 0
     count = len(schedule.kinds) * schedule.stages * schedule.micro_batches
     try:

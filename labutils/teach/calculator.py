@@ -40,7 +40,7 @@ OPTIMIZER = {
     "SGD with momentum": dict(optimizer="momentum"),
     "SGD": dict(optimizer="sgd"),
 }
-ATTENTION = {"fused": dict(attention="sdpa"), "plain": dict(attention="plain")}
+CORES = {"fused": dict(attention="sdpa"), "plain": dict(attention="plain")}
 CHECKPOINTING = {
     "none": dict(checkpointing="none"),
     "selective": dict(checkpointing="selective"),
@@ -55,7 +55,7 @@ ZERO = {
 CHOICES: dict[str, Mapping[str, dict[str, Any]]] = {
     "precision": PRECISION,
     "optimizer": OPTIMIZER,
-    "attention": ATTENTION,
+    "attention": CORES,
     "checkpointing": CHECKPOINTING,
     "zero": ZERO,
 }

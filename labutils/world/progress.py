@@ -4,7 +4,7 @@ import mmap
 
 import numpy as np
 
-RUNNING, BLOCKED, OVER = range(3)
+RUNNING, BLOCKED, ENDED = range(3)
 
 
 class Progress:
@@ -38,7 +38,7 @@ class Progress:
     def rests(self, rank: int) -> bool:
         """Whether `rank` is over, or has looked around in vain, twice."""
         state, looks, _ = self.rows[rank]
-        return bool(state == OVER or (state == BLOCKED and looks >= 2))
+        return bool(state == ENDED or (state == BLOCKED and looks >= 2))
 
     def deadlock(self) -> bool:
         """Whether every rank has looked twice, in vain, since it was first seen that none runs, and
@@ -50,4 +50,4 @@ class Progress:
             return False
         if self.seen is None or (self.seen[:, ::2] != rows[:, ::2]).any():
             self.seen = rows
-        return bool(((states == OVER) | (looks >= self.seen[:, 1] + 2)).all())
+        return bool(((states == ENDED) | (looks >= self.seen[:, 1] + 2)).all())

@@ -31,7 +31,7 @@ from torch import Tensor
 from labutils import units
 from labutils.world.errors import DeadlockError, Stopped, place
 from labutils.world.messages import NO_TENSOR, Endpoint, Request, misfit, out_of_time
-from labutils.world.progress import BLOCKED, OVER, RUNNING, Progress
+from labutils.world.progress import BLOCKED, ENDED, RUNNING, Progress
 
 _HEADER = struct.Struct("<BIIQ")  # kind, channel, run, bytes of what follows, or of a part
 _READY, _EAGER, _PART, _FREE = range(4)
@@ -193,7 +193,7 @@ class SocketEndpoint(Endpoint):
         if self.watcher is not None:
             self.watcher.join(1)
         if over:
-            self.progress.publish(self.rank, OVER, 0, 0)
+            self.progress.publish(self.rank, ENDED, 0, 0)
 
     # -- what Comm calls ---------------------------------------------------------------------------
 

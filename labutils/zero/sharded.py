@@ -61,7 +61,7 @@ def shard(
 
 def sharded_of(module: nn.Module) -> "Sharded":
     """What `shard` left with a module."""
-    units.require(module, nn.Module, "zero")
+    units.instance(module, nn.Module, "zero")
     if "_sharded" not in vars(module):
         raise ValueError(f"this {type(module).__name__} is whole: zero.shard it first")
     return vars(module)["_sharded"]

@@ -25,11 +25,11 @@ from labutils.zero.optimizer import Optimizer
 from labutils.zero.sharded import sharded_of
 
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-OWN = "labutils.zero"  # the key of the metadata
+_OWN = "labutils.zero"  # the key of the metadata
 # How every file goes on behind the length of its header: with the check sum, in eight digits.
-BEFORE_SUM, BLANK = b'{"__metadata__": {"crc32": "', b"00000000"
+_BEFORE_SUM, _BLANK = b'{"__metadata__": {"crc32": "', b"00000000"
 FREE = {"name", "dropout", "seq_len"}  # of a ModelConfig: what a weight means hangs on none
-CHUNK = 1 << 20
+_CHUNK = 1 << 20
 REMEDY = "use an older one, or copy it again"
 States = dict[str, dict[str, str | float]]  # by parameter and key: the type of a tensor, a number
 
@@ -66,7 +66,7 @@ def save(
                     data = whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
                     file.write(data)
                     total = zlib.crc32(data, total)
-                file.seek(head.index(BLANK))
+                file.seek(head.index(_BLANK))
                 file.write(b"%08x" % total)
                 file.flush()
                 os.fsync(file.fileno())
@@ -94,13 +94,13 @@ def load(
     run, name = _Run(module, optimizer), Path(path).name
     try:
         with safe_open(path, "pt") as file:
-            told = (file.metadata() or {}).get(OWN)
+            told = (file.metadata() or {}).get(_OWN)
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # mapped, not yet read
     except SafetensorError as error:
         raise SnapshotError(f"{name} is torn, or no snapshot: {error}; {REMEDY}") from error
     if told is None:
         remedy = "give one that zero.save wrote"
-        raise SnapshotError(f"{name} is a safetensors file, but no snapshot of {OWN}: {remedy}")
+        raise SnapshotError(f"{name} is a safetensors file, but no snapshot of {_OWN}: {remedy}")
     if reason := _damage(path):
         raise SnapshotError(f"{name} {reason}")
     try:
@@ -108,7 +108,7 @@ def load(
         reason = run.misfit(tensors, own)
         found = {} if reason else run.stretches(tensors, own["states"])
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
-        reason = f"has a description in {OWN!r} that cannot be read: use an older one"
+        reason = f"has a description in {_OWN!r} that cannot be read: use an older one"
     if reason:
         raise SnapshotError(f"{name} {reason}")
     run.fill(tensors, own["groups"], found)
@@ -121,14 +121,14 @@ def load(
 def _damage(path: str | os.PathLike) -> str:
     """Why the bytes of a file are not those that were written, if they are not."""
     with open(path, "rb") as file:
-        head = file.read(8 + len(BEFORE_SUM))
-        told = file.read(len(BLANK))
-        if not head.endswith(BEFORE_SUM):
+        head = file.read(8 + len(_BEFORE_SUM))
+        told = file.read(len(_BLANK))
+        if not head.endswith(_BEFORE_SUM):
             which = "files that an earlier version wrote, or another tool, have none"
             remedy = "load it with what wrote it, or its weights with safetensors.torch.load_file"
             return f"has no check sum where snapshots have it: {which}; {remedy}. If not, {REMEDY}"
-        total = zlib.crc32(head + BLANK)
-        while chunk := file.read(CHUNK):
+        total = zlib.crc32(head + _BLANK)
+        while chunk := file.read(_CHUNK):
             total = zlib.crc32(chunk, total)
     if told == b"%08x" % total:
         return ""
@@ -215,7 +215,7 @@ class _Run:
         yield from (flat.view(whole, i) for i in members if whole is not None)
 
     def header(self, states: States) -> bytes:
-        """The beginning of the file: what stands where, and a BLANK for the check sum."""
+        """The beginning of the file: what stands where, and zeros for the check sum."""
         sized = []
         for flat, _, members in self.plan(states):
             sized += [(key, flat.shard.dtype, flat.shapes[i]) for key, i in members.items()]
@@ -224,7 +224,7 @@ class _Run:
             "optimizer": type(self.inner).__name__, "groups": self.groups(), "states": states,
             "config": self.config,
         }  # fmt: skip
-        about = {"crc32": BLANK.decode(), OWN: json.dumps(own)}
+        about = {"crc32": _BLANK.decode(), _OWN: json.dumps(own)}
         index: dict[str, dict] = {"__metadata__": about}
         end = 0
         for key, dtype, shape in sized:

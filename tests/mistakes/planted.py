@@ -434,6 +434,14 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("transpose(1, 2).reshape(-1, r * c)", "reshape(-1, r * c)"),
         ('Line("zero points", tiles)] * affine', 'Line("zero points", 4 * tiles)] * affine'),
         ("half = 1 << bits - 1", "half = 1 << bits"),
+        ("largest.max() / (fmt.element.max * fmt.scale.max)", "largest.max() / fmt.element.max"),
+        ("largest, tiles = largest / whole, tiles / whole", "largest = largest / whole"),
+        ("tiles / _nonzero(scales)[:, None], fmt.element", "tiles / scales[:, None], fmt.element"),
+        (".clamp(low, high)", ".clamp(min=low)"),
+        (".clamp(low, high)", ".clamp(max=high)"),
+        ("- 1 - fmt.element.max_exponent", "- fmt.element.max_exponent"),
+        ("values.signbit() * len(magnitudes)", "(values < 0) * len(magnitudes)"),
+        ("limit = shrink * largest", "limit = shrink * largest.max()"),
     ],
     ("quantization/layers", "test_quantization"): [
         (".where(largest.isfinite(), torch.nan)", ""),
@@ -446,6 +454,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("error[:, None] * inverse[j, j + 1 :]", "error[:, None] * inverse[j, j]"),
         ("/ inverse[j, j]\n        w", "/ inverse[j, j] ** 2\n        w"),
         ("inverse = inverse - inverse[:, j, None]", "inverse = inverse + inverse[:, j, None]"),
+        ("damping * H.diagonal().mean()", "damping * H.norm()"),
+        ("damping * H.diagonal().mean()", "damping"),
+        ("damping: float = 0.01", "damping: float = 0.1"),
+        (".round().clamp(-top, top)", ".round()"),
     ],
     ("quantization/kashin", "test_quantization"): [
         ("step = turned.abs().mean() * turned.sign()", "step = turned.abs().amax() * turned.sign()"),
@@ -464,6 +476,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("pairs[:, 0] * 16 + pairs[:, 1]", "pairs[:, 1] * 16 + pairs[:, 0]"),
         ("(-(-blocks // SCALES) + 1)", "-(-blocks // SCALES)"),
         ("groups = F.pad(scales - mean,", "groups = F.pad(scales,"),
+        ("rows / torch.where(scales == 0, 1.0, scales)[:, None]", "rows / scales[:, None]"),
+        ("rows / torch.where(scales == 0, 1.0, scales)[:, None]", "rows / scales.clamp(min=1e-3)[:, None]"),
+        ("groups / torch.where(second == 0, 1.0, second)[:, None]", "groups / second[:, None]"),
+        ("/ torch.finfo(torch.float8_e4m3fn).max", "/ 256"),
         ("packed = nn.Parameter(to_nf4(whole.weight), requires_grad=False)", "packed = nn.Parameter(to_nf4(whole.weight).float(), requires_grad=False)"),
     ],
     ("context_parallel/sequence", "test_context_parallel"): [
@@ -619,10 +635,18 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("a.trunc_()", "a.round_()"),
         ("torch.clamp(a, 2.0**fmt.min_exponent,", "torch.clamp(a, 2.0**(fmt.min_exponent - 1),"),
         ("a.clamp_(max=cap)", "a.clamp_(max=cap / 8)"),
+        ("a.clamp_(max=cap)  #", "#"),
+        ("a.clamp_(max=fmt.max)\n    elif", "a.clamp_(max=2 * fmt.max)\n    elif"),
+        ("a.clamp_(max=fmt.max).masked_fill_(source.isinf(), special)", "a.clamp_(max=fmt.max)"),
+        ("a.clamp_(min=fmt.min_normal)", "a.clamp_(min=0.0)"),
+        ("a.masked_fill_(source < 0, math.nan)", "a.masked_fill_(source < 0, 0.0)"),
+        ('if rule.overflow == "saturate" or fmt.nan == "none":', 'if rule.overflow == "saturate":'),
+        ("a.copysign_(source)", "a.mul_(source.sign())"),
     ],
     ("precision/scaler", "test_precision_training test_zero_update against_torch/test_precision"): [
         ("self.good_steps == self.growth_interval", "self.good_steps > self.growth_interval"),
         ("return not found", "return bool(found)"),
+        ("floats.FP32.round(self.value / 2)", "floats.FP32.round(self.value / 4)"),
         ("if 2 * self.value <= floats.FP32.max:", "if True:"),
         ("finite = all(self._finite", "finite = any(self._finite"),
         ('all_reduce(found, "max")', 'all_reduce(found, "min")'),
@@ -640,6 +664,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("precision/sums", "test_precision"): [
         ("grad / len(targets)", "grad"),
         ("terms = shifted.exp()", "terms = logits.exp()"),
+        ("even = level.shape[-1] // 2 * 2", "even = level.shape[-1] - 1"),
+        ("level[..., 1:even:2], fmt)", "level[..., 1:even:2], floats.FP32)"),
+        ("round_to(total + term, fmt, mode=mode, generator=generator)", "round_to(total + term, fmt)"),
     ],
     ("precision/exponents", "test_precision_training"): [
         ("fmt.min_exponent - fmt.mantissa_bits - 1 else", "fmt.min_exponent - fmt.mantissa_bits else"),
@@ -651,7 +678,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("torch.zeros_like(parameter, dtype=torch.float32)", "torch.zeros_like(parameter)"),
         ("for start in range(0, len(batches), k)]", "for start in range(0, len(batches) - k + 1, k)]"),
     ],
-    ("planner", "test_planner test_survivors"): [
+    ("planner/recipe", "test_planner test_survivors"): [
         ("share = round(target / seq_len / gpus)", "share = target // seq_len // gpus"),
         ('f"{batch:,} / ({largest} · {copies:,})"', 'f"{batch:,} / ({copies} · {copies:,})"'),
         ("if tokens == target:", "if tokens >= target:"),
@@ -819,10 +846,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("zero/snapshot", "test_zero_snapshot"): [
         ('if told == b"%08x" % total:', "if True:"),
         ("for key, a, b in values if a != b]", "for key, a, b in values if False]"),
-        ("total = zlib.crc32(head + BLANK)", "total = zlib.crc32(BLANK)"),
+        ("total = zlib.crc32(head + _BLANK)", "total = zlib.crc32(_BLANK)"),
         ("                    total = zlib.crc32(data, total)", "                    zlib.crc32(data, total)"),
         ('FREE = {"name", "dropout", "seq_len"}', 'FREE = {"name", "dropout", "seq_len", "norm"}'),
-        ("while chunk := file.read(CHUNK)", "while chunk := file.read()"),
+        ("while chunk := file.read(_CHUNK)", "while chunk := file.read()"),
         ("max(flat.own.start - start, 0)", "0"),
         ("or torch.promote_types(there.dtype, dtype) != dtype:", "or False:"),
         ('open(aside, "wb")', 'open(aside, "ab")'),
@@ -879,7 +906,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("teach/plots/timelines", "test_plots_timelines test_survivors"): [
         ('total / factor, f"peak {units.text(total)}")', 'total / factor, f"peak {units.text(moments[0].ledger.total)}")'),
         ("span.start / factor, (span.end - span.start) / factor", "span.start / factor, span.end / factor"),
-        ("StepPatch(high, edges, baseline=low,", "StepPatch(high, edges, baseline=0,"),
+        ('{"baseline": low, "fill"', '{"baseline": 0, "fill"'),
         ("lane = y + _LANE * (span.kind in COMMUNICATION) + 0.02", "lane = y + 0.02"),
     ],
     ("teach/widgets", "test_widgets"): [

@@ -27,7 +27,7 @@ def scaled_recipe(
     batch: linear for "sgd" and a square root for others, warmed up as Goyal does over five epochs
     of `steps` iterations each; each step multiplies a weight by 1 − rate·decay, and the decay of
     an epoch at the scaled rate stays what it was."""
-    rule = "linear" if optimizer == "sgd" else "square root"
+    rule: scaling.Rule = "linear" if optimizer == "sgd" else "square root"
     peak = scaling.scale_lr(lr, k, rule)
     warmed = functools.partial(scaling.warm_up, steps=_WARM * steps, start=lr, end=peak)
     return warmed, scaling.scale_decay(decay, k, rule)

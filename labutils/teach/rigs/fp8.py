@@ -22,11 +22,11 @@ READER = ModelConfig(
 )  # fmt: skip
 """A GPT of 406,144 parameters, 393,216 of them in the linear layers of its blocks."""
 
-ROWS, WARM_UP = 8, 10
+_ROWS, WARM_UP = 8, 10
 Batch = tuple[Tensor, Tensor]
 
 
-def excerpts(seed: int, rows: int = ROWS) -> Iterator[Batch]:
+def excerpts(seed: int, rows: int = _ROWS) -> Iterator[Batch]:
     """Batches of inputs and targets, characters of Python's reference, without end."""
     tokens, generator = corpus.encoded("topics"), torch.Generator().manual_seed(seed)
     places = torch.arange(READER.seq_len + 1)
