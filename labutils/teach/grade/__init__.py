@@ -194,7 +194,8 @@ def _judged(
     asked: Iterable[tuple[_Submission, Card]], limits: Limits, jobs: int | None
 ) -> Iterator[tuple[_Submission, Card, dict | None, str]]:
     """(submission, card, what the judge sent, why its process ended), as they end."""
-    waiting, running = deque(asked), {}
+    waiting = deque(asked)
+    running: dict[Contained, tuple[_Submission, Card, str]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < (jobs or os.cpu_count() or 1):

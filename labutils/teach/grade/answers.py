@@ -111,7 +111,9 @@ def _names(source: str) -> tuple[set[str], set[str], set[str]]:
 
 def _of_statement(statement: ast.stmt) -> tuple[set[str], set[str], set[str]]:
     """The global names that a statement binds, reads, and reads in a function that it defines."""
-    bound, now, when_called = set(), set(), set()
+    bound: set[str] = set()
+    now: set[str] = set()
+    when_called: set[str] = set()
     function = isinstance(statement, ast.FunctionDef)
     for table in _scopes(symtable.symtable(ast.unparse(statement), "cell", "exec")):
         top = table.get_type() == "module"

@@ -38,7 +38,8 @@ class Seal:
         classes = {each for each in found if isinstance(each, type) and _ours(each.__module__)}
         self.classes = {each: dict(vars(each)) for each in (*classes, *_CLASSES)}
         inside = [value for each in self.classes.values() for value in each.values()]
-        self.code = {each: _code(each) for each in map(_plain, (*found, *inside)) if _code(each)}
+        codes = ((each, _code(each)) for each in map(_plain, (*found, *inside)))
+        self.code = {each: code for each, code in codes if code is not None}
         self.outside = {module: dict(vars(module)) for module in _OUTSIDE}
         self.tables = [(each, dict(vars(each))) for each in (exercise, *exercise.properties)]
 
