@@ -1,7 +1,6 @@
 """Expert parallelism: equal to the dense evaluation of the same experts, sent and held as its formulas say, on threads, on processes and dry."""
 
 import functools
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -380,29 +379,33 @@ def test_bias_moves_by_the_sign_of_the_load_of_all_ranks_until_it_is_balanced():
     assert before.sum() == 2 * after.sum() and after.max() * 2 < before.max()
 
 
-def test_a_language_in_which_few_words_are_frequent_and_each_is_followed_by_four():
-    said = rigs.expert_parallel.language(16, 9, seed=1)(50)
-    assert said.shape == (50, 9) and torch.equal(
-        said, rigs.expert_parallel.language(16, 9, seed=1)(50)
-    )
-    pairs = {(a, b) for row in said.tolist() for a, b in itertools.pairwise(row)}
-    followers = torch.bincount(torch.tensor([a for a, _ in pairs]), minlength=16)
-    assert followers.max() == 4
-    frequent = torch.bincount(said[:, 1:].flatten(), minlength=16)
-    assert frequent[:4].sum() > frequent[4:].sum()
+def test_a_language_whose_next_word_hangs_on_the_last_two():
+    rig = rigs.expert_parallel
+    said, even = (rig.language(8, 9, seed=1, skewed=skewed)(400) for skewed in (True, False))
+    assert said.shape == (400, 9) and torch.equal(said, rig.language(8, 9, seed=1)(400))
+    followers = {}
+    for row in said.tolist():
+        for *pair, after in zip(row, row[1:], row[2:], strict=False):
+            followers.setdefault(tuple(pair), set()).add(after)
+    assert max(len(after) for after in followers.values()) == 2 and len(followers) > 40
+    of_1 = set().union(*(after for (_, last), after in followers.items() if last == 1))
+    assert len(of_1) > 2  # the word before it matters
+    often, evenly = (torch.bincount(x[:, 2:].flatten(), minlength=8).double() for x in (said, even))
+    assert often.argmax() < 3 and often.max() / often.mean() > 1.3 * (evenly.max() / evenly.mean())
 
 
-def test_left_alone_few_experts_take_nearly_everything():
-    sizes = dict(num_layers=1, d_model=32, num_heads=4, d_ff=32, vocab_size=64, seq_len=32)
-    config = ModelConfig(**sizes, num_experts=8, top_k=2)
-
-    def busiest(**how):
-        taken, loss = ranks(1, 1).run(rigs.expert_parallel.loads, config, 2, steps=25, **how)[0]
-        assert taken.shape == (25, 8) and (taken.sum(1) == 8 * 32 * 2).all() and 0 < loss < 4
-        return (taken.max(1).values / taken.double().mean(1))[-5:].mean()
-
-    alone, balanced, biased = busiest(), busiest(alpha=0.1), busiest(rate=0.02)
-    assert alone > 2 and balanced < alone - 0.5 and biased < alone - 0.5
+def test_the_record_of_routers_is_made_of_these_very_steps():
+    rig, record = rigs.expert_parallel, rigs.expert_parallel.routing_record()
+    assert record["runs"].keys() == rig.WAYS.keys()
+    assert {len(runs) for runs in record["runs"].values()} == {8}
+    assert record["made"].startswith("python tools/expert_routing.py; torch ")
+    for way in ("dropping, α = 0.1", "a bias"):
+        run = ranks(1, 1).run(rig.train_router, 1, steps=10, **rig.WAYS[way])[0]
+        assert (run.asked.sum(1) == 8 * 32 * 2).all()
+        assert [sum(row) for row in run.visits(4)] == [128] * 4
+        for name in ("busiest", "dropped", "loss"):
+            first = record["runs"][way][1][name][0]
+            assert rig.summary(run)[name] == pytest.approx([first], abs=2e-4), name
 
 
 # ── who reduces which gradients ────────────────────────────────────────────────────────────────────────────────────

@@ -124,6 +124,14 @@ def test_shares_of_tensors_are_painted_where_a_rank_has_them():
     assert "gather" not in picture.alt
 
 
+def test_rows_of_visits_that_are_no_ranks_have_their_names_and_stay_nowhere():
+    picture = plots.visits([[5, 0, 2, 1], [3, 3, 1, 1]], names=["word 0", "others"])
+    assert "word 0: 5, 0, 2, 1; others: 3, 3, 1, 1. All: 8, 3, 3, 2" in picture.alt
+    axes = picture.figure.axes[0]
+    assert not [patch for patch in axes.patches if patch.get_hatch() == "//"]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0", "1", "2", "3"]
+
+
 def test_visits_are_added_up_for_each_expert_and_those_at_home_are_hatched():
     picture = plots.visits([[5, 0, 2, 1], [3, 3, 1, 1]])
     *cells, a, b, c, d = picture.figure.axes[0].patches

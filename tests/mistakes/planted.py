@@ -564,8 +564,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("return out if self.shared is None else out + self.shared(x)", "return out"),
     ],
     ("teach/rigs/expert_parallel", "test_expert_parallel"): [
-        ("torch.randint(4, (n,), generator=draw)", "torch.randint(1, (n,), generator=draw)"),
-        ("often = 1 / torch.arange(1, words + 1)", "often = torch.ones(words)"),
+        ("torch.randint(2, (n,), generator=draw)", "torch.randint(1, (n,), generator=draw)"),
+        ("(-0.7 * skewed)", "(-0.7 * (not skewed))"),
+        ("pair = said[-2] + words * said[-1]", "pair = said[-1] + words * said[-1]"),
+        ("lost = 1 - routing.counts.sum() / routing.load.sum()", "lost = 0 * routing.load.sum()"),
         ("expert_parallel.update_bias(model, rank.comm(\"dp\"), rate)", "pass"),
         ("(loss + alpha * expert_parallel.auxiliary_loss(model))", "loss"),
     ],

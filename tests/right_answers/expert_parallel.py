@@ -35,6 +35,16 @@ def _in_log_space(logits, k, score, bias):
     return chosen.numpy(), scores.gather(1, chosen).softmax(1)
 
 
+def _thresholds(logits, k, score, bias):
+    """Every expert above the k-th best, in the order of their numbers."""
+    scores = torch.softmax(logits, -1) if score == "softmax" else 1 / (1 + (-logits).exp())
+    asked = (scores + bias).detach()
+    least = asked.sort(-1, descending=True).values[:, k - 1, None]
+    chosen = (asked >= least).nonzero()[:, 1].view(-1, k)
+    kept = torch.stack([row[c] for row, c in zip(scores, chosen, strict=True)])
+    return chosen.to(torch.int32), torch.einsum("tk,t->tk", kept, 1 / kept.sum(-1))
+
+
 # ── travel ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -96,6 +106,24 @@ def _rank_by_rank(x, chosen, weights, experts, comm):
     return out
 
 
+def _with_its_number(x, chosen, weights, experts, comm):
+    """Each row takes the number of its expert along as one more column."""
+    (T, k), mine, n = chosen.shape, len(experts), comm.size
+    flat = chosen.flatten()
+    order = (flat // mine).argsort(stable=True)
+    to = torch.tensor([int((flat // mine == r).sum()) for r in range(n)])
+    fro = comm.all_to_all(to)
+    rows = torch.cat([x[order // k], (flat[order] % mine).to(x)[:, None]], 1)
+    rows = comm.all_to_all(rows, to.tolist(), fro.tolist())
+    numbers, done = rows[:, -1].long(), rows[:, :-1].clone()
+    for i, run in enumerate(experts):
+        if (numbers == i).any():
+            done[numbers == i] = run(rows[numbers == i, :-1])
+    visits = comm.all_to_all(done, fro.tolist(), to.tolist())
+    visits = visits[order.argsort()].view(T, k, -1)
+    return (visits * weights[..., None]).sum(1)
+
+
 # ── bug hunt ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -139,20 +167,40 @@ def _marked(model, tokens, dp, edp, alpha):
     return total
 
 
+def _one_bucket(model, tokens, dp, edp, alpha):
+    """All that a group holds alike travels as one vector."""
+    loss = model.loss(tokens, tokens)
+    routings = [block.feed_forward.routing for block in model.blocks]
+    for r in routings:
+        f = torch.bincount(r.chosen.flatten(), minlength=r.load.numel()) / r.chosen.numel()
+        loss = loss + alpha * f.numel() * torch.dot(f.to(loss), r.probabilities.mean(0))
+    loss.backward()
+    ours = expert_parallel.expert_parameters(model)
+    for comm, mine in ((dp, False), (edp, True)):
+        group = [p.grad for name, p in model.named_parameters() if (name in ours) is mine]
+        flat = comm.all_reduce(torch.cat([g.flatten() for g in group])) / comm.size
+        for g, part in zip(group, flat.split([g.numel() for g in group]), strict=True):
+            g.copy_(part.view_as(g))
+    return loss
+
+
 RIGHT = {
     "expert_parallel/route": {
         "a mask": _masked,
         "lists choose": _row_by_row,
         "logarithms, as NumPy": _in_log_space,
+        "thresholds": _thresholds,
     },
     "expert_parallel/travel": {
         "expert by expert": _expert_by_expert,
         "put back in order": _unsorted,
         "send and recv": _rank_by_rank,
+        "the expert's number travels": _with_its_number,
     },
     "expert_parallel/bug-hunt": {
         "two loops": _two_loops,
         "two backward passes": _by_name,
         "marked parameters": _marked,
+        "one bucket": _one_bucket,
     },
 }

@@ -37,6 +37,52 @@ def _slip(slip):
     return functools.partial(_choose, slip=slip)
 
 
+def _compare(logits, k, score, bias):
+    """Scores that compare experts, whichever they are, so that the bias has a scale."""
+    scores = logits.softmax(1) if score == "softmax" else logits.sigmoid()
+    scores = scores / scores.sum(1, keepdim=True)
+    chosen = torch.argsort(scores + bias, 1, True)[:, :k]
+    picked = torch.take_along_dim(scores, chosen, 1)
+    return chosen, picked / picked.sum(1, keepdim=True)
+
+
+def _sampled(logits, k, score, bias):
+    """Experts are drawn with their scores as chances."""
+    scores = {"softmax": logits.softmax(1), "sigmoid": logits.sigmoid()}[score]
+    chances = (scores + bias).detach().clamp(min=1e-9)
+    chosen = chances.multinomial(k, generator=torch.Generator().manual_seed(1))
+    picked = scores.gather(1, chosen)
+    return chosen, picked / picked.sum(1, keepdim=True)
+
+
+def _values_first(logits, k, score, bias):
+    """The order in which topk returns them."""
+    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    values, indices = torch.topk(scores + bias, k)
+    return values / values.sum(-1, keepdim=True), indices
+
+
+def _experts_choose(logits, k, score, bias):
+    """The k best tokens of every expert."""
+    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    chosen = (scores + bias).topk(k, 0).indices
+    picked = scores.gather(0, chosen)
+    return chosen, picked / picked.sum(0, keepdim=True)
+
+
+def _of_the_logits(logits, k, score, bias):
+    """Mixtral's: a softmax over the chosen logits, whatever the score is."""
+    chosen = ((logits.softmax(-1) if score == "softmax" else logits.sigmoid()) + bias).topk(k)[1]
+    return chosen, torch.softmax(torch.gather(logits, -1, chosen), -1)
+
+
+def _over_all(logits, k, score, bias):
+    """Divided by the sum of all scores, not of the chosen."""
+    scores = torch.softmax(logits, 1) if score == "softmax" else torch.sigmoid(logits)
+    best = torch.topk(scores + bias, k, dim=1).indices
+    return best, scores.gather(1, best) / scores.sum(1, keepdim=True)
+
+
 # ── travel ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -92,6 +138,65 @@ def _trip(slip):
     return functools.partial(_travel, slip=slip)
 
 
+def _by_hand(
+    x, chosen, weights, experts, comm, *, E=None, k=None, row_by_row=False, weigh_first=False,
+    back="swapped", lent=False,
+):  # fmt: skip
+    """Lists of visits, and what comes is cut by rank, then by expert."""
+    mine, k = len(experts), k or chosen.shape[1]
+    flat = chosen.reshape(-1)
+    order = torch.sort(flat, stable=True).indices
+    counts = torch.bincount(flat, minlength=E if E is not None else comm.size * mine)
+    came = comm.all_to_all(counts).tolist()
+    to = [sum(counts.tolist()[r * mine : (r + 1) * mine]) for r in range(comm.size)]
+    fro = [sum(came[r * mine : (r + 1) * mine]) for r in range(comm.size)]
+    rows = x[order // k]
+    if weigh_first:
+        rows = rows * weights.reshape(-1)[order].unsqueeze(1)
+    rows, done, at = comm.all_to_all(rows, to, fro), [], 0
+    for i, n in enumerate(came):
+        part, run = rows[at : at + n], experts[i % mine]
+        if row_by_row:
+            done += [run(row[None]) for row in part]
+        else:
+            done.append(run(part))
+        at += n
+    done = torch.cat(done) if done else rows
+    home = comm.all_to_all(done, *((fro, to) if back == "swapped" else (to, fro)))
+    if not weigh_first:
+        home = home * weights.reshape(-1)[order].unsqueeze(1)
+    out = torch.zeros_like(x)
+    for row, visit in zip(home, order.tolist(), strict=True):
+        out[visit // k] += row
+    return out
+
+
+def _hand(**slips):
+    return functools.partial(_by_hand, **slips)
+
+
+def _everybody_computes(x, chosen, weights, experts, comm):
+    """All tokens to all ranks; each adds its experts' parts, and the sum goes round."""
+    lengths = [int(n) for n in comm.all_gather(torch.tensor([len(x)]))]
+    most, E = max(lengths), comm.size * len(experts)
+    padded, gates = x.new_zeros(most, x.shape[1]), x.new_zeros(most, E)
+    padded[: len(x)] = x
+    gates[: len(x)].scatter_(1, chosen, weights)
+    everyone = comm.all_gather(padded)
+    shares = comm.all_gather(gates).chunk(E, 1)[comm.rank * len(experts) :]
+    parts = sum(run(everyone) * share for run, share in zip(experts, shares, strict=False))
+    return comm.all_reduce(parts).chunk(comm.size)[comm.rank][: len(x)]
+
+
+def _only_at_home(x, chosen, weights, experts, comm):
+    """The experts of this rank alone, as expert parallelism without messages."""
+    out = torch.zeros_like(x)
+    for i, run in enumerate(experts):
+        token, slot = (chosen == comm.rank * len(experts) + i).nonzero(as_tuple=True)
+        out.index_add_(0, token, run(x[token]) * weights[token, slot, None])
+    return out
+
+
 # ── bug hunt ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -138,8 +243,69 @@ def _experts_summed(model, tokens, dp, edp, alpha):
     return loss
 
 
+def _later_layers(model, tokens, dp, edp, alpha, *, last=False, chosen=False, mean=False):
+    """The repaired step of another hand, with its slips."""
+    loss = model.loss(tokens, tokens)
+    layers = [block.feed_forward for block in model.blocks]
+    terms = []
+    for layer in layers[-1:] if last else layers:
+        r = layer.routing
+        P = r.probabilities.mean(0)
+        if chosen:  # the weights of the chosen alone
+            P = torch.zeros_like(r.probabilities).scatter(1, r.chosen, r.weights).mean(0)
+        terms.append(len(P) * (r.load / r.chosen.numel() * P).sum())
+    balance = sum(terms) / (len(terms) if mean else 1)
+    loss = loss + alpha * balance
+    if last:  # the others count, but without a gradient
+        loss = loss + alpha * sum(layer.balance.detach() for layer in layers[:-1])
+    loss.backward()
+    expert_parallel.reduce_gradients(model, dp, edp)
+    return loss
+
+
+def _later(**slips):
+    return functools.partial(_later_layers, **slips)
+
+
+def _weighed_by_balance(model, tokens, dp, edp, alpha):
+    """Experts over dp as soon as there is a balance loss."""
+    loss = model.loss(tokens, tokens) + alpha * expert_parallel.auxiliary_loss(model)
+    loss.backward()
+    expert_parallel.reduce_gradients(model, dp, dp if alpha else edp)
+    return loss
+
+
+def _router_of_its_own(model, tokens, dp, edp, alpha):
+    """Every rank routes its own tokens, so its router stays its own."""
+    loss = model.loss(tokens, tokens) + alpha * expert_parallel.auxiliary_loss(model)
+    loss.backward()
+    ours = expert_parallel.expert_parameters(model)
+    for name, parameter in model.named_parameters():
+        if "router" not in name:
+            comm = edp if name in ours else dp
+            parameter.grad = comm.all_reduce(parameter.grad) / comm.size
+    return loss
+
+
+def _by_the_block(model, tokens, dp, edp, alpha):
+    """Experts by the ranks of dp, summed over edp."""
+    loss = model.loss(tokens, tokens) + alpha * expert_parallel.auxiliary_loss(model)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        comm = edp if ".experts." in name else dp
+        comm.all_reduce(parameter.grad, out=parameter.grad)
+        parameter.grad /= dp.size
+    return loss
+
+
 WRONG = {
     "expert_parallel/route": (
+        Wrong("a bias on normalized scores", _compare, "the bias only chooses", "a division comes"),
+        Wrong("drawn by chance", _sampled, "the best k", "the k highest"),
+        Wrong("values first", _values_first, "the best k", "First the experts"),
+        Wrong("experts choose tokens", _experts_choose, "the best k", "One row for each token"),
+        Wrong("softmax of the logits", _of_the_logits, "weights add up to 1", "each by itself"),
+        Wrong("divided by all", _over_all, "weights add up to 1", "Divide them by their sum"),
         Wrong("not renormalized", _slip("raw"), "weights add up to 1", "Divide them by their sum"),
         Wrong("softmax for both", _slip("one score"), "weights add up to 1", "each by itself"),
         Wrong("softmax twice", _slip("softmax twice"), "weights add up to 1", "scores already"),
@@ -164,6 +330,22 @@ WRONG = {
         ),
     ),
     "expert_parallel/travel": (
+        Wrong(
+            "no room for experts at the end", _hand(E=0), "one expert each, and three", "minlength"
+        ),
+        Wrong("k is two", _hand(k=2), "one expert each, and three", "tokens wrong"),
+        Wrong("row by row", _hand(row_by_row=True), "one rank", "give it all its rows at once"),
+        Wrong(
+            "weighed before the expert",
+            _hand(weigh_first=True),
+            "one rank",
+            "weights its rows before",
+        ),
+        Wrong(
+            "back as they came", _hand(back="same"), "every token in its place", "It happened in"
+        ),
+        Wrong("everybody computes", _everybody_computes, "bytes sent", "sent to everybody"),
+        Wrong("nothing travels", _only_at_home, "every token in its place", "only one visit"),
         Wrong("overwritten", _trip("overwritten"), "one rank", "index_add adds"),
         Wrong("unweighted", _trip("unweighted"), "one rank", "without their weights"),
         Wrong("as they come", _trip("as they come"), "one rank", "places"),
@@ -185,6 +367,12 @@ WRONG = {
         Wrong("room for everybody", _trip("padded"), "bytes sent", "padded"),
     ),
     "expert_parallel/bug-hunt": (
+        Wrong("the last layer alone", _later(last=True), "balance", "router of layer 0"),
+        Wrong("P of the chosen", _later(chosen=True), "the loss", "α·E·Σ f·P"),
+        Wrong("a mean over layers", _later(mean=True), "the loss", "of each layer"),
+        Wrong("dp with a balance loss", _weighed_by_balance, "balance", "dp, and edp"),
+        Wrong("a router of its own", _router_of_its_own, "what all ranks hold", "mean over dp"),
+        Wrong("divided by dp, all of it", _by_the_block, "experts", "half"),
         Wrong(
             "the one of the lab",
             functools.partial(_step, experts="dp", history=False),

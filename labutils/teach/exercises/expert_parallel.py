@@ -20,9 +20,10 @@ def _near(found: Tensor, right: Tensor) -> bool:
 
 # ── choose ───────────────────────────────────────────────────────────────────────────────────────
 
-_T, _E = 6, 5
+_T, _E = 40, 5
 _PLAIN = torch.zeros(_E, dtype=torch.float64)
 _BIAS = torch.tensor([-0.6, 0.0, 0.0, 0.5, 0.0], dtype=torch.float64)
+_BIASES = (_BIAS, _BIAS.flip(0) / 4, _BIAS.roll(1) / 16)
 _RENORMALIZE = (
     "The scores of the chosen experts add up to less than 1 (or, as sigmoids, to anything). "
     "Divide them by their sum, or the layer's output shrinks with every expert left out."
@@ -41,9 +42,7 @@ def _routed(
     logits = _logits()
     case = f"{_T} tokens, {_E} experts, k={k}, {score}"
     try:
-        chosen, weights = attempt(logits, k, score, bias)
-        chosen = torch.as_tensor(chosen).long()
-        weights = torch.as_tensor(weights)
+        chosen, weights = map(torch.as_tensor, attempt(logits, k, score, bias))
     except NotImplementedError:
         raise
     except (TypeError, ValueError) as error:
@@ -52,8 +51,18 @@ def _routed(
         if got.shape != (_T, k):
             shape = f"{case}: {name} has shape {list(got.shape)}, not [{_T}, {k}]"
             raise Failed(shape, "One row for each token, one column for each of its k experts.")
-    if chosen.sort(-1).values.diff(dim=-1).eq(0).any() or chosen.min() < 0 or chosen.max() >= _E:
-        raise Failed(f"{case}: {chosen.tolist()} are not {k} different experts", "Use topk.")
+    if chosen.is_floating_point():
+        order = (
+            "First the experts, then their weights: topk(k).values are scores, .indices experts."
+        )
+        raise Failed(f"{case}: chosen holds fractions, such as {chosen[0, 0]:.3f}", order)
+    chosen = chosen.long()
+    ordered = chosen.sort(-1).values
+    same = ordered.diff(dim=-1).eq(0).any(-1) | (ordered[:, 0] < 0) | (ordered[:, -1] >= _E)
+    if same.any():
+        token = same.nonzero()[0].item()
+        what = f"{case}: token {token} visits {chosen[token].tolist()}"
+        raise Failed(what, f"{k} different experts of {_E} for each token: use topk.")
     gates = torch.zeros(_T, _E, dtype=weights.dtype).scatter(1, chosen, weights)
     return chosen, gates, logits
 
@@ -110,15 +119,16 @@ def _renormalized(attempt: Callable) -> str:
 
 
 def _only_chooses(attempt: Callable) -> str:
-    for k, score in _CASES:
-        chosen, gates, _ = _routed(attempt, k, score, _BIAS)
-        right, weights, _ = _right(k, score, _BIAS)
-        case = f"k={k}, {score}, a bias of {_BIAS.tolist()}"
+    for (k, score), bias in itertools.product(_CASES, _BIASES):
+        chosen, gates, _ = _routed(attempt, k, score, bias)
+        right, weights, _ = _right(k, score, bias)
+        added = [round(number, 3) for number in bias.tolist()]
+        case = f"k={k}, {score}, a bias of {added}"
         if not torch.equal(chosen.sort(-1).values, right.sort(-1).values):
             raise Failed(
                 f"{case}: the chosen experts are other ones",
                 "The bias is added to the scores, after softmax or sigmoid, where experts are "
-                "chosen.",
+                "chosen. The scores are as they are: a division comes later.",
             )
         if not _near(gates, weights):
             raise Failed(
@@ -129,7 +139,7 @@ def _only_chooses(attempt: Callable) -> str:
 
 
 def _learns(attempt: Callable) -> str:
-    for k, score in ((2, "softmax"), (2, "sigmoid")):
+    for k, score in itertools.product((2, 3), ("softmax", "sigmoid")):
         value = torch.linspace(-1, 2, _T * _E, dtype=torch.float64).view(_T, _E)
         _, gates, logits = _routed(attempt, k, score, _BIAS)
         _, right, same = _right(k, score, _BIAS)
@@ -172,47 +182,62 @@ CHOOSE = Exercise(
 
 # ── travel ───────────────────────────────────────────────────────────────────────────────────────
 
-_H, _K = 4, 2
-_SAME = "All ranks call all_to_all equally often, and what one sends another expects."
+_H = 4
+_SAME = (
+    "All ranks call all_to_all equally often, and what one sends another expects. Do all tell of E "
+    "experts, also of idle ones (bincount(minlength=E))?"
+)
 
 
 class _Case:
-    """Tokens, choices and experts of each of n ranks, `each` experts on a rank.
+    """Tokens, choices and experts of each of n ranks, `each` experts on a rank, of which nobody
+    visits number `idle`.
 
     Expert e multiplies by e + 2 and adds 10·e, so that what comes back tells where it has been.
     """
 
-    def __init__(self, n: int, each: int, lazy: bool = False) -> None:
-        self.n, self.each, self.lazy = n, each, lazy
+    def __init__(self, n: int, each: int, k: int = 2, idle: int | None = None) -> None:
+        self.n, self.each, self.k, self.idle = n, each, k, idle
         draw = torch.Generator().manual_seed(10 * n + each)
         E, self.x, self.chosen, self.weights = n * each, [], [], []
         for rank in range(n):
             T = 5 + 2 * rank
             self.x.append(torch.randn(T, _H, generator=draw, dtype=torch.float64))
             scores = torch.rand(T, E, generator=draw, dtype=torch.float64)
-            scores[:, 0] -= 5 * lazy  # nobody visits expert 0
-            top = scores.topk(min(_K, E - lazy))
+            if idle is not None:
+                scores[:, idle] -= 5
+            top = scores.topk(k)
             self.chosen.append(top.indices)
             self.weights.append(top.values / top.values.sum(-1, keepdim=True))
 
     @property
     def name(self) -> str:
-        empty = ", expert 0 without visits" if self.lazy else ""
-        return f"{_ranks.count(self.n)}, {self.each} experts each{empty}"
+        empty = "" if self.idle is None else f", expert {self.idle} without visits"
+        experts = f"{self.each} expert{'s' * (self.each > 1)} each"
+        return f"{_ranks.count(self.n)}, {experts}, k={self.k}{empty}"
 
     def visit(self, expert: int, rows: Tensor) -> Tensor:
         return rows * (expert + 2) + 10 * expert
 
-    def experts(self, rank: int) -> list[Callable]:
-        first = rank * self.each
-        return [functools.partial(self.visit, first + i) for i in range(self.each)]
+    def experts(self, rank: int) -> tuple[list[Callable], list[int]]:
+        """This rank's, and how often each of them is called."""
+        first, calls = rank * self.each, [0] * self.each
 
-    def right(self, rank: int, *, weights: bool = True, last: bool = False) -> Tensor:
-        """Every token's experts, one token after the other."""
+        def run(i: int, rows: Tensor) -> Tensor:
+            calls[i] += 1
+            return self.visit(first + i, rows)
+
+        return [functools.partial(run, i) for i in range(self.each)], calls
+
+    def right(
+        self, rank: int, *, weights: bool = True, last: bool = False, early: bool = False
+    ) -> Tensor:
+        """Every token's experts, one token after the other; or with a slip."""
         out = torch.zeros_like(self.x[rank])
         for t, row in enumerate(self.x[rank]):
             for c, e in enumerate(self.chosen[rank][t].tolist()):
-                part = self.visit(e, row) * (self.weights[rank][t, c] if weights else 1)
+                w = self.weights[rank][t, c] if weights else 1
+                part = self.visit(e, w * row) if early else w * self.visit(e, row)
                 out[t] = part if last else out[t] + part
         return out
 
@@ -223,20 +248,27 @@ class _Case:
 
 
 def _found(attempt: Callable, case: _Case) -> list[Tensor]:
-    def program(rank: world.Rank) -> Tensor:
+    def program(rank: world.Rank) -> tuple[Tensor, list[int]]:
         i = rank.rank
         given = case.x[i].clone(), case.chosen[i].clone(), case.weights[i].clone()
-        return attempt(*given, case.experts(i), rank.comm("dp"))
+        experts, calls = case.experts(i)
+        return attempt(*given, experts, rank.comm("dp")), calls
 
     found = _ranks.run(case.n, case.name, program, _SAME)
-    for rank, out in enumerate(found):
+    for rank, (out, calls) in enumerate(found):
         if not isinstance(out, Tensor) or out.shape != case.x[rank].shape:
             got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise Failed(
                 f"{case.name}: rank {rank} returns {got} for {list(case.x[rank].shape)} of tokens",
                 "A row for each of your own tokens, in their order.",
             )
-    return found
+        if max(calls) > case.n:
+            raise Failed(
+                f"{case.name}: on rank {rank} an expert is called {max(calls)} times",
+                "An expert is a product of matrices: give it all its rows at once, or those of "
+                "each rank, not one by one.",
+            )
+    return [out for out, _ in found]
 
 
 def _home(attempt: Callable, cases: Sequence[_Case]) -> str:
@@ -256,6 +288,11 @@ def _why(case: _Case, rank: int, out: Tensor) -> str:
     right = case.right(rank)
     if _near(out, case.right(rank, weights=False)):
         return "The outputs are added up without their weights."
+    if _near(out, case.right(rank, early=True)):
+        return (
+            "Your code weights its rows before an expert computes, and an expert is not linear: "
+            "weigh what comes out."
+        )
     if _near(out.sort(0).values, right.sort(0).values):
         return "The right rows in the wrong order: row i belongs to the token that left as row i."
     if (out.abs().amax(-1) < 1e-9).any():
@@ -304,8 +341,8 @@ def _frugal(attempt: Callable) -> str:
 TRAVEL = Exercise(
     id="expert_parallel/travel",
     title="Bring the tokens home",
-    minutes=15,
-    difficulty=2,
+    minutes=35,
+    difficulty=3,
     proves="you send every token to its experts and add the results up in its own place",
     reference=lambda x, chosen, weights, experts, comm: _there_and_back(
         x, chosen, weights, experts, comm
@@ -316,7 +353,14 @@ TRAVEL = Exercise(
             "every token in its place",
             lambda attempt: _home(attempt, [_Case(2, 1), _Case(3, 1), _Case(2, 3), _Case(4, 2)]),
         ),
-        Property("an idle expert", lambda attempt: _home(attempt, [_Case(3, 2, lazy=True)])),
+        Property(
+            "one expert each, and three",
+            lambda attempt: _home(attempt, [_Case(3, 2, k=1), _Case(2, 2, k=3)]),
+        ),
+        Property(
+            "an idle expert",
+            lambda attempt: _home(attempt, [_Case(3, 2, idle=0), _Case(3, 2, idle=5)]),
+        ),
         Property("bytes sent", _frugal),
     ),
     hints=(
@@ -348,7 +392,7 @@ def _there_and_back(
 
 _MESH = Mesh(dp=4, ep=2)
 _MODEL = ModelConfig(
-    num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=16, seq_len=8, num_experts=4, top_k=2
+    num_layers=2, d_model=8, num_heads=2, d_ff=8, vocab_size=16, seq_len=8, num_experts=4, top_k=2
 )  # fmt: skip
 _ALPHA = 0.5
 
@@ -416,7 +460,8 @@ def _losses(attempt: Callable) -> str:
         for rank, ((found, _), (right, _)) in enumerate(pairs):
             if abs(found - right) > 1e-9:
                 raise Failed(
-                    f"α={alpha}: rank {rank}'s loss is {found:.6f}, not {right:.6f}",
+                    f"α={alpha}: rank {rank}'s loss should be {right:.4f}, and is "
+                    f"{found - right:+.2g} off",
                     "The loss of the rank's own tokens, plus α·E·Σ f·P of each layer.",
                 )
     return "with and without the balance loss"
@@ -472,8 +517,20 @@ def _mixed_up(rank: int, name: str, found: Tensor | None, right: Tensor) -> str:
 
 
 def _balances(attempt: Callable) -> str:
+    for layer in reversed(range(_MODEL.num_layers)):
+        _balances_in(attempt, layer)
+    pairs = zip(_after(attempt, _ALPHA), _expected(_ALPHA), strict=True)
+    for rank, ((_, found), (_, right)) in enumerate(pairs):
+        for name in right:
+            if name not in found or not _near(found[name], right[name]):
+                hint = "The groups are the same with a balance loss as without: dp, and edp."
+                raise Failed(f"rank {rank}, α={_ALPHA}: the gradient of {name} is wrong", hint)
+    return "its gradient reaches the router of each layer"
+
+
+def _balances_in(attempt: Callable, layer: int) -> None:
     plain, balanced = _after(attempt, 0.0), _after(attempt, _ALPHA)
-    name = "blocks.0.feed_forward.router.weight"
+    name = f"blocks.{layer}.feed_forward.router.weight"
     added = [b[1][name] - a[1][name] for a, b in zip(plain, balanced, strict=True)]
     pairs = zip(_expected(0.0), _expected(_ALPHA), strict=True)
     right = [b[1][name] - a[1][name] for a, b in pairs]
@@ -482,16 +539,17 @@ def _balances(attempt: Callable) -> str:
             continue
         if found.abs().max() < 1e-12:
             raise Failed(
-                f"rank {rank}: α={_ALPHA} changes the loss, and no gradient of the router",
+                f"rank {rank}: α={_ALPHA} changes the loss, and no gradient of layer {layer}'s "
+                "router",
                 "The balance loss is a number without a history: its P lost its gradient on the "
                 "way (tolist, item, detach), or it was added after backward(). f counts and has "
                 "none; P must have one.",
             )
         raise Failed(
-            f"rank {rank}: α={_ALPHA} adds another gradient to the router",
-            "E·Σ f·P, of each rank's own tokens; gradients flow through P, and are averaged.",
+            f"rank {rank}: α={_ALPHA} adds another gradient to the router of layer {layer}",
+            "E·Σ f·P of this layer, of each rank's own tokens; gradients flow through P, and are "
+            "averaged.",
         )
-    return "its gradient reaches the router"
 
 
 REPAIR = Exercise(
@@ -499,7 +557,7 @@ REPAIR = Exercise(
     title="Bug hunt: the loss was right",
     untouched="d29e77b1",
     minutes=10,
-    difficulty=3,
+    difficulty=2,
     proves="you know which ranks average which gradients, and what the balance loss must reach",
     reference=_reduced,
     properties=(

@@ -317,24 +317,27 @@ def token_weights(counts: Sequence[int], *, title: str | None = None) -> Picture
 
 
 @style.drawn
-def visits(counts: Sequence[Sequence[int]], *, title: str | None = None) -> Picture:
+def visits(
+    counts: Sequence[Sequence[int]], *, names: Sequence[str] = (), title: str | None = None
+) -> Picture:
     """Who visits whom: a row for each rank's tokens, a column for each expert, and under it a bar
     of all that it computes. Visits that stay on their rank are hatched.
 
     counts: of each rank, how many of its tokens visit each expert
+    names: of the rows, where they are no ranks: then nobody holds the experts, and nothing travels
     """
     n, E = len(counts), len(counts[0])
-    load, each = [sum(column) for column in zip(*counts, strict=True)], E // n
+    load, each = [sum(column) for column in zip(*counts, strict=True)], -(-E // n)
     mean, most = sum(load) / E, max(load)
     finding = f"The busiest expert gets {style.times(most / mean)} the mean"
     _, axes = style.canvas(
         title or finding,
         height=0.3 * n + 1.25,
-        left=style.width_of("all ranks") + 0.2,
+        left=max(map(style.width_of, ("all ranks", *names))) + 0.2,
         right=style.width_of("mean 0000") + 0.15,
         top=0.3,
         bottom=0.62,
-        xlabel="experts, by the rank that holds them",
+        xlabel="experts" if names else "experts, by the rank that holds them",
     )
     tall = 1.0 / 0.3  # rows of the bars
     axes.set(xlim=(-0.5, E - 0.5), ylim=(n + tall + 0.2, -0.5))
@@ -342,7 +345,7 @@ def visits(counts: Sequence[Sequence[int]], *, title: str | None = None) -> Pict
     busiest = max(map(max, counts))
     for rank, row in enumerate(counts):
         for expert, count in enumerate(row):
-            look = {"hatch": "//"} if expert // each == rank else {}
+            look = {"hatch": "//"} if not names and expert // each == rank else {}
             fill = _mixed(color, count / busiest)
             draw.box(axes, expert - 0.5, rank - 0.5, 1, 1, fill, linewidth=0.5, **look)
             axes.text(expert, rank, f"{count}", ha="center", va="center", bbox=draw.BLANK)
@@ -355,13 +358,19 @@ def visits(counts: Sequence[Sequence[int]], *, title: str | None = None) -> Pict
     level = floor - (tall - 0.6) * mean / most
     axes.axhline(level, color=style.INK, linestyle="--", linewidth=1.2)
     draw.beside(axes, 0.06, level, f"mean {mean:,.0f}")
-    axes.set_yticks([*range(n), floor - 1], [*(f"rank {i}" for i in range(n)), "all ranks"])
-    axes.set_xticks(range(E), [f"{e}\nrank {e // each}" for e in range(E)])
+    whole, whose = ("all", "each row") if names else ("all ranks", "each rank")
+    named = names or [f"rank {i}" for i in range(n)]
+    axes.set_yticks([*range(n), floor - 1], [*named, whole])
+    axes.set_xticks(range(E), [f"{e}" + f"\nrank {e // each}" * (not names) for e in range(E)])
     axes.tick_params(length=0)
-    draw.key(axes, [("stays on its rank", style.PAPER, "//"), ("travels", color, "")])
-    rows = "; ".join(f"rank {i}: {', '.join(map(str, row))}" for i, row in enumerate(counts))
-    told = f"Visits of each rank's tokens to experts 0 to {E - 1}. {rows}"
-    return Picture(axes.figure, f"{told}. All ranks: {', '.join(map(str, load))}. {finding}.")
+    if not names:
+        draw.key(axes, [("stays on its rank", style.PAPER, "//"), ("travels", color, "")])
+    rows = "; ".join(
+        f"{name}: {', '.join(map(str, row))}" for name, row in zip(named, counts, strict=True)
+    )
+    told = f"Visits of {whose}'s tokens to experts 0 to {E - 1}. {rows}"
+    total = f"{whole.capitalize()}: {', '.join(map(str, load))}"
+    return Picture(axes.figure, f"{told}. {total}. {finding}.")
 
 
 def _mixed(color: str, share: float) -> str:

@@ -1,66 +1,161 @@
-"""What balance does over training steps: a small GPT with experts learns a synthetic language."""
+"""What a router does over training steps: a small GPT with experts learns a synthetic language.
+Long runs are recorded: data/expert_routing.json, which tools/expert_routing.py writes."""
 
+import functools
+import json
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from labutils import expert_parallel
-from labutils.config import ModelConfig
+from labutils.config import DATA, ModelConfig
 from labutils.model import GPT
 from labutils.world import Rank
 
+BATCH, LR = 8, 1e-2
+EVERY = 10  # steps that a number of a record is the mean of
+READER = ModelConfig(
+    num_layers=1, d_model=32, num_heads=2, d_ff=32, vocab_size=16, seq_len=32, ffn="swiglu",
+    norm="rmsnorm", positions="rope", bias=False, tied=False, num_experts=8, top_k=2,
+)  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "room for nothing": dict(factor=0.01),
+    "words equally frequent": dict(skewed=False),
+    "α = 0.01": dict(alpha=0.01),
+    "α = 0.1": dict(alpha=0.1),
+    "dropping": dict(factor=1.25),
+    "dropping, α = 0.1": dict(factor=1.25, alpha=0.1),
+    "sigmoid scores": dict(rate=0.0),
+    "a bias": dict(rate=0.01),
+}
+"""What is done for balance, by the name under which it is recorded."""
 
-def language(words: int, length: int, seed: int) -> Callable[[int], Int[Tensor, "n length"]]:
-    """A function that draws n sequences: each word is followed by one of four others, and the
-    earlier a word stands in the list, the more words it follows (Zipf's law)."""
+
+def language(
+    words: int, length: int, seed: int, *, skewed: bool = True
+) -> Callable[[int], Int[Tensor, "n length"]]:
+    """A function that draws n sequences. The next word hangs on the last two together: each pair is
+    followed by one of two words, as often by the one as by the other.
+
+    skewed: word number i follows pairs as i^-0.7 does, a softened law of Zipf; without it all words
+        are equally frequent
+    """
     draw = torch.Generator().manual_seed(seed)
-    often = 1 / torch.arange(1, words + 1)
-    following = torch.stack([often.multinomial(4, generator=draw) for _ in range(words)])
+    often = torch.arange(1, words + 1).double() ** (-0.7 * skewed)
+    following = often.expand(words**2, -1).multinomial(2, generator=draw)
 
     def sequences(n: int) -> Int[Tensor, "n length"]:
-        said = [torch.randint(words, (n,), generator=draw)]
-        for _ in range(length - 1):
-            said.append(following[said[-1], torch.randint(4, (n,), generator=draw)])
+        said = list(torch.randint(words, (2, n), generator=draw))
+        while len(said) < length:
+            pair = said[-2] + words * said[-1]
+            said.append(following[pair, torch.randint(2, (n,), generator=draw)])
         return torch.stack(said, 1)
 
     return sequences
 
 
-def loads(
+@dataclass(frozen=True)
+class RouterRun:
+    """A training run, step by step, and where the words of its last step go.
+
+    asked: visits that the first layer's experts were asked for
+    dropped: the share of them that found no room
+    losses: without the balance loss
+    words, chosen: of the last step, the words and the experts that each of them visits
+    """
+
+    asked: Int[Tensor, "steps E"]
+    dropped: Float[Tensor, " steps"]
+    losses: Float[Tensor, " steps"]
+    words: Int[Tensor, "b s"]
+    chosen: Int[Tensor, "T k"]
+
+    @property
+    def busiest(self) -> list[float]:
+        """The visits of the busiest expert over the mean, step by step."""
+        return (self.asked.max(1).values / self.asked.double().mean(1)).tolist()
+
+    def visits(self, ranks: int) -> list[list[int]]:
+        """Of the last step, visits to each expert from each of so many ranks, which share out the
+        sequences."""
+        E = self.asked.shape[1]
+        return [torch.bincount(part.flatten(), minlength=E).tolist()
+                for part in self.chosen.chunk(ranks)]  # fmt: skip
+
+
+def train_router(
     rank: Rank,
-    config: ModelConfig,
     seed: int,
     *,
+    skewed: bool = True,
     alpha: float = 0.0,
     rate: float | None = None,
     factor: float | None = None,
     steps: int = 40,
-) -> tuple[Int[Tensor, "steps E"], float]:
-    """The visits that the first layer's experts were asked for in each step of training on eight
-    sequences a step, and the mean loss of the last ten steps.
+) -> RouterRun:
+    """What becomes of a `READER` on eight sequences a step of a language.
 
     In float64, so that rounding, which differs between machines, decides no choice.
 
     alpha: of the balance loss
-    rate: γ of a bias, with sigmoid scores; without it there is none
+    rate: γ of a bias, with sigmoid scores; without it scores are a softmax, and there is none
     factor: c of the room that an expert has; without it no visit is dropped
     """
-    model = GPT(config, generator=torch.Generator().manual_seed(seed)).double()
-    how = dict(score="sigmoid", biased=True) if rate else {}
+    model = GPT(READER, generator=torch.Generator().manual_seed(seed)).double()
+    how = {} if rate is None else dict(score="sigmoid", biased=True)
     expert_parallel.spread_experts(model, rank.comm("ep"), capacity_factor=factor, **how)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    sequences = language(config.vocab_size, config.seq_len + 1, seed)
-    taken, losses = [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    said = language(READER.vocab_size, READER.seq_len + 1, seed, skewed=skewed)
+    layer, seen = model.blocks[0].feed_forward, []
     for _ in range(steps):
-        words = sequences(8)
+        words = said(BATCH)
         loss = model.loss(words[:, :-1], words[:, 1:])
         (loss + alpha * expert_parallel.auxiliary_loss(model)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if rate:
+        if rate is not None:
             expert_parallel.update_bias(model, rank.comm("dp"), rate)
-        taken.append(model.blocks[0].feed_forward.routing.load)
-        losses.append(loss.item())
-    return torch.stack(taken), sum(losses[-10:]) / len(losses[-10:])
+        routing = layer.routing
+        lost = 1 - routing.counts.sum() / routing.load.sum()
+        seen.append((routing.load, lost, loss.detach()))
+    asked, dropped, losses = map(torch.stack, zip(*seen, strict=True))
+    return RouterRun(asked, dropped, losses, words[:, :-1], routing.chosen)
+
+
+def summary(run: RouterRun) -> dict[str, list]:
+    """What is recorded of a run: means of every ten steps, rounded, and the visits of the last
+    step's words, a row for each word."""
+    columns = dict(busiest=torch.tensor(run.busiest), dropped=run.dropped, loss=run.losses)
+    kept = {
+        name: [round(x, 4) for x in each.view(-1, EVERY).double().mean(1).tolist()]
+        for name, each in columns.items()
+    }
+    E = run.asked.shape[1]
+    pairs = run.words.flatten()[:, None] * E + run.chosen
+    by_word = torch.bincount(pairs.flatten(), minlength=READER.vocab_size * E).view(-1, E)
+    return kept | dict(words=by_word.tolist())
+
+
+@functools.cache
+def routing_record() -> dict[str, Any]:
+    """The record: `made`, how; `runs`, of each way of `WAYS` the summaries of its seeds."""
+    return json.loads((DATA / "expert_routing.json").read_text(encoding="utf-8"))
+
+
+def ends(way: str, column: str, last: int = 50) -> list[float]:
+    """The mean over so many last steps, of each seed that is recorded."""
+    runs, places = routing_record()["runs"][way], last // EVERY
+    return [sum(run[column][-places:]) / places for run in runs]
+
+
+def worse(way: str, than: str = "nothing") -> tuple[float, float]:
+    """How much more loss a way ends with than another, seed by seed: the mean, and its standard
+    error."""
+    pairs = zip(ends(way, "loss"), ends(than, "loss"), strict=True)
+    apart = torch.tensor([a - b for a, b in pairs])
+    return apart.mean().item(), (apart.std() / len(apart) ** 0.5).item()
