@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from labutils.timeline import COMMUNICATION, Span, Timeline
 
+MESSAGES = ("pass", "pp")  # what one rank sends and another waits for
+
 
 @dataclass(eq=False, slots=True)
 class Task:
@@ -146,8 +148,8 @@ class Played(Timeline):
 
     def spent(self, rank: int) -> dict[str, float]:
         """Where the makespan went on a rank, by kind: what it computed; *exposed* communication,
-        its own or another's, which it stood still for; and the rest of its idle time, "bubble", in
-        which others computed. A wait is followed back along its causes.
+        its own beside which it computed nothing, or a message that it stood still for; and the rest
+        of its idle time, "bubble", due to what others did.
 
         Invariant: adds up to the makespan, less the updates of a schedule.
         """
@@ -160,18 +162,32 @@ class Played(Timeline):
         return {kind: seconds for kind, seconds in found.items() if seconds}
 
     def _reasons(self, wait: Wait) -> Iterator[tuple[str, float]]:
-        """A wait from its end to its start, cut into what others did meanwhile."""
-        now, op = wait.end, wait.needs
-        if wait.op is None:
-            op = max(self._when, key=self._end)
-            now = self._end(op)
-            yield "bubble", wait.end - now  # updates
+        """A wait, cut into what was sent meanwhile and what others did."""
+        left = [(wait.start, wait.end)]
+        own = (op for op in self._when if op.kind in COMMUNICATION and op.rank == wait.rank)
+        sent = [(op.kind, *self._when[op]) for op in own]
+        for kind, start, end in (*sent, *self._messages(wait)):
+            rest = []
+            for a, b in left:
+                low, high = max(a, start), min(b, end)
+                if low < high:
+                    yield kind, high - low
+                    rest += [(x, y) for x, y in ((a, low), (high, b)) if x < y]
+                else:
+                    rest.append((a, b))
+            left = rest
+        yield "bubble", sum(end - start for start, end in left)
+
+    def _messages(self, wait: Wait) -> Iterator[tuple[str, float, float]]:
+        """What was on its way from rank to rank along the causes of a wait."""
+        op = wait.needs or max(self._when, key=self._end)
+        now = wait.end if wait.op else self._end(op)  # then come updates
         while now > wait.start and op is not None:
-            start, end = (max(wait.start, min(now, time)) for time in self._when[op])
-            yield "pass", now - end  # on its way
-            yield op.kind if op.kind in COMMUNICATION else "bubble", end - start
+            start, end = self._when[op]
+            yield "pass", end, now
+            if op.kind in MESSAGES:
+                yield op.kind, start, end
             now, op = start, self.cause(op)
-        yield "bubble", now - wait.start
 
 
 def play(tasks: Iterable[Task]) -> Played:

@@ -21,6 +21,8 @@ AXES = ("pp", "dp", "cp", "tp", "ep")
 COMM_AXES = (*AXES, "edp")
 """The axes that a Comm can be of: also edp, the ranks that hold the same experts."""
 _MOST = 10**6  # ranks in a list
+REACHED = ("products", "attention", "memory", "link")
+"""The peaks of which a device reaches a fraction."""
 MOMENTS = {
     "sgd": (),
     "momentum": ("momentum_buffer",),
@@ -599,9 +601,19 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A device as its data sheet describes it; rates are dense peaks.
+    """A device, and the node and the network that it stands in.
 
-    Source: data/hardware.csv, a citation for each row.
+    memory_bandwidth, flops, link_bandwidth: dense peaks of its data sheet; a link's in one
+        direction
+    reached: the fraction of a peak that training reaches, of each in `REACHED`
+    kernel: seconds that a kernel takes besides
+    node: devices in a node
+    inside: what carries a device's messages to the others of its node, at the rate that it reaches
+    network, network_links: a link between nodes, at its rate, and how many of them a node has
+    source: of the data sheet's numbers; those of the others, and what of them is assumed, stand
+        beside them in the table
+
+    Source: data/hardware.csv, citations for each row.
     """
 
     name: str
@@ -609,6 +621,12 @@ class Hardware:
     memory_bandwidth: float
     flops: Mapping[str, float]
     link_bandwidth: float
+    reached: Mapping[str, float]
+    kernel: float
+    node: int
+    inside: Link
+    network: Link
+    network_links: int
     source: str
 
     @classmethod
@@ -625,9 +643,41 @@ class Hardware:
             memory=int(row["memory_GB"]) * units.GB,
             memory_bandwidth=float(row["memory_bandwidth_GBps"]) * 1e9,
             flops={fmt: float(rate) * 1e12 for fmt, rate in rates.items() if rate},
-            link_bandwidth=float(row["link_GBps_per_direction"]) * 1e9,
+            link_bandwidth=(link := float(row["link_GBps_per_direction"]) * 1e9),
+            reached={kind: float(row[kind]) for kind in REACHED},
+            kernel=float(row["kernel_us"]) / 1e6,
+            node=int(row["devices_per_node"]),
+            inside=Link(float(row["link_us"]) / 1e6, (part := float(row["link"])) * link),
+            network=Link(float(row["network_us"]) / 1e6, part * float(row["network_GBps"]) * 1e9),
+            network_links=int(row["network_links"]),
             source=row["source"],
         )
+
+    def rate(self, kind: str = "products", fmt: str = "bf16") -> float:
+        """FLOPs per second that products or attention reach in a format.
+
+        >>> units.text(Hardware.named("H100").rate(), "FLOP/s")
+        '673 TFLOP/s'
+        """
+        return self.reached[kind] * self.flops[fmt]
+
+    def ring(self, n: int, apart: int = 1) -> Link:
+        """What carries the messages of each of n ranks to the next, if the ring stays in a node or
+        else uses its part of all links that leave one.
+
+        n, apart: ranks of the ring, and how far the number of one is from the next: 1 where they
+            fill a node, the devices of a node where each stands in its own
+
+        >>> h100 = Hardware.named("H100")
+        >>> [units.text(h100.ring(*at).bandwidth) for at in ((8,), (16,), (16, 8))]
+        ['360 GB', '320 GB', '40.0 GB']
+        """
+        n, apart = units.whole(n, "n", 1), units.whole(apart, "apart", 1)
+        if n * apart <= self.node:
+            return self.inside
+        beside = max(1, self.node // apart)  # ranks of one ring in a node
+        carried = beside / self.node * self.network_links * self.network.bandwidth
+        return Link(self.network.latency, min(self.inside.bandwidth, carried))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

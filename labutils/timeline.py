@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from labutils.ledger import Ledger
 
-# Kinds of spans; all others compute, or are held.
-COMMUNICATION = ("gather", "reduce", "exchange", "route", "pass")
+# Kinds of spans that communicate; all others compute, or are held. In a whole step on a mesh they
+# are called after their axis.
+COMMUNICATION = ("gather", "reduce", "exchange", "route", "pass", "tp", "cp", "ep", "pp", "dp")
 
 
 @dataclass(frozen=True, slots=True)

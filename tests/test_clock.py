@@ -67,6 +67,49 @@ def test_a_message_on_its_way_is_exposed_where_nothing_else_is_done():
     assert run.makespan == 12 and run.busy(0) == 3 + 4
 
 
+WORK = {"F": {"forward": 2, "tp": 1}, "B": {"backward": 4, "tp": 2}}
+LAST = {"dp": 3, "update": 1}
+
+
+def test_a_whole_step_by_hand():
+    """Rank 0: F 0–3, its message to 4, F to 7, message to 8; B 14–20 and 24–30. Rank 1: F 4–7,
+    B 7–13, message to 14, F to 17, B to 23, message to 24. Then 3 + 1."""
+    step = schedule.whole_step(schedule.one_f_one_b(2, 2), [WORK] * 2, send=1, last=[LAST] * 2)
+    alike = {"forward": 4, "backward": 8, "tp": 6, "dp": 3, "update": 1}
+    assert step.makespan == 34
+    assert step.spent(0) == alike | {"pp": 2 + 2, "bubble": (14 - 8 - 1) + (24 - 20 - 1)}
+    assert step.spent(1) == alike | {"pp": 2 + 1, "bubble": 3 + 6}
+    assert str(step.waits_of(1)[0]) == "rank 1 waits from 0 to 4: forward F0@1 needs pp F0@0"
+    assert sum(task.seconds for task in step.critical_path()) == 34
+
+
+@given(
+    st.sampled_from(["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v", "dualpipe_v"]),
+    st.integers(1, 4),
+    st.lists(st.integers(0, 5), min_size=8, max_size=8),
+)
+def test_a_whole_step_adds_up_on_every_rank(name, p, times):
+    one = getattr(schedule, name)(p, 2 * p)
+    f, b, w, tp, send, *rest = times
+    work = {"F": {"forward": f, "tp": tp}, "B": {"backward": b}, "W": {"backward": w}}
+    last = [dict(zip(("dp", "update"), rest, strict=False))] * p
+    step = schedule.whole_step(one, [work] * one.stages, send=send, last=last)
+    for rank in range(p):
+        found, ops = step.spent(rank), one.ranks[rank]
+        assert sum(found.values()) == step.makespan
+        assert found.get("forward", 0) == f * sum(op.kind == "F" for op in ops)
+        assert found.get("tp", 0) == tp * sum(op.kind == "F" for op in ops)
+        assert found.get("dp", 0) == rest[0]
+    plain = schedule.whole_step(one, [work] * one.stages)  # what `simulate` plays
+    alone = Durations(f + tp, b, w if one.split else 0)
+    assert plain.makespan == schedule.simulate(one, alone).makespan
+
+
+def test_a_whole_step_of_no_schedule_is_refused():
+    with pytest.raises(ValueError, match="deadlock"):
+        schedule.whole_step(schedule.read("F0 B0 F1 B1 | F0 F1 B0 B1"), [WORK] * 2)
+
+
 @st.composite
 def any_tasks(draw):
     """Tasks on a few lanes that need some of those before them, listed in another order that keeps

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labutils import config
-from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
+from labutils.config import REACHED, Hardware, Link, Mesh, ModelConfig, TrainConfig
 
 TINY = dict(num_layers=2, d_model=8, num_heads=4, d_ff=32, vocab_size=16, seq_len=8)
 PUBLISHED = {
@@ -264,6 +264,27 @@ def test_hardware_is_what_the_data_sheets_say():
     )
     assert Hardware.named("A100").flops["bf16"] / Hardware.named("A100").flops["fp32"] == 16
     assert all(Hardware.named(name).source for name in Hardware.names())
+
+
+def test_a_machine_reaches_a_part_of_its_peaks_and_a_ring_uses_all_links_of_a_node():
+    b200, v100 = Hardware.named("B200"), Hardware.named("V100")
+    reached = [b200.rate() / 1e12, b200.rate("attention") / 1e12, b200.inside.bandwidth / 1e9]
+    assert reached == pytest.approx([0.48 * 2250, 0.39 * 2250, 0.53 * 900])
+    assert b200.kernel == pytest.approx(17.6e-6) and b200.rate(fmt="fp8") == 2 * b200.rate()
+    # eight devices in a node, with eight links of 50 GB/s, which reach 0.8 of that, or four of 12.5
+    h100 = Hardware.named("H100")
+    assert h100.ring(8) == h100.ring(2, apart=4) == h100.inside
+    carried = {(9, 1): 400, (16, 1): 400, (4, 4): 100, (2, 8): 50, (2, 64): 50}
+    found = {at: h100.ring(*at).bandwidth / 0.8e9 for at in carried}
+    assert found == pytest.approx(carried)
+    assert v100.ring(16).bandwidth == 50e9 and v100.ring(2, 8).bandwidth == 6.25e9
+    assert b200.ring(16).latency == 5e-6 > b200.inside.latency == 2e-6
+    for name in Hardware.names():
+        one = Hardware.named(name)
+        assert set(one.reached) == set(REACHED) and all(0 < x <= 1 for x in one.reached.values())
+        assert one.ring(2 * one.node).bandwidth <= one.inside.bandwidth
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        h100.ring(0)
 
 
 def test_link_refuses():

@@ -155,14 +155,15 @@ def routed_timeline(
         return tasks[-n:]
 
     def compute(name: str, visits: Sequence[float], needs: Sequence[Task]) -> list[Task]:
-        tasks.extend(Task(i, visits[i] * a_visit, needs, "forward", name, i) for i in range(n))
+        for i in range(n):
+            tasks.append(Task(i, visits[i] * a_visit, needs[i : i + 1], "forward", name, i))
         return tasks[-n:]
 
     if model.shared_expert:
         compute("shared", [sum(row) / model.top_k for row in table], ())
     arrived = travel("dispatch 0", ())
     for chunk in range(chunks):
-        done = compute(f"experts {chunk}", [rows / chunks for rows in came], arrived[:1])
+        done = compute(f"experts {chunk}", [rows / chunks for rows in came], arrived)
         if chunk + 1 < chunks:
             arrived = travel(f"dispatch {chunk + 1}", ())
         travel(f"combine {chunk}", done)

@@ -25,3 +25,4 @@ from labutils.schedule.generators import (
 )
 from labutils.schedule.orders import Board, Op, Schedule, read, why_illegal
 from labutils.schedule.simulation import Durations, PipelineRun, simulate
+from labutils.schedule.whole import whole_step

@@ -33,7 +33,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from labutils import anatomy, checkpointing, collectives, measure, units, zero
-from labutils.config import Hardware, Link, Mesh, ModelConfig
+from labutils.config import Hardware, Mesh, ModelConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler
 from labutils.teach import plots, rigs
@@ -399,26 +399,26 @@ at_most = zero.predict_held(layers, 1024, 3, itemsize=2, shard_itemsize=4).total
 units.text(zero.model_states(trillion.num_params, 1024, 3).total), units.text(at_most)
 
 # %% [markdown]
-# And the bytes of one step of Llama-3.1-405B, on a link of 50 GB/s:
+# And the bytes of one step of Llama-3.1-405B. A node of H100s has eight links of 50 GB/s, of which messages reach 40. Eight rings use them all (lab 07), 320 GB/s from each rank to the next:
 
 # %%
 sent = zero.predict_sent(largest.num_params, n, 3, rank=0).total
-units.text(sent), f"{sent / 50e9:.0f} s"
+h100 = Hardware.named("H100")
+units.text(sent), f"{sent / h100.ring(n).bandwidth:.0f} s"
 
 # %% [markdown]
-# **Level 3 alone fits neither model into the 80 GB of an H100**, activations not counted. And 97 s of messages, in fp32, hide behind nothing shorter: the next question. Labs 10 and 13 divide both: a rank that
+# **Level 3 alone fits neither model into the 80 GB of an H100**, activations not counted. And 15 s of messages, in fp32, hide behind nothing shorter: the next question. Labs 10 and 13 divide both: a rank that
 # has an eighth of each layer, or one layer in sixteen, makes that much less whole and gathers that much less.
 
 # %% [markdown]
 # ## Is level 3 slower, then?
 #
-# It sends 1.5 times as much. Whether that takes time depends on what a rank computes meanwhile. Take the blocks of Llama-3.1-8B in bf16 on 64 H100s that
-# reach 40 % of their peak, each with 50 GB/s to the others. One unit is one block; its forward pass is 2 FLOPs per weight and token.
+# It sends 1.5 times as much. Whether that takes time depends on what a rank computes meanwhile. Take the blocks of Llama-3.1-8B in bf16 on 64 H100s, eight per
+# node, with those eight rings. Their products reach 68 % of the peak, an estimate from Llama 3's published throughput. One unit is one block; its forward pass is 2 FLOPs per weight and token.
 
 # %%
 block_params = sum(anatomy.units(ModelConfig.named("llama-3.1-8b"))["blocks.0"])
-rate = 0.4 * Hardware.named("H100").flops["bf16"]
-network = Link(latency=5e-6, bandwidth=50e9)
+rate, network = h100.rate(), h100.ring(64)
 
 
 def step_in(order, tokens, num_blocks=8):
@@ -445,7 +445,7 @@ predict("zero/tokens-per-rank", tokens=1000)
 reveal("zero/tokens-per-rank", tokens=round(rate / network.bandwidth * 63 / 64))
 
 # %% [markdown]
-# The order of a step with prefetch is `zero.unit_order`. Without it, each gather begins when its layer is needed:
+# The latency of a ring's 63 hops, left out here, asks for about a quarter more. The order of a step with prefetch is `zero.unit_order`. Without it, each gather begins when its layer is needed:
 
 
 # %%
@@ -460,18 +460,18 @@ def without_prefetch(num_blocks):
 
 
 steps = {
-    "16,384 tokens, no prefetch": step_in(without_prefetch(8), 16_384),
-    "16,384 tokens": step_in(zero.unit_order(8), 16_384),
+    "4,096 tokens, no prefetch": step_in(without_prefetch(8), 4_096),
     "4,096 tokens": step_in(zero.unit_order(8), 4_096),
+    "1,024 tokens": step_in(zero.unit_order(8), 1_024),
 }
 title = "The next layer arrives while this one computes, if a rank has tokens enough"
 plots.overlap(title=title, **steps)
 
 # %% [markdown]
-# Communication is the lower lane, shaded is time in which the rank waits. With 16,384 tokens and prefetch two waits are left: the first gather and the last
-# reduction. With 4,096 tokens the rank waits before nearly every layer.
+# Communication is the lower lane, shaded is time in which the rank waits. With 4,096 tokens and prefetch two waits are left: the first gather and the last
+# reduction. With 1,024 tokens the rank waits before nearly every layer.
 #
-# Level 3 gathers in every micro-batch, so tokens of other micro-batches hide nothing. 8,192 tokens per step, taken as 1, 2, 4 and 8 micro-batches; the time of a step over that of its
+# Level 3 gathers in every micro-batch, so tokens of other micro-batches hide nothing. 4,096 tokens per step, taken as 1, 2, 4 and 8 micro-batches; the time of a step over that of its
 # computation:
 
 
@@ -481,7 +481,7 @@ def stretched(order, count):
     return timeline.makespan / (timeline.makespan - timeline.exposed)
 
 
-[round(stretched(zero.unit_order(32), 8192 // k), 2) for k in (1, 2, 4, 8)]
+[round(stretched(zero.unit_order(32), 4096 // k), 2) for k in (1, 2, 4, 8)]
 
 # %% [markdown]
 # Now against level 2, which reduces each layer during the backward pass. It gathers all new weights after the step, or, as `--overlap-param-gather` of Megatron-LM does, each layer's while the
@@ -503,7 +503,7 @@ def level_2_ahead(num_blocks):
     return order + level_2(num_blocks)[num_blocks : 3 * num_blocks]
 
 
-tokens = [2**k for k in range(10, 18)]
+tokens = [2**k for k in range(8, 16)]
 orders = {"level 3": zero.unit_order(32), "no prefetch": without_prefetch(32)}
 orders |= {"level 2": level_2(32), "level 2, gathers ahead": level_2_ahead(32)}
 lines = {name: [stretched(order, k) for k in tokens] for name, order in orders.items()}

@@ -138,6 +138,8 @@ KINDS = {
     "exchange": ("activations of other ranks", *style.AXES["tp"]),
     "route": ("all-to-all of tokens", *style.AXES["ep"]),
     "pass": ("keys and values passed on", *style.AXES["cp"]),
+    "update": ("optimizer", style.COMPONENTS["optimizer"], ""),
+    **{axis: (f"messages of {axis}", *look) for axis, look in style.AXES.items()},
 }
 _LANE, _ROW = 0.17, 0.44  # inches: a lane (compute above, communication below), and a rank
 

@@ -1,0 +1,59 @@
+"""A plan, played on the clock: every operation of every rank, and what it waits for."""
+
+import numpy as np
+
+from labutils import schedule
+from labutils.clock import Played
+from labutils.config import ModelConfig
+from labutils.planner import stages, work
+from labutils.planner.cluster import Cluster
+from labutils.planner.rates import Rates
+from labutils.planner.work import LINKS, WORK, Plan
+
+
+def timeline(
+    model: ModelConfig, plan: Plan, rates: Rates, cluster: Cluster | None = None
+) -> Played:
+    """The step of a plan of 1F1B or GPipe in time: of each stage one rank, whose peers on the
+    other axes do the same. Nothing overlaps: messages are on the lane of who sends them.
+
+    cluster: whose links between nodes slow what leaves a node; None: all is one node
+
+    Invariant: `spent` of every rank adds up to the makespan; that is the total of `critical_path`
+    where the slowest stage is the first or the last.
+    Raises ValueError for other schedules, and for ZeRO 2 and 3, which send beside computing.
+    """
+    name = work.SCHEDULES[plan.schedule]
+    if name not in ("one_f_one_b", "gpipe") or plan.zero > 1 or plan.recompute:
+        raise ValueError(
+            f"schedule={name!r}, zero={plan.zero}, recompute={plan.recompute}: only one_f_one_b "
+            "and gpipe with zero=0 or 1, and with nothing computed again, are played"
+        )
+    p = plan.column()
+    each = rates.seconds.copy()
+    if cluster is not None:
+        for axis, times in cluster.slowness(p, work.ulysses(model, p)).items():
+            each[WORK.index(axis)] *= np.ravel(times)[0]
+
+    def parts(row: np.ndarray, kind: str) -> dict[str, float]:
+        """Seconds of a row of work: of computing, and on each axis."""
+        seconds = (each * row).tolist()
+        sent = zip(LINKS, seconds[4:], strict=True)
+        return {kind: sum(seconds[:4])} | {axis: time for axis, time in sent if time}
+
+    layers, ranks = stages.rank_layers(model, plan.pp, 1, plan.even), np.arange(plan.pp)[:, None]
+    plain, sparse = np.array(layers).T[:, :, None]
+    at = stages.Place(ranks, plain, sparse, 1 * (ranks == 0), 1 * (ranks == plan.pp - 1))
+    kinds = [work.layer(model, p, experts) for experts in (False, True)]
+    kinds += [work.embedding(model, p), work.head(model, p)]
+    counts = np.stack([at.plain, at.sparse, at.first, at.last])[:, :, 0]  # [kinds, ranks]
+    F, B = (np.einsum("kr,kw->rw", counts, [pair[i][:, 0] for pair in kinds]) for i in (0, 1))
+    pairs = zip(F, B, strict=True)
+    rows = [{"F": parts(f, "forward"), "B": parts(b, "backward")} for f, b in pairs]
+    update = work.update(model, p, *stages.held_weights(model, p, at))[:, :, 0]
+    return schedule.whole_step(
+        getattr(schedule, name)(plan.pp, plan.micro_batches),
+        rows,
+        send=float(each @ work.message(model, p)[:, 0]),
+        last=[parts(row, "update") for row in update.T],
+    )
