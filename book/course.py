@@ -109,6 +109,19 @@ class Benchmarks(Written):
         return "\n".join([plain(first.partition(": ")[2]), "", *table])
 
 
+class Panel(SphinxDirective):
+    """```{panel} plans```: a panel of `panels.py`, as a page shows it that has no Python."""
+
+    required_arguments = 1
+
+    def run(self):
+        import panels  # matplotlib, numpy and torch, which other pages do not need
+
+        made = panels.PANELS[self.arguments[0]]()
+        page = f'<div class="cell_output"><div class="text_html">{made}</div></div>'
+        return [nodes.raw("", page, format="html")]
+
+
 WHOLE = re.compile(
     r" \[(?:full text read[^\]]*|read)\]"
 )  # worth saying is only that a source was read in part, or not seen
@@ -169,5 +182,6 @@ def setup(app):
     app.add_directive("compositions", Compositions)
     app.add_directive("benchmarks", Benchmarks)
     app.add_directive("lessons", Lessons)
+    app.add_directive("panel", Panel)
     app.connect("build-finished", copy_mathjax)
     return {"parallel_read_safe": True}
