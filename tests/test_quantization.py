@@ -414,6 +414,9 @@ def test_error_feedback_is_gptq_and_better_where_it_counts():
     w, H = drawn(8, 24, seed=3), quantization.hessian(seen)
     fed, nearest = quantization.error_feedback(w, H, "int3", 8), quantize(w, "int3", granularity=8)
     torch.testing.assert_close(fed, by_cholesky(w, H, nearest))
+    wider = w.abs().amax(1, keepdim=True) / 2
+    codes = quantization.error_feedback(w, H, "int3", scales=wider) / wider
+    assert (codes - codes.round()).abs().max() < 1e-6 and codes.abs().max() == 2
     scales = nearest.scale_of_each()
     codes = fed / scales
     assert (codes - codes.round()).abs().max() < 1e-5 and codes.abs().max() <= 3 + 1e-5

@@ -1,9 +1,10 @@
 """LoRA against full fine-tuning over learning rates, LoRA ranks and seeds, on two tasks: from
 addition in base 10 to base 8, and from Python's reference to its source code. Writes
 in labutils/data adder.safetensors, the model before the first, and what became of both:
-lora_addition.csv and lora_text.csv, whose first line says how they were made.
+lora_addition.csv, lora_alpha.csv and lora_text.csv, whose first line says how they were made.
 
-    python tools/lora_sweep.py
+    python tools/lora_sweep.py          all of it
+    python tools/lora_sweep.py alpha    lora_alpha.csv alone, from the recorded model
 """
 
 import copy
@@ -11,11 +12,12 @@ import csv
 import datetime
 import math
 import platform
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from labutils import lora
@@ -27,6 +29,7 @@ ALPHA = 32
 RATES = [1e-4 * 2**i for i in range(8)]
 
 SEEDS = range(5)
+ALPHAS = {4: [*RATES[5:], 2 * RATES[-1]], 128: RATES[2:6]}  # at r = 4, beside ALPHA's
 RUNS = {"full": RATES[:6], 1: RATES[3:], 4: RATES[3:], 16: RATES[3:]}
 PATTERNS = {"attention.*": 8, "feed_forward.*": 2}  # alone, with that LoRA rank
 
@@ -39,12 +42,14 @@ TEXT_RUNS = {"full": RATES[1:7], 1: RATES[3:], 4: RATES[3:], 16: RATES[3:]}
 HELD_OUT = 256  # rows of the end of a text
 
 
-def adapted(model: GPT, rank: int | str, pattern: str, seed: int) -> tuple[GPT, int]:
+def adapted(
+    model: GPT, rank: int | str, pattern: str, seed: int, alpha: int = ALPHA
+) -> tuple[GPT, int]:
     """A copy to train, whole or by adapters, and how many numbers of it are trained."""
     model = copy.deepcopy(model)
     if rank != "full":
         draw = torch.Generator().manual_seed(seed)
-        lora.adapt(model, rank=rank, alpha=ALPHA, pattern=pattern, generator=draw)
+        lora.adapt(model, rank=rank, alpha=alpha, pattern=pattern, generator=draw)
     return model, sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -57,9 +62,11 @@ def adder() -> GPT:
     return rigs.lora.learn_sums(model, 10, steps=1200, batch=64, lr=5e-3, decay=True)
 
 
-def add(model: GPT, rank: int | str, pattern: str, lr: float, seed: int) -> dict[str, Any]:
+def add(
+    model: GPT, rank: int | str, pattern: str, lr: float, seed: int, alpha: int = ALPHA
+) -> dict[str, Any]:
     """What a model has learned, and forgotten, after 60 steps of 32 sums."""
-    model, trained = adapted(model, rank, pattern, seed)
+    model, trained = adapted(model, rank, pattern, seed, alpha)
     rigs.lora.learn_sums(model, 8, steps=60, batch=32, lr=lr, seed=seed)
     (loss, right), (_, kept) = (rigs.lora.score_sums(model, base) for base in (8, 10))
     return dict(
@@ -145,12 +152,30 @@ def save(name: str, found: list[dict[str, Any]], made: str) -> None:
         writer.writerows(found)
 
 
-def main() -> None:
-    """Train, sweep, and write the three files."""
+def sweep_alpha(model: GPT) -> list[dict[str, Any]]:
+    """Addition at r = 4 with other α, over learning rates and seeds."""
+    return [
+        add(model, 4, "*", lr, seed, alpha) | {"alpha": alpha}
+        for alpha, rates in ALPHAS.items() for lr in rates for seed in TEXT_SEEDS
+    ]  # fmt: skip
+
+
+def recorded_adder() -> GPT:
+    """The model of adder.safetensors."""
+    model = GPT(rigs.lora.ADDER, attention="sdpa")
+    model.load_state_dict(load_file(DATA / "adder.safetensors"))
+    return model
+
+
+def main(names: list[str]) -> None:
+    """Train, sweep, and write the files; of those of `names`, "alpha" alone."""
     torch.set_num_threads(1)
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     today = f"{datetime.date.today():%d %B %Y}, {platform.machine()}"
     made = f"python tools/lora_sweep.py; {versions}; {today}"
+    if names == ["alpha"]:
+        save("alpha", sweep_alpha(recorded_adder()), made.replace(";", " alpha;", 1))
+        return
 
     model = writer()
     found = [write(model, "full", "*", 0.0, 0, steps=0) | dict(rank="none", trained=0)]
@@ -163,7 +188,8 @@ def main() -> None:
     for pattern, rank in PATTERNS.items():
         found += [add(model, rank, pattern, lr, seed) for lr in RATES[3:] for seed in SEEDS]
     save("addition", found, made)
+    save("alpha", sweep_alpha(model), made)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

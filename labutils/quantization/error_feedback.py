@@ -21,13 +21,22 @@ def hessian(x: Float[Tensor, "tokens k"], damping: float = 0.01) -> Float[Tensor
 
 
 def error_feedback(
-    w: Float[Tensor, "d k"], H: Float[Tensor, "k k"], fmt: str, granularity: Granularity = "row"
+    w: Float[Tensor, "d k"],
+    H: Float[Tensor, "k k"],
+    fmt: str,
+    granularity: Granularity = "row",
+    *,
+    scales: Tensor | None = None,
 ) -> Float[Tensor, "d k"]:
     """w in values of `quantize`'s grid, fp64. Column after column is rounded; what that changes in
     the output goes to the later ones, by the inverse of H, from which each finished column is then
-    eliminated."""
+    eliminated.
+
+    scales: of every weight, or to be expanded to that, in place of those of the granularity
+    """
     kept = quantize(w, fmt, granularity=granularity)
-    scales, top = kept.scale_of_each().double(), kept.integers.max
+    top = kept.integers.max
+    scales = (kept.scale_of_each() if scales is None else scales).double().expand(w.shape)
     w, inverse = w.double().clone(), torch.linalg.inv(H)
     for j in range(w.shape[1]):
         rounded = (w[:, j] / scales[:, j]).round().clamp(-top, top) * scales[:, j]

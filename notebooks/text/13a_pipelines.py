@@ -3,7 +3,7 @@
 #
 # **Four devices hold a quarter of the layers each. How long does each of them wait, what must it hold, and which order of work makes both small?**
 #
-# *85 min · before this: labs 03, 07 and 08 · needs a laptop, no GPU and no network*
+# *85 min, and 5 further · before this: labs 03, 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -24,7 +24,7 @@ import functools
 import torch
 
 from labutils import measure, pipeline, schedule, units
-from labutils.config import Link, Mesh, ModelConfig
+from labutils.config import Hardware, Link, Mesh, ModelConfig
 from labutils.model import GPT
 from labutils.schedule import Durations, simulate
 from labutils.teach import plots
@@ -112,15 +112,19 @@ formula.diff(world.ledger)
 # %% [markdown]
 # Rank 0 and rank 3 exchange one gradient more: this model's head *is* its embedding, and the two stand at opposite ends. Both add up what the other computed.
 #
-# That is little. Bytes that a rank of GPT-2 sends per token in float32: over a cut, up and down, beside lab 08's all-reduce on eight ranks that have 1,024 tokens each:
+# How much is that? For GPT-2 in float32, a cut sends the same for each token, up and down. Lab 08's all-reduce is paid once per step: on eight ranks that have 1,024 tokens each, and on eight that have 142,000:
 
 # %%
 gpt2 = ModelConfig.named("gpt2")
 over_a_cut = 2 * 4 * gpt2.d_model
-all_reduce = 2 * 7 / 8 * 4 * gpt2.num_params / 1024
-f"{units.text(over_a_cut)} beside {units.text(all_reduce)}"
+print("over a cut:", units.text(over_a_cut), "per token")
+for count in (1024, 142_000):
+    all_reduce = 2 * 7 / 8 * 4 * gpt2.num_params / count
+    print(f"all-reduce, {count:7,} tokens per rank: {units.text(all_reduce)} per token")
 
 # %% [markdown]
+# So a small step sends far less over a cut, and a large one as much or more. (The cut's bytes wait for nobody but its neighbor; the all-reduce waits for all.)
+#
 # What it saves: each rank holds, and updates, its own parameters only.
 
 # %%
@@ -143,7 +147,7 @@ plots.gantt(simulate(naive))
 predict("bubble/ten-percent", micro_batches=8)
 
 # %% [markdown]
-# With p ranks and m micro-batches, F and B are also the times of a forward and a backward. The last rank waits p − 1 forwards for its first F, works m(F + B) without a pause, and after its
+# Take p ranks and m micro-batches, and let F and B also stand for the times of a forward and a backward pass. The last rank waits p − 1 forwards for its first F, works m(F + B) without a pause, and after its
 # last B come p − 1 backwards: a step takes (m + p − 1)(F + B). Every rank works m(F + B) of it and is idle for (p − 1)(F + B), whatever m is. So
 #
 # $$ \text{bubble overhead} = \frac{\text{idle}}{\text{ideal}} = \frac{p-1}{m}, \qquad \text{bubble fraction} = \frac{\text{idle}}{\text{total}} = \frac{p-1}{m+p-1}. $$
@@ -203,7 +207,7 @@ for name, each in {"simulated": simulate(plan, pace), "measured": paced}.items()
 # Between F and B of a micro-batch a rank keeps its activations. Under GPipe all m are *in flight* on every rank when the first B begins. The strips of the chart show it, and lab 05's promise
 # that memory stays flat with more micro-batches is gone.
 #
-# > The optimum in time is (m + p − 1)(F + B). Which is the least that rank 0 of four can hold, and still reach it with eight micro-batches?
+# > With eight micro-batches, how few must rank 0 of four keep at once without making the step any longer than (m + p − 1)(F + B)?
 
 # %%
 predict("pipeline/in-flight", micro_batches=8)
@@ -278,7 +282,7 @@ kept = [max(run.in_flight) for run, _ in world.run(step(plan))]
 # %%
 def activations(rank, plan):
     whole = GPT(gpt2, attention="sdpa")
-    stages = pipeline.local(pipeline.split(whole, 4), plan, rank.rank)
+    stages = pipeline.local(pipeline.split(whole, plan.stages), plan, rank.rank)
     data = [(torch.zeros(1, 1024, dtype=torch.long),) * 2] * plan.micro_batches
     run = functools.partial(pipeline.run, stages, plan, rank.comm("pp"), data)
     return measure.history(run, stages).only("activations").peak.ledger.total
@@ -290,6 +294,20 @@ for m in (4, 8):
     plans = {"GPipe": schedule.gpipe(4, m), "1F1B": schedule.one_f_one_b(4, m)}
     held = {name: dry.run(activations, plan, rank=0) for name, plan in plans.items()}
     print(f"m = {m:2}", *(f"{name} {units.text(n)}" for name, n in held.items()))
+
+# %% [markdown]
+# > Now one device alone, with all twelve layers, which runs the eight micro-batches one after the other. How many MB of activations does it hold?
+
+# %%
+predict("pipeline/one-device", MB=3200)
+
+# %%
+one = World(Mesh(pp=1), engine="dry")
+alone = one.run(activations, schedule.one_f_one_b(1, 8), rank=0)
+reveal("pipeline/one-device", MB=round(alone / 1e6))
+
+# %% [markdown]
+# **A pipeline saves no activations on rank 0.** It has a quarter of the layers, and four micro-batches in flight: p · L/p = L. What a cut saves is parameters, gradients and optimizer states; against activations help recomputation (lab 04), shorter rows (lab 11), or fewer micro-batches in flight. GPipe itself recomputes: of a micro-batch it keeps the input of the stage alone, and runs the forward pass again before the backward one.
 
 # %% [markdown]
 # ### Exercise 13.2 · Bound the memory (8 min, ●○○)
@@ -361,7 +379,7 @@ f"{sum(op.stage == 3 for op in path)} of {len(path)}"
 # %% [markdown]
 # ## Who waits for whom?
 #
-# So far a send went on by itself (`isend`). A plain `send` may wait until its receiver takes the message; on the course's ranks it always does. GPipe ends with it. 1F1B as it stands:
+# So far a send went on by itself (`isend`). A plain `send` may wait until its receiver takes the message; on the course's ranks it always does. With plain sends GPipe still finishes. 1F1B does not:
 
 # %%
 world.run(step(schedule.gpipe(4, 8), messages="blocking"))
@@ -391,7 +409,7 @@ link = Link(latency=1, bandwidth=1e30)
 ms = (8, 16, 32, 64)
 
 
-def extra(make, m, p=4):
+def extra(make, m, p=4, link=link):
     return simulate(make(p, m), link=link).makespan - simulate(make(p, m)).makespan
 
 
@@ -400,12 +418,28 @@ makers = schedule.gpipe, schedule.one_f_one_b, schedule.eager_one_f_one_b
 
 # %% [markdown]
 # GPipe pays on the way in and on the way out, 2(p − 1) messages. 1F1B pays for every micro-batch: a way to the end and back now takes 2(p − 1) messages more, and the p micro-batches that
-# rank 0 has in flight no longer fill it. That is 2(p − 1)/p each, on 2, 4 and 8 ranks as on these. Eager 1F1B has more in flight, and holds them:
+# rank 0 has in flight no longer fill it. That is 2(p − 1)/p each, on 2, 4 and 8 ranks as on these. Eager 1F1B hides the message by keeping more micro-batches in flight, and pays in memory:
 
 # %%
 plain = functools.partial(extra, schedule.one_f_one_b)
 each = [(plain(64, p) - plain(32, p)) / 32 for p in (2, 4, 8)]
 each, [2 * (p - 1) / p for p in (2, 4, 8)], schedule.eager_one_f_one_b(4, 8).peak(0)
+
+# %% [markdown]
+# *As long as a forward* was there to make it visible. For Llama-2-7B on four ranks, 4,096 tokens per micro-batch in bf16, 40 % of an H100's peak, and a network of 50 GB/s (lab 09), a message takes this part of a forward; and a step of 32 micro-batches becomes longer by:
+
+# %%
+llama, h100 = ModelConfig.named("llama-2-7b"), Hardware.named("H100")
+forward = llama.flops_per_token() / 3 * 4096 / 4 / (0.4 * h100.flops["bf16"])
+message = 2 * 4096 * llama.d_model / 50e9
+real = Link(latency=message / forward, bandwidth=1e30)
+print(f"{1000 * message:.2f} of {1000 * forward:.0f} ms, {message / forward:.1%}")
+for make in makers:
+    whole = simulate(make(4, 32)).makespan
+    print(f"{make.__name__:18} {extra(make, 32, link=real) / whole:.1%} longer")
+
+# %% [markdown]
+# So with stages of this size 1F1B's messages cost about one percent. They count where stages are short, or the network is slow.
 
 # %% [markdown]
 # ## Can one rank have several stages?
@@ -459,7 +493,7 @@ hint("pipeline/bug-hunt", 1)
 show(schedule.interleaved)
 
 # %% [markdown]
-# ## What if nobody waits for the update?
+# ## Further: what if nobody waits for the update?
 #
 # *PipeDream* drops the end of the step. Each rank updates its weights after each of its backward passes and goes on, so the pipeline fills once, and drains when training ends. B must meet
 # the weights of its F, so each rank *stashes* them. Of micro-batch k = 0 … 7, how many updates behind is what rank 0, and rank 3, computes with?
@@ -469,38 +503,45 @@ dream = schedule.pipedream(4, 8)
 {rank: [k - dream.version(rank, k) for k in range(8)] for rank in (0, 3)}
 
 # %% [markdown]
-# On ranks, beside eight steps of SGD with one micro-batch each on one device:
+# What does that do to learning? Twenty-four micro-batches, first of random tokens, in which nothing can be learned, then one sequence again and again. PipeDream on ranks, and SGD with the same micro-batches on one device:
 
 
 # %%
-def dreaming(rank, plan):
+def dreaming(rank, plan, data, lr=0.1):
     stages = pipeline.local(pipeline.split(model(tied=False), 4), plan, rank.rank)
-    sgd = torch.optim.SGD(stages.parameters(), lr=0.1)
-    return pipeline.run(stages, plan, rank.comm("pp"), batches, optimizer=sgd)
+    sgd = torch.optim.SGD(stages.parameters(), lr=lr)
+    return pipeline.run(stages, plan, rank.comm("pp"), data, optimizer=sgd)
+
+
+def one_by_one(data, lr):
+    """Mean loss of SGD on one device."""
+    alone, losses = model(tied=False), []
+    sgd = torch.optim.SGD(alone.parameters(), lr=lr)
+    for x, y in data:
+        sgd.zero_grad()
+        losses.append(alone.loss(x, y))
+        losses[-1].backward()
+        sgd.step()
+    return sum(losses).item() / len(losses)
 
 
 # %%
-alone, losses = model(tied=False), []
-sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
-for x, y in batches:
-    sgd.zero_grad()
-    losses.append(alone.loss(x, y))
-    losses[-1].backward()
-    sgd.step()
-
-runs = world.run(dreaming, dream)
-f"mean loss {runs[3].loss.item():.4f}, on one device {sum(losses).item() / 8:.4f}"
+for name, data in {"random": batches * 3, "one sequence": batches[:1] * 24}.items():
+    for lr in (0.1, 1.0) if name != "random" else (0.1,):
+        stale = world.run(dreaming, schedule.pipedream(4, 24), data, lr)[3].loss.item()
+        print(f"{name:12} lr {lr}: {stale:.2f} stale, {one_by_one(data, lr):.2f} alone")
 
 # %% [markdown]
-# It is another algorithm: the losses differ, since rank 0 applies gradients of weights three updates old. *PipeDream-2BW* updates once per p micro-batches, with gradients one update old on all
+# Random tokens cannot tell the two apart. Where there is something to learn, gradients of weights that are up to three updates old learn it more slowly here, and a larger rate makes that worse. *PipeDream-2BW* updates once per p micro-batches, with gradients one update old on all
 # ranks. Versions of the weights that ranks hold:
 
 # %%
-two = world.run(dreaming, schedule.pipedream_2bw(4, 8))
+runs = world.run(dreaming, dream, batches)
+two = world.run(dreaming, schedule.pipedream_2bw(4, 8), batches)
 {"PipeDream": [run.versions for run in runs], "2BW": [run.versions for run in two]}
 
 # %% [markdown]
-# ## Play with it
+# ## Further: play with it
 #
 # Which order profits most from more micro-batches? Which one suffers from slow messages?
 
@@ -523,7 +564,7 @@ def view(order="1F1B", m=8, message=0):
     return plots.gantt(simulate(made, Durations(share, share, share), wire))
 
 
-explore(view, order=list(orders), m=[4, 8], message=[0, 1])
+explore(view, order=list(orders), m=[4, 8], message=[0, 0.02, 0.5, 1])
 
 # %% [markdown]
 # ## In practice
@@ -562,6 +603,8 @@ explore(view, order=list(orders), m=[4, 8], message=[0, 1])
 # >   <!-- claim: [round(schedule.simulate(schedule.gpipe(4, m)).bubble_fraction, 3) for m in (26, 27)] == [0.103, 0.1] -->
 # > - 1F1B waits as long as GPipe and holds p − i micro-batches on rank i: on rank 0 of four 4, where GPipe holds all 8 or 64.
 # >   <!-- claim: [[schedule.one_f_one_b(4, m).peak(0), schedule.gpipe(4, m).peak(0)] for m in (8, 64)] == [[4, 8], [4, 64]] -->
+# > - A pipeline saves no activations on rank 0: p micro-batches of L/p layers are those of one device with all L.
+# >   <!-- claim: [schedule.one_f_one_b(p, 64).peak(0) / p for p in (1, 4, 8)] == [1, 1, 1] -->
 # > - The longest stage sets the pace. Count the head: GPT-2 cut in four has no block beside it.
 # >   <!-- claim: pipeline.cut(config.ModelConfig.named("gpt2"), 4) == (4, 4, 4, 0) -->
 # > - With sends that wait for their receiver 1F1B never ends; with sends that do not wait, received in the sender's order, it does.
@@ -577,5 +620,6 @@ explore(view, order=list(orders), m=[4, 8], message=[0, 1])
 #
 # - Y. Huang et al., *GPipe: efficient training of giant neural networks using pipeline parallelism*, arXiv:1811.06965 (2019): section 2.3.
 # - D. Narayanan et al., *Efficient large-scale language model training on GPU clusters using Megatron-LM*, arXiv:2104.04473 (2021): sections 2.2.1 and 2.2.2.
+# - D. Narayanan et al., *PipeDream: generalized pipeline parallelism for DNN training*, SOSP (2019); *Memory-efficient pipeline-parallel DNN training*, arXiv:2006.09503 (2021): 2BW.
 # - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): pipeline parallelism.
 # - PyTorch 2.13, documentation of `torch.distributed.pipelining`.

@@ -58,8 +58,7 @@ def valley(w):
 plots.curves(
     xlabel="first weight", ylabel="second weight",
     title="One large step is 32 small ones, as long as the gradient stays the same",
-    on_a_slope=even, in_a_valley=curved,
-    one_large_step=([0, there[0]], [0, there[1]]),
+    on_a_slope=even, in_a_valley=curved, one_large_step=([0, there[0]], [0, there[1]]),
 )  # fmt: skip
 
 # %% [markdown]

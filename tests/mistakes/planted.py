@@ -352,6 +352,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("start=1 / ratio, end=1.0", "start=0.0, end=1.0"),
         ("(step - (steps - decay), 0)", "(step - decay, 0)"),
         ("(1 - product)", "(1 - decay)"),
+        ("* ratio / scale_lr(1.0, ratio, rule)", "* scale_lr(1.0, ratio, rule)"),
         ("(1 + math.cos(", "(1 - math.cos("),
     ],
     ("scaling/noise", "test_scaling"): [
@@ -370,6 +371,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("(1 - beta**self.steps) ** 0.5", "(1 - beta**self.steps)"),
         ("ALPHA, EPS = 0.9, (0.9, 0.999), 0.99", "ALPHA, EPS = 0.9, (0.9, 0.999), 0.9"),
         ("x + offset", "x"),
+        ("1 - lr * self.decay", "1 - self.decay"),
+        (".expand(copies).repeat(", ".flip(0).expand(copies).repeat("),
         (".manual_seed(1000 + seed)", ".manual_seed(1000)"),
         ("2.0 if self.activation", "1.0 if self.activation"),
         ("each.mean(1).nan_to_num(torch.inf)", "each.mean(1)"),
@@ -462,6 +465,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("damping * H.diagonal().mean()", "damping"),
         ("damping: float = 0.01", "damping: float = 0.1"),
         (".round().clamp(-top, top)", ".round()"),
+        ("if scales is None else scales", ""),
     ],
     ("quantization/kashin", "test_quantization"): [
         ("step = turned.abs().mean() * turned.sign()", "step = turned.abs().amax() * turned.sign()"),

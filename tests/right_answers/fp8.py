@@ -63,7 +63,7 @@ class _Deque:
 
     def cast(self, x):
         self.now.append(float(x.abs().max()))
-        unit = max(self.amaxes) / self.top if self.amaxes else 1.0
+        unit = max(self.amaxes, default=0.0) / self.top or 1.0
         return (x / unit).clamp(-self.top, self.top).to(self.dtype), unit
 
     def advance(self):
@@ -94,7 +94,7 @@ class _ByHand:
 
     def _amax(self):
         past = [v for k, v in self.kept.items() if self.steps - self.length <= k < self.steps]
-        return max(past, default=torch.finfo(self.dtype).max)
+        return max(past, default=0.0) or torch.finfo(self.dtype).max
 
     def cast(self, x):
         top, amax = torch.finfo(self.dtype).max, self._amax()
@@ -106,8 +106,61 @@ class _ByHand:
         self.steps += 1
 
 
+def _clipped_behind(x, amax, dtype):
+    """torch's cast saturates e4m3, and what became inf in e5m2 is clipped behind it. A list."""
+    top = torch.finfo(dtype).max
+    scale = top / amax if amax else 1.0
+    codes = (x * scale).clamp(-3e38, 3e38).to(dtype).float()
+    codes = torch.where((x * scale).abs() > top, top * x.sign(), codes)
+    return [codes.to(dtype), 1 / scale]
+
+
+def _square_first(x, w, grad):
+    """w cast twice, the second time transposed: square tiles give the same codes."""
+    from_x = to_eight(x, E4M3, (1, 128))
+    y = product(from_x, to_eight(w, E4M3, (128, 128)))
+    back = to_eight(w.mT.contiguous(), E4M3, (128, 128))
+    along = [to_eight(z, E4M3, (1, 128)) for z in (grad, grad.mT, x.mT)]
+    return [y, product(along[0], back), product(along[1], along[2])]
+
+
+class _OfSteps:
+    """A largest number for each step that is kept, and 0 stands for none yet."""
+
+    def __init__(self, dtype, length):
+        self.dtype, self.steps = dtype, [0.0] * (length + 1)
+
+    @property
+    def amax(self):
+        return max(self.steps[1:])
+
+    def cast(self, x):
+        self.steps[0] = max(self.steps[0], x.abs().max().item())
+        top = torch.finfo(self.dtype).max
+        factor = top / self.amax if self.amax else 1.0
+        return torch.clamp(x * factor, -top, top).to(self.dtype), 1 / factor
+
+    def advance(self):
+        self.steps = [0.0, *self.steps[:-1]]
+
+
 RIGHT = {
-    "fp8/cast": {"by division": _by_division, "where": _by_where, "NumPy": _numpy},
-    "fp8/products": {"a loop": _in_turn, "transposed": _transposed, "numbers": _by_numbers},
-    "fp8/bug-hunt": {"a deque": _Deque, "tensors": _Tensors, "a dictionary": _ByHand},
+    "fp8/cast": {
+        "by division": _by_division,
+        "where": _by_where,
+        "NumPy": _numpy,
+        "behind": _clipped_behind,
+    },
+    "fp8/products": {
+        "a loop": _in_turn,
+        "transposed": _transposed,
+        "numbers": _by_numbers,
+        "twice": _square_first,
+    },
+    "fp8/bug-hunt": {
+        "a deque": _Deque,
+        "tensors": _Tensors,
+        "a dictionary": _ByHand,
+        "by steps": _OfSteps,
+    },
 }

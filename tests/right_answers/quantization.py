@@ -37,32 +37,6 @@ def _numpy(w, bits, group):
     return np.rint(w / safe.repeat(group, 1)[:, : w.shape[1]]), scales
 
 
-# ── zero has a code ──────────────────────────────────────────────────────────────────────────────
-
-
-def _plain(x, bits):
-    low, high = min(0, x.min()), max(0, x.max())
-    scale = (high - low) / (2**bits - 1)
-    zero = torch.round(-low / scale)
-    return torch.clamp(torch.round(x / scale) + zero, 0, 2**bits - 1), scale, zero
-
-
-def _comprehension(x, bits):
-    values, top = x.tolist(), 2**bits - 1
-    low, high = min([0.0, *values]), max([0.0, *values])
-    scale = (high - low) / top
-    zero = round(-low / scale)
-    return [min(max(round(value / scale) + zero, 0), top) for value in values], scale, zero
-
-
-def _shifted(x, bits):
-    """Everything rounded at once: x/scale + zero."""
-    x = x.numpy()
-    scale = (np.maximum(x.max(), 0) - np.minimum(x.min(), 0)) / (2**bits - 1)
-    zero = int(np.rint(-np.minimum(x.min(), 0) / scale))
-    return np.rint(x / scale + zero).clip(0, 2**bits - 1), scale, zero
-
-
 # ── a layer of integers ──────────────────────────────────────────────────────────────────────────
 
 
@@ -89,8 +63,85 @@ def _rows(x, w, limit):
     return torch.stack(out, 1).numpy() * limit / 127
 
 
+def _double(x, w, limit):
+    """Codes as whole numbers in float64."""
+    per_row = 127 / w.abs().max(dim=1).values.double()
+    codes = torch.clamp(x.double() / limit, -1, 1).mul(127).round()
+    return torch.einsum("tk,dk->td", codes, (w.double() * per_row[:, None]).round()) * (
+        limit / 127 / per_row
+    )
+
+
+# ── errors that cancel ───────────────────────────────────────────────────────────────────────────
+
+
+def _nearest_code(column, scales):
+    return (column / scales.flatten()).round().clamp(-7, 7) * scales.flatten()
+
+
+def _cholesky(w, H, scales):
+    """GPTQ's own way: all eliminations are one Cholesky factor of the inverse."""
+    U, w = torch.linalg.cholesky(torch.linalg.inv(H), upper=True), w.clone()
+    for j in range(w.shape[1]):
+        rounded = _nearest_code(w[:, j], scales)
+        w[:, j + 1 :] -= torch.outer((w[:, j] - rounded) / U[j, j], U[j, j + 1 :])
+        w[:, j] = rounded
+    return w
+
+
+def _inverted_anew(w, H, scales):
+    """The inverse of what is left of H, computed for each column."""
+    done, rest = [], w
+    for j in range(len(H)):
+        inverse = torch.linalg.inv(H[j:, j:])
+        done.append(_nearest_code(rest[:, 0], scales))
+        error = (rest[:, 0] - done[-1]) / inverse[0, 0]
+        rest = rest[:, 1:] - error[:, None] * inverse[0, 1:]
+    return torch.stack(done, 1)
+
+
+def _least_squares(w, H, scales):
+    """The later columns solve for the smallest change of the output."""
+    w = w.clone()
+    for j in range(len(H)):
+        rounded = _nearest_code(w[:, j], scales)
+        change = w[:, j] - rounded
+        w[:, j] = rounded
+        if j + 1 < len(H):
+            w[:, j + 1 :] += torch.outer(
+                change, torch.linalg.solve(H[j + 1 :, j + 1 :], H[j + 1 :, j])
+            )
+    return w
+
+
+def _row_by_row(w, H, scales):
+    rows = []
+    for row, scale in zip(w.numpy().copy(), scales.numpy().ravel(), strict=True):
+        inverse = np.linalg.inv(H.numpy())
+        for j in range(len(row)):
+            value = np.clip(np.rint(row[j] / scale), -7, 7) * scale
+            row[j + 1 :] -= (row[j] - value) / inverse[j, j] * inverse[j, j + 1 :]
+            row[j] = value
+            inverse = inverse - np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+        rows.append(row)
+    return np.array(rows)
+
+
+def _half_scales(w, bits, group):
+    """Scales in fp16, as they are kept in practice."""
+    codes, scales = _columns(w, bits, group)
+    return codes, scales.half()
+
+
 RIGHT = {
-    "quantization/groups": {"part after part": _columns, "lists": _numbers, "NumPy": _numpy},
-    "quantization/zero-point": {"tensors": _plain, "a list": _comprehension, "NumPy": _shifted},
-    "quantization/bug-hunt": {"int32": _wide, "torch._int_mm": _int_mm, "row by row": _rows},
-}
+    "quantization/groups": {
+        "part after part": _columns, "lists": _numbers, "NumPy": _numpy, "fp16": _half_scales,
+    },
+    "quantization/bug-hunt": {
+        "int32": _wide, "torch._int_mm": _int_mm, "row by row": _rows, "float64": _double,
+    },
+    "quantization/feedback": {
+        "Cholesky": _cholesky, "inverted anew": _inverted_anew, "least squares": _least_squares,
+        "row by row": _row_by_row,
+    },
+}  # fmt: skip

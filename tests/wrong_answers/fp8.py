@@ -107,6 +107,66 @@ def _delayed(
     return Attempt
 
 
+def _power_of_two(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """A scale rounded down to a power of two, as in MX formats."""
+    scale = 2.0 ** torch.tensor(largest(dtype) / max(amax, 1e-30)).log2().floor().item()
+    return cast(x * scale, dtype), 1 / scale
+
+
+def _as_halves(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """A format's largest number looked up by hand, and that of e4m3 for both."""
+    scale = 448 / max(amax, 1e-30)
+    return (x * scale).clamp(-448, 448).to(dtype), 1 / scale
+
+
+def _integers(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    codes = (x / max(amax, 1e-30) * 127).clamp(-127, 127).round()
+    return codes.to(dtype), amax / 127
+
+
+def _bytes(x: Tensor, amax: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """The codes as bytes: what they stand for is lost."""
+    scale = largest(dtype) / max(amax, 1e-30)
+    return cast(x * scale, dtype).view(torch.uint8), 1 / scale
+
+
+def _no_transpose(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """product(a, b) taken for a·b."""
+    along = (1, 128)
+    x8, w8 = to_eight(x, E4M3, along), to_eight(w.mT, E4M3, (128, 128))
+    return product(x8, w8), product(x8, w8), product(x8, w8)
+
+
+def _in_fp32(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    return x @ w.mT, grad @ w, grad.mT @ x
+
+
+def _two(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    return _products()(x, w, grad)[:2]
+
+
+def _mean_amax(make: type) -> type:
+    """The mean of the history in place of its largest."""
+
+    class Attempt(make):
+        def note(self) -> None:
+            super().note()
+            self.scale = largest(self.dtype) * len(self.history) / max(sum(self.history), 1e-30)
+
+    return Attempt
+
+
+def _margin(make: type) -> type:
+    """Half of the range is kept free, for growth."""
+
+    class Attempt(make):
+        def note(self) -> None:
+            super().note()
+            self.scale /= 2
+
+    return Attempt
+
+
 WRONG = {
     "fp8/cast": (
         Wrong("the inverse forgotten", _slip(inverse="forgotten"), "back again", "forgotten"),
@@ -116,8 +176,12 @@ WRONG = {
         Wrong("the largest, not the largest |x|", _slip(amax="signed"), "back again", "the largest |x|"),
         Wrong("no scale", _slip(amax="none"), "back again", "codes"),
         Wrong("x's own amax", _slip(amax="own"), "amax as given", "amax is given"),
-        Wrong("not clipped", _slip(order="never"), "what is beyond", "Clip before"),
-        Wrong("clipped after rounding", _slip(order="clip after"), "what is beyond", "Clip before"),
+        Wrong("not clipped", _slip(order="never"), "what is beyond", "clip."),
+        Wrong("clipped after rounding", _slip(order="clip after"), "what is beyond", "clip."),
+        Wrong("a power of two", _power_of_two, "the whole range", "brings amax to"),
+        Wrong("448 for both", _as_halves, "the whole range", "brings amax to"),
+        Wrong("as int8", _integers, "back again", ""),
+        Wrong("bytes", _bytes, "back again", "Codes are"),
         Wrong("divided by zero", _slip(zero=False), "zeros", "NaN"),
     ),
     "fp8/products": (
@@ -129,6 +193,9 @@ WRONG = {
         Wrong("square tiles", _products(x=(128, 128), grad=(128, 128)), "values", "for weights"),
         Wrong("gradients unscaled", _products(scaled=False), "values", "Without a scale"),
         Wrong("gradients in e5m2", _products(of_grad=E5M2), "values", "That is e5m2"),
+        Wrong("a·b", _no_transpose, "scales", ""),
+        Wrong("in fp32", _in_fp32, "values", ""),
+        Wrong("two of three", _two, "scales", "two gradients"),
         Wrong("the wrong way round", _products(turned=True), "scales", "a·bᵀ"),
     ),
     "fp8/bug-hunt": (
@@ -140,6 +207,9 @@ WRONG = {
         Wrong("advanced in cast", _delayed(early=True), "micro-batches", "has one scale"),
         Wrong("never advanced", _delayed(oldest=True), "the history advances", "oldest goes out"),
         Wrong("only the newest", _delayed(newest=True), "the history advances", "the largest of"),
+        Wrong("divided by nothing seen", _delayed(), "zeros", "any scale"),
+        Wrong("the mean", _mean_amax(_delayed()), "a jump is learned", ""),
+        Wrong("a margin", _margin(_delayed()), "a steady tensor", "largest number to 448"),
         Wrong("another inverse", _delayed(new_inverse=True), "a steady tensor", "Before"),
     ),
 }  # fmt: skip

@@ -44,39 +44,6 @@ def _not_rounded(w, bits, group):
     return w / scales.repeat_interleave(group, 1)[:, : w.shape[1]], scales
 
 
-def _affine(
-    x,
-    bits,
-    *,
-    hold=True,
-    more=0,
-    steps=-1,
-    add=True,
-    late=False,
-    zero=None,
-    nearest=torch.round,
-    symmetric=False,
-):
-    low, high = x.min().item(), x.max().item()
-    if hold:
-        low, high = min(low, 0.0), max(high, 0.0)
-    scale = (high - low) / (2**bits + steps)
-    if symmetric:
-        scale = max(-low, high) / 127
-    at = round(-low / scale) + more if zero is None else zero
-    codes = nearest(x / scale) + at * add
-    codes = codes.to(torch.int64) % 256 if late else codes.clamp(0, 2**bits - 1)
-    return codes.clamp(0, 2**bits - 1), scale, max(at, 0) if hold else at
-
-
-def _cast_first(x, bits):
-    """Zero is right; from −1 to 3 the largest number has the code 256, cast to 0."""
-    low, high = min(x.min().item(), 0.0), max(x.max().item(), 0.0)
-    scale = (high - low) / 255
-    zero = round(-low / scale)
-    return ((x / scale).ceil() + zero).to(torch.uint8).clamp(0, 255), scale, zero
-
-
 def _layer(
     x, w, limit, *, axis=1, late=False, sums=torch.int32, follow=False, clip=True, whole=False
 ):
@@ -93,6 +60,81 @@ def _layer(
     if not clip:
         codes = (x / x_scale).round().to(torch.int16)
     return (codes.to(sums) @ w_codes.to(sums).mT) * x_scale * w_scale
+
+
+def _only_clipped(x, w, limit):
+    """No integers at all."""
+    return x.clamp(-limit, limit) @ w.mT
+
+
+def _weights_only(x, w, limit):
+    scale = w.abs().amax(1, keepdim=True) / 127
+    return x.clamp(-limit, limit) @ ((w / scale).round() * scale).mT
+
+
+def _six_bits(x, w, limit):
+    scale = w.abs().amax(1) / 31
+    codes = (x / (limit / 31)).clamp(-31, 31).round()
+    return codes @ (w / scale[:, None]).round().mT * scale * (limit / 31)
+
+
+def _scaled_back_early(x, w, limit):
+    """Codes of x that were not rounded, times rounded weights."""
+    codes = (x * 127 / limit).clamp(-127, 127)
+    scale = w.abs().amax(1) / 127
+    return (codes @ (w / scale[:, None]).round().mT) * scale * limit / 127
+
+
+def _one_row(x, w, limit):
+    return (_layer(x[:1], w, limit)).expand(len(x), len(w))
+
+
+def _feedback(w, H, scales, *, sign=1, eliminate=True, divide=True, inverse=True, clamp=True):
+    """Error feedback with slips."""
+    y, M = w.clone(), torch.linalg.inv(H) if inverse else H
+    for j in range(w.shape[1]):
+        code = (y[:, j] / scales[:, 0]).round()
+        rounded = (code.clamp(-7, 7) if clamp else code) * scales[:, 0]
+        error = (y[:, j] - rounded) / (M[j, j] if divide else 1)
+        y[:, j] = rounded
+        y[:, j + 1 :] -= sign * error[:, None] * M[j, j + 1 :]
+        if eliminate:
+            M = M - M[:, j, None] * M[j] / M[j, j]
+    return y
+
+
+def _nearest(w, H, scales):
+    return (w / scales).round().clamp(-7, 7) * scales
+
+
+def _all_columns(w, H, scales):
+    """The error goes to every column, finished ones too."""
+    y, M = w.clone(), torch.linalg.inv(H)
+    for j in range(w.shape[1]):
+        rounded = (y[:, j] / scales[:, 0]).round().clamp(-7, 7) * scales[:, 0]
+        y = y - ((y[:, j] - rounded) / M[j, j])[:, None] * M[j]
+    return y
+
+
+def _in_place(w, H, scales):
+    fed = _feedback(w, H, scales)
+    w.copy_(fed)
+    return w
+
+
+def _codes_alone(w, H, scales):
+    return (_feedback(w, H, scales) / scales).round()
+
+
+def _to_the_next(w, H, scales):
+    """Error diffusion: all of it to the column that follows."""
+    y = w.clone()
+    for j in range(w.shape[1]):
+        rounded = (y[:, j] / scales[:, 0]).round().clamp(-7, 7) * scales[:, 0]
+        if j + 1 < w.shape[1]:
+            y[:, j + 1] += y[:, j] - rounded
+        y[:, j] = rounded
+    return y
 
 
 def _slip(function, **slips):
@@ -112,24 +154,29 @@ WRONG = {
         Wrong("not rounded", _not_rounded, "codes", "few bits"),
         Wrong("0/0", _slip(_groups, guard=False), "a group of zeros", "0/0 is NaN"),
     ),
-    "quantization/zero-point": (
-        Wrong("zero outside", _slip(_affine, hold=False), "scale", "must hold 0"),
-        Wrong("2ᵇ steps", _slip(_affine, steps=0), "scale", "not 2ᵇ"),
-        Wrong("symmetric", _slip(_affine, symmetric=True), "scale", "symmetric scale"),
-        Wrong("one too many", _slip(_affine, more=1), "zero point", "Off by one"),
-        Wrong("one too few", _slip(_affine, more=-1), "zero point", "Off by one"),
-        Wrong("none", _slip(_affine, zero=0), "zero point", "begin at 0"),
-        Wrong("the middle", _slip(_affine, zero=128), "zero point", "middle of the codes"),
-        Wrong("not added", _slip(_affine, add=False), "there and back", "zero point is not added"),
-        Wrong("clamped after the cast", _cast_first, "there and back", "Clamp first"),
-        Wrong("cut off", _slip(_affine, nearest=torch.floor), "there and back", "cut off"),
-    ),
     "quantization/bug-hunt": (
         Wrong("over the wrong axis", _slip(_layer, axis=0), "a scale for each output channel", "over the other axis"),
         Wrong("one scale for w", _slip(_layer, whole=True), "a scale for each output channel", "output channel"),
         Wrong("summed in int8", _slip(_layer, sums=torch.int8), "sums of products", "Sum in int32"),
         Wrong("summed in int16", _slip(_layer, sums=torch.int16), "sums of products", "Sum in int32"),
         Wrong("clipped after the cast", _slip(_layer, late=True), "beyond the limit", "Clip first"),
+        Wrong("no integers", _only_clipped, "integers", "round both"),
+        Wrong("weights alone", _weights_only, "integers", "round both"),
+        Wrong("codes that are not rounded", _scaled_back_early, "integers", "round both"),
+        Wrong("six bits", _six_bits, "a scale for each output channel", "code 1"),
+        Wrong("the first token for all", _one_row, "a scale for each output channel", ""),
         Wrong("the scale follows x", _slip(_layer, follow=True), "beyond the limit", "follows x"),
+    ),
+    "quantization/feedback": (
+        Wrong("to nearest", _nearest, "values", "not handed on"),
+        Wrong("the other sign", _slip(_feedback, sign=-1), "values", "wrong way round"),
+        Wrong("nothing eliminated", _slip(_feedback, eliminate=False), "values", "Eliminate j"),
+        Wrong("not divided", _slip(_feedback, divide=False), "values", "[j, j]"),
+        Wrong("H itself", _slip(_feedback, inverse=False), "values", "*inverse*"),
+        Wrong("not clamped", _slip(_feedback, clamp=False), "on the grid", "clamp"),
+        Wrong("all columns changed", _all_columns, "on the grid", "only later"),
+        Wrong("in place", _in_place, "what is left alone", "clone"),
+        Wrong("codes for values", _codes_alone, "on the grid", ""),
+        Wrong("to the next column", _to_the_next, "values", ""),
     ),
 }  # fmt: skip

@@ -1,5 +1,7 @@
 """Put a tensor into 8 bits, form three products by tiles, and repair a delayed scale."""
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +35,7 @@ def _normal(*shape: int, seed: int = 0) -> Tensor:
 
 def _codes(attempt: Callable, x: Tensor, amax: float, name: str) -> tuple[Tensor, float]:
     got = attempt(x.clone(), amax, _FORMATS[name])
-    if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[0], Tensor):
+    if not isinstance(got, tuple | list) or len(got) != 2 or not isinstance(got[0], Tensor):
         raise Failed(f"you return {type(got).__name__}", "Return two things: codes and a factor.")
     codes, inverse = got
     if codes.dtype != _FORMATS[name] or codes.shape != x.shape:
@@ -111,10 +113,10 @@ def _saturates(attempt: Callable) -> str:
         if not all(abs(b) <= 2.01 for b in back) or back[1] > -1.99:
             raise Failed(
                 f"{name}, amax = 2: {x.tolist()} come back as {[round(b, 3) for b in back]}",
-                "What is beyond amax becomes ±amax. Clip before you round: e5m2's cast goes to "
-                "infinity, and inf clipped afterwards, or inf times 0 in a product, is no number.",
+                "What is beyond amax becomes ±amax: clip. e5m2's cast goes to infinity, and inf "
+                "times 0 in a product is no number.",
             )
-    return "clipped, then rounded"
+    return "clipped"
 
 
 def _zeros(attempt: Callable) -> str:
@@ -387,6 +389,20 @@ def _forgets(attempt: Any) -> str:
     return "8 steps, a history of 3"
 
 
+def _zeros_seen(attempt: Any) -> str:
+    try:
+        found = _ran(attempt, [0.0, 0.0, 4.0, 4.0])
+    except ZeroDivisionError:
+        hint = "A layer may get zeros, at first or for ever: any scale will do there, such as 1."
+        raise Failed("steps of zeros: the scale divides by 0", hint) from None
+    if not all(map(math.isfinite, itertools.chain(*found))):
+        raise Failed("steps of zeros: codes or scales are not finite", "0 · inf is no number.")
+    if abs(found[-1][0] - 4) > 1e-3:
+        hint = "Once there are numbers, the scale comes from them."
+        raise Failed(f"0, 0, 4, 4: the last comes back as {found[-1][0]:g}", hint)
+    return "a layer without gradients"
+
+
 HUNT = Exercise(
     id="fp8/bug-hunt",
     title="Bug hunt: the scale of the last steps",
@@ -401,12 +417,13 @@ HUNT = Exercise(
         Property("a jump is learned", _grows),
         Property("micro-batches", _micro),
         Property("the history advances", _forgets),
+        Property("zeros", _zeros_seen),
     ),
     hints=(
         "Play three cases on paper: a tensor that suddenly grows, one that is cast twice in a "
         "step, and one that was large only once, long ago.",
         "Look at x and not at the codes; keep the largest of a step; let the history drop the "
-        "oldest.",
+        "oldest; and what if all it holds is 0?",
     ),
 )
 
