@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -64,6 +65,12 @@ def test_a_bad_file_is_no_reason_to_fail(place, notebook, text):
 def test_a_place_that_cannot_be_written_is_no_reason_to_fail(place, notebook):
     place.parent.write_text("a file where a folder should be")
     assert answer().passed and progress.solved() == {}
+
+
+def test_what_is_no_file_is_left_alone(place, notebook):
+    place.parent.mkdir()
+    os.mkfifo(place)
+    assert answer().passed and place.is_fifo() and progress.solved() == {}
 
 
 def test_the_command_prints_every_lab(place):

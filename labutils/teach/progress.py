@@ -28,7 +28,8 @@ def kept_in() -> pathlib.Path:
 def solved() -> dict[str, str]:
     """When each exercise was solved first, as text; nothing where no file can be read."""
     try:
-        found = json.loads(kept_in().read_text(encoding="utf-8"))
+        file = kept_in()
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError, RuntimeError, RecursionError):
         return {}
     if not isinstance(found, dict):
@@ -45,6 +46,8 @@ def remember(exercise: str) -> None:
         return
     with contextlib.suppress(OSError, RuntimeError):
         file = kept_in()
+        if file.exists() and not file.is_file():  # such as /dev/null: keep nothing, then
+            return
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_name(f"{file.name}.{os.getpid()}")
         when = time.strftime("%Y-%m-%d %H:%M")
