@@ -3,7 +3,7 @@
 #
 # **A sequence of 131,072 tokens does not fit on one device. Ranks can share out its tokens, but in attention every token meets all that came before it. How do they meet without being in one place?**
 #
-# *95 min · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
+# *80 min, and 30 further · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -65,9 +65,9 @@ list(quarters.tiles(rank=2, holder=1)), list(quarters.tiles(rank=2, holder=2))
 # Rows and columns are places among the tokens that two ranks have; query i of `rows` sees key j of `columns` where j ≤ i + `offset`. Offset 0 is the usual
 # triangle, offset 4 is a square of 4 × 4 in which everything is seen.
 #
-# ### Exercise 11.1 · Pass the keys round (15 min, ●●○)
+# ### Exercise 11.1 · Pass the keys round (25 min, ●●○)
 #
-# Return output and lse of this rank's queries. Merge by `flash.merge(o1, lse1, o2, lse2)`; the `tiles` of `whole` are right for any layout.
+# Return output and lse of this rank's queries. Keep two sets of keys at most: the one that you compute with, and the one that is coming. Merge by `flash.merge(o1, lse1, o2, lse2)`; the `tiles` of `whole` are right for any layout.
 
 
 # %%
@@ -93,7 +93,7 @@ show(context_parallel.ring)
 # tile's gradients are right by themselves. $dQ$ stays with the queries. $dK$ and $dV$ collect from every rank, and have to come home: the sums travel behind their
 # keys, and the owner's part waits at home.
 #
-# > Keys and values travel in bf16. How many times the bytes of the forward pass does the backward pass send?
+# > Keys and values travel in bf16, the sums of their gradients in fp32. How many times the bytes of the forward pass does the backward pass send?
 
 # %%
 predict("ring/backward", times=2)
@@ -103,7 +103,7 @@ predict("ring/backward", times=2)
 #
 # $$ \text{forward, per layer:}\quad (N-1)\cdot 2\,\frac{s}{N}\,g\,d\,e $$
 #
-# The backward pass sends that again, and as many sums of gradients, in fp32: 2 + 4 bytes where there were 2.
+# The backward pass sends that again, and as many sums of gradients: 2 + 4 bytes where there were 2.
 
 # %%
 llama = ModelConfig.named("llama-3.1-8b")
@@ -162,7 +162,7 @@ predict("imbalance/last-rank", times=1.5)
 # $$ \frac{N - \frac12}{N/2} \;=\; \frac{2N-1}{N} $$
 #
 # times the average, which nears 2: half of all devices' time is waiting. The *zig-zag* cuts 2N chunks, and gives rank i the chunks i and 2N − 1 − i, an early one and a
-# late one:
+# late one (Llama 3 cuts so, and Striped Attention balanced a ring before):
 
 # %%
 both = {
@@ -182,7 +182,7 @@ zigzag = both["zigzag"]
 [zigzag.work(rank) for rank in range(4)], {zigzag.met(rank) for rank in range(4)}
 
 # %% [markdown]
-# The same for all: four ranks, one set of pairs step by step. That matters as much, since ranks wait for each other's keys in every step.
+# The work is the same for all four ranks, and not only in total: in every step all of them compute equally many pairs. That matters as much, since ranks wait for each other's keys in every step.
 
 # %% [markdown]
 # What does that make of the time? The attention of one layer of Llama-3.1-8B, forward, on H100s that reach 40 % of their peak, with 50 GB/s to the next one. A
@@ -258,20 +258,21 @@ for count in (4096, 32_768):
     print(f"{count:6} tokens: {waits:.2f} times the computing alone")
 
 # %% [markdown]
-# The backward pass computes 2.5 times as much (lab 06) and sends 3 times as much: it needs 3 / 2.5 = 1.2 times as many tokens. This is a model: ranks alike, no latency, nothing else on the links.
+# The backward pass computes 2.5 times as much (lab 06) and sends 3 times as much, so it needs 3 / 2.5 = 1.2 times as many tokens. Its last hop, which brings the sums home, has nothing left to hide behind. This is a model: ranks alike, no latency, nothing else on the links.
 
 # %% [markdown]
 # ## What must a rank be told about its tokens?
 #
-# Outside attention a rank needs to know nothing of the whole sequence, with three exceptions:
+# Outside attention a rank needs to know nothing of the whole sequence, with four exceptions:
 #
 # | what | a rank alone would | so |
 # |---|---|---|
 # | positions (RoPE, or learned) | count its tokens from 0 | it takes the rows `whole.positions(rank)` of the tables |
+# | labels | take the next of *its* tokens, which at a chunk's end is another rank's | shift the sequence first, then split tokens and labels alike: `distribute` takes `tokens` and `targets` of the whole sequence |
 # | loss | average over *its* targets | sum, divided by the targets of all: ranks may have different numbers of targets that count (lab 05) |
 # | gradients | have those of its own tokens | a mean over `("dp", "cp")`, as if all were replicas |
 #
-# `distribute` does the first, `mean_loss` the second; `data_parallel.replicate` over the joint axis the third. Two sequences on each of two dp ranks, every sequence
+# `distribute` does the first two, `mean_loss` the third; `data_parallel.replicate` over the joint axis the fourth. Two sequences on each of two dp ranks, every sequence
 # over two cp ranks, some targets ignored; three steps of AdamW in float64:
 
 # %%
@@ -395,7 +396,7 @@ show(GPT.embed)
 show(context_parallel.mean_loss)
 
 # %% [markdown]
-# ## What does a rank of 16 keep of 131,072 tokens?
+# ## Further: what does a rank of 16 keep of 131,072 tokens?
 #
 # > Llama-3.1-8B in bf16, one sequence. One device would keep 984 GB for the backward pass. How many times less does one of 16 ranks keep, through which the keys of all pass?
 
@@ -406,8 +407,7 @@ predict("kept/of-16", times=12)
 # Keys that pass are used and dropped; kept are q, k, v, the output and its lse of a rank's own tokens. So a rank keeps what a model of s/N tokens keeps (lab 03), its
 # rows of the RoPE tables, and the number of all targets.
 #
-# The dry run takes the code at full width and length, with one of the 32 layers, on the last rank of N. `block` says how large a tile of scores may be: without values,
-# huge.
+# The dry run takes the code at full width and length, with one of the 32 layers, on the last rank of N. `block` says how large a tile of scores may be. Fake tensors have no values to store, so it may be as large as the sequence.
 
 # %%
 one = dataclasses.replace(llama, num_layers=1)
@@ -442,7 +442,7 @@ reveal("kept/of-16", times=round(by_1.total / by_16.total, 3))
 # Context parallelism divides activations and nothing else: every rank holds all weights. So the same ranks shard those, ZeRO over `("dp", "cp")` (lab 09).
 
 # %% [markdown]
-# ## Or trade tokens for heads?
+# ## Further: or trade tokens for heads?
 #
 # Heads do not meet in attention. *Ulysses* therefore trades: before attention, each rank gives away its tokens of the other ranks' heads, and gets all tokens of
 # its own. That is an all-to-all (lab 07); after attention comes the way back.
@@ -497,7 +497,11 @@ reveal("ring/over-ulysses", times=ratio[8])
 
 # %% [markdown]
 # For N up to g both are equal at N = a/g + 1, here five ranks. That is a forward pass. Backward, the ring sends keys and values again, with fp32 sums of their gradients, three times its forward
-# bytes; Ulysses sends what it sent forward. In a training step:
+# bytes; Ulysses sends what it sent forward. So in a training step, 4 × the ring's forward bytes against 2 × those of Ulysses, they are equal at
+#
+# $$ 4\cdot 2g\,(N-1) \;=\; 2\,(2a+2g)\,\frac{N-1}{N} \quad\Longleftrightarrow\quad N \;=\; \frac{1}{2}\Bigl(\frac{a}{g}+1\Bigr), $$
+#
+# with four query heads to a key at two and a half ranks:
 
 
 # %%
@@ -509,8 +513,52 @@ def step_bytes(way, n):
 {n: round(step_bytes("ring", n) / step_bytes("ulysses", n), 1) for n in ratio}
 
 # %% [markdown]
-# On four ranks the ring sends less forward and more in the whole step. Ulysses sends less on many ranks, and computes with one kernel over the whole sequence. But attention waits for the exchange, and there are no more ranks than heads.
-# The same model, trained: equal, and sent by its formula:
+# On four ranks the ring sends less forward, and 1.6 times as much in the whole step. Ulysses computes with one kernel over the whole sequence. But attention waits for the exchange, and there are no more ranks than heads.
+#
+# **Or gather all keys.** A third way sends what the ring sends, in one all-gather before attention, and a reduce-scatter of gradients after its backward pass. Nothing overlaps, and a rank holds all keys and values of one layer. Llama 3 was trained like that: 131,072 tokens on 16 ranks (Llama 3 405B; section 3.3.2
+# of its report), because document masks are simple when all keys are there, and because with grouped queries the keys are small. Would you? Llama-3.1-405B, one layer, forward, on 16 ranks with 50 GB/s each:
+
+# %%
+big = dataclasses.replace(ModelConfig.named("llama-3.1-405b"), seq_len=131_072)
+alone = context_parallel.layout(big.seq_len, 16).work(0) * 4 * big.d_model / rate
+link, keys = links["between nodes"], 2 * 2 * big.seq_len * big.num_kv_heads * big.d_head
+how = dict(micro_batch=1, itemsize=2, rank=0)
+layers = big.num_layers
+heads = context_parallel.sent(big, 16, attention="ulysses", **how).only(
+    name="all_to_all forward"
+)
+ring = context_parallel.ring_timeline(big, 16, flops=rate, link=link).makespan
+gather = keys * 15 / 16 / link.bandwidth
+exchange = heads.total / layers / link.bandwidth
+print("way          sends      waits  of computing  keys held")
+for way, nbytes, waits, held in (
+    ("ring", keys * 15 / 16, ring - alone, 2 * keys / 16),
+    ("all-gather", keys * 15 / 16, gather, keys),
+    ("Ulysses", heads.total / layers, exchange, keys / 8),
+):
+    print(f"{way:10} {units.text(nbytes):>8} {1e3 * waits:7.2f} ms", end="")
+    print(f" {waits / alone:12.1%} {units.text(held):>10}")
+
+# %% [markdown]
+# With 8,192 tokens per rank the ring hides all that it sends. The all-gather costs about a tenth of attention's computing, and half a gigabyte that is needed once, since the next layer gathers its own. (Tensor parallelism over eight ranks divides both.) For that price any mask is simple. It loses with fewer
+# tokens per rank, which the ring hides and a gather does not, and with longer sequences, whose keys it holds whole.
+#
+# **Document masks.** Packed sequences attend within their own document. Is the zig-zag still fair? The busiest of four ranks over the mean, for one document, and for a long one before and behind 32 short ones:
+
+
+# %%
+def busiest(lengths, n=4):
+    whole = context_parallel.layout(sum(lengths), n)
+    seen = torch.cat([torch.arange(1, length + 1) for length in lengths])
+    work = [seen[list(whole.positions(rank))].sum().item() for rank in range(n)]
+    return round(max(work) * n / sum(work), 2)
+
+
+short = [2048] * 32
+[busiest(each) for each in ([131_072], [65_536, *short], [*short, 65_536])]
+
+# %% [markdown]
+# After three steps of training with Ulysses the weights equal those of one device, and every byte sent is in the formula:
 
 # %%
 world.run(one_pass, tokens, targets, "ulysses")
@@ -518,7 +566,9 @@ sent = context_parallel.sent(config, 4, micro_batch=4, attention="ulysses")
 is_right(grid.run(trained, "ulysses")), sent.diff(world.ledger).unexplained
 
 # %% [markdown]
-# **With tensor parallelism** (lab 10) each rank has its heads already, and the ring runs among the ranks that have the *same* heads.
+# ### Further: with tensor parallelism
+#
+# With tensor parallelism (lab 10) each rank has its heads already, and the ring runs among the ranks that have the *same* heads.
 # Two by two ranks, each with half the tokens of half the heads:
 
 # %%
@@ -541,11 +591,10 @@ square = World(Mesh(cp=2, tp=2))
 square.run(quarter), square.ledger.by("axis")
 
 # %% [markdown]
-# All outputs are right, and attention sends over cp alone. Legal is what divides: tp the heads, 2·cp the sequence, and with sequence parallelism (lab 10) tp the s/cp tokens that
-# tp ranks share. Both transforms on one model are left out.
+# All outputs are right, and attention sends over cp alone. A mesh is legal if tp divides the heads and 2·cp divides the sequence. With sequence parallelism (lab 10), tp must also divide the s/cp tokens that the tp ranks share.
 
 # %% [markdown]
-# ## Turn the knobs
+# ## Further: turn the knobs
 #
 # One layer of Llama-3.1-8B. Find a setting in which the zig-zag gains next to nothing, and one in which a faster link gains nothing.
 
@@ -566,7 +615,7 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # | | how to ask for it | what it does |
 # |---|---|---|
 # | Megatron-LM | `--context-parallel-size 4` | zig-zag; `--cp-comm-type p2p` is the ring, `a2a` Ulysses, `all_gather` gathers keys and values, `a2a+p2p` both on two levels |
-# | torchtitan | `parallelism.context_parallel_degree`, `parallelism.context_parallel_rotate_method` | PyTorch's own, below |
+# | torchtitan | `parallelism.context_parallel_degree` | PyTorch's own, below; in 2025 also `parallelism.context_parallel_rotate_method` |
 # | PyTorch | `with context_parallel(mesh, buffers=[…], buffer_seq_dims=[…]):` from `torch.distributed.tensor.experimental` | cuts the buffers (give it the RoPE tables, too) and replaces `scaled_dot_product_attention`; a CUDA device only |
 # | DeepSpeed | `DistributedAttention` around the attention of the model | Ulysses |
 #
@@ -619,5 +668,7 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 #
 # - H. Liu, M. Zaharia, P. Abbeel, *Ring Attention with blockwise transformers for near-infinite context*, arXiv:2310.01889 (2023): section 3, tables 1 and 2.
 # - S. A. Jacobs et al., *DeepSpeed Ulysses*, arXiv:2309.14509 (2023).
+# - W. Brandon et al., *Striped attention: faster ring attention for causal transformers*, arXiv:2311.09431 (2023): the first balanced ring.
+# - Llama team, *The Llama 3 herd of models*, arXiv:2407.21783 (2024): section 3.3.2, an all-gather of keys over 16 ranks; 2·CP chunks, as here.
 # - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): context parallelism and the zig-zag.
 # - PyTorch 2.13, `torch.distributed.tensor.experimental`, source of its ring attention; Megatron-LM, argument list; torchtitan, job configuration: as of 2025.

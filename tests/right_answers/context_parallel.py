@@ -57,11 +57,10 @@ def _numpy(q, k, v, whole, comm, attend):
     return [torch.from_numpy(total / norm[..., None]), torch.from_numpy(top + np.log(norm))]
 
 
-def _recursive(q, k, v, whole, comm, attend):
+def _merged_at_the_end(q, k, v, whole, comm, attend):
     """Each tile's result is kept, and all are merged in the end by their log-sum-exps."""
-    found = []
-
-    def go(kv, step):
+    found, kv = [], torch.stack((k, v))
+    for step in range(comm.size):
         works = ()
         if step < comm.size - 1:
             works = (
@@ -71,10 +70,8 @@ def _recursive(q, k, v, whole, comm, attend):
         for tile in whole.tiles(comm.rank, (comm.rank - step) % comm.size):
             cut = q[:, :, tile.rows], *kv[:, :, :, tile.columns]
             found.append((tile.rows, *attend(*cut, tile.offset)))
-        if works:
-            go([work.wait() for work in works][1], step + 1)
-
-    go(torch.stack((k, v)), 0)
+        for work in works:
+            kv = work.wait()
     lses = [torch.full_like(q[..., 0], -math.inf) for _ in found]
     outs = [torch.zeros_like(q) for _ in found]
     for (rows, out, lse), into, into_lse in zip(found, outs, lses, strict=True):
@@ -82,6 +79,29 @@ def _recursive(q, k, v, whole, comm, attend):
     lse = torch.stack(lses).logsumexp(0)
     weights = (torch.stack(lses) - lse).exp()
     return (weights[..., None] * torch.stack(outs)).sum(0), lse
+
+
+def _two_buffers(q, k, v, whole, comm, attend):
+    """Two buffers take turns; a generator tells what comes next."""
+    n, i = comm.size, comm.rank
+    buffers = [torch.stack([k, v]), torch.empty(2, *k.shape, dtype=k.dtype)]
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf, dtype=q.dtype)
+    for step, holder in enumerate((i - t) % n for t in range(n)):
+        here, other = buffers[step % 2], buffers[(step + 1) % 2]
+        more = step + 1 < n
+        coming = comm.irecv(other, (i - 1) % n) if more else None
+        going = comm.isend(here, (i + 1) % n) if more else None
+        for rows, columns, offset in (
+            (t.rows, t.columns, t.offset) for t in whole.tiles(i, holder)
+        ):
+            o, m = attend(q[:, :, rows], *here[:, :, :, columns].unbind(), offset)
+            both = torch.logaddexp(lse[:, :, rows], m)
+            kept, new = (lse[:, :, rows] - both).exp(), (m - both).exp()
+            out[:, :, rows] = out[:, :, rows] * kept[..., None] + o * new[..., None]
+            lse[:, :, rows] = both
+        if more:
+            coming.wait(), going.wait()
+    return out, lse
 
 
 # ── trade tokens for heads ───────────────────────────────────────────────────────────────────────
@@ -175,11 +195,36 @@ class _WeighsMeans:
         return mean * mine / counted * self.comm.size
 
 
+class _Contiguous:
+    """Tokens and ring are both contiguous; the loss is a sum over what this rank has."""
+
+    def __init__(self, model, comm):
+        self.model, self.comm = model, comm
+        self.rotary = model.blocks[0].attention.rotary
+        self.whole = [(name, getattr(self.rotary, name).clone()) for name in ("cos", "sin")]
+        for block in model.blocks:
+            block.attention.attend = self.look
+
+    def look(self, q, k, v, dropout):
+        return context_parallel.ring_attention(q, k, v, self.comm, "contiguous")
+
+    def loss(self, tokens, targets):
+        n, width = self.comm.size, tokens.shape[1] // self.comm.size
+        mine = slice(self.comm.rank * width, (self.comm.rank + 1) * width)
+        for name, table in self.whole:
+            setattr(self.rotary, name, table[mine])
+        each = nn.CrossEntropyLoss(reduction="none")(
+            self.model(tokens[:, mine]).transpose(1, 2), targets[:, mine]
+        )
+        return each.sum() * n / targets.ne(-100).sum()
+
+
 RIGHT = {
     "context_parallel/ring": {
         "two messages": _two_messages,
         "rescaled by hand in NumPy, as a list": _numpy,
-        "recursive, merged at the end": _recursive,
+        "merged at the end": _merged_at_the_end,
+        "two buffers": _two_buffers,
     },
     "context_parallel/heads": {
         "heads first": _flat,
@@ -190,6 +235,7 @@ RIGHT = {
     "context_parallel/bug-hunt": {
         "counts by an all-reduce": _Counts,
         "weighted means, with Ulysses": _WeighsMeans,
+        "all contiguous": _Contiguous,
         "the library": lambda model, comm: context_parallel.distribute(model, comm, kind="zigzag"),
     },
 }

@@ -105,6 +105,41 @@ def _gathered(q, k, v, whole, comm, attend):
     return out, lse
 
 
+def _another_ring(
+    q, k, v, whole, comm, attend, *, early=False, left=False, keeps=False, repeat=1, toward=1,
+    holder=None,
+):  # fmt: skip
+    """Another hand's ring, with its slips."""
+    n, me = comm.size, comm.rank
+    box = torch.stack([k, v]).repeat_interleave(repeat, 2)
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], float("-inf"))
+    kept = []
+    for t in range(n):
+        sending = receiving = None
+        if t < n - 1:
+            inbox = torch.empty_like(box)
+            sending = comm.isend(box, (me + toward) % n)
+            receiving = comm.irecv(inbox, (me - toward) % n)
+            if early:
+                receiving.wait()
+        for tile in whole.tiles(me, holder(me, t, n) if holder else (me - t) % n):
+            keys, values = box[:, :, :, tile.columns].unbind()
+            part = attend(q[:, :, tile.rows], keys, values, tile.offset)
+            merged = flash.merge(out[:, :, tile.rows], lse[:, :, tile.rows], *part)
+            out[:, :, tile.rows], lse[:, :, tile.rows] = merged
+        if receiving:
+            kept += [box] if keeps else []
+            receiving.wait()
+            box = inbox
+            if not left:
+                sending.wait()
+    return out, lse
+
+
+def _ring_of(**slips):
+    return functools.partial(_another_ring, **slips)
+
+
 # ── trade tokens for heads ───────────────────────────────────────────────────────────────────────
 
 
@@ -135,6 +170,38 @@ def _reshaped(x, whole, comm):
 
 def _mean_of_heads(x, whole, comm):
     return comm.all_to_all(x.movedim(1, 0).contiguous()).movedim(0, 1)
+
+
+def _tokens_for_tokens(x, whole, comm):
+    """Tokens are dealt out, where heads should be."""
+    rows = x.unflatten(2, (comm.size, -1)).movedim(2, 0).contiguous()
+    return torch.cat(comm.all_to_all(rows).unbind(), 1)
+
+
+def _first_heads(x, whole, comm):
+    """Everybody gets the first heads."""
+    each = x.shape[1] // comm.size
+    parts = comm.all_gather(x[None, :, :each].contiguous())
+    return whole.join(parts.unbind(), 2)
+
+
+def _backwards(x, whole, comm):
+    """Rows in the order of ranks from the last to the first."""
+    rows = comm.all_to_all(torch.stack(x.chunk(comm.size, 1)))
+    return whole.join(rows.flip(0).unbind(), 2)
+
+
+def _as_it_was(x, whole, comm):
+    """A view does the trade, and nothing is sent."""
+    return x.reshape(x.shape[0], x.shape[1] // comm.size, -1, x.shape[3])
+
+
+def _twice(x, whole, comm):
+    """There, back, and there again."""
+    rows = torch.stack(x.chunk(comm.size, 1))
+    for _ in range(3):
+        rows = comm.all_to_all(rows)
+    return whole.join(list(rows), 2)
 
 
 # ── bug hunt ─────────────────────────────────────────────────────────────────────────────────────
@@ -182,8 +249,67 @@ def _model(**slips):
     return functools.partial(_Model, **slips)
 
 
+class _SameEverywhere(_Model):
+    """Every rank returns the whole loss, and the average counts its own part once."""
+
+    def loss(self, tokens, targets):
+        mine = super().loss(tokens, targets) / self.comm.size
+        others = self.comm.all_reduce(mine.detach().reshape(1)) - mine.detach()
+        return mine + others[0]
+
+
+class _Shifted(_Model):
+    """Labels are made after the split: the last token of each share has none."""
+
+    def loss(self, tokens, targets):
+        every = targets.clone()
+        if self.comm.size > 1:
+            whole = context_parallel.layout(tokens.shape[1], self.comm.size)
+            every[:, whole.positions(self.comm.rank)[-1]] = -100
+        return super().loss(tokens, every)
+
+
+class _CountsHere(_Model):
+    """Divides by n times this rank's targets."""
+
+    def loss(self, tokens, targets):
+        whole = context_parallel.layout(tokens.shape[1], self.comm.size)
+        here = (whole.split(targets, self.comm.rank) != -100).sum().clamp(min=1)
+        return super().loss(tokens, targets) * (targets != -100).sum() / here / self.comm.size
+
+
+class _CountsAll(_Model):
+    """Divides by all tokens, ignored ones too."""
+
+    def loss(self, tokens, targets):
+        return super().loss(tokens, targets) * (targets != -100).sum() / targets.numel()
+
+
+class _Sorted(_Model):
+    """The tables of neighbours for tokens of a zig-zag: right for the first chunk."""
+
+    def __init__(self, model, comm):
+        super().__init__(model, comm, turn="neighbours")
+
+
 WRONG = {
     "context_parallel/ring": (
+        Wrong(
+            "keys first, then tiles",
+            _ring_of(early=True),
+            "sends travel while you compute",
+            "both leave and come",
+        ),
+        Wrong("sends without an end", _ring_of(left=True), "bytes sent", "nobody waits for"),
+        Wrong("keeps what passes", _ring_of(keeps=True), "bytes sent", "are two sets"),
+        Wrong("keys for all query heads", _ring_of(repeat=2), "bytes sent", "query heads"),
+        Wrong("the other way round", _ring_of(toward=-1), "contiguous", "every tile"),
+        Wrong(
+            "a holder of the other way",
+            _ring_of(holder=lambda me, t, n: (me + t) % n),
+            "contiguous",
+            "every tile",
+        ),
         Wrong(
             "outputs added, not rescaled",
             functools.partial(_ring, merge=_added),
@@ -221,6 +347,11 @@ WRONG = {
         ),
     ),
     "context_parallel/heads": (
+        Wrong("tokens dealt out", _tokens_for_tokens, "contiguous", "fewer heads, all tokens"),
+        Wrong("the first heads", _first_heads, "contiguous", "another rank's heads"),
+        Wrong("from last to first", _backwards, "contiguous", "in the order of *ranks*"),
+        Wrong("a view", _as_it_was, "contiguous", "deals rows of dim 0"),
+        Wrong("three exchanges", _twice, "bytes sent", "what it has once"),
         Wrong("every n-th head", _strided, "contiguous", "neighbouring heads"),
         Wrong("reshaped, not moved", _reshaped, "contiguous", "deals rows of dim 0"),
         Wrong("one head to a rank", _mean_of_heads, "contiguous", "fewer heads, all tokens"),
@@ -233,6 +364,16 @@ WRONG = {
         ),
     ),
     "context_parallel/bug-hunt": (
+        Wrong(
+            "the same loss everywhere",
+            _SameEverywhere,
+            "every token weighs alike",
+            "N times as large",
+        ),
+        Wrong("labels shifted late", _Shifted, "every token weighs alike", "off"),
+        Wrong("counts its own", _CountsHere, "every token weighs alike", "mean of means"),
+        Wrong("counts ignored ones", _CountsAll, "every token weighs alike", "mean of means"),
+        Wrong("tables of neighbours", _Sorted, "positions", "own position"),
         Wrong(
             "the one of the lab",
             _model(kind="contiguous", turn="local", weigh="own"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from labutils import context_parallel, data_parallel, flash, world
 from labutils.config import ModelConfig
@@ -45,22 +46,34 @@ class _Seen:
             "comm.irecv, compute, and wait() afterwards."
         )
         results = _ranks.run(n, self.case, functools.partial(self._program, attempt), circle)
-        self.out, self.lse, self.pairs, self.hidden = zip(*results, strict=True)
+        self.out, self.lse, *told = zip(*results, strict=True)
+        self.pairs, self.hidden, self.held, self.open = told
 
     def _program(self, attempt: Callable, rank: world.Rank) -> tuple:
-        comm, pairs, hidden = rank.comm("dp"), [], []
+        comm, pairs, hidden, held = rank.comm("dp"), [], [], [0]
+        received: list[tuple[StorageWeakRef, int]] = []
+
+        def irecv(out: Tensor, src: int) -> world.Work:
+            received.append((StorageWeakRef(out.untyped_storage()), out.nbytes))
+            return type(comm).irecv(comm, out, src)
+
+        comm.irecv = irecv
 
         def attend(q: Tensor, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
             rows, columns = slice(0, q.shape[2]), slice(0, k.shape[2])
             pairs.append(context_parallel.Tile(rows, columns, offset).pairs)
-            hidden.append(pairs[-1] if comm._owner._pending else 0)
+            under_way = {work._request.sending for work in comm._owner._pending}
+            hidden.append(pairs[-1] if len(under_way) == 2 else 0)
+            alive = {at.cdata: nbytes for at, nbytes in received if not at.expired()}
+            held.append(sum(alive.values()))
             return flash.attention(q, k, v, causal=True, offset=offset)
 
         mine = (self.whole.split(x, comm.rank, 2) for x in self.qkv)
         found = attempt(*mine, self.whole, comm, attend)
         if not (isinstance(found, (tuple, list)) and len(found) == 2):
             raise TypeError(f"ring returned {type(found).__name__}: return (out, lse)")
-        return *found, sum(pairs), sum(hidden)
+        left = any(work._request.sending for work in comm._owner._pending)
+        return *found, sum(pairs), sum(hidden), max(held), left
 
     def tiles(self, rank: int) -> list[tuple[slice, Tensor, Tensor]]:
         """Rows, output and log-sum-exp of each tile that a rank should have computed."""
@@ -119,7 +132,7 @@ def _why_wrong(seen: _Seen, rank: int) -> str:
 
 
 def _ring_bytes(attempt: Callable) -> str:
-    for n in (2, 3, 4):
+    for n in (3, 2, 4):
         seen, one = _Seen(attempt, n, "zigzag"), 2 * 2 * _G * 24 // n * _D * 8
         if any(
             "all_gather" in event.op for rank in _ranks.world_of(n).trace.ranks for event in rank
@@ -130,13 +143,26 @@ def _ring_bytes(attempt: Callable) -> str:
                 "would be there together. Pass them on, and keep two sets at most.",
             )
         if (sent := _sent(n)) != (n - 1) * one:
-            last = sent == n * one
+            why = "Each rank sends keys and values, of one rank, to the next, N − 1 times."
+            if sent == n * one:
+                why = "The last step sends the keys home, where they are already."
+            if sent == (n - 1) * one * _A // _G:
+                why = (
+                    "Keys travel as often as there are query heads. Send the g heads that there "
+                    "are: attend knows which queries share one."
+                )
             raise Failed(
-                f"{seen.case}: the busiest rank sends {sent} B, a ring {(n - 1) * one} B",
-                "The last step sends the keys home, where they are already."
-                if last
-                else "Each rank sends keys and values, of one rank, to the next, N − 1 times.",
+                f"{seen.case}: the busiest rank sends {sent} B, a ring {(n - 1) * one} B", why
             )
+        for rank, held in enumerate(seen.held):
+            if held > 2 * one:
+                raise Failed(
+                    f"{seen.case}: rank {rank} holds {held} B of keys that have come, and "
+                    f"{2 * one} B are two sets",
+                    "Whoever keeps all that passes holds O(s) keys, as after an all-gather; and a "
+                    "send that nobody waits for keeps its tensor. Hold the set that is computed "
+                    "with and the one that is coming.",
+                )
     return "2, 3 and 4 ranks"
 
 
@@ -161,9 +187,16 @@ def _ring_hides(attempt: Callable) -> str:
         due = sum(seen.whole.met(rank)[:-1])
         if seen.hidden[rank] < due:
             raise Failed(
-                f"{seen.case}: while rank {rank} computes, nothing travels: "
-                f"{seen.hidden[rank]} of {due} pairs have a message to hide",
-                "Begin isend and irecv of a step *before* its tiles, and wait() *after* them.",
+                f"{seen.case}: while rank {rank} computes, keys do not both leave and come: "
+                f"that is so for {seen.hidden[rank]} of {due} pairs",
+                "Begin isend and irecv of a step *before* its tiles, and wait() for both *after* "
+                "them.",
+            )
+        if seen.open[rank]:
+            raise Failed(
+                f"{seen.case}: rank {rank} returns while a send is under way",
+                "wait() for what isend returned, too: until then its tensor must not be freed or "
+                "written.",
             )
     return "every step but the last"
 
@@ -175,7 +208,7 @@ def _ring_reference(q: Tensor, k: Tensor, v: Tensor, whole: Any, comm: Any, atte
 RING = Exercise(
     id="context_parallel/ring",
     title="Pass the keys round",
-    minutes=15,
+    minutes=25,
     difficulty=2,
     proves="you compute attention over keys that are never on one rank together",
     reference=_ring_reference,
@@ -232,6 +265,11 @@ def _why_other(found: Tensor, x: Tensor, whole: context_parallel.SequenceLayout)
     n = whole.n
     if any(_near(found, x[:, rank::n]) for rank in range(n)):
         return "Rank r gets neighbouring heads: the r-th n-th of them, not every n-th."
+    if any(_near(found, heads) for heads in x.chunk(n, 1)):
+        return (
+            "These are another rank's heads, each token in its place. all_to_all sends row r to "
+            "rank r: the r-th n-th of the heads has to be row r."
+        )
     if {*found.flatten().tolist()} == {*x.flatten().tolist()} or any(
         sorted(found.flatten().tolist()) == sorted(x.chunk(n, 1)[rank].flatten().tolist())
         for rank in range(n)
@@ -309,10 +347,14 @@ def _gradient(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+_KINDS = "zigzag", "contiguous"  # either is right, if the ring and the tokens agree
+
+
 def _passes(
     attempt: Callable, n: int, *batches: tuple[Tensor, Tensor], anew: bool = True
 ) -> list[tuple]:
-    """Of each batch the logits, the mean over ranks of the losses, and that of the gradients.
+    """Of each batch the logits, as each layout joins them, the mean over ranks of the losses, and
+    that of the gradients.
 
     anew: each with a model of its own
     """
@@ -336,8 +378,9 @@ def _passes(
     shares = _ranks.run(n, _ranks.count(n), program, hint)
     found = []
     for (tokens, _), of_ranks in zip(batches, zip(*shares, strict=True), strict=True):
-        whole = context_parallel.layout(tokens.shape[1], n)
-        logits = whole.join([share[0] for share in of_ranks])
+        layouts = {kind: context_parallel.layout(tokens.shape[1], n, kind) for kind in _KINDS}
+        shares_of = [share[0] for share in of_ranks]
+        logits = {kind: whole.join(shares_of) for kind, whole in layouts.items()}
         found.append((logits, *of_ranks[0][1:]))
     return found
 
@@ -354,7 +397,7 @@ def _one_rank(attempt: Callable) -> str:
     (_, loss, gradient), (_, right, exact) = _passes(attempt, 1, batch)[0], _alone(*batch)
     if abs(loss - right) > 1e-9 or not _near(gradient, exact):
         raise Failed(
-            f"1 rank: the loss is {loss:.6f}, and not {right:.6f}",
+            f"1 rank: the loss is {loss - right:+.2g} off, or its gradient is another one",
             "One rank has the whole sequence: there is nothing to send and nothing to weigh.",
         )
     return "the plain model"
@@ -367,27 +410,37 @@ def _masks(attempt: Callable) -> str:
         for at, other in changed.items():
             other[:, at] = (other[:, at] + 1) % 16
         first, *others = _passes(attempt, n, *((x, targets) for x in (tokens, *changed.values())))
-        for at, other in zip(changed, others, strict=True):
-            moved = (first[0] != other[0]).flatten(2).any(-1).any(0).tolist()
-            if early := [p for p in range(at) if moved[p]]:
-                raise Failed(
-                    f"{n} ranks: token {at} changes what is predicted at position {early[0]}",
-                    "A query saw a key that comes after it. The tokens are laid out in a zig-zag: "
-                    "does the ring know that?",
-                )
-            if blind := [p for p in range(at, 12) if not moved[p]]:
-                raise Failed(
-                    f"{n} ranks: token {at} changes nothing at position {blind[0]}",
-                    "A query did not see a key that comes before it. The tokens are laid out in a "
-                    "zig-zag: does the ring know that?",
-                )
+        faults = []
+        for kind in _KINDS:
+            pairs = zip(changed, others, strict=True)
+            faults.append([_fault(n, at, first[0][kind] != other[0][kind]) for at, other in pairs])
+        if all(map(any, faults)):
+            raise next(filter(None, faults[0]))
     return "2 and 3 ranks"
+
+
+def _fault(n: int, at: int, other: Tensor) -> Failed | None:
+    """What is wrong if these logits change with token number `at`."""
+    moved = other.flatten(2).any(-1).any(0).tolist()
+    why = "The tokens are laid out in a zig-zag: does the ring know that?"
+    if early := [p for p in range(at) if moved[p]]:
+        return Failed(
+            f"{n} ranks: token {at} changes what is predicted at position {early[0]}",
+            f"A query saw a key that comes after it. {why}",
+        )
+    if blind := [p for p in range(at, 12) if not moved[p]]:
+        return Failed(
+            f"{n} ranks: token {at} changes nothing at position {blind[0]}",
+            f"A query did not see a key that comes before it. {why}",
+        )
+    return None
 
 
 def _positions(attempt: Callable) -> str:
     batches = _batch(), _batch(6), _batch()
     for (logits, *_), batch in zip(_passes(attempt, 3, *batches, anew=False), batches, strict=True):
-        if not _near(logits, _alone(*batch)[0]):
+        right = _alone(*batch)[0]
+        if not any(_near(joined, right) for joined in logits.values()):
             raise Failed(
                 f"3 ranks, {batch[0].shape[1]} tokens: who sees whom is right, the numbers are not",
                 "On every rank RoPE counts its tokens from 0, as if they began the sequence. Each "
@@ -399,7 +452,7 @@ def _positions(attempt: Callable) -> str:
 
 def _weighs(attempt: Callable) -> str:
     whole, (tokens, targets) = context_parallel.layout(12, 2), _batch()
-    targets[0, 2:7] = targets[1, 9:] = -100
+    targets[0, 2:7] = targets[1, 7:9] = -100
     empty = targets.clone()
     empty[:, whole.positions(1)] = -100
     batches = (tokens, targets), (tokens, empty)
@@ -408,9 +461,16 @@ def _weighs(attempt: Callable) -> str:
         if abs(loss - right) < 1e-9 and _near(gradient, exact):
             continue
         counts = [int((whole.split(batch[1], rank) != -100).sum()) for rank in range(2)]
+        case = f"2 ranks with {' and '.join(map(str, counts))} targets"
+        if abs(loss - right) < 1e-9:
+            scale = (gradient.norm() / exact.norm()).item()
+            raise Failed(
+                f"{case}: the loss is right, its gradient is {scale:.2g} times the right one",
+                "The gradients of all ranks are averaged. If every rank returns the same loss, "
+                "only its own part of it has a history: that part must be N times as large.",
+            )
         raise Failed(
-            f"2 ranks with {' and '.join(map(str, counts))} targets: the loss is {loss:.4f}, and "
-            f"not {right:.4f}",
+            f"{case}: the loss is {loss - right:+.2g} off",
             "A mean of means: a rank with few targets weighs as much as one with many. Divide "
             "its sum by the targets of all ranks, and mind the division by N that follows.",
         )
