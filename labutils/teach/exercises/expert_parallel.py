@@ -60,7 +60,7 @@ def _routed(
     ordered = chosen.sort(-1).values
     same = ordered.diff(dim=-1).eq(0).any(-1) | (ordered[:, 0] < 0) | (ordered[:, -1] >= _E)
     if same.any():
-        token = same.nonzero()[0].item()
+        token = int(same.nonzero()[0])
         what = f"{case}: token {token} visits {chosen[token].tolist()}"
         raise Failed(what, f"{k} different experts of {_E} for each token: use topk.")
     gates = torch.zeros(_T, _E, dtype=weights.dtype).scatter(1, chosen, weights)
@@ -83,7 +83,8 @@ def _best(attempt: Callable) -> str:
     for k, score in _CASES:
         chosen, (right, *_) = _routed(attempt, k, score)[0], _right(k, score)
         if not torch.equal(chosen.sort(-1).values, right.sort(-1).values):
-            token = (chosen.sort(-1).values != right.sort(-1).values).any(-1).nonzero()[0].item()
+            wrong = (chosen.sort(-1).values != right.sort(-1).values).any(-1)
+            token = int(wrong.nonzero()[0])
             raise Failed(
                 f"k={k}, {score}: token {token} visits {chosen[token].tolist()}, "
                 f"its best are {right[token].tolist()}",
@@ -402,16 +403,15 @@ def _tokens() -> Tensor:
     return torch.randint(16, (4, 2, 8), generator=torch.Generator().manual_seed(3))
 
 
-def _spread(rank: world.Rank) -> torch.nn.Module:
+def _spread(rank: world.Rank) -> GPT:
     model = GPT(_MODEL, generator=torch.Generator().manual_seed(0)).double()
     for parameter in model.parameters():
         parameter.data.mul_(10)
-    return expert_parallel.spread_experts(model, rank.comm("ep"))
+    expert_parallel.spread_experts(model, rank.comm("ep"))
+    return model
 
 
-def _reduced(
-    model: torch.nn.Module, tokens: Tensor, dp: world.Comm, edp: world.Comm, alpha: float
-) -> Tensor:
+def _reduced(model: GPT, tokens: Tensor, dp: world.Comm, edp: world.Comm, alpha: float) -> Tensor:
     loss = model.loss(tokens, tokens)
     loss = loss + alpha * expert_parallel.auxiliary_loss(model)
     loss.backward()
@@ -445,7 +445,7 @@ def _expected(alpha: float) -> list[tuple[float, dict[str, Tensor]]]:
 def _own() -> list[tuple[float, dict[str, Tensor]]]:
     """Gradients before any reduction."""
 
-    def alone(model: torch.nn.Module, tokens: Tensor, *_: Any) -> Tensor:
+    def alone(model: GPT, tokens: Tensor, *_: Any) -> Tensor:
         loss = model.loss(tokens, tokens)
         loss.backward()
         return loss.detach()
@@ -502,7 +502,8 @@ def _mixed_up(rank: int, name: str, found: Tensor | None, right: Tensor) -> str:
     place = [n for n in before[rank] if n.endswith(kind) and "experts." in n].index(name)
     alike = [[g for n, g in own.items() if n.endswith(kind) and "experts." in n][place]
              for own in before]  # fmt: skip
-    if _near(found, sum(alike) / 4) or _near(found, sum(alike) / 2):
+    total = sum(alike[1:], alike[0])
+    if _near(found, total / 4) or _near(found, total / 2):
         return (
             "It is a mean of *different* experts: along dp the ranks of one block hold different "
             "ones. No shape gives it away. Reduce experts over edp, the ranks with the same ones."

@@ -107,11 +107,13 @@ def train_router(
     factor: c of the room that an expert has; without it no visit is dropped
     """
     model = GPT(READER, generator=torch.Generator().manual_seed(seed)).double()
-    how = {} if rate is None else dict(score="sigmoid", biased=True)
+    how: dict[str, Any] = {} if rate is None else dict(score="sigmoid", biased=True)
     expert_parallel.spread_experts(model, rank.comm("ep"), capacity_factor=factor, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     said = language(READER.vocab_size, READER.seq_len + 1, seed, skewed=skewed)
-    layer, seen = model.blocks[0].feed_forward, []
+    layer = model.blocks[0].feed_forward
+    assert isinstance(layer, expert_parallel.ExpertParallel)
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(steps):
         words = said(BATCH)
         loss = model.loss(words[:, :-1], words[:, 1:])
@@ -121,10 +123,12 @@ def train_router(
         if rate is not None:
             expert_parallel.update_bias(model, rank.comm("dp"), rate)
         routing = layer.routing
+        assert routing is not None
         lost = 1 - routing.counts.sum() / routing.load.sum()
         seen.append((routing.load, lost, loss.detach()))
+        chosen = routing.chosen
     asked, dropped, losses = map(torch.stack, zip(*seen, strict=True))
-    return RouterRun(asked, dropped, losses, words[:, :-1], routing.chosen)
+    return RouterRun(asked, dropped, losses, words[:, :-1], chosen)
 
 
 def summary(run: RouterRun) -> dict[str, list]:
