@@ -211,12 +211,17 @@ def _gathered(model: ModelConfig, p: Plan) -> Numbers:
 
 def held_by_course(model: ModelConfig, p: Plan, at: Place) -> dict[str, Numbers]:
     """States and kept activations of a rank in the course's code, by name. What lives for a moment
-    has no closed form: `proof.dry` adds it.
+    has no closed form: a dry run finds it. A layer that is computed again is counted as if it kept
+    all of its own, which is a bound.
 
     Raises ValueError: for a model that the course's GPT does not run.
     """
     found, busy = stage_states(model, p, at), in_flight(p, at.rank)
-    for name, nbytes in kept_by_course(model, p).items():
+    kept, full = kept_by_course(model, p), p.recompute == 2
+    if np.any(full):
+        once = _kept(model, p, anatomy.Policy(BF16, BF16, "sdpa"))["layers"]
+        found["computed again, at most"] = np.maximum(once - kept["head"] * at.last, 0) * full
+    for name, nbytes in kept.items():
         count = {"layers": at.plain + at.sparse, "embedding": at.first, "head": at.last}[name]
         found[f"kept by {name}"] = nbytes * count * busy
     return found

@@ -688,6 +688,20 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("torch.zeros_like(parameter, dtype=torch.float32)", "torch.zeros_like(parameter)"),
         ("for start in range(0, len(batches), k)]", "for start in range(0, len(batches) - k + 1, k)]"),
     ],
+    ("planner/work", "test_planner_runs"): [
+        ('"layer": (12, 19)', '"layer": (6, 9)'),
+        ("halves = 2 if not experts or size.inner else 1", "halves = 1"),
+        ("products=times * F,", "products=F,"),
+    ],
+    ("planner/stages", "test_planner_runs test_planner_search"): [
+        ("[np.minimum(after + 1, m), m, looped", "[np.minimum(after, m), m, looped"),
+        ('"norms": 4 * BF16', '"norms": 2 * BF16'),
+        ("zip((3, 2, 1), sizes", "zip((3, 2, 2), sizes"),
+    ],
+    ("planner/plans", "test_planner_search"): [
+        ("np.where(self.fits, self.seconds, np.inf)", "self.seconds"),
+        ("yield split & (p.zero == 3), gathers", "yield split & (p.zero == 2), gathers"),
+    ],
     ("planner/recipe", "test_planner test_survivors"): [
         ("share = round(target / seq_len / gpus)", "share = target // seq_len // gpus"),
         ('f"{batch:,} / ({largest} · {copies:,})"', 'f"{batch:,} / ({copies} · {copies:,})"'),
