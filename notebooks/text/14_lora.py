@@ -3,7 +3,7 @@
 #
 # **A model of 6.7 billion weights takes 108 GB to fine-tune, 16 bytes for each. What do you save, and what do you lose, if you freeze them all and train two thin matrices beside each?**
 #
-# *90 min · before this: labs 03, 04 and 08 · needs a laptop, no GPU and no network*
+# *90 min, and 15 further · before this: labs 03, 04 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -26,7 +26,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from labutils import collectives, data_parallel, lora, measure, memory, units
+from labutils import (
+    checkpointing,
+    collectives,
+    data_parallel,
+    lora,
+    measure,
+    memory,
+    units,
+)
 from labutils.config import DATA, Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.flash.fused import product_flops
 from labutils.model import GPT
@@ -42,7 +50,7 @@ from labutils.world import World
 #
 # $$ y \;=\; W x \;+\; \frac{\alpha}{r}\,B A\,x, \qquad W[d, k],\quad B[d, r],\quad A[r, k]. $$
 #
-# Here r is the *LoRA rank*, a small number, and α a constant that you choose. To scale, for a query matrix of a 7B model:
+# Here r is the *LoRA rank*, a small number, and α a constant that you choose; what both do to the learning rate is measured below. To scale, for a query matrix of a 7B model:
 
 # %%
 plots.low_rank(4096, 4096, 16)
@@ -158,16 +166,20 @@ check("lora/held", fine_tuned)
 hint("lora/held", 1)
 
 # %% [markdown]
-# Now a whole model: by a formula, by a dry run (the program on fake tensors), and by the program. This GPT of 100,000 weights will learn to add below.
+# Now a whole model: by a formula, by a dry run (the program on fake tensors), and by the program. This GPT of 100,000 weights will learn to add below; `rigs.lora.sums(8)` are its tokens and targets in base 8.
 
 # %%
 tokens, targets = (side[:32].clone() for side in rigs.lora.sums(8))
 
 
-def stepper(config=rigs.lora.ADDER, r=4, rows=32, nf4=False):
+def stepper(
+    config=rigs.lora.ADDER, r=4, rows=32, bf16=False, nf4=False, recompute=False
+):
     """A GPT, its optimizer, and a step of fine-tuning; with r = 0 of all of it."""
     model = GPT(config, attention="sdpa")
+    model = model.bfloat16() if bf16 else model
     model = lora.quantize_base(model.bfloat16()) if nf4 else model
+    model = checkpointing.apply(model, "full") if recompute else model
     model = lora.adapt(model, rank=r, alpha=32) if r else model
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     x, y = (torch.zeros(rows, config.seq_len, dtype=torch.long) for _ in "xy")
@@ -181,7 +193,8 @@ def stepper(config=rigs.lora.ADDER, r=4, rows=32, nf4=False):
     return model, optimizer, step
 
 
-def held(_, **options):
+# %%
+def held(_, **options):  # World.run hands in the rank, which is not needed here
     return measure.model_states(*stepper(**options)[:2])
 
 
@@ -229,7 +242,12 @@ bars = {
     for name in ("bf16", "nf4")
 }
 full = memory.model_states(llama, TrainConfig(micro_batch=1, global_batch=1))
-plots.memory_bars(full_fine_tuning=full, **bars, capacity=Hardware.named("RTX-4090"))
+title = "Without activations, LoRA would fit 24 GB"
+card = Hardware.named("RTX-4090")
+plots.memory_bars(full_fine_tuning=full, **bars, capacity=card, title=title)
+
+# %% [markdown]
+# These are states alone.
 
 # %% [markdown]
 # ## Does LoRA shrink the activations, too?
@@ -260,7 +278,7 @@ formula = lora.saved(rigs.lora.ADDER, rank=4, batch=32, frozen="fp32")
 formula.diff(kept["LoRA"]).unexplained
 
 # %% [markdown]
-# Over a step, with an adapter on every layer:
+# Over a step: full fine-tuning, and with an adapter on every layer.
 
 
 # %%
@@ -269,10 +287,13 @@ def over(_, **options):
     return measure.history(step, model, optimizer)
 
 
+plots.memory_timeline(over(None, r=0))
+
+# %%
 plots.memory_timeline(over(None))
 
 # %% [markdown]
-# With 12 words the step is fullest in the midst of the backward pass. A model of 32,000 words is fullest where that pass begins: all activations are there, and the logits, b·s·v, have their gradient. Two layers of Llama-2-7B:
+# With a vocabulary of 12 the step is fullest in the midst of the backward pass. With 32,000 words it is fullest where that pass begins: all activations are there, and the logits, b·s·v, have their gradient. Two layers of Llama-2-7B:
 
 # %%
 two = replace(llama, num_layers=2)
@@ -281,10 +302,36 @@ formula = lora.at_the_loss(two, rank=16, batch=1, frozen="fp32")
 formula.diff(dry.peak.ledger, by="component")
 
 # %% [markdown]
-# Against activations you still need checkpointing (lab 04): `checkpointing.apply(model, "full")`, before or after `adapt`, changes no bit of loss or gradient (tested).
+# So the card of 24 GB: Llama-2-7B at r = 16 with one sequence of its 4,096 tokens. By the same formula, states and activations where the step is fullest:
+#
+# > LoRA over NF4 has 4.5 GB of states. How many GB does the step take?
+
+# %%
+predict("7b/step", GB=6)
+
+# %%
+whole = {
+    f"LoRA over {name}": lora.at_the_loss(llama, rank=16, batch=1, frozen=name)
+    for name in ("bf16", "nf4")
+}
+reveal("7b/step", GB=round(whole["LoRA over nf4"].total / 1e9, 1))
 
 # %% [markdown]
-# ## What does it cost in time?
+# Against activations you still need checkpointing (lab 04): `checkpointing.apply(model, "full")`, before or after `adapt`, changes no bit of loss or gradient (tested). By dry run:
+
+# %%
+for name in ("bf16", "nf4"):
+    options = dict(config=llama, r=16, rows=1, recompute=True) | {name: True}
+    history = World(Mesh(), engine="dry").run(over, **options)
+    whole[f"{name}, recomputed"] = history.peak.ledger
+title = "Recomputation makes it fit 24 GB: most of a step were activations"
+plots.memory_bars(**whole, capacity=card, title=title)
+
+# %% [markdown]
+# LoRA over bf16 now fits, in 16.0 GB, and over NF4 in 7.
+
+# %% [markdown]
+# ## Further: what does it cost in time?
 #
 # Per token a training step multiplies three times: for outputs, for gradients of inputs, for gradients of weights. W has no gradient now. But gradients of inputs must still flow back to the first adapter, and each adapter adds 2·r·(d + k) FLOPs to each of the three.
 #
@@ -433,6 +480,44 @@ same = [torch.equal(model(tokens), adder(tokens)) for model in tuned[4]]
 print("base 10:", right(tuned[4], 10), "the same bits:", same)
 
 # %% [markdown]
+# **Is the update of low rank?** That is what LoRA presumes. We have an update that nothing held to a low rank: that of full fine-tuning, W₈ − W₁₀ for each of the twelve matrices. Cut each to its r largest singular values, leave all else as it was trained, and let it add in base 8.
+#
+# > Of 64 singular values in each matrix, how many does it take to get over 95 % of the sums right?
+
+# %%
+predict("update/rank", values=32)
+
+
+# %%
+def cut_to(r, tuned):
+    """The fine-tuned model with the update of each matrix cut to rank r; its energy."""
+    model, kept = copy.deepcopy(tuned), []
+    for (name, w), before in zip(
+        model.named_parameters(), adder.parameters(), strict=True
+    ):
+        if name.startswith("blocks") and w.dim() == 2:
+            U, S, V = torch.linalg.svd((w - before).detach(), full_matrices=False)
+            w.data = before + U[:, :r] * S[:r] @ V[:r]
+            kept.append((S[:r].square().sum() / S.square().sum()).item())
+    return model, kept
+
+
+# %% tags=["nbval-ignore-output"]
+cuts = {r: [cut_to(r, model)[0] for model in tuned[0]] for r in (0, 1, 2, 4, 8, 64)}
+shares = {r: right(models, 8) for r, models in cuts.items()}
+print("on this CPU, base 8 after two fine-tunings:")
+for r, share in shares.items():
+    print(f"rank {r:2}: {share[0]:.0%} and {share[1]:.0%} right")
+energy = cut_to(4, tuned[0][0])[1]
+print(f"4 of 64 values hold {min(energy):.0%} to {max(energy):.0%} of the squares")
+
+# %%
+enough = min(r for r, share in shares.items() if min(share) > 0.95)
+reveal("update/rank", values=enough)
+
+# %% [markdown]
+# Full fine-tuning has chosen an update of rank 4 or so by itself: LoRA's premise holds for this task. (Embeddings, norms and head stayed as they were trained here. With those of base 10, all 64 values reach two thirds of the sums: they took part.)
+#
 # Several adapters may stand beside one frozen model, and one is active at a time. On disk an adapter is A and B alone (`lora.save_adapter`).
 #
 # **Which learning rate, and which r?** Recorded beforehand, 60 steps, α = 32 and five seeds for each point, by `python tools/lora_sweep.py`. The band is the range of the seeds:
@@ -457,7 +542,37 @@ def table(runs):
 table(runs)
 
 # %% [markdown]
-# A loss is a mean ± its standard error; rates are tried by factors of two. *What shows:* LoRA's best rate is four to eight times that of full fine-tuning. (*LoRA without regret* finds about ten, and more for short runs.) At 0.0032 every LoRA rank is within its error of its best, and r = 1 ends behind the others.
+# A loss is a mean ± its standard error; rates are tried by factors of two. With this α, LoRA's best rate is four to eight times that of full fine-tuning. At 0.0032 every LoRA rank is within its error of its best: that is what dividing by r is for, one rate serves all ranks. And r = 1 ends behind the others.
+#
+# **What is α for?** The same at r = 4, with other values of α (three seeds, `python tools/lora_sweep.py alpha`):
+#
+# > With α = 128 in place of 32, how many times the rate of full fine-tuning is LoRA's best?
+
+# %%
+predict("alpha/times", times=8)
+
+# %%
+others, full_rate = rigs.lora.sweep("alpha"), runs.best(rank="full")[0]
+alphas = {
+    "4": (others, dict(alpha="4")),
+    "32": (runs, dict(rank="4")),
+    "128": (others, dict(alpha="128")),
+}
+for alpha, (recorded, which) in alphas.items():
+    lr, loss, error = recorded.best(**which)
+    times = lr / full_rate
+    print(f"α = {alpha:>3}: {loss:.3f} ± {error:.3f} at {lr:.1e}, {times:.0f} times")
+reveal("alpha/times", times=round(times))
+
+# %%
+plots.curves(
+    xlabel="learning rate", ylabel="held-out loss (nats per digit)", log="xy",
+    title="A larger α wants a smaller rate",
+    **{f"α = {a}": recorded.losses(**which) for a, (recorded, which) in alphas.items()},
+)  # fmt: skip
+
+# %% [markdown]
+# Thirty-two times the α, and the best rate falls eightfold: from 16 times that of full fine-tuning to twice. The best losses differ little. So "LoRA wants ten times the rate" (*LoRA without regret* finds about ten, and more for short runs) is a sentence about its α, too. Set α once, such as 32, and sweep the rate: the paper says as much (section 4.1, with Adam). Two variants: *rsLoRA* divides by √r and not by r, for large ranks; *LoRA+* gives B, which alone has a gradient at first, a larger rate than A.
 #
 # *What does not show at this size:* an order of r = 4 and r = 16. And which layers? Attention alone at r = 8, the feed-forward layers alone at r = 2:
 
@@ -467,9 +582,11 @@ for pattern in ("attention.*", "feed_forward.*"):
     print(f"{pattern:15}{runs.trained(pattern):6,} trained: {loss:.3f} ± {error:.3f}")
 
 # %% [markdown]
-# Both end behind all layers at r = 4, by about two standard errors. Between the two no order shows, though attention alone trains three times as many numbers.
+# Each is worse than adapters on all layers at r = 4, by about two standard errors. Between the two no order shows, though attention alone trains three times as many numbers.
 #
-# **On text.** A GPT that has read Python's reference is fine-tuned to its source code, 120 steps, three seeds (the same tool):
+# ### Further: on text
+#
+# A GPT that has read Python's reference is fine-tuned to its source code, 120 steps, three seeds (the same tool):
 
 # %%
 text = rigs.lora.sweep("text")
@@ -478,27 +595,28 @@ table(text)
 # %% [markdown]
 # Here LoRA *learns less*, with every seed, and the less, the smaller r is.
 #
-# > At half its best rate, full fine-tuning still learns more than r = 4 at its best. Which of the two forgets more of the reference?
+# > At half its best rate, full fine-tuning still learns more than r = 4 at its best, and forgets 0.14 nats of the reference. How many nats does r = 4 forget?
 
 # %%
-predict("text/forgets_more", who="full")
+predict("text/forgets", nats=0.1)
 
 # %%
 series = {"full": text.traded(rank="full")}
 series |= {f"r {r}": text.traded(rank=r) for r in ("1", "4", "16")}
 small, beside = series["full"][0][-2], series["r 4"][0][-1]
-print(f"nats forgotten: full {small:.2f}, r = 4 {beside:.2f}")
-reveal("text/forgets_more", who="full" if small > beside else "r = 4")
+print(f"full fine-tuning: {small:.2f} nats")
+reveal("text/forgets", nats=round(beside, 2))
 
 # %%
 plots.curves(
     xlabel="forgotten: reference (nats per character)",
     ylabel="learned: source code (nats per character)",
-    title="For as much forgotten, full fine-tuning learns more", **series,
+    title="Here full fine-tuning learns more for as much forgotten",
+    measured=series, **series,
 )  # fmt: skip
 
 # %% [markdown]
-# From corner to corner the rate doubles; each curve ends at its best. *What shows:* at 0.0008, where full fine-tuning ends and LoRA begins, every LoRA rank learns less and forgets less. Each at its best rate, only r = 1 forgets less. *What does not show:* that LoRA forgets less for what it learns; the highest curve is that of full fine-tuning.
+# From corner to corner the rate doubles; each curve ends at its best. *What shows:* at 0.0008, where full fine-tuning ends and LoRA begins, every LoRA rank learns less and forgets less. Each at its best rate, only r = 1 forgets less. *What does not show:* that LoRA forgets less for what it learns; the highest curve is that of full fine-tuning. This is one model of 100,000 weights, one α and 120 steps. On Llama-2-7B, Biderman et al. (2024, *LoRA learns less and forgets less*) find about the same trade for both, and *LoRA without regret* finds LoRA equal to full fine-tuning where the data set is small.
 
 # %% [markdown]
 # ## What does it cost after training?
@@ -516,7 +634,7 @@ flops["plain"] = product_flops(lambda: adder(tokens))
 print(flops, "the same logits:", close)
 
 # %% [markdown]
-# No FLOP is left of it.
+# No FLOP is left of it. Into NF4 nothing can be merged: W + Δ would be rounded to 16 values again, so QLoRA's adapters stay beside, or W is made whole first.
 #
 # ### Exercise 14.3 · Bug hunt: the layer that merges (12 min, ●●●)
 #
@@ -573,23 +691,23 @@ hint("lora/bug-hunt", 1)
 show(lora.LoraLinear.merge)
 
 # %% [markdown]
-# ## Turn the knobs
+# ## Further: turn the knobs
 #
-# Which models fit a card of 24 GB, and at which LoRA rank do the adapters begin to show?
+# A step of LoRA with one sequence, without checkpointing. With how many tokens does which model fit a card of 24 GB, and do the adapters show at r = 256?
 
 
 # %%
-def knobs(model="llama-2-7b", r=16):
-    config = ModelConfig.named(model)
+def knobs(model="llama-2-7b", r=16, tokens=512):
+    config = replace(ModelConfig.named(model), seq_len=tokens)
     bars = {
-        f"frozen in {name}": lora.model_states(config, rank=r, frozen=name)
+        f"frozen in {name}": lora.at_the_loss(config, rank=r, batch=1, frozen=name)
         for name in ("bf16", "nf4")
     }
-    return plots.memory_bars(**bars, capacity=Hardware.named("RTX-4090"))
+    return plots.memory_bars(**bars, capacity=card)
 
 
 models = ["llama-2-7b", "llama-2-13b", "llama-2-70b"]
-explore(knobs, states=12, model=models, r=[1, 16, 64, 256])
+explore(knobs, states=27, model=models, r=[1, 16, 256], tokens=[512, 2048, 4096])
 
 # %% [markdown]
 # ## In practice
@@ -625,12 +743,14 @@ explore(knobs, states=12, model=models, r=[1, 16, 64, 256])
 # > - y = W·x + (α/r)·B·A·x: W is frozen, A drawn, B zero. With both zero nothing is ever learned.
 # > - An adapter has r·(d + k) numbers; on all matrices of Llama-2-7B's layers, at r = 16, that is 0.59 % of the model.
 # >   <!-- claim: (lambda m: round(100 * lora.trainable(m, rank=16) / m.num_params, 2))(config.ModelConfig.named("llama-2-7b")) == 0.59 -->
-# > - It saves gradients and optimizer state: 107.8 GB become 14.1, of which 13.5 are the frozen weights. In NF4 with double quantization it is 4.5.
+# > - It saves gradients and optimizer state: of 107.8 GB of states 14.1 are left, of which 13.5 are the frozen weights. In NF4 with double quantization it is 4.5.
 # >   <!-- claim: (lambda m: [round(x / 1e9, 1) for x in (16 * m.num_params, lora.model_states(m, rank=16).total, lora.frozen_bytes(m, "bf16"), lora.model_states(m, rank=16, frozen="nf4").total)])(config.ModelConfig.named("llama-2-7b")) == [107.8, 14.1, 13.5, 4.5] -->
-# > - It saves few activations, and 28 % of the FLOPs on Llama-2-7B: gradients still flow to the first adapter. Data parallelism reduces the gradients of adapters alone.
+# > - It saves few activations: a step of Llama-2-7B with 4,096 tokens takes 28.6 GB over NF4, unless it recomputes. And it saves 28 % of the FLOPs on Llama-2-7B: gradients still flow to the first adapter. Data parallelism reduces the gradients of adapters alone.
+# >   <!-- claim: round(lora.at_the_loss(config.ModelConfig.named("llama-2-7b"), rank=16, batch=1, frozen="nf4").total / 1e9, 1) == 28.6 -->
 # >   <!-- claim: (lambda m: round(100 - 100 * sum(lora.training_flops(m, rank=16).values()) / m.flops_per_token()))(config.ModelConfig.named("llama-2-7b")) == 28 -->
 # > - Merged it costs nothing. To take it out again to the bit, keep W: (W + Δ) − Δ is rounded twice.
-# > - Its best learning rate here is two to eight times that of full fine-tuning. On text it learns less, and less for what it forgets. Removed, the adapter leaves the model as it was.
+# > - Full fine-tuning's own update is of low rank here: of its singular values a few are enough.
+# > - Its best learning rate here is two to eight times that of full fine-tuning at α = 32, and falls as α grows. On this text it learns less, and less for what it forgets. Removed, the adapter leaves the model as it was.
 # >   <!-- claim: claims.lora_learns() == ([2, 8], True) -->
 #
 # Next: numbers of eight bits and fewer, for weights, activations and gradients.
@@ -640,5 +760,7 @@ explore(knobs, states=12, model=models, r=[1, 16, 64, 256])
 #
 # - E. Hu et al., *LoRA: low-rank adaptation of large language models*, arXiv:2106.09685 (2021): sections 4.1 and 4.2; Tables 4 to 6.
 # - T. Dettmers et al., *QLoRA: efficient finetuning of quantized LLMs*, arXiv:2305.14314 (2023): NF4 and double quantization.
+# - D. Biderman et al., *LoRA learns less and forgets less*, arXiv:2405.09673 (2024).
+# - D. Kalajdzievski, *A rank stabilization scaling factor for fine-tuning with LoRA*, arXiv:2312.03732 (2023); S. Hayou et al., *LoRA+*, arXiv:2402.12354 (2024).
 # - J. Schulman et al., *LoRA without regret*, Thinking Machines Lab (2025): learning rates, which layers.
 # - Hugging Face PEFT, documentation of `LoraConfig`; torchtune, documentation of its LoRA recipes.
