@@ -21,6 +21,8 @@ import json
 import re
 import urllib.parse
 import zlib
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import hypothesis
 import nbval.plugin
@@ -31,6 +33,14 @@ from PIL import Image
 
 hypothesis.settings.register_profile("course", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("course")
+
+
+@pytest.fixture(scope="session")
+def spawned():
+    """Calls a function in a process where no argument is checked: four times as fast."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        yield lambda fn, *args: pool.submit(fn, *args).result()
+
 
 PICTURE = re.compile(r'data:image/png;base64,([^"]*)')
 DRAWING = re.compile(r'data:image/svg\+xml,([^"]*)')

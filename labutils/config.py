@@ -407,8 +407,8 @@ class TrainConfig:
     optimizer, lr: what steps the weights, "momentum" being SGD with 0.9 of it, and how far.
     clip: the norm of the whole gradient to which a step is clipped; None leaves it as it is.
 
-    precision: "fp32", or a half format ("bf16", "fp16"): weights and gradients are half, and an
-        fp32 master copy goes with the optimizer.
+    precision: "fp32", "fp64" to compare with another way, or a half format ("bf16", "fp16"):
+        weights and gradients are half, and an fp32 master copy goes with the optimizer.
     fp32_gradients: with a half precision, gradients are accumulated in fp32: beside the half ones
         (True), or in their place ("only").
     autocast: weights and gradients stay fp32 and only the matrix products are half.
@@ -426,6 +426,7 @@ class TrainConfig:
     schedule: of the pipeline, a name of `SCHEDULES`.
     chunks: stages of a rank, where a schedule goes round the ranks ("interleaved" and its kin).
     layers: of each stage; cut so that the longest stage is short unless given.
+    frozen: names of parameters that stay as they are, with * for any letters.
     zero: the level of ZeRO.
     bucket_bytes: what levels 1 and 2 reduce and gather at once.
     reshard: whether level 3 frees weights between the forward and the backward pass.
@@ -448,6 +449,7 @@ class TrainConfig:
     schedule: str = "one_f_one_b"
     chunks: int = 2
     layers: tuple[int, ...] | None = None
+    frozen: tuple[str, ...] = ()
     stepping: str = "loop"
     zero: int = 0
     bucket_bytes: int = BUCKET_BYTES
@@ -460,7 +462,7 @@ class TrainConfig:
             raise ValueError(f"{sizes}={self.global_batch}: the last micro-batch would be short")
         _one_of(
             vars(self),
-            precision=("fp32", "bf16", "fp16"),
+            precision=("fp32", "fp64", "bf16", "fp16"),
             fp32_gradients=(True, False, "only"),
             autocast=(True, False),
             fp8=(None, "unscaled", "current", "delayed", "tiles", "int8"),
@@ -481,9 +483,14 @@ class TrainConfig:
             object.__setattr__(self, "layers", tuple(self.layers))
         if not isinstance(self.adapters, Adapters | None):
             raise TypeError(f"adapters must be config.Adapters or None, got {self.adapters!r}")
-        if self.autocast and self.precision == "fp32":
+        if self.autocast and self.precision in ("fp32", "fp64"):
             remedy = "give precision='bf16' or 'fp16'"
             raise ValueError(f"autocast=True computes in a half format: {remedy}")
+
+    @property
+    def half(self) -> bool:
+        """Whether weights are in a half format, and so step as an fp32 master copy."""
+        return self.precision in ("bf16", "fp16") and not self.autocast
 
     def accumulation(self, dp: int) -> int:
         """Micro-batches that each of `dp` ranks accumulates before an optimizer step.

@@ -26,6 +26,7 @@ from labutils.ledger import Ledger, Line
 from labutils.timeline import History, Moment
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
+Optimizers = Iterable[torch.optim.Optimizer | None]
 HALF = (torch.float16, torch.bfloat16)
 _LIFT = torch.ops.aten.lift_fresh.default  # by which torch.tensor(…) comes: argument, and yet new
 _RESIZE = torch.ops.inductor.resize_storage_bytes_.default
@@ -35,9 +36,9 @@ class OutOfMemory(RuntimeError):
     """Raised by `history` when more bytes are alive than its `capacity`."""
 
 
-def model_states(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Ledger:
+def model_states(module: nn.Module, *optimizers: torch.optim.Optimizer | None) -> Ledger:
     """Bytes of weights, gradients, optimizer state and buffers that are alive now; each storage
-    counts once, so a tied weight does too.
+    counts once, so a tied weight does too. Several optimizers step different parameters.
 
     Optimizer state comes under the optimizer's own names (Adam: exp_avg, exp_avg_sq, step);
     parameters that the optimizer steps and the module does not hold are its master weights, and
@@ -51,7 +52,7 @@ def model_states(module: nn.Module, optimizer: torch.optim.Optimizer | None = No
     """
     seen: set[int] = set()
     lines = []
-    for component, name, tensor in _states(module.parameters(), optimizer, module.buffers()):
+    for component, name, tensor in _states(module.parameters(), optimizers, module.buffers()):
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
@@ -205,13 +206,12 @@ class Life:
 @contextmanager
 def recording(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
+    *optimizers: torch.optim.Optimizer | None,
     capacity: int | None = None,
 ) -> "Iterator[Recorder]":
     """A recorder of what this thread does inside: `history()` is what was alive at every moment,
     `lives` the storages one by one."""
-    recorder = Recorder(module, optimizer, capacity)
+    recorder = Recorder(module, optimizers, capacity)
     with ExitStack() as stack:
         stack.enter_context(_undisturbed())
         stack.callback(recorder.watches.clear)
@@ -240,13 +240,12 @@ class Recorder(Mode):
     Cost: constant for each operation and each of its tensors, however much is alive.
     """
 
-    def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, capacity: int | None
-    ) -> None:
+    def __init__(self, module: nn.Module, optimizers: Optimizers, capacity: int | None) -> None:
         super().__init__()
         if capacity is not None:
             units.whole(capacity, "capacity", 1)
-        self.optimizer, self.capacity = optimizer, capacity
+        self.capacity = capacity
+        self.optimizers = [each for each in optimizers if each is not None]
         self.parameters = list(module.parameters())
         self.lives: list[Life] = []
         self.current: dict[int, Life] = {}  # by address of the living storage
@@ -304,7 +303,7 @@ class Recorder(Mode):
 
     def look(self, buffers: Iterable[Tensor] = ()) -> None:
         """What there is of weights, gradients and optimizer state gets its name."""
-        for component, name, tensor in _states(self.parameters, self.optimizer, buffers):
+        for component, name, tensor in _states(self.parameters, self.optimizers, buffers):
             self.guess([tensor], component, name)
 
     def happened(self, event: str) -> None:
@@ -356,9 +355,9 @@ class Recorder(Mode):
                     lambda p: self.guess(_gradients([p]), "gradients")
                 )
                 stack.callback(hook.remove)
-        if self.optimizer is not None:
-            stack.callback(self.optimizer.register_step_pre_hook(self.entered).remove)
-            stack.callback(self.optimizer.register_step_post_hook(self.left).remove)
+        for optimizer in self.optimizers:
+            stack.callback(optimizer.register_step_pre_hook(self.entered).remove)
+            stack.callback(optimizer.register_step_post_hook(self.left).remove)
 
     def keep(self, tensor: Tensor) -> Tensor:
         """What autograd saves; detached, or an output would close a cycle with its own graph."""
@@ -459,12 +458,13 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 def _states(
     weights: Iterable[Tensor],
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Optimizers,
     buffers: Iterable[Tensor],
 ) -> Iterator[tuple[str, str, Tensor]]:
     """What there is of weights, gradients, optimizer state and buffers: component, name, tensor."""
     weights = list(weights)
-    groups = [] if optimizer is None else optimizer.param_groups
+    stepping = [optimizer for optimizer in optimizers if optimizer is not None]
+    groups = [group for optimizer in stepping for group in optimizer.param_groups]
     stepped = [parameter for group in groups for parameter in group["params"]]
     beside_half = any(parameter.dtype in HALF for parameter in weights)
     yield from (("weights", "weights", parameter) for parameter in weights)
@@ -473,7 +473,7 @@ def _states(
     yield from (("gradients", name, gradient) for gradient in _gradients(stepped))
     # Of those that are stepped, the weights of the module have come by now.
     yield from (("optimizer", "master weights", parameter) for parameter in stepped)
-    for state in () if optimizer is None else optimizer.state.values():
+    for state in (state for optimizer in stepping for state in optimizer.state.values()):
         for name, value in state.items():
             if isinstance(value, Tensor):
                 yield "optimizer", name, value

@@ -1,14 +1,15 @@
 """One step of training on any mesh, put together in one place from the course's own transforms.
 
-Their order is what makes them compose: attention over ranks and the places of tokens (cp), shares
-of every layer (tp), adapters, experts (ep), stages (pp), what is computed again, replicas or ZeRO,
-the optimizer, clipping. Every mesh runs `pipeline.run`: a pipeline of one stage accumulates
-micro-batches.
+Their order is what makes them compose: the layers of a rank (pp), attention over ranks and the
+places of tokens (cp), shares of every layer (tp), adapters, experts (ep), what is computed again,
+replicas or ZeRO, the optimizer, clipping. Every mesh runs `pipeline.run`: a pipeline of one stage
+accumulates micro-batches.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from labutils import (
 )
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.memory.recording import OPTIMIZERS, STEPPING
-from labutils.model import ATTENTION, GPT, IGNORED
+from labutils.model import ATTENTION, GPT, IGNORED, Block
 from labutils.world import Comm, Rank
 
 Batch = tuple[Tensor, Tensor]  # tokens [b, s] and targets [b, s]
@@ -113,14 +114,19 @@ class RankStep:
     ) -> None:
         self.rank, self.train, self.plan = rank, train, plan
         self.replicas = rank.comm("dp", "cp")
-        half = HALF.get(train.precision) if not train.autocast else None
+        half = HALF[train.precision] if train.half else None
         with torch.device(rank.device):
             net = GPT(model, generator=_seeded(rank)) if whole is None else whole()
-        with rank.comm().record("start"):
-            for parameter in net.parameters():
-                rank.comm().broadcast(parameter.data, out=parameter.data)
-        if half is not None and train.zero < 3:
-            _halve(net, half)
+        if whole is not None:  # what is drawn here is the same on all ranks
+            with rank.comm().record("start"):
+                for parameter in net.parameters():
+                    rank.comm().broadcast(parameter.data, out=parameter.data)
+        for name, parameter in net.named_parameters():
+            if any(fnmatchcase(name, pattern) for pattern in train.frozen):
+                parameter.requires_grad_(False)
+        pipeline.keep(net, plan, rank.coords["pp"], train.layers)
+        if train.precision == "fp64" or (half is not None and train.zero < 3):
+            _cast(net, half or torch.float64)
         self.stages = self._cut(self._change(net))
         if train.zero == 3:
             self._shard(half)
@@ -132,10 +138,11 @@ class RankStep:
     # ── what a rank has ───────────────────────────────────────────────────────────────────────────
 
     def _change(self, net: GPT) -> GPT:
-        """The whole model, each layer of which does this rank's part."""
+        """The model, each layer of which does this rank's part."""
         rank, train, mesh = self.rank, self.train, self.rank.mesh
+        layers = [part for part in net.modules() if isinstance(part, Block)]
         if train.attention in ATTENTION:
-            for block in net.blocks:
+            for block in layers:
                 block.attention.attend = ATTENTION[train.attention]
         else:
             cp, kind = rank.comm("cp"), train.layout
@@ -144,12 +151,14 @@ class RankStep:
             lora.quantize_base(net)
         if mesh.tp > 1:
             tensor_parallel.parallelize(net, rank.comm("tp"), train.sequence)
-        if train.fp8:
+        if train.fp8 and layers:
             quantization.use_fp8(net, quantization.SCHEMES[train.fp8])
-        if chosen := train.adapters:
+        if train.adapters:
+            net.requires_grad_(False)
+        if (chosen := train.adapters) and layers:
             sizes: Any = dict(rank=chosen.rank, alpha=chosen.alpha, pattern=chosen.pattern)
             lora.adapt(net, **sizes, generator=_seeded(rank))
-        if mesh.ep > 1:
+        if mesh.ep > 1 and layers:
             expert_parallel.spread_experts(net, rank.comm("ep"), replicas=self.replicas)
         return checkpointing.apply(net, train.checkpointing)
 
@@ -190,9 +199,15 @@ class RankStep:
             sizes: Any = dict(level=train.zero, bucket_bytes=train.bucket_bytes)
             return zero.Optimizer(named.items(), comm, make, reduce_dtype=wide, **sizes)
         optimizer = make(named.values())
-        if train.zero == 0 and train.precision != "fp32" and not train.autocast:
+        if train.zero == 0 and train.half:
             return precision.MasterWeights(optimizer, fp32_gradients=train.fp32_gradients)
         return optimizer
+
+    @property
+    def inner(self) -> list[torch.optim.Optimizer]:
+        """Torch's optimizers, in those of ZeRO and of master weights: what holds state."""
+        inside = [getattr(each, "inner", each) for each in self.optimizers]
+        return [getattr(each, "optimizer", each) for each in inside]
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────
 
@@ -275,17 +290,17 @@ def _seeded(rank: Rank) -> torch.Generator:
     return torch.Generator(rank.device).manual_seed(SEED)
 
 
-def _halve(net: GPT, half: torch.dtype) -> None:
+def _cast(net: GPT, dtype: torch.dtype) -> None:
     """The model in another format, as `to` makes it, also where tensors are fake."""
     found: dict[Tensor, nn.Parameter] = {}  # a tied weight stays one
     for part in net.modules():
         for name, p in part._parameters.items():
             if p is not None:
-                made = nn.Parameter(p.detach().to(half), p.requires_grad)
+                made = nn.Parameter(p.detach().to(dtype), p.requires_grad)
                 part._parameters[name] = found.setdefault(p, made)
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                part._buffers[name] = buffer.to(half)
+                part._buffers[name] = buffer.to(dtype)
 
 
 def _inside(region: precision.autocast, forward: Callable, *args: Any) -> Any:
@@ -348,7 +363,7 @@ def _reasons(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Iterator[tup
         "set sequence=False or tp of 2 or more",
     )
     yield (
-        train.fp8 is not None and train.precision != "fp32" and not train.autocast,
+        train.fp8 is not None and train.half,
         f"fp8={train.fp8!r} adds up in fp32, and weights of precision={train.precision!r} do not",
         "set autocast=True, or precision='fp32'",
     )

@@ -15,6 +15,7 @@ from labutils import (
     lora,
     measure,
     memory,
+    predict,
     quantization,
     scaling,
     tensor_parallel,
@@ -126,7 +127,7 @@ def plain_over_flash(s: int, d: int = 64) -> float:
 def states_of_a_rank(level: int, ranks: int) -> int:
     """Bytes of GPT-2's model states on one of so many data-parallel ranks."""
     train = TrainConfig(micro_batch=1, global_batch=ranks, zero=level)
-    return memory.model_states(ModelConfig.named("gpt2"), train, Mesh(dp=ranks)).total
+    return predict.states(ModelConfig.named("gpt2"), train, Mesh(dp=ranks)).total
 
 
 def seconds_of_a_step(dp: int) -> float:

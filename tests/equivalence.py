@@ -11,9 +11,12 @@ import torch
 import torch.nn.functional as F
 from small_models import random_
 
-from labutils import lora, precision, quantization, step, tensor_parallel, zero
+from labutils import lora, measure, precision, predict, quantization, step, tensor_parallel, zero
 from labutils.config import DATA, Adapters, Mesh, ModelConfig, TrainConfig
+from labutils.ledger import Ledger
 from labutils.model import GPT
+from labutils.predict.rehearsal import rehearsal
+from labutils.trace import OneRank, Trace
 from labutils.world import RankError, World
 
 STEPS, ROWS, LR, CLIP = 2, 8, 0.3, 0.05
@@ -21,9 +24,13 @@ MODEL = dict(
     num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, d_ff=16, vocab_size=24, seq_len=16,
     ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False,
 )  # fmt: skip
-TRAIN = dict(optimizer="momentum", lr=LR, clip=CLIP, precision="fp32", bucket_bytes=3000)
+FROZEN = "blocks.0.attention.key.weight"
+TRAIN = dict(
+    optimizer="momentum", lr=LR, clip=CLIP, precision="fp64", bucket_bytes=3000, frozen=(FROZEN,)
+)  # fmt: skip
 TABLE, JOIN = DATA / "compositions.csv", " × "
 LORA = Adapters(rank=2, alpha=4)
+ROUTED = {"dispatch", "combine"}
 
 GPT2 = dict(ffn="gelu", norm="layernorm", positions="learned", bias=True)
 
@@ -122,9 +129,9 @@ def data(case):
 
 def whole(case):
     """The model as training begins, with a weight that stays: float64 where nothing is rounded on purpose."""
-    rounded = case.train.precision != "fp32"
+    rounded = case.train.precision != "fp64"
     model = random_(GPT(case.model).to(torch.float32 if rounded else torch.float64), 3)
-    model.blocks[0].attention.key.weight.requires_grad_(False)
+    model.get_parameter(FROZEN).requires_grad_(False)
     return model
 
 
@@ -155,7 +162,7 @@ def one_device(alone):
         optimizer.zero_grad()
         with torch.autocast("cpu", half or torch.bfloat16, enabled=train.autocast):
             logits = model(tokens)
-        logits = logits if train.precision == "fp32" else logits.float()
+        logits = logits if train.precision == "fp64" else logits.float()
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         (loss * mean_of).backward()
         for p in trained:
@@ -197,7 +204,7 @@ def share(name, weight, case, rank):
 
 
 def on_ranks(case):
-    """The largest difference from one device: of a weight of any rank, of a norm, of a loss."""
+    """The largest difference from one device: of a weight of any rank, of a norm, of a loss; and the bytes by which what a rank held, or sent in its second step, is not what was predicted."""
     make = step.build(case.model, case.train, case.mesh, whole=functools.partial(whole, case))
     weights, norms, losses = one_device(alone(case))
     tokens, targets = data(case)
@@ -205,16 +212,33 @@ def on_ranks(case):
     def program(rank):
         mine = make(rank)
         batches = mine.share(tokens, targets)
-        taken = [mine(batches) for _ in range(STEPS)]
+        taken, begun = [], 0
+        for _ in range(STEPS):
+            begun = len(rank._finish())
+            taken.append(mine(batches))
+        sent = Trace(OneRank(rank.size, rank.rank, rank._finish()[begun:])).sent
+        held = measure.model_states(mine.stages, *mine.inner)
         found = dict(full(mine))
         assert found, "a rank without weights"
         apart = [distance(p, share(name, weights[name], case, rank)) for name, p in found.items()]
         norm = [distance(one.norm, two) for one, two in zip(taken, norms, strict=True)]
         loss = [distance(one.loss, two) for one, two in zip(taken, losses, strict=True)]
-        return max(apart), max(norm), max(loss)
+        return (max(apart), max(norm), max(loss)), held, sent
 
     with World(case.mesh, timeout=60) as world:
-        return tuple(map(max, zip(*world.run(program), strict=True)))
+        apart, held, sent = zip(*world.run(program), strict=True)
+    lost = sum(map(unexplained, [case] * len(held), range(len(held)), held, sent))
+    return tuple(map(max, zip(*apart, strict=True))), lost
+
+
+def unexplained(case, rank, held, sent):
+    """Bytes by which a rank's states and messages are not those predicted. What visits an expert is of the tokens' choice: there each rank's own share is unknown."""
+    plan = case.model, case.train, case.mesh, rank
+    routed = predict.sent(*plan), sent
+    foreseen, found = (
+        Ledger(x for x in each if x.name.split()[0] not in ROUTED) for each in routed
+    )
+    return predict.states(*plan).diff(held).unexplained + foreseen.diff(found).unexplained
 
 
 def trained(case):
@@ -246,10 +270,19 @@ def same_masks(names, policy):
     return alike(kept, trained(plain)), alike(kept, trained(again))
 
 
+def rehearsed(model, train, mesh, rank):
+    """Bytes by which what a dry run of a rank holds, and sends in a step, is not what was predicted."""
+    plan = model, train, mesh, rank
+    found = rehearsal(*plan)
+    held, sent = predict.states(*plan).diff(found.states), predict.sent(*plan).diff(found.sent)
+    return held.unexplained, sent.unexplained
+
+
 def equal(case):
-    """Whether ranks and one device agree, and by how much they differ."""
-    found = on_ranks(case)
-    return all(one <= most for one, most in zip(found, bounds(case), strict=True)), found
+    """Whether ranks and one device agree, and ranks and their formulas; and by how much they differ."""
+    found, lost = on_ranks(case)
+    same = all(one <= most for one, most in zip(found, bounds(case), strict=True))
+    return same and not lost, (*found, lost)
 
 
 def bounds(case):
@@ -274,7 +307,10 @@ def outcome(case):
         same, found = equal(case)
     except RankError as error:
         return "wrong", str(error).strip().partition("\n")[0]
-    return "equal" if same else "wrong", "weights {:.0e}, norm {:.0e}, loss {:.0e}".format(*found)
+    return (
+        "equal" if same else "wrong",
+        "weights {:.0e}, norm {:.0e}, loss {:.0e}, bytes {}".format(*found),
+    )
 
 
 def remedies(text):

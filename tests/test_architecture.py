@@ -19,6 +19,7 @@ LAYERS = {
     1: {"floats", "config", "anatomy", "ledger", "trace", "timeline", "clock", "schedule"},
     2: {"collectives", "world", "model", "measure", "randomness", "gradients"},
     3.5: {"step"},  # a training step is put together of all topics
+    3.7: {"predict"},  # and foreseen
     4: {"plots"},
     5: {"widgets"},
     6: {"rigs"},
@@ -32,11 +33,12 @@ REACH = {
     2: {0, 1},
     TOPIC: {0, 1, 2},
     3.5: {0, 1, 2, TOPIC},
+    3.7: {0, 1, 2, TOPIC, 3.5},
     4: {0, 1},
     5: {0, 1, 4},
-    6: {0, 1, 2, TOPIC, 3.5},
-    7: {0, 1, 2, TOPIC, 3.5, 4, 5, 6},
-    8: {0, 1, 2, TOPIC, 3.5, 4, 5, 6, 7},
+    6: {0, 1, 2, TOPIC, 3.5, 3.7},
+    7: {0, 1, 2, TOPIC, 3.5, 3.7, 4, 5, 6},
+    8: {0, 1, 2, TOPIC, 3.5, 3.7, 4, 5, 6, 7},
 }
 # The few steps sideways.
 SIDEWAYS = {
@@ -54,7 +56,6 @@ SIDEWAYS = {
     # The step that memory predicts is the one that the labs put together of these.
     ("memory", "accumulation"),
     ("memory", "checkpointing"),
-    ("memory", "data_parallel"),
     ("memory", "precision"),
     ("memory", "zero"),
     # QLoRA's frozen weights; the adapter of a split layer is split as the layer is; what is trained
@@ -86,10 +87,12 @@ SIDEWAYS = {
 }
 # Layers without numpy and torch: they load in milliseconds and run in a browser.
 STANDARD_ONLY = {0, 1}
-NO_TORCH = {"memory", "planner", "scaling", "plots", "widgets", "editor"}
+NO_TORCH = {"memory", "planner", "predict", "scaling", "plots", "widgets", "editor"}
 # The files of them that run: to record a step, loaded where a kind of step is new; and on the ranks
 # whose gradients tell the noise scale, loaded by name alone.
-RUNS_A_STEP = {PACKAGE / "memory" / "recording.py", PACKAGE / "scaling" / "ranks.py"}
+RUNS_A_STEP = {
+    PACKAGE / at for at in ("memory/recording.py", "predict/rehearsal.py", "scaling/ranks.py")
+}
 
 
 def module(path):
@@ -147,7 +150,7 @@ def test_imports_go_down(path):
 def test_light_modules_load_without_torch():
     light = [name for name in MODULES if layer(name) in STANDARD_ONLY]
     lighter_than_torch = [
-        "teach." * (layer(name) > TOPIC) + name for name in MODULES if name in NO_TORCH
+        "teach." * (layer(name) >= 4) + name for name in MODULES if name in NO_TORCH
     ]
     program = f"""
 import importlib, sys
@@ -191,8 +194,8 @@ def test_one_concept_has_one_name(name):
 
 # Public names that still stand in two modules.
 TWICE = {
-    "Block", "OutOfMemory", "Plan", "checkpoint", "cross_entropy", "history", "kept_activations", "layout", "model_states",
-    "predict", "run", "sent", "simulate",
+    "Block", "OutOfMemory", "Plan", "activations", "checkpoint", "cross_entropy", "history",
+    "kept_activations", "layout", "model_states", "peak", "predict", "run", "sent", "simulate",
 }  # fmt: skip
 
 

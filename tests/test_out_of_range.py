@@ -21,6 +21,7 @@ from labutils import (
     flash,
     ledger,
     memory,
+    predict,
     units,
     zero,
 )
@@ -39,8 +40,8 @@ def micro_batches(size):
     return accumulation.micro_batches(torch.arange(4), size)
 
 
-def model_states(rank):
-    return memory.model_states(MODEL, TRAIN, config.Mesh(dp=4), rank)
+def states(rank):
+    return predict.states(MODEL, TRAIN, config.Mesh(dp=4), rank)
 
 
 def buckets(size, bucket_bytes, itemsize):
@@ -97,7 +98,7 @@ TABLE = {
         memory.step_peak, step=(1, "1"), micro_batches=(1, "1"), weights=(4, "0"), state=(8, "0"),
         working=(30, "0"), temporary=(4, "0"),
     ),
-    "memory.model_states": row(model_states, rank=(1, "0")),
+    "predict.states": row(states, rank=(1, "0")),
     "accumulation.tokens_per_step": row(
         accumulation.tokens_per_step, micro_batch=(1, "1"), accumulation=(2, "1"), dp=(1, "1"),
         seq_len=(4, "1"),
@@ -204,7 +205,7 @@ def test_the_same_where_no_annotation_is_enforced_and_numbers_of_numpy_are_numbe
 @pytest.mark.parametrize(
     "name",
     [
-        "zero.predict_sent", "zero.predict_held", "zero.bounds", "memory.model_states",
+        "zero.predict_sent", "zero.predict_held", "zero.bounds", "predict.states",
         "collectives.sent", "config.coords", "data_parallel.sampler",
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from zero_training import LEVELS, TIED, UNTIED, build, ranks
 
-from labutils import anatomy, collectives, memory, units, zero
+from labutils import anatomy, collectives, memory, predict, units, zero
 from labutils.config import Mesh, TrainConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler
@@ -64,7 +64,7 @@ def test_a_share_is_rounded_up_where_ranks_do_not_divide_the_model(n):
     share = sum(-(-numel // n) for numel in whole)  # each unit is dealt out by itself
     assert any(numel % n for numel in whole) and share * n > model.num_params
     train = TrainConfig(micro_batch=1, global_batch=n, zero=3, precision="fp32")
-    held = memory.model_states(model, train, mesh=Mesh(dp=n)).by("name")
+    held = predict.states(model, train, Mesh(dp=n)).by("name")
     assert held["exp_avg"] == held["exp_avg_sq"] == 4 * share
     assert held["weights"] == 4 * share
 

@@ -123,11 +123,11 @@ def share_tokens(
         remedy = "build the model with dropout=0"
         raise ValueError(f"dropout={module.config.dropout} on distributed tokens: {remedy}")
     attend = functools.partial(ATTENTION[attention], comm=comm, kind=kind, block=block)
-    for layer in module.blocks:
-        layer.attention.attend = functools.partial(_attend, attend)
     module.places_ = functools.partial(_places, comm, kind)
-    if (rotary := module.blocks[0].attention.rotary) is not None:  # one for all layers
-        rotary.places_ = module.places_
+    for layer in module.get_submodule("blocks").children():
+        layer.attention.attend = functools.partial(_attend, attend)
+        if layer.attention.rotary is not None:  # one for all layers
+            layer.attention.rotary.places_ = module.places_
     return module
 
 

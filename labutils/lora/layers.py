@@ -28,6 +28,11 @@ def checked_rank(rank: int, d: int, k: int) -> int:
     return rank
 
 
+def wide(like: Tensor) -> torch.dtype:
+    """The dtype of an adapter beside such weights: fp32 at least."""
+    return torch.promote_types(like.dtype, torch.float32)
+
+
 class Adapter(nn.Module):
     """(α/r)·B·A·x, with dropout before A where it is asked for: what is trained.
 
@@ -51,7 +56,7 @@ class Adapter(nn.Module):
             raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}")
         made: Any = {}
         if like is not None:  # in fp32 beside weights of fewer bits
-            made = dict(dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+            made = dict(dtype=wide(like), device=like.device)
         A = torch.empty(r, k, **made)
         generator = generator or randomness.alike(A.device)
         self.A = nn.Parameter(A.uniform_(-1, 1, generator=generator) / math.sqrt(k))

@@ -57,7 +57,7 @@ def model_states(
     width = 4 if frozen == "fp32" else 2
     lines = [Line("weights", frozen_bytes(model, frozen), component="weights")]
     numel, matrices = trainable(model, rank=rank, pattern=pattern), _matrices(model, pattern)
-    held = states.states(
+    held = states.states_of(
         half=False, fp32_gradients=False, optimizer="adamw",
         parameters=numel, tensors=2 * sum(count for count, _, _ in matrices),
     )  # fmt: skip

@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from labutils import anatomy, quantization, tensor_parallel
+from labutils import anatomy, quantization, randomness, tensor_parallel
 from labutils.config import ModelConfig
-from labutils.lora.layers import Linear, LoraLinear, SplitAdapter, wrap
+from labutils.lora.layers import Linear, LoraLinear, SplitAdapter, wide, wrap
 from labutils.model import GPT
 from labutils.units import instance
 
@@ -61,11 +61,17 @@ def adapt(
     """
     instance(module, nn.Module, "adapt")
     chosen = {part.name for part in targets(module.config, pattern)}
-    layers = [path for path, _ in module.named_modules() if _starred(path) in chosen]
     module.requires_grad_(False)
-    for path in layers:
-        layer = module.get_submodule(path)
-        if isinstance(layer, LoraLinear):
+    shapes = anatomy.tensors(module.config)
+    paths = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
+    parts = dict(module.named_modules())
+    layers = {path: parts.get(path) for path in paths if _starred(path) in chosen}
+    like = next(next(part.parameters()) for part in layers.values() if part is not None)
+    for path, layer in layers.items():
+        if layer is None:  # on another rank: the numbers of its adapter go by
+            passed = like.new_empty(rank, shapes[f"{path}.weight"][1], dtype=wide(like))
+            passed.uniform_(generator=options.get("generator") or randomness.alike(like.device))
+        elif isinstance(layer, LoraLinear):
             layer.add(name, rank=rank, alpha=alpha, **options)
         else:
             layer = wrap(cast("Linear", layer), rank=rank, alpha=alpha, name=name, **options)

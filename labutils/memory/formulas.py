@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from labutils.config import DATA, Mesh, ModelConfig, TrainConfig
-from labutils.memory.states import zero_level
 
 PHASES = ("forward", "backward", "optimizer")
 STORED = DATA / "step_formulas.json.gz"
@@ -71,7 +70,7 @@ def kind(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Kind:
         min(model.num_layers, DEPTH), model.seq_len > 1, train.micro_batch > 1, a > 1, g > 1,
         a != g, min(train.accumulation(mesh.dp), SUMMED), half, train.autocast,
         half and not train.autocast and train.fp32_gradients, train.attention, train.checkpointing,
-        train.optimizer, train.stepping, zero_level(train, mesh),
+        train.optimizer, train.stepping, train.zero if mesh.dp > 1 else 0,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,17 +31,13 @@ class Peak(Ledger):
         super().__init__(self.lines)
 
 
-def predict(model: ModelConfig, train: TrainConfig, *, mesh: Mesh = Mesh(), rank: int = 0) -> Peak:
-    """Bytes alive at the fullest moment of a training step, temporaries included; the note of each
-    line is its formula.
+def predict(model: ModelConfig, train: TrainConfig) -> Peak:
+    """Bytes alive at the fullest moment of a training step on one device, temporaries included; the
+    note of each line is its formula. On a mesh see `predict.peak`.
 
     A step is `loss(x, y).backward()` for each micro-batch, `optimizer.step()` and `zero_grad()`,
     with the optimizer's state there from the start. Exact for `model.GPT` on a CPU as
     `measure.history` sees it.
-
-    With ZeRO on several ranks there is no closed form: which tensors share a bucket, and what of
-    each lies on `rank`, depends on all sizes. There a dry run of that rank answers, with the
-    `bucket_bytes` of `train`, and says so in the notes.
 
     >>> train = TrainConfig(micro_batch=1, global_batch=1)
     >>> peak = predict(ModelConfig.named("gpt2-xl"), train)
@@ -49,13 +45,10 @@ def predict(model: ModelConfig, train: TrainConfig, *, mesh: Mesh = Mesh(), rank
     ('optimizer', 31795533074)
 
     Cost: about 0.2 ms; the first model of its kind some tenths of a second, in which a small one of
-    that kind is run. Dry, two steps without values: some tenths of a second for each layer.
+    that kind is run.
     """
-    predictable(model, train, mesh)
-    if states.zero_level(train, mesh):
-        return _rehearsed(model, train, mesh, rank)
-    mesh.coords(rank)  # or an error
-    return by_formula(model, train, mesh)
+    predictable(model, train)
+    return by_formula(model, train)
 
 
 def by_formula(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> Peak:
@@ -79,45 +72,27 @@ def by_formula(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> P
     return Peak(tuple(lines), top.phase, top.event, phases)
 
 
-@functools.lru_cache(maxsize=256)
-def _rehearsed(model: ModelConfig, train: TrainConfig, mesh: Mesh, rank: int) -> Peak:
-    found = history(model, train, mesh, rank)
-    top, note = found.peak, f"dry run of rank {rank}"
-    lines = [replace(line, note=note) for line in top.ledger if line.amount]
-    phases = {phase: found.phases[phase].ledger.total for phase in formulas.PHASES}
-    return Peak(tuple(lines), top.phase, top.event, phases)
-
-
-def peak_bytes(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0) -> int:
+def peak_bytes(model: ModelConfig, train: TrainConfig) -> int:
     """Bytes alive at the fullest moment of a training step: the total of `predict` alone, for
     sweeps over many configurations."""
-    predictable(model, train, mesh)
-    if states.zero_level(train, mesh):
-        return _rehearsed(model, train, mesh, rank).total
-    mesh.coords(rank)
-    letters = formulas.sizes(model, train, mesh)
-    _, products, rows, factors = _moments(formulas.kind(model, train, mesh))
+    predictable(model, train)
+    letters = formulas.sizes(model, train, Mesh())
+    _, products, rows, factors = _moments(formulas.kind(model, train, Mesh()))
     worth = [formulas.worth(product, letters) for product in products]
     about = factors @ np.array(worth, dtype=float)
     near = np.flatnonzero(about >= (1 - 1e-9) * about.max())  # to be computed exactly
     return max(sum(map(operator.mul, rows[i], worth)) for i in near)
 
 
-def history(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0) -> History:
+def history(model: ModelConfig, train: TrainConfig) -> History:
     """Bytes alive after every operation of a training step, by component and by phase: what
     `measure.history` finds, predicted.
 
-    Cost: a step of as many layers and micro-batches at tiny sizes, once for each kind; with ZeRO on
-    several ranks a dry run of `rank`, as in `predict`.
+    Cost: a step of as many layers and micro-batches at tiny sizes, once for each kind.
     """
-    predictable(model, train, mesh)
-    mesh.coords(rank)
-    if states.zero_level(train, mesh):
-        from labutils.memory import recording  # the one file that needs torch
-
-        return recording.rehearse(model, train, mesh, rank)
-    letters = formulas.sizes(model, train, mesh)
-    of = formulas.kind(model, train, mesh)._replace(micro_batches=letters["m"])
+    predictable(model, train)
+    letters = formulas.sizes(model, train, Mesh())
+    of = formulas.kind(model, train, Mesh())._replace(micro_batches=letters["m"])
     step = formulas.recorded(of, model.num_layers)
     columns, held = step.held()
     amounts = np.zeros((len(columns), len(COMPONENTS)), dtype=np.int64)
@@ -146,18 +121,18 @@ def _moments(of: formulas.Kind) -> tuple:
     return forms, products, rows, np.array(rows, dtype=float)
 
 
-def predictable(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> None:
+def predictable(model: ModelConfig, train: TrainConfig) -> None:
     """Raises TypeError or ValueError where there is no formula for a step, and says what would
     help."""
-    for kind, value in {ModelConfig: model, TrainConfig: train, Mesh: mesh}.items():
+    for kind, value in {ModelConfig: model, TrainConfig: train}.items():
         if not isinstance(value, kind):
             name = kind.__name__
             remedy = f"build one, or take {name}.named(…) where there is one"
             raise TypeError(f"memory.predict takes a {name} here, got {value!r}: {remedy}")
-    states.zero_level(train, mesh)
+    states.require_formula(train)
     model.require_gpt()
     if train.clip is not None:
-        remedy = "leave clip=None, or run step.build dry (World(mesh, engine='dry'))"
+        remedy = "leave clip=None, or ask predict.peak"
         raise ValueError(f"the peak of a step that clips (clip={train.clip}) has none: {remedy}")
     if model.num_experts > 1:
         raise ValueError(
@@ -170,4 +145,3 @@ def predictable(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh()) -> 
             f"d_head={model.d_head} is odd: RoPE turns pairs of numbers, "
             "so give the heads an even width"
         )
-    train.accumulation(mesh.dp)

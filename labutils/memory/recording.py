@@ -5,15 +5,13 @@ Give each letter of the shape (b, s, h, a, g, d, f, v) a prime of its own and ru
 step. A storage of 2,002 bytes can then only be 2·7·11·13: two bytes for each of b·s·v numbers. So
 one run of a few milliseconds says what every step of its kind holds, at any sizes.
 
-Of `memory` this file alone loads torch; the rest evaluates what it finds. It also runs the step of
-one rank of ZeRO dry, at its own sizes: which tensors share a bucket depends on these.
+Of `memory` this file alone loads torch; the rest evaluates what it finds.
 """
 
 import bisect
 import functools
 import gc
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -25,7 +23,6 @@ from labutils import accumulation, checkpointing, measure, precision, zero
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.memory.formulas import Recording, Storage, factored
 from labutils.model import GPT
-from labutils.timeline import History
 from labutils.world import Rank, World
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -96,22 +93,6 @@ class _Weightless(measure.Mode):
         return func(*args, **(kwargs or {}))
 
 
-def rehearse(model: ModelConfig, train: TrainConfig, mesh: Mesh, rank: int) -> History:
-    """The second step of a training on one rank of ZeRO, run dry at the sizes that are given."""
-
-    def alone() -> History:
-        with World(mesh, engine="dry") as world:
-            return world.run(_rehearsed, model, train, rank=rank)
-
-    with ThreadPoolExecutor(1) as pool:  # for the reason of `record`
-        return pool.submit(alone).result()
-
-
-def _rehearsed(rank: Rank, model: ModelConfig, train: TrainConfig) -> History:
-    step, net, inner = _begun(rank, model, train)[:3]
-    return measure.history(step, net, inner)
-
-
 def _run(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.Recorder, _Places]":
     with _Weightless():  # below the recorder, which sees each product asked for and delivered
         return _step(rank, model, replace(train, bucket_bytes=1))
@@ -119,8 +100,7 @@ def _run(rank: Rank, model: ModelConfig, train: TrainConfig) -> "tuple[measure.R
 
 def _built(rank: Rank, model: ModelConfig, train: TrainConfig) -> tuple[GPT, list, Any]:
     """The model, the sizes that ZeRO gathers at once, and the optimizer."""
-    half = train.precision != "fp32" and not train.autocast
-    narrow = torch.bfloat16 if half else torch.float32
+    narrow = torch.bfloat16 if train.half else torch.float32
     wide = torch.float32 if train.fp32_gradients else None
     net = GPT(model, attention=train.attention)
     for tensor in (*net.parameters(), *net.buffers()):  # of fake tensors no module can go `.to`
@@ -137,7 +117,7 @@ def _built(rank: Rank, model: ModelConfig, train: TrainConfig) -> tuple[GPT, lis
         options: Any = dict(level=train.zero, reduce_dtype=wide, bucket_bytes=train.bucket_bytes)
         return net, [], zero.Optimizer(net.parameters(), comm, make, **options)
     optimizer: Any = make(net.parameters())
-    if half:
+    if train.half:
         optimizer = precision.MasterWeights(optimizer, fp32_gradients=train.fp32_gradients)
     return net, [], optimizer
 

@@ -22,7 +22,8 @@ def sent(
     sequence: bool = False,
 ) -> Ledger:
     """Bytes that each rank sends in one step: b·s·h numbers for each F whose result another rank
-    reads, and for each such B; and the gradients of what two ranks have.
+    reads, and for each such B; and the gradients of what two ranks have, whole and as wide as
+    activations. Of a step with ZeRO, or formats of their own, see `predict.sent`.
 
     layers: of each stage, as for `split`; only where micro-batches flow both ways does it matter
     tp: tensor parallelism, whose ranks each send as much, and have a share of each gradient

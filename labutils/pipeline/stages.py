@@ -132,7 +132,28 @@ def split(model: GPT, n: int, layers: Sequence[int] | None = None) -> nn.ModuleL
     for i, stage in enumerate(stages):
         for parameter in stage.parameters():
             vars(parameter)["stages"] += (i,)  # whose backward passes give its gradient
+    if model.config.tied:  # one of the ends may be elsewhere (`keep`)
+        for end in (model.tokens, model.head):
+            if end is not None:
+                vars(end.weight)["stages"] = (0, n - 1)[: min(n, 2)]
     return stages
+
+
+def keep(model: GPT, schedule: Schedule, rank: int, layers: Sequence[int] | None = None) -> GPT:
+    """The model, changed in place: None instead of each layer, or end, that the rank does not run.
+    What other techniques then change and send is this rank's alone, and `split` comes after them.
+    """
+    ends = itertools.accumulate(layers or cut(model.config, schedule.stages))
+    mine, stage_of = placed(schedule, rank), [0] * model.config.num_layers
+    for end in ends:
+        stage_of[end:] = [stage + 1 for stage in stage_of[end:]]
+    for k, stage in enumerate(stage_of):
+        if stage not in mine:
+            setattr(model.blocks, str(k), None)
+    away = ["tokens", "positions", "dropout"] if 0 not in mine else []
+    for name in [*away, *(["norm", "head"] if schedule.stages - 1 not in mine else [])]:
+        setattr(model, name, None)
+    return model
 
 
 def _stage(model: GPT, index: int, count: int, layers: Iterable[int]) -> PipelineStage:

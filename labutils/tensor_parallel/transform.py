@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -123,9 +124,10 @@ def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
     for path in [name for name, _ in module.named_modules()]:
         if (style := table.get(re.sub(r"\d+", "*", path))) is not None:
             module.set_submodule(path, _share(module, path, style, comm, sequence))
-    if config.tied:
+    if config.tied and module.head is not None and module.tokens is not None:
         module.head.weight = module.tokens.weight
-    for block in module.blocks:
+    blocks: list[Any] = list(module.get_submodule("blocks").children())
+    for block in blocks:
         attention, feed_forward = block.attention, block.feed_forward
         layers.ColumnLinear.together(attention.query, attention.key, attention.value)
         if isinstance(feed_forward, FeedForward) and feed_forward.gate is not None:
@@ -133,8 +135,9 @@ def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
     for parameter in module.parameters():
         marked(parameter)  # that of a norm is whole
     if not sequence:  # what all ranks have is to stay the same
-        for dropout in (module.dropout, *(block.dropout for block in module.blocks)):
-            dropout.group = comm
+        for part in (module, *blocks):
+            if part.dropout is not None:
+                part.dropout.group = comm
     module.__class__ = ParallelGPT
     assert isinstance(module, ParallelGPT)
     module.comm = comm

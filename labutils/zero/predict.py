@@ -159,7 +159,8 @@ def predict_held(
       of the root, of that unit and of the one before;
     - at all of them one gradient on its way into its bucket.
 
-    Level 0 is plain data parallelism with everything whole. Activations are not in it. Arguments
+    Level 0 is plain data parallelism with everything whole. Activations are not in it, nor what a
+    pipeline leaves between B and W: on any mesh see `predict.peak`. Arguments
     are those of `predict_sent`; without units or frozen ones in `sizes`, one flat parameter.
 
     >>> predict_held(1000, n=4, level=1).by("component")

@@ -665,7 +665,7 @@ panel
 # %% [markdown]
 # Find the cheapest way to train Llama-3.1-8B with 4096 tokens on 8 H100s (ZeRO, lab 09, divides what its level names among the devices). Which line decides? Choose a phase beside the bars to open its ledger.
 #
-# A step is one micro-batch here: with accumulation (lab 05) the gradients are there during the next forward pass as well. With ZeRO each parameter counts as a bucket of its own that the devices divide evenly; `memory.predict(…, mesh=Mesh(dp=8))` runs one rank dry instead, with buckets of 25 MiB and whatever they do not divide. For your own model, `calculator.Calculator("gpt2", mine=ModelConfig.from_hf("config.json"))`.
+# A step is one micro-batch here: with accumulation (lab 05) the gradients are there during the next forward pass as well. With ZeRO each parameter counts as a bucket of its own that the devices divide evenly; `predict.peak(model, train, Mesh(dp=8))` of `labutils` runs one rank dry instead, with buckets of 25 MiB and whatever they do not divide. For your own model, `calculator.Calculator("gpt2", mine=ModelConfig.from_hf("config.json"))`.
 
 # %% [markdown]
 # ## In practice

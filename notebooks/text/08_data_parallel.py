@@ -24,7 +24,8 @@ import time
 import torch
 from torch import nn
 
-from labutils import collectives, data_parallel, measure, memory, units
+from labutils import collectives, data_parallel, measure, units
+from labutils import predict as formulas
 from labutils.accumulation import micro_batches
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
@@ -505,7 +506,7 @@ sent.diff(processes.ledger)
 
 # %%
 setting = TrainConfig(micro_batch=2, global_batch=8, precision="fp32")
-memory.model_states(medium, setting, Mesh(dp=4)).diff(states)
+formulas.states(medium, setting, Mesh(dp=4)).diff(states)
 
 # %%
 processes.close()
@@ -578,7 +579,7 @@ explore(knobs, states=30, bucket=sizes, ranks=[8, 128], bandwidth_GBps=[1, 10, 1
 # > - With k micro-batches reduce once per step: without `no_sync` the values are right and the bytes k-fold.
 # >   <!-- claim: data_parallel.bytes_to_reduce(data_parallel.buckets({"a": 400}), 4, backwards=4).total == 4 * data_parallel.bytes_to_reduce(data_parallel.buckets({"a": 400}), 4).total -->
 # > - Data parallelism makes training faster, not smaller: every rank holds all 16 bytes per parameter.
-# >   <!-- claim: [round(memory.model_states(m, config.TrainConfig(micro_batch=1, global_batch=n), config.Mesh(dp=n)).total / m.num_params) for m in [config.ModelConfig.named("gpt2-xl")] for n in (1, 2048)] == [16, 16] -->
+# >   <!-- claim: [round(predict.states(m, config.TrainConfig(micro_batch=1, global_batch=n), config.Mesh(dp=n)).total / m.num_params) for m in [config.ModelConfig.named("gpt2-xl")] for n in (1, 2048)] == [16, 16] -->
 #
 # Next: [lab 09](09_zero.ipynb) lets every rank hold its part only.
 

@@ -768,19 +768,37 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("flops / self.flops >= nbytes / self.bandwidth", "flops / self.flops <= nbytes / self.bandwidth"),
         ("2 * size**3 / product", "size**3 / product"),
     ],
-    ("memory/states", "test_memory test_memory_zero test_survivors"): [
+    ("memory/states", "test_memory test_survivors"): [
         ('Line("step", tensors * FP32, "optimizer")', 'Line("step", FP32, "optimizer")'),
-        ("data_parallel.buckets(sizes, train.bucket_bytes)", "data_parallel.buckets(sizes)"),
-        ("zero.predict_held(dealt, n, level, rank=rank, **options)", "zero.predict_held(dealt, n, level, **options)"),
-        ("own = [part.padded for", "own = [part.numel for"),
-        ("if not half or train.fp32_gradients:", "if not half:"),
-        ("width = 2 if half and level < 3 else FP32", "width = 2 if half else FP32"),
-        ("return train.zero if mesh.dp > 1 else 0", "return train.zero"),
         ("2 * weights + state + temporary)", "weights + state + temporary)"),
-        ("buffers(model, 2 if half and level < 3 else FP32)", "buffers(model, 2 if half else FP32)"),
+        ("buffers(model, 2 if train.half else FP32)", "buffers(model, FP32)"),
     ],
-    ("memory/peak", "test_memory test_memory_zero"): [
-        ("recording.rehearse(model, train, mesh, rank)", "recording.rehearse(model, train, mesh, 0)"),
+    ("predict/inventory", "test_predict"): [
+        ("done[kind, i])", "done['F', i] + 1)"),
+        ("t // pieces if cut else 1, ends if tied", "1, ends if tied"),
+        ("ends if tied else (stage,)", "(stage,)"),
+        ("data_parallel.buckets(sizes, self.train.bucket_bytes)", "data_parallel.buckets(sizes)"),
+        ("self.tokens // mesh.tp if train.sequence", "self.tokens if train.sequence"),
+    ],
+    ("predict/traffic", "test_predict"): [
+        ("halves - (0 if whole else stage.layers)", "halves"),
+        ("int(stage.heads and head)", "int(stage.heads)"),
+        ("times = passes if train.zero > 1 else 1", "times = 1"),
+        ('.count(("F", "B"))', '.count(("F", "F"))'),
+        ("again = 1 + (train.checkpointing != \"none\")", "again = 1"),
+    ],
+    ("predict/held", "test_predict"): [
+        ("elif not half or train.fp32_gradients:", "elif not half:"),
+        ("part.padded * width if own else 0", "own * width"),
+        ("STEP * tensors", "STEP"),
+        ("width = max(4, here.stream) if here.train.zero == 3 else here.stream", "width = here.stream"),
+    ],
+    ("predict/kept", "test_predict"): [
+        ('not set(tensor.dims) & set(anatomy.SPLITS["tp"])', "True"),
+        ("if total(held) > total(most):", "if sum(held.values()) > sum(most.values()):"),
+        ("(INDEX + 1) * here.tokens", "INDEX * here.tokens"),
+    ],
+    ("memory/peak", "test_memory"): [
         ("top = forms[totals.index(max(totals))]", "top = forms[0]"),
         ("about >= (1 - 1e-9) * about.max()", "about > about.max()"),
         ("phases[form.phase] = max(phases.get(form.phase, 0), total)", "phases[form.phase] = total"),

@@ -1,0 +1,101 @@
+"""What a training step costs one rank of any mesh, before it runs: states, bytes sent, activations
+and the peak, each asked of `(model, train, mesh, rank=0)`, as `step.build` runs it.
+
+Formulas where there are exact ones, summed over one inventory of what the rank has; elsewhere a dry
+run of that rank answers under the same signature, and its lines say so.
+"""
+
+from dataclasses import replace
+
+from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils.ledger import Ledger, Line
+from labutils.memory import Peak
+from labutils.memory.formulas import PHASES
+from labutils.predict import held, kept, traffic
+from labutils.predict.inventory import Here
+
+
+def states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0) -> Ledger:
+    """Bytes of weights, gradients and what the optimizer keeps on a rank after an optimizer step,
+    under the names of `measure.model_states`: of its stages, its share of each layer (tp), its
+    experts (ep), and of these what ZeRO leaves it.
+
+    >>> llama = ModelConfig.named("llama-3.1-405b")
+    >>> train = TrainConfig(micro_batch=1, global_batch=2048, fp32_gradients=True, zero=1)
+    >>> round(states(llama, train, Mesh(pp=16, dp=128, tp=8)).total / 1e9, 1)
+    18.6
+
+    Raises ValueError for what does not go together (`step.check_plan`).
+    """
+    here = Here(model, train, mesh, rank)
+    if train.fp8 == "delayed":
+        return _dry("states", model, train, mesh, rank)
+    return held.states_in(here)
+
+
+def sent(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0) -> Ledger:
+    """Bytes that a rank sends in one step, by mesh axis and operation, under the names of a run's
+    books. Experts are visited evenly.
+
+    Raises ValueError for what does not go together (`step.check_plan`).
+    """
+    here = Here(model, train, mesh, rank)
+    if _why_dry(train, mesh):
+        return _dry("sent", model, train, mesh, rank)
+    return traffic.sent_by(here)
+
+
+def activations(
+    model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0
+) -> Ledger:
+    """Bytes that autograd keeps on a rank at the fullest moment between two operations of its
+    schedule, by module: of all micro-batches that are in flight then.
+
+    The batch itself is not in it, nor what a checkpointed layer computes again. Where a backward
+    pass is split, tokens choose experts, or not all is trained, a dry run answers: the most that is
+    kept during the step, in one line.
+    """
+    here = Here(model, train, mesh, rank)
+    if not kept.why_dry(here):
+        return kept.kept_in(here)
+    from labutils.predict.rehearsal import BATCH, rehearsal
+
+    moments = rehearsal(model, train, mesh, rank).history.only("activations").moments
+    most = max(sum(line.amount for line in m.ledger if line.name != BATCH) for m in moments)
+    return Ledger([Line("activations", most, "activations", note=f"dry run of rank {rank}")])
+
+
+def peak(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0) -> Peak:
+    """What is alive on a rank at the fullest moment of a step, temporaries and the batch included,
+    and which phase that is in. There is no formula for what comes and goes: a dry run answers.
+
+    Messages on their way to others, of which a dry run knows nothing, are not in it.
+    """
+    from labutils.predict.rehearsal import rehearsal
+
+    Here(model, train, mesh, rank)  # or an error
+    found = rehearsal(model, train, mesh, rank).history
+    top, note = found.peak, f"dry run of rank {rank}"
+    lines = [replace(line, note=note) for line in top.ledger if line.amount]
+    phases = {phase: found.phases[phase].ledger.total for phase in PHASES}
+    return Peak(tuple(lines), top.phase, top.event, phases)
+
+
+def _why_dry(train: TrainConfig, mesh: Mesh) -> str:
+    """Why there is no formula for what is sent, if there is none."""
+    if mesh.tp > 1 and train.fp8 not in (None, "unscaled"):
+        return f"the ranks of tp agree on scales of fp8={train.fp8!r}"
+    if mesh.tp > 1 and train.frozen:
+        frozen = [name for name in train.frozen if "*" in name or not name.startswith("blocks")]
+        return "a frozen end asks for no gradient" if frozen else ""
+    if mesh.tp > 1 and train.adapters and train.adapters.pattern != "*":
+        return f"adapters of {train.adapters.pattern} alone"
+    return "scales of the last steps" if train.fp8 == "delayed" else ""
+
+
+def _dry(what: str, model: ModelConfig, train: TrainConfig, mesh: Mesh, rank: int) -> Ledger:
+    """What a dry run of the rank found; its lines say so."""
+    from labutils.predict.rehearsal import rehearsal
+
+    found = getattr(rehearsal(model, train, mesh, rank), what)
+    return Ledger(replace(line, note=f"dry run of rank {rank}") for line in found)

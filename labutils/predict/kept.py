@@ -1,0 +1,91 @@
+"""What autograd keeps on a rank between the forward and the backward passes of micro-batches."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from labutils import anatomy
+from labutils.ledger import Ledger, Line
+from labutils.predict.inventory import Here
+
+INDEX = 8  # bytes of an int64
+BATCH = {"token numbers, sb", "targets, sb"}  # views of the batch, which is there anyway
+
+
+def why_dry(here: Here) -> str:
+    """Why there is no formula for what is kept, if there is none."""
+    model, train, mesh = here.model, here.train, here.mesh
+    reasons = {
+        "what a weight's gradient needs is kept longer than the rest": here.plan.split,
+        "tokens choose their experts": model.num_experts > 1,
+        "masks": model.dropout > 0,
+        "what adapters need": train.adapters is not None,
+        "8 bits": train.fp8 is not None,
+        "half copies": train.autocast and mesh.size > 1,
+        "a frozen weight needs no input": train.frozen,
+        "heads for tokens": train.attention == "ulysses",
+    }
+    return next((reason for reason, so in reasons.items() if so), "")
+
+
+def kept_in(here: Here) -> Ledger:
+    """Bytes at the fullest moment between two operations, the batch itself aside."""
+    of = {stage.index: list(_of_a_pass(here, stage.index)) for stage in here.stages}
+    sizes = {index: sum(line.amount for line in lines) for index, lines in of.items()}
+    held: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+
+    def total(counts: Counter[int]) -> int:
+        return sum(sizes[index] * count for index, count in counts.items())
+
+    for op in here.plan.ranks[here.coords["pp"]]:
+        held[op.stage] += op.kind == "F"
+        if total(held) > total(most):
+            most = held.copy()
+        held[op.stage] -= op.kind == here.plan.kinds[-1]
+    lines = [
+        replace(line, amount=line.amount * most[index], count=most[index])
+        for index, kept in of.items()
+        for line in kept
+    ]
+    return Ledger([*lines, *_tables(here)])
+
+
+def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
+    """What the forward pass of a stage keeps of one micro-batch, by module."""
+    from labutils import tensor_parallel
+
+    train, mesh = here.train, here.mesh
+    stage = next(stage for stage in here.stages if stage.index == index)
+    local = tensor_parallel.rank_config(here.model, mesh.tp)
+    local = replace(local, seq_len=here.model.seq_len // mesh.cp)
+    attention = "sdpa" if train.attention == "ring" else train.attention
+    how = anatomy.Policy(here.compute, here.stream, attention, train.checkpointing)
+    sizes = anatomy.letters(local) | {"b": train.micro_batch}
+    own = {f"blocks.{i}" for i in range(stage.first, stage.end)}
+    own |= {"tokens", "positions", "dropout"} if stage.embeds else set()
+    own |= {"norm", "head", "outside"} if stage.heads else set()
+    for name, tensor in anatomy.kept(local, how):
+        if ".".join(name.split(".")[: 1 + name.startswith("blocks")]) not in own:
+            continue
+        itemsize = 8 if here.stream == 8 else tensor.itemsize
+        if tensor.dims == "1" and mesh.tp > 1:  # a count, which half formats cannot make
+            itemsize = max(4, itemsize)
+        nbytes = anatomy.size(tensor.dims, sizes) * itemsize
+        if train.sequence and not set(tensor.dims) & set(anatomy.SPLITS["tp"]):
+            nbytes //= mesh.tp if name != "outside" else 1
+        if tensor.what in BATCH:
+            continue
+        yield Line(name, nbytes, "activations", note=tensor.what)
+    if stage.embeds and mesh.tp > 1:  # which words are others', and the places of one's own
+        yield Line("tokens", (INDEX + 1) * here.tokens, "activations", note="words of other ranks")
+    if stage.heads:
+        yield Line("outside", INDEX, "activations", note="number of targets that count")
+
+
+def _tables(here: Here) -> Iterator[Line]:
+    """The rows of RoPE's tables for the tokens of a rank of cp, picked out once."""
+    if here.mesh.cp > 1 and here.model.positions == "rope" and any(s.layers for s in here.stages):
+        numbers = here.model.seq_len // here.mesh.cp * here.model.d_head
+        note = "rows of the tables of RoPE, sd"
+        yield Line("blocks.0.attention.rotary", numbers * here.stream, "activations", note=note)

@@ -1,0 +1,150 @@
+"""What is predicted of a rank is what its dry run finds, to the byte; that it is what ranks hold and send is found in the table's runs (test_compositions)."""
+
+from dataclasses import replace
+
+import pytest
+from equivalence import case, rehearsed, rows
+
+from labutils import predict, zero
+from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils.model import GPT
+from labutils.predict.rehearsal import BATCH, program, rehearsal
+from labutils.world import World
+
+LARGER = [names for names, what in rows() if what == "equal" and len(names) > 2]
+GPT2 = ModelConfig(num_layers=2, d_model=10, num_heads=2, d_ff=34, vocab_size=43, seq_len=7)
+LLAMA = ModelConfig.named("llama-3.1-405b")
+# Beside the table: several micro-batches, other optimizers, half gradients, clipping without.
+PLANS = {
+    "bf16, fp32 gradients": dict(precision="bf16", fp32_gradients=True, zero=1),
+    "bf16, level 2": dict(precision="bf16", zero=2, schedule="zb_h1"),
+    "bf16, level 3": dict(precision="bf16", fp32_gradients="only", zero=3, reshard=False),
+    "bf16, no ZeRO": dict(precision="bf16", fp32_gradients="only", optimizer="adamw"),
+    "fp16": dict(precision="fp16", optimizer="adamw", stepping="foreach"),
+    "contiguous": dict(attention="ulysses", layout="contiguous", optimizer="sgd"),
+}
+
+
+@pytest.mark.parametrize("names", LARGER, ids=" × ".join)
+def test_a_dry_run_finds_what_formulas_say(names, spawned):
+    """On the last rank, which has the head; routed evenly, what experts are sent is foreseen too."""
+    plan = case(names)
+    last = plan.mesh.size - 1
+    assert spawned(rehearsed, plan.model, plan.train, plan.mesh, last) == (0, 0)
+
+
+@pytest.mark.parametrize("given", PLANS.values(), ids=PLANS)
+def test_so_it_does_of_other_plans(given, spawned):
+    plan = case(("1F1B", "dp", "tp + sp"), clip=None)
+    mesh = replace(plan.mesh, cp=2) if "attention" in given else plan.mesh
+    train = replace(plan.train, **({"precision": "fp32", "frozen": (), "clip": None} | given))
+    assert spawned(rehearsed, plan.model, train, mesh, 1) == (0, 0)
+
+
+def test_a_rank_of_llama_405b():
+    """2n, 4n and 12n/128 bytes of states with fp32 gradients at level 1; what its ranks send."""
+    mesh = Mesh(pp=16, dp=128, tp=8)
+    train = TrainConfig(
+        micro_batch=1, global_batch=2048, fp32_gradients=True, zero=1, sequence=True,
+        attention="sdpa",
+    )  # fmt: skip
+    model = replace(LLAMA, seq_len=8192)
+    assert predict.sent(model, train, mesh).total == 289_302_246_920
+    held = predict.states(model, train, mesh).by("component")
+    numbers = held["gradients"] // 4  # padded, as weights are
+    assert (held["weights"], numbers) == (2 * numbers, 3_052_109_824)
+    assert held["optimizer"] == 12 * numbers // 128 + 228
+
+
+def test_what_does_not_go_together_is_refused():
+    train = TrainConfig(micro_batch=1, global_batch=8, zero=3, schedule="zb_h1")
+    with pytest.raises(ValueError, match="set zero=2"):
+        predict.sent(LLAMA, train, Mesh(pp=2, dp=2))
+
+
+WHOLE_B = [
+    (), ("1F1B", "tied", "tp + sp"), ("interleaved", "dp"), ("1F1B", "ring", "tp"), ("selective",),
+    ("1F1B", "ZeRO-3"), ("1F1B", "tp + sp", "bf16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", WHOLE_B, ids=" × ".join)
+def test_activations_of_whole_backward_passes_are_a_sum(names, spawned):
+    plan = case(names)
+    plan = plan.model, replace(plan.train, frozen=()), plan.mesh
+    for rank in {0, plan[2].size - 1}:
+        formula, dry = spawned(activations_both_ways, *plan, rank)
+        assert formula == dry
+
+
+def activations_both_ways(*plan):
+    """Bytes of activations by the formula, and in a dry run."""
+    moments = rehearsal(*plan).history.only("activations").moments
+    most = max(sum(x.amount for x in m.ledger if x.name != BATCH) for m in moments)
+    return predict.activations(*plan).total, most
+
+
+REAL = [
+    ("ZeRO-1", "tp + sp"), ("ZeRO-2", "ring", "full"), ("ZeRO-3", "bf16"), ("dp", "selective", "bf16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", REAL, ids=" × ".join)
+def test_ranks_hold_what_a_dry_run_says_at_the_fullest_moment_of_each_phase(names, spawned):
+    real, dry = spawned(phases_both_ways, case(names))
+    assert real == dry
+
+
+def phases_both_ways(plan):
+    """Bytes at the fullest moment of each phase, of a thread and of its dry run."""
+    with World(plan.mesh, timeout=60) as world:
+        real = world.run(program, plan.model, plan.train)[-1].history
+    dry = predict.peak(plan.model, plan.train, plan.mesh, plan.mesh.size - 1)
+    assert dry.total == max(dry.phases.values())
+    return {name: real.phases[name].ledger.total for name in dry.phases}, dry.phases
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_zero_shards_model_states(level):
+    """What each level divides, but for the padding of 13
+    units or of some tens of buckets."""
+    model = ModelConfig.named("gpt2")
+    train = TrainConfig(micro_batch=1, global_batch=3, zero=level, precision="fp32")
+    whole, shard = 4 * model.num_params, 4 * model.num_params / 3
+    states = predict.states(model, train, Mesh(dp=3)).by("name")
+    padding = 4 * 3 * 40
+    assert 0 <= states["weights"] - (shard if level == 3 else whole) < padding
+    assert 0 <= states["gradients"] - (shard if level >= 2 else whole) < padding
+    assert states["exp_avg"] == states["exp_avg_sq"]
+    assert 0 <= states["exp_avg"] - (shard if level else whole) < padding
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_what_is_held_is_one_fact(n, level):
+    """`zero.predict_held` and `predict.states` say the same of every rank, which is what the
+    elements say that the rank steps, counted one by one."""
+    train = TrainConfig(micro_batch=1, global_batch=n, zero=level, precision="fp32")
+    shapes = {name: p.shape for name, p in GPT(GPT2).named_parameters()}
+    if level < 3:
+        buckets = [list(reversed(shapes))]
+    else:
+        buckets = [[name for name in shapes if not name.startswith("blocks.")]]
+        buckets += [[x for x in shapes if x.startswith(f"blocks.{i}.")] for i in range(2)]
+    sizes = [tuple(shapes[name].numel() for name in bucket) for bucket in buckets]
+    total = 0
+    for rank in range(n):
+        owned = []
+        for bucket in buckets:
+            elements = [name for name in bucket for _ in range(shapes[name].numel())]
+            share = -(-len(elements) // n)
+            owned.append(elements[rank * share : (rank + 1) * share])
+        numbers = sum(map(len, owned))
+        counters = sum(len(set(each)) for each in owned)
+        said = predict.states(GPT2, train, Mesh(dp=n), rank).by("name")
+        held = zero.predict_held(sizes, n, level, rank=rank).by("name")
+        for lines in (said, held):
+            assert lines["exp_avg"] == lines["exp_avg_sq"] == 4 * numbers
+            assert lines["step"] == 4 * counters
+        total += numbers
+    assert total == GPT2.num_params
