@@ -133,7 +133,7 @@ class RankStep:
         self.sides = list(self._sides())
         self.optimizers = [self._optimizer(named, comm) for named, comm in self.sides]
         fp16 = train.precision == "fp16"
-        self.scaler = precision.LossScaler() if fp16 else None
+        self.scaler = precision.LossScaler(comm=rank.comm()) if fp16 else None
 
     # ── what a rank has ───────────────────────────────────────────────────────────────────────────
 
