@@ -279,7 +279,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("tensor_parallel/transform", "test_tensor_parallel"): [
         ('layers.copy_to(self.positions.weight, self.comm, "gradients")', "self.positions.weight"),
         ("if not sequence:  # what all ranks have", "if True:  # what all ranks have"),
-        ("dropout.group = comm", "pass"),
+        ("part.dropout.group = comm", "pass"),
         ("comm.broadcast(parameter.data, out=parameter.data)", "pass"),
         ("layers.ColumnLinear.together(feed_forward.gate, feed_forward.up)", "pass"),
         ("module.head.weight = module.tokens.weight", "pass"),
@@ -322,7 +322,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("lora/transform", "test_lora"): [
         ("if wanted != found.keys():", "if False:"),
         ("if shape is not None and shape != _shape(module):", "if False:"),
-        ("    module.requires_grad_(False)\n    for path in layers:", "    for path in layers:"),
+        ("    module.requires_grad_(False)\n    shapes =", "    shapes ="),
         ("any(fnmatchcase(p.name,", "all(fnmatchcase(p.name,"),
         ("layer.unmerge()", "pass"),
         ("parameter.copy_(found", "parameter.detach().clone().copy_(found"),
