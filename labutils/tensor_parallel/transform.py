@@ -116,7 +116,9 @@ def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
         raise TypeError(f"parallelize takes a whole labutils.model.GPT, got {got}")
     config = module.config
     rank_config(config, comm.size)  # or an error that says what does not fit
-    if config.tied and module.head.weight is not module.tokens.weight:  # rounded alone, say
+    # A rank of a pipeline may have one of the ends, or none.
+    both = config.tied and module.head is not None and module.tokens is not None
+    if both and module.head.weight is not module.tokens.weight:  # rounded alone, say
         raise ValueError("the head of this tied model has a weight of its own: give it tied=False")
     for parameter in module.parameters():
         comm.broadcast(parameter.data, out=parameter.data)
@@ -124,7 +126,7 @@ def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
     for path in [name for name, _ in module.named_modules()]:
         if (style := table.get(re.sub(r"\d+", "*", path))) is not None:
             module.set_submodule(path, _share(module, path, style, comm, sequence))
-    if config.tied and module.head is not None and module.tokens is not None:
+    if both:
         module.head.weight = module.tokens.weight
     blocks: list[Any] = list(module.get_submodule("blocks").children())
     for block in blocks:
