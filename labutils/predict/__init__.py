@@ -57,7 +57,7 @@ def activations(
     """
     here = Here(model, train, mesh, rank)
     if not kept.why_dry(here):
-        return kept.kept_in(here)
+        return kept.kept_here(here)
     from labutils.predict.rehearsal import BATCH, rehearsal
 
     moments = rehearsal(model, train, mesh, rank).history.only("activations").moments

@@ -28,7 +28,7 @@ def why_dry(here: Here) -> str:
     return next((reason for reason, so in reasons.items() if so), "")
 
 
-def kept_in(here: Here) -> Ledger:
+def kept_here(here: Here) -> Ledger:
     """Bytes at the fullest moment between two operations, the batch itself aside."""
     of = {stage.index: list(_of_a_pass(here, stage.index)) for stage in here.stages}
     sizes = {index: sum(line.amount for line in lines) for index, lines in of.items()}
