@@ -124,7 +124,8 @@ def share_tokens(
         raise ValueError(f"dropout={module.config.dropout} on distributed tokens: {remedy}")
     attend = functools.partial(ATTENTION[attention], comm=comm, kind=kind, block=block)
     module.places_ = functools.partial(_places, comm, kind)
-    for layer in module.get_submodule("blocks").children():
+    layers: list[Any] = list(module.get_submodule("blocks").children())
+    for layer in layers:
         layer.attention.attend = functools.partial(_attend, attend)
         if layer.attention.rotary is not None:  # one for all layers
             layer.attention.rotary.places_ = module.places_

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from labutils.config import MOMENTS
 from labutils.ledger import Ledger, Line
-from labutils.predict.inventory import OTHERS, Flat, Here, Weight
+from labutils.predict.inventory import Flat, Here
 
 STEP = 4  # bytes in which Adam counts its steps, for each parameter
 
@@ -45,12 +45,7 @@ def _sharded(here: Here) -> Iterator[Line]:
     if train.zero < 3:
         for weight in here.weights:
             yield Line("weights", 0 if weight.trained else weight.nbytes, "weights")
-        sides = list(here.sides())
-    else:
-        ranks = here.mesh.ranks(here.rank, *OTHERS)
-        nothing: list[Weight] = []
-        sides = [(OTHERS, len(ranks), ranks.index(here.rank), nothing)]
-    for _, n, rank, trained in sides:
+    for _, n, rank, trained in here.sides():
         for unit in here.units(trained, n, rank):
             yield from _share(here, unit)
 

@@ -87,7 +87,7 @@ class Here:
         kind = self.plan.kinds[-1]
         ends, last = list(itertools.accumulate(layers, initial=0)), self.plan.stages - 1
         self.stages = [
-            Placed(i, *ends[i : i + 2], i == 0, i == last, done["F", i], done[kind, i])
+            Placed(i, ends[i], ends[i + 1], i == 0, i == last, done["F", i], done[kind, i])
             for i in placed(self.plan, self.coords["pp"])
         ]  # fmt: skip
 
@@ -128,23 +128,26 @@ class Here:
         cut = style != "whole" and not (style == "row" and kind == "bias")
         ends = (0, self.plan.stages - 1)[: min(self.plan.stages, 2)]
         tied = self.model.tied and name in ("tokens.weight", "head.weight")
-        frozen = self.train.adapters or any(fnmatchcase(name, p) for p in self.train.frozen)
+        adapters = self.train.adapters
+        frozen = adapters or any(fnmatchcase(name, p) for p in self.train.frozen)
         base = Weight(
             name, math.prod(shape) // (pieces if cut else 1), self.kept, part, style,
             t // pieces if cut else 1, ends if tied else (stage,), not frozen,
             EXPERTS if ".experts." in name and self.mesh.ep > 1 else OTHERS,
         )  # fmt: skip
-        adapted = part in self._adapted
-        packed = adapted and self.train.adapters.base == "nf4"
+        if adapters is None or part not in self._adapted:
+            yield base
+            return
+        packed = adapters.base == "nf4"
         width = 4 if packed else max(4, self.stream)
         if packed and kind == "weight":
             from labutils import quantization
 
             base = replace(base, numel=quantization.nf4_bytes(base.numel), width=1)
-        yield replace(base, name=f"{path}.base.{kind}") if adapted else base
+        yield replace(base, name=f"{path}.base.{kind}")
         last = "bias" if f"{path}.bias" in self._shapes else "weight"
-        if adapted and kind == last:
-            (d, k), r = self._shapes[f"{path}.weight"], self.train.adapters.rank
+        if kind == last:
+            (d, k), r = self._shapes[f"{path}.weight"], adapters.rank
             sizes = {"A": r * k // (t if style == "row" else 1)}
             sizes["B"] = r * d // (pieces if style == "column" else 1)
             for letter, numel in sizes.items():
@@ -177,10 +180,10 @@ class Here:
 
     def sides(self) -> Iterator[tuple[tuple[str, ...], int, int, list[Weight]]]:
         """What is trained, by the axes over which it is averaged: these, how many ranks that are,
-        which of them this one is, and the parameters."""
+        which of them this one is, and the parameters; at level 3 in `units` that know them."""
         for axes in (OTHERS, EXPERTS):
             trained = [w for w in self.weights if w.trained and w.axes == axes]
-            if trained:
+            if trained or (self.train.zero == 3 and axes == OTHERS):
                 ranks = self.mesh.ranks(self.rank, *axes)
                 yield axes, len(ranks), ranks.index(self.rank), trained
 

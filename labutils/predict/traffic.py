@@ -158,13 +158,13 @@ def _low(here: Here, stage: Placed) -> Iterator[Call]:
             )
             ways = {"forward": "backward", "backward": "forward"}
             if weight.style == style:
-                how: tuple = (here.tokens * r, here.compute)
+                low, width = here.tokens * r, here.compute
                 row = b * r if here.train.sequence else 1
-                yield Call(f"{op} {way}", op, ("tp",), *how, times * stage.runs, row)
+                yield Call(f"{op} {way}", op, ("tp",), low, width, times * stage.runs, row)
                 if back:
                     times = again if ways[way] == "forward" else 1
                     name = f"{back} {ways[way]}"
-                    yield Call(name, back, ("tp",), *how, times * stage.runs, row)
+                    yield Call(name, back, ("tp",), low, width, times * stage.runs, row)
 
 
 def _partial(here: Here, weight: Weight) -> Iterator[Call]:
@@ -272,12 +272,7 @@ def _replicas(here: Here) -> Iterator[Call]:
     """Gradients that are averaged over replicas, and weights that ZeRO gathers."""
     train = here.train
     wide = 4 if train.half and train.fp32_gradients else 0
-    if train.zero == 3:
-        ranks = here.mesh.ranks(here.rank, *OTHERS)
-        sides = [(OTHERS, len(ranks), ranks.index(here.rank), [])]
-    else:
-        sides = list(here.sides())
-    for axes, n, rank, trained in sides:
+    for axes, n, rank, trained in here.sides():
         if train.zero == 0:
             for weight in trained:
                 width = max(4, weight.width)
