@@ -57,7 +57,7 @@ class _Seen:
             received.append((StorageWeakRef(out.untyped_storage()), out.nbytes))
             return type(comm).irecv(comm, out, src)
 
-        comm.irecv = irecv
+        vars(comm)["irecv"] = irecv
 
         def attend(q: Tensor, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
             rows, columns = slice(0, q.shape[2]), slice(0, k.shape[2])
@@ -340,7 +340,8 @@ def _model() -> GPT:
 
 def _batch(s: int = 12) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(s)
-    return tuple(torch.randint(16, (2, 2, s), generator=draw).unbind())
+    tokens, targets = torch.randint(16, (2, 2, s), generator=draw)
+    return tokens, targets
 
 
 def _gradient(model: nn.Module) -> Tensor:
@@ -360,7 +361,9 @@ def _passes(
     """
 
     def program(rank: world.Rank) -> list:
-        comm, results, logits = rank.comm("dp"), [], []
+        comm = rank.comm("dp")
+        results: list[tuple] = []
+        logits: list[Tensor] = []
         for batch in batches:
             if anew or not results:
                 model = _model()
