@@ -73,6 +73,8 @@ SIDEWAYS = {
     ("quantization", "precision"),
     # A step knows the hooks of a replica around its stages.
     ("pipeline", "data_parallel"),
+    # The proof of a plan is a dry run of its step, and its small copy on real ranks.
+    ("planner", "predict"),
     ("check", "exercises"),
     ("check", "progress"),
     ("progress", "exercises"),
