@@ -35,8 +35,8 @@ CODE = [
      "while True:", "    try:", "        while True: pass", "    except BaseException: pass"), "stopped", "did not end"),
     ("waits for input", "input()", "no answer", "EOFError"),
     # takes too much
-    ("forks", "import os\nwhile True: os.fork()", "stopped", "processes"),
-    ("forks in the answer", _inside("import os", "while True: os.fork()"), "stopped", "processes"),
+    ("forks", "import os\nwhile True: os.fork()", "stopped", "it started more than"),
+    ("forks in the answer", _inside("import os", "while True: os.fork()"), "stopped", "it started more than"),
     ("starts threads", "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()", "", ""),
     ("takes memory at once", "x = bytearray(10**12)", "no answer", "MemoryError"),
     ("takes memory bit by bit", "x = []\nwhile True: x.append(bytes(10**7) + b'x')", "no answer", "MemoryError"),

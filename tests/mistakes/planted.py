@@ -137,7 +137,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("teach/grade/judge", "test_grade"): [
         ('f"changed {name}" for name in seal.broken()', 'f"changed {name}" for name in ()'),
         ("if changed := seal.broken():", "if changed := []:"),
-        ("if getpid() == me:", "if True:"),
     ],
     ("teach/grade/__init__", "test_grade"): [
         ('secrets.compare_digest(outcome.pop("token"), token)', 'outcome.pop("token") is not None'),

@@ -191,8 +191,9 @@ class Contained:
             return "stopped: it wrote into the grader's own channel"
         if len(running) > limits.processes:
             return f"stopped: it started more than {limits.processes} processes"
-        memory = sum(_status(pid).get("RssAnon", 0) for pid in running)
-        if memory > limits.memory * 1.5 + 1e9:
+        shared = _status(self.leader).get("RssAnon", 0)  # with all that were forked from it
+        memory = sum(max(0, _status(pid).get("RssAnon", 0) - shared) for pid in running)
+        if memory > limits.memory * 1.5:
             return f"stopped: its processes hold {memory / 1e9:.1f} GB"
         if bytes_below(self.folder) > 4 * limits.written:
             return f"stopped: it wrote more than {4 * limits.written / 1e6:g} MB"
