@@ -3,7 +3,7 @@
 #
 # **A layer is too large, or too slow, for one device. Can several compute it together, each with a part of every matrix, and what must they tell each other on the way?**
 #
-# *95 min · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
+# *90 min, and 25 further · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -23,6 +23,12 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from labutils import collectives, data_parallel, memory, tensor_parallel, units
 from labutils.config import Hardware, Link, Mesh, ModelConfig
@@ -36,8 +42,8 @@ from labutils.world import World
 # %% [markdown]
 # ## The idea in one picture
 #
-# These are the tensors that one layer of a GPT keeps for its backward pass, from left to right: tokens downwards, width to the right. A tensor has the name of the layer that reads it; q, k and v go into attention, heads come out of it. Painted is what one of four
-# ranks has. Between the green lines each rank works alone.
+# These are the tensors that one layer of a GPT keeps for its backward pass, from left to right: tokens downwards, width to the right. A tensor has the name of the layer that reads it; q, k and v go into attention, heads come out of it. The coloured part is what one of the four
+# ranks holds. Between the green lines each rank works alone.
 
 # %%
 gpt2 = ModelConfig.named("gpt2")
@@ -136,7 +142,7 @@ print(f"GELU of the parts, or of the sum: up to {apart.abs().max():.0f} apart")
 # | **f**, on the way in | X as it is | all-reduce of the gradient |
 # | **g**, on the way out | all-reduce of the parts | the gradient as it is |
 #
-# ### Exercise 10.1 · Split a feed-forward layer (15 min, ●●○)
+# ### Exercise 10.1 · Split a feed-forward layer (25 min, ●●○)
 #
 # All ranks get the same x and the same whole layers. Use your share of them. Autograd does not see through `comm.all_reduce`: write f and g as
 # `torch.autograd.Function`s, or with hooks of tensors.
@@ -156,6 +162,33 @@ hint("tensor_parallel/feed-forward", 1)
 
 # %%
 show(tensor_parallel.RowLinear)
+
+# %% [markdown]
+# **Compared with PyTorch.** DTensor's `parallelize_module` takes the same plan by name. On two processes, the same weights and the same input: is it the same layer?
+
+# %%
+two = World(Mesh(tp=2), engine="processes")
+
+
+def against_dtensor(rank):
+    torch.manual_seed(0)
+    comm = rank.comm("tp")
+    net = nn.Sequential(nn.Linear(h, f), nn.GELU(), nn.Linear(f, h))
+    ours = tensor_parallel.ColumnLinear.from_full(net[0], comm)
+    last = tensor_parallel.RowLinear.from_full(net[2], comm)
+    mesh = DeviceMesh.from_group(comm.group, "cpu", mesh_dim_names=("tp",))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    theirs = parallelize_module(net, mesh, plan)
+    a, b = (torch.ones(2, 4, h, requires_grad=True) for _ in range(2))
+    y, z = last(F.gelu(ours(a))), theirs(b)
+    (y**2).sum().backward(), (z**2).sum().backward()
+    shares = [theirs[i].weight.grad.to_local() for i in (0, 2)]
+    mine = ours.weight.grad, last.weight.grad
+    pairs = (y, z), (a.grad, b.grad), *zip(mine, shares, strict=True)
+    return all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)
+
+
+two.run(against_dtensor)
 
 # %% [markdown]
 # **Attention** is the same pair: queries, keys and values by columns, the output by rows. A rank gets whole heads, so softmax needs nobody. With fewer key–value heads than
@@ -180,7 +213,7 @@ for config in (small, grouped):
     print(rigs.tensor_parallel.compared(world, config))
 
 # %% [markdown]
-# ## Who needs the logits?
+# ## Further: who needs the logits?
 #
 # The head is a matrix [v, h], cut by words: each rank has the logits of its words, for every token. The embedding is cut the same way: a rank looks up its own words, gives zeros for
 # others, and g sums.
@@ -266,14 +299,14 @@ print(plain, sequence, sep="\n")
 # An all-reduce *is* the two halves (lab 07), so eight halves send the same. Two things come on top:
 #
 # - "all_gather backward" is twice as large: what was not kept is gathered again;
-# - "gradients": weights of norms and biases of row layers see only a rank's tokens, so their gradients are summed. The answer leaves them out:
+# - "gradients": some parameters see only a rank's tokens. Which ones? Exercise 10.3 asks. The answer leaves them out:
 
 # %%
 halves = sum(line.amount for line in sequence if line.name != "gradients")
 reveal("sp/times", times=halves / plain.total)
 
 # %% [markdown]
-# Of that layer's pass, with embedding, loss and the first broadcast: formula beside dry run, then dry run beside real run.
+# For this pass, embedding, loss and first broadcast included, compare the formula with the dry run, and the dry run with the real one:
 
 
 # %%
@@ -292,7 +325,7 @@ world.run(one_pass)
 dry.ledger.diff(world.ledger.only(rank=0))
 
 # %% [markdown]
-# A trade of bytes, then. (In time the extra gather need cost nothing: Megatron-LM runs it beside the product that gives the input's gradient, section 4.2.2 of the paper.) One feed-forward layer on four ranks, with the gathered input kept and with it gathered again:
+# So SP with regathering is a trade of bytes. (In time the extra gather need cost nothing: Megatron-LM runs it beside the product that gives the input's gradient, section 4.2.2 of the paper.) One feed-forward layer on four ranks, with the gathered input kept and with it gathered again:
 
 # %%
 whole_up, whole_down = nn.Linear(h, f), nn.Linear(f, h)
@@ -362,17 +395,19 @@ hint("tensor_parallel/bug-hunt", 1)
 show(tensor_parallel.layers.TokenNorm)
 
 # %% [markdown]
+# ### Further: at full size
+#
 # In the library, with sequence parallelism, on four ranks and on two processes:
 
 # %%
 print(rigs.tensor_parallel.Compared.HEAD)
 for config in (small, grouped):
     print(rigs.tensor_parallel.compared(world, config, sequence=True))
-with World(Mesh(tp=2), engine="processes") as processes:
-    print(rigs.tensor_parallel.compared(processes, small, sequence=True))
+print(rigs.tensor_parallel.compared(two, small, sequence=True))
+two.close()
 
 # %% [markdown]
-# **At full size.** The four models of Korthikanti et al., t = 8 with sequence parallelism: rank 3 runs a forward pass, in bf16, on fake tensors, of as many layers as the paper gives one device. The library's formula says the
+# The four models of Korthikanti et al., t = 8 with sequence parallelism: rank 3 runs a forward pass, in bf16, on fake tensors, of as many layers as the paper gives one device. The library's formula says the
 # same to the byte. PyTorch on a CPU keeps masks in two bytes, not one, and two statistics per token and norm; without these, a layer keeps what the paper's equation 4 says:
 
 # %%
@@ -440,31 +475,62 @@ reveal("across/times", times=round(sixteen.makespan / eight.makespan, 2))
 f"on a single ring: {through_one.makespan / eight.makespan:.1f} times as long"
 
 # %% [markdown]
-# Twice the devices do not halve the time: each computes half as much, and sends about as much as before. A single ring, through one of eight links, would even take longer than one node does. A
-# *hierarchical* all-reduce (lab 07) sends an eighth over the slow links, in fewer steps. Compared with the eight rings:
+# Twice the devices do not halve the time: each computes half as much, and sends about as much as before. Of the sixteen about a third is wasted, and on a single ring, through one of eight links, they would even take longer than eight in a node. So TP is best kept within a node.
+# The ZeRO paper, whose examples of it are T5 (11 billion parameters) and Megatron-LM (8.3 billion), reports for 40 billion across two nodes about 5 TFLOP/s per V100, under 5 % of the peak.
+#
+# **A law.** With GPT's widths a layer has 12h² weights, so its products take 24·b·s·h² FLOPs forward, a t-th on each rank. The four halves carry (t − 1)/t · b·s·h numbers each, of two bytes. Computing takes at least as long as sending if
+#
+# $$ \frac{24\,b\,s\,h^2}{t\,F} \;\ge\; \frac{8\,b\,s\,h}{\mathrm{bw}}\cdot\frac{t-1}{t} \quad\Longleftrightarrow\quad \frac{h}{t-1} \;\ge\; \frac{F}{3\,\mathrm{bw}}. $$
+#
+# Tokens, batch and layers have gone: a longer sequence does not help, as long as a message is so large that its latency does not count. **The width per rank** decides. With ρ for the left side over the right, ranks wait 1/(1 + ρ) of the layer. The backward pass computes twice as much and, with the extra gather hidden, sends the same: there ρ is twice as large.
+# Three Llamas on 2 to 16 ranks, each on both links:
 
 # %%
-S = 2 * model.seq_len * model.d_model
-rings = collectives.cost("all_reduce_ring", S, 16, across)
-node = 2 * collectives.cost("all_gather_ring", S, 8, inside)
-levels = node + collectives.cost("all_reduce_ring", S / 8, 2, one_ring)
-total = 2 * levels + sixteen.makespan - sixteen.exposed
-print(f"{units.text(rings, 's')} or {units.text(levels, 's')} per all-reduce,")
-print(f"{units.text(sixteen.makespan, 's')} or {units.text(total, 's')} per layer,")
-print(f"{total / eight.makespan:.2f} of what eight ranks take")
+def waits_at(name, n, link):
+    """ρ, and the share of a layer's forward pass that ranks wait, latency left out."""
+    wide, link = replace(ModelConfig.named(name), seq_len=2048), Link(0, link.bandwidth)
+    spans = tensor_parallel.layer_timeline(wide, n, link, flops=rate)
+    rho = wide.d_model / (n - 1) * 3 * link.bandwidth / rate
+    return rho, spans.exposed / spans.makespan
+
+
+names = [f"llama-3.1-{size}" for size in ("8b", "70b", "405b")]
+sizes_and_links = [(n, link) for n in (2, 4, 8, 16) for link in (inside, across)]
+dots = sorted(waits_at(name, *each) for name in names for each in sizes_and_links)
+law = [2**k for k in range(-1, 7)]
+plots.curves(
+    law,
+    formula=[1 / (1 + rho) for rho in law],
+    measured={"time lines of three Llamas": tuple(zip(*dots, strict=True))},
+    log="x",
+    xlabel="ρ = 3·bw·h / (F·(t − 1))",
+    ylabel="share of a layer that ranks wait",
+    title="The width per rank, against F/bw, decides how long ranks wait",
+)
 
 # %% [markdown]
-# Both are faster than eight ranks, and far from twice as fast: of the sixteen about a third is wasted. So TP is best kept within a node. The ZeRO paper, whose examples of it are T5 (11 billion parameters) and Megatron-LM (8.3 billion),
-# reports for 40 billion across two nodes about 5 TFLOP/s per V100, under 5 % of the peak.
-#
+# What is left between dots and line are attention's scores, which compute and send nothing, and widths that are not quite GPT's. Four axes of a mesh now have a law each, and all of them are F/bw, FLOPs per byte:
+
+# %%
+print(f"{'at least':50} {'NVLink':>6} {'between nodes':>14}")
+for what, factor in {
+    "lab 09  ZeRO-3: tokens per rank, F/bw": 1,
+    "lab 10  TP: width per rank, F/(3·bw)": 1 / 3,
+    "lab 11  ring, g/a = 1/4: tokens per rank, F/(2·bw)": 1 / 2,
+    "lab 12  EP: width of an expert, F/(3·bw)": 1 / 3,
+}.items():
+    bounds = [factor * rate / link.bandwidth for link in (inside, one_ring)]
+    print(f"{what:50} {bounds[0]:6.0f} {bounds[1]:14.0f}")
+
+# %% [markdown]
 # **Asynchronous TP**, the second row, cuts the product into pieces: it starts with a rank's own tokens while others arrive, and finished rows leave while the next are computed. In this cost model
-# nearly everything hides; PyTorch's team reports up to about 20 % for the forward pass of Llama-3-70B, and about 8 % for its training.
+# nearly everything hides. PyTorch's team reports up to about 20 % for the forward pass of Llama-3-70B, and about 8 % for its training.
 
 # %%
 f"{eight.makespan / asynchronous.makespan - 1:.0%} faster"
 
 # %% [markdown]
-# ## Which random numbers, and on which mesh?
+# ## Further: which random numbers, and on which mesh?
 #
 # Dropout on a tensor that all ranks have must drop the same everywhere, or the copies differ. Dropout of a rank's own heads or tokens must differ. How many different masks do four ranks draw?
 
@@ -512,7 +578,7 @@ print(all(torch.allclose(g, plain_model.norm.weight.grad) for g in gradients))
 {axis: units.text(nbytes) for axis, nbytes in grid.ledger.by("axis").items()}
 
 # %% [markdown]
-# ## Turn the knobs
+# ## Further: turn the knobs
 #
 # The same layer. On which links do eight ranks take at most three quarters of the time of four? On the slowest, with asynchronous TP, how many ranks are fastest? Do fewer tokens make waiting a smaller part?
 
@@ -575,6 +641,7 @@ explore(
 # > - On eight ranks a layer of GPT-3 keeps 0.58 GB with TP, and 0.36 GB with SP, of 2.87.
 # >   <!-- claim: [round(memory.korthikanti(b=1, s=2048, h=12288, a=96, **how).total / 1e9, 2) for how in ({}, {"t": 8}, {"t": 8, "sequence": True})] == [2.87, 0.58, 0.36] -->
 # > - Parameters that each rank applies to its own tokens have gradients to be summed. No output shows it.
+# > - Ranks compute as long as they wait if h/(t − 1) = F/(3·bw), the width per rank. Tokens, batch and layers do not matter.
 # > - Its communication is exposed: 21 % of a layer's forward pass within a node, 43 % across two that are joined by eight links.
 # >   <!-- claim: claims.tensor_parallel_exposed() == (21, 43) -->
 #

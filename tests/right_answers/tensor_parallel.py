@@ -55,6 +55,14 @@ def _strided(x, up, down, comm):
     return tensor_parallel.reduce_from(F.linear(inner, down.weight[:, i::n]), comm) + down.bias
 
 
+def _sums_of_columns(x, up, down, comm):
+    """Shares by tensor_split, f and g by hooks of a detached sum."""
+    w1, b1 = (p.tensor_split(comm.size)[comm.rank] for p in (up.weight, up.bias))
+    w2 = down.weight.T.tensor_split(comm.size)[comm.rank]
+    inner = F.gelu(tensor_parallel.copy_to(x, comm).matmul(w1.mT).add(b1))
+    return torch.add(tensor_parallel.reduce_from(inner.matmul(w2), comm), down.bias)
+
+
 # ── a loss from shares ────────────────────────────────────────────────────────────────────────────
 
 
@@ -95,6 +103,18 @@ def _stacked(logits, targets, comm):
     return torch.mean(both[0].log() - both[1])
 
 
+def _a_row_at_a_time(logits, targets, comm):
+    """Lists of tokens; the target's logit comes with the exponentials in one sum."""
+    top = comm.all_reduce(torch.stack([row.max() for row in logits.detach()]), "max")
+    lo, hi = comm.rank * logits.shape[1], (comm.rank + 1) * logits.shape[1]
+    rows = []
+    for row, m, t in zip(logits, top, targets.tolist(), strict=True):
+        hit = row[t - lo] - m if lo <= t < hi else row.new_zeros(())
+        rows.append(torch.stack([(row - m).exp().sum(), hit]))
+    total, target = tensor_parallel.reduce_from(torch.stack(rows), comm).unbind(1)
+    return sum(total.log() - target) / len(rows)
+
+
 # ── sequence parallelism ──────────────────────────────────────────────────────────────────────────
 
 
@@ -125,20 +145,33 @@ def _hooked(x, norm, up, down, comm):
     return tensor_parallel.scatter_to(y, comm).add(last).add(x)
 
 
+def _one_sum(x, norm, up, down, comm):
+    """The three small parameters go through f as one vector."""
+    h = x.shape[-1]
+    three = tensor_parallel.copy_to(torch.cat([norm.weight, norm.bias, down.bias]), comm)
+    weight, bias, last = three.split(h)
+    y = nn.functional.layer_norm(x, (h,), eps=norm.eps) * weight + bias
+    y = torch.nn.functional.gelu(up(tensor_parallel.gather_from(y, comm)))
+    return torch.stack([x, tensor_parallel.scatter_to(y @ down.weight.mT, comm)]).sum(0) + last
+
+
 RIGHT = {
     "tensor_parallel/feed-forward": {
         "autograd Functions": _functions,
         "hooks": _hooks,
         "every n-th column": _strided,
+        "sums of columns": _sums_of_columns,
     },
     "tensor_parallel/cross-entropy": {
         "an autograd Function": _Loss.apply,
         "in two levels": _two_levels,
         "stacked": _stacked,
+        "a row at a time": _a_row_at_a_time,
     },
     "tensor_parallel/bug-hunt": {
         "functional": _functional,
         "the library's layers": _modules,
         "hooks of tensors": _hooked,
+        "one sum": _one_sum,
     },
 }

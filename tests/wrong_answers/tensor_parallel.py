@@ -63,6 +63,50 @@ def _as_it_is(x: Tensor, comm: Any) -> Tensor:
     return x
 
 
+class _Sum(torch.autograd.Function):
+    """Another hand's g, with what its backward pass does to the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Any, times: float) -> Tensor:
+        ctx.times = times
+        return comm.all_reduce(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad * ctx.times, None, None
+
+
+def _columns_of(
+    x: Tensor, up: Any, down: Any, comm: Any, *, cut="weights", times=1.0, spare=False, mine=None
+) -> Tensor:
+    """Columns of the width, counted by hand."""
+    f, n = up.weight.shape[0], comm.size
+    lo, hi = (comm.rank if mine is None else mine(comm)) * f // n, 0
+    hi = lo + f // n
+    x = tensor_parallel.copy_to(x, comm)
+    if cut == "activations":  # the whole first product, and a slice of it
+        inner = F.gelu(x @ up.weight.T + up.bias)[..., lo:hi]
+    else:
+        inner = F.gelu(x @ up.weight[lo:hi].T + up.bias[lo:hi])
+    if spare:  # zeros in the place of others' columns
+        whole = inner.new_zeros(*inner.shape[:-1], f)
+        inner = torch.cat([whole[..., :lo], inner, whole[..., hi:]], -1)
+        part = inner @ down.weight.T
+    else:
+        part = inner @ down.weight[:, lo:hi].T
+    return _Sum.apply(part, comm, times) + down.bias
+
+
+def _columns(**slips):
+    return functools.partial(_columns_of, **slips)
+
+
+def _rank_0_speaks(x: Tensor, up: Any, down: Any, comm: Any) -> Tensor:
+    """All compute all of it, and the sum counts one of them."""
+    y = F.linear(F.gelu(up(tensor_parallel.copy_to(x, comm))), down.weight)
+    return tensor_parallel.reduce_from(y * (comm.rank == 0), comm) + down.bias
+
+
 # ── a loss from shares ────────────────────────────────────────────────────────────────────────────
 
 
@@ -101,6 +145,37 @@ def _gathered(logits: Tensor, targets: Tensor, comm: Any) -> Tensor:
 def _own_words(logits: Tensor, targets: Tensor, comm: Any) -> Tensor:
     place = (targets - comm.rank * logits.shape[-1]).clamp(0, logits.shape[-1] - 1)
     return F.cross_entropy(logits, place)
+
+
+def _by_hand(
+    logits: Tensor, targets: Tensor, comm: Any, *, one_max=False, mean=True, local_max=False,
+    shift=True, off=0,
+) -> Tensor:  # fmt: skip
+    """Three numbers for each token, in another order."""
+    v_t = logits.shape[1]
+    top = logits.detach().amax(1)
+    if not local_max:
+        top = comm.all_reduce(top, "max")
+    if one_max:
+        top = top.max().expand_as(top)
+    shifted = logits - top[:, None] if shift else logits
+    total = tensor_parallel.reduce_from(shifted.exp().sum(1), comm)
+    words = torch.arange(v_t) + comm.rank * v_t + off
+    mine = (shifted * (words == targets[:, None])).sum(1)
+    each = total.log() - tensor_parallel.reduce_from(mine, comm)
+    return each.mean() if mean else each.sum()
+
+
+def _hand(**slips):
+    return functools.partial(_by_hand, **slips)
+
+
+def _mean_of_losses(logits: Tensor, targets: Tensor, comm: Any) -> Tensor:
+    """Each rank's loss of the targets among its words, averaged."""
+    place = targets - comm.rank * logits.shape[1]
+    mine = (place >= 0) & (place < logits.shape[1])
+    each = F.cross_entropy(logits, place.clamp(0, logits.shape[1] - 1), reduction="none")
+    return tensor_parallel.reduce_from((each * mine).sum(), comm) / len(targets)
 
 
 # ── sequence parallelism ──────────────────────────────────────────────────────────────────────────
@@ -146,8 +221,60 @@ def _gathers_twice(x: Tensor, norm: Any, up: Any, down: Any, comm: Any) -> Tenso
     return tensor_parallel.scatter_to(y / comm.size, comm)
 
 
+def _tokens(
+    x: Tensor, norm: Any, up: Any, down: Any, comm: Any, *, on="weights", gather="gather_from",
+    bias=tensor_parallel.copy_to, share=None, outside=False,
+) -> Tensor:  # fmt: skip
+    """Another hand's layer, with its slips."""
+    f = tensor_parallel.copy_to
+    if on == "weights":
+        y = F.layer_norm(x, x.shape[-1:], f(norm.weight, comm), f(norm.bias, comm), norm.eps)
+    elif on == "output":  # f where tokens differ
+        y = f(norm(x), comm)
+    elif on == "weight alone":
+        y = F.layer_norm(x, x.shape[-1:], f(norm.weight, comm), norm.bias, norm.eps)
+    else:
+        y = F.layer_norm(f(x, comm), x.shape[-1:], f(norm.weight, comm), f(norm.bias, comm))
+    y = tensor_parallel.gather_from(y, comm)
+    y = F.linear(F.gelu(up(y)), down.weight)
+    if outside:  # the bias of one rank, once, before the sum
+        y = y + down.bias * (comm.rank == 0)
+    y = tensor_parallel.scatter_to(y, comm)
+    return x + y if outside else x + y + bias(down.bias, comm)
+
+
+def _hunted(**slips):
+    return functools.partial(_tokens, **slips)
+
+
+def _summed_weights(x: Tensor, norm: Any, up: Any, down: Any, comm: Any) -> Tensor:
+    """The gradients of the matrices are summed over ranks, too."""
+    f = tensor_parallel.copy_to
+    y = F.layer_norm(x, x.shape[-1:], f(norm.weight, comm), f(norm.bias, comm), norm.eps)
+    y = F.linear(tensor_parallel.gather_from(y, comm), f(up.weight, comm), up.bias)
+    y = tensor_parallel.scatter_to(F.linear(F.gelu(y), down.weight), comm)
+    return x + y + f(down.bias, comm)
+
+
 WRONG = {
     "tensor_parallel/feed-forward": (
+        Wrong(
+            "slices the activation",
+            _columns(cut="activations"),
+            "its share of the work",
+            "cut the weight",
+        ),
+        Wrong("rank 0 speaks", _rank_0_speaks, "its share of the work", "cut the weight"),
+        Wrong("zeros for others", _columns(spare=True), "its share of the work", "cut the weight"),
+        Wrong(
+            "a mean in the backward pass of g",
+            functools.partial(
+                lambda x, up, down, comm: _columns_of(x, up, down, comm, times=1 / comm.size)
+            ),
+            "the gradient of the input",
+            "passes its gradient on",
+        ),
+        Wrong("all the same columns", _columns(mine=lambda comm: 0), "the output", "cut by its"),
         Wrong(
             "the bias t times",
             functools.partial(_split, bias="each"),
@@ -201,6 +328,12 @@ WRONG = {
         ),
     ),
     "tensor_parallel/cross-entropy": (
+        Wrong("one maximum for all", _hand(one_max=True), "large logits", "*that token*"),
+        Wrong("a sum", _hand(mean=False), "the loss", "return their mean"),
+        Wrong("a maximum of its words", _hand(local_max=True), "the loss", "same number"),
+        Wrong("no shift", _hand(shift=False), "large logits", "exp(1000) is inf"),
+        Wrong("a word too far", _hand(off=1), "the loss", "which one rank has"),
+        Wrong("a mean of losses", _mean_of_losses, "the loss", "same number subtracted"),
         Wrong("gathers the logits", _gathered, "bytes sent", "Are logits gathered?"),
         Wrong(
             "gathers them in passing",
@@ -225,7 +358,7 @@ WRONG = {
             "no maximum",
             functools.partial(_loss, most=""),
             "large logits",
-            "Subtract the largest logit",
+            "exp(1000) is inf",
         ),
         Wrong(
             "sums that autograd does not see",
@@ -241,6 +374,14 @@ WRONG = {
         ),
     ),
     "tensor_parallel/bug-hunt": (
+        Wrong("f after the norm", _hunted(on="output"), "the gradients of the matrices", "its own"),
+        Wrong("f before the norm", _hunted(on="x"), "the gradients of the matrices", "its own"),
+        Wrong("one of two", _hunted(on="weight alone"), "the gradients of the norm", "norm.bias"),
+        Wrong("the bias on rank 0", _hunted(outside=True), "the gradient of the bias", "sum"),
+        Wrong(
+            "a mean of the bias", _hunted(bias=_mean), "the gradient of the bias", "do not average"
+        ),
+        Wrong("matrices summed", _summed_weights, "the gradients of the matrices", "columns work"),
         Wrong(
             "the one of the lab",
             functools.partial(_layer, scatter=False, normed=_as_it_is, last=_as_it_is),

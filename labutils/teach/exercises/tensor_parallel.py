@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from labutils import collectives, tensor_parallel, world
 from labutils.teach.exercises import Exercise, Failed, Property, _ranks
@@ -49,6 +51,35 @@ def _tensor(y: Any, case: str, shape: tuple[int, ...]) -> Tensor:
         got = f"shape {list(y.shape)}" if isinstance(y, Tensor) else repr(y)
         raise Failed(f"{case}: got {got}", f"Return a tensor of shape {list(shape)}.")
     return y
+
+
+class _Work(TorchDispatchMode):
+    """FLOPs of matrix products on this thread, and bytes that autograd keeps beside parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.flops, self.kept, self.module = 0, dict[int, int](), module
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda x: x)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if count := flop_registry.get(func.overloadpacket):
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+    def _keep(self, x: Tensor) -> Tensor:
+        place = x.untyped_storage().data_ptr()
+        if place not in {p.untyped_storage().data_ptr() for p in self.module.parameters()}:
+            self.kept[place] = x.untyped_storage().nbytes()
+        return x
+
+    def __enter__(self) -> "_Work":
+        self.hooks.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.hooks.__exit__(*error)
 
 
 # ── a feed-forward layer, whole or split ──────────────────────────────────────────────────────────
@@ -92,6 +123,7 @@ class _Seen:
         self.layer = _Layer(normed)
         self.right = _passed(self.layer, x, of_y)
         program = self._tokens if normed else self._columns
+        self.work: dict[int, _Work] = {}
         self.ranks = _ranks.run(
             n, self.case, lambda rank: program(attempt, rank, x, of_y), _SAME_CALLS
         )
@@ -104,7 +136,8 @@ class _Seen:
             return _tensor(attempt(x, mine.up, mine.down, comm), self.case, (_B, _S, _H))
 
         mine.forward = forward
-        return _passed(mine, x, of_y)
+        with _Work(mine) as self.work[rank.rank]:
+            return _passed(mine, x, of_y)
 
     def _tokens(self, attempt: Callable, rank: world.Rank, x: Tensor, of_y: Tensor) -> Parts:
         mine, comm, i = deepcopy(self.layer), rank.comm("dp"), rank.rank
@@ -127,12 +160,19 @@ class _Seen:
         return whole.chunk(self.n, dims[name])[i] if name in dims else whole
 
 
+@functools.lru_cache(maxsize=8)
+def _seen(attempt: Callable, n: int, normed: bool) -> _Seen:
+    """One run that all properties of a check ask for; the first of them forgets older ones."""
+    return _Seen(attempt, n, normed)
+
+
 _TIMES = {2: "twice", 3: "three times", 4: "four times"}
 
 
 def _output(attempt: Callable, normed: bool) -> str:
+    _seen.cache_clear()
     for n in (1, 2, 3, 4):
-        seen = _Seen(attempt, n, normed)
+        seen = _seen(attempt, n, normed)
         for i, found in enumerate(seen.ranks):
             right = seen.share("y", i) if normed else seen.right["y"]
             if _near(found["y"], right):
@@ -164,7 +204,7 @@ def _output(attempt: Callable, normed: bool) -> str:
 
 def _input_gradient(attempt: Callable) -> str:
     for n in (2, 3, 4):
-        seen = _Seen(attempt, n, normed=False)
+        seen = _seen(attempt, n, False)
         right, alike = seen.right["x"], True
         for i, found in enumerate(seen.ranks):
             where = f"{seen.case}: the gradient of x on rank {i}"
@@ -177,6 +217,12 @@ def _input_gradient(attempt: Callable) -> str:
                     "A sum passes its gradient on as it is: each rank has the gradient of the sum "
                     "already. An all-reduce in the backward pass of g counts it n times.",
                 )
+        if not alike and all(_near(n * found["x"], right) for found in seen.ranks):
+            raise Failed(
+                f"{seen.case}: the gradient of x is {n} times too small on every rank",
+                "A sum passes its gradient on as it is: nothing is to be divided in the backward "
+                "pass of g.",
+            )
         if not alike and _near(sum(found["x"] for found in seen.ranks), right):
             raise Failed(
                 f"{seen.case}: each rank has only its own part of the gradient of x",
@@ -193,7 +239,7 @@ def _input_gradient(attempt: Callable) -> str:
 
 def _weight_gradients(attempt: Callable) -> str:
     for n in (2, 4):
-        seen = _Seen(attempt, n, normed=False)
+        seen = _seen(attempt, n, False)
         for name in ("up.weight", "up.bias", "down.weight"):
             whole = seen.right[name]
             shares = [found[name] for found in seen.ranks]
@@ -224,9 +270,32 @@ def _bias_gradient(seen: _Seen, found: list[Tensor | None]) -> None:
         )
 
 
+def _split_work(attempt: Callable) -> str:
+    for n in (2, 4):
+        seen, tokens = _seen(attempt, n, False), _B * _S
+        due = 3 * 2 * 2 * tokens * _H * _F // n  # two products; backward two for each
+        most = 8 * tokens * (4 * _H + 2 * _F // n)
+        for rank, work in sorted(seen.work.items()):
+            if work.flops > due:
+                raise Failed(
+                    f"{seen.case}: rank {rank} spends {work.flops:,} FLOPs on products, its share "
+                    f"of the two layers takes {due:,}",
+                    "A rank computes its own columns of `up`: cut the weight (and its bias), not "
+                    "what the whole weight has given.",
+                )
+            if (kept := sum(work.kept.values())) > most:
+                raise Failed(
+                    f"{seen.case}: rank {rank} keeps {kept:,} B for its backward pass, "
+                    f"{most:,} B are plenty",
+                    "Of what lies between the two products a rank needs its f/n columns, and no "
+                    "zeros in the place of others'.",
+                )
+    return "an n-th of the FLOPs and of what is kept between"
+
+
 def _split_bytes(attempt: Callable) -> str:
     for n in (2, 4):
-        seen = _Seen(attempt, n, normed=False)
+        seen = _seen(attempt, n, False)
         most = 2 * _sum_of("all_reduce", _B * _S * _H, n)
         if seen.sent > most:
             raise Failed(
@@ -250,7 +319,7 @@ def _reference_split(x: Tensor, up: nn.Linear, down: nn.Linear, comm: world.Comm
 SPLIT = Exercise(
     id="tensor_parallel/feed-forward",
     title="Split a feed-forward layer",
-    minutes=15,
+    minutes=25,
     difficulty=2,
     proves="you cut two matrices so that they need one sum each way, forward and backward",
     reference=_reference_split,
@@ -258,6 +327,7 @@ SPLIT = Exercise(
         Property("the output", functools.partial(_output, normed=False)),
         Property("the gradient of the input", _input_gradient),
         Property("the gradients of the weights", _weight_gradients),
+        Property("its share of the work", _split_work),
         Property("bytes sent", _split_bytes),
     ),
     hints=(
@@ -304,8 +374,11 @@ def _loss_value(attempt: Callable) -> str:
         for i, (loss, _) in enumerate(seen.ranks):
             if not _near(loss, seen.right):
                 own = n > 1 and not seen.sent
+                if _near(loss / _S, seen.right):
+                    many = f"{seen.case}: the loss on rank {i} is {_S} times too large"
+                    raise Failed(many, f"It is the sum over {_S} tokens: return their mean.")
                 raise Failed(
-                    f"{seen.case}: the loss on rank {i} is {loss:.4f}, not {seen.right:.4f}",
+                    f"{seen.case}: the loss on rank {i} is {loss - seen.right:+.2g} off",
                     "This is the softmax over the rank's own words. Its denominator is a sum over "
                     "all words, so over all ranks."
                     if own
@@ -320,10 +393,11 @@ def _loss_of_large(attempt: Callable) -> str:
     for i, (loss, _) in enumerate(seen.ranks):
         if not _near(loss, seen.right):
             raise Failed(
-                f"{seen.case}, logits of about 1,000: the loss on rank {i} is {loss:.4g}, "
-                f"not {seen.right:.4g}",
-                "exp(1000) is inf. Subtract the largest logit of all words first: "
-                'comm.all_reduce(x, "max").',
+                f"{seen.case}, logits of about 1,000: the loss on rank {i} is {loss:.1f}, "
+                f"{loss - seen.right:+.2g} off",
+                "exp(1000) is inf, and exp(−1000) is 0. Subtract from each token's logits the "
+                "largest of *that token*, over the words of all ranks: "
+                'comm.all_reduce(logits.max(-1).values, "max").',
             )
     return "logits of about 1,000"
 
@@ -392,12 +466,19 @@ LOSS = Exercise(
 
 def _matrices(attempt: Callable) -> str:
     for n in (2, 3):
-        seen = _Seen(attempt, n, normed=True)
+        seen = _seen(attempt, n, True)
         for i, found in enumerate(seen.ranks):
             for name in ("up.weight", "up.bias", "down.weight", "x"):
                 if _near(found[name], seen.share(name, i)):
                     continue
                 what = "its tokens" if name == "x" else name
+                if name == "x":
+                    raise Failed(
+                        f"{seen.case}: the gradient of {what} on rank {i} is wrong",
+                        "A rank's tokens are its own: no sum over ranks is due to them before they "
+                        "are gathered. gather_from brings their gradients home, and copy_to is for "
+                        "what all ranks have alike.",
+                    )
                 raise Failed(
                     f"{seen.case}: the gradient of {what} on rank {i} is wrong",
                     "A rank's columns work for all tokens, so the gradients of all tokens must "
@@ -409,7 +490,7 @@ def _matrices(attempt: Callable) -> str:
 
 def _held_alike(attempt: Callable, names: tuple[str, ...], why: str) -> str:
     for n in (2, 3):
-        seen = _Seen(attempt, n, normed=True)
+        seen = _seen(attempt, n, True)
         for name in names:
             shares, whole = [found[name] for found in seen.ranks], seen.right[name]
             for i, share in enumerate(shares):
@@ -442,7 +523,7 @@ _BIAS = (
 
 def _hunt_bytes(attempt: Callable) -> str:
     for n in (2, 3):
-        seen = _Seen(attempt, n, normed=True)
+        seen = _seen(attempt, n, True)
         halves = _sum_of("reduce_scatter", _B * _S * _H, n)
         most = 5 * halves + 3 * _sum_of("all_reduce", _H, n) + 24 * n
         if seen.sent > most:
