@@ -1,6 +1,7 @@
 """The book's Sphinx extension: tables from the course's data, MathJax from its own site."""
 
 import csv
+import html
 import importlib.resources
 import pathlib
 import re
@@ -17,6 +18,7 @@ from labutils import config, notation
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CLAIMS, PAPERS = config.DATA / "claims.csv", config.DATA / "paper_results.csv"
 TABLE = ROOT / "benchmarks" / "table.csv"
+QUESTIONS, LABS = ROOT / "book" / "questions.csv", ROOT / "notebooks" / "text"
 NUMBERS = ("ours", "theirs", "ratio", "aim")
 VERDICTS = ("wrong", "true under a condition")
 MATHJAX = [
@@ -67,6 +69,34 @@ class Lessons(Printed):
     """```{lessons}```: a class of 90 minutes for each lab."""
 
     source, tool = config.DATA / "exercises.csv", "teaching.py"
+
+
+class Questions(Written):
+    """```{questions}```: what users ask in trackers, by lab, and the section that answers."""
+
+    source = QUESTIONS
+
+    def markdown(self):
+        page, lab = [], None
+        for row in csv.DictReader(QUESTIONS.read_text(encoding="utf-8").splitlines()):
+            if row["lab"] != lab:
+                lab = row["lab"]
+                title = headings(LABS / f"{lab}.py")[0]
+                page.append(f"\n## {{doc}}`{title} <../notebooks/{lab}>`\n")
+            place = f"../notebooks/{lab}.html#{nodes.make_id(row['section'])}"
+            issue = "https://github.com/{}/issues/{}".format(*row["source"].split("#"))
+            section = html.escape(row["section"])
+            page.append(
+                f'- {row["question"]} → <a href="{place}">{section}</a>'
+                f" ([{row['source']}]({issue}))"
+            )
+        return "\n".join(page)
+
+
+def headings(lab):
+    """The headings of a lab's text, its title first; those of exercises without their minutes."""
+    found = re.findall(r"^# #+ (.+)$", lab.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r" \(\d+ min, [●○]+\)$", "", heading) for heading in found]
 
 
 class Errata(Written):
@@ -180,6 +210,7 @@ def setup(app):
     app.add_directive("notation", Notation)
     app.add_directive("errata", Errata)
     app.add_directive("compositions", Compositions)
+    app.add_directive("questions", Questions)
     app.add_directive("benchmarks", Benchmarks)
     app.add_directive("lessons", Lessons)
     app.add_directive("panel", Panel)
