@@ -94,9 +94,8 @@ class Questions(Written):
 
 
 def headings(lab):
-    """The headings of a lab's text, its title first; those of exercises without their minutes."""
-    found = re.findall(r"^# #+ (.+)$", lab.read_text(encoding="utf-8"), re.MULTILINE)
-    return [re.sub(r" \(\d+ min, [●○]+\)$", "", heading) for heading in found]
+    """The headings of a lab's text, its title first."""
+    return re.findall(r"^# #+ (.+)$", lab.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 class Errata(Written):
