@@ -104,10 +104,10 @@ class _Layer(nn.Module):
         return x + y if self.normed else y
 
 
-def _passed(layer: nn.Module, x: Tensor, of_y: Tensor) -> Parts:
-    """Output, and gradients of the input and of each parameter."""
+def _passed(layer: nn.Module, forward: Callable, x: Tensor, of_y: Tensor) -> Parts:
+    """Output of `forward`, and gradients of the input and of each parameter of the layer."""
     x = x.clone().requires_grad_()
-    y = layer(x)
+    y = forward(x)
     if y.requires_grad:
         y.backward(of_y)
     found: Parts = {"y": y.detach(), "x": x.grad}
@@ -121,7 +121,8 @@ class _Seen:
         self.n, self.case, self.normed = n, _ranks.count(n), normed
         x, of_y = _draw(50, _B, _S, _H), _draw(51, _B, _S, _H)
         self.layer = _Layer(normed)
-        self.right = _passed(self.layer, x, of_y)
+        right = _passed(self.layer, self.layer, x, of_y)
+        self.right = {name: part for name, part in right.items() if part is not None}
         program = self._tokens if normed else self._columns
         self.work: dict[int, _Work] = {}
         self.ranks = _ranks.run(
@@ -135,9 +136,8 @@ class _Seen:
         def forward(x: Tensor) -> Tensor:
             return _tensor(attempt(x, mine.up, mine.down, comm), self.case, (_B, _S, _H))
 
-        mine.forward = forward
         with _Work(mine) as self.work[rank.rank]:
-            return _passed(mine, x, of_y)
+            return _passed(mine, forward, x, of_y)
 
     def _tokens(self, attempt: Callable, rank: world.Rank, x: Tensor, of_y: Tensor) -> Parts:
         mine, comm, i = deepcopy(self.layer), rank.comm("dp"), rank.rank
@@ -149,9 +149,8 @@ class _Seen:
         def forward(x: Tensor) -> Tensor:
             return _tensor(attempt(x, mine.norm, mine.up, mine.down, comm), self.case, shape)
 
-        mine.forward = forward
         x, of_y = (side.chunk(self.n, 1)[i] for side in (x, of_y))
-        return _passed(mine, x, of_y)
+        return _passed(mine, forward, x, of_y)
 
     def share(self, name: str, i: int) -> Tensor:
         """What rank i should have of a tensor under sequence parallelism."""
@@ -243,9 +242,9 @@ def _weight_gradients(attempt: Callable) -> str:
         for name in ("up.weight", "up.bias", "down.weight"):
             whole = seen.right[name]
             shares = [found[name] for found in seen.ranks]
-            found = sum(torch.zeros_like(whole) if g is None else g for g in shares)
-            if not _near(found, whole):
-                many = _near(found, n * whole)
+            total = sum((g for g in shares if g is not None), torch.zeros_like(whole))
+            if not _near(total, whole):
+                many = _near(total, n * whole)
                 raise Failed(
                     f"{seen.case}: over all ranks, the gradient of {name} is not the whole one",
                     "Every rank computed everything: each shall use its share of the f columns."
@@ -354,8 +353,8 @@ class _Loss:
         self.case = _ranks.count(n)
         whole = logits.clone().requires_grad_()
         self.right = F.cross_entropy(whole, targets)
-        self.right.backward()
-        self.gradients = whole.grad.chunk(n, 1)
+        (gradient,) = torch.autograd.grad(self.right, whole)
+        self.gradients = gradient.chunk(n, 1)
 
         def program(rank: world.Rank) -> tuple[Tensor, Tensor | None]:
             mine = logits.chunk(n, 1)[rank.rank].clone().requires_grad_()

@@ -3,6 +3,7 @@ model, bytes sent, bytes kept; and what one rank keeps at full size."""
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,8 @@ class Compared:
 
 def _train(module: GPT) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of three steps of AdamW; the last gradients, and the weights after them."""
-    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-2), []
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    losses: list[float] = []
     draw, config = torch.Generator().manual_seed(7), module.config
     for _ in range(_STEPS):
         shape = (2, _BATCH, config.seq_len)
@@ -52,8 +54,9 @@ def _train(module: GPT) -> tuple[list[float], dict[str, Tensor]]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
         found[f"{name}, gradient"], found[name] = parameter.grad, parameter.detach()
     return losses, found
 
@@ -65,7 +68,7 @@ def _split(rank: Rank, config: ModelConfig, sequence: bool) -> tuple[list[float]
 
 def _shares(rank: Rank, config: ModelConfig, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """This rank's shares of weights and of gradients, cut as parameters are."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for which in ("", ", gradient"):
         model = GPT(config).double()
         for name, parameter in model.named_parameters():
@@ -98,7 +101,8 @@ def compared(world: World, config: ModelConfig, sequence: bool = False) -> Compa
     """
     losses, whole = _train(GPT(config, generator=torch.Generator().manual_seed(0)).double())
     runs, n = world.run(_split, config, sequence), world.size
-    books, how = world.ledger, dict(micro_batch=_BATCH, sequence=sequence)
+    books = world.ledger
+    how: dict[str, Any] = dict(micro_batch=_BATCH, sequence=sequence)
     pairs = list(zip(runs, world.run(_shares, config, whole), strict=True))
     equal = all(
         torch.allclose(torch.tensor(its_losses), torch.tensor(losses), rtol=0, atol=1e-10)
