@@ -354,9 +354,10 @@ def why(found: Found, plan: Plan) -> str:
 
 
 def sensitivity(found: Found) -> dict[str, float]:
-    """By how much the fastest step gets shorter, as a share: for rates that are 10 % higher with
-    the same plan, and for 1 GB more on each device and 10 % more nodes (as many as go on sharing
-    the batch) with the plan that is then the fastest."""
+    """By how much the fastest step gets shorter, as a share: for rates and links between nodes
+    that are 10 % faster with the same plan, and for 1 GB more on each device with the plan that is
+    then the fastest.
+    """
     job, best = found.job, found.fastest
     p, changed = best.plan.column(), {}
     for name in ("products", "attention", "memory", "link"):
