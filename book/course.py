@@ -83,9 +83,9 @@ class Questions(Written):
                 lab = row["lab"]
                 title = headings(LABS / f"{lab}.py")[0]
                 page.append(f"\n## {{doc}}`{title} <../notebooks/{lab}>`\n")
-            place = f"../notebooks/{lab}.html#{nodes.make_id(row['section'])}"
+            section = heading(LABS / f"{lab}.py", row["section"])
+            place = f"../notebooks/{lab}.html#{nodes.make_id(section)}"
             issue = "https://github.com/{}/issues/{}".format(*row["source"].split("#"))
-            section = html.escape(row["section"])
             page.append(
                 f'- {row["question"]} → <a href="{place}">{section}</a>'
                 f" ([{row['source']}]({issue}))"
@@ -96,6 +96,17 @@ class Questions(Written):
 def headings(lab):
     """The headings of a lab's text, its title first."""
     return re.findall(r"^# #+ (.+)$", lab.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def heading(lab, section):
+    """The one heading that is `section`, an exercise's minutes and a "Further: " aside."""
+    marks = r"^Further: | \(\d+ min, [●○]+\)$"
+    (found,) = (
+        heading
+        for heading in headings(lab)
+        if re.sub(marks, "", heading).casefold() == section.casefold()
+    )
+    return found
 
 
 class Errata(Written):
