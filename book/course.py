@@ -1,7 +1,6 @@
 """The book's Sphinx extension: tables from the course's data, MathJax from its own site."""
 
 import csv
-import html
 import importlib.resources
 import pathlib
 import re
