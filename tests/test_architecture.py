@@ -3,6 +3,7 @@
 import ast
 import collections
 import functools
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -210,6 +211,43 @@ def test_one_public_name_has_one_meaning():
                     homes[node.name].append(str(path.relative_to(PACKAGE)))
     assert not {
         name: places for name, places in homes.items() if len(places) > 1 and name not in TWICE
+    }
+
+
+# Constants that still have two values.
+TWO_VALUES = {
+    "ATTENTION", "AXES", "BATCH", "BF16", "CHARACTERS", "CHUNKS", "COMPONENTS", "E4M3", "E5M2",
+    "EXPERTS", "FORMATS", "FP32", "HALF", "KINDS", "MESSAGES", "NAMES", "PASSES", "READER",
+    "SCHEDULES", "SECTIONS", "STATES", "WIDTHS", "WORK", "WORLD",
+}  # fmt: skip
+
+
+def constants(node):
+    """The public constants that a statement of a module sets, with the text of their values."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+        return
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        names, values = [target], [node.value]
+        if isinstance(target, ast.Tuple):
+            names = target.elts
+            values = (
+                node.value.elts if isinstance(node.value, ast.Tuple) else [node.value] * len(names)
+            )
+        for name, value in zip(map(ast.unparse, names), map(ast.unparse, values), strict=True):
+            if name.isupper() and name[0] != "_":
+                yield name, value
+
+
+def test_one_public_constant_has_one_value():
+    found = collections.defaultdict(lambda: collections.defaultdict(list))
+    for path in SOURCES:
+        if module(path) != "exercises":
+            for name, value in itertools.chain(*map(constants, tree(path).body)):
+                found[name][value].append(str(path.relative_to(PACKAGE)))
+    assert not {
+        name: dict(values)
+        for name, values in found.items()
+        if len(values) > 1 and name not in TWO_VALUES
     }
 
 
