@@ -566,3 +566,43 @@ def test_a_scheme_of_another_format():
         quantization.Scheme(forward=torch.float16)
     with pytest.raises(ValueError, match="history must be at least 1"):
         quantization.Scheme(scaling="delayed", history=0)
+
+
+# ── ends of ranges ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_small_blocks_beside_large_ones_keep_their_digits_in_nvfp4():
+    """Scales of blocks use all of e4m3, whose largest number is 448."""
+    x = torch.cat([torch.full((16,), 1000.0), torch.full((16,), 0.5)])
+    kept = quantize(x, "nvfp4")
+    torch.testing.assert_close(kept.dequantize(), x, rtol=1 / 16, atol=0)
+    assert kept.parts["scale of the tensor"].item() == pytest.approx(1000 / (6 * 448))
+
+
+def test_the_smallest_scale_of_mxfp4_is_a_number():
+    x = torch.full((32,), 2.0**-126)
+    assert torch.equal(quantize(x, "mxfp4").dequantize(), x)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+def test_zero_keeps_its_sign(fmt):
+    x = torch.tensor([-0.0, 0.0, 1.0, -1.0])
+    assert torch.equal(quantize(x, fmt).dequantize().signbit(), x.signbit())
+
+
+def test_the_damping_is_a_share_of_the_mean_diagonal():
+    x = torch.tensor([[1.0, 2.0], [1.0, 2.0]])
+    wanted = torch.tensor([[2.05, 4.0], [4.0, 8.05]], dtype=torch.float64)
+    torch.testing.assert_close(quantization.hessian(x), wanted)
+
+
+def test_nf4_of_zeros_and_of_tiny_numbers():
+    assert to_nf4(torch.zeros(64), double=False)[4:].tolist() == [0x77] * 32
+    x = 1e-6 * torch.tensor(NF4).repeat(4)
+    again = from_nf4(to_nf4(x, double=False), x.shape, x.dtype, double=False)
+    torch.testing.assert_close(again, x, rtol=1e-6, atol=0)
+
+
+def test_the_scales_of_scales_use_all_of_e4m3():
+    x = torch.ones(2, 64) * torch.tensor([[1.0], [3.0]])  # scales 1 and 3, their mean 2
+    assert to_nf4(x)[:8].view(torch.float32).tolist() == pytest.approx([2, 1 / 448])

@@ -442,8 +442,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("half = 1 << bits - 1", "half = 1 << bits"),
         ("largest.max() / (fmt.element.max * fmt.scale.max)", "largest.max() / fmt.element.max"),
         ("largest, tiles = largest / whole, tiles / whole", "largest = largest / whole"),
-        ("tiles / _nonzero(scales)[:, None], fmt.element", "tiles / scales[:, None], fmt.element"),
-        (".clamp(low, high)", ".clamp(min=low)"),
         (".clamp(low, high)", ".clamp(max=high)"),
         ("- 1 - fmt.element.max_exponent", "- fmt.element.max_exponent"),
         ("values.signbit() * len(magnitudes)", "(values < 0) * len(magnitudes)"),
