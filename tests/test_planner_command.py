@@ -48,11 +48,12 @@ BASE = "--model llama-3.1-8b --nodes 2 --gpu H100 --batch-tokens 1e6"
 def test_the_table_the_rows_and_the_reasons(capsys):
     status, out, err = run(capsys, f"{BASE} --tokens 15e12 --price 2 --explain --top 4")
     assert status == 0 and not err and "90% of the device" in out and "GPU-hours" in out
+    assert "ZeRO-2, ZeRO-3: assuming" in out and "1 node more: step" in out
     rows = json.loads(run(capsys, f"{BASE} --tokens 15e12 --json --top 3")[1])
     assert len(rows) == 3 and sum(rows[0]["seconds"].values()) == pytest.approx(
         rows[0]["step_seconds"]
     )
-    plan = planner.Plan(**rows[0]["plan"])
+    plan = planner.Plan.read(rows[0])
     asked = command.asked(command.options().parse_args(BASE.split()))
     assert planner.estimate(asked, plan).seconds == rows[0]["step_seconds"]
     tokens = 16 * 86400 * rows[0]["days"] * rows[0]["tokens_per_second_and_gpu"]
@@ -61,6 +62,48 @@ def test_the_table_the_rows_and_the_reasons(capsys):
     assert status == 0 and "optimizer · rank 0" in out and "bubble" in out
     status, out, _ = run(capsys, f"{BASE} --export megatron")
     assert status == 0 and out.startswith("torchrun pretrain_gpt.py")
+
+
+def test_a_plan_is_written_in_words_and_read_again(capsys, tmp_path):
+    rows = json.loads(run(capsys, f"{BASE} --json --top 40")[1])
+    assert {row["plan"]["schedule"] for row in rows} > {"1f1b"} and rows[0]["seq_len"] == 8192
+    assert all(row["plan"]["recompute"] in ("none", "selective", "full") for row in rows)
+    asked = command.asked(command.options().parse_args(BASE.split()))
+    best = planner.search(asked).best(40)
+    for row, one in zip(rows, best, strict=True):
+        assert not {"even", "modern", "gradient_bytes"} & set(row["plan"])
+        assert planner.Plan.read(row["plan"]) == one.plan
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(rows))
+    assert planner.Plan.read(path) == best[0].plan
+    same = rows[0]["plan"] | {"schedule": "one_f_one_b"}
+    assert planner.Plan.read(same).schedule == 0
+    for wrong, said in (
+        ({"tp": 2, "even": True}, "a plan has no even: it has pp, dp"),
+        ({"schedule": "2f2b"}, "schedule='2f2b' is unknown: use 1f1b"),
+        ({"dp": 2.5}, "dp must be a whole number"),
+        ([], "holds no plan"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            planner.Plan.read(wrong)
+
+
+def test_a_reader_may_leave_before_the_end():
+    words = [sys.executable, "-m", "labutils.planner", *BASE.split(), "--top", "4000"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shell:
+        shell.stdout.readline()
+        shell.stdout.close()
+        assert shell.stderr.read() == b"" and shell.wait() == 0
+
+
+def test_a_long_search_says_how_far_it_is(capsys):
+    asked = command.asked(command.options().parse_args(BASE.split()))
+    found = planner.search(asked, command.progress(after=0))
+    assert capsys.readouterr().err == f"{len(found):,} of {len(found):,} plans\n"
+    command.progress(after=0)(4096, 9000)
+    assert capsys.readouterr().err == "4,096 of 9,000 plans\r"
+    planner.search(asked, command.progress(after=100))
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from labutils import units
 from labutils.config import Hardware, ModelConfig
 from labutils.planner import export, stages
 from labutils.planner.cluster import Cluster
-from labutils.planner.plans import Estimate, Found, Job, search, text_of, why
+from labutils.planner.plans import Estimate, Found, Job, search, sensitivity, text_of, why
 
 EXAMPLE = """example, Llama-3.1-70B for 15 T tokens on 64 H100:
   python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100 --tokens 15e12
@@ -86,9 +88,12 @@ def asked(given: argparse.Namespace) -> Job:
 
 def row(estimate: Estimate) -> dict:
     """A plan and what it gives, as JSON has it."""
-    job, plan = estimate.job, dataclasses.asdict(estimate.plan)
+    job = estimate.job
     found = {
-        "plan": plan,
+        "model": job.model.name,
+        "seq_len": job.model.seq_len,
+        "global_batch": job.batch,
+        "plan": estimate.plan.named(),
         "step_seconds": estimate.seconds,
         "peak_bytes": round(estimate.peak),
         "tokens_per_second_and_gpu": estimate.tokens_per_second,
@@ -124,6 +129,8 @@ def table(found: Found, top: int) -> Iterator[str]:
             f"{one.tokens_per_second:10,.0f}{days}  {text_of(one.plan)}"
         )
     yield "MFU: all products of the model, of attention the half that is not masked"
+    if any(one.plan.zero > 1 for one in found.best(top)):
+        yield "ZeRO-2, ZeRO-3: assuming that their messages hide behind computing while it lasts"
     if job.tokens and cluster.price:
         (first,) = found.best()
         yield f"row 1: {first.gpu_hours:,.0f} GPU-hours, {first.cost:,.0f} at the price given"
@@ -146,7 +153,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given = shell.parse_args(words)
     try:
         job = asked(given)
-        found = search(job)
+        found = search(job, progress() if sys.stderr.isatty() else lambda done, of: None)
         chosen = 0 if given.plan is None else given.plan - 1
         rows = found.best(max(given.top, chosen + 1))
         _ = found.fastest  # or an error
@@ -169,8 +176,34 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.explain:
         for i, one in enumerate(rows[: given.top], 1):
             print(f"{i:>3}  {why(found, one.plan)}", file=sys.stderr if given.json else sys.stdout)
+        if not given.json:
+            for what, share in sensitivity(found).items():
+                print(f"{what:>26}: step {share:.1%} shorter")
     return 0
 
 
+def progress(after: float = 1.0) -> Callable[[int, int], None]:
+    """What shows how far a search is that takes longer than so many seconds."""
+    begin = time.monotonic()
+
+    def tell(done: int, of: int) -> None:
+        if time.monotonic() - begin > after:
+            ends = "\n" if done == of else "\r"
+            print(f"{done:,} of {of:,} plans", end=ends, file=sys.stderr, flush=True)
+
+    return tell
+
+
+def piped() -> int:
+    """`main` in a shell, where a reader such as `head` may leave before all is written."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that exit is silent
+        return 0
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped())

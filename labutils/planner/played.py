@@ -1,19 +1,22 @@
 """A plan, played on the clock: every operation of every rank, and what it waits for."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from labutils import schedule
-from labutils.clock import Played
 from labutils.config import ModelConfig
 from labutils.planner import stages, work
 from labutils.planner.cluster import Cluster
 from labutils.planner.rates import Rates
 from labutils.planner.work import LINKS, WORK, Plan
 
+if TYPE_CHECKING:
+    from labutils.clock import Played
+
 
 def timeline(
     model: ModelConfig, plan: Plan, rates: Rates, cluster: Cluster | None = None
-) -> Played:
+) -> "Played":
     """The step of a plan of 1F1B or GPipe in time: of each stage one rank, whose peers on the
     other axes do the same. Nothing overlaps: messages are on the lane of who sends them.
 
@@ -23,6 +26,8 @@ def timeline(
     where the slowest stage is the first or the last.
     Raises ValueError for other schedules, and for ZeRO 2 and 3, which send beside computing.
     """
+    from labutils import schedule  # loads for longer than a search takes
+
     name = work.SCHEDULES[plan.schedule]
     if name not in ("one_f_one_b", "gpipe") or plan.zero > 1 or plan.recompute:
         raise ValueError(

@@ -7,17 +7,21 @@ sent on each axis.
 """
 
 import functools
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from labutils import anatomy
+from labutils import anatomy, units
 from labutils.config import Mesh, ModelConfig, TrainConfig
 
 WORK = ("products", "attention", "memory", "kernels", "tp", "cp", "ep", "pp", "dp")
 LINKS = WORK[4:]
 SCHEDULES = ("one_f_one_b", "gpipe", "interleaved", "zb_h1")
+SAID = ("1f1b", "gpipe", "interleaved", "zb_h1")  # as people and files say it
 RECOMPUTE = ("none", "selective", "full")
 # Kernels of a layer, forward and backward, beside its collectives: of any layer, of experts, of
 # multi-head latent attention. A collective costs as much as three.
@@ -59,6 +63,41 @@ class Plan:
     even: Any = False
     modern: Any = True
     gradient_bytes: Numbers = 4
+
+    def named(self) -> dict[str, Any]:
+        """One plan in the words of a file: schedule "1f1b", recompute "none", …; what a person
+        chooses, and nothing of what runs of the past need."""
+        said = {name: getattr(self, name) for name in CHOSEN}
+        words = {"schedule": SAID[self.schedule], "recompute": RECOMPUTE[self.recompute]}
+        return said | words
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any] | str | Path) -> "Plan":
+        """The plan of `named`, or of a file that `python -m labutils.planner --json` wrote, of
+        whose rows it is the first.
+
+        >>> Plan.read({"tp": 2, "pp": 4, "schedule": "1f1b", "recompute": "full"}).recompute
+        2
+
+        Raises ValueError: for a name, a schedule or a recomputation that there is not.
+        """
+        found: Any = said
+        if isinstance(said, str | Path):
+            found = json.loads(Path(said).read_text(encoding="utf-8"))
+        found = found[0] if isinstance(found, list) and found else found
+        if not isinstance(found, Mapping):
+            raise ValueError(f"{said!r} holds no plan: write one with --json")
+        found = dict(found.get("plan", found))
+        if unknown := set(found) - set(CHOSEN):
+            known = ", ".join(CHOSEN)
+            raise ValueError(f"a plan has no {', '.join(sorted(unknown))}: it has {known}")
+        for name, words in (("schedule", SAID), ("recompute", RECOMPUTE)):
+            word = found.get(name, words[0])
+            word = "1f1b" if word == "one_f_one_b" else word
+            if word not in words:
+                raise ValueError(f"{name}={word!r} is unknown: use {', '.join(words)}")
+            found[name] = words.index(word)
+        return cls(**{name: units.whole(value, name) for name, value in found.items()})
 
     @property
     def replicas(self) -> Numbers:
@@ -102,6 +141,13 @@ class Plan:
         if np.ndim(picked["tp"]) == 0:
             picked = {name: value.item() for name, value in picked.items()}
         return Plan(**picked)
+
+
+CHOSEN = (
+    "pp", "dp", "cp", "tp", "ep", "micro_batch", "micro_batches", "schedule", "chunks", "zero",
+    "recompute",
+)  # fmt: skip
+"""What of a plan a person chooses: the rest is of runs that were measured."""
 
 
 # ── the model, as sums over its anatomy ───────────────────────────────────────────────────────────
