@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import linecache
 import signal
 import sys
@@ -84,17 +85,43 @@ def stub(n):
     raise NotImplementedError
 
 
-def wrapped(n):
-    try:
-        stub(n)
-    except NotImplementedError as error:
-        raise RuntimeError("rank 1 failed") from error
+class Stub:
+    """A class as a lab hands it out."""
+
+    def __init__(self, n):
+        super().__init__()
+        raise NotImplementedError
+
+    def step(self):
+        """Not there yet."""
 
 
-@pytest.mark.parametrize("attempt", [stub, wrapped, ..., None])
+@pytest.mark.parametrize("attempt", [stub, Stub, ..., None])
 def test_an_untouched_stub_is_not_attempted(doubling, attempt):
     report = check.check("demo/double", attempt)
     assert not report.attempted and str(report) == "not attempted · Double it (2 min, ●○○)"
+
+
+def half_done(n):
+    if n > 1:
+        raise NotImplementedError
+    return 2 * n
+
+
+class HalfDone(Stub):
+    def __init__(self, n):
+        self.n = n
+        self.step()
+
+    def step(self):
+        raise NotImplementedError
+
+
+def test_an_attempt_with_something_left_to_do_is_an_attempt(doubling):
+    for attempt in (half_done, HalfDone, lambda n: stub(n)):
+        report = check.check("demo/double", attempt)
+        assert report.attempted and "raise NotImplementedError" in str(report)
+    assert check.check("demo/double", functools.partial(stub)).verdicts == ()
 
 
 def adds_in_eight_bits(n):
@@ -279,8 +306,30 @@ def test_reveal_says_how_far_off():
     assert (
         str(check.reveal("q", answer="inf")) == "You guessed nan, it is inf: worth a second look."
     )
+    assert "second look" in str(check.reveal("q", "infinity", answer="inf"))
     check.predict("q", steps=0)
     assert str(check.reveal("q", steps=6)) == "You guessed 0 steps, it is 6 steps."
+
+
+@pytest.mark.parametrize(
+    "guess, answer, words",
+    [
+        ("INT8", "int8", ()),
+        ("int 8", "int8", ()),
+        ("b", "B", ()),
+        ("the B.", "B", ()),
+        ("LoRA's B", "B", ("LoRA's B",)),
+        ("Infinity", "inf", ("infinity",)),
+        ("+inf", "inf", ()),
+        ("3.0", "3", ()),
+        (3, "3", ()),
+        ("a", "a", ()),
+    ],
+)
+def test_a_guess_in_words_is_judged_by_what_it_means(guess, answer, words):
+    check.predict("q", answer=guess)
+    assert str(check.reveal("q", *words, answer=answer)).endswith(": right.")
+    assert str(check.reveal("q", answer="other")).endswith(": worth a second look.")
 
 
 def test_show_is_the_library_itself():

@@ -29,12 +29,54 @@ def test_the_reference_passes_and_leaves_all_as_it_was(exercise):
     assert not seal.broken(), "a grader would take this for an attack on the checks"
 
 
+NUMBER = r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.]?\w| \d)"
+AMOUNT = rf"(\[[^\]]*\]|{NUMBER})"
+VERSUS = r"it is|it was|it should be|should be|not|instead of|the \w+ has|are alive|is right"
+PAIR = re.compile(rf"{AMOUNT}[^\d;]*?\b(?:{VERSUS})\b[^\w;.\[-]*(?:only )?{AMOUNT}")
+NO_DISTANCE = re.compile(r"\boff by (?:up to )?0(?:\.0*)?(?![.\d])|\b0 too (?:many|few)\b")
+
+
+def equal_numbers(seen):
+    """What compares two equal numbers in the words of a diagnosis, or finds them 0 apart."""
+    same = [m[0] for m in PAIR.finditer(seen) if len(set(map(_plain, m.groups()))) == 1]
+    return same + [m[0] for m in NO_DISTANCE.finditer(seen)]
+
+
+def _plain(amount):
+    """Written alike where it is the same: 1,024 is 1024, and -0.0 is not 0.0."""
+    return amount if amount[0] == "[" else repr(float(amount.replace(",", "")))
+
+
+@pytest.mark.parametrize(
+    "seen, equal",
+    [
+        ("n = 4: you say 2.7585, and not 2.7585", True),
+        ("you find 36.0 GB in the forward, it is 36.0 GB in the backward", True),
+        ("y is off by 0%", True),
+        ("the gradient is off by up to 0.00 here", True),
+        ("you count 448, the model has 448", True),
+        ("0 too many", True),
+        ("the weight decay is 0.1 where it was 0.1", True),
+        ("you count 1,024, the model has 1024 parameters", True),
+        ("got shape [2, 3], not [2, 3]", True),
+        ("got shape [3, 2], not [2, 3]", False),
+        ("you say 0.0, it is -0.0", False),
+        ("4 ranks: you say 8 tokens, it is 4", False),
+        ("y is off by 0.02 %, and 0.5 elsewhere", False),
+        ("step 1 of 2: got 3, it is 4", False),
+    ],
+)
+def test_two_equal_numbers_are_seen(seen, equal):
+    assert bool(equal_numbers(seen)) == equal
+
+
 @pytest.mark.parametrize("exercise, wrong", WRONG)
 def test_a_wrong_answer_is_rejected_with_words_that_help(exercise, wrong):
     report = check.check(exercise.id, wrong.attempt)
     failed = [verdict for verdict in report.verdicts if verdict.status == "failed"]
     assert [verdict.name for verdict in failed] == [wrong.rejected_by], str(report)
     assert wrong.hint in f"{failed[0].seen} {failed[0].hint}", str(report)
+    assert not equal_numbers(failed[0].seen), str(report)
 
 
 @pytest.mark.parametrize("exercise", ALL.values(), ids=ALL)

@@ -4,6 +4,7 @@ import contextlib
 import html
 import inspect
 import math
+import re
 import sys
 import textwrap
 import traceback
@@ -144,9 +145,10 @@ def _verdict(prop: exercises.Property, attempt: Any) -> Verdict | None:
     except (Exception, SystemExit) as error:
         # A check must survive whatever a learner's code does; what happened is part of the report.
         # A stub says nothing more; what torch cannot do it names.
-        if any(
+        empty = (
             isinstance(cause, NotImplementedError) and not str(cause) for cause in _causes(error)
-        ):
+        )
+        if any(empty) and exercises.is_stub(attempt):
             return None
         seen, why = f"your code raised {type(error).__name__}: {error}", _where(error)
     return Verdict(prop.name, "failed", _cut(seen), _cut(why))
@@ -258,12 +260,15 @@ def predict(question: str, **guess: int | float | str) -> Text:
     return Text(f"Your guess for {question}: {_spoken(value, unit)}. Kept.")
 
 
-def reveal(question: str, **answer: int | float | str) -> Text:
-    """Your guess beside the answer, and how far apart they are.
+def reveal(question: str, *words: str, **answer: int | float | str) -> Text:
+    """Your guess and the answer, and how far apart they are. `words` mean the same as the answer.
 
     >>> _ = predict("example", MB=64)
     >>> reveal("example", MB=96)
     You guessed 64.0 MB, it is 96.0 MB: off by a factor of 1.5.
+    >>> _ = predict("example", of="LoRA's b")
+    >>> reveal("example", "the second matrix", "LoRA's B", of="B")
+    You guessed LoRA's b, it is B: right.
     """
     if len(answer) != 1:
         raise ValueError(
@@ -278,8 +283,10 @@ def reveal(question: str, **answer: int | float | str) -> Text:
         )
     guess = predictions[question]
     if isinstance(value, str) or isinstance(guess, str):
-        far = "" if str(guess) == str(value) else ": worth a second look"
-        return Text(f"You guessed {guess}, it is {value}{far}.")
+        right = _meaning(guess) in map(_meaning, (value, *words))
+        return Text(
+            f"You guessed {guess}, it is {value}: {'right' if right else 'worth a second look'}."
+        )
     actual = _amount(value, unit)
     said = f"You guessed {_written(guess, unit)}, it is {_written(actual, unit)}"
     if guess == actual:
@@ -287,6 +294,15 @@ def reveal(question: str, **answer: int | float | str) -> Text:
     if min(guess, actual) <= 0 or not math.isfinite(guess / actual):
         return Text(f"{said}.")
     return Text(f"{said}: off by a factor of {max(guess / actual, actual / guess):.3g}.")
+
+
+def _meaning(word: int | float | str) -> str:
+    """The word without case, spaces, quotes and articles; "3.0" is the number 3."""
+    plain = re.sub(r"\b(?:the|an?)\b(?=.*\w)|[^\w.+-]|\.$", "", str(word).casefold())
+    try:
+        return f"{float(plain):g}"
+    except ValueError:
+        return re.sub(r"[\W_]", "", plain)
 
 
 def _factor(unit: str) -> int | None:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from wrong_answers.checkpointing import _by_hooks
 
 from labutils import checkpointing
 from labutils.teach.exercises import checkpointing as exercises
@@ -164,10 +165,12 @@ RIGHT = {
         "a Function that is given the weights": _hands_in_the_weights,
         "a Function with an anchor": _anchored,
         "torch's": lambda fn, x: torch_checkpoint(fn, x, use_reentrant=False),
+        "slots, filled by hooks": functools.partial(_by_hooks, needs=False),
     },
     "checkpointing/bug-hunt": {
         "trains for three steps": _trains_differently,
         "compares the generator's state": _looks_at_the_generator,
         "gradients and what comes next": lambda c: exercises.differs(c, dropout=0.2, after=True),
+        "1 or 0": lambda c: int(exercises.is_broken(c)),
     },
 }

@@ -57,6 +57,16 @@ def _nearest_of_all(fmt: FloatFormat, x: float) -> np.int64:
     return np.int64((high if up else low) | sign)
 
 
+def _in_gaps(fmt: FloatFormat, x: float) -> int:
+    """Counts gaps: below the smallest power of two with a leading 1 they are all the same."""
+    power = max(math.frexp(x)[1] - 1, fmt.min_exponent) if x else fmt.min_exponent
+    gaps = round(Fraction(abs(x)) / Fraction(2) ** (power - fmt.mantissa_bits))
+    code = (power - fmt.min_exponent) * 2**fmt.mantissa_bits + gaps
+    if code > fmt.encode(fmt.max):
+        return fmt.encode(math.copysign(math.inf, x))
+    return code + (math.copysign(1, x) < 0) * 2 ** (fmt.bits - 1)
+
+
 def _heap(x: torch.Tensor, fmt: FloatFormat) -> float:
     """The two smallest first."""
     terms = x.tolist()
@@ -102,6 +112,7 @@ RIGHT = {
         "the nearest of all values, as NumPy's integer": _nearest_of_all,
         "a tensor without dims": lambda fmt, x: torch.tensor(int(_nearest_of_all(fmt, x))),
         "a lambda": lambda fmt, x: fmt.encode(Fraction(x) if x else x),
+        "gaps as fractions": _in_gaps,
     },
     "floats/pairwise-sum": {
         "a heap, a Python float": _heap,

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from labutils.config import ModelConfig
+from labutils.model import GPT
 
 
 def _matrix_by_matrix(file: Mapping[str, Any]) -> int:
@@ -21,6 +22,11 @@ def _matrix_by_matrix(file: Mapping[str, Any]) -> int:
     if not file["tie_word_embeddings"]:
         shapes.append((file["vocab_size"], h))
     return sum(int(np.prod(shape)) for shape in shapes)
+
+
+def _on_meta(file: Mapping[str, Any]) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(ModelConfig.from_hf(file)).parameters())
 
 
 def _listed(b: int, s: int, h: int, a: int, g: int, size: int) -> int:
@@ -59,6 +65,7 @@ RIGHT = {
         "a loop over shapes": _matrix_by_matrix,
         "a float": lambda file: float(ModelConfig.from_hf(file).num_params),
         "a NumPy integer": lambda file: np.int64(ModelConfig.from_hf(file).num_params),
+        "the model itself, without memory": _on_meta,
     },
     "memory/saved-by-attention": {
         "a list of shapes": _listed,
@@ -70,5 +77,6 @@ RIGHT = {
         "a dict of moments, a list, a NumPy float": _per_parameter,
         "if and else, 0-d tensors": _if_else,
         "a generator": lambda *asked: (part for part in _if_else(*asked)),
+        "an array of NumPy": lambda *asked: np.array(_if_else(*asked), dtype=object),
     },
 }

@@ -117,6 +117,23 @@ def _in_two(
     scaler.update()
 
 
+def _one_vector(
+    loss: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler,
+    max_norm: float,
+) -> None:
+    parameters = [*itertools.chain(*(group["params"] for group in optimizer.param_groups))]
+    optimizer.zero_grad()
+    (scaler.scale(loss())).backward()
+    scaler.unscale_(optimizer)
+    length = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in parameters]))
+    if length > max_norm:
+        torch._foreach_mul_([p.grad for p in parameters], max_norm / length.item())
+    scaler.step(optimizer)
+    scaler.update()
+
+
 RIGHT = {
     "precision/master-weights": {
         "torch's SGD on an fp32 copy": _by_torch,
@@ -134,5 +151,6 @@ RIGHT = {
         "steps if unscale_ says so": _asked,
         "clips by hand": _by_hand,
         "torch.autograd.grad": _in_two,
+        "one vector of all gradients": _one_vector,
     },
 }

@@ -1,6 +1,7 @@
 """Wrong answers to the exercises of `checkpointing`."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 
@@ -117,6 +118,31 @@ def _reaches_for_free(count: Callable, n: int, s: int) -> int:
     return min(count(n - m, s - 1) + count(m, s) for m in range(1, n))
 
 
+def _loses_one_left(count: Callable, n: int, s: int) -> int:
+    if n == 1 or s == 1:
+        return n * (n + 1) // 2
+    return min(m + count(n - m, s - 1) + count(m, s - 1) for m in range(1, n))
+
+
+def _middle(count: Callable, n: int, s: int) -> int:
+    if n == 1 or s == 1:
+        return n * (n + 1) // 2
+    return n // 2 + count(n - n // 2, s - 1) + count(n // 2, s)
+
+
+def _by_n_alone(n: int, s: int) -> int:
+    known: dict[int, int] = {}
+
+    def count(n: int, s: int) -> int:
+        if n == 1 or s == 1:
+            return n * (n + 1) // 2
+        if n not in known:
+            known[n] = min(m + count(n - m, s - 1) + count(m, s) for m in range(1, n))
+        return known[n]
+
+    return count(n, s)
+
+
 def _without_recording(n: int, snapshots: int) -> int:
     return checkpointing.binomial_evaluations(n, snapshots) - n
 
@@ -133,6 +159,115 @@ def _seeds(fn: Callable, x: torch.Tensor) -> torch.Tensor:
         return fn(x)
 
     return exercises.textbook("no")(seeded, x)
+
+
+_SLOT: list = []
+
+
+class _OneSlot(torch.autograd.Function):
+    """Keeps its state in one place for all calls, and not in ctx."""
+
+    @staticmethod
+    def forward(ctx, fn, x, anchor):
+        _SLOT[:] = [fn, x, torch.get_rng_state()]
+        return fn(x)
+
+    @staticmethod
+    def backward(ctx, slope):
+        fn, x, state = _SLOT
+        x = x.detach().requires_grad_()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(state)
+            y = fn(x)
+        torch.autograd.backward(y, slope)
+        return None, x.grad, None
+
+
+class _Clones(torch.autograd.Function):
+    """Keeps fifty copies where autograd does not look."""
+
+    @staticmethod
+    def forward(ctx, fn, x, anchor):
+        ctx.fn, ctx.copies = fn, [x.detach().clone() for _ in range(50)]
+        ctx.state = torch.get_rng_state()
+        return fn(x)
+
+    @staticmethod
+    def backward(ctx, slope):
+        x = ctx.copies[0].requires_grad_()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.state)
+            torch.autograd.backward(ctx.fn(x), slope)
+        return None, x.grad, None
+
+
+def _anchored(function: type[torch.autograd.Function]) -> Callable[[Callable, Tensor], Tensor]:
+    return lambda fn, x: function.apply(fn, x, torch.empty(0, requires_grad=True))
+
+
+def _by_hooks(fn: Callable, x: Tensor, *, needs: bool = True) -> Tensor:
+    """Slots that are filled by a second run, whose input always needs a gradient."""
+    state, filled, places = torch.get_rng_state(), [], itertools.count()
+
+    def unpack(place: int) -> Tensor:
+        if not filled:
+            again = x.detach().requires_grad_(needs or x.requires_grad)
+            keep = torch.autograd.graph.saved_tensors_hooks(
+                lambda t: filled.append(t.detach()), lambda t: t
+            )
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), keep:
+                torch.set_rng_state(state)
+                fn(again)
+        return filled[place]
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: next(places), unpack):
+        return fn(x)
+
+
+def _ahead(fn: Callable, x: Tensor) -> Tensor:
+    """Computes the second time at once, with a graph, and lets go of nothing."""
+    with torch.no_grad():
+        fn(x)
+    return fn(x)
+
+
+def _three_times(fn: Callable, x: Tensor) -> Tensor:
+    """Computes twice in the backward pass."""
+
+    def twice(x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                fn(x)
+        return fn(x)
+
+    return exercises.textbook("fork")(twice, x)
+
+
+def _compares(
+    see: Callable, *, seed: bool = True, dropout: float = 0.5, width: int = 8
+) -> Callable:
+    """A test that compares what `see(layer, x, y)` returns of a plain and a checkpointed step."""
+
+    def is_broken(checkpoint: Callable) -> bool:
+        torch.manual_seed(0) if seed == "once" else None
+        outcomes, layer = (
+            [],
+            torch.nn.Sequential(torch.nn.Dropout(dropout), torch.nn.Linear(width, width)),
+        )
+        for call in (lambda layer, x: layer(x), checkpoint):
+            layer.zero_grad()
+            if seed is True:
+                torch.manual_seed(torch.initial_seed())
+            x = torch.ones(2, width, requires_grad=True)
+            y = call(layer, x)
+            y.sum().backward()
+            outcomes.append([0 if t is None else t.detach().clone() for t in see(layer, x, y)])
+        return any(
+            not torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+            for a, b in zip(*outcomes, strict=True)
+        )
+
+    return is_broken
 
 
 def _trips(checkpoint: Callable) -> bool:
@@ -255,6 +390,25 @@ WRONG = {
             "fewest evaluations",
             "split a segment again",
         ),
+        Wrong(
+            "the left part has lost a snapshot, too",
+            _remembered(_loses_one_left),
+            "fewest evaluations",
+            "has all snapshots again",
+        ),
+        Wrong("always the middle", _remembered(_middle), "fewest evaluations", "every m"),
+        Wrong(
+            "what the lab prints",
+            lambda n, s: {(10, 3): 25, (100, 10): 322, (5, 5): 9}.get((n, s), n * (n + 1) // 2),
+            "fewest evaluations",
+            "what x0 alone costs",
+        ),
+        Wrong(
+            "remembered by n alone",
+            _by_n_alone,
+            "fewest evaluations",
+            "one snapshot less",
+        ),
     ),
     "checkpointing/checkpoint": (
         Wrong("keeps everything", _offloads_nothing, "bytes kept", "torch.no_grad()"),
@@ -285,6 +439,23 @@ WRONG = {
         Wrong("a seed of its own", _seeds, "dropout", "set no seed of your own"),
         Wrong("another dropout mask", exercises.textbook("no"), "dropout", "another dropout mask"),
         Wrong("the generator left behind", exercises.textbook("set"), "dropout", "left it there"),
+        Wrong(
+            "one slot for all calls", _anchored(_OneSlot), "two in a row", "next call overwrites"
+        ),
+        Wrong(
+            "fifty copies that autograd does not see",
+            _anchored(_Clones),
+            "nothing kept elsewhere",
+            "memory does",
+        ),
+        Wrong(
+            "hooks, and an input that needs a gradient the second time only",
+            _by_hooks,
+            "input without gradient",
+            "save the same tensors",
+        ),
+        Wrong("computes it twice at once", _ahead, "bytes kept", "records a graph"),
+        Wrong("computes it three times", _three_times, "evaluations", "worth a third"),
     ),
     "checkpointing/bug-hunt": (
         Wrong(
@@ -307,5 +478,30 @@ WRONG = {
         ),
         Wrong("everything is broken", lambda c: True, "lets right ones pass", "Set the seed"),
         Wrong("trips over None", _trips, "catches lost weights", "None is the bug"),
+        Wrong(
+            "looks at the output alone",
+            _compares(lambda layer, x, y: [y]),
+            "catches lost weights",
+            "gradients of the weights",
+        ),
+        Wrong(
+            "sets no seed",
+            _compares(lambda layer, x, y: [layer[1].weight.grad], seed=False),
+            "lets right ones pass",
+            "Set the seed",
+        ),
+        Wrong(
+            "two numbers to drop",
+            _compares(lambda layer, x, y: [layer[1].weight.grad], width=1),
+            "catches another mask",
+            "hangs on chance",
+        ),
+        Wrong("words", lambda c: "broken", "lets right ones pass", "Return True"),
+        Wrong(
+            "reads the name",
+            lambda c: "textbook" in getattr(c, "__qualname__", ""),
+            "lets right ones pass",
+            "it is right",
+        ),
     ),
 }

@@ -93,6 +93,34 @@ def _blocked_sum(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return x[0]
 
 
+def _two_halves(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """One addition of a tree, and two running sums under it."""
+    half = len(x) // 2
+    if not half:
+        return x[0]
+    ends = [precision.running_sum(part, fmt)[-1] for part in (x[:half], x[half:])]
+    return precision.round_to(ends[0] + ends[1], fmt)
+
+
+def _stochastic(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return precision.running_sum(x, fmt, mode="stochastic", generator=generator)[-1]
+
+
+def _kahan(x: torch.Tensor, fmt: FloatFormat) -> float:
+    total = lost = 0.0
+    for term in x.tolist():
+        y = fmt.round(term + lost)
+        t = fmt.round(total + y)
+        lost, total = fmt.round(y - fmt.round(t - total)), t
+    return total
+
+
+def _smallest_twice(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """Sorted, in double precision, and rounded at the end."""
+    return precision.round_to(x.double().sort().values.sum(), fmt)
+
+
 WRONG = {
     "floats/decode": (
         Wrong(
@@ -215,6 +243,10 @@ WRONG = {
             "a sum of ones",
             "same size",
         ),
+        Wrong("one level of a tree", _two_halves, "a sum of ones", "half a gap"),
+        Wrong("rounds stochastically", _stochastic, "a sum of ones", "half a gap"),
+        Wrong("Kahan's, which stalls at 64 in e5m2", _kahan, "a sum of ones", "half a gap"),
+        Wrong("rounds the last sum alone", _smallest_twice, "every addition in the format", "once"),
     ),
     "floats/rounds-twice": (
         Wrong("any number", 0.1, "the cast gets it wrong", "not halfway between two fp16 values"),
@@ -233,5 +265,8 @@ WRONG = {
         Wrong("the lucky side", 1 + 2**-11 - 2**-40, "the cast gets it wrong", "other side"),
         Wrong("overflow", 1e6, "the cast gets it wrong", "between two values"),
         Wrong("not a number", math.nan, "a finite number", "finite Python number"),
+        Wrong("both say zero", 1e-30, "the cast gets it wrong", "halfway"),
+        Wrong("an exact tie, larger", 2049.0, "the cast gets it wrong", "float32 does not notice"),
+        Wrong("two numbers", (1.0, 2.0), "a finite number", "finite Python number"),
     ),
 }

@@ -151,6 +151,59 @@ def _steps_if(is_fine: Callable[[Tensor, list[nn.Parameter], Tensor], Tensor]) -
     return attempt
 
 
+def _otherwise(rule: Callable[[float, int, int, bool, int], tuple[float, int]]) -> Callable:
+    """A rule of its own: (scale, count) from scale, count, number of the step, finite, interval."""
+
+    def attempt(finite: Sequence[bool], start: float, interval: int) -> list[float]:
+        scale, count, found = start, 0, [start]
+        for k, is_finite in enumerate(finite):
+            scale, count = rule(scale, count, k, is_finite, interval)
+            found.append(scale)
+        return found
+
+    return attempt
+
+
+def _too_late(scale, count, k, finite, interval):
+    if not finite:
+        return scale / 2, 0
+    return (2 * scale, 0) if count == interval else (scale, count + 1)
+
+
+def _every_so_many_steps(scale, count, k, finite, interval):
+    if not finite:
+        return scale / 2, 0
+    return (2 * scale if (k + 1) % interval == 0 else scale), 0
+
+
+def _in_powers_of_four(scale, count, k, finite, interval):
+    if not finite:
+        return scale / 4, 0
+    return (2 * scale, 0) if count + 1 == interval else (scale, count + 1)
+
+
+def _waits_for_two(scale, count, k, finite, interval):
+    """Hysteresis: comes down at the second overflow in a row. The count of good steps is >= 0."""
+    if not finite:
+        return (scale / 2, 0) if count < 0 else (scale, -1)
+    count = max(count, 0) + 1
+    return (2 * scale, 0) if count == interval else (scale, count)
+
+
+def _rounds_at_random(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    """Stochastic rounding in place of a master copy."""
+    draw = torch.Generator().manual_seed(0)
+    for gradient in gradients:
+        stepped = weights.float() - lr * gradient.float()
+        rounded = precision.round_to(stepped, "bf16", mode="stochastic", generator=draw)
+        weights = rounded.to(torch.bfloat16)
+    return weights
+
+
+def _mean_of_gradients(weights: Tensor, gradients: Sequence[Tensor], lr: float) -> Tensor:
+    return (weights.float() - lr * torch.stack(list(gradients)).float().mean(0)).bfloat16()
+
+
 WRONG = {
     "precision/master-weights": (
         Wrong("stepped in half", _in_half, "short steps add up", "rounded away"),
@@ -175,6 +228,8 @@ WRONG = {
             "long steps",
             "−=",
         ),
+        Wrong("the mean of the gradients", _mean_of_gradients, "long steps", "in turn"),
+        Wrong("rounds at random", _rounds_at_random, "short steps add up", "*one* fp32 copy"),
     ),
     "precision/dynamic-scale": (
         Wrong("static", _scale_by(grow=False, back_off=False), "it grows", "doubles"),
@@ -183,6 +238,21 @@ WRONG = {
             "the count survives an inf", _scale_by(reset=False), "in a row", "sets the count to 0"
         ),
         Wrong("the count is never restarted", _scale_by(restart=False), "it grows", "begins anew"),
+        Wrong("one good step too late", _otherwise(_too_late), "it grows", "doubles"),
+        Wrong(
+            "doubles at every interval of the run",
+            _otherwise(_every_so_many_steps),
+            "in a row",
+            "sets the count to 0",
+        ),
+        Wrong("a quarter", _otherwise(_in_powers_of_four), "it backs off", "halves the scale"),
+        Wrong("waits for a second inf", _otherwise(_waits_for_two), "it backs off", "at once"),
+        Wrong(
+            "without the scale after the last step",
+            lambda *args: precision.scales(*args)[:-1],
+            "it grows",
+            "one after the last",
+        ),
     ),
     "precision/bug-hunt": (
         Wrong(
@@ -264,6 +334,12 @@ WRONG = {
             _bugged(unscale="never", stepper="optimizer", update="never"),
             "a plain step",
             "until unscale_()",
+        ),
+        Wrong(
+            "looks at the last gradient alone",
+            _steps_if(lambda loss, parameters, norm: torch.isfinite(parameters[-1].grad)),
+            "an overflow changes nothing",
+            "in any gradient",
         ),
     ),
 }

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from labutils import memory
+from labutils import accumulation, memory
 from wrong_answers import Wrong
 
 
@@ -48,6 +48,42 @@ WRONG = {
             "adds instead",
             lambda micro_batch, accumulation, dp, seq_len: (
                 micro_batch * (accumulation + dp - 1) * seq_len
+            ),
+            "many ranks",
+            "Every rank adds the same",
+        ),
+        Wrong(
+            "shares the batch out over the ranks",
+            lambda micro_batch, accumulation, dp, seq_len: (
+                micro_batch * accumulation * seq_len // dp
+            ),
+            "many ranks",
+            "Every rank adds the same",
+        ),
+        Wrong(
+            "the last micro-batch is not accumulated",
+            lambda micro_batch, accumulation, dp, seq_len: (
+                micro_batch * max(accumulation - 1, 1) * dp * seq_len
+            ),
+            "accumulation",
+            "Every micro-batch adds the same",
+        ),
+        Wrong(
+            "the last token predicts nothing",
+            lambda *sizes: accumulation.tokens_per_step(*sizes[:3], sizes[3] - 1),
+            "one rank",
+            "what one rank reads",
+        ),
+        Wrong(
+            "in thousands",
+            lambda *sizes: accumulation.tokens_per_step(*sizes) / 1000,
+            "one rank",
+            "what one rank reads",
+        ),
+        Wrong(
+            "every rank answers for all",
+            lambda micro_batch, accumulation, dp, seq_len: (
+                micro_batch * accumulation * dp**2 * seq_len
             ),
             "many ranks",
             "Every rank adds the same",
@@ -112,6 +148,28 @@ WRONG = {
             "the update",
             "needs for a moment",
         ),
+        Wrong(
+            "gradients under every hill",
+            lambda step, micro_batches, **sizes: memory.step_peak(step, 2, **sizes),
+            "the first step",
+            "no gradient lies under the hill",
+        ),
+        Wrong(
+            "the optimizer's state comes with step 3",
+            lambda step, micro_batches, **sizes: memory.step_peak(
+                max(step - 1, 1), micro_batches, **sizes
+            ),
+            "later steps",
+            "From step 2 on",
+        ),
+        Wrong(
+            "what step() needs for a moment lies under the hill",
+            lambda step, micro_batches, **sizes: memory.step_peak(
+                step, micro_batches, **sizes | {"working": sizes["working"] + sizes["temporary"]}
+            ),
+            "the first step",
+            "Not everything is alive at once",
+        ),
     ),
     "start/bug-hunt-state-bytes": (
         Wrong(
@@ -149,6 +207,50 @@ WRONG = {
             ),
             "the same in bf16",
             "2 bytes, not 4",
+        ),
+        Wrong(
+            "the weights alone",
+            _stepwise(lambda p, state: p.nbytes),
+            "after one step",
+            "Alive are",
+        ),
+        Wrong(
+            "a set of shapes",
+            lambda model, optimizer: sum(
+                {
+                    p.shape: sum(
+                        t.nbytes
+                        for t in (p, p.grad, *optimizer.state.get(p, {}).values())
+                        if t is not None
+                    )
+                    for p in model.parameters()
+                }.values()
+            ),
+            "after one step",
+            "Alive are",
+        ),
+        Wrong(
+            "a set of names, and a tied weight has two",
+            lambda model, optimizer: sum(
+                t.nbytes
+                for _, p in model.named_parameters(remove_duplicate=False)
+                for t in (p, p.grad, *optimizer.state.get(p, {}).values())
+                if t is not None
+            ),
+            "another model",
+            "how often does your count meet it",
+        ),
+        Wrong(
+            "leaves a tied weight out altogether",
+            lambda model, optimizer: sum(
+                t.nbytes
+                for p in model.parameters()
+                if sum(p is q for m in model.modules() for q in m._parameters.values()) == 1
+                for t in (p, p.grad, *optimizer.state.get(p, {}).values())
+                if t is not None
+            ),
+            "another model",
+            "Alive are",
         ),
     ),
 }

@@ -1,5 +1,6 @@
 """Write a plan, count the best one, write `checkpoint`, and the test that a broken one fails."""
 
+import functools
 import itertools
 import math
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from labutils import checkpointing, measure, units
 from labutils.checkpointing import Plan, Step
@@ -142,7 +144,24 @@ SEGMENTS = Exercise(
 
 # ── the fewest evaluations ───────────────────────────────────────────────────────────────────────
 
+
+@functools.cache
+def fewest_evaluations(n: int, snapshots: int) -> int:
+    """Forward evaluations of the best plan for n equal stages; x0 is one of the snapshots.
+
+    >>> fewest_evaluations(100, 10)
+    322
+    """
+    if n == 1 or snapshots == 1:
+        return n * (n + 1) // 2
+    return min(
+        m + fewest_evaluations(n - m, snapshots - 1) + fewest_evaluations(m, snapshots)
+        for m in range(1, n)
+    )
+
+
 _KNOWN = [(1, 1, 1), (4, 1, 10), (10, 1, 55), (5, 5, 9), (10, 3, 25)]
+_GRID = [(n, snapshots) for n in range(1, 13) for snapshots in range(1, 7)]
 _LONG = [(60, 6), (100, 10)]
 _CALLS = 1_000_000  # a cached recurrence makes some 50,000 for the longest chain
 
@@ -158,6 +177,14 @@ def _why_not_fewest(n: int, snapshots: int, found: object, best: int) -> str:
         return (
             f"That is right for {snapshots + 1}: x0 takes one of the snapshots, "
             "because every restart of the leftmost part needs it."
+        )
+    if found == checkpointing.binomial_evaluations(n, 1) and snapshots > 1 < n:
+        return "That is what x0 alone costs. Each further snapshot may hold an x_m: try every m."
+    if (n, snapshots, found) == (10, 3, 27):
+        return (
+            "A sum with one snapshot less on both sides, or with one choice of m alone, is too "
+            "large: x_m is gone when the left part is taken, so that has all snapshots again, and "
+            "the best m is not the middle. Try every one."
         )
     if found == n and snapshots == 1:
         return (
@@ -189,7 +216,8 @@ def _why_not_fewest(n: int, snapshots: int, found: object, best: int) -> str:
 
 
 def _fewest(attempt: Callable) -> str:
-    for n, snapshots, best in _KNOWN:
+    small = [(n, s, checkpointing.binomial_evaluations(n, s)) for n, s in _GRID]
+    for n, snapshots, best in _KNOWN + small:
         found = attempt(n, snapshots)
         if found != best:
             raise Failed(
@@ -197,7 +225,7 @@ def _fewest(attempt: Callable) -> str:
                 f"you count {found}, the fewest is {best}",
                 _why_not_fewest(n, snapshots, found, best),
             )
-    return f"{len(_KNOWN)} cases"
+    return f"{len(_KNOWN + small)} cases"
 
 
 @contextmanager
@@ -240,7 +268,7 @@ BINOMIAL = Exercise(
     minutes=10,
     difficulty=2,
     proves="you can find the optimum by dynamic programming",
-    reference=checkpointing.binomial_evaluations,
+    reference=fewest_evaluations,
     properties=(Property("fewest evaluations", _fewest), Property("longer chains", _in_time)),
     hints=(
         "One stage costs 1. With one snapshot (x0 alone) there is no choice: "
@@ -278,6 +306,27 @@ def _same(found: Tensor | None, right: Tensor | None) -> bool:
     return found is not None and right is not None and torch.equal(found, right)
 
 
+def _backward(y: Tensor) -> None:
+    """The backward pass of y; what it stops with is told in words that help."""
+    try:
+        y.square().sum().backward()
+    except (RuntimeError, IndexError) as error:
+        if "does not require grad" in str(error):
+            advice = (
+                "Inside backward, autograd records nothing: compute the function again under "
+                "torch.enable_grad(), on x.detach().requires_grad_()."
+            )
+            raise Failed("your second evaluation recorded no graph", advice) from None
+        if isinstance(error, IndexError) or "shape" in str(error) or "size" in str(error):
+            advice = (
+                "If you fill slots by hooks: both evaluations must save the same tensors in the "
+                "same order. An input that needs no gradient must need none the second time "
+                "either: x.detach().requires_grad_(x.requires_grad)."
+            )
+            raise Failed(f"the backward pass stopped: {error}", advice) from None
+        raise
+
+
 def _step(
     call: Callable, dropout: float
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None], Tensor]:
@@ -295,16 +344,7 @@ def _step(
         )
     # A later layer's dropout: now a generator shows that was set back to before the block.
     torch.rand(1)
-    try:
-        y.square().sum().backward()
-    except RuntimeError as error:
-        if "does not require grad" in str(error):
-            advice = (
-                "Inside backward, autograd records nothing: compute the function again under "
-                "torch.enable_grad(), on x.detach().requires_grad_()."
-            )
-            raise Failed("your second evaluation recorded no graph", advice) from None
-        raise
+    _backward(y)
     return y.detach(), x.grad, [parameter.grad for parameter in block.parameters()], torch.rand(1)
 
 
@@ -374,7 +414,7 @@ def _frozen_input(attempt: Callable) -> str:
     block = _Block()
     y = attempt(block, torch.linspace(-1, 1, 8 * 16).view(8, 16))
     if y.requires_grad:
-        y.square().sum().backward()
+        _backward(y)
     if any(parameter.grad is None for parameter in block.parameters()):
         raise Failed(
             "for an input that needs no gradient the weights inside the block got none",
@@ -386,9 +426,57 @@ def _frozen_input(attempt: Callable) -> str:
     return "the weights inside learn"
 
 
+def _nothing_else(attempt: Callable) -> str:
+    """What is alive after the forward pass, wherever it is kept."""
+    block, x, results = _Block(), torch.ones(256, 16, requires_grad=True), []
+    alive = []
+    for call in (attempt, lambda block, x: block(x.detach())):
+        last = measure.history(lambda call=call: results.append(call(block, x)), block).moments[-1]
+        alive.append(last.ledger.total)
+    generator = 2 * torch.get_rng_state().nbytes
+    if (extra := alive[0] - alive[1]) > x.nbytes + generator:
+        raise Failed(
+            f"after the forward pass {units.text(extra)} are alive beside weights, input and "
+            f"output; the input has {units.text(x.nbytes)}",
+            "Autograd does not see all that you keep, but memory does: the input, once, and the "
+            "generator's state are enough.",
+        )
+    return f"{units.text(max(extra, 0))} alive"
+
+
+def _in_a_row(attempt: Callable) -> str:
+    found = []
+    for call in (attempt, lambda block, x: block(x)):
+        torch.manual_seed(0)
+        blocks, x = [_Block(0.5), _Block(0.5)], torch.linspace(-1, 1, 128).view(8, 16)
+        x.requires_grad_()
+        y = x
+        for block in blocks:
+            y = call(block, y)
+        _backward(y)
+        found.append([x.grad] + [p.grad for block in blocks for p in block.parameters()])
+    for k, (mine, right) in enumerate(zip(*found, strict=True)):
+        if not _same(mine, right):
+            raise Failed(
+                f"two blocks in a row: the gradient of {'x' if k == 0 else 'a weight'} is "
+                f"{'missing' if mine is None else 'wrong'}",
+                "Both regions wait for the backward pass at the same time. What one of them keeps "
+                "belongs to that call, in ctx or in a closure, and not to a variable that the next "
+                "call overwrites.",
+            )
+    return "2 blocks, to the bit"
+
+
 def _twice(attempt: Callable) -> str:
     block, x = _Block(), torch.ones(8, 16, requires_grad=True)
-    attempt(block, x).sum().backward()
+    y = attempt(block, x)
+    if block.calls != 1:
+        raise Failed(
+            f"the block was computed {block.calls} times before the backward pass",
+            "The second evaluation belongs into the backward pass: computed earlier, its insides "
+            "wait in memory all the same.",
+        )
+    y.sum().backward()
     if block.calls != 2:
         raise Failed(
             f"the block was computed {block.calls} times",
@@ -423,7 +511,7 @@ def _masks(attempt: Callable) -> str:
     return "the same masks, and the generator where it was"
 
 
-class _Simple(torch.autograd.Function):
+class Recomputed(torch.autograd.Function):
     """The textbook version, with switches for what people leave out."""
 
     @staticmethod
@@ -464,7 +552,7 @@ def textbook(
 
     def checkpoint(fn: Callable, x: Tensor) -> Tensor:
         anchor = [torch.empty(0, requires_grad=True)] * anchored
-        return _Simple.apply(fn, replay, through, x, *anchor)
+        return Recomputed.apply(fn, replay, through, x, *anchor)
 
     return checkpoint
 
@@ -480,12 +568,15 @@ CHECKPOINT = Exercise(
         Property("gradients", _gradients),
         Property("input without gradient", _frozen_input),
         Property("bytes kept", _memory),
+        Property("nothing kept elsewhere", _nothing_else),
         Property("evaluations", _twice),
         Property("dropout", _masks),
+        Property("two in a row", _in_a_row),
     ),
     hints=(
-        "Write a torch.autograd.Function: forward(ctx, fn, x) computes fn(x), which records "
-        "nothing there, and saves x; backward computes fn again.",
+        "The older way is the shorter one to write: a torch.autograd.Function. "
+        "forward(ctx, fn, x) computes fn(x), which records nothing there, and saves x; backward "
+        "computes fn again.",
         "In backward: x = x.detach().requires_grad_(), then y = fn(x) under torch.enable_grad(), "
         "torch.autograd.backward(y, slope), return None, x.grad.",
         "Dropout: keep torch.get_rng_state() in forward; in backward set it inside `with "
@@ -499,7 +590,20 @@ CHECKPOINT = Exercise(
 
 
 def _verdict(attempt: Callable, implementation: Callable) -> bool:
-    torch.manual_seed(1)
+    """What the attempt says of an implementation, whatever the seed."""
+    said = {seed: _says(attempt, implementation, seed) for seed in range(5)}
+    if len(set(said.values())) > 1:
+        times = sum(said.values())
+        raise Failed(
+            f"of the same checkpoint your test says {times} times of {len(said)} that it is broken",
+            "It hangs on chance: set the seed before each step, and let dropout have enough "
+            "numbers to drop, so that two masks can hardly be alike.",
+        )
+    return said[0]
+
+
+def _says(attempt: Callable, implementation: Callable, seed: int) -> bool:
+    torch.manual_seed(seed)
     try:
         found = attempt(implementation)
     except (TypeError, AttributeError) as error:
@@ -511,18 +615,19 @@ def _verdict(attempt: Callable, implementation: Callable) -> bool:
             "for None before you compare.",
         ) from None
     found = found.item() if getattr(found, "shape", None) == () else found  # of NumPy or torch
-    if not isinstance(found, bool):
+    if not isinstance(found, (bool, int)) or found not in (0, 1):
         raise Failed(
             f"is_broken returned {found!r}",
             "Return True if this checkpoint is broken, False if it is not.",
         )
-    return found
+    return bool(found)
 
 
 def _innocent(attempt: Callable) -> str:
     for name, implementation in {
         "the course's": checkpointing.checkpoint,
         "the textbook": textbook("fork"),
+        "torch's": functools.partial(torch_checkpoint, use_reentrant=False),
     }.items():
         if _verdict(attempt, implementation):
             raise Failed(
@@ -530,7 +635,7 @@ def _innocent(attempt: Callable) -> str:
                 "Set the seed before the plain step and again before the checkpointed one, "
                 "and compare equal things: gradients, or what comes after.",
             )
-    return "2 right implementations pass"
+    return "3 right implementations pass"
 
 
 def _caught(implementation: Callable, story: str, advice: str) -> Callable[[Callable], str]:

@@ -259,7 +259,7 @@ def _values(attempt: Callable) -> str:
                 break
         off = ((found - right[at]).norm() / right[at].norm()).item()
         raise Failed(
-            f"{name} is off by {off:.0%}",
+            f"{name} is off by {100 * off:.2g} %",
             hint or "Activations and gradients: to_eight(…, E4M3, (1, 128)); weights: (128, 128).",
         )
     return "y and two gradients"

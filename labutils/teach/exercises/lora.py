@@ -345,7 +345,7 @@ def _values(attempt: Callable) -> str:
     off = _off(layer, x, before)
     if off > 1e-5:
         raise Failed(
-            f"merged, the output is off by {off:.1%}",
+            f"merged, the output is off by {100 * off:.2g} %",
             "W + (α/r)·B·A takes the place of W, and the adapter's own product is left out.",
         )
     return "merged = beside"
@@ -375,7 +375,7 @@ def _twice(attempt: Callable) -> str:
     off = _off(layer, x, before)
     if off > 1e-5:
         raise Failed(
-            f"merged twice, the output is off by {off:.1%}",
+            f"merged twice, the output is off by {100 * off:.2g} %",
             "The update is in W two times. Raise an error the second time, or do nothing.",
         )
     return "the second merge() changes nothing"

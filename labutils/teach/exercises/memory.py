@@ -376,11 +376,10 @@ def _fullest(attempt: Callable, setting: tuple[str, int, int, str]) -> None:
             "The log-probabilities' gradients belong to the backward pass: it has begun when they "
             "are made."
         )
-    raise Failed(
-        f"{what}: you find {units.text(found)} in the {phase}, "
-        f"it is {units.text(peak.total)} in the {peak.phase}",
-        why,
-    )
+    right = f"{units.text(peak.total)} in the {peak.phase}"
+    seen = f"you find {units.text(found)} in the {phase}"
+    seen += f": so many it is, but in the {peak.phase}" if near else f", it is {right}"
+    raise Failed(f"{what}: {seen}", why)
 
 
 def _fullest_at(*settings: int) -> Callable[[Callable], str]:

@@ -392,7 +392,7 @@ def _is(found: Any, wanted: Tensor, case: str, what: str, why: str) -> None:
         raise Failed(f"{case}: {what} is {got!r:.60}, not of shape {tuple(wanted.shape)}", why)
     if not torch.allclose(found, wanted, rtol=1e-10, atol=1e-12):
         off = (found - wanted).norm() / wanted.norm()
-        raise Failed(f"{case}: {what} is off by {off:.0%}", why)
+        raise Failed(f"{case}: {what} is off by {100 * off:.2g} %", why)
 
 
 _LATE = (

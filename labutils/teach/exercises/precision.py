@@ -1,5 +1,6 @@
 """Step half-precision weights, move a loss scale, and repair a step that trains all the same."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -264,11 +265,13 @@ def _clipped(attempt: Callable) -> str:
 
 
 def _skipped(attempt: Callable) -> str:
-    for value in (math.inf, math.nan):
+    for value, which in itertools.product((math.inf, -math.inf, math.nan), (2, 1, 0)):
         bowl = _Bowl()
         bowl.step(attempt, max_norm=3.5)  # half of the way
         before, momentum = bowl.place, bowl.momentum
-        overflow = bowl.weights[-1].register_hook(lambda g, value=value: torch.full_like(g, value))
+        overflow = bowl.weights[which].register_hook(
+            lambda g, value=value: torch.full_like(g, value)
+        )
         bowl.step(attempt)
         overflow.remove()
         if not (torch.equal(bowl.place, before) and torch.equal(bowl.momentum, momentum)):

@@ -195,7 +195,7 @@ def _channels(attempt: Callable) -> str:
             raise Failed(f"{case}: every output is 0", hint)
         if (off := _off(y, x.double() @ w.double().mT)) > 0.02:
             raise Failed(
-                f"{case}: an output channel is off by {off:.0%}",
+                f"{case}: an output channel is off by {100 * off:.2g} %",
                 "A scale belongs to an output channel, a row of w: max|w| over its inputs. "
                 "Scales over the other axis cannot be taken out of the sum.",
             )
@@ -208,7 +208,7 @@ def _sums(attempt: Callable) -> str:
         y = _product(attempt, x, w, 3.0, f"k = {k}")
         if (off := _off(y, x.double() @ w.double().mT)) > 0.05:
             raise Failed(
-                f"sums of {k} products: off by {off:.0%}",
+                f"sums of {k} products: off by {100 * off:.2g} %",
                 "A product of two int8 has up to 16,129, and int8 ends at 127 and wraps around, "
                 "int16 at 32,767. Sum in int32.",
             )
@@ -230,7 +230,7 @@ def _beyond(attempt: Callable) -> str:
     if (off := _off(y, right)) > 0.05:
         whole = _off(y, x.double() @ w.double().mT) < 0.1
         raise Failed(
-            f"numbers up to twice the limit: off by {off:.0%} from the clipped product",
+            f"numbers up to twice the limit: off by {100 * off:.2g} % from the clipped product",
             _FOLLOWS if whole else _WRAPS,
         )
     return "clipped"

@@ -88,9 +88,10 @@ def _decay(attempt: Callable) -> str:
             continue
         grown = k if optimizer == "sgd" else math.sqrt(k)
         times = decay * grown / (old * k)
+        said = f"stays {old:.4g}" if decay == old else f"{old:.4g} → {decay:.4g}"
         raise Failed(
-            f"{case}: weight decay {decay:.4g} where it was {old:.4g}; at the scaled rate an epoch "
-            f"then decays {times:.3g} times as much as before",
+            f"{case}: weight decay {said}; at the scaled rate an epoch then decays {times:.3g} "
+            "times as much as before",
             f"A step decays by rate · decay. An epoch has 1/{k} of the steps, and the rate is "
             f"{grown:.3g} times as large: "
             + (
@@ -397,7 +398,7 @@ def _follows(attempt: Callable, **options: Any) -> str:
         said = ", ".join(f"{name} = {value}" for name, value in options.items())
         off = ((found - right).norm() / right.norm()).item()
         raise Failed(
-            f"{said}: after 8 steps the weight is off by {off:.1%}",
+            f"{said}: after 8 steps the weight is off by {100 * off:.2g} %",
             next(same, "torch.optim.SGD with momentum 0.9 and this rate goes elsewhere."),
         )
     return "8 steps"
