@@ -617,8 +617,8 @@ class Hardware:
     node: devices in a node
     inside: what carries a device's messages to the others of its node, at the rate that it reaches
     network, network_links: a link between nodes, at its rate, and how many of them a node has
-    source: of the data sheet's numbers; those of the others, and what of them is assumed, stand
-        beside them in the table
+    source, reached_source: of the data sheet's numbers, and of the fractions that are reached; that
+        of the others stands beside them in the table
 
     Source: data/hardware.csv, citations for each row.
     """
@@ -635,6 +635,7 @@ class Hardware:
     network: Link
     network_links: int
     source: str
+    reached_source: str
 
     @classmethod
     def named(cls, name: str) -> "Hardware":
@@ -658,13 +659,14 @@ class Hardware:
             network=Link(float(row["network_us"]) / 1e6, part * float(row["network_GBps"]) * 1e9),
             network_links=int(row["network_links"]),
             source=row["source"],
+            reached_source=row["reached"],
         )
 
     def rate(self, kind: str = "products", fmt: str = "bf16") -> float:
         """FLOPs per second that products or attention reach in a format.
 
         >>> units.text(Hardware.named("H100").rate(), "FLOP/s")
-        '673 TFLOP/s'
+        '601 TFLOP/s'
         """
         return self.reached[kind] * self.flops[fmt]
 

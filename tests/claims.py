@@ -101,7 +101,8 @@ def largest_activation(n: int) -> float:
     """
     model, streams = ModelConfig.named("llama-3.1-8b"), []
     for ranks in (1, n):
-        kept = tensor_parallel.kept_activations(model, ranks, micro_batch=2, sequence=True)
+        train = TrainConfig(micro_batch=2, global_batch=2, precision="fp32", sequence=ranks > 1)
+        kept = predict.activations(model, train, Mesh(tp=ranks))
         streams.append(max(line.amount for line in kept if line.note == "input in fp32, sbh"))
     return streams[1] / streams[0]
 
@@ -179,14 +180,22 @@ def utilization(
 
 
 def tensor_parallel_exposed() -> tuple[int, int]:
-    """Percent of a layer's forward pass that no rank computes: Llama-3.1-70B, 8192 tokens, H100s
-    at half their peak, 8 in a node and 16 on eight rings across two."""
+    """Percent of a layer's forward pass that no rank computes: Llama-3.1-70B, 8192 tokens, H100s,
+    8 in a node and 16 on eight rings across two."""
     model = dataclasses.replace(ModelConfig.named("llama-3.1-70b"), seq_len=8192)
     device = config.Hardware.named("H100")
-    links = {8: Link(2e-6, device.link_bandwidth), 16: Link(5e-6, 8 * 50e9)}
-    rate = device.flops["bf16"] / 2
-    found = (tensor_parallel.layer_timeline(model, *at, flops=rate) for at in links.items())
+    at = ((n, device.ring(n)) for n in (8, 16))
+    found = (tensor_parallel.layer_timeline(model, *each, flops=device.rate()) for each in at)
     return tuple(round(100 * each.exposed / each.makespan) for each in found)
+
+
+def sent_by_a_layer(sequence: bool, ranks: int = 4) -> dict[str, int]:
+    """Bytes that a layer adds to what a tensor-parallel rank sends in a step, in fp32."""
+    sizes = dict(d_model=64, num_heads=8, d_ff=256, vocab_size=64, seq_len=16)
+    train = dataclasses.replace(ONE, precision="fp32", sequence=sequence)
+    models = (ModelConfig(num_layers=L, **sizes) for L in (1, 2))
+    one, two = (predict.sent(model, train, Mesh(tp=ranks)).by("name") for model in models)
+    return {name: more for name in two if (more := two[name] - one.get(name, 0))}
 
 
 def deepseek_v3(experts: int) -> int:

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import adamw, build, steps, weights
 
-from labutils import context_parallel, data_parallel, flash, measure, precision, zero
-from labutils.config import Link, Mesh, ModelConfig
+from labutils import context_parallel, data_parallel, flash, measure, precision, predict, zero
+from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.context_parallel import attention as over_ranks
+from labutils.ledger import Ledger, Line
 from labutils.model import GPT, attend_plain
 from labutils.world import RankError, World
 from labutils.world.messages import Work
@@ -416,6 +417,23 @@ def counts(ledger):
     return {line.key: line.count for line in ledger}
 
 
+def plan(way="ring", kind="contiguous", precision="fp32"):
+    options = dict(micro_batch=2, global_batch=2, precision=precision)
+    return TrainConfig(attention=way, layout=kind, **options)
+
+
+def by_attention(config, train, n):
+    """What attention of each rank is predicted to send in a step."""
+    mesh = Mesh(cp=n)
+    each = (line for rank in range(n) for line in predict.sent(config, train, mesh, rank))
+    return Ledger(line for line in each if line.axis == "cp")
+
+
+def told(ledger):
+    """What attention sent: the loss is one number."""
+    return Ledger(line for line in ledger if line.name != "loss")
+
+
 SENT = [
     ("ring", 3, "contiguous", 12),
     ("ring", 4, "zigzag", 3),
@@ -428,30 +446,27 @@ SENT = [
 @pytest.mark.parametrize("way, n, kind, g", SENT)
 def test_sent_formula_dry_and_real_are_one(way, n, kind, g):
     config = replace(GPT2, num_kv_heads=g)
-    predicted = context_parallel.sent(config, n, micro_batch=2, attention=way)
+    predicted = by_attention(config, plan(way, kind), n)
     ranks(n).run(one_pass, config, torch.float32, way, kind)
-    assert predicted.diff(ranks(n).ledger).unexplained == 0
-    assert counts(predicted) == counts(ranks(n).ledger)
+    assert predicted.diff(told(ranks(n).ledger)).unexplained == 0
+    assert counts(predicted) == counts(told(ranks(n).ledger))
     with World(Mesh(cp=n), engine="dry") as dry:
         dry.run(one_pass, config, torch.float32, way, kind, rank=n - 1)
-    mine = context_parallel.sent(config, n, micro_batch=2, attention=way, rank=n - 1)
-    assert mine.lines == predicted.only(rank=n - 1).lines
-    assert not context_parallel.sent(config, 1, micro_batch=2, attention=way).lines
-    assert mine.diff(dry.ledger).unexplained == 0 and counts(mine) == counts(dry.ledger)
+    assert predicted.only(rank=n - 1).diff(told(dry.ledger)).unexplained == 0
 
 
 @each_way
 def test_sent_on_processes(three_processes, way):
     three_processes.run(one_pass, GPT2, torch.float32, way, "zigzag")
-    predicted = context_parallel.sent(GPT2, 3, micro_batch=2, attention=way)
-    assert predicted.diff(three_processes.ledger).unexplained == 0
+    predicted = by_attention(GPT2, plan(way), 3)
+    assert predicted.diff(told(three_processes.ledger)).unexplained == 0
 
 
 def test_half_precision_sends_sums_of_gradients_in_fp32():
     with World(Mesh(cp=2), engine="dry") as dry:
         dry.run(one_pass, GPT2, torch.bfloat16, "ring", "contiguous")
-    predicted = context_parallel.sent(GPT2, 2, micro_batch=2, itemsize=2, rank=0)
-    assert predicted.diff(dry.ledger).unexplained == 0
+    predicted = by_attention(GPT2, plan(precision="bf16"), 2).only(rank=0)
+    assert predicted.diff(told(dry.ledger)).unexplained == 0
     shares = predicted.by("name")
     assert shares["ring backward"] == 3 * shares["ring forward"]
 
@@ -489,17 +504,13 @@ def passed(rank, config, way):
     return measure.saved_activations(lambda: model.loss(tokens, tokens.clone()), model)
 
 
-@pytest.mark.parametrize(
-    "name, way, n",
-    [("llama", "ring", 3), ("llama", "ulysses", 4), ("gpt2", "ring", 2), ("gpt2", "ulysses", 2)],
-)
-def test_kept_formula_dry_and_real_are_one(name, way, n):
-    config = {"gpt2": GPT2, "llama": LLAMA}[name]
-    predicted = context_parallel.kept_activations(config, n, micro_batch=2, attention=way)
-    for real in ranks(n).run(passed, config, way):
+@pytest.mark.parametrize("config, n", [(LLAMA, 3), (LLAMA, 1), (GPT2, 2)])
+def test_kept_formula_and_real_are_one(config, n):
+    own = 8 * 2 * 24 // n  # bytes of a rank's tokens, and of its targets
+    batch = Ledger(Line(at, own, "activations") for at in ("tokens", "outside"))
+    predicted = predict.activations(config, plan(), Mesh(cp=n)) + batch
+    for real in ranks(n).run(passed, config, "ring"):
         assert predicted.diff(real, by="name").unexplained == 0, predicted.diff(real, by="name")
-    with World(Mesh(cp=n), engine="dry") as dry:
-        assert predicted.diff(dry.run(passed, config, way, rank=n - 1)).unexplained == 0
 
 
 def peaked(rank, config, way):
@@ -587,8 +598,10 @@ BAD = [
     (heads(12, 6, kind="striped"), "unknown layout 'striped'"),
     (lambda: ranks(2).run(twice), "takes a whole labutils.model.GPT, got ContextGPT"),
     (lambda: ranks(2).run(too_long), "48 tokens do not fit seq_len=24"),
-    (lambda: context_parallel.sent(GPT2, 5, micro_batch=1), "24 tokens are not 5 equal chunks"),
-    (lambda: context_parallel.sent(GPT2, 2, micro_batch=0), "micro_batch must be at least 1"),
+    (
+        lambda: predict.sent(GPT2, plan(), Mesh(cp=5)),
+        "24 tokens are not 5 equal chunks",
+    ),
     (
         lambda: ranks(1).run(
             lambda rank: context_parallel.distribute(

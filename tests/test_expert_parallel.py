@@ -9,8 +9,8 @@ import torch
 from small_models import adamw, build, random_
 from torch import nn
 
-from labutils import data_parallel, expert_parallel, measure, zero
-from labutils.config import Link, Mesh, ModelConfig
+from labutils import data_parallel, expert_parallel, measure, predict, zero
+from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT, FeedForward, MixtureOfExperts
 from labutils.teach import rigs
@@ -163,25 +163,34 @@ def assert_equal(results, whole, config, ep):
             assert close(result.gradients[name], whole.gradients[name]), name
 
 
+def plan(dp, precision="fp64", rows=ROWS, **how):
+    options = dict(micro_batch=rows, global_batch=rows * dp, precision=precision, optimizer="adamw")
+    return TrainConfig(**options, **how)
+
+
+def in_a_pass(ledger):
+    """Without the start, and what a step tells about its loss; gradients over whatever axes."""
+    lines = (line for line in ledger if line.name not in ("broadcast", "targets", "loss"))
+    whole = (replace(x, axis="") if x.name == "gradients" else x for x in lines)
+    return Ledger(whole).merged()
+
+
 def assert_sent(ledger, results, config, dp, ep):
     """Bytes and messages of every rank, with the tokens that went where, block of ep ranks by block."""
     for rank in range(dp):
         block = results[rank - rank % ep :][:ep]
-        predicted = expert_parallel.reducing_sent(
-            config, Mesh(dp=dp, ep=ep), rank, itemsize=8
-        ).scaled(3)
+        even = predict.sent(config, plan(dp), Mesh(dp=dp, ep=ep), rank)
+        predicted = in_a_pass(even.only(name="gradients")).scaled(3)
         for step in range(3):
             layers = range(step * config.num_layers, (step + 1) * config.num_layers)
             counts = [[result.routed[i] for result in block] for i in layers]
             predicted += Ledger(
                 replace(line, rank=rank)
-                for line in expert_parallel.sent(
-                    config, ep, micro_batch=ROWS, counts=counts, itemsize=8, rank=rank % ep
-                )
+                for line in expert_parallel.routed_sent(config, counts, itemsize=8, rank=rank % ep)
             )
-        real = Ledger(line for line in ledger if line.rank == rank and line.name != "broadcast")
+        predicted, real = predicted.merged(), in_a_pass(ledger.only(rank=rank))
         assert predicted.diff(real).unexplained == 0, predicted.diff(real)
-        assert {line.key: line.count for line in predicted.merged()} == {
+        assert {line.key: line.count for line in predicted} == {
             line.key: line.count for line in real
         }
 
@@ -534,13 +543,11 @@ def assert_dry_is_real(real, config, dp, ep):
             peak, states = dry.run(one_step, config, rank=rank)
             assert peak.diff(results[rank][0]).unexplained == 0
             assert states.diff(results[rank][1]).unexplained == 0
-            assert expert_parallel.model_states(config, ep).diff(states).unexplained == 0
+            of = config, plan(dp, "fp32"), dry.mesh, rank
+            assert predict.states(*of).diff(states).unexplained == 0
             assert dry.ledger.diff(real.ledger.only(rank=rank)).unexplained == 0
-            routed = expert_parallel.sent(config, ep, micro_batch=ROWS, rank=rank % ep).scaled(2)
-            predicted = Ledger(replace(line, rank=rank) for line in routed)
-            predicted += expert_parallel.reducing_sent(config, dry.mesh, rank).scaled(2)
-            told = Ledger(line for line in dry.ledger if line.name != "broadcast")
-            assert predicted.diff(told).unexplained == 0
+            predicted = in_a_pass(predict.sent(*of)).scaled(2)
+            assert predicted.diff(in_a_pass(dry.ledger)).unexplained == 0
 
 
 def test_formula_dry_run_and_threads_agree():
@@ -564,11 +571,12 @@ def test_a_rank_of_mixtral_among_64():
 
     with World(mesh, engine="dry", assume=expert_parallel.balanced(config, tokens)) as dry:
         states = dry.run(program, rank=rank)
-        told = Ledger(line for line in dry.ledger if line.name != "broadcast")
-    assert expert_parallel.model_states(config, 8).diff(states).unexplained == 0
-    routed = expert_parallel.sent(replace(config, seq_len=tokens), 8, micro_batch=1, rank=rank % 8)
-    predicted = Ledger(replace(line, rank=rank) for line in routed)
-    predicted += expert_parallel.reducing_sent(config, mesh, rank)
+        told = in_a_pass(dry.ledger)
+    train = plan(64, "fp32", rows=1)
+    held = {line.name: line.amount for line in predict.states(config, train, mesh, rank)}
+    assert held == states.by("name")
+    short = replace(config, seq_len=tokens)
+    predicted = in_a_pass(predict.sent(short, train, mesh, rank))
     assert predicted.diff(told).unexplained == 0
 
 
@@ -614,7 +622,7 @@ def test_what_does_not_fit_says_so():
         (lambda: expert_parallel.capacity(4, 2, 1, 0.0), ValueError, "capacity_factor must be"),
         (lambda: expert_parallel.balanced(GPT2, 5), ValueError, "10 visits over num_experts=6"),
         (
-            lambda: expert_parallel.sent(GPT2, 5, micro_batch=1),
+            lambda: expert_parallel.routed_sent(GPT2, [[[0] * 6] * 5]),
             ValueError,
             "ep=5 does not divide num_experts=6",
         ),
@@ -653,10 +661,8 @@ def test_what_does_not_fit_says_so():
     [
         (lambda: expert_parallel.capacity(-4096, 8, 1, 1.0), "tokens must be at least 0"),
         (lambda: expert_parallel.capacity(4096, 0, 1, 1.0), "num_experts must be at least 1"),
-        (lambda: expert_parallel.model_states(MIXTRAL, 2, itemsize=-4), "itemsize must be at"),
-        (lambda: expert_parallel.model_states(MIXTRAL, 0), "ep must be at least 1"),
         (lambda: expert_parallel.route(torch.ones(2, 4), 1, capacity=-1), "capacity must be at"),
-        (lambda: expert_parallel.sent(MIXTRAL, 2, micro_batch=2, itemsize=0), "itemsize must be"),
+        (lambda: expert_parallel.routed_sent(MIXTRAL, [[]], itemsize=0), "itemsize must be"),
     ],
 )
 def test_numbers_out_of_range_are_refused(attempt, said):
@@ -697,7 +703,4 @@ def test_tables_of_positions_are_as_wide_as_the_model(dtype):
     """RoPE's cosines and sines are buffers, which `.to(dtype)` converts, too."""
     model = GPT(MIXTRAL).to(dtype)
     rotary = model.blocks[0].attention.rotary
-    tables = rotary.cos.nbytes + rotary.sin.nbytes
-    assert rotary.cos.dtype == dtype
-    formula = expert_parallel.model_states(MIXTRAL, 1, itemsize=dtype.itemsize)
-    assert formula.only(name="buffers").total == tables
+    assert rotary.cos.dtype == rotary.sin.dtype == dtype

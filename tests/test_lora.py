@@ -16,6 +16,7 @@ from labutils import (
     expert_parallel,
     lora,
     measure,
+    predict,
     tensor_parallel,
     zero,
 )
@@ -316,7 +317,7 @@ def dry_held(config, frozen, **options):
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_model_states_formula_dry_run_and_measured_agree(config, frozen):
     options = dict(rank=3, pattern=("query", "down"))
-    formula = lora.model_states(config, frozen=frozen, **options)
+    formula = predict.states(config, rigs.lora.plan(frozen=frozen, **options))
     dry, measured = (each(config, frozen, **options) for each in (dry_held, held))
     assert formula.diff(dry).unexplained == 0 == dry.diff(measured).unexplained
 
@@ -373,7 +374,7 @@ def test_a_step_moment_by_moment_dry_and_measured(config, frozen):
     options = dict(rank=3, pattern=("query", "down"))
     dry, measured = (run(config, frozen, 4, **options) for run in (dry_second_step, second_step))
     assert dry.moments == measured.moments
-    formula = lora.at_the_loss(config, batch=4, frozen=frozen, **options)
+    formula = rigs.lora.at_the_loss(config, batch=4, frozen=frozen, **options)
     assert formula.diff(at_the_loss(dry), by="component").unexplained == 0
 
 
@@ -383,7 +384,7 @@ def test_the_fullest_moment_at_7b_and_70b(name, frozen):
     """Of two of their layers, dry."""
     config = replace(ModelConfig.named(name), num_layers=2)
     history = dry_second_step(config, frozen, 1, rank=16)
-    formula = lora.at_the_loss(config, rank=16, batch=1, frozen=frozen)
+    formula = rigs.lora.at_the_loss(config, rank=16, batch=1, frozen=frozen)
     assert formula.diff(at_the_loss(history), by="component").unexplained == 0
     if (name, frozen) != ("llama-2-70b", "nf4"):
         assert history.peak.ledger.total == formula.total
@@ -407,13 +408,13 @@ def test_the_fullest_moment_at_7b_and_70b(name, frozen):
 
 def test_a_layer_of_a_70b_model_dry_in_nf4():
     llama = replace(ModelConfig.named("llama-2-70b"), num_layers=1)
-    dry, formula = dry_held(llama, "nf4", rank=16), lora.model_states(llama, frozen="nf4", rank=16)
+    dry, formula = dry_held(llama, "nf4", rank=16), predict.states(llama, rigs.lora.plan(16, "nf4"))
     assert formula.diff(dry).unexplained == 0
 
 
 def test_what_has_no_formula_is_refused():
     with pytest.raises(ValueError, match="frozen='int8': there are formulas for"):
-        lora.model_states(GPT2, rank=1, frozen="int8")
+        lora.saved(GPT2, rank=1, batch=1, frozen="int8")
     with pytest.raises(ValueError, match="dropout=0.1: there is a formula for dropout=0"):
         lora.saved(replace(GPT2, dropout=0.1), rank=1, batch=1)
     with pytest.raises(ValueError, match="num_experts=3"):
@@ -775,13 +776,13 @@ def test_a_rank_beyond_the_matrix_and_numbers_that_are_none():
         ValueError, match="rank=1000: the update of a matrix of 32 × 64 has rank 32"
     ):
         lora.wrap(nn.Linear(64, 32), rank=1000, alpha=1)
-    for formula in (lora.trainable, lora.training_flops, lora.model_states):
+    for formula in (lora.trainable, lora.training_flops):
         for rank in (-4, 0, 1000):
             with pytest.raises(ValueError, match="rank"):
                 formula(GPT2, rank=rank)
         with pytest.raises(TypeError, match="1.5"):
             formula(GPT2, rank=1.5)
-    for formula in (lora.saved, lora.at_the_loss):
+    for formula in (lora.saved, rigs.lora.at_the_loss):
         with pytest.raises(ValueError, match="batch must be at least 1"):
             formula(GPT2, rank=1, batch=0)
 

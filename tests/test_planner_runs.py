@@ -97,11 +97,12 @@ def test_ptd_p_table_1_with_one_number_refitted():
 def test_llama_3_table_4_from_its_first_row():
     found = planner.Rates.of(Hardware.named("H100"))
     off = [planner.residuals([run], found, cluster)[0] for run, cluster in published("Llama 3")]
-    assert abs(off[0]) < 1e-3 and np.abs(off).max() < 0.04
+    assert abs(off[0]) < 1e-3 and np.abs(off).max() < 0.02  # products fitted with this link
     # The other numbers are shares of the data sheet, and attention of products as on B200.
     usual, b200 = planner.Rates.assumed(Hardware.named("H100")), planner.Rates.of(B200)
-    for name in ("memory", "link", "kernel"):
+    for name in ("memory", "kernel"):
         assert getattr(found, name) == pytest.approx(getattr(usual, name), rel=1e-3)
+    assert found.link == Hardware.named("H100").inside.bandwidth == 0.8 * 450e9  # as of the H800
     share = found.attention / found.products
     assert share == pytest.approx(b200.attention / b200.products, rel=0.01)
 

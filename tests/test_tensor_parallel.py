@@ -15,12 +15,13 @@ from labutils import (
     measure,
     memory,
     precision,
+    predict,
     quantization,
     tensor_parallel,
     zero,
 )
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
-from labutils.ledger import Ledger
+from labutils.ledger import Ledger, Line
 from labutils.model import GPT
 from labutils.teach import rigs
 from labutils.world import RankError, World
@@ -58,6 +59,29 @@ ROWS[1][0, 3:7] = -100  # targets that count for nothing
 @functools.cache
 def ranks(n):
     return World(Mesh(tp=n))
+
+
+def plan(sequence=False, rows=2, precision="fp64", **how):
+    options = dict(micro_batch=rows, global_batch=rows, sequence=sequence, precision=precision)
+    return TrainConfig(**options, **how)
+
+
+def sent(config, n, train):
+    """What each rank is predicted to send in a step; of one rank there are no tokens to share."""
+    mesh, train = Mesh(tp=n), replace(train, sequence=train.sequence and n > 1)
+    return Ledger(line for i in range(n) for line in predict.sent(config, train, mesh, i))
+
+
+def in_steps(ledger):
+    """What was sent after the weights of the first rank."""
+    return Ledger(line for line in ledger if line.name != "broadcast")
+
+
+def kept(config, n, train):
+    """What a rank is predicted to keep, and the targets, of which `predict` counts the number."""
+    train = replace(train, sequence=train.sequence and n > 1)
+    targets = Line("outside", 8 * (train.micro_batch * config.seq_len - 1), "activations")
+    return predict.activations(config, train, Mesh(tp=n)) + Ledger([targets])
 
 
 @functools.cache
@@ -132,12 +156,9 @@ def test_equal_to_the_whole_model_and_sent_as_predicted(kind, n, sequence):
     """All ranks but the first begin with other weights, which do not count."""
     config = ALL[kind]
     assert_equal(ranks(n).run(trained, config, sequence), alone(config))
-    sizes = dict(micro_batch=2, sequence=sequence, itemsize=8)
-    predicted = tensor_parallel.sent(config, n, **sizes).scaled(STEPS)
-    once = tensor_parallel.sent(config, n, **sizes, start=True).only(name="broadcast")
-    assert (predicted + once).diff(ranks(n).ledger).unexplained == 0
-    counted = {line.key: line.count for line in ranks(n).ledger}
-    assert {line.key: line.count for line in predicted + once} == counted
+    predicted, told = sent(config, n, plan(sequence)).scaled(STEPS), in_steps(ranks(n).ledger)
+    assert predicted.diff(told).unexplained == 0
+    assert {line.key: line.count for line in predicted} == {line.key: line.count for line in told}
 
 
 @each_way
@@ -159,11 +180,8 @@ def test_processes_do_the_same():
         for config, sequence in ((QWEN, False), (short, True)):
             results = two.run(trained, config, sequence, (), Descent)
             assert_equal(results, alone(config, (), Descent))
-            sent = tensor_parallel.sent(
-                config, 2, micro_batch=2, sequence=sequence, itemsize=8
-            ).scaled(STEPS)
-            counted = Ledger(line for line in two.ledger if line.name != "broadcast")
-            assert sent.diff(counted).unexplained == 0
+            predicted = sent(config, 2, plan(sequence)).scaled(STEPS)
+            assert predicted.diff(in_steps(two.ledger)).unexplained == 0
 
 
 def test_no_rank_has_the_logits_whole():
@@ -397,9 +415,7 @@ def test_what_else_makes_no_sense_is_named():
         "takes a whole labutils.model.GPT, got ParallelGPT": again,
         "takes a whole labutils.model.GPT, got ContextGPT": of_tokens,
         "the head of this tied model has a weight of its own: give it tied=False": lambda comm: (
-            tensor_parallel.parallelize(
-                quantization.quantized(GPT(GPT2), torch.Tensor.round), comm
-            )
+            tensor_parallel.parallelize(quantization.quantized(GPT(GPT2), torch.Tensor.round), comm)
         ),
         "tp=4 does not divide 6 outputs: pad them to 8": lambda comm: layers.ColumnLinear.from_full(
             nn.Linear(4, 6), comm
@@ -417,8 +433,6 @@ def test_what_else_makes_no_sense_is_named():
     for message, make in wrong.items():
         with pytest.raises(RankError, match=message):
             ranks(4).run(program, make)
-    with pytest.raises(ValueError, match="tp=3 does not divide seq_len=10: choose another"):
-        tensor_parallel.sent(replace(GPT2, seq_len=10), 3, micro_batch=1, sequence=True)
 
 
 # ── dropout ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -493,35 +507,25 @@ def of_layers(ledger):
 
 
 @each_way
-@pytest.mark.parametrize("t", [1, 2, 4, 8])
+@pytest.mark.parametrize("t", [2, 4, 8])
 def test_korthikantis_equations_2_to_4_are_what_autograd_keeps(t, sequence):
     sizes = dict(d_model=16, num_heads=8, d_ff=64, vocab_size=24, seq_len=16, dropout=0.1)
     config = ModelConfig(num_layers=1, **sizes)
-    formula = tensor_parallel.kept_activations(
-        config, t, micro_batch=3, sequence=sequence, how=anatomy.Policy(2, 2)
-    )
+    formula = kept(config, t, plan(sequence, rows=3, precision="bf16"))
     assert of_layers(formula) == paper(b=3, s=16, h=16, a=8, t=t, sequence=sequence)
     for found in ranks(t).run(saved, config, sequence, torch.bfloat16, "plain"):
         assert formula.diff(found).unexplained == 0, formula.diff(found)
 
 
 @each_way
-@each_case
+@pytest.mark.parametrize("kind, n", [case for case in CASES if case[1] > 1])
 def test_what_every_variant_keeps(kind, n, sequence):
     """Grouped queries, SwiGLU, RMSNorm, the fused kernel: beyond the paper, and to the byte."""
     for attention in ("plain", "sdpa"):
         config = replace(ALL[kind], d_head=4, num_layers=1)
-        formula = tensor_parallel.kept_activations(
-            config, n, micro_batch=3, sequence=sequence, how=anatomy.Policy(attention=attention)
-        )
+        formula = kept(config, n, plan(sequence, 3, "fp32", attention=attention))
         for found in ranks(n).run(saved, config, sequence, torch.float32, attention):
             assert formula.diff(found).unexplained == 0, formula.diff(found)
-    train = TrainConfig(micro_batch=3, global_batch=3, precision="fp32", attention="sdpa")
-    whole = tensor_parallel.kept_activations(
-        config, 1, micro_batch=3, how=anatomy.Policy(attention="sdpa")
-    )
-    mask = 3 * 12  # of the words of other ranks, a byte for each token
-    assert whole.total == memory.activations(config, train).total + mask
 
 
 def peaked(rank, config, sequence):
@@ -572,40 +576,40 @@ def test_a_layer_of_gpt_3_on_one_of_8_ranks(sequence, bf16):
         def forward():
             losses.append(model.loss(tokens.clone(), targets.clone()))
 
-        kept = measure.saved_activations(forward, model)
+        held = measure.saved_activations(forward, model)
         losses[0].backward()
-        return kept
+        return held
 
-    sizes = dict(micro_batch=1, sequence=sequence)
+    train = plan(sequence, rows=1, precision="bf16")
     with World(Mesh(tp=8), engine="dry") as dry:
-        kept = dry.run(program, rank=5)
-        sent = tensor_parallel.sent(config, 8, **sizes, itemsize=2, start=True, rank=5)
-        assert sent.diff(dry.ledger).unexplained == 0, sent.diff(dry.ledger)
-    formula = tensor_parallel.kept_activations(config, 8, **sizes, how=anatomy.Policy(2, 2))
-    assert formula.diff(kept).unexplained == 0, formula.diff(kept)
-    assert of_layers(kept) == paper(b=1, s=s, h=h, a=a, t=8, sequence=sequence)
+        found = dry.run(program, rank=5)
+        predicted = predict.sent(config, train, Mesh(tp=8), 5)
+        assert predicted.diff(in_steps(dry.ledger)).unexplained == 0
+    formula = kept(config, 8, train)
+    assert formula.diff(found).unexplained == 0, formula.diff(found)
+    assert of_layers(found) == paper(b=1, s=s, h=h, a=a, t=8, sequence=sequence)
 
 
 def test_the_volume_is_four_all_reduces_or_eight_halves():
     """Of one layer, in b·s·h numbers and (n−1)/n of them a half; and two gathers more, of what is not kept whole."""
-    config = replace(LLAMA, num_layers=1)
     half = 2 * 12 * 8 * 4 * 3 // 4
-    one, other = (
-        tensor_parallel.sent(config, 4, micro_batch=2, sequence=sequence, ends=False, rank=0)
-        for sequence in (False, True)
-    )
-    assert one.by("name") | {"gradients": 0} == {
-        "all_reduce forward": 4 * half,
-        "all_reduce backward": 4 * half,
-        "gradients": 0,
-    }
-    assert other.by("name") | {"gradients": 0} == {
+    assert of_one_layer(False) == {"all_reduce forward": 4 * half, "all_reduce backward": 4 * half}
+    assert of_one_layer(True) == {
         "all_gather forward": 2 * half,
         "reduce_scatter forward": 2 * half,
         "all_gather backward": (2 + 2) * half,
         "reduce_scatter backward": 2 * half,
-        "gradients": 0,
     }
+
+
+def of_one_layer(sequence):
+    """What a model of two layers sends more than one of one, but for gradients."""
+    train = plan(sequence, precision="fp32")
+    one, two = (
+        predict.sent(replace(LLAMA, num_layers=L), train, Mesh(tp=4)).by("name") for L in (1, 2)
+    )
+    more = {name: two[name] - one[name] for name in two if name != "gradients"}
+    return {name: nbytes for name, nbytes in more.items() if nbytes}
 
 
 # ── on a mesh with data parallelism ────────────────────────────────────────────────────────────────────────────────
@@ -685,16 +689,14 @@ def test_a_dry_rank_keeps_what_the_paper_prints():
 
 @each_way
 def test_the_picture_of_a_layer_is_what_it_keeps(sequence):
-    """Widths times tokens, over n where cut, are the bytes of `kept_activations` but for numbers per token and head."""
+    """Widths times tokens, over n where cut, are the bytes of `predict.activations` but for numbers per token and head."""
     config, n = replace(GPT2, num_layers=1), 4
     s, h, a = config.letters("s h a")
     shares = tensor_parallel.layer_shares(config, sequence)
     drawn = sum(4 * s * h * width / (n if cut else 1) for _, width, cut in shares)
-    kept = tensor_parallel.kept_activations(
-        config, n, micro_batch=1, sequence=sequence, how=anatomy.Policy(attention="sdpa")
-    )
+    formula = kept(config, n, plan(sequence, rows=1, precision="fp32", attention="sdpa"))
     statistics = 2 * 2 * 4 * s // (n if sequence else 1) + 4 * a // n * s
-    assert drawn == of_layers(kept) - statistics
+    assert drawn == of_layers(formula) - statistics
     between = ["gather", "scatter"] if sequence else ["f", "g"]
     assert [name for name, width, _ in shares if not width] == 2 * between
 
@@ -838,6 +840,5 @@ def test_routers_and_experts_are_whole_and_learn_from_all_tokens(sequence):
 
 def test_costs_of_experts_have_no_formula():
     config = replace(MIXED, num_experts=4, top_k=2)
-    for ask in (tensor_parallel.sent, tensor_parallel.kept_activations):
-        with pytest.raises(ValueError, match="no formula for num_experts=4 under tp: a dry run"):
-            ask(config, 2, micro_batch=1)
+    with pytest.raises(ValueError, match="no formula for num_experts=4 under tp: a dry run"):
+        tensor_parallel.layer_timeline(config, 2, Link(0, 1), flops=1.0)

@@ -10,7 +10,6 @@ from labutils.context_parallel.attention import (
     tokens_for_heads,
     ulysses_attention,
 )
-from labutils.context_parallel.predict import kept_activations, sent
 from labutils.context_parallel.sequence import SequenceLayout, Tile, layout
 from labutils.context_parallel.time import least_tokens, ring_timeline
 from labutils.context_parallel.transform import (

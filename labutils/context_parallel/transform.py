@@ -86,7 +86,7 @@ def distribute(
     kind: the layout of the tokens, "contiguous" or "zigzag"
     block: as in `ring_attention`; one that is large makes a dry run short
 
-    Cost: bytes sent as in `sent`; of activations each rank keeps those of s/n tokens.
+    Cost: bytes sent as in `predict.sent`; of activations each rank keeps those of s/n tokens.
     Invariant: loss, gradients and steps are those of the whole model, up to rounding.
     Raises ValueError for dropout, whose masks would need the place of each token, and for heads
     that Ulysses cannot share out; in a pass, for a sequence that the ranks cannot.

@@ -8,6 +8,6 @@ from labutils.expert_parallel.layer import (
     ExpertParallel, auxiliary_loss, combine, dispatch, expert_parameters,
     reduce_gradients, spread_experts, update_bias,
 )  # fmt: skip
-from labutils.expert_parallel.predict import (
-    balanced, routed_timeline, model_states, reducing_sent, sent,
+from labutils.expert_parallel.routed import (
+    balanced, routed_sent, routed_timeline,
 )  # fmt: skip

@@ -190,7 +190,8 @@ def spread_experts(
     capacity_factor: room for visits to an expert from each rank, as in `capacity`; None drops none
     biased: a bias chooses experts, which `update_bias` moves
 
-    Cost: bytes sent as in `sent` and `reducing_sent`, states held as in `model_states`.
+    Cost: bytes sent as in `predict.sent`, or `routed_sent` of what routing did; states as in
+        `predict.states`.
     Invariant: without dropping equal to the module that has all experts and all ranks' tokens, up
     to rounding; the balance loss is that of each rank's own tokens.
     Raises ValueError where comm.size does not divide the experts, TypeError where there are none.

@@ -1,14 +1,12 @@
 """LoRA, low-rank adaptation: beside a frozen linear layer an update that is trained,
-y = W·x + (α/r)·B·A·x (PEFT). `adapt`, `merged`, `save_adapter`, `model_states`.
+y = W·x + (α/r)·B·A·x (PEFT). `adapt`, `merged`, `save_adapter`, `trainable`.
 
 Source: Hu et al. 2106.09685.
 """
 
 from labutils.lora.layers import Adapter, LoraLinear, SplitAdapter, wrap
 from labutils.lora.predict import (
-    at_the_loss,
     frozen_bytes,
-    model_states,
     saved,
     trainable,
     training_flops,

@@ -8,7 +8,6 @@ from labutils.config import ModelConfig
 from labutils.ledger import Ledger, Line
 from labutils.lora.layers import checked_rank
 from labutils.lora.transform import targets
-from labutils.memory import states
 
 Pattern = str | tuple[str, ...]
 PASSES = ("outputs", "gradients of inputs", "gradients of weights")
@@ -33,35 +32,6 @@ def _matrices(model: ModelConfig, pattern: Pattern) -> Iterator[tuple[int, int, 
     for part in targets(model, pattern):
         d, k = (anatomy.size(dim, sizes) for dim in part.weight.split())
         yield anatomy.size(part.copies, sizes), d, k
-
-
-def model_states(
-    model: ModelConfig,
-    *,
-    rank: int,
-    pattern: Pattern = "*",
-    frozen: str = "bf16",
-) -> Ledger:
-    """Bytes after an optimizer step, under the names of `measure.model_states`: frozen weights,
-    and adapters in fp32 with their gradients and what AdamW keeps of them.
-
-    frozen: "fp32" or "bf16"; or "nf4", where the linear layers of the blocks are in NF4 with double
-        quantization and the rest is in bf16 (QLoRA)
-
-    >>> llama = ModelConfig.named("llama-2-7b")
-    >>> [f"{model_states(llama, rank=16, frozen=f).total / 1e9:.1f} GB" for f in ("bf16", "nf4")]
-    ['14.1 GB', '4.5 GB']
-    """
-    if frozen not in ("fp32", "bf16", "nf4"):
-        raise ValueError(f"frozen={frozen!r}: there are formulas for 'fp32', 'bf16' and 'nf4'")
-    width = 4 if frozen == "fp32" else 2
-    lines = [Line("weights", frozen_bytes(model, frozen), component="weights")]
-    numel, matrices = trainable(model, rank=rank, pattern=pattern), _matrices(model, pattern)
-    held = states.states_of(
-        half=False, fp32_gradients=False, optimizer="adamw",
-        parameters=numel, tensors=2 * sum(count for count, _, _ in matrices),
-    )  # fmt: skip
-    return Ledger([*lines, *held, *states.buffers(model, width)]).merged()
 
 
 def frozen_bytes(model: ModelConfig, frozen: str) -> int:
@@ -128,7 +98,9 @@ def saved(
     """
     if model.dropout:
         raise ValueError(f"dropout={model.dropout}: there is a formula for dropout=0")
-    model_states(model, rank=rank, pattern=pattern, frozen=frozen)  # or an error
+    if frozen not in ("fp32", "bf16", "nf4"):
+        raise ValueError(f"frozen={frozen!r}: there are formulas for 'fp32', 'bf16' and 'nf4'")
+    trainable(model, rank=rank, pattern=pattern)  # or an error
     units.whole(batch, "batch", 1)
     width = 4 if frozen == "fp32" else 2
     how = anatomy.Policy(compute=width, stream=width, attention="sdpa")
@@ -146,35 +118,6 @@ def saved(
         Line(name, anatomy.size(kept.dims, sizes) * kept.itemsize, "activations", note=kept.what)
         for name, kept in lines
     )
-
-
-def at_the_loss(
-    model: ModelConfig,
-    *,
-    rank: int,
-    batch: int,
-    pattern: Pattern = "*",
-    frozen: str = "bf16",
-) -> Ledger:
-    """Bytes alive when the logits have their gradient, where the backward pass begins: with as many
-    words as today's models have, the fullest moment of a step.
-
-    Of a step `loss(x, y).backward(); step(); zero_grad()` that is not the first.
-    """
-    width, tokens = 4 if frozen == "fp32" else 2, batch * model.seq_len
-    options: dict = dict(rank=rank, pattern=pattern, frozen=frozen)
-    states = model_states(model, **options)
-    logits = tokens * model.vocab_size * width
-    lines = [line for line in states.lines if line.component != "gradients"]
-    for name, nbytes in {
-        "gradients of log-probabilities and logits, sbv each": 2 * logits,
-        "token numbers, sb": tokens * anatomy.INDEX,
-        "the loss and its gradient": 2 * width,
-    }.items():
-        lines.append(Line(name, nbytes, component="buffers"))
-    kept = saved(model, batch=batch, **options)
-    gone = "number of targets"  # the mean has had its gradient
-    return Ledger([*lines, *(line for line in kept.lines if line.note != gone)])
 
 
 def _needed(norm: anatomy.Part) -> tuple[anatomy.Kept, ...]:

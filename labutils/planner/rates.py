@@ -70,13 +70,17 @@ class Rates:
 
     @classmethod
     def of(cls, device: Hardware) -> "Rates":
-        """Those of data/rates.csv, or `assumed`."""
-        with open(DATA / "rates.csv", newline="", encoding="utf-8") as text:
-            for row in csv.DictReader(text):
-                if row["device"] == device.name:
-                    named: Any = {name: float(row[name]) for name in NAMES}
-                    return cls(**named, source=row["source"])
-        return cls.assumed(device)
+        """Those of the device in data/hardware.csv, or `assumed` where it has peaks alone."""
+        if min(device.reached.values()) == 1:
+            return cls.assumed(device)
+        return cls(
+            products=device.rate(),
+            attention=device.rate("attention"),
+            memory=device.reached["memory"] * device.memory_bandwidth,
+            link=device.inside.bandwidth,
+            kernel=device.kernel,
+            source=device.reached_source,
+        )
 
 
 @dataclass(frozen=True)

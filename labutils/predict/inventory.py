@@ -135,15 +135,15 @@ class Here:
             t // pieces if cut else 1, ends if tied else (stage,), not frozen,
             EXPERTS if ".experts." in name and self.mesh.ep > 1 else OTHERS,
         )  # fmt: skip
-        if adapters is None or part not in self._adapted:
-            yield base
-            return
-        packed = adapters.base == "nf4"
-        width = 4 if packed else max(4, self.stream)
-        if packed and kind == "weight":
+        packed = adapters is not None and adapters.base == "nf4"
+        if packed and kind == "weight" and part in self._linear:
             from labutils import quantization
 
             base = replace(base, numel=quantization.nf4_bytes(base.numel), width=1)
+        if adapters is None or part not in self._adapted:
+            yield base
+            return
+        width = 4 if packed else max(4, self.stream)
         yield replace(base, name=f"{path}.base.{kind}")
         last = "bias" if f"{path}.bias" in self._shapes else "weight"
         if kind == last:
@@ -166,6 +166,13 @@ class Here:
         """Key–value heads, which tensor parallelism does not cut."""
         g = self.model.num_kv_heads
         return {f"blocks.*.attention.{name}": g for name in ("key", "value")}
+
+    @functools.cached_property
+    def _linear(self) -> set[str]:
+        """The layers that NF4 packs, with an adapter or without."""
+        from labutils import lora
+
+        return {part.name for part in lora.targets(self.model)}
 
     @functools.cached_property
     def _adapted(self) -> set[str]:

@@ -18,7 +18,7 @@ def why_dry(here: Here) -> str:
     reasons = {
         "what a weight's gradient needs is kept longer than the rest": here.plan.split,
         "tokens choose their experts": model.num_experts > 1,
-        "masks": model.dropout > 0,
+        "masks of what is computed again": model.dropout > 0 and train.checkpointing != "none",
         "what adapters need": train.adapters is not None,
         "8 bits": train.fp8 is not None,
         "half copies": train.autocast and mesh.size > 1,
@@ -79,13 +79,17 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
         yield Line(name, nbytes, "activations", note=tensor.what)
     if stage.embeds and mesh.tp > 1:  # which words are others', and the places of one's own
         yield Line("tokens", (INDEX + 1) * here.tokens, "activations", note="words of other ranks")
+    if stage.embeds and train.attention == "ring" and here.model.positions == "learned":
+        places = INDEX * local.seq_len
+        yield Line("positions", places, "activations", note="places of the tokens, s")
     if stage.heads:
         yield Line("outside", INDEX, "activations", note="number of targets that count")
 
 
 def _tables(here: Here) -> Iterator[Line]:
-    """The rows of RoPE's tables for the tokens of a rank of cp, picked out once."""
-    if here.mesh.cp > 1 and here.model.positions == "rope" and any(s.layers for s in here.stages):
+    """The rows of RoPE's tables for the tokens of a rank of a ring, picked out once."""
+    ring, rope = here.train.attention == "ring", here.model.positions == "rope"
+    if ring and rope and any(stage.layers for stage in here.stages):
         numbers = here.model.seq_len // here.mesh.cp * here.model.d_head
         note = "rows of the tables of RoPE, sd"
         yield Line("blocks.0.attention.rotary", numbers * here.stream, "activations", note=note)

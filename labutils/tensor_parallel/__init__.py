@@ -8,5 +8,5 @@ from labutils.tensor_parallel.layers import (
     ColumnLinear, RowLinear, Split, TokenLinear, VocabEmbedding, copy_to, cross_entropy,
     gather_from, reduce_from, scatter_to,
 )  # fmt: skip
-from labutils.tensor_parallel.predict import kept_activations, layer_shares, sent
+from labutils.tensor_parallel.shares import layer_shares
 from labutils.tensor_parallel.transform import ParallelGPT, parallelize, rank_config, styles

@@ -102,7 +102,7 @@ def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
     and `data_parallel.replicate` and `zero.shard` can follow on another axis. Dropout of what all
     ranks have is the same on all, that of heads and of tokens which one rank has is its own.
 
-    Cost: bytes sent as in `sent`, activations kept as in `kept_activations`.
+    Cost: bytes sent as in `predict.sent`, kept as in `predict.activations`.
     Invariant: loss, gradients and steps are those of the whole model, up to rounding, where all
     ranks are given the same tokens and targets; nobody compares them, and with others the loss is
     a plausible number.

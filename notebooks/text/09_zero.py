@@ -414,7 +414,7 @@ units.text(sent), f"{sent / h100.ring(n).bandwidth:.0f} s"
 # ## Is level 3 slower, then?
 #
 # It sends 1.5 times as much. Whether that takes time depends on what a rank computes meanwhile. Take the blocks of Llama-3.1-8B in bf16 on 64 H100s, eight per
-# node, with those eight rings. Their products reach 68 % of the peak, an estimate from Llama 3's published throughput. One unit is one block; its forward pass is 2 FLOPs per weight and token.
+# node, with those eight rings. Their products reach 61 % of the peak, an estimate from Llama 3's published throughput. One unit is one block; its forward pass is 2 FLOPs per weight and token.
 
 # %%
 block_params = sum(anatomy.units(ModelConfig.named("llama-3.1-8b"))["blocks.0"])

@@ -31,7 +31,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from labutils import collectives, data_parallel, memory, tensor_parallel, units
-from labutils.config import Hardware, Link, Mesh, ModelConfig
+from labutils import predict as formulas
+from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
 from labutils.measure import saved_activations
 from labutils.model import GPT
 from labutils.teach import plots, rigs
@@ -50,14 +51,14 @@ gpt2 = ModelConfig.named("gpt2")
 plots.tensor_shares(
     n=4,
     rank=1,
-    title="No tensor is cut twice: by width between two lines, by tokens elsewhere",
+    title="No tensor is cut twice: by width between two lines, with SP by tokens elsewhere",
     tensor_parallel=tensor_parallel.layer_shares(gpt2),
     with_sequence_parallelism=tensor_parallel.layer_shares(gpt2, sequence=True),
 )
 
 # %% [markdown]
 # *Tensor parallelism* (TP) cuts matrices, and with them heads and feed-forward width. *Sequence parallelism* (SP) cuts the tokens of everything between. The lines are what
-# this lab is about: **an all-reduce per line, or its two halves, and every rank waits for it.**
+# this lab is about: **an all-reduce per line, or its two halves, and every rank waits for it**, unless both are cut into pieces (asynchronous TP, below).
 
 # %% [markdown]
 # ## What does half a layer send?
@@ -230,7 +231,8 @@ predict("loss/sends", MB=100)
 
 # %%
 llama = replace(ModelConfig.named("llama-3.1-8b"), seq_len=8192)
-parts = tensor_parallel.sent(llama, 8, micro_batch=1, rank=0)
+fp32 = TrainConfig(micro_batch=1, global_batch=1, precision="fp32")
+parts = formulas.sent(llama, fp32, Mesh(tp=8))
 logits = 4 * llama.seq_len * llama.vocab_size
 gathered = collectives.sent("all_gather_ring", nbytes=logits, n=8, rank=0)
 print(f"{units.text(gathered.total)} or {units.text(parts.only(name='loss').total)}")
@@ -288,12 +290,17 @@ for t in (1, 2, 4, 8):
 predict("sp/times", times=2)
 
 # %%
-one_layer = replace(small, num_layers=1)
-plain, sequence = (
-    tensor_parallel.sent(one_layer, 4, micro_batch=1, sequence=sp, ends=False, rank=0)
-    for sp in (False, True)
-)
-print(plain, sequence, sep="\n")
+one_layer, four, with_sp = replace(small, num_layers=1), Mesh(tp=4), replace(fp32, sequence=True)
+
+
+def of_a_layer(train):
+    """What a model of two layers sends more than a model of one, by name."""
+    one, two = (formulas.sent(m, train, four).by("name") for m in (one_layer, small))
+    more = {name: nbytes - one[name] for name, nbytes in two.items()}
+    return {name: nbytes for name, nbytes in more.items() if nbytes}
+
+
+of_a_layer(fp32), of_a_layer(with_sp)
 
 # %% [markdown]
 # An all-reduce *is* the two halves (lab 07), so eight halves send the same. Two things come on top:
@@ -302,11 +309,11 @@ print(plain, sequence, sep="\n")
 # - "gradients": some parameters see only a rank's tokens. Which ones? Exercise 10.3 asks. The answer leaves them out:
 
 # %%
-halves = sum(line.amount for line in sequence if line.name != "gradients")
-reveal("sp/times", times=halves / plain.total)
+halves = [nbytes for name, nbytes in of_a_layer(with_sp).items() if name != "gradients"]
+reveal("sp/times", times=sum(halves) / sum(of_a_layer(fp32).values()))
 
 # %% [markdown]
-# For this pass, embedding, loss and first broadcast included, compare the formula with the dry run, and the dry run with the real one:
+# For this pass, embedding, loss and first broadcast included, compare the formula with the dry run, and the dry run with the real one. The broadcast is that of lab 08, and is made once:
 
 
 # %%
@@ -315,10 +322,10 @@ def one_pass(rank):
     model.loss(*torch.zeros(2, 1, 16, dtype=torch.long)).backward()
 
 
-dry = World(Mesh(tp=4), engine="dry")
+dry = World(four, engine="dry")
 dry.run(one_pass, rank=0)
-how = dict(micro_batch=1, sequence=True, start=True, rank=0)
-tensor_parallel.sent(one_layer, 4, **how).diff(dry.ledger)
+start = data_parallel.bytes_to_start(GPT(one_layer), 4).only(rank=0)
+(formulas.sent(one_layer, with_sp, four) + start).diff(dry.ledger, by="name")
 
 # %%
 world.run(one_pass)
@@ -433,15 +440,14 @@ for name, (layers, width, heads, b) in stages.items():
 #
 # Data parallelism sends gradients that nobody waits for until the step. Here a product waits for the gather before it, and everything waits for the sum after it.
 #
-# A layer of Llama-3.1-70B, forward, 8192 tokens, with SP: gather, products, scatter, twice. H100s compute at half their peak. Within a node a link carries 450 GB/s. Between nodes
-# it is 50 GB/s per rank: eight rings, an eighth of the tensor each, leave a node through all of its eight links (lab 07).
+# A layer of Llama-3.1-70B, forward, 8192 tokens, with SP: gather, products, scatter, twice. These are the H100s of lab 09: they compute at 61 % of the peak, and messages reach 80 % of a link, 360 GB/s within a node. Between nodes
+# it is 40 GB/s per rank: eight rings, an eighth of the tensor each, leave a node through all of its eight links (lab 07), 320 GB/s together.
 
 # %%
 model = replace(ModelConfig.named("llama-3.1-70b"), seq_len=8192)
 h100 = Hardware.named("H100")
-rate, inside = h100.flops["bf16"] / 2, Link(2e-6, h100.link_bandwidth)
-across = Link(5e-6, 8 * 50e9)  # eight rings at once
-one_ring = Link(5e-6, 50e9)
+rate, inside = h100.rate(), h100.ring(8)
+across, own = h100.ring(16), h100.network  # eight rings at once, or a rank's own link
 
 
 def forward_of_a_layer(n, link, **how):
@@ -456,7 +462,7 @@ predict("across/times", times=0.5)
 
 # %%
 eight, sixteen = forward_of_a_layer(8, inside), forward_of_a_layer(16, across)
-through_one = forward_of_a_layer(16, one_ring)
+through_one = forward_of_a_layer(16, own)
 asynchronous = forward_of_a_layer(8, inside, pieces=True)
 waits = [f"{each.exposed / each.makespan:.0%}" for each in (eight, sixteen)]
 plots.overlap(
@@ -475,20 +481,20 @@ reveal("across/times", times=round(sixteen.makespan / eight.makespan, 2))
 f"on a single ring: {through_one.makespan / eight.makespan:.1f} times as long"
 
 # %% [markdown]
-# Twice the devices do not halve the time: each computes half as much, and sends about as much as before. Of the sixteen about a third is wasted, and on a single ring, through one of eight links, they would even take longer than eight in a node. So TP is best kept within a node.
+# Twice the devices do not halve the time: each computes half as much, and sends about as much as before. Beside eight, about a third of the sixteen is wasted, and on a single ring, through one of eight links, they would even take longer than eight in a node. So TP is kept within a node where another axis can use the second one.
 # The ZeRO paper, whose examples of it are T5 (11 billion parameters) and Megatron-LM (8.3 billion), reports for 40 billion across two nodes about 5 TFLOP/s per V100, under 5 % of the peak.
 #
-# **A law.** With GPT's widths a layer has 12h² weights, so its products take 24·b·s·h² FLOPs forward, a t-th on each rank. The four halves carry (t − 1)/t · b·s·h numbers each, of two bytes. Computing takes at least as long as sending if
+# **A law.** With GPT's widths, and without attention's scores, a layer has 12h² weights, so its products take 24·b·s·h² FLOPs forward, a t-th on each rank. The four halves carry (t − 1)/t · b·s·h numbers each, of two bytes. Computing takes at least as long as sending if
 #
 # $$ \frac{24\,b\,s\,h^2}{t\,F} \;\ge\; \frac{8\,b\,s\,h}{\mathrm{bw}}\cdot\frac{t-1}{t} \quad\Longleftrightarrow\quad \frac{h}{t-1} \;\ge\; \frac{F}{3\,\mathrm{bw}}. $$
 #
-# Tokens, batch and layers have gone: a longer sequence does not help, as long as a message is so large that its latency does not count. **The width per rank** decides. With ρ for the left side over the right, ranks wait 1/(1 + ρ) of the layer. The backward pass computes twice as much and, with the extra gather hidden, sends the same: there ρ is twice as large.
-# Three Llamas on 2 to 16 ranks, each on both links:
+# Batch and layers have gone, as long as a message is so large that its latency does not count. **The width per rank** decides. With ρ for the left side over the right, ranks wait 1/(1 + ρ) of the layer. The backward pass computes twice as much and, with the extra gather hidden, sends the same: there ρ is twice as large.
+# Three Llamas on 2 to 16 ranks, each on both links, with 2,048 tokens:
 
 # %%
-def waits_at(name, n, link):
+def waits_at(name, n, link, s=2048):
     """ρ, and the share of a layer's forward pass that ranks wait, latency left out."""
-    wide, link = replace(ModelConfig.named(name), seq_len=2048), Link(0, link.bandwidth)
+    wide, link = replace(ModelConfig.named(name), seq_len=s), Link(0, link.bandwidth)
     spans = tensor_parallel.layer_timeline(wide, n, link, flops=rate)
     rho = wide.d_model / (n - 1) * 3 * link.bandwidth / rate
     return rho, spans.exposed / spans.makespan
@@ -497,7 +503,7 @@ def waits_at(name, n, link):
 names = [f"llama-3.1-{size}" for size in ("8b", "70b", "405b")]
 sizes_and_links = [(n, link) for n in (2, 4, 8, 16) for link in (inside, across)]
 dots = sorted(waits_at(name, *each) for name in names for each in sizes_and_links)
-law = [2**k for k in range(-1, 7)]
+law = [2**k for k in range(-2, 6)]
 plots.curves(
     law,
     formula=[1 / (1 + rho) for rho in law],
@@ -509,25 +515,38 @@ plots.curves(
 )
 
 # %% [markdown]
-# What is left between dots and line are attention's scores, which compute and send nothing, and widths that are not quite GPT's. Four axes of a mesh now have a law each, and all of them are F/bw, FLOPs per byte:
+# What is left between dots and line are attention's scores, which compute and send nothing, and widths that are not quite GPT's. The scores, counted in full, are s/6h of the products: 4 % of those of the 70B at 2,048 tokens, 2.7 times as much at 131,072. So a long sequence does help. Eight ranks in a node:
+
+# %%
+for s in (2048, 8192, 131_072):
+    print(f"{s:7,} tokens: ranks wait {waits_at('llama-3.1-70b', 8, inside, s)[1]:.0%}")
+
+# %% [markdown]
+# Four axes of a mesh have a law each, and all of them are F/bw, FLOPs per byte. Between nodes the rings of ZeRO and of TP run through all ranks of a node, and so use all of its links. In the ring of lab 11 and the all-to-all of lab 12 every rank sends through its own:
 
 # %%
 print(f"{'at least':50} {'NVLink':>6} {'between nodes':>14}")
-for what, factor in {
-    "lab 09  ZeRO-3: tokens per rank, F/bw": 1,
-    "lab 10  TP: width per rank, F/(3·bw)": 1 / 3,
-    "lab 11  ring, g/a = 1/4: tokens per rank, F/(2·bw)": 1 / 2,
-    "lab 12  EP: width of an expert, F/(3·bw)": 1 / 3,
-}.items():
-    bounds = [factor * rate / link.bandwidth for link in (inside, one_ring)]
+for what, flops, factor, link in (
+    ("lab 09  ZeRO-3: tokens per rank, F/bw", rate, 1, across),
+    ("lab 10  TP: width per rank, F/(3·bw)", rate, 1 / 3, across),
+    (
+        "lab 11  ring, g/a = 1/4: tokens per rank, F/(2·bw)",
+        h100.rate("attention"),
+        1 / 2,
+        own,
+    ),
+    ("lab 12  EP: width of an expert, F/(3·bw)", rate, 1 / 3, own),
+):
+    bounds = [factor * flops / each.bandwidth for each in (inside, link)]
     print(f"{what:50} {bounds[0]:6.0f} {bounds[1]:14.0f}")
 
 # %% [markdown]
 # **Asynchronous TP**, the second row, cuts the product into pieces: it starts with a rank's own tokens while others arrive, and finished rows leave while the next are computed. In this cost model
-# nearly everything hides. PyTorch's team reports up to about 20 % for the forward pass of Llama-3-70B, and about 8 % for its training.
+# most of it hides. PyTorch's team reports up to about 20 % for the forward pass of Llama-3-70B, and about 8 % for its training.
 
 # %%
-f"{eight.makespan / asynchronous.makespan - 1:.0%} faster"
+waits = asynchronous.exposed / asynchronous.makespan
+f"{eight.makespan / asynchronous.makespan - 1:.0%} faster, {waits:.0%} still waiting"
 
 # %% [markdown]
 # ## Further: which random numbers, and on which mesh?
@@ -584,7 +603,7 @@ print(all(torch.allclose(g, plain_model.norm.weight.grad) for g in gradients))
 
 
 # %%
-def knobs(ranks=8, GBps=450, tokens=8192, asynchronous=False):
+def knobs(ranks=8, GBps=360, tokens=8192, asynchronous=False):
     longer, link = replace(model, seq_len=tokens), Link(2e-6, GBps * 1e9)
     how = dict(flops=rate, pieces=asynchronous)
     forward = tensor_parallel.layer_timeline(longer, ranks, link, **how)
@@ -595,7 +614,7 @@ explore(
     knobs,
     states=48,
     ranks=[2, 4, 8],
-    GBps=[25, 50, 150, 450],
+    GBps=[20, 40, 120, 360],
     tokens=[1024, 8192],
     asynchronous=False,
 )
@@ -606,10 +625,10 @@ explore(
 # | | TP | SP | loss | asynchronous |
 # |---|---|---|---|---|
 # | Megatron-LM | `--tensor-model-parallel-size 8` | `--sequence-parallel` | by vocabulary, always | `--tp-comm-overlap` |
-# | torchtitan | `parallelism.tensor_parallel_degree` | `parallelism.enable_sequence_parallel` | by vocabulary | `compile.enable_async_tensor_parallel` |
+# | torchtitan 0.2.2 | `parallelism.tensor_parallel_degree` | always with TP | by vocabulary, unless `parallelism.disable_loss_parallel` | `parallelism.enable_async_tensor_parallel` |
 # | PyTorch | `parallelize_module(model, mesh["tp"], plan)` with `ColwiseParallel`, `RowwiseParallel` | `SequenceParallel` in the plan | `loss_parallel()` | through `torch.compile` |
 #
-# Megatron-LM pads the vocabulary so that t divides it, and in the backward pass hides the all-reduce of f under the weight gradients of the same layer.
+# From torchtitan 0.3 on, SP is a switch of its own, `parallelism.enable_sequence_parallel`. Megatron-LM pads the vocabulary so that t divides it, and in the backward pass hides the all-reduce of f under the weight gradients of the same layer.
 
 # %% [markdown]
 # ## Errata
@@ -627,7 +646,7 @@ explore(
 # ### True under a condition
 #
 # **"minimizing communication"** (the same notes, on TP). True of weights, which do not travel. Activations do, in every layer, on the critical path: 8·b·s·h·(t − 1)/t elements per layer and rank. <!-- erratum: S3-021 -->
-#   <!-- claim: (lambda m: tensor_parallel.sent(m, 8, micro_batch=1, ends=False, rank=0).total == 4 * 8 * m.seq_len * m.d_model * 7 // 8)(config.ModelConfig(num_layers=1, d_model=64, num_heads=8, d_ff=256, vocab_size=64, seq_len=16)) -->
+#   <!-- claim: sum(claims.sent_by_a_layer(False, 8).values()) == 4 * 8 * 16 * 64 * 7 // 8 -->
 #
 # **TP "partitions model parameters, gradients, optimizer states, and activations"** (the article). Not those of 10·sbh bytes; with SP these, too. <!-- erratum: S1-042 -->
 
@@ -637,13 +656,13 @@ explore(
 # > - Columns, then rows: nothing travels between, and one all-reduce sums at the end. f and g are conjugate: what one does forward, the other does backward.
 # > - Bias after the sum, once; heads whole; loss from three numbers per token, never from gathered logits.
 # > - A layer all-reduces b·s·h numbers four times. With sequence parallelism it sends the same in eight halves, and 25 % more if the gathered inputs are not kept.
-# >   <!-- claim: (lambda m: (lambda plain, split: round(100 * (split / plain - 1)))(*(sum(l.amount for l in tensor_parallel.sent(m, 4, micro_batch=1, sequence=sp, ends=False, rank=0) if l.name != "gradients") for sp in (False, True))))(config.ModelConfig(num_layers=1, d_model=64, num_heads=8, d_ff=256, vocab_size=64, seq_len=16)) == 25 -->
+# >   <!-- claim: (lambda plain, split: round(100 * (split / plain - 1)))(*(sum(n for name, n in claims.sent_by_a_layer(sp).items() if name != "gradients") for sp in (False, True))) == 25 -->
 # > - On eight ranks a layer of GPT-3 keeps 0.58 GB with TP, and 0.36 GB with SP, of 2.87.
 # >   <!-- claim: [round(memory.korthikanti(b=1, s=2048, h=12288, a=96, **how).total / 1e9, 2) for how in ({}, {"t": 8}, {"t": 8, "sequence": True})] == [2.87, 0.58, 0.36] -->
 # > - Parameters that each rank applies to its own tokens have gradients to be summed. No output shows it.
-# > - Ranks compute as long as they wait if h/(t − 1) = F/(3·bw), the width per rank. Tokens, batch and layers do not matter.
-# > - Its communication is exposed: 21 % of a layer's forward pass within a node, 43 % across two that are joined by eight links.
-# >   <!-- claim: claims.tensor_parallel_exposed() == (21, 43) -->
+# > - Forward, ranks compute as long as they wait if h/(t − 1) = F/(3·bw), the width per rank. Batch and layers do not matter, as long as latency does not count; a long sequence helps only by attention's scores, which send nothing.
+# > - Its communication is exposed: of a layer of Llama-3.1-70B 29 % of the forward pass within a node of H100s, 52 % across two that are joined by eight links.
+# >   <!-- claim: claims.tensor_parallel_exposed() == (29, 52) -->
 #
 # Next: [lab 11](11_context_parallel.ipynb) cuts the sequence everywhere, also in attention.
 

@@ -23,8 +23,9 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
-from labutils import anatomy, context_parallel, data_parallel, flash, measure, units
-from labutils.config import Hardware, Link, Mesh, ModelConfig
+from labutils import context_parallel, data_parallel, flash, measure, step, units
+from labutils import predict as formulas
+from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, reveal, show
@@ -107,7 +108,8 @@ predict("ring/backward", times=2)
 
 # %%
 llama = ModelConfig.named("llama-3.1-8b")
-sent = context_parallel.sent(llama, 8, micro_batch=1, itemsize=2, rank=0)
+bf16 = TrainConfig(micro_batch=1, global_batch=1, attention="ring")
+sent = formulas.sent(llama, bf16, Mesh(cp=8)).only(axis="cp")
 sent
 
 # %%
@@ -115,8 +117,8 @@ share = sent.by("name")
 reveal("ring/backward", times=share["ring backward"] / share["ring forward"])
 
 # %% [markdown]
-# Is the formula what is sent? A small model with RoPE and two key–value heads, on four ranks, and rank 2 alone in a dry run. `context_parallel.distribute` gives a GPT
-# that is called with whole sequences and works on this rank's tokens.
+# Is the formula what is sent? A small model with RoPE and two key–value heads, on four ranks, and rank 2 alone in a dry run. `step.build` puts a whole training step
+# together, for any mesh: it also averages the gradients of the four ranks, and the loss.
 
 # %%
 sizes = dict(num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_ff=64)
@@ -127,24 +129,24 @@ tokens, targets = torch.randint(64, (2, 4, 32), generator=draw)
 world = World(Mesh(cp=4))
 
 
-def one_pass(rank, tokens, targets, attention="ring"):
-    model = GPT(config)
-    context_parallel.distribute(model, rank.comm("cp"), attention=attention)
-    model.loss(tokens, targets).backward()
+def one_step(rank, train, tokens, targets):
+    mine = step.build(config, train, rank.mesh)(rank)
+    mine(mine.share(tokens, targets))
 
 
 # %%
-formula = context_parallel.sent(config, 4, micro_batch=4)
-world.run(one_pass, tokens, targets)
-formula.diff(world.ledger, by="name")
+four = TrainConfig(micro_batch=4, global_batch=4, precision="fp32", attention="ring")
+formula = formulas.sent(config, four, world.mesh, rank=2)
+world.run(one_step, four, tokens, targets)
+formula.diff(world.ledger.only(rank=2), by="name")
 
 # %%
-with World(Mesh(cp=4), engine="dry") as dry:
-    dry.run(one_pass, tokens, targets, rank=2)
-formula.only(rank=2).diff(dry.ledger).unexplained
+with World(world.mesh, engine="dry") as dry:
+    dry.run(one_step, four, tokens, targets, rank=2)
+formula.diff(dry.ledger).unexplained
 
 # %% [markdown]
-# In fp32, where keys are as wide as sums, backward is twice forward. "Loss" is one number, all-reduced.
+# In fp32, where keys are as wide as sums, backward is twice forward. "Targets" and "loss" are one number each, all-reduced.
 
 # %% [markdown]
 # ## Who has the most to do?
@@ -185,12 +187,14 @@ zigzag = both["zigzag"]
 # The work is the same for all four ranks, and not only in total: in every step all of them compute equally many pairs. That matters as much, since ranks wait for each other's keys in every step.
 
 # %% [markdown]
-# What does that make of the time? The attention of one layer of Llama-3.1-8B, forward, on H100s that reach 40 % of their peak, with 50 GB/s to the next one. A
+# What does that make of the time? The attention of one layer of Llama-3.1-8B, forward, on H100s whose attention reaches 49 % of the peak (assumed, in proportion to lab 09's products), each in a node of its own, with 40 GB/s to the next one. A
 # number is the rank whose keys are met.
 
 # %%
-rate = 0.4 * Hardware.named("H100").flops["bf16"]
-links = {"NVLink": Link(0, 450e9), "between nodes": Link(0, 50e9)}
+h100 = Hardware.named("H100")
+rate = h100.rate("attention")
+both_links = {"NVLink": h100.inside, "between nodes": h100.network}
+links = {name: Link(0, link.bandwidth) for name, link in both_links.items()}
 
 
 def layer(tokens, n=4, link="between nodes", **how):
@@ -210,7 +214,7 @@ plots.overlap(title=title, per="layer", **steps)
 #
 # A step of the zig-zag computes (T/2) · T pairs of query and key, for T tokens per rank: two chunks of queries with one of keys, or one with two. A pair costs 4d FLOPs in each of a heads of width d.
 #
-# > On those H100s, with 50 GB/s, how many tokens must a rank have until its messages hide behind computing?
+# > On those H100s, with 40 GB/s, how many tokens must a rank have until its messages hide behind computing?
 
 # %%
 predict("ring/tokens-per-rank", tokens=1000)
@@ -253,7 +257,7 @@ for link, found in lines.items():
 # Above the least number of tokens the factor is 1.00. What if the ring waited *before* it computed? The overlap, switched off:
 
 # %%
-for count in (4096, 32_768):
+for count in (8192, 32_768):
     waits = stretched(count, "between nodes", overlap=False)
     print(f"{count:6} tokens: {waits:.2f} times the computing alone")
 
@@ -268,7 +272,7 @@ for count in (4096, 32_768):
 # | what | a rank alone would | so |
 # |---|---|---|
 # | positions (RoPE, or learned) | count its tokens from 0 | it takes the rows `whole.positions(rank)` of the tables |
-# | labels | take the next of *its* tokens, which at a chunk's end is another rank's | shift the sequence first, then split tokens and labels alike: `distribute` takes `tokens` and `targets` of the whole sequence |
+# | labels | take the next of *its* tokens, which at a chunk's end is another rank's | shift the sequence first, then split tokens and labels alike: `distribute` gives a GPT that is called with whole sequences |
 # | loss | average over *its* targets | sum, divided by the targets of all: ranks may have different numbers of targets that count (lab 05) |
 # | gradients | have those of its own tokens | a mean over `("dp", "cp")`, as if all were replicas |
 #
@@ -421,25 +425,25 @@ def kept_by(rank):
 
 
 # %%
-bf16 = dict(micro_batch=1, how=anatomy.Policy(2, 2, "sdpa"))
 print("ranks   1 layer, dry run  unexplained  32 layers by formula")
 for n in (1, 2, 4, 8, 16):
     with World(Mesh(cp=n), engine="dry") as dry:
-        kept = dry.run(kept_by, rank=n - 1)
-    formula = context_parallel.kept_activations(one, n, **bf16)
-    whole = units.text(context_parallel.kept_activations(llama, n, **bf16).total)
-    off = formula.diff(kept).unexplained
-    print(f"{n:5}  {kept.total:16,} B  {off:11}  {whole:>20}")
+        kept = dry.run(kept_by, rank=n - 1).total
+    formula, whole = (
+        formulas.activations(model, bf16, Mesh(cp=n), n - 1).total for model in (one, llama)
+    )
+    batch = 2 * 8 * one.seq_len // n  # tokens and targets, which a step has anyway
+    print(f"{n:5}  {kept:16,} B  {kept - batch - formula:11}  {units.text(whole):>20}")
 
 # %% [markdown]
 # One layer keeps more than 1/32 of it all: the log-probabilities are there once.
 
 # %%
-by_1, by_16 = (context_parallel.kept_activations(llama, n, **bf16) for n in (1, 16))
-reveal("kept/of-16", times=round(by_1.total / by_16.total, 3))
+by_1, by_16 = (formulas.activations(llama, bf16, Mesh(cp=n)).total for n in (1, 16))
+reveal("kept/of-16", times=round(by_1 / by_16, 3))
 
 # %% [markdown]
-# Context parallelism divides activations and nothing else: every rank holds all weights. So the same ranks shard those, ZeRO over `("dp", "cp")` (lab 09).
+# Of what a rank holds, context parallelism divides activations and nothing else: every rank holds all weights. So the same ranks shard those, ZeRO over `("dp", "cp")` (lab 09).
 
 # %% [markdown]
 # ## Further: or trade tokens for heads?
@@ -480,10 +484,13 @@ predict("ring/over-ulysses", times=1)
 
 
 # %%
+def by_attention(way, n, model=llama):
+    train = dataclasses.replace(bf16, attention=way)
+    return formulas.sent(model, train, Mesh(cp=n)).only(axis="cp")
+
+
 def forward_bytes(way, n):
-    sent = context_parallel.sent(
-        llama, n, micro_batch=1, itemsize=2, attention=way, rank=0
-    )
+    sent = by_attention(way, n)
     return sum(line.amount for line in sent if "forward" in line.name)
 
 
@@ -503,45 +510,38 @@ reveal("ring/over-ulysses", times=ratio[8])
 #
 # with four query heads to a key at two and a half ranks:
 
-
 # %%
-def step_bytes(way, n):
-    how = dict(micro_batch=1, itemsize=2, attention=way, rank=0)
-    return context_parallel.sent(llama, n, **how).total
-
-
-{n: round(step_bytes("ring", n) / step_bytes("ulysses", n), 1) for n in ratio}
+{
+    n: round(by_attention("ring", n).total / by_attention("ulysses", n).total, 1)
+    for n in ratio
+}
 
 # %% [markdown]
 # On four ranks the ring sends less forward, and 1.6 times as much in the whole step. Ulysses computes with one kernel over the whole sequence. But attention waits for the exchange, and there are no more ranks than heads.
 #
-# **Or gather all keys.** A third way sends what the ring sends, in one all-gather before attention, and a reduce-scatter of gradients after its backward pass. Nothing overlaps, and a rank holds all keys and values of one layer. Llama 3 was trained like that: 131,072 tokens on 16 ranks (Llama 3 405B; section 3.3.2
-# of its report), because document masks are simple when all keys are there, and because with grouped queries the keys are small. Would you? Llama-3.1-405B, one layer, forward, on 16 ranks with 50 GB/s each:
+# **Or gather all keys.** A third way sends forward what the ring sends, in one all-gather before attention. The backward pass gathers them again, unless they were kept, and ends with a reduce-scatter of their gradients. Nothing overlaps, and a rank holds all keys and values of one layer. Llama 3 was trained like that: 131,072 tokens on 16 ranks (Llama 3 405B; section 3.3.2
+# of its report), because document masks are simple when all keys are there, and because with grouped queries the keys are small. Would you? Llama-3.1-405B, one layer, forward, on 16 ranks with 40 GB/s each:
 
 # %%
 big = dataclasses.replace(ModelConfig.named("llama-3.1-405b"), seq_len=131_072)
 alone = context_parallel.layout(big.seq_len, 16).work(0) * 4 * big.d_model / rate
 link, keys = links["between nodes"], 2 * 2 * big.seq_len * big.num_kv_heads * big.d_head
-how = dict(micro_batch=1, itemsize=2, rank=0)
-layers = big.num_layers
-heads = context_parallel.sent(big, 16, attention="ulysses", **how).only(
-    name="all_to_all forward"
-)
-ring = context_parallel.ring_timeline(big, 16, flops=rate, link=link).makespan
+heads = by_attention("ulysses", 16, big).by("name")["all_to_all forward"] / big.num_layers
+ring = context_parallel.ring_timeline(big, 16, flops=rate, link=link)
 gather = keys * 15 / 16 / link.bandwidth
-exchange = heads.total / layers / link.bandwidth
 print("way          sends      waits  of computing  keys held")
 for way, nbytes, waits, held in (
-    ("ring", keys * 15 / 16, ring - alone, 2 * keys / 16),
+    ("ring", keys * 15 / 16, ring.exposed, 2 * keys / 16),
     ("all-gather", keys * 15 / 16, gather, keys),
-    ("Ulysses", heads.total / layers, exchange, keys / 8),
+    ("Ulysses", heads, heads / link.bandwidth, keys / 8),
 ):
     print(f"{way:10} {units.text(nbytes):>8} {1e3 * waits:7.2f} ms", end="")
     print(f" {waits / alone:12.1%} {units.text(held):>10}")
 
 # %% [markdown]
-# With 8,192 tokens per rank the ring hides all that it sends. The all-gather costs about a tenth of attention's computing, and half a gigabyte that is needed once, since the next layer gathers its own. (Tensor parallelism over eight ranks divides both.) For that price any mask is simple. It loses with fewer
-# tokens per rank, which the ring hides and a gather does not, and with longer sequences, whose keys it holds whole.
+# With 8,192 tokens per rank the ring hides all that it sends. The all-gather costs about a sixth of attention's computing, and half a gigabyte that is needed once, since the next layer gathers its own. (Tensor parallelism over eight ranks divides all three by eight.) For that price any mask is simple. Its share grows with fewer
+# tokens per rank, while the ring hides its messages down to 1,528 of them, and with longer sequences it holds more keys.
+#   <!-- claim: (lambda h: round(context_parallel.least_tokens(h.rate("attention"), h.network.bandwidth, groups=8 / 128)))(config.Hardware.named("H100")) == 1528 -->
 #
 # **Document masks.** Packed sequences attend within their own document. Is the zig-zag still fair? The busiest of four ranks over the mean, for one document, and for a long one before and behind 32 short ones:
 
@@ -558,12 +558,13 @@ short = [2048] * 32
 [busiest(each) for each in ([131_072], [65_536, *short], [*short, 65_536])]
 
 # %% [markdown]
-# After three steps of training with Ulysses the weights equal those of one device, and every byte sent is in the formula:
+# After three steps of training with Ulysses the weights equal those of one device, and every byte that a step sends is in the formula:
 
 # %%
-world.run(one_pass, tokens, targets, "ulysses")
-sent = context_parallel.sent(config, 4, micro_batch=4, attention="ulysses")
-is_right(grid.run(trained, "ulysses")), sent.diff(world.ledger).unexplained
+four = dataclasses.replace(four, attention="ulysses")
+world.run(one_step, four, tokens, targets)
+sent = formulas.sent(config, four, world.mesh, rank=2)
+is_right(grid.run(trained, "ulysses")), sent.diff(world.ledger.only(rank=2)).unexplained
 
 # %% [markdown]
 # ### Further: with tensor parallelism
@@ -591,7 +592,7 @@ square = World(Mesh(cp=2, tp=2))
 square.run(quarter), square.ledger.by("axis")
 
 # %% [markdown]
-# All outputs are right, and attention sends over cp alone. A mesh is legal if tp divides the heads and 2·cp divides the sequence. With sequence parallelism (lab 10), tp must also divide the s/cp tokens that the tp ranks share.
+# All outputs are right, and attention sends over cp alone. A mesh is legal if tp splits the layers (lab 10) and 2·cp divides the sequence. With sequence parallelism (lab 10), tp must also divide the s/cp tokens that the tp ranks share.
 
 # %% [markdown]
 # ## Further: turn the knobs
@@ -600,12 +601,12 @@ square.run(quarter), square.ledger.by("axis")
 
 
 # %%
-def knobs(tokens_per_rank=4096, ranks=4, layout="zigzag", link="between nodes"):
+def knobs(tokens_per_rank=8192, ranks=4, layout="zigzag", link="between nodes"):
     forward = layer(tokens_per_rank, ranks, link, kind=layout)
     return plots.overlap(per="layer", forward=forward)
 
 
-lengths = [512, 4096]
+lengths = [512, 8192]
 kinds = ["contiguous", "zigzag"]
 explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(links))
 
@@ -615,7 +616,7 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # | | how to ask for it | what it does |
 # |---|---|---|
 # | Megatron-LM | `--context-parallel-size 4` | zig-zag; `--cp-comm-type p2p` is the ring, `a2a` Ulysses, `all_gather` gathers keys and values, `a2a+p2p` both on two levels |
-# | torchtitan | `parallelism.context_parallel_degree` | PyTorch's own, below; in 2025 also `parallelism.context_parallel_rotate_method` |
+# | torchtitan 0.2.2 | `parallelism.context_parallel_degree` | PyTorch's own, below; `parallelism.context_parallel_rotate_method`, which 0.3 has no more |
 # | PyTorch | `with context_parallel(mesh, buffers=[…], buffer_seq_dims=[…]):` from `torch.distributed.tensor.experimental` | cuts the buffers (give it the RoPE tables, too) and replaces `scaled_dot_product_attention`; a CUDA device only |
 # | DeepSpeed | `DistributedAttention` around the attention of the model | Ulysses |
 #
@@ -648,18 +649,18 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 #
 # > - Queries stay, keys and values go round, results are merged by their log-sum-exps: exact attention over keys that are never in one place.
 # > - A ring sends keys and values N − 1 times. Backward they go again, with fp32 sums of their gradients: three times the bytes in bf16.
-# >   <!-- claim: (lambda x: x["ring backward"] / x["ring forward"])(context_parallel.sent(config.ModelConfig.named("llama-3.1-8b"), 8, micro_batch=1, itemsize=2, rank=0).by("name")) == 3 -->
+# >   <!-- claim: (lambda x: x["ring backward"] / x["ring forward"])(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention="ring"), config.Mesh(cp=8)).by("name")) == 3 -->
 # > - Contiguous chunks give the last rank (2N − 1)/N times the average, 1.75 on four ranks. The zig-zag gives all the same, step by step.
 # >   <!-- claim: (lambda x: round(x.work(3) / (x.s * (x.s + 1) / 8), 3))(context_parallel.layout(131072, 4, "contiguous")) == 1.75 -->
 # >   <!-- claim: len({context_parallel.layout(131072, 4).work(rank) for rank in range(4)}) == 1 -->
-# > - Tokens per rank decide whether the forward ring hides: e·(g/a)·F/bw of them, 3,958 at 50 GB/s for Llama-3.1-8B on H100s at 40 % of their peak, 440 on NVLink.
-# >   <!-- claim: [round(context_parallel.least_tokens(0.4 * config.Hardware.named("H100").flops["bf16"], bw, groups=8 / 32)) for bw in (50e9, 450e9)] == [3958, 440] -->
+# > - Tokens per rank decide whether the forward ring hides: e·(g/a)·F/bw of them, 6,112 at 40 GB/s for Llama-3.1-8B on H100s whose attention reaches 49 % of their peak, 679 on NVLink.
+# >   <!-- claim: (lambda h: [round(context_parallel.least_tokens(h.rate("attention"), link.bandwidth, groups=8 / 32)) for link in (h.network, h.inside)])(config.Hardware.named("H100")) == [6112, 679] -->
 # > - A rank keeps 1/N of the activations: 61.5 GB instead of 984 GB for Llama-3.1-8B at 131,072 tokens on 16 ranks.
-# >   <!-- claim: [round(context_parallel.kept_activations(config.ModelConfig.named("llama-3.1-8b"), n, micro_batch=1, how=anatomy.Policy(2, 2, "sdpa")).total / 1e9, k) for n, k in ((16, 1), (1, None))] == [61.5, 984] -->
+# >   <!-- claim: [round(predict.activations(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention="ring"), config.Mesh(cp=n)).total / 1e9, k) for n, k in ((16, 1), (1, None))] == [61.5, 984] -->
 # > - Positions and the number of targets are those of the whole sequence: each target weighs alike on all cp ranks. Gradients are averaged over ("dp", "cp").
 # > - Ulysses trades tokens for heads, and has no more ranks than heads. On 8 ranks of Llama-3.1-8B a ring sends 1.6 times as much forward and 3.2 times as much in a training step, but can hide it.
-# >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(context_parallel.sent(config.ModelConfig.named("llama-3.1-8b"), 8, micro_batch=1, attention=way, rank=0).only(name=name).total for way, name in (("ring", "ring forward"), ("ulysses", "all_to_all forward")))) == 1.6 -->
-# >   <!-- claim: round((lambda ring, ulysses: ring / ulysses)(*(context_parallel.sent(config.ModelConfig.named("llama-3.1-8b"), 8, micro_batch=1, itemsize=2, attention=way, rank=0).total for way in ("ring", "ulysses"))), 1) == 3.2 -->
+# >   <!-- claim: (lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(name=name).total for way, name in (("ring", "ring forward"), ("ulysses", "all_to_all forward")))) == 1.6 -->
+# >   <!-- claim: round((lambda ring, ulysses: ring / ulysses)(*(predict.sent(config.ModelConfig.named("llama-3.1-8b"), config.TrainConfig(micro_batch=1, global_batch=1, attention=way), config.Mesh(cp=8)).only(axis="cp").total for way in ("ring", "ulysses"))), 1) == 3.2 -->
 #
 # Next: [lab 12](12_expert_parallel.ipynb) shares out the experts of a layer.
 
@@ -671,4 +672,4 @@ explore(knobs, tokens_per_rank=lengths, ranks=[4, 8], layout=kinds, link=list(li
 # - W. Brandon et al., *Striped attention: faster ring attention for causal transformers*, arXiv:2311.09431 (2023): the first balanced ring.
 # - Llama team, *The Llama 3 herd of models*, arXiv:2407.21783 (2024): section 3.3.2, an all-gather of keys over 16 ranks; 2·CP chunks, as here.
 # - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): context parallelism and the zig-zag.
-# - PyTorch 2.13, `torch.distributed.tensor.experimental`, source of its ring attention; Megatron-LM, argument list; torchtitan, job configuration: as of 2025.
+# - PyTorch 2.13, `torch.distributed.tensor.experimental`, source of its ring attention; Megatron-LM, argument list; as of 2025; torchtitan 0.2.2, `torchtitan/config/job_config.py`.

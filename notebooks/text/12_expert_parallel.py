@@ -22,8 +22,9 @@ from dataclasses import replace
 
 import torch
 
-from labutils import anatomy, expert_parallel, measure
-from labutils.config import Hardware, Link, Mesh, ModelConfig
+from labutils import anatomy, expert_parallel, measure, step
+from labutils import predict as formulas
+from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
 from labutils.teach import plots, rigs
@@ -98,7 +99,7 @@ hint("expert_parallel/route", 1)
 show(expert_parallel.route)
 
 # %% [markdown]
-# The router learns only through the weights: choosing has no gradient. With k = 1 a renormalized weight is 1, whatever the scores are:
+# From the model's loss the router learns only through the weights: choosing has no gradient. With k = 1 a renormalized weight is 1, whatever the scores are:
 
 # %%
 for k in (1, 2):
@@ -214,9 +215,8 @@ compare(ranks, whole)
 
 # %%
 ranks = three.run(spread, steps=1)
-routed = expert_parallel.sent(
-    config, 3, micro_batch=4, counts=[[rank[-1] for rank in ranks]], itemsize=8
-)
+visits = [rank[-1] for rank in ranks]
+routed = expert_parallel.routed_sent(config, [visits], itemsize=8)
 told = Ledger(line for line in three.ledger if line.axis == "ep")
 routed.only(rank=0).diff(told.only(rank=0))
 
@@ -260,28 +260,25 @@ compare(World(mesh).run(spread), whole)
 # %% [markdown]
 # ### Further: what does a rank hold?
 #
-# > Mixtral in bf16 with AdamW in bf16, eight bytes per parameter: 374 GB. On 8 ranks each has one expert per layer and holds 58 GB. What does a rank hold on 64 ranks, in blocks of eight?
+# > Mixtral in bf16 with fp32 masters, 16 bytes per parameter (lab 02): 747 GB. On 8 ranks each has one expert per layer and holds 116 GB. What does a rank hold on 64 ranks, in blocks of eight?
 
 # %%
-predict("mixtral/64-ranks", GB=7.3)
+predict("mixtral/64-ranks", GB=14.5)
 
 # %% [markdown]
-# A dry run of rank 43 of 64: all 32 layers, 4,096 tokens, one training step by the lab's own code. Where tokens go depends on data that a dry run doesn't have, so you state an assumption: `balanced`, each expert gets
+# A dry run of rank 43 of 64: all 32 layers, 4,096 tokens, one training step, as `step.build` puts it together (lab 11). Where tokens go depends on data that a dry run doesn't have, so you state an assumption: `balanced`, each expert gets
 # equally many.
 
 # %%
 cluster, full = Mesh(dp=64, ep=8), replace(mixtral, seq_len=4096)
+masters = TrainConfig(micro_batch=1, global_batch=64, attention="sdpa")
 
 
 def full_step(rank):
-    net = GPT(full, attention="sdpa").to(torch.bfloat16)
-    expert_parallel.spread_experts(net, rank.comm("ep"))
-    optimizer = torch.optim.AdamW(net.parameters(), foreach=True)
+    mine = step.build(full, masters, rank.mesh)(rank)
     tokens = torch.zeros(1, 4096, dtype=torch.long)
-    net.loss(tokens, tokens).backward()
-    expert_parallel.reduce_gradients(net, rank.comm("dp"), rank.comm("edp"))
-    optimizer.step()
-    return measure.model_states(net, optimizer)
+    mine([(tokens, tokens)])
+    return measure.model_states(mine.stages, *mine.inner)
 
 
 assume = expert_parallel.balanced(full, tokens=4096)
@@ -292,16 +289,14 @@ with World(cluster, engine="dry", assume=assume) as dry:
 reveal("mixtral/64-ranks", GB=round(held.total / 1e9, 1))
 
 # %%
-expert_parallel.model_states(full, ep=8, itemsize=2).diff(held)
+formulas.states(full, masters, cluster, rank=43).diff(held)
 
 # %% [markdown]
-# The same 58 GB: more blocks are more copies. ZeRO (lab 09) could divide further, by 64 what all ranks hold and by 8 an expert. And this is what rank 43 sends in one step:
+# The same 116 GB: more blocks are more copies. ZeRO (lab 09) could divide further, by 64 what all ranks hold and by 8 an expert. And this is what rank 43 sends in one step:
 
 # %%
-predicted = expert_parallel.sent(full, 8, micro_batch=1, itemsize=2, rank=43 % 8)
-predicted = Ledger(replace(line, rank=43) for line in predicted)
-predicted += expert_parallel.reducing_sent(full, cluster, 43, itemsize=2)
-predicted.diff(Ledger(line for line in dry.ledger if line.name != "broadcast"))
+in_a_step = Ledger(line for line in dry.ledger if line.name != "broadcast")
+formulas.sent(full, masters, cluster, rank=43).diff(in_a_step)
 
 # %% [markdown]
 # ## What if all tokens want the same expert?
@@ -346,7 +341,7 @@ names = [*(f"word {i}" for i in range(5)), "11 others"]
 plots.visits([*by_word[:5], rare], names=names)
 
 # %% [markdown]
-# Most words have two or three experts, wherever they stand, and the rare words go where frequent ones go. Two experts of eight learn next to nothing.
+# Most words have two or three experts, wherever they stand, and the rare words go where frequent ones go. In this run two experts of eight learn next to nothing.
 
 # %% [markdown]
 # **A balance loss** is added to the loss, times α:
@@ -407,7 +402,7 @@ for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for no
 # %% [markdown]
 # ## Further: when does the all-to-all dominate?
 #
-# > An H100 has 989 TFLOP/s in bf16. Between nodes it sends 50 GB/s (InfiniBand at 400 Gbit/s). An expert is three matrices of h × f (SwiGLU). From which width f on does it compute as long as its rows travel one way?
+# > The products of an H100 reach 601 TFLOP/s in bf16, 61 % of the peak, and between nodes it sends 40 GB/s, 80 % of InfiniBand's 400 Gbit/s (lab 09). An expert is three matrices of h × f (SwiGLU). From which width f on does it compute as long as its rows travel one way?
 
 # %%
 predict("all-to-all/width", f=1000)
@@ -420,8 +415,8 @@ predict("all-to-all/width", f=1000)
 # The width h, the tokens, k and E have all gone (and (N_e − 1)/N_e is taken as 1). What counts is how *wide* an expert is, against FLOPs per byte.
 
 # %%
-flops = Hardware.named("H100").flops["bf16"]
-NVLINK, NODES = Link(5e-6, 450e9), Link(10e-6, 50e9)
+h100 = Hardware.named("H100")
+flops, NVLINK, NODES = h100.rate(), h100.inside, h100.network
 even = {link: flops / (3 * link.bandwidth) for link in (NVLINK, NODES)}
 reveal("all-to-all/width", f=round(even[NODES]))
 
@@ -430,8 +425,8 @@ print(f"NVLink: {even[NVLINK]:.0f}; Mixtral's experts: 14336, DeepSeek-V3's: 204
 
 
 # %% [markdown]
-# Mixtral's experts are wide enough for both links, DeepSeek-V3's for NVLink alone: between nodes each of their all-to-alls would take 3.2 times as long as the experts, at the peak of the data sheet.
-#   <!-- claim: round(config.Hardware.named("H100").flops["bf16"] / (3 * 50e9) / 2048, 1) == 3.2 -->
+# Mixtral's experts are wide enough for both links, DeepSeek-V3's for NVLink alone: between nodes each of their all-to-alls would take 2.4 times as long as the experts.
+#   <!-- claim: (lambda h: round(h.rate() / (3 * h.network.bandwidth) / 2048, 1))(config.Hardware.named("H100")) == 2.4 -->
 #
 # **Is that so?** DeepSeek-V3 was trained across nodes, and its report gives a ratio of computing to communicating of about 1 : 1 (section 3.2.1). One by one, what the report does otherwise:
 
@@ -441,23 +436,25 @@ each = {n: x / 58 for n, x in anatomy.token_flops(v3).items() if "sparse" in n}
 experts = sum(x for n, x in each.items() if "experts" in n)
 scores = sum(x for n, x in each.items() if n.endswith(("attention", "weighted"))) / 2
 products = sum(each.values()) - 2 * scores  # all matrices; half of the scores is masked
-row, bw = v3.d_model, NODES.bandwidth
+row, bw, scoring = v3.d_model, NODES.bandwidth, scores / h100.rate("attention")
 steps = {
     "experts, 8 rows there and back": (experts / flops, 8 * 4 * row),
     "a row to each of 4 nodes at most": (experts / flops, 4 * 4 * row),
     "there in 8 bits, back in 16": (experts / flops, 4 * 3 * row),
-    "the whole layer computes": ((products + scores) / flops, 4 * 3 * row),
-    "products in 8 bits": ((products / 2 + scores) / flops, 4 * 3 * row),
-    "at 40 % of the peak": ((products / 2 + scores) / flops / 0.4, 4 * 3 * row),
+    "the whole layer computes": (products / flops + scoring, 4 * 3 * row),
+    "products in 8 bits, twice as fast": (products / 2 / flops + scoring, 4 * 3 * row),
 }
 for what, (seconds, nbytes) in steps.items():
     print(f"{what:34} {seconds / (nbytes / bw):.2f} : 1")
+seconds = 4 * 3 * row / bw - scoring
+print(f"1 : 1 at {products / 2 / seconds / h100.flops['bf16']:.0%} of the 8-bit peak")
 
 # %% [markdown]
-# The model comes to the published ratio, with one number that is assumed: 40 % of the peak. So an H100 cannot run that layer across nodes without losing half of the time, unless something else is computed meanwhile. That is what DualPipe is for (lab 13b).
+# Each step but the last brings the model nearer to the published ratio. With products in 8 bits it comes to less, if they reach the same share of their peak as those in bf16. That is assumed; at about half of that share the ratio is 1 : 1.
+# Either way an H100 loses half of the time or more on such a layer across nodes, unless something else is computed meanwhile. That is what DualPipe is for (lab 13b).
 
 # %% [markdown]
-# The forward pass of one layer of Mixtral on eight ranks, 4,096 tokens each, at the peaks of the data sheet. "In halves" sends
+# The forward pass of one layer of Mixtral on eight of those H100s, 4,096 tokens each. "In halves" sends
 # one half of the tokens while the other is computed:
 
 
@@ -480,7 +477,7 @@ plots.overlap(
     between_nodes_in_halves=two(layer(NODES, chunks=2)),
     narrow_experts_between_nodes_in_halves=two(layer(NODES, f=2048, chunks=2)),
     per="layer",
-    title="In halves, wide experts hide half of what travels, narrow ones a sixth",
+    title="In halves, wide experts hide half of what travels, narrow ones a fifth",
 )
 
 # %% [markdown]
@@ -516,10 +513,10 @@ plots.overlap(
 
 
 # %%
-def knobs(expert_width=2048, GBps=50, chunks=2, busiest=1.0):
+def knobs(expert_width=2048, GBps=40, chunks=2, busiest=1.0):
     most = round(1024 * busiest)
     counts = [[most, *[(8192 - most) // 7] * 7]] * 8
-    timeline = layer(Link(10e-6, GBps * 1e9), expert_width, counts, chunks)
+    timeline = layer(Link(5e-6, GBps * 1e9), expert_width, counts, chunks)
     return plots.overlap(per="layer", forward=two(timeline))
 
 
@@ -527,7 +524,7 @@ explore(
     knobs,
     states=48,
     expert_width=[1024, 2048, 4096, 14336],
-    GBps=[50, 450],
+    GBps=[40, 360],
     chunks=[1, 2, 4],
     busiest=[1.0, 3.0],
 )
@@ -590,7 +587,7 @@ hint("expert_parallel/bug-hunt", 1)
 # Megatron-LM counts capacity per rank, as here, and advises to keep the ranks of EP and TP inside one NVLink domain. For a from-scratch run it warns of running out of memory in the first 100 to 300 steps, when routing is most uneven.
 # Its shared experts are replicated over the ranks of EP, and can compute while tokens travel.
 #
-# torchtitan has `parallelism.expert_parallel_degree`. As here, it takes no ranks of its own: it cuts those of FSDP, context and tensor parallelism into blocks.
+# torchtitan 0.2.2 has `parallelism.expert_parallel_degree`. As here, it takes no ranks of its own: it cuts those of FSDP, context and, where `parallelism.expert_tensor_parallel_degree` is 1, tensor parallelism into blocks.
 #
 # DeepSeek-V3 does send tokens between nodes, to at most four: a row crosses to a node once and spreads there over NVLink, 3.2 times as fast (160 against 50 GB/s).
 
@@ -618,11 +615,11 @@ hint("expert_parallel/bug-hunt", 1)
 # >   <!-- claim: [len(config.Mesh(dp=64, ep=8).group(43, axis)) for axis in ("edp", "dp")] == [8, 64] -->
 # > - Experts are unevenly busy where words are unevenly frequent and nothing in the loss asks for balance: here 2.4 times the mean, 1.5 with equally frequent words, 1.3 with a balance loss of α = 0.1.
 # >   <!-- claim: claims.busiest_experts() == (2.4, 1.5, 1.3) -->
-# > - Expert parallelism divides experts by N_e, and nothing else: Mixtral in bf16 holds 58 GB per rank in blocks of 8, on 8 ranks and on 64.
-# >   <!-- claim: round(expert_parallel.model_states(config.ModelConfig.named("mixtral-8x7b"), 8, itemsize=2).total / 1e9) == 58 -->
+# > - Expert parallelism divides experts by N_e, and nothing else: Mixtral in bf16 with fp32 masters holds 116 GB per rank in blocks of 8, on 8 ranks and on 64.
+# >   <!-- claim: [round(predict.states(config.ModelConfig.named("mixtral-8x7b"), config.TrainConfig(micro_batch=1, global_batch=n), config.Mesh(dp=n, ep=8)).total / 1e9) for n in (8, 64)] == [116, 116] -->
 # > - Choosing has no gradient. The router learns through weights, and from a balance loss through P.
-# > - Experts compute as long as their rows travel one way if f = FLOPS/(3·bw): 733 on an H100's NVLink, 6,596 between nodes.
-# >   <!-- claim: [round(config.Hardware.named("H100").flops["bf16"] / (3 * bw)) for bw in (450e9, 50e9)] == [733, 6596] -->
+# > - Experts compute as long as their rows travel one way if f = FLOP/s/(3·bw): 557 on an H100's NVLink, 5,010 between nodes.
+# >   <!-- claim: (lambda h: [round(h.rate() / (3 * link.bandwidth)) for link in (h.inside, h.network)])(config.Hardware.named("H100")) == [557, 5010] -->
 # > - A layer is as slow as its busiest rank: twice the visits, nearly twice the time.
 #
 # Next: [lab 13a](13a_pipelines.ipynb) cuts the model between its layers.
@@ -637,4 +634,4 @@ hint("expert_parallel/bug-hunt", 1)
 # - DeepSeek-AI, *DeepSeek-V3 technical report*, arXiv:2412.19437 (2024): sigmoid scores, the bias, at most four nodes (section 3.2.2).
 # - L. Wang et al., *Auxiliary-loss-free load balancing strategy for mixture-of-experts*, arXiv:2408.15664 (2024).
 # - N. Tazi et al., *The Ultra-Scale Playbook*, Hugging Face (2025): expert parallelism.
-# - Megatron-LM, `megatron/core/transformer/moe/README.md`, 2025; torchtitan, `torchtitan/config/parallelism.py`, 2026.
+# - Megatron-LM, `megatron/core/transformer/moe/README.md`, 2025; torchtitan 0.2.2, `torchtitan/config/job_config.py`.

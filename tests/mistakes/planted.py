@@ -284,11 +284,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("module.head.weight = module.tokens.weight", "pass"),
         ("shared = n % model.num_kv_heads == 0", "shared = False"),
     ],
-    ("tensor_parallel/predict", "test_tensor_parallel"): [
-        ("each, width = 2 * L + ends,", "each, width = 2 * L,"),
-        ("max(4, itemsize)", "itemsize"),
-        ('("all_gather backward", stream, 2 * each, n)', '("all_gather backward", stream, each, n)'),
-        ("nbytes //= n if sequence and not divided else 1", "nbytes //= n if sequence else 1"),
+    ("tensor_parallel/shares", "test_tensor_parallel"): [
         ('else "s" * sequence', 'else "s"'),
     ],
     ("tensor_parallel/clock", "test_tensor_parallel"): [
@@ -519,13 +515,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("else self.positions(at))", "else self.positions.weight[: len(at)])"),
         ("self.picked = self.cos, self.cos[at], self.sin[at]", "self.picked = self.cos, self.cos[: len(at)], self.sin[: len(at)]"),
     ],
-    ("context_parallel/predict", "test_context_parallel"): [
-        ("times = (n - 1) * L", "times = n * L"),
-        ("2 * g * rows * wide", "2 * g * rows * itemsize"),
-        ("kv_heads(a, g, n)) * rows", "g) * rows"),
-        ("s * model.d_head * how.compute", "model.seq_len * model.d_head * how.compute"),
-        ("nbytes *= copies if", "nbytes *= 1 if"),
-    ],
     ("context_parallel/time", "test_context_parallel"): [
         ("(*begun[i], *begun[(i + 1) % n])", "begun[i]"),
         ("enumerate(begun if overlap else arrived)", "enumerate(arrived)"),
@@ -576,14 +565,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("expert_parallel.update_bias(model, rank.comm(\"dp\"), rate)", "pass"),
         ("(loss + alpha * expert_parallel.auxiliary_loss(model))", "loss"),
     ],
-    ("expert_parallel/predict", "test_expert_parallel"): [
-        ("(model.d_head // 2) * width", "(model.d_head // 2) * 4"),
+    ("expert_parallel/routed", "test_expert_parallel"): [
         ("back = sum(sum(table[j][mine]) for j in others)", "back = there"),
         ('("combine backward", there)', '("combine backward", back)'),
         ("INDEX * E * (n - 1)", "INDEX * E * n"),
-        ('axis = "edp" if "experts" in name else "dp"', 'axis = "dp"'),
-        ("Ψ = anatomy.num_params(model, ep=units.whole(ep, \"ep\", 1))", "Ψ = model.num_params"),
-        ("4 * len(_held(model, ep))", "4 * anatomy.num_tensors(model)"),
         ("moved = [max(sum(table[i]), came[i]) - own[i] for i in range(n)]", "moved = [sum(table[i]) - own[i] for i in range(n)]"),
         ('travel(f"combine {chunk}", done)', 'travel(f"combine {chunk}", done[:1])'),
         ("arrived)\n", "())\n"),
@@ -789,6 +774,16 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("part.padded * width if own else 0", "own * width"),
         ("STEP * tensors", "STEP"),
         ("width = max(4, here.stream) if here.train.zero == 3 else here.stream", "width = here.stream"),
+    ],
+    ("predict/kept", "test_context_parallel"): [
+        ("places = INDEX * local.seq_len", "places = 0"),
+        ("here.model.seq_len // here.mesh.cp * here.model.d_head", "here.model.seq_len * here.model.d_head"),
+    ],
+    ("predict/traffic", "test_context_parallel test_tensor_parallel"): [
+        ("wide = max(4, here.compute)\n            yield Call(\"ring backward\"", "wide = here.compute\n            yield Call(\"ring backward\""),
+        ("both = a + 2 * context_parallel.kv_heads(a, g, c)", "both = a + 2 * g"),
+        ("_learning(here, stage) + stage.heads)", "_learning(here, stage))"),
+        ("kept = 0 if eight or train.adapters else halves", "kept = 0"),
     ],
     ("predict/kept", "test_predict"): [
         ('not set(tensor.dims) & set(anatomy.SPLITS["tp"])', "True"),

@@ -11,7 +11,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from labutils.config import DATA, ModelConfig
+from labutils import anatomy, lora, predict
+from labutils.config import DATA, Adapters, ModelConfig, TrainConfig
+from labutils.ledger import Ledger, Line
+from labutils.lora.predict import Pattern
 from labutils.model import GPT
 from labutils.teach.rigs.scaling import mean
 
@@ -23,6 +26,47 @@ ADDER = ModelConfig(
 ANSWER = 3  # digits of a sum, the least significant one first, as they are carried
 HELD_OUT = 512
 _WARM_UP, _BETAS = 20, (0.9, 0.99)
+
+
+def plan(
+    rank: int, frozen: str = "bf16", pattern: Pattern = "*", batch: int = 1
+) -> TrainConfig:
+    """A step of LoRA with so many rows on one device, over weights that are frozen in "fp32",
+    "bf16", or "nf4" (QLoRA), where what is no linear layer of a block is in bf16."""
+    base, precision = "nf4" if frozen == "nf4" else "", "fp32" if frozen == "fp32" else "bf16"
+    adapters = Adapters(rank=rank, alpha=rank, pattern=pattern, base=base)
+    return TrainConfig(
+        micro_batch=batch, global_batch=batch, precision=precision, attention="sdpa",
+        adapters=adapters,
+    )  # fmt: skip
+
+
+def at_the_loss(
+    model: ModelConfig,
+    *,
+    rank: int,
+    batch: int = 1,
+    pattern: Pattern = "*",
+    frozen: str = "bf16",
+) -> Ledger:
+    """Bytes alive when the logits have their gradient, where the backward pass begins: with as many
+    words as today's models have, the fullest moment of a step.
+
+    Of a step `loss(x, y).backward(); step(); zero_grad()` that is not the first.
+    """
+    kept = lora.saved(model, batch=batch, rank=rank, pattern=pattern, frozen=frozen)
+    width, tokens = 4 if frozen == "fp32" else 2, batch * model.seq_len
+    logits = tokens * model.vocab_size * width
+    states = predict.states(model, plan(rank, frozen, pattern, batch))
+    lines = [line for line in states if line.component != "gradients"]
+    for name, nbytes in {
+        "gradients of log-probabilities and logits, sbv each": 2 * logits,
+        "token numbers, sb": tokens * anatomy.INDEX,
+        "the loss and its gradient": 2 * width,
+    }.items():
+        lines.append(Line(name, nbytes, component="buffers"))
+    gone = "number of targets"  # the mean has had its gradient
+    return Ledger([*lines, *(line for line in kept if line.note != gone)])
 
 
 def sums(base: int) -> tuple[Int[Tensor, "n s"], Int[Tensor, "n s"]]:

@@ -1,16 +1,14 @@
 """The three results that a tensor-parallel step owes, each against its formula: equal to the plain
 model, bytes sent, bytes kept; and what one rank keeps at full size."""
 
-import functools
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from labutils import anatomy, measure, tensor_parallel, units
-from labutils.config import Mesh, ModelConfig
-from labutils.ledger import Ledger
+from labutils import data_parallel, measure, predict, tensor_parallel, units
+from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils.ledger import Ledger, Line
 from labutils.model import GPT
 from labutils.world import Rank, World
 
@@ -22,8 +20,8 @@ class Compared:
     """What three steps left: a row of a table, under `HEAD`.
 
     sent, kept: bytes of rank 0, in one step in float64, and for the backward pass of one in fp32
-    sent_unexplained: bytes between all that the ranks sent and `sent`
-    kept_unexplained: bytes between all that the ranks kept and `kept_activations`
+    sent_unexplained: bytes between all that the ranks sent and `predict.sent`, after the start
+    kept_unexplained: bytes between all that the ranks kept and `predict.activations`
     """
 
     ranks: int
@@ -102,33 +100,42 @@ def compared(world: World, config: ModelConfig, sequence: bool = False) -> Compa
     losses, whole = _train(GPT(config, generator=torch.Generator().manual_seed(0)).double())
     runs, n = world.run(_split, config, sequence), world.size
     books = world.ledger
-    how: dict[str, Any] = dict(micro_batch=_BATCH, sequence=sequence)
+    fp64 = TrainConfig(micro_batch=_BATCH, global_batch=_BATCH, precision="fp64", sequence=sequence)
     pairs = list(zip(runs, world.run(_shares, config, whole), strict=True))
     equal = all(
         torch.allclose(torch.tensor(its_losses), torch.tensor(losses), rtol=0, atol=1e-10)
         and all(torch.allclose(found[at], share[at], rtol=0, atol=1e-10) for at in share)
         for (its_losses, found), share in pairs
     )
-    step = functools.partial(tensor_parallel.sent, config, n, **how, itemsize=8)
-    predicted = step().scaled(_STEPS) + step(start=True).only(name="broadcast")
+    step = [predict.sent(config, fp64, world.mesh, rank) for rank in range(n)]
+    parameters = nn.ParameterList(GPT(config).double().parameters())
+    start = data_parallel.bytes_to_start(parameters, n)
+    predicted = [line for each in step for line in each.scaled(_STEPS)]
+    predicted += (replace(line, axis="tp") for line in start)
     kept = world.run(_keep, config, _BATCH, sequence)
-    expected = tensor_parallel.kept_activations(config, n, **how)
+    expected = _kept(config, replace(fp64, precision="fp32"), n)
     return Compared(
         ranks=n,
         sequence=sequence,
         equal=equal,
-        sent=step(rank=0).total,
-        sent_unexplained=predicted.diff(books).unexplained,
+        sent=step[0].total,
+        sent_unexplained=Ledger(predicted).diff(books).unexplained,
         kept=kept[0].total,
         kept_unexplained=sum(expected.diff(each).unexplained for each in kept),
     )
+
+
+def _kept(config: ModelConfig, train: TrainConfig, n: int) -> Ledger:
+    """What a rank keeps by formula, and the targets; of these a step has their number beside."""
+    targets = Line("outside", 8 * (train.micro_batch * config.seq_len - 1), "activations")
+    return predict.activations(config, train, Mesh(tp=n)) + Ledger([targets])
 
 
 def at_full_size(
     config: ModelConfig, n: int, rank: int, *, micro_batch: int
 ) -> tuple[Ledger, int, float]:
     """What a rank keeps of a forward pass in bf16 under sequence parallelism, by a dry run; the
-    bytes of it that `kept_activations` leaves unexplained; and the bytes of each layer as
+    bytes of it that `predict.activations` leaves unexplained; and the bytes of each layer as
     Korthikanti et al. count: a mask in one byte, where PyTorch's CPU has two, and no statistics of
     norms.
 
@@ -136,9 +143,8 @@ def at_full_size(
     """
     with World(Mesh(tp=n), engine="dry") as alone:
         dry = alone.run(_keep, config, micro_batch, True, torch.bfloat16, rank=rank)
-    formula = tensor_parallel.kept_activations(
-        config, n, micro_batch=micro_batch, sequence=True, how=anatomy.Policy(2, 2)
-    )
+    bf16 = TrainConfig(micro_batch=micro_batch, global_batch=micro_batch, sequence=True)
+    formula = _kept(config, bf16, n)
     counted = 0.0
     for line in formula:
         if line.name.startswith("blocks.") and "1/σ" not in line.note:

@@ -1,12 +1,10 @@
-"""What expert parallelism sends and holds, from the sizes and from how many tokens go where."""
+"""What expert parallelism sends, and how long a layer takes, from how many tokens go where."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 
-from labutils import anatomy, collectives, units
+from labutils import anatomy, units
 from labutils.clock import Played, Task, play
-from labutils.config import MOMENTS, Link, Mesh, ModelConfig
+from labutils.config import Link, ModelConfig
 from labutils.ledger import Ledger, Line
 
 INDEX = 8  # bytes of an int64
@@ -29,38 +27,30 @@ def balanced(model: ModelConfig, tokens: int) -> dict[type, int]:
     return {int: visits // model.num_experts}
 
 
-def sent(
-    model: ModelConfig,
-    n: int,
-    *,
-    micro_batch: int,
-    counts: Sequence[Counts] | None = None,
-    itemsize: int = 4,
-    rank: int | None = None,
+def routed_sent(
+    model: ModelConfig, counts: Sequence[Counts], *, itemsize: int = 4, rank: int | None = None
 ) -> Ledger:
-    """Bytes that each of n ranks sends in the forward and backward pass of its micro-batch.
+    """Bytes that each of n ranks sends of tokens and their gradients in the forward and backward
+    pass of a micro-batch, when routing is known; where it is even, see `predict.sent`.
 
     Of a layer, tokens travel four times: to experts and back, and so do their gradients. Each time
-    a rank keeps those for its own experts. With balanced routing that is (N_e − 1)/N_e · k·b·s·h
-    numbers, of which the k·b·s is what routing decides.
+    a rank keeps those for its own experts.
 
-    counts: of each layer, of each rank, the visits to each expert; balanced unless given
+    counts: of each layer, of each of n ranks, the visits to each expert
     itemsize: bytes of an element of what travels
     rank: the only one that is asked for; all unless given
 
-    >>> model = replace(ModelConfig.named("mixtral-8x7b"), num_layers=1, seq_len=4096)
-    >>> one = sent(model, 8, micro_batch=1, itemsize=2, rank=0)
-    >>> one.total - one.by("name")["counts"] == 4 * 7 * 2 * 4096 // 8 * model.d_model * 2
+    >>> from dataclasses import replace
+    >>> model = replace(ModelConfig.named("mixtral-8x7b"), num_layers=1)
+    >>> one = routed_sent(model, [[[1024] * 8] * 8], itemsize=2, rank=0)
+    >>> one.total - one.by("name")["counts"] == 4 * 7 * 1024 * model.d_model * 2
     True
+
+    Raises ValueError where the number of ranks does not divide the experts.
     """
     units.whole(itemsize, "itemsize", 1)
-    E = anatomy.letters(model, ep=units.whole(n, "n", 1))[
-        "E"
-    ]  # of a rank; or an error that says what does not fit
-    if counts is None:
-        (each,) = balanced(model, micro_batch * model.seq_len).values()
-        row = [each] * model.num_experts
-        counts = [[row] * n] * model.num_layers
+    n = len(counts[0])
+    E = anatomy.letters(model, ep=n)["E"]  # of a rank; or an error that says what does not fit
     lines = []
     for i in range(n) if rank is None else (rank,):
         others, mine = set(range(n)) - {i}, slice(i * E, (i + 1) * E)
@@ -73,46 +63,6 @@ def sent(
             for name, amount in (("counts", INDEX * E * (n - 1)), *amounts):
                 lines.append(Line(name, amount, axis="ep", rank=i, count=n - 1))
     return Ledger(line for line in lines if line.count).merged()
-
-
-def reducing_sent(model: ModelConfig, mesh: Mesh, rank: int, *, itemsize: int = 4) -> Ledger:
-    """Bytes that a rank sends in `reduce_gradients`: a ring over N_d ranks for each tensor that all
-    hold, over N_d/N_e for each of its experts'."""
-    lines = []
-    for name, shape in _held(model, mesh.ep).items():
-        axis = "edp" if "experts" in name else "dp"
-        group = mesh.ranks(rank, axis)
-        nbytes = math.prod(shape) * itemsize
-        of = collectives.sent(
-            "all_reduce_ring", nbytes=nbytes, n=len(group), itemsize=itemsize, axis=axis,
-            rank=group.index(rank),
-        )  # fmt: skip
-        for line in of:
-            lines.append(replace(line, name="gradients", rank=rank))
-    return Ledger(lines).merged()
-
-
-def model_states(model: ModelConfig, ep: int, *, itemsize: int = 4) -> Ledger:
-    """Bytes of weights, gradients and Adam's state on each rank, under the names of
-    `measure.model_states`: those of Ψ less the experts of others, E·(1 − 1/N_e) of each layer.
-
-    That is the same whatever N_d is: data parallelism copies what a rank holds. Only the optimizer
-    state and gradients that ZeRO shares out become fewer with N_d, and then an expert's over
-    N_d/N_e ranks: as many bytes for each rank as if all N_d shared it out.
-
-    >>> model = ModelConfig.named("mixtral-8x7b")
-    >>> [round(model_states(model, ep).total / 1e9) for ep in (1, 2, 4, 8)]
-    [747, 386, 206, 116]
-    """
-    Ψ = anatomy.num_params(model, ep=units.whole(ep, "ep", 1))
-    width = units.whole(itemsize, "itemsize", 1)
-    states = [("weights", "weights", Ψ * width), ("gradients", "gradients", Ψ * width)]
-    states += [(moment, "optimizer", Ψ * width) for moment in MOMENTS["adamw"]]
-    states.append(("step", "optimizer", 4 * len(_held(model, ep))))  # one of each tensor, in fp32
-    if model.positions == "rope":
-        tables = 2 * model.seq_len * (model.d_head // 2) * width
-        states.append(("buffers", "buffers", tables))
-    return Ledger(Line(name, nbytes, component=component) for name, component, nbytes in states)
 
 
 def routed_timeline(
@@ -134,6 +84,7 @@ def routed_timeline(
     link: between any two of the ranks
     chunks: parts into which each rank cuts its tokens, so that one travels while another computes
 
+    >>> from dataclasses import replace
     >>> model = replace(ModelConfig.named("mixtral-8x7b"), num_layers=1)
     >>> one = routed_timeline(model, [[1024] * 8] * 8, flops=989.4e12, link=Link(0, 450e9))
     >>> round(1e6 * one.makespan), round(1e6 * one.exposed)
@@ -168,14 +119,3 @@ def routed_timeline(
             arrived = travel(f"dispatch {chunk + 1}", ())
         travel(f"combine {chunk}", done)
     return play(tasks)
-
-
-def _held(model: ModelConfig, ep: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the first rank's parameters by name; others' experts have other numbers."""
-    E, shapes = anatomy.letters(model, ep=ep)["E"], anatomy.tensors(model).items()
-    return {name: shape for name, shape in shapes if _expert(name) < E}
-
-
-def _expert(name: str) -> int:
-    """The number of the expert that a parameter belongs to; 0 where it belongs to none."""
-    return int(name.partition("experts.")[2].partition(".")[0] or 0)
