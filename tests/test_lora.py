@@ -317,7 +317,7 @@ def dry_held(config, frozen, **options):
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_model_states_formula_dry_run_and_measured_agree(config, frozen):
     options = dict(rank=3, pattern=("query", "down"))
-    formula = predict.states(config, rigs.lora.plan(frozen=frozen, **options))
+    formula = predict.states(config, rigs.lora.fine_tuning(frozen=frozen, **options))
     dry, measured = (each(config, frozen, **options) for each in (dry_held, held))
     assert formula.diff(dry).unexplained == 0 == dry.diff(measured).unexplained
 
@@ -408,7 +408,10 @@ def test_the_fullest_moment_at_7b_and_70b(name, frozen):
 
 def test_a_layer_of_a_70b_model_dry_in_nf4():
     llama = replace(ModelConfig.named("llama-2-70b"), num_layers=1)
-    dry, formula = dry_held(llama, "nf4", rank=16), predict.states(llama, rigs.lora.plan(16, "nf4"))
+    dry, formula = (
+        dry_held(llama, "nf4", rank=16),
+        predict.states(llama, rigs.lora.fine_tuning(16, "nf4")),
+    )
     assert formula.diff(dry).unexplained == 0
 
 

@@ -357,25 +357,3 @@ def test_level_2_sends_each_gradient_once_per_backward_pass_of_its_stage(name):
             sent = zero.predict_sent((unit,), DP, 2, itemsize=8, accumulation=passes)
             predicted += sent.only(name="reduce_scatter", rank=rank % DP).total
         assert dry.ledger.only(name="reduce_scatter").total == predicted == real[rank]
-
-
-@pytest.mark.parametrize("name, sequence", [("line", True), ("both ways", True), ("line", False)])
-def test_a_rank_of_tensor_parallelism_sends_its_tokens_and_its_share_of_gradients(name, sequence):
-    """Formula and real run; without sequence parallelism each sends all tokens."""
-    plan, mesh = PLANS[name], Mesh(pp=2, tp=2)
-    config = sized(plan, True)
-
-    def program(rank):
-        model = GPT(config).double()
-        tensor_parallel.parallelize(model, rank.comm("tp"), sequence)
-        stages = pipeline.split(model, plan.stages)
-        stages = pipeline.local(stages, plan, rank.comm("pp").rank)
-        loss = functools.partial(tensor_parallel.cross_entropy, comm=rank.comm("tp"))
-        pipeline.run(stages, plan, rank.comm("pp"), batches(plan.micro_batches), loss=loss)
-
-    world = World(mesh)
-    world.run(program)
-    formula = pipeline.sent(plan, config, micro_batch=1, itemsize=8, tp=2, sequence=sequence)
-    for i in range(mesh.size):
-        mine = world.ledger.only(axis="pp", rank=i).by("name")
-        assert mine == formula.only(rank=mesh.coords(i)["pp"]).by("name")

@@ -51,7 +51,7 @@ gpt2 = ModelConfig.named("gpt2")
 plots.tensor_shares(
     n=4,
     rank=1,
-    title="No tensor is cut twice: by width between two lines, with SP by tokens elsewhere",
+    title="No tensor is cut twice: by width between lines, with SP by tokens elsewhere",
     tensor_parallel=tensor_parallel.layer_shares(gpt2),
     with_sequence_parallelism=tensor_parallel.layer_shares(gpt2, sequence=True),
 )
@@ -290,7 +290,8 @@ for t in (1, 2, 4, 8):
 predict("sp/times", times=2)
 
 # %%
-one_layer, four, with_sp = replace(small, num_layers=1), Mesh(tp=4), replace(fp32, sequence=True)
+one_layer, four = replace(small, num_layers=1), Mesh(tp=4)
+with_sp = replace(fp32, sequence=True)
 
 
 def of_a_layer(train):

@@ -3,7 +3,7 @@
 #
 # **A sequence of 131,072 tokens does not fit on one device. Ranks can share out its tokens, but in attention every token meets all that came before it. How do they meet without being in one place?**
 #
-# *80 min, and 30 further · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
+# *85 min, and 30 further · before this: labs 06, 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -429,9 +429,9 @@ print("ranks   1 layer, dry run  unexplained  32 layers by formula")
 for n in (1, 2, 4, 8, 16):
     with World(Mesh(cp=n), engine="dry") as dry:
         kept = dry.run(kept_by, rank=n - 1).total
-    formula, whole = (
-        formulas.activations(model, bf16, Mesh(cp=n), n - 1).total for model in (one, llama)
-    )
+    ring, last = Mesh(cp=n), n - 1
+    formula = formulas.activations(one, bf16, ring, last).total
+    whole = formulas.activations(llama, bf16, ring, last).total
     batch = 2 * 8 * one.seq_len // n  # tokens and targets, which a step has anyway
     print(f"{n:5}  {kept:16,} B  {kept - batch - formula:11}  {units.text(whole):>20}")
 
@@ -526,7 +526,8 @@ reveal("ring/over-ulysses", times=ratio[8])
 big = dataclasses.replace(ModelConfig.named("llama-3.1-405b"), seq_len=131_072)
 alone = context_parallel.layout(big.seq_len, 16).work(0) * 4 * big.d_model / rate
 link, keys = links["between nodes"], 2 * 2 * big.seq_len * big.num_kv_heads * big.d_head
-heads = by_attention("ulysses", 16, big).by("name")["all_to_all forward"] / big.num_layers
+heads = by_attention("ulysses", 16, big).only(name="all_to_all forward").total
+heads /= big.num_layers
 ring = context_parallel.ring_timeline(big, 16, flops=rate, link=link)
 gather = keys * 15 / 16 / link.bandwidth
 print("way          sends      waits  of computing  keys held")

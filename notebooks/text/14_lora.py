@@ -199,7 +199,7 @@ def held(_, **options):  # World.run hands in the rank, which is not needed here
 
 
 # %%
-formula = formulas.states(rigs.lora.ADDER, rigs.lora.plan(rank=4, frozen="fp32"))
+formula = formulas.states(rigs.lora.ADDER, rigs.lora.fine_tuning(rank=4, frozen="fp32"))
 dry = World(Mesh(), engine="dry").run(held)
 formula.diff(dry)
 
@@ -212,7 +212,7 @@ dry.diff(held(None))
 # %%
 llama = ModelConfig.named("llama-2-7b")
 dry = World(Mesh(), engine="dry").run(held, config=llama, r=16, rows=1)
-formulas.states(llama, rigs.lora.plan(rank=16, frozen="fp32")).diff(dry)
+formulas.states(llama, rigs.lora.fine_tuning(rank=16, frozen="fp32")).diff(dry)
 
 # %% [markdown]
 # Usually the frozen weights are in bf16. Full fine-tuning takes 16 bytes for each weight (lab 02).
@@ -223,7 +223,7 @@ formulas.states(llama, rigs.lora.plan(rank=16, frozen="fp32")).diff(dry)
 predict("7b/lora", GB=54)
 
 # %%
-states = formulas.states(llama, rigs.lora.plan(rank=16))
+states = formulas.states(llama, rigs.lora.fine_tuning(rank=16))
 print(f"trained: {lora.trainable(llama, rank=16) / llama.num_params:.2%}")
 reveal("7b/lora", GB=round(states.total / 1e9, 1))
 
@@ -233,12 +233,12 @@ reveal("7b/lora", GB=round(states.total / 1e9, 1))
 # **QLoRA** makes the frozen weights small too. *NF4*, 4-bit NormalFloat, has sixteen values, quantiles of a normal distribution; each block of 64 weights has a scale, and scales are quantized once more in blocks of 256 (*double quantization*). For each product a layer makes its weight whole again, and forgets it (lab 15 builds it). The small GPT over NF4, formula and program, and then Llama-2-7B by the formula:
 
 # %%
-formula = formulas.states(rigs.lora.ADDER, rigs.lora.plan(rank=4, frozen="nf4"))
+formula = formulas.states(rigs.lora.ADDER, rigs.lora.fine_tuning(rank=4, frozen="nf4"))
 formula.diff(held(None, nf4=True))
 
 # %%
 bars = {
-    f"LoRA over {name}": formulas.states(llama, rigs.lora.plan(16, name))
+    f"LoRA over {name}": formulas.states(llama, rigs.lora.fine_tuning(16, name))
     for name in ("bf16", "nf4")
 }
 full = formulas.states(llama, TrainConfig(micro_batch=1, global_batch=1))
@@ -744,7 +744,7 @@ explore(knobs, states=27, model=models, r=[1, 16, 256], tokens=[512, 2048, 4096]
 # > - An adapter has r·(d + k) numbers; on all matrices of Llama-2-7B's layers, at r = 16, that is 0.59 % of the model.
 # >   <!-- claim: (lambda m: round(100 * lora.trainable(m, rank=16) / m.num_params, 2))(config.ModelConfig.named("llama-2-7b")) == 0.59 -->
 # > - It saves gradients and optimizer state: of 107.8 GB of states 14.1 are left, of which 13.5 are the frozen weights. In NF4 with double quantization it is 4.5.
-# >   <!-- claim: (lambda m: [round(x / 1e9, 1) for x in (16 * m.num_params, predict.states(m, rigs.lora.plan(16)).total, lora.frozen_bytes(m, "bf16"), predict.states(m, rigs.lora.plan(16, "nf4")).total)])(config.ModelConfig.named("llama-2-7b")) == [107.8, 14.1, 13.5, 4.5] -->
+# >   <!-- claim: (lambda m: [round(x / 1e9, 1) for x in (16 * m.num_params, predict.states(m, rigs.lora.fine_tuning(16)).total, lora.frozen_bytes(m, "bf16"), predict.states(m, rigs.lora.fine_tuning(16, "nf4")).total)])(config.ModelConfig.named("llama-2-7b")) == [107.8, 14.1, 13.5, 4.5] -->
 # > - It saves few activations: a step of Llama-2-7B with 4,096 tokens takes 28.6 GB over NF4, unless it recomputes. And it saves 28 % of the FLOPs on Llama-2-7B: gradients still flow to the first adapter. Data parallelism reduces the gradients of adapters alone.
 # >   <!-- claim: round(rigs.lora.at_the_loss(config.ModelConfig.named("llama-2-7b"), rank=16, batch=1, frozen="nf4").total / 1e9, 1) == 28.6 -->
 # >   <!-- claim: (lambda m: round(100 - 100 * sum(lora.training_flops(m, rank=16).values()) / m.flops_per_token()))(config.ModelConfig.named("llama-2-7b")) == 28 -->

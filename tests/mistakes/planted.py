@@ -235,10 +235,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('if version < oldest', 'if version < oldest - 1'),
         ('self.optimizer.zero_grad()', 'pass'),
     ],
-    ("pipeline/predict", "test_pipeline_composed"): [
-        ('each //= t if sequence else 1', 'each //= t'),
-        ('anatomy.tensors(model, tp=tp)["tokens.weight"]', 'anatomy.tensors(model)["tokens.weight"]'),
-    ],
     ("pipeline/predict", "test_pipeline"): [
         ('counts = Counter(op.kind for op in ops if reader_of(schedule, op) is not None)', 'counts = Counter(op.kind for op in ops)'),
     ],

@@ -28,7 +28,7 @@ HELD_OUT = 512
 _WARM_UP, _BETAS = 20, (0.9, 0.99)
 
 
-def plan(
+def fine_tuning(
     rank: int, frozen: str = "bf16", pattern: Pattern = "*", batch: int = 1
 ) -> TrainConfig:
     """A step of LoRA with so many rows on one device, over weights that are frozen in "fp32",
@@ -57,7 +57,7 @@ def at_the_loss(
     kept = lora.saved(model, batch=batch, rank=rank, pattern=pattern, frozen=frozen)
     width, tokens = 4 if frozen == "fp32" else 2, batch * model.seq_len
     logits = tokens * model.vocab_size * width
-    states = predict.states(model, plan(rank, frozen, pattern, batch))
+    states = predict.states(model, fine_tuning(rank, frozen, pattern, batch))
     lines = [line for line in states if line.component != "gradients"]
     for name, nbytes in {
         "gradients of log-probabilities and logits, sbv each": 2 * logits,
