@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from equivalence import case, rehearsed, rows
+from equivalence import LORA, case, rehearsed, rows
 
 from labutils import predict, zero
 from labutils.config import Mesh, ModelConfig, TrainConfig
@@ -39,6 +39,30 @@ def test_so_it_does_of_other_plans(given, spawned):
     mesh = replace(plan.mesh, cp=2) if "attention" in given else plan.mesh
     train = replace(plan.train, **({"precision": "fp32", "frozen": (), "clip": None} | given))
     assert spawned(rehearsed, plan.model, train, mesh, 1) == (0, 0)
+
+
+SOME = replace(LORA, pattern="down")
+# Of random plans, those that formulas had once got wrong.
+FOUND = {
+    "some adapters behind Ulysses": (("Ulysses", "LoRA"), dict(adapters=SOME)),
+    "some adapters over NF4": (("NF4",), dict(adapters=replace(SOME, base="nf4"))),
+    "adapters under autocast": (("tp + sp", "LoRA", "autocast"), {}),
+    "fp16": (("1F1B",), dict(precision="fp16")),
+    "a ring of one": (("autocast",), dict(attention="ring")),
+    "keys in fp32": (("ring", "autocast", "FP8"), {}),
+    "halves of fp32 shards": (("1F1B", "ZeRO-3"), dict(precision="bf16")),
+    "a frozen tied end": (("1F1B", "tied"), dict(frozen=("tokens*",))),
+    "dropout": (("1F1B", "tp + sp"), dict(dropout=0.1)),
+}
+
+
+@pytest.mark.parametrize("names, given", FOUND.values(), ids=FOUND)
+def test_so_it_does_of_plans_that_a_search_has_found(names, given, spawned):
+    plan = case(names, **({"clip": None, "frozen": ()} | given))
+    plan = plan.model, plan.train, plan.mesh, plan.mesh.size - 1
+    assert spawned(rehearsed, *plan) == (0, 0)
+    formula, dry = spawned(activations_both_ways, *plan)
+    assert formula == dry
 
 
 def test_a_rank_of_llama_405b():
@@ -85,7 +109,8 @@ def activations_both_ways(*plan):
 
 
 REAL = [
-    ("ZeRO-1", "tp + sp"), ("ZeRO-2", "ring", "full"), ("ZeRO-3", "bf16"), ("dp", "selective", "bf16"),
+    ("ZeRO-1", "tp + sp"), ("ZeRO-2", "ring", "full"), ("1F1B", "ZeRO-3", "bf16"),
+    ("dp", "selective", "bf16"),
 ]  # fmt: skip
 
 

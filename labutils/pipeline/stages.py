@@ -82,11 +82,13 @@ class PipelineStage(GPT):
 
     def message(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s_or_s_t h"]:
         """Memory for what comes from a neighbour: the residual stream of these tokens [b, s], or
-        its gradient; under sequence parallelism this rank's tokens of it."""
+        its gradient, in the format in which layers compute, which shards of them need not have;
+        under sequence parallelism this rank's tokens of it."""
         b, s = tokens.shape
         if getattr(self, "sequence", False):
             s //= vars(self)["comm"].size
-        dtype = next(self.parameters()).dtype
+        sharded = vars(self).get("_sharded")
+        dtype = (sharded and sharded.param_dtype) or next(self.parameters()).dtype
         return torch.empty(b, s, self.config.d_model, dtype=dtype, device=tokens.device)
 
 

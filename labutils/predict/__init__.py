@@ -83,14 +83,17 @@ def peak(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int 
 
 def _why_dry(train: TrainConfig, mesh: Mesh) -> str:
     """Why there is no formula for what is sent, if there is none."""
-    if mesh.tp > 1 and train.fp8 not in (None, "unscaled"):
-        return f"the ranks of tp agree on scales of fp8={train.fp8!r}"
-    if mesh.tp > 1 and train.frozen:
-        frozen = [name for name in train.frozen if "*" in name or not name.startswith("blocks")]
-        return "a frozen end asks for no gradient" if frozen else ""
-    if mesh.tp > 1 and train.adapters and train.adapters.pattern != "*":
-        return f"adapters of {train.adapters.pattern} alone"
-    return "scales of the last steps" if train.fp8 == "delayed" else ""
+    ends = [name for name in train.frozen if "*" in name or not name.startswith("blocks")]
+    adapters, tp = train.adapters, mesh.tp > 1
+    some, split = adapters is not None and adapters.pattern != "*", tp or mesh.cp > 1
+    reasons = {
+        "the ranks of tp agree on scales": tp and train.fp8 not in (None, "unscaled"),
+        "autocast chooses in which format an adapter computes": tp and train.autocast and adapters,
+        "scales of the last steps": train.fp8 == "delayed",
+        "a frozen end asks for no gradient": split and ends,
+        "what no adapter stands before asks for no gradient": split and some,
+    }
+    return next((reason for reason, so in reasons.items() if so), "")
 
 
 def _dry(what: str, model: ModelConfig, train: TrainConfig, mesh: Mesh, rank: int) -> Ledger:

@@ -129,7 +129,8 @@ class Here:
         ends = (0, self.plan.stages - 1)[: min(self.plan.stages, 2)]
         tied = self.model.tied and name in ("tokens.weight", "head.weight")
         adapters = self.train.adapters
-        frozen = adapters or any(fnmatchcase(name, p) for p in self.train.frozen)
+        known = "tokens.weight" if tied else name  # one parameter, under its first name
+        frozen = adapters or any(fnmatchcase(known, p) for p in self.train.frozen)
         base = Weight(
             name, math.prod(shape) // (pieces if cut else 1), self.kept, part, style,
             t // pieces if cut else 1, ends if tied else (stage,), not frozen,

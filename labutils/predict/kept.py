@@ -21,7 +21,7 @@ def why_dry(here: Here) -> str:
         "masks of what is computed again": model.dropout > 0 and train.checkpointing != "none",
         "what adapters need": train.adapters is not None,
         "8 bits": train.fp8 is not None,
-        "half copies": train.autocast and mesh.size > 1,
+        "half copies": train.autocast and (mesh.size > 1 or train.attention == "ring"),
         "a frozen weight needs no input": train.frozen,
         "heads for tokens": train.attention == "ulysses",
     }
@@ -77,11 +77,17 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
         if tensor.what in BATCH:
             continue
         yield Line(name, nbytes, "activations", note=tensor.what)
+    if _casts_tables(here) and train.checkpointing != "full":
+        for i in range(stage.first, stage.end):
+            at, nbytes = f"blocks.{i}.attention.rotary", 2 * local.seq_len * local.d_head * 2
+            yield Line(at, nbytes, "activations", note="halves of RoPE's tables, for q and for k")
     if stage.embeds and mesh.tp > 1:  # which words are others', and the places of one's own
         yield Line("tokens", (INDEX + 1) * here.tokens, "activations", note="words of other ranks")
     if stage.embeds and train.attention == "ring" and here.model.positions == "learned":
         places = INDEX * local.seq_len
         yield Line("positions", places, "activations", note="places of the tokens, s")
+    if stage.heads and train.precision == "fp16":
+        yield Line("outside", 4, "activations", note="the scale of the loss")
     if stage.heads:
         yield Line("outside", INDEX, "activations", note="number of targets that count")
 
@@ -89,7 +95,12 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
 def _tables(here: Here) -> Iterator[Line]:
     """The rows of RoPE's tables for the tokens of a rank of a ring, picked out once."""
     ring, rope = here.train.attention == "ring", here.model.positions == "rope"
-    if ring and rope and any(stage.layers for stage in here.stages):
+    if ring and rope and not _casts_tables(here) and any(stage.layers for stage in here.stages):
         numbers = here.model.seq_len // here.mesh.cp * here.model.d_head
         note = "rows of the tables of RoPE, sd"
         yield Line("blocks.0.attention.rotary", numbers * here.stream, "activations", note=note)
+
+
+def _casts_tables(here: Here) -> bool:
+    """Whether RoPE's tables are wider than what they turn: level 3 keeps them in fp32."""
+    return here.train.zero == 3 and here.train.half and here.model.positions == "rope"

@@ -196,21 +196,21 @@ def _contexts(here: Here) -> Iterator[Call]:
 
     local = tensor_parallel.rank_config(model, here.mesh.tp)
     a, g = local.num_heads, local.num_kv_heads
-    rows = here.tokens * model.d_head
+    rows, width = here.tokens * model.d_head, _row(here)
     again = 1 + (train.checkpointing != "none")
     for stage in here.stages:
         times = stage.layers * stage.runs
         if train.attention == "ring":
-            yield Call("ring forward", "ring", ("cp",), 2 * g * rows, here.compute, again * times)
-            yield Call("ring backward", "ring", ("cp",), 2 * g * rows, here.compute, times)
-            wide = max(4, here.compute)
+            yield Call("ring forward", "ring", ("cp",), 2 * g * rows, width, again * times)
+            yield Call("ring backward", "ring", ("cp",), 2 * g * rows, width, times)
+            wide = max(4, width)
             yield Call("ring backward", "ring", ("cp",), 2 * g * rows, wide, times)
             continue
         back = 1 + (train.checkpointing == "full")  # selective: what gives tokens back is the end
         both = a + 2 * context_parallel.kv_heads(a, g, c)
         for numel, often in ((both * rows, again), (a * rows, back)):
             for way, more in (("forward", often), ("backward", 1)):
-                name, ahead = f"all_to_all {way}", ("all_to_all", ("cp",), numel, here.compute)
+                name, ahead = f"all_to_all {way}", ("all_to_all", ("cp",), numel, width)
                 yield Call(name, *ahead, more * times, numel // c)
 
 

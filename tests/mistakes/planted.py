@@ -776,7 +776,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("here.model.seq_len // here.mesh.cp * here.model.d_head", "here.model.seq_len * here.model.d_head"),
     ],
     ("predict/traffic", "test_context_parallel test_tensor_parallel"): [
-        ("wide = max(4, here.compute)\n            yield Call(\"ring backward\"", "wide = here.compute\n            yield Call(\"ring backward\""),
+        ("wide = max(4, width)", "wide = width"),
         ("both = a + 2 * context_parallel.kv_heads(a, g, c)", "both = a + 2 * g"),
         ("_learning(here, stage) + stage.heads)", "_learning(here, stage))"),
         ("kept = 0 if eight or train.adapters else halves", "kept = 0"),
