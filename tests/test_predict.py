@@ -51,6 +51,8 @@ FOUND = {
     "a ring of one": (("autocast",), dict(attention="ring")),
     "keys in fp32": (("ring", "autocast", "FP8"), {}),
     "halves of fp32 shards": (("1F1B", "ZeRO-3"), dict(precision="bf16")),
+    "whole weights under autocast": (("ZeRO-3", "tp + sp", "autocast"), {}),
+    "rows of experts under autocast": (("ep", "autocast"), {}),
     "a frozen tied end": (("1F1B", "tied"), dict(frozen=("tokens*",))),
     "dropout": (("1F1B", "tp + sp"), dict(dropout=0.1)),
 }

@@ -173,7 +173,7 @@ def _partial(here: Here, weight: Weight) -> Iterator[Call]:
     runs = sum(s.runs for s in here.stages if s.index in weight.stages)
     width, how = weight.width, ("all_reduce", ("tp",), weight.numel)
     if here.train.zero == 3 or (weight.name.endswith((".A", ".B")) and weight.style != "whole"):
-        width = here.compute  # of the copy that computes
+        width = here.stream  # of the copy that computes
     if weight.alike > 1:
         yield Call("gradients", *how, width, runs, block=weight.alike)
     if not here.train.sequence:
@@ -221,12 +221,11 @@ def _experts(here: Here) -> Iterator[Call]:
         return
     visits = here.own * model.top_k
     again = 1 + (train.checkpointing == "full")
-    width = here.compute if not train.autocast else here.stream
     for stage in here.stages:
         times = stage.layers * stage.runs
         E = model.num_experts
         yield Call("counts", "all_to_all", ("ep",), E, INDEX, again * times, E // e)
-        for name in ("dispatch", "combine"):
+        for name, width in (("dispatch", here.stream), ("combine", _row(here))):
             numel = visits * model.d_model
             for way, often in (("forward", again), ("backward", 1)):
                 yield Call(
