@@ -37,6 +37,11 @@ def _naive_with_few(rank, p, m):
     return _warmed(lambda *_: p - 1 - rank if m >= p else 0)(rank, p, m)
 
 
+def _gpipe_with_few(rank, p, m):
+    """Right from m = p on; with fewer, all forwards first."""
+    return _warmed(lambda *_: p - 1 - rank if m >= p else m)(rank, p, m)
+
+
 def _from_one(rank, p, m):
     return [f"{op[0]}{int(op[1:]) + 1}" for op in _warmed(lambda *_: p - 1 - rank)(rank, p, m)]
 
@@ -341,6 +346,7 @@ WRONG = {
             "needs its own forward",
         ),
         Wrong("naive with few", _naive_with_few, "as short as it can be with few", "travel alone"),
+        Wrong("GPipe with few", _gpipe_with_few, "memory with few", "the last rank none"),
         Wrong("numbers from 1", _from_one, _LEGAL, "count from 0"),
         Wrong("a stack", _youngest, "time", "B0 first"),
         Wrong("waves of p", _in_waves, "memory", "more than ranks follow"),

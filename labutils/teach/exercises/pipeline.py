@@ -179,6 +179,16 @@ ONE_F_ONE_B = Exercise(
                 "the first backward: one after the other they would travel alone.",
             ),
         ),
+        Property(
+            "memory with few",
+            functools.partial(
+                _fits,
+                cases=_SHORT,
+                bound=lambda p, m, rank: schedule.peak_in_flight("one_f_one_b", p, m, rank),
+                why="With m below p, too, rank i runs min(p − 1 − i, m) forwards first: the last "
+                "rank none.",
+            ),
+        ),
     ),
     hints=(
         "Three parts: forwards only, then a forward and a backward in turn, then backwards only. "
