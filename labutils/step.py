@@ -248,6 +248,8 @@ class RankStep:
             tp = self.rank.comm("tp")
             total = tensor_parallel.cross_entropy(logits, targets, tp, reduction="sum")
         else:
+            if self.train.autocast:  # which computes losses in fp32
+                logits = logits.float()
             each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
             wide = torch.promote_types(each.dtype, torch.float32)  # fp16 ends at 65,504
             total = each.sum(dtype=wide)

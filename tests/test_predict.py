@@ -48,6 +48,7 @@ FOUND = {
     "some adapters over NF4": (("NF4",), dict(adapters=replace(SOME, base="nf4"))),
     "adapters under autocast": (("tp + sp", "LoRA", "autocast"), {}),
     "fp16": (("1F1B",), dict(precision="fp16")),
+    "a loss in fp32": (("autocast",), {}),
     "a ring of one": (("autocast",), dict(attention="ring")),
     "keys in fp32": (("ring", "autocast", "FP8"), {}),
     "halves of fp32 shards": (("1F1B", "ZeRO-3"), dict(precision="bf16")),
