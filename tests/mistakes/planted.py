@@ -322,7 +322,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ],
     ("lora/predict", "test_lora"): [
         ("count * (d + k) for", "count * d * k for"),
-        ("tensors=2 * sum(", "tensors=sum("),
         ("width * rest + sum(", "4 * rest + sum("),
         ("step.reads * (base + k) + d", "base + k + d"),
         ("(query + key + value + (query or key))", "4"),
@@ -330,9 +329,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('if not kept.what.startswith("input / rms")', "if kept"),
         ("if not shared and group not in seen:", "if group not in seen:"),
         ("            if step.reads:\n", "            if True:\n"),
-        ("if line.note != gone", "if line"),
     ],
     ("teach/rigs/lora", "test_lora"): [
+        ("if line.note != gone", "if line"),
         ("if lr <= best", "if lr < best"),
         ("sign * (now.value - before)", "now.value - before"),
     ],
@@ -752,6 +751,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("buffers(model, 2 if train.half else FP32)", "buffers(model, FP32)"),
     ],
     ("predict/inventory", "test_predict"): [
+        ("and part in self._linear", "and part in self._adapted"),
+        ('"tokens.weight" if tied else name', "name"),
         ("done[kind, i])", "done['F', i] + 1)"),
         ("t // pieces if cut else 1, ends if tied", "1, ends if tied"),
         ("ends if tied else (stage,)", "(stage,)"),
@@ -759,6 +760,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("self.tokens // mesh.tp if train.sequence", "self.tokens if train.sequence"),
     ],
     ("predict/traffic", "test_predict"): [
+        ("width = here.stream  # of the copy", "width = here.compute  # of the copy"),
+        ('("combine", _row(here))', '("combine", here.stream)'),
         ("halves - (0 if whole else stage.layers)", "halves"),
         ("int(stage.heads and head)", "int(stage.heads)"),
         ("times = passes if train.zero > 1 else 1", "times = 1"),
