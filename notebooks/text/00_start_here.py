@@ -3,7 +3,7 @@
 #
 # **A model trains its first step and runs out of memory in its second. Same model, same batch, same GPU. What changed?**
 #
-# *90 min · before this: Python, and a training loop in PyTorch that you have seen once · needs a laptop, no GPU and no network*
+# *80 min, and 15 further · before this: Python, and a training loop in PyTorch that you have seen once · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -12,23 +12,26 @@
 # - Say what is alive at every moment of a training step, also of one that accumulates gradients (exercise 0.2).
 # - Count what a model holds from its live tensors, not from a formula (exercise 0.3).
 #
-# The last question of the lab asks when a larger batch still helps, and answers it with a measurement.
+# Two sections go further: how much a larger batch helps the gradient, and where a step spends its time.
 
 # %% [markdown]
 # ## Setup
 
 # %%
 import os
+import pathlib
 import platform
+import tempfile
 
 import torch
 from IPython.display import Markdown
+from torch.utils.flop_counter import FlopCounterMode
 
 from labutils import accumulation, measure, memory, notation, units
 from labutils.config import Hardware, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.model import GPT
-from labutils.teach import plots
+from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
 from labutils.timeline import History
@@ -36,7 +39,7 @@ from labutils.timeline import History
 # %% [markdown]
 # ## The idea in one picture
 #
-# Here is a small GPT, an optimizer, and one training step: forward, backward, `optimizer.step()`.
+# Here is a small GPT, an optimizer, and one training step: forward, backward, `optimizer.step()`. (`foreach=True` updates all weights at once, as PyTorch does on a GPU.)
 
 # %%
 dims = dict(num_layers=4, d_model=64, num_heads=4, d_ff=256, vocab_size=128, seq_len=64)
@@ -125,7 +128,7 @@ units.text(reported), units.text(reported, binary=True)
 reveal("start/h100", GB=reported / units.GB)
 
 # %% [markdown]
-# The number on this box counts GiB, nearly; on an L4 or a T4 it counts GB. The course plans with the number on the box, in GB.
+# "80" is what the card has in GiB, rounded up: 79.6. On an L4 or a T4 the advertised number counts GB. The course plans with the advertised number, in GB.
 
 # %% [markdown]
 # ## What do the letters mean?
@@ -222,7 +225,8 @@ model.loss(tokens, targets).backward()
 predicted.diff(measure.model_states(model, optimizer))
 
 # %%
-reveal("start/bytes-per-parameter", bytes=16)
+whole = predicted.total - 4 * tensors  # without the step counters
+reveal("start/bytes-per-parameter", bytes=whole // parameters)
 
 # %% [markdown]
 # Zero bytes are unexplained. (Lab 02 meets other conventions, 12 to 24 bytes.) What GPT-2 XL would hold in this way,
@@ -306,14 +310,15 @@ def filled_with_zeros():
 
 
 for kind in (step, after_the_forward_pass, filled_with_zeros):
-    kind()  # leaves behind what it leaves behind
+    kind()  # gradients and state are now what this kind of step leaves behind
     peak = measure.peak(kind, model, optimizer).total
     more = units.text(peak - second.peak.ledger.total)
     print(f"{kind.__name__:22} {units.text(peak)}, {more} more")
 optimizer.zero_grad()
 
 # %% [markdown]
-# Gradients that are filled with zeros stay, and the whole second hill stands on them: one more time the bytes of the weights. Let go of gradients before the forward pass.
+# Gradients that are filled with zeros stay, and the whole second hill stands on them: one more time the bytes of the weights. Cleared *after* the forward pass, the old gradients lie under its activations, but are gone before the backward
+# pass begins. So the peak moves to the end of the forward pass, where the gradient of the logits, 262 kB, is not there yet: 849 kB of gradients less 262 kB are 587 kB more. Let go of gradients before the forward pass.
 
 # %% [markdown]
 # A device between the two peaks lets the first step pass and stops the second. Give the step such a budget, a fresh optimizer, and watch:
@@ -368,8 +373,8 @@ floor = weights + temporary
 f"{units.text(working)} > {units.text(floor)}: {working > floor}"
 
 # %% [markdown]
-# **Reserved is more than allocated.** On a GPU PyTorch does not ask the driver for every tensor. Its *allocator* reserves segments, hands out pieces of them, and keeps what is freed for the next request;
-# `nvidia-smi` shows what is reserved. `memory.Allocator` follows the same rules (lab 03 opens it). Replay the storages of GPT-2's first steps in it:
+# **Reserved is more than allocated.** On a GPU PyTorch does not ask the driver for every tensor. Its *allocator* reserves segments, hands out pieces of them, and keeps what is freed for the next request.
+# `nvidia-smi` shows what is reserved, and what the driver itself takes. `memory.Allocator` follows the same rules (lab 03 opens it). Replay the storages of GPT-2's first steps in it:
 
 
 # %%
@@ -391,7 +396,8 @@ for gpu, told in ((replayed(1), "after step 1"), (replayed(2), "after step 2")):
     print(f"{told}: {now} allocated, {peak} at the peak, {reserved} reserved")
 
 # %% [markdown]
-# What is reserved follows the hill and stays there between the steps: a tool that shows it does not show what the model holds. It is also more than the hill.
+# What is reserved grows with the hill and stays when the step is over, so a tool that shows it does not show what the model holds. It is larger than the peak of the tensors, too: requests are
+# rounded up, and a freed piece does not always fit the next request.
 
 # %% [markdown]
 # ### Exercise 0.2 · What does the hill of an accumulating step stand on? (10 min, ●●○)
@@ -448,126 +454,6 @@ check("start/bug-hunt-state-bytes", state_bytes)
 show(measure.model_states)
 
 # %% [markdown]
-# ## Is a larger batch a better batch?
-#
-# Memory pushes the batch down. What pushes it up?
-#
-# A batch's gradient is an average over its sequences: an estimate of the gradient over all data, and averages get better with size.
-#
-# > How many times smaller is its squared distance from the gradient over all data if the batch grows from 4 to 64 sequences?
-
-# %%
-predict("start/noise", times=4)
-
-# %% [markdown]
-# To try it you need data with something to learn: sequences that count upward, each from its own start in its own stride.
-
-
-# %%
-def sequences(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    first = torch.randint(32, (n, 1), generator=generator)
-    stride = torch.randint(1, 9, (n, 1), generator=generator)
-    counted = (first + stride * torch.arange(17)) % 32
-    return counted[:, :-1], counted[:, 1:]
-
-
-# %%
-tiny = dict(num_layers=2, d_model=32, num_heads=2, d_ff=128, vocab_size=32, seq_len=16)
-small = ModelConfig(**tiny)
-
-
-def trained(batch: int, total: int, lr: float, seed=0) -> tuple[GPT, list[float]]:
-    """A small GPT that has seen `total` sequences in batches of `batch`; its losses."""
-    generator = torch.Generator().manual_seed(seed)
-    learner = GPT(small, generator=generator)
-    adam = torch.optim.AdamW(learner.parameters(), lr=lr, fused=True)
-    losses = []
-    for _ in range(total // batch):
-        loss = learner.loss(*sequences(batch, generator))
-        loss.backward()
-        adam.step()
-        adam.zero_grad()
-        losses.append(loss.item())
-    return learner, losses
-
-
-# %% [markdown]
-# Take a model that has trained a little, and 256 sequences as "all data". `gradient(pick)` is the gradient of a batch of them, as one long vector:
-
-# %%
-learner, _ = trained(batch=16, total=1024, lr=2e-3)
-x, y = sequences(256, torch.Generator().manual_seed(1))
-
-
-def gradient(pick) -> torch.Tensor:
-    learner.zero_grad()
-    learner.loss(x[pick], y[pick]).backward()
-    return torch.cat([p.grad.flatten() for p in learner.parameters()])
-
-
-whole = gradient(slice(None))
-signal = whole.square().sum().item()
-
-# %% [markdown]
-# **The formula.** Call σ² the mean squared distance of a *single* sequence's gradient from the whole one. In the average of B gradients, drawn independently
-# of each other, deviations partly cancel, and the mean squared distance is
-#
-# $$ \frac{\sigma^2}{B}. $$
-#
-# (Papers write tr Σ for σ²: the variances of all components, added up.) 256 gradients give σ²:
-
-# %%
-distances = [(gradient([i]) - whole).square().sum().item() for i in range(256)]
-noise = sum(distances) / 256
-f"σ² = {noise:.4g}; the squared length of the whole gradient is {signal:.4g}"
-
-# %% [markdown]
-# **The measurement** draws 32 batches of each size.
-
-
-# %%
-def squared_error(B: int, generator: torch.Generator) -> float:
-    pick = torch.randint(256, (B,), generator=generator)
-    return (gradient(pick) - whole).square().sum().item()
-
-
-generator = torch.Generator().manual_seed(2)
-measured = {B: [squared_error(B, generator) for _ in range(32)] for B in (1, 4, 16, 64)}
-plots.gradient_noise(measured, noise=noise, signal=signal)
-
-# %%
-reveal("start/noise", times=round(sum(measured[4]) / sum(measured[64]), 1))
-
-# %% [markdown]
-# The formula says 64/4 = 16; the measured number is from 32 draws of each size. Where the two lines cross, a batch's gradient is as much noise as signal.
-# McCandlish et al. call that crossing the *simple noise scale* (tr Σ over the squared length of the whole gradient), and find that it says roughly up to which size a larger batch pays.
-#
-# **On a loss curve.** Nine runs see 2048 sequences each: three batch sizes, three seeds. The larger the batch, the fewer the steps. (The learning rate
-# grows with the square root of the batch, a common rule for Adam; it is not tested here.)
-
-
-# %%
-def curve(batch: int, seed: int) -> list[float]:
-    """The loss, averaged over 256 sequences at a time."""
-    _, losses = trained(batch, total=2048, lr=1e-3 * (batch / 4) ** 0.5, seed=seed)
-    return torch.tensor(losses).view(-1, 256 // batch).mean(1).tolist()
-
-
-curves = {B: [curve(B, seed) for seed in range(3)] for B in (16, 64, 256)}
-tokens_seen = [256 * small.seq_len * (i + 1) for i in range(8)]
-lines = {f"batch {B}, {2048 // B} steps": runs for B, runs in curves.items()}
-title = "For the same tokens the smallest of three batches learns most, in every seed"
-axes = dict(xlabel="tokens seen", ylabel="loss (nats per token)")
-plots.curves(tokens_seen, title=title, **axes, **lines)
-
-# %%
-{B: [round(run[-1], 2) for run in runs] for B, runs in curves.items()}
-
-# %% [markdown]
-# If tokens are what you pay for, batch 16 is ahead here. If time is, batch 256 may be: it took 8 steps
-# instead of 128, and each can be spread over many ranks. The second half of this course is about making such steps fast.
-
-# %% [markdown]
 # ## Play: which step fails on which device?
 #
 # The panel knows one thing that you have not derived yet, the working memory of this GPT in fp32. Lab 03 takes the formula apart, term by term. Here
@@ -619,6 +505,158 @@ explore(
 # cannot help.
 
 # %% [markdown]
+# ## Further: is a larger batch a better batch?
+#
+# Memory pushes the batch down. What pushes it up?
+#
+# A batch's gradient is an average over its sequences: an estimate of the gradient over all data, and averages get better with size.
+#
+# > How many times smaller is its squared distance from the gradient over all data if the batch grows from 4 to 64 sequences?
+
+# %%
+predict("start/noise", times=4)
+
+# %% [markdown]
+# To try it you need data with something to learn: sequences that count upward, each from its own start in its own stride. And a model that has learned a little of it:
+
+
+# %%
+def sequences(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    first = torch.randint(32, (n, 1), generator=generator)
+    stride = torch.randint(1, 9, (n, 1), generator=generator)
+    counted = (first + stride * torch.arange(17)) % 32
+    return counted[:, :-1], counted[:, 1:]
+
+
+tiny = dict(num_layers=2, d_model=32, num_heads=2, d_ff=128, vocab_size=32, seq_len=16)
+generator = torch.Generator().manual_seed(0)
+learner = GPT(ModelConfig(**tiny), generator=generator)
+adam = torch.optim.AdamW(learner.parameters(), lr=2e-3)
+for _ in range(64):
+    learner.loss(*sequences(16, generator)).backward()
+    adam.step()
+    adam.zero_grad()
+
+# %% [markdown]
+# Let 256 sequences be "all data". `gradient(pick)` is the gradient of a batch of them, as one long vector:
+
+# %%
+x, y = sequences(256, torch.Generator().manual_seed(1))
+
+
+def gradient(pick) -> torch.Tensor:
+    learner.zero_grad()
+    learner.loss(x[pick], y[pick]).backward()
+    return torch.cat([p.grad.flatten() for p in learner.parameters()])
+
+
+single = torch.stack([gradient([i]) for i in range(256)])
+whole = gradient(slice(None))
+deviations = single - whole
+
+# %% [markdown]
+# **The formula.** Call σ² the mean squared distance of a *single* sequence's gradient from the whole one. In the average of B gradients, drawn independently
+# of each other, deviations partly cancel, and the mean squared distance is
+#
+# $$ \frac{\sigma^2}{B}. $$
+#
+# (Papers write tr Σ for σ²: the variances of all components, added up.) 256 gradients give σ²:
+
+# %%
+noise = deviations.square().sum(1).mean().item()
+signal = whole.square().sum().item()
+f"σ² = {noise:.4g}; the squared length of the whole gradient is {signal:.4g}"
+
+# %% [markdown]
+# **The measurement** draws 2000 batches of each size. All sequences are equally long, so the gradient of a batch is the mean of its sequences' gradients, and the products of the 256 deviations with each other are enough for all batches.
+# One batch goes through a backward pass to see that this is so:
+
+# %%
+generator = torch.Generator().manual_seed(2)
+products = deviations @ deviations.T
+
+
+def squared_distances(B: int, draws: int = 2000) -> list[float]:
+    """Of the gradients of so many random batches of B from the whole one."""
+    pick = torch.randint(256, (draws, B), generator=generator)
+    shares = torch.zeros(draws, 256).scatter_add_(1, pick, torch.ones(draws, B)) / B
+    return (shares @ products * shares).sum(1).tolist()
+
+
+pick = torch.randint(256, (16,), generator=generator)
+by_mean, by_backward = single[pick].mean(0), gradient(pick)
+print(f"apart by {(by_mean - by_backward).norm() / by_backward.norm():.0e}")
+measured = {B: squared_distances(B) for B in (1, 4, 16, 64)}
+plots.gradient_noise(measured, noise=noise, signal=signal)
+
+# %%
+mean = {B: sum(found) / len(found) for B, found in measured.items()}
+reveal("start/noise", times=round(mean[4] / mean[64], 1))
+
+# %% [markdown]
+# The formula says 64/4 = 16. Where the two lines cross, a batch's gradient is as much noise as signal.
+# McCandlish et al. call that crossing the *simple noise scale* (tr Σ over the squared length of the whole gradient), and find that it says roughly up to which size a larger batch pays. It belongs to this model at this
+# moment: before training it is 72, and in 256 steps it goes up and down between 6 and 40. Lab 16 asks what a larger batch does to the loss, and to the learning rate.
+
+# %% [markdown]
+# ## Further: where does a step spend its time?
+#
+# Memory is one half of a step, time the other. PyTorch's profiler writes down when every operation began and ended, and how many floating-point operations (FLOPs) its products took. `rigs.profiles.profiled` calls
+# `torch.profiler.profile(with_flops=True)`. Names for the parts of the step are yours to give:
+
+# %%
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+part = torch.profiler.record_function
+
+
+def named_step():
+    with part("forward"):
+        loss = model.loss(tokens, targets)
+    with part("backward"):
+        loss.backward()
+    with part("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+named_step()  # the first step also makes the optimizer's state
+profile = rigs.profiles.profiled(named_step)
+
+# %% [markdown]
+# **FLOPs, three times.** A product of an m×k and a k×n matrix takes 2mkn FLOPs, a multiplication and an addition for each term. A token meets 12h² weights in each layer and vh in the head; in attention its query meets s keys,
+# and its weights meet s values, 2·2sh FLOPs per layer. The backward pass takes two products where the forward pass takes one: three times as many in all. By the formula, counted on the meta device without computing anything, and in the profile of the real step:
+
+# %%
+s, h, L, v = config.letters("s h L v")
+forward = 8 * s * (2 * (12 * L * h**2 + v * h) + 4 * s * h * L)
+names = ("aten::mm", "aten::addmm", "aten::bmm")
+in_profile = sum(event.flops for event in profile.events() if event.name in names)
+with torch.device("meta"), FlopCounterMode(display=False) as counter:
+    GPT(config).loss(torch.zeros(8, 64).long(), torch.zeros(8, 64).long()).backward()
+{"formula": 3 * forward, "dry": counter.get_total_flops(), "profile": in_profile}
+
+# %% [markdown]
+# **The trace.** `export_chrome_trace` writes a file that [ui.perfetto.dev](https://ui.perfetto.dev) draws, in your browser: time to the right, what called what from top to bottom, so that "backward" lies above the operations that it consists of. What the
+# file says of your machine (these numbers differ between machines and between runs, so nobody compares them with the stored ones):
+
+# %% tags=["nbval-ignore-output"]
+with tempfile.TemporaryDirectory() as folder:
+    trace = pathlib.Path(folder, "step.json")
+    profile.export_chrome_trace(str(trace))
+    size = units.text(trace.stat().st_size)
+spans = {e.key: e for e in profile.key_averages()}
+for name in ("forward", "backward", "optimizer"):
+    print(f"{name:10}{spans[name].cpu_time_total / 1000:6.1f} ms")
+operations = [e for e in spans.values() if e.key.startswith("aten::")]
+busiest = sorted(operations, key=lambda e: -e.self_cpu_time_total)[:3]
+print("most time of their own:", ", ".join(event.key for event in busiest))
+print(f"{len(profile.events())} events, {size}")
+
+# %% [markdown]
+# The optimizer takes its part of the time and none of the products' FLOPs: time is not FLOPs. On a GPU add `activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]`. The trace then has a row for each CUDA stream,
+# and what one looks for are its gaps: a GPU that waits for Python, for data, or for another rank (lab 08).
+
+# %% [markdown]
 # ## When a cell fails
 #
 # - **NameError**: a cell above has not run. *Run → Restart Kernel and Run All Cells* puts everything in order; nothing you typed is lost.
@@ -642,11 +680,10 @@ except ValueError as error:
 # |---|---|---|---|---|
 # | Megatron-LM | `--micro-batch-size` | `--global-batch-size` | follows from the two | `--seq-length` |
 # | DeepSpeed | `train_micro_batch_size_per_gpu` | `train_batch_size` | `gradient_accumulation_steps` | up to your data loader |
-# | torchtitan, to mid-2026 | `training.local_batch_size` | `training.global_batch_size` | follows from the two | `training.seq_len` |
+# | torchtitan 0.2.2 | `training.local_batch_size` | `training.global_batch_size` | follows from the two | `training.seq_len` |
 # | this course | `micro_batch` | `global_batch` | `TrainConfig.accumulation` | `seq_len` |
 #
-# DeepSpeed takes any two of its three numbers and infers the third. Newer versions of torchtitan count tokens, not sequences: `training.num_tokens_per_microbatch_per_dp_rank` and
-# `training.num_tokens_per_train_step`.
+# DeepSpeed takes any two of its three numbers and infers the third.
 #
 # **The same timeline on a GPU.** PyTorch's allocator can record every allocation with the line of Python that asked for it:
 #
@@ -656,7 +693,7 @@ except ValueError as error:
 # torch.cuda.memory._dump_snapshot("two_steps.pickle")     # drop the file on pytorch.org/memory_viz
 # ```
 #
-# Megatron-LM has `--record-memory-history` and `--memory-snapshot-path` for it, torchtitan `profiling.enable_memory_snapshot`. What libraries such as NCCL allocate beside it the tool does not show.
+# Megatron-LM has `--record-memory-history` and `--memory-snapshot-path` for it, torchtitan 0.2.2 `profiling.enable_memory_snapshot`. The tool does not show what libraries such as NCCL allocate for themselves.
 #
 # **Let the second step fail early.** A job that dies in step 2 after an hour of loading is a waste. Run two steps on random tokens first, and load
 # weights and data after them.
@@ -713,7 +750,7 @@ peaks = [measure.history(short_step, model, optimizer).peak for _ in range(2)]
 # > **`backward()` adds to gradients that are there.** While micro-batches accumulate, gradients as large as the weights lie under the hill, however many there are.
 # > <!-- claim: (lambda peak: peak(1) < peak(2) == peak(64))(lambda m: memory.step_peak(1, m, weights=1, state=2, working=20, temporary=1)) -->
 #
-# > **The squared distance of a batch's gradient from the whole one falls with 1/B.** Sixteen times the batch, a sixteenth of the noise.
+# > **The squared distance of a batch's gradient from the whole one falls with 1/B**, if its sequences are drawn independently. Sixteen times the batch, a sixteenth of the noise.
 
 # %% [markdown]
 # ## References
@@ -724,9 +761,9 @@ peaks = [measure.history(short_step, model, optimizer).peak for _ in range(2)]
 # - A. Radford et al., *Language Models are Unsupervised Multitask Learners*, 2019: GPT-2 and its initialization.
 # - S. Rajbhandari et al., *ZeRO*, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), section 3: model states and residual states.
 # - PyTorch, [Understanding CUDA memory usage](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html), and the documentation of
-#   `torch.optim.AdamW` on `foreach` and `fused`.
+#   `torch.optim.AdamW` on `foreach` and `fused`, and of `torch.profiler`.
 # - What `nvidia-smi` reports on cards sold as 80 GB and others: [Why does an NVIDIA H100 80GB card offer 85.52
 #   GB?](https://thundergolfer.com/blog/nvidia-gpu-memory-capacity)
 # - [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) `megatron/training/config`, [DeepSpeed
-#   configuration](https://www.deepspeed.ai/docs/config-json/), [torchtitan](https://github.com/pytorch/torchtitan) `torchtitan/config`
-#   ([#4121](https://github.com/pytorch/torchtitan/pull/4121): from sequences to tokens): the flags.
+#   configuration](https://www.deepspeed.ai/docs/config-json/), [torchtitan](https://github.com/pytorch/torchtitan) 0.2.2,
+#   `torchtitan/config/job_config.py`: the flags.

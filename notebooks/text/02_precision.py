@@ -3,7 +3,7 @@
 #
 # **Half precision makes matrix products faster and activations smaller. What has to stay in fp32, so that the model still learns?**
 #
-# *135 min · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
+# *90 min, and 45 further · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -111,7 +111,11 @@ for name in ("A100", "H100"):
     )
 
 # %% [markdown]
-# The operands have half as many bytes, too. And on your machine? A smaller product, the fastest of five:
+# The operands have half as many bytes, too.
+#
+# ### Further: and on your machine?
+#
+# A smaller product, the fastest of five:
 
 # %% tags=["nbval-ignore-output"]
 a, b = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
@@ -121,7 +125,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     print(f"{dtype!s:15} {1000 * fastest:.2f} ms")
 
 # %% [markdown]
-# Half precision is fast where there are units for it. The stored numbers are from a CPU that has none (no AVX-512 or AMX for 16 bits): there it is many times *slower* than fp32.
+# The times are those of one machine and are not compared with a run. Half precision is fast where there are units for it. The stored numbers are from a CPU that has none (no AVX-512 or AMX for 16 bits): there it is many times *slower* than fp32.
 #
 # So this lab's training runs form half-precision products as a matrix unit does, in a region called `wide_products`: multiply exactly, add in fp32,
 # round once. The result is torch's own, up to the order in which the fp32 sums are added:
@@ -313,7 +317,11 @@ for scale in (1.0, 2.0**-7, 2.0**-13, 2.0**-16):
 reveal("precision/flushed", percent=round(100 * share(flushed(2.0**-13).values())))
 
 # %% [markdown]
-# Far more than the bars say, already at $2^{-7}$. The bars count what a weight's gradient *would be*. But it is a sum over tokens: of what arrives at the layer from above, times the layer's input. What arrives is
+# Far more than the bars say, already at $2^{-7}$.
+#
+# ### Further: where are they lost?
+#
+# The bars count what a weight's gradient *would be*. But it is a sum over tokens: of what arrives at the layer from above, times the layer's input. What arrives is
 # smaller, and is flushed on its way. Count the zeros in that, for each kind of layer, and those in the gradients measured:
 
 # %%
@@ -352,7 +360,9 @@ of_logits = precision.fate(precision.exponents([arriving["head"]]), "fp16", 2.0*
 f"2^{border:.1f}: {of_logits['zero']:.0%} of the logits' gradients are zero"
 
 # %% [markdown]
-# **Loss scaling** moves the histogram back. The backward pass is linear, so the loss times $S$ gives gradients times $S$; they are divided by $S$ *in fp32*, where
+# ### The remedy: loss scaling
+#
+# *Loss scaling* moves the histogram back. The backward pass is linear, so the loss times $S$ gives gradients times $S$; they are divided by $S$ *in fp32*, where
 # that is exact for a power of two.
 #
 # **On the GPT.** Train with the share that a micro-batch of 256 tokens has in a batch of 34 million: $2^{-17}$. A weight whose gradient $g$ is the same at every step moves by $\text{lr} \cdot g / (|g| + \text{eps})$ under Adam. With $g = 0.001$ before the share:
@@ -456,6 +466,8 @@ torch.tensor(2.0**15).half().item(), torch.tensor(2.0**16).half().item()
 # %% [markdown]
 # PyTorch's growth interval is 2000: a scale that overflows each time it has grown then skips one step in about two thousand. Here the interval is 3, so that you see it.
 #
+# ### Further: is it PyTorch's rule?
+#
 # The rule is PyTorch's, and so are the numbers, step for step. Ours and `torch.amp.GradScaler`, on the same gradients, some of them infinite:
 
 
@@ -528,9 +540,9 @@ hint("precision/bug-hunt", 1)
 show(precision.clipped_step)
 
 # %% [markdown]
-# ## When does a sum stop growing?
+# ## Further: when does a sum stop growing?
 #
-# Lab 01's counter: in a format with $m$ mantissa bits a running sum of ones ends at $2^{m+1}$, 256 in bf16 and 2048 in fp16.
+# Lab 01's counter: in a format with $M$ mantissa bits a running sum of ones ends at $2^{M+1}$, 256 in bf16 and 2048 in fp16.
 
 # %% [markdown]
 # A language model has such a counter in its last step. The softmax divides by a sum over the *vocabulary*, and before training all words are about equally likely: as
@@ -637,7 +649,9 @@ loss = nn.functional.cross_entropy(ones, torch.tensor([0]))
 {"sum": ones.sum().item(), "loss": loss.item(), "ln 4096": math.log(4096)}
 
 # %% [markdown]
-# **In a matrix product** the terms have both signs, and a sum in half precision goes wrong more slowly. It has $h$ terms forward, where $h$ is the hidden width; backward, where the gradient of a weight is a sum over
+# ### Further: sums inside a matrix product
+#
+# In a matrix product the terms have both signs, and a sum in half precision goes wrong more slowly. It has $h$ terms forward, where $h$ is the hidden width; backward, where the gradient of a weight is a sum over
 # all tokens, it has $sb$, sequence length times batch. Hardware multiplies in half precision and **adds in fp32**. What if it did not?
 
 
@@ -682,7 +696,7 @@ plots.curves(
 # Ours ends at 2048 tokens; a batch of four million goes on. The sum of gradients over micro-batches is another long one (lab 05).
 
 # %% [markdown]
-# ## What does autocast decide?
+# ## Further: what does autocast decide?
 #
 # Instead of weights in half precision you can keep fp32 weights and choose the format *operation by operation*: matrix products in half precision, losses in fp32, everything else in the format of its
 # operands. On a CPU that is `torch.autocast`, and this is ours, on the same batch:
@@ -756,7 +770,7 @@ times = 1 + sum(copies) / (4 * config.num_params)
 reveal("precision/autocast-weights", times=round(times, 2))
 
 # %% [markdown]
-# The difference between prediction and measurement is 0 bytes, copies included. It is not quite one and a half times: only what a matrix product multiplies with has a copy, and no bias, norm or position.
+# The difference between prediction and measurement is 0 bytes, copies included. It is not quite one and a half times: weights of matrix products have a copy; biases, norms and positions have none.
 
 # %% [markdown]
 # Activations and copies together take a third less than in fp32, not half: what is not a product, such as the residual stream, norms and the loss, stays in fp32.
@@ -785,7 +799,7 @@ ends = {name: [run[-1] for run in three] for name, three in together.items()}
 # To a tenth of a nat each seed ends where fp32 does, and bf16 needs no loss scale.
 
 # %% [markdown]
-# ## 12, 16, 18, 20 or 24 bytes per parameter?
+# ## Further: 12, 16, 18, 20 or 24 bytes per parameter?
 #
 # In fp32, AdamW's training holds 16 bytes per parameter between steps: weights, gradients, and two moments, 4 each.
 #
@@ -902,7 +916,7 @@ def activation_bytes(rows):
 {f"b = {rows}": round(activation_bytes(rows), 1) for rows in (1, 2, 16)}
 
 # %% [markdown]
-# ## Turn the knobs
+# ## Further: turn the knobs
 #
 # Slide the loss scale. Which scale loses least in fp16? Is there one that suits all gradients in e4m3?
 
@@ -924,7 +938,7 @@ explore(histogram, log2_scale=(-8, 24, 4), share=list(shares), fmt=names)
 # |---|---|---|---|---|
 # | PyTorch | `torch.autocast(device, dtype)` | the fp32 weights themselves | their own format | `torch.amp.GradScaler` |
 # | FSDP2 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` | the fp32 shards | `reduce_dtype=torch.float32` | `torch.amp.GradScaler` for fp16 (the first FSDP: `ShardedGradScaler`) |
-# | torchtitan | FSDP2's, by `training.mixed_precision_param` (bfloat16) | the fp32 shards | `training.mixed_precision_reduce` (float32) | none: it trains in bf16 |
+# | torchtitan 0.2.2 | FSDP2's, by `training.mixed_precision_param` (bfloat16) | the fp32 shards | `training.mixed_precision_reduce` (float32) | none: it trains in bf16 |
 # | DeepSpeed | `"bf16": {"enabled": true}` or `"fp16"` | kept by its optimizer | its `"communication_data_type"` | `"loss_scale": 0` is dynamic, `"initial_scale_power": 16`, `"loss_scale_window"`, `"hysteresis"` |
 # | Megatron-LM | `--bf16` or `--fp16` | kept by its optimizer | `--accumulate-allreduce-grads-in-fp32`, which `--bf16` implies unless `--grad-reduce-in-bf16` | `--initial-loss-scale`, `--min-loss-scale`, `--loss-scale-window`, `--hysteresis` |
 #
@@ -975,7 +989,7 @@ for count in (memory.model_states, memory.activations):
 # >   <!-- claim: (floats.FP16.round(2.0**-25), floats.FP16.round(1.01 * 2.0**-25) > 0, floats.BF16.min_normal == floats.FP32.min_normal) == (0, True, True) -->
 # > - Compute the loss in fp32. In fp16 its gradient is the scale itself, and no scale above 2¹⁵ survives.
 # >   <!-- claim: (floats.FP16.round(2.0**15), floats.FP16.round(2.0**16)) == (2**15, math.inf) -->
-# > - A running sum of ones ends at 2^(m + 1): 256 in bf16, 2048 in fp16. A softmax summed like that takes 4096 equally likely words for 256. Add in fp32.
+# > - A running sum of ones ends at 2^(M + 1): 256 in bf16, 2048 in fp16. A softmax summed like that takes 4096 equally likely words for 256. Add in fp32.
 # >   <!-- claim: [round(math.exp(precision.cross_entropy(torch.zeros(1, 4096), torch.zeros(1).long(), name))) for name in ("bf16", "fp16", "fp32")] == [256, 2048, 4096] -->
 # > - Mixed precision with Adam holds 2 + 2 + 12 = 16 bytes per parameter, as fp32 does; 18 with fp32 gradients in place of half-precision ones, 20 with both.
 # >   <!-- claim: [memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, precision="bf16", fp32_gradients=f)).total // 1557611200 for f in (False, "only", True)] == [16, 18, 20] -->

@@ -3,7 +3,7 @@
 #
 # **A model of 1.5 billion parameters is 3 GB in 16 bits. Why does training it not fit in 32 GB, and can you tell beforehand, to the byte?**
 #
-# *130 min · before this: labs 00 and 02 · needs a laptop, no GPU and no network*
+# *85 min, and 45 further · before this: labs 00 and 02 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -101,6 +101,8 @@ reveal("memory/gpt2-xl", billions=by_hand / 1e9)
 by_hand, by_hand == gpt2.num_params, gpt2.parameters
 
 # %% [markdown]
+# ## Further: what do today's models have?
+#
 # Today's models replace nearly every part. Here h is the width of the model, a the number of query heads, d = h/a the width of a head, g the number of key-value heads, f the feed-forward
 # width, v the vocabulary, b sequences of s tokens; the last column is in numbers, not bytes, of one layer.
 #
@@ -109,12 +111,12 @@ by_hand, by_hand == gpt2.num_params, gpt2.parameters
 # | RoPE, in place of learned positions | turns each pair of numbers of a query or key by an angle that grows with the position | none (learned: sh) | nothing but the turned queries and keys; after a fused attention sbh more, since the projection's input is then a copy of its output |
 # | RMSNorm, in place of LayerNorm | x divided by its root mean square, times a weight | h (LayerNorm: 2h) | its input sbh and 1/rms of each token |
 # | grouped-query attention (GQA) | g heads of keys and values, each shared by a/g query heads | 2hgd for keys and values (else 2h²) | 2sbgd for keys and values (else 2sbh) |
-# | SwiGLU, in place of GELU | W₂(SiLU(W₁x) · W₃x), with SiLU(z) = z·σ(z) | 3hf (GELU: 2hf) | 4sbf: W₁x, SiLU of it, W₃x, the product (GELU: 2sbf) |
+# | SwiGLU, in place of GELU | W₂(SiLU(W₁x) · W₃x), with SiLU(z) = z/(1 + e⁻ᶻ) | 3hf (GELU: 2hf) | 4sbf: W₁x, SiLU of it, W₃x, the product (GELU: 2sbf) |
 # | E experts, k per token | each token visits the k feed-forward networks that a router scores highest | E networks, and hE | k times those of one network, and the k outputs before and after weighting, 2ksbh |
 # | fused attention (lab 06), in place of plain | the same, and never stores the scores | none | asb numbers (plain: the softmax, as²b), and its output sbh, which the projection keeps in any case |
 # | tied head | the embedding is used again as the head (GPT-2's is) | none (else vh) | its input sbh |
 #
-# There are no biases, or three in a layer (Qwen2: queries, keys, values). The sizes, f too, are in the `config.json` that comes with the weights:
+# A layer has no biases, or three: Qwen2 has them at queries, keys and values. The sizes, f too, are in the `config.json` that comes with the weights:
 
 # %%
 llama = ModelConfig.from_hf(exercises.LLAMA_3)
@@ -263,7 +265,7 @@ hint("memory/saved-by-attention", 1)
 show(exercises.saved_by_attention)
 
 # %% [markdown]
-# ## Does the published formula say the same?
+# ## Further: does the published formula say the same?
 #
 # The formula that everybody cites is that of Korthikanti et al.: a layer keeps
 #
@@ -345,7 +347,9 @@ plots.curves(
 # %% [markdown]
 # tokens, for heads 64 and 128 wide. Fused attention removes the square.
 #
-# **What do a modern model's parts change?** One layer of Llama-3.1-8B at 4096 tokens in bf16, each part put back to that of GPT-2:
+# ### Further: what do a modern model's parts change?
+#
+# One layer of Llama-3.1-8B at 4096 tokens in bf16, each part put back to that of GPT-2:
 
 
 # %%
@@ -517,7 +521,7 @@ hint("memory/bug-hunt-peak", 1)
 show(exercises.fullest_moment)
 
 # %% [markdown]
-# ## Why is there no room while bytes are free?
+# ## Further: why is there no room while bytes are free?
 #
 # What PyTorch asks of the driver is not what tensors ask of PyTorch. Asking is slow, so freed memory is kept in *segments* and handed out again in *blocks*. A request takes the smallest free block that holds it, cut to size.
 # Only where there is none does PyTorch ask for a new segment:
@@ -616,7 +620,7 @@ for steps in (1, 2):
 # The second step allocates more, since the optimizer's state is there, and asks the driver for nothing: the first step has prepared the segments. (Where the state is large it is the other way round, and step 2 fails: lab 00.)
 
 # %% [markdown]
-# ## Where do the 60 GB of GPT-2 come from?
+# ## Further: where do the 60 GB of GPT-2 come from?
 #
 # The ZeRO paper's example (section 3): GPT-2 with 1.5 billion parameters, 1024 tokens, batch 32. Weights 3 GB and model states 24 GB, as above; activations "about 60 GB", with checkpointing "about 8 GB"; and 6 GB of temporary buffers. The activations, counted in six ways:
 
@@ -642,7 +646,7 @@ for name, amount in ways.items():
     print(f"{name:38}{units.text(amount):>9}")
 
 # %% [markdown]
-# The 60 GB are the paper's own count of 12 numbers for each token, layer and column, without the scores. Which plan its 8 GB belong to the paper does not say (lab 04 tries several); the last line is what PyTorch keeps
+# The 60 GB are the paper's own count of 12 numbers for each token, layer and column, without the scores. The paper does not say which plan gives its 8 GB (lab 04 tries several); the last line is what PyTorch keeps
 # with every layer checkpointed, log-probabilities included.
 #
 # The 6 GB are one fp32 number per parameter: a buffer that fuses all gradients for one all-reduce. So the stack of the example is 24 + 8 + 6 = 38 GB,
@@ -652,7 +656,7 @@ for name, amount in ways.items():
 # %% [markdown]
 # ## The calculator
 #
-# Everything above in one panel, each amount beside its formula; the name of a component leads to where it is derived. The formulas are read off the step itself, run once, small, with a prime for each letter: a storage of
+# Everything above in one panel, each amount with its formula; the name of a component leads to where it is derived. The formulas are read off the step itself, run once, small, with a prime for each letter: a storage of
 # $4 \cdot 13 \cdot 17 \cdot 29$ bytes can only be $4bsv$.
 
 # %%
@@ -674,11 +678,11 @@ panel
 #   loaded into it, and NCCL's buffers, are outside of PyTorch. The documentation of Hugging Face Transformers ("Model training anatomy") speaks of 1–2 GB for the kernels; measure yours as what `nvidia-smi` shows minus
 #   `torch.cuda.memory_reserved()` after one small product.
 # - **Inside of PyTorch**, and in no formula: the workspace of cuBLAS, one per handle and stream, 8 MiB, or 32 MiB on an H100; scratch memory of fused kernels. `CUBLAS_WORKSPACE_CONFIG` sets the first.
-#  - **`torch.cuda.memory._record_memory_history()`**, then `_dump_snapshot("file")`: every allocation with its stack, to be opened at pytorch.org/memory_viz.
+# - **`torch.cuda.memory._record_memory_history()`**, then `_dump_snapshot("file")`: every allocation with its stack, to be opened at pytorch.org/memory_viz.
 # - **`PYTORCH_ALLOC_CONF`** (before: `PYTORCH_CUDA_ALLOC_CONF`, still read) takes the two remedies: `expandable_segments:True` or `max_split_size_mb:512`. The first is what to try when the message of an error says that much
 #   is "reserved by PyTorch but unallocated".
-# - **Megatron-LM** prints its `report_theoretical_memory` beside the measured memory at the first log; `--record-memory-history` writes PyTorch's snapshot.
-# - **torchtitan** logs peak active and reserved memory; `scripts/estimate/estimation.py` runs the model on fake tensors, as PyTorch's `torch.distributed._tools.mem_tracker.MemTracker` does (a test of this course compares it with the
+# - **Megatron-LM** prints its `report_theoretical_memory` and the measured memory at the first log; `--record-memory-history` writes PyTorch's snapshot.
+# - **torchtitan** (0.2.2) logs peak active and reserved memory; `scripts/estimate/estimation.py` runs the model on fake tensors, as PyTorch's `torch.distributed._tools.mem_tracker.MemTracker` does (a test of this course compares it with the
 #   prediction above).
 # - **`accelerate estimate-memory`** and **DeepSpeed**'s `estimate_zero2_model_states_mem_needs_all_live` count model states. Activations are in neither.
 

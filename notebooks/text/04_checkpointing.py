@@ -3,7 +3,7 @@
 #
 # **The activations of a 1.5B-parameter model take 60 GB, and each is used once. What if you throw them away and compute them again?**
 #
-# *150 min · before this: lab 03 · needs a laptop, no GPU and no network*
+# *90 min, and 60 further · before this: lab 03 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -34,6 +34,7 @@ from labutils.config import ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, predictions, reveal, show
+from labutils.teach.exercises import checkpointing as exercises
 from labutils.teach.widgets import explore
 
 # %% [markdown]
@@ -94,7 +95,8 @@ layers = [
 ]
 x = torch.randn(32, 64)
 executed = checkpointing.run(layers, plan, x, torch.ones(32, 64))
-executed.evaluations, plan.evaluations == executed.evaluations
+print("evaluations of each layer:", executed.evaluations)
+print("as the plan says:", plan.evaluations == executed.evaluations)
 
 # %% [markdown]
 # The first layer is computed ten times, the last one once: $(n+1)/2$ times on average. How much was held? `costs` measures each layer once (FLOPs,
@@ -105,7 +107,8 @@ executed.evaluations, plan.evaluations == executed.evaluations
 costs = checkpointing.costs(layers, x)
 predicted = checkpointing.simulate(plan, costs)
 pairs = zip(predicted.history.moments, executed.history.moments, strict=True)
-sum(a.ledger.diff(b.ledger).unexplained for a, b in pairs), len(plan.steps)
+unexplained = sum(a.ledger.diff(b.ledger).unexplained for a, b in pairs)
+f"{unexplained} bytes unexplained in {len(plan.steps)} steps"
 
 # %% [markdown]
 # Zero bytes unexplained, after each of the plan's steps.
@@ -148,7 +151,9 @@ plots.plan_animation(checkpointing.segments(9, 3).timeline)
 # %% [markdown]
 # `Costs.uniform(n)` counts the input and every value of one unit, interiors and gradients of none. (Chen et al. do not count the input: one less.)
 #
-# **And a 1.5B model?** GPT-2 XL has 48 layers; with 32 sequences of 1024 tokens, each layer's output takes 105 MB in fp16, and ZeRO counts about 12
+# ### Further: and a model of 1.5 billion parameters?
+#
+# GPT-2 XL has 48 layers; with 32 sequences of 1024 tokens, each layer's output takes 105 MB in fp16, and ZeRO counts about 12
 # such tensors per layer. One of the twelve is the output, the others are interior.
 
 # %%
@@ -201,7 +206,7 @@ hint("checkpointing/segments", 1)
 show(checkpointing.segments)
 
 # %% [markdown]
-# ## What is the best plan for the memory you have?
+# ## Further: what is the best plan for the memory you have?
 #
 # Segments compute most layers twice. If memory is shorter than $2\sqrt n$, segments can be cut into segments again, and a layer is computed three times, four times.
 # What is the optimum?
@@ -256,8 +261,13 @@ check("checkpointing/fewest-evaluations", fewest_evaluations)
 # %%
 hint("checkpointing/fewest-evaluations", 1)
 
+# %%
+show(exercises.fewest_evaluations)
+
 # %% [markdown]
-# **Real chains are not uniform.** An embedding costs no FLOPs, a head makes scores as wide as the vocabulary, blocks are heavy inside. Take a GPT apart into
+# ## Further: what is the best plan for a real model?
+#
+# Real chains are not uniform. An embedding costs no FLOPs, a head makes scores as wide as the vocabulary, blocks are heavy inside. Take a GPT apart into
 # a chain and measure every stage:
 
 # %%
@@ -278,12 +288,12 @@ for which, i in {"first": 0, "second": 1, "last": -1}.items():
 
 # %% [markdown]
 # The same recurrence works with bytes in place of snapshots, and one more choice: a stage may be *recorded* in the first sweep, where its interior is small
-# or memory is plenty. Let $w_i$ be the FLOPs of one evaluation of stage i. To take stages $i \dots j$ backward with M bytes beside $x_i$, either record stage i first (its cost once, its interior and output held until the end), or go on to some $x_m$,
+# or memory is plenty. Let $w_i$ be the FLOPs of one evaluation of stage i. To take stages $i \dots j$ backward with R bytes of room besides $x_i$, either record stage i first (its cost once, its interior and output held until the end), or go on to some $x_m$,
 # keep it, and come back:
 #
-# $$ C(i, j, M) = \min \begin{cases} w_i + C(i+1,\, j,\; M - \text{interior}_i - \text{output}_i) \\ \min_m\; \bigl[\, w_i + \dots + w_{m-1} + C(i,\, m-1,\; M) \\ \qquad\quad + C(m,\, j,\; M - \text{size}(x_m)) \,\bigr] \end{cases} $$
+# $$ C(i, j, R) = \min \begin{cases} w_i + C(i+1,\, j,\; R - \text{interior}_i - \text{output}_i) \\ \min_m\; \bigl[\, w_i + \dots + w_{m-1} + C(i,\, m-1,\; R) \\ \qquad\quad + C(m,\, j,\; R - \text{size}(x_m)) \,\bigr] \end{cases} $$
 #
-# With no stage left C is 0, and where M would be negative there is no plan. `frontier` solves it for every budget at once (Beaumont et al. do it for one) and returns all trades worth making. On three equal layers without interior, 3 values cost 5 evaluations, 4 values 3:
+# With no stage left C is 0, and where R would be negative there is no plan. `frontier` solves it for every budget at once (Beaumont et al. do it for one) and returns all trades worth making. On three equal layers without interior, 3 values cost 5 evaluations, 4 values 3:
 
 # %%
 checkpointing.frontier(Costs.uniform(3))
@@ -345,7 +355,8 @@ predicted = checkpointing.simulate(half, costs)
 gradients = [parameter.grad for parameter in model.parameters()]
 equal = all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
 same = executed.cost == predicted.cost, executed.peak == predicted.peak
-equal, executed.evaluations, *same
+print(f"gradients equal: {equal}; FLOPs and peak as predicted: {same}")
+print("evaluations of each stage:", executed.evaluations)
 
 # %%
 title = "Within half the memory: one mountain becomes three smaller ones"
@@ -436,7 +447,9 @@ ways["torch"] = lambda x: torch_checkpoint(block, x, use_reentrant=False)
 # Two more things that a second run can get wrong. A `BatchNorm` inside a checkpointed region updates its running statistics twice. And a function that does not
 # do the same both times is caught only if it saves different shapes.
 #
-# **Reentrant or not.** There are two ways to build it. The older one is an `autograd.Function` like `Careless`: its backward pass starts another backward pass
+# ### Further: reentrant or not
+#
+# There are two ways to build it. The older one is an `autograd.Function` like `Careless`: its backward pass starts another backward pass
 # inside (it *reenters* autograd). A Function sees its tensor arguments and not the weights inside `fn`. So if the input needs no gradient (tokens, a frozen
 # layer below, LoRA), the output needs none either, and the weights get nothing. The three from above, where only "careless" is a Function:
 
@@ -453,8 +466,8 @@ frozen = torch.randn(4, 64, 64)  # needs no gradient
 # %% [markdown]
 # ### Exercise 4.3 · Write checkpoint (30 min, ●●●)
 #
-# `checkpoint(fn, x)` for a function of one tensor. The check looks at gradients (also those of weights inside `fn`, and also where `x` needs none), at the bytes that are kept, at the number
-# of evaluations, and at dropout.
+# `checkpoint(fn, x)` for a function of one tensor. The check looks at gradients (also those of weights inside `fn`, and also where `x` needs none), at the bytes that are kept, wherever they are, at the number
+# of evaluations and their time, at dropout, and at two regions in a row. The hints lead to the older, shorter way, an `autograd.Function`; hooks are welcome, too.
 
 
 # %%
@@ -469,9 +482,14 @@ check("checkpointing/checkpoint", my_checkpoint)
 hint("checkpointing/checkpoint", 1)
 
 # %%
-show(checkpointing.checkpoint)
+show(exercises.Recomputed)
+
+# %%
+show(checkpointing.recompute._Region)
 
 # %% [markdown]
+# ## Further: how do you test a checkpoint?
+#
 # ### Exercise 4.4 · Bug hunt: the checkpoint that passes every test (15 min, ●●○)
 #
 # Three broken checkpoints are out there. One gives weights no gradient, one draws a new dropout mask, and one restores the generator for the second run and
@@ -489,6 +507,9 @@ check("checkpointing/bug-hunt", is_broken)
 
 # %%
 hint("checkpointing/bug-hunt", 1)
+
+# %%
+show(exercises.is_broken)
 
 # %% [markdown]
 # ## What does it cost: 33 %, 30 or 40?
@@ -551,7 +572,9 @@ gpt3 = ModelConfig.named("gpt3-175b")
 ]
 
 # %% [markdown]
-# **Time is not FLOPs.** Korthikanti et al. (table 4) timed one layer of a 22B model: 7.7 ms forward, 11.9 ms backward. The backward pass is 1.55 times as long,
+# ### Further: time is not FLOPs
+#
+# Korthikanti et al. (table 4) timed one layer of a 22B model: 7.7 ms forward, 11.9 ms backward. The backward pass is 1.55 times as long,
 # not 2 times, so one more forward pass weighs more:
 #
 # $$ \text{overhead} = \frac{1}{1 + r}, \quad r = \frac{\text{backward}}{\text{forward}}. $$
@@ -569,7 +592,7 @@ predicted = forward / (forward + backward)
 # The formula with the timed r gives 39.3 %, the clock 38.8 %. "30 to 40 %" says that r lies between 2.3 and 1.5.
 
 # %% [markdown]
-# And on your machine? Three ways, one step after the other in turn:
+# And on your machine? Three ways, one step after the other in turn (times of one machine, which nobody compares with the stored ones):
 
 # %% tags=["nbval-ignore-output"]
 copies = {
@@ -585,7 +608,7 @@ for _ in range(7):
 {policy: units.text(statistics.median(found), "s") for policy, found in seconds.items()}
 
 # %% [markdown]
-# ## Which part is cheapest to compute again?
+# ## Further: which part is cheapest to compute again?
 #
 # One layer holds, by Korthikanti's count, $34\,sbh$ bytes plus $5\,a s^2 b$ for the scores and what softmax and dropout make of them. Compare what they weigh
 # and what they cost to compute.
@@ -649,15 +672,15 @@ plots.memory_bars(**kept, title=title)
 #   segments and leaves out the last, as here. `create_selective_checkpoint_contexts` takes a policy *per operation*: keep products, recompute the rest.
 #   With `torch.compile`, `torch._functorch.config.activation_memory_budget` (0 … 1) lets a solver choose.
 # - **FSDP2.** Wrap blocks with `apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=…)` first, call `fully_shard` after.
-# - **torchtitan.** `activation_checkpoint.mode` is `none`, `full`, `selective` (per operation) or `memory_budget` (needs the compiler).
+# - **torchtitan 0.2.2.** `activation_checkpoint.mode` is `none`, `full`, `selective` (per operation) or `memory_budget` (needs the compiler).
 # - **Megatron-LM.** `--recompute-granularity full` with `--recompute-method uniform` (segments of `--recompute-num-layers`) or `block` (only the first
 #   layers of each stage, the rest kept: what you saw within half the memory); `--recompute-granularity selective` with `--recompute-modules core_attn …`.
 # - **DeepSpeed.** `"activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true, …}`: kept values are sharded over tensor-parallel
 #   ranks, or moved to the host's memory, as PyTorch's `torch.autograd.graph.save_on_cpu` does.
 # - **Hugging Face Transformers.** `gradient_checkpointing=True`: every layer, the last one too.
 #
-# Libraries wrap every layer, so the last one is computed twice although its backward pass comes next. On 8 layers that is an eighth of the extra work for
-# nothing; a plan does not pay it.
+# Libraries wrap every layer, so the last one is computed twice although its backward pass comes next. On 8 layers an eighth of the extra work is
+# unnecessary, and a plan avoids it.
 #
 # **On a real cluster** start with nothing, then selective, then every k-th layer, and full last. With fused attention the 5as²b are gone already, and the next
 # best thing to recompute is what is cheap per byte: norms, activation functions, dropout.
@@ -719,4 +742,4 @@ f"{one_more:.2%}, and three times that: {3 * one_more:.2%}"
 # - V. Korthikanti et al., *Reducing activation recomputation in large transformer models*, arXiv:2205.05198 (2022): selective recomputation, table 4.
 # - S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054 (2020), sections 3.2 and 6.1. D. Narayanan et al., *Megatron-LM on GPU clusters*, arXiv:2104.04473
 #   (2021), section 3.5: how many checkpoints.
-# - PyTorch documentation of `torch.utils.checkpoint`; `torchtitan/distributed/activation_checkpoint.py`; arguments of Megatron-LM and DeepSpeed, as of 2025.
+# - PyTorch documentation of `torch.utils.checkpoint`; `torchtitan/distributed/activation_checkpoint.py`; arguments of Megatron-LM and DeepSpeed, to mid-2026; torchtitan 0.2.2.

@@ -11,6 +11,7 @@ from labutils.teach.rigs import (
     occupancy,
     pipeline,
     precision,
+    profiles,
     quantization,
     scaling,
     tensor_parallel,
