@@ -32,11 +32,13 @@ def plan(parts):
     """(what fits into a class, what is left for home), in order; what goes further is for home."""
     spent, fits = 0.0, []
     for part in parts:
-        if part[0].startswith("Further: ") or spent + part[1] > CLASS:
+        if part[0].startswith("Further: "):
+            continue
+        if spent + part[1] > CLASS:
             break
         spent += part[1]
         fits.append(part)
-    return fits, parts[len(fits) :]
+    return fits, [part for part in parts if part not in fits]
 
 
 def polls(notebook):

@@ -599,7 +599,7 @@ reveal("start/noise", times=round(mean[4] / mean[64], 1))
 # moment: before training it is 72, and in 256 steps it goes up and down between 6 and 40. Lab 16 asks what a larger batch does to the loss, and to the learning rate.
 
 # %% [markdown]
-# ## Further: where does a step spend its time?
+# ## Further: where the time of a step goes
 #
 # Memory is one half of a step, time the other. PyTorch's profiler writes down when every operation began and ended, and how many floating-point operations (FLOPs) its products took. `rigs.profiles.profiled` calls
 # `torch.profiler.profile(with_flops=True)`. Names for the parts of the step are yours to give:

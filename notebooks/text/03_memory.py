@@ -101,7 +101,7 @@ reveal("memory/gpt2-xl", billions=by_hand / 1e9)
 by_hand, by_hand == gpt2.num_params, gpt2.parameters
 
 # %% [markdown]
-# ## Further: what do today's models have?
+# ## Further: the parts of today's models
 #
 # Today's models replace nearly every part. Here h is the width of the model, a the number of query heads, d = h/a the width of a head, g the number of key-value heads, f the feed-forward
 # width, v the vocabulary, b sequences of s tokens; the last column is in numbers, not bytes, of one layer.
