@@ -426,12 +426,18 @@ def _frozen_input(attempt: Callable) -> str:
     return "the weights inside learn"
 
 
+def _kept_in(results: list, call: Callable, *given: Any) -> None:
+    results.append(call(*given))
+
+
 def _nothing_else(attempt: Callable) -> str:
     """What is alive after the forward pass, wherever it is kept."""
-    block, x, results = _Block(), torch.ones(256, 16, requires_grad=True), []
+    block, x = _Block(), torch.ones(256, 16, requires_grad=True)
+    results: list[Any] = []
     alive = []
     for call in (attempt, lambda block, x: block(x.detach())):
-        last = measure.history(lambda call=call: results.append(call(block, x)), block).moments[-1]
+        once = functools.partial(_kept_in, results, call, block, x)
+        last = measure.history(once, block).moments[-1]
         alive.append(last.ledger.total)
     generator = 2 * torch.get_rng_state().nbytes
     if (extra := alive[0] - alive[1]) > x.nbytes + generator:
@@ -624,11 +630,12 @@ def _says(attempt: Callable, implementation: Callable, seed: int) -> bool:
 
 
 def _innocent(attempt: Callable) -> str:
-    for name, implementation in {
+    right: dict[str, Callable] = {
         "the course's": checkpointing.checkpoint,
         "the textbook": textbook("fork"),
         "torch's": functools.partial(torch_checkpoint, use_reentrant=False),
-    }.items():
+    }
+    for name, implementation in right.items():
         if _verdict(attempt, implementation):
             raise Failed(
                 f"your test calls {name} checkpoint broken, and it is right",
