@@ -26,6 +26,7 @@ import torch
 
 from labutils import checkpointing, measure, memory, precision, units
 from labutils.config import Hardware, ModelConfig, TrainConfig
+from labutils.ledger import Ledger, Line
 from labutils.model import GPT
 from labutils.teach import calculator, plots
 from labutils.teach.check import check, hint, predict, reveal, show
@@ -90,15 +91,16 @@ gpt2.letters("h v s L")
 # > How many parameters does GPT-2 XL have, the "1.5 billion" one, in billions?
 
 # %%
-predict("memory/gpt2-xl", billions=1.5)
+predict("memory/gpt2-xl", billion=1.5)
 
 # %%
 h, v, s, L = gpt2.letters("h v s L")
 by_hand = v * h + s * h + L * (12 * h**2 + 13 * h) + 2 * h
-reveal("memory/gpt2-xl", billions=by_hand / 1e9)
+reveal("memory/gpt2-xl", billion=round(by_hand / 1e9, 3))
 
 # %%
-by_hand, by_hand == gpt2.num_params, gpt2.parameters
+print(f"{by_hand:,} by hand, the same as counted: {by_hand == gpt2.num_params}")
+gpt2.parameters
 
 # %% [markdown]
 # ## Further: the parts of today's models
@@ -288,7 +290,8 @@ beyond = memory.beyond_the_paper(with_dropout, run)
 beyond
 
 # %%
-kept.total, paper.scaled(48).total + beyond.total == kept.total
+named = paper.scaled(48).total + beyond.total
+f"{units.text(kept.total)}; paper and difference give the same: {named == kept.total}"
 
 # %% [markdown]
 # The paper assumes dropout masks of one byte; on a CPU PyTorch keeps them in the format of what they mask. Mean and 1/σ are not in the formula. The embedding, the head and the loss come on top of all layers
@@ -321,7 +324,8 @@ def activations(tokens, **options):
     return memory.activations(longer, one(**options)).total
 
 
-reveal("memory/four-times-longer", times=activations(4096) / activations(1024))
+longer = activations(4096) / activations(1024)
+reveal("memory/four-times-longer", times=round(longer, 1))
 
 # %%
 title = "The scores grow with the square; what is left without them grows in proportion"
@@ -649,8 +653,19 @@ for name, amount in ways.items():
 # The 60 GB are the paper's own count of 12 numbers for each token, layer and column, without the scores. The paper does not say which plan gives its 8 GB (lab 04 tries several); the last line is what PyTorch keeps
 # with every layer checkpointed, log-probabilities included.
 #
-# The 6 GB are one fp32 number per parameter: a buffer that fuses all gradients for one all-reduce. So the stack of the example is 24 + 8 + 6 = 38 GB,
-# more than the 32 GB of the device, before fragmentation. PyTorch fuses gradients in buckets of 25 MiB instead (lab 08), and the 37.4 GB found above have no such buffer: they are 24.9 GB of model states and 12.5 GB that
+# The 6 GB are one fp32 number per parameter: a buffer that fuses all gradients for one all-reduce. Lecture slides draw the whole stack, with 3 GB for fragmentation, a part that they call variable:
+
+# %%
+told = {
+    "weights": 3, "gradients": 3, "master weights": 6, "first moment": 6,
+    "second moment": 6, "activations": 8, "temporary buffer": 6, "fragmentation": 3,
+}  # fmt: skip
+stack = Ledger(Line(part, gb * units.GB, component=part) for part, gb in told.items())
+title = f"Eight parts, {units.text(stack.total)}: not on a device of 32 GB"
+plots.memory_bars(published=stack, capacity=Hardware.named("V100"), title=title)
+
+# %% [markdown]
+# Without the last two parts, 32 GB are left: exactly the device. PyTorch fuses gradients in buckets of 25 MiB instead (lab 08), and the 37.4 GB found above have no such buffer: they are 24.9 GB of model states and 12.5 GB that
 # the optimizer's step needs.
 
 # %% [markdown]
