@@ -658,7 +658,7 @@ for name, amount in ways.items():
 # %%
 told = {
     "weights": 3, "gradients": 3, "master weights": 6, "first moment": 6,
-    "second moment": 6, "activations": 8, "temporary buffer": 6, "fragmentation": 3,
+    "second moment": 6, "activations": 8, "buffers": 6, "fragmentation": 3,
 }  # fmt: skip
 stack = Ledger(Line(part, gb * units.GB, component=part) for part, gb in told.items())
 title = f"Eight parts, {units.text(stack.total)}: not on a device of 32 GB"
