@@ -665,7 +665,7 @@ title = f"Eight parts, {units.text(stack.total)}: not on a device of 32 GB"
 plots.memory_bars(published=stack, capacity=Hardware.named("V100"), title=title)
 
 # %% [markdown]
-# Without the last two parts, 32 GB are left: exactly the device. PyTorch fuses gradients in buckets of 25 MiB instead (lab 08), and the 37.4 GB found above have no such buffer: they are 24.9 GB of model states and 12.5 GB that
+# Without buffers and fragmentation 32 GB are left, exactly what the device has. PyTorch fuses gradients in buckets of 25 MiB instead (lab 08), and the 37.4 GB found above have no such buffer: they are 24.9 GB of model states and 12.5 GB that
 # the optimizer's step needs.
 
 # %% [markdown]
