@@ -50,6 +50,17 @@ class Notation(Written):
         return notation.markdown(self.arguments[0])
 
 
+class Formulas(Written):
+    """```{formulas}```: what the docstrings of the topics state as formulas."""
+
+    source = ROOT / "book" / "formulas.py"
+
+    def markdown(self):
+        import formulas  # every topic, and torch
+
+        return formulas.markdown()
+
+
 class Printed(Written):
     """A directive that stands for what a tool prints."""
 
@@ -217,6 +228,7 @@ def copy_mathjax(app, exception):
 
 def setup(app):
     app.add_directive("notation", Notation)
+    app.add_directive("formulas", Formulas)
     app.add_directive("errata", Errata)
     app.add_directive("compositions", Compositions)
     app.add_directive("questions", Questions)

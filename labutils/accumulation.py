@@ -181,6 +181,9 @@ def tokens_per_step(micro_batch: int, accumulation: int, dp: int, seq_len: int) 
 
     >>> tokens_per_step(micro_batch=2, accumulation=4, dp=128, seq_len=4096)
     4194304
+    >>> b, m, N_d, s = 2, 4, 128, 4096
+    >>> tokens_per_step(b, m, N_d, s) == b * m * N_d * s  # tokens of a step
+    True
     """
     sizes = dict(micro_batch=micro_batch, accumulation=accumulation, dp=dp, seq_len=seq_len)
     return math.prod(units.wholes(1, **sizes))

@@ -335,7 +335,19 @@ def parameters(model: Model, *, tp: int = 1, ep: int = 1) -> dict[str, int]:
 
 
 def num_params(model: Model, *, tp: int = 1, ep: int = 1) -> int:
-    """Ψ: all parameters, a tied head once; or those of one rank of tp and of ep."""
+    """Ψ: all parameters, a tied head once; or those of one rank of tp and of ep.
+
+    >>> from labutils.config import ModelConfig
+    >>> gpt = ModelConfig.named("gpt2-xl")
+    >>> L, h, v, s = gpt.letters("L h v s")
+    >>> num_params(gpt) == L * (12 * h**2 + 13 * h) + (v + s + 2) * h  # a GPT-2, f = 4h
+    True
+    >>> llama = ModelConfig.named("llama-3.1-8b")
+    >>> L, h, a, g, d, f, v = llama.letters("L h a g d f v")
+    >>> psi = num_params(llama)
+    >>> psi == L * (2 * h * (a + g) * d + 3 * h * f + 2 * h) + (2 * v + 1) * h  # a Llama
+    True
+    """
     return sum(parameters(model, tp=tp, ep=ep).values())
 
 
@@ -377,6 +389,18 @@ def token_flops(model: Model) -> dict[str, int]:
 
     Attention is counted in full, s keys for every query, causal or not.
     Source: Korthikanti et al. 2205.05198, appendix A.
+
+    >>> from labutils.config import ModelConfig
+    >>> gpt = ModelConfig.named("gpt2-xl")
+    >>> L, h, v, s = gpt.letters("L h v s")
+    >>> forward = sum(token_flops(gpt).values())
+    >>> forward == 24 * L * h**2 + 4 * L * s * h + 2 * v * h  # a GPT-2; in training 3 times that
+    True
+    >>> llama = ModelConfig.named("llama-3.1-8b")
+    >>> L, h, a, g, d, f, v, s = llama.letters("L h a g d f v s")
+    >>> forward = sum(token_flops(llama).values())
+    >>> forward == 2 * L * (2 * h * (a + g) * d + 3 * h * f + 2 * s * a * d) + 2 * v * h  # a Llama
+    True
     """
     sizes, found = letters(model), {}
     for part in parts(model):

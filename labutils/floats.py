@@ -107,12 +107,24 @@ class FloatFormat:
 
     @property
     def max(self) -> float:
-        """The largest finite value."""
+        """The largest finite value.
+
+        >>> exponent_bits, mantissa_bits = 8, 7
+        >>> wide = FloatFormat("wide", exponent_bits, mantissa_bits)
+        >>> wide.max == (2 - 2**-mantissa_bits) * 2 ** (2 ** (exponent_bits - 1) - 1)  # largest
+        True
+        """
         return self.decode(self._max_code)
 
     @property
     def min_normal(self) -> float:
-        """The smallest positive value with full precision."""
+        """The smallest positive value with full precision.
+
+        >>> exponent_bits = 8
+        >>> wide = FloatFormat("wide", exponent_bits, 7)
+        >>> wide.min_normal == 2 ** (2 - 2 ** (exponent_bits - 1))  # smallest with full precision
+        True
+        """
         return math.ldexp(1.0, self.min_exponent)
 
     @property
@@ -122,7 +134,12 @@ class FloatFormat:
 
     @property
     def eps(self) -> float:
-        """The gap between 1 and the next larger value."""
+        """The gap between 1 and the next larger value.
+
+        >>> mantissa_bits = 7
+        >>> FloatFormat("wide", 8, mantissa_bits).eps == 2**-mantissa_bits  # from 1 to the next
+        True
+        """
         return math.ldexp(1.0, -self.mantissa_bits)
 
     @property
@@ -442,6 +459,10 @@ class BlockFormat:
     (4.25, 4.5)
     >>> [block.decode(*block.encode([7, -3, 1, 0])) for block in (MXFP4, NVFP4)]
     [[6.0, -3.0, 1.0, 0.0], [6.75, -3.375, 1.125, 0.0]]
+    >>> bits, scale_bits, block = MXFP4.element.bits, MXFP4.scale.bits, 32
+    >>> size = BlockFormat("mine", MXFP4.element, block).bits_per_value
+    >>> size == bits + scale_bits / block  # bits per number
+    True
 
     Source: OCP MX v1.0, section 6.3: a power of two is 2^(⌊log₂ max|v|⌋ − max_exponent), elements
     saturate; NVIDIA, arXiv:2509.25149: a scale with a mantissa is max|v| / max, to nearest.

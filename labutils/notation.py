@@ -25,9 +25,13 @@ TABLE = {
         "m": "micro-batches that flow through a pipeline in one step",
         "u": "chunks of the model that one pipeline rank holds",
         "i": "this rank",
+        "F": "in a schedule: time of a micro-batch's forward pass on a stage",
+        "B": "in a schedule: time of the gradient of its input",
+        "W": "in a schedule: time of the gradient of its weights",
     },
     "quantities": {
         "\\Psi": "parameters of the model",
+        "K": "bytes of optimizer state for a parameter; 12 for Adam in mixed precision",
         "S": "bytes in the message or tensor at hand",
         "\\lambda": "latency: seconds before the first byte of a message arrives",
         "\\mathrm{bw}": "bandwidth of a link in bytes per second",

@@ -307,6 +307,10 @@ def segments(n: int, k: int) -> Plan:
 
     >>> [sum(segments(n, k).evaluations) for n, k in [(16, 1), (16, 4), (16, 16)]]
     [16, 28, 31]
+    >>> layers, pieces = 16, 4
+    >>> held = simulate(segments(layers, pieces), Costs.uniform(layers)).peak
+    >>> held == pieces + layers / pieces  # inputs and outputs held, least for √layers pieces
+    True
 
     Cost: n + (n − last segment) forward evaluations; about k + n/k values held.
     Source: Chen et al. 1604.06174, algorithm 1 and eq. (1).

@@ -180,6 +180,14 @@ def sent(
 
     >>> sent("all_reduce_ring", nbytes=64e6, n=4).by("rank")
     {0: 96000000, 1: 96000000, 2: 96000000, 3: 96000000}
+    >>> S, N = 64_000_000, 4
+    >>> one = dict(nbytes=S, n=N, rank=0)
+    >>> sent("reduce_scatter_ring", **one).total == (N - 1) / N * S  # reduce-scatter, all-gather
+    True
+    >>> sent("all_to_all_pairwise", **one).total == (N - 1) / N * S  # all-to-all
+    True
+    >>> sent("all_reduce_ring", **one).total == 2 * (N - 1) / N * S  # all-reduce
+    True
     """
     formula, lines = _formula(algorithm), []
     for at in _seats(nbytes, n, itemsize, rank):
@@ -250,6 +258,16 @@ def cost(algorithm: str, nbytes: int | float, n: int, link: Link) -> float:
 
     >>> cost("all_reduce_ring", 64e6, 4, Link(1e-5, 1e9))
     0.09606
+    >>> from math import log2
+    >>> S, N, λ, bw = 2**26, 8, 2**-17, 2**30
+    >>> link = Link(latency=λ, bandwidth=bw)
+    >>> cost("all_reduce_ring", S, N, link) == 2 * (N - 1) * (λ + S / (N * bw))  # by a ring
+    True
+    >>> cost("all_reduce_tree", S, N, link) == 2 * log2(N) * (λ + S / bw)  # all-reduce by a tree
+    True
+    >>> both = cost("all_reduce_halving_doubling", S, N, link)
+    >>> both == 2 * log2(N) * λ + 2 * (N - 1) * S / (N * bw)  # by halving and doubling
+    True
     """
     formula, n = _formula(algorithm), units.whole(n, "n", 1)
     nbytes = _size(nbytes)
@@ -318,5 +336,8 @@ def busbw(op: str, nbytes: int | float, seconds: float, n: int) -> float:
 
     >>> busbw("all_reduce", 64e6, 0.096, 4)
     1000000000.0
+    >>> S, N, seconds = 64e6, 4, 0.125
+    >>> busbw("all_reduce", S, seconds, N) == 2 * (N - 1) * S / (N * seconds)  # all-reduce
+    True
     """
     return float(algbw(nbytes, seconds) * bus_factor(op, n))

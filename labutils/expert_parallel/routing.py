@@ -100,6 +100,9 @@ def capacity(tokens: int, num_experts: int, k: int, factor: float) -> int:
 
     >>> capacity(tokens=4096, num_experts=64, k=1, factor=1.25)
     80
+    >>> tokens, k, E, factor = 4095, 2, 64, 1.25
+    >>> capacity(tokens, E, k, factor) == ceil(factor * k * tokens / E)  # rounded up
+    True
 
     Source: Switch Transformer 2101.03961, equation 3 (k = 1); k as in Megatron-LM's
     --moe-expert-capacity-factor.

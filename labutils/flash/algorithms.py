@@ -346,6 +346,11 @@ def attention_flops(
     4294967296
     >>> attention_flops(1024, 64, backward=True) / attention_flops(1024, 64)
     2.5
+    >>> s, d = 1024, 64
+    >>> attention_flops(s, d) == 4 * s**2 * d  # a head, forward
+    True
+    >>> attention_flops(s, d, backward=True) == 10 * s**2 * d  # backward, scores made again
+    True
 
     Source: FlashAttention-2 (2307.08691), section 4.1: two products of s × s_k × d, five backward.
     """

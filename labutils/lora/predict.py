@@ -19,6 +19,10 @@ def trainable(model: ModelConfig, *, rank: int, pattern: Pattern = "*") -> int:
     >>> gpt3 = ModelConfig.named("gpt3-175b")
     >>> [trainable(gpt3, rank=r, pattern=("query", "value")) for r in (1, 8)]
     [4718592, 37748736]
+    >>> (L, h, a, g, d), r = ModelConfig.named("llama-3.1-8b").letters("L h a g d"), 16
+    >>> both = trainable(ModelConfig.named("llama-3.1-8b"), rank=r, pattern=("query", "value"))
+    >>> both == L * r * (h + a * d + h + g * d)  # of queries and values
+    True
 
     Source: Hu et al. 2106.09685, section 5.1.
     """

@@ -38,8 +38,20 @@ def korthikanti(
     sequence: whether sequence parallelism divides the other tensors too.
     checkpointing: "selective" drops what grows with s², "full" keeps the input alone.
 
-    >>> layer = korthikanti(b=1, s=2048, h=12288, a=96)
-    >>> layer.total == 1 * 2048 * 12288 * (34 + 5 * 96 * 2048 // 12288)
+    >>> b, s, h, a, N_t = 1, 2048, 12288, 96, 8
+    >>> layer = dict(b=b, s=s, h=h, a=a)
+    >>> korthikanti(**layer).total == s * b * h * (34 + 5 * a * s / h)  # one device
+    True
+    >>> kept = korthikanti(**layer, t=N_t).total
+    >>> kept == s * b * h * (10 + 24 / N_t + 5 * a * s / (h * N_t))  # tensor parallelism
+    True
+    >>> kept = korthikanti(**layer, t=N_t, sequence=True).total
+    >>> kept == s * b * h / N_t * (34 + 5 * a * s / h)  # with sequence parallelism
+    True
+    >>> kept = korthikanti(**layer, t=N_t, sequence=True, checkpointing="selective").total
+    >>> kept == 34 * s * b * h / N_t  # both, and selective recomputation
+    True
+    >>> korthikanti(**layer, checkpointing="full").total == 2 * s * b * h  # full recomputation
     True
 
     Source: Korthikanti et al. 2205.05198, section 4.1, equations 1 to 6 and table 2.

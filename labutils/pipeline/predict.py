@@ -21,6 +21,11 @@ def sent(schedule: Schedule, model: ModelConfig, *, micro_batch: int, itemsize: 
     >>> step = sent(one_f_one_b(4, 8), gpt2, micro_batch=1).only(name="send forward")
     >>> step.by("rank") == dict.fromkeys(range(3), 8 * 4 * gpt2.seq_len * gpt2.d_model)
     True
+    >>> (s, h), b, m, bytes_each = gpt2.letters("s h"), 2, 8, 2
+    >>> step = sent(one_f_one_b(4, m), gpt2, micro_batch=b, itemsize=bytes_each)
+    >>> forward = step.only(name="send forward", rank=0).total
+    >>> forward == m * b * s * h * bytes_each  # to the next stage, forward
+    True
     """
     units.instance(schedule, Schedule, "sent")
     units.instance(model, ModelConfig, "sent")

@@ -41,6 +41,10 @@ def nf4_bytes(numel: int, *, double: bool = True) -> int:
 
     >>> [8 * nf4_bytes(2**24, double=double) / 2**24 for double in (False, True)]
     [4.5, 4.1269550323486...]
+    >>> numbers = 2**24
+    >>> total = nf4_bytes(numbers)
+    >>> total == numbers / 2 + numbers / 64 + 4 * numbers / (64 * 256) + 4  # NF4, scales in 8 bits
+    True
 
     Source: QLoRA 2305.14314, section 3.
     """

@@ -21,7 +21,13 @@ class Hyperbola(NamedTuple):
         return self.emin / self.smin
 
     def steps(self, batch: float) -> float:
-        """Steps to the target with this batch size."""
+        """Steps to the target with this batch size.
+
+        >>> fewest_steps, fewest_examples, batch = 100, 6400, 16
+        >>> steps = Hyperbola(fewest_steps, fewest_examples).steps(batch)
+        >>> steps == fewest_steps + fewest_examples / batch  # by the hyperbola
+        True
+        """
         return self.smin + self.emin / units.positive(batch, "batch")
 
     def seconds(self, batch: float, devices: int, *, example: float, reduce: float) -> float:

@@ -19,6 +19,12 @@ def scale_lr(lr: float, ratio: float, rule: Rule) -> float:
 
     >>> [round(scale_lr(0.1, 32, rule), 3) for rule in POWERS]
     [0.1, 0.566, 3.2]
+    >>> from math import sqrt
+    >>> lr, ratio = 0.1, 16
+    >>> scale_lr(lr, ratio, "linear") == lr * ratio  # linear
+    True
+    >>> scale_lr(lr, ratio, "square root") == lr * sqrt(ratio)  # square root
+    True
 
     Source: P. Goyal et al., 1706.02677, section 2.1 (linear).
     """

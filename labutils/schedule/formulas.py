@@ -21,6 +21,12 @@ def bubble(
 
     >>> bubble("one_f_one_b", 4, 8), bubble("zb_h1", 4, 8), bubble("zb_h2", 4, 8, barrier=False)
     (9, 3, 0)
+    >>> N_p, m, F, B, W = 4, 8, 2, 3, 1
+    >>> times = Durations(F=F, B=B, W=W)  # of a micro-batch on a stage
+    >>> bubble("gpipe", N_p, m, times) == (N_p - 1) * (F + B + W)  # GPipe, 1F1B
+    True
+    >>> bubble("zb_h2", N_p, m, times, barrier=False) == (N_p - 1) * (F + B - 2 * W)  # ZB-H2
+    True
 
     Raises ValueError: if no formula is known for these times, or p or m is less than 1.
 
@@ -67,6 +73,11 @@ def peak_in_flight(name: str, p: int, m: int, rank: int = 0, chunks: int = 1) ->
 
     >>> [peak_in_flight("one_f_one_b", 4, 8, rank) for rank in range(4)]
     [4, 3, 2, 1]
+    >>> N_p, m, i = 4, 8, 1
+    >>> peak_in_flight("one_f_one_b", N_p, m, i) == min(N_p - i, m)  # 1F1B
+    True
+    >>> peak_in_flight("gpipe", N_p, m, i) == m  # GPipe
+    True
     >>> peak_in_flight("interleaved", 4, 8, chunks=2)  # 4·(1 + 3/8) micro-batches through 2 chunks
     11
 

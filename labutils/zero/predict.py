@@ -54,6 +54,11 @@ def predict_sent(
 
     >>> [predict_sent(1000, n=4, level=level).by("rank")[0] for level in (0, 1, 2, 3)]
     [6000, 6000, 6000, 9000]
+    >>> S, N_d = 4096, 4  # bytes of weights, and of gradients
+    >>> predict_sent(S // 4, N_d, level=2, rank=0).total == 2 * (N_d - 1) / N_d * S  # ZeRO-1 and -2
+    True
+    >>> predict_sent(S // 4, N_d, level=3, rank=0).total == 3 * (N_d - 1) / N_d * S  # ZeRO-3
+    True
 
     Source: Rajbhandari et al. 1910.02054, section 7: 2Ψ, 2Ψ and 3Ψ.
     """
@@ -265,6 +270,15 @@ def model_states(
 
     >>> [round(model_states(7.5e9, 64, level).total / units.GB, 1) for level in (0, 1, 2, 3)]
     [120.0, 31.4, 16.6, 1.9]
+    >>> Ψ, N_d, K = 7.5e9, 64, 12
+    >>> model_states(Ψ, N_d, 0, K=K).total == (2 + 2 + K) * Ψ  # data parallelism
+    True
+    >>> model_states(Ψ, N_d, 1, K=K).total == (2 + 2 + K / N_d) * Ψ  # ZeRO-1
+    True
+    >>> model_states(Ψ, N_d, 2, K=K).total == (2 + (2 + K) / N_d) * Ψ  # ZeRO-2
+    True
+    >>> model_states(Ψ, N_d, 3, K=K).total == (2 + 2 + K) / N_d * Ψ  # ZeRO-3
+    True
 
     Source: Rajbhandari et al. 1910.02054, figure 1 and table 1.
     """

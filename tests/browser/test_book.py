@@ -227,6 +227,11 @@ def test_reports_are_written_on_the_page_also_in_the_dark(reader, name):
     assert shown.count() and shown.evaluate_all(painted)
 
 
+def test_the_cheat_sheet_is_two_pages_of_paper(reader):
+    printed = reader.open("book/cheat_sheet").pdf(prefer_css_page_size=True)
+    assert len(re.findall(rb"/Type\s*/Page\b", printed)) == 2
+
+
 def test_math_is_typeset(reader):
     assert reader.open("book/notation").locator("article mjx-container").count() > 20
 
