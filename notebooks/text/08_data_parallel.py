@@ -403,7 +403,8 @@ class Buckets:
         self.module, self.comm = module, comm
         self.bucket_bytes, self.waiting = bucket_bytes, []
         for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(self.ready)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.ready)
 
     def ready(self, parameter):
         self.waiting.append(parameter)
@@ -419,6 +420,7 @@ class Buckets:
 
     @contextlib.contextmanager
     def no_sync(self):
+        """Nothing is sent inside, also where such blocks are nested."""
         yield
 
     def __call__(self, *args):

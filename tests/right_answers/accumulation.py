@@ -157,8 +157,29 @@ def _yielded(target: int, seq_len: int, gpus: int, fits: Callable) -> Iterator[T
     yield torch.tensor(steps)
 
 
+def _empty_ones_too(loss, batches, weigh):
+    """Runs what has no token as well, and takes its 0/0 for 0."""
+    total, whole = sum(map(weigh, batches)), 0.0
+    for batch in batches:
+        part = (loss(batch) * weigh(batch) / total).nan_to_num(0.0)
+        part.backward()
+        whole = whole + part.detach()
+    return whole
+
+
+def _steps_first(target, seq_len, gpus, fits):
+    """Counts accumulation steps up."""
+    share = target // seq_len // gpus
+    return next(
+        (share // steps, steps)
+        for steps in range(1, share + 1)
+        if share % steps == 0 and fits(share // steps)
+    )
+
+
 RIGHT = {
     "accumulation/accumulate": {
+        "empty ones computed as well": _empty_ones_too,
         "backward(gradient=share), a float": _seeded,
         "empty ones filtered, a NumPy scalar": _no_empty_ones,
         "a tensor of one element": _grown,
@@ -171,6 +192,7 @@ RIGHT = {
         "the sum clipped to n times the norm": _sum_clipped,
     },
     "accumulation/configure": {
+        "steps counted up": _steps_first,
         "sizes dropped until one fits, a list": _dropped,
         "NumPy integers": lambda *args: tuple(map(np.int64, _dropped(*args))),
         "fewest steps first, 0-d tensors, yielded": _yielded,

@@ -170,13 +170,46 @@ def _by_assertions(all_reduce, world):
     return ()
 
 
+def _by_parity(x, comm):
+    """What is done in each of two rounds, by the parity of the rank."""
+    out, ahead, behind = torch.empty_like(x), comm.rank + 1, comm.rank - 1
+    if comm.size == 1:
+        return x.clone()
+    for turn in (0, 1):
+        if comm.rank % 2 == turn:
+            comm.send(x, ahead % comm.size)
+        else:
+            comm.recv(out, behind % comm.size)
+    return out
+
+
+def _recursive(x, comm):
+    """Halves the ranks: the first of the other half is told, then each half goes on by itself."""
+    x = x.clone()
+
+    def tell(first, count):
+        half = (count + 1) // 2
+        if count == 1:
+            return
+        if comm.rank == first:
+            comm.send(x, first + half)
+        elif comm.rank == first + half:
+            comm.recv(x, first)
+        tell(first, half) if comm.rank < first + half else tell(first + half, count - half)
+
+    tell(0, comm.size)
+    return x
+
+
 RIGHT = {
     "collectives/ordered-sends": {
+        "rounds by parity": _by_parity,
         "odd ranks send first": _odd_ranks_send_first,
         "two calls in an order": _two_calls_sorted,
         "lambdas": _lambdas,
     },
     "collectives/broadcast-tree": {
+        "recursive halves": _recursive,
         "the tree of MPI libraries": _from_the_largest_distance,
         "halves": _halves,
         "NumPy integers": _in_rounds_of_numpy_integers,

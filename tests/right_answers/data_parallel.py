@@ -27,7 +27,7 @@ def _blocks(length, rank, size, epoch):
     """A block of neighbors per rank, as a tensor."""
     order = torch.randperm(length, generator=torch.Generator().manual_seed(7919 * epoch))
     each = -(-length // size)
-    return torch.cat([order, order])[rank * each :][:each]
+    return order.repeat(size)[rank * each :][:each]
 
 
 # ── reduce as you go ─────────────────────────────────────────────────────────────────────────────
@@ -88,11 +88,12 @@ class _Counting:
 
     def __init__(self, module, comm, bucket_bytes):
         self.module, self.comm, self.most = module, comm, bucket_bytes
-        self.parameters, self.waiting, self.silent = set(module.parameters()), [], 0
-        self.missing = set(self.parameters)
+        self.parameters = {p for p in module.parameters() if p.requires_grad}
+        self.missing, self.waiting, self.silent = set(self.parameters), [], 0
         for parameter in module.parameters():
             parameter.data.copy_(comm.broadcast(parameter.data))
-            parameter.register_post_accumulate_grad_hook(self.ready)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.ready)
 
     def ready(self, parameter):
         if self.silent:
@@ -127,8 +128,9 @@ class _AtTheEnd(nn.Module):
         self.module, self.comm, self.bucket_bytes = module, comm, bucket_bytes
         self.waiting, self.queued, self.sync = [], False, True
         for parameter in module.parameters():
-            comm.broadcast(parameter, out=parameter)
-            parameter.register_post_accumulate_grad_hook(self.ready)
+            comm.broadcast(parameter.detach(), out=parameter.detach())
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.ready)
 
     def ready(self, parameter):
         if not self.sync:
@@ -172,6 +174,8 @@ class _Planned:
         self.buckets = [[]]
         for parameter in reversed(list(module.parameters())):
             comm.broadcast(parameter, out=parameter)
+            if not parameter.requires_grad:
+                continue
             if sum(p.nbytes for p in self.buckets[-1]) >= bucket_bytes:
                 self.buckets.append([])
             self.buckets[-1].append(parameter)
@@ -195,12 +199,65 @@ class _Planned:
     @contextlib.contextmanager
     def no_sync(self):
         with contextlib.ExitStack() as stack:
-            stack.callback(setattr, self, "sync", True)
+            stack.callback(setattr, self, "sync", self.sync)
             self.sync = False
             yield
 
     def __call__(self, x):
         return self.module(x)
+
+
+def _averaging(module, comm):
+    """Weights of rank 0 in one message, gradients divided before they are added."""
+    weights = nn.utils.parameters_to_vector(module.parameters())
+    nn.utils.vector_to_parameters(comm.broadcast(weights.detach()), module.parameters())
+
+    def average(parameter):
+        comm.all_reduce(parameter.grad.div_(comm.size), out=parameter.grad)
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(average)
+
+
+class _Countdown:
+    """Flushes when all that can learn has come; no callback."""
+
+    def __init__(self, module, comm, bucket_bytes):
+        self.module, self.comm, self.room = module, comm, bucket_bytes
+        self.bucket, self.quiet, self.come = [], 0, 0
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(comm.broadcast(parameter))
+        self.learning = [p for p in module.parameters() if p.requires_grad]
+        for parameter in self.learning:
+            parameter.register_post_accumulate_grad_hook(self.take)
+
+    def take(self, parameter):
+        if self.quiet:
+            return
+        self.come += 1
+        self.bucket.append(parameter.grad)
+        everything = self.come % len(self.learning) == 0
+        if everything or sum(g.nbytes for g in self.bucket) >= self.room:
+            flat = torch.cat([g.flatten() for g in self.bucket])
+            means = self.comm.all_reduce(flat).div_(self.comm.size)
+            for g, mean in zip(
+                self.bucket, means.split([g.numel() for g in self.bucket]), strict=True
+            ):
+                g.copy_(mean.view_as(g))
+            self.bucket = []
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+
+    def __call__(self, *args):
+        return self.module(*args)
 
 
 RIGHT = {
@@ -211,11 +268,13 @@ RIGHT = {
         "a tuple of NumPy integers": lambda *case: tuple(_numpy(*case)),
     },
     "data_parallel/hooks": {
+        "all weights in one message": _averaging,
         "hooks that return the gradient": _tensor_hooks,
         "divided first, in place": _in_place,
         "a wrapper that waits at the end": _Under,
     },
     "data_parallel/bug-hunt": {
+        "a depth of silence": _Countdown,
         "counts what is missing": _Counting,
         "flushes from a callback": _AtTheEnd,
         "buckets fixed beforehand": _Planned,

@@ -74,16 +74,6 @@ def _einsum(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> Iterator[Tens
     yield torch.where(total > 0, safe.log() + top[..., 0], -math.inf)
 
 
-def _untiled(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: int) -> tuple[Tensor, Tensor]:
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    if causal:
-        seen = seen.tril(k.shape[2] - q.shape[2])
-    weights = scores.exp() * seen
-    total = weights.sum(-1)
-    return weights / total.clamp_min(1e-300)[..., None] @ v, total.log()
-
-
 def _keys_outside(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, block_q: int, block_k: int
 ) -> list[Tensor]:
@@ -94,6 +84,8 @@ def _keys_outside(
         keys, values = k[:, :, left : left + block_k], v[:, :, left : left + block_k]
         for top in range(0, q.shape[2], block_q):
             rows = slice(top, top + block_q)
+            if causal and left > min(top + block_q, q.shape[2]) - 1 + before:
+                continue
             mask = dict(causal=True, offset=before + top - left) if causal else {}
             part = flash.plain(q[:, :, rows], keys, values, **mask)
             out[:, :, rows], lse[:, :, rows] = flash.merge(out[:, :, rows], lse[:, :, rows], *part)
@@ -110,19 +102,69 @@ def _query_by_query(
     return tuple(torch.cat(parts, 2) for parts in zip(*results, strict=True))
 
 
+def _by_lse(blocks):
+    """Normalized outputs, merged two at a time by their log-sum-exp."""
+    out = lse = None
+    for scores, values in blocks:
+        new = scores.logsumexp(0)
+        mine = scores.softmax(0).nan_to_num(0) @ values
+        if out is None:
+            out, lse = mine, new
+            continue
+        both = torch.logaddexp(lse, new)
+        share = (lse - both).exp().nan_to_num(0)
+        out, lse = share * out + (new - both).exp().nan_to_num(0) * mine, both
+    return out, lse
+
+
+def _log_of_sums(o1, lse1, o2, lse2):
+    """Undoes both divisions, in units of the larger lse, a finite one."""
+    unit = torch.maximum(lse1, lse2).detach()
+    unit = torch.where(unit.isfinite(), unit, torch.zeros_like(unit))
+    first, second = (lse1 - unit).exp(), (lse2 - unit).exp()
+    total = first + second
+    some = torch.where(total > 0, total, torch.ones_like(total))
+    out = (first[..., None] * o1 + second[..., None] * o2) / some[..., None]
+    return out, torch.where(total > 0, some.log() + unit, torch.full_like(unit, -math.inf))
+
+
+def _as_far_as_seen(q, k, v, *, causal, block_q, block_k):
+    """No way out of the loop: it ends at the last key that the block's last query sees."""
+    at = k.shape[2] - q.shape[2]
+    outs, sums = [], []
+    for top in range(0, q.shape[2], block_q):
+        rows = q[:, :, top : top + block_q]
+        end = min(k.shape[2], top + rows.shape[2] + at) if causal else k.shape[2]
+        out = torch.zeros_like(rows)
+        lse = torch.full_like(rows[..., 0], -math.inf)
+        for left in range(0, max(0, end), block_k):
+            scores = torch.einsum("basd,batd->bast", rows, k[:, :, left : left + block_k])
+            scores = scores / math.sqrt(q.shape[-1])
+            if causal:
+                place = torch.arange(top, top + rows.shape[2])[:, None] + at
+                scores[..., torch.arange(left, left + scores.shape[-1]) > place] = -math.inf
+            part = scores.softmax(-1).nan_to_num(0) @ v[:, :, left : left + block_k]
+            out, lse = _log_of_sums(out, lse, part, scores.logsumexp(-1))
+        outs.append(out)
+        sums.append(lse)
+    return torch.cat(outs, 2), torch.cat(sums, 2)
+
+
 RIGHT = {
     "flash/online-softmax": {
+        "outputs merged by their lse": _by_lse,
         "NumPy, an array and a float": _numpy,
         "normalized after every block, yielded": _normalized_at_once,
         "one score at a time, a list": _token_by_token,
     },
     "flash/merge": {
+        "a finite unit": _log_of_sums,
         "a softmax of the two lse": _softmax_of_two,
         "a sigmoid of their difference": _difference,
         "stacked, summed by einsum": _einsum,
     },
     "flash/causal-hunt": {
-        "all scores at once": _untiled,
+        "a loop that ends in time": _as_far_as_seen,
         "keys outside, backwards": _keys_outside,
         "one query at a time": _query_by_query,
     },

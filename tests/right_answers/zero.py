@@ -147,18 +147,70 @@ class _NormsGathered(_ReducesInFp32):
         return np.float32(whole)
 
 
+class _Owners(_ByAllToAll):
+    """The new weights come by a broadcast from each owner."""
+
+    def step(self):
+        came = self.comm.all_to_all(self.pieces(self.w.grad).flatten())
+        self.mine.grad = came.view(self.comm.size, -1).mean(0)
+        self.inner.step()
+        mine = self.mine.detach()
+        whole = [self.comm.broadcast(mine.clone(), src=owner) for owner in range(self.comm.size)]
+        self.w.data.copy_(torch.cat(whole)[: len(self.w)])
+
+
+def _by_hooks(count):
+    """What hooks before and after each pass would do."""
+    steps, whole = [], set()
+
+    def before(i, following):
+        for unit in (i, following):
+            if 0 <= unit < count and unit not in whole:
+                steps.append(("gather", unit))
+                whole.add(unit)
+
+    def after(i):
+        whole.discard(i)
+        steps.append(("free", i))
+
+    for i in range(count):
+        before(i, i + 1)
+        steps.append(("forward", i))
+        if i + 1 < count:
+            after(i)
+    for i in range(count)[::-1]:
+        before(i, i - 1)
+        steps.append(("backward", i))
+        steps.append(("reduce", i))
+        after(i)
+    return tuple(steps)
+
+
+class _InDoublePrecision(_ReducesInFp32):
+    """The norm from squares in fp64; the factor by torch.where."""
+
+    def clip(self, max_norm):
+        norm = self.comm.all_reduce(self.master.grad.double().pow(2).sum()).sqrt()
+        factor = torch.where(norm > max_norm, max_norm / norm, torch.ones_like(norm))
+        self.master.grad.mul_(factor.float())
+        return norm
+
+
 RIGHT = {
     "zero/optimizer": {
+        "broadcasts from the owners": _Owners,
         "uneven shares": _InPlace,
         "a function with closures": _of_closures,
         "all-to-all and a mean": _ByAllToAll,
     },
     "zero/schedule": {
+        "as hooks would": _by_hooks,
         "a generator that reduces one unit late": _yields,
         "NumPy integers": _numpy_integers,
         "an iterator of lists": _iterator_of_lists,
     },
     "zero/repair": {
+        "squares in fp64": _InDoublePrecision,
         "gradients reduced in fp32": _ReducesInFp32,
         "the library's clipping": _ClipsByTheLibrary,
         "norms gathered": _NormsGathered,

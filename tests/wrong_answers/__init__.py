@@ -7,6 +7,7 @@ a table from the exercise's name to its wrong answers.
 import importlib
 import pkgutil
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 
@@ -24,4 +25,4 @@ def every() -> dict[str, tuple[Wrong, ...]]:
     """All wrong answers by the name of their exercise."""
     modules = sorted(info.name for info in pkgutil.iter_modules(__path__))
     tables = [importlib.import_module(f"{__name__}.{module}").WRONG for module in modules]
-    return {exercise: wrong for table in tables for exercise, wrong in table.items()}
+    return {name: sum((table.get(name, ()) for table in tables), ()) for name in chain(*tables)}

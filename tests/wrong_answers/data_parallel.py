@@ -27,14 +27,14 @@ def _rotated(length: int, rank: int, size: int, epoch: int) -> list[int]:
     order = list(range(length))
     random.Random(0).shuffle(order)
     order = order[epoch % length :] + order[: epoch % length]
-    return [*order, *order[: -length % size]][rank::size]
+    return (order * size)[: -(-length // size) * size][rank::size]
 
 
 def _reversed_in_turn(length: int, rank: int, size: int, epoch: int) -> list[int]:
     order = list(range(length))
     random.Random(epoch // 2).shuffle(order)
     order = order[::-1] if epoch % 2 else order
-    return [*order, *order[: -length % size]][rank::size]
+    return (order * size)[: -(-length // size) * size][rank::size]
 
 
 def _two_orders(length: int, rank: int, size: int, epoch: int) -> list[int]:
@@ -42,7 +42,7 @@ def _two_orders(length: int, rank: int, size: int, epoch: int) -> list[int]:
 
 
 def _cut_then_shuffled(length: int, rank: int, size: int, epoch: int) -> list[int]:
-    mine = [*range(length), *range(-length % size)][rank::size]
+    mine = ([*range(length)] * size)[: -(-length // size) * size][rank::size]
     random.Random(epoch).shuffle(mine)
     return mine
 
@@ -64,7 +64,7 @@ def _deal(
             order
         )
         if pad:
-            order += order[: -length % size]
+            order = (order * size)[: -(-length // size) * size]
         if drop:
             order = order[: length // size * size]
         return order[rank::size] if mine else order
@@ -289,7 +289,9 @@ WRONG = {
         Wrong("two orders in turn", _two_orders, "a new order in every epoch", "a copy"),
         Wrong(
             "never shuffled",
-            lambda length, rank, size, epoch: [*range(length), *range(-length % size)][rank::size],
+            lambda length, rank, size, epoch: [
+                i % length for i in range(rank, -(-length // size) * size, size)
+            ],
             "a new order in every epoch",
             "a copy",
         ),

@@ -207,7 +207,7 @@ WRONG = {
         Wrong(
             "the first maximum for ever", _first_maximum, "huge scores", "not the largest for ever"
         ),
-        Wrong("collects the blocks", _collect, "blocks are forgotten", "not the blocks"),
+        Wrong("collects the blocks", _collect, "blocks are forgotten", "the block itself"),
     ),
     "flash/merge": (
         Wrong("average", _average, "outputs", "do not weigh the same"),

@@ -185,6 +185,29 @@ def _steps_flat(attempt: Callable) -> str:
     return _flat(run)
 
 
+class _Counted:
+    """A loss that counts how often it is asked."""
+
+    def __init__(self, loss: Callable[[Any], Tensor]) -> None:
+        self.loss, self.calls = loss, 0
+
+    def __call__(self, batch: Any) -> Tensor:
+        self.calls += 1
+        return self.loss(batch)
+
+
+def _once(attempt: Callable) -> str:
+    loss = _Counted(_Words().loss)
+    attempt(loss, _data([8, 2, 5]), weigh=accumulation.tokens)
+    if loss.calls > 3:
+        raise Failed(
+            f"3 micro-batches: the loss was computed {loss.calls} times",
+            "Every forward pass costs a third of the step: keep the number that the first one "
+            "gave, detached.",
+        )
+    return "one forward pass for each"
+
+
 def _value(attempt: Callable) -> str:
     value, _, loss, _ = _taken(attempt, [8, 2, 5])
     value = _number(value)
@@ -210,6 +233,7 @@ ACCUMULATE = Exercise(
         Property("what weigh counts", _weighed),
         Property("memory", _accumulates),
         Property("the loss", _value),
+        Property("work", _once),
     ),
     hints=(
         "You need the number of tokens of the whole batch before the first backward(): "
@@ -332,10 +356,14 @@ def _trained(
 ) -> tuple[Any, Tensor]:
     net = _Words()
     groups = [{"params": list(part.parameters())} for part in net.children()]
-    optimizer = torch.optim.SGD(groups, lr=1.0)
-    taken = [
-        attempt(optimizer, net.loss, iter(_data([8] * count)), k, max_norm) for _ in range(epochs)
-    ]
+    optimizer, loss = torch.optim.SGD(groups, lr=1.0), _Counted(net.loss)
+    taken = [attempt(optimizer, loss, iter(_data([8] * count)), k, max_norm) for _ in range(epochs)]
+    if loss.calls < count * epochs:
+        raise Failed(
+            f"{count} micro-batches, {k} to a step: the loss was computed "
+            f"{loss.calls / epochs:g} times",
+            "Every micro-batch goes forward and backward once, the last ones too.",
+        )
     return taken[-1], torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
 
@@ -393,7 +421,9 @@ def _all_used(attempt: Callable) -> str:
                 f"{count} micro-batches, {k} to a step: {taken} steps instead of "
                 f"{math.ceil(count / k)}",
                 "What is left after the last full step never reaches the optimizer. "
-                "Step once more for it.",
+                "Step once more for it."
+                if taken == count // k
+                else "A step needs a new gradient, and a number to return that counts steps.",
             )
         hint = (
             f"The last step has {count % k} micro-batch{'es' * (count % k > 1)}, not {k}: "

@@ -122,6 +122,12 @@ def _diagnose(n: int, length: int, results: list[Tensor]) -> None:
             "hops, without adding.",
         )
     place, count = next((j, count) for j, count in enumerate(counts[rank]) if count != [1] * n)
+    off = abs(results[rank][place] - total).item() / total
+    if off < 2**-7:
+        raise Failed(
+            f"{case}: element {place} on rank {rank} is off by {off:.1e} of itself",
+            "That is rounding: what travels, and the sum, must have the dtype of x.",
+        )
     told = ", ".join(f"rank {k} {times}×" for k, times in enumerate(count))
     raise Failed(
         f"{case}: element {place} on rank {rank} holds {told}; each should be there once",
@@ -232,6 +238,12 @@ def _ring_dtypes(attempt: Callable) -> str:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         inputs = [torch.full((6,), rank + 1, dtype=dtype) for rank in range(3)]
         results, _ = _run(attempt, inputs)
+        sent, ring = _ranks.world_of(3).ledger.total, 4 * inputs[0].nbytes
+        if sent > ring:
+            raise Failed(
+                f"x is {dtype}: {units.text(sent)} sent in all, a ring sends {units.text(ring)}",
+                "What travels has the dtype of x: a wider one costs bytes.",
+            )
         for rank, result in enumerate(results):
             if result.dtype != dtype or not torch.equal(result, sum(inputs[1:], inputs[0])):
                 raise Failed(
@@ -472,6 +484,21 @@ def _another_last_bit(x, comm):
     return whole
 
 
+def _through_the_last(x, comm):
+    """Reduces to the last rank, which tells the others."""
+    last = comm.size - 1
+    total = collectives.reduce_star(x, comm, dst=last)
+    return collectives.broadcast_star(x if total is None else total, comm, src=last)
+
+
+def _last_differs(x, comm):
+    """The ring, and the last rank rounds one number of its own up."""
+    whole = collectives.all_reduce_ring(x, comm)
+    if comm.rank == comm.size - 1 and len(whole) and whole[0] != whole[0].round():
+        whole[0] = torch.nextafter(whole[0], torch.full_like(whole[0], math.inf))
+    return whole
+
+
 def _no_messages(x, comm):
     return x * comm.size
 
@@ -502,9 +529,11 @@ IMPOSTORS: dict[str, Callable] = {
     "one that returns the mean": _mean,
     "one that leaves out the last n mod N elements": _drops_the_rest,
     "one whose ranks end with different bits": _another_last_bit,
+    "one whose last rank alone ends with another bit": _last_differs,
     "one that overwrites its input": _in_place,
     "the published ring, which passes whole tensors": _whole_tensors_twice,
     "the one through rank 0": collectives.all_reduce_naive,
+    "the one through the last rank": _through_the_last,
 }
 """All-reduces that are none, by what your test is told to have let pass."""
 
@@ -532,6 +561,7 @@ _BITS = {
         "Whole numbers hide rounding. Use torch.randn, and compare the ranks with each other by "
         "torch.equal: replicas that differ in a bit drift apart."
     ),
+    "one whose last rank alone ends with another bit": "Compare all ranks with each other.",
     "one that overwrites its input": "Compare x with a copy that you made before the call.",
 }
 _LOAD = {
@@ -543,6 +573,7 @@ _LOAD = {
         "Its total over all ranks equals the ring's. What counts is the busiest rank: "
         "compare rank by rank."
     ),
+    "the one through the last rank": "The busiest rank may be any: compare rank by rank.",
 }
 
 

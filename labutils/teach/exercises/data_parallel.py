@@ -16,7 +16,11 @@ from labutils.teach.exercises import Exercise, Failed, Property, _ranks
 
 # ── who gets which examples ──────────────────────────────────────────────────────────────────────
 
-_DEALS = [(12, 4), (10, 4), (7, 3), (5, 1), (3, 2)]
+_DEALS = [(12, 4), (10, 4), (7, 3), (5, 1), (3, 2), (1, 4), (2, 5)]  # also fewer than ranks
+
+
+def _examples(count: int) -> str:
+    return f"{count} example{'s' * (count != 1)}"
 
 
 def _indices(part: Any, length: int) -> list[int] | None:
@@ -35,7 +39,7 @@ def _dealt(attempt: Callable, length: int, size: int, epoch: int = 0) -> list[li
         indices = _indices(given, length)
         if indices is None:
             raise Failed(
-                f"{length} examples on {_ranks.count(size)}: rank {rank} got {given!r}",
+                f"{_examples(length)} on {_ranks.count(size)}: rank {rank} got {given!r}",
                 f"Return a list of indices, 0 … {length - 1}.",
             )
         parts.append(indices)
@@ -80,7 +84,7 @@ def _unequal(parts: list[list[int]], length: int) -> tuple[str, str] | None:
 def _dealt_without(fault: Callable, attempt: Callable) -> str:
     for length, size in _DEALS:
         if found := fault(_dealt(attempt, length, size), length):
-            raise Failed(f"{length} examples on {_ranks.count(size)}: {found[0]}", found[1])
+            raise Failed(f"{_examples(length)} on {_ranks.count(size)}: {found[0]}", found[1])
     return f"{len(_DEALS)} cases"
 
 
@@ -143,8 +147,8 @@ SAMPLER = Exercise(
     hints=(
         "All ranks make the same permutation of range(length), from a generator seeded by the "
         "epoch. Then each takes every N-th element, from its own on.",
-        "Before you cut, append the first −length mod N elements of the permutation: "
-        "then N divides it.",
+        "Before you cut, repeat the permutation until it has ⌈length / N⌉ · N elements: "
+        "then N divides it. (One more round is not always enough: 1 example on 4 ranks.)",
     ),
 )
 
@@ -605,6 +609,31 @@ def _accumulating(attempt: Callable) -> str:
     return f"{k} micro-batches, one reduction"
 
 
+def _nested(attempt: Callable) -> str:
+    case = "2 ranks, no_sync() inside no_sync()"
+
+    def program(rank: world.Rank) -> None:
+        comm = rank.comm("dp")
+        net = attempt(_Net(rank.rank, None), comm, bucket_bytes=_BUCKET)
+        with net.no_sync():
+            with net.no_sync():
+                pass
+            with comm.record("mark"):
+                comm.barrier()
+            _loss(net, _rows(2, 0)[rank.rank]).backward()
+
+    _ranks.run(2, case, program, _SAME_CALLS)
+    events = [(e.op, e.sent) for e in _ranks.world_of(2).trace.ranks[0] if e.to is not None]
+    last = max(place for place, (op, _) in enumerate(events) if op == "mark")
+    if sent := sum(nbytes for _, nbytes in events[last + 1 :]):
+        raise Failed(
+            f"{case}: {sent:,} B sent after the inner block, inside the outer one",
+            "The inner block ends and switches sending on for the outer one as well. Set the flag "
+            "back to what it was before, not to True.",
+        )
+    return "the inner block leaves the outer one as it was"
+
+
 def _interrupted(attempt: Callable) -> str:
     hint = (
         "Somebody pressed Ctrl-C inside no_sync(), and from then on nothing is reduced. "
@@ -617,7 +646,7 @@ def _interrupted(attempt: Callable) -> str:
 REPAIR = Exercise(
     id="data_parallel/bug-hunt",
     title="Bug hunt: the wrapper that passed its test",
-    untouched="29732be8",
+    untouched="ad0bfece",
     minutes=15,
     difficulty=3,
     proves="you know what buckets, accumulation and a start ask of a data-parallel wrapper",
@@ -631,6 +660,8 @@ REPAIR = Exercise(
         Property("during the backward pass", lambda attempt: _early(_with(attempt, _BUCKET))),
         Property("accumulation", _accumulating),
         Property("after an error", _interrupted),
+        Property("no_sync in no_sync", _nested),
+        Property("a frozen layer", lambda attempt: _frozen(_with(attempt, _BUCKET))),
     ),
     hints=(
         "Ask three questions: do all ranks start with the same weights? "
@@ -638,7 +669,7 @@ REPAIR = Exercise(
         "What does no_sync() do?",
         "You know how many parameters there are. When the last one has come, flush whatever waits.",
         "no_sync sets a flag, and the hook returns at once while it is set; "
-        ".grad goes on adding up. Set it back in a `finally`.",
+        ".grad goes on adding up. Set it back in a `finally`, to what it was before.",
     ),
 )
 

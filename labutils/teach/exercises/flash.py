@@ -1,15 +1,15 @@
 """A softmax that is never complete, two halves of the keys, a mask that is right on squares."""
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from labutils import flash
+from labutils import flash, measure, units
 from labutils.teach.exercises import Exercise, Failed, Property
 
 Blocks = Iterable[tuple[Tensor, Tensor]]
@@ -130,6 +130,7 @@ def _huge(attempt: Online) -> str:
         return torch.tensor(scores, dtype=torch.float64), 2
 
     near = {"scores near 1000": (1000 + _noise(6), 2), "scores near −1000": (-1000 + _noise(6), 2)}
+    low = {"scores near −20 000": (-20_000 + _noise(6), 2)}
     falling = {"scores 1000, 999, then 1, 0": case(1000, 999, 1, 0)}
     rising = {"scores 0, 1, then 1000, 1001": case(0, 1, 1000, 1001)}
     for cases, hint in (
@@ -137,6 +138,11 @@ def _huge(attempt: Online) -> str:
             near,
             "exp(1000) is infinite and exp(−1000) is zero: "
             "subtract the largest score so far before the exponential.",
+        ),
+        (
+            low,
+            "A start above all scores is never replaced: begin with the lowest finite number of "
+            "the scores' dtype.",
         ),
         (
             falling,
@@ -150,7 +156,7 @@ def _huge(attempt: Online) -> str:
         ),
     ):
         _online(attempt, cases, hint)
-    return "4 cases"
+    return "5 cases"
 
 
 def _blind_start(attempt: Online) -> str:
@@ -180,27 +186,30 @@ def _lse(attempt: Online) -> str:
     return _online(attempt, {"six scores in blocks of 2": (scores, 2)}, hint, part=1)
 
 
-def _forgets(attempt: Online) -> str:
-    alive: list[weakref.ref] = []
-    most = 0
+def _most_held(attempt: Online, count: int) -> int:
+    """Bytes at the fullest moment while the attempt sees so many blocks of 16 keys."""
 
     def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-        nonlocal most
-        for k in range(8):
-            scores, values = _noise(16, seed=k), _noise(16, 3, seed=k)
-            alive.append(weakref.ref(values))
-            yield scores, values
-            del scores, values
-            most = max(most, sum(ref() is not None for ref in alive))
+        for k in range(count):
+            yield _noise(16, seed=k), _noise(16, 3, seed=k)
 
-    attempt(blocks())
-    if most > 2:
+    def seen() -> None:
+        attempt(blocks())
+
+    return measure.peak(seen, nn.Module()).total
+
+
+def _forgets(attempt: Online) -> str:
+    few, many = _most_held(attempt, 8), _most_held(attempt, 32)
+    if many > few + 128:
+        each = (many - few) // 24
         raise Failed(
-            f"after the last of 8 blocks {most} were still alive",
-            "Keep a maximum, a sum and an output, not the blocks: "
-            "that is what makes s × s go away.",
+            f"with 8 blocks you hold {units.text(few)}, with 32 blocks {units.text(many)}",
+            f"{each} B of each block stay"
+            + (": the block itself. " if each >= 16 * 8 else ", an output or a sum of its own. ")
+            + "Keep one maximum, one sum and one output for all: that makes s × s go away.",
         )
-    return "8 blocks, seen once"
+    return f"{units.text(few)}, with 8 blocks and with 32"
 
 
 ONLINE = Exercise(
@@ -486,6 +495,43 @@ def _unmasked(attempt: Attend) -> str:
     return _attends(attempt, shapes, lambda *_: said, causal=False)
 
 
+class _Largest(TorchDispatchMode):
+    """The numbers of the largest tensor that an operation makes, views left out."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = fn(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage()._cdata not in given:
+            self.numel = max(self.numel, result.untyped_storage().nbytes() // result.itemsize)
+        return result
+
+
+def _tiles(attempt: Attend) -> str:
+    """Scores exist a tile at a time, and tiles above the diagonal are not computed."""
+    q, k, v = _noise(1, 2, 6, 2), _noise(1, 2, 160, 2, seed=1), _noise(1, 2, 160, 2, seed=2)
+    with _Largest() as largest:
+        attempt(q, k, v, causal=True, block_q=3, block_k=2)
+    if largest.numel > k.numel():
+        raise Failed(
+            f"6 queries, 160 keys, 2 heads: a tensor of {largest.numel:,} numbers, where a tile "
+            "of 3 queries and 2 keys has 12 scores",
+            "The results are right, and the scores exist again. Repair the mask inside the two "
+            "loops: one tile of block_q × block_k is there at a time.",
+        )
+    q, k, v = (_noise(1, 1, 12, 4, seed=i) for i in range(3))
+    tile, touched = 2 * 2 * 3 * 2 * 4, 2 + 3 + 5 + 6
+    flops = flash.product_flops(lambda: attempt(q, k, v, causal=True, block_q=3, block_k=2))
+    if flops > touched * tile:
+        raise Failed(
+            f"12 queries, 12 keys, causal: products of {flops / tile:g} tiles, "
+            f"{touched} of the 24 have a key that some query may see",
+            "A tile above the diagonal is all mask: leave the loop before it is computed.",
+        )
+    return f"one tile at a time, {touched} of 24 tiles"
+
+
 HUNT = Exercise(
     id="flash/causal-hunt",
     title="Bug hunt: right on every square",
@@ -499,6 +545,7 @@ HUNT = Exercise(
         Property("new tokens after a cache", _cache),
         Property("more queries than keys", _more_queries),
         Property("without a mask", _unmasked),
+        Property("still in tiles", _tiles),
     ),
     hints=(
         "Every test of the author had as many queries as keys. What is the position of the first "
