@@ -3,7 +3,7 @@
 #
 # **Four devices hold a copy of the model each and a quarter of the batch. What must they tell each other, and when, so that training is the same as on one?**
 #
-# *90 min · before this: labs 05 and 07 · needs a laptop, no GPU and no network*
+# *95 min · before this: labs 05 and 07 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
