@@ -99,7 +99,7 @@ def everybody_sends_first(rank):
 
 
 # %% [markdown]
-# How many of the four ranks get past their `send`? Change the number to your guess before you run the cells.
+# > How many of the four ranks get past their `send`? Change the number to your guess before you run the cells.
 
 # %%
 predict("sends-first/ranks-that-get-past", ranks=4)
@@ -198,7 +198,7 @@ plots.messages(star)
 # Seven steps, and in each of them six ranks have nothing to do. But after the first step *two* ranks have the tensor. Let both pass it on, then all
 # four that have it, and so on.
 #
-# How many steps does that take for 1000 ranks?
+# > How many steps does that take for 1000 ranks?
 
 # %%
 predict("broadcast/steps-for-1000-ranks", steps=999)
@@ -322,7 +322,9 @@ explore(who_sends, collective=list(collectives.FORMULAS), ranks=[2, 4, 6, 8])
 # Look for three shapes: *stars*, in which one rank meets all others; *trees*, in which the number of busy ranks doubles; and patterns in which every rank
 # does the same in every step, so that none waits.
 #
-# What does each cost? Let S be the whole tensor, here 24 MB on 4 ranks. For each collective but the all-reduces, which are the next
+# ### Further: what does each cost?
+#
+# Let S be the whole tensor, here 24 MB on 4 ranks. For each collective but the all-reduces, which are the next
 # question: what all ranks send together, what the *busiest* rank sends and receives, what ranks 0 to 3 hold at the end, and the steps.
 
 
@@ -369,8 +371,8 @@ show(collectives.reduce_star)
 # %% [markdown]
 # ## How many bytes does each rank send in an all-reduce?
 #
-# Four ranks hold a gradient of 64 MB each. Every rank needs the sum of all four. How many megabytes leave
-# *your* rank?
+# > Four ranks hold a gradient of 64 MB each. Every rank needs the sum of all four. How many megabytes leave
+# > *your* rank?
 
 # %%
 predict("all-reduce/bytes-per-rank", MB=64)
@@ -457,6 +459,8 @@ show(collectives.ring_hops)
 show(collectives.all_reduce_ring)
 
 # %% [markdown]
+# ## Further: what must an all-reduce be tested for?
+#
 # ### Exercise 7.4 · Bug hunt: the ring that passed its test (12 min, ●●○)
 #
 # A published course teaches the ring all-reduce with code of this kind, and with a test that it passes.
@@ -507,7 +511,7 @@ show(faults)
 # %% [markdown]
 # ## Fewer bytes or fewer steps?
 #
-# The ring sends as few bytes as can be, but in 2(N − 1) steps that wait for each other. On a thousand ranks that is 1998 times the latency of the network,
+# The ring sends as few bytes as possible, but in 2(N − 1) steps that wait for each other. On a thousand ranks that is 1998 times the latency of the network,
 # also for a tensor of 4 bytes. Two other patterns need about 2 log₂ N steps.
 #
 # The *tree* reduces whole tensors to rank 0 and broadcasts the sum. In *halving–doubling* each rank exchanges half the tensor with a partner far away, then a
@@ -548,11 +552,11 @@ for algorithm in collectives.ALL_REDUCES:
     print(f"{algorithm:28} {row}")
 
 # %% [markdown]
-# The two times agree: the formula counts the right messages in the right order. More it does not say, since the replay uses the same λ and bw. What a machine
-# says is asked further down.
+# The two times agree: the formula counts the right messages in the right order. That is all it shows, since the replay uses the same λ and bw. What a machine
+# says is asked below.
 
 # %% [markdown]
-# Six ranks, and links of 10 µs and 10 GB/s. From which message size on is the ring the fastest?
+# > Six ranks, and links of 10 µs and 10 GB/s. From which message size on is the ring the fastest?
 
 # %%
 predict("all-reduce/ring-wins-from", kB=64)
@@ -586,7 +590,9 @@ reveal("all-reduce/ring-wins-from", kB=round(where / 1000, 1))
 plots.cost_curves(sizes, **curves(8, link, sizes))
 
 # %% [markdown]
-# With a power of two, halving–doubling has the ring's bytes *and* the tree's steps: in this model it never loses. Then why does anyone use a ring?
+# With a power of two, halving–doubling has the ring's bytes *and* the tree's steps: in this model it never loses.
+#
+# ### Further: then why does anyone use a ring?
 #
 # The model gives every pair of ranks a link of its own. Suppose that the machine itself is wired as a ring, where a message to a rank three places away
 # occupies three links. Links are *full duplex*: each carries bw in one direction and bw in the other at the same time. So in each step count, in every
@@ -619,7 +625,7 @@ for name in ("ring", "halving_doubling"):
 # (Two rings of half the tensor each, in opposite directions, would halve the ring's number once more.) A ring of ranks needs a network with a cycle through
 # all of them and no power of two.
 #
-# ## And if some links are slow?
+# ## Further: and if some links are slow?
 #
 # Machines have fast links inside and a slower network between them. Here are two machines of four ranks each: on the axis `tp` lie the ranks of one machine,
 # on `dp` those with the same place in different machines. The *hierarchical* all-reduce is three collectives in a row:
@@ -654,8 +660,9 @@ def on_two_levels(nbytes, inside, across):
 on_two_levels(4_000_000, inside=4, across=2), machines.ledger.only(rank=5).by("axis")
 
 # %% [markdown]
-# What does it gain? Four machines of eight ranks, 1 GB, 450 GB/s inside a machine and 50 GB/s from each rank to the other machines. How many times as long
-# does one ring over all 32 ranks take, if each of its hops is as slow as the slowest link?
+# What does it gain? Four machines of eight ranks, 1 GB, 450 GB/s inside a machine and 50 GB/s from each rank to the other machines.
+#
+# > How many times as long does one ring over all 32 ranks take, if each of its hops is as slow as the slowest link?
 
 # %%
 predict("hierarchy/one-ring-takes", times=2)
@@ -674,17 +681,21 @@ flat = collectives.cost("all_reduce_ring", 1e9, 32, slow)
 reveal("hierarchy/one-ring-takes", times=round(flat / seconds_on_two_levels(1e9), 1))
 
 # %%
-print("          one ring   eight rings   two levels")
-for nbytes in (1e3, 1e6, 1e8, 1e9):
-    rings = [collectives.cost("all_reduce_ring", nbytes / k, 32, slow) for k in (1, 8)]
-    times = [units.text(t, "s") for t in (*rings, seconds_on_two_levels(nbytes))]
-    print(f"{units.text(nbytes):>6}", *(f"{each:>11}" for each in times))
+print("machines   bytes     one ring  eight rings   two levels")
+for nbytes, count in ((1e3, 4), (1e6, 4), (1e8, 4), (1e9, 4), (1e9, 64)):
+    n = 8 * count
+    rings = [collectives.cost("all_reduce_ring", nbytes / k, n, slow) for k in (1, 8)]
+    two = seconds_on_two_levels(nbytes, 8, count)
+    times = [units.text(seconds, "s") for seconds in (*rings, two)]
+    cells = "".join(f"{each:>13}" for each in times)
+    print(f"{count:8} {units.text(nbytes):>7}{cells}")
 
 # %% [markdown]
 # Two levels have fewer slow steps, 6 in place of 62: that decides for small tensors. For large ones the number of links decides. One ring leaves a machine through a single one of its
-# eight links. *Eight rings*, an eighth of the tensor each, leave through all of them; NCCL builds as many. Against those the two levels lose at 1 GB: their fast and slow parts come one
-# after the other. With one such link for the whole machine the eighths
-# would share it, and the bytes through it would be nearly the ring's:
+# eight links. *Eight rings*, an eighth of the tensor each, leave through all of them; NCCL builds as many. On four machines the two levels lose against those at 1 GB, because their fast and slow parts come one
+# after the other. On 64 machines they win even there: eight rings then wait for 1022 steps, two levels for 126 slow ones. So neither pattern is the better one: bytes per step decide, as before.
+#
+# With one link for the whole machine the eighths would share it, and the bytes through it would be nearly the ring's:
 
 # %%
 through_one = [8 * on_two_levels(1_000_000_000, 8, 4)["dp"]]
@@ -692,7 +703,7 @@ through_one.append(collectives.sent("all_reduce_ring", nbytes=1e9, n=32).by("ran
 [units.text(nbytes) for nbytes in through_one]
 
 # %% [markdown]
-# ## Does the model hold on this machine?
+# ## Further: does the model hold on this machine?
 #
 # So far the ranks were threads. Now they are processes that talk through the operating system. The functions are the same ones, and so must be what every
 # rank holds at the end, to the bit, and what it has sent, to the byte:
@@ -790,14 +801,14 @@ print("three into rank 0:", units.text(seconds(into_rank_0, 4) / 10, "s"))
 
 # %% [markdown]
 # With two ranks silent, the other two get more than before. And three messages into one rank take less than three times as long as one: they overlap. Both make the naive way and the tree
-# faster than the model says. For the ring and for halving–doubling, in which all ranks send in every
-# step, as they did when λ and bw were measured, the model holds roughly. A count of bytes needs no such care: it is the same everywhere.
+# faster than the model says. In the ring and in halving–doubling all ranks send in every step, as they did when λ and bw were measured, so their dots lie nearer to their lines. But the *order* of the four is
+# not always the model's: look which dot is the slowest for messages of some kilobytes. A count of bytes needs no such care: it is the same everywhere.
 
 # %%
 processes.close()
 
 # %% [markdown]
-# ## Turn the knobs
+# ## Further: turn the knobs
 #
 # Number of ranks, message size, latency, bandwidth: which all-reduce wins, and by how much? Try six ranks against eight, then a thousand. Is there any
 # setting in which the plain tree is faster than all others?

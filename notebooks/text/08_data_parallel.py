@@ -24,10 +24,10 @@ import time
 import torch
 from torch import nn
 
-from labutils import collectives, data_parallel, measure, units
+from labutils import anatomy, collectives, data_parallel, measure, units
 from labutils import predict as formulas
 from labutils.accumulation import micro_batches
-from labutils.config import Link, Mesh, ModelConfig, TrainConfig
+from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
@@ -231,7 +231,7 @@ show(data_parallel.Replica.gradient_ready)
 # The hook is given the *parameter*. A published exercise reduces that and not its gradient: the bytes and the first loss are right, and each rank steps along a gradient of its own.
 
 # %% [markdown]
-# ## How large should a bucket be?
+# ## Further: how large should a bucket be?
 #
 # A bucket of B bytes on a ring of N ranks, whose links have latency λ
 # and bandwidth bw, takes
@@ -311,7 +311,7 @@ after, during = median_step(overlap=False), median_step(overlap=True)
 plots.overlap(after_the_backward_pass=after, during_the_backward_pass=during)
 
 # %% [markdown]
-# Every rank's clock starts as it leaves a barrier. The hidden part, beside the formula:
+# Every rank's clock starts as it leaves a barrier. *Hidden* is the share of the time with a message on its way in which the same rank computes, taken over all ranks. Next to it the formula:
 
 # %% tags=["nbval-ignore-output"]
 f"{during.hidden:.0%} hidden in {during.makespan:.2f} s, formula {1 - 1 / 12:.0%}"
@@ -319,6 +319,69 @@ f"{during.hidden:.0%} hidden in {during.makespan:.2f} s, formula {1 - 1 / 12:.0%
 # %% [markdown]
 # So keep the *last* bucket small. DDP's default, `bucket_cap_mb=25`, counts MiB: buckets of 26.2 MB, and only the *first* is smaller, 1 MiB; `bucket_cap_mb_list` (torch 2.13) sets each.
 #   <!-- claim: (torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB * torch.nn.parallel.distributed._MB_TO_BYTES, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES) == (25 * 2**20, 2**20) -->
+
+# %% [markdown]
+# ### Further: when does the network keep up?
+#
+# Take the 32 blocks of Llama-3.1-8B on 64 H100s, with gradients in bf16, a bucket for each block.
+#
+# > How many tokens must a rank have, in the micro-batch after which it reduces, until all but the last bucket hide?
+
+# %%
+predict("hidden/tokens", tokens=500)
+
+# %% [markdown]
+# A weight takes 4 FLOPs per token in the backward pass, and its gradient of g bytes travels as 2g bytes. With F FLOPs per second and bw bytes per second, and T tokens,
+#
+# $$ \frac{4\,\Psi\,T}{F} \;\ge\; \frac{2\,g\,\Psi}{\mathrm{bw}}\,\frac{N-1}{N} \quad\Longleftrightarrow\quad T \;\ge\; \frac g2\cdot\frac{F}{\mathrm{bw}}\,\frac{N-1}{N}. $$
+#
+# The model's size cancels. How much is hidden, latencies included, at half, once, twice and four times that T, on 64 ranks and on 1024:
+
+# %%
+h100 = Hardware.named("H100")
+weights = sum(anatomy.units(ModelConfig.named("llama-3.1-8b"))["blocks.0"])
+
+
+def enough(n, g):
+    """Tokens that hide gradients of g bytes, latencies left out."""
+    return g / 2 * h100.rate() / h100.ring(n).bandwidth * (n - 1) / n
+
+
+def hides(n, g, tokens):
+    blocks = [(g * weights, 4 * weights * tokens / h100.rate())] * 32
+    how = dict(bucket_bytes=g * weights, n=n, link=h100.ring(n))
+    return f"{data_parallel.backward_timeline(blocks, **how).hidden:.0%}"
+
+
+for n, g in ((64, 2), (64, 4), (1024, 2)):
+    T = enough(n, g)
+    shares = [hides(n, g, k * T) for k in (0.5, 1, 2, 4)]
+    print(f"{n:4} ranks, {g} bytes: T = {T:,.0f}, hidden {shares}")
+
+# %%
+reveal("hidden/tokens", tokens=round(enough(64, 2)))
+
+# %% [markdown]
+# On 64 ranks about four fifths are hidden at T, and all but the last bucket at twice that: the rest is latency. On 1024 ranks the law fails. A ring is then 2046 hops long, and at T four fifths of the communication is waited for. There you need larger buckets, or an all-reduce of fewer steps (lab 07).
+#
+# **What should travel, bf16 or fp32?** Half the bytes are half the tokens. But a ring adds n numbers one after the other, and a bf16 sum is rounded at each hop. One all-reduce of random bf16 gradients, off by:
+
+# %%
+for n in (4, 16, 64):
+    drawn = torch.randn(n, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def in_bf16(rank, drawn=drawn):
+        return rank.comm("dp").all_reduce(drawn[rank.rank])
+
+    with World(n) as ranks:
+        total = ranks.run(in_bf16)[0]
+    exact = drawn.double().sum(0)
+    once = ((exact.bfloat16() - exact).norm() / exact.norm()).item()
+    off = ((total - exact).norm() / exact.norm()).item()
+    print(f"{n:2} ranks: {off:.1%}; rounded once, at the end: {once:.1%}")
+
+# %% [markdown]
+# The error grows with the ranks, that of a sum in fp32 does not. Many training codes therefore reduce in fp32, as FSDP does with `reduce_dtype=torch.float32` (lab 09).
 
 # %% [markdown]
 # ## What do micro-batches change?
@@ -392,7 +455,7 @@ for weighted in (False, True):
     print(f"weighted: {weighted!s:5}  off by {error / gradient(right).norm():.1%}")
 
 # %% [markdown]
-# ### Exercise 8.3 · Bug hunt: the wrapper that passed its test (15 min, ●●●)
+# ### Exercise 8.3 · Bug hunt: the wrapper that passed its test (20 min, ●●●)
 #
 # A wrapper with buckets, and its test: every rank gets the right gradient. Three things are wrong all the same. Repair them.
 
@@ -454,7 +517,7 @@ show(data_parallel.Replica.backward_done)
 show(data_parallel.Replica.no_sync)
 
 # %% [markdown]
-# ## Is it as good as PyTorch's?
+# ## Further: is it as good as PyTorch's?
 #
 # PyTorch's DDP runs on the same processes, over gloo. After three steps: equal weights, bytes held, bytes sent.
 
@@ -520,7 +583,7 @@ processes.close()
 {whose: f"{1e3 * seconds:.1f} ms" for whose, seconds in taken.items()}
 #
 # %% [markdown]
-# ## Turn the knobs
+# ## Further: turn the knobs
 #
 # The blocks of GPT-2 once more. Find a network on which overlap hides nearly everything, one on which no bucket size helps, and the bucket that suits 128 ranks.
 
@@ -575,7 +638,7 @@ explore(knobs, states=30, bucket=sizes, ranks=[8, 128], bandwidth_GBps=[1, 10, 1
 # >   <!-- claim: [round(max(collectives.sent(way, nbytes=4 * config.ModelConfig.named("gpt2").num_params, n=8).by("rank").values()) / 1e9, 2) for way in ("broadcast_star", "all_reduce_ring")] == [3.48, 0.87] -->
 # > - Gradients come from the last layer to the first. Small buckets pay latency, one bucket for all cannot hide. A tied embedding comes last: 31 % of GPT-2.
 # >   <!-- claim: (lambda m: round(100 * m.vocab_size * m.d_model / m.num_params))(config.ModelConfig.named("gpt2")) == 31 -->
-# > - If the network keeps up, all but the last bucket can hide: 92 % for twelve equal ones. If it is ten times too slow, 9 %.
+# > - If the network keeps up, all but the last bucket can hide: 92 % for twelve equal ones. If it is ten times too slow, 9 %. It keeps up if a rank has (g/2)·F/bw tokens, for gradients of g bytes and messages longer than N·λ·bw.
 # >   <!-- claim: [round(100 * data_parallel.backward_timeline([(1000, 1.0)] * 12, bucket_bytes=1000, n=2, link=config.Link(0, bw)).hidden) for bw in (2000, 100)] == [92, 9] -->
 # > - Look for inf, and clip, after the reduction: all ranks then see the same.
 # > - With k micro-batches reduce once per step: without `no_sync` the values are right and the bytes k-fold.
