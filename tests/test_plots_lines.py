@@ -76,6 +76,12 @@ def test_a_roofline_says_its_ridge():
     )
 
 
+def test_a_measured_rate_lies_across_a_roofline():
+    roof = plots.roofline({"toy": (100.0, 10.0)}, {"lean": (10.0, 10.0)}, timed={"run": 60.0})
+    lines = [list(line.get_ydata()) for line in roof.figure.axes[0].lines]
+    assert [60.0, 60.0] in lines and "run: 60" in roof.alt
+
+
 def test_a_trade_off_tells_both_ends():
     picture = plots.trade_off(checkpointing.frontier(CHAIN), marks=MARKS, once=18, guess=(500, 40))
     assert "keep everything: " in picture.alt and re.search(

@@ -54,7 +54,8 @@ def test_the_page_leads_there(course):
     page = course.Questions.markdown(None)
     assert page.count("\n## {doc}`") == len(list(course.LABS.glob("*.py")))
     slower = (
-        '→ <a href="../notebooks/09_zero.html#is-level-3-slower-then">Is level 3 slower, then?</a>'
+        '→ <a href="../notebooks/09_zero.html#further-is-level-3-slower-then">'
+        "Further: is level 3 slower, then?</a>"
     )
     asked = "([deepspeedai/DeepSpeed#1069](https://github.com/deepspeedai/DeepSpeed/issues/1069))"
     assert f"{slower} {asked}" in page

@@ -3,7 +3,7 @@
 #
 # **You want four million tokens in a batch, and two sequences fit on the GPU. Can you have the gradient of the whole batch anyway, exactly?**
 #
-# *100 min · before this: lab 04 · needs a laptop, no GPU and no network*
+# *90 min, and 10 further · before this: lab 04 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -80,7 +80,7 @@ def flops(size):
 
 # %% [markdown]
 # **Activations are paid for one micro-batch, FLOPs for all.** Time is the third part of the trade: the same FLOPs may take longer in smaller pieces. Is one sequence at a
-# time slower than sixteen, by half or more? The least of seven runs each:
+# time slower than sixteen, by half or more? The least processor time of seven runs each:
 
 # %%
 def seconds(size):
@@ -94,7 +94,7 @@ alone, together = map(min, zip(*runs, strict=True))
 f"slower by half or more: {alone > 1.5 * together}"
 
 # %% [markdown]
-# So, here, take the largest micro-batch that fits. What is left to ask is whether the gradient at the end is the same one.
+# So with this model on this CPU small pieces waste time: each operation has a cost of its own, whatever it works on. Take the largest micro-batch that fits, and look at the clock before you take a smaller one. What is left to ask is whether the gradient at the end is the same one.
 
 # %% [markdown]
 # ## Is it the gradient of the whole batch?
@@ -146,27 +146,39 @@ def times(k):
 reveal("accumulation/factor", times=round(times(8), 3))
 
 # %% [markdown]
-# **Why does nobody notice?** With SGD a gradient k times as large is a learning rate k times as large. Adam divides by the size of the gradient. The length of the update with k = 2, 4, 8, compared
-# with the right one:
+# **Why does nobody notice?** With SGD a gradient k times as large is a learning rate k times as large. Adam divides by the size of the gradient. With k = 8, how far off
+# are the weights after twenty steps?
 
 
 # %%
-def update(make, k):
+def moved(make, k):
+    """How far all weights have moved after twenty steps of the loop."""
     net = GPT(config, generator=torch.Generator().manual_seed(0)).double()
-    before = net.head.weight.detach().clone()
+    before = nn.utils.parameters_to_vector(net.parameters()).detach()
     optimizer = make(net.parameters(), lr=1e-3)
-    for part in micro_batches(batch, 16 // k):
-        net.loss(*part).backward()
-    optimizer.step()
-    return (net.head.weight - before).norm().item()
+    for _ in range(20):
+        optimizer.zero_grad()
+        for part in micro_batches(batch, 16 // k):
+            net.loss(*part).backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(net.parameters()).detach() - before
 
 
-for make in (torch.optim.SGD, torch.optim.Adam):
-    longer = [round(update(make, k) / update(make, 1), 3) for k in (2, 4, 8)]
-    print(make.__name__, longer)
+def with_decay(parameters, lr):
+    return torch.optim.Adam(parameters, lr=lr, weight_decay=0.1)
+
+
+def with_floor(parameters, lr):
+    return torch.optim.Adam(parameters, lr=lr, eps=1e-3)
+
+
+for make in (torch.optim.SGD, torch.optim.Adam, with_decay, with_floor):
+    right = moved(make, 1)
+    off = (moved(make, 8) - right).norm() / right.norm()
+    print(f"{make.__name__:10} off by {off:.0%}")
 
 # %% [markdown]
-# Adam hides the mistake. What looks at the gradient's size does change, with Adam too: clipping, the logged norm, loss scaling.
+# Plain Adam hides the mistake, and AdamW does. What compares the gradient with another number does not: weight decay that is added to the gradient (Adam's `weight_decay`), a large `eps`, clipping, the logged norm, loss scaling.
 #
 # The cure is `(loss / k).backward()`, as long as all micro-batches are equal. `accumulate` does it, and the difference that remains is rounding:
 
@@ -231,7 +243,7 @@ weighed = accumulation.accumulate(loss, parts, weigh=accumulation.tokens)
 loss(empty), weighed.isfinite()
 
 # %% [markdown]
-# ### And on several GPUs?
+# ### Further: and on several GPUs?
 #
 # Two ranks (processes that hold a copy of the model each) with two of the four micro-batches each. Data parallelism (lab 08) *averages* the gradients of the ranks.
 #
@@ -303,7 +315,7 @@ show(accumulation.accumulate)
 # %% [markdown]
 # ## Does memory really stay flat?
 #
-# Accumulation gives "effectively infinite batch sizes without increasing activation memory", say notes on a widely read guide.
+# Accumulation gives "effectively infinite batch sizes without increasing activation memory", say reading notes on *The Ultra-Scale Playbook*.
 #
 # > From a batch of 4 to a batch of 16, in micro-batches of 4: by how many percent does the *peak* grow, between two steps of the optimizer?
 
@@ -345,7 +357,9 @@ growth = later.total / first.total - 1
 reveal("accumulation/growth", percent=round(100 * growth, 1))
 
 # %% [markdown]
-# And in mixed precision there may be a second gradient. Add 64 small gradients to a large one in bf16:
+# ### Further: in which precision is the sum?
+#
+# In mixed precision there may be a second gradient. Add 64 small gradients to a large one in bf16:
 
 # %%
 w = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
@@ -376,8 +390,8 @@ for fp32 in (False, True):
 # %% [markdown]
 # ## What else changes when the batch comes in pieces?
 #
-# The gradient of a mean is the mean of gradients, so what treats every token or row on its own goes through. Two things in a training step do not, and a third
-# only looks so.
+# The gradient of a mean is the mean of gradients, so what treats every token or row on its own goes through. Two things in a training step do not, and a third,
+# dropout, only looks so.
 #
 # **Whatever looks across the batch.** In language models that is above all the *balancing loss* of a mixture of experts (lab 12): a router spreads the tokens
 # over E experts, and $E \sum_e f_e P_e$ punishes a crowded one, where $f_e$ is the share of the tokens that expert $e$ gets and $P_e$ its mean probability. A
@@ -433,9 +447,11 @@ angle = cosine.clamp(max=1).acos().rad2deg()
 f"same length: {same}, turned by {angle:.0f} degrees"
 
 # %% [markdown]
-# Clip once, after the last micro-batch.
+# Clip once, after the last micro-batch. The same holds for whatever belongs to a *step*: `GradScaler.unscale_`, `step` and `update` (lab 02), and the scheduler of the learning rate, which counts steps and not micro-batches. With twice as many accumulation steps it has half as many to go through.
 #
-# **Dropout.** Masks are drawn in another order, so the gradient differs. Is it wrong? Compare with what a new seed changes:
+# ### Further: and dropout?
+#
+# Masks are drawn in another order, so the gradient differs. Is it wrong? Compare with what a new seed changes:
 
 # %%
 shaky = GPT(
@@ -498,7 +514,7 @@ show(accumulation.epoch)
 # 1. **Tokens in a batch.** What the run needs: as many as still help (labs 00 and 16).
 # 2. **Sequence length.** What the model is to read: 2k to 8k in pre-training. Tokens / length = sequences.
 # 3. **Micro-batch.** The largest that fits. It decides how busy the GPU is.
-# 4. **GPUs.** As many as you have or want to wait for. Each copy takes its share.
+# 4. **GPUs.** As many as you have. Each copy takes its share; where the GPUs do not divide the number of sequences (1024 on 24), change the batch: shares of unequal length make the others wait.
 # 5. **Accumulation.** What is left over.
 #
 # 4 194 304 tokens, sequences of 4096, two fit at a time, 128 GPUs with a copy each:
@@ -507,8 +523,7 @@ show(accumulation.epoch)
 planner.configure(target=2**22, seq_len=4096, gpus=128, fits=lambda b: b <= 2)
 
 # %% [markdown]
-# With 512 GPUs nothing is left to accumulate. Data parallelism and accumulation do the same work, one in space and one in time, and GPUs that you have come
-# first: they shorten the step.
+# With 512 GPUs nothing is left to accumulate. Data parallelism and accumulation do the same work, one in space and one in time. Use the GPUs that you have first, because they shorten the step, and accumulate what is left.
 #
 # `fits` is a question about the peak of the step, second micro-batch included, and lab 03 answers it. GPT-2 XL on H100s, half a million tokens in a batch:
 
@@ -546,8 +561,7 @@ policies, kinds = ["none", "selective", "full"], ["plain", "sdpa"]
 explore(setting, gpus=[4, 8, 16, 32, 64], checkpointing=policies, attention=kinds)
 
 # %% [markdown]
-# Full checkpointing makes the micro-batch larger and computes 22 % more, as in lab 04; accumulation computes nothing twice. As long as the micro-batch keeps
-# the GPU busy, accumulate rather than recompute.
+# Full checkpointing makes the micro-batch larger and computes 22 % more, as in lab 04; accumulation computes nothing twice. So accumulate rather than recompute, unless the smaller micro-batch costs more time than those 22 %, as it does above with one sequence at a time.
 # <!-- claim: round(100 * checkpointing.overhead(config.ModelConfig.named("gpt2-xl"), "full")) == 22 -->
 
 # %% [markdown]

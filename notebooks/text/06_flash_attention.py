@@ -3,7 +3,7 @@
 #
 # **A head that reads 8192 tokens computes 67 million scores to produce half a million numbers. The result must be exact. Can the scores never exist?**
 #
-# *135 min · before this: lab 03 (what a layer keeps), softmax and its derivative · needs a laptop, no GPU and no network*
+# *85 min, and 45 further · before this: lab 03 (what a layer keeps), softmax and its derivative · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -119,7 +119,7 @@ kept["tiled"].diff(saved(F.scaled_dot_product_attention), by="component")
 
 
 # %% [markdown]
-# What is kept is not the peak: during the backward pass the gradients of the weights and of the scores stand beside the weights. Measure the fullest moment
+# What is kept is not the peak: during the backward pass the gradients of the weights and of the scores are there together with the weights. Measure the fullest moment
 # of a whole forward and backward pass, beyond the inputs:
 
 
@@ -145,7 +145,7 @@ peaks = {
 {name: [units.text(p) for p in found] for name, found in peaks.items()}
 
 # %% [markdown]
-# Which tensors stand side by side at that moment? For plain attention it is the softmax's backward pass. For the tiled one it is a tile of the
+# Which tensors are alive together at that moment? For plain attention it is the softmax's backward pass. For the tiled one it is a tile of the
 # backward pass, which holds one more number per row, $D$: it takes over from a sum over the whole row, which no tile sees, and you derive it below.
 
 # %%
@@ -336,7 +336,7 @@ bool((in_batch[:, :, :100] - alone).abs().max() < 1e-6)
 # Without the causal mask, sequences of different lengths need a mask of their own, or are packed one behind the other (*In practice*).
 
 # %% [markdown]
-# ## Which numbers of a tile may have 16 bits?
+# ## Further: which numbers of a tile may have 16 bits?
 #
 # In half-precision training (lab 02) Q, K and V arrive in bf16. What happens to them inside a tile is up to the kernel. Here is the loop of one head in fp32,
 # in which any of its five quantities can be rounded to bf16 after every block: the scores S, the maximum m, the weights P, the sum ℓ and the output o.
@@ -526,10 +526,12 @@ hint("flash/merge")
 show(flash.merge)
 
 # %% [markdown]
+# ## Further: the mask where keys outnumber queries
+#
 # ### Exercise 6.3 · Bug hunt: right on every square (15 min, ●●○)
 #
 # Proves that you know where a causal mask sits when there are more keys than queries. The code below passed every test its author wrote. In a chat, a new token is one query against
-# the keys of the whole conversation. Open the code, copy it into the next cell, find what is wrong, and mend it.
+# the keys of the whole conversation. Open the code, copy it into the next cell, find what is wrong, and mend it. It should still work in tiles, and compute none that is all mask.
 
 # %%
 show(buggy_attention)
@@ -544,7 +546,7 @@ check("flash/causal-hunt", my_attention)
 hint("flash/causal-hunt")
 
 # %% [markdown]
-# ## What is a fused kernel, in general?
+# ## Further: what is a fused kernel, in general?
 #
 # Attention is the famous case of something ordinary. An operation reads its inputs from slow memory and writes its result there; the next one reads it back.
 # Take a softmax in five operations, on 4096 rows of 4096 numbers in fp32:
@@ -626,7 +628,7 @@ units.text(heads_at_once * 2 * (2 * s * d)), units.text(heads_at_once * 2 * s * 
 
 # %% [markdown]
 # K and V fit into L2 several times over, the scores do not. What a tiled kernel moves in HBM lies between two bounds: *every read* comes from HBM, or each
-# tensor crosses *once*. Beside them, plain attention, and a softmax alone (about 5 FLOPs per number, in eight sweeps):
+# tensor crosses *once*. The figure has both, plain attention, a softmax alone (about 5 FLOPs per number, in eight sweeps), and a rate that somebody measured:
 
 # %%
 roof = flash.Roof.of(Hardware.named("H100"))
@@ -639,11 +641,13 @@ moves = {
 points = {name: (flops, ledger.total) for name, ledger in moves.items()}
 points["softmax"] = 5 * s * s, flash.passes(flash.softmax, s, s, itemsize=2).total
 title = "Where tiled attention lies depends on who shares a read"
-plots.roofline({roof.name: (roof.flops, roof.bandwidth)}, points, title=title)
+timed = {"timed": 620.73e12}  # pull request 2391, below
+device = {roof.name: (roof.flops, roof.bandwidth)}
+plots.roofline(device, points, timed=timed, title=title)
 
 # %% [markdown]
-# Which is it? FlashAttention-3, with blocks of 128 queries at this head (`hopper/tile_size.h`), was timed at 621 TFLOP/s forward with this head and length
-# (PyTorch's benchmark suite, pull request 2391, which does not name the GPU; the kernel runs on Hopper GPUs alone). The roofs of the three:
+# Which is it? The dotted line: FlashAttention-3, with blocks of 128 queries at this head (`hopper/tile_size.h`), was timed at 621 TFLOP/s forward with this head and length
+# (PyTorch's benchmark suite, pull request 2391, which does not name the GPU; the kernel runs on Hopper GPUs alone; whether it was causal we do not know). The roofs of the three:
 
 # %%
 at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
@@ -660,26 +664,6 @@ print(units.text(here.flops, "FLOP/s"), "and", units.text(here.bandwidth, "B/s")
 print(f"ridge at {here.ridge:.0f} FLOPs per byte")
 
 # %% [markdown]
-# ### Is it faster here?
-#
-# Forward and backward, 4 heads, on this CPU:
-
-
-# %% tags=["nbval-ignore-output"]
-def both_ways(attend, *qkv):
-    return torch.autograd.grad(attend(*qkv).sum(), qkv)
-
-
-ways["PyTorch's SDPA"] = F.scaled_dot_product_attention
-for s in (512, 1024, 2048):
-    q, k, v = tensors(s)
-    for name, attend in ways.items():
-        took = seconds(both_ways, attend, q, k, v)
-        print(f"{s:4} tokens  {name:15} {units.text(took, 's'):>8}")
-
-# %% [markdown]
-# Both tiled ways gain on plain attention as the sequence grows; ours, a loop in Python, starts far behind.
-#
 # ### How does it look on a GPU?
 #
 # There the loop must live inside *one* kernel, or each tile goes back to slow memory after all. A kernel is a program that runs many times at once, each
@@ -689,7 +673,7 @@ for s in (512, 1024, 2048):
 # overwrite each other's sums. FlashAttention-2 adds atomically. The kernels below do without: one has queries outside and makes $dQ$, one has keys outside and
 # makes $dK$ and $dV$. Both compute $QK^\top$ and $dO\,V^\top$, so a tile takes 3 + 4 = 7 products in place of 5.
 #
-# The language is *Triton*: Python syntax, compiled for the GPU. Lay it beside `flash.forward` and `flash.backward`:
+# The language is *Triton*: Python syntax, compiled for the GPU. Compare it with `flash.forward` and `flash.backward`:
 
 # %%
 show(triton_kernel)
@@ -715,7 +699,7 @@ else:
 # *Recorded GPU runs: none yet.* How fast these kernels are, nobody has measured. If you have a GPU, `python benchmarks/gpu.py` times them against SDPA and records it in `labutils/data/gpu_runs/`.
 
 # %% [markdown]
-# ## Try it: what would HBM have to carry?
+# ## Further: what would HBM have to carry?
 #
 # Choose a length, a head, a fast memory and a device. Blocks are what fits; the outer block gets M/4d rows. The title lists what would take longer than the
 # arithmetic if HBM had to carry it all.

@@ -3,7 +3,7 @@
 #
 # **How does every rank get the sum of what all ranks hold, when no rank can hold or send everything?**
 #
-# *135 min · before this: lab 00 · needs a laptop, no GPU and no network*
+# *90 min, and 45 further · before this: lab 00 · needs a laptop, no GPU and no network*
 #
 # A training run on many devices needs a few exchanges in which all ranks of a group take part: *here is my gradient*, *give me your part of the weights*.
 # These exchanges are called collectives. There are eight, and each can be built from `send` and `recv`.

@@ -482,8 +482,9 @@ reveal("zero/tokens-per-rank", tokens=round(rate / network.bandwidth * 63 / 64))
 # The latency of a ring's hops is left out here. For 63 hops it asks for about a quarter more tokens. On many ranks it decides, since every gather is N − 1 hops long, however short its pieces:
 
 # %%
-hops, nbytes = (n - 1 for n in (64, 1024)), 2 * block_params
-[f"{k * network.latency / (nbytes / network.bandwidth):.1f} times the bytes" for k in hops]
+bytes_take = 2 * block_params / network.bandwidth
+hops_take = [(n - 1) * network.latency / bytes_take for n in (64, 1024)]
+[f"{times:.1f} times as long as its bytes" for times in hops_take]
 
 # %% [markdown]
 # So the condition is one for messages that are longer than N·λ·bw. Beyond that, libraries gather in fewer steps than a ring, or in smaller groups (the next question but one). The order of a step with prefetch is `zero.unit_order`. Without it, each gather begins when its layer is needed:

@@ -479,8 +479,8 @@ _ALL = {
         ("clips values", _clips, "clipping", "changes the direction"),
     ],
     "accumulation/configure": [
-        ("steps rounded up", _rounds_up, "tokens in the batch", "must divide"),
-        ("steps rounded down", partial(_fills, _largest), "tokens in the batch", "must divide"),
+        ("one step more where it does not divide", _rounds_up, "tokens in the batch", "must divide"),
+        ("the rest of a share lost", partial(_fills, _largest), "tokens in the batch", "must divide"),
         ("twice as many while it divides", partial(_fills, _doubles),
          "fewest steps", "the largest that fits"),
         ("the next one while it divides", partial(_fills, _first_that_does_not_divide),

@@ -646,7 +646,7 @@ def _interrupted(attempt: Callable) -> str:
 REPAIR = Exercise(
     id="data_parallel/bug-hunt",
     title="Bug hunt: the wrapper that passed its test",
-    untouched="ad0bfece",
+    untouched="3f1cfdab",
     minutes=20,
     difficulty=3,
     proves="you know what buckets, accumulation and a start ask of a data-parallel wrapper",

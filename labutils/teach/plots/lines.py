@@ -333,12 +333,14 @@ def roofline(
     roofs: Mapping[str, tuple[float, float]],
     points: Mapping[str, tuple[float, float]],
     *,
+    timed: Mapping[str, float] | None = None,
     title: str | None = None,
 ) -> Picture:
     """What a device can do against FLOPs per byte.
 
     roofs: (FLOP/s, bytes/s) of each device
     points: (FLOPs, bytes) of some work; they hang on the first roof, the most it allows
+    timed: FLOP/s that somebody reached, a line across, since their bytes are not known
     """
     first, (flops, bandwidth) = next(iter(roofs.items()))
     intensity = {name: work / nbytes for name, (work, nbytes) in points.items()}
@@ -355,7 +357,7 @@ def roofline(
         right=style.widest(roofs, "bold") + 0.3,
         top=0.12,
         xlabel="FLOPs per byte of slow memory",
-        ylabel="can be had",
+        ylabel="attainable",
     )
     for name, (peak, bw) in roofs.items():
         axes.plot([low, ridges[name], high], [low * bw, peak, peak], color=colors[name])
@@ -366,6 +368,10 @@ def roofline(
     axes.set_ylim(axes.get_ylim()[0] / 3, axes.get_ylim()[1] * 1.6)
     at_most = {name: min(flops, x * bandwidth) for name, x in intensity.items()}
     _hung(axes, {name: (x, at_most[name]) for name, x in intensity.items()}, colors[first])
+    for name, rate in (timed or {}).items():
+        axes.axhline(rate, color="black", linestyle=":", linewidth=1)
+        label = f"{name}: {units.text(rate, 'FLOP/s')}"
+        axes.annotate(label, (low, rate), (4, -3), textcoords="offset points", va="top")
     draw.name_ends(axes, {name: (high, peak) for name, (peak, _) in roofs.items()}, colors)
     said = "; ".join(
         f"{name} up to {units.text(peak, 'FLOP/s')} and {units.text(bw, 'B/s')}, "
@@ -375,6 +381,9 @@ def roofline(
     told = "; ".join(
         f"{name}: {x:.3g} FLOPs per byte, at most {units.text(at_most[name], 'FLOP/s')}"
         for name, x in intensity.items()
+    )
+    told += "".join(
+        f". {name}: {units.text(rate, 'FLOP/s')}, a line" for name, rate in (timed or {}).items()
     )
     return Picture(axes.figure, f"Roofline, both axes logarithmic. {said}. On {first}: {told}.")
 
