@@ -150,6 +150,28 @@ def _as_far_as_seen(q, k, v, *, causal, block_q, block_k):
     return torch.cat(outs, 2), torch.cat(sums, 2)
 
 
+def _keys_cut_off(q, k, v, *, causal, block_q, block_k):
+    """Each block of queries gets the keys up to its last one, and the library's corner."""
+    parts = []
+    for rows in torch.arange(q.shape[2]).split(block_q):
+        stop = int(rows[-1]) + 1 + k.shape[2] - q.shape[2] if causal else k.shape[2]
+        mine, keys, values = q[:, :, rows], k[:, :, : max(0, stop)], v[:, :, : max(0, stop)]
+        if stop <= 0:
+            parts.append((torch.zeros_like(mine), torch.full_like(mine[..., 0], -math.inf)))
+            continue
+        blocks = dict(block_q=block_q, block_k=block_k)
+        if len(rows) > stop:  # the first rows see nothing
+            blind = len(rows) - stop
+            seen = flash.attention(mine[:, :, blind:], keys, values, causal=True, **blocks)
+            out, lse = torch.zeros_like(mine), torch.full_like(mine[..., 0], -math.inf)
+            out[:, :, blind:], lse[:, :, blind:] = seen
+            parts.append((out, lse))
+            continue
+        parts.append(flash.attention(mine, keys, values, causal=causal, **blocks))
+    out, lse = zip(*parts, strict=True)
+    return torch.cat(out, 2), torch.cat(lse, 2)
+
+
 RIGHT = {
     "flash/online-softmax": {
         "outputs merged by their lse": _by_lse,
@@ -164,6 +186,7 @@ RIGHT = {
         "stacked, summed by einsum": _einsum,
     },
     "flash/causal-hunt": {
+        "keys cut off": _keys_cut_off,
         "a loop that ends in time": _as_far_as_seen,
         "keys outside, backwards": _keys_outside,
         "one query at a time": _query_by_query,
