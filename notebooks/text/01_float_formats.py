@@ -735,7 +735,7 @@ f"16 bits are {312 / 156:g} times as fast as tf32 and {312 / 19.5:g} times as fp
 #   <!-- claim: [precision.running_sum(torch.ones(4096), name)[-1].item() for name in ("fp16", "bf16")] == [2048, 256] -->
 # - Round once. Two roundings in a row, fp32 and then fp16, are wrong for one random number in 16 384, which few tests contain.
 #   <!-- claim: floats.FP16.round(1 + 2**-11 + 2**-40) != floats.FP16.round(floats.FP32.round(1 + 2**-11 + 2**-40)) -->
-# - int8 has a smaller error than e4m3 while the largest number is less than about 12 times the typical one. An e4m3 number keeps its digits down to 1/28 672 of the largest.
+# - int8 has a smaller error than e4m3 while the largest number is less than about 12 times the typical one. An e4m3 number keeps its digits down to 1/28 672 of the largest, and is zero below 1/458 752.
 #   <!-- claim: (floats.E4M3.max / floats.E4M3.min_normal, 2 * floats.E4M3.max / floats.E4M3.min_subnormal) == (28672, 458752) -->
 # - A scale that 32 values share confines an outlier to its block, whatever the format. It costs a quarter of a bit: 8.25, 6.25 and 4.25 bits per value; NVFP4 takes 4.5.
 #   <!-- claim: [mx.bits_per_value for mx in (floats.MXFP8, floats.MXFP6, floats.MXFP4, floats.NVFP4)] == [8.25, 6.25, 4.25, 4.5] -->
