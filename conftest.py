@@ -21,10 +21,9 @@ import json
 import re
 import urllib.parse
 import zlib
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import hypothesis
+import jaxtyping
 import nbval.plugin
 import numpy as np
 import printed
@@ -35,11 +34,18 @@ hypothesis.settings.register_profile("course", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("course")
 
 
-@pytest.fixture(scope="session")
-def spawned():
-    """Calls a function in a process where no argument is checked: four times as fast."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        yield lambda fn, *args: pool.submit(fn, *args).result()
+# Where shapes and dtypes are enforced: in the tests of what names them. Whole trainings, exercises and
+# claims run the same functions again, at half the cost.
+SHAPES = re.compile(
+    r"/labutils/|/test_(model|collectives|precision|flash|zero_partition|context_parallel|"
+    r"tensor_parallel|pipeline|lora|quantization|fp8|rigs)\.py$"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes(request):
+    """Whether calls of this file are checked against their annotations."""
+    jaxtyping.config.update("jaxtyping_disable", not SHAPES.search(request.path.as_posix()))
 
 
 PICTURE = re.compile(r'data:image/png;base64,([^"]*)')

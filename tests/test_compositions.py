@@ -6,12 +6,6 @@ from equivalence import JOIN, LARGER, case, outcome, pairs, remedies, rows, same
 ROWS = dict(rows())
 
 
-@pytest.fixture
-def run(spawned):
-    """The outcome of a case."""
-    return lambda *names, **changes: spawned(outcome, case(names, **changes))
-
-
 def of(result):
     """The cases with this result."""
     found = [names for names, what in ROWS.items() if what == result]
@@ -24,17 +18,17 @@ def test_the_table_has_all_pairs():
 
 
 @of("equal")
-def test_equal_to_one_device(names, run):
-    assert run(*names)[0] == "equal"
+def test_equal_to_one_device(names):
+    assert outcome(case(names))[0] == "equal"
 
 
 @of("refused")
-def test_refused_with_a_remedy_that_works(names, run):
-    what, text = run(*names)
+def test_refused_with_a_remedy_that_works(names):
+    what, text = outcome(case(names))
     assert what == "refused"
     assert remedies(text)
     for changes in remedies(text):
-        assert run(*names, **changes)[0] == "equal", changes
+        assert outcome(case(names, **changes))[0] == "equal", changes
 
 
 DROPPED = [(name,) for name in ("1F1B", "ZB-V", "DualPipe", "dp", "ZeRO-3", "tp", "tp + sp", "ep")]
@@ -46,5 +40,5 @@ DROPPED += [tuple(names.split(", ")) for names in (
 
 @pytest.mark.parametrize("policy", ["selective", "full"])
 @pytest.mark.parametrize("names", DROPPED, ids=[JOIN.join(names) for names in DROPPED])
-def test_dropout_repeats_and_is_computed_again(names, policy, spawned):
-    assert spawned(same_masks, names, policy) == (True, True)
+def test_dropout_repeats_and_is_computed_again(names, policy):
+    assert same_masks(names, policy) == (True, True)

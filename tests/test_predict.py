@@ -26,19 +26,19 @@ PLANS = {
 
 
 @pytest.mark.parametrize("names", LARGER, ids=" × ".join)
-def test_a_dry_run_finds_what_formulas_say(names, spawned):
+def test_a_dry_run_finds_what_formulas_say(names):
     """On the last rank, which has the head; routed evenly, what experts are sent is foreseen too."""
     plan = case(names)
     last = plan.mesh.size - 1
-    assert spawned(rehearsed, plan.model, plan.train, plan.mesh, last) == (0, 0)
+    assert rehearsed(plan.model, plan.train, plan.mesh, last) == (0, 0)
 
 
 @pytest.mark.parametrize("given", PLANS.values(), ids=PLANS)
-def test_so_it_does_of_other_plans(given, spawned):
+def test_so_it_does_of_other_plans(given):
     plan = case(("1F1B", "dp", "tp + sp"), clip=None)
     mesh = replace(plan.mesh, cp=2) if "attention" in given else plan.mesh
     train = replace(plan.train, **({"precision": "fp32", "frozen": (), "clip": None} | given))
-    assert spawned(rehearsed, plan.model, train, mesh, 1) == (0, 0)
+    assert rehearsed(plan.model, train, mesh, 1) == (0, 0)
 
 
 SOME = replace(LORA, pattern="down")
@@ -96,11 +96,11 @@ WHOLE_B = [
 
 
 @pytest.mark.parametrize("names", WHOLE_B, ids=" × ".join)
-def test_activations_of_whole_backward_passes_are_a_sum(names, spawned):
+def test_activations_of_whole_backward_passes_are_a_sum(names):
     plan = case(names)
     plan = plan.model, replace(plan.train, frozen=()), plan.mesh
     for rank in {0, plan[2].size - 1}:
-        formula, dry = spawned(activations_both_ways, *plan, rank)
+        formula, dry = activations_both_ways(*plan, rank)
         assert formula == dry
 
 
@@ -118,8 +118,8 @@ REAL = [
 
 
 @pytest.mark.parametrize("names", REAL, ids=" × ".join)
-def test_ranks_hold_what_a_dry_run_says_at_the_fullest_moment_of_each_phase(names, spawned):
-    real, dry = spawned(phases_both_ways, case(names))
+def test_ranks_hold_what_a_dry_run_says_at_the_fullest_moment_of_each_phase(names):
+    real, dry = phases_both_ways(case(names))
     assert real == dry
 
 
