@@ -34,8 +34,8 @@ hypothesis.settings.register_profile("course", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("course")
 
 
-# Where shapes and dtypes are enforced: in the tests of what names them. Whole trainings, exercises and
-# claims run the same functions again, at half the cost.
+# Where shapes and dtypes are enforced: in the tests of what names them. Whole trainings, exercises
+# and claims run the same functions again, for half the time.
 SHAPES = re.compile(
     r"/labutils/|/test_(model|collectives|precision|flash|zero_partition|context_parallel|"
     r"tensor_parallel|pipeline|lora|quantization|fp8|rigs)\.py$"

@@ -29,13 +29,15 @@ LETTERS = {
 }
 LATENT = {"q": "q_rank", "c": "kv_rank", "r": "d_rope", "w": "d_value"}
 """Further letters of models with multi-head latent attention; n = d − r."""
-EXPERTS = {"x": "d_expert", "z": "d_shared", "D": "dense_layers"}
+OWN_EXPERTS = {"x": "d_expert", "z": "d_shared", "D": "dense_layers"}
 """Further letters of models whose experts have widths of their own or stand behind dense layers;
 M = L − D."""
 SPLITS = {"tp": "agfv", "ep": "E", "pp": "L"}
 """The letters that an axis divides: tp those of a tensor, ep and pp those of a part's copies."""
 
-FP32, INDEX = 4, 8  # bytes of a number that is always fp32, and of an int64
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a number, by the precision of a `config.TrainConfig`."""
+FP32_BYTES, INDEX = WIDTHS["fp32"], 8  # bytes of a number that is always fp32, and of an int64
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Policy:
     checkpointing: "none", "selective" or "full".
     """
 
-    compute: int = FP32
-    stream: int = FP32
+    compute: int = FP32_BYTES
+    stream: int = FP32_BYTES
     attention: str = "plain"
     checkpointing: str = "none"
 
@@ -175,12 +177,12 @@ def _attention(at: str, model: Model, how: Policy) -> Iterator[Part]:
     again = how.checkpointing == "selective"  # what is computed again keeps its inputs alone
     # PyTorch's fused CPU kernel has no dropout: it falls back on plain attention in fp32, keys and
     # values repeated for every head.
-    width, heads = (how.compute, "g") if plain or fused or again else (FP32, "a")
+    width, heads = (how.compute, "g") if plain or fused or again else (FP32_BYTES, "a")
     keeps = [Kept("queries", "b s a d", width)]
     keeps += [Kept(what, f"b s {heads} d", width) for what in ("keys", "values")]
     if fused and not again:
         keeps.append(Kept("output, sbh", "b s a d", how.compute))
-        keeps.append(Kept("log-sum-exp of each row of scores, asb", "b a s", FP32))
+        keeps.append(Kept("log-sum-exp of each row of scores, asb", "b a s", FP32_BYTES))
     elif not again:
         keeps.append(Kept("softmax of the scores, as²b", "b a s s", width))
         keeps += _mask(model, "b a s s", width, "dropout mask, as²b", "softmax after dropout, as²b")
@@ -258,9 +260,9 @@ def _norm(name: str, model: Model, how: Policy) -> Part:
         statistics = Kept("mean and 1/σ of each token", "2 b s", how.stream)
         return Part(name, "h", "h", keeps=(Kept("input, sbh", "b s h", how.stream), statistics))
     keeps = (
-        Kept("input in fp32, sbh", "b s h", FP32),
-        Kept("1/rms of each token", "b s", FP32),
-        Kept("input / rms, sbh", "b s h", FP32),
+        Kept("input in fp32, sbh", "b s h", FP32_BYTES),
+        Kept("1/rms of each token", "b s", FP32_BYTES),
+        Kept("input / rms, sbh", "b s h", FP32_BYTES),
     )
     return Part(name, "h", keeps=keeps)
 
@@ -295,7 +297,7 @@ def _mask(model: Model, dims: str, width: int, *whats: str) -> tuple[Kept, ...]:
 def letters(model: Model, *, tp: int = 1, ep: int = 1) -> dict[str, int]:
     """The sizes behind the letters, or what is left of them on one rank of tp and of ep."""
     fields = LETTERS | (LATENT if model.kv_rank else {})
-    fields |= EXPERTS if _own_experts(model) else {}
+    fields |= OWN_EXPERTS if _own_experts(model) else {}
     sizes = {letter: getattr(model, field) for letter, field in fields.items()}
     for letter, as_wide in (("w", "d"), ("x", "f"), ("z", "f")):
         if letter in sizes:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from labutils.timeline import COMMUNICATION, Span, Timeline
 
-MESSAGES = ("pass", "pp")  # what one rank sends and another waits for
+_WAITED_FOR = ("pass", "pp")  # what one rank sends and another waits for
 
 
 @dataclass(eq=False, slots=True)
@@ -185,7 +185,7 @@ class Played(Timeline):
         while now > wait.start and op is not None:
             start, end = self._when[op]
             yield "pass", end, now
-            if op.kind in MESSAGES:
+            if op.kind in _WAITED_FOR:
                 yield op.kind, start, end
             now, op = start, self.cause(op)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from labutils import units
 
+COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")  # of memory
 _KEYS = ("component", "name", "axis", "rank")
 
 

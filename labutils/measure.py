@@ -22,12 +22,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labutils import units
-from labutils.ledger import Ledger, Line
+from labutils.ledger import COMPONENTS, Ledger, Line
 from labutils.timeline import History, Moment
 
-COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
 Optimizers = Iterable[torch.optim.Optimizer | None]
-HALF = (torch.float16, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16)
 _LIFT = torch.ops.aten.lift_fresh.default  # by which torch.tensor(…) comes: argument, and yet new
 _RESIZE = torch.ops.inductor.resize_storage_bytes_.default
 
@@ -466,7 +465,7 @@ def _states(
     stepping = [optimizer for optimizer in optimizers if optimizer is not None]
     groups = [group for optimizer in stepping for group in optimizer.param_groups]
     stepped = [parameter for group in groups for parameter in group["params"]]
-    beside_half = any(parameter.dtype in HALF for parameter in weights)
+    beside_half = any(parameter.dtype in _HALF for parameter in weights)
     yield from (("weights", "weights", parameter) for parameter in weights)
     yield from (("gradients", "gradients", gradient) for gradient in _gradients(weights))
     name = "fp32 gradients" if beside_half else "gradients"

@@ -56,7 +56,7 @@ def attend_sdpa(
     )
 
 
-ATTENTION: dict[str, Attend] = {"plain": attend_plain, "sdpa": attend_sdpa}
+ATTEND: dict[str, Attend] = {"plain": attend_plain, "sdpa": attend_sdpa}
 
 
 class Rotary(nn.Module):
@@ -229,11 +229,11 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if not callable(attention) and attention not in ATTENTION:
-            known = ", ".join(map(repr, ATTENTION))
+        if not callable(attention) and attention not in ATTEND:
+            known = ", ".join(map(repr, ATTEND))
             own = "a function of (q, k, v, dropout)"
             raise ValueError(f"unknown attention {attention!r}: use {known} or {own}")
-        attend = attention if callable(attention) else ATTENTION[attention]
+        attend = attention if callable(attention) else ATTEND[attention]
         units.instance(config, ModelConfig, "GPT")
         config.require_gpt()
         self.config = config

@@ -30,11 +30,11 @@ from labutils import (
 )
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.memory.recording import OPTIMIZERS, STEPPING
-from labutils.model import ATTENTION, GPT, IGNORED, Block
+from labutils.model import ATTEND, GPT, IGNORED, Block
 from labutils.world import Comm, Rank
 
 Batch = tuple[Tensor, Tensor]  # tokens [b, s] and targets [b, s]
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOOPED = {"interleaved", "breadth_first", "interleaved_zb"}
 SEED = 0  # of all weights that are drawn: the same numbers on all ranks
 
@@ -114,7 +114,7 @@ class RankStep:
     ) -> None:
         self.rank, self.train, self.plan = rank, train, plan
         self.replicas = rank.comm("dp", "cp")
-        half = HALF[train.precision] if train.half else None
+        half = _HALF[train.precision] if train.half else None
         with torch.device(rank.device):
             net = GPT(model, generator=_seeded(rank)) if whole is None else whole()
         if whole is not None:  # what is drawn here is the same on all ranks
@@ -141,9 +141,9 @@ class RankStep:
         """The model, each layer of which does this rank's part."""
         rank, train, mesh = self.rank, self.train, self.rank.mesh
         layers = [part for part in net.modules() if isinstance(part, Block)]
-        if train.attention in ATTENTION:
+        if train.attention in ATTEND:
             for block in layers:
-                block.attention.attend = ATTENTION[train.attention]
+                block.attention.attend = ATTEND[train.attention]
         else:
             cp, kind = rank.comm("cp"), train.layout
             context_parallel.share_tokens(net, cp, attention=train.attention, kind=kind)
@@ -168,7 +168,7 @@ class RankStep:
         mine = pipeline.local(stages, self.plan, self.rank.coords["pp"])
         for stage in mine:
             if self.train.autocast:
-                region = precision.autocast(HALF[self.train.precision])
+                region = precision.autocast(_HALF[self.train.precision])
                 stage.forward = functools.partial(_inside, region, stage.forward)
         return mine
 
@@ -328,7 +328,7 @@ def check_plan(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> None:
         if wrong:
             raise ValueError(f"{why}: {remedy}")
     local = tensor_parallel.rank_config(model, mesh.tp)
-    if mesh.cp > 1 or train.attention not in ATTENTION:
+    if mesh.cp > 1 or train.attention not in ATTEND:
         context_parallel.require(local, mesh.cp, train.attention, train.layout)
         context_parallel.layout(model.seq_len, mesh.cp, train.layout)
     if train.sequence and (mine := model.seq_len // mesh.cp) % mesh.tp:
@@ -347,7 +347,7 @@ def check_plan(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> None:
 
 def _reasons(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> Iterator[tuple[bool, str, str]]:
     """Whether something is wrong, why, and what to do."""
-    plan, ring = schedule_of(train, mesh), train.attention not in ATTENTION
+    plan, ring = schedule_of(train, mesh), train.attention not in ATTEND
     full, apart = train.zero == 3, mesh.pp > 1
     yield (
         mesh.cp > 1 and not ring,

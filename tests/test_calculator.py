@@ -209,7 +209,10 @@ def test_the_page_shows_something_before_its_script_runs(small):
 
 def test_the_bars_have_the_colors_of_the_figures():
     style = pathlib.Path(calculator.__file__).with_suffix(".css").read_text("utf-8")
-    assert dict(re.findall(r"\.lu-(\w+) { background: (#\w+); }", style)) == plots.style.COMPONENTS
+    assert (
+        dict(re.findall(r"\.lu-(\w+) { background: (#\w+); }", style))
+        == plots.style.COMPONENT_COLORS
+    )
 
 
 def test_every_component_is_derived_in_the_lab_and_the_panel_stays_small():

@@ -107,7 +107,7 @@ def test_attention_can_be_a_function():
     assert calls == [(3, 4, 12, 6)] * 2
 
 
-@pytest.mark.parametrize("attend", model.ATTENTION.values())
+@pytest.mark.parametrize("attend", model.ATTEND.values())
 def test_a_group_of_query_heads_shares_its_key_head(attend):
     q, k, v = (torch.randn(2, heads, 7, 4) for heads in (6, 2, 2))
     repeated = attend(q, k.repeat_interleave(3, dim=1), v.repeat_interleave(3, dim=1), 0.0)

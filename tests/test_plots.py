@@ -263,8 +263,8 @@ def test_ink_on_every_fill_can_be_read():
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
     for fill in [
-        *style.COMPONENTS.values(),
-        *style.PASSES.values(),
+        *style.COMPONENT_COLORS.values(),
+        *style.PASS_COLORS.values(),
         *style.FIELDS.values(),
         *style.NEUTRAL,
         *style.SERIES,

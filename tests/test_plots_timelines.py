@@ -10,7 +10,7 @@ from pictures import PLANS, TIMELINES, ring, star, timeline, two_steps
 
 from labutils.teach import plots
 from labutils.teach.plots.style import NEUTRAL
-from labutils.teach.plots.timelines import KINDS
+from labutils.teach.plots.timelines import LOOKS
 from labutils.timeline import Timeline
 
 
@@ -45,8 +45,8 @@ def test_every_bar_stands_where_its_span_does():
     """Start and length of all bars are those of the spans, in their kind's color; the gray ones are what is exposed."""
     axes = plots.overlap(**STEPS).figure.axes[0]
     boxes = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
-    for color in {look[1] for look in KINDS.values()}:
-        kind = {kind for kind, look in KINDS.items() if look[1] == color}
+    for color in {look[1] for look in LOOKS.values()}:
+        kind = {kind for kind, look in LOOKS.items() if look[1] == color}
         spans = [span for step in STEPS.values() for span in step.spans if span.kind in kind]
         expected = sorted((1e3 * span.start, 1e3 * (span.end - span.start)) for span in spans)
         own = [box for box in boxes if box.get_facecolor() == to_rgba(color)]

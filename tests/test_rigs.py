@@ -17,13 +17,13 @@ from labutils.world import World
 )
 def test_tokens_are_frozen(name, digest):
     tokens = corpus.encoded(name)
-    text = "".join(corpus.CHARACTERS[token] for token in tokens)
+    text = "".join(corpus.ALPHABET[token] for token in tokens)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
 
 
 def test_each_character_is_its_place_in_ascii():
-    assert len(corpus.CHARACTERS) == len(set(corpus.CHARACTERS)) == 96
-    assert list(corpus.CHARACTERS[1:]) == sorted(corpus.CHARACTERS[1:])
+    assert len(corpus.ALPHABET) == len(set(corpus.ALPHABET)) == 96
+    assert list(corpus.ALPHABET[1:]) == sorted(corpus.ALPHABET[1:])
 
 
 def test_an_unknown_text_is_refused():

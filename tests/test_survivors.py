@@ -99,12 +99,12 @@ def test_a_storage_that_shrinks_leaves_room_below_the_capacity():
         measure.history(step, layer, capacity=3900)
 
 
-@pytest.mark.parametrize("name", model.ATTENTION)
+@pytest.mark.parametrize("name", model.ATTEND)
 def test_attention_drops_as_often_as_it_is_told(name):
     torch.manual_seed(0)
     q = torch.zeros(4, 2, 64, 64)
     v = torch.eye(64).expand(4, 2, 64, 64)  # so that the output is the weights
-    weights = model.ATTENTION[name](q, q, v, 0.3)
+    weights = model.ATTEND[name](q, q, v, 0.3)
     below = torch.ones(64, 64).tril().bool()
     assert (weights[..., below] == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
 

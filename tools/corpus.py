@@ -16,7 +16,7 @@ import random
 import typing
 from pydoc_data import topics
 
-from labutils.teach.rigs.corpus import CHARACTERS, file
+from labutils.teach.rigs.corpus import ALPHABET, file
 
 PLAIN = str.maketrans("–—‘’“”…°ß", "--''\"\".. ")
 SOURCES = (argparse, ast, collections, dataclasses, difflib, enum, random, typing)
@@ -24,7 +24,7 @@ SOURCES = (argparse, ast, collections, dataclasses, difflib, enum, random, typin
 
 def freeze(name: str, text: str) -> None:
     """Write a text in the 96 characters, without the date of its writing."""
-    plain = "".join(c for c in text.translate(PLAIN) if c in CHARACTERS)
+    plain = "".join(c for c in text.translate(PLAIN) if c in ALPHABET)
     file(name).write_bytes(gzip.compress(plain.encode("ascii"), 9, mtime=0))
     print(f"{file(name).name}: {len(plain):,} characters")
 

@@ -34,7 +34,7 @@ RUNS = {"full": RATES[:6], 1: RATES[3:], 4: RATES[3:], 16: RATES[3:]}
 PATTERNS = {"attention.*": 8, "feed_forward.*": 2}  # alone, with that LoRA rank
 
 WRITER = ModelConfig(
-    num_layers=2, d_model=64, num_heads=4, d_ff=256, vocab_size=len(rigs.corpus.CHARACTERS),
+    num_layers=2, d_model=64, num_heads=4, d_ff=256, vocab_size=len(rigs.corpus.ALPHABET),
     seq_len=64, positions="rope", norm="rmsnorm", bias=False, tied=False, name="writer",
 )  # fmt: skip
 TEXT_SEEDS = range(3)

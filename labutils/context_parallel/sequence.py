@@ -13,7 +13,7 @@ from torch import Tensor
 
 from labutils import units
 
-CHUNKS = {"contiguous": 1, "zigzag": 2}  # of each rank
+_CHUNKS = {"contiguous": 1, "zigzag": 2}  # of each rank
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SequenceLayout:
     @property
     def chunk(self) -> int:
         """Tokens that stand together."""
-        return self.s // (self.n * CHUNKS[self.kind])
+        return self.s // (self.n * _CHUNKS[self.kind])
 
     def numbers(self, rank: int) -> tuple[int, ...]:
         """The chunks of a rank, in the order of the sequence and of its memory."""
@@ -133,10 +133,10 @@ def layout(s: int, n: int, kind: str = "zigzag") -> SequenceLayout:
     Invariant: each position is on one rank; all ranks have s/n.
     Raises ValueError where the chunks would differ in length.
     """
-    if kind not in CHUNKS:
-        raise ValueError(f"unknown layout {kind!r}: use {' or '.join(map(repr, CHUNKS))}")
+    if kind not in _CHUNKS:
+        raise ValueError(f"unknown layout {kind!r}: use {' or '.join(map(repr, _CHUNKS))}")
     s, n = units.whole(s, "s", 1), units.whole(n, "n", 1)
-    pieces = CHUNKS[kind] * n
+    pieces = _CHUNKS[kind] * n
     if s % pieces:
         cut = f"cut it to {s - s % pieces} tokens or " if s > pieces else ""
         remedy = f"{cut}pad it to {s + -s % pieces}"

@@ -14,7 +14,7 @@ from labutils.context_parallel.sequence import layout
 from labutils.model import GPT
 from labutils.world import Comm
 
-ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
+_ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
 _IGNORED = -100  # the target that torch's cross-entropy leaves out
 
 
@@ -122,7 +122,7 @@ def share_tokens(
     if module.config.dropout:
         remedy = "build the model with dropout=0"
         raise ValueError(f"dropout={module.config.dropout} on distributed tokens: {remedy}")
-    attend = functools.partial(ATTENTION[attention], comm=comm, kind=kind, block=block)
+    attend = functools.partial(_ATTENTION[attention], comm=comm, kind=kind, block=block)
     module.places_ = functools.partial(_places, comm, kind)
     layers: list[Any] = list(module.get_submodule("blocks").children())
     for layer in layers:
@@ -144,8 +144,8 @@ def _attend(attend: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Ten
 
 def require(model: ModelConfig, n: int, attention: str, kind: str) -> None:
     """Nothing, or a ValueError that says what n ranks cannot do with this model."""
-    if attention not in ATTENTION:
-        known = " or ".join(map(repr, ATTENTION))
+    if attention not in _ATTENTION:
+        known = " or ".join(map(repr, _ATTENTION))
         raise ValueError(f"unknown attention over ranks {attention!r}: use {known}")
     layout(2 * n, n, kind)
     if attention == "ulysses":

@@ -149,7 +149,7 @@ def _kept(step: "_Step", how: anatomy.Policy, seen: set) -> Iterator[anatomy.Kep
             yield anatomy.Kept("input", f"b s {k}", width)
         seen.add(group)
         yield anatomy.Kept("(α/r)·A·x", "b s r", width)
-        if width < anatomy.FP32:
+        if width < anatomy.FP32_BYTES:
             yield anatomy.Kept("half copy of B", f"{d} r", width)
             if step.reads:
                 yield anatomy.Kept("half copy of A", f"r {k}", width)

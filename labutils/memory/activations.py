@@ -2,9 +2,10 @@
 pass. Which these are stands in `anatomy`."""
 
 from labutils import anatomy
+from labutils.anatomy import FP32_BYTES, WIDTHS
 from labutils.config import ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
-from labutils.memory.states import FP32, WIDTHS, require_formula
+from labutils.memory.states import require_formula
 
 
 def activations(model: ModelConfig, train: TrainConfig) -> Ledger:
@@ -20,7 +21,7 @@ def activations(model: ModelConfig, train: TrainConfig) -> Ledger:
     compute = WIDTHS[train.precision]
     how = anatomy.Policy(
         compute=compute,
-        stream=FP32 if train.autocast else compute,
+        stream=FP32_BYTES if train.autocast else compute,
         attention=train.attention,
         checkpointing=train.checkpointing,
     )

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from labutils.config import Mesh, ModelConfig, TrainConfig
-from labutils.ledger import Ledger, Line
+from labutils.ledger import COMPONENTS, Ledger, Line
 from labutils.memory import formulas, states
 from labutils.timeline import History, Moment
-
-COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -2,10 +2,10 @@
 of the difference has a name."""
 
 from labutils import units
+from labutils.anatomy import WIDTHS
 from labutils.config import ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.memory.activations import activations
-from labutils.memory.states import WIDTHS
 
 # The paper's lines: how many bytes of which product, and whether tensor parallelism divides them.
 _PAPER = (

@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 
 from labutils import anatomy, units
+from labutils.anatomy import FP32_BYTES
 from labutils.config import MOMENTS, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
-
-FP32 = 4
-WIDTHS = {"fp32": FP32, "bf16": 2, "fp16": 2}  # bytes of a number
 
 
 def states_of(
@@ -15,18 +13,18 @@ def states_of(
 ) -> Iterator[Line]:
     """Bytes of weights, gradients and optimizer state of `parameters` numbers in so many `tensors`,
     all on one device."""
-    width = 2 if half else FP32
+    width = 2 if half else FP32_BYTES
     yield Line("weights", parameters * width, "weights")
     if not (half and fp32_gradients == "only"):
         yield Line("gradients", parameters * width, "gradients")
     if half and fp32_gradients:
-        yield Line("fp32 gradients", parameters * FP32, "gradients")
+        yield Line("fp32 gradients", parameters * FP32_BYTES, "gradients")
     if half:
-        yield Line("master weights", parameters * FP32, "optimizer")
+        yield Line("master weights", parameters * FP32_BYTES, "optimizer")
     for name in MOMENTS[optimizer]:
-        yield Line(name, parameters * FP32, "optimizer")
+        yield Line(name, parameters * FP32_BYTES, "optimizer")
     if len(MOMENTS[optimizer]) == 2:  # Adam counts its steps once for each tensor
-        yield Line("step", tensors * FP32, "optimizer")
+        yield Line("step", tensors * FP32_BYTES, "optimizer")
 
 
 def buffers(model: ModelConfig, width: int) -> Iterator[Line]:
@@ -54,7 +52,7 @@ def model_states(model: ModelConfig, train: TrainConfig) -> Ledger:
         half=train.half, fp32_gradients=train.fp32_gradients, optimizer=train.optimizer,
         parameters=model.num_params, tensors=anatomy.num_tensors(model),
     )  # fmt: skip
-    return Ledger([*held, *buffers(model, 2 if train.half else FP32)])
+    return Ledger([*held, *buffers(model, 2 if train.half else FP32_BYTES)])
 
 
 def require_formula(train: TrainConfig) -> None:

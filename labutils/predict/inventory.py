@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from labutils import anatomy
+from labutils.anatomy import WIDTHS
 from labutils.config import Mesh, ModelConfig, TrainConfig
 
-WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
-OTHERS, EXPERTS = ("dp", "cp"), ("edp",)
+OTHERS, _SPREAD = ("dp", "cp"), ("edp",)
 """The axes of the ranks that have a weight alike: one of experts that ep spreads, or any other."""
 
 
@@ -134,7 +134,7 @@ class Here:
         base = Weight(
             name, math.prod(shape) // (pieces if cut else 1), self.kept, part, style,
             t // pieces if cut else 1, ends if tied else (stage,), not frozen,
-            EXPERTS if ".experts." in name and self.mesh.ep > 1 else OTHERS,
+            _SPREAD if ".experts." in name and self.mesh.ep > 1 else OTHERS,
         )  # fmt: skip
         packed = adapters is not None and adapters.base == "nf4"
         if packed and kind == "weight" and part in self._linear:
@@ -189,7 +189,7 @@ class Here:
     def sides(self) -> Iterator[tuple[tuple[str, ...], int, int, list[Weight]]]:
         """What is trained, by the axes over which it is averaged: these, how many ranks that are,
         which of them this one is, and the parameters; at level 3 in `units` that know them."""
-        for axes in (OTHERS, EXPERTS):
+        for axes in (OTHERS, _SPREAD):
             trained = [w for w in self.weights if w.trained and w.axes == axes]
             if trained or (self.train.zero == 3 and axes == OTHERS):
                 ranks = self.mesh.ranks(self.rank, *axes)

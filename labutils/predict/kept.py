@@ -9,7 +9,7 @@ from labutils.ledger import Ledger, Line
 from labutils.predict.inventory import Here
 
 INDEX = 8  # bytes of an int64
-BATCH = {"token numbers, sb", "targets, sb"}  # views of the batch, which is there anyway
+_BATCH = {"token numbers, sb", "targets, sb"}  # views of the batch, which is there anyway
 
 
 def why_dry(here: Here) -> str:
@@ -74,7 +74,7 @@ def _of_a_pass(here: Here, index: int) -> Iterator[Line]:
         nbytes = anatomy.size(tensor.dims, sizes) * itemsize
         if train.sequence and not set(tensor.dims) & set(anatomy.SPLITS["tp"]):
             nbytes //= mesh.tp if name != "outside" else 1
-        if tensor.what in BATCH:
+        if tensor.what in _BATCH:
             continue
         yield Line(name, nbytes, "activations", note=tensor.what)
     if _casts_tables(here) and train.checkpointing != "full":

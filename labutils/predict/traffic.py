@@ -7,7 +7,7 @@ from typing import NamedTuple
 from labutils.ledger import Ledger, Line
 from labutils.predict.inventory import OTHERS, Here, Placed, Weight
 
-WORLD = ("pp", "dp", "cp", "tp")
+_WHOLE = ("pp", "dp", "cp", "tp")
 INDEX = 8  # bytes of an int64
 
 
@@ -37,8 +37,8 @@ def sent_by(here: Here) -> Ledger:
 def _line(here: Here, call: Call) -> Line:
     from labutils.collectives.costs import FORMULAS, Seat
 
-    axes = tuple(axis for axis in (*WORLD, "ep", "edp") if axis in call.axes)
-    name = "world" if axes == WORLD else "_".join(axes)
+    axes = tuple(axis for axis in (*_WHOLE, "ep", "edp") if axis in call.axes)
+    name = "world" if axes == _WHOLE else "_".join(axes)
     ranks = here.mesh.ranks(here.rank, *axes)
     n, at = len(ranks), ranks.index(here.rank)
     if call.block:
@@ -302,6 +302,6 @@ def _agreed(here: Here) -> Iterator[Call]:
     last = any(stage.heads for stage in here.stages)
     yield Call("targets", "all_reduce", OTHERS, 1, 8, int(last))
     yield Call("loss", "all_reduce", ("pp", "dp", "cp"), 1, 8, 1)
-    yield Call("gradient norm", "all_reduce", WORLD, 1, 8, int(train.clip is not None))
+    yield Call("gradient norm", "all_reduce", _WHOLE, 1, 8, int(train.clip is not None))
     scaled = len(list(here.sides())) if train.precision == "fp16" else 0
-    yield Call("finite", "all_reduce", WORLD, 1, 4, scaled)
+    yield Call("finite", "all_reduce", _WHOLE, 1, 4, scaled)

@@ -225,7 +225,7 @@ def _buckets(
 
 
 def _parameter(x: float, name: str, size: int, ready: bool, latest: bool) -> Iterator[str]:
-    fill, edge = style.PASSES["backward"] if ready else style.PAPER, 3.2 if latest else 0.9
+    fill, edge = style.PASS_COLORS["backward"] if ready else style.PAPER, 3.2 if latest else 0.9
     fits = style.width_of(name, 12) * 96 * 0.75 < _PITCH - 8
     short, middle = name if fits else name.rsplit(".", 1)[0], x + _PITCH / 2
     yield svg.rect(x + 2, _TOP - 30, _PITCH - 4, 40, fill, stroke_width=edge)
@@ -240,11 +240,11 @@ def _bucket(
     middle, wide = (left + right) / 2, right - left - 4
     if gone:
         said = "all-reduce" if right - left > 90 else "reduce"
-        bar = svg.rect(left + 2, _FLOOR + 12, wide, 30, style.AXES["dp"][0])
+        bar = svg.rect(left + 2, _FLOOR + 12, wide, 30, style.AXIS_COLORS["dp"][0])
         bar += svg.words(middle, _FLOOR + 32, said, fill="#fff")
         yield svg.glide(bar, 0, -44) if latest else bar
     elif share:
-        level, fill = float(_DEEP * share), style.COMPONENTS["gradients"]
+        level, fill = float(_DEEP * share), style.COMPONENT_COLORS["gradients"]
         water = svg.rect(left + 2, _FLOOR - level, wide, level, fill, stroke="")
         yield svg.glide(water, 0, -70) if latest else water
     rim, ink, width = (
@@ -322,11 +322,11 @@ def _graph(
     xs = [_LEFT + (i + 1) * _NODE_PITCH for i in range(n)]
     parts = [svg.line(_LEFT, _F_ROW, xs[-1], _F_ROW), svg.line(xs[0], _B_ROW, xs[-1], _B_ROW)]
     parts += [svg.line(x, _F_ROW, x, _B_ROW) for x in xs]
-    parts += _node(_LEFT, _F_ROW, style.COMPONENTS["activations"], "x0")
-    waiting = {reached: style.PASSES["backward"]}
+    parts += _node(_LEFT, _F_ROW, style.COMPONENT_COLORS["activations"], "x0")
+    waiting = {reached: style.PASS_COLORS["backward"]}
     for i, x in enumerate(xs):
         back, now = does == "backward", active == i
-        fill = style.PASSES["forward"] if i + 1 in values else style.PAPER
+        fill = style.PASS_COLORS["forward"] if i + 1 in values else style.PAPER
         parts += _node(x, _F_ROW, fill, f"f{i}", now and not back, i in interiors)
         fill = waiting.get(i, style.NEUTRAL[3] if reached < i else style.PAPER)
         parts += _node(x, _B_ROW, fill, f"b{i}", now and back)
@@ -403,7 +403,7 @@ def _grid(
     left, top = _STRIP + _GAP + 26, 2 * _STRIP + _GAP + 10
     right, middle = left + across * _CELL + _GAP, top + down * _CELL / 2 + 5
     (row, column), done = walk[now], set(walk[:now])
-    inputs, output = style.COMPONENTS["weights"], style.COMPONENTS["optimizer"]
+    inputs, output = style.COMPONENT_COLORS["weights"], style.COMPONENT_COLORS["optimizer"]
     parts = []
     for i in range(down):
         y, begun = top + i * _CELL, "#A9C9C2" if i == row else "#fff"
@@ -413,7 +413,7 @@ def _grid(
         for j in range(across):
             x = left + j * _CELL
             if (i, j) == (row, column):
-                parts.append(_cell(x, y, style.COMPONENTS["activations"]))
+                parts.append(_cell(x, y, style.COMPONENT_COLORS["activations"]))
             elif (i, j) in walk:
                 parts.append(_cell(x, y, "#F3D9CF" if (i, j) in done else "#fff"))
             else:

@@ -37,9 +37,9 @@ def memory_bars(
         dict.fromkeys(part for (part, _), held in together.items() if held)
     )
     parts = itertools.chain(*map(by_part, ledgers.values()))
-    sharded = dict.fromkeys(axis for _, axis in parts if axis in style.AXES)
+    sharded = dict.fromkeys(axis for _, axis in parts if axis in style.AXIS_COLORS)
     entries = [(component, color, "") for component, color in colors.items()]
-    entries += [(f"sharded by {axis}", style.PAPER, style.AXES[axis][1]) for axis in sharded]
+    entries += [(f"sharded by {axis}", style.PAPER, style.AXIS_COLORS[axis][1]) for axis in sharded]
     above = 0.1 + 0.2 * (capacity is not None)
     _, axes = style.canvas(
         title or _memory_finding(ledgers, capacity),
@@ -79,7 +79,7 @@ def _stacked(
     for (component, axis), amount in parts.items():
         size, label = amount / factor, units.text(amount)
         color = colors.get(component, style.PAPER)
-        hatch = style.AXES[axis][1] * 2 if axis in style.AXES else ""
+        hatch = style.AXIS_COLORS[axis][1] * 2 if axis in style.AXIS_COLORS else ""
         axes.barh(row, size, 0.62, left=start, color=color, hatch=hatch, **style.EDGE)
         if style.width_of(label) + 0.06 < size / per_inch:
             # Neither a hatch nor the line of the capacity runs through the amount.
@@ -95,7 +95,7 @@ def by_part(ledger: Ledger) -> dict[tuple[str, str], int]:
     for line in ledger:
         part = line.component or line.name, line.axis
         sums[part] = sums.get(part, 0) + line.amount
-    order = {component: place for place, component in enumerate(style.COMPONENTS)}
+    order = {component: place for place, component in enumerate(style.COMPONENT_COLORS)}
     return dict(sorted(sums.items(), key=lambda item: order.get(item[0][0], len(order))))
 
 
@@ -341,7 +341,7 @@ def visits(
     )
     tall = 1.0 / 0.3  # rows of the bars
     axes.set(xlim=(-0.5, E - 0.5), ylim=(n + tall + 0.2, -0.5))
-    color, hatch = style.AXES["ep"]
+    color, hatch = style.AXIS_COLORS["ep"]
     busiest = max(map(max, counts))
     for rank, row in enumerate(counts):
         for expert, count in enumerate(row):
@@ -458,7 +458,7 @@ def _block_colors(segments: Iterable[Segment]) -> dict[str, str]:
     names = dict.fromkeys(name for _, name in itertools.chain(*segments) if name)
     return {
         **style.series_colors(names),
-        **{n: style.COMPONENTS[n] for n in names if n in style.COMPONENTS},
+        **{n: style.COMPONENT_COLORS[n] for n in names if n in style.COMPONENT_COLORS},
     }
 
 
@@ -511,14 +511,14 @@ def tensor_shares(
     _, axes = style.canvas(title, height=row * len(plans), left=0.1, right=0.1, bottom=0.1)
     axes.set(xlim=(0, style.WIDE - 0.2), ylim=(row * len(plans), 0))
     axes.axis("off")
-    color, hatch = style.COMPONENTS["activations"], style.AXES["tp"][1]
+    color, (line, hatch) = style.COMPONENT_COLORS["activations"], style.AXIS_COLORS["tp"]
     for y, (plan, tensors) in zip(itertools.count(0, row), plans.items(), strict=False):
         axes.text(0.05, y + 0.08, plan, weight="bold", va="center")
         x, top = 0.05, y + 0.55
         for name, width, cut in tensors:
             if not width:
-                axes.plot([x, x], [top - 0.1, top + tall + 0.1], color=style.AXES["tp"][0], lw=2.5)
-                axes.text(x, top - 0.2, name, ha="center", va="center", color=style.AXES["tp"][0])
+                axes.plot([x, x], [top - 0.1, top + tall + 0.1], color=line, lw=2.5)
+                axes.text(x, top - 0.2, name, ha="center", va="center", color=line)
                 x += gap
                 continue
             wide, part = width * inch, 1 / n if cut else 1

@@ -16,7 +16,7 @@ def low_rank(d: int, k: int, r: int, *, title: str | None = None) -> Picture:
     _, axes = style.canvas(found, height=height, left=0.1, right=0.1, top=0.0, bottom=0.1)
     width, tall = style.inches(axes)
     inch = max(d, k) / 1.35  # numbers per inch
-    frozen, trained = style.NEUTRAL[0], style.COMPONENTS["weights"]
+    frozen, trained = style.NEUTRAL[0], style.COMPONENT_COLORS["weights"]
     thin = max(r / inch, 0.02)
     at, boxes = (tall - d / inch) / 2, []
     boxes.append((0.9, at, k / inch, d / inch, frozen, f"W  [{d:,} × {k:,}]\nfrozen"))

@@ -24,9 +24,9 @@ TITLES = {
     "dualpipe": "DualPipe",
     "dualpipe_v": "DualPipeV",
 }
-FILLS = {kind[0].upper(): style.PASSES[kind] for kind in ("forward", "backward", "weight")}
+FILLS = {kind[0].upper(): style.PASS_COLORS[kind] for kind in ("forward", "backward", "weight")}
 _UPDATE = style.NEUTRAL[0]
-HELD = style.COMPONENTS["activations"]
+HELD = style.COMPONENT_COLORS["activations"]
 _DIGIT = style.width_of("0", 1)  # of a point
 _HEAD, _BAR, _FUSED, _STRIP, _GAP = 0.36, 0.24, 0.39, 0.14, 0.06  # inches
 

@@ -20,21 +20,21 @@ Look = dict[str, Any]  # keywords of a method of matplotlib
 INK, FAINT, PAPER = "#1B1B1B", "#6B6B6B", "#FFFFFF"
 
 # Chosen for the largest worst-case distance under color-blind vision.
-COMPONENTS = {
+COMPONENT_COLORS = {
     "weights": "#2F74D0",
     "gradients": "#FFB04D",
     "optimizer": "#0B5345",
     "activations": "#C4481A",
     "buffers": "#D7C4E1",
 }
-AXES = {
+AXIS_COLORS = {
     "dp": ("#1E3095", "//"),
     "tp": ("#2C8E86", "\\\\"),
     "pp": ("#7E273B", "--"),
     "cp": ("#C3D73C", "||"),
     "ep": ("#F2A8F0", "xx"),
 }
-PASSES = {"forward": "#4DB2F5", "backward": "#F1C752", "weight": "#3B5A2E", "idle": PAPER}
+PASS_COLORS = {"forward": "#4DB2F5", "backward": "#F1C752", "weight": "#3B5A2E", "idle": PAPER}
 FIELDS = {"sign": "#C4481A", "exponent": "#FFB04D", "mantissa": "#2F74D0"}
 
 # For lines and bars that stand for an algorithm, a format or a run: no meaning is bound to these,
@@ -100,7 +100,7 @@ def legible(width: float) -> str:
 def component_colors(components: Iterable[str]) -> dict[str, str]:
     """The hue of every component of memory; those without one of their own take grays in turn."""
     grays = itertools.cycle(NEUTRAL)
-    return {component: COMPONENTS.get(component) or next(grays) for component in components}
+    return {component: COMPONENT_COLORS.get(component) or next(grays) for component in components}
 
 
 def series_colors(names: Iterable[Name]) -> dict[Name, str]:

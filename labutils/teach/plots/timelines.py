@@ -78,7 +78,7 @@ def _bands(history: History, factor: float) -> dict[str, Band]:
     held = [moment.ledger.by("component") for moment in history.moments]
     named = dict.fromkeys(itertools.chain(*held))
     present = [name for name in named if any(moment.get(name) for moment in held)]
-    known = [name for name in style.COMPONENTS if name in present]
+    known = [name for name in style.COMPONENT_COLORS if name in present]
     bands, floor = {}, [0.0] * len(held)
     for name in [*known, *(name for name in present if name not in known)]:
         amounts = [moment.get(name, 0) / factor for moment in held]
@@ -130,16 +130,16 @@ def _mark_peak(axes: Axes, x: int, y: float, label: str) -> None:
 
 # Computation and communication.
 
-KINDS = {
-    "forward": ("forward pass", style.PASSES["forward"], ""),
-    "backward": ("backward pass", style.PASSES["backward"], ""),
-    "gather": ("all-gather of weights", style.COMPONENTS["weights"], "//"),
-    "reduce": ("reduction of gradients", *style.AXES["dp"]),
-    "exchange": ("activations of other ranks", *style.AXES["tp"]),
-    "route": ("all-to-all of tokens", *style.AXES["ep"]),
-    "pass": ("keys and values passed on", *style.AXES["cp"]),
-    "update": ("optimizer", style.COMPONENTS["optimizer"], ""),
-    **{axis: (f"messages of {axis}", *look) for axis, look in style.AXES.items()},
+LOOKS = {
+    "forward": ("forward pass", style.PASS_COLORS["forward"], ""),
+    "backward": ("backward pass", style.PASS_COLORS["backward"], ""),
+    "gather": ("all-gather of weights", style.COMPONENT_COLORS["weights"], "//"),
+    "reduce": ("reduction of gradients", *style.AXIS_COLORS["dp"]),
+    "exchange": ("activations of other ranks", *style.AXIS_COLORS["tp"]),
+    "route": ("all-to-all of tokens", *style.AXIS_COLORS["ep"]),
+    "pass": ("keys and values passed on", *style.AXIS_COLORS["cp"]),
+    "update": ("optimizer", style.COMPONENT_COLORS["optimizer"], ""),
+    **{axis: (f"messages of {axis}", *look) for axis, look in style.AXIS_COLORS.items()},
 }
 _LANE, _ROW = 0.17, 0.44  # inches: a lane (compute above, communication below), and a rank
 
@@ -169,7 +169,7 @@ def overlap(*, title: str | None = None, per: str = "step", **timelines: Timelin
         xlabel=f"time ({unit})",
     )
     axes.set(xlim=(0, max(span.end for span in spans) / factor), ylim=(height, 0))
-    draw.key(axes, [key for kind, key in KINDS.items() if any(s.kind == kind for s in spans)])
+    draw.key(axes, [key for kind, key in LOOKS.items() if any(s.kind == kind for s in spans)])
     y, ticks = 0.0, {}
     for name, timeline in timelines.items():
         axes.text(0, y + gap - 0.1, name, weight="bold", va="bottom")
@@ -200,8 +200,8 @@ def overlap(*, title: str | None = None, per: str = "step", **timelines: Timelin
 def _lanes(axes: Axes, y: float, spans: Sequence[Span], factor: float) -> None:
     """What one rank does: names stand in the spans that are long enough."""
     per_inch = axes.get_xlim()[1] / style.inches(axes)[0]
-    for span in sorted(spans, key=lambda span: list(KINDS).index(span.kind)):
-        _, color, hatch = KINDS[span.kind]
+    for span in sorted(spans, key=lambda span: list(LOOKS).index(span.kind)):
+        _, color, hatch = LOOKS[span.kind]
         lane = y + _LANE * (span.kind in COMMUNICATION) + 0.02
         start, length = span.start / factor, (span.end - span.start) / factor
         draw.box(axes, start, lane, length, _LANE, color, hatch=hatch * 2, linewidth=0.5)
@@ -305,10 +305,10 @@ def _messages_finding(trace: Trace) -> str:
 
 # Plans for a chain of stages.
 
-WORK = {
-    "forward": style.PASSES["forward"],
-    "record": style.PASSES["forward"],
-    "backward": style.PASSES["backward"],
+_WORK = {
+    "forward": style.PASS_COLORS["forward"],
+    "record": style.PASS_COLORS["forward"],
+    "backward": style.PASS_COLORS["backward"],
 }
 
 
@@ -321,7 +321,7 @@ def plan_maps(
     A cell for every computation (stage upwards, time to the right) and a line for every value while
     it is held. The clock runs `until` that many computations, or to the end of the longest plan.
     """
-    work = {name: [s for s in plan.spans if s.kind in WORK] for name, plan in plans.items()}
+    work = {name: [s for s in plan.spans if s.kind in _WORK] for name, plan in plans.items()}
     n = 1 + max(span.rank for span in itertools.chain(*work.values()))
     counts = [
         (sum(span.kind != "backward" for span in work[name]), most_values(plan))
@@ -351,8 +351,8 @@ def plan_maps(
     axes.set_yticks([floor + (n + 1) / 2 for floor in floors], names)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    entries = {pass_: (pass_, style.PASSES[pass_], "") for pass_ in ("forward", "backward")}
-    held = "a value is held", style.COMPONENTS["activations"], ""
+    entries = {pass_: (pass_, style.PASS_COLORS[pass_], "") for pass_ in ("forward", "backward")}
+    held = "a value is held", style.COMPONENT_COLORS["activations"], ""
     draw.key(axes, [*entries.values(), held], above=0.1)
     told = [f"{name}: {note}".replace("\n", ", ") for name, note in zip(plans, notes, strict=True)]
     return Picture(
@@ -364,15 +364,15 @@ def plan_maps(
 
 def _plan_row(axes: Axes, plan: Timeline, floor: float) -> None:
     for span in plan.spans:
-        if span.kind in WORK:
+        if span.kind in _WORK:
             y, look = floor + span.rank + 0.55, {"linewidth": 0.4, "zorder": 3}
-            draw.box(axes, span.start, y, span.end - span.start, 0.9, WORK[span.kind], **look)
+            draw.box(axes, span.start, y, span.end - span.start, 0.9, _WORK[span.kind], **look)
     lines = [
         [(span.start, floor + span.rank + 0.5), (span.end, floor + span.rank + 0.5)]
         for span in plan.spans
         if span.kind == "value" and span.end > span.start
     ]
-    color = style.COMPONENTS["activations"]
+    color = style.COMPONENT_COLORS["activations"]
     axes.add_collection(LineCollection(lines, colors=color, linewidths=1.3, zorder=2))
 
 

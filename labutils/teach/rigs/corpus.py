@@ -11,10 +11,10 @@ from torch import Tensor
 
 from labutils.config import DATA
 
-CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 """The vocabulary: a character's token is its place in this string."""
 
-NAMES = ("topics", "source")
+TEXTS = ("topics", "source")
 
 
 def file(name: str) -> Path:
@@ -28,10 +28,10 @@ def encoded(name: str = "topics") -> Tensor:
 
     Raises ValueError for a name that is not one of the two.
 
-    >>> "".join(CHARACTERS[token] for token in encoded()[:18])
+    >>> "".join(ALPHABET[token] for token in encoded()[:18])
     'The "assert" state'
     """
-    if name not in NAMES:
-        raise ValueError(f"there is no text {name!r}: take one of {', '.join(NAMES)}")
+    if name not in TEXTS:
+        raise ValueError(f"there is no text {name!r}: take one of {', '.join(TEXTS)}")
     codes = torch.frombuffer(bytearray(gzip.decompress(file(name).read_bytes())), dtype=torch.uint8)
     return (codes.long() - 31).clamp(min=0)  # "\n" is 10, the others stand in ASCII's order

@@ -16,9 +16,9 @@ from labutils.config import DATA, ModelConfig
 from labutils.model import GPT
 from labutils.world import Rank
 
-BATCH, LR = 8, 1e-2
+_BATCH, LR = 8, 1e-2
 EVERY = 10  # steps that a number of a record is the mean of
-READER = ModelConfig(
+_MODEL = ModelConfig(
     num_layers=1, d_model=32, num_heads=2, d_ff=32, vocab_size=16, seq_len=32, ffn="swiglu",
     norm="rmsnorm", positions="rope", bias=False, tied=False, num_experts=8, top_k=2,
 )  # fmt: skip
@@ -98,7 +98,7 @@ def train_router(
     factor: float | None = None,
     steps: int = 40,
 ) -> RouterRun:
-    """What becomes of a `READER` on eight sequences a step of a language.
+    """What becomes of a `_MODEL` on eight sequences a step of a language.
 
     In float64, so that rounding, which differs between machines, decides no choice.
 
@@ -106,16 +106,16 @@ def train_router(
     rate: γ of a bias, with sigmoid scores; without it scores are a softmax, and there is none
     factor: c of the room that an expert has; without it no visit is dropped
     """
-    model = GPT(READER, generator=torch.Generator().manual_seed(seed)).double()
+    model = GPT(_MODEL, generator=torch.Generator().manual_seed(seed)).double()
     how: dict[str, Any] = {} if rate is None else dict(score="sigmoid", biased=True)
     expert_parallel.spread_experts(model, rank.comm("ep"), capacity_factor=factor, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    said = language(READER.vocab_size, READER.seq_len + 1, seed, skewed=skewed)
+    said = language(_MODEL.vocab_size, _MODEL.seq_len + 1, seed, skewed=skewed)
     layer = model.blocks[0].feed_forward
     assert isinstance(layer, expert_parallel.ExpertParallel)
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(steps):
-        words = said(BATCH)
+        words = said(_BATCH)
         loss = model.loss(words[:, :-1], words[:, 1:])
         (loss + alpha * expert_parallel.auxiliary_loss(model)).backward()
         optimizer.step()
@@ -141,7 +141,7 @@ def summary(run: RouterRun) -> dict[str, list]:
     }
     E = run.asked.shape[1]
     pairs = run.words.flatten()[:, None] * E + run.chosen
-    by_word = torch.bincount(pairs.flatten(), minlength=READER.vocab_size * E).view(-1, E)
+    by_word = torch.bincount(pairs.flatten(), minlength=_MODEL.vocab_size * E).view(-1, E)
     return kept | dict(words=by_word.tolist())
 
 

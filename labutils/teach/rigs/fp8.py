@@ -17,7 +17,7 @@ from labutils.quantization import Scheme, advance_scales, fp8_layers, use_fp8
 from labutils.teach.rigs import corpus
 
 READER = ModelConfig(
-    num_layers=2, d_model=128, num_heads=4, d_ff=512, vocab_size=len(corpus.CHARACTERS), seq_len=32,
+    num_layers=2, d_model=128, num_heads=4, d_ff=512, vocab_size=len(corpus.ALPHABET), seq_len=32,
     positions="rope", norm="rmsnorm", bias=False,
 )  # fmt: skip
 """A GPT of 406,144 parameters, 393,216 of them in the linear layers of its blocks."""

@@ -129,6 +129,6 @@ def docstrings(count: int) -> list[str]:
     >>> docstrings(1)
     ['Abstract base class that provides __repr__.']
     """
-    text = "".join(map(corpus.CHARACTERS.__getitem__, corpus.encoded("source").tolist()))
+    text = "".join(map(corpus.ALPHABET.__getitem__, corpus.encoded("source").tolist()))
     found = dict.fromkeys(re.findall(r'"""([A-Z][^"\n]{28,98}\.)(?=\n|""")', text))
     return list(found)[:count]

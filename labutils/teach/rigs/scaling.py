@@ -33,10 +33,10 @@ def characters() -> tuple[Examples, Examples]:
     The 63 most frequent characters keep a token each, the others share one.
     """
     text = corpus.encoded("topics")
-    kept = torch.bincount(text, minlength=len(corpus.CHARACTERS)).argsort(
+    kept = torch.bincount(text, minlength=len(corpus.ALPHABET)).argsort(
         descending=True, stable=True
     )
-    renamed = torch.full((len(corpus.CHARACTERS),), VOCAB - 1)
+    renamed = torch.full((len(corpus.ALPHABET),), VOCAB - 1)
     renamed[kept[: VOCAB - 1]] = torch.arange(VOCAB - 1)
     windows = renamed[text].unfold(0, CONTEXT + 1, 1)
     cut = int(0.9 * len(windows))
