@@ -60,11 +60,11 @@ FOUND = {
 
 
 @pytest.mark.parametrize("names, given", FOUND.values(), ids=FOUND)
-def test_so_it_does_of_plans_that_a_search_has_found(names, given, spawned):
+def test_so_it_does_of_plans_that_a_search_has_found(names, given):
     plan = case(names, **({"clip": None, "frozen": ()} | given))
     plan = plan.model, plan.train, plan.mesh, plan.mesh.size - 1
-    assert spawned(rehearsed, *plan) == (0, 0)
-    formula, dry = spawned(activations_both_ways, *plan)
+    assert rehearsed(*plan) == (0, 0)
+    formula, dry = activations_both_ways(*plan)
     assert formula == dry
 
 
