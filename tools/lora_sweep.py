@@ -29,7 +29,8 @@ ALPHA = 32
 RATES = [1e-4 * 2**i for i in range(8)]
 
 SEEDS = range(5)
-ALPHAS = {4: [*RATES[5:], 2 * RATES[-1]], 128: RATES[2:6]}  # at r = 4, beside ALPHA's
+LARGE, SMALL = [*RATES[5:], 2 * RATES[-1]], RATES[2:6]
+ALPHAS = {(4, 4): LARGE, (4, 128): SMALL, (1, 8): LARGE, (16, 128): SMALL}  # by r and α
 RUNS = {"full": RATES[:6], 1: RATES[3:], 4: RATES[3:], 16: RATES[3:]}
 PATTERNS = {"attention.*": 8, "feed_forward.*": 2}  # alone, with that LoRA rank
 
@@ -153,10 +154,10 @@ def save(name: str, found: list[dict[str, Any]], made: str) -> None:
 
 
 def sweep_alpha(model: GPT) -> list[dict[str, Any]]:
-    """Addition at r = 4 with other α, over learning rates and seeds."""
+    """Addition at r = 4 with other α, and with α/r = 8 at others, over learning rates and seeds."""
     return [
-        add(model, 4, "*", lr, seed, alpha) | {"alpha": alpha}
-        for alpha, rates in ALPHAS.items() for lr in rates for seed in TEXT_SEEDS
+        add(model, rank, "*", lr, seed, alpha) | {"alpha": alpha}
+        for (rank, alpha), rates in ALPHAS.items() for lr in rates for seed in TEXT_SEEDS
     ]  # fmt: skip
 
 

@@ -177,7 +177,7 @@ for rule in scaling.POWERS:
 # %% [markdown]
 # From a batch of 16 to 512 the linear rule costs 0.05, the root 0.35, no scaling 0.71. Linear is *not* exact: at 1,024 it is 0.11 behind, several standard errors; at 4,096 it has diverged.
 #
-# **The published table.** Goyal et al. trained ResNet-50 on ImageNet at k = 32 (256 to 8k images). Their errors in %, beside our losses at the same k:
+# **The published table.** Goyal et al. trained ResNet-50 on ImageNet at k = 32 (256 to 8k images). Their errors in %, and our losses at the same k:
 
 # %%
 theirs, ours = rigs.scaling.goyal("Table 2(a)"), {}
@@ -371,7 +371,7 @@ reveal("warm-up/gains", points=round(gains, 1))
 names = {True: "LayerNorm", False: "without"}
 plots.curves(
     xlabel="learning rate, after the warm-up", ylabel="test error (%)", log="xy",
-    title="A warm-up rescues a rate that is too large, and improves no good one",
+    title="With LayerNorm a warm-up rescues too large a rate, and improves no best one",
     **{
         f"{names[norm]}, {rule}": (list(of), [mean.value for mean in of.values()])
         for (norm, rule), of in runs.items()
@@ -616,7 +616,7 @@ explore(knobs, optimizer=["sgd", "adam"], target=[2.7, 2.55, 2.4])
 # %% [markdown]
 # ## In practice
 #
-# None of these three scales the rate for you: you set it, for the global batch.
+# None of these three scales the rate for you: you set it, for the global batch. Here the model stays as wide as it is; how the rate follows the *width* is the subject of μP (Yang et al. 2022), which this lab leaves out.
 #
 # | | Megatron-LM | torchtitan | Hugging Face `TrainingArguments` |
 # |---|---|---|---|
@@ -648,7 +648,7 @@ explore(knobs, optimizer=["sgd", "adam"], target=[2.7, 2.55, 2.4])
 # >   <!-- claim: (lambda of: round(of[1024].value - of[16].value, 2) == 0.11 and of[4096].value > 10)(rigs.scaling.swept("rules", optimizer="sgd", rule="linear")) is True -->
 # > - What an epoch decays is lr·wd·steps. Under the linear rule wd stays; under the square root it becomes √k·wd, or 0.945 of a weight is left where it was 0.726.
 # >   <!-- claim: [round(scaling.shrinkage(32**0.5 * 1e-3, scaling.scale_decay(0.1, 32, rule), 100), 3) for rule in ("linear", "square root")] == [0.945, 0.726] -->
-# > - Goyal's warm-up begins at η and grows at every iteration. On digits it rescues a rate that is too large, 52 % become 16 %, and the best rate with it is no better than the best without.
+# > - Goyal's warm-up begins at η and grows at every iteration. On digits, over four of ten epochs and with LayerNorm, it rescues a rate that is too large, 52 % become 16 %; without LayerNorm it does not. The best rate with it is no better than the best without.
 # >   <!-- claim: (lambda at: [round(at("at once")[4].value), round(at("warm-up")[4].value)] == [52, 16] and min(m.value for m in at("at once").values()) < min(m.value for m in at("warm-up").values()))(lambda rule: rigs.scaling.swept("rates", "lr", norm=True, rule=rule)) is True -->
 # > - tr Σ / |G|², from ranks before and after the all-reduce, predicts the critical batch size within a factor of 2, and grows from the start of a run.
 # >   <!-- claim: max(scaling.noise_scale(min(rigs.scaling.spreads().values(), key=lambda e: abs(e[0] - t))[1]) / scaling.fit({b: m.value for b, (_, m) in rigs.scaling.fewest_steps("sgd", t).items()}).critical for t in (2.7, 2.55, 2.4)) < 2 -->
@@ -666,5 +666,6 @@ explore(knobs, optimizer=["sgd", "adam"], target=[2.7, 2.55, 2.4])
 # - S. Malladi et al., *On the SDEs and scaling rules for adaptive gradient algorithms*, arXiv:2205.10287 (2022): √k, with β and ε.
 # - X. Wang, L. Aitchison, *How to set AdamW's weight decay as you scale model and dataset size*, arXiv:2405.13698 (2024).
 # - D. Granziol et al., *Learning rates as a function of batch size: a random matrix theory approach to neural network training*, arXiv:2006.09092 (2020).
+# - G. Yang et al., *Tensor programs V: tuning large neural networks via zero-shot hyperparameter transfer*, arXiv:2203.03466 (2022): μP.
 # - I. Loshchilov, F. Hutter, *Decoupled weight decay regularization*, ICLR 2019: AdamW.
 # - torchtitan, pull requests 938 and 1284 (schedules); Megatron-LM, `megatron/training/arguments.py`.

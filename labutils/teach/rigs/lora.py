@@ -180,7 +180,7 @@ class Sweep:
 
 def sweep(task: str) -> Sweep:
     """The sweep of a task that tools/lora_sweep.py records: "addition", from base 10 to base 8;
-    "alpha", the same at LoRA rank 4 with other α; or "text", from Python's reference to its
+    "alpha", the same with other α; or "text", from Python's reference to its
     source code, where `old` is the reference's loss."""
     with open(DATA / f"lora_{task}.csv", encoding="utf-8") as file:
         made = file.readline().removeprefix("# ").strip()
