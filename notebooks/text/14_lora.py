@@ -593,7 +593,8 @@ for pattern in ("attention.*", "feed_forward.*"):
 # α is divided by r so that one rate serves all ranks, says the table above. Switch the division off: with α = 8r the factor before B·A is 8 for every r (the same record).
 
 # %%
-fixed = {"1": (others, {"alpha": "8"}), "4": (runs, {}), "16": (others, {"alpha": "128"})}
+fixed = {"1": (others, {"alpha": "8"}), "4": (runs, {})}
+fixed["16"] = (others, {"alpha": "128"})
 for r, (recorded, which) in fixed.items():
     lr, loss, error = recorded.best(rank=r, **which)
     print(f"r {r:>2}: {loss:.3f} ± {error:.3f} at {lr:.1e}")
