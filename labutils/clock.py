@@ -202,7 +202,7 @@ def play(tasks: Iterable[Task]) -> Played:
         rows = [_row(lane, numbers) for lane in _by_lane(numbers).values()]
     except KeyError as missing:
         raise ValueError(f"{missing.args[0]} is needed, but not among the tasks") from None
-    starts, ends = run(rows, len(numbers))
+    starts, ends = run_times(rows, len(numbers))
     for task, end in zip(numbers, ends, strict=True):
         if end is None:
             way = "it waits for itself, or for what comes later on its own lane"
@@ -240,7 +240,7 @@ def columns(row: Iterable[tuple[Any, ...]]) -> Row:
     return codes, needs, lags, costs
 
 
-def run(rows: Iterable[Row], n: int) -> tuple[list[Any], list[Any]]:
+def run_times(rows: Iterable[Row], n: int) -> tuple[list[Any], list[Any]]:
     """Start and end of n operations; None for those that never run.
 
     rows: of each lane four columns, in the order in which it works: the numbers of its operations,

@@ -23,16 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labutils import units
 from labutils.ledger import COMPONENTS, Ledger, Line
-from labutils.timeline import History, Moment
+from labutils.timeline import History, Moment, OutOfMemory
 
 Optimizers = Iterable[torch.optim.Optimizer | None]
 _HALF = (torch.float16, torch.bfloat16)
 _LIFT = torch.ops.aten.lift_fresh.default  # by which torch.tensor(…) comes: argument, and yet new
 _RESIZE = torch.ops.inductor.resize_storage_bytes_.default
-
-
-class OutOfMemory(RuntimeError):
-    """Raised by `history` when more bytes are alive than its `capacity`."""
 
 
 def model_states(module: nn.Module, *optimizers: torch.optim.Optimizer | None) -> Ledger:

@@ -10,6 +10,10 @@ from labutils.ledger import Ledger
 COMMUNICATION = ("gather", "reduce", "exchange", "route", "pass", "tp", "cp", "ep", "pp", "dp")
 
 
+class OutOfMemory(RuntimeError):
+    """Raised when more bytes would be alive than there is room for; the message says which."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """What one rank does, or holds, from `start` to `end`.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labutils import schedule
-from labutils.clock import NOTHING, Task, play, run
+from labutils.clock import NOTHING, Task, play, run_times
 from labutils.config import Link
 from labutils.schedule import Durations
 
@@ -37,7 +37,7 @@ def test_a_task_begins_when_its_lane_is_free_and_all_it_needs_is_there():
 
 def test_what_is_computed_while_a_result_is_on_its_way_delays_nothing():
     rows = [([0], [NOTHING], [0], [1]), ([1, 2], [NOTHING, 0], [0, 5], [2, 1])]
-    assert run(rows, 3) == ([0, 0, 6], [1, 2, 7])
+    assert run_times(rows, 3) == ([0, 0, 6], [1, 2, 7])
 
 
 def test_several_lanes_wait_for_one_and_a_barrier_is_not_drawn():

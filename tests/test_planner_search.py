@@ -149,7 +149,7 @@ def test_the_cut_is_the_pipelines(name):
 
 
 def test_what_is_in_flight_is_what_schedules_hold():
-    for kind, name in enumerate(work.SCHEDULES):
+    for kind, name in enumerate(work.PLANNED):
         for p, m, v in itertools.product((2, 4), (4, 8), (2, 3) if name == "interleaved" else (1,)):
             plan = planner.Plan(pp=p, micro_batches=m, schedule=kind, chunks=v).column()
             for rank in range(p):

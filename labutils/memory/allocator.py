@@ -17,7 +17,7 @@ from typing import Any
 
 from labutils import units
 from labutils.ledger import Ledger, Line
-from labutils.timeline import History, Moment
+from labutils.timeline import History, Moment, OutOfMemory
 
 ALIGNMENT = 512  # every size is a multiple of it
 SMALL = units.MIB  # requests up to this size share small segments
@@ -27,13 +27,8 @@ OWN_SEGMENT = 10 * units.MIB  # from here on a request has its own segment, roun
 ROUND = 2 * units.MIB
 
 
-class OutOfMemory(RuntimeError):
-    """Raised when a request cannot be met, although cached segments were given back first; the
-    message says what is free, and where."""
-
-
 @dataclass(eq=False, slots=True)
-class Block:
+class _Block:
     """`size` bytes at `address` of a segment: "used" for a request of `requested` bytes by `name`,
     "free", or address space that is "unmapped"."""
 
@@ -41,12 +36,12 @@ class Block:
     size: int
     pool: str
     state: str
-    segment: "list[Block]" = field(repr=False)
+    segment: "list[_Block]" = field(repr=False)
     requested: int = 0
     name: str = ""
 
 
-def _order(block: Block) -> tuple[int, int]:
+def _order(block: _Block) -> tuple[int, int]:
     return block.size, block.address
 
 
@@ -70,7 +65,7 @@ class Allocator:
     (1, 6, 5)
     >>> gpu.alloc(6 * units.GIB)
     Traceback (most recent call last):
-    labutils.memory.allocator.OutOfMemory: no room for 6.00 GiB: 1.00 GiB of 10.0 GiB are ...
+    labutils.timeline.OutOfMemory: no room for 6.00 GiB: 1.00 GiB of 10.0 GiB are ...
 
     Invariant: blocks of a segment tile it without gaps; no two neighbors are both free; used and
     free bytes add up to `reserved`.
@@ -89,10 +84,10 @@ class Allocator:
         self.expandable = expandable_segments
         self.allocated = self.reserved = self.requested = 0
         self.peak_allocated = self.peak_reserved = 0
-        self.segments: list[list[Block]] = []  # oldest first, its blocks in order of address
-        self._used: dict[int, Block] = {}
+        self.segments: list[list[_Block]] = []  # oldest first, its blocks in order of address
+        self._used: dict[int, _Block] = {}
         # Sorted, so that the first that fits is the best.
-        self._free: dict[str, list[Block]] = {"small": [], "large": []}
+        self._free: dict[str, list[_Block]] = {"small": [], "large": []}
         self._next_address = 0
 
     def alloc(self, nbytes: int, name: str = "") -> int:
@@ -172,7 +167,7 @@ class Allocator:
             f"of them has {_text(self.largest_free)}, the device has {_text(self.available)} left"
         )
 
-    def _best_fit(self, pool: str, size: int) -> Block | None:
+    def _best_fit(self, pool: str, size: int) -> _Block | None:
         free = self._free[pool]
         place = bisect_left(free, (size, 0), key=_order)
         if self.expandable:  # what is free at the end counts with all that it can grow into
@@ -187,24 +182,24 @@ class Allocator:
             return None
         return free.pop(place)
 
-    def _splits(self, block: Block, size: int) -> bool:
+    def _splits(self, block: _Block, size: int) -> bool:
         rest = block.size - size
         if block.pool == "small" or self.expandable:
             return rest >= ALIGNMENT
         return rest > SMALL and size < self.max_split_size
 
-    def _cut(self, block: Block, size: int) -> Block:
+    def _cut(self, block: _Block, size: int) -> _Block:
         """Leaves `size` bytes to the block; the rest becomes a block in the same state."""
         segment = block.segment
-        rest = Block(block.address + size, block.size - size, block.pool, block.state, segment)
+        rest = _Block(block.address + size, block.size - size, block.pool, block.state, segment)
         segment.insert(segment.index(block) + 1, rest)
         block.size = size
         return rest
 
-    def _cache(self, block: Block) -> None:
+    def _cache(self, block: _Block) -> None:
         insort(self._free[block.pool], block, key=_order)
 
-    def _joined(self, block: Block) -> Block:
+    def _joined(self, block: _Block) -> _Block:
         """The block with its neighbors of the same state; free ones leave the cache."""
         segment, place = block.segment, block.segment.index(block)
         for neighbor in segment[max(place - 1, 0) : place + 2]:
@@ -216,7 +211,7 @@ class Allocator:
                 block.size += neighbor.size
         return block
 
-    def _grow(self, pool: str, size: int) -> Block | None:
+    def _grow(self, pool: str, size: int) -> _Block | None:
         """A free block of at least `size`, not cached, in memory new from the device, if it can."""
         if self.expandable:
             return self._map(pool, size)
@@ -226,9 +221,9 @@ class Allocator:
         self._reserve(wanted)
         return self._segment(pool, wanted, "free")
 
-    def _segment(self, pool: str, size: int, state: str) -> Block:
-        segment: list[Block] = []
-        segment.append(Block(self._next_address, size, pool, state, segment))
+    def _segment(self, pool: str, size: int, state: str) -> _Block:
+        segment: list[_Block] = []
+        segment.append(_Block(self._next_address, size, pool, state, segment))
         self._next_address += _up(size, LARGE_SEGMENT)  # where a page of any pool may start
         self.segments.append(segment)
         return segment[0]
@@ -237,7 +232,7 @@ class Allocator:
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
-    def _map(self, pool: str, size: int) -> Block | None:
+    def _map(self, pool: str, size: int) -> _Block | None:
         """`_grow` by pages, within addresses that are set aside for the whole device once."""
         mine = [segment for segment in self.segments if segment[0].pool == pool]
         unused = itertools.chain.from_iterable(map(_unused, mine))
@@ -263,7 +258,7 @@ class Allocator:
         self._free[pool].remove(block)
         return block
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, block: _Block) -> None:
         """Takes the memory away from all pages that lie in a free block."""
         page, end = SEGMENT[block.pool], block.address + block.size
         start, stop = _up(block.address, page), end // page * page
@@ -313,18 +308,18 @@ def _up(nbytes: int, step: int) -> int:
     return -(-nbytes // step) * step
 
 
-def _unused(segment: list[Block]) -> list[list[Block]]:
+def _unused(segment: list[_Block]) -> list[list[_Block]]:
     """The runs of blocks between used ones."""
     runs = itertools.groupby(segment, key=lambda block: block.state == "used")
     return [list(run) for used, run in runs if not used]
 
 
-def _after(block: Block) -> Block | None:
+def _after(block: _Block) -> _Block | None:
     place = block.segment.index(block) + 1
     return block.segment[place] if place < len(block.segment) else None
 
 
-def _reach(block: Block) -> int:
+def _reach(block: _Block) -> int:
     """Bytes that a free block has or can grow into."""
     after = _after(block)
     return block.size + (after.size if after and after.state == "unmapped" else 0)

@@ -50,8 +50,7 @@ def options() -> argparse.ArgumentParser:
     add("--plan", type=int, metavar="N", help="the ledger and the seconds of row N, from 1")
     add("--explain", action="store_true", help="why the other rows are not the first")
     add("--json", action="store_true", help="the rows as JSON")
-    formats = ("torchtitan", "torchtitan-recipe", "megatron", "accelerate")
-    add("--export", choices=formats, help="flags of row --plan (1) for a framework")
+    add("--export", choices=tuple(export.WRITERS), help="flags of row --plan (1) for a framework")
     return shell
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from labutils.config import ModelConfig
 from labutils.planner.plans import Job
-from labutils.planner.work import RECOMPUTE, SCHEDULES, Plan, ulysses
+from labutils.planner.work import PLANNED, RECOMPUTE, Plan, ulysses
 
 TORCHTITAN = "0.2.2"
-SECTIONS = {
+TORCHTITAN_NAMES = {
     "training": ("local_batch_size", "global_batch_size", "seq_len", "mixed_precision_param",
         "mixed_precision_reduce"),
     "parallelism": ("data_parallel_replicate_degree", "data_parallel_shard_degree",
@@ -32,7 +32,7 @@ def torchtitan_values(job: Job, plan: Plan) -> dict[str, dict[str, Any]]:
     Raises ValueError: for ZB-H1, which it has not, and for level 0 or 1 of ZeRO over several ranks:
         its replicas hold whole states, and its shards are levels 2 and 3.
     """
-    name = SCHEDULES[plan.schedule]
+    name = PLANNED[plan.schedule]
     if name not in _SCHEDULES:
         raise ValueError(f"torchtitan has no {name}: choose {', '.join(_SCHEDULES)}")
     if plan.zero == 1 and plan.replicas > 1:
@@ -117,8 +117,8 @@ def megatron_values(job: Job, plan: Plan) -> dict[str, Any]:
 
     Raises ValueError: for ZB-H1, which it has not.
     """
-    if SCHEDULES[plan.schedule] not in ("one_f_one_b", "interleaved"):
-        name = SCHEDULES[plan.schedule]
+    if PLANNED[plan.schedule] not in ("one_f_one_b", "interleaved"):
+        name = PLANNED[plan.schedule]
         raise ValueError(f"Megatron-LM has no {name}: choose one_f_one_b or interleaved")
     model = job.model
     found: dict[str, Any] = {
@@ -197,7 +197,7 @@ def _flag(name: str, value: Any) -> str:
     return name if value is True else f"{name} {quoted}"
 
 
-FORMATS: dict[str, Callable[[Job, Plan], str]] = {
+WRITERS: dict[str, Callable[[Job, Plan], str]] = {
     "torchtitan": torchtitan,
     "torchtitan-recipe": torchtitan_recipe,
     "megatron": megatron,
@@ -206,10 +206,10 @@ FORMATS: dict[str, Callable[[Job, Plan], str]] = {
 
 
 def export(name: str, job: Job, plan: Plan) -> str:
-    """The plan for a framework: a name of `FORMATS`.
+    """The plan for a framework: a name of `WRITERS`.
 
     Raises ValueError: for what the framework has not, and for an unknown name.
     """
-    if name not in FORMATS:
-        raise ValueError(f"no format {name!r}: there are {', '.join(FORMATS)}")
-    return FORMATS[name](job, plan)
+    if name not in WRITERS:
+        raise ValueError(f"no format {name!r}: there are {', '.join(WRITERS)}")
+    return WRITERS[name](job, plan)

@@ -16,12 +16,12 @@ from labutils.planner import rates as rates_
 from labutils.planner import stages, work
 from labutils.planner.cluster import Cluster
 from labutils.planner.rates import ZB_H1, Rates
-from labutils.planner.work import RECOMPUTE, SCHEDULES, Numbers, Plan
+from labutils.planner.work import PLANNED, RECOMPUTE, Numbers, Plan
 
 TIE = 0.03  # plans whose steps differ less are alike: the model errs by as much
 CHUNKS = (2, 3, 4, 6, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
-INTERLEAVED = SCHEDULES.index("interleaved")
+INTERLEAVED = PLANNED.index("interleaved")
 _FROM_CLUSTER: Any = None  # the default of a field that is worked out of another
 
 

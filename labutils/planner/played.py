@@ -28,7 +28,7 @@ def timeline(
     """
     from labutils import schedule  # loads for longer than a search takes
 
-    name = work.SCHEDULES[plan.schedule]
+    name = work.PLANNED[plan.schedule]
     if name not in ("one_f_one_b", "gpipe") or plan.zero > 1 or plan.recompute:
         raise ValueError(
             f"schedule={name!r}, zero={plan.zero}, recompute={plan.recompute}: only one_f_one_b "

@@ -5,11 +5,9 @@ processes in a scaled-down copy of the mesh: formula = dry run = real run, in by
 from dataclasses import replace
 
 from labutils.config import ModelConfig
-from labutils.ledger import Diff, Ledger, Line
+from labutils.ledger import COMPONENTS, Diff, Ledger, Line
 from labutils.planner import stages
-from labutils.planner.work import SCHEDULES, Plan
-
-STATES = ("weights", "gradients", "optimizer")
+from labutils.planner.work import PLANNED, Plan
 
 
 def rank_of(plan: Plan, stage: int) -> int:
@@ -23,7 +21,7 @@ def shorter(plan: Plan, stage: int) -> Plan:
 
     Invariant: what a rank holds does not hang on how many more there are.
     """
-    if SCHEDULES[plan.schedule] != "one_f_one_b":
+    if PLANNED[plan.schedule] != "one_f_one_b":
         return plan
     return replace(plan, micro_batches=min(plan.micro_batches, plan.pp - stage + 2))
 
@@ -31,7 +29,7 @@ def shorter(plan: Plan, stage: int) -> Plan:
 def dry(model: ModelConfig, plan: Plan, stage: int = 0) -> Diff:
     """What the formulas of stack "course" say of a rank of the pipeline against a dry run of it, in
     bytes: weights, gradients, optimizer, and activations at their most. What only lives for a
-    moment stands in `peak`.
+    moment stands in `dry_peak`.
 
     Cost: seconds; about a tenth for each layer and micro-batch of a 405B model.
     """
@@ -39,7 +37,7 @@ def dry(model: ModelConfig, plan: Plan, stage: int = 0) -> Diff:
 
     few = shorter(plan, stage)
     found = rehearsal(model, few.train(model), few.mesh, rank_of(few, stage))
-    held = {name: 0 for name in STATES}
+    held = {name: 0 for name in COMPONENTS[:3]}
     for line in found.states:
         if line.component in held and line.name != "step":
             held[line.component] += line.amount
@@ -50,7 +48,7 @@ def dry(model: ModelConfig, plan: Plan, stage: int = 0) -> Diff:
     return _formula(model, plan, stage).diff(Ledger(measured))
 
 
-def peak(model: ModelConfig, plan: Plan, stage: int = 0) -> int:
+def dry_peak(model: ModelConfig, plan: Plan, stage: int = 0) -> int:
     """Bytes alive on a rank of the pipeline at the fullest moment of its dry run, all included."""
     from labutils.predict.rehearsal import rehearsal
 
@@ -62,7 +60,7 @@ def peak(model: ModelConfig, plan: Plan, stage: int = 0) -> int:
 def _formula(model: ModelConfig, plan: Plan, stage: int) -> Ledger:
     """The planner's ledger of a rank, a line for each component."""
     totals = stages.ledger(model, plan, stage, "course").by("component")
-    return Ledger([Line(name, totals.get(name, 0), name) for name in (*STATES, "activations")])
+    return Ledger([Line(name, totals.get(name, 0), name) for name in COMPONENTS[:4]])
 
 
 def scaled(plan: Plan, ranks: int = 8) -> Plan:

@@ -26,7 +26,7 @@ NAMES = ("products", "attention", "memory", "link", "kernel")
 FRACTIONS = (0.55, 0.45, 0.65, 0.55, 10e-6)
 UNSURE = (0.25, 0.25, 0.25, 0.25, 0.70)
 NOISE = 0.025  # of a measured step
-ZB_H1 = work.SCHEDULES.index("zb_h1")
+ZB_H1 = work.PLANNED.index("zb_h1")
 _PLACE = [0, 1, 2, 4, *[3] * len(LINKS)]  # of the rate for each row of work
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from labutils import anatomy, units
+from labutils.anatomy import FP32_BYTES
 from labutils.config import ModelConfig
 from labutils.ledger import Ledger, Line
 from labutils.planner import work
-from labutils.planner.work import BF16, FP32, Numbers, Plan
+from labutils.planner.work import BF16_BYTES, Numbers, Plan
 
 STACKS = ("course", "megatron")
 # Fitted to the measured runs: workspaces and what else has no name, and the bytes for each weight
@@ -93,7 +94,7 @@ def stage_states(model: ModelConfig, p: Plan, at: Place, copies: Numbers = 1) ->
     alike = p.replicas, p.replicas / p.ep * copies
     dense, expert = held_weights(model, p, at)
     found = {}
-    sizes = {"weights": BF16, "gradients": p.gradient_bytes, "optimizer": 3 * FP32}
+    sizes = {"weights": BF16_BYTES, "gradients": p.gradient_bytes, "optimizer": 3 * FP32_BYTES}
     for level, (name, each) in zip((3, 2, 1), sizes.items(), strict=True):
         shares = (np.where(p.zero >= level, ranks, 1) for ranks in alike)
         found[name] = each * (dense / next(shares) + expert / next(shares))
@@ -124,7 +125,7 @@ def held_by_megatron(model: ModelConfig, p: Plan, at: Place) -> dict[str, Number
                 found[name] = found.get(name, 0) + nbytes * times
             once = np.maximum(once, sum(lines.values()))
     found["inputs of layers"] = (
-        BF16 * T * model.d_model / p.tp * (at.plain + at.sparse) * busy * full
+        BF16_BYTES * T * model.d_model / p.tp * (at.plain + at.sparse) * busy * full
     )
     found["the layer computed again"] = once * full
     found["backward"] = np.where(at.last, _head_backward(model, p), _layer_backward(model, p, at))
@@ -148,17 +149,17 @@ def kept_by_megatron(model: ModelConfig, p: Plan, experts: bool) -> dict[str, Nu
     # Transformer Engine keeps the output of Ulysses' attention before and behind the exchange.
     outputs = np.where((p.cp > 1) & work.ulysses(model, p) & (latent == 0), 2, 1)
     found = {
-        "norms": 4 * BF16 * T * h / t,
-        "queries, keys, values": BF16 * T * wide / t,
-        "attention": BF16 * T * a * w / t * outputs + FP32 * T * a / t * (p.recompute != 1),
+        "norms": 4 * BF16_BYTES * T * h / t,
+        "queries, keys, values": BF16_BYTES * T * wide / t,
+        "attention": T * a / t * (BF16_BYTES * w * outputs + FP32_BYTES * (p.recompute != 1)),
     }
     if latent:
-        found["latent vectors"] = BF16 * T * (2 * latent + turned)
+        found["latent vectors"] = BF16_BYTES * T * (2 * latent + turned)
     if size.inner:
-        found["feed-forward"] = BF16 * T / t * size.inner * (1 + at["gated"])
+        found["feed-forward"] = BF16_BYTES * T / t * size.inner * (1 + at["gated"])
     if experts:
-        found["inputs of experts"] = BF16 * T / t * k * h
-        found["experts"] = BF16 * T / t * size.visited * (1 + at["gated"])
+        found["inputs of experts"] = BF16_BYTES * T / t * k * h
+        found["experts"] = BF16_BYTES * T / t * size.visited * (1 + at["gated"])
     return found
 
 
@@ -168,7 +169,7 @@ def _head_backward(model: ModelConfig, p: Plan) -> Numbers:
     T, t, h = work.rank_tokens(model, p), p.tp, model.d_model
     streams, gathered = T * h / t, T * h * (t > 1)
     scores = T * model.vocab_size / t
-    return BF16 * (2 * streams + gathered + scores + T * h + streams * (t > 1))
+    return BF16_BYTES * (2 * streams + gathered + scores + T * h + streams * (t > 1))
 
 
 def _layer_backward(model: ModelConfig, p: Plan, at: Place) -> Numbers:
@@ -178,7 +179,7 @@ def _layer_backward(model: ModelConfig, p: Plan, at: Place) -> Numbers:
     gated, h, k = (known.letters[letter] for letter in ("gated", "h", "k"))
     plain = known.plain.inner * gated
     sparse = known.sparse.visited * (1 + gated) + 2 * k * h
-    return BF16 * T / t * np.where(at.sparse > 0, sparse, plain)
+    return BF16_BYTES * T / t * np.where(at.sparse > 0, sparse, plain)
 
 
 def _dummies(model: ModelConfig, p: Plan, at: Place) -> Numbers:
@@ -197,13 +198,13 @@ def _dummies(model: ModelConfig, p: Plan, at: Place) -> Numbers:
     if model.num_experts > 1:
         shared = (1 + gated) * h * known.sparse.inner / t
         found = found + (shared + known.sparse.expert) * (at.sparse > 0)
-    return BF16 * (found + model.vocab_size * h / t * at.last)
+    return BF16_BYTES * (found + model.vocab_size * h / t * at.last)
 
 
 def _gathered(model: ModelConfig, p: Plan) -> Numbers:
     """Level 3: two whole layers at a time; from level 2 a whole layer's gradient."""
     n = np.maximum(*(sum(work.weights(model, p, *one)) for one in ((1, 0), (0, 1))))
-    return 2 * BF16 * n * (p.zero >= 3) + p.gradient_bytes * n * (p.zero >= 2)
+    return 2 * BF16_BYTES * n * (p.zero >= 3) + p.gradient_bytes * n * (p.zero >= 2)
 
 
 # ── the course's own code ─────────────────────────────────────────────────────────────────────────
@@ -219,7 +220,7 @@ def held_by_course(model: ModelConfig, p: Plan, at: Place) -> dict[str, Numbers]
     found, busy = stage_states(model, p, at), in_flight(p, at.rank)
     kept, full = kept_by_course(model, p), p.recompute == 2
     if np.any(full):
-        once = _kept(model, p, anatomy.Policy(BF16, BF16, "sdpa"))["layers"]
+        once = _kept(model, p, anatomy.Policy(BF16_BYTES, BF16_BYTES, "sdpa"))["layers"]
         found["computed again, at most"] = np.maximum(once - kept["head"] * at.last, 0) * full
     for name, nbytes in kept.items():
         count = {"layers": at.plain + at.sparse, "embedding": at.first, "head": at.last}[name]
@@ -235,7 +236,7 @@ def kept_by_course(model: ModelConfig, p: Plan) -> dict[str, Numbers]:
     named = {0: "none", 1: "selective", 2: "full"}
     found: dict[str, Any] = {}
     for level in np.unique(p.recompute):
-        how = anatomy.Policy(BF16, BF16, "sdpa", named[int(level)])
+        how = anatomy.Policy(BF16_BYTES, BF16_BYTES, "sdpa", named[int(level)])
         chosen = p.recompute == level
         for part, nbytes in _kept(model, p, how).items():
             found[part] = found.get(part, 0) + nbytes * chosen

@@ -16,18 +16,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from labutils import anatomy, units
+from labutils.anatomy import FP32_BYTES
 from labutils.config import Mesh, ModelConfig, TrainConfig
 
 WORK = ("products", "attention", "memory", "kernels", "tp", "cp", "ep", "pp", "dp")
 LINKS = WORK[4:]
-SCHEDULES = ("one_f_one_b", "gpipe", "interleaved", "zb_h1")
+PLANNED = ("one_f_one_b", "gpipe", "interleaved", "zb_h1")
 SAID = ("1f1b", "gpipe", "interleaved", "zb_h1")  # as people and files say it
 RECOMPUTE = ("none", "selective", "full")
 # Kernels of a layer, forward and backward, beside its collectives: of any layer, of experts, of
 # multi-head latent attention. A collective costs as much as three.
 KERNELS = {"layer": (12, 19), "experts": (20, 30), "latent": (10, 15), "ends": (6, 10)}
 COLLECTIVE = 3
-BF16, FP32 = 2, 4
+BF16_BYTES = anatomy.WIDTHS["bf16"]
 
 Numbers = Any  # a number, or a column of them
 
@@ -39,7 +40,7 @@ class Plan:
     pp, dp, cp, tp, ep: degrees, as of a `Mesh`; with tp there is sequence parallelism, cp is
         Ulysses where there are heads enough and a ring elsewhere, and experts are whole
     micro_batch, micro_batches: sequences in each, and how many a rank takes in a step
-    schedule, chunks: of the pipeline, a place in `SCHEDULES`, and its chunks per rank
+    schedule, chunks: of the pipeline, a place in `PLANNED`, and its chunks per rank
     zero: the level of ZeRO over dp · cp
     recompute: a place in `RECOMPUTE`
     even: whether stages have equally many layers, instead of a share that counts the head
@@ -116,12 +117,12 @@ class Plan:
 
     def train(self, model: ModelConfig) -> TrainConfig:
         """What `step.build` takes of one plan: bf16 with gradients in fp32."""
-        name, batch = SCHEDULES[self.schedule], self.micro_batch * self.micro_batches * self.dp
+        name, batch = PLANNED[self.schedule], self.micro_batch * self.micro_batches * self.dp
         cut = stage_layers(model, self.pp * self.chunks, self.even) if self.pp > 1 else None
         return TrainConfig(
             micro_batch=self.micro_batch,
             global_batch=batch,
-            fp32_gradients=self.gradient_bytes == FP32,
+            fp32_gradients=self.gradient_bytes == FP32_BYTES,
             attention="sdpa" if self.cp == 1 else "ulysses" if ulysses(model, self) else "ring",
             sequence=self.tp > 1,
             checkpointing=RECOMPUTE[self.recompute],
@@ -332,7 +333,7 @@ def head(model: ModelConfig, p: Plan) -> tuple[np.ndarray, np.ndarray]:
 def message(model: ModelConfig, p: Plan) -> np.ndarray:
     """Work of sending a micro-batch's activations, or their gradient, to the next stage."""
     apart = p.pp > 1
-    sent = BF16 * rank_tokens(model, p) * model.d_model / p.tp * apart
+    sent = BF16_BYTES * rank_tokens(model, p) * model.d_model / p.tp * apart
     return _row(p, kernels=COLLECTIVE * apart, pp=sent)
 
 
@@ -342,7 +343,7 @@ def update(model: ModelConfig, p: Plan, dense: Numbers, expert: Numbers) -> np.n
     and 3 of ZeRO reduce in every backward pass, and level 3 gathers before every pass: that is in
     `sharded`."""
     memory, kernels, sent = 0.0, 0.0, 0.0
-    back = np.choose(p.zero, [p.gradient_bytes, BF16, BF16, 0])
+    back = np.choose(p.zero, [p.gradient_bytes, BF16_BYTES, BF16_BYTES, 0])
     each = p.gradient_bytes * (p.zero < 2) + back
     sides = [(dense, p.replicas), (expert, p.replicas * p.tp / p.ep)]
     for weights, ranks in sides[: 1 + (model.num_experts > 1)]:
@@ -361,7 +362,7 @@ def sent_beside(
     known = shape(model).letters
     pairs = 2 * rank_tokens(model, p) * 2 * known["g"] * known["d"] / p.tp * (p.cp - 1)
     ring = 3 * pairs * layers * np.logical_not(ulysses(model, p))
-    share, gathers = (p.replicas - 1) / p.replicas, 2 * BF16 * (p.zero == 3)
+    share, gathers = (p.replicas - 1) / p.replicas, 2 * BF16_BYTES * (p.zero == 3)
     sent = (p.gradient_bytes * (p.zero >= 2) + gathers) * weights * share
     return _row(p, dp=sent, cp=ring) + messages * message(model, p)
 

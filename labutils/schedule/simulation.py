@@ -202,7 +202,7 @@ def simulate(
     count = len(schedule.kinds) * schedule.stages * schedule.micro_batches
     try:
         rows = _rows(schedule, times, wire)
-        start, end = clock.run(rows, count)
+        start, end = clock.run_times(rows, count)
     except (KeyError, IndexError):  # no such kind, or no such stage
         start, end = [], [None]
     if None in end or sum(map(len, schedule.ranks)) != count:
