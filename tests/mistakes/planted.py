@@ -66,7 +66,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("now, op = start, self.cause(op)", "now, op = start, None"),
         ("for task, times in when.items() if task.kind)", "for task, times in when.items())"),
         ('yield "pass", end, now', "pass"),
-        ("if op.kind in MESSAGES:", "if op.kind in COMMUNICATION:"),
+        ("if op.kind in _WAITED_FOR:", "if op.kind in COMMUNICATION:"),
         ("if op.kind in COMMUNICATION and op.rank == wait.rank)", "if op.kind in COMMUNICATION)"),
         ("for x, y in ((a, low), (high, b)) if x < y]", "for x, y in ((a, low),) if x < y]"),
         ("now = wait.end if wait.op else self._end(op)", "now = wait.end"),
@@ -746,9 +746,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("2 * size**3 / product", "size**3 / product"),
     ],
     ("memory/states", "test_memory test_survivors"): [
-        ('Line("step", tensors * FP32, "optimizer")', 'Line("step", FP32, "optimizer")'),
+        ('Line("step", tensors * FP32_BYTES, "optimizer")', 'Line("step", FP32_BYTES, "optimizer")'),
         ("2 * weights + state + temporary)", "weights + state + temporary)"),
-        ("buffers(model, 2 if train.half else FP32)", "buffers(model, FP32)"),
+        ("buffers(model, 2 if train.half else FP32_BYTES)", "buffers(model, FP32_BYTES)"),
     ],
     ("predict/inventory", "test_predict"): [
         ("and part in self._linear", "and part in self._adapted"),
