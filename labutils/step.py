@@ -7,7 +7,8 @@ accumulates micro-batches.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -242,8 +243,43 @@ class RankStep:
             quantization.advance_scales(self.stages, self.rank.comm("dp", "cp", "tp"))
         return Taken(self._whole(run), norm, run)
 
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        """The mean loss over all targets of all ranks' batches, the same on all ranks; each is cut
+        as `share` cuts it, and nothing is trained."""
+        comm, place = self.rank.comm("pp"), self.plan.places[0]
+        mine = {stage.index: stage for stage in self._stages if place[stage.index] == comm.rank}
+        found = torch.zeros(2, dtype=torch.float64, device=self.rank.device)
+        kept = [buffer.clone() for buffer in self.stages.buffers()]  # scales that a pass moves
+        self.stages.eval()
+        for tokens, targets in batches:
+            x = tokens
+            for s, stage in sorted(mine.items()):
+                if s and s - 1 not in mine:
+                    with comm.record("evaluate"):
+                        x = comm.recv(stage.message(tokens), place[s - 1])
+                x = stage(x)
+                if s + 1 < self.plan.stages and s + 1 not in mine:
+                    with comm.record("evaluate"):
+                        comm.send(x.contiguous(), place[s + 1])
+            if self.plan.stages - 1 in mine:
+                count = (targets != IGNORED).sum()
+                found += torch.stack([self._mean(x, targets) * count, count])
+        self.stages.train()
+        for buffer, before in zip(self.stages.buffers(), kept, strict=True):
+            buffer.copy_(before)
+        ranks = self.rank.comm("pp", "dp", "cp")
+        with ranks.record("evaluate"):
+            total, count = ranks.all_reduce(found)
+        return total / count
+
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean over the targets of a micro-batch, in fp32 or wider; scaled, if losses are."""
+        """What a backward pass begins with: the mean loss, scaled, if losses are."""
+        found = self._mean(logits, targets)
+        return found if self.scaler is None else self.scaler.scale(found)
+
+    def _mean(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean over the targets of a micro-batch, in fp32 or wider."""
         if self.rank.mesh.tp > 1:
             tp = self.rank.comm("tp")
             total = tensor_parallel.cross_entropy(logits, targets, tp, reduction="sum")
@@ -253,8 +289,7 @@ class RankStep:
             each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
             wide = torch.promote_types(each.dtype, torch.float32)  # fp16 ends at 65,504
             total = each.sum(dtype=wide)
-        found = total / (targets != IGNORED).sum().clamp(min=1)
-        return found if self.scaler is None else self.scaler.scale(found)
+        return total / (targets != IGNORED).sum().clamp(min=1)
 
     def _reduced(self) -> list[nn.Parameter]:
         """What the optimizers step, with the mean gradient of all replicas."""
@@ -278,6 +313,37 @@ class RankStep:
         ranks = self.rank.comm("pp", "dp", "cp")
         with ranks.record("loss"):
             return ranks.all_reduce(mine.double()) / self.replicas.size
+
+
+    # ── a snapshot ────────────────────────────────────────────────────────────────────────────────
+
+    def save(self, path: str | os.PathLike, about: Mapping[str, Any] | None = None) -> None:
+        """Write weights, optimizer states and the loss scale to a file, which the ranks of any mesh
+        can `load`; all ranks do (`zero.save`).
+
+        about: what else to keep, as JSON has it: how far the run is
+
+        Raises ValueError for delayed scales of fp8, and for weights in nf4, which no file keeps.
+        """
+        if self.train.fp8 == "delayed":
+            remedy = "train with fp8='current', whose scales are those of each step"
+            raise ValueError(f"fp8='delayed' has scales that a snapshot does not keep: {remedy}")
+        scaler = self.scaler
+        scale = None if scaler is None else [scaler.value, scaler.good_steps]
+        kept = {"loss_scale": scale, "about": dict(about or {})}
+        zero.save(path, self._stages, self.optimizers, comm=self.rank.comm(), about=kept)
+
+    def load(self, path: str | os.PathLike) -> dict[str, Any]:
+        """Go on from a file that `save` wrote on any mesh; what it was given as `about`. Raises
+        zero.SnapshotError for a file that does not fit, before anything changes."""
+        kept = zero.load(path, self._stages, self.optimizers, comm=self.rank.comm())
+        if self.scaler is not None and kept.get("loss_scale"):
+            self.scaler.value, self.scaler.good_steps = kept["loss_scale"]
+        return kept.get("about", {})
+
+    @property
+    def _stages(self) -> list[Any]:
+        return list(self.stages)
 
 
 class _Steps:

@@ -82,6 +82,9 @@ LARGER = [tuple(names.split(", ")) for names in (
     "interleaved, tp + sp, full, NF4",
     "1F1B, ZeRO-1, tp, autocast",
     "1F1B, ZeRO-2, tp + sp, bf16, tied",
+    "1F1B, ZeRO-3, bf16",
+    "1F1B, ZeRO-3, tp + sp, autocast",
+    "tp + sp, autocast, LoRA",
     "ZeRO-1, tp, full, FP8",
 )]  # fmt: skip
 

@@ -174,9 +174,12 @@ class Split(nn.Module):
         if n % parts or pieces % parts:
             padded = pieces + -pieces % n
             raise ValueError(f"tp={n} does not divide {pieces} {what}: pad them to {padded}")
-        mine = p.detach().tensor_split(parts, dim)[i * parts // n]
+        part = i * parts // n
+        mine = p.detach().tensor_split(parts, dim)[part]
         made = nn.Parameter(mine.clone(memory_format=torch.contiguous_format), p.requires_grad)
-        return marked(made, p, shares=parts)
+        marked(made, p, shares=parts)
+        vars(made)["cut"] = dim, part, parts  # where a snapshot has it
+        return made
 
 
 class ColumnLinear(Split):

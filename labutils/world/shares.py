@@ -7,7 +7,7 @@ from torch import Tensor
 
 from labutils.world.comm import Comm
 
-_MARKS = ("shares", "only_on", "ends")
+_MARKS = ("shares", "only_on", "ends", "cut")
 Of = TypeVar("Of", bound=Tensor)
 
 

@@ -1,6 +1,6 @@
-"""The state of a run in one safetensors file: written by any number of ranks, read by any other.
+"""The state of a run in one safetensors file: written by the ranks of any mesh, read by any other.
 
-A file has every parameter whole, in its own shape, under its name in the module, and every state of
+A file has every parameter whole, in its own shape, under its name in the model, and every state of
 the optimizer under "state/parameter"; numbers, such as Adam's step, settings and the ModelConfig
 are its metadata. So is a check sum of every byte of the file, the header's too: at the same place
 in every file, where zeros stand while it is computed.
@@ -8,23 +8,25 @@ in every file, where zeros stand while it is computed.
 
 import dataclasses
 import json
+import math
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from labutils.config import ModelConfig
-from labutils.zero.flat_parameter import FlatParameter
+from labutils.world import Comm
 from labutils.zero.optimizer import Optimizer
 from labutils.zero.sharded import sharded_of
 
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 _OWN = "labutils.zero"  # the key of the metadata
 # How every file goes on behind the length of its header: with the check sum, in eight digits.
 _BEFORE_SUM, _BLANK = b'{"__metadata__": {"crc32": "', b"00000000"
@@ -41,29 +43,39 @@ class SnapshotError(ValueError):
 
 @torch.no_grad()
 def save(
-    path: str | os.PathLike, module: nn.Module, optimizer: Optimizer | torch.optim.Optimizer
+    path: str | os.PathLike,
+    module: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
+    *,
+    comm: Comm | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Write weights and optimizer state to a file; all ranks do, and it is there when they return.
 
-    It is written aside and takes its name when it is complete. Any number of ranks at any level can
-    `load` it. Cost: rank 0 holds one flat parameter at a time, whole, and sums the bytes up as it
-    writes them.
+    module       of this rank; or several, as the stages that it has of a pipeline
+    optimizer    a zero.Optimizer, precision.MasterWeights or torch's own; or several
+    comm         all ranks, rank.comm(); unless given, those that share the module's weights out
+    about        what else to keep, as JSON has it: how far the run is
+
+    It is written aside and takes its name when it is complete. The ranks of any mesh can `load` it.
+    Cost: every number is sent to rank 0 once, which holds one tensor at a time, whole, and sums the
+    bytes up as it writes them.
+    Raises ValueError where the ranks are not all of the mesh, or weights have fewer than 16 bits.
     """
-    run, path = _Run(module, optimizer), Path(os.path.realpath(path))
-    states = run.states()
+    run, path = _Run(module, optimizer, comm), Path(os.path.realpath(path))
     if run.comm.rank > 0:
-        for _ in run.wholes(states):
+        for _ in run.wholes():
             pass
     else:
         # Under the number of this rank in the world: what a run that was killed has left goes.
         aside = path.with_name(f".{path.name}.{run.comm.ranks[0]}")
         try:
             with open(aside, "wb") as file:
-                head = run.header(states)
+                head = run.header(about or {})
                 file.write(head)
                 total = zlib.crc32(head)
-                for whole in run.wholes(states):
-                    data = whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                for whole in run.wholes():
+                    data = whole.view(-1).view(torch.uint8).numpy().data
                     file.write(data)
                     total = zlib.crc32(data, total)
                 file.seek(head.index(_BLANK))
@@ -78,9 +90,14 @@ def save(
 
 @torch.no_grad()
 def load(
-    path: str | os.PathLike, module: nn.Module, optimizer: Optimizer | torch.optim.Optimizer
-) -> None:
-    """Go on from a file that `save` wrote, which every rank must be able to read.
+    path: str | os.PathLike,
+    module: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
+    *,
+    comm: Comm | None = None,
+) -> dict[str, Any]:
+    """Go on from a file that `save` wrote, which every rank must be able to read; what it was given
+    as `about`. Arguments are those of `save`.
 
     Trained parameters must be the same by name, shape and group; frozen ones that the file does not
     know stay as they are. The ModelConfig must be the same in all that gives weights their meaning:
@@ -91,7 +108,7 @@ def load(
     Cost: every rank reads the file once for its check sum, a mebibyte at a time, and then of the
     tensors, which are mapped, its own pieces.
     """
-    run, name = _Run(module, optimizer), Path(path).name
+    run, name = _Run(module, optimizer, comm), Path(path).name
     try:
         with safe_open(path, "pt") as file:
             told = (file.metadata() or {}).get(_OWN)
@@ -107,15 +124,13 @@ def load(
         own = json.loads(told)
         reason = run.misfit(tensors, own)
         found = {} if reason else run.stretches(tensors, own["states"])
+        about = {} if reason else dict(own.get("about", {}))
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         reason = f"has a description in {_OWN!r} that cannot be read: use an older one"
     if reason:
         raise SnapshotError(f"{name} {reason}")
-    run.fill(tensors, own["groups"], found)
-    optimizer.zero_grad()
-    if isinstance(optimizer, Optimizer):
-        for flat in optimizer.flats:
-            flat.gather()
+    run.fill(own["groups"], found)
+    return about
 
 
 def _damage(path: str | os.PathLike) -> str:
@@ -136,124 +151,234 @@ def _damage(path: str | os.PathLike) -> str:
     return f"is damaged: {sums}; {REMEDY}"
 
 
-class _Run:
-    """What a snapshot is of: flat parameters, the names of their pieces, an optimizer of these."""
+class _Piece(NamedTuple):
+    """What this rank has of a parameter: of its share of it the numbers from `start` on.
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer | torch.optim.Optimizer) -> None:
-        self.names: dict[Tensor, str] = {
-            parameter: name for name, parameter in module.named_parameters()
-        }
-        self.constants: dict[str, Tensor] = {}  # frozen weights that every rank has whole
-        if isinstance(optimizer, Optimizer):
-            self.constants = {n: p for p, n in self.names.items() if p not in optimizer.pieces}
-            self.names = {piece: self.names[p] for p, piece in optimizer.pieces.items()}
-            self.flats, self.inner = optimizer.flats, optimizer.inner
-        else:
-            self.flats, self.inner = sharded_of(module).flats, optimizer
-        self.comm = self.flats[0].comm
-        config = getattr(module, "config", None)
+    weight: these, as they are stepped, if they are
+    shape: of the whole parameter
+    cut: along which dim it is cut, and which share the rank has, of how many
+    """
+
+    weight: Tensor
+    start: int
+    shape: tuple[int, ...]
+    cut: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, weight: Tensor, start: int, share: Sequence[int]) -> "_Piece":
+        """The piece of a weight that may be marked as a share (`world.marked`)."""
+        dim, part, parts = vars(weight).get("cut", (0, 0, 1))
+        shape = tuple(n * parts if i == dim else n for i, n in enumerate(share))
+        return cls(weight, start, shape, (dim, part, parts))
+
+    def share(self, whole: Tensor) -> Tensor:
+        """The rank's share of a tensor like the whole parameter."""
+        dim, part, parts = self.cut
+        return whole.tensor_split(parts, dim)[part] if parts > 1 else whole
+
+    def stretch(self, whole: Tensor) -> Tensor:
+        """These numbers of a tensor like the whole parameter, in the shape of `weight`."""
+        flat = self.share(whole).reshape(-1)
+        return flat[self.start : self.start + self.weight.numel()].view(self.weight.shape)
+
+
+class _Run:
+    """What a snapshot is of: pieces of parameters by name, optimizers of these; and what all ranks
+    together have, which each tells the others.
+
+    ranks: what each rank has told
+    states: what the optimizers know of each parameter
+    whole: of each parameter the dtype and the shape
+    groups: the settings of each group, and the names of the trained in it
+    """
+
+    def __init__(self, module: Any, optimizer: Any, comm: Comm | None) -> None:
+        several = isinstance(module, (list, tuple))
+        modules: list[nn.Module] = list(module) if several else [module]
+        self.optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        inside = [getattr(each, "inner", each) for each in self.optimizers]
+        self.inner: list[Any] = [getattr(each, "optimizer", each) for each in inside]
+        self.flats = [f for o in self.optimizers if isinstance(o, Optimizer) for f in o.flats]
+        for each in modules:
+            if "_sharded" in vars(each) or not (comm or self.flats):
+                self.flats += sharded_of(each).flats
+        self.comm = comm or self.flats[0].comm
+        self.comm.check_all("what a snapshot has")
+        self.pieces = self._pieces(modules)
+        config = getattr(modules[0], "config", None)
         known = dataclasses.asdict(config) if isinstance(config, ModelConfig) else {}
         self.config = {field: value for field, value in known.items() if field not in FREE}
+        self.state: dict[Tensor, dict[str, Any]] = {}
+        for each in self.inner:
+            self.state |= each.state
+        self._meet()
 
-    def groups(self) -> list[dict[str, Any]]:
-        """The settings of the optimizer's groups, and the names of the trained in each."""
-        found = []
-        for group in self.inner.param_groups:
-            names = [self.names[p] for p in group["params"] if p.requires_grad]
-            found.append({k: v for k, v in group.items() if _plain(k, v)} | {"names": names})
+    def _pieces(self, modules: Sequence[nn.Module]) -> dict[str, _Piece]:
+        """This rank's pieces, by the name of the parameter in the whole model."""
+        known: dict[Tensor, _Piece] = {}
+        for flat in self.flats:  # at level 3 a module has the pieces themselves
+            for i, piece in enumerate(flat.pieces):
+                start = max(flat.own.start - flat.starts[i], 0)
+                for p in (flat.wholes[i], piece):
+                    known[p] = _Piece.of(piece, start, flat.shapes[i])
+        for each in self.optimizers:
+            masters = getattr(each, "masters", {})  # of precision.MasterWeights
+            known |= {p: _Piece.of(master, 0, p.shape) for p, master in masters.items()}
+        found: dict[str, _Piece] = {}
+        for module in modules:
+            tied = getattr(getattr(module, "config", None), "tied", False)
+            for name, p in module.named_parameters():
+                # The last stage of a pipeline has the other end alone.
+                name = "tokens.weight" if tied and name == "head.weight" else name
+                found[name] = known.get(p) or _Piece.of(p, 0, p.shape)
         return found
 
-    # -- writing ---------------------------------------------------------------------------------
+    # -- what all ranks have -----------------------------------------------------------------------
 
-    def states(self) -> States:
-        """What the optimizers of all ranks know of their pieces."""
-        found: States = {}
-        for piece, state in self.inner.state.items():
-            for key, value in state.items():
-                known = found.setdefault(self.names[piece], {})
-                if isinstance(value, Tensor) and value.shape == piece.shape:
-                    known[key] = CODES[piece.dtype]
-                elif value is not None and torch.as_tensor(value).numel() == 1:
-                    known[key] = float(value)
-                elif value is not None:
-                    raise TypeError(f"{key} of the optimizer is neither a number nor like a weight")
-        text = torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)
-        device = self.flats[0].shard.device
+    def _meet(self) -> None:
+        """Tell the other ranks what is here, and hear what they have."""
+        text = torch.tensor(list(json.dumps(self._told()).encode()), dtype=torch.uint8)
+        device = self.comm.device
         with self.comm.record("snapshot"):
             sizes = self.comm.all_gather(torch.tensor([len(text)], device=device)).tolist()
             texts = self.comm.all_gather(text.to(device), sizes=sizes).split(sizes)
-        every = [json.loads(bytes(each.tolist())) for each in texts]
-        return {name: known for each in every for name, known in each.items()}
+        self.ranks: list[dict[str, Any]] = [json.loads(bytes(each.tolist())) for each in texts]
+        self.states: States = {}
+        self.whole: dict[str, tuple[torch.dtype, list[int]]] = {}
+        self.groups: list[dict[str, Any]] = []
+        for rank in self.ranks:
+            self.states |= {n: s | self.states.get(n, {}) for n, s in rank["states"].items()}
+            self.groups += [{**each, "names": []} for each in rank["groups"][len(self.groups) :]]
+            for name, (code, shape, _, _, _, group) in rank["pieces"].items():
+                if name not in self.whole and group is not None:
+                    self.groups[group]["names"].append(name)
+                self.whole.setdefault(name, (DTYPES[code], shape))
 
-    def plan(self, states: States) -> Iterator[tuple[FlatParameter, str, dict[str, int]]]:
-        """What is gathered, in the order of the file: of a flat parameter the weights, or a state,
-        and under which keys it has those of which members."""
-        for flat in self.flats:
-            names = [self.names[piece] for piece in flat.pieces]
-            yield flat, "", {name: i for i, name in enumerate(names)}
-            known = [states.get(name, {}) for name in names]
-            for state in sorted({key for each in known for key in each}):
-                having = [i for i, each in enumerate(known) if isinstance(each.get(state), str)]
-                if having:
-                    yield flat, state, {f"{state}/{names[i]}": i for i in having}
-
-    def wholes(self, states: States) -> Iterator[Tensor]:
-        """On rank 0 every tensor whole, in the order of the file; the others send their shards."""
-        for flat, state, members in self.plan(states):
-            yield from self.gathered(flat, state, members.values())
-        yield from self.constants.values() if self.comm.rank == 0 else ()
-
-    def gathered(self, flat: FlatParameter, state: str, members: Iterable[int]) -> Iterator[Tensor]:
-        """On rank 0 the weights, or a state, of those members of a flat parameter."""
-        shard = torch.zeros_like(flat.shard)
-        for piece, (a, b) in zip(flat.pieces, flat.cuts, strict=True):
-            value = self.inner.state.get(piece, {}).get(state) if state else piece
-            if value is not None:
-                shard[a:b] = value
-        with self.comm.record("snapshot"):
-            whole = self.comm.gather(shard, 0)
-        yield from (flat.view(whole, i) for i in members if whole is not None)
-
-    def header(self, states: States) -> bytes:
-        """The beginning of the file: what stands where, and zeros for the check sum."""
-        sized = []
-        for flat, _, members in self.plan(states):
-            sized += [(key, flat.shard.dtype, flat.shapes[i]) for key, i in members.items()]
-        sized += [(name, x.dtype, x.shape) for name, x in self.constants.items()]
-        own = {
-            "optimizer": type(self.inner).__name__, "groups": self.groups(), "states": states,
-            "config": self.config,
+    def _told(self) -> dict[str, Any]:
+        """What this rank has, as JSON."""
+        groups = [group for each in self.inner for group in each.param_groups]
+        place = {p: i for each in self.inner for i, g in enumerate(each.param_groups)
+                 for p in g["params"] if p.requires_grad}  # fmt: skip
+        pieces, states = {}, {}
+        for name, (weight, start, shape, cut) in self.pieces.items():
+            if weight.dtype not in CODES:
+                remedy = "keep lora.state of the adapters, and the base as it came"
+                raise ValueError(f"a snapshot has no numbers like {name}, {weight.dtype}: {remedy}")
+            sizes = shape, cut, start, weight.numel()
+            pieces[name] = CODES[weight.dtype], *sizes, place.get(weight)
+            if known := self._known(weight):
+                states[name] = known
+        most = max((len(each.param_groups) for each in self.inner), default=0)
+        return {
+            "optimizer": next((type(each).__name__ for each in self.inner), None),
+            "groups": [{k: v for k, v in g.items() if _plain(k, v)} for g in groups[:most]],
+            "pieces": pieces, "states": states,
         }  # fmt: skip
-        about = {"crc32": _BLANK.decode(), _OWN: json.dumps(own)}
-        index: dict[str, dict] = {"__metadata__": about}
+
+    def _known(self, weight: Tensor) -> dict[str, str | float]:
+        """What an optimizer knows of a piece: of what is like it the dtype, or else a number."""
+        known: dict[str, str | float] = {}
+        for key, value in self.state.get(weight, {}).items():
+            if isinstance(value, Tensor) and value.shape == weight.shape:
+                known[key] = CODES[weight.dtype]
+            elif value is not None and torch.as_tensor(value).numel() == 1:
+                known[key] = float(value)
+            elif value is not None:
+                raise TypeError(f"{key} of the optimizer is neither a number nor like a weight")
+        return known
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def keys(self) -> Iterator[tuple[str, str]]:
+        """Of each tensor, in the order of the file, the parameter and the state, "" for itself."""
+        for name in self.whole:
+            known = self.states.get(name, {})
+            yield name, ""
+            yield from ((name, key) for key, code in sorted(known.items()) if code in DTYPES)
+
+    def owners(self, name: str) -> dict[tuple[int, int], tuple[int, int]]:
+        """Who sends which stretch of a parameter, of those who have it, of one pipeline rank: by
+        share and beginning, the rank and how many numbers."""
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        places = set()
+        for rank, told in enumerate(self.ranks):
+            _, _, cut, start, n, _ = told["pieces"].get(name, (0, 0, 0, 0, 0, 0))
+            place = self.comm.mesh.coords(self.comm.ranks[rank])["pp"]
+            if name in told["pieces"] and places <= {place}:
+                places.add(place)
+                if n:
+                    found.setdefault((cut[1], start), (rank, n))
+        return found
+
+    def wholes(self) -> Iterator[Tensor]:
+        """On rank 0 every tensor whole, in the order of the file; the others send their pieces."""
+        comm = self.comm
+        for name, key in self.keys():
+            dtype, shape = self.whole[name]
+            dim, _, parts = next(r["pieces"][name][2] for r in self.ranks if name in r["pieces"])
+            whole = torch.empty(shape if comm.rank == 0 else 0, dtype=dtype)
+            shares = whole.tensor_split(parts, dim) if parts > 1 and comm.rank == 0 else [whole]
+            made = [torch.empty(x.numel(), dtype=dtype, device=comm.device) for x in shares]
+            for (part, start), (rank, n) in self.owners(name).items():
+                if rank == comm.rank:
+                    value = self.value(name, key)
+                    if rank == 0:
+                        made[part][start : start + n] = value
+                    else:
+                        with comm.record("snapshot"):
+                            comm.send(value, 0)
+                elif comm.rank == 0:
+                    with comm.record("snapshot"):
+                        comm.recv(made[part][start : start + n], rank)
+            if comm.rank == 0:
+                for share, numbers in zip(shares, made, strict=True):
+                    share.copy_(numbers.view(share.shape))
+                yield whole
+
+    def value(self, name: str, key: str) -> Tensor:
+        """The numbers of this rank's piece, or of a state of it."""
+        weight = self.pieces[name].weight.detach()
+        found = self.state.get(self.pieces[name].weight, {}).get(key) if key else weight
+        return (torch.zeros_like(weight) if found is None else found).reshape(-1)
+
+    def header(self, about: Mapping[str, Any]) -> bytes:
+        """The beginning of the file: what stands where, and zeros for the check sum."""
+        own = {
+            "optimizer": self.kind, "groups": self.groups, "states": self.states,
+            "config": self.config, "about": dict(about),
+        }  # fmt: skip
+        index: dict[str, dict] = {"__metadata__": {"crc32": _BLANK.decode(), _OWN: json.dumps(own)}}
         end = 0
-        for key, dtype, shape in sized:
-            start, end = end, end + shape.numel() * dtype.itemsize
-            index[key] = {"dtype": CODES[dtype], "shape": [*shape], "data_offsets": [start, end]}
+        for name, key in self.keys():
+            dtype, shape = self.whole[name]
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            place = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
+            index[f"{key}/{name}" if key else name] = place
         text = json.dumps(index).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
+
+    @property
+    def kind(self) -> str | None:
+        """The optimizer's, of the first rank that has one."""
+        return next((each for rank in self.ranks if (each := rank["optimizer"])), None)
 
     # -- reading ---------------------------------------------------------------------------------
 
     def misfit(self, tensors: Mapping[str, Tensor], own: Mapping[str, Any]) -> str:
         """Why what a file has cannot be loaded, if it cannot."""
-        if own["optimizer"] != (inner := type(self.inner).__name__):
-            return f"was written by {own['optimizer']}, this optimizer is {inner}: use the same"
-        here = {name: (x.shape, x.dtype) for name, x in self.constants.items()}
-        for flat in self.flats:
-            for piece, shape in zip(flat.pieces, flat.shapes, strict=True):
-                here[self.names[piece]] = shape, piece.dtype
+        if own["optimizer"] != self.kind:
+            return f"was written by {own['optimizer']}, this optimizer is {self.kind}: use the same"
         weights = {key for key in tensors if "/" not in key}
-        trained = {name for piece, name in self.names.items() if piece.requires_grad}
+        trained = {name for group in self.groups for name in group["names"]}
         for name in sorted(weights | trained):
             if name not in weights:
                 return f"is of another model, it lacks {name}: load it into its own, named alike"
-            if name not in here:
+            if name not in self.whole:
                 return f"is of another model, it has {name} besides: load it into its own"
-            there, (shape, dtype) = tensors[name], here[name]
-            if there.shape != shape:
-                shapes = f"has shape {list(there.shape)} there and {list(shape)} here"
+            there, (dtype, shape) = tensors[name], self.whole[name]
+            if [*there.shape] != shape:
+                shapes = f"has shape {list(there.shape)} there and {shape} here"
                 return f"is of another model: {name} {shapes}"
             if there.dtype not in CODES or torch.promote_types(there.dtype, dtype) != dtype:
                 dtypes = f"is {there.dtype} there and {dtype} here"
@@ -264,60 +389,56 @@ class _Run:
         if other:
             remedy = "build the module from the same ModelConfig"
             return f"is of another model: {', '.join(other)}; {remedy}"
-        theirs, ours = ([group["names"] for group in g] for g in (own["groups"], self.groups()))
+        theirs, ours = ([group["names"] for group in g] for g in (own["groups"], self.groups))
         if list(map(set, theirs)) != list(map(set, ours)):
             sizes = f"{list(map(len, theirs))} parameters, this optimizer of {list(map(len, ours))}"
             return f"has groups of {sizes}, or others: group them alike"
-        for mine, given in zip(self.groups(), own["groups"], strict=True):
+        for mine, given in zip(self.groups, own["groups"], strict=True):
             for key, value in given.items():
                 taken = key in mine and isinstance(value, str) == isinstance(mine[key], str)
                 if key != "names" and not (taken and _plain(key, value)):
                     return f"sets {key} of a group to {value!r}, which this optimizer cannot take"
         for name, state in own["states"].items():
             for key in (f"{key}/{name}" for key, value in state.items() if isinstance(value, str)):
-                if key not in tensors or name not in here:
+                if key not in tensors or name not in self.whole:
                     return f"lacks {key}: use an older one"
-                if tensors[key].shape != here[name][0]:
+                if [*tensors[key].shape] != self.whole[name][1]:
                     return f"has a {key} that is not like the weight: use an older one"
         return ""
 
     def stretches(
         self, tensors: Mapping[str, Tensor], states: States
-    ) -> dict[nn.Parameter, dict[str, Tensor]]:
+    ) -> dict[Tensor, dict[str, Tensor]]:
         """What a file has of this rank's pieces: of the weights, under "", and of each state."""
-        found: dict[nn.Parameter, dict[str, Tensor]] = {}
-        for flat in self.flats:
-            for piece, start in zip(flat.pieces, flat.starts, strict=False):
-                name, first = self.names[piece], max(flat.own.start - start, 0)
-                if not len(piece) or name not in tensors:
-                    continue
-                mine = slice(first, first + len(piece))
-                found[piece] = {"": tensors[name].view(-1)[mine]}
-                for key, value in states.get(name, {}).items():
-                    if isinstance(value, str):
-                        found[piece][key] = tensors[f"{key}/{name}"].view(-1)[mine].clone()
-                    else:
-                        found[piece][key] = torch.tensor(float(value))
+        found: dict[Tensor, dict[str, Tensor]] = {}
+        for name, piece in self.pieces.items():
+            if not piece.weight.numel() or name not in tensors:
+                continue
+            mine = found[piece.weight] = {"": piece.stretch(tensors[name])}
+            for key, value in states.get(name, {}).items():
+                if isinstance(value, str):
+                    mine[key] = piece.stretch(tensors[f"{key}/{name}"]).clone()
+                else:
+                    mine[key] = torch.tensor(float(value))
         return found
 
-    def fill(
-        self,
-        tensors: Mapping[str, Tensor],
-        theirs: list[dict[str, Any]],
-        found: Mapping[nn.Parameter, dict[str, Tensor]],
-    ) -> None:
+    def fill(self, theirs: list[dict[str, Any]], found: Mapping[Tensor, dict[str, Tensor]]) -> None:
         """Weights, states and settings are those of the file."""
-        for name in self.constants.keys() & tensors.keys():
-            self.constants[name].copy_(tensors[name])
-        for piece, state in found.items():
-            piece.copy_(state.pop(""))
-        groups = self.inner.state_dict()["param_groups"]
-        for mine, given in zip(groups, theirs, strict=True):
-            given.pop("names")
-            mine |= {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-        pieces = [piece for group in self.inner.param_groups for piece in group["params"]]
-        known = {i: found[piece] for i, piece in enumerate(pieces) if found.get(piece)}
-        self.inner.load_state_dict({"state": known, "param_groups": groups})
+        for weight, state in found.items():
+            weight.copy_(state.pop(""))
+        for optimizer, inner in zip(self.optimizers, self.inner, strict=True):
+            groups = inner.state_dict()["param_groups"]
+            for mine, given in zip(groups, theirs, strict=False):
+                given = {k: v for k, v in given.items() if k != "names"}
+                mine |= {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+            pieces = [piece for group in inner.param_groups for piece in group["params"]]
+            known = {i: found[piece] for i, piece in enumerate(pieces) if found.get(piece)}
+            inner.load_state_dict({"state": known, "param_groups": groups})
+            optimizer.zero_grad()
+            if hasattr(optimizer, "publish"):  # what computes, of what is stepped
+                optimizer.publish()
+            for flat in optimizer.flats if isinstance(optimizer, Optimizer) else ():
+                flat.gather()
 
 
 def _plain(key: str, value: Any) -> bool:
