@@ -215,9 +215,13 @@ class RankStep:
     def share(self, tokens: Tensor, targets: Tensor) -> list[Batch]:
         """This rank's micro-batches of a global batch: the rows of its place on dp, and of these
         the tokens of its place on cp."""
-        coords, mesh, batch = self.rank.coords, self.rank.mesh, self.train.global_batch
+        batch = self.train.global_batch
         if len(tokens) != batch:
             raise ValueError(f"these are {len(tokens)} sequences: give global_batch={batch}")
+        return self._cut_batch(tokens, targets)
+
+    def _cut_batch(self, tokens: Tensor, targets: Tensor) -> list[Batch]:
+        coords, mesh = self.rank.coords, self.rank.mesh
         layout = context_parallel.layout(tokens.shape[1], mesh.cp, self.train.layout)
         pairs = (side.chunk(mesh.dp)[coords["dp"]] for side in (tokens, targets))
         mine = [layout.split(side, coords["cp"]) for side in pairs]
@@ -244,27 +248,17 @@ class RankStep:
         return Taken(self._whole(run), norm, run)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """The mean loss over all targets of all ranks' batches, the same on all ranks; each is cut
-        as `share` cuts it, and nothing is trained."""
-        comm, place = self.rank.comm("pp"), self.plan.places[0]
-        mine = {stage.index: stage for stage in self._stages if place[stage.index] == comm.rank}
+    def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss over all targets of a batch of any size, which all ranks have whole; the
+        same on all ranks. Nothing is trained."""
+        short = -len(tokens) % (self.train.micro_batch * self.rank.mesh.dp)
+        tokens = torch.cat([tokens, tokens[:1].expand(short, -1)])
+        none = torch.full_like(targets[:1], IGNORED).expand(short, -1)
         found = torch.zeros(2, dtype=torch.float64, device=self.rank.device)
         kept = [buffer.clone() for buffer in self.stages.buffers()]  # scales that a pass moves
         self.stages.eval()
-        for tokens, targets in batches:
-            x = tokens
-            for s, stage in sorted(mine.items()):
-                if s and s - 1 not in mine:
-                    with comm.record("evaluate"):
-                        x = comm.recv(stage.message(tokens), place[s - 1])
-                x = stage(x)
-                if s + 1 < self.plan.stages and s + 1 not in mine:
-                    with comm.record("evaluate"):
-                        comm.send(x.contiguous(), place[s + 1])
-            if self.plan.stages - 1 in mine:
-                count = (targets != IGNORED).sum()
-                found += torch.stack([self._mean(x, targets) * count, count])
+        for each in self._cut_batch(tokens, torch.cat([targets, none])):
+            found += self._passed(*each)
         self.stages.train()
         for buffer, before in zip(self.stages.buffers(), kept, strict=True):
             buffer.copy_(before)
@@ -272,6 +266,25 @@ class RankStep:
         with ranks.record("evaluate"):
             total, count = ranks.all_reduce(found)
         return total / count
+
+    def _passed(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """A micro-batch goes through the stages; on the last one the sum of the losses of its
+        targets and their number, zeros elsewhere."""
+        comm, place, x = self.rank.comm("pp"), self.plan.places[0], tokens
+        for stage in sorted(self._stages, key=lambda stage: stage.index):
+            s, ends = stage.index, self.plan.stages - 1
+            if place[s] != comm.rank:  # micro-batches flow both ways, and this is the other way
+                continue
+            with comm.record("evaluate"):
+                if s and place[s - 1] != comm.rank:
+                    x = comm.recv(stage.message(tokens), place[s - 1])
+                x = stage(x)
+                if s < ends and place[s + 1] != comm.rank:
+                    comm.send(x.contiguous(), place[s + 1])
+            if s == ends:
+                count = (targets != IGNORED).sum()
+                return torch.stack([self._mean(x, targets) * count, count])
+        return torch.zeros(2, device=x.device)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """What a backward pass begins with: the mean loss, scaled, if losses are."""
@@ -313,7 +326,6 @@ class RankStep:
         ranks = self.rank.comm("pp", "dp", "cp")
         with ranks.record("loss"):
             return ranks.all_reduce(mine.double()) / self.replicas.size
-
 
     # ── a snapshot ────────────────────────────────────────────────────────────────────────────────
 

@@ -183,6 +183,12 @@ class Rank:
             self._comms[name] = self._comm_class(self, name, ranks, channel)
         return self._comms[name]
 
+    def forget(self) -> None:
+        """Lets go of the books until now, which have a line for each message: a training run of
+        many steps would fill the memory with them."""
+        self._finish()
+        self._events.clear()
+
     def _finish(self) -> list[Event]:
         """The rank's events in program order, after all that it started has ended."""
         for work in list(self._pending):
