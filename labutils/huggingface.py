@@ -143,6 +143,7 @@ def _check(said: Mapping[str, Any]) -> None:
     mixtral, gpt2 = said["model_type"] == "mixtral", said["model_type"] == "gpt2"
     theta = rope.get("rope_theta", said.get("rope_theta", 1e6 if mixtral else 1e4))
     eps = said.get("layer_norm_epsilon", 1e-5) if gpt2 else said.get("rms_norm_eps", 1e-6)
+    exact = gpt2 and said.get("activation_function") == "gelu"  # by erf, not by tanh
     window = said.get("sliding_window") if said.get("use_sliding_window", True) else None
     has = {
         "rope_theta": (theta, ROPE_BASE), "epsilon of norms": (eps, 1e-5),
@@ -150,7 +151,7 @@ def _check(said: Mapping[str, Any]) -> None:
         "sliding_window": (window, None),
         "scale_attn_by_inverse_layer_idx": (
             bool(said.get("scale_attn_by_inverse_layer_idx")), False),
-        "activation_function": (gpt2 and said.get("activation_function") == "gelu", False),
+        "activation_function": ("gelu" if exact else "gelu_new", "gelu_new"),
     }  # fmt: skip
     for key, (given, wanted) in has.items():
         if given != wanted:

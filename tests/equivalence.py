@@ -266,6 +266,24 @@ def alike(one, two):
     return all(same) and [taken for _, taken in one] == [taken for _, taken in two]
 
 
+def stepped(case, begun, steps, ended):
+    """Steps of training from a snapshot, or from the beginning, to a snapshot: the losses, and of the whole batch the loss after them and what the first one told the next."""
+    tokens, targets = data(case)
+    make = step.build(case.model, case.train, case.mesh, whole=functools.partial(whole, case))
+
+    def program(rank):
+        mine = make(rank)
+        about = mine.load(begun) if begun else {}
+        losses = [mine(mine.share(tokens, targets)).loss.item() for _ in range(steps)]
+        mine.save(ended, {"steps": about.get("steps", 0) + steps})
+        return losses, mine.evaluate(tokens, targets).item(), about
+
+    with World(case.mesh, timeout=60) as world:
+        first, *others = world.run(program)
+    assert all(each == first for each in others)
+    return first
+
+
 def same_masks(names, policy):
     """With dropout one device cannot be matched, as masks are a rank's own; but a rank that computes again draws again what it drew, and a second training is the first one."""
     plain, again = case(names, dropout=0.1), case(names, dropout=0.1, checkpointing=policy)

@@ -6,12 +6,13 @@ from dataclasses import replace
 import equivalence
 import pytest
 import torch
+from safetensors.torch import load_file
 from small_models import random_
 
 from labutils import step
 from labutils.config import Adapters, Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
-from labutils.world import World
+from labutils.world import World, WorldError
 
 MODEL = ModelConfig(**equivalence.MODEL)
 TRAIN = TrainConfig(micro_batch=1, global_batch=8, precision="fp32", optimizer="sgd", lr=0.1)
@@ -145,3 +146,104 @@ def test_a_batch_of_another_size_is_named():
     make = step.build(MODEL, TRAIN, MESH)
     with World(MESH) as world, pytest.raises(Exception, match="7 sequences: give global_batch=8"):
         world.run(lambda rank: make(rank).share(*(side[:7] for side in BATCH)))
+
+
+GPT2 = dict(equivalence.GPT2, tied=True, num_layers=3)
+MOVES = {  # the model, and meshes of which the first writes and each goes on
+    "Llama": (dict(num_layers=3), ("tp + sp", "1F1B, ZeRO-1, tp", "ZeRO-3, ring", "DualPipe, dp")),
+    "GPT-2, tied": (GPT2, ("1F1B, ZeRO-2, tp + sp", "ZB-V, Ulysses", "ZeRO-3, tp", "interleaved")),
+    "experts": (dict(num_experts=4, top_k=2), ("1F1B, ZeRO-1, ep", "dp", "ring, ep, tp")),
+    "bf16": ({}, ("dp, bf16", "ZeRO-3, tp, bf16", "1F1B, ZeRO-2, bf16")),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_snapshot_of_any_mesh_loads_on_any_other(name, spawned, tmp_path):
+    """To the bit: what is read is written again the same; and a step on from there is that of the mesh that wrote it."""
+    sizes, meshes = MOVES[name]
+    model = ModelConfig(**(equivalence.MODEL | sizes))
+    cases = [replace(equivalence.case(names.split(", ")), model=model) for names in meshes]
+    spawned(equivalence.stepped, cases[0], None, 2, tmp_path / "two")
+    two = load_file(tmp_path / "two")
+    trained = {key for key in two if "/" not in key}
+    assert trained == {key for key, _ in GPT(model).named_parameters()}
+    assert len(two) == 2 * len(trained) - 1  # with momentum, of which what is frozen has none
+    found = []
+    for i, case in enumerate(cases):
+        spawned(equivalence.stepped, case, tmp_path / "two", 0, tmp_path / "again")
+        again = load_file(tmp_path / "again")
+        assert again.keys() == two.keys() and all(torch.equal(again[k], two[k]) for k in two), i
+        (loss,), after, about = spawned(
+            equivalence.stepped, case, tmp_path / "two", 1, tmp_path / "three"
+        )
+        assert about == {"steps": 2}
+        found.append((loss, after, load_file(tmp_path / "three")))
+    exact = case.train.precision == "fp64"
+    for loss, after, three in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-12 if exact else 1e-3)
+        assert after == pytest.approx(found[0][1], rel=1e-12 if exact else 1e-3)
+        for key, weight in found[0][2].items():
+            most = 1e-12 if exact else 5e-2 if "/" in key else 4e-3
+            assert (three[key].double() - weight.double()).abs().max() <= most, key
+
+
+def test_the_loss_scale_goes_on_from_a_snapshot(tmp_path):
+    make = step.build(MODEL, replace(TRAIN, precision="fp16", autocast=True), Mesh(dp=2))
+
+    def program(rank):
+        mine, other = make(rank), make(rank)
+        mine.scaler.value, mine.scaler.good_steps = 512.0, 7
+        mine.save(tmp_path / "run")
+        other.load(tmp_path / "run")
+        return other.scaler.value, other.scaler.good_steps
+
+    with World(Mesh(dp=2)) as world:
+        assert world.run(program) == [(512.0, 7)] * 2
+
+
+def test_what_a_snapshot_does_not_keep_is_refused(tmp_path):
+    def program(rank, train):
+        step.build(MODEL, train, Mesh())(rank).save(tmp_path / "run")
+
+    delayed = replace(TRAIN, fp8="delayed")
+    packed = replace(TRAIN, adapters=Adapters(rank=2, alpha=4, base="nf4"))
+    with World(1) as world:
+        with pytest.raises(WorldError, match="delayed.*fp8='current', whose scales are those"):
+            world.run(program, delayed)
+        with pytest.raises(WorldError, match="a snapshot has no numbers like .*uint8: keep lora"):
+            world.run(program, packed)
+
+
+@pytest.mark.parametrize("names", ["1F1B, dp, tp", "ZeRO-3, ring", "DualPipe, tied", "ZB-V"])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_batch_of_any_size_is_evaluated_and_nothing_changes(names, rows):
+    case = equivalence.case(names.split(", "))
+    tokens, targets = (side[-rows:] for side in equivalence.data(case))
+    wanted = equivalence.whole(case).eval().loss(tokens, targets).item()
+    make = step.build(case.model, case.train, case.mesh, whole=lambda: equivalence.whole(case))
+
+    def program(rank):
+        mine = make(rank)
+        before = [p.detach().clone() for p in mine.stages.parameters()]
+        loss = mine.evaluate(tokens, targets).item()
+        assert all(map(torch.equal, mine.stages.parameters(), before)) and mine.stages.training
+        assert all(p.grad is None for p in mine.stages.parameters())
+        return loss
+
+    with World(case.mesh, timeout=60) as world:
+        assert world.run(program) == [pytest.approx(wanted, rel=1e-12)] * case.mesh.size
+
+
+def test_what_is_sent_for_evaluating_is_not_a_training_step():
+    """A rank may forget its books, which would grow by a line for each message."""
+    make = step.build(MODEL, TRAIN, Mesh(dp=2))
+
+    def program(rank):
+        mine = make(rank)
+        mine(mine.share(*BATCH))
+        rank.forget()
+        mine.evaluate(*BATCH)
+
+    with World(Mesh(dp=2)) as world:
+        world.run(program)
+        assert {line.name for line in world.ledger} == {"evaluate"}

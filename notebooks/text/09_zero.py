@@ -898,7 +898,7 @@ explore(memory_per_device, **knobs, device=["V100", "H100"])
 #
 # ```
 # torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 \
-#     examples/train_zero.py --level 3
+#     examples/train.py --dp 16 --zero 3
 # ```
 #
 
