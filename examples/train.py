@@ -180,7 +180,7 @@ def train(rank: Rank, job: tuple, data: Data, given: argparse.Namespace) -> None
                     old.unlink()
             rank.forget()
     if given.export and first:
-        huggingface.export(given.export, model, load_file(snapshots(out)[-1]))
+        huggingface.to_hf(given.export, model, load_file(snapshots(out)[-1]))
 
 
 def main() -> None:

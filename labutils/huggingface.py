@@ -95,7 +95,7 @@ def _renamed(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[str, st
         yield name, f"{'transformer' if gpt2 else 'model'}.{at}{found}.{kind}", which, turned
 
 
-def export(folder: str | os.PathLike, model: ModelConfig, weights: Weights) -> None:
+def to_hf(folder: str | os.PathLike, model: ModelConfig, weights: Weights) -> None:
     """Write config.json and model.safetensors, which transformers loads by `from_pretrained`.
 
     weights: those of a GPT by name, as `named_parameters` has them, or a file of `zero.save`:
@@ -112,7 +112,7 @@ def export(folder: str | os.PathLike, model: ModelConfig, weights: Weights) -> N
     (to / "config.json").write_text(json.dumps(config(model), indent=1), encoding="utf-8")
 
 
-def read(folder: str | os.PathLike) -> GPT:
+def from_hf(folder: str | os.PathLike) -> GPT:
     """The GPT whose config.json and safetensors files lie in a folder.
 
     Raises ValueError for what the course's GPT does not compute, and for weights that are missing.

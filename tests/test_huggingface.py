@@ -30,13 +30,13 @@ each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 def export(model, folder):
     net = random_(GPT(model), 1)
-    huggingface.export(folder, model, dict(net.named_parameters()) | {"step/other": torch.ones(1)})
+    huggingface.to_hf(folder, model, dict(net.named_parameters()) | {"step/other": torch.ones(1)})
     return net
 
 
 @each_model
 def test_what_goes_out_comes_back(model, tmp_path):
-    net, back = export(model, tmp_path), huggingface.read(tmp_path)
+    net, back = export(model, tmp_path), huggingface.from_hf(tmp_path)
     assert back.config == model
     for (name, p), (again, q) in zip(net.named_parameters(), back.named_parameters(), strict=True):
         assert name == again and torch.equal(p, q)
@@ -54,14 +54,14 @@ def test_transformers_gives_the_same_logits(model, tmp_path, monkeypatch):
         ours, logits = net(tokens), theirs(tokens).logits
     torch.testing.assert_close(logits, ours, rtol=1e-5, atol=1e-5 * ours.abs().max().item())
     theirs.save_pretrained(tmp_path / "theirs")
-    back = huggingface.read(tmp_path / "theirs")
+    back = huggingface.from_hf(tmp_path / "theirs")
     assert all(map(torch.equal, back.parameters(), net.parameters()))
 
 
 def test_the_released_gpt2_has_no_prefix(tmp_path):
     net, file = export(GPT2, tmp_path), tmp_path / "model.safetensors"
     save_file({name.removeprefix("transformer."): w for name, w in load_file(file).items()}, file)
-    assert all(map(torch.equal, huggingface.read(tmp_path).parameters(), net.parameters()))
+    assert all(map(torch.equal, huggingface.from_hf(tmp_path).parameters(), net.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_model_that_computes_something_else_is_refused(model, change, told, tm
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError) as error:
-        huggingface.read(tmp_path)
+        huggingface.from_hf(tmp_path)
     assert told in str(error.value)
 
 
@@ -91,7 +91,7 @@ def test_a_file_that_lacks_a_weight_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({n: w for n, w in load_file(file).items() if "layers.1.mlp.up" not in n}, file)
     with pytest.raises(ValueError, match=r"has model.layers.1.mlp.up_proj.weight: copy them again"):
-        huggingface.read(tmp_path)
+        huggingface.from_hf(tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"bias": False}, {"ffn": "swiglu"}, {"num_kv_heads": 2}])

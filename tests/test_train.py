@@ -97,7 +97,7 @@ def test_a_plan_starts_it_and_what_it_leaves_loads_elsewhere(train, tmp_path, ca
     how = "--plan", tmp_path / "plan.json", "--export", tmp_path / "hf", "--gpu", "H100"
     found = train(*how, "--steps", 2, "--precision", "bf16")
     assert all(0 < line["mfu"] < 1e-3 for line in found)
-    model = huggingface.read(tmp_path / "hf")
+    model = huggingface.from_hf(tmp_path / "hf")
     text = runpy.run_path(str(SCRIPT))
     held = text["Data"](text["TEXTS"], 16, 0).held_out[:5].long()
     with torch.no_grad():

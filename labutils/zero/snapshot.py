@@ -26,7 +26,7 @@ from labutils.zero.optimizer import Optimizer
 from labutils.zero.sharded import sharded_of
 
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-DTYPES = {code: dtype for dtype, code in CODES.items()}
+OF_CODE = {code: dtype for dtype, code in CODES.items()}
 _OWN = "labutils.zero"  # the key of the metadata
 # How every file goes on behind the length of its header: with the check sum, in eight digits.
 _BEFORE_SUM, _BLANK = b'{"__metadata__": {"crc32": "', b"00000000"
@@ -252,7 +252,7 @@ class _Run:
             for name, (code, shape, _, _, _, group) in rank["pieces"].items():
                 if name not in self.whole and group is not None:
                     self.groups[group]["names"].append(name)
-                self.whole.setdefault(name, (DTYPES[code], shape))
+                self.whole.setdefault(name, (OF_CODE[code], shape))
 
     def _told(self) -> dict[str, Any]:
         """What this rank has, as JSON."""
@@ -294,13 +294,13 @@ class _Run:
         for name in self.whole:
             known = self.states.get(name, {})
             yield name, ""
-            yield from ((name, key) for key, code in sorted(known.items()) if code in DTYPES)
+            yield from ((name, key) for key, code in sorted(known.items()) if code in OF_CODE)
 
     def owners(self, name: str) -> dict[tuple[int, int], tuple[int, int]]:
         """Who sends which stretch of a parameter, of those who have it, of one pipeline rank: by
         share and beginning, the rank and how many numbers."""
         found: dict[tuple[int, int], tuple[int, int]] = {}
-        places = set()
+        places: set[int] = set()
         for rank, told in enumerate(self.ranks):
             _, _, cut, start, n, _ = told["pieces"].get(name, (0, 0, 0, 0, 0, 0))
             place = self.comm.mesh.coords(self.comm.ranks[rank])["pp"]
