@@ -18,7 +18,7 @@ from typing import NamedTuple
 from mistakes.planted import BY_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("labutils", "tests", "tools", "conftest.py", "pyproject.toml")
+NEEDED = ("labutils", "examples", "tests", "tools", "conftest.py", "pyproject.toml")
 SECONDS = 300  # who does not come back is caught as well
 
 
