@@ -158,24 +158,22 @@ MOVES = {  # the model, and meshes of which the first writes and each goes on
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_a_snapshot_of_any_mesh_loads_on_any_other(name, spawned, tmp_path):
+def test_a_snapshot_of_any_mesh_loads_on_any_other(name, tmp_path):
     """To the bit: what is read is written again the same; and a step on from there is that of the mesh that wrote it."""
     sizes, meshes = MOVES[name]
     model = ModelConfig(**(equivalence.MODEL | sizes))
     cases = [replace(equivalence.case(names.split(", ")), model=model) for names in meshes]
-    spawned(equivalence.stepped, cases[0], None, 2, tmp_path / "two")
+    equivalence.stepped(cases[0], None, 2, tmp_path / "two")
     two = load_file(tmp_path / "two")
     trained = {key for key in two if "/" not in key}
     assert trained == {key for key, _ in GPT(model).named_parameters()}
     assert len(two) == 2 * len(trained) - 1  # with momentum, of which what is frozen has none
     found = []
     for i, case in enumerate(cases):
-        spawned(equivalence.stepped, case, tmp_path / "two", 0, tmp_path / "again")
+        equivalence.stepped(case, tmp_path / "two", 0, tmp_path / "again")
         again = load_file(tmp_path / "again")
         assert again.keys() == two.keys() and all(torch.equal(again[k], two[k]) for k in two), i
-        (loss,), after, about = spawned(
-            equivalence.stepped, case, tmp_path / "two", 1, tmp_path / "three"
-        )
+        (loss,), after, about = equivalence.stepped(case, tmp_path / "two", 1, tmp_path / "three")
         assert about == {"steps": 2}
         found.append((loss, after, load_file(tmp_path / "three")))
     exact = case.train.precision == "fp64"
