@@ -277,7 +277,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("place, others = _place(targets, logits.shape[-1], comm)", "place, others = _place(targets, logits.shape[-1], comm); comm.all_gather(logits.mT.contiguous())"),
         ('wide = wide - comm.all_reduce(wide.max(-1, keepdim=True).values, "max")', "wide = wide - wide.max(-1, keepdim=True).values"),
         ("masked_fill(targets == _IGNORED, 0)[..., None]", "clone()[..., None]"),
-        ("[i * parts // n]", "[i % parts]"),
+        ("part = i * parts // n", "part = i % parts"),
         ("if parts < comm.size else None", "if False else None"),
         ("products = _GatheredProducts.apply(x, self.comm, *weights)", "products = [F.linear(gather_from(x, self.comm), weight) for weight in weights]"),
         ("x = F.embedding(place, self.weight).masked_fill(others[..., None], 0)", "x = F.embedding(place, self.weight)"),
