@@ -3,7 +3,7 @@
 #
 # **Every rank of data parallelism holds the same weights, gradients and optimizer state. What if each keeps a share, and asks for the rest when it is needed?**
 #
-# *85 min, and 70 further · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
+# *85 min, and 65 further · before this: labs 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -318,7 +318,7 @@ print(rigs.zero.Results.HEAD, *map(level_3, few), sep="\n")
 print(rigs.zero.Results.HEAD, level_3(world, recompute=True), sep="\n")
 
 # %% [markdown]
-# No: it is computed again where it is whole anyway, for its own backward. Recomputation costs time and not a byte on the wire.
+# No: it is computed again where it is whole anyway, for its own backward. Recomputation costs time and not a byte on the wire. (A piece of several layers, recomputed at once, makes them whole together: it costs memory.)
 #
 # The same on two processes, which share no memory: the same weights, and the same bytes as two ranks above.
 
@@ -373,7 +373,8 @@ show(zero.unit_order)
 # ### Further: one rank of 16,384
 #
 # What a rank sends and holds can be counted without the other ranks, and without numbers in its tensors. On `engine="dry"` one rank of any size runs alone: its
-# tensors have shapes and no values, its messages are counted and arrive at once. The very same `zero.shard`, on Llama-3.1-405B in fp32, 16 bytes for each parameter.
+# tensors have shapes and no values, its messages are counted and arrive at once. The very same `zero.shard`, on Llama-3.1-405B. Weights travel and compute in bf16; the shares
+# are fp32, 16 bytes for each parameter.
 #
 # > A share of these 16 bytes is 0.4 GB on each of 16,384 ranks. How many GB does a rank hold at its fullest moment?
 
@@ -383,7 +384,8 @@ predict("zero/peak-of-16384", GB=1)
 # %%
 def dry_step(rank, config):
     """The layout, and what a step holds that is not the optimizer's first."""
-    model = zero.shard(GPT(config, attention="sdpa"), rank.comm("dp"))
+    model = GPT(config, attention="sdpa")
+    zero.shard(model, rank.comm("dp"), param_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     tokens = torch.zeros(1, 8192, dtype=torch.long)
 
@@ -400,55 +402,60 @@ def dry_step(rank, config):
 
 
 # %%
-largest, n, peaks = ModelConfig.named("llama-3.1-405b"), 16_384, {}
+largest, n = ModelConfig.named("llama-3.1-405b"), 16_384
+widths = {"itemsize": 2, "shard_itemsize": 4}
 print("   rank  layers              held  unexplained              sent  unexplained")
 with World(n, engine="dry") as dry:
-    for rank, layers in ((0, 2), (11_111, 126)):
+    for rank, layers in ((0, 2), (11_111, 2), (11_111, 8)):
         deep = dataclasses.replace(largest, num_layers=layers)
         layout, held = dry.run(dry_step, deep, rank=rank)
-        states = zero.predict_held(layout, n, 3, rank=rank).diff(held)
-        books = zero.predict_sent(layout, n, 3, rank=rank, start=True)
+        states = zero.predict_held(layout, n, 3, rank=rank, **widths).diff(held)
+        books = zero.predict_sent(layout, n, 3, rank=rank, start=True, **widths)
         row = f"{held.total:15,} B {states.unexplained:12}"
         row += f" {books.total:15,} B {books.diff(dry.ledger).unexplained:12}"
         print(f"{rank:7,} {layers:7} {row}")
-        peaks[layers] = held.total
-
-# %%
-reveal("zero/peak-of-16384", GB=round(peaks[126] / 1e9, 1))
 
 # %% [markdown]
-# Rank 11,111 ran all 126 layers; rank 0 ran two, to save your time. "Sent" is the start, where rank 0 sends its weights down a tree, and one step.
-#
+# "Sent" is the start, where rank 0 sends its weights down a tree, and one step. The formulas explain every byte. A further layer adds its share to the peak and nothing else, so ask them for all 126:
+
+# %%
+whole = layout[0], *[layout[1]] * largest.num_layers
+peak = zero.predict_held(whole, n, 3, rank=11_111, **widths).total
+reveal("zero/peak-of-16384", GB=round(peak / 1e9, 1))
+
+# %% [markdown]
 # Nearly all of it is one layer and the next, with their gradients, and the embeddings. That is the floor of level 3, and no number
-# of devices lowers it. A GPT of a trillion parameters in bf16 on 1024 devices, on paper and at its peak:
+# of devices lowers it. A GPT of a trillion parameters on 1024 devices, on paper and at its peak:
 
 # %%
 wide = dict(num_heads=160, d_ff=102_400, vocab_size=50_304, seq_len=2048)
 trillion = ModelConfig(num_layers=128, d_model=25_600, **wide)
 layers = [tuple(unit) for unit in anatomy.units(trillion).values()]
-at_most = zero.predict_held(layers, 1024, 3, itemsize=2, shard_itemsize=4).total
+at_most = zero.predict_held(layers, 1024, 3, **widths).total
 units.text(zero.model_states(trillion.num_params, 1024, 3).total), units.text(at_most)
 
 # %% [markdown]
-# And the bytes of one step of Llama-3.1-405B. A node of H100s has eight links of 50 GB/s, of which messages reach 40. Eight rings use them all (lab 07), 320 GB/s from each rank to the next:
+# More than the 80 GB of an H100. The 405 billion fit, with 35 GB left for activations. So what does a step take? Llama 3 was trained on 2,048 sequences of 8,192 tokens at a time: 1,024 tokens for each of 16,384 ranks.
+# A node of H100s has eight links of 50 GB/s, of which messages reach 40. Eight rings use them all (lab 07), 320 GB/s from each rank to the next. Products reach 61 % of the peak, an estimate from Llama 3's published throughput:
 
 # %%
-sent = zero.predict_sent(largest.num_params, n, 3, rank=0).total
 h100 = Hardware.named("H100")
 wire = h100.ring(n)
+sent = zero.predict_sent(largest.num_params, n, 3, itemsize=2, rank=0).total
 hops = 3 * (largest.num_layers + 1) * (n - 1)  # of a ring, three times for each unit
+print(f"computing: {6 * largest.num_params * 1024 / h100.rate():.0f} s")
 print(units.text(sent), f"of bytes: {sent / wire.bandwidth:.0f} s")
 print(f"{hops:,} hops: {hops * wire.latency:.0f} s")
 
 # %% [markdown]
-# **Level 3 alone fits neither model into the 80 GB of an H100**, activations not counted. And 15 s of bytes, in fp32, with twice that for the hops of so long a ring, hide behind nothing shorter: the next question. Labs 10 and 13 divide the bytes, held and sent: a rank that
-# has an eighth of each layer, or one layer in sixteen, makes that much less whole and gathers that much less. And they shorten the ring: with 8 × 16 ranks to a copy of the model it has 128 ranks.
+# **Level 3 alone has room for the 405 billion, and not enough work to hide its messages.** There is not even a sequence for each rank. Labs 10 and 13 divide the bytes, held and sent: a rank that
+# has an eighth of each layer, or one layer in sixteen, makes that much less whole and gathers that much less. With 8 × 16 ranks to a copy of the model, 128 copies are left: rings of 128, and 16 sequences for each.
 
 # %% [markdown]
 # ## Further: is level 3 slower, then?
 #
-# It sends 1.5 times as much. Whether that takes time depends on what a rank computes meanwhile. Take the blocks of Llama-3.1-8B in bf16 on 64 H100s, eight per
-# node, with those eight rings. Their products reach 61 % of the peak, an estimate from Llama 3's published throughput. One unit is one block; its forward pass is 2 FLOPs per weight and token.
+# It sends 1.5 times as much. Whether that takes time depends on what a rank computes meanwhile. Take the blocks of Llama-3.1-8B in bf16 on 64 such H100s, eight per
+# node. One unit is one block; its forward pass is 2 FLOPs per weight and token.
 
 # %%
 block_params = sum(anatomy.units(ModelConfig.named("llama-3.1-8b"))["blocks.0"])
@@ -489,22 +496,12 @@ hops_take = [(n - 1) * network.latency / bytes_take for n in (64, 1024)]
 # %% [markdown]
 # So the condition is one for messages that are longer than N·λ·bw. Beyond that, libraries gather in fewer steps than a ring, or in smaller groups (the next question but one). The order of a step with prefetch is `zero.unit_order`. Without it, each gather begins when its layer is needed:
 
-
 # %%
-def without_prefetch(num_blocks):
-    last, order = num_blocks - 1, []
-    for i in range(num_blocks):
-        order += [("gather", i), ("forward", i)]
-    for i in reversed(range(num_blocks)):
-        order += [("gather", i)] * (i < last)
-        order += [("backward", i), ("reduce", i)]
-    return order
-
-
+orders = rigs.zero.orders(8)
 steps = {
-    "4,096 tokens, no prefetch": step_in(without_prefetch(8), 4_096),
-    "4,096 tokens": step_in(zero.unit_order(8), 4_096),
-    "1,024 tokens": step_in(zero.unit_order(8), 1_024),
+    "4,096 tokens, no prefetch": step_in(orders["no prefetch"], 4_096),
+    "4,096 tokens": step_in(orders["level 3"], 4_096),
+    "1,024 tokens": step_in(orders["level 3"], 1_024),
 }
 title = "The next layer arrives while this one computes, if a rank has enough tokens"
 plots.overlap(title=title, **steps)
@@ -529,25 +526,9 @@ def stretched(order, count):
 # Now against level 2, which reduces each layer during the backward pass. It gathers all new weights after the step, or, as `--overlap-param-gather` of Megatron-LM does, each layer's while the
 # layer before it computes in the next forward pass:
 
-
 # %%
-def level_2(num_blocks):
-    order = [("forward", i) for i in range(num_blocks)]
-    for i in reversed(range(num_blocks)):
-        order += [("backward", i), ("reduce", i)]
-    return order + [("gather", i) for i in range(num_blocks)]
-
-
-def level_2_ahead(num_blocks):
-    order = [("gather", 0)]
-    for i in range(num_blocks):
-        order += [("gather", i + 1)] * (i < num_blocks - 1) + [("forward", i)]
-    return order + level_2(num_blocks)[num_blocks : 3 * num_blocks]
-
-
 tokens = [2**k for k in range(8, 16)]
-orders = {"level 3": zero.unit_order(32), "no prefetch": without_prefetch(32)}
-orders |= {"level 2": level_2(32), "level 2, gathers ahead": level_2_ahead(32)}
+orders = rigs.zero.orders(32)
 lines = {name: [stretched(order, k) for k in tokens] for name, order in orders.items()}
 axes = {"xlabel": "tokens per rank", "ylabel": "step / computation", "log": "x"}
 title = "What is sent during computation hides, if a rank has enough tokens"
@@ -578,11 +559,8 @@ def hybrid(rank):
         optimizer.zero_grad()
         mine = sequences.chunk(rank.size)[rank.rank]
         model.loss(mine[:, :-1], mine[:, 1:]).backward()
-        share = torch.cat([piece.grad for piece in model.parameters() if len(piece)])
-        share = across.all_reduce(share) / across.size
-        own = [piece for piece in model.parameters() if len(piece)]
-        for piece, gradient in zip(own, share.split([*map(len, own)]), strict=True):
-            piece.grad.copy_(gradient)
+        for piece in filter(len, model.parameters()):
+            piece.grad = across.all_reduce(piece.grad) / across.size
         optimizer.step()
     return rigs.zero.is_equal(model, expected), zero.layout(model)
 
@@ -613,8 +591,8 @@ inside = zero.predict_sent(params, 8, 3, **bf16).total
 across = collectives.sent("all_reduce_ring", nbytes=2 * params // 8, n=8, **bf16).total
 held = [units.text(zero.model_states(params, n, 3).total) for n in (64, 8)]
 print(f"sharded over 64: a rank sends {units.text(flat)}, holds {held[0]}")
-inside, shared = units.text(inside), units.text(across)
-print(f"hybrid: {inside} inside, {shared} across, holds {held[1]}")
+amounts = f"{units.text(inside)} inside, {units.text(across)} across"
+print(f"hybrid: {amounts}, holds {held[1]}")
 
 # %% [markdown]
 # These are bytes per *rank*. What leaves a *machine*? In one ring over all ranks a single rank of eight sends to another machine; in the hybrid all eight do. A rank has a link of its own:
@@ -659,7 +637,7 @@ for level in (1, 2, 3):
 # level, since that is what the optimizer takes: divided by four, 4 bytes, where the paper counts 2.
 #
 # **Where the step runs is free to choose.** The share of the gradient can go to the host and the share of the new weights come back, over a link that no other
-# rank uses. Then master copy, moments and the step itself live in host memory. For the model of 7.5B parameters on 64 devices, at level 1 or 2, that link carries in each step 4 bytes down and 2 bytes up for each parameter of the share:
+# rank uses. For the model of 7.5B parameters on 64 devices, at level 1 or 2, that link carries in each step 4 bytes down and 2 bytes up for each parameter of the share:
 
 # %%
 units.text((4 + 2) * 7_500_000_000 / 64)
@@ -962,7 +940,8 @@ both.total / zero.predict_sent(psi, 4, 1).total
 # >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=960, n=4).by("rank")[0] * 4 == collectives.sent("all_reduce_ring", nbytes=4 * 960, n=4).by("rank")[0] -->
 # > - With micro-batches levels 2 and 3 reduce after each one, level 1 once: with eight, 4.5 times as much at level 2.
 # >   <!-- claim: zero.predict_sent(840, 4, 2, accumulation=8).total == 4.5 * zero.predict_sent(840, 4, 1, accumulation=8).total -->
-# > - The floors are 4Ψ and 2Ψ; that of level 3 is two layers, their gradients and the embeddings, whole for a moment on top of 16Ψ/N.
+# > - The floors are 4Ψ and 2Ψ; that of level 3 is two layers, their gradients and the embeddings, whole for a moment on top of 16Ψ/N: 44.5 GB for Llama-3.1-405B on 16,384 ranks.
+# >   <!-- claim: round(1e-9 * (lambda u: zero.predict_held([tuple(x) for x in u.values()], 16384, 3, itemsize=2, shard_itemsize=4).total)(anatomy.units(config.ModelConfig.named("llama-3.1-405b"))), 1) == 44.5 -->
 # >   <!-- claim: [round(zero.model_states(1, 10**9, level).total, 6) for level in (1, 2)] == [4, 2] -->
 # > - Recomputing a layer gathers nothing: it is whole for its backward anyway. Level 3 with checkpointing still sends 3Ψ(N − 1)/N.
 # >   <!-- claim: zero.predict_sent(840, 4, 3).by("rank")[0] == 3 * 4 * 840 * 3 // 4 -->

@@ -103,3 +103,25 @@ def three_results(
         layout=parts,
         history=history,
     )
+
+
+def orders(num_units: int) -> dict[str, list[tuple[str, int]]]:
+    """Orders of a step for `zero.step_timeline`, by name, of a model of so many equal units.
+
+    Level 3 with prefetch and without; level 2 with all gathers after the step, and with each one
+    ahead of the next forward pass of its unit.
+    """
+    forward = [("forward", i) for i in range(num_units)]
+    level_2 = [(name, i) for i in reversed(range(num_units)) for name in ("backward", "reduce")]
+    late, ahead = [], [("gather", 0)]
+    for i in range(num_units):
+        late += [("gather", i), ("forward", i)]
+        ahead += [("gather", i + 1)] * (i < num_units - 1) + [("forward", i)]
+    for i in reversed(range(num_units)):
+        late += [("gather", i)] * (i < num_units - 1) + [("backward", i), ("reduce", i)]
+    return {
+        "level 3": zero.unit_order(num_units),
+        "no prefetch": late,
+        "level 2": [*forward, *level_2, *(("gather", i) for i in range(num_units))],
+        "level 2, gathers ahead": ahead + level_2,
+    }
