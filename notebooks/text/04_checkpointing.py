@@ -188,7 +188,7 @@ for attention in ("plain", "sdpa"):
 #
 # n layers, k segments, k divides n. Return the steps as a list of pairs: `("forward", i)`, `("record", i)`, `("backward", i)`, `("drop", i)`.
 # `forward` and `record` make $x_{i+1}$ from $x_i$, and `record` also keeps what `backward` needs. `backward i` frees the interior and $x_{i+1}$; `drop i`
-# frees $x_i$. A value that is held may not be made again: drop it first. Start with $x_0$, end with nothing else.
+# frees $x_i$. A value that is held may not be made again: drop it first. Start with $x_0$, and end with $x_0$ alone.
 
 
 # %%

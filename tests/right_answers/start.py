@@ -30,12 +30,13 @@ def _by_hand(model, optimizer):
     return sum(t.numel() * t.element_size() for t in alive.values())
 
 
-def _groups(model, optimizer):
-    """What the optimizer knows: its groups, and its state."""
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
+def _storages(model, optimizer):
+    """Every storage once, found by its address."""
+    weights = list(model.parameters())
     gradients = [p.grad for p in weights if p.grad is not None]
     moments = [t for state in optimizer.state.values() for t in state.values()]
-    return np.sum([t.nbytes for t in weights + gradients + moments])
+    alive = [t.untyped_storage() for t in weights + gradients + moments]
+    return np.sum(list({storage.data_ptr(): storage.nbytes() for storage in alive}.values()))
 
 
 def _seen(model, optimizer):
@@ -67,7 +68,7 @@ RIGHT = {
     },
     "start/bug-hunt-state-bytes": {
         "by identity": _by_hand,
-        "the optimizer's groups, a NumPy scalar": _groups,
+        "every storage once, a NumPy scalar": _storages,
         "a set of what was seen, a tensor": _seen,
         "the library's own": lambda model, optimizer: measure.model_states(model, optimizer).total,
     },

@@ -411,10 +411,16 @@ def _memory(attempt: Callable) -> str:
 
 
 def _frozen_input(attempt: Callable) -> str:
-    block = _Block()
-    y = attempt(block, torch.linspace(-1, 1, 8 * 16).view(8, 16))
+    block, x = _Block(), torch.linspace(-1, 1, 8 * 16).view(8, 16)
+    y = attempt(block, x)
     if y.requires_grad:
         _backward(y)
+    if x.requires_grad:
+        raise Failed(
+            "an input that needed no gradient needs one after the call",
+            "It belongs to the caller, who did not ask for its gradient: leave it as it is, and "
+            "give the Function one more tensor that requires gradients.",
+        )
     if any(parameter.grad is None for parameter in block.parameters()):
         raise Failed(
             "for an input that needs no gradient the weights inside the block got none",
@@ -435,7 +441,7 @@ def _nothing_else(attempt: Callable) -> str:
     block, x = _Block(), torch.ones(256, 16, requires_grad=True)
     results: list[Any] = []
     alive = []
-    for call in (attempt, lambda block, x: block(x.detach())):
+    for call in (attempt, torch.no_grad()(lambda block, x: block(x))):
         once = functools.partial(_kept_in, results, call, block, x)
         last = measure.history(once, block).moments[-1]
         alive.append(last.ledger.total)
@@ -486,7 +492,11 @@ def _twice(attempt: Callable) -> str:
     if block.calls != 2:
         raise Failed(
             f"the block was computed {block.calls} times",
-            "Once in the forward pass, once in the backward pass: no gradient is worth a third.",
+            "It was not computed again, so its insides were kept: in a list, on the host or on "
+            "disk. Keep its input alone."
+            if block.calls == 1
+            else "Once in the forward pass, once in the backward pass: no gradient is worth a "
+            "third.",
         )
     return "2 evaluations"
 

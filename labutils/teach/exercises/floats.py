@@ -276,6 +276,17 @@ def _large(attempt: Encode) -> str:
     return f"{count + _encodes(attempt, E4M3, [449, 463.9, 464, 464.1, -1e5], hint)} numbers"
 
 
+def _once(attempt: Encode) -> str:
+    hint = (
+        "This number is so little off a tie that float32 does not see it. Was it rounded on the "
+        "way? A Python float has 53 bits: keep them, and round once."
+    )
+    shifts = [(1 - 2.0**-40), (1 + 2.0**-40)]
+    ties = {BF16: [1 + 2.0**-8, 3 + 2.0**-7], E5M2: [1.125, -1.375], MINE: [1 + 2.0**-5]}
+    pairs = [(fmt, [x * by for x in xs for by in shifts]) for fmt, xs in ties.items()]
+    return f"{sum(_encodes(attempt, fmt, xs, hint) for fmt, xs in pairs)} numbers next to a tie"
+
+
 ENCODE = Exercise(
     id="floats/encode",
     title="Write the cast",
@@ -291,6 +302,7 @@ ENCODE = Exercise(
         Property("carry into the exponent", _carries),
         Property("subnormal numbers", _small),
         Property("overflow", _large),
+        Property("rounded once", _once),
     ),
     hints=(
         "Between which powers of two is |x|? math.frexp(|x|) gives m and e with |x| = m · 2**e "

@@ -110,12 +110,18 @@ def _miscounts(model: ModelConfig) -> dict[int, str]:
             "behind queries, keys and values there is the output projection."
         ),
         -(keys + values): "Qwen2 has a bias on keys and values as well as on queries.",
-        queries: "Qwen2 has no bias on the output projection: on queries, keys and values alone.",
+        queries: (
+            "In each layer h numbers too many: it has two norms, and no bias on the output "
+            "projection."
+        ),
         -norms: "Norms have weights: two in every layer, one at the end.",
         h - norms: "Norms have weights: two in every layer, one at the end.",
         norms: "A norm here is RMSNorm: a weight and no bias.",
         -h: "A last norm stands before the head.",
-        -L * h: "Two norms stand in every layer: before attention and before the feed-forward.",
+        -L * h: (
+            "In each layer h numbers are missing: it has two norms"
+            + (", and a bias on its queries." if model.bias == "qkv" else ".")
+        ),
         model.seq_len * h: (
             "There is no table of positions: RoPE turns queries and keys and has no weights."
         ),

@@ -157,7 +157,9 @@ def _grows(attempt: Callable) -> str:
 def _backs_off(attempt: Callable) -> str:
     for pattern in ("x", "xx", ".x"):
         _moved(attempt, pattern, 5, "A step with an inf is skipped and halves the scale, at once.")
-    return "3 patterns"
+    low = "A scale below 1 is a scale, too: 1 halves to 0.5, and PyTorch's rule has no lower end."
+    _moved(attempt, "xxx", 5, low, start=2.0)
+    return "4 patterns"
 
 
 def _in_a_row(attempt: Callable) -> str:
@@ -255,10 +257,11 @@ def _clipped(attempt: Callable) -> str:
                 f"{moved:.4g}",
                 "Clipping has to see true gradients: unscale_() first. "
                 "Clipped before, they are 3.5 / scale long afterwards."
-                if moved < 3.5
+                if moved < 3.5 < scale
                 else (
-                    "What steps is longer than max_norm: clip_grad_norm_, the norm of all "
-                    "gradients together, between unscale_() and step()."
+                    f"What steps is {'longer' if moved > 3.5 else 'shorter'} than max_norm: "
+                    "clip_grad_norm_, once, with the Euclidean norm of all gradients together, "
+                    "between unscale_() and step()."
                 ),
             )
     return "2 scales"

@@ -102,6 +102,11 @@ def _second_step(attempt) -> str:
         "From step 2 on the optimizer's state lies under the forward and backward pass; plain SGD "
         "keeps none."
     )
+    if attempt(2, 1, **{name: int(part * units.MB) for name, part in _DEEP.items()}) == 24e6:
+        why = (
+            "With one micro-batch no gradient lies under the hill, in later steps either: "
+            "zero_grad() let go of the last step's."
+        )
     _peaks(attempt, _DEEP, {(2, 1): 23, (7, 1): 23}, why)
     return _peaks(attempt, _SGD, {(1, 1): 21, (2, 1): 21}, why)
 
@@ -261,6 +266,27 @@ def _tied(attempt) -> str:
     )
 
 
+def _partly_frozen(attempt) -> str:
+    """A frozen embedding, and the rest in two groups."""
+    gpt, optimizer = _adam(tied=False, stepped=False)
+    embedding = gpt.tokens.weight.requires_grad_(False)
+    optimizer.param_groups.clear()
+    first, *others = (p for p in gpt.parameters() if p.requires_grad)
+    optimizer.add_param_group({"params": [first]})
+    optimizer.add_param_group({"params": others})
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    gpt.loss(tokens, tokens).backward()
+    optimizer.step()
+    frozen = "A frozen weight has no gradient and no state, and takes its own bytes all the same."
+    hints = {
+        -embedding.nbytes: frozen,
+        2 * embedding.nbytes: frozen,
+        3 * embedding.nbytes: frozen,
+    }
+    told = "a GPT with a frozen embedding, and two groups of parameters"
+    return _counted(attempt, gpt, optimizer, told, hints)
+
+
 def _bf16(attempt) -> str:
     gpt, optimizer = _adam(tied=True, dtype=torch.bfloat16)
     psi = gpt.config.num_params
@@ -324,6 +350,7 @@ EXERCISES = (
             Property("before the first step", _before),
             Property("another model", _tied),
             Property("the same in bf16", _bf16),
+            Property("a frozen part", _partly_frozen),
         ),
         hints=(
             "GPT-2 has one thing that the first model of the check has not: "
