@@ -45,6 +45,7 @@ def model_states(module: nn.Module, *optimizers: torch.optim.Optimizer | None) -
     weights     16
     total       16
     """
+    units.instance(module, nn.Module, "model_states")
     seen: set[int] = set()
     lines = []
     for component, name, tensor in _states(module.parameters(), optimizers, module.buffers()):

@@ -27,6 +27,7 @@ from labutils import (
     quantization,
     schedule,
     tensor_parallel,
+    units,
     zero,
 )
 from labutils.config import Mesh, ModelConfig, TrainConfig
@@ -72,7 +73,7 @@ def build(
     """
     check_plan(model, train, mesh)
     plan = schedule_of(train, mesh)
-    return functools.partial(RankStep, model=model, train=train, plan=plan, whole=whole)
+    return functools.partial(RankStep, model=model, train=train, mesh=mesh, plan=plan, whole=whole)
 
 
 def schedule_of(train: TrainConfig, mesh: Mesh) -> schedule.Schedule:
@@ -110,9 +111,14 @@ class RankStep:
         *,
         model: ModelConfig,
         train: TrainConfig,
+        mesh: Mesh,
         plan: schedule.Schedule,
         whole: Callable[[], GPT] | None,
     ) -> None:
+        units.instance(rank, Rank, "a step")
+        if rank.mesh != mesh:
+            remedy = f"run it in World({mesh}) or build it for that of the ranks"
+            raise ValueError(f"this step is for {mesh}, and the ranks are {rank.mesh}: {remedy}")
         self.rank, self.train, self.plan = rank, train, plan
         self.replicas = rank.comm("dp", "cp")
         half = _HALF[train.precision] if train.half else None
@@ -401,6 +407,8 @@ def _average(parameters: Sequence[nn.Parameter], comm: Comm) -> None:
 def check_plan(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> None:
     """Nothing, or a ValueError that says what does not go together, and what would, before a
     message is sent."""
+    for kind, value in {ModelConfig: model, TrainConfig: train, Mesh: mesh}.items():
+        units.instance(value, kind, "a step")
     model.require_gpt()
     for wrong, why, remedy in _reasons(model, train, mesh):
         if wrong:

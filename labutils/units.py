@@ -104,16 +104,33 @@ def whole(value: Any, name: str, minimum: int = 0) -> int:
     return number
 
 
+# How one comes by it, by the name of a type.
+_FOR_EXAMPLE = {
+    "Comm": 'on a rank, rank.comm("dp") is one',
+    "Link": "Hardware.named(…).link or Link(latency, bandwidth) is one",
+    "Mesh": "Mesh(dp=4) is one",
+    "ModelConfig": "ModelConfig.named(…) is one",
+    "Optimizer": "torch.optim.AdamW(module.parameters()) is one",
+    "Rank": "a World gives it to the function that it runs",
+    "Schedule": "schedule.one_f_one_b(4, 8) is one",
+    "Tensor": "torch.tensor(…) is one",
+    "TrainConfig": "TrainConfig(micro_batch=1, global_batch=8) is one",
+}
+
+
 def instance(value: object, kind: type, call: str) -> None:
-    """Raises TypeError where what `call` is given is no `kind`; the error says both.
+    """Raises TypeError where what `call` is given is no `kind`; the error says both, and how one
+    comes by it.
 
     >>> instance([3], dict, "shard")
     Traceback (most recent call last):
     TypeError: shard takes a dict, got [3] (list)
     """
     if not isinstance(value, kind):
-        said = f"{value!r:.60} ({type(value).__name__})"
-        raise TypeError(f"{call} takes a {kind.__name__}, got {said}")
+        said, name = f"{value!r:.60} ({type(value).__name__})", kind.__name__
+        remedy = f": {_FOR_EXAMPLE[name]}" if name in _FOR_EXAMPLE else ""
+        article = "an" if name[0] in "AEIO" else "a"
+        raise TypeError(f"{call} takes {article} {name}, got {said}{remedy}")
 
 
 def wholes(minimum: int = 0, /, **values: object) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""None, a list or a number in the place of a module or a schedule: the error says what was given and what is wanted.
+"""None, a list or a number in the place of a module, a communicator or a config: the error says what was given, what is wanted, and how one comes by it.
 
 In a process of its own: while pytest runs, jaxtyping's checks refuse a wrong type before our own can.
 """
@@ -12,14 +12,19 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 SETUP = """
-from labutils import checkpointing, data_parallel, expert_parallel, lora, measure, pipeline, quantization, schedule
-from labutils import context_parallel, tensor_parallel, zero
-from labutils.config import ModelConfig
+import torch
+from torch import nn
+
+from labutils import checkpointing, collectives, context_parallel, data_parallel, expert_parallel, lora, measure
+from labutils import memory, pipeline, planner, precision, predict, quantization, schedule, step, tensor_parallel, zero
+from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.world import World
 
 TINY = ModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=6, seq_len=4)
 ORDER = schedule.one_f_one_b(1, 1)
+TRAIN = TrainConfig(micro_batch=1, global_batch=1)
+LAYER = nn.Linear(2, 2)
 """
 
 CALLS = [  # `x` stands where a module, a schedule or a config belongs
@@ -56,6 +61,57 @@ CALLS = [  # `x` stands where a module, a schedule or a config belongs
     ("measure.saved_activations(print, x)", "measure takes a Module"),
     ("measure.peak(print, x)", "measure takes a Module"),
     ("GPT(x)", "GPT takes a ModelConfig"),
+    ("data_parallel.average_gradients(x, comm)", "average_gradients takes a Module"),
+    ("data_parallel.average_gradients(LAYER, x)", "data parallelism takes a Comm"),
+    ("data_parallel.check_alike(LAYER.parameters(), x)", "data parallelism takes a Comm"),
+    ("data_parallel.replicate(LAYER, x)", "data parallelism takes a Comm"),
+    ("data_parallel.share(4, x)", "share takes a Comm"),
+    ("measure.model_states(x)", "model_states takes a Module"),
+    ("zero.shard(LAYER, x)", "data parallelism takes a Comm"),
+    ("zero.Optimizer(LAYER.parameters(), x, level=1)", "data parallelism takes a Comm"),
+    ("zero.Optimizer(x or 3, comm, level=1)", "zero.Optimizer takes an Iterable, got 3"),
+    ("zero.clip_grad_norm(LAYER.parameters(), x, 1.0)", "clip_grad_norm takes a Comm"),
+    ("tensor_parallel.parallelize(GPT(TINY), x)", "parallelize takes a Comm"),
+    ("tensor_parallel.rank_config(x, 1)", "rank_config takes a ModelConfig"),
+    ("context_parallel.distribute(GPT(TINY), x)", "distribute takes a Comm"),
+    ("expert_parallel.spread_experts(GPT(TINY), x)", "spread_experts takes a Comm"),
+    ("expert_parallel.reduce_gradients(LAYER, x, comm)", "reduce_gradients takes a Comm"),
+    ("pipeline.run(pipeline.split(GPT(TINY), 1), ORDER, x, [])", "run takes a Comm"),
+    ("pipeline.run(pipeline.split(GPT(TINY), 1), ORDER, comm, x or 3)", "run takes a Sequence, got 3"),
+    ("pipeline.cut(x, 1)", "cut takes a ModelConfig"),
+    ("pipeline.stage_flops(x, (1,))", "stage_flops takes a ModelConfig"),
+    ("pipeline.actions(x, 0)", "actions takes a Schedule"),
+    ("schedule.read(x)", "read takes a str"),
+    ("schedule.simulate(ORDER, x or 3)", "simulate takes a Durations, got 3"),
+    ("schedule.simulate(ORDER, None, x or 3)", "simulate takes a Link, got 3"),
+    ("step.build(x, TRAIN, Mesh())", "a step takes a ModelConfig"),
+    ("step.build(TINY, x, Mesh())", "a step takes a TrainConfig"),
+    ("step.build(TINY, TRAIN, x)", "a step takes a Mesh"),
+    ("step.build(TINY, TRAIN, Mesh())(x)", "a step takes a Rank"),
+    ("predict.states(TINY, TRAIN, x)", "a step takes a Mesh"),
+    ("predict.peak(TINY, x)", "a step takes a TrainConfig"),
+    ("predict.sent(x, TRAIN)", "a step takes a ModelConfig"),
+    ("memory.model_states(x, TRAIN)", "memory takes a ModelConfig"),
+    ("memory.activations(TINY, x)", "memory takes a TrainConfig"),
+    ("memory.predict(x, TRAIN)", "memory takes a ModelConfig"),
+    ("checkpointing.run([LAYER], x, torch.ones(1, 2))", "a chain takes a Plan"),
+    ("checkpointing.run([LAYER], checkpointing.segments(1, 1), x)", "a chain takes a Tensor"),
+    ("checkpointing.costs([LAYER], x)", "a chain takes a Tensor"),
+    ("checkpointing.overhead(x, 'full')", "overhead takes a ModelConfig"),
+    ("precision.MasterWeights(x)", "MasterWeights takes an Optimizer"),
+    ("precision.RoundedWeights(x)", "RoundedWeights takes an Optimizer"),
+    ("precision.LossScaler(comm=x or 3)", "LossScaler takes a Comm, got 3"),
+    ("precision.round_to(x, 'bf16')", "round_to takes a Tensor"),
+    ("precision.running_sum(x, 'bf16')", "running_sum takes a Tensor"),
+    ("quantization.quantize(x, 'int8')", "quantize takes a Tensor"),
+    ("quantization.to_nf4(x)", "to_nf4 takes a Tensor"),
+    ("quantization.use_fp8(LAYER, x)", "use_fp8 takes a Scheme"),
+    ("quantization.kept_states(x, 4)", "kept_states takes a StateFormats"),
+    ("collectives.cost('all_reduce_ring', 8, 2, x)", "cost takes a Link"),
+    ("planner.Job(model=x, cluster=None)", "Job takes a ModelConfig"),
+    ("planner.Job(model=TINY, cluster=x)", "Job takes a Cluster"),
+    ("planner.search(x)", "search takes a Job"),
+    ("planner.estimate(x, planner.Plan())", "evaluate takes a Job"),
 ]  # fmt: skip
 
 GIVEN = ("None", "[]", "3")
@@ -91,6 +147,7 @@ def answers():
 def test_what_is_no_module_and_no_schedule_is_named(answers, call, wanted, given):
     said = answers[call, given]
     assert said.startswith(f"TypeError: {wanted}"), said
+    given = "3" if " or 3" in call else given
     assert f"got {given}" in said or f"got {type(eval(given)).__name__}" in said, said
 
 

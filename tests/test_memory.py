@@ -292,7 +292,7 @@ def test_what_cannot_be_predicted_is_said():
         match="num_experts=4: .* depends on what the router chooses.*memory.model_states and memory.activations are exact",
     ):
         memory.predict(replace(model, num_experts=4), train)
-    with pytest.raises(TypeError, match="takes a ModelConfig here, got 'gpt2'"):
+    with pytest.raises(TypeError, match="takes a ModelConfig, got 'gpt2'"):
         memory.predict("gpt2", train)
     with pytest.raises(ValueError, match="d_head=3 is odd"):
         memory.predict(replace(model, positions="rope", d_head=3), train)

@@ -42,6 +42,13 @@ def test_weights_are_drawn_as_those_of_a_gpt():
         assert losses == [pytest.approx(loss, rel=1e-6)]
 
 
+def test_a_step_runs_on_the_mesh_that_it_was_built_for():
+    """Elsewhere what was looked at is not what runs: plain attention, say, over tokens that cp shares out."""
+    make = step.build(MODEL, TRAIN, Mesh(tp=2))
+    with World(Mesh(cp=2)) as world, pytest.raises(WorldError, match=r"run it in World\(Mesh\(.*tp=2"):
+        world.run(make)
+
+
 def test_all_ranks_begin_with_the_model_of_the_first():
     """Also where each rank would make another one: the loss of two stages is that of one of the four."""
     seeds = itertools.count(3)

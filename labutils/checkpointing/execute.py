@@ -74,6 +74,7 @@ class _Execution:
     def __init__(
         self, chain: Sequence[nn.Module], x: Tensor, gradient: Tensor | None = None
     ) -> None:
+        units.instance(x, Tensor, "a chain")
         self.chain = chain
         self.input_needs_gradient = x.requires_grad
         self.flops = _Flops()
@@ -241,6 +242,7 @@ def overhead(model: ModelConfig, policy: str, *, early_stop: bool = True) -> flo
     Source: Korthikanti et al. 2205.05198, appendix A, for the FLOPs of each part; plain attention,
     counted in full.
     """
+    units.instance(model, ModelConfig, "overhead")
     flops = anatomy.token_flops(model)
     forward, scores = sum(flops.values()), flops["blocks.*.attention"]
     last_is_down = model.num_experts == 1 and not model.dropout

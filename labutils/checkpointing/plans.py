@@ -261,7 +261,8 @@ def history(plan: Plan, amounts: Iterable[tuple[int, int, int]]) -> History:
 
 
 def require_length(plan: Plan, n: int) -> None:
-    """Nothing, or a ValueError where a chain of n stages is not the plan's."""
+    """Nothing, or an error where a chain of n stages is not the plan's."""
+    units.instance(plan, Plan, "a chain")
     if plan.n != n:
         raise ValueError(f"the plan is for {plan.n} stages, the chain has {n}")
 

@@ -271,6 +271,7 @@ def cost(algorithm: str, nbytes: int | float, n: int, link: Link) -> float:
     """
     formula, n = _formula(algorithm), units.whole(n, "n", 1)
     nbytes = _size(nbytes)
+    units.instance(link, Link, "cost")
     waits = formula.steps(n) * Fraction(link.latency)
     return float(waits + formula.share(n) * Fraction(nbytes) / Fraction(link.bandwidth))
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from labutils import units
 from labutils.config import ModelConfig
 from labutils.context_parallel.attention import kv_heads, ring_attention, ulysses_attention
 from labutils.context_parallel.sequence import layout
@@ -118,6 +119,7 @@ def share_tokens(
         got = type(module).__name__
         again = ", which has its tokens" if type(module) is GPT else ""
         raise TypeError(f"distribute takes a whole labutils.model.GPT, got {got}{again}")
+    units.instance(comm, Comm, "distribute")
     require(module.config, comm.size, attention, kind)
     if module.config.dropout:
         remedy = "build the model with dropout=0"

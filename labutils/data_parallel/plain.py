@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from labutils import units
 from labutils.world import Comm, marked
 
 
@@ -11,6 +12,7 @@ def check_alike(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
     """Raises ValueError if some of the parameters are other ones on other ranks of `comm`, as
     those of experts are that `expert_parallel.spread_experts` has spread; if not, they say from now
     on that they are alike (`world.marked`)."""
+    units.instance(comm, Comm, "data parallelism")
     others = {getattr(marked(p), "only_on", comm.axis) for p in parameters} - {comm.axis}
     if others and comm.size > 1:
         raise ValueError(
@@ -26,6 +28,7 @@ def average_gradients(module: nn.Module, comm: Comm) -> None:
     The plainest data parallelism that is right, if all ranks began with the same weights. It comes
     after the backward pass, pays a latency for each tensor, and hides nothing.
     """
+    units.instance(module, nn.Module, "average_gradients")
     check_alike(module.parameters(), comm)
     for parameter in module.parameters():
         if parameter.grad is not None:

@@ -197,6 +197,7 @@ def spread_experts(
     Raises ValueError where comm.size does not divide the experts, TypeError where there are none.
     """
     units.instance(module, nn.Module, "spread_experts")
+    units.instance(comm, Comm, "spread_experts")
     named = module.named_modules()
     layers = {name: part for name, part in named if isinstance(part, MixtureOfExperts)}
     if not layers or module in layers.values():
@@ -233,6 +234,8 @@ def reduce_gradients(module: nn.Module, comm: Comm, experts: Comm) -> None:
     experts: those of them that hold the same experts, `rank.comm("edp")`
     """
     ours = expert_parameters(module)
+    for group in (comm, experts):
+        units.instance(group, Comm, "reduce_gradients")
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             group = experts if name in ours else comm

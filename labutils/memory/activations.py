@@ -17,7 +17,7 @@ def activations(model: ModelConfig, train: TrainConfig) -> Ledger:
     Source: read off `torch.autograd.graph.saved_tensors_hooks`; a test compares it byte by byte
     over random configurations.
     """
-    require_formula(train)
+    require_formula(model, train)
     compute = WIDTHS[train.precision]
     how = anatomy.Policy(
         compute=compute,

@@ -122,12 +122,7 @@ def _moments(of: formulas.Kind) -> tuple:
 def predictable(model: ModelConfig, train: TrainConfig) -> None:
     """Raises TypeError or ValueError where there is no formula for a step, and says what would
     help."""
-    for kind, value in {ModelConfig: model, TrainConfig: train}.items():
-        if not isinstance(value, kind):
-            name = kind.__name__
-            remedy = f"build one, or take {name}.named(…) where there is one"
-            raise TypeError(f"memory.predict takes a {name} here, got {value!r}: {remedy}")
-    states.require_formula(train)
+    states.require_formula(model, train)
     model.require_gpt()
     if train.clip is not None:
         remedy = "leave clip=None, or ask predict.peak"

@@ -47,7 +47,7 @@ def model_states(model: ModelConfig, train: TrainConfig) -> Ledger:
 
     Source: ZeRO 1910.02054, section 3.1: 2Ψ + 2Ψ + 12Ψ.
     """
-    require_formula(train)
+    require_formula(model, train)
     held = states_of(
         half=train.half, fp32_gradients=train.fp32_gradients, optimizer=train.optimizer,
         parameters=model.num_params, tensors=anatomy.num_tensors(model),
@@ -55,8 +55,10 @@ def model_states(model: ModelConfig, train: TrainConfig) -> Ledger:
     return Ledger([*held, *buffers(model, 2 if train.half else FP32_BYTES)])
 
 
-def require_formula(train: TrainConfig) -> None:
-    """Nothing, or a ValueError for what changes the bytes of a step and has no formula here."""
+def require_formula(model: ModelConfig, train: TrainConfig) -> None:
+    """Nothing, or an error for what changes the bytes of a step and has no formula here."""
+    units.instance(model, ModelConfig, "memory")
+    units.instance(train, TrainConfig, "memory")
     if train.precision == "fp64":
         raise ValueError("memory has no formula for precision='fp64': give 'fp32', a half of it")
     plain = dict(adapters=None, fp8=None, sequence=False)

@@ -94,6 +94,8 @@ def run(
     """
     units.instance(stages, nn.Module, "run")
     units.instance(schedule, Schedule, "run")
+    units.instance(comm, Comm, "run")
+    units.instance(batches, Sequence, "run")
     rank = _Execution(stages, schedule, comm, batches, loss, pace, replicas)
     if schedule.every or optimizer is not None:
         rank.stash = Stash(rank.stages, schedule, comm.rank, optimizer)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from labutils import units
 from labutils.schedule import Op, Schedule, simulate
 
 MESSAGES = ("matched", "unmatched", "blocking", "paired")
@@ -46,6 +47,7 @@ def actions(schedule: Schedule, rank: int, messages: str = "matched") -> list[Ac
 
     Raises ValueError: for other `messages`, and the first illegal move of the schedule.
     """
+    units.instance(schedule, Schedule, "actions")
     if messages not in MESSAGES:
         raise ValueError(f"no messages={messages!r}: use one of {', '.join(MESSAGES)}")
     if messages == "paired":

@@ -24,6 +24,7 @@ def stage_flops(model: ModelConfig, layers: Sequence[int]) -> list[int]:
 
     Raises ValueError: if these are not all layers of the model.
     """
+    units.instance(model, ModelConfig, "stage_flops")
     if sum(layers) != model.num_layers or min(layers) < 0:
         got = f"stages of {', '.join(map(str, layers))} layers"
         raise ValueError(f"{got} do not make a model of {model.num_layers}: they must add up to it")
@@ -45,6 +46,7 @@ def cut(model: ModelConfig, n: int) -> tuple[int, ...]:
 
     Raises ValueError: if there are still more.
     """
+    units.instance(model, ModelConfig, "cut")
     L = model.num_layers
     if units.whole(n, "n", 1) > L + 2:
         most = f"at most {L + 2}, the embedding alone first, the head alone last"

@@ -43,6 +43,8 @@ class Job:
     rates: Rates = _FROM_CLUSTER
 
     def __post_init__(self) -> None:
+        units.instance(self.model, ModelConfig, "Job")
+        units.instance(self.cluster, Cluster, "Job")
         units.whole_fields(self, "batch_tokens")
         units.positive(self.tokens, "tokens", or_zero=True)
         if self.stack not in stages.STACKS:
@@ -112,6 +114,7 @@ def _divisors(n: int, most: float = math.inf) -> list[int]:
 def enumerate_plans(job: Job) -> Plan:
     """A column of all legal plans: meshes and micro-batches from divisors, times schedules, levels
     of ZeRO and recomputation, less what a rule forbids."""
+    units.instance(job, Job, "search")
     model, n, batch = job.model, job.cluster.gpus, job.batch
     meshes = []
     for tp in _divisors(math.gcd(n, model.num_kv_heads), 16):
@@ -155,6 +158,7 @@ def evaluate(
 
     tell: is told now and then how many are done
     """
+    units.instance(job, Job, "evaluate")
     seconds, peaks = np.empty(len(p.tp)), np.empty(len(p.tp))
     for begin in range(0, len(p.tp), 4096):  # so much stays in the cache
         part = slice(begin, begin + 4096)

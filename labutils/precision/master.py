@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labutils import floats, gradients
+from labutils import floats, gradients, units
 from labutils.precision.rounding import round_to
 from labutils.world import marked
 
@@ -51,6 +51,7 @@ class MasterWeights:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, fp32_gradients: bool | str = False):
+        units.instance(optimizer, torch.optim.Optimizer, type(self).__name__)
         if optimizer.state:
             raise ValueError("this optimizer has stepped already: wrap it before the first step")
         if fp32_gradients not in (False, True, "only"):

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from labutils import floats
+from labutils import floats, units
 from labutils.floats import FloatFormat
 
 CHUNK = 1 << 15
@@ -55,6 +55,7 @@ def round_to(
     Cost: about ten passes over cached memory. Invariant: equals `fmt.round` of every element
     (nearest, zero).
     """
+    units.instance(x, Tensor, "round_to")
     if x.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"round_to takes floats of 16 bits or more, got {x.dtype}: use x.float()")
     if mode not in floats.MODES or overflow not in floats.OVERFLOWS:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from labutils import floats, units
+from labutils.world import Comm
 
 
 class LossScaler:
@@ -50,6 +51,7 @@ class LossScaler:
         if not 0 < self.value < math.inf:
             raise ValueError(f"init_scale={init_scale} is 0 or inf in fp32: 2**16 is usual")
         if comm is not None:
+            units.instance(comm, Comm, "LossScaler")
             comm.check_all("whether a step is skipped")
         self.growth_interval = growth_interval
         self.dynamic = dynamic

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from labutils import floats
+from labutils import floats, units
 from labutils.floats import FloatFormat
 from labutils.precision.rounding import round_to
 
@@ -31,6 +31,7 @@ def running_sum(
     fmt's already are left to the machine's own addition, which gives the same and is twenty times
     as fast.
     """
+    units.instance(x, Tensor, "running_sum")
     fmt = _accumulator(fmt)
     if mode == "nearest" and _machine_adds(x, fmt):
         return _added_by_the_machine(x.to(MACHINE[fmt])).to(x.dtype)

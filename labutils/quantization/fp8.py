@@ -325,6 +325,7 @@ def use_fp8(module: nn.Module, scheme: Scheme) -> nn.Module:
     linear layers.
     """
     units.instance(module, nn.Module, "use_fp8")
+    units.instance(scheme, Scheme, "use_fp8")
     found = [(at, layer) for at, layer in module.named_modules() if not at.endswith("head")]
     for path, layer in found:
         if type(layer) is nn.Linear:

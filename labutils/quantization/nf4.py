@@ -63,6 +63,7 @@ def to_nf4(x: Float[Tensor, "..."], *, double: bool = True) -> UInt8[Tensor, " n
     All numbers that share a scale with a NaN or an infinity, the second time the whole tensor, come
     back as NaN.
     """
+    units.instance(x, Tensor, "to_nf4")
     n = x.numel()
     rows = F.pad(x.detach().flatten().float(), (0, -n % BLOCK)).view(-1, BLOCK)
     scales = seen(rows.abs().amax(1))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labutils import anatomy
+from labutils import anatomy, units
 from labutils.config import ModelConfig
 from labutils.gradients import kept_by
 from labutils.ledger import Ledger, Line
@@ -85,6 +85,7 @@ def kept_states(kept: StateFormats, *sizes: int) -> Ledger:
     >>> kept_states(RECIPES["nanotron"], 1000, 500).by("name")["exp_avg · scales"]
     8
     """
+    units.instance(kept, StateFormats, "kept_states")
     lines = []
     for name, fmt in kept.formats.items():
         component = _COMPONENTS.get(name, "optimizer")

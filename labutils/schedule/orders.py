@@ -132,6 +132,7 @@ def read(text: str, name: str = "yours") -> Schedule:
 
     Raises ValueError: which word is no operation, or which stage has no rank of its own.
     """
+    units.instance(text, str, "read")
     rows: list[tuple[Op, ...]] = []
     owners: dict[int, int] = {}
     for rank, words in enumerate(text.strip().replace("|", "\n").splitlines()):

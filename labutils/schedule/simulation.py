@@ -198,6 +198,9 @@ def simulate(
     Cost: about 0.5 µs per operation.
     """
     units.instance(schedule, Schedule, "simulate")
+    for kind, value in ((Durations, times), (Link, link)):
+        if value is not None:
+            units.instance(value, kind, "simulate")
     times, wire = times or Durations(), link.latency + nbytes / link.bandwidth if link else 0
     count = len(schedule.kinds) * schedule.stages * schedule.micro_batches
     try:

@@ -47,6 +47,7 @@ def rank_config(model: ModelConfig, n: int) -> ModelConfig:
 
     Raises ValueError, with the size that n does not divide.
     """
+    units.instance(model, ModelConfig, "rank_config")
     n = units.whole(n, "n", 1)
     shared = n % model.num_kv_heads == 0  # each key–value head on as many neighbouring ranks
     divided = replace(model, num_kv_heads=model.num_heads) if shared else model
@@ -114,6 +115,7 @@ def parallelize(module: GPT, comm: Comm, sequence: bool = False) -> GPT:
     if type(module) is not GPT:  # a share of one already knows its own tokens or words
         got = type(module).__name__
         raise TypeError(f"parallelize takes a whole labutils.model.GPT, got {got}")
+    units.instance(comm, Comm, "parallelize")
     config = module.config
     rank_config(config, comm.size)  # or an error that says what does not fit
     # A rank of a pipeline may have one of the ends, or none.

@@ -30,6 +30,8 @@ def clip_grad_norm(
     ranks share them out, for those that a zero.Optimizer steps in pieces, and where gradients are
     taken out of `.grad`: of them there would be no norm.
     """
+    units.instance(comm, Comm, "clip_grad_norm")
+    units.instance(parameters, Iterable, "clip_grad_norm")
     comm.check_all("the norm of a gradient")
     units.positive(max_norm, "max_norm")
     found = [p for p in dict.fromkeys(parameters) if _has_gradient(p)]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from labutils import data_parallel, measure
+from labutils import data_parallel, measure, units
 from labutils.world import Comm
 from labutils.zero.flat_parameter import FlatParameter
 from labutils.zero.partition import Unit
@@ -50,6 +50,7 @@ class Optimizer:
         if level not in (1, 2):
             remedy = {0: "data_parallel.replicate", 3: "zero.shard"}.get(level, "1 or 2")
             raise ValueError(f"level={level!r} is not of this optimizer, 1 or 2: use {remedy}")
+        units.instance(params, Iterable, "zero.Optimizer")
         named = [each if isinstance(each, tuple) else (None, each) for each in params]
         trained = [parameter for _, parameter in named if parameter.requires_grad]
         for _, parameter in named:
