@@ -298,7 +298,7 @@ WRONG = {
             "keys first, then tiles",
             _ring_of(early=True),
             "sends travel while you compute",
-            "both leave and come",
+            "all leave and come",
         ),
         Wrong("sends without an end", _ring_of(left=True), "bytes sent", "nobody waits for"),
         Wrong("keeps what passes", _ring_of(keeps=True), "bytes sent", "are two sets"),
@@ -372,7 +372,7 @@ WRONG = {
         ),
         Wrong("labels shifted late", _Shifted, "every token weighs alike", "off"),
         Wrong("counts its own", _CountsHere, "every token weighs alike", "mean of means"),
-        Wrong("counts ignored ones", _CountsAll, "every token weighs alike", "mean of means"),
+        Wrong("counts ignored ones", _CountsAll, "every token weighs alike", "by all tokens"),
         Wrong("tables of neighbours", _Sorted, "positions", "own position"),
         Wrong(
             "the one of the lab",
@@ -395,8 +395,8 @@ WRONG = {
             "ignored targets count",
             _model(weigh="shares"),
             "every token weighs alike",
-            "mean of means",
+            "by all tokens",
         ),
-        Wrong("divided twice", _model(weigh="twice"), "every token weighs alike", "division by N"),
+        Wrong("divided twice", _model(weigh="twice"), "every token weighs alike", "once more by N"),
     ),
 }

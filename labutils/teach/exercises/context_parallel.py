@@ -40,6 +40,7 @@ class _Seen:
     def __init__(self, attempt: Callable, n: int, kind: str, s: int = 24) -> None:
         self.n, self.whole = n, context_parallel.layout(s, n, kind)
         self.case = f"{_ranks.count(n)}, {kind}"
+        self.one_set = 2 * 2 * _G * s // n * _D * 8  # bytes of a rank's keys and values
         self.qkv = [3 * _noise(2, heads, s, _D, seed=heads + n) for heads in (_A, _G, _G)]
         circle = (
             "Each rank waits for a receiver that is sending itself. Begin both with comm.isend and "
@@ -62,8 +63,12 @@ class _Seen:
         def attend(q: Tensor, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
             rows, columns = slice(0, q.shape[2]), slice(0, k.shape[2])
             pairs.append(context_parallel.Tile(rows, columns, offset).pairs)
-            under_way = {work._request.sending for work in comm._owner._pending}
-            hidden.append(pairs[-1] if len(under_way) == 2 else 0)
+            requests = [work._request for work in comm._owner._pending]
+            under_way = [
+                sum(each.tensor.nbytes for each in requests if each.sending == way)
+                for way in (True, False)
+            ]
+            hidden.append(pairs[-1] if min(under_way) >= self.one_set else 0)
             alive = {at.cdata: nbytes for at, nbytes in received if not at.expired()}
             held.append(sum(alive.values()))
             return flash.attention(q, k, v, causal=True, offset=offset)
@@ -133,7 +138,8 @@ def _why_wrong(seen: _Seen, rank: int) -> str:
 
 def _ring_bytes(attempt: Callable) -> str:
     for n in (3, 2, 4):
-        seen, one = _Seen(attempt, n, "zigzag"), 2 * 2 * _G * 24 // n * _D * 8
+        seen = _Seen(attempt, n, "zigzag")
+        one = seen.one_set
         if any(
             "all_gather" in event.op for rank in _ranks.world_of(n).trace.ranks for event in rank
         ):
@@ -187,8 +193,8 @@ def _ring_hides(attempt: Callable) -> str:
         due = sum(seen.whole.met(rank)[:-1])
         if seen.hidden[rank] < due:
             raise Failed(
-                f"{seen.case}: while rank {rank} computes, keys do not both leave and come: "
-                f"that is so for {seen.hidden[rank]} of {due} pairs",
+                f"{seen.case}: while rank {rank} computes, keys and values do not "
+                f"all leave and come: that is so for {seen.hidden[rank]} of {due} pairs",
                 "Begin isend and irecv of a step *before* its tiles, and wait() for both *after* "
                 "them.",
             )
@@ -472,12 +478,22 @@ def _weighs(attempt: Callable) -> str:
                 "The gradients of all ranks are averaged. If every rank returns the same loss, "
                 "only its own part of it has a history: that part must be N times as large.",
             )
-        raise Failed(
-            f"{case}: the loss is {loss - right:+.2g} off",
-            "A mean of means: a rank with few targets weighs as much as one with many. Divide "
-            "its sum by the targets of all ranks, and mind the division by N that follows.",
-        )
+        raise Failed(f"{case}: the loss is {loss - right:+.2g} off", _why_off(loss, right, counts))
     return "unequal targets, and a rank without any"
+
+
+def _why_off(loss: float, right: float, counts: list[int]) -> str:
+    """What most likely makes it so of ranks with so many targets each."""
+    if abs(len(counts) * loss - right) < 1e-9:
+        return "It is right but for a factor: the mean over N ranks divides once more by N."
+    if abs(loss * _batch()[1].numel() - right * sum(counts)) < 1e-9:
+        return (
+            "It is divided by all tokens. Those whose target is −100 do not count: leave them out."
+        )
+    return (
+        "A mean of means: a rank, or a sequence, with few targets weighs as much as one with many. "
+        "Divide its sum by the targets of all ranks, and mind the division by N that follows."
+    )
 
 
 HUNT = Exercise(

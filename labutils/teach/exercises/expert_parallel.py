@@ -220,12 +220,13 @@ class _Case:
     def visit(self, expert: int, rows: Tensor) -> Tensor:
         return rows * (expert + 2) + 10 * expert
 
-    def experts(self, rank: int) -> tuple[list[Callable], list[int]]:
-        """This rank's, and how often each of them is called."""
-        first, calls = rank * self.each, [0] * self.each
+    def experts(self, rank: int) -> tuple[list[Callable], list[list[int]]]:
+        """This rank's, and on how many rows each of them is called, call by call."""
+        first = rank * self.each
+        calls: list[list[int]] = [[] for _ in range(self.each)]
 
         def run(i: int, rows: Tensor) -> Tensor:
-            calls[i] += 1
+            calls[i].append(len(rows))
             return self.visit(first + i, rows)
 
         return [functools.partial(run, i) for i in range(self.each)], calls
@@ -242,14 +243,21 @@ class _Case:
                 out[t] = part if last else out[t] + part
         return out
 
+    def visits(self, rank: int) -> list[int]:
+        """The rows that come for each of this rank's experts."""
+        mine = slice(rank * self.each, (rank + 1) * self.each)
+        return [sum(column) for column in zip(*(row[mine] for row in self.counts), strict=True)]
+
     @property
     def counts(self) -> list[list[int]]:
         return [torch.bincount(c.flatten(), minlength=self.n * self.each).tolist()
                 for c in self.chosen]  # fmt: skip
 
 
-def _found(attempt: Callable, case: _Case) -> list[Tensor]:
-    def program(rank: world.Rank) -> tuple[Tensor, list[int]]:
+def _found(attempt: Callable, case: _Case) -> list[tuple[Tensor, list[list[int]]]]:
+    """Of each rank what came back, and on how many rows each expert was called, call by call."""
+
+    def program(rank: world.Rank) -> tuple[Tensor, list[list[int]]]:
         i = rank.rank
         given = case.x[i].clone(), case.chosen[i].clone(), case.weights[i].clone()
         experts, calls = case.experts(i)
@@ -263,18 +271,18 @@ def _found(attempt: Callable, case: _Case) -> list[Tensor]:
                 f"{case.name}: rank {rank} returns {got} for {list(case.x[rank].shape)} of tokens",
                 "A row for each of your own tokens, in their order.",
             )
-        if max(calls) > case.n:
+        if (most := max(map(len, calls))) > case.n:
             raise Failed(
-                f"{case.name}: on rank {rank} an expert is called {max(calls)} times",
+                f"{case.name}: on rank {rank} an expert is called {most} times",
                 "An expert is a product of matrices: give it all its rows at once, or those of "
                 "each rank, not one by one.",
             )
-    return [out for out, _ in found]
+    return found
 
 
 def _home(attempt: Callable, cases: Sequence[_Case]) -> str:
     for case in cases:
-        for rank, out in enumerate(_found(attempt, case)):
+        for rank, (out, _) in enumerate(_found(attempt, case)):
             right = case.right(rank)
             if _near(out, right):
                 continue
@@ -330,13 +338,27 @@ def _frugal(attempt: Callable) -> str:
         there = sum(counts[rank]) - sum(counts[rank][mine])
         back = sum(sum(counts[j][mine]) for j in range(4) if j != rank)
         least = (there + back) * _H * 8
-        if sent.get(rank, 0) > least + 8 * 3 * 64:
+        if sent.get(rank, 0) > least + 2 * 3 * 8 * 8:  # E counts to all ranks, twice
             raise Failed(
                 f"4 ranks: rank {rank} sends {sent[rank]:,} B, its rows take {least:,} B",
                 "Each row goes to one rank and back. Were rows padded, sent to everybody, or did "
                 "whole rows travel where E numbers would do?",
             )
     return "a row there, a row back"
+
+
+def _lean(attempt: Callable) -> str:
+    case = _Case(4, 2)
+    for rank, (_, calls) in enumerate(_found(attempt, case)):
+        for i, (rows, came) in enumerate(zip(calls, case.visits(rank), strict=True)):
+            if sum(rows) > came:
+                raise Failed(
+                    f"4 ranks: on rank {rank} expert {i} computes {sum(rows)} rows, and {came} "
+                    "came for it",
+                    "An expert computes the rows that were sent to it, and no other: not those of "
+                    "its neighbours, to throw them away, and no padding.",
+                )
+    return "the visits, and nothing else"
 
 
 TRAVEL = Exercise(
@@ -363,6 +385,7 @@ TRAVEL = Exercise(
             lambda attempt: _home(attempt, [_Case(3, 2, idle=0), _Case(3, 2, idle=5)]),
         ),
         Property("bytes sent", _frugal),
+        Property("rows computed", _lean),
     ),
     hints=(
         "order = chosen.flatten().argsort(stable=True) sorts all visits by expert; visit v is "
