@@ -2,6 +2,8 @@
 
 import csv
 import importlib.resources
+import inspect
+import json
 import pathlib
 import re
 import shutil
@@ -59,6 +61,20 @@ class Formulas(Written):
         import formulas  # every topic, and torch
 
         return formulas.markdown()
+
+
+class Api(Written):
+    """```{api} zero```: what the docstrings of modules say; without one, the list of all."""
+
+    source = ROOT / "book" / "api.py"
+    optional_arguments = 30
+
+    def markdown(self):
+        import api  # every module
+
+        for module in self.arguments:
+            self.env.note_dependency(inspect.getfile(api.loaded(module)))
+        return "\n".join(map(api.markdown, self.arguments)) or api.overview()
 
 
 class Printed(Written):
@@ -214,6 +230,18 @@ def plain(text):
     return re.sub(r"([\\`*_{}\[\]<>$#|~])", r"\\\1", " ".join(text.split()))
 
 
+def name_what_is_used(app, docname, source):
+    """A lab ends with links to what it uses of the library."""
+    folder, _, lab = docname.partition("/")
+    if folder == "notebooks":
+        import api
+
+        notebook = json.loads(source[0])
+        cell = {"cell_type": "markdown", "id": "api", "metadata": {}, "source": api.of_lab(lab)}
+        notebook["cells"].append(cell)
+        source[0] = json.dumps(notebook)
+
+
 def copy_mathjax(app, exception):
     if exception is None and app.builder.format == "html":
         source = importlib.resources.files("sphinx-mathjax-offline") / "static" / "mathjax"
@@ -229,11 +257,13 @@ def copy_mathjax(app, exception):
 def setup(app):
     app.add_directive("notation", Notation)
     app.add_directive("formulas", Formulas)
+    app.add_directive("api", Api)
     app.add_directive("errata", Errata)
     app.add_directive("compositions", Compositions)
     app.add_directive("questions", Questions)
     app.add_directive("benchmarks", Benchmarks)
     app.add_directive("lessons", Lessons)
     app.add_directive("panel", Panel)
+    app.connect("source-read", name_what_is_used)
     app.connect("build-finished", copy_mathjax)
     return {"parallel_read_safe": True}

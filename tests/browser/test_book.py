@@ -1,12 +1,14 @@
 """The book: it builds without a warning, asks nobody else for anything, and works in a browser, on a phone, with a keyboard and in the dark."""
 
 import functools
+import html
 import http.server
 import pathlib
 import re
 import subprocess
 import sys
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -168,6 +170,23 @@ def test_every_lab_has_a_page_and_no_page_names_another_site_to_load_from(site):
     )
     for path in site.rglob("*.html"):
         assert not loads.findall(path.read_text(encoding="utf-8")), path.name
+
+
+def test_every_link_within_the_site_leads_somewhere(site):
+    pages = {path.resolve(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    places = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in pages.items()}
+    for path, text in pages.items():
+        for link in set(re.findall(r'<a [^>]*?href="([^":]+)"', text)):
+            target, _, place = html.unescape(link).partition("#")
+            found = (path.parent / target.partition("?")[0]).resolve() if target else path
+            assert found.exists(), f"{path.name} → {link}"
+            there = found not in places or not place or urllib.parse.unquote(place) in places[found]
+            assert there, f"{path.name} → {link}"
+
+
+def test_no_page_is_larger_than_a_megabyte(site):
+    sizes = {path.name: path.stat().st_size for path in site.rglob("*.html")}
+    assert {name: size for name, size in sizes.items() if size > 1_000_000} == {}
 
 
 @each_page
