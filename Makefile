@@ -4,7 +4,7 @@ BIN    := .venv/bin
 READY  := .venv/ready
 TESTS  := .venv/ready-tests
 
-.PHONY: lab test notebooks book bench student
+.PHONY: lab test notebooks book site bench student
 
 lab: $(READY)  # reached over loopback only, with Jupyter's token: that is why root may start it too
 	JUPYTER_CONFIG_PATH="$(CURDIR)" $(BIN)/python tools/sums.py $(BIN)/python -m jupyterlab --ip=127.0.0.1 --allow-root --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
@@ -17,6 +17,9 @@ notebooks: $(TESTS)
 
 book: $(TESTS)
 	$(BIN)/python $(BIN)/jupyter-book build . --config book/_config.yml --toc book/_toc.yml --path-output book -W --keep-going --all
+
+site: book  # a plain folder to publish, or to open by its index.html
+	rm -rf site && cp -R book/_build/html site && touch site/.nojekyll
 
 bench: $(TESTS)
 	$(BIN)/python benchmarks

@@ -4,11 +4,13 @@ import csv
 import importlib.resources
 import inspect
 import json
+import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 from docutils import nodes
 from docutils.statemachine import StringList
@@ -27,6 +29,34 @@ MATHJAX = [
     "input/tex/extensions",
     "output/chtml/fonts/woff-v2",
 ]  # 2 of the package's 24 MB
+
+
+def repository(environ=os.environ, project=ROOT / "pyproject.toml"):
+    """The public address of the repository: that of the action that runs, or what the project says.
+
+    None while nobody has said it. Raises: ValueError for a site that the theme cannot link to.
+    """
+    urls = tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("urls", {})
+    address = urls.get("Source")
+    if "GITHUB_REPOSITORY" in environ:
+        address = f"{environ['GITHUB_SERVER_URL']}/{environ['GITHUB_REPOSITORY']}"
+    if address and not re.fullmatch(r"https://git(hub|lab)\.com/[\w.-]+/[\w.-]+", address):
+        raise ValueError(
+            f"{address} is no repository at github.com or gitlab.com: see project.urls"
+        )
+    return address
+
+
+def link_to_repository(app, config):
+    """Buttons on each page: its source, and for a lab Binder, once the address is known."""
+    if address := repository():
+        binder = {"binderhub_url": "https://mybinder.org", "notebook_interface": "jupyterlab"}
+        config.html_theme_options |= {
+            "repository_url": address,
+            "repository_branch": "main",
+            "use_source_button": True,
+            "launch_buttons": binder,
+        }
 
 
 class Written(SphinxDirective):
@@ -264,6 +294,7 @@ def setup(app):
     app.add_directive("benchmarks", Benchmarks)
     app.add_directive("lessons", Lessons)
     app.add_directive("panel", Panel)
+    app.connect("config-inited", link_to_repository)
     app.connect("source-read", name_what_is_used)
     app.connect("build-finished", copy_mathjax)
     return {"parallel_read_safe": True}

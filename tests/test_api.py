@@ -42,7 +42,7 @@ def test_a_module_shows_every_name_with_its_docstring(module):
     for name, value in api.public(module).items():
         assert re.search(rf"^`+\{{py:\w+\}} {module}\.{name}\b", page, re.MULTILINE), name
         said = re.sub(
-            r"\{py:obj\}`([^<`]+) <[^>]+>`|^```\w+$", r"\1", api.prose(value, name), flags=re.M
+            r"\{py:obj\}`([^<`]+) <[^>]+>`|^```\w+$", r"`\1`", api.prose(value, name), flags=re.M
         )
         said = re.sub(r"\\", "", said)
         assert re.findall(r"\w+", said) == re.findall(r"\w+", inspect.getdoc(value)), name

@@ -195,6 +195,17 @@ def test_make_student_passes_on_what_may_be_shown(clone):
     assert asked == ["tools/student.py --show lessons --show zero.Sharded"]
 
 
+def test_make_site_leaves_a_folder_to_publish(clone):
+    built = clone / "book" / "_build" / "html"
+    built.mkdir(parents=True)
+    (built / "index.html").write_text("new")
+    (clone / "site").mkdir()
+    (clone / "site" / "old.html").write_text("a page that is no more")
+    (call,) = make(clone, "site")[2:]
+    assert call.startswith(".venv/bin/jupyter-book build .")
+    assert {path.name for path in (clone / "site").iterdir()} == {"index.html", ".nojekyll"}
+
+
 def test_make_bench_runs_every_benchmark(clone):
     assert make(clone, "bench")[2:] == ["benchmarks"]
 
