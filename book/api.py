@@ -112,16 +112,18 @@ def typed(annotation):
         return annotation
     plain = isinstance(annotation, str)
     text = annotation if plain else inspect.formatannotation(annotation)
-    ours = re.sub(r"\blabutils\.(?:teach\.)?(\w+\.)(?:\w+\.)*(?=_?[A-Z])", r"\1", text)
+    ours = re.sub(r"\blabutils\.(?:teach\.)?(\w+\.)(?:\w+\.)*(?=\w)", r"\1", text)
     theirs = r"\b(?:(?:typing|jaxtyping)\.|[a-z_]\w*\.(?:[a-z_]\w*\.)+)(?=_?[A-Z])"
     return Written(re.sub(theirs, "", ours))
 
 
 def default(parameter):
-    """A default: a function or a class by its name, everything else as Python prints it."""
+    """A default: a function or a class by its name, another value as Python prints it, if short."""
     value = parameter.default
-    named = value is not inspect.Parameter.empty and hasattr(value, "__name__")
-    return Written(value.__name__) if named else value
+    if value is inspect.Parameter.empty:
+        return value
+    text = getattr(value, "__name__", repr(value))
+    return Written(text if len(text) <= 60 else "...")
 
 
 def prose(value, full):
@@ -274,11 +276,11 @@ def _member(name, member, full):
 
 def overview():
     """All modules, what each is for, and where it stands."""
-    rows = ["| | |", "|---|---|"]
+    rows = []
     for module, page in MODULES.items():
         first = inspect.getdoc(loaded(module)).partition("\n\n")[0].replace("\n", " ")
         link = f'<a href="{page}.html#{make_id(module)}">{module}</a>'
-        rows.append(f"| {link} | {linked(first, module)} |")
+        rows.append(f"- {link}: {linked(first, module)}")
     return "\n".join(rows)
 
 

@@ -272,6 +272,23 @@ def name_what_is_used(app, docname, source):
         source[0] = json.dumps(notebook)
 
 
+def name_items(app, pagename, templatename, context, doctree):
+    """What is a list says so, what is none does not.
+
+    A bibliography's entries are the items of a list; their own role is deprecated, and in none.
+    The lines of a signature are no definitions, of which each would need a term.
+    """
+
+    def lines(found):
+        divided = re.sub(r"<(/?)dd>", r"<\1div>", found[1])
+        return f'<div class="sig-lines">{divided}</div>'
+
+    if body := context.get("body"):
+        body = body.replace('role="doc-biblioentry"', 'role="listitem"')
+        parameters = r'<dl>\s*((?:<dd><em class="sig-param">.*?</dd>\s*)+)</dl>'
+        context["body"] = re.sub(parameters, lines, body, flags=re.DOTALL)
+
+
 def copy_mathjax(app, exception):
     if exception is None and app.builder.format == "html":
         source = importlib.resources.files("sphinx-mathjax-offline") / "static" / "mathjax"
@@ -295,6 +312,7 @@ def setup(app):
     app.add_directive("lessons", Lessons)
     app.add_directive("panel", Panel)
     app.connect("config-inited", link_to_repository)
+    app.connect("html-page-context", name_items)
     app.connect("source-read", name_what_is_used)
     app.connect("build-finished", copy_mathjax)
     return {"parallel_read_safe": True}

@@ -3,6 +3,7 @@
 import functools
 import html
 import http.server
+import os
 import pathlib
 import re
 import subprocess
@@ -19,10 +20,15 @@ from playwright.sync_api import expect
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LABS = [f"notebooks/{path.stem}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
 PAGES = [*LABS, *(f"book/{path.stem}" for path in sorted((ROOT / "book").glob("*.md")))]
+# One of each kind: a front page, panels without Python, a reference, sources, labs with wide figures.
+ON_A_PHONE = [
+    *("book/intro", "book/planner", "book/api_many_devices", "book/references"),
+    *(LABS[0], LABS[3], LABS[-1]),
+]
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
-# A bibliography is a list (role=list) of entries (role=doc-biblioentry) in docutils, which axe does not know as list items.
+PUBLISHED = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "some/course"}
 COLOURS = ["color-contrast", "link-in-text-block"]
-AXE = {rule: {"enabled": False} for rule in ("aria-required-children", *COLOURS)}
+AXE = {rule: {"enabled": False} for rule in COLOURS}
 # Axe takes milliseconds for each element, and the most are words of code, in some twenty colours, and glyphs of formulas, which are hidden from it.
 FEWER_WORDS_AND_GLYPHS = """() => {
     const met = new Set();
@@ -63,7 +69,8 @@ each_lab = pytest.mark.parametrize("name", LABS, scope="module")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the built book. The command is that of `make book`, but for where it writes."""
+    """The folder of the built book. The command is that of `make book`, but for where it writes,
+    as in an action of GitHub."""
     target = tmp_path_factory.mktemp("book")
     command = next(
         line for line in (ROOT / "Makefile").read_text().splitlines() if "jupyter-book" in line
@@ -75,7 +82,11 @@ def site(tmp_path_factory):
         .split()
     )
     finished = subprocess.run(
-        [sys.executable, jupyter_book, *arguments], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, jupyter_book, *arguments],
+        cwd=ROOT,
+        env=os.environ | PUBLISHED,
+        capture_output=True,
+        text=True,
     )
     if finished.returncode:
         said = [line for line in (finished.stdout + finished.stderr).splitlines() if line.strip()]
@@ -182,6 +193,15 @@ def test_every_link_within_the_site_leads_somewhere(site):
             assert found.exists(), f"{path.name} → {link}"
             there = found not in places or not place or urllib.parse.unquote(place) in places[found]
             assert there, f"{path.name} → {link}"
+
+
+@each_lab
+def test_a_lab_can_be_downloaded_opened_in_binder_and_seen_as_source(site, name):
+    page = html.unescape((site / f"{name}.html").read_text(encoding="utf-8"))
+    assert f'href="../_sources/{name}.ipynb"' in page and (site / f"_sources/{name}.ipynb").exists()
+    binder = "https://mybinder.org/v2/gh/some/course/main?urlpath=lab/tree"
+    assert f'href="{binder}/{name}.ipynb"' in page
+    assert f'href="https://github.com/some/course/blob/main/{name}.ipynb?plain=1"' in page
 
 
 def test_no_page_is_larger_than_a_megabyte(site):
@@ -328,6 +348,17 @@ def test_a_page_can_be_read_by_everybody(reader, name):
     reader.dress("dark")
     assert grave(page, runOnly=COLOURS) == []
     page.goto("about:blank")  # what was taken out is no loss to others
+
+
+@pytest.mark.parametrize("name", ON_A_PHONE, scope="module")
+def test_a_page_can_be_read_by_everybody_on_a_phone_in_the_dark(reader, name):
+    reader.page.set_viewport_size(PHONE)
+    page = reader.open(name)
+    reader.dress("dark")
+    page.evaluate(FEWER_WORDS_AND_GLYPHS)
+    assert grave(page, rules=AXE) == []
+    assert page.evaluate(ONE_TEXT_OF_EACH_LOOK) >= 5 and grave(page, runOnly=COLOURS) == []
+    page.goto("about:blank")
 
 
 def test_search_finds_a_word(reader):
