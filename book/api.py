@@ -13,7 +13,7 @@ LABS = pathlib.Path(__file__).resolve().parents[1] / "notebooks" / "text"
 # The pages, by the parts of the course, and the modules of labutils on each.
 PAGES = {
     "api_ground": "units config anatomy ledger timeline trace clock model measure gradients "
-    "randomness world step predict",
+    "randomness world step predict huggingface",
     "api_one_device": "floats precision memory checkpointing accumulation flash",
     "api_many_devices": "collectives data_parallel zero tensor_parallel context_parallel "
     "expert_parallel schedule pipeline",
