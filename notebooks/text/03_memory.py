@@ -126,9 +126,9 @@ llama.num_params, llama.letters("L h a g f v")
 
 # %%
 for name in (
-    "gpt2", "gpt3-175b", "llama-2-7b", "llama-3.1-405b",
-    "qwen2-0.5b", "qwen2-7b", "mixtral-8x7b",
-):  # fmt: skip
+    *("gpt2", "gpt3-175b", "llama-2-7b", "llama-3.1-405b"),
+    *("qwen2-0.5b", "qwen2-7b", "mixtral-8x7b"),
+):
     named = ModelConfig.named(name)
     print(f"{name:15}{named.num_params:>17,}")
 
@@ -244,7 +244,20 @@ saved = measure.saved_activations(lambda: model.loss(x.clone(), y.clone()), mode
 counted.diff(saved).unexplained
 
 # %% [markdown]
-# Zero bytes. A test of this course does the same for random configurations.
+# Zero bytes. A test of this course does the same for random configurations. GPT-2 XL itself, in bf16 with dropout, runs on the device "meta", where tensors have shapes and no memory (lab 00):
+
+# %%
+with torch.device("meta"):
+    net = GPT(with_dropout).to(torch.bfloat16)
+    words = torch.zeros(2, 1, 1024, dtype=torch.long)
+    whole = measure.saved_activations(lambda: net.loss(*words), net)
+more = whole.total - kept.total
+norms = (2 * L + 1) * 1024 * 4  # mean and 1/σ of each token, 2 bytes more each
+print(f"measured {units.text(whole.total)}, {more:,} bytes more than counted")
+print(f"without {norms:,} for the norms: {more - norms}")
+
+# %% [markdown]
+# A CPU keeps mean and 1/σ of a norm in bf16, and the count follows it; "meta" keeps them in fp32, as a GPU does.
 #
 # ### Exercise 3.2 · Predict what attention keeps (15 min, ●●○)
 #
@@ -342,7 +355,7 @@ plots.curves(
 )
 
 # %% [markdown]
-# In the batch and in the layers activations are linear, always. In the sequence they are $34sbh + 5as^2b$ by the formula: linear *and* quadratic, equal where $s = 34h/5a = 34d/5$. Without dropout, as
+# Activations are proportional to the batch, and every layer adds the same. In the sequence they are $34sbh + 5as^2b$ by the formula: linear *and* quadratic, equal where $s = 34h/5a = 34d/5$. Without dropout, as
 # in the curves above, $32sbh$ stand against $2as^2b$, equal where $s = 16d$:
 
 # %%
@@ -351,6 +364,16 @@ plots.curves(
 # %% [markdown]
 # tokens, for heads 64 and 128 wide. Fused attention removes the square.
 #
+# The curves are what waits at the *end of the forward pass*. Checkpointing does not remove the square from the step: a layer that is computed again has its scores for a moment. The fullest moment of the backward pass, at 8192 tokens:
+
+# %%
+longest = dataclasses.replace(gpt2, seq_len=8192)
+for kind in ("plain", "sdpa"):
+    run_of_8192 = one(checkpointing="full", attention=kind)
+    there = memory.predict(longest, run_of_8192).phases["backward"]
+    print(f"{kind:6}{units.text(there)}")
+
+# %% [markdown]
 # ### Further: what do a modern model's parts change?
 #
 # One layer of Llama-3.1-8B at 4096 tokens in bf16, each part put back to that of GPT-2:
@@ -757,7 +780,7 @@ for name in stated:
 # >   <!-- claim: [memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, precision=p, fp32_gradients=g)).total // 1557611200 for p, g in (("fp32", False), ("bf16", False), ("bf16", "only"), ("bf16", True))] == [16, 16, 18, 20] -->
 # > - A layer keeps sbh(34 + 5as/h) bytes by the paper; what PyTorch keeps beyond it has a name, byte for byte.
 # >   <!-- claim: memory.korthikanti(b=1, s=2048, h=12288, a=96).total == 2048 * 12288 * (34 + 80) -->
-# > - Linear in batch and layers; in the sequence linear plus quadratic, until fused attention removes the square. With dropout they meet at 435 tokens for heads 64 wide, at 870 for 128; without it at 1024 and 2048.
+# > - What waits for the backward pass is proportional to the batch, and every layer adds the same; in the sequence it is linear plus quadratic, until fused attention removes the square. With dropout they meet at 435 tokens for heads 64 wide, at 870 for 128; without it at 1024 and 2048.
 # >   <!-- claim: [(34 * d / 5, 16 * d) for d in (64, 128)] == [(435.2, 1024), (870.4, 2048)] and (lambda lines: (round(sum(n for what, n in lines if "as²b" not in what) / (1024 * 768), 1), sum(n for what, n in lines if "as²b" in what)))([(line.note, line.amount) for line in memory.activations(config.ModelConfig.named("gpt2"), config.TrainConfig(micro_batch=1, global_batch=1)) if line.name.startswith("blocks.0.")]) == (32.0, 2 * 12 * 1024**2) -->
 # > - The peak is where most things meet: after the loss where activations are large, in the optimizer where they are not. GPT-2 XL takes 37.4 GB with one sequence, in the optimizer, as PyTorch steps on a GPU; 31.2 GB with the fused one.
 # >   <!-- claim: [(peak.phase, round(peak.total / 1e9, 1)) for peak in (memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, checkpointing=p, stepping=s)) for b, p, s in ((1, "full", "foreach"), (1, "full", "fused")))] == [("optimizer", 37.4), ("optimizer", 31.2)] -->

@@ -3,7 +3,7 @@
 #
 # **The activations of a 1.5B-parameter model take 60 GB, and each is used once. What if you throw them away and compute them again?**
 #
-# *90 min, and 60 further · before this: lab 03 · needs a laptop, no GPU and no network*
+# *90 min, and 65 further · before this: lab 03 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labutils import checkpointing, measure, memory, units
 from labutils.checkpointing import Costs
-from labutils.config import ModelConfig, TrainConfig
+from labutils.config import Hardware, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, predictions, reveal, show
@@ -168,7 +168,7 @@ plans = {k: checkpointing.segments(L, k) for k in (1, 4, 6, 8, 12, 16, 24, 48)}
 # (ZeRO, section 3.2). Which plan that is it does not say. 8 segments come near it, but they are not the best plan: with an interior of eleven outputs
 # an open layer costs 12 units and a kept input 1, so $k + 12\,n/k$ is to be minimized, and the best k is $\sqrt{12 \cdot 48} = 24$, a segment of every *second* layer.
 #
-# Most libraries checkpoint every layer. Is that the best for layers that keep more inside? By lab 03's count, with what PyTorch keeps:
+# Most libraries checkpoint every layer. Is that the best cut for layers that keep more inside? By lab 03's count, with what PyTorch keeps:
 
 # %%
 for attention in ("plain", "sdpa"):
@@ -181,7 +181,7 @@ for attention in ("plain", "sdpa"):
     print(f"{attention:6}{layer / output:5.1f} outputs per layer:", found)
 
 # %% [markdown]
-# With the scores kept, a layer is 32 outputs heavy, and every layer is best. With fused attention it is 16, and every second layer takes less memory than every layer.
+# With the scores kept, a layer is 32 outputs heavy, and of these cuts every layer is best. With fused attention it is 16, and every second layer takes less memory than every layer.
 
 # %% [markdown]
 # ### Exercise 4.1 · Write a plan (20 min, ●●○)
@@ -299,10 +299,10 @@ for which, i in {"first": 0, "second": 1, "last": -1}.items():
 checkpointing.frontier(Costs.uniform(3))
 
 # %% [markdown]
-# > The full step holds 33 MB of activations. With half of that, how many *extra* forward passes do you pay?
+# > The full step holds 33 MB of activations. With half of that, how much more do you compute, in percent of a forward pass?
 
 # %%
-predict("checkpointing/half-the-memory", extra_forward_passes=1.0)
+predict("checkpointing/half-the-memory", percent=100)
 
 # %%
 trades = checkpointing.frontier(costs)
@@ -314,21 +314,22 @@ for name, k in {"everything": 1, "3 segments": 3, "every stage": n}.items():
     marks[name] = fixed.peak, fixed.cost
 
 most = trades[-1][0]  # bytes of the full step
-guess = most / 2, once * (1 + predictions["checkpointing/half-the-memory"])
+guess = most / 2, once * (1 + predictions["checkpointing/half-the-memory"] / 100)
 plots.trade_off(trades, once=once, marks=marks, guess=guess)
 
 # %%
 half = checkpointing.plan(costs, most // 2)
 extra = checkpointing.simulate(half, costs).cost / once - 1
-reveal("checkpointing/half-the-memory", extra_forward_passes=round(extra, 2))
+reveal("checkpointing/half-the-memory", percent=round(100 * extra))
 
 # %% [markdown]
-# Within half the memory a step costs little more than half a forward pass on top: some stages are computed twice, the others once. The plan does not use all that it may; the trades are
+# Within half of the activations' memory a step costs little more than half a forward pass on top: some stages are computed twice, the others once. The plan does not use all that it may; the trades are
 # stairs, and the next one is too large:
 
 # %%
 above = min(peak for peak, _ in trades if peak > most // 2)
-f"{checkpointing.simulate(half, costs).peak / most:.0%}", f"{above / most:.0%}"
+used = checkpointing.simulate(half, costs).peak
+f"it holds {used / most:.0%} of the activations, the next one {above / most:.0%}"
 
 # %% [markdown]
 # By the number of evaluations:
@@ -338,7 +339,7 @@ times = half.evaluations
 {n: f"{times.count(n)} stages" for n in sorted(set(times))}
 
 # %% [markdown]
-# Nothing forces you to checkpoint *all* layers, which is what most configurations do. Below the knee on the left the price explodes.
+# Nothing forces you to checkpoint *all* layers, which is what most configurations do. At the left end a little less memory costs whole forward passes more.
 #
 # The plan is data. Carry it out, and compare gradients, FLOPs, bytes:
 
@@ -359,7 +360,7 @@ print(f"gradients equal: {equal}; FLOPs and peak as predicted: {same}")
 print("evaluations of each stage:", executed.evaluations)
 
 # %%
-title = "Within half the memory: one mountain becomes three smaller ones"
+title = "Within half of the activations: one mountain becomes three smaller ones"
 plots.memory_timeline(executed.history, title=title)
 
 # %% [markdown]
@@ -445,7 +446,7 @@ ways["torch"] = lambda x: torch_checkpoint(block, x, use_reentrant=False)
 # generators (5 kB on a CPU), sets it before the second run, and puts the newer state back afterwards. It does the same with autocast.
 #
 # Two more things that a second run can get wrong. A `BatchNorm` inside a checkpointed region updates its running statistics twice. And a function that does not
-# do the same both times is caught only if it saves different shapes.
+# do the same both times is caught only if it saves other shapes, other types or another number of tensors.
 #
 # ### Further: reentrant or not
 #
@@ -562,14 +563,17 @@ for early in (False, True):
 f"{checkpointing.overhead(config, 'full'):.1%}"
 
 # %% [markdown]
-# A large model has next to no head:
+# A large model has next to no head. And how much an early stop saves depends on the model: with SwiGLU `down` is a smaller part of the layer, and with long sequences most of the work is attention.
 
 # %%
-gpt3 = ModelConfig.named("gpt3-175b")
-[
-    f"{checkpointing.overhead(gpt3, 'full', early_stop=early):.1%}"
-    for early in (False, True)
-]
+gpt3, llama = (ModelConfig.named(name) for name in ("gpt3-175b", "llama-3.1-8b"))
+for model_of, length in ((gpt3, 2048), (llama, 4096), (llama, 131072)):
+    sized = dataclasses.replace(model_of, seq_len=length)
+    to_the_end, early = (
+        f"{checkpointing.overhead(sized, 'full', early_stop=stop):.1%}"
+        for stop in (False, True)
+    )
+    print(f"{sized.name:13}{length:7} tokens: to the end {to_the_end}, early {early}")
 
 # %% [markdown]
 # ### Further: time is not FLOPs
@@ -627,10 +631,10 @@ reveal("checkpointing/selective", percent=round(100 * core / (34 + core), 2))
 # 70 % of the memory. In FLOPs the core (the two products of attention) is s/6h of the products with weights, 2.8 %, and to compute it once more adds to a step:
 
 # %%
-[
-    f"{checkpointing.overhead(gpt3, 'selective', early_stop=early):.2%}"
-    for early in (False, True)
-]
+{
+    how: f"{checkpointing.overhead(gpt3, 'selective', early_stop=early):.2%}"
+    for how, early in {"to the end": False, "stops early": True}.items()
+}
 
 # %% [markdown]
 # That is *selective* recomputation, the paper's proposal for large models. FlashAttention has since moved it into the kernel (lab 06). On our GPT it is a policy
@@ -664,6 +668,22 @@ plots.memory_bars(**kept, title=title)
 
 # %% [markdown]
 # These are the bytes that wait at the *end of the forward pass*. With "full", one layer's interior comes on top during the backward pass.
+#
+# ## Further: compute again, or move away?
+#
+# What is kept can also wait in the host's memory (`torch.autograd.graph.save_on_cpu`) and come back. With fused attention a layer keeps 16 outputs, 32h bytes of 16-bit numbers for a token, and its products with weights
+# take $24h^2$ FLOPs forward. Of a device that does F of them per second, over a link with bw bytes per second each way, the forward pass hides the move where
+#
+# $$ \frac{32h}{\text{bw}} \le \frac{24h^2}{F}, \quad\text{that is}\quad h \ge \frac{4F}{3\,\text{bw}}. $$
+#
+# An H100 on a PCIe 5.0 link of 64 GB/s, at its peak and at 40 % of it:
+
+# %%
+peak = Hardware.named("H100").flops["bf16"]
+{f"{part:.0%}": f"h from {4 * part * peak / (3 * 64e9):,.0f} on" for part in (1, 0.4)}
+
+# %% [markdown]
+# At 40 % the move is free in a model as wide as GPT-3 (12 288). In GPT-2 XL (1600) it takes five times as long as the layer's forward pass, and computing again takes one.
 
 # %% [markdown]
 # ## In practice
@@ -705,12 +725,17 @@ units.text(2 * 32 * 1024 * 8192 * 125)
 # ### True under a condition
 #
 # **Selective recomputation costs 2.7 % more FLOPs** (Korthikanti, equations 7 and 8, for GPT-3). One more forward pass of the two attention products is <!-- erratum: ACT-40 -->
-# $4bs^2h$ per layer. Equation (8) adds $12bs^2h$: that is true if their backward pass is repeated as well. The 6.6 % timed above for a layer of the 22B model are more than either: softmax and dropout are
-# repeated as well, and a FLOP count does not see them.
+# $4bs^2h$ per layer. Equation (8) adds $12bs^2h$: that is true if their backward pass is repeated as well. The 6.6 % timed above for a layer of their 22B model are more than either would be there:
 
 # %%
-one_more = checkpointing.overhead(gpt3, "selective", early_stop=False)
-f"{one_more:.2%}, and three times that: {3 * one_more:.2%}"
+sizes = dict(num_layers=48, d_model=6144, num_heads=64, d_ff=24576)
+their_22b = ModelConfig(**sizes, vocab_size=51200, seq_len=2048)
+for name, shape in {"GPT-3": gpt3, "22B": their_22b}.items():
+    one_more = checkpointing.overhead(shape, "selective", early_stop=False)
+    print(f"{name:6}{one_more:.2%}, and three times that: {3 * one_more:.2%}")
+
+# %% [markdown]
+# Softmax and dropout are repeated as well. They take time, and a FLOP count does not see them.
 
 # %% [markdown]
 # ## Summary
@@ -721,11 +746,11 @@ f"{one_more:.2%}, and three times that: {3 * one_more:.2%}"
 # >   <!-- claim: checkpointing.simulate(checkpointing.segments(144, 12), checkpointing.Costs.uniform(144)).peak == 24 -->
 # > - The best plan for equal layers is binomial: 25 evaluations for 10 layers with 3 snapshots, 322 for 100 with 10, 4636 for 1000 with 10.
 # >   <!-- claim: [checkpointing.binomial_evaluations(*case) for case in ((10, 3), (100, 10), (1000, 10))] == [25, 322, 4636] -->
-# > - For unequal layers and a budget in bytes, dynamic programming finds the plan. Half the memory costs about half a forward pass.
+# > - For unequal layers and a budget in bytes, dynamic programming finds the plan. In our GPT half of the activations costs about half a forward pass.
 # >   <!-- claim: min(cost for room, cost in checkpointing.frontier(checkpointing.Costs.uniform(20, interior=30)) if room <= 621 / 2) == 1.55 * 20 -->
 # > - `checkpoint` keeps the arguments alone and changes no bit, if the second run sees the random state of the first.
 # >   <!-- claim: measure.saved_activations(lambda: checkpointing.checkpoint(torch.exp, torch.ones(8, requires_grad=True)), torch.nn.Module()).total == 32 -->
-# > - Full recomputation adds a third of the FLOPs, 22 % with early stop and no dropout, and about 39 % of the time where the backward pass is 1.55 times the forward.
+# > - Full recomputation adds a third of the FLOPs (GPT-3 with early stop and no dropout: 22 %), and about 39 % of the time where the backward pass is 1.55 times the forward.
 # >   <!-- claim: [round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "full", early_stop=e), 3) for e in (False, True)] == [0.332, 0.224] -->
 # > - For GPT-3 the attention core is 70 % of a layer's activations, and to compute it again adds 0.9 % to the FLOPs.
 # >   <!-- claim: (round(1 - memory.korthikanti(b=1, s=2048, h=12288, a=96, checkpointing="selective").total / memory.korthikanti(b=1, s=2048, h=12288, a=96).total, 2), round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "selective", early_stop=False), 3)) == (0.70, 0.009) -->
