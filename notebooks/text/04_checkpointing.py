@@ -669,7 +669,7 @@ plots.memory_bars(**kept, title=title)
 # %% [markdown]
 # These are the bytes that wait at the *end of the forward pass*. With "full", one layer's interior comes on top during the backward pass.
 #
-# ## Further: compute again, or move away?
+# ### Further: compute again, or move away?
 #
 # What is kept can also wait in the host's memory (`torch.autograd.graph.save_on_cpu`) and come back. With fused attention a layer keeps 16 outputs, 32h bytes of 16-bit numbers for a token, and its products with weights
 # take $24h^2$ FLOPs forward. Of a device that does F of them per second, over a link with bw bytes per second each way, the forward pass hides the move where
