@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +28,7 @@ from labutils.timeline import History, Moment, OutOfMemory
 
 Optimizers = Iterable[torch.optim.Optimizer | None]
 _HALF = (torch.float16, torch.bfloat16)
+_DEVICE = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default  # by which torch.tensor(…) comes: argument, and yet new
 _RESIZE = torch.ops.inductor.resize_storage_bytes_.default
 
@@ -315,8 +317,8 @@ class Recorder(Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # most of what a fake tensor is asked
-            return func(*args)
+        if func is _DEVICE:  # most of what a fake tensor is asked, and it knows the answer
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         fresh, mutable = _makes_memory(func), func._schema.is_mutable or func is _RESIZE
         # What only moves through here may belong to a neighbor.
         if (fresh and func is not _LIFT) or func is _RESIZE:

@@ -388,6 +388,25 @@ def test_what_is_assumed_is_answered():
     assert dry.run(lambda rank: torch.tensor(3.0).item()) == 3.0  # a constant is known
 
 
+def test_what_happens_again_has_a_result_of_its_own():
+    """Of the same sizes, it is like the first one; memory, formats and views are its own."""
+
+    def program(rank):
+        x, y = torch.zeros(4, 4, dtype=torch.long), torch.ones(4, 4, dtype=torch.long)
+        found = []
+        for _ in range(2):
+            made = [x + 1, x + 1.0, x + True, x.t() + 1, x[:, :3].contiguous(), x.contiguous()]
+            made += [x.mul_(2), x.new_empty(3), x.new_empty(3, dtype=torch.half), x[0], x[None]]
+            found += [(z.shape, z.stride(), z.dtype, z.untyped_storage().nbytes()) for z in made]
+            made += [x, y]
+            storages = [z.untyped_storage()._cdata for z in made]
+            found.append([storages.index(each) for each in storages])
+        return found
+
+    dry, real = World(1, engine="dry").run(program), World(1).run(program)[0]
+    assert dry == real and dry[:12] == dry[12:]
+
+
 def test_a_balanced_mixture_of_experts_keeps_what_any_routing_keeps():
     config = ModelConfig(**vars(TINY) | {"num_experts": 4, "top_k": 2})
 

@@ -1,7 +1,7 @@
 """One rank of any mesh, alone, under FakeTensorMode: each message is done at once, and booked."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,11 @@ _ASKED: dict[Any, type] = {
     torch.ops.aten.allclose.default: bool,
     torch.ops.aten.nonzero.default: int,  # how many
 }
+_DEVICE = torch.ops.prim.device.default
 _VIEWS = {
+    torch.ops.aten._unsafe_view.default,
     torch.ops.aten.detach.default,
+    torch.ops.aten.expand.default,
     torch.ops.aten.slice.Tensor,
     torch.ops.aten.t.default,
     torch.ops.aten.transpose.int,
@@ -114,20 +117,27 @@ class _Fake(FakeTensorMode):
     def __init__(self, assume: Assume) -> None:
         super().__init__()
         self.assume = assume
+        self.known: dict[tuple, _Result | None] = {}  # by operation and kinds of its arguments
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # nothing is asked of torch.compile
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # most of what a fake tensor is asked
+        if func is _DEVICE:  # most of what a fake tensor is asked
             return args[0].fake_device
         if func in _VIEWS and self._is_plain(args[0]):  # half of all; no need to ask the cache
             with in_kernel_invocation_manager(self):
                 view = func(*args, **(kwargs or {}))
             return FakeTensor(self, view, args[0].fake_device)
+        key = self._key(func, args, kwargs or {})  # what happens again is not worked out again
+        if key is not None and (known := self.known.get(key)) is not None:
+            return known(args)
         try:
-            return self.dispatch(func, types, args, kwargs or {})
+            out = self.dispatch(func, types, args, kwargs or {})
+            if key is not None and key not in self.known:
+                self.known[key] = self._learned(args, out, key[2])
+            return out
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._assumed(func, args)
         except Exception:
@@ -139,8 +149,53 @@ class _Fake(FakeTensorMode):
             remedy = "make it inside the rank function, or pass it as an argument of run"
             raise RuntimeError(f"{_where()}: {got}, in a dry run: {remedy}") from None
 
-    def _is_plain(self, x: Tensor) -> bool:
-        return isinstance(x, FakeTensor) and x.fake_mode is self and x.constant is None
+    def _key(self, func: Any, args: tuple, kwargs: dict) -> tuple | None:
+        """What the sizes of an operation's result depend on; None where there is more to it."""
+        if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
+            return None
+        try:
+            named = tuple(kwargs.items()) if kwargs else ()
+            return func, torch.get_default_dtype(), self._kind(args), self._kind(named)
+        except _Special:
+            return None
+
+    def _kind(self, values: Sequence) -> tuple:
+        found: list[Any] = []
+        for value in values:
+            if isinstance(value, FakeTensor) and self._is_plain(value):
+                at = value.storage_offset()
+                found.append((value.shape, value.stride(), at, value.dtype, value.fake_device))
+            elif isinstance(value, Tensor):
+                raise _Special
+            elif isinstance(value, (list, tuple)):
+                found.append(self._kind(value))
+            else:
+                found.append((type(value), value))  # 1 and 1.0 are equal, and make other tensors
+        return tuple(found)
+
+    def _learned(self, args: tuple, out: Any, kinds: tuple) -> "_Result | None":
+        """How to return the like of `out` again; None where that is not known."""
+        if out is None:
+            return lambda args: None
+        if args and out is args[0]:
+            return (lambda args: args[0]) if self._kind(args[:1]) == kinds[:1] else None
+        if not self._is_plain(out) or out.requires_grad or out.dtype.is_complex:
+            return None
+        kind = self._kind([out])[0]
+        there = [x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)]
+        storage, twin = out.untyped_storage(), self._made(*kind).untyped_storage()
+        new = storage._cdata not in there and not out.storage_offset()
+        same = new and storage.nbytes() == twin.nbytes()
+        return (lambda args: self._made(*kind)) if same else None
+
+    def _made(self, shape: Any, stride: Any, _: int, dtype: Any, device: Any) -> Tensor:
+        with in_kernel_invocation_manager(self):
+            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(self, empty, device)
+
+    def _is_plain(self, x: Any) -> bool:
+        mine = isinstance(x, FakeTensor) and x.fake_mode is self and x.constant is None
+        return mine and x.layout is torch.strided
 
     def _assumed(self, func: Any, args: tuple) -> Any:
         x = args[0]
@@ -159,6 +214,13 @@ class _Fake(FakeTensorMode):
             answer = f"assume={{{kind.__name__}: {example}}}"
             remedy = f'say what to assume: World(…, engine="dry", {answer})'
         raise RuntimeError(f"{_where()}: {name} {needs}: {remedy}")
+
+
+_Result = Callable[[tuple], Any]
+
+
+class _Special(Exception):
+    """An argument that is no plain tensor of this mode, and no number."""
 
 
 def _kind(x: Tensor) -> type:

@@ -628,6 +628,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("to, source = self.ranks[dst], self.ranks[src]", "to, source = dst, src"),
         ("OneRank(size, rank, events)", "OneRank(size, 0, events)"),
         ("return float if x.is_floating_point() else int", "return int"),
+        ("found.append((type(value), value))", "found.append(value)"),
+        ("new = storage._cdata not in there and", "new ="),
     ],
     ("precision/rounding", "test_precision"): [
         ("beyond = fmt.max + fmt.spacing(fmt.max)", "beyond = fmt.max"),
