@@ -206,7 +206,7 @@ def share(name, weight, case, rank):
     return weight.chunk(n, dims[style])[i]
 
 
-def on_ranks(case):
+def on_ranks(case, engine="threads"):
     """The largest difference from one device: of a weight of any rank, of a norm, of a loss; and the bytes by which what a rank held, or sent in its second step, is not what was predicted."""
     make = step.build(case.model, case.train, case.mesh, whole=functools.partial(whole, case))
     weights, norms, losses = one_device(alone(case))
@@ -228,7 +228,7 @@ def on_ranks(case):
         loss = [distance(one.loss, two) for one, two in zip(taken, losses, strict=True)]
         return (max(apart), max(norm), max(loss)), held, sent
 
-    with World(case.mesh, timeout=60) as world:
+    with World(case.mesh, engine=engine, timeout=60) as world:
         apart, held, sent = zip(*world.run(program), strict=True)
     lost = sum(map(unexplained, [case] * len(held), range(len(held)), held, sent))
     return tuple(map(max, zip(*apart, strict=True))), lost
@@ -299,9 +299,9 @@ def rehearsed(model, train, mesh, rank):
     return held.unexplained, sent.unexplained
 
 
-def equal(case):
+def equal(case, engine="threads"):
     """Whether ranks and one device agree, and ranks and their formulas; and by how much they differ."""
-    found, lost = on_ranks(case)
+    found, lost = on_ranks(case, engine)
     same = all(one <= most for one, most in zip(found, bounds(case), strict=True))
     return same and not lost, (*found, lost)
 

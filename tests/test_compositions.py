@@ -1,7 +1,7 @@
 """Everything composes, or says why not: each row of the table is trained on its mesh and on one device, and its bytes foreseen; or refused with a remedy that works."""
 
 import pytest
-from equivalence import JOIN, LARGER, case, outcome, pairs, remedies, rows, same_masks
+from equivalence import JOIN, LARGER, case, equal, outcome, pairs, remedies, rows, same_masks
 
 ROWS = dict(rows())
 
@@ -20,6 +20,18 @@ def test_the_table_has_all_pairs():
 @of("equal")
 def test_equal_to_one_device(names):
     assert outcome(case(names))[0] == "equal"
+
+
+# A dozen of few ranks, with every axis and level, and what sends on its own.
+PROCESSES = [tuple(names.split(", ")) for names in (
+    "1F1B", "DualPipe", "1F1B, tied", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ring", "Ulysses", "tp + sp",
+    "ep", "ZB-H1, ZeRO-2, tied", "1F1B, ZeRO-1, tp + sp",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", PROCESSES, ids=[JOIN.join(names) for names in PROCESSES])
+def test_processes_do_the_same(names):
+    assert equal(case(names), "processes")[0]
 
 
 @of("refused")
