@@ -6,7 +6,9 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 
+import jupyter_client.manager
 import pytest
 
 from labutils.teach import check, exercises, progress
@@ -78,3 +80,64 @@ def test_the_command_prints_every_lab(place):
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for card in exercises.cards():
         assert card.lab in run.stdout
+
+
+def test_what_computes_long_says_so_until_it_ends():
+    said, again = [], threading.Event()
+
+    def say(text, first):
+        said.append((text, first))
+        if len(said) == 2:
+            again.set()
+
+    waiting = progress.Waiting(say, after=0, every=0)
+    waiting.begin()
+    assert again.wait(30)
+    waiting.end()
+    assert said[0] == ("computing · 0 s", True) and said[-1] == ("", False)
+    assert {first for _, first in said[1:]} == {False}
+    waiting = progress.Waiting(say, after=60)
+    before = list(said)
+    waiting.begin()
+    waiting.end()
+    assert said == before and not waiting.thread.is_alive()
+
+
+LONG = """from labutils.teach import progress
+shell, shown = get_ipython(), []
+progress.watch(shell, after=0)
+progress.watch(shell)  # once is enough
+waiting, said = shell.waiting, shell.waiting.say
+waiting.say = lambda text, first: (said(text, first), shown.append(text))"""
+
+
+def test_a_long_cell_says_so_where_somebody_watches_and_leaves_nothing_elsewhere():
+    manager, client = jupyter_client.manager.start_new_kernel(kernel_name="python3")
+    try:
+        outputs = {}
+
+        def run(code, allow_stdin):
+            outputs[allow_stdin] = []
+            client.execute_interactive(
+                code, allow_stdin=allow_stdin, output_hook=outputs[allow_stdin].append, timeout=60
+            )
+
+        run(LONG, False)
+        run("while not shown: pass", True)  # JupyterLab
+        kinds = [each["msg_type"] for each in outputs[True] if "display" in each["msg_type"]]
+        texts = [
+            each["content"]["data"]["text/plain"]
+            for each in outputs[True]
+            if each["msg_type"] in kinds
+        ]
+        assert kinds[0] == "display_data" and set(kinds[1:]) == {"update_display_data"}
+        assert texts[0] == "computing · 0 s" and texts[-1] == ""
+        run("waiting.thread.is_alive()", False)  # nbclient, nbval
+        assert [
+            each["content"]["data"]["text/plain"]
+            for each in outputs[False]
+            if "data" in each["content"]
+        ] == ["False"]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

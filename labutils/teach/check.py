@@ -21,6 +21,7 @@ from labutils.teach import exercises, progress
 from labutils.teach.exercises import _clock
 from labutils.world.rank import Output
 
+progress.watch()
 Status = Literal["passed", "failed", "not reached"]
 _MARKS = {"passed": "✓", "failed": "✗", "not reached": "–"}
 _COLORS = {"passed": "#1A7F4B", "failed": "#B3261E", "not reached": "#6B7280"}

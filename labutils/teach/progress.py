@@ -2,17 +2,22 @@
 
     python -m labutils.teach.progress
 
-Nothing is sent anywhere, and nothing is shown in a notebook that did not ask for it.
+Nothing is sent anywhere. A notebook shows nothing of it that nobody asked for, but how long a cell
+has been computing, while it does.
 """
 
 import builtins
 import contextlib
+import contextvars
 import html
 import json
 import os
 import pathlib
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from labutils.teach import exercises
 
@@ -53,6 +58,69 @@ def remember(exercise: str) -> None:
         when = time.strftime("%Y-%m-%d %H:%M")
         beside.write_text(json.dumps(before | {exercise: when}, indent=1), encoding="utf-8")
         os.replace(beside, file)
+
+
+class Waiting:
+    """Says while a cell computes how long it has, and takes that back when the cell ends.
+
+    say: is given the text to show, "" to take it back, and whether it is the first one
+    after, every: seconds until it says so, and from then on between two times
+    """
+
+    def __init__(
+        self, say: Callable[[str, bool], object], after: float = 5, every: float = 1
+    ) -> None:
+        self.say, self.after, self.every = say, after, every
+        self.ended, self.thread = threading.Event(), threading.Thread()
+
+    def begin(self) -> None:
+        """A cell begins; what is shown from now on is shown below it."""
+        self.ended = threading.Event()
+        run = contextvars.copy_context().run
+        self.thread = threading.Thread(target=run, args=(self._tell, self.ended), daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        """It ends, and what was said is taken back."""
+        self.ended.set()
+        if self.thread.is_alive():
+            self.thread.join()
+
+    def _tell(self, ended: threading.Event) -> None:
+        began, said = time.monotonic(), False
+        while not ended.wait(self.every if said else self.after):
+            self.say(f"computing · {time.monotonic() - began:.0f} s", not said)
+            said = True
+        if said:
+            self.say("", False)
+
+
+def watch(shell: Any = None, after: float = 5) -> None:
+    """From now on a cell of this notebook says how long it takes, once that is `after` seconds.
+
+    It does where somebody watches, that is where the front end takes input, as JupyterLab does.
+    What executes notebooks (nbclient, nbval) takes none, and so stores nothing of it.
+    """
+    if shell is None and hasattr(builtins, "__IPYTHON__"):
+        from IPython import get_ipython
+
+        shell = get_ipython()
+    if not hasattr(shell, "kernel") or hasattr(shell, "waiting"):
+        return
+    from IPython.display import display
+
+    def say(text: str, first: bool) -> None:
+        shown = {"text/html": f'<span style="color:#6B7280">{text}</span>', "text/plain": text}
+        place = f"computing-{id(clock.ended)}"
+        display(shown, raw=True, display_id=place, update=not first)
+
+    def begin(cell: Any) -> None:
+        if shell.kernel.get_parent().get("content", {}).get("allow_stdin"):
+            clock.begin()
+
+    clock = shell.waiting = Waiting(say, after)
+    shell.events.register("pre_run_cell", begin)
+    shell.events.register("post_run_cell", lambda result: clock.end())
 
 
 @dataclass(frozen=True)
