@@ -263,7 +263,7 @@ def second_moment(dtype):
 {str(dtype): f"{second_moment(dtype):.3f}" for dtype in (bf16, torch.float32)}
 
 # %% [markdown]
-# A step is divided by the square root of it: seven times too short in bf16, with master weights, too.
+# A step is divided by the square root of it, so in bf16 it is seven times too short. Master weights alone do not repair that: the moments have to be in fp32 as well.
 #
 # The master copy costs 4 bytes per parameter. It also makes the half-precision weights redundant: they can be made from it at any time. FSDP keeps only the fp32
 # shards, and casts when it gathers (lab 09).

@@ -683,7 +683,7 @@ peak = Hardware.named("H100").flops["bf16"]
 {f"{part:.0%}": f"h from {4 * part * peak / (3 * 64e9):,.0f} on" for part in (1, 0.4)}
 
 # %% [markdown]
-# At 40 % the move is free in a model as wide as GPT-3 (12 288). In GPT-2 XL (1600) it takes five times as long as the layer's forward pass, and computing again takes one.
+# At 40 % a model as wide as GPT-3 (12 288) hides the move. In GPT-2 XL (1600) it takes five times as long as the layer's forward pass, and computing again takes one forward pass.
 
 # %% [markdown]
 # ## In practice
