@@ -153,6 +153,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('not hasattr(builtins, "__IPYTHON__") or ', ""),
         ("before | {exercise: when}", "{exercise: when}"),
         ("if not isinstance(found, dict):", "if False:"),
+        ('if shell.kernel.get_parent().get("content", {}).get("allow_stdin"):', "if True:"),
+        ("        if said:\n            self.say", "        if not said:\n            self.say"),
+        ("update=not first)", "update=False)"),
     ],
     ("teach/rigs/pipeline", "test_pipeline"): [
         ("abs(self.loss - self.alone) < 1e-10 and self.error < 1e-10", "abs(self.loss - self.alone) < 1e-10"),
