@@ -3,7 +3,7 @@
 #
 # **Four devices hold a quarter of the layers each. How long does each of them wait, what must it hold, and which order of work makes both small?**
 #
-# *85 min, and 10 further · before this: labs 03, 07 and 08 · needs a laptop, no GPU and no network*
+# *90 min, and 10 further · before this: labs 03, 07 and 08 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -459,13 +459,22 @@ chunks = schedule.interleaved(4, 8, chunks=2)
 plots.gantt(simulate(plan), simulate(chunks, half))
 
 # %% [markdown]
-# The price: u times as many messages from a rank in the middle, here rank 1, and more in flight, p(1 + (p − 1)/(pu)) micro-batches on rank 0 in place of p.
+# The price: u times as many messages from a rank in the middle, here rank 1. And this order holds more, p(1 + (p − 1)/(pu)) micro-batches on rank 0 in place of p. Is that a price of chunks? It runs two forwards first for each rank behind this one. `fewer` runs one, as 1F1B does:
 
 # %%
-both = plan, chunks
-sent = [pipeline.sent(each, config, micro_batch=1).by("rank")[1] for each in both]
-held = [each.peak(0) * 4 / each.stages for each in both]
-sent, held
+p, how = 4, dict(chunks=2, a_round=4)
+fewer = schedule.spell_line("fewer", p, 8, lambda rank: p - 1 - rank + p, **how)
+slow = Link(latency=0.1, bandwidth=1e30)
+print("             rank 1 sends   rank 0 holds   a step   if a message takes 0.1")
+for each in (plan, chunks, fewer):
+    times = Durations(*[4 / each.stages] * 3)
+    sent = pipeline.sent(each, config, micro_batch=1).by("rank")[1]
+    steps = [simulate(each, times, *link).makespan for link in ([], [slow])]
+    print(f"{each.name:12} {sent:10,} B {each.peak(0) * 4 / each.stages:14}", end="")
+    print(f" {steps[0]:8} {steps[1]:14.1f}")
+
+# %% [markdown]
+# While messages take no time, both orders are equally short, and `fewer` holds the p micro-batches of 1F1B. So what the usual order holds more is not for the chunks: it is eager, and hides messages.
 
 # %% [markdown]
 # ### Exercise 13.3 · Bug hunt: the order that hangs from three ranks on (12 min, ●●○)
