@@ -6,8 +6,9 @@ import pytest
 import torch
 from pictures import PLANS, ring
 
-from labutils import collectives
+from labutils import collectives, context_parallel
 from labutils.teach import plots
+from labutils.teach.plots import style
 from labutils.world import World
 
 
@@ -83,3 +84,12 @@ def test_a_walk_tells_its_tiles():
     walk = plots.tile_walk(corners, s_q=8, s_k=8)
     assert len(walk.frames) == 3 and "1 of 4 tiles are never computed" in walk.alt
     assert "finished" not in walk.labels[1] and "finished" in walk.labels[2]
+
+
+def test_keys_go_round_and_what_is_masked_is_skipped():
+    ring = plots.key_ring(context_parallel.layout(16, 4, "contiguous").grid())
+    assert len(ring.frames) == 4 and "compute: 0, 0, 1, 1" in ring.labels[2]
+    assert "skipped: all of rank 0, 1." in ring.labels[2] and "skipped" not in ring.labels[0]
+    assert ring.frames[3].count(style.SERIES[3]) == 3  # its keys, its queries, what it computes
+    fair = plots.key_ring(context_parallel.layout(16, 4).grid())
+    assert all("compute: 2, 2, 2, 2" in label and "skipped" not in label for label in fair.labels)

@@ -44,6 +44,12 @@ title = "In step t, rank i has the keys of rank i − t"
 plots.who_computes(title=title, shares=False, four_chunks=quarters.grid())
 
 # %% [markdown]
+# Step through it. Which ranks have nothing to do, and when?
+
+# %%
+plots.key_ring(quarters.grid())
+
+# %% [markdown]
 # This is *context parallelism*. Everything but attention works on each token alone, so there a rank needs nothing but its tokens. Attention needs
 # **one ring of keys and values per layer, and the change of units of lab 06 to add up what the steps give.**
 
@@ -184,7 +190,10 @@ zigzag = both["zigzag"]
 [zigzag.work(rank) for rank in range(4)], {zigzag.met(rank) for rank in range(4)}
 
 # %% [markdown]
-# The work is the same for all four ranks, and not only in total: in every step all of them compute equally many pairs. That matters as much, since ranks wait for each other's keys in every step.
+# The work is the same for all four ranks, and not only in total: in every step all of them compute equally many pairs. That matters as much, since ranks wait for each other's keys in every step:
+
+# %%
+plots.key_ring(zigzag.grid())
 
 # %% [markdown]
 # What does that make of the time? The attention of one layer of Llama-3.1-8B, forward, on H100s whose attention reaches 49 % of the peak (assumed, in proportion to lab 09's products), each in a node of its own, with 40 GB/s to the next one. A
@@ -559,6 +568,8 @@ short = [2048] * 32
 [busiest(each) for each in ([131_072], [65_536, *short], [*short, 65_536])]
 
 # %% [markdown]
+# No: the zig-zag balances one triangle. With a long document among short ones, wherever it stands, the busiest rank computes 1.73 times the mean. An all-gather lets each rank take any tokens, so cuts can follow the documents.
+#
 # After three steps of training with Ulysses the weights equal those of one device, and every byte that a step sends is in the formula:
 
 # %%

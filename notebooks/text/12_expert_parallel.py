@@ -3,7 +3,7 @@
 #
 # **A layer has many experts, and every token visits a few of them. If each rank holds only some experts, what travels, who waits for whom, and who averages which gradients?**
 #
-# *85 min, and 35 further · before this: labs 07, 08 and 09 · needs a laptop, no GPU and no network*
+# *85 min, and 40 further · before this: labs 07, 08 and 09 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -400,6 +400,45 @@ for way in ("α = 0.1", "a bias", "dropping, α = 0.1", "dropping", "room for no
 # With a balance loss there is next to nothing to drop. What balance buys for certain is time: the next question.
 
 # %% [markdown]
+# ### Further: what holds a router's logits?
+#
+# A softmax stays the same if all logits of a token grow by one number. So neither the model's loss nor a balance loss holds them where they are, and in bf16 that matters (lab 01): around 100 neighbours are half apart. The *z-loss* of ST-MoE pulls the sum of exponentials to 1:
+#
+# $$ L_z \;=\; \frac1T\sum_t \ell_t^2, \qquad \ell_t = \log\sum_e e^{z_{te}}, \qquad \frac{\partial L_z}{\partial z_{te}} \;=\; \frac{2}{T}\,\ell_t\,p_{te}. $$
+
+# %%
+cross_entropy = torch.nn.functional.cross_entropy
+made = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).double()
+made, wanted = made.requires_grad_(), made.detach().softmax(-1)
+of_tokens = made.logsumexp(-1)
+(slope,) = torch.autograd.grad(of_tokens.square().mean(), made)
+torch.allclose(slope, 2 / 64 * of_tokens.detach()[:, None] * wanted)
+
+# %% [markdown]
+# Free logits begin at 100 and learn the probabilities that are wanted. Without z-loss (the control), with a little of it, and with more:
+
+
+# %%
+def learned(share, steps=1000):
+    z = torch.full_like(wanted, 100).requires_grad_()
+    for _ in range(steps):
+        loss = cross_entropy(z, wanted) + share * z.logsumexp(-1).square().mean()
+        (slope,) = torch.autograd.grad(loss, z)
+        z = (z - 200 * slope).detach().requires_grad_()
+    return z.detach()
+
+
+for share in (0, 0.001, 0.01):
+    z = learned(share)
+    exact, rough = (x.softmax(-1) - wanted for x in (z, z.bfloat16().double()))
+    print(f"{share:5}: log of the sum {z.logsumexp(-1).mean():5.1f}", end="")
+    print(f", probabilities off by {exact.abs().max():.3f}", end="")
+    print(f", with logits in bf16 by {rough.abs().max():.3f}")
+
+# %% [markdown]
+# Nothing brings the logits of the first row back: in exact numbers that is no error, in bf16 it is one of 7 points. With enough z-loss both are right. The row between is on its way: as long as the sum is far from 1, the pull is strong enough to bend the probabilities. (Routers are often computed in fp32 for the same reason.)
+
+# %% [markdown]
 # ## Further: when does the all-to-all dominate?
 #
 # > The products of an H100 reach 601 TFLOP/s in bf16, 61 % of the peak, and between nodes it sends 40 GB/s, 80 % of InfiniBand's 400 Gbit/s (lab 09). An expert is three matrices of h × f (SwiGLU). From which width f on does it compute as long as its rows travel one way?
@@ -579,6 +618,7 @@ hint("expert_parallel/bug-hunt", 1)
 # | all-to-all | `--moe-token-dispatcher-type alltoall`; default `allgather`; `flex` for DeepEP |
 # | score | `--moe-router-score-function sigmoid`; default `softmax` |
 # | balance loss | `--moe-router-load-balancing-type aux_loss` is the default, but `--moe-aux-loss-coeff` is 0 until you set it: 1e-2 |
+# | z-loss | `--moe-z-loss-coeff`; none by default, 1e-3 is advised |
 # | bias | `--moe-router-enable-expert-bias`, `--moe-router-bias-update-rate 1e-3` |
 # | dropping | `--moe-expert-capacity-factor 1.0`; none by default |
 # | shared expert | `--moe-shared-expert-intermediate-size`, `--moe-shared-expert-overlap` |
@@ -629,6 +669,7 @@ hint("expert_parallel/bug-hunt", 1)
 #
 # - D. Lepikhin et al., *GShard: scaling giant models with conditional computation and automatic sharding*, arXiv:2006.16668 (2020): dispatch, combine, capacity, balance loss (algorithm 1).
 # - W. Fedus, B. Zoph, N. Shazeer, *Switch Transformers*, arXiv:2101.03961 (2021): k = 1, capacity factor, balance loss.
+# - B. Zoph et al., *ST-MoE: designing stable and transferable sparse expert models*, arXiv:2202.08906 (2022): the z-loss.
 # - A. Q. Jiang et al., *Mixtral of experts*, arXiv:2401.04088 (2024).
 # - D. Dai et al., *DeepSeekMoE*, arXiv:2401.06066 (2024): shared experts, many narrow ones.
 # - DeepSeek-AI, *DeepSeek-V3 technical report*, arXiv:2412.19437 (2024): sigmoid scores, the bias, at most four nodes (section 3.2.2).

@@ -2,6 +2,7 @@
 
 from labutils.teach.plots.animations import (
     bucket_animation,
+    key_ring,
     plan_animation,
     ring_animation,
     tile_walk,
@@ -49,6 +50,7 @@ __all__ = [
     "exponent_histogram",
     "gantt",
     "gradient_noise",
+    "key_ring",
     "low_rank",
     "memory_bars",
     "memory_map",

@@ -1,4 +1,5 @@
-"""Steps that a reader plays: rings fill, buckets leave, plans compute again, tiles move on."""
+"""Steps that a reader plays: rings fill, buckets leave, plans compute again, tiles move on, keys go
+round."""
 
 import itertools
 import math
@@ -437,3 +438,61 @@ def _grid(
 
 def _cell(x: float, y: float, fill: str, width: float = _CELL, height: float = _CELL) -> str:
     return svg.rect(x, y, width, height, fill, stroke_width=0.7)
+
+
+# A ring of keys and values.
+
+
+def key_ring(grid: Mapping[tuple[int, int], tuple[int, int]]) -> Animation:
+    """Chunks of queries (down) that meet chunks of keys (across) while these go round: a frame for
+    each step, with who has which keys, who computes what, and who has nothing to do.
+
+    grid: of a chunk of queries and one of keys, the rank that computes them, and in which step
+    """
+    has = {query: rank for (query, key), (rank, _) in grid.items() if query == key}
+    n = 1 + max(has.values())
+    frames, labels = [], []
+    for now in range(n):
+        work = dict.fromkeys(range(n), 0.0)
+        for (query, key), (rank, step) in grid.items():
+            work[rank] += (1 - (query == key) / 2) * (step == now)
+        frames.append(_keys(grid, has, n, now, work))
+        idle = [str(rank) for rank, cells in work.items() if not cells]
+        said = f"Keys are {now} rank{'s' * (now > 1)} further" if now else "Keys are at home"
+        cells = ", ".join(f"{each:g}" for each in work.values())
+        labels.append(f"Step {now + 1} of {n}. {said}. Cells that ranks compute: {cells}.")
+        labels[-1] += f" Masked, so skipped: all of rank {', '.join(idle)}." if idle else ""
+    return Animation(
+        frames,
+        labels,
+        f"Animation of {len(has)} chunks of queries that meet {len(has)} chunks of keys in {n} "
+        f"steps on {n} ranks. Queries stay, keys go from rank to rank. {' '.join(labels)}",
+    )
+
+
+def _keys(
+    grid: Mapping[tuple[int, int], tuple[int, int]],
+    has: Mapping[int, int],
+    n: int,
+    now: int,
+    work: Mapping[int, float],
+) -> str:
+    """One frame: cells of this step and of those before, queries left, keys above."""
+    left, top, cell = 124, 44, 34
+    parts = [svg.words(left - 8, 26, "keys are at rank", "end")]
+    for chunk, rank in has.items():
+        x, y, holder = left + chunk * cell, top + chunk * cell, (rank + now) % n
+        parts.append(svg.rect(x, 8, cell, 26, style.SERIES[holder]))
+        parts.append(svg.words(x + cell / 2, 26, str(holder), fill=style.PAPER))
+        parts.append(svg.rect(left - 36, y, 26, cell, style.SERIES[rank]))
+        parts.append(svg.words(left - 23, y + 22, str(rank), fill=style.PAPER))
+        for key in has:
+            x, (who, step) = left + key * cell, grid.get((chunk, key), (rank, -1))
+            shade = style.SERIES[who] if step == now else "#DDDDDD" if 0 <= step < now else "#fff"
+            parts.append(svg.rect(x, y, cell, cell, shade, stroke_width=0.7))
+            if step < 0:
+                cross = f"M{x} {y}l{cell} {cell}M{x + cell} {y}l-{cell} {cell}"
+                parts.append(svg.path(cross, stroke=style.NEUTRAL[0], stroke_width=0.7))
+    parts.append(svg.words(left - 44, top + len(has) * cell / 2 + 4, "queries", "end"))
+    said = "; ".join(f"rank {rank} computes {cells:g} cells" for rank, cells in work.items())
+    return svg.frame(parts, left + len(has) * cell + 8, top + len(has) * cell + 8, said)
