@@ -11,7 +11,7 @@ import pytest
 from labutils import planner
 from labutils.config import Hardware, ModelConfig
 from labutils.planner import __main__ as command
-from labutils.planner import export
+from labutils.planner import export, plans
 
 # Names in the frameworks' sources: torchtitan 0.2.2 torchtitan/config/job_config.py; Megatron-LM
 # core_v0.16.1 and core_v0.19.0; Accelerate 1.15.0 commands/launch.py.
@@ -49,8 +49,13 @@ def test_the_table_the_rows_and_the_reasons(capsys):
     status, out, err = run(capsys, f"{BASE} --tokens 15e12 --price 2 --explain --top 4")
     assert status == 0 and not err and "90% of the device" in out and "GPU-hours" in out
     assert "ZeRO-2, ZeRO-3: assuming" in out and "1 node more: step" in out
-    rows = json.loads(run(capsys, f"{BASE} --tokens 15e12 --json --top 3")[1])
-    assert len(rows) == 3 and sum(rows[0]["seconds"].values()) == pytest.approx(
+    marked = [line[3] for line in out.splitlines() if "ZeRO-" in line and line[:3].strip().isdigit()]
+    rows = json.loads(run(capsys, f"{BASE} --tokens 15e12 --price 2 --json --top 4")[1])
+    least = min(row["step_seconds"] for row in rows)
+    assert marked == [" ="[row["step_seconds"] <= 1.03 * least] for row in rows] and "=" in marked
+    assert rows[0]["gpu_hours"] == pytest.approx(16 * 24 * rows[0]["days"])
+    assert rows[0]["cost"] == pytest.approx(2 * rows[0]["gpu_hours"])
+    assert len(rows) == 4 and sum(rows[0]["seconds"].values()) == pytest.approx(
         rows[0]["step_seconds"]
     )
     plan = planner.Plan.read(rows[0])
@@ -58,8 +63,14 @@ def test_the_table_the_rows_and_the_reasons(capsys):
     assert planner.estimate(asked, plan).seconds == rows[0]["step_seconds"]
     tokens = 16 * 86400 * rows[0]["days"] * rows[0]["tokens_per_second_and_gpu"]
     assert tokens == pytest.approx(15e12)
-    status, out, _ = run(capsys, f"{BASE} --plan 2")
+    best = enumerate(planner.search(asked).best(60), 1)
+    row, deep = next((i, one.plan) for i, one in best if one.plan.pp > 1)
+    status, out, _ = run(capsys, f"{BASE} --plan {row}")
     assert status == 0 and "optimizer · rank 0" in out and "bubble" in out
+    assert out.startswith(plans.text_of(deep) + "\n")
+    assert all(f"rank {i} of {deep.pp} of the pipeline" in out for i in (0, 1, deep.pp - 1))
+    slow = command.options().parse_args([*BASE.split(), "--between", "25GB/s"])
+    assert command.asked(slow).cluster.between == 25e9
     status, out, _ = run(capsys, f"{BASE} --export megatron")
     assert status == 0 and out.startswith("torchrun pretrain_gpt.py")
 

@@ -1,6 +1,7 @@
 """The search: every legal plan, none twice; the winner of brute force; reasons with numbers."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -77,9 +78,13 @@ def test_405b_on_16384_gpus():
     assert planner.why(found, theirs).startswith("does not fit: rank 1 of the pipeline needs 8")
     more = planner.sensitivity(found)
     assert 0.02 < more["products + 10 %"] < 0.1 and all(share >= 0 for share in more.values())
+    assert more["links between nodes + 10 %"] > 0
     assert more["1 node more"] == 0  # 2,049 = 3 · 683 nodes divide nothing
     known = replace(ModelConfig.named("llama-3.1-8b"), seq_len=8192)
     large = planner.search(replace(job(known), batch_tokens=2**22))
+    # Of plans that are as fast the roomier one comes first, in tenths of the room.
+    spare = [math.floor(10 * e.headroom / large.job.cluster.room) for e in large.ties]
+    assert spare == sorted(spare, reverse=True) and spare[0] > spare[-1]
     assert 0.2 < planner.sensitivity(large)["1 node more"] < 1 / 3  # 24 GPUs for 16
 
 
@@ -105,6 +110,17 @@ def test_an_illegal_plan_says_why(change, reason):
     plan = planner.Plan(**dict(tp=2, dp=8, micro_batches=4) | change)
     said = plans.illegal(asked, plan)
     assert reason in said and bool(said) == bool(reason)
+
+
+def test_experts_lie_on_all_replicas_also_on_those_of_cp():
+    plan = planner.Plan(cp=4, dp=4, ep=8, micro_batches=8)
+    assert not plans.illegal(job(MIXTURE), plan)
+
+
+def test_six_flops_are_for_each_parameter_that_a_token_visits():
+    """DeepSeek-V3 activates 37 B of 671 B (2412.19437, section 1); its first three layers are dense."""
+    model = ModelConfig.named("deepseek-v3")
+    assert plans.flops_per_token(model)["6N"] / 6e9 == pytest.approx(37, rel=0.02)
 
 
 def test_why_not():

@@ -239,6 +239,15 @@ def test_a_batch_of_any_size_is_evaluated_and_nothing_changes(names, rows):
         assert world.run(program) == [pytest.approx(wanted, rel=1e-12)] * case.mesh.size
 
 
+def test_where_micro_batches_flow_both_ways_evaluating_goes_one():
+    """Over four stages, where a rank that took both of its own would wait for what nobody sends."""
+    make = step.build(MODEL, replace(TRAIN, schedule="dualpipe"), mesh := Mesh(pp=4))
+    wanted = GPT(MODEL, generator=torch.Generator().manual_seed(step.SEED)).loss(*BATCH).item()
+    with World(mesh, timeout=10) as world:
+        found = world.run(lambda rank: make(rank).evaluate(*BATCH).item())
+    assert found == [pytest.approx(wanted, rel=1e-6)] * 4
+
+
 def test_what_is_sent_for_evaluating_is_not_a_training_step():
     """A rank may forget its books, which would grow by a line for each message."""
     make = step.build(MODEL, TRAIN, Mesh(dp=2))

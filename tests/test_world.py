@@ -885,6 +885,23 @@ def test_long_texts_do_not_hold_up_an_error(four):
     assert "ab" * 200_000 in str(fails(four, program, RankError))
 
 
+def test_of_a_message_that_nobody_reads_the_ends_are_told(four):
+    """Of hundreds of megabytes from every rank, telling it all took minutes."""
+
+    def program(rank):
+        raise ValueError(f"begin{'x' * 20_000_000}end")
+
+    said = str(fails(four, program, RankError))
+    assert "ValueError: begin" in said and "x … 19,000,0" in said and "end" in said
+    assert len(said) < 3_000_000
+
+
+def test_a_time_out_beyond_what_a_system_can_wait_is_none(engine):
+    with World(2, engine=engine, timeout=1e300) as two:
+        two.run(lambda rank: rank.comm().barrier())
+        two.run(lambda rank: (rank.rank and time.sleep(0.05)) or rank.comm().barrier())
+
+
 def test_a_recursion_without_end_is_told_in_few_lines(four):
     def deeper(n):
         return deeper(n + 1)

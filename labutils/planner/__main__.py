@@ -14,7 +14,7 @@ from labutils import units
 from labutils.config import Hardware, ModelConfig
 from labutils.planner import export, stages
 from labutils.planner.cluster import Cluster
-from labutils.planner.plans import Estimate, Found, Job, search, sensitivity, text_of, why
+from labutils.planner.plans import TIE, Estimate, Found, Job, search, sensitivity, text_of, why
 
 EXAMPLE = """example, Llama-3.1-70B for 15 T tokens on 64 H100:
   python -m labutils.planner --model llama-3.1-70b --nodes 8 --gpu H100 --tokens 15e12
@@ -119,7 +119,7 @@ def table(found: Found, top: int) -> Iterator[str]:
     yield f"rates: {job.rates.source}"
     days = "     days" if job.tokens else ""
     yield f"{'':>4} {'step s':>8} {'peak GB':>8} {'MFU':>6} {'tok/s/GPU':>10}{days}  plan"
-    most = found.fastest.seconds * 1.03
+    most = found.fastest.seconds * (1 + TIE)
     for i, one in enumerate(found.best(top), 1):
         mark = "=" if one.seconds <= most else " "
         days = f" {one.days:8.1f}" if job.tokens else ""

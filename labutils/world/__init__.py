@@ -56,6 +56,8 @@ ENGINES: dict[str, Any] = {
     "dry": Dry,
 }
 
+_LONGEST = 1e9  # seconds: no system call waits much longer
+
 
 class World:
     """Ranks that run functions: `world.run(fn, …)` returns `fn(rank, …)` of each, in order.
@@ -90,7 +92,7 @@ class World:
             raise ValueError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
         self.mesh = mesh
         self.engine = engine
-        self.timeout = units.positive(timeout, "timeout")
+        self.timeout = min(units.positive(timeout, "timeout"), _LONGEST)
         self.trace = Trace()
         if assume is not None and engine != "dry":
             raise ValueError(f'on {engine} tensors have values: assume= is for engine="dry"')

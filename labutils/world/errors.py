@@ -21,6 +21,7 @@ _HERE, _NAME = os.path.split(os.path.dirname(__file__))
 _INTERNAL = (*(os.path.join(_HERE, part, "") for part in (_NAME, "collectives")), "<@beartype")
 _CELL = re.compile(r"(?<!\S)\S*ipykernel_\d+[/\\]\d+\.py")  # without the look behind: quadratic
 _FRAMES = 24  # of a longer traceback the middle is left out
+_TEXT = 1_000_000  # characters of a message
 
 WAITS, ABSENT, OVER = "waits in", "has not arrived", "has"
 State = tuple[str, str]  # what a rank does, one of the three, and where
@@ -115,7 +116,7 @@ class Failure:
         joint = ""
         step: BaseException | None = error
         while step is not None and len(links) < 8:
-            last = "".join(traceback.format_exception_only(step)).rstrip()
+            last = _told("".join(traceback.format_exception_only(step)).rstrip())
             links.append((joint, _own_frames(step), last))
             cause = step.__cause__
             joint = "which caused" if cause else "and while that was handled"
@@ -136,6 +137,12 @@ class Failure:
     def summary(self) -> str:
         """The exception's kind and message, in its first line."""
         return self.links[-1][2].splitlines()[0]
+
+
+def _told(text: str) -> str:
+    """A message, without its middle where nobody would read it all: each rank may raise one."""
+    more, half = len(text) - _TEXT, _TEXT // 2
+    return text if more <= 0 else f"{text[:half]} … {more:,} more characters … {text[-half:]}"
 
 
 def _own_frames(error: BaseException) -> tuple[tuple[Site, str], ...]:

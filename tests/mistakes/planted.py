@@ -594,6 +594,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("world/errors", "test_world"): [
         ('re.compile(r"(?<!\\S)\\S*ipykernel', 're.compile(r"\\S*ipykernel'),
         ("if len(own) > _FRAMES:", "if len(own) > 10_000:"),
+        ("_TEXT = 1_000_000", "_TEXT = 1_000_000_000"),
+    ],
+    ("world/__init__", "test_world"): [
+        ("_LONGEST = 1e9", "_LONGEST = 1e300"),
     ],
     ("world/rank", "test_world"): [
         ("if self.length < _PRINTS:", "if True:"),
@@ -696,6 +700,19 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("planner/plans", "test_planner_search"): [
         ("np.where(self.fits, self.seconds, np.inf)", "self.seconds"),
         ("yield split & (p.zero == 3), gathers", "yield split & (p.zero == 2), gathers"),
+        ("yield p.replicas % p.ep != 0,", "yield p.dp % p.ep != 0,"),
+        ("return fit[np.lexsort(keys)]", "return fit[np.argsort(seconds)]"),
+        ("known.num_sparse * idle", "model.num_layers * idle"),
+        ("1.1 * job.cluster.between", "job.cluster.between"),
+    ],
+    ("planner/plans", "test_planner_command"): [
+        ("return self.days * 24 * self", "return self.days * self"),
+    ],
+    ("planner/__main__", "test_planner_command"): [
+        ("given.plan - 1", "given.plan"),
+        ('units.parse(given.between.removesuffix("/s"))', 'units.parse("50GB")'),
+        ("for rank in sorted({0, min(1, plan.pp - 1), plan.pp - 1}):", "for rank in (0,):"),
+        ("found.fastest.seconds * (1 + TIE)", "found.fastest.seconds"),
     ],
     ("planner/recipe", "test_planner test_survivors"): [
         ("share = round(target / seq_len / gpus)", "share = target // seq_len // gpus"),
