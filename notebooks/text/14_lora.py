@@ -79,7 +79,9 @@ predict("first/gradient", of="both")
 layer(x).square().mean().backward()
 sizes = {name: p.grad.norm().item() for name, p in adapter.named_parameters()}
 print({name: round(size, 3) for name, size in sizes.items()})
-reveal("first/gradient", of=" and ".join(name for name in sizes if sizes[name]))
+said = "only B", "B only", "B alone", "matrix B", "LoRA's B"
+moves = " and ".join(name for name in sizes if sizes[name])
+reveal("first/gradient", *said, of=moves)
 
 # %% [markdown]
 # With G the gradient of the output y,
