@@ -37,6 +37,8 @@ class Rates:
     products, attention: FLOP/s of large matrix products, and of fused causal attention
     memory, link: B/s of memory-bound kernels, and of collectives within a node
     kernel: seconds that each kernel takes beside that
+    overlap: the share of its computing behind which a rank hides what ZeRO 2 and 3 and its chunks
+        send; 1 is assumed, since no run in `data` tells
     unsure: the standard deviation of each, as a share; {} where nothing was fitted
     source: where they come from
     """
@@ -46,6 +48,7 @@ class Rates:
     memory: float
     link: float
     kernel: float
+    overlap: float = 1.0
     source: str = ""
     unsure: Mapping[str, float] = field(default_factory=dict)
 
@@ -149,7 +152,7 @@ class CriticalPath:
             for axes in (("cp",), ("dp", "pp"))
         )
         attention = rates.seconds[1] * (self.busy[1] + self.again[1])
-        computing = rates.of_work(self.busy + self.again)
+        computing = rates.overlap * rates.of_work(self.busy + self.again)
         return np.maximum(ring - attention, 0), np.maximum(shards - computing, 0)
 
     def parts(self, rates: Rates) -> dict[str, Numbers]:
@@ -274,6 +277,30 @@ def calibrate(
     return replace(rates, source=source, unsure=dict(zip(NAMES, spread.tolist(), strict=True)))
 
 
+def work_of(run: MeasuredStep, rates: Rates) -> np.ndarray:
+    """The work on the critical path of a run in the order of `NAMES` [5]: FLOPs of products and of
+    attention, bytes moved and sent, kernels."""
+    path = critical_path(run.model, run.plan.column(), rates)
+    rows = (path.busy + path.again + path.bubble + path.update)[:, 0]
+    return np.bincount(_PLACE, rows, len(NAMES))
+
+
+def fit(work_: Any, seconds: Any, usual: Any, unsure: Any = UNSURE) -> np.ndarray:
+    """Seconds that a unit of each kind of work takes [kinds], from the work [runs, kinds] and the
+    seconds [runs] of some runs: the most likely, if a run is measured to 2.5 % and the `usual`
+    seconds are right to the share `unsure`.
+
+    Least squares: a row for each run, and one for each usual number, each over its error.
+
+    Invariant: `calibrate` does the same with logarithms, and works the path out anew.
+    """
+    begin, spread = np.asarray(usual), 1 / np.asarray(unsure)
+    told = np.asarray(work_) * begin / np.asarray(seconds)[:, None]  # shares of each run's time
+    A = np.vstack([told / NOISE, np.diag(spread)])
+    b = np.concatenate([np.full(len(told), 1 / NOISE), spread])
+    return begin * np.linalg.lstsq(A, b, rcond=None)[0]
+
+
 def _shares(run: MeasuredStep, rates: Rates, cluster: Cluster | None) -> tuple[float, np.ndarray]:
     """Seconds of a run's step, and by how much of them they change with the logarithm of a rate."""
     p = run.plan.column()
@@ -295,12 +322,11 @@ def which_runs(
     rates = Rates.assumed(device)
     told = np.array([_shares(run, rates, None)[1] for run in runs])
     begin = np.diag(1 / np.square(UNSURE))
-    best: tuple[float, tuple[int, ...]] = (math.inf, ())
-    for chosen in itertools.combinations(range(len(runs)), n):
-        sure = begin + told[list(chosen)].T @ told[list(chosen)] / NOISE**2
-        doubt = float(np.einsum("ri,ij,rj->", told, np.linalg.inv(sure), told))
-        best = min(best, (doubt, chosen))
-    return tuple(runs[i] for i in best[1])
+    each = told[:, :, None] * told[:, None] / NOISE**2
+    chosen = np.array(list(itertools.combinations(range(len(runs)), n)))
+    left = np.linalg.inv(begin + each[chosen].sum(axis=1))
+    doubt = np.einsum("ri,cij,rj->c", told, left, told)
+    return tuple(runs[i] for i in chosen[doubt.argmin()])
 
 
 def residuals(

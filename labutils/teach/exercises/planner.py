@@ -1,0 +1,414 @@
+"""Repair an estimate of memory, fit five rates to five runs, and plan three trainings."""
+
+import functools
+import unittest.mock
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from labutils import planner, units
+from labutils.config import Hardware, ModelConfig
+from labutils.planner import climb, plans, rates, work
+from labutils.planner.plans import TIE, Estimate, Found, Job
+from labutils.planner.work import Plan
+from labutils.teach.exercises import Exercise, Failed, Property
+
+# ── the fullest rank ─────────────────────────────────────────────────────────────────────────────
+
+
+class _Case(NamedTuple):
+    """A pipeline, as the estimate is told of it."""
+
+    plan: Plan
+    layers: Sequence[int]
+    weights: Mapping[str, int]
+    tokens: int
+    kept: int
+
+    @property
+    def name(self) -> str:
+        sizes = ("pp", "dp", "cp", "tp", "micro_batches")
+        said = ", ".join(f"{n}={getattr(self.plan, n)}" for n in sizes if getattr(self.plan, n) > 1)
+        return f"{said or 'one rank'}, layers {list(self.layers)}"
+
+
+def fullest(
+    plan: Plan, layers: Sequence[int], weights: Mapping[str, int], tokens: int, kept: int
+) -> float:
+    """Bytes of states and kept activations on the fullest rank under 1F1B with ZeRO-1."""
+    return max(_held(_Case(plan, layers, weights, tokens, kept)))
+
+
+def _held(case: _Case, slip: str = "") -> list[float]:
+    """Bytes of each stage, or with a slip."""
+    plan, layers, weights, tokens, kept = case
+    p, cp = plan.pp, 1 if slip == "cp" else plan.cp
+    sharing = plan.dp * (1 if slip in ("cp", "optimizer") else plan.cp)
+    found = []
+    for i, count in enumerate(layers):
+        mine = count * weights["layer"]
+        mine += weights["embedding"] * (i == 0) + weights["head"] * (i == p - 1)
+        if slip == "ends":
+            mine = count * weights["layer"]
+        busy = min(p - i, plan.micro_batches)
+        busy = {"all": plan.micro_batches, "once": 1, "p - i": p - i}.get(slip, busy)
+        states = mine / plan.tp * (2 + 4 + 12 / sharing)
+        found.append(states + busy * count * kept * tokens / cp / plan.tp)
+    return [found[0]] if slip == "first" else found
+
+
+_WHY = {
+    "cp": "A rank of cp has tokens / cp of them, and its copies share the optimizer: dp · cp.",
+    "optimizer": "ZeRO-1 shares the optimizer over all ranks that hold the same weights: dp · cp.",
+    "ends": "The first stage has the embedding, the last one the head, beside their layers.",
+    "all": "1F1B starts a backward pass as soon as it can: stage i holds p − i micro-batches.",
+    "once": "Stage i holds p − i micro-batches at once, and not one.",
+    "p - i": "There are m micro-batches: no stage can hold more.",
+    "first": "The first stage holds most micro-batches, and another may have more layers, or a head.",
+}
+_SIZES = {"layer": 800_000, "embedding": 6_000_000, "head": 6_000_000}
+
+
+def _case(layers: Sequence[int], m: int = 16, head: int = 6_000_000, **degrees: int) -> _Case:
+    plan = Plan(pp=len(layers), micro_batches=m, **degrees)
+    return _Case(plan, tuple(layers), _SIZES | {"head": head}, 4096, 2000)
+
+
+def _compared(attempt: Callable, cases: Sequence[_Case], hint: str) -> str:
+    for case in cases:
+        held = _held(case)
+        right, answer = max(held), attempt(*case)
+        try:
+            found = float(answer)
+        except (TypeError, ValueError):
+            said = "Return one number, the bytes of the fullest rank."
+            raise Failed(f"{case.name}: you returned {answer!r}", said) from None
+        if abs(found - right) <= 1e-6 * right + 1:
+            continue
+        why = next((_WHY[s] for s in _WHY if abs(found - max(_held(case, s))) < 1e-6 * right), hint)
+        if abs(found - sum(held) / len(held)) < 1e-6 * right and len(set(held)) > 1:
+            why = "That is the mean of the stages. The step ends where the fullest one does not fit."
+        what = f"{units.text(round(found))} instead of {units.text(round(right))}"
+        if units.text(round(found)) == units.text(round(right)):
+            what = f"off by {found - right:+,.0f} B"
+        raise Failed(f"{case.name}: {what}", why)
+    return f"{len(cases)} meshes"
+
+
+_FULLEST = (
+    (
+        "one stage",
+        (_case([12]), _case([12], dp=4), _case([12], tp=2, dp=2)),
+        "Weights 2 B, gradients 4 B, and 12 B shared over the copies; activations as kept.",
+    ),
+    ("context parallelism", (_case([12], cp=4), _case([12], cp=2, dp=4, tp=2)), _WHY["cp"]),
+    (
+        "the fullest stage",
+        (_case([4, 4, 4, 4]), _case([4, 4, 4, 4], dp=2, cp=2), _case([3] * 8, m=8, tp=2)),
+        "Work the stages out one by one, each with its own layers and micro-batches, and take the "
+        "largest.",
+    ),
+    (
+        "uneven stages",
+        (
+            _case([2, 8, 3, 3]), _case([1, 1, 1, 12]), _case([5, 4, 4, 3], dp=2),
+            _case([4, 4, 4, 4], head=90_000_000),
+        ),
+        _WHY["first"],
+    ),
+    ("fewer micro-batches than stages", (_case([4] * 4, m=2), _case([2] * 8, m=1)), _WHY["p - i"]),
+)  # fmt: skip
+
+FULLEST = Exercise(
+    id="planner/fullest",
+    title="Bug hunt: the estimate that knows no cp",
+    untouched="",
+    minutes=12,
+    difficulty=2,
+    proves="you know what the fullest rank of a pipeline holds",
+    reference=fullest,
+    properties=tuple(
+        Property(name, functools.partial(_compared, cases=cases, hint=hint))
+        for name, cases, hint in _FULLEST
+    ),
+    hints=(
+        "Four things of a rank are its own: its layers, embedding or head, the micro-batches that "
+        "it holds at once, and its part of the tokens. A mean knows none of them.",
+        "for i, count in enumerate(layers): stage i holds min(p − i, m) micro-batches; the first "
+        "has the embedding, the last the head.",
+        "tokens / (cp · tp) of each micro-batch, and 12 / (dp · cp) for the optimizer. Return the "
+        "largest of the stages.",
+    ),
+)
+
+# ── five rates ───────────────────────────────────────────────────────────────────────────────────
+
+_UNSURE = np.array(rates.UNSURE)
+_KINDS = ("products", "attention", "memory", "sent", "kernels")
+
+
+@functools.cache
+def _measured() -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+    """Work [22, 5] and seconds [22] of the measured runs, the usual seconds per unit [5], and the
+    places of the five runs that tell most."""
+    device, runs = Hardware.named("B200"), planner.measured()
+    begin = rates.Rates.assumed(device)
+    chosen = [runs.index(run) for run in planner.which_runs(runs, device)]
+    done = np.array([rates.work_of(run, begin) for run in runs])
+    usual = np.array([*(1 / getattr(begin, name) for name in rates.NAMES[:4]), begin.kernel])
+    return done, np.array([run.seconds for run in runs]), usual, chosen
+
+
+def _fitted(attempt: Callable, done: Any, seconds: Any, usual: Any, case: str) -> np.ndarray:
+    given = [np.array(each) for each in (done, seconds, usual, _UNSURE)]
+    try:
+        answer = attempt(*given)
+        found = np.array(answer, dtype=float)
+    except (TypeError, ValueError) as error:
+        raise Failed(f"{case}: {error}", "Return five numbers: seconds per unit of work.") from None
+    except np.linalg.LinAlgError as error:
+        told = "These runs alone do not tell five numbers apart. What is known beside them?"
+        raise Failed(f"{case}: {error}", told) from None
+    if found.shape != (5,):
+        shape = f"{case}: you returned an array of shape {list(found.shape)}, not [5]"
+        raise Failed(shape, "Seconds per unit of each kind of work, as `usual` has them.")
+    if not (found > 0).all():
+        kind = _KINDS[int(np.argmin(found > 0))]
+        raise Failed(
+            f"{case}: {found[_KINDS.index(kind)]:.3g} s per unit of {kind}",
+            "Work takes time. These runs alone do not tell five numbers apart: add a row for each "
+            "usual number, over its error.",
+        )
+    if np.median(found / usual) > 1e6:
+        raise Failed(f"{case}: these are units per second", "Return seconds per unit of work.")
+    return found
+
+
+def _mean_off(found: np.ndarray, done: np.ndarray, seconds: np.ndarray) -> float:
+    return float(np.abs(done @ found / seconds - 1).mean())
+
+
+def _told(attempt: Callable) -> str:
+    done, _, usual, _ = _measured()
+    for factors in ((1.2, 0.9, 1.3, 0.8, 1.7), (0.8, 1.1, 0.9, 1.2, 0.7)):
+        seconds = done @ (usual * factors)
+        found = _fitted(attempt, done, seconds, usual, "22 runs without errors")
+        off = _mean_off(found, done, seconds)
+        if off > 0.01:
+            raise Failed(
+                f"22 runs without errors: their seconds come out {100 * off:.2g} % wrong",
+                "A row for each run: its work, over its seconds, over the error of 2.5 %. The rows "
+                "of the usual numbers are over `unsure`, so that many runs outweigh them.",
+            )
+    return "22 runs"
+
+
+def _untold(attempt: Callable) -> str:
+    done, seconds, usual, chosen = _measured()
+    for kind in (3, 2):
+        less = done[chosen].copy()
+        less[:, kind] = 0
+        found = _fitted(attempt, less, seconds[chosen], usual, f"runs without {_KINDS[kind]}")
+        factor = found[kind] / usual[kind]
+        if abs(factor - 1) > 0.02:
+            raise Failed(
+                f"runs without {_KINDS[kind]}: {factor:.3g} times the usual seconds per unit",
+                "No run tells of it, so what is usual is all that is known: keep that.",
+            )
+    done, usual = np.array([[1.0, 0, 0, 0, 1.0]] * 3), np.ones(5)
+    found = _fitted(attempt, done, [3.0] * 3, usual, "products and kernels always together")
+    first, last = found[0], found[4]
+    if last - first < 0.4:
+        raise Failed(
+            f"products and kernels always together, half as long again as usual: {first:.2f} times "
+            f"the usual for products, {last:.2f} for kernels",
+            "Only their sum is told. The number that is known worse, kernels to 70 %, moves more: "
+            "divide each usual number's row by its own `unsure`.",
+        )
+    return "three cases"
+
+
+def _five(attempt: Callable) -> str:
+    done, seconds, usual, chosen = _measured()
+    rest = [i for i in range(len(seconds)) if i not in chosen]
+    found = _fitted(attempt, done[chosen], seconds[chosen], usual, "five measured runs")
+    off = _mean_off(found, done[rest], seconds[rest])
+    if off > 0.035:
+        raise Failed(
+            f"five measured runs: the other {len(rest)} come out {100 * off:.2g} % wrong, usual "
+            f"numbers alone {100 * _mean_off(usual, done[rest], seconds[rest]):.2g} %",
+            "Five runs and five numbers: where nothing is left over, errors go into the rates.",
+        )
+    return f"the other {len(rest)} to {100 * off:.1f} %"
+
+
+def _relative(attempt: Callable) -> str:
+    done, _, usual, _ = _measured()
+    truth = usual * (1.0, 1.0, 1.0, 1.0, 2.5)
+    size = np.where(np.arange(len(done)) < 4, 200.0, 1.0)[:, None]  # four runs of minutes
+    done = done * size
+    off = 1 + 0.02 * np.cos(np.arange(len(done)) * 2.4)
+    found = _fitted(attempt, done, done @ truth * off, usual, "4 long and 18 short runs")
+    worst = float(np.abs(done[4:] @ found / (done[4:] @ truth) - 1).max())
+    if worst > 0.025:
+        raise Failed(
+            f"4 long and 18 short runs, each measured to 2 %: a short one comes out "
+            f"{100 * worst:.2g} % wrong",
+            "Two percent of a long run are seconds. Divide each run's row by its seconds, or the "
+            "long ones decide alone.",
+        )
+    return "long and short ones"
+
+
+FIT = Exercise(
+    id="planner/fit",
+    title="Five numbers from five runs",
+    minutes=15,
+    difficulty=2,
+    proves="you calibrate the rates of a device with a few runs, and keep what they do not tell",
+    reference=rates.fit,
+    properties=(
+        Property("what runs tell", _told),
+        Property("what no run tells", _untold),
+        Property("long and short runs", _relative),
+        Property("five measured runs", _five),
+    ),
+    hints=(
+        "Least squares with two kinds of rows: each run says work · x = seconds, each usual number "
+        "says x = usual. Every row is divided by its error.",
+        "The error of a run is 0.025 · its seconds, that of a usual number unsure · usual.",
+        "A = vstack([work / (0.025 · seconds)[:, None], diag(1 / (unsure · usual))]), b = [1 / "
+        "0.025, …, 1 / unsure]; scale columns by usual before np.linalg.lstsq, which otherwise "
+        "takes 10⁻¹⁵ for zero.",
+    ),
+)
+
+# ── the exam ─────────────────────────────────────────────────────────────────────────────────────
+
+QUESTIONS = 400
+EXAM = {
+    "8B on 32 A100, long": ("llama-3.1-8b", "A100", 4, 131_072, 2**23),
+    "70B on 512 H100": ("llama-3.1-70b", "H100", 64, 8192, 2**22),
+    "8x7B on 64 H100": ("mixtral-8x7b", "H100", 8, 8192, 2**22),
+}
+
+
+@functools.cache
+def exam(name: str) -> Job:
+    """A job of the exam."""
+    model, device, nodes, seq_len, batch = EXAM[name]
+    cluster = planner.Cluster(device=Hardware.named(device), nodes=nodes)
+    trained = replace(ModelConfig.named(model), seq_len=seq_len)
+    return Job(model=trained, cluster=cluster, batch_tokens=batch)
+
+
+@functools.cache
+def _every(name: str) -> Found:
+    return planner.search(exam(name))
+
+
+class _Asked:
+    """Answers what a plan takes and holds, so often and no more often."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.known: dict[Plan, Estimate] = {}
+
+    def __call__(self, plan: Plan) -> Estimate:
+        if not isinstance(plan, Plan):
+            raise Failed(f"ask({plan!r})", "Ask for a planner.Plan(dp=…, tp=…, …).")
+        if reason := plans.illegal(self.job, plan):
+            raise ValueError(f"illegal: {reason}")
+        if plan not in self.known:
+            if len(self.known) == QUESTIONS:
+                raise Failed(
+                    f"more than {QUESTIONS} plans asked for",
+                    "There are tens of thousands. Start from a plan that you would defend, and "
+                    "ask only for what is one change away from the best so far.",
+                )
+            self.known[plan] = planner.estimate(self.job, plan)
+        return self.known[plan]
+
+
+@contextmanager
+def _closed_book() -> Iterator[None]:
+    """Where nobody enumerates all plans."""
+
+    def refuse(*given: Any, **named: Any) -> Any:
+        raise Failed("you called the search", "The search is the examiner. Use `ask`.")
+
+    with unittest.mock.patch.object(plans, "enumerate_plans", refuse):
+        yield
+
+
+def choose(job: Job, ask: Callable[[Plan], Estimate]) -> Plan:
+    """A plan within 3 % of the fastest, by a few hundred questions."""
+    return climb.several(job, ask)
+
+
+def _examined(attempt: Callable, name: str) -> str:
+    job, every = exam(name), _every(name)
+    asked = _Asked(job)
+    with _closed_book():
+        try:
+            plan = attempt(job, asked)
+        except ValueError as error:
+            raise Failed(f"{name}: {error}", "A plan that is no plan: see the reason.") from None
+    if isinstance(plan, Estimate):
+        plan = plan.plan
+    if not isinstance(plan, Plan):
+        raise Failed(f"{name}: you returned {plan!r}", "Return a planner.Plan.")
+    said = planner.why(every, plan)
+    line = f"{name}: {plans.text_of(plan)}"
+    if said.startswith("illegal"):
+        raise Failed(f"{line}: {said}", "Divide the GPUs and the batch without remainder.")
+    if said.startswith("does not fit"):
+        raise Failed(f"{line}: {said}", "Share out what is largest, or hold fewer micro-batches.")
+    mine, best = planner.estimate(job, plan), every.fastest
+    if mine.seconds > best.seconds * (1 + TIE):
+        raise Failed(f"{line}: {said}", _advice(mine, best))
+    lost = mine.seconds / best.seconds - 1
+    behind = f"{lost:.1%} behind" if lost > 5e-4 else "as fast as"
+    return f"{plans.text_of(plan)}, {behind} the best of {len(every):,}"
+
+
+def _advice(mine: Estimate, best: Estimate) -> str:
+    """What the time that is lost is mostly for."""
+    lost = {name: mine.parts[name] - best.parts[name] for name in mine.parts}
+    most = max(lost, key=lambda name: lost[name])
+    if most == "computed again":
+        return (
+            "Recomputation makes a plan fit at once, and every step pays for it. Which axis would "
+            "share those activations?"
+        )
+    if most == "bubble":
+        return "More micro-batches or chunks shorten a bubble, and another axis has none."
+    if most == "ep exposed" or mine.plan.ep != best.plan.ep:
+        return "Experts are most of this model: how many ranks should share them?"
+    if most == "computing":
+        return "All plans have the same products: count kernels. Are they too small, or too many?"
+    return f"{most}: how often does it send, and over which links? Neighbours are tp, then cp."
+
+
+DEFEND = Exercise(
+    id="planner/exam",
+    title="The exam",
+    minutes=30,
+    difficulty=3,
+    proves="you find a plan for a model and a cluster, and know why others lose",
+    reference=choose,
+    properties=tuple(Property(name, functools.partial(_examined, name=name)) for name in EXAM),
+    hints=(
+        "By hand is an answer: find a plan for each job with `consider`, and return the one of "
+        "job.model.name.",
+        "As a program: `climb` from one start ends where no single change helps. Is there another "
+        "start from which it ends elsewhere?",
+        "Four starts: plain data parallelism, 8 ranks of tp, of cp, of pp; experts over 8. Climb "
+        "without recomputation, and take the best end that fits.",
+    ),
+)
+
+EXERCISES = (FULLEST, FIT, DEFEND)
