@@ -114,3 +114,33 @@ def test_a_ledger_names_what_it_is_asked():
         planner.ledger(model, plan, 4)
     with pytest.raises(ValueError, match="stack='torch' is unknown: use 'course' or 'megatron'"):
         planner.ledger(model, plan, stack="torch")
+
+
+def test_a_fit_is_that_of_calibrate_to_first_order():
+    begin = rates.Rates.assumed(B200)
+    usual = np.array([*(1 / getattr(begin, name) for name in rates.NAMES[:4]), begin.kernel])
+    done = np.array([rates.work_of(run, begin) for run in SHORT])
+    found = rates.fit(done, [run.seconds for run in SHORT], usual)
+    full = planner.calibrate(SHORT, B200)
+    names = [1 / getattr(full, name) for name in rates.NAMES[:4]] + [full.kernel]
+    assert found == pytest.approx(names, rel=0.1)
+    # What no run tells stays as usual; what many runs tell without errors is found.
+    done[:, 3] = 0
+    assert rates.fit(done, done @ usual, usual) == pytest.approx(usual, rel=1e-9)
+    exact = usual * [1.2, 0.9, 1.1, 1.0, 1.3]
+    assert rates.fit(done, done @ exact, usual, unsure=[9] * 5) == pytest.approx(exact, rel=0.02)
+
+
+def test_what_overlaps_nothing_is_paid_in_full():
+    model = replace(ModelConfig.named("llama-3.1-8b"), seq_len=8192)
+    cluster = planner.Cluster(device=Hardware.named("H100"), nodes=1)
+    job = planner.Job(model=model, cluster=cluster, batch_tokens=2**19)
+    plan = planner.Plan(dp=8, micro_batches=8, zero=3)
+    steps = []
+    for share in (1, 0.5, 0):
+        found = planner.estimate(replace(job, rates=replace(job.rates, overlap=share)), plan)
+        assert sum(found.parts.values()) == pytest.approx(found.seconds)
+        steps.append(found.seconds)
+    sent = 8 * (model.num_params - 2 * model.vocab_size * model.d_model) * 8 * 7 / 8
+    assert steps[0] == steps[1] < steps[2]  # half of the computing hides it as well
+    assert steps[2] - steps[0] == pytest.approx(sent / job.rates.link, rel=0.15)

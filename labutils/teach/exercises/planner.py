@@ -11,7 +11,7 @@ import numpy as np
 
 from labutils import planner, units
 from labutils.config import Hardware, ModelConfig
-from labutils.planner import climb, plans, rates, work
+from labutils.planner import climb, plans, rates
 from labutils.planner.plans import TIE, Estimate, Found, Job
 from labutils.planner.work import Plan
 from labutils.teach.exercises import Exercise, Failed, Property
@@ -67,7 +67,7 @@ _WHY = {
     "all": "1F1B starts a backward pass as soon as it can: stage i holds p − i micro-batches.",
     "once": "Stage i holds p − i micro-batches at once, and not one.",
     "p - i": "There are m micro-batches: no stage can hold more.",
-    "first": "The first stage holds most micro-batches, and another may have more layers, or a head.",
+    "first": "The first stage holds most micro-batches; another may have more layers, or a head.",
 }
 _SIZES = {"layer": 800_000, "embedding": 6_000_000, "head": 6_000_000}
 
@@ -90,7 +90,9 @@ def _compared(attempt: Callable, cases: Sequence[_Case], hint: str) -> str:
             continue
         why = next((_WHY[s] for s in _WHY if abs(found - max(_held(case, s))) < 1e-6 * right), hint)
         if abs(found - sum(held) / len(held)) < 1e-6 * right and len(set(held)) > 1:
-            why = "That is the mean of the stages. The step ends where the fullest one does not fit."
+            why = (
+                "That is the mean of the stages. The step ends where the fullest one does not fit."
+            )
         what = f"{units.text(round(found))} instead of {units.text(round(right))}"
         if units.text(round(found)) == units.text(round(right)):
             what = f"off by {found - right:+,.0f} B"
@@ -125,8 +127,8 @@ _FULLEST = (
 FULLEST = Exercise(
     id="planner/fullest",
     title="Bug hunt: the estimate that knows no cp",
-    untouched="",
-    minutes=12,
+    untouched="dbc7178d",
+    minutes=10,
     difficulty=2,
     proves="you know what the fullest rank of a pipeline holds",
     reference=fullest,
@@ -167,11 +169,11 @@ def _fitted(attempt: Callable, done: Any, seconds: Any, usual: Any, case: str) -
     try:
         answer = attempt(*given)
         found = np.array(answer, dtype=float)
-    except (TypeError, ValueError) as error:
-        raise Failed(f"{case}: {error}", "Return five numbers: seconds per unit of work.") from None
-    except np.linalg.LinAlgError as error:
+    except np.linalg.LinAlgError as error:  # a ValueError, too
         told = "These runs alone do not tell five numbers apart. What is known beside them?"
         raise Failed(f"{case}: {error}", told) from None
+    except (TypeError, ValueError) as error:
+        raise Failed(f"{case}: {error}", "Return five numbers: seconds per unit of work.") from None
     if found.shape != (5,):
         shape = f"{case}: you returned an array of shape {list(found.shape)}, not [5]"
         raise Failed(shape, "Seconds per unit of each kind of work, as `usual` has them.")
@@ -266,7 +268,7 @@ def _relative(attempt: Callable) -> str:
 FIT = Exercise(
     id="planner/fit",
     title="Five numbers from five runs",
-    minutes=15,
+    minutes=12,
     difficulty=2,
     proves="you calibrate the rates of a device with a few runs, and keep what they do not tell",
     reference=rates.fit,
@@ -396,7 +398,7 @@ def _advice(mine: Estimate, best: Estimate) -> str:
 DEFEND = Exercise(
     id="planner/exam",
     title="The exam",
-    minutes=30,
+    minutes=23,
     difficulty=3,
     proves="you find a plan for a model and a cluster, and know why others lose",
     reference=choose,

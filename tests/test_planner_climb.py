@@ -1,0 +1,71 @@
+"""Recipes for a plan: only legal changes, never for the worse, and a winner without a search."""
+
+from dataclasses import replace
+
+from labutils import planner
+from labutils.config import Hardware, ModelConfig
+from labutils.planner import climb, plans
+from labutils.planner.work import Plan
+
+MODEL = ModelConfig(
+    num_layers=8, d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096, vocab_size=32000,
+    seq_len=2048, ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False,
+)  # fmt: skip
+
+
+def job(model=MODEL, nodes=1, gigabytes=80):
+    device = replace(Hardware.named("H100"), memory=gigabytes * 10**9)
+    cluster = planner.Cluster(device=device, nodes=nodes)
+    return planner.Job(model=model, cluster=cluster, batch_tokens=2**17)
+
+
+def asking(asked):
+    known = {}
+
+    def ask(plan):
+        assert not plans.illegal(asked, plan)
+        known[plan] = planner.estimate(asked, plan)
+        return known[plan]
+
+    return ask, known
+
+
+def test_what_a_mesh_decides_is_completed():
+    asked = job()
+    assert climb.plain(asked) == Plan(dp=8, micro_batches=8)
+    assert climb.plain(asked, tp=8) == Plan(tp=8, micro_batches=64, zero=0)
+    left = climb.completed(asked, Plan(dp=8, schedule=2, chunks=4, micro_batch=2))
+    assert left == Plan(dp=8, micro_batch=2, micro_batches=4)
+    few = replace(asked, batch_tokens=4 * 2048)  # fewer sequences than ranks: a pipeline
+    assert climb.plain(few) == Plan(dp=4, pp=2, micro_batches=1)
+
+
+def test_a_change_is_legal_and_one_at_a_time():
+    asked = job(replace(MODEL, num_experts=8, top_k=2))
+    start = climb.plain(asked, ep=2)
+    near = list(climb.changes(asked, start))
+    assert not [p for p in near if plans.illegal(asked, p) or p == start]
+    assert {p.ep for p in near} == {1, 2, 4} and {p.recompute for p in near} == {0, 1, 2}
+    for plan in near:  # half of one axis to another, or one thing beside the mesh
+        moved = [axis for axis in climb.AXES if getattr(plan, axis) != getattr(start, axis)]
+        assert len(moved) in (0, 2)
+
+
+def test_it_climbs_and_finds_what_the_search_finds():
+    asked = job(gigabytes=24)
+    ask, known = asking(asked)
+    path = climb.climb(asked, ask, climb.plain(asked))
+    steps = [climb.better(ask(plan)) for plan in path]
+    assert steps == sorted(steps, reverse=True) and len(path) > 1
+    ends = [climb.better(ask(p)) for p in climb.changes(asked, path[-1])]
+    assert min(ends) >= steps[-1]
+    found, best = planner.search(asked), climb.several(asked, ask)
+    assert ask(best).fits and len(known) < len(found) / 3
+    assert found.fastest.seconds <= ask(best).seconds < 1.1 * found.fastest.seconds
+
+
+def test_it_recomputes_where_nothing_else_helps():
+    asked = job(gigabytes=4)
+    ask, _ = asking(asked)
+    best = climb.several(asked, ask)
+    assert climb.better(ask(best)) <= climb.better(ask(climb.climb(asked, ask, best, (0,))[-1]))

@@ -1,0 +1,198 @@
+"""Wrong answers to the exercises of `planner`."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from labutils import planner
+from labutils.planner import climb, plans
+from labutils.planner.work import Plan
+from labutils.teach.exercises import planner as exercises
+from wrong_answers import Wrong
+
+
+def _fullest(slip: str = "", of: Callable = max) -> Callable:
+    """The estimate with one slip, and what is made of the stages."""
+
+    def attempt(plan: Plan, layers: Sequence, weights: Mapping, tokens: int, kept: int) -> float:
+        case = exercises._Case(plan, layers, weights, tokens, kept)
+        return of(exercises._held(case, slip))
+
+    return attempt
+
+
+def _of_the_lab(plan: Plan, layers: Sequence, weights: Mapping, tokens: int, kept: int) -> float:
+    each = sum(layers) / plan.pp
+    mine = each * weights["layer"] + (weights["embedding"] + weights["head"]) / plan.pp
+    states = mine / plan.tp * (2 + 4 + 12 / plan.dp)
+    return states + plan.pp * each * kept * tokens / plan.tp
+
+
+def _unsharded(plan: Plan, layers: Sequence, weights: Mapping, tokens: int, kept: int) -> float:
+    """18 bytes for every weight of the rank."""
+    return _fullest()(plan, layers, weights, tokens, kept) * 1.5
+
+
+def _no_sp(plan: Plan, layers: Sequence, weights: Mapping, tokens: int, kept: int) -> float:
+    """Activations whole on every rank of tp."""
+    return _fullest()(plan, layers, weights, tokens, kept * plan.tp)
+
+
+def _mean(held: Sequence[float]) -> float:
+    return sum(held) / len(held)
+
+
+def _solve(rows: Any, seconds: Any) -> np.ndarray:
+    return np.linalg.lstsq(rows, seconds, rcond=None)[0]
+
+
+def _fit(noise: float = 0.025, relative: bool = True, shares: Any = None) -> Callable:
+    """Least squares with other errors than those of the exercise."""
+
+    def attempt(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
+        off = noise * (seconds if relative else np.full(len(seconds), seconds.mean()))
+        spread = unsure if shares is None else np.full(len(usual), shares)
+        rows = np.vstack([work * usual / off[:, None], np.diag(1 / spread)])
+        return usual * _solve(rows, np.concatenate([seconds / off, 1 / spread]))
+
+    return attempt
+
+
+def _to_zero(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
+    """Ridge regression: what no run tells becomes 0."""
+    rows = np.vstack([work * usual / (0.025 * seconds)[:, None], np.diag(1 / unsure)])
+    told = np.concatenate([np.full(len(seconds), 40.0), np.zeros(len(usual))])
+    return usual * np.abs(_solve(rows, told))
+
+
+def _no_prior(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
+    return usual * _solve(work * usual / seconds[:, None], np.ones(len(seconds)))
+
+
+def _one_factor(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
+    return usual * float(np.mean(seconds / (work @ usual)))
+
+
+def _as_given(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
+    return usual
+
+
+def _rates(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
+    return 1 / _fit()(work, seconds, usual, unsure)
+
+
+def _normal_equations(work: Any, seconds: Any, usual: Any, unsure: Any) -> np.ndarray:
+    """With the runs alone: five equations for five numbers, of few runs."""
+    return np.linalg.solve(work.T @ work, work.T @ seconds)
+
+
+def _always(**degrees: int) -> Callable:
+    """One and the same mesh for each job, dp from what is left."""
+
+    def attempt(job: planner.Job, ask: Callable) -> Plan:
+        used = degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1)
+        return climb.completed(job, Plan(**({"dp": job.cluster.gpus // used} | degrees)))
+
+    return attempt
+
+
+def _climbed(recompute: Sequence[int] = climb.ALL, **degrees: int) -> Callable:
+    """One climb from one start."""
+
+    def attempt(job: planner.Job, ask: Callable) -> Plan:
+        start = climb.plain(job, **degrees)
+        return climb.climb(job, ask, start, recompute)[-1]
+
+    return attempt
+
+
+def _experts_recomputed(job: planner.Job, ask: Callable) -> Plan:
+    """Experts over eight ranks, and then whatever makes it fit at once."""
+    many = job.model.num_experts > 1
+    return _climbed(climb.ALL if many else (0,), **({"ep": 8} if many else {}))(job, ask)
+
+
+def _fastest_of_all(job: planner.Job, ask: Callable) -> Plan:
+    """The quickest end of climbs that look at seconds alone."""
+    plan = climb.plain(job)
+    while True:
+        best = min(climb.changes(job, plan), key=lambda p: ask(p).seconds)
+        if ask(best).seconds >= ask(plan).seconds:
+            return plan
+        plan = best
+
+
+def _asks_for_all(job: planner.Job, ask: Callable) -> Plan:
+    """Every mesh of powers of two, with every level of ZeRO and of recomputation."""
+    for tp, cp, pp, zero, again in itertools.product(*[(1, 2, 4, 8)] * 3, range(4), range(3)):
+        dp = max(1, job.cluster.gpus // tp // cp // pp)
+        plan = climb.completed(job, Plan(dp=dp, tp=tp, cp=cp, pp=pp, zero=zero, recompute=again))
+        if not plans.illegal(job, plan):
+            ask(plan)
+    return climb.plain(job)
+
+
+def _leanest(job: planner.Job, ask: Callable) -> Plan:
+    """The plan of the many small changes that holds least."""
+    path = [climb.plain(job)]
+    for _ in range(6):
+        path.append(min(climb.changes(job, path[-1]), key=lambda p: ask(p).peak))
+    return path[-1]
+
+
+def _searches(job: planner.Job, ask: Callable) -> Plan:
+    return planner.search(job).fastest.plan
+
+
+def _enumerates(job: planner.Job, ask: Callable) -> Plan:
+    return plans.enumerate_plans(job)[0]
+
+
+def _in_words(job: planner.Job, ask: Callable) -> str:
+    return plans.text_of(climb.plain(job))
+
+
+LONG, LAST = "8B on 32 A100, long", "8x7B on 64 H100"
+WRONG = {
+    "planner/fullest": (
+        Wrong("the one of the lab", _of_the_lab, "context parallelism", "tokens / cp"),
+        Wrong("no cp at all", _fullest("cp"), "context parallelism", "tokens / cp"),
+        Wrong("optimizer over dp", _fullest("optimizer"), "context parallelism", "dp · cp"),
+        Wrong("no embedding, no head", _fullest("ends"), "one stage", "the head"),
+        Wrong("18 bytes everywhere", _unsharded, "one stage", "12 B shared"),
+        Wrong("whole on ranks of tp", _no_sp, "one stage", "activations as kept"),
+        Wrong("the mean", _fullest(of=_mean), "the fullest stage", "mean of the stages"),
+        Wrong("GPipe's", _fullest("all"), "one stage", "as soon as it can"),
+        Wrong("one micro-batch", _fullest("once"), "the fullest stage", "and not one"),
+        Wrong("the first stage", _fullest("first"), "uneven stages", "may have more layers"),
+        Wrong("p − i", _fullest("p - i"), "fewer micro-batches than stages", "m micro-batches"),
+        Wrong("the sum", _fullest(of=sum), "the fullest stage", "take the largest"),
+    ),
+    "planner/fit": (
+        Wrong("no usual numbers", _no_prior, "what no run tells", "tell five numbers apart"),
+        Wrong("normal equations", _normal_equations, "what no run tells", "beside them"),
+        Wrong("toward 0", _to_zero, "what runs tell", "so that many runs outweigh"),
+        Wrong("one factor for all", _one_factor, "what runs tell", "A row for each run"),
+        Wrong("the usual ones", _as_given, "what runs tell", "A row for each run"),
+        Wrong("units per second", _rates, "what runs tell", "seconds per unit"),
+        Wrong("errors in seconds", _fit(relative=False), "long and short runs", "long ones decide"),
+        Wrong("alike unsure", _fit(shares=0.25), "what no run tells", "known worse"),
+        Wrong("runs hardly count", _fit(noise=0.5), "what runs tell", "many runs outweigh"),
+    ),
+    "planner/exam": (
+        Wrong("dp alone", _always(zero=3), LONG, "not fit"),
+        Wrong("tp 8, pp 4", _always(tp=8, pp=4), LONG, "hold fewer"),
+        Wrong("a climb that recomputes", _climbed(), LONG, "every step pays"),
+        Wrong("one climb without", _climbed((0,)), LAST, "Experts are most"),
+        Wrong("experts over 8, recomputed", _experts_recomputed, LAST, "every step pays"),
+        Wrong("fastest, fit or not", _fastest_of_all, LONG, "Share out"),
+        Wrong("leanest", _leanest, LONG, "every step pays"),
+        Wrong("in words", _in_words, LONG, "planner.Plan"),
+        Wrong("searched", _searches, LONG, "search is the examiner"),
+        Wrong("enumerated", _enumerates, LONG, "search is the examiner"),
+        Wrong("asks for all", _asks_for_all, LONG, "tens of thousands"),
+        Wrong("illegal", _always(tp=16), LONG, "without remainder"),
+    ),
+}
