@@ -120,15 +120,17 @@ def test_a_fit_is_that_of_calibrate_to_first_order():
     begin = rates.Rates.assumed(B200)
     usual = np.array([*(1 / getattr(begin, name) for name in rates.NAMES[:4]), begin.kernel])
     done = np.array([rates.work_of(run, begin) for run in SHORT])
-    found = rates.fit(done, [run.seconds for run in SHORT], usual)
+    found = rates.fit_rates(done, [run.seconds for run in SHORT], usual)
     full = planner.calibrate(SHORT, B200)
     names = [1 / getattr(full, name) for name in rates.NAMES[:4]] + [full.kernel]
     assert found == pytest.approx(names, rel=0.1)
     # What no run tells stays as usual; what many runs tell without errors is found.
     done[:, 3] = 0
-    assert rates.fit(done, done @ usual, usual) == pytest.approx(usual, rel=1e-9)
+    assert rates.fit_rates(done, done @ usual, usual) == pytest.approx(usual, rel=1e-9)
     exact = usual * [1.2, 0.9, 1.1, 1.0, 1.3]
-    assert rates.fit(done, done @ exact, usual, unsure=[9] * 5) == pytest.approx(exact, rel=0.02)
+    assert rates.fit_rates(done, done @ exact, usual, unsure=[9] * 5) == pytest.approx(
+        exact, rel=0.02
+    )
 
 
 def test_what_overlaps_nothing_is_paid_in_full():
@@ -141,6 +143,6 @@ def test_what_overlaps_nothing_is_paid_in_full():
         found = planner.estimate(replace(job, rates=replace(job.rates, overlap=share)), plan)
         assert sum(found.parts.values()) == pytest.approx(found.seconds)
         steps.append(found.seconds)
-    sent = 8 * (model.num_params - 2 * model.vocab_size * model.d_model) * 8 * 7 / 8
+    sent = 8 * model.num_params * 8 * 7 / 8  # bytes, in eight micro-batches
     assert steps[0] == steps[1] < steps[2]  # half of the computing hides it as well
-    assert steps[2] - steps[0] == pytest.approx(sent / job.rates.link, rel=0.15)
+    assert steps[2] - steps[0] == pytest.approx(sent / job.rates.link, rel=1e-3)

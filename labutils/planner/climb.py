@@ -7,7 +7,7 @@ from dataclasses import replace
 from labutils.planner.plans import CHUNKS, Estimate, Job, illegal
 from labutils.planner.work import Plan
 
-AXES = ("dp", "tp", "cp", "pp")
+_AXES = ("dp", "tp", "cp", "pp")
 ALL = (0, 1, 2)  # none, selective, full
 Ask = Callable[[Plan], Estimate]
 
@@ -22,7 +22,7 @@ def completed(job: Job, plan: Plan) -> Plan:
     return replace(plan, micro_batches=job.batch // plan.dp // plan.micro_batch)
 
 
-def plain(job: Job, **degrees: int) -> Plan:
+def start_of(job: Job, **degrees: int) -> Plan:
     """Data parallelism over all that the given axes leave, or over as many ranks as there are
     sequences; what is left over is a pipeline."""
     others = 1
@@ -44,9 +44,9 @@ def changes(job: Job, plan: Plan) -> Iterator[Plan]:
 
 
 def _changes(job: Job, p: Plan) -> Iterator[Plan]:
-    for source in AXES:
+    for source in _AXES:
         if getattr(p, source) % 2 == 0:
-            for to in (axis for axis in AXES if axis != source):
+            for to in (axis for axis in _AXES if axis != source):
                 degrees = {source: getattr(p, source) // 2, to: 2 * getattr(p, to)}
                 yield replace(p, **degrees)
                 if to == "pp":  # a longer pipeline is worth it with chunks, or not at all
@@ -90,7 +90,7 @@ def several(job: Job, ask: Ask, width: int = 8) -> Plan:
     experts = {"ep": min(width, job.model.num_experts)} if job.model.num_experts > 1 else {}
     found = []
     for degrees in ({}, {"tp": width}, {"cp": width}, {"pp": width}):
-        start = plain(job, **degrees, **experts)
+        start = start_of(job, **degrees, **experts)
         if not illegal(job, start):
             found.append(climb(job, ask, start, (0,))[-1])
     best = min(found, key=lambda p: better(ask(p)))

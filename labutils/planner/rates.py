@@ -285,7 +285,7 @@ def work_of(run: MeasuredStep, rates: Rates) -> np.ndarray:
     return np.bincount(_PLACE, rows, len(NAMES))
 
 
-def fit(work_: Any, seconds: Any, usual: Any, unsure: Any = UNSURE) -> np.ndarray:
+def fit_rates(work_: Any, seconds: Any, usual: Any, unsure: Any = UNSURE) -> np.ndarray:
     """Seconds that a unit of each kind of work takes [kinds], from the work [runs, kinds] and the
     seconds [runs] of some runs: the most likely, if a run is measured to 2.5 % and the `usual`
     seconds are right to the share `unsure`.

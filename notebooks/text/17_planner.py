@@ -3,7 +3,7 @@
 #
 # **A model, a cluster and a batch are given. Which plan trains it fastest, does it fit, and how do you know before you order the GPUs?**
 #
-# *110 min · before this: labs 09 to 13a · needs a laptop, no GPU and no network*
+# *90 min, and 10 further · before this: labs 09 to 13a · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -282,7 +282,7 @@ check("planner/fit", fit)
 hint("planner/fit", 1)
 
 # %%
-show(rates.fit)
+show(rates.fit_rates)
 
 # %%
 fitted = planner.calibrate(five, b200)
@@ -356,7 +356,7 @@ def ask(plan):
 
 
 for allowed in (climb.ALL, (0,)):
-    for plan in climb.climb(llama, ask, climb.plain(llama), allowed):
+    for plan in climb.climb(llama, ask, climb.start_of(llama), allowed):
         found = ask(plan)
         print(f"{found.seconds:5.1f} s {found.peak / 1e9:4.0f} GB  {text_of(plan)}")
     print()
@@ -481,7 +481,7 @@ print(export("megatron", llama, tied))
 #
 # ### True under a condition
 #
-# **"Empiric rule: model_size*18 < 75% of gpu"**, and "If that is `True` then you don't need any model parallelism" (a rule of thumb of 2021). True for short sequences: Qwen2-0.5B has 8.9 GB by this rule, and 177 GB with 131,072 tokens. Nor does it hold backwards: Llama-3.1-8B has 145 GB, and takes 60 GB on each of eight GPUs with ZeRO-3. <!-- erratum: PL-09 -->
+# **"Empiric rule: model_size*18 < 75% of gpu"**; if so, "then you don't need any model parallelism" (a rule of thumb of 2021). True for short sequences: Qwen2-0.5B has 8.9 GB by this rule, and 177 GB with 131,072 tokens. Nor does it hold backwards: Llama-3.1-8B has 145 GB, and takes 60 GB on each of eight GPUs with ZeRO-3. <!-- erratum: PL-09 -->
 #   <!-- claim: [round(planner.estimate(planner.Job(model=__import__("dataclasses").replace(config.ModelConfig.named(name), seq_len=s), cluster=planner.Cluster(device=config.Hardware.named("A100"), nodes=1), batch_tokens=64 * s), planner.Plan(dp=8, micro_batches=8, zero=z)).peak / 1e9) for name, s, z in (("qwen2-0.5b", 131072, 0), ("llama-3.1-8b", 8192, 3))] == [177, 60] -->
 #
 # **(10 + 24 / tp) · s · b · h for a layer's activations** (Megatron-LM, the estimate that it prints before a run). True without context parallelism, of which it knows nothing. With cp = 8 and 131,072 tokens it expects 408 GiB of activations; a rank held 148 GiB of everything. <!-- erratum: PL-10 -->

@@ -714,6 +714,15 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("for rank in sorted({0, min(1, plan.pp - 1), plan.pp - 1}):", "for rank in (0,):"),
         ("found.fastest.seconds * (1 + TIE)", "found.fastest.seconds"),
     ],
+    ("planner/rates", "test_planner_runs"): [
+        ("b = np.concatenate([np.full(len(told), 1 / NOISE), spread])", "b = np.concatenate([np.full(len(told), 1 / NOISE), 0 * spread])"),
+        ("computing = rates.overlap * rates.of_work", "computing = rates.of_work"),
+    ],
+    ("planner/climb", "test_planner_climb"): [
+        ("return max(0.0, -estimate.headroom), estimate.seconds", "return estimate.seconds, max(0.0, -estimate.headroom)"),
+        ("if found != plan and not illegal(job, found):", "if found != plan:"),
+        ("micro_batches=job.batch // plan.dp // plan.micro_batch)", "micro_batches=job.batch // plan.dp)"),
+    ],
     ("planner/recipe", "test_planner test_survivors"): [
         ("share = round(target / seq_len / gpus)", "share = target // seq_len // gpus"),
         ('f"{batch:,} / ({largest} · {copies:,})"', 'f"{batch:,} / ({copies} · {copies:,})"'),

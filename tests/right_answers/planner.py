@@ -109,7 +109,7 @@ def _by_hand(job, ask):
 
 def _one_start(job, ask):
     """Nothing computed again; experts over eight ranks, where there are any."""
-    start = climb.plain(job, **({"ep": 8} if job.model.num_experts > 1 else {}))
+    start = climb.start_of(job, **({"ep": 8} if job.model.num_experts > 1 else {}))
     return climb.climb(job, ask, start, (0,))[-1]
 
 
@@ -130,7 +130,7 @@ def _questions(job, ask):
 def _annealed(job, ask):
     """Random changes from the plain start, fewer and fewer for the worse; then a climb."""
     rng = np.random.default_rng(1)
-    plan = climb.plain(job, **({"ep": 8} if job.model.num_experts > 1 else {}))
+    plan = climb.start_of(job, **({"ep": 8} if job.model.num_experts > 1 else {}))
     for turn in range(60):
         near = [p for p in climb.changes(job, plan) if not p.recompute]
         other = near[rng.integers(len(near))]

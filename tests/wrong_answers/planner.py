@@ -102,7 +102,7 @@ def _climbed(recompute: Sequence[int] = climb.ALL, **degrees: int) -> Callable:
     """One climb from one start."""
 
     def attempt(job: planner.Job, ask: Callable) -> Plan:
-        start = climb.plain(job, **degrees)
+        start = climb.start_of(job, **degrees)
         return climb.climb(job, ask, start, recompute)[-1]
 
     return attempt
@@ -116,7 +116,7 @@ def _experts_recomputed(job: planner.Job, ask: Callable) -> Plan:
 
 def _fastest_of_all(job: planner.Job, ask: Callable) -> Plan:
     """The quickest end of climbs that look at seconds alone."""
-    plan = climb.plain(job)
+    plan = climb.start_of(job)
     while True:
         best = min(climb.changes(job, plan), key=lambda p: ask(p).seconds)
         if ask(best).seconds >= ask(plan).seconds:
@@ -131,12 +131,12 @@ def _asks_for_all(job: planner.Job, ask: Callable) -> Plan:
         plan = climb.completed(job, Plan(dp=dp, tp=tp, cp=cp, pp=pp, zero=zero, recompute=again))
         if not plans.illegal(job, plan):
             ask(plan)
-    return climb.plain(job)
+    return climb.start_of(job)
 
 
 def _leanest(job: planner.Job, ask: Callable) -> Plan:
     """The plan of the many small changes that holds least."""
-    path = [climb.plain(job)]
+    path = [climb.start_of(job)]
     for _ in range(6):
         path.append(min(climb.changes(job, path[-1]), key=lambda p: ask(p).peak))
     return path[-1]
@@ -151,7 +151,7 @@ def _enumerates(job: planner.Job, ask: Callable) -> Plan:
 
 
 def _in_words(job: planner.Job, ask: Callable) -> str:
-    return plans.text_of(climb.plain(job))
+    return plans.text_of(climb.start_of(job))
 
 
 LONG, LAST = "8B on 32 A100, long", "8x7B on 64 H100"

@@ -271,7 +271,7 @@ FIT = Exercise(
     minutes=12,
     difficulty=2,
     proves="you calibrate the rates of a device with a few runs, and keep what they do not tell",
-    reference=rates.fit,
+    reference=rates.fit_rates,
     properties=(
         Property("what runs tell", _told),
         Property("what no run tells", _untold),
