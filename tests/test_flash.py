@@ -484,6 +484,28 @@ def test_bytes_of_passes(fn, inputs):
     assert flash.passes(fn, 30, 16, fused=True).diff(books).unexplained == 0
 
 
+@pytest.mark.parametrize("rows", [1, 5, 7, 100])
+def test_cross_entropy_whose_logits_never_exist(rows):
+    draw = torch.Generator().manual_seed(0)
+    x, W = (torch.randn(n, 6, generator=draw, dtype=torch.float64) for n in (12, 31))
+    x, W, t = x.mul_(100).requires_grad_(), W.requires_grad_(), torch.arange(12)
+    losses = nn.functional.cross_entropy(x @ W.mT, t), flash.linear_cross_entropy(x, W, t, rows)
+    ours, theirs = (torch.autograd.grad(3 * loss, (x, W)) for loss in losses)
+    for one, other in zip((losses[0], *ours), (losses[1], *theirs), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+    if hasattr(nn, "LinearCrossEntropyOptions"):  # PyTorch's own, in chunks
+        options = nn.LinearCrossEntropyOptions()
+        loss = nn.functional.linear_cross_entropy(x, W, t, options=options)
+        assert torch.allclose(loss, losses[1], rtol=1e-12)
+
+    def both():
+        return torch.autograd.grad(flash.linear_cross_entropy(x, W, t, rows), (x, W))
+
+    beyond = measure.peak(both, nn.Module()).total - x.nbytes - W.nbytes - t.nbytes
+    r = min(rows, 12)  # logits, their product with W, and three numbers a row
+    assert beyond == 8 * (r * 31 + r * 6 + 3 * r + 12 * 6 + 31 * 6 + 1)
+
+
 def test_passes_compute_what_torch_computes():
     x, up = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(flash.softmax(x), x.softmax(-1))

@@ -16,6 +16,7 @@ from labutils.flash.counting import block_sizes, counted, traffic
 from labutils.flash.fused import (
     Roof,
     layernorm,
+    linear_cross_entropy,
     moved,
     one_pass,
     passes,

@@ -4,9 +4,10 @@ import timeit
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -141,6 +142,52 @@ def one_pass(
         loaded = [memory.load(f"x{i}", at, x.dtype)[0] for i, x in enumerate(inputs)]
         memory.store("out", at, fn(*loaded)[None])
     return tensors["out"], ledger_of(memory.moved)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """How `linear_cross_entropy` does it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, rows: int) -> Tensor:
+        dx, dW, loss = torch.empty_like(x), torch.zeros_like(W), x.new_zeros(())
+        for part, out, t in zip(x.split(rows), dx.split(rows), targets.split(rows), strict=True):
+            P = part @ W.mT  # logits, then weights, then their gradient, in one place
+            m, right = P.amax(-1, keepdim=True), P.gather(1, t[:, None])
+            total = P.sub_(m).exp_().sum(-1, keepdim=True)
+            loss += (m + total.log() - right).sum()
+            P.div_(total * len(x))
+            P.scatter_add_(1, t[:, None], torch.full_like(right, -1 / len(x)))
+            out.copy_(P @ W)
+            dW.addmm_(P.mT, part)
+            del P  # before the next ones come
+        ctx.save_for_backward(dx, dW)
+        return loss / len(x)
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        dx, dW = ctx.saved_tensors
+        return dx.mul_(scale), dW.mul_(scale), None, None
+
+
+def linear_cross_entropy(
+    x: Float[Tensor, "tokens width"],
+    W: Float[Tensor, "words width"],
+    targets: Int[Tensor, " tokens"],
+    rows: int,
+) -> Float[Tensor, ""]:
+    """The mean cross-entropy of the logits x @ W.T, of which `rows` rows exist at a time.
+
+    The gradients are computed with the loss, while the logits are there: the backward pass scales
+    them, and runs once. Every target counts.
+
+    >>> x, W, targets = torch.eye(2), torch.zeros(4, 2), torch.tensor([0, 3])
+    >>> linear_cross_entropy(x, W, targets, rows=1)  # log 4
+    tensor(1.3863)
+
+    Cost: three products of tokens × words × width, as without chunks; rows · words numbers in place
+    of three times tokens · words. Source: Hsu et al. 2410.10989.
+    """
+    return LinearCrossEntropy.apply(x, W, targets, units.whole(rows, "rows", 1))
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,13 @@
 # ## Setup
 
 # %%
+import collections
 import dataclasses
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -341,7 +344,7 @@ def held(rows, size):
 
 # %% [markdown]
 # At once (left) they grow with the batch, in fours (right) not by a byte. What stays is the **gradient**: without accumulation it lives from the
-# backward pass to the step, with it from the first micro-batch on, all through every later forward pass. So at the top of every later hill there is one gradient more:
+# backward pass to the step, with it from the first micro-batch on, all through every later forward pass. So at the top of every later hill there is one gradient more. (Without accumulation, too, if a loop calls `zero_grad` after the forward pass and not after the step.)
 
 # %%
 model.zero_grad()
@@ -369,7 +372,7 @@ for slope in slopes:
 w.grad.item(), sum(slopes)
 
 # %% [markdown]
-# The sum never moves: beyond 256 a bf16 number's gap is 2, so adding 1 is rounded away (lab 01). Training codes keep the sum in fp32, beside the bf16 gradients, for $4\Psi$ bytes:
+# The sum never moves: beyond 256 a bf16 number's gap is 2, so adding 1 is rounded away (lab 01). Equal addends that are no power of two come a little further, to less than 512 of them. Training codes keep the sum in fp32, beside the bf16 gradients, for $4\Psi$ bytes:
 
 # %%
 w.grad = None
@@ -561,8 +564,80 @@ policies, kinds = ["none", "selective", "full"], ["plain", "sdpa"]
 explore(setting, gpus=[4, 8, 16, 32, 64], checkpointing=policies, attention=kinds)
 
 # %% [markdown]
-# Full checkpointing makes the micro-batch larger and computes 22 % more, as in lab 04; accumulation computes nothing twice. So accumulate rather than recompute, unless the smaller micro-batch costs more time than those 22 %, as it does above with one sequence at a time.
+# Full checkpointing makes the micro-batch larger and computes 22 % more, as in lab 04; accumulation computes no product twice. So accumulate rather than recompute, unless the smaller micro-batch costs more time than those 22 %, as it does above with one sequence at a time.
 # <!-- claim: round(100 * checkpointing.overhead(config.ModelConfig.named("gpt2-xl"), "full")) == 22 -->
+
+# %% [markdown]
+# ### Further: where do the rows come from?
+#
+# Documents differ in length. Give each a row of 1024 tokens and fill it up with padding, or *pack* them: lay them end to end and cut. Here are 1000 documents of 1 to 600 tokens.
+#
+# > How many times as many rows does padding need?
+
+# %%
+predict("accumulation/padding", times=1.5)
+
+
+# %%
+def packed(documents, length, end=0):
+    """Rows of length + 1 tokens: inputs, and targets one place further."""
+    stream = torch.cat([F.pad(document, (0, 1), value=end) for document in documents])
+    return stream.unfold(0, length + 1, length)
+
+
+draw = torch.Generator().manual_seed(0)
+sizes = torch.randint(1, 601, (1000,), generator=draw).tolist()
+rows = packed([torch.full((size,), size) for size in sizes], 1024)
+formula = (sum(sizes) + len(sizes) - 1) // 1024
+print("rows:", len(rows), "by formula:", formula)
+
+# %%
+reveal("accumulation/padding", times=round(len(sizes) / formula, 1))
+
+# %% [markdown]
+# A packed row has no padding, but its tokens see the documents before theirs, unless attention has a mask for each document (lab 11).
+#
+# **Resuming.** A run stops after three steps on 4 ranks and goes on with 6. If rows are dealt out in one global order, the loader needs one number: the step. If every rank reads a part of its own from beginning to end, the parts of six ranks are not those of four. How many of 96 rows are read twice, and how many never?
+
+
+# %%
+def in_order(step, rank, size, gbs=12):
+    return range(gbs * step, gbs * (step + 1))[rank::size]
+
+
+def own_part(step, rank, size, gbs=12, all_rows=96):
+    mine = range(rank * all_rows // size, (rank + 1) * all_rows // size)
+    return mine[step * gbs // size : (step + 1) * gbs // size]
+
+
+for way in (in_order, own_part):
+    ranks = [4] * 3 + [6] * 5
+    read = collections.Counter(
+        row for k, n in enumerate(ranks) for rank in range(n) for row in way(k, rank, n)
+    )
+    twice = sum(count > 1 for count in read.values())
+    print(f"{way.__name__}: {twice} twice, {96 - len(read)} never")
+
+# %% [markdown]
+# **Waiting for data.** Loading takes l seconds, a step c. One after the other, k steps take k(l + c); with the next batch on its way meanwhile, l + k·max(l, c). Twenty steps that sleep:
+
+
+# %%
+def slept(load, compute, ahead, steps=20):
+    """Seconds of all steps, with so many batches on their way during a step."""
+    coming, start = collections.deque(), time.perf_counter()
+    with ThreadPoolExecutor(1) as loader:
+        for k in range(steps):
+            while len(coming) <= ahead and k + len(coming) < steps:
+                coming.append(loader.submit(time.sleep, load))
+            coming.popleft().result()
+            time.sleep(compute)
+    return time.perf_counter() - start
+
+
+for ahead, by_formula in ((0, 20 * (0.04 + 0.05)), (1, 0.04 + 20 * 0.05)):
+    right = abs(slept(0.04, 0.05, ahead) / by_formula - 1) < 0.25
+    print(f"{ahead} ahead: {by_formula:.2f} s; measured to a quarter: {right}")
 
 # %% [markdown]
 # ### Exercise 5.3 · Fill a batch (10 min, ●○○)
@@ -589,6 +664,7 @@ hint("accumulation/configure", 1)
 #   forward pass included (lab 08).
 # - **FSDP2.** `model.set_requires_gradient_sync(False)` for all but the last. Gradients are then kept *unsharded* between micro-batches, which costs the memory
 #   that sharding saved; leaving it on reduces every time and keeps them small (lab 09). `set_is_last_backward` tells it when to wait.
+# - **Data.** `DataLoader(num_workers=…, prefetch_factor=…)` loads ahead; torchdata's `StatefulDataLoader` has a `state_dict()` that says where it is.
 # - **torchtitan.** `training.local_batch_size` and `training.global_batch_size`: the second turns accumulation on.
 # - **Megatron-LM.** `--micro-batch-size`, `--global-batch-size`; accumulation steps follow from the data-parallel degree.
 #   `--accumulate-allreduce-grads-in-fp32` is the fp32 buffer, `--calculate-per-token-loss` the mean over tokens of the whole batch.
@@ -625,8 +701,8 @@ hint("accumulation/configure", 1)
 # > - Data parallelism averages: weigh with the tokens of all ranks, and multiply the loss by the number of ranks.
 # > - Activations are those of one micro-batch, whatever the batch. Gradients stay from the first micro-batch to the step, and an fp32 sum of them costs 4Ψ more: 20 bytes per parameter instead of 16.
 # >   <!-- claim: [round(memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=f)).total / 1557611200) for f in (False, True)] == [16, 20] -->
-# > - A bf16 sum stops growing at 256 times the addend. Accumulate in fp32.
-# >   <!-- claim: floats.BF16.round(256 + 1) == 256 -->
+# > - A bf16 sum of equal addends stops growing at 256 to 512 times the addend. Accumulate in fp32.
+# >   <!-- claim: [[w.add_(a) for w in [torch.zeros(1, dtype=torch.bfloat16)] for _ in range(999)][-1].item() / a for a in (1, 1.25)] == [256, 409.6] -->
 # > - What looks across the batch does not come in pieces: balancing losses, batch statistics, clipping. Clip once, after the last micro-batch, and do not drop the tail: 10 batches, four
 # >   to a step, are three steps.
 # >   <!-- claim: len(accumulation.micro_batches(torch.zeros(10, 1), 4)) == 3 -->

@@ -3,7 +3,7 @@
 #
 # **A head that reads 8192 tokens computes 67 million scores to produce half a million numbers. The result must be exact. Can the scores never exist?**
 #
-# *85 min, and 45 further · before this: lab 03 (what a layer keeps), softmax and its derivative · needs a laptop, no GPU and no network*
+# *90 min, and 50 further · before this: lab 03 (what a layer keeps), softmax and its derivative · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -18,6 +18,7 @@
 # %%
 import math
 import time
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, predictions, reveal, show
 from labutils.teach.exercises.flash import buggy_attention
 from labutils.teach.widgets import explore
+from labutils.world import World
 
 # %% [markdown]
 # ## The idea in one picture
@@ -294,8 +296,16 @@ reveal("flash/products", products=products(tiled)[1])
 
 # %% [markdown]
 # $dV = P^\top dO$, $dP = dO\,V^\top$, $dQ = dS\,K$, $dK = dS^\top Q$, and once more $QK^\top$, because it was not kept. Seven products in all against six:
-# **FlashAttention does more arithmetic, not less.**
-#
+# **a tile costs more arithmetic, not less.** What a causal mask crosses out, plain attention computes and the tiled one does not. Products of both passes with such a mask, in tiles of 32:
+
+# %%
+masked = {
+    "plain": lambda *qkv: flash.plain(*qkv, causal=True)[0],
+    "tiled": lambda *qkv: flash.attention(*qkv, causal=True, block_q=32, block_k=32)[0],
+}
+{name: sum(products(attend)) for name, attend in masked.items()}
+
+# %% [markdown]
 # Here is the loop. Keys are outside now: $dK$ and $dV$ of a block collect from all queries, $dQ$ is added to in slow memory.
 
 # %%
@@ -395,7 +405,15 @@ reveal(
 # %% [markdown]
 # The maximum $m$ is a unit, not a result: $o$ and $\ell$ are both counted in it, and it leaves in $o/\ell$, rounded or not.
 #
-# The two sums $\ell$ and $o$ are the ones that must not be rounded: their error grows with the number of keys (from left to right, four times as many each), and that of $P$ does not. Kernels keep S, m, ℓ
+# The errors of the two sums $\ell$ and $o$ grow with the number of keys (from left to right, four times as many each), and that of $P$ does not. That holds where many keys share the weight. Queries a hundred times as long
+# make scores of several hundred, and few keys get all of it:
+
+# %%
+q, k, v = in_bf16(1024)
+{name: f"{error(100 * q, k, v, short=name):.0e}" for name in ("P", "S", "o", "l")}
+
+# %% [markdown]
+# Now S is the worst: beyond 256 the numbers of bf16 lie 2 apart, and a score that is wrong by 1 makes a weight wrong by e. Kernels keep S, m, ℓ
 # and o in fp32 and round $P$ alone: tensor cores multiply 16-bit factors. Plain attention in bf16 writes S to slow memory, rounded, and so pays for S as well.
 #
 # And lse has to stay in fp32. Recover the weights from a rounded lse, and add up each row, which should give 1:
@@ -445,7 +463,7 @@ crossed = flash.counted(q, k, v, **run)
 flash.traffic("flash-2", s=1000, d=64, heads=2, itemsize=4, **run).diff(crossed)
 
 # %% [markdown]
-# **The law.** A fast memory of M numbers holds a block of queries, keys, values and output, M/4 numbers each: $B = M/4d$ rows for the outer loop. flash-2
+# **The law.** In the papers a fast memory of M numbers holds a block of queries, keys, values and output, M/4 numbers each: $B = M/4d$ rows for the outer loop. flash-2
 # moves two tensors, K and V, once for each of s/B blocks of queries. flash-1 moves three, Q and O to and fro, once for each of s/B blocks of keys:
 #
 # $$ \text{flash-2} \approx 2 s d \cdot \frac{s}{B} = \frac{8\, s^2 d^2}{M} $$
@@ -472,7 +490,7 @@ for loop in ("flash-1", "flash-2"):
     print(loop, found)
 
 # %% [markdown]
-# Against the $4s^2$ of plain attention, **the gain is $M/3d^2$ for flash-1 and $M/2d^2$ for flash-2, not a constant:**
+# Against the $4s^2$ of plain attention **the gain is $M/3d^2$ for flash-1 and $M/2d^2$ for flash-2 with four equal parts, and not a constant:**
 
 # %%
 for head in (64, 128):
@@ -482,7 +500,19 @@ for head in (64, 128):
         print(f"{loop}, d = {head:3}: law {law:.2f}, counted {gain:.2f}")
 
 # %% [markdown]
-# With heads of 128 and this little fast memory both loops move *more* than plain attention. At this border tiling pays where fast memory is large against d².
+# With heads of 128 and this little fast memory both loops move *more* than plain attention. Is that the price of tiling, or of the four equal parts? In flash-2 keys and values only pass through. Keep 16 of them
+# in fast memory at a time, and give the rest to queries, their outputs, and the tile of scores, for which the four parts left no room:
+
+# %%
+for head, equal in ((64, 100), (128, 50)):
+    queries = (fast - 2 * 16 * head) // (2 * head + 16)
+    blocks = dict(block_q=queries, block_k=16, itemsize=1, stat_itemsize=1)
+    narrow = flash.traffic("flash-2", s=4096, d=head, **blocks).total
+    gain = moved("plain", 4096, head, fast) / narrow
+    print(f"d = {head:3}: {queries} queries at a time, not {equal}: gain {gain:.2f}")
+
+# %% [markdown]
+# It was the parts. With narrow blocks of keys the gain comes near $M/d^2$, twice the law: **at this border tiling pays where fast memory holds clearly more than d² numbers.**
 
 # %% [markdown]
 # ## Can the keys live in two places?
@@ -503,7 +533,7 @@ merged, _ = flash.merge(*halves[0], *halves[1])
 bool((whole - merged).abs().max() < 1e-6)
 
 # %% [markdown]
-# Keys on two GPUs, keys in two thread blocks that share one long row (Flash-Decoding), keys that arrive over a ring of ranks (lab 11): all of them are this one function.
+# (No key may stand in both parts, or it counts twice.) Keys on two GPUs, keys in two thread blocks that share one long row (Flash-Decoding), keys that arrive over a ring of ranks (lab 11): all of them are this one function.
 #
 # ### Exercise 6.2 · Two halves of the keys (15 min, ●●○)
 #
@@ -589,24 +619,85 @@ for fn in work:
 
 
 # %% [markdown]
-# A fused SwiGLU has two inputs to read. Do fewer bytes take less time? On your machine the fast memory is the cache:
+# A fused SwiGLU has two inputs to read.
+#
+# ### Must the logits exist?
+#
+# The largest tensor of a training step is often not in attention. Llama 3 has v = 128 256 words, and the logits of 8192 tokens are 4.2 GB in fp32.
+#
+# > How many GB does cross-entropy hold at its fullest moment, beyond its inputs: the last hidden states (width 4096) and the matrix W of the output?
+
+# %%
+predict("flash/logits", GB=4.2)
+
+# %% [markdown]
+# Three such tensors are there at once: the logarithms of the probabilities, their gradient, and the gradient of the logits. But no token needs another's logits. Take r tokens at a time: logits, loss, gradient, its two products, and forget.
+# Since the loss is the end of the network, the gradients can be computed in the *forward* pass, while the logits are there; the backward pass scales them.
+
+# %%
+show(flash.fused.LinearCrossEntropy)
+
+# %% [markdown]
+# What remains is the gradients of W and of the hidden states, the logits of r tokens, r rows of a product on its way, and a few numbers per row. By formula:
 
 
-# %% tags=["nbval-ignore-output"]
-def seconds(fn, *args, repeats=3):
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        fn(*args)
-        times.append(time.perf_counter() - start)
-    return min(times)
+# %%
+def by_formula(s, v, h, rows):
+    chunks = v * h + s * h + rows * v + rows * h + 3 * rows + 1
+    return [4 * (3 * s * v + 2), 4 * chunks]
 
 
-for fn, inputs in work.items():
-    many = seconds(fn, *inputs)
-    one = seconds(flash.one_pass, fn, *inputs)
-    both = f"many passes {units.text(many, 's'):>8}, one pass {units.text(one, 's'):>8}"
-    print(f"{fn.__name__:10} {both}: {many / one:.1f} times faster")
+def all_at_once(x, W, t, rows):
+    return torch.autograd.grad(F.cross_entropy(x @ W.mT, t), (x, W))
+
+
+def in_chunks(x, W, t, rows):
+    return torch.autograd.grad(flash.linear_cross_entropy(x, W, t, rows), (x, W))
+
+
+def counted(rank, s, v, h, rows):
+    """Bytes at the fullest moment, beyond the inputs: all at once, and in chunks."""
+    x, W = (torch.zeros(n, h, requires_grad=True) for n in (s, v))
+    given = x, W, torch.zeros(s, dtype=torch.long)
+    return [
+        measure.peak(partial(way, *given, rows), nn.Module()).total
+        - sum(each.nbytes for each in given)
+        for way in (all_at_once, in_chunks)
+    ]
+
+
+# %% [markdown]
+# Measured on 256 tokens of width 64, and in a dry run of the whole, whose tensors have shapes and no numbers:
+
+# %%
+small, whole = (256, 128_256, 64, 32), (8192, 128_256, 4096, 512)
+with World(1, engine="dry") as dry:
+    found = dry.run(counted, *whole, rank=0)
+print("measured and dry:", counted(None, *small) == by_formula(*small), end=" ")
+print(found == by_formula(*whole), *map(units.text, found))
+
+# %%
+reveal("flash/logits", GB=round(found[0] / 1e9, 1))
+
+# %% [markdown]
+# Most of what is left is the gradient of W, which has to be somewhere. The products are as many as before, three. Against PyTorch's own, are the gradients equal, and is it slower by half or more (least processor time of five runs each)?
+
+
+# %%
+def timed(way):
+    start = time.process_time()
+    gradients = way(x, W, t, 64)
+    return time.process_time() - start, gradients
+
+
+draw = torch.Generator().manual_seed(0)
+x, W = (torch.randn(n, 64, generator=draw, requires_grad=True) for n in (512, 32_000))
+t = torch.randint(32_000, (512,), generator=draw)
+runs = [(timed(all_at_once), timed(in_chunks)) for _ in range(5)]
+pairs = zip(*(gradients for _, gradients in runs[0]), strict=True)
+print("equal:", all(torch.allclose(a, b, atol=1e-6) for a, b in pairs))
+ones, others = (min(took for took, _ in way) for way in zip(*runs, strict=True))
+print("slower by half or more:", others > 1.5 * ones)
 
 # %% [markdown]
 # ### Where is the roof?
@@ -656,14 +747,8 @@ at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
 # %% [markdown]
 # 621 is more than HBM allows if it serves every read: it served at most 425/621 of them, about two thirds. L2 is one that shares reads. Another may be the kernel itself: for heads of 128
 # without a mask it groups thread blocks in pairs, which can take K and V from one load. Which of them it was, this number does not say. What keeps the kernel below 989, a roofline of one
-# memory cannot say. The roof of the machine that you are sitting at:
-
-# %% tags=["nbval-ignore-output"]
-here = flash.Roof.measured()
-print(units.text(here.flops, "FLOP/s"), "and", units.text(here.bandwidth, "B/s"))
-print(f"ridge at {here.ridge:.0f} FLOPs per byte")
-
-# %% [markdown]
+# memory cannot say. (`flash.Roof.measured()` is the roof of the machine that you are sitting at.)
+#
 # ### How does it look on a GPU?
 #
 # There the loop must live inside *one* kernel, or each tile goes back to slow memory after all. A kernel is a program that runs many times at once, each
@@ -727,8 +812,8 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 
 # %% [markdown]
 # Look for the settings where tiling moves *more* than plain attention. How much fast memory would make flash-2 win at d = 256? By the law 2d² = 131 072
-# numbers, 262 kB in 16 bits, and one processor of an A100 has 192 kB, of an H100 228 kB. Kernels for d = 256 exist all the same: this is the border of a
-# processor, and what HBM carries can come down to the last bar.
+# numbers, 262 kB in 16 bits, and one processor of an A100 has 192 kB, of an H100 228 kB. Kernels for d = 256 exist all the same: with narrow blocks of keys about half of that is enough, and
+# what HBM carries can come down to the last bar.
 
 # %% [markdown]
 # ## In practice
@@ -744,6 +829,7 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 # - **Megatron-LM.** `--attention-backend flash`, `fused`, `unfused`, `local` or `auto` (default). Fused passes are on and have switches to turn them off: `--no-masked-softmax-fusion`,
 #   `--no-bias-gelu-fusion`, `--no-bias-swiglu-fusion`, `--no-rope-fusion`, `--no-bias-dropout-fusion`.
 # - **torchtitan.** `attn_backend` of a model: `"flex"`, `"flex_flash"` (Hopper and later) or `"varlen"`.
+# - **Logits in chunks.** `F.linear_cross_entropy` of PyTorch 2.13 with `options=nn.LinearCrossEntropyOptions(…)`; Liger Kernel's `LigerFusedLinearCrossEntropyLoss`.
 # - **DeepSpeed, FSDP2.** Attention is the model's own business there: choose it in the model.
 #
 # Dropout inside a fused attention stores no mask: the backward pass draws the same numbers again from the same seed. `flash.attention` here has no dropout.
@@ -792,12 +878,14 @@ round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 #   <!-- claim: 2 * flash.attention_flops(4096, 64, backward=True) == 5 * flash.attention_flops(4096, 64) -->
 # - In a bf16 kernel P may be rounded; the sums ℓ and o, and lse, stay in fp32.
 #   <!-- claim: flash.attention(*torch.ones(3, 1, 1, 4, 8, dtype=torch.bfloat16))[1].dtype == torch.float32 -->
-# - Bytes that processors load and store fall from 4s² to 8s²d²/M, a factor of about M/2d². With M = 25 600 numbers and 4096 tokens they are 3.09 times
-#   fewer for heads of 64, and more, 0.80, for heads of 128.
-#   <!-- claim: [round(flash.traffic("plain", s=4096, d=d, itemsize=1).total / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1).total, 2) for d, q, k in ((64, 100, 64), (128, 50, 50))] == [3.09, 0.8] -->
-# - Output and lse of two sets of keys give those of their union. Ring attention and split decoding use this one line.
+# - Bytes that processors load and store fall by about M/2d² if Q, K, V and O share fast memory equally, by up to M/d² if few keys are there at a time. With M = 25 600 numbers and 4096 tokens
+#   that is 3.09 and 4.81 for heads of 64; for heads of 128 the first moves more than plain attention, 0.80, the second less, 1.25.
+#   <!-- claim: [round(flash.traffic("plain", s=4096, d=d, itemsize=1).total / flash.traffic("flash-2", s=4096, d=d, block_q=q, block_k=k, itemsize=1, stat_itemsize=1).total, 2) for d, q, k in ((64, 100, 64), (64, 163, 16), (128, 50, 50), (128, 79, 16))] == [3.09, 4.81, 0.8, 1.25] -->
+# - Output and lse of two sets of keys that share none give those of their union. Ring attention and split decoding use this one line.
 #   <!-- claim: torch.allclose(flash.merge(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2), torch.zeros(1))[0], torch.full((1, 2), 0.5)) -->
 # - A fused kernel does the same arithmetic in fewer sweeps: softmax 2 instead of 8, LayerNorm 2 instead of 8, SwiGLU 3 instead of 8.
+#   Logits need not exist at once either: 2.5 GB in place of 12.6 at 8192 tokens and 128 256 words.
+#   <!-- claim: [round(4e-9 * n, 1) for n in (512 * 128256 + 128256 * 4096 + 8192 * 4096, 3 * 8192 * 128256)] == [2.5, 12.6] -->
 #   <!-- claim: [round(flash.passes(f, 4096, 4096, fused=x).total / (4 * 4096**2)) for f in (flash.softmax, flash.layernorm, flash.swiglu) for x in (True, False)] == [2, 8, 2, 8, 3, 8] -->
 # - A roofline belongs to one memory. On an H100, with heads of 128 and 16 384 tokens: at most 425 TFLOP/s if HBM served every read of K and V, the full 989
 #   if each tensor crosses once; a published kernel reaches 621.
@@ -817,6 +905,7 @@ round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 # - NVIDIA, *Hopper architecture in depth* (2022): the H100's L2 cache (reported).
 # - M. Milakov, N. Gimelshein, *Online normalizer calculation for softmax*, arXiv:1805.02867 (2018): the change of units (reported).
 # - M. N. Rabe, C. Staats, *Self-attention does not need O(n²) memory*, arXiv:2112.05682 (2021) (reported).
+# - P.-L. Hsu et al., *Liger Kernel: efficient Triton kernels for LLM training*, arXiv:2410.10989 (2024): cross-entropy in chunks, gradients in the forward pass (reported).
 # - S. Williams, A. Waterman, D. Patterson, *Roofline: an insightful visual performance model*, Communications of the ACM 52 (2009) (reported).
 # - V. Korthikanti et al., *Reducing activation recomputation in large transformer models*, arXiv:2205.05198 (2022): equation 1.
 # - PyTorch documentation of `scaled_dot_product_attention`, `torch.nn.attention`; Hugging Face documentation of attention backends; argument lists of Megatron-LM and torchtitan, as of 2025.

@@ -788,6 +788,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('2 * x.nbytes / sweep)', 'x.nbytes / sweep)'),
         ("flops / self.flops >= nbytes / self.bandwidth", "flops / self.flops <= nbytes / self.bandwidth"),
         ("2 * size**3 / product", "size**3 / product"),
+        ("P.div_(total * len(x))", "P.div_(total)"),
+        ("del P  # before the next ones come", "pass"),
+        ("m + total.log() - right", "total.log() - right"),
+        ("return dx.mul_(scale), dW.mul_(scale)", "return dx, dW"),
     ],
     ("memory/states", "test_memory test_survivors"): [
         ('Line("step", tensors * FP32_BYTES, "optimizer")', 'Line("step", FP32_BYTES, "optimizer")'),
