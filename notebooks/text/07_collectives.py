@@ -582,7 +582,14 @@ reveal("all-reduce/ring-wins-from", kB=round(where / 1000, 1))
 # %% [markdown]
 # Setting the two costs equal gives the place. On six ranks the ring takes 10 steps and 5/3 S one after the other; in halving–doubling
 # two of the six first hand their tensor to another rank and get the sum at the end, which makes 6 steps and (1 + 3/2 + 1) S. They meet at
-# S = (10 − 6) · λ · bw / (7/2 − 5/3). The product λ · bw is what a link could have sent in the time of one latency, here 100 kB. Far below it the steps decide, far above it the bytes.
+# S = (10 − 6) · λ · bw / (7/2 − 5/3). The product λ · bw is what a link could have sent in the time of one latency, here 100 kB. With more ranks the ring has more steps, and the place moves. In units of λ · bw, on 6, 100 and 1000 ranks:
+
+# %%
+pair = "all_reduce_ring", "all_reduce_halving_doubling"
+[round(collectives.crossover(*pair, n, link) / 100e3, 1) for n in (6, 100, 1000)]
+
+# %% [markdown]
+# So the steps of a ring decide below about N · λ · bw, and the bytes far above it.
 #
 # And on eight ranks?
 
@@ -621,7 +628,7 @@ for name in ("ring", "halving_doubling"):
         print(f"{name:17} {n:3} ranks {fullest:>9}")
 
 # %% [markdown]
-# Halving–doubling sends through both directions of each link, the ring through one, and still the ring is ahead on such a network, by a factor that grows with N.
+# Halving–doubling sends through both directions of each link, the ring through one, and still the ring is ahead on such a network, by a factor that grows with N (on four ranks it is 1).
 # (Two rings of half the tensor each, in opposite directions, would halve the ring's number once more.) A ring of ranks needs a network with a cycle through
 # all of them and no power of two.
 #
@@ -864,7 +871,7 @@ for name in (*rings, "all_to_all_pairwise"):
 # | to catch mismatched collectives | `TORCH_DISTRIBUTED_DEBUG=DETAIL`; `dist.monitored_barrier()` on gloo |
 # | in-place, asynchronous, a mean | torch's calls write into their input; `async_op=True` returns a `Work`; `ReduceOp.AVG` exists for NCCL only |
 #
-# **Frameworks** make messages large before they send them, since below λ · bw the steps decide: DDP packs gradients into buckets (`bucket_cap_mb`, 25 by
+# **Frameworks** make messages large before they send them, since below N · λ · bw the steps of a ring decide: DDP packs gradients into buckets (`bucket_cap_mb`, 25 by
 # default), DeepSpeed has `reduce_bucket_size` and `allgather_bucket_size`, FSDP2 gathers a whole transformer block at a time (torchtitan calls
 # `fully_shard` on each), Megatron-LM keeps gradients in one contiguous buffer (`--overlap-grad-reduce`, and `--use-distributed-optimizer` to split the
 # all-reduce into its halves).
@@ -921,7 +928,8 @@ faults(published_ring, World(8), numel=1024)[:2]
 # >   <!-- claim: len({collectives.sent(f"all_reduce_{way}", nbytes=64e6, n=4).total for way in ("naive", "ring")}) == 1 -->
 # > - Where links differ, use all that leave a machine: by summing inside it first, in few steps, or by as many rings as there are links. Either way a rank sends a piece, not the tensor, through the slow network.
 # >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=64e6 / 8, n=4).by("rank")[0] * 8 == collectives.sent("all_reduce_ring", nbytes=64e6, n=4).by("rank")[0] -->
-# > - Few bytes or few steps: below about λ · bw the steps decide, above it the bytes. On 8 ranks the ring takes 14 steps, halving–doubling 6.
+# > - Few bytes or few steps: in a ring of many ranks the steps decide below about N · λ · bw, the bytes above it. On 8 ranks the ring takes 14 steps, halving–doubling 6.
+# >   <!-- claim: [round(collectives.crossover("all_reduce_ring", "all_reduce_halving_doubling", n, config.Link(1, 1)) / n, 2) for n in (100, 1000)] == [0.93, 0.99] -->
 # >   <!-- claim: (collectives.steps("all_reduce_ring", 8), collectives.steps("all_reduce_halving_doubling", 8)) == (14, 6) -->
 # > - Test an all-reduce for its values, the same bits on all ranks, an untouched input, and the bytes of the busiest rank.
 
