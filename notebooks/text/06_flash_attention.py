@@ -885,7 +885,7 @@ round(forward), round(forward + backward), round(75.2 / 66.6, 2)
 #   <!-- claim: torch.allclose(flash.merge(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2), torch.zeros(1))[0], torch.full((1, 2), 0.5)) -->
 # - A fused kernel does the same arithmetic in fewer sweeps: softmax 2 instead of 8, LayerNorm 2 instead of 8, SwiGLU 3 instead of 8.
 #   Logits need not exist at once either: 2.5 GB in place of 12.6 at 8192 tokens and 128 256 words.
-#   <!-- claim: [round(4e-9 * n, 1) for n in (512 * 128256 + 128256 * 4096 + 8192 * 4096, 3 * 8192 * 128256)] == [2.5, 12.6] -->
+#   <!-- claim: (lambda v, h: [round(4e-9 * n, 1) for n in (512 * v + v * h + 8192 * h, 3 * 8192 * v)])(config.ModelConfig.named("llama-3.1-8b").vocab_size, config.ModelConfig.named("llama-3.1-8b").d_model) == [2.5, 12.6] -->
 #   <!-- claim: [round(flash.passes(f, 4096, 4096, fused=x).total / (4 * 4096**2)) for f in (flash.softmax, flash.layernorm, flash.swiglu) for x in (True, False)] == [2, 8, 2, 8, 3, 8] -->
 # - A roofline belongs to one memory. On an H100, with heads of 128 and 16 384 tokens: at most 425 TFLOP/s if HBM served every read of K and V, the full 989
 #   if each tensor crosses once; a published kernel reaches 621.

@@ -483,6 +483,7 @@ reveal("accumulation/bytes", times=sent[False] // sent[True])
 # | skipped steps (lab 02) | equal gradients | look for inf, and clip, *after* the reduction | the rank with the inf skips alone, and the others step along it |
 # | steps | nothing | make equally many (exercise 8.1), or use `join()` | a deadlock |
 # | examples | a mean over ranks | take equally many, or weigh by `data_parallel.share` | *shown below* |
+# | buffers | rank 0's, before each forward pass (`broadcast_buffers`) | use `SyncBatchNorm`, or no BatchNorm | each rank normalizes by its own rows |
 # | random numbers | nothing | seed dropout per rank | every rank drops the same units |
 #
 # **An uneven last batch.** Ten sequences are three, three, two and two. Unweighted, the last four count too much:

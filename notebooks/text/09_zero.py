@@ -45,12 +45,12 @@ world = World(4)
 # %% [markdown]
 # ## The idea in one picture
 #
-# Six equal layers, four ranks, one training step with Adam in fp32. Each row is a level, each cell one rank. The coloured part is what that rank holds, the first layer on top, while the step runs from
-# left to right. A coloured area is bytes times time.
+# Six equal layers, four ranks, one training step with Adam in fp32. Each row is a level, each cell one rank. The colored part is what that rank holds, the first layer on top, while the step runs from
+# left to right. A colored area is bytes times time.
 
 # %%
 held = rigs.occupancy.of_each_level(world)
-title = "Painted is what a rank holds. At level 3 a layer is whole while it computes"
+title = "A rank holds what is painted. At level 3 a layer is whole while it computes"
 plots.who_holds(**held, title=title)
 
 # %% [markdown]
@@ -827,13 +827,13 @@ processes.close()
 # 32 GB: which is the lowest level that fits? And which, if gradients are kept in fp32?
 
 # %%
-conventions = {"16Ψ: bf16 gradients": 2, "18Ψ: fp32 gradients": 4}
+conventions = {"16Ψ: 2-byte gradients": 2, "18Ψ: 4-byte gradients": 4}
 psi_70b = ModelConfig.named("llama-3.1-70b").num_params
 known = {"7.5B": 7_500_000_000, "llama-3.1-70b": psi_70b}
 
 
 def memory_per_device(
-    model="7.5B", devices=64, precision="16Ψ: bf16 gradients", device="V100"
+    model="7.5B", devices=64, precision="16Ψ: 2-byte gradients", device="V100"
 ):
     """The four levels as stacked bars; hatched is what the dp axis shards."""
     width = {"gradient_bytes": conventions[precision]}
