@@ -702,7 +702,7 @@ hint("accumulation/configure", 1)
 # > - Activations are those of one micro-batch, whatever the batch. Gradients stay from the first micro-batch to the step, and an fp32 sum of them costs 4Ψ more: 20 bytes per parameter instead of 16.
 # >   <!-- claim: [round(memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=f)).total / 1557611200) for f in (False, True)] == [16, 20] -->
 # > - A bf16 sum of equal addends stops growing at 256 to 512 times the addend. Accumulate in fp32.
-# >   <!-- claim: [[w.add_(a) for w in [torch.zeros(1, dtype=torch.bfloat16)] for _ in range(999)][-1].item() / a for a in (1, 1.25)] == [256, 409.6] -->
+# >   <!-- claim: [[w.add_(a) for w in [torch.zeros(1, dtype=torch.bfloat16)] for _ in range(999)][-1].item() for a in (1, 1.0078125)] == [256, 512] -->
 # > - What looks across the batch does not come in pieces: balancing losses, batch statistics, clipping. Clip once, after the last micro-batch, and do not drop the tail: 10 batches, four
 # >   to a step, are three steps.
 # >   <!-- claim: len(accumulation.micro_batches(torch.zeros(10, 1), 4)) == 3 -->
