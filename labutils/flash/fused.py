@@ -164,7 +164,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss / len(x)
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dx, dW = ctx.saved_tensors
         return dx.mul_(scale), dW.mul_(scale), None, None
 
