@@ -247,6 +247,9 @@ def test_lives_are_replayed():
     ]
     with pytest.raises(OutOfMemory):
         replay([measure.Life(2 * GIB, 0)], Allocator(GIB))
+    later, earlier = measure.Life(600 * MIB, 1), measure.Life(600 * MIB, 0, 1)
+    for lives in ([earlier, later], [later, earlier]):  # in whatever order they are told
+        assert len(replay(lives, Allocator(GIB)).moments) == 3
 
 
 def test_a_measured_step_is_replayed():
