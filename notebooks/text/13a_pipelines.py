@@ -554,10 +554,10 @@ for lr in (0.03, 0.1, 0.3, 0.6):
     logits = functools.reduce(lambda out, stage: stage(out), parts, x)
     stale = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
     alone = one_by_one([(x, y)] * 48, lr).loss(x, y)
-    print(f"lr {lr:4}: loss {stale:.2f} stale, {alone:.2f} alone")
+    print(f"lr {lr:4}: loss {stale:.1f} stale, {alone:.1f} alone")
 
 # %% [markdown]
-# At each of these rates gradients of weights that are up to three updates old learn less here: the best of the four runs ends at 2.67, where one device has come to 1.73 (a model that guesses has 4.85). *PipeDream-2BW* updates once per p micro-batches, with gradients one update old on all
+# At each of these rates gradients of weights that are up to three updates old learn less here: the best of the four runs ends near 2.7, where one device has come to about 1.7 (a model that guesses has 4.85; at the two larger rates a run hangs on the last digits, and differs between CPUs). *PipeDream-2BW* updates once per p micro-batches, with gradients one update old on all
 # ranks. Versions of the weights that ranks hold:
 
 # %%
