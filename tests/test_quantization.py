@@ -448,14 +448,6 @@ def test_a_pair_of_steps_leaves_one_minus_two_over_pi():
     assert sum(norms) / 3 == pytest.approx(1 - 2 / math.pi, abs=0.02)
 
 
-def test_clusters_are_where_their_members_are():
-    x = torch.tensor([0.0, 0.1, -0.1, 5.0, 5.2, -3.0], dtype=torch.float64)
-    torch.testing.assert_close(
-        quantization.nearest_of(x, 3),
-        torch.tensor([0.0, 0, 0, 5.1, 5.1, -3.0], dtype=torch.float64),
-    )
-
-
 # ── a trained network ────────────────────────────────────────────────────────────────────────────
 
 

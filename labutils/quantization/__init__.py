@@ -19,7 +19,7 @@ from labutils.quantization.fp8 import (
     to_eight,
     use_fp8,
 )
-from labutils.quantization.kashin import kashin, nearest_of
+from labutils.quantization.kashin import kashin
 from labutils.quantization.layers import (
     Int8Linear,
     inputs_of,

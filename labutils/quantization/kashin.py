@@ -27,16 +27,3 @@ def kashin(
         v, rest = v + step, rest - Q @ step
         norms.append((rest.norm() / x.norm()).item())
     return u, v, norms
-
-
-def nearest_of(x: Float[Tensor, " n"], levels: int, rounds: int = 30) -> Float[Tensor, " n"]:
-    """x with each number at the mean of its cluster: k-means of numbers (Lloyd's algorithm), from
-    quantiles on."""
-    places = (torch.arange(levels, dtype=x.dtype) + 0.5) / levels
-    book = x.quantile(places).unique()
-    for _ in range(rounds):
-        owner = torch.bucketize(x, (book[1:] + book[:-1]) / 2)
-        count = torch.zeros_like(book).index_add(0, owner, torch.ones_like(x))
-        total = torch.zeros_like(book).index_add(0, owner, x)
-        book = torch.where(count > 0, total / count.clamp(min=1), book)
-    return book[torch.bucketize(x, (book[1:] + book[:-1]) / 2)]

@@ -474,7 +474,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("quantization/kashin", "test_quantization"): [
         ("step = turned.abs().mean() * turned.sign()", "step = turned.abs().amax() * turned.sign()"),
         ("rest - Q @ step", "rest - Q.mT @ step"),
-        ("(book[1:] + book[:-1]) / 2)\n        count", "book[1:])\n        count"),
     ],
     ("teach/rigs/quantization", "test_quantization against_torch/test_quantization"): [
         ("owner[:, None] == owner", "owner[:, None] >= owner"),
