@@ -8,25 +8,6 @@ from labutils.config import MOMENTS, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 
 
-def states_of(
-    *, half: bool, fp32_gradients: bool | str, optimizer: str, parameters: int, tensors: int
-) -> Iterator[Line]:
-    """Bytes of weights, gradients and optimizer state of `parameters` numbers in so many `tensors`,
-    all on one device."""
-    width = 2 if half else FP32_BYTES
-    yield Line("weights", parameters * width, "weights")
-    if not (half and fp32_gradients == "only"):
-        yield Line("gradients", parameters * width, "gradients")
-    if half and fp32_gradients:
-        yield Line("fp32 gradients", parameters * FP32_BYTES, "gradients")
-    if half:
-        yield Line("master weights", parameters * FP32_BYTES, "optimizer")
-    for name in MOMENTS[optimizer]:
-        yield Line(name, parameters * FP32_BYTES, "optimizer")
-    if len(MOMENTS[optimizer]) == 2:  # Adam counts its steps once for each tensor
-        yield Line("step", tensors * FP32_BYTES, "optimizer")
-
-
 def buffers(model: ModelConfig, width: int) -> Iterator[Line]:
     """Bytes of RoPE's tables of cos and sin, in numbers of so many bytes."""
     if model.positions == "rope":
@@ -48,11 +29,17 @@ def model_states(model: ModelConfig, train: TrainConfig) -> Ledger:
     Source: ZeRO 1910.02054, section 3.1: 2Ψ + 2Ψ + 12Ψ.
     """
     require_formula(model, train)
-    held = states_of(
-        half=train.half, fp32_gradients=train.fp32_gradients, optimizer=train.optimizer,
-        parameters=model.num_params, tensors=anatomy.num_tensors(model),
-    )  # fmt: skip
-    return Ledger([*held, *buffers(model, 2 if train.half else FP32_BYTES)])
+    width, numbers = 2 if train.half else FP32_BYTES, model.num_params
+    held = [Line("weights", numbers * width, "weights")]
+    if not (train.half and train.fp32_gradients == "only"):
+        held.append(Line("gradients", numbers * width, "gradients"))
+    if train.half and train.fp32_gradients:
+        held.append(Line("fp32 gradients", numbers * FP32_BYTES, "gradients"))
+    kept = ["master weights"] * train.half + list(MOMENTS[train.optimizer])
+    held += [Line(name, numbers * FP32_BYTES, "optimizer") for name in kept]
+    if len(MOMENTS[train.optimizer]) == 2:  # Adam counts its steps once for each tensor
+        held.append(Line("step", anatomy.num_tensors(model) * FP32_BYTES, "optimizer"))
+    return Ledger([*held, *buffers(model, width)])
 
 
 def require_formula(model: ModelConfig, train: TrainConfig) -> None:

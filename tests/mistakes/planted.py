@@ -793,9 +793,9 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("return dx.mul_(scale), dW.mul_(scale)", "return dx, dW"),
     ],
     ("memory/states", "test_memory test_survivors"): [
-        ('Line("step", tensors * FP32_BYTES, "optimizer")', 'Line("step", FP32_BYTES, "optimizer")'),
+        ("anatomy.num_tensors(model) * FP32_BYTES", "FP32_BYTES"),
         ("2 * weights + state + temporary)", "weights + state + temporary)"),
-        ("buffers(model, 2 if train.half else FP32_BYTES)", "buffers(model, FP32_BYTES)"),
+        ("buffers(model, width)", "buffers(model, FP32_BYTES)"),
     ],
     ("predict/inventory", "test_predict"): [
         ("and part in self._linear", "and part in self._adapted"),
