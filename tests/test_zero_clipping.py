@@ -314,13 +314,13 @@ def one(rank, **marks):
 @pytest.mark.parametrize(
     "attempt, said",
     [
-        (lambda rank: zero.clip_grad_norm([one(rank, shares=1)], rank.comm("dp"), 1.0), "has 2 of"),
+        (lambda rank: zero.clip_grad_norm([one(rank, shares=1)], rank.comm("dp"), 1.0), "has 2 o[f]"),
         (
             lambda rank: zero.clip_grad_norm([one(rank, shares=1)], rank.comm("tp"), 1.0),
             "rank.comm",
         ),
         (lambda rank: LossScaler(comm=rank.comm("dp")), "whether a step is skipped is .* all 4"),
-        (lambda rank: zero.clip_grad_norm([one(rank)], rank.comm(), 1.0), "set its .shares: 1 if"),
+        (lambda rank: zero.clip_grad_norm([one(rank)], rank.comm(), 1.0), "set its .shares: 1 i[f]"),
         (
             lambda rank: precision.clipped_step(
                 torch.rand, None, LossScaler(comm=rank.comm()), 1.0
