@@ -71,3 +71,10 @@ def test_it_recomputes_where_nothing_else_helps():
     ask, _ = asking(asked)
     best = climb.several(asked, ask)
     assert climb.better(ask(best)) <= climb.better(ask(climb.climb(asked, ask, best, (0,))[-1]))
+
+
+def test_what_does_not_fit_is_worse_than_what_is_slow():
+    plan = Plan(dp=8, micro_batches=8)
+    tight, roomy = (planner.estimate(job(gigabytes=n), plan) for n in (1, 80))
+    slow = replace(roomy, seconds=1e6)
+    assert climb.better(roomy) < climb.better(slow) < climb.better(tight)
