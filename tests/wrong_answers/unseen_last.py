@@ -90,6 +90,19 @@ class Mergeable(nn.Module):
         self.merged = False
 
 
+class Thaws(Mergeable):
+    """A weight of its own while it is merged, which an optimizer would find."""
+
+    def merge(self):
+        frozen = self.linear.weight
+        super().merge()
+        self.linear.weight = nn.Parameter(frozen.detach())
+
+    def unmerge(self):
+        super().unmerge()
+        self.linear.weight.requires_grad_(False)
+
+
 # ── 15 ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -244,15 +257,15 @@ _ALL = {
         ("the bias trains", slip(Adapter, frozen=("weight",)), "what is trained", "its bias too"),
         ("α over √r", slip(Adapter, factor=staticmethod(lambda alpha, rank: alpha / rank**0.5)),
          "the factor α/r", "rank-stabilized"),
-        ("both zero", slip(Adapter, zero="both"), "it learns", "both zero"),
+        ("both zero, again", slip(Adapter, zero="both"), "it learns", "both zero"),
         ("none zero", slip(Adapter, zero="none"), "it begins as the layer", "must be zero"),
         ("tensors, not parameters", slip(Adapter, registered=False), "what is trained", "A has"),
         ("under no_grad", slip(Adapter, detached=True), "the layer below", "flows through B·A alone"),
     ],
     "lora/held": [
         ("biases forgotten", partial(held, biases=False), "bytes held", "biases are missing"),
-        ("one moment", partial(held, each=12), "bytes held", "not three"),
-        ("no moments", partial(held, each=8), "bytes held", "two moments"),
+        ("one moment, again", partial(held, each=12), "bytes held", "not three"),
+        ("no moments, again", partial(held, each=8), "bytes held", "two moments"),
         ("a product of both sides", partial(held, count=lambda r, i, o: r * i * o),
          "numbers trained", "more than W"),
         ("one factor", partial(held, count=lambda r, i, o: r * i), "numbers trained", "A alone"),
@@ -264,16 +277,17 @@ _ALL = {
          "unmerged, the same bits", "put it back"),
         ("takes off what it added", slip(Mergeable, puts_back="added"),
          "unmerged, the same bits", "put it back"),
-        ("times zero", slip(Mergeable, early=False), "no work left", "return early"),
+        ("times zero, again", slip(Mergeable, early=False), "no work left", "return early"),
         ("keeps no copy", slip(Mergeable, itself=True), "unmerged, the same bits", "Keep W"),
         ("keeps it in bf16", slip(Mergeable, puts_back="half"), "unmerged, the same bits", "Keep W"),
+        ("thaws", Thaws, "trained as before", "unless told otherwise"),
         ("forgets B", slip(Mergeable, forgets=True), "unmerged, the same bits", "Keep W"),
     ],
     "quantization/groups": [
         ("as far as −8", partial(groups, top=lambda bits: 2 ** (bits - 1)), "scales", "not ±8"),
         ("127 for all", partial(groups, top=lambda bits: 127), "scales", "the top code"),
         ("floor", partial(groups, cut=torch.floor), "codes", "round(w / scale)"),
-        ("cut off", partial(groups, cut=torch.trunc), "codes", "the fraction off"),
+        ("cut off, again", partial(groups, cut=torch.trunc), "codes", "the fraction off"),
         ("without signs", partial(groups, largest=lambda rows: rows.amax(-1)), "scales", "max|w|"),
         ("the rest left out", _rest_dropped, "scales", "may be short"),
         ("groups of a column", _down_the_columns, "scales", "within a row"),
@@ -293,13 +307,13 @@ _ALL = {
         ("the inverse left", partial(feedback, eliminates=False), "values", "Eliminate j"),
         ("nothing handed on", partial(feedback, hands_on=False), "values", "nearest value"),
         ("from the last one", partial(feedback, backwards=True), "values", "Change w[:, j + 1:]"),
-        ("not divided", partial(feedback, divides=False), "values", "Divide the error"),
-        ("the other sign", partial(feedback, sign=1), "values", "wrong way round"),
-        ("H itself", partial(feedback, inverts=False), "values", "*inverse* of H"),
+        ("not divided, again", partial(feedback, divides=False), "values", "Divide the error"),
+        ("the other sign, again", partial(feedback, sign=1), "values", "wrong way round"),
+        ("H itself, again", partial(feedback, inverts=False), "values", "*inverse* of H"),
     ],
     "fp8/cast": [
         ("clips nothing", partial(cast, clips=False), "what is beyond", "goes to infinity"),
-        ("448 for both", partial(cast, top=448.0), "the whole range", "brings amax to"),
+        ("448 for both, again", partial(cast, top=448.0), "the whole range", "brings amax to"),
         ("its own amax", partial(cast, own=True), "amax as given", "amax is given"),
         ("the scale itself", partial(cast, inverse=False), "back again", "one over it"),
         ("powers of two", partial(cast, power=True), "the whole range", "brings amax to"),
@@ -316,7 +330,7 @@ _ALL = {
     ],
     "fp8/bug-hunt": [
         ("looks behind the cast", slip(Delayed, before=False), "a jump is learned", "*before*"),
-        ("the last micro-batch", slip(Delayed, largest=False), "micro-batches", "largest of all"),
+        ("the last micro-batch, again", slip(Delayed, largest=False), "micro-batches", "largest of all"),
         ("the first steps", slip(Delayed, newest=False), "the history advances", "the oldest"),
         ("divides by zero", slip(Delayed, zeros=False), "zeros", "divides by 0"),
         ("never begins anew", slip(Delayed, anew=False), "the history advances", "the oldest"),
@@ -324,9 +338,9 @@ _ALL = {
         ("half the range", slip(Delayed, margin=0.5), "a steady tensor", "brings the largest"),
     ],
     "scaling/recipe": [
-        ("linear for all", partial(recipe, factor=lambda name, k: k), "the rule", "is SGD's"),
+        ("linear for all, again", partial(recipe, factor=lambda name, k: k), "the rule", "is SGD's"),
         ("the root for all", partial(recipe, factor=lambda name, k: k**0.5), "the rule", "k·lr"),
-        ("from 0", partial(recipe, shape=lambda lr, f, share, epoch: lr * f * share),
+        ("from 0, again", partial(recipe, shape=lambda lr, f, share, epoch: lr * f * share),
          "where the warm-up begins", "begins at η"),
         ("one epoch", partial(recipe, epochs=1), "every iteration", "increment"),
         ("in leaps", partial(recipe, shape=lambda lr, f, share, epoch:
@@ -344,7 +358,7 @@ _ALL = {
         ("sums of gradients", partial(noise, means=False), "value", "*sums*"),
         ("a rank's own length", partial(noise, own=True), "value", "from rank to rank"),
         ("lengths as they are", partial(noise, corrects=False), "value", "E|g|²"),
-        ("upside down", partial(noise, divides=lambda t, s: s.mean() / t.mean()),
+        ("upside down, again", partial(noise, divides=lambda t, s: s.mean() / t.mean()),
          "value", "one over"),
     ],
     "scaling/bug-hunt": [

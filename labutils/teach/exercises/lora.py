@@ -437,6 +437,21 @@ def _not_merged(attempt: Callable) -> str:
     return "changes nothing"
 
 
+def _frozen_still(attempt: Callable) -> str:
+    layer, _, _ = _mergeable(attempt)
+    before = sum(parameter.numel() for parameter in _trained(layer))
+    for change in ("merge", "unmerge"):
+        getattr(layer, change)()
+        after = sum(parameter.numel() for parameter in _trained(layer))
+        if after > before:
+            raise Failed(
+                f"after {change}(), {after:,} numbers can be trained, and {before:,} before",
+                "A new nn.Parameter is trained unless told otherwise. Write into the weight that "
+                "is there, by copy_, or freeze the new one.",
+            )
+    return f"{before:,} numbers"
+
+
 REPAIR = Exercise(
     id="lora/bug-hunt",
     title="Bug hunt: the layer that merges",
@@ -452,6 +467,7 @@ REPAIR = Exercise(
         Property("no work left", _work),
         Property("weights loaded later", _loaded),
         Property("unmerged without a merge", _not_merged),
+        Property("trained as before", _frozen_still),
     ),
     hints=(
         "Call merge() two times. Call merge() and unmerge() in float32 and compare with "
