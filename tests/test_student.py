@@ -1,5 +1,7 @@
 """The student edition: nothing of a solution, everything else; filled in, every check turns green."""
 
+import collections
+import csv
 import json
 import re
 
@@ -115,3 +117,16 @@ def test_the_guide_has_the_labs_own_questions_and_every_exercise(pages, lab):
     for card in exercises.cards():
         title = f"- {card.number} {exercises.find(card.exercise).title}: "
         assert (title in pages[lab]) == (card.lab == lab)
+
+
+def test_five_new_questions_lead_to_the_section_that_answers():
+    rows = list(csv.DictReader(teaching.TRANSFER.read_text(encoding="utf-8").splitlines()))
+    asked = collections.Counter(row["lab"] for row in rows)
+    assert set(asked.values()) == {5} and set(asked) <= set(LABS)
+    assert len({row["question"] for row in rows}) == len(rows)
+    marks = re.compile(r"^#+ (?:Further: )?(.+?)(?: \(\d+ min, [●○]+\))?$", re.MULTILINE)
+    for row in rows:
+        cells = nbformat.read(LABS[row["lab"]], as_version=4).cells
+        text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+        headings = [heading.casefold() for heading in marks.findall(text)]
+        assert headings.count(row["section"].casefold()) == 1, row

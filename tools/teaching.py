@@ -4,6 +4,7 @@ Minutes are those of `tools/notebooks.py`; misconceptions are the wrong answers 
 tested with, beside words of the diagnosis that each must get.
 """
 
+import csv
 import re
 import sys
 
@@ -11,6 +12,7 @@ import notebooks  # beside this file
 from labutils.teach import exercises
 
 CLASS = 90  # minutes
+TRANSFER = notebooks.NOTEBOOKS.parent / "book" / "transfer.csv"
 sys.path.insert(0, str(notebooks.NOTEBOOKS.parent / "tests"))
 import wrong_answers  # noqa: E402
 
@@ -75,6 +77,13 @@ def misconceptions(lab):
             yield f"{card.number} {exercises.find(card.exercise).title}: {said}."
 
 
+def transfer(lab):
+    """New questions that the lab answers, each with its answer and the section that has it."""
+    for row in csv.DictReader(TRANSFER.read_text(encoding="utf-8").splitlines()):
+        if row["lab"] == lab:
+            yield f"{row['question']} *{row['answer']}* ({row['section']})"
+
+
 def page(lab, notebook):
     """What a teacher needs to know about one lab."""
     title, _, rest = notebook.cells[0].source.partition("\n")
@@ -88,6 +97,8 @@ def page(lab, notebook):
         yield f"\n**At home** ({minutes:.0f} min): {' · '.join(part for part, _ in home)}\n"
     yield f"\n**Poll before you run** `reveal`\n\n{bullets(polls(notebook))}"
     yield f"\n**What goes wrong in the exercises**\n\n{bullets(misconceptions(lab))}"
+    if found := list(transfer(lab)):
+        yield f"\n**Ask at the end**, new questions that the lab answers\n\n{bullets(found)}"
     if found := list(disputed(notebook)):
         yield "\n**Discuss: is this right?** The lab's errata have the answers.\n"
         yield bullets(f"{statement} — *{heading.lower()}*" for heading, statement in found) + "\n"
