@@ -40,6 +40,11 @@ def _no_sp(plan: Plan, layers: Sequence, weights: Mapping, tokens: int, kept: in
     return _fullest()(plan, layers, weights, tokens, kept * plan.tp)
 
 
+def _most_of_each(plan: Plan, layers: Sequence, weights: Mapping, tokens: int, kept: int) -> float:
+    """The most states, and the most activations, of whichever stages."""
+    return exercises._apart(exercises._Case(plan, layers, weights, tokens, kept))
+
+
 def _mean(held: Sequence[float]) -> float:
     return sum(held) / len(held)
 
@@ -146,6 +151,12 @@ def _searches(job: planner.Job, ask: Callable) -> Plan:
     return planner.search(job).fastest.plan
 
 
+def _estimates(job: planner.Job, ask: Callable) -> Plan:
+    """A climb that counts no question."""
+    start = climb.start_of(job)
+    return climb.climb(job, lambda plan: planner.estimate(job, plan), start, (0,))[-1]
+
+
 def _enumerates(job: planner.Job, ask: Callable) -> Plan:
     return plans.enumerate_plans(job)[0]
 
@@ -168,6 +179,8 @@ WRONG = {
         Wrong("one micro-batch", _fullest("once"), "the fullest stage", "and not one"),
         Wrong("the first stage", _fullest("first"), "uneven stages", "may have more layers"),
         Wrong("p − i", _fullest("p - i"), "fewer micro-batches than stages", "m micro-batches"),
+        Wrong("i + 1", _fullest("turned"), "uneven stages", "waits longest"),
+        Wrong("most of each", _most_of_each, "uneven stages", "no rank holds both"),
         Wrong("the sum", _fullest(of=sum), "the fullest stage", "take the largest"),
     ),
     "planner/fit": (
@@ -192,6 +205,7 @@ WRONG = {
         Wrong("in words", _in_words, LONG, "planner.Plan"),
         Wrong("searched", _searches, LONG, "search is the examiner"),
         Wrong("enumerated", _enumerates, LONG, "search is the examiner"),
+        Wrong("evaluates unasked", _estimates, LONG, "search is the examiner"),
         Wrong("asks for all", _asks_for_all, LONG, "tens of thousands"),
         Wrong("illegal", _always(tp=16), LONG, "without remainder"),
     ),

@@ -54,10 +54,18 @@ def _held(case: _Case, slip: str = "") -> list[float]:
         if slip == "ends":
             mine = count * weights["layer"]
         busy = min(p - i, plan.micro_batches)
-        busy = {"all": plan.micro_batches, "once": 1, "p - i": p - i}.get(slip, busy)
+        turned = min(i + 1, plan.micro_batches)
+        others = {"all": plan.micro_batches, "once": 1, "p - i": p - i, "turned": turned}
+        busy = others.get(slip, busy)
         states = mine / plan.tp * (2 + 4 + 12 / sharing)
         found.append(states + busy * count * kept * tokens / cp / plan.tp)
     return [found[0]] if slip == "first" else found
+
+
+def _apart(case: _Case) -> float:
+    """Bytes of the most states, and of the most activations, of whichever stages."""
+    states = max(_held(case._replace(kept=0)))
+    return states + max(_held(case._replace(weights=dict.fromkeys(case.weights, 0))))
 
 
 _WHY = {
@@ -67,6 +75,7 @@ _WHY = {
     "all": "1F1B starts a backward pass as soon as it can: stage i holds p − i micro-batches.",
     "once": "Stage i holds p − i micro-batches at once, and not one.",
     "p - i": "There are m micro-batches: no stage can hold more.",
+    "turned": "It is the first stage that waits longest, and holds p: stage i holds p − i.",
     "first": "The first stage holds most micro-batches; another may have more layers, or a head.",
 }
 _SIZES = {"layer": 800_000, "embedding": 6_000_000, "head": 6_000_000}
@@ -89,6 +98,8 @@ def _compared(attempt: Callable, cases: Sequence[_Case], hint: str) -> str:
         if abs(found - right) <= 1e-6 * right + 1:
             continue
         why = next((_WHY[s] for s in _WHY if abs(found - max(_held(case, s))) < 1e-6 * right), hint)
+        if abs(found - _apart(case)) < 1e-6 * right:
+            why = "States of one stage and activations of another: no rank holds both."
         if abs(found - sum(held) / len(held)) < 1e-6 * right and len(set(held)) > 1:
             why = (
                 "That is the mean of the stages. The step ends where the fullest one does not fit."
@@ -182,7 +193,7 @@ def _fitted(attempt: Callable, done: Any, seconds: Any, usual: Any, case: str) -
         raise Failed(
             f"{case}: {found[_KINDS.index(kind)]:.3g} s per unit of {kind}",
             "Work takes time. These runs alone do not tell five numbers apart: add a row for each "
-            "usual number, over its error.",
+            "usual number, over its error, unsure · usual.",
         )
     if np.median(found / usual) > 1e6:
         raise Failed(f"{case}: these are units per second", "Return seconds per unit of work.")
@@ -291,6 +302,7 @@ FIT = Exercise(
 # ── the exam ─────────────────────────────────────────────────────────────────────────────────────
 
 QUESTIONS = 400
+_EVALUATE = plans.evaluate  # which the exam closes to all but `ask`
 EXAM = {
     "8B on 32 A100, long": ("llama-3.1-8b", "A100", 4, 131_072, 2**23),
     "70B on 512 H100": ("llama-3.1-70b", "H100", 64, 8192, 2**22),
@@ -331,18 +343,26 @@ class _Asked:
                     "There are tens of thousands. Start from a plan that you would defend, and "
                     "ask only for what is one change away from the best so far.",
                 )
-            self.known[plan] = planner.estimate(self.job, plan)
+            with unittest.mock.patch.object(plans, "evaluate", _EVALUATE):
+                self.known[plan] = planner.estimate(self.job, plan)
         return self.known[plan]
 
 
 @contextmanager
 def _closed_book() -> Iterator[None]:
-    """Where nobody enumerates all plans."""
+    """Where nobody enumerates all plans, or evaluates one without asking."""
 
-    def refuse(*given: Any, **named: Any) -> Any:
-        raise Failed("you called the search", "The search is the examiner. Use `ask`.")
+    def refuse(said: str) -> Callable:
+        def refused(*given: Any, **named: Any) -> Any:
+            raise Failed(said, "The search is the examiner. Use `ask`.")
 
-    with unittest.mock.patch.object(plans, "enumerate_plans", refuse):
+        return refused
+
+    searched, evaluated = refuse("you called the search"), refuse("you evaluated without `ask`")
+    with (
+        unittest.mock.patch.object(plans, "enumerate_plans", searched),
+        unittest.mock.patch.object(plans, "evaluate", evaluated),
+    ):
         yield
 
 
