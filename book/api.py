@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import inspect
+import itertools
 import pathlib
 import re
 
@@ -26,6 +27,7 @@ TOPICS = {"schedule": "13a_pipelines"}  # labs of modules that none is called af
 SENTENCE = re.compile(r"(Raises|Source|Cost|Invariant|Memory)\b")
 AS_IT_IS = re.compile(r"(`[^`]+`|(?<!\w)\*\w[^*`]*\w\*)")  # code, and what is stressed
 PROPERTIES = property, functools.cached_property
+CAPITALS = re.compile(r"[A-Z][A-Z0-9_]*")
 MARKUP = re.compile(r"([\\*_{}\[\]<>$#|~])")
 
 
@@ -65,6 +67,51 @@ def _described(member):
     return (inspect.isroutine(member) or isinstance(member, kinds)) and inspect.getdoc(member)
 
 
+@functools.cache
+def constants(module):
+    """What a module names in capitals: {name: (its value as it is written, what is said)}."""
+    home = pathlib.Path(inspect.getfile(loaded(module)))
+    found = {}
+    for path in sorted(home.parent.glob("*.py")) if home.name == "__init__.py" else [home]:
+        text = path.read_text(encoding="utf-8")
+        body = ast.parse(text).body
+        for node, after in itertools.zip_longest(body, body[1:]):
+            if isinstance(node, (ast.Assign, ast.AnnAssign)):
+                found |= dict.fromkeys(_assigned(node), _comment(node, after, text.splitlines()))
+    held = vars(loaded(module))
+    return {
+        name: (_shown(node, held[name]), said)
+        for (name, node), said in found.items()
+        if CAPITALS.fullmatch(name) and name in held
+    }
+
+
+def _assigned(node):
+    """The names of an assignment, each with what it is."""
+    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+    pairs = [(target, node.value)]
+    if isinstance(target, ast.Tuple):
+        pairs = zip(target.elts, getattr(node.value, "elts", [node.value] * 9), strict=False)
+    return [(ast.unparse(name), value) for name, value in pairs]
+
+
+def _shown(node, value):
+    """A value as the source has it, if that is short; else its kind, and the keys of a dict."""
+    text = ast.unparse(node)
+    keys = f" of {', '.join(map(repr, value))}" if isinstance(value, dict) else ""
+    return text if len(text) <= 120 else f"{type(value).__name__}{keys}"
+
+
+def _comment(node, after, lines):
+    """The text below an assignment, or the comment behind its first line, or those above it."""
+    if isinstance(after, ast.Expr) and isinstance(getattr(after.value, "value", None), str):
+        return " ".join(after.value.value.split())
+    above = reversed(lines[: node.lineno - 1])
+    above = [line[2:] for line in itertools.takewhile(lambda line: line[:2] == "# ", above)][::-1]
+    text = lines[node.lineno - 1].partition("  # ")[2].replace("fmt: skip", "") or " ".join(above)
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+
+
 def is_error(value):
     """Whether it is an exception, which nobody calls."""
     return inspect.isclass(value) and issubclass(value, BaseException)
@@ -73,7 +120,7 @@ def is_error(value):
 @functools.cache
 def known():
     """All full names of the reference, such as `zero.shard` and `world.World.run`."""
-    found = {f"{module}.{name}" for module in MODULES for name in public(module)}
+    found = {f"{m}.{name}" for m in MODULES for name in (*public(m), *constants(m))}
     for module in MODULES:
         for name, value in public(module).items():
             found |= {f"{module}.{name}.{member}" for member in members(value)}
@@ -262,6 +309,10 @@ def markdown(module):
         for each, member in members(value).items():
             page += [*_member(each, member, full), ""]
         page += ["`````", ""]
+    for name, (value, said) in constants(module).items():
+        full = f"{module}.{name}"
+        page += [f"````{{py:data}} {full}", f":value: {value}", "", linked(said, full), ""]
+        page += [in_labs(full), "````", ""]
     return "\n".join(page)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 Model = Any  # a config.ModelConfig; config counts its parameters here, so it cannot be imported
 
-LETTERS = {
+LETTERS = {  # of the notation, and the fields of a `config.ModelConfig`
     "s": "seq_len",
     "h": "d_model",
     "a": "num_heads",
@@ -37,7 +37,8 @@ SPLITS = {"tp": "agfv", "ep": "E", "pp": "L"}
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number, by the precision of a `config.TrainConfig`."""
-FP32_BYTES, INDEX = WIDTHS["fp32"], 8  # bytes of a number that is always fp32, and of an int64
+FP32_BYTES = WIDTHS["fp32"]  # bytes of a number that is always fp32
+INDEX = 8  # bytes of an int64
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from labutils import anatomy, units
 
 DATA = Path(__file__).resolve().parent / "data"
-AXES = ("pp", "dp", "cp", "tp", "ep")
+AXES = ("pp", "dp", "cp", "tp", "ep")  # of a `Mesh`
 COMM_AXES = (*AXES, "edp")
 """The axes that a Comm can be of: also edp, the ranks that hold the same experts."""
 _MOST = 10**6  # ranks in a list

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from labutils import units
 
-MODES = ("nearest", "zero", "stochastic")
-OVERFLOWS = ("ieee", "saturate")
-NANS = ("ieee", "all_ones", "negative_zero", "none")
+MODES = ("nearest", "zero", "stochastic")  # of rounding
+OVERFLOWS = ("ieee", "saturate")  # what becomes of a number beyond the largest
+NANS = ("ieee", "all_ones", "negative_zero", "none")  # which bits are no number
 _FROM_OTHERS: Any = None  # the default of a field that is worked out of others: never None later
 
 Real = float | Fraction

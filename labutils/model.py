@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from labutils import randomness, units
 from labutils.config import ModelConfig
 
-ROPE_BASE = 10_000.0
-INIT_STD = 0.02
+ROPE_BASE = 10_000.0  # of the angles by which RoPE turns pairs of numbers
+INIT_STD = 0.02  # of the weights, as GPT-2 draws them
 IGNORED = -100  # the target that cross-entropy leaves out
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -56,7 +56,7 @@ def attend_sdpa(
     )
 
 
-ATTEND: dict[str, Attend] = {"plain": attend_plain, "sdpa": attend_sdpa}
+ATTEND: dict[str, Attend] = {"plain": attend_plain, "sdpa": attend_sdpa}  # by name
 
 
 class Rotary(nn.Module):

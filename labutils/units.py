@@ -8,8 +8,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
-KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
-KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12  # bytes
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40  # bytes
 
 _DECIMAL = {"": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18, "Z": 21}
 _BINARY = {"": 0, "Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}

@@ -52,6 +52,39 @@ def test_a_module_shows_every_name_with_its_docstring(module):
     assert set(targets) <= api.known()
 
 
+@pytest.mark.parametrize("module", api.MODULES)
+def test_a_module_shows_every_constant(module):
+    home = pathlib.Path(api.loaded(module).__file__)
+    files = home.parent.glob("*.py") if home.name == "__init__.py" else [home]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    found = set(re.findall(r"^([A-Z][A-Z0-9_]*)(?:: .+)? = ", text, re.MULTILINE))
+    assert found & vars(api.loaded(module)).keys() <= api.constants(module).keys()
+    for name, (value, said) in api.constants(module).items():
+        assert f"{{py:data}} {module}.{name}\n:value: {value}\n\n" in api.markdown(module)
+        assert f"{module}.{name}" in api.known() and len(value) < 400
+        assert not said or (said[0].isupper() and said[-1] == ".")
+
+
+def test_a_constant_has_its_value_and_what_its_source_says_of_it():
+    assert api.constants("units")["GB"] == ("10 ** 9", "Bytes.")
+    assert api.constants("anatomy")["INDEX"] == ("8", "Bytes of an int64.")
+    assert (
+        api.constants("config")["REACHED"][1] == "The peaks of which a device reaches a fraction."
+    )
+    assert api.constants("timeline")["COMMUNICATION"][1].startswith("Kinds of spans that communic")
+    assert api.constants("floats")["E5M2"] == ("FloatFormat('e5m2', 5, 2)", "")
+    assert api.constants("anatomy")["GROUPS"][0].startswith("dict of 'tokens', 'positions', ")
+    assert "config" not in api.uses() and "00_start_here" in api.uses()["units.GB"]
+
+
+def test_titles_in_the_sidebar_are_short():
+    toc = (ROOT / "book" / "_toc.yml").read_text(encoding="utf-8")
+    for page in api.PAGES:
+        heading = (ROOT / "book" / f"{page}.md").read_text(encoding="utf-8").partition("\n")[0]
+        short = heading.removeprefix("# API reference: ").capitalize()
+        assert f"- file: book/{page}\n            title: {short}\n" in toc
+
+
 def test_arguments_are_definitions_and_names_are_links():
     said = api.prose(api.public("zero")["shard"], "zero.shard")
     assert "`prefetch`\n: gather the next unit while this one computes" in said

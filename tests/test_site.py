@@ -35,8 +35,8 @@ def test_what_is_published_is_what_make_site_leaves():
         step for step in JOBS["site"]["steps"] if "pages-artifact" in step.get("uses", "")
     ]
     target = command.removeprefix("make ")
-    assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE)
-    assert f"cp -R book/_build/html {uploaded['with']['path']} " in MAKEFILE
+    recipe = re.search(rf"^{target}:.*\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE)[1]
+    assert f"cp -R book/_build/html {uploaded['with']['path']} " in recipe
 
 
 def test_linux_and_macos_and_the_oldest_and_the_newest_python():

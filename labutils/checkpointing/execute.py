@@ -19,7 +19,7 @@ from labutils.config import ModelConfig
 from labutils.model import GPT, Block
 
 Of = TypeVar("Of", bound=nn.Module)
-POLICIES = ("none", "selective", "full")
+POLICIES = ("none", "selective", "full")  # what of a layer is computed again
 
 
 def run(chain: Sequence[nn.Module], plan: Plan, x: Tensor, gradient: Tensor | None = None) -> Run:

@@ -122,7 +122,7 @@ _TENSORS = (lambda n: n - 1, lambda n: n - 1)
 _PIECES = (lambda n: n - 1, lambda n: Fraction(n - 1, n))
 _LEVELS = (_log, _log)
 
-FORMULAS: dict[str, Formula] = {
+FORMULAS: dict[str, Formula] = {  # by collective and algorithm
     "broadcast_star": Formula(*_TENSORS, lambda at: (at.others, at.others * at.S)),
     "broadcast_tree": Formula(*_LEVELS, lambda at: (at.children, at.children * at.S)),
     "scatter_star": Formula(*_PIECES, lambda at: (at.others, (1 - at.leaf) * (at.S - at.piece()))),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from labutils import units
 from labutils.schedule import Op, Schedule, simulate
 
-MESSAGES = ("matched", "unmatched", "blocking", "paired")
+MESSAGES = ("matched", "unmatched", "blocking", "paired")  # how the ranks of a pipeline send
 
 
 class Action(NamedTuple):

@@ -49,7 +49,7 @@ __all__ = [
     "marked",
 ]
 
-ENGINES: dict[str, Any] = {
+ENGINES: dict[str, Any] = {  # by the name that `World` takes
     "threads": Threads,
     "processes": Processes,
     "torchrun": Torchrun,
