@@ -1,15 +1,68 @@
 """The proof of a plan: its formulas against dry runs at full size, and a small copy on real ranks."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
-from labutils import planner
+from labutils import planner, predict
 from labutils.config import ModelConfig
 from labutils.planner import proof
 
 MODEL = replace(ModelConfig.named("llama-3.1-8b"), seq_len=1024, num_layers=4)
 PLAN = planner.Plan(tp=4, pp=2, dp=8, micro_batches=64)
+LLAMA = ModelConfig(
+    num_layers=4, d_model=32, num_heads=8, num_kv_heads=2, d_ff=64, vocab_size=64, seq_len=32,
+    ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False,
+)  # fmt: skip
+LEARNED = replace(LLAMA, ffn="gelu", norm="layernorm", positions="learned", bias=True)
+EXPERTS = replace(LEARNED, num_experts=4, top_k=2)
+
+
+def formulas(model, plan, stage):
+    """Bytes by component that `predict` has for a rank, and the planner's ledger of it."""
+    train, rank = plan.train(model), proof.rank_of(plan, stage)
+    found = {"weights": 0, "gradients": 0, "optimizer": 0}
+    for line in predict.states(model, train, plan.mesh, rank):
+        if line.component in found and line.name != "step":
+            found[line.component] += line.amount
+    if model.num_experts == 1:
+        found["activations"] = predict.activations(model, train, plan.mesh, rank).total
+    lines = planner.ledger(model, plan, stage, "course")
+    kept = [line for line in lines if not line.name.startswith("computed again")]
+    return found, {what: sum(n.amount for n in kept if n.component == what) for what in found}
+
+
+@pytest.mark.parametrize("model", [LLAMA, LEARNED], ids=["llama", "learned"])
+@pytest.mark.parametrize("zero, again", [(0, 0), (1, 0), (1, 2), (2, 1), (3, 0), (3, 1)])
+def test_the_planners_ledger_is_that_of_predict(model, zero, again):
+    for cp, tp, (pp, kind, v) in itertools.product(
+        (1, 4), (1, 2), ((1, 0, 1), (2, 0, 1), (2, 2, 2))
+    ):
+        plan = planner.Plan(
+            tp=tp, cp=cp, pp=pp, dp=2, micro_batch=2, micro_batches=4, zero=zero, recompute=again,
+            schedule=kind, chunks=v,
+        )  # fmt: skip
+        for stage in range(pp):
+            theirs, ours = formulas(model, plan, stage)
+            assert ours == theirs, (plan, stage)
+
+
+@pytest.mark.parametrize("zero, ep, tp", [(0, 2, 2), (1, 1, 2), (1, 2, 1), (2, 2, 2), (3, 1, 2)])
+def test_states_of_experts_are_those_of_predict(zero, ep, tp):
+    plan = planner.Plan(dp=2, ep=ep, tp=tp, pp=2, micro_batches=4, zero=zero)
+    theirs, ours = formulas(EXPERTS, plan, 1)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("mesh", [dict(cp=2, pp=2), dict(cp=4, tp=2)], ids=str)
+def test_context_parallelism_keeps_what_its_dry_run_does(mesh):
+    # Ulysses with 8 heads of keys, a ring with 2; rows of RoPE's tables are picked out once.
+    model = replace(LLAMA, num_kv_heads=8 if "pp" in mesh else 2, num_layers=2)
+    plan = planner.Plan(dp=2, micro_batches=2, **mesh)
+    assert proof.dry(model, plan, plan.pp - 1).unexplained == 0
+    rows = planner.ledger(model, plan, plan.pp - 1, "course").by("name")
+    assert rows.get("rows of RoPE's tables, once") == 32 // plan.cp * 4 * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1])

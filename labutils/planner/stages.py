@@ -23,6 +23,7 @@ STACKS = ("course", "megatron")
 # of a rank's experts that the measured mixtures of experts hold and nothing explains.
 WORKSPACES = 0.1 * units.GIB
 UNEXPLAINED = 0.177
+_INDEX = 8.0  # bytes of an int64
 
 
 @dataclass(frozen=True)
@@ -213,18 +214,35 @@ def _gathered(model: ModelConfig, p: Plan) -> Numbers:
 def held_by_course(model: ModelConfig, p: Plan, at: Place) -> dict[str, Numbers]:
     """States and kept activations of a rank in the course's code, by name. What lives for a moment
     has no closed form: a dry run finds it. A layer that is computed again is counted as if it kept
-    all of its own, which is a bound.
+    all of its own, which is a bound. Of chunks that have unequally many layers the mean counts.
+
+    Invariant: `predict.states` and `predict.activations`, where those are formulas.
 
     Raises ValueError: for a model that the course's GPT does not run.
     """
     found, busy = stage_states(model, p, at), in_flight(p, at.rank)
-    kept, full = kept_by_course(model, p), p.recompute == 2
+    kept, full, master = kept_by_course(model, p), p.recompute == 2, p.zero == 3
+    # Level 0 adds gradients in bf16 up in fp32; the shards of level 3 are the master copy.
+    both = (p.zero == 0) & (p.gradient_bytes == FP32_BYTES)
+    found["gradients"] = found["gradients"] + BF16_BYTES * sum(held_weights(model, p, at)) * both
+    found["weights"] = found["weights"] * (1 + master)
+    found["optimizer"] = found["optimizer"] - found["weights"] * master
+    if model.positions == "rope":
+        rows = BF16_BYTES * model.seq_len / p.cp * model.d_head
+        apart = (p.cp > 1) & ~master & (at.plain + at.sparse > 0)
+        found["rows of RoPE's tables, once"] = rows * apart
     if np.any(full):
         once = _kept(model, p, anatomy.Policy(BF16_BYTES, BF16_BYTES, "sdpa"))["layers"]
         found["computed again, at most"] = np.maximum(once - kept["head"] * at.last, 0) * full
+    # Of many chunks the first has the embedding and fills for twice as long; the last the head.
+    looped = p.chunks > 1
+    ends = {
+        "embedding": at.first * np.where(looped, np.minimum(2 * p.pp, p.micro_batches), busy),
+        "head": at.last * np.where(looped, 1, busy),
+    }
     for name, nbytes in kept.items():
-        count = {"layers": at.plain + at.sparse, "embedding": at.first, "head": at.last}[name]
-        found[f"kept by {name}"] = nbytes * count * busy
+        count = {"layers": (at.plain + at.sparse) * busy, **ends}[name]
+        found[f"kept by {name}"] = nbytes * count
     return found
 
 
@@ -252,18 +270,21 @@ def _kept(model: ModelConfig, p: Plan, how: anatomy.Policy) -> dict[str, Numbers
     if model.num_experts > 1:
         split.discard("f")
     at |= {letter: at[letter] / p.tp for letter in split}
-    # Under tp words of other ranks are masked; the head counts the targets that count, in int64.
-    found: dict[str, Any] = {"layers": 0.0, "head": 8.0 + 0.0 * p.tp}
-    found["embedding"] = at["b"] * at["s"] * (p.tp > 1)
+    # Under tp words of other ranks are masked; under cp learned positions are picked out; level 3
+    # casts RoPE's tables for q and for k; the head counts the targets that count, in int64.
+    table = 2 * BF16_BYTES * at["s"] * model.d_head * (model.positions == "rope")
+    casts = (p.zero == 3) & (how.checkpointing != "full")
+    found: dict[str, Any] = {"layers": table * casts, "head": _INDEX + 0.0 * p.tp}
+    learned = _INDEX * at["s"] * (model.positions == "learned") * (p.cp > 1)
+    found["embedding"] = at["b"] * at["s"] * (_INDEX + 1) * (p.tp > 1) + learned
     for name, tensor in anatomy.kept(replace(model, num_layers=1), how):
         begin, one = name.split(".")[0], tensor.dims == "1"
         where = {"blocks": "layers", "norm": "head", "head": "head", "outside": "head"}
-        nbytes = anatomy.size(tensor.dims, at) * (
-            max(4, tensor.itemsize) if one else tensor.itemsize
-        )
+        wide = np.where(one & (p.tp > 1), np.maximum(4, tensor.itemsize), tensor.itemsize)
+        nbytes = anatomy.size(tensor.dims, at) * wide
         if not set(tensor.dims) & split and begin not in ("tokens", "outside"):
             nbytes = nbytes / p.tp
-        if tensor.what != "targets, sb":  # the batch is nobody's activation
+        if tensor.what not in ("token numbers, sb", "targets, sb"):  # the batch is there anyway
             found[where.get(begin, "embedding")] += nbytes
     return found
 

@@ -155,13 +155,14 @@ CHOSEN = (
 
 
 class Layer(NamedTuple):
-    """Weights of a layer of one kind: in matrices that tp divides, in others, in one expert, in
-    norms; and the widths between its two feed-forward products that tp divides, and of all the
-    experts that a token visits."""
+    """Weights of a layer of one kind: in matrices that tp divides, in others, in one expert with
+    its biases, in biases that tp divides, in other biases and norms; and the widths between its two
+    feed-forward products that tp divides, and of all the experts that a token visits."""
 
     split: int
     whole: int
     expert: int
+    biases: int
     norms: int
     inner: int
     visited: int
@@ -198,13 +199,15 @@ def shape(model: ModelConfig) -> Shape:
 
 def _layer(model: ModelConfig, word: str) -> Layer:
     at, found = anatomy.letters(model), dict.fromkeys(Layer._fields, 0)
+    letters = {*anatomy.SPLITS["tp"], "z"}
     for part in anatomy.parts(model):
         if part.name.startswith(word) and part.weight:
-            split = set(part.weight) & {*anatomy.SPLITS["tp"], "z"}
-            kind = "split" if split else "whole"
+            kind = "split" if set(part.weight) & letters else "whole"
             kind = "expert" if "experts" in part.name else kind if part.products else "norms"
             found[kind] += anatomy.size(part.weight, at)
-            found["norms"] += anatomy.size(part.bias, at) if part.bias else 0
+            if kind != "expert":
+                kind = "biases" if set(part.bias) & letters else "norms"
+            found[kind] += anatomy.size(part.bias, at) if part.bias else 0
     return Layer(**found)
 
 
@@ -372,7 +375,8 @@ def weights(model: ModelConfig, p: Plan, plain: Numbers, sparse: Numbers) -> tup
     embedding and head aside."""
     known, t = shape(model), p.tp
     one, other = (
-        size.split / t + (size.whole + size.norms) for size in (known.plain, known.sparse)
+        (size.split + size.biases) / t + (size.whole + size.norms)
+        for size in (known.plain, known.sparse)
     )
     expert = known.sparse.expert * known.letters["E"] * known.num_sparse // max(known.num_sparse, 1)
     return plain * one + sparse * other, sparse * (expert / p.ep)

@@ -696,6 +696,15 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('"norms": 4 * BF16', '"norms": 2 * BF16'),
         ("zip((3, 2, 1), sizes", "zip((3, 2, 2), sizes"),
     ],
+    ("planner/stages", "test_planner_proof"): [
+        ("apart = (p.cp > 1) & ~master &", "apart = (p.cp > 2) & ~master &"),
+        ('found["weights"] = found["weights"] * (1 + master)', 'found["weights"] = 1 * found["weights"]'),
+        ("both = (p.zero == 0) &", "both = (p.zero < 0) &"),
+        ("np.minimum(2 * p.pp, p.micro_batches)", "np.minimum(p.pp, p.micro_batches)"),
+        ('"head": at.last * np.where(looped, 1, busy)', '"head": at.last * busy'),
+        ("(_INDEX + 1) * (p.tp > 1) + learned", "(_INDEX + 1) * (p.tp > 1)"),
+        ("casts = (p.zero == 3) & (how", "casts = (p.zero > 3) & (how"),
+    ],
     ("planner/plans", "test_planner_search"): [
         ("np.where(self.fits, self.seconds, np.inf)", "self.seconds"),
         ("yield split & (p.zero == 3), gathers", "yield split & (p.zero == 2), gathers"),
