@@ -70,6 +70,9 @@ def accumulate(
     Cost: the activations of one micro-batch at a time; the gradients stay from the first
     micro-batch to the step.
     """
+    if not callable(loss):
+        raise TypeError(f"accumulate takes a loss of a batch, got {loss!r:.60}: give a function")
+    units.instance(batches, Iterable, "accumulate")
     batches = list(batches)
     weights = [(weigh or _rows)(batch) for batch in batches]
     if total is None:

@@ -702,6 +702,6 @@ def _table(file: str) -> dict[str, dict[str, str]]:
 
 def _row(file: str, name: str, kind: str) -> dict[str, str]:
     table = _table(file)
-    if name not in table:
+    if name not in [*table]:
         raise ValueError(f"no {kind} called {name!r}: there are {', '.join(table)}")
     return table[name]

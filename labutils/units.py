@@ -54,10 +54,10 @@ def parse(quantity: str) -> int | float:
     >>> parse("64 MB"), parse("2GiB"), parse("1_000 B")
     (64000000, 2147483648, 1000)
     """
-    match = _QUANTITY.fullmatch(quantity)
+    match = _QUANTITY.fullmatch(quantity) if isinstance(quantity, str) else None
     if not match:
         remedy = "write a number and a unit, such as '64 MB' or '2 GiB'"
-        raise ValueError(f"cannot read {quantity[:100]!r} as a quantity: {remedy}")
+        raise ValueError(f"cannot read {quantity!r:.102} as a quantity: {remedy}")
     number, prefix = match[1], match[2] or ""
     if prefix in _BINARY:
         factor = 2 ** _BINARY[prefix]

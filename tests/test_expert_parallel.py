@@ -480,6 +480,8 @@ def test_spread_experts_are_averaged_over_edp_or_not_at_all():
 
     def program(rank, transform):
         model = expert_parallel.spread_experts(build(GPT2, 0), rank.comm("ep"))
+        experts = [p for name, p in model.named_parameters() if ".experts." in name]
+        assert experts and all(p.shares == rank.mesh.ep for p in experts)
         model.loss(mine(rank), mine(rank)).backward()
         return transform(model, rank.comm("dp")) and None
 

@@ -339,6 +339,19 @@ def test_kept_in_fp32_it_is_adamw():
     assert kept_states(RECIPES["Transformer Engine"], 10).total == 160
 
 
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_a_moment_in_8_bits_is_the_nearest_that_its_own_code_has(name):
+    model = use_fp8(gpt(), Scheme())
+    optimizer = KeptAdam(model, RECIPES["8-bit Adam"])
+    (weight, *_) = (layer.weight for layer in fp8_layers(model).values())
+    moment = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0))
+    optimizer._keep(weight, name, moment)
+    kept = to_blocks(moment, signed=name == "exp_avg")
+    wanted = from_blocks(kept, moment.shape, signed=name == "exp_avg")
+    assert torch.equal(optimizer.read(weight, name), wanted)
+    assert (wanted - moment).abs().max() < 0.01
+
+
 def test_a_gradient_that_is_rounded_already_is_neither_clipped_nor_added_to():
     model = use_fp8(gpt(), Scheme())
     _optimizer = KeptAdam(model, RECIPES["DeepSeek-V3"])

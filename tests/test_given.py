@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from labutils import checkpointing, collectives, context_parallel, data_parallel, expert_parallel, lora, measure
-from labutils import memory, pipeline, planner, precision, predict, quantization, schedule, step, tensor_parallel, zero
-from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils import memory, pipeline, planner, precision, predict, quantization, schedule, step, tensor_parallel, units, zero
+from labutils import accumulation
+from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.world import World
 
@@ -25,6 +26,7 @@ TINY = ModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=6, s
 ORDER = schedule.one_f_one_b(1, 1)
 TRAIN = TrainConfig(micro_batch=1, global_batch=1)
 LAYER = nn.Linear(2, 2)
+LINK = Link(1e-6, 1e9)
 """
 
 CALLS = [  # `x` stands where a module, a schedule or a config belongs
@@ -112,6 +114,27 @@ CALLS = [  # `x` stands where a module, a schedule or a config belongs
     ("planner.Job(model=TINY, cluster=x)", "Job takes a Cluster"),
     ("planner.search(x)", "search takes a Job"),
     ("planner.estimate(x, planner.Plan())", "evaluate takes a Job"),
+    ("accumulation.accumulate(x, [])", "accumulate takes a loss of a batch"),
+    ("accumulation.accumulate(print, x or 3)", "accumulate takes an Iterable, got 3"),
+]  # fmt: skip
+
+NAMED = [  # `x` stands where a name belongs
+    ("collectives.cost(x, 8, 2, LINK)", "no algorithm {}: there are broadcast_star"),
+    ("collectives.sent(x, nbytes=8, n=2)", "no algorithm {}: there are broadcast_star"),
+    ("collectives.bus_factor(x, 4)", "no bus factor for {}: it has all_reduce"),
+    ("World(1, engine=x or ['a'])", "unknown engine {}: use one of threads"),
+    ("checkpointing.overhead(TINY, x)", "unknown policy {}: use 'none'"),
+    ("checkpointing.apply(GPT(TINY), x)", "unknown policy {}: use 'none'"),
+    ("quantization.quantize(torch.ones(4), x)", "there is no format {}: take one of mxfp4"),
+    ("quantization.StateFormats(x, 'fp8', 'fp8', 'fp8')", "weights={}: choose one of fp32"),
+    ("precision.round_to(torch.ones(2), x)", "unknown format {}: choose one of fp64"),
+    ("ModelConfig.named(x)", "no model called {}: there are gpt2"),
+    ("context_parallel.layout(8, 2, x)", "unknown layout {}: use 'contiguous'"),
+    ("schedule.bubble(x, 2, 2)", "no formula for {} in a step"),
+    ("schedule.peak_in_flight(x, 2, 2, 0)", "no formula for {}: there are naive"),
+    ("units.parse(x)", "cannot read {} as a quantity: write a number"),
+    ("lora.adapt(GPT(TINY), rank=2, alpha=2, name=x)", "an adapter's name takes a str, got {}"),
+    ("lora.activate(lora.adapt(GPT(TINY), rank=1, alpha=2), x or ['a'])", "an adapter {}: the module"),
 ]  # fmt: skip
 
 GIVEN = ("None", "[]", "3")
@@ -125,7 +148,7 @@ def said(call, value, comm):
     return "no error"
 
 def program(rank):
-    return [said(call, value, rank.comm("dp")) for call in CALLS for value in (None, [], 3)]
+    return [said(call, value, rank.comm("dp")) for call in CALLS for value in GIVEN]
 
 with World(1) as alone:
     print("\\n".join(line.partition("\\n")[0] for line in alone.run(program)[0]))
@@ -134,11 +157,12 @@ with World(1) as alone:
 
 @pytest.fixture(scope="module")
 def answers():
-    program = f"{SETUP}\nCALLS = {[call for call, _ in CALLS]}\n{PROGRAM}"
+    calls = [call for call, _ in CALLS + NAMED]
+    program = f"{SETUP}\nCALLS, GIVEN = {calls}, [{', '.join(GIVEN)}]\n{PROGRAM}"
     ran = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    asked = [(call, given) for call, _ in CALLS for given in GIVEN]
+    asked = [(call, given) for call in calls for given in GIVEN]
     return dict(zip(asked, ran.stdout.splitlines(), strict=True))
 
 
@@ -149,6 +173,14 @@ def test_what_is_no_module_and_no_schedule_is_named(answers, call, wanted, given
     assert said.startswith(f"TypeError: {wanted}"), said
     given = "3" if " or 3" in call else given
     assert f"got {given}" in said or f"got {type(eval(given)).__name__}" in said, said
+
+
+@pytest.mark.parametrize("call, wanted", NAMED)
+@pytest.mark.parametrize("given", GIVEN)
+def test_what_is_no_name_is_named_with_those_that_there_are(answers, call, wanted, given):
+    said = answers[call, given]
+    given = "['a']" if " or ['a']" in call and given != "3" else given
+    assert said.startswith(("ValueError", "TypeError")) and wanted.format(given) in said, said
 
 
 def test_a_module_that_is_whole_has_no_shards_to_gather():

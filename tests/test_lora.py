@@ -25,7 +25,7 @@ from labutils.flash import fused
 from labutils.ledger import Ledger
 from labutils.model import GPT
 from labutils.teach import rigs
-from labutils.world import RankError, World
+from labutils.world import RankError, World, copies
 
 SIZES = dict(num_layers=2, d_model=16, num_heads=4, d_ff=24, vocab_size=12, seq_len=8)
 LLAMA_STYLE = dict(ffn="swiglu", norm="rmsnorm", positions="rope", bias=False, tied=False)
@@ -546,6 +546,10 @@ def test_the_adapters_of_a_split_model_learn_the_same(config, n, sequence):
         generator = torch.Generator().manual_seed(7 + comm.rank)  # rank 0's A is everybody's
         lora.adapt(model, rank=3, alpha=6.0, generator=generator)
         losses, after = steps(model, count=2)
+        for name, p in trained(model).items():  # as often as the weight: keys may be on several
+            layer = model.get_submodule(name.split(".adapters")[0])
+            cut = isinstance(layer.base, tensor_parallel.ColumnLinear) == name.endswith(".B")
+            assert copies(p, comm) == (copies(layer.base.weight, comm) if cut else n)
         with lora.merged(model):
             return losses, after, model.loss(*ROWS).item()
 
@@ -779,6 +783,9 @@ def test_a_rank_beyond_the_matrix_and_numbers_that_are_none():
         ValueError, match="rank=1000: the update of a matrix of 32 × 64 has rank 32"
     ):
         lora.wrap(nn.Linear(64, 32), rank=1000, alpha=1)
+    assert lora.wrap(nn.Linear(64, 32), rank=64, alpha=1).adapters["default"].rank == 64
+    with pytest.raises(ValueError, match="rank=65"):
+        lora.wrap(nn.Linear(64, 32), rank=65, alpha=1)
     for formula in (lora.trainable, lora.training_flops):
         for rank in (-4, 0, 1000):
             with pytest.raises(ValueError, match="rank"):
@@ -820,5 +827,5 @@ def test_what_is_added_to_a_weight_is_rounded_once():
     weight, delta = layer.base.weight.clone(), adapter.delta()
     layer.merge()
     exact = (weight.double() + delta.double()).to(torch.bfloat16)
-    assert torch.equal(layer.base.weight, exact)
+    assert torch.equal(layer.base.weight, exact) and not layer.base.weight.requires_grad
     assert not torch.equal(exact, weight + delta.to(torch.bfloat16))

@@ -209,6 +209,19 @@ def test_frozen_parameters_stay_as_they_are(make):
 # ── what hangs, and what is silently wrong ─────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("messages", ["matched", "unmatched", "blocking", "paired"])
+def test_what_an_operation_needs_has_come_before_it(messages):
+    """Also where messages come in another order than they are used."""
+    for plan in (schedule.zb_v(2, 4), schedule.interleaved_zb(2, 4, 2), schedule.dualpipe_v(2, 4)):
+        for rank in range(2):
+            here = set()
+            for kind, op, *_ in pipeline.actions(plan, rank, messages):
+                if kind == "run":
+                    assert set(plan.inputs(op)) <= here
+                if kind in ("recv", "run"):
+                    here.add(op)
+
+
 def test_blocking_sends_hang():
     """All but naive and GPipe."""
     with pytest.raises(DeadlockError, match="rank 0 waits in send.*inside send forward"):

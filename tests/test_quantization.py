@@ -205,6 +205,11 @@ def test_nf4_is_the_frozen_weight_of_qlora():
     x = drawn(3, 64)
     right = from_nf4(to_nf4(x, double=False), x.shape, torch.float32, double=False)
     assert torch.equal(quantize(x, "nf4").dequantize(), right)
+    short = quantize(x[:, :33], "nf4")  # 99 numbers: the second block is short
+    whole = quantization.quantized_bytes((3, 33), "nf4")
+    assert whole.diff(short.ledger, by="name").unexplained == 0 and whole.total == 50 + 2 * 4
+    first = quantize(x[:, :33].reshape(99)[:64], "nf4").dequantize()
+    assert torch.equal(short.dequantize().reshape(99)[:64], first)
 
 
 KINDS = [

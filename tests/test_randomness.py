@@ -321,6 +321,17 @@ def test_a_seed_that_is_set_anew_counts():
 # ── dropout itself ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_a_generator_has_one_twin_on_another_device():
+    def program(rank):
+        given, there = torch.Generator().manual_seed(7), torch.device("cpu:0")  # another name
+        numbers = randomness.here()
+        twin = numbers.near(given, there)
+        assert twin.initial_seed() == 7 and twin is numbers.near(given, there) is not given
+        assert numbers.near(given, given.device) is given
+
+    World(1).run(program)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_it_is_torchs_dropout_with_other_random_numbers(p, dtype):
@@ -440,12 +451,16 @@ def test_torchs_checkpoint_is_refused_on_a_rank_and_right_elsewhere(engine, reen
         y.sum().backward()
         return torch.equal(x.grad * X, y.detach())
 
+    def after_ours(rank):
+        checkpoint(lambda x: randomness.dropout(x, 0.5), X.clone().requires_grad_()).sum().backward()
+        return run()
+
     assert run()
     with World(1, engine=engine) as world:
         with pytest.raises(
             RankError, match=r"another mask: use labutils\.checkpointing\.checkpoint"
         ):
-            world.run(run)
+            world.run(after_ours)
 
 
 # ── the source ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -437,6 +437,8 @@ def test_a_run_is_a_timeline_that_perfetto_opens(tmp_path):
         event["args"]["in flight"] for event in events if event["ph"] == "C" and not event["pid"]
     ]
     assert max(held) == run.peak(0) and held[-1] == 0
+    lanes = {(event["cat"], event["tid"]) for event in spans}
+    assert len({lane for _, lane in lanes}) == len(lanes) > 1  # what runs at once, one below another
 
 
 def test_zb_auto_meets_the_hand_made_ones_and_its_limit():

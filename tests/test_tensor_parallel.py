@@ -280,18 +280,19 @@ def test_a_copy_sums_the_gradient_and_a_sum_copies_it():
     assert ranks(3).run(program) == [[1.0 + i, 30.0, 6.0, 10.0] for i in range(3)]
 
 
-def test_the_loss_is_torchs():
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_loss_is_torchs(reduction):
     """Also of logits so large that their exponentials overflow, and of targets at the edges of a share."""
     logits = torch.randn(5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logits[0] += 1e4
     logits.requires_grad_()
     targets = torch.tensor([7, 8, 0, 23, -100])
-    expected = nn.functional.cross_entropy(logits, targets)
+    expected = nn.functional.cross_entropy(logits, targets, reduction=reduction)
     (3 * expected).backward()
 
     def program(rank):
         mine = logits.detach().chunk(rank.size, 1)[rank.rank].clone().requires_grad_()
-        loss = tensor_parallel.cross_entropy(mine, targets, rank.comm("tp"))
+        loss = tensor_parallel.cross_entropy(mine, targets, rank.comm("tp"), reduction=reduction)
         (3 * loss).backward()
         return loss.item(), mine.grad
 

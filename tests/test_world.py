@@ -3,6 +3,7 @@
 import gc
 import itertools
 import linecache
+import multiprocessing.forkserver
 import os
 import re
 import resource
@@ -28,6 +29,7 @@ from labutils import collectives, world
 from labutils.config import Mesh
 from labutils.world import DeadlockError, MismatchError, RankError, World, sockets, threads
 from labutils.world.distributed import DistributedEndpoint
+from labutils.world.processes import start_server
 from labutils.world.threads import Rendezvous
 
 ROOT = Path(__file__).parent.parent
@@ -738,10 +740,42 @@ def test_a_killed_rank_is_reported_and_not_waited_for(processes, number):
 
 
 def test_a_rank_that_exits_is_reported(processes):
-    error = fails(
-        processes, lambda rank: os._exit(7) if rank.rank == 1 else rank.comm().barrier(), RankError
+    def program(rank):
+        if rank.rank == 1:
+            os.write(2, "\n".join(map(str, range(20))).encode())
+            os._exit(7)
+        rank.comm().barrier()
+
+    last = "\n".join(map(str, range(8, 20)))
+    assert str(fails(processes, program, RankError)) == (
+        f"rank 1 of 4 died: its process ended with exit code 7; it last wrote:\n{last}"
     )
-    assert "rank 1 of 4 died: its process ended with exit code 7" in str(error)
+
+
+def test_after_a_failure_process_groups_are_new():
+    """They may have lost a rank in the middle of a call, and are of no more use."""
+
+    def program(rank, group):
+        if group:
+            dist.all_reduce(torch.ones(1), group=rank.comm().group)
+        if rank.rank == 1:
+            raise ValueError("after it")
+
+    with World(2, engine="processes") as two:
+        for group in (False, True):
+            two.run(shift)
+            pids = pids_of(two)
+            fails(two, program, RankError, group)
+            assert gone(pids) if group else pids_of(two) == pids
+
+
+def test_the_fork_server_is_in_no_torchrun_job(monkeypatch):
+    seen = {}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", lambda: seen.update(os.environ))
+    start_server()
+    assert "PYTHONPATH" in seen and "TORCHELASTIC_RUN_ID" not in seen
+    assert os.environ["TORCHELASTIC_RUN_ID"] == "7"
 
 
 def test_a_rank_that_never_arrives_ends_in_a_time_out(engine):
@@ -1019,6 +1053,49 @@ def test_without_posix_and_type_checks_threads_run_and_wrong_types_are_told():
     asked = "write all_reduce_ring(x, rank.comm()): got"
     said = ["[0, 1]", f"{asked} None and None", f"{asked} a list and None"]
     assert ended.stdout.splitlines() == said, ended.stderr
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_world_that_another_thread_closes_says_so_and_runs_again(computes, tmp_path):
+    os.mkfifo(fifo := tmp_path / "there")
+
+    def program(rank):
+        if rank.rank == 1:
+            with open(fifo, "w"):
+                pass
+        while rank.rank == 1 or computes:
+            torch.ones(8) + 1
+        rank.comm().barrier()
+
+    with World(2, engine="processes") as two:
+
+        def close():
+            with open(fifo):
+                two.close()
+
+        other = threading.Thread(target=close)
+        other.start()
+        with pytest.raises(world.WorldError, match="another thread closed this world while its r"):
+            two.run(program)
+        other.join()
+        assert two.run(lambda rank: rank.rank) == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_message_that_waits_in_vain_in_a_destructor_is_an_error(engine):
+    """Python prints what a `__del__` raises and goes on."""
+
+    class Last:
+        def __init__(self, comm):
+            self.comm = comm
+
+        def __del__(self):
+            self.comm.barrier()
+
+    with World(2, engine=engine, timeout=1) as two, pytest.raises(DeadlockError):
+        two.run(lambda rank: Last(rank.comm()) and None if rank.rank == 0 else None)
+    with World(2, engine=engine) as two:
+        assert two.run(lambda rank: Last(rank.comm()) and rank.rank) == [0, 1]
 
 
 def test_what_cannot_travel_says_so(processes):
@@ -1313,8 +1390,9 @@ def test_worlds_that_cannot_be(make, error, text):
     ],
 )
 def test_bad_calls_name_the_value_and_the_remedy(four, program, text):
-    with pytest.raises(RankError, match=text):
+    with pytest.raises(RankError) as error:
         four.run(lambda rank: program(rank.comm()))
+    assert re.search(text, str(error.value).splitlines()[0])  # below stands the source line
 
 
 def test_a_tensor_is_asked_for():

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import re
 from dataclasses import replace
 
 import pytest
@@ -314,13 +315,13 @@ def one(rank, **marks):
 @pytest.mark.parametrize(
     "attempt, said",
     [
-        (lambda rank: zero.clip_grad_norm([one(rank, shares=1)], rank.comm("dp"), 1.0), "has 2 o[f]"),
+        (lambda rank: zero.clip_grad_norm([one(rank, shares=1)], rank.comm("dp"), 1.0), "has 2 of"),
         (
             lambda rank: zero.clip_grad_norm([one(rank, shares=1)], rank.comm("tp"), 1.0),
             "rank.comm",
         ),
         (lambda rank: LossScaler(comm=rank.comm("dp")), "whether a step is skipped is .* all 4"),
-        (lambda rank: zero.clip_grad_norm([one(rank)], rank.comm(), 1.0), "set its .shares: 1 i[f]"),
+        (lambda rank: zero.clip_grad_norm([one(rank)], rank.comm(), 1.0), "set its .shares: 1 if"),
         (
             lambda rank: precision.clipped_step(
                 torch.rand, None, LossScaler(comm=rank.comm()), 1.0
@@ -330,8 +331,9 @@ def one(rank, **marks):
     ],
 )
 def test_what_is_no_norm_of_the_whole_is_refused(attempt, said):
-    with pytest.raises(RankError, match=said):
+    with pytest.raises(RankError) as error:
         World(Mesh(dp=2, tp=2)).run(attempt)
+    assert re.search(said, str(error.value).splitlines()[0])  # below stands the source line
 
 
 def test_the_weights_of_a_zero_optimizer_are_refused_and_its_pieces_taken():

@@ -211,8 +211,7 @@ def apply(model: Of, policy: str) -> Of:
     Source: selective: Korthikanti et al. 2205.05198, section 5.
     """
     units.instance(model, nn.Module, "apply")
-    if policy not in POLICIES:
-        raise ValueError(f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}")
+    _check_policy(policy)
     for block in (part for part in model.modules() if isinstance(part, Block)):
         # On the instance, over the class: every parameter keeps its name.
         block.__dict__.pop("forward", None)
@@ -224,6 +223,11 @@ def apply(model: Of, policy: str) -> Of:
         elif policy == "full":
             block.__dict__["forward"] = functools.partial(checkpoint, block.forward)
     return model
+
+
+def _check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}: use {', '.join(map(repr, POLICIES))}")
 
 
 def overhead(model: ModelConfig, policy: str, *, early_stop: bool = True) -> float:
@@ -243,6 +247,7 @@ def overhead(model: ModelConfig, policy: str, *, early_stop: bool = True) -> flo
     counted in full.
     """
     units.instance(model, ModelConfig, "overhead")
+    _check_policy(policy)
     flops = anatomy.token_flops(model)
     forward, scores = sum(flops.values()), flops["blocks.*.attention"]
     last_is_down = model.num_experts == 1 and not model.dropout

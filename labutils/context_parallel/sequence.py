@@ -133,7 +133,7 @@ def layout(s: int, n: int, kind: str = "zigzag") -> SequenceLayout:
     Invariant: each position is on one rank; all ranks have s/n.
     Raises ValueError where the chunks would differ in length.
     """
-    if kind not in _CHUNKS:
+    if kind not in [*_CHUNKS]:
         raise ValueError(f"unknown layout {kind!r}: use {' or '.join(map(repr, _CHUNKS))}")
     s, n = units.whole(s, "s", 1), units.whole(n, "n", 1)
     pieces = _CHUNKS[kind] * n

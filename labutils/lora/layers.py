@@ -102,8 +102,9 @@ class SplitAdapter(Adapter):
             raise ValueError(f"dropout={self.dropout} on a split layer: {one}; use dropout=0")
         base.comm.broadcast(self.A.data, out=self.A.data)
         if column:
-            marked(self.B, base.weight)
+            marked(self.A), marked(self.B, base.weight)
         else:
+            marked(self.B)
             self.A = base.share(self.A, 1, k * n, "inputs", n)
         self.comm, self.sequence, self.column = base.comm, base.sequence, column
         self.sharing = base.sharing if isinstance(base, ColumnLinear) else None
@@ -165,6 +166,7 @@ class LoraLinear(nn.Module):
 
     def add(self, name: str, **options: Any) -> None:
         """One more adapter; ValueError for a name that is taken, or that no module can have."""
+        units.instance(name, str, "an adapter's name")
         taken = hasattr(self.adapters, name) and name not in self.adapters
         if not name or "." in name or taken:
             raise ValueError(f"an adapter cannot be called {name!r}: give a word without a dot")

@@ -48,7 +48,7 @@ class StateFormats:
 
     def __post_init__(self) -> None:
         for field, fmt in zip(fields(self), astuple(self), strict=True):
-            if fmt not in DTYPES and (fmt or field.name not in ("master", "summed")):
+            if fmt not in [*DTYPES] and (fmt or field.name not in ("master", "summed")):
                 raise ValueError(f"{field.name}={fmt!r}: choose one of {', '.join(DTYPES)}")
 
     @property

@@ -252,11 +252,11 @@ def _places(width: int, bits: int, like: Tensor) -> Tensor:
 
 
 def _named(fmt: str | IntFormat | BlockFormat) -> Format:
-    if not isinstance(fmt, str):
+    if isinstance(fmt, IntFormat | BlockFormat):
         return fmt
     known: dict[str, Format] = {"mxfp4": floats.MXFP4, "nvfp4": floats.NVFP4, "nf4": "nf4"}
     known |= {f"int{bits}": IntFormat(f"int{bits}", bits) for bits in range(2, 9)}
-    if fmt not in known:
+    if fmt not in [*known]:
         raise ValueError(f"there is no format {fmt!r}: take one of {', '.join(known)}")
     return known[fmt]
 

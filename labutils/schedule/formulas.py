@@ -59,7 +59,7 @@ def bubble(
         known["zb_h2"] = ((p - 1) * (f + b - 2 * w), *enough)
         known["zb_v"] = (2 * (p - 1) * (b - w), w <= f <= b and m >= 2 * p, "W ≤ F ≤ B and m ≥ 2p")
         known["interleaved_zb"] = ((p - 1) * f, f == b == w, "F = B = W")
-    if name not in known:
+    if name not in [*known]:
         step = f"a step that ends {'with' if barrier else 'without'} a barrier"
         raise ValueError(f"no formula for {name!r} in {step}: there are {', '.join(known)}")
     idle, holds, when = known[name]
@@ -105,7 +105,7 @@ def peak_in_flight(name: str, p: int, m: int, rank: int = 0, chunks: int = 1) ->
         "dualpipe": p + 1,
         "dualpipe_v": 2 * p + 1,
     }
-    if name not in known:
+    if name not in [*known]:
         raise ValueError(f"no formula for {name!r}: there are {', '.join(known)}")
     if name == "zb_v" and m < 2 * p - 1:
         raise ValueError(f"the formula of zb_v needs m ≥ 2p−1: got m={m} at p={p}")

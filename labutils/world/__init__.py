@@ -88,7 +88,7 @@ class World:
     ) -> None:
         mesh = mesh if isinstance(mesh, Mesh) else Mesh(dp=mesh)
         engine = engine or ("torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "threads")
-        if engine not in ENGINES:
+        if engine not in [*ENGINES]:
             raise ValueError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
         self.mesh = mesh
         self.engine = engine

@@ -24,7 +24,7 @@ import cloudpickle
 
 from labutils.config import Mesh
 from labutils.trace import Trace
-from labutils.world.errors import ABSENT, Failure, RankError, TimeoutError, place
+from labutils.world.errors import ABSENT, Failure, RankError, TimeoutError, WorldError, place
 from labutils.world.rank import Outcome, conclude, unpack
 from labutils.world.sockets import (
     create_memory,
@@ -162,6 +162,8 @@ class Processes:
         self.locks: list[BinaryIO] = []  # files of the folders, locked while this process lives
         self.runs = itertools.count(1)
         self.lock = threading.Lock()  # one run at a time
+        self.ending = threading.RLock()
+        self.ended = False  # whether another thread ended this run
         weakref.finalize(self, _end, self.ranks, self.folders, self.locks, os.getpid())
         start_server()
 
@@ -185,14 +187,19 @@ class Processes:
             what = "the function or its arguments cannot be sent to the ranks"
             raise TypeError(f"{what} {why}") from None
         with self.lock:
+            self.ended, outcomes = False, []
             try:
                 if not self.ranks:
                     self._start()
                 self.progress.clear()
                 outcomes = self._run(pickle.dumps((next(self.runs), program)))
-            except BaseException:  # above all a KeyboardInterrupt: nothing of this run may go on
-                self.close()
-                raise
+            except BaseException as error:  # as an interrupt: nothing of this run may go on
+                self._end()
+                if not self.ended or not isinstance(error, Exception):
+                    raise
+            if self.ended:
+                what = "another thread closed this world while its ranks ran"
+                raise WorldError(f"{what}: wait for a run to end before you close its world")
         return conclude(outcomes)
 
     def _start(self) -> None:
@@ -229,7 +236,7 @@ class Processes:
         touched = any(outcome.touched_group for outcome in outcomes)
         dead = any(rank.commands.closed for rank in self.ranks)
         if self.running or dead or (self.failures and touched):
-            self.close()  # a process group that has lost a rank is of no more use
+            self._end()  # a process group that has lost a rank is of no more use
         for rank in self.ranks:
             rank.outcome = None  # what it returned is the caller's alone
         return outcomes
@@ -247,7 +254,12 @@ class Processes:
 
     def close(self) -> None:
         """End all ranks; the next run starts new ones."""
-        _end(self.ranks, self.folders, self.locks, os.getpid())
+        self.ended = True
+        self._end()
+
+    def _end(self) -> None:
+        with self.ending:  # a thread that runs and one that closes
+            _end(self.ranks, self.folders, self.locks, os.getpid())
 
 
 def _end(ranks: list[RankProcess], folders: list[str], locks: list[BinaryIO], owner: int) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from labutils.config import Mesh
 from labutils.world.distributed import DistributedEndpoint
-from labutils.world.errors import Failure, site
+from labutils.world.errors import Failure, WorldError, site
 from labutils.world.messages import Endpoint
 from labutils.world.rank import Outcome, Output, Rank, perform
 from labutils.world.sockets import SocketEndpoint
@@ -56,8 +56,17 @@ class Member:
         self.endpoint.reset(number)
         rank = Rank(self.rank, self.mesh, self.endpoint, self.device, self.group)
         printed = Output()
+        ignored: list[BaseException] = []  # by Python, as all that a `__del__` raises
+
+        def told(unraised: Any) -> None:
+            ignored.extend([unraised.exc_value] * isinstance(unraised.exc_value, WorldError))
+            sys.__unraisablehook__(unraised)
+
+        sys.unraisablehook = told
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             outcome = perform(rank, fn, args, kwargs)
+        if ignored and not outcome.failure:
+            outcome.failure = Failure.of(ignored[0])
         outcome.printed = str(printed)
         outcome.touched_group = self.touched_group
         return outcome
