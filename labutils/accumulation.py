@@ -70,10 +70,7 @@ def accumulate(
     Cost: the activations of one micro-batch at a time; the gradients stay from the first
     micro-batch to the step.
     """
-    if not callable(loss):
-        raise TypeError(f"accumulate takes a loss of a batch, got {loss!r:.60}: give a function")
-    units.instance(batches, Iterable, "accumulate")
-    batches = list(batches)
+    batches = _all(batches, loss)
     weights = [(weigh or _rows)(batch) for batch in batches]
     if total is None:
         total = sum(weights)
@@ -87,6 +84,13 @@ def accumulate(
         part.backward()
         whole = part.detach() if whole is None else whole + part.detach()
     return whole if whole is not None else torch.zeros(())
+
+
+def _all(batches: Sequence[Any], loss: Callable[[Any], Tensor]) -> list[Any]:
+    if not callable(loss):
+        raise TypeError(f"accumulate takes a loss of a batch, got {loss!r:.60}: give a function")
+    units.instance(batches, Iterable, "accumulate")
+    return list(batches)
 
 
 def step(

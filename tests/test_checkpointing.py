@@ -754,7 +754,7 @@ def test_overheads_of_the_papers():
         assert 3 * 100 * checkpointing.overhead(
             config, "selective", early_stop=False
         ) == pytest.approx(published, abs=2e-3)
-    with pytest.raises(KeyError, match="half"):
+    with pytest.raises(ValueError, match="policy .half.: use"):
         checkpointing.overhead(layers, "half")
 
 
