@@ -74,7 +74,7 @@ def saved_by_grouping(name: str) -> float:
 def bytes_per_parameter(name: str) -> float:
     """Bytes of one line of the model states of GPT-2 XL in bf16, for each parameter."""
     model = ModelConfig.named("gpt2-xl")
-    return memory.model_states(model, ONE).by("name")[name] / model.num_params
+    return predict.states(model, ONE).by("name")[name] / model.num_params
 
 
 def fp32_buffer_per_parameter() -> float:
@@ -90,7 +90,7 @@ def full_precision_bytes() -> float:
     """
     model = ModelConfig.named("gpt2-xl")
     train = TrainConfig(micro_batch=1, global_batch=1, precision="fp32")
-    kinds = memory.model_states(model, train).by("name")
+    kinds = predict.states(model, train).by("name")
     named = ("weights", "gradients", "exp_avg", "exp_avg_sq")
     return sum(kinds[name] for name in named) / model.num_params
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from labutils import collectives, data_parallel, measure, memory
+from labutils import collectives, data_parallel, measure, predict
 from labutils.accumulation import micro_batches
 from labutils.config import Link, ModelConfig, TrainConfig
 from labutils.model import GPT
@@ -164,7 +164,7 @@ def test_bytes_held_are_those_of_the_formula(four):
         }
         return measure.model_states(net, optimizer), len(buckets), len(replica.buckets)
 
-    expected = memory.model_states(
+    expected = predict.states(
         CONFIG, TrainConfig(micro_batch=1, global_batch=4, precision="fp32")
     )
     for held, storages, buckets in four.run(run):
@@ -751,7 +751,7 @@ def test_formula_dry_run_and_real_run_agree(four):
     formula += data_parallel.bytes_to_start(GPT(CONFIG), 4)
     assert formula.diff(sent).unexplained == 0
     train = TrainConfig(micro_batch=2, global_batch=8, precision="fp32")
-    states = memory.model_states(CONFIG, train)
+    states = predict.states(CONFIG, train)
     for i in (0, 3):
         dry = World(4, engine="dry")
         held, peak, found = dry.run(counted, rank=i)

@@ -93,7 +93,6 @@ CALLS = [  # `x` stands where a module, a schedule or a config belongs
     ("predict.states(TINY, TRAIN, x)", "a step takes a Mesh"),
     ("predict.peak(TINY, x)", "a step takes a TrainConfig"),
     ("predict.sent(x, TRAIN)", "a step takes a ModelConfig"),
-    ("memory.model_states(x, TRAIN)", "memory takes a ModelConfig"),
     ("memory.activations(TINY, x)", "memory takes a TrainConfig"),
     ("memory.predict(x, TRAIN)", "memory takes a ModelConfig"),
     ("checkpointing.run([LAYER], x, torch.ones(1, 2))", "a chain takes a Plan"),

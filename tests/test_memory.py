@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from labutils import accumulation, checkpointing, measure, memory, precision
+from labutils import accumulation, checkpointing, measure, memory, precision, predict
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.memory import formulas
@@ -91,7 +91,7 @@ def test_model_states_are_predicted(config, name):
     ) in model.parameters():  # every expert gets a gradient, whatever the router chooses
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    diff = memory.model_states(config, train).diff(measure.model_states(model, optimizer))
+    diff = predict.states(config, train).diff(measure.model_states(model, optimizer))
     assert diff.unexplained == 0, str(diff)
 
 
@@ -106,7 +106,7 @@ def test_model_states_of_mixtral_are_predicted():
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-        diff = memory.model_states(config, train).diff(measure.model_states(model, optimizer))
+        diff = predict.states(config, train).diff(measure.model_states(model, optimizer))
     assert diff.unexplained == 0, str(diff)
 
 
@@ -289,7 +289,7 @@ def test_what_cannot_be_predicted_is_said():
             memory.predict(model, replace(train, **wrong))
     with pytest.raises(
         ValueError,
-        match="num_experts=4: .* depends on what the router chooses.*memory.model_states and memory.activations are exact",
+        match="num_experts=4: .* depends on what the router chooses.*predict.states and memory.activations are exact",
     ):
         memory.predict(replace(model, num_experts=4), train)
     with pytest.raises(TypeError, match="takes a ModelConfig, got 'gpt2'"):

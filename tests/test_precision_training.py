@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from labutils import anatomy, floats, measure, memory, precision
+from labutils import anatomy, floats, measure, memory, precision, predict
 from labutils.config import ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler, MasterWeights, RoundedWeights
@@ -153,7 +153,7 @@ class TestMasterWeights:
             precision={BF16: "bf16", FP16: "fp16"}[dtype],
             fp32_gradients=fp32_gradients,
         )
-        assert memory.model_states(CONFIG, train).diff(held).unexplained == 0
+        assert predict.states(CONFIG, train).diff(held).unexplained == 0
 
     def test_bad_input(self):
         layer = line()

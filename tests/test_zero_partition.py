@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from zero_training import LEVELS, TIED, UNTIED, build, ranks
 
-from labutils import anatomy, collectives, memory, predict, units, zero
+from labutils import anatomy, collectives, predict, units, zero
 from labutils.config import Mesh, TrainConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler
@@ -91,7 +91,7 @@ def test_formulas_agree_with_those_of_the_other_labs(level, precision):
     if level == 0:
         sizes = [parameter.numel() for parameter in build(TIED, 0).parameters()]
         held = zero.predict_held(sizes, 2, 0, itemsize=itemsize, shard_itemsize=4)
-        assert held.diff(memory.model_states(TIED, train_config)).unexplained == 0
+        assert held.diff(predict.states(TIED, train_config)).unexplained == 0
 
 
 def test_the_papers_tables():

@@ -1,5 +1,5 @@
-"""What a training step holds in memory, predicted from the configuration alone: model states, saved
-activations, the peak.
+"""What a training step holds in memory on one device, predicted from the configuration alone: saved
+activations, the peak. Of model states, and of any mesh, see `predict`.
 
 Predictions have the type and the names of `measure`, so that
 `activations(...).diff(measure.saved_activations(...))` can end with 0.
@@ -9,4 +9,4 @@ from labutils.memory.activations import activations
 from labutils.memory.allocator import Allocator, OutOfMemory, replay
 from labutils.memory.peak import Peak, history, peak_bytes, predict
 from labutils.memory.published import beyond_the_paper, korthikanti
-from labutils.memory.states import model_states, step_peak
+from labutils.memory.states import step_peak

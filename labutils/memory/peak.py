@@ -130,7 +130,7 @@ def predictable(model: ModelConfig, train: TrainConfig) -> None:
     if model.num_experts > 1:
         raise ValueError(
             f"num_experts={model.num_experts}: how much an expert holds at a moment depends on "
-            "what the router chooses, so there is no formula for the peak; memory.model_states and "
+            "what the router chooses, so there is no formula for the peak; predict.states and "
             "memory.activations are exact for any choice"
         )
     if model.positions == "rope" and model.d_head % 2:

@@ -1,45 +1,7 @@
-"""Model states: weights, gradients and what the optimizer keeps, on one device."""
+"""What has a formula on one device, and the fullest moment of a step in fp32."""
 
-from collections.abc import Iterator
-
-from labutils import anatomy, units
-from labutils.anatomy import FP32_BYTES
-from labutils.config import MOMENTS, ModelConfig, TrainConfig
-from labutils.ledger import Ledger, Line
-
-
-def buffers(model: ModelConfig, width: int) -> Iterator[Line]:
-    """Bytes of RoPE's tables of cos and sin, in numbers of so many bytes."""
-    if model.positions == "rope":
-        numbers = 2 * model.seq_len * (model.d_head // 2)
-        yield Line("buffers", numbers * width, "buffers")
-
-
-def model_states(model: ModelConfig, train: TrainConfig) -> Ledger:
-    """Bytes of weights, gradients and optimizer state on one device after an optimizer step, under
-    the names of `measure.model_states`; on a mesh see `predict.states`.
-
-    Adam keeps two moments in fp32; with half-precision weights an fp32 master copy goes along, and
-    fp32 gradients if asked for.
-
-    >>> train = TrainConfig(micro_batch=1, global_batch=1)
-    >>> model_states(ModelConfig.named("gpt2-xl"), train).only(component="weights").total
-    3115222400
-
-    Source: ZeRO 1910.02054, section 3.1: 2Ψ + 2Ψ + 12Ψ.
-    """
-    require_formula(model, train)
-    width, numbers = 2 if train.half else FP32_BYTES, model.num_params
-    held = [Line("weights", numbers * width, "weights")]
-    if not (train.half and train.fp32_gradients == "only"):
-        held.append(Line("gradients", numbers * width, "gradients"))
-    if train.half and train.fp32_gradients:
-        held.append(Line("fp32 gradients", numbers * FP32_BYTES, "gradients"))
-    kept = ["master weights"] * train.half + list(MOMENTS[train.optimizer])
-    held += [Line(name, numbers * FP32_BYTES, "optimizer") for name in kept]
-    if len(MOMENTS[train.optimizer]) == 2:  # Adam counts its steps once for each tensor
-        held.append(Line("step", anatomy.num_tensors(model) * FP32_BYTES, "optimizer"))
-    return Ledger([*held, *buffers(model, width)])
+from labutils import units
+from labutils.config import ModelConfig, TrainConfig
 
 
 def require_formula(model: ModelConfig, train: TrainConfig) -> None:

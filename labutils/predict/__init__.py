@@ -24,8 +24,11 @@ def states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: in
     >>> train = TrainConfig(micro_batch=1, global_batch=2048, fp32_gradients=True, zero=1)
     >>> round(states(llama, train, Mesh(pp=16, dp=128, tp=8)).total / 1e9, 1)
     18.6
+    >>> states(ModelConfig.named("gpt2-xl"), train).only(component="weights").total
+    3115222400
 
     Raises ValueError for what does not go together (`step.check_plan`).
+    Source: ZeRO 1910.02054, section 3.1: 2Ψ + 2Ψ + 12Ψ.
     """
     here = Here(model, train, mesh, rank)
     if train.fp8 == "delayed":

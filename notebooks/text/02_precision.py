@@ -30,6 +30,7 @@ import torch
 from torch import _torch_docs, nn
 
 from labutils import floats, measure, memory, precision, units
+from labutils import predict as formulas
 from labutils.config import Hardware, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler, MasterWeights, RoundedWeights
@@ -865,14 +866,14 @@ reveal("precision/states", bytes_per_parameter=each["bf16 + master"])
 
 # %%
 mixed = {"micro_batch": 16, "global_batch": 16, "precision": "bf16"}
-formulas = {
+settings = {
     "fp32": TrainConfig(micro_batch=16, global_batch=16, precision="fp32"),
     "bf16 + master": TrainConfig(**mixed),
     "... fp32 gradients": TrainConfig(**mixed, fp32_gradients="only"),
     "... bf16 and fp32": TrainConfig(**mixed, fp32_gradients=True),
 }
-for name, setting in formulas.items():
-    predicted = memory.model_states(config, setting)
+for name, setting in settings.items():
+    predicted = formulas.states(config, setting)
     print(f"{name:18} unexplained: {predicted.diff(conventions[name]).unexplained}")
 
 # %% [markdown]
@@ -988,7 +989,7 @@ explore(histogram, log2_scale=(-8, 24, 4), share=list(shares), fmt=names)
 # %%
 fp32_run = TrainConfig(micro_batch=1, global_batch=1, precision="fp32")
 bf16_run = TrainConfig(micro_batch=1, global_batch=1, precision="bf16")
-for count in (memory.model_states, memory.activations):
+for count in (formulas.states, memory.activations):
     in_32, in_16 = (units.text(count(gpt2, run).total) for run in (fp32_run, bf16_run))
     print(f"{count.__name__}: {in_32} in fp32, {in_16} in bf16")
 
@@ -1010,7 +1011,7 @@ for count in (memory.model_states, memory.activations):
 # > - A running sum of ones ends at 2^(M + 1): 256 in bf16, 2048 in fp16. A softmax summed like that takes 4096 equally likely words for 256. Add in fp32.
 # >   <!-- claim: [round(math.exp(precision.cross_entropy(torch.zeros(1, 4096), torch.zeros(1).long(), name))) for name in ("bf16", "fp16", "fp32")] == [256, 2048, 4096] -->
 # > - Mixed precision with Adam holds 2 + 2 + 12 = 16 bytes per parameter, as fp32 does; 18 with fp32 gradients in place of half-precision ones, 20 with both.
-# >   <!-- claim: [memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, precision="bf16", fp32_gradients=f)).total // 1557611200 for f in (False, "only", True)] == [16, 18, 20] -->
+# >   <!-- claim: [predict.states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, precision="bf16", fp32_gradients=f)).total // 1557611200 for f in (False, "only", True)] == [16, 18, 20] -->
 #
 # Next: lab 03 counts the rest of the memory, byte by byte.
 

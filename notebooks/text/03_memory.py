@@ -25,6 +25,7 @@ import dataclasses
 import torch
 
 from labutils import checkpointing, measure, memory, precision, units
+from labutils import predict as formulas
 from labutils.config import Hardware, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.model import GPT
@@ -166,7 +167,7 @@ show(exercises.count_parameters)
 predict("memory/states", GB=3)
 
 # %%
-states = memory.model_states(gpt2, TrainConfig(micro_batch=1, global_batch=1))
+states = formulas.states(gpt2, TrainConfig(micro_batch=1, global_batch=1))
 states
 
 # %%
@@ -184,7 +185,7 @@ precisions = {
 }
 for name, options in precisions.items():
     run = TrainConfig(micro_batch=1, global_batch=1, **options)
-    held = memory.model_states(gpt2, run)
+    held = formulas.states(gpt2, run)
     print(f"{name:35}{held.total / gpt2.num_params:6.2f}")
 
 # %% [markdown]
@@ -195,7 +196,7 @@ for name, options in precisions.items():
 
 # %%
 model.loss(x, y).backward()
-memory.model_states(config, train).diff(measure.model_states(model, optimizer))
+formulas.states(config, train).diff(measure.model_states(model, optimizer))
 
 # %%
 optimizer.zero_grad()
@@ -777,7 +778,7 @@ for name in stated:
 # > - Parameters are counted from the configuration, to the last one: GPT-2 XL has 1 557 611 200, Llama-3.1-8B 8 030 261 248.
 # >   <!-- claim: [config.ModelConfig.named(name).num_params for name in ("gpt2-xl", "llama-3.1-8b")] == [1557611200, 8030261248] -->
 # > - Weights, gradients and AdamW's state take 16 bytes per parameter, in fp32 as in bf16 with master weights; 18 or 20 with gradients in fp32.
-# >   <!-- claim: [memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, precision=p, fp32_gradients=g)).total // 1557611200 for p, g in (("fp32", False), ("bf16", False), ("bf16", "only"), ("bf16", True))] == [16, 16, 18, 20] -->
+# >   <!-- claim: [predict.states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, precision=p, fp32_gradients=g)).total // 1557611200 for p, g in (("fp32", False), ("bf16", False), ("bf16", "only"), ("bf16", True))] == [16, 16, 18, 20] -->
 # > - A layer keeps sbh(34 + 5as/h) bytes by the paper; what PyTorch keeps beyond it has a name, byte for byte.
 # >   <!-- claim: memory.korthikanti(b=1, s=2048, h=12288, a=96).total == 2048 * 12288 * (34 + 80) -->
 # > - What waits for the backward pass is proportional to the batch, and every layer adds the same; in the sequence it is linear plus quadratic, until fused attention removes the square. With dropout they meet at 435 tokens for heads 64 wide, at 870 for 128; without it at 1024 and 2048.

@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from labutils import accumulation, measure, memory, planner, units
+from labutils import predict as formulas
 from labutils.accumulation import micro_batches
 from labutils.checkpointing import overhead
 from labutils.config import Hardware, ModelConfig, TrainConfig
@@ -388,7 +389,7 @@ buffer[w].item()
 gpt2 = ModelConfig.named("gpt2-xl")
 for fp32 in (False, True):
     run = TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=fp32)
-    print(f"fp32 sum: {fp32!s:5} {units.text(memory.model_states(gpt2, run).total)}")
+    print(f"fp32 sum: {fp32!s:5} {units.text(formulas.states(gpt2, run).total)}")
 
 # %% [markdown]
 # ## What else changes when the batch comes in pieces?
@@ -700,7 +701,7 @@ hint("accumulation/configure", 1)
 # >   <!-- claim: (lambda w: [accumulation.accumulate(lambda x: x.mean(), w.split([30, 30, 2, 18]), weigh=lambda x: 1), round((w.grad.max() / w.grad.min()).item())][1])(torch.ones(80, requires_grad=True)) == 15 -->
 # > - Data parallelism averages: weigh with the tokens of all ranks, and multiply the loss by the number of ranks.
 # > - Activations are those of one micro-batch, whatever the batch. Gradients stay from the first micro-batch to the step, and an fp32 sum of them costs 4Ψ more: 20 bytes per parameter instead of 16.
-# >   <!-- claim: [round(memory.model_states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=f)).total / 1557611200) for f in (False, True)] == [16, 20] -->
+# >   <!-- claim: [round(predict.states(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=1, global_batch=1, fp32_gradients=f)).total / 1557611200) for f in (False, True)] == [16, 20] -->
 # > - A bf16 sum of equal addends stops growing at 256 to 512 times the addend. Accumulate in fp32.
 # >   <!-- claim: [[w.add_(a) for w in [torch.zeros(1, dtype=torch.bfloat16)] for _ in range(999)][-1].item() for a in (1, 1.0078125)] == [256, 512] -->
 # > - What looks across the batch does not come in pieces: balancing losses, batch statistics, clipping. Clip once, after the last micro-batch, and do not drop the tail: 10 batches, four

@@ -820,9 +820,7 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("return dx.mul_(scale), dW.mul_(scale)", "return dx, dW"),
     ],
     ("memory/states", "test_memory test_survivors"): [
-        ("anatomy.num_tensors(model) * FP32_BYTES", "FP32_BYTES"),
         ("2 * weights + state + temporary)", "weights + state + temporary)"),
-        ("buffers(model, width)", "buffers(model, FP32_BYTES)"),
     ],
     ("predict/inventory", "test_predict"): [
         ("and part in self._linear", "and part in self._adapted"),
