@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler
 from labutils import collectives, data_parallel, measure, predict
 from labutils.accumulation import micro_batches
 from labutils.config import Link, ModelConfig, TrainConfig
+from labutils.ledger import Ledger
 from labutils.model import GPT
 from labutils.precision import LossScaler, autocast
 from labutils.teach import rigs
@@ -91,6 +92,25 @@ def alone(steps=3, dtype=torch.float64):
     )
 
 
+def sent_of(algorithm, tensors, n):
+    """Bytes of a collective of each tensor of so many bytes, whose elements have so many."""
+    name = algorithm.rpartition("_")[0]
+    each = (dict(nbytes=nbytes, itemsize=itemsize) for nbytes, itemsize in tensors)
+    ledgers = (collectives.sent(algorithm, n=n, name=name, **one) for one in each)
+    return Ledger(line for ledger in ledgers for line in ledger).merged()
+
+
+def reduced(grouped, n):
+    """What ranks send to reduce these buckets."""
+    return sent_of("all_reduce_ring", [(b.nbytes, b.itemsize) for b in grouped], n)
+
+
+def started(net, n):
+    """What ranks send to start as replicas: rank 0's tensors."""
+    tensors = [(x.nbytes, x.itemsize) for x in (*net.parameters(), *net.buffers())]
+    return sent_of("broadcast_tree", tensors, n)
+
+
 @pytest.fixture(scope="module", params=["threads", "processes"])
 def engine(request):
     return request.param
@@ -126,8 +146,7 @@ def check(world, **options):
             torch.allclose(means[name], gradients[name], rtol=0, atol=1e-10) for name in means
         )
         assert torch.equal(found, results[0][0]), "replicas that differ in a bit drift apart"
-    predicted = data_parallel.bytes_to_reduce(results[0][2], world.size, backwards=3)
-    predicted += data_parallel.bytes_to_start(model(), world.size)
+    predicted = reduced(results[0][2], world.size).scaled(3) + started(model(), world.size)
     assert predicted.diff(world.ledger).unexplained == 0 and predicted.count == world.ledger.count
     assert world.ledger.only(name="broadcast").total == (world.size - 1) * sum(
         parameter.nbytes for parameter in model().parameters()
@@ -211,7 +230,7 @@ def test_accumulation_reduces_once_a_step(four):
         sent[quiet] = four.ledger.only(name="all_reduce").total
     assert (
         sent[False] == 3 * sent[True]
-        and sent[True] == data_parallel.bytes_to_reduce(found[0][2], 4, backwards=3).total
+        and sent[True] == reduced(found[0][2], 4).scaled(3).total
     )
 
 
@@ -338,7 +357,7 @@ def test_buffers_are_rank_0s_at_the_start(four):
 
     for buffers in four.run(run):
         assert torch.equal(buffers[0], torch.zeros(4))
-    predicted = data_parallel.bytes_to_start(nn.BatchNorm1d(4), 4)
+    predicted = started(nn.BatchNorm1d(4), 4)
     assert predicted.diff(four.ledger).unexplained == 0
     assert four.ledger.total == 3 * 4 * (4 * 4) + 3 * 8  # weight, bias, mean, variance; a counter
 
@@ -606,12 +625,8 @@ def test_gradients_averaged_one_by_one(four):
             torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in found
         )
     sizes = {name: gradient.nbytes for name, gradient in expected.items()}
-    assert (
-        data_parallel.bytes_to_reduce(data_parallel.buckets(sizes, 1, itemsize=8), 4)
-        .diff(four.ledger)
-        .unexplained
-        == 0
-    )
+    grouped = data_parallel.buckets(sizes, 1, itemsize=8)
+    assert reduced(grouped, 4).diff(four.ledger).unexplained == 0
 
 
 # ── data, buckets, time ────────────────────────────────────────────────────────────────────────────────────────────
@@ -715,12 +730,8 @@ def test_a_chain_that_waits_is_reduced_as_the_simulation_says():
             names = [span.name for span in timeline.spans if span.kind == "reduce"]
             assert names == [span.name for span in simulated.spans if span.kind == "reduce"]
         grouped = data_parallel.buckets([nbytes for nbytes, _ in layers], **options)
-        assert (
-            data_parallel.bytes_to_reduce(grouped, 2)
-            .diff(two.ledger.only(name="all_reduce"))
-            .unexplained
-            == 0
-        )
+        books = two.ledger.only(name="all_reduce")
+        assert reduced(grouped, 2).diff(books).unexplained == 0
 
 
 # ── formula = dry run = real run ───────────────────────────────────────────────────────────────────────────────────
@@ -747,8 +758,7 @@ def test_formula_dry_run_and_real_run_agree(four):
     real = four.run(counted)
     sent = four.ledger
     grouped = real[0][2]
-    formula = data_parallel.bytes_to_reduce(grouped, 4, backwards=2)
-    formula += data_parallel.bytes_to_start(GPT(CONFIG), 4)
+    formula = reduced(grouped, 4).scaled(2) + started(GPT(CONFIG), 4)
     assert formula.diff(sent).unexplained == 0
     train = TrainConfig(micro_batch=2, global_batch=8, precision="fp32")
     states = predict.states(CONFIG, train)

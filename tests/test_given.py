@@ -31,7 +31,6 @@ LINK = Link(1e-6, 1e9)
 
 CALLS = [  # `x` stands where a module, a schedule or a config belongs
     ("data_parallel.replicate(x, comm)", "replicate takes a Module"),
-    ("data_parallel.bytes_to_start(x, 2)", "bytes_to_start takes a Module"),
     ("zero.shard(x, comm)", "shard takes a module"),
     ("zero.gathered(x).__enter__()", "zero takes a Module"),
     ("zero.layout(x)", "zero takes a Module"),

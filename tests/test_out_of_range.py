@@ -57,10 +57,6 @@ def order_timeline(seconds, n):
     return zero.step_timeline(zero.unit_order(1), [(8, seconds)], n=n, link=LINK)
 
 
-def to_reduce(n, backwards):
-    return data_parallel.bytes_to_reduce(data_parallel.buckets([8, 8]), n, backwards=backwards)
-
-
 def named(fn, *args):
     """A function of its other arguments, which stand by name."""
     return lambda **options: fn(*args, **options)
@@ -131,7 +127,6 @@ TABLE = {
     "data_parallel.buckets": row(
         buckets, size=(8, "0"), bucket_bytes=(16, "1"), itemsize=(4, "1")
     ),
-    "data_parallel.bytes_to_reduce": row(to_reduce, n=(4, "1"), backwards=(1, "0")),
     "data_parallel.backward_timeline": row(
         timeline, seconds=(1.0, "0+"), bucket_bytes=(16, "1"), n=(2, "1")
     ),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from labutils import data_parallel, scaling
+from labutils import collectives, scaling
 from labutils.scaling import ranks
 from labutils.teach import rigs
 from labutils.world import World
@@ -157,9 +157,8 @@ def test_the_same_batch_on_ranks_and_in_micro_batches(n, micro):
         for row in world.run(program):
             torch.testing.assert_close(row, rows[0, 0], rtol=0, atol=1e-10)
         # Reduced once per step, whatever the number of micro-batches.
-        grouped = data_parallel.buckets([rows[0, 0].nbytes], itemsize=8)
-        sent = data_parallel.bytes_to_reduce(grouped, n, backwards=5)
-        assert world.ledger.only(name="all_reduce").total == sent.total
+        sent = collectives.sent("all_reduce_ring", nbytes=rows[0, 0].nbytes, n=n, itemsize=8)
+        assert world.ledger.only(name="all_reduce").total == 5 * sent.total
 
 
 def per_sample(network, row, x, y):

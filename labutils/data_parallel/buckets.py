@@ -1,14 +1,11 @@
-"""Gradient buckets: which gradients travel together, the bytes and the time of their way."""
+"""Gradient buckets: which gradients travel together, and the time of their way."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from labutils import clock, collectives, units
 from labutils.config import BUCKET_BYTES, Link
-from labutils.ledger import Ledger, Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,37 +55,6 @@ def buckets(
         held += of[name]
     parts = [(tuple(names), tuple(of[name] for name in names)) for names in grouped]
     return tuple(Bucket(names, nbytes, itemsize) for names, nbytes in parts)
-
-
-def bytes_to_reduce(grouped: Sequence[Bucket], n: int, *, backwards: int = 1) -> Ledger:
-    """Bytes that each of `n` ranks sends to all-reduce these buckets on a ring.
-
-    backwards: backward passes that reduce; those under `no_sync` send nothing
-
-    >>> bytes_to_reduce(buckets({"a": 400, "b": 400}, 400), 4).by("rank")
-    {0: 1200, 1: 1200, 2: 1200, 3: 1200}
-    """
-    sizes = [(bucket.nbytes, bucket.itemsize) for bucket in grouped]
-    return _sent("all_reduce", "ring", sizes, n).scaled(units.whole(backwards, "backwards"))
-
-
-def bytes_to_start(module: nn.Module, n: int) -> Ledger:
-    """Bytes that each of `n` ranks sends to start as replicas: rank 0's tensors, down a tree.
-
-    >>> bytes_to_start(nn.Linear(3, 1), 4).by("rank")
-    {0: 32, 1: 16}
-    """
-    units.instance(module, nn.Module, "bytes_to_start")
-    sizes = [(x.nbytes, x.itemsize) for x in (*module.parameters(), *module.buffers())]
-    return _sent("broadcast", "tree", sizes, n)
-
-
-def _sent(name: str, how: str, sizes: Iterable[tuple[int, int]], n: int) -> Ledger:
-    """A collective of each of the tensors of so many bytes, and bytes of an element."""
-    lines: list[Line] = []
-    for nbytes, itemsize in sizes:
-        lines += collectives.sent(f"{name}_{how}", nbytes=nbytes, n=n, itemsize=itemsize, name=name)
-    return Ledger(lines).merged()
 
 
 def backward_timeline(

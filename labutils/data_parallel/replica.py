@@ -204,8 +204,9 @@ def replicate(
     ...     four.run(program)[3]  # the mean of 0, 1, 2 and 3
     [[1.5, 1.5, 1.5]]
 
-    Cost: each rank sends 2(N−1)/N of the gradients' bytes a step (`bytes_to_reduce`), and its part
-    of a broadcast at the start (`bytes_to_start`). The buckets are the gradients' own memory.
+    Cost: each rank sends 2(N−1)/N of the gradients' bytes per step, a ring all-reduce of each
+    bucket, and at the start its part of a broadcast of every tensor, down a tree. The buckets are
+    the gradients' own memory.
     Invariant: equal to one device with the whole batch, up to rounding, where ranks have equally
     many examples (else see `share`); the same bits on all ranks, so replicas never drift apart.
     Source: S. Li et al., PyTorch Distributed, 2006.15704, sections 3.2 and 4.

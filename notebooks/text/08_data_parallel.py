@@ -608,9 +608,9 @@ for whose in ("theirs", "ours"):
     print(f"{whose:6} equal: {right}, ranks the same bits: {same}, {held} held")
 
 # %%
-grouped = data_parallel.buckets([parameter.nbytes for parameter in alone.parameters()])
-sent = data_parallel.bytes_to_start(alone, 4)
-sent += data_parallel.bytes_to_reduce(grouped, 4, backwards=3)
+numbers = dict(nbytes=4 * medium.num_params, n=4)
+sent = collectives.sent("broadcast_tree", name="broadcast", **numbers)
+sent += collectives.sent("all_reduce_ring", name="all_reduce", **numbers).scaled(3)
 sent.diff(processes.ledger)
 
 # %%
@@ -684,7 +684,7 @@ explore(knobs, states=30, bucket=sizes, ranks=[8, 128], bandwidth_GBps=[1, 10, 1
 # >   <!-- claim: [round(100 * data_parallel.backward_timeline([(1000, 1.0)] * 12, bucket_bytes=1000, n=2, link=config.Link(0, bw)).hidden) for bw in (2000, 100)] == [92, 9] -->
 # > - Look for inf, and clip, after the reduction: all ranks then see the same.
 # > - With k micro-batches reduce once per step: without `no_sync` the values are right and the bytes k-fold.
-# >   <!-- claim: data_parallel.bytes_to_reduce(data_parallel.buckets({"a": 400}), 4, backwards=4).total == 4 * data_parallel.bytes_to_reduce(data_parallel.buckets({"a": 400}), 4).total -->
+# >   <!-- claim: len({predict.sent(config.ModelConfig.named("gpt2"), config.TrainConfig(micro_batch=1, global_batch=4 * k), config.Mesh(dp=4)).total for k in (1, 8)}) == 1 -->
 # > - Data parallelism makes training faster, not smaller: every rank holds all 16 bytes per parameter.
 # >   <!-- claim: [round(predict.states(m, config.TrainConfig(micro_batch=1, global_batch=n), config.Mesh(dp=n)).total / m.num_params) for m in [config.ModelConfig.named("gpt2-xl")] for n in (1, 2048)] == [16, 16] -->
 #

@@ -325,7 +325,8 @@ def one_pass(rank):
 
 dry = World(four, engine="dry")
 dry.run(one_pass, rank=0)
-start = data_parallel.bytes_to_start(GPT(one_layer), 4).only(rank=0)
+weights = dict(nbytes=4 * one_layer.num_params, n=4, rank=0)
+start = collectives.sent("broadcast_tree", **weights, name="broadcast")
 (formulas.sent(one_layer, with_sp, four) + start).diff(dry.ledger, by="name")
 
 # %%

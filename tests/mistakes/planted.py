@@ -886,7 +886,6 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("for name in reversed(list(of)):", "for name in of:"),
         ("(bucket.names[-1:] if overlap else last)", "(bucket.names[:1] if overlap else last)"),
         ("(bucket.names[-1:] if overlap else last)", "bucket.names[-1:]"),
-        ("*module.parameters(), *module.buffers()", "*module.parameters(),"),
     ],
     ("data_parallel/replica", "test_data_parallel"): [
         ("torch.div(grad.detach(), self.comm.size, out=view)", "view.copy_(grad.detach())"),

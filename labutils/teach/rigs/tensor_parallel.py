@@ -4,9 +4,9 @@ model, bytes sent, bytes kept; and what one rank keeps at full size."""
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from labutils import data_parallel, measure, predict, tensor_parallel, units
+from labutils import collectives, measure, predict, tensor_parallel, units
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.model import GPT
@@ -108,10 +108,10 @@ def compared(world: World, config: ModelConfig, sequence: bool = False) -> Compa
         for (its_losses, found), share in pairs
     )
     step = [predict.sent(config, fp64, world.mesh, rank) for rank in range(n)]
-    parameters = nn.ParameterList(GPT(config).double().parameters())
-    start = data_parallel.bytes_to_start(parameters, n)
+    whole_bytes = 8 * config.num_params
+    start = collectives.sent("broadcast_tree", nbytes=whole_bytes, n=n, axis="tp", name="broadcast")
     predicted = [line for each in step for line in each.scaled(_STEPS)]
-    predicted += (replace(line, axis="tp") for line in start)
+    predicted += start
     kept = world.run(_keep, config, _BATCH, sequence)
     expected = _kept(config, replace(fp64, precision="fp32"), n)
     return Compared(
