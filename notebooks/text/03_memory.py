@@ -3,7 +3,7 @@
 #
 # **A model of 1.5 billion parameters is 3 GB in 16 bits. Why does training it not fit in 32 GB, and can you tell beforehand, to the byte?**
 #
-# *85 min, and 45 further · before this: labs 00 and 02 · needs a laptop, no GPU and no network*
+# *90 min, and 45 further · before this: labs 00 and 02 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals

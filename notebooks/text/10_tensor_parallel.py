@@ -314,7 +314,7 @@ halves = [nbytes for name, nbytes in of_a_layer(with_sp).items() if name != "gra
 reveal("sp/times", times=sum(halves) / sum(of_a_layer(fp32).values()))
 
 # %% [markdown]
-# For this pass, embedding, loss and first broadcast included, compare the formula with the dry run, and the dry run with the real one. The broadcast is that of lab 08, and is made once:
+# Compare the formula with the dry run, embedding, loss and the first broadcast (lab 08) included, and the dry run with the real one:
 
 
 # %%
