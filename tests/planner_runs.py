@@ -1,6 +1,7 @@
 """The published steps of data/published_steps.csv as runs of the planner."""
 
 import csv
+import re
 from dataclasses import replace
 
 from labutils import planner
@@ -22,11 +23,13 @@ def _run(row):
     model = ModelConfig(
         num_layers=L, d_model=h, num_heads=a, d_ff=4 * h, vocab_size=51200, seq_len=s
     ) if old else replace(ModelConfig.named(row["model"]), seq_len=s)  # fmt: skip
-    dp, b = n // (tp * cp * pp), 4 if "micro-batch 4" in row["note"] else 1
+    said = re.search(r"micro-batch (\d)", row["note"])
+    dp, b, zero = n // (tp * cp * pp), int(said[1]) if said else 1, 0 if old else 1
+    zero = 3 if "ZeRO-3" in row["note"] else zero
     plan = planner.Plan(
         tp=tp, cp=cp, pp=pp, dp=dp, micro_batch=b, micro_batches=batch // dp // b, chunks=chunks,
         schedule=2 * (chunks > 1), recompute=("none", "selective", "full").index(row["recompute"]),
-        modern=not old, even=old, gradient_bytes=2 if old else 4, zero=0 if old else 1,
+        modern=not old, even=old, gradient_bytes=2 if old else 4, zero=zero,
     )  # fmt: skip
     # PTD-P counts what is computed again (equation 3); Meta the model's FLOPs, attention causal.
     per_step = 96 * batch * s * L * h * h * (1 + s / 6 / h + 51200 / 16 / L / h)

@@ -1,6 +1,8 @@
 """The planner from a shell, and its plans in the words of frameworks."""
 
 import json
+import pathlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -22,6 +24,15 @@ MEGATRON = set(
     use-megatron-fsdp data-parallel-sharding-strategy cp-comm-type pipeline-model-parallel-layout
     recompute-granularity recompute-method recompute-num-layers""".split()
 )
+# Further options of torchtitan 0.2.2 that labs name.
+TORCHTITAN = {f"{part}.{name}" for part, names in export.TORCHTITAN_NAMES.items() for name in names}
+TORCHTITAN |= set(
+    """profiling.enable_memory_snapshot training.enable_cpu_offload model.converters
+    parallelism.disable_loss_parallel parallelism.enable_async_tensor_parallel
+    parallelism.context_parallel_rotate_method parallelism.expert_tensor_parallel_degree
+    quantize.linear.float8.recipe_name lr_scheduler.warmup_steps optimizer.lr""".split()
+)
+LABS = sorted((pathlib.Path(__file__).parents[1] / "notebooks/text").glob("*.py"))
 JOB = planner.Job(
     model=replace(ModelConfig.named("llama-3.1-8b"), seq_len=8192),
     cluster=planner.Cluster(device=Hardware.named("H100"), nodes=8), batch_tokens=2**22,
@@ -170,6 +181,18 @@ def test_torchtitans_toml_has_its_names_and_our_numbers(name):
     recipe = {}
     exec(export.export("torchtitan-recipe", JOB, plan), {"FullAC": str, "SelectiveAC": str}, recipe)
     assert callable(recipe["planned"])
+
+
+@pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.stem)
+def test_labs_name_torchtitans_options_by_version(lab):
+    text = lab.read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if "torchtitan" in line or "parallelism." in line]
+    parts = "|".join({name.split(".")[0] for name in TORCHTITAN})
+    named = set(re.findall(rf"(?:--|`)((?:{parts})\.[\w.]+)", "\n".join(lines)))
+    assert named <= TORCHTITAN | {"parallelism.enable_sequence_parallel"}
+    assert not named or "torchtitan 0.2.2" in text
+    if "parallelism.enable_sequence_parallel" in named:
+        assert "From torchtitan 0.3 on" in text
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -74,7 +74,7 @@ def test_korthikanti_table_5():
 
 def test_ptd_p_table_1_with_one_number_refitted():
     # The stack was slower in 2021. Micro-batches are not printed: the best of four is taken.
-    pairs, begin = published("PTD-P"), planner.Rates.of(Hardware.named("A100"))
+    pairs, begin = published("PTD-P 2104.04473 Table 1"), planner.Rates.of(Hardware.named("A100"))
 
     def best(found):
         return np.array([
@@ -92,6 +92,19 @@ def test_ptd_p_table_1_with_one_number_refitted():
     assert np.abs(off).max() < 0.07 and off.mean() < -0.02
     off = best(replace(begin, products=0.96 * begin.products))
     assert np.abs(off).max() < 0.065 and abs(off.mean()) < 0.01
+
+
+def test_ptd_p_table_2_to_which_nothing_was_fitted():
+    """Pipelines of a stack that is known; ZeRO-3 of one that is not, and was slower than any plan.
+    """
+    begin, off = planner.Rates.of(Hardware.named("A100")), []
+    for run, cluster in published("PTD-P 2104.04473 Table 2"):
+        path = rates.critical_path(run.model, run.plan.column(), begin, cluster)
+        for share in (1, 0)[: 1 + (run.plan.zero == 3)]:
+            seconds = path.total(replace(begin, overlap=share)).item()
+            off.append(round(100 * (seconds / run.seconds - 1), 1))
+    assert off[:3] == [-6.6, -5.9, -4.9]
+    assert off[3:] == [-33.1, -22.6, -58.1, -45.2, -78.0, -65.1]
 
 
 def test_llama_3_table_4_from_its_first_row():

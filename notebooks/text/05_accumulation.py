@@ -666,7 +666,7 @@ hint("accumulation/configure", 1)
 # - **FSDP2.** `model.set_requires_gradient_sync(False)` for all but the last. Gradients are then kept *unsharded* between micro-batches, which costs the memory
 #   that sharding saved; leaving it on reduces every time and keeps them small (lab 09). `set_is_last_backward` tells it when to wait.
 # - **Data.** `DataLoader(num_workers=…, prefetch_factor=…)` loads ahead; torchdata's `StatefulDataLoader` has a `state_dict()` that says where it is.
-# - **torchtitan.** `training.local_batch_size` and `training.global_batch_size`: the second turns accumulation on.
+# - **torchtitan 0.2.2.** `training.local_batch_size` and `training.global_batch_size`: the second turns accumulation on.
 # - **Megatron-LM.** `--micro-batch-size`, `--global-batch-size`; accumulation steps follow from the data-parallel degree.
 #   `--accumulate-allreduce-grads-in-fp32` is the fp32 buffer, `--calculate-per-token-loss` the mean over tokens of the whole batch.
 # - **DeepSpeed.** `train_batch_size` = `train_micro_batch_size_per_gpu` · `gradient_accumulation_steps` · number of ranks; give two of the three.

@@ -648,7 +648,7 @@ explore(knobs, states=30, bucket=sizes, ranks=[8, 128], bandwidth_GBps=[1, 10, 1
 #     --rdzv-backend=c10d --rdzv-endpoint=first-machine:29400 --rdzv-id=my-run train.py
 # ```
 #
-# | | Accelerate | Lightning | torchtitan |
+# | | Accelerate | Lightning | torchtitan 0.2.2 |
 # |---|---|---|---|
 # | replicas | `accelerator.prepare(model, optimizer, loader)` | `Trainer(strategy="ddp", devices=8, num_nodes=2)` | `parallelism.data_parallel_replicate_degree` |
 # | shares of the data | in `prepare` | `use_distributed_sampler=True`, the default | its own data loader |

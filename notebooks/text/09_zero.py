@@ -858,14 +858,14 @@ explore(memory_per_device, **knobs, device=["V100", "H100"])
 # | … with `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` | fp32 shards, gathered as bf16; gradients reduced in fp32 |
 # | … with `offload_policy=CPUOffloadPolicy()` | shards, gradients and the step on the host |
 # | `nn.utils.clip_grad_norm_(model.parameters(), 1.0)`, `torch.amp.GradScaler` after `fully_shard` | the global norm; one inf for all: they know sharded tensors |
-# | `--parallelism.fsdp_reshard_after_forward always`, `never` or `default` | torchtitan: the same switch |
-# | `--training.mixed_precision_param`, `--training.mixed_precision_reduce`, `--training.enable_cpu_offload` | torchtitan: the two policies |
+# | `--parallelism.fsdp_reshard_after_forward always`, `never` or `default` | torchtitan 0.2.2: the same switch |
+# | `--training.mixed_precision_param`, `--training.mixed_precision_reduce`, `--training.enable_cpu_offload` | torchtitan 0.2.2: the two policies |
 # | `"zero_optimization": {"stage": 1}`, or 2, or 3 | DeepSpeed: the level |
 # | `"offload_optimizer": {"device": "cpu"}` in it, `"gradient_clipping": 1.0` beside it | DeepSpeed: offload; the global norm |
 # | `--use-distributed-optimizer`, `--clip-grad 1.0` | Megatron-LM: level 1; the global norm |
 #
 # **FSDP2** is called bottom-up, on each block and then on the root, and each call makes one group that is gathered at once: our units. An integer for `reshard_after_forward` reshards to a smaller group, such
-# as one machine. torchtitan shards over `--parallelism.data_parallel_shard_degree` ranks and replicates over `--parallelism.data_parallel_replicate_degree` of such groups: hybrid sharding.
+# as one machine. torchtitan 0.2.2 shards over `--parallelism.data_parallel_shard_degree` ranks and replicates over `--parallelism.data_parallel_replicate_degree` of such groups: hybrid sharding.
 # `set_requires_gradient_sync(False)` keeps whole gradients through the micro-batches before the last, and reduces once per step, as level 1 does.
 #
 # **DeepSpeed** overlaps by `"overlap_comm"`; at stage 3 parameters below `"stage3_param_persistence_threshold"` are never sharded.

@@ -488,7 +488,7 @@ explore(view, order=list(orders), w=[0.5, 1.0, 1.5], barrier=False)
 # | ZB-V | `ScheduleZBVZeroBubble` | the same |
 # | DualPipeV | `ScheduleDualPipeV` | DeepSeek's `dualpipe` |
 #
-# torchtitan takes their names in `parallelism.pipeline_parallel_schedule`. What they call B differs: in torch's lists a full backward pass is `B`, its halves are `I` and `W`. With that, its
+# torchtitan 0.2.2 takes their names in `parallelism.pipeline_parallel_schedule`. What they call B differs: in torch's lists a full backward pass is `B`, its halves are `I` and `W`. With that, its
 # ZB-V can be read, and simulated like ours. Its first operations on rank 0, the stage before the letter and the micro-batch behind it:
 
 # %%

@@ -650,7 +650,7 @@ explore(
 # |---|---|---|
 # | Transformer Engine | `with te.autocast(enabled=True, recipe=…)` | `DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max")`, `Float8CurrentScaling`, `Float8BlockScaling`, `MXFP8BlockScaling` |
 # | torchao | `convert_to_float8_training(model)` | `Float8LinearConfig`: tensorwise or rowwise, from the current amax |
-# | torchtitan | `--model.converters="quantize.linear.float8"` | `--quantize.linear.float8.recipe_name rowwise` |
+# | torchtitan 0.2.2 | `--model.converters="quantize.linear.float8"` | `--quantize.linear.float8.recipe_name rowwise` |
 # | Megatron-LM | `--fp8-format hybrid` or `e4m3` | `--fp8-recipe delayed`, `tensorwise`, `blockwise` or `mxfp8` |
 #
 # *Four bits* follow: Blackwell multiplies MXFP8 and NVFP4 (lab 01), with a scale for each 32 or 16 numbers in the unit itself. NVIDIA's recipe for training in NVFP4 (2025) keeps some layers in bf16, rounds gradients stochastically, and rotates both factors of the weights' gradient by a Hadamard matrix against outliers (lab 15a's rotation).

@@ -618,7 +618,7 @@ explore(knobs, optimizer=["sgd", "adam"], target=[2.7, 2.55, 2.4])
 #
 # None of these three scales the rate for you: you set it, for the global batch. Here the model stays as wide as it is; how the rate follows the *width* is the subject of μP (Yang et al. 2022), which this lab leaves out.
 #
-# | | Megatron-LM | torchtitan | Hugging Face `TrainingArguments` |
+# | | Megatron-LM | torchtitan 0.2.2 | Hugging Face `TrainingArguments` |
 # |---|---|---|---|
 # | rate | `--lr`, `--min-lr` | `optimizer.lr` | `learning_rate` |
 # | warm-up | `--lr-warmup-iters`, from `--lr-warmup-init` (0) | `lr_scheduler.warmup_steps`, first step 1/warmup | `warmup_steps`, from 0 |
