@@ -114,10 +114,10 @@ def test_links_between_nodes_by_hand():
         (dict(dp=32), dict(dp=apart / 8)),
         (dict(tp=8), {}),
         (dict(tp=16, dp=2), dict(tp=apart / 8, dp=apart)),
-        (dict(tp=4, cp=4, dp=2), dict(cp=(1 + 2 * apart) / 3, dp=apart / 2)),
+        (dict(tp=4, cp=4, dp=2), dict(cp=2 * apart / 3, dp=apart / 2)),
         (dict(tp=4, pp=8), dict(pp=apart)),
         (dict(dp=8, ep=8), {}),
-        (dict(tp=2, dp=16, ep=8), dict(ep=(3 + 4 * apart) / 7, dp=apart / 4)),
+        (dict(tp=2, dp=16, ep=8), dict(ep=4 * apart / 7, dp=apart / 4)),
     ):
         found = cluster.slowness(planner.Plan(**axes).column())
         usual = dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 1.0)
