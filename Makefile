@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/ready
+# Kept where the machine says otherwise: every kernel and every rank imports what is compiled once.
+export PYTHONDONTWRITEBYTECODE =
 TESTS  := .venv/ready-tests
 
 .PHONY: lab test notebooks book site bench student

@@ -382,7 +382,8 @@ ways = {
     "A4, a scale per token": quantized(model, int8, int4),
     "A4, groups of 64": quantized(model, int8, rounding("int4", 64)),
 }
-losses = {name: lost(network) for name, network in ways.items()}
+answers = {f"int8, {name}": network(unseen) for name, network in ways.items()}
+losses = {name: lost_by(answers[f"int8, {name}"]) for name in ways}
 for name, percent in losses.items():
     print(f"{name:27} {percent:5.1f} % lost")
 reveal("smooth/lost", percent=round(losses["A8, SmoothQuant, a = 0.5"], 1))
@@ -500,7 +501,8 @@ def e4m3_scales(w):
 four["int4, groups of 16"] = e4m3_scales
 size = {"int4, affine": 4.625, "mxfp4": 4.25}
 for name, weights in four.items():
-    percent = lost(quantized(model, weights))
+    answers[name] = quantized(model, weights)(unseen)
+    percent = lost_by(answers[name])
     print(f"{name:20} {size.get(name, 4.5):5} bits  {percent:.2g} % lost")
 
 # %% [markdown]
@@ -554,8 +556,9 @@ for i, layer in enumerate(fed.layers):
         new = quantization.error_feedback(weight, H, "int4", 64).float()
         for part, rounded in zip(parts, new.chunk(len(parts)), strict=True):
             part.weight.data = rounded
-answers = fed(unseen)
-print(f"{lost_by(answers):.2g} % lost, {kept_neighbors(answers)} of 50 neighbors kept")
+answers["int4, error feedback"] = corrected = fed(unseen)
+percent, kept = lost_by(corrected), kept_neighbors(corrected)
+print(f"{percent:.2g} % lost, {kept} of 50 neighbors kept")
 
 # %% [markdown]
 # Half of what rounding to nearest lost, with even values, the same bits, and less than NF4.
@@ -569,10 +572,7 @@ print(f"{lost_by(answers):.2g} % lost, {kept_neighbors(answers)} of 50 neighbors
 rows = {name: (size.get(name, 4.5), 32) for name in four}
 rows |= {"int4, error feedback": (4.5, 32), "int8 by rows": (8.02, 32)}
 rows |= {f"int8, {of}": (8.02, 4 if "A4" in of else 8) for of in ways}
-answers = {f"int8, {of}": network(unseen) for of, network in ways.items()}
-answers["int4, error feedback"] = fed(unseen)
-for name, weights in {"int8 by rows": int8, **four}.items():  # one network at a time
-    answers[name] = quantized(model, weights)(unseen)
+answers["int8 by rows"] = quantized(model, int8)(unseen)
 
 # %%
 for name in sorted(answers, key=lambda name: lost_by(answers[name])):

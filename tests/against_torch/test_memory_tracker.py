@@ -107,16 +107,17 @@ def test_a_small_model(attention, stepping):
 
 
 @pytest.mark.parametrize(
-    "name, seq_len, micro_batch, attention, phase",
+    "name, layers, seq_len, micro_batch, attention, phase",
     [
-        ("gpt2-xl", 1024, 8, "plain", "backward"),  # 104 GB
-        ("llama-2-7b", 4096, 4, "sdpa", "backward"),  # 275 GB
-        # 109 GB: few tokens, so the optimizer has the fullest moment
-        ("llama-2-7b", 256, 1, "sdpa", "optimizer"),
+        ("gpt2-xl", 16, 1024, 8, "plain", "backward"),  # 35 GB
+        ("llama-2-7b", 8, 4096, 4, "sdpa", "backward"),  # 76 GB
+        # 31 GB: few tokens, so the optimizer has the fullest moment
+        ("llama-2-7b", 8, 256, 1, "sdpa", "optimizer"),
     ],
 )
-def test_a_model_too_large_to_build(name, seq_len, micro_batch, attention, phase):
-    config = replace(ModelConfig.named(name), seq_len=seq_len)
+def test_a_model_too_large_to_build(name, layers, seq_len, micro_batch, attention, phase):
+    """Some of their layers: each of them takes the tracker half a second."""
+    config = replace(ModelConfig.named(name), num_layers=layers, seq_len=seq_len)
     train = TrainConfig(
         micro_batch=micro_batch, global_batch=micro_batch, precision="fp32", attention=attention
     )
@@ -138,8 +139,8 @@ PRECISIONS = {
 @pytest.mark.parametrize("kind", PRECISIONS)
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-xl", "llama-2-7b"])
 def test_formula_dry_run_and_tracker_agree(name, kind, policy):
-    """In full width; with six of their layers, as each of them takes a dry run about 0.1 s."""
-    config = replace(ModelConfig.named(name), num_layers=6)
+    """In full width; with three of their layers, as each of them takes a dry run about 0.1 s."""
+    config = replace(ModelConfig.named(name), num_layers=3)
     train = TrainConfig(
         micro_batch=2, global_batch=2, checkpointing=policy, stepping="foreach", **PRECISIONS[kind]
     )
