@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/ready
-# Kept where the machine says otherwise: every kernel and every rank imports what is compiled once.
+# Bytecode is kept, whatever the machine says, for the hundreds of processes that import the library; of what is
+# installed it is made as it is used, which is a minute less.
 export PYTHONDONTWRITEBYTECODE =
 TESTS  := .venv/ready-tests
 
@@ -35,5 +36,5 @@ $(TESTS): EXTRAS = dev
 $(READY) $(TESTS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"The course needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	@touch $@ $(READY)

@@ -124,7 +124,7 @@ def test_make_installs_once_and_again_when_the_pins_change(clone):
 
 def installs(extras):
     """The calls that install these extras of the course."""
-    pip = "-m pip install --constraint constraints.txt --editable"
+    pip = "-m pip install --no-compile --constraint constraints.txt --editable"
     return ["-m venv .venv", f"{pip} .[{extras}]"]
 
 
