@@ -655,6 +655,8 @@ def test_the_sampler_deals_like_torch(length, size, epoch, seed):
         theirs.set_epoch(epoch)
         ours = data_parallel.sampler(length, rank, size, epoch=epoch, seed=seed)
         assert ours == list(theirs)
+        plain = DistributedSampler(range(length), size, rank)
+        assert data_parallel.sampler(length, rank, size) == list(plain)
 
 
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 80))

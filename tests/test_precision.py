@@ -347,6 +347,12 @@ class TestSums:
         assert precision.pairwise_sum(x, "fp16") == x.sum()
         assert precision.running_sum(x, "fp16").tolist() == x.cumsum(0).tolist()
 
+    def test_a_term_with_more_digits_is_not_rounded_before_it_is_added(self):
+        """1 and a little more than half of the next step: rounded first, a tie that goes to 1."""
+        x = torch.tensor([1, 2.0**-24 * (1 + 2.0**-26)], dtype=torch.float64)
+        for found in (precision.running_sum(x, "fp32")[-1], precision.pairwise_sum(x, "fp32")):
+            assert found.item() == 1 + 2.0**-23
+
     @pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32"])
     def test_the_machine_and_the_rounding_agree(self, fmt, monkeypatch):
         """Numbers that are fmt's already take the fast road: the slow one gives the same bits, specials and subnormals included."""

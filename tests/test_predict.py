@@ -53,6 +53,7 @@ FOUND = {
     "keys in fp32": (("ring", "autocast", "FP8"), {}),
     "halves of fp32 shards": (("1F1B", "ZeRO-3"), dict(precision="bf16")),
     "whole weights under autocast": (("ZeRO-3", "tp + sp", "autocast"), {}),
+    "two experts": (("ep",), dict(num_experts=2, top_k=1)),
     "rows of experts under autocast": (("ep", "autocast"), {}),
     "a frozen tied end": (("1F1B", "tied"), dict(frozen=("tokens*",))),
     "dropout": (("1F1B", "tp + sp"), dict(dropout=0.1)),
