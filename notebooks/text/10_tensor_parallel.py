@@ -483,7 +483,7 @@ reveal("across/times", times=round(sixteen.makespan / eight.makespan, 2))
 f"on a single ring: {through_one.makespan / eight.makespan:.1f} times as long"
 
 # %% [markdown]
-# Twice the devices do not halve the time: each computes half as much, and sends about as much as before. Beside eight, about a third of the sixteen is wasted, and on a single ring, through one of eight links, they would even take longer than eight in a node. So TP is kept within a node where another axis can use the second one.
+# Twice the devices do not halve the time: each computes half as much, and sends about as much as before. Beside eight, about a third of the sixteen is wasted, and on a single ring, through one of eight links, they would even take longer than eight in a node. So TP stays in a node where another axis can use the second.
 # The ZeRO paper, whose examples of it are T5 (11 billion parameters) and Megatron-LM (8.3 billion), reports for 40 billion across two nodes about 5 TFLOP/s per V100, under 5 % of the peak.
 #
 # **A law.** With GPT's widths, and without attention's scores, a layer has 12h² weights, so its products take 24·b·s·h² FLOPs forward, a t-th on each rank. The four halves carry (t − 1)/t · b·s·h numbers each, of two bytes. Computing takes at least as long as sending if
@@ -662,8 +662,8 @@ explore(
 # > - On eight ranks a layer of GPT-3 keeps 0.58 GB with TP, and 0.36 GB with SP, of 2.87.
 # >   <!-- claim: [round(memory.korthikanti(b=1, s=2048, h=12288, a=96, **how).total / 1e9, 2) for how in ({}, {"t": 8}, {"t": 8, "sequence": True})] == [2.87, 0.58, 0.36] -->
 # > - Parameters that each rank applies to its own tokens have gradients to be summed. No output shows it.
-# > - Forward, ranks compute as long as they wait if h/(t − 1) = F/(3·bw), the width per rank. Batch and layers do not matter, as long as latency does not count; a long sequence helps only by attention's scores, which send nothing.
-# > - Its communication is exposed: of a layer of Llama-3.1-70B 29 % of the forward pass within a node of H100s, 52 % across two that are joined by eight links.
+# > - Forward, ranks compute as long as they wait if h/(t − 1) = F/(3·bw), the width per rank. Batch and layers do not matter, latency left out; a long sequence helps by attention's scores alone.
+# > - Its communication is exposed: of a layer of Llama-3.1-70B 29 % of the forward pass within a node of H100s, 52 % across two and eight links; of a step 21 and 42 %, if the extra gather hides.
 # >   <!-- claim: claims.tensor_parallel_exposed() == (29, 52) -->
 #
 # Next: [lab 11](11_context_parallel.ipynb) cuts the sequence everywhere, also in attention.

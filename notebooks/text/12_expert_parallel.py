@@ -330,7 +330,7 @@ for way in ("nothing", "words equally frequent", "α = 0.1"):
     print(f"{way:22} {sum(ends(way, 'busiest')) / 8:.1f} times the mean")
 
 # %% [markdown]
-# Either is enough to lose most of the skew ("α = 0.1" is a loss that asks for balance, explained below). So it takes both causes. Training does not make the skew, it only fails to remove it: in the first ten steps the busiest expert has 3.0 times the mean. These are the words of the last step, with
+# (Of experts drawn by chance the busiest has 1.2 times the mean in a batch of this size.) Either is enough to lose most of the skew ("α = 0.1" is a loss that asks for balance, explained below). So it takes both causes. Training does not make the skew, it only fails to remove it: in the first ten steps the busiest expert has 3.0 times the mean. These are the words of the last step, with
 # nothing for balance:
 #   <!-- claim: claims.busiest_experts(first=True) == 3.0 -->
 
@@ -451,7 +451,7 @@ predict("all-to-all/width", f=1000)
 #
 # $$ \frac{t_\text{experts}}{t_\text{one way}} \;=\; \frac{6hf\,V/F}{2h\,V/\mathrm{bw}} \;=\; \frac{3\,f\cdot \mathrm{bw}}{F} \;\ge\; 1 \quad\Longleftrightarrow\quad f \;\ge\; \frac{F}{3\,\mathrm{bw}}. $$
 #
-# The width h, the tokens, k and E have all gone (and (N_e − 1)/N_e is taken as 1). What counts is how *wide* an expert is, against FLOPs per byte.
+# The width h, the tokens, k and E have all gone (and (N_e − 1)/N_e is taken as 1). What counts is how *wide* an expert is, against FLOPs per byte. (Backward, an expert computes twice as much for as many bytes. So over a step experts compute as long as all their rows travel, there and back, from 4/3 of this width on.)
 
 # %%
 h100 = Hardware.named("H100")
@@ -464,7 +464,7 @@ print(f"NVLink: {even[NVLINK]:.0f}; Mixtral's experts: 14336, DeepSeek-V3's: 204
 
 
 # %% [markdown]
-# Mixtral's experts are wide enough for both links, DeepSeek-V3's for NVLink alone: between nodes each of their all-to-alls would take 2.4 times as long as the experts.
+# Mixtral's experts are wide enough for both links, DeepSeek-V3's for NVLink alone: between nodes each all-to-all of the forward pass would take 2.4 times as long as the experts.
 #   <!-- claim: (lambda h: round(h.rate() / (3 * h.network.bandwidth) / 2048, 1))(config.Hardware.named("H100")) == 2.4 -->
 #
 # **Is that so?** DeepSeek-V3 was trained across nodes, and its report gives a ratio of computing to communicating of about 1 : 1 (section 3.2.1). One by one, what the report does otherwise:
@@ -482,18 +482,17 @@ steps = {
     "there in 8 bits, back in 16": (experts / flops, 4 * 3 * row),
     "the whole layer computes": (products / flops + scoring, 4 * 3 * row),
     "products in 8 bits, twice as fast": (products / 2 / flops + scoring, 4 * 3 * row),
+    "forward and backward": (3 * products / 2 / flops + 3.5 * scoring, 2 * 4 * 3 * row),
 }
 for what, (seconds, nbytes) in steps.items():
     print(f"{what:34} {seconds / (nbytes / bw):.2f} : 1")
-seconds = 4 * 3 * row / bw - scoring
-print(f"1 : 1 at {products / 2 / seconds / h100.flops['bf16']:.0%} of the 8-bit peak")
 
 # %% [markdown]
-# Each step but the last brings the model nearer to the published ratio. With products in 8 bits it comes to less, if they reach the same share of their peak as those in bf16. That is assumed; at about half of that share the ratio is 1 : 1.
-# Either way an H100 loses half of the time or more on such a layer across nodes, unless something else is computed meanwhile. That is what DualPipe is for (lab 13b).
+# All but the last row are of a forward pass. Backward, products take twice as long, attention's scores 2.5 times (lab 06), and as many rows travel. **Only the whole step comes to the published ratio**: 0.96 : 1, if products in 8 bits reach the same share of their peak as those in bf16.
+# So an H100 loses half of the time on such a layer across nodes, unless something else is computed meanwhile. That is what DualPipe is for (lab 13b).
 
 # %% [markdown]
-# The forward pass of one layer of Mixtral on eight of those H100s, 4,096 tokens each. "In halves" sends
+# The forward pass of the experts of one layer of Mixtral on eight of those H100s, 4,096 tokens each (attention is left out). "In halves" sends
 # one half of the tokens while the other is computed:
 
 
@@ -658,7 +657,7 @@ hint("expert_parallel/bug-hunt", 1)
 # > - Expert parallelism divides experts by N_e, and nothing else: Mixtral in bf16 with fp32 masters holds 116 GB per rank in blocks of 8, on 8 ranks and on 64.
 # >   <!-- claim: [round(predict.states(config.ModelConfig.named("mixtral-8x7b"), config.TrainConfig(micro_batch=1, global_batch=n), config.Mesh(dp=n, ep=8)).total / 1e9) for n in (8, 64)] == [116, 116] -->
 # > - Choosing has no gradient. The router learns through weights, and from a balance loss through P.
-# > - Experts compute as long as their rows travel one way if f = FLOP/s/(3·bw): 557 on an H100's NVLink, 5,010 between nodes.
+# > - Forward, experts compute as long as their rows travel one way if f = FLOP/s/(3·bw): 557 on an H100's NVLink, 5,010 between nodes. Over a step, and for all ways, it takes 4/3 of that.
 # >   <!-- claim: (lambda h: [round(h.rate() / (3 * link.bandwidth)) for link in (h.inside, h.network)])(config.Hardware.named("H100")) == [557, 5010] -->
 # > - A layer is as slow as its busiest rank: twice the visits, nearly twice the time.
 #
