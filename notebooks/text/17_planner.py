@@ -180,7 +180,7 @@ plots.curves(
 #
 # ### Exercise 17.1 · Bug hunt: the estimate that knows no cp (10 min, ●●○)
 #
-# Its test passes. But it divides by nothing for cp, it takes every stage for the mean one, and it forgets something else about pipelines. (The first is no invention: see the errata.)
+# Its test passes. But it divides by nothing for cp, it takes every stage for the mean one, and it forgets something else about pipelines. (The first two are no inventions: see the errata.)
 
 
 # %%
@@ -223,6 +223,9 @@ run = next(run for run in runs if run.plan.pp == 2 and run.peaks[1])
 for rank, measured in zip((0, 1), run.peaks, strict=True):
     held = planner.ledger(run.model, run.plan, rank).total / units.GIB
     print(f"stage {rank}: {held:.2f} GiB by names, {measured:.2f} measured")
+
+# %% [markdown]
+# What do 16 bytes for each weight of a rank say? 92 GiB for 12 layers of Llama-3.1-70B with tp = 2. With dp = 4 a rank held 61, since ranks share the optimizer; with cp = 4 and 131,072 tokens it held 113, since activations are not weights.
 
 # %% [markdown]
 # ## How long is a step?
@@ -325,6 +328,9 @@ print(f"usual ones, one factor: {abs(alike).mean():.1%}, {abs(alike).max():.1%}"
 # **Counting five kinds of work is most of it.** So is choosing the runs: five that are drawn by chance leave 4.2 % in the mean, with 6 to 15 % at worst in most of 60 draws. (What is counted was settled with all 22 in sight; expect more on another machine.)
 
 # %% [markdown]
+# **And other machines, years, stacks?** PTD-P (Narayanan et al. 2021) prints steps of a 175B model on 384, 768 and 1,536 A100, to which nothing here was fitted. With the A100's rates, fitted to steps of 2022, pipelines come out 7, 6 and 5 % too fast. The same table has ZeRO-3 in DeepSpeed of 2021: 33, 58 and 78 % too fast, and with nothing hidden still 23, 45 and 65 %. That stack the five numbers do not describe, and what leaves it so slow no run of ours tells. So five numbers are of a device *and a stack*: fit them to runs of yours.
+
+# %% [markdown]
 # ## Which plan is the fastest?
 #
 # Back to Llama-3.1-70B on 64 H100. Rates of the H100 are fitted to a published run of Llama 3 and partly assumed (`data/hardware.csv` says which).
@@ -360,6 +366,34 @@ consider(llama, tp=16, dp=4)
 
 # %% [markdown]
 # The third is what many would write down first: tp over the node, a pipeline across nodes. It waits 18 s for messages of tp. In the fourth ZeRO-3 gathers all weights twice in each of 64 micro-batches; the fifth has 32, which hide that.
+
+# %% [markdown]
+# ### Further: memory against time, and what one more buys
+#
+# No plan beats those of the *Pareto front* in both seconds and bytes. From the fastest down, until everything is computed again:
+
+# %%
+front = every.pareto()
+for found in front[:10]:
+    print(f"{found.seconds:.1f} s {found.peak / 1e9:.1f} GB  {text_of(found.plan)}")
+steps = [found.seconds for found in front if found.seconds < 100]
+plots.curves(
+    [found.peak / 1e9 for found in front[: len(steps)]], steps,
+    xlabel="the fullest rank holds (GB)", ylabel="step", unit="s",
+    title="The last 20 GB are cheap; below 50 GB all is computed again",
+)  # fmt: skip
+
+# %% [markdown]
+# 9 % more time leaves 20 GB free: `dp1 tp2 cp4 pp8`, ZeRO-3, takes 66.1 s and 50.0 GB. Below it everything is computed again.
+#
+# What is worth buying? Rates 10 % higher, for the fastest plan; one more GB on each GPU, or one more node, for the plan that is then the fastest:
+
+# %%
+for what, share in planner.sensitivity(every).items():
+    print(f"{what:27} {share:5.1%} shorter")
+
+# %% [markdown]
+# Faster links buy next to nothing: the winner hides its messages. One GB buys nothing, two buy 5 %, since another plan then fits: memory pays in steps. A ninth node is 12.5 % more GPUs, which should make a step 11 % shorter, and it gets 16 % shorter: of eight stages the last has ten layers and the head, of nine it has eight and the head.
 
 # %% [markdown]
 # ### Further: one change at a time
@@ -537,6 +571,16 @@ print(export("megatron", llama, tied))
 # **(10 + 24 / tp) · s · b · h for a layer's activations** (Megatron-LM, the estimate that it prints before a run). True of GPT-3's layer with tp alone. It is printed with sequence parallelism as well, three times what a rank of tp = 8 keeps, and knows nothing of cp: with cp = 8 and 131,072 tokens it expects 408 GiB in layers; a rank held 148 GiB of everything. <!-- erratum: PL-10 -->
 #   <!-- claim: (lambda r: [round(34 * r.model.seq_len * r.model.d_model * r.model.num_layers / 2**30), round(r.peaks[0])])(next(r for r in planner.measured() if r.plan.cp == 8 and r.model.seq_len == 131072)) == [408, 148] -->
 
+#
+# **Megatron-Bridge's "Parameter count on the most-loaded GPU shard"** (its estimate of memory, until July 2026). True of stages that are alike: it divided all layers evenly by the stages, and the mean is not the fullest. Of the 58 layers with experts of DeepSeek-V3 on 16 stages it counts 3.6, and the fullest stage has four: 9 % less; the correction's own example had 32 %. <!-- erratum: PL-11 -->
+#   <!-- claim: max(n for _, n in planner.stages.rank_layers(config.ModelConfig.named("deepseek-v3"), 16, 1, False)) == 4 and round(100 * (1 - 58 / 16 / 4)) == 9 and round(100 * (1 - 6792 / 9952)) == 32 -->
+#
+# **C = 6PD for the FLOPs of training** (Transformer Math 101; "6N" for each token). True of short sequences: attention is not in it. For Llama-3.1-70B it counts 94 % of the model's FLOPs with 8,192 tokens, and 45 % with 131,072, the masked half left out. What a step wastes on messages, bubbles and kernels is in no count of FLOPs. <!-- erratum: PL-01 -->
+#   <!-- claim: [round(100 * f["6N"] / f["causal"]) for f in (planner.plans.flops_per_token(__import__("dataclasses").replace(config.ModelConfig.named("llama-3.1-70b"), seq_len=s)) for s in (8192, 131072))] == [94, 45] -->
+#
+# **16 bytes for each parameter** (ZeRO, of model states). True of states that nothing shares out, with gradients in half precision: 18 with fp32 gradients, and with ZeRO-1 over four ranks 9. It says nothing about activations: see "every byte by name". <!-- erratum: MS-01 -->
+#   <!-- claim: 2 + 4 + 12 / 4 == 9 and [round(16 * r.model.num_params / 2 / 2**30) for r in planner.measured() if r.plan.tp == 2][0] == 92 and {round(r.peaks[0]) for r in planner.measured() if r.plan.tp == 2} == {61, 68, 113} -->
+
 # %% [markdown]
 # ## Summary
 #
@@ -556,6 +600,8 @@ print(export("megatron", llama, tied))
 # ## References
 #
 # - M. Shoeybi et al., Megatron-LM: `megatron/training/theoretical_memory_usage.py`, commit 00caa53.
+# - NVIDIA, Megatron-Bridge, pull request 5077 (2026): the fullest stage of an uneven pipeline.
+# - Q. Anthony et al., *Transformer Math 101* (2023). S. Rajbhandari et al., *ZeRO*, arXiv:1910.02054 (2020).
 # - BigScience workshop, `train/tflops_optimization.md` (2021): the rule of 18 bytes.
 # - D. Narayanan et al., *Efficient large-scale language model training on GPU clusters using Megatron-LM*, arXiv:2104.04473 (2021).
 # - V. Korthikanti et al., *Reducing activation recomputation in large transformer models*, arXiv:2205.05198 (2022).
