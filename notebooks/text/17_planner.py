@@ -393,7 +393,7 @@ for what, share in planner.sensitivity(every).items():
     print(f"{what:27} {share:5.1%} shorter")
 
 # %% [markdown]
-# Faster links buy next to nothing: the winner hides its messages. One GB buys nothing, two buy 5 %, since another plan then fits: memory pays in steps. A ninth node is 12.5 % more GPUs, which should make a step 11 % shorter, and it gets 16 % shorter: of eight stages the last has ten layers and the head, of nine it has eight and the head.
+# Faster links buy next to nothing: the winner hides its messages. One GB buys nothing, two buy 5 %, since another plan then fits: memory pays in steps. A ninth node is 12.5 % more GPUs, which should make a step 11 % shorter, and it gets 16 % shorter: of eight stages the longest has eleven layers, of nine the last has eight and the head.
 
 # %% [markdown]
 # ### Further: one change at a time
