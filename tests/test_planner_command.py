@@ -213,6 +213,26 @@ def test_megatrons_flags_are_its_names(name):
     assert all(f"--{flag}" in said for flag in found) and "False" not in said
 
 
+def test_words_follow_the_plan():
+    ring, heads = (export.megatron_values(JOB, PLANS[name]) for name in ("1f1b", "level 1"))
+    assert (ring["cp-comm-type"], heads["cp-comm-type"]) == ("p2p", "a2a")  # 8 heads on 16, on 8
+    assert ring["data-parallel-sharding-strategy"] == "optim_grads_params"
+    assert ring["recompute-granularity"] == "full" and "recompute-granularity" not in heads
+    assert "use-megatron-fsdp" not in heads and heads["use-distributed-optimizer"]
+    deep = export.megatron_values(JOB, PLANS["pipeline"])
+    assert deep["data-parallel-sharding-strategy"] == "optim_grads" and "cp-comm-type" not in deep
+    whole = planner.Plan(dp=16, tp=2, cp=2, micro_batch=2, micro_batches=16, zero=0)
+    there = export.torchtitan_values(JOB, whole)
+    degrees = there["parallelism"]
+    assert degrees["data_parallel_replicate_degree"] == 16
+    assert degrees["data_parallel_shard_degree"] == 1
+    assert there["training"]["local_batch_size"] == 2
+    flags = export.accelerate_values(JOB, replace(whole, zero=2, tp=1))
+    sizes = {name[19:]: n for name, n in flags.items() if name.startswith("parallelism_config")}
+    assert sizes == {"dp_replicate_size": 1, "dp_shard_size": 16, "tp_size": 1, "cp_size": 2}
+    assert flags["fsdp_reshard_after_forward"] == "false" and flags["num_processes"] == 32
+
+
 def test_what_a_framework_has_not_is_refused():
     for name, plan, why in (
         ("torchtitan", PLANS["level 1"], "no level 1 of ZeRO: choose zero=2"),
