@@ -3,7 +3,7 @@
 #
 # **A model, a cluster and a batch are given. Which plan trains it fastest, does it fit, and how do you know before you order the GPUs?**
 #
-# *90 min, and 20 further · before this: labs 09 to 13a · needs a laptop, no GPU and no network*
+# *90 min, and 25 further · before this: labs 09 to 13a · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -35,7 +35,7 @@ from labutils.teach.widgets import explore
 # %% [markdown]
 # ## The idea in one picture
 #
-# Llama-3.1-70B on 64 H100, 512 sequences of 8,192 tokens in a step. A *plan* says how many ranks each axis of the mesh has, which level of ZeRO, which schedule, what is computed again. From left to right a GPU may allocate more. The lines are the shortest step that then fits: with data parallelism and ZeRO alone, with one more axis, and with all.
+# Llama-3.1-70B on 64 H100, 512 sequences of 8,192 tokens in a step. A *plan* says how many ranks each axis of the mesh has, which level of ZeRO, which schedule, what is computed again. From left to right a GPU may allocate more. Lines are the shortest step that then fits: with dp and ZeRO alone, with one more axis, with all.
 
 
 # %%
@@ -105,9 +105,9 @@ plots.memory_bars(
 )
 
 # %% [markdown]
-# None fits, and no two divide the same things. tp divides attention and leaves experts whole: 832 GB. That is this planner's choice (Megatron-LM: `--expert-tensor-parallel-size 1`); Megatron-LM's default divides them as well, to 105 GB of states. ep divides experts alone, pp all weights by layers, cp tokens; the ranks of dp, ep and cp share the optimizer.
+# None fits, and no two divide the same things. tp leaves experts whole: 832 GB. That is this planner's choice (Megatron-LM: `--expert-tensor-parallel-size 1`); Megatron-LM's default divides them as well, to 105 GB of states. ep divides experts alone, pp all weights by layers, cp tokens; the ranks of dp, ep and cp share the optimizer.
 #
-# What each pays for it fits on one scale: FLOPs that a rank computes for each byte that it sends. T are the tokens of its micro-batch, P the weights of a layer, h its width, a its heads for queries and g for keys, each d wide, L all layers, f the width of an expert, k the experts that a token visits. Of a layer's products, forward and backward:
+# What each pays fits on one scale: FLOPs that a rank computes for each byte that it sends. T are the tokens of its micro-batch, P the weights of a layer, h its width, a its heads for queries and g for keys, each d wide, L all layers, f the width of an expert, k the experts that a token visits. Of a layer's products, forward and backward:
 #
 # | n ranks of | divide | bytes sent for a layer and micro-batch | FLOP per byte | so it needs |
 # |---|---|---|---|---|
@@ -117,7 +117,7 @@ plots.memory_bars(
 # | ep (lab 12) | experts | 8·k·T·h (n−1)/n | 9/4·f · n/(n−1) | wide experts |
 # | pp (lab 13a) | layers | 4·T·h at each cut | 3/2·P·L / (h·n) | layers |
 #
-# A device has such a number as well: FLOPs per second over bytes per second. An axis whose number is below that of its link spends more time sending than computing.
+# A device has such a number as well, FLOPs over bytes per second. An axis below that of its link sends longer than it computes.
 #
 # The H100 asks for 1,670 FLOP per byte on NVLink, and for 15,000 on one network link, which is nine times slower. Eight ranks of a 70B model have 1.6 million in a pipeline and 80,000 with Ulysses, those of Mixtral's experts 36,900: enough on both. tp = 8 has 4,476, not three times what NVLink asks for. ZeRO-3 lives on tokens: with 8,192 in a micro-batch it has 6,241; when cp = 8 leaves 1,024 of them it is below NVLink.
 
@@ -434,7 +434,7 @@ for allowed in (climb.ALL, (0,)):
 # %% [markdown]
 # ## What does the winner hang on?
 #
-# The rates have a sixth number, and no run of the data tells it: which share of its computing hides what ZeRO-2 and 3 send, and messages between chunks. All of it, says the planner; that is an assumption. The winner reduces gradients in each of 512 backward passes.
+# No run of the data tells a sixth number: which share of its computing hides what ZeRO-2 and 3 send, and chunks. The planner assumes all. The winner reduces gradients in each of 512 backward passes.
 #
 # > Nothing is hidden. How many seconds does the step of the winner take, which was 60.8 s?
 
@@ -495,7 +495,7 @@ for name, each in wrong.items():
 # %% [markdown]
 # ## Is it true?
 #
-# Seconds need a cluster. Bytes do not: the course's own step runs here dry, at full size, one rank at a time. (Its kernels keep more than Megatron-LM's, so its ledger is another, stack "course"; what is compared is its formula with its own code.) Take a plan that fits and has no cp, whose attention the course computes tile by tile: walking 8,192 tokens that way takes minutes for a rank. The last stage of 70B, all tp · dp · pp = 64 ranks around it:
+# Seconds need a cluster. Bytes do not: the course's own step runs here dry, at full size, one rank at a time. (Its ledger is another, stack "course": its kernels keep more than Megatron-LM's.) Take a plan that fits without cp, whose tiles take minutes to walk through. The last stage of 70B, all tp · dp · pp = 64 ranks around it:
 
 # %%
 proven = climb.completed(llama, Plan(dp=2, tp=4, pp=8, zero=2))
@@ -514,7 +514,7 @@ proof.copy(dense, proven, engine="threads")
 # %% [markdown]
 # ## Which plan do you defend?
 #
-# Three jobs, three clusters. They are trained with the rates of the planner as they are, messages hidden; a tie is within 3 %.
+# Three jobs, three clusters. Messages hide, and a tie is within 3 %.
 
 # %%
 for name in EXAM:
@@ -574,20 +574,19 @@ print(export("megatron", llama, tied))
 #
 # ### True under a condition
 #
-# **"Empiric rule: model_size*18 < 75% of gpu"**; if so, "then you don't need any model parallelism" (a rule of thumb of 2021). True for short sequences: Qwen2-0.5B has 8.9 GB by this rule, and 177 GB with 131,072 tokens. Nor does it hold backwards: Llama-3.1-8B has 145 GB, and takes 60 GB on each of eight GPUs with ZeRO-3. <!-- erratum: PL-09 -->
+# **"Empiric rule: model_size*18 < 75% of gpu"**; if so, "then you don't need any model parallelism" (2021). True for short sequences: Qwen2-0.5B has 8.9 GB by this rule, and 177 GB with 131,072 tokens. Nor backwards: Llama-3.1-8B has 145 GB, and takes 60 on each of eight GPUs with ZeRO-3. <!-- erratum: PL-09 -->
 #   <!-- claim: [round(planner.estimate(planner.Job(model=__import__("dataclasses").replace(config.ModelConfig.named(name), seq_len=s), cluster=planner.Cluster(device=config.Hardware.named("A100"), nodes=1), batch_tokens=64 * s), planner.Plan(dp=8, micro_batches=8, zero=z)).peak / 1e9) for name, s, z in (("qwen2-0.5b", 131072, 0), ("llama-3.1-8b", 8192, 3))] == [177, 60] -->
 #
-# **(10 + 24 / tp) · s · b · h for a layer's activations** (Megatron-LM, the estimate that it prints before a run). True of GPT-3's layer with tp alone. It is printed with sequence parallelism as well, three times what a rank of tp = 8 keeps, and knows nothing of cp: with cp = 8 and 131,072 tokens it expects 408 GiB in layers; a rank held 148 GiB of everything. <!-- erratum: PL-10 -->
+# **(10 + 24 / tp) · s · b · h for a layer's activations** (Megatron-LM's estimate before a run). True of GPT-3's layer with tp alone. It is printed with sequence parallelism as well, three times what a rank of tp = 8 keeps, and knows nothing of cp: with cp = 8 and 131,072 tokens it expects 408 GiB in layers; a rank held 148 GiB of everything. <!-- erratum: PL-10 -->
 #   <!-- claim: (lambda r: [round(34 * r.model.seq_len * r.model.d_model * r.model.num_layers / 2**30), round(r.peaks[0])])(next(r for r in planner.measured() if r.plan.cp == 8 and r.model.seq_len == 131072)) == [408, 148] -->
-
 #
-# **Megatron-Bridge's "Parameter count on the most-loaded GPU shard"** (its estimate of memory, until July 2026). True of stages that are alike: it divided all layers evenly by the stages, and the mean is not the fullest. Of the 58 layers with experts of DeepSeek-V3 on 16 stages it counts 3.6, and the fullest stage has four: 9 % less; the correction's own example had 32 %. <!-- erratum: PL-11 -->
+# **"Parameter count on the most-loaded GPU shard"** (Megatron-Bridge, until July 2026). True of stages that are alike: it was the mean, which misses 9 % of DeepSeek-V3's layers with experts on 16 stages, and 32 % in the correction's example. <!-- erratum: PL-11 -->
 #   <!-- claim: max(n for _, n in planner.stages.rank_layers(config.ModelConfig.named("deepseek-v3"), 16, 1, False)) == 4 and round(100 * (1 - 58 / 16 / 4)) == 9 and round(100 * (1 - 6792 / 9952)) == 32 -->
 #
-# **C = 6PD for the FLOPs of training** (Transformer Math 101; "6N" for each token). True of short sequences: attention is not in it. For Llama-3.1-70B it counts 94 % of the model's FLOPs with 8,192 tokens, and 45 % with 131,072, the masked half left out. What a step wastes on messages, bubbles and kernels is in no count of FLOPs. <!-- erratum: PL-01 -->
+# **6N FLOPs for each token** (Transformer Math 101: C = 6PD). True of short sequences: of Llama-3.1-70B it counts 94 % with 8,192 tokens, 45 % with 131,072. <!-- erratum: PL-01 -->
 #   <!-- claim: [round(100 * f["6N"] / f["causal"]) for f in (planner.plans.flops_per_token(__import__("dataclasses").replace(config.ModelConfig.named("llama-3.1-70b"), seq_len=s)) for s in (8192, 131072))] == [94, 45] -->
 #
-# **16 bytes for each parameter** (ZeRO, of model states). True of states that nothing shares out, with gradients in half precision: 18 with fp32 gradients, and with ZeRO-1 over four ranks 9. It says nothing about activations: see "every byte by name". <!-- erratum: MS-01 -->
+# **16 bytes for each parameter** (ZeRO, of states). True of whole states: ZeRO-1 over four ranks has 9 with fp32 gradients; activations come on top. <!-- erratum: MS-01 -->
 #   <!-- claim: 2 + 4 + 12 / 4 == 9 and [round(16 * r.model.num_params / 2 / 2**30) for r in planner.measured() if r.plan.tp == 2][0] == 92 and {round(r.peaks[0]) for r in planner.measured() if r.plan.tp == 2} == {61, 68, 113} -->
 
 # %% [markdown]
@@ -601,9 +600,9 @@ print(export("megatron", llama, tied))
 # > - Most legal plans do not fit: of 16,524 for Llama-3.1-70B on 64 H100, 3,659 do, and 14 are within 3 % of the best.
 # >   <!-- claim: (lambda found: [len(found), int(found.fits.sum()), len(found.ties)])(planner.search(planner.Job(model=__import__("dataclasses").replace(config.ModelConfig.named("llama-3.1-70b"), seq_len=8192), cluster=planner.Cluster(device=config.Hardware.named("H100"), nodes=8), batch_tokens=2**22))) == [16524, 3659, 14] -->
 # > - A best plan is best under its assumptions. Switch each off, and defend the plan that loses least.
-# > - What a plan holds and sends can be proven before any GPU is there, for the code that you run: here the course's. Seconds cannot.
+# > - What a plan holds and sends can be proven before any GPU is there, for the code that runs, here the course's. Seconds cannot.
 #
-# So, with a model and a cluster of your own: make five short runs that differ as much as possible, fit the five numbers, search, look at the ties and at what they assume, take the one with most headroom, and prove its bytes.
+# With a cluster of your own: make five short runs that differ much, fit, search, see what the ties assume, take headroom, prove the bytes.
 
 # %% [markdown]
 # ## References
