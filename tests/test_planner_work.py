@@ -44,6 +44,8 @@ def test_a_dense_layer_by_hand():
         "products": 2 * F, "attention": 2.5 * A, "memory": 24 * stream + turned + 10 * inner,
         "kernels": 19 + 3 * (6 + 2), "tp": 6 * gathered, "cp": heads,
     })  # fmt: skip
+    assert layers(MODEL, tp=4)[0]["tp"] == 4 * 2 * s * h * 3 / 4
+    assert layers(MODEL, cp=4)[1]["cp"] == 2 * s / 4 * (2 * a + 2 * g) * d * 3 / 4
     old = layers(MODEL, tp=t, cp=c, micro_batch=3, modern=False)
     assert [row["attention"] for row in old] == [2 * A, 4 * A]  # nothing masked is skipped
     scores = 3 * s * s * a / (t * c)
