@@ -19,6 +19,7 @@
 
 # %%
 import copy
+import functools
 import time
 from dataclasses import replace
 
@@ -37,7 +38,6 @@ from labutils import (
 from labutils import predict as formulas
 from labutils.config import DATA, Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.flash.fused import product_flops
-from labutils.ledger import Ledger, Line
 from labutils.model import GPT
 from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
@@ -320,22 +320,13 @@ whole = {
 reveal("7b/step", GB=round(whole["LoRA over nf4"].total / 1e9, 1))
 
 # %% [markdown]
-# Against activations you still need checkpointing (lab 04): `checkpointing.apply(model, "full")`, before or after `adapt`, changes no bit of loss or gradient (tested). By dry run, and as all layers are alike, of two and of three layers: the third brings what each of the other 29 does.
+# Against activations you still need checkpointing (lab 04): `checkpointing.apply(model, "full")`, before or after `adapt`, changes no bit of loss or gradient (tested). By dry run of two and of three layers, as each further one brings the same:
 
 # %%
-def recomputed(layers, name):
-    config = replace(llama, num_layers=layers)
-    options = dict(config=config, r=16, rows=1, recompute=True) | {name: True}
-    return World(Mesh(), engine="dry").run(over, **options).peak.ledger
-
-
 for name in ("bf16", "nf4"):
-    two_layers, three = (recomputed(k, name).by("component") for k in (2, 3))
-    each = {part: three[part] - two_layers[part] for part in three}
-    whole[f"{name}, recomputed"] = Ledger(
-        Line(part, two_layers[part] + (llama.num_layers - 2) * more, component=part)
-        for part, more in each.items()
-    )
+    options = dict(r=16, rows=1, recompute=True) | {name: True}
+    run = functools.partial(World(Mesh(), engine="dry").run, over, **options)
+    whole[f"{name}, recomputed"] = rigs.lora.peak_of_all_layers(llama, run)
 title = "Recomputation makes it fit 24 GB: most of a step were activations"
 plots.memory_bars(**whole, capacity=card, title=title)
 

@@ -556,9 +556,8 @@ for i, layer in enumerate(fed.layers):
         new = quantization.error_feedback(weight, H, "int4", 64).float()
         for part, rounded in zip(parts, new.chunk(len(parts)), strict=True):
             part.weight.data = rounded
-answers["int4, error feedback"] = corrected = fed(unseen)
-percent, kept = lost_by(corrected), kept_neighbors(corrected)
-print(f"{percent:.2g} % lost, {kept} of 50 neighbors kept")
+answers["int4, error feedback"] = new = fed(unseen)
+print(f"{lost_by(new):.2g} % lost, {kept_neighbors(new)} of 50 neighbors kept")
 
 # %% [markdown]
 # Half of what rounding to nearest lost, with even values, the same bits, and less than NF4.

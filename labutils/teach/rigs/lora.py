@@ -6,6 +6,8 @@ import csv
 import functools
 import itertools
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Int
@@ -17,6 +19,7 @@ from labutils.ledger import Ledger, Line
 from labutils.lora.predict import Pattern
 from labutils.model import GPT
 from labutils.teach.rigs.scaling import mean
+from labutils.timeline import History
 
 WORDS = "0123456789+="
 ADDER = ModelConfig(
@@ -67,6 +70,19 @@ def at_the_loss(
         lines.append(Line(name, nbytes, component="buffers"))
     gone = "number of targets"  # the mean has had its gradient
     return Ledger([*lines, *(line for line in kept if line.note != gone)])
+
+
+def peak_of_all_layers(model: ModelConfig, run: Callable[..., History]) -> Ledger:
+    """Bytes by component where a step is fullest, from `run(config=…)` of two layers and of three:
+    of layers that are alike each further one brings what the third brings."""
+    low, high = (
+        run(config=replace(model, num_layers=k)).peak.ledger.by("component") for k in (2, 3)
+    )
+    others = model.num_layers - 2
+    return Ledger(
+        Line(part, low[part] + others * (nbytes - low[part]), component=part)
+        for part, nbytes in high.items()
+    )
 
 
 def sums(base: int) -> tuple[Int[Tensor, "n s"], Int[Tensor, "n s"]]:
