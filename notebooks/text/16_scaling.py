@@ -251,31 +251,33 @@ for lr, decay, steps in (
     print(f"lr {lr:.4f}, wd {decay:.3f}, {steps:4} steps: {left:.3f} of a weight left")
 
 # %% [markdown]
-# Under the linear rule the rate makes up for the steps, and wd stays as it was. Under the square root it makes up for half of it: an epoch decays √k times less, unless wd becomes √k·wd. The number to keep is lr·wd·steps per epoch (Wang and Aitchison 2024). On our task, AdamW with wd = 0.1:
+# Under the linear rule the rate makes up for the steps, and wd stays as it was. Under the square root it makes up for half of it: an epoch decays √k times less, unless wd becomes √k·wd. The number to keep is lr·wd·steps per epoch (Wang and Aitchison 2024). On our task, AdamW with wd = 0.1, each of 32,768 examples seen once, or 2,048 of them 16 times:
 
 
 # %%
-def decayed(batch, lr, decay):
+def decayed(sides, batch, lr, decay):
     """The length of the weights and the held-out loss, means of five seeds."""
     rows = rigs.copies.train_copies(
-        network, data, optimizer="adam", lr=[lr], decay=[decay], batch=batch,
+        network, sides, optimizer="adam", lr=[lr], decay=[decay], batch=batch,
         samples=32768, seeds=range(5),
     )  # fmt: skip
     loss = rigs.copies.score(network, rows, held_out)[0]
     return rows.norm(dim=-1).mean().item(), loss.mean().item()
 
 
-base = dict(lr=1 / 256, decay=0.1)
-large = dict(lr=root / 256)
-for name, found in {
-    "batch 16": decayed(16, **base),
-    "batch 512, wd": decayed(512, **large, decay=0.1),
-    "batch 512, √32·wd": decayed(512, **large, decay=root * 0.1),
-}.items():
-    print(f"{name:18} |w| {found[0]:.0f}, loss {found[1]:.2f}")
+few = tuple(side[:: len(side) // 2048][:2048] for side in data)
+ways = {
+    "batch 16": (16, 1 / 256, 0.1),
+    "batch 512, wd": (512, root / 256, 0.1),
+    "batch 512, √32·wd": (512, root / 256, root * 0.1),
+}
+for seen, sides in {"once": data, "16 times": few}.items():
+    for name, how in ways.items():
+        length, loss = decayed(sides, *how)
+        print(f"seen {seen:8}  {name:18} |w| {length:.0f}, loss {loss:.2f}")
 
 # %% [markdown]
-# With √32·wd the weights are about as long as those of the small batch, and with the old wd a third longer. The loss is no better for it: this task sees every example once, so nothing is learned by heart that a decay could prevent.
+# With √32·wd the weights are about as long as those of the small batch, and with the old wd a third longer. Where every example is seen once the loss is no better for it: nothing is learned by heart that a decay could prevent. Where 2,048 examples are seen 16 times, the old wd costs 0.3 nats, and √32·wd keeps the loss.
 #
 # **And β₂?** Adam's running mean of squares forgets over 1/(1 − β₂) *steps*: 1,000 of them are 16,000 examples at a batch of 16, and 512,000 at 512. Malladi et al. (2022) scale 1 − β₁ and 1 − β₂ by k with the square root of the rate. (Not tried here; at k = 32 their rule for β₁ has ended, as 32 · 0.1 is above 1.)
 
