@@ -41,12 +41,12 @@ from labutils.teach.widgets import bits, explore, slider
 
 # %%
 formats = [FP32, TF32, BF16, FP16, E5M2, E4M3, E3M2, E2M3, E2M1]
-title = "bf16 reaches as far as fp32 with half the bits; fp16 does not"
+title = "bf16 reaches as far up as fp32 with half the bits; fp16 does not"
 plots.dynamic_range(formats, title=title)
 
 # %% [markdown]
-# bf16 is as wide as fp32 with half the bits, and fp16 is not.
-# The formats below 8 bits span so little that a *scale* has to travel with them. You meet it in the last block.
+# The solid part of each bar are *normal* numbers. bf16's span what fp32's span, with half the bits; fp16's do not. (The hatched part, the *subnormal* numbers, ends sooner in bf16.)
+# The formats below 8 bits span so little that a *scale* has to travel with them. The last section is about scales.
 
 # %% [markdown]
 # ## What does a pattern of bits mean?
@@ -244,7 +244,8 @@ for mode in ("nearest", "zero", "stochastic"):
 beyond = torch.tensor([464.0, 465.0, math.inf])
 by_torch = beyond.to(torch.float8_e4m3fn)
 by_ml_dtypes = beyond.numpy().astype(ml_dtypes.float8_e4m3fn)
-by_torch.float().tolist(), by_ml_dtypes.astype("float32").tolist()
+theirs = by_ml_dtypes.astype("float32").tolist()
+{"torch": by_torch.float().tolist(), "ml_dtypes": theirs}
 
 # %%
 other, far = (torch.float8_e5m2, torch.float8_e4m3fnuz), torch.tensor([1e6, math.inf])
@@ -308,7 +309,8 @@ def wrong(x):
 values = torch.tensor(FP16.representable(), dtype=torch.float64)
 midpoints = (values[1:] + values[:-1]) / 2
 some = torch.rand(1000, dtype=torch.float64, generator=g)
-wrong(values), wrong(midpoints), wrong(some)
+tried = {"fp16 values": values, "midpoints": midpoints, "random": some}
+{name: f"{wrong(x)} wrong" for name, x in tried.items()}
 
 # %% [markdown]
 # Find one finite number that it gets wrong.
@@ -328,7 +330,7 @@ hint("floats/rounds-twice", 1)
 # Test the ties and their *nearest neighbors in the wider format*, and you see one at once.
 
 # %%
-wrong(torch.rand(1_000_000, dtype=torch.float64, generator=g))
+f"{wrong(torch.rand(1_000_000, dtype=torch.float64, generator=g))} of a million"
 
 # %% [markdown]
 # ## Is 10 000 × 10 000 NaN in fp16?
@@ -365,7 +367,8 @@ logits.exp(), logits.exp() / logits.exp().sum()
 # %%
 stable = (logits - logits.max()).exp()
 wide = logits.bfloat16().exp()
-(stable / stable.sum()).tolist(), (wide / wide.sum()).tolist()
+found = {"fp16, less the largest": stable, "bf16": wide}
+{name: (x / x.sum()).tolist() for name, x in found.items()}
 
 # %% [markdown]
 # **The other end is quieter.** fp16's smallest subnormal is $2^{-24}$. What is at most half of it, $2^{-25} \approx 3 \cdot 10^{-8}$, becomes zero, and nothing
@@ -479,7 +482,14 @@ show(precision.kahan_sum)
 
 # %% [markdown]
 # **Stochastic rounding.** At 256 the gap is 2, and 1 goes up every second time. The sum wanders, but its *expected* value is right.
-# Weights in bf16 without an fp32 copy are trained in this way, too.
+# Weights in bf16 without an fp32 copy are trained in this way, too. How far does it wander? Where the gap is $G$, a 1 goes up by $G$ with a probability of $1/G$: its variance is $G - 1$. The gap is $G$ from $128\,G$ to $256\,G$, so for about $128\,G$ ones. By the formula, and in 200 runs:
+
+# %%
+variance = sum(128 * G * (G - 1) for G in (2, 4, 8, 16))
+draw = dict(mode="stochastic", generator=torch.Generator().manual_seed(1))
+ends = precision.running_sum(torch.ones(200, 4096), BF16, **draw)[:, -1]
+print(f"by the formula 4096 ± {variance**0.5:.0f}", end=", ")
+print(f"200 runs: {ends.mean():.0f} ± {ends.std():.0f}")
 
 # %%
 three = torch.ones(3, 4096)
@@ -632,7 +642,7 @@ print(f"scale {floats.E8M0.decode(scale)}, elements {elements}")
 print("decoded:", floats.MXFP4.decode(scale, codes))
 
 # %% [markdown]
-# The scale is a power of two (e8m0: eight exponent bits, no mantissa), so multiplying by it rounds nothing inside the range. Give *every* format such blocks,
+# The scale is a power of two (e8m0: eight exponent bits, no mantissa), so multiplying by it rounds nothing inside the range. Give *every* format such blocks and such a scale,
 # int8 as well, on the numbers with the outlier of 1000, and look at the blocks that are without it:
 
 
@@ -642,13 +652,18 @@ def in_blocks(w, mx):
     return torch.tensor([value for block in blocks for value in block])
 
 
-int8 = torch.cat([scaled(block, floats.INT8) for block in spiked.split(32)])
+def int8_block(block):
+    unit = 2 ** (block.abs().max() / floats.INT8.max).log2().ceil()
+    return (block / unit).round() * unit
+
+
+int8 = torch.cat([int8_block(block) for block in spiked.split(32)])
 block_formats = floats.MXFP8, floats.MXFP6, floats.MXFP4
 blocked = {"int8": int8} | {mx.name: in_blocks(spiked, mx) for mx in block_formats}
 {name: error(w[32:], rounded[32:]) for name, rounded in blocked.items()}
 
 # %% [markdown]
-# One outlier now ruins one block at most: int8 in blocks (with a scale in fp32) is again the best of 8 bits, and MXFP4, at half the bits, has about twenty times its error. In the ruined block:
+# One outlier now ruins one block at most: on normally distributed numbers int8 in blocks is again the best of 8 bits, and MXFP4, at half the bits, has about fifteen times its error. In the ruined block:
 
 # %%
 {name: error(w[1:32], rounded[1:32]) for name, rounded in blocked.items()}
@@ -656,23 +671,35 @@ blocked = {"int8": int8} | {mx.name: in_blocks(spiked, mx) for mx in block_forma
 # %% [markdown]
 # Only MXFP8 has exponents enough for this outlier *and* its neighbors.
 #
-# **NVFP4** is NVIDIA's answer at 4 bits: blocks of 16, and a scale that is an e4m3 number, so that a block's largest value lands near 6 rather than anywhere between 4 and 8.
-# e4m3 spans less than e8m0, so the tensor gets one more scale, in fp32. On numbers without an outlier:
+# **NVFP4** is NVIDIA's answer at 4 bits. It changes three things in MXFP4. Blocks have 16 numbers. The scale is an e4m3 number, so that a block's largest value lands near 6 rather than anywhere between 4 and 8.
+# And since e4m3 spans less than e8m0, the whole tensor gets one more scale, in fp32. Which of the three makes the error smaller? Change the first two, each alone and both, on the normal numbers and on numbers with heavy tails (Student's t with 3 degrees of freedom):
 
 # %%
-unit = w.abs().max() / (E2M1.max * E4M3.max)
-nvfp4 = in_blocks(w / unit, floats.NVFP4) * unit
-fine = floats.BlockFormat("fp4 in blocks of 16", E2M1, block_size=16)
-four_bits = {"mxfp4": in_blocks(w, floats.MXFP4), "blocks of 16": in_blocks(w, fine)}
-{name: error(w, rounded) for name, rounded in (four_bits | {"nvfp4": nvfp4}).items()}
+others = torch.randn(3, 8192, generator=g)
+tailed = w / others.square().mean(0).sqrt()
 
-# %%
-three = floats.MXFP4, fine, floats.NVFP4
-{mx.name: f"{mx.bits_per_value} bits per value" for mx in three}
+
+def in_fp4(w, mx):
+    """Rounded in blocks; with the scale of the whole tensor, where blocks' are e4m3."""
+    unit = w.abs().max() / (E2M1.max * E4M3.max) if mx.scale is E4M3 else 1
+    return in_blocks(w / unit, mx) * unit
+
+
+for scale in (floats.E8M0, E4M3):
+    for size in (32, 16):
+        mx = floats.BlockFormat("fp4", E2M1, size, scale)
+        normal, heavy = (error(x, in_fp4(x, mx)) for x in (w, tailed))
+        told = f"{scale.name} for {size} numbers, {mx.bits_per_value:g} bits per value"
+        print(f"{told}: {normal:>5} of normal, {heavy} of heavy-tailed numbers")
 
 # %% [markdown]
-# The middle one has NVFP4's blocks and MXFP4's scale, and gains nothing: on these numbers it is the scale's mantissa that makes the difference.
-# What a smaller block does is confine an outlier, to 15 neighbors instead of 31.
+# The scale's mantissa makes the error smaller with either block. The smaller block does it with the e4m3 scale; with a power of two it helps the heavy-tailed numbers a little and the normal ones not at all.
+# NVFP4 needs both, and its blocks confine an outlier to 15 neighbors instead of 31.
+#
+# The third change, the scale of the whole tensor, makes no number more exact. It brings small tensors into the range of e4m3. NVFP4 without it, on the normal numbers and on a thousandth of them:
+
+# %%
+{x: error(w * x, in_blocks(w * x, floats.NVFP4)) for x in (1, 0.001)}
 
 # %% [markdown]
 # ## In practice
@@ -724,8 +751,8 @@ f"16 bits are {312 / 156:g} times as fast as tf32 and {312 / 19.5:g} times as fp
 # - Exponent bits buy range, mantissa bits buy precision. The relative error of rounding is at most $2^{-M-1}$: 0.05 % in fp16,
 #   0.4 % in bf16, 6.25 % in e4m3.
 #   <!-- claim: [fmt.eps / 2 for fmt in (floats.FP16, floats.BF16, floats.E4M3)] == [2**-11, 2**-8, 0.0625] -->
-# - fp16 ends at 65 504 and loses what is below $2^{-25}$; bf16 reaches as far as fp32 with 3 bits less precision than fp16.
-#   <!-- claim: (floats.FP16.max, floats.FP16.round(2**-25), floats.FP16.mantissa_bits - floats.BF16.mantissa_bits) == (65504, 0, 3) -->
+# - fp16 ends at 65 504 and loses what is below $2^{-25}$; bf16's normal numbers span what fp32's span, with 3 bits less precision than fp16.
+#   <!-- claim: (floats.FP16.max, floats.FP16.round(2**-25), floats.FP16.mantissa_bits - floats.BF16.mantissa_bits, floats.BF16.min_normal == floats.FP32.min_normal, floats.BF16.max_exponent == floats.FP32.max_exponent) == (65504, 0, 3, True, True) -->
 # - e4m3 ends at 448 and has no infinity. What happens beyond is a convention of the library: 448 in torch from version 2.12 on, NaN in ml_dtypes.
 #   <!-- claim: (floats.E4M3.max, floats.E4M3.round(1e6, overflow="saturate"), math.isnan(floats.E4M3.round(1e6))) == (448, 448, True) -->
 # - 10 000 × 10 000 is infinity in fp16. NaN is what the next operation makes of it.
@@ -737,7 +764,7 @@ f"16 bits are {312 / 156:g} times as fast as tf32 and {312 / 19.5:g} times as fp
 #   <!-- claim: floats.FP16.round(1 + 2**-11 + 2**-40) != floats.FP16.round(floats.FP32.round(1 + 2**-11 + 2**-40)) -->
 # - On normally distributed numbers int8 has a smaller error than e4m3 while the largest is less than about 12 times the typical one. An e4m3 number keeps its digits down to 1/28 672 of the largest, and is zero below 1/458 752.
 #   <!-- claim: (floats.E4M3.max / floats.E4M3.min_normal, 2 * floats.E4M3.max / floats.E4M3.min_subnormal) == (28672, 458752) -->
-# - A scale that 32 values share confines an outlier to its block, whatever the format. It costs a quarter of a bit: 8.25, 6.25 and 4.25 bits per value; NVFP4 takes 4.5.
+# - A scale that 32 values share confines an outlier to its block, whatever the format. It costs a quarter of a bit: 8.25, 6.25 and 4.25 bits per value; NVFP4 takes 4.5, and gains by the mantissa of its scale and by its smaller blocks.
 #   <!-- claim: [mx.bits_per_value for mx in (floats.MXFP8, floats.MXFP6, floats.MXFP4, floats.NVFP4)] == [8.25, 6.25, 4.25, 4.5] -->
 #
 # Next: lab 02 trains with these formats, and takes away one safeguard at a time.
