@@ -3,7 +3,7 @@
 #
 # **What do you lose when a weight, a gradient or a sum gets 16, 8 or 4 bits instead of 32, and when does training notice?**
 #
-# *90 min, and 30 further · before this: lab 00 · needs a laptop, no GPU and no network*
+# *90 min, and 35 further · before this: lab 00 · needs a laptop, no GPU and no network*
 #
 # Every format of this lab is computed bit by bit, down to those that your machine has no arithmetic for.
 

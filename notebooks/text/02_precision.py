@@ -3,7 +3,7 @@
 #
 # **Half precision makes matrix products faster and activations smaller. What has to stay in fp32, so that the model still learns?**
 #
-# *90 min, and 45 further · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
+# *90 min, and 50 further · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -46,7 +46,7 @@ from labutils.teach.widgets import explore
 text = pathlib.Path(_torch_docs.__file__).read_text(encoding="utf-8")
 letters = sorted(set(text))
 codes = torch.tensor([letters.index(letter) for letter in text])
-len(text), len(letters)
+f"{len(text):,} letters, {len(letters)} different ones"
 
 # %%
 sizes = dict(num_layers=2, d_model=32, num_heads=4, d_ff=128, seq_len=32)
@@ -236,7 +236,7 @@ def learning(runs, title, told="", ylabel="test loss (nats per letter)"):
 
 
 gained = {name: changes(three) for name, three in runs.items()}
-title = "At a low learning rate, rounded bf16 weights hardly learn"
+title = "At a learning rate of 0.00001, rounded bf16 weights hardly learn"
 told = " With master weights or stochastic rounding the loss falls as in fp32."
 learning(gained, title, told, ylabel="change of the test loss (nats)")
 
@@ -248,26 +248,32 @@ falls = {name: sum(run[-1] for run in three) for name, three in gained.items()}
 # Forty such steps gain less than a hundredth of a nat, of a loss of about 3 (a *nat* is the unit of a loss with the natural logarithm). Of that, bf16 weights get a tenth. Moments in fp32 do not help in these forty steps: the two curves are the same, so what is lost here is lost when
 # the *weight* is rounded. A master copy or stochastic rounding brings nearly everything back. A step of a tenth of a gap, rounded stochastically, moves one weight in ten by a whole gap; on average that is the step.
 #
-# In a longer run moments in bf16 lose something of their own. Adam's second moment comes down by a factor of 0.999 a step at the most, less than half a gap, so in bf16 it never does. Gradients of 1 in a hundred steps, then of 0.01 in four thousand:
+# The master copy costs 4 bytes per parameter. It also makes the half-precision weights redundant: they can be made from it at any time. FSDP keeps only the fp32
+# shards, and casts when it gathers (lab 09).
+
+# %% [markdown]
+# ### Further: moments in bf16, in a longer run
+#
+# Moments in bf16 lose something of their own. Adam's second moment comes down by a factor of $\beta_2$ a step at the most. With PyTorch's default of 0.999 that is less than half a gap, so in bf16 it never comes down. Gradients of 1 in a hundred steps, then of 0.01 in two thousand:
 
 
 # %%
-def second_moment(dtype):
+def second_moment(dtype, beta2):
     weight = nn.Parameter(torch.zeros(1, dtype=dtype))
-    adam = torch.optim.AdamW([weight])
-    for slope in [1.0] * 100 + [0.01] * 4000:
+    adam = torch.optim.AdamW([weight], betas=(0.9, beta2))
+    for slope in [1.0] * 100 + [0.01] * 2000:
         weight.grad = torch.full_like(weight, slope)
         adam.step()
     return adam.state[weight]["exp_avg_sq"].item()
 
 
-{str(dtype): f"{second_moment(dtype):.3f}" for dtype in (bf16, torch.float32)}
+for beta2 in (0.999, 0.95):
+    low, high = (second_moment(dtype, beta2) for dtype in (bf16, torch.float32))
+    print(f"beta2 = {beta2}: {low:.4f} in bf16, {high:.4f} in fp32")
 
 # %% [markdown]
-# A step is divided by the square root of it, so in bf16 it is seven times too short. Master weights alone do not repair that: the moments have to be in fp32 as well.
-#
-# The master copy costs 4 bytes per parameter. It also makes the half-precision weights redundant: they can be made from it at any time. FSDP keeps only the fp32
-# shards, and casts when it gathers (lab 09).
+# A step is divided by the square root of it, so with 0.999 it is more than twice too short in bf16, and the longer the run the worse. Master weights alone do not repair that: the moments have to be in fp32 as well. With 0.95, which many large language models are trained with, a
+# step down is several gaps, and bf16 follows.
 
 # %% [markdown]
 # ### Exercise 2.1 · Half-precision weights that learn (10 min, ●○○)
@@ -404,11 +410,12 @@ attempts = {
     "fp32": Formats(loss=tiny),
     "fp16 without a scale": Formats(fp16, MasterWeights, tiny),
     "fp16 with loss scaling": Formats(fp16, MasterWeights, tiny, scaling),
+    "fp16, whole loss, no repair": Formats(fp16, RoundedWeights),
 }
 curves = rigs.precision.three_seeds(untrained(config), attempts, draw, steps=40)
 
 # %%
-title = "Without a loss scale fp16 learns nothing; with one it learns what fp32 learns"
+title = "With a small share of the loss, fp16 learns nothing unless the loss is scaled"
 learning(curves, title)
 
 
@@ -422,12 +429,23 @@ def apart(runs, others):
 {name: apart(three, curves["fp32"]) for name, three in curves.items()}
 
 # %% [markdown]
+# The last run is the control: with the whole loss of its 256 tokens fp16 needs no scale here, and no master weights either. It is the share in a large batch that makes gradients too small.
+
+# %% [markdown]
 # ## Who chooses the scale?
 #
-# Too low loses small gradients. Too high makes large ones infinite, and one infinity in a weight is the end of the run. A *static* scale is a number that
-# somebody found by trying: Micikevicius et al., who introduced it, used 8 to 32 768. A *dynamic* one looks for itself: it grows until something overflows, drops that step, and comes down.
+# Too low loses small gradients. Too high makes large ones infinite, and one infinity in a weight is the end of the run. A *static* scale is found by trying:
+# Micikevicius et al., who introduced it, used 8 to 32 768. A *dynamic* one looks for itself: it grows until something overflows, drops that step, and comes down.
 #
-# Train in fp16 twice, with a scale that doubles after three good steps. Once the cross-entropy is computed in fp32, once in fp16 as the logits are:
+# Train in fp16 twice, with a scale that starts at $2^{10}$ and doubles after three good steps. Once the cross-entropy is computed in fp32, once in fp16 as the logits are.
+#
+# > With the cross-entropy in fp16: what is the largest scale at which a step is still taken?
+
+# %%
+predict("precision/largest-scale", times=4096)
+
+# %% [markdown]
+# Both, 60 steps:
 
 
 # %%
@@ -476,17 +494,37 @@ plots.curves(
 )
 
 # %% [markdown]
-# Every fall is a skipped step: the gradients of that batch are thrown away. With the loss in fp32 the falls come at different scales. With the loss in fp16 they come regularly, always at
-# $2^{16}$, which is 65 536. What overflows there is the first gradient of all: the gradient of the scaled loss with respect to the loss *is* $S$, and in fp16 it has to be at most 65 504.
+# Every fall is a skipped step: the gradients of that batch are thrown away. With the loss in fp32 the falls come at different scales. With the loss in fp16 they come regularly.
 
 # %%
-{f"2^{k} in fp16": torch.tensor(2.0**k).half().item() for k in (15, 16)}
+largest = max(scale for scale, taken in logs["loss in fp16"] if taken)
+reveal("precision/largest-scale", times=int(largest))
 
 # %% [markdown]
+# What overflows is the first gradient of all: the gradient of the scaled loss with respect to the loss *is* $S$. The next power of two, $2^{16} = 65\,536$, is infinite in fp16, which ends at 65 504.
+#
 # PyTorch's growth interval is 2000: a scale that overflows each time it has grown then skips one step in about two thousand. Here the interval is 3, so that you see it.
 #
 # ### Further: is it PyTorch's rule?
 #
+# With the loss in fp16 the whole log can be predicted without training: a step is taken where $S$ is finite in fp16.
+
+
+# %%
+def predicted_log(steps=60, scale=2.0**10, interval=3):
+    good = 0
+    for _ in range(steps):
+        taken = math.isfinite(floats.FP16.round(scale))
+        yield scale, taken
+        good = good + 1 if taken else 0
+        if good == interval or not taken:
+            scale, good = scale * (2 if taken else 0.5), 0
+
+
+pairs = zip(predicted_log(), logs["loss in fp16"], strict=True)
+f"{sum(a == b for a, b in pairs)} of 60 steps as predicted"
+
+# %% [markdown]
 # The rule is PyTorch's, and so are the numbers, step for step. Ours and `torch.amp.GradScaler`, on the same gradients, some of them infinite:
 
 
@@ -571,7 +609,7 @@ show(precision.clipped_step)
 both = codes[:-1:2] * len(letters) + codes[1::2]
 words, pairs = torch.unique(both, return_inverse=True)
 wide = ModelConfig(**sizes, vocab_size=len(words))
-len(words), round(math.log(len(words)), 2)
+f"{len(words)} pairs; ln {len(words)} = {math.log(len(words)):.2f}"
 
 # %% [markdown]
 # A model that knows nothing gives each of them one chance in 2144, and its loss is $\ln 2144 = 7.67$. Leave logits and weights in fp32, and only
@@ -781,7 +819,7 @@ predicted = memory.activations(config, setting)
 {name: units.text(ledger.total) for name, ledger in saved.items()}
 
 # %%
-predicted.diff(saved["autocast"]).unexplained
+f"unexplained: {predicted.diff(saved['autocast']).unexplained} bytes"
 
 # %%
 copies = [line.amount for line in predicted if line.note == "half copy of the weight"]
@@ -789,7 +827,7 @@ times = 1 + sum(copies) / (4 * config.num_params)
 reveal("precision/autocast-weights", times=round(times, 2))
 
 # %% [markdown]
-# The difference between prediction and measurement is 0 bytes, copies included. It is not quite one and a half times: weights of matrix products have a copy; biases, norms and positions have none.
+# The prediction has the copies in it. It is not quite one and a half times: weights of matrix products have a copy; biases, norms and positions have none.
 
 # %% [markdown]
 # Activations and copies together take a third less than in fp32, not half: what is not a product, such as the residual stream, norms and the loss, stays in fp32.
@@ -797,38 +835,33 @@ reveal("precision/autocast-weights", times=round(times, 2))
 # %% [markdown]
 # ## Do the three together match fp32?
 #
-# Half-precision weights with a master copy, a dynamic loss scale, and products that add up in fp32: 100 steps, three seeds, against the fp32 runs from above.
+# From scratch, with a learning rate of 0.001 and the whole loss of a batch, this GPT does not tell: there fp16 without any repair learned what fp32 learns (the control above).
+# So test them where they are needed: at the end of a schedule, with a learning rate of 0.00001, on a micro-batch's share of $2^{-17}$. All together, and without two of them, one at a time. (Sums are in fp32 here.)
 
 # %%
-scaling = {"init_scale": 2.0**16, "growth_interval": 50}
-choices = {
-    "bf16, master weights": Formats(bf16, MasterWeights),
-    "fp16, all three": Formats(fp16, MasterWeights, scale=scaling),
+together = {
+    "fp16, all three": Formats(fp16, MasterWeights, tiny, scaling),
+    "without master weights": Formats(fp16, RoundedWeights, tiny, scaling),
+    "without a loss scale": Formats(fp16, MasterWeights, tiny),
+    "bf16, no loss scale": Formats(bf16, MasterWeights, tiny),
 }
-halves = rigs.precision.three_seeds(untrained(config), choices, draw, steps=100)
-together = {"fp32": in_fp32, **halves}
-title = "With all three, half precision learns what fp32 learns"
-learning(together, title)
+late = rigs.precision.three_seeds(trained, together, draw, steps=40, lr=1e-5)
+late = {"fp32": runs["fp32"], **late}
+gained = {name: changes(three) for name, three in late.items()}
+title = "With all three fp16 learns what fp32 learns, without masters or a scale less"
+learning(gained, title, ylabel="change of the test loss (nats)")
 
 # %%
-ends = {name: [run[-1] for run in three] for name, three in together.items()}
-{name: [f"{loss:.1f}" for loss in losses] for name, losses in ends.items()}
+falls = {name: sum(run[-1] for run in three) for name, three in gained.items()}
+{name: f"{fall / falls['fp32']:z.0%} of the gain" for name, fall in falls.items()}
 
 # %% [markdown]
-# To a tenth of a nat each seed ends where fp32 does, and bf16 needs no loss scale.
+# bf16 needs no loss scale, and the master copy more than fp16: without one its weights got a tenth of the gain above, those of fp16 get more than half.
 
 # %% [markdown]
 # ## Further: 12, 16, 18, 20 or 24 bytes per parameter?
 #
-# In fp32, AdamW's training holds 16 bytes per parameter between steps: weights, gradients, and two moments, 4 each.
-#
-# > bf16 weights, bf16 gradients, fp32 master weights and fp32 moments: how many?
-
-# %%
-predict("precision/states", bytes_per_parameter=8)
-
-# %% [markdown]
-# Every text has its own number. Here each convention is *measured*, after a step of AdamW, and compared with its formula.
+# In fp32, AdamW's training holds 16 bytes per parameter between steps (lab 00). Mixed precision has its own parts, and every text its own number. Here each convention is *measured*, after a step of AdamW, and compared with its formula.
 
 
 # %%
@@ -862,9 +895,6 @@ for name, held in conventions.items():
     print(f"{name:18}", " + ".join(parts), f"= {each[name]:g}")
 
 # %%
-reveal("precision/states", bytes_per_parameter=each["bf16 + master"])
-
-# %%
 mixed = {"micro_batch": 16, "global_batch": 16, "precision": "bf16"}
 settings = {
     "fp32": TrainConfig(micro_batch=16, global_batch=16, precision="fp32"),
@@ -879,7 +909,12 @@ for name, setting in settings.items():
 # %% [markdown]
 # So mixed precision saves *no* model states: 16 bytes before and 16 after. It saves activations (see the errata), and time on hardware that has units for it.
 #
-# **16 is what is held between steps.** An optimizer wants fp32 gradients, so while it steps, fp32 copies of the bf16 ones are there as well:
+# **16 is what is held between steps.** Two of the 16 are a bf16 gradient.
+#
+# > While the optimizer steps, how many bytes of gradients are there for each parameter, at the most?
+
+# %%
+predict("precision/gradients-in-a-step", bytes=2)
 
 # %%
 learner = GPT(config, generator=torch.Generator().manual_seed(0)).to(bf16)
@@ -894,10 +929,13 @@ def one_step():
 history = measure.history(one_step, learner, masters.optimizer)
 held = [moment.ledger.only(component="gradients").total for moment in history.moments]
 most, last = max(held) / config.num_params, held[-1] / config.num_params
+reveal("precision/gradients-in-a-step", bytes=int(most))
+
+# %%
 f"{most:g} bytes of gradients per parameter at the most, {last:g} in the end"
 
 # %% [markdown]
-# That is how Megatron-LM's guide comes to 20 bytes for fp16 weights and gradients: it counts those copies. It has 18 for half-precision weights whose gradients are summed in
+# The optimizer steps fp32 masters and wants fp32 gradients, so copies of the bf16 ones are there as well. That is how Megatron-LM's guide comes to 20 bytes for fp16 weights and gradients: it counts those copies. It has 18 for half-precision weights whose gradients are summed in
 # fp32, and 16 for fp32.
 #
 # **Hugging Face's 18** are others: fp32 weights, gradients and moments, and the half-precision copies that autocast makes, 4 + 4 + 8 + 2. For our GPT and for GPT-2 XL, by the formula:

@@ -3,7 +3,7 @@
 #
 # **A model of 1.5 billion parameters is 3 GB in 16 bits. Why does training it not fit in 32 GB, and can you tell beforehand, to the byte?**
 #
-# *90 min, and 45 further · before this: labs 00 and 02 · needs a laptop, no GPU and no network*
+# *85 min, and 55 further · before this: labs 00 and 02 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -12,9 +12,10 @@
 #
 # - count the parameters of a model from its `config.json`, to the last one (exercise 3.1),
 # - say which tensors a layer keeps for the backward pass, and how large they are (exercise 3.2),
-# - find the fullest moment of a step, its phase and its bytes (exercise 3.3, a bug hunt).
+# - find the fullest moment of a step, its phase and its bytes (exercise 3.3, a bug hunt),
+# - make a device refuse a tensor although 99 % of it is free (exercise 3.4).
 #
-# You also watch an allocator fail with memory to spare, recompute published tables, and leave with a calculator.
+# You also recompute published tables, and leave with a calculator.
 
 # %% [markdown]
 # ## Setup
@@ -83,23 +84,12 @@ equal = sum(
 #
 # A decoder has an embedding (one vector of $h$ numbers per word; GPT-2 also one per position), $L$ equal layers, a norm at the end and a head. GPT-2's layers have four attention matrices of
 # $h \times h$, two of the feed-forward network of $h \times 4h$, biases, and two norms: $12h^2 + 13h$ numbers. Its head is the embedding once more.
+# Lab 00 printed the number of GPT-2 XL, the "1.5 billion" one. Here it is from its four letters:
 
 # %%
 gpt2 = ModelConfig.named("gpt2-xl")
-gpt2.letters("h v s L")
-
-# %% [markdown]
-# > How many parameters does GPT-2 XL have, the "1.5 billion" one, in billions?
-
-# %%
-predict("memory/gpt2-xl", billion=1.5)
-
-# %%
 h, v, s, L = gpt2.letters("h v s L")
 by_hand = v * h + s * h + L * (12 * h**2 + 13 * h) + 2 * h
-reveal("memory/gpt2-xl", billion=round(by_hand / 1e9, 3))
-
-# %%
 print(f"{by_hand:,} by hand, the same as counted: {by_hand == gpt2.num_params}")
 gpt2.parameters
 
@@ -125,6 +115,12 @@ gpt2.parameters
 llama = ModelConfig.from_hf(exercises.LLAMA_3)
 llama.num_params, llama.letters("L h a g f v")
 
+# %% [markdown]
+# > Mixtral-8x7B has the shape of a model of 7 billion parameters, with eight feed-forward networks in each layer instead of one. How many billion parameters does it have?
+
+# %%
+predict("memory/mixtral", billion=56)
+
 # %%
 for name in (
     *("gpt2", "gpt3-175b", "llama-2-7b", "llama-3.1-405b"),
@@ -133,9 +129,13 @@ for name in (
     named = ModelConfig.named(name)
     print(f"{name:15}{named.num_params:>17,}")
 
+# %%
+mixtral = ModelConfig.named("mixtral-8x7b").num_params
+reveal("memory/mixtral", billion=round(mixtral / 1e9, 1))
+
 # %% [markdown]
 # These are the parameters of the released weights, to the last one (GPT-3's were never released: there the number is the formula's). "GPT-3 175B" has 174.6 billion, "7B" anything from 6.7 to 7.6. Mixtral's "8x7B" are 46.7, not 56: the
-# eight experts share one attention.
+# eight experts share one attention and one embedding.
 #
 # ### Exercise 3.1 · Count the parameters of a config.json (15 min, ●●○)
 #
@@ -160,33 +160,10 @@ show(exercises.count_parameters)
 # ## What do the model states take?
 #
 # Weights, their gradients, and what the optimizer remembers: the *model states*. With Ψ parameters, weights and gradients are Ψ numbers each, and the optimizer keeps 2Ψ or, with a master copy, 3Ψ, whatever the batch.
-#
-# > GPT-2 XL with AdamW in bf16, with an fp32 master copy of the weights: how many GB?
+# In lab 02 AdamW in bf16 with an fp32 master copy took 16 bytes per parameter. For GPT-2 XL, line by line:
 
 # %%
-predict("memory/states", GB=3)
-
-# %%
-states = formulas.states(gpt2, TrainConfig(micro_batch=1, global_batch=1))
-states
-
-# %%
-reveal("memory/states", GB=states.total / 1e9)
-
-# %% [markdown]
-# Two bytes for a weight, two for its gradient, and twelve for the optimizer: the master copy and Adam's two moments, in fp32. In bytes per parameter, by precision (lab 02 takes them apart):
-
-# %%
-precisions = {
-    "fp32": {"precision": "fp32"},
-    "bf16": {"precision": "bf16"},
-    "bf16, gradients in fp32 instead": {"precision": "bf16", "fp32_gradients": "only"},
-    "bf16, gradients in fp32 as well": {"precision": "bf16", "fp32_gradients": True},
-}
-for name, options in precisions.items():
-    run = TrainConfig(micro_batch=1, global_batch=1, **options)
-    held = formulas.states(gpt2, run)
-    print(f"{name:35}{held.total / gpt2.num_params:6.2f}")
+formulas.states(gpt2, TrainConfig(micro_batch=1, global_batch=1))
 
 # %% [markdown]
 # Published totals follow at once: 8, 48, 112 and 1120 GB for models of 0.5, 3, 7 and 70 billion parameters are 16 bytes each. "168 GB" for 7 billion is 24 bytes: 16 for the states, and 8 for everything else,
@@ -204,7 +181,7 @@ optimizer.zero_grad()
 # %% [markdown]
 # ## What does the forward pass keep?
 #
-# Model states do not know the batch. Activations do: autograd keeps a tensor when the backward pass of some operation reads it.
+# Model states do not depend on the batch. Activations do: autograd keeps a tensor when the backward pass of some operation reads it.
 #
 # | operation | its backward pass reads |
 # |---|---|
@@ -242,10 +219,10 @@ reveal("memory/one-layer", MB=sum(line.amount for line in layer) / 1e6)
 # %%
 counted = memory.activations(config, train)
 saved = measure.saved_activations(lambda: model.loss(x.clone(), y.clone()), model)
-counted.diff(saved).unexplained
+f"unexplained: {counted.diff(saved).unexplained} bytes"
 
 # %% [markdown]
-# Zero bytes. A test of this course does the same for random configurations. GPT-2 XL itself, in bf16 with dropout, runs on the device "meta", where tensors have shapes and no memory (lab 00):
+# A test of this course does the same for random configurations. GPT-2 XL itself, in bf16 with dropout, runs on the device "meta", where tensors have shapes and no memory (lab 00):
 
 # %%
 with torch.device("meta"):
@@ -294,10 +271,11 @@ paper = memory.korthikanti(b=1, s=1024, h=1600, a=25)
 paper
 
 # %%
-48 * paper.total - sum(line.amount for line in kept)
+less = sum(line.amount for line in kept) - 48 * paper.total
+f"48 layers by the formula are {less:,} bytes less than PyTorch keeps"
 
 # %% [markdown]
-# The formula counts less than PyTorch keeps, and each byte of the difference has a name.
+# Each byte of the difference has a name.
 
 # %%
 beyond = memory.beyond_the_paper(with_dropout, run)
@@ -360,10 +338,11 @@ plots.curves(
 # in the curves above, $32sbh$ stand against $2as^2b$, equal where $s = 16d$:
 
 # %%
-{d: {"with dropout": 34 * d / 5, "without": 16 * d} for d in (64, 128)}
+for d in (64, 128):
+    print(f"heads {d} wide: {34 * d / 5} tokens with dropout, {16 * d} without")
 
 # %% [markdown]
-# tokens, for heads 64 and 128 wide. Fused attention removes the square.
+# Fused attention removes the square.
 #
 # The curves are what waits at the *end of the forward pass*. Checkpointing does not remove the square from the step: a layer that is computed again has its scores for a moment. The fullest moment of the backward pass, at 8192 tokens:
 
@@ -416,7 +395,7 @@ for line in memory.activations(varied, one(attention="sdpa")):
 #
 # Activations are largest at the end of the forward pass. Is that the peak?
 #
-# > GPT-2 XL in bf16, one sequence, full checkpointing, AdamW as PyTorch steps it on a GPU. The model states are 24.9 GB. How many GB at the fullest moment? (And in which pass is it?)
+# > GPT-2 XL in bf16, one sequence, full checkpointing, AdamW as PyTorch steps it on a GPU. The model states are 24.9 GB. How many GB at the fullest moment?
 
 # %%
 predict("memory/peak", GB=26)
@@ -492,8 +471,8 @@ with torch.device("meta"):
 # %%
 large = memory.predict(gpt2, one(32))
 working = large.only(component="buffers")
-buffers = {line.name: units.text(line.amount) for line in working}
-large.phase, large.event, units.text(large.total), buffers
+print(f"{units.text(large.total)} in the {large.phase}, after {large.event}")
+{line.name: units.text(line.amount) for line in working}
 
 # %% [markdown]
 # Move the batch: from how many sequences on is the peak no longer in the optimizer?
@@ -504,8 +483,7 @@ def fullest(micro_batch=2, checkpointing="none"):
     """The peak of GPT-2 XL, 1024 tokens a sequence, fused attention."""
     run = one(micro_batch, attention="sdpa", checkpointing=checkpointing)
     peak = memory.predict(gpt2, run)
-    total = units.text(peak.total)
-    title = f"Fullest in the {peak.phase} at {total}, after {peak.event}"
+    title = f"Fullest in the {peak.phase}, at {units.text(peak.total)}"
     return plots.memory_bars(title=title, capacity=Hardware.named("H100"), peak=peak)
 
 
@@ -619,33 +597,30 @@ plots.memory_map(title=title, asked=6 * units.GIB, capacity=10 * units.GIB, **la
 # `max_split_size` leaves blocks above that size whole: the state gets a segment of its own, and the hole waits for the next batch. `expandable_segments` reserves addresses instead of memory: the segment grows
 # by the 1 GiB that is missing. (It grows in pages of 20 MiB.)
 #
-# **On a real step: allocated against reserved.** A fresh optimizer, its first step, and its first two, every storage with its birth and death, replayed on a device. *Allocated* are the blocks in use, *reserved* is what PyTorch has asked of the driver:
+# On a real step what is *reserved*, the segments, is more than what is *allocated*, the blocks in use: lab 00 replays GPT-2's first steps on such a device.
+#
+# ### Exercise 3.4 · Refused with 99 % free (10 min, ●●○)
+#
+# `gpu` is an empty `memory.Allocator`. `gpu.alloc(nbytes)` returns an address, `gpu.free(address)` gives it back, and `gpu.available` is what no segment has taken yet. Allocate and free, so that a request of 20 MiB is refused
+# although at most one byte in a hundred is in use. The check tries devices of 80 and of 130 MiB. (Proves that you know what keeps free memory from being handed out.)
 
 
 # %%
-def replayed(steps):
-    """The device after so many steps of a fresh optimizer."""
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-
-    def run():
-        for _ in range(steps):
-            model.loss(x, y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    gpu = memory.Allocator(units.GIB)
-    memory.replay(measure.storages(run, model, optimizer), gpu)
-    return gpu
+def fragment(gpu):
+    raise NotImplementedError
 
 
-for steps in (1, 2):
-    gpu = replayed(steps)
-    most = units.text(gpu.peak_allocated, binary=True)
-    held = units.text(gpu.peak_reserved, binary=True)
-    print(f"up to step {steps}: {most} allocated at the peak, {held} reserved")
+# %%
+check("memory/fragment", fragment)
+
+# %%
+hint("memory/fragment", 1)
+
+# %%
+show(exercises.fragment)
 
 # %% [markdown]
-# The second step allocates more, since the optimizer's state is there, and asks the driver for nothing: the first step has prepared the segments. (Where the state is large it is the other way round, and step 2 fails: lab 00.)
+# So a tensor of a few bytes can hold a segment. Losses that are kept for a log without `.item()` are such tensors.
 
 # %% [markdown]
 # ## Further: where do the 60 GB of GPT-2 come from?
@@ -680,10 +655,9 @@ for name, amount in ways.items():
 # The 6 GB are one fp32 number per parameter: a buffer that fuses all gradients for one all-reduce. Lecture slides draw the whole stack, with 3 GB for fragmentation, a part that they call variable:
 
 # %%
-told = {
-    "weights": 3, "gradients": 3, "master weights": 6, "first moment": 6,
-    "second moment": 6, "activations": 8, "buffers": 6, "fragmentation": 3,
-}  # fmt: skip
+states = {"weights": 3, "gradients": 3, "master weights": 6}
+moments = {"first moment": 6, "second moment": 6}
+told = states | moments | {"activations": 8, "buffers": 6, "fragmentation": 3}
 stack = Ledger(Line(part, gb * units.GB, component=part) for part, gb in told.items())
 title = f"Eight parts, {units.text(stack.total)}: not on a device of 32 GB"
 plots.memory_bars(published=stack, capacity=Hardware.named("V100"), title=title)
@@ -699,11 +673,9 @@ plots.memory_bars(published=stack, capacity=Hardware.named("V100"), title=title)
 # $4 \cdot 13 \cdot 17 \cdot 29$ bytes can only be $4bsv$.
 
 # %%
-panel = calculator.Calculator(
-    "gpt2-xl", "gpt2", "gpt3-175b", "llama-2-70b",
-    "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mistral-7b",
-)  # fmt: skip
-panel
+offered = "gpt2-xl gpt2 gpt3-175b llama-2-70b mistral-7b"
+llamas = "llama-3.1-8b llama-3.1-70b llama-3.1-405b"
+calculator.Calculator(*offered.split(), *llamas.split())
 
 # %% [markdown]
 # Find the cheapest way to train Llama-3.1-8B with 4096 tokens on 8 H100s (ZeRO, lab 09, divides what its level names among the devices). Which line decides? Choose a phase beside the bars to open its ledger.
@@ -789,6 +761,8 @@ for name in stated:
 # >   <!-- claim: [[memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, attention="sdpa", checkpointing=p, stepping="foreach")).phase for b in (n - 1, n)] for p, n in (("none", 6), ("full", 33))] == [["optimizer", "backward"]] * 2 -->
 # > - Free is not the same as available: half of 40 MiB free, in pieces of 5, and 10 MiB find no room.
 # >   <!-- claim: (lambda gpu: [[gpu.free(a) for a in [gpu.alloc(5 * 2**20) for _ in range(8)][::2]], gpu.largest_free][1])(memory.Allocator(40 * 2**20)) == 5 * 2**20 -->
+# > - 512 bytes that stay in each segment of 2 MiB are enough to refuse 20 MiB on a device that is 99 % free.
+# >   <!-- claim: (lambda gpu: [[gpu.free(a) for three in [[gpu.alloc(n) for n in (512, 2**20, 2**20 - 512)] for _ in range(40)] for a in three[1:]], 100 * gpu.allocated < gpu.capacity, gpu.largest_free < 2**21, gpu.available][1:])(memory.Allocator(80 * 2**20)) == [True, True, 0] -->
 # > - A large block that is not cut, or a segment that can grow, makes room again for the batch of 6 GiB.
 # >   <!-- claim: [(lambda gpu: [gpu.free(gpu.alloc(6 * 2**30)), gpu.alloc(2**30), gpu.alloc(6 * 2**30) >= 0][2])(memory.Allocator(10 * 2**30, **o)) for o in (dict(max_split_size=2**29), dict(expandable_segments=True))] == [True, True] -->
 #

@@ -31,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from labutils import checkpointing, measure, memory, units
 from labutils.checkpointing import Costs
 from labutils.config import Hardware, ModelConfig, TrainConfig
+from labutils.ledger import Ledger, Line
 from labutils.model import GPT
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, predictions, reveal, show
@@ -109,9 +110,6 @@ predicted = checkpointing.simulate(plan, costs)
 pairs = zip(predicted.history.moments, executed.history.moments, strict=True)
 unexplained = sum(a.ledger.diff(b.ledger).unexplained for a, b in pairs)
 f"{unexplained} bytes unexplained in {len(plan.steps)} steps"
-
-# %% [markdown]
-# Zero bytes unexplained, after each of the plan's steps.
 
 # %% [markdown]
 # ## How little memory does one more forward pass buy?
@@ -204,6 +202,9 @@ hint("checkpointing/segments", 1)
 
 # %%
 show(checkpointing.segments)
+
+# %%
+show(checkpointing.plans._unroll)
 
 # %% [markdown]
 # ## Further: what is the best plan for the memory you have?
@@ -323,7 +324,7 @@ extra = checkpointing.simulate(half, costs).cost / once - 1
 reveal("checkpointing/half-the-memory", percent=round(100 * extra))
 
 # %% [markdown]
-# Within half of the activations' memory a step costs little more than half a forward pass on top: some stages are computed twice, the others once. The plan does not use all that it may; the trades are
+# Within half of the activations' memory a step costs 0.58 of a forward pass more: some stages are computed twice, the others once. The plan does not use all that it may; the trades are
 # stairs, and the next one is too large:
 
 # %%
@@ -563,17 +564,25 @@ for early in (False, True):
 f"{checkpointing.overhead(config, 'full'):.1%}"
 
 # %% [markdown]
-# A large model has next to no head. And how much an early stop saves depends on the model: with SwiGLU `down` is a smaller part of the layer, and with long sequences most of the work is attention.
+# Does a large model have 33 %? What the head takes away depends on its part of the forward pass, which grows with the vocabulary and falls with width, layers and length. What an early stop saves is the part of `down`: with SwiGLU it is smaller, and with long sequences most of the work is attention. Both parts, and what they make of the 33 %:
 
 # %%
-gpt3, llama = (ModelConfig.named(name) for name in ("gpt3-175b", "llama-3.1-8b"))
-for model_of, length in ((gpt3, 2048), (llama, 4096), (llama, 131072)):
-    sized = dataclasses.replace(model_of, seq_len=length)
-    to_the_end, early = (
-        f"{checkpointing.overhead(sized, 'full', early_stop=stop):.1%}"
-        for stop in (False, True)
-    )
-    print(f"{sized.name:13}{length:7} tokens: to the end {to_the_end}, early {early}")
+gpt3 = ModelConfig.named("gpt3-175b")
+lengths = {"gpt3-175b": (2048,), "llama-3.1-8b": (4096, 131072)}
+lengths |= {"llama-3.1-405b": (8192,), "qwen2-0.5b": (4096,)}
+for name in lengths:
+    for length in lengths[name]:
+        sized = dataclasses.replace(ModelConfig.named(name), seq_len=length)
+        to_the_end, early = (
+            checkpointing.overhead(sized, "full", early_stop=stop)
+            for stop in (False, True)
+        )
+        head, down = 1 - 3 * to_the_end, 3 * (to_the_end - early)
+        print(f"{name:15}{length:7} tokens: head {head:5.1%}, down {down:5.1%}", end="")
+        print(f"; to the end {to_the_end:.1%}, early {early:.1%}")
+
+# %% [markdown]
+# So 33 % is GPT-3's, without an early stop. Size alone does not decide: a head of 128 000 words is 6 % of the forward pass of 8 billion parameters and 0.5 % of that of 405 billion.
 
 # %% [markdown]
 # ### Further: time is not FLOPs
@@ -628,7 +637,7 @@ core = 5 * a * s / h  # 5as²b in units of sbh
 reveal("checkpointing/selective", percent=round(100 * core / (34 + core), 2))
 
 # %% [markdown]
-# 70 % of the memory. In FLOPs the core (the two products of attention) is s/6h of the products with weights, 2.8 %, and to compute it once more adds to a step:
+# 70 % of the memory, with dropout and plain attention. In FLOPs the core (the two products of attention) is s/6h of the products with weights, 2.8 %, and to compute it once more adds to a step:
 
 # %%
 {
@@ -637,12 +646,12 @@ reveal("checkpointing/selective", percent=round(100 * core / (34 + core), 2))
 }
 
 # %% [markdown]
-# That is *selective* recomputation, the paper's proposal for large models. FlashAttention has since moved it into the kernel (lab 06). On our GPT it is a policy
+# That is *selective* recomputation, the paper's proposal. FlashAttention has since moved it into the kernel (lab 06). On our GPT it is a policy
 # like the others, and lab 03's formula predicts each:
 
 
 # %%
-def saved(policy):
+def saved(policy, config=config):
     net = checkpointing.apply(GPT(config), policy)
     return measure.saved_activations(lambda: net.loss(tokens, targets), net)
 
@@ -660,14 +669,34 @@ def formula(policy):
 }
 
 # %%
-kept = {policy: saved(policy) for policy in checkpointing.POLICIES}
-freed = 1 - kept["selective"].total / kept["none"].total
-part = f"the attention core is {freed:.0%} of the activations"
-title = f"Even in a small GPT with short sequences {part}"
-plots.memory_bars(**kept, title=title)
+{policy: units.text(saved(policy).total) for policy in checkpointing.POLICIES}
 
 # %% [markdown]
-# These are the bytes that wait at the *end of the forward pass*. With "full", one layer's interior comes on top during the backward pass.
+# Is the core so large because a model is large? $5as^2b$ against $34sbh$ is $5s/d$ against 34, where $d = h/a$ is the width of a head: neither the width of the model nor its layers are in it. Our GPT again, all else equal, with one head 64 wide, two of 32, and its four of 16:
+
+
+# %%
+def core_and_rest(heads):
+    """Measured: what selective recomputation takes away, and what it leaves."""
+    alike = dict(num_heads=heads, num_kv_heads=heads, d_head=64 // heads)
+    shape = dataclasses.replace(config, **alike)
+    whole, rest = (saved(policy, shape).total for policy in ("none", "selective"))
+    sizes = {"all else": rest, "attention core": whole - rest}
+    return Ledger(Line(part, size, component=part) for part, size in sizes.items())
+
+
+by_heads = {f"{a} heads of {64 // a}": core_and_rest(a) for a in (1, 2, 4)}
+wide, _, narrow = (
+    f"{held.by('component')['attention core'] / held.total:.0%}"
+    for held in by_heads.values()
+)
+title = f"64 tokens: the core is {wide} with heads 64 wide, {narrow} with heads 16 wide"
+plots.memory_bars(**by_heads, title=title)
+
+# %% [markdown]
+# What size changes is the price: in FLOPs the core is s/6h of the products with weights, so a wide model computes it again for less. That is why the proposal is one for large models with long sequences.
+#
+# These are bytes that wait at the *end of the forward pass*. With "full", one layer's interior comes on top during the backward pass.
 #
 # ### Further: compute again, or move away?
 #
@@ -683,7 +712,7 @@ peak = Hardware.named("H100").flops["bf16"]
 {f"{part:.0%}": f"h from {4 * part * peak / (3 * 64e9):,.0f} on" for part in (1, 0.4)}
 
 # %% [markdown]
-# At 40 % a model as wide as GPT-3 (12 288) hides the move. In GPT-2 XL (1600) it takes five times as long as the layer's forward pass, and computing again takes one forward pass.
+# At 40 % a model as wide as GPT-3 (12 288) hides the move, if the GPU has the link, and the host's memory, to itself: eight GPUs that share 200 GB/s of a host's memory have 25 GB/s each. In GPT-2 XL (1600) the move takes five times as long as the layer's forward pass, and computing again takes one forward pass.
 
 # %% [markdown]
 # ## In practice
@@ -746,13 +775,13 @@ for name, shape in {"GPT-3": gpt3, "22B": their_22b}.items():
 # >   <!-- claim: checkpointing.simulate(checkpointing.segments(144, 12), checkpointing.Costs.uniform(144)).peak == 24 -->
 # > - The best plan for equal layers is binomial: 25 evaluations for 10 layers with 3 snapshots, 322 for 100 with 10, 4636 for 1000 with 10.
 # >   <!-- claim: [checkpointing.binomial_evaluations(*case) for case in ((10, 3), (100, 10), (1000, 10))] == [25, 322, 4636] -->
-# > - For unequal layers and a budget in bytes, dynamic programming finds the plan. In our GPT half of the activations costs about half a forward pass.
+# > - For unequal layers and a budget in bytes, dynamic programming finds the plan. In our GPT half of the activations costs 0.58 of a forward pass.
 # >   <!-- claim: min(cost for room, cost in checkpointing.frontier(checkpointing.Costs.uniform(20, interior=30)) if room <= 621 / 2) == 1.55 * 20 -->
 # > - `checkpoint` keeps the arguments alone and changes no bit, if the second run sees the random state of the first.
 # >   <!-- claim: measure.saved_activations(lambda: checkpointing.checkpoint(torch.exp, torch.ones(8, requires_grad=True)), torch.nn.Module()).total == 32 -->
 # > - Full recomputation adds a third of the FLOPs (GPT-3 with early stop and no dropout: 22 %), and about 39 % of the time where the backward pass is 1.55 times the forward.
 # >   <!-- claim: [round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "full", early_stop=e), 3) for e in (False, True)] == [0.332, 0.224] -->
-# > - For GPT-3 the attention core is 70 % of a layer's activations, and to compute it again adds 0.9 % to the FLOPs.
+# > - For GPT-3 with dropout and plain attention the core is 70 % of a layer's activations, and to compute it again adds 0.9 % to the FLOPs. The first number depends on s/d alone, the second on s/h.
 # >   <!-- claim: (round(1 - memory.korthikanti(b=1, s=2048, h=12288, a=96, checkpointing="selective").total / memory.korthikanti(b=1, s=2048, h=12288, a=96).total, 2), round(checkpointing.overhead(config.ModelConfig.named("gpt3-175b"), "selective", early_stop=False), 3)) == (0.70, 0.009) -->
 #
 # Next: [lab 05](05_accumulation.ipynb) leaves the layers alone and cuts the batch instead.

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from labutils import memory, units
 from labutils.config import ModelConfig
 from labutils.model import GPT
 
@@ -60,6 +61,48 @@ def _if_else(parameters: int, activations: int, logits: int, stepping: str) -> t
     return "optimizer", torch.tensor(step)
 
 
+def _until_refused(gpu: memory.Allocator) -> None:
+    """One byte and two fillers at a time, until the device refuses."""
+    go = []
+    try:
+        while True:
+            gpu.alloc(1)
+            go.append(gpu.alloc(units.MIB))
+            go.append(gpu.alloc(units.MIB - 512))
+    except memory.OutOfMemory:
+        for address in reversed(go):
+            gpu.free(address)
+
+
+def _one_of_many(gpu: memory.Allocator) -> None:
+    """Pieces of 16 KiB everywhere; one in 128 stays."""
+    pieces = [gpu.alloc(2**14) for _ in range(gpu.capacity // 2**14)]
+    for i, address in enumerate(pieces):
+        if i % 128:
+            gpu.free(address)
+
+
+def _moves_in(gpu: memory.Allocator) -> None:
+    """The device full of pairs of 1 MiB; of each, one is replaced by 512 bytes, and the other goes."""
+    pairs = [(gpu.alloc(units.MIB), gpu.alloc(units.MIB)) for _ in range(gpu.capacity // 2**21)]
+    for first, second in pairs:
+        gpu.free(first)
+        gpu.alloc(512, name="stays")
+        gpu.free(second)
+
+
+def _behind(gpu: memory.Allocator) -> list[int]:
+    """What goes, then what stays, in a list; returns what nobody asked for."""
+    rows = [
+        [gpu.alloc(size) for size in (units.MIB - 512, units.MIB, 100)]
+        for _ in range(gpu.available // (2 * units.MIB))
+    ]
+    for row in rows:
+        for address in row[:2]:
+            gpu.free(address)
+    return [row[2] for row in rows]
+
+
 RIGHT = {
     "memory/count-parameters": {
         "a loop over shapes": _matrix_by_matrix,
@@ -78,5 +121,11 @@ RIGHT = {
         "if and else, 0-d tensors": _if_else,
         "a generator": lambda *asked: (part for part in _if_else(*asked)),
         "an array of NumPy": lambda *asked: np.array(_if_else(*asked), dtype=object),
+    },
+    "memory/fragment": {
+        "until it refuses": _until_refused,
+        "pieces of 16 KiB": _one_of_many,
+        "moves into a hole": _moves_in,
+        "what stays behind what goes": _behind,
     },
 }

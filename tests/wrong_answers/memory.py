@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from labutils import memory, units
 from labutils.config import ModelConfig
 from labutils.teach.exercises import memory as exercises
 from wrong_answers import Wrong
@@ -28,6 +29,29 @@ def _larger(moments: Callable, first: str = "backward") -> Callable:
 def _working(stepping: str) -> int:
     """Bytes per parameter in the optimizer's step."""
     return 24 if stepping == "foreach" else 20
+
+
+def _fills(
+    stays: int, goes: tuple[int, ...], segment: int, upto: int = 2**60, free: bool = True
+) -> Callable[[memory.Allocator], None]:
+    """Allocate what stays and what goes, segment after segment, then free what goes."""
+
+    def fragment(gpu: memory.Allocator) -> None:
+        going = []
+        while gpu.available >= segment and gpu.reserved < upto:
+            if stays:
+                gpu.alloc(stays)
+            going += [gpu.alloc(size) for size in goes]
+        for address in going * free:
+            gpu.free(address)
+
+    return fragment
+
+
+def _all_that_stays_first(gpu: memory.Allocator) -> None:
+    for _ in range(40):
+        gpu.alloc(512)
+    _fills(0, (units.MIB, units.MIB), 2 * units.MIB)(gpu)
 
 
 WRONG = {
@@ -235,6 +259,63 @@ WRONG = {
             lambda p, act, logits, how: 16 * p + act,
             "one sequence, fused",
             "Return two things",
+        ),
+    ),
+    "memory/fragment": (
+        Wrong("nothing", lambda gpu: None, "20 MiB are refused", "no segment has taken"),
+        Wrong(
+            "everything freed",
+            _fills(0, (5 * units.MIB,) * 4, 20 * units.MIB),
+            "20 MiB are refused",
+            "free neighbors join",
+        ),
+        Wrong(
+            "one piece, freed",
+            lambda gpu: gpu.free(gpu.alloc(gpu.capacity)),
+            "20 MiB are refused",
+            "free neighbors join",
+        ),
+        Wrong(
+            "a device of 80 MiB",
+            _fills(512, (units.MIB, units.MIB - 512), 2 * units.MIB, upto=80 * units.MIB),
+            "20 MiB are refused",
+            "gpu.available says",
+        ),
+        Wrong(
+            "what stays in one segment",
+            _all_that_stays_first,
+            "20 MiB are refused",
+            "did something stay",
+        ),
+        Wrong(
+            "a full device",
+            _fills(0, (5 * units.MIB,) * 4, 20 * units.MIB, free=False),
+            "half is free",
+            "a full device",
+        ),
+        Wrong(
+            "every second one of 5 MiB",
+            _fills(5 * units.MIB, (5 * units.MIB,), 20 * units.MIB),
+            "99 % are free",
+            "segments of 2 MiB",
+        ),
+        Wrong(
+            "2 MiB in 20",
+            _fills(2 * units.MIB, (18 * units.MIB,), 20 * units.MIB),
+            "99 % are free",
+            "segments of 2 MiB",
+        ),
+        Wrong(
+            "the least that a segment of 20 MiB can hold",
+            _fills(units.MIB + 512, (9 * units.MIB, 9 * units.MIB), 20 * units.MIB),
+            "99 % are free",
+            "segments of 2 MiB",
+        ),
+        Wrong(
+            "64 KiB in 2 MiB",
+            _fills(2**16, (units.MIB, units.MIB - 2**16), 2 * units.MIB),
+            "99 % are free",
+            "how little can stay",
         ),
     ),
 }

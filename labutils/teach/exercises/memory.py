@@ -1,4 +1,5 @@
-"""Count a config.json's parameters, predict what attention keeps, find the fullest moment."""
+"""Count a config.json's parameters, predict what attention keeps, find the fullest moment, break up
+a device's memory."""
 
 import dataclasses
 import functools
@@ -60,6 +61,24 @@ def fullest_moment(
     after_the_loss = (2 + 12) * parameters + activations + 2 * logits
     updating = (2 + 2 + 4 + 12 + (4 if stepping == "foreach" else 0)) * parameters
     return max(("backward", after_the_loss), ("optimizer", updating), key=lambda moment: moment[1])
+
+
+def fragment(gpu: memory.Allocator) -> None:
+    """Leave an empty device with nearly all of its memory free, and unable to hand out 20 MiB.
+
+    512 bytes stay in each segment for small requests; what filled the rest of it goes.
+
+    >>> gpu = memory.Allocator(80 * units.MIB)
+    >>> fragment(gpu)
+    >>> gpu.allocated, gpu.reserved // units.MIB
+    (20480, 80)
+    """
+    go = []
+    while gpu.available >= 2 * units.MIB:
+        gpu.alloc(512)
+        go += [gpu.alloc(units.MIB), gpu.alloc(units.MIB - 512)]
+    for address in go:
+        gpu.free(address)
 
 
 LLAMA_3 = dict(
@@ -420,4 +439,81 @@ FULLEST = Exercise(
     ),
 )
 
-EXERCISES = (PARAMETERS, SAVED, FULLEST)
+# ── memory in pieces ─────────────────────────────────────────────────────────────────────────────
+
+_ASKED = 20 * units.MIB
+_DEVICES = 80 * units.MIB, 130 * units.MIB
+
+
+def _mib(nbytes: int) -> str:
+    return units.text(nbytes, binary=True)
+
+
+def _why_it_fits(gpu: memory.Allocator) -> str:
+    """Where a device that an attempt has left finds room for a large request."""
+    if gpu.available >= _ASKED:
+        return (
+            f"The device still has {_mib(gpu.available)} that no segment has taken. "
+            "Go on while it has room for a segment: gpu.available says how much is left."
+        )
+    if gpu.largest_free >= _ASKED:
+        return f"A free block has {_mib(gpu.largest_free)}: free neighbors join."
+    return (
+        "Before it gives up, the allocator hands back segments in which nothing is left, "
+        "and takes a new one. In how many of yours did something stay?"
+    )
+
+
+def _left_by(attempt: Callable, free: float, why: str) -> str:
+    """Hold an attempt against all devices: nothing large fits, and the share `free` is not used."""
+    for capacity in _DEVICES:
+        gpu = memory.Allocator(capacity)
+        attempt(gpu)
+        used, told = gpu.allocated, f"a device of {_mib(capacity)}"
+        reason = _why_it_fits(gpu)
+        try:
+            gpu.alloc(_ASKED)
+        except memory.OutOfMemory:
+            if used <= (1 - free) * capacity:
+                continue
+            said = f"{_mib(used)} are in use, more than {1 - free:.0%} of it"
+            raise Failed(f"{told}: 20 MiB are refused, and {said}", why) from None
+        raise Failed(f"{told}: 20 MiB still fit, with {_mib(used)} in use", reason)
+    return "devices of 80 and 130 MiB"
+
+
+def _leaves(name: str, free: float, why: str = "") -> Property:
+    return Property(name, functools.partial(_left_by, free=free, why=why))
+
+
+FRAGMENT = Exercise(
+    id="memory/fragment",
+    title="Refused with 99 % free",
+    minutes=10,
+    difficulty=2,
+    proves="you know what keeps free memory from being handed out",
+    reference=fragment,
+    properties=(
+        _leaves("20 MiB are refused", 0),
+        _leaves(
+            "half is free",
+            0.5,
+            "That is a full device. Free most of what you have allocated, "
+            "and leave something in every segment.",
+        ),
+        _leaves(
+            "99 % are free",
+            0.99,
+            "What stays is too large for its segment: in one of 20 MiB more than 1 MiB has to. "
+            "Which requests get segments of 2 MiB, and how little can stay in one?",
+        ),
+    ),
+    hints=(
+        "A segment goes back to the device only where nothing in it is in use. So something has to "
+        "stay in each, and the device has to be full of segments before anything goes.",
+        "Requests of up to 1 MiB share segments of 2 MiB: allocate what stays, then what fills the "
+        "rest of the segment, and begin the next one. 512 bytes are the smallest block.",
+    ),
+)
+
+EXERCISES = (PARAMETERS, SAVED, FULLEST, FRAGMENT)

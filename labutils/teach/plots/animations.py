@@ -294,7 +294,7 @@ def plan_animation(plan: Timeline) -> Animation:
         held = f"{_count(values, 'value')} and {_count(interiors, 'interior')} held"
         labels.append(
             f"Step {number}: {_DOES[step.kind].format(step.rank)}. "
-            f"{evaluations} forward evaluations so far; {held}."
+            f"{_count([()] * evaluations, 'forward evaluation')} so far; {held}."
         )
     return Animation(
         frames,

@@ -465,4 +465,4 @@ def _trade_finding(trades: Sequence[tuple[float, float]], once: float) -> str:
     half = [cost for nbytes, cost in trades if nbytes <= high / 2]
     extra = f"{min(half) / once - 1:.2f}" if half else "more than any plan can pay"
     less = f"{style.times(high / low)} less costs {costly / once - 1:.1f}"
-    return f"Half the memory costs {extra} more forward passes, {less}"
+    return f"Half the activations cost {extra} more forward passes, {less}"
