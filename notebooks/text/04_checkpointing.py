@@ -685,7 +685,7 @@ def core_and_rest(heads):
     return Ledger(Line(part, size, component=part) for part, size in sizes.items())
 
 
-by_heads = {f"{a} heads of {64 // a}": core_and_rest(a) for a in (1, 2, 4)}
+by_heads = {f"heads {64 // a} wide": core_and_rest(a) for a in (1, 2, 4)}
 wide, _, narrow = (
     f"{held.by('component')['attention core'] / held.total:.0%}"
     for held in by_heads.values()
