@@ -3,7 +3,7 @@
 #
 # **A model trains its first step and runs out of memory in its second. Same model, same batch, same GPU. What changed?**
 #
-# *80 min, and 15 further · before this: Python, and a training loop in PyTorch that you have seen once · needs a laptop, no GPU and no network*
+# *85 min, and 15 further · before this: Python, and a training loop in PyTorch that you have seen once · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -170,11 +170,11 @@ f"{sum(p.numel() for p in giant.parameters()):,}"
 # The product of these is a batch in samples; times s it is a batch in tokens.
 #
 # A recipe for choosing: tokens per step first, then the sequence length, then the largest micro-batch that fits, then the ranks you have;
-# accumulation is what is left.
+# accumulation is what is left. With 1024 sequences in a step, two at a time:
 
 # %%
 train = TrainConfig(micro_batch=2, global_batch=1024)
-train.accumulation(dp=128), train.accumulation(dp=512)
+{f"{dp} ranks": train.accumulation(dp) for dp in (128, 512)}
 
 # %% [markdown]
 # ### Exercise 0.1 · Tokens in one step (4 min, ●○○)
@@ -205,7 +205,7 @@ show(accumulation.tokens_per_step)
 
 # %%
 parameters, tensors = config.num_params, len(list(model.parameters()))
-parameters, tensors
+f"{parameters:,} parameters in {tensors} tensors"
 
 # %%
 parts = [
@@ -239,11 +239,11 @@ units.text(16 * xl.num_params)
 # %% [markdown]
 # ## Why can the second step fail where the first succeeded?
 #
-# The first step peaks at the beginning of its backward pass: all activations are there, the logits' gradients join them, nothing has been freed.
+# This first step peaks at the beginning of its backward pass: all activations are there, the logits' gradients join them, nothing has been freed.
 # The optimizer's state comes later, so it plays no part in this peak.
 
 # %%
-first.peak.phase, units.text(first.peak.ledger.total)
+f"{units.text(first.peak.ledger.total)} in the {first.peak.phase} pass"
 
 # %% [markdown]
 # > Run the same step once more. At how many MB does it peak?
@@ -281,7 +281,8 @@ held = measure.model_states(model, optimizer).by("component")
 weights, state = held["weights"], held["optimizer"]
 working = first.phases["backward"].ledger.total - weights
 temporary = first.phases["optimizer"].ledger.total - (2 * weights + state)
-[units.text(amount) for amount in (weights, state, working, temporary)]
+found = dict(weights=weights, state=state, working=working, temporary=temporary)
+{name: units.text(amount) for name, amount in found.items()}
 
 # %%
 updating = 2 * weights + state + temporary
@@ -319,6 +320,18 @@ optimizer.zero_grad()
 # %% [markdown]
 # Gradients that are filled with zeros stay, and the whole second hill stands on them: one more time the bytes of the weights. Cleared *after* the forward pass, the old gradients lie under its activations, but are gone before the backward
 # pass begins. So the peak moves to the end of the forward pass, where the gradient of the logits, 262 kB, is not there yet: 849 kB of gradients less 262 kB are 587 kB more. Let go of gradients before the forward pass.
+#
+# **And where nothing is trained?** Under `torch.no_grad()` nothing waits for a backward pass. What is left of the hill is what one operation, here a softmax, needs for a moment:
+
+
+# %%
+def evaluation():
+    with torch.no_grad():
+        model.loss(tokens, targets)
+
+
+peak = measure.peak(evaluation, model, optimizer)
+{name: units.text(amount) for name, amount in peak.by("component").items()}
 
 # %% [markdown]
 # A device between the two peaks lets the first step pass and stops the second. Give the step such a budget, a fresh optimizer, and watch:
@@ -596,7 +609,7 @@ reveal("start/noise", times=round(mean[4] / mean[64], 1))
 # %% [markdown]
 # The formula says 64/4 = 16. Where the two lines cross, a batch's gradient is as much noise as signal.
 # McCandlish et al. call that crossing the *simple noise scale* (tr Σ over the squared length of the whole gradient), and find that it says roughly up to which size a larger batch pays. It belongs to this model at this
-# moment: before training it is 72, and in 256 steps it goes up and down between 6 and 40. Lab 16 asks what a larger batch does to the loss, and to the learning rate.
+# moment: before training it is 72, and looked at after every 16 of 256 steps it goes up and down between 2.5 and 44. Lab 16 asks what a larger batch does to the loss, and to the learning rate.
 
 # %% [markdown]
 # ## Further: where the time of a step goes
@@ -750,7 +763,7 @@ peaks = [measure.history(short_step, model, optimizer).peak for _ in range(2)]
 # > **`backward()` adds to gradients that are there.** While micro-batches accumulate, gradients as large as the weights lie under the hill, however many there are.
 # > <!-- claim: (lambda peak: peak(1) < peak(2) == peak(64))(lambda m: memory.step_peak(1, m, weights=1, state=2, working=20, temporary=1)) -->
 #
-# > **The squared distance of a batch's gradient from the whole one falls with 1/B**, if its sequences are drawn independently. Sixteen times the batch, a sixteenth of the noise.
+# > **The squared distance of a batch's gradient from the whole one falls with 1/B**, if its sequences are drawn independently: with sixteen times the batch it is a sixteenth.
 
 # %% [markdown]
 # ## References

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 02 · Train in half the bits
 #
-# **Half precision makes matrix products faster and activations smaller. What has to stay in fp32, so that the model still learns?**
+# **Half precision makes activations smaller and, where a device has units for it, matrix products faster. What has to stay in fp32, so that the model still learns?**
 #
 # *90 min, and 50 further · before this: labs 00 and 01 · needs a laptop, no GPU and no network*
 
