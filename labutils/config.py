@@ -423,7 +423,8 @@ class TrainConfig:
     layout: which tokens of a sequence a rank of cp has, "zigzag" or "contiguous".
     sequence: sequence parallelism around tensor parallelism.
     checkpointing: "none", "selective" (attention is computed again), or "full" (each layer is).
-    schedule: of the pipeline, a name of `SCHEDULES`.
+    schedule: of the pipeline, a name of `SCHEDULES`, or a `Schedule` for these ranks and
+        micro-batches.
     chunks: stages of a rank, where a schedule goes round the ranks ("interleaved" and its kin).
     layers: of each stage; cut so that the longest stage is short unless given.
     frozen: names of parameters that stay as they are, with * for any letters.
@@ -446,7 +447,7 @@ class TrainConfig:
     layout: str = "zigzag"
     sequence: bool = False
     checkpointing: str = "none"
-    schedule: str = "one_f_one_b"
+    schedule: Any = "one_f_one_b"
     chunks: int = 2
     layers: tuple[int, ...] | None = None
     frozen: tuple[str, ...] = ()
@@ -471,7 +472,7 @@ class TrainConfig:
             sequence=(True, False),
             optimizer=tuple(MOMENTS),
             checkpointing=("none", "selective", "full"),
-            schedule=SCHEDULES,
+            **({} if hasattr(self.schedule, "ranks") else {"schedule": SCHEDULES}),
             stepping=("loop", "foreach", "fused"),
             zero=(0, 1, 2, 3),
             reshard=(True, False),

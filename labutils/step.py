@@ -78,9 +78,27 @@ def build(
 
 def schedule_of(train: TrainConfig, mesh: Mesh) -> schedule.Schedule:
     """The schedule of a step; on one stage micro-batches come one after the other."""
+    if isinstance(plan := train.schedule, schedule.Schedule):
+        _require_fit(plan, train, mesh)
+        return plan
     name = train.schedule if mesh.pp > 1 else "one_f_one_b"
     options = {"chunks": train.chunks} if name in LOOPED else {}
     return getattr(schedule, name)(mesh.pp, train.accumulation(mesh.dp), **options)
+
+
+def _require_fit(plan: schedule.Schedule, train: TrainConfig, mesh: Mesh) -> None:
+    """Nothing, or a ValueError for a schedule that is not one of this step."""
+    plan.check()
+    found = len(plan.ranks), plan.micro_batches
+    if found != (wanted := (mesh.pp, train.accumulation(mesh.dp))):
+        sizes = "{} ranks and {} micro-batches"
+        raise ValueError(
+            f"{plan.name} is for {sizes.format(*found)}, and this step has "
+            f"{sizes.format(*wanted)}: make one for these"
+        )
+    if plan.every:
+        remedy = "give one that updates once, after the step"
+        raise ValueError(f"{plan.name} updates its weights in the course of a step: {remedy}")
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,6 @@ CALLS = [  # `x` stands where a module, a schedule or a config belongs
     ("pipeline.local(pipeline.split(GPT(TINY), 1), x, 0)", "local takes a Schedule"),
     ("pipeline.run(pipeline.split(GPT(TINY), 1), x, comm, [])", "run takes a Schedule"),
     ("pipeline.run(x, ORDER, comm, [])", "run takes a Module"),
-    ("pipeline.sent(x, TINY, micro_batch=1)", "sent takes a Schedule"),
-    ("pipeline.sent(ORDER, x, micro_batch=1)", "sent takes a ModelConfig"),
     ("tensor_parallel.parallelize(x, comm)", "parallelize takes a whole labutils.model.GPT"),
     ("context_parallel.distribute(x, comm)", "distribute takes a whole labutils.model.GPT"),
     ("expert_parallel.spread_experts(x, comm)", "spread_experts takes a Module"),

@@ -144,7 +144,7 @@ def test_equal_to_the_whole_model_in_the_order_of_the_schedule(plan, config):
         for one in runs:
             assert one.ops == plan.ranks[rank]
             assert one.in_flight == tuple(plan.in_flight(rank))
-    sent = pipeline.sent(plan, config, micro_batch=1, itemsize=8).scaled(2)
+    sent = rigs.pipeline.between_stages(plan, config).scaled(2)
     assert sent.diff(world.ledger).unexplained == 0
     assert {line.key: line.count for line in sent} == {x.key: x.count for x in world.ledger}
 
@@ -359,7 +359,7 @@ def really_held(plan):
 def test_a_dry_rank_holds_and_sends_what_a_real_one_does(plan):
     """But for what is on its way to a receiver, which a dry rank does not wait for."""
     real, books = really_held(plan)
-    sent = pipeline.sent(plan, SMALL, micro_batch=1, itemsize=8)
+    sent = rigs.pipeline.between_stages(plan, SMALL)
     dry = World(Mesh(pp=len(plan.ranks)), engine="dry")
     for rank, (kept_there, whole_there) in enumerate(real):
         kept, whole = dry.run(held, plan, SMALL, rank=rank)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from equivalence import LORA, case, rehearsed, rows
 
-from labutils import predict, zero
+from labutils import predict, schedule, zero
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.predict.rehearsal import BATCH, program, rehearsal
@@ -39,6 +39,21 @@ def test_so_it_does_of_other_plans(given):
     mesh = replace(plan.mesh, cp=2) if "attention" in given else plan.mesh
     train = replace(plan.train, **({"precision": "fp32", "frozen": (), "clip": None} | given))
     assert rehearsed(plan.model, train, mesh, 1) == (0, 0)
+
+
+def test_so_it_does_of_a_schedule_of_ones_own():
+    plan = case(("1F1B", "dp"), clip=None)
+    pp, m = plan.mesh.pp, plan.train.accumulation(plan.mesh.dp)
+    own = replace(plan.train, schedule=schedule.zb_auto(pp, m, m))
+    for rank in (0, plan.mesh.size - 1):
+        assert rehearsed(plan.model, own, plan.mesh, rank) == (0, 0)
+    for wrong, why in {
+        schedule.naive(pp, m + 1): f"for {pp} ranks and {m + 1} micro-batches, and this step has",
+        schedule.naive(pp + 1, m): f"for {pp + 1} ranks .* has {pp} ranks",
+        schedule.pipedream(pp, m): "pipedream updates its weights in the course of a step",
+    }.items():
+        with pytest.raises(ValueError, match=why):
+            predict.sent(plan.model, replace(plan.train, schedule=wrong), plan.mesh)
 
 
 SOME = replace(LORA, pattern="down")

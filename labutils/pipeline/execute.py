@@ -87,8 +87,8 @@ def run(
 
     Invariant: loss and gradients are those of the whole model on the whole batch, up to rounding;
     a micro-batch counts for its targets, and one without any adds nothing.
-    Cost: bytes sent as in `sent`; activations as many as `schedule.in_flight` says. What is sent is
-    held until its receiver has it: a dry run, which waits for nobody, holds none of it.
+    Cost: bytes sent as in `predict.sent`; activations as many as `schedule.in_flight` says. What is
+    sent is held until its receiver has it: a dry run, which waits for nobody, holds none of it.
     Raises ValueError: where stages or batches are not those of the schedule, or that is illegal, or
         what is around the stages does not go with it; where no target counts at all.
     """

@@ -40,6 +40,13 @@ def sent(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int 
     """Bytes that a rank sends in one step, by mesh axis and operation, under the names of a run's
     books. Experts are visited evenly.
 
+    >>> gpt2, mesh = ModelConfig.named("gpt2"), Mesh(pp=4)
+    >>> (s, h), b, m, bytes_each = gpt2.letters("s h"), 2, 8, 2
+    >>> train = TrainConfig(micro_batch=b, global_batch=m * b)
+    >>> forward = sent(gpt2, train, mesh).only(name="send forward").total
+    >>> forward == m * b * s * h * bytes_each  # to the next stage, forward
+    True
+
     Raises ValueError for what does not go together (`step.check_plan`).
     """
     here = Here(model, train, mesh, rank)

@@ -24,7 +24,9 @@ import functools
 import torch
 
 from labutils import measure, pipeline, schedule, units
-from labutils.config import Hardware, Link, Mesh, ModelConfig
+from labutils import predict as formulas
+from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
+from labutils.ledger import Ledger
 from labutils.model import GPT
 from labutils.schedule import Durations, simulate
 from labutils.teach import plots
@@ -103,11 +105,18 @@ errors = [
 {"equal to 1e-12": max(errors) < 1e-12}
 
 # %% [markdown]
-# What travels is the *residual stream* of a micro-batch, b·s·h numbers, once up and once down per cut: b sequences of s tokens of width h. With the formula, on the wire:
+# What travels is the *residual stream* of a micro-batch, b·s·h numbers, once up and once down per cut: b sequences of s tokens of width h. The formula foresees a whole training step, which also adds up one number, the loss, over all ranks. What neighbors send stands under the axis `pp`:
 
 # %%
-formula = pipeline.sent(naive, config, micro_batch=1, itemsize=8)
-formula.diff(world.ledger)
+def between(plan, precision="fp64"):
+    """Bytes that neighbors send in one step, one sequence per micro-batch."""
+    sizes = dict(micro_batch=1, global_batch=plan.micro_batches)
+    train = TrainConfig(**sizes, precision=precision, schedule=plan)
+    each = [formulas.sent(config, train, Mesh(pp=4), rank) for rank in range(4)]
+    return sum(each, Ledger()).only(axis="pp")
+
+
+between(naive).diff(world.ledger)
 
 # %% [markdown]
 # Rank 0 and rank 3 exchange one gradient more: this model's head *is* its embedding, and the two stand at opposite ends. Both add up what the other computed.
@@ -403,8 +412,7 @@ except DeadlockError as stuck:
 # %%
 for messages in ("matched", "paired"):
     world.run(step(plan, messages=messages))
-    books = pipeline.sent(plan, config, micro_batch=1, itemsize=8)
-    print(messages, books.diff(world.ledger).unexplained)
+    print(messages, between(plan).diff(world.ledger).unexplained)
 
 # %% [markdown]
 # **A message takes time, too.** Let it take as long as a forward. How much longer is a step of 8, 16, 32 and 64 micro-batches? *Eager* 1F1B runs twice as many forwards first:
@@ -469,7 +477,7 @@ slow = Link(latency=0.1, bandwidth=1e30)
 print("             rank 1 sends   rank 0 holds   a step   if a message takes 0.1")
 for each in (plan, chunks, fewer):
     times = Durations(*[4 / each.stages] * 3)
-    sent = pipeline.sent(each, config, micro_batch=1).by("rank")[1]
+    sent = between(each, "fp32").by("rank")[1]
     steps = [simulate(each, times, *link).makespan for link in ([], [slow])]
     print(f"{each.name:12} {sent:10,} B {each.peak(0) * 4 / each.stages:14}", end="")
     print(f" {steps[0]:8} {steps[1]:14.1f}")

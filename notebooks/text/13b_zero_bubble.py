@@ -29,7 +29,9 @@ from torch.distributed import pipelining
 from torch.utils.flop_counter import FlopCounterMode
 
 from labutils import data_parallel, measure, pipeline, schedule, tensor_parallel
-from labutils.config import Mesh, ModelConfig
+from labutils import predict as formulas
+from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils.ledger import Ledger
 from labutils.model import GPT
 from labutils.schedule import Durations, simulate
 from labutils.teach import plots, rigs
@@ -226,7 +228,10 @@ simulated = [h1.peak(rank) for rank in range(4)]
 {"equal": off(stages) < 1e-10, "kept": held, "simulated": simulated}
 
 # %%
-pipeline.sent(h1, config, micro_batch=1, itemsize=8).diff(world.ledger).unexplained
+sizes = dict(micro_batch=1, global_batch=h1.micro_batches)
+train = TrainConfig(**sizes, precision="fp64", schedule=h1)
+sent = [formulas.sent(config, train, Mesh(pp=4), rank) for rank in range(4)]
+sum(sent, Ledger()).only(axis="pp").diff(world.ledger).unexplained
 
 # %% [markdown]
 # ## Is that the same memory?

@@ -252,8 +252,12 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('if version < oldest', 'if version < oldest - 1'),
         ('self.optimizer.zero_grad()', 'pass'),
     ],
-    ("pipeline/predict", "test_pipeline"): [
-        ('counts = Counter(op.kind for op in ops if reader_of(schedule, op) is not None)', 'counts = Counter(op.kind for op in ops)'),
+    ("step", "test_predict"): [
+        ("_require_fit(plan, train, mesh)\n        return", "return"),
+    ],
+    ("predict/traffic", "test_pipeline"): [
+        ("if reader_of(plan, op) is not None]", "]"),
+        ("both = len(plan.places) == 2 or len(weight.stages) > 1", "both = len(weight.stages) > 1"),
     ],
     ("schedule/simulation", "test_schedule"): [
         ('lane = KINDS.index(span.kind) if self.schedule.fused else 0', 'lane = 0'),

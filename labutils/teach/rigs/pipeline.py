@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labutils import pipeline
-from labutils.config import DATA, Mesh, ModelConfig
+from labutils import pipeline, predict
+from labutils.config import DATA, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
 from labutils.schedule import PipelineRun, Schedule
@@ -72,10 +72,19 @@ def compare(schedule: Schedule, model: ModelConfig, **options: Any) -> Compariso
         alone=loss.item(),
         error=off / size,
         kept=tuple(max(each.in_flight) for each in runs),
-        predicted=pipeline.sent(schedule, model, micro_batch=1, itemsize=8),
+        predicted=between_stages(schedule, model),
         sent=world.ledger,
         run=pipeline.joined(schedule, runs),
     )
+
+
+def between_stages(schedule: Schedule, model: ModelConfig, precision: str = "fp64") -> Ledger:
+    """Bytes that all ranks of a pipeline send to neighbors in one step with one sequence per
+    micro-batch."""
+    m, mesh = schedule.micro_batches, Mesh(pp=len(schedule.ranks))
+    train = TrainConfig(micro_batch=1, global_batch=m, precision=precision, schedule=schedule)
+    of = [predict.sent(model, train, mesh, rank) for rank in range(mesh.size)]
+    return sum(of, Ledger()).only(axis="pp")
 
 
 def _model(model: ModelConfig) -> GPT:
