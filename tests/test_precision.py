@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils import floats, precision
+from labutils import floats, measure, precision
 from labutils.floats import FloatFormat
 from labutils.precision import rounding, sums
 
@@ -280,6 +280,12 @@ def test_idempotent_and_monotone(fmt, x, y):
     low, high = precision.round_to(torch.tensor(sorted([x, y])), fmt, overflow="saturate")
     assert low <= high
     assert precision.round_to(low, fmt) == low
+
+
+def test_rounding_needs_room_for_a_chunk_and_not_for_all_numbers():
+    x = torch.ones(64 * rounding.CHUNK)
+    peak = measure.peak(lambda: precision.round_to(x, "e4m3"), torch.nn.Identity())
+    assert x.nbytes < peak.total < 1.5 * x.nbytes
 
 
 class TestSums:
