@@ -46,6 +46,22 @@ def test_units_are_the_members_of_the_lists_of_a_module():
     )
 
 
+def test_what_follows_the_units_stands_apart_in_the_layout_of_the_root():
+    """Its gradients come first of all, at another moment than the others."""
+
+    def program(rank):
+        model = GPT(UNTIED)
+        named = {name: p.numel() for name, p in model.named_parameters() if "blocks" not in name}
+        return named, zero.layout(zero.shard(model, rank.comm("dp")))
+
+    for named, (root, *blocks) in ranks(2).run(program):
+        ahead = [name.startswith(("tokens", "positions")) for name in named]
+        sizes = list(zip(named.values(), ahead, strict=True))
+        assert root.trained == tuple(numel for numel, early in sizes if early)
+        assert root.after == tuple(numel for numel, early in sizes if not early) != ()
+        assert all(block.trained and block.after == () for block in blocks)
+
+
 # ── formulas ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
