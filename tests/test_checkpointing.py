@@ -686,6 +686,7 @@ def test_a_policy_changes_no_bit(name, policy):
     ) in checkpointing.POLICIES:  # policies replace each other, and a copy of the model is its own
         checkpointing.apply(model, other)
     twin = copy.deepcopy(checkpointing.apply(model, policy))
+    assert {"forward" in vars(block) for block in model.blocks} == {policy == "full"}
     assert (
         [name for name, _ in twin.named_parameters()]
         == names

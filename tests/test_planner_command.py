@@ -213,9 +213,9 @@ def test_megatrons_flags_are_its_names(name):
     assert all(f"--{flag}" in said for flag in found) and "False" not in said
     for zero in range(4):
         found = export.megatron_values(JOB, replace(plan, zero=zero))
-        assert found["use-distributed-optimizer"] == (zero in (1, 2, 3))
-        assert found["use-megatron-fsdp"] == (zero in (2, 3))
-    assert found["sequence-parallel"] == (plan.tp in (2, 4, 8))
+        assert ("use-distributed-optimizer" in found) == (zero in (1, 2, 3))
+        assert ("use-megatron-fsdp" in found) == (zero in (2, 3))
+    assert ("sequence-parallel" in found) == (plan.tp in (2, 4, 8))
     assert found["micro-batch-size"] == plan.micro_batch
 
 
