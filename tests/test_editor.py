@@ -1,5 +1,6 @@
 """The schedule editor: what its page knows of each level is what `schedule` says."""
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -7,16 +8,35 @@ from dataclasses import replace
 import pytest
 
 from labutils import schedule
+from labutils.config import Link
 from labutils.schedule import simulate
 from labutils.teach import editor, rigs
 from labutils.teach.editor import LEVELS, Editor, Level
+
+
+def played(level, plan):
+    return simulate(plan, link=Link(level.message, 1.0))
+
+
+def reaches(level, plan):
+    """Whether a schedule with this place and split meets all that a level asks for."""
+    run, peaks = played(level, plan), [plan.peak(rank) for rank in range(len(plan.ranks))]
+    sizes = level.sizes or [0] * plan.stages
+    fullest = max(plan.peak(rank, sizes) for rank in range(len(plan.ranks)))
+    return (
+        schedule.why_illegal(plan, level.cap) is None
+        and (run.makespan if level.barrier else run.period) <= level.told["time"]
+        and sum(peaks) <= (level.total or 99)
+        and fullest <= (level.room or 0)
+    )
+
 
 each_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.title)
 
 
 @each_level
 def test_the_goal_is_what_the_named_schedule_takes(level):
-    told, run = level.told, simulate(level.best.check(level.cap))
+    told, run = level.told, played(level, level.best.check(level.cap))
     assert told["time"] == (run.makespan if level.barrier else run.period)
     assert told["peaks"] == [run.peak(rank) for rank in run.ranks]
     assert level.total is None or level.total == sum(told["peaks"])
@@ -34,14 +54,29 @@ def test_no_other_schedule_with_a_name_reaches_more(level):
         other = make(p, m)
         same = (other.places, other.split) == (level.best.places, level.best.split)
         if same and schedule.why_illegal(other, level.cap) is None:
-            run = simulate(other)
-            assert (run.makespan if level.barrier else run.period) >= level.told["time"]
+            run = played(level, other)
+            shorter = (run.makespan if level.barrier else run.period) < level.told["time"]
+            assert not shorter or max(other.peak(r, level.sizes) for r in range(p)) > level.room
+
+
+@each_level
+def test_of_the_schedules_with_a_name_only_the_best_reaches_a_level(level):
+    """From level 2 on, so each number of a goal is needed."""
+    p, m = len(level.best.ranks), level.best.micro_batches
+    assert reaches(level, level.best)
+    for make in editor._NAMED:
+        with contextlib.suppress(ValueError):
+            other = make(p, m)
+            if (other.places, other.split) == (level.best.places, level.best.split):
+                fast = level is LEVELS[0] and other.name != "naive"
+                assert reaches(level, other) == (fast or other.text == level.best.text)
 
 
 def test_each_level_leads_further_than_the_one_before():
     names = [level.best.name for level in LEVELS]
-    assert names == ["gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "zb_v"]
-    first, second, third, *_ = LEVELS
+    assert names[:4] == ["gpipe", "one_f_one_b", "eager_one_f_one_b", "zb_h1"]
+    assert names[5:] == ["zb_h2", "interleaved", "zb_v"] and "1 W waiting" in names[4]
+    first, second, _, third, *_ = LEVELS
     assert "its limit is 3" in schedule.why_illegal(first.best, second.cap)  # GPipe breaks here
     alone = simulate(schedule.one_f_one_b(3, 4)).makespan
     assert second.told["time"] == alone == first.told["time"] > third.told["time"]
@@ -118,7 +153,7 @@ def test_the_page_without_a_kernel_stands_beside_the_live_one():
     shown = Editor()._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in shown
     assert shown["text/html"] == Editor()._repr_html_()
-    assert shown["text/plain"] == "Schedule editor: 6 levels"
+    assert shown["text/plain"] == "Schedule editor: 8 levels"
 
 
 def test_what_cannot_be_placed_by_hand_is_refused():
@@ -126,5 +161,8 @@ def test_what_cannot_be_placed_by_hand_is_refused():
         Level("pairs", "", schedule.dualpipe_v(2, 4))
     with pytest.raises(ValueError, match="its limit is 2"):
         Level("too little", "", schedule.gpipe(2, 4), cap=2)
+    for wrong in (dict(room=3), dict(sizes=(1, 1)), dict(sizes=(1,), room=3)):
+        with pytest.raises(ValueError, match=r"sizes"):
+            Level("bytes", "", schedule.gpipe(2, 4), **wrong)
     with pytest.raises(ValueError, match="at least one level"):
         editor.Editor(())

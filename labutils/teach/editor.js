@@ -3,7 +3,7 @@ for (const root of document.querySelectorAll(".lu-editor:not([data-ready])")) {
   root.dataset.ready = "";
   const levels = JSON.parse(root.querySelector('script[type="application/json"]').textContent);
 
-  // The rules: schedule.Board and schedule.simulate, with F = B = W = 1 and no link. An operation is [kind, stage, micro-batch].
+  // The rules: schedule.Board and schedule.simulate, with F = B = W = 1 and messages of `message`. An operation is [kind, stage, micro-batch].
   const name = ([kind, stage, k]) => `${kind}${k}@${stage}`;
   const setUp = (level) => {
     const rows = Array.from({ length: Math.max(...level.place) + 1 }, () => []);
@@ -31,7 +31,8 @@ for (const root of document.querySelectorAll(".lu-editor:not([data-ready])")) {
   };
   const play = (board, rank, op) => {
     const row = board.rows[rank];
-    const ready = inputs(board.level, op).map((needed) => board.ends.get(name(needed)));
+    const { place, message } = board.level;
+    const ready = inputs(board.level, op).map((needed) => board.ends.get(name(needed)) + (place[needed[1]] === rank ? 0 : message));
     const start = Math.max(0, row.length ? row.at(-1).end : 0, ...ready);
     const end = start + (op[0] === "B" && board.level.kinds === "FB" ? 2 : 1);
     row.push({ op, start, end });
@@ -39,13 +40,30 @@ for (const root of document.querySelectorAll(".lu-editor:not([data-ready])")) {
     board.held[rank] += (op[0] === "F") - (op[0] === board.level.kinds.at(-1));
     board.peaks[rank] = Math.max(board.peaks[rank], board.held[rank]);
   };
-  const measure = ({ rows, peaks, level }) => {
+  // MB on a rank now, and at its fullest, where each activation of a stage takes sizes[stage].
+  const filled = ({ rows, level }, rank) => {
+    let now = 0, most = 0;
+    for (const { op } of rows[rank]) {
+      now += ((op[0] === "F") - (op[0] === level.kinds.at(-1))) * level.sizes[op[1]];
+      most = Math.max(most, now);
+    }
+    return [now, most];
+  };
+  const measure = (board) => {
+    const { rows, peaks, level } = board;
     const makespan = Math.max(0, ...rows.map((row) => (row.length ? row.at(-1).end : 0)));
     const period = Math.max(0, ...rows.map((row) => (row.length ? row.at(-1).end - row[0].start : 0)));
     const busy = rows.flat().reduce((sum, { start, end }) => sum + end - start, 0);
     const time = level.barrier ? makespan : period;
-    return { makespan, period, time, peaks, bubble: time ? 1 - busy / (time * rows.length) : 0 };
+    const most = level.sizes ? rows.map((_, rank) => filled(board, rank)[1]) : [];
+    return { makespan, period, time, peaks, most, bubble: time ? 1 - busy / (time * rows.length) : 0 };
   };
+  // What a level asks for: in words, how much at most, and how much it is.
+  const goals = (level, { time, peaks, most }) => [
+    ["units of time", level.time, time],
+    ["as the sum of all peaks", level.total, peaks.reduce((sum, peak) => sum + peak)],
+    ["MB on the fullest rank", level.room, Math.max(...most)],
+  ].filter(([, most]) => most !== null);
   root.rules = { setUp, whyNot, play, measure };
 
   // What the reader does: moves are [rank, operation], so that the last one can be taken back.
@@ -97,19 +115,21 @@ for (const root of document.querySelectorAll(".lu-editor:not([data-ready])")) {
   const percent = (share) => `${Math.round(100 * share)}%`;
   const finish = () => {
     const { level } = board;
-    const { time, peaks, bubble } = measure(board);
+    const found = measure(board);
+    const { time, peaks, bubble } = found;
     const known = level.known[board.rows.map((_, rank) => order(rank)).join(" | ")];
-    const total = peaks.reduce((sum, peak) => sum + peak);
     const what = level.barrier ? "with a barrier" : "without a barrier";
     const numbers = `${time} per step, bubble fraction (idle/total, ${what}) ${percent(bubble)}, ranks hold ${peaks.join(", ")}`;
-    const enough = time <= level.time && (level.total === null || total <= level.total);
+    const asked = goals(level, found);
+    const missed = asked.filter(([, most, is]) => is > most).map(([of, most, is]) => `${is} ${of} where ${most} ${most === 1 ? "is" : "are"} asked`);
     const best = `${level.best}: ${level.time} per step, ranks hold ${level.peaks.join(", ")}`;
-    const verdict = !enough
-      ? `Best known here: ${best}.`
-      : time < level.time
-        ? `Shorter than ${best}.`
-        : "No schedule with a name is shorter here.";
-    tell(`${known ? `You built ${known}` : "An order without a name"}: ${numbers}. ${verdict}`, enough ? "lu-done" : "");
+    const verdict = missed.length
+      ? `Goal missed: ${missed.join(", ")}. Best known here: ${best}.`
+      : `Goal reached${time < level.time ? `, and shorter than ${best}` : ""}.`;
+    tell(`${known ? `You built ${known}` : "An order without a name"}: ${numbers}. ${verdict}`, missed.length ? "" : "lu-done");
+    const chosen = select.selectedIndex, after = select.options[chosen + 1];
+    if (!missed.length) select.options[chosen].text = `${level.title} ✓`;
+    const on = !missed.length && after ? [button(`Next level: ${after.text}`, "", () => { select.selectedIndex = chosen + 1; start(); select.focus(); })] : [];
     const line = board.rows.map((row) => row.map(({ op }) => short(op)).join(" ")).join(" | ");
     const field = root.closest(".lu-live")?.querySelector("input[type=text]");
     if (field) {
@@ -118,6 +138,7 @@ for (const root of document.querySelectorAll(".lu-editor:not([data-ready])")) {
     }
     const real = field ? "the button below runs it on ranks" : "with a kernel, a button below runs it on ranks";
     result.replaceChildren(
+      ...on,
       make("p", {}, `In Python, ready for pipeline.run; ${real}:`),
       make("code", { class: "lu-line", tabindex: 0 }, `mine = schedule.read("${line}")`),
     );
@@ -143,13 +164,15 @@ for (const root of document.querySelectorAll(".lu-editor:not([data-ready])")) {
       const most = board.level.cap ?? board.held[rank];
       const held = Array.from({ length: most }, (_, i) => make("i", i < board.held[rank] ? {} : { class: "lu-free" }));
       const limit = board.level.cap === null ? "" : ` of ${board.level.cap}`;
+      const [mb] = board.level.sizes ? filled(board, rank) : [];
+      const bytes = mb === undefined ? [] : [`${mb} of ${board.level.room} MB`];
       const holds = make("span", { class: "lu-held", role: "img", "aria-label": `holds ${board.held[rank]}${limit}` }, ...held);
       const boxes = row.map(({ op, start, end }) => {
         const second = stagesOf(rank).indexOf(op[1]) > 0 ? " lu-second" : "";
         return make("span", { class: `lu-${op[0]}${second}`, style: `left:${start * unit}px;width:${(end - start) * unit}px` }, `${op[2]}`);
       });
       const lane = make("div", { class: "lu-lane", role: "img", "aria-label": `rank ${rank}: ${order(rank) || "idle"}`, style: `width:${length * unit}px` }, ...boxes);
-      return make("div", { class: "lu-rank", "aria-current": rank === current }, make("div", { class: "lu-keys" }, `rank ${rank}`, ...keys, holds), lane);
+      return make("div", { class: "lu-rank", "aria-current": rank === current }, make("div", { class: "lu-keys" }, `rank ${rank}`, ...keys, holds, ...bytes), lane);
     });
     area.replaceChildren(...rows);
     if (moves.length < size()) result.replaceChildren();
@@ -164,7 +187,11 @@ for (const root of document.querySelectorAll(".lu-editor:not([data-ready])")) {
       draw();
       tell(`Rank ${current}.`);
     } else if (event.key === "Backspace") undo();
-    else if (board.level.kinds.includes(letter) && stage !== undefined) put(current, next(current, letter, stage));
+    else if (letter.length === 1 && "FBW".includes(letter)) {
+      if (!board.level.kinds.includes(letter)) tell("No: this board has no W. Its B is the whole backward pass.", "lu-no");
+      else if (stage === undefined) tell(`No: rank ${current} has one stage, and Shift is for the second.`, "lu-no");
+      else put(current, next(current, letter, stage));
+    }
     else return;
     event.preventDefault();
     event.stopPropagation();
@@ -174,9 +201,11 @@ for (const root of document.querySelectorAll(".lu-editor:not([data-ready])")) {
     moves = [];
     current = 0;
     replay();
-    const { cap, task: asked, time, total } = board.level;
-    const limit = cap === null ? "" : ` A rank may hold ${cap} activations at once.`;
-    task.textContent = `${asked}${limit} Goal: ${time} units of time${total === null ? "" : `, and peaks that add up to ${total}`}.`;
+    const { level } = board;
+    const limit = level.cap === null ? "" : ` A rank may hold ${level.cap} activations at once.`;
+    const bytes = level.sizes ? ` An activation takes ${level.sizes.join(", ")} MB in stages 0 to ${level.sizes.length - 1}.` : "";
+    const asked = goals(level, measure(board)).map(([of, most]) => `${most} ${of}`).join(", and at most ");
+    task.textContent = `${level.task}${limit}${bytes} Goal: ${asked}.`;
     tell("Beside each rank stand its next operations: click one. What cannot run yet is dashed; click it, and it says why.");
   };
   top.append(button("Take back", "the last move (Backspace)", undo), button("Clear", "all moves", clear));

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils import schedule
-from labutils.config import ModelConfig
+from labutils.config import Link, ModelConfig
 from labutils.schedule import Durations, Schedule, simulate
 from labutils.teach import plots
 from labutils.teach.plots import picture, pipelines
@@ -34,6 +34,9 @@ class Level:
     cap: most activations, of a stage and a micro-batch each, that a rank may hold
     barrier: whether the makespan counts, or the period
     total: most activations of all ranks' peaks together, if that is asked
+    sizes: MB of an activation of each stage, if bytes are asked for
+    room: most MB that a rank shall hold, if that is asked
+    message: units of time that a message takes from rank to rank
     """
 
     title: str
@@ -42,16 +45,24 @@ class Level:
     cap: int | None = None
     barrier: bool = True
     total: int | None = None
+    sizes: tuple[int, ...] | None = None
+    room: int | None = None
+    message: int = 0
 
     def __post_init__(self) -> None:
         self.best.check(self.cap)
+        if (self.room is None) != (self.sizes is None):
+            raise ValueError(f"{self.title}: `room` in MB needs `sizes` of stages, and the reverse")
+        if self.sizes is not None and len(self.sizes) != self.best.stages:
+            raise ValueError(f"{self.title}: {len(self.sizes)} sizes, {self.best.stages} stages")
         if len(self.best.places) > 1 or self.best.fused:
             raise ValueError(f"{self.best.name} cannot be placed by hand: no pairs, one direction")
 
     @property
     def told(self) -> dict[str, Any]:
         """What the page knows of it."""
-        run, best = simulate(self.best), self.best
+        best = self.best
+        run = simulate(best, link=Link(self.message, 1.0))
         ranks = range(len(best.ranks))
         return {
             "title": self.title,
@@ -62,10 +73,13 @@ class Level:
             "cap": self.cap,
             "barrier": self.barrier,
             "total": self.total,
+            "sizes": self.sizes,
+            "room": self.room,
+            "message": self.message,
             "time": run.makespan if self.barrier else run.period,
             "best": pipelines.title_of(best),
             "peaks": [best.peak(rank) for rank in ranks],
-            "known": known(best),
+            "known": known(best) | {best.text: pipelines.title_of(best)},
         }
 
 
@@ -98,6 +112,19 @@ def known(board: Schedule) -> dict[str, str]:
     return found
 
 
+def _paid(p: int, m: int, late: int) -> Schedule:
+    """ZB-H1 whose last rank lets at most `late` of its W wait."""
+    row: list[schedule.Op] = []
+    owed: list[schedule.Op] = []
+    for op in schedule.one_f_one_b(p, m).ranks[-1]:
+        row.append(op)
+        owed += [op._replace(kind="W")] * (op.kind == "B")
+        row += [owed.pop(0)] if len(owed) > late else []
+    made = schedule.zb_h1(p, m)
+    rows = (*made.ranks[:-1], (*row, *owed))
+    return replace(made, name=f"ZB-H1 with {late} W waiting at the end", ranks=rows)
+
+
 LEVELS = (
     Level(
         "1 · Fill the pipeline",
@@ -114,14 +141,31 @@ LEVELS = (
         total=6,
     ),
     Level(
-        "3 · Split the backward",
+        "3 · Messages take time",
+        "A message to the next rank now takes one unit. 1F1B would take 26. End as early as GPipe "
+        "does here, and let the ranks together hold less.",
+        schedule.eager_one_f_one_b(3, 4),
+        total=8,
+        message=1,
+    ),
+    Level(
+        "4 · Split the backward",
         "B is the gradient of the inputs only, W that of the weights; all three take as long. "
         "Activations stay until W. What can wait, and where is it of use?",
         schedule.zb_h1(3, 4),
         cap=3,
     ),
     Level(
-        "4 · No barrier between steps",
+        "5 · The same in bytes",
+        "Rank 2 has the head: each activation of its stage is the logits of a micro-batch. Which W "
+        "may wait there, and which one not?",
+        _paid(3, 4, late=1),
+        cap=3,
+        sizes=(100, 100, 200),
+        room=400,
+    ),
+    Level(
+        "6 · No barrier between steps",
         "What counts now is the longest time that a single rank takes from its first operation to "
         "its last: the next step may follow at once. Leave no rank idle in between.",
         schedule.zb_h2(2, 4),
@@ -129,13 +173,14 @@ LEVELS = (
         barrier=False,
     ),
     Level(
-        "5 · Two chunks per rank",
+        "7 · Two chunks per rank",
         "The model is cut into four stages: rank 0 has stages 0 and 2, rank 1 has 1 and 3. A step "
         "of 1F1B would take 30.",
         schedule.interleaved(2, 4),
+        total=8,
     ),
     Level(
-        "6 · The second chunk comes back",
+        "8 · The second chunk comes back",
         "Rank 0 has stages 0 and 3, rank 1 has 1 and 2: a V. No barrier, and no more memory than "
         "in 1F1B, since a stage is half a rank.",
         schedule.zb_v(2, 4),
@@ -188,7 +233,7 @@ class Editor:
     """Boards on which a reader places operations by hand; those of the course without `levels`.
 
     >>> Editor()
-    Schedule editor: 6 levels
+    Schedule editor: 8 levels
     """
 
     def __init__(self, levels: Sequence[Level] = LEVELS) -> None:

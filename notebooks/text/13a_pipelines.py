@@ -84,7 +84,7 @@ def step(plan, **options):
 
 
 # %% [markdown]
-# All is in float64. The loss on the last rank, and each rank's gradients, compared with those of the whole model:
+# Everything is in float64. The loss on the last rank, and each rank's gradients, compared with those of the whole model:
 
 # %%
 world = World(Mesh(pp=4))
@@ -105,7 +105,7 @@ errors = [
 {"equal to 1e-12": max(errors) < 1e-12}
 
 # %% [markdown]
-# What travels is the *residual stream* of a micro-batch, b·s·h numbers, once up and once down per cut: b sequences of s tokens of width h. The formula foresees a whole training step, which also adds up one number, the loss, over all ranks. What neighbors send stands under the axis `pp`:
+# What travels is the *residual stream* of a micro-batch: b sequences of s tokens of width h, so b·s·h numbers, once up and once down per cut. The formula foresees a whole training step, which also adds up one number, the loss, over all ranks. What neighbors send stands under the axis `pp`:
 
 # %%
 def between(plan, precision="fp64"):
@@ -184,7 +184,7 @@ idle = schedule.bubble("gpipe", 4, 8, Durations(F=1, B=1.1, W=0.9))
 {"idle/ideal": run.bubble_overhead, "idle/total": run.bubble_fraction}
 
 # %% [markdown]
-# It knows for what a rank waits, too. Rank 1's bubble, piece by piece:
+# The simulator also knows what a rank waits for. Rank 1's bubble, piece by piece:
 
 # %%
 print(*simulate(schedule.gpipe(4, 8)).waits_of(1), sep="\n")
@@ -223,11 +223,11 @@ for name, each in {"simulated": simulate(plan, pace), "measured": paced}.items()
 predict("pipeline/in-flight", micro_batches=8)
 
 # %% [markdown]
-# Find such an order by hand; a move that cannot be is refused with its reason. Level 2 asks for as little memory as level 1's time allows. With a kernel, *Run on ranks* below the
+# Find such an order by hand; a move that cannot be is refused with its reason. Level 2 asks for as little memory as level 1's time allows. (In level 3 messages take time: come back to it after "Who waits for whom?".) With a kernel, *Run on ranks* below the
 # board runs a finished order on a GPT of eight layers. It compares loss and gradients with those of one device, what ranks kept with the simulator, and what they sent with the formula.
 
 # %%
-Editor(LEVELS[:2])
+Editor(LEVELS[:3])
 
 # %% [markdown]
 # A finished order is a line of text. `schedule.read` makes a schedule of it, and ranks run it as it stands:
@@ -321,7 +321,7 @@ head = 4 * 1024 * (gpt2.vocab_size + 2 * gpt2.d_model)  # logits, two inputs
 print("one device without the head:", units.text(alone - head))
 
 # %% [markdown]
-# **Rank 0 of a pipeline keeps as much for its layers as one device does for all of them.** It has a quarter of the layers, and four micro-batches in flight: p · L/p = L. It is spared the head alone, which the last rank has; rank i keeps (p − i)/p of what one device keeps for layers. What a cut saves on every rank is parameters, gradients and optimizer states. Against activations help recomputation (lab 04), shorter rows (lab 11), or fewer micro-batches in flight. GPipe itself recomputes: of a micro-batch it keeps the input of the stage alone, and runs the forward pass again before the backward one.
+# **Rank 0 of a pipeline keeps as much for its layers as one device does for all of them.** It has a quarter of the layers, and four micro-batches in flight: p · L/p = L. It is spared only the head, which the last rank has; rank i keeps (p − i)/p of what one device keeps for layers. What a cut saves on every rank is parameters, gradients and optimizer states. Activations shrink by recomputation (lab 04), by shorter rows (lab 11), or with fewer micro-batches in flight. GPipe itself recomputes: of a micro-batch it keeps the input of the stage alone, and runs the forward pass again before the backward one.
 
 # %% [markdown]
 # ### Exercise 13.2 · Bound the memory (8 min, ●○○)
@@ -431,7 +431,7 @@ makers = schedule.gpipe, schedule.one_f_one_b, schedule.eager_one_f_one_b
 
 # %% [markdown]
 # GPipe pays on the way in and on the way out, 2(p − 1) messages. 1F1B pays for every micro-batch: a way to the end and back now takes 2(p − 1) messages more, and the p micro-batches that
-# rank 0 has in flight no longer fill it. That is 2(p − 1)/p each, on 2, 4 and 8 ranks as on these. Eager 1F1B hides the message by keeping more micro-batches in flight, and pays in memory. It does so as long as a message takes at most half of F + B, here 1.5 units; a longer one costs it something for every micro-batch, too.
+# rank 0 has in flight no longer fill it. That is 2(p − 1)/p each, on 2, 4 and 8 ranks as on these. Eager 1F1B hides the message by keeping more micro-batches in flight, and pays in memory. It does so as long as a message takes at most half of F + B, here 1.5 units; a longer one costs it something for every micro-batch, too. (Level 3 of the board asks for this order.)
 #   <!-- claim: all(abs(schedule.simulate(schedule.eager_one_f_one_b(4, m), link=config.Link(t, 1e30)).makespan - schedule.simulate(schedule.eager_one_f_one_b(4, m)).makespan - 6 * t) < 1e-9 for t in (0.5, 1.5) for m in (32, 64)) == True -->
 
 # %%
@@ -453,7 +453,7 @@ for make in makers:
     print(f"{make.__name__:18} {extra(make, 32, link=real) / whole:.1%} longer")
 
 # %% [markdown]
-# So with stages of this size 1F1B's messages cost about one percent. They count where stages are short, or the network is slow.
+# So with stages of this size 1F1B's messages cost about one percent, even between nodes. That is why pipelines are laid across nodes, and tensor parallelism, which waits half of each layer there (lab 10), inside one (Narayanan et al. 2021, section 3.2). Messages count where stages are short, or the network is slow.
 
 # %% [markdown]
 # ## Can one rank have several stages?
@@ -609,7 +609,7 @@ explore(view, order=list(orders), m=[4, 8], message=[0, 0.02, 0.5, 1])
 # | micro-batches | global batch ÷ (micro-batch · dp) | `parallelism.pipeline_parallel_microbatch_size` |
 # | order | 1F1B | `Schedule1F1B`, `ScheduleGPipe`, …; `parallelism.pipeline_parallel_schedule` |
 # | chunks | `--num-layers-per-virtual-pipeline-stage` | `ScheduleInterleaved1F1B` |
-# | cut | `--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers` | `parallelism.module_fqns_per_model_part` |
+# | cut | `--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`; `--account-for-embedding-in-pipeline-split`, `--account-for-loss-in-pipeline-split` count each as a layer | `parallelism.module_fqns_per_model_part` |
 #
 # Clipping by the norm of all gradients needs every rank's part, so the step then ends in a barrier; without one a rank can begin its next step while others still work at this one (lab 13b).
 

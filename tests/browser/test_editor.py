@@ -7,6 +7,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
 from labutils import schedule
+from labutils.config import Link
 from labutils.schedule import Board, Op, Schedule, simulate
 from labutils.teach.editor import LEVELS, Editor
 
@@ -88,17 +89,18 @@ def test_its_rules_are_those_of_the_board_and_its_times_those_of_the_simulator(e
     for _ in range(50):
         empty, cap = board_of(pick)
         moves, said, rows = moves_on(empty, cap, pick)
-        level = dict(
-            place=empty.places[0], m=empty.micro_batches, kinds=empty.kinds, cap=cap, barrier=True
-        )
+        level = dict(place=empty.places[0], m=empty.micro_batches, kinds=empty.kinds, cap=cap)
+        sizes = [pick.randint(1, 9) for _ in empty.places[0]]
+        level |= dict(barrier=True, message=pick.randint(0, 2), sizes=sizes)
         found, measured = editor.evaluate(PLAYED, [level, moves])
         assert found == said
         reasons |= {word for word in REASONS for reason in said if word in (reason or "")}
         made = Schedule("random", rows, empty.places, empty.micro_batches, empty.split)
         if schedule.why_illegal(made, cap) is None:
-            run, finished = simulate(made), finished + 1
+            run, finished = simulate(made, link=Link(level["message"], 1.0)), finished + 1
             assert (measured["makespan"], measured["period"]) == (run.makespan, run.period)
             assert measured["peaks"] == [made.peak(rank) for rank in range(len(rows))]
+            assert measured["most"] == [made.peak(rank, sizes) for rank in range(len(rows))]
             assert measured["bubble"] == pytest.approx(run.bubble_fraction)
     assert finished > 20 and reasons == set(REASONS)
 
@@ -119,12 +121,37 @@ def test_a_finished_schedule_is_recognized_and_can_be_read(editor):
     for number, level in enumerate(LEVELS):
         editor.get_by_label("level").select_option(str(number))
         editor.evaluate(CLICKED, keys_of(level.best))
-        expect(status).to_contain_text(f"You built {level.told['best']}: {level.told['time']} per")
-        expect(status).to_contain_text("No schedule with a name is shorter here.")
+        expect(status).to_contain_text(f"You built {level.told['best']}: {level.told['time']:g} per")
+        expect(status).to_contain_text("Goal reached.")
+        chosen = editor.get_by_label("level").locator("option").nth(number)
+        expect(chosen).to_have_text(f"{level.title} ✓")
         line = editor.locator(".lu-line").text_content()
         assert line.startswith("mine = schedule.read(")
         mine = eval(line.removeprefix("mine = "), {"schedule": schedule})
         assert mine.ranks == level.best.ranks
+        on = editor.get_by_role("button", name="Next level")
+        if number + 1 == len(LEVELS):
+            expect(on).to_have_count(0)
+            continue
+        on.click()
+        expect(editor.get_by_label("level")).to_have_value(str(number + 1))
+        expect(editor).to_contain_text(LEVELS[number + 1].task)
+
+
+MISSED = {  # level, what is built there: what is said of it
+    (0, schedule.naive): "36 units of time where 18 are asked",
+    (2, schedule.one_f_one_b): "26 units of time where 22 are asked",
+    (2, schedule.gpipe): "12 as the sum of all peaks where 8 are asked",
+    (4, schedule.zb_h1): "600 MB on the fullest rank where 400 are asked",
+}
+
+
+def test_the_goal_that_is_missed_is_named(editor):
+    for (number, make), said in MISSED.items():
+        editor.get_by_label("level").select_option(str(number))
+        editor.evaluate(CLICKED, keys_of(make(3, 4)))
+        expect(editor.get_by_role("status")).to_contain_text(f"Goal missed: {said}. Best known")
+        expect(editor.get_by_role("button", name="Next level")).to_have_count(0)
 
 
 FIELD = """root => {
@@ -170,8 +197,18 @@ def test_the_keyboard_alone_will_do_and_what_is_illegal_is_refused_with_its_reas
     expect(editor.get_by_role("button", name="B0").first).to_have_attribute("aria-disabled", "true")
 
 
+def test_a_key_without_an_operation_is_told_why(page, editor):
+    editor.get_by_role("group", name="Ranks").focus()
+    page.keyboard.press("w")
+    expect(editor.get_by_role("status")).to_have_text(
+        "No: this board has no W. Its B is the whole backward pass."
+    )
+    page.keyboard.press("Shift+F")
+    expect(editor.get_by_role("status")).to_contain_text("No: rank 0 has one stage")
+
+
 def test_a_second_chunk_takes_shift(page, editor):
-    editor.get_by_label("level").select_option("5")
+    editor.get_by_label("level").select_option("7")
     editor.get_by_role("group", name="Ranks").focus()
     page.keyboard.type("f")
     page.keyboard.press("Shift+F")
@@ -196,7 +233,7 @@ def test_a_worse_order_is_told_what_is_known(page, editor):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_everybody_can_read_it(page, editor, theme):
     page.emulate_media(color_scheme=theme)
-    editor.get_by_label("level").select_option("5")
+    editor.get_by_label("level").select_option("7")
     editor.get_by_role("button", name="F0@0").click()
     found = Axe().run(page).response["violations"]
     assert [f"{v['id']}: {v['nodes'][0]['html'][:150]}" for v in found] == []
