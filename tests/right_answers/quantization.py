@@ -65,7 +65,7 @@ def _rows(x, w, limit):
 
 def _double(x, w, limit):
     """Codes as whole numbers in float64."""
-    per_row = 127 / w.abs().max(dim=1).values.double()
+    per_row = 127 / w.abs().max(dim=1).values.double().clamp(min=1e-30)
     codes = torch.clamp(x.double() / limit, -1, 1).mul(127).round()
     return torch.einsum("tk,dk->td", codes, (w.double() * per_row[:, None]).round()) * (
         limit / 127 / per_row

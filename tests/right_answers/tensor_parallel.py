@@ -63,6 +63,15 @@ def _sums_of_columns(x, up, down, comm):
     return torch.add(tensor_parallel.reduce_from(inner.matmul(w2), comm), down.bias)
 
 
+def _bias_in_the_sum(x, up, down, comm):
+    """Each rank adds an n-th of the bias to its part, and the bias' gradient is summed, too."""
+    i, n = comm.rank, comm.size
+    x, bias = (tensor_parallel.copy_to(each, comm) for each in (x, down.bias))
+    inner = F.gelu(F.linear(x, up.weight.chunk(n)[i], up.bias.chunk(n)[i]))
+    part = F.linear(inner, down.weight.chunk(n, dim=1)[i], bias / n)
+    return tensor_parallel.reduce_from(part, comm)
+
+
 # ── a loss from shares ────────────────────────────────────────────────────────────────────────────
 
 
@@ -161,6 +170,7 @@ RIGHT = {
         "hooks": _hooks,
         "every n-th column": _strided,
         "sums of columns": _sums_of_columns,
+        "the bias in the sum": _bias_in_the_sum,
     },
     "tensor_parallel/cross-entropy": {
         "an autograd Function": _Loss.apply,

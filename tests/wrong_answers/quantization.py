@@ -78,6 +78,13 @@ def _six_bits(x, w, limit):
     return codes @ (w / scale[:, None]).round().mT * scale * (limit / 31)
 
 
+def _codes_in_float(x, w, limit):
+    """Codes stay whole floats, and a channel of zeros divides by its own scale."""
+    scale = w.abs().amax(1) / 127
+    codes = (x / (limit / 127)).clamp(-127, 127).round()
+    return codes @ (w / scale[:, None]).round().mT * scale * (limit / 127)
+
+
 def _scaled_back_early(x, w, limit):
     """Codes of x that were not rounded, times rounded weights."""
     codes = (x * 127 / limit).clamp(-127, 127)
@@ -157,6 +164,7 @@ WRONG = {
     "quantization/bug-hunt": (
         Wrong("over the wrong axis", _slip(_layer, axis=0), "a scale for each output channel", "over the other axis"),
         Wrong("one scale for w", _slip(_layer, whole=True), "a scale for each output channel", "output channel"),
+        Wrong("0/0 in a channel", _codes_in_float, "a channel of zeros", "0/0 is NaN"),
         Wrong("summed in int8", _slip(_layer, sums=torch.int8), "sums of products", "Sum in int32"),
         Wrong("summed in int16", _slip(_layer, sums=torch.int16), "sums of products", "Sum in int32"),
         Wrong("clipped after the cast", _slip(_layer, late=True), "beyond the limit", "Clip first"),

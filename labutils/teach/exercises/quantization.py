@@ -202,6 +202,16 @@ def _channels(attempt: Callable) -> str:
     return "w[4, 4] and w[3, 5]"
 
 
+def _idle_channel(attempt: Callable) -> str:
+    w = _drawn(3, 8)
+    w[1] = 0.0
+    y = _product(attempt, _drawn(2, 8), w, 3.0, "a channel of zeros")
+    if not y.isfinite().all() or y[:, 1].any():
+        hint = "Its max|w| is 0, and 0/0 is NaN: take any other scale there, such as 1."
+        raise Failed(f"an output channel whose weights are 0 gives {y[0, 1]:g}", hint)
+    return "zeros give zero"
+
+
 def _sums(attempt: Callable) -> str:
     for k in (8, 512):
         x, w = _drawn(6, k).abs().clamp(max=3), _drawn(5, k).abs()
@@ -269,6 +279,7 @@ LAYER = Exercise(
         Property("sums of products", _sums),
         Property("beyond the limit", _beyond),
         Property("integers", _integers),
+        Property("a channel of zeros", _idle_channel),
     ),
     hints=(
         "The test multiplies an identity: every sum has one term. Try w of other shapes, longer "
