@@ -52,6 +52,15 @@ def test_a_series_may_have_places_of_its_own_and_y_a_unit():
     ]
 
 
+def test_a_line_that_ends_early_is_tied_to_its_name_by_dots():
+    """Drawn through in its own color, the tie looks like more of the line."""
+    early = {"early": ([0, 1], [1, 2]), "late": ([0, 4], [1, 3])}
+    picture = plots.curves(title="t", xlabel="x", ylabel="y", **early)
+    texts = {text.get_text(): text for text in picture.figure.axes[0].texts}
+    ties = {name: texts[name].arrow_patch.get_linestyle() for name in early}
+    assert ties == {"early": ":", "late": "solid"}
+
+
 def test_running_sums_name_the_stall():
     exact = range(1, 41)
     picture = plots.running_sums(

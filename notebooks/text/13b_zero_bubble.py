@@ -334,7 +334,8 @@ for plan in (h1, h2):
 
 # %%
 limits = range(8, 17)
-named = {"ZB-H1": schedule.zb_h1(8, 24), "ZB-H2": schedule.zb_h2(8, 24)}
+named = schedule.zb_h1(8, 24), schedule.zb_h2(8, 24)
+held = [plan.peak(0) for plan in named]
 
 
 def idle_share(plan):
@@ -344,7 +345,7 @@ def idle_share(plan):
 plots.curves(
     list(limits),
     searched=[idle_share(schedule.zb_auto(8, 24, limit)) for limit in limits],
-    measured={of: ([p.peak(0)], [idle_share(p)]) for of, p in named.items()},
+    measured={"ZB-H1, ZB-H2": (held, list(map(idle_share, named)))},
     xlabel="limit on micro-batches that a rank holds",
     ylabel="bubble fraction, no barrier (%)",
     title="Each micro-batch more buys a piece of the bubble, until none is left",

@@ -143,9 +143,11 @@ def name_ends(
     ]
     heights = spread([y * height for _, y in places], [LINE] * len(places), 0, height)
     tie = {"arrowstyle": "-", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
+    far = {"linestyle": ":", "color": style.NEUTRAL[1]}  # across the axes it would look like data
     for (name, end), y in zip(zip(ends, places, strict=True), heights, strict=True):
         look: style.Look = {"va": "center", "color": colors[name], "weight": "bold"}
         to, arrow = (1 + 0.14 / width, y / height), {**tie, "color": colors[name]}
+        arrow |= far if end[0] < 0.95 else {}
         axes.annotate(name, end, to, "axes fraction", "axes fraction", arrow, **look)
 
 
