@@ -483,7 +483,7 @@ reveal("across/times", times=round(sixteen.makespan / eight.makespan, 2))
 f"on a single ring: {through_one.makespan / eight.makespan:.1f} times as long"
 
 # %% [markdown]
-# Twice the devices do not halve the time: each computes half as much, and sends about as much as before. Beside eight, about a third of the sixteen is wasted, and on a single ring, through one of eight links, they would even take longer than eight in a node. So TP stays in a node where another axis can use the second.
+# Twice the devices do not halve the time: each computes half as much, and sends about as much as before. Compared with eight, about a third of the sixteen is wasted, and on a single ring, through one of eight links, they would even take longer than eight in a node. So TP stays in a node where another axis can use the second.
 # The ZeRO paper, whose examples of it are T5 (11 billion parameters) and Megatron-LM (8.3 billion), reports for 40 billion across two nodes about 5 TFLOP/s per V100, under 5 % of the peak.
 #
 # **A law.** With GPT's widths, and without attention's scores, a layer has 12h² weights, so its products take 24·b·s·h² FLOPs forward, a t-th on each rank. The four halves carry (t − 1)/t · b·s·h numbers each, of two bytes. Computing takes at least as long as sending if

@@ -276,7 +276,7 @@ for count in (8192, 32_768):
 # %% [markdown]
 # ## What must a rank be told about its tokens?
 #
-# Outside attention a rank needs to know nothing of the whole sequence, with four exceptions:
+# Outside attention a rank needs to know only four things of the whole sequence:
 #
 # | what | a rank alone would | so |
 # |---|---|---|
@@ -323,7 +323,7 @@ grid = World(Mesh(dp=2, cp=2))
 results = grid.run(trained)
 
 # %% [markdown]
-# Replicas descend the mean over dp of each rank's mean loss (lab 08); so must the plain model beside them:
+# Replicas descend the mean over dp of each rank's mean loss (lab 08). The plain model that they are compared with must do the same:
 
 
 # %%

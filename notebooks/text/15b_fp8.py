@@ -469,7 +469,7 @@ predict("te/bytes", bytes_per_parameter=8)
 # | nanotron | fp8 | fp8 | fp32 | bf16 | fp8, fp8 |
 # | 8-bit Adam | bf16 | bf16 | – | fp32 | blocks of 8 bits |
 #
-# (The Ultra-Scale Playbook's; the last is below. FP8-LM's own paper counts 6 bytes: no second copy of the weights, and no sum.)
+# (The Ultra-Scale Playbook's table; the last row is below. That DeepSeek-V3 keeps master weights and sums of gradients in fp32, and moments in bf16, is in section 3.3.3 of its report. FP8-LM's own paper counts 6 bytes: no second copy of the weights, and no sum.)
 
 # %%
 for name, kept in RECIPES.items():
