@@ -716,6 +716,28 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ('"norms": 4 * BF16', '"norms": 2 * BF16'),
         ("zip((3, 2, 1), sizes", "zip((3, 2, 2), sizes"),
     ],
+    ("planner/work", "test_planner_work"): [
+        ("moved = 16 * visits * h", "moved = 8 * visits * h"),
+        ("routed = 2 * 2 * visits * h", "routed = 2 * visits * h"),
+        ("ring = 3 * pairs * layers", "ring = 2 * pairs * layers"),
+        ("share, gathers = (p.replicas - 1) / p.replicas,", "share, gathers = (p.dp - 1) / p.dp,"),
+        ("(expert, p.replicas * p.tp / p.ep)", "(expert, p.replicas / p.ep)"),
+    ],
+    ("planner/rates", "test_planner_work"): [
+        ("apart = others / p.chunks", "apart = others"),
+        ('apart[0] -= 2 * passes["weights"]', 'apart[0] -= passes["weights"]'),
+        ("again[1] += forward[1] *", "again[1] += forward[0] *"),
+    ],
+    ("planner/cluster", "test_planner_work"): [
+        ("np.minimum(inner, G) / G)", "1 / G)"),
+        ("return np.where(inner * n > G, slow, 1.0)", "return np.where(inner * n >= G, slow, 1.0)"),
+        ("near = np.clip(G // inner, 1, n)", "near = np.clip(G, 1, n)"),
+        ('"dp": ring(p.tp, p.replicas)', '"dp": ring(p.tp * p.cp, p.replicas)'),
+    ],
+    ("planner/export", "test_planner_command"): [
+        ('"a2a" if ulysses(model, plan) else "p2p"', '"p2p" if ulysses(model, plan) else "a2a"'),
+        ('"parallelism_config_cp_size": plan.cp', '"parallelism_config_cp_size": plan.tp'),
+    ],
     ("planner/stages", "test_planner_proof"): [
         ("apart = (p.cp > 1) & ~master &", "apart = (p.cp > 2) & ~master &"),
         ('found["weights"] = found["weights"] * (1 + master)', 'found["weights"] = 1 * found["weights"]'),
