@@ -148,6 +148,46 @@ def test_the_bubble_is_that_of_the_played_schedule(kind, v):
     assert found == pytest.approx(most, rel=1e-3)
 
 
+def test_a_ring_shows_as_far_as_its_attention_does_not_hide_it():
+    plan = planner.Plan(tp=2, cp=4, micro_batches=2, recompute=2)
+    for link, shown in ((1e7, True), (1e12, False)):
+        slow = replace(planner.Rates.assumed(H100), link=link)
+        path = rates.critical_path(MODEL, plan.column(), slow)
+        sent = path.beside[5].item() / link
+        hidden = (path.busy[1] + path.again[1]).item() / slow.attention
+        assert (sent > hidden) is shown and path.again[1] > 0
+        ring, others = path.exposed(slow)
+        assert ring.item() == pytest.approx(max(0, sent - hidden)) and others.item() == 0
+
+
+def test_the_heaviest_update_may_be_another_rank_s_than_the_slowest():
+    model = replace(MODEL, num_layers=7)  # four layers; three and the head, which is more work
+    p = planner.Plan(pp=2, dp=2, micro_batches=8).column()
+    path, weights = rates.critical_path(model, p, SILENT), 4 * (ATTENTION + 3 * h * f + 2 * h) + v * h
+    assert path.update == pytest.approx(work.update(model, p, weights, 0))
+    head = work.head(model, p)
+    assert path.busy[0].item() == pytest.approx(8 * (3 * sum(
+        row[0] for row in work.layer(model, p, False)) + head[0][0] + head[1][0]).item())  # fmt: skip
+
+
+def test_a_split_backward_pass_by_hand():
+    model, plan = replace(BARE, vocab_size=v), planner.Plan(pp=4, micro_batches=8, even=True)
+    whole, split = (
+        rates.critical_path(model, replace(plan, schedule=kind).column(), SILENT) for kind in (0, 3)
+    )
+    assert (split.busy - whole.busy)[3].item() == 8 * 4 * 12  # kernels of the other half
+    W = 16 * 2 * s * (ATTENTION + 3 * h * f) + 2 * s * h * v  # of all layers, and of the head
+    assert (whole.bubble - split.bubble)[0].item() == pytest.approx(2 * W * 3 / 4)
+
+
+def test_fewer_micro_batches_than_ranks_gain_nothing_by_a_split():
+    split, whole = (
+        rates.critical_path(BARE, planner.Plan(pp=4, micro_batches=3, schedule=kind).column(), SILENT)
+        for kind in (3, 0)
+    )
+    assert split.bubble[:2] == pytest.approx(whole.bubble[:2])
+
+
 def test_what_is_computed_again_and_sent_by_hand():
     full = planner.Plan(pp=2, micro_batches=8, recompute=2, even=True)
     forward = work.layer(MODEL, full.column(), False)[0]

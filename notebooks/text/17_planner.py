@@ -383,6 +383,7 @@ for found in front[:10]:
 def curve(full):
     """GB and seconds of plans of the front that do or do not compute all again."""
     some = [e for e in front if (e.plan.recompute == 2) is full and e.seconds < 100]
+    some.reverse()
     return [e.peak / 1e9 for e in some], [e.seconds for e in some]
 
 
