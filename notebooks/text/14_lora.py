@@ -281,7 +281,7 @@ formula = lora.saved(rigs.lora.ADDER, rank=4, batch=32, frozen="fp32")
 formula.diff(kept["LoRA"]).unexplained
 
 # %% [markdown]
-# Here is the memory over one step, first of full fine-tuning, then with an adapter on every layer.
+# The memory of one step: full fine-tuning, then an adapter on every layer.
 
 
 # %%
@@ -591,7 +591,7 @@ for pattern in ("attention.*", "feed_forward.*"):
     print(f"{pattern:15}{runs.trained(pattern):6,} trained: {loss:.3f} ± {error:.3f}")
 
 # %% [markdown]
-# Each is worse than adapters on all layers at r = 4, by about two standard errors. Between the two no order shows, although attention alone trains three times as many numbers.
+# Each is worse than adapters on all layers at r = 4, by about two standard errors. Between the two no order shows, though attention alone trains three times as many numbers.
 #
 # α is divided by r so that one rate serves all ranks, says the table above. Switch the division off: with α = 8r the factor before B·A is 8 for every r (the same record).
 
