@@ -560,7 +560,7 @@ answers["int4, error feedback"] = new = fed(unseen)
 print(f"{lost_by(new):.2g} % lost, {kept_neighbors(new)} of 50 neighbors kept")
 
 # %% [markdown]
-# Half of what rounding to nearest lost, with even values, the same bits, and less than NF4.
+# Half of what rounding to nearest lost, with even values and the same bits, and about what NF4 loses.
 
 # %% [markdown]
 # ### Further: every remedy in one table
