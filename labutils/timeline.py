@@ -1,7 +1,7 @@
 """What happens when: who does or holds what, from when to when, and the bytes alive."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from labutils.ledger import Ledger
 
@@ -157,7 +157,7 @@ class History:
     def only(self, *components: str) -> "History":
         """The same moments, and of what is alive only these components."""
         return History(
-            Moment(m.phase, m.event, Ledger(x for x in m.ledger if x.component in components))
+            replace(m, ledger=Ledger(x for x in m.ledger if x.component in components and x.amount))
             for m in self.moments
         )
 

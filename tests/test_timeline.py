@@ -26,6 +26,13 @@ def test_history_finds_peaks():
     }
 
 
+def test_what_is_alive_of_some_components_has_no_line_of_nothing():
+    kinds = {"weights": 8, "gradients": 0, "buffers": 4}
+    ledger = Ledger(Line("", amount, component=kind) for kind, amount in kinds.items())
+    (moment,) = History([Moment("forward", "mm", ledger)]).only("weights", "gradients").moments
+    assert moment.ledger.by("component") == {"weights": 8}
+
+
 def test_a_history_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least one Moment"):
         History([])

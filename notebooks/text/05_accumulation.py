@@ -3,7 +3,7 @@
 #
 # **You want four million tokens in a batch, and two sequences fit on the GPU. Can you have the gradient of the whole batch anyway, exactly?**
 #
-# *90 min, and 15 further · before this: lab 04 · needs a laptop, no GPU and no network*
+# *90 min, and 25 further · before this: lab 04 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -34,7 +34,7 @@ from labutils.accumulation import micro_batches
 from labutils.checkpointing import overhead
 from labutils.config import Hardware, ModelConfig, TrainConfig
 from labutils.model import GPT
-from labutils.teach import plots
+from labutils.teach import plots, rigs
 from labutils.teach.check import check, hint, predict, reveal, show
 from labutils.teach.widgets import explore
 from labutils.world import World
@@ -42,8 +42,8 @@ from labutils.world import World
 # %% [markdown]
 # ## The idea in one picture
 #
-# A small GPT and a batch of 16 sequences. First all at once: activations pile up, and go. Then the same batch four sequences at a time. The optimizer waits
-# until the last; gradients add up in `.grad` meanwhile.
+# A small GPT and a batch of 16 sequences. First all at once: activations pile up, and are freed. Then the same batch four sequences at a time. The optimizer waits
+# for the last four; meanwhile gradients add up in `.grad`.
 
 # %%
 config = ModelConfig(
@@ -69,8 +69,7 @@ title = "16 sequences: one mountain at once, four hills four at a time"
 plots.memory_timeline(measure.history(both_ways, model), title=title)
 
 # %% [markdown]
-# Every micro-batch takes operations of its own, so the second part is longer. Each of them works on a quarter of the rows; in FLOPs nothing is lost, for
-# micro-batches of 16, 4 and 1:
+# The second part has four times as many operations, each on a quarter of the rows. The FLOPs stay the same, in micro-batches of 16, 4 and 1:
 
 
 # %%
@@ -84,21 +83,24 @@ def flops(size):
 
 # %% [markdown]
 # **Activations are paid for one micro-batch, FLOPs for all.** Time is the third part of the trade: the same FLOPs may take longer in smaller pieces. Is one sequence at a
-# time slower than sixteen, by half or more? The least processor time of seven runs each:
+# time slower than sixteen, by half or more? With sequences of 32 tokens and of 512, the lesser processor time of two runs each:
 
 # %%
-def seconds(size):
+def seconds(net, data, size):
     start = time.process_time()
-    accumulation.accumulate(loss, micro_batches(batch, size))
+    accumulation.accumulate(lambda part: net.loss(*part), micro_batches(data, size))
     return time.process_time() - start
 
 
-runs = [(seconds(1), seconds(16)) for _ in range(7)]
-alone, together = map(min, zip(*runs, strict=True))
-f"slower by half or more: {alone > 1.5 * together}"
+for length in (32, 512):
+    net = GPT(dataclasses.replace(config, seq_len=length))
+    data = tuple(torch.zeros(2, 16, length, dtype=torch.long))
+    runs = [(seconds(net, data, 1), seconds(net, data, 16)) for _ in range(2)]
+    alone, together = map(min, zip(*runs, strict=True))
+    print(f"{length:3} tokens: slower by half or more: {alone > 1.5 * together}")
 
 # %% [markdown]
-# So with this model on this CPU small pieces waste time: each operation has a cost of its own, whatever it works on. Take the largest micro-batch that fits, and look at the clock before you take a smaller one. What is left to ask is whether the gradient at the end is the same one.
+# So small pieces of short sequences waste time: each operation has a cost of its own, whatever it works on. Where a single sequence is work enough, they do not. FLOPs cannot tell the two apart: look at the clock when you choose a micro-batch.
 
 # %% [markdown]
 # ## Is it the gradient of the whole batch?
@@ -156,7 +158,6 @@ reveal("accumulation/factor", times=round(times(8), 3))
 
 # %%
 def moved(make, k):
-    """How far all weights have moved after twenty steps of the loop."""
     net = GPT(config, generator=torch.Generator().manual_seed(0)).double()
     before = nn.utils.parameters_to_vector(net.parameters()).detach()
     optimizer = make(net.parameters(), lr=1e-3)
@@ -176,13 +177,14 @@ def with_floor(parameters, lr):
     return torch.optim.Adam(parameters, lr=lr, eps=1e-3)
 
 
-for make in (torch.optim.SGD, torch.optim.Adam, with_decay, with_floor):
+kinds = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, with_decay, with_floor
+for make in kinds:
     right = moved(make, 1)
     off = (moved(make, 8) - right).norm() / right.norm()
     print(f"{make.__name__:10} off by {off:.0%}")
 
 # %% [markdown]
-# Plain Adam hides the mistake, and AdamW does. What compares the gradient with another number does not: weight decay that is added to the gradient (Adam's `weight_decay`), a large `eps`, clipping, the logged norm, loss scaling.
+# Adam hides the mistake, and so does AdamW. It shows wherever the gradient is compared with another number: weight decay that is added to the gradient (Adam's `weight_decay`), a large `eps`, clipping, the logged norm, loss scaling.
 #
 # The cure is `(loss / k).backward()`, as long as all micro-batches are equal. `accumulate` does it, and the difference that remains is rounding:
 
@@ -195,7 +197,7 @@ for size in (8, 4, 2, 1):
     print(f"{16 // size:2} micro-batches: off by less than 1e-5: {close}")
 
 # %% [markdown]
-# Not to the bit: a sum of 16 numbers and a sum of four sums of four are rounded differently (lab 01).
+# Not to the bit: sums in another order are rounded differently (lab 01).
 
 # %% [markdown]
 # ## What if the pieces are not equal?
@@ -221,7 +223,7 @@ plots.token_weights(lengths)
 reveal("accumulation/short", times=max(lengths) / min(lengths))
 
 # %% [markdown]
-# Nothing crashes. It took until October 2024 for an issue to be taken up: accumulation came out worse than the batch
+# Nothing crashes. Only in October 2024 was an issue taken up: accumulation came out worse than the batch
 # that it stands for, and the most used trainers had to be repaired. Here is how far off the gradient is:
 
 # %%
@@ -236,7 +238,7 @@ for name, weigh in {"mean of means": None, "by tokens": accumulation.tokens}.ite
     print(f"{name}: off by {(found - right).norm() / right.norm():.0%}")
 
 # %% [markdown]
-# The cure: count the tokens of the whole batch *before* the first backward pass, and give each loss its share $n_i / \sum n_j$.
+# The cure: count the tokens of the batch *before* the first backward pass, and give each loss its share $n_i / \sum n_j$.
 #
 # A micro-batch with *no* token that counts is the worst case: its mean is 0/0. `accumulate` leaves it out.
 
@@ -247,12 +249,63 @@ weighed = accumulation.accumulate(loss, parts, weigh=accumulation.tokens)
 loss(empty), weighed.isfinite()
 
 # %% [markdown]
+# ### Further: does training notice?
+#
+# The gradient of an untrained model says little about training. Let a small model read Python's source code: in each step two rows of 32 characters and two of a single one, one row at a time. In a mean of means the
+# short rows have half of the weight, 2 characters of 66. Here is the loss on rows from the end of the text, which no step has seen, with three seeds for each way:
+
+# %%
+source, reader = rigs.corpus.encoded("source"), dict(num_layers=1, d_model=32, d_ff=128)
+reader = ModelConfig(num_heads=4, vocab_size=96, seq_len=32, **reader)
+
+
+def rows_of(lengths, text, draw):
+    places = torch.randint(len(text) - 32, (len(lengths), 1), generator=draw)
+    found = text[places + torch.arange(33)]
+    beyond = torch.arange(32) >= torch.tensor(lengths)[:, None]
+    return found[:, :-1], found[:, 1:].masked_fill(beyond, accumulation.IGNORED)
+
+
+def learn(weigh, seed):
+    draw, losses = torch.Generator().manual_seed(seed), []
+    net = GPT(reader, generator=draw).double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=5e-3)
+    for step in range(100):
+        optimizer.zero_grad()
+        parts = micro_batches(rows_of([32, 32, 1, 1], source[:500_000], draw), 1)
+        accumulation.accumulate(lambda part: net.loss(*part), parts, weigh=weigh)
+        optimizer.step()
+        if step % 20 == 19:
+            with torch.no_grad():
+                losses.append(net.loss(*unseen).item())
+    return losses
+
+
+# %%
+unseen = rows_of([32] * 200, source[500_000:], torch.Generator().manual_seed(9))
+weights = {"mean of means": None, "by tokens": accumulation.tokens}
+curves = {
+    name: [learn(how, seed) for seed in range(3)] for name, how in weights.items()
+}
+axes = dict(xlabel="steps", ylabel="loss on unseen rows")
+title = "With rows this unequal, a mean of means learns more slowly"
+plots.curves(range(20, 101, 20), title=title, **axes, **curves)
+
+# %%
+ends = zip(*([run[-1] for run in runs] for runs in curves.values()), strict=True)
+[f"{means:.2f} instead of {tokens:.2f}" for means, tokens in ends]
+
+# %% [markdown]
+# The short rows come from the same text, so their characters are no worse than others. They are too few to carry half of the weight, and they ask for nothing but the second character of a row. With rows of 32 and of 2 in place of 1,
+# one seed of three came out the other way round: how much it matters depends on how unequal the rows are.
+
+# %% [markdown]
 # ### Further: and on several GPUs?
 #
 # Two ranks (processes that hold a copy of the model each) with two of the four micro-batches each. Data parallelism (lab 08) *averages* the gradients of the ranks.
 #
-# > Each rank weighs its losses with $n_i / \sum n_j$, where the sum now runs over the tokens of *both* ranks. How many times the right length has the averaged
-# > gradient?
+# > Each rank weighs its losses with $n_i / \sum n_j$, where the sum now runs over the tokens of *both* ranks. How many times as long as the right gradient is the
+# > averaged one?
 
 # %%
 predict("accumulation/ranks", times=1)
@@ -344,7 +397,7 @@ def held(rows, size):
 {rows: (units.text(held(rows, rows)), units.text(held(rows, 4))) for rows in (4, 8, 16)}
 
 # %% [markdown]
-# At once (left) they grow with the batch, in fours (right) not by a byte. What stays is the **gradient**: without accumulation it lives from the
+# At once (left) they grow with the batch, in fours (right) not by a byte. What stays in memory is the **gradient**: without accumulation it lives from the
 # backward pass to the step, with it from the first micro-batch on, all through every later forward pass. So at the top of every later hill there is one gradient more. (Without accumulation, too, if a loop calls `zero_grad` after the forward pass and not after the step.)
 
 # %%
@@ -395,12 +448,12 @@ for fp32 in (False, True):
 # ## What else changes when the batch comes in pieces?
 #
 # The gradient of a mean is the mean of gradients, so what treats every token or row on its own goes through. Two things in a training step do not, and a third,
-# dropout, only looks so.
+# dropout, only seems not to.
 #
 # **Whatever looks across the batch.** In language models that is above all the *balancing loss* of a mixture of experts (lab 12): a router spreads the tokens
 # over E experts, and $E \sum_e f_e P_e$ punishes a crowded one, where $f_e$ is the share of the tokens that expert $e$ gets and $P_e$ its mean probability. A
 # product of two means over the batch is not a mean. A contrastive loss, whose negatives are the other rows, is of this kind too, and so is `BatchNorm`.
-# `LayerNorm` and `RMSNorm` look at each row alone. Off by how much, in four micro-batches of 4 rows?
+# `LayerNorm` and `RMSNorm` look at each row alone. How far off is the gradient of four micro-batches of 4 rows?
 
 
 # %%
@@ -451,7 +504,7 @@ angle = cosine.clamp(max=1).acos().rad2deg()
 f"same length: {same}, turned by {angle:.0f} degrees"
 
 # %% [markdown]
-# Clip once, after the last micro-batch. The same holds for whatever belongs to a *step*: `GradScaler.unscale_`, `step` and `update` (lab 02), and the scheduler of the learning rate, which counts steps and not micro-batches. With twice as many accumulation steps it has half as many to go through.
+# Clip once, after the last micro-batch. The same holds for whatever belongs to a *step*: `GradScaler.unscale_`, `step` and `update` (lab 02), and the scheduler of the learning rate, which counts steps and not micro-batches: with twice as many accumulation steps an epoch has half as many.
 #
 # ### Further: and dropout?
 #
@@ -527,9 +580,9 @@ show(accumulation.epoch)
 planner.configure(target=2**22, seq_len=4096, gpus=128, fits=lambda b: b <= 2)
 
 # %% [markdown]
-# With 512 GPUs nothing is left to accumulate. Data parallelism and accumulation do the same work, one in space and one in time. Use the GPUs that you have first, because they shorten the step, and accumulate what is left.
+# With 512 GPUs nothing is left to accumulate. Use the GPUs that you have first: they shorten the step, as long as their messages hide (lab 08). Accumulate what is left.
 #
-# `fits` is a question about the peak of the step, second micro-batch included, and lab 03 answers it. GPT-2 XL on H100s, half a million tokens in a batch:
+# `fits` asks for the peak of the step, second micro-batch included (lab 03). GPT-2 XL on H100s, half a million tokens in a batch:
 
 # %%
 h100 = Hardware.named("H100")
@@ -549,7 +602,7 @@ def fits(policy, attention):
 planner.configure(target=2**19, seq_len=1024, gpus=16, fits=fits("none", "plain"))
 
 # %% [markdown]
-# Change the number of GPUs, checkpoint, fuse attention. Where does accumulation disappear, and which setting would you not pay for?
+# Change the number of GPUs, checkpoint, fuse attention. Where does accumulation disappear?
 
 
 # %%
@@ -565,7 +618,7 @@ policies, kinds = ["none", "selective", "full"], ["plain", "sdpa"]
 explore(setting, gpus=[4, 8, 16, 32, 64], checkpointing=policies, attention=kinds)
 
 # %% [markdown]
-# Full checkpointing makes the micro-batch larger and computes 22 % more, as in lab 04; accumulation computes no product twice. So accumulate rather than recompute, unless the smaller micro-batch costs more time than those 22 %, as it does above with one sequence at a time.
+# Full checkpointing makes the micro-batch larger and computes 22 % more, as in lab 04; accumulation computes no product twice. So where a sequence fits, accumulate rather than recompute, unless the smaller micro-batch costs more time than those 22 %, as it does above with one short sequence at a time.
 # <!-- claim: round(100 * checkpointing.overhead(config.ModelConfig.named("gpt2-xl"), "full")) == 22 -->
 
 # %% [markdown]
@@ -614,17 +667,20 @@ def own_part(step, rank, size, gbs=12, all_rows=96):
 for way in (in_order, own_part):
     ranks = [4] * 3 + [6] * 5
     read = collections.Counter(
-        row for k, n in enumerate(ranks) for rank in range(n) for row in way(k, rank, n)
+        row
+        for step, size in enumerate(ranks)
+        for rank in range(size)
+        for row in way(step, rank, size)
     )
     twice = sum(count > 1 for count in read.values())
     print(f"{way.__name__}: {twice} twice, {96 - len(read)} never")
 
 # %% [markdown]
-# **Waiting for data.** Loading takes l seconds, a step c. One after the other, k steps take k(l + c); with the next batch on its way meanwhile, l + k·max(l, c). Twenty steps that sleep:
+# **Waiting for data.** One after the other, twenty loads and steps take 20 · (load + step). With the next batch on its way during a step, they take load + 20 · max(load, step), if all loads take equally long. Twenty steps that sleep:
 
 
 # %%
-def slept(load, compute, ahead, steps=20):
+def slept(load, step, ahead, steps=20):
     """Seconds of all steps, with so many batches on their way during a step."""
     coming, start = collections.deque(), time.perf_counter()
     with ThreadPoolExecutor(1) as loader:
@@ -632,7 +688,7 @@ def slept(load, compute, ahead, steps=20):
             while len(coming) <= ahead and k + len(coming) < steps:
                 coming.append(loader.submit(time.sleep, load))
             coming.popleft().result()
-            time.sleep(compute)
+            time.sleep(step)
     return time.perf_counter() - start
 
 
@@ -664,8 +720,8 @@ hint("accumulation/configure", 1)
 # - **PyTorch DDP.** Every `backward()` all-reduces gradients, which accumulation needs only once: wrap all but the last micro-batch in `with model.no_sync():`,
 #   forward pass included (lab 08).
 # - **FSDP2.** `model.set_requires_gradient_sync(False)` for all but the last. Gradients are then kept *unsharded* between micro-batches, which costs the memory
-#   that sharding saved; leaving it on reduces every time and keeps them small (lab 09). `set_is_last_backward` tells it when to wait.
-# - **Data.** `DataLoader(num_workers=…, prefetch_factor=…)` loads ahead; torchdata's `StatefulDataLoader` has a `state_dict()` that says where it is.
+#   that sharding saved; leaving it on reduces every time and keeps them small (lab 09).
+# - **Data.** `DataLoader(num_workers=…, prefetch_factor=…)` loads ahead; torchdata's `StatefulDataLoader` remembers where it is.
 # - **torchtitan 0.2.2.** `training.local_batch_size` and `training.global_batch_size`: the second turns accumulation on.
 # - **Megatron-LM.** `--micro-batch-size`, `--global-batch-size`; accumulation steps follow from the data-parallel degree.
 #   `--accumulate-allreduce-grads-in-fp32` is the fp32 buffer, `--calculate-per-token-loss` the mean over tokens of the whole batch.
@@ -697,7 +753,7 @@ hint("accumulation/configure", 1)
 # ## Summary
 #
 # > - A micro-batch's loss enters with its share of the tokens. Without the fraction the gradient is k times too large; with 1/k short micro-batches count too
-# >   much: a token among 2 counts 15 times one among 30.
+# >   much: a token among 2 counts 15 times as much as one among 30.
 # >   <!-- claim: (lambda w: [accumulation.accumulate(lambda x: x.mean(), w.split([30, 30, 2, 18]), weigh=lambda x: 1), round((w.grad.max() / w.grad.min()).item())][1])(torch.ones(80, requires_grad=True)) == 15 -->
 # > - Data parallelism averages: weigh with the tokens of all ranks, and multiply the loss by the number of ranks.
 # > - Activations are those of one micro-batch, whatever the batch. Gradients stay from the first micro-batch to the step, and an fp32 sum of them costs 4Ψ more: 20 bytes per parameter instead of 16.

@@ -53,7 +53,7 @@ plots.tile_walk(walk, s_q=48, s_k=48)
 
 # %% [markdown]
 # Two things in the picture should bother you. A softmax divides by the sum of its *whole* row, and no tile ever sees a row. And the backward pass needs the
-# weights, which are gone. The first question of this lab is how much memory is at stake; the second and the third answer the two worries.
+# weights, which are gone. The first question of this lab is how much memory is at stake. The second and the third answer the two worries.
 
 # %% [markdown]
 # ## How much memory do the scores take?
@@ -86,7 +86,7 @@ q, k, v = tensors(2048)
 # $$ \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s^2}_{\text{weights}} \quad\text{against}\quad \underbrace{3\,a\,s\,d}_{Q,\,K,\,V} + \underbrace{a\,s\,d}_{\text{output}} + \underbrace{a\,s}_{\text{lse}} $$
 #
 # for an attention that keeps its output and, in place of the weights, one number per row: *lse*, the log-sum-exp of the row's scores,
-# $\text{lse}_i = \log \sum_j e^{s_{ij}}$. It is the logarithm of what the softmax divides by; the third question shows that it is enough. Times 4 bytes:
+# $\text{lse}_i = \log \sum_j e^{S_{ij}}$. It is the logarithm of what the softmax divides by; the third question shows that it is enough. Times 4 bytes:
 
 # %%
 a, s, d = 4, 2048, 64
@@ -147,8 +147,8 @@ peaks = {
 {name: [units.text(p) for p in found] for name, found in peaks.items()}
 
 # %% [markdown]
-# Which tensors are alive together at that moment? For plain attention it is the softmax's backward pass. For the tiled one it is a tile of the
-# backward pass, which holds one more number per row, $D$: it takes over from a sum over the whole row, which no tile sees, and you derive it below.
+# Which tensors are alive together at that moment? For plain attention it comes in the softmax's backward pass. For the tiled one it comes in a tile of the
+# backward pass, which holds one more number per row, $D$. It stands for a sum over the whole row, which no tile sees; you derive it below.
 
 # %%
 block = 128
@@ -195,14 +195,14 @@ plots.curves(long, title=title, measured=measured, **axes, **formula)
 # %% [markdown]
 # ## How can a softmax be finished before its row is?
 #
-# Take one query. Its scores arrive in blocks, and each block is forgotten. A numerically safe softmax subtracts the maximum of the row, which you know at the very end.
+# Take one query. Its scores $S_j$ arrive in blocks, and each block is forgotten. A numerically safe softmax subtracts the maximum of the row, which you know at the very end.
 #
-# **The trick is a change of units.** Let $m$ be the largest score so far, and keep two sums in units of $e^m$: $\;\ell = \sum e^{x_j - m}$ and $o = \sum e^{x_j - m}\,v_j$.
-# When a block brings a larger maximum $m'$, every term has to become $e^{x_j - m'} = e^{x_j - m}\cdot e^{m - m'}$. All terms have the *same* factor, so the sums can be converted without the terms:
+# **The trick is a change of units.** Let $m$ be the largest score so far, and keep two sums in units of $e^m$: $\;\ell = \sum e^{S_j - m}$ and $o = \sum e^{S_j - m}\,v_j$.
+# When a block brings a larger maximum $m'$, every term has to become $e^{S_j - m'} = e^{S_j - m}\cdot e^{m - m'}$. All terms have the *same* factor, so the sums can be converted without the terms:
 #
-# $$ \ell \leftarrow e^{m-m'}\,\ell + \sum_{\text{block}} e^{x_j-m'} \qquad o \leftarrow e^{m-m'}\,o + \sum_{\text{block}} e^{x_j-m'}\,v_j \qquad m \leftarrow m' $$
+# $$ \ell \leftarrow e^{m-m'}\,\ell + \sum_{\text{block}} e^{S_j-m'} \qquad o \leftarrow e^{m-m'}\,o + \sum_{\text{block}} e^{S_j-m'}\,v_j \qquad m \leftarrow m' $$
 #
-# In the end the output is $o/\ell$, and $\text{lse} = m + \log \ell = \log \sum e^{x_j}$. A maximum, a sum and the d numbers of an output travel from block to block, per row, and nothing more.
+# In the end the output is $o/\ell$, and $\text{lse} = m + \log \ell = \log \sum e^{S_j}$. A maximum, a sum and the d numbers of an output travel from block to block, per row, and nothing more.
 #
 # Follow two blocks of one key each: score 0 with value 1, then score 5 with value 3.
 
@@ -261,7 +261,7 @@ show(flash.forward)
 #
 # The weights were thrown away tile by tile. Keep $\text{lse}$, and any tile of them comes back with one product and one exponential:
 #
-# $$ P_{ij} = e^{\,s_{ij} - \text{lse}_i}. $$
+# $$ P_{ij} = e^{\,S_{ij} - \text{lse}_i}. $$
 #
 # No maximum, no sum, no second pass. The rest is the derivative of softmax, $\;dS = P \circ (dP - D)$ with $dP = dO\,V^\top$ and $D_i = \sum_j P_{ij}\,dP_{ij}$.
 # That sum runs over a whole row again! Substitute $dP$ and pull $dO$ out:
@@ -332,7 +332,7 @@ both = zip(
 all((exact - ours).abs().max() < 1e-12 for exact, ours in both)
 
 # %% [markdown]
-# The gradient through lse is in there, too: $\partial\,\text{lse}_i / \partial s_{ij} = P_{ij}$, so it joins as $dS = P \circ (dP - D + d\text{lse})$. Lab 11 will need it.
+# The gradient through lse is in there, too: $\partial\,\text{lse}_i / \partial S_{ij} = P_{ij}$, so it joins as $dS = P \circ (dP - D + d\text{lse})$. Lab 11 will need it.
 #
 # In a batch, short sequences are *padded*: filled up at the end. With a causal mask that needs nothing more, since no token looks at what comes after it:
 
@@ -403,7 +403,7 @@ reveal(
 )
 
 # %% [markdown]
-# The maximum $m$ is a unit, not a result: $o$ and $\ell$ are both counted in it, and it leaves in $o/\ell$, rounded or not.
+# The maximum $m$ is a unit, not a result: $o$ and $\ell$ are both counted in it, and it cancels in $o/\ell$, rounded or not. (Up to scores of about 30,000. Beyond, a rounded maximum may be too small by more than 88, and $e^{S-m}$ overflows.)
 #
 # The errors of the two sums $\ell$ and $o$ grow with the number of keys (from left to right, four times as many each), and that of $P$ does not. That holds where many keys share the weight. Queries a hundred times as long
 # make scores of several hundred, and few keys get all of it:
@@ -512,7 +512,7 @@ for head, equal in ((64, 100), (128, 50)):
     print(f"d = {head:3}: {queries} queries at a time, not {equal}: gain {gain:.2f}")
 
 # %% [markdown]
-# It was the parts. With narrow blocks of keys the gain comes near $M/d^2$, twice the law: **at this border tiling pays where fast memory holds clearly more than d² numbers.**
+# It was the equal parts. With narrow blocks of keys the gain comes near $M/d^2$, twice the law: **at this border tiling pays where fast memory holds clearly more than d² numbers.**
 
 # %% [markdown]
 # ## Can the keys live in two places?
@@ -599,7 +599,7 @@ reveal("flash/softmax", MB=predicted.total / 1e6)
 
 # %%
 draw = torch.Generator().manual_seed(0)
-x, gate, up = torch.randn(3, 4096, 4096, generator=draw).unbind()
+x = torch.randn(4096, 4096, generator=draw)
 predicted.diff(flash.moved(lambda: flash.softmax(x)))
 
 # %% [markdown]
@@ -609,17 +609,8 @@ predicted.diff(flash.moved(lambda: flash.softmax(x)))
 _, crossed = flash.one_pass(flash.softmax, x)
 flash.passes(flash.softmax, 4096, 4096, fused=True).diff(crossed)
 
-# %%
-work = {flash.softmax: [x], flash.layernorm: [x], flash.swiglu: [gate, up]}
-for fn in work:
-    apart, at_once = (
-        flash.passes(fn, 4096, 4096, fused=fused).total for fused in (False, True)
-    )
-    print(f"{fn.__name__:10} {apart / at_once:.2f} times fewer bytes")
-
-
 # %% [markdown]
-# A fused SwiGLU has two inputs to read.
+# LayerNorm takes 2 sweeps in place of 8 as well, and SwiGLU, which has two inputs to read, 3 in place of 8.
 #
 # ### Must the logits exist?
 #
@@ -680,7 +671,7 @@ print(found == by_formula(*whole), *map(units.text, found))
 reveal("flash/logits", GB=round(found[0] / 1e9, 1))
 
 # %% [markdown]
-# Most of what is left is the gradient of W, which has to be somewhere. The products are as many as before, three. Against PyTorch's own, are the gradients equal, and is it slower by half or more (least processor time of five runs each)?
+# Most of what is left is the gradient of W, which has to be somewhere. The products are as many as before, three. Compared with PyTorch's own, are the gradients equal, and is it slower by half or more (least processor time of three runs each)?
 
 
 # %%
@@ -693,7 +684,7 @@ def timed(way):
 draw = torch.Generator().manual_seed(0)
 x, W = (torch.randn(n, 64, generator=draw, requires_grad=True) for n in (512, 32_000))
 t = torch.randint(32_000, (512,), generator=draw)
-runs = [(timed(all_at_once), timed(in_chunks)) for _ in range(5)]
+runs = [(timed(all_at_once), timed(in_chunks)) for _ in range(3)]
 pairs = zip(*(gradients for _, gradients in runs[0]), strict=True)
 print("equal:", all(torch.allclose(a, b, atol=1e-6) for a, b in pairs))
 ones, others = (min(took for took, _ in way) for way in zip(*runs, strict=True))
@@ -718,8 +709,8 @@ heads_at_once = 132 / (s / 128)
 units.text(heads_at_once * 2 * (2 * s * d)), units.text(heads_at_once * 2 * s * s)
 
 # %% [markdown]
-# K and V fit into L2 several times over, the scores do not. What a tiled kernel moves in HBM lies between two bounds: *every read* comes from HBM, or each
-# tensor crosses *once*. The figure has both, plain attention, a softmax alone (about 5 FLOPs per number, in eight sweeps), and a rate that somebody measured:
+# K and V fit into L2 several times over, the scores do not. So what a tiled kernel moves in HBM lies between two bounds: *every read* comes from HBM, or each
+# tensor crosses *once*. The figure has both, plain attention, a softmax alone (about 5 FLOPs per number, in eight sweeps), and a measured rate:
 
 # %%
 roof = flash.Roof.of(Hardware.named("H100"))
@@ -737,28 +728,26 @@ device = {roof.name: (roof.flops, roof.bandwidth)}
 plots.roofline(device, points, timed=timed, title=title)
 
 # %% [markdown]
-# Which is it? The dotted line: FlashAttention-3, with blocks of 128 queries at this head (`hopper/tile_size.h`), was timed at 621 TFLOP/s forward with this head and length
-# (PyTorch's benchmark suite, pull request 2391, which does not name the GPU; the kernel runs on Hopper GPUs alone; whether it was causal we do not know). The roofs of the three:
+# The dotted line is FlashAttention-3, with blocks of 128 queries (`hopper/tile_size.h`), timed at 621 TFLOP/s forward with this head and length
+# (PyTorch's benchmark suite, pull request 2391; it names neither the Hopper GPU nor the mask). The roofs of the three:
 
 # %%
 at_most = {name: flops / roof.time(flops, x.total) for name, x in moves.items()}
 {name: units.text(rate, "FLOP/s") for name, rate in at_most.items()}
 
 # %% [markdown]
-# 621 is more than HBM allows if it serves every read: it served at most 425/621 of them, about two thirds. L2 is one that shares reads. Another may be the kernel itself: for heads of 128
-# without a mask it groups thread blocks in pairs, which can take K and V from one load. Which of them it was, this number does not say. What keeps the kernel below 989, a roofline of one
-# memory cannot say. (`flash.Roof.measured()` is the roof of the machine that you are sitting at.)
+# 621 is more than HBM allows if it serves every read, so it served at most 425/621 of them, about two thirds. The others were shared: in L2, or by thread blocks in pairs, which this kernel can let take K and V from one load.
+# What keeps the kernel below 989, a roofline of one memory cannot say. (`flash.Roof.measured()` is the roof of the machine that you are sitting at.)
 #
 # ### How does it look on a GPU?
 #
 # There the loop must live inside *one* kernel, or each tile goes back to slow memory after all. A kernel is a program that runs many times at once, each
 # time for another block: in the forward pass for a block of queries of one head, as in the picture at the top.
 #
-# The backward pass has a conflict: $dK$ and $dV$ of a block collect from all queries, $dQ$ from all keys, and programs that run at the same time would
-# overwrite each other's sums. FlashAttention-2 adds atomically. The kernels below do without: one has queries outside and makes $dQ$, one has keys outside and
-# makes $dK$ and $dV$. Both compute $QK^\top$ and $dO\,V^\top$, so a tile takes 3 + 4 = 7 products in place of 5.
+# In the backward pass $dK$ and $dV$ of a block collect from all queries, $dQ$ from all keys, and programs that run at the same time would
+# overwrite each other's sums. FlashAttention-2 adds atomically. The kernels below do without: one makes $dQ$, one $dK$ and $dV$. Both compute $QK^\top$ and $dO\,V^\top$, so a tile takes 3 + 4 = 7 products in place of 5.
 #
-# The language is *Triton*: Python syntax, compiled for the GPU. Compare it with `flash.forward` and `flash.backward`:
+# The language is *Triton*: Python syntax, compiled for the GPU. Open it, and compare the thirty lines of `_forward` with `flash.forward`. The other two kernels are made of the same pieces:
 
 # %%
 show(triton_kernel)
@@ -830,7 +819,6 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 #   `--no-bias-gelu-fusion`, `--no-bias-swiglu-fusion`, `--no-rope-fusion`, `--no-bias-dropout-fusion`.
 # - **torchtitan.** A model's own choice: in 0.2.2 `attn_type`, `"sdpa"`, `"flex"` or `"varlen"`; on the main branch of 2026 `attn_backend`, with `"flex_flash"` for Hopper and later.
 # - **Logits in chunks.** `F.linear_cross_entropy` of PyTorch 2.13 with `options=nn.LinearCrossEntropyOptions(…)`; Liger Kernel's `LigerFusedLinearCrossEntropyLoss`.
-# - **DeepSpeed, FSDP2.** Attention is the model's own business there: choose it in the model.
 #
 # Dropout inside a fused attention stores no mask: the backward pass draws the same numbers again from the same seed. `flash.attention` here has no dropout.
 

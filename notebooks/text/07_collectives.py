@@ -552,8 +552,8 @@ for algorithm in collectives.ALL_REDUCES:
     print(f"{algorithm:28} {row}")
 
 # %% [markdown]
-# The two times agree: the formula counts the right messages in the right order. That is all it shows, since the replay uses the same λ and bw. What a machine
-# says is asked below.
+# The two times agree: the formula counts the right messages in the right order. That is all it shows, since the replay uses the same λ and bw. How long a real machine
+# takes is asked below.
 
 # %% [markdown]
 # > Six ranks, and links of 10 µs and 10 GB/s. From which message size on is the ring the fastest?
@@ -629,8 +629,8 @@ for name in ("ring", "halving_doubling"):
 
 # %% [markdown]
 # Halving–doubling sends through both directions of each link, the ring through one, and still the ring is ahead on such a network, by a factor that grows with N (on four ranks it is 1).
-# (Two rings of half the tensor each, in opposite directions, would halve the ring's number once more.) A ring of ranks needs a network with a cycle through
-# all of them and no power of two.
+# (Two rings of half the tensor each, in opposite directions, would halve the ring's number once more.) A ring works with any number of ranks, on any network with a cycle through
+# all of them.
 #
 # ## Further: and if some links are slow?
 #
@@ -807,8 +807,8 @@ print("only two:    ", units.text(fewer, "s"), units.text(rate, "B/s"))
 print("three into rank 0:", units.text(seconds(into_rank_0, 4) / 10, "s"))
 
 # %% [markdown]
-# With two ranks silent, the other two get more than before. And three messages into one rank take less than three times as long as one: they overlap. Both make the naive way and the tree
-# faster than the model says. In the ring and in halving–doubling all ranks send in every step, as they did when λ and bw were measured, so their dots lie nearer to their lines. But the *order* of the four is
+# With two ranks silent, the other two are faster than before. And three messages into one rank take less than three times as long as one: they overlap. Both make the naive way and the tree
+# faster than the model says. In the ring and in halving–doubling all ranks send in every step, as they did when λ and bw were measured, so for them the model leaves out less. Even then the *order* of the four is
 # not always the model's: look which dot is the slowest for messages of some kilobytes. A count of bytes needs no such care: it is the same everywhere.
 
 # %%

@@ -3,7 +3,7 @@
 #
 # **Four devices hold a copy of the model each and a quarter of the batch. What must they tell each other, and when, so that training is the same as on one?**
 #
-# *90 min, and 20 further · before this: labs 05 and 07 · needs a laptop, no GPU and no network*
+# *90 min, and 25 further · before this: labs 05 and 07 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -167,7 +167,7 @@ units.text(8 * gpt2.seq_len * gpt2.vocab_size * 4)
 # `DataParallel` runs a *thread* per device, and all of them share Python's global interpreter lock; DDP runs a *process*.
 
 # %% [markdown]
-# ### Further: is it the server, or that there is one?
+# ### Further: what makes a server slow?
 #
 # Run it. One step of SGD on eight ranks with 8 MB of gradients: by the server; by *servers everywhere*, each for an eighth of the weights; and by an all-reduce. Are the weights right, what does the busiest rank send and receive, and how far off are the formulas?
 
@@ -212,7 +212,7 @@ with World(8) as eight:
         print(f"{how.__name__:18} {right}, busiest {amounts}, off by {unexplained}")
 
 # %% [markdown]
-# What hurts is that there is *one*: it sends and receives seven times the model, through links that would carry it once. **Servers everywhere are a reduce-scatter and an all-gather, an all-reduce in its two halves, to the byte.**
+# What makes it slow is that there is only *one*: it sends and receives seven times the model, through links that would carry it once. **Servers everywhere are a reduce-scatter and an all-gather, an all-reduce in its two halves, to the byte.**
 # Parameter servers live on where ranks do not wait for each other, or touch few of the weights.
 
 # %% [markdown]
@@ -319,17 +319,25 @@ plots.overlap(
 reveal("buckets/one-each", ms=round(1e3 * backward(1).makespan))
 
 # %% [markdown]
-# With a bucket for each tensor the network is busy to the end, mostly with latencies; with one it has nothing to do until the backward pass is over. So: several times N·λ·bw, and a
+# With a bucket for each tensor the network is busy to the end, mostly with latencies. With one bucket for all it has nothing to do until the backward pass is over. Choose buckets of several times N·λ·bw that are a
 # small part of the whole. DDP's default is 25 MiB. Megatron-LM's grows with N, as N·λ·bw does.
+#
+# Where N·λ·bw is a large part of the whole, both cannot be had. On 1024 ranks it is 102 MB of these 340, and latency decides. Milliseconds with buckets of 25 MB, of 200 MB, and with one for all:
+
+# %%
+on_1024 = dict(n=1024, link=link)
+for size in (25_000_000, 200_000_000, 10**9):
+    found = data_parallel.backward_timeline(layers, bucket_bytes=size, **on_1024)
+    print(f"{size / 1e6:5.0f} MB: {1e3 * found.makespan:.0f} ms")
 
 # %% [markdown]
 # ## How much of the communication can you hide?
 #
 # A bucket travels while the next layer is computed. Only the last one has nothing left to hide behind. So, *if the network keeps up*,
 #
-# $$ \text{hidden} \;=\; 1 - \frac{S_{\text{last}}}{\sum_k S_k}, $$
+# $$ \text{hidden} \;=\; 1 - \frac{S_{\text{last}}}{\sum_i S_i}, $$
 #
-# where $S_k$ are the bytes of bucket k. Now four processes, and a clock. Two cores are too few to compute for four ranks and send as well: the layers of this chain *sleep* in their backward
+# where $S_i$ are the bytes of bucket i. Now four processes, and a clock. Two cores are too few to compute for four ranks and send as well: the layers of this chain *sleep* in their backward
 # pass, as a CPU does while a GPU works. Twelve layers of 1 MB, 20 ms each; of three steps the one of median length:
 
 # %%
@@ -413,7 +421,7 @@ reveal("hidden/tokens", tokens=round(enough(64, 2)))
 # %% [markdown]
 # On 64 ranks about four fifths are hidden at T, and all but the last bucket at twice that: the rest is latency. On 1024 ranks the law fails. A ring is then 2046 hops long, and at T four fifths of the communication is waited for. There you need larger buckets, or an all-reduce of fewer steps (lab 07).
 #
-# **What should travel, bf16 or fp32?** Half the bytes are half the tokens. But a ring adds n numbers one after the other, and a bf16 sum is rounded at each hop. One all-reduce of random bf16 gradients, off by:
+# **What should travel, bf16 or fp32?** Half the bytes hide behind half the tokens. But a ring adds n numbers one after the other, and a bf16 sum is rounded at each hop. One all-reduce of random bf16 gradients, off by:
 
 # %%
 for n in (4, 16, 64):
@@ -430,7 +438,7 @@ for n in (4, 16, 64):
     print(f"{n:2} ranks: {off:.1%}; rounded once, at the end: {once:.1%}")
 
 # %% [markdown]
-# The error grows with the ranks, that of a sum in fp32 does not. Many training codes therefore reduce in fp32, as FSDP does with `reduce_dtype=torch.float32` (lab 09).
+# The error grows with the number of ranks. A sum in fp32 that is rounded once, at the end, stays at 0.2 %. Many training codes therefore reduce in fp32, as FSDP does with `reduce_dtype=torch.float32` (lab 09).
 
 # %% [markdown]
 # ## What do micro-batches change?
@@ -621,7 +629,7 @@ formulas.states(medium, setting, Mesh(dp=4)).diff(states)
 processes.close()
 
 # %% [markdown]
-# Gradients are views of the buckets, so the buckets add nothing. Nobody counts what gloo sends. `make bench` times both.
+# Gradients are views of the buckets, so the buckets add nothing. What gloo itself sends is not counted here. `make bench` times both.
 #
 # ## Further: turn the knobs
 #
@@ -676,11 +684,11 @@ explore(knobs, states=30, bucket=sizes, ranks=[8, 128], bandwidth_GBps=[1, 10, 1
 # >   <!-- claim: world.World(4).run(lambda rank: rank.comm().all_reduce(torch.tensor([1.0])).item()) == [4.0] * 4 -->
 # > - On eight ranks a server sends GPT-2's weights seven times, 3.48 GB per step; a ring has each rank send 1.75 times its gradient, 0.87 GB.
 # >   <!-- claim: [round(max(collectives.sent(way, nbytes=4 * config.ModelConfig.named("gpt2").num_params, n=8).by("rank").values()) / 1e9, 2) for way in ("broadcast_star", "all_reduce_ring")] == [3.48, 0.87] -->
-# > - An eighth of the server on each rank would send what the ring sends: an all-reduce is a reduce-scatter and an all-gather.
+# > - A server for an eighth of the weights on each rank sends what the ring sends: an all-reduce is a reduce-scatter and an all-gather.
 # >   <!-- claim: (lambda f: sum(f(a, nbytes=800, n=8).by("rank")[0] for a in ("all_to_all_pairwise", "all_gather_ring")) == f("all_reduce_ring", nbytes=800, n=8).by("rank")[0])(collectives.sent) -->
 # > - Gradients come from the last layer to the first. Small buckets pay latency, one bucket for all cannot hide. A tied embedding comes last: 31 % of GPT-2.
 # >   <!-- claim: (lambda m: round(100 * m.vocab_size * m.d_model / m.num_params))(config.ModelConfig.named("gpt2")) == 31 -->
-# > - If the network keeps up, all but the last bucket can hide: 92 % for twelve equal ones. If it is ten times too slow, 9 %. It keeps up if a rank has (g/2)·F/bw tokens, for gradients of g bytes and messages longer than N·λ·bw.
+# > - If the network keeps up, all but the last bucket can hide: 92 % for twelve equal ones. If it is ten times too slow, 9 %. It keeps up if a rank has (g/2)·F/bw tokens, for gradients of g bytes and messages much longer than N·λ·bw.
 # >   <!-- claim: [round(100 * data_parallel.backward_timeline([(1000, 1.0)] * 12, bucket_bytes=1000, n=2, link=config.Link(0, bw)).hidden) for bw in (2000, 100)] == [92, 9] -->
 # > - Look for inf, and clip, after the reduction: all ranks then see the same.
 # > - With k micro-batches reduce once per step: without `no_sync` the values are right and the bytes k-fold.
