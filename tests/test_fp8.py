@@ -434,6 +434,29 @@ def test_small_tensors_keep_their_moments():
     assert optimizer.moment(small, "exp_avg").dtype == torch.float32
 
 
+def test_steps_with_moments_in_fp32_are_those_of_adamw():
+    draw = torch.Generator().manual_seed(0)
+    ours = nn.Parameter(torch.randn(40, generator=draw))
+    theirs = nn.Parameter(ours.detach().clone())
+    pair = (
+        (ours, Adam8([ours], lr=0.1, betas=(0.8, 0.9))),
+        (theirs, torch.optim.AdamW([theirs], lr=0.1, betas=(0.8, 0.9))),
+    )
+    for _ in range(5):
+        grad = torch.randn(40, generator=draw)
+        for p, optimizer in pair:
+            p.grad = grad.clone()
+            optimizer.step()
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_takes_no_memory_and_what_is_no_number_spoils_its_block():
+    kept = to_blocks(torch.tensor([1.0] * 4 + [math.nan]), block=4)
+    assert kept.codes.untyped_storage().nbytes() == 5
+    back = from_blocks(kept, (5,), block=4)
+    assert back[:4].isfinite().all() and back[4].isnan()
+
+
 def test_one_step_of_adam8_is_one_of_adamw():
     ours, theirs = nn.Parameter(drawn(80, 64)), nn.Parameter(drawn(80, 64))
     for p, make in ((ours, Adam8), (theirs, torch.optim.AdamW)):
