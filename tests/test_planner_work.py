@@ -300,6 +300,25 @@ def test_full_recomputation_holds_inputs_and_one_layer():
     assert planner.ledger(MODEL, replace(none, dp=2, zero=2), 0).by("name")["gathered layers"] == 4 * n
 
 
+@pytest.mark.parametrize("wide", [12_288, 400_000])  # the layer without experts, narrow and wide
+def test_full_recomputation_of_both_kinds_of_layers(wide):
+    deep = replace(ModelConfig.named("deepseek-v2"), num_layers=4, seq_len=s, d_ff=wide)
+    plan = planner.Plan(dp=8, ep=8, recompute=2)
+    held = planner.ledger(deep, plan, 0).by("name")
+    assert held["inputs of layers"] == 2 * s * deep.d_model * 4
+    kinds = [
+        sum(np.ravel(n)[0] for n in stages.kept_by_megatron(deep, replace(plan, recompute=0).column(), e).values())
+        for e in (False, True)
+    ]  # fmt: skip
+    assert held["the layer computed again"] == max(kinds) and min(kinds) > 0
+    assert (kinds[0] > kinds[1]) == (wide > 12_288)
+
+
+def test_tp_divides_the_tokens_that_cp_leaves():
+    said = plans.illegal(job(replace(MODEL, seq_len=20)), planner.Plan(tp=4, cp=2, dp=2))
+    assert said == "tp=4 does not divide a rank's 20 / 2 tokens"
+
+
 def test_flops_of_a_token_by_hand():
     found = plans.flops_per_token(MODEL)
     n = MODEL.num_params - v * h - 13 * h  # matrices, without the table that is looked up
