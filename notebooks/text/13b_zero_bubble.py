@@ -428,7 +428,7 @@ for pair in (1.5, 1.3, 1.1):
 # gradients, and no gain.)
 
 # %% [markdown]
-# Place schedules of this lab by hand, and run them on ranks. Each of the five levels has goals that one order reaches, and a finished board says which goal was missed. Level 5 counts bytes: find the W of the last rank that must not wait.
+# Place schedules of this lab by hand, and run them on ranks. Each of the five levels has goals, and a finished board says which one was missed. Level 5 counts bytes: find the W of the last rank that must not wait.
 
 # %%
 Editor(LEVELS[3:])
