@@ -197,13 +197,14 @@ def test_lab_and_tests_fix_what_sums_depend_on(clone):
 
 def test_settings_are_those_that_the_processor_has_and_nobody_made(tmp_path):
     cpu = tmp_path / "cpuinfo"
-    assert sums.settings({}, cpu) == {"OMP_NUM_THREADS": "1"}, "macOS has no such file"
+    alone = {"OMP_NUM_THREADS": "1", **sums.KEEP}
+    assert sums.settings({}, cpu) == alone, "macOS has no such file"
     cpu.write_text("processor\t: 0\nFeatures\t: fp asimd avx2ish\n")
-    assert sums.settings({}, cpu) == {"OMP_NUM_THREADS": "1"}, "ARM"
+    assert sums.settings({}, cpu) == alone, "ARM"
     cpu.write_text("processor\t: 0\nflags\t\t: fpu sse4_2 avx avx2 avx512f\nprocessor\t: 1\n")
-    both = {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2"}
-    assert sums.settings({}, cpu) == both
-    assert sums.settings({"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "4"}, cpu) == {}
+    assert sums.settings({}, cpu) == alone | {"ATEN_CPU_CAPABILITY": "avx2"}
+    own = {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "4"}
+    assert sums.settings(own | dict.fromkeys(sums.KEEP, "1"), cpu) == {}
 
 
 def test_a_table_of_machines_names_the_cells_that_fail(monkeypatch, capsys):
