@@ -3,10 +3,10 @@
 import html
 from dataclasses import replace
 
-from labutils import planner, units, zero
+from labutils import planner, units
 from labutils.config import Hardware, ModelConfig
 from labutils.planner.plans import text_of
-from labutils.teach import calculator, plots
+from labutils.teach import calculator
 from labutils.teach.widgets import explore
 
 CLUSTERS = {"H100": Hardware.named("H100"), "B200": Hardware.named("B200")}
@@ -14,15 +14,10 @@ TRAINED = ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mixtral-8x7b")
 BATCH, SEQUENCE = 2**22, 8192  # tokens
 
 
-def sharded():
-    """Model states on each device, whose levels of ZeRO the reader sees shrink."""
-
-    def held(model="llama-3.1-70b", devices=64):
-        psi = ModelConfig.named(model).num_params
-        levels = {f"level_{level}": zero.model_states(psi, devices, level) for level in range(4)}
-        return plots.memory_bars(capacity=Hardware.named("H100"), **levels)
-
-    return explore(held, model=list(TRAINED[:3]), devices=[1, 8, 64, 1024]).html
+def ranks():
+    """What a rank holds, whose levels of ZeRO, axes and recomputation the reader sees shrink."""
+    axes = dict(pp=[1, 8], dp=[64, 8], cp=[1, 8], tp=[1, 8], ep=[1, 8])
+    return calculator.ranks("llama-3.1-70b", *TRAINED[:1], *TRAINED[2:], **axes).html
 
 
 def plans():
@@ -69,4 +64,4 @@ def memory():
     return calculator.Calculator(*names)._repr_html_()
 
 
-PANELS = {"sharded": sharded, "plans": plans, "memory": memory}
+PANELS = {"ranks": ranks, "plans": plans, "memory": memory}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils import memory
+from labutils import memory, predict, units
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.teach import calculator, plots
 
@@ -235,3 +235,46 @@ def test_every_component_is_derived_in_the_lab_and_the_panel_stays_small():
         if "text/html" in output.get("data", {})
     ]
     assert [len(output) < 400_000 for output in outputs if "lu-calculator" in output] == [True]
+
+
+AXES = dict(pp=[1, 2], dp=[4, 1], cp=[1, 2], tp=[1, 2])
+
+
+@pytest.mark.parametrize("places", [(0, 0, 0, 0, 0, 0), (1, 1, 0, 1, 1, 1), (1, 1, 0, 0, 1, 2)])
+def test_a_rank_of_a_mesh_holds_what_is_predicted_at_each_level(places):
+    panel = calculator.ranks("gpt2", "llama-3.1-8b", seq_len=1024, micro_batches=4, **AXES)
+    name, *degrees, recomputation = (
+        control.values[place]
+        for place, control in zip(places, panel._controls.values(), strict=True)
+    )
+    mesh = Mesh(**dict(zip(AXES, degrees, strict=True)))
+    model = dataclasses.replace(ModelConfig.named(name), seq_len=1024)
+    wanted = []
+    for zero in range(4):
+        train = TrainConfig(
+            micro_batch=1,
+            global_batch=4 * mesh.dp,
+            fp32_gradients="only",
+            zero=zero,
+            sequence=mesh.tp > 1,
+            attention="ring" if mesh.cp > 1 else "sdpa",
+            checkpointing=recomputation,
+        )
+        asked_of = model, train, mesh
+        both = predict.states(*asked_of) + predict.activations(*asked_of)
+        wanted.append((f"ZeRO {zero}", units.text(both.total)))
+    shown = panel._shown(places)
+    assert re.findall(r'"lu-phase">(ZeRO \d)<.*?</div><span>(.+?)</span>', shown) == wanted
+    limits = re.findall(r'<i style="left:([\d.]+)%', shown)
+    assert len(limits) == 4 and len(set(limits)) == 1, "the bars have one scale"
+    for told, bar in re.findall(r'aria-label="(.+?)">(.+?)<i ', shown):
+        widths = [float(width) for width in re.findall(r"width:([\d.]+)%", bar)]
+        assert told.startswith("weights ") and widths[0] > 0 and 0 < sum(widths) <= 100.1
+
+
+def test_on_one_rank_there_is_nothing_to_shard_and_what_cannot_be_is_said():
+    panel = calculator.ranks("llama-3.1-8b", "mixtral-8x7b", dp=[1, 2], ep=[1, 2])
+    assert panel._shown((0, 0, 0, 0)).count('"lu-phase"') == 1
+    refused = panel._shown((0, 1, 1, 0))
+    assert '"lu-phase"' not in refused and refused.count("and the model has none") == 1
+    assert "Activations depend on the routing" in panel._shown((1, 1, 1, 0))

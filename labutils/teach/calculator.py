@@ -10,17 +10,20 @@ import functools
 import html
 import itertools
 import json
+import math
 import operator
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from labutils import units
+from labutils import predict, units
 from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
-from labutils.ledger import Line
+from labutils.ledger import COMPONENTS, Ledger, Line
 from labutils.memory import formulas, peak
+from labutils.teach import widgets
 
 _SCRIPT, _STYLE = (
     Path(__file__).with_suffix(suffix).read_text("utf-8") for suffix in (".js", ".css")
@@ -229,6 +232,82 @@ class Calculator:
             f'<script type="application/json">"{packed}"</script>\n'
             f"<script>{_SCRIPT}</script>\n</div>"
         )
+
+
+def ranks(
+    *names: str, seq_len: int = 8192, micro_batches: int = 16, **axes: list[int]
+) -> widgets.Panel:
+    """A panel that says what rank 0 of a mesh holds between the operations of a step, at each level
+    of ZeRO, in bf16 with gradients and master weights in fp32: `predict.states` and
+    `predict.activations`.
+
+    names: the models to choose from, trained with AdamW in micro-batches of one sequence
+    seq_len: tokens of a sequence
+    micro_batches: how many a rank runs in a step
+    axes: the degrees to choose from, such as `tp=[1, 8]`
+
+    What experts keep depends on the routing, and is left out. Temporaries come on top: a dry run
+    (`predict.peak`) has them.
+    """
+    models = {name: replace(ModelConfig.named(name), seq_len=seq_len) for name in names}
+
+    def held(model: str, recomputation: str, **degrees: int) -> str:
+        return _bars(models[model], Mesh(**degrees), recomputation, micro_batches)
+
+    controls = {"model": list(models), **axes, "recomputation": list(CHECKPOINTING)}
+    return widgets.explore(held, states=math.prod(map(len, controls.values())), **controls)
+
+
+def _bars(model: ModelConfig, mesh: Mesh, recomputation: str, micro_batches: int) -> str:
+    """A bar for each level of ZeRO, or why there is none."""
+    room = Hardware.named("H100").memory
+    rows, levels = [], dict[int, Ledger]()
+    for zero in range(4 if mesh.dp * mesh.cp > 1 else 1):
+        try:
+            levels[zero] = between(model, mesh, zero, recomputation, micro_batches)
+        except ValueError as error:
+            rows.append(f"<p>Not possible: {html.escape(str(error))}.</p>")
+    most = max([room, *(held.total for held in levels.values())])  # one scale for all
+    rows += [_bar(zero, held, room, most) for zero, held in levels.items()]
+    keys = "".join(f'<span class="lu-chip lu-{part}"></span>{part}&emsp;' for part in COMPONENTS)
+    what = "" if model.num_experts == 1 else " Activations depend on the routing: not drawn."
+    said = f"Rank 0 of {mesh.size:,}; the dashed line is an H100's memory.{what}"
+    shown = f"{''.join(dict.fromkeys(rows))}<p>{keys}<br>{said}</p>"
+    return f'<div class="lu-calculator"><style>{_STYLE}</style>{shown}</div>'
+
+
+def _bar(zero: int, held: Ledger, room: int, most: int) -> str:
+    by = {part: sum(line.amount for line in held.only(component=part)) for part in COMPONENTS}
+    told = ", ".join(f"{part} {units.text(by[part])}" for part in COMPONENTS if by[part])
+    parts = "".join(
+        f'<span class="lu-{part}" style="width:{100 * by[part] / most:.2f}%"></span>'
+        for part in COMPONENTS
+    )
+    limit = f'<i style="left:{100 * room / most:.2f}%"></i>'
+    bar = f'<div class="lu-bar" role="img" aria-label="{told}">{parts}{limit}</div>'
+    return f'<div class="lu-phase">ZeRO {zero}{bar}<span>{units.text(held.total)}</span></div>'
+
+
+def between(
+    model: ModelConfig, mesh: Mesh, zero: int, recomputation: str, micro_batches: int
+) -> Ledger:
+    """What a bar of `ranks` stands for: bytes of rank 0 between the operations of a step.
+
+    Raises ValueError for what does not go together.
+    """
+    train = TrainConfig(
+        micro_batch=1, global_batch=micro_batches * mesh.dp, fp32_gradients="only", zero=zero,
+        attention="ring" if mesh.cp > 1 else "sdpa", sequence=mesh.tp > 1,
+    )  # fmt: skip
+    found = _rank_states(model, train, mesh)
+    if model.num_experts > 1:
+        return found
+    return found + _rank_keeps(model, replace(train, checkpointing=recomputation), mesh)
+
+
+# The figure is asked for the same many times: states know nothing of recomputation.
+_rank_states = functools.lru_cache(maxsize=4096)(predict.states)
+_rank_keeps = functools.lru_cache(maxsize=4096)(predict.activations)
 
 
 def _field(name: str, label: str, start: Any) -> str:
