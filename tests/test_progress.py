@@ -123,15 +123,22 @@ def test_a_long_cell_says_so_where_somebody_watches_and_leaves_nothing_elsewhere
             )
 
         run(LONG, False)
-        run("while not shown: pass", True)  # JupyterLab
-        kinds = [each["msg_type"] for each in outputs[True] if "display" in each["msg_type"]]
-        texts = [
-            each["content"]["data"]["text/plain"]
-            for each in outputs[True]
-            if each["msg_type"] in kinds
-        ]
-        assert kinds[0] == "display_data" and set(kinds[1:]) == {"update_display_data"}
-        assert texts[0] == "computing · 0 s" and texts[-1] == ""
+        kinds = "display_data update_display_data clear_output stream execute_result".split()
+
+        def told(code):
+            run(code, True)  # as JupyterLab
+            found = [each for each in outputs[True] if each["msg_type"] in kinds]
+            return [(each["msg_type"], each["content"]) for each in found]
+
+        (first, line), *more, (last, _) = told("while not shown: pass")
+        assert first == "display_data" and line["data"]["text/plain"] == "computing · 0 s"
+        assert {kind for kind, _ in more} <= {"update_display_data"} and last == "clear_output"
+        # What the cell shows comes when the line is gone, and after that there is no line.
+        for says, kind in (("print(1, flush=True)", "stream"), ("1", "execute_result")):
+            found = [each for each, _ in told(f"shown.clear()\nwhile not shown: pass\n{says}")]
+            assert found[0] == "display_data" and found[-2:] == ["clear_output", kind]
+        late = told("print(1, flush=True)\nshown.clear()\nwhile len(shown) < 2: pass")
+        assert late[-1][0] == "stream"
         run("waiting.thread.is_alive()", False)  # nbclient, nbval
         assert [
             each["content"]["data"]["text/plain"]

@@ -95,8 +95,67 @@ class Waiting:
             self.say("", False)
 
 
+class _Line:
+    """The line below a cell that computes: it goes before the cell's first own output, or when the
+    cell ends, so that nothing of it is stored with the notebook."""
+
+    OUTPUTS = ("stream", "display_data", "execute_result", "error")
+
+    def __init__(self, shell: Any) -> None:
+        self.kernel, self.publisher = shell.kernel, shell.display_pub
+        self.lock, self.shown, self.spoken = threading.Lock(), False, False
+        self.parent: dict[str, Any] = {}
+        self.send, self.kernel.session.send = self.kernel.session.send, self._sending
+
+    def begin(self) -> None:
+        """A cell begins, and has shown nothing yet."""
+        with self.lock:
+            self.shown, self.spoken = False, False
+            self.parent = self.kernel.get_parent()
+
+    def say(self, text: str, first: bool = False) -> None:
+        """Show a text, unless the cell has shown something itself; "" takes it back."""
+        # In the thread that sends what was printed, or one could overtake the other.
+        self.publisher.pub_socket.io_thread.schedule(lambda: self._say(text))
+
+    def _say(self, text: str) -> None:
+        with self.lock:
+            if not text:
+                self._take_back()
+            elif not self.spoken:
+                self._publish(text)
+
+    def _publish(self, text: str) -> None:
+        # Not by `display`, which waits until all that was printed is sent.
+        shown = {"text/html": f'<span style="color:#6B7280">{text}</span>', "text/plain": text}
+        place = {"display_id": f"computing-{self.parent['header']['msg_id']}"}
+        kind = "update_display_data" if self.shown else "display_data"
+        self._tell(kind, {"data": shown, "metadata": {}, "transient": place})
+        self.shown = True
+
+    def _take_back(self) -> None:
+        """The line is all that there is: clear the output."""
+        if self.shown:
+            self._tell("clear_output", {"wait": False})
+            self.shown = False
+
+    def _tell(self, kind: str, content: dict[str, Any]) -> None:
+        to = self.publisher
+        self.send(to.pub_socket, kind, content, parent=self.parent, ident=to.topic)
+
+    def _sending(self, socket: Any, message: Any, *arguments: Any, **options: Any) -> Any:
+        """What the kernel sends to the front end, after the line is gone."""
+        kind = message if isinstance(message, str) else message["header"]["msg_type"]
+        if kind in self.OUTPUTS:
+            with self.lock:
+                self._take_back()
+                self.spoken = True
+        return self.send(socket, message, *arguments, **options)
+
+
 def watch(shell: Any = None, after: float = 5) -> None:
-    """From now on a cell of this notebook says how long it takes, once that is `after` seconds.
+    """From now on a cell of this notebook says how long it takes, once that is `after` seconds, and
+    until it shows something itself.
 
     It does where somebody watches, that is where the front end takes input, as JupyterLab does.
     What executes notebooks (nbclient, nbval) takes none, and so stores nothing of it.
@@ -107,18 +166,14 @@ def watch(shell: Any = None, after: float = 5) -> None:
         shell = get_ipython()
     if not hasattr(shell, "kernel") or hasattr(shell, "waiting"):
         return
-    from IPython.display import display
-
-    def say(text: str, first: bool) -> None:
-        shown = {"text/html": f'<span style="color:#6B7280">{text}</span>', "text/plain": text}
-        place = f"computing-{id(clock.ended)}"
-        display(shown, raw=True, display_id=place, update=not first)
+    line = _Line(shell)
 
     def begin(cell: Any) -> None:
         if shell.kernel.get_parent().get("content", {}).get("allow_stdin"):
+            line.begin()
             clock.begin()
 
-    clock = shell.waiting = Waiting(say, after)
+    clock = shell.waiting = Waiting(line.say, after)
     shell.events.register("pre_run_cell", begin)
     shell.events.register("post_run_cell", lambda result: clock.end())
 
