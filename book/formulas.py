@@ -15,7 +15,7 @@ from typing import NamedTuple
 import labutils
 
 ORDER = (
-    "anatomy floats memory checkpointing accumulation flash collectives zero expert_parallel "
+    "anatomy floats memory predict checkpointing accumulation flash collectives zero expert_parallel "
     "schedule pipeline lora quantization scaling"
 ).split()
 STATED = re.compile(r"^(?P<value>.+?) == (?P<formula>.+?)  # (?P<case>.+)$")
