@@ -15,8 +15,8 @@ from typing import NamedTuple
 import labutils
 
 ORDER = (
-    "anatomy floats memory predict checkpointing accumulation flash collectives zero expert_parallel "
-    "schedule pipeline lora quantization scaling"
+    "anatomy floats memory predict checkpointing accumulation flash collectives zero "
+    "expert_parallel schedule lora quantization scaling"
 ).split()
 STATED = re.compile(r"^(?P<value>.+?) == (?P<formula>.+?)  # (?P<case>.+)$")
 WORDS = {"λ": r"\lambda", "Ψ": r"\Psi", "α": r"\alpha", "bw": r"\mathrm{bw}"}

@@ -41,10 +41,10 @@ def sent(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int 
     books. Experts are visited evenly.
 
     >>> gpt2, mesh = ModelConfig.named("gpt2"), Mesh(pp=4)
-    >>> (s, h), b, m, bytes_each = gpt2.letters("s h"), 2, 8, 2
+    >>> (s, h), b, m = gpt2.letters("s h"), 2, 8
     >>> train = TrainConfig(micro_batch=b, global_batch=m * b)
     >>> forward = sent(gpt2, train, mesh).only(name="send forward").total
-    >>> forward == m * b * s * h * bytes_each  # to the next stage, forward
+    >>> forward == 2 * m * b * s * h  # to the next stage, forward, in half precision
     True
 
     Raises ValueError for what does not go together (`step.check_plan`).
