@@ -255,7 +255,8 @@ def ranks(
         return _bars(models[model], Mesh(**degrees), recomputation, micro_batches)
 
     controls = {"model": list(models), **axes, "recomputation": list(CHECKPOINTING)}
-    return widgets.explore(held, states=math.prod(map(len, controls.values())), **controls)
+    states = math.prod(len(choices) for choices in controls.values())
+    return widgets.explore(held, states=states, **controls)
 
 
 def _bars(model: ModelConfig, mesh: Mesh, recomputation: str, micro_batches: int) -> str:
