@@ -254,7 +254,8 @@ def ranks(
     def held(model: str, recomputation: str, **degrees: int) -> str:
         return _bars(models[model], Mesh(**degrees), recomputation, micro_batches)
 
-    controls = {"model": list(models), **axes, "recomputation": list(CHECKPOINTING)}
+    controls: dict[str, list[Any]] = {"model": list(models), **axes}
+    controls["recomputation"] = list(CHECKPOINTING)
     states = math.prod(len(choices) for choices in controls.values())
     return widgets.explore(held, states=states, **controls)
 
