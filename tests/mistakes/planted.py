@@ -155,7 +155,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("if not isinstance(found, dict):", "if False:"),
         ('if shell.kernel.get_parent().get("content", {}).get("allow_stdin"):', "if True:"),
         ("        if said:\n            self.say", "        if not said:\n            self.say"),
-        ("update=not first)", "update=False)"),
+        ("if kind in self.OUTPUTS:", "if False:"),
+        ('self._tell("clear_output", {"wait": False})', "pass"),
     ],
     ("teach/rigs/pipeline", "test_pipeline"): [
         ("abs(self.loss - self.alone) < 1e-10 and self.error < 1e-10", "abs(self.loss - self.alone) < 1e-10"),
