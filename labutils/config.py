@@ -702,7 +702,4 @@ def _table(file: str) -> dict[str, dict[str, str]]:
 
 
 def _row(file: str, name: str, kind: str) -> dict[str, str]:
-    table = _table(file)
-    if name not in [*table]:
-        raise ValueError(f"no {kind} called {name!r}: there are {', '.join(table)}")
-    return table[name]
+    return units.entry(_table(file), name, f"no {kind} called")

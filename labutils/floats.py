@@ -414,7 +414,7 @@ def named(name: str | FloatFormat) -> FloatFormat:
     """The format of that name, such as "e4m3"; a format is itself."""
     if isinstance(name, FloatFormat):
         return name
-    if name not in [*FORMATS]:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(
             f"unknown format {name!r}: choose one of {', '.join(FORMATS)}, or describe your own "
             "with FloatFormat(name, exponent_bits, mantissa_bits)"

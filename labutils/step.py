@@ -78,7 +78,8 @@ def build(
 
 def schedule_of(train: TrainConfig, mesh: Mesh) -> schedule.Schedule:
     """The schedule of a step; on one stage micro-batches come one after the other."""
-    if isinstance(plan := train.schedule, schedule.Schedule):
+    if not isinstance(plan := train.schedule, str):
+        units.instance(plan, schedule.Schedule, "TrainConfig.schedule")
         _require_fit(plan, train, mesh)
         return plan
     name = train.schedule if mesh.pp > 1 else "one_f_one_b"

@@ -5,12 +5,14 @@ import math
 import numbers
 import operator
 import re
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12  # bytes
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40  # bytes
 
+_Of = TypeVar("_Of")
 _DECIMAL = {"": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18, "Z": 21}
 _BINARY = {"": 0, "Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
 _BASES = ("B", "FLOP", "B/s", "FLOP/s", "s")
@@ -131,6 +133,18 @@ def instance(value: object, kind: type, call: str) -> None:
         remedy = f": {_FOR_EXAMPLE[name]}" if name in _FOR_EXAMPLE else ""
         article = "an" if name[0] in "AEIO" else "a"
         raise TypeError(f"{call} takes {article} {name}, got {said}{remedy}")
+
+
+def entry(table: Mapping[str, _Of], name: object, without: str) -> _Of:
+    """What a table has under a name.
+
+    >>> entry({"ring": 1, "tree": 2}, ["ring"], "no algorithm")
+    Traceback (most recent call last):
+    ValueError: no algorithm ['ring']: there are ring, tree
+    """
+    if not isinstance(name, str) or name not in table:  # a list has no hash to look it up by
+        raise ValueError(f"{without} {name!r}: there are {', '.join(table)}")
+    return table[name]
 
 
 def wholes(minimum: int = 0, /, **values: object) -> tuple[int, ...]:

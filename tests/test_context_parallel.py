@@ -575,7 +575,7 @@ BAD = [
     (lambda: context_parallel.layout(4, 4), "pad it to 8"),
     (
         lambda: context_parallel.layout(8, 4, "striped"),
-        "unknown layout 'striped': use 'contiguous' or 'zigzag'",
+        "no layout 'striped': there are contiguous, zigzag",
     ),
     (lambda: context_parallel.layout(0, 4), "s must be at least 1, got 0"),
     (lambda: context_parallel.layout(8, 4).positions(4), "rank 4 has no tokens: use 0 … 3"),
@@ -595,7 +595,7 @@ BAD = [
     ),
     (heads(12, 6, attention="ulysses"), "cp=4 does not share out 12 heads and 6"),
     (heads(12, 6, attention="flash"), "unknown attention over ranks 'flash'"),
-    (heads(12, 6, kind="striped"), "unknown layout 'striped'"),
+    (heads(12, 6, kind="striped"), "no layout 'striped'"),
     (lambda: ranks(2).run(twice), "takes a whole labutils.model.GPT, got ContextGPT"),
     (lambda: ranks(2).run(too_long), "48 tokens do not fit seq_len=24"),
     (

@@ -190,7 +190,7 @@ NOT_MADE = [
         lambda: schedule.bubble("zb_h1", 4, 8, Durations(2, 2, 3)),
         "zb_h1 needs W ≤ F, W ≤ B and m ≥ p",
     ),
-    (lambda: schedule.bubble("zb_auto", 4, 8), "no formula for 'zb_auto' in a step that ends with"),
+    (lambda: schedule.bubble("zb_auto", 4, 8), "no formula for a step that ends with a barrier by 'zb_auto'"),
     (
         lambda: schedule.bubble("dualpipe_v", 4, 8, Durations(1, 1, 1, fused=4)),
         "dualpipe_v needs F = B = W and B+W ≤ fused ≤ F+B+W",

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import equivalence
 import pytest
@@ -142,6 +143,12 @@ def test_a_plan_says_what_it_takes(given, message):
     with pytest.raises((ValueError, TypeError)) as refused:
         replace(TRAIN, **given)
     assert message in str(refused.value)
+
+
+def test_what_only_looks_like_a_schedule_is_none():
+    train = replace(TRAIN, schedule=SimpleNamespace(ranks=()))
+    with pytest.raises(TypeError, match="schedule takes a Schedule, got"):
+        step.build(MODEL, train, Mesh(pp=2))
 
 
 def test_adapters_say_what_they_take():

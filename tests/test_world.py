@@ -1287,7 +1287,7 @@ def test_nothing_but_the_loopback_is_opened(processes):
         (
             lambda: World(2, engine="mpi"),
             ValueError,
-            "unknown engine 'mpi': use one of threads, processes, torchrun",
+            "no engine 'mpi': there are threads, processes, torchrun",
         ),
         (lambda: World(2, timeout=0), ValueError, "timeout must be a finite number above 0, got 0"),
         (

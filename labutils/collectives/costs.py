@@ -152,9 +152,7 @@ ALL_REDUCES = tuple(name for name in FORMULAS if name.startswith("all_reduce"))
 
 
 def _formula(algorithm: str) -> Formula:
-    if algorithm not in [*FORMULAS]:  # what has no hash is none either
-        raise ValueError(f"no algorithm {algorithm!r}: there are {', '.join(FORMULAS)}")
-    return FORMULAS[algorithm]
+    return units.entry(FORMULAS, algorithm, "no algorithm")
 
 
 # ── bytes ─────────────────────────────────────────────────────────────────────────────────────────
@@ -321,9 +319,7 @@ def bus_factor(op: str, n: int) -> Fraction:
     >>> bus_factor("all_reduce", 8)
     Fraction(7, 4)
     """
-    if op not in [*_BUS]:
-        raise ValueError(f"nccl-tests gives no bus factor for {op!r}: it has {', '.join(_BUS)}")
-    return _BUS[op](units.whole(n, "n", 1))
+    return units.entry(_BUS, op, "nccl-tests gives no bus factor for")(units.whole(n, "n", 1))
 
 
 def algbw(nbytes: int | float, seconds: float) -> float:

@@ -133,10 +133,8 @@ def layout(s: int, n: int, kind: str = "zigzag") -> SequenceLayout:
     Invariant: each position is on one rank; all ranks have s/n.
     Raises ValueError where the chunks would differ in length.
     """
-    if kind not in [*_CHUNKS]:
-        raise ValueError(f"unknown layout {kind!r}: use {' or '.join(map(repr, _CHUNKS))}")
     s, n = units.whole(s, "s", 1), units.whole(n, "n", 1)
-    pieces = _CHUNKS[kind] * n
+    pieces = units.entry(_CHUNKS, kind, "no layout") * n
     if s % pieces:
         cut = f"cut it to {s - s % pieces} tokens or " if s > pieces else ""
         remedy = f"{cut}pad it to {s + -s % pieces}"

@@ -95,8 +95,8 @@ def activate(module: nn.Module, name: str | None) -> None:
     """Compute with the adapters of that name, which alone are trained, or with none; layers without
     one of that name compute alone."""
     layers = adapted(module).values()
-    if name is not None and not any(name in [*layer.adapters] for layer in layers):
-        known = sorted({each for layer in layers for each in layer.adapters})
+    known = sorted({each for layer in layers for each in layer.adapters})
+    if name is not None and name not in known:
         raise ValueError(f"no layer has an adapter {name!r}: the module has {known}")
     for layer in layers:
         layer.activate(name if name in layer.adapters else None)

@@ -48,8 +48,8 @@ class StateFormats:
 
     def __post_init__(self) -> None:
         for field, fmt in zip(fields(self), astuple(self), strict=True):
-            if fmt not in [*DTYPES] and (fmt or field.name not in ("master", "summed")):
-                raise ValueError(f"{field.name}={fmt!r}: choose one of {', '.join(DTYPES)}")
+            if fmt != "" or field.name not in ("master", "summed"):
+                units.entry(DTYPES, fmt, f"no format for {field.name} called")
 
     @property
     def formats(self) -> dict[str, str]:

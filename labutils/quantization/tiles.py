@@ -256,9 +256,7 @@ def _named(fmt: str | IntFormat | BlockFormat) -> Format:
         return fmt
     known: dict[str, Format] = {"mxfp4": floats.MXFP4, "nvfp4": floats.NVFP4, "nf4": "nf4"}
     known |= {f"int{bits}": IntFormat(f"int{bits}", bits) for bits in range(2, 9)}
-    if fmt not in [*known]:
-        raise ValueError(f"there is no format {fmt!r}: take one of {', '.join(known)}")
-    return known[fmt]
+    return units.entry(known, fmt, "no format")
 
 
 def _only_integers(fmt: Format, asked: object) -> None:

@@ -59,10 +59,8 @@ def bubble(
         known["zb_h2"] = ((p - 1) * (f + b - 2 * w), *enough)
         known["zb_v"] = (2 * (p - 1) * (b - w), w <= f <= b and m >= 2 * p, "W ≤ F ≤ B and m ≥ 2p")
         known["interleaved_zb"] = ((p - 1) * f, f == b == w, "F = B = W")
-    if name not in [*known]:
-        step = f"a step that ends {'with' if barrier else 'without'} a barrier"
-        raise ValueError(f"no formula for {name!r} in {step}: there are {', '.join(known)}")
-    idle, holds, when = known[name]
+    ends = f"that ends {'with' if barrier else 'without'} a barrier"
+    idle, holds, when = units.entry(known, name, f"no formula for a step {ends} by")
     if not holds:
         raise ValueError(f"the formula of {name} needs {when}: got {times}, m={m}")
     return idle
@@ -105,8 +103,7 @@ def peak_in_flight(name: str, p: int, m: int, rank: int = 0, chunks: int = 1) ->
         "dualpipe": p + 1,
         "dualpipe_v": 2 * p + 1,
     }
-    if name not in [*known]:
-        raise ValueError(f"no formula for {name!r}: there are {', '.join(known)}")
+    units.entry(known, name, "no formula for")
     if name == "zb_v" and m < 2 * p - 1:
         raise ValueError(f"the formula of zb_v needs m ≥ 2p−1: got m={m} at p={p}")
     return known[name]

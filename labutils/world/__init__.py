@@ -88,8 +88,7 @@ class World:
     ) -> None:
         mesh = mesh if isinstance(mesh, Mesh) else Mesh(dp=mesh)
         engine = engine or ("torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "threads")
-        if engine not in [*ENGINES]:
-            raise ValueError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
+        units.entry(ENGINES, engine, "no engine")
         self.mesh = mesh
         self.engine = engine
         self.timeout = min(units.positive(timeout, "timeout"), _LONGEST)
