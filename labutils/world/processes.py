@@ -77,6 +77,7 @@ class RankProcess:
         self.rank = rank
         self.size = mesh.size
         self.outcome: Outcome | None = None
+        self.ending = threading.RLock()  # one thread hears of its death, another may close the world
         self.log = os.path.join(folder, f"log-{rank}")  # what it writes by itself
         self.commands, commands = connection.Pipe()
         self.control, control = connection.Pipe()
@@ -123,18 +124,19 @@ class RankProcess:
 
     def kill(self) -> None:
         """End it, with all that it started."""
-        if self.process.exitcode is None:  # it may not have become the leader of its group yet
-            self.process.kill()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with self.ending, contextlib.suppress(ProcessLookupError, PermissionError):
+            if self.process.exitcode is None:  # it may not have become the leader of its group yet
+                self.process.kill()
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> str:
         """How it ended, once it is over."""
-        self.kill()
-        self.process.join(_PATIENCE)
-        code = self.process.exitcode
-        self.commands.close()
-        self.control.close()
+        with self.ending:
+            self.kill()
+            self.process.join(_PATIENCE)
+            code = self.process.exitcode
+            self.commands.close()
+            self.control.close()
         if code is None or code == 255:
             return "ended in a way that its fork server, which is gone or stopped, did not report"
         if code < 0:
