@@ -277,7 +277,7 @@ for seen, sides in {"once": data, "16 times": few}.items():
         print(f"seen {seen:8}  {name:18} |w| {length:.0f}, loss {loss:.2f}")
 
 # %% [markdown]
-# With √32·wd the weights are about as long as those of the small batch, and with the old wd a third longer. Where every example is seen once the loss is no better for it: nothing is learned by heart that a decay could prevent. Where 2,048 examples are seen 16 times, the old wd costs 0.3 nats, and √32·wd keeps the loss.
+# With √32·wd the weights are about as long as those of the small batch, and with the old wd a quarter to a third longer. Where every example is seen once the loss is no better for it: nothing is learned by heart that a decay could prevent. Where 2,048 examples are seen 16 times, the old wd costs 0.3 nats, and √32·wd keeps the loss.
 #
 # **And β₂?** Adam's running mean of squares forgets over 1/(1 − β₂) *steps*: 1,000 of them are 16,000 examples at a batch of 16, and 512,000 at 512. Malladi et al. (2022) scale 1 − β₁ and 1 − β₂ by k with the square root of the rate. (Not tried here; at k = 32 their rule for β₁ has ended, as 32 · 0.1 is above 1.)
 
