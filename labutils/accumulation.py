@@ -44,7 +44,8 @@ def tokens(batch: Any) -> int:
     >>> tokens((None, torch.tensor([[5, 7, -100], [-100, -100, 2]])))
     3
     """
-    *_, targets = batch
+    targets = batch[-1] if isinstance(batch, list | tuple) and batch else batch
+    units.instance(targets, Tensor, "a batch's last part")
     return int((targets != IGNORED).sum())
 
 
@@ -86,7 +87,7 @@ def accumulate(
     return whole if whole is not None else torch.zeros(())
 
 
-def _all(batches: Sequence[Any], loss: Callable[[Any], Tensor]) -> list[Any]:
+def _all(batches: Iterable[Any], loss: Callable[[Any], Tensor]) -> list[Any]:
     if not callable(loss):
         raise TypeError(f"accumulate takes a loss of a batch, got {loss!r:.60}: give a function")
     units.instance(batches, Iterable, "accumulate")
@@ -106,6 +107,7 @@ def step(
     Gradients are cleared, accumulated, clipped once to `max_norm`, applied. Clipping comes after
     the last micro-batch: a norm is not linear, so clipping every piece gives another gradient.
     """
+    units.optimizer(optimizer, "step")
     optimizer.zero_grad()
     value = accumulate(loss, batches, weigh=weigh)
     if max_norm is not None:
@@ -126,7 +128,8 @@ def epoch(
 
     The last step may have fewer. The gradient of each step is clipped to `max_norm`.
     """
-    batches = list(batches)
+    units.optimizer(optimizer, "epoch")
+    batches, k = _all(batches, loss), units.whole(k, "k", 1)
     groups = [batches[start : start + k] for start in range(0, len(batches), k)]
     for group in groups:
         step(optimizer, loss, group, max_norm=max_norm)
@@ -149,6 +152,10 @@ def gradient_buffer(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Para
     Cost: 4Ψ bytes, from the first micro-batch to the step.
     Source: the Ultra-Scale Playbook's fp32 gradient accumulation.
     """
+    units.instance(parameters, Iterable, "gradient_buffer")
+    parameters = list(parameters)
+    for parameter in parameters:
+        units.instance(parameter, nn.Parameter, "gradient_buffer")
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if any(parameter.grad is not None for parameter in trained):
         raise ValueError("a parameter already holds a gradient: call zero_grad() first")

@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -481,7 +481,15 @@ class TrainConfig:
         if self.clip is not None:
             units.positive(self.clip, "clip")
         if self.layers is not None:
+            units.instance(self.layers, Iterable, "layers")
             object.__setattr__(self, "layers", tuple(self.layers))
+            units.wholes(**{f"layers[{i}]": n for i, n in enumerate(self.layers)})
+        if not isinstance(self.frozen, list | tuple):  # a text alone is a name for each letter
+            said = f"{self.frozen!r:.60} ({type(self.frozen).__name__})"
+            raise TypeError(f"frozen takes a tuple of names, got {said}: ('head.*',) is one")
+        for pattern in self.frozen:
+            units.instance(pattern, str, "a name in frozen")
+        object.__setattr__(self, "frozen", tuple(self.frozen))
         if not isinstance(self.adapters, Adapters | None):
             raise TypeError(f"adapters must be config.Adapters or None, got {self.adapters!r}")
         if self.autocast and self.precision in ("fp32", "fp64"):

@@ -31,6 +31,7 @@ class Line:
     note: str = ""
 
     def __post_init__(self) -> None:
+        units.instance(self.name, str, "a Line's name")
         if not units.is_whole(self.amount):
             whole = f"bytes come in whole numbers, got {self.amount!r}; round it where you know why"
             raise TypeError(f"{self.name!r}: {whole}")

@@ -47,7 +47,7 @@ def model_states(module: nn.Module, *optimizers: torch.optim.Optimizer | None) -
     weights     16
     total       16
     """
-    units.instance(module, nn.Module, "model_states")
+    _check(print, module, *optimizers)
     seen: set[int] = set()
     lines = []
     for component, name, tensor in _states(module.parameters(), optimizers, module.buffers()):
@@ -56,6 +56,17 @@ def model_states(module: nn.Module, *optimizers: torch.optim.Optimizer | None) -
             seen.add(storage._cdata)
             lines.append(Line(name, storage.nbytes(), component=component))
     return Ledger(lines).merged()
+
+
+def _check(fn: object, module: object, *optimizers: object) -> None:
+    """Raises TypeError where one of them is something else."""
+    if not callable(fn):
+        said = f"{fn!r:.60} ({type(fn).__name__})"
+        raise TypeError(f"measure takes a function, got {said}: lambda: loss().backward() is one")
+    units.instance(module, nn.Module, "measure")
+    for optimizer in optimizers:
+        if optimizer is not None:
+            units.optimizer(optimizer, "measure")
 
 
 def saved_activations(fn: Callable[[], object], module: nn.Module) -> Ledger:
@@ -72,7 +83,7 @@ def saved_activations(fn: Callable[[], object], module: nn.Module) -> Ledger:
     activations · 1   64  float32 [2, 8]
     total             96
     """
-    units.instance(module, nn.Module, "measure")
+    _check(fn, module)
     there = (*module.parameters(), *module.buffers())
     known = {tensor.untyped_storage()._cdata for tensor in there}
     # Holding the storage keeps its address from being used again.
@@ -129,7 +140,7 @@ def history(
     that makes or resizes it until its last reference dies; what is older counts from the start.
     Memory that a kernel takes and returns within one operation is not seen.
     """
-    units.instance(module, nn.Module, "measure")
+    _check(fn, module, optimizer)
     with recording(module, optimizer, capacity=capacity) as recorder:
         fn()
     return recorder.history()
@@ -147,7 +158,7 @@ def storages(
 ) -> "tuple[Life, ...]":
     """Every storage that is alive during `fn()`: its bytes, between which operations it lives, what
     it is for. A trace for `memory.replay`."""
-    units.instance(module, nn.Module, "measure")
+    _check(fn, module, optimizer)
     with recording(module, optimizer) as recorder:
         fn()
     return tuple(recorder.lives)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labutils import (
+    anatomy,
     checkpointing,
     context_parallel,
     expert_parallel,
@@ -442,6 +443,10 @@ def check_plan(model: ModelConfig, train: TrainConfig, mesh: Mesh) -> None:
     if model.num_experts % mesh.ep:
         sizes = f"ep={mesh.ep} does not divide num_experts={model.num_experts}"
         raise ValueError(f"{sizes}: choose another ep, or another number of experts")
+    for pattern in train.frozen:
+        if not any(fnmatchcase(name, pattern) for name in anatomy.tensors(model)):
+            remedy = "anatomy.tensors(model) has their names"
+            raise ValueError(f"frozen={pattern!r} is the name of no parameter: {remedy}")
     plan = schedule_of(train, mesh)
     if train.layers is None:
         pipeline.cut(model, plan.stages)

@@ -129,10 +129,21 @@ def instance(value: object, kind: type, call: str) -> None:
     TypeError: shard takes a dict, got [3] (list)
     """
     if not isinstance(value, kind):
-        said, name = f"{value!r:.60} ({type(value).__name__})", kind.__name__
-        remedy = f": {_FOR_EXAMPLE[name]}" if name in _FOR_EXAMPLE else ""
-        article = "an" if name[0] in "AEIO" else "a"
-        raise TypeError(f"{call} takes {article} {name}, got {said}{remedy}")
+        raise _other(value, kind.__name__, call)
+
+
+def optimizer(value: object, call: str) -> None:
+    """Raises TypeError where what `call` is given steps no parameters, as torch's optimizers do and
+    what has one of them inside."""
+    if not all(hasattr(value, each) for each in ("param_groups", "step", "zero_grad")):
+        raise _other(value, "Optimizer", call)
+
+
+def _other(value: object, name: str, call: str) -> TypeError:
+    said = f"{value!r:.60} ({type(value).__name__})"
+    remedy = f": {_FOR_EXAMPLE[name]}" if name in _FOR_EXAMPLE else ""
+    article = "an" if name[0] in "AEIO" else "a"
+    return TypeError(f"{call} takes {article} {name}, got {said}{remedy}")
 
 
 def entry(table: Mapping[str, _Of], name: object, without: str) -> _Of:

@@ -19,6 +19,7 @@ from labutils import checkpointing, collectives, context_parallel, data_parallel
 from labutils import memory, pipeline, planner, precision, predict, quantization, schedule, step, tensor_parallel, units, zero
 from labutils import accumulation
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
+from labutils.ledger import Line
 from labutils.model import GPT
 from labutils.world import World
 
@@ -65,7 +66,7 @@ CALLS = [  # `x` stands where a module, a schedule or a config belongs
     ("data_parallel.check_alike(LAYER.parameters(), x)", "data parallelism takes a Comm"),
     ("data_parallel.replicate(LAYER, x)", "data parallelism takes a Comm"),
     ("data_parallel.share(4, x)", "share takes a Comm"),
-    ("measure.model_states(x)", "model_states takes a Module"),
+    ("measure.model_states(x)", "measure takes a Module"),
     ("zero.shard(LAYER, x)", "data parallelism takes a Comm"),
     ("zero.Optimizer(LAYER.parameters(), x, level=1)", "data parallelism takes a Comm"),
     ("zero.Optimizer(x or 3, comm, level=1)", "zero.Optimizer takes an Iterable, got 3"),
@@ -112,6 +113,20 @@ CALLS = [  # `x` stands where a module, a schedule or a config belongs
     ("planner.estimate(x, planner.Plan())", "evaluate takes a Job"),
     ("accumulation.accumulate(x, [])", "accumulate takes a loss of a batch"),
     ("accumulation.accumulate(print, x or 3)", "accumulate takes an Iterable, got 3"),
+    ("accumulation.step(x, print, [])", "step takes an Optimizer"),
+    ("accumulation.epoch(x, print, [], 1, 1.0)", "epoch takes an Optimizer"),
+    ("accumulation.tokens(x)", "a batch's last part takes a Tensor"),
+    ("accumulation.tokens((LAYER.weight, x))", "a batch's last part takes a Tensor"),
+    ("accumulation.gradient_buffer(x or 3).__enter__()", "gradient_buffer takes an Iterable, got 3"),
+    ("accumulation.gradient_buffer([x]).__enter__()", "gradient_buffer takes a Parameter"),
+    ("Line(x, 1)", "a Line's name takes a str"),
+    ("TrainConfig(micro_batch=1, global_batch=1, frozen=x or 3)", "frozen takes a tuple of names"),
+    ("TrainConfig(micro_batch=1, global_batch=1, frozen=[x])", "a name in frozen takes a str"),
+    ("TrainConfig(micro_batch=1, global_batch=1, layers=x or 3)", "layers takes an Iterable, got 3"),
+    ("measure.peak(x, LAYER)", "measure takes a function"),
+    ("measure.saved_activations(x, LAYER)", "measure takes a function"),
+    ("measure.peak(print, LAYER, x or 3)", "measure takes an Optimizer, got 3"),
+    ("measure.model_states(LAYER, x or 3)", "measure takes an Optimizer, got 3"),
 ]  # fmt: skip
 
 NAMED = [  # `x` stands where a name belongs
@@ -128,6 +143,7 @@ NAMED = [  # `x` stands where a name belongs
     ("context_parallel.layout(8, 2, x)", "no layout {}: there are contiguous"),
     ("schedule.bubble(x, 2, 2)", "by {}: there are naive"),
     ("schedule.peak_in_flight(x, 2, 2, 0)", "no formula for {}: there are naive"),
+    ("planner.Plan(recompute=x)", "recompute={}: 0 is 'none', 1 is 'selective'"),
     ("units.parse(x)", "cannot read {} as a quantity: write a number"),
     ("lora.adapt(GPT(TINY), rank=2, alpha=2, name=x)", "an adapter's name takes a str, got {}"),
     ("lora.activate(lora.adapt(GPT(TINY), rank=1, alpha=2), x or ['a'])", "an adapter {}: the module"),

@@ -108,6 +108,14 @@ def test_a_plan_is_written_in_words_and_read_again(capsys, tmp_path):
     ):
         with pytest.raises((TypeError, ValueError), match=said):
             planner.Plan.read(wrong)
+    for given, said in (
+        (dict(schedule=["a"]), r"schedule=\['a'\]: 0 is 'one_f_one_b'.*; Plan.read takes the word"),
+        (dict(schedule="interleaved"), "schedule='interleaved': 0 is 'one_f_one_b'"),
+        (dict(schedule=4), "schedule=4: 0 is"),
+        (dict(tp="2"), "tp must be a whole number, got '2'"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            planner.Plan(**given)
 
 
 def test_a_reader_may_leave_before_the_end():

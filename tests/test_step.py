@@ -113,6 +113,7 @@ WRONG = [
     (dict(mesh=Mesh(pp=2), schedule="dualpipe", micro_batch=4), "m ≥ 2p: got p=2, m=2"),
     (dict(mesh=Mesh(pp=4), schedule="interleaved"), "2 layers do not fill 8 stages"),
     (dict(mesh=Mesh(pp=2), layers=(1, 1, 0)), "are for 3 stages, and one_f_one_b has 2"),
+    (dict(frozen=("heads.*",)), "frozen='heads.*' is the name of no parameter: anatomy.tensors(model)"),
     (dict(mesh=Mesh(dp=3)), "global_batch=8 is not a multiple of micro_batch · dp = 1 · 3"),
 ]  # fmt: skip
 
@@ -134,6 +135,8 @@ CONFIG = [
     (dict(fp8="e4m3"), "fp8 must be one of None, 'unscaled', 'current'"),
     (dict(clip=0.0), "clip must be a finite number above 0, got 0.0"),
     (dict(chunks=0), "chunks must be at least 1"),
+    (dict(frozen="head.*"), "frozen takes a tuple of names, got 'head.*' (str): ('head.*',) is one"),
+    (dict(layers=(1, "a")), "layers[1] must be a whole number, got 'a'"),
     (dict(adapters=8), "adapters must be config.Adapters or None, got 8"),
 ]
 
