@@ -77,7 +77,7 @@ class RankProcess:
         self.rank = rank
         self.size = mesh.size
         self.outcome: Outcome | None = None
-        self.ending = threading.RLock()  # one thread hears of its death, another may close the world
+        self.ending = threading.RLock()  # one hears of its death, another may close the world
         self.log = os.path.join(folder, f"log-{rank}")  # what it writes by itself
         self.commands, commands = connection.Pipe()
         self.control, control = connection.Pipe()
