@@ -23,7 +23,7 @@ import functools
 
 import torch
 
-from labutils import measure, pipeline, schedule, units
+from labutils import checkpointing, measure, pipeline, schedule, units
 from labutils import predict as formulas
 from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
@@ -44,7 +44,7 @@ from labutils.world import DeadlockError, World
 plots.schedule_animation(simulate(schedule.gpipe(4, 4)))
 
 # %% [markdown]
-# Pipeline parallelism is **a cut between layers, one small message per cut and micro-batch, and an order of work that keeps all ranks busy.** The time in which a rank waits is the *bubble*.
+# Pipeline parallelism is **a cut between layers, a small message up and one down per cut and micro-batch, and an order of work that keeps ranks busy.** The time in which a rank waits is the *bubble*.
 
 # %% [markdown]
 # ## What does the cut cost, and what does it save?
@@ -286,12 +286,13 @@ kept = [max(run.in_flight) for run, _ in world.run(step(plan))]
 {"formula": by_formula, "simulated": simulated, "kept": kept}
 
 # %% [markdown]
-# In bytes: GPT-2 with three of its twelve layers on each of four ranks, every micro-batch one sequence of 1,024 tokens, by dry run of the same `pipeline.run` (lab 09). The activations that rank 0 keeps for its backward passes, at most:
+# In bytes: GPT-2 with three of its twelve layers on each of four ranks, every micro-batch one sequence of 1,024 tokens, by dry run of the same `pipeline.run` (lab 09). The activations that rank 0 keeps for its backward passes, at most; then the same if blocks keep their inputs alone and recompute the rest (lab 04):
 
 
 # %%
-def activations(rank, plan, layers):
-    stages = pipeline.split(GPT(gpt2, attention="sdpa"), plan.stages, layers)
+def activations(rank, plan, layers, policy="none"):
+    whole = checkpointing.apply(GPT(gpt2, attention="sdpa"), policy)
+    stages = pipeline.split(whole, plan.stages, layers)
     stages = pipeline.local(stages, plan, rank.rank)
     data = [(torch.zeros(1, 1024, dtype=torch.long),) * 2] * plan.micro_batches
     run = functools.partial(pipeline.run, stages, plan, rank.comm("pp"), data)
@@ -300,10 +301,14 @@ def activations(rank, plan, layers):
 
 # %%
 dry, equal = World(Mesh(pp=4), engine="dry"), (3, 3, 3, 3)
-for m in (4, 8):
-    plans = {"GPipe": schedule.gpipe(4, m), "1F1B": schedule.one_f_one_b(4, m)}
-    held = {of: dry.run(activations, each, equal, rank=0) for of, each in plans.items()}
-    print(f"m = {m:2}", *(f"{name} {units.text(n)}" for name, n in held.items()))
+plans = {"GPipe": schedule.gpipe(4, 8), "1F1B": schedule.one_f_one_b(4, 8)}
+for said, policy in {"kept": "none", "recomputed": "full"}.items():
+    for name, each in plans.items():
+        held = dry.run(activations, each, equal, policy, rank=0)
+        print(f"{said:11}{name:6}{units.text(held)}")
+
+# %% [markdown]
+# GPipe's paper recomputes (section 2.3), and so holds far less than 1F1B that does not. With recomputation a micro-batch in flight is little more than an input per block.
 
 # %% [markdown]
 # > Now one device alone, with all twelve layers and the head, which runs the eight micro-batches one after the other. How many MB of activations does it keep?
@@ -321,7 +326,7 @@ head = 4 * 1024 * (gpt2.vocab_size + 2 * gpt2.d_model)  # logits, two inputs
 print("one device without the head:", units.text(alone - head))
 
 # %% [markdown]
-# **Rank 0 of a pipeline keeps as much for its layers as one device does for all of them.** It has a quarter of the layers, and four micro-batches in flight: p · L/p = L. It is spared only the head, which the last rank has; rank i keeps (p − i)/p of what one device keeps for layers. What a cut saves on every rank is parameters, gradients and optimizer states. Activations shrink by recomputation (lab 04), by shorter rows (lab 11), or with fewer micro-batches in flight. GPipe itself recomputes: of a micro-batch it keeps the input of the stage alone, and runs the forward pass again before the backward one.
+# **Under 1F1B rank 0 keeps as much for its layers as one device does for all of them.** It has a quarter of the layers, and four micro-batches in flight: p · L/p = L. It is spared only the head, which the last rank has; rank i keeps (p − i)/p of what one device keeps for layers. What a cut saves on every rank is parameters, gradients and optimizer states. Activations shrink by recomputation, by tensor parallelism (lab 10), by shorter rows (lab 11), or with fewer micro-batches in flight.
 
 # %% [markdown]
 # ### Exercise 13.2 · Bound the memory (8 min, ●○○)
@@ -453,7 +458,8 @@ for make in makers:
     print(f"{make.__name__:18} {extra(make, 32, link=real) / whole:.1%} longer")
 
 # %% [markdown]
-# So with stages of this size 1F1B's messages cost about one percent, even between nodes. That is why pipelines are laid across nodes, and tensor parallelism, which waits half of each layer there (lab 10), inside one (Narayanan et al. 2021, section 3.2). Messages count where stages are short, or the network is slow.
+# So with stages of this size 1F1B's messages cost about one percent, even between nodes. That is why pipelines are laid across nodes, and tensor parallelism, which would wait there half of each layer (lab 10), inside one (Narayanan et al. 2021, section 3.2). With eight ranks of tensor parallelism in each node a forward is an eighth as long. Then the message has to be cut in eight, too, as sequence parallelism does and Narayanan's scatter/gather (section 4.1): whole it is 13 % of a forward.
+#   <!-- claim: (lambda m: round(100 * 8 * (2 * 4096 * m.d_model / 50e9) / (m.flops_per_token() / 3 * 4096 / 4 / (0.4 * config.Hardware.named("H100").flops["bf16"]))))(config.ModelConfig.named("llama-2-7b")) == 13 -->
 
 # %% [markdown]
 # ## Can one rank have several stages?
@@ -526,7 +532,7 @@ dream = schedule.pipedream(4, 8)
 {rank: [k - dream.version(rank, k) for k in range(8)] for rank in (0, 3)}
 
 # %% [markdown]
-# What does that do to learning? A smaller GPT, 48 micro-batches, and always the same sequence. (Of random tokens nothing can be learned, and no difference shows.) PipeDream on ranks, and SGD with the same micro-batches on one device:
+# What does that do to learning? A smaller GPT, 48 micro-batches, and always the same sequence. (Of random tokens nothing can be learned, and no difference shows.) The loss of PipeDream on ranks, and that of SGD with the same micro-batches on one device. Four ranks need 153 units of time for PipeDream's 48 updates. A pipeline that ends each update before the next begins takes 12 units for one, so in that time it makes 12:
 
 
 # %%
@@ -561,11 +567,11 @@ for lr in (0.03, 0.1, 0.3, 0.6):
     parts = [stage for stages, _ in trained for stage in stages]
     logits = functools.reduce(lambda out, stage: stage(out), parts, x)
     stale = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-    alone = one_by_one([(x, y)] * 48, lr).loss(x, y)
-    print(f"lr {lr:4}: loss {stale:.1f} stale, {alone:.1f} alone")
+    alone, flushed = (one_by_one([(x, y)] * n, lr).loss(x, y) for n in (48, 12))
+    print(f"lr {lr:4}: {stale:.1f} stale, {alone:.1f} alone, {flushed:.1f} after 12")
 
 # %% [markdown]
-# At each of these rates gradients of weights that are up to three updates old learn less here: the best of the four runs ends near 2.7, where one device has come to about 1.7 (a model that guesses has 4.85; at the two larger rates a run hangs on the last digits, and differs between CPUs). *PipeDream-2BW* updates once per p micro-batches, with gradients one update old on all
+# At each of these rates gradients of weights that are up to three updates old learn less here *per micro-batch*: the best of the four runs ends near 2.7, where one device has come to about 1.7 (a model that guesses has 4.85; at the two larger rates a run hangs on the last digits, and differs between CPUs). *Per time* no order shows: after 12 updates without staleness the best loss is 3.3, and of two other seeds one is better stale and one is not. *PipeDream-2BW* updates once per p micro-batches, with gradients one update old on all
 # ranks. Versions of the weights that ranks hold:
 
 # %%
@@ -635,7 +641,7 @@ explore(view, order=list(orders), m=[4, 8], message=[0, 0.02, 0.5, 1])
 # >   <!-- claim: [schedule.bubble("gpipe", p, m) == (p - 1) * 3 == schedule.simulate(schedule.gpipe(p, m)).idle(0) for p, m in ((2, 3), (4, 8))] == [True, True] -->
 # > - On four ranks it takes 27 micro-batches until that is 10 % of the total.
 # >   <!-- claim: [round(schedule.simulate(schedule.gpipe(4, m)).bubble_fraction, 3) for m in (26, 27)] == [0.103, 0.1] -->
-# > - Where messages take no time, 1F1B waits as long as GPipe. It holds p − i micro-batches on rank i: on rank 0 of four 4, where GPipe holds all 8 or 64.
+# > - Where messages take no time, 1F1B waits as long as GPipe. It holds p − i micro-batches on rank i: on rank 0 of four 4, where GPipe holds all 8 or 64, or recomputes them as its paper does.
 # >   <!-- claim: [[schedule.one_f_one_b(4, m).peak(0), schedule.gpipe(4, m).peak(0)] for m in (8, 64)] == [[4, 8], [4, 64]] -->
 # > - Under 1F1B rank 0 saves no activations of layers: p micro-batches of L/p layers are those of one device with all L. Only the head's are elsewhere.
 # >   <!-- claim: [schedule.one_f_one_b(p, 64).peak(0) / p for p in (1, 4, 8)] == [1, 1, 1] -->

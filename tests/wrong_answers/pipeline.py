@@ -385,8 +385,8 @@ WRONG = {
                 nbytes[ops[0].stage]
                 * len(list(itertools.takewhile(lambda op: op.kind == "F", ops)))
             ),
-            "W apart",
-            "they go with W",
+            "1F1B",
+            "the largest count",
         ),
         Wrong(
             "what is held in the end",

@@ -126,11 +126,15 @@ def _down_the_columns(w, bits, group):
     return codes.mT, scales.mT
 
 
-def int8(x, w, limit, *, dim=1, clip="before", sums=torch.int32, scale=None, one=False):
+def int8(x, w, limit, *, dim=1, clip="before", sums=torch.int32, scale=None, one=False, top=127,
+         bits=8):  # fmt: skip
+    if bits == 7:
+        step = w.abs().amax(1, keepdim=True) / 63
+        w = (w / step).round() * step
     w_scale = (w.abs().amax().expand(len(w), 1) if one else w.abs().amax(dim, keepdim=True)) / 127
     x_scale = (scale(x) if scale else limit) / 127
     whole = (x / x_scale).round()
-    codes = (whole.clamp(-127, 127) if clip == "before" else whole).to(torch.int8)
+    codes = (whole.clamp(-top, top) if clip == "before" else whole).to(torch.int8)
     product = codes.clamp(-127, 127).to(sums) @ (w / w_scale).round().to(torch.int8).mT.to(sums)
     return product * x_scale * w_scale.flatten()
 
@@ -177,6 +181,7 @@ def products(x, w, grad, *, dtype=E4M3, rows=_LONG, columns=_HIGH, weights=_SQUA
 
 class Delayed:
     before, largest, newest, zeros, anew, margin, of_last = True, True, True, True, True, 1.0, False
+    signed = False
 
     def __init__(self, dtype, length):
         self.dtype, self.length = dtype, length
@@ -186,7 +191,7 @@ class Delayed:
         top = quantization.largest(self.dtype)
         codes = quantization.cast((x * self.scale).clamp(-top, top), self.dtype)
         inside = codes.float().abs().max().item() / self.scale
-        amax = x.abs().max().item() if self.before else inside
+        amax = (x if self.signed else x.abs()).max().item() if self.before else inside
         self.seen = max(self.seen, amax) if self.largest else amax
         return codes, 1 / self.scale
 
@@ -300,6 +305,8 @@ _ALL = {
         ("sums in int16", partial(int8, sums=torch.int16), "sums of products", "Sum in int32"),
         ("a scale after x", partial(int8, scale=lambda x: x.abs().max()),
          "beyond the limit", "limit / 127"),
+        ("the codes end at 126", partial(int8, top=126), "integers", "−127 … 127"),
+        ("weights in seven bits", partial(int8, bits=7), "integers", "−127 … 127"),
         ("no codes", lambda x, w, limit: x.clamp(-limit, limit) @ w.mT, "integers", "round both"),
     ],
     "quantization/feedback": [
@@ -335,6 +342,7 @@ _ALL = {
         ("divides by zero", slip(Delayed, zeros=False), "zeros", "divides by 0"),
         ("never begins anew", slip(Delayed, anew=False), "the history advances", "the oldest"),
         ("the last step alone", slip(Delayed, of_last=True), "the history advances", "the largest"),
+        ("the largest with its sign", slip(Delayed, signed=True), "a steady tensor", "to 448"),
         ("half the range", slip(Delayed, margin=0.5), "a steady tensor", "brings the largest"),
     ],
     "scaling/recipe": [

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -494,6 +495,8 @@ _ALL = {
         ("half as many", partial(order, warm=lambda rank, p: (p - rank) // 2), "time", "run ahead"),
         ("p at a time", _rounds, "memory", "more than ranks"),
         ("the last ones backwards", _last_in_first_out, "time", "B0 first"),
+        ("right for four ranks", partial(order, warm=lambda rank, p: min(p, 4) - min(rank, 3) - 1),
+         "time", "run ahead"),
     ],
     "pipeline/peak": [
         ("B frees", partial(peak, frees="B"), "W apart", "they go with W"),
@@ -502,6 +505,9 @@ _ALL = {
         ("all that is kept", partial(peak, frees="-"), "1F1B", "the largest count"),
         ("what is left", partial(peak, tells=lambda seen: seen[-1]), "1F1B", "the largest count"),
         ("each stage's own", _stage_by_stage, "several chunks", "several stages"),
+        ("up to the first backward", partial(peak, tells=lambda seen: max(
+            seen[: 2 + next(i for i, (a, b) in enumerate(pairwise(seen)) if b < a)])),
+         "1F1B", "the largest count"),
         ("activations, times the largest",
          lambda ops, nbytes: peak(ops, [1] * len(nbytes)) * max(nbytes), "1F1B", "of its stage"),
     ],

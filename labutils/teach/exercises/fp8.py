@@ -319,20 +319,20 @@ def _ran(attempt: Any, sizes: list, length: int = 3) -> list[tuple[float, float]
 
 
 def _steady(attempt: Any) -> str:
-    for size in (2.0**-8, 1.0, 64.0):
+    for size in (2.0**-8, 1.0, 64.0, -3.0):
         (_, first), *later = _ran(attempt, [size] * 5)
         if first != 448:
             hint = "Before anything was seen the scale is 1."
             raise Failed(f"the first step reaches to {first:g}, not to 448", hint)
         for back, reach in later:
-            if abs(reach / size - 1) > 1e-3 or abs(back / size - 1) > 1e-3:
+            if abs(reach / abs(size) - 1) > 1e-3 or abs(back / size - 1) > 1e-3:
                 raise Failed(
                     f"numbers of {size:g} in every step: one comes back as {back:g}, codes reach "
                     f"to {reach:g}",
                     "From the second step on the scale brings the largest number to 448, and the "
                     "inverse is one over that same scale.",
                 )
-    return "3 sizes"
+    return "4 sizes"
 
 
 def _late(attempt: Any) -> str:

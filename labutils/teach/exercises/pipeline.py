@@ -135,7 +135,7 @@ def _lasts(
 
 # ── 1F1B ─────────────────────────────────────────────────────────────────────────────────────────
 
-_LINES = ((1, 1), (2, 4), (4, 8), (3, 7))
+_LINES = ((1, 1), (2, 4), (4, 8), (3, 7), (6, 8))
 _SHORT = ((4, 2), (5, 1))
 
 ONE_F_ONE_B = Exercise(
@@ -207,9 +207,10 @@ def _peak(ops: Sequence[Op], nbytes: Sequence[int]) -> int:
     return Schedule("", (tuple(ops),), ((0,) * len(nbytes),), m, split).peak(0, nbytes)
 
 
+_LATER = schedule.read("F0 B0 F1 F2 B1 B2"), schedule.read("F0 B0 W0 F1 F2 B1 W1 B2 W2")
 _HELD = (
-    ("1F1B", (schedule.one_f_one_b(4, 8), schedule.gpipe(3, 5), schedule.naive(2, 4))),
-    ("W apart", (schedule.zb_h1(4, 8), schedule.zb_h2(3, 7))),
+    ("1F1B", (schedule.one_f_one_b(4, 8), schedule.gpipe(3, 5), schedule.naive(2, 4), _LATER[0])),
+    ("W apart", (schedule.zb_h1(4, 8), schedule.zb_h2(3, 7), _LATER[1])),
     ("several chunks", (schedule.interleaved(4, 8), schedule.breadth_first(2, 4, 3))),
     ("several chunks, W apart", (schedule.zb_v(3, 7), schedule.interleaved_zb(2, 6))),
 )
