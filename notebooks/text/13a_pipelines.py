@@ -458,8 +458,8 @@ for make in makers:
     print(f"{make.__name__:18} {extra(make, 32, link=real) / whole:.1%} longer")
 
 # %% [markdown]
-# So with stages of this size 1F1B's messages cost about one percent, even between nodes. That is why pipelines are laid across nodes, and tensor parallelism, which would wait there half of each layer (lab 10), inside one (Narayanan et al. 2021, section 3.2). With eight ranks of tensor parallelism in each node a forward is an eighth as long. Then the message has to be cut in eight, too, as sequence parallelism does and Narayanan's scatter/gather (section 4.1): whole it is 13 % of a forward.
-#   <!-- claim: (lambda m: round(100 * 8 * (2 * 4096 * m.d_model / 50e9) / (m.flops_per_token() / 3 * 4096 / 4 / (0.4 * config.Hardware.named("H100").flops["bf16"]))))(config.ModelConfig.named("llama-2-7b")) == 13 -->
+# So with stages of this size 1F1B's messages cost about one percent, even between nodes. That is why pipelines are laid across nodes, and tensor parallelism, which would wait there half of each layer (lab 10), inside one (Narayanan et al. 2021, section 3.2). With eight ranks of tensor parallelism in each node a forward is an eighth as long. Then the message has to be cut in eight, too, as sequence parallelism does and Narayanan's scatter/gather (section 4.1): whole it is 14 % of a forward.
+#   <!-- claim: (lambda m: round(100 * 8 * (2 * 4096 * m.d_model / 50e9) / (m.flops_per_token() / 3 * 4096 / 4 / (0.4 * config.Hardware.named("H100").flops["bf16"]))))(config.ModelConfig.named("llama-2-7b")) == 14 -->
 
 # %% [markdown]
 # ## Can one rank have several stages?
