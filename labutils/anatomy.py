@@ -375,7 +375,7 @@ def tensors(model: Model, *, tp: int = 1) -> dict[str, tuple[int, ...]]:
 
 def units(model: Model) -> dict[str, tuple[int, ...]]:
     """Elements of each parameter by ZeRO unit: what stands outside of the layers (""), and each
-    layer. The values are the sizes that `zero.predict_sent` and `zero.predict_held` take.
+    layer.
 
     Invariant: together they are `num_params`.
     """

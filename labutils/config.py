@@ -431,6 +431,7 @@ class TrainConfig:
     zero: the level of ZeRO.
     bucket_bytes: what levels 1 and 2 reduce and gather at once.
     reshard: whether level 3 frees weights between the forward and the backward pass.
+    prefetch: whether it gathers a layer while the one before computes.
     """
 
     micro_batch: int
@@ -455,6 +456,7 @@ class TrainConfig:
     zero: int = 0
     bucket_bytes: int = BUCKET_BYTES
     reshard: bool = True
+    prefetch: bool = True
 
     def __post_init__(self) -> None:
         units.whole_fields(self, "micro_batch", "global_batch", "chunks", "bucket_bytes")
@@ -476,6 +478,7 @@ class TrainConfig:
             stepping=("loop", "foreach", "fused"),
             zero=(0, 1, 2, 3),
             reshard=(True, False),
+            prefetch=(True, False),
         )
         units.positive(self.lr, "lr")
         if self.clip is not None:

@@ -201,8 +201,10 @@ class RankStep:
 
     def _shard(self, half: torch.dtype | None) -> None:
         """Level 3: each stage keeps its share of every layer."""
-        wide = torch.float32 if self.train.fp32_gradients else None
-        how: Any = dict(reshard=self.train.reshard, param_dtype=half, reduce_dtype=wide)
+        train = self.train
+        wide = torch.float32 if train.fp32_gradients else None
+        when: Any = dict(reshard=train.reshard, prefetch=train.prefetch)
+        how = when | dict(param_dtype=half, reduce_dtype=wide)
         for stage in self.stages:
             zero.shard(
                 stage, self.replicas, units=list(stage.get_submodule("blocks").children()), **how

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils import anatomy, config, memory, step, zero
-from labutils.config import ModelConfig
+from labutils import anatomy, config, memory, predict, step, zero
+from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
 
 TINY = ModelConfig(
@@ -71,7 +71,9 @@ def test_units_are_the_layers_and_the_rest(config):
     assert sum(map(sum, units.values())) == config.num_params
     # Level 3 gathers each unit twice and reduces it once, padded to a multiple of the ranks.
     padded = sum(-(-sum(numels) // 4) * 4 for numels in units.values())
-    assert zero.predict_sent(units.values(), n=4, level=3).total == 3 * (4 - 1) * padded * 4
+    train = TrainConfig(micro_batch=1, global_batch=4, precision="fp32", zero=3)
+    sent = predict.sent(config, train, Mesh(dp=4)).by("name")
+    assert sent["all_gather"] + sent["reduce_scatter"] == zero.volume(3) * 3 * padded // 4 * 4
 
 
 @each_family

@@ -246,15 +246,12 @@ def test_one_public_constant_has_one_value():
     assert {name for name, values in found.items() if len(values) > 1} == TWO_VALUES
 
 
-LONG = {"predict_sent", "predict_held"}  # functions that still are
-
-
 @each_source
 def test_a_function_fits_a_screen(path):
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
-            assert lines <= 60 or node.name in LONG, f"{node.name} has {lines} lines, 50 are plenty"
+            assert lines <= 60, f"{node.name} has {lines} lines, 50 are plenty"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ CALLS = [  # `x` stands where a module, a schedule or a config belongs
     ("data_parallel.replicate(x, comm)", "replicate takes a Module"),
     ("zero.shard(x, comm)", "shard takes a module"),
     ("zero.gathered(x).__enter__()", "zero takes a Module"),
-    ("zero.layout(x)", "zero takes a Module"),
     ("pipeline.split(x, 1)", "split takes a labutils.model.GPT"),
     ("pipeline.local(pipeline.split(GPT(TINY), 1), x, 0)", "local takes a Schedule"),
     ("pipeline.run(pipeline.split(GPT(TINY), 1), x, comm, [])", "run takes a Schedule"),
@@ -201,4 +200,4 @@ def test_a_module_that_is_whole_has_no_shards_to_gather():
     from labutils import zero
 
     with pytest.raises(ValueError, match=r"this Linear is whole: zero\.shard it first"):
-        zero.layout(nn.Linear(2, 2))
+        zero.gathered(nn.Linear(2, 2)).__enter__()

@@ -20,9 +20,8 @@ from labutils import (
     tensor_parallel,
     zero,
 )
-from labutils.config import Mesh, ModelConfig
+from labutils.config import Adapters, Mesh, ModelConfig, TrainConfig
 from labutils.flash import fused
-from labutils.ledger import Ledger
 from labutils.model import GPT
 from labutils.teach import rigs
 from labutils.world import RankError, World, copies
@@ -494,41 +493,31 @@ def test_zero_shards_adapters_and_computes_the_same(level):
         names = list(trained(model))
         if level == 3:
             zero.shard(model, comm)
-            optimizer, dealt = adamw(list(trained(model).values())), zero.layout(model)
+            optimizer = adamw(list(trained(model).values()))
         else:
-            parameters = list(model.parameters())
-            optimizer = zero.Optimizer(parameters, comm, adamw, level=level)
-            dealt = optimizer.layout
+            optimizer = zero.Optimizer(list(model.parameters()), comm, adamw, level=level)
         losses, _ = steps(model, share(rank), optimizer=optimizer)
         states = measure.model_states(model, getattr(optimizer, "inner", optimizer))
-        with zero.gathered(model) if level == 3 else nullcontext():
+        with comm.record("compare"), zero.gathered(model) if level == 3 else nullcontext():
             found = dict(model.named_parameters())
-            return losses, {name: found[name].detach().clone() for name in names}, states, dealt
+            return losses, {name: found[name].detach().clone() for name in names}, states
 
     losses, after = steps(build(LLAMA))
     with World(Mesh(dp=2)) as two:
         results = two.run(program)
         measured = two.ledger
-    dealt, frozen = results[0][3], 0 if level == 3 else LLAMA.num_params
-    books = dict(itemsize=8, frozen=frozen)
-    sent = zero.predict_sent(dealt, 2, level, steps=3, start=True, **books)
-    if level == 3:  # to be compared, all weights are gathered once more
-        again = zero.predict_sent(dealt, 2, 3, itemsize=8, reshard=False).only(name="all_gather")
-        sent = Ledger([*sent.lines, *again.lines]).merged()
-    assert sent.diff(measured).unexplained == 0
+    sizes = dict(micro_batch=2, global_batch=4, precision="fp64", zero=level)
+    train, mesh = TrainConfig(**sizes, adapters=Adapters(rank=3, alpha=6.0)), Mesh(dp=2)
     assert [sum(each) / 2 for each in zip(*(r[0] for r in results), strict=True)] == pytest.approx(
         losses, rel=1e-12
     )
-    for rank, (_, found, states, _) in enumerate(results):
+    for rank, (_, found, states) in enumerate(results):
         for name, value in after.items():
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
-        held = zero.predict_held(dealt, 2, level, rank=rank, **books)
-        moments = held.only(component="optimizer").diff(states.only(component="optimizer"))
-        assert moments.unexplained == 0
-        now, predicted = states.by("component"), held.by("name")
-        assert now["weights"] == predicted["weight shards" if level == 3 else "weights"]
-        whole = 8 * lora.trainable(LLAMA, rank=3)  # frozen weights have no gradients
-        assert now["gradients"] == (predicted["gradient shards"] if level > 1 else whole)
+        assert predict.states(LLAMA, train, mesh, rank).diff(states).unexplained == 0
+        sent = predict.sent(LLAMA, train, mesh, rank).scaled(3).by("name")
+        for name in ("all_gather", "reduce_scatter"):
+            assert measured.only(rank=rank, name=name).total == sent[name]
 
 
 @pytest.mark.parametrize(

@@ -69,15 +69,8 @@ def row(fn, **options):
     return SimpleNamespace(fn=fn, name=name, options=options)
 
 
-SENT = dict(
-    n=(4, "1"), itemsize=(4, "1"), reduce_itemsize=(4, "1"), shard_itemsize=(4, "1"),
-    accumulation=(2, "1"), frozen=(8, "0"), rank=(1, "0"),
-)  # fmt: skip
 TABLE = {
-    "zero.predict_sent": row(
-        named(lambda **o: zero.predict_sent(100, level=1, **o)), **SENT, steps=(1, "0")
-    ),
-    "zero.predict_held": row(named(lambda **o: zero.predict_held(100, level=1, **o)), **SENT),
+    "zero.volume": row(zero.volume, level=(3, "0"), accumulation=(2, "1")),
     "zero.model_states": row(
         named(lambda **o: zero.model_states(level=1, **o)),
         num_params=(100, "+"), n=(4, "1"), K=(12, "0"), gradient_bytes=(2, "0"),
@@ -200,7 +193,7 @@ def test_the_same_where_no_annotation_is_enforced_and_numbers_of_numpy_are_numbe
 @pytest.mark.parametrize(
     "name",
     [
-        "zero.predict_sent", "zero.predict_held", "zero.bounds", "predict.states",
+        "zero.bounds", "predict.states",
         "collectives.sent", "config.coords", "data_parallel.sampler",
     ],
 )  # fmt: skip

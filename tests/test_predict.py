@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from equivalence import LORA, case, rehearsed, rows
 
-from labutils import predict, schedule, zero
+from labutils import predict, schedule
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.predict.rehearsal import BATCH, program, rehearsal
@@ -166,7 +166,7 @@ def test_zero_shards_model_states(level):
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_what_is_held_is_one_fact(n, level):
-    """`zero.predict_held` and `predict.states` say the same of every rank, which is what the
+    """`predict.peak_states` and `predict.states` say the same of every rank, which is what the
     elements say that the rank steps, counted one by one."""
     train = TrainConfig(micro_batch=1, global_batch=n, zero=level, precision="fp32")
     shapes = {name: p.shape for name, p in GPT(GPT2).named_parameters()}
@@ -175,7 +175,6 @@ def test_what_is_held_is_one_fact(n, level):
     else:
         buckets = [[name for name in shapes if not name.startswith("blocks.")]]
         buckets += [[x for x in shapes if x.startswith(f"blocks.{i}.")] for i in range(2)]
-    sizes = [tuple(shapes[name].numel() for name in bucket) for bucket in buckets]
     total = 0
     for rank in range(n):
         owned = []
@@ -186,7 +185,7 @@ def test_what_is_held_is_one_fact(n, level):
         numbers = sum(map(len, owned))
         counters = sum(len(set(each)) for each in owned)
         said = predict.states(GPT2, train, Mesh(dp=n), rank).by("name")
-        held = zero.predict_held(sizes, n, level, rank=rank).by("name")
+        held = predict.peak_states(GPT2, train, Mesh(dp=n), rank).by("name")
         for lines in (said, held):
             assert lines["exp_avg"] == lines["exp_avg_sq"] == 4 * numbers
             assert lines["step"] == 4 * counters

@@ -70,7 +70,7 @@ SENT = [
     (4, 2, dict(bucket_bytes=1)),
     (4, 2, dict(bucket_bytes=units.GB, accumulation=3)),
     (4, 3, dict(reshard=False, accumulation=2)),
-    (3, 3, dict(units=[], prefetch=False)),
+    (3, 3, dict(prefetch=False)),
 ]
 
 

@@ -4,17 +4,18 @@ import dataclasses
 
 import pytest
 import torch
-from zero_training import TIED, UNTIED, held_over, inner, layout, own, ranks
+from zero_training import TIED, UNTIED, inner, of_a_step, own, planned, ranks
 
-from labutils import measure, world, zero
-from labutils.config import ModelConfig
+from labutils import measure, predict, world
+from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
+from labutils.predict.rehearsal import rehearsal
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 def second_step(rank, config, level, options):
-    """The peak of all that is alive, the peak of model states, the layout."""
+    """The peak of all that is alive, and that of model states."""
     model = GPT(config, generator=rank.generator)
     optimizer = own(model, rank.comm("dp"), level, torch.optim.AdamW, **options)
     x = torch.zeros(2, config.seq_len, dtype=torch.long)
@@ -27,23 +28,15 @@ def second_step(rank, config, level, options):
     step()
     everything = measure.history(step, model, inner(optimizer))
     states = everything.only("weights", "gradients", "optimizer")
-    return everything.peak.ledger, states.peak.ledger, layout(model, optimizer)
+    return everything.peak.ledger, states.peak.ledger
 
 
-def widths(options):
-    computing = options.get("param_dtype", torch.float32).itemsize
-    reducing = options.get("reduce_dtype", torch.float32).itemsize
-    return {"itemsize": computing, "reduce_itemsize": reducing, "shard_itemsize": 4}
-
-
-def assert_formula(states, sent, dealt, n, level, rank, options):
-    known = {name: options[name] for name in ("reshard", "prefetch") if name in options}
-    held = zero.predict_held(dealt, n, level, rank=rank, **widths(options), **known)
+def assert_formula(states, sent, config, n, level, rank, options):
+    train, mesh = planned(n, level, dtype=torch.float32, **options), Mesh(dp=n)
+    held = predict.peak_states(config, train, mesh, rank)
     assert held.diff(states).unexplained == 0, held.diff(states)
-    known.pop("prefetch", None)
-    books = {"steps": 2, "start": True, "rank": rank}
-    predicted = zero.predict_sent(dealt, n, level, **books, **widths(options), **known)
-    assert predicted.diff(sent.only(rank=rank)).unexplained == 0
+    told = predict.sent(config, train, mesh, rank).scaled(2)
+    assert of_a_step(told) == of_a_step(sent.only(rank=rank))
 
 
 CASES = [
@@ -64,13 +57,13 @@ each_case = pytest.mark.parametrize(
 @each_case
 def test_formula_dry_run_and_threads_agree(config, n, level, options):
     real = ranks(n).run(second_step, config, level, options)
-    for rank, (_, states, dealt) in enumerate(real):
-        assert_formula(states, ranks(n).ledger, dealt, n, level, rank, options)
+    for rank, (_, states) in enumerate(real):
+        assert_formula(states, ranks(n).ledger, config, n, level, rank, options)
     with world.World(n, engine="dry") as dry:
         for rank in (0, n - 1):  # the last one has the padding
             told = dry.run(second_step, config, level, options, rank=rank)
             assert told == real[rank]
-            assert_formula(told[1], dry.ledger, told[2], n, level, rank, options)
+            assert_formula(told[1], dry.ledger, config, n, level, rank, options)
 
 
 def test_processes_hold_and_send_the_same():
@@ -78,33 +71,25 @@ def test_processes_hold_and_send_the_same():
         for level in (1, 2, 3):
             real = two.run(second_step, UNTIED, level, {})
             assert dry.run(second_step, UNTIED, level, {}, rank=1) == real[1]
-            assert_formula(real[1][1], two.ledger, real[1][2], 2, level, 1, {})
+            assert_formula(real[1][1], two.ledger, UNTIED, 2, level, 1, {})
 
 
 def test_a_rank_of_llama_405b_among_16384():
     """Of two of its layers, and of all 126 by the formula alone."""
-
-    def program(rank, config):
-        model = zero.shard(GPT(config, attention="sdpa"), rank.comm("dp"))
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-        x = torch.zeros(1, 64, dtype=torch.long)
-
-        def step():
-            model.loss(x, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        step()
-        return held_over(step, model, optimizer).peak.ledger, zero.layout(model)
-
-    config = dataclasses.replace(ModelConfig.named("llama-3.1-405b"), num_layers=2)
-    n, rank = 16_384, 11_111
-    with world.World(n, engine="dry") as dry:
-        held, dealt = dry.run(program, config, rank=rank)
-        sent = zero.predict_sent(dealt, n, 3, steps=2, start=True, rank=rank)
-        assert sent.diff(dry.ledger).unexplained == 0
-    assert zero.predict_held(dealt, n, 3, rank=rank).diff(held).unexplained == 0
+    config, (n, rank) = ModelConfig.named("llama-3.1-405b"), (16_384, 11_111)
+    two = dataclasses.replace(config, num_layers=2, seq_len=64)
+    train = TrainConfig(micro_batch=1, global_batch=n, precision="fp32", zero=3, attention="sdpa")
+    train, mesh = dataclasses.replace(train, stepping="foreach"), Mesh(dp=n)
+    held, told = predict.peak_states(two, train, mesh, rank), rehearsal(two, train, mesh, rank)
+    assert held.diff(told.peak_states).unexplained == 0
     assert held.total == 75_374_108_764
-    root, layer, _ = dealt
-    whole = zero.predict_held((root, *[layer] * 126), n, 3, rank=rank)
-    assert whole.total == 88_510_935_500
+    assert predict.sent(two, train, mesh, rank).diff(told.sent).unexplained == 0
+    assert predict.peak_states(config, train, mesh, rank).total == 88_510_935_500
+
+
+@pytest.mark.parametrize("asked", [dict(zero=0), dict(zero=1, fp8="current", precision="fp32")])
+def test_where_there_is_no_formula_a_dry_run_says_what_is_held(asked):
+    train, mesh = TrainConfig(micro_batch=1, global_batch=2, **asked), Mesh(dp=2)
+    held = predict.peak_states(TIED, train, mesh)
+    assert {line.note for line in held} == {"dry run of rank 0"}
+    assert held.total > predict.states(TIED, train, mesh).total

@@ -1,13 +1,14 @@
 """Who owns what, the formulas from sizes alone, the paper's tables, and what cannot be."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from zero_training import LEVELS, TIED, UNTIED, build, ranks
+from zero_training import LEVELS, TIED, UNTIED, ranks
 
 from labutils import anatomy, collectives, predict, units, zero
 from labutils.config import Mesh, TrainConfig
@@ -34,7 +35,7 @@ def test_units_are_the_members_of_the_lists_of_a_module():
         model = GPT(UNTIED)
         chosen = zero.shard(model, comm, units=[model.tokens, *model.blocks, model.head])
         return [
-            [sum(unit.trained + unit.after) for unit in zero.layout(module)]
+            [sum(flat.partition.numel for flat in group.flats) for group in module._sharded.groups]
             for module in (stack, single, chosen)
         ]
 
@@ -46,31 +47,17 @@ def test_units_are_the_members_of_the_lists_of_a_module():
     )
 
 
-def test_what_follows_the_units_stands_apart_in_the_layout_of_the_root():
-    """Its gradients come first of all, at another moment than the others."""
-
-    def program(rank):
-        model = GPT(UNTIED)
-        named = {name: p.numel() for name, p in model.named_parameters() if "blocks" not in name}
-        return named, zero.layout(zero.shard(model, rank.comm("dp")))
-
-    for named, (root, *blocks) in ranks(2).run(program):
-        ahead = [name.startswith(("tokens", "positions")) for name in named]
-        sizes = list(zip(named.values(), ahead, strict=True))
-        assert root.trained == tuple(numel for numel, early in sizes if early)
-        assert root.after == tuple(numel for numel, early in sizes if not early) != ()
-        assert all(block.trained and block.after == () for block in blocks)
-
-
 # ── formulas ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_what_a_step_sends_is_two_and_three_times_the_weights():
-    for n in (2, 4):
-        assert TIED.num_params % n == 0
-        for level, factor in ((0, 2), (1, 2), (2, 2), (3, 3)):
-            sent = zero.predict_sent(TIED.num_params, n, level).by("rank")
-            assert set(sent.values()) == {factor * TIED.num_params * (n - 1) // n * 4}
+    """By the paper, and by `predict` for the very names of a run."""
+    for n, (level, factor) in itertools.product((2, 4), enumerate((2, 2, 2, 3))):
+        train = TrainConfig(micro_batch=1, global_batch=n, precision="fp32", zero=level)
+        sent = predict.sent(TIED, train, Mesh(dp=n)).by("name")
+        names = ("all_gather", "reduce_scatter") if level else ("gradients",)
+        assert factor == zero.volume(level)
+        assert sum(map(sent.get, names)) == factor * TIED.num_params * (n - 1) // n * 4
 
 
 @pytest.mark.parametrize("n", [3, 7, 64])
@@ -88,12 +75,12 @@ def test_a_share_is_rounded_up_where_ranks_do_not_divide_the_model(n):
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_formulas_agree_with_those_of_the_other_labs(level, precision):
-    m, itemsize = 4, 4 if precision == "fp32" else 2
+    m, psi, itemsize = 4, TIED.num_params, 4 if precision == "fp32" else 2
     train_config = TrainConfig(
         micro_batch=2, global_batch=2 * 2 * m, precision=precision, zero=level
     )
     summed, scattered, gathered = (
-        collectives.sent(f"{op}_ring", nbytes=itemsize * TIED.num_params, n=2, itemsize=itemsize)
+        collectives.sent(f"{op}_ring", nbytes=itemsize * psi, n=2, itemsize=itemsize)
         for op in ("all_reduce", "reduce_scatter", "all_gather")
     )
     theirs = (
@@ -102,12 +89,11 @@ def test_formulas_agree_with_those_of_the_other_labs(level, precision):
         scattered.scaled(m) + gathered,
         scattered.scaled(m) + gathered.scaled(2 * m),
     )[level]
-    ours = zero.predict_sent(TIED.num_params, 2, level, itemsize=itemsize, accumulation=m)
-    assert ours.by("rank") == theirs.by("rank") and ours.count == theirs.count
-    if level == 0:
-        sizes = [parameter.numel() for parameter in build(TIED, 0).parameters()]
-        held = zero.predict_held(sizes, 2, 0, itemsize=itemsize, shard_itemsize=4)
-        assert held.diff(predict.states(TIED, train_config)).unexplained == 0
+    ours = predict.sent(TIED, train_config, Mesh(dp=2)).by("name")
+    moved = sum(ours.get(name, 0) for name in ("gradients", "all_gather", "reduce_scatter"))
+    if level == 0 and precision == "bf16":  # master weights have their gradients in fp32
+        moved //= 2
+    assert moved == theirs.by("rank")[0] == zero.volume(level, accumulation=m) * itemsize * psi // 2
 
 
 def test_the_papers_tables():
@@ -202,11 +188,8 @@ BAD = [
     (lambda: zero.partition(4, 0), "n must be at least 1, got 0"),
     (lambda: zero.partition(4, 2.0), "n must be a whole number"),
     (lambda: zero.partition(4, 2).bounds(2), "rank 2 has no share: there are 2"),
-    (lambda: zero.predict_sent((), 2, 1), "at least one unit"),
-    (lambda: zero.predict_sent(10, 2, 4), "level=4 is no level of ZeRO"),
-    (lambda: zero.predict_sent(10, 2, 1, accumulation=0), "accumulation must be at least 1"),
-    (lambda: zero.predict_held(10, 2, 1, optimizer="lion"), "one of sgd, momentum, adam, adamw"),
-    (lambda: zero.predict_held((0,), 2, 1), "elements of a parameter must be at least 1"),
+    (lambda: zero.volume(4), "level=4 is no level of ZeRO"),
+    (lambda: zero.volume(1, accumulation=0), "accumulation must be at least 1"),
     (lambda: zero.model_states(1e9, 0, 1), "n must be at least 1"),
     (lambda: optimize(param(), level=0), "use data_parallel.replicate"),
     (lambda: optimize(param(), level=3), "use zero.shard"),

@@ -33,7 +33,6 @@ from labutils.config import Mesh
         dict(reshard=False),
         dict(prefetch=False),
         dict(reshard=False, prefetch=False),
-        dict(units=[]),
     ],
     ids=str,
 )
@@ -41,6 +40,10 @@ def test_every_way_to_gather(options):
     results = ranks(3).run(train, TIED, 3, **options)
     assert_equal(results, TIED)
     assert_books(results, ranks(3).ledger, TIED, 3, **options)
+
+
+def test_a_model_that_is_one_unit():
+    assert_equal(ranks(3).run(train, TIED, 3, units=[]), TIED)
 
 
 @pytest.mark.parametrize("reshard", [True, False])

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 import torch.utils.checkpoint
 
-from labutils import checkpointing, measure, world, zero
-from labutils.config import ModelConfig
+from labutils import checkpointing, measure, predict, world, zero
+from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.model import GPT
 
@@ -150,10 +150,6 @@ def weights(model, optimizer):
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def layout(model, optimizer):
-    return optimizer.layout if isinstance(optimizer, zero.Optimizer) else zero.layout(model)
-
-
 def advance(model, optimizer, rank, steps):
     for (x,) in steps:
         model.loss(of(rank, x), of(rank, x)).backward()
@@ -187,7 +183,7 @@ def train(
     dtype=torch.float64, frozen=(), groups=None, schedule=False, checkpointed=None, look=True,
     **options,
 ):  # fmt: skip
-    """Losses and norms, gradients of the first step, final weights, the last step's peak, the layout."""
+    """Losses and norms, gradients of the first step, final weights, the last step's peak."""
     comm = rank.comm("dp")
     model = build(config, rank.rank, dtype, frozen)  # every rank begins elsewhere
     if checkpointed == "inside":
@@ -221,13 +217,9 @@ def train(
     for micro_batches in before:
         step(micro_batches)
     peak = held_over(lambda: step(last), model, owner).peak.ledger if look else step(last)
-    return SimpleNamespace(
-        losses=losses,
-        gradients=gradients,
-        weights=weights(model, owner) if look else None,
-        peak=peak,
-        layout=layout(model, owner),
-    )
+    with comm.record("gradients"):  # which are of no step, as those that are gathered above
+        final = weights(model, owner) if look else None
+    return SimpleNamespace(losses=losses, gradients=gradients, weights=final, peak=peak)
 
 
 @functools.cache
@@ -285,41 +277,39 @@ def assert_equal(results, config, **settings):
     assert torch.allclose(mean, torch.tensor(alone.losses, dtype=torch.float64), rtol=1e-10)
 
 
-def assert_books(
-    results, sent, config, level, *, accumulation=1, optimizer="adamw", max_norm=None,
-    dtype=torch.float64, frozen=(), steps=3, look=True, **options,
+PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
+TOLD = ("optimizer", "bucket_bytes", "reshard", "prefetch")
+
+
+def planned(
+    n, level, *, accumulation=1, max_norm=None, dtype=torch.float64, frozen=(), **options
 ):  # fmt: skip
-    """Every rank held at its fullest, and sent, as predicted: byte for byte, message for message."""
-    n, layout = len(results), results[0].layout
-    computing = options.get("param_dtype", dtype)
-    half = level < 3 and dtype.itemsize == 2
-    widths = {
-        "itemsize": computing.itemsize,
-        "reduce_itemsize": options.get("reduce_dtype", computing).itemsize,
-        "shard_itemsize": 4 if half else dtype.itemsize,
-    }
-    whole = build(config, 0, frozen=frozen)
-    resting = sum(p.numel() for p in whole.parameters() if not p.requires_grad) * (level < 3)
-    known = {name: value for name, value in options.items() if name in ("reshard", "prefetch")}
-    reshard = {"reshard": options["reshard"]} if "reshard" in options else {}
-    predicted = zero.predict_sent(
-        layout, n, level, accumulation=accumulation, steps=steps, clip=bool(max_norm), start=True,
-        frozen=resting, **widths, **reshard,
+    """The step of `train`, as `predict` takes it."""
+    precision = PRECISIONS[options.get("param_dtype", dtype)]
+    return TrainConfig(
+        micro_batch=ROWS // n, global_batch=ROWS * accumulation, precision=precision, zero=level,
+        clip=max_norm, frozen=tuple(f"*{part}*" for part in frozen),
+        fp32_gradients="reduce_dtype" in options,
+        **{"bucket_bytes": BUCKET} | {key: options[key] for key in TOLD if key in options},
     )  # fmt: skip
-    if look:  # which gathers gradients once, under a name of their own, and at level 3 weights
-        sent = Ledger(line for line in sent if line.name != "gradients")
-        if level == 3:
-            once = zero.predict_sent(layout, n, 1, itemsize=computing.itemsize)
-            predicted = (predicted + once.only(name="all_gather")).merged()
-    assert predicted.diff(sent).unexplained == 0, predicted.diff(sent)
-    counts = [
-        {line.key: line.count for line in ledger if line.name != "broadcast"}
-        for ledger in (predicted, sent)
-    ]
-    assert counts[0] == counts[1]  # as many messages, too; frozen tensors start out one by one
-    if look:
-        kept = {"optimizer": optimizer, "frozen": resting, "accumulation": accumulation}
-        for rank, result in enumerate(results):
-            held = zero.predict_held(layout, n, level, rank=rank, **kept, **widths, **known)
-            assert result.layout == layout
+
+
+def of_a_step(ledger):
+    """Bytes and messages by name, of what a step of `train` sends: its losses stay where they are."""
+    lines = (line for line in ledger if line.name not in ("targets", "loss", "gradients", "broadcast"))
+    return sorted((line.name, line.amount, line.count) for line in lines)
+
+
+def assert_books(results, sent, config, level, *, steps=3, look=True, **options):
+    """Every rank held at its fullest, and sent, as predicted: byte for byte, message for message."""
+    n = len(results)
+    step, mesh = planned(n, level, **options), Mesh(dp=n)
+    for rank, result in enumerate(results):
+        told = predict.sent(config, step, mesh, rank).scaled(steps)
+        assert of_a_step(told) == of_a_step(sent.only(rank=rank))
+        if look:
+            held = predict.peak_states(config, step, mesh, rank)
             assert held.diff(result.peak).unexplained == 0, held.diff(result.peak)
+    start = predict.states(config, step, mesh).only(component="weights").total
+    start *= n if level == 3 else 1  # weights of rank 0 go to each of the others, padding and all
+    assert sent.only(name="broadcast").total == (n - 1) * start

@@ -36,6 +36,25 @@ def states(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: in
     return held.states_in(here)
 
 
+def peak_states(
+    model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0
+) -> Ledger:
+    """Bytes of weights, gradients and what the optimizer keeps at the fullest moment of a step;
+    activations, which have a fullest moment of their own, are not in it.
+
+    By formula where ZeRO shares states over dp alone; elsewhere a dry run answers.
+
+    >>> gpt, train = ModelConfig.named("gpt2"), TrainConfig(micro_batch=1, global_batch=4, zero=3)
+    >>> held = peak_states(gpt, train, Mesh(dp=4)).by("name")
+    >>> held["weight shards"] < held["gathered weights"]
+    True
+    """
+    here = Here(model, train, mesh, rank)
+    if not held.why_dry(here):
+        return held.fullest_in(here)
+    return _dry("peak_states", model, train, mesh, rank)
+
+
 def sent(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int = 0) -> Ledger:
     """Bytes that a rank sends in one step, by mesh axis and operation, under the names of a run's
     books. Experts are visited evenly.

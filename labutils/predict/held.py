@@ -1,6 +1,8 @@
-"""What a rank holds between steps: weights, gradients and what the optimizer keeps."""
+"""What a rank holds of weights, gradients and what the optimizer keeps: between steps, and at the
+fullest moment of one."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from labutils.config import MOMENTS
 from labutils.ledger import Ledger, Line
@@ -76,3 +78,104 @@ def _buffers(here: Here) -> Iterator[Line]:
     if model.positions == "rope" and any(stage.layers for stage in here.stages):
         width = max(4, here.stream) if here.train.zero == 3 else here.stream
         yield Line("buffers", 2 * model.seq_len * (model.d_head // 2) * width, "buffers")
+
+
+# ── at the fullest moment of a step ───────────────────────────────────────────────────────────────
+
+
+def why_dry(here: Here) -> str:
+    """Why there is no formula for the fullest moment, if there is none."""
+    train, mesh = here.train, here.mesh
+    reasons = {
+        "what comes and goes without ZeRO are single gradients": train.zero == 0,
+        "other axes send gradients too": mesh.size > mesh.dp,
+        "gradients of several experts come at once": here.model.num_experts > 1,
+        "nothing is trained": not any(weight.trained for weight in here.weights),
+        "layers of other kinds": train.adapters or train.fp8 or train.autocast,
+    }
+    return next((reason for reason, so in reasons.items() if so), "")
+
+
+def fullest_in(here: Here) -> Ledger:
+    """Bytes at that moment, where ZeRO shares states over dp alone. What stays for the whole step
+    is whole, or the rank's share. What comes and goes is one gradient on its way, and
+
+    - level 1: the gradients, which come bucket by bucket in the first of several backward passes;
+      where the shares have a type of their own, their gradients, bucket by bucket;
+    - level 2: the bucket that fills and the one that is being reduced;
+    - level 3: the weights of the root, of the layer that computes and of the next one; the
+      gradients of the root, of that layer and of the one before.
+    """
+    level = here.train.zero
+    ((_, n, rank, trained),) = here.sides()
+    flats = list(here.units(trained, n, rank))
+    stays = states_in(here)
+    lines = list(stays.only(component="weights"))
+    if level == 3:
+        lines = [replace(line, name="weight shards") for line in lines]
+    if level > 1:
+        shares = sum(unit.part.share * max(4, unit.width) for unit in flats if unit.trained)
+        lines.append(Line("gradient shards", shares, "gradients"))
+    lines += stays.only(component="optimizer")
+    moments = _layers_come(here, flats) if level == 3 else _buckets_come(here, flats)
+    for name, nbytes in max(moments, key=lambda moment: sum(moment.values())).items():
+        lines.append(Line(name, nbytes, "weights" if "weights" in name else "gradients"))
+    return Ledger(line for line in lines if line.amount)
+
+
+def _buckets_come(here: Here, flats: list[Flat]) -> Iterator[dict[str, int]]:
+    """Of levels 1 and 2 the gradients that come and go, at moments that may be the fullest."""
+    train, landed = here.train, 0
+    more = train.accumulation(here.mesh.dp) > 1
+    wide = 4 if train.half and train.fp32_gradients else 0
+    sizes = [unit.part.padded * (wide or unit.width) for unit in flats]
+    for i, unit in enumerate(flats):
+        coming = max(weight.nbytes for weight in unit.weights)
+        if train.zero == 2:
+            filling = sum(sizes[max(0, i - 1) : i + 1])
+            yield {"gradient buckets": filling, "gradient on its way": coming}
+            continue
+        kept = sum(sizes if more else sizes[: i + 1])
+        yield {"gradients": kept, "gradient on its way": coming}
+        landed += sum(unit.own) * max(4, unit.width)
+        if max(4, unit.width) != (wide or unit.width):
+            yield {"gradients": sum(sizes[i:]), "gradient shards": landed}
+
+
+def _layers_come(here: Here, flats: list[Flat]) -> Iterator[dict[str, int]]:
+    """Of level 3 what is gathered and collected, at moments that may be the fullest."""
+    train, width = here.train, here.stream
+    wide = 4 if train.half and train.fp32_gradients else width
+    rows: dict[str, list[Flat]] = {"": []}  # first the root, which is whole for an entire pass
+    for unit in flats:
+        block = unit.weights[0].name.split(".")[:2]
+        rows.setdefault(block[1] if block[0] == "blocks" else "", []).append(unit)
+    weights = [sum(unit.part.padded for unit in row) * width for row in rows.values()]
+    learns = [[unit for unit in row if unit.trained] for row in rows.values()]
+    sizes = [sum(unit.part.padded for unit in row) * wide for row in learns]
+    after = here.model.num_layers  # whose gradients come first: what the root has behind the layers
+    coming = [0] * (after + 2)
+    for i, row in enumerate(learns):
+        for weight in (weight for unit in row for weight in unit.weights):
+            at = after + 1 if weight.name.startswith(("norm", "head")) else i
+            coming[at] = max(coming[at], weight.numel * width)
+
+    def moment(computing: int, ahead: int, buckets: set[int], arrives: int) -> dict[str, int]:
+        whole = {0, computing} | ({ahead} if train.prefetch and 0 < ahead <= after else set())
+        if not train.reshard:
+            whole |= set(range(computing + 1))
+        return {
+            "gathered weights": sum(weights[i] for i in whole),
+            "gradient buckets": sum(sizes[i] for i in buckets),
+            "gradient on its way": arrives,
+        }
+
+    for i in range(after + 1):
+        yield moment(i, i + 1, set(), 0)
+    yield moment(0 if train.reshard else after, after, {0}, coming[after + 1])
+    reducing: set[int] = set()
+    for i in range(after, 0, -1):
+        own = {i} if learns[i] else set()
+        yield moment(i, i - 1, {0} | own | reducing, coming[i])
+        reducing = own or reducing
+    yield moment(0, 0, {0} | reducing, coming[0])

@@ -23,6 +23,11 @@ class Rehearsal(NamedTuple):
     states: Ledger
     history: History
 
+    @property
+    def peak_states(self) -> Ledger:
+        """What it held at the fullest moment, activations and the batch aside."""
+        return self.history.only("weights", "gradients", "optimizer").peak.ledger
+
 
 @functools.lru_cache(maxsize=64)
 def rehearsal(model: ModelConfig, train: TrainConfig, mesh: Mesh, rank: int) -> Rehearsal:

@@ -312,7 +312,7 @@ class Comm:
         if self._background is None:
             twin = type(self)(self._owner, self.axis, self.ranks, self._channel + 1)
             self._background = self._in_background(twin)
-        return Work(self._owner, self._background.start(call, run, out))
+        return Work(self._owner, self._background.start(call, run, out, self._name))
 
     def _in_background(self, twin: "Comm") -> "Background":
         """What runs asynchronous collectives, over these ranks on a channel of their own."""
@@ -375,13 +375,16 @@ class Background:
         self.jobs: Any = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"{comm.axis}-async", daemon=True).start()
 
-    def start(self, call: CallSite, run: Callable[[Comm], Any], out: Tensor | None) -> Request:
-        """The pending result; its messages are booked at this point of the rank's program."""
+    def start(
+        self, call: CallSite, run: Callable[[Comm], Any], out: Tensor | None, name: str | None
+    ) -> Request:
+        """The pending result; its messages are booked at this point of the rank's program, under
+        the name that is recorded there."""
         owner, events = self.comm._owner, list[Event]()
         request = Request(call, owner.rank)
         owner._events.append(events)
         self.comm._endpoint.add_actor(+1)
-        self.jobs.put((request, events, run, out))
+        self.jobs.put((request, events, run, out, name))
         return request
 
     def close(self) -> None:
@@ -397,9 +400,10 @@ class Background:
             del request
 
     def _do(
-        self, request: Request, events: list[Event], run: Callable[[Comm], Any], out: Tensor | None
-    ) -> Request:
-        self.comm._events = events
+        self, request: Request, events: list[Event], run: Callable[[Comm], Any],
+        out: Tensor | None, name: str | None,
+    ) -> Request:  # fmt: skip
+        self.comm._events, self.comm._name = events, name
         start = time.perf_counter()
         try:
             with torch.no_grad():

@@ -9,7 +9,6 @@ from torch import nn
 from labutils import data_parallel, measure, units
 from labutils.world import Comm
 from labutils.zero.flat_parameter import FlatParameter
-from labutils.zero.partition import Unit
 from labutils.zero.reducer import Reducer
 
 Make = Callable[[list[Any]], torch.optim.Optimizer]
@@ -33,7 +32,7 @@ class Optimizer:
     an fp32 master copy of this rank's share, which is stepped. All ranks begin with the weights of
     rank 0.
 
-    Cost: bytes sent as in `predict_sent`, bytes held as in `predict_held`.
+    Cost: bytes sent as in `predict.sent`, held as in `predict.peak_states`.
     Source: Rajbhandari et al. 1910.02054, sections 5.1, 5.2 and 7.
     """
 
@@ -80,11 +79,6 @@ class Optimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of `inner`, to be read and changed."""
         return self.inner.param_groups
-
-    @property
-    def layout(self) -> tuple[Unit, ...]:
-        """The elements of every parameter, bucket by bucket, as the formulas take them."""
-        return tuple(Unit(flat.numels) for flat in self.flats)
 
     def collect(self) -> list[nn.Parameter]:
         """This rank's pieces with their mean gradient, which at level 1 is reduced by this."""

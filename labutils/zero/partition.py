@@ -1,9 +1,8 @@
 """How parameters are dealt out: in equal shares, the end padded."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from labutils import units
 
@@ -54,44 +53,3 @@ def partition(numel: int, n: int) -> Partition:
     Invariant: the bounds of all ranks are disjoint and cover 0 … numel; padding is less than n.
     """
     return Partition(units.whole(numel, "numel", 1), units.whole(n, "n", 1))
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What is gathered, reduced or updated at once: the elements of each of its parameters.
-
-    Of a root, `after` are the trained ones that compute after all other units, so that their
-    gradients come first.
-    """
-
-    trained: tuple[int, ...] = ()
-    frozen: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for numel in (*self.trained, *self.frozen, *self.after):
-            units.whole(numel, "elements of a parameter", 1)
-
-    def dealt(self, n: int, *, frozen: bool = False) -> tuple[Partition, ...]:
-        """The partition of its flat parameter of trained, or of frozen ones; none without any."""
-        numel = sum(self.frozen) if frozen else sum(self.trained + self.after)
-        return (partition(numel, n),) if numel else ()
-
-
-Layout = int | Iterable["int | Sequence[int] | Unit"]
-
-
-def units_of(sizes: Layout) -> tuple[Unit, ...]:
-    """Units from what is easier to write: Ψ, (Ψ₁, Ψ₂), or ((a, b), …) where parameters count.
-
-    >>> [unit.trained for unit in units_of((8, (3, 2)))]
-    [(8,), (3, 2)]
-    """
-    known = []
-    given: Any = (sizes,) if units.is_whole(sizes) else sizes
-    for unit in given:
-        numels = (unit,) if units.is_whole(unit) else unit
-        known.append(unit if isinstance(unit, Unit) else Unit(tuple(numels)))
-    if not known:
-        raise ValueError("a layout needs at least one unit: give Ψ, or the sizes of the units")
-    return tuple(known)

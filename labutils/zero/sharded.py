@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from labutils import units
 from labutils.world import Comm
 from labutils.zero.flat_parameter import FlatParameter
-from labutils.zero.partition import Unit
 from labutils.zero.reducer import Reducer
 
 
@@ -42,7 +41,7 @@ def shard(
                   so what the optimizer steps, stay as they are
     reduce_dtype  in which gradients are reduced; unless given, that in which they are computed
 
-    Cost: bytes sent as in `predict_sent`, bytes held as in `predict_held`.
+    Cost: bytes sent as in `predict.sent`, held as in `predict.peak_states`.
     Source: Rajbhandari et al. 1910.02054, sections 5.3 and 7.2.2; Zhao et al. 2304.11277. Named as
     in PyTorch's `fully_shard`.
     """
@@ -86,20 +85,6 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
         for group in groups:
             group.pinned = False
             group.free()
-
-
-def layout(module: nn.Module) -> tuple[Unit, ...]:
-    """The elements of every parameter of a sharded module, the root's and then unit by unit.
-
-    As `predict_sent` and `predict_held` take them.
-    """
-    units: list[Unit] = []
-    for group in sharded_of(module).groups:
-        numels = {flat.trained: flat.numels for flat in group.flats}
-        trained, frozen = numels.get(True, ()), numels.get(False, ())
-        before = len(trained) - sharded_of(module).after * (not units)
-        units.append(Unit(trained[:before], frozen, trained[before:]))
-    return tuple(units)
 
 
 Place = tuple[nn.Module, str, nn.Parameter]  # where a parameter hangs; a tied one hangs in several
@@ -190,7 +175,6 @@ class Sharded:
         self.param_dtype = param_dtype
         self.learning = False  # a forward is under way that a backward will follow
         self.flats = [flat for group in groups for flat in group.flats]
-        self.after = _after(list(module.parameters()), groups[0])
         order = [*reversed(groups[1:]), groups[0]]
         trained = [flat for group in order for flat in group.flats if flat.trained]
         self.reducer = Reducer(trained, eager=True, ended=self._free_all)
@@ -283,13 +267,6 @@ def _in_backward() -> bool:
 
 def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def _after(pieces: list[nn.Parameter], root: ParamGroup) -> int:
-    """How many trained parameters of the root come after all those of the units, in the module."""
-    own = {piece for flat in root.flats for piece in flat.pieces}
-    last = itertools.takewhile(own.__contains__, reversed(pieces))
-    return sum(piece.requires_grad for piece in last) if len(own) < len(pieces) else 0
 
 
 def _default_units(module: nn.Module) -> list[nn.Module]:

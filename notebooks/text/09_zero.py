@@ -31,7 +31,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from labutils import anatomy, checkpointing, collectives, measure, units, zero
-from labutils.config import Hardware, Mesh, ModelConfig
+from labutils import predict as formulas
+from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.precision import LossScaler
 from labutils.teach import plots, rigs
@@ -213,8 +214,7 @@ for level in (1, 2):
 # reduces them bucket by bucket *during* the backward pass and keeps a share. The peak of four ranks at level 2, line by line:
 
 # %%
-held = zero.predict_held(results.layout, 4, 2, itemsize=8)
-held.diff(results.history.peak.ledger)
+results.peak_states.diff(results.history.peak.ledger)
 
 # %% [markdown]
 # The buckets are the temporary part: one that fills and one that is being reduced. The optimizer's lines are a quarter of the weights each, as promised.
@@ -226,8 +226,8 @@ held.diff(results.history.peak.ledger)
 
 # %%
 for level in (1, 2, 3):
-    sent = zero.predict_sent(10**6, 4, level, accumulation=8, rank=0)
-    print(f"level {level}: {units.text(sent.total)}")
+    sent = zero.volume(level, accumulation=8) * 4 * 10**6 * 3 / 4
+    print(f"level {level}: {units.text(sent)}")
 
 # %% [markdown]
 # So with long accumulation, and where whole gradients fit, level 1 sends the least.
@@ -273,11 +273,7 @@ predict("zero/level-3-sends", times=2)
 # Two gathers and a reduce-scatter, each $\Psi(N-1)/N$:
 
 # %%
-psi = sum(parameter.numel() for parameter in model.parameters())
-all_reduce = collectives.sent("all_reduce_ring", nbytes=4 * psi, n=4)
-reveal(
-    "zero/level-3-sends", times=zero.predict_sent(psi, 4, 3).total / all_reduce.total
-)
+reveal("zero/level-3-sends", times=zero.volume(3) / zero.volume(0))
 
 # %% [markdown]
 # `zero.shard` changes a module in place: from then on its parameters *are* this rank's pieces, and they have their gradients after `backward()`. Any torch
@@ -323,8 +319,7 @@ title = "A layer comes, computes and goes; what stays is a quarter of everything
 plots.memory_timeline(results.history, title=title)
 
 # %%
-held = zero.predict_held(results.layout, 4, 3, itemsize=8)
-held.diff(results.history.peak.ledger)
+results.peak_states.diff(results.history.peak.ledger)
 
 # %% [markdown]
 # A quarter of everything is what stays. The last three lines, here the larger part of a small model, are *transient*: the unit that computes, the next one,
@@ -369,7 +364,7 @@ predict("zero/peak-of-16384", GB=1)
 
 # %%
 def dry_step(rank, config):
-    """The layout, and what a step holds that is not the optimizer's first."""
+    """What a step holds that is not the optimizer's first."""
     model = GPT(config, attention="sdpa")
     zero.shard(model, rank.comm("dp"), param_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -384,29 +379,30 @@ def dry_step(rank, config):
         piece.grad = torch.zeros_like(piece) if len(piece) else None
     optimizer.step()  # makes its state
     optimizer.zero_grad()
-    return zero.layout(model), rigs.zero.states_over(step, model, optimizer).peak.ledger
+    return rigs.zero.states_over(step, model, optimizer).peak.ledger
 
 
 # %%
 largest, n = ModelConfig.named("llama-3.1-405b"), 16_384
-widths = {"itemsize": 2, "shard_itemsize": 4}
+train, mesh = TrainConfig(micro_batch=1, global_batch=n, zero=3), Mesh(dp=n)
 print("   rank  layers              held  unexplained              sent  unexplained")
 with World(n, engine="dry") as dry:
     for rank, layers in ((0, 3), (11_111, 3), (11_111, 8)):
         deep = dataclasses.replace(largest, num_layers=layers)
-        layout, held = dry.run(dry_step, deep, rank=rank)
-        states = zero.predict_held(layout, n, 3, rank=rank, **widths).diff(held)
-        books = zero.predict_sent(layout, n, 3, rank=rank, start=True, **widths)
+        held = dry.run(dry_step, deep, rank=rank)
+        states = formulas.peak_states(deep, train, mesh, rank).diff(held)
+        start = dict(nbytes=4 * deep.num_params, n=n, itemsize=4, rank=rank)
+        books = rigs.zero.between_ranks(formulas.sent(deep, train, mesh, rank))
+        books += collectives.sent("broadcast_tree", **start)
         row = f"{held.total:15,} B {states.unexplained:12}"
-        row += f" {books.total:15,} B {books.diff(dry.ledger).unexplained:12}"
+        row += f" {books.total:15,} B {dry.ledger.total - books.total:12}"
         print(f"{rank:7,} {layers:7} {row}")
 
 # %% [markdown]
 # "Sent" is the start, where rank 0 sends its weights down a tree, and one step. The formulas explain every byte. From three layers on, a further one adds its share to the peak and nothing else. Ask the formulas for all 126:
 
 # %%
-whole = layout[0], *[layout[1]] * largest.num_layers
-peak = zero.predict_held(whole, n, 3, rank=11_111, **widths).total
+peak = formulas.peak_states(largest, train, mesh, rank=11_111).total
 reveal("zero/peak-of-16384", GB=round(peak / 1e9, 1))
 
 # %% [markdown]
@@ -416,8 +412,8 @@ reveal("zero/peak-of-16384", GB=round(peak / 1e9, 1))
 # %%
 wide = dict(num_heads=160, d_ff=102_400, vocab_size=50_304, seq_len=2048)
 trillion = ModelConfig(num_layers=128, d_model=25_600, **wide)
-layers = [tuple(unit) for unit in anatomy.units(trillion).values()]
-at_most = zero.predict_held(layers, 1024, 3, **widths).total
+train = dataclasses.replace(train, global_batch=1024)
+at_most = formulas.peak_states(trillion, train, Mesh(dp=1024)).total
 units.text(zero.model_states(trillion.num_params, 1024, 3).total), units.text(at_most)
 
 # %% [markdown]
@@ -425,9 +421,15 @@ units.text(zero.model_states(trillion.num_params, 1024, 3).total), units.text(at
 # A node of H100s has eight links of 50 GB/s, of which messages reach 40. Eight rings use them all (lab 07), 320 GB/s from each rank to the next. Products reach 61 % of the peak, an estimate from Llama 3's published throughput:
 
 # %%
+def level_3_sends(model, n, **kind):
+    """Bytes that each of n ranks sends in a step of one micro-batch, all in bf16."""
+    train = TrainConfig(**dict(micro_batch=1, global_batch=n, zero=3) | kind)
+    return rigs.zero.between_ranks(formulas.sent(model, train, Mesh(dp=n))).total
+
+
 h100 = Hardware.named("H100")
 wire = h100.ring(n)
-sent = zero.predict_sent(largest.num_params, n, 3, itemsize=2, rank=0).total
+sent = level_3_sends(largest, n)
 hops = 3 * (largest.num_layers + 1) * (n - 1)  # of a ring, three times for each unit
 print(f"computing: {6 * largest.num_params * 1024 / h100.rate():.0f} s")
 print(units.text(sent), f"of bytes: {sent / wire.bandwidth:.0f} s")
@@ -517,7 +519,7 @@ plots.curves(tokens, title=title, **axes, **lines)
 
 # %%
 def hybrid(rank):
-    """Three steps: are the weights the plain model's, and the layout."""
+    """Three steps: are the weights the plain model's?"""
     inside, across = rank.comm("tp"), rank.comm("dp")
     model = GPT(config, generator=torch.Generator().manual_seed(0)).double()
     optimizer = adamw(zero.shard(model, inside).parameters())
@@ -528,33 +530,32 @@ def hybrid(rank):
         for piece in filter(len, model.parameters()):
             piece.grad = across.all_reduce(piece.grad) / across.size
         optimizer.step()
-    return rigs.zero.is_equal(model, expected), zero.layout(model)
+    return rigs.zero.is_equal(model, expected)
 
 
 machines = World(Mesh(dp=2, tp=2))
-equal, layouts = zip(*machines.run(hybrid), strict=True)
-equal
+machines.run(hybrid)
 
 # %% [markdown]
 # Bytes of rank 0 in three steps, with the start and with the gather that compares the weights: first by formula, then counted.
 
 # %%
-shard = sum(part.share for unit in layouts[0] for part in unit.dealt(2))
-fixed = {"itemsize": 8, "rank": 0}
-inside = zero.predict_sent(layouts[0], 2, 3, steps=3, start=True, **fixed).total
-inside += zero.predict_sent(layouts[0], 2, 1, **fixed).only(name="all_gather").total
-across = collectives.sent("all_reduce_ring", nbytes=8 * shard, n=2, **fixed).total
+psi = sum(parameter.numel() for parameter in model.parameters())
+inside = 3 * level_3_sends(config, 2, precision="fp64")
+inside += 8 * psi + 8 * psi // 2  # the start, and the gather
+share = dict(nbytes=8 * psi // 2, n=2, itemsize=8, rank=0)
+across = collectives.sent("all_reduce_ring", **share).total
 {"tp": inside, "dp": 3 * across}, machines.ledger.only(rank=0).by("axis")
 
 # %% [markdown]
 # Llama-3.1-8B in bf16, 64 devices, eight per machine. What a rank sends in a step, and what it holds of model states:
 
 # %%
-params = ModelConfig.named("llama-3.1-8b").num_params
-bf16 = {"itemsize": 2, "rank": 0}
-flat = zero.predict_sent(params, 64, 3, **bf16).total
-inside = zero.predict_sent(params, 8, 3, **bf16).total
-across = collectives.sent("all_reduce_ring", nbytes=2 * params // 8, n=8, **bf16).total
+llama = ModelConfig.named("llama-3.1-8b")
+flat, inside = level_3_sends(llama, 64), level_3_sends(llama, 8)
+params = llama.num_params
+share = dict(nbytes=2 * params // 8, n=8, itemsize=2, rank=0)
+across = collectives.sent("all_reduce_ring", **share).total
 held = [units.text(zero.model_states(params, n, 3).total) for n in (64, 8)]
 print(f"sharded over 64: a rank sends {units.text(flat)}, holds {held[0]}")
 amounts = f"{units.text(inside)} inside, {units.text(across)} across"
@@ -863,8 +864,8 @@ world.ledger.by("name"), 4 * (4 * psi * 3 // 4)
 # sentence has a history: DeepSpeed's first stage 1 used an all-reduce, 3Ψ per step, and its release note of March 2020 counts 1.5 times less since:
 
 # %%
-both = all_reduce + collectives.sent("all_gather_ring", nbytes=4 * psi, n=4)
-both.total / zero.predict_sent(psi, 4, 1).total
+all_reduce, all_gather = 2, 1  # times Ψ(N − 1)/N
+(all_reduce + all_gather) / zero.volume(1)
 
 # %% [markdown]
 # **Optimizer states as "momentum and variance in the Adam optimization algorithm"** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large <!-- erratum: S0-064 -->
@@ -884,20 +885,20 @@ both.total / zero.predict_sent(psi, 4, 1).total
 # > - Optimizer state, gradients, weights: each level of ZeRO shards one more. 7.5B parameters on 64 devices: 120, 31.4, 16.6, 1.9 GB.
 # >   <!-- claim: [round(zero.model_states(7.5e9, 64, level).total / 1e9, 1) for level in range(4)] == [120.0, 31.4, 16.6, 1.9] -->
 # > - Levels 1 and 2 send what plain data parallelism sends, 2Ψ(N − 1)/N elements: an all-reduce with the step between its halves.
-# >   <!-- claim: all(zero.predict_sent(840, 4, level).total == collectives.sent("all_reduce_ring", nbytes=4 * 840, n=4).total for level in (1, 2)) -->
+# >   <!-- claim: all(zero.volume(level) * 4 * 840 * 3 // 4 == collectives.sent("all_reduce_ring", nbytes=4 * 840, n=4, rank=0).total for level in (1, 2)) -->
 # > - Level 3 sends 3Ψ(N − 1)/N, half as much again, or 2Ψ without resharding. Freeing sends nothing.
-# >   <!-- claim: 2 * zero.predict_sent(840, 4, 3).total == 3 * zero.predict_sent(840, 4, 2).total -->
-# >   <!-- claim: zero.predict_sent(840, 4, 3, reshard=False).total == zero.predict_sent(840, 4, 2).total -->
+# >   <!-- claim: 2 * zero.volume(3) == 3 * zero.volume(2) -->
+# >   <!-- claim: zero.volume(3, reshard=False) == zero.volume(2) -->
 # > - The gathers of level 3 hide if a rank has about F/bw tokens in a micro-batch, FLOP/s over bytes/s, whatever the size of a layer, as long as a layer has more bytes than N·λ·bw.
 # > - Hybrid sharding keeps gathers inside a machine; across N machines goes the gradient's share: 2(Ψ/n)(N − 1)/N with n ranks in each.
 # >   <!-- claim: collectives.sent("all_reduce_ring", nbytes=960, n=4).by("rank")[0] * 4 == collectives.sent("all_reduce_ring", nbytes=4 * 960, n=4).by("rank")[0] -->
 # > - With micro-batches levels 2 and 3 reduce after each one, if they keep no whole gradients, and level 1 once: with eight, level 2 sends 4.5 times as much.
-# >   <!-- claim: zero.predict_sent(840, 4, 2, accumulation=8).total == 4.5 * zero.predict_sent(840, 4, 1, accumulation=8).total -->
+# >   <!-- claim: zero.volume(2, accumulation=8) == 4.5 * zero.volume(1, accumulation=8) -->
 # > - The floors of levels 1 and 2 are 4Ψ and 2Ψ. That of level 3, with layers as units, is two layers, their gradients and the embeddings, whole for a moment on top of 16Ψ/N: 44.5 GB for Llama-3.1-405B on 16,384 ranks.
-# >   <!-- claim: round(1e-9 * (lambda u: zero.predict_held([tuple(x) for x in u.values()], 16384, 3, itemsize=2, shard_itemsize=4).total)(anatomy.units(config.ModelConfig.named("llama-3.1-405b"))), 1) == 44.5 -->
+# >   <!-- claim: round(1e-9 * predict.peak_states(config.ModelConfig.named("llama-3.1-405b"), config.TrainConfig(micro_batch=1, global_batch=16384, zero=3), config.Mesh(dp=16384)).total, 1) == 44.5 -->
 # >   <!-- claim: [round(zero.model_states(1, 10**9, level).total, 6) for level in (1, 2)] == [4, 2] -->
 # > - Recomputing a layer gathers nothing: it is whole for its backward anyway. Level 3 with checkpointing still sends 3Ψ(N − 1)/N.
-# >   <!-- claim: zero.predict_sent(840, 4, 3).by("rank")[0] == 3 * 4 * 840 * 3 // 4 -->
+# >   <!-- claim: [predict.sent(config.ModelConfig(num_layers=2, d_model=8, num_heads=2, d_ff=8, vocab_size=16, seq_len=4), config.TrainConfig(micro_batch=1, global_batch=4, zero=3, checkpointing=kind), config.Mesh(dp=4)).only(name="all_gather").count for kind in ("none", "full")] == [2 * 3 * 3] * 2 -->
 # > - What was one number on one rank is a matter of all: clip by the root of all squares, skip a step together, keep the fp32 master of your share, save whole parameters that any N can load.
 
 # %% [markdown]

@@ -957,12 +957,15 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("return leaf.to(self.param_dtype)", "return leaf"),
         ("if self.resident and not self.pinned:", "if self.resident:"),
     ],
-    ("zero/predict", "test_zero test_zero_sharded test_zero_dry"): [
-        ('("gradient norm", 1, 8,', '("gradient norm", 1, 4,'),
-        ("(accumulation * (1 + reshard) if", "(accumulation * 2 if"),
-        ("(accumulation if level > 1 else 1)", "accumulation"),
+    ("zero/predict", "test_zero_partition"): [
+        ("accumulation * (1 + reshard))[level", "accumulation * 2)[level"),
+        ("(2, 1, accumulation, accumulation)", "(2, accumulation, accumulation, accumulation)"),
+    ],
+    ("predict/held", "test_zero test_zero_sharded test_zero_dry"): [
         ("max(0, i - 1) : i + 1", "i : i + 1"),
-        ("if prefetch and 0 < ahead <= last", "if 0 < ahead <= last"),
+        ("sum(sizes if more else sizes[: i + 1])", "sum(sizes[: i + 1])"),
+        ("if train.prefetch and 0 < ahead <= after", "if 0 < ahead <= after"),
+        ("        if not train.reshard:", "        if False:"),
     ],
     ("zero/partition", "test_zero_partition"): [
         ("return -(-self.numel // self.n)", "return self.numel // self.n"),

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labutils import measure, units, zero
+from labutils import measure, predict, units, zero
+from labutils.config import ModelConfig, TrainConfig
+from labutils.ledger import Ledger
 from labutils.timeline import History
 from labutils.world import Rank, World
 
@@ -19,9 +21,10 @@ class Results:
     """What some steps of a level left: a row of a table, under `HEAD`.
 
     sent, held: bytes of rank 0, in one step and at the fullest moment of the last one
-    sent_unexplained: bytes between all that ranks sent and `predict_sent`
-    held_unexplained: bytes between what rank 0 held and `predict_held`
-    layout, history: of rank 0
+    sent_unexplained: bytes between what each rank sent and `predict.sent`
+    held_unexplained: bytes between what rank 0 held and `peak_states`
+    peak_states: what `predict` says that rank 0 holds at the fullest moment
+    history: of rank 0
     """
 
     level: int
@@ -31,7 +34,7 @@ class Results:
     sent_unexplained: int
     held: int
     held_unexplained: int
-    layout: tuple[zero.Unit, ...]
+    peak_states: Ledger
     history: History
 
     HEAD = "level  ranks  equal      sent  unexplained      held  unexplained"
@@ -57,14 +60,20 @@ def states_over(fn: Callable[[], object], module: nn.Module, optimizer: Any) -> 
 
 def _train(
     rank: Rank, build: Callable, step: Callable, expected: Sequence[Tensor], steps: int, *how: Any
-) -> tuple[bool, tuple[zero.Unit, ...], History]:
+) -> tuple[bool, ModelConfig, History]:
     level, options = how
-    module, optimizer = build(rank, level, **options)
+    with rank.comm("dp").record("start"):
+        module, optimizer = build(rank, level, **options)
     for k in range(steps - 1):
         step(rank, module, optimizer, k)
     history = states_over(lambda: step(rank, module, optimizer, steps - 1), module, optimizer)
-    parts = zero.layout(module) if level == 3 else optimizer.layout
-    return is_equal(module, expected), parts, history
+    with rank.comm("dp").record("compare"):
+        return is_equal(module, expected), module.config, history
+
+
+def between_ranks(ledger: Ledger) -> Ledger:
+    """Of what a step sends the gradients and weights: no losses, no start."""
+    return Ledger(line for line in ledger if line.name in ("all_gather", "reduce_scatter"))
 
 
 def three_results(
@@ -75,32 +84,34 @@ def three_results(
     expected: Sequence[Tensor],
     *,
     steps: int = 3,
+    bucket_bytes: int = 2**16,
     **options: Any,
 ) -> Results:
     """Trains on all ranks of a world, in float64, and compares.
 
-    build: build(rank, level, **options) makes the module and its optimizer
+    build: build(rank, level, **options) makes a GPT and its optimizer
     step: step(rank, module, optimizer, k) is step number k
     expected: the weights that a plain model has after as many steps
+    bucket_bytes: of levels 1 and 2
     """
     runs = world.run(_train, build, step, expected, steps, level, options)
-    (_, parts, history), n = runs[0], world.size
-    kind = {"itemsize": 8, "reshard": options.get("reshard", True)}
-    predicted = zero.predict_sent(parts, n, level, steps=steps, start=True, **kind)
-    if level == 3:  # comparing the weights takes one more gather, as a step of level 1
-        once = zero.predict_sent(parts, n, 1, itemsize=8).only(name="all_gather")
-        predicted = (predicted + once).merged()
-    switches = {name: options[name] for name in ("reshard", "prefetch") if name in options}
-    peak = zero.predict_held(parts, n, level, itemsize=8, **switches)
+    (_, model, history), mesh = runs[0], world.mesh
+    how = {name: options[name] for name in ("reshard", "prefetch") if name in options}
+    sizes = {"micro_batch": 1, "global_batch": mesh.dp, "bucket_bytes": bucket_bytes}
+    train = TrainConfig(**sizes, precision="fp64", zero=level, **how)
+    sent = [between_ranks(predict.sent(model, train, mesh, rank)) for rank in range(mesh.size)]
+    measured = between_ranks(world.ledger).by("rank")
+    left = (measured[rank] - steps * each.total for rank, each in enumerate(sent))
+    peak = predict.peak_states(model, train, mesh)
     return Results(
         level=level,
-        ranks=n,
+        ranks=mesh.dp,
         equal=all(equal for equal, _, _ in runs),
-        sent=zero.predict_sent(parts, n, level, rank=0, **kind).total,
-        sent_unexplained=predicted.diff(world.ledger).unexplained,
+        sent=sent[0].total,
+        sent_unexplained=sum(map(abs, left)),
         held=history.peak.ledger.total,
         held_unexplained=peak.diff(history.peak.ledger).unexplained,
-        layout=parts,
+        peak_states=peak,
         history=history,
     )
 
