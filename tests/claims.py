@@ -357,3 +357,14 @@ def busiest_experts(first: bool = False) -> tuple[float, ...] | float:
         return round(sum(runs) / len(runs), 1)
     found = [rig.ends(way, "busiest") for way in ways]
     return tuple(round(sum(each) / len(each), 1) for each in found)
+
+
+TWELVES = ModelConfig(num_layers=2, d_model=12, num_heads=2, d_ff=24, vocab_size=12, seq_len=12)
+
+
+def zero_step(level: int, n: int, **how) -> tuple[int, dict[str, int], dict[str, int]]:
+    """Elements of a model in fp32 that 2, 3, 4 and 8 ranks deal out without padding, and what a
+    rank of ZeRO sends of them in a step and holds at its fullest, in bytes by name."""
+    train = TrainConfig(micro_batch=1, global_batch=n, precision="fp32", zero=level, **how)
+    sent, held = (ask(TWELVES, train, Mesh(dp=n)) for ask in (predict.sent, predict.peak_states))
+    return TWELVES.num_params, sent.by("name"), held.by("name")

@@ -198,9 +198,8 @@ def test_one_concept_has_one_name(name):
 # Public names that stand in several modules. One question, asked of a formula, of a dry run, of a run:
 # `measure.history` finds what `memory.history` predicts.
 ONE_QUESTION = {"activations", "history", "model_states", "peak", "sent"}
-# The same word for what its topic calls so: a plan of recomputing and one of a whole training, the
-# layout of a sequence and that of a module's shards.
-ITS_TOPICS_WORD = {"Plan", "cross_entropy", "layout", "predict", "run", "simulate"}
+# The same word for what its topic calls so: a plan of recomputing and one of a whole training.
+ITS_TOPICS_WORD = {"Plan", "cross_entropy", "predict", "run", "simulate"}
 
 
 def homes_of_names():

@@ -4,12 +4,15 @@ import hashlib
 
 import pytest
 import torch
-from torch import nn
 
 from labutils import zero
+from labutils.config import ModelConfig
+from labutils.model import GPT
 from labutils.teach import rigs
 from labutils.teach.rigs import corpus
 from labutils.world import World
+
+SMALL = ModelConfig(num_layers=2, d_model=8, num_heads=2, d_ff=8, vocab_size=4, seq_len=4)
 
 
 @pytest.mark.parametrize(
@@ -32,22 +35,20 @@ def test_an_unknown_text_is_refused():
 
 
 def learner():
-    draw, model = torch.Generator().manual_seed(0), nn.Linear(3, 4).double()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, generator=draw)
-    return model
+    return GPT(SMALL, generator=torch.Generator().manual_seed(0)).double()
 
 
-def build(rank, level):
+def build(rank, level, **switches):
     model, comm = learner(), rank.comm("dp")
     if level == 3:
-        return zero.shard(model, comm), torch.optim.AdamW(model.parameters())
+        return zero.shard(model, comm, **switches), torch.optim.AdamW(model.parameters())
     return model, zero.Optimizer(model.parameters(), comm, torch.optim.AdamW, level=level)
 
 
 def step(rank, model, optimizer, k):
     optimizer.zero_grad()
-    model(torch.full((2, 3), 1.0 + k, dtype=torch.float64)).square().mean().backward()
+    x = torch.full((2, 4), k)
+    model.loss(x, x).backward()
     optimizer.step()
 
 
@@ -64,3 +65,8 @@ def test_three_results_say_what_is_off(level):
         assert str(fine).split()[:3] == [str(level), "2", "True"]
         off = rigs.zero.three_results(two, level, build, step, [w + 1e-6 for w in right], steps=2)
         assert not off.equal and off.sent_unexplained == 0
+        if level == 3:
+            both = {"reshard": False, "prefetch": False}
+            other = rigs.zero.three_results(two, level, build, step, right, **both)
+            assert (other.sent_unexplained, other.held_unexplained) == (0, 0)
+            assert other.sent < fine.sent

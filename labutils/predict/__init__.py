@@ -50,7 +50,7 @@ def peak_states(
     True
     """
     here = Here(model, train, mesh, rank)
-    if not held.why_dry(here):
+    if not held.no_moment(here):
         return held.fullest_in(here)
     return _dry("peak_states", model, train, mesh, rank)
 

@@ -83,7 +83,7 @@ def _buffers(here: Here) -> Iterator[Line]:
 # ── at the fullest moment of a step ───────────────────────────────────────────────────────────────
 
 
-def why_dry(here: Here) -> str:
+def no_moment(here: Here) -> str:
     """Why there is no formula for the fullest moment, if there is none."""
     train, mesh = here.train, here.mesh
     reasons = {
@@ -97,8 +97,10 @@ def why_dry(here: Here) -> str:
 
 
 def fullest_in(here: Here) -> Ledger:
-    """Bytes at that moment, where ZeRO shares states over dp alone. What stays for the whole step
-    is whole, or the rank's share. What comes and goes is one gradient on its way, and
+    """Bytes at that moment, where ZeRO shares states over dp alone.
+
+    What stays for the whole step is whole, or the rank's share. What comes and goes is one gradient
+    on its way, and
 
     - level 1: the gradients, which come bucket by bucket in the first of several backward passes;
       where the shares have a type of their own, their gradients, bucket by bucket;

@@ -97,7 +97,7 @@ def three_results(
     runs = world.run(_train, build, step, expected, steps, level, options)
     (_, model, history), mesh = runs[0], world.mesh
     how = {name: options[name] for name in ("reshard", "prefetch") if name in options}
-    sizes = {"micro_batch": 1, "global_batch": mesh.dp, "bucket_bytes": bucket_bytes}
+    sizes: Any = {"micro_batch": 1, "global_batch": mesh.dp, "bucket_bytes": bucket_bytes}
     train = TrainConfig(**sizes, precision="fp64", zero=level, **how)
     sent = [between_ranks(predict.sent(model, train, mesh, rank)) for rank in range(mesh.size)]
     measured = between_ranks(world.ledger).by("rank")
