@@ -255,14 +255,14 @@ class RankStep:
         mine = [layout.split(side, coords["cp"]) for side in pairs]
         return list(zip(*(side.split(self.train.micro_batch) for side in mine), strict=True))
 
-    def __call__(self, batches: Sequence[Batch]) -> Taken:
-        """One step with this rank's micro-batches, as `share` cuts them."""
+    def __call__(self, batches: Sequence[Batch], *, messages: str = "matched") -> Taken:
+        """One step with this rank's micro-batches, as `share` cuts them; `messages` between stages
+        as `pipeline.actions` has them."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         comm = self.rank.comm("pp")
-        run = pipeline.run(
-            self.stages, self.plan, comm, batches, loss=self._loss, replicas=self.replicas
-        )
+        how: Any = dict(loss=self._loss, messages=messages, replicas=self.replicas)
+        run = pipeline.run(self.stages, self.plan, comm, batches, **how)
         gradients = self._reduced()
         norm = None
         if self.train.clip:

@@ -1,6 +1,7 @@
 """The same training on one device and on any mesh: a case is a few features, by name, of a mesh, a model and a plan."""
 
 import ast
+import contextlib
 import csv
 import functools
 import itertools
@@ -15,6 +16,7 @@ from labutils import lora, measure, precision, predict, quantization, step, tens
 from labutils.config import DATA, Adapters, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger
 from labutils.model import GPT
+from labutils.predict.rehearsal import program as recorded
 from labutils.predict.rehearsal import rehearsal
 from labutils.trace import OneRank, Trace
 from labutils.world import RankError, World
@@ -86,6 +88,8 @@ LARGER = [tuple(names.split(", ")) for names in (
     "1F1B, ZeRO-3, tp + sp, autocast",
     "tp + sp, autocast, LoRA",
     "ZeRO-1, tp, full, FP8",
+    "ZeRO-1, ring, ep",
+    "ZeRO-2, Ulysses, ep",
 )]  # fmt: skip
 
 
@@ -206,7 +210,13 @@ def share(name, weight, case, rank):
     return weight.chunk(n, dims[style])[i]
 
 
-def on_ranks(case, engine="threads"):
+def in_place(rank, mesh, run, *args):
+    """What a rank of any mesh runs on this one, of as many: processes take seconds to start."""
+    rank.mesh, rank.coords = mesh, mesh.coords(rank.rank)
+    return run(rank, *args)
+
+
+def on_ranks(case, world=None):
     """The largest difference from one device: of a weight of any rank, of a norm, of a loss; and the bytes by which what a rank held, or sent in its second step, is not what was predicted."""
     make = step.build(case.model, case.train, case.mesh, whole=functools.partial(whole, case))
     weights, norms, losses = one_device(alone(case))
@@ -228,8 +238,8 @@ def on_ranks(case, engine="threads"):
         loss = [distance(one.loss, two) for one, two in zip(taken, losses, strict=True)]
         return (max(apart), max(norm), max(loss)), held, sent
 
-    with World(case.mesh, engine=engine, timeout=60) as world:
-        apart, held, sent = zip(*world.run(program), strict=True)
+    with contextlib.nullcontext(world) if world else World(case.mesh, timeout=60) as ranks:
+        apart, held, sent = zip(*ranks.run(in_place, case.mesh, program), strict=True)
     lost = sum(map(unexplained, [case] * len(held), range(len(held)), held, sent))
     return tuple(map(max, zip(*apart, strict=True))), lost
 
@@ -299,9 +309,19 @@ def rehearsed(model, train, mesh, rank):
     return held.unexplained, sent.unexplained
 
 
-def equal(case, engine="threads"):
+def phases(case, world=None, messages="matched"):
+    """Bytes at the fullest moment of each phase, on the last rank and in its dry run: with "paired", where processes send, too, as a message is with its receiver when a send is over."""
+    plan = case.model, case.train
+    with contextlib.nullcontext(world) if world else World(case.mesh, timeout=60) as ranks:
+        real = ranks.run(in_place, case.mesh, recorded, *plan, messages)[-1]
+    dry = rehearsal(*plan, case.mesh, case.mesh.size - 1, messages)
+    both = real.history.phases, dry.history.phases
+    return [{name: at.ledger.total for name, at in each.items()} for each in both]
+
+
+def equal(case, world=None):
     """Whether ranks and one device agree, and ranks and their formulas; and by how much they differ."""
-    found, lost = on_ranks(case, engine)
+    found, lost = on_ranks(case, world)
     same = all(one <= most for one, most in zip(found, bounds(case), strict=True))
     return same and not lost, (*found, lost)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import adamw, build, steps, weights
+from small_models import adamw, build, steps
 
-from labutils import context_parallel, data_parallel, flash, measure, precision, predict, zero
+from labutils import context_parallel, data_parallel, flash, measure, precision, predict
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.context_parallel import attention as over_ranks
 from labutils.ledger import Ledger, Line
@@ -380,25 +380,6 @@ def test_gradients_are_reduced_over_dp_and_cp(kind):
         assert_trained(grid.run(trained, LLAMA, kind=kind), alone(LLAMA, dp=2), dp=2)
 
 
-def test_a_model_trains_on_processes(three_processes):
-    assert_trained(three_processes.run(trained, LLAMA), alone(LLAMA))
-
-
-def sharded(rank, config):
-    """ZeRO-3 over dp and cp."""
-    model = build(config, rank.rank)
-    context_parallel.distribute(model, rank.comm("cp"))
-    zero.shard(model, rank.comm("dp", "cp"))
-    losses, *_ = steps(model, adamw(model), *ROWS)
-    with zero.gathered(model):
-        return losses, weights(model)
-
-
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["learned", "rope"])
-def test_shards_over_cp(config):
-    assert_trained(ranks(2).run(sharded, config), alone(config))
-
-
 # ── what is sent and kept ──────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -511,30 +492,6 @@ def test_kept_formula_and_real_are_one(config, n):
     predicted = predict.activations(config, plan(), Mesh(cp=n)) + batch
     for real in ranks(n).run(passed, config, "ring"):
         assert predicted.diff(real, by="name").unexplained == 0, predicted.diff(real, by="name")
-
-
-def peaked(rank, config, way):
-    """The fullest moment of a training step."""
-    how = {"attention": way, "kind": "contiguous"}
-    model = context_parallel.distribute(GPT(config), rank.comm("cp"), **how)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-
-    def step():
-        optimizer.zero_grad()
-        model.loss(tokens.clone(), targets.clone()).backward()
-        optimizer.step()
-
-    tokens, targets = torch.zeros(2, 2, 24, dtype=torch.long).unbind()
-    step()
-    return measure.peak(step, model, optimizer)
-
-
-@pytest.mark.parametrize("way, n", [("ring", 3), ("ulysses", 2)])
-def test_the_peak_of_a_step_is_that_of_the_dry_run(way, n):
-    real = ranks(n).run(peaked, GPT2, way)
-    with World(Mesh(cp=n), engine="dry") as dry:
-        found = dry.run(peaked, GPT2, way, rank=n - 1)
-    assert found.diff(real[n - 1]).unexplained == 0, found.diff(real[n - 1])
 
 
 # ── what cannot be ─────────────────────────────────────────────────────────────────────────────────────────────────

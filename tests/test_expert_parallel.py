@@ -232,13 +232,6 @@ def test_equal_to_every_expert_on_every_token(kind, dp, ep):
     assert_sent(ranks(dp, ep).ledger, results, GPT2, dp, ep)
 
 
-def test_processes_do_the_same():
-    with World(Mesh(dp=2, ep=2), engine="processes") as two:
-        results = two.run(trained, MIXTRAL)
-        assert_equal(results, alone(MIXTRAL, 2), MIXTRAL, 2)
-        assert_sent(two.ledger, results, MIXTRAL, 2, 2)
-
-
 @pytest.mark.parametrize("frozen", ["experts", "router"])
 def test_frozen_parameters_stay_as_they_are(frozen):
     results = ranks(2, 2).run(trained, MIXTRAL, frozen)
@@ -432,47 +425,6 @@ def test_ranks_with_the_same_experts_are_a_group():
     assert Mesh(dp=4, ep=2).group(1, "edp") == (1, 3)
     with pytest.raises(RankError, match="edp lies on the ranks of dp and cp; join those"):
         ranks(2, 2).run(lambda rank: rank.comm("dp", "edp"))
-
-
-def states_of(optimizers, model):
-    """Bytes of optimizer state."""
-    kept = [
-        tensor
-        for each in optimizers
-        for state in each.inner.state.values()
-        for tensor in state.values()
-    ]
-    return sum(tensor.nbytes for tensor in kept)
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_zero_shares_out_experts_over_fewer_ranks(level):
-    """Two optimizers, one over edp and one over dp, are data parallelism with the state shared out."""
-
-    def program(rank):
-        model = build(MIXTRAL, rank.rank)
-        expert_parallel.spread_experts(model, rank.comm("ep"), replicas=rank.comm("dp"))
-        experts = expert_parallel.expert_parameters(model)
-        rest = {name: p for name, p in model.named_parameters() if name not in experts}
-        make = functools.partial(torch.optim.AdamW, lr=1e-2)
-        optimizers = [
-            zero.Optimizer(rest.values(), rank.comm("dp"), make, level=level),
-            zero.Optimizer(experts.values(), rank.comm("edp"), make, level=level),
-        ]
-        for _ in range(3):
-            model.loss(mine(rank), mine(rank)).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        numels = [sum(p.numel() for p in part.values()) for part in (rest, experts)]
-        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-        return weights, numels, states_of(optimizers, model)
-
-    whole = alone(MIXTRAL, 4).weights
-    for weights, (rest, experts), held in ranks(4, 2).run(program):
-        assert all(close(weight, whole[name]) for name, weight in weights.items())
-        share = -(-rest // 4) + -(-experts // 2)
-        assert 16 * (share - 1) <= held <= 16 * share + 4 * 100  # two moments, and steps
 
 
 def test_spread_experts_are_averaged_over_edp_or_not_at_all():

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils import anatomy, data_parallel, measure, pipeline, schedule, tensor_parallel, zero
+from labutils import anatomy, data_parallel, measure, pipeline, schedule, zero
 from labutils.config import Mesh, ModelConfig
 from labutils.model import GPT
 from labutils.pipeline import execute
@@ -168,14 +168,6 @@ def test_a_comparison_finds_what_is_off():
         assert beside.predicted.diff(beside.sent).unexplained == 0
         assert beside.run.schedule == V[0]
     assert not replace(beside, loss=beside.alone).equal
-
-
-def test_processes_do_the_same():
-    with World(Mesh(pp=2), engine="processes") as two:
-        for plan in (schedule.one_f_one_b(2, 5), schedule.zb_v(2, 4)):
-            results = two.run(trained, plan, TIED, steps=2)
-            assert_equal(results, alone(TIED, plan.micro_batches, 2))
-            assert all(runs[0].ops == plan.ranks[i] for i, (runs, _) in enumerate(results))
 
 
 def test_uneven_micro_batches_count_for_what_they_hold():
@@ -393,51 +385,6 @@ def test_activations_held_are_those_in_flight():
 
 
 # ── composed ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def on_a_mesh(rank, plan, config, sequence, level):
-    """Tensor-parallel stages of replicas: weights after a few steps."""
-    model = tensor_parallel.parallelize(build(config), rank.comm("tp"), sequence)
-    comm, dp = rank.comm("pp"), rank.comm("dp")
-    stages = own(plan, model, comm.rank)
-    make = functools.partial(torch.optim.AdamW, lr=1e-2)
-    if level:
-        optimizer = zero.Optimizer(stages.parameters(), dp, make, level=level)
-    else:
-        optimizer = make(stages.parameters())
-    loss = functools.partial(tensor_parallel.cross_entropy, comm=rank.comm("tp"))
-    m = plan.micro_batches
-    for _ in range(2):
-        optimizer.zero_grad()
-        pipeline.run(stages, plan, comm, batches(2 * m)[dp.rank * m :][:m], loss=loss)
-        if not level:
-            data_parallel.average_gradients(stages, dp)
-        optimizer.step()
-    return {name: weight for name, (_, weight) in named(stages).items()}
-
-
-@pytest.mark.parametrize(
-    "plan, sequence, level",
-    [
-        (schedule.one_f_one_b(2, 2), True, 0),
-        (schedule.zb_v(2, 3), False, 0),
-        (schedule.zb_h1(2, 3), True, 1),
-        (schedule.one_f_one_b(2, 2), False, 2),
-    ],
-)
-def test_on_a_mesh_with_data_and_tensor_parallelism_and_zero(plan, sequence, level):
-    config = replace(TIED, num_layers=plan.stages, tied=not level)
-    grid = World(Mesh(pp=2, dp=2, tp=2))
-    results = grid.run(on_a_mesh, plan, config, sequence, level)
-    _, whole = alone(config, 2 * plan.micro_batches, 2)
-    for i, table in enumerate(results):
-        tp = grid.mesh.coords(i)["tp"]
-        for name, found in table.items():
-            wanted = whole[name][1]
-            for dim in range(wanted.dim()):
-                if found.shape[dim] != wanted.shape[dim]:
-                    wanted = wanted.chunk(2, dim)[tp]
-            assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-10), name
 
 
 def replicated(stages, dp):

@@ -18,7 +18,6 @@ from labutils import (
     predict,
     quantization,
     tensor_parallel,
-    zero,
 )
 from labutils.config import Link, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
@@ -95,31 +94,16 @@ def freeze(model, frozen):
     return model
 
 
-class Descent:
-    """Gradient descent that a new process need not load torch's optimizers for."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def zero_grad(self):
-        self.model.zero_grad()
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.model.parameters():
-            parameter -= 0.1 * parameter.grad
-
-
-def trained(rank, config, sequence, frozen=(), optimizer=adamw):
+def trained(rank, config, sequence, frozen=()):
     model = freeze(build(config, rank.rank), frozen)
     assert tensor_parallel.parallelize(model, rank.comm("tp"), sequence) is model
-    return steps(model, optimizer(model), *ROWS, STEPS)
+    return steps(model, adamw(model), *ROWS, STEPS)
 
 
 @functools.cache
-def alone(config, frozen=(), optimizer=adamw):
+def alone(config, frozen=()):
     model = freeze(build(config, 0), frozen)
-    return steps(model, optimizer(model), *ROWS, STEPS)
+    return steps(model, adamw(model), *ROWS, STEPS)
 
 
 def joined(shares, whole):
@@ -172,16 +156,6 @@ def test_frozen_parameters_stay_as_they_are(sequence):
         "blocks.0.feed_forward.down",
     )
     assert_equal(ranks(2).run(trained, MIXED, sequence, frozen), alone(MIXED, frozen))
-
-
-def test_processes_do_the_same():
-    short = replace(GPT2, num_layers=1)
-    with World(Mesh(tp=2), engine="processes") as two:
-        for config, sequence in ((QWEN, False), (short, True)):
-            results = two.run(trained, config, sequence, (), Descent)
-            assert_equal(results, alone(config, (), Descent))
-            predicted = sent(config, 2, plan(sequence)).scaled(STEPS)
-            assert predicted.diff(in_steps(two.ledger)).unexplained == 0
 
 
 def test_no_rank_has_the_logits_whole():
@@ -529,32 +503,6 @@ def test_what_every_variant_keeps(kind, n, sequence):
             assert formula.diff(found).unexplained == 0, formula.diff(found)
 
 
-def peaked(rank, config, sequence):
-    """The fullest moment of the second step."""
-    model = GPT(config, generator=rank.generator)
-    tensor_parallel.parallelize(model, rank.comm("tp"), sequence)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    tokens = torch.zeros(3, config.seq_len, dtype=torch.long)
-
-    def step():
-        model.loss(tokens, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    return measure.peak(step, model, optimizer)
-
-
-def test_the_peak_of_a_step_is_that_of_the_dry_run():
-    """With dropout, a tied head, tokens shared out and a key–value head that both ranks have."""
-    config, n, sequence = replace(QWEN, dropout=0.1), 2, True
-    real = ranks(n).run(peaked, config, sequence)
-    assert all(ledger == real[0] for ledger in real)
-    with World(Mesh(tp=n), engine="dry") as dry:
-        assert dry.run(peaked, config, sequence, rank=n - 1).diff(real[-1]).unexplained == 0
-        assert dry.ledger.diff(ranks(n).ledger.only(rank=n - 1)).unexplained == 0
-
-
 @pytest.fixture
 def bf16():
     torch.set_default_dtype(torch.bfloat16)
@@ -616,44 +564,22 @@ def of_one_layer(sequence):
 # ── on a mesh with data parallelism ────────────────────────────────────────────────────────────────────────────────
 
 
-def on_a_grid(rank, config, sequence, level):
-    """Two data-parallel ranks with a sequence each, of two tensor-parallel ranks."""
-    model = build(config, rank.rank)
-    tensor_parallel.parallelize(model, rank.comm("tp"), sequence)
+def on_a_grid(rank, sequence):
+    """Two replicas with a sequence each, of two tensor-parallel ranks."""
+    model = build(LLAMA, rank.rank)
+    tensor_parallel.parallelize(model, comm := rank.comm("tp"), sequence)
     mine = [side[rank.coords["dp"], None] for side in (ROWS[0], ROWS[0].flip(1))]
-    if level == 3:
-        zero.shard(model, rank.comm("dp"))
-        optimizer = adamw(model)
-    elif level:
-        optimizer = zero.Optimizer(
-            model.parameters(),
-            rank.comm("dp"),
-            lambda params: torch.optim.AdamW(params, lr=1e-2),
-            level=level,
-        )
-    else:
-        replica = data_parallel.replicate(model, rank.comm("dp"))
-        optimizer = adamw(model)
-        comm = rank.comm("tp")
-        model.loss = lambda x, y: tensor_parallel.cross_entropy(replica(x), y, comm)
-    losses, gradients, weights = steps(model, optimizer, *mine)
-    if level == 3:
-        with zero.gathered(model):
-            weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return losses, {} if level else gradients, weights
+    replica = data_parallel.replicate(model, rank.comm("dp"))
+    model.loss = lambda x, y: tensor_parallel.cross_entropy(replica(x), y, comm)
+    return steps(model, adamw(model), *mine)
 
 
-@pytest.mark.parametrize(
-    "level, sequence",
-    [(0, False), (0, True), (1, False), (3, True)],
-    ids=["replicas", "replicas, sequence", "level 1", "level 3, sequence"],
-)
-def test_on_a_mesh_with_data_parallelism(level, sequence):
-    config = GPT2 if level else LLAMA
-    whole = build(config, 0)
-    _, gradients, weights = steps(whole, adamw(whole), ROWS[0], ROWS[0].flip(1))
-    results = grid().run(on_a_grid, config, sequence, level)
-    expected = {} if level else gradients, weights
+@each_way
+def test_replicas_need_not_know_of_it(sequence):
+    """With ZeRO it is the table's business (test_compositions)."""
+    whole = build(LLAMA, 0)
+    _, *expected = steps(whole, adamw(whole), ROWS[0], ROWS[0].flip(1))
+    results = grid().run(on_a_grid, sequence)
     for group in (results[:2], results[2:]):
         assert_equal([(0.0, *result[1:]) for result in group], (0.0, *expected))
 

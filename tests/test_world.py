@@ -1057,17 +1057,24 @@ def test_without_posix_and_type_checks_threads_run_and_wrong_types_are_told():
     assert ended.stdout.splitlines() == said, ended.stderr
 
 
-@pytest.mark.parametrize("computes", [True, False])
-def test_a_world_that_another_thread_closes_says_so_and_runs_again(computes, tmp_path):
-    os.mkfifo(fifo := tmp_path / "there")
+def never_ends(folder, all_compute=False):
+    """A file that is at its end when rank 1 has been there, and a program in which that rank, or all, compute for ever."""
+    os.mkfifo(fifo := folder / "there")
 
     def program(rank):
         if rank.rank == 1:
             with open(fifo, "w"):
                 pass
-        while rank.rank == 1 or computes:
+        while rank.rank == 1 or all_compute:
             torch.ones(8) + 1
         rank.comm().barrier()
+
+    return fifo, program
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_world_that_another_thread_closes_says_so_and_runs_again(computes, tmp_path):
+    fifo, program = never_ends(tmp_path, computes)
 
     with World(2, engine="processes") as two:
 
@@ -1110,15 +1117,7 @@ def test_what_cannot_travel_says_so(processes):
 
 
 def test_an_interrupt_ends_all_ranks_and_the_next_run_works(four, tmp_path):
-    os.mkfifo(fifo := tmp_path / "there")
-
-    def program(rank):
-        if rank.rank == 1:
-            with open(fifo, "w"):
-                pass
-        while rank.rank == 1:
-            torch.ones(8) + 1
-        rank.comm().barrier()
+    fifo, program = never_ends(tmp_path)
 
     def interrupt():
         with open(fifo) as there:

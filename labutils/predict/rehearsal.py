@@ -30,9 +30,13 @@ class Rehearsal(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def rehearsal(model: ModelConfig, train: TrainConfig, mesh: Mesh, rank: int) -> Rehearsal:
+def rehearsal(
+    model: ModelConfig, train: TrainConfig, mesh: Mesh, rank: int, messages: str = "matched"
+) -> Rehearsal:
     """A step of a training that has begun, without values, of one rank; tokens are routed evenly.
 
+    messages: between stages, as `pipeline.actions` has them: "paired", they are with their receiver
+        when a send is over, and what real ranks hold is what is held here
     Cost: some hundredths of a second for each layer and micro-batch.
     """
     tokens = train.micro_batch * model.seq_len // mesh.cp
@@ -43,13 +47,15 @@ def rehearsal(model: ModelConfig, train: TrainConfig, mesh: Mesh, rank: int) -> 
 
     def alone() -> Rehearsal:
         with World(mesh, engine="dry", assume=assume) as world:
-            return world.run(program, model, train, rank=rank)
+            return world.run(program, model, train, messages, rank=rank)
 
     with ThreadPoolExecutor(1) as pool:  # where no mode, hook or autocast of the caller's is seen
         return pool.submit(alone).result()
 
 
-def program(rank: Rank, model: ModelConfig, train: TrainConfig) -> Rehearsal:
+def program(
+    rank: Rank, model: ModelConfig, train: TrainConfig, messages: str = "matched"
+) -> Rehearsal:
     """What a rank runs, on any engine: a step of a training that has begun, recorded."""
     mine = step.build(model, train, rank.mesh)(rank)
     rows = train.global_batch // rank.mesh.dp, model.seq_len // rank.mesh.cp
@@ -63,7 +69,7 @@ def program(rank: Rank, model: ModelConfig, train: TrainConfig) -> Rehearsal:
     before = len(rank._finish())
     with measure.recording(mine.stages, *mine.inner) as recorder:
         recorder.guess(sides, "activations", BATCH)
-        mine(batches)
+        mine(batches, messages=messages)
     events = rank._finish()[before:]
     sent = Trace(OneRank(rank.size, rank.rank, events)).sent
     states = measure.model_states(mine.stages, *mine.inner)
