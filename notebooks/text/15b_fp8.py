@@ -396,7 +396,7 @@ show(quantization.advance_scales)
 # %% [markdown]
 # ## What does an outlier do?
 #
-# Activations of large language models have channels up to a hundred times as large as the others (SmoothQuant); MiniLM's [CLS] had 17 to 19 times (lab 15a). Plant one: the first input channel of every layer times k, its weights divided by k. In exact arithmetic nothing changes.
+# Activations of large language models have channels up to a hundred times as large as the others (SmoothQuant); MiniLM's first token had 17 to 19 times (lab 15a). Plant one: the first input channel of every layer times k, its weights divided by k. In exact arithmetic nothing changes.
 
 # %%
 ks = [1, 10, 100, 1e3, 1e4, 1e5, 1e6]
