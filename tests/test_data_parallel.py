@@ -244,6 +244,30 @@ def test_no_sync_ends_with_its_block_whatever_happens():
     assert World(1).run(run) == [True]
 
 
+def test_no_sync_inside_no_sync_ends_with_the_outer_one(four):
+    """Gradients differ between ranks after the inner block, and after the outer one agree."""
+
+    def run(rank):
+        net, found = model(rank.rank), []
+        replica = data_parallel.replicate(net, rank.comm("dp"))
+        inputs, targets = mine(rank)
+
+        def backward():
+            net.zero_grad()
+            entropy(replica(inputs), targets).backward()
+            found.append(net.tokens.weight.grad.clone())
+
+        with replica.no_sync():
+            with replica.no_sync():
+                backward()
+            backward()
+        backward()
+        return found
+
+    one, other, *_ = four.run(run)
+    assert [torch.equal(a, b) for a, b in zip(one, other, strict=True)] == [False, False, True]
+
+
 def test_uneven_batches_are_weighed_by_their_share(four):
     ten = tuple(side[:10] for side in ROWS)
 
