@@ -3,7 +3,7 @@
 #
 # **With 32 sequences the activations of a 1.5B-parameter model take 60 GB, and wait for one backward pass. What if you throw them away and compute them again?**
 #
-# *90 min, and 65 further · before this: lab 03 · needs a laptop, no GPU and no network*
+# *90 min, and 60 further · before this: lab 03 · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -20,8 +20,6 @@
 
 # %%
 import dataclasses
-import statistics
-import time
 
 import torch
 from torch import nn
@@ -30,8 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labutils import checkpointing, measure, memory, units
 from labutils.checkpointing import Costs
-from labutils.config import Hardware, ModelConfig, TrainConfig
-from labutils.ledger import Ledger, Line
+from labutils.config import ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.teach import plots
 from labutils.teach.check import check, hint, predict, predictions, reveal, show
@@ -53,8 +50,8 @@ plots.plan_maps({plan.name: plan.timeline for plan in plans}, title=title)
 
 # %% [markdown]
 # The first is what PyTorch does unless told otherwise: nothing is computed twice, and at the peak everything is in memory at once. The last holds almost
-# nothing and takes longest. The two in between are the subject of this lab. In the second, **fewer than twice the blue cells take away more than half of the red
-# lines**; the third goes further down and pays more.
+# nothing and takes longest. The two in between are the subject of this lab. In the second, **fewer than twice as many blue cells take away more than half of the red
+# lines**; the third holds still less and computes more.
 
 # %% [markdown]
 # ## What must be held, and when?
@@ -130,7 +127,7 @@ predict("checkpointing/segments", values=72)
 # least where the derivative $1 - n/k^2$ is zero: at $k = \sqrt n$, with $2\sqrt n$ values held.
 #
 # Every layer is computed twice, except those of the last segment: its backward pass comes next, so it is kept the first time. That is $2n - n/k$
-# evaluations, never more than one extra forward pass.
+# evaluations: less than one extra forward pass.
 
 
 # %%
@@ -151,8 +148,7 @@ plots.plan_animation(checkpointing.segments(9, 3).timeline)
 #
 # ### Further: and a model of 1.5 billion parameters?
 #
-# GPT-2 XL has 48 layers; with 32 sequences of 1024 tokens, each layer's output takes 105 MB in fp16, and ZeRO counts about 12
-# such tensors per layer. One of the twelve is the output, the others are interior.
+# GPT-2 XL with 32 sequences of 1024 tokens: ZeRO counts 12 tensors of 105 MB in each of 48 layers. One of the twelve is the layer's output, the others are its interior.
 
 # %%
 s, h, L = ModelConfig.named("gpt2-xl").letters("s h L")
@@ -162,24 +158,7 @@ plans = {k: checkpointing.segments(L, k) for k in (1, 4, 6, 8, 12, 16, 24, 48)}
 {k: units.text(checkpointing.simulate(plan, gpt2).peak) for k, plan in plans.items()}
 
 # %% [markdown]
-# The paper says "about 8 GB" with checkpointing, which reduces memory "by approximately the square root of the total activations"
-# (ZeRO, section 3.2). Which plan that is it does not say. 8 segments come near it, but they are not the best plan: with an interior of eleven outputs
-# an open layer costs 12 units and a kept input 1, so $k + 12\,n/k$ is to be minimized, and the best k is $\sqrt{12 \cdot 48} = 24$, a segment of every *second* layer.
-#
-# Most libraries checkpoint every layer. Is that the best cut for layers that keep more inside? By lab 03's count, with what PyTorch keeps:
-
-# %%
-for attention in ("plain", "sdpa"):
-    run = TrainConfig(micro_batch=32, global_batch=32, attention=attention)
-    kept = memory.activations(ModelConfig.named("gpt2-xl"), run)
-    layer = sum(line.amount for line in kept if line.name.startswith("blocks.7."))
-    heavy = Costs.uniform(L, output=output, interior=layer - output)
-    peaks = {k: checkpointing.simulate(plans[k], heavy).peak for k in (12, 16, 24, 48)}
-    found = {k: units.text(peak) for k, peak in peaks.items()}
-    print(f"{attention:6}{layer / output:5.1f} outputs per layer:", found)
-
-# %% [markdown]
-# With the scores kept, a layer is 32 outputs heavy, and of these cuts every layer is best. With fused attention it is 16, and every second layer takes less memory than every layer.
+# The paper says "about 8 GB" (ZeRO, section 3.2), and not with which plan: 8 segments come near it. An open layer costs 12 units and a kept input 1, so $k + 12\,n/k$ is to be minimized: $k = \sqrt{12 \cdot 48} = 24$, a segment of every *second* layer.
 
 # %% [markdown]
 # ### Exercise 4.1 · Write a plan (20 min, ●●○)
@@ -209,7 +188,7 @@ show(checkpointing.plans._unroll)
 # %% [markdown]
 # ## Further: what is the best plan for the memory you have?
 #
-# Segments compute most layers twice. If memory is shorter than $2\sqrt n$, segments can be cut into segments again, and a layer is computed three times, four times.
+# Segments compute most layers twice. If there is less memory than for $2\sqrt n$ values, segments can be cut into segments again, and a layer is computed three times, four times.
 # What is the optimum?
 #
 # > 100 equal layers, and room for 10 *snapshots*: values that are kept for later, the input among them. How many forward evaluations does the best plan need?
@@ -294,10 +273,7 @@ for which, i in {"first": 0, "second": 1, "last": -1}.items():
 #
 # $$ C(i, j, R) = \min \begin{cases} w_i + C(i+1,\, j,\; R - \text{interior}_i - \text{output}_i) \\ \min_m\; \bigl[\, w_i + \dots + w_{m-1} + C(i,\, m-1,\; R) \\ \qquad\quad + C(m,\, j,\; R - \text{size}(x_m)) \,\bigr] \end{cases} $$
 #
-# With no stage left C is 0, and where R would be negative there is no plan. `frontier` solves it for every budget at once (Beaumont et al. do it for one) and returns all trades worth making. On three equal layers without interior, 3 values cost 5 evaluations, 4 values 3:
-
-# %%
-checkpointing.frontier(Costs.uniform(3))
+# With no stage left C is 0, and where R would be negative there is no plan. `frontier` solves it for every budget at once (Beaumont et al. do it for one) and returns all trades worth making.
 
 # %% [markdown]
 # > The full step holds 33 MB of activations. With half of that, how much more do you compute, in percent of a forward pass?
@@ -324,25 +300,8 @@ extra = checkpointing.simulate(half, costs).cost / once - 1
 reveal("checkpointing/half-the-memory", percent=round(100 * extra))
 
 # %% [markdown]
-# Within half of the activations' memory a step costs 0.58 of a forward pass more: some stages are computed twice, the others once. The plan does not use all that it may; the trades are
-# stairs, and the next one is too large:
-
-# %%
-above = min(peak for peak, _ in trades if peak > most // 2)
-used = checkpointing.simulate(half, costs).peak
-f"it holds {used / most:.0%} of the activations, the next one {above / most:.0%}"
-
-# %% [markdown]
-# By the number of evaluations:
-
-# %%
-times = half.evaluations
-{n: f"{times.count(n)} stages" for n in sorted(set(times))}
-
-# %% [markdown]
-# Nothing forces you to checkpoint *all* layers, which is what most configurations do. At the left end a little less memory costs whole forward passes more.
-#
-# The plan is data. Carry it out, and compare gradients, FLOPs, bytes:
+# Within half of the activations' memory a step costs 0.58 of a forward pass more: some stages are computed twice, the others once. (The plan may hold less than half: the trades are stairs.)
+# So nothing forces you to checkpoint *all* layers, as most configurations do. The plan is data. Carry it out, and compare gradients, FLOPs and bytes:
 
 # %%
 torch.manual_seed(2)
@@ -460,10 +419,9 @@ frozen = torch.randn(4, 64, 64)  # needs no gradient
 {name: way(frozen).requires_grad for name, way in ways.items()}
 
 # %% [markdown]
-# PyTorch's `use_reentrant=True` is such a Function. It returns the same, and warns: "None of the inputs have requires_grad=True. Gradients will be None".
+# PyTorch's `use_reentrant=True` is such a Function. It returns an output that needs no gradient, too, and warns: "None of the inputs have requires_grad=True. Gradients will be None".
 #
-# The newer way, `use_reentrant=False` and ours, records the graph as usual and empties its slots with hooks, so that weights are seen, and the second run can stop
-# early. It is the one to use.
+# The newer way, `use_reentrant=False` and ours, records the graph as usual and empties its slots with hooks: weights are seen, and the second run can stop early. Use that one.
 
 # %% [markdown]
 # ### Exercise 4.3 · Write checkpoint (30 min, ●●●)
@@ -556,30 +514,27 @@ for early in (False, True):
         overhead = checkpointing.overhead(still, policy, early_stop=early)
         how = "stops early" if early else "to the end"
         print(f"{policy:10} {how:11} {overhead:.1%}")
+dropped = checkpointing.overhead(config, "full")
+print(f"full, with dropout after `down`: {dropped:.1%}")
 
 # %% [markdown]
-# With dropout after `down`, as in `config`, the second run has to reach its mask, and the saving is gone:
+# The last line: with dropout after `down`, as in `config`, the second run has to reach its mask, and the saving is gone.
+#
+# ### Further: does a large model have 33 %?
+#
+# What the head takes away depends on its part of the forward pass, which grows with the vocabulary and falls with width, layers and length. What an early stop saves is the part of `down`: with SwiGLU it is smaller, and with long sequences most of the work is attention. Both parts, and what they make of the 33 %:
 
 # %%
-f"{checkpointing.overhead(config, 'full'):.1%}"
-
-# %% [markdown]
-# Does a large model have 33 %? What the head takes away depends on its part of the forward pass, which grows with the vocabulary and falls with width, layers and length. What an early stop saves is the part of `down`: with SwiGLU it is smaller, and with long sequences most of the work is attention. Both parts, and what they make of the 33 %:
-
-# %%
-gpt3 = ModelConfig.named("gpt3-175b")
-lengths = {"gpt3-175b": (2048,), "llama-3.1-8b": (4096, 131072)}
-lengths |= {"llama-3.1-405b": (8192,), "qwen2-0.5b": (4096,)}
-for name in lengths:
-    for length in lengths[name]:
-        sized = dataclasses.replace(ModelConfig.named(name), seq_len=length)
-        to_the_end, early = (
-            checkpointing.overhead(sized, "full", early_stop=stop)
-            for stop in (False, True)
-        )
-        head, down = 1 - 3 * to_the_end, 3 * (to_the_end - early)
-        print(f"{name:15}{length:7} tokens: head {head:5.1%}, down {down:5.1%}", end="")
-        print(f"; to the end {to_the_end:.1%}, early {early:.1%}")
+sizes = {"gpt3-175b": (2048,), "llama-3.1-8b": (4096, 131072)}
+sizes |= {"llama-3.1-405b": (8192,), "qwen2-0.5b": (4096,)}
+for name, s in ((name, s) for name, lengths in sizes.items() for s in lengths):
+    sized = dataclasses.replace(ModelConfig.named(name), seq_len=s)
+    to_the_end, early = (
+        checkpointing.overhead(sized, "full", early_stop=stop) for stop in (False, True)
+    )
+    head, down = 1 - 3 * to_the_end, 3 * (to_the_end - early)
+    print(f"{name:15}{s:7} tokens: head {head:5.1%}, down {down:5.1%}", end="")
+    print(f"; to the end {to_the_end:.1%}, early {early:.1%}")
 
 # %% [markdown]
 # So 33 % is GPT-3's, without an early stop. Size alone does not decide: a head of 128 000 words is 6 % of the forward pass of 8 billion parameters and 0.5 % of that of 405 billion.
@@ -590,35 +545,16 @@ for name in lengths:
 # Korthikanti et al. (table 4) timed one layer of a 22B model: 7.7 ms forward, 11.9 ms backward. The backward pass is 1.55 times as long,
 # not 2 times, so one more forward pass weighs more:
 #
-# $$ \text{overhead} = \frac{1}{1 + r}, \quad r = \frac{\text{backward}}{\text{forward}}. $$
+# $$ \text{overhead} = \frac{1}{1 + \rho}, \quad \rho = \frac{\text{backward}}{\text{forward}}. $$
 
 # %%
 forward, backward = 7.7, 11.9  # milliseconds, table 4
 timed = {"full": 27.2, "selective": 20.9}  # forward and backward together
-predicted = forward / (forward + backward)
-(
-    f"predicted {predicted:.1%}",
-    {how: f"{ms / (forward + backward) - 1:.1%}" for how, ms in timed.items()},
-)
+both = forward + backward
+f"predicted {forward / both:.1%}", [f"{ms / both - 1:.1%}" for ms in timed.values()]
 
 # %% [markdown]
-# The formula with the timed r gives 39.3 %, the clock 38.8 %. "30 to 40 %" says that r lies between 2.3 and 1.5.
-
-# %% [markdown]
-# And on your machine? Three ways, one step after the other in turn (times of one machine, which nobody compares with the stored ones):
-
-# %% tags=["nbval-ignore-output"]
-copies = {
-    policy: checkpointing.apply(GPT(config), policy)
-    for policy in checkpointing.POLICIES
-}
-seconds = {policy: [] for policy in copies}
-for _ in range(7):
-    for policy, net in copies.items():
-        start = time.perf_counter()
-        net.loss(tokens, targets).backward()
-        seconds[policy].append(time.perf_counter() - start)
-{policy: units.text(statistics.median(found), "s") for policy, found in seconds.items()}
+# The formula with the timed ratio gives 39.3 %, the clock 38.8 %. "30 to 40 %" says that $\rho$ lies between 2.3 and 1.5.
 
 # %% [markdown]
 # ## Further: which part is cheapest to compute again?
@@ -632,6 +568,7 @@ for _ in range(7):
 predict("checkpointing/selective", percent=30)
 
 # %%
+gpt3 = ModelConfig.named("gpt3-175b")
 s, h, a = gpt3.letters("s h a")
 core = 5 * a * s / h  # 5as²b in units of sbh
 reveal("checkpointing/selective", percent=round(100 * core / (34 + core), 2))
@@ -651,7 +588,7 @@ reveal("checkpointing/selective", percent=round(100 * core / (34 + core), 2))
 
 
 # %%
-def saved(policy, config=config):
+def saved(policy):
     net = checkpointing.apply(GPT(config), policy)
     return measure.saved_activations(lambda: net.loss(tokens, targets), net)
 
@@ -672,47 +609,10 @@ def formula(policy):
 {policy: units.text(saved(policy).total) for policy in checkpointing.POLICIES}
 
 # %% [markdown]
-# Is the core so large because a model is large? $5as^2b$ against $34sbh$ is $5s/d$ against 34, where $d = h/a$ is the width of a head: neither the width of the model nor its layers are in it. Our GPT again, all else equal, with one head 64 wide, two of 32, and its four of 16:
-
-
-# %%
-def core_and_rest(heads):
-    """Measured: what selective recomputation takes away, and what it leaves."""
-    alike = dict(num_heads=heads, num_kv_heads=heads, d_head=64 // heads)
-    shape = dataclasses.replace(config, **alike)
-    whole, rest = (saved(policy, shape).total for policy in ("none", "selective"))
-    sizes = {"all else": rest, "attention core": whole - rest}
-    return Ledger(Line(part, size, component=part) for part, size in sizes.items())
-
-
-by_heads = {f"heads {64 // a} wide": core_and_rest(a) for a in (1, 2, 4)}
-wide, _, narrow = (
-    f"{held.by('component')['attention core'] / held.total:.0%}"
-    for held in by_heads.values()
-)
-title = f"64 tokens: the core is {wide} with heads 64 wide, {narrow} with heads 16 wide"
-plots.memory_bars(**by_heads, title=title)
-
-# %% [markdown]
+# Is the core so large because a model is large? $5as^2b$ against $34sbh$ is $5s/d$ against 34, where $d = h/a$ is the width of a head: neither the width of the model nor its layers are in it. Heads 64 wide meet the 34 at 435 tokens.
 # What size changes is the price: in FLOPs the core is s/6h of the products with weights, so a wide model computes it again for less. That is why the proposal is one for large models with long sequences.
 #
 # These are bytes that wait at the *end of the forward pass*. With "full", one layer's interior comes on top during the backward pass.
-#
-# ### Further: compute again, or move away?
-#
-# What is kept can also wait in the host's memory (`torch.autograd.graph.save_on_cpu`) and come back. With fused attention a layer keeps 16 outputs, 32h bytes of 16-bit numbers for a token, and its products with weights
-# take $24h^2$ FLOPs forward. Of a device that does F of them per second, over a link with bw bytes per second each way, the forward pass hides the move where
-#
-# $$ \frac{32h}{\text{bw}} \le \frac{24h^2}{F}, \quad\text{that is}\quad h \ge \frac{4F}{3\,\text{bw}}. $$
-#
-# An H100 on a PCIe 5.0 link of 64 GB/s, at its peak and at 40 % of it:
-
-# %%
-peak = Hardware.named("H100").flops["bf16"]
-{f"{part:.0%}": f"h from {4 * part * peak / (3 * 64e9):,.0f} on" for part in (1, 0.4)}
-
-# %% [markdown]
-# At 40 % a model as wide as GPT-3 (12 288) hides the move, if the GPU has the link, and the host's memory, to itself: eight GPUs that share 200 GB/s of a host's memory have 25 GB/s each. In GPT-2 XL (1600) the move takes five times as long as the layer's forward pass, and computing again takes one forward pass.
 
 # %% [markdown]
 # ## In practice
@@ -725,11 +625,10 @@ peak = Hardware.named("H100").flops["bf16"]
 # - **Megatron-LM.** `--recompute-granularity full` with `--recompute-method uniform` (segments of `--recompute-num-layers`) or `block` (only the first
 #   layers of each stage, the rest kept: what you saw within half the memory); `--recompute-granularity selective` with `--recompute-modules core_attn …`.
 # - **DeepSpeed.** `"activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true, …}`: kept values are sharded over tensor-parallel
-#   ranks, or moved to the host's memory, as PyTorch's `torch.autograd.graph.save_on_cpu` does.
-# - **Hugging Face Transformers.** `gradient_checkpointing=True`: every layer, the last one too.
-#
-# Libraries wrap every layer, so the last one is computed twice although its backward pass comes next. On 8 layers an eighth of the extra work is
-# unnecessary, and a plan avoids it.
+#   ranks, or moved to the host's memory, as PyTorch's `torch.autograd.graph.save_on_cpu` does. A link of 64 GB/s of its own
+#   hides that for an H100 at 40 % of its peak where a model is about 8200 wide or more: $h \ge 4F/(3\,\text{bw})$, since a layer with fused attention keeps 32h bytes per token, and computes $24h^2$ FLOPs.
+#   <!-- arithmetic: round(4 * 0.4 * 989e12 / (3 * 64e9), -2) == 8200 -->
+# - **Hugging Face Transformers.** `gradient_checkpointing=True`: every layer, as in most libraries, also the last one, whose backward pass comes next. On 8 layers an eighth of the extra work is unnecessary.
 #
 # **On a real cluster** start with nothing, then selective, then every k-th layer, and full last. With fused attention the 5as²b are gone already, and the next
 # best thing to recompute is what is cheap per byte: norms, activation functions, dropout.
@@ -753,18 +652,9 @@ units.text(2 * 32 * 1024 * 8192 * 125)
 #
 # ### True under a condition
 #
-# **Selective recomputation costs 2.7 % more FLOPs** (Korthikanti, equations 7 and 8, for GPT-3). One more forward pass of the two attention products is <!-- erratum: ACT-40 -->
-# $4bs^2h$ per layer. Equation (8) adds $12bs^2h$: that is true if their backward pass is repeated as well. The 6.6 % timed above for a layer of their 22B model are more than either would be there:
-
-# %%
-sizes = dict(num_layers=48, d_model=6144, num_heads=64, d_ff=24576)
-their_22b = ModelConfig(**sizes, vocab_size=51200, seq_len=2048)
-for name, shape in {"GPT-3": gpt3, "22B": their_22b}.items():
-    one_more = checkpointing.overhead(shape, "selective", early_stop=False)
-    print(f"{name:6}{one_more:.2%}, and three times that: {3 * one_more:.2%}")
-
-# %% [markdown]
-# Softmax and dropout are repeated as well. They take time, and a FLOP count does not see them.
+# **Selective recomputation costs 2.7 % more FLOPs** (Korthikanti, equations 7 and 8, for GPT-3). One more forward pass of the two attention products is the 0.9 % above, <!-- erratum: ACT-40 -->
+# $4bs^2h$ per layer. Equation (8) adds $12bs^2h$, three times that: true if their backward pass is repeated as well.
+# Softmax and dropout are repeated as well: a FLOP count does not see them, and the clock above does, 6.6 % for a layer of the 22B model.
 
 # %% [markdown]
 # ## Summary
