@@ -58,8 +58,8 @@ def _halved(target: int, seq_len: int, gpus: int, fits: Callable[[int], bool]) -
     return micro, steps
 
 
-def _by_hand(clip: Callable[[Any, float], None]) -> Callable:
-    """The right loop, with a clipping of its own."""
+def _by_hand(clip: Callable[[Any, float], None], *, together: bool = False) -> Callable:
+    """The right loop, with a clipping of its own; `together`: one graph for the losses of a step."""
 
     def attempt(
         optimizer: torch.optim.Optimizer,
@@ -71,8 +71,11 @@ def _by_hand(clip: Callable[[Any, float], None]) -> Callable:
         batches = list(batches)
         groups = [batches[start : start + k] for start in range(0, len(batches), k)]
         for group in groups:
-            for batch in group:
-                (loss(batch) / len(group)).backward()
+            if together:
+                torch.stack([loss(batch) for batch in group]).mean().backward()
+            else:
+                for batch in group:
+                    (loss(batch) / len(group)).backward()
             clip(optimizer, max_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -86,6 +89,12 @@ def _always(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
     norm = torch.stack([p.grad.norm() for p in weights]).norm()
     for p in weights:
         p.grad *= max_norm / norm
+
+
+def _all(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    nn.utils.clip_grad_norm_(
+        [p for group in optimizer.param_groups for p in group["params"]], max_norm
+    )
 
 
 def _first_group(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
@@ -143,38 +152,14 @@ def _loop(
     return attempt
 
 
-def _one_graph(
-    optimizer: torch.optim.Optimizer,
-    loss: Callable,
-    batches: Iterable[Any],
-    k: int,
-    max_norm: float,
-) -> int:
-    batches = list(batches)
-    groups = [batches[start : start + k] for start in range(0, len(batches), k)]
-    weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for group in groups:
-        torch.stack([loss(batch) for batch in group]).mean().backward()
-        nn.utils.clip_grad_norm_(weights, max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return len(groups)
-
-
 def _silent(*args: Any) -> None:
     _loop()(*args)
 
 
-def _dirty(
-    optimizer: torch.optim.Optimizer,
-    loss: Callable,
-    batches: Iterable[Any],
-    k: int,
-    max_norm: float,
-) -> int:
+def _dirty(optimizer: Any, loss: Callable, batches: Iterable[Any], *how: Any) -> int:
     """Evaluates once more after the last step, and leaves what that adds."""
     batches = list(batches)
-    taken = _loop()(optimizer, loss, batches, k, max_norm)
+    taken = _loop()(optimizer, loss, batches, *how)
     loss(batches[-1]).backward()
     return taken
 
@@ -261,7 +246,12 @@ WRONG = {
         Wrong("made as long as max_norm", _by_hand(_always), "full steps", "at most 1"),
         Wrong("the first group clipped", _by_hand(_first_group), "clipping", "Clip once"),
         Wrong("each parameter clipped alone", _by_hand(_each_alone), "clipping", "Clip once"),
-        Wrong("one graph for a step", _one_graph, "memory", "keeps all their graphs alive"),
+        Wrong(
+            "one graph for a step",
+            _by_hand(_all, together=True),
+            "memory",
+            "keeps all their graphs alive",
+        ),
         Wrong(
             "the last gradients of an epoch left",
             _dirty,

@@ -1,5 +1,7 @@
 """Wrong answers to the exercises of `collectives`."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,10 @@ def _pieces(x: Tensor, n: int) -> list[Tensor]:
     return list(x.split(collectives.shares(len(x), n)))
 
 
-def _whole_tensors(x, comm):
+def _whole_tensors(x, comm, *, home: bool = False):
+    """Each tensor travels once around; `home`: back to its own rank, which adds it once more."""
     total, travelling = x.clone(), x.clone()
-    for _ in range(comm.size - 1):
+    for _ in range(comm.size if home and comm.size > 1 else comm.size - 1):
         travelling = comm.send_recv(
             travelling,
             (comm.rank + 1) % comm.size,
@@ -25,23 +28,10 @@ def _whole_tensors(x, comm):
     return total
 
 
-def _own_twice(x, comm):
-    total, travelling = x.clone(), x.clone()
-    for _ in range(comm.size if comm.size > 1 else 0):
-        travelling = comm.send_recv(
-            travelling,
-            (comm.rank + 1) % comm.size,
-            torch.empty_like(x),
-            (comm.rank - 1) % comm.size,
-        )
-        total += travelling
-    return total
-
-
-def _ring(x, comm, *, slip: int = 0, gather: bool = True):
+def _ring(x, comm, *, slip: int = 0, gather: bool = True, cut=_pieces):
     """A ring with an adjustable mistake: the piece that is given is `slip` places off."""
     n, i, x = comm.size, comm.rank, x.clone()
-    pieces = _pieces(x, n)
+    pieces = cut(x, n)
     for hop in range(n - 1):
         comm.send_recv(
             pieces[(i - 1 - hop + slip) % n],
@@ -55,10 +45,6 @@ def _ring(x, comm, *, slip: int = 0, gather: bool = True):
     return x
 
 
-def _off_by_one(x, comm):
-    return _ring(x, comm, slip=1)
-
-
 def _never_adds(x, comm):
     n, i, x = comm.size, comm.rank, x.clone()
     pieces = _pieces(x, n)
@@ -67,25 +53,9 @@ def _never_adds(x, comm):
     return x
 
 
-def _only_reduce_scatter(x, comm):
-    return _ring(x, comm, gather=False)
-
-
-def _divides_only(x, comm):
-    """Cuts with x.view(N, -1), which needs n to be a multiple of N."""
-    n, i, out = comm.size, comm.rank, x.clone()
-    pieces = out.view(n, -1)
-    for hop in range(n - 1):
-        comm.send_recv(
-            pieces[(i - 1 - hop) % n],
-            (i + 1) % n,
-            pieces[(i - 2 - hop) % n],
-            (i - 1) % n,
-            reduce="sum",
-        )
-    for hop in range(n - 1):
-        comm.send_recv(pieces[(i - hop) % n], (i + 1) % n, pieces[(i - 1 - hop) % n], (i - 1) % n)
-    return out
+def _equal_pieces(x, n):
+    """Needs n to be a multiple of N."""
+    return x.view(n, -1)
 
 
 def _sends_first(x, comm):
@@ -335,10 +305,10 @@ WRONG = {
             "8 times too much",
         ),
         Wrong("through rank 0", collectives.all_reduce_naive, "bytes sent", "through one rank"),
-        Wrong("own values twice", _own_twice, "values", "twice"),
-        Wrong("off by one piece", _off_by_one, "values", "off-by-one"),
+        Wrong("own values twice", partial(_whole_tensors, home=True), "values", "twice"),
+        Wrong("off by one piece", partial(_ring, slip=1), "values", "off-by-one"),
         Wrong("never adds", _never_adds, "values", "Does the first round add"),
-        Wrong("first half only", _only_reduce_scatter, "values", "reduce-scatter"),
+        Wrong("first half only", partial(_ring, gather=False), "values", "reduce-scatter"),
         Wrong(
             "mean", exercises.IMPOSTORS["one that returns the mean"], "values", "All-reduce sums"
         ),
@@ -355,7 +325,12 @@ WRONG = {
             "values",
             "x.clone()",
         ),
-        Wrong("only where N divides n", _divides_only, "ranks that don't divide n", "tensor_split"),
+        Wrong(
+            "only where N divides n",
+            partial(_ring, cut=_equal_pieces),
+            "ranks that don't divide n",
+            "tensor_split",
+        ),
         Wrong(
             "drops what is left over",
             exercises.IMPOSTORS["one that leaves out the last n mod N elements"],
