@@ -48,6 +48,26 @@ def test_the_planners_ledger_is_that_of_predict(model, zero, again):
             assert ours == theirs, (plan, stage)
 
 
+@pytest.mark.parametrize("L, wide", [(5, 64), (7, 64), (7, 1024), (8, 64), (11, 64), (13, 400)])
+def test_unequal_chunks_are_counted_one_by_one(L, wide):
+    """Also chunks without a layer, with the embedding or the head alone."""
+    model, cuts = replace(LLAMA, num_layers=L, vocab_size=wide), set()
+    for (pp, v), turns, tp in itertools.product(
+        ((1, 1), (2, 1), (2, 2), (2, 3), (3, 2), (3, 3), (2, 5)), (1, 2, 4), (1, 2)
+    ):
+        if pp * v > L + 2:
+            continue
+        kind = 2 * (v > 1)
+        plan = planner.Plan(
+            tp=tp, pp=pp, dp=2, micro_batches=turns * pp, schedule=kind, chunks=v
+        )  # fmt: skip
+        cuts.add(len(set(plan.train(model).layers or ())))
+        for stage in range(pp):
+            theirs, ours = formulas(model, plan, stage)
+            assert ours == theirs, (plan, stage)
+    assert max(cuts) > 1
+
+
 @pytest.mark.parametrize("zero, ep, tp", [(0, 2, 2), (1, 1, 2), (1, 2, 1), (2, 2, 2), (3, 1, 2)])
 def test_states_of_experts_are_those_of_predict(zero, ep, tp):
     plan = planner.Plan(dp=2, ep=ep, tp=tp, pp=2, micro_batches=4, zero=zero)

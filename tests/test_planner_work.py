@@ -228,6 +228,34 @@ def test_a_peak_is_that_of_the_fullest_of_all_ranks():
         assert max(held) == pytest.approx(one.peak, abs=len(ranks) * 20)
 
 
+@pytest.mark.parametrize("name, L, pp, v, m", [
+    ("llama-3.1-8b", 11, 4, 2, 8), ("llama-3.1-8b", 30, 4, 8, 16), ("deepseek-v2", 14, 4, 3, 4),
+    ("deepseek-v3", 10, 10, 1, 20), ("deepseek-v3", 21, 4, 4, 12),
+])  # fmt: skip
+def test_unequal_chunks_keep_what_their_passes_do(name, L, pp, v, m):
+    """Every pass of every rank: what its layers keep, of each kind; so is the peak of all ranks."""
+    model = replace(ModelConfig.named(name), num_layers=L, seq_len=s)
+    plan = planner.Plan(pp=pp, micro_batches=m, schedule=2 * (v > 1), chunks=v)
+    kept = [sum(np.ravel(n)[0] for n in stages.kept_by_megatron(model, plan, e).values()) for e in (0, 1)]
+    dense, cut = work.shape(model).num_plain, work.stage_layers(model, pp * v)
+    ops = schedule.interleaved(pp, m, v) if v > 1 else schedule.one_f_one_b(pp, m)
+    peaks = []
+    for rank in range(pp):
+        held = most = 0
+        for op in ops.ranks[rank]:
+            begin = sum(cut[: op.stage])
+            size = sum(kept[i >= dense] for i in range(begin, begin + cut[op.stage]))
+            held += size if op.kind == "F" else -size
+            most = max(most, held)
+        lines = planner.ledger(model, plan, rank)
+        rest = lines.by("name").get("experts, not explained", 0)
+        assert lines.by("component").get("activations", 0) - rest == pytest.approx(most, abs=9), rank
+        peaks.append(lines.total)
+    assert len(set(cut)) > 1 or name == "deepseek-v3"
+    at = stages.places(model, plan)
+    assert stages.bytes_of(model, plan, "megatron", at).max() == pytest.approx(max(peaks), abs=20)
+
+
 def test_every_reason_is_true():
     best, kinds = FOUND.fastest, set()
     for one in some(200):

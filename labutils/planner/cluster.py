@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from labutils import units
 from labutils.config import Hardware
-from labutils.planner.work import Numbers, Plan
+from labutils.planner.work import Numbers, Plan, least, most, where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +53,19 @@ class Cluster:
         inside, G = p.tp * p.cp, self.gpus_per_node
 
         def ring(inner: Numbers, n: Numbers) -> Numbers:
-            slow = np.maximum(1, apart * np.minimum(inner, G) / G)
-            return np.where(inner * n > G, slow, 1.0)
+            slow = most(1.0, apart * least(inner, G) / G)
+            return where(inner * n > G, slow, 1.0)
 
         def exchange(inner: Numbers, n: Numbers) -> Numbers:
-            near = np.clip(G // inner, 1, n)
-            others = np.maximum(n - 1, 1)
-            return np.where(n > 1, np.maximum(near - 1, (n - near) * apart) / others, 1.0)
+            near = least(most(G // inner, 1), n)
+            others = most(n - 1, 1)
+            return where(n > 1, most(near - 1, (n - near) * apart) / others, 1.0)
 
         far = p.pp * inside * p.dp > G
         return {
-            "tp": ring(np.ones_like(p.tp), p.tp),
-            "cp": np.where(whole_heads, exchange(p.tp, p.cp), np.where(inside > G, apart, 1.0)),
+            "tp": ring(1 + 0 * p.tp, p.tp),
+            "cp": where(whole_heads, exchange(p.tp, p.cp), where(inside > G, apart, 1.0)),
             "ep": exchange(p.tp, p.ep),
-            "pp": np.where(far, np.maximum(1, apart), 1.0),
+            "pp": where(far, max(1.0, apart), 1.0),
             "dp": ring(p.tp, p.replicas),
         }

@@ -15,13 +15,12 @@ from labutils.config import ModelConfig
 from labutils.planner import rates as rates_
 from labutils.planner import stages, work
 from labutils.planner.cluster import Cluster
-from labutils.planner.rates import ZB_H1, Rates
-from labutils.planner.work import PLANNED, RECOMPUTE, Numbers, Plan
+from labutils.planner.rates import Rates
+from labutils.planner.work import INTERLEAVED, RECOMPUTE, ZB_H1, Numbers, Plan
 
 TIE = 0.03  # plans whose steps differ less are alike: the model errs by as much
 CHUNKS = (2, 3, 4, 6, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
-INTERLEAVED = PLANNED.index("interleaved")
 _FROM_CLUSTER: Any = None  # the default of a field that is worked out of another
 
 
@@ -162,13 +161,16 @@ def evaluate(
     seconds, peaks = np.empty(len(p.tp)), np.empty(len(p.tp))
     for begin in range(0, len(p.tp), 4096):  # so much stays in the cache
         part = slice(begin, begin + 4096)
-        some = p[part]
-        at = stages.places(job.model, some)
-        peaks[part] = stages.bytes_of(job.model, some, job.stack, at).max(axis=0)
-        path = rates_.critical_path(job.model, some, job.rates, job.cluster, at)
-        seconds[part] = path.total(job.rates)
-        tell(begin + len(some.tp))
+        seconds[part], peaks[part] = _costs(job, p[part])
+        tell(min(begin + 4096, len(p.tp)))
     return seconds, peaks
+
+
+def _costs(job: Job, p: Plan) -> tuple[Numbers, Numbers]:
+    """Seconds of a step, and bytes of the fullest rank, of a plan or of a column of plans."""
+    at = stages.places(job.model, p)
+    path = rates_.critical_path(job.model, p, job.rates, job.cluster, at)
+    return path.total(job.rates), stages.bytes_of(job.model, p, job.stack, at).max(axis=0)
 
 
 @dataclass(frozen=True)
@@ -193,9 +195,8 @@ class Estimate:
     @functools.cached_property
     def parts(self) -> dict[str, float]:
         """Seconds of the step by what they are for."""
-        p = self.plan.column()
-        path = rates_.critical_path(self.job.model, p, self.job.rates, self.job.cluster)
-        return {name: float(np.squeeze(s)) for name, s in path.parts(self.job.rates).items()}
+        path = rates_.critical_path(self.job.model, self.plan, self.job.rates, self.job.cluster)
+        return {name: float(s) for name, s in path.parts(self.job.rates).items()}
 
     @property
     def tokens_per_second(self) -> float:
@@ -280,7 +281,7 @@ class Found:
         """The first n plans in `order`."""
         return [self[i] for i in self.order[:n]]
 
-    @property
+    @functools.cached_property
     def fastest(self) -> Estimate:
         """The plan with the shortest step of those that fit.
 
@@ -329,8 +330,9 @@ def search(job: Job, tell: Callable[[int, int], None] = lambda done, of: None) -
 
 def estimate(job: Job, plan: Plan) -> Estimate:
     """One plan, evaluated, legal or not."""
-    seconds, peaks = evaluate(job, plan.column())
-    return Estimate(job, plan, float(seconds[0]), float(peaks[0]))
+    units.instance(job, Job, "estimate")
+    seconds, peak = _costs(job, plan)
+    return Estimate(job, plan, float(seconds), float(peak))
 
 
 def why(found: Found, plan: Plan) -> str:
@@ -341,9 +343,8 @@ def why(found: Found, plan: Plan) -> str:
         return f"illegal: {reason}"
     mine = estimate(job, plan)
     if not mine.fits:
-        at = stages.places(job.model, plan.column())
-        held = stages.bytes_of(job.model, plan.column(), job.stack, at)
-        rank = int(at.rank[held.argmax(), 0])
+        at = stages.places(job.model, plan)
+        rank = int(at.rank[stages.bytes_of(job.model, plan, job.stack, at).argmax()])
         lines = stages.ledger(job.model, plan, rank, job.stack)
         largest = max(lines, key=lambda line: line.amount)
         return (
@@ -369,14 +370,14 @@ def sensitivity(found: Found) -> dict[str, float]:
     more, with the plan that is then the fastest. A node for which no plan divides stands idle: 0.
     """
     job, best = found.job, found.fastest
-    p, changed = best.plan.column(), {}
+    p, changed = best.plan, {}
     for name in ("products", "attention", "memory", "link"):
         faster = replace(job.rates, **{name: 1.1 * getattr(job.rates, name)})
         path = rates_.critical_path(job.model, p, faster, job.cluster)
-        changed[f"{name} + 10 %"] = 1 - float(path.total(faster)[0]) / best.seconds
+        changed[f"{name} + 10 %"] = 1 - float(path.total(faster)) / best.seconds
     wider = replace(job.cluster, between=1.1 * job.cluster.between)
     path = rates_.critical_path(job.model, p, job.rates, wider)
-    changed["links between nodes + 10 %"] = 1 - float(path.total(job.rates)[0]) / best.seconds
+    changed["links between nodes + 10 %"] = 1 - float(path.total(job.rates)) / best.seconds
     roomy = found.peaks <= job.cluster.room + units.GB
     changed["1 GB more"] = float(1 - found.seconds[roomy].min() / best.seconds)
     more = search(replace(job, cluster=replace(job.cluster, nodes=job.cluster.nodes + 1)))

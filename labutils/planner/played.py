@@ -34,11 +34,10 @@ def timeline(
             f"schedule={name!r}, zero={plan.zero}, recompute={plan.recompute}: only one_f_one_b "
             "and gpipe with zero=0 or 1, and with nothing computed again, are played"
         )
-    p = plan.column()
     each = rates.seconds.copy()
     if cluster is not None:
-        for axis, times in cluster.slowness(p, work.ulysses(model, p)).items():
-            each[WORK.index(axis)] *= np.ravel(times)[0]
+        for axis, times in cluster.slowness(plan, work.ulysses(model, plan)).items():
+            each[WORK.index(axis)] *= times
 
     def parts(row: np.ndarray, kind: str) -> dict[str, float]:
         """Seconds of a row of work: of computing, and on each axis."""
@@ -46,19 +45,17 @@ def timeline(
         sent = zip(LINKS, seconds[4:], strict=True)
         return {kind: sum(seconds[:4])} | {axis: time for axis, time in sent if time}
 
-    layers, ranks = stages.rank_layers(model, plan.pp, 1, plan.even), np.arange(plan.pp)[:, None]
-    plain, sparse = np.array(layers).T[:, :, None]
-    at = stages.Place(ranks, plain, sparse, 1 * (ranks == 0), 1 * (ranks == plan.pp - 1))
-    kinds = [work.layer(model, p, experts) for experts in (False, True)]
-    kinds += [work.embedding(model, p), work.head(model, p)]
-    counts = np.stack([at.plain, at.sparse, at.first, at.last])[:, :, 0]  # [kinds, ranks]
-    F, B = (np.einsum("kr,kw->rw", counts, [pair[i][:, 0] for pair in kinds]) for i in (0, 1))
+    at = stages.of_ranks(model, plan, range(plan.pp))
+    kinds = [work.layer(model, plan, experts) for experts in (False, True)]
+    kinds += [work.embedding(model, plan), work.head(model, plan)]
+    counts = np.stack([at.plain, at.sparse, at.first, at.last], axis=1)  # [ranks, kinds]
+    F, B = (counts @ np.array([pair[i] for pair in kinds]) for i in (0, 1))
     pairs = zip(F, B, strict=True)
     rows = [{"F": parts(f, "forward"), "B": parts(b, "backward")} for f, b in pairs]
-    update = work.update(model, p, *stages.held_weights(model, p, at))[:, :, 0]
+    update = work.update(model, plan, *stages.held_weights(model, plan, at))
     return schedule.whole_step(
         getattr(schedule, name)(plan.pp, plan.micro_batches),
         rows,
-        send=float(each @ work.message(model, p)[:, 0]),
+        send=float(each @ work.message(model, plan)),
         last=[parts(row, "update") for row in update.T],
     )

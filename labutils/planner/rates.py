@@ -18,7 +18,7 @@ import numpy as np
 from labutils.config import DATA, Hardware, ModelConfig
 from labutils.planner import stages, work
 from labutils.planner.cluster import Cluster
-from labutils.planner.work import LINKS, WORK, Numbers, Plan
+from labutils.planner.work import LINKS, WORK, ZB_H1, Numbers, Plan
 
 NAMES = ("products", "attention", "memory", "link", "kernel")
 # What training reaches of a data sheet, and seconds of a kernel, before a run is seen; and how far
@@ -26,7 +26,6 @@ NAMES = ("products", "attention", "memory", "link", "kernel")
 FRACTIONS = (0.55, 0.45, 0.65, 0.55, 10e-6)
 UNSURE = (0.25, 0.25, 0.25, 0.25, 0.70)
 NOISE = 0.025  # of a measured step
-ZB_H1 = work.PLANNED.index("zb_h1")
 _PLACE = [0, 1, 2, 4, *[3] * len(LINKS)]  # of the rate for each row of work
 
 
@@ -147,17 +146,14 @@ class CriticalPath:
     def exposed(self, rates: Rates) -> tuple[Numbers, Numbers]:
         """Seconds of a ring that its attention does not hide, and of all other messages that stick
         out of all computing."""
-        ring, shards = (
-            sum(rates.seconds[WORK.index(axis)] * self.beside[WORK.index(axis)] for axis in axes)
-            for axes in (("cp",), ("dp", "pp"))
-        )
+        _, ring, _, chunks, shards = rates.seconds[4] * self.beside[4:]  # in the order of `LINKS`
         attention = rates.seconds[1] * (self.busy[1] + self.again[1])
         computing = rates.overlap * rates.of_work(self.busy + self.again)
-        return np.maximum(ring - attention, 0), np.maximum(shards - computing, 0)
+        return work.most(ring - attention, 0.0), work.most(chunks + shards - computing, 0.0)
 
     def parts(self, rates: Rates) -> dict[str, Numbers]:
         """The same seconds: computing, what is sent and waited for on each axis, and the rest."""
-        rows = rates.seconds[:, None] * (self.busy + self.update)
+        rows = (rates.seconds * (self.busy + self.update).T).T
         found = {"computing": rates.of_work(self.busy[:4])}
         found |= {f"{axis} exposed": rows[WORK.index(axis)] for axis in LINKS}
         for axis, seconds in zip(("cp", "dp"), self.exposed(rates), strict=True):
@@ -174,9 +170,9 @@ def critical_path(
     cluster: Cluster | None = None,
     at: stages.Place | None = None,
 ) -> CriticalPath:
-    """The critical path of a column of plans: the slowest rank's micro-batches one after another,
-    and once the passes of all other ranks (of their v-th part, where a rank has v chunks; of what
-    is not a gradient of weights, in ZB-H1).
+    """The critical path of a plan, or of a column of plans: the slowest rank's micro-batches one
+    after another, and once the passes of all other ranks (of their v-th part, where a rank has v
+    chunks; of what is not a gradient of weights, in ZB-H1).
 
     cluster: whose links between nodes slow what leaves a node; None: all is one node
 
@@ -191,26 +187,32 @@ def critical_path(
     (plain, sparse), ends = passes["layers"], passes["ends"]
     send = work.message(model, p) * slow
     hidden = (p.chunks > 1) & p.modern  # chunks send while another computes
-    kinds = [plain["both"], sparse["both"], *ends, send]
-    cost = rates.seconds @ np.stack(kinds, axis=1).reshape(len(WORK), -1)
-    cost = cost.reshape(len(kinds), *np.shape(p.tp))
-    sends = np.where(hidden, 0, 2 * p.chunks - at.first - at.last)
+    kinds = np.stack([plain["both"], sparse["both"], *ends, send], axis=1)  # [9, 5, plans]
+    sends = (2 * p.chunks - at.first - at.last) * (1 - hidden)
     counts = np.stack([at.plain, at.sparse, at.first, at.last, sends], axis=1)  # [ranks, 5, plans]
-    slowest = (counts * cost).sum(axis=1).argmax(axis=0)[None]
-    mine = np.take_along_axis(counts, slowest[:, None], axis=0)[0]
-    longest = sum(n * each for n, each in zip(mine, kinds, strict=True))
+    slowest = (counts * rates.of_work(kinds)).sum(axis=1).argmax(axis=0)
+    mine = _of_rank(counts, slowest)
+    longest = (kinds * mine).sum(axis=1)
     extra = mine[0] * plain["again"] + mine[1] * sparse["again"]
     others = np.maximum(passes["all"] + 2 * (p.pp * p.chunks - 1) * send - longest, 0)
     apart = others / p.chunks
-    if (split := (p.schedule == ZB_H1) & (p.micro_batches >= p.pp)).any():
+    if np.any(split := (p.schedule == ZB_H1) & (p.micro_batches >= p.pp)):
         apart[0] -= 2 * passes["weights"] * (1 - 1 / p.pp) * split
     dense, expert = stages.held_weights(model, p, at)
     update = work.update(model, p, dense, expert) * slow[:, None]  # [9, ranks, plans]
-    heavy = rates.of_work(update).argmax(axis=0)[None]
-    held = np.take_along_axis(dense + expert, slowest, axis=0)[0]
+    update = _of_rank(update.swapaxes(0, 1), rates.of_work(update).argmax(axis=0))
+    held = _of_rank(dense + expert, slowest)
     beside = work.sent_beside(model, p, held, mine[0] + mine[1], hidden * 2 * p.chunks) * slow
-    m, update = p.micro_batches, np.take_along_axis(update, heavy[None], axis=1)[:, 0]
+    m = p.micro_batches
     return CriticalPath(m * (longest - extra), m * extra, apart * (p.pp > 1), update, m * beside)
+
+
+def _of_rank(rows: np.ndarray, which: Numbers) -> np.ndarray:
+    """Of rows [ranks, …, plans] those of one rank of each plan."""
+    if np.ndim(which) == 0:
+        return rows[which]
+    picked = which.reshape(*[1] * (rows.ndim - 1), -1)
+    return np.take_along_axis(rows, picked, axis=0)[0]
 
 
 def _passes(model: ModelConfig, p: Plan, slow: np.ndarray) -> dict:
@@ -280,8 +282,8 @@ def calibrate(
 def work_of(run: MeasuredStep, rates: Rates) -> np.ndarray:
     """The work on the critical path of a run in the order of `NAMES` [5]: FLOPs of products and of
     attention, bytes moved and sent, kernels."""
-    path = critical_path(run.model, run.plan.column(), rates)
-    rows = (path.busy + path.again + path.bubble + path.update)[:, 0]
+    path = critical_path(run.model, run.plan, rates)
+    rows = path.busy + path.again + path.bubble + path.update
     return np.bincount(_PLACE, rows, len(NAMES))
 
 
@@ -303,9 +305,8 @@ def fit_rates(work_: Any, seconds: Any, usual: Any, unsure: Any = UNSURE) -> np.
 
 def _shares(run: MeasuredStep, rates: Rates, cluster: Cluster | None) -> tuple[float, np.ndarray]:
     """Seconds of a run's step, and by how much of them they change with the logarithm of a rate."""
-    p = run.plan.column()
-    path = critical_path(run.model, p, rates, cluster)
-    each = rates.seconds * (path.busy + path.again + path.bubble + path.update)[:, 0]
+    path = critical_path(run.model, run.plan, rates, cluster)
+    each = rates.seconds * (path.busy + path.again + path.bubble + path.update)
     seconds = float(each.sum())
     shares = np.bincount(_PLACE, each / seconds, len(NAMES)) * [-1, -1, -1, -1, 1]
     return seconds, shares

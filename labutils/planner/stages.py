@@ -1,81 +1,128 @@
 """What every stage of a pipeline holds at its fullest moment, each byte under a name, in one of two
 stacks that are never mixed: the course's own code, and Megatron-LM with Transformer Engine.
 
-Only the ranks that can be the fullest are asked: the first, the second, the first of those with
-most layers, and the last.
+Only ranks that can be the fullest are asked: of those with the same layers the first, and the last.
 """
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from labutils import anatomy, units
-from labutils.anatomy import FP32_BYTES
+from labutils.anatomy import FP32_BYTES, INDEX
 from labutils.config import ModelConfig
 from labutils.ledger import Ledger, Line
 from labutils.planner import work
-from labutils.planner.work import BF16_BYTES, Numbers, Plan
+from labutils.planner.work import BF16_BYTES, GPIPE, INTERLEAVED, Numbers, Plan
 
 STACKS = ("course", "megatron")
 # Fitted to the measured runs: workspaces and what else has no name, and the bytes for each weight
 # of a rank's experts that the measured mixtures of experts hold and nothing explains.
 WORKSPACES = 0.1 * units.GIB
 UNEXPLAINED = 0.177
-_INDEX = 8.0  # bytes of an int64
 
 
 @dataclass(frozen=True)
 class Place:
-    """Ranks of pipelines [ranks, plans]: which, their layers without and with experts, and whether
-    (1 or 0) they have the embedding and the head."""
+    """Full moments of ranks of pipelines [moments, plans]: which rank; its layers without and with
+    experts, and whether (1 or 0) it has the embedding and the head; and of how many micro-batches
+    it then keeps each of these, summed over its layers."""
 
     rank: Numbers
     plain: Numbers
     sparse: Numbers
     first: Numbers
     last: Numbers
+    kept_plain: Numbers
+    kept_sparse: Numbers
+    kept_first: Numbers
+    kept_last: Numbers
 
 
-def rank_layers(model: ModelConfig, pp: int, chunks: int, even: bool) -> list[list[int]]:
-    """Layers without and with experts of each rank of a pipeline, all its chunks together."""
-    layers = work.stage_layers(model, pp * chunks, even)
-    plain, begin, found = work.shape(model).num_plain, 0, [[0, 0] for _ in range(pp)]
-    for i, count in enumerate(layers):
-        without = max(0, min(begin + count, plain) - begin)
-        found[i % pp][0] += without
-        found[i % pp][1] += count - without
-        begin += count
-    return found
+@functools.lru_cache(maxsize=1024)
+def rank_layers(model: ModelConfig, pp: int, chunks: int, even: bool) -> np.ndarray:
+    """Layers without and with experts of each chunk of each rank of a pipeline [pp, chunks, 2]."""
+    layers = np.array(work.stage_layers(model, pp * chunks, even))
+    begin = np.cumsum(layers) - layers
+    plain = np.clip(work.shape(model).num_plain - begin, 0, layers)
+    return np.stack([plain, layers - plain], axis=1).reshape(chunks, pp, 2).swapaxes(0, 1)
+
+
+def in_flight(p: Plan, rank: int) -> np.ndarray:
+    """Micro-batches of which a rank of one plan holds activations, of each of its chunks, at the
+    moments that can be its fullest [moments, chunks]; of an interleaved schedule those after each
+    forward pass of a round.
+
+    Source: as the operations of `schedule` count, with which a test compares it.
+    """
+    pp, m, v, after = p.pp, p.micro_batches, p.chunks, p.pp - 1 - rank
+    if p.schedule != INTERLEAVED:
+        return np.full((1, v), (min(after + 1, m), m, 0, min(pp, m))[p.schedule])
+    ahead, chunk = min(2 * after + (v - 1) * pp + 1, v * m), np.arange(v)
+    done = np.arange(min(v * pp, v * m - ahead) + 1)[:, None]
+
+    def passed(n: np.ndarray, order: np.ndarray) -> np.ndarray:
+        """How many of the first n passes are of each chunk: in rounds of pp after one another."""
+        return n // (v * pp) * pp + np.clip(n % (v * pp) - order * pp, 0, pp)
+
+    return passed(done + ahead, chunk) - passed(done, v - 1 - chunk)
+
+
+def _fullest(model: ModelConfig, p: Plan, rank: int) -> list[tuple[int, ...]]:
+    """The rows of a `Place` of a rank of one plan: its moments that no other exceeds in all."""
+    layers, held = rank_layers(model, p.pp, p.chunks, p.even)[rank], in_flight(p, rank)
+    first, last = 1 * (rank == 0), 1 * (rank + 1 == p.pp)
+    ends = held[:, :1] * first, held[:, -1:] * last
+    rows = set(map(tuple, np.concatenate([held @ layers, *ends], axis=1).tolist()))
+    most = [a for a in rows if not any(_covers(b, a) for b in rows if b != a)]
+    return [(rank, *layers.sum(axis=0).tolist(), first, last, *row) for row in sorted(most)]
+
+
+def _covers(row: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return all(a >= b for a, b in zip(row, other, strict=True))
+
+
+def of_ranks(model: ModelConfig, plan: Plan, ranks: Iterable[int]) -> Place:
+    """The full moments of some ranks of one plan [moments]."""
+    return Place(*np.array([row for rank in ranks for row in _fullest(model, plan, rank)]).T)
 
 
 @functools.lru_cache(maxsize=4096)
-def _ranks(model: ModelConfig, pp: int, chunks: int, even: bool) -> tuple[tuple[int, ...], ...]:
-    """(rank, layers without experts, layers with) of the ranks that can be the fullest."""
-    found = rank_layers(model, pp, chunks, even)
-    most = max(range(pp), key=lambda rank: sum(found[rank]))
-    return tuple((rank, *found[rank]) for rank in (0, min(1, pp - 1), most, pp - 1))
+def _moments(
+    model: ModelConfig, pp: int, chunks: int, even: bool, schedule: int, micro_batches: int
+) -> list[tuple[int, ...]]:
+    """The rows of a `Place`, of the ranks that can be the fullest or the slowest: the first of each
+    pattern of layers, which holds more than those behind it, the second, which sends more than the
+    first, and the last."""
+    sizes = dict(pp=pp, chunks=chunks, micro_batches=micro_batches)
+    p = Plan(**sizes, even=even, schedule=schedule)
+    first: dict[Any, int] = {}
+    for rank, layers in enumerate(rank_layers(model, pp, chunks, even)):
+        first.setdefault(layers.tobytes(), rank)
+    ranks = sorted({*first.values(), min(1, pp - 1), pp - 1})
+    return [row for rank in ranks for row in _fullest(model, p, rank)]
 
 
 def places(model: ModelConfig, p: Plan) -> Place:
-    """The ranks of a column of plans that can be the fullest, and the slowest [4, plans]."""
-    width = 1 + int(p.chunks.max())
-    keys, where = np.unique((p.pp * width + p.chunks) * 2 + p.even, return_inverse=True)
-    pipelines = [(*divmod(key // 2, width), bool(key % 2)) for key in keys.tolist()]
-    rank, plain, sparse = np.array([_ranks(model, *one) for one in pipelines]).T[:, :, where]
-    return Place(rank, plain, sparse, 1 * (rank == 0), 1 * (rank == p.pp - 1))
-
-
-def in_flight(p: Plan, rank: Numbers) -> Numbers:
-    """Micro-batches whose activations a rank holds at once; of chunks, the share of a rank's layers
-    that they are.
-
-    Source: as `schedule.peak_in_flight`, with which a test compares it.
-    """
-    after, m = p.pp - 1 - rank, p.micro_batches
-    looped = np.minimum(2 * after + (p.chunks - 1) * p.pp + 1, p.chunks * m) / p.chunks
-    return np.choose(p.schedule, [np.minimum(after + 1, m), m, looped, np.minimum(p.pp, m)])
+    """The full moments of the ranks that can be the fullest, and the slowest, of a plan or of a
+    column of plans [moments, plans]."""
+    # More than 3 · pp micro-batches only change what GPipe holds.
+    m = work.where(p.schedule == GPIPE, p.micro_batches, work.least(p.micro_batches, 3 * p.pp))
+    columns = (p.pp, p.chunks, p.even, p.schedule, m)
+    if np.ndim(m) == 0:
+        return Place(*np.array(_moments(model, *columns)).T)
+    sizes = [1 + int(np.max(column)) for column in columns]
+    keys, where = np.unique(np.ravel_multi_index(columns, sizes), return_inverse=True)
+    found = [
+        _moments(model, int(pp), int(v), bool(even), int(kind), int(few))
+        for pp, v, even, kind, few in zip(*np.unravel_index(keys, sizes), strict=True)
+    ]
+    most = max(map(len, found))
+    rows = np.array([each + each[:1] * (most - len(each)) for each in found])
+    return Place(*rows.T[:, :, where])
 
 
 def held_weights(model: ModelConfig, p: Plan, at: Place) -> tuple[Numbers, Numbers]:
@@ -97,7 +144,7 @@ def stage_states(model: ModelConfig, p: Plan, at: Place, copies: Numbers = 1) ->
     found = {}
     sizes = {"weights": BF16_BYTES, "gradients": p.gradient_bytes, "optimizer": 3 * FP32_BYTES}
     for level, (name, each) in zip((3, 2, 1), sizes.items(), strict=True):
-        shares = (np.where(p.zero >= level, ranks, 1) for ranks in alike)
+        shares = (work.where(p.zero >= level, ranks, 1) for ranks in alike)
         found[name] = each * (dense / next(shares) + expert / next(shares))
     return found
 
@@ -116,18 +163,17 @@ def held_by_megatron(model: ModelConfig, p: Plan, at: Place) -> dict[str, Number
     and were not among the runs.
     """
     known, found = work.shape(model), stage_states(model, p, at, copies=p.tp)
-    full, T, busy = p.recompute == 2, work.rank_tokens(model, p), in_flight(p, at.rank)
+    full, T = 1 * (p.recompute == 2), work.rank_tokens(model, p)
     once = 0
-    for experts, count in ((False, at.plain), (True, at.sparse)):
+    for experts, count in ((False, at.kept_plain), (True, at.kept_sparse)):
         if known.num_sparse if experts else known.num_plain:
             lines = kept_by_megatron(model, p, experts)
-            times = count * busy * ~full
+            times = count * (1 - full)
             for name, nbytes in lines.items():
                 found[name] = found.get(name, 0) + nbytes * times
-            once = np.maximum(once, sum(lines.values()))
-    found["inputs of layers"] = (
-        BF16_BYTES * T * model.d_model / p.tp * (at.plain + at.sparse) * busy * full
-    )
+            once = work.most(once, sum(lines.values()))
+    inputs = BF16_BYTES * T * model.d_model / p.tp * (at.kept_plain + at.kept_sparse)
+    found["inputs of layers"] = inputs * full
     found["the layer computed again"] = once * full
     found["backward"] = np.where(at.last, _head_backward(model, p), _layer_backward(model, p, at))
     found["dummy weight gradients"] = _dummies(model, p, at)
@@ -148,7 +194,7 @@ def kept_by_megatron(model: ModelConfig, p: Plan, experts: bool) -> dict[str, Nu
     latent, turned = at.get("q", 0) + at.get("c", 0), at.get("r", 0)
     wide = a * (2 * d + w) if latent else (a + 2 * g) * d
     # Transformer Engine keeps the output of Ulysses' attention before and behind the exchange.
-    outputs = np.where((p.cp > 1) & work.ulysses(model, p) & (latent == 0), 2, 1)
+    outputs = work.where((p.cp > 1) & work.ulysses(model, p) & (latent == 0), 2, 1)
     found = {
         "norms": 4 * BF16_BYTES * T * h / t,
         "queries, keys, values": BF16_BYTES * T * wide / t,
@@ -214,14 +260,14 @@ def _gathered(model: ModelConfig, p: Plan) -> Numbers:
 def held_by_course(model: ModelConfig, p: Plan, at: Place) -> dict[str, Numbers]:
     """States and kept activations of a rank in the course's code, by name. What lives for a moment
     has no closed form: a dry run finds it. A layer that is computed again is counted as if it kept
-    all of its own, which is a bound. Of chunks that have unequally many layers the mean counts.
+    all of its own, which is a bound.
 
     Invariant: `predict.states` and `predict.activations`, where those are formulas.
 
     Raises ValueError: for a model that the course's GPT does not run.
     """
-    found, busy = stage_states(model, p, at), in_flight(p, at.rank)
-    kept, full, master = kept_by_course(model, p), p.recompute == 2, p.zero == 3
+    found, kept = stage_states(model, p, at), kept_by_course(model, p)
+    full, master = p.recompute == 2, p.zero == 3
     # Level 0 adds gradients in bf16 up in fp32; the shards of level 3 are the master copy.
     both = (p.zero == 0) & (p.gradient_bytes == FP32_BYTES)
     found["gradients"] = found["gradients"] + BF16_BYTES * sum(held_weights(model, p, at)) * both
@@ -229,20 +275,14 @@ def held_by_course(model: ModelConfig, p: Plan, at: Place) -> dict[str, Numbers]
     found["optimizer"] = found["optimizer"] - found["weights"] * master
     if model.positions == "rope":
         rows = BF16_BYTES * model.seq_len / p.cp * model.d_head
-        apart = (p.cp > 1) & ~master & (at.plain + at.sparse > 0)
+        apart = (p.cp > 1) & (p.zero < 3) & (at.plain + at.sparse > 0)
         found["rows of RoPE's tables, once"] = rows * apart
     if np.any(full):
         once = _kept(model, p, anatomy.Policy(BF16_BYTES, BF16_BYTES, "sdpa"))["layers"]
         found["computed again, at most"] = np.maximum(once - kept["head"] * at.last, 0) * full
-    # Of many chunks the first has the embedding and fills for twice as long; the last the head.
-    looped = p.chunks > 1
-    ends = {
-        "embedding": at.first * np.where(looped, np.minimum(2 * p.pp, p.micro_batches), busy),
-        "head": at.last * np.where(looped, 1, busy),
-    }
-    for name, nbytes in kept.items():
-        count = {"layers": (at.plain + at.sparse) * busy, **ends}[name]
-        found[f"kept by {name}"] = nbytes * count
+    counts = at.kept_plain + at.kept_sparse, at.kept_first, at.kept_last
+    for name, count in zip(("layers", "embedding", "head"), counts, strict=True):
+        found[f"kept by {name}"] = kept[name] * count
     return found
 
 
@@ -261,6 +301,11 @@ def kept_by_course(model: ModelConfig, p: Plan) -> dict[str, Numbers]:
     return found
 
 
+@functools.lru_cache(maxsize=64)
+def _tensors(model: ModelConfig, how: anatomy.Policy) -> list[tuple[str, anatomy.Kept]]:
+    return list(anatomy.kept(replace(model, num_layers=1), how))
+
+
 def _kept(model: ModelConfig, p: Plan, how: anatomy.Policy) -> dict[str, Numbers]:
     at: dict[str, Any] = dict(anatomy.letters(model)) | {
         "b": p.micro_batch,
@@ -274,10 +319,10 @@ def _kept(model: ModelConfig, p: Plan, how: anatomy.Policy) -> dict[str, Numbers
     # casts RoPE's tables for q and for k; the head counts the targets that count, in int64.
     table = 2 * BF16_BYTES * at["s"] * model.d_head * (model.positions == "rope")
     casts = (p.zero == 3) & (how.checkpointing != "full")
-    found: dict[str, Any] = {"layers": table * casts, "head": _INDEX + 0.0 * p.tp}
-    learned = _INDEX * at["s"] * (model.positions == "learned") * (p.cp > 1)
-    found["embedding"] = at["b"] * at["s"] * (_INDEX + 1) * (p.tp > 1) + learned
-    for name, tensor in anatomy.kept(replace(model, num_layers=1), how):
+    found: dict[str, Any] = {"layers": table * casts, "head": INDEX + 0.0 * p.tp}
+    learned = INDEX * at["s"] * (model.positions == "learned") * (p.cp > 1)
+    found["embedding"] = at["b"] * at["s"] * (INDEX + 1) * (p.tp > 1) + learned
+    for name, tensor in _tensors(model, how):
         begin, one = name.split(".")[0], tensor.dims == "1"
         where = {"blocks": "layers", "norm": "head", "head": "head", "outside": "head"}
         wide = np.where(one & (p.tp > 1), np.maximum(4, tensor.itemsize), tensor.itemsize)
@@ -308,11 +353,11 @@ def ledger(model: ModelConfig, plan: Plan, rank: int = 0, stack: str = "megatron
         raise ValueError(f"stack={stack!r} is unknown: use {' or '.join(map(repr, STACKS))}")
     if units.whole(rank, "rank") >= plan.pp:
         raise ValueError(f"rank={rank} is none of pp={plan.pp}: use 0 … {plan.pp - 1}")
-    p = plan.column()
-    counts = rank_layers(model, plan.pp, plan.chunks, plan.even)[rank]
-    at = Place(*np.array([[(rank, *counts, rank == 0, rank == plan.pp - 1)]]).T)
-    found = {"course": held_by_course, "megatron": held_by_megatron}[stack](model, p, at)
-    rows = {name: round(np.squeeze(n).item()) for name, n in found.items()}
+    at = of_ranks(model, plan, [rank])
+    found = {"course": held_by_course, "megatron": held_by_megatron}[stack](model, plan, at)
+    found = {name: np.broadcast_to(n, at.rank.shape) for name, n in found.items()}
+    fullest = sum(found.values()).argmax()
+    rows = {name: round(n[fullest].item()) for name, n in found.items()}
     group = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer"}
     for name in ("backward", "dummy weight gradients", "gathered layers", "workspaces"):
         group[name] = "buffers"

@@ -21,7 +21,9 @@ from labutils.config import Mesh, ModelConfig, TrainConfig
 
 WORK = ("products", "attention", "memory", "kernels", "tp", "cp", "ep", "pp", "dp")
 LINKS = WORK[4:]
+_ROW = {name: i for i, name in enumerate(WORK)}
 PLANNED = ("one_f_one_b", "gpipe", "interleaved", "zb_h1")
+GPIPE, INTERLEAVED, ZB_H1 = 1, 2, 3  # places in it
 SAID = ("1f1b", "gpipe", "interleaved", "zb_h1")  # as people and files say it
 RECOMPUTE = ("none", "selective", "full")
 # Kernels of a layer, forward and backward, beside its collectives: of any layer, of experts, of
@@ -263,11 +265,25 @@ def rank_tokens(model: ModelConfig, p: Plan) -> Numbers:
     return p.micro_batch * model.seq_len / p.cp
 
 
+def where(so: Numbers, yes: Numbers, no: Numbers) -> Numbers:
+    """`np.where`; of single numbers without its price, which would be most of a plan's."""
+    return np.where(so, yes, no) if isinstance(so, np.ndarray) else yes if so else no
+
+
+def most(one: Numbers, other: Numbers) -> Numbers:
+    """`np.maximum`; of single numbers without its price."""
+    return where(one > other, one, other)
+
+
+def least(one: Numbers, other: Numbers) -> Numbers:
+    """`np.minimum`; of single numbers without its price."""
+    return where(one < other, one, other)
+
+
 def _row(p: Plan, **amounts: Numbers) -> np.ndarray:
-    shape = np.broadcast_shapes(*(np.shape(amount) for amount in amounts.values()), np.shape(p.tp))
-    found = np.zeros((len(WORK), *shape))
+    found = np.zeros((len(WORK), *np.broadcast(p.tp, *amounts.values()).shape))
     for name, amount in amounts.items():
-        found[WORK.index(name)] = amount
+        found[_ROW[name]] = amount
     return found
 
 
@@ -299,7 +315,7 @@ def layer(model: ModelConfig, p: Plan, experts: bool) -> tuple[np.ndarray, np.nd
     found, whole_heads = [], ulysses(model, p)
     for i, (times, core, base) in enumerate(((1, 1, 20), (2, 2 + p.modern / 2, 24))):
         calls = halves * (2 + i) * (t > 1) + 2 * (whole_heads & (c > 1)) + experts * 2 * (e > 1)
-        calls = calls + np.where(whole_heads, 0, 2 * (c - 1))  # a message and a part of attention
+        calls = calls + where(whole_heads, 0, 2 * (c - 1))  # a message and a part of attention
         kernels = KERNELS["layer"][i] + COLLECTIVE * calls + (latent > 0) * KERNELS["latent"][i]
         if experts:  # each expert has products of its own
             kernels = kernels + KERNELS["experts"][i] + 2 * times * at["E"] / e
@@ -311,7 +327,7 @@ def layer(model: ModelConfig, p: Plan, experts: bool) -> tuple[np.ndarray, np.nd
                 memory=base * streams + turned + (6 + 4 * i) * inner + moved + 12 * written,
                 kernels=kernels,
                 tp=halves * (2 + i) * around,
-                cp=np.where(whole_heads, exchanged, 0),
+                cp=where(whole_heads, exchanged, 0),
                 ep=routed * experts,
             )
         )
@@ -356,11 +372,11 @@ def update(model: ModelConfig, p: Plan, dense: Numbers, expert: Numbers) -> np.n
     and 3 of ZeRO reduce in every backward pass, and level 3 gathers before every pass: that is in
     `sharded`."""
     memory, kernels, sent = 0.0, 0.0, 0.0
-    back = np.choose(p.zero, [p.gradient_bytes, BF16_BYTES, BF16_BYTES, 0])
+    back = where(p.zero == 0, p.gradient_bytes, BF16_BYTES * (p.zero < 3))
     each = p.gradient_bytes * (p.zero < 2) + back
     sides = [(dense, p.replicas), (expert, p.replicas * p.tp / p.ep)]
     for weights, ranks in sides[: 1 + (model.num_experts > 1)]:
-        memory = memory + weights * (34 / np.where(p.zero > 0, ranks, 1) + 12)
+        memory = memory + weights * (34 / where(p.zero > 0, ranks, 1) + 12)
         kernels = kernels + (weights > 0) * (10 + 2 * COLLECTIVE * (ranks > 1))
         sent = sent + each * weights * (ranks - 1) / ranks
     return _row(p, memory=memory, kernels=kernels, dp=sent)
@@ -374,7 +390,7 @@ def sent_beside(
     gradients backward), and so many `message`s between chunks."""
     known = shape(model).letters
     pairs = 2 * rank_tokens(model, p) * 2 * known["g"] * known["d"] / p.tp * (p.cp - 1)
-    ring = 3 * pairs * layers * np.logical_not(ulysses(model, p))
+    ring = 3 * pairs * layers * (1 - ulysses(model, p))
     share, gathers = (p.replicas - 1) / p.replicas, 2 * BF16_BYTES * (p.zero == 3)
     sent = (p.gradient_bytes * (p.zero >= 2) + gathers) * weights * share
     return _row(p, dp=sent, cp=ring) + messages * message(model, p)
