@@ -307,6 +307,13 @@ def test_what_one_more_buys_is_what_a_new_plan_takes():
     larger = replace(LEAN, memory=LEAN.memory + 10**9 / 0.9)
     roomy = planner.search(job(device=larger)).fastest.seconds
     assert found["1 GB more"] == pytest.approx(1 - roomy / best.seconds) and roomy < best.seconds
+    narrow, roomy = (  # 1 GB more is not enough for the fastest of all, which 10 GB are
+        replace(LEAN, memory=n) for n in (55 * 10**7, 55 * 10**7 + 10**9 / 0.9)
+    )
+    tight, wide = (planner.search(job(device=device)).fastest.seconds for device in (narrow, roomy))
+    buys = planner.sensitivity(planner.search(job(device=narrow)))["1 GB more"]
+    assert buys == pytest.approx(1 - wide / tight)
+    assert wide > planner.search(job()).fastest.seconds
     third = planner.search(job(device=LEAN, nodes=3))  # 24 GPUs, 32 sequences
     least = third.seconds[third.fits].min(initial=best.seconds)
     assert found["1 node more"] == pytest.approx(1 - least / best.seconds)

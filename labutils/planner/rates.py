@@ -140,8 +140,18 @@ class CriticalPath:
 
     def total(self, rates: Rates) -> Numbers:
         """Seconds of the step; of `beside` what the computing does not hide."""
-        shown = self.busy + self.again + self.bubble + self.update
-        return rates.of_work(shown) + sum(self.exposed(rates))
+        return rates.of_work(self.shown(rates))
+
+    def shown(self, rates: Rates) -> np.ndarray:
+        """The work whose seconds are the step's [9, plans]: where what is sent beside it sticks out,
+        that, and not the computing which it hides."""
+        own = self.busy + self.again
+        rows = own + self.bubble + self.update
+        ring, rest = (1 * (seconds > 0) for seconds in self.exposed(rates))
+        rows[WORK.index("cp")] += ring * self.beside[WORK.index("cp")]
+        rows[WORK.index("attention")] -= ring * own[WORK.index("attention")]
+        rows[-2:] += rest * self.beside[-2:]  # of pp and dp
+        return rows - rest * rates.overlap * own
 
     def exposed(self, rates: Rates) -> tuple[Numbers, Numbers]:
         """Seconds of a ring that its attention does not hide, and of all other messages that stick
@@ -282,8 +292,7 @@ def calibrate(
 def work_of(run: MeasuredStep, rates: Rates) -> np.ndarray:
     """The work on the critical path of a run in the order of `NAMES` [5]: FLOPs of products and of
     attention, bytes moved and sent, kernels."""
-    path = critical_path(run.model, run.plan, rates)
-    rows = path.busy + path.again + path.bubble + path.update
+    rows = critical_path(run.model, run.plan, rates).shown(rates)
     return np.bincount(_PLACE, rows, len(NAMES))
 
 
@@ -306,7 +315,7 @@ def fit_rates(work_: Any, seconds: Any, usual: Any, unsure: Any = UNSURE) -> np.
 def _shares(run: MeasuredStep, rates: Rates, cluster: Cluster | None) -> tuple[float, np.ndarray]:
     """Seconds of a run's step, and by how much of them they change with the logarithm of a rate."""
     path = critical_path(run.model, run.plan, rates, cluster)
-    each = rates.seconds * (path.busy + path.again + path.bubble + path.update)
+    each = rates.seconds * path.shown(rates)
     seconds = float(each.sum())
     shares = np.bincount(_PLACE, each / seconds, len(NAMES)) * [-1, -1, -1, -1, 1]
     return seconds, shares
