@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from labutils import pipeline, planner, schedule
+from labutils import pipeline, planner, schedule, units
 from labutils.config import Hardware, ModelConfig
 from labutils.planner import plans, rates, stages, work
 
@@ -134,7 +134,8 @@ def test_why_not():
     assert tie is None or planner.why(found, tie.plan).startswith("a tie, ")
     narrow = replace(H100, memory=10**8)
     tight = planner.search(job(device=narrow))
-    with pytest.raises(ValueError, match="none of .* legal plans fits: the leanest needs"):
+    least = units.text(float(tight.peaks.min()))
+    with pytest.raises(ValueError, match=f"none of .* legal plans fits: the leanest needs {least} of"):
         _ = tight.fastest
     assert "does not fit: rank 0 of the pipeline needs" in planner.why(tight, best.plan)
 
@@ -221,3 +222,12 @@ def test_the_courses_ledger_of_405b_is_its_dry_run():
         assert held["activations"] == kept and held["gradients"] == 2 * held["weights"]
         assert held["optimizer"] * 128 == 6 * held["weights"]
     assert planner.ledger(model, plan, 0, "course").by("component")["weights"] == 6_104_219_648
+
+
+def test_a_plan_is_as_complex_as_the_axes_and_the_options_that_it_uses():
+    plain = planner.Plan(dp=8)
+    for change, more in (
+        ({}, 0), (dict(tp=2, cp=2), 2), (dict(pp=4, schedule=2, chunks=2), 2), (dict(zero=2), 1),
+        (dict(recompute=1), 1), (dict(recompute=2, zero=3, ep=8), 3), (dict(zero=0), 0),
+    ):  # fmt: skip
+        assert plans._complexity(replace(plain, **change)) == more

@@ -77,11 +77,11 @@ def scaled(plan: Plan, ranks: int = 8) -> Plan:
     return replace(again, schedule=schedule)
 
 
-def small(model: ModelConfig) -> ModelConfig:
-    """A model of the same kind with four layers, that a laptop trains in no time."""
+def small(model: ModelConfig, layers: int = 4) -> ModelConfig:
+    """A model of the same kind with so many layers, that a laptop trains in no time."""
     g = 4
     a = g * (2 if model.num_heads > model.num_kv_heads else 1)
-    sizes: dict = dict(num_layers=4, d_model=8 * a, num_heads=a, num_kv_heads=g, d_head=8)
+    sizes: dict = dict(num_layers=layers, d_model=8 * a, num_heads=a, num_kv_heads=g, d_head=8)
     return replace(model, **sizes, d_ff=16 * g, vocab_size=64, seq_len=32, name="")
 
 
@@ -93,7 +93,8 @@ def copy(
     from labutils.predict.rehearsal import program, rehearsal
     from labutils.world import World
 
-    few, tiny = scaled(plan, ranks), small(model)
+    few = scaled(plan, ranks)
+    tiny = small(model, max(2, few.pp * few.chunks))
     train = few.train(tiny)
     with World(few.mesh, engine=engine) as world:
         real = world.run(program, tiny, train)
