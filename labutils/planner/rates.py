@@ -143,8 +143,8 @@ class CriticalPath:
         return rates.of_work(self.shown(rates))
 
     def shown(self, rates: Rates) -> np.ndarray:
-        """The work whose seconds are the step's [9, plans]: where what is sent beside it sticks out,
-        that, and not the computing which it hides."""
+        """The work whose seconds are the step's [9, plans]: of what is sent beside the computing that
+        which sticks out, in place of the computing that hides the rest."""
         own = self.busy + self.again
         rows = own + self.bubble + self.update
         ring, rest = (1 * (seconds > 0) for seconds in self.exposed(rates))

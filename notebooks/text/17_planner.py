@@ -3,7 +3,7 @@
 #
 # **A model, a cluster and a batch are given. Which plan trains it fastest, does it fit, and how do you know before you order the GPUs?**
 #
-# *90 min, and 25 further · before this: labs 09 to 13a · needs a laptop, no GPU and no network*
+# *90 min, and 30 further · before this: labs 09 to 13a · needs a laptop, no GPU and no network*
 
 # %% [markdown]
 # ## Goals
@@ -70,7 +70,7 @@ plots.curves(
 )  # fmt: skip
 
 # %% [markdown]
-# With 215 GB on a GPU this job needs no axis but dp. (As long as messages hide behind computing, see below, and ranks are no more than the 512 sequences.) An H100 gives 72 GB, which are 80 less a reserve of 10 %. There dp alone computes everything again and takes 70.5 s. Neither pp nor cp beside it helps; tp beside it takes 61.6 s, all axes together 60.8 s. **Planning is buying back the time that memory costs.**
+# With 215 GB on a GPU this job needs no axis but dp. (While messages hide, see below, and ranks are no more than the 512 sequences.) An H100 gives 72 GB, which are 80 less a reserve of 10 %. There dp alone computes everything again and takes 70.5 s. Neither pp nor cp beside it helps; tp beside it takes 61.6 s, all axes together 60.8 s. **Planning is buying back the time that memory costs.**
 
 # %% [markdown]
 # ## What does each axis divide, and what does it send?
