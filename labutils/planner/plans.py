@@ -161,12 +161,12 @@ def evaluate(
     seconds, peaks = np.empty(len(p.tp)), np.empty(len(p.tp))
     for begin in range(0, len(p.tp), 4096):  # so much stays in the cache
         part = slice(begin, begin + 4096)
-        seconds[part], peaks[part] = costs(job, p[part])
+        seconds[part], peaks[part] = seconds_and_peaks(job, p[part])
         tell(min(begin + 4096, len(p.tp)))
     return seconds, peaks
 
 
-def costs(job: Job, p: Plan) -> tuple[Numbers, Numbers]:
+def seconds_and_peaks(job: Job, p: Plan) -> tuple[Numbers, Numbers]:
     """Seconds of a step, and bytes of the fullest rank, of a plan or of a column of plans."""
     at = stages.places(job.model, p)
     path = rates_.critical_path(job.model, p, job.rates, job.cluster, at)
@@ -331,7 +331,7 @@ def search(job: Job, tell: Callable[[int, int], None] = lambda done, of: None) -
 def estimate(job: Job, plan: Plan) -> Estimate:
     """One plan, evaluated, legal or not."""
     units.instance(job, Job, "estimate")
-    seconds, peak = costs(job, plan)
+    seconds, peak = seconds_and_peaks(job, plan)
     return Estimate(job, plan, float(seconds), float(peak))
 
 

@@ -143,7 +143,7 @@ class CriticalPath:
         return rates.of_work(self.shown(rates))
 
     def shown(self, rates: Rates) -> np.ndarray:
-        """The work whose seconds are the step's [9, plans]: of what is sent beside the computing that
+        """The work whose seconds are the step's [9, plans]: of what is sent beside computing that
         which sticks out, in place of the computing that hides the rest."""
         own = self.busy + self.again
         rows = own + self.bubble + self.update

@@ -302,7 +302,7 @@ FIT = Exercise(
 # ── the exam ─────────────────────────────────────────────────────────────────────────────────────
 
 QUESTIONS = 400
-_COSTS = plans.costs  # which the exam closes to all but `ask`
+_ASKED = plans.seconds_and_peaks  # which the exam closes to all but `ask`
 EXAM = {
     "8B on 32 A100, long": ("llama-3.1-8b", "A100", 4, 131_072, 2**23),
     "70B on 512 H100": ("llama-3.1-70b", "H100", 64, 8192, 2**22),
@@ -343,7 +343,7 @@ class _Asked:
                     "There are tens of thousands. Start from a plan that you would defend, and "
                     "ask only for what is one change away from the best so far.",
                 )
-            with unittest.mock.patch.object(plans, "costs", _COSTS):
+            with unittest.mock.patch.object(plans, "seconds_and_peaks", _ASKED):
                 self.known[plan] = planner.estimate(self.job, plan)
         return self.known[plan]
 
@@ -361,7 +361,7 @@ def _closed_book() -> Iterator[None]:
     searched, evaluated = refuse("you called the search"), refuse("you evaluated without `ask`")
     with (
         unittest.mock.patch.object(plans, "enumerate_plans", searched),
-        unittest.mock.patch.object(plans, "costs", evaluated),
+        unittest.mock.patch.object(plans, "seconds_and_peaks", evaluated),
     ):
         yield
 
