@@ -59,3 +59,12 @@ def test_the_page_leads_there(course):
     )
     asked = "([deepspeedai/DeepSpeed#1069](https://github.com/deepspeedai/DeepSpeed/issues/1069))"
     assert f"{slower} {asked}" in page
+
+
+def test_new_questions_name_a_section_of_their_lab(course):
+    path = BOOK / "transfer.csv"
+    rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    asked = collections.Counter(row["lab"] for row in rows)
+    assert len(asked) >= 10 and set(asked.values()) == {5}
+    for row in rows:
+        course.heading(course.LABS / f"{row['lab']}.py", row["section"])  # or a ValueError
