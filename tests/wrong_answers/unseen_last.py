@@ -53,6 +53,7 @@ def held(linears, rank, itemsize, *, each=16, biases=True, count=lambda r, i, o:
 
 class Mergeable(nn.Module):
     puts_back, once, early, forgets, itself = "what was", True, True, False, False
+    first = False
 
     def __init__(self, linear, rank, alpha):
         super().__init__()
@@ -72,7 +73,8 @@ class Mergeable(nn.Module):
         if self.merged and self.once:
             return
         weight, update = self.linear.weight, self.scale * self.B @ self.A
-        self.before = weight if self.itself else weight.clone()
+        if self.before is None or not self.first:
+            self.before = weight if self.itself else weight.clone()
         self.added = update
         weight += update
         self.merged = True
@@ -104,6 +106,13 @@ class Thaws(Mergeable):
 
 
 # ── 15 ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _whole_rows(w, bits, group):
+    if group < w.shape[1]:
+        return groups(w, bits, group)
+    scale = w.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return (w / scale).round(), scale
 
 
 def groups(w, bits, group, *, top=lambda bits: 2 ** (bits - 1) - 1, largest=None, cut=torch.round):
@@ -277,6 +286,7 @@ _ALL = {
         ("bits", lambda linears, r, size: held(linears, r, 8 * size), "bytes held", "itemsize"),
     ],
     "lora/bug-hunt": [
+        ("kept at the first merge", slip(Mergeable, first=True), "weights loaded later", "merged first"),
         ("merges again", slip(Mergeable, once=False), "merged twice", "two times"),
         ("takes off what it would add", slip(Mergeable, puts_back="now"),
          "unmerged, the same bits", "put it back"),
@@ -295,6 +305,10 @@ _ALL = {
         ("cut off, again", partial(groups, cut=torch.trunc), "codes", "the fraction off"),
         ("without signs", partial(groups, largest=lambda rows: rows.amax(-1)), "scales", "max|w|"),
         ("the rest left out", _rest_dropped, "scales", "may be short"),
+        ("a whole row of zeros", _whole_rows, "a group of zeros", "0/0 is NaN"),
+        ("eight at most", lambda w, bits, group: groups(w, bits, min(group, 8)), "scales", "groups"),
+        ("three at least", partial(groups, top=lambda bits: max(2 ** (bits - 1) - 1, 3)),
+         "scales", "all 2ᵇ − 1 steps"),
         ("groups of a column", _down_the_columns, "scales", "within a row"),
     ],
     "quantization/bug-hunt": [

@@ -508,6 +508,7 @@ _ALL = {
         ("up to the first backward", partial(peak, tells=lambda seen: max(
             seen[: 2 + next(i for i, (a, b) in enumerate(pairwise(seen)) if b < a)])),
          "1F1B", "the largest count"),
+        ("in tens", lambda ops, nbytes: peak(ops, nbytes) // 10 * 10, "1F1B", "the largest count"),
         ("activations, times the largest",
          lambda ops, nbytes: peak(ops, [1] * len(nbytes)) * max(nbytes), "1F1B", "of its stage"),
     ],

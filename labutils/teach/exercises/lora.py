@@ -401,6 +401,8 @@ def _back(attempt: Callable) -> str:
 def _loaded(attempt: Callable) -> str:
     """Weights that are loaded after the adapter was put beside them are those that come back."""
     layer, x, _ = _mergeable(attempt)
+    layer.merge()
+    layer.unmerge()
     with torch.no_grad():
         for parameter in layer.parameters():
             if not parameter.requires_grad and parameter.shape == (_N, _N):
@@ -415,7 +417,7 @@ def _loaded(attempt: Callable) -> str:
             "weights loaded into the frozen layer, then merged and unmerged: the output differs "
             f"by {max(off, _off(layer, x, before)):.1%}",
             "What merge() keeps are the weights of that moment. Kept when the layer was made, "
-            "they are older than what was loaded since.",
+            "or when it was merged first, they are older than what was loaded since.",
         )
     return "what merge() found"
 

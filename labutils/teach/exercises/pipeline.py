@@ -229,7 +229,7 @@ def _counts(attempt: Callable, kind: str) -> str:
     made = dict(_HELD)[kind]
     for each in made:
         for unequal in (False, True):
-            nbytes = [100 + 30 * stage * unequal for stage in range(each.stages)]
+            nbytes = [101 + 37 * stage * unequal for stage in range(each.stages)]
             for rank, ops in enumerate(each.ranks):
                 found, peak = attempt(list(ops), list(nbytes)), each.peak(rank, nbytes)
                 if found != peak:
@@ -472,7 +472,7 @@ LATE = Exercise(
         ),
         Property(
             "several micro-batches",
-            functools.partial(_halves, cases=[((4, 4), 2), ((3, 5, 2), 3)], why=_ADD),
+            functools.partial(_halves, cases=[((4, 4), 2), ((3, 5, 2, 4), 3)], why=_ADD),
         ),
         Property("what is multiplied when", _products),
     ),
