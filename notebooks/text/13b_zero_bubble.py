@@ -330,7 +330,7 @@ for plan in (h1, h2):
 # With equal times ZB-H2 now has no bubble at all: 3m and the update. Rank 0 holds 2p − 1 micro-batches for it. So "zero bubble" holds for updates that wait for nobody; the paper lets every rank update
 # without waiting, and takes the update back in the rare case that clipping or inf asks for it (*post-update validation*).
 #
-# Between the two lies a choice. Give a limit on memory, and search for the shortest period, on eight ranks with 24 micro-batches:
+# Between the two lies a choice. Give a limit on memory, and search for the shortest period, on eight ranks with 24 micro-batches and equal times:
 
 # %%
 limits = range(8, 17)
