@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from labutils import anatomy, units
+from labutils.anatomy import INDEX
 from labutils.clock import Played, Task, play
 from labutils.config import Link, ModelConfig
 from labutils.ledger import Ledger, Line
 
-INDEX = 8  # bytes of an int64
 Counts = Sequence[Sequence[int]]
 
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from labutils import anatomy
+from labutils.anatomy import INDEX
 from labutils.ledger import Ledger, Line
 from labutils.predict.inventory import Here
 
-INDEX = 8  # bytes of an int64
 _BATCH = {"token numbers, sb", "targets, sb"}  # views of the batch, which is there anyway
 
 

@@ -4,11 +4,11 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from labutils.anatomy import INDEX
 from labutils.ledger import Ledger, Line
 from labutils.predict.inventory import OTHERS, Here, Placed, Weight
 
 _WHOLE = ("pp", "dp", "cp", "tp")
-INDEX = 8  # bytes of an int64
 
 
 class Call(NamedTuple):

@@ -767,6 +767,11 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("planner/plans", "test_planner_command"): [
         ("return self.days * 24 * self", "return self.days * self"),
     ],
+    ("planner/plans", "test_planner_search test_planner_work"): [
+        ("+ (p.schedule > 0) + (p.zero > 1) + (p.recompute > 0)", "+ (p.schedule > 0) + (p.zero > 1)"),
+        ("near = self[int(self.peaks.argmin())]", "near = self[int(self.seconds.argmin())]"),
+        ("job.cluster.room + units.GB", "job.cluster.room + 10 * units.GB"),
+    ],
     ("planner/__main__", "test_planner_command"): [
         ("given.plan - 1", "given.plan"),
         ('units.parse(given.between.removesuffix("/s"))', 'units.parse("50GB")'),
@@ -776,6 +781,8 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("planner/rates", "test_planner_runs"): [
         ("b = np.concatenate([np.full(len(told), 1 / NOISE), spread])", "b = np.concatenate([np.full(len(told), 1 / NOISE), 0 * spread])"),
         ("computing = rates.overlap * rates.of_work", "computing = rates.of_work"),
+        ("rows[-2:] += rest * self.beside[-2:]", "rows[-1:] += 0 * rest"),
+        ("return rows - rest * rates.overlap * own", "return rows"),
     ],
     ("planner/climb", "test_planner_climb"): [
         ("return max(0.0, -estimate.headroom), estimate.seconds", "return estimate.seconds, max(0.0, -estimate.headroom)"),
