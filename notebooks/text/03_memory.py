@@ -506,6 +506,9 @@ for kind in ("none", "full"):
     print(f"checkpointing {kind}: from {found} sequences on")
 
 # %% [markdown]
+# The batch where it leaves belongs to *foreach*, which needs 8 bytes per parameter for its copies. With a fused optimizer, which needs 4, it leaves from 4 sequences on, and from 20 with full checkpointing.
+# <!-- claim: [[memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, attention="sdpa", checkpointing=p, stepping="fused")).phase for b in (n - 1, n)] for p, n in (("none", 4), ("full", 20))] == [["optimizer", "backward"]] * 2 -->
+#
 # ### Exercise 3.3 · Bug hunt: the estimator that adds everything up (15 min, ●●○)
 #
 # Many estimators compute model states plus activations. In a step of one micro-batch no moment holds all of both. Repair this one, for bf16 with fp32 master weights and AdamW, without checkpointing: `parameters` is Ψ, `activations` are the bytes kept at the end
@@ -680,7 +683,7 @@ calculator.Calculator(*offered.split(), *llamas.split())
 # %% [markdown]
 # Find the cheapest way to train Llama-3.1-8B with 4096 tokens on 8 H100s (ZeRO, lab 09, divides what its level names among the devices). Which line decides? Choose a phase beside the bars to open its ledger.
 #
-# A step is one micro-batch here: with accumulation (lab 05) the gradients are there during the next forward pass as well. With ZeRO each parameter counts as a bucket of its own that the devices divide evenly; `predict.peak(model, train, Mesh(dp=8))` of `labutils` runs one rank dry instead, with buckets of 25 MiB and whatever they do not divide. For your own model, `calculator.Calculator("gpt2", mine=ModelConfig.from_hf("config.json"))`.
+# Among its recipes are the 20 bytes of lab 02, with gradients in bf16 that are summed in fp32. A step is one micro-batch here: with accumulation (lab 05) the gradients are there during the next forward pass as well. With ZeRO each parameter counts as a bucket of its own that the devices divide evenly; `predict.peak(model, train, Mesh(dp=8))` of `labutils` runs one rank dry instead, with buckets of 25 MiB and whatever they do not divide. For your own model, `calculator.Calculator("gpt2", mine=ModelConfig.from_hf("config.json"))`.
 
 # %% [markdown]
 # ## In practice
@@ -757,7 +760,7 @@ for name in stated:
 # >   <!-- claim: [(34 * d / 5, 16 * d) for d in (64, 128)] == [(435.2, 1024), (870.4, 2048)] and (lambda lines: (round(sum(n for what, n in lines if "as²b" not in what) / (1024 * 768), 1), sum(n for what, n in lines if "as²b" in what)))([(line.note, line.amount) for line in memory.activations(config.ModelConfig.named("gpt2"), config.TrainConfig(micro_batch=1, global_batch=1)) if line.name.startswith("blocks.0.")]) == (32.0, 2 * 12 * 1024**2) -->
 # > - The peak is where most things meet: after the loss where activations are large, in the optimizer where they are not. GPT-2 XL takes 37.4 GB with one sequence, in the optimizer, as PyTorch steps on a GPU; 31.2 GB with the fused one.
 # >   <!-- claim: [(peak.phase, round(peak.total / 1e9, 1)) for peak in (memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, checkpointing=p, stepping=s)) for b, p, s in ((1, "full", "foreach"), (1, "full", "fused")))] == [("optimizer", 37.4), ("optimizer", 31.2)] -->
-# > - Its peak leaves the optimizer from 6 sequences on with fused attention, with full checkpointing from 33.
+# > - With *foreach* its peak leaves the optimizer from 6 sequences on with fused attention, with full checkpointing from 33; with the fused optimizer from 4 and 20.
 # >   <!-- claim: [[memory.predict(config.ModelConfig.named("gpt2-xl"), config.TrainConfig(micro_batch=b, global_batch=b, attention="sdpa", checkpointing=p, stepping="foreach")).phase for b in (n - 1, n)] for p, n in (("none", 6), ("full", 33))] == [["optimizer", "backward"]] * 2 -->
 # > - Free is not the same as available: half of 40 MiB free, in pieces of 5, and 10 MiB find no room.
 # >   <!-- claim: (lambda gpu: [[gpu.free(a) for a in [gpu.alloc(5 * 2**20) for _ in range(8)][::2]], gpu.largest_free][1])(memory.Allocator(40 * 2**20)) == 5 * 2**20 -->

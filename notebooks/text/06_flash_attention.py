@@ -812,11 +812,8 @@ explore(side, s=[1024, 4096, 16384], d=widths, fast_kB=[50, 100, 200], device=de
 #   has both. Any other mask: `flex_attention`.
 # - **The flash-attn package.** fp16 and bf16 only. Since version 2.1 `causal=True` means the *lower right* corner, as here; before, and in PyTorch, the upper left;
 #   PyTorch withdrew causal rectangles from its FlashAttention-2 backend when the convention changed (pull request 111007). Sequences of different lengths are packed (`flash_attn_varlen_func` with cumulative lengths) instead of padded.
-# - **Versions.** FA-1 (2022): tiles and recomputation. FA-2 (2023): queries outside, parallel over the sequence.
-#   FA-3 (2024): Hopper's asynchronous copies and products, softmax of one tile under the products of the next, fp8.
 # - **Hugging Face transformers.** `from_pretrained(…, attn_implementation="flash_attention_2")`; also `"flash_attention_3"`, `"sdpa"`, `"flex_attention"` and `"eager"`, plain attention.
-# - **Megatron-LM.** `--attention-backend flash`, `fused`, `unfused`, `local` or `auto` (default). Fused passes are on and have switches to turn them off: `--no-masked-softmax-fusion`,
-#   `--no-bias-gelu-fusion`, `--no-bias-swiglu-fusion`, `--no-rope-fusion`, `--no-bias-dropout-fusion`.
+# - **Megatron-LM.** `--attention-backend flash`, `fused`, `unfused`, `local` or `auto` (default). Fused passes are on; `--no-masked-softmax-fusion` and its kin turn them off.
 # - **torchtitan.** A model's own choice: in 0.2.2 `attn_type`, `"sdpa"`, `"flex"` or `"varlen"`; on the main branch of 2026 `attn_backend`, with `"flex_flash"` for Hopper and later.
 # - **Logits in chunks.** `F.linear_cross_entropy` of PyTorch 2.13 with `options=nn.LinearCrossEntropyOptions(…)`; Liger Kernel's `LigerFusedLinearCrossEntropyLoss`.
 #

@@ -117,7 +117,7 @@ reveal("sends-first/ranks-that-get-past", ranks=len(got_past))
 # Each rank waits for its right neighbor to receive, and the right neighbor waits for its own: a *deadlock*.
 #
 # This world says so at once, with the line in which each rank waits. On a cluster the job stands still until a time-out (torch waits 10 minutes with NCCL,
-# 30 with gloo). MPI libraries buffer *small* sends, so there this program passes its test with three numbers and hangs with three million.
+# 30 with gloo). MPI libraries as a rule buffer *small* sends, so there this program passes its test with three numbers and hangs with three million.
 #
 # ### Exercise 7.1 · Break the circle (8 min, ●○○)
 #
@@ -433,7 +433,7 @@ collectives.sent("all_reduce_ring", nbytes=40, n=4).diff(uneven.sent)
 # %% [markdown]
 # ### Exercise 7.3 · Write the ring (15 min, ●●○)
 #
-# You get `send_recv` and your neighbors. Return the sum; send no more than a ring has to. `collectives.shares(n, N)` says how to cut, and `reduce="sum"`
+# You get `send_recv` and your neighbors. Return the sum; send no more than a ring has to. `collectives.shares(numel, N)` says how to cut a tensor of `numel` elements, and `reduce="sum"`
 # in `send_recv` adds what arrives to `out`.
 
 
@@ -700,7 +700,11 @@ for nbytes, count in ((1e3, 4), (1e6, 4), (1e8, 4), (1e9, 4), (1e9, 64)):
 # %% [markdown]
 # Two levels have fewer slow steps, 6 in place of 62: that decides for small tensors. For large ones the number of links decides. One ring leaves a machine through a single one of its
 # eight links. *Eight rings*, an eighth of the tensor each, leave through all of them; NCCL builds as many. On four machines the two levels lose against those at 1 GB, because their fast and slow parts come one
-# after the other. On 64 machines they win even there: eight rings then wait for 1022 steps, two levels for 126 slow ones. So neither pattern is the better one: bytes per step decide, as before.
+# after the other. On 64 machines they win even there, since eight rings then wait for 1022 steps of 10 µs, and two levels for 126.
+#
+# Two conditions are in that. Of eight hops of a ring seven stay inside a machine. Where those take 2 µs, and a rank waits for its neighbor alone, a hop takes 3 µs on average, and the eight rings need 8.1 ms in place of 15.2: less than two levels.
+# And two levels that cut the tensor into chunks can do their fast part, 3.9 ms, while the slow part of another chunk is on its way. So neither pattern is the better one. Bytes per step decide, as before, with the latency of each hop and what overlaps.
+# <!-- arithmetic: [round(1e3 * (1022 * hop + 2 * 511 / 512 * 1e9 / 8 / 50e9), 1) for hop in (10e-6, (7 * 2e-6 + 10e-6) / 8)] + [round(1e3 * (14 * 2e-6 + 2 * 7 / 8 * 1e9 / 450e9), 1)] == [15.2, 8.1, 3.9] -->
 #
 # With one link for the whole machine the eighths would share it, and the bytes through it would be nearly the ring's:
 
@@ -931,7 +935,7 @@ faults(published_ring, World(8), numel=1024)[:2]
 # > - Few bytes or few steps: in a ring of many ranks the steps decide below about N · λ · bw, the bytes above it. On 8 ranks the ring takes 14 steps, halving–doubling 6.
 # >   <!-- claim: all(0.9 < collectives.crossover("all_reduce_ring", "all_reduce_halving_doubling", n, config.Link(1, 1)) / n < 1 for n in (100, 1000)) -->
 # >   <!-- claim: (collectives.steps("all_reduce_ring", 8), collectives.steps("all_reduce_halving_doubling", 8)) == (14, 6) -->
-# > - Test an all-reduce for its values, the same bits on all ranks, an untouched input, and the bytes of the busiest rank.
+# > - Test an all-reduce at lengths that N does not divide, for its values, the same bits on all ranks, an untouched input, and the bytes of the busiest rank.
 
 # %% [markdown]
 # ## References

@@ -609,9 +609,6 @@ reveal("zero/bytes-after-a-step", bytes=round(sum(rest[1].values()) / psi, 1))
 # At levels 1 and 2 the weights are whole, 2 bytes; master copy and moments are 4 + 4 + 4 bytes, divided by four. At level 3 the shares of the weights *are* the master copy. The share of the gradient is fp32 at every
 # level, since that is what the optimizer takes: 4 bytes divided by four, where the paper counts 2.
 #
-# The step may also run on the host (*offload*): for each parameter of the share 4 bytes of gradient go there and 2 bytes of weight come back, 703 MB per step for 7.5B parameters on 64 devices.
-# <!-- arithmetic: round((4 + 2) * 7.5e9 / 64 / 1e6) == 703 -->
-#
 # **One rank's inf must be everybody's.** With fp16 the loss is scaled (lab 02), and a step whose gradient has overflowed is skipped. But after the reduce-scatter
 # a rank sees its share alone. Let one gradient overflow on rank 2, that of the last norm, and ask each rank: is your share finite, did you step, what is your scale now?
 
@@ -818,13 +815,11 @@ explore(memory_per_device, **knobs, device=["V100", "H100"])
 # | `--parallelism.fsdp_reshard_after_forward always`, `never` or `default` | torchtitan 0.2.2: the same switch |
 # | `"zero_optimization": {"stage": 1}`, or 2, or 3 | DeepSpeed: the level |
 # | `"offload_optimizer": {"device": "cpu"}` in it, `"gradient_clipping": 1.0` beside it | DeepSpeed: offload; the global norm |
-# | `--use-distributed-optimizer`, `--clip-grad 1.0` | Megatron-LM: level 1; the global norm |
+# | `--use-distributed-optimizer`, `--clip-grad 1.0` | Megatron-LM: level 1, whose halves `--overlap-grad-reduce` and `--overlap-param-gather` hide; the global norm |
 #
 # **FSDP2** is called bottom-up, on each block and then on the root, and each call makes one group that is gathered at once: our units. An integer for `reshard_after_forward` reshards to a smaller group, such
 # as one machine. torchtitan 0.2.2 shards over `--parallelism.data_parallel_shard_degree` ranks and replicates over `--parallelism.data_parallel_replicate_degree` of such groups: hybrid sharding.
 # `set_requires_gradient_sync(False)` keeps whole gradients through the micro-batches before the last, and reduces once per step, as level 1 does.
-#
-# **Megatron-LM's** distributed optimizer is level 1. `--overlap-grad-reduce` and `--overlap-param-gather` hide both halves behind computation.
 #
 # **On a cluster** of two nodes of eight devices, type on both:
 #
@@ -860,14 +855,9 @@ world.ledger.by("name"), 4 * (4 * psi * 3 // 4)
 #
 # **"requests the necessary data from the other GPUs as needed to reconstruct a complete set of unsharded, local data"** (the same article). True where *data* means parameters; the training data of a rank stay its own. <!-- erratum: S2-023 -->
 #
-# **ZeRO-2 as "enabling reduce-scatter in the backward pass instead of all-reduce"** (an article on efficient training at scale). True where level 1 uses an all-reduce. Level 1 can do without as well, and above it did; what level 2 adds is to *free* the gradients of others. The <!-- erratum: S1-040 -->
-# sentence has a history: DeepSpeed's first stage 1 used an all-reduce, 3Ψ per step, and its release note of March 2020 counts 1.5 times less since:
-
-# %%
-all_reduce, all_gather = 2, 1  # times Ψ(N − 1)/N
-(all_reduce + all_gather) / zero.volume(1)
-
-# %% [markdown]
+# **ZeRO-2 as "enabling reduce-scatter in the backward pass instead of all-reduce"** (an article on efficient training at scale). True where level 1 uses an all-reduce. Level 1 can do without as well, and above it did; what level 2 adds is to *free* the gradients of others. <!-- erratum: S1-040 -->
+# DeepSpeed's first stage 1 did use an all-reduce, 3Ψ per step, until March 2020.
+#
 # **Optimizer states as "momentum and variance in the Adam optimization algorithm"** (chapter 15, *LLM Training Acceleration (WIP)*, of an online book on large <!-- erratum: S0-064 -->
 # language models), followed by K = 12. Two moments are K = 8; the other four bytes are the fp32 master copy, which the chapter's first section does count. The lines above have all three.
 #
