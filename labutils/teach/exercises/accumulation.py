@@ -39,13 +39,12 @@ class _Words(nn.Module):
         )
 
 
-def _data(lengths: Sequence[int], width: int = 8) -> list[tuple[Tensor, Tensor]]:
+def _data(lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """Micro-batches of one row each, whose first `lengths` tokens count."""
-    numbers = torch.arange(len(lengths) * width).view(len(lengths), width)
+    numbers = torch.arange(len(lengths) * 8).view(len(lengths), 8)
     inputs, targets = numbers * 7 % 11, numbers * numbers % 11
-    targets = targets.masked_fill(
-        torch.arange(width) >= torch.tensor(lengths)[:, None], accumulation.IGNORED
-    )
+    beyond = torch.arange(8) >= torch.tensor(lengths)[:, None]
+    targets = targets.masked_fill(beyond, accumulation.IGNORED)
     return list(zip(inputs.split(1), targets.split(1), strict=True))
 
 

@@ -47,9 +47,9 @@ def _run(attempt: Callable, inputs: list[Tensor]) -> tuple[list[Tensor], list[Te
     return results, [x for _, x in pairs]
 
 
-def _numbers(n: int, length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def _numbers(n: int, length: int) -> list[Tensor]:
     """A tensor for each rank, different in every place, with sums that are exact."""
-    return [((torch.arange(length) * 7 + 3) % 11 + 13 * rank).to(dtype) for rank in range(n)]
+    return [((torch.arange(length) * 7 + 3) % 11 + 13 * rank).double() for rank in range(n)]
 
 
 def _untouched(before: list[Tensor], after: list[Tensor]) -> None:

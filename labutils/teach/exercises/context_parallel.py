@@ -237,9 +237,9 @@ RING = Exercise(
 # ── trade tokens for heads ───────────────────────────────────────────────────────────────────────
 
 
-def _trade(attempt: Callable, n: int, kind: str, a: int, s: int = 24) -> tuple[Tensor, list]:
+def _trade(attempt: Callable, n: int, kind: str, a: int) -> tuple[Tensor, list]:
     """The whole tensor, and what each rank returned."""
-    x, whole = _noise(2, a, s, 3, seed=n), context_parallel.layout(s, n, kind)
+    x, whole = _noise(2, a, 24, 3, seed=n), context_parallel.layout(24, n, kind)
 
     def program(rank: world.Rank) -> Any:
         comm = rank.comm("dp")

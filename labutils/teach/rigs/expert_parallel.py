@@ -151,9 +151,9 @@ def routing_record() -> dict[str, Any]:
     return json.loads((DATA / "expert_routing.json").read_text(encoding="utf-8"))
 
 
-def ends(way: str, column: str, last: int = 50) -> list[float]:
-    """The mean over so many last steps, of each seed that is recorded."""
-    runs, places = routing_record()["runs"][way], last // EVERY
+def ends(way: str, column: str) -> list[float]:
+    """The mean over the last 50 steps, of each seed that is recorded."""
+    runs, places = routing_record()["runs"][way], 50 // EVERY
     return [sum(run[column][-places:]) / places for run in runs]
 
 

@@ -49,15 +49,16 @@ def occupancy(
     return Occupancy(spans, numel, itemsizes, watch.phases, len(watch.held))
 
 
-def of_each_level(world: World, layers: int = 6, width: int = 16) -> dict[str, list[Occupancy]]:
-    """What every rank holds of a chain of equal layers over a step with Adam in fp32, by level."""
+def of_each_level(world: World) -> dict[str, list[Occupancy]]:
+    """What each rank holds of a chain of six equal layers over a step of Adam in fp32, by level."""
     with World(1) as alone:  # every rank of plain data parallelism holds what one rank alone would
-        plain = alone.run(_held_over_a_step, 1, layers, width) * world.size
-    levels = {n: world.run(_held_over_a_step, n, layers, width) for n in (1, 2, 3)}
+        plain = alone.run(_held_over_a_step, 1) * world.size
+    levels = {n: world.run(_held_over_a_step, n) for n in (1, 2, 3)}
     return {f"level_{n}": held for n, held in ({0: plain} | levels).items()}
 
 
-def _held_over_a_step(rank: Rank, level: int, layers: int, width: int) -> Occupancy:
+def _held_over_a_step(rank: Rank, level: int) -> Occupancy:
+    layers, width = 6, 16
     chain = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
     model, comm = nn.Sequential(*chain), rank.comm("dp")
     if level == 3:

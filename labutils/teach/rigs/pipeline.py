@@ -78,11 +78,11 @@ def compare(schedule: Schedule, model: ModelConfig, **options: Any) -> Compariso
     )
 
 
-def between_stages(schedule: Schedule, model: ModelConfig, precision: str = "fp64") -> Ledger:
+def between_stages(schedule: Schedule, model: ModelConfig) -> Ledger:
     """Bytes that all ranks of a pipeline send to neighbors in one step with one sequence per
-    micro-batch."""
+    micro-batch, in float64."""
     m, mesh = schedule.micro_batches, Mesh(pp=len(schedule.ranks))
-    train = TrainConfig(micro_batch=1, global_batch=m, precision=precision, schedule=schedule)
+    train = TrainConfig(micro_batch=1, global_batch=m, precision="fp64", schedule=schedule)
     of = [predict.sent(model, train, mesh, rank) for rank in range(mesh.size)]
     return sum(of, Ledger()).only(axis="pp")
 
