@@ -252,7 +252,7 @@ class Recorder(Mode):
     def __init__(self, module: nn.Module, optimizers: Optimizers, capacity: int | None) -> None:
         super().__init__()
         if capacity is not None:
-            units.whole(capacity, "capacity", 1)
+            capacity = units.whole(capacity, "capacity", 1)
         self.capacity = capacity
         self.optimizers = [each for each in optimizers if each is not None]
         self.parameters = list(module.parameters())

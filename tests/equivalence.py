@@ -302,11 +302,14 @@ def same_masks(names, policy):
 
 
 def rehearsed(model, train, mesh, rank):
-    """Bytes by which what a dry run of a rank holds, and sends in a step, is not what was predicted."""
+    """Bytes by which what a dry run of a rank holds, and bytes and messages by which what it sends in a step, is not what was predicted."""
     plan = model, train, mesh, rank
-    found = rehearsal(*plan)
-    held, sent = predict.states(*plan).diff(found.states), predict.sent(*plan).diff(found.sent)
-    return held.unexplained, sent.unexplained
+    found, sent = rehearsal(*plan), predict.sent(*plan)
+    apart = {line.key: line.count for line in found.sent}
+    for line in sent:
+        apart[line.key] = apart.get(line.key, 0) - line.count
+    held, sent = predict.states(*plan).diff(found.states), sent.diff(found.sent)
+    return held.unexplained, sent.unexplained + sum(map(abs, apart.values()))
 
 
 def phases(case, world=None, messages="matched"):

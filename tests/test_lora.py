@@ -319,6 +319,9 @@ def test_model_states_formula_dry_run_and_measured_agree(config, frozen):
     formula = predict.states(config, rigs.lora.fine_tuning(frozen=frozen, **options))
     dry, measured = (each(config, frozen, **options) for each in (dry_held, held))
     assert formula.diff(dry).unexplained == 0 == dry.diff(measured).unexplained
+    adapters = 4 * lora.trainable(config, **options)
+    weights = measured.only(component="weights").total
+    assert weights == lora.frozen_bytes(config, frozen) + adapters
 
 
 FROZEN = ["fp32", "bf16", "nf4"]

@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from equivalence import LORA, case, phases, rehearsed, rows
 
-from labutils import predict, schedule
+from labutils import measure, predict, schedule, step
 from labutils.config import Mesh, ModelConfig, TrainConfig
 from labutils.model import GPT
 from labutils.predict.rehearsal import BATCH, rehearsal
+from labutils.world import World
 
 LARGER = [names for names, what in rows() if what == "equal" and len(names) > 2]
 GPT2 = ModelConfig(num_layers=2, d_model=10, num_heads=2, d_ff=34, vocab_size=43, seq_len=7)
@@ -37,7 +39,8 @@ def test_so_it_does_of_other_plans(given):
     plan = case(("1F1B", "dp", "tp + sp"), clip=None)
     mesh = replace(plan.mesh, cp=2) if "attention" in given else plan.mesh
     train = replace(plan.train, **({"precision": "fp32", "frozen": (), "clip": None} | given))
-    assert rehearsed(plan.model, train, mesh, 1) == (0, 0)
+    for rank in (1, mesh.size - 1):  # the first and the last stage run in another order
+        assert rehearsed(plan.model, train, mesh, rank) == (0, 0)
 
 
 def test_so_it_does_of_a_schedule_of_ones_own():
@@ -71,6 +74,7 @@ FOUND = {
     "rows of experts under autocast": (("ep", "autocast"), {}),
     "a frozen tied end": (("1F1B", "tied"), dict(frozen=("tokens*",))),
     "dropout": (("1F1B", "tp + sp"), dict(dropout=0.1)),
+    "a key–value head on two ranks": (("tp + sp",), dict(num_kv_heads=1)),
 }
 
 
@@ -141,6 +145,36 @@ def test_ranks_hold_what_a_dry_run_says_at_the_fullest_moment_of_each_phase(name
     assert said.total == max(said.phases.values())
 
 
+BEGUN = {
+    "dense": (("1F1B", "dp"), {}),
+    "two experts": ((), dict(num_experts=2, top_k=2)),  # both get every token
+    "ring": (("ring",), {}),
+    "8 bits": (("FP8",), {}),
+}
+
+
+@pytest.mark.parametrize("names, given", BEGUN.values(), ids=BEGUN)
+def test_the_step_that_a_dry_run_records_is_one_of_a_training_that_has_begun(names, given):
+    plan = case(names, **given)
+    with World(plan.mesh, timeout=60) as world:
+        real = world.run(second_step, plan.model, plan.train)[-1]
+    dry = predict.peak(plan.model, plan.train, plan.mesh, plan.mesh.size - 1)
+    assert {name: real[name] for name in dry.phases} == dry.phases
+
+
+def second_step(rank, model, train):
+    """Bytes at the fullest moment of each phase of the second of two steps."""
+    mine = step.build(model, train, rank.mesh)(rank)
+    rows = train.global_batch // rank.mesh.dp, model.seq_len // rank.mesh.cp
+    sides = [torch.zeros(rows, dtype=torch.long) for _ in range(2)]
+    batches = list(zip(*(side.split(train.micro_batch) for side in sides), strict=True))
+    mine(batches)
+    with measure.recording(mine.stages, *mine.inner) as recorder:
+        recorder.guess(sides, "activations", BATCH)
+        mine(batches)
+    return {name: phase.ledger.total for name, phase in recorder.history().phases.items()}
+
+
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_zero_shards_model_states(level):
     """What each level divides, but for the padding of 13
@@ -157,14 +191,15 @@ def test_zero_shards_model_states(level):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_what_is_held_is_one_fact(n, level):
+@pytest.mark.parametrize("level, apart", [(1, False), (1, True), (2, False), (2, True), (3, False)])
+def test_what_is_held_is_one_fact(n, level, apart):
     """`predict.peak_states` and `predict.states` say the same of every rank, which is what the
     elements say that the rank steps, counted one by one."""
     train = TrainConfig(micro_batch=1, global_batch=n, zero=level, precision="fp32")
+    train = replace(train, bucket_bytes=1) if apart else train  # each parameter its own bucket
     shapes = {name: p.shape for name, p in GPT(GPT2).named_parameters()}
     if level < 3:
-        buckets = [list(reversed(shapes))]
+        buckets = [[name] for name in shapes] if apart else [list(reversed(shapes))]
     else:
         buckets = [[name for name in shapes if not name.startswith("blocks.")]]
         buckets += [[x for x in shapes if x.startswith(f"blocks.{i}.")] for i in range(2)]

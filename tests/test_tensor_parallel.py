@@ -637,6 +637,7 @@ def test_a_layer_waits_for_two_gathers_and_two_scatters():
     timeline = tensor_parallel.layer_timeline(config, n, LINK, flops=rate, micro_batch=3)
     half = (n - 1) * (LINK.latency + 3 * 12 * 8 * 2 / n / LINK.bandwidth)
     assert timeline.hidden == 0 and timeline.exposed == pytest.approx(4 * half)
+    assert all(span.end > span.start for span in timeline.spans)  # what takes no time is not drawn
     flops = sum(f for name, f in anatomy.token_flops(config).items() if "blocks" in name)
     assert timeline.makespan - timeline.exposed == pytest.approx(3 * 12 * flops / n / rate)
     assert tensor_parallel.layer_timeline(config, 1, LINK, flops=rate).exposed == 0

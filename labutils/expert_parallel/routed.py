@@ -48,7 +48,7 @@ def routed_sent(
 
     Raises ValueError where the number of ranks does not divide the experts.
     """
-    units.whole(itemsize, "itemsize", 1)
+    itemsize = units.whole(itemsize, "itemsize", 1)
     n = len(counts[0])
     E = anatomy.letters(model, ep=n)["E"]  # of a rank; or an error that says what does not fit
     lines = []

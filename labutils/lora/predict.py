@@ -105,7 +105,7 @@ def saved(
     if frozen not in ("fp32", "bf16", "nf4"):
         raise ValueError(f"frozen={frozen!r}: there are formulas for 'fp32', 'bf16' and 'nf4'")
     trainable(model, rank=rank, pattern=pattern)  # or an error
-    units.whole(batch, "batch", 1)
+    batch = units.whole(batch, "batch", 1)
     width = 4 if frozen == "fp32" else 2
     how = anatomy.Policy(compute=width, stream=width, attention="sdpa")
     sizes = anatomy.letters(model) | {"b": batch, "r": rank}

@@ -47,8 +47,8 @@ def cut(model: ModelConfig, n: int) -> tuple[int, ...]:
     Raises ValueError: if there are still more.
     """
     units.instance(model, ModelConfig, "cut")
-    L = model.num_layers
-    if units.whole(n, "n", 1) > L + 2:
+    L, n = model.num_layers, units.whole(n, "n", 1)
+    if n > L + 2:
         most = f"at most {L + 2}, the embedding alone first, the head alone last"
         raise ValueError(f"{L} layers do not fill {n} stages: {most}")
     if n == L + 2:

@@ -351,7 +351,7 @@ def ledger(model: ModelConfig, plan: Plan, rank: int = 0, stack: str = "megatron
     """
     if stack not in STACKS:
         raise ValueError(f"stack={stack!r} is unknown: use {' or '.join(map(repr, STACKS))}")
-    if units.whole(rank, "rank") >= plan.pp:
+    if (rank := units.whole(rank, "rank")) >= plan.pp:
         raise ValueError(f"rank={rank} is none of pp={plan.pp}: use 0 … {plan.pp - 1}")
     at = of_ranks(model, plan, [rank])
     found = {"course": held_by_course, "megatron": held_by_megatron}[stack](model, plan, at)

@@ -68,14 +68,14 @@ class Plan:
     gradient_bytes: Numbers = 4
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name, value in list(vars(self).items()):
             if isinstance(value, np.ndarray | bool):
                 continue
             known = {"schedule": PLANNED, "recompute": RECOMPUTE}.get(name, ())
             if known and not (units.is_whole(value) and value in range(len(known))):
                 places = ", ".join(f"{i} is {word!r}" for i, word in enumerate(known))
                 raise ValueError(f"{name}={value!r:.60}: {places}; Plan.read takes the word")
-            units.whole(value, name)
+            object.__setattr__(self, name, units.whole(value, name))
 
     def named(self) -> dict[str, Any]:
         """One plan in the words of a file: schedule "1f1b", recompute "none", …; what a person

@@ -162,7 +162,7 @@ class Scheme:
             if dtype not in (E4M3, E5M2, torch.int8):
                 known = ", ".join(map(str, (E4M3, E5M2, torch.int8)))
                 raise ValueError(f"{dtype!r} is no format of 8 bits here: choose one of {known}")
-        units.whole(self.history, "history", 1)
+        units.whole_fields(self, "history")
 
     def dtype(self, operand: str) -> torch.dtype:
         """The format of "x", "weight" or "grad"."""

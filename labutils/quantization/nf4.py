@@ -48,7 +48,8 @@ def nf4_bytes(numel: int, *, double: bool = True) -> int:
 
     Source: QLoRA 2305.14314, section 3.
     """
-    blocks = -(-units.whole(numel, "numel", 1) // BLOCK)
+    numel = units.whole(numel, "numel", 1)
+    blocks = -(-numel // BLOCK)
     scales = blocks + 4 * (-(-blocks // SCALES) + 1) if double else 4 * blocks
     return scales + -(-numel // 2)
 

@@ -89,7 +89,7 @@ def wsd(step: int, steps: int, *, peak: float, decay: int, end: float = 0.0) -> 
     [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
     step, steps = units.whole(step, "step"), units.whole(steps, "steps", 1)
-    if units.whole(decay, "decay", 1) > steps:
+    if (decay := units.whole(decay, "decay", 1)) > steps:
         raise ValueError(f"a decay of {decay} does not fit {steps} steps: use {steps} at most")
     return peak + (end - peak) * min(max(step - (steps - decay), 0) / decay, 1)
 

@@ -87,7 +87,7 @@ def peak_in_flight(name: str, p: int, m: int, rank: int = 0, chunks: int = 1) ->
     (DualPipe: p+1); the others by simulation.
     """
     p, m, chunks = units.whole(p, "p", 1), units.whole(m, "m", 1), units.whole(chunks, "chunks", 1)
-    if units.whole(rank, "rank") >= p:
+    if (rank := units.whole(rank, "rank")) >= p:
         raise ValueError(f"rank={rank} is none of p={p}: use 0 … {p - 1}")
     after = p - 1 - rank
     known = {

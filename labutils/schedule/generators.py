@@ -30,13 +30,14 @@ def vee(p: int) -> tuple[int, ...]:
     return (*range(p), *reversed(range(p)))
 
 
-def _sizes(p: int, m: int, chunks: int = 1, kinds: int = 2) -> None:
-    """Raises TypeError or ValueError for sizes of no schedule, or of one that is too long to be
-    written down."""
-    each = units.whole(m, "m", 1) * units.whole(chunks, "chunks", 1) * kinds
-    if (operations := units.whole(p, "p", 1) * each) > _MOST:
+def _sizes(p: int, m: int, chunks: int = 1, kinds: int = 2) -> tuple[int, int, int]:
+    """p, m and chunks as Python ints; raises TypeError or ValueError for sizes of no schedule, or
+    of one that is too long to be written down."""
+    p, m, chunks = units.wholes(1, p=p, m=m, chunks=chunks)
+    if (operations := p * m * chunks * kinds) > _MOST:
         few = f"at most {_MOST:,} can be written down: take fewer ranks or micro-batches"
         raise ValueError(f"p={p} and m={m} make {operations:,} operations: {few}")
+    return p, m, chunks
 
 
 def spell(
@@ -94,7 +95,7 @@ def spell_line(
     last_first: backwards take the forwards from the last to the first
     lag: of a rank, how many backwards W trails B by; None where B is the whole backward
     """
-    _sizes(p, m, chunks, 2 if lag is None else 3)
+    p, m, chunks = _sizes(p, m, chunks, 2 if lag is None else 3)
     n = m * chunks
     jobs = sorted(product(range(chunks), range(m)), key=lambda job: (job[1] // a_round, *job))
     w_after = "" if lag is None else "W"
@@ -146,6 +147,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 def eager_one_f_one_b(p: int, m: int) -> Schedule:
     """1F1B with twice the warm-up, so that a message may take as long as an operation."""
+    p, m, _ = _sizes(p, m)
     return spell_line("eager_one_f_one_b", p, m, lambda rank: 2 * (p - 1 - rank))
 
 
@@ -170,7 +172,7 @@ def pipedream_2bw(p: int, m: int, every: int | None = None) -> Schedule:
 
     Raises ValueError: if m is no multiple of it, or the weights would not be there in time.
     """
-    every = units.whole(p if every is None else every, "every", 1)
+    p, m, every = units.wholes(1, p=p, m=m, every=p if every is None else every)
     if m % every or every < p - 1:
         need = f"a divisor of m={m} that is at least p−1={p - 1}"
         raise ValueError(f"pipedream_2bw updates every {every} micro-batches: give {need}")
@@ -192,7 +194,8 @@ def interleaved(p: int, m: int, chunks: int = 2) -> Schedule:
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.2; rounds where p does not divide
     m as in torch.distributed.pipelining.
     """
-    n = _round(units.whole(p, "p", 1), units.whole(m, "m", 1))
+    p, m, chunks = _sizes(p, m, chunks)
+    n = _round(p, m)
     more = (chunks - 1) * n
     return spell_line(
         "interleaved", p, m, lambda rank: 2 * (p - 1 - rank) + more, chunks=chunks, a_round=n
@@ -204,6 +207,7 @@ def breadth_first(p: int, m: int, chunks: int = 2) -> Schedule:
 
     Source: the order of torch.distributed.pipelining's ScheduleLoopedBFS.
     """
+    p, m, chunks = _sizes(p, m, chunks)
 
     def warm(rank: int) -> int:
         return m * chunks
@@ -225,6 +229,7 @@ def zb_h2(p: int, m: int) -> Schedule:
 
     Source: Qi et al. 2023, arXiv:2401.10241, Table 2.
     """
+    p, m, _ = _sizes(p, m, kinds=3)
     return spell_line("zb_h2", p, m, lambda rank: 2 * (p - 1 - rank), lag=lambda rank: 2 * rank)
 
 
@@ -246,8 +251,8 @@ def zb_auto(
 
     Source: the aim, not the search, of Qi et al. 2023, arXiv:2401.10241.
     """
-    _sizes(p, m, kinds=3)
-    if units.whole(cap, "cap", 1) < min(p, m):
+    (p, m, _), cap = _sizes(p, m, kinds=3), units.whole(cap, "cap", 1)
+    if cap < min(p, m):
         raise ValueError(f"cap={cap} is too little for p={p}: rank 0 needs {min(p, m)} activations")
     caps = {cap, *(less for less in (m, m + 1, 2 * p - 1, 2 * p) if p <= less < cap)}
     found: dict[tuple, Schedule] = {}
@@ -271,7 +276,8 @@ def interleaved_zb(p: int, m: int, chunks: int = 2) -> Schedule:
 
     Source: the order of torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
     """
-    n = _round(units.whole(p, "p", 1), units.whole(m, "m", 1))
+    p, m, chunks = _sizes(p, m, chunks)
+    n = _round(p, m)
 
     def warm(rank: int) -> int:
         return p - 1 - rank + (chunks - 1) * n
@@ -300,7 +306,7 @@ def zb_v(p: int, m: int) -> Schedule:
 
     Source: the order of torch.distributed.pipelining's ScheduleZBVZeroBubble.
     """
-    _sizes(p, m, 2, kinds=3)
+    p, m, _ = _sizes(p, m, 2, kinds=3)
 
     def say(r: int) -> Sentence:
         return [
@@ -323,7 +329,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     Source: DeepSeek's DualPipe repository, dualpipev.py; torch.distributed.pipelining's
     ScheduleDualPipeV.
     """
-    _sizes(p, m, 2, kinds=3)
+    p, m, _ = _sizes(p, m, 2, kinds=3)
     if m < 2 * p:
         raise ValueError(f"dualpipe_v needs m ≥ 2p micro-batches: m={m} at p={p}, take {2 * p}")
 
@@ -347,7 +353,8 @@ def dualpipe(p: int, m: int) -> Schedule:
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 3 and Table 2; its repository's dualpipe.py.
     """
-    if units.whole(p, "p", 2) % 2 or units.whole(m, "m", 1) % 2 or m < 2 * p:
+    p, m = units.whole(p, "p", 2), units.whole(m, "m", 1)
+    if p % 2 or m % 2 or m < 2 * p:
         need = "an even p and an even m ≥ 2p"
         raise ValueError(f"dualpipe needs {need}: got p={p}, m={m}")
     folded = dualpipe_v(p // 2, m // 2)

@@ -864,6 +864,15 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
     ("memory/states", "test_memory test_survivors"): [
         ("2 * weights + state + temporary)", "weights + state + temporary)"),
     ],
+    ("predict/rehearsal", "test_predict"): [
+        ("model.num_experts > 1 or train.fp8", "train.fp8"),
+    ],
+    ("schedule/generators", "test_out_of_range"): [
+        ("p, m, chunks = units.wholes(1,", "units.wholes(1,"),
+    ],
+    ("config", "test_given test_step"): [
+        ("if not isinstance(self.frozen, list | tuple):", "if False:"),
+    ],
     ("predict/inventory", "test_predict"): [
         ("and part in self._linear", "and part in self._adapted"),
         ('"tokens.weight" if tied else name', "name"),
