@@ -269,10 +269,10 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("(clock.PAUSE, needs[index + 1], lags[index + 1], 0)", "(clock.PAUSE, needs[index], lags[index], 0)"),
     ],
     ("schedule/formulas", "test_schedule"): [
-        ('if units.whole(rank, "rank") >= p:', 'if units.whole(rank, "rank") > p:'),
+        ('units.whole(rank, "rank")) >= p:', 'units.whole(rank, "rank")) > p:'),
     ],
     ("schedule/generators", "test_schedule"): [
-        ('units.whole(p, "p", 1) * each) > _MOST', 'units.whole(p, "p", 1) * each) > _MOST**2'),
+        ('p * m * chunks * kinds) > _MOST', 'p * m * chunks * kinds) > _MOST**2'),
         ('if m % every or every < p - 1:', 'if m % every or every < p - 2:'),
     ],
     ("tensor_parallel/layers", "test_tensor_parallel"): [
