@@ -47,7 +47,7 @@ def model_states(module: nn.Module, *optimizers: torch.optim.Optimizer | None) -
     weights     16
     total       16
     """
-    _check(print, module, *optimizers)
+    _check(module, *optimizers)
     seen: set[int] = set()
     lines = []
     for component, name, tensor in _states(module.parameters(), optimizers, module.buffers()):
@@ -58,7 +58,7 @@ def model_states(module: nn.Module, *optimizers: torch.optim.Optimizer | None) -
     return Ledger(lines).merged()
 
 
-def _check(fn: object, module: object, *optimizers: object) -> None:
+def _check(module: object, *optimizers: object, fn: object = print) -> None:
     """Raises TypeError where one of them is something else."""
     if not callable(fn):
         said = f"{fn!r:.60} ({type(fn).__name__})"
@@ -83,7 +83,7 @@ def saved_activations(fn: Callable[[], object], module: nn.Module) -> Ledger:
     activations · 1   64  float32 [2, 8]
     total             96
     """
-    _check(fn, module)
+    _check(module, fn=fn)
     there = (*module.parameters(), *module.buffers())
     known = {tensor.untyped_storage()._cdata for tensor in there}
     # Holding the storage keeps its address from being used again.
@@ -140,7 +140,7 @@ def history(
     that makes or resizes it until its last reference dies; what is older counts from the start.
     Memory that a kernel takes and returns within one operation is not seen.
     """
-    _check(fn, module, optimizer)
+    _check(module, optimizer, fn=fn)
     with recording(module, optimizer, capacity=capacity) as recorder:
         fn()
     return recorder.history()
@@ -158,7 +158,7 @@ def storages(
 ) -> "tuple[Life, ...]":
     """Every storage that is alive during `fn()`: its bytes, between which operations it lives, what
     it is for. A trace for `memory.replay`."""
-    _check(fn, module, optimizer)
+    _check(module, optimizer, fn=fn)
     with recording(module, optimizer) as recorder:
         fn()
     return tuple(recorder.lives)
