@@ -109,7 +109,7 @@ CALLS = [  # `x` stands where a module, a schedule or a config belongs
     ("planner.Job(model=x, cluster=None)", "Job takes a ModelConfig"),
     ("planner.Job(model=TINY, cluster=x)", "Job takes a Cluster"),
     ("planner.search(x)", "search takes a Job"),
-    ("planner.estimate(x, planner.Plan())", "evaluate takes a Job"),
+    ("planner.estimate(x, planner.Plan())", "estimate takes a Job"),
     ("accumulation.accumulate(x, [])", "accumulate takes a loss of a batch"),
     ("accumulation.accumulate(print, x or 3)", "accumulate takes an Iterable, got 3"),
     ("accumulation.step(x, print, [])", "step takes an Optimizer"),
