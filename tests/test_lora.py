@@ -347,9 +347,9 @@ def begun(config, frozen, attention="plain", **options):
     return lora.adapt(model, **dict(alpha=8) | options)
 
 
-def second_step(config, frozen, rows, **options):
+def second_step(config, frozen, rows, policy="none", **options):
     """What is alive at each moment of a step that is not the first."""
-    model = begun(config, frozen, attention="sdpa", **options)
+    model = checkpointing.apply(begun(config, frozen, attention="sdpa", **options), policy)
     optimizer = adamw(list(trained(model).values()))
     tokens, targets = (torch.zeros(rows, config.seq_len, dtype=torch.long) for _ in range(2))
 
@@ -406,6 +406,16 @@ def test_the_fullest_moment_at_7b_and_70b(name, frozen):
     kept = [line for line in kept if line.name not in behind or line.note in already]
     found = peak.ledger.only(component="activations").total
     assert found == sum(line.amount for line in kept)
+
+
+@pytest.mark.parametrize("frozen, policy, layers", [("bf16", "full", 5), ("nf4", "none", 4)])
+def test_two_layers_and_a_third_tell_the_peak_of_more(frozen, policy, layers):
+    def run(config):
+        return dry_second_step(config, frozen, 1, policy, rank=4)
+
+    deep = replace(LLAMA, num_layers=layers)
+    peak = rigs.lora.peak_of_all_layers(deep, run)
+    assert peak.by("component") == run(config=deep).peak.ledger.by("component")
 
 
 def test_a_layer_of_a_70b_model_dry_in_nf4():

@@ -1,13 +1,15 @@
 """What is predicted of a rank is what its dry run finds, to the byte; that it is what ranks hold and send is found in the table's runs (test_compositions)."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from equivalence import LORA, case, phases, rehearsed, rows
 
-from labutils import measure, predict, schedule, step
-from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils import anatomy, checkpointing, measure, predict, schedule, step
+from labutils.config import Hardware, Link, Mesh, ModelConfig, TrainConfig
+from labutils.flash import fused
 from labutils.model import GPT
 from labutils.predict.rehearsal import BATCH, rehearsal
 from labutils.world import World
@@ -219,3 +221,84 @@ def test_what_is_held_is_one_fact(n, level, apart):
             assert lines["step"] == 4 * counters
         total += numbers
     assert total == GPT2.num_params
+
+
+# ── in time ───────────────────────────────────────────────────────────────────────────────────────
+
+BANDWIDTH = 1e9
+WIRE = Link(0.0, BANDWIDTH)
+DEVICE = replace(
+    Hardware.named("H100"), node=10**6, inside=WIRE, network=WIRE,
+    reached={"products": 1.0, "attention": 0.5},
+)  # fmt: skip
+UNTIED = ModelConfig(
+    num_layers=4, d_model=16, num_heads=4, d_ff=36, vocab_size=44, seq_len=16, tied=False
+)  # fmt: skip
+MIXTURE = replace(UNTIED, num_experts=4, top_k=2)
+TIMED = [
+    (UNTIED, Mesh(pp=2, dp=2, tp=2), dict(sequence=True, checkpointing="full", zero=1)),
+    (UNTIED, Mesh(pp=2, tp=2), dict(schedule="zb_h1", checkpointing="selective")),
+    (UNTIED, Mesh(pp=2, cp=2), dict(schedule="interleaved", attention="ring")),
+    (UNTIED, Mesh(dp=2, cp=2), dict(attention="ulysses", zero=1, checkpointing="full")),
+    (MIXTURE, Mesh(dp=4, ep=2), dict(checkpointing="full", clip=1.0)),
+    (UNTIED, Mesh(pp=2, dp=2), dict(schedule="dualpipe", fp32_gradients=True, zero=1)),
+    (replace(UNTIED, tied=True), Mesh(pp=2, tp=2), {}),
+]
+
+
+@pytest.mark.parametrize("model, mesh, how", TIMED, ids=str)
+def test_what_is_sent_takes_its_bytes_over_a_link(model, mesh, how):
+    """On every axis, of the first and the last rank, where links have no latency."""
+    train = TrainConfig(micro_batch=1, global_batch=4 * mesh.dp, **how)
+    for rank in (0, mesh.size - 1):
+        step = predict.time(model, train, mesh, rank, device=DEVICE)
+        at = mesh.coords(rank)["pp"]
+        assert sum(step.spent(at).values()) == pytest.approx(step.makespan)
+        took, bytes_ = Counter(), Counter()
+        for span in step.spans:
+            took[span.kind] += (span.end - span.start) * (span.rank == at)
+        for line in predict.sent(model, train, mesh, rank):
+            if line.name not in ("targets", "gradient norm") and line.axis != "pp_dp_cp":
+                axis = "dp" if line.axis in ("dp_cp", "edp") else line.axis
+                bytes_[axis] += line.amount
+        for axis in ("tp", "cp", "ep", "pp", "dp"):
+            assert took[axis] * BANDWIDTH == pytest.approx(bytes_[axis]), axis
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_computing_takes_its_products_over_a_rate(tied, policy):
+    """Those that a real step multiplies, its second passes with them; however backward is split."""
+    model, tokens = replace(GPT2, tied=tied), torch.zeros(2, GPT2.seq_len, dtype=torch.long)
+    net = checkpointing.apply(GPT(model), policy)
+    counted = fused.product_flops(lambda: net.loss(tokens, tokens).backward())
+    alike = replace(DEVICE, reached={"products": 0.5, "attention": 0.5})
+    sizes = dict(micro_batch=2, global_batch=8, checkpointing=policy)
+    step = predict.time(model, TrainConfig(**sizes), device=alike)
+    assert step.makespan == pytest.approx(4 * counted / (0.5 * DEVICE.flops["bf16"]))
+    two = [
+        predict.time(model, TrainConfig(**sizes, schedule=name), Mesh(pp=2), device=alike).busy(0)
+        for name in ("one_f_one_b", "zb_h1")
+    ]
+    assert two[0] == pytest.approx(two[1])
+
+
+def test_fused_attention_skips_half_and_finds_scores_again_backward():
+    """Half of the products forward, two and a half times as many backward, at a rate of its own."""
+    took = {}
+    for attention in ("plain", "sdpa"):
+        train = TrainConfig(micro_batch=1, global_batch=1, attention=attention)
+        took[attention] = predict.time(GPT2, train, device=DEVICE).makespan
+    core = GPT2.seq_len * anatomy.token_flops(GPT2)["blocks.*.attention"] / DEVICE.rate("attention")
+    assert took["plain"] - took["sdpa"] == pytest.approx((3 - 3.5 / 2) * core)
+
+
+@pytest.mark.parametrize("how, said", [
+    (dict(zero=2), "zero=2 sends beside computing: set zero=1"),
+    (dict(frozen=("norm*",)), "not every weight has a gradient"),
+    (dict(precision="fp64"), "no rate is known for precision='fp64'"),
+    (dict(precision="fp32", fp8="current"), "no rate is known for fp8='current'"),
+])  # fmt: skip
+def test_a_step_that_cannot_be_put_in_time_is_refused(how, said):
+    with pytest.raises(ValueError, match=said):
+        predict.time(GPT2, TrainConfig(micro_batch=1, global_batch=1, **how), device=DEVICE)

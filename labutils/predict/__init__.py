@@ -1,5 +1,5 @@
 """What a training step costs one rank of any mesh, before it runs: states, bytes sent, activations
-and the peak, each asked of `(model, train, mesh, rank=0)`, as `step.build` runs it.
+and the peak, and its time, each asked of `(model, train, mesh, rank=0)`, as `step.build` runs it.
 
 Formulas where there are exact ones, summed over one inventory of what the rank has; elsewhere a dry
 run of that rank answers under the same signature, and its lines say so.
@@ -7,11 +7,12 @@ run of that rank answers under the same signature, and its lines say so.
 
 from dataclasses import replace
 
-from labutils.config import Mesh, ModelConfig, TrainConfig
+from labutils.clock import Played
+from labutils.config import Hardware, Mesh, ModelConfig, TrainConfig
 from labutils.ledger import Ledger, Line
 from labutils.memory import Peak
 from labutils.memory.formulas import PHASES
-from labutils.predict import held, kept, traffic
+from labutils.predict import held, kept, played, traffic
 from labutils.predict.inventory import Here
 
 
@@ -108,6 +109,38 @@ def peak(model: ModelConfig, train: TrainConfig, mesh: Mesh = Mesh(), rank: int 
     lines = [replace(line, note=note) for line in top.ledger if line.amount]
     phases = {phase: found.phases[phase].ledger.total for phase in PHASES}
     return Peak(tuple(lines), top.phase, top.event, phases)
+
+
+def time(
+    model: ModelConfig,
+    train: TrainConfig,
+    mesh: Mesh = Mesh(),
+    rank: int = 0,
+    *,
+    device: Hardware,
+) -> Played:
+    """A step in time, of `rank` and of those at its place in the other stages of the pipeline, by
+    their order: `spent` says of each what it computes, what it sends by axis, and its bubble.
+
+    device: at whose rates they compute, and over whose links they send
+
+    A rank does one thing after the other: what is sent is exposed, all of it, so that a program
+    which hides some of it takes less. Matrix products and attention compute, at the rates that the
+    device reaches. Left out are what moves memory, such as norms and the update, and single numbers
+    that all agree on.
+
+    >>> gpt, h100 = ModelConfig.named("gpt2-xl"), Hardware.named("H100")
+    >>> train = TrainConfig(micro_batch=1, global_batch=32, zero=1, attention="sdpa")
+    >>> step = time(gpt, train, Mesh(pp=4, dp=4, tp=1), device=h100)
+    >>> {kind: round(100 * seconds / step.makespan) for kind, seconds in step.spent(0).items()}
+    {'forward': 19, 'backward': 38, 'pp': 10, 'bubble': 27, 'dp': 7}
+
+    Raises ValueError for ZeRO 2 and 3, which send beside computing, where not all is trained, and
+    where no rate is known.
+    """
+    heres = [Here(model, train, mesh, each) for each in mesh.ranks(rank, "pp")]
+    played.check_timed(heres[0])
+    return played.step_of(heres, device)
 
 
 def _why_dry(train: TrainConfig, mesh: Mesh) -> str:

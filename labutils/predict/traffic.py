@@ -28,10 +28,16 @@ class Call(NamedTuple):
 
 def sent_by(here: Here) -> Ledger:
     """Bytes by axis and operation."""
-    lines = list(_messages(here))
-    for term in (_tensors, _contexts, _experts, _replicas, _agreed):
+    lines = list(of_stages(here))
+    for term in (of_passes, of_replicas, _agreed):
         lines += (_line(here, call) for call in term(here) if call.times)
     return Ledger(line for line in lines if line.count).merged()
+
+
+def of_passes(here: Here) -> Iterator[Call]:
+    """What the passes of micro-batches send within stages."""
+    for term in (_tensors, _contexts, _experts):
+        yield from term(here)
 
 
 def _line(here: Here, call: Call) -> Line:
@@ -236,7 +242,7 @@ def _experts(here: Here) -> Iterator[Call]:
 # ── pp ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _messages(here: Here) -> Iterator[Line]:
+def of_stages(here: Here) -> Iterator[Line]:
     """What stages send to neighbours, and the gradients of what two ranks have."""
     from labutils.pipeline.messages import reader_of
     from labutils.pipeline.stages import shared_with
@@ -267,7 +273,7 @@ def _messages(here: Here) -> Iterator[Line]:
 # ── dp, and what all agree on ─────────────────────────────────────────────────────────────────────
 
 
-def _replicas(here: Here) -> Iterator[Call]:
+def of_replicas(here: Here) -> Iterator[Call]:
     """Gradients that are averaged over replicas, and weights that ZeRO gathers."""
     train = here.train
     wide = 4 if train.half and train.fp32_gradients else 0

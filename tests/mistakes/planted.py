@@ -991,6 +991,12 @@ BY_FILE: dict[tuple[str, str], Pairs] = {
         ("if train.prefetch and 0 < ahead <= after", "if 0 < ahead <= after"),
         ("        if not train.reshard:", "        if False:"),
     ],
+    ("predict/played", "test_predict"): [
+        ("(2.5 if fused else 2) * core", "2 * core"),
+        ("F + B - F_sends[axis]", "B"),
+        ("each = (n - 1) * (link.latency", "each = n * (link.latency"),
+        ("(1 if here.plan.split else 2)", "2"),
+    ],
     ("zero/partition", "test_zero_partition"): [
         ("return -(-self.numel // self.n)", "return self.numel // self.n"),
         ("min((rank + 1) * self.share, self.numel)", "(rank + 1) * self.share"),
