@@ -110,7 +110,8 @@ f"{limits}, subnormal from {mine.min_subnormal:.4f}; {mine.counts}"
 for fmt in formats:
     top, least = f"max {fmt.max:<9.4g}", f"subnormal from {fmt.min_subnormal:<8.2g}"
     limits = f"{top} normal from {fmt.min_normal:<8.2g} {least} eps {fmt.eps:.2g}"
-    print(f"{fmt.name:5} {fmt.bit_string(0):37} {limits}")
+    bits_of = f"1 + {fmt.exponent_bits} + {fmt.mantissa_bits}"
+    print(f"{fmt.name:5}{bits_of:>11} bits, {limits}")
 
 # %% [markdown]
 # `eps` is the gap between 1 and the next number, $2^{-M}$. Keep three of these lines in mind: fp16 ends at 65 504, e4m3 at 448, and the first bf16 number after 1 is 1.0078.
